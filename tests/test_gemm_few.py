@@ -15,7 +15,7 @@ from test_vulkan_coop import tolerance
 from mlc_amd.runtime.devices.vulkan import fragments
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.gpu import gemm, gemm_few
+from mlc_amd.schedules.gpu import few_tiles, gemm
 from mlc_amd.schedules.gpu.deferred_norm import MARGIN
 from mlc_amd.schedules.gpu.expert_gemm import expert_linear
 from mlc_amd.schedules.gpu.experts import Slots
@@ -34,11 +34,13 @@ CASES = {
     "rows": ("q4_0", 41, 128, 3, FewTile(8, 32, 1, 1, 1)),
     "waves": ("q4_0", 32, 256, 16, FewTile(16, 32, 2, 2, 2, 1)),
     "part": ("q4_0", 16, 192, 8, FewTile(8, 16, 1, 1, 2, 1)),  # of a group of columns
+    "hidden": ("q4_0", 16, 192, 8, FewTile(8, 16, 1, 1, 2, 1, 1)),
+    "hidden fields": ("q5_0", 16, 128, 8, FewTile(8, 16, 1, 1, 1, 0, 1)),
     "tiles": ("q4_0", 16, 128, 12, FewTile(8, 16, 1, 1, 1)),
 }
 
 
-@pytest.mark.parametrize("name", sample(CASES, ["padding", "waves", "part"]))
+@pytest.mark.parametrize("name", sample(CASES, ["padding", "waves", "part", "hidden fields"]))
 def test_linear(name):
     fmt, n, k, m, tile = CASES[name]
     planes, w = weights(fmt, n, k, 0)
@@ -87,6 +89,23 @@ def test_deferred_norm(columns, tile):
     assert error(got, normed @ w.astype(np.float16).astype(np.float64).T) < tolerance("q4_0")
 
 
+@pytest.mark.parametrize("hidden", [0, 1])
+@pytest.mark.parametrize("layout", sample(["lanes", "pairs"], ["lanes"]))
+def test_staged_activations(layout, hidden):
+    """Gate and up; the last tile of rows and that of tokens are parts of one."""
+    m, n, k, tile = 20, 96, 512, FewTile(16, 64, 1, 4, 1, 1, hidden, staged=1)
+    (gate, up), w = zip(*(weights("q4_0", n, k, seed) for seed in (1, 2)), strict=True)
+    x = np.random.default_rng(3).standard_normal((m, k), np.float32).astype(np.float16)
+    kernel = gate_up_swiglu("q4_0", "q4_0", n, k, m, "lanes", layout, NVIDIA, "k", tile)
+    shape = lanes_shape(m, n) if layout == "lanes" else (m, n)
+    out = np.full(shape, np.nan, np.float16)
+    got = emulated(kernel, [state(m), in_lanes(x), *gate.values(), *up.values(), out], NVIDIA)[-1]
+    got = activations.read(layout, {"H": got}, rows=np.arange(m))[:, :n]
+    products = [x.astype(np.float64) @ each.astype(np.float16).astype(np.float64).T for each in w]
+    expected = products[0] / (1 + np.exp(-products[0])) * products[1]
+    assert error(got, expected) < tolerance("q4_0") + 6e-4  # float16
+
+
 def test_deferred_norms_are_of_few_tokens():
     with pytest.raises(ValueError, match="few tokens"):
         gemm.linear([("q4_0", 16)], 128, 64, "pairs", (False,), False, NVIDIA, "k", norm_in=1e-5)
@@ -130,9 +149,26 @@ def test_experts():
 def test_a_workgroup_for_each_compute_unit(rows, waves_n):
     """Where a workgroup holds the subgroups that this takes, and few compute units are idle; other tiles elsewhere."""
     formats = [lookup("q4_0")] * 2
-    tile = gemm_few.choose(NVIDIA, formats, 32, 4096, rows, 2)
-    assert tile.waves_n == waves_n and tile.waves_n * tile.waves_k <= gemm_few.MOST_WAVES
+    tile = few_tiles.choose(NVIDIA, formats, 32, 4096, rows, 2)
+    assert tile.waves_n == waves_n and tile.waves_n * tile.waves_k <= few_tiles.MOST_WAVES
     assert waves_n == 1 or -(-rows // tile.rows) <= NVIDIA.units
+
+
+@pytest.mark.parametrize(
+    ("fmt", "rows", "columns", "staged"),
+    [
+        ("q4_0", 14336, 4096, 1),
+        ("q4_0", 14336, 4224, 0),  # the loop's body has two groups
+        ("q4_0", 12288, 4096, 0),  # too few workgroups
+        ("q4_0", 17408, 4096, 0),  # some more than there is room for
+        ("q6_k", 14336, 4096, 0),  # too many registers
+    ],
+)
+def test_staged_tiles(fmt, rows, columns, staged):
+    """Of gate and up, where their workgroups fill the compute units."""
+    formats = [lookup(fmt)] * 2
+    assert few_tiles.choose(NVIDIA, formats, 64, columns, rows, 2).staged == staged
+    assert not few_tiles.choose(NVIDIA, formats[:1], 64, columns, rows).staged
 
 
 # ---- which lane has what

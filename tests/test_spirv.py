@@ -26,6 +26,7 @@ from mlc_amd.schedules.gpu.attention_prefill_dot import attention_prefill_dot
 from mlc_amd.schedules.gpu.embed import embed
 from mlc_amd.schedules.gpu.norm import quantize, rms_norm
 from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
+from mlc_amd.schedules.gpu.step import kept
 
 
 @pytest.fixture(params=RUN)
@@ -192,6 +193,17 @@ def test_loops_over_local_arrays_are_to_be_unrolled(profile):
     x = integers(np.int32, 33, -1000, 1000)
     got = execute(func, {"x": x, "y": np.zeros((THREADS, 8), np.int32)}, profile).y
     assert np.array_equal(got, x[:, None] * np.arange(1, 9))
+
+
+def test_loops_that_are_to_stay(profile):
+    def body(b, _group, i):
+        with kept(8) as j:
+            T.buffer_store(b.y, i * j, [i, j])
+
+    func = kernel({"y": ((THREADS, 8), "int32")}, (1,), (THREADS,), body)
+    assert [words[2] for name, *words in instructions(compiled(func, profile).binary) if name == "LoopMerge"] == [2]
+    got = execute(func, {"y": np.zeros((THREADS, 8), np.int32)}, profile).y
+    assert np.array_equal(got, np.arange(THREADS)[:, None] * np.arange(8))
 
 
 @pytest.mark.parametrize(("dtype", "lanes"), [("float16", 8), ("float32", 4), ("float16", 2), ("uint32", 2)])

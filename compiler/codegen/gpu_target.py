@@ -24,7 +24,7 @@ from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import gemv, gemv_norm
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
 from mlc_amd.schedules.gpu.cache import cache_types
-from mlc_amd.schedules.gpu.gemm_few import MOST as FEW_TOKENS
+from mlc_amd.schedules.gpu.few_tiles import MOST as FEW_TOKENS
 from mlc_amd.schedules.gpu.gemv_matrix import ROWS as INT8_ROWS
 from mlc_amd.schedules.gpu.kernels import BUILDERS
 from mlc_amd.schedules.gpu.matrix_int8 import unit_of

@@ -23,13 +23,14 @@ from mlc_amd.schedules.gpu import load
 from mlc_amd.schedules.gpu.device import fma
 from mlc_amd.schedules.gpu.pairs import RUN, RUN_COLUMNS, RUNS
 from mlc_amd.schedules.gpu.planes import BLOCK
-from mlc_amd.schedules.gpu.registers import at, lane_of, vector
+from mlc_amd.schedules.gpu.registers import at, lane_of, opaque, vector
 from mlc_amd.schedules.gpu.tables import values
 
 EXPONENT = 0x64006400  # of 1024.0 as float16, in both halves of a word
 EXPONENT_VALUE = 1024
 HIGH_EXPONENT = 0x54005400  # of 64.0, whose bits 4 to 7 count ones
 HIGH_EXPONENT_VALUE = 64
+EXPONENTS = EXPONENT, HIGH_EXPONENT
 SIGN = 0x80808080  # turns signed bytes into bytes that count from 128
 
 
@@ -76,8 +77,15 @@ def _halves(fmt, x):
     return parts if fmt.name == "f16" else [T.cast(part, "float16") for part in parts]
 
 
-def decoder(arch, fmt, fetched, block=0):
-    """run(j): run number j, an int or in a register, of a block of a fetched unit of codes, as float16x8."""
+def hidden(zero):
+    """EXPONENTS in registers, as numbers that the compiler does not know. zero: an int32 that is 0, likewise."""
+    return tuple(T.Bind(opaque(T.cast(zero, "uint32") + T.uint32(bits))) for bits in EXPONENTS)
+
+
+def decoder(arch, fmt, fetched, block=0, exponents=EXPONENTS):
+    """run(j): run number j, an int or in a register, of a block of a fetched unit of codes, as float16x8. exponents: of
+    `hidden`."""
+    exponents = [T.uint32(bits) if isinstance(bits, int) else bits for bits in exponents]
     scales = load.scales(fmt, fetched, block)
     codes = {
         plane: fetched.codes[plane][block * PLANE_BITS[plane] : (block + 1) * PLANE_BITS[plane]] for plane in fmt.codes
@@ -97,7 +105,11 @@ def decoder(arch, fmt, fetched, block=0):
     zeros = vector([T.float16(offsets[i // 2] + zero) for i in range(RUN)])
 
     def run(j):
-        bits = _nibbles(codes["Q4"], j) if nibbles else [_fields(codes, j, t) for t in range(RUN // 2)]
+        bits = (
+            _nibbles(codes["Q4"], j, exponents)
+            if nibbles
+            else [_fields(codes, j, t, exponents[0]) for t in range(RUN // 2)]
+        )
         value = T.reinterpret("float16x8", vector(bits)) - zeros
         return fma(value, factors, minimums) if fmt.minimum else T.Bind(value * factors)
 
@@ -131,9 +143,9 @@ def _place(plane, j, t):
     }[plane]
 
 
-def _fields(codes, j, t):
+def _fields(codes, j, t, exponent):
     """A word: two float16, 1024 + the codes of pair t of run j."""
-    found, filled = T.uint32(EXPONENT), 0
+    found, filled = exponent, 0
     for plane, words in codes.items():
         bits = PLANE_BITS[plane]
         places, first = _place(plane, j, t)
@@ -143,15 +155,15 @@ def _fields(codes, j, t):
     return T.Bind(found)
 
 
-def _nibbles(words, j):
+def _nibbles(words, j, exponents):
     """Four words, as of `_fields`, of codes that are nibbles only, but pairs 1 and 3 are 64 + the codes: one shift
     instead of three."""
     low = _chosen(words, j)
     high = T.Bind(T.shift_right(low, T.uint32(8)))
     return [
-        T.Bind(word & T.uint32(mask) | T.uint32(exponent))
+        T.Bind(word & T.uint32(mask) | exponent)
         for word in (low, high)
-        for mask, exponent in ((0x000F000F, EXPONENT), (0x00F000F0, HIGH_EXPONENT))
+        for mask, exponent in zip((0x000F000F, 0x00F000F0), exponents, strict=True)
     ]
 
 

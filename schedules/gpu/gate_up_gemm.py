@@ -11,8 +11,10 @@ from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu.activations import gated
 from mlc_amd.schedules.gpu.device import barrier, each, launch, rcp, rint, shuffle_xor, wave_max, wave_sum
 from mlc_amd.schedules.gpu.expert_gemm import expert_engine, tile_expert
-from mlc_amd.schedules.gpu.gemm import check_deferred, engine, factors_of, span, token_tiles, views
+from mlc_amd.schedules.gpu.gemm import check_deferred, engine, extras, factors_of, span, token_tiles, views
+from mlc_amd.schedules.gpu.gemm_staged import StagedGemm
 from mlc_amd.schedules.gpu.linear_args import declare_gate_up
+from mlc_amd.schedules.gpu.pairs import store_run
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import FIELDS, RUNS_OF, TINY, WIDTH, clamped, emit_store
 from mlc_amd.schedules.gpu.registers import at, lane_of, vector
@@ -107,6 +109,9 @@ def gate_up_swiglu(
             f"{f} rows in layout {layout!r} from activations in layout {layout_in!r} do not make one launch"
         )
     check_deferred(gemm, norm_in, 0)
+    by_run = isinstance(gemm, StagedGemm)
+    if of and by_run:
+        raise ValueError(f"{gemm.tile} is none for experts")
     with kernel(name) as ir:
         args = declare_gate_up(formats, f, k, (m, m), layout_in, layout, of, norm_in=norm_in)
         state, params, groups, planes, biases, out, read = args
@@ -134,13 +139,18 @@ def gate_up_swiglu(
                     staged.keep(token - token0, row - row0, *y)
                 elif layout == "rows":
                     _store_block(arch, out, token, row, *y)
+                elif by_run and layout == "lanes":
+                    store_run(out[0], token, row, [T.cast(clamped(x), "float16") for x in y])
+                elif by_run:
+                    for half in range(2):
+                        _store_floats(layout, out[0], token, row + half * (BLOCK // 2), y[4 * half : 4 * half + 4])
                 else:
                     _store_floats(layout, out[0], token, row, y)
 
             # a loop of 0 or 1 steps: barriers may not stand inside an if
             mine = token0 < live_rows(state, m) if mine is None else mine
             with T.serial(T.Bind(T.cast(mine, "int32"))):
-                more = {} if factors is None else {"meanwhile": factors.compute}
+                more = extras(gemm, state, factors)
                 gemm.emit(acts, weights, token0, row0, store, first, **more)
                 if staged:
                     staged.store(arch, out, token0, row0, f, thread, gemm.threads)

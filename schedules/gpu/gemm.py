@@ -11,7 +11,7 @@ the row tiles of all segments. What a workgroup does to its tile is up to `gemm_
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu import gemm_coop, gemm_dot, gemm_few, gemm_matrix
+from mlc_amd.schedules.gpu import few_tiles, gemm_coop, gemm_dot, gemm_matrix
 from mlc_amd.schedules.gpu.deferred_norm import RowFactors
 from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.gemm_coop import CoopGemm
@@ -22,7 +22,7 @@ from mlc_amd.schedules.gpu.linear_args import declare_linear, segments_of
 from mlc_amd.schedules.gpu.load import QUADS
 from mlc_amd.schedules.gpu.planes import BLOCK, padded
 from mlc_amd.schedules.gpu.registers import at, vector
-from mlc_amd.schedules.gpu.step import kernel, live_rows
+from mlc_amd.schedules.gpu.step import kernel, live_rows, unknown_zero
 
 
 def engine(layout, formats, m, k, arch, rows, tile=None, together=1):
@@ -30,9 +30,9 @@ def engine(layout, formats, m, k, arch, rows, tile=None, together=1):
     `rows`: of all segments. `tile`: MatrixTile, CoopTile or DotTile, by default the one for the arch and shape.
     Float32 activations and float weights stay float32. ValueError for what does not fit."""
     if tile is None and layout == "lanes":
-        tile = gemm_few.choose(arch, formats, m, k, rows, together)
+        tile = few_tiles.choose(arch, formats, m, k, rows, together)
     if isinstance(tile, FewTile) and layout == "lanes":
-        return FewGemm(arch, tile, m, k, together)
+        return few_tiles.routine(arch, tile, m, k, together)
     exact = layout == "" and all(fmt.kind == "float" for fmt in formats)
     matrix = arch.matrix and layout != "rows" and not exact
     kind = {"rows": "int8", "": "float"}.get(layout)
@@ -87,6 +87,12 @@ def factors_of(gemm, read, token0, thread, first) -> RowFactors | None:
     return RowFactors(gemm.arch, read, gemm.tile.tokens, token0, thread, gemm.threads, first)
 
 
+def extras(gemm, state, factors) -> dict:
+    """What only the `emit` of some tile routines takes."""
+    more = {} if factors is None else {"meanwhile": factors.compute}
+    return more | {"zero": unknown_zero(state)} if isinstance(gemm, FewGemm) and gemm.tile.hidden else more
+
+
 def check_deferred(gemm, norm_in, made) -> None:
     """ValueError where a norm is deferred, into the kernel or, of `made` rows, out of it, and it cannot be."""
     if (norm_in is not None or made) and not isinstance(gemm, FewGemm):
@@ -138,7 +144,7 @@ def linear(segments, k, m, layout, biases, residual, arch, name, tile=None, norm
                 mine = (token0 < live) & (row_tile >= first) & (row_tile < first + count)
                 with T.serial(T.Bind(T.cast(mine, "int32"))):
                     row0 = T.Bind((row_tile - first) * gemm.tile.rows)
-                    more = {} if factors is None else {"meanwhile": factors.compute}
+                    more = extras(gemm, args.state, factors)
                     gemm.emit(acts, [(fmt, bufs, padded(n))], token0, row0, store, **more)
                 first += count
     return ir.get()

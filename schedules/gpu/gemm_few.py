@@ -12,10 +12,10 @@ read in 16 bytes a lane, and so are activations, which come in the order of the 
 of a subgroup's next group are loaded while those of this one are multiplied.
 
 The subgroups of a workgroup share out its rows, its tokens and the columns; at the end the sums meet in shared memory.
+Which tile a kernel has: `few_tiles.py`.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
@@ -39,7 +39,10 @@ UNIT_BYTES = 16
 class FewTile:
     """A workgroup's tile: tokens and rows (of one weight), subgroups along tokens, rows and columns.
 
-    ahead  1: the weights of a subgroup's next group are loaded while those of one are multiplied, except float ones
+    ahead   1: the weights of a subgroup's next group are loaded while those of one are multiplied, except float ones
+    hidden  1: what codes are or'ed with is in registers, as numbers that the compiler does not know. Of two constants
+            NVIDIA's makes two instructions for two weights instead of one.
+    staged  1: activations go through shared memory (`gemm_staged.py`)
     """
 
     tokens: int
@@ -48,113 +51,11 @@ class FewTile:
     waves_n: int
     waves_k: int
     ahead: int = 0
+    hidden: int = 0
+    staged: int = 0
 
 
-MOST = 128  # tokens: of more, the multiplications take most of the time, which `gemm_coop.py` does faster
 SUMS = 128  # of a lane, at most
-MOST_WAVES = 16  # of a workgroup
-FULL = 0.8  # share of the compute units that have work, at least, where each has one workgroup at most
-
-
-class Share(NamedTuple):
-    """How default tiles divide the work for so many tokens, with `FewTile`'s fields. Subgroups share the columns until
-    there are `waves` of them on each compute unit, at least `least` in a workgroup. Of several in a table the first one
-    is used whose conditions hold.
-
-    rows     0: as many as make one workgroup for each compute unit, a subgroup for every ROWS of them (`_one_each`)
-    many     workgroups for each compute unit, at least
-    columns  at most; 0: any number
-    """
-
-    tokens: int
-    rows: int
-    waves_n: int
-    ahead: int
-    waves: int
-    least: int
-    many: int = 0
-    columns: int = 0
-
-
-# number of weights of a kernel, maximum of tokens: what takes least time on an H200 for the shapes of an 8B model in
-# Q4_0, of tiles with little code. In a step of a model each kernel runs once, and its code comes from memory: twice the
-# code took up to 20 us more, which timing one kernel again and again does not show.
-SHARES = {
-    1: {
-        8: (Share(8, 16, 1, 0, 32, 4),),
-        16: (Share(16, 16, 1, 0, 32, 4),),
-        32: (Share(32, 32, 1, 0, 16, 4, many=4), Share(32, 16, 1, 1, 16, 4, columns=4096), Share(32, 32, 1, 0, 16, 4)),
-        64: (Share(64, 64, 2, 1, 8, 2, many=4), Share(32, 32, 1, 1, 16, 2)),
-        128: (Share(64, 64, 2, 1, 8, 2, many=4), Share(64, 32, 1, 1, 8, 2)),
-    },
-    2: {
-        8: (Share(8, 16, 1, 0, 32, 4),),
-        16: (Share(16, 16, 1, 1, 32, 4),),
-        32: (Share(32, 0, 0, 0, 16, 2), Share(32, 32, 1, 0, 16, 4)),
-        64: (Share(64, 32, 1, 0, 16, 2),),
-        128: (Share(64, 32, 2, 1, 16, 2),),
-    },
-}
-
-
-# The same of slots of experts, whose tiles have TOKENS: there are always many workgroups. For 32 rows of qwen3-30b-a3b.
-EXPERT_SHARES = {1: Share(TOKENS, 16, 1, 0, 32, 2), 2: Share(TOKENS, 16, 1, 0, 32, 4)}
-
-
-# Tokens, at most, of which several segments (q, k and v) load nothing ahead: each has code of its own, and twice as
-# much takes an H200 20 instead of 16 us of 32 tokens (6144 rows of 4096 columns). Of 64 it is as fast.
-SHORT = 32
-
-
-def choose(arch, formats, m, k, rows, weights=1):
-    """The default FewTile, see `gemm_coop.choose`; None if there is none for so many tokens or for that arch."""
-    size = next((tokens for tokens in SHARES[weights] if m <= tokens), None)
-    if size is None or not arch.few:
-        return None
-    for share in SHARES[weights][size]:
-        if not share.rows:
-            share = _one_each(arch, share, rows)
-        if share is None or k > (share.columns or k):
-            continue
-        if len(formats) > weights and size <= SHORT:
-            share = share._replace(ahead=0)
-        workgroups = -(-m // share.tokens) * -(-rows // share.rows)
-        if workgroups >= share.many * arch.units:
-            return _tile(arch, share, workgroups, m, k, weights)
-    return None
-
-
-def _one_each(arch, share, rows):
-    """The share with a workgroup for each compute unit, whose subgroups read the same activations at the same time;
-    None where these are too many for a workgroup, or leave units without work."""
-    waves_n = -(-rows // (ROWS * arch.units))
-    workgroups = -(-rows // (ROWS * waves_n))
-    if waves_n * share.least > MOST_WAVES or workgroups < FULL * arch.units:
-        return None
-    return share._replace(rows=ROWS * waves_n, waves_n=waves_n)
-
-
-def choose_expert(arch, slots, k, rows, weights=1):
-    """The default FewTile for so many slots of experts, each with so many rows of a weight."""
-    share = EXPERT_SHARES[weights]
-    return _tile(arch, share, slots // share.tokens * -(-rows // share.rows), slots, k, weights)
-
-
-def _tile(arch, share, workgroups, m, k, weights) -> FewTile:
-    """The share's tile with as many subgroups along the columns as there is room for."""
-    waves = MOST_WAVES
-    while waves > share.least and waves * share.waves_n * workgroups > share.waves * arch.units:
-        waves //= 2
-    while True:
-        tile = FewTile(share.tokens, share.rows, 1, share.waves_n, waves, share.ahead)
-        try:
-            FewGemm(arch, tile, m, k, weights)
-        except ValueError:
-            if waves == 1:
-                raise
-            waves //= 2
-        else:
-            return tile
 
 
 def _each_run(formats):
@@ -171,6 +72,7 @@ class FewGemm:
     """The tile routine of one kernel: use as `gemm_matrix.MatrixGemm`. ValueError for a tile that does not fit."""
 
     rows_side_by_side = 1
+    scope = "shared"  # of its shared memory
 
     def __init__(self, arch, tile, m, k, weights=1):
         self.arch, self.tile, self.m, self.k, self.weights = arch, tile, m, k, weights
@@ -206,37 +108,41 @@ class FewGemm:
         self.wave_m, self.wave_n = T.Bind(wave % tile.waves_m), T.Bind(wave // tile.waves_m % tile.waves_n)
         self.wave_k = T.Bind(wave // (tile.waves_m * tile.waves_n))
         self.wave = wave
-        self.lds = T.alloc_buffer((self.units,), "uint32x4", scope="shared")
+        self.lds = T.alloc_buffer((self.units,), "uint32x4", scope=self.scope)
         self.a = Fragments("a", self.weights * self.tiles_n, SHAPE)
         self.b = Fragments("b", self.tiles_m, SHAPE)
         self.sums = Fragments("sum", self.weights * self.tiles_n * self.tiles_m, SHAPE)
 
-    def emit(self, acts, weights, token0, row0, epilogue, first=None, meanwhile=None):
+    def emit(self, acts, weights, token0, row0, epilogue, first=None, meanwhile=None, zero=None):
         """One tile: tokens token0.. of the activations (H,) in the layout "lanes"; the rest is as in
-        `CoopGemm.emit`. meanwhile(): emitted behind the products, a barrier before the epilogue."""
-        (X,) = acts
-        tile = self.tile
+        `CoopGemm.emit`. meanwhile(): emitted behind the products, a barrier before the epilogue. zero: an int32 that
+        is 0, which the compiler does not know; None: there is none, and `hidden` has no effect."""
         weights = [(fmt, coop_load.views(fmt, bufs, 1), padded) for fmt, bufs, padded in weights]
         for fragments in (self.a, self.b, self.sums):
             for i in range(fragments.count):
                 fragments.fill(i, 0)
+        self.exponents = coop_load.hidden(zero) if self.tile.hidden and zero is not None else coop_load.EXPONENTS
+        self._sum_up(acts[0], weights, token0, row0, first)
+        if meanwhile is not None:
+            meanwhile()
+        for i in range(self.tiles_n):
+            for j in range(0, self.tiles_m, self.at_once):
+                self._hand_over(i, j)
+                barrier()
+                self._finish(i, j, weights[0][2], token0, row0, epilogue)
+                barrier()
+
+    def _sum_up(self, X, weights, token0, row0, first):
+        """The products of all columns."""
+        tile = self.tile
         row, block = T.Bind(self.lane // GROUP), T.Bind(self.lane % GROUP)
-        rows = [
-            [self._row(row0, i * ROWS + half * (ROWS // 2) + row, padded, first) for i in range(self.tiles_n)
-             for half in (0, 1)]
-            for _, _, padded in weights
-        ]  # fmt: skip
+        rows = self._rows(weights, row0, row, first)
         tokens = [self._token_tile(token0, i) for i in range(self.tiles_m)]
         formats = [fmt for fmt, _, _ in weights]
 
         def fetch(step):
             unit, live = self._unit(step, block)
-            pairs = zip(weights, rows, strict=True)
-            return (
-                unit,
-                live,
-                [[coop_load.fetch(fmt, planes, r, unit, 1) for r in own] for (fmt, planes, _), own in pairs],
-            )
+            return unit, live, self._fetch(weights, rows, unit)
 
         steps = T.Bind((self.groups - self.wave_k + (tile.waves_k - 1)) // tile.waves_k)
         if self._ahead(formats):
@@ -250,14 +156,22 @@ class FewGemm:
             with T.serial(steps) as step:
                 unit, live, fetched = fetch(step)
                 self._multiply(X, formats, fetched, tokens, unit, live)
-        if meanwhile is not None:
-            meanwhile()
-        for i in range(self.tiles_n):
-            for j in range(0, self.tiles_m, self.at_once):
-                self._hand_over(i, j)
-                barrier()
-                self._finish(i, j, weights[0][2], token0, row0, epilogue)
-                barrier()
+
+    def _rows(self, weights, row0, row, first):
+        """Of each weight the rows that a lane reads: two of each matrix. row: its first one in a matrix."""
+        return [
+            [self._row(row0, i * ROWS + half * (ROWS // 2) + row, padded, first) for i in range(self.tiles_n)
+             for half in (0, 1)]
+            for _, _, padded in weights
+        ]  # fmt: skip
+
+    @staticmethod
+    def _fetch(weights, rows, unit):
+        """The loads of a block of these rows."""
+        return [
+            [coop_load.fetch(fmt, planes, r, unit, 1) for r in own]
+            for (fmt, planes, _), own in zip(weights, rows, strict=True)
+        ]
 
     def _ahead(self, formats) -> bool:
         """Whether weights are loaded ahead: registers hold scalars only, as which float weights are not loaded."""
@@ -287,8 +201,7 @@ class FewGemm:
 
     def _multiply(self, X, formats, fetched, tokens, unit, live):
         """Adds the products of a group of columns to the sums."""
-        pairs = zip(formats, fetched, strict=True)
-        decoders = [[self._decoder(fmt, raw) for raw in each] for fmt, each in pairs]
+        decoders = self._decoders(formats, fetched)
         group = T.Bind(unit // GROUP)
         for j in _each_run(formats):
             x = [T.Bind(X[tile, group, at(j * RUN_UNIT + self.lane * RUN, RUN)]) for tile in tokens]
@@ -296,26 +209,33 @@ class FewGemm:
             if live is not None:
                 zero = T.broadcast(T.float16(0), RUN)
                 x = [T.Bind(T.Select(T.broadcast(live, RUN), of, zero)) for of in x]
-            for half in range(2):  # of a run: two pairs of columns
-                pairs = [4 * half, 4 * half + 2]
-                for w in range(self.weights):
-                    for i in range(self.tiles_n):
-                        low, high = runs[w][2 * i], runs[w][2 * i + 1]
-                        parts = [lane_of(of, p + e) for of in (low, high) for p in pairs for e in (0, 1)]
-                        for e, part in enumerate(parts):
-                            self.a.set(w * self.tiles_n + i, e, part)
-                for t, of in enumerate(x):
-                    for e, place in enumerate(p + i for p in pairs for i in (0, 1)):
-                        self.b.set(t, e, lane_of(of, place))
-                for i in range(self.a.count):
-                    for t in range(self.tiles_m):
-                        self.sums.add_product(i * self.tiles_m + t, self.a, i, self.b, t)
+            self._add_products(runs, x)
+
+    def _add_products(self, runs, x):
+        """Those of a run. runs: of the rows of each weight; x: of the tokens of each matrix."""
+        for half in range(2):  # of a run: two pairs of columns
+            pairs = [4 * half, 4 * half + 2]
+            for w in range(self.weights):
+                for i in range(self.tiles_n):
+                    low, high = runs[w][2 * i], runs[w][2 * i + 1]
+                    parts = [lane_of(of, p + e) for of in (low, high) for p in pairs for e in (0, 1)]
+                    for e, part in enumerate(parts):
+                        self.a.set(w * self.tiles_n + i, e, part)
+            for t, of in enumerate(x):
+                for e, place in enumerate(p + i for p in pairs for i in (0, 1)):
+                    self.b.set(t, e, lane_of(of, place))
+            for i in range(self.a.count):
+                for t in range(self.tiles_m):
+                    self.sums.add_product(i * self.tiles_m + t, self.a, i, self.b, t)
+
+    def _decoders(self, formats, fetched):
+        return [[self._decoder(fmt, raw) for raw in each] for fmt, each in zip(formats, fetched, strict=True)]
 
     def _decoder(self, fmt, raw):
         """run(j) of what was fetched of a block."""
         if fmt.kind == "float":
             return coop_load.runs(self.arch, fmt, raw, 1).__getitem__
-        return coop_load.decoder(self.arch, fmt, raw)
+        return coop_load.decoder(self.arch, fmt, raw, exponents=self.exponents)
 
     # ---- results
 

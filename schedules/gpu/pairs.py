@@ -21,6 +21,7 @@ import numpy as np
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.registers import vector
 
 RUN = 8  # columns of a run
 RUNS = BLOCK // RUN
@@ -74,6 +75,16 @@ def store_lanes(out, token, column, x):
         place = T.Bind((quad % RUNS * (TOKENS * GROUP) + lane) * RUN + quad // RUNS * 2)
         for odd, pair in enumerate(_pairs(values)):
             T.buffer_store(out, pair, [token // TOKENS, block // GROUP, T.ramp(place + 4 * odd, 1, 2)])
+
+
+def store_run(out, token, column, x):
+    """As `store_lanes`, columns `column`.. and column + 16.., four each: a run. column: a multiple of 4 in the first
+    half of a block."""
+    block, run = T.Bind(column // BLOCK), T.Bind(column % BLOCK // 4)
+    lane = T.Bind(token % TOKENS * GROUP + block % GROUP)
+    place = T.ramp((run * (TOKENS * GROUP) + lane) * RUN, 1, RUN)
+    order = [x[i // 2 % 2 * 4 + 2 * (i % 2) + i // 4] for i in range(RUN)]
+    T.buffer_store(out, vector(order), [token // TOKENS, block // GROUP, place])
 
 
 def _quads(column, x):

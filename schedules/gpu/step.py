@@ -18,6 +18,7 @@ from mlc_amd.schedules.gpu.device import COHERENT
 # Rows of a step, at most, in which each weight is loaded once and multiplied with every row (GEMV); a power of two.
 # With more rows the products take longer than the weights, and GEMMs take over.
 FEW = 8
+KEPT = "mlc_amd.kept"  # annotation of a loop: the driver is told not to unroll it
 
 
 @contextmanager
@@ -29,6 +30,11 @@ def kernel(name, coherent=()):
         attrs = {"tirx.noalias": True, "global_symbol": name}
         T.func_attr(attrs | {COHERENT: list(coherent)} if coherent else attrs)
         yield ir
+
+
+def kept(count):
+    """`with kept(n) as i:` a loop that stays one in the driver's code, too, where that is made by a driver."""
+    return T.serial(count, annotations={KEPT: 1})
 
 
 def state_arg():
@@ -69,3 +75,8 @@ def opaque_zero(state, i):
     """An int32 that is 0, which the compiler does not know and must compute anew in each iteration i of a loop: an
     index that contains it keeps its load inside the loop."""
     return T.Bind(state[3] & i)
+
+
+def unknown_zero(state):
+    """An int32 that is 0, which the compiler does not know."""
+    return T.Bind(state[3])

@@ -19,7 +19,8 @@ from mlc_amd.compiler.codegen.spirv.opcodes import (
 )
 
 MAGIC, VERSION = 0x07230203, 0x00010500  # 1.5: what Vulkan 1.2 takes
-PHYSICAL_64, GLSL450, VULKAN, GL_COMPUTE, LOCAL_SIZE, UNROLL = 5348, 1, 3, 5, 17, 1
+PHYSICAL_64, GLSL450, VULKAN, GL_COMPUTE, LOCAL_SIZE = 5348, 1, 3, 5, 17
+UNROLL, DONT_UNROLL = 1, 2  # hints of a loop
 FLOATS = {"f16": ("<H", "<e"), "f32": ("<I", "<f")}
 TYPE_CAPABILITIES = {"f16": "Float16", "i64": "Int64"}
 STORAGE_CAPABILITIES = {
@@ -213,15 +214,15 @@ class Asm:
         self.begin(merge)
         return results
 
-    def loop(self, of, start, extent, body, unroll=False):
-        """for (i = start; i < start + extent; i++) body(i), with signed comparison. unroll: a hint."""
+    def loop(self, of, start, extent, body, hint=0):
+        """for (i = start; i < start + extent; i++) body(i), with signed comparison. hint: UNROLL, DONT_UNROLL or 0."""
         header, test, inside, following, merge, i, after = (self.new() for _ in range(7))
         end, one = self.op("IAdd", of, start, extent), self.const(of, 1)
         before = self.label
         self.emit("Branch", header)
         self.begin(header)
         self.emit("Phi", self.type(of), i, start, before, after, following)
-        self.emit("LoopMerge", merge, following, UNROLL if unroll else 0)
+        self.emit("LoopMerge", merge, following, hint)
         self.emit("Branch", test)
         self.begin(test)
         self.emit("BranchConditional", self.op("SLessThan", "bool", i, end, pure=False), inside, merge)

@@ -12,10 +12,12 @@ from tvm import tirx
 
 from mlc_amd.compiler.codegen.lower import buffer_of, walk
 from mlc_amd.compiler.codegen.spirv import opcodes
+from mlc_amd.compiler.codegen.spirv.asm import DONT_UNROLL, UNROLL
 from mlc_amd.compiler.codegen.spirv.intrinsics import name_of
 from mlc_amd.compiler.codegen.spirv.matrix import Matrix
 from mlc_amd.compiler.codegen.spirv.subgroup import EXCHANGES, UNIFORM, Subgroup
 from mlc_amd.compiler.codegen.spirv.types import FRAGMENTS, Unsupported, contains, kind, parse, scope
+from mlc_amd.schedules.gpu.step import KEPT
 
 ADDRESS = 8
 AXES = "xyz"
@@ -182,7 +184,8 @@ class Emitter(Subgroup, Matrix):
             s.extent, lambda n: n in self.lengths or (kind(n) == "Call" and name_of(n) == "fragment_length")
         )
         unroll = s.kind == tirx.ForKind.UNROLLED or variable in self.indexing or by_length
-        self.asm.loop(self.register(parse(variable.ty)), self.value(s.min), self.value(s.extent), body, unroll)
+        hint = UNROLL if unroll else DONT_UNROLL if KEPT in s.annotations else 0
+        self.asm.loop(self.register(parse(variable.ty)), self.value(s.min), self.value(s.extent), body, hint)
 
     def stmt_IfThenElse(self, s):
         otherwise = None if s.else_case is None else lambda: self.dispatch("stmt_", s.else_case)

@@ -1,0 +1,136 @@
+"""Which tile a kernel for few tokens has (`gemm_few.py`, `gemm_staged.py`): tables, and what they depend on."""
+
+from typing import NamedTuple
+
+from mlc_amd.schedules.gpu.gemm_few import ROWS, FewGemm, FewTile
+from mlc_amd.schedules.gpu.gemm_staged import StagedGemm, suits
+from mlc_amd.schedules.gpu.pairs import TOKENS
+
+MOST = 128  # tokens: of more, the multiplications take most of the time, which `gemm_coop.py` does faster
+MOST_WAVES = 16  # of a workgroup
+FULL = 0.8  # share of the compute units that have work, at least, where each has one workgroup at most
+
+
+class Share(NamedTuple):
+    """How default tiles divide the work for so many tokens, with `FewTile`'s fields. Subgroups share the columns until
+    there are `waves` of them on each compute unit, at least `least` in a workgroup. Of several in a table the first one
+    is used whose conditions hold.
+
+    rows     0: as many as make one workgroup for each compute unit, a subgroup for every ROWS of them (`_one_each`)
+    many     workgroups for each compute unit, at least
+    columns  at most; 0: any number
+    places   workgroups that a compute unit holds at once, most of which must be taken in each round; 0: any number
+    """
+
+    tokens: int
+    rows: int
+    waves_n: int
+    ahead: int
+    waves: int
+    least: int
+    many: int = 0
+    columns: int = 0
+    hidden: int = 0
+    staged: int = 0
+    places: int = 0
+
+
+# number of weights of a kernel, maximum of tokens: what takes least time on an H200 for the shapes of an 8B model in
+# Q4_0, of tiles with little code; `hidden` and the staged tile on an H100. In a step of a model each kernel runs once,
+# and its code comes from memory: twice the code took up to 20 us more, which timing one kernel again and again does not
+# show.
+SHARES = {
+    1: {
+        8: (Share(8, 16, 1, 0, 32, 4),),
+        16: (Share(16, 16, 1, 0, 32, 4),),
+        32: (
+            Share(32, 32, 1, 0, 16, 4, many=4),
+            Share(32, 16, 1, 1, 16, 4, columns=4096, hidden=1),
+            Share(32, 32, 1, 0, 16, 4, hidden=1),
+        ),
+        64: (Share(64, 64, 2, 1, 8, 2, many=4), Share(32, 32, 1, 0, 16, 2, hidden=1)),
+        128: (Share(64, 64, 2, 1, 8, 2, many=4), Share(64, 32, 1, 1, 8, 2)),
+    },
+    2: {
+        8: (Share(8, 16, 1, 0, 32, 4),),
+        16: (Share(16, 16, 1, 1, 32, 4),),
+        32: (Share(32, 0, 0, 0, 16, 2, hidden=1), Share(32, 32, 1, 0, 16, 4, hidden=1)),
+        64: (Share(64, 64, 4, 1, 8, 1, hidden=1, staged=1, places=2), Share(64, 32, 1, 0, 16, 2)),
+        128: (Share(64, 32, 2, 1, 16, 2),),
+    },
+}
+
+
+# The same of slots of experts, whose tiles have TOKENS: there are always many workgroups. For 32 rows of qwen3-30b-a3b.
+EXPERT_SHARES = {1: Share(TOKENS, 16, 1, 0, 32, 2), 2: Share(TOKENS, 16, 1, 0, 32, 4)}
+
+
+# Tokens, at most, of which several segments (q, k and v) load nothing ahead: each has code of its own, and twice as
+# much takes an H200 20 instead of 16 us of 32 tokens (6144 rows of 4096 columns).
+SHORT = 32
+
+
+def routine(arch, tile, m, k, weights=1) -> FewGemm:
+    """The tile routine of a FewTile. ValueError for one that does not fit."""
+    return (StagedGemm if tile.staged else FewGemm)(arch, tile, m, k, weights)
+
+
+def choose(arch, formats, m, k, rows, weights=1):
+    """The default FewTile, see `gemm_coop.choose`; None if there is none for so many tokens or for that arch."""
+    size = next((tokens for tokens in SHARES[weights] if m <= tokens), None)
+    if size is None or not arch.few:
+        return None
+    for share in SHARES[weights][size]:
+        if not share.rows:
+            share = _one_each(arch, share, rows)
+        if share is None or k > (share.columns or k):
+            continue
+        if len(formats) > weights and size <= SHORT:
+            share = share._replace(ahead=0)
+        workgroups = -(-m // share.tokens) * -(-rows // share.rows)
+        if workgroups < share.many * arch.units or not _balanced(workgroups, share.places * arch.units):
+            continue
+        if share.staged and not suits(formats, k):
+            continue
+        return _tile(arch, share, workgroups, m, k, weights)
+    return None
+
+
+def _balanced(workgroups, places) -> bool:
+    """Whether these workgroups fill the places in each of their rounds; places: 0: there is no such number."""
+    return not places or workgroups >= FULL * places * -(-workgroups // places)
+
+
+def _one_each(arch, share, rows):
+    """The share with a workgroup for each compute unit, whose subgroups read the same activations at the same time;
+    None where these are too many for a workgroup, or leave units without work."""
+    waves_n = -(-rows // (ROWS * arch.units))
+    workgroups = -(-rows // (ROWS * waves_n))
+    if waves_n * share.least > MOST_WAVES or workgroups < FULL * arch.units:
+        return None
+    return share._replace(rows=ROWS * waves_n, waves_n=waves_n)
+
+
+def choose_expert(arch, slots, k, rows, weights=1):
+    """The default FewTile for so many slots of experts, each with so many rows of a weight."""
+    share = EXPERT_SHARES[weights]
+    return _tile(arch, share, slots // share.tokens * -(-rows // share.rows), slots, k, weights)
+
+
+def _tile(arch, share, workgroups, m, k, weights) -> FewTile:
+    """The share's tile with as many subgroups along the columns as there is room for."""
+    waves = MOST_WAVES
+    while waves > share.least and waves * share.waves_n * workgroups > share.waves * arch.units:
+        waves //= 2
+    while True:
+        tile = FewTile(
+            share.tokens, share.rows, 1, share.waves_n, waves, share.ahead, hidden=share.hidden, staged=share.staged
+        )
+        try:
+            routine(arch, tile, m, k, weights)
+        except ValueError:
+            if waves == 1:
+                raise
+            waves //= 2
+        else:
+            return tile

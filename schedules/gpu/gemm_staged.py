@@ -1,0 +1,123 @@
+"""The tile of `gemm_few.py` for gate and up whose activations go through shared memory, for many tokens among few.
+
+There each subgroup of a workgroup has rows of its own and all columns. All of them read the same activations, which the
+workgroup stages in shared memory, a group of columns at a time and one ahead; the weights are loaded one group ahead,
+too. The loop's body has two groups, so that none of these registers is copied, which would wait for its load.
+
+A result's thread has eight rows of a token, those of a run (`pairs.py`), and writes them at once.
+"""
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier
+from mlc_amd.schedules.gpu.gemm_few import QUAD, UNIT_BYTES, WAVE, FewGemm
+from mlc_amd.schedules.gpu.pairs import GROUP, LANES, RUN, RUNS, TOKENS, lanes_shape
+from mlc_amd.schedules.gpu.planes import BLOCK
+from mlc_amd.schedules.gpu.registers import Held, at, lane_of, vector
+from mlc_amd.schedules.gpu.step import kept, when
+
+TILE_UNITS = LANES // RUN  # units of 16 bytes of eight tokens and a group
+AHEAD = 2  # groups of the loop's body
+
+
+def suits(formats, k) -> bool:
+    """Whether weights of these formats and k columns can have such a tile: a block takes few registers, and the columns
+    are whole bodies of the loop."""
+    few = all(tuple(fmt.codes) == ("Q4",) and tuple(fmt.scales) == ("D",) and not fmt.table for fmt in formats)
+    return few and k % (AHEAD * GROUP * BLOCK) == 0
+
+
+class StagedGemm(FewGemm):
+    """The tile routine of one kernel: use as `FewGemm`, but that the epilogue's values are a float32x8 for each weight,
+    of rows row.. and row + 16.., four each. ValueError for a tile that does not fit."""
+
+    scope = WAVE_SHARED  # TVM would add a barrier behind each store of activations
+
+    def __init__(self, arch, tile, m, k, weights=1):
+        super().__init__(arch, tile, m, k, weights)
+        if k % (AHEAD * GROUP * BLOCK) or weights != 2:
+            raise ValueError(f"{tile} does not divide {k} columns of {weights} weights")
+        if tile.waves_m * tile.waves_k != 1 or self.tiles_n != 1 or tile.rows % BLOCK or self.at_once != self.tiles_m:
+            raise ValueError(f"{tile} shares out other things than rows, or has no whole blocks of them")
+        self.buffer = self.tiles_m * TILE_UNITS
+        self.units = max(self.units, 2 * self.buffer)
+        if self.units * UNIT_BYTES > arch.lds or self.buffer % self.threads:
+            raise ValueError(f"{tile} takes too much shared memory, or its threads do not share out the activations")
+
+    def _sum_up(self, X, weights, token0, row0, first):
+        row, block = T.Bind(self.lane // GROUP), T.Bind(self.lane % GROUP)
+        rows = self._rows(weights, row0, row, first)
+        formats, last = [fmt for fmt, _, _ in weights], T.int32(self.groups - 1)
+
+        def fetch(group):
+            return self._fetch(weights, rows, T.Bind(group * GROUP + block))
+
+        def multiply(number, group, fetched):
+            """The products of a group, number 0 or 1 of the body; stages the activations of the next one."""
+            x = self._activations(X, token0, T.Bind(T.min(group + 1, last)))
+            decoders = self._decoders(formats, fetched)
+            for j in range(RUNS):
+                place = T.Bind(self.lane + (number * self.buffer + j * WAVE))
+                units = [T.Bind(self.lds[place + t * TILE_UNITS]) for t in range(self.tiles_m)]
+                runs = [[run(j) for run in each] for each in decoders]
+                self._add_products(runs, [T.Bind(T.reinterpret("float16x8", unit)) for unit in units])
+            self._stage(x, 1 - number)
+            barrier()
+
+        self._stage(self._activations(X, token0, T.int32(0)), 0)
+        held = Held(fetch(T.int32(0)))
+        barrier()
+        with kept(self.groups // AHEAD) as step:
+            group = T.Bind(step * AHEAD)
+            one, fetched = T.Bind(group + 1), held.values()
+            following = fetch(one)
+            multiply(0, group, fetched)
+            after = fetch(T.Bind(T.min(one + 1, last)))
+            multiply(1, one, following)
+            held.keep(after)
+
+    def _pieces(self):
+        """Units of a group's activations that this thread stages."""
+        return [T.Bind(self.thread + i * self.threads) for i in range(self.buffer // self.threads)]
+
+    def _activations(self, X, token0, group):
+        """The loads of these units."""
+        tile0, last = token0 // TOKENS, lanes_shape(self.m, self.k)[0] - 1
+        loaded = []
+        for c in self._pieces():
+            tile = tile0 + c // TILE_UNITS
+            tile = T.min(tile, T.int32(last)) if self.m % self.tile.tokens else tile
+            x = T.Bind(X[T.Bind(tile), group, at(T.Bind(c % TILE_UNITS * RUN), RUN)])
+            loaded.append(T.Bind(T.reinterpret("uint32x4", x)))
+        return loaded
+
+    def _stage(self, loaded, number):
+        """To buffer number 0 or 1."""
+        for c, unit in zip(self._pieces(), loaded, strict=True):
+            T.buffer_store(self.lds, unit, [c + number * self.buffer])
+
+    def _finish(self, i, first, padded, token0, row0, epilogue):
+        tile, blocks = self.tile, self.tile.rows // BLOCK
+        with kept(tile.tokens * blocks * RUNS // self.threads) as step:
+            c = T.Bind(step * self.threads + self.thread)
+            block, run = T.Bind(c % blocks), T.Bind(c // blocks % RUNS)
+            token = T.Bind(c // (blocks * RUNS))
+            row, target = T.Bind(row0 + block * BLOCK + run * QUAD), T.Bind(token0 + token)
+            conditions = [row < padded] if padded % tile.rows else []
+            conditions += [target < self.m] if self.m % tile.tokens else []
+
+            def values(weight):
+                parts = []
+                for half in range(2):
+                    unit = self._sums_unit(block * 2 + half, weight, T.Bind(token // TOKENS))
+                    place = T.Bind(unit + token % TOKENS * self.ld + run)
+                    parts.append(T.Bind(T.reinterpret("float32x4", T.Bind(self.lds[place]))))
+                return T.Bind(vector([lane_of(part, e) for part in parts for e in range(QUAD)]))
+
+            with when(_both(conditions)):
+                epilogue(target, row, [values(w) for w in range(self.weights)])
+
+
+def _both(conditions):
+    """All of at most two conditions; None: there are none."""
+    return conditions[0] & conditions[1] if len(conditions) == 2 else conditions[0] if conditions else None
