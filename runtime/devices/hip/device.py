@@ -5,7 +5,8 @@ In: an artifact for target rocm, as specified in dist/README.md. Out: the protoc
 Everything runs on one stream. The launches of each function are captured once in a HIP graph and replayed. Some drivers
 replay stale data (ROCm/hip issues 3887 and 3902), so at load a few steps are computed with and without graphs and
 compared bit by bit; if they differ, graphs are not used, with a warning. MLC_AMD_GRAPH=0 disables them. Steps that take
-too long for one submission are launched one by one, with waits between the pieces (runtime/devices/pieces.py).
+too long for one submission are launched one by one, with waits between the pieces (runtime/devices/pieces.py); all
+others may begin before the one in progress is done (started.py).
 """
 
 import logging

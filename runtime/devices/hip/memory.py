@@ -213,15 +213,16 @@ class Memory:
         if is_kept(name):
             self._stale[name] = max(self._stale.get(name, 0), len(values))
 
-    def send_inputs(self, through: int | None = None, late: bool = False) -> None:
-        """Enqueues the copy of the host's io inputs to the GPU: of tables what changed. late: LATE ones do not count,
-        as `send_late` comes. through: pinned memory of `written_bytes`, in which nothing waits to be copied."""
+    def send_inputs(self, through: int | None = None) -> None:
+        """Enqueues the copy of the host's io inputs to the GPU: of tables what changed. through: pinned memory of
+        `written_bytes`, in which nothing waits to be copied."""
         self._send_io(0, self._input_bytes, through)
-        for name in [name for name in self._stale if not (late and name in LATE)]:
+        for name in list(self._stale):
             self._send_table(name, through)
 
     def send_late(self, through: int) -> None:
-        """The same of LATE inputs alone; they may wait to be copied there."""
+        """The same of LATE inputs alone, behind `send_inputs`: if what that sent still waits there, it may get what
+        comes now, as nobody reads it before."""
         for name in LATE:
             if name in self._stale:
                 self._send_table(name, through)

@@ -145,7 +145,7 @@ class Started:
         if not self._running:
             self._since = time.perf_counter()
         self._busy = True
-        self.memory.send_inputs(side.inputs, late)
+        self.memory.send_inputs(side.inputs)
         if behind:
             self.memory.feed_back(self._functions[name]["logits"])
         graph = (self._head_graphs if late else self._graphs).get(name)
