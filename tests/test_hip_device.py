@@ -16,6 +16,7 @@ from hip_model import (
     WIDTH,
     artifact_in,
     check,
+    facts,
     write_pages,
 )
 
@@ -222,6 +223,7 @@ def test_real_code_object(artifact, emulator, arch):
     manifest = model.manifest
     manifest |= {
         "functions": {"score_16": {"rows": 16, "single": 0, "logits": 16, "launches": calls}},
+        "kernels": [facts(name) for name in kernels],
         "launches": {arch: steps},
     }
     manifest["io"]["logits"]["shape"] = [16, k]
