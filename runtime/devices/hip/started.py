@@ -74,9 +74,11 @@ class Started:
     # ---- the protocol
 
     def ahead(self, name: str, late: bool) -> bool:
+        if self.pacer.pieces(name) or (late and not self._heads[name]):
+            return False
         if late:
             self._capture_head(name)
-        return not self.pacer.pieces(name) and (not late or bool(self._heads[name]))
+        return True
 
     def start(self, name: str, meanwhile: Callable[[], None] | None = None) -> None:
         """What `meanwhile` raises is raised when the GPU is idle."""
@@ -132,7 +134,7 @@ class Started:
 
     def _capture_head(self, name: str) -> None:
         """The graph of what comes before LATE inputs: while nothing is enqueued, as captures want it."""
-        if self._graphs and self._heads[name] and name not in self._head_graphs and not self._busy:
+        if self._graphs and name not in self._head_graphs and not self._busy:
             head = self._launches[name][: self._heads[name]]
             self._head_graphs[name] = capture(self.hip, self.stream, head, self._held)
 
