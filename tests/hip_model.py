@@ -64,14 +64,17 @@ def project_all(state, y, head, logits):
     f32(logits, live, VOCAB)[:] = f32(y, live, WIDTH) @ f32(head, WIDTH, VOCAB)
 
 
-def pick(state, logits, allowed, sampled):
-    """The largest logit of the tokens that a mask allows."""
-    bits = np.unpackbits(allowed[: VOCAB // 8], bitorder="little").astype(bool)
-    sampled[:4].view(np.int32)[:] = np.argmax(np.where(bits, f32(logits, VOCAB), -np.inf))
+def pick(state, logits, allowed, sampling, sampled):
+    """Of each row the largest logit of the tokens that a mask allows, and the token that is so many further."""
+    live = state_of(state)[1]
+    masks = allowed[: live * VOCAB // 8].reshape(live, -1)
+    bits = np.unpackbits(masks, axis=1, bitorder="little").astype(bool)
+    chosen = np.argmax(np.where(bits, f32(logits, live, VOCAB), -np.inf), 1)
+    sampled[: 4 * live].view(np.int32)[:] = (chosen + sampling[: 4 * live].view(np.int32)) % VOCAB
 
 
 KERNELS = {
-    "pick_k": (4, pick),
+    "pick_k": (5, pick),
     "embed_k": (4, embed),
     "mix_k": (6, remember),
     "mix_k_1": (4, average),
@@ -94,7 +97,7 @@ LAUNCHES = {
     "mix": {"scratch": [64, CTX * WIDTH * 4], "steps": [step("mix_k", 0, 1, 2, 3, 4, 7), step("mix_k_1", 0, 1, 7, 5)]},
     "last": {"scratch": [], "steps": [step("last_k", 3, 0, 1, 2)]},  # the kernel's own order differs from the call's
     "all": {"scratch": [], "steps": [step("all_k", 3, 0, 1, 2)]},
-    "pick": {"scratch": [], "steps": [step("pick_k", 0, 1, 2, 3)]},
+    "pick": {"scratch": [], "steps": [step("pick_k", 0, 1, 2, 3, 4)]},
 }
 
 
@@ -113,10 +116,10 @@ def function(rows, head):
     }
 
 
-def picking():
-    """A function of one row that chooses a token."""
-    entry = function(1, "last")
-    picked = [["io", name] for name in ("state", "logits", "allowed", "sampled")]
+def picking(rows):
+    """A function of single rows that chooses a token for each."""
+    entry = function(rows, "all" if rows > 1 else "last") | {"single": rows}
+    picked = [["io", name] for name in ("state", "logits", "allowed", "sampling", "sampled")]
     return entry | {"launches": [*entry["launches"], {"kernel": "pick", "args": picked}]}
 
 
@@ -159,7 +162,8 @@ def artifact_in(folder):
                 "decode": function(1, "last"),
                 "prefill_16": function(16, "last"),
                 "score_16": function(16, "all"),
-                "pick": picking(),
+                "pick": picking(1),
+                "pick_4": picking(4),
             },
             "kernels": [facts(name) for name in LAUNCHES],
             "libraries": {arch: f"{arch}.hsaco" for arch in archs},
@@ -171,6 +175,7 @@ def artifact_in(folder):
                 "tokens": {"dtype": "int32", "shape": [16]},
                 "rows": {"dtype": "int32", "shape": [16, 2]},
                 "pages.0": {"dtype": "int32", "shape": [SLOTS, CTX // PAGE]},
+                "sampling": {"dtype": "int32", "shape": [16]},
                 "allowed": {"dtype": "int32", "shape": [16, VOCAB // 32]},
                 "logits": {"dtype": "float32", "shape": [16, VOCAB]},
                 "sampled": {"dtype": "int32", "shape": [16]},

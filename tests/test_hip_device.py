@@ -16,6 +16,7 @@ from hip_model import (
     WIDTH,
     artifact_in,
     check,
+    facts,
     write_pages,
 )
 
@@ -84,6 +85,7 @@ def test_masks_may_come_while_it_computes(artifact, monkeypatch, graphs):
     device = HipDevice(artifact("gfx1100"), bindings=bindings)
     begun, rng = [], np.random.default_rng(2)
     write_pages(device, 0)
+    device.write("sampling", [0])
 
     def allow(words):
         begun.append(bindings.calls[-1])
@@ -148,7 +150,7 @@ def test_pages_are_as_many_as_asked_for(artifact):
 
 def test_a_cache_of_what_is_left(artifact, monkeypatch):
     """Of a GPU all but the reserve, of an APU no more than half of the available memory; in either case no more than
-    a step's sequences can use, which here is one."""
+    a step's sequences can use, which here are four."""
     model, page = artifact("gfx1100"), PAGE * WIDTH * 4
     loaded = HipDevice(model, bindings=Recorder(KERNELS))
     others = sum(size for name, size in loaded.memory.sizes.items() if name != "kv")
@@ -160,7 +162,7 @@ def test_a_cache_of_what_is_left(artifact, monkeypatch):
         return device.kv_types["cache"][0][0]
 
     assert pages(RESERVE + others + 3 * page + 1000) == 3
-    assert pages(2 * RESERVE) == CTX // PAGE
+    assert pages(2 * RESERVE) == 4 * CTX // PAGE
     monkeypatch.setattr(hip_memory, "available_memory", lambda: 2 * (others + 2 * page + 1000))
     assert pages(RESERVE, integrated=1) == 2
     with pytest.raises(UserError, match="what the device has left is too small for a KV cache of 64 tokens"):
@@ -168,10 +170,11 @@ def test_a_cache_of_what_is_left(artifact, monkeypatch):
 
 
 def test_page_tables_are_sent_when_they_changed(artifact):
+    """Beside a copy of the inputs and one of the results."""
     bindings = Recorder(KERNELS)
     device = HipDevice(artifact("gfx1100"), bindings=bindings)
     check(device)
-    for changed, copies in ((False, 1), (True, 2), (False, 1)):
+    for changed, copies in ((False, 2), (True, 3), (False, 2)):
         bindings.calls.clear()
         if changed:
             write_pages(device, 2)
@@ -220,6 +223,7 @@ def test_real_code_object(artifact, emulator, arch):
     manifest = model.manifest
     manifest |= {
         "functions": {"score_16": {"rows": 16, "single": 0, "logits": 16, "launches": calls}},
+        "kernels": [facts(name) for name in kernels],
         "launches": {arch: steps},
     }
     manifest["io"]["logits"]["shape"] = [16, k]

@@ -126,6 +126,36 @@ def test_steps_of_many_sequences_in_the_emulator(rocm, emulator, arch, count, mo
 @pytest.mark.full
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 2, "repetition_penalty": 1.3}])
+def test_steps_that_begin_ahead_in_the_emulator(rocm, emulator, arch, options, monkeypatch):
+    """Answers are those of steps one by one, also where how tokens are chosen is known late."""
+    monkeypatch.setenv("MLC_AMD_GRAPH", "0")
+    artifact = rocm("tiny-qwen3:q4_k", "gfx942") if arch == "gfx942" else rocm("tiny:q4_0", TWO)
+    engine = Engine(artifact, emulated_device(artifact, arch, emulator, kv=KvSize(tokens=256)))
+    begun, start_behind = [], engine.device.start_behind
+    engine.device.pacer.limit = 1e4  # an emulator takes its time
+
+    def begin(name, late=False):
+        begun.append(late)
+        start_behind(name, late)
+
+    def answers():
+        engine.reset()
+        made = {0: [], 1: []}
+        for piece in engine.generate([[1, 2, 3], [7] * 5], max_tokens=12, **options):
+            made[piece.index].append(piece.id)
+        return made
+
+    monkeypatch.setattr(engine.device, "start_behind", begin)
+    found = answers()
+    assert len(begun) > 5 and set(begun) == {"repetition_penalty" in options}
+    monkeypatch.setattr(engine.device, "ahead", lambda name, late=False: False)
+    assert answers() == found
+
+
+@pytest.mark.full
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
 @pytest.mark.parametrize(
     "name", ["qwen3moe", "gpt-oss", "gemma3", "gemma4", "deepseek2", "kimi-linear", "lfm2", "qwen35", "granitehybrid"]
 )

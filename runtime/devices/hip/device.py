@@ -5,7 +5,8 @@ In: an artifact for target rocm, as specified in dist/README.md. Out: the protoc
 Everything runs on one stream. The launches of each function are captured once in a HIP graph and replayed. Some drivers
 replay stale data (ROCm/hip issues 3887 and 3902), so at load a few steps are computed with and without graphs and
 compared bit by bit; if they differ, graphs are not used, with a warning. MLC_AMD_GRAPH=0 disables them. Steps that take
-too long for one submission are launched one by one, with waits between the pieces (runtime/devices/pieces.py).
+too long for one submission are launched one by one, with waits between the pieces (runtime/devices/pieces.py); all
+others may begin before the one in progress is done (started.py).
 """
 
 import logging
@@ -23,6 +24,7 @@ from mlc_amd.runtime.devices.hip.diagnosis import OVERRIDE
 from mlc_amd.runtime.devices.hip.gpu import choose, relabel
 from mlc_amd.runtime.devices.hip.launches import Launch, capture, enqueue, prepare
 from mlc_amd.runtime.devices.hip.memory import Memory
+from mlc_amd.runtime.devices.hip.started import Started
 from mlc_amd.runtime.devices.pieces import Pacer, Piece
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import kfd_gpus
@@ -79,10 +81,14 @@ class HipDevice:
         self._launches = {name: self._bind(function) for name, function in self.manifest["functions"].items()}
         self.pacer = Pacer(self.manifest, self.code_arch)
         self._graphs = {}
-        self._heads: dict[str, object] = {}  # graphs of what comes before late inputs, of functions that had any
         self._marks: dict[str, list] = {}  # events that time a function's launches
         if os.environ.get(GRAPH_VARIABLE) != "0":
             self._make_graphs()
+        functions = self.manifest["functions"]
+        heads = {name: launches_before_late(function, self._kernels) or 0 for name, function in functions.items()}
+        self._started = Started(
+            self.hip, self._held, self.stream, self.memory, self.pacer, functions, self._launches, self._graphs, heads
+        )
         self.clear()
 
     def _override(self) -> str:
@@ -164,7 +170,7 @@ class HipDevice:
             chunk = (tokens[single:], position + single, 0) if live > single else None
             answers = write_step(self, entry, singles, chunk)
             self._run(function, graphs)
-            results.append(self.read("logits", answers).tobytes())
+            results.append(self._fetch("logits", answers).tobytes())
             position += live
         return results
 
@@ -175,18 +181,32 @@ class HipDevice:
         self.pacer.write(name, values)
 
     def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
-        if not meanwhile:
-            self._run(function, self._graphs)
-        elif self.pacer.pieces(function) or not (before := self._before_late(function)):
+        if not self.pacer.pieces(function):
+            self.start(function, meanwhile)
+            self.wait()
+            return
+        self._started.settle()
+        if meanwhile:
             meanwhile()
-            self._run(function, self._graphs)
-        else:
-            self._run_beside(function, before, meanwhile)
+        self._run(function, self._graphs)
 
     def ahead(self, function: str, late: bool = False) -> bool:
-        return False
+        return self._started.ahead(function, late)
+
+    def start(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
+        self._started.start(function, meanwhile)
+
+    def start_behind(self, function: str, late: bool = False) -> None:
+        self._started.start_behind(function, late)
+
+    def start_late(self, function: str) -> None:
+        self._started.start_late(function)
+
+    def wait(self) -> None:
+        self.waited += self._started.wait()
 
     def run_plain(self, function: str) -> None:
+        self._started.settle()
         self._run(function, {})
 
     def _run(self, function: str, graphs: dict) -> None:
@@ -200,29 +220,6 @@ class HipDevice:
             self._wait()
             self.pacer.took(function, time.perf_counter() - start, piece)
 
-    def _before_late(self, function: str) -> int:
-        """How many launches do not depend on late inputs, if others do; else 0."""
-        return launches_before_late(self.manifest["functions"][function], self._kernels) or 0
-
-    def _run_beside(self, function: str, before: int, meanwhile: Callable[[], None]) -> None:
-        """Calls `meanwhile` when the launches that come before late inputs are enqueued, and enqueues the others."""
-        launches = self._launches[function]
-        if self._graphs and function not in self._heads:
-            self._heads[function] = capture(self.hip, self.stream, launches[:before], self._held)
-        start = time.perf_counter()
-        self.memory.send_inputs()
-        if self._graphs:
-            self.hip("hipGraphLaunch", self._heads[function], self.stream)
-        else:
-            enqueue(self.hip, self.stream, launches[:before])
-        try:
-            meanwhile()
-            self.memory.send_inputs()
-            enqueue(self.hip, self.stream, launches[before:])
-        finally:
-            self._wait()
-        self.pacer.took(function, time.perf_counter() - start)
-
     def _numbers(self, function: str, piece: Piece) -> Sequence[int]:
         """Of the launches of a piece, (): of all. HIP launches whole grids."""
         return [part.launch for part in piece] or range(len(self._launches[function]))
@@ -230,6 +227,7 @@ class HipDevice:
     def time(self, function: str) -> list[tuple[str, float, float]]:
         """Runs a function with an event before and behind each launch; (kernel, seconds, seconds since the end of the
         launch before) of each. The gaps are longer than those of a graph: launches come one by one."""
+        self._started.settle()
         launches = self._launches[function]
         if function not in self._marks:
             self._marks[function] = timing.events(self.hip, self._held, 2 * len(launches))
@@ -252,6 +250,10 @@ class HipDevice:
         self.waited += time.perf_counter() - start
 
     def read(self, name: str, rows: int) -> np.ndarray:
+        found = self._started.read(name, rows)
+        return self._fetch(name, rows) if found is None else found
+
+    def _fetch(self, name: str, rows: int) -> np.ndarray:
         array = self.memory.fetch(name, rows)
         self._wait()
         return array

@@ -2,6 +2,10 @@
 
 In: an artifact, the GPU, the scratch buffers of its kernels. Out: `Memory`: addresses for kernels (`address`,
 `scratch`), host arrays for io (`host`), the upload of the weights.
+
+The host writes a step's inputs to one pinned block, laid out as on the GPU, from which they are copied while it waits.
+Where it does not wait, they go *through* other pinned memory of the same layout, which keeps what was written so far
+until the copy is done.
 """
 
 import ctypes
@@ -23,10 +27,11 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_memory
 from mlc_amd.runtime.kv_pool import HOST_PART, ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.memory import RESERVE, Needs, gib, host_shortage, nbytes, of_manifest, on_host, shortage
-from mlc_amd.runtime.steps import OUTPUTS, is_kept
+from mlc_amd.runtime.steps import LATE, OUTPUTS, is_kept
 
 ALIGN = 256  # bytes between buffers of one allocation, as hipMalloc aligns
 CHUNK = 16 << 20  # bytes of weights copied at a time
+SMALL = 64 << 10  # bytes of an output, at most, that the host gets with others: of tokens, not of a vocabulary's logits
 
 _Name = TypeVar("_Name", bound=Hashable)
 
@@ -39,15 +44,27 @@ def places(sizes: dict[_Name, int]) -> tuple[dict[_Name, int], int]:
     return offsets, max(end, ALIGN)
 
 
-def _rank(name: str) -> int:
-    """Of an io buffer in memory: 0 for inputs of each step, 1 for those that are kept, 2 for outputs."""
-    return 2 if name in OUTPUTS else int(is_kept(name))
+def host_block(hip: Hip, held: ExitStack, size: int, flags: int = 0) -> int:
+    """The address of pinned host memory that lives until `held` closes."""
+    return int(hip.own(held, "hipHostFree", hip("hipHostMalloc", size, flags)))
+
+
+def view(address: int, entry: dict) -> np.ndarray:
+    """An io buffer in host memory. entry: the manifest's."""
+    raw = (ctypes.c_uint8 * nbytes(entry)).from_address(address)
+    return np.ctypeslib.as_array(raw).view(entry["dtype"]).reshape(entry["shape"])
+
+
+def _rank(name: str, entry: dict) -> int:
+    """Of an io buffer in memory: 0 for inputs of each step, 1 for those that are kept, 2 for outputs, 3 for small
+    ones."""
+    return 2 + (nbytes(entry) <= SMALL) if name in OUTPUTS else int(is_kept(name))
 
 
 class Memory:
     """blocks: (address for the GPU, address for the host or None) of "weights", "kv", "arena", "scratch" and "io";
-    sizes: their bytes; pinned: host memory of io, whose first `input_bytes` are the inputs that every step has its own
-    of; host: its buffers as arrays.
+    sizes: their bytes; pinned: host memory of io; host: its buffers as arrays. The host writes the first
+    `written_bytes` of io; the last `result_bytes` are small outputs.
 
     All of it lives until `held` closes. kv: how large the cache is; kv_types: its tensors. scratch: bytes of each
     scratch buffer, by kernel. n_cpu_moe: layers whose experts stay in host memory. UserError if it does not fit.
@@ -73,9 +90,14 @@ class Memory:
         found = {name: places(dict(enumerate(sizes))) for name, sizes in scratch.items()}
         self._scratch_at = {name: list(offsets.values()) for name, (offsets, _) in found.items()}
         # Inputs of each step first, as they are copied at once; then the page tables, which are when they changed.
-        io = dict(sorted(manifest["io"].items(), key=lambda item: _rank(item[0])))
-        self._io_at, io_bytes = places({name: nbytes(entry) for name, entry in io.items()})
-        self.input_bytes = min(at for name, at in self._io_at.items() if _rank(name))
+        ranks = {name: _rank(name, entry) for name, entry in manifest["io"].items()}
+        self._io = {name: manifest["io"][name] for name in sorted(ranks, key=lambda name: ranks[name])}
+        self._io_at, io_bytes = places({name: nbytes(entry) for name, entry in self._io.items()})
+        begins = [
+            min((self._io_at[name] for name in ranks if ranks[name] >= rank), default=io_bytes) for rank in range(4)
+        ]
+        _, self._input_bytes, self.written_bytes, self._results_at = begins
+        self.result_bytes = io_bytes - self._results_at
         self._stale: dict[str, int] = {}  # tables of which the GPU has so many old rows
         sizes = {
             "weights": weight_bytes,
@@ -88,11 +110,11 @@ class Memory:
         self.sizes = {name: max(size, ALIGN) for name, size in sizes.items()}
         self._allocate(io_bytes)
         self._place(offsets, n_cpu_moe)
-        self.host = {name: self._view(self.pinned + self._io_at[name], entry) for name, entry in io.items()}
+        self.host = {name: view(self.pinned + self._io_at[name], entry) for name, entry in self._io.items()}
         for name in ("arena", "io"):  # stale NaN would spread from unused rows
             self.clear(name)
         for name, array in self.host.items():
-            if _rank(name) == 1:
+            if is_kept(name):
                 array[...] = 0
 
     def _left(self, others: int) -> int:
@@ -108,7 +130,7 @@ class Memory:
         self.host_memory = self.gpu.integrated and free < needed
         try:
             self.blocks = {name: self._block(size) for name, size in self.sizes.items()}
-            self.pinned = self._host_block(io_bytes, 0)
+            self.pinned = self._host_block(io_bytes)
         except HipError as e:
             if e.code not in NO_MEMORY:
                 raise
@@ -146,13 +168,8 @@ class Memory:
         )
         return int(self.hip("hipHostGetDevicePointer", host, 0)), host
 
-    def _host_block(self, size: int, flags: int) -> int:
-        return int(self.hip.own(self._held, "hipHostFree", self.hip("hipHostMalloc", size, flags)))
-
-    @staticmethod
-    def _view(address: int, entry: dict) -> np.ndarray:
-        raw = (ctypes.c_uint8 * nbytes(entry)).from_address(address)
-        return np.ctypeslib.as_array(raw).view(entry["dtype"]).reshape(entry["shape"])
+    def _host_block(self, size: int, flags: int = 0) -> int:
+        return host_block(self.hip, self._held, size, flags)
 
     def _needs(self) -> Needs:
         return replace(of_manifest(self.artifact.manifest), kv=kv_bytes(self.kv_types))
@@ -193,26 +210,59 @@ class Memory:
     def write(self, name: str, values) -> None:
         """Fills the first part of an io buffer."""
         self.host[name][: len(values)] = values
-        if _rank(name) == 1:
+        if is_kept(name):
             self._stale[name] = max(self._stale.get(name, 0), len(values))
 
-    def send_inputs(self) -> None:
-        """Enqueues the copy of the host's io inputs to the GPU: of page tables what changed."""
-        self._send_io(0, self.input_bytes)
-        while self._stale:
-            name, rows = self._stale.popitem()
-            self._send_io(self._io_at[name], self.host[name][:rows].nbytes)
+    def send_inputs(self, through: int | None = None) -> None:
+        """Enqueues the copy of the host's io inputs to the GPU: of tables what changed. through: pinned memory of
+        `written_bytes`, in which nothing waits to be copied."""
+        self._send_io(0, self._input_bytes, through)
+        for name in list(self._stale):
+            self._send_table(name, through)
 
-    def _send_io(self, at: int, count: int) -> None:
-        kind = self.hip.names.hipMemcpyKind.hipMemcpyHostToDevice
-        self.hip("hipMemcpyAsync", self.blocks["io"][0] + at, self.pinned + at, count, kind, self.stream)
+    def send_late(self, through: int) -> None:
+        """The same of LATE inputs alone, behind `send_inputs`: if what that sent still waits there, it may get what
+        comes now, as nobody reads it before."""
+        for name in LATE:
+            if name in self._stale:
+                self._send_table(name, through)
+            elif name in self.host and not is_kept(name):
+                self._send_io(self._io_at[name], self.host[name].nbytes, through)
+
+    def _send_table(self, name: str, through: int | None) -> None:
+        self._send_io(self._io_at[name], self.host[name][: self._stale.pop(name)].nbytes, through)
+
+    def _send_io(self, at: int, count: int, through: int | None) -> None:
+        source, kind = self.pinned + at, self.hip.names.hipMemcpyKind.hipMemcpyHostToDevice
+        if through is not None:
+            ctypes.memmove(through + at, source, count)
+            source = through + at
+        self.hip("hipMemcpyAsync", self.blocks["io"][0] + at, source, count, kind, self.stream)
+
+    def feed_back(self, rows: int) -> None:
+        """Enqueues the copy of what the last run samples, of so many rows, to the tokens of the next one."""
+        target, source = (self.blocks["io"][0] + self._io_at[name] for name in ("tokens", "sampled"))
+        kind = self.hip.names.hipMemcpyKind.hipMemcpyDeviceToDevice
+        self.hip("hipMemcpyAsync", target, source, self.host["sampled"][:rows].nbytes, kind, self.stream)
 
     def fetch(self, name: str, rows: int) -> np.ndarray:
         """Enqueues the copy of the first rows of an io buffer to the host; the array that they will be in."""
-        array, kind = self.host[name][:rows], self.hip.names.hipMemcpyKind.hipMemcpyDeviceToHost
-        source = self.blocks["io"][0] + self._io_at[name]
-        self.hip("hipMemcpyAsync", array.ctypes.data, source, array.nbytes, kind, self.stream)
+        array = self.host[name][:rows]
+        self._fetch(self._io_at[name], array.nbytes, array.ctypes.data)
         return array
+
+    def results(self, address: int) -> dict[str, np.ndarray]:
+        """The arrays of small outputs in `result_bytes` of host memory."""
+        begin = self._results_at
+        return {name: view(address + at - begin, self._io[name]) for name, at in self._io_at.items() if at >= begin}
+
+    def fetch_results(self, address: int) -> None:
+        """Enqueues the copy of small outputs to pinned memory."""
+        self._fetch(self._results_at, self.result_bytes, address)
+
+    def _fetch(self, at: int, count: int, target: int) -> None:
+        kind = self.hip.names.hipMemcpyKind.hipMemcpyDeviceToHost
+        self.hip("hipMemcpyAsync", target, self.blocks["io"][0] + at, count, kind, self.stream)
 
     def upload(self) -> None:
         """Copies the weights: in host memory at once, to the GPU in chunks, where the next is read from the file while
