@@ -7,6 +7,7 @@ from hip_model import CTX, KERNELS, PAGE, SLOT, SLOTS, VOCAB, artifact_in, check
 
 from mlc_amd.runtime.devices.hip import memory as hip_memory
 from mlc_amd.runtime.devices.hip.device import HipDevice
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.steps import write_step
 from mlc_amd.tools.dev.hip_recorder import Recorder
 
@@ -276,3 +277,13 @@ def test_closing_waits_for_steps_in_progress(model):
     head = ["embed_k", "mix_k", "mix_k_1", "last_k"]
     assert [symbol for symbol, *_ in bindings.launched] == [*head, "pick_k", *head]
     assert bindings.calls[0] == "hipStreamSynchronize" and bindings.leaks() == []
+
+
+def test_no_pinned_memory_is_one_line(model):
+    bindings = Recorder(KERNELS)
+    device = HipDevice(model, bindings=bindings)
+    bindings.fail["hipHostMalloc"] = "hipErrorOutOfMemory"
+    with pytest.raises(UserError, match="no pinned host memory is left"):
+        check(device)
+    bindings.fail.clear()
+    check(device)

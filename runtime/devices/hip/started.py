@@ -17,10 +17,11 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from mlc_amd.runtime.devices.hip.api import Hip
+from mlc_amd.runtime.devices.hip.api import NO_MEMORY, Hip, HipError
 from mlc_amd.runtime.devices.hip.launches import Launch, capture, enqueue
 from mlc_amd.runtime.devices.hip.memory import Memory, host_block
 from mlc_amd.runtime.devices.pieces import Pacer
+from mlc_amd.runtime.errors import UserError
 
 SIDES = 2
 
@@ -141,8 +142,7 @@ class Started:
     def _begin(self, name: str, late: bool = False, behind: bool = False) -> None:
         """Enqueues a run, late: but for what `start_late` enqueues; behind: with the tokens of the one before."""
         assert len(self._running) < SIDES
-        while len(self._sides) < SIDES:
-            self._sides.append(_Side(self.hip, self._held, self.memory))
+        self._make_sides()
         side, self._next = self._sides[self._next], (self._next + 1) % SIDES
         if not self._running:
             self._since = time.perf_counter()
@@ -158,6 +158,15 @@ class Started:
         self._running.append((name, side))
         if not late:
             self._end(side)
+
+    def _make_sides(self) -> None:
+        try:
+            while len(self._sides) < SIDES:
+                self._sides.append(_Side(self.hip, self._held, self.memory))
+        except HipError as e:
+            if e.code not in NO_MEMORY:
+                raise
+            raise UserError(f"no pinned host memory is left for steps ({e.code}); close other programs") from e
 
     def _end(self, side: _Side) -> None:
         """Behind a run's launches."""
