@@ -106,6 +106,28 @@ def test_staged_activations(layout, hidden):
     assert error(got, expected) < tolerance("q4_0") + 6e-4  # float16
 
 
+def test_staged_activations_of_a_deferred_norm():
+    m, n, k, eps, tile = 20, 96, 512, 1e-5, FewTile(16, 64, 1, 4, 1, 1, 1, staged=1)
+    (gate, up), w = zip(*(weights("q4_0", n, k, seed) for seed in (1, 2)), strict=True)
+    x = (
+        np.random.default_rng(3).standard_normal((m, k), np.float32)
+        * np.linspace(0.2, 300, m, dtype=np.float32)[:, None]
+    )
+    before = (1.5 / np.sqrt((x**2).mean(-1) + eps)).astype(np.float32)
+    h = (x * before[:, None] * MARGIN).astype(np.float16)
+    squares = (x**2).reshape(m, -1, 16).sum(-1)
+    kernel = gate_up_swiglu("q4_0", "q4_0", n, k, m, "lanes", "lanes", NVIDIA, "k", tile, norm_in=eps)
+    out = np.full(lanes_shape(m, n), np.nan, np.float16), np.full(m, np.nan, np.float32)
+    arrays = [state(m), in_lanes(h), squares, before, *gate.values(), *up.values(), *out]
+    got, scale = emulated(kernel, arrays, NVIDIA)[-2:]
+    own = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1) + eps)
+    assert np.allclose(scale, own, rtol=1e-5)
+    normed = h.astype(np.float64) / before[:, None] / MARGIN * own[:, None]
+    products = [normed @ each.astype(np.float16).astype(np.float64).T for each in w]
+    got = activations.read("lanes", {"H": got}, rows=np.arange(m))[:, :n]
+    assert error(got, products[0] / (1 + np.exp(-products[0])) * products[1]) < tolerance("q4_0") + 6e-4  # float16
+
+
 def test_deferred_norms_are_of_few_tokens():
     with pytest.raises(ValueError, match="few tokens"):
         gemm.linear([("q4_0", 16)], 128, 64, "pairs", (False,), False, NVIDIA, "k", norm_in=1e-5)
