@@ -15,7 +15,8 @@ Chunk = tuple[Sequence[int] | np.ndarray, int, int]  # tokens, position of the f
 CELLS = "cells"  # the table of the cells of each slot, in io
 _TABLES = "pages."  # prefix of the names of page tables in io, before the span of their layers
 # io buffers that kernels write, in the order in which a function returns them; the host writes the others.
-OUTPUTS = ("logits", "sampled", "logprobs")
+CHOSEN = ("sampled", "logprobs")
+OUTPUTS = ("logits", *CHOSEN)
 ROWS = ("hidden", "drafted")  # kept tensors with a row for each row of a step, for functions that guess tokens
 _SELDOM = ("changes", "allowed")  # io buffers of sampling that most steps have no use for
 # io buffers that a device may be told while it computes what does not read them: see `launches_before_late`.

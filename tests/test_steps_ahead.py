@@ -71,6 +71,7 @@ def test_a_run_has_its_own_inputs_and_results(vulkan):
         tokens, expected = [prompt[-1] for prompt in PROMPTS], []
         for _ in range(6):
             expected.append(batch.step(expected[-1] if expected else tokens))
+        logits = device.read("logits", 3).copy()
         for sequence, prompt in zip(batch._sequences, PROMPTS, strict=True):
             sequence.truncate(len(prompt) - 1)
             sequence.append(prompt[-1:])
@@ -84,6 +85,7 @@ def test_a_run_has_its_own_inputs_and_results(vulkan):
             device.write("tokens", np.zeros(3, np.int32))
             device.write("rows", np.zeros((3, 2), np.int32))
         assert [of.token for of in runner.finish()] == expected[5]
+        assert np.array_equal(device.read("logits", 3), logits)  # they are copied when they are read
 
 
 def test_batches_go_on_with_their_own_tokens(vulkan):

@@ -14,7 +14,7 @@ from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.commands import Recorder
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.memory import Block, Memory
-from mlc_amd.runtime.steps import LATE, OUTPUTS, is_kept
+from mlc_amd.runtime.steps import CHOSEN, LATE, OUTPUTS, is_kept
 
 SIDES = 2  # runs that are behind others: by turns the one that runs, and the one that the host prepares
 RECORDED = 2 << 20  # bytes of an output, at most, that every run of a function copies to the host
@@ -51,13 +51,26 @@ class _Inputs:
             self.views[name][:rows] = tables[name][:rows]
 
 
+class _Outputs:
+    """Memory that a run copies results to, as the host reads them. at: where in `block` each is; views: as arrays."""
+
+    def __init__(self, memory: Memory, sizes: dict[str, int], entries: Mapping):
+        places, (self.block,) = memory.spread(sizes, "output")
+        self.at = {name: offset for name, (_, offset) in places.items()}
+        self.views = {
+            name: self.block.view(offset, entries[name]["dtype"], entries[name]["shape"])
+            for name, offset in self.at.items()
+        }
+
+
 class Io:
     """places: name -> (block, offset) of each buffer, for kernels. blocks: those that must be zeroed before use.
     copies: whether what the host writes is copied for kernels.
 
     What the host writes is kept here, and put into memory that the GPU reads when a run is submitted. Runs that are
-    submitted behind others (`behind`) have memory of their own for it, and for what they give: by turns one of two
-    *sides*, so that the run in progress finds what was written for it. They copy it to where kernels find it.
+    submitted behind others (`behind`) have memory of their own for it, and for what they choose: by turns one of two
+    *sides*, so that the run in progress finds what was written for it. They copy it to where kernels find it. What else
+    they give stays with the GPU until it is read.
     """
 
     def __init__(self, context: Context, memory: Memory, entries: Mapping[str, Mapping]):
@@ -87,23 +100,13 @@ class Io:
         for name, (_, offset) in own.places.items():
             written = self._written[offset : offset + sizes[name]]
             self._host[name] = written.view(entries[name]["dtype"]).reshape(entries[name]["shape"])
-        self._outputs: list[tuple[Block, dict[str, np.ndarray]]] = []  # the usual one, then those of the sides
-        self._add_outputs()
+        self._outputs = [_Outputs(memory, self._output_sizes, entries)]  # the usual one, then those of the sides
         self._stale: set[str] = set()  # tables that kernels have an old copy of
         self._rows: dict[str, int] = {}  # of outputs that the host has
         self._from = 0  # whose outputs the host reads
-        self._copied: dict[int, dict[str, int]] = {}  # of `_recorded`, by rows of logits
+        self._copied: dict[tuple[int, bool], dict[str, int]] = {}  # of `_recorded`
         own.put(self._written, self._host)
         self.blocks = [block for block in (self._results, self._input_copy, table_copy) if block]
-
-    def _add_outputs(self) -> None:
-        places, (block,) = self.memory.spread(self._output_sizes, "output")
-        self._output_at = {name: offset for name, (_, offset) in places.items()}  # the same of each
-        views = {
-            name: block.view(offset, self.entries[name]["dtype"], self.entries[name]["shape"])
-            for name, offset in self._output_at.items()
-        }
-        self._outputs.append((block, views))
 
     def _record_renewal(self, inputs: _Inputs) -> None:
         for name, (block, offset) in inputs.table_places.items():
@@ -155,20 +158,20 @@ class Io:
 
     def record_outputs(self, recorder: Recorder, function: Mapping, side: int | None = None) -> None:
         """side: of a run behind another one."""
-        target, _ = self._outputs[0 if side is None else 1 + side]
-        for name in self._recorded(function):
+        target = self._outputs[0 if side is None else 1 + side]
+        for name in self._recorded(function, target):
             block, offset = self.places[name]
-            recorder.copy(block, offset, target, self._output_at[name], self.byte_count(name, function))
+            recorder.copy(block, offset, target.block, target.at[name], self.byte_count(name, function))
 
-    def _recorded(self, function: Mapping) -> Mapping[str, int]:
-        """Outputs that a run of a function copies, with their rows."""
-        rows = function["logits"]
-        if rows not in self._copied:
-            found = {name: self.byte_count(name, function) for name in self._output_at}
-            self._copied[rows] = {
+    def _recorded(self, function: Mapping, target: _Outputs) -> Mapping[str, int]:
+        """Outputs that a run of a function copies there, with their rows."""
+        key = function["logits"], target is self._outputs[0]
+        if key not in self._copied:
+            found = {name: self.byte_count(name, function) for name in target.at}
+            self._copied[key] = {
                 name: size // self._row_bytes(name, 1) for name, size in found.items() if size <= RECORDED
             }
-        return self._copied[rows]
+        return self._copied[key]
 
     # ---- the host's side
 
@@ -194,7 +197,8 @@ class Io:
         while len(self._inputs) <= SIDES:
             inputs = _Inputs(self.memory, self._input_sizes, self._table_sizes, self.entries)
             self._record_renewal(inputs)
-            self._add_outputs()
+            chosen = {name: self._output_sizes[name] for name in CHOSEN if name in self._output_sizes}
+            self._outputs.append(_Outputs(self.memory, chosen, self.entries))
             self._inputs.append(inputs)
 
     def before_behind(self, side: int) -> list[ctypes.Structure]:
@@ -210,19 +214,20 @@ class Io:
 
     def finished(self, function: Mapping, side: int | None = None) -> None:
         """A run is done: `read` gives its outputs. side: of one behind another one."""
-        self._rows, self._from = dict(self._recorded(function)), 0 if side is None else 1 + side
+        self._from = 0 if side is None else 1 + side
+        self._rows = dict(self._recorded(function, self._outputs[self._from]))
 
     def read(self, name: str, rows: int) -> np.ndarray:
         """The first rows of a buffer, once the run is done; valid until the next one."""
         if name not in OUTPUTS:
             return self._host[name][:rows]
-        target, views = self._outputs[self._from]
+        target = self._outputs[self._from if name in self._outputs[self._from].at else 0]
         if rows > self._rows.get(name, 0):
             block, offset = self.places[name]
-            copy = self._copy(block, offset, target, self._output_at[name], self._row_bytes(name, rows))
+            copy = self._copy(block, offset, target.block, target.at[name], self._row_bytes(name, rows))
             self.context.submit(copy)
             self.context.wait()
             self.context.release(copy)
             self._rows[name] = rows
-        self.memory.invalidate(target)
-        return views[name][:rows]
+        self.memory.invalidate(target.block)
+        return target.views[name][:rows]
