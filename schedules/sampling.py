@@ -6,177 +6,56 @@ the largest number x such that the tokens from x on have a count, or a probabili
 found RADIX bits at a time with histograms. The mass is counted in whole numbers, of which all tokens together have
 about MASS: sums do not depend on their order, so neither threads nor workgroups change what is chosen.
 
-Tokens near the largest logit, which the thresholds mostly are among, are first gathered in a list; if there are too
-many or too few, the window around the largest logit is changed and the row is read again. Without a list all goes
-through the whole row. Stages, each of which may have nothing to do:
+Tokens near the largest logit, which the thresholds mostly are among, are first gathered in a list. What is near follows
+from the largest logits of the row's pieces, of which k are a bound for top-k, or is a window around the largest logit;
+if there are too many or too few, the window is changed and the row is read again. In a short list each token is
+compared with all others, which tells what is before it: all filters and the draw at once. Without a list all goes
+through the whole row. Stages of longer lists and whole rows, each of which may have nothing to do:
 
     0  top-k: the threshold                      1  of the tokens at it, the last one that stays
     2  top-p: the threshold, likewise            3  of the tokens at it, the last one that stays
     4  the draw: the token where the running sum of the masses passes the random number
 
-`Machine` is what differs between targets. `LAYOUT` of words and flags: runtime/sampling_layout.py.
+`Machine` (sampling_machine.py) is what differs between targets.
 """
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from contextlib import contextmanager
 
-from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.runtime.philox import MULTIPLIERS, ROUNDS, WEYL
-from mlc_amd.runtime.sampling_layout import FIELDS, row_shapes
 from mlc_amd.schedules.attention import LOG2E
+from mlc_amd.schedules.sampling_machine import (
+    BINS,
+    LARGEST,
+    LOWEST,
+    LOWEST_KEY,
+    RADIX,
+    SMALLEST,
+    Cell,
+    Histogram,
+    Machine,
+    Words,
+    high_product,
+    key_of,
+    no,
+    put,
+    random_word,
+    signed,
+    unsigned,
+    value_of,
+    when,
+)
 
-RADIX = 10
-BINS = 1 << RADIX
 MASS = float(1 << 30)
 STAGES = 5
-WINDOWS = 6  # that are tried before the whole row is searched
-FIRST_WINDOW = 8.0  # below the largest logit
-LOWEST = -3.0e38  # logit of tokens that must not be chosen
-LARGEST = (1 << 31) - 1
-SMALLEST = -(1 << 31)
-LOWEST_KEY = -0x7F800000  # `key_of` the least finite float32
-Cell = Any  # a number in a register that changes: `Machine.cell`
+WINDOWS = 7  # that are tried before the whole row is searched
+FIRST_WINDOW = 4.0  # below the largest logit
+AT_ONCE = 4  # tokens that a thread compares its own with in a step
 
 
-def sample_args(n, columns) -> list:
-    """Declares the parameters of a kernel that samples n rows, behind `state`: Logits, sampling, changes, allowed (of
-    `sampling_layout.row_shapes`), Sampled, LogProbs, Adjusted."""
-    inputs = [(name, shape, "int32") for name, shape in row_shapes(n, columns).items()]
-    outputs = [("Sampled", (n,), "int32"), ("LogProbs", (n,), "float32"), ("Adjusted", (n, columns), "float32")]
-    found = [("Logits", (n, columns), "float32"), *inputs, *outputs]
-    return [T.arg(name, T.buffer(shape, dtype)) for name, shape, dtype in found]
-
-
-class Words:
-    """The words of a row of the io buffer `sampling`, by the names of sampling_layout.FIELDS."""
-
-    def __init__(self, buffer, row):
-        self.buffer, self.row = buffer, row
-
-    def int(self, name):
-        return T.Bind(self.buffer[self.row, FIELDS.index(name)])
-
-    def float(self, name):
-        return T.Bind(T.reinterpret("float32", self.buffer[self.row, FIELDS.index(name)]))
-
-
-class Machine(ABC):
-    """What runs the search for one row: a workgroup, or a thread of a CPU.
-
-    threads, tid: how many there are, and which this one is. size: of the list. visits are functions(token, logit,
-    inside) that emit code; inside: whether there is such a token.
-    """
-
-    threads: int
-    tid: Any
-    size: int
-
-    @abstractmethod
-    def cell(self, value, dtype="int32") -> Cell: ...
-
-    @abstractmethod
-    def shared(self, count: int, dtype="int32"): ...
-
-    @abstractmethod
-    def barrier(self) -> None: ...
-
-    @abstractmethod
-    def add(self, buffer, index, amount):
-        """Adds to an element of a shared buffer, atomically; what it was before, in a register."""
-
-    @abstractmethod
-    def exp2(self, x): ...
-
-    @abstractmethod
-    def total(self, amount):
-        """The sum of an int32 of all threads, in all of them."""
-
-    @abstractmethod
-    def each_token(self, visit: Callable, floor=None, near: Callable | None = None, enough: Callable | None = None):
-        """Visits all tokens of the row; may leave out those whose logit is below `floor`, those outside of near(), a
-        pair of logits, and the rest as soon as enough() holds."""
-
-
-def put(buffer, value, index):
-    T.buffer_store(buffer, value, [index])
-
-
-class Var:
-    """A number in a register that changes."""
-
-    def __init__(self, buffer, value):
-        self.buffer = buffer
-        self.set(value)
-
-    def get(self):
-        return T.Bind(self.buffer[0])
-
-    def set(self, value):
-        put(self.buffer, value, 0)
-
-
-def no(condition):
-    return tirx.Not(condition)
-
-
-def when(condition):
-    """`with when(c):` an `if` with a uniform condition, in which there may be barriers."""
-    return T.serial(T.Select(condition, T.int32(1), T.int32(0)))
-
-
-def key_of(x):
-    """An int32 that sorts as the float32 x does; the same for 0.0 and -0.0."""
-    bits = T.Bind(T.reinterpret("int32", x))
-    key = bits ^ (T.shift_right(bits, T.int32(31)) & T.int32(LARGEST))
-    return T.Select(x == T.float32(0), T.int32(0), key)
-
-
-def value_of(key):
-    """The float32 of a `key_of`."""
-    return T.reinterpret("float32", key ^ (T.shift_right(key, T.int32(31)) & T.int32(LARGEST)))
-
-
-def unsigned(x):
-    """The bits of an int32 as uint32; TVM's analyzer refuses a cast of what may be negative."""
-    return T.reinterpret("uint32", x)
-
-
-def signed(x):
-    return T.reinterpret("int32", x)
-
-
-def high_product(a, b):
-    """The upper 32 bits of the product of two uint32, from products of 16 bits."""
-    half, mask = T.uint32(16), T.uint32(0xFFFF)
-    a1, a0, b1, b0 = (T.Bind(x) for x in (T.shift_right(a, half), a & mask, T.shift_right(b, half), b & mask))
-    middle = T.Bind(a1 * b0 + T.shift_right(a0 * b0, half))
-    other = T.Bind(a0 * b1 + (middle & mask))
-    return T.Bind(a1 * b1 + T.shift_right(middle, half) + T.shift_right(other, half))
-
-
-def random_word(machine, words):
-    """The first word of runtime/philox.py, uint32."""
-    c = [machine.cell(unsigned(words.int("position")), "uint32")]
-    c += [machine.cell(T.uint32(0), "uint32") for _ in range(3)]
-    k = [machine.cell(unsigned(words.int(name)), "uint32") for name in ("seed_low", "seed_high")]
-    with T.serial(ROUNDS):
-        a, b, d, e = (cell.get() for cell in c)
-        first, second = (T.uint32(m) for m in MULTIPLIERS)
-        values = (
-            high_product(second, d) ^ b ^ k[0].get(), second * d, high_product(first, a) ^ e ^ k[1].get(), first * a,
-        )  # fmt: skip
-        values = [T.Bind(value) for value in values]
-        for cell, value in zip(c, values, strict=True):
-            cell.set(value)
-        for cell, step in zip(k, WEYL, strict=True):
-            cell.set(cell.get() + T.uint32(step))
-    return c[0].get()
-
-
-class Draw:
+class Draw(ABC):
     """The search in one row. top: its largest logit; z, z_heat: the sums of e**(logit - top), and of that to the power
     of 1 / temperature, of all its tokens; approximate. chosen: cell for the token."""
 
@@ -195,15 +74,15 @@ class Draw:
         self.tie = cell(T.int32(0))  # key of the tokens that an odd stage is about
         self.listed, self.count = cell(T.int32(0)), cell(T.int32(0))  # whether there is a list, and of how many
         self.floor = cell(T.int32(SMALLEST))  # key that no token of the list is below
-        self.target, self.ties = cell(T.int32(0)), cell(T.int32(0))  # of the next search; whether an odd stage has work
+        self.ties = cell(T.int32(0))  # whether an odd stage has work
         self.factor, self.scale = cell(T.float32(0), "float32"), cell(T.float32(0), "float32")  # of `_mass`
         self.sum = cell(T.int32(0))  # of the masses of what is left
         self.values = machine.shared(machine.size, "float32")
         self.ids = machine.shared(machine.size)
         self.counter = machine.shared(1)
-        self.hist, self.parts = machine.shared(BINS), machine.shared(machine.threads)
-        self.groups = machine.shared(self._groups)
-        self.found = machine.shared(3)
+        self.hist = Histogram(machine, machine.pieces.count if machine.pieces else 0)
+        self.found, self.target = self.hist.found, self.hist.target
+        self.above = machine.shared(machine.small)  # of short lists: the mass before a token
 
     # ---- tokens
 
@@ -213,106 +92,178 @@ class Draw:
         return (key > threshold) | ((key == threshold) & (token <= self.last.get()))
 
     def _mass(self, value):
-        x = T.max((value - self.top) * self.factor.get(), T.float32(-200))
-        return T.Bind(T.cast(self.m.exp2(T.Bind(x)) * self.scale.get() + T.float32(0.5), "int32"))
+        power = self.m.exp2(T.Bind((value - self.top) * self.factor.get()))
+        return T.Bind(T.cast(power * self.scale.get() + T.float32(0.5), "int32"))
 
-    def _row_mass(self, token, value):
-        """`_mass` of a token that is left, where there is no list, after `_add_up`."""
-        return self._mass(value)
-
-    def _each(self, visit, near=None):
-        """Visits the tokens of the list, or else all; see `each_token`. visits get what makes the token's mass, too."""
-        threads, listed, count = self.m.threads, self.listed.get(), self.count.get()
-        with T.serial(T.Select(listed > 0, T.truncdiv(count + (threads - 1), T.int32(threads)), T.int32(0))) as i:
+    @contextmanager
+    def _own(self):
+        """(place, token, logit) of each token of the list that is this thread's."""
+        threads, count = self.m.threads, self.count.get()
+        with T.serial(T.truncdiv(count + (threads - 1), T.int32(threads))) as i:
             place = T.Bind(i * threads + self.m.tid)
-            inside = T.Bind(T.min(place, T.int32(self.m.size - 1)))
-            token, value = T.Bind(self.ids[inside]), T.Bind(self.values[inside])
-            visit(token, value, place < count, lambda: self._mass(value))
-        with when(listed == 0):
-            self.m.each_token(
-                lambda token, value, inside: visit(token, value, inside, lambda: self._row_mass(token, value)),
-                near=near,
-            )
+            with T.If(place < count), T.Then():
+                yield place, T.Bind(self.ids[place]), T.Bind(self.values[place])
 
-    # ---- the stages
-
-    def emit(self):
-        """Sets `chosen`."""
-        filters = self.has_k | self.has_p | self.has_m
-        with T.serial(STAGES) as stage:
-            first, odd, draw = T.Bind(stage == 0), T.Bind((stage & 1) == 1), T.Bind(stage == STAGES - 1)
-            with when(draw & self.has_m & (self.least > self.threshold.get())):
-                self.threshold.set(self.least)
-                self.last.set(T.int32(LARGEST))
-            fits = no(self.has_k & (self.top_k > self.m.size))
-            windows = T.Select(self.has_k | self.has_p, T.int32(WINDOWS), T.int32(1))
-            tries = T.Select(first, T.Select(filters & fits, windows, T.int32(0)), T.cast(no(odd), "int32"))
-            tries = T.Select((stage == 2) & no(self.has_p), T.int32(0), tries)
-            self._gather(first, draw, T.Bind(tries), filters)
-            active = T.Select(first, self.has_k, T.Select(draw, T.bool(True), self.has_p))
-            active = T.Bind(T.Select(odd, self.ties.get() > 0, active))
-            with when(active & no(odd)):
-                self.target.set(T.Select(first, self.top_k, self._mass_wanted()))
-            with when(active & draw):
-                point = high_product(random_word(self.m, self.words), T.Bind(unsigned(self.sum.get())))
-                self.target.set(signed(point) + 1)
-            with when(active):
-                self._search(stage, odd, draw)
+    def _weighs(self, draw):
+        """Sets what `_mass` is made of: for top-p, or for the draw."""
+        # what is left has no more mass than tokens, as the largest one has the mass 1
+        listed = T.Select(draw & (self.listed.get() > 0), self.count.get(), T.int32(LARGEST))
+        few = T.cast(T.Select(self.has_k, self.top_k, listed), "float32")
+        self.factor.set(T.Select(draw, self.heat, T.float32(LOG2E)))
+        self.scale.set(T.float32(MASS) / T.min(T.Select(draw, self.sums[1], self.sums[0]), few))
 
     def _mass_wanted(self):
         """By top-p, of `sum`, or of MASS if there is a list of the row's tokens."""
         all_of = T.Select((self.listed.get() > 0) & no(self.has_k), T.float32(MASS), T.cast(self.sum.get(), "float32"))
         return T.max(T.cast(T.ceil(self.top_p * all_of), "int32"), T.int32(1))
 
-    def _gather(self, first, draw, tries, filters):
+    def _aim(self):
+        """The draw's target among masses with the sum `sum`."""
+        point = high_product(random_word(self.m, self.words), T.Bind(unsigned(self.sum.get())))
+        self.target.set(signed(point) + 1)
+
+    def _each(self, visit, near):
+        """Visits the tokens of the list, or else all; see `each_token`. visits get what makes the token's mass, too."""
+        with when(self.listed.get() > 0), self._own() as (_, token, value):
+            visit(token, value, T.bool(True), lambda: self._mass(value))
+        with when(self.listed.get() == 0):
+            self.m.each_token(
+                lambda token, value, inside: visit(token, value, inside, lambda: self._row_mass(token, value)),
+                near=near,
+            )
+
+    # ---- whole rows
+
+    @abstractmethod
+    def _add_up_row(self, mine: Cell) -> None:
+        """Adds to a cell of each thread the masses of its share of the row's tokens that are left."""
+
+    @abstractmethod
+    def _draw_row(self) -> None:
+        """Sets `chosen`, by `target`, after `_add_up_row`."""
+
+    @abstractmethod
+    def _row_mass(self, token, value):
+        """`_mass` of a token that is left, after `_add_up_row`."""
+
+    # ---- the stages
+
+    def emit(self):
+        """Sets `chosen`."""
+        filters = self.has_k | self.has_p | self.has_m
+        done = self.m.cell(T.int32(0))
+        with T.serial(STAGES) as stage, when(done.get() == 0):
+            first, odd, draw = T.Bind(stage == 0), T.Bind((stage & 1) == 1), T.Bind(stage == STAGES - 1)
+            with when(draw & self.has_m & (self.least > self.threshold.get())):
+                self.threshold.set(self.least)
+                self.last.set(T.int32(LARGEST))
+            needed = T.cast(T.Select(stage == 2, self.has_p, no(odd)), "int32")
+            tries = T.Select(first, T.Select(filters & self._fits(), self._tries(), T.int32(0)), needed)
+            self._gather(first, draw, T.Bind(tries))
+            short = T.Bind(first & (self.listed.get() > 0) & (self.count.get() <= self.m.small))
+            with when(short):
+                self._compare_all()
+                done.set(T.int32(1))
+            active = T.Select(first, self.has_k & no(short), T.Select(draw, T.bool(True), self.has_p))
+            active = T.Bind(T.Select(odd, self.ties.get() > 0, active))
+            with when(active & no(odd)):
+                self.target.set(T.Select(first, self.top_k, self._mass_wanted()))
+            with when(active & draw):
+                self._aim()
+            whole = T.Bind(draw & (self.listed.get() == 0))
+            with when(whole):
+                self._draw_row()
+            with when(active & no(whole)):
+                self._search(stage, odd, draw)
+
+    # ---- the list
+
+    def _fits(self):
+        """Whether what the first filter leaves may fit in the list: a token adds 1 to z at most."""
+        few = T.Select(self.has_p, self.top_p * self.sums[0], T.float32(0)) <= T.float32(self.m.size)
+        return T.Select(self.has_k, self.top_k <= self.m.size, few)
+
+    def _tries(self):
+        bounds = T.Select(self.has_k, T.int32(1), T.int32(0)) if self.m.pieces else T.int32(0)
+        return T.Select(self.has_k | self.has_p, WINDOWS + bounds, T.int32(1))
+
+    def _gather(self, first, draw, tries):
         """Makes a list if there is none and one may fit; sets `sum`."""
         low, high = self.m.cell(T.float32(0), "float32"), self.m.cell(T.float32(0), "float32")
-        width = self.m.cell(T.float32(FIRST_WINDOW), "float32")
+        width, bound = self.m.cell(T.float32(FIRST_WINDOW), "float32"), self.m.cell(T.int32(0))
+        bounded, fits = self.m.cell(T.int32(0)), T.Bind(self._fits())
+        if self.m.pieces:
+            with when(first & self.has_k & (tries > 0)):
+                bound.set(self._bound())
+                bounded.set(T.int32(1))
         with T.serial(tries):
             old = self.listed.get()
-            makes = T.Bind((old == 0) & T.Select(first, T.bool(True), T.Select(draw, filters, self.has_k)))
+            makes = T.Bind((old == 0) & (first | self.has_k | (draw & self.has_p & fits)))
+            windowed = T.Bind(bounded.get() == 0)
             with when(makes):
                 near = T.Select(self.has_k | self.has_p, key_of(T.Bind(self.top - width.get())), self.least)
+                near = T.Select(windowed, near, bound.get())
                 self._list(T.Bind(T.Select(first, near, T.int32(SMALLEST))))
                 count = self.count.get()
                 enough = no(first & self.has_k) | (count >= self.top_k)
                 self.listed.set(T.cast((count <= self.m.size) & enough, "int32"))
-            # what is left has no more mass than tokens, as the largest one has the mass 1
-            tokens = T.Select(draw, T.Select(self.listed.get() > 0, self.count.get(), T.int32(LARGEST)), self.top_k)
-            few = T.Select(draw | self.has_k, T.cast(tokens, "float32"), T.float32(-LOWEST))
-            self.factor.set(T.Select(draw, self.heat, T.float32(LOG2E)))
-            self.scale.set(T.float32(MASS) / T.min(T.Select(draw, self.sums[1], self.sums[0]), few))
+            self._weighs(draw)
             checks = T.Bind(first & makes & self.has_p & no(self.has_k) & (self.listed.get() > 0))
             with when(no(first) | checks):
                 self._add_up()
             with when(checks):
                 self.listed.set(T.cast(self.sum.get() >= self._mass_wanted(), "int32"))
-            with when(first & (self.listed.get() == 0)):
+            with when(first & (self.listed.get() == 0) & windowed):
                 with when(self.count.get() > self.m.size):
                     high.set(width.get())
                 with when(self.count.get() <= self.m.size):
                     low.set(width.get())
                 between = (low.get() + high.get()) * T.float32(0.5)
                 width.set(T.Select(high.get() > T.float32(0), between, width.get() * T.float32(2)))
+            bounded.set(T.int32(0))
+
+    def _bound(self):
+        """The key of a logit that at least `top_k` pieces' largest are not below, and few more; of the least that may
+        be chosen, if there are less pieces."""
+        m, pieces = self.m, self.m.pieces
+        places = [T.Bind(i * m.threads + m.tid) for i in range(-(-pieces.count // m.threads))]
+        tops = [pieces.top(T.Bind(T.min(place, T.int32(pieces.count - 1)))) for place in places]
+        counts = [T.Bind((place < pieces.count) & (top > LOWEST)) for place, top in zip(places, tops, strict=True)]
+        keys = [T.Select(has, key_of(top), LARGEST) for has, top in zip(counts, tops, strict=True)]
+        lowest = T.Bind(value_of(m.least(T.Bind(functools.reduce(T.min, keys)))))
+        width = T.Bind(T.max(self.top - lowest, T.float32(1e-6)) * T.float32(1 / (BINS - 1)))  # of a bin
+        self.hist.clear()
+        for has, top in zip(counts, tops, strict=True):
+            with T.If(has), T.Then():
+                place = T.Bind(T.cast((top - lowest) / width, "int32"))
+                m.add(self.hist.bins, T.Bind(T.min(place, T.int32(BINS - 1))), T.int32(1))
+        m.barrier()
+        self.target.set(self.top_k)
+        everything = self.hist.find()
+        # a little less, for rounding: logits at the bound count
+        edge = T.Bind(lowest + (T.cast(self.found[0], "float32") - T.float32(0.1)) * width)
+        return T.Select(everything >= self.top_k, key_of(edge), key_of(T.float32(LOWEST)) + 1)
 
     def _list(self, bound):
         """Lists what is left, of keys from `bound` on; `count` may exceed what fits."""
         m = self.m
+        place = m.cell(T.int32(0))
         with T.If(m.tid == 0), T.Then():
             put(self.counter, T.int32(0), 0)
+            if m.pieces:
+                m.pieces.clear()
         m.barrier()
 
         def visit(token, value, inside):
             key = T.Bind(key_of(value))
-            with T.If(inside & (key >= bound) & self._left(token, key)), T.Then():
-                place = m.add(self.counter, 0, T.int32(1))
-                with T.If(place < m.size), T.Then():
-                    put(self.values, value, place)
-                    put(self.ids, token, place)
+            with T.If(inside & (key >= bound) & self._left(token, key) & (place.get() < m.size)), T.Then():
+                place.set(m.add(self.counter, 0, T.int32(1)))
+                with T.If(place.get() < m.size), T.Then():
+                    put(self.values, value, place.get())
+                    put(self.ids, token, place.get())
 
-        m.each_token(
-            visit, T.Bind(value_of(T.max(bound, self.threshold.get()))), enough=lambda: self.counter[0] > m.size
-        )
+        floor = T.Bind(value_of(T.max(bound, self.threshold.get())))
+        m.each_token(visit, floor, enough=lambda: place.get() >= m.size, scratch=self.hist.bins)
         m.barrier()
         self.count.set(self.counter[0])
         self.floor.set(bound)
@@ -320,13 +271,67 @@ class Draw:
 
     def _add_up(self):
         mine = self.m.cell(T.int32(0))
-
-        def visit(token, value, inside, mass):
-            with T.If(inside & self._left(token, T.Bind(key_of(value)))), T.Then():
-                mine.set(mine.get() + mass())
-
-        self._each(visit)
+        with (
+            when(self.listed.get() > 0),
+            self._own() as (_, token, value),
+            T.If(self._left(token, T.Bind(key_of(value)))),
+            T.Then(),
+        ):
+            mine.set(mine.get() + self._mass(value))
+        with when(self.listed.get() == 0):
+            self._add_up_row(mine)
         self.sum.set(self.m.total(mine.get()))
+
+    # ---- short lists
+
+    def _compare_all(self):
+        """Sets `chosen`, of the list: what is above a token is added up, then the masses of those that are left up to
+        its id."""
+        m, mine = self.m, self.m.cell(T.int32(0))
+        self._weighs(T.bool(False))
+        with self._own() as (place, _, value):
+            put(self.hist.bins, self._mass(value), place)
+        m.barrier()
+        with self._own() as (place, token, value):
+            rank, above = m.cell(T.int32(0)), m.cell(T.int32(0))
+            for other, counts in self._others():
+                logit = T.Bind(self.values[other])
+                ahead = (logit > value) | ((logit == value) & (self.ids[other] < token))
+                ahead = T.Bind(counts & ahead)
+                rank.set(rank.get() + T.cast(ahead, "int32"))
+                above.set(above.get() + T.Select(ahead, self.hist.bins[other], T.int32(0)))
+            stays = T.Bind(no(self.has_k) | (rank.get() < self.top_k))
+            put(self.above, T.Select(stays, above.get(), T.int32(LARGEST)), place)
+            mine.set(mine.get() + T.Select(stays, self.hist.bins[place], T.int32(0)))
+        self.sum.set(m.total(mine.get()))
+        wanted = T.Bind(T.Select(self.has_p, T.min(self._mass_wanted(), self.sum.get()), T.int32(LARGEST)))
+        mine.set(T.int32(0))
+        self._weighs(T.bool(True))
+        with self._own() as (place, _, value):
+            left = (self.above[place] < wanted) & (no(self.has_m) | (key_of(value) >= self.least))
+            mass = T.Bind(T.Select(left, self._mass(value), T.int32(0)))
+            put(self.hist.bins, mass, place)
+            mine.set(mine.get() + mass)
+        self.sum.set(m.total(mine.get()))
+        self._aim()
+        with self._own() as (place, token, _):
+            reached = m.cell(T.int32(0))
+            for other, counts in self._others():
+                added = counts & (self.ids[other] <= token)
+                reached.set(reached.get() + T.Select(added, self.hist.bins[other], T.int32(0)))
+            passed = T.Bind(reached.get() - self.hist.bins[place])
+            with T.If((passed < self.target.get()) & (self.target.get() <= reached.get())), T.Then():
+                put(self.found, token, 0)
+        m.barrier()
+        self.chosen.set(self.found[0])
+
+    def _others(self):
+        """(place, whether it counts) of each token of the list."""
+        count = self.count.get()
+        with T.serial(T.truncdiv(count + (AT_ONCE - 1), T.int32(AT_ONCE))) as i:
+            for j in range(AT_ONCE):
+                place = T.Bind(i * AT_ONCE + j)
+                yield T.Bind(T.min(place, count - 1)), place < count
 
     # ---- the search for one number
 
@@ -346,9 +351,7 @@ class Draw:
             shift = T.Bind(unsigned((passes - 1 - i) * RADIX))
             upper = T.Bind(T.min(shift + T.uint32(RADIX), T.uint32(31)))
             known = T.Bind(T.shift_right(prefix.get(), upper))
-            with T.serial(BINS // m.threads) as j:
-                put(self.hist, T.int32(0), j * m.threads + m.tid)
-            m.barrier()
+            self.hist.clear()
 
             def visit(token, value, inside, mass, i=i, shift=shift, upper=upper, known=known):
                 key = T.Bind(key_of(value))
@@ -358,11 +361,11 @@ class Draw:
                 here = here & (no(odd) | (key == tie)) & self._left(token, key)
                 with T.If(here), T.Then():
                     place = T.Bind(signed(T.shift_right(number, shift) & T.uint32(BINS - 1)))
-                    m.add(self.hist, place, T.Select(stage < 2, T.int32(1), mass()))
+                    m.add(self.hist.bins, place, T.Select(stage < 2, T.int32(1), mass()))
 
             self._each(visit, lambda: self._near(i, odd, draw, upper, known, start, reach, tie))
             m.barrier()
-            self._find()
+            self.hist.find()
             bin_, above = T.Bind(self.found[0]), T.Bind(self.found[1])
             prefix.set(prefix.get() | T.shift_left(unsigned(bin_), shift))
             self.target.set(self.target.get() - above)
@@ -392,43 +395,3 @@ class Draw:
         low = T.Select(odd, tie, T.Select(every, T.int32(LOWEST_KEY), low))
         high = T.Select(odd, tie, T.Select(every, self.largest, high))
         return T.Bind(value_of(T.Bind(low))), T.Bind(value_of(T.Bind(high)))
-
-    @property
-    def _groups(self):
-        return max(self.m.threads // 16, 1)
-
-    def _find(self):
-        """found = (the largest bin with which those from it on reach the target, the sum of those above, its own). Sums
-        of neighbouring threads' bins lead there. A target above all is lowered: it was computed with rounding."""
-        m, each = self.m, BINS // self.m.threads
-        members = m.threads // self._groups
-        mine = m.cell(T.int32(0))
-        with T.serial(each) as j:
-            mine.set(mine.get() + self.hist[m.tid * each + j])
-        put(self.parts, mine.get(), m.tid)
-        m.barrier()
-        with T.If(m.tid < self._groups), T.Then():
-            whole = m.cell(T.int32(0))
-            with T.serial(members) as j:
-                whole.set(whole.get() + self.parts[m.tid * members + j])
-            put(self.groups, whole.get(), m.tid)
-        m.barrier()
-        above, everything = m.cell(T.int32(0)), m.cell(T.int32(0))
-        group = T.Bind(T.truncdiv(m.tid, T.int32(members)))
-        with T.serial(self._groups) as j:
-            here = T.Bind(self.groups[j])
-            everything.set(everything.get() + here)
-            above.set(above.get() + T.Select(j > group, here, T.int32(0)))
-        with T.serial(members) as j:
-            other = T.Bind(group * members + j)
-            above.set(above.get() + T.Select(other > m.tid, self.parts[other], T.int32(0)))
-        self.target.set(T.min(self.target.get(), everything.get()))
-        target = self.target.get()
-        with T.If((above.get() < target) & (target <= above.get() + mine.get())), T.Then(), T.serial(each) as j:
-            place = T.Bind(m.tid * each + (each - 1 - j))
-            here, before = T.Bind(self.hist[place]), above.get()
-            with T.If((before < target) & (target <= before + here)), T.Then():
-                for index, value in enumerate((place, before, here)):
-                    put(self.found, value, index)
-            above.set(before + here)
-        m.barrier()

@@ -125,8 +125,13 @@ def shapes(vocab: int) -> dict[str, np.ndarray]:
     ties = np.round(gaussian(vocab, 5)).astype(np.float32)
     peaked = gaussian(vocab, 6, 1.0)
     peaked[vocab // 2] = 30.0
+    last = gaussian(vocab, 6, 1.0)
+    last[-1] = 30.0
+    # many likely tokens next to one another
+    sorted_ = np.sort(gaussian(vocab, 10, 4.0))
     return {
-        "model": gaussian(vocab, 4), "ties": ties, "peaked": peaked, "flat": gaussian(vocab, 7, 0.01),
+        "model": gaussian(vocab, 4), "ties": ties, "peaked": peaked, "last": last, "flat": gaussian(vocab, 7, 0.01),
+        "sorted": sorted_,
         "equal": np.full(vocab, -2.5, np.float32), "wide": gaussian(vocab, 8, 40.0),
         "zeros": np.where(rng.random(vocab) < 0.5, np.float32(0.0), np.float32(-0.0)),
     }  # fmt: skip

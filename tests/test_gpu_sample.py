@@ -1,4 +1,4 @@
-"""The choice of tokens on the GPU, on Mesa's CPU driver and in the ISA emulator, against the host's sampler."""
+"""The choice of tokens on the GPU, on Mesa's CPU driver and in the emulators, against the host's sampler."""
 
 import functools
 
@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import sampling_cases as cases
 from samples import sample
+from spirv_emulation import execute as execute_spirv
 from test_gpu_experts import build, emulated, execute, profile
 from vulkan_harness import PROFILES
 
+from mlc_amd.compiler.codegen.spirv import compile_spirv
+from mlc_amd.schedules.gpu import profiles
 from mlc_amd.schedules.gpu.arch import resolve
 
 __all__ = ["profile"]  # a fixture
@@ -40,16 +43,45 @@ def sampled(rows, vocab, arch, run_kernel, n=None):
 )
 def test_as_the_host(profile, group):
     rows = cases.GROUPS[group](VOCAB)
-    for some in (rows[:MOST], rows[MOST:]):
-        if some:
-            ids, logprobs = sampled(some, VOCAB, profile, execute, MOST)
-            cases.check(some, ids[: len(some)], logprobs[: len(some)])
+    for first in range(0, len(rows), MOST):
+        part = rows[first : first + MOST]
+        ids, logprobs = sampled(part, VOCAB, profile, execute, MOST)
+        cases.check(part, ids[: len(part)], logprobs[: len(part)])
 
 
 def test_other_rows_do_not_matter():
     rows, arch = cases.filtered(VOCAB)[:20], PROFILES["lavapipe"]
     together = sampled(rows, VOCAB, arch, execute, MOST)[0][:20]
     assert sampled([rows[7]], VOCAB, arch, execute)[0][0] == together[7]
+
+
+def few_of_each(vocab):
+    """A few rows of each kind: whole rows, lists, short lists, masks."""
+    return [
+        *(cases.filtered(vocab)[i] for i in (0, 3, 4, 6, 9, 14)),
+        *cases.changed(vocab)[8:12],
+        *cases.broken(vocab)[:1],
+        *cases.greedy(vocab)[:1],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab"),
+    sample([("nvidia", 12000), ("vangogh", 12000), ("gfx90c", 12000), ("generic", 515)], [("nvidia", 12000)]),
+)
+def test_in_the_spirv_emulator(name, vocab):
+    """With workgroups and waves of other sizes than that driver's, and no races; more pieces than top_k asks for."""
+    rows = few_of_each(vocab)
+    cases.check(rows, *sampled(rows, vocab, profiles.resolve(name), execute_spirv))
+
+
+def test_the_code_does_not_grow_with_the_vocabulary():
+    """No loop over a row is unrolled: one workgroup would read all of that code once."""
+    sizes = []
+    for vocab in (VOCAB, 262144):
+        kernels = {"sample": build("sample", PROFILES["lavapipe"], m=1, vocab=vocab, columns=-(-vocab // 16) * 16)}
+        sizes.append(sum(len(one.binary) for one in compile_spirv(kernels, PROFILES["lavapipe"]).modules.values()))
+    assert sizes[1] < 1.2 * sizes[0]
 
 
 @pytest.mark.full
@@ -60,11 +92,5 @@ def test_in_the_emulator(name):
 
 
 def check_emulated(name):
-    vocab = 515
-    rows = [
-        *cases.filtered(vocab)[:6],
-        *cases.changed(vocab)[8:12],
-        *cases.broken(vocab)[:1],
-        *cases.greedy(vocab)[:1],
-    ]
-    cases.check(rows, *sampled(rows, vocab, resolve(name), emulated))
+    rows = few_of_each(515)
+    cases.check(rows, *sampled(rows, 515, resolve(name), emulated))

@@ -164,6 +164,23 @@ def test_states_that_decay_by_channel_use_no_scratch(arch):
         assert compiled.kernel.scratch == compiled.kernel.vgpr_spills == 0, (name, compiled.kernel)
 
 
+@pytest.mark.parametrize("arch", [ARCH, *(pytest.param(arch, marks=pytest.mark.full) for arch in ("rdna3", "rdna4"))])
+def test_the_choice_of_tokens_uses_no_scratch(arch):
+    profile, vocab = profiles.resolve(arch), 262144
+    kernel = BUILDERS["sample"](m=64, vocab=vocab, columns=vocab, arch=profile, name="sample", plan=None)
+    modules = compile_spirv({"sample": kernel}, profile).modules
+    shaders = [radv.Shader(name, one.binary, tuple(one.block), profile.push) for name, one in modules.items()]
+    try:
+        report = radv.statistics(shaders, profile)
+    except UserError as error:
+        pytest.skip(str(error))
+    assert len(report.kernels) == len(modules), report.refused
+    for name, compiled in report.kernels.items():
+        kernel = compiled.kernel
+        assert kernel.scratch == kernel.vgpr_spills == 0, (name, kernel)
+        assert len(compiled.assembly.splitlines()) < 10000, name
+
+
 @pytest.mark.parametrize("d", [pytest.param(160, marks=pytest.mark.full), 256])
 @pytest.mark.parametrize("arch", ["rdna3", pytest.param("rdna4", marks=pytest.mark.full)])
 def test_attention_with_wide_heads_uses_no_scratch(arch, d):

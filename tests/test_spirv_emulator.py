@@ -98,6 +98,32 @@ def test_shared_memory_that_nobody_wrote():
 
 
 @pytest.mark.parametrize(
+    ("barriers", "fault"),
+    [
+        ((device.barrier, device.barrier), None),
+        ((nothing, device.barrier), "added to that"),
+        ((device.barrier, nothing), "read that another lane wrote"),
+    ],
+)
+def test_atomic_additions_to_shared_memory(barriers, fault):
+    def body(b, shared, wave, lane, i):
+        T.buffer_store(shared, T.int32(5), [i])
+        barriers[0]()
+        T.evaluate(T.call_intrin("int32", "tirx.atomic_add", T.address_of(shared[i % 4]), b.x[i]))
+        barriers[1]()
+        T.buffer_store(b.y, shared[i], [i])
+
+    if fault:
+        with pytest.raises(Fault, match=fault):
+            ran(turned(body))
+        return
+    x, y = ran(turned(body))
+    wanted = np.full(SIZE, 5)
+    np.add.at(wanted, np.arange(SIZE) % 4, x)
+    assert np.array_equal(y, wanted)
+
+
+@pytest.mark.parametrize(
     ("place", "fault"),
     [("x", "bytes 132 to 260 of argument 0, which has 256"), ("y", "argument 1"), ("shared", "of 64")],
 )

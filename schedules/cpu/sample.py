@@ -12,10 +12,11 @@ from mlc_amd.runtime.sampling_layout import ADJUST, DRAW, LOGPROB, MASK, RECENT,
 from mlc_amd.schedules.attention import LOG2E
 from mlc_amd.schedules.cpu.kernel import kernel, row_loop
 from mlc_amd.schedules.cpu.vector import LANES, at, exp2, f32, i32, local, reduce, registers, splat, store
-from mlc_amd.schedules.sampling import LARGEST, LOWEST, Draw, Machine, Var, Words, no, sample_args, when
+from mlc_amd.schedules.sampling import Draw
+from mlc_amd.schedules.sampling_machine import LARGEST, LOWEST, Machine, Var, Words, no, sample_args, when
 
 UNROLL = 4  # vectors at once, for the latency of additions and comparisons
-LIST = 2048
+LIST, SHORT = 2048, 64  # tokens of lists, of those in which each is compared with all others
 BLOCK = LANES * UNROLL  # tokens
 INFINITE = 0x7F800000
 
@@ -23,7 +24,7 @@ INFINITE = 0x7F800000
 class Thread(Machine):
     """Searches a row of Adjusted."""
 
-    threads, tid, size = 1, 0, LIST
+    threads, tid, size, small = 1, 0, LIST, SHORT
 
     def __init__(self, adjusted, row, vocab):
         self.adjusted, self.row, self.vocab = adjusted, row, vocab
@@ -48,7 +49,13 @@ class Thread(Machine):
     def total(self, amount):
         return amount
 
-    def each_token(self, visit, floor=None, near=None, enough=None):
+    def scan(self, amount):
+        return T.int32(0), amount
+
+    def least(self, amount):
+        return amount
+
+    def each_token(self, visit, floor=None, near=None, enough=None, scratch=None):
         if near is None:
             high = None if floor is None else T.float32(-LOWEST)
             low = floor
@@ -88,15 +95,9 @@ class RowDraw(Draw):
     def _row_mass(self, token, value):
         return T.Bind(self.masses[token])
 
-    def _add_up(self):
-        with when(self.listed.get() > 0):
-            super()._add_up()
-        with when(self.listed.get() == 0):
-            self._weigh_row()
-
-    def _weigh_row(self):
+    def _add_up_row(self, mine):
         """The masses of the row's tokens, 0 for those that are not left; their sums."""
-        vocab, everything = self.m.vocab, self.m.cell(T.int32(0))
+        vocab = self.m.vocab
         threshold, last = splat(self.threshold.get()), splat(self.last.get())
         factor, scale, top = splat(self.factor.get()), splat(self.scale.get()), splat(self.top)
 
@@ -121,23 +122,15 @@ class RowDraw(Draw):
                 whole = whole + mass
             whole = reduce("add", T.Bind(whole))
             store(self.blocks, whole, i)
-            everything.set(everything.get() + whole)
+            mine.set(mine.get() + whole)
 
         with T.serial(vocab // BLOCK) as i:
             block(T.Bind(i * BLOCK), i, [None] * (BLOCK // LANES))
         if rest := vocab % BLOCK:
             counts = [min(rest - first, LANES) for first in range(0, rest, LANES)]
             block(T.int32(vocab - rest), T.int32(vocab // BLOCK), counts)
-        self.sum.set(everything.get())
 
-    def _search(self, stage, odd, draw):
-        whole = T.Bind(draw & (self.listed.get() == 0))
-        with when(whole):
-            self._go_through()
-        with when(no(whole)):
-            super()._search(stage, odd, draw)
-
-    def _go_through(self):
+    def _draw_row(self):
         """The first token with which the running sum of the masses reaches the target."""
         before, blocks = self._passed(T.int32(0), T.int32(-(-self.m.vocab // BLOCK)), self.blocks, T.int32(0))
         first = T.Bind(T.min(blocks, T.int32((self.m.vocab - 1) // BLOCK)) * BLOCK)

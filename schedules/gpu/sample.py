@@ -5,8 +5,9 @@ and the logarithm of the probability that the logits as they are give them. A ro
 gets the id -1.
 
 Two launches. The first is wide: a workgroup reads a part of a row, changes what the row's words ask for, and makes
-the part's largest logit and sums. In the second each row has a workgroup, which puts the parts together and, unless
-the largest logit is wanted, draws (schedules/sampling.py).
+the part's largest logit and sums, and for a draw the largest logits of its pieces. In the second each row has a
+workgroup, as large as the arch has them, which puts the parts together and, unless the largest logit is wanted, draws
+(sample_search.py).
 """
 
 import functools
@@ -17,94 +18,16 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.sampling_layout import ADJUST, CHANGES, DRAW, LOGPROB, MASK, RECENT, TOKEN
 from mlc_amd.schedules.attention import LOG2E
-from mlc_amd.schedules.gpu.device import barrier, exp2, intrin, launch, maximum, wave_max, wave_min, wave_sum
+from mlc_amd.schedules.gpu.device import barrier, exp2, intrin, launch, maximum, wave_max
 from mlc_amd.schedules.gpu.registers import at, lane_of, local, put, vector
+from mlc_amd.schedules.gpu.sample_search import STEPS, WIDTH, Group, RowDraw, Workgroup, team_of
 from mlc_amd.schedules.gpu.step import if_live, kernel, state_arg
-from mlc_amd.schedules.sampling import LARGEST, LOWEST, Draw, Machine, Var, Words, sample_args, when
+from mlc_amd.schedules.sampling_machine import LARGEST, LOWEST, Var, Words, sample_args, when
 
-WIDTH = 4  # logits that a thread loads at once
-STEPS = 2  # loads of a thread in the first launch
-BATCH = 8  # loads in flight where a row is searched for its largest logits
-LIST = 2048  # tokens that the second launch keeps; half as many where workgroups have 16 KiB
 # What the first launch hands to the second, of each part: the largest logit, and of the changed ones too, the first
 # token that has it (bits), whether all are finite (bits), and sums: of e**(logit - largest), of the same of the changed
 # ones, of that to the power of 1 / temperature.
 TOP, CHANGED_TOP, TOKEN_BITS, BAD_BITS, SUM, CHANGED_SUM, HEATED_SUM, FACTS = 0, 1, 2, 3, 4, 5, 6, 8
-
-
-class Group:
-    """Reductions over a workgroup. Each has shared memory of its own, so needs one barrier."""
-
-    def __init__(self, arch, lane, wave, waves):
-        self.arch, self.lane, self.wave, self.waves = arch, lane, wave, waves
-
-    def reduce(self, x, in_wave, join):
-        dtype = str(x.ty)
-        part = T.alloc_buffer((self.waves,), dtype, scope="shared")
-        x = in_wave(self.arch, T.Bind(x))
-        with T.If(self.lane == 0), T.Then():
-            put(part, x, self.wave)
-        barrier()
-        return T.Bind(functools.reduce(join, [part[i] for i in range(self.waves)]))
-
-    def max(self, x):
-        return self.reduce(x, wave_max, T.max if str(x.ty) == "int32" else maximum)
-
-    def min(self, x):
-        return self.reduce(x, wave_min, T.min)
-
-    def sum(self, x):
-        return self.reduce(x, wave_sum, lambda a, b: a + b)
-
-
-class Workgroup(Machine):
-    """Searches a row of Adjusted."""
-
-    def __init__(self, arch, group: Group, tid, threads, adjusted, row, vocab):
-        self.arch, self.group, self.tid, self.threads = arch, group, tid, threads
-        self.adjusted, self.row, self.vocab, self.columns = adjusted, row, vocab, int(adjusted.shape[1])
-        self.size = LIST if arch.lds >= 32 * 1024 else LIST // 2
-
-    def cell(self, value, dtype="int32"):
-        return Var(local(1, dtype), value)
-
-    def shared(self, count, dtype="int32"):
-        return T.alloc_buffer((count,), dtype, scope="shared")
-
-    def barrier(self):
-        barrier()
-
-    def add(self, buffer, index, amount):
-        return T.Bind(T.call_intrin("int32", "tirx.atomic_add", T.address_of(buffer[index]), amount))
-
-    def exp2(self, x):
-        return exp2(x)
-
-    def total(self, amount):
-        found = self.group.sum(amount)
-        barrier()
-        return found
-
-    def each_token(self, visit, floor=None, near=None, enough=None):
-        batch, width = (BATCH if floor is not None else 2), self.threads * WIDTH
-        batch = min(batch, -(-self.vocab // width))
-        with T.serial(-(-self.vocab // (width * batch))) as step:
-            loaded = []
-            for i in range(batch):
-                column = T.Bind((step * batch + i) * width + self.tid * WIDTH)
-                inside = T.Bind(T.min(column, T.int32(self.columns - WIDTH)))
-                loaded.append((column, T.Bind(self.adjusted[self.row, at(inside, WIDTH)])))
-            for column, values in loaded:
-                lanes = [T.Bind(lane_of(values, k)) for k in range(WIDTH)]
-                if floor is None:
-                    self._visit(visit, column, lanes)
-                    continue
-                with T.If(functools.reduce(maximum, lanes) >= floor), T.Then():
-                    self._visit(visit, column, lanes)
-
-    def _visit(self, visit, column, lanes):
-        for k, value in enumerate(lanes):
-            visit(T.Bind(column + k), value, column + k < self.vocab)
 
 
 def sample(n, vocab, columns, arch, name) -> tirx.PrimFunc:
@@ -116,17 +39,20 @@ def sample(n, vocab, columns, arch, name) -> tirx.PrimFunc:
         state = state_arg()
         Logits, words, changes, allowed, Sampled, LogProbs, Adjusted = sample_args(n, columns)
         Parts = T.alloc_buffer((n, parts, FACTS), "float32")
+        Tops = T.alloc_buffer((n, parts * (arch.threads // team_of(arch))), "float32")
         with launch((parts, n), (arch.wave, waves)) as (part, row, lane, wave), if_live(state, n, row):
-            _survey(arch, Logits, Words(words, row), changes, allowed, Adjusted, Parts, vocab, part, row, lane, wave)
-        with launch((n,), (arch.wave, waves)) as (row, lane, wave), if_live(state, n, row):
-            _choose(arch, Logits, Words(words, row), Adjusted, Parts, Sampled, LogProbs, vocab, row, lane, wave)
+            inputs = Logits, Words(words, row), changes, allowed
+            _survey(arch, *inputs, Adjusted, Parts, Tops, vocab, part, row, lane, wave)
+        with launch((n,), (arch.wave, arch.most_threads // arch.wave)) as (row, lane, wave), if_live(state, n, row):
+            _choose(arch, Logits, Words(words, row), Adjusted, Parts, Tops, Sampled, LogProbs, vocab, row, lane, wave)
     return ir.get()
 
 
-def _survey(arch, Logits, words, changes, allowed, Adjusted, Parts, vocab, part, row, lane, wave):
+def _survey(arch, Logits, words, changes, allowed, Adjusted, Parts, Tops, vocab, part, row, lane, wave):
     """The facts of one part of a row; Adjusted, if there is to be a draw."""
     threads, columns = arch.threads, int(Logits.shape[1])
-    group, tid = Group(arch, lane, wave, threads // arch.wave), T.Bind(wave * arch.wave + lane)
+    group = Group(arch, lane, wave, threads // arch.wave)
+    tid = group.tid
     flags, first = words.int("flags"), T.Bind(part * (threads * WIDTH * STEPS))
     starts = [T.Bind(first + (i * threads + tid) * WIDTH) for i in range(STEPS)]
     x, y, bad = local(STEPS * WIDTH), local(STEPS * WIDTH), local(1, "int32")
@@ -142,13 +68,14 @@ def _survey(arch, Logits, words, changes, allowed, Adjusted, Parts, vocab, part,
             put(y, value, i * WIDTH + k)
     with when((flags & ADJUST) > 0):
         _adjust(words, flags, changes, allowed, x, y, first, starts, threads, tid, row)
-    top, changed_top = (group.max(_fold(maximum, buffer)) for buffer in (x, y))
+    raw_tops, tops = group.of_waves(*(wave_max(arch, T.Bind(_fold(maximum, buffer))) for buffer in (x, y)))
+    top, changed_top = (group.joined(part, maximum) for part in (raw_tops, tops))
     token = T.int32(LARGEST)
     for i, start in reversed(list(enumerate(starts))):
         for k in reversed(range(WIDTH)):
             # the padding behind the vocabulary is as low as tokens that must not be chosen, but comes after them
             token = T.Bind(T.Select(y[i * WIDTH + k] == changed_top, start + k, token))
-    token, bad = group.min(token), group.max(T.Bind(bad[0]))
+    token, bad = group.reduce((token, "least"), (bad[0], "most"))
     sums = [local(1) for _ in range(3)]
     for total in sums:
         put(total, T.float32(0), 0)
@@ -161,12 +88,16 @@ def _survey(arch, Logits, words, changes, allowed, Adjusted, Parts, vocab, part,
                 scaled = ((x[i * WIDTH + k] - top) * T.float32(LOG2E), distance * T.float32(LOG2E), distance * heat)
                 for total, power in zip(sums, scaled, strict=True):
                     put(total, total[0] + T.Select(inside, _power(power), T.float32(0)), 0)
-    totals = [group.sum(T.Bind(total[0])) for total in sums]
+    totals = group.reduce(*((total[0], "sum") for total in sums))
     with when((flags & DRAW) > 0):
         for i, start in enumerate(starts):
             with T.If(start < columns), T.Then():
                 values = [T.Bind(y[i * WIDTH + k]) for k in range(WIDTH)]
                 T.buffer_store(Adjusted, vector(values), [row, at(start, WIDTH)])
+        teams, waves = threads // team_of(arch), team_of(arch) // arch.wave
+        with T.If(tid < teams), T.Then():
+            best = functools.reduce(maximum, [tops[tid * waves + i] for i in range(waves)])
+            put(Tops, best, row, part * teams + tid)
     with T.If(tid == 0), T.Then():
         bits = [T.reinterpret("float32", value) for value in (token, bad)]
         for index, value in enumerate((top, changed_top, *bits, *totals)):
@@ -209,10 +140,10 @@ def _power(x):
     return exp2(maximum(x, T.float32(-200)))
 
 
-def _choose(arch, Logits, words, Adjusted, Parts, Sampled, LogProbs, vocab, row, lane, wave):
+def _choose(arch, Logits, words, Adjusted, Parts, Tops, Sampled, LogProbs, vocab, row, lane, wave):
     """The token of a row, of what the first launch found."""
-    threads, parts = arch.threads, int(Parts.shape[1])
-    group, tid = Group(arch, lane, wave, threads // arch.wave), T.Bind(wave * arch.wave + lane)
+    group, parts = Group(arch, lane, wave, arch.most_threads // arch.wave), int(Parts.shape[1])
+    threads, tid = group.threads, group.tid
     flags = words.int("flags")
 
     def over_parts(start, dtype, join):
@@ -228,30 +159,34 @@ def _choose(arch, Logits, words, Adjusted, Parts, Sampled, LogProbs, vocab, row,
     def bits(value):
         return T.reinterpret("int32", value)
 
-    def sum_of(which, top_of, top, heat):
-        def join(total, fact):
-            return total + fact(which) * _power((fact(top_of) - top) * heat)
+    def sums_of(top_of, top, *pairs):
+        def sum_of(which, heat):
+            return over_parts(
+                T.float32(0), "float32", lambda total, fact: total + fact(which) * _power((fact(top_of) - top) * heat)
+            )
 
-        return group.sum(over_parts(T.float32(0), "float32", join))
+        return group.reduce(*((sum_of(*pair), "sum") for pair in pairs))
 
-    lowest = T.float32(LOWEST)
-    top = group.max(over_parts(lowest, "float32", lambda best, fact: T.max(best, fact(CHANGED_TOP))))
-    bad = group.max(over_parts(T.int32(0), "int32", lambda any_of, fact: any_of | bits(fact(BAD_BITS))))
+    lowest, heat = T.float32(LOWEST), T.float32(LOG2E)
+    top = over_parts(lowest, "float32", lambda best, fact: T.max(best, fact(CHANGED_TOP)))
+    bad = over_parts(T.int32(0), "int32", lambda any_of, fact: any_of | bits(fact(BAD_BITS)))
+    top, bad = group.reduce((top, "max"), (bad, "most"))
 
     def first_of(token, fact):
         return T.min(token, T.Select(fact(CHANGED_TOP) == top, bits(fact(TOKEN_BITS)), T.int32(LARGEST)))
 
-    chosen = Var(local(1, "int32"), group.min(over_parts(T.int32(LARGEST), "int32", first_of)))
+    (token,) = group.reduce((over_parts(T.int32(LARGEST), "int32", first_of), "least"))
+    chosen = Var(local(1, "int32"), token)
     with when(((flags & DRAW) > 0) & (bad == 0)):
-        z = sum_of(CHANGED_SUM, CHANGED_TOP, top, T.float32(LOG2E))
-        z_heat = sum_of(HEATED_SUM, CHANGED_TOP, top, words.float("heat"))
-        machine = Workgroup(arch, group, tid, threads, Adjusted, row, vocab)
-        Draw(machine, words, vocab, top, z, z_heat, chosen).emit()
+        z, z_heat = sums_of(CHANGED_TOP, top, (CHANGED_SUM, heat), (HEATED_SUM, words.float("heat")))
+        machine = Workgroup(arch, group, Adjusted, Tops, row, vocab)
+        RowDraw(machine, words, vocab, top, z, z_heat, chosen).emit()
     put_probability = local(1)
     put(put_probability, T.float32(0), 0)
     with when(((flags & LOGPROB) > 0) & (bad == 0)):
-        raw = group.max(over_parts(lowest, "float32", lambda best, fact: T.max(best, fact(TOP))))
-        total = sum_of(SUM, TOP, raw, T.float32(LOG2E))
+        raw = over_parts(lowest, "float32", lambda best, fact: T.max(best, fact(TOP)))
+        (raw,) = group.reduce((raw, "max"))
+        (total,) = sums_of(TOP, raw, (SUM, heat))
         logarithm = intrin("float32", "llvm.amdgcn.log.f32", total) * T.float32(math.log(2))
         put(put_probability, Logits[row, chosen.get()] - raw - logarithm, 0)
     with T.If(tid == 0), T.Then():

@@ -7,6 +7,8 @@ import numpy as np
 
 from mlc_amd.tools.dev.spirv.program import Type
 
+ATOMIC = -2  # in the place of a lane's number: any number of them, by atomic additions
+
 
 class Fault(Exception):
     """What a kernel must not do."""
@@ -60,6 +62,22 @@ class Shared:
             raise Fault("lanes write different values to one place of shared memory")
         self.written[at], self.writer[at], self.waves[0, at] = True, lanes, wave.number
         self.write_time[0, at], self.write_time[1, at] = wave.group.time, wave.time
+
+    def add(self, at, values, lanes, wave):
+        """Atomic additions, lane by lane; what was there before."""
+        self._check(at)
+        if not self.written[at].all():
+            raise Fault("shared memory is added to that was never written")
+        raced = self._raced(at, lanes, wave, 0) & (self.writer[at] != ATOMIC)
+        if (raced | self._raced(at, lanes, wave, 1)).any():
+            raise Fault("shared memory is added to that another lane used, without a barrier")
+        found = np.empty_like(values)
+        for i, place in enumerate(at):
+            found[i] = self.values[place]
+            self.values[place] += values[i]
+        self.writer[at], self.waves[0, at] = ATOMIC, wave.number
+        self.write_time[0, at], self.write_time[1, at] = wave.group.time, wave.time
+        return found
 
     def _check(self, at) -> None:
         if ((at < 0) | (at >= self.count)).any():

@@ -308,8 +308,13 @@ class Wave:
 
     def do_AtomicIAdd(self, one: Instruction) -> None:
         pointer, value = self.values[one.args[0]], np.broadcast_to(self.values[one.args[3]], self.mask.shape)
-        elements, at = self._places(pointer, one.of)
         found = np.zeros(len(self.mask), one.of.scalar)
+        if self.group.pointers[one.args[0]] == SHARED:
+            at = np.broadcast_to(pointer[1], self.mask.shape)[self.mask]
+            found[self.mask] = self.group.shared[pointer[0]].add(at, value[self.mask], self.own[self.mask], self)
+            self.values[one.result] = found
+            return
+        elements, at = self._places(pointer, one.of)
         for lane, place in zip(np.flatnonzero(self.mask), at, strict=True):
             found[lane] = elements[place]
             elements[place] += value[lane]

@@ -1,0 +1,233 @@
+"""What the search for a token of a row (sampling.py) is made of, on every target: the words that say what is wanted,
+numbers in registers and shared memory, histograms, keys that sort as logits do, random numbers; and `Machine`, which is
+what differs between targets. Words and flags: runtime/sampling_layout.py.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.runtime.philox import MULTIPLIERS, ROUNDS, WEYL
+from mlc_amd.runtime.sampling_layout import FIELDS, row_shapes
+
+RADIX = 10  # bits of a number that a histogram tells apart
+BINS = 1 << RADIX
+LOWEST = -3.0e38  # logit of tokens that must not be chosen
+LARGEST = (1 << 31) - 1
+SMALLEST = -(1 << 31)
+LOWEST_KEY = -0x7F800000  # `key_of` the least finite float32
+Cell = Any  # a number in a register that changes: `Machine.cell`
+
+
+def sample_args(n, columns) -> list:
+    """Declares the parameters of a kernel that samples n rows, behind `state`: Logits, sampling, changes, allowed (of
+    `sampling_layout.row_shapes`), Sampled, LogProbs, Adjusted."""
+    inputs = [(name, shape, "int32") for name, shape in row_shapes(n, columns).items()]
+    outputs = [("Sampled", (n,), "int32"), ("LogProbs", (n,), "float32"), ("Adjusted", (n, columns), "float32")]
+    found = [("Logits", (n, columns), "float32"), *inputs, *outputs]
+    return [T.arg(name, T.buffer(shape, dtype)) for name, shape, dtype in found]
+
+
+class Words:
+    """The words of a row of the io buffer `sampling`, by the names of sampling_layout.FIELDS."""
+
+    def __init__(self, buffer, row):
+        self.buffer, self.row = buffer, row
+
+    def int(self, name):
+        return T.Bind(self.buffer[self.row, FIELDS.index(name)])
+
+    def float(self, name):
+        return T.Bind(T.reinterpret("float32", self.buffer[self.row, FIELDS.index(name)]))
+
+
+class Machine(ABC):
+    """What runs the search for one row: a workgroup, or a thread of a CPU.
+
+    threads, tid: how many there are, and which this one is. size: of the list. small: of lists in which each token is
+    compared with all others. pieces: what is known of the row's pieces, if anything. visits are functions(token, logit,
+    inside) that emit code; inside: whether there is such a token.
+    """
+
+    threads: int
+    tid: Any
+    size: int
+    small: int
+    pieces: "Pieces | None" = None
+
+    @abstractmethod
+    def cell(self, value, dtype="int32") -> Cell: ...
+
+    @abstractmethod
+    def shared(self, count: int, dtype="int32"): ...
+
+    @abstractmethod
+    def barrier(self) -> None: ...
+
+    @abstractmethod
+    def add(self, buffer, index, amount):
+        """Adds to an element of a shared buffer, atomically; what it was before, in a register."""
+
+    @abstractmethod
+    def exp2(self, x):
+        """2**x, x <= 0."""
+
+    @abstractmethod
+    def total(self, amount):
+        """The sum of an int32 of all threads, in all of them."""
+
+    @abstractmethod
+    def scan(self, amount):
+        """(the sum of an int32 of the threads before this one, that of all threads); a barrier comes before the next
+        one."""
+
+    @abstractmethod
+    def least(self, amount):
+        """The smallest int32 of all threads, in all of them."""
+
+    @abstractmethod
+    def each_token(
+        self, visit: Callable, floor=None, near: Callable | None = None, enough: Callable | None = None, scratch=None
+    ):
+        """Visits all tokens of the row; may leave out those whose logit is below `floor`, those outside of near(), a
+        pair of logits, and the rest as soon as enough() holds. scratch: with a floor, a shared int32 buffer with an
+        element for each piece, which nothing else uses meanwhile; `Pieces.clear` comes before, and a barrier."""
+
+
+class Pieces(ABC):
+    """Parts of a row of which the largest logits are known."""
+
+    count: int
+
+    @abstractmethod
+    def top(self, piece):
+        """The largest logit of a piece, in a register; LOWEST if it has no tokens."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """None of them are chosen. For one thread."""
+
+
+def put(buffer, value, index):
+    T.buffer_store(buffer, value, [index])
+
+
+class Var:
+    """A number in a register that changes."""
+
+    def __init__(self, buffer, value):
+        self.buffer = buffer
+        self.set(value)
+
+    def get(self):
+        return T.Bind(self.buffer[0])
+
+    def set(self, value):
+        put(self.buffer, value, 0)
+
+
+def repeat(count: int, body: Callable, most=4):
+    """body(0), .., body(count - 1): copies of the body, more than `most` a loop."""
+    if count <= most:
+        for i in range(count):
+            body(i)
+        return
+    with T.serial(count) as i:
+        body(i)
+
+
+class Histogram:
+    """Counts or masses by number, in `bins`, which has `size` elements at least. target: what `find` looks for."""
+
+    def __init__(self, machine: Machine, size: int):
+        self.m, self.bins, self.found = machine, machine.shared(max(BINS, size)), machine.shared(3)
+        self.target = machine.cell(T.int32(0))
+
+    def clear(self):
+        repeat(BINS // self.m.threads, lambda j: put(self.bins, T.int32(0), j * self.m.threads + self.m.tid))
+        self.m.barrier()
+
+    def find(self):
+        """found = (the largest bin with which those from it on reach the target, the sum of those above, its own); the
+        sum of all. A target above all is lowered: it was computed with rounding."""
+        m, each = self.m, BINS // self.m.threads
+        mine = m.cell(T.int32(0))
+        repeat(each, lambda j: mine.set(mine.get() + self.bins[m.tid * each + j]))
+        before, everything = m.scan(mine.get())
+        above = m.cell(everything - before - mine.get())
+        self.target.set(T.min(self.target.get(), everything))
+        target = self.target.get()
+
+        def look(j):
+            place = T.Bind(m.tid * each + (each - 1 - j))
+            here, higher = T.Bind(self.bins[place]), above.get()
+            with T.If((higher < target) & (target <= higher + here)), T.Then():
+                for index, value in enumerate((place, higher, here)):
+                    put(self.found, value, index)
+            above.set(higher + here)
+
+        with T.If((above.get() < target) & (target <= above.get() + mine.get())), T.Then():
+            repeat(each, look)
+        m.barrier()
+        return everything
+
+
+def no(condition):
+    return tirx.Not(condition)
+
+
+def when(condition):
+    """`with when(c):` an `if` with a uniform condition, in which there may be barriers."""
+    return T.serial(T.Select(condition, T.int32(1), T.int32(0)))
+
+
+def key_of(x):
+    """An int32 that sorts as the float32 x does; the same for 0.0 and -0.0."""
+    bits = T.Bind(T.reinterpret("int32", x))
+    key = bits ^ (T.shift_right(bits, T.int32(31)) & T.int32(LARGEST))
+    return T.Select(x == T.float32(0), T.int32(0), key)
+
+
+def value_of(key):
+    """The float32 of a `key_of`."""
+    return T.reinterpret("float32", key ^ (T.shift_right(key, T.int32(31)) & T.int32(LARGEST)))
+
+
+def unsigned(x):
+    """The bits of an int32 as uint32; TVM's analyzer refuses a cast of what may be negative."""
+    return T.reinterpret("uint32", x)
+
+
+def signed(x):
+    return T.reinterpret("int32", x)
+
+
+def high_product(a, b):
+    """The upper 32 bits of the product of two uint32, from products of 16 bits."""
+    half, mask = T.uint32(16), T.uint32(0xFFFF)
+    a1, a0, b1, b0 = (T.Bind(x) for x in (T.shift_right(a, half), a & mask, T.shift_right(b, half), b & mask))
+    middle = T.Bind(a1 * b0 + T.shift_right(a0 * b0, half))
+    other = T.Bind(a0 * b1 + (middle & mask))
+    return T.Bind(a1 * b1 + T.shift_right(middle, half) + T.shift_right(other, half))
+
+
+def random_word(machine, words):
+    """The first word of runtime/philox.py, uint32."""
+    c = [machine.cell(unsigned(words.int("position")), "uint32")]
+    c += [machine.cell(T.uint32(0), "uint32") for _ in range(3)]
+    k = [machine.cell(unsigned(words.int(name)), "uint32") for name in ("seed_low", "seed_high")]
+    with T.serial(ROUNDS):
+        a, b, d, e = (cell.get() for cell in c)
+        first, second = (T.uint32(m) for m in MULTIPLIERS)
+        values = (
+            high_product(second, d) ^ b ^ k[0].get(), second * d, high_product(first, a) ^ e ^ k[1].get(), first * a,
+        )  # fmt: skip
+        values = [T.Bind(value) for value in values]
+        for cell, value in zip(c, values, strict=True):
+            cell.set(value)
+        for cell, step in zip(k, WEYL, strict=True):
+            cell.set(cell.get() + T.uint32(step))
+    return c[0].get()
