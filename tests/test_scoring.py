@@ -35,9 +35,9 @@ class Scored(Driver):
         self.rows[request] = []
         return request
 
-    def complete(self, step):
+    def complete(self, step, found):
         chunk = step.chunk
-        super().complete(step)
+        super().complete(step, found)
         if chunk and chunk.request in self.rows:
             assert not chunk.answers
             if chunk.scored:
@@ -49,7 +49,7 @@ class Scored(Driver):
 
 @pytest.mark.parametrize("groups", [{0: 60}, {0: 14}, {0: 12, 100: 7}], ids=str)
 def test_scores_and_answers_share_a_pool(groups):
-    draw, driver = random.Random(3), Scored(groups)
+    draw, driver = random.Random(3), Scored(groups, ahead=random.Random(4))
     own, done, scoring = driver.own, 0, None
     for i in range(60):
         driver.add([draw.randrange(3)] * draw.choice([1, 70, 200]), draw.choice([3, 60]), client=i % 3)
