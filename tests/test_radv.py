@@ -46,6 +46,18 @@ def code(artifact):
     return code
 
 
+def statistics(kernels, profile):
+    """What RADV makes of kernels, by name of the module, of which it refuses none; skips without RADV."""
+    modules = compile_spirv(kernels, profile).modules
+    shaders = [radv.Shader(name, one.binary, tuple(one.block), profile.push) for name, one in modules.items()]
+    try:
+        report = radv.statistics(shaders, profile)
+    except UserError as error:
+        pytest.skip(str(error))
+    assert len(report.kernels) == len(modules), report.refused
+    return report.kernels
+
+
 def shader(segments, k, profile):
     """The GEMV of one token as `radv` takes it."""
     func = linear(segments, k, 1, "rows", [False] * len(segments), False, profile, "gemv")
@@ -122,14 +134,9 @@ def test_experts_use_no_scratch(arch):
             args |= {"layout_in": "rows", "shared": m == 1}
         name = f"{op}_{m}"
         kernels[name] = BUILDERS[op](**args, arch=profile, name=name, plan=None)
-    modules = compile_spirv(kernels, profile).modules
-    shaders = [radv.Shader(name, one.binary, tuple(one.block), profile.push) for name, one in modules.items()]
-    try:
-        report = radv.statistics(shaders, profile)
-    except UserError as error:
-        pytest.skip(str(error))
-    assert len(report.kernels) == len(kernels), report.refused
-    for name, compiled in report.kernels.items():
+    found = statistics(kernels, profile)
+    assert len(found) == len(kernels)
+    for name, compiled in found.items():
         kernel = compiled.kernel
         assert kernel.scratch == kernel.vgpr_spills == 0 and kernel.vgprs <= 128, (name, kernel)
         assert DOT.search(compiled.assembly) and WIDE.search(compiled.assembly), name
@@ -153,14 +160,9 @@ def test_states_that_decay_by_channel_use_no_scratch(arch):
         writes = LATENT | {"neox": False, "rotary": 0, "eps": 1e-5}
         for op, args in (("channel_decay", KDA), ("latent_kv_write", writes)):
             kernels[f"{op}_{m}"] = BUILDERS[op](**args, m=m, arch=profile, name=f"{op}_{m}", plan=None)
-    modules = compile_spirv(kernels, profile).modules
-    shaders = [radv.Shader(name, one.binary, tuple(one.block), profile.push) for name, one in modules.items()]
-    try:
-        report = radv.statistics(shaders, profile)
-    except UserError as error:
-        pytest.skip(str(error))
-    assert len(report.kernels) == len(kernels), report.refused
-    for name, compiled in report.kernels.items():
+    found = statistics(kernels, profile)
+    assert len(found) == len(kernels)
+    for name, compiled in found.items():
         assert compiled.kernel.scratch == compiled.kernel.vgpr_spills == 0, (name, compiled.kernel)
 
 
@@ -168,14 +170,7 @@ def test_states_that_decay_by_channel_use_no_scratch(arch):
 def test_the_choice_of_tokens_uses_no_scratch(arch):
     profile, vocab = profiles.resolve(arch), 262144
     kernel = BUILDERS["sample"](m=64, vocab=vocab, columns=vocab, arch=profile, name="sample", plan=None)
-    modules = compile_spirv({"sample": kernel}, profile).modules
-    shaders = [radv.Shader(name, one.binary, tuple(one.block), profile.push) for name, one in modules.items()]
-    try:
-        report = radv.statistics(shaders, profile)
-    except UserError as error:
-        pytest.skip(str(error))
-    assert len(report.kernels) == len(modules), report.refused
-    for name, compiled in report.kernels.items():
+    for name, compiled in statistics({"sample": kernel}, profile).items():
         kernel = compiled.kernel
         assert kernel.scratch == kernel.vgpr_spills == 0, (name, kernel)
         assert len(compiled.assembly.splitlines()) < 10000, name
