@@ -213,13 +213,16 @@ class Core:
 
     def _may_lead(self, step: Step) -> bool:
         """Whether the step may have one behind it."""
-        answers = [self._answers[request] for request in step.answers]
-        late = not all(answer.predictable for answer in answers)
+        answers = [self._answers.get(request) for request in step.answers]
         return (
             not (self.speculation or step.chunk)
-            and all(answer.ahead for answer in answers)
-            and self.runner.ahead(len(answers), late)
+            and all(answer and answer.ahead for answer in answers)
+            and self.runner.ahead(len(answers), self._chooses_late(step))
         )
+
+    def _chooses_late(self, step: Step) -> bool:
+        """Whether how tokens behind those of the step are chosen depends on these."""
+        return not all(self._answers[request].predictable for request in step.answers)
 
     def _finish(self, step: Step, ahead: bool = True) -> None:
         """Completes the step that the device computes; ahead: begins the next one before."""
@@ -234,15 +237,12 @@ class Core:
             self._settle()
 
     def _begin_behind(self, step: Step) -> Step | None:
-        answers = [self._answers.get(request) for request in step.answers]
-        alive = [answer for answer in answers if answer and answer.ahead]
-        late = not all(answer.predictable for answer in alive)
-        if len(alive) < len(answers) or self.speculation or not self.runner.ahead(len(answers), late):
-            return None
-        behind = self.scheduler.plan_behind(step)
+        behind = self.scheduler.plan_behind(step) if self._may_lead(step) else None
         if behind:
             rows = [sequence.newest_row(1) for sequence in behind.sequences]
-            self.runner.start_behind(rows, None if late else [answer.choice_behind() for answer in alive])
+            late = self._chooses_late(step)
+            choices = None if late else [self._answers[request].choice_behind() for request in step.answers]
+            self.runner.start_behind(rows, choices)
             self._unchosen = late
         return behind
 

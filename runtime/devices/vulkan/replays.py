@@ -110,7 +110,8 @@ class Replays:
         key = name, side, late
         if key not in self._behind:
             self.io.add_sides()
-            self._behind[key] = self._record_behind(name, side, late)
+            whole = [self._plan[name]]
+            self._behind[key] = self._record_halves(name, side) if late else self._record_groups(name, whole, side=side)
         first, *rest = self._behind[key]
         (self.context.submit_open if late else self.context.submit_behind)(*self.io.before_behind(side), first)
         self._rest = rest
@@ -193,46 +194,36 @@ class Replays:
         groups = [list(self._launches(name, piece)) for piece in pieces] or [self._plan[name]]
         return self._record_groups(name, groups, pool)
 
-    def _record_halves(self, name: str) -> list[ctypes.Structure]:
-        """What to submit before late inputs are known, and then."""
+    def _record_halves(self, name: str, side: int | None = None) -> list[ctypes.Structure]:
+        """What to submit before late inputs are known, and then. side: of a run behind another one."""
         launches, head = self._plan[name], self._heads[name]
-        return self._record_groups(name, [launches[:head], launches[head:]], late=True)
+        return self._record_groups(name, [launches[:head], launches[head:]], late=True, side=side)
 
     def _record_groups(
-        self, name: str, groups: Sequence[Sequence[Launch]], pool: int | None = None, late: bool = False
+        self,
+        name: str,
+        groups: Sequence[Sequence[Launch]],
+        pool: int | None = None,
+        late: bool = False,
+        side: int | None = None,
     ) -> list[ctypes.Structure]:
-        """late: the last group reads inputs that the host writes behind the start of the first."""
+        """late: the last group reads inputs that the host writes behind the start of the first. side: of a run behind
+        another one."""
+        function = self._functions[name]
         found, stamps = [], 0
         for i, launches in enumerate(groups):
             queries = None if pool is None else (pool, stamps, 2 * len(launches))
             stamps += 2 * len(launches)
             recorder = Recorder(self.context, self._layout, queries)
             recorder.begin()
-            if i == 0:
+            if i > 0:
+                if late:
+                    self.io.record_late(recorder, function, side)
+            elif side is None:
                 self.io.record_inputs(recorder)
-            elif late:
-                self.io.record_late(recorder, self._functions[name])
-            for launch in launches:
-                recorder.launch(launch)
-            if i == len(groups) - 1:
-                self.io.record_outputs(recorder, self._functions[name])
-            recorder.end()
-            found.append(self.context.submission(recorder.commands))
-        return found
-
-    def _record_behind(self, name: str, side: int, late: bool) -> list[ctypes.Structure]:
-        """What to submit behind a run of the same function; late: before LATE inputs are known, and then."""
-        function, launches, head = self._functions[name], self._plan[name], self._heads[name]
-        groups = [launches[:head], launches[head:]] if late else [launches]
-        found = []
-        for i, group in enumerate(groups):
-            recorder = Recorder(self.context, self._layout)
-            recorder.begin()
-            if i == 0:
-                self.io.record_inputs_behind(recorder, function, side)
             else:
-                self.io.record_late(recorder, function, side)
-            for launch in group:
+                self.io.record_inputs_behind(recorder, function, side)
+            for launch in launches:
                 recorder.launch(launch)
             if i == len(groups) - 1:
                 self.io.record_outputs(recorder, function, side)
