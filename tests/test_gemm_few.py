@@ -37,10 +37,16 @@ CASES = {
     "hidden": ("q4_0", 16, 192, 8, FewTile(8, 16, 1, 1, 2, 1, 1)),
     "hidden fields": ("q5_0", 16, 128, 8, FewTile(8, 16, 1, 1, 1, 0, 1)),
     "tiles": ("q4_0", 16, 128, 12, FewTile(8, 16, 1, 1, 1)),
+    "ahead": ("q4_0", 41, 640, 12, FewTile(16, 32, 1, 2, 2, 2, 1)),  # activations, too; one wave has a step more
+    "part ahead": ("q4_0", 16, 192, 8, FewTile(8, 16, 1, 1, 2, 2)),
+    "staged": ("q4_0", 90, 512, 20, FewTile(16, 64, 1, 2, 1, 1, 1, staged=1)),
+    "staged sub-scales": ("q4_k", 64, 512, 12, FewTile(16, 64, 1, 2, 1, 1, staged=1)),
 }
 
 
-@pytest.mark.parametrize("name", sample(CASES, ["padding", "waves", "part", "hidden fields"]))
+@pytest.mark.parametrize(
+    "name", sample(CASES, ["padding", "waves", "part", "hidden fields", "ahead", "part ahead", "staged"])
+)
 def test_linear(name):
     fmt, n, k, m, tile = CASES[name]
     planes, w = weights(fmt, n, k, 0)
@@ -89,21 +95,21 @@ def test_deferred_norm(columns, tile):
     assert error(got, normed @ w.astype(np.float16).astype(np.float64).T) < tolerance("q4_0")
 
 
-@pytest.mark.parametrize("hidden", [0, 1])
+@pytest.mark.parametrize(("fmt", "hidden"), [("q4_0", 0), ("q4_0", 1), ("q4_k", 1)])
 @pytest.mark.parametrize("layout", sample(["lanes", "pairs"], ["lanes"]))
-def test_staged_activations(layout, hidden):
+def test_staged_activations(layout, fmt, hidden):
     """Gate and up; the last tile of rows and that of tokens are parts of one."""
     m, n, k, tile = 20, 96, 512, FewTile(16, 64, 1, 4, 1, 1, hidden, staged=1)
-    (gate, up), w = zip(*(weights("q4_0", n, k, seed) for seed in (1, 2)), strict=True)
+    (gate, up), w = zip(*(weights(fmt, n, k, seed) for seed in (1, 2)), strict=True)
     x = np.random.default_rng(3).standard_normal((m, k), np.float32).astype(np.float16)
-    kernel = gate_up_swiglu("q4_0", "q4_0", n, k, m, "lanes", layout, NVIDIA, "k", tile)
+    kernel = gate_up_swiglu(fmt, fmt, n, k, m, "lanes", layout, NVIDIA, "k", tile)
     shape = lanes_shape(m, n) if layout == "lanes" else (m, n)
     out = np.full(shape, np.nan, np.float16)
     got = emulated(kernel, [state(m), in_lanes(x), *gate.values(), *up.values(), out], NVIDIA)[-1]
     got = activations.read(layout, {"H": got}, rows=np.arange(m))[:, :n]
     products = [x.astype(np.float64) @ each.astype(np.float16).astype(np.float64).T for each in w]
     expected = products[0] / (1 + np.exp(-products[0])) * products[1]
-    assert error(got, expected) < tolerance("q4_0") + 6e-4  # float16
+    assert error(got, expected) < tolerance(fmt) + 6e-4  # float16
 
 
 def test_staged_activations_of_a_deferred_norm():
@@ -180,17 +186,26 @@ def test_a_workgroup_for_each_compute_unit(rows, waves_n):
     ("fmt", "rows", "columns", "staged"),
     [
         ("q4_0", 14336, 4096, 1),
+        ("q4_k", 14336, 4096, 1),
         ("q4_0", 14336, 4224, 0),  # the loop's body has two groups
         ("q4_0", 12288, 4096, 0),  # too few workgroups
         ("q4_0", 17408, 4096, 0),  # some more than there is room for
         ("q6_k", 14336, 4096, 0),  # too many registers
+        ("iq4_nl", 14336, 4096, 0),
     ],
 )
 def test_staged_tiles(fmt, rows, columns, staged):
-    """Of gate and up, where their workgroups fill the compute units."""
+    """Of gate and up, where their workgroups fill the compute units; of one weight with twice as many rows."""
     formats = [lookup(fmt)] * 2
     assert few_tiles.choose(NVIDIA, formats, 64, columns, rows, 2).staged == staged
+    assert few_tiles.choose(NVIDIA, formats[:1], 64, columns, 2 * rows).staged == staged
     assert not few_tiles.choose(NVIDIA, formats[:1], 64, columns, rows).staged
+
+
+@pytest.mark.parametrize(("fmt", "rows", "ahead"), [("q4_0", 4096, 2), ("q4_0", 6144, 0), ("q4_k", 4096, 0)])
+def test_activations_ahead(fmt, rows, ahead):
+    """Where each compute unit has a workgroup, and weights take few registers."""
+    assert few_tiles.choose(NVIDIA, [lookup(fmt)], 64, 14336, rows).ahead == ahead
 
 
 # ---- which lane has what

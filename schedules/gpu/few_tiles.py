@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from mlc_amd.schedules.gpu.gemm_few import ROWS, FewGemm, FewTile
-from mlc_amd.schedules.gpu.gemm_staged import StagedGemm, suits
+from mlc_amd.schedules.gpu.gemm_staged import StagedGemm, StagedPair, suits
 from mlc_amd.schedules.gpu.pairs import TOKENS
 
 MOST = 128  # tokens: of more, the multiplications take most of the time, which `gemm_coop.py` does faster
@@ -36,9 +36,9 @@ class Share(NamedTuple):
 
 
 # number of weights of a kernel, maximum of tokens: what takes least time on an H200 for the shapes of an 8B model in
-# Q4_0, of tiles with little code; `hidden` and the staged tile on an H100. In a step of a model each kernel runs once,
-# and its code comes from memory: twice the code took up to 20 us more, which timing one kernel again and again does not
-# show.
+# Q4_0, of tiles with little code; `hidden`, staged tiles and activations ahead on an H100. In a step of a model each
+# kernel runs once, and its code comes from memory: twice the code took up to 20 us more, which timing one kernel again
+# and again does not show.
 SHARES = {
     1: {
         8: (Share(8, 16, 1, 0, 32, 4),),
@@ -48,7 +48,12 @@ SHARES = {
             Share(32, 16, 1, 1, 16, 4, columns=4096, hidden=1),
             Share(32, 32, 1, 0, 16, 4, hidden=1),
         ),
-        64: (Share(64, 64, 2, 1, 8, 2, many=4), Share(32, 32, 1, 0, 16, 2, hidden=1)),
+        64: (
+            Share(64, 128, 4, 1, 8, 1, hidden=1, staged=1, places=2),
+            Share(64, 64, 2, 1, 8, 2, many=4),
+            Share(64, 32, 1, 2, 8, 8, hidden=1, places=1),
+            Share(32, 32, 1, 0, 16, 2, hidden=1),
+        ),
         128: (Share(64, 64, 2, 1, 8, 2, many=4), Share(64, 32, 1, 1, 8, 2)),
     },
     2: {
@@ -72,7 +77,8 @@ SHORT = 32
 
 def routine(arch, tile, m, k, weights=1) -> FewGemm:
     """The tile routine of a FewTile. ValueError for one that does not fit."""
-    return (StagedGemm if tile.staged else FewGemm)(arch, tile, m, k, weights)
+    kind = FewGemm if not tile.staged else StagedPair if weights == 2 else StagedGemm
+    return kind(arch, tile, m, k, weights)
 
 
 def choose(arch, formats, m, k, rows, weights=1):
@@ -90,10 +96,16 @@ def choose(arch, formats, m, k, rows, weights=1):
         workgroups = -(-m // share.tokens) * -(-rows // share.rows)
         if workgroups < share.many * arch.units or not _balanced(workgroups, share.places * arch.units):
             continue
-        if share.staged and not suits(formats, k):
+        if (share.staged and not suits(formats, k)) or (share.ahead > 1 and not _light(formats)):
             continue
         return _tile(arch, share, workgroups, m, k, weights)
     return None
+
+
+def _light(formats) -> bool:
+    """Whether a block takes so few registers that they hold activations loaded ahead, too, with a gain: nibbles and one
+    scale. Q4_K has two registers more; with tiles of 64 tokens and 32 rows it takes as long as without them."""
+    return all(tuple(fmt.codes) == ("Q4",) and tuple(fmt.scales) == ("D",) and not fmt.table for fmt in formats)
 
 
 def _balanced(workgroups, places) -> bool:

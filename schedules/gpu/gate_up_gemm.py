@@ -12,7 +12,7 @@ from mlc_amd.schedules.gpu.activations import gated
 from mlc_amd.schedules.gpu.device import barrier, each, launch, rcp, rint, shuffle_xor, wave_max, wave_sum
 from mlc_amd.schedules.gpu.expert_gemm import expert_engine, tile_expert
 from mlc_amd.schedules.gpu.gemm import check_deferred, engine, extras, factors_of, span, token_tiles, views
-from mlc_amd.schedules.gpu.gemm_staged import StagedGemm
+from mlc_amd.schedules.gpu.gemm_staged import StagedPair
 from mlc_amd.schedules.gpu.linear_args import declare_gate_up
 from mlc_amd.schedules.gpu.pairs import store_run
 from mlc_amd.schedules.gpu.planes import BLOCK
@@ -109,7 +109,7 @@ def gate_up_swiglu(
             f"{f} rows in layout {layout!r} from activations in layout {layout_in!r} do not make one launch"
         )
     check_deferred(gemm, norm_in, 0)
-    by_run = isinstance(gemm, StagedGemm)
+    by_run = isinstance(gemm, StagedPair)
     if of and by_run:
         raise ValueError(f"{gemm.tile} is none for experts")
     with kernel(name) as ir:

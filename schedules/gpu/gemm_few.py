@@ -24,7 +24,8 @@ from mlc_amd.schedules.gpu.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.device import barrier, uniform
 from mlc_amd.schedules.gpu.pairs import GROUP, LANES, RUN, RUNS, TOKENS, lanes_shape
 from mlc_amd.schedules.gpu.planes import BLOCK
-from mlc_amd.schedules.gpu.registers import Held, at, lane_of
+from mlc_amd.schedules.gpu.registers import Held, at, lane_of, vector
+from mlc_amd.schedules.gpu.step import kept
 
 ROWS, COLUMNS = 16, 16
 SHAPE = ROWS, TOKENS, COLUMNS  # of the matrices: rows x tokens x columns
@@ -32,14 +33,15 @@ WAVE = 32
 RUN_UNIT = LANES // RUNS  # halves of a subgroup's loads of a run
 QUAD = 4  # float32 of a unit of 16 bytes: rows of a token that a lane finishes at once
 PAD = 1  # units added to a token's rows in shared memory
-UNIT_BYTES = 16
+UNIT_BYTES, UNIT_WORDS = 16, 4
 
 
 @dataclass(frozen=True)
 class FewTile:
     """A workgroup's tile: tokens and rows (of one weight), subgroups along tokens, rows and columns.
 
-    ahead   1: the weights of a subgroup's next group are loaded while those of one are multiplied, except float ones
+    ahead   1: the weights of a subgroup's next group are loaded while those of one are multiplied, except float ones;
+            2: so are the activations of each next run
     hidden  1: what codes are or'ed with is in registers, as numbers that the compiler does not know. Of two constants
             NVIDIA's makes two instructions for two weights instead of one.
     staged  1: activations go through shared memory (`gemm_staged.py`)
@@ -145,7 +147,9 @@ class FewGemm:
             return unit, live, self._fetch(weights, rows, unit)
 
         steps = T.Bind((self.groups - self.wave_k + (tile.waves_k - 1)) // tile.waves_k)
-        if self._ahead(formats):
+        if self._ahead(formats) and tile.ahead > 1:
+            self._sum_up_ahead(X, formats, tokens, steps, fetch, block)
+        elif self._ahead(formats):
             held = Held(fetch(T.int32(0))[2])
             with T.serial(steps) as step:
                 fetched, (unit, live) = held.values(), self._unit(step, block)
@@ -156,6 +160,41 @@ class FewGemm:
             with T.serial(steps) as step:
                 unit, live, fetched = fetch(step)
                 self._multiply(X, formats, fetched, tokens, unit, live)
+
+    def _sum_up_ahead(self, X, formats, tokens, steps, fetch, block):
+        """The loop over the columns of `ahead` 2. fetch(step): its unit, whether that counts, its weights."""
+        start, _, first = fetch(T.int32(0))
+        weights, runs = Held(first), Held(self._load_run(X, tokens, start, 0))
+        with kept(steps) as step:
+            fetched, words, (unit, live) = weights.values(), runs.values(), self._unit(step, block)
+            next_unit, _, following = fetch(T.Bind(T.min(step + 1, steps - 1)))
+            decoders = self._decoders(formats, fetched)
+            for j in range(RUNS):
+                last = j == RUNS - 1
+                next_words = self._load_run(X, tokens, next_unit if last else unit, 0 if last else j + 1)
+                x = [T.Bind(T.reinterpret(f"float16x{RUN}", vector(of))) for of in words]
+                self._add_products([[run(j) for run in each] for each in decoders], self._counted(x, live))
+                words = next_words
+            weights.keep(following)
+            runs.keep(words)
+
+    def _load_run(self, X, tokens, unit, j):
+        """The loads of run j of the activations of a group of columns, as words."""
+        found = [T.Bind(T.reinterpret("uint32x4", x)) for x in self._run_of(X, tokens, unit, j)]
+        return [[T.Bind(lane_of(x, word)) for word in range(UNIT_WORDS)] for x in found]
+
+    def _run_of(self, X, tokens, unit, j):
+        """Run j of the activations of a group of columns, of each of the token tiles."""
+        group = T.Bind(unit // GROUP)
+        return [T.Bind(X[tile, group, at(j * RUN_UNIT + self.lane * RUN, RUN)]) for tile in tokens]
+
+    @staticmethod
+    def _counted(x, live):
+        """Activations that are 0 where a lane has no block."""
+        if live is None:
+            return x
+        zero = T.broadcast(T.float16(0), RUN)
+        return [T.Bind(T.Select(T.broadcast(live, RUN), of, zero)) for of in x]
 
     def _rows(self, weights, row0, row, first):
         """Of each weight the rows that a lane reads: two of each matrix. row: its first one in a matrix."""
@@ -202,14 +241,10 @@ class FewGemm:
     def _multiply(self, X, formats, fetched, tokens, unit, live):
         """Adds the products of a group of columns to the sums."""
         decoders = self._decoders(formats, fetched)
-        group = T.Bind(unit // GROUP)
         for j in _each_run(formats):
-            x = [T.Bind(X[tile, group, at(j * RUN_UNIT + self.lane * RUN, RUN)]) for tile in tokens]
+            x = self._run_of(X, tokens, unit, j)
             runs = [[run(j) for run in each] for each in decoders]
-            if live is not None:
-                zero = T.broadcast(T.float16(0), RUN)
-                x = [T.Bind(T.Select(T.broadcast(live, RUN), of, zero)) for of in x]
-            self._add_products(runs, x)
+            self._add_products(runs, self._counted(x, live))
 
     def _add_products(self, runs, x):
         """Those of a run. runs: of the rows of each weight; x: of the tokens of each matrix."""

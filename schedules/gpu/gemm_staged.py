@@ -1,10 +1,9 @@
-"""The tile of `gemm_few.py` for gate and up whose activations go through shared memory, for many tokens among few.
+"""Tiles of `gemm_few.py` whose activations go through shared memory, for many tokens among few.
 
-There each subgroup of a workgroup has rows of its own and all columns. All of them read the same activations, which the
-workgroup stages in shared memory, a group of columns at a time and one ahead; the weights are loaded one group ahead,
-too. The loop's body has two groups, so that none of these registers is copied, which would wait for its load.
-
-A result's thread has eight rows of a token, those of a run (`pairs.py`), and writes them at once.
+There each subgroup of a workgroup has rows of its own and all columns: ROWS rows of two weights, gate and up, or twice
+as many of one. All of them read the same activations, which the workgroup stages in shared memory, a group of columns
+at a time and one ahead; the weights are loaded one group ahead, too. The loop's body has two groups, so that none of
+these registers is copied, which would wait for its load.
 """
 
 from tvm.tirx.script import builder as T
@@ -18,27 +17,27 @@ from mlc_amd.schedules.gpu.step import kept, when
 
 TILE_UNITS = LANES // RUN  # units of 16 bytes of eight tokens and a group
 AHEAD = 2  # groups of the loop's body
+TILES = 2  # of ROWS rows that a subgroup has: with more, registers would hold no activations for them
 
 
 def suits(formats, k) -> bool:
-    """Whether weights of these formats and k columns can have such a tile: a block takes few registers, and the columns
-    are whole bodies of the loop."""
-    few = all(tuple(fmt.codes) == ("Q4",) and tuple(fmt.scales) == ("D",) and not fmt.table for fmt in formats)
+    """Whether weights of these formats and k columns can have such a tile: a block's codes take few registers, and the
+    columns are whole bodies of the loop."""
+    few = all(tuple(fmt.codes) == ("Q4",) and not fmt.table for fmt in formats)
     return few and k % (AHEAD * GROUP * BLOCK) == 0
 
 
 class StagedGemm(FewGemm):
-    """The tile routine of one kernel: use as `FewGemm`, but that the epilogue's values are a float32x8 for each weight,
-    of rows row.. and row + 16.., four each. ValueError for a tile that does not fit."""
+    """The tile routine of one kernel: use as `FewGemm`. ValueError for a tile that does not fit."""
 
     scope = WAVE_SHARED  # TVM would add a barrier behind each store of activations
 
     def __init__(self, arch, tile, m, k, weights=1):
         super().__init__(arch, tile, m, k, weights)
-        if k % (AHEAD * GROUP * BLOCK) or weights != 2:
-            raise ValueError(f"{tile} does not divide {k} columns of {weights} weights")
-        if tile.waves_m * tile.waves_k != 1 or self.tiles_n != 1 or tile.rows % BLOCK or self.at_once != self.tiles_m:
-            raise ValueError(f"{tile} shares out other things than rows, or has no whole blocks of them")
+        if k % (AHEAD * GROUP * BLOCK):
+            raise ValueError(f"{tile} does not divide {k} columns")
+        if tile.waves_m * tile.waves_k != 1 or weights * self.tiles_n != TILES:
+            raise ValueError(f"{tile} shares out other things than rows of {weights} weights")
         self.buffer = self.tiles_m * TILE_UNITS
         self.units = max(self.units, 2 * self.buffer)
         if self.units * UNIT_BYTES > arch.lds or self.buffer % self.threads:
@@ -95,6 +94,16 @@ class StagedGemm(FewGemm):
         """To buffer number 0 or 1."""
         for c, unit in zip(self._pieces(), loaded, strict=True):
             T.buffer_store(self.lds, unit, [c + number * self.buffer])
+
+
+class StagedPair(StagedGemm):
+    """Of two weights. The epilogue's values are a float32x8 for each, of rows row.. and row + 16.., four each: those of
+    a run (`pairs.py`), which a thread writes at once."""
+
+    def __init__(self, arch, tile, m, k, weights=2):
+        super().__init__(arch, tile, m, k, weights)
+        if weights != TILES or tile.rows % BLOCK or self.at_once != self.tiles_m:
+            raise ValueError(f"{tile} has no whole blocks of rows, or too many for shared memory")
 
     def _finish(self, i, first, padded, token0, row0, epilogue):
         tile, blocks = self.tile, self.tile.rows // BLOCK
