@@ -47,8 +47,9 @@ from mlc_amd.schedules.gpu.rope_kv_write import rope_args, rotated, value_scale
 from mlc_amd.schedules.gpu.softmax import output_args, sinks_arg
 from mlc_amd.schedules.gpu.step import kept, kernel, opaque_zero, state_arg
 
-# Rows of a step, at most, of which the waves of a row's first split share out the rows before it. With more, one wave
-# takes all: 64 sequences, whose rows have none before them, decode 9098 instead of 8388 tokens a second on an H200.
+# Rows of a step, at most, of which the waves of a row's first split share out the rows before it where these are not on
+# matrices. With more, one wave takes all: for 64 sequences of Qwen 3 0.6B, whose rows have none before them, that takes
+# 4 % less time on an H200.
 SHARED_ROWS = 32
 
 
