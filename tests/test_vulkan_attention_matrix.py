@@ -4,17 +4,23 @@ emulator, against numpy in float64."""
 from dataclasses import replace
 
 import attention_cases
+import numpy as np
 import pytest
 from attention_cases import CTX, Case, Rows, check_attention
 from samples import sample
-from spirv_emulation import execute
+from spirv_emulation import emulated, execute
+from spirv_kernels import instructions
+from tvm.tirx.script import builder as T
 
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.compiler.codegen.spirv_reader import read
 from mlc_amd.schedules.attention import Attention, Rope
 from mlc_amd.schedules.gpu import attention_decode, attention_splits
-from mlc_amd.schedules.gpu.attention_splits import MatrixPlan, default_plan, splits_of
+from mlc_amd.schedules.gpu.attention_splits import MatrixPlan, default_plan, splits_of, splits_of_rows
+from mlc_amd.schedules.gpu.cache import rows_arg
+from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.profiles import resolve
+from mlc_amd.schedules.gpu.step import kernel
 
 NVIDIA = resolve("nvidia")
 STATES = tuple((position, 1) for position in (0, 70, CTX - 1))
@@ -67,6 +73,17 @@ def test_attention(name):
     check(CASES[name])
 
 
+@pytest.mark.parametrize(
+    ("threads", "kv"), sample([(n, kv) for n in (32, 96, 128) for kv in ("f16", "q8_0")], [(96, "q8_0")])
+)
+def test_rows_without_keys_in_the_cache(threads, kv):
+    """First tokens of sequences, alone and several of one: all keys are the rows' own, and most waves have none."""
+    states = Rows((0, 0, 1, 40)), Rows((0,), (0, 7)), Rows((0,))
+    case = Case(2, 1, 32, m=8, several=8, rope=Rope(True, 32), states=states, attributes={"kv": kv, "sinks": True})
+    check(case, replace(PLAN, threads=threads))
+    check(case._replace(m=1, states=((0, 1), (1, 1))), replace(PLAN, threads=threads))
+
+
 @pytest.mark.parametrize("m", [1, 8])
 def test_scores_that_grow(m):
     """The reference of the weights is renewed again and again, and what came before is rescaled."""
@@ -91,6 +108,7 @@ def test_long_contexts(monkeypatch):
 # ---- what NVIDIA's GPUs get
 
 LLAMA = Attention(32, 8, 128, 16384)
+DONT_UNROLL = 2
 
 
 @pytest.mark.parametrize("kv", ["f16", "q8_0"])
@@ -100,7 +118,48 @@ def test_kernels_for_nvidia(m, kv):
     kernel = attention_decode.attention_decode(replace(LLAMA, kv=kv), "rows", arch, "k", Rope(True, 128), m=m)
     (module,) = compile_spirv({"k": kernel}, arch).modules.values()
     assert read(module.binary).matrix and len(module.binary) < 200_000
-    assert module.lds <= arch.lds // 2 and module.block == (128, 1, 1)
+    assert module.lds <= arch.lds // 2 and module.block == (128 if m == 1 else 96, 1, 1)
+    # over blocks of keys, and over rows that are not in the cache
+    hints = [words[2] for name, *words in instructions(module.binary) if name == "LoopMerge"]
+    assert hints.count(DONT_UNROLL) >= 2
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "d", "threads"),
+    [(4, 128, (128, 256, 256, 128)), (8, 128, (128, 256, 128, 96)), (8, 64, (128, 256, 256, 128))],
+)
+def test_workgroups_that_fill_the_gpu(kv_heads, d, threads):
+    """Threads of steps of 8 to 64 rows: all of their splits run at the same time."""
+    for m, count in zip((8, 16, 32, 64), threads, strict=True):
+        splits = splits_of(Attention(32, kv_heads, d, 16384), NVIDIA, m=m)
+        assert splits.threads == count and 128 < count * splits.fill * kv_heads / NVIDIA.units <= 320
+
+
+@pytest.mark.parametrize("lengths", [(513,) * 5, (4096,) * 8, (1024,) * 12, (528,) * 16, (16000, *(40,) * 15)])
+def test_no_more_splits_than_run_at_the_same_time(lengths):
+    """One row more than fits, or a split of a row that has but one block, would double the time. A long row among short
+    ones still has most of the splits."""
+    m = 8 if len(lengths) <= 8 else 16
+    splits = splits_of(LLAMA, NVIDIA, m=m)
+    with kernel("k") as ir:
+        rows, found = rows_arg(m), T.arg("found", T.buffer((m, 2), "int32"))
+        with launch((1,), (NVIDIA.wave,)) as (_, lane):
+            dealt = splits_of_rows(NVIDIA, LLAMA, splits, rows, m, T.int32(len(lengths)), lane)
+            for row, active, before in dealt:
+                with T.If(row < m), T.Then():
+                    T.buffer_store(found, active, [row, 0])
+                    T.buffer_store(found, before, [row, 1])
+    places = np.array(
+        [(n - 1, slot) for slot, n in enumerate(lengths)] + [(1 << 20, 60)] * (m - len(lengths)), np.int32
+    )
+    _, found = emulated(ir.get(), [places, np.zeros((m, 2), np.int32)], NVIDIA)
+    active, before = found.T
+    assert not active[len(lengths) :].any() and (active[: len(lengths)] >= 1).all()
+    assert (before == np.cumsum(active) - active).all()
+    if len(set(lengths)) == 1:
+        assert splits.fill // 2 < active.sum() <= splits.fill
+    else:
+        assert active[0] > splits.fill // 2 and (active[1:] == 1).all()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from mlc_amd.schedules.gpu.device import dot2, exp2, fma, wave_meets, wave_min
 from mlc_amd.schedules.gpu.registers import at, lane_of, opaque, put
 from mlc_amd.schedules.gpu.rope_kv_write import rotated, value_scale
 from mlc_amd.schedules.gpu.softmax import P_SHIFT, soft_cap
+from mlc_amd.schedules.gpu.step import kept
 
 
 def rounded(x, buffer):
@@ -88,13 +89,13 @@ def add_rows(rows, keys, sources, rope, place, count, takers, target):
     is not 0, and writes those of the row itself to the cache. The waves of the workgroup share them out; in a step of
     one row, whose token is the int 0, count is 1 at most.
 
-    keys: shared memory, float16 [waves * d]; place: (kv, token, its position); takers: (wave, waves); target: (cache,
-    slot, whether the row is written)
+    keys: shared memory, float16 [waves * d]; place: (kv, token, its position); takers: (which of the waves that take
+    rows this one is, their number): the first takes the row itself; target: (cache, slot, whether the row is written)
     """
     arch, d, lane, (_, K, V, _, KN, CS) = rows.arch, rows.d, rows.lane, sources
     (kv, token, position), (wave, waves), (cache, slot, writes) = place, takers, target
     begin = T.Bind(wave * d)
-    with T.serial(T.Bind(T.truncdiv(T.max(count - wave, T.int32(0)) + (waves - 1), T.int32(waves)))) as i:
+    with kept(T.Bind(T.truncdiv(T.max(count - wave, T.int32(0)) + (waves - 1), T.int32(waves)))) as i:
         back = T.Bind(wave + i * waves)
         row, there = token, position
         if not isinstance(token, int):

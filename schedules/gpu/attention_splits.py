@@ -19,6 +19,7 @@ from mlc_amd.schedules.gpu.cache import clamped_position, visible
 from mlc_amd.schedules.gpu.device import uniform, wave_max, wave_scan, wave_sum
 from mlc_amd.schedules.gpu.registers import opaque
 from mlc_amd.schedules.gpu.softmax import MAX_GROUP, group_of
+from mlc_amd.schedules.gpu.step import FEW
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,17 @@ MATRIX_PLANS = {
     ("nvidia", "narrow"): MatrixPlan(threads=128, fill=4, step=32, batch=32, rows=8),
 }
 MATRIX_GROUP = 4
-# Of steps of so many rows, with heads of 128 behind 512 and 4096 tokens: up to 9 % less time than with 128, never more.
-MATRIX_THREADS = {8: 256, 16: 256}
+# Of these in steps of several rows: (workgroups, at most, if each row has one for a part of its heads; threads), which
+# take least time on an H100 in Llama 3 8B, Llama 3.2 1B and Qwen 3 30B A3B behind 512 to 4096 tokens, and on an H200
+# 1 to 26 % less than 256 threads for 8 and 16 rows and 128 for others. Besides these the plan's: in steps of FEW rows,
+# which may be of two, these take 10 to 20 % less time than 256. 64 rows of 8 KV heads: 96 take 5 % less than 128, 64
+# as long as 96, but 4 to 8 % longer where rows have 64 to 1500 tokens.
+MATRIX_THREADS = {
+    ("nvidia", "wide"): ((128, 256), (256, 128), (512, 96)),
+    ("nvidia", "narrow"): ((256, 256),),
+}
+# Of a compute unit, that their splits give it: registers do not suffice for one more workgroup.
+UNIT_THREADS = 256
 # Of latent attention, whose rows have the most columns: as many rows as registers hold. On an H200, GLM 4.7 Flash
 # decodes a tenth slower with 4 rows than with one, but with 16384 tokens in the cache one and a half times as fast.
 LATENT_PLAN = Plan(threads=128, fill=2, step=STEP, batch=8, rows=4)
@@ -73,10 +83,23 @@ def default_plan(attention: Attention, arch, m=1) -> Plan:
     if attention.values:
         plan = LATENT_PLAN
     elif kind in MATRIX_PLANS and attention.group >= MATRIX_GROUP and attention_rows_matrix.suits(arch, attention):
-        plan = replace(MATRIX_PLANS[kind], threads=MATRIX_THREADS.get(m, MATRIX_PLANS[kind].threads))
+        plan = MATRIX_PLANS[kind] if m == 1 else _of_rows(kind, attention, m)
     else:
         plan = PLANS.get(kind, plan)
     return plan if m == 1 else replace(plan, batch=DEFAULT_PLAN.batch)  # a step of several rows gains by little code
+
+
+def _of_rows(kind, attention, m) -> MatrixPlan:
+    """The plan of a step of m > 1 rows on matrices."""
+    plan = MATRIX_PLANS[kind]
+    groups = m * attention.heads // _group(plan, attention.group)
+    threads = next((threads for most, threads in MATRIX_THREADS[kind] if m > FEW and groups <= most), plan.threads)
+    return replace(plan, threads=threads, fill=UNIT_THREADS // threads)
+
+
+def _group(plan, shared) -> int:
+    """The query heads that a workgroup has, of `shared` ones with the same KV head."""
+    return next(n for n in range(min(plan.rows, shared), shared + 1) if shared % n == 0)
 
 
 def _kind(attention) -> str:
@@ -110,11 +133,24 @@ class Splits(NamedTuple):
         """The blocks that a split of several rows has at least. total: of all rows."""
         return T.Bind(T.max((total + (self.fill - 1)) // self.fill, T.int32(self.waves)))
 
+    def least_whole(self, arch, steps, least):
+        """As `least`, where each of a row's splits counts as if it had `least` blocks: of more than `fill` the last
+        would begin when the first end. steps: blocks of the rows of a lane; least: of `least`."""
+        whole = [T.Bind(T.Select(x > least, self._count(x, least) * least, x)) for x in steps]
+        return self.least(wave_sum(arch, T.Bind(sum(whole[1:], whole[0]))))
+
+    def _count(self, steps, least):
+        """The splits of so many blocks."""
+        if not self.matrix:
+            return T.truncdiv(steps + least - 1, least)
+        # exact below 2**20 blocks, and faster than a division of integers
+        return T.cast((T.cast(steps + least, "float32") - T.float32(0.5)) / T.cast(least, "float32"), "int32")
+
     def active(self, steps, least=None):
         """The number of splits that have a block to process, at least one. steps: blocks in all; least: of `least`,
         None for one row."""
         one = least is None
-        splits = (steps + self.waves - 1) // self.waves if one else T.truncdiv(steps + least - 1, least)
+        splits = (steps + self.waves - 1) // self.waves if one else self._count(steps, least)
         count = T.max(T.min(splits, T.int32(self.count)), T.int32(1))
         return T.Bind(count if self.alone == 1 else T.Select(steps <= self.waves * self.alone, T.int32(1), count))
 
@@ -142,7 +178,7 @@ def splits_of(attention: Attention, arch, plan: Plan | None = None, m=1) -> Spli
     plan = plan or default_plan(attention, arch, m)
     heads, kv_heads, d, span = attention.heads, attention.kv_heads, attention.d, attention.span
     matrix, shared = isinstance(plan, MatrixPlan), heads if attention.values else group_of(heads, kv_heads)
-    group = next(n for n in range(min(plan.rows, shared), shared + 1) if shared % n == 0)
+    group = _group(plan, shared)
     parts = shared // group
     if plan.step != STEP and (arch.api == "rocm" or plan.step % arch.wave or plan.step > STEP):
         raise ValueError(f"{arch.name} takes steps of up to {STEP} keys, not of {plan.step}")
@@ -186,6 +222,8 @@ def splits_of_rows(arch, attention, splits, places, m, count, lane):
         blocks = seen.end_block(splits.step) - seen.first_block(splits.step)
         steps.append(T.Bind(T.Select(first + lane < count, blocks, T.int32(0))))
     least = splits.least(wave_sum(arch, T.Bind(sum(steps[1:], steps[0]))))
+    if splits.matrix:
+        least = splits.least_whole(arch, steps, least)
     before = T.int32(0)
     for i, own in enumerate(steps):
         row = T.Bind(i * arch.wave + lane)
