@@ -64,7 +64,8 @@ MATRIX_THREADS = {
     ("nvidia", "wide"): ((128, 256), (256, 128), (512, 96)),
     ("nvidia", "narrow"): ((256, 256),),
 }
-# Of a compute unit, that their splits give it: registers do not suffice for one more workgroup.
+# That their splits give a compute unit: heads of 128 take 184 to 193 registers, so that 320 fit. With more splits some
+# begin when others end.
 UNIT_THREADS = 256
 # Of latent attention, whose rows have the most columns: as many rows as registers hold. On an H200, GLM 4.7 Flash
 # decodes a tenth slower with 4 rows than with one, but with 16384 tokens in the cache one and a half times as fast.
