@@ -56,15 +56,16 @@ MATRIX_PLANS = {
 }
 MATRIX_GROUP = 4
 # Of these in steps of several rows: (workgroups, at most, if each row has one for a part of its heads; threads), which
-# take least time on an H100 in Llama 3 8B, Llama 3.2 1B and Qwen 3 30B A3B behind 512 to 4096 tokens, and on an H200
-# 1 to 26 % less than 256 threads for 8 and 16 rows and 128 for others. Besides these the plan's: in steps of FEW rows,
-# which may be of two, these take 10 to 20 % less time than 256. 64 rows of 8 KV heads: 96 take 5 % less than 128, 64
-# as long as 96, but 4 to 8 % longer where rows have 64 to 1500 tokens.
+# take least time on an H100 in Llama 3 8B, Llama 3.2 1B and Qwen 3 30B A3B behind 512 to 4096 tokens. Besides these the
+# plan's: in steps of FEW rows, which may be of two, 128 take 3 to 21 % less time for these than 256. 64 rows of 8 KV
+# heads: 96 take 5 % less than 128 (on an H200 8 %), 64 as long as 96, but 4 to 10 % longer where rows have different
+# lengths.
 MATRIX_THREADS = {
     ("nvidia", "wide"): ((128, 256), (256, 128), (512, 96)),
     ("nvidia", "narrow"): ((256, 256),),
 }
-# Of a compute unit, that their splits give it: registers do not suffice for one more workgroup.
+# That their splits give a compute unit: heads of 128 take 184 to 193 registers, so that 320 fit. With more splits some
+# begin when others end.
 UNIT_THREADS = 256
 # Of latent attention, whose rows have the most columns: as many rows as registers hold. On an H200, GLM 4.7 Flash
 # decodes a tenth slower with 4 rows than with one, but with 16384 tokens in the cache one and a half times as fast.
