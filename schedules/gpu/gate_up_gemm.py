@@ -11,14 +11,14 @@ from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu.activations import gated
 from mlc_amd.schedules.gpu.device import barrier, each, launch, rcp, rint, shuffle_xor, wave_max, wave_sum
 from mlc_amd.schedules.gpu.expert_gemm import expert_engine, tile_expert
-from mlc_amd.schedules.gpu.gemm import check_deferred, engine, extras, factors_of, span, token_tiles, views
+from mlc_amd.schedules.gpu.gemm import check_deferred, engine, factors_of, guard, rows_of, span, token_tiles, views
 from mlc_amd.schedules.gpu.gemm_staged import StagedGemm
 from mlc_amd.schedules.gpu.linear_args import declare_gate_up
 from mlc_amd.schedules.gpu.pairs import store_run
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import FIELDS, RUNS_OF, TINY, WIDTH, clamped, emit_store
 from mlc_amd.schedules.gpu.registers import at, lane_of, vector
-from mlc_amd.schedules.gpu.step import kernel, live_rows
+from mlc_amd.schedules.gpu.step import kernel
 
 
 def _elements(x):
@@ -126,6 +126,7 @@ def gate_up_swiglu(
             token0, row0 = T.Bind(token_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
             first, mine = tile_expert(groups, token0, f, of.experts) if of else (None, None)
             factors = factors_of(gemm, read, token0, thread, row_tile == 0)
+            live, more = rows_of(gemm, state, m, factors, token0)
             staged = _Staged(gemm.tile) if layout == "rows" and (arch.wave < BLOCK or not arch.subgroups) else None
 
             def store(token, row, values):
@@ -147,10 +148,7 @@ def gate_up_swiglu(
                 else:
                     _store_floats(layout, out[0], token, row, y)
 
-            # a loop of 0 or 1 steps: barriers may not stand inside an if
-            mine = token0 < live_rows(state, m) if mine is None else mine
-            with T.serial(T.Bind(T.cast(mine, "int32"))):
-                more = extras(gemm, state, factors)
+            with guard(gemm, live if mine is None else mine):
                 gemm.emit(acts, weights, token0, row0, store, first, **more)
                 if staged:
                     staged.store(arch, out, token0, row0, f, thread, gemm.threads)

@@ -16,13 +16,13 @@ from mlc_amd.schedules.gpu.deferred_norm import RowFactors
 from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.gemm_coop import CoopGemm
 from mlc_amd.schedules.gpu.gemm_dot import DotGemm, ExactGemm, FloatGemm
-from mlc_amd.schedules.gpu.gemm_few import FewGemm, FewTile
+from mlc_amd.schedules.gpu.gemm_few import QUAD, FewGemm, FewTile
 from mlc_amd.schedules.gpu.gemm_matrix import MatrixGemm
 from mlc_amd.schedules.gpu.linear_args import declare_linear, segments_of
 from mlc_amd.schedules.gpu.load import QUADS
 from mlc_amd.schedules.gpu.planes import BLOCK, padded
 from mlc_amd.schedules.gpu.registers import at, vector
-from mlc_amd.schedules.gpu.step import kernel, live_rows, unknown_zero
+from mlc_amd.schedules.gpu.step import kernel, live_rows, live_rows_and_zero, once, where
 
 
 def engine(layout, formats, m, k, arch, rows, tile=None, together=1):
@@ -84,13 +84,25 @@ def factors_of(gemm, read, token0, thread, first) -> RowFactors | None:
     """The factors of a tile's tokens, of a norm that the kernel completes; None without one. Only `FewGemm` does."""
     if read is None:
         return None
-    return RowFactors(gemm.arch, read, gemm.tile.tokens, token0, thread, gemm.threads, first)
+    factors = RowFactors(gemm.arch, read, gemm.tile.tokens, token0, thread, gemm.threads, first)
+    factors.load()
+    return factors
 
 
-def extras(gemm, state, factors) -> dict:
-    """What only the `emit` of some tile routines takes."""
+def rows_of(gemm, state, m, factors, token0) -> tuple:
+    """(whether a tile has live tokens, what only the `emit` of some tile routines takes)."""
     more = {} if factors is None else {"meanwhile": factors.compute}
-    return more | {"zero": unknown_zero(state)} if isinstance(gemm, FewGemm) and gemm.tile.hidden else more
+    if not isinstance(gemm, FewGemm):
+        return token0 < live_rows(state, m), more
+    live, zero = live_rows_and_zero(state, m)
+    more |= {"zero": zero} if gemm.tile.hidden else {}
+    # of all tokens some are always live
+    return token0 < live if token_tiles(gemm, m) > 1 else T.bool(True), more
+
+
+def guard(gemm, condition):
+    """`with guard(gemm, condition):` around what emits a tile."""
+    return where(condition) if isinstance(gemm, FewGemm) and not gemm.tile.staged else once(condition)
 
 
 def check_deferred(gemm, norm_in, made) -> None:
@@ -119,32 +131,56 @@ def linear(segments, k, m, layout, biases, residual, arch, name, tile=None, norm
     counts = [-(-padded(n) // gemm.tile.rows) for _, n in segments]
     with kernel(name) as ir:
         args = declare_linear(segments, k, m, layout, biases, residual, None, norm_in, norm_out)
-        R = args.residual
         acts = views(args.acts, layout, m, k)
         with launch((token_tiles(gemm, m), sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
             gemm.allocate(thread)
-            token0, live, first = T.Bind(token_tile * gemm.tile.tokens), live_rows(args.state, m), 0
+            token0, first = T.Bind(token_tile * gemm.tile.tokens), 0
             factors = factors_of(gemm, args.read, token0, thread, row_tile == 0)
-            for (fmt, n, bufs, bias, Y), count in zip(args.segments, counts, strict=True):
-
-                def store(token, row, values, n=n, bias=bias, Y=Y):
-                    (x,), index = values, span(row, values[0])
-                    if factors is not None:
-                        x = factors.scaled(token, x)
-                    if bias is not None:
-                        x = x + _bias(bias, index, n)
-                    if R is not None:
-                        x = R[token, index] + x
-                    x = T.Bind(x)
-                    T.buffer_store(Y, x, [token, index])
-                    if args.made is not None:
-                        args.made.store(arch, token, row, x)
-
-                # a loop of 0 or 1 steps: barriers may not stand inside an if
-                mine = (token0 < live) & (row_tile >= first) & (row_tile < first + count)
-                with T.serial(T.Bind(T.cast(mine, "int32"))):
+            live, more = rows_of(gemm, args.state, m, factors, token0)
+            for segment, count in zip(args.segments, counts, strict=True):
+                epilogue = _Epilogue(arch, args, segment, factors)
+                mine = live & (row_tile >= first) & (row_tile < first + count)
+                if isinstance(gemm, FewGemm):
+                    more["early"] = epilogue.early
+                with guard(gemm, mine):
                     row0 = T.Bind((row_tile - first) * gemm.tile.rows)
-                    more = extras(gemm, args.state, factors)
-                    gemm.emit(acts, [(fmt, bufs, padded(n))], token0, row0, store, **more)
+                    weight = segment.fmt, segment.planes, padded(segment.n)
+                    gemm.emit(acts, [weight], token0, row0, epilogue.store, **more)
                 first += count
     return ir.get()
+
+
+class _Epilogue:
+    """What becomes of the products of a segment's rows."""
+
+    def __init__(self, arch, args, segment, factors):
+        self.arch, self.args, self.segment, self.factors = arch, args, segment, factors
+
+    def load(self, token, row, lanes):
+        """What `store` reads from memory for `lanes` rows of a token: bias, residual, what a norm is prepared with."""
+        segment, args, index = self.segment, self.args, at(row, lanes)
+        return (
+            None if segment.bias is None else _bias(segment.bias, index, segment.n),
+            None if args.residual is None else args.residual[token, index],
+            None if args.made is None else args.made.load(token, row),
+        )
+
+    def early(self, token, row):
+        """The same in registers."""
+        bias, residual, norm = self.load(token, row, QUAD)
+        return *(None if x is None else T.Bind(x) for x in (bias, residual)), norm
+
+    def store(self, token, row, values, loaded=None):
+        """loaded: of `early`; None: nothing is yet."""
+        (x,) = values
+        if self.factors is not None:
+            x = self.factors.scaled(token, x)
+        bias, residual, norm = loaded or self.load(token, row, x.ty.dtype.lanes)
+        if bias is not None:
+            x = x + bias
+        if residual is not None:
+            x = residual + x
+        x = T.Bind(x)
+        T.buffer_store(self.segment.Y, x, [token, span(row, x)])
+        if norm is not None:
+            self.args.made.store(self.arch, token, row, x, norm)

@@ -14,7 +14,7 @@ from mlc_amd.schedules.gpu.gemm_few import QUAD, UNIT_BYTES, WAVE, FewGemm
 from mlc_amd.schedules.gpu.pairs import GROUP, LANES, RUN, RUNS, TOKENS, lanes_shape
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.registers import Held, at, lane_of, vector
-from mlc_amd.schedules.gpu.step import kept, when
+from mlc_amd.schedules.gpu.step import all_of, kept, when
 
 TILE_UNITS = LANES // RUN  # units of 16 bytes of eight tokens and a group
 AHEAD = 2  # groups of the loop's body
@@ -96,7 +96,7 @@ class StagedGemm(FewGemm):
         for c, unit in zip(self._pieces(), loaded, strict=True):
             T.buffer_store(self.lds, unit, [c + number * self.buffer])
 
-    def _finish(self, i, first, padded, token0, row0, epilogue):
+    def _finish(self, first_row, first, padded, token0, row0, epilogue, early):
         tile, blocks = self.tile, self.tile.rows // BLOCK
         with kept(tile.tokens * blocks * RUNS // self.threads) as step:
             c = T.Bind(step * self.threads + self.thread)
@@ -109,15 +109,9 @@ class StagedGemm(FewGemm):
             def values(weight):
                 parts = []
                 for half in range(2):
-                    unit = self._sums_unit(block * 2 + half, weight, T.Bind(token // TOKENS))
-                    place = T.Bind(unit + token % TOKENS * self.ld + run)
+                    place = T.Bind(self._sums_unit(block * 2 + half, weight, token) + run)
                     parts.append(T.Bind(T.reinterpret("float32x4", T.Bind(self.lds[place]))))
                 return T.Bind(vector([lane_of(part, e) for part in parts for e in range(QUAD)]))
 
-            with when(_both(conditions)):
+            with when(all_of(conditions)):
                 epilogue(target, row, [values(w) for w in range(self.weights)])
-
-
-def _both(conditions):
-    """All of at most two conditions; None: there are none."""
-    return conditions[0] & conditions[1] if len(conditions) == 2 else conditions[0] if conditions else None
