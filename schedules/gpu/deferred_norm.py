@@ -96,11 +96,14 @@ class RowFactors:
         if threads < tokens:
             raise ValueError(f"{threads} threads cannot compute factors of {tokens} tokens")
         self.arch, self.read, self.tokens, self.token0, self.first = arch, read, tokens, token0, first
-        self.thread, self.threads = thread, threads
+        self.thread, self.threads, self.loaded = thread, threads, None
         self.factors = T.alloc_buffer((tokens,), "float32", scope="shared")
 
     def load(self):
-        """Adds up the squares of this thread; all threads must call this before `compute`."""
+        """Loads what `compute` takes, which does that itself where this was not called before."""
+        self.loaded = self._load()
+
+    def _load(self):
         read = self.read
         # of a token: a power of two, which `wave_sum` takes
         lanes = min(1 << (self.threads // self.tokens).bit_length() - 1, self.arch.wave)
@@ -115,12 +118,12 @@ class RowFactors:
             for i in range(width):
                 value = lane_of(x, i) if width > 1 else x
                 total = total + (value if inside else T.Select(place < sums, value, T.float32(0)))
-        self.own = T.Bind(total), T.Bind(read.scale[row]), row, token, part, lanes
+        return T.Bind(total), T.Bind(read.scale[row]), row, token, part, lanes
 
     def compute(self):
         """All threads must call this; a barrier must follow before `scaled`."""
         read = self.read
-        total, before, row, token, part, lanes = self.own
+        total, before, row, token, part, lanes = self.loaded or self._load()
         if lanes > 1:
             total = wave_sum(self.arch, total, lanes)
         scale = row_scale(total, read.k, read.eps)

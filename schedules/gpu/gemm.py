@@ -22,7 +22,9 @@ from mlc_amd.schedules.gpu.linear_args import declare_linear, segments_of
 from mlc_amd.schedules.gpu.load import QUADS
 from mlc_amd.schedules.gpu.planes import BLOCK, padded
 from mlc_amd.schedules.gpu.registers import at, vector
-from mlc_amd.schedules.gpu.step import kernel, live_rows, live_rows_and_zero, once, where
+from mlc_amd.schedules.gpu.step import kernel, live_rows, live_rows_and_zero, once, unknown_zero, where
+
+RESIDENT = 4  # workgroups of a kernel for few tokens that a compute unit holds at once
 
 
 def engine(layout, formats, m, k, arch, rows, tile=None, together=1):
@@ -80,29 +82,42 @@ def token_tiles(gemm, m) -> int:
     return -(-m // gemm.tile.tokens) if isinstance(gemm, FewGemm) else m // gemm.tile.tokens
 
 
-def factors_of(gemm, read, token0, thread, first) -> RowFactors | None:
-    """The factors of a tile's tokens, of a norm that the kernel completes; None without one. Only `FewGemm` does."""
+def is_quick(gemm, workgroups) -> bool:
+    """Whether what a workgroup waits for decides how long the kernel takes: all of them are resident at once. Only
+    `FewGemm` has such kernels; those of gate and up, which have no registers to spare, are not but for staged tiles."""
+    few = isinstance(gemm, FewGemm) and workgroups <= RESIDENT * gemm.arch.units
+    return few and (gemm.weights == 1 or bool(gemm.tile.staged))
+
+
+def factors_of(gemm, read, token0, thread, first, quick) -> RowFactors | None:
+    """The factors of a tile's tokens, of a norm that the kernel completes; None without one. Only `FewGemm` does.
+    quick: what they are made of is loaded before the products."""
     if read is None:
         return None
     factors = RowFactors(gemm.arch, read, gemm.tile.tokens, token0, thread, gemm.threads, first)
-    factors.load()
+    if quick:
+        factors.load()
     return factors
 
 
-def rows_of(gemm, state, m, factors, token0) -> tuple:
-    """(whether a tile has live tokens, what only the `emit` of some tile routines takes)."""
-    more = {} if factors is None else {"meanwhile": factors.compute}
-    if not isinstance(gemm, FewGemm):
-        return token0 < live_rows(state, m), more
+def rows_of(gemm, state, m, token0, quick) -> tuple:
+    """(whether a tile has live tokens, an int32 that is 0, which the compiler does not know, or None)."""
+    if not quick:
+        return token0 < live_rows(state, m), zero_of(gemm, state)
     live, zero = live_rows_and_zero(state, m)
-    more |= {"zero": zero} if gemm.tile.hidden else {}
     # of all tokens some are always live
-    return token0 < live if token_tiles(gemm, m) > 1 else T.bool(True), more
+    return T.bool(True) if token_tiles(gemm, m) == 1 else token0 < live, zero
 
 
-def guard(gemm, condition):
-    """`with guard(gemm, condition):` around what emits a tile."""
-    return where(condition) if isinstance(gemm, FewGemm) and not gemm.tile.staged else once(condition)
+def zero_of(gemm, state):
+    """An int32 that is 0, which the compiler does not know; None where the tile has no use for it."""
+    return unknown_zero(state) if isinstance(gemm, FewGemm) and gemm.tile.hidden else None
+
+
+def extras(factors, zero) -> dict:
+    """What only the `emit` of some tile routines takes."""
+    more = {} if factors is None else {"meanwhile": factors.compute}
+    return more if zero is None else more | {"zero": zero}
 
 
 def check_deferred(gemm, norm_in, made) -> None:
@@ -129,20 +144,22 @@ def linear(segments, k, m, layout, biases, residual, arch, name, tile=None, norm
     gemm = engine(layout, [fmt for fmt, _ in segments], m, k, arch, sum(padded(n) for _, n in segments), tile)
     check_deferred(gemm, norm_in, segments[0][1] if norm_out else 0)
     counts = [-(-padded(n) // gemm.tile.rows) for _, n in segments]
+    quick = is_quick(gemm, token_tiles(gemm, m) * sum(counts))
     with kernel(name) as ir:
         args = declare_linear(segments, k, m, layout, biases, residual, None, norm_in, norm_out)
         acts = views(args.acts, layout, m, k)
         with launch((token_tiles(gemm, m), sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
             gemm.allocate(thread)
             token0, first = T.Bind(token_tile * gemm.tile.tokens), 0
-            factors = factors_of(gemm, args.read, token0, thread, row_tile == 0)
-            live, more = rows_of(gemm, args.state, m, factors, token0)
+            factors = factors_of(gemm, args.read, token0, thread, row_tile == 0, quick)
+            live, zero = rows_of(gemm, args.state, m, token0, quick)
+            more = extras(factors, zero)
             for segment, count in zip(args.segments, counts, strict=True):
                 epilogue = _Epilogue(arch, args, segment, factors)
                 mine = live & (row_tile >= first) & (row_tile < first + count)
-                if isinstance(gemm, FewGemm):
+                if quick:
                     more["early"] = epilogue.early
-                with guard(gemm, mine):
+                with where(mine) if quick else once(mine):
                     row0 = T.Bind((row_tile - first) * gemm.tile.rows)
                     weight = segment.fmt, segment.planes, padded(segment.n)
                     gemm.emit(acts, [weight], token0, row0, epilogue.store, **more)

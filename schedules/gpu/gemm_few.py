@@ -57,9 +57,9 @@ class FewTile:
 
 
 SUMS = 128  # of a lane, at most
-# Bytes of shared memory for the sums of several row tiles at once, at most: with more, NVIDIA's compiler takes more
-# than 128 registers of 256 threads, and half as many of these are resident.
-SHARED = 20 * 1024
+# Bytes of shared memory of a thread for the sums of several row tiles at once, at most: with more, NVIDIA's compiler
+# takes more registers, and half as many threads are resident.
+SHARED = 80
 
 
 def _each_run(formats):
@@ -109,7 +109,7 @@ class FewGemm:
     def _holds(self, row_tiles, token_tiles) -> bool:
         size, factors = self._units(row_tiles, token_tiles) * UNIT_BYTES, 4 * self.tile.tokens  # of `deferred_norm.py`
         whole = self.tiles_m % token_tiles == 0 and self.tiles_n % row_tiles == 0
-        return whole and size + factors <= self.arch.lds and (row_tiles == 1 or size <= SHARED)
+        return whole and size + factors <= self.arch.lds and (row_tiles == 1 or size <= SHARED * self.threads)
 
     def allocate(self, thread):
         """Declares shared memory and matrices inside the launch; `thread`: threadIdx.x."""

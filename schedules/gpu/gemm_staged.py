@@ -20,11 +20,14 @@ TILE_UNITS = LANES // RUN  # units of 16 bytes of eight tokens and a group
 AHEAD = 2  # groups of the loop's body
 
 
-def suits(formats, k) -> bool:
-    """Whether weights of these formats and k columns can have such a tile: a block takes few registers, and the columns
-    are whole bodies of the loop."""
-    few = all(tuple(fmt.codes) == ("Q4",) and tuple(fmt.scales) == ("D",) and not fmt.table for fmt in formats)
-    return few and k % (AHEAD * GROUP * BLOCK) == 0
+def is_small(formats) -> bool:
+    """Whether a block of weights of these formats takes few registers."""
+    return all(tuple(fmt.codes) == ("Q4",) and tuple(fmt.scales) == ("D",) and not fmt.table for fmt in formats)
+
+
+def suits(k) -> bool:
+    """Whether weights of k columns can have such a tile: these are whole bodies of the loop."""
+    return k % (AHEAD * GROUP * BLOCK) == 0
 
 
 class StagedGemm(FewGemm):
@@ -35,7 +38,7 @@ class StagedGemm(FewGemm):
 
     def __init__(self, arch, tile, m, k, weights=1):
         super().__init__(arch, tile, m, k, weights)
-        if k % (AHEAD * GROUP * BLOCK) or weights != 2:
+        if not suits(k) or weights != 2:
             raise ValueError(f"{tile} does not divide {k} columns of {weights} weights")
         if tile.waves_m * tile.waves_k != 1 or self.tiles_n != 1 or tile.rows % BLOCK or self.at_once != self.tiles_m:
             raise ValueError(f"{tile} shares out other things than rows, or has no whole blocks of them")

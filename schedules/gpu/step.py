@@ -89,10 +89,14 @@ def opaque_zero(state, i):
     return T.Bind(state[3] & i)
 
 
+def unknown_zero(state):
+    """An int32 that is 0, which the compiler does not know."""
+    return T.Bind(state[3])
+
+
 def live_rows_and_zero(state, m):
-    """(`live_rows`, an int32 that is 0, which the compiler does not know)."""
-    zero = T.Bind(state[3])
-    # the sum keeps drivers from loading it later, when all would wait for it again
+    """(`live_rows`, `unknown_zero`), which the driver loads at once: the first one needs both."""
+    zero = unknown_zero(state)
     return T.Bind(live_rows(state, m) + zero), zero
 
 
