@@ -45,7 +45,7 @@ def once(condition):
 
 
 def where(condition):
-    """As `once`, but the driver gets an `if`: it keeps in registers what another step of a loop would need."""
+    """As `once`, but the driver gets an `if`: in a loop it keeps in registers what another step would need."""
     return T.serial(T.Bind(T.cast(condition, "int32")), annotations={ONCE: 1})
 
 
