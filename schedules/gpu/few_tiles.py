@@ -20,7 +20,7 @@ class Share(NamedTuple):
     many     workgroups for each compute unit, at least
     columns  at most; 0: any number
     places   workgroups that a compute unit holds at once, most of which must be taken in each round; 0: any number
-    waves_m  subgroups along the tokens: they read the same weights, of which one finds those of the other in the L1 cache
+    waves_m  subgroups along the tokens, which read the same weights
     small    1: for formats of which a block takes few registers
     """
 
