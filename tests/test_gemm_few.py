@@ -58,6 +58,31 @@ def test_linear(name):
     assert error(got[:, :n], expected) < tolerance(fmt)
 
 
+@pytest.mark.parametrize("tile", [FewTile(8, 16, 1, 1, 1), FewTile(32, 32, 1, 1, 8)])  # one and two passes
+def test_one_result_of_a_thread(tile):
+    """Bias and residual are loaded before the sums meet."""
+    m, n, k, rng = tile.tokens, tile.rows, 1024, np.random.default_rng(3)
+    planes, w = weights("q4_0", n, k, 0)
+    x = rng.standard_normal((m, k), np.float32).astype(np.float16)
+    bias, residual = (100 * rng.standard_normal(shape, np.float32) for shape in (n, (m, n)))
+    kernel = gemm.linear([("q4_0", n)], k, m, "lanes", (True,), True, NVIDIA, "k", tile)
+    out = np.full((m, n), np.nan, np.float32)
+    got = emulated(kernel, [state(m), in_lanes(x), *planes.values(), bias, residual, out], NVIDIA)[-1]
+    expected = x.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T
+    assert error(got - bias - residual, expected) < tolerance("q4_0")
+
+
+def test_dead_tiles_are_left_alone():
+    """Of a kernel whose workgroups are all resident at once, with an `if` for a loop of one step."""
+    m, n, k, tile = 16, 16, 128, FewTile(8, 16, 1, 1, 1)
+    planes, _ = weights("q4_0", n, k, 0)
+    kernel = gemm.linear([("q4_0", n)], k, m, "lanes", (False,), False, NVIDIA, "k", tile)
+    out = np.full((m, n), np.nan, np.float32)
+    x = in_lanes(np.ones((m, k), np.float16))
+    got = emulated(kernel, [state(8), x, *planes.values(), out], NVIDIA)[-1]
+    assert np.isfinite(got[:8]).all() and np.isnan(got[8:]).all()
+
+
 @pytest.mark.parametrize("columns", sample([32, 192], [192]))
 @pytest.mark.parametrize("tile", [FewTile(8, 16, 1, 1, 2), FewTile(8, 48, 1, 3, 1)])  # 8 and 12 lanes for each token
 def test_deferred_norm(columns, tile):
@@ -206,6 +231,16 @@ def test_staged_tiles(fmt, rows, columns, staged):
 def test_activations_ahead(fmt, rows, ahead):
     """Where each compute unit has a workgroup, and weights take few registers."""
     assert few_tiles.choose(NVIDIA, [lookup(fmt)], 64, 14336, rows).ahead == ahead
+
+
+@pytest.mark.parametrize(
+    ("fmt", "rows", "staged", "waves_m"),
+    [("q4_0", 128256, 1, 1), ("q4_k", 128256, 1, 1), ("q4_0", 40000, 0, 2), ("q6_k", 128256, 0, 1)],
+)
+def test_tiles_of_many_rows(fmt, rows, staged, waves_m):
+    """Activations are staged, or two subgroups share the tokens where a block takes few registers."""
+    tile = few_tiles.choose(NVIDIA, [lookup(fmt)], 64, 4096, rows)
+    assert (tile.staged, tile.waves_m) == (staged, waves_m)
 
 
 # ---- which lane has what

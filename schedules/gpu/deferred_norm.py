@@ -38,11 +38,16 @@ class Made:
     H: Any
     squares: Any
 
-    def store(self, arch, token, row, x):
+    def load(self, token, row):
+        """What `store` takes besides."""
+        return T.Bind(self.scale[token]), T.Bind(self.G[at(row, 4)])
+
+    def store(self, arch, token, row, x, loaded):
         """x: float32x4 of rows `row`.. of a token. The threads that have the other rows of their 16 are neighbours, and
         must call this, too."""
         values = [T.Bind(lane_of(x, i)) for i in range(4)]
-        factor, g = T.Bind(self.scale[token] * T.float32(MARGIN)), T.Bind(self.G[at(row, 4)])
+        scale, g = loaded
+        factor = T.Bind(scale * T.float32(MARGIN))
         halves = [T.cast(clamped(v * lane_of(g, i) * factor), "float16") for i, v in enumerate(values)]
         store_lanes(self.H, token, row, halves)
         total = values[0] * values[0]
@@ -91,11 +96,14 @@ class RowFactors:
         if threads < tokens:
             raise ValueError(f"{threads} threads cannot compute factors of {tokens} tokens")
         self.arch, self.read, self.tokens, self.token0, self.first = arch, read, tokens, token0, first
-        self.thread, self.threads = thread, threads
+        self.thread, self.threads, self.loaded = thread, threads, None
         self.factors = T.alloc_buffer((tokens,), "float32", scope="shared")
 
-    def compute(self):
-        """All threads must call this; a barrier must follow before `scaled`."""
+    def load(self):
+        """Loads what `compute` takes, which does that itself where this was not called before."""
+        self.loaded = self._load()
+
+    def _load(self):
         read = self.read
         # of a token: a power of two, which `wave_sum` takes
         lanes = min(1 << (self.threads // self.tokens).bit_length() - 1, self.arch.wave)
@@ -110,13 +118,18 @@ class RowFactors:
             for i in range(width):
                 value = lane_of(x, i) if width > 1 else x
                 total = total + (value if inside else T.Select(place < sums, value, T.float32(0)))
-        total = T.Bind(total)
+        return T.Bind(total), T.Bind(read.scale[row]), row, token, part, lanes
+
+    def compute(self):
+        """All threads must call this; a barrier must follow before `scaled`."""
+        read = self.read
+        total, before, row, token, part, lanes = self.loaded or self._load()
         if lanes > 1:
             total = wave_sum(self.arch, total, lanes)
         scale = row_scale(total, read.k, read.eps)
         own = (part == 0) if self.threads <= self.tokens * lanes else (part == 0) & (token < self.tokens)
         with T.If(own), T.Then():
-            T.buffer_store(self.factors, scale * rcp(read.scale[row] * T.float32(MARGIN)), [token])
+            T.buffer_store(self.factors, scale * rcp(before * T.float32(MARGIN)), [token])
             with T.If(self.first), T.Then():
                 T.buffer_store(read.made, scale, [row])
 

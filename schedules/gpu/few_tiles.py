@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from mlc_amd.schedules.gpu.gemm_few import ROWS, FewGemm, FewTile
-from mlc_amd.schedules.gpu.gemm_staged import StagedGemm, StagedPair, suits
+from mlc_amd.schedules.gpu.gemm_staged import StagedGemm, StagedPair, is_small, suits
 from mlc_amd.schedules.gpu.pairs import TOKENS
 
 MOST = 128  # tokens: of more, the multiplications take most of the time, which `gemm_coop.py` does faster
@@ -20,6 +20,8 @@ class Share(NamedTuple):
     many     workgroups for each compute unit, at least
     columns  at most; 0: any number
     places   workgroups that a compute unit holds at once, most of which must be taken in each round; 0: any number
+    waves_m  subgroups along the tokens, which read the same weights
+    small    1: for formats of which a block takes few registers
     """
 
     tokens: int
@@ -33,6 +35,8 @@ class Share(NamedTuple):
     hidden: int = 0
     staged: int = 0
     places: int = 0
+    waves_m: int = 1
+    small: int = 0
 
 
 # number of weights of a kernel, maximum of tokens: what takes least time on an H200 for the shapes of an 8B model in
@@ -50,8 +54,9 @@ SHARES = {
         ),
         64: (
             Share(64, 128, 4, 1, 8, 1, hidden=1, staged=1, places=2),
+            Share(64, 64, 2, 0, 8, 2, many=4, hidden=1, waves_m=2, small=1),
             Share(64, 64, 2, 1, 8, 2, many=4),
-            Share(64, 32, 1, 2, 8, 8, hidden=1, places=1),
+            Share(64, 32, 1, 2, 8, 8, hidden=1, places=1, small=1),
             Share(32, 32, 1, 0, 16, 2, hidden=1),
         ),
         128: (Share(64, 64, 2, 1, 8, 2, many=4), Share(64, 32, 1, 1, 8, 2)),
@@ -96,16 +101,10 @@ def choose(arch, formats, m, k, rows, weights=1):
         workgroups = -(-m // share.tokens) * -(-rows // share.rows)
         if workgroups < share.many * arch.units or not _balanced(workgroups, share.places * arch.units):
             continue
-        if (share.staged and not suits(formats, k)) or (share.ahead > 1 and not _light(formats)):
+        if (share.small and not is_small(formats)) or (share.staged and not suits(formats, k)):
             continue
         return _tile(arch, share, workgroups, m, k, weights)
     return None
-
-
-def _light(formats) -> bool:
-    """Whether a block takes so few registers that they hold activations loaded ahead, too, with a gain: nibbles and one
-    scale. Q4_K has two registers more; with tiles of 64 tokens and 32 rows it takes as long as without them."""
-    return all(tuple(fmt.codes) == ("Q4",) and tuple(fmt.scales) == ("D",) and not fmt.table for fmt in formats)
 
 
 def _balanced(workgroups, places) -> bool:
@@ -131,12 +130,12 @@ def choose_expert(arch, slots, k, rows, weights=1):
 
 def _tile(arch, share, workgroups, m, k, weights) -> FewTile:
     """The share's tile with as many subgroups along the columns as there is room for."""
-    waves = MOST_WAVES
-    while waves > share.least and waves * share.waves_n * workgroups > share.waves * arch.units:
+    waves, others = MOST_WAVES, share.waves_m * share.waves_n
+    while waves > share.least and waves * others * workgroups > share.waves * arch.units:
         waves //= 2
     while True:
         tile = FewTile(
-            share.tokens, share.rows, 1, share.waves_n, waves, share.ahead, hidden=share.hidden, staged=share.staged
+            share.tokens, share.rows, share.waves_m, share.waves_n, waves, share.ahead, share.hidden, share.staged
         )
         try:
             routine(arch, tile, m, k, weights)

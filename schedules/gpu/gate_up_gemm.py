@@ -11,14 +11,25 @@ from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu.activations import gated
 from mlc_amd.schedules.gpu.device import barrier, each, launch, rcp, rint, shuffle_xor, wave_max, wave_sum
 from mlc_amd.schedules.gpu.expert_gemm import expert_engine, tile_expert
-from mlc_amd.schedules.gpu.gemm import check_deferred, engine, extras, factors_of, span, token_tiles, views
+from mlc_amd.schedules.gpu.gemm import (
+    check_deferred,
+    engine,
+    extras,
+    factors_of,
+    is_quick,
+    rows_of,
+    span,
+    token_tiles,
+    views,
+    zero_of,
+)
 from mlc_amd.schedules.gpu.gemm_staged import StagedPair
 from mlc_amd.schedules.gpu.linear_args import declare_gate_up
 from mlc_amd.schedules.gpu.pairs import store_run
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import FIELDS, RUNS_OF, TINY, WIDTH, clamped, emit_store
 from mlc_amd.schedules.gpu.registers import at, lane_of, vector
-from mlc_amd.schedules.gpu.step import kernel, live_rows
+from mlc_amd.schedules.gpu.step import kernel, once
 
 
 def _elements(x):
@@ -109,7 +120,8 @@ def gate_up_swiglu(
             f"{f} rows in layout {layout!r} from activations in layout {layout_in!r} do not make one launch"
         )
     check_deferred(gemm, norm_in, 0)
-    by_run = isinstance(gemm, StagedPair)
+    by_run, row_tiles = isinstance(gemm, StagedPair), -(-f // gemm.tile.rows)
+    quick = is_quick(gemm, token_tiles(gemm, m) * row_tiles)
     if of and by_run:
         raise ValueError(f"{gemm.tile} is none for experts")
     with kernel(name) as ir:
@@ -117,7 +129,7 @@ def gate_up_swiglu(
         state, params, groups, planes, biases, out, read = args
         weights = [(fmt, bufs, f) for fmt, bufs in zip(formats, planes, strict=True)]
         acts = views(params, layout_in, m, k)
-        with launch((token_tiles(gemm, m), -(-f // gemm.tile.rows)), (gemm.threads,)) as (
+        with launch((token_tiles(gemm, m), row_tiles), (gemm.threads,)) as (
             token_tile,
             row_tile,
             thread,
@@ -125,7 +137,7 @@ def gate_up_swiglu(
             gemm.allocate(thread)
             token0, row0 = T.Bind(token_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
             first, mine = tile_expert(groups, token0, f, of.experts) if of else (None, None)
-            factors = factors_of(gemm, read, token0, thread, row_tile == 0)
+            factors = factors_of(gemm, read, token0, thread, row_tile == 0, quick)
             staged = _Staged(gemm.tile) if layout == "rows" and (arch.wave < BLOCK or not arch.subgroups) else None
 
             def store(token, row, values):
@@ -147,11 +159,9 @@ def gate_up_swiglu(
                 else:
                     _store_floats(layout, out[0], token, row, y)
 
-            # a loop of 0 or 1 steps: barriers may not stand inside an if
-            mine = token0 < live_rows(state, m) if mine is None else mine
-            with T.serial(T.Bind(T.cast(mine, "int32"))):
-                more = extras(gemm, state, factors)
-                gemm.emit(acts, weights, token0, row0, store, first, **more)
+            mine, zero = (mine, zero_of(gemm, state)) if of else rows_of(gemm, state, m, token0, quick)
+            with once(mine):
+                gemm.emit(acts, weights, token0, row0, store, first, **extras(factors, zero))
                 if staged:
                     staged.store(arch, out, token0, row0, f, thread, gemm.threads)
     return ir.get()

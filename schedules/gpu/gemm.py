@@ -16,13 +16,15 @@ from mlc_amd.schedules.gpu.deferred_norm import RowFactors
 from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.gemm_coop import CoopGemm
 from mlc_amd.schedules.gpu.gemm_dot import DotGemm, ExactGemm, FloatGemm
-from mlc_amd.schedules.gpu.gemm_few import FewGemm, FewTile
+from mlc_amd.schedules.gpu.gemm_few import QUAD, FewGemm, FewTile
 from mlc_amd.schedules.gpu.gemm_matrix import MatrixGemm
 from mlc_amd.schedules.gpu.linear_args import declare_linear, segments_of
 from mlc_amd.schedules.gpu.load import QUADS
 from mlc_amd.schedules.gpu.planes import BLOCK, padded
 from mlc_amd.schedules.gpu.registers import at, vector
-from mlc_amd.schedules.gpu.step import kernel, live_rows, unknown_zero
+from mlc_amd.schedules.gpu.step import kernel, live_rows, live_rows_and_zero, once, unknown_zero, where
+
+RESIDENT = 4  # workgroups of a kernel for few tokens that a compute unit holds at once
 
 
 def engine(layout, formats, m, k, arch, rows, tile=None, together=1):
@@ -80,17 +82,42 @@ def token_tiles(gemm, m) -> int:
     return -(-m // gemm.tile.tokens) if isinstance(gemm, FewGemm) else m // gemm.tile.tokens
 
 
-def factors_of(gemm, read, token0, thread, first) -> RowFactors | None:
-    """The factors of a tile's tokens, of a norm that the kernel completes; None without one. Only `FewGemm` does."""
+def is_quick(gemm, workgroups) -> bool:
+    """Whether what a workgroup waits for decides how long the kernel takes: all of them are resident at once. Only
+    `FewGemm` has such kernels; those of gate and up, which have no registers to spare, are not but for staged tiles."""
+    few = isinstance(gemm, FewGemm) and workgroups <= RESIDENT * gemm.arch.units
+    return few and (gemm.weights == 1 or bool(gemm.tile.staged))
+
+
+def factors_of(gemm, read, token0, thread, first, quick) -> RowFactors | None:
+    """The factors of a tile's tokens, of a norm that the kernel completes; None without one. Only `FewGemm` does.
+    quick: what they are made of is loaded before the products."""
     if read is None:
         return None
-    return RowFactors(gemm.arch, read, gemm.tile.tokens, token0, thread, gemm.threads, first)
+    factors = RowFactors(gemm.arch, read, gemm.tile.tokens, token0, thread, gemm.threads, first)
+    if quick:
+        factors.load()
+    return factors
 
 
-def extras(gemm, state, factors) -> dict:
+def rows_of(gemm, state, m, token0, quick) -> tuple:
+    """(whether a tile has live tokens, an int32 that is 0, which the compiler does not know, or None)."""
+    if not quick:
+        return token0 < live_rows(state, m), zero_of(gemm, state)
+    live, zero = live_rows_and_zero(state, m)
+    # of all tokens some are always live
+    return T.bool(True) if token_tiles(gemm, m) == 1 else token0 < live, zero
+
+
+def zero_of(gemm, state):
+    """An int32 that is 0, which the compiler does not know; None where the tile has no use for it."""
+    return unknown_zero(state) if isinstance(gemm, FewGemm) and gemm.tile.hidden else None
+
+
+def extras(factors, zero) -> dict:
     """What only the `emit` of some tile routines takes."""
     more = {} if factors is None else {"meanwhile": factors.compute}
-    return more | {"zero": unknown_zero(state)} if isinstance(gemm, FewGemm) and gemm.tile.hidden else more
+    return more if zero is None else more | {"zero": zero}
 
 
 def check_deferred(gemm, norm_in, made) -> None:
@@ -117,34 +144,60 @@ def linear(segments, k, m, layout, biases, residual, arch, name, tile=None, norm
     gemm = engine(layout, [fmt for fmt, _ in segments], m, k, arch, sum(padded(n) for _, n in segments), tile)
     check_deferred(gemm, norm_in, segments[0][1] if norm_out else 0)
     counts = [-(-padded(n) // gemm.tile.rows) for _, n in segments]
+    quick = is_quick(gemm, token_tiles(gemm, m) * sum(counts))
     with kernel(name) as ir:
         args = declare_linear(segments, k, m, layout, biases, residual, None, norm_in, norm_out)
-        R = args.residual
         acts = views(args.acts, layout, m, k)
         with launch((token_tiles(gemm, m), sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
             gemm.allocate(thread)
-            token0, live, first = T.Bind(token_tile * gemm.tile.tokens), live_rows(args.state, m), 0
-            factors = factors_of(gemm, args.read, token0, thread, row_tile == 0)
-            for (fmt, n, bufs, bias, Y), count in zip(args.segments, counts, strict=True):
-
-                def store(token, row, values, n=n, bias=bias, Y=Y):
-                    (x,), index = values, span(row, values[0])
-                    if factors is not None:
-                        x = factors.scaled(token, x)
-                    if bias is not None:
-                        x = x + _bias(bias, index, n)
-                    if R is not None:
-                        x = R[token, index] + x
-                    x = T.Bind(x)
-                    T.buffer_store(Y, x, [token, index])
-                    if args.made is not None:
-                        args.made.store(arch, token, row, x)
-
-                # a loop of 0 or 1 steps: barriers may not stand inside an if
-                mine = (token0 < live) & (row_tile >= first) & (row_tile < first + count)
-                with T.serial(T.Bind(T.cast(mine, "int32"))):
+            token0, first = T.Bind(token_tile * gemm.tile.tokens), 0
+            factors = factors_of(gemm, args.read, token0, thread, row_tile == 0, quick)
+            live, zero = rows_of(gemm, args.state, m, token0, quick)
+            more = extras(factors, zero)
+            for segment, count in zip(args.segments, counts, strict=True):
+                epilogue = _Epilogue(arch, args, segment, factors)
+                mine = live & (row_tile >= first) & (row_tile < first + count)
+                if quick:
+                    more["early"] = epilogue.early
+                with where(mine) if quick else once(mine):
                     row0 = T.Bind((row_tile - first) * gemm.tile.rows)
-                    more = extras(gemm, args.state, factors)
-                    gemm.emit(acts, [(fmt, bufs, padded(n))], token0, row0, store, **more)
+                    weight = segment.fmt, segment.planes, padded(segment.n)
+                    gemm.emit(acts, [weight], token0, row0, epilogue.store, **more)
                 first += count
     return ir.get()
+
+
+class _Epilogue:
+    """What becomes of the products of a segment's rows."""
+
+    def __init__(self, arch, args, segment, factors):
+        self.arch, self.args, self.segment, self.factors = arch, args, segment, factors
+
+    def load(self, token, row, lanes):
+        """What `store` reads from memory for `lanes` rows of a token: bias, residual, what a norm is prepared with."""
+        segment, args, index = self.segment, self.args, at(row, lanes)
+        return (
+            None if segment.bias is None else _bias(segment.bias, index, segment.n),
+            None if args.residual is None else args.residual[token, index],
+            None if args.made is None else args.made.load(token, row),
+        )
+
+    def early(self, token, row):
+        """The same in registers."""
+        bias, residual, norm = self.load(token, row, QUAD)
+        return *(None if x is None else T.Bind(x) for x in (bias, residual)), norm
+
+    def store(self, token, row, values, loaded=None):
+        """loaded: of `early`; None: nothing is yet."""
+        (x,) = values
+        if self.factors is not None:
+            x = self.factors.scaled(token, x)
+        bias, residual, norm = loaded or self.load(token, row, x.ty.dtype.lanes)
+        if bias is not None:
+            x = x + bias
+        if residual is not None:
+            x = residual + x
+        x = T.Bind(x)
+        T.buffer_store(self.segment.Y, x, [token, span(row, x)])
+        if norm is not None:
+            self.args.made.store(self.arch, token, row, x, norm)

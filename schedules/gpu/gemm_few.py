@@ -24,8 +24,8 @@ from mlc_amd.schedules.gpu.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.device import barrier, uniform
 from mlc_amd.schedules.gpu.pairs import GROUP, LANES, RUN, RUNS, TOKENS, lanes_shape
 from mlc_amd.schedules.gpu.planes import BLOCK
-from mlc_amd.schedules.gpu.registers import Held, at, lane_of, vector
-from mlc_amd.schedules.gpu.step import kept
+from mlc_amd.schedules.gpu.registers import Held, at, lane_of, local, put, vector
+from mlc_amd.schedules.gpu.step import all_of, kept, when
 
 ROWS, COLUMNS = 16, 16
 SHAPE = ROWS, TOKENS, COLUMNS  # of the matrices: rows x tokens x columns
@@ -58,6 +58,9 @@ class FewTile:
 
 
 SUMS = 128  # of a lane, at most
+# Bytes of shared memory of a thread for the sums of several row tiles at once, at most: with more, NVIDIA's compiler
+# takes more registers, and half as many threads are resident.
+SHARED = 80
 
 
 def _each_run(formats):
@@ -90,17 +93,24 @@ class FewGemm:
             raise ValueError(f"{tile} does not divide into {ROWS} x {TOKENS} matrices of {k} columns")
         if self.weights * self.tiles_n * self.tiles_m * (ROWS * TOKENS // WAVE) > SUMS:
             raise ValueError(f"{tile} has more than {SUMS} sums of a lane")
-        # row tiles of all weights for as many token tiles at once as fit
-        self.ld = ROWS // QUAD + PAD
-        per_token_tile = self.waves * weights * TOKENS * self.ld
-        self.at_once = next((n for n in (8, 4, 2, 1) if self._holds(n, per_token_tile)), 0)
-        if not self.at_once or self.threads > arch.few_threads:
+        # as many of the sums at once as there is room for, of all weights; preferably all rows of a token
+        parts = [(rows, tokens) for tokens in (8, 4, 2, 1) for rows in range(self.tiles_n, 0, -1)]
+        parts = [part for part in parts if self._holds(*part)]
+        if not parts or self.threads > arch.few_threads:
             raise ValueError(f"{tile} takes more shared memory or threads than {arch.name} has")
-        self.units = self.at_once * per_token_tile
+        self.rows_at_once, self.at_once = max(parts, key=lambda part: part[0] * part[1])
+        self.quads = self.rows_at_once * (ROWS // QUAD)  # of a token of a subgroup
+        self.ld = self.quads + PAD
+        self.units = self._units(self.rows_at_once, self.at_once)
 
-    def _holds(self, token_tiles, units) -> bool:
-        factors = 4 * self.tile.tokens  # bytes, of `deferred_norm.py`
-        return self.tiles_m % token_tiles == 0 and token_tiles * units * UNIT_BYTES + factors <= self.arch.lds
+    def _units(self, row_tiles, token_tiles) -> int:
+        """Of the sums of so many tiles of each subgroup in shared memory."""
+        return self.waves * self.weights * token_tiles * TOKENS * (row_tiles * (ROWS // QUAD) + PAD)
+
+    def _holds(self, row_tiles, token_tiles) -> bool:
+        size, factors = self._units(row_tiles, token_tiles) * UNIT_BYTES, 4 * self.tile.tokens  # of `deferred_norm.py`
+        whole = self.tiles_m % token_tiles == 0 and self.tiles_n % row_tiles == 0
+        return whole and size + factors <= self.arch.lds and (row_tiles == 1 or size <= SHARED * self.threads)
 
     def allocate(self, thread):
         """Declares shared memory and matrices inside the launch; `thread`: threadIdx.x."""
@@ -115,10 +125,11 @@ class FewGemm:
         self.b = Fragments("b", self.tiles_m, SHAPE)
         self.sums = Fragments("sum", self.weights * self.tiles_n * self.tiles_m, SHAPE)
 
-    def emit(self, acts, weights, token0, row0, epilogue, first=None, meanwhile=None, zero=None):
+    def emit(self, acts, weights, token0, row0, epilogue, first=None, meanwhile=None, zero=None, early=None):
         """One tile: tokens token0.. of the activations (H,) in the layout "lanes"; the rest is as in
         `CoopGemm.emit`. meanwhile(): emitted behind the products, a barrier before the epilogue. zero: an int32 that
-        is 0, which the compiler does not know; None: there is none, and `hidden` has no effect."""
+        is 0, which the compiler does not know; None: there is none, and `hidden` has no effect. early(token, row): what
+        the epilogue loads besides, which it gets behind the values; called as early as that can be."""
         weights = [(fmt, coop_load.views(fmt, bufs, 1), padded) for fmt, bufs, padded in weights]
         for fragments in (self.a, self.b, self.sums):
             for i in range(fragments.count):
@@ -127,12 +138,7 @@ class FewGemm:
         self._sum_up(acts[0], weights, token0, row0, first)
         if meanwhile is not None:
             meanwhile()
-        for i in range(self.tiles_n):
-            for j in range(0, self.tiles_m, self.at_once):
-                self._hand_over(i, j)
-                barrier()
-                self._finish(i, j, weights[0][2], token0, row0, epilogue)
-                barrier()
+        self._results(weights[0][2], token0, row0, epilogue, early)
 
     def _sum_up(self, X, weights, token0, row0, first):
         """The products of all columns."""
@@ -274,49 +280,97 @@ class FewGemm:
 
     # ---- results
 
-    def _sums_unit(self, wave, weight, token_tile):
-        """First unit of a subgroup's sums of 16 rows of a weight for eight tokens."""
-        return ((wave * self.weights + weight) * self.at_once + token_tile) * (TOKENS * self.ld)
+    def _sums_unit(self, wave, weight, token):
+        """First unit of a subgroup's sums of a token, of number `token` of those that are there at once."""
+        return ((wave * self.weights + weight) * (self.at_once * TOKENS) + token) * self.ld
 
-    def _hand_over(self, i, first):
-        """The sums of row tile i, of token tiles `first`.., to shared memory."""
+    def _hand_over(self, first_row, first):
+        """The sums of row tiles `first_row`.., of token tiles `first`.., to shared memory."""
         for w in range(self.weights):
-            for t in range(self.at_once):
-                place = self.lds[self._sums_unit(self.wave, w, t)]
-                self.sums.store((w * self.tiles_n + i) * self.tiles_m + first + t, place, self.ld * QUAD, "col_major")
+            for i in range(self.rows_at_once):
+                for t in range(self.at_once):
+                    place = self.lds[self._sums_unit(self.wave, w, t * TOKENS) + i * (ROWS // QUAD)]
+                    number = (w * self.tiles_n + first_row + i) * self.tiles_m + first + t
+                    self.sums.store(number, place, self.ld * QUAD, "col_major")
 
-    def _finish(self, i, first, padded, token0, row0, epilogue):
-        """Hands these sums to the epilogue; rows beyond the weight's and tokens beyond the m are left out."""
-        tile, quads = self.tile, ROWS // QUAD
-        per_wave = self.at_once * TOKENS * quads
-        total = tile.waves_m * tile.waves_n * per_wave
+    def _results(self, padded, token0, row0, epilogue, early):
+        """Adds up the sums and hands them to the epilogue."""
+        tile = self.tile
+        passes = [
+            (i, j) for i in range(0, self.tiles_n, self.rows_at_once) for j in range(0, self.tiles_m, self.at_once)
+        ]
+        whole = not (padded % tile.rows or self.m % tile.tokens)
+        if early is not None and whole and len(passes) * self._of_a_pass() == self.threads:
+            self._finish_one(passes, token0, row0, epilogue, early)
+            return
+        for number, (i, j) in enumerate(passes):
+            if number:
+                barrier()
+            self._hand_over(i, j)
+            barrier()
+            self._finish(i, j, padded, token0, row0, epilogue, early)
+
+    def _of_a_pass(self):
+        """Units of four rows that are in shared memory at once."""
+        return self.tile.waves_m * self.tile.waves_n * self.at_once * TOKENS * self.quads
+
+    def _place(self, c, first_row, first, token0, row0):
+        """Of number c of these units ((subgroup, token, number within that), its token, its row)."""
+        tile, per_wave = self.tile, self.at_once * TOKENS * self.quads
+        wave, own = T.Bind(c // per_wave), T.Bind(c % per_wave)
+        wave_m, wave_n = T.Bind(wave % tile.waves_m), T.Bind(wave // tile.waves_m)
+        token, quad = T.Bind(own // self.quads), T.Bind(own % self.quads)
+        row = T.Bind(row0 + (wave_n * self.tiles_n + first_row) * ROWS + quad * QUAD)
+        target = T.Bind(token0 + (wave_m * self.tiles_m + first) * TOKENS + token)
+        return (wave, token, quad), target, row
+
+    def _added(self, weight, wave, token, quad):
+        """The float32x4 of such a unit of a weight."""
+        parts = []
+        for k in range(self.tile.waves_k):
+            source = wave + k * (self.tile.waves_m * self.tile.waves_n)
+            unit = self._sums_unit(source, weight, token) + quad
+            parts.append(T.reinterpret("float32x4", T.Bind(self.lds[unit])))
+        return T.Bind(sum(parts[1:], parts[0]))
+
+    def _finish_one(self, passes, token0, row0, epilogue, early):
+        """Each thread has one result, of one of the passes. What it loads besides need not wait for the sums."""
+        per_pass = self._of_a_pass()
+        mine, rows, tokens = (T.Bind(self.thread // per_pass), *zip(*passes, strict=True))
+        first_row, first = (T.int32(0) if len(passes) == 1 else _chosen(mine, each) for each in (rows, tokens))
+        place, target, row = self._place(T.Bind(self.thread % per_pass), first_row, first, token0, row0)
+        loaded = early(target, row)
+        cells = [[local(1) for _ in range(QUAD)] for _ in range(self.weights)]
+        for number, (i, j) in enumerate(passes):
+            if number:
+                barrier()
+            self._hand_over(i, j)
+            barrier()
+            with when(None if len(passes) == 1 else mine == number):
+                for w, own in enumerate(cells):
+                    value = self._added(w, *place)
+                    for e, cell in enumerate(own):
+                        put(cell, lane_of(value, e), 0)
+        epilogue(target, row, [T.Bind(vector([cell[0] for cell in own])) for own in cells], loaded)
+
+    def _finish(self, first_row, first, padded, token0, row0, epilogue, early):
+        """Hands the sums that are in shared memory to the epilogue; rows beyond the weight's and tokens beyond the m
+        are left out."""
+        tile, total = self.tile, self._of_a_pass()
         with T.serial(-(-total // self.threads)) as step:
             c = T.Bind(step * self.threads + self.thread)
-            wave, place = T.Bind(c // per_wave), T.Bind(c % per_wave)
-            wave_m, wave_n = T.Bind(wave % tile.waves_m), T.Bind(wave // tile.waves_m)
-            token, quad = T.Bind(place // quads), T.Bind(place % quads)
-            row = T.Bind(row0 + (wave_n * self.tiles_n + i) * ROWS + quad * QUAD)
-            target = T.Bind(token0 + (wave_m * self.tiles_m + first) * TOKENS + token)
-
-            def store():
-                values = []
-                for w in range(self.weights):
-                    parts = []
-                    for k in range(tile.waves_k):
-                        source = wave + k * (tile.waves_m * tile.waves_n)
-                        unit = self._sums_unit(source, w, 0) + token * self.ld + quad
-                        parts.append(T.reinterpret("float32x4", T.Bind(self.lds[unit])))
-                    values.append(T.Bind(sum(parts[1:], parts[0])))
-                epilogue(target, row, values)
-
+            place, target, row = self._place(c, first_row, first, token0, row0)
             conditions = [row < padded] if padded % tile.rows else []
             conditions += [c < total] if total % self.threads else []
             conditions += [target < self.m] if self.m % tile.tokens else []
-            if not conditions:
-                store()
-                return
-            allowed = conditions[0]
-            for condition in conditions[1:]:
-                allowed = allowed & condition
-            with T.If(allowed), T.Then():
-                store()
+            with when(all_of(conditions)):
+                loaded = [] if early is None else [early(target, row)]
+                epilogue(target, row, [self._added(w, *place) for w in range(self.weights)], *loaded)
+
+
+def _chosen(number, values):
+    """values[number], of a number in a register."""
+    found = T.int32(values[-1])
+    for i, value in enumerate(values[:-1]):
+        found = T.Select(number == i, T.int32(value), found)
+    return T.Bind(found)

@@ -13,7 +13,7 @@ from mlc_amd.schedules.gpu.gemm_few import QUAD, UNIT_BYTES, WAVE, FewGemm
 from mlc_amd.schedules.gpu.pairs import GROUP, LANES, RUN, RUNS, TOKENS, lanes_shape
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.registers import Held, at, lane_of, vector
-from mlc_amd.schedules.gpu.step import kept, when
+from mlc_amd.schedules.gpu.step import all_of, kept, when
 
 TILE_UNITS = LANES // RUN  # units of 16 bytes of eight tokens and a group
 AHEAD = 2  # groups of the loop's body
@@ -25,6 +25,12 @@ def suits(formats, k) -> bool:
     columns are whole bodies of the loop."""
     few = all(tuple(fmt.codes) == ("Q4",) and not fmt.table for fmt in formats)
     return few and k % (AHEAD * GROUP * BLOCK) == 0
+
+
+def is_small(formats) -> bool:
+    """Whether a block of weights of these formats takes few registers, its scale among them: those of Q4_K leave none
+    for activations ahead."""
+    return suits(formats, 0) and all(tuple(fmt.scales) == ("D",) for fmt in formats)
 
 
 class StagedGemm(FewGemm):
@@ -105,7 +111,7 @@ class StagedPair(StagedGemm):
         if weights != TILES or tile.rows % BLOCK or self.at_once != self.tiles_m:
             raise ValueError(f"{tile} has no whole blocks of rows, or too many for shared memory")
 
-    def _finish(self, i, first, padded, token0, row0, epilogue):
+    def _finish(self, first_row, first, padded, token0, row0, epilogue, early):
         tile, blocks = self.tile, self.tile.rows // BLOCK
         with kept(tile.tokens * blocks * RUNS // self.threads) as step:
             c = T.Bind(step * self.threads + self.thread)
@@ -118,15 +124,9 @@ class StagedPair(StagedGemm):
             def values(weight):
                 parts = []
                 for half in range(2):
-                    unit = self._sums_unit(block * 2 + half, weight, T.Bind(token // TOKENS))
-                    place = T.Bind(unit + token % TOKENS * self.ld + run)
+                    place = T.Bind(self._sums_unit(block * 2 + half, weight, token) + run)
                     parts.append(T.Bind(T.reinterpret("float32x4", T.Bind(self.lds[place]))))
                 return T.Bind(vector([lane_of(part, e) for part in parts for e in range(QUAD)]))
 
-            with when(_both(conditions)):
+            with when(all_of(conditions)):
                 epilogue(target, row, [values(w) for w in range(self.weights)])
-
-
-def _both(conditions):
-    """All of at most two conditions; None: there are none."""
-    return conditions[0] & conditions[1] if len(conditions) == 2 else conditions[0] if conditions else None

@@ -18,7 +18,9 @@ from mlc_amd.schedules.gpu.device import COHERENT
 # Rows of a step, at most, in which each weight is loaded once and multiplied with every row (GEMV); a power of two.
 # With more rows the products take longer than the weights, and GEMMs take over.
 FEW = 8
-KEPT = "mlc_amd.kept"  # annotation of a loop: the driver is told not to unroll it
+# annotations of a loop
+KEPT = "mlc_amd.kept"  # the driver is told not to unroll it
+ONCE = "mlc_amd.once"  # it has at most one step: the SPIR-V generator makes it an `if`
 
 
 @contextmanager
@@ -35,6 +37,16 @@ def kernel(name, coherent=()):
 def kept(count):
     """`with kept(n) as i:` a loop that stays one in the driver's code, too, where that is made by a driver."""
     return T.serial(count, annotations={KEPT: 1})
+
+
+def once(condition):
+    """`with once(condition):` a loop of 0 or 1 steps: TVM refuses barriers in an `if`."""
+    return T.serial(T.Bind(T.cast(condition, "int32")))
+
+
+def where(condition):
+    """As `once`, but the driver gets an `if`: in a loop it keeps in registers what another step would need."""
+    return T.serial(T.Bind(T.cast(condition, "int32")), annotations={ONCE: 1})
 
 
 def state_arg():
@@ -80,3 +92,17 @@ def opaque_zero(state, i):
 def unknown_zero(state):
     """An int32 that is 0, which the compiler does not know."""
     return T.Bind(state[3])
+
+
+def live_rows_and_zero(state, m):
+    """(`live_rows`, `unknown_zero`), which the driver loads at once: the first one needs both."""
+    zero = unknown_zero(state)
+    return T.Bind(live_rows(state, m) + zero), zero
+
+
+def all_of(conditions):
+    """All of these conditions, for `when`; None: there are none."""
+    found = None
+    for condition in conditions:
+        found = condition if found is None else found & condition
+    return found

@@ -17,7 +17,7 @@ from mlc_amd.compiler.codegen.spirv.intrinsics import name_of
 from mlc_amd.compiler.codegen.spirv.matrix import Matrix
 from mlc_amd.compiler.codegen.spirv.subgroup import EXCHANGES, UNIFORM, Subgroup
 from mlc_amd.compiler.codegen.spirv.types import FRAGMENTS, Unsupported, contains, kind, parse, scope
-from mlc_amd.schedules.gpu.step import KEPT
+from mlc_amd.schedules.gpu.step import KEPT, ONCE
 
 ADDRESS = 8
 AXES = "xyz"
@@ -180,6 +180,10 @@ class Emitter(Subgroup, Matrix):
             self.environment[variable] = i
             self.dispatch("stmt_", s.body)
 
+        if ONCE in s.annotations:
+            some = self.asm.op("INotEqual", "bool", self.value(s.extent), self.int_const(0))
+            self.asm.selection(some, lambda: body(self.value(s.min)))
+            return
         by_length = contains(
             s.extent, lambda n: n in self.lengths or (kind(n) == "Call" and name_of(n) == "fragment_length")
         )
