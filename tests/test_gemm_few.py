@@ -40,12 +40,14 @@ CASES = {
     "ahead": ("q4_0", 41, 640, 12, FewTile(16, 32, 1, 2, 2, 2, 1)),  # activations, too; one wave has a step more
     "part ahead": ("q4_0", 16, 192, 8, FewTile(8, 16, 1, 1, 2, 2)),
     "staged": ("q4_0", 90, 512, 20, FewTile(16, 64, 1, 2, 1, 1, 1, staged=1)),
+    "staged ahead": ("q4_0", 64, 512, 12, FewTile(16, 64, 1, 2, 1, 2, 1, staged=1)),
     "staged sub-scales": ("q4_k", 64, 512, 12, FewTile(16, 64, 1, 2, 1, 1, staged=1)),
 }
 
 
 @pytest.mark.parametrize(
-    "name", sample(CASES, ["padding", "waves", "part", "hidden fields", "ahead", "part ahead", "staged"])
+    "name",
+    sample(CASES, ["padding", "waves", "part", "hidden fields", "ahead", "part ahead", "staged", "staged ahead"]),
 )
 def test_linear(name):
     fmt, n, k, m, tile = CASES[name]

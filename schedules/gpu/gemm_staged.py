@@ -8,7 +8,7 @@ these registers is copied, which would wait for its load.
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier
+from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier, wave_barrier
 from mlc_amd.schedules.gpu.gemm_few import QUAD, UNIT_BYTES, WAVE, FewGemm
 from mlc_amd.schedules.gpu.pairs import GROUP, LANES, RUN, RUNS, TOKENS, lanes_shape
 from mlc_amd.schedules.gpu.planes import BLOCK
@@ -61,11 +61,16 @@ class StagedGemm(FewGemm):
             """The products of a group, number 0 or 1 of the body; stages the activations of the next one."""
             x = self._activations(X, token0, T.Bind(T.min(group + 1, last)))
             decoders = self._decoders(formats, fetched)
+            following = self._staged_run(number, 0)
             for j in range(RUNS):
-                place = T.Bind(self.lane + (number * self.buffer + j * WAVE))
-                units = [T.Bind(self.lds[place + t * TILE_UNITS]) for t in range(self.tiles_m)]
+                units = following
+                if self.tile.ahead > 1 and j + 1 < RUNS:
+                    following = self._staged_run(number, j + 1)
+                    wave_barrier()  # the driver's compiler moves no load across it
                 runs = [[run(j) for run in each] for each in decoders]
                 self._add_products(runs, [T.Bind(T.reinterpret("float16x8", unit)) for unit in units])
+                if self.tile.ahead < 2 and j + 1 < RUNS:
+                    following = self._staged_run(number, j + 1)
             self._stage(x, 1 - number)
             barrier()
 
@@ -80,6 +85,11 @@ class StagedGemm(FewGemm):
             after = fetch(T.Bind(T.min(one + 1, last)))
             multiply(1, one, following)
             held.keep(after)
+
+    def _staged_run(self, number, j):
+        """Run j of the activations in buffer number 0 or 1, of each of the token tiles."""
+        place = T.Bind(self.lane + (number * self.buffer + j * WAVE))
+        return [T.Bind(self.lds[place + t * TILE_UNITS]) for t in range(self.tiles_m)]
 
     def _pieces(self):
         """Units of a group's activations that this thread stages."""

@@ -40,7 +40,7 @@ COOP = TILE | {"waves_k": (1, 2, 4), "span": (1, 2, 4)}
 MATRIX = TILE | {"buffers": (1, 2), "waves_k": (1, 2, 4)}
 FEW_TILE = {
     "tokens": (8, 16, 32, 64, 128), "rows": (16, 32, 48, 64, 96, 128), "waves_m": (1, 2, 4), "waves_n": (1, 2, 4),
-    "waves_k": (1, 2, 4, 8, 16), "ahead": (0, 1), "hidden": (0, 1), "staged": (0, 1),
+    "waves_k": (1, 2, 4, 8, 16), "ahead": (0, 1, 2), "hidden": (0, 1), "staged": (0, 1),
 }  # fmt: skip
 DOT = {"tokens": (16, 32, 64, 128), "rows": (32, 64, 128), "threads_m": (1, 2, 4, 8)}
 MATRIX_TILES = (1, 2, 4)
@@ -201,7 +201,7 @@ def _dot_limits(gemm, tile, formats, arch) -> float:
 
 
 def _few_limits(gemm, tile, formats, arch) -> float:
-    blocks = gemm.weights * gemm.tiles_n * 2 * (1 + tile.ahead)
+    blocks = gemm.weights * gemm.tiles_n * 2 * (2 if tile.ahead else 1)
     if blocks > BLOCKS // 2:
         raise ValueError(f"{tile}: a lane would load {blocks} blocks at once")
     return blocks * _block_bytes(formats[0])
