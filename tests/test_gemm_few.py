@@ -12,6 +12,7 @@ from test_gpu_experts import Case, assigned, stack
 from test_gpu_gemm import error, state, weights
 from test_vulkan_coop import tolerance
 
+from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.runtime.devices.vulkan import fragments
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import lookup
@@ -159,6 +160,13 @@ def test_staged_activations_of_a_deferred_norm():
     products = [normed @ each.astype(np.float16).astype(np.float64).T for each in w]
     got = activations.read("lanes", {"H": got}, rows=np.arange(m))[:, :n]
     assert error(got, products[0] / (1 + np.exp(-products[0])) * products[1]) < tolerance("q4_0") + 6e-4  # float16
+
+
+def test_a_deferred_norm_of_many_columns():
+    """A thread that adds up all squares of a token, in a kernel that compiles nevertheless."""
+    tile = FewTile(64, 32, 1, 1, 2)
+    kernel = gate_up_swiglu("q4_0", "q4_0", 32, 8192, 64, "lanes", "lanes", NVIDIA, "k", tile, norm_in=1e-5)
+    assert compile_spirv({"k": kernel}, NVIDIA).modules
 
 
 def test_deferred_norms_are_of_few_tokens():

@@ -118,6 +118,7 @@ class RowFactors:
             for i in range(width):
                 value = lane_of(x, i) if width > 1 else x
                 total = total + (value if inside else T.Select(place < sums, value, T.float32(0)))
+            total = T.Bind(total)  # a thread may have hundreds: code generation would nest as deep
         return T.Bind(total), T.Bind(read.scale[row]), row, token, part, lanes
 
     def compute(self):
