@@ -23,7 +23,7 @@ from mlc_amd.schedules.gpu import load
 from mlc_amd.schedules.gpu.device import fma
 from mlc_amd.schedules.gpu.pairs import RUN, RUN_COLUMNS, RUNS
 from mlc_amd.schedules.gpu.planes import BLOCK
-from mlc_amd.schedules.gpu.registers import at, lane_of, opaque, vector
+from mlc_amd.schedules.gpu.registers import at, chosen, lane_of, opaque, vector
 from mlc_amd.schedules.gpu.tables import values
 
 EXPONENT = 0x64006400  # of 1024.0 as float16, in both halves of a word
@@ -149,7 +149,7 @@ def _fields(codes, j, t, exponent):
     for plane, words in codes.items():
         bits = PLANE_BITS[plane]
         places, first = _place(plane, j, t)
-        word = _shifted(_chosen([words[i] for i in places], j), first, filled)
+        word = _shifted(chosen([words[i] for i in places], j), first, filled)
         found = word & T.uint32(0x00010001 * ((1 << bits) - 1 << filled)) | found
         filled += bits
     return T.Bind(found)
@@ -158,25 +158,13 @@ def _fields(codes, j, t, exponent):
 def _nibbles(words, j, exponents):
     """Four words, as of `_fields`, of codes that are nibbles only, but pairs 1 and 3 are 64 + the codes: one shift
     instead of three."""
-    low = _chosen(words, j)
+    low = chosen(words, j)
     high = T.Bind(T.shift_right(low, T.uint32(8)))
     return [
         T.Bind(word & T.uint32(mask) | exponent)
         for word in (low, high)
         for mask, exponent in zip((0x000F000F, 0x00F000F0), exponents, strict=True)
     ]
-
-
-def _chosen(words, j):
-    """words[j], or the only one."""
-    if len(words) == 1:
-        return words[0]
-    if isinstance(j, int):
-        return words[j]
-    found = words[-1]
-    for i, word in enumerate(words[:-1]):
-        found = T.Select(j == i, word, found)
-    return T.Bind(found)
 
 
 def _shifted(word, first, filled):

@@ -17,7 +17,7 @@ from mlc_amd.schedules.gpu.experts import Slots, bias_args, check_rows, expert_a
 from mlc_amd.schedules.gpu.gemm import engine, span, views
 from mlc_amd.schedules.gpu.planes import plane_args
 from mlc_amd.schedules.gpu.quantize import act_args
-from mlc_amd.schedules.gpu.step import kernel, state_arg
+from mlc_amd.schedules.gpu.step import kernel, once, state_arg
 
 
 def expert_engine(of: Slots, layout, formats, k, arch, rows, tile=None, together=1):
@@ -66,7 +66,6 @@ def expert_linear(fmt, n, k, of: Slots, layout, arch, name, tile=None):
                     x = x + bias[span(T.Bind(first + row), x)]
                 T.buffer_store(Y, x, [slot, span(row, values[0])])
 
-            # a loop of 0 or 1 steps: barriers may not stand inside an if
-            with T.serial(T.Bind(T.cast(mine, "int32"))):
+            with once(mine):
                 gemm.emit(acts, [(fmt, bufs, n)], slot0, row0, store, first)
     return ir.get()

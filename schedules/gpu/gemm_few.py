@@ -24,7 +24,7 @@ from mlc_amd.schedules.gpu.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.device import barrier, uniform
 from mlc_amd.schedules.gpu.pairs import GROUP, LANES, RUN, RUNS, TOKENS, lanes_shape
 from mlc_amd.schedules.gpu.planes import BLOCK
-from mlc_amd.schedules.gpu.registers import Held, at, lane_of, local, put, vector
+from mlc_amd.schedules.gpu.registers import Held, at, chosen, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.step import all_of, kept, when
 
 ROWS, COLUMNS = 16, 16
@@ -336,8 +336,8 @@ class FewGemm:
     def _finish_one(self, passes, token0, row0, epilogue, early):
         """Each thread has one result, of one of the passes. What it loads besides need not wait for the sums."""
         per_pass = self._of_a_pass()
-        mine, rows, tokens = (T.Bind(self.thread // per_pass), *zip(*passes, strict=True))
-        first_row, first = (T.int32(0) if len(passes) == 1 else _chosen(mine, each) for each in (rows, tokens))
+        mine = T.Bind(self.thread // per_pass)
+        first_row, first = (chosen([T.int32(x) for x in each], mine) for each in zip(*passes, strict=True))
         place, target, row = self._place(T.Bind(self.thread % per_pass), first_row, first, token0, row0)
         loaded = early(target, row)
         cells = [[local(1) for _ in range(QUAD)] for _ in range(self.weights)]
@@ -366,11 +366,3 @@ class FewGemm:
             with when(all_of(conditions)):
                 loaded = [] if early is None else [early(target, row)]
                 epilogue(target, row, [self._added(w, *place) for w in range(self.weights)], *loaded)
-
-
-def _chosen(number, values):
-    """values[number], of a number in a register."""
-    found = T.int32(values[-1])
-    for i, value in enumerate(values[:-1]):
-        found = T.Select(number == i, T.int32(value), found)
-    return T.Bind(found)

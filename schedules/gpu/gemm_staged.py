@@ -23,14 +23,18 @@ TILES = 2  # of ROWS rows that a subgroup has: with more, registers would hold n
 def suits(formats, k) -> bool:
     """Whether weights of these formats and k columns can have such a tile: a block's codes take few registers, and the
     columns are whole bodies of the loop."""
-    few = all(tuple(fmt.codes) == ("Q4",) and not fmt.table for fmt in formats)
-    return few and k % (AHEAD * GROUP * BLOCK) == 0
+    return _nibbles(formats) and k % (AHEAD * GROUP * BLOCK) == 0
 
 
 def is_small(formats) -> bool:
     """Whether a block of weights of these formats takes few registers, its scale among them: those of Q4_K leave none
     for activations ahead."""
-    return suits(formats, 0) and all(tuple(fmt.scales) == ("D",) for fmt in formats)
+    return _nibbles(formats) and all(tuple(fmt.scales) == ("D",) for fmt in formats)
+
+
+def _nibbles(formats) -> bool:
+    """Whether codes are nibbles, which no table gives values."""
+    return all(tuple(fmt.codes) == ("Q4",) and not fmt.table for fmt in formats)
 
 
 class StagedGemm(FewGemm):

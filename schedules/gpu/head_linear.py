@@ -19,7 +19,7 @@ from mlc_amd.schedules.gpu.linear_args import Segment
 from mlc_amd.schedules.gpu.load import QUADS
 from mlc_amd.schedules.gpu.planes import BLOCK, plane_args
 from mlc_amd.schedules.gpu.quantize import FIELDS, act_args
-from mlc_amd.schedules.gpu.step import FEW, kernel, live_rows, state_arg
+from mlc_amd.schedules.gpu.step import FEW, kernel, live_rows, once, state_arg
 
 
 def head_linear(fmt, heads, n, k, m, layout, arch, name):
@@ -90,7 +90,6 @@ def _emit_gemm(state, acts, fmt, planes, Y, heads, n, k, m, layout, arch):
             (x,) = values
             T.buffer_store(Y, x, [token, span(T.Bind(head * n + row), x)])
 
-        # a loop of 0 or 1 steps: barriers may not stand inside an if
-        with T.serial(T.Bind(T.cast(token0 < live, "int32"))):
+        with once(token0 < live):
             mine = [_HeadRows(view, heads, head) for view in views]
             gemm.emit(mine, [(fmt, planes, n)], token0, row0, store, T.Bind(head * n))

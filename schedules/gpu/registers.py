@@ -36,6 +36,18 @@ def vector(values):
     return T.Shuffle(values, [T.int32(i) for i in range(len(values))])
 
 
+def chosen(values, number):
+    """values[number], or the only one. number: an int or in a register."""
+    if len(values) == 1:
+        return values[0]
+    if isinstance(number, int):
+        return values[number]
+    found = values[-1]
+    for i, value in enumerate(values[:-1]):
+        found = T.Select(number == i, value, found)
+    return T.Bind(found)
+
+
 class Held:
     """Registers that a loop hands on from one step to the next: scalars in nested lists, named tuples and dicts."""
 
