@@ -41,14 +41,13 @@ CASES = {
     "ahead": ("q4_0", 41, 640, 12, FewTile(16, 32, 1, 2, 2, 2, 1)),  # activations, too; one wave has a step more
     "part ahead": ("q4_0", 16, 192, 8, FewTile(8, 16, 1, 1, 2, 2)),
     "staged": ("q4_0", 90, 512, 20, FewTile(16, 64, 1, 2, 1, 1, 1, staged=1)),
-    "staged ahead": ("q4_0", 64, 512, 12, FewTile(16, 64, 1, 2, 1, 2, 1, staged=1)),
     "staged sub-scales": ("q4_k", 64, 512, 12, FewTile(16, 64, 1, 2, 1, 1, staged=1)),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    sample(CASES, ["padding", "waves", "part", "hidden fields", "ahead", "part ahead", "staged", "staged ahead"]),
+    sample(CASES, ["padding", "waves", "part", "hidden fields", "ahead", "part ahead", "staged"]),
 )
 def test_linear(name):
     fmt, n, k, m, tile = CASES[name]
@@ -123,11 +122,33 @@ def test_deferred_norm(columns, tile):
     assert error(got, normed @ w.astype(np.float16).astype(np.float64).T) < tolerance("q4_0")
 
 
-@pytest.mark.parametrize(("fmt", "hidden"), [("q4_0", 0), ("q4_0", 1), ("q4_k", 1)])
+def test_runs_of_a_deferred_norm():
+    """Each thread has both halves of a run of the norm that a layer prepares."""
+    m, n, k, rng = 32, 32, 512, np.random.default_rng(5)
+    tile = FewTile(m, n, 1, 1, 4)
+    assert gemm.engine("lanes", [lookup("q4_0")], m, k, NVIDIA, n, tile).has_runs(n)
+    x, residual = (rng.standard_normal((m, size), np.float32) for size in (k, n))
+    x, g, before = x.astype(np.float16), rng.standard_normal(n, np.float32), rng.random(m, np.float32)
+    planes, w = weights("q4_0", n, k, 0)
+    kernel = gemm.linear([("q4_0", n)], k, m, "lanes", (True,), True, NVIDIA, "k", tile, norm_out=True)
+    bias = rng.standard_normal(n, np.float32)
+    out = [np.full((m, n), np.nan, np.float32), np.zeros(lanes_shape(m, n), np.float16), np.zeros((m, 2), np.float32)]
+    y, h, squares = emulated(
+        kernel, [state(m), in_lanes(x), *planes.values(), bias, residual, g, before, *out], NVIDIA
+    )[-3:]
+    expected = x.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T + residual + bias
+    assert error(y, expected) < tolerance("q4_0")
+    assert np.allclose(squares, (y.astype(np.float64) ** 2).reshape(m, 2, 16).sum(-1), rtol=1e-5)
+    prepared = activations.read("lanes", {"H": h}, rows=np.arange(m))[:, :n]
+    assert error(prepared, y * g * before[:, None] * MARGIN) < 2**-11  # float16
+
+
+# the rows of a tile: whole blocks, or some and a half
+@pytest.mark.parametrize(("fmt", "hidden", "rows"), [("q4_0", 0, 64), ("q4_0", 1, 48), ("q4_k", 1, 64)])
 @pytest.mark.parametrize("layout", sample(["lanes", "pairs"], ["lanes"]))
-def test_staged_activations(layout, fmt, hidden):
+def test_staged_activations(layout, fmt, hidden, rows):
     """Gate and up; the last tile of rows and that of tokens are parts of one."""
-    m, n, k, tile = 20, 96, 512, FewTile(16, 64, 1, 4, 1, 1, hidden, staged=1)
+    m, n, k, tile = 20, 160, 512, FewTile(16, rows, 1, rows // 16, 1, 1, hidden, staged=1)
     (gate, up), w = zip(*(weights(fmt, n, k, seed) for seed in (1, 2)), strict=True)
     x = np.random.default_rng(3).standard_normal((m, k), np.float32).astype(np.float16)
     kernel = gate_up_swiglu(fmt, fmt, n, k, m, "lanes", layout, NVIDIA, "k", tile)
@@ -218,39 +239,57 @@ def test_a_workgroup_for_each_compute_unit(rows, waves_n):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "rows", "columns", "staged"),
+    ("fmt", "rows", "columns", "waves_n"),
     [
-        ("q4_0", 14336, 4096, 1),
-        ("q4_k", 14336, 4096, 1),
+        ("q4_0", 14336, 4096, 7),
+        ("q4_k", 14336, 4096, 7),
+        ("q4_0", 12288, 4096, 6),
+        ("q4_0", 16896, 4096, 8),
+        ("q4_0", 15360, 4096, 8),
+        ("q4_0", 32768, 4096, 4),  # four workgroups of a compute unit
         ("q4_0", 14336, 4224, 0),  # the loop's body has two groups
-        ("q4_0", 12288, 4096, 0),  # too few workgroups
+        ("q4_0", 8192, 4096, 0),  # one subgroup of a SIMD
         ("q4_0", 17408, 4096, 0),  # some more than there is room for
         ("q6_k", 14336, 4096, 0),  # too many registers
         ("iq4_nl", 14336, 4096, 0),
     ],
 )
-def test_staged_tiles(fmt, rows, columns, staged):
-    """Of gate and up, where their workgroups fill the compute units; of one weight with twice as many rows."""
-    formats = [lookup(fmt)] * 2
-    assert few_tiles.choose(NVIDIA, formats, 64, columns, rows, 2).staged == staged
-    assert few_tiles.choose(NVIDIA, formats[:1], 64, columns, 2 * rows).staged == staged
-    assert not few_tiles.choose(NVIDIA, formats[:1], 64, columns, rows).staged
-
-
-@pytest.mark.parametrize(("fmt", "rows", "ahead"), [("q4_0", 4096, 2), ("q4_0", 6144, 0), ("q4_k", 4096, 0)])
-def test_activations_ahead(fmt, rows, ahead):
-    """Where each compute unit has a workgroup, and weights take few registers."""
-    assert few_tiles.choose(NVIDIA, [lookup(fmt)], 64, 14336, rows).ahead == ahead
+def test_staged_tiles(fmt, rows, columns, waves_n):
+    """Of gate and up: subgroups of a workgroup; 0: not staged."""
+    tile = few_tiles.choose(NVIDIA, [lookup(fmt)] * 2, 64, columns, rows, 2)
+    assert (tile.staged, tile.waves_n * tile.staged) == (waves_n > 0, waves_n)
 
 
 @pytest.mark.parametrize(
-    ("fmt", "rows", "staged", "waves_m"),
-    [("q4_0", 128256, 1, 1), ("q4_k", 128256, 1, 1), ("q4_0", 40000, 0, 2), ("q6_k", 128256, 0, 1)],
+    ("fmt", "rows", "ahead"),
+    [("q4_0", 4096, 2), ("q4_k", 4096, 2), ("q8_0", 4096, 2), ("q6_k", 4096, 1), ("iq4_nl", 4096, 0), ("f16", 4096, 0)],
 )
-def test_tiles_of_many_rows(fmt, rows, staged, waves_m):
-    """Activations are staged, or two subgroups share the tokens where a block takes few registers."""
-    tile = few_tiles.choose(NVIDIA, [lookup(fmt)], 64, 4096, rows)
-    assert (tile.staged, tile.waves_m) == (staged, waves_m)
+def test_activations_ahead(fmt, rows, ahead):
+    """Where each compute unit has a workgroup; with formats of one plane of codes."""
+    tile = few_tiles.choose(NVIDIA, [lookup(fmt)], 64, 14336, rows)
+    assert (tile.tokens, tile.rows, tile.ahead) == (64 if ahead else 32, 32, ahead)
+
+
+@pytest.mark.parametrize(("fmt", "rows"), [("q4_0", 96), ("q4_k", 32)])
+def test_a_workgroup_for_each_unit_of_half_the_tokens(fmt, rows):
+    """q, k and v of 6144 rows."""
+    tile = few_tiles.choose(NVIDIA, [lookup(fmt)], 64, 4096, 6144)
+    assert (tile.tokens, tile.rows) == (32, rows)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "rows", "tile"),
+    [
+        ("q4_0", 128256, FewTile(64, 256, 1, 8, 1, 1, 1, 1)),
+        ("q4_k", 128256, FewTile(64, 256, 1, 8, 1, 1, 1, 1)),
+        ("q4_0", 36864, FewTile(64, 64, 2, 2, 2, 0, 1)),  # subgroups share tokens
+        ("q8_0", 128256, FewTile(64, 64, 1, 2, 2, 1)),
+        ("q6_k", 128256, FewTile(64, 64, 1, 2, 4, 2, 1)),
+        ("f16", 128256, FewTile(64, 64, 1, 2, 2, 1)),
+    ],
+)
+def test_tiles_of_many_rows(fmt, rows, tile):
+    assert few_tiles.choose(NVIDIA, [lookup(fmt)], 64, 4096, rows) == tile
 
 
 # ---- which lane has what

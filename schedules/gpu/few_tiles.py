@@ -3,11 +3,12 @@
 from typing import NamedTuple
 
 from mlc_amd.schedules.gpu.gemm_few import ROWS, FewGemm, FewTile
-from mlc_amd.schedules.gpu.gemm_staged import StagedGemm, StagedPair, is_small, suits
+from mlc_amd.schedules.gpu.gemm_staged import StagedGemm, StagedPair, StagedTiles, smallness, suits
 from mlc_amd.schedules.gpu.pairs import TOKENS
 
 MOST = 128  # tokens: of more, the multiplications take most of the time, which `gemm_coop.py` does faster
 MOST_WAVES = 16  # of a workgroup
+SIMDS = 4  # of a compute unit
 FULL = 0.8  # share of the compute units that have work, at least, where each has one workgroup at most
 
 
@@ -21,7 +22,8 @@ class Share(NamedTuple):
     columns  at most; 0: any number
     places   workgroups that a compute unit holds at once, most of which must be taken in each round; 0: any number
     waves_m  subgroups along the tokens, which read the same weights
-    small    1: for formats of which a block takes few registers
+    small    for formats of codes that no table gives values (1), of one plane of them (2), of which a block takes few
+             registers, its scale among them (3); 0: for all
     """
 
     tokens: int
@@ -53,10 +55,14 @@ SHARES = {
             Share(32, 32, 1, 0, 16, 4, hidden=1),
         ),
         64: (
-            Share(64, 128, 4, 1, 8, 1, hidden=1, staged=1, places=2),
-            Share(64, 64, 2, 0, 8, 2, many=4, hidden=1, waves_m=2, small=1),
+            Share(64, 256, 8, 1, 8, 1, hidden=1, staged=1, places=1),
+            Share(64, 64, 2, 0, 8, 2, many=4, hidden=1, waves_m=2, small=3),
+            Share(64, 64, 2, 1, 8, 2, many=4, small=2),
+            Share(64, 64, 2, 2, 8, 4, many=4, hidden=1, small=1),
             Share(64, 64, 2, 1, 8, 2, many=4),
-            Share(64, 32, 1, 2, 8, 8, hidden=1, places=1, small=1),
+            Share(64, 32, 1, 2, 8, 8, hidden=1, places=1, small=2),
+            Share(64, 32, 1, 1, 8, 8, hidden=1, places=1, small=1),
+            Share(32, 96, 3, 1, 16, 4, hidden=1, places=1, small=3),
             Share(32, 32, 1, 0, 16, 2, hidden=1),
         ),
         128: (Share(64, 64, 2, 1, 8, 2, many=4), Share(64, 32, 1, 1, 8, 2)),
@@ -65,7 +71,12 @@ SHARES = {
         8: (Share(8, 16, 1, 0, 32, 4),),
         16: (Share(16, 16, 1, 1, 32, 4),),
         32: (Share(32, 0, 0, 0, 16, 2, hidden=1), Share(32, 32, 1, 0, 16, 4, hidden=1)),
-        64: (Share(64, 64, 4, 1, 8, 1, hidden=1, staged=1, places=2), Share(64, 32, 1, 0, 16, 2)),
+        64: (
+            Share(64, 0, 0, 1, 8, 1, hidden=1, staged=1),
+            Share(64, 64, 4, 1, 8, 1, hidden=1, staged=1, places=2),
+            Share(64, 32, 2, 1, 8, 4, hidden=1, small=2),
+            Share(64, 32, 1, 0, 16, 2),
+        ),
         128: (Share(64, 32, 2, 1, 16, 2),),
     },
 }
@@ -82,8 +93,14 @@ SHORT = 32
 
 def routine(arch, tile, m, k, weights=1) -> FewGemm:
     """The tile routine of a FewTile. ValueError for one that does not fit."""
-    kind = FewGemm if not tile.staged else StagedPair if weights == 2 else StagedGemm
-    return kind(arch, tile, m, k, weights)
+    if not tile.staged:
+        return FewGemm(arch, tile, m, k, weights)
+    if weights == 1:
+        return StagedGemm(arch, tile, m, k, weights)
+    try:
+        return StagedPair(arch, tile, m, k, weights)
+    except ValueError:
+        return StagedTiles(arch, tile, m, k, weights)
 
 
 def choose(arch, formats, m, k, rows, weights=1):
@@ -101,7 +118,7 @@ def choose(arch, formats, m, k, rows, weights=1):
         workgroups = -(-m // share.tokens) * -(-rows // share.rows)
         if workgroups < share.many * arch.units or not _balanced(workgroups, share.places * arch.units):
             continue
-        if (share.small and not is_small(formats)) or (share.staged and not suits(formats, k)):
+        if smallness(formats) < share.small or (share.staged and not suits(formats, k)):
             continue
         return _tile(arch, share, workgroups, m, k, weights)
     return None
@@ -114,10 +131,13 @@ def _balanced(workgroups, places) -> bool:
 
 def _one_each(arch, share, rows):
     """The share with a workgroup for each compute unit, whose subgroups read the same activations at the same time;
-    None where these are too many for a workgroup, or leave units without work."""
+    None where these are too many for a workgroup, or leave units without work. Of a staged tile, which takes all
+    registers, some SIMDs must have more than one: alone it waits for its loads."""
     waves_n = -(-rows // (ROWS * arch.units))
     workgroups = -(-rows // (ROWS * waves_n))
     if waves_n * share.least > MOST_WAVES or workgroups < FULL * arch.units:
+        return None
+    if share.staged and not SIMDS < waves_n <= share.waves:
         return None
     return share._replace(rows=ROWS * waves_n, waves_n=waves_n)
 

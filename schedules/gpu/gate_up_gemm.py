@@ -28,14 +28,8 @@ from mlc_amd.schedules.gpu.linear_args import declare_gate_up
 from mlc_amd.schedules.gpu.pairs import store_run
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.quantize import FIELDS, RUNS_OF, TINY, WIDTH, clamped, emit_store
-from mlc_amd.schedules.gpu.registers import at, lane_of, vector
+from mlc_amd.schedules.gpu.registers import at, elements, lane_of, vector
 from mlc_amd.schedules.gpu.step import kernel, once
-
-
-def _elements(x):
-    """The elements of a float32 vector or scalar."""
-    count = x.ty.dtype.lanes
-    return [lane_of(x, i) for i in range(count)] if count > 1 else [x]
 
 
 def _store_floats(layout, out, token, row, y):
@@ -137,7 +131,7 @@ def gate_up_swiglu(
             gemm.allocate(thread)
             token0, row0 = T.Bind(token_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
             first, mine = tile_expert(groups, token0, f, of.experts) if of else (None, None)
-            factors = factors_of(gemm, read, token0, thread, row_tile == 0, quick)
+            factors = factors_of(gemm, formats, read, token0, thread, row_tile == 0, quick)
             staged = _Staged(gemm.tile) if layout == "rows" and (arch.wave < BLOCK or not arch.subgroups) else None
 
             def store(token, row, values):
@@ -146,7 +140,7 @@ def gate_up_swiglu(
                 if biases:
                     index = span(T.Bind(first + row), values[0])
                     values = [T.Bind(x + bias[index]) for x, bias in zip(values, biases, strict=True)]
-                y = [gated(act, g, u) for g, u in zip(*map(_elements, values), strict=True)]
+                y = [gated(act, g, u) for g, u in zip(*map(elements, values), strict=True)]
                 if staged:
                     staged.keep(token - token0, row - row0, *y)
                 elif layout == "rows":

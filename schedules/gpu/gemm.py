@@ -18,10 +18,11 @@ from mlc_amd.schedules.gpu.gemm_coop import CoopGemm
 from mlc_amd.schedules.gpu.gemm_dot import DotGemm, ExactGemm, FloatGemm
 from mlc_amd.schedules.gpu.gemm_few import QUAD, FewGemm, FewTile
 from mlc_amd.schedules.gpu.gemm_matrix import MatrixGemm
+from mlc_amd.schedules.gpu.gemm_staged import adds_up
 from mlc_amd.schedules.gpu.linear_args import declare_linear, segments_of
 from mlc_amd.schedules.gpu.load import QUADS
 from mlc_amd.schedules.gpu.planes import BLOCK, padded
-from mlc_amd.schedules.gpu.registers import at, vector
+from mlc_amd.schedules.gpu.registers import at, elements, vector
 from mlc_amd.schedules.gpu.step import kernel, live_rows, live_rows_and_zero, once, unknown_zero, where
 
 RESIDENT = 4  # workgroups of a kernel for few tokens that a compute unit holds at once
@@ -89,13 +90,13 @@ def is_quick(gemm, workgroups) -> bool:
     return few and (gemm.weights == 1 or bool(gemm.tile.staged))
 
 
-def factors_of(gemm, read, token0, thread, first, quick) -> RowFactors | None:
+def factors_of(gemm, formats, read, token0, thread, first, quick) -> RowFactors | None:
     """The factors of a tile's tokens, of a norm that the kernel completes; None without one. Only `FewGemm` does.
-    quick: what they are made of is loaded before the products."""
+    quick: what they are made of is loaded along with the columns or before them, not behind the products."""
     if read is None:
         return None
     factors = RowFactors(gemm.arch, read, gemm.tile.tokens, token0, thread, gemm.threads, first)
-    if quick:
+    if quick and not (adds_up(gemm.tile, formats) and factors.begin(gemm.columns)):
         factors.load()
     return factors
 
@@ -117,6 +118,8 @@ def zero_of(gemm, state):
 def extras(factors, zero) -> dict:
     """What only the `emit` of some tile routines takes."""
     more = {} if factors is None else {"meanwhile": factors.compute}
+    if factors is not None and factors.total is not None:
+        more["each_step"] = factors.add
     return more if zero is None else more | {"zero": zero}
 
 
@@ -141,7 +144,8 @@ def linear(segments, k, m, layout, biases, residual, arch, name, tile=None, norm
     undefined. ValueError for what cannot share a launch or has no tiles, UserError for weights too large.
     """
     segments = segments_of(segments, biases, residual)
-    gemm = engine(layout, [fmt for fmt, _ in segments], m, k, arch, sum(padded(n) for _, n in segments), tile)
+    formats = [fmt for fmt, _ in segments]
+    gemm = engine(layout, formats, m, k, arch, sum(padded(n) for _, n in segments), tile)
     check_deferred(gemm, norm_in, segments[0][1] if norm_out else 0)
     counts = [-(-padded(n) // gemm.tile.rows) for _, n in segments]
     quick = is_quick(gemm, token_tiles(gemm, m) * sum(counts))
@@ -151,14 +155,17 @@ def linear(segments, k, m, layout, biases, residual, arch, name, tile=None, norm
         with launch((token_tiles(gemm, m), sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
             gemm.allocate(thread)
             token0, first = T.Bind(token_tile * gemm.tile.tokens), 0
-            factors = factors_of(gemm, args.read, token0, thread, row_tile == 0, quick)
+            factors = factors_of(gemm, formats, args.read, token0, thread, row_tile == 0, quick)
             live, zero = rows_of(gemm, args.state, m, token0, quick)
             more = extras(factors, zero)
             for segment, count in zip(args.segments, counts, strict=True):
-                epilogue = _Epilogue(arch, args, segment, factors)
+                runs = norm_out and gemm.has_runs(padded(segment.n))
+                epilogue = _Epilogue(arch, args, segment, factors, runs)
                 mine = live & (row_tile >= first) & (row_tile < first + count)
                 if quick:
                     more["early"] = epilogue.early
+                if runs:
+                    more["runs"] = True
                 with where(mine) if quick else once(mine):
                     row0 = T.Bind((row_tile - first) * gemm.tile.rows)
                     weight = segment.fmt, segment.planes, padded(segment.n)
@@ -168,36 +175,44 @@ def linear(segments, k, m, layout, biases, residual, arch, name, tile=None, norm
 
 
 class _Epilogue:
-    """What becomes of the products of a segment's rows."""
+    """What becomes of the products of a segment's rows. runs: they come as runs (see `FewGemm.emit`)."""
 
-    def __init__(self, arch, args, segment, factors):
-        self.arch, self.args, self.segment, self.factors = arch, args, segment, factors
+    def __init__(self, arch, args, segment, factors, runs=False):
+        self.arch, self.args, self.segment, self.factors, self.runs = arch, args, segment, factors, runs
 
     def load(self, token, row, lanes):
-        """What `store` reads from memory for `lanes` rows of a token: bias, residual, what a norm is prepared with."""
-        segment, args, index = self.segment, self.args, at(row, lanes)
+        """What `store` reads from memory for `lanes` rows of a token, of each part of a run: bias, residual, what a
+        norm is prepared with."""
+        segment, args = self.segment, self.args
+        firsts = self._firsts(row)
+        indices = [at(first, lanes) for first in firsts]
         return (
-            None if segment.bias is None else _bias(segment.bias, index, segment.n),
-            None if args.residual is None else args.residual[token, index],
-            None if args.made is None else args.made.load(token, row),
+            None if segment.bias is None else [_bias(segment.bias, index, segment.n) for index in indices],
+            None if args.residual is None else [args.residual[token, index] for index in indices],
+            None if args.made is None else args.made.load(token, firsts),
         )
+
+    def _firsts(self, row):
+        return [row, T.Bind(row + BLOCK // 2)] if self.runs else [row]
 
     def early(self, token, row):
         """The same in registers."""
         bias, residual, norm = self.load(token, row, QUAD)
-        return *(None if x is None else T.Bind(x) for x in (bias, residual)), norm
+        return *(None if x is None else [T.Bind(part) for part in x] for x in (bias, residual)), norm
 
     def store(self, token, row, values, loaded=None):
         """loaded: of `early`; None: nothing is yet."""
         (x,) = values
         if self.factors is not None:
             x = self.factors.scaled(token, x)
-        bias, residual, norm = loaded or self.load(token, row, x.ty.dtype.lanes)
+        parts = [vector(elements(x)[i : i + QUAD]) for i in (0, QUAD)] if self.runs else [x]
+        bias, residual, norm = loaded or self.load(token, row, parts[0].ty.dtype.lanes)
         if bias is not None:
-            x = x + bias
+            parts = [x + of for x, of in zip(parts, bias, strict=True)]
         if residual is not None:
-            x = residual + x
-        x = T.Bind(x)
-        T.buffer_store(self.segment.Y, x, [token, span(row, x)])
+            parts = [of + x for x, of in zip(parts, residual, strict=True)]
+        parts = [T.Bind(x) for x in parts]
+        for first, x in zip(self._firsts(row), parts, strict=True):
+            T.buffer_store(self.segment.Y, x, [token, span(first, x)])
         if norm is not None:
-            self.args.made.store(self.arch, token, row, x, norm)
+            self.args.made.store(self.arch, token, row, parts, norm)

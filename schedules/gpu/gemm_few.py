@@ -77,6 +77,7 @@ class FewGemm:
     """The tile routine of one kernel: use as `gemm_matrix.MatrixGemm`. ValueError for a tile that does not fit."""
 
     rows_side_by_side = 1
+    columns = 0  # of each step of the loop, if that calls `each_step`
     scope = "shared"  # of its shared memory
 
     def __init__(self, arch, tile, m, k, weights=1):
@@ -125,20 +126,39 @@ class FewGemm:
         self.b = Fragments("b", self.tiles_m, SHAPE)
         self.sums = Fragments("sum", self.weights * self.tiles_n * self.tiles_m, SHAPE)
 
-    def emit(self, acts, weights, token0, row0, epilogue, first=None, meanwhile=None, zero=None, early=None):
+    def emit(
+        self,
+        acts,
+        weights,
+        token0,
+        row0,
+        epilogue,
+        first=None,
+        meanwhile=None,
+        zero=None,
+        early=None,
+        each_step=None,
+        runs=False,
+    ):
         """One tile: tokens token0.. of the activations (H,) in the layout "lanes"; the rest is as in
         `CoopGemm.emit`. meanwhile(): emitted behind the products, a barrier before the epilogue. zero: an int32 that
         is 0, which the compiler does not know; None: there is none, and `hidden` has no effect. early(token, row): what
-        the epilogue loads besides, which it gets behind the values; called as early as that can be."""
+        the epilogue loads besides, which it gets behind the values; called as early as that can be. each_step(step):
+        emitted in each step of the loop, where `columns` is not 0. runs: whether the epilogue gets runs (`pairs.py`),
+        which `has_runs` allows: a float32x8 of rows row.. and row + 16.., four each."""
         weights = [(fmt, coop_load.views(fmt, bufs, 1), padded) for fmt, bufs, padded in weights]
         for fragments in (self.a, self.b, self.sums):
             for i in range(fragments.count):
                 fragments.fill(i, 0)
         self.exponents = coop_load.hidden(zero) if self.tile.hidden and zero is not None else coop_load.EXPONENTS
+        self.each_step = each_step or (lambda step: None)
         self._sum_up(acts[0], weights, token0, row0, first)
         if meanwhile is not None:
             meanwhile()
-        self._results(weights[0][2], token0, row0, epilogue, early)
+        if runs:
+            self._finish_runs(token0, row0, epilogue, early)
+        else:
+            self._results(weights[0][2], token0, row0, epilogue, early)
 
     def _sum_up(self, X, weights, token0, row0, first):
         """The products of all columns."""
@@ -168,20 +188,28 @@ class FewGemm:
                 self._multiply(X, formats, fetched, tokens, unit, live)
 
     def _sum_up_ahead(self, X, formats, tokens, steps, fetch, block):
-        """The loop over the columns of `ahead` 2. fetch(step): its unit, whether that counts, its weights."""
+        """The loop over the columns of `ahead` 2. fetch(step): its unit, whether that counts, its weights. A body has
+        two steps if it can: what one loads for the next one then stays in the same registers; to be copied, it would
+        have to be there."""
         start, _, first = fetch(T.int32(0))
         weights, runs = Held(first), Held(self._load_run(X, tokens, start, 0))
-        with kept(steps) as step:
-            fetched, words, (unit, live) = weights.values(), runs.values(), self._unit(step, block)
-            next_unit, _, following = fetch(T.Bind(T.min(step + 1, steps - 1)))
-            decoders = self._decoders(formats, fetched)
-            for j in range(RUNS):
-                last = j == RUNS - 1
-                next_words = self._load_run(X, tokens, next_unit if last else unit, 0 if last else j + 1)
-                x = [T.Bind(T.reinterpret(f"float16x{RUN}", vector(of))) for of in words]
-                self._add_products([[run(j) for run in each] for each in decoders], self._counted(x, live))
-                words = next_words
-            weights.keep(following)
+        own, rest = divmod(self.groups, self.tile.waves_k)
+        size = 1 if rest or own % 2 else 2
+        with kept(steps if size == 1 else own // size) as body:
+            fetched, words = weights.values(), runs.values()
+            for i in range(size):
+                step = T.Bind(body * size + i)
+                unit, live = self._unit(step, block)
+                next_unit, _, following = fetch(T.Bind(T.min(step + 1, steps - 1)))
+                decoders = self._decoders(formats, fetched)
+                for j in range(RUNS):
+                    last = j == RUNS - 1
+                    next_words = self._load_run(X, tokens, next_unit if last else unit, 0 if last else j + 1)
+                    x = [T.Bind(T.reinterpret(f"float16x{RUN}", vector(of))) for of in words]
+                    self._add_products([[run(j) for run in each] for each in decoders], self._counted(x, live))
+                    words = next_words
+                fetched = following
+            weights.keep(fetched)
             runs.keep(words)
 
     def _load_run(self, X, tokens, unit, j):
@@ -352,6 +380,30 @@ class FewGemm:
                     for e, cell in enumerate(own):
                         put(cell, lane_of(value, e), 0)
         epilogue(target, row, [T.Bind(vector([cell[0] for cell in own])) for own in cells], loaded)
+
+    def has_runs(self, padded) -> bool:
+        """Whether each thread can have one run: results of two passes, one for each half of a block of rows."""
+        passes = self.weights == 1 and (self.rows_at_once, self.at_once) == (1, self.tiles_m)
+        return (
+            passes
+            and self.tiles_n * ROWS == BLOCK
+            and not (padded % self.tile.rows or self.m % self.tile.tokens)
+            and self._of_a_pass() == self.threads
+        )
+
+    def _finish_runs(self, token0, row0, epilogue, early):
+        """Adds up the sums and hands them to the epilogue, a run in each thread."""
+        place, target, row = self._place(self.thread, 0, 0, token0, row0)
+        more = [] if early is None else [early(target, row)]
+        values = []
+        for first_row in range(self.tiles_n):
+            if first_row:
+                barrier()
+            self._hand_over(first_row, 0)
+            barrier()
+            values.append(self._added(0, *place))
+        run = T.Bind(vector([lane_of(value, e) for value in values for e in range(QUAD)]))
+        epilogue(target, row, [run], *more)
 
     def _finish(self, first_row, first, padded, token0, row0, epilogue, early):
         """Hands the sums that are in shared memory to the epilogue; rows beyond the weight's and tokens beyond the m

@@ -8,8 +8,8 @@ these registers is copied, which would wait for its load.
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier, wave_barrier
-from mlc_amd.schedules.gpu.gemm_few import QUAD, UNIT_BYTES, WAVE, FewGemm
+from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier
+from mlc_amd.schedules.gpu.gemm_few import PAD, QUAD, ROWS, UNIT_BYTES, WAVE, FewGemm
 from mlc_amd.schedules.gpu.pairs import GROUP, LANES, RUN, RUNS, TOKENS, lanes_shape
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.registers import Held, at, lane_of, vector
@@ -17,6 +17,8 @@ from mlc_amd.schedules.gpu.step import all_of, kept, when
 
 TILE_UNITS = LANES // RUN  # units of 16 bytes of eight tokens and a group
 AHEAD = 2  # groups of the loop's body
+# Subgroups of a workgroup, at most, of which each thread stages so many activations that no registers are left.
+SHORT_OF_REGISTERS = 4
 TILES = 2  # of ROWS rows that a subgroup has: with more, registers would hold no activations for them
 
 
@@ -26,10 +28,19 @@ def suits(formats, k) -> bool:
     return _nibbles(formats) and k % (AHEAD * GROUP * BLOCK) == 0
 
 
-def is_small(formats) -> bool:
-    """Whether a block of weights of these formats takes few registers, its scale among them: those of Q4_K leave none
-    for activations ahead."""
-    return _nibbles(formats) and all(tuple(fmt.scales) == ("D",) for fmt in formats)
+def smallness(formats) -> int:
+    """How few registers a block of weights of these formats takes: see `few_tiles.Share`. The scales of Q4_K leave none
+    for activations ahead in staged tiles."""
+    if any(fmt.kind == "float" or fmt.table for fmt in formats):
+        return 0
+    if any(len(fmt.codes) > 1 for fmt in formats):
+        return 1
+    return 3 if _nibbles(formats) and all(tuple(fmt.scales) == ("D",) for fmt in formats) else 2
+
+
+def adds_up(tile, formats) -> bool:
+    """Whether the loop of a tile of weights of these formats has registers left to add up something in each step."""
+    return bool(tile.staged) and (smallness(formats) > 2 or tile.waves_n > SHORT_OF_REGISTERS)
 
 
 def _nibbles(formats) -> bool:
@@ -40,18 +51,21 @@ def _nibbles(formats) -> bool:
 class StagedGemm(FewGemm):
     """The tile routine of one kernel: use as `FewGemm`. ValueError for a tile that does not fit."""
 
+    columns = GROUP * BLOCK
     scope = WAVE_SHARED  # TVM would add a barrier behind each store of activations
 
     def __init__(self, arch, tile, m, k, weights=1):
         super().__init__(arch, tile, m, k, weights)
         if k % (AHEAD * GROUP * BLOCK):
             raise ValueError(f"{tile} does not divide {k} columns")
-        if tile.waves_m * tile.waves_k != 1 or weights * self.tiles_n != TILES:
-            raise ValueError(f"{tile} shares out other things than rows of {weights} weights")
+        if tile.waves_m * tile.waves_k * tile.ahead != 1 or weights * self.tiles_n != TILES:
+            raise ValueError(
+                f"{tile} shares out other things than rows of {weights} weights, or loads no weights ahead"
+            )
         self.buffer = self.tiles_m * TILE_UNITS
         self.units = max(self.units, 2 * self.buffer)
-        if self.units * UNIT_BYTES > arch.lds or self.buffer % self.threads:
-            raise ValueError(f"{tile} takes too much shared memory, or its threads do not share out the activations")
+        if self.units * UNIT_BYTES + 4 * tile.tokens > arch.lds:
+            raise ValueError(f"{tile} takes too much shared memory")
 
     def _sum_up(self, X, weights, token0, row0, first):
         row, block = T.Bind(self.lane // GROUP), T.Bind(self.lane % GROUP)
@@ -64,16 +78,14 @@ class StagedGemm(FewGemm):
         def multiply(number, group, fetched):
             """The products of a group, number 0 or 1 of the body; stages the activations of the next one."""
             x = self._activations(X, token0, T.Bind(T.min(group + 1, last)))
+            self.each_step(group)
             decoders = self._decoders(formats, fetched)
             following = self._staged_run(number, 0)
             for j in range(RUNS):
                 units = following
-                if self.tile.ahead > 1 and j + 1 < RUNS:
-                    following = self._staged_run(number, j + 1)
-                    wave_barrier()  # the driver's compiler moves no load across it
                 runs = [[run(j) for run in each] for each in decoders]
                 self._add_products(runs, [T.Bind(T.reinterpret("float16x8", unit)) for unit in units])
-                if self.tile.ahead < 2 and j + 1 < RUNS:
+                if j + 1 < RUNS:
                     following = self._staged_run(number, j + 1)
             self._stage(x, 1 - number)
             barrier()
@@ -96,8 +108,11 @@ class StagedGemm(FewGemm):
         return [T.Bind(self.lds[place + t * TILE_UNITS]) for t in range(self.tiles_m)]
 
     def _pieces(self):
-        """Units of a group's activations that this thread stages."""
-        return [T.Bind(self.thread + i * self.threads) for i in range(self.buffer // self.threads)]
+        """Units of a group's activations that this thread stages; the last one of several threads may be the same."""
+        pieces = [self.thread + i * self.threads for i in range(-(-self.buffer // self.threads))]
+        if self.buffer % self.threads:
+            pieces[-1] = T.min(pieces[-1], T.int32(self.buffer - 1))
+        return [T.Bind(c) for c in pieces]
 
     def _activations(self, X, token0, group):
         """The loads of these units."""
@@ -144,3 +159,22 @@ class StagedPair(StagedGemm):
 
             with when(all_of(conditions)):
                 epilogue(target, row, [values(w) for w in range(self.weights)])
+
+
+class StagedTiles(StagedGemm):
+    """Of two weights, with rows that make no whole blocks, or too many for shared memory: the epilogue gets four rows
+    as of `FewGemm`. Neighbouring threads have those of neighbouring tiles of ROWS, which the layout "lanes" has side by
+    side."""
+
+    def _units(self, row_tiles, token_tiles) -> int:
+        return super()._units(row_tiles, token_tiles) + self.waves * PAD
+
+    def _sums_unit(self, wave, weight, token):
+        """Those of neighbouring threads are in different banks."""
+        return super()._sums_unit(wave, weight, token) + wave * PAD
+
+    def _place(self, c, first_row, first, token0, row0):
+        wave, own = T.Bind(c % self.tile.waves_n), T.Bind(c // self.tile.waves_n)
+        quad, token = T.Bind(own % self.quads), T.Bind(own // self.quads)
+        row = T.Bind(row0 + wave * ROWS + quad * QUAD)
+        return (wave, token, quad), T.Bind(token0 + first * TOKENS + token), row

@@ -31,6 +31,12 @@ def lane_of(x, i):
     return T.Shuffle([x], [T.int32(i)])
 
 
+def elements(x) -> list:
+    """The elements of a vector or scalar."""
+    count = x.ty.dtype.lanes
+    return [lane_of(x, i) for i in range(count)] if count > 1 else [x]
+
+
 def vector(values):
     """Scalars as one vector."""
     return T.Shuffle(values, [T.int32(i) for i in range(len(values))])

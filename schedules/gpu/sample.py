@@ -21,7 +21,7 @@ from mlc_amd.schedules.attention import LOG2E
 from mlc_amd.schedules.gpu.device import barrier, exp2, intrin, launch, maximum, wave_max
 from mlc_amd.schedules.gpu.registers import at, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.sample_search import STEPS, WIDTH, Group, RowDraw, Workgroup, team_of
-from mlc_amd.schedules.gpu.step import if_live, kernel, state_arg
+from mlc_amd.schedules.gpu.step import if_live, kernel, state_arg, where
 from mlc_amd.schedules.sampling_machine import LARGEST, LOWEST, Var, Words, sample_args, when
 
 # What the first launch hands to the second, of each part: the largest logit, and of the changed ones too, the first
@@ -76,19 +76,23 @@ def _survey(arch, Logits, words, changes, allowed, Adjusted, Parts, Tops, vocab,
             # the padding behind the vocabulary is as low as tokens that must not be chosen, but comes after them
             token = T.Bind(T.Select(y[i * WIDTH + k] == changed_top, start + k, token))
     token, bad = group.reduce((token, "least"), (bad[0], "most"))
-    sums = [local(1) for _ in range(3)]
-    for total in sums:
-        put(total, T.float32(0), 0)
-    with when((flags & (DRAW | LOGPROB)) > 0):
+    totals = local(3)
+    for i in range(3):
+        put(totals, T.float32(0), i)
+    with where((flags & (DRAW | LOGPROB)) > 0):
+        sums = [T.float32(0)] * 3
         heat = words.float("heat")
         for i, start in enumerate(starts):
             for k in range(WIDTH):
                 inside = start + k < vocab
                 distance = T.Bind(y[i * WIDTH + k] - changed_top)
                 scaled = ((x[i * WIDTH + k] - top) * T.float32(LOG2E), distance * T.float32(LOG2E), distance * heat)
-                for total, power in zip(sums, scaled, strict=True):
-                    put(total, total[0] + T.Select(inside, _power(power), T.float32(0)), 0)
-    totals = group.reduce(*((total[0], "sum") for total in sums))
+                sums = [
+                    T.Bind(total + T.Select(inside, _power(power), T.float32(0)))
+                    for total, power in zip(sums, scaled, strict=True)
+                ]
+        for i, total in enumerate(group.reduce(*((total, "sum") for total in sums))):
+            put(totals, total, i)
     with when((flags & DRAW) > 0):
         for i, start in enumerate(starts):
             with T.If(start < columns), T.Then():
@@ -100,7 +104,7 @@ def _survey(arch, Logits, words, changes, allowed, Adjusted, Parts, Tops, vocab,
             put(Tops, best, row, part * teams + tid)
     with T.If(tid == 0), T.Then():
         bits = [T.reinterpret("float32", value) for value in (token, bad)]
-        for index, value in enumerate((top, changed_top, *bits, *totals)):
+        for index, value in enumerate((top, changed_top, *bits, *(totals[i] for i in range(3)))):
             put(Parts, value, row, part, index)
 
 

@@ -39,7 +39,8 @@ TILE = {"tokens": TOKENS, "rows": ROWS, "columns": COLUMNS, "waves_m": WAVES, "w
 COOP = TILE | {"waves_k": (1, 2, 4), "span": (1, 2, 4)}
 MATRIX = TILE | {"buffers": (1, 2), "waves_k": (1, 2, 4)}
 FEW_TILE = {
-    "tokens": (8, 16, 32, 64, 128), "rows": (16, 32, 48, 64, 96, 128), "waves_m": (1, 2, 4), "waves_n": (1, 2, 4),
+    "tokens": (8, 16, 32, 64, 128), "rows": (16, 32, 48, 64, 80, 96, 112, 128, 256), "waves_m": (1, 2, 4),
+    "waves_n": (1, 2, 3, 4, 5, 6, 7, 8),
     "waves_k": (1, 2, 4, 8, 16), "ahead": (0, 1, 2), "hidden": (0, 1), "staged": (0, 1),
 }  # fmt: skip
 DOT = {"tokens": (16, 32, 64, 128), "rows": (32, 64, 128), "threads_m": (1, 2, 4, 8)}
