@@ -41,13 +41,14 @@ CASES = {
     "ahead": ("q4_0", 41, 640, 12, FewTile(16, 32, 1, 2, 2, 2, 1)),  # activations, too; one wave has a step more
     "part ahead": ("q4_0", 16, 192, 8, FewTile(8, 16, 1, 1, 2, 2)),
     "staged": ("q4_0", 90, 512, 20, FewTile(16, 64, 1, 2, 1, 1, 1, staged=1)),
+    "staged wide": ("q4_k", 300, 256, 64, FewTile(64, 256, 1, 8, 1, 1, 1, staged=1)),
     "staged sub-scales": ("q4_k", 64, 512, 12, FewTile(16, 64, 1, 2, 1, 1, staged=1)),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    sample(CASES, ["padding", "waves", "part", "hidden fields", "ahead", "part ahead", "staged"]),
+    sample(CASES, ["padding", "waves", "part", "hidden fields", "ahead", "part ahead", "staged", "staged wide"]),
 )
 def test_linear(name):
     fmt, n, k, m, tile = CASES[name]
@@ -122,23 +123,26 @@ def test_deferred_norm(columns, tile):
     assert error(got, normed @ w.astype(np.float16).astype(np.float64).T) < tolerance("q4_0")
 
 
-def test_runs_of_a_deferred_norm():
-    """Each thread has both halves of a run of the norm that a layer prepares."""
-    m, n, k, rng = 32, 32, 512, np.random.default_rng(5)
-    tile = FewTile(m, n, 1, 1, 4)
-    assert gemm.engine("lanes", [lookup("q4_0")], m, k, NVIDIA, n, tile).has_runs(n)
+@pytest.mark.parametrize(
+    ("fmt", "k"),
+    sample([("q4_0", 4096), ("q4_0", 3072), ("q8_0", 2048), ("q6_k", 2048)], [("q4_0", 4096), ("q6_k", 2048)]),
+)
+def test_runs_of_a_deferred_norm(fmt, k):
+    """Each thread has both halves of a run of the norm that a layer prepares. Bodies of two steps, and of one."""
+    m, n, rng = 64, 64, np.random.default_rng(5)
+    tile = few_tiles.choose(NVIDIA, [lookup(fmt)], m, k, 4096)
+    assert gemm.engine("lanes", [lookup(fmt)], m, k, NVIDIA, n, tile).has_runs(n)
     x, residual = (rng.standard_normal((m, size), np.float32) for size in (k, n))
     x, g, before = x.astype(np.float16), rng.standard_normal(n, np.float32), rng.random(m, np.float32)
-    planes, w = weights("q4_0", n, k, 0)
-    kernel = gemm.linear([("q4_0", n)], k, m, "lanes", (True,), True, NVIDIA, "k", tile, norm_out=True)
+    planes, w = weights(fmt, n, k, 0)
+    kernel = gemm.linear([(fmt, n)], k, m, "lanes", (True,), True, NVIDIA, "k", tile, norm_out=True)
     bias = rng.standard_normal(n, np.float32)
-    out = [np.full((m, n), np.nan, np.float32), np.zeros(lanes_shape(m, n), np.float16), np.zeros((m, 2), np.float32)]
-    y, h, squares = emulated(
-        kernel, [state(m), in_lanes(x), *planes.values(), bias, residual, g, before, *out], NVIDIA
-    )[-3:]
+    made = np.zeros(lanes_shape(m, n), np.float16), np.zeros((m, n // 16), np.float32)
+    inputs = [state(m), in_lanes(x), *planes.values(), bias, residual, g, before]
+    y, h, squares = emulated(kernel, [*inputs, np.full((m, n), np.nan, np.float32), *made], NVIDIA)[-3:]
     expected = x.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T + residual + bias
-    assert error(y, expected) < tolerance("q4_0")
-    assert np.allclose(squares, (y.astype(np.float64) ** 2).reshape(m, 2, 16).sum(-1), rtol=1e-5)
+    assert error(y, expected) < tolerance(fmt)
+    assert np.allclose(squares, (y.astype(np.float64) ** 2).reshape(m, -1, 16).sum(-1), rtol=1e-5)
     prepared = activations.read("lanes", {"H": h}, rows=np.arange(m))[:, :n]
     assert error(prepared, y * g * before[:, None] * MARGIN) < 2**-11  # float16
 
@@ -161,8 +165,12 @@ def test_staged_activations(layout, fmt, hidden, rows):
     assert error(got, expected) < tolerance(fmt) + 6e-4  # float16
 
 
-def test_staged_activations_of_a_deferred_norm():
-    m, n, k, eps, tile = 20, 96, 512, 1e-5, FewTile(16, 64, 1, 4, 1, 1, 1, staged=1)
+@pytest.mark.parametrize(
+    ("m", "n", "tile"),
+    [(20, 96, FewTile(16, 64, 1, 4, 1, 1, 1, staged=1)), (61, 224, FewTile(64, 112, 1, 7, 1, 1, 1, staged=1))],
+)
+def test_staged_activations_of_a_deferred_norm(m, n, tile):
+    k, eps = 512, 1e-5
     (gate, up), w = zip(*(weights("q4_0", n, k, seed) for seed in (1, 2)), strict=True)
     x = (
         np.random.default_rng(3).standard_normal((m, k), np.float32)
