@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from mlc_amd.schedules.gpu.gemm_few import ROWS, FewGemm, FewTile
+from mlc_amd.schedules.gpu.few_results import ROWS
+from mlc_amd.schedules.gpu.gemm_few import FewGemm, FewTile
 from mlc_amd.schedules.gpu.gemm_staged import StagedGemm, StagedPair, StagedTiles, smallness, suits
 from mlc_amd.schedules.gpu.pairs import TOKENS
 

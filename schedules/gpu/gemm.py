@@ -14,9 +14,10 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu import few_tiles, gemm_coop, gemm_dot, gemm_matrix
 from mlc_amd.schedules.gpu.deferred_norm import RowFactors
 from mlc_amd.schedules.gpu.device import launch
+from mlc_amd.schedules.gpu.few_results import QUAD
 from mlc_amd.schedules.gpu.gemm_coop import CoopGemm
 from mlc_amd.schedules.gpu.gemm_dot import DotGemm, ExactGemm, FloatGemm
-from mlc_amd.schedules.gpu.gemm_few import QUAD, FewGemm, FewTile
+from mlc_amd.schedules.gpu.gemm_few import FewGemm, FewTile
 from mlc_amd.schedules.gpu.gemm_matrix import MatrixGemm
 from mlc_amd.schedules.gpu.gemm_staged import adds_up
 from mlc_amd.schedules.gpu.linear_args import declare_linear, segments_of

@@ -9,7 +9,8 @@ these registers is copied, which would wait for its load.
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier
-from mlc_amd.schedules.gpu.gemm_few import PAD, QUAD, ROWS, UNIT_BYTES, WAVE, FewGemm
+from mlc_amd.schedules.gpu.few_results import PAD, QUAD, ROWS
+from mlc_amd.schedules.gpu.gemm_few import UNIT_BYTES, WAVE, FewGemm
 from mlc_amd.schedules.gpu.pairs import GROUP, LANES, RUN, RUNS, TOKENS, lanes_shape
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.registers import Held, at, lane_of, vector
