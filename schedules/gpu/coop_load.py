@@ -23,7 +23,7 @@ from mlc_amd.schedules.gpu import load
 from mlc_amd.schedules.gpu.device import fma
 from mlc_amd.schedules.gpu.pairs import RUN, RUN_COLUMNS, RUNS
 from mlc_amd.schedules.gpu.planes import BLOCK
-from mlc_amd.schedules.gpu.registers import at, chosen, lane_of, opaque, vector
+from mlc_amd.schedules.gpu.registers import at, chosen, elements, lane_of, opaque, vector
 from mlc_amd.schedules.gpu.tables import values
 
 EXPONENT = 0x64006400  # of 1024.0 as float16, in both halves of a word
@@ -71,7 +71,7 @@ def _run(columns, j):
 
 def _halves(fmt, x):
     """The elements of a loaded vector of a float format as float16."""
-    parts = [lane_of(x, i) for i in range(x.ty.dtype.lanes)]
+    parts = elements(x)
     if fmt.name == "bf16":
         parts = [T.reinterpret("float32", T.shift_left(T.cast(part, "uint32"), T.uint32(16))) for part in parts]
     return parts if fmt.name == "f16" else [T.cast(part, "float16") for part in parts]

@@ -40,12 +40,10 @@ class FewResults:
 
     def _results(self, padded, token0, row0, epilogue, early):
         """Adds up the sums and hands them to the epilogue."""
-        tile = self.tile
         passes = [
             (i, j) for i in range(0, self.tiles_n, self.rows_at_once) for j in range(0, self.tiles_m, self.at_once)
         ]
-        whole = not (padded % tile.rows or self.m % tile.tokens)
-        if early is not None and whole and len(passes) * self._of_a_pass() == self.threads:
+        if early is not None and self._is_whole(padded) and len(passes) * self._of_a_pass() == self.threads:
             self._finish_one(passes, token0, row0, epilogue, early)
             return
         for number, (i, j) in enumerate(passes):
@@ -54,6 +52,10 @@ class FewResults:
             self._hand_over(i, j)
             barrier()
             self._finish(i, j, padded, token0, row0, epilogue, early)
+
+    def _is_whole(self, padded) -> bool:
+        """Whether all rows and tokens of every tile exist."""
+        return not (padded % self.tile.rows or self.m % self.tile.tokens)
 
     def _of_a_pass(self):
         """Units of four rows that are in shared memory at once."""
@@ -101,12 +103,7 @@ class FewResults:
     def has_runs(self, padded) -> bool:
         """Whether each thread can have one run: results of two passes, one for each half of a block of rows."""
         passes = self.weights == 1 and (self.rows_at_once, self.at_once) == (1, self.tiles_m)
-        return (
-            passes
-            and self.tiles_n * ROWS == BLOCK
-            and not (padded % self.tile.rows or self.m % self.tile.tokens)
-            and self._of_a_pass() == self.threads
-        )
+        return passes and self.tiles_n * ROWS == BLOCK and self._is_whole(padded) and self._of_a_pass() == self.threads
 
     def _finish_runs(self, token0, row0, epilogue, early):
         """Adds up the sums and hands them to the epilogue, a run in each thread."""
