@@ -43,12 +43,34 @@ CASES = {
     "staged": ("q4_0", 90, 512, 20, FewTile(16, 64, 1, 2, 1, 1, 1, staged=1)),
     "staged wide": ("q4_k", 300, 256, 64, FewTile(64, 256, 1, 8, 1, 1, 1, staged=1)),
     "staged sub-scales": ("q4_k", 64, 512, 12, FewTile(16, 64, 1, 2, 1, 1, staged=1)),
+    "staged planes": ("q6_k", 90, 512, 20, FewTile(16, 64, 1, 2, 1, 1, 1, staged=1)),
+    "staged bytes": ("q8_0", 32, 256, 12, FewTile(16, 32, 1, 1, 1, 1, 1, staged=1)),
+    "staged table": ("iq4_nl", 32, 256, 12, FewTile(16, 32, 1, 1, 1, 1, 1, staged=1)),
+    "staged tiles of tokens": ("q5_k", 96, 256, 130, FewTile(64, 96, 1, 3, 1, 1, 1, staged=1)),
+    "many tokens": ("q5_0", 150, 512, 130, FewTile(64, 64, 1, 2, 2, 2, 1)),
+    "floats of many tokens": ("f16", 80, 256, 130, FewTile(64, 64, 1, 2, 2, 2, 1)),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    sample(CASES, ["padding", "waves", "part", "hidden fields", "ahead", "part ahead", "staged", "staged wide"]),
+    sample(
+        CASES,
+        [
+            "padding",
+            "waves",
+            "part",
+            "hidden fields",
+            "ahead",
+            "part ahead",
+            "staged",
+            "staged wide",
+            "staged planes",
+            "staged table",
+            "staged tiles of tokens",
+            "many tokens",
+        ],
+    ),
 )
 def test_linear(name):
     fmt, n, k, m, tile = CASES[name]
@@ -148,7 +170,9 @@ def test_runs_of_a_deferred_norm(fmt, k):
 
 
 # the rows of a tile: whole blocks, or some and a half
-@pytest.mark.parametrize(("fmt", "hidden", "rows"), [("q4_0", 0, 64), ("q4_0", 1, 48), ("q4_k", 1, 64)])
+@pytest.mark.parametrize(
+    ("fmt", "hidden", "rows"), [("q4_0", 0, 64), ("q4_0", 1, 48), ("q4_k", 1, 64), ("q8_0", 1, 48), ("q3_k", 1, 64)]
+)
 @pytest.mark.parametrize("layout", sample(["lanes", "pairs"], ["lanes"]))
 def test_staged_activations(layout, fmt, hidden, rows):
     """Gate and up; the last tile of rows and that of tokens are parts of one."""
@@ -203,16 +227,20 @@ def test_deferred_norms_are_of_few_tokens():
         gemm.linear([("q4_0", 16)], 128, 64, "pairs", (False,), False, NVIDIA, "k", norm_in=1e-5)
 
 
-def test_experts():
+@pytest.mark.parametrize(
+    ("slots", "m", "n", "tile"),
+    [(8, 5, 32, FewTile(8, 16, 1, 1, 2)), (64, 40, 160, None)],  # those of a tile, of steps and of chunks
+)
+def test_experts(slots, m, n, tile):
     """Slots of experts, both halves of a feed-forward layer; slots of tiles without an expert are left alone."""
-    experts, m, n, k = Experts(7, 2, 8), 5, 32, 256
+    experts, k = Experts(7, 2, slots), 256
+    assert few_tiles.suits_experts(slots, [lookup("q4_k")], k)
     groups, ids = assigned(Case("q4_k", m, experts))
-    tile = FewTile(8, 16, 1, 1, 2)
     slots, of = experts.slots(m), Slots(experts, m, False, True)
     planes, w = ([*x] for x in zip(*(stack("q4_k", experts.count, n, k, seed) for seed in (1, 2)), strict=True))
     w = [x.astype(np.float16).astype(np.float64) for x in w]
     rng = np.random.default_rng(3)
-    x = rng.standard_normal((slots, k), np.float32).astype(np.float16)
+    x = (0.3 * rng.standard_normal((slots, k), np.float32)).astype(np.float16)  # so that float16 holds all results
     biases = [rng.standard_normal(experts.count * n).astype(np.float32) for _ in range(2)]
     shared = [state(m), in_lanes(x), groups]
     rows = x.astype(np.float64)[:, None]
@@ -254,12 +282,14 @@ def test_a_workgroup_for_each_compute_unit(rows, waves_n):
         ("q4_0", 12288, 4096, 6),
         ("q4_0", 16896, 4096, 8),
         ("q4_0", 15360, 4096, 8),
+        ("q8_0", 14336, 4096, 7),
         ("q4_0", 32768, 4096, 4),  # four workgroups of a compute unit
         ("q4_0", 14336, 4224, 0),  # the loop's body has two groups
         ("q4_0", 8192, 4096, 0),  # one subgroup of a SIMD
         ("q4_0", 17408, 4096, 0),  # some more than there is room for
-        ("q6_k", 14336, 4096, 0),  # too many registers
-        ("iq4_nl", 14336, 4096, 0),
+        ("q6_k", 14336, 4096, 4),  # many registers: two workgroups of a compute unit
+        ("iq4_nl", 14336, 4096, 0),  # tables take too many
+        ("f16", 14336, 4096, 0),
     ],
 )
 def test_staged_tiles(fmt, rows, columns, waves_n):
@@ -270,7 +300,7 @@ def test_staged_tiles(fmt, rows, columns, waves_n):
 
 @pytest.mark.parametrize(
     ("fmt", "rows", "ahead"),
-    [("q4_0", 4096, 2), ("q4_k", 4096, 2), ("q8_0", 4096, 2), ("q6_k", 4096, 1), ("iq4_nl", 4096, 0), ("f16", 4096, 0)],
+    [("q4_0", 4096, 2), ("q4_k", 4096, 2), ("q8_0", 4096, 2), ("q6_k", 4096, 1), ("iq4_nl", 4096, 0), ("f16", 4096, 1)],
 )
 def test_activations_ahead(fmt, rows, ahead):
     """Where each compute unit has a workgroup; with formats of one plane of codes."""
@@ -291,13 +321,41 @@ def test_a_workgroup_for_each_unit_of_half_the_tokens(fmt, rows):
         ("q4_0", 128256, FewTile(64, 256, 1, 8, 1, 1, 1, 1)),
         ("q4_k", 128256, FewTile(64, 256, 1, 8, 1, 1, 1, 1)),
         ("q4_0", 36864, FewTile(64, 64, 2, 2, 2, 0, 1)),  # subgroups share tokens
-        ("q8_0", 128256, FewTile(64, 64, 1, 2, 2, 1)),
-        ("q6_k", 128256, FewTile(64, 64, 1, 2, 4, 2, 1)),
-        ("f16", 128256, FewTile(64, 64, 1, 2, 2, 1)),
+        ("q8_0", 36864, FewTile(64, 64, 1, 2, 2, 1)),
+        ("q6_k", 128256, FewTile(64, 256, 1, 8, 1, 1, 1, 1)),
+        ("q6_k", 36864, FewTile(64, 64, 1, 2, 4, 2, 1)),
+        ("f16", 128256, FewTile(64, 64, 1, 2, 4, 2, 1)),
     ],
 )
 def test_tiles_of_many_rows(fmt, rows, tile):
     assert few_tiles.choose(NVIDIA, [lookup(fmt)], 64, 4096, rows) == tile
+
+
+@pytest.mark.parametrize(
+    ("m", "weights", "fmt", "rows", "tile"),
+    [
+        (512, 1, "q4_0", 4096, FewTile(64, 256, 1, 8, 1, 1, 1, 1)),  # most compute units have a workgroup
+        (512, 1, "q4_0", 6144, FewTile(64, 64, 1, 2, 2, 2, 1)),
+        (512, 1, "f16", 4096, FewTile(64, 64, 1, 2, 2, 2, 1)),
+        (512, 1, "mxfp4", 6144, FewTile(64, 96, 1, 6, 2, 1, 1)),
+        (512, 2, "q8_0", 14336, FewTile(64, 128, 1, 8, 1, 1, 1, 1)),
+        (512, 2, "q5_k", 14336, FewTile(64, 64, 1, 4, 1, 1, 1, 1)),
+        (512, 2, "f16", 14336, FewTile(64, 32, 1, 2, 2, 1)),
+        (128, 1, "q4_0", 4096, FewTile(64, 64, 1, 2, 4, 2, 1)),
+        (128, 1, "q5_k", 4096, FewTile(64, 32, 1, 1, 4, 1, 1)),
+        (128, 1, "q4_0", 6144, FewTile(64, 96, 1, 6, 2, 1, 1)),
+        (128, 2, "q4_0", 14336, FewTile(64, 112, 1, 7, 1, 1, 1, 1)),
+        (128, 2, "q5_k", 14336, FewTile(64, 32, 1, 2, 2, 1)),
+    ],
+)
+def test_tiles_of_chunks(m, weights, fmt, rows, tile):
+    assert few_tiles.choose(NVIDIA, [lookup(fmt)] * weights, m, 4096, rows, weights) == tile
+
+
+def test_experts_of_formats_with_tables_stay_elsewhere():
+    assert not few_tiles.suits_experts(64, [lookup("mxfp4")], 2048)
+    assert not few_tiles.suits_experts(64, [lookup("q4_k")], 2880)
+    assert few_tiles.suits_experts(8, [lookup("mxfp4")], 2880)
 
 
 # ---- which lane has what

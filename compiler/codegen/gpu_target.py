@@ -21,10 +21,9 @@ from mlc_amd.runtime.kv_types import KV_TYPE
 from mlc_amd.schedules.attention import SLOTS
 from mlc_amd.schedules.decode import float_weight
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.gpu import gemv, gemv_norm
+from mlc_amd.schedules.gpu import few_tiles, gemv, gemv_norm
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
 from mlc_amd.schedules.gpu.cache import cache_types
-from mlc_amd.schedules.gpu.few_tiles import MOST as FEW_TOKENS
 from mlc_amd.schedules.gpu.gemv_matrix import ROWS as INT8_ROWS
 from mlc_amd.schedules.gpu.kernels import BUILDERS
 from mlc_amd.schedules.gpu.matrix_int8 import unit_of
@@ -90,13 +89,15 @@ class GpuTarget(Target):
     def act_layout(self, m: int, kind: str) -> str:
         if m in INT8_ROWS and kind == "int8" and self._int8_matrices:
             return "rows"
-        if self._few_on_matrices and 1 < m <= FEW_TOKENS:
+        if self._few_on_matrices and m > 1:
             return "lanes"
         return self._layout(kind, m > FEW)
 
-    def expert_layout(self, m: int, kind: str) -> str:
+    def expert_layout(self, m: int, formats: list, k: int) -> str:
         tile = self.expert_tile(m)
-        return "lanes" if 1 < tile <= FEW_TILE else self._layout(kind, tile > 1)
+        if self._few_on_matrices and tile > 1 and few_tiles.suits_experts(tile, formats, k):
+            return "lanes"
+        return self._layout(formats[0].kind, tile > 1)
 
     def head_layout(self, m: int, kind: str) -> str:
         return self._layout(kind, m > FEW)

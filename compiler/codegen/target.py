@@ -26,6 +26,7 @@ from mlc_amd.runtime.kv_types import KV_TYPE
 from mlc_amd.runtime.pages import STATE
 from mlc_amd.schedules import operators
 from mlc_amd.schedules.attention import Attention
+from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.plans.workload import Workload
 from mlc_amd.schedules.recurrent import CELLS
 
@@ -71,9 +72,9 @@ class Target(ABC):
         """Layout (ops.LAYOUTS) in which linears take m tokens' activations for weights of that kind ("int8",
         "float"); "": float32."""
 
-    def expert_layout(self, m: int, kind: str) -> str:
-        """The same for the linears of experts."""
-        return self.act_layout(m, kind)
+    def expert_layout(self, m: int, formats: list[Format], k: int) -> str:
+        """The same for linears of experts with k columns, whose weights have these formats."""
+        return self.act_layout(m, formats[0].kind)
 
     def head_layout(self, m: int, kind: str) -> str:
         """The same for linears with a matrix for each head."""

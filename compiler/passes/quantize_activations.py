@@ -23,8 +23,11 @@ def quantize_activations(mod, target):
             return None
         if name in ("linear", "head_linear") and int(call.attrs["k"]) % BLOCK:
             return None  # float weights: no layout of ours has part of a block
-        layout_of = {"linear": target.act_layout, "head_linear": target.head_layout}.get(name, target.expert_layout)
-        layout = layout_of(int(call.attrs["m"]), FORMATS[call.attrs["formats"][0]].kind)
+        m, k, formats = int(call.attrs["m"]), int(call.attrs["k"]), [FORMATS[fmt] for fmt in call.attrs["formats"]]
+        if name in ("linear", "head_linear"):
+            layout = (target.act_layout if name == "linear" else target.head_layout)(m, formats[0].kind)
+        else:
+            layout = target.expert_layout(m, formats, k)
         if not layout:
             return None
         state, x, *rest = call.args

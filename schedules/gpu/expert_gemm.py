@@ -14,7 +14,7 @@ from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import few_tiles, gemm_coop, gemm_matrix
 from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.experts import Slots, bias_args, check_rows, expert_at, ids_arg
-from mlc_amd.schedules.gpu.gemm import engine, span, views
+from mlc_amd.schedules.gpu.gemm import engine, extras, span, views, zero_of
 from mlc_amd.schedules.gpu.planes import plane_args
 from mlc_amd.schedules.gpu.quantize import act_args
 from mlc_amd.schedules.gpu.step import kernel, once, state_arg
@@ -24,7 +24,7 @@ def expert_engine(of: Slots, layout, formats, k, arch, rows, tile=None, together
     """`gemm.engine` for slots. ValueError also for a tile that an expert's tiles do not consist of."""
     slots = of.experts.slots(of.m)
     if tile is None and layout == "lanes":
-        tile = few_tiles.choose_expert(arch, slots, k, rows, together)
+        tile = few_tiles.choose_expert(arch, of.experts.tile, slots, k, rows, together)
     elif tile is None and arch.matrix and layout not in ("", "rows"):
         family = gemm_coop if arch.matrix == "coop" else gemm_matrix
         tile = family.choose_expert(arch, formats, of.experts.tile, k, together)
@@ -49,7 +49,7 @@ def expert_linear(fmt, n, k, of: Slots, layout, arch, name, tile=None):
     check_rows(n)
     gemm = expert_engine(of, layout, [fmt], k, arch, n, tile)
     with kernel(name) as ir:
-        state_arg()
+        state = state_arg()
         params, groups = act_args(slots, k, layout), ids_arg(of.experts, of.m)
         bufs = plane_args(fmt, of.experts.count * n, k, "W_")
         biases = bias_args(of, n, ("WB",))
@@ -67,5 +67,5 @@ def expert_linear(fmt, n, k, of: Slots, layout, arch, name, tile=None):
                 T.buffer_store(Y, x, [slot, span(row, values[0])])
 
             with once(mine):
-                gemm.emit(acts, [(fmt, bufs, n)], slot0, row0, store, first)
+                gemm.emit(acts, [(fmt, bufs, n)], slot0, row0, store, first, **extras(None, zero_of(gemm, state)))
     return ir.get()

@@ -7,7 +7,6 @@ from mlc_amd.schedules.gpu.gemm_few import FewGemm, FewTile
 from mlc_amd.schedules.gpu.gemm_staged import StagedGemm, StagedPair, StagedTiles, smallness, suits
 from mlc_amd.schedules.gpu.pairs import TOKENS
 
-MOST = 128  # tokens: of more, the multiplications take most of the time, which `gemm_coop.py` does faster
 MOST_WAVES = 16  # of a workgroup
 SIMDS = 4  # of a compute unit
 FULL = 0.8  # share of the compute units that have work, at least, where each has one workgroup at most
@@ -23,7 +22,7 @@ class Share(NamedTuple):
     columns  at most; 0: any number
     places   workgroups that a compute unit holds at once, most of which must be taken in each round; 0: any number
     waves_m  subgroups along the tokens, which read the same weights
-    small    for formats of codes that no table gives values (1), of one plane of them (2), of which a block takes few
+    small    for formats that no table gives values (1), of one plane of codes (2), of which a block takes few
              registers, its scale among them (3); 0: for all
     """
 
@@ -42,10 +41,10 @@ class Share(NamedTuple):
     small: int = 0
 
 
-# number of weights of a kernel, maximum of tokens: what takes least time on an H200 for the shapes of an 8B model in
-# Q4_0, of tiles with little code; `hidden`, staged tiles and activations ahead on an H100. In a step of a model each
-# kernel runs once, and its code comes from memory: twice the code took up to 20 us more, which timing one kernel again
-# and again does not show.
+# number of weights of a kernel, maximum of tokens (the last ones are for more, too): what takes least time on an H200
+# for the shapes of an 8B model, of 1 to 32 tokens in Q4_0, of more in twelve formats. In a step of a model each kernel
+# runs once, and its code comes from memory: twice the code took up to 20 us more, which timing one kernel again and
+# again does not show.
 SHARES = {
     1: {
         8: (Share(8, 16, 1, 0, 32, 4),),
@@ -66,25 +65,39 @@ SHARES = {
             Share(32, 96, 3, 1, 16, 4, hidden=1, places=1, small=3),
             Share(32, 32, 1, 0, 16, 2, hidden=1),
         ),
-        128: (Share(64, 64, 2, 1, 8, 2, many=4), Share(64, 32, 1, 1, 8, 2)),
+        512: (
+            Share(64, 256, 8, 1, 8, 1, hidden=1, staged=1, places=1),
+            Share(64, 64, 2, 2, 8, 2, hidden=1, many=3, small=1),
+            Share(64, 96, 6, 1, 16, 2, hidden=1, places=1),
+            Share(64, 64, 2, 2, 8, 4, hidden=1, places=1, small=2),
+            Share(64, 32, 1, 1, 8, 2, hidden=1),
+        ),
     },
     2: {
         8: (Share(8, 16, 1, 0, 32, 4),),
         16: (Share(16, 16, 1, 1, 32, 4),),
         32: (Share(32, 0, 0, 0, 16, 2, hidden=1), Share(32, 32, 1, 0, 16, 4, hidden=1)),
         64: (
-            Share(64, 0, 0, 1, 8, 1, hidden=1, staged=1),
-            Share(64, 64, 4, 1, 8, 1, hidden=1, staged=1, places=2),
-            Share(64, 32, 2, 1, 8, 4, hidden=1, small=2),
-            Share(64, 32, 1, 0, 16, 2),
+            Share(64, 0, 0, 1, 8, 1, hidden=1, staged=1, small=2),
+            Share(64, 64, 4, 1, 8, 1, hidden=1, staged=1, places=2, small=1),
+            Share(64, 32, 2, 1, 8, 2),
         ),
-        128: (Share(64, 32, 2, 1, 16, 2),),
+        512: (
+            Share(64, 128, 8, 1, 8, 1, hidden=1, staged=1, places=1, many=3, small=2),
+            Share(64, 0, 0, 1, 8, 1, hidden=1, staged=1, small=2),
+            Share(64, 64, 4, 1, 8, 1, hidden=1, staged=1, many=4),
+            Share(64, 32, 2, 1, 16, 2),
+        ),
     },
 }
 
 
-# The same of slots of experts, whose tiles have TOKENS: there are always many workgroups. For 32 rows of qwen3-30b-a3b.
-EXPERT_SHARES = {1: Share(TOKENS, 16, 1, 0, 32, 2), 2: Share(TOKENS, 16, 1, 0, 32, 4)}
+# number of weights of a kernel, slots of an expert's tile: the same, where there are always many workgroups. For 32 and
+# 512 rows of qwen3-30b-a3b.
+EXPERT_SHARES = {
+    1: {TOKENS: Share(TOKENS, 16, 1, 0, 32, 2), 64: Share(64, 128, 4, 1, 8, 1, hidden=1, staged=1)},
+    2: {TOKENS: Share(TOKENS, 16, 1, 0, 32, 4), 64: Share(64, 128, 8, 1, 8, 1, hidden=1, staged=1)},
+}
 
 
 # Tokens, at most, of which several segments (q, k and v) load nothing ahead: each has code of its own, and twice as
@@ -105,10 +118,10 @@ def routine(arch, tile, m, k, weights=1) -> FewGemm:
 
 
 def choose(arch, formats, m, k, rows, weights=1):
-    """The default FewTile, see `gemm_coop.choose`; None if there is none for so many tokens or for that arch."""
-    size = next((tokens for tokens in SHARES[weights] if m <= tokens), None)
-    if size is None or not arch.few:
+    """The default FewTile, see `gemm_coop.choose`; None if there is none for that arch."""
+    if not arch.few:
         return None
+    size = next((tokens for tokens in SHARES[weights] if m <= tokens), max(SHARES[weights]))
     for share in SHARES[weights][size]:
         if not share.rows:
             share = _one_each(arch, share, rows)
@@ -143,9 +156,16 @@ def _one_each(arch, share, rows):
     return share._replace(rows=ROWS * waves_n, waves_n=waves_n)
 
 
-def choose_expert(arch, slots, k, rows, weights=1):
-    """The default FewTile for so many slots of experts, each with so many rows of a weight."""
-    share = EXPERT_SHARES[weights]
+def suits_experts(tokens, formats, k) -> bool:
+    """Whether tiles of `tokens` slots of an expert are multiplied here rather than by `gemm_coop.py`, which takes less
+    time for formats with tables (512 rows of gpt-oss-20b: 620 instead of 650 us for gate and up), and columns that no
+    staged tile takes."""
+    return tokens == TOKENS or (suits(formats, k) and smallness(formats) > 0)
+
+
+def choose_expert(arch, tokens, slots, k, rows, weights=1):
+    """The default FewTile for so many slots of experts in tiles of `tokens`, each with so many rows of a weight."""
+    share = EXPERT_SHARES[weights][tokens]
     return _tile(arch, share, slots // share.tokens * -(-rows // share.rows), slots, k, weights)
 
 

@@ -1,4 +1,4 @@
-"""Tiles of `gemm_few.py` whose activations go through shared memory, for many tokens among few.
+"""Tiles of `gemm_few.py` whose activations go through shared memory, for many tokens.
 
 There each subgroup of a workgroup has rows of its own and all columns: ROWS rows of two weights, gate and up, or twice
 as many of one. All of them read the same activations, which the workgroup stages in shared memory, a group of columns
@@ -24,24 +24,25 @@ TILES = 2  # of ROWS rows that a subgroup has: with more, registers would hold n
 
 
 def suits(formats, k) -> bool:
-    """Whether weights of these formats and k columns can have such a tile: a block's codes take few registers, and the
-    columns are whole bodies of the loop."""
-    return _nibbles(formats) and k % (AHEAD * GROUP * BLOCK) == 0
+    """Whether weights of these formats and k columns can have such a tile: registers hold codes only, and the columns
+    are whole bodies of the loop."""
+    return all(fmt.kind != "float" for fmt in formats) and k % (AHEAD * GROUP * BLOCK) == 0
 
 
 def smallness(formats) -> int:
     """How few registers a block of weights of these formats takes: see `few_tiles.Share`. The scales of Q4_K leave none
     for activations ahead in staged tiles."""
-    if any(fmt.kind == "float" or fmt.table for fmt in formats):
+    if any(fmt.table for fmt in formats):
         return 0
-    if any(len(fmt.codes) > 1 for fmt in formats):
+    if any(len(fmt.codes) != 1 for fmt in formats):
         return 1
     return 3 if _nibbles(formats) and all(tuple(fmt.scales) == ("D",) for fmt in formats) else 2
 
 
 def adds_up(tile, formats) -> bool:
     """Whether the loop of a tile of weights of these formats has registers left to add up something in each step."""
-    return bool(tile.staged) and (smallness(formats) > 2 or tile.waves_n > SHORT_OF_REGISTERS)
+    enough = smallness(formats) > 2 or (_nibbles(formats) and tile.waves_n > SHORT_OF_REGISTERS)
+    return bool(tile.staged) and enough
 
 
 def _nibbles(formats) -> bool:
