@@ -114,8 +114,8 @@ class DeviceKind:
     float16     arithmetic on float16 (else: storage only)
     matrix      "coop" for KHR_cooperative_matrix, else ""
     fragment    (m, n, k) of its float16 matrices with float32 sums
-    few         (m, n, k) of further such matrices, of which kernels for few tokens know which lane holds what
-                (schedules/gpu/gemm_few.py, attention_rows_matrix.py); (): there are no such kernels
+    lane_matrix (m, n, k) of further such matrices, of which kernels know which lane holds what
+                (schedules/gpu/gemm_lanes.py, attention_rows_matrix.py); (): there are no such kernels
     lds         bytes of shared memory that one workgroup may have
     threads     most invocations of a workgroup that kernels use
     push        bytes of push constants; arguments beyond them are read from memory
@@ -138,7 +138,7 @@ class DeviceKind:
     float16: bool = True
     matrix: str = ""
     fragment: tuple[int, int, int] = (16, 16, 16)
-    few: tuple[int, ...] = ()
+    lane_matrix: tuple[int, ...] = ()
     lds: int = 32 * KIB
     threads: int = 256
     push: int = 256
@@ -157,7 +157,7 @@ DEVICE_KINDS = {
         DeviceKind("rdna4", "rdna4", 32, 64, 640, matrix="coop", chips="NAVI4|GFX12"),
         DeviceKind("gfx90c", "gcn5", 64, 8, 51, ("vega", "renoir", "cezanne", "lucienne", "barcelo"), unified=True,
         dot="", lds=64 * KIB, chips="VEGA|RAVEN|RENOIR"),
-        DeviceKind("nvidia", "nvidia", 32, 132, 4800, ("h200", "h100"), matrix="coop", few=(16, 8, 16),
+        DeviceKind("nvidia", "nvidia", 32, 132, 4800, ("h200", "h100"), matrix="coop", lane_matrix=(16, 8, 16),
         lds=48 * KIB),
         # Mesa's CPU driver. Its subgroup is the host's vector: 256 bits. No hardware has such small ones: a good
         # stress.

@@ -189,7 +189,7 @@ def test_lanes_that_are_together():
     assert np.array_equal(y.reshape(WAVES, LANES), np.where(np.arange(LANES) < 12, sums, 0))
 
 
-# ---- kernels as GPUs get them; those of matrices: test_gemm_few.py, test_vulkan_coop.py and others
+# ---- kernels as GPUs get them; those of matrices: test_gemm_lanes.py, test_vulkan_coop.py and others
 
 ATTENTION = {
     "row": Case(4, 1, 64, layout="half", rope=Rope(False, 64), states=((70, 1),)),

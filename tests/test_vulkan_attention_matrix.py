@@ -175,7 +175,7 @@ def test_no_more_splits_than_run_at_the_same_time(lengths):
 )
 def test_layers_that_take_matrices(layer, matrix):
     assert splits_of(layer, NVIDIA).matrix is matrix
-    for arch in ("nvidia:few=none", "rdna3", "vangogh"):
+    for arch in ("nvidia:lane_matrix=none", "rdna3", "vangogh"):
         assert not isinstance(default_plan(layer, resolve(arch)), MatrixPlan)
 
 

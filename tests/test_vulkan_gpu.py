@@ -49,7 +49,7 @@ PRODUCTS = [  # facts as their drivers tell them; AMD's where no vendor is given
     ("gfx90c", {"name": "AMD Radeon Graphics (RADV RENOIR)", "subgroup": (64, 64, 64)}),
     ("nvidia", {"vendor": NVIDIA, "name": "NVIDIA H200", "subgroup": (32, 32, 32), "dot": True,
     "matrices": (*MATRICES, ((16, 8, 16), FLOAT16))}),
-    ("nvidia:few=none", {"vendor": NVIDIA, "name": "NVIDIA", "subgroup": (32, 32, 32), "dot": True,
+    ("nvidia:lane_matrix=none", {"vendor": NVIDIA, "name": "NVIDIA", "subgroup": (32, 32, 32), "dot": True,
     "matrices": MATRICES}),
     ("nvidia:matrix=none", {"vendor": NVIDIA, "name": "NVIDIA GeForce GTX 1660", "subgroup": (32, 32, 32),
     "dot": True}),

@@ -21,7 +21,7 @@ from mlc_amd.runtime.kv_types import KV_TYPE
 from mlc_amd.schedules.attention import SLOTS
 from mlc_amd.schedules.decode import float_weight
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.gpu import few_tiles, gemv, gemv_norm
+from mlc_amd.schedules.gpu import gemv, gemv_norm, lane_tiles
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
 from mlc_amd.schedules.gpu.cache import cache_types
 from mlc_amd.schedules.gpu.gemv_matrix import ROWS as INT8_ROWS
@@ -37,7 +37,7 @@ from mlc_amd.schedules.gpu.step import FEW
 # experts one or two.
 EXPERT_TILE, EXPERT_TILES = 32, {"nvidia": 64}
 SOME, SOME_TILE = 64, 16  # rows of a step, and the tile up to there
-FEW_TILE = TOKENS  # where `gemm_few.py` multiplies them
+LANE_TILE = TOKENS  # where `gemm_lanes.py` multiplies them
 # Rows of a step, at most, whose slots are computed one by one (tile 1). 16 rows of models with 32 experts or more use
 # most experts once or twice, and matrix units would multiply tiles that are almost empty: by the static model of
 # gfx1100 and gfx942 that takes longer. On an H200 it does not.
@@ -63,14 +63,14 @@ class GpuTarget(Target):
         super().__init__(list(dict.fromkeys(archs)), kv_type)
         first, *others = self.archs
         for other in others:
-            if (bool(other.matrix), bool(other.few)) != (bool(first.matrix), bool(first.few)):
+            if (bool(other.matrix), bool(other.lane_matrix)) != (bool(first.matrix), bool(first.lane_matrix)):
                 raise UserError(f"{first.name} and {other.name} need different layouts; compile an artifact for each")
 
     def functions(self, ctx: int) -> list[FunctionSpec]:
         # Few rows are GEMVs; of INT8_ROWS rows on int8 matrix units, where 32 take half the time of a GEMM of 64 by the
         # static model. On an H200 matrix units compute 16 rows in less time than two steps of FEW take. Kernels without
         # dot products take LLVM several times as long: fewer sizes.
-        if self._few_on_matrices:  # whose time grows with every size
+        if self._takes_lanes:  # whose time grows with every size
             steps, chunks = [FEW, 16, 32, SLOTS], [64, 128, 512]
         else:
             dot, matrix = all(arch.dot for arch in self.archs), bool(self.archs[0].matrix)
@@ -89,13 +89,13 @@ class GpuTarget(Target):
     def act_layout(self, m: int, kind: str) -> str:
         if m in INT8_ROWS and kind == "int8" and self._int8_matrices:
             return "rows"
-        if self._few_on_matrices and m > 1:
+        if self._takes_lanes and m > 1:
             return "lanes"
         return self._layout(kind, m > FEW)
 
     def expert_layout(self, m: int, formats: list, k: int) -> str:
         tile = self.expert_tile(m)
-        if self._few_on_matrices and tile > 1 and few_tiles.suits_experts(tile, formats, k):
+        if self._takes_lanes and tile > 1 and lane_tiles.suits_experts(tile, formats, k):
             return "lanes"
         return self._layout(formats[0].kind, tile > 1)
 
@@ -114,15 +114,15 @@ class GpuTarget(Target):
         return all(unit_of(arch) for arch in self.archs)
 
     @property
-    def _few_on_matrices(self) -> bool:
+    def _takes_lanes(self) -> bool:
         """Whether linears of two tokens and more take matrix units; else those of more than FEW, if there are any."""
-        return all(arch.few for arch in self.archs)
+        return all(arch.lane_matrix for arch in self.archs)
 
     def expert_tile(self, m: int) -> int:
         if m <= min(FEWER_EXPERT_ROWS.get(arch.family, EXPERT_ROWS) for arch in self.archs):
             return 1
         if m <= SOME:
-            return FEW_TILE if self._few_on_matrices else SOME_TILE
+            return LANE_TILE if self._takes_lanes else SOME_TILE
         return EXPERT_TILES.get(self.archs[0].family, EXPERT_TILE)
 
     def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:

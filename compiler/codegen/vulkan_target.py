@@ -37,8 +37,8 @@ class VulkanTarget(GpuTarget):
 
     def own_kernels(self, arch):
         kernels: dict[str, Any] = {"copy": copy(COPY_BYTES // 4, arch, "copy")}
-        if arch.few:
-            kernels["fragment_probe"] = fragment_probe(arch.few, arch.wave, "fragment_probe")
+        if arch.lane_matrix:
+            kernels["fragment_probe"] = fragment_probe(arch.lane_matrix, arch.wave, "fragment_probe")
         return kernels
 
     def compile_for(self, profile, kernels, directory, lowered):

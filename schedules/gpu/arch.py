@@ -41,7 +41,7 @@ class GpuArch(Chip):
     float16 = True  # arithmetic
     subgroups = True  # lanes exchange values by shuffles
     amd = True  # scalar registers exist
-    few = ()  # as of runtime/gpus.py's DeviceKind
+    lane_matrix = ()  # as of runtime/gpus.py's DeviceKind
 
     @property
     def needs(self) -> dict:

@@ -1,7 +1,7 @@
 """Rows of queries as in `attention_rows.py`, on cooperative matrices whose distribution over the lanes is known.
 
 Keys and values are operand A and go from the cache to registers to matrices, each once for all rows; queries and
-weights are operand B. Which lane has which components of the operands is what `gemm_few.py` relies on, too, and the
+weights are operand B. Which lane has which components of the operands is what `gemm_lanes.py` relies on, too, and the
 runtime checks (runtime/devices/vulkan/fragments.py): for matrices of m x n sums, lane 4*r + q has the rows r and r + n
 of A and the column r of B, and of both the same four places along what is summed, in whatever order. So a unit of the
 cache, eight elements of a key or eight keys of a column, is a lane's part of two products:
@@ -40,18 +40,18 @@ MOST_AHEAD = 8
 def suits(arch, attention) -> bool:
     """Whether the arch's matrices and the layer are such as `MatrixRows` takes."""
     lanes = arch.wave // QUADS
-    known = arch.few == (2 * lanes, lanes, QUADS * HALF)
+    known = arch.lane_matrix == (2 * lanes, lanes, QUADS * HALF)
     return known and attention.d % CHUNK == 0 and not attention.values
 
 
 def row_tiles(arch, count) -> int:
     """Tiles of n rows for `count` rows."""
-    return -(-count // arch.few[1])
+    return -(-count // arch.lane_matrix[1])
 
 
 def _wave_units(arch, d, count, step) -> int:
     """Units of WIDTH float32 of shared memory that a wave has: scores, in the end outputs."""
-    return row_tiles(arch, count) * arch.few[1] * (max(d, step) // WIDTH + PAD)
+    return row_tiles(arch, count) * arch.lane_matrix[1] * (max(d, step) // WIDTH + PAD)
 
 
 def waves_of(arch, count, d, threads, step) -> int:
@@ -75,7 +75,7 @@ class MatrixRows:
 
     def __init__(self, arch, attention, count, lane, wave, waves, step, ahead):
         self.arch, self.attention, self.count, self.d, self.lane = arch, attention, count, attention.d, lane
-        self.m, self.n, _ = arch.few
+        self.m, self.n, _ = arch.lane_matrix
         self.row, self.quad = T.Bind(lane // QUADS), T.Bind(lane % QUADS)
         self.tiles, self.chunks, self.groups = row_tiles(arch, count), self.d // CHUNK, step // CHUNK
         self.key_tiles, self.columns = step // self.m, self.d // self.m
@@ -93,7 +93,7 @@ class MatrixRows:
         self.base, self.factor_base = T.Bind(wave * self.wave_units), T.Bind(wave * (self.tiles * arch.wave))
 
     def _new(self, kind, count):
-        return Fragments(kind, count, self.arch.few)
+        return Fragments(kind, count, self.arch.lane_matrix)
 
     def start(self):
         """Initializes the state: no key seen yet."""

@@ -34,7 +34,7 @@ from mlc_amd.schedules.gpu.step import when
 LOADS = {"nvidia": 16, "generic": 4}
 MEDIUM_LOADS = 8
 # The same where several rows share the GPU: then others' loads are in flight, too, and a step of a model runs each
-# kernel once, so that its code comes from memory (`few_tiles.py`).
+# kernel once, so that its code comes from memory (`lane_tiles.py`).
 SHARED_LOADS = {"nvidia": 4}
 PREFETCHING = ("nvidia",)  # families with registers for the keys of the next block
 OTHER_BYTES = 1 << 10  # of shared memory for what is small and of a fixed size

@@ -23,7 +23,7 @@ from mlc_amd.schedules.gpu.pairs import store_lanes, store_run
 from mlc_amd.schedules.gpu.quantize import act_args, clamped
 from mlc_amd.schedules.gpu.registers import at, elements, lane_of, local, put, vector
 
-TILE = 16  # columns whose squares make one sum: rows of a tile of `gemm_few.py`
+TILE = 16  # columns whose squares make one sum: rows of a tile of `gemm_lanes.py`
 # x may be 65504 / MARGIN times as large as the x of the earlier norm, which has 1 in the mean of its squares, and
 # numbers down to 1 / 256 of that keep all bits of float16.
 MARGIN = 2.0**-6

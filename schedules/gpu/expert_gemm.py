@@ -11,7 +11,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.gpu import few_tiles, gemm_coop, gemm_matrix
+from mlc_amd.schedules.gpu import gemm_coop, gemm_matrix, lane_tiles
 from mlc_amd.schedules.gpu.device import launch
 from mlc_amd.schedules.gpu.experts import Slots, bias_args, check_rows, expert_at, ids_arg
 from mlc_amd.schedules.gpu.gemm import engine, extras, span, views, zero_of
@@ -24,7 +24,7 @@ def expert_engine(of: Slots, layout, formats, k, arch, rows, tile=None, together
     """`gemm.engine` for slots. ValueError also for a tile that an expert's tiles do not consist of."""
     slots = of.experts.slots(of.m)
     if tile is None and layout == "lanes":
-        tile = few_tiles.choose_expert(arch, of.experts.tile, slots, k, rows, together)
+        tile = lane_tiles.choose_expert(arch, of.experts.tile, slots, k, rows, together)
     elif tile is None and arch.matrix and layout not in ("", "rows"):
         family = gemm_coop if arch.matrix == "coop" else gemm_matrix
         tile = family.choose_expert(arch, formats, of.experts.tile, k, together)

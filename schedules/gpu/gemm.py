@@ -11,22 +11,22 @@ the row tiles of all segments. What a workgroup does to its tile is up to `gemm_
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu import few_tiles, gemm_coop, gemm_dot, gemm_matrix
+from mlc_amd.schedules.gpu import gemm_coop, gemm_dot, gemm_matrix, lane_tiles
 from mlc_amd.schedules.gpu.deferred_norm import RowFactors
 from mlc_amd.schedules.gpu.device import launch
-from mlc_amd.schedules.gpu.few_results import QUAD
 from mlc_amd.schedules.gpu.gemm_coop import CoopGemm
 from mlc_amd.schedules.gpu.gemm_dot import DotGemm, ExactGemm, FloatGemm
-from mlc_amd.schedules.gpu.gemm_few import FewGemm, FewTile
+from mlc_amd.schedules.gpu.gemm_lanes import LaneGemm, LaneTile
 from mlc_amd.schedules.gpu.gemm_matrix import MatrixGemm
 from mlc_amd.schedules.gpu.gemm_staged import adds_up
+from mlc_amd.schedules.gpu.lane_results import QUAD
 from mlc_amd.schedules.gpu.linear_args import declare_linear, segments_of
 from mlc_amd.schedules.gpu.load import QUADS
 from mlc_amd.schedules.gpu.planes import BLOCK, padded
 from mlc_amd.schedules.gpu.registers import at, elements, vector
 from mlc_amd.schedules.gpu.step import kernel, live_rows, live_rows_and_zero, once, unknown_zero, where
 
-RESIDENT = 4  # workgroups of a kernel for few tokens that a compute unit holds at once
+RESIDENT = 4  # workgroups of a `LaneGemm` that a compute unit holds at once
 
 
 def engine(layout, formats, m, k, arch, rows, tile=None, together=1):
@@ -34,9 +34,9 @@ def engine(layout, formats, m, k, arch, rows, tile=None, together=1):
     `rows`: of all segments. `tile`: MatrixTile, CoopTile or DotTile, by default the one for the arch and shape.
     Float32 activations and float weights stay float32. ValueError for what does not fit."""
     if tile is None and layout == "lanes":
-        tile = few_tiles.choose(arch, formats, m, k, rows, together)
-    if isinstance(tile, FewTile) and layout == "lanes":
-        return few_tiles.routine(arch, tile, m, k, together)
+        tile = lane_tiles.choose(arch, formats, m, k, rows, together)
+    if isinstance(tile, LaneTile) and layout == "lanes":
+        return lane_tiles.routine(arch, tile, m, k, together)
     exact = layout == "" and all(fmt.kind == "float" for fmt in formats)
     matrix = arch.matrix and layout != "rows" and not exact
     kind = {"rows": "int8", "": "float"}.get(layout)
@@ -80,19 +80,19 @@ def _bias(bias, index, n):
 
 
 def token_tiles(gemm, m) -> int:
-    """Tiles of m tokens. Only `FewGemm` computes a part of one."""
-    return -(-m // gemm.tile.tokens) if isinstance(gemm, FewGemm) else m // gemm.tile.tokens
+    """Tiles of m tokens. Only `LaneGemm` computes a part of one."""
+    return -(-m // gemm.tile.tokens) if isinstance(gemm, LaneGemm) else m // gemm.tile.tokens
 
 
 def is_quick(gemm, workgroups) -> bool:
     """Whether what a workgroup waits for decides how long the kernel takes: all of them are resident at once. Only
-    `FewGemm` has such kernels; those of gate and up, which have no registers to spare, are not but for staged tiles."""
-    few = isinstance(gemm, FewGemm) and workgroups <= RESIDENT * gemm.arch.units
-    return few and (gemm.weights == 1 or bool(gemm.tile.staged))
+    `LaneGemm` has such kernels; of gate and up, which have no registers to spare, those of staged tiles."""
+    resident = isinstance(gemm, LaneGemm) and workgroups <= RESIDENT * gemm.arch.units
+    return resident and (gemm.weights == 1 or bool(gemm.tile.staged))
 
 
 def factors_of(gemm, formats, read, token0, thread, first, quick) -> RowFactors | None:
-    """The factors of a tile's tokens, of a norm that the kernel completes; None without one. Only `FewGemm` does.
+    """The factors of a tile's tokens, of a norm that the kernel completes; None without one. Only `LaneGemm` does.
     quick: what they are made of is loaded along with the columns or before them, not behind the products."""
     if read is None:
         return None
@@ -113,7 +113,7 @@ def rows_of(gemm, state, m, token0, quick) -> tuple:
 
 def zero_of(gemm, state):
     """An int32 that is 0, which the compiler does not know; None where the tile has no use for it."""
-    return unknown_zero(state) if isinstance(gemm, FewGemm) and gemm.tile.hidden else None
+    return unknown_zero(state) if isinstance(gemm, LaneGemm) and gemm.tile.hidden else None
 
 
 def extras(factors, zero) -> dict:
@@ -126,8 +126,8 @@ def extras(factors, zero) -> dict:
 
 def check_deferred(gemm, norm_in, made) -> None:
     """ValueError where a norm is deferred, into the kernel or, of `made` rows, out of it, and it cannot be."""
-    if (norm_in is not None or made) and not isinstance(gemm, FewGemm):
-        raise ValueError("only kernels for few tokens complete or prepare norms")
+    if (norm_in is not None or made) and not isinstance(gemm, LaneGemm):
+        raise ValueError("only kernels of the layout 'lanes' complete or prepare norms")
     if made % BLOCK:
         raise ValueError(f"a norm of {made} columns, which are not whole blocks, cannot be prepared")
 
@@ -137,8 +137,8 @@ def linear(segments, k, m, layout, biases, residual, arch, name, tile=None, norm
 
     segments: list of (format name or Format, n); they share the activations (q, k and v of a layer) and the launch. k:
     a multiple of 32, m: tokens, a multiple of 16. layout: of the activations, "half" or "" on matrix units, "pairs" or
-    "" on cooperative matrices, "lanes" for few tokens on those that `gemm_few.py` knows (weights and activations become
-    float16), else "rows" for int8 formats and "" for float formats. Float formats with "" are multiplied in float32
+    "" on cooperative matrices, "lanes" on those that `gemm_lanes.py` knows (weights and activations become float16),
+    else "rows" for int8 formats and "" for float formats. Float formats with "" are multiplied in float32
     everywhere. biases: one flag per segment. residual: Y = R + result, for one segment. tile: see `engine`. norm_in:
     eps of the norm that the activations lack, and norm_out: whether Y is prepared for one (`deferred_norm.py`); in the
     layout "lanes". Token tiles without live tokens (state[1]) are left as they are. The columns of Y from n on are
@@ -176,7 +176,7 @@ def linear(segments, k, m, layout, biases, residual, arch, name, tile=None, norm
 
 
 class _Epilogue:
-    """What becomes of the products of a segment's rows. runs: they come as runs (see `FewGemm.emit`)."""
+    """What becomes of the products of a segment's rows. runs: they come as runs (see `LaneGemm.emit`)."""
 
     def __init__(self, arch, args, segment, factors, runs=False):
         self.arch, self.args, self.segment, self.factors, self.runs = arch, args, segment, factors, runs

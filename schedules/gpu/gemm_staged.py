@@ -1,4 +1,4 @@
-"""Tiles of `gemm_few.py` whose activations go through shared memory, for many tokens.
+"""Tiles of `gemm_lanes.py` whose activations go through shared memory, for many tokens.
 
 There each subgroup of a workgroup has rows of its own and all columns: ROWS rows of two weights, gate and up, or twice
 as many of one. All of them read the same activations, which the workgroup stages in shared memory, a group of columns
@@ -9,8 +9,8 @@ these registers is copied, which would wait for its load.
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier
-from mlc_amd.schedules.gpu.few_results import PAD, QUAD, ROWS
-from mlc_amd.schedules.gpu.gemm_few import UNIT_BYTES, WAVE, FewGemm
+from mlc_amd.schedules.gpu.gemm_lanes import UNIT_BYTES, WAVE, LaneGemm
+from mlc_amd.schedules.gpu.lane_results import PAD, QUAD, ROWS
 from mlc_amd.schedules.gpu.pairs import GROUP, LANES, RUN, RUNS, TOKENS, lanes_shape
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.registers import Held, at, lane_of, vector
@@ -30,8 +30,7 @@ def suits(formats, k) -> bool:
 
 
 def smallness(formats) -> int:
-    """How few registers a block of weights of these formats takes: see `few_tiles.Share`. The scales of Q4_K leave none
-    for activations ahead in staged tiles."""
+    """How few registers a block of weights of these formats takes: see `lane_tiles.Share`."""
     if any(fmt.table for fmt in formats):
         return 0
     if any(len(fmt.codes) != 1 for fmt in formats):
@@ -50,8 +49,8 @@ def _nibbles(formats) -> bool:
     return all(tuple(fmt.codes) == ("Q4",) and not fmt.table for fmt in formats)
 
 
-class StagedGemm(FewGemm):
-    """The tile routine of one kernel: use as `FewGemm`. ValueError for a tile that does not fit."""
+class StagedGemm(LaneGemm):
+    """The tile routine of one kernel: use as `LaneGemm`. ValueError for a tile that does not fit."""
 
     columns = GROUP * BLOCK
     scope = WAVE_SHARED  # TVM would add a barrier behind each store of activations
@@ -165,8 +164,8 @@ class StagedPair(StagedGemm):
 
 class StagedTiles(StagedGemm):
     """Of two weights, with rows that make no whole blocks, or too many for shared memory: the epilogue gets four rows
-    as of `FewGemm`. Neighbouring threads have those of neighbouring tiles of ROWS, which the layout "lanes" has side by
-    side."""
+    as of `LaneGemm`. Neighbouring threads have those of neighbouring tiles of ROWS, which the layout "lanes" has side
+    by side."""
 
     def _units(self, row_tiles, token_tiles) -> int:
         return super()._units(row_tiles, token_tiles) + self.waves * PAD

@@ -10,7 +10,7 @@ j gives by shifting alone is the run j:
 of eight halves, 16 bytes. A product over columns may take them in any order, so activations are stored in this one: H
 float16 [m, k], each block of 32 columns being the runs 0 to 3. `gemm_coop.py` multiplies them.
 
-The layout "lanes" has the same runs in the order in which the lanes of `gemm_few.py` load them, so that a subgroup
+The layout "lanes" has the same runs in the order in which the lanes of `gemm_lanes.py` load them, so that a subgroup
 reads 512 bytes side by side:
 
     H float16 [ceil(m / 8), ceil(k / 128), 1024]    eight tokens and a group of four blocks each: 1024 are

@@ -26,7 +26,7 @@ class Profile(DeviceKind):
     api = "vulkan"
     # no product of float16 pairs with a float32 sum: float32 multiply-adds, which AMD's compiler makes "mixed" ones
     dot2 = False
-    few_threads = 512  # most invocations of a workgroup of kernels for few tokens (schedules/gpu/gemm_few.py)
+    lane_threads = 512  # most invocations of a workgroup of kernels of the layout "lanes" (schedules/gpu/gemm_lanes.py)
 
     @property
     def amd(self) -> bool:
@@ -41,7 +41,7 @@ class Profile(DeviceKind):
     @property
     def most_threads(self) -> int:
         """Most invocations of a workgroup of any kernel."""
-        return max(self.threads, self.few_threads) if self.few else self.threads
+        return max(self.threads, self.lane_threads) if self.lane_matrix else self.threads
 
     @property
     def needs(self) -> dict:
@@ -57,7 +57,7 @@ class Profile(DeviceKind):
         return {
             "features": features + [name for name, wanted in optional.items() if wanted],
             "subgroup_size": self.wave if self.subgroups else 0,
-            "fragments": [list(shape) for shape in (self.fragment, self.few) if shape] if self.matrix else [],
+            "fragments": [list(shape) for shape in (self.fragment, self.lane_matrix) if shape] if self.matrix else [],
             "shared_memory": self.lds,
             "threads": self.most_threads,
             "push_constants": self.push,
@@ -76,7 +76,7 @@ DOTS = {"none": "", "dot4": "dot4"}
 def resolve(name: str) -> Profile:
     """The profile of that name, alias, gfx name or product, changed as it says. UserError for one that is not known.
 
-    Changes: matrix=none or MxNxK, few=none, wave=N, dot=none or dot4; the profile's name then tells them.
+    Changes: matrix=none or MxNxK, lane_matrix=none, wave=N, dot=none or dot4; the profile's name then tells them.
     """
     base, _, changes = name.partition(":")
     plain = re.sub(r"[\s_-]", "", base.lower())
@@ -102,19 +102,21 @@ def _of_gfx(name: str) -> Profile:
 def _changed(profile: Profile, change: str, name: str) -> Profile:
     key, _, value = change.partition("=")
     if key == "matrix" and value == "none":
-        changed = replace(profile, matrix="", few=())
+        changed = replace(profile, matrix="", lane_matrix=())
     elif key == "matrix" and re.fullmatch(r"\d+x\d+x\d+", value):
         changed = replace(profile, matrix="coop", fragment=tuple(int(n) for n in value.split("x")))
-    elif key == "few" and value == "none":
-        changed = replace(profile, few=())
+    elif key == "lane_matrix" and value == "none":
+        changed = replace(profile, lane_matrix=())
     elif key == "wave" and value in WAVES:
-        changed = replace(profile, wave=int(value), few=profile.few if int(value) == profile.wave else ())
+        changed = replace(
+            profile, wave=int(value), lane_matrix=profile.lane_matrix if int(value) == profile.wave else ()
+        )
     elif key == "dot" and value in DOTS:
         changed = replace(profile, dot=DOTS[value])
     else:
         raise UserError(
-            f"cannot change {change!r} of {name!r}; possible are matrix=none or MxNxK, few=none, wave=N, dot=none "
-            "or dot4"
+            f"cannot change {change!r} of {name!r}; possible are matrix=none or MxNxK, lane_matrix=none, wave=N, "
+            "dot=none or dot4"
         )
     if changed == profile:
         return profile

@@ -4,7 +4,7 @@ are written.
     ""       float32 [m, k]
     "half"   H float16 [m, k], for matrix units; what float16 cannot hold becomes its largest number
     "pairs"  the same in the order of columns of `pairs.py`, for cooperative matrices
-    "lanes"  the same for few tokens, in the order in which lanes load them (`pairs.py`)
+    "lanes"  the same in the order in which lanes load them (`pairs.py`), for `gemm_lanes.py`
     "rows"   A int8 [m, KB, 32]    q = rint(x * (127 / amax)), amax = largest |x| of the 32 columns of a block
              S float32 [m, KB, 4]  d = amax / 127, d * sum(q), d * sum(q[:16]), d * sum(q[16:])
 

@@ -8,7 +8,7 @@ from mlc_amd.schedules.gpu import (
     expert_gemv,
     gemm_coop,
     gemm_dot,
-    gemm_few,
+    gemm_lanes,
     gemm_matrix,
     gemv,
     gemv_matrix,
@@ -38,7 +38,7 @@ COLUMNS = (32, 64, 128, 256, 512)
 TILE = {"tokens": TOKENS, "rows": ROWS, "columns": COLUMNS, "waves_m": WAVES, "waves_n": WAVES}
 COOP = TILE | {"waves_k": (1, 2, 4), "span": (1, 2, 4)}
 MATRIX = TILE | {"buffers": (1, 2), "waves_k": (1, 2, 4)}
-FEW_TILE = {
+LANE_TILE = {
     "tokens": (8, 16, 32, 64, 128), "rows": (16, 32, 48, 64, 80, 96, 112, 128, 256), "waves_m": (1, 2, 4),
     "waves_n": (1, 2, 3, 4, 5, 6, 7, 8),
     "waves_k": (1, 2, 4, 8, 16), "ahead": (0, 1, 2), "hidden": (0, 1), "staged": (0, 1),
@@ -156,7 +156,7 @@ def _gemm(workload, arch, rows, shares, layout) -> Space:
     default = make(k, arch, total, together=shares)
 
     def kernel(tile) -> Kernel:
-        if m % tile.tokens and m > gemm_few.TOKENS:
+        if m % tile.tokens and m > gemm_lanes.TOKENS:
             raise ValueError(f"{tile} does not divide {m} tokens")
         gemm = make(k, arch, total, tile, shares)
         loads = LIMITS[type(tile)](gemm, tile, formats, arch)
@@ -201,7 +201,7 @@ def _dot_limits(gemm, tile, formats, arch) -> float:
     return (gemm.weights * tile.rows * _block_bytes(formats[0]) + tile.tokens * gemm_dot.BLOCK) / gemm.threads
 
 
-def _few_limits(gemm, tile, formats, arch) -> float:
+def _lane_limits(gemm, tile, formats, arch) -> float:
     blocks = gemm.weights * gemm.tiles_n * 2 * (2 if tile.ahead else 1)
     if blocks > BLOCKS // 2:
         raise ValueError(f"{tile}: a lane would load {blocks} blocks at once")
@@ -209,9 +209,9 @@ def _few_limits(gemm, tile, formats, arch) -> float:
 
 
 LIMITS = {gemm_coop.CoopTile: _coop_limits, gemm_matrix.MatrixTile: _matrix_limits, gemm_dot.DotTile: _dot_limits}
-LIMITS[gemm_few.FewTile] = _few_limits
+LIMITS[gemm_lanes.LaneTile] = _lane_limits
 CHOICES = {gemm_coop.CoopTile: COOP, gemm_matrix.MatrixTile: MATRIX, gemm_dot.DotTile: DOT}
-CHOICES[gemm_few.FewTile] = FEW_TILE
+CHOICES[gemm_lanes.LaneTile] = LANE_TILE
 
 
 # ---- operators

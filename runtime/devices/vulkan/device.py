@@ -114,7 +114,7 @@ class VulkanDevice:
         if "fragment_probe" in self._kernels:
             (step,) = self._kernels["fragment_probe"]["steps"]
             if not fragments.known_order(self.context, needs, step, self._module(step)):
-                arch = f"{self.code_arch}{'+' if ':' in self.code_arch else ':'}few=none"
+                arch = f"{self.code_arch}{'+' if ':' in self.code_arch else ':'}lane_matrix=none"
                 raise UserError(
                     f"the driver {self.gpu.driver} distributes cooperative matrices in another way than these kernels "
                     f"expect; compile the model with --arch {arch}"

@@ -1,5 +1,5 @@
-"""Which lane of a subgroup has which components of a cooperative matrix: Vulkan leaves that to drivers, and kernels for
-few tokens (schedules/gpu/gemm_few.py, attention_rows_matrix.py) rely on it. Artifacts with such kernels have one that
+"""Which lane of a subgroup has which components of a cooperative matrix: Vulkan leaves that to drivers, and some
+kernels (schedules/gpu/gemm_lanes.py, attention_rows_matrix.py) rely on it. Artifacts with such kernels have one that
 tells, `fragment_probe`."""
 
 import ctypes

@@ -37,8 +37,8 @@ def profile_of(gpu) -> str:
         shape = "x".join(map(str, usual_shape if usual_shape in matrices else matrices[0]))
     if shape != ("x".join(map(str, usual_shape)) if usual_shape else "none"):
         changes.append(f"matrix={shape}")
-    if base.few and shape != "none" and base.few not in matrices:
-        changes.append("few=none")
+    if base.lane_matrix and shape != "none" and base.lane_matrix not in matrices:
+        changes.append("lane_matrix=none")
     return name + (":" + "+".join(changes) if changes else "")
 
 

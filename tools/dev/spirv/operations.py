@@ -133,7 +133,7 @@ def components(shape: tuple[int, int, int], lanes: int) -> tuple[np.ndarray, np.
     """(row, column), [components, lanes], of what each lane has of a matrix (rows, columns, use).
 
     Of 16 x 16 operands A, 16 x 8 operands B and 16 x 8 sums of 32 lanes as NVIDIA's driver has it, on which
-    schedules/gpu/gemm_few.py and others rely; of others it must not matter.
+    schedules/gpu/gemm_lanes.py and others rely; of others it must not matter.
     """
     rows, columns, _ = shape
     e, lane = np.arange(rows * columns // lanes)[:, None], np.arange(lanes)

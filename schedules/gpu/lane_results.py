@@ -1,5 +1,5 @@
-"""How the sums of a tile for few tokens (`gemm_few.py`) become results: through shared memory, in passes of as many as
-there is room for, where those of the subgroups that share out the columns are added up, to the epilogue.
+"""How the sums of a tile of `gemm_lanes.py` become results: through shared memory, in passes of as many
+as there is room for, where those of the subgroups that share out the columns are added up, to the epilogue.
 
 An epilogue is called by each thread with (token, row, values of each weight): four rows, or a run (`pairs.py`). With
 `early` it gets what it loads besides behind the values.
@@ -18,8 +18,8 @@ QUAD = 4  # float32 of a unit of 16 bytes: rows of a token that a lane finishes 
 PAD = 1  # units added to a token's rows in shared memory
 
 
-class FewResults:
-    """Part of `FewGemm`, which has the tile, its sums and its shared memory."""
+class LaneResults:
+    """Part of `LaneGemm`, which has the tile, its sums and its shared memory."""
 
     def _units(self, row_tiles, token_tiles) -> int:
         """Of the sums of so many tiles of each subgroup in shared memory."""

@@ -1,10 +1,10 @@
-"""Which tile a kernel for few tokens has (`gemm_few.py`, `gemm_staged.py`): tables, and what they depend on."""
+"""Which tile a kernel of `gemm_lanes.py` or `gemm_staged.py` has: tables, and what they depend on."""
 
 from typing import NamedTuple
 
-from mlc_amd.schedules.gpu.few_results import ROWS
-from mlc_amd.schedules.gpu.gemm_few import FewGemm, FewTile
+from mlc_amd.schedules.gpu.gemm_lanes import LaneGemm, LaneTile
 from mlc_amd.schedules.gpu.gemm_staged import StagedGemm, StagedPair, StagedTiles, smallness, suits
+from mlc_amd.schedules.gpu.lane_results import ROWS
 from mlc_amd.schedules.gpu.pairs import TOKENS
 
 MOST_WAVES = 16  # of a workgroup
@@ -13,7 +13,7 @@ FULL = 0.8  # share of the compute units that have work, at least, where each ha
 
 
 class Share(NamedTuple):
-    """How default tiles divide the work for so many tokens, with `FewTile`'s fields. Subgroups share the columns until
+    """How default tiles divide the work for so many tokens, with `LaneTile`'s fields. Subgroups share the columns until
     there are `waves` of them on each compute unit, at least `least` in a workgroup. Of several in a table the first one
     is used whose conditions hold.
 
@@ -105,10 +105,10 @@ EXPERT_SHARES = {
 SHORT = 32
 
 
-def routine(arch, tile, m, k, weights=1) -> FewGemm:
-    """The tile routine of a FewTile. ValueError for one that does not fit."""
+def routine(arch, tile, m, k, weights=1) -> LaneGemm:
+    """The tile routine of a LaneTile. ValueError for one that does not fit."""
     if not tile.staged:
-        return FewGemm(arch, tile, m, k, weights)
+        return LaneGemm(arch, tile, m, k, weights)
     if weights == 1:
         return StagedGemm(arch, tile, m, k, weights)
     try:
@@ -118,8 +118,8 @@ def routine(arch, tile, m, k, weights=1) -> FewGemm:
 
 
 def choose(arch, formats, m, k, rows, weights=1):
-    """The default FewTile, see `gemm_coop.choose`; None if there is none for that arch."""
-    if not arch.few:
+    """The default LaneTile, see `gemm_coop.choose`; None if there is none for that arch."""
+    if not arch.lane_matrix:
         return None
     size = next((tokens for tokens in SHARES[weights] if m <= tokens), max(SHARES[weights]))
     for share in SHARES[weights][size]:
@@ -164,18 +164,18 @@ def suits_experts(tokens, formats, k) -> bool:
 
 
 def choose_expert(arch, tokens, slots, k, rows, weights=1):
-    """The default FewTile for so many slots of experts in tiles of `tokens`, each with so many rows of a weight."""
+    """The default LaneTile for so many slots of experts in tiles of `tokens`, each with so many rows of a weight."""
     share = EXPERT_SHARES[weights][tokens]
     return _tile(arch, share, slots // share.tokens * -(-rows // share.rows), slots, k, weights)
 
 
-def _tile(arch, share, workgroups, m, k, weights) -> FewTile:
+def _tile(arch, share, workgroups, m, k, weights) -> LaneTile:
     """The share's tile with as many subgroups along the columns as there is room for."""
     waves, others = MOST_WAVES, share.waves_m * share.waves_n
     while waves > share.least and waves * others * workgroups > share.waves * arch.units:
         waves //= 2
     while True:
-        tile = FewTile(
+        tile = LaneTile(
             share.tokens, share.rows, share.waves_m, share.waves_n, waves, share.ahead, share.hidden, share.staged
         )
         try:

@@ -1,4 +1,4 @@
-"""The GEMM for few tokens (`gemm_few.py`) against numpy.
+"""The GEMM on matrices of known lanes (`gemm_lanes.py`) against numpy.
 
 It takes matrices of a shape and a distribution over lanes that only NVIDIA's driver has. Here its kernels run in the
 SPIR-V emulator, which has them, too.
@@ -16,12 +16,12 @@ from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.runtime.devices.vulkan import fragments
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.gpu import few_tiles, gemm
+from mlc_amd.schedules.gpu import gemm, lane_tiles
 from mlc_amd.schedules.gpu.deferred_norm import MARGIN
 from mlc_amd.schedules.gpu.expert_gemm import expert_linear
 from mlc_amd.schedules.gpu.experts import Slots
 from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu
-from mlc_amd.schedules.gpu.gemm_few import FewTile
+from mlc_amd.schedules.gpu.gemm_lanes import LaneTile
 from mlc_amd.schedules.gpu.pairs import in_lanes, lanes_shape
 from mlc_amd.schedules.gpu.profiles import resolve
 from mlc_amd.tools.reference import activations
@@ -31,24 +31,24 @@ NVIDIA = resolve("nvidia")
 # name: (format, rows, columns, tokens, tile). Few and small ones. What decodes weights is tested in
 # test_vulkan_coop.py for all formats.
 CASES = {
-    "padding": ("q4_0", 41, 128, 3, FewTile(8, 16, 1, 1, 1)),
-    "rows": ("q4_0", 41, 128, 3, FewTile(8, 32, 1, 1, 1)),
-    "waves": ("q4_0", 32, 256, 16, FewTile(16, 32, 2, 2, 2, 1)),
-    "part": ("q4_0", 16, 192, 8, FewTile(8, 16, 1, 1, 2, 1)),  # of a group of columns
-    "hidden": ("q4_0", 16, 192, 8, FewTile(8, 16, 1, 1, 2, 1, 1)),
-    "hidden fields": ("q5_0", 16, 128, 8, FewTile(8, 16, 1, 1, 1, 0, 1)),
-    "tiles": ("q4_0", 16, 128, 12, FewTile(8, 16, 1, 1, 1)),
-    "ahead": ("q4_0", 41, 640, 12, FewTile(16, 32, 1, 2, 2, 2, 1)),  # activations, too; one wave has a step more
-    "part ahead": ("q4_0", 16, 192, 8, FewTile(8, 16, 1, 1, 2, 2)),
-    "staged": ("q4_0", 90, 512, 20, FewTile(16, 64, 1, 2, 1, 1, 1, staged=1)),
-    "staged wide": ("q4_k", 300, 256, 64, FewTile(64, 256, 1, 8, 1, 1, 1, staged=1)),
-    "staged sub-scales": ("q4_k", 64, 512, 12, FewTile(16, 64, 1, 2, 1, 1, staged=1)),
-    "staged planes": ("q6_k", 90, 512, 20, FewTile(16, 64, 1, 2, 1, 1, 1, staged=1)),
-    "staged bytes": ("q8_0", 32, 256, 12, FewTile(16, 32, 1, 1, 1, 1, 1, staged=1)),
-    "staged table": ("iq4_nl", 32, 256, 12, FewTile(16, 32, 1, 1, 1, 1, 1, staged=1)),
-    "staged tiles of tokens": ("q5_k", 96, 256, 130, FewTile(64, 96, 1, 3, 1, 1, 1, staged=1)),
-    "many tokens": ("q5_0", 150, 512, 130, FewTile(64, 64, 1, 2, 2, 2, 1)),
-    "floats of many tokens": ("f16", 80, 256, 130, FewTile(64, 64, 1, 2, 2, 2, 1)),
+    "padding": ("q4_0", 41, 128, 3, LaneTile(8, 16, 1, 1, 1)),
+    "rows": ("q4_0", 41, 128, 3, LaneTile(8, 32, 1, 1, 1)),
+    "waves": ("q4_0", 32, 256, 16, LaneTile(16, 32, 2, 2, 2, 1)),
+    "part": ("q4_0", 16, 192, 8, LaneTile(8, 16, 1, 1, 2, 1)),  # of a group of columns
+    "hidden": ("q4_0", 16, 192, 8, LaneTile(8, 16, 1, 1, 2, 1, 1)),
+    "hidden fields": ("q5_0", 16, 128, 8, LaneTile(8, 16, 1, 1, 1, 0, 1)),
+    "tiles": ("q4_0", 16, 128, 12, LaneTile(8, 16, 1, 1, 1)),
+    "ahead": ("q4_0", 41, 640, 12, LaneTile(16, 32, 1, 2, 2, 2, 1)),  # activations, too; one wave has a step more
+    "part ahead": ("q4_0", 16, 192, 8, LaneTile(8, 16, 1, 1, 2, 2)),
+    "staged": ("q4_0", 90, 512, 20, LaneTile(16, 64, 1, 2, 1, 1, 1, staged=1)),
+    "staged wide": ("q4_k", 300, 256, 64, LaneTile(64, 256, 1, 8, 1, 1, 1, staged=1)),
+    "staged sub-scales": ("q4_k", 64, 512, 12, LaneTile(16, 64, 1, 2, 1, 1, staged=1)),
+    "staged planes": ("q6_k", 90, 512, 20, LaneTile(16, 64, 1, 2, 1, 1, 1, staged=1)),
+    "staged bytes": ("q8_0", 32, 256, 12, LaneTile(16, 32, 1, 1, 1, 1, 1, staged=1)),
+    "staged table": ("iq4_nl", 32, 256, 12, LaneTile(16, 32, 1, 1, 1, 1, 1, staged=1)),
+    "staged tiles of tokens": ("q5_k", 96, 256, 130, LaneTile(64, 96, 1, 3, 1, 1, 1, staged=1)),
+    "many tokens": ("q5_0", 150, 512, 130, LaneTile(64, 64, 1, 2, 2, 2, 1)),
+    "floats of many tokens": ("f16", 80, 256, 130, LaneTile(64, 64, 1, 2, 2, 2, 1)),
 }
 
 
@@ -83,7 +83,7 @@ def test_linear(name):
     assert error(got[:, :n], expected) < tolerance(fmt)
 
 
-@pytest.mark.parametrize("tile", [FewTile(8, 16, 1, 1, 1), FewTile(32, 32, 1, 1, 8)])  # one and two passes
+@pytest.mark.parametrize("tile", [LaneTile(8, 16, 1, 1, 1), LaneTile(32, 32, 1, 1, 8)])  # one and two passes
 def test_one_result_of_a_thread(tile):
     """Bias and residual are loaded before the sums meet."""
     m, n, k, rng = tile.tokens, tile.rows, 1024, np.random.default_rng(3)
@@ -99,7 +99,7 @@ def test_one_result_of_a_thread(tile):
 
 def test_dead_tiles_are_left_alone():
     """Of a kernel whose workgroups are all resident at once, with an `if` for a loop of one step."""
-    m, n, k, tile = 16, 16, 128, FewTile(8, 16, 1, 1, 1)
+    m, n, k, tile = 16, 16, 128, LaneTile(8, 16, 1, 1, 1)
     planes, _ = weights("q4_0", n, k, 0)
     kernel = gemm.linear([("q4_0", n)], k, m, "lanes", (False,), False, NVIDIA, "k", tile)
     out = np.full((m, n), np.nan, np.float32)
@@ -109,7 +109,7 @@ def test_dead_tiles_are_left_alone():
 
 
 @pytest.mark.parametrize("columns", sample([32, 192], [192]))
-@pytest.mark.parametrize("tile", [FewTile(8, 16, 1, 1, 2), FewTile(8, 48, 1, 3, 1)])  # 8 and 12 lanes for each token
+@pytest.mark.parametrize("tile", [LaneTile(8, 16, 1, 1, 2), LaneTile(8, 48, 1, 3, 1)])  # 8 and 12 lanes for each token
 def test_deferred_norm(columns, tile):
     """A layer prepares the norm of its result, and the next one completes it; both kernels against numpy."""
     m, k, n, eps, rng = 3, 128, tile.rows, 1e-5, np.random.default_rng(5)
@@ -125,7 +125,7 @@ def test_deferred_norm(columns, tile):
         np.zeros((m, columns // 16), np.float32),
     )
     first = gemm.linear(
-        [("q4_0", columns)], k, m, "lanes", (False,), True, NVIDIA, "k", FewTile(8, 16, 1, 1, 1), norm_out=True
+        [("q4_0", columns)], k, m, "lanes", (False,), True, NVIDIA, "k", LaneTile(8, 16, 1, 1, 1), norm_out=True
     )
     inputs = [state(m), in_lanes(x), *planes.values(), residual, g, before]
     y, h, squares = emulated(first, [*inputs, *made], NVIDIA)[-3:]
@@ -152,7 +152,7 @@ def test_deferred_norm(columns, tile):
 def test_runs_of_a_deferred_norm(fmt, k):
     """Each thread has both halves of a run of the norm that a layer prepares. Bodies of two steps, and of one."""
     m, n, rng = 64, 64, np.random.default_rng(5)
-    tile = few_tiles.choose(NVIDIA, [lookup(fmt)], m, k, 4096)
+    tile = lane_tiles.choose(NVIDIA, [lookup(fmt)], m, k, 4096)
     assert gemm.engine("lanes", [lookup(fmt)], m, k, NVIDIA, n, tile).has_runs(n)
     x, residual = (rng.standard_normal((m, size), np.float32) for size in (k, n))
     x, g, before = x.astype(np.float16), rng.standard_normal(n, np.float32), rng.random(m, np.float32)
@@ -176,7 +176,7 @@ def test_runs_of_a_deferred_norm(fmt, k):
 @pytest.mark.parametrize("layout", sample(["lanes", "pairs"], ["lanes"]))
 def test_staged_activations(layout, fmt, hidden, rows):
     """Gate and up; the last tile of rows and that of tokens are parts of one."""
-    m, n, k, tile = 20, 160, 512, FewTile(16, rows, 1, rows // 16, 1, 1, hidden, staged=1)
+    m, n, k, tile = 20, 160, 512, LaneTile(16, rows, 1, rows // 16, 1, 1, hidden, staged=1)
     (gate, up), w = zip(*(weights(fmt, n, k, seed) for seed in (1, 2)), strict=True)
     x = np.random.default_rng(3).standard_normal((m, k), np.float32).astype(np.float16)
     kernel = gate_up_swiglu(fmt, fmt, n, k, m, "lanes", layout, NVIDIA, "k", tile)
@@ -191,7 +191,7 @@ def test_staged_activations(layout, fmt, hidden, rows):
 
 @pytest.mark.parametrize(
     ("m", "n", "tile"),
-    [(20, 96, FewTile(16, 64, 1, 4, 1, 1, 1, staged=1)), (61, 224, FewTile(64, 112, 1, 7, 1, 1, 1, staged=1))],
+    [(20, 96, LaneTile(16, 64, 1, 4, 1, 1, 1, staged=1)), (61, 224, LaneTile(64, 112, 1, 7, 1, 1, 1, staged=1))],
 )
 def test_staged_activations_of_a_deferred_norm(m, n, tile):
     k, eps = 512, 1e-5
@@ -217,24 +217,24 @@ def test_staged_activations_of_a_deferred_norm(m, n, tile):
 
 def test_a_deferred_norm_of_many_columns():
     """A thread that adds up all squares of a token, in a kernel that compiles nevertheless."""
-    tile = FewTile(64, 32, 1, 1, 2)
+    tile = LaneTile(64, 32, 1, 1, 2)
     kernel = gate_up_swiglu("q4_0", "q4_0", 32, 8192, 64, "lanes", "lanes", NVIDIA, "k", tile, norm_in=1e-5)
     assert compile_spirv({"k": kernel}, NVIDIA).modules
 
 
-def test_deferred_norms_are_of_few_tokens():
-    with pytest.raises(ValueError, match="few tokens"):
+def test_deferred_norms_are_of_the_layout_lanes():
+    with pytest.raises(ValueError, match="layout 'lanes'"):
         gemm.linear([("q4_0", 16)], 128, 64, "pairs", (False,), False, NVIDIA, "k", norm_in=1e-5)
 
 
 @pytest.mark.parametrize(
     ("slots", "m", "n", "tile"),
-    [(8, 5, 32, FewTile(8, 16, 1, 1, 2)), (64, 40, 160, None)],  # those of a tile, of steps and of chunks
+    [(8, 5, 32, LaneTile(8, 16, 1, 1, 2)), (64, 40, 160, None)],  # those of a tile, of steps and of chunks
 )
 def test_experts(slots, m, n, tile):
     """Slots of experts, both halves of a feed-forward layer; slots of tiles without an expert are left alone."""
     experts, k = Experts(7, 2, slots), 256
-    assert few_tiles.suits_experts(slots, [lookup("q4_k")], k)
+    assert lane_tiles.suits_experts(slots, [lookup("q4_k")], k)
     groups, ids = assigned(Case("q4_k", m, experts))
     slots, of = experts.slots(m), Slots(experts, m, False, True)
     planes, w = ([*x] for x in zip(*(stack("q4_k", experts.count, n, k, seed) for seed in (1, 2)), strict=True))
@@ -269,8 +269,8 @@ def test_experts(slots, m, n, tile):
 def test_a_workgroup_for_each_compute_unit(rows, waves_n):
     """Where a workgroup holds the subgroups that this takes, and few compute units are idle; other tiles elsewhere."""
     formats = [lookup("q4_0")] * 2
-    tile = few_tiles.choose(NVIDIA, formats, 32, 4096, rows, 2)
-    assert tile.waves_n == waves_n and tile.waves_n * tile.waves_k <= few_tiles.MOST_WAVES
+    tile = lane_tiles.choose(NVIDIA, formats, 32, 4096, rows, 2)
+    assert tile.waves_n == waves_n and tile.waves_n * tile.waves_k <= lane_tiles.MOST_WAVES
     assert waves_n == 1 or -(-rows // tile.rows) <= NVIDIA.units
 
 
@@ -294,7 +294,7 @@ def test_a_workgroup_for_each_compute_unit(rows, waves_n):
 )
 def test_staged_tiles(fmt, rows, columns, waves_n):
     """Of gate and up: subgroups of a workgroup; 0: not staged."""
-    tile = few_tiles.choose(NVIDIA, [lookup(fmt)] * 2, 64, columns, rows, 2)
+    tile = lane_tiles.choose(NVIDIA, [lookup(fmt)] * 2, 64, columns, rows, 2)
     assert (tile.staged, tile.waves_n * tile.staged) == (waves_n > 0, waves_n)
 
 
@@ -304,58 +304,58 @@ def test_staged_tiles(fmt, rows, columns, waves_n):
 )
 def test_activations_ahead(fmt, rows, ahead):
     """Where each compute unit has a workgroup; with formats of one plane of codes."""
-    tile = few_tiles.choose(NVIDIA, [lookup(fmt)], 64, 14336, rows)
+    tile = lane_tiles.choose(NVIDIA, [lookup(fmt)], 64, 14336, rows)
     assert (tile.tokens, tile.rows, tile.ahead) == (64 if ahead else 32, 32, ahead)
 
 
 @pytest.mark.parametrize(("fmt", "rows"), [("q4_0", 96), ("q4_k", 32)])
 def test_a_workgroup_for_each_unit_of_half_the_tokens(fmt, rows):
     """q, k and v of 6144 rows."""
-    tile = few_tiles.choose(NVIDIA, [lookup(fmt)], 64, 4096, 6144)
+    tile = lane_tiles.choose(NVIDIA, [lookup(fmt)], 64, 4096, 6144)
     assert (tile.tokens, tile.rows) == (32, rows)
 
 
 @pytest.mark.parametrize(
     ("fmt", "rows", "tile"),
     [
-        ("q4_0", 128256, FewTile(64, 256, 1, 8, 1, 1, 1, 1)),
-        ("q4_k", 128256, FewTile(64, 256, 1, 8, 1, 1, 1, 1)),
-        ("q4_0", 36864, FewTile(64, 64, 2, 2, 2, 0, 1)),  # subgroups share tokens
-        ("q8_0", 36864, FewTile(64, 64, 1, 2, 2, 1)),
-        ("q6_k", 128256, FewTile(64, 256, 1, 8, 1, 1, 1, 1)),
-        ("q6_k", 36864, FewTile(64, 64, 1, 2, 4, 2, 1)),
-        ("f16", 128256, FewTile(64, 64, 1, 2, 4, 2, 1)),
+        ("q4_0", 128256, LaneTile(64, 256, 1, 8, 1, 1, 1, 1)),
+        ("q4_k", 128256, LaneTile(64, 256, 1, 8, 1, 1, 1, 1)),
+        ("q4_0", 36864, LaneTile(64, 64, 2, 2, 2, 0, 1)),  # subgroups share tokens
+        ("q8_0", 36864, LaneTile(64, 64, 1, 2, 2, 1)),
+        ("q6_k", 128256, LaneTile(64, 256, 1, 8, 1, 1, 1, 1)),
+        ("q6_k", 36864, LaneTile(64, 64, 1, 2, 4, 2, 1)),
+        ("f16", 128256, LaneTile(64, 64, 1, 2, 4, 2, 1)),
     ],
 )
 def test_tiles_of_many_rows(fmt, rows, tile):
-    assert few_tiles.choose(NVIDIA, [lookup(fmt)], 64, 4096, rows) == tile
+    assert lane_tiles.choose(NVIDIA, [lookup(fmt)], 64, 4096, rows) == tile
 
 
 @pytest.mark.parametrize(
     ("m", "weights", "fmt", "rows", "tile"),
     [
-        (512, 1, "q4_0", 4096, FewTile(64, 256, 1, 8, 1, 1, 1, 1)),  # most compute units have a workgroup
-        (512, 1, "q4_0", 6144, FewTile(64, 64, 1, 2, 2, 2, 1)),
-        (512, 1, "f16", 4096, FewTile(64, 64, 1, 2, 2, 2, 1)),
-        (512, 1, "mxfp4", 6144, FewTile(64, 96, 1, 6, 2, 1, 1)),
-        (512, 2, "q8_0", 14336, FewTile(64, 128, 1, 8, 1, 1, 1, 1)),
-        (512, 2, "q5_k", 14336, FewTile(64, 64, 1, 4, 1, 1, 1, 1)),
-        (512, 2, "f16", 14336, FewTile(64, 32, 1, 2, 2, 1)),
-        (128, 1, "q4_0", 4096, FewTile(64, 64, 1, 2, 4, 2, 1)),
-        (128, 1, "q5_k", 4096, FewTile(64, 32, 1, 1, 4, 1, 1)),
-        (128, 1, "q4_0", 6144, FewTile(64, 96, 1, 6, 2, 1, 1)),
-        (128, 2, "q4_0", 14336, FewTile(64, 112, 1, 7, 1, 1, 1, 1)),
-        (128, 2, "q5_k", 14336, FewTile(64, 32, 1, 2, 2, 1)),
+        (512, 1, "q4_0", 4096, LaneTile(64, 256, 1, 8, 1, 1, 1, 1)),  # most compute units have a workgroup
+        (512, 1, "q4_0", 6144, LaneTile(64, 64, 1, 2, 2, 2, 1)),
+        (512, 1, "f16", 4096, LaneTile(64, 64, 1, 2, 2, 2, 1)),
+        (512, 1, "mxfp4", 6144, LaneTile(64, 96, 1, 6, 2, 1, 1)),
+        (512, 2, "q8_0", 14336, LaneTile(64, 128, 1, 8, 1, 1, 1, 1)),
+        (512, 2, "q5_k", 14336, LaneTile(64, 64, 1, 4, 1, 1, 1, 1)),
+        (512, 2, "f16", 14336, LaneTile(64, 32, 1, 2, 2, 1)),
+        (128, 1, "q4_0", 4096, LaneTile(64, 64, 1, 2, 4, 2, 1)),
+        (128, 1, "q5_k", 4096, LaneTile(64, 32, 1, 1, 4, 1, 1)),
+        (128, 1, "q4_0", 6144, LaneTile(64, 96, 1, 6, 2, 1, 1)),
+        (128, 2, "q4_0", 14336, LaneTile(64, 112, 1, 7, 1, 1, 1, 1)),
+        (128, 2, "q5_k", 14336, LaneTile(64, 32, 1, 2, 2, 1)),
     ],
 )
 def test_tiles_of_chunks(m, weights, fmt, rows, tile):
-    assert few_tiles.choose(NVIDIA, [lookup(fmt)] * weights, m, 4096, rows, weights) == tile
+    assert lane_tiles.choose(NVIDIA, [lookup(fmt)] * weights, m, 4096, rows, weights) == tile
 
 
 def test_experts_of_formats_with_tables_stay_elsewhere():
-    assert not few_tiles.suits_experts(64, [lookup("mxfp4")], 2048)
-    assert not few_tiles.suits_experts(64, [lookup("q4_k")], 2880)
-    assert few_tiles.suits_experts(8, [lookup("mxfp4")], 2880)
+    assert not lane_tiles.suits_experts(64, [lookup("mxfp4")], 2048)
+    assert not lane_tiles.suits_experts(64, [lookup("q4_k")], 2880)
+    assert lane_tiles.suits_experts(8, [lookup("mxfp4")], 2880)
 
 
 # ---- which lane has what

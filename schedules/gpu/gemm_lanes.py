@@ -1,4 +1,4 @@
-"""The GEMM tile for few tokens on cooperative matrices: weights go from memory to registers to matrices.
+"""The GEMM tile on cooperative matrices whose lanes are known: weights go from memory to registers to matrices.
 
 As in `gemm_coop.py`, operands are float16 and sums float32, but weights are operand A (rows x columns) and activations
 operand B (columns x tokens), and nothing is staged in shared memory: each lane decodes just those weights that are its
@@ -12,7 +12,7 @@ read in 16 bytes a lane, and so are activations, which come in the order of the 
 of a subgroup's next group are loaded while those of this one are multiplied.
 
 The subgroups of a workgroup share out its rows, its tokens and the columns; at the end the sums meet in shared memory
-(`few_results.py`). Which tile a kernel has: `few_tiles.py`.
+(`lane_results.py`). Which tile a kernel has: `lane_tiles.py`.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu import coop_load
 from mlc_amd.schedules.gpu.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.device import uniform
-from mlc_amd.schedules.gpu.few_results import PAD, QUAD, ROWS, FewResults
+from mlc_amd.schedules.gpu.lane_results import PAD, QUAD, ROWS, LaneResults
 from mlc_amd.schedules.gpu.pairs import GROUP, LANES, RUN, RUNS, TOKENS, lanes_shape
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.registers import Held, at, lane_of, vector
@@ -36,7 +36,7 @@ UNIT_BYTES, UNIT_WORDS = 16, 4
 
 
 @dataclass(frozen=True)
-class FewTile:
+class LaneTile:
     """A workgroup's tile: tokens and rows (of one weight), subgroups along tokens, rows and columns.
 
     ahead   1: the weights of a subgroup's next group are loaded while those of one are multiplied, except float ones;
@@ -72,7 +72,7 @@ def _each_run(formats):
         yield j
 
 
-class FewGemm(FewResults):
+class LaneGemm(LaneResults):
     """The tile routine of one kernel: use as `gemm_matrix.MatrixGemm`. ValueError for a tile that does not fit."""
 
     rows_side_by_side = 1
@@ -96,7 +96,7 @@ class FewGemm(FewResults):
         # as many of the sums at once as there is room for, of all weights; preferably all rows of a token
         parts = [(rows, tokens) for tokens in (8, 4, 2, 1) for rows in range(self.tiles_n, 0, -1)]
         parts = [part for part in parts if self._holds(*part)]
-        if not parts or self.threads > arch.few_threads:
+        if not parts or self.threads > arch.lane_threads:
             raise ValueError(f"{tile} takes more shared memory or threads than {arch.name} has")
         self.rows_at_once, self.at_once = max(parts, key=lambda part: part[0] * part[1])
         self.quads = self.rows_at_once * (ROWS // QUAD)  # of a token of a subgroup
