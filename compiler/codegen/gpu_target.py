@@ -93,9 +93,9 @@ class GpuTarget(Target):
             return "lanes"
         return self._layout(kind, m > FEW)
 
-    def expert_layout(self, m: int, formats: list, k: int) -> str:
+    def expert_layout(self, m: int, formats: list) -> str:
         tile = self.expert_tile(m)
-        if self._takes_lanes and tile > 1 and lane_tiles.suits_experts(tile, formats, k):
+        if self._takes_lanes and tile > 1 and lane_tiles.suits_experts(tile, formats):
             return "lanes"
         return self._layout(formats[0].kind, tile > 1)
 

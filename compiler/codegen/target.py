@@ -72,8 +72,8 @@ class Target(ABC):
         """Layout (ops.LAYOUTS) in which linears take m tokens' activations for weights of that kind ("int8",
         "float"); "": float32."""
 
-    def expert_layout(self, m: int, formats: list[Format], k: int) -> str:
-        """The same for linears of experts with k columns, whose weights have these formats."""
+    def expert_layout(self, m: int, formats: list[Format]) -> str:
+        """The same for linears of experts, whose weights have these formats."""
         return self.act_layout(m, formats[0].kind)
 
     def head_layout(self, m: int, kind: str) -> str:

@@ -23,11 +23,11 @@ def quantize_activations(mod, target):
             return None
         if name in ("linear", "head_linear") and int(call.attrs["k"]) % BLOCK:
             return None  # float weights: no layout of ours has part of a block
-        m, k, formats = int(call.attrs["m"]), int(call.attrs["k"]), [FORMATS[fmt] for fmt in call.attrs["formats"]]
+        m, formats = int(call.attrs["m"]), [FORMATS[fmt] for fmt in call.attrs["formats"]]
         if name in ("linear", "head_linear"):
             layout = (target.act_layout if name == "linear" else target.head_layout)(m, formats[0].kind)
         else:
-            layout = target.expert_layout(m, formats, k)
+            layout = target.expert_layout(m, formats)
         if not layout:
             return None
         state, x, *rest = call.args

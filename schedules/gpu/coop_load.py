@@ -11,20 +11,20 @@ loads of one step can be in flight while the step before is multiplied:
     activations the same of activations that are float32 in their natural order
 
 Arithmetic is packed float16: a code in the low bits of 0x6400 reads as 1024 + code, from which the code that means 0 is
-subtracted exactly. A nibble may stay in bits 4 to 7 of 0x5400, which reads as 64 + code. The scale of a group of
-columns is computed in float32 and rounded once, and so is its minimum; value * scale + minimum is rounded once more. In
-total that is below 1 % of a quantization step.
+subtracted exactly. A nibble may stay in bits 4 to 7 of 0x5400, which reads as 64 + code. So become FP4's magnitudes,
+which get their signs afterwards. The scale of a group of columns is computed in float32 and rounded once, and so is its
+minimum; value * scale + minimum is rounded once more. In total that is below 1 % of a quantization step.
 """
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.formats import PLANE_BITS
+from mlc_amd.schedules.formats import FP4_VALUES, PLANE_BITS
 from mlc_amd.schedules.gpu import load
 from mlc_amd.schedules.gpu.device import fma
 from mlc_amd.schedules.gpu.pairs import RUN, RUN_COLUMNS, RUNS
 from mlc_amd.schedules.gpu.planes import BLOCK
 from mlc_amd.schedules.gpu.registers import at, chosen, elements, lane_of, opaque, vector
-from mlc_amd.schedules.gpu.tables import values
+from mlc_amd.schedules.gpu.tables import fp4_magnitudes, values
 
 EXPONENT = 0x64006400  # of 1024.0 as float16, in both halves of a word
 EXPONENT_VALUE = 1024
@@ -32,6 +32,7 @@ HIGH_EXPONENT = 0x54005400  # of 64.0, whose bits 4 to 7 count ones
 HIGH_EXPONENT_VALUE = 64
 EXPONENTS = EXPONENT, HIGH_EXPONENT
 SIGN = 0x80808080  # turns signed bytes into bytes that count from 128
+SIGNS = 0x80008000  # of two float16
 
 
 def views(fmt, bufs, span):
@@ -90,7 +91,7 @@ def decoder(arch, fmt, fetched, block=0, exponents=EXPONENTS):
     codes = {
         plane: fetched.codes[plane][block * PLANE_BITS[plane] : (block + 1) * PLANE_BITS[plane]] for plane in fmt.codes
     }
-    codes, zero = _unsigned(arch, fmt, codes)
+    codes, zero, signs = _unsigned(arch, fmt, codes)
     factors = scales.factors()
     minimums = None
     if fmt.minimum:
@@ -111,18 +112,30 @@ def decoder(arch, fmt, fetched, block=0, exponents=EXPONENTS):
             else [_fields(codes, j, t, exponents[0]) for t in range(RUN // 2)]
         )
         value = T.reinterpret("float16x8", vector(bits)) - zeros
+        if signs:
+            value = _signed(value, chosen(signs, j))
         return fma(value, factors, minimums) if fmt.minimum else T.Bind(value * factors)
 
     return run
 
 
 def _unsigned(arch, fmt, codes):
-    """(plane -> words of unsigned fields, the one that means 0)."""
+    """(plane -> words of unsigned fields, the one that means 0, words of nibbles whose highest bits are signs or
+    None)."""
+    if fmt.table == FP4_VALUES:
+        return {"Q4": [fp4_magnitudes(word) for word in codes["Q4"]]}, 0, codes["Q4"]
     if fmt.table:
-        return {"Q8": values(arch, fmt, codes.get("Q4"), lambda: load.bytes_of(codes), 0x80)}, 128
+        return {"Q8": values(arch, fmt, codes.get("Q4"), lambda: load.bytes_of(codes), 0x80)}, 128, None
     if fmt.signed:
-        return {"Q8": [T.Bind(word ^ T.uint32(SIGN)) for word in codes["Q8"]]}, 128
-    return codes, fmt.zero
+        return {"Q8": [T.Bind(word ^ T.uint32(SIGN)) for word in codes["Q8"]]}, 128, None
+    return codes, fmt.zero, None
+
+
+def _signed(value, nibbles):
+    """A run, negated where the nibble of its code has its highest bit; the order is that of `_nibbles`."""
+    words = T.Bind(T.reinterpret("uint32x4", value))
+    signs = [T.shift_left(nibbles, T.uint32(12 - 4 * t)) & T.uint32(SIGNS) for t in range(RUN // 2)]
+    return T.reinterpret("float16x8", T.Bind(vector([lane_of(words, t) ^ sign for t, sign in enumerate(signs)])))
 
 
 def _per_pair(values):

@@ -8,8 +8,9 @@ these registers is copied, which would wait for its load.
 
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.formats import FP4_VALUES
 from mlc_amd.schedules.gpu.device import WAVE_SHARED, barrier
-from mlc_amd.schedules.gpu.gemm_lanes import UNIT_BYTES, WAVE, LaneGemm
+from mlc_amd.schedules.gpu.gemm_lanes import UNIT_BYTES, UNIT_WORDS, WAVE, LaneGemm
 from mlc_amd.schedules.gpu.lane_results import PAD, QUAD, ROWS
 from mlc_amd.schedules.gpu.pairs import GROUP, LANES, RUN, RUNS, TOKENS, lanes_shape
 from mlc_amd.schedules.gpu.planes import BLOCK
@@ -23,17 +24,16 @@ SHORT_OF_REGISTERS = 4
 TILES = 2  # of ROWS rows that a subgroup has: with more, registers would hold no activations for them
 
 
-def suits(formats, k) -> bool:
-    """Whether weights of these formats and k columns can have such a tile: registers hold codes only, and the columns
-    are whole bodies of the loop."""
-    return all(fmt.kind != "float" for fmt in formats) and k % (AHEAD * GROUP * BLOCK) == 0
+def suits(formats) -> bool:
+    """Whether weights of these formats can have such a tile: registers hold codes only."""
+    return all(fmt.kind != "float" for fmt in formats)
 
 
 def smallness(formats) -> int:
     """How few registers a block of weights of these formats takes: see `lane_tiles.Share`."""
-    if any(fmt.table for fmt in formats):
+    if any(fmt.table not in (None, FP4_VALUES) for fmt in formats):
         return 0
-    if any(len(fmt.codes) != 1 for fmt in formats):
+    if any(len(fmt.codes) != 1 or fmt.table for fmt in formats):
         return 1
     return 3 if _nibbles(formats) and all(tuple(fmt.scales) == ("D",) for fmt in formats) else 2
 
@@ -52,13 +52,12 @@ def _nibbles(formats) -> bool:
 class StagedGemm(LaneGemm):
     """The tile routine of one kernel: use as `LaneGemm`. ValueError for a tile that does not fit."""
 
-    columns = GROUP * BLOCK
     scope = WAVE_SHARED  # TVM would add a barrier behind each store of activations
 
     def __init__(self, arch, tile, m, k, weights=1):
         super().__init__(arch, tile, m, k, weights)
-        if k % (AHEAD * GROUP * BLOCK):
-            raise ValueError(f"{tile} does not divide {k} columns")
+        self.whole = k % (AHEAD * GROUP * BLOCK) == 0  # bodies of the loop; else activations behind the columns are 0
+        self.columns = GROUP * BLOCK if self.whole else 0
         if tile.waves_m * tile.waves_k * tile.ahead != 1 or weights * self.tiles_n != TILES:
             raise ValueError(
                 f"{tile} shares out other things than rows of {weights} weights, or loads no weights ahead"
@@ -74,11 +73,12 @@ class StagedGemm(LaneGemm):
         formats, last = [fmt for fmt, _, _ in weights], T.int32(self.groups - 1)
 
         def fetch(group):
-            return self._fetch(weights, rows, T.Bind(group * GROUP + block))
+            unit = group * GROUP + block
+            return self._fetch(weights, rows, T.Bind(unit if self.whole else T.min(unit, self.k // BLOCK - 1)))
 
         def multiply(number, group, fetched):
             """The products of a group, number 0 or 1 of the body; stages the activations of the next one."""
-            x = self._activations(X, token0, T.Bind(T.min(group + 1, last)))
+            x = self._activations(X, token0, T.Bind(group + 1))
             self.each_step(group)
             decoders = self._decoders(formats, fetched)
             following = self._staged_run(number, 0)
@@ -94,7 +94,7 @@ class StagedGemm(LaneGemm):
         self._stage(self._activations(X, token0, T.int32(0)), 0)
         held = Held(fetch(T.int32(0)))
         barrier()
-        with kept(self.groups // AHEAD) as step:
+        with kept(-(-self.groups // AHEAD)) as step:
             group = T.Bind(step * AHEAD)
             one, fetched = T.Bind(group + 1), held.values()
             following = fetch(one)
@@ -116,14 +116,18 @@ class StagedGemm(LaneGemm):
         return [T.Bind(c) for c in pieces]
 
     def _activations(self, X, token0, group):
-        """The loads of these units."""
+        """The loads of these units, 0 behind the columns; of a group behind the last one anything if no body has it."""
         tile0, last = token0 // TOKENS, lanes_shape(self.m, self.k)[0] - 1
-        loaded = []
+        held, loaded = T.Bind(T.min(group, T.int32(self.groups - 1))), []
         for c in self._pieces():
             tile = tile0 + c // TILE_UNITS
             tile = T.min(tile, T.int32(last)) if self.m % self.tile.tokens else tile
-            x = T.Bind(X[T.Bind(tile), group, at(T.Bind(c % TILE_UNITS * RUN), RUN)])
-            loaded.append(T.Bind(T.reinterpret("uint32x4", x)))
+            x = T.Bind(X[T.Bind(tile), held, at(T.Bind(c % TILE_UNITS * RUN), RUN)])
+            x = T.Bind(T.reinterpret("uint32x4", x))
+            if not self.whole:
+                counts = group * GROUP + c % GROUP < self.k // BLOCK
+                x = T.Bind(T.Select(T.broadcast(counts, UNIT_WORDS), x, T.broadcast(T.uint32(0), UNIT_WORDS)))
+            loaded.append(x)
         return loaded
 
     def _stage(self, loaded, number):

@@ -22,8 +22,8 @@ class Share(NamedTuple):
     columns  at most; 0: any number
     places   workgroups that a compute unit holds at once, most of which must be taken in each round; 0: any number
     waves_m  subgroups along the tokens, which read the same weights
-    small    for formats that no table gives values (1), of one plane of codes (2), of which a block takes few
-             registers, its scale among them (3); 0: for all
+    small    for formats without a table but FP4's (1), of one plane of codes (2), of which a block takes few registers,
+             its scale among them (3); 0: for all
     """
 
     tokens: int
@@ -132,7 +132,7 @@ def choose(arch, formats, m, k, rows, weights=1):
         workgroups = -(-m // share.tokens) * -(-rows // share.rows)
         if workgroups < share.many * arch.units or not _balanced(workgroups, share.places * arch.units):
             continue
-        if smallness(formats) < share.small or (share.staged and not suits(formats, k)):
+        if smallness(formats) < share.small or (share.staged and not suits(formats)):
             continue
         return _tile(arch, share, workgroups, m, k, weights)
     return None
@@ -156,11 +156,10 @@ def _one_each(arch, share, rows):
     return share._replace(rows=ROWS * waves_n, waves_n=waves_n)
 
 
-def suits_experts(tokens, formats, k) -> bool:
-    """Whether tiles of `tokens` slots of an expert are multiplied here rather than by `gemm_coop.py`, which takes less
-    time for formats with tables (512 rows of gpt-oss-20b: 620 instead of 650 us for gate and up), and columns that no
-    staged tile takes."""
-    return tokens == TOKENS or (suits(formats, k) and smallness(formats) > 0)
+def suits_experts(tokens, formats) -> bool:
+    """Whether tiles of `tokens` slots of an expert are multiplied here rather than by `gemm_coop.py`, where looking up
+    tables takes less of the time."""
+    return tokens == TOKENS or (suits(formats) and smallness(formats) > 0)
 
 
 def choose_expert(arch, tokens, slots, k, rows, weights=1):

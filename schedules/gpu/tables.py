@@ -65,17 +65,22 @@ def _negated(magnitude, top, flip):
     return T.Bind(((magnitude ^ (top - sign)) + sign) ^ (top ^ T.uint32(0x01010101 * flip)))
 
 
+def fp4_magnitudes(w):
+    """The words of eight codes of FP4_VALUES, in nibbles, as nibbles too: of a code's bits s, c, b, a the magnitude is
+    4c + 2b + a, for c = 1 plus 2b + a, plus 2 if both."""
+    # c at the places of a and of b
+    c_of_a = T.shift_right(w, T.uint32(2)) & T.uint32(0x11111111)
+    c_of_b = T.shift_right(w, T.uint32(1)) & T.uint32(0x22222222)
+    more = T.Bind(w & (c_of_a | c_of_b))
+    both = T.shift_left(more, T.uint32(1)) & more
+    return T.Bind((w & T.uint32(0x77777777)) + more + both)
+
+
 def _fp4(nibbles, flip):
-    """FP4_VALUES. Of a code's bits s, c, b, a the magnitude is 4c + 2b + a, for c = 1 plus 2b + a, plus 2 if both; it
-    fits in a nibble."""
+    """FP4_VALUES."""
     low, high = [], []
     for w in nibbles:
-        # c at the places of a and of b
-        c_of_a = T.shift_right(w, T.uint32(2)) & T.uint32(0x11111111)
-        c_of_b = T.shift_right(w, T.uint32(1)) & T.uint32(0x22222222)
-        more = T.Bind(w & (c_of_a | c_of_b))
-        both = T.shift_left(more, T.uint32(1)) & more
-        magnitudes = T.Bind((w & T.uint32(0x77777777)) + more + both)
+        magnitudes = fp4_magnitudes(w)
         low.append(_negated(_bits(magnitudes, 15), _bits(T.shift_left(w, T.uint32(4)), 0x80), flip))
         high.append(_negated(_bits(T.shift_right(magnitudes, T.uint32(4)), 15), _bits(w, 0x80), flip))
     return low + high
