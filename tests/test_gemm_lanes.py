@@ -198,11 +198,15 @@ def test_staged_activations(layout, fmt, hidden, rows):
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "tile"),
-    [(20, 96, LaneTile(16, 64, 1, 4, 1, 1, 1, staged=1)), (61, 224, LaneTile(64, 112, 1, 7, 1, 1, 1, staged=1))],
+    ("m", "n", "k", "tile"),
+    [
+        (20, 96, 512, LaneTile(16, 64, 1, 4, 1, 1, 1, staged=1)),
+        (20, 32, 448, LaneTile(16, 32, 1, 2, 1, 1, 1, staged=1)),  # part of a group
+        (61, 224, 512, LaneTile(64, 112, 1, 7, 1, 1, 1, staged=1)),
+    ],
 )
-def test_staged_activations_of_a_deferred_norm(m, n, tile):
-    k, eps = 512, 1e-5
+def test_staged_activations_of_a_deferred_norm(m, n, k, tile):
+    eps = 1e-5
     (gate, up), w = zip(*(weights("q4_0", n, k, seed) for seed in (1, 2)), strict=True)
     x = (
         np.random.default_rng(3).standard_normal((m, k), np.float32)
