@@ -20,7 +20,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.kv_types import KV_TYPE
 from mlc_amd.schedules.attention import SLOTS
 from mlc_amd.schedules.decode import float_weight
-from mlc_amd.schedules.formats import lookup
+from mlc_amd.schedules.formats import Format, lookup
 from mlc_amd.schedules.gpu import gemv, gemv_norm, lane_tiles
 from mlc_amd.schedules.gpu.attention_join import scratch_shapes
 from mlc_amd.schedules.gpu.cache import cache_types
@@ -93,7 +93,7 @@ class GpuTarget(Target):
             return "lanes"
         return self._layout(kind, m > FEW)
 
-    def expert_layout(self, m: int, formats: list) -> str:
+    def expert_layout(self, m: int, formats: list[Format]) -> str:
         tile = self.expert_tile(m)
         if self._takes_lanes and tile > 1 and lane_tiles.suits_experts(tile, formats):
             return "lanes"

@@ -21,13 +21,11 @@ def quantize_activations(mod, target):
         name, kind = ops.name_of(call), LINEARS.get(ops.name_of(call))
         if kind is None or (name == "linear" and int(call.attrs["exact"])):
             return None
-        if name in ("linear", "head_linear") and int(call.attrs["k"]) % BLOCK:
+        layout_of = {"linear": target.act_layout, "head_linear": target.head_layout}.get(name)
+        if layout_of and int(call.attrs["k"]) % BLOCK:
             return None  # float weights: no layout of ours has part of a block
         m, formats = int(call.attrs["m"]), [FORMATS[fmt] for fmt in call.attrs["formats"]]
-        if name in ("linear", "head_linear"):
-            layout = (target.act_layout if name == "linear" else target.head_layout)(m, formats[0].kind)
-        else:
-            layout = target.expert_layout(m, formats)
+        layout = layout_of(m, formats[0].kind) if layout_of else target.expert_layout(m, formats)
         if not layout:
             return None
         state, x, *rest = call.args

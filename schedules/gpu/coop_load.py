@@ -125,7 +125,7 @@ def _unsigned(arch, fmt, codes):
     if fmt.table == FP4_VALUES:
         return {"Q4": [fp4_magnitudes(word) for word in codes["Q4"]]}, 0, codes["Q4"]
     if fmt.table:
-        return {"Q8": values(arch, fmt, codes.get("Q4"), lambda: load.bytes_of(codes), 0x80)}, 128, None
+        return {"Q8": values(arch, fmt, None, lambda: load.bytes_of(codes), 0x80)}, 128, None
     if fmt.signed:
         return {"Q8": [T.Bind(word ^ T.uint32(SIGN)) for word in codes["Q8"]]}, 128, None
     return codes, fmt.zero, None

@@ -116,7 +116,7 @@ class StagedGemm(LaneGemm):
         return [T.Bind(c) for c in pieces]
 
     def _activations(self, X, token0, group):
-        """The loads of these units, 0 behind the columns; of a group behind the last one anything if no body has it."""
+        """The loads of these units. Behind the columns they are 0; anything where bodies are whole: none has these."""
         tile0, last = token0 // TOKENS, lanes_shape(self.m, self.k)[0] - 1
         held, loaded = T.Bind(T.min(group, T.int32(self.groups - 1))), []
         for c in self._pieces():
