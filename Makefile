@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 
 # A Vulkan driver that runs on any CPU, a SPIR-V checker, validation layers; tests that need them skip where they cannot be had.
 DEBIAN := mesa-vulkan-drivers libvulkan1 spirv-tools vulkan-validationlayers
-# What the emulator of AMD's instruction sets (tools/dev/gfxemu.py) compiles with, where it is.
+# What the emulator of AMD's instruction sets (tests/dev/gfxemu.py) compiles with, where it is.
 DEBIAN += $(if $(wildcard ../shared/tools/gfxemu),clang-19)
 
 .PHONY: setup drivers demo test suite test-fast test-all lint clean

@@ -1,7 +1,7 @@
 """The memory that a model needs on a target, from its configuration and its tensors alone: nothing is compiled.
 
-In: a model (GGUFModel), a Target, a capacity in tokens. Out: `needs`, as runtime/memory.py has it of an artifact, where
-the buffers are an estimate; and what the cache takes (`kept`, `token_bytes`).
+In: a model (GGUFModel), a Target, a capacity in tokens. Out: `needs`, as runtime/artifact/memory.py has it of an
+artifact, where the buffers are an estimate; and what the cache takes (`kept`, `token_bytes`).
 """
 
 import math
@@ -12,11 +12,11 @@ from mlc_amd.compiler.models.config import ExpertsConfig, ModelConfig
 from mlc_amd.compiler.models.graph import table_columns
 from mlc_amd.compiler.models.tensors import is_vector
 from mlc_amd.compiler.ops import padded
+from mlc_amd.runtime.artifact.memory import EXPERTS, Needs
+from mlc_amd.runtime.cache.kv_pool import ELEMENTS, MOST_CELLS
+from mlc_amd.runtime.cache.pages import STATE
+from mlc_amd.runtime.engine.steps import ROWS
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.kv_pool import ELEMENTS, MOST_CELLS
-from mlc_amd.runtime.memory import EXPERTS, Needs
-from mlc_amd.runtime.pages import STATE
-from mlc_amd.runtime.steps import ROWS
 from mlc_amd.schedules.attention import PAGE
 
 FEWEST_CELLS = 8  # by default, for states of sequences and snapshots of them: two are enough for one sequence

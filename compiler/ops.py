@@ -26,7 +26,7 @@ from tvm import relax
 from tvm.ir import Op
 
 from mlc_amd.compiler.nodes import fields_of, parts_of
-from mlc_amd.runtime.kv_types import KV_TENSORS, LATENT_TENSORS
+from mlc_amd.runtime.cache.kv_types import KV_TENSORS, LATENT_TENSORS
 from mlc_amd.schedules.attention import Attention, Rope, padded_columns
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.rows import output_rows
@@ -51,12 +51,12 @@ def _rows(m: int, k: int):
 # name, and a number behind a colon where the layout has one: type of m rows of k columns
 LAYOUTS = {
     "": lambda m, k: tensor_type((m, k)),  # float32
-    "tiles": _tiles,  # int8 blocks of 32 columns, p tokens side by side: schedules/cpu/quantize.py
-    "rows": _rows,  # int8 blocks of 32 columns: schedules/gpu/quantize.py
+    "tiles": _tiles,  # int8 blocks of 32 columns, p tokens side by side: schedules/cpu/linear/quantize.py
+    "rows": _rows,  # int8 blocks of 32 columns: schedules/gpu/base/quantize.py
     "half": lambda m, k: tensor_type((m, k), "float16"),
     "pairs": lambda m, k: tensor_type(
         (m, k), "float16"
-    ),  # blocks of 32 columns in another order: schedules/gpu/pairs.py
+    ),  # blocks of 32 columns in another order: schedules/gpu/base/pairs.py
     "lanes": lambda m, k: tensor_type((math.ceil(m / 8), math.ceil(k / 128), 1024), "float16"),  # there, too
 }
 
@@ -283,7 +283,7 @@ OPS = {
         "x W^T for each W: (x, weights.., biases.., residual?); formats, n, biases, residual, k, m, layout (of x), "
         "exact (x stays float32); eps: of rms_norm(x, g), and g follows x. norm_in: eps of a norm that it completes: "
         "squares and scale follow x, and the norm's scales its results; norm_out: it prepares one: g and scale behind "
-        "all others, x * g and squares behind its result (schedules/gpu/deferred_norm.py)",
+        "all others, x * g and squares behind its result (schedules/gpu/linear/deferred_norm.py)",
     ),
     "head_linear": (
         _head_linear,
@@ -384,7 +384,7 @@ OPS = {
     "sample": (
         _sample,
         "a token for each row: (logits, sampling, changes, allowed), of which all but the first are those of "
-        "runtime/sampling_layout.py, to (ids, log-probabilities, workspace); vocab (columns of the logits that count)",
+        "runtime/sampling/layout.py, to (ids, log-probabilities, workspace); vocab (columns of the logits that count)",
     ),
 }
 

@@ -24,12 +24,12 @@ from mlc_amd.compiler.ops import padded
 from mlc_amd.compiler.passes import fuse
 from mlc_amd.compiler.tuning.database import Lookup
 from mlc_amd.compiler.weight_store import WeightStore
-from mlc_amd.runtime import artifact
+from mlc_amd.runtime.artifact import artifact
+from mlc_amd.runtime.artifact.io_buffers import io_buffers
+from mlc_amd.runtime.artifact.manifest import check_described
+from mlc_amd.runtime.cache.kv_types import KV_TENSORS, KV_TYPE
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
-from mlc_amd.runtime.io_buffers import io_buffers
-from mlc_amd.runtime.kv_types import KV_TENSORS, KV_TYPE
-from mlc_amd.runtime.manifest import check_described
 from mlc_amd.schedules.attention import PAGE
 
 # module and class, imported on demand

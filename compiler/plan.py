@@ -19,8 +19,8 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from mlc_amd.runtime.engine.steps import OUTPUTS
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.steps import OUTPUTS
 
 Outputs = tuple[tuple[str, str], ...]
 ALIGN = 64  # bytes, of every tensor in the arena: what vector loads and TVM's argument checks want

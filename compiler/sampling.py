@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.sampling import Sampling
+from mlc_amd.runtime.sampling.sampler import Sampling
 
 _PREFIX = "general.sampling."
 # key -> (field of Sampling, its type)

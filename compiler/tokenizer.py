@@ -1,5 +1,5 @@
-"""Turns the vocabulary of a GGUF file into the two files that `runtime/tokenizer.py` and `runtime/chat_template.py`
-read.
+"""Turns the vocabulary of a GGUF file into the two files that `runtime/text/tokenizer.py` and
+`runtime/text/chat_template.py` read.
 
 In:  GGUF metadata as plain Python values (`tokenizer.ggml.*`, `tokenizer.chat_template*`, `general.name`).
 Out: `tokenizer.json`, in the format of the `tokenizers` library (vocabulary, merges, normalizer, pre-tokenizer, added
@@ -9,7 +9,7 @@ tokens), and
 Token ids equal llama.cpp's (its `llama-vocab.cpp` is the reference for GGUF vocabularies), with four deliberate
 exceptions:
 - where llama.cpp approximates the Unicode classes of a model's own pre-tokenizer, the model's classes are kept (see
-  `runtime/pre_tokenizers.py`);
+  `runtime/text/pre_tokenizers.py`);
 - the tokens of gpt-oss's message format, which llama.cpp makes user-defined, remain what the file says they are:
   control tokens, which a message cannot contain;
 - merges never produce a control, unknown or byte token, so plain text cannot produce one;
@@ -27,11 +27,11 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from mlc_amd.runtime.chat_template import ChatTemplate
 from mlc_amd.runtime.errors import UserError, shorten
-from mlc_amd.runtime.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
-from mlc_amd.runtime.text_pipeline import set_pipeline
-from mlc_amd.runtime.tokenizer import MARK
+from mlc_amd.runtime.text.chat_template import ChatTemplate
+from mlc_amd.runtime.text.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
+from mlc_amd.runtime.text.text_pipeline import set_pipeline
+from mlc_amd.runtime.text.tokenizer import MARK
 
 
 class TokenType(IntEnum):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlc_amd.runtime.artifact import WEIGHTS, sha256
+from mlc_amd.runtime.artifact.artifact import WEIGHTS, sha256
 from mlc_amd.runtime.folders import scratch
 
 FACTS = "facts.json"  # {"bytes": size, "sha256": digest} of the file, as in a manifest's `files`

@@ -20,8 +20,8 @@ from mlc_amd.compiler.models.rope import position_table
 from mlc_amd.compiler.ops import padded
 from mlc_amd.compiler.quant import repack
 from mlc_amd.compiler.quant.draws import draws
-from mlc_amd.runtime.weight_block import TensorSpec
-from mlc_amd.runtime.weights_file import WeightsWriter
+from mlc_amd.runtime.artifact.weight_block import TensorSpec
+from mlc_amd.runtime.artifact.weights_file import WeightsWriter
 
 Specs = dict[str, list[TensorSpec]]  # by source: a tensor of the file, a vector of ones, a table by position
 
@@ -55,7 +55,7 @@ def is_matrix(planes: list[TensorSpec]) -> bool:
 
 
 def drawn(model, found: Specs) -> dict[str, dict]:
-    """The planes of all matrices, with how to draw them, as runtime/random_weights.py reads them."""
+    """The planes of all matrices, with how to draw them, as runtime/artifact/random_weights.py reads them."""
     listed = {}
     for name, planes in found.items():
         if is_matrix(planes):

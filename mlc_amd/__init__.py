@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     import os
     from pathlib import Path
 
-    from mlc_amd.runtime.engine import Engine
+    from mlc_amd.runtime.cache.kv_types import KvType
+    from mlc_amd.runtime.engine.engine import Engine
+    from mlc_amd.runtime.engine.generation import ContextFull
+    from mlc_amd.runtime.engine.scheduler import QueueFull
     from mlc_amd.runtime.errors import UserError
-    from mlc_amd.runtime.generation import ContextFull
-    from mlc_amd.runtime.kv_types import KvType
-    from mlc_amd.runtime.sampling import Sampling
-    from mlc_amd.runtime.scheduler import QueueFull
+    from mlc_amd.runtime.sampling.sampler import Sampling
 
 __version__ = "0.1.0"
 __all__ = ["ContextFull", "Engine", "QueueFull", "Sampling", "UserError", "__version__", "compile", "load"]
 
 _MODULES = {
-    "ContextFull": "mlc_amd.runtime.generation",
-    "Engine": "mlc_amd.runtime.engine",
-    "QueueFull": "mlc_amd.runtime.scheduler",
-    "Sampling": "mlc_amd.runtime.sampling",
+    "ContextFull": "mlc_amd.runtime.engine.generation",
+    "Engine": "mlc_amd.runtime.engine.engine",
+    "QueueFull": "mlc_amd.runtime.engine.scheduler",
+    "Sampling": "mlc_amd.runtime.sampling.sampler",
     "UserError": "mlc_amd.runtime.errors",
 }
 
@@ -86,7 +86,7 @@ def load(
         UserError: the model cannot be compiled or run here; the message says why. Where it names a flag of the
             commands, such as --n-cpu-moe, it means the argument of that name.
     """
-    from mlc_amd.tools import models
+    from mlc_amd.tools.hub import models
 
     name = None if model is None else str(model)
     return models.load_engine(
@@ -123,7 +123,7 @@ def compile(
     Raises:
         UserError: the model cannot be compiled; the message says why.
     """
-    from mlc_amd.tools.models import compile_artifact
+    from mlc_amd.tools.hub.models import compile_artifact
 
     settings = {"target": target, "arch": arch, "ctx": ctx, "tuned": tuned, "kv_type": kv_type}
     return compile_artifact(str(model), str(output), **settings).path

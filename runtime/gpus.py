@@ -1,7 +1,7 @@
 """The GPUs that this project knows, in one table: AMD's chips by LLVM's name, and the kinds of Vulkan devices.
 
-All else derives from here: what kernels are built for (schedules/gpu/arch.py, profiles.py), which code object runs on
-which chip and which profile fits a device (runtime/devices), rooflines and the static model's machines (tools,
+All else derives from here: what kernels are built for (schedules/gpu/base/arch.py, profiles.py), which code object runs
+on which chip and which profile fits a device (runtime/devices), rooflines and the static model's machines (tools,
 compiler/tuning). Sources: LLVM's AMDGPUUsage (processors, features, ELF numbers); AMD's product pages (bandwidth,
 memory, compute units, clocks); Vulkan's registry of required limits; reports of Mesa's and NVIDIA's drivers
 (gpuinfo.org).
@@ -115,7 +115,7 @@ class DeviceKind:
     matrix      "coop" for KHR_cooperative_matrix, else ""
     fragment    (m, n, k) of its float16 matrices with float32 sums
     lane_matrix (m, n, k) of further such matrices, of which kernels know which lane holds what
-                (schedules/gpu/gemm_lanes.py, attention_rows_matrix.py); (): there are no such kernels
+                (schedules/gpu/linear/gemm_lanes.py, attention_rows_matrix.py); (): there are no such kernels
     lds         bytes of shared memory that one workgroup may have
     threads     most invocations of a workgroup that kernels use
     push        bytes of push constants; arguments beyond them are read from memory

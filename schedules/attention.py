@@ -7,8 +7,8 @@ target.
 import math
 from dataclasses import dataclass, fields
 
+from mlc_amd.runtime.cache.kv_types import KV_TENSORS, KV_TYPE, LATENT_TENSORS
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.kv_types import KV_TENSORS, KV_TYPE, LATENT_TENSORS
 
 LOG2E = math.log2(math.e)
 PAGE = 64  # keys of a page of the cache; no block of an attention kernel crosses one
@@ -50,7 +50,7 @@ class Attention:
     softcap: float = 0.0  # 0: none
     sinks: bool = False
     chunk: int = 0  # 0: none
-    kv: str = KV_TYPE  # type of the cache: a name of runtime/kv_types.py
+    kv: str = KV_TYPE  # type of the cache: a name of runtime/cache/kv_types.py
     values: int = 0  # leading columns of a key that are the value; 0: values have tensors of their own
 
     def __post_init__(self):

@@ -1,7 +1,7 @@
 """The weight formats: one line per GGUF tensor type that this project runs, as data.
 
 In: nothing. Out: `FORMATS`, read by everything that packs, decodes or multiplies weights. What a format's planes look
-like in memory is the business of the target (`schedules/cpu/planes.py`), what its GGUF blocks look like that of
+like in memory is the business of the target (`schedules/cpu/linear/planes.py`), what its GGUF blocks look like that of
 `compiler/quant/unpack.py`.
 
 Every int8 format is the same affine map, with the parts that a format lacks left out:

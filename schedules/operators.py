@@ -173,7 +173,7 @@ _ACT = Slot("input", ("A", "S", "X", "H"))  # in any layout of compiler/ops.py
 _OUT = Slot("output", ("A", "S", "X", "Y", "H", "O", "A_out", "S_out"))
 _CACHE = Slot("cache", ("Kc", "Vc", "Ks", "Vs"))
 _CHOICE = Slot("output", ("Ids", "Weights"))
-_SCALES = Slot("output", ("NewScale",))  # of a norm: schedules/gpu/deferred_norm.py
+_SCALES = Slot("output", ("NewScale",))  # of a norm: schedules/gpu/linear/deferred_norm.py
 _GROUPS = Slot("input", ("Groups",), slots=True)
 
 

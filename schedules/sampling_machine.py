@@ -1,6 +1,6 @@
 """What the search for a token of a row (sampling.py) is made of, on every target: the words that say what is wanted,
 numbers in registers and shared memory, histograms, keys that sort as logits do, random numbers; and `Machine`, which is
-what differs between targets. Words and flags: runtime/sampling_layout.py.
+what differs between targets. Words and flags: runtime/sampling/layout.py.
 """
 
 from abc import ABC, abstractmethod
@@ -10,8 +10,8 @@ from typing import Any
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.runtime.philox import MULTIPLIERS, ROUNDS, WEYL
-from mlc_amd.runtime.sampling_layout import FIELDS, row_shapes
+from mlc_amd.runtime.sampling.layout import FIELDS, row_shapes
+from mlc_amd.runtime.sampling.philox import MULTIPLIERS, ROUNDS, WEYL
 
 RADIX = 10  # bits of a number that a histogram tells apart
 BINS = 1 << RADIX
@@ -215,7 +215,7 @@ def high_product(a, b):
 
 
 def random_word(machine, words):
-    """The first word of runtime/philox.py, uint32."""
+    """The first word of runtime/sampling/philox.py, uint32."""
     c = [machine.cell(unsigned(words.int("position")), "uint32")]
     c += [machine.cell(T.uint32(0), "uint32") for _ in range(3)]
     k = [machine.cell(unsigned(words.int(name)), "uint32") for name in ("seed_low", "seed_high")]

@@ -20,11 +20,12 @@ from mlc_amd.compiler.codegen import cpu
 from mlc_amd.compiler.codegen.rocm import find_linker
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
-from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.arch import resolve
-from mlc_amd.tools import cli, models
-from mlc_amd.tools.dev import gfxemu
+from mlc_amd.schedules.cpu.base.arch import resolve
+from mlc_amd.tools import cli
+from mlc_amd.tools.hub import models
+from tests.dev import gfxemu
 
 pytest.register_assert_rewrite("emulator_suite")
 

@@ -26,7 +26,8 @@ import fire
 import fire.decorators
 
 from mlc_amd.runtime.errors import UsageError, UserError
-from mlc_amd.tools import arguments, bus_error, terminal
+from mlc_amd.tools import arguments, bus_error
+from mlc_amd.tools.terminal import terminal
 
 # verb -> what it does. Each is the function `run` of its module, imported only when it is asked for.
 VERBS = {
@@ -65,11 +66,11 @@ _ADVICE = {
 
 def module_of(verb: str) -> str:
     """The name of a verb's module: the verb's own, here."""
-    return f"mlc_amd.tools.{verb.replace('-', '_')}"
+    return f"mlc_amd.tools.commands.{verb.replace('-', '_')}"
 
 
 def verbs() -> dict[str, str]:
-    """The verbs that are here: a bundle (tools/deploy.py) leaves out those that compile."""
+    """The verbs that are here: a bundle (tools/commands/deploy.py) leaves out those that compile."""
     return {verb: what for verb, what in VERBS.items() if importlib.util.find_spec(module_of(verb))}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from mlc_amd.runtime.devices import KINDS
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import kfd_gpus
-from mlc_amd.tools import display
+from mlc_amd.tools.terminal import display
 
 AUTO = "auto"
 HERE = ("native", "auto")  # --arch for this machine
@@ -49,8 +49,8 @@ def _target_of(arch: str) -> str:
     """The target that an arch belongs to; "auto" for this machine's."""
     if arch in HERE:
         return AUTO
-    from mlc_amd.schedules.gpu import arch as gpus
-    from mlc_amd.schedules.gpu import profiles
+    from mlc_amd.schedules.gpu.base import arch as gpus
+    from mlc_amd.schedules.gpu.base import profiles
 
     def known(look_up: Callable[[str], object]) -> bool:
         try:
@@ -77,7 +77,7 @@ def _here(device: str | None) -> tuple[str, str]:
         why = f"; not {reasons[0]}" if reasons and kfd_gpus() else ""
         display.message(f"target {target}: {name}{why}")
         return target, arch
-    from mlc_amd.tools import machine
+    from mlc_amd.tools.checks import machine
 
     if machine.gpus():
         display.message(f"target cpu: no GPU of this machine can be used ({'; '.join(reasons)})")
@@ -103,7 +103,7 @@ def _vulkan(device: str | None) -> tuple[str, str]:
     from mlc_amd.runtime.devices.vulkan.api import VulkanError
     from mlc_amd.runtime.devices.vulkan.gpu import list_gpus, missing, preferred
     from mlc_amd.runtime.devices.vulkan.profile import profile_of
-    from mlc_amd.schedules.gpu import profiles
+    from mlc_amd.schedules.gpu.base import profiles
 
     try:
         gpus = [gpu for gpu in list_gpus() if gpu.type != "cpu"]

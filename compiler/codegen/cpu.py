@@ -19,14 +19,14 @@ from mlc_amd.compiler.models.build import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig
 from mlc_amd.compiler.nodes import functions, params
 from mlc_amd.runtime import devices
+from mlc_amd.runtime.cache.kv_types import KV_TYPE
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import temporary
-from mlc_amd.runtime.kv_types import KV_TYPE
 from mlc_amd.schedules.attention import SLOTS
-from mlc_amd.schedules.cpu import arch as archs
-from mlc_amd.schedules.cpu.cache import cache_types
+from mlc_amd.schedules.cpu.attention.cache import cache_types
+from mlc_amd.schedules.cpu.base import arch as archs
 from mlc_amd.schedules.cpu.kernels import BUILDERS, tile_rows
-from mlc_amd.schedules.cpu.planes import planes
+from mlc_amd.schedules.cpu.linear.planes import planes
 
 COMPILERS = ("cc", "gcc", "clang")  # any of them will do; else the ziglang package's
 NATIVE = Path(devices.__file__).parent / "cpu.c"
@@ -36,7 +36,7 @@ OBJECTS = ObjectCache()
 
 
 class CpuTarget(Target):
-    """`arch`: a name of schedules/cpu/arch.py; UserError if unknown."""
+    """`arch`: a name of schedules/cpu/base/arch.py; UserError if unknown."""
 
     kind = "cpu"
     layout = "tile16"

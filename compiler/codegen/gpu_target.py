@@ -16,21 +16,21 @@ from mlc_amd.compiler import nodes, ops
 from mlc_amd.compiler.codegen.target import Target
 from mlc_amd.compiler.models.build import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig
+from mlc_amd.runtime.cache.kv_types import KV_TYPE
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.kv_types import KV_TYPE
 from mlc_amd.schedules.attention import SLOTS
 from mlc_amd.schedules.decode import float_weight
 from mlc_amd.schedules.formats import Format, lookup
-from mlc_amd.schedules.gpu import gemv, gemv_norm, lane_tiles
-from mlc_amd.schedules.gpu.attention_join import scratch_shapes
-from mlc_amd.schedules.gpu.cache import cache_types
-from mlc_amd.schedules.gpu.gemv_matrix import ROWS as INT8_ROWS
+from mlc_amd.schedules.gpu.attention.attention_join import scratch_shapes
+from mlc_amd.schedules.gpu.attention.cache import cache_types
+from mlc_amd.schedules.gpu.base.pairs import TOKENS
+from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, planes
+from mlc_amd.schedules.gpu.base.step import FEW
+from mlc_amd.schedules.gpu.experts.norm_route import scratch_shapes as route_scratch
 from mlc_amd.schedules.gpu.kernels import BUILDERS
-from mlc_amd.schedules.gpu.matrix_int8 import unit_of
-from mlc_amd.schedules.gpu.norm_route import scratch_shapes as route_scratch
-from mlc_amd.schedules.gpu.pairs import TOKENS
-from mlc_amd.schedules.gpu.planes import BLOCK, padded, planes
-from mlc_amd.schedules.gpu.step import FEW
+from mlc_amd.schedules.gpu.linear import gemv, gemv_norm, lane_tiles
+from mlc_amd.schedules.gpu.linear.gemv_matrix import ROWS as INT8_ROWS
+from mlc_amd.schedules.gpu.linear.matrix_int8 import unit_of
 
 # Slots. With 128 experts, 8 used, the rows of a chunk of 512 fill tiles of 32 to two thirds, tiles of 64 to a half, but
 # those decode weights less often: 10 % faster on an H200, whose matrix units have time to spare. Few rows: of most

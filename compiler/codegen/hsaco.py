@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import KIB
-from mlc_amd.schedules.gpu.arch import GpuArch
+from mlc_amd.schedules.gpu.base.arch import GpuArch
 
 # EF_AMDGPU_MACH: the low byte of e_flags
 MACHINES = {

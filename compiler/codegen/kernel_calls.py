@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.ops import shape_of
-from mlc_amd.runtime.kv_types import KV_TENSORS, LATENT_TENSORS
+from mlc_amd.runtime.cache.kv_types import KV_TENSORS, LATENT_TENSORS
 from mlc_amd.schedules.attention import Attention, Rope
 from mlc_amd.schedules.plans.workload import Workload
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from mlc_amd.compiler.codegen import hsaco, radv_worker
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.arch import ARCHS, GpuArch
-from mlc_amd.schedules.gpu.profiles import Profile
+from mlc_amd.schedules.gpu.base.arch import ARCHS, GpuArch
+from mlc_amd.schedules.gpu.base.profiles import Profile
 
 # profile or its family: (GPU in LLVM's name, RADV's names of such GPUs, newest Mesa's first: 22.3 called those of RDNA3
 # by gfx names)

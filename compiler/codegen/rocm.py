@@ -30,7 +30,7 @@ from mlc_amd.compiler.codegen.lower import Function, lower
 from mlc_amd.compiler.nodes import span
 from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.arch import MAX_THREADS, GpuArch
+from mlc_amd.schedules.gpu.base.arch import MAX_THREADS, GpuArch
 
 LINKERS = ("/opt/rocm/llvm/bin/ld.lld", "ld.lld", *(f"ld.lld-{version}" for version in range(22, 14, -1)))
 OLDEST_LINKER = 15  # knows code objects of version 5

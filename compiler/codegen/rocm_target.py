@@ -7,15 +7,15 @@ import gzip
 
 from mlc_amd.compiler.codegen.gpu_target import GpuTarget
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
+from mlc_amd.runtime.cache.kv_types import KV_TYPE
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import kfd_gpus
-from mlc_amd.runtime.kv_types import KV_TYPE
-from mlc_amd.schedules.gpu import arch as archs
+from mlc_amd.schedules.gpu.base import arch as archs
 
 
 class RocmTarget(GpuTarget):
-    """`arch`: names of schedules/gpu/arch.py, separated by commas, or "auto" for this machine's GPU. UserError if one
-    is unknown, or they cannot share an artifact."""
+    """`arch`: names of schedules/gpu/base/arch.py, separated by commas, or "auto" for this machine's GPU. UserError if
+    one is unknown, or they cannot share an artifact."""
 
     kind = "rocm"
     matrix_layout = "half"

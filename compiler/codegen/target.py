@@ -22,8 +22,8 @@ from mlc_amd.compiler.models.build import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
 from mlc_amd.compiler.nodes import fields_of, parts_of
 from mlc_amd.compiler.work import buffers, work
-from mlc_amd.runtime.kv_types import KV_TYPE
-from mlc_amd.runtime.pages import STATE
+from mlc_amd.runtime.cache.kv_types import KV_TYPE
+from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.schedules import operators
 from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.formats import Format

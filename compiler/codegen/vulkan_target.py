@@ -8,16 +8,16 @@ from typing import Any
 
 from mlc_amd.compiler.codegen.gpu_target import GpuTarget
 from mlc_amd.compiler.codegen.spirv import compile_spirv
-from mlc_amd.runtime.kv_types import KV_TYPE
-from mlc_amd.schedules.gpu import profiles
-from mlc_amd.schedules.gpu.copy import copy
-from mlc_amd.schedules.gpu.fragment_probe import fragment_probe
+from mlc_amd.runtime.cache.kv_types import KV_TYPE
+from mlc_amd.schedules.gpu.base import profiles
+from mlc_amd.schedules.gpu.base.copy import copy
+from mlc_amd.schedules.gpu.base.fragment_probe import fragment_probe
 
 COPY_BYTES = 64 << 20  # more than caches hold, when read and written
 
 
 class VulkanTarget(GpuTarget):
-    """`arch`: profiles of schedules/gpu/profiles.py or GPUs, separated by commas (changes of a profile by "+":
+    """`arch`: profiles of schedules/gpu/base/profiles.py or GPUs, separated by commas (changes of a profile by "+":
     rdna3:matrix=none+wave=64), or "auto" for this machine's GPU. UserError if one is unknown, or they cannot share an
     artifact."""
 

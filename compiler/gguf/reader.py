@@ -24,7 +24,7 @@ from mlc_amd.compiler.gguf.header import FETCH_AGAIN, HEADER_LIMIT, Header, Tens
 from mlc_amd.compiler.gguf.tensor import Tensor, row_bytes
 from mlc_amd.compiler.models import merged_parts, read_config
 from mlc_amd.compiler.models.config import ModelConfig
-from mlc_amd.runtime.closing import Closing
+from mlc_amd.runtime.engine.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS, by_gguf_type
 

@@ -11,7 +11,7 @@ Nothing here imports TVM except `graph.py` and `build.py`: files are read and ch
 from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
-from mlc_amd.compiler.models import (
+from mlc_amd.compiler.models.architectures import (
     cohere2,
     deepseek2,
     ernie4_5,

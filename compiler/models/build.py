@@ -1,7 +1,7 @@
 """Relax functions of a model: `build_module` lets the architecture's decoder emit each of them.
 
-They return what runtime/steps.py's OUTPUTS names: the logits and, unless they score, a token for each row of these
-and its log-probability; where the model has a predicting layer, what that reads and hands on, too.
+They return what runtime/engine/steps.py's OUTPUTS names: the logits and, unless they score, a token for each row of
+these and its log-probability; where the model has a predicting layer, what that reads and hands on, too.
 """
 
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ from mlc_amd.compiler.models import ARCHITECTURES
 from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.compiler.models.graph import DRAFTED, HIDDEN, Graph
 from mlc_amd.compiler.models.predictor import predictor
-from mlc_amd.runtime.functions import CHAIN, FOLLOW
-from mlc_amd.runtime.steps import OUTPUTS
+from mlc_amd.runtime.engine.functions import CHAIN, FOLLOW
+from mlc_amd.runtime.engine.steps import OUTPUTS
 from mlc_amd.schedules.rows import output_rows
 
 

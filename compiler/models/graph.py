@@ -14,9 +14,9 @@ from tvm import relax, te
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, ModelConfig, attentions
 from mlc_amd.compiler.ops import shape_of, tensor_type
-from mlc_amd.runtime.pages import STATE
-from mlc_amd.runtime.sampling_layout import row_shapes
-from mlc_amd.runtime.steps import ROWS, page_table
+from mlc_amd.runtime.cache.pages import STATE
+from mlc_amd.runtime.engine.steps import ROWS, page_table
+from mlc_amd.runtime.sampling.layout import row_shapes
 from mlc_amd.schedules.attention import PAGE, SLOTS, Attention
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.recurrent import COLUMNS
@@ -139,7 +139,7 @@ class Graph:
         return y
 
     def sample(self, logits) -> tuple[relax.Var, relax.Var]:
-        """(a token for each row of logits, its log-probability), as the buffers of runtime/sampling_layout.py say."""
+        """(a token for each row of logits, its log-probability), as the buffers of runtime/sampling/layout.py say."""
         n, columns = shape_of(logits)
         shapes = row_shapes(n, columns)
         buffers = [self.parameter(name, "io", tensor_type(shape, "int32")) for name, shape in shapes.items()]

@@ -1,5 +1,5 @@
 """An rms_norm between linears of few tokens leaves no launch: the linear that computes its input prepares it, and those
-that read it complete it (schedules/gpu/deferred_norm.py), for targets whose kernels do.
+that read it complete it (schedules/gpu/linear/deferred_norm.py), for targets whose kernels do.
 
 What is prepared is scaled like the norm before, of the same residual stream. So the first norm of a function stays, and
 gives its scales; each one that a linear completes gives the next one's.

@@ -3,7 +3,7 @@ rotates for itself."""
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.passes.rewrite import rewrite
-from mlc_amd.runtime.kv_types import KV_TENSORS
+from mlc_amd.runtime.cache.kv_types import KV_TENSORS
 
 
 def fuse_rope(mod, target):

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mlc_amd.schedules.cpu.planes import ROWS
+from mlc_amd.schedules.cpu.linear.planes import ROWS
 
 
 class Blocks:

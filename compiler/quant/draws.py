@@ -1,8 +1,8 @@
 """Random weights of an artifact without weights: the distribution of each plane of a matrix.
 
-In: a format and the matrix's columns. Out: plane -> draw, as `mlc_amd.runtime.random_weights` reads them from the
-manifest. The decoded weights have mean 0 and standard deviation 1/sqrt(columns), so activations
-keep their magnitude from layer to layer.
+In: a format and the matrix's columns. Out: plane -> draw, as `mlc_amd.runtime.artifact.random_weights` reads them from
+the manifest. The decoded weights have mean 0 and standard deviation 1/sqrt(columns), so activations keep their
+magnitude from layer to layer.
 """
 
 from bisect import bisect

@@ -1,9 +1,9 @@
 """Converts GGUF rows to the planes of a target's layout: lossless, vectorized, in pieces that fit the cache.
 
 In: rows of a tensor as GGUF stores them. Out: planes, name -> array, in the layout "tile16"
-(`mlc_amd.schedules.cpu.planes`) or "rows" (`mlc_amd.schedules.gpu.planes`). Rows, or tiles of 16, are the outermost
-axis of every plane: a tensor can be repacked in chunks of rows (multiples of 16, but for the last), by several threads
-(numpy releases the GIL), and each plane's chunks written one after the other.
+(`mlc_amd.schedules.cpu.linear.planes`) or "rows" (`mlc_amd.schedules.gpu.base.planes`). Rows, or tiles of 16, are the
+outermost axis of every plane: a tensor can be repacked in chunks of rows (multiples of 16, but for the last), by
+several threads (numpy releases the GIL), and each plane's chunks written one after the other.
 
 Both layouts hold the same 32-bit words of codes and the same scales: what is [NT, x, 16 rows] in one is [NT * 16, x] in
 the other. Work is done in the order of "tile16"; for "rows" the arrays it is written to are transposed views.
@@ -14,10 +14,10 @@ import numpy as np
 from mlc_amd.compiler.quant import blocks as plain
 from mlc_amd.compiler.quant import codebooks
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu import planes as cpu
-from mlc_amd.schedules.cpu.planes import BLOCK, ROWS
+from mlc_amd.schedules.cpu.linear import planes as cpu
+from mlc_amd.schedules.cpu.linear.planes import BLOCK, ROWS
 from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
-from mlc_amd.schedules.gpu import planes as gpu
+from mlc_amd.schedules.gpu.base import planes as gpu
 
 LAYOUTS = {"tile16": cpu.planes, "rows": gpu.planes}  # name -> planes(fmt, n, k): shapes and dtypes
 UNPACK = plain.UNPACK | codebooks.UNPACK

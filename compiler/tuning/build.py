@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from mlc_amd.compiler.work import work
-from mlc_amd.runtime.closing import Closing
+from mlc_amd.runtime.engine.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
 from mlc_amd.runtime.measure.candidate import Candidate, write
@@ -67,7 +67,7 @@ def build_copy(arch: str, folder: Path) -> Candidate:
     """A candidate that copies memory, for target vulkan: what the others' rates are measured against. Its bytes: read
     and written."""
     from mlc_amd.compiler.codegen.vulkan_target import COPY_BYTES
-    from mlc_amd.schedules.gpu.copy import copy
+    from mlc_amd.schedules.gpu.base.copy import copy
 
     words = COPY_BYTES // 4
     params = [{"name": name, "shape": [words], "dtype": "uint32", "role": "work"} for name in "XY"]
@@ -79,8 +79,8 @@ def build_copy(arch: str, folder: Path) -> Candidate:
 
 
 def build_bounds(workload, arch: str, folder: Path) -> tuple[Candidate, dict[str, list[Candidate]]]:
-    """For target cpu: the untuned kernel, and by kind its measured lower bounds, see schedules/cpu/bound.py."""
-    from mlc_amd.schedules.cpu.bound import bounds
+    """For target cpu: the untuned kernel, and by kind its measured lower bounds, see schedules/cpu/base/bound.py."""
+    from mlc_amd.schedules.cpu.base.bound import bounds
 
     untuned = build(workload, None, "cpu", arch, folder / "untuned")
 

@@ -27,8 +27,8 @@ from typing import Any
 import tvm
 
 from mlc_amd.compiler.tuning import lines
-from mlc_amd.runtime import json_files
-from mlc_amd.runtime.closing import Closing
+from mlc_amd.runtime.artifact import json_files
+from mlc_amd.runtime.engine.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.plans.space import Space, space
 from mlc_amd.schedules.plans.workload import VERSION, Workload

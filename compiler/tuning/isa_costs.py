@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mlc_amd.compiler.codegen import hsaco, radv
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.arch import GpuArch
+from mlc_amd.schedules.gpu.base.arch import GpuArch
 
 NONE = "none"  # what is no work: waits, hints
 

@@ -28,7 +28,7 @@ from mlc_amd.compiler.tuning.build import Builder, build_copy, folder_name
 from mlc_amd.compiler.tuning.database import Checked, Measured, plan_text
 from mlc_amd.compiler.tuning.session import TuningSession
 from mlc_amd.compiler.tuning.tasks import Task
-from mlc_amd.runtime import json_files
+from mlc_amd.runtime.artifact import json_files
 from mlc_amd.runtime.errors import UserError, shorten
 from mlc_amd.runtime.measure.run_kit import CANDIDATES, COPY, FORMAT, KIT, RESULTS
 from mlc_amd.schedules.plans.space import space
@@ -39,7 +39,8 @@ TASK = ("name", "calls", "weight", "bytes", "flops")  # what kit.json has of a T
 ASSEMBLY = "*.s.gz"  # which targets add for readers
 KINDS = ("vulkan", "rocm")  # targets whose kernels run without TVM
 SOURCES = (
-    "__init__.py", "closing.py", "errors.py", "gpus.py", "host.py", "random_weights.py", "weight_block.py",
+    "__init__.py", "errors.py", "gpus.py", "host.py", "engine/__init__.py", "engine/closing.py", "artifact/__init__.py",
+    "artifact/random_weights.py", "artifact/weight_block.py",
     "devices/__init__.py", "devices/choice.py", "devices/hip/*.py", "devices/vulkan/*.py", "measure/*.py",
 )  # fmt: skip
 START = '''"""Measures the kernels of this folder: python3 run.py [--device NAME].

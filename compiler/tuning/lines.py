@@ -10,7 +10,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 import msgspec
 from msgspec import Meta
 
-from mlc_amd.runtime import json_files
+from mlc_amd.runtime.artifact import json_files
 from mlc_amd.runtime.errors import UserError
 
 ADVICE = "delete the file, or put a good one there"

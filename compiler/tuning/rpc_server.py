@@ -124,7 +124,7 @@ def devices(device: str | None) -> dict[str, str]:
     """{api: arch and name} of what this machine can measure on."""
     from mlc_amd.runtime.devices.vulkan import gpu
     from mlc_amd.runtime.host import kfd_gpus
-    from mlc_amd.schedules.cpu import arch
+    from mlc_amd.schedules.cpu.base import arch
 
     found = {"cpu": arch.resolve("native").name}
     if gpus := kfd_gpus():

@@ -45,8 +45,8 @@ from mlc_amd.compiler.tuning.database import Measured
 from mlc_amd.compiler.tuning.isa_trace import Program, Trace
 from mlc_amd.compiler.tuning.local import Local
 from mlc_amd.runtime.measure.candidate import Candidate, read
-from mlc_amd.schedules.gpu import gemv
-from mlc_amd.schedules.gpu.profiles import ADDRESS
+from mlc_amd.schedules.gpu.base.profiles import ADDRESS
+from mlc_amd.schedules.gpu.linear import gemv
 from mlc_amd.schedules.plans.workload import Workload
 
 POWER = 2

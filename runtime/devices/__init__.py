@@ -28,9 +28,9 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
 import importlib.util
 import logging
 
+from mlc_amd.runtime.artifact.memory import on_host
+from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.kv_pool import ONE_SEQUENCE, KvSize
-from mlc_amd.runtime.memory import on_host
 
 KINDS = ("cpu", "rocm", "vulkan")
 

@@ -10,11 +10,11 @@ import zlib
 
 import numpy as np
 
+from mlc_amd.runtime.artifact.random_weights import drawn
+from mlc_amd.runtime.cache.pages import PAGE
 from mlc_amd.runtime.measure import routing
 from mlc_amd.runtime.measure.candidate import ROLES, Candidate, Param
-from mlc_amd.runtime.pages import PAGE
-from mlc_amd.runtime.random_weights import drawn
-from mlc_amd.runtime.sampling_layout import LOGPROB, row_shapes
+from mlc_amd.runtime.sampling.layout import LOGPROB, row_shapes
 
 BLOCK = 32  # columns that share a scale of int8 activations
 LINE = 64  # bytes; where planes begin in what they are drawn from

@@ -6,22 +6,22 @@ None for the default one. The kernel's parameters are the operator's inputs, tup
 """
 
 from mlc_amd.schedules.attention import Attention, Rope, described
-from mlc_amd.schedules.cpu.attention import attention
-from mlc_amd.schedules.cpu.causal_conv import causal_conv
-from mlc_amd.schedules.cpu.channel_decay import channel_decay
-from mlc_amd.schedules.cpu.delta_net import delta_net
-from mlc_amd.schedules.cpu.embed import embed
-from mlc_amd.schedules.cpu.expert_rows import combine, expert_order, gather
-from mlc_amd.schedules.cpu.experts import expert_down, expert_gate_up, expert_linear
-from mlc_amd.schedules.cpu.gate import gate
-from mlc_amd.schedules.cpu.gate_up import gate_up_swiglu
-from mlc_amd.schedules.cpu.latent_kv_write import latent_kv_write
-from mlc_amd.schedules.cpu.linear import head_linear, linear
-from mlc_amd.schedules.cpu.norm import layer_norm, quantize, rms_norm
-from mlc_amd.schedules.cpu.rope_kv_write import rope_kv_write
-from mlc_amd.schedules.cpu.route import route
-from mlc_amd.schedules.cpu.sample import sample
-from mlc_amd.schedules.cpu.ssm_scan import ssm_scan
+from mlc_amd.schedules.cpu.attention.attention import attention
+from mlc_amd.schedules.cpu.attention.latent_kv_write import latent_kv_write
+from mlc_amd.schedules.cpu.attention.rope_kv_write import rope_kv_write
+from mlc_amd.schedules.cpu.experts.expert_rows import combine, expert_order, gather
+from mlc_amd.schedules.cpu.experts.experts import expert_down, expert_gate_up, expert_linear
+from mlc_amd.schedules.cpu.experts.route import route
+from mlc_amd.schedules.cpu.linear.embed import embed
+from mlc_amd.schedules.cpu.linear.gate_up import gate_up_swiglu
+from mlc_amd.schedules.cpu.linear.linear import head_linear, linear
+from mlc_amd.schedules.cpu.linear.norm import layer_norm, quantize, rms_norm
+from mlc_amd.schedules.cpu.recurrent.causal_conv import causal_conv
+from mlc_amd.schedules.cpu.recurrent.channel_decay import channel_decay
+from mlc_amd.schedules.cpu.recurrent.delta_net import delta_net
+from mlc_amd.schedules.cpu.recurrent.gate import gate
+from mlc_amd.schedules.cpu.recurrent.ssm_scan import ssm_scan
+from mlc_amd.schedules.cpu.sampling.sample import sample
 from mlc_amd.schedules.experts import Experts
 
 

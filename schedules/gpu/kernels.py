@@ -8,36 +8,37 @@ outputs (`schedules/operators.py`).
 from mlc_amd.schedules.attention import Attention, Rope, described
 from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.gpu import gemv_matrix, scan_blocks
-from mlc_amd.schedules.gpu.attention import attention
-from mlc_amd.schedules.gpu.attention_decode import attention_decode
-from mlc_amd.schedules.gpu.causal_conv import causal_conv
-from mlc_amd.schedules.gpu.channel_decay import channel_decay
-from mlc_amd.schedules.gpu.delta_net import delta_net
-from mlc_amd.schedules.gpu.delta_net_blocks import delta_net as delta_net_blocks
-from mlc_amd.schedules.gpu.embed import embed
-from mlc_amd.schedules.gpu.expert_gemm import expert_linear
-from mlc_amd.schedules.gpu.expert_gemv import expert_down
-from mlc_amd.schedules.gpu.expert_order import expert_order
-from mlc_amd.schedules.gpu.expert_rows import combine, gather
-from mlc_amd.schedules.gpu.experts import Slots, check_rows
-from mlc_amd.schedules.gpu.gate import gate
-from mlc_amd.schedules.gpu.gate_up_gemm import gate_up_swiglu as gate_up_gemm
-from mlc_amd.schedules.gpu.gemm import linear as gemm
-from mlc_amd.schedules.gpu.gemv import VECTORS, suits
-from mlc_amd.schedules.gpu.gemv import gate_up_swiglu as gate_up_gemv
-from mlc_amd.schedules.gpu.gemv import linear as gemv
-from mlc_amd.schedules.gpu.head_linear import head_linear
-from mlc_amd.schedules.gpu.latent_kv_write import latent_kv_write
-from mlc_amd.schedules.gpu.norm import layer_norm, quantize, rms_norm
-from mlc_amd.schedules.gpu.norm_route import norm_route
-from mlc_amd.schedules.gpu.planes import BLOCK, padded
-from mlc_amd.schedules.gpu.rope_kv_write import rope_kv_write
-from mlc_amd.schedules.gpu.route import Routing, route
-from mlc_amd.schedules.gpu.sample import sample
-from mlc_amd.schedules.gpu.ssm_scan import ssm_scan
-from mlc_amd.schedules.gpu.ssm_scan_blocks import ssm_scan as ssm_scan_blocks
-from mlc_amd.schedules.gpu.step import FEW
+from mlc_amd.schedules.gpu.attention.attention import attention
+from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
+from mlc_amd.schedules.gpu.attention.rope_kv_write import rope_kv_write
+from mlc_amd.schedules.gpu.base.embed import embed
+from mlc_amd.schedules.gpu.base.norm import layer_norm, quantize, rms_norm
+from mlc_amd.schedules.gpu.base.planes import BLOCK, padded
+from mlc_amd.schedules.gpu.base.step import FEW
+from mlc_amd.schedules.gpu.experts.expert_gemm import expert_linear
+from mlc_amd.schedules.gpu.experts.expert_gemv import expert_down
+from mlc_amd.schedules.gpu.experts.expert_order import expert_order
+from mlc_amd.schedules.gpu.experts.expert_rows import combine, gather
+from mlc_amd.schedules.gpu.experts.experts import Slots, check_rows
+from mlc_amd.schedules.gpu.experts.norm_route import norm_route
+from mlc_amd.schedules.gpu.experts.route import Routing, route
+from mlc_amd.schedules.gpu.latent.latent_kv_write import latent_kv_write
+from mlc_amd.schedules.gpu.linear import gemv_matrix
+from mlc_amd.schedules.gpu.linear.gate_up_gemm import gate_up_swiglu as gate_up_gemm
+from mlc_amd.schedules.gpu.linear.gemm import linear as gemm
+from mlc_amd.schedules.gpu.linear.gemv import VECTORS, suits
+from mlc_amd.schedules.gpu.linear.gemv import gate_up_swiglu as gate_up_gemv
+from mlc_amd.schedules.gpu.linear.gemv import linear as gemv
+from mlc_amd.schedules.gpu.linear.head_linear import head_linear
+from mlc_amd.schedules.gpu.recurrent import scan_blocks
+from mlc_amd.schedules.gpu.recurrent.causal_conv import causal_conv
+from mlc_amd.schedules.gpu.recurrent.channel_decay import channel_decay
+from mlc_amd.schedules.gpu.recurrent.delta_net import delta_net
+from mlc_amd.schedules.gpu.recurrent.delta_net_blocks import delta_net as delta_net_blocks
+from mlc_amd.schedules.gpu.recurrent.gate import gate
+from mlc_amd.schedules.gpu.recurrent.ssm_scan import ssm_scan
+from mlc_amd.schedules.gpu.recurrent.ssm_scan_blocks import ssm_scan as ssm_scan_blocks
+from mlc_amd.schedules.gpu.sampling.sample import sample
 
 
 def _embed(fmt, vocab, k, m, arch, name, plan, scale=1.0):

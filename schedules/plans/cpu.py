@@ -3,11 +3,12 @@
 Norms and the small kernels around attention have none: together they take two to four hundredths of the time.
 """
 
-from mlc_amd.schedules.cpu import attention_decode, attention_prefill, linear_plan
-from mlc_amd.schedules.cpu.attention import kernel_module
-from mlc_amd.schedules.cpu.attention_block import product_blocks
-from mlc_amd.schedules.cpu.cache import BLOCK as BLOCK_KEYS
-from mlc_amd.schedules.cpu.planes import BLOCK, ROWS
+from mlc_amd.schedules.cpu.attention import attention_decode, attention_prefill
+from mlc_amd.schedules.cpu.attention.attention import kernel_module
+from mlc_amd.schedules.cpu.attention.attention_block import product_blocks
+from mlc_amd.schedules.cpu.attention.cache import BLOCK as BLOCK_KEYS
+from mlc_amd.schedules.cpu.linear import linear_plan
+from mlc_amd.schedules.cpu.linear.planes import BLOCK, ROWS
 from mlc_amd.schedules.plans.space import Kernel, Space
 
 

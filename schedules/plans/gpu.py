@@ -4,23 +4,16 @@ from functools import partial
 
 from mlc_amd.schedules.attention import Attention, Rope, described
 from mlc_amd.schedules.experts import Experts
-from mlc_amd.schedules.gpu import (
-    expert_gemv,
-    gemm_coop,
-    gemm_dot,
-    gemm_lanes,
-    gemm_matrix,
-    gemv,
-    gemv_matrix,
-    norm,
-    rope_kv_write,
-    scan_blocks,
-)
-from mlc_amd.schedules.gpu.expert_gemm import expert_engine
-from mlc_amd.schedules.gpu.experts import Slots
-from mlc_amd.schedules.gpu.gemm import engine
-from mlc_amd.schedules.gpu.planes import padded
-from mlc_amd.schedules.gpu.step import FEW
+from mlc_amd.schedules.gpu.attention import rope_kv_write
+from mlc_amd.schedules.gpu.base import norm
+from mlc_amd.schedules.gpu.base.planes import padded
+from mlc_amd.schedules.gpu.base.step import FEW
+from mlc_amd.schedules.gpu.experts import expert_gemv
+from mlc_amd.schedules.gpu.experts.expert_gemm import expert_engine
+from mlc_amd.schedules.gpu.experts.experts import Slots
+from mlc_amd.schedules.gpu.linear import gemm_coop, gemm_dot, gemm_lanes, gemm_matrix, gemv, gemv_matrix
+from mlc_amd.schedules.gpu.linear.gemm import engine
+from mlc_amd.schedules.gpu.recurrent import scan_blocks
 from mlc_amd.schedules.plans.gpu_attention import SUMS, WAVES, attention, checked_threads, decode
 from mlc_amd.schedules.plans.space import Kernel, Space
 from mlc_amd.schedules.rows import output_rows
@@ -28,7 +21,7 @@ from mlc_amd.schedules.rows import output_rows
 MAX_SUMS = 64  # of a GEMV, likewise
 BLOCKS = 32  # of 32 columns that a lane has loaded, at most
 ACTIVATIONS = 128  # that a thread has on the way to shared memory, at most
-SCALES = 4  # of a byte each that a thread takes at once, at most: a word (schedules/gpu/load.py)
+SCALES = 4  # of a byte each that a thread takes at once, at most: a word (schedules/gpu/linear/load.py)
 # How much more than the default tiles' limits a thread may hold and unroll: beyond that compilers take minutes.
 CODE = 2
 

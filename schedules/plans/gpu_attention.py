@@ -3,16 +3,15 @@
 from dataclasses import replace
 
 from mlc_amd.schedules.attention import PAGE, Attention, described, padded_columns
-from mlc_amd.schedules.gpu import (
+from mlc_amd.schedules.gpu.attention import (
     attention_coop_tiles,
-    attention_latent_decode,
-    attention_latent_tiles,
     attention_prefill,
     attention_prefill_dot,
     attention_splits,
-    norm,
 )
-from mlc_amd.schedules.gpu.attention_rows_vulkan import waves_of
+from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import waves_of
+from mlc_amd.schedules.gpu.base import norm
+from mlc_amd.schedules.gpu.latent import attention_latent_decode, attention_latent_tiles
 from mlc_amd.schedules.plans.space import Kernel, Space
 
 SUMS = 256  # float32 accumulators of a lane, at most: more leave no registers for anything else

@@ -65,7 +65,8 @@ def _normalized(x, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
 
 
-# ---- the KV cache: layouts of schedules/cpu/cache.py ("cpu") and schedules/gpu/cache.py ("gpu"), page by page
+# ---- the KV cache: layouts of schedules/cpu/attention/cache.py ("cpu") and schedules/gpu/attention/cache.py ("gpu"),
+# page by page
 
 
 def keys_of(layout, Kc):

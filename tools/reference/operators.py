@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mlc_amd.runtime.sampling_layout import FIELDS, LOGPROB
+from mlc_amd.runtime.sampling.layout import FIELDS, LOGPROB
 from mlc_amd.schedules.attention import Attention, Rope, described
 from mlc_amd.schedules.rows import output_rows
 from mlc_amd.tools.reference import activations, experts, states, weights
@@ -25,7 +25,7 @@ from mlc_amd.tools.reference.attention import (
 )
 from mlc_amd.tools.reference.case import Case, Result, live_rows, rms
 
-NORM_MARGIN, NORM_TILE = 2.0**-6, 16  # schedules/gpu/deferred_norm.py
+NORM_MARGIN, NORM_TILE = 2.0**-6, 16  # schedules/gpu/linear/deferred_norm.py
 OF_SLOTS = ("gather", "expert_gate_up", "expert_linear")  # their rows are slots of schedules/experts.py
 
 
@@ -91,7 +91,7 @@ def _activations(c: Case) -> np.ndarray:
 
 def _completed(c: Case) -> tuple[np.ndarray, dict[str, Result]]:
     """(what the products of each row are multiplied by, the scales that are stored) where a kernel completes the norm
-    of its input: schedules/gpu/deferred_norm.py."""
+    of its input: schedules/gpu/linear/deferred_norm.py."""
     if (eps := c.args.get("norm_in")) is None:
         return np.ones((len(c.rows), 1)), {}
     total = c.arrays["Squares"][c.rows].astype(np.float64).sum(-1)

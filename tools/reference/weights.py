@@ -1,4 +1,5 @@
-"""Packed weights as numbers: the planes of both layouts of dist/README.md (schedules/cpu/planes.py, gpu/planes.py).
+"""Packed weights as numbers: the planes of both layouts of dist/README.md (schedules/cpu/linear/planes.py,
+gpu/planes.py).
 
 In: a format's name and its planes by name, as arrays. Out: float32 rows, bit for bit those of gguf-py's `dequantize`.
 Both layouts have the same words of four bytes in a block of 32 columns; the CPU's interleaves those of 16 rows.

@@ -13,7 +13,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Characters that are compared together: about half a page of the KV cache (runtime/pages.py), the least that is shared.
+# Characters that are compared together: about half a page of the KV cache (runtime/cache/pages.py), the least that is
+# shared.
 _BLOCK = 128
 # Blocks of a prompt that count: half a million characters, more than most models' contexts hold.
 _MOST_BLOCKS = 4096

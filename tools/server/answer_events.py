@@ -8,11 +8,11 @@ import secrets
 import string
 from collections.abc import Sequence
 
-from mlc_amd.runtime.call_formats import CallArguments, CallBegin, CallEnd, CallEvent
-from mlc_amd.runtime.generation import Piece, Stats
-from mlc_amd.runtime.reasoning import Part
-from mlc_amd.runtime.tool_calls import CallParser
-from mlc_amd.runtime.tools import Tool
+from mlc_amd.runtime.calls.call_formats import CallArguments, CallBegin, CallEnd, CallEvent
+from mlc_amd.runtime.calls.tool_calls import CallParser
+from mlc_amd.runtime.calls.tools import Tool
+from mlc_amd.runtime.engine.generation import Piece, Stats
+from mlc_amd.runtime.text.reasoning import Part
 from mlc_amd.tools.server.chat_request import (
     AnswerRequest,
     Event,

@@ -12,10 +12,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-from mlc_amd.runtime.generation import Stats
-from mlc_amd.runtime.generations import AsyncGeneration
-from mlc_amd.runtime.grammars import Grammar
-from mlc_amd.runtime.tools import Tool, read_tools
+from mlc_amd.runtime.calls.tools import Tool, read_tools
+from mlc_amd.runtime.engine.generation import Stats
+from mlc_amd.runtime.engine.generations import AsyncGeneration
+from mlc_amd.runtime.grammars.grammars import Grammar
 from mlc_amd.tools.server.answer_events import AnswerEvents
 from mlc_amd.tools.server.chat_request import (
     AnswerFormat,

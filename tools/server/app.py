@@ -18,19 +18,17 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
-from mlc_amd.tools.server import (
+from mlc_amd.tools.server import info, metrics, middleware
+from mlc_amd.tools.server.apis import (
     anthropic_messages,
-    info,
     llama_completion,
     llama_server,
-    metrics,
-    middleware,
     ollama,
     openai_chat,
     openai_completions,
     responses,
 )
-from mlc_amd.tools.server.response_objects import ResponseStore
+from mlc_amd.tools.server.apis.response_objects import ResponseStore
 from mlc_amd.tools.server.service import Service
 
 # The page takes scripts and styles from its own files alone, and talks to this server alone.

@@ -8,8 +8,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mlc_amd.runtime.generation import PromptProgress
-from mlc_amd.runtime.sampling import SamplingChanges
+from mlc_amd.runtime.engine.generation import PromptProgress
+from mlc_amd.runtime.sampling.sampler import SamplingChanges
 
 # ---- requests
 

@@ -10,9 +10,9 @@ In: exceptions of handlers and of the engine. Out: `ApiError`, and its body for 
 from collections.abc import Callable
 from typing import Any
 
+from mlc_amd.runtime.engine.generation import ContextFull
+from mlc_amd.runtime.engine.scheduler import QueueFull
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.generation import ContextFull
-from mlc_amd.runtime.scheduler import QueueFull
 
 # Seconds after which a client that met a full queue may try again.
 RETRY_AFTER = 2

@@ -12,13 +12,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 
-from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import display
 from mlc_amd.tools.server.errors import ApiError, overloaded
 from mlc_amd.tools.server.loaded_model import LoadedModel
+from mlc_amd.tools.terminal import display
 
-# What the errors of too little memory begin with (runtime/memory.py).
+# What the errors of too little memory begin with (runtime/artifact/memory.py).
 _SHORTAGES = ("out of GPU memory", "out of host memory")
 # How often idle models are looked for, in parts of the time after which they are unloaded, and at most, in seconds.
 _LOOKS, _LONGEST_LOOK = 4, 30.0

@@ -18,8 +18,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from mlc_amd.tools import display
 from mlc_amd.tools.server.service import Service
+from mlc_amd.tools.terminal import display
 
 # Seconds that a connection may stay without a request, the first one included, and within which a request's headers
 # must arrive.

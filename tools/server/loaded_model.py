@@ -4,11 +4,12 @@ import threading
 import time
 from collections.abc import Sequence
 
-from mlc_amd.runtime import reasoning, tool_calls
-from mlc_amd.runtime.chat_template import ChatTemplate
-from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.calls import tool_calls
+from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.grammars import Grammars
+from mlc_amd.runtime.grammars.grammars import Grammars
+from mlc_amd.runtime.text import reasoning
+from mlc_amd.runtime.text.chat_template import ChatTemplate
 from mlc_amd.tools.server.chat_request import TokenLogprob
 from mlc_amd.tools.server.prompts import Prompter
 

@@ -16,8 +16,8 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlc_amd.runtime.generation import Stats
-from mlc_amd.runtime.pages import PAGE
+from mlc_amd.runtime.cache.pages import PAGE
+from mlc_amd.runtime.engine.generation import Stats
 from mlc_amd.tools.server.library import Library
 
 # Seconds: of vLLM's histograms.

@@ -12,11 +12,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlc_amd.runtime.call_messages import with_tools
-from mlc_amd.runtime.chat_template import ChatTemplate
+from mlc_amd.runtime.calls.call_messages import with_tools
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.tokenizer import Tokenizer
-from mlc_amd.runtime.traced_text import Traced
+from mlc_amd.runtime.text.chat_template import ChatTemplate
+from mlc_amd.runtime.text.tokenizer import Tokenizer
+from mlc_amd.runtime.text.traced_text import Traced
 from mlc_amd.tools.server.chat_request import ChatRequest
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
@@ -106,7 +106,7 @@ def parse_arguments(given: Any, path: str) -> dict[str, Any]:
 
 class Prompter:
     """Makes the prompts of one model. Thread-safe. tool_template: for requests with tools. instructed: it knows none:
-    an instruction explains them (runtime/call_messages.py)."""
+    an instruction explains them (runtime/calls/call_messages.py)."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate, tool_template: ChatTemplate, instructed: bool

@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """`mlc-amd serve --ray`: deploys the server on a Ray cluster, waits for a signal, and takes it away again.
 
-In: a cluster's address, the models and settings of tools/serve.py. What runs there is in ray_replicas.py.
+In: a cluster's address, the models and settings of tools/commands/serve.py. What runs there is in ray_replicas.py.
 
 The first SIGINT or SIGTERM stops it: new requests get 503, answers in progress are finished, then the application is
 deleted. The second one ends the answers in progress, too.
@@ -27,12 +27,13 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
-from mlc_amd.runtime.engine import Engine
+from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
-from mlc_amd.tools import display, models
 from mlc_amd.tools import target as targets
+from mlc_amd.tools.hub import models
 from mlc_amd.tools.server.ray_replicas import Gateway, Replica, Router
 from mlc_amd.tools.server.service import Settings
+from mlc_amd.tools.terminal import display
 
 APPLICATION = "mlc-amd"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -27,15 +27,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from mlc_amd.runtime.engine import Engine
-from mlc_amd.tools import terminal
+from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.tools.server.affinity import Affinity, prompt_blocks
+from mlc_amd.tools.server.apis.response_objects import ResponseStore
 from mlc_amd.tools.server.app import make_app
 from mlc_amd.tools.server.errors import ApiError, overloaded
 from mlc_amd.tools.server.library import Library
 from mlc_amd.tools.server.middleware import error_response
-from mlc_amd.tools.server.response_objects import ResponseStore
 from mlc_amd.tools.server.service import Service, Settings, parse_body, read_body
+from mlc_amd.tools.terminal import terminal
 
 # What a request is, of all that ASGI's scope has: the rest belongs to the process.
 _SCOPE = (

@@ -1,8 +1,8 @@
 """TensorIR kernels to SPIR-V compute shaders for Vulkan, without a shader compiler.
 
-In: PrimFuncs with bound threads, and a `Profile` (schedules/gpu/profiles.py). Out: a `SpirvModule`: one SPIR-V module
-for each launch, with what the runtime has to know about it, and for each PrimFunc what to launch. The lowering is
-`lower.py`'s, the rest is in here:
+In: PrimFuncs with bound threads, and a `Profile` (schedules/gpu/base/profiles.py). Out: a `SpirvModule`: one SPIR-V
+module for each launch, with what the runtime has to know about it, and for each PrimFunc what to launch. The lowering
+is `lower.py`'s, the rest is in here:
 
     emitter         a device function: statements, arguments, thread numbers; made of the parts below
     memory          addresses, loads, stores
@@ -26,7 +26,7 @@ from mlc_amd.compiler.codegen.functions import expand
 from mlc_amd.compiler.codegen.lower import Function, lower
 from mlc_amd.compiler.codegen.spirv.emitter import Emitter
 from mlc_amd.compiler.codegen.spirv.types import Unsupported
-from mlc_amd.schedules.gpu.profiles import Profile
+from mlc_amd.schedules.gpu.base.profiles import Profile
 
 COHERENT = "mlc_amd.coherent"  # attribute: names of parameters that a launch's workgroups exchange data through
 LEAVE_OUT = (

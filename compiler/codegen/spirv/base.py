@@ -10,7 +10,7 @@ import tvm
 
 from mlc_amd.compiler.codegen.spirv.asm import Asm
 from mlc_amd.compiler.codegen.spirv.types import Unsupported, kind
-from mlc_amd.schedules.gpu.profiles import Profile
+from mlc_amd.schedules.gpu.base.profiles import Profile
 
 
 class Base:

@@ -17,7 +17,7 @@ from mlc_amd.compiler.codegen.spirv.intrinsics import name_of
 from mlc_amd.compiler.codegen.spirv.matrix import Matrix
 from mlc_amd.compiler.codegen.spirv.subgroup import EXCHANGES, UNIFORM, Subgroup
 from mlc_amd.compiler.codegen.spirv.types import FRAGMENTS, Unsupported, contains, kind, parse, scope
-from mlc_amd.schedules.gpu.step import KEPT, ONCE
+from mlc_amd.schedules.gpu.base.step import KEPT, ONCE
 
 ADDRESS = 8
 AXES = "xyz"

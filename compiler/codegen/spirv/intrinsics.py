@@ -1,5 +1,5 @@
 """Calls: TIR's own functions, LLVM's names for what AMD's vector unit does, and the externs "vk.*" of
-schedules/gpu/device.py.
+schedules/gpu/base/device.py.
 
 Externs (words: 32-bit scalars):
     vk.dot4(a, b)                   int32: the sum of the four products of the signed bytes of two words

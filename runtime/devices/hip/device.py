@@ -18,6 +18,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.hip import timing
 from mlc_amd.runtime.devices.hip.api import CANNOT_LOAD, Hip, HipError, open_bindings, runtime_version
 from mlc_amd.runtime.devices.hip.diagnosis import OVERRIDE
@@ -26,10 +27,9 @@ from mlc_amd.runtime.devices.hip.launches import Launch, capture, enqueue, prepa
 from mlc_amd.runtime.devices.hip.memory import Memory
 from mlc_amd.runtime.devices.hip.started import Started
 from mlc_amd.runtime.devices.pieces import Pacer, Piece
+from mlc_amd.runtime.engine.steps import launches_before_late, write_private_pages, write_step
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import kfd_gpus
-from mlc_amd.runtime.kv_pool import ONE_SEQUENCE, KvSize
-from mlc_amd.runtime.steps import launches_before_late, write_private_pages, write_step
 
 CHECK_STEPS = 3  # replays compared at load; stale data shows up from the second on
 GRAPH_VARIABLE = "MLC_AMD_GRAPH"

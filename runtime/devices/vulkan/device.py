@@ -15,7 +15,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from mlc_amd.runtime.cache_types import kv_bytes, kv_types
+from mlc_amd.runtime.artifact.memory import gib, host_shortage, of_manifest, on_host, shortage
+from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
+from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.choice import asked
 from mlc_amd.runtime.devices.pieces import Pacer
 from mlc_amd.runtime.devices.placement import Range, cut, parts
@@ -27,10 +29,8 @@ from mlc_amd.runtime.devices.vulkan.io import Io, byte_count
 from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, Block, Memory, OutOfMemory, places
 from mlc_amd.runtime.devices.vulkan.pipelines import Based, Pipelines, cache_file
 from mlc_amd.runtime.devices.vulkan.replays import Replays
+from mlc_amd.runtime.engine.steps import launches_before_late
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.kv_pool import ONE_SEQUENCE, KvSize
-from mlc_amd.runtime.memory import gib, host_shortage, of_manifest, on_host, shortage
-from mlc_amd.runtime.steps import launches_before_late
 
 RING = 4  # copies of the scratch buffers, as independent kernels may overlap
 CLOSED = "this device is closed; load the model again"

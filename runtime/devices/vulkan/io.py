@@ -14,7 +14,7 @@ from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.commands import Recorder
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.memory import Block, Memory
-from mlc_amd.runtime.steps import CHOSEN, LATE, OUTPUTS, is_kept
+from mlc_amd.runtime.engine.steps import CHOSEN, LATE, OUTPUTS, is_kept
 
 SIDES = 2  # runs that are behind others: by turns the one that runs, and the one that the host prepares
 RECORDED = 2 << 20  # bytes of an output, at most, that every run of a function copies to the host

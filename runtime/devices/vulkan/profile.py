@@ -1,5 +1,5 @@
-"""Which profile to compile for: a GPU as gpu.py shows it -> a name of schedules/gpu/profiles.py, with the changes that
-its driver asks for.
+"""Which profile to compile for: a GPU as gpu.py shows it -> a name of schedules/gpu/base/profiles.py, with the changes
+that its driver asks for.
 
 This is decided from vendor, driver, names and what the driver says of its abilities; the compiler is not needed.
 """

@@ -1,0 +1,205 @@
+"""Artifacts: folders with everything that the runtime needs, written and read; the format is specified in
+dist/README.md.
+
+    manifest.json         model, target, context, plan, KV cache, checksums
+    kernels.so            compiled kernels (cpu)
+    weights.safetensors   packed weights, every tensor aligned to 64 bytes, mapped and never copied; only the vectors
+                          in an artifact without weights. The same at every context: artifacts may share the file.
+    tables.safetensors    tables by position
+    tokenizer.json, tokenizer_config.json
+
+A new artifact is written to a temporary folder beside the destination, which is renamed when it is complete: an
+interrupted or failed compilation leaves nothing behind.
+"""
+
+import gc
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mlc_amd.runtime.artifact import interface, manifest_check
+from mlc_amd.runtime.artifact.manifest import ADVICE, MANIFEST, Manifest, read, text
+from mlc_amd.runtime.artifact.random_weights import RandomWeights
+from mlc_amd.runtime.artifact.weight_block import Joined, WeightBlock
+from mlc_amd.runtime.artifact.weights_file import Weights, header_digest
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.folders import Lock, lock, scratch
+
+WEIGHTS, TABLES = "weights.safetensors", "tables.safetensors"
+_FILES = (MANIFEST, WEIGHTS, TABLES, "kernels[.-]*", "tokenizer.json", "tokenizer_config.json")  # all that there may be
+
+
+def source_id(path: str | Path) -> str:
+    """What tells a source file from others of the same name, in the manifest's `source`: a digest of where it lies."""
+    return hashlib.sha256(str(Path(path).resolve()).encode()).hexdigest()[:16]
+
+
+class CannotWrite(UserError):
+    """An artifact cannot be written to `path`; `reason` is the system's."""
+
+    def __init__(self, path: Path, reason: str):
+        super().__init__(f"cannot write {path}: {reason}; free some space or choose another output with -o")
+        self.path, self.reason = path, reason
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+@contextmanager
+def new_artifact(path: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `path` if the `with` block succeeds, and is deleted otherwise. Only an older
+    artifact is replaced; of a link, what it points to. CannotWrite where the folder or the disk does not take it."""
+    _check_output(Path(path))
+    path = Path(os.path.realpath(path))
+    try:
+        with scratch(path.parent, path.name) as temporary:
+            yield temporary
+            _replace(path, temporary)
+    except OSError as e:
+        raise CannotWrite(path, e.strerror or str(e)) from e
+
+
+def _replace(path: Path, new: Path) -> None:
+    """Renames `new` to `path`; what was there is deleted."""
+    if not path.exists():
+        new.rename(path)
+        return
+    with scratch(path.parent, path.name) as temporary:
+        old = path.rename(temporary / path.name)
+        try:
+            new.rename(path)
+        except OSError:
+            old.rename(path)
+            raise
+
+
+def _check_output(path: Path) -> None:
+    """UserError where an artifact must not be written: only what an earlier compilation made is replaced."""
+    if not path.exists():
+        return
+    if not path.is_dir() or (not (path / MANIFEST).exists() and any(path.iterdir())):
+        raise UserError(f"{path} exists and is not a compiled model; choose another output with -o")
+    if Path.cwd().is_relative_to(path.resolve()):
+        raise UserError(f"{path} is the current directory or one above it; choose a new folder with -o")
+    others = sorted(file.name for file in path.iterdir() if not any(map(file.match, _FILES)))
+    if others:
+        raise UserError(
+            f"{path} also holds {', '.join(others[:3])}{' ..' if len(others) > 3 else ''}, which no compilation made; "
+            "move that away, or choose another output with -o"
+        )
+
+
+def write_manifest(directory: Path, manifest: dict[str, Any], known: Mapping[str, dict] = MappingProxyType({})) -> None:
+    """Adds size and checksum of every file in `directory`, then writes manifest.json. known: those that need not be
+    computed, as in the manifest's `files`."""
+    files = {file.name: (known.get(file.name) or facts(file)) | headers(file) for file in sorted(directory.iterdir())}
+    (directory / MANIFEST).write_text(text(manifest, files))
+
+
+def facts(file: Path) -> dict[str, Any]:
+    """Size and checksum of a file."""
+    return {"bytes": file.stat().st_size, "sha256": sha256(file)}
+
+
+def headers(file: Path) -> dict[str, str]:
+    """The checksum of the header of a file of tensors; of other files nothing."""
+    return {"header": header_digest(file)} if file.suffix == ".safetensors" else {}
+
+
+def write_interfaces(directory: Path, manifest: dict[str, Any]) -> None:
+    """Writes behind the kernels of each library how they are called."""
+    plain = json.loads(json.dumps(manifest))
+    for arch, library in plain["libraries"].items():
+        interface.append(directory / library, interface.digest(plain, arch))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without the collector of cycles, of which a manifest has none, but many objects."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class Artifact:
+    """A checked artifact on disk. `manifest` is what manifest.json holds (dist/README.md); its parts agree with one
+    another, with the weights and with the kernels."""
+
+    def __init__(self, path: Path, manifest: Manifest, held: Lock | None = None):
+        """held: the lock of the folder, which lasts until `close`: nobody removes it from the cache meanwhile."""
+        self.path, self.manifest, self._lock = path, manifest, held
+        self._weights: WeightBlock | None = None
+
+    @classmethod
+    @_no_collection()
+    def open(cls, path: str | Path, verify: bool = False) -> "Artifact":
+        """Checks the manifest, and presence, sizes and checksums of all files; the checksum of the weights only with
+        `verify`, because that reads all of them.
+
+        UserError when the folder is no artifact, of another version, or damaged.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise UserError(f"{path}: no such compiled model; make one with: mlc-amd compile MODEL.gguf")
+        held = lock(path)
+        if not (path / MANIFEST).exists():
+            raise UserError(
+                f"{path} is not a compiled model (no {MANIFEST}); make one with: mlc-amd compile MODEL.gguf"
+            )
+        made = cls(path, read(path), held)
+        made._check_files(verify)
+        try:
+            manifest_check.check(made.manifest, made.weights.header)
+        except manifest_check.Fault as fault:
+            raise UserError(f"{path / MANIFEST} is damaged ({fault}); {ADVICE}") from None
+        for arch, library in made.manifest["libraries"].items():
+            if interface.of_file(path / library) != interface.digest(made.manifest, arch):
+                raise UserError(f"{path / library} has other kernels than {MANIFEST} describes; {ADVICE}")
+        return made
+
+    def _check_files(self, verify: bool) -> None:
+        files = self.manifest["files"]
+        if WEIGHTS not in files:
+            raise UserError(f"{self.path / MANIFEST} is damaged (key files: {WEIGHTS} is missing); {ADVICE}")
+        for name, entry in files.items():
+            file = self.path / name
+            if not file.is_file():
+                raise UserError(f"{self.path}: {name} is missing; {ADVICE}")
+            if file.stat().st_size != entry["bytes"]:
+                raise UserError(f"{file} has {file.stat().st_size} bytes instead of {entry['bytes']}; {ADVICE}")
+            whole = name != WEIGHTS or verify
+            if (whole and sha256(file) != entry["sha256"]) or entry.get("header") != headers(file).get("header"):
+                raise UserError(f"{file} is corrupted (checksum differs); {ADVICE}")
+
+    @property
+    def weights(self) -> WeightBlock:
+        """The weights file, or random weights for an artifact without weights."""
+        if self._weights is None:
+            held: WeightBlock = Weights(self.path / WEIGHTS)
+            if self.random_weights:
+                held = RandomWeights(held, self.manifest["tensors"])
+            tables = [Weights(self.path / TABLES)] if TABLES in self.manifest["files"] else []
+            self._weights = Joined([held, *tables])
+        return self._weights
+
+    def close(self) -> None:
+        """Lets go of the weights' mapping and of the folder."""
+        self._weights = None
+        if self._lock:
+            self._lock.close()
+
+    @property
+    def random_weights(self) -> bool:
+        """Whether the artifact has no weights: devices fill in random ones, for measurements."""
+        return self.manifest["weights"] == "random"

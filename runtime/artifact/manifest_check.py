@@ -1,0 +1,301 @@
+"""Whether the parts of a manifest agree, with one another and with the weights: names that must exist, and the type and
+size of every argument of every launch against what its kernel declares.
+
+In: a `Manifest`, whose values have the right types, and the tensors of the weights. Out: nothing, or a `Fault`. What
+passes cannot make kernels read or write outside of their buffers, as long as the kernels do what they declare
+(interface.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import numpy as np
+
+from mlc_amd.runtime.artifact.io_buffers import PER_ANSWER, PER_ROW, io_buffers
+from mlc_amd.runtime.artifact.manifest import Function, Kernel, Launch, Launched, Manifest
+from mlc_amd.runtime.artifact.random_weights import draw_fault
+from mlc_amd.runtime.artifact.weight_block import ALIGN, DTYPES, PAD
+from mlc_amd.runtime.cache.pages import PAGE, STATE
+from mlc_amd.runtime.engine.functions import is_draft
+from mlc_amd.runtime.engine.steps import OUTPUTS, ROWS, page_table
+from mlc_amd.runtime.errors import shorten
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+Tensor = tuple[str, tuple[int, ...]]  # dtype, shape
+_STORED = {name: dtype for dtype, name in DTYPES.items()}
+_ELEMENTS = (1 << 31) - 1  # of a cached tensor: kernels compute places in it with int32
+VECTOR = 16  # numbers that vectors are padded to (dist/README.md)
+# Where arguments of a role may lie, and under which names; None: any.
+_PLACES: dict[str, dict[str, tuple[str, ...] | None]] = {
+    "state": {"io": ("state", "answers")},
+    "rows": {"io": ("rows",)},
+    "pages": {"io": None},
+    "cells": {"io": (page_table(STATE),)},
+    "input": {"io": None, "arena": None, "kv": None, "weight": None},
+    "weight": {"weight": None},
+    "cache": {"kv": None},
+    "states": {"kv": None},
+    "output": {"io": OUTPUTS, "arena": None, "kv": None},
+    "work": {"arena": None, "kv": None},
+    "zero": {"kv": None},
+}
+_PAGED = ("cache", "states")  # roles of what has pages or cells
+# Launches that a device makes by itself, and how many buffers it gives them (devices/vulkan).
+_OWN = {"copy": 2, "fragment_probe": 3}
+_GPUS = ("rocm", "vulkan")
+_TARGET_KEYS = {
+    "cpu": ("mcpu", "flags"),
+    "rocm": ("archs", "bandwidth"),
+    "vulkan": ("archs", "bandwidth", "needs", "copy_bytes"),
+}
+
+
+class Fault(Exception):
+    """What is wrong with a manifest, and at which key."""
+
+
+def check(manifest: Manifest, tensors: Mapping[str, Mapping]) -> None:
+    """tensors: as in a safetensors file's header, all of the weights'."""
+    _check_files(manifest)
+    _check_functions(manifest)
+    _check_io(manifest)
+    _check_kv(manifest)
+    stored = {name: _stored(entry) for name, entry in tensors.items() if not name.startswith(PAD)}
+    _check_weights(manifest, stored)
+    kernels = _by_name(manifest["kernels"])
+    for arch, launched in manifest["launches"].items():
+        _check_launched(manifest, arch, launched, kernels)
+    arguments = _Arguments(manifest, stored, kernels)
+    for name, function in manifest["functions"].items():
+        for number, launch in enumerate(function["launches"]):
+            if why := arguments.fault(launch, function):
+                place = f"functions[{shorten(name)}].launches[{number}]"
+                raise Fault(f"key {place}, kernel {shorten(launch['kernel'])}: {why}")
+
+
+def _require(holds: bool, key: str, what: str) -> None:
+    if not holds:
+        raise Fault(f"key {key}: {what}")
+
+
+def _by_name(kernels: list[Kernel]) -> dict[str, Kernel]:
+    found = {kernel["name"]: kernel for kernel in kernels}
+    _require(len(found) == len(kernels), "kernels", "two have the same name")
+    return found
+
+
+def _stored(entry: Mapping) -> Tensor:
+    return _STORED[entry["dtype"]], tuple(entry["shape"])
+
+
+def nbytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor."""
+    return prod(shape) * (2 if dtype == "bfloat16" else np.dtype(dtype).itemsize)
+
+
+# ---- parts
+
+
+def _check_files(manifest: Manifest) -> None:
+    libraries, target, launches = manifest["libraries"], manifest["target"], manifest["launches"]
+    for key in _TARGET_KEYS[target["kind"]]:
+        _require(key in target, f"target.{key}", "it is missing")
+    archs = set(target.get("archs", [target["arch"]]))
+    _require(set(libraries) == archs, "libraries", "not those of the target's archs")
+    _require(set(launches) == (archs if target["kind"] in _GPUS else set()), "launches", "not the target's archs")
+    _require(set(target.get("needs", archs)) == archs, "target.needs", "not those of the target's archs")
+    for name in (*libraries.values(), *TOKENIZER):
+        _require(name in manifest["files"], "files", f"{name} is used and not listed")
+
+
+def _check_functions(manifest: Manifest) -> None:
+    functions = manifest["functions"]
+    for name, function in functions.items():
+        rows, single, logits = function["rows"], function["single"], function["logits"]
+        good = single <= rows and logits <= rows and (single <= logits or logits == rows)
+        _require(good, f"functions[{shorten(name)}]", f"{rows} rows, {single} single ones and {logits} rows of logits")
+        used = {str(arg[-1]) for launch in function["launches"] for arg in launch["args"] if arg[:1] == ["io"]}
+        _require("logits" in used, f"functions[{shorten(name)}].launches", "none gives logits")
+        _require(("sampled" in used) == function["samples"], f"functions[{shorten(name)}].samples", "not what it does")
+    sizes = {name: (f["rows"], f["single"], f["logits"]) for name, f in functions.items()}
+    _require(sizes.get("decode") == (1, 1, 1), "functions", "there is none for one row, 'decode'")
+    _require(any(not s and n == m for m, s, n in sizes.values()), "functions", "none gives the logits of all rows")
+    _require(any(not s and n == 1 for m, s, n in sizes.values()), "functions", "none takes a chunk")
+    _require(any(f["samples"] for f in functions.values()), "functions", "none chooses tokens")
+
+
+def _check_io(manifest: Manifest) -> None:
+    io, functions = manifest["io"], manifest["functions"].values()
+    _require(manifest["page"] == PAGE, "page", f"it is {manifest['page']}, this version has pages of {PAGE}")
+    _require(manifest["context"] % PAGE == 0, "context", f"{manifest['context']} is no multiple of {PAGE}")
+    columns = io["logits"]["shape"][-1] if "logits" in io else 0
+    vocab = manifest["model"]["vocab"]
+    _require(vocab <= columns < vocab + 16, "model.vocab", f"{vocab} tokens do not go with {columns} logits")
+    expected = io_buffers(
+        rows=max(f["rows"] for f in functions),
+        logits=max(f["logits"] for f in functions),
+        sampled=max(f["logits"] for f in functions if f["samples"]),
+        columns=columns,
+        blocks=manifest["context"] // PAGE,
+        spans={entry["span"] for entry in manifest["kv"] if "span" in entry},
+        drafts=any(is_draft(name) for name in manifest["functions"]),
+    )
+    for name in sorted(expected.keys() | io.keys()):
+        wanted, found = expected.get(name), _tensor(io[name]) if name in io else None
+        _require(found == wanted, f"io[{shorten(name)}]", f"it must be {_text(wanted)}, not {_text(found)}")
+
+
+def _check_kv(manifest: Manifest) -> None:
+    names = [entry["name"] for entry in manifest["kv"]]
+    _require(len(set(names)) == len(names), "kv", "two tensors have the same name")
+    counts: dict[int, int] = {}  # pages or cells by span: tensors of one span share their numbers
+    for i, entry in enumerate(manifest["kv"]):
+        _require(prod(entry["shape"]) <= _ELEMENTS, f"kv[{i}].shape", "too large")
+        paged, most = entry.get("span", STATE) != STATE, manifest["context"] // PAGE
+        _require(not paged or entry["shape"][0] <= most, f"kv[{i}].shape", f"more than {most} pages")
+        if "span" in entry:
+            count = counts.setdefault(entry["span"], entry["shape"][0])
+            _require(entry["shape"][0] == count, f"kv[{i}].shape", f"others of its span have {count} pages")
+    _require(counts.get(STATE, 2) >= 2, "kv", "states need two cells, one to read and one to write")
+
+
+def _check_weights(manifest: Manifest, stored: Mapping[str, Tensor]) -> None:
+    for name, entry in manifest["tensors"].items():
+        found, wanted = stored.get(name), _tensor(entry)
+        _require(found == wanted, f"tensors[{shorten(name)}]", f"the weights have {_text(found)}, not {_text(wanted)}")
+        wrong = draw_fault(entry["dtype"], entry["draw"])
+        _require(not wrong, f"tensors[{shorten(name)}].draw", wrong)
+    total = sum(nbytes(*tensor) for tensor in stored.values())
+    _require(manifest["weight_bytes"] == total, "weight_bytes", f"{manifest['weight_bytes']} instead of {total}")
+
+
+def _check_launched(
+    manifest: Manifest, arch: str, launched: Mapping[str, Launched], kernels: Mapping[str, Kernel]
+) -> None:
+    """The launches of one arch: what they refer to, and where their code lies."""
+    needs = manifest["target"].get("needs", {}).get(arch)
+    file = manifest["libraries"][arch]
+    size = manifest["files"][file]["bytes"]
+    needed = {launch["kernel"] for f in manifest["functions"].values() for launch in f["launches"]}
+    if needs:
+        needed.add("copy")
+    for name in sorted(needed):
+        _require(name in launched, f"launches[{shorten(arch)}]", f"kernel {shorten(name)} is missing")
+    for name, kernel in launched.items():
+        key = f"launches[{shorten(arch)}][{shorten(name)}]"
+        _require(name in kernels or name in _OWN, key, "there is no such kernel")
+        count = len(kernels[name]["params"]) if name in kernels else _OWN[name]
+        _require(name in kernels or len(kernel["steps"]) == 1, key, "it must be one launch")
+        given = count + len(kernel["scratch"])
+        for i, step in enumerate(kernel["steps"]):
+            at, args = f"{key}.steps[{i}]", len(step["args"])
+            _require(all(arg < given for arg in step["args"]), f"{at}.args", f"a call has {given} buffers")
+            _require(prod(step["block"]) <= 1024, f"{at}.block", "more than 1024 threads")
+            if needs is None:
+                continue
+            if "code" not in step or "writes" not in step or "table" not in step:
+                raise Fault(f"key {at}: code, writes or table is missing")
+            (begin, length), push = step["code"], 8 if step["table"] else 8 * args
+            inside = begin % 4 == 0 and length % 4 == 0 and length > 0 and begin + length <= size
+            _require(inside, f"{at}.code", f"not within {file}")
+            _require(all(place < args for place in step["writes"]), f"{at}.writes", f"a launch has {args} arguments")
+            _require(push <= needs["push_constants"], f"{at}.args", "more than the push constants hold")
+
+
+# ---- arguments
+
+
+class _Declared:
+    """What a kernel declares. params: name, role, tensor and bytes of each; tables, caches: the places of page tables
+    and of what these are for."""
+
+    def __init__(self, kernel: Kernel):
+        tensors = [_tensor(param) for param in kernel["params"]]
+        self.params = [(p["name"], p["role"], of, nbytes(*of)) for p, of in zip(kernel["params"], tensors, strict=True)]
+        self.tables = [i for i, param in enumerate(kernel["params"]) if param["role"] in ("pages", "cells")]
+        self.caches = [i for i, param in enumerate(kernel["params"]) if param["role"] in _PAGED]
+
+
+class _Arguments:
+    """Arguments of launches, compared with what their kernels declare."""
+
+    def __init__(self, manifest: Manifest, stored: Mapping[str, Tensor], kernels: Mapping[str, Kernel]):
+        self._held: dict[str, Mapping[str, Tensor]] = {
+            "io": {name: _tensor(entry) for name, entry in manifest["io"].items()},
+            "kv": {entry["name"]: _tensor(entry) for entry in manifest["kv"]},
+            "weight": stored,
+        }
+        self._spans = {entry["name"]: entry["span"] for entry in manifest["kv"] if "span" in entry}
+        self._arena = manifest["arena_bytes"]
+        self._declared = {name: _Declared(kernel) for name, kernel in kernels.items()}
+
+    def fault(self, launch: Launch, function: Function) -> str:
+        """What is wrong with a launch; "" if nothing is."""
+        declared = self._declared.get(launch["kernel"])
+        if declared is None:
+            return "there is no such kernel"
+        args, params = launch["args"], declared.params
+        if len(args) != len(params):
+            return f"{len(args)} arguments instead of {len(params)}"
+        for number, (arg, (name, role, tensor, size)) in enumerate(zip(args, params, strict=True)):
+            if why := self._argument_fault(arg, function, role, tensor, size):
+                return f"argument {number} ({name[:60]!r}): {why}"
+        if declared.tables or declared.caches:  # which are read by the table of their own span
+            needed = {page_table(self._spans[str(args[i][1])]) for i in declared.caches}
+            if wrong := needed ^ {str(args[i][1]) for i in declared.tables}:
+                return f"{min(wrong)!r} is not the table of all its caches"
+        return ""
+
+    def _argument_fault(self, arg: list, function: Function, role: str, declared: Tensor, size: int) -> str:
+        kind, places = arg[0] if arg else None, _PLACES[role]
+        if not isinstance(kind, str) or kind not in places:
+            return f"{str(arg)[:80]} is no place for its role, {role}"
+        if kind == "arena":
+            return self._arena_fault(arg, declared, size)
+        if len(arg) != 2 or not isinstance(name := arg[1], str):
+            return f"{str(arg)[:80]} is not a kind and a name"
+        allowed = places[kind]
+        if allowed is not None and name not in allowed:
+            return f"{name[:60]!r} is no place for its role, {role}"
+        found = self._held[kind].get(name)
+        if found is None:
+            return f"there is no {kind} {name[:60]!r}"
+        if kind == "io":
+            found = _first_rows(name, found, function)
+        elif kind == "weight" and len(declared[1]) == 1:  # vectors are stored with zeros behind them
+            declared = declared[0], (-(-declared[1][0] // VECTOR) * VECTOR,)
+        elif kind == "kv" and (role in _PAGED) != (name in self._spans):
+            return f"{kind} {name[:60]!r} {'has' if name in self._spans else 'lacks'} a span, its role is {role}"
+        elif role in _PAGED or (name in ROWS and found[1] > declared[1]):
+            # of any number of pages or cells, as tables say which are used; of rows the first ones
+            found, declared = _cell(found), _cell(declared)
+        return "" if found == declared else f"{kind} {name[:60]!r} is {_text(found)}, it takes {_text(declared)}"
+
+    def _arena_fault(self, arg: list, declared: Tensor, size: int) -> str:
+        if len(arg) != 4 or type(offset := arg[1]) is not int or not isinstance(arg[3], list):
+            return f"{str(arg)[:80]} is not arena, offset, dtype and shape"
+        if (arg[2], tuple(arg[3])) != declared:
+            return f"it is {str(arg[2])[:20]} {str(arg[3])[:60]}, the kernel takes {_text(declared)}"
+        if offset < 0 or offset % ALIGN or offset + size > self._arena:
+            return f"offset {offset} is no multiple of {ALIGN}, or beyond the arena's {self._arena} bytes"
+        return ""
+
+
+def _first_rows(name: str, held: Tensor, function: Function) -> Tensor:
+    """Of an io buffer what a function uses."""
+    dtype, shape = held
+    if name in PER_ROW:
+        return dtype, (function["rows"], *shape[1:])
+    return (dtype, (function["logits"], *shape[1:])) if name in PER_ANSWER else held
+
+
+def _cell(tensor: Tensor) -> Tensor:
+    return tensor[0], tensor[1][1:]
+
+
+def _tensor(entry: Mapping) -> Tensor:
+    return entry["dtype"], tuple(entry["shape"])
+
+
+def _text(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{tensor[0]} [{', '.join(map(str, tensor[1]))}]"

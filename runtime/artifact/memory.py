@@ -1,0 +1,154 @@
+"""The memory that a model needs, by part, and what of it fits a GPU. No device is asked.
+
+In: an artifact's manifest, or what compiler/memory.py says of a model that is not compiled. Out: `Needs`, `Room` and
+the names of the weights that may stay in host memory (`on_host`).
+
+Experts may stay there, as with llama.cpp's --n-cpu-moe: a token uses a few of them, so they are most of a model's
+bytes but few of those that a step reads.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlc_amd.runtime.artifact.manifest import Manifest
+from mlc_amd.runtime.cache.pages import STATE
+from mlc_amd.runtime.errors import UserError
+
+CONTEXT_STEP = 64  # tokens: capacities that are proposed are multiples, as all are that are compiled
+# Bytes of a GPU's own memory that a plan leaves to the driver, the desktop and other programs: what llama.cpp leaves
+# (--fit-target).
+RESERVE = 1 << 30
+# Part of an APU's memory that a plan uses: Linux lets the GPU take half of the system's (ttm.pages_limit raises it).
+SHARED_PART = 2
+EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:gate|up|gate_up|down)_exps\.weight\b")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes by part.
+
+    weights     packed weights, experts included
+    experts     of these, the experts' matrices of each layer; 0 where it has none
+    kv          KV cache, at a capacity of `context` tokens, and states of sequences
+    token       what one more token of capacity takes: cache and tables by position
+    buffers     intermediate tensors, scratch memory, logits
+    longest     tokens that the model was made for
+    states      of kv, the states of recurrent layers
+    cells       how many states these are
+    """
+
+    weights: int
+    experts: tuple[int, ...]
+    kv: int
+    token: int
+    buffers: int
+    context: int
+    longest: int
+    states: int = 0
+    cells: int = 0
+
+    def host(self, layers: int) -> int:
+        """Bytes of host memory when the experts of the first `layers` layers stay there."""
+        return sum(self.experts[:layers])
+
+    def device(self, layers: int = 0) -> int:
+        """Bytes of device memory then."""
+        return self.weights + self.kv + self.buffers - self.host(layers)
+
+    def tokens(self, room: int, layers: int = 0) -> int:
+        """The largest capacity with which everything fits `room` bytes, at most `longest`; 0: none.
+
+        Windowed layers keep no more than their window: the result is too small where that is less.
+        """
+        if self.token == 0:
+            return self.longest if self.device(layers) <= room else 0
+        most = self.context + (room - self.device(layers)) // self.token
+        return max(min(most, self.longest) // CONTEXT_STEP * CONTEXT_STEP, 0)
+
+    def layers_on_host(self, room: int) -> int | None:
+        """The fewest first layers whose experts must stay in host memory for the rest to fit `room` bytes; None: it
+        never fits."""
+        return next((n for n in range(len(self.experts) + 1) if self.device(n) <= room), None)
+
+    def advice(self, room: int, layers: int, shared: bool) -> list[str]:
+        """The flags that make a model fit `room` bytes that does not fit now, each alone. shared: the room is a part
+        of the host's memory."""
+        tokens, more = self.tokens(room, layers), None if shared else self.layers_on_host(room)
+        flags = [f"--ctx {tokens}"] if 0 < tokens < self.context else []
+        return [*flags, f"--n-cpu-moe {more}"] if more is not None and more > layers else flags
+
+
+@dataclass(frozen=True)
+class Room:
+    """A device's memory. bytes: all of it; usable: what a plan may use; shared: it is the host's."""
+
+    name: str
+    bytes: int
+    usable: int
+    shared: bool
+
+
+def of_manifest(manifest: Manifest) -> Needs:
+    """What an artifact needs."""
+    experts = [0] * len(manifest["model"]["layers"])
+    for name, entry in manifest["tensors"].items():
+        if found := EXPERTS.match(name):
+            experts[int(found[1])] += nbytes(entry)
+    states = [entry for entry in manifest["kv"] if entry.get("span") == STATE]
+    kernels = [kernel for arch in manifest["launches"].values() for kernel in arch.values()]
+    scratch = max((sum(kernel["scratch"]) for kernel in kernels), default=0)
+    return Needs(
+        weights=manifest["weight_bytes"],
+        experts=tuple(experts),
+        kv=sum(map(nbytes, manifest["kv"])),
+        token=manifest["token_bytes"],
+        buffers=manifest["arena_bytes"] + scratch + sum(map(nbytes, manifest["io"].values())),
+        context=manifest["context"],
+        longest=manifest["model"]["context"],
+        states=sum(map(nbytes, states)),
+        cells=states[0]["shape"][0] if states else 0,
+    )
+
+
+def nbytes(entry: Mapping) -> int:
+    """Bytes of a tensor of the manifest."""
+    return int(np.prod(entry["shape"], dtype=np.int64)) * np.dtype(entry["dtype"]).itemsize
+
+
+def on_host(tensors: Iterable[str], layers: int) -> frozenset[str]:
+    """Of a model's tensors the experts' matrices of the first `layers` layers. UserError for a negative number, and for
+    a model without experts."""
+    if layers < 0:
+        raise UserError(f"--n-cpu-moe is {layers}: it must not be negative")
+    experts = {name: int(found[1]) for name in tensors if (found := EXPERTS.match(name))}
+    if layers and not experts:
+        raise UserError("--n-cpu-moe: this model has no experts; leave the flag out")
+    return frozenset(name for name, layer in experts.items() if layer < layers)
+
+
+def shortage(needs: Needs, free: int, gpu: str, layers: int = 0, shared: bool = False, sized: bool = False) -> str:
+    """The error message for a GPU whose free memory is too small: what is needed, what is there, what would fit. sized:
+    the user says how large the KV cache is."""
+    flags = ["a smaller --kv-memory"] if sized else needs.advice(free, layers, shared)
+    change = " or ".join(flags) if flags else "a smaller quantization"
+    return (
+        f"out of GPU memory: this model needs {gib(needs.device(layers))} (weights "
+        f"{gib(needs.weights - needs.host(layers))}, KV cache {gib(needs.kv)} at --ctx {needs.context}), and "
+        f"{gib(free)} of {gpu} are free; try {change}, or close other programs that use the GPU"
+    )
+
+
+def host_shortage(needs: Needs, layers: int) -> str:
+    """The error message when the experts of the first `layers` layers do not fit the host memory that the GPU may
+    use."""
+    return (
+        f"out of host memory: --n-cpu-moe {layers} needs {gib(needs.host(layers))} that the GPU can reach; Linux lets "
+        "GPUs use half of the system's memory (kernel parameter ttm.pages_limit: pages of 4 KiB)"
+    )
+
+
+def gib(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB"

@@ -1,0 +1,129 @@
+"""Random weights for artifacts without weights: benchmarks need the right shapes and finite numbers, not a
+trained model.
+
+In: the manifest's `tensors`, {name: {"dtype", "shape", "draw"}}, and the file with the vectors (norms,
+biases). Out: `RandomWeights`, which devices use like the weights file. A draw says what a plane is filled with:
+
+    ["bits"]                      every bit at random
+    ["integers", low, count]      low .. low + count - 1 evenly; count is a power of two
+    ["either", low, share]        low, or low + 1 in that share of the places
+    ["signs", factor]             factor * +-(0.75 .. 1.25)
+    ["normal", deviation]         a normal distribution around 0
+
+Filling gigabytes must take no longer than copying them, so a few blocks are drawn once and repeated, each plane from an
+offset of its own. Blocks have a prime number of 64-byte lines, so that the repetitions in codes and in scales never
+fall together, nor with a matrix's rows. Only the "signs" of a tensor have the same offset: its minimums go with its
+scales, value by value.
+"""
+
+import functools
+import mmap
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from mlc_amd.runtime.artifact.weight_block import ALIGN, DTYPES, WeightBlock
+from mlc_amd.runtime.errors import shorten
+
+BITS_LINES, VALUE_LINES = 1_048_573, 65_521  # primes: 64 MiB of random bits, 4 MiB of each other kind
+
+
+class RandomWeights(WeightBlock):
+    """See the module's docstring; the interface is that of `WeightBlock`. The vectors come first in the block."""
+
+    def __init__(self, vectors: WeightBlock, matrices: Mapping[str, Mapping]):
+        header, position = dict(vectors.header), vectors.total
+        for name, entry in matrices.items():
+            position += -position % ALIGN
+            nbytes = int(np.prod(entry["shape"], dtype=np.int64)) * np.dtype(entry["dtype"]).itemsize
+            header[name] = {
+                "dtype": DTYPES[entry["dtype"]],
+                "shape": entry["shape"],
+                "data_offsets": [position, position + nbytes],
+            }
+            position += nbytes
+        super().__init__(header)
+        self._vectors, self._matrices = vectors, matrices
+        self._filled: mmap.mmap | None = None
+
+    def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
+        yield from self._vectors.chunks(nbytes)
+        for name, entry in self._matrices.items():
+            pattern = drawn(entry["dtype"], *entry["draw"])
+            at, end = self.header[name]["data_offsets"]
+            source = (
+                zlib.crc32((name.split("/")[0] if entry["draw"][0] == "signs" else name).encode())
+                * ALIGN
+                % pattern.nbytes
+            )
+            while at < end:
+                count = min(nbytes, end - at, pattern.nbytes - source)
+                yield at, pattern[source : source + count]
+                at, source = at + count, (source + count) % pattern.nbytes
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """All are drawn when the first is asked for."""
+        if self._filled is None:
+            self._filled = mmap.mmap(-1, max(self.total, 1))
+            target = np.frombuffer(self._filled, np.uint8)
+            for at, piece in self.chunks(self.total):
+                target[at : at + piece.nbytes] = piece
+        return self._view(self._filled, 0, name)
+
+
+@functools.cache
+def drawn(dtype: str, draw: str, *parameters: float) -> np.ndarray:
+    """uint8 [bytes], read-only: what a plane of that kind repeats."""
+    rng = np.random.Generator(
+        np.random.SFC64(zlib.crc32(draw.encode()))
+    )  # kinds independent, factors of one kind together
+    pattern = _DRAWS[draw](rng, np.dtype(dtype), *parameters).view(np.uint8)
+    pattern.flags.writeable = False
+    return pattern
+
+
+def _bits(rng: np.random.Generator, dtype: np.dtype) -> np.ndarray:
+    return rng.integers(0, 1 << 64, BITS_LINES * ALIGN // 8, np.uint64, endpoint=False)
+
+
+def _integers(rng: np.random.Generator, dtype: np.dtype, low: int, count: int) -> np.ndarray:
+    return (rng.integers(0, count, VALUE_LINES * ALIGN // dtype.itemsize) + low).astype(dtype)
+
+
+def _either(rng: np.random.Generator, dtype: np.dtype, low: int, share: float) -> np.ndarray:
+    return (rng.random(VALUE_LINES * ALIGN // dtype.itemsize, np.float32) < share).astype(dtype) + dtype.type(low)
+
+
+def _signs(rng: np.random.Generator, dtype: np.dtype, factor: float) -> np.ndarray:
+    values = rng.random(VALUE_LINES * ALIGN // dtype.itemsize, np.float32) - np.float32(0.5)
+    return (np.copysign(0.75 + np.abs(values), values) * np.float32(factor)).astype(dtype)
+
+
+def _normal(rng: np.random.Generator, dtype: np.dtype, deviation: float) -> np.ndarray:
+    values = rng.standard_normal(VALUE_LINES * ALIGN // dtype.itemsize, np.float32) * np.float32(deviation)
+    return (
+        (values.view(np.uint32) >> 16).astype(dtype) if dtype == np.uint16 else values.astype(dtype)
+    )  # bfloat16: a float32's upper half
+
+
+_DRAWS = {"bits": _bits, "integers": _integers, "either": _either, "signs": _signs, "normal": _normal}
+_PARAMETERS = {"bits": 0, "integers": 2, "either": 2, "signs": 1, "normal": 1}
+_LARGEST = 1 << 16  # of a draw's parameters: what float16 holds
+
+
+def draw_fault(dtype: str, draw: Sequence) -> str:
+    """What is wrong with a draw for tensors of that type, as others wrote it; "" if nothing is."""
+    kind, *parameters = draw
+    if kind not in _DRAWS or len(parameters) != _PARAMETERS[kind]:
+        return f"{shorten(draw)} is none of {', '.join(_DRAWS)} with its parameters"
+    if not all(isinstance(number, int | float) and abs(number) <= _LARGEST for number in parameters):
+        return f"{shorten(draw)} has parameters that are no numbers up to {_LARGEST}"
+    if kind == "integers" and not (all(type(number) is int for number in parameters) and parameters[1] >= 1):
+        return f"{shorten(draw)} has no range of integers"
+    if kind in ("integers", "either") and np.dtype(dtype).kind in "ui":
+        limits, low = np.iinfo(dtype), parameters[0]
+        last = low + (parameters[1] - 1 if kind == "integers" else 1)
+        if type(low) is not int or not limits.min <= low <= last <= limits.max:
+            return f"{shorten(draw)} is out of the range of {dtype}"
+    return ""

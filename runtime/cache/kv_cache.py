@@ -1,0 +1,148 @@
+"""The paged KV cache as the host sees it: pools of pages, the index of prefixes, slots and page tables.
+
+The layers of a model form groups by the span of keys that their rows see (0: all of them). The caches of a group's
+layers have the same pages. A slot is a row of the page tables: a sequence has one while it takes part in a step.
+
+Layers that keep a state of fixed size for each sequence share cells in the same way: see `pages.STATE`.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+import numpy as np
+
+from mlc_amd.runtime.cache.pages import CELL_COLUMNS, PAGE, STATE, PagePool
+from mlc_amd.runtime.cache.prefixes import PrefixIndex
+from mlc_amd.runtime.cache.sequence import GONE, Sequence
+
+
+class KvUsage(NamedTuple):
+    """Pages that sequences hold, and all pages: of the group that is fullest."""
+
+    used: int
+    pages: int
+
+
+class Cache:
+    """Pools of `groups` ({span: number of pages}) for sequences of up to `context` tokens, `slots` of them in a step.
+
+    pools         of pages, by span
+    cells         of states; None for models without
+    page_tables   span -> int32 [slots, ceil(context / PAGE)]: [slot, position // PAGE] is a page. Entries that no row
+                  looks at hold any valid page. STATE -> int32 [slots, CELL_COLUMNS]: the cell that has the slot's
+                  state, and those for the states behind the step's rows; behind the last row's all are the same
+    """
+
+    def __init__(self, groups: dict[int, int], context: int, slots: int = 64) -> None:
+        self.context, self.slots = context, slots
+        pools = {span: PagePool(pages) for span, pages in groups.items()}
+        self.pools = {span: pool for span, pool in pools.items() if span != STATE}
+        self.cells = pools.get(STATE)
+        self.index = PrefixIndex(pools)
+        widths = {span: CELL_COLUMNS if span == STATE else -(-context // PAGE) for span in groups}
+        self.page_tables = {span: np.zeros((slots, width), np.int32) for span, width in widths.items()}
+        self._changed = set(groups)
+        self._seated: list[Sequence | None] = [None] * slots
+        self._last_step = [0] * slots  # of each slot
+        self._step = 0
+
+    def sequence(self, tokens: Iterable[int] = ()) -> Sequence:
+        """A sequence without pages: see `Sequence.match`."""
+        return Sequence(self, tokens)
+
+    def changed(self) -> set[int]:
+        """The spans whose page tables changed since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
+
+    def mark_changed(self) -> None:
+        """All page tables count as changed."""
+        self._changed = set(self.page_tables)
+
+    @property
+    def usage(self) -> KvUsage:
+        """How full the cache is. Pages that only the index of prefixes knows count as free."""
+        pools = list(self.pools.values()) or [self.cells or PagePool(0)]
+        found = [KvUsage(pool.pages - pool.available, pool.pages) for pool in pools]
+        return max(found, key=lambda usage: usage.used / usage.pages)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the cache can hold if there are no others."""
+        return min([self.context, *(self._longest(span) for span in self.pools)])
+
+    def _longest(self, span: int) -> int:
+        pages = self.pools[span].pages
+        return self.context if span and pages >= seen_pages(span) else pages * PAGE
+
+    def has_room(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether the pools have pages for the tokens of `sequences` that have none yet (in windowed groups as many at
+        a time as are needed at least), and one more for each sequence; and whether there are cells for those that have
+        none."""
+        if self.cells and self.cells.available < sum(sequence.stateless for sequence in sequences):
+            return False
+        more = [-(-len(sequence.tokens) // PAGE) for sequence in sequences]
+        for span, pool in self.pools.items():
+            most = seen_pages(span) if span else max(more)
+            held = [len(sequence.pages[span]) for sequence in sequences]
+            if pool.available < len(more) + sum(min(n - m, most) for n, m in zip(more, held, strict=True)):
+                return False
+        return True
+
+    # ---- slots
+
+    def seat(self, sequences: SequenceOf[Sequence]) -> None:
+        """Gives each sequence of a step a slot, which may be that of a sequence outside the step. ValueError for more
+        sequences than slots."""
+        if len(sequences) > self.slots:
+            raise ValueError(f"a step of {len(sequences)} sequences has {self.slots} slots")
+        self._step += 1
+        waiting = []
+        for sequence in sequences:
+            if sequence.slot is None:
+                waiting.append(sequence)
+            else:
+                self._last_step[sequence.slot] = self._step
+        if waiting:
+            self._give_slots(waiting)
+        if self.cells:
+            self._write_cells(sequences)
+
+    def _give_slots(self, sequences: Iterable[Sequence]) -> None:
+        order = sorted(range(self.slots), key=lambda slot: (self._seated[slot] is not None, self._last_step[slot]))
+        for slot, sequence in zip(order, sequences, strict=False):
+            if (other := self._seated[slot]) is not None:
+                other.slot = None
+            self._seated[slot], sequence.slot = sequence, slot
+            self._last_step[slot] = self._step
+            for span in self.pools:
+                self.write_table(sequence, span, 0)
+
+    def _write_cells(self, sequences: Iterable[Sequence]) -> None:
+        table = self.page_tables[STATE]
+        for sequence in sequences:
+            if state := sequence.state:
+                state.begin()
+                own, places = table[sequence.slot], state.places
+                if own[: len(places)].tolist() != places or (own[len(places) :] != places[-1]).any():
+                    own[: len(places)], own[len(places) :] = places, places[-1]
+                    self._changed.add(STATE)
+
+    def unseat(self, sequence: Sequence) -> None:
+        """The sequence needs no slot any more."""
+        if sequence.slot is not None:
+            self._seated[sequence.slot] = sequence.slot = None
+
+    def write_table(self, sequence: Sequence, span: int, at: int) -> None:
+        """Writes the sequence's pages from number `at` on to the row of its slot."""
+        if pages := sequence.pages[span][at:]:
+            row = self.page_tables[span][sequence.slot, at : at + len(pages)]
+            row[:] = pages
+            row[row == GONE] = 0
+            self._changed.add(span)
+
+
+def seen_pages(span: int) -> int:
+    """Pages that a sequence of a windowed group holds at least to compute one more token, however long it is."""
+    return -(-(span - 1) // PAGE) + 1

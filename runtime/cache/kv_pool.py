@@ -1,0 +1,117 @@
+"""How many pages the KV cache gets: for as many tokens as a caller asks for, as fit a size, or as fit what a device has
+left.
+
+In: what a caller asks for (`KvSize`), a manifest, and of the device what it has left and how large a tensor may be.
+Out: pages by span.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
+from mlc_amd.runtime.cache.pages import PAGE, STATE
+from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.quantities import BYTES, number
+
+ELEMENTS = (1 << 31) - 1  # of a tensor, at most: kernels compute places in it with int32
+MOST_CELLS = 128  # of states, more than a step has sequences: the others are snapshots
+HOST_PART = 2  # "auto" takes the half of what is available of the host's memory
+
+log = logging.getLogger("mlc_amd")
+
+
+@dataclass(frozen=True)
+class KvSize:
+    """tokens: of all sequences together. memory: bytes. auto: what the device has left, but no more than as many
+    sequences of full length take as a step may have. None of them: one sequence of full length."""
+
+    tokens: int | None = None
+    memory: int | None = None
+    auto: bool = False
+
+    @classmethod
+    def of(cls, tokens: int | None = None, memory: int | str | None = None) -> "KvSize":
+        """memory: bytes, or a text such as "4G" or "auto". UsageError for what makes no sense."""
+        if tokens is not None and memory is not None:
+            raise UsageError("--kv-memory and --kv-tokens both say how large the KV cache is: give one of them")
+        if tokens is not None and tokens < PAGE:
+            raise UsageError(f"a cache of {tokens} tokens is too small: it needs at least {PAGE}")
+        if isinstance(memory, str) and memory.strip().lower() == "auto":
+            return cls(auto=True)
+        if isinstance(memory, str):
+            memory = int(number(memory, "--kv-memory", BYTES, "4G, or auto"))
+        return cls(tokens, memory)
+
+    def pages(self, manifest: Mapping, room: int = 0, largest: int | None = None) -> dict[int, int]:
+        """Pages by span. room: bytes that the device has left for the cache, for `auto`; largest: bytes that one tensor
+        may have. Where this or int32 limits a cache, a warning says so. UserError for less than a page."""
+        whole = {entry["span"]: entry["shape"][0] for entry in manifest["kv"] if "span" in entry}
+        limits, why = _limits(manifest, largest)
+        paged = whole.keys() - {STATE}
+        most = PAGE * min((limits[span] for span in paged if not span or 0 not in paged), default=0)
+        if STATE in whole and not paged:  # a sequence takes one cell, however long it is
+            most, why = manifest["context"] * min(limits[STATE], MOST_CELLS), "no step has more sequences"
+        if not whole or (self == KvSize() and all(limits[span] >= pages for span, pages in whole.items())):
+            return whole
+        if self.auto or self.memory is not None:
+            useful = manifest["context"] * max(entry["single"] for entry in manifest["functions"].values())
+            bound = min(most, useful) if self.auto else most + PAGE
+            tokens = _tokens(manifest, limits, room if self.auto else self.memory or 0, bound)
+        else:
+            tokens = manifest["context"] if self.tokens is None else self.tokens
+        if tokens > most:
+            log.warning("the KV cache holds %d tokens and no more: %s", most, why)
+            tokens = most
+        if tokens < PAGE:
+            least = kv_bytes(kv_types(manifest, _spread(manifest, limits, PAGE)))
+            place = "what the device has left" if self.auto else "--kv-memory"
+            raise UserError(f"{place} is too small for a KV cache of {PAGE} tokens, which takes {_size(least)}")
+        return _spread(manifest, limits, tokens)
+
+
+ONE_SEQUENCE = KvSize()
+
+
+def _limits(manifest: Mapping, largest: int | None) -> tuple[dict[int, int], str]:
+    """Most pages by span, and what limits them."""
+    found: dict[int, int] = {}
+    why = "kernels cannot address more than 2^31 elements of a tensor"
+    for entry in manifest["kv"]:
+        if "span" in entry:
+            page = prod(entry["shape"][1:])
+            pages = ELEMENTS // page
+            if largest is not None and (fitting := largest // (page * np.dtype(entry["dtype"]).itemsize)) < pages:
+                pages, why = fitting, f"this driver gives one tensor {_size(largest)} at most"
+            found[entry["span"]] = min(pages, found.get(entry["span"], pages))
+    return found, why
+
+
+def _spread(manifest: Mapping, limits: Mapping[int, int], tokens: int) -> dict[int, int]:
+    """Pages by span for a cache of so many tokens. Layers with a window get what four sequences for each context's
+    worth of tokens need, at most as much as layers that see all keys. Of cells there are as many for each context's
+    worth as the manifest has, up to MOST_CELLS."""
+    whole, sequences = -(-tokens // PAGE), -(-4 * tokens // manifest["context"])
+    found = {entry["span"]: entry["shape"][0] for entry in manifest["kv"] if "span" in entry}
+    pages = {span: min(whole, pages * sequences) if span else whole for span, pages in found.items()}
+    if STATE in found:
+        pages[STATE] = max(found[STATE], min(found[STATE] * -(-tokens // manifest["context"]), MOST_CELLS))
+    return {span: min(count, limits[span]) for span, count in pages.items()}
+
+
+def _tokens(manifest: Mapping, limits: Mapping[int, int], nbytes: int, most: int) -> int:
+    """The most tokens, of at most `most`, whose cache fits so many bytes."""
+    low, high = 0, most // PAGE
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = kv_bytes(kv_types(manifest, _spread(manifest, limits, middle * PAGE))) <= nbytes
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low * PAGE
+
+
+def _size(count: int) -> str:
+    unit, name = (1 << 20, "MiB") if count >= 1 << 20 else (1 << 10, "KiB")
+    return f"{-(-count // unit)} {name}"

@@ -1,0 +1,163 @@
+"""The index of what pages contain: finds the pages that a new sequence shares with older ones.
+
+A complete page is known by the digest of its sequence up to its end, a hash chain: so the digest of a page says what
+all pages before it contain, too. Groups (spans) are indexed together: `Digest` -> page of each group that has one.
+Pages of windowed groups come and go by themselves, as rows far behind do not see them.
+
+The last page of a sequence is incomplete. When the sequence ends, it becomes a *tail*: the pages of all groups for the
+tokens behind a digest. A tail is taken out of the index by the first sequence that continues it, and written by it.
+
+Cells (`pages.STATE`) are indexed beside the pages: a digest's cell has the state behind its tokens, a tail's the one
+behind all of the tail. Most digests have none. A sequence can begin only where there is one.
+"""
+
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Sequence as SequenceOf
+from hashlib import blake2b
+
+from mlc_amd.runtime.cache.pages import PAGE, STATE, PagePool
+
+Digest = bytes
+ROOT: Digest = b""  # of no tokens
+
+
+def digest(parent: Digest, tokens: SequenceOf[int]) -> Digest:
+    """Of `parent`'s tokens, followed by a page of tokens (int32 each)."""
+    return blake2b(parent + array("i", tokens).tobytes(), digest_size=16).digest()
+
+
+def first_page(span: int, complete: int) -> int:
+    """The first page that rows from position complete * PAGE on see. span: 0: all keys; STATE: the last page's."""
+    if span == STATE:
+        return max(complete - 1, 0)
+    return max(complete * PAGE - span + 1, 0) // PAGE if span else 0
+
+
+class PrefixIndex:
+    """Pages of `pools` ({span: pool}) by contents. The pools say when they give out an idle page."""
+
+    def __init__(self, pools: dict[int, PagePool]) -> None:
+        self._pools = pools
+        self._complete: dict[Digest, dict[int, int]] = {}
+        self._digests: dict[int, dict[int, Digest]] = {span: {} for span in pools}  # of complete pages
+        # Tails behind a digest in the order of their tokens, none of which begins with another's.
+        self._tails: dict[Digest, list[tuple[int, ...]]] = {}
+        self._tail_pages: dict[tuple[Digest, tuple[int, ...]], dict[int, int]] = {}
+        self._tail_of: dict[int, dict[int, tuple[Digest, tuple[int, ...]]]] = {span: {} for span in pools}
+        for span, pool in pools.items():
+            pool.evicted = lambda page, span=span: self._evict(span, page)
+
+    def __len__(self) -> int:
+        """Number of digests with pages."""
+        return len(self._complete)
+
+    def __contains__(self, known: Digest) -> bool:
+        return known in self._complete
+
+    def page(self, known: Digest, span: int) -> int | None:
+        """The complete page of that group that ends at `known`."""
+        return self._complete.get(known, {}).get(span)
+
+    def add(self, known: Digest, span: int, page: int) -> None:
+        """Indexes a complete page, which is held; `page()` must not know one yet."""
+        self._complete.setdefault(known, {})[span] = page
+        self._digests[span][page] = known
+        self._pools[span].index(page)
+
+    def usable(self, digests: SequenceOf[Digest], states: bool = True) -> int:
+        """The largest n for which a sequence can begin with the pages of digests[:n]: groups that see all keys have all
+        of them, windowed groups those that rows behind n pages see. states: there is a state behind them, too."""
+        groups = self._pools.keys() - (set() if states else {STATE})
+        best, runs = 0, dict.fromkeys(groups, 0)  # runs: how many pages before here are there without a gap
+        for n, known in enumerate(digests, 1):
+            pages = self._complete.get(known, {})
+            for span in runs:
+                runs[span] = runs[span] + 1 if span in pages else 0
+            if 0 in runs and runs[0] < n:
+                break
+            if all(run >= n - first_page(span, n) for span, run in runs.items()):
+                best = n
+        return best
+
+    # ---- tails
+
+    def add_tail(self, parent: Digest, tokens: SequenceOf[int], pages: dict[int, int]) -> None:
+        """Indexes the incomplete pages ({span: page} of all groups) with `tokens` behind `parent`, which are held. Does
+        nothing if there is a tail that begins with these tokens; takes the place of one that they begin with."""
+        new = tuple(tokens)
+        tails = self._tails.setdefault(parent, [])
+        at = bisect_left(tails, new)
+        if at < len(tails) and tails[at][: len(new)] == new:
+            return
+        if at and new[: len(tails[at - 1])] == tails[at - 1]:
+            self._drop_tail((parent, tails[at - 1]))
+            tails = self._tails.setdefault(parent, [])
+        insort(tails, new)
+        key = parent, new
+        self._tail_pages[key] = pages
+        for span, page in pages.items():
+            self._tail_of[span][page] = key
+            self._pools[span].index(page)
+
+    def take_tail(self, parent: Digest, tokens: SequenceOf[int]) -> tuple[int, dict[int, int]]:
+        """(n, pages): the tail behind `parent` that has most of its first tokens, n, in common with `tokens`; now held
+        and not indexed any more. n is 0, and nothing is taken, unless that is at least half of the tail: another
+        sequence may have more use for it; all of a tail with a state."""
+        wanted, tails = tuple(tokens), self._tails.get(parent, [])
+        at = bisect_left(tails, wanted)
+        near = [(_common(tail, wanted), tail) for tail in tails[max(at - 1, 0) : at + 1]]
+        n, tail = max(near, default=(0, ()))
+        if not n or 2 * n < len(tail):
+            return 0, {}
+        pages = self._tail_pages[parent, tail]
+        if STATE in pages and n < len(tail):
+            return 0, {}
+        for span, page in pages.items():
+            self._pools[span].retain(page)
+        self._drop_tail((parent, tail))
+        return n, pages
+
+    def _drop_tail(self, key: tuple[Digest, tuple[int, ...]]) -> None:
+        parent, tail = key
+        tails = self._tails[parent]
+        del tails[bisect_left(tails, tail)]
+        if not tails:
+            del self._tails[parent]
+        for span, page in self._tail_pages.pop(key).items():
+            del self._tail_of[span][page]
+            self._pools[span].forget(page)
+
+    # ---- eviction
+
+    def clear(self) -> None:
+        """Forgets all pages and tails."""
+        for parent, tails in list(self._tails.items()):
+            for tail in list(tails):
+                self._drop_tail((parent, tail))
+        for pages in self._complete.values():
+            for span, page in pages.items():
+                self._forget(span, page)
+        self._complete.clear()
+
+    def _evict(self, span: int, page: int) -> None:
+        """Forgets an idle page, and the pages of other groups that are of no use without it."""
+        if page in self._tail_of[span]:
+            self._drop_tail(self._tail_of[span][page])
+            return
+        known = self._digests[span][page]
+        pages = self._complete[known]
+        for other in list(pages) if span == 0 else [span]:
+            self._forget(other, pages.pop(other))
+        if not pages:
+            del self._complete[known]
+
+    def _forget(self, span: int, page: int) -> None:
+        del self._digests[span][page]
+        self._pools[span].forget(page)
+
+
+def _common(a: SequenceOf[int], b: SequenceOf[int]) -> int:
+    """How many first items they have in common."""
+    shorter = min(len(a), len(b))
+    return next((i for i in range(shorter) if a[i] != b[i]), shorter)

@@ -1,0 +1,382 @@
+"""A sequence of tokens, and which of them have their keys and values in the paged cache.
+
+Pages are never copied. Complete pages are indexed as soon as they are computed, and shared; an incomplete page belongs
+to one sequence, which writes it. So whatever ends inside a complete page goes back to the page's beginning, and up to
+PAGE - 1 tokens are computed again.
+
+Rows of a group with a span see the last keys only: a sequence holds the pages that rows behind its last complete page
+see, and releases older ones.
+
+Of layers that keep a state there is only the one behind the last computed token, and snapshots: at the last edge of a
+page in a prompt, at every SNAPSHOTS tokens, and at a sequence's end. So where they are there, a sequence goes back to
+the last snapshot, and what is behind that is computed again.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from mlc_amd.runtime.cache.pages import KEPT, PAGE, STATE
+from mlc_amd.runtime.cache.prefixes import ROOT, Digest, digest, first_page
+from mlc_amd.runtime.cache.sequence_state import State
+from mlc_amd.runtime.engine.steps import Chunk, Single
+
+if TYPE_CHECKING:
+    from mlc_amd.runtime.cache.kv_cache import Cache
+
+SNAPSHOT_PART = 2  # guesses leave one of so many cells to snapshots
+SNAPSHOTS = 512  # tokens between snapshots of the state of a sequence that goes on
+GONE = -1  # in place of a page that was released because no later row sees it
+
+
+class Sequence:
+    """Made by `Cache.sequence` and `fork`.
+
+    tokens      all ids
+    computed    the first `computed` of them have keys in the cache
+    pages       span -> the page of each block of PAGE positions, or GONE; pages beyond `computed` are reserved
+    state       of layers that keep one; None for models without
+    slot        the row of the page tables, while the sequence has one: see `Cache.seat`
+
+    A step for its next `count` tokens: `reserve(count)`, `Cache.seat`, then the device writes their keys to the
+    positions from `computed` on, then `advance(count)`. Guesses of further tokens may be rows behind the newest one.
+    """
+
+    __slots__ = (
+        "_capacity",
+        "_complete",
+        "_digests",
+        "_gone",
+        "_matched",
+        "cache",
+        "computed",
+        "pages",
+        "slot",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self, cache: "Cache", tokens: Iterable[int] = ()) -> None:
+        self.cache = cache
+        self.tokens: list[int] = list(tokens)
+        self.computed = 0
+        self.pages: dict[int, list[int]] = {span: [] for span in cache.pools}
+        self.state = State(cache.cells) if cache.cells else None
+        self.slot: int | None = None
+        self._capacity = 0  # positions that have pages
+        self._complete = 0  # complete pages, all of them indexed: computed // PAGE
+        self._matched = 0  # of these, found in the index
+        self._gone = dict.fromkeys(cache.pools, 0)  # how many first pages are released
+        self._digests: list[Digest] = []  # of the first complete pages of `tokens`, as far as they were needed
+
+    @property
+    def pending(self) -> int:
+        """Tokens that have no keys yet."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def table_row(self) -> int:
+        """Its slot, in a step."""
+        assert self.slot is not None, "sequences of a step have slots: see `Cache.seat`"
+        return self.slot
+
+    def rows(self, tokens: Iterable[int]) -> list[Single]:
+        """Single rows of a step: these tokens, the first one at position `computed`."""
+        return [(token, self.computed + i, self.table_row) for i, token in enumerate(tokens)]
+
+    def newest_row(self, ahead: int = 0) -> Single:
+        """The single row of its newest token, which is its only pending one; ahead: that of the token so many places
+        behind, which is not known yet."""
+        return self.tokens[-1], self.computed + ahead, self.table_row
+
+    def chunk(self, count: int) -> Chunk:
+        """The next `count` tokens, as the chunk of a step."""
+        return self.tokens[self.computed : self.computed + count], self.computed, self.table_row
+
+    @property
+    def capacity(self) -> int:
+        """Positions that have pages."""
+        return self._capacity
+
+    @property
+    def stateless(self) -> bool:
+        """Whether it needs a cell for a state and has none."""
+        return self.state is not None and self.state.cell is None
+
+    def append(self, ids: Iterable[int]) -> None:
+        """Further tokens, to be computed."""
+        self.tokens.extend(ids)
+
+    # ---- a step
+
+    def reserve(self, count: int, guesses: int = 0) -> bool:
+        """Pages for the next `count` positions in every group and for guesses behind these, and cells; False, and
+        nothing is changed, if the pools have not enough. ValueError beyond the context."""
+        end = self.computed + count + guesses
+        if count and self.state and self.state.available <= guesses:
+            return False
+        if end > self._capacity and not self._reserve_pages(end):
+            return False
+        if count and self.state:
+            self.state.reserve(guesses)
+        return True
+
+    def _reserve_pages(self, end: int) -> bool:
+        """Pages for all positions below `end`, some of which have none."""
+        if end > self.cache.context:
+            raise ValueError(f"position {end - 1} is beyond the context of {self.cache.context}")
+        more = -(-(end - self._capacity) // PAGE)
+        if any(pool.available < more for pool in self.cache.pools.values()):
+            return False
+        for span, pool in self.cache.pools.items():
+            self._set(span, [pool.allocate() for _ in range(more)])
+        self._capacity += more * PAGE
+        return True
+
+    @property
+    def room(self) -> int:
+        """The largest `count` for which `reserve` succeeds."""
+        if self.state and not self.state.available:
+            return 0
+        more = min((pool.available for pool in self.cache.pools.values()), default=self.cache.context) * PAGE
+        return min(self._capacity + more, self.cache.context) - self.computed
+
+    @property
+    def guess_room(self) -> int:
+        """How many guesses the next step may verify behind one token: as many as there are pages for, and cells beside
+        those that are left to snapshots of states; none that a snapshot would be skipped for."""
+        room = self.room - 1
+        if self.state and self.cache.cells:
+            cells = self.state.available - 1 - self.cache.cells.pages // SNAPSHOT_PART
+            room = min(room, cells, KEPT - 1, SNAPSHOTS - 1 - self.computed % SNAPSHOTS)
+        return max(room, 0)
+
+    def step_size(self, most: int) -> int:
+        """How many of the pending tokens the next step computes, at most `most`: up to where a snapshot is wanted."""
+        count = min(self.pending, most)
+        if self.state is None or count <= 1:
+            return count
+        end, last = self.computed + count, self._last_edge
+        if self.computed < last < end:
+            return last - self.computed
+        edge = end // PAGE * PAGE
+        return edge - self.computed if self.computed < edge < last else count
+
+    @property
+    def _last_edge(self) -> int:
+        """The last edge of a page that leaves a token to compute."""
+        return (len(self.tokens) - 1) // PAGE * PAGE
+
+    def advance(self, count: int, wrong: int = 0) -> None:
+        """The keys of the next `count` tokens are in the cache, and so many of the step's guesses were wrong."""
+        before, guessed = self.computed, False
+        self.computed += count
+        if self.state:
+            guessed = self.state.guesses > 0
+            self.state.advance(wrong)
+        if self.computed // PAGE > self._complete:
+            self._share()
+        if self.state and self.computed % PAGE == 0:
+            prompt = count > 1 and not guessed and self.computed == self._last_edge
+            if prompt or self.computed // SNAPSHOTS > before // SNAPSHOTS:
+                self._snapshot(self.state)
+                self.state.passing = not prompt
+
+    def _snapshot(self, state: State) -> None:
+        """Indexes the state, at the edge of a page, or takes the cell that is indexed already."""
+        known, index = self._chain(self._complete)[-1], self.cache.index
+        other = index.page(known, STATE)
+        if other is None:
+            assert state.cell is not None, "a state follows a step"
+            index.add(known, STATE, state.cell)
+        elif self.cache.cells and other != state.cell:
+            self.cache.cells.retain(other)
+            state.take(other)
+
+    def abandon(self) -> None:
+        """The step that was seated has failed."""
+        if self.state and not self.state.abandon():
+            self._begin_again(self.computed)
+
+    def _begin_again(self, limit: int) -> None:
+        """What the index has of the first `limit` tokens, in place of what is computed."""
+        self._cut(0)
+        self._match(limit)
+
+    def _share(self) -> None:
+        """Indexes the pages that are complete now, or takes pages with the same contents in their place."""
+        complete, index = self.computed // PAGE, self.cache.index
+        for i in range(self._complete, complete):
+            known = self._chain(i + 1)[i]
+            for span, pages in self.pages.items():
+                other = index.page(known, span)
+                if other is None:
+                    index.add(known, span, pages[i])
+                else:
+                    pool = self.cache.pools[span]
+                    pool.retain(other)
+                    pool.release(pages[i])
+                    self._set(span, [other], i)
+        self._complete = complete
+        for span, pages in self.pages.items():
+            first = first_page(span, complete)
+            for i in range(self._gone[span], first):
+                # A page that more than one sequence began with may be needed again: keep it longer than others.
+                self.cache.pools[span].release(pages[i], soon=i >= self._matched)
+                pages[i] = GONE
+            self._gone[span] = first
+
+    # ---- prefixes
+
+    def match(self, limit: int | None = None) -> int:
+        """Takes from the index the pages of as many of the first tokens as it knows, if these are more than `computed`;
+        of the first `limit` at most. Returns `computed`, which leaves at least one token to compute, whose row gives an
+        answer. May be called at any time outside a step: other sequences may have computed the next tokens
+        meanwhile."""
+        self._match(len(self.tokens) - 1 if limit is None else min(limit, len(self.tokens) - 1))
+        return self.computed
+
+    def _match(self, limit: int) -> None:
+        """At most `limit` tokens."""
+        chain, index = self._chain(max(limit, 0) // PAGE), self.cache.index
+        if self._complete == 0 or (len(chain) > self._complete and chain[self._complete] in index):
+            if self.state and self._take_tail(chain, index.usable(chain, states=False), limit):
+                return
+            self._take(chain, index.usable(chain))
+        self._take_tail(chain, self._complete, limit)
+
+    def _take_tail(self, chain: list[Digest], n: int, limit: int) -> bool:
+        """The indexed pages of chain[:n] and a tail behind them; False if there is none of use."""
+        end = n * PAGE
+        if limit <= end or n < self._complete or (n == self._complete and self.computed != end):
+            return False
+        parent = self._digests[n - 1] if n else ROOT
+        count, pages = self.cache.index.take_tail(parent, self.tokens[end : min(limit, end + PAGE)])
+        if not count:
+            return False
+        self._take(chain, n, state=False)
+        self._cut(self._complete)
+        for span, page in pages.items():
+            if span != STATE:
+                self._set(span, [page])
+            elif self.state:
+                self.state.take(page)
+        self._capacity += PAGE
+        self.computed += count
+        return True
+
+    def _take(self, chain: list[Digest], n: int, state: bool = True) -> None:
+        """The indexed pages of chain[:n] in place of those held, if they are more than are complete. state: the state
+        behind them, too."""
+        if n <= self._complete:
+            return
+        cell = self.cache.index.page(chain[n - 1], STATE) if state else None
+        if cell is not None and self.cache.cells:
+            self.cache.cells.retain(cell)
+        pages = {}
+        for span, pool in self.cache.pools.items():
+            first = first_page(span, n)
+            found = [self.cache.index.page(known, span) for known in chain[first:n]]
+            pages[span] = [page for page in found if page is not None]
+            for page in pages[span]:
+                pool.retain(page)
+        self._cut(0)
+        if cell is not None and self.state:
+            self.state.take(cell)
+        for span, found in pages.items():
+            self._gone[span] = n - len(found)
+            self._set(span, [GONE] * self._gone[span] + found)
+        self._complete = self._matched = n
+        self.computed = self._capacity = n * PAGE
+
+    def fork(self) -> "Sequence":
+        """A sequence with the same tokens that shares the complete pages, up to the last snapshot of a state."""
+        other = Sequence(self.cache, self.tokens)
+        if self.state:
+            other._match(self._complete * PAGE)
+            return other
+        n = other._complete = other._matched = self._complete
+        for span, pages in self.pages.items():
+            other._gone[span] = self._gone[span]
+            other._set(span, pages[:n])
+            for page in other.pages[span][self._gone[span] :]:
+                self.cache.pools[span].retain(page)
+        other.computed = other._capacity = n * PAGE
+        other._digests = self._digests[:]
+        return other
+
+    # ---- going back
+
+    def truncate(self, n: int) -> None:
+        """Keeps the first `n` tokens. `computed` goes back to what is still whole: to the beginning of a page if `n`
+        ends inside a complete one, or further where pages are gone that the next row sees, or where there is a state
+        only further back."""
+        if not 0 <= n <= len(self.tokens):
+            raise ValueError(f"cannot keep {n} of {len(self.tokens)} tokens")
+        del self.tokens[n:]
+        del self._digests[n // PAGE :]
+        if self.state and (not self.state.abandon() or n < self.computed):
+            self._begin_again(min(n, self.computed))
+            return
+        if n >= self.computed:
+            self._cut(-(-self.computed // PAGE))
+            return
+        kept = n if n >= self._complete * PAGE else n // PAGE * PAGE
+        complete = kept // PAGE
+        whole = all(self._gone[span] <= first_page(span, complete) for span in self.pages)
+        self._cut(-(-kept // PAGE) if whole else 0)
+        if whole:
+            self.computed, self._complete, self._matched = kept, complete, min(self._matched, complete)
+        else:
+            self._match(kept)
+
+    def free(self) -> None:
+        """Gives up all pages and the slot. The index keeps what is computed as long as pages are left, so `match` finds
+        it again, also for this sequence."""
+        if self.state is None or self.state.abandon():
+            self._index_end()
+        self._cut(0)
+        self.cache.unseat(self)
+
+    def _index_end(self) -> None:
+        """Indexes what is not indexed yet: the incomplete page, and the state."""
+        begin = self._complete * PAGE
+        if self.computed > begin:
+            parent = self._chain(self._complete)[-1] if self._complete else ROOT
+            tail = {span: pages[self._complete] for span, pages in self.pages.items()}
+            if self.state and self.state.cell is not None:
+                tail[STATE] = self.state.cell
+            self.cache.index.add_tail(parent, self.tokens[begin : self.computed], tail)
+        elif self.state and self.computed:
+            self._snapshot(self.state)
+
+    def _cut(self, n: int) -> None:
+        """Releases all pages but the first n; n = 0 leaves nothing computed."""
+        for span, pages in self.pages.items():
+            pool = self.cache.pools[span]
+            # The last page first: it is of no use without those before it, so it is to be given out before them.
+            for i in range(len(pages) - 1, max(n, self._gone[span]) - 1, -1):
+                pool.release(pages[i])
+            del pages[n:]
+        self._capacity = min(self._capacity, n * PAGE)
+        if n == 0:
+            if self.state:
+                self.state.drop()
+            self.computed = self._complete = self._matched = 0
+            self._gone = dict.fromkeys(self._gone, 0)
+
+    # ---- helpers
+
+    def _chain(self, n: int) -> list[Digest]:
+        """The digests of the first n pages of tokens, which are complete."""
+        known = self._digests
+        for i in range(len(known), n):
+            known.append(digest(known[-1] if known else ROOT, self.tokens[i * PAGE : (i + 1) * PAGE]))
+        return known[:n]
+
+    def _set(self, span: int, pages: list[int], at: int | None = None) -> None:
+        """Pages from number `at` on; None: behind the last one."""
+        own = self.pages[span]
+        at = len(own) if at is None else at
+        own[at : at + len(pages)] = pages
+        if self.slot is not None:
+            self.cache.write_table(self, span, at)

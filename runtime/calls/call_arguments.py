@@ -1,0 +1,172 @@
+"""Formats of calls whose arguments are no JSON: tags around each, or objects with bare keys.
+
+In:  a `Reader` behind the opening of a call. Out: to a `Sink`: the arguments as JSON text. See call_formats.py.
+"""
+
+import ast
+import json
+import re
+from dataclasses import dataclass
+
+from mlc_amd.runtime.calls.call_formats import Format, Sink
+from mlc_amd.runtime.calls.json_reader import Malformed, Reader, Reading, Write, parsed, quoted, string, value
+from mlc_amd.runtime.calls.tools import ALL_TYPES, NAME, json_type
+
+# ---- arguments between tags
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaggedCalls(Format):
+    """Each argument between tags, strings as they are, other values as JSON. name, key: what is before and after the
+    tool's name and an argument's; value_opening, value_closing: around a value; end: behind the last argument. lines: a
+    value has lines of its own. several: there may be more than one call before `closing`."""
+
+    name: tuple[str, str]
+    key: tuple[str, str]
+    value_opening: str = ""
+    value_closing: str
+    end: str = ""
+    lines: bool = False
+    several: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        own = (*self.key, self.value_opening, self.value_closing, self.end)
+        return (*super().marks, *filter(None, own))
+
+    def read(self, reader: Reader, sink: Sink) -> Reading[None]:
+        while True:
+            yield from self._call(reader, sink)
+            yield from reader.space()
+            if not self.several or not (yield from reader.peek()) or (yield from reader.one_of((self.closing,))):
+                break
+        yield from self._close(reader)
+
+    def _call(self, reader: Reader, sink: Sink) -> Reading[None]:
+        yield from reader.space()
+        yield from reader.expect(self.name[0])
+        name = yield from reader.take(NAME)
+        yield from reader.expect(self.name[1])
+        yield from reader.space()
+        if not (yield from reader.peek()):
+            raise Malformed  # the name may go on
+        tool = sink.begin(name)
+        sink.write("{")
+        first = True
+        while True:
+            yield from reader.space()
+            if not (yield from reader.one_of((self.key[0],))):
+                break
+            key: list[str] = []
+            yield from reader.until(self.key[1], key.append)
+            if self.value_opening:
+                yield from reader.space()
+                yield from reader.expect(self.value_opening)
+            sink.write(f'{"" if first else ", "}"{quoted("".join(key))}": ')
+            first = False
+            yield from self._value(reader, sink.write, tool.types("".join(key)))
+        if not (yield from reader.one_of((self.end or self.closing,))):
+            raise Malformed
+        sink.write("}")
+        sink.end()
+
+    def _value(self, reader: Reader, write: Write, types: frozenset[str]) -> Reading[None]:
+        """Copies a value as JSON: a string as it arrives, others when they are complete."""
+        if self.lines:
+            yield from reader.one_of(("\n",))
+        mark = self.value_closing
+        if types == {"string"}:
+            write('"')
+            newline = _WithoutLast("\n", lambda text: write(quoted(text))) if self.lines else None
+            yield from reader.until(mark, newline or (lambda text: write(quoted(text))))
+            write('"')
+            return
+        parts: list[str] = []
+        if "string" not in types:
+            place = reader.place
+            try:
+                yield from reader.space()
+                yield from value(reader, parts.append)
+                yield from reader.space()
+                yield from reader.expect(mark)  # the first one behind the value: strings in it may have others
+            except Malformed:
+                reader.back(place)
+                parts.clear()
+            else:
+                write("".join(parts))
+                return
+        yield from reader.until(mark, parts.append)
+        text = "".join(parts)
+        write(_as_json(text.removesuffix("\n") if self.lines else text, types))
+
+
+class _WithoutLast:
+    """Writes text that arrives in pieces, without `last` at its end."""
+
+    def __init__(self, last: str, write: Write) -> None:
+        self._last, self._write, self._held = last, write, ""
+
+    def __call__(self, text: str) -> None:
+        text = self._held + text
+        self._held = self._last if text.endswith(self._last) else ""
+        self._write(text.removesuffix(self._last))
+
+
+def _as_json(text: str, types: frozenset[str]) -> str:
+    """The JSON text of a value whose type the text has to tell: JSON, or what Python writes; all else is a string."""
+    try:
+        found = parsed(text)
+        made = text.strip()
+    except ValueError:
+        try:
+            found = ast.literal_eval(text.strip())
+            made = json.dumps(found, ensure_ascii=False, allow_nan=False)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            found, made = text, ""
+    # Where a string is possible, only what is of another possible type is no string.
+    if "string" in types and json_type(found) in {"string"} | (ALL_TYPES - types):
+        return json.dumps(text, ensure_ascii=False)
+    return made or json.dumps(text, ensure_ascii=False)
+
+
+# ---- Gemma: objects with bare keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class BareCalls(Format):
+    """`call:NAME{key:value,..}`: JSON with keys that have no quotes, and strings between two `quote`."""
+
+    quote: str
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (*super().marks, self.quote)
+
+    def read(self, reader: Reader, sink: Sink) -> Reading[None]:
+        yield from reader.space()
+        yield from reader.expect("call:")
+        yield from reader.space()
+        name = yield from reader.take(NAME)
+        yield from reader.space()
+        if (yield from reader.peek()) != "{":
+            raise Malformed
+        sink.begin(name)
+        yield from value(reader, sink.write, self._text, quotes=f'"{self.quote[0]}')
+        sink.end()
+        yield from self._close(reader)
+
+    def _text(self, reader: Reader, write: Write) -> Reading[None]:
+        """A string, or a key."""
+        if (yield from reader.peek()) == '"':
+            yield from string(reader, write)
+        elif (yield from reader.one_of((self.quote,))):
+            write('"')
+            yield from reader.until(self.quote, lambda text: write(quoted(text)))
+            write('"')
+        elif key := (yield from reader.take(_BARE)).strip():
+            write(f'"{quoted(key)}"')
+        else:
+            raise Malformed
+
+
+_BARE = re.compile(r'[^:{}\[\],"<\n]+')  # a key without quotes

@@ -1,0 +1,263 @@
+"""How models write calls of tools: the syntax of each family, and how it is read.
+
+In:  a `Reader` behind the text that begins calls (`Format.opening`).
+Out: to a `Sink`: which tool is called, and the arguments as JSON text, piece by piece. `Malformed` where the text is no
+     call; a call that has begun then stays as it is.
+
+call_grammars.py writes the same syntax as grammars; tool_calls.py has the table of formats.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from mlc_amd.runtime.calls.json_reader import Malformed, Reader, Reading, Write, parsed, text_of, value
+from mlc_amd.runtime.calls.tools import NAME, Tool
+
+
+@dataclass(frozen=True)
+class CallBegin:
+    """The model calls a tool. number: of the call in this answer, from 0."""
+
+    number: int
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """A piece of the JSON text of a call's arguments."""
+
+    number: int
+    text: str
+
+
+@dataclass(frozen=True)
+class CallEnd:
+    """complete: False for a call whose arguments break off or stop being JSON: what came of them is no JSON text."""
+
+    number: int
+    complete: bool = True
+
+
+CallEvent = CallBegin | CallArguments | CallEnd
+
+
+class Sink:
+    """Takes what formats read. tools: those that may be called. tool: the one whose call has begun and not ended."""
+
+    def __init__(self, tools: Iterable[Tool], emit: Callable[[CallEvent], object]) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+        self._emit = emit
+        self.count = 0
+        self.tool: Tool | None = None
+
+    def begin(self, name: str) -> Tool:
+        """Malformed if there is no such tool: the text is about something else."""
+        if name not in self._tools:
+            raise Malformed
+        self.tool = self._tools[name]
+        self._emit(CallBegin(self.count, name))
+        self.count += 1
+        return self.tool
+
+    def write(self, text: str) -> None:
+        """A piece of the arguments."""
+        if text:
+            self._emit(CallArguments(self.count - 1, text))
+
+    def end(self, complete: bool = True) -> None:
+        self.tool = None
+        self._emit(CallEnd(self.count - 1, complete))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format(ABC):
+    """opening: the text that begins a call, or several; closing: the text that ends them. bare: the opening may be
+    missing before a call that the answer begins with. instructed: no chat template tells the model about it, an
+    instruction must (call_messages.py)."""
+
+    opening: str = ""
+    closing: str = ""
+    bare: bool = False
+    instructed: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All marks: if they are control tokens, their texts must be fed to the parser."""
+        return tuple(filter(None, (self.opening, self.closing)))
+
+    @abstractmethod
+    def read(self, reader: Reader, sink: Sink) -> Reading[None]:
+        """The call or calls behind `opening`, with `closing` if it is there."""
+
+    def _close(self, reader: Reader) -> Reading[None]:
+        """Behind a call. A closing mark that the answer's limit has cut off is no text."""
+        yield from reader.space()
+        if self.closing and not (yield from reader.one_of((self.closing,))):
+            rest = reader.available()
+            if reader.ended and self.closing.startswith(rest):
+                reader.skip(len(rest))
+
+
+# ---- objects with a name and arguments
+
+_NAMES, _ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonCalls(Format):
+    """`{"name": .., "arguments": {..}}`, with these or other keys. listed: a JSON list of such objects. separator:
+    between several without a list, where they have no openings of their own. id_key: the first key, of the call's
+    number."""
+
+    id_key: str = ""
+    name_key: str = "name"
+    arguments_key: str = "arguments"
+    listed: bool = False
+    separator: str = ""
+
+    def read(self, reader: Reader, sink: Sink) -> Reading[None]:
+        yield from reader.space()
+        if self.listed and (yield from reader.one_of(("[",))):
+            yield from reader.space()
+            while not (yield from reader.one_of(("]",))):
+                yield from self._call(reader, sink)
+                yield from reader.space()
+                if (yield from reader.one_of((",",))):
+                    yield from reader.space()
+        else:
+            yield from self._call(reader, sink)
+            while True:
+                yield from reader.space()
+                separated = yield from reader.one_of((self.separator or ",",))
+                yield from reader.space()
+                if (yield from reader.peek()) != "{":
+                    if separated:
+                        raise Malformed
+                    break
+                yield from self._call(reader, sink)
+        yield from self._close(reader)
+
+    @staticmethod
+    def _call(reader: Reader, sink: Sink) -> Reading[None]:
+        """Keys may come in any order: arguments before the name are held back."""
+        yield from reader.expect("{")
+        held: list[str] = []
+        begun = given = False
+        while True:
+            yield from reader.space()
+            key = yield from text_of(reader)
+            yield from reader.space()
+            yield from reader.expect(":")
+            yield from reader.space()
+            if key in _NAMES and not begun:
+                sink.begin((yield from text_of(reader)))
+                begun = True
+                for text in held:
+                    sink.write(text)
+            elif key in _ARGUMENTS and not given:
+                given = True
+                yield from arguments(reader, sink.write if begun else held.append)
+            else:
+                yield from value(reader, lambda text: None)
+            yield from reader.space()
+            if (yield from reader.one_of(("}",))):
+                break
+            yield from reader.expect(",")
+        if not begun:
+            raise Malformed
+        if not given:
+            sink.write("{}")
+        sink.end()
+
+
+def arguments(reader: Reader, write: Write) -> Reading[None]:
+    """Copies arguments: an object; also where it is written as a string or null."""
+    character = yield from reader.peek()
+    if character == "{":
+        yield from value(reader, write)
+    elif character == '"':
+        text = yield from text_of(reader)
+        try:
+            correct = isinstance(parsed(text), dict)
+        except ValueError as error:
+            raise Malformed from error
+        if not correct:
+            raise Malformed
+        write(text)
+    else:
+        yield from reader.expect("null")
+        write("{}")
+
+
+# ---- a name, then arguments as an object
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedCalls(Format):
+    """A name between marks, then a JSON object. before, after: around the name. numbered: the name is between
+    "functions." and ":" and the number of the call. id_mark: begins an id behind the name. fence: the object is between
+    "```json" and "```". repeated, each_closing: one opening begins several calls, each of them between these."""
+
+    before: tuple[str, ...] = ()
+    after: str = ""
+    numbered: bool = False
+    id_mark: str = ""
+    fence: bool = False
+    repeated: str = ""
+    each_closing: str = ""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        own = (*self.before, self.after, self.id_mark, self.repeated, self.each_closing)
+        return (*super().marks, *filter(None, own))
+
+    def read(self, reader: Reader, sink: Sink) -> Reading[None]:
+        while True:
+            if self.repeated:
+                yield from reader.space()
+                if not (yield from reader.one_of((self.repeated,))):
+                    break
+            yield from self._call(reader, sink)
+            if not self.repeated:
+                break
+        yield from self._close(reader)
+
+    def _call(self, reader: Reader, sink: Sink) -> Reading[None]:
+        yield from reader.space()
+        for text in self.before:
+            yield from reader.expect(text)
+        name = yield from reader.take(NAME)
+        yield from reader.space()
+        if self.id_mark and (yield from reader.one_of((self.id_mark,))):
+            yield from reader.take(NAME)
+        yield from reader.expect(self.after)
+        yield from reader.space()
+        if self.fence and (yield from reader.one_of(("```json", "```"))):
+            yield from reader.space()
+        sink.begin(re.sub(r":\d+$", "", name.removeprefix("functions.")) if self.numbered else name)
+        yield from arguments(reader, sink.write)
+        sink.end()
+        yield from reader.space()
+        if self.fence:
+            yield from reader.one_of(("```",))
+            yield from reader.space()
+        if self.each_closing:
+            yield from reader.one_of((self.each_closing,))
+
+
+# ---- OpenAI's Harmony: messages to a tool
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarmonyCalls(Format):
+    """Messages whose recipient is `prefix` and a tool: reasoning.py divides them from the text of the answer. What is
+    read is such a message, of a call that has begun."""
+
+    prefix: str = "functions."
+
+    def read(self, reader: Reader, sink: Sink) -> Reading[None]:
+        yield from reader.space()
+        yield from arguments(reader, sink.write)
+        sink.end()

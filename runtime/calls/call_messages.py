@@ -1,0 +1,57 @@
+"""Tools for models whose chat template knows none: all of it as text, in the format `tool_calls.GENERIC` (Hermes').
+
+In:  messages as chat templates take them (chat_template.py), with calls, and tools in OpenAI's form.
+Out: messages of the roles system, user and assistant alone: the system message explains the tools and how to call them,
+     calls are text of the assistant's messages, results are messages of the user.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlc_amd.runtime.calls.tool_calls import GENERIC
+
+_INSTRUCTION = """\
+You can call functions. These are available, with their parameters as JSON schemas:
+{tools}
+
+To call one, write a JSON object with its name and its arguments between <tool_call> and </tool_call>:
+<tool_call>
+{{"name": "FUNCTION", "arguments": {{"PARAMETER": "VALUE"}}}}
+</tool_call>
+Write one such block for each call, and nothing after the last one: the results come with the next message, between \
+<tool_response> and </tool_response>. Call functions only where they help; otherwise answer directly."""
+
+
+def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as text; if there are tools, with the instruction in the first system message, which is added if
+    there is none."""
+    made: list[dict[str, Any]] = []
+    if tools:
+        first = messages[0] if messages and messages[0]["role"] == "system" else {}
+        described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        texts = (first.get("content"), _INSTRUCTION.format(tools=described))
+        made.append({"role": "system", "content": "\n\n".join(filter(None, texts))})
+        messages = messages[1:] if first else messages
+    for message in messages:
+        role, content = message["role"], message.get("content") or ""
+        if role == "tool":
+            result = f"<tool_response>\n{content}\n</tool_response>"
+            if made and made[-1].get("results"):
+                made[-1]["content"] += f"\n{result}"
+            else:
+                made.append({"role": "user", "content": result, "results": True})
+        else:
+            calls = [_written(call["function"]) for call in message.get("tool_calls") or ()]
+            text = "\n".join([content, *calls] if content else calls)
+            kept = {key: value for key, value in message.items() if key not in ("tool_calls", "content")}
+            made.append({**kept, "content": text})
+    return [{key: value for key, value in message.items() if key != "results"} for message in made]
+
+
+def _written(function: Mapping[str, Any]) -> str:
+    """A call as text. Its arguments are an object, or its JSON text."""
+    given = function["arguments"]
+    arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    name = json.dumps(function["name"], ensure_ascii=False)
+    return f'{GENERIC.opening}\n{{"name": {name}, "arguments": {arguments}}}\n{GENERIC.closing}'

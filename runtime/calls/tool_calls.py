@@ -1,0 +1,355 @@
+"""Calls of tools in what a model writes.
+
+In:  the parts of an answer (reasoning.py), piece by piece; the tools that may be called (tools.py).
+Out: the same parts without the calls, and events for these: `CallBegin`, `CallArguments`, `CallEnd`, as early as they
+     are certain. Arguments are JSON text whatever the model's format is. A malformed call, and one of a tool that does
+     not exist, is text; nothing raises.
+
+`FORMATS` is the table of known formats, `detect` finds a model's one by its vocabulary and its chat template. For
+models whose template knows no tools, or writes calls in a form that is not in the table, it is `GENERIC`: Hermes' form,
+which an instruction in the system message explains (call_messages.py); the template is then given no tools.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from mlc_amd.runtime.calls.call_arguments import BareCalls, TaggedCalls
+from mlc_amd.runtime.calls.call_formats import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    CallEvent,
+    Format,
+    HarmonyCalls,
+    JsonCalls,
+    NamedCalls,
+    Sink,
+)
+from mlc_amd.runtime.calls.json_reader import Malformed, Reader, Reading
+from mlc_amd.runtime.calls.tools import Tool
+from mlc_amd.runtime.text.marks import split_at
+from mlc_amd.runtime.text.reasoning import Part
+
+Event = Part | CallEvent
+
+
+@dataclass(frozen=True)
+class Row:
+    """A format, and what tells it: texts that the vocabulary has as tokens, and texts in the template."""
+
+    format: Format
+    tokens: tuple[str, ...] = ()
+    template: tuple[str, ...] = ()
+
+
+HERMES = JsonCalls(opening="<tool_call>", closing="</tool_call>")
+GENERIC = replace(HERMES, instructed=True)
+_FUNCTION, _PARAMETER = ("<function=", ">"), ("<parameter=", ">")
+_INVOKE, _NAMED = ('<invoke name="', '">'), ('<parameter name="', '">')
+_DEEPSEEK = NamedCalls(
+    opening="<｜tool▁calls▁begin｜>",
+    closing="<｜tool▁calls▁end｜>",
+    repeated="<｜tool▁call▁begin｜>",
+    each_closing="<｜tool▁call▁end｜>",
+    after="<｜tool▁sep｜>",
+)
+# The first row whose texts are all there counts. Sources: the chat templates of the models.
+FORMATS: tuple[Row, ...] = (
+    # gpt-oss
+    Row(HarmonyCalls(), tokens=("<|start|>", "<|channel|>", "<|message|>", "<|call|>")),
+    # Gemma 4
+    Row(
+        BareCalls(opening="<|tool_call>", closing="<tool_call|>", quote='<|"|>'),
+        tokens=("<|tool_call>", "<tool_call|>"),
+        template=("<|tool_call>call:",),
+    ),
+    # FunctionGemma
+    Row(
+        BareCalls(opening="<start_function_call>", closing="<end_function_call>", quote="<escape>"),
+        template=("<start_function_call>call:",),
+    ),
+    # Mistral Small 3.2, Magistral 2507: with an id; Ministral 3, Devstral 2 and later: without
+    Row(NamedCalls(opening="[TOOL_CALLS]", id_mark="[CALL_ID]", after="[ARGS]"), template=("[TOOL_CALLS]", "[ARGS]")),
+    # Mistral 7B v0.3, Nemo, Small 3.1
+    Row(JsonCalls(opening="[TOOL_CALLS]", listed=True), template=("[TOOL_CALLS]",)),
+    # Kimi K2
+    Row(
+        NamedCalls(
+            opening="<|tool_calls_section_begin|>",
+            closing="<|tool_calls_section_end|>",
+            repeated="<|tool_call_begin|>",
+            each_closing="<|tool_call_end|>",
+            after="<|tool_call_argument_begin|>",
+            numbered=True,
+        ),
+        tokens=("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
+    ),
+    # DeepSeek V3, R1: the kind of the tool, its name, and fenced JSON
+    Row(
+        replace(_DEEPSEEK, after="", before=("function", _DEEPSEEK.after), fence=True),
+        template=("<｜tool▁sep｜>", "```json"),
+    ),
+    # DeepSeek V3.1
+    Row(_DEEPSEEK, template=("<｜tool▁sep｜>",)),
+    # GLM 4.5, 4.6, 4.7
+    Row(
+        TaggedCalls(
+            opening="<tool_call>",
+            closing="</tool_call>",
+            name=("", ""),
+            key=("<arg_key>", "</arg_key>"),
+            value_opening="<arg_value>",
+            value_closing="</arg_value>",
+        ),
+        template=("<arg_key>", "<arg_value>"),
+    ),
+    # MiniMax M2
+    Row(
+        TaggedCalls(
+            opening="<minimax:tool_call>",
+            closing="</minimax:tool_call>",
+            name=_INVOKE,
+            key=_NAMED,
+            value_closing="</parameter>",
+            end="</invoke>",
+            several=True,
+        ),
+        template=("<minimax:tool_call>",),
+    ),
+    # Seed-OSS
+    Row(
+        TaggedCalls(
+            opening="<seed:tool_call>",
+            closing="</seed:tool_call>",
+            name=_FUNCTION,
+            key=_PARAMETER,
+            value_closing="</parameter>",
+            end="</function>",
+        ),
+        template=("<seed:tool_call>",),
+    ),
+    # Qwen3 Coder, Qwen3.5, Nemotron 3
+    Row(
+        TaggedCalls(
+            opening="<tool_call>",
+            closing="</tool_call>",
+            name=_FUNCTION,
+            key=_PARAMETER,
+            value_closing="</parameter>",
+            end="</function>",
+            lines=True,
+        ),
+        template=("<tool_call>", "<function=", "<parameter="),
+    ),
+    # Command R7B, Command A
+    Row(
+        JsonCalls(
+            opening="<|START_ACTION|>",
+            closing="<|END_ACTION|>",
+            listed=True,
+            id_key="tool_call_id",
+            name_key="tool_name",
+            arguments_key="parameters",
+        ),
+        template=("<|START_ACTION|>",),
+    ),
+    # Phi-4 mini
+    Row(
+        JsonCalls(opening="<|tool_call|>", closing="<|/tool_call|>", listed=True),
+        template=("<|tool_call|>", "<|/tool_call|>"),
+    ),
+    # Granite 3
+    Row(JsonCalls(opening="<|tool_call|>", listed=True), template=("<|tool_call|>",)),
+    # Nemotron Nano 2, Nemotron Super 1.5
+    Row(JsonCalls(opening="<TOOLCALL>", closing="</TOOLCALL>", listed=True), template=("<TOOLCALL>",)),
+    # Jamba, Hunyuan
+    Row(JsonCalls(opening="<tool_calls>", closing="</tool_calls>", listed=True), template=("<tool_calls>",)),
+    # Hermes 2 and 3, Qwen2.5, Qwen3, Granite 4, SmolLM3, EXAONE 4, Ling
+    Row(HERMES, template=("<tool_call>",)),
+    # Llama 3.1, 3.2, 3.3, 4
+    Row(
+        JsonCalls(opening="<|python_tag|>", arguments_key="parameters", bare=True, separator=";"),
+        tokens=("<|python_tag|>",),
+        template=("tools", '"parameters"'),
+    ),
+    Row(
+        JsonCalls(
+            opening="<|python_start|>",
+            closing="<|python_end|>",
+            arguments_key="parameters",
+            bare=True,
+            separator=";",
+        ),
+        tokens=("<|python_start|>",),
+        template=("tools", '"parameters"'),
+    ),
+)
+
+
+def detect(has_token: Callable[[str], bool], template: str) -> Format:
+    """The format of a model. has_token: whether a text is a token of its vocabulary; template: the text of its chat
+    template, of the one for tools where it has several."""
+    rows = (
+        row for row in FORMATS if all(map(has_token, row.tokens)) and all(text in template for text in row.template)
+    )
+    return next((row.format for row in rows), GENERIC)
+
+
+class CallParser:
+    """Finds the calls in one answer: `feed` its parts, then `finish`."""
+
+    def __init__(self, found: Format, tools: Sequence[Tool]) -> None:
+        self._format = found
+        self._events: list[Event] = []
+        self._reader = Reader()  # of what is read as a call
+        self._behind = 0  # the place behind the last call
+        self._sink = Sink(tools, self._emit)
+        self._held = ""  # white space that is text only if no call follows
+        self._behind_call = False  # there was no text since a call
+        self._answer = _Running(self._read)
+        self._message: _Running | None = None  # to a tool
+        self._recipient = ""
+
+    def feed(self, part: Part) -> list[Event]:
+        """The events that the part completes or continues."""
+        if part.kind != "tool" or part.recipient != self._recipient:
+            self._end_message()
+        if part.kind == "thinking":
+            self._events.append(part)
+        elif part.kind == "final":
+            self._answer.feed(part.text)
+        else:
+            if self._message is None:
+                self._recipient = part.recipient
+                self._message = _Running(self._read_message)
+            self._message.feed(part.text)
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        """The rest, at the end of the answer."""
+        self._end_message()
+        self._answer.finish()
+        if not self._behind_call:
+            self._write_text("", last=True)
+        return self._take()
+
+    def _end_message(self) -> None:
+        if self._message is not None:
+            self._message.finish()
+            self._message = None
+
+    def _take(self) -> list[Event]:
+        """The events so far; pieces of the same part and of the same arguments are one."""
+        taken: list[Event] = []
+        for event in self._events:
+            last = taken[-1] if taken else None
+            if isinstance(event, CallArguments) and isinstance(last, CallArguments):
+                taken[-1] = CallArguments(event.number, last.text + event.text)
+            elif isinstance(event, Part) and isinstance(last, Part) and event.kind == last.kind:
+                taken[-1] = Part(event.kind, last.text + event.text)
+            else:
+                taken.append(event)
+        self._events = []
+        return taken
+
+    def _emit(self, event: CallEvent) -> None:
+        if isinstance(event, CallBegin):
+            self._held, self._behind_call = "", True
+        elif isinstance(event, CallEnd):
+            self._behind = self._reader.place
+            self._reader.keep(self._behind)
+        self._events.append(event)
+
+    def _write_text(self, text: str, last: bool = False) -> None:
+        """Text of the answer. White space around calls is none."""
+        text = self._held + text
+        if self._behind_call:
+            text = text.lstrip()
+        trimmed = text if last else text.rstrip()
+        self._held = text[len(trimmed) :]
+        if trimmed:
+            self._behind_call = False
+            self._events.append(Part("final", trimmed))
+
+    def _read(self, reader: Reader) -> Reading[None]:
+        """The text of the answer, in which calls may begin."""
+        opening = self._format.opening
+        if self._format.bare:
+            self._write_text((yield from reader.space()))
+            if (yield from reader.peek()) == "{":
+                yield from self._read_call(reader, "")
+        while True:
+            before, mark, _ = split_at(reader.available(), (opening,), reader.ended)
+            self._write_text(before)
+            reader.skip(len(before) + len(mark or ""))
+            if mark is not None:
+                yield from self._read_call(reader, mark)
+            elif reader.ended:
+                return
+            else:
+                yield
+
+    def _read_call(self, reader: Reader, mark: str) -> Reading[None]:
+        """What `mark` begins; if that is no call, `mark` is text."""
+        place, count = reader.place, self._sink.count
+        self._reader = reader
+        reader.keep(place)
+        try:
+            yield from self._format.read(reader, self._sink)
+        except Malformed:
+            if self._sink.tool is not None:
+                self._sink.end(complete=False)
+            elif self._sink.count > count:
+                reader.back(self._behind)
+            else:
+                self._write_text(mark)
+                reader.back(place)
+        finally:
+            reader.keep(None)
+
+    def _read_message(self, reader: Reader) -> Reading[None]:
+        """A message to a tool: a call, or text if there is no such tool."""
+        self._reader = reader
+        prefix = self._format.prefix if isinstance(self._format, HarmonyCalls) else ""
+        try:
+            self._sink.begin(self._recipient.removeprefix(prefix))
+        except Malformed:
+            while not reader.ended:
+                self._write_text(text := reader.available())
+                reader.skip(len(text))
+                yield
+            return
+        try:
+            yield from self._format.read(reader, self._sink)
+        except Malformed:
+            self._sink.end(complete=False)
+
+
+class _Running:
+    """A generator that reads, and its text."""
+
+    def __init__(self, read: Callable[[Reader], Reading[None]]) -> None:
+        self._reader = Reader()
+        self._reading = read(self._reader)
+
+    def feed(self, text: str) -> None:
+        self._reader.feed(text)
+        next(self._reading, None)
+
+    def finish(self) -> None:
+        self._reader.end()
+        next(self._reading, None)
+
+
+__all__ = [
+    "FORMATS",
+    "GENERIC",
+    "HERMES",
+    "CallArguments",
+    "CallBegin",
+    "CallEnd",
+    "CallParser",
+    "Event",
+    "Format",
+    "detect",
+]

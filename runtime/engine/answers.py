@@ -1,0 +1,234 @@
+"""One answer that is being generated: from the tokens of steps to pieces of text, and when it ends.
+
+In: the tokens, one after the other, from whichever thread computes the steps (`Core`). Out: pieces for the one consumer
+of the answer, and its statistics.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+
+from mlc_amd.runtime.engine.generation import Piece, Progress, Stats
+from mlc_amd.runtime.engine.requests import Request
+from mlc_amd.runtime.engine.sampled_rows import GREEDY, UNKNOWN, Choice, Chosen
+from mlc_amd.runtime.grammars.constraints import Constraint, check_chosen, mask_of
+from mlc_amd.runtime.sampling.sampler import Sampler, Sampling, not_finite, without_ends
+from mlc_amd.runtime.text.marks import split_at
+from mlc_amd.runtime.text.tokenizer import Tokenizer
+
+
+class Answer:
+    """stop: texts that end it, before them. shown: control tokens with a text. index: its number among the answers of a
+    call. logprobs: see `Choice`. constraint: what it may consist of. min_tokens: before them no end token is chosen,
+    unless the constraint leaves no other. listener, progress: called, by the computing
+    thread, when there is something new, and between chunks of the prompt; an error of `progress` ends the answer.
+
+    error: why it failed, if it did; done: no more pieces are added.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: Request,
+        sampling: Sampling,
+        stop: Sequence[str] = (),
+        shown: Collection[str] = (),
+        index: int = 0,
+        logprobs: int | None = None,
+        constraint: Constraint | None = None,
+        min_tokens: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        self.request, self.sampling, self.index = request, sampling, index
+        self.constraint, self._logprobs = constraint, logprobs
+        self._mask: np.ndarray | None = None  # of the token that is chosen next
+        self._min_tokens = min_tokens
+        self._endless = without_ends(sampling, tokenizer.end_ids) if min_tokens else sampling
+        self._seed = Sampler(sampling).seed
+        self.stats = Stats(prompt_tokens=len(request.prompt))
+        self.error: BaseException | None = None
+        self.done = False
+        self.listener: Callable[[], None] | None = None
+        self._limited = request.max_tokens is not None  # the caller's limit, not the context's, ends it
+        self._end_ids, self._vocab, self._stop = tokenizer.end_ids, tokenizer.vocab_size, stop
+        self._decoder = tokenizer.stream(shown=shown)
+        self._lock = threading.Lock()  # of what both sides change: all below
+        self._tokens: deque[Chosen] = deque()  # whose text is not decoded yet
+        self._held: list[tuple[Chosen, str]] = []  # whose text may belong to a stop text, or ends inside a character
+        self._pieces: deque[Piece] = deque()
+        self.progress = progress
+        self._begun = time.perf_counter()
+        self._first: float | None = None
+
+    # ---- the computing side
+
+    def begin(self) -> None:
+        """Its prompt is about to be computed."""
+        if not self.request.generated:
+            self.stats.cached_tokens = self.request.cached or 0
+            self.prefilled(0)
+
+    def prefilled(self, done: int) -> None:
+        """So many tokens of what was not cached of the prompt are computed."""
+        if self.progress:
+            try:
+                self.progress(done, self.stats.prompt_tokens - self.stats.cached_tokens)
+            except Exception as error:
+                self.fail(error)
+
+    @property
+    def guessable(self) -> bool:
+        """Whether its next tokens may be guessed: a constraint has to see one before the next."""
+        return self.constraint is None and not self.done
+
+    def choices(self, guesses: Sequence[int] = ()) -> list[Choice]:
+        """How its next token is chosen, and those behind each guess; anything if its constraint fails, and it with
+        that."""
+        sequence = self.request.sequence
+        assert sequence is not None, "its request was added"
+        if self.constraint:
+            try:
+                self._mask = mask_of(self.constraint, self._vocab)
+            except Exception as error:
+                self.fail(error)
+                return [GREEDY]
+        return [
+            Choice(self._sampling(i), self._seed, sequence.tokens, self._mask, self._logprobs, guesses[:i])
+            for i in range(len(guesses) + 1)
+        ]
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a step may begin before it has its token of the one in progress."""
+        return not self.done and self._logprobs is None  # for which logits are read, which that step overwrites
+
+    @property
+    def predictable(self) -> bool:
+        """Whether how a token is chosen does not depend on those before it: `choice_behind`."""
+        return self.constraint is None and not self.sampling.penalizes
+
+    def choice_behind(self) -> Choice:
+        """How the token behind its next one is chosen, whatever the next one is."""
+        sequence = self.request.sequence
+        assert sequence is not None, "its request was added"
+        return Choice(self._sampling(1), self._seed, sequence.tokens, guessed=UNKNOWN)
+
+    def _sampling(self, ahead: int) -> Sampling:
+        """Of the token `ahead` of the next one."""
+        return self._endless if self.stats.generated + ahead < self._min_tokens else self.sampling
+
+    def verified(self, guessed: int, accepted: int) -> None:
+        """So many guesses were verified."""
+        self.stats.guessed += guessed
+        self.stats.accepted += accepted
+
+    def push(self, chosen: Chosen) -> str | None:
+        """Takes its next token. Returns why it ends with that token, if it does: "stop", "length", "context" or
+        "interrupted"."""
+        now = time.perf_counter()
+        if self._first is None:
+            self._first, self.stats.prefill_s = now, now - self._begun
+        self.stats.ttft_s, self.stats.decode_s = self._first - self._begun, now - self._first
+        if chosen.token < 0:
+            return self.fail(not_finite())
+        try:
+            if self._mask is not None:
+                check_chosen(self._mask, chosen.token)
+            if chosen.token in self._end_ids:
+                return self._end("stop")
+            complete = self._accept(chosen.token)
+        except Exception as error:
+            return self.fail(error)
+        self.stats.generated += 1
+        with self._lock:
+            self._tokens.append(chosen)
+            stopped = bool(self._stop) and self._decode()
+        if stopped or complete:
+            return self._end("stop")
+        if self.stats.generated >= self.request.limit:
+            return self._end("length" if self._limited else "context")
+        self._notify()
+        return None
+
+    def _accept(self, token: int) -> bool:
+        """Whether its constraint ends it with this token."""
+        if not self.constraint:
+            return False
+        self.constraint.accept(token)
+        return self.constraint.complete
+
+    def fail(self, error: BaseException) -> str:
+        """Ends it with an error. Returns why it ended."""
+        if not self.done:
+            self.error = error
+        return self.interrupt()
+
+    def interrupt(self) -> str:
+        """Ends it as if it were complete. Returns why it ended."""
+        return self.stats.finish if self.done else self._end("interrupted", flush=False)
+
+    def _end(self, reason: str, flush: bool = True) -> str:
+        """flush: a character that is not whole counts, as U+FFFD."""
+        self.stats.finish = reason
+        with self._lock:
+            if not self._decode() and self._held:
+                chosen, text = self._held[-1]
+                self._held[-1] = chosen, text + (self._decoder.flush() if flush else "")
+                self._release(last=True)
+            self.done = True
+        self._notify()
+        return reason
+
+    def _notify(self) -> None:
+        if listener := self.listener:  # the consumer may take it away
+            listener()
+
+    # ---- the consumer's side
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to take, or it is done."""
+        return self.done or bool(self._tokens or self._pieces)
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is done and all its pieces, or its error, are taken."""
+        return self.done and not (self._tokens or self._pieces or self.error)
+
+    def take(self) -> list[Piece]:
+        """The pieces since the last call. The error that ended it, once all are taken."""
+        with self._lock:
+            self._decode()
+            taken = [self._pieces.popleft() for _ in range(len(self._pieces))]
+        if not taken and self.error:
+            error, self.error = self.error, None
+            raise error
+        return taken
+
+    # ---- with the lock
+
+    def _decode(self) -> bool:
+        """Makes pieces of the tokens. Returns whether there is a stop text, which ends them."""
+        while self._tokens:
+            chosen = self._tokens.popleft()
+            self._held.append((chosen, self._decoder.push(chosen.token)))
+            if self._release():
+                return True
+        return False
+
+    def _release(self, last: bool = False) -> bool:
+        """Makes pieces of the held tokens, but for those of which the text is not certain yet; of all if these are the
+        `last` ones. Returns whether there is a stop text."""
+        text, stopped, _ = split_at("".join(text for _, text in self._held), self._stop, last)
+        every, left, made = last or stopped is not None, len(text), 0
+        for chosen, own in self._held if every or not self._decoder.incomplete else self._held[:-1]:
+            if len(own) > left and not every:
+                break
+            self._pieces.append(Piece(chosen.token, own[:left], self.index, chosen.logprob, chosen.top))
+            left, made = max(left - len(own), 0), made + 1
+        del self._held[:made]
+        self.stats.stop = stopped
+        return stopped is not None

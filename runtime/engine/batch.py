@@ -1,0 +1,96 @@
+"""Several sequences that advance together: steps without scheduler, for measurements. The device chooses the tokens, as
+it does for answers."""
+
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mlc_amd.runtime.engine.sampled_rows import GREEDY
+from mlc_amd.runtime.engine.single_sequence import compute, reserve
+
+if TYPE_CHECKING:
+    from mlc_amd.runtime.cache.kv_cache import Cache
+    from mlc_amd.runtime.engine.runner import Runner
+
+
+class Batch:
+    """`count` sequences. Nobody else may use the engine meanwhile (`Engine.batch`)."""
+
+    def __init__(self, cache: "Cache", runner: "Runner", count: int) -> None:
+        self._cache, self._runner, self.count = cache, runner, count
+        self._sequences = [cache.sequence() for _ in range(count)]
+
+    def prefill(self, ids: np.ndarray) -> None:
+        """Appends ids [count, tokens], sequence by sequence. ContextFull where the cache has no room."""
+        for sequence, row in zip(self._sequences, ids.tolist(), strict=True):
+            sequence.append(row)
+            compute(self._cache, self._runner, sequence)
+
+    @property
+    def rows(self) -> int:
+        """Of a step, at most."""
+        return self._runner.functions.single_rows
+
+    @property
+    def guess_room(self) -> int:
+        """How many guesses each sequence may have in a step. Sequences share the cells of states."""
+        room = min(sequence.guess_room for sequence in self._sequences)
+        return room // len(self._sequences) if self._cache.cells else room
+
+    def step(self, ids: SequenceOf[int]) -> list[int]:
+        """Appends a token to each sequence. Returns the most likely next ones."""
+        return self.verify([[token] for token in ids], [1] * len(ids))
+
+    @property
+    def ahead(self) -> bool:
+        """Whether steps may begin before the one in progress is done."""
+        return self._runner.ahead(len(self._sequences))
+
+    def decode(self, ids: SequenceOf[int], count: int, ahead: bool = True) -> list[list[int]]:
+        """Appends a token to each sequence, and the most likely ones behind it, `count` altogether. Returns these of
+        each. ahead: as for answers, each step begins before the one in progress is done, where the device can."""
+        runner, sequences, choices = self._runner, self._sequences, [GREEDY] * len(ids)
+        if not (ahead and self.ahead):
+            for _ in range(count):
+                ids = self.step(ids)
+            return [sequence.tokens[-count:] for sequence in sequences]
+        for sequence, token in zip(sequences, ids, strict=True):
+            reserve(sequence, 1)
+            sequence.append([token])
+        self._cache.seat(sequences)
+        runner.start([sequence.newest_row() for sequence in sequences], choices)
+        for left in reversed(range(count)):
+            if left:
+                for sequence in sequences:
+                    reserve(sequence, 1, 1)
+                runner.start_behind([sequence.newest_row(1) for sequence in sequences], choices)
+            chosen = runner.finish()
+            for sequence, choice in zip(sequences, chosen, strict=True):
+                sequence.advance(1)
+                sequence.append([max(choice.token, 0)] if left else [])
+        return [sequence.tokens[-count:] for sequence in sequences]
+
+    def verify(self, ids: SequenceOf[SequenceOf[int]], kept: SequenceOf[int]) -> list[int]:
+        """Computes several tokens behind each sequence, `rows` of them at most, and appends the first `kept`, as a step
+        with guesses of which so many are right. Returns the most likely token behind each row."""
+        for sequence, tokens in zip(self._sequences, ids, strict=True):
+            reserve(sequence, 1, len(tokens) - 1)
+        self._cache.seat(self._sequences)
+        rows = [row for sequence, tokens in zip(self._sequences, ids, strict=True) for row in sequence.rows(tokens)]
+        chosen = self._runner.sample(rows, None, [GREEDY] * len(rows))
+        for sequence, tokens, count in zip(self._sequences, ids, kept, strict=True):
+            sequence.append(tokens[:count])
+            sequence.advance(count, len(tokens) - count)
+        return [choice.token for choice in chosen]
+
+    def truncate(self, n: int) -> None:
+        """Keeps the first n tokens of each, and computes again what that takes."""
+        for sequence in self._sequences:
+            sequence.truncate(n)
+            compute(self._cache, self._runner, sequence)
+
+    def close(self) -> None:
+        for sequence in self._sequences:
+            sequence.truncate(0)
+            sequence.free()

@@ -1,0 +1,290 @@
+"""A conversation with a model: turns of text in, streamed answers out.
+
+A turn renders the whole conversation through the model's chat template, and the engine prefills only what is not in the
+KV cache. The messages always match what was shown: an interrupted answer is kept as far as it was shown, and a turn
+that failed before its first word leaves the conversation unchanged. What the model thinks before it answers is no part
+of the messages: chat templates leave it out of earlier turns, too.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Unpack
+
+from mlc_amd.runtime.engine.generation import ContextFull, Piece, Progress, Stats, check_max_tokens, check_stop
+from mlc_amd.runtime.engine.generations import Generation
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.sampling.sampler import Sampling, SamplingChanges
+from mlc_amd.runtime.text import reasoning
+from mlc_amd.runtime.text.messages import Message, check_content, check_messages
+from mlc_amd.runtime.text.traced_text import Traced
+
+if TYPE_CHECKING:
+    from mlc_amd.runtime.engine.engine import Engine  # which has conversations
+
+ON_FULL = ("error", "drop")
+_FORMAT = 1  # of saved conversations
+# Tokens that `drop` reserves for an answer without max_tokens: a fraction (1/4) of the context, and a maximum.
+_RESERVE_FRACTION, _RESERVE_MAX = 4, 512
+
+
+class Conversation:
+    """Messages of the roles system, user and assistant, in order, and an engine that answers them.
+
+    system: the system message or None. sampling: sampling parameters, None: the model's defaults (may be replaced
+    between turns). on_full: when the conversation exceeds the context, "error" raises ContextFull, "drop" removes the
+    oldest turns but never the system message. thinking: a value of `chat_template.THINKING`, UserError for one that the
+    model's template has no switch for. format: how the model marks the parts of an answer. dropped: number of messages
+    removed so far.
+    """
+
+    def __init__(
+        self,
+        engine: "Engine",
+        system: str | None = None,
+        sampling: Sampling | None = None,
+        on_full: Literal["error", "drop"] = "error",
+        thinking: str = "auto",
+    ) -> None:
+        self.engine, self.sampling = engine, sampling or engine.sampling
+        engine.chat_template.start()
+        self.on_full, self.thinking = on_full, thinking
+        self.format = reasoning.detect(engine.tokenizer.has_token)
+        self.messages: list[Message] = []
+        self.dropped = 0
+        self._generation: Generation | None = None  # of the last answer
+        # The last prompt with its answer as rendered text, and its ids as they were generated.
+        self._rendered, self._rendered_ids = Traced(), []
+        self.system = system
+
+    @property
+    def system(self) -> str | None:
+        """The system message. Setting it keeps the turns; None or "" removes it."""
+        return self.messages[0]["content"] if self.messages and self.messages[0]["role"] == "system" else None
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        turns = self.messages[1:] if self.system is not None else self.messages
+        self.messages = ([Message(role="system", content=text)] if text else []) + turns
+
+    @property
+    def on_full(self) -> Literal["error", "drop"]:
+        """What happens when the conversation exceeds the context."""
+        return self._on_full
+
+    @on_full.setter
+    def on_full(self, value: Literal["error", "drop"]) -> None:
+        if value not in ON_FULL:
+            raise UserError(f"on_full is {value!r}: it must be {' or '.join(ON_FULL)}")
+        self._on_full: Literal["error", "drop"] = value
+
+    @property
+    def thinking(self) -> str:
+        """Whether, or how much, the model thinks before it answers."""
+        return self._thinking
+
+    @thinking.setter
+    def thinking(self, value: str) -> None:
+        self._variables = self.engine.chat_template.switch(value)
+        self._thinking = value
+
+    @property
+    def stats(self) -> Stats:
+        """Statistics of the last answer, also while it is being generated; all zero before the first."""
+        return self._generation.stats if self._generation else Stats()
+
+    def reset(self) -> None:
+        """Removes all turns; the system message stays."""
+        system = self.system
+        self.messages, self.dropped = [], 0
+        self.system = system
+        self._rendered, self._rendered_ids = Traced(), []
+
+    def undo(self) -> str | None:
+        """Takes the last turn back: removes the user's last message and what follows it, and returns its text; None
+        where there is no turn."""
+        turn = max((i for i, message in enumerate(self.messages) if message["role"] == "user"), default=None)
+        if turn is None:
+            return None
+        text = self.messages[turn]["content"]
+        self.messages = self.messages[:turn]
+        return text
+
+    def ask(
+        self,
+        text: str | Sequence[Mapping[str, Any]],
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        *,
+        sampling: Sampling | None = None,
+        thinking: str | None = None,
+        progress: Progress | None = None,
+        **changes: Unpack[SamplingChanges],
+    ) -> Generator[str, None, None]:
+        """The answer of `stream`, with the same arguments, in pieces, without the model's thinking and calls."""
+        return _final(
+            self.stream(text, max_tokens, stop, sampling=sampling, thinking=thinking, progress=progress, **changes)
+        )
+
+    def stream(
+        self,
+        text: str | Sequence[Mapping[str, Any]],
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        *,
+        sampling: Sampling | None = None,
+        thinking: str | None = None,
+        progress: Progress | None = None,
+        **changes: Unpack[SamplingChanges],
+    ) -> Generator[reasoning.Part, None, None]:
+        """Adds a user turn and yields the answer in parts; closing the iterator stops it and keeps what was yielded.
+
+        text: a text, or a list of text parts. sampling, thinking: for this turn, instead of the conversation's;
+        changes: single sampling parameters. max_tokens, stop, progress: as in `Engine.generate`.
+        Raises UserError for arguments out of range, at once; at the first step, ContextFull if the conversation does
+        not fit, before anything is computed, and UserError for what the template or the engine rejects. The
+        conversation is then unchanged, as it is if the answer is stopped before its first word or within the thinking.
+        """
+        template = self.engine.chat_template
+        variables = self._variables if thinking is None else template.switch(thinking)
+        chosen = (sampling or self.sampling).changed(**changes)
+        limit, stops = check_max_tokens(max_tokens), (*template.stop_strings(), *check_stop(stop))
+        return self._stream(check_content(text), chosen, limit, stops, variables, progress)
+
+    def _stream(
+        self,
+        text: str,
+        sampling: Sampling,
+        max_tokens: int | None,
+        stops: Sequence[str],
+        variables: Mapping[str, Any],
+        progress: Progress | None,
+    ) -> Generator[reasoning.Part, None, None]:
+        question = Message(role="user", content=text)
+        messages, prompt, ids = self._fit([*self.messages, question], max_tokens, variables)
+        template, parser = self.engine.chat_template, self.format.parser(prompt)
+        shown, hidden, made = "", False, []
+        pieces = self._generation = self.engine.generate(ids, sampling, max_tokens, stops, self.format.marks, progress)
+        try:
+            for part in _parts(pieces, parser, made):
+                if part.kind != "final":
+                    hidden = True
+                    yield part
+                # In a plain dialogue the answer begins with the space that the template writes after "Assistant:".
+                elif out := part.text.lstrip() if template.is_fallback and not shown else part.text:
+                    shown += out
+                    yield reasoning.Part("final", out)
+        except GeneratorExit:
+            pieces.close()
+        if not shown and (hidden or self.stats.finish == "interrupted"):
+            return
+        self.dropped += len(self.messages) + 1 - len(messages)
+        self.messages = [*messages, {"role": "assistant", "content": shown.rstrip() if template.is_fallback else shown}]
+        self._rendered, self._rendered_ids = Traced(), []
+        if self.engine.tokenizer.decode(made, continues=True) == shown:
+            self._rendered, self._rendered_ids = prompt + shown, ids + made
+
+    def _fit(
+        self, messages: list[Message], max_tokens: int | None, variables: Mapping[str, Any]
+    ) -> tuple[list[Message], Traced, list[int]]:
+        """The messages that are kept, their rendered prompt and its ids."""
+        context = self.engine.context
+        reserve = 1
+        if self.on_full == "drop":
+            reserve = max_tokens or min(context // _RESERVE_FRACTION, _RESERVE_MAX)
+        while True:
+            prompt = self._render(messages, variables)
+            ids = self._encode(prompt)
+            first = 1 if messages[0]["role"] == "system" else 0
+            if len(ids) + reserve <= context:
+                return messages, prompt, ids
+            later = [i for i in range(first + 1, len(messages)) if messages[i]["role"] == "user"]
+            if self.on_full == "error" or not later:
+                if len(ids) < context and not later:
+                    return messages, prompt, ids  # it fits alone, with less room for an answer than reserved
+                what = "the conversation with this message" if later else "this message"
+                advice = 'begin a new one, use on_full="drop", or' if later else "shorten it, or"
+                raise ContextFull(
+                    f"{what} is {len(ids)} tokens, the context holds {context}",
+                    f"{advice} load the model with a larger context",
+                    turns=bool(later),
+                )
+            messages = messages[:first] + messages[later[0] :]
+
+    def _render(self, messages: list[Message], variables: Mapping[str, Any]) -> Traced:
+        return self.engine.chat_template.render(messages, **variables)
+
+    def _encode(self, prompt: Traced) -> list[int]:
+        """Token ids of the rendered conversation; generated ids are kept as they were generated.
+
+        A model may split a word into other tokens than the tokenizer does; encoding its text again would then miss the
+        cache from there on.
+        """
+        tokenizer = self.engine.tokenizer
+        if self._rendered and prompt.begins_with(self._rendered):
+            rest = tokenizer.encode(prompt[len(self._rendered) :], add_special=False)
+            # Only an added token separates safely: elsewhere, the text on both sides may form one token.
+            if rest and tokenizer.is_added(rest[0]):
+                return self._rendered_ids + rest
+        return tokenizer.encode_prompt(prompt)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the messages as JSON, atomically."""
+        path = Path(path).expanduser()
+        text = json.dumps({"format": _FORMAT, "messages": self.messages}, ensure_ascii=False, indent=1) + "\n"
+        temporary = None
+        try:
+            with tempfile.NamedTemporaryFile(
+                "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+            ) as file:
+                temporary = file.name
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError as error:
+            if temporary and os.path.exists(temporary):
+                os.unlink(temporary)
+            raise UserError(f"cannot save the conversation to {path}: {error.strerror}; choose another file") from error
+
+    def load(self, path: str | Path) -> None:
+        """Replaces the messages, including the system message, by saved ones. UserError if the file is not a saved
+        conversation."""
+        path = Path(path).expanduser()
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}; give the file of a saved conversation") from error
+        except ValueError as error:
+            raise UserError(f"{path} is not a saved conversation: it is not JSON") from error
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise UserError(f"{path} is not a saved conversation of format {_FORMAT}")
+        try:
+            messages = check_messages(content.get("messages"))
+        except UserError as error:
+            raise UserError(f"{path} is not a saved conversation: {error}") from error
+        roles = [message["role"] for message in messages]
+        turns = roles[1:] if roles[:1] == ["system"] else roles
+        if turns != ["user", "assistant"] * (len(turns) // 2):
+            raise UserError(f"{path} is not a saved conversation: it has messages without an answer")
+        self.reset()
+        self.messages = messages
+
+
+def _final(parts: Generator[reasoning.Part, None, None]) -> Generator[str, None, None]:
+    """The text of the answer itself; closing this closes `parts`."""
+    with closing(parts):
+        for part in parts:
+            if part.kind == "final":
+                yield part.text
+
+
+def _parts(pieces: Iterator[Piece], parser: reasoning.Parser, made: list[int]) -> Iterator[reasoning.Part]:
+    """The parts of a generated text; its ids are appended to `made`."""
+    for piece in pieces:
+        made.append(piece.id)
+        yield from parser.feed(piece.text)
+    yield from parser.finish()

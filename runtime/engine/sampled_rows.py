@@ -1,0 +1,151 @@
+"""The rows of a step that get a token: what the device is told about each, the io buffers `sampling`, `changes` and
+`allowed`, and what it tells: `sampled`, `logprobs`, `logits`.
+
+In: for each answer of a step a `Choice`. Out: the buffers are written, those that most steps do not need only where
+they are needed; for each answer a `Chosen`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mlc_amd.runtime.sampling.device_rows import write_row
+from mlc_amd.runtime.sampling.layout import ALL_ALLOWED, CHANGES, FIELDS, LISTED, NO_MIN_P, WORDS
+from mlc_amd.runtime.sampling.sampler import Sampling, most_likely
+
+_POSITION, _TOP_K, _TOP_P, _MIN_P = map(FIELDS.index, ("position", "top_k", "top_p", "min_p"))
+
+
+class Choice(NamedTuple):
+    """How a token is chosen: settings, the seed where these have none, and the tokens before it. allowed: int32 words
+    [ceil(vocab / 32)] (`sampling_rows.mask_words`), or None: any token. logprobs: None, or how many of the most likely
+    tokens are wanted besides the log-probability of the chosen one. guessed: further tokens before it."""
+
+    sampling: Sampling
+    seed: int
+    tokens: Sequence[int]
+    allowed: np.ndarray | None = None
+    logprobs: int | None = None
+    guessed: Sequence[int] = ()
+
+    @property
+    def position(self) -> int:
+        """Of the token, in its sequence."""
+        return len(self.tokens) + len(self.guessed)
+
+
+GREEDY = Choice(Sampling(), 0, ())
+UNKNOWN = (-1,)  # `guessed` where settings do not look at the token
+
+
+class Chosen(NamedTuple):
+    """token: -1 where a logit is not a finite number. logprob, top: as of `generation.Piece`, where they are wanted."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class SampledRows:
+    """Writes and reads the buffers of `device`. io: the manifest's entries; logits have `vocab` columns that count."""
+
+    def __init__(self, device, io, vocab: int) -> None:
+        self._allowed = np.zeros(io["allowed"]["shape"], np.int32)
+        rows = len(self._allowed)
+        self._device, self._vocab = device, vocab
+        self._words = np.zeros((rows, WORDS), np.int32)
+        self._changes = np.zeros((rows, CHANGES, 2), np.int32)
+        self._written = 0  # rows of `sampling` that are not zero
+        # words and changes of settings to which recent tokens do not matter, by these, the seed, and whether there are
+        # log-probabilities and a mask
+        self._kept: dict[tuple[Sampling, int, bool, bool], tuple[np.ndarray, np.ndarray]] = {}
+
+    def clear(self) -> None:
+        """All rows take the largest logit."""
+        if self._written:
+            self._words[: self._written] = 0
+            self._device.write("sampling", self._words[: self._written])
+            self._written = 0
+
+    def write(self, choices: Sequence[Choice]) -> None:
+        """choices: of the first rows."""
+        self.clear()
+        changed = masked = 0
+        limited = []  # rows with a mask that draw
+        for i, choice in enumerate(choices):
+            sampling, logprob, mask = choice.sampling, choice.logprobs is not None, choice.allowed
+            if mask is not None:
+                self._allowed[i, : len(mask)] = mask
+                masked = i + 1
+                if not sampling.greedy:
+                    limited.append(i)
+            if sampling.penalizes:
+                tokens = [*choice.tokens, *choice.guessed] if choice.guessed else choice.tokens
+                write_row(
+                    self._words[i], self._changes[i], sampling, tokens, choice.position, choice.seed, self._vocab,
+                    logprob, mask is not None,
+                )  # fmt: skip
+                changed = i + 1
+            elif not sampling.greedy or sampling.logit_bias or logprob or mask is not None:
+                self._words[i], changes = self._of(choice)
+                self._words[i, _POSITION] = choice.position
+                if len(changes):
+                    self._changes[i, : len(changes)] = changes
+                    changed = i + 1
+        if limited:
+            self._spare_searches(np.array(limited))
+        if self._words[: len(choices)].any():
+            self._written = len(choices)
+            self._device.write("sampling", self._words[: len(choices)])
+        if changed:
+            self._device.write("changes", self._changes[:changed])
+        if masked:
+            self._device.write("allowed", self._allowed[:masked])
+
+    def _spare_searches(self, rows: np.ndarray) -> None:
+        """Changes nothing that is chosen in rows with masks. Of a mask that leaves no more than top_k a device would
+        search the whole row for nothing; where no filter is left, one that keeps all allowed tokens makes it list them,
+        if these are few: it draws from a list."""
+        words = self._words[rows]
+        floats = words.view(np.float32)
+        allowed = np.bitwise_count(self._allowed[rows].view(np.uint32)).sum(axis=1, dtype=np.int32)
+        words[allowed <= words[:, _TOP_K], _TOP_K] = 0
+        free = (words[:, _TOP_K] == 0) & (floats[:, _TOP_P] >= 1) & (floats[:, _MIN_P] == np.float32(NO_MIN_P))
+        floats[free & (allowed <= LISTED), _MIN_P] = ALL_ALLOWED
+        self._words[rows] = words
+
+    def _of(self, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
+        """The words, but for the position, and the changes of a row without penalties."""
+        key = choice.sampling, choice.seed, choice.logprobs is not None, choice.allowed is not None
+        if key not in self._kept:
+            if len(self._kept) > 4096:
+                self._kept.clear()
+            words, changes = np.zeros(WORDS, np.int32), np.zeros((len(choice.sampling.logit_bias), 2), np.int32)
+            write_row(words, changes, choice.sampling, (), 0, choice.seed, self._vocab, *key[2:])
+            self._kept[key] = words, changes
+        return self._kept[key]
+
+    def read(self, rows: Sequence[int], choices: Sequence[Choice]) -> list[Chosen]:
+        """What was chosen in the rows of `choices`. Logits are read only where the most likely tokens are wanted."""
+        if not choices:
+            return []
+        tokens = self._device.read("sampled", max(rows) + 1).tolist()
+        found = [Chosen(tokens[row]) for row in rows]
+        wanted = [i for i, choice in enumerate(choices) if choice.logprobs is not None and found[i].token >= 0]
+        if wanted:
+            logprobs = self._device.read("logprobs", max(rows[i] for i in wanted) + 1).tolist()
+            for i in wanted:
+                found[i] = Chosen(found[i].token, logprobs[rows[i]])
+        if ranked := [i for i in wanted if choices[i].logprobs]:
+            logits = self._device.read("logits", max(rows[i] for i in ranked) + 1)[:, : self._vocab]
+            for i in ranked:
+                found[i] = found[i]._replace(top=_top(logits[rows[i]], found[i], choices[i].logprobs or 0))
+        return found
+
+
+def _top(logits: np.ndarray, chosen: Chosen, count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` most likely tokens. The device has summed all probabilities: that of the chosen token says how."""
+    assert chosen.logprob is not None
+    total = float(logits[chosen.token]) - chosen.logprob  # logarithm of the sum of exp(logits)
+    return tuple((int(t), min(float(logits[t]) - total, 0.0)) for t in most_likely(logits, min(count, len(logits))))

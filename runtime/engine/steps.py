@@ -1,0 +1,105 @@
+"""A step's rows, written to a device's io buffers (dist/README.md: `state`, `answers`, `tokens`, `rows`, `pages`).
+
+A step has single rows, each the newest token of a sequence of its own, and behind them a chunk: consecutive tokens of
+one more sequence. A sequence is known by its slot, the row of the page tables that says where its keys are.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mlc_amd.runtime.cache.pages import CELL_COLUMNS, STATE
+
+Single = tuple[int, int, int]  # token, position, slot
+Chunk = tuple[Sequence[int] | np.ndarray, int, int]  # tokens, position of the first, slot
+CELLS = "cells"  # the table of the cells of each slot, in io
+_TABLES = "pages."  # prefix of the names of page tables in io, before the span of their layers
+# io buffers that kernels write, in the order in which a function returns them; the host writes the others.
+CHOSEN = ("sampled", "logprobs")
+OUTPUTS = ("logits", *CHOSEN)
+ROWS = ("hidden", "drafted")  # kept tensors with a row for each row of a step, for functions that guess tokens
+_SELDOM = ("changes", "allowed")  # io buffers of sampling that most steps have no use for
+# io buffers that a device may be told while it computes what does not read them: see `launches_before_late`.
+LATE = ("sampling", *_SELDOM)
+
+
+def page_table(span: int) -> str:
+    """The io buffer of the page tables of layers of that span, or of the cells of those that keep a state."""
+    return CELLS if span == STATE else f"{_TABLES}{span}"
+
+
+def is_kept(name: str) -> bool:
+    """Whether an input stays the same for many steps: devices copy it only when it was written."""
+    return name.startswith(_TABLES) or name in (CELLS, *_SELDOM)
+
+
+def launches_before_late(function: Mapping, launched: Mapping) -> int | None:
+    """How many launches of a function come before the first that reads what may be LATE; None if none reads that.
+    function: the manifest's entry; launched: the launches of each kernel."""
+    count = 0
+    for call in function["launches"]:
+        if any(kind == "io" and where in LATE for kind, where, *_ in call["args"]):
+            return count
+        count += len(launched[call["kernel"]]["steps"])
+    return None
+
+
+def write_step(
+    device, function: Mapping, singles: Sequence[Single] | np.ndarray = (), chunk: Chunk | None = None
+) -> int:
+    """Writes everything but the page tables. function: the manifest's entry. Returns how many rows of logits the step
+    gives: of its single rows in their order, then of the chunk's last token, or of all its tokens where the function
+    gives all rows' (`answer_rows`).
+
+    ValueError for more rows than the function takes, and for none.
+    """
+    ids, position, slot = ((), 0, 0) if chunk is None else chunk
+    single = len(singles)
+    live = single + len(ids)
+    if not 0 < live <= function["rows"] or single > function["single"]:
+        raise ValueError(
+            f"{single} single rows and a chunk of {len(ids)} are no step of a function of {function['rows']} rows, "
+            f"{function['single']} of them single"
+        )
+    tokens, rows = np.empty(live, np.int32), np.empty((live, 2), np.int32)
+    if single:
+        table = np.asarray(singles, np.int32)
+        tokens[:single], rows[:single] = table[:, 0], table[:, 1:]
+    tokens[single:] = ids
+    rows[single:, 0] = np.arange(position, position + live - single)
+    rows[single:, 1] = slot
+    answers = answer_rows(function, single, live)
+    device.write("state", (single, live, 0, 0))
+    device.write("answers", (answers, answers, 0, 0))
+    device.write("tokens", tokens)
+    device.write("rows", rows)
+    return answers
+
+
+def answer_rows(function: Mapping, single: int, live: int) -> int:
+    """Rows of logits that a step with so many single rows and live rows gives."""
+    if function["logits"] == function["rows"]:
+        return live
+    return 1 if function["logits"] == 1 else single + (live > single)
+
+
+def pages_of(device, manifest: Mapping) -> dict[int, int]:
+    """How many pages the device has for the layers of each span, cells included."""
+    return {entry["span"]: device.kv_types[entry["name"]][0][0] for entry in manifest["kv"] if "span" in entry}
+
+
+def write_private_pages(device, manifest: Mapping, short: int = 0) -> None:
+    """Page tables for a device that is used without an engine: the first `short` slots have one page each, the next
+    one all others. A sequence that is longer than what it has begins with its first page again. Each slot has a cell of
+    its own, as far as there are cells. ValueError for too few pages."""
+    for span, pages in pages_of(device, manifest).items():
+        if span == STATE:
+            slots = manifest["io"][CELLS]["shape"][0]
+            device.write(CELLS, np.repeat(np.arange(slots, dtype=np.int32)[:, None] % pages, CELL_COLUMNS, 1))
+            continue
+        if pages <= short:
+            raise ValueError(f"{pages} pages do not suffice for {short} slots and one more")
+        name = page_table(span)
+        slots, blocks = manifest["io"][name]["shape"]
+        slot, block = np.arange(slots)[:, None], np.arange(blocks)
+        device.write(name, np.where(slot < short, slot, short + block % (pages - short)).astype(np.int32))

@@ -1,0 +1,302 @@
+"""What answers may consist of: JSON schemas, regular expressions, grammars, calls of tools, as constraints of tokens.
+
+In:  a tokenizer, the size of the logits; a schema, an expression, a grammar or tools; the prompt's text, which tells
+     whether the model is thinking when it begins to write.
+Out: `Grammar` (matchers.py): called once for each answer, it gives a `Constraint` (constraints.py). UserError for what
+     cannot be used.
+
+The work is llguidance's (extra `serve`). A grammar applies to the answer itself: what a model thinks before it
+(reasoning.py) is free. Grammars take 10 ms to 5 s to compile, the tables of a vocabulary some seconds at the first of
+them; so call the methods in a thread where others must not wait. All are thread-safe.
+
+Schemas: JSON Schema of draft 2020-12 and earlier ones. UserError for what llguidance does not enforce: `not`,
+`if`/`then`/`else`, `dependentSchemas`, `dependentRequired`, `uniqueItems`, `contains`, `propertyNames`,
+`unevaluatedProperties`, references to other documents, formats besides date-time, time, date, duration, email,
+hostname, ipv4, ipv6, uuid and uri, look-around in patterns, `oneOf` whose options overlap, `minProperties` and
+`maxProperties` beside optional properties, more than about 2000 optional properties, and nesting deeper than about 60
+objects. Properties come in the order of the schema; those that it does not list are left out unless it says
+`additionalProperties` (schemas.py). Additional properties are not kept from having the same name twice.
+"""
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from mlc_amd.runtime.calls.call_formats import Format, HarmonyCalls
+from mlc_amd.runtime.calls.tools import Tool
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.extras import require
+from mlc_amd.runtime.grammars.call_grammars import call_grammar
+from mlc_amd.runtime.grammars.grammar_trial import TOO_MUCH, Trial, Vocabulary, limits
+from mlc_amd.runtime.grammars.lark import ControlTokens, Rules
+from mlc_amd.runtime.grammars.matchers import Grammar, shown
+from mlc_amd.runtime.text import reasoning
+from mlc_amd.runtime.text.tokenizer import Tokenizer
+
+# Tokens that llguidance takes together where all of them may follow: white space, characters of a JSON string. Its own
+# set has no {1,4} and {1,7}: with them, masks of a string's last characters take half the time (152,000 tokens, p90).
+_SLICES = [r"[\x20\x0A\x0D\x09]+"]
+_SLICES += [r'[^"\\\x00-\x1F\x7F]' + count for count in ("{1,4}", "{1,7}", "{1,10}", "{1,30}", "+")]
+_CACHED = 32  # compiled grammars, of up to 100 MB each, most of them below 1 MB
+_CHECKED = 1024  # grammars of which it is known whether they can be used
+_MAX_CHARACTERS = 1 << 20  # of a grammar
+_ANY = {"type": "object"}
+_SCHEMA = "the JSON schema"  # in messages
+
+Choice = Literal["auto", "required", "none"] | Mapping[str, str]
+
+
+class Grammars:
+    """The grammars of one model. vocab: the size of its logits, at least the tokenizer's vocabulary. thinking: how it
+    marks what it thinks; None: as its vocabulary tells.
+
+    prompt, of all methods: the rendered text that the answer follows; None: there is no thinking, as in completions.
+    UserError where llguidance is not installed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, thinking: reasoning.Format | None = None) -> None:
+        require("llguidance")
+        self._tokenizer, self._vocab = tokenizer, vocab
+        self._thinking = thinking or reasoning.detect(tokenizer.has_token)
+        ids = range(tokenizer.vocab_size)
+        self._control = ControlTokens({tokenizer.token_text(i): i for i in ids if tokenizer.is_special(i)})
+        self._ends = sorted(tokenizer.end_ids)
+        if not self._ends:
+            raise UserError("this model has no token that ends an answer, which grammars need")
+        self._trial = Trial(vocab, self._ends, self._control.ids)
+        self._lock = threading.Lock()
+        self._tables: Any = None
+        self._compiled: OrderedDict[str, Grammar] = OrderedDict()
+        self._problems: OrderedDict[bytes, str] = OrderedDict()
+
+    def close(self) -> None:
+        """Ends the process that tries grammars; it starts again if it is needed."""
+        self._trial.close()
+
+    # ---- what answers may be
+
+    def json_object(self, prompt: str | None = None) -> Grammar:
+        """Any JSON object."""
+        return self.json_schema(_ANY, prompt)
+
+    def json_schema(self, schema: Mapping[str, Any], prompt: str | None = None, lenient: bool = False) -> Grammar:
+        """JSON that matches the schema. lenient: what cannot be enforced is ignored instead of refused."""
+        rules = Rules(self._control)
+        return self._grammar(rules, f"{rules.SPACE} {_json(rules, schema, lenient)}", prompt, _SCHEMA)
+
+    def regex(self, text: str, prompt: str | None = None) -> Grammar:
+        """All of the answer matches the regular expression (of Rust's regex crate; "^" and "$" around it are
+        dropped)."""
+        import llguidance
+
+        rules = Rules(self._control)
+        terminal = llguidance.regex_to_lark(text.removeprefix("^").removesuffix("$"), "")
+        return self._grammar(rules, rules.rule(f"/{terminal}/"), prompt, "the regular expression")
+
+    def grammar(self, text: str, prompt: str | None = None) -> Grammar:
+        """What the first rule of a grammar in GBNF (llama.cpp's), or the rule `start` of one in Lark, describes."""
+        from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+        if len(text) > _MAX_CHARACTERS:
+            raise UserError(f"the grammar cannot be used: it is larger than {_MAX_CHARACTERS} characters")
+        try:
+            converted = any_to_lark(text)
+        except (GbnfToLarkError, RecursionError) as error:
+            raise UserError(f"the grammar cannot be used: {shown(str(error))}") from error
+        return self.lark(converted, prompt)
+
+    def lark(self, text: str, prompt: str | None = None) -> Grammar:
+        """What the rule `start` of a grammar in llguidance's dialect of Lark describes."""
+        return self._grammar(Rules(self._control), "@answer", prompt, "the grammar", text)
+
+    def tool_calls(
+        self,
+        found: Format,
+        tools: Sequence[Tool],
+        choice: Choice = "auto",
+        parallel: bool = True,
+        prompt: str | None = None,
+        answer: Mapping[str, Any] | None = None,
+    ) -> Grammar | None:
+        """Calls of tools as the model writes them, in the format `found` (tool_calls.detect). choice: "auto": text, in
+        which calls may begin, or `answer`, JSON that matches this schema; nothing but calls follows a call. "required":
+        calls only; {"name": ..}: one call of this tool. "none": None, as there is nothing to constrain (or `answer`).
+        parallel: there may be several calls.
+
+        A schema of a tool that cannot be enforced is an error if the tool is strict; else as much of it as possible is
+        enforced.
+        """
+        named = choice.get("name") if isinstance(choice, Mapping) else None
+        if named is not None:
+            tools = [tool for tool in tools if tool.name == named]
+            if not tools:
+                raise UserError(f"tool_choice names the tool {named!r}, which is not among the tools")
+        if choice == "none" or not tools:
+            if choice == "required":
+                raise UserError("tool_choice is 'required', but there are no tools")
+            return None if answer is None else self.json_schema(answer, prompt)
+        if answer is not None:
+            self._check(_source(rules := Rules(self._control), _json(rules, answer), _SCHEMA), _SCHEMA)
+        schemas = {tool.name: tool.parameters or _ANY for tool in tools}
+        single = not parallel or named is not None
+        try:
+            return self._calls(found, tools, schemas, choice == "auto", single, prompt, answer)
+        except UserError:
+            usable = {tool.name: self._usable(tool) for tool in tools}
+            if usable == schemas:
+                raise
+            return self._calls(found, tools, usable, choice == "auto", single, prompt, answer)
+
+    def _calls(
+        self,
+        found: Format,
+        tools: Sequence[Tool],
+        schemas: Mapping[str, Mapping[str, Any]],
+        auto: bool,
+        single: bool,
+        prompt: str | None,
+        answer: Mapping[str, Any] | None,
+    ) -> Grammar:
+        """schemas: of the arguments, by the tool's name."""
+        rules = Rules(self._control)
+        calls = call_grammar(
+            found, rules, tools, not single, lambda tool: _json(rules, schemas[tool.name], not tool.strict)
+        )
+        text = rules.TEXT if answer is None else f"{rules.SPACE} {_json(rules, answer)}"
+        what = "the schema of a tool"
+        if isinstance(found, HarmonyCalls):
+            final = f" | {self._final(rules, text)}" if auto else ""
+            return self._compile(rules, f"{self._messages(rules)} ({calls.calls}{final})", what)
+        opened = f"{rules.literal(found.opening)} {calls.calls} {calls.more}"
+        if not auto:
+            start = f"{rules.SPACE} {opened}" + (f" | {calls.calls}" if found.bare else "")
+        elif answer is not None:
+            start = f"{rules.SPACE} {opened} | {text}"
+        else:
+            start = f"{rules.until(found.opening)} {calls.calls} {calls.more} | {rules.TEXT}"
+            start += f" | {calls.trigger} {calls.begun}" if calls.trigger else ""
+        return self._grammar(rules, start, prompt, what)
+
+    def _usable(self, tool: Tool) -> Mapping[str, Any]:
+        """The tool's schema, or that of any object. UserError for a strict tool's schema that cannot be used."""
+        rules = Rules(self._control)
+        what = f"the schema of the tool {tool.name}"
+        try:
+            self._check(_source(rules, _json(rules, tool.parameters or _ANY, not tool.strict), what), what)
+        except UserError:
+            if tool.strict:
+                raise
+            return _ANY
+        return tool.parameters or _ANY
+
+    # ---- behind what the model thinks
+
+    def _grammar(self, rules: Rules, answer: str, prompt: str | None, what: str, nested: str = "") -> Grammar:
+        """The grammar of thinking, if the model may think, and `answer`."""
+        if prompt is None:
+            return self._compile(rules, answer, what, nested)
+        if isinstance(self._thinking, reasoning.Harmony):
+            start = f"{self._messages(rules)} {self._final(rules, rules.rule(answer))}"
+            return self._compile(rules, start, what, nested)
+        assert isinstance(self._thinking, reasoning.Tags)
+        opening, closing = self._thinking.marks[0] + self._thinking.label, self._thinking.marks[1]
+        rest = f"{rules.until(closing)} {rules.SPACE}"
+        end = prompt.rstrip()
+        if end.endswith(opening):
+            answer = f"{rest} {rules.rule(answer)}"
+        elif not end.endswith(closing) and self._tokenizer.has_token(self._thinking.marks[0]):
+            begun = rules.mark(opening, rules.SPACE)
+            answer = f"({begun} {rest})? {rules.rule(answer)}"
+        return self._compile(rules, answer, what, nested)
+
+    @staticmethod
+    def _messages(rules: Rules) -> str:
+        """Harmony: messages before the answer, behind a prompt that ends within a message's header."""
+        begin = f'{rules.literal("<|channel|>")} ("analysis" | "commentary") {rules.literal("<|message|>")}'
+        end = f"{rules.until('<|end|>')} {rules.literal('<|start|>assistant')}"
+        return f"{rules.rule(f'{begin} {end}')}*"
+
+    @staticmethod
+    def _final(rules: Rules, answer: str) -> str:
+        """Harmony: the message that is the answer."""
+        kind = f'(" "? {rules.literal("<|constrain|>")} "json")?'
+        return f"{rules.literal('<|channel|>final')} {kind} {rules.literal('<|message|>')} {answer}"
+
+    # ---- compiling
+
+    def _compile(self, rules: Rules, start: str, what: str, nested: str = "") -> Grammar:
+        """what: is named in errors. nested: the text of the grammar "answer"."""
+        source = _source(rules, start, what, nested)
+        with self._lock:
+            if source in self._compiled:
+                self._compiled.move_to_end(source)
+                return self._compiled[source]
+        self._check(source, what)
+        grammar = Grammar(self._matcher(source, what), self._vocab)
+        with self._lock:
+            self._compiled[source] = grammar
+            while len(self._compiled) > _CACHED:
+                self._compiled.popitem(last=False)
+        return grammar
+
+    def _check(self, source: str, what: str) -> None:
+        """UserError for a grammar that must not be compiled here."""
+        key = hashlib.blake2b(source.encode()).digest()
+        with self._lock:
+            problem = self._problems.get(key)
+        if problem is None:
+            problem = self._trial.problem(source)
+            if problem != TOO_MUCH:  # that may be due to what else the machine does
+                with self._lock:
+                    self._problems[key] = problem
+                    while len(self._problems) > _CHECKED:
+                        self._problems.popitem(last=False)
+        if problem:
+            raise UserError(f"{what} cannot be used: {shown(problem)}")
+
+    def _matcher(self, source: str, what: str) -> Any:
+        import llguidance
+
+        with self._lock:
+            if self._tables is None:
+                self._tables = self._read_vocabulary()
+        matcher = llguidance.LLMatcher(self._tables, source, log_level=0, limits=limits())
+        matcher.compute_bitmask()  # the first one takes longest: it is kept
+        if matcher.is_error():
+            raise UserError(f"{what} cannot be used: {shown(matcher.get_error())}")
+        return matcher
+
+    def _read_vocabulary(self) -> Any:
+        """llguidance's tables of the vocabulary; logits beyond the tokenizer's tokens are never allowed."""
+        import llguidance
+
+        tokens = self._tokenizer.vocabulary() + [b""] * (self._vocab - self._tokenizer.vocab_size)
+        vocabulary: Any = Vocabulary(tokens, self._ends, list(self._control.ids.values()))
+        return llguidance.LLTokenizer(vocabulary, eos_token=self._ends, slices=_SLICES)
+
+
+def _source(rules: Rules, start: str, what: str, nested: str = "") -> str:
+    """The grammar as llguidance takes it. UserError for one that is too large."""
+    grammars = [{"name": "all", "lark_grammar": rules.source(start)}]
+    grammars += [{"name": "answer", "lark_grammar": nested}] if nested else []
+    source = json.dumps({"grammars": grammars})
+    if len(source) > _MAX_CHARACTERS:
+        raise UserError(f"{what} cannot be used: it is larger than {_MAX_CHARACTERS} characters")
+    return source
+
+
+def _json(rules: Rules, schema: object, lenient: bool = False) -> str:
+    """UserError for what is no schema."""
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, Mapping):
+        raise UserError("the JSON schema cannot be used: it must be an object")
+    try:
+        return rules.json(schema, lenient)
+    except RecursionError as error:
+        raise UserError("the JSON schema cannot be used: it is nested too deeply") from error
+    except (TypeError, ValueError) as error:
+        raise UserError(f"the JSON schema cannot be used: {error}") from error

@@ -1,0 +1,62 @@
+"""Writes what the device samples rows by: `sampling_layout`'s rows, from the settings, the tokens so far and the
+position. The order of the steps is `sampling.Sampler`'s.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from mlc_amd.runtime.sampling.layout import ADJUST, DRAW, LOGPROB, MASK, NO_MIN_P, RECENT
+from mlc_amd.runtime.sampling.logit_changes import changes_of
+from mlc_amd.runtime.sampling.philox import SEED_BITS
+from mlc_amd.runtime.sampling.sampler import Sampling
+
+
+def write_row(
+    words: np.ndarray,
+    changes: np.ndarray,
+    sampling: Sampling,
+    recent: Sequence[int],
+    position: int,
+    seed: int,
+    vocab: int,
+    logprob: bool = False,
+    masked: bool = False,
+) -> None:
+    """Writes one row: `words` int32 [WORDS], `changes` int32 [CHANGES, 2] as far as it is read.
+
+    recent: the tokens so far, the latest last. position: of the token to choose, in its sequence. seed: of the
+    sequence, where `sampling` has none. masked: whether its row of `allowed` counts, which has at least one token.
+    """
+    found = changes_of(sampling, recent)
+    count, draw = len(found.ids), not sampling.greedy
+    changes[:count, 0] = found.ids | np.where(found.recent, np.int32(RECENT), np.int32(0))
+    changes[:count, 1] = found.added.view(np.int32)
+    flags = DRAW * draw | ADJUST * bool(count or masked) | MASK * masked | LOGPROB * logprob
+    seed = seed if sampling.seed is None else sampling.seed
+    words[:6] = np.array([flags, count, min(sampling.top_k, vocab), position, *seed_words(seed)], np.uint32).view(
+        np.int32
+    )
+    floats = (
+        math.log2(math.e) / sampling.temperature if draw else 0.0,
+        sampling.top_p,
+        math.log(sampling.min_p) if sampling.min_p > 0 else NO_MIN_P,
+        sampling.repetition_penalty,
+        1 / sampling.repetition_penalty,
+    )
+    words[6 : 6 + len(floats)] = np.array(floats, np.float32).view(np.int32)
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """(low, high) 32 bits of a seed below 2**SEED_BITS."""
+    if not 0 <= seed < 1 << SEED_BITS:
+        raise ValueError(f"seed {seed} has more than {SEED_BITS} bits")
+    return seed & 0xFFFFFFFF, seed >> 32
+
+
+def mask_words(allowed: np.ndarray) -> np.ndarray:
+    """A row of `allowed` for a bool for each column of the logits."""
+    bits = np.zeros(-(-len(allowed) // 32) * 32, bool)
+    bits[: len(allowed)] = allowed
+    return np.packbits(bits, bitorder="little").view(np.int32)

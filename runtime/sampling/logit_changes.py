@@ -1,0 +1,54 @@
+"""Changes of single tokens' logits: penalties of recent tokens, and biases.
+
+What each adds up to for a token is computed here, for the host's sampler and for the device's.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mlc_amd.runtime.sampling.layout import CHANGES
+
+if TYPE_CHECKING:
+    from mlc_amd.runtime.sampling.sampler import Sampling
+
+
+@dataclass(frozen=True)
+class Changes:
+    """ids: distinct tokens, int32; recent: bool, those that the repetition penalty applies to; added: what is added to
+    their logits afterwards, float32."""
+
+    ids: np.ndarray
+    recent: np.ndarray
+    added: np.ndarray
+
+
+_NONE = Changes(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32))
+
+
+def changes_of(sampling: "Sampling", recent: Sequence[int]) -> Changes:
+    """The changes that a Sampling makes after the tokens `recent`, the latest last: biased tokens first, then recent
+    ones from the latest on, at most CHANGES."""
+    penalized = _penalized(sampling, recent)
+    bias = dict(sampling.logit_bias)
+    if not bias and not penalized:
+        return _NONE
+    ids = list(dict.fromkeys([*bias, *penalized]))[:CHANGES]
+    penalties = (
+        penalized[t] * sampling.frequency_penalty + sampling.presence_penalty if t in penalized else 0.0 for t in ids
+    )
+    added = [bias.get(t, 0.0) - penalty for t, penalty in zip(ids, penalties, strict=True)]
+    return Changes(np.array(ids, np.int32), np.array([t in penalized for t in ids], bool), np.array(added, np.float32))
+
+
+def _penalized(sampling: "Sampling", recent: Sequence[int]) -> dict[int, int]:
+    """How often each recent token occurs, the latest first; none if no penalty counts them."""
+    off = sampling.repetition_penalty == 1 and not sampling.presence_penalty and not sampling.frequency_penalty
+    if off or not sampling.repetition_window:
+        return {}
+    # numbers of Python: those of NumPy are ten times slower to count
+    return Counter(map(operator.index, reversed(recent[-sampling.repetition_window :])))

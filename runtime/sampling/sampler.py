@@ -1,0 +1,286 @@
+"""Chooses the next token: logits in, one token id out.
+
+`Sampling` is what the user sets, `Sampler` is one stream of choices with its own random numbers. The order of the steps
+is llama.cpp's default chain: penalties, logit bias, mask, top-k, top-p, min-p (the last two on probabilities at
+temperature 1), then temperature, then one draw. So settings have the same effect as there. Temperature 0 takes the
+largest logit (the first of equals) after the mask. Devices do the same (schedules/sampling.py), and draw with the same
+random numbers; this is what they are compared with.
+
+The vocabulary may have 150 thousand entries and a token may take a millisecond: nothing here sorts more than the
+candidates kept.
+"""
+
+import math
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
+from typing import TypedDict, Unpack
+
+import numpy as np
+
+from mlc_amd.runtime.errors import UserError, shorten
+from mlc_amd.runtime.sampling.logit_changes import CHANGES, changes_of
+from mlc_amd.runtime.sampling.philox import SEED_BITS, uniform
+
+# How many of the largest logits the top-p search looks at first; multiplied by 8 until they hold enough probability.
+_FIRST_CANDIDATES = 128
+# Below this temperature the draw is the greedy choice, whatever the logits; float32 would overflow instead of saying
+# so.
+_COLDEST = 1e-5
+_SLICE = 512
+# The logit of tokens that must not be chosen.
+LOWEST = np.float32(-3.0e38)
+# Of each parameter: its kind, the smallest and the largest value.
+_LIMITS = {
+    "temperature": (Real, 0, math.inf),
+    "top_k": (Integral, 0, math.inf),
+    "top_p": (Real, 0, 1),
+    "min_p": (Real, 0, 1),
+    "repetition_penalty": (Real, 0, math.inf),
+    "repetition_window": (Integral, 0, math.inf),
+    "presence_penalty": (Real, -1000, 1000),
+    "frequency_penalty": (Real, -1000, 1000),
+    "seed": (Integral, 0, (1 << SEED_BITS) - 1),
+}
+LARGEST_BIAS = 1e6
+_KINDS = {Real: "a number", Integral: "a whole number"}
+
+
+class SamplingChanges(TypedDict, total=False):
+    """Parameters of `Sampling`, as keyword arguments of what samples: those that are given replace others."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    repetition_window: int
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose tokens; every default means "off", which leaves the greedy choice.
+
+    temperature: logits are divided by it before the draw; 0 (or less than 1e-5) = greedy.
+    top_k: keep the k largest logits; 0 = all.
+    top_p: keep the smallest set of most probable tokens whose probabilities reach this sum; 1 = all.
+    min_p: keep tokens at least this fraction as probable as the most probable one; 0 = all.
+    repetition_penalty: positive logits of recent tokens are divided by it, others multiplied (Keskar et al. 2019,
+        CTRL); 1 = off.
+    repetition_window: how many of the last tokens count as recent.
+    presence_penalty: what is subtracted from the logits of recent tokens.
+    frequency_penalty: what is subtracted for each time that a token is among the recent ones.
+    logit_bias: token id to what is added to its logit.
+    seed: start of the random numbers; None = a new one every time.
+
+    Penalties and biases change the logits of 256 different tokens at most: those with a bias, then the latest.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    repetition_window: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, (kind, low, high) in _LIMITS.items():
+            value = getattr(self, name)
+            if name == "seed" and value is None:
+                continue
+            if not isinstance(value, kind):
+                raise UserError(f"{name} is {shorten(value)}: it must be {_KINDS[kind]}")
+            if not low <= value <= high or value == math.inf:
+                limits = f"between {low} and {high}" if high < math.inf else f"{low} or more"
+                raise UserError(f"{name} is {shorten(value)}: it must be {limits}")
+        if self.repetition_penalty == 0:
+            raise UserError("repetition_penalty is 0: it must be greater than 0 (1 = off)")
+        _check_bias(self.logit_bias)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the largest logit is chosen, without a random number."""
+        return self.temperature < _COLDEST or self.top_k == 1 or self.top_p == 0.0
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits may be changed before the choice: penalties, biases."""
+        return bool(self.logit_bias) or self.penalizes
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether recent tokens change logits."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalties and self.repetition_window > 0
+
+    def changed(self, **changes: Unpack[SamplingChanges]) -> "Sampling":
+        """A copy with other values of some parameters. UserError for an unknown name and a value out of range."""
+        known = SamplingChanges.__annotations__
+        if unknown := sorted(changes.keys() - known.keys()):
+            raise UserError(f"there is no sampling parameter {unknown[0]}: choose from {', '.join(known)}")
+        return replace(self, **changes)
+
+
+def without_ends(sampling: Sampling, ends: Iterable[int]) -> Sampling:
+    """The same with a bias that keeps these tokens from being chosen as long as there are others."""
+    return sampling.changed(logit_bias={**sampling.logit_bias, **dict.fromkeys(ends, -LARGEST_BIAS)})
+
+
+def _check_bias(bias: object) -> None:
+    if not isinstance(bias, Mapping):
+        raise UserError(f"logit_bias is {shorten(bias)}: it must be a mapping of token ids to numbers")
+    if len(bias) > CHANGES:
+        raise UserError(f"logit_bias has {len(bias)} tokens: there can be {CHANGES}")
+    for token, value in bias.items():
+        if not isinstance(token, Integral) or not 0 <= int(token) < 1 << 30:
+            raise UserError(f"logit_bias has {shorten(token)}: it must be a token id")
+        if not isinstance(value, Real) or not abs(float(value)) <= LARGEST_BIAS:
+            raise UserError(
+                f"logit_bias of token {token} is {shorten(value)}: it must be a number between -{LARGEST_BIAS:.0f} "
+                f"and {LARGEST_BIAS:.0f}"
+            )
+
+
+def not_finite(near: int | None = None) -> UserError:
+    """What a logit that is NaN or infinite means. near: a token near it, if that is known."""
+    where = "" if near is None else f" (near token {near})"
+    return UserError(f"the model computed a logit that is not a finite number{where}: the model file is damaged")
+
+
+class Sampler:
+    """A sequence of samples under one `Sampling`. The same seed, positions and logits give the same tokens.
+
+    seed: the one of `sampling`, or where it has none a new one.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self.seed: int = secrets.randbits(SEED_BITS) if sampling.seed is None else int(sampling.seed)
+        self._samples = 0
+
+    def sample(
+        self,
+        logits: np.ndarray,
+        recent: Sequence[int] = (),
+        position: int | None = None,
+        allowed: np.ndarray | None = None,
+    ) -> int:
+        """Returns a token id for `logits` (f32 [vocab], not changed). recent: the tokens so far, the latest last.
+        position: of the token in its sequence, which its random number belongs to; None: how many samples there were
+        before. allowed: bool [vocab], which tokens may be chosen, at least one.
+
+        Raises UserError when a logit is NaN or infinite: the model's numbers are broken, no choice would mean anything.
+        """
+        position = self._samples if position is None else position
+        self._samples += 1
+        best = int(np.argmax(logits))  # the first NaN, if there is one
+        if not (np.isfinite(logits[best]) and np.isfinite(logits.min())):
+            raise not_finite(best)
+        if self.sampling.greedy:
+            return int(np.argmax(_changed(logits, self.sampling, recent, allowed)))
+        ids, weights = self.left(logits, recent, allowed)
+        index = _draw(weights, uniform(self.seed, position))
+        return index if ids is None else int(ids[index])
+
+    def left(
+        self, logits: np.ndarray, recent: Sequence[int] = (), allowed: np.ndarray | None = None
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        """What a token is drawn from: (ids in their order, None: all; how likely they are, 1 being the largest)."""
+        logits = _changed(logits, self.sampling, recent, allowed)
+        largest = logits.max()
+        ids, kept = self._candidates(logits, largest)
+        # Divided after the largest is taken off: exp stays in range however small the temperature. In place: new pages
+        # take as long.
+        weights = kept - largest
+        weights /= np.float32(self.sampling.temperature)
+        return ids, np.exp(weights, out=weights)
+
+    def _candidates(self, logits: np.ndarray, largest: float) -> tuple[np.ndarray | None, np.ndarray]:
+        """The tokens left by top-k, top-p and min-p: (ids, their logits) in the order of ids, or (None, all logits)
+        when none of the three removes any."""
+        s = self.sampling
+        ids, kept = None, logits
+        if 0 < s.top_k < len(logits):
+            ids = most_likely(logits, s.top_k)
+            kept = logits[ids]
+        if s.top_p < 1.0:
+            chosen = _nucleus(kept, s.top_p, largest)
+            ids, kept = (chosen if ids is None else ids[chosen]), kept[chosen]
+        if s.min_p > 0.0:
+            chosen = np.flatnonzero(kept >= largest + math.log(s.min_p))
+            ids, kept = (chosen if ids is None else ids[chosen]), kept[chosen]
+        if ids is None:
+            return None, kept
+        order = np.argsort(ids)
+        return ids[order], kept[order]
+
+
+def _draw(weights: np.ndarray, uniform: float) -> int:
+    """The index that `uniform` (0 <= uniform < 1) falls on when each index owns a share of the unit line proportional
+    to its weight."""
+    # Two levels, a slice and then an index in it: a running sum over a whole vocabulary takes over a millisecond.
+    starts = np.arange(0, len(weights), _SLICE)
+    slices = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
+    point = uniform * slices[-1]
+    at = min(int(np.searchsorted(slices, point, side="right")), len(slices) - 1)
+    inside = np.cumsum(weights[starts[at] : starts[at] + _SLICE], dtype=np.float64)
+    point -= slices[at - 1] if at else 0.0
+    # Rounding may put the point a hair beyond the last weight: the last index that has any weight owns it.
+    last = int(np.flatnonzero(inside < inside[-1])[-1]) + 1 if inside[0] < inside[-1] else 0
+    return int(starts[at]) + min(int(np.searchsorted(inside, point, side="right")), last)
+
+
+def _changed(logits: np.ndarray, sampling: Sampling, recent: Sequence[int], allowed: np.ndarray | None) -> np.ndarray:
+    """`logits` after penalties, bias and mask; a copy if any of them applies."""
+    changes = changes_of(sampling, recent)
+    if allowed is None and not len(changes.ids):
+        return logits
+    if len(changes.ids) and changes.ids.max() >= len(logits):
+        raise UserError(f"token id {changes.ids.max()} is outside the vocabulary of {len(logits)}")
+    logits, penalty = logits.copy(), np.float32(sampling.repetition_penalty)
+    values = logits[changes.ids]
+    penalized = values * np.where(values > 0, np.float32(1 / sampling.repetition_penalty), penalty)
+    logits[changes.ids] = np.where(changes.recent, penalized, values) + changes.added
+    if allowed is not None:
+        logits[~allowed] = LOWEST
+    return logits
+
+
+def most_likely(logits: np.ndarray, k: int) -> np.ndarray:
+    """Indices of the k largest logits, the largest first; equal logits in the order of their indices."""
+    # A first cut without sorting: of the maxima of `columns` disjoint slices, the k-th largest has at least k logits at
+    # or above it.
+    values, candidates = logits, None
+    columns = 8 * k
+    if columns * 4 <= len(logits):
+        rows = len(logits) // columns
+        maxima = logits[: rows * columns].reshape(rows, columns).max(axis=0)
+        candidates = np.flatnonzero(logits >= np.partition(maxima, columns - k)[columns - k])
+        values = logits[candidates]
+    threshold = np.partition(values, len(values) - k)[len(values) - k]
+    above = np.flatnonzero(values > threshold)
+    ties = np.flatnonzero(values == threshold)[: k - len(above)]
+    found = np.sort(np.concatenate([above, ties]))
+    found = found[np.argsort(-values[found], kind="stable")]
+    return found if candidates is None else candidates[found]
+
+
+def _nucleus(logits: np.ndarray, top_p: float, largest: float) -> np.ndarray:
+    """Indices of the smallest set of most probable tokens whose probabilities sum to at least `top_p`."""
+    total = float(np.exp(logits - largest).sum(dtype=np.float64))
+    count = min(_FIRST_CANDIDATES, len(logits))
+    while True:
+        ids = most_likely(logits, count)
+        mass = np.cumsum(np.exp((logits[ids] - largest).astype(np.float64)))
+        if count == len(logits) or mass[-1] >= top_p * total:
+            return ids[: int(np.searchsorted(mass, top_p * total)) + 1]
+        count = min(count * 8, len(logits))

@@ -1,0 +1,116 @@
+"""Guesses of how answers go on, from a smaller model with the same vocabulary.
+
+It chooses tokens as the answers do, with their settings and seeds: where both models give a token similar probabilities
+they often choose the same one, at any temperature.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+
+from mlc_amd.runtime.cache.kv_cache import Cache
+from mlc_amd.runtime.cache.sequence import Sequence
+from mlc_amd.runtime.engine.requests import Request
+from mlc_amd.runtime.engine.runner import Runner
+from mlc_amd.runtime.engine.sampled_rows import GREEDY, Choice
+from mlc_amd.runtime.engine.steps import pages_of
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.text.tokenizer import Tokenizer
+
+_FEW = 8  # pending tokens that are rows of a step, as those of other answers are
+
+
+class DraftModel:
+    """A `Drafter`. artifact, device: the model's, as for `Engine`; closed with it. UserError for a vocabulary that is
+    not the `tokenizer`'s."""
+
+    expected, free, follows = 0.7, False, False
+
+    def __init__(self, artifact, device, tokenizer: Tokenizer) -> None:
+        if not Tokenizer.load(artifact.path).same_vocabulary(tokenizer):
+            raise UserError(
+                f"{artifact.manifest['name']} has another vocabulary: a draft model must have that of the model itself"
+            )
+        self._artifact, self._device = artifact, device
+        self._cache = Cache(pages_of(device, artifact.manifest), artifact.manifest["context"])
+        self._runner = Runner(artifact, device, self._cache)
+        self._sequences: OrderedDict[Request, Sequence] = OrderedDict()  # the one that was not used for longest first
+        self._known: dict[Request, int] = {}  # first tokens of the sequence that are certain
+
+    def draft(self, wanted: Mapping[Request, tuple[Choice, int]]) -> Mapping[Request, list[int]]:
+        for request, (choice, _) in wanted.items():
+            self._follow(request, choice.tokens)
+        found: dict[Request, list[int]] = {request: [] for request in wanted}
+        going = dict(wanted)
+        while step := self._fitting(going, wanted):
+            for request, token in zip(step, self._step(step, wanted), strict=True):
+                if token < 0:  # a logit is not a finite number
+                    return {}
+                found[request].append(token)
+                self._sequences[request].append((token,))
+            going = {request: wanted[request] for request in step if len(found[request]) < wanted[request][1]}
+        return {request: guesses for request, guesses in found.items() if guesses}
+
+    def _fitting(self, going: Iterable[Request], wanted: Collection[Request]) -> list[Request]:
+        """Those that have a row in a step."""
+        rows, found = self._runner.functions.single_rows, []
+        for request in going:
+            sequence = self._sequences[request]
+            if sequence.pending <= rows and self._reserve(sequence, wanted):
+                found.append(request)
+                rows -= sequence.pending
+        return found
+
+    def _follow(self, request: Request, tokens: SequenceOf[int]) -> None:
+        """The request's sequence gets these tokens; what is equal already stays computed."""
+        sequence = self._sequences.setdefault(request, self._cache.sequence())
+        self._sequences.move_to_end(request)
+        equal, own = self._known.get(request, 0), sequence.tokens
+        while equal < min(len(own), len(tokens)) and own[equal] == tokens[equal]:
+            equal += 1
+        sequence.truncate(min(equal, len(own)))
+        sequence.append(tokens[equal:])
+        sequence.match()
+        self._known[request] = len(tokens)
+        while sequence.pending > _FEW:
+            count = min(sequence.pending - 1, self._runner.functions.chunk_rows, sequence.room)
+            if count < 1 or not sequence.reserve(count):
+                return
+            self._cache.seat([sequence])
+            self._runner.sample((), sequence.chunk(count), ())
+            sequence.advance(count)
+
+    def _reserve(self, sequence: Sequence, wanted: Collection[Request]) -> bool:
+        """Whether there are pages for its pending tokens, which sequences that are not `wanted` give up."""
+        if not 0 < sequence.pending <= _FEW or sequence.computed + sequence.pending > self._cache.context:
+            return False
+        for request in list(self._sequences):
+            if sequence.room >= sequence.pending:
+                break
+            if request not in wanted:
+                self.forget(request)
+        return sequence.room >= sequence.pending and sequence.reserve(sequence.pending)
+
+    def _step(self, requests: list[Request], wanted: Mapping[Request, tuple[Choice, int]]) -> list[int]:
+        """The token behind each request's sequence."""
+        sequences = [self._sequences[request] for request in requests]
+        self._cache.seat(sequences)
+        rows, choices, last = [], [], []
+        for request, sequence in zip(requests, sequences, strict=True):
+            rows += sequence.rows(sequence.tokens[sequence.computed :])
+            choices += [GREEDY] * (sequence.pending - 1)
+            choices.append(wanted[request][0]._replace(tokens=sequence.tokens, allowed=None, logprobs=None))
+            last.append(len(rows) - 1)
+        chosen = self._runner.sample(rows, None, choices)
+        for sequence in sequences:
+            sequence.advance(sequence.pending)
+        return [chosen[row].token for row in last]
+
+    def forget(self, request: Request) -> None:
+        if sequence := self._sequences.pop(request, None):
+            sequence.free()
+        self._known.pop(request, None)
+
+    def close(self) -> None:
+        self._device.close()
+        self._artifact.close()

@@ -1,0 +1,105 @@
+"""Guesses by a layer of the model itself that was trained for them (multi-token prediction; the formula is in
+compiler/models/predictor.py).
+
+The layer has keys of its own in the pages of the model's: at the position of each computed token, of the decoder's last
+row there and of the token that follows. So it is computed behind steps, for the same rows (`follow`), and guesses
+one token behind each answer's newest one with that. For more guesses it is computed again, on its own guesses.
+
+While its guesses are not worth their time it does not follow steps (`skip`), but for those with tokens of prompts. Keys
+of the tokens between are not made up for: what lay there stays, and guesses behind them are less often right.
+
+Complete pages are shared by the tokens that they hold, and the key at a page's last position is made with the first
+token behind it, too: it may be that of another text. Answers do not depend on it.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from mlc_amd.runtime.engine.planned_step import Step
+from mlc_amd.runtime.engine.requests import Request
+from mlc_amd.runtime.engine.runner import Runner
+from mlc_amd.runtime.engine.sampled_rows import Choice, Chosen
+from mlc_amd.runtime.errors import UserError
+
+
+class _Rows(NamedTuple):
+    """The rows of a request in the last step that have a guess: how many, the number of the first one among all rows,
+    its position, and the guesses."""
+
+    first: int
+    position: int
+    guesses: list[int]
+
+
+class OwnDraft:
+    """A `Drafter`, which is told of all steps (`follow` or `skip`). runner: of the model, which is called `name`;
+    UserError if it has no such layer."""
+
+    expected, free, follows = 0.7, False, True
+
+    def __init__(self, runner: Runner, name: str) -> None:
+        if not runner.functions.drafts:
+            raise UserError(f"{name} has no layer that predicts further tokens: use --draft lookup, or a draft model")
+        self._runner = runner
+        self._rows: dict[Request, _Rows] = {}
+
+    def follow(self, step: Step, chosen: SequenceOf[Chosen]) -> None:
+        """The step was computed, and its sequences are not advanced yet. chosen: behind each of its single rows, then
+        behind its chunk's last one, if that answers."""
+        places, row = [], 0  # of each request: its first row with an answer, the position of that, and its answers
+        for (request, sequence), drafts in zip(step.singles, step.drafts, strict=True):
+            places.append((request, row, sequence.computed, 1 + len(drafts)))
+            row += 1 + len(drafts)
+        tokens = [max(found.token, 0) for found in chosen]
+        if chunk := step.chunk:
+            end = chunk.start + chunk.count
+            tokens[row:row] = chunk.sequence.tokens[chunk.start + 1 : end + 1]
+            if chunk.answers:
+                places.append((chunk.request, row + chunk.count - 1, end - 1, 1))
+        guesses = iter(self._runner.follow(tokens))
+        self._rows = {
+            request: _Rows(first, position, [next(guesses) for _ in range(count)])
+            for request, first, position, count in places
+        }
+
+    def skip(self) -> None:
+        """A step was computed that it does not follow."""
+        self._rows = {}
+
+    def draft(self, wanted: Mapping[Request, tuple[Choice, int]]) -> Mapping[Request, list[int]]:
+        found: dict[Request, list[int]] = {}
+        sources: dict[Request, int] = {}  # the row that made the last guess
+        for request in wanted:
+            sequence, rows = request.sequence, self._rows.get(request)
+            last = sequence.computed - 1 - rows.position if sequence and rows else -1
+            if rows and 0 <= last < len(rows.guesses) and rows.guesses[last] >= 0:
+                found[request], sources[request] = [rows.guesses[last]], rows.first + last
+        self._rows = {}
+        going = list(found)
+        while going := [request for request in going if len(found[request]) < self._most(request, wanted)]:
+            rows = []
+            for request in going:
+                sequence = request.sequence
+                assert sequence
+                position = sequence.computed - 1 + len(found[request])
+                rows.append((found[request][-1], position, sequence.table_row))
+            guesses = self._runner.chain(rows, [sources[request] for request in going])
+            for row, (request, guess) in enumerate(zip(going, guesses, strict=True)):
+                sources[request] = row
+                found[request] += [guess] if guess >= 0 else []
+            going = [request for request, guess in zip(going, guesses, strict=True) if guess >= 0]
+        return found
+
+    @staticmethod
+    def _most(request: Request, wanted: Mapping[Request, tuple[Choice, int]]) -> int:
+        """Guesses that it gets: the keys of all but the last two are written to pages that its next step has."""
+        sequence = request.sequence
+        assert sequence
+        return min(wanted[request][1], sequence.capacity - sequence.computed + 1)
+
+    def forget(self, request: Request) -> None:
+        self._rows.pop(request, None)
+
+    def close(self) -> None:
+        """There is nothing of its own."""

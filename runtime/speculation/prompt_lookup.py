@@ -1,0 +1,60 @@
+"""Guesses of how an answer goes on, from its own text: what followed the last time that its newest tokens stood there.
+
+No model is needed. It pays where answers repeat their prompt: code that is edited, quotations, lists, summaries.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mlc_amd.runtime.engine.requests import Request
+from mlc_amd.runtime.engine.sampled_rows import Choice
+
+LENGTHS = (4, 3, 2)  # tokens that must agree; the longest agreement counts
+
+
+@dataclass
+class _Index:
+    """Where runs of tokens ended last. read: tokens that it knows."""
+
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    read: int = 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Runs that end before the last token: what follows them is known."""
+        for end in range(max(self.read, 1), len(tokens)):
+            for length in LENGTHS:
+                if length <= end:
+                    self.ends[tuple(tokens[end - length : end])] = end
+        self.read = len(tokens)
+
+    def following(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Up to `count` tokens that followed the longest run that `tokens` end with."""
+        for length in LENGTHS:
+            if length < len(tokens) and (end := self.ends.get(tuple(tokens[-length:]))):
+                period = len(tokens) - end  # a text that repeats itself goes on with what it repeats
+                return [tokens[end + i % period] for i in range(count)]
+        return []
+
+
+class PromptLookup:
+    """A `Drafter`."""
+
+    expected, free, follows = 0.5, True, False
+
+    def __init__(self) -> None:
+        self._indices: dict[Request, _Index] = {}
+
+    def draft(self, wanted: Mapping[Request, tuple[Choice, int]]) -> Mapping[Request, list[int]]:
+        found = {}
+        for request, (choice, count) in wanted.items():
+            tokens, index = choice.tokens, self._indices.setdefault(request, _Index())
+            index.extend(tokens)
+            if guess := index.following(tokens, count):
+                found[request] = guess
+        return found
+
+    def forget(self, request: Request) -> None:
+        self._indices.pop(request, None)
+
+    def close(self) -> None:
+        self._indices.clear()

@@ -1,0 +1,227 @@
+"""Speculative decoding: how many guesses of an answer's next tokens a step verifies.
+
+In: the answers of a step, what a `Drafter` guesses, how long steps took. Out: guesses for each answer, as many as are
+worth their rows. A step computes a row for each guess behind the newest token; the device chooses the token of each row
+as it would without guesses, and those whose guesses were right count. So answers do not depend on guesses, sampled ones
+neither: a guess is right with the probability that the model gives it, as in rejection sampling.
+
+An answer with acceptance a (the probability that a guess is right if those before it are) gets 1 + a + .. + a^k tokens
+of a step with k guesses. Of all numbers of guesses the best one is taken, in tokens per second by the measured times of
+steps. What is not worth its time is tried again now and then, as long as all that was lost so is less than LOSS of the
+time of decoding. A drafter that follows steps takes time behind each of them, with guesses or without: it is not asked
+to while guesses are not worth that, too, and is tried again for TRIES steps at a time.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from heapq import heapify, heappop, heapreplace
+from statistics import median_low
+from typing import NamedTuple, Protocol
+
+from mlc_amd.runtime.engine.requests import Request
+from mlc_amd.runtime.engine.sampled_rows import Choice
+
+LOSS = 0.015  # of the time of decoding: with the first guesses of a short answer less than 3 %
+MOST = 7  # guesses for one answer: with its newest token a step of eight rows
+TRIES = 8  # steps that are followed in a row: guesses are best where the drafter knows the last tokens
+CREDIT = 5  # steps' time of what was gained before that may be lost again, at most
+_LAST = 5  # measurements of a kind of step: a median of them is that of a step that waited for nothing else
+_CHECKS = 64  # steps with guesses, at most, between two without: what these cost has to be known
+_NEWS = 0.2  # weight of the last guess's time
+_OUTCOME = 0.1  # weight of the last guess
+_SLOPE = 0.1  # what a further row is taken to cost, as a share of a step with one, until it was measured
+
+
+class Drafter(Protocol):
+    """Guesses how texts go on. Used by one thread at a time."""
+
+    expected: float  # acceptance, before there was a guess
+    free: bool  # guesses take no time to speak of: choose among them
+    follows: bool  # it guesses behind steps that it has followed, see `Speculation.following`
+
+    def draft(self, wanted: Mapping[Request, tuple[Choice, int]]) -> Mapping[Request, list[int]]:
+        """For each request up to so many tokens behind those of its choice. A request without guesses may be left
+        out."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """The request is done. It need not be known."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Counts(NamedTuple):
+    """Guesses that steps verified, and how many of them were right."""
+
+    drafted: int
+    accepted: int
+
+
+class Speculation:
+    """`drafts` before each step without a chunk, `completed` after it, and `followed` if the drafter followed it. rows:
+    of such a step, at most."""
+
+    def __init__(self, drafter: Drafter, rows: int, most: int = MOST) -> None:
+        self.drafter, self._rows, self._most = drafter, rows, most
+        self.counts = Counts(0, 0)
+        self._acceptance: dict[Request, float] = {}
+        self._usual = drafter.expected  # acceptance of new requests
+        self.following = drafter.follows  # whether the drafter is to follow the step without a chunk that is computed
+        self._trying = 0  # further steps that it follows whether that pays or not
+        self._steps, self._follows = StepTimes(), StepTimes()
+        self._guess_s = 0.0  # seconds that a guess takes
+        self._decoded_s = 0.0  # seconds of all steps
+        self._balance_s = 0.0  # seconds that guesses have saved
+        self._guessed = self._interval = 0  # steps since the last one without guesses, and how many there may be
+
+    def drafts(self, wanted: Mapping[Request, tuple[Choice, int]]) -> Mapping[Request, list[int]]:
+        """wanted: of the requests that have a row in the step, and how many guesses each may have at most."""
+        if self._guessed > self._interval:
+            return {}
+        limits = {request: min(most, self._most) for request, (_, most) in wanted.items()}
+        asked = limits if self.drafter.free else self._counts(limits)
+        choices = {request: (choice, asked[request]) for request, (choice, _) in wanted.items() if asked[request]}
+        found = self.drafter.draft(choices) if choices else {}
+        if self.drafter.free and found:
+            counts = self._counts({request: len(found.get(request, ())) for request in wanted})
+            found = {request: guesses[: counts[request]] for request, guesses in found.items()}
+        return found
+
+    def _counts(self, most: Mapping[Request, int]) -> dict[Request, int]:
+        """How many guesses each request should have, at most so many."""
+        answers, known = len(most), [self._acceptance.get(request, self._usual) for request in most]
+        rows = min(answers + sum(most.values()), self._rows, 2 * self._steps.most)  # steps that are known, or nearly
+        times = self._steps.between(answers, max(rows, answers))
+        plain, left = times[0], len(times) - 1
+        for guesses in range(1, len(times)):
+            times[guesses] += guesses * self._guess_s + self._follows.of(answers + guesses)
+        counts, rate = best_counts(known, list(most.values()), times)
+        one = [int(of > 0 and i < left) for i, of in enumerate(most.values())]  # what a guess of each is worth
+        cost, may_lose = times[sum(one)] - plain, self._balance_s + LOSS * self._decoded_s
+        pays = rate * plain > answers * (1 + LOSS)
+        may_lose += plain if pays else 0
+        if not pays:
+            counts = one
+        if self.drafter.follows:
+            allowed = plain > 0 and self._goes_on(pays, may_lose, cost, any(one))
+        else:
+            allowed = may_lose > (0 if pays else cost)
+        return dict(zip(most, counts if allowed else [0] * answers, strict=True))
+
+    def _goes_on(self, pays: bool, may_lose: float, cost: float, possible: bool) -> bool:
+        """Decides whether the drafter follows the next step. may_lose: seconds; cost: of a try, seconds; possible:
+        there may be guesses at all."""
+        if self._trying and possible:
+            self._trying -= 1
+        elif not (self.following and pays and may_lose > 0):
+            self.following = possible and may_lose > TRIES * cost
+            self._trying = TRIES - 1 if self.following else 0
+        return self.following
+
+    def completed(
+        self, drafted: Mapping[Request, Sequence[int]], found: Mapping[Request, int], guess_s: float, step_s: float
+    ) -> None:
+        """A step took step_s seconds, its guesses guess_s. drafted: the guesses; found: how many tokens each of its
+        requests got."""
+        answers, guesses = len(found), sum(map(len, drafted.values()))
+        self._steps.add(answers + guesses, step_s)
+        self._decoded_s += guess_s + step_s
+        if not guesses:
+            self._balance_s -= guess_s
+            if self._guessed > self._interval:
+                self._interval = min(2 * self._interval + 4, _CHECKS)
+            self._guessed = 0
+            return
+        self._guessed += 1
+        self._guess_s += _NEWS * (guess_s / guesses - self._guess_s)
+        gained = sum(found.values()) / answers * self._steps.of(answers) - guess_s - step_s
+        self._balance_s = min(self._balance_s + gained, CREDIT * self._steps.of(answers))
+        right = 0
+        for request, guess in drafted.items():
+            hits = found[request] - 1
+            right += hits
+            for hit in [True] * hits + [False] * (hits < len(guess)):
+                self._usual += _OUTCOME / answers * (hit - self._usual)
+                own = self._acceptance.get(request, self._usual)
+                self._acceptance[request] = own + _OUTCOME * (hit - own)
+        self.counts = Counts(self.counts.drafted + guesses, self.counts.accepted + right)
+
+    def followed(self, rows: int, seconds: float) -> None:
+        """The drafter took so long to follow the step of so many rows that was completed."""
+        self._follows.add(rows, seconds)
+        self._decoded_s += seconds
+        self._balance_s -= seconds
+
+    def forget(self, request: Request) -> None:
+        """The request is done."""
+        self._acceptance.pop(request, None)
+        self.drafter.forget(request)
+
+
+class StepTimes:
+    """Seconds of steps by their rows: the median of the last few, between those that were measured interpolated."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []  # that were measured, in order
+        self._seconds: list[float] = []
+        self._last: dict[int, deque[float]] = {}
+
+    def add(self, rows: int, seconds: float) -> None:
+        seconds = min(seconds, 2 * (self.of(rows) or seconds))  # the first one may have had to wait
+        i = bisect_left(self._rows, rows)
+        if rows not in self._last:
+            self._rows.insert(i, rows)
+            self._seconds.insert(i, seconds)
+            self._last[rows] = deque(maxlen=_LAST)
+        self._last[rows].append(seconds)
+        self._seconds[i] = median_low(self._last[rows])
+
+    @property
+    def most(self) -> int:
+        """Rows of the largest step that was measured."""
+        return self._rows[-1] if self._rows else 0
+
+    def of(self, rows: int) -> float:
+        """0 before the first measurement."""
+        if not self._rows:
+            return 0.0
+        i = bisect_left(self._rows, rows)
+        if i == len(self._rows) or (i == 0 and self._rows[0] != rows):
+            nearest = max(i - 1, 0)
+            return self._seconds[nearest] * (1 + _SLOPE * rows) / (1 + _SLOPE * self._rows[nearest])
+        if self._rows[i] == rows:
+            return self._seconds[i]
+        below, above = self._rows[i - 1 : i + 1]
+        return self._seconds[i - 1] + (rows - below) / (above - below) * (self._seconds[i] - self._seconds[i - 1])
+
+    def between(self, first: int, last: int) -> list[float]:
+        """Of first, first + 1 .. last rows."""
+        return [self.of(rows) for rows in range(first, last + 1)]
+
+
+def best_counts(acceptance: Sequence[float], most: Sequence[int], times: Sequence[float]) -> tuple[list[int], float]:
+    """Numbers of guesses for answers with these acceptances that give most tokens per second, and how many those are.
+
+    most: of each answer; times: seconds of a step with 0, 1, 2 .. guesses.
+    """
+    counts, tokens = [0] * len(acceptance), float(len(acceptance))
+    chances = [
+        (-chance, i) for i, chance in enumerate(acceptance) if most[i]
+    ]  # that the next guess of an answer counts
+    heapify(chances)
+    best, rate = list(counts), 0.0
+    for time in times[1:]:
+        chance, i = chances[0]
+        tokens -= chance
+        counts[i] += 1
+        if counts[i] < most[i]:
+            heapreplace(chances, (chance * acceptance[i], i))
+        else:
+            heappop(chances)
+        if time and tokens > rate * time:
+            best, rate = list(counts), tokens / time
+        if not chances:
+            break
+    return best, rate

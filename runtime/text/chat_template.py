@@ -1,0 +1,169 @@
+"""Renders a conversation to the text of a prompt, with the model's Jinja template.
+
+In:  a directory with `tokenizer_config.json` (see `mlc_amd.compiler.tokenizer.export`); messages as {"role": str,
+     "content": str, ...}, as transformers takes them ("tool_calls" of assistant messages, for example).
+Out: `ChatTemplate.render`, the prompt's text, which knows what of it the template wrote itself. `Tokenizer.encode`
+     finds control tokens there alone, so that no message can inject one and thereby turns of other roles.
+
+A template is untrusted code: another process renders it (`template_program.py`), with limits of time and memory.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mlc_amd.runtime.errors import QUOTED, UserError, one_line
+from mlc_amd.runtime.limited_process import LimitedProcess, TooMuch
+from mlc_amd.runtime.text.tokenizer_files import read_config
+from mlc_amd.runtime.text.traced_text import Traced
+
+# For models without a template (base models): a dialogue in plain text.
+FALLBACK = (
+    "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+FALLBACK_STOPS = ("\nUser:", "\nSystem:", "\nAssistant:")
+
+# How much a model thinks before it answers: left to the template; switched on or off; or by effort.
+THINKING = ("auto", "on", "off", "low", "medium", "high")
+# Variables of templates for the two: the first one that a template has is set.
+_SWITCHES, _EFFORT = ("enable_thinking", "thinking"), "reasoning_effort"
+# Messages that show whether a template renders them.
+_SYSTEM, _USER = "a system message", "a user message"
+
+
+# Of processor time, and bytes, for compiling a template and for each rendering, which take milliseconds.
+_SECONDS, _MEMORY = 2.0, 256 << 20
+_TOO_MUCH = f"it takes more than {_SECONDS:.0f} s or {_MEMORY >> 20} MiB"
+
+
+def _merge_system(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+    """Messages whose system message is the beginning of the first user message; without a user message, unchanged."""
+    system, *others = messages
+    at = next((i for i, message in enumerate(others) if message["role"] == "user"), None)
+    if at is None:
+        return list(messages)
+    merged = {**others[at], "content": f"{system['content']}\n\n{others[at]['content']}"}
+    return [*others[:at], merged, *others[at + 1 :]]
+
+
+class ChatTemplate:
+    """A model's chat template; without one, the plain dialogue `FALLBACK` (`is_fallback` is then True). Thread-safe.
+
+    source: the template's text    tokens: {"bos_token": text, ...}, "" where the model has no such token
+    It is compiled when it is first needed. UserError of all methods if it cannot be.
+    """
+
+    def __init__(self, source: str | None, tokens: dict[str, str]):
+        self.is_fallback: bool = source is None
+        self.source: str = FALLBACK if source is None else source
+        opening = {"source": self.source, "tokens": tokens}
+        self._process = LimitedProcess("mlc_amd.runtime.text.template_program", opening, _SECONDS, _MEMORY)
+
+    @classmethod
+    def load(cls, directory: str | Path, name: str | None = None) -> "ChatTemplate":
+        """The default template of the model in `directory`, or the one called `name` of a model with several
+        ("tool_use", "rag").
+
+        Raises UserError for a missing or corrupt file, a malformed template and an unknown name.
+        """
+        config = read_config(Path(directory))
+        named = config["chat_templates"]
+        if name is not None and name not in named:
+            raise UserError(
+                f"the model has no chat template '{name}': it has {', '.join(sorted(named)) or 'no named ones'}"
+            )
+        tokens = {f"{key}_token": special["text"] if special else "" for key, special in config["special"].items()}
+        return cls(config["chat_template"] if name is None else named[name], tokens)
+
+    def start(self) -> None:
+        """Starts the process that renders, without waiting for it."""
+        self._process.start()
+
+    def close(self) -> None:
+        """Ends the process that renders; another one is started if it is needed again."""
+        self._process.close()
+
+    def check(self) -> None:
+        """UserError if it is not a valid Jinja template."""
+        _ = self.variables
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the template takes."""
+        try:
+            opened = self._process.open()
+        except TooMuch:
+            opened = {"malformed": _TOO_MUCH}
+        if "malformed" in opened:
+            raise UserError(
+                f"the model's chat template is malformed ({one_line(opened['malformed'], QUOTED)}): correct it in the "
+                "GGUF, and compile that again"
+            )
+        return frozenset(opened["variables"])
+
+    def render(
+        self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True, **variables: object
+    ) -> Traced:
+        """The prompt's text.
+
+        add_generation_prompt: end with the beginning of the assistant's turn.
+        variables:             further variables of the template (tools, documents, enable_thinking, ...), which
+                               override the standard ones.
+        All of them are JSON values. A system message becomes the beginning of the first user message if the template
+        rejects or ignores it. Raises UserError with the template's message if it rejects the conversation or fails.
+        """
+        if messages and messages[0]["role"] == "system" and not self._takes_system:
+            messages = _merge_system(messages)
+        return self._render(messages, add_generation_prompt, variables)
+
+    def _render(
+        self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, variables: Mapping[str, object]
+    ) -> Traced:
+        standard = {
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+        }
+        self.check()
+        try:
+            made: dict[str, Any] = self._process.ask({**standard, **variables})
+        except TooMuch:
+            made = {"failed": _TOO_MUCH}
+        except (RecursionError, TypeError, ValueError) as error:
+            raise UserError(f"the messages are no JSON values ({one_line(str(error), QUOTED)}): change them") from error
+        if "failed" in made:
+            raise UserError(
+                f"the model's chat template failed ({one_line(made['failed'], QUOTED)}): change the messages or the "
+                "template"
+            )
+        return Traced.of_spans(made["text"], made["own"])
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """False for a template that renders user messages but rejects or ignores system messages."""
+        messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _USER}]
+        try:
+            text = self._render(messages, True, {})
+        except UserError:
+            return False
+        return _SYSTEM in text or _USER not in text
+
+    def switch(self, thinking: str) -> dict[str, Any]:
+        """The variables of `render` for a value of THINKING. UserError if the template has no such switch."""
+        if thinking == "auto":
+            return {}
+        switches = [name for name in _SWITCHES if name in self.variables][:1]
+        known: dict[str, dict[str, Any]] = {"auto": {}}
+        known |= {value: {name: value == "on"} for name in switches for value in ("on", "off")}
+        if _EFFORT in self.variables:
+            known |= {value: {_EFFORT: value} for value in ("low", "medium", "high")}
+        if thinking not in known:
+            raise UserError(f"thinking cannot be {thinking}: with this model's chat template it is {', '.join(known)}")
+        return known[thinking]
+
+    def stop_strings(self) -> tuple[str, ...]:
+        """Texts that end an assistant turn besides the tokenizer's `end_ids`, for the plain dialogue."""
+        return FALLBACK_STOPS if self.is_fallback else ()

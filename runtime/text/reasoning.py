@@ -1,0 +1,187 @@
+"""Divides what a model writes into parts: what it thinks, what it answers, what it calls.
+
+In:  the text of an answer, piece by piece, with the texts of those control tokens that `Format.marks` names; the end of
+     the prompt, because some chat templates begin the thinking themselves.
+Out: `Part`s in order, as early as they are certain: a mark that is divided between two pieces is held back.
+
+`FORMATS` is the table of known formats; `detect` finds a model's one by its vocabulary.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from mlc_amd.runtime.text.marks import split_at
+
+Kind = Literal["thinking", "final", "tool"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a part. Neighbours of the same kind and recipient belong together.
+
+    recipient: of kind "tool": the name of what is called, as the model writes it ("functions.search").
+    """
+
+    kind: Kind
+    text: str
+    recipient: str = ""
+
+
+class Parser(ABC):
+    """Divides one answer: `feed` its pieces, then `finish`."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def feed(self, text: str) -> list[Part]:
+        """The parts that `text` completes or continues, none of them empty."""
+        return self._scan(self._held + text, last=False)
+
+    def finish(self) -> list[Part]:
+        """The rest, at the end of the answer."""
+        return self._scan(self._held, last=True)
+
+    @abstractmethod
+    def _scan(self, text: str, last: bool) -> list[Part]:
+        """The parts of `text`; sets `_held` to what must be looked at again."""
+
+
+@dataclass(frozen=True)
+class Format(ABC):
+    """How the parts of an answer are marked. marks: the texts that separate them; if they are control tokens, their
+    texts must be fed to the parser."""
+
+    marks: tuple[str, ...]
+
+    @abstractmethod
+    def parser(self, prompt: str) -> Parser:
+        """A parser of the answer to this rendered prompt."""
+
+
+# ---- thinking between two marks, then the answer
+
+
+@dataclass(frozen=True)
+class Tags(Format):
+    """Marks: before and after the thinking, which comes first if there is any. White space around it has no meaning.
+
+    label: what the model writes behind the first mark.
+    """
+
+    label: str = ""
+
+    def parser(self, prompt: str) -> Parser:
+        opening, closing = self.marks[0] + self.label, self.marks[1]
+        return _TagParser(opening, closing, prompt.rstrip().endswith(opening))
+
+
+class _TagParser(Parser):
+    def __init__(self, opening: str, closing: str, thinking: bool):
+        super().__init__()
+        self._opening, self._closing = opening, closing
+        self._state: Literal["start", "thinking", "between", "final"] = "thinking" if thinking else "start"
+        self._thought = False  # whether there was any thinking yet
+
+    def _scan(self, text: str, last: bool) -> list[Part]:
+        self._held, parts = "", []
+        if self._state == "start":
+            # Later the mark is text: an answer may be about such marks.
+            begun = text.lstrip()
+            if begun.startswith(self._opening):
+                self._state, text = "thinking", begun.removeprefix(self._opening)
+            elif self._opening.startswith(begun) and not last:
+                self._held = text
+                return []
+            else:
+                self._state = "final"
+        if self._state == "thinking":
+            thought, mark, rest = split_at(text, (self._closing,), last)
+            thought = thought if self._thought else thought.lstrip()
+            trimmed = thought.rstrip()
+            if trimmed:
+                parts.append(Part("thinking", trimmed))
+                self._thought = True
+            if mark is None:
+                self._held = thought[len(trimmed) :] + rest
+                return parts
+            self._state, text = "between", rest
+        if self._state == "between":
+            text = text.lstrip()
+            self._state = "final" if text else "between"
+        return [*parts, Part("final", text)] if text else parts
+
+
+# ---- OpenAI's Harmony: messages with channels
+
+
+@dataclass(frozen=True)
+class Harmony(Format):
+    """`<|start|>assistant to=RECIPIENT<|channel|>CHANNEL <|constrain|>TYPE<|message|>TEXT<|end|>`, several in an answer
+    (https://cookbook.openai.com/articles/openai-harmony). The prompt ends within the first message's header."""
+
+    def parser(self, prompt: str) -> Parser:
+        return _HarmonyParser(self.marks)
+
+
+class _HarmonyParser(Parser):
+    def __init__(self, marks: tuple[str, ...]):
+        super().__init__()
+        self._start, self._channel, _, self._message, self._end = marks
+        self._header: str | None = ""  # None: within the text of a message
+        self._kind: Kind = "final"
+        self._recipient = ""
+        self._messages = 0
+
+    def _scan(self, text: str, last: bool) -> list[Part]:
+        parts = []
+        while True:
+            if self._header is None:
+                # A message that the next one interrupts has no end.
+                before, mark, text = split_at(text, (self._end, self._start, self._channel), last)
+                if before:
+                    parts.append(Part(self._kind, before, self._recipient))
+                if mark is None:
+                    break
+                self._header = mark if mark == self._channel else ""
+            else:
+                before, mark, text = split_at(text, (self._message,), last)
+                self._header += before
+                if mark is None:
+                    break
+                self._begin_message(self._header)
+                self._header = None
+        self._held = text
+        if last and self._header and not self._messages and self._channel not in self._header:
+            parts.append(Part("final", self._header))  # the model ignores the format
+        return parts
+
+    def _begin_message(self, header: str) -> None:
+        self._messages += 1
+        channels = re.findall(re.escape(self._channel) + r"\s*(\w+)", header)
+        recipient = re.search(r"\bto=([^\s<]+)", header)
+        self._recipient = recipient[1] if recipient and recipient[1] != "assistant" else ""
+        if self._recipient:
+            self._kind = "tool"
+        else:
+            self._kind = "thinking" if channels and channels[-1] != "final" else "final"
+
+
+# A model has the first format all of whose marks are in its vocabulary. Sources: the chat templates of the models.
+FORMATS: tuple[Format, ...] = (
+    Harmony(("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")),  # gpt-oss
+    Tags(("<|channel>", "<channel|>"), label="thought"),  # Gemma 4
+    Tags(("<|START_THINKING|>", "<|END_THINKING|>")),  # Command R7B, Command A
+    Tags(("<seed:think>", "</seed:think>")),  # Seed-OSS
+    Tags(("<mm:think>", "</mm:think>")),  # MiniMax M3
+    Tags(("[THINK]", "[/THINK]")),  # Magistral, Ministral 3
+)
+# Qwen3, DeepSeek R1, GLM 4.5, SmolLM3 and many others; in some of their vocabularies the marks are ordinary text.
+DEFAULT = Tags(("<think>", "</think>"))
+
+
+def detect(has_token: Callable[[str], bool]) -> Format:
+    """The format of a model. has_token: whether a text is a token of its vocabulary."""
+    return next((found for found in FORMATS if all(map(has_token, found.marks))), DEFAULT)

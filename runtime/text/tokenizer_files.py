@@ -1,0 +1,123 @@
+"""tokenizer.json and tokenizer_config.json as types; dist/README.md explains the keys.
+
+In: an artifact's folder. Out: `read_config`: the configuration; `read_library`: the tokenizer of the `tokenizers`
+library. Both are what compiler/tokenizer.py writes: nothing else that the library can do, such as padding to any
+length, is accepted. UserError for all other content.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict
+
+import msgspec
+import tokenizers
+from msgspec import Meta
+
+from mlc_amd.runtime.artifact import json_files
+from mlc_amd.runtime.errors import QUOTED, UserError, one_line
+
+LIBRARY, CONFIG = "tokenizer.json", "tokenizer_config.json"
+ADVICE = "compile the model again"
+Token = Annotated[int, Meta(ge=0, lt=1 << 30)]
+
+
+class Special(TypedDict):
+    id: Token
+    text: str
+
+
+SpecialName = Literal["bos", "eos", "eot", "eom", "unk", "pad"]
+
+
+class Config(TypedDict):
+    model: Literal["gpt2", "gemma4", "llama"]
+    pre: str | None
+    byte_level: bool
+    vocab_size: Annotated[int, Meta(ge=1, le=1 << 30)]
+    special: Annotated[dict[SpecialName, Special | None], Meta(min_length=6)]  # all of them
+    end_ids: list[Token]
+    add_bos: bool
+    add_eos: bool
+    add_space_prefix: bool
+    mark: str
+    chat_template: str | None
+    chat_templates: dict[str, str]
+
+
+class _Added(TypedDict):
+    id: Token
+    content: Annotated[str, Meta(min_length=1)]
+    single_word: Literal[False]
+    lstrip: Literal[False]
+    rstrip: bool
+    normalized: Literal[False]
+    special: bool
+
+
+class _Merges(msgspec.Struct):
+    """The parts that may have hundreds of thousands of entries are left to the library."""
+
+    type: Literal["BPE"]
+    dropout: None
+    unk_token: str | None
+    continuing_subword_prefix: None
+    end_of_word_suffix: None
+    fuse_unk: bool
+    byte_fallback: bool
+    ignore_merges: bool
+    vocab: msgspec.Raw
+    merges: msgspec.Raw
+
+
+class _Library(msgspec.Struct):
+    """normalizer and pre_tokenizer are compared with what they must be (text_pipeline.py); decoders are not used."""
+
+    version: str
+    truncation: None
+    padding: None
+    added_tokens: list[_Added]
+    normalizer: Any
+    pre_tokenizer: Any
+    post_processor: None
+    decoder: Any
+    model: _Merges
+
+
+def read_config(directory: Path) -> Config:
+    """The content of `tokenizer_config.json`."""
+    path = Path(directory) / CONFIG
+    config = json_files.read(path, Config, ADVICE)
+    named = {f"special.{name}.id": of["id"] for name, of in config["special"].items() if of}
+    named |= {f"end_ids[{i}]": token for i, token in enumerate(config["end_ids"])}
+    if wrong := next((key for key, token in named.items() if token >= config["vocab_size"]), None):
+        why = f"key {wrong}: {named[wrong]} is outside the vocabulary of {config['vocab_size']} tokens"
+        raise UserError(f"{path} is damaged ({why}); {ADVICE}")
+    return config
+
+
+def read_library(directory: Path, tokens: int) -> tokenizers.Tokenizer:
+    """The library's tokenizer with that many tokens, of `tokenizer.json`."""
+    path = Path(directory) / LIBRARY
+    data = json_files.read_bytes(path)
+    content = json_files.decode(data, _Library, path, ADVICE)
+    with library_errors(f"{path} is damaged", ADVICE):
+        backend = tokenizers.Tokenizer.from_buffer(data)
+    if backend.get_vocab_size() != tokens:
+        raise UserError(f"{path} has {backend.get_vocab_size()} tokens, its config {tokens}; {ADVICE}")
+    for i, added in enumerate(content.added_tokens):
+        if added["id"] >= tokens or backend.id_to_token(added["id"]) != added["content"]:
+            raise UserError(f"{path} is damaged (key added_tokens[{i}]: {added['id']} is another token); {ADVICE}")
+    return backend
+
+
+@contextmanager
+def library_errors(problem: str, advice: str) -> Iterator[None]:
+    """UserError for whatever the library raises: nothing narrower than Exception, and where its Rust code panics, what
+    is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise UserError(f"{problem} ({one_line(str(error), QUOTED)}); {advice}") from error
+        raise

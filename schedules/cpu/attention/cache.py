@@ -1,0 +1,332 @@
+"""The KV cache on the CPU: its layout in memory, and the keys that a row attends to.
+
+No other module knows either. The cache is made of pages of 64 consecutive keys of one sequence, which kernels address
+as blocks (`CacheBlock`):
+
+    Kc float16 [pages, kv_heads, 4, width, 16]   16 keys interleaved: a vector holds one element of each of up to 16
+    Vc float16 [pages, kv_heads, 64, width]      a vector holds consecutive elements of one value
+
+In latent attention there is one array, Kc float16 [pages, 1, 64, width], as Vc: its leading columns are the values.
+
+width is d rounded up to whole vectors (`Attention.width`). The padding is never written; keys' is not read either. The
+number of pages is the runtime's choice: kernels declare some number and never use it.
+
+A cache of type q8_0 has codes of these shapes, int8, and for each block of KV_BLOCK columns the scales of a page's
+keys or values:
+
+    Ks, Vs float16 [pages, kv_heads, d/32, 64]
+
+What is loaded of it is code * scale, which float32 holds exactly (8 bits by 11), so kernels differ in nothing else.
+
+A row of a step has a position in its sequence and a slot: `rows` int32 [m, 2]. `pages` int32 [SLOTS, ctx/64] says which
+page has the keys of a slot's block of 64 positions. A row attends to the keys up to its own, with a window or chunks to
+the last ones of these (`visible_keys`). Masks go by position: a page has older keys in places that are not written yet.
+"""
+
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.attention import KV_BLOCK, KV_STEPS, PAGE, SLOTS, check_quantized
+from mlc_amd.schedules.cpu.base.vector import (
+    LANES,
+    LINE,
+    at,
+    dtype,
+    f32,
+    opaque,
+    prefetch,
+    reduce,
+    registers,
+    splat,
+    store,
+    widen,
+)
+from mlc_amd.schedules.cpu.linear.quantize import magnitudes
+
+BLOCK = PAGE  # keys of a block
+_TILE = 16  # keys that are interleaved in Kc
+_HEAD = 8  # columns: head sizes are multiples
+_DTYPE, _CODE = "float16", "int8"
+_BYTES = {_DTYPE: 2, _CODE: 1}
+_NAMES = {"k": "Kc", "v": "Vc", "ks": "Ks", "vs": "Vs"}  # parameters
+_HALF_MAX = 65504.0
+
+
+def cache_types(spec):
+    """{name: (shape, dtype)} of the cache of an `Attention` layer (names: `Attention.cache`), with pages for one
+    sequence. UserError unless 64 divides its positions and 8 divides d, which the attention kernels require, or for
+    heads that `check_quantized` refuses."""
+    kv_heads, pages, width = spec.kv_heads, spec.blocks, spec.width
+    if spec.ctx % BLOCK or spec.d % _HEAD:
+        raise UserError(
+            f"attention on the CPU needs a context in multiples of {BLOCK} and heads in multiples of {_HEAD}, not "
+            f"{spec.ctx} and {spec.d}"
+        )
+    check_quantized(spec)
+    k, v = (pages, kv_heads, BLOCK // _TILE, width, _TILE), (pages, kv_heads, BLOCK, width)
+    scales = ((pages, kv_heads, spec.d // KV_BLOCK, BLOCK), _DTYPE)
+    element = _CODE if spec.quantized else _DTYPE
+    found = {"k": (v if spec.values else k, element), "v": (v, element), "ks": scales, "vs": scales}
+    return {name: found[name] for name in spec.cache}
+
+
+class RowTable:
+    """The parameter `rows` of a step of m rows: where each is in its sequence, and which sequence that is."""
+
+    def __init__(self, m):
+        self.buffer = T.arg("rows", T.buffer((m, 2), "int32"))
+
+    def position(self, row):
+        """The position of a row in its sequence, int32."""
+        return self.buffer[row, 0]
+
+    def slot(self, row):
+        """The row's sequence, clamped to those that page tables have."""
+        return T.max(T.min(self.buffer[row, 1], T.int32(SLOTS - 1)), T.int32(0))
+
+
+def is_position(spec, position):
+    """A condition: rows of an `Attention` layer may have that position."""
+    return tirx.all(position >= 0, position < spec.ctx)
+
+
+class KeyRange(NamedTuple):
+    """The keys from `first` to `last`, both included; None: no bound."""
+
+    first: object = None
+    last: object = None
+
+    def select(self, key, x, other, lanes):
+        """The vector `x`, which belongs to the keys key, key+1, .., and the number `other` for keys out of range. To be
+        used unbound: TVM 0.27 cannot bind a vector of booleans, so the comparison must stay in its expression."""
+        if self.first is not None:
+            x = T.Select(at(key, lanes) >= splat(self.first, lanes), x, f32(other, lanes))
+        if self.last is not None:
+            x = T.Select(at(key, lanes) <= splat(self.last, lanes), x, f32(other, lanes))
+        return x
+
+
+def visible_keys(spec, position):
+    """The KeyRange that a row of an `Attention` layer at `position` attends to. `first` may be negative."""
+    if spec.chunk:
+        return KeyRange(T.Bind(position - T.truncmod(position, T.int32(spec.chunk))), position)
+    return KeyRange(position - (spec.window - 1) if spec.window else None, position)
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of the sequence in a slot and of the `Attention` layer `spec`, the first of which stands at
+    `start`."""
+
+    start: object
+    slot: object
+    spec: object
+
+    def position(self, row):
+        """The position of row `row`."""
+        return self.start + row
+
+    def tile(self, row):
+        """The Rows from row `row` on."""
+        return Rows(opaque(self.position(row)), self.slot, self.spec)
+
+    def first_block(self):
+        """The first block with a key that any row sees: the int 0 if rows see all keys, else bound to a register."""
+        first = visible_keys(self.spec, self.start).first
+        return 0 if first is None else T.Bind(T.max(first, T.int32(0)) // BLOCK)
+
+    def first_row(self, key0):
+        """The first row that sees key0 or a later key."""
+        return T.max(key0 - self.start, T.int32(0))
+
+    def end_row(self, key0):
+        """The first row that sees keys after key0 .. key0+63 only, as do the rows after it. For rows that do not see
+        all keys."""
+        if chunk := self.spec.chunk:
+            return (T.truncdiv(key0 + (BLOCK - 1), T.int32(chunk)) + 1) * chunk - self.start
+        return key0 + (BLOCK - 1 + self.spec.window) - self.start
+
+    def keys_in_block(self, row, key0):
+        """How many leading keys of the block key0 .. key0+63 contain all that row `row` and the rows before it see."""
+        return T.min(self.position(row) - key0 + 1, T.int32(BLOCK))
+
+    def see_block(self, first, last, key0):
+        """A condition: the rows first .. last see all of the keys key0 .. key0+63."""
+        causal = self.position(first) >= key0 + (BLOCK - 1)
+        oldest = visible_keys(self.spec, self.position(last)).first
+        return causal if oldest is None else tirx.all(causal, oldest <= key0)
+
+
+class Cache:
+    """The cache of an `Attention` layer in a kernel. `declare_pages` declares the parameter pages; Kc, Vc and their
+    scales follow where `declare` is called."""
+
+    def __init__(self, spec, isa):
+        self.spec, self.width, self.isa = spec, spec.width, isa
+        self.dtype = _CODE if spec.quantized else _DTYPE
+        self.line = LINE // _BYTES[self.dtype]  # elements of a cache line
+
+    def declare_pages(self):
+        self.pages = T.arg("pages", T.buffer((SLOTS, self.spec.blocks), "int32"))
+        return self
+
+    def declare(self):
+        types = cache_types(self.spec)
+        self.K, *rest = (T.arg(_NAMES[which], T.buffer(*of)) for which, of in types.items())
+        self.V, *self.scales = rest or [self.K]
+        return self
+
+    def page(self, slot, block):
+        """The page of a slot's block, in a register. Blocks behind the last one are clamped: they may be prefetched."""
+        return opaque(self.pages[slot, T.min(block, T.int32(self.spec.blocks - 1))])
+
+    def place(self, slot, position):
+        """(page, key in the page) of a position."""
+        return self.page(slot, position // BLOCK), T.Bind(position % BLOCK)
+
+    def key_writer(self, head, place):
+        """`with key_writer(head, place) as write:` write(e, n, y) stores elements e .. e+n-1 of the key in a `place`, a
+        float32 vector of n lanes; all elements are to be written."""
+        if self.spec.values:
+            return self.value_writer(head, place)
+        page, key = place
+        tile, lane = T.Bind(key // _TILE), T.Bind(key % _TILE)
+
+        def write(e, n, y):
+            y = T.Bind(T.cast(y, dtype(self.dtype, n)))
+            for i in range(n):
+                store(self.K, T.Shuffle([y], [T.int32(i)]), page, head, tile, e + i, lane)
+
+        return self._writer(write, 0, head, place)
+
+    def value_writer(self, head, place):
+        """The same of the value."""
+        page, key = place
+
+        def write(e, n, x):
+            store(self.V, T.cast(x, dtype(self.dtype, n)), page, head, key, at(e, n))
+
+        return self._writer(write, 1, head, place)
+
+    @contextmanager
+    def _writer(self, write, which, head, place):
+        """`write`, or, of a quantized cache, what calls it with the codes of a head when all of this is there. which:
+        the number of the tensor of scales."""
+        if not self.scales:
+            yield write
+            return
+        whole = T.alloc_buffer((self.spec.d,), "float32", scope="local")
+        yield lambda e, n, x: store(whole, x, at(e, n))
+        with T.serial(self.spec.d // KV_BLOCK) as block:
+            columns = [block * KV_BLOCK + e for e in range(0, KV_BLOCK, LANES)]
+            x = [T.Bind(whole[at(c)]) for c in columns]
+            top = T.reinterpret("float32", reduce("smax", magnitudes(x)))
+            scale = T.Bind(T.cast(T.min(top * T.float32(1 / KV_STEPS), T.float32(_HALF_MAX)), _DTYPE))
+            page, key = place
+            store(self.scales[which], scale, page, head, block, key)
+            real = T.Bind(T.cast(scale, "float32"))
+            # the largest codes of a block with a scale that float16 rounds coarsely would be above KV_STEPS
+            inverse = T.Bind(T.Select(real > T.float32(0), T.float32(1) / real, T.float32(0)))
+            for c, v in zip(columns, x, strict=True):
+                steps = T.min(T.max(v * splat(inverse), f32(-KV_STEPS)), f32(KV_STEPS))
+                write(c, LANES, T.cast(T.nearbyint(steps), dtype("int32", LANES)))
+
+    def block(self, kv, slot, number):
+        """The CacheBlock number `number` of a slot's KV head, all keys of which may be read."""
+        return CacheBlock(self, kv, self.page(slot, number), T.Bind(number * BLOCK), None)
+
+    def block_until(self, kv, slot, number, last):
+        """The CacheBlock `number` of a slot's KV head, of which keys after `last` are not to be read; its first one
+        is."""
+        key0 = T.Bind(number * BLOCK)
+        live = opaque(T.max(T.min(last - key0 + 1, T.int32(BLOCK)), T.int32(1)))
+        return CacheBlock(self, kv, self.page(slot, number), key0, live)
+
+
+class CacheBlock:
+    """64 consecutive keys and values of a KV head, from position key0 on, in one page.
+
+    live: how many of them, 1 .. 64, may be read, an expression; None: all. Loads of keys then need `clamp_to` first.
+    Loads need `prepare` first.
+    """
+
+    def __init__(self, cache, kv, page, key0, live):
+        self.cache, self.kv, self.page, self.key0, self.live, self._tiles = cache, kv, page, key0, live, None
+        self._scales, self._turned = [], None
+
+    def prepare(self):
+        """Makes what all products share: of a latent cache the keys as float32 with those of a column side by side; of
+        a quantized one its scales. Those of keys that are not to be read are converted, too, and not used."""
+        if self.cache.spec.values:
+            self._turn()
+        blocks = self.cache.spec.d // KV_BLOCK
+        self._scales = [registers(blocks, BLOCK) for _ in self.cache.scales]
+        for target, source in zip(self._scales, self.cache.scales, strict=True):
+            with T.serial(blocks) as block:
+                for key in range(0, BLOCK, LANES):
+                    scale = self.cache.isa.half(source[self.page, self.kv, block, at(key)], LANES)
+                    store(target, scale, block, at(key))
+
+    def _turn(self):
+        self._turned = T.alloc_buffer((self.cache.width, BLOCK), "float32", scope="local")
+        keys = BLOCK if self.live is None else self.live
+        with T.serial(keys) as key, T.serial(self.cache.width // LANES) as i:
+            x = T.Bind(self.load_value(key, i * LANES, LANES))
+            for lane in range(LANES):
+                store(self._turned, T.Shuffle([x], [T.int32(lane)]), i * LANES + lane, key)
+
+    def clamp_to(self, last):
+        """Makes `load_keys` give the keys around `last` wherever keys after it are asked for; of a latent cache it
+        gives anything there."""
+        if self._turned is not None:
+            return
+        self._tiles = registers(BLOCK // _TILE, kind="int32")
+        for i in range(BLOCK // _TILE):
+            near = T.max(T.min(last - self.key0, T.int32(i * _TILE)), T.int32(0))
+            store(self._tiles, near // _TILE, i)
+
+    def load_keys(self, c, key, n):
+        """Element c of n keys from the block's key `key` on, as float32; n divides 16 and key."""
+        if self._turned is not None:
+            return T.Bind(self._turned[c, at(key, n)])
+        tile = key // _TILE if self._tiles is None else self._tiles[key // _TILE]
+        stored = self.cache.K[self.page, self.kv, tile, c, at(key % _TILE, n)]
+        if not self._scales:
+            return self.cache.isa.half(stored, n)
+        return T.Bind(widen(stored, n) * self._scales[0][c // KV_BLOCK, at(tile * _TILE + key % _TILE, n)])
+
+    def load_value(self, key, c, n):
+        """Elements c .. c+n-1 of the value of the block's key `key`, as float32."""
+        stored = self.cache.V[self.page, self.kv, key, at(c, n)]
+        if not self._scales:
+            return self.cache.isa.half(stored, n)
+        return T.Bind(widen(stored, n) * splat(self._scales[1][c // KV_BLOCK, key], n))
+
+    def prefetch_keys(self, part, locality):
+        """Prefetches part `part` of `width` equal parts of the live keys, in the order of their addresses: the hardware
+        sees one stream, while the loads alternate between four tiles. Those of a latent cache are prefetched as
+        values."""
+        if self.cache.spec.values:
+            return
+        width, size = self.cache.width, self.cache.line
+        end = (self.live - 1) // _TILE * (_TILE * width) + (_TILE * width - size)
+        for line in range(0, BLOCK, size):
+            place = T.min(part * BLOCK + line, end)
+            prefetch(self.cache.K, self.page, self.kv, 0, 0, place, locality=locality)
+
+    def prefetch_value(self, key, locality):
+        """Prefetches the value of the block's key `key`, or of its last live one if that comes before."""
+        for c in range(0, self.cache.width, self.cache.line):
+            prefetch(self.cache.V, self.page, self.kv, T.min(key, self.live - 1), c, locality=locality)
+
+    def prefetch_part(self, part, parts, locality):
+        """Prefetches part `part` of `parts` equal parts (an int) of all keys and values."""
+        lines = -(-BLOCK * self.cache.width // (self.cache.line * parts))
+        with T.serial(lines) as i:
+            place = opaque((part * lines + i) * self.cache.line)
+            if not self.cache.spec.values:
+                prefetch(self.cache.K, self.page, self.kv, 0, 0, place, locality=locality)
+            prefetch(self.cache.V, self.page, self.kv, 0, place, locality=locality)

@@ -1,0 +1,137 @@
+"""Rotary position embedding, and the new keys and values into the cache: what comes between the q/k/v projections and
+attention.
+
+Models differ in what `schedules.attention.Rope` describes: which elements of a head form a pair, how many of them
+rotate (the rest passes through), and which heads are normalized, before or after that.
+"""
+
+import math
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.attention import Attention, Rope, padded_columns
+from mlc_amd.schedules.cpu.attention.cache import Cache, RowTable, is_position
+from mlc_amd.schedules.cpu.base.kernel import kernel, row_loop
+from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, splat, store, tree_add
+
+
+def _lanes(*sizes):
+    """Lanes of the longest vector whose length divides all sizes."""
+    return math.gcd(LANES, *sizes)
+
+
+class Rotation:
+    """Rotates heads by the cosines and sines of one row's position, which it holds in the order of a head's
+    elements."""
+
+    def __init__(self, CS, position, d, rope):
+        self.d, self.half, self.neox = d, rope.rotary // 2, rope.neox
+        if not rope.rotary:
+            return
+        self.cos, self.sin = (T.alloc_buffer((rope.rotary,), "float32", scope="local") for _ in range(2))
+        with T.serial(self.half) as i:
+            c, s = (T.Bind(CS[position, i * 2 + j]) for j in range(2))
+            for j, sign in ((0, -1), (1, 1)):  # y = x * cos + partner * sin: the first of a pair subtracts
+                place = i + j * self.half if rope.neox else i * 2 + j
+                store(self.cos, c, place)
+                store(self.sin, s * T.float32(sign), place)
+
+    def vectors(self, load):
+        """Yields (first element, lanes, rotated value) for a whole head; `load(e, n)` gives elements e .. e+n-1."""
+        rotary, half = self.half * 2, self.half
+        n = _lanes(half) if self.neox else _lanes(rotary)
+        for e in range(0, rotary, n):
+            x = T.Bind(load(e, n))
+            partner = load((e + half) % rotary, n) if self.neox else T.Shuffle([x], [T.int32(i ^ 1) for i in range(n)])
+            yield e, n, T.Bind(x * self.cos[at(e, n)] + partner * self.sin[at(e, n)])
+        n = _lanes(self.d - rotary)
+        for e in range(rotary, self.d, n):
+            yield e, n, T.Bind(load(e, n))
+
+
+def loader(X, row, head, d):
+    """load(e, n) gives elements e .. e+n-1 of a row's head of X."""
+    return lambda e, n: X[row, at(head * d + e, n)]
+
+
+def normalized(load, d, eps, weight=None):
+    """The load(e, n) of a head divided by its root mean square, times the weight if there is one."""
+    lanes = _lanes(d)
+    squares = f32(0.0, lanes)
+    for e in range(0, d, lanes):
+        x = T.Bind(load(e, lanes))
+        squares = squares + x * x
+    scale = T.Bind(T.float32(1) / T.sqrt(tree_add(T.Bind(squares), lanes) * T.float32(1 / d) + T.float32(eps)))
+    if weight is None:
+        return lambda e, n: load(e, n) * splat(scale, n)
+    return lambda e, n: load(e, n) * splat(scale, n) * weight[at(e, n)]
+
+
+def vectors(load, d):
+    """Yields (first element, lanes, value) for a whole head."""
+    n = _lanes(d)
+    for e in range(0, d, n):
+        yield e, n, load(e, n)
+
+
+def _rotated(rotation, load, d, rope, weight):
+    """Yields (first element, lanes, value) for a whole head of q or k, normalized by `weight` (None: not) and
+    rotated."""
+    if weight is None:
+        return rotation.vectors(load)
+    if not rope.norm_after:
+        return rotation.vectors(normalized(load, d, rope.eps, weight))
+    turned = T.alloc_buffer((d,), "float32", scope="local")
+    for e, n, y in rotation.vectors(load):
+        store(turned, y, at(e, n))
+    return vectors(normalized(lambda e, n: turned[at(e, n)], d, rope.eps, weight), d)
+
+
+def rope_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:
+    """Kernel (state int32[4], rows int32 [m, 2], pages as in `cache.py`, Q float32 [m, heads*d], K float32 [m,
+    kv_heads*d], V float32 [m, kv_heads*d], [QN float32 [d], KN float32 [d] unless rope.eps is None], [CS float32 [ctx,
+    rotary] if rope.rotary, with CS[pos, 2i] = cos, CS[pos, 2i+1] = sin of pair i], Kc, Vc and, if spec.quantized, Ks,
+    Vs as in `cache.py` (in place), Qo float32 [m, heads, width], which is scaled by spec.query_scale and whose padding
+    is not written).
+
+    Without rope.writes there are no pages, K, V, KN, caches. Q, K, V and the norms' weights are padded to multiples of
+    16 columns, as linear layers and vectors are. Rows that are not live, or have no place in the cache, write nothing.
+    UserError for shapes that `cache_types` refuses and for an odd number of rotated elements.
+    """
+    heads, kv_heads, d, ctx = spec.heads, spec.kv_heads, spec.d, spec.ctx
+    if rope.rotary % 2 or not 0 <= rope.rotary <= d:
+        raise UserError(f"rotary embedding needs an even number of elements, at most the head's {d}, not {rope.rotary}")
+    with kernel(name) as (builder, state):
+        table = RowTable(m)
+        cache = Cache(spec, isa).declare_pages() if rope.writes else None
+        written = (("K", kv_heads), ("V", kv_heads)) if rope.writes else ()
+        sources = {n: T.arg(n, T.buffer((m, padded_columns(h * d)), "float32")) for n, h in (("Q", heads), *written)}
+        normed = () if rope.eps is None else ("QN", "KN") if rope.writes else ("QN",)
+        norms = {n: T.arg(n, T.buffer((padded_columns(d),), "float32")) for n in normed}
+        CS = T.arg("CS", T.buffer((ctx, rope.rotary), "float32")) if rope.rotary else None
+        if cache:
+            cache.declare()
+        Qo = T.arg("Qo", T.buffer((m, heads, spec.width), "float32"))
+        with row_loop(state, m) as row:
+            position = T.Bind(table.position(row))
+            with T.If(is_position(spec, position)), T.Then():
+                rotation = Rotation(CS, position, d, rope)
+                with T.serial(heads) as h:
+                    load = loader(sources["Q"], row, h, d)
+                    for e, n, y in _rotated(rotation, load, d, rope, norms.get("QN")):
+                        store(Qo, y * f32(spec.query_scale, n), row, h, at(e, n))
+                if cache:
+                    place = cache.place(table.slot(row), position)
+                    with T.serial(kv_heads) as h:
+                        with cache.key_writer(h, place) as write:
+                            load = loader(sources["K"], row, h, d)
+                            for e, n, y in _rotated(rotation, load, d, rope, norms.get("KN")):
+                                write(e, n, y)
+                        value = loader(sources["V"], row, h, d)
+                        value = normalized(value, d, rope.eps) if rope.value_norm else value
+                        with cache.value_writer(h, place) as write:
+                            for e, n, y in vectors(value, d):
+                                write(e, n, y)
+    return builder.get()

@@ -1,0 +1,225 @@
+"""The rooflines of a CPU's kernels: a kernel's memory traffic and its arithmetic, as kernels of their own that are
+timed beside it.
+
+In: a kernel's parameters and its workload. Out (`bounds`): kernels with these parameters, of two kinds; the slower kind
+is the roofline.
+
+    reads         loads every byte of the weights, or of the keys and values that are seen, once, with one instruction
+                  to combine it with others; several variants, of which the fastest counts
+    multiplies    the arithmetic alone, in independent chains, on operands in registers or L1: of int8 blocks the dot
+                  products, their conversion to float32 and the multiplications by scales; of attention the two products
+                  and, for each vector of scores, a maximum, a difference, 2**x and a sum; of SwiGLU also, for each
+                  vector of results, act(x) times y
+
+They leave out what depends on shapes: tails, unpacking, masks, results. They are measured and not looked up, for the
+rates of a shared machine change by the minute.
+"""
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.cpu.base.activation import ACTIVATIONS
+from mlc_amd.schedules.cpu.base.isa import QUADS
+from mlc_amd.schedules.cpu.base.kernel import kernel
+from mlc_amd.schedules.cpu.base.vector import LANES, LINE, at, f32, local, pin, prefetch, reduce, splat, store, widen
+from mlc_amd.schedules.cpu.linear.load import groups, step
+from mlc_amd.schedules.cpu.linear.planes import BLOCK
+from mlc_amd.schedules.formats import lookup
+
+AHEAD = (0, 4096, 8192)  # bytes that the variants of `reads` prefetch ahead
+CHUNK = 4096  # bytes of a task
+PAGE = 4096  # bytes: smaller parameters stay in a cache
+TASKS = 240  # of `multiplies`: divides well by any number of threads
+STEPS = 16  # fewest steps of a task
+REUSE = 16  # steps after which the same activations are loaded again: they stay in L1
+
+
+def _declare(params):
+    """The parameters of another kernel after `state`: buffers by name, in order."""
+    return {p.name: T.arg(p.name, T.buffer(p.shape, p.dtype)) for p in params[1:]}
+
+
+def bounds(params, op, args, isa, name) -> dict[str, list[tirx.PrimFunc]]:
+    """The kernels by kind. params: of the kernel of operator `op` (linear, gate_up_swiglu or attention) with these
+    arguments, Params of a candidate."""
+    return {
+        "reads": [reads(params, args, ahead, name) for ahead in AHEAD],
+        "multiplies": [multiplies(params, op, args, isa, name)],
+    }
+
+
+def reads(params, args, ahead, name) -> tirx.PrimFunc:
+    """Reads all weights, and of caches the share of the keys that are seen. ahead: one of AHEAD."""
+    large = [p for p in params if p.role in ("weight", "cache") and p.nbytes >= PAGE]
+    with kernel(name) as (builder, _):
+        buffers = _declare(params)
+        sink = T.decl_buffer((1,), "int32", data=buffers[params[-1].name].data)
+        views = [T.decl_buffer((p.nbytes // LINE, LINE // 4), "int32", data=buffers[p.name].data) for p in large]
+        with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
+            for p, view in zip(large, views, strict=True):
+                lines = p.nbytes // LINE
+                weights = T.int32(int(lines * p.share))
+                live = weights if p.role == "weight" else _live_keys(buffers["rows"], args) * (lines // args["ctx"])
+                _emit_read(view, live, sink, ahead)
+    return builder.get()
+
+
+def _live_keys(rows, args):
+    """Keys that any of the step's rows sees, consecutive tokens of one sequence."""
+    keys = rows[0, 0] + args["m"]
+    span = args.get("window") or args.get("chunk")
+    return T.min(keys, T.int32(span + args["m"] - 1)) if span else keys
+
+
+def _emit_read(view, lines, sink, ahead):
+    """A parallel loop over tasks of CHUNK bytes; the last one's may overlap with those before."""
+    each = CHUNK // LINE
+    with T.parallel((lines + each - 1) // each) as task:
+        first = T.Bind(T.max(T.min(task * each, lines - each), T.int32(0)))
+        sums = [local(LANES, dtype="int32") for _ in range(4)]
+        for one in sums:
+            store(one, splat(T.int32(0)), at(0))
+        with T.serial(T.min(lines, T.int32(each)) // 4) as i:
+            for j, one in enumerate(sums):
+                line = first + i * 4 + j
+                if ahead:
+                    prefetch(view, line, 0, ahead=ahead // 4, locality=2)
+                store(one, one[at(0)] | view[line, at(0)], at(0))
+        both = [sums[i][at(0)] | sums[i + 1][at(0)] for i in (0, 2)]
+        # Never true, but LLVM cannot prove it, so it keeps the loads.
+        with T.If(reduce("or", T.Bind(both[0] | both[1])) == T.int32(0x5EED)), T.Then():
+            store(sink, T.int32(0), 0)
+
+
+def multiplies(params, op, args, isa, name) -> tirx.PrimFunc:
+    """The arithmetic of a call."""
+    with kernel(name) as (builder, state):
+        buffers, result = _declare(params), params[-1]
+        sink = T.decl_buffer((result.nbytes // 4,), "float32", data=buffers[result.name].data)
+        acts = next(((p, buffers[p.name]) for p in params if p.name == "A"), None)  # of int8 formats
+        if op == "attention":
+            m, heads, d = (args[key] for key in ("m", "heads", "d"))
+            pairs = buffers["rows"][0, 0] * m + m * (m + 1) // 2
+            span = args.get("window") or args.get("chunk")
+            pairs = T.min(pairs, T.int32(m * span)) if span else pairs
+            _emit_scores(T.Bind(pairs * heads // (isa.lanes * _chains(isa))), 2 * d, state, sink, isa)
+        else:
+            rows = args["m"] * args.get("used", 1)  # of results: each row's experts have one each
+            with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
+                for fmt, n in _matrices(args):
+                    _emit_weights(lookup(fmt), -(-n // isa.lanes) * rows, args["k"], state, acts, sink, isa)
+                if "gate" in args:
+                    activation = ACTIVATIONS[args.get("act", "silu")]
+                    _emit_activation(activation, args["n"] // isa.lanes * rows // _chains(isa), state, sink, isa)
+    return builder.get()
+
+
+def _matrices(args) -> list:
+    """(format, rows) of the matrices of a linear layer, a gate/up, an expert."""
+    if "gate" in args:
+        return [(args[which], args["n"]) for which in ("gate", "up")]
+    return args["segments"] if "segments" in args else [(args["fmt"], args["n"])]
+
+
+def _chains(isa):
+    """Independent sums: as many as hide the latency of an instruction, with room for operands, where each has an int32
+    and a float one."""
+    return isa.registers * 3 // 8
+
+
+def _emit_floats(steps, tasks, state, sink, isa):
+    """`steps` of a multiplication and addition for each chain, in each task."""
+    with T.parallel(tasks) as task:
+        sums, factor = _start(state, isa)
+        with T.serial(steps):
+            _emit_fma(sums, factor, isa.lanes)
+        _finish(sums, sink, task, isa.lanes)
+
+
+def _emit_fma(sums, factor, lanes):
+    for one in sums:
+        store(one, one[at(0, lanes)] * factor + f32(0.5, lanes), at(0, lanes))
+
+
+def _emit_scores(work, products, state, sink, isa):
+    """`work` times a vector of scores for each chain: `products` multiplications and additions, then softmax's
+    share."""
+    lanes = isa.lanes
+    tasks = T.Bind(T.max(T.min(work // STEPS, T.int32(TASKS)), T.int32(1)))
+    steps = T.Bind(work // tasks)
+    with T.parallel(tasks) as task:
+        scores, factor = _start(state, isa)
+        tops, totals = _start(state, isa)[0], _start(state, isa)[0]
+        with T.serial(steps):
+            with T.serial(products):
+                _emit_fma(scores, factor, lanes)
+            for score, top, total in zip(scores, tops, totals, strict=True):
+                x, before = T.Bind(score[at(0, lanes)]), T.Bind(top[at(0, lanes)])
+                store(total, total[at(0, lanes)] + isa.exp2(before - x, lanes), at(0, lanes))
+                store(top, T.max(before, x), at(0, lanes))
+        _finish([*scores, *tops, *totals], sink, task, lanes)
+
+
+def _emit_activation(activation, work, state, sink, isa):
+    """`work` times act(x) * y of a vector for each chain."""
+    lanes, tasks = isa.lanes, max(1, min(TASKS, work // STEPS))
+    with T.parallel(tasks) as task:
+        xs, factor = _start(state, isa)
+        totals = _start(state, isa)[0]
+        with T.serial(work // tasks):
+            _emit_fma(xs, factor, lanes)
+            for x, total in zip(xs, totals, strict=True):
+                store(total, total[at(0, lanes)] + activation(x[at(0, lanes)], factor, isa, lanes), at(0, lanes))
+        _finish([*xs, *totals], sink, task, lanes)
+
+
+def _start(state, isa):
+    """(an accumulator for each chain, a factor of 1 that LLVM cannot fold)."""
+    lanes, sums = isa.lanes, [local(isa.lanes) for _ in range(_chains(isa))]
+    for i, one in enumerate(sums):
+        store(one, f32(float(i), lanes), at(0, lanes))
+    return sums, splat(T.Bind(T.Cast("float32", T.min(state[1], T.int32(1)))), lanes)
+
+
+def _finish(sums, sink, task, lanes):
+    total = sums[0][at(0, lanes)]
+    for one in sums[1:]:
+        total = T.Bind(total + one[at(0, lanes)])
+    places = int(sink.shape[0]) // lanes
+    store(sink, total, at(task % places * lanes, lanes))
+
+
+def _emit_weights(fmt, vectors, k, state, acts, sink, isa):
+    """`vectors` sums of k columns, each of isa.lanes rows by a token."""
+    chains, lanes = _chains(isa), isa.lanes
+    work = vectors * (k // BLOCK if fmt.kind == "int8" else k) // chains
+    tasks = max(1, min(TASKS, work // STEPS))
+    if fmt.kind == "float":
+        return _emit_floats(work // tasks, tasks, state, sink, isa)
+    param, A = acts
+    count = param.nbytes // 4
+    quads = T.decl_buffer((count,), "int32", data=A.data)
+    codes = T.decl_buffer((param.nbytes,), "uint8", data=A.data)
+    steps = next(n for n in (REUSE, 8, 4, 2, 1) if n == 1 or n * chains * QUADS <= count)
+    parts, size = groups(fmt), step(fmt, isa)
+    more = 1 + (parts if fmt.minimum else 0)  # by the activations' scale, and for minimums
+    with T.parallel(tasks) as task:
+        sums, factor = _start(state, isa)
+        dots = [local(lanes, dtype="int32") for _ in range(chains)]
+        for one in dots:
+            store(one, splat(T.int32(0), lanes), at(0, lanes))
+        weights = [pin(codes[at(i * 4, 4 * lanes)], 4 * lanes) for i in range(2)]
+        weights = [isa.signed(w) for w in weights] if fmt.signed or fmt.table else weights
+        with T.serial(work // tasks) as i:
+            base = T.Bind(T.bitwise_and(i, T.int32(steps - 1)) * (chains * QUADS))
+            for g in range(parts):
+                found = [[one[at(0, lanes)]] for one in dots]
+                for j in range(g * QUADS // parts, (g + 1) * QUADS // parts, size):
+                    given = [[quads[base + (c * QUADS + j + x) % count] for x in range(size)] for c in range(chains)]
+                    found = isa.dot(found, [[weights[(j + x) % 2] for x in range(size)]], given)
+                for one, total, dot in zip(dots, sums, found, strict=True):
+                    store(one, dot[0], at(0, lanes))
+                    store(total, total[at(0, lanes)] + widen(dot[0], lanes) * factor, at(0, lanes))
+            for _ in range(more):
+                _emit_fma(sums, factor, lanes)
+        _finish(sums, sink, task, lanes)

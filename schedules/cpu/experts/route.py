@@ -1,0 +1,154 @@
+"""The router of a mixture of experts: each row's experts and their weights, from the logits.
+
+In: `state`, logits L float32 [m, n], of which `experts` columns count. Out: Ids int32 [m, used] and Weights float32
+[m, used], the best expert first, of live rows (schedules/experts.py). Experts with equal scores come in their order.
+"""
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.cpu.base.kernel import kernel, row_loop
+from mlc_amd.schedules.cpu.base.vector import LANES, at, exp, f32, i32, local, reduce, splat, store
+from mlc_amd.schedules.experts import GATINGS, MIN_SUM
+
+# Scores of experts that must not be chosen: those of other groups, which a row with NaNs may get; and those that are
+# chosen already, or are only the padding of vectors.
+EXCLUDED, LOWEST = -1e30, -3e38
+
+
+def route(
+    n, m, experts, used, gating, normalize, scale, bias, factors, groups, groups_used, isa, name
+) -> tirx.PrimFunc:
+    """Kernel (state int32[4], L float32 [m, n], [B float32 [n]], [F float32 [n]], Ids, Weights), n = experts rounded up
+    to a multiple of 16.
+
+    gating: of GATINGS. Chosen are the `used` largest probabilities plus B, if `bias`; with groups > 1, of experts
+    that follow one another, only among those of the `groups_used` groups whose two best scores have the largest sums.
+    The chosen ones' probabilities, with `normalize` divided by their sum, times `scale` and F[expert], if `factors`,
+    are the weights. ValueError for an unknown gating, and groups of different sizes.
+    """
+    if gating not in GATINGS or experts % groups:
+        raise ValueError(f"no router with gating {gating} and {groups} groups of {experts} experts")
+    with kernel(name) as (builder, state):
+        L = T.arg("L", T.buffer((m, n), "float32"))
+        B = T.arg("B", T.buffer((n,), "float32")) if bias else None
+        F = T.arg("F", T.buffer((n,), "float32")) if factors else None
+        Ids, Weights = (T.arg(*of) for of in _outputs(m, used))
+        with row_loop(state, m) as row:
+            values, scores = local(n), local(n)  # probabilities, and what chooses
+            _emit_probabilities(L, row, values, n, experts, gating, isa)
+            _emit_scores(values, B, scores, n, experts)
+            if groups > 1:
+                _emit_groups(scores, experts, groups, groups_used)
+            weights = local(-(-used // LANES) * LANES)
+            if gating == "softmax_used":
+                for i in range(0, used, LANES):
+                    store(weights, f32(LOWEST), at(i))
+            with T.serial(used) as j:
+                chosen = _emit_best(scores, n, experts)
+                T.buffer_store(Ids, chosen, [row, j])
+                store(weights, values[chosen], j)
+                store(scores, T.float32(LOWEST), chosen)
+            if gating == "softmax_used":
+                _emit_softmax(weights, -(-used // LANES) * LANES, isa)
+            _emit_weights(weights, F, Ids, Weights, row, used, normalize, scale)
+    return builder.get()
+
+
+def _outputs(m, used):
+    return ("Ids", T.buffer((m, used), "int32")), ("Weights", T.buffer((m, used), "float32"))
+
+
+def _lane(step):
+    """The numbers of the vector's lanes, int32."""
+    return T.Cast(f"int32x{LANES}", at(step * LANES))
+
+
+def _emit_probabilities(L, row, values, n, experts, gating, isa):
+    """Logits to values: probabilities, or with "softmax_used" the logits."""
+    with T.serial(n // LANES) as step:
+        x = T.Bind(L[row, at(step * LANES)])
+        if gating == "sigmoid":
+            # exp's range ends before that of float32
+            x = T.Bind(f32(1.0) / (f32(1.0) + exp(T.min(f32(0.0) - x, f32(87.0)), isa)))
+        store(values, T.Select(_lane(step) < i32(experts), x, f32(LOWEST)), at(step * LANES))
+    if gating == "softmax":
+        _emit_softmax(values, n, isa)
+
+
+def _emit_softmax(values, n, isa):
+    """Softmax in place; padding at LOWEST becomes next to nothing."""
+    top, total = local(LANES), local(LANES)
+    store(top, f32(LOWEST), at(0))
+    store(total, f32(0.0), at(0))
+    with T.serial(n // LANES) as step:
+        store(top, T.max(top[at(0)], values[at(step * LANES)]), at(0))
+    largest = reduce("fmax", T.Bind(top[at(0)]))
+    with T.serial(n // LANES) as step:
+        x = T.Bind(values[at(step * LANES)] - splat(largest))
+        y = T.Bind(T.Select(x < f32(-87.0), f32(0.0), exp(T.max(x, f32(-87.0)), isa)))
+        store(values, y, at(step * LANES))
+        store(total, total[at(0)] + y, at(0))
+    whole = reduce("fadd", T.Bind(total[at(0)]))
+    with T.serial(n // LANES) as step:
+        store(values, values[at(step * LANES)] / splat(whole), at(step * LANES))
+
+
+def _emit_scores(values, B, scores, n, experts):
+    with T.serial(n // LANES) as step:
+        x = values[at(step * LANES)]
+        x = x if B is None else x + B[at(step * LANES)]
+        store(scores, T.Select(_lane(step) < i32(experts), x, f32(LOWEST)), at(step * LANES))
+
+
+def _emit_groups(scores, experts, groups, groups_used):
+    """Excludes all experts but those of the best groups."""
+    size = experts // groups
+    sums, first, second = local(groups), local(1), local(1)
+    with T.serial(groups) as group:
+        store(first, T.float32(LOWEST), 0)
+        store(second, T.float32(0 if size == 1 else LOWEST), 0)
+        with T.serial(size) as i:
+            x = T.Bind(scores[group * size + i])
+            if size > 1:
+                store(second, T.max(second[0], T.min(first[0], x)), 0)
+            store(first, T.max(first[0], x), 0)
+        store(sums, first[0] + second[0], group)
+    # A group stays if fewer than groups_used are better; of equal ones the first is.
+    better = local(1, dtype="int32")
+    with T.serial(groups) as group:
+        store(better, T.int32(0), 0)
+        mine = T.Bind(sums[group])
+        with T.serial(groups) as other:
+            ahead = (sums[other] > mine) | ((sums[other] == mine) & (other < group))
+            store(better, better[0] + T.Cast("int32", ahead), 0)
+        with T.If(better[0] >= groups_used), T.Then(), T.serial(size) as i:
+            store(scores, T.float32(EXCLUDED), group * size + i)
+
+
+def _emit_best(scores, n, experts):
+    """The expert with the largest score, the first of equal ones."""
+    top, place = local(LANES), local(LANES, dtype="int32")
+    store(top, f32(LOWEST), at(0))
+    with T.serial(n // LANES) as step:
+        store(top, T.max(top[at(0)], scores[at(step * LANES)]), at(0))
+    largest = reduce("fmax", T.Bind(top[at(0)]))
+    # with NaNs no score may equal the largest: any expert will do
+    store(place, i32(experts - 1), at(0))
+    with T.serial(n // LANES) as step:
+        found = T.Select(scores[at(step * LANES)] == splat(largest), _lane(step), i32(experts - 1))
+        store(place, T.min(place[at(0)], found), at(0))
+    return reduce("smin", T.Bind(place[at(0)]))
+
+
+def _emit_weights(weights, F, Ids, Weights, row, used, normalize, scale):
+    factor = local(1)
+    store(factor, T.float32(scale), 0)
+    if normalize:
+        store(factor, T.float32(0), 0)
+        with T.serial(used) as j:
+            store(factor, factor[0] + weights[j], 0)
+        store(factor, T.float32(scale) / T.max(factor[0], T.float32(MIN_SUM)), 0)
+    with T.serial(used) as j:
+        weight = weights[j] * factor[0]
+        T.buffer_store(Weights, weight if F is None else weight * F[Ids[row, j]], [row, j])

@@ -1,0 +1,113 @@
+"""Weights from their planes to registers: 32 columns of one register's rows, for every int8 format.
+
+In: a Format, its planes as buffers (layout "tile16": `planes.py`), an instruction set. Out, per block of 32 columns:
+
+    weights    eight registers in the form that `isa.dot` takes, four columns each
+    scales     one float32 vector per group of columns (one group of 32, or two of 16)
+    offsets    per group the float32 vector that is added for each unit of d*sum(q); empty for formats without a minimum
+
+so that a token's share of the block is, summed over the groups g, with the int32 dot product `dot_g` and the token's d
+and q:
+
+    d * (dot_g - zero * sum(q_g)) * scales[g]  +  d * sum(q_g) * offsets[g]
+
+`zero` is `zero_point(fmt, isa)`: the code that means 0, or what the instruction set adds to signed weights.
+"""
+
+from typing import NamedTuple
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.cpu.base.isa import QUADS
+from mlc_amd.schedules.cpu.base.vector import at, dtype, pin, splat, widen
+from mlc_amd.schedules.cpu.linear.planes import BLOCK
+from mlc_amd.schedules.decode import minifloat
+from mlc_amd.schedules.formats import PLANE_BITS
+
+
+class Block(NamedTuple):
+    """One block's registers, see the module's docstring."""
+
+    weights: list
+    scales: list
+    offsets: list
+
+
+def zero_point(fmt, isa):
+    """The number to subtract from a dot product per unit of the activations' sum."""
+    return isa.signed_zero if fmt.signed or fmt.table else fmt.zero
+
+
+def groups(fmt):
+    """Groups of columns with their own scale in a block of 32: 1 or 2."""
+    return BLOCK // fmt.group
+
+
+def step(fmt, isa):
+    """Registers (a divisor of a group's) that `isa.dot` may take in one call without overflow."""
+    top = None if fmt.signed or fmt.table else 2 ** sum(PLANE_BITS[p] for p in fmt.codes) - 1
+    return min(isa.step(top), QUADS // groups(fmt))
+
+
+def codes(fmt, bufs, tile, row, block, lanes):
+    """The eight uint8 registers of codes: rows `row`.. of the tile, columns 4*j.. of the block in register j."""
+    n, parts, filled = 4 * lanes, [None] * QUADS, 0
+    for plane in fmt.codes:
+        bits = PLANE_BITS[plane]
+        per_byte = 8 // bits
+        for line in range(QUADS // per_byte):
+            x = T.Bind(bufs[plane][tile, block, at(line * 64 + row * 4, n)])
+            for i in range(per_byte):
+                # a nibble plane holds columns 4*j.. and 16+4*j.. in one byte, the others neighbours of the same 64-byte
+                # line
+                j = line + i * (QUADS // per_byte) if plane == "Q4" else line * per_byte + i
+                part = x if bits == 8 else _field(x, i * bits, bits, filled, n)
+                parts[j] = part if parts[j] is None else parts[j] | part
+        filled += bits
+    return [pin(part, n) for part in parts]
+
+
+def _field(x, first, bits, to, n):
+    """Bits first..first+bits of each byte of x, moved to bit `to`."""
+    if first > to:
+        x = T.shift_right(x, splat(T.uint8(first - to), n))
+    elif first < to:
+        x = T.shift_left(x, splat(T.uint8(to - first), n))
+    return x & splat(T.uint8((1 << bits) - 1 << to), n)
+
+
+def scales(fmt, bufs, tile, row, block, isa):
+    """(scales, offsets) of the groups of a block, float32 vectors of the rows `row`.. of the tile."""
+    lanes = isa.lanes
+
+    def plane(name, index):
+        return bufs[name][tile, index, at(row, lanes)]
+
+    super_block = block // (fmt.block // BLOCK)
+    indices = [block * groups(fmt) + g for g in range(groups(fmt))]
+    if fmt.minifloat:
+        found = [T.Bind(T.cast(plane("S", i), dtype("int32", lanes))) for i in indices]
+        return [T.Bind(minifloat(fmt.minifloat, s)) for s in found], []
+    d = isa.half(plane("D", super_block), lanes)
+    if fmt.unit != 1:
+        d = T.Bind(d * fmt.unit)
+    if "S" not in fmt.scales:
+        return [d], [isa.half(plane("M", block), lanes)] if fmt.minimum else []
+    subs = [T.Bind(plane("S", i)) for i in indices]
+    if not fmt.minimum:
+        return [T.Bind(d * widen(s, lanes)) for s in subs], []
+    if fmt.nibble_scales:
+        mins = [T.shift_right(s, splat(T.uint8(4), lanes)) for s in subs]
+        subs = [s & splat(T.uint8(15), lanes) for s in subs]
+    else:
+        mins = [plane("Z", i) for i in indices]
+    dm = T.Bind(splat(T.float32(0), lanes) - isa.half(plane("DM", super_block), lanes))
+    return [T.Bind(d * widen(s, lanes)) for s in subs], [T.Bind(dm * widen(z, lanes)) for z in mins]
+
+
+def load(fmt, bufs, tile, row, block, isa):
+    """The Block of rows `row`..`row + isa.lanes` of a tile of 16, columns 32*block.. ."""
+    weights = codes(fmt, bufs, tile, row, block, isa.lanes)
+    if fmt.signed or fmt.table:
+        weights = [isa.lookup(fmt.table, x) if fmt.table else isa.signed(x) for x in weights]
+    return Block(weights, *scales(fmt, bufs, tile, row, block, isa))

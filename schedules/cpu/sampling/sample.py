@@ -1,0 +1,280 @@
+"""The choice of a token for each row of logits, on the CPU; a thread makes a row.
+
+In: logits float32 [n, columns], of which `vocab` count, and the buffers of runtime/sampling/layout.py. Out: token ids,
+and the logarithm of the probability that the logits as they are give them. A row with a logit that is NaN or infinite
+gets the id -1. A row of which the largest logit is wanted is read twice, the second time from the cache.
+"""
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.runtime.sampling.layout import ADJUST, DRAW, LOGPROB, MASK, RECENT, TOKEN
+from mlc_amd.schedules.attention import LOG2E
+from mlc_amd.schedules.cpu.base.kernel import kernel, row_loop
+from mlc_amd.schedules.cpu.base.vector import LANES, at, exp2, f32, i32, local, reduce, registers, splat, store
+from mlc_amd.schedules.sampling import Draw
+from mlc_amd.schedules.sampling_machine import LARGEST, LOWEST, Machine, Var, Words, no, sample_args, when
+
+UNROLL = 4  # vectors at once, for the latency of additions and comparisons
+LIST, SHORT = 2048, 64  # tokens of lists, of those in which each is compared with all others
+BLOCK = LANES * UNROLL  # tokens
+INFINITE = 0x7F800000
+
+
+class Thread(Machine):
+    """Searches a row of Adjusted."""
+
+    threads, tid, size, small = 1, 0, LIST, SHORT
+
+    def __init__(self, adjusted, row, vocab):
+        self.adjusted, self.row, self.vocab = adjusted, row, vocab
+
+    def cell(self, value, dtype="int32"):
+        return Var(registers(1, kind=dtype), value)
+
+    def shared(self, count, dtype="int32"):
+        return local(count, dtype=dtype)
+
+    def barrier(self):
+        """There is nobody to wait for."""
+
+    def add(self, buffer, index, amount):
+        before = T.Bind(buffer[index])
+        store(buffer, before + amount, index)
+        return before
+
+    def exp2(self, x):
+        return exp2(x, 1)
+
+    def total(self, amount):
+        return amount
+
+    def scan(self, amount):
+        return T.int32(0), amount
+
+    def least(self, amount):
+        return amount
+
+    def each_token(self, visit, floor=None, near=None, enough=None, scratch=None):
+        if near is None:
+            high = None if floor is None else T.float32(-LOWEST)
+            low = floor
+        else:
+            # In memory, to TVM: its simplifier would put their expressions wherever they are used.
+            low, high = (Var(registers(1), bound).get() for bound in near())
+        step = LANES * UNROLL
+        vectors = min(UNROLL, int(self.adjusted.shape[1]) // LANES)
+        with T.serial(-(-self.vocab // step)) as i:
+            if low is not None:
+                # If one of `step` tokens counts, all are visited. The last ones lie across the end of those before.
+                first = T.Bind(T.min(i * step, T.int32(max(int(self.adjusted.shape[1]) - step, 0))))
+                found = f32(LOWEST)
+                for j in range(vectors):
+                    x = T.Bind(self.adjusted[self.row, at(first + j * LANES)])
+                    found = T.Bind(T.max(found, T.Select(x <= splat(high), x, f32(LOWEST))))
+                any_ = reduce("fmax", found) >= low
+                counts = any_ if enough is None else any_ & no(enough())
+            else:
+                counts = T.bool(True)
+            with T.If(counts), T.Then(), T.serial(step) as j:
+                token = T.Bind(i * step + j)
+                with T.If(token < self.vocab), T.Then():
+                    visit(token, T.Bind(self.adjusted[self.row, token]), T.bool(True))
+
+
+class RowDraw(Draw):
+    """Where there is no list, the masses of a whole row are computed once for all that a stage does with them, and the
+    draw goes through their sums."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        columns = int(self.m.adjusted.shape[1])
+        self.masses = local(columns, dtype="int32")
+        self.blocks = local(-(-columns // BLOCK), dtype="int32")  # their sums, BLOCK at a time
+
+    def _row_mass(self, token, value):
+        return T.Bind(self.masses[token])
+
+    def _add_up_row(self, mine):
+        """The masses of the row's tokens, 0 for those that are not left; their sums."""
+        vocab = self.m.vocab
+        threshold, last = splat(self.threshold.get()), splat(self.last.get())
+        factor, scale, top = splat(self.factor.get()), splat(self.scale.get()), splat(self.top)
+
+        def weigh(first, count):
+            x = T.Bind(self.m.adjusted[self.m.row, at(first)])
+            bits = T.Bind(T.reinterpret(f"int32x{LANES}", x))
+            key = bits ^ (T.shift_right(bits, i32(31)) & i32(LARGEST))
+            key = T.Bind(T.Select(x == f32(0.0), i32(0), key))
+            power = exp2(T.Bind(T.max((x - top) * factor, f32(-200.0))))
+            mass = T.Bind(T.cast(power * scale + f32(0.5), f"int32x{LANES}"))
+            tie = T.Select(
+                key == threshold, T.Select(T.Cast(f"int32x{LANES}", at(first)) <= last, mass, i32(0)), i32(0)
+            )
+            mass = T.Bind(_inside(count, T.Select(key > threshold, mass, tie), i32(0)))
+            store(self.masses, mass, at(first))
+            return mass
+
+        def block(first, i, counts):
+            found = [weigh(T.Bind(first + j * LANES), count) for j, count in enumerate(counts)]
+            whole = found[0]
+            for mass in found[1:]:
+                whole = whole + mass
+            whole = reduce("add", T.Bind(whole))
+            store(self.blocks, whole, i)
+            mine.set(mine.get() + whole)
+
+        with T.serial(vocab // BLOCK) as i:
+            block(T.Bind(i * BLOCK), i, [None] * (BLOCK // LANES))
+        if rest := vocab % BLOCK:
+            counts = [min(rest - first, LANES) for first in range(0, rest, LANES)]
+            block(T.int32(vocab - rest), T.int32(vocab // BLOCK), counts)
+
+    def _draw_row(self):
+        """The first token with which the running sum of the masses reaches the target."""
+        before, blocks = self._passed(T.int32(0), T.int32(-(-self.m.vocab // BLOCK)), self.blocks, T.int32(0))
+        first = T.Bind(T.min(blocks, T.int32((self.m.vocab - 1) // BLOCK)) * BLOCK)
+        inside = T.Bind(T.min(T.int32(self.m.vocab) - first, T.int32(BLOCK)))
+        _, tokens = self._passed(first, inside, self.masses, before)
+        self.chosen.set(T.min(first + tokens, T.int32(self.m.vocab - 1)))
+
+    def _passed(self, first, count, sums, before):
+        """(sum, number) of the entries from `first` on with which the target is not reached, behind a sum `before`."""
+        target, passed, entries = self.target.get(), self.m.cell(before), self.m.cell(T.int32(0))
+        running = self.m.cell(before)
+        with T.serial(count) as i:
+            running.set(running.get() + sums[first + i])
+            short = T.Bind(running.get() < target)
+            passed.set(T.Select(short, running.get(), passed.get()))
+            entries.set(entries.get() + T.Select(short, T.int32(1), T.int32(0)))
+        return passed.get(), entries.get()
+
+
+def sample(n, vocab, columns, name) -> tirx.PrimFunc:
+    """Kernel (state, Logits float32 [n, columns], sampling, changes, allowed, Sampled int32 [n], LogProbs float32 [n],
+    Adjusted float32 [n, columns]). LogProbs is 0 unless the row asks for it. Adjusted is work space."""
+    with kernel(name) as (builder, state):
+        Logits, words, changes, allowed, Sampled, LogProbs, Adjusted = sample_args(n, columns)
+        with row_loop(state, n) as row:
+            _choose(Logits, Words(words, row), changes, allowed, Sampled, LogProbs, Adjusted, vocab, row)
+    return builder.get()
+
+
+def _choose(Logits, words, changes, allowed, Sampled, LogProbs, Adjusted, vocab, row):
+    flags = words.int("flags")
+    top, bad = _largest(Logits, row, vocab)
+    chosen, highest = Var(registers(1, kind="int32"), _first(Logits, row, vocab, top)), Var(registers(1), top)
+    with when((bad == 0) & ((flags & (ADJUST | DRAW)) > 0)):
+        _copy(Logits, Adjusted, row, vocab)
+    with when((bad == 0) & ((flags & ADJUST) > 0)):
+        _adjust(words, flags, changes, allowed, Adjusted, row, vocab)
+        highest.set(_largest(Adjusted, row, vocab)[0])
+        chosen.set(_first(Adjusted, row, vocab, highest.get()))
+    with when((bad == 0) & ((flags & DRAW) > 0)):
+        changed_top = highest.get()
+        sums = [_sum(Adjusted, row, vocab, changed_top, heat) for heat in (T.float32(LOG2E), words.float("heat"))]
+        RowDraw(Thread(Adjusted, row, vocab), words, vocab, changed_top, *sums, chosen).emit()
+    probability = Var(registers(1), T.float32(0))
+    with when((bad == 0) & ((flags & LOGPROB) > 0)):
+        total = _sum(Logits, row, vocab, top, T.float32(LOG2E))
+        probability.set(Logits[row, chosen.get()] - top - T.log(total))
+    store(Sampled, T.Select(bad > 0, T.int32(-1), chosen.get()), row)
+    store(LogProbs, probability.get(), row)
+
+
+def _vectors(vocab, accumulators, step):
+    """step(accumulator, first column, lanes that count or None) for all vectors of a row, UNROLL at a time."""
+    whole = vocab // (LANES * UNROLL)
+    with T.serial(whole) as i:
+        for j in range(UNROLL):
+            step(accumulators[j], T.Bind((i * UNROLL + j) * LANES), None)
+    for j, first in enumerate(range(whole * LANES * UNROLL, vocab, LANES)):
+        step(accumulators[j], first, min(vocab - first, LANES))
+
+
+def _inside(count, x, otherwise):
+    """x in the first `count` lanes (None: all), elsewhere `otherwise`."""
+    if count in (None, LANES):
+        return x
+    return T.Select(T.Cast(f"int32x{LANES}", at(0)) < i32(count), x, otherwise)
+
+
+def _accumulators(value, kind="float32"):
+    buffers = [registers(LANES, kind=kind) for _ in range(UNROLL)]
+    for buffer in buffers:
+        store(buffer, value, at(0))
+    return buffers
+
+
+def _joined(join, buffers):
+    found = buffers[0][at(0)]
+    for buffer in buffers[1:]:
+        found = join(found, buffer[at(0)])
+    return T.Bind(found)
+
+
+def _largest(buffer, row, vocab):
+    """(the largest logit, whether there is one that is NaN or infinite: int32)."""
+    tops, sizes = _accumulators(f32(LOWEST)), _accumulators(i32(0), "int32")
+    pairs = list(zip(tops, sizes, strict=True))
+
+    def step(of, first, count):
+        x = T.Bind(_inside(count, buffer[row, at(first)], f32(LOWEST)))
+        top, size = of
+        store(top, T.max(top[at(0)], x), at(0))
+        bits = T.reinterpret(f"int32x{LANES}", x) & i32(LARGEST)
+        store(size, T.max(size[at(0)], bits), at(0))
+
+    _vectors(vocab, pairs, step)
+    size = reduce("smax", _joined(T.max, sizes))
+    return reduce("fmax", _joined(T.max, tops)), T.Bind(T.Select(size >= INFINITE, T.int32(1), T.int32(0)))
+
+
+def _first(buffer, row, vocab, value):
+    """The first token whose logit is `value`."""
+    places = _accumulators(i32(LARGEST), "int32")
+
+    def step(place, first, count):
+        index = T.Cast(f"int32x{LANES}", at(first))
+        found = T.Select(buffer[row, at(first)] == splat(value), index, i32(LARGEST))
+        store(place, T.min(place[at(0)], _inside(count, found, i32(LARGEST))), at(0))
+
+    _vectors(vocab, places, step)
+    return reduce("smin", _joined(T.min, places))
+
+
+def _sum(buffer, row, vocab, top, heat):
+    """The sum of 2**((logit - top) * heat)."""
+    totals = _accumulators(f32(0.0))
+
+    def step(total, first, count):
+        power = T.Bind(exp2(T.Bind((buffer[row, at(first)] - splat(top)) * splat(heat))))
+        store(total, total[at(0)] + _inside(count, power, f32(0.0)), at(0))
+
+    _vectors(vocab, totals, step)
+    return reduce("fadd", _joined(lambda a, b: a + b, totals))
+
+
+def _copy(Logits, Adjusted, row, vocab):
+    """Padding becomes LOWEST."""
+
+    def step(_, first, count):
+        store(Adjusted, _inside(count, Logits[row, at(first)], f32(LOWEST)), row, at(first))
+
+    _vectors(vocab, [None] * UNROLL, step)
+
+
+def _adjust(words, flags, changes, allowed, Adjusted, row, vocab):
+    """The row's changes and its mask."""
+    penalty, inverse = words.float("penalty"), words.float("inverse")
+    with T.serial(words.int("changes")) as i:
+        change, added = T.Bind(changes[row, i, 0]), T.Bind(T.reinterpret("float32", changes[row, i, 1]))
+        token = T.Bind(change & T.int32(TOKEN))
+        value = T.Bind(Adjusted[row, token])
+        changed = value * T.Select(value > T.float32(0), inverse, penalty)
+        store(Adjusted, T.Select((change & T.int32(RECENT)) > 0, changed, value) + added, row, token)
+    with when((flags & MASK) > 0), T.serial(-(-vocab // LANES)) as i:
+        bits = T.Bind(T.shift_right(allowed[row, T.truncdiv(i, T.int32(2))], T.truncmod(i, T.int32(2)) * LANES))
+        lanes = T.shift_right(splat(bits), T.Cast(f"int32x{LANES}", at(0))) & i32(1)
+        columns = at(i * LANES)
+        store(Adjusted, T.Select(lanes > i32(0), Adjusted[row, columns], f32(LOWEST)), row, columns)

@@ -1,0 +1,136 @@
+"""How the splits of decode attention join in device memory, within one launch.
+
+Each split stores its rows' outputs, maxima and sums of weights into Parts and then increments the atomic counter
+Arrived of its rows. The split that finds all others arrived joins the results and stores the output. Why it reads
+what the others stored: `arrival.py`.
+"""
+
+import math
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.attention import SLOTS
+from mlc_amd.schedules.gpu.attention.softmax import LOWEST, with_sink
+from mlc_amd.schedules.gpu.base.arrival import LINE, arrive, zero_behind
+from mlc_amd.schedules.gpu.base.device import Outbox, each, exp2, rcp, wave_max, wave_sum
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
+from mlc_amd.schedules.gpu.base.registers import at, local, put
+
+MAX_SPLITS, SEVERAL = 32, 8  # of a row, at most: with up to SEVERAL rows; the others have SEVERAL at least
+MAX_PARTS = SEVERAL * max(SLOTS, MAX_SPLITS)  # rows times splits that there is memory for
+
+
+def max_splits(m) -> int:
+    """Splits that each of m rows may have: a launch with many rows has workgroups for all of them, most of which have
+    nothing to do."""
+    return max(SEVERAL, MAX_SPLITS * SEVERAL // max(m, SEVERAL))
+
+
+def stride_of(group, d) -> int:
+    """float32 of a split's results in Parts, whole cache lines: the rows' outputs, then (top, total, -, -) of each
+    row."""
+    return -(-group * (d + WIDTH) // LINE) * LINE
+
+
+def scratch_shapes(heads, d) -> dict:
+    """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan and SLOTS
+    rows. d: columns of a head's output. "Arrived" must be zero before the first launch and is zero after each; "Parts"
+    may hold anything."""
+    return {"Parts": ((heads * MAX_PARTS * stride_of(1, d),), "float32"), "Arrived": ((SLOTS * heads,), "int32")}
+
+
+def scratch_args(heads, d) -> list:
+    """Declares the parameters Parts and Arrived."""
+    return [T.arg(name, T.buffer(*shape)) for name, shape in scratch_shapes(heads, d).items()]
+
+
+class Join:
+    """What a thread of a workgroup, number `tid`, needs to join part `part` of the heads of a token. splits:
+    `attention_splits.Splits`; scratch: of `scratch_args`; sinks: the parameter, or None; parts: of a token, in all."""
+
+    def __init__(self, arch, splits, layout, out, scratch, sinks, token, part, parts, wave, lane, tid):
+        self.arch, self.splits, self.layout, self.out, self.sinks = arch, splits, layout, out, sinks
+        self.Parts, self.Arrived = scratch
+        self.token, self.part, self.wave, self.lane, self.tid = token, part, wave, lane, tid
+        self.place = part if isinstance(token, int) else T.Bind(token * parts + part)  # of all parts of all tokens
+
+    def _quads(self):
+        """Yields (valid, row, column) of the groups of four columns that this thread has; valid is None where all
+        threads have one."""
+        splits, tid = self.splits, self.tid
+        count = splits.group * splits.d // WIDTH
+        for i in each(self.arch, -(-count // splits.threads)):
+            first = i * splits.threads
+            whole = count % splits.threads == 0 or (isinstance(i, int) and first + splits.threads <= count)
+            valid = None if whole else first + tid < count
+            place = T.Bind((first + tid if valid is None else T.min(first + tid, T.int32(count - 1))) * WIDTH)
+            yield valid, T.Bind(place // splits.d), T.Bind(place % splits.d)
+
+    def _head(self, row):
+        return self.part * self.splits.group + row
+
+    def _place(self, split, element):
+        """Where a split's element is in Parts."""
+        stride = stride_of(self.splits.group, self.splits.d)
+        return self.place * (self.splits.maximum * stride) + split * stride + element
+
+    def _emit(self, values, row, column, valid):
+        column = self._head(row) * self.splits.d + column
+        emit_store(self.arch, self.layout, self.out, [T.Bind(y) for y in values], self.token, column, valid)
+
+    def store_alone(self, quad):
+        """Stores the output where one split has all keys. quad(row, column): the workgroup's results, of
+        `softmax.join`."""
+        for valid, row, column in self._quads():
+            top, total, values = quad(row, column)
+            inverse = rcp(with_sink(self.sinks, self._head(row), total, top))
+            self._emit([y * inverse for y in values], row, column, valid)
+
+    def store_parts(self, quad, split):
+        """Stores the workgroup's results, which are complete in device memory when all its threads are behind this."""
+        splits = self.splits
+        outbox = Outbox(self.arch, self.tid, splits.threads, (WIDTH, 2))
+        for valid, row, column in self._quads():
+            top, total, out = quad(row, column)
+            tail = splits.group * splits.d + row * WIDTH
+            # On Vulkan whole 16 bytes of each row, as the outputs are stored.
+            row_values = [top, total] if self.arch.api == "rocm" else [top, total, *[T.float32(0)] * (WIDTH - 2)]
+            outbox.send(
+                valid,
+                self.Parts,
+                (out, None, (self._place(split, row * splits.d + column),)),
+                (row_values, column == 0, (self._place(split, tail),)),
+            )
+        outbox.publish()
+
+    def arrive_and_join(self, active):
+        """Counts this split; the last of the `active` ones joins them all and resets the counter."""
+        old = arrive(self.arch, self.Arrived, self.place, self.tid)
+        with T.serial(T.cast(old == active - 1, "int32")):
+            self._join_splits(active, zero_behind(self.arch, old))
+            with T.If(self.tid == 0), T.Then():
+                put(self.Arrived, T.int32(0), self.place)
+
+    def _join_splits(self, active, later):
+        """Joins the splits' results and stores the output. later: 0, known when they may be loaded."""
+        arch, splits, Parts, lane = self.arch, self.splits, self.Parts, self.lane
+        group, d, size = splits.group, splits.d, splits.batch
+        weights = T.alloc_buffer((group, math.ceil(splits.count / size) * size), "float32", scope="shared")
+        for i in each(arch, -(-group // splits.waves)):
+            row = T.Bind(T.min(i * splits.waves + self.wave, T.int32(group - 1)))
+            split, tail = T.Bind(T.min(lane, active - 1) + later), group * d + row * WIDTH
+            top = T.Bind(T.Select(lane < active, Parts[self._place(split, tail)], T.float32(LOWEST)))
+            largest = wave_max(arch, top)
+            weight = exp2(top - largest)
+            total = wave_sum(arch, T.Bind(weight * Parts[self._place(split, tail + 1)]))
+            with T.If(lane < weights.shape[1]), T.Then():
+                put(weights, weight * rcp(with_sink(self.sinks, self._head(row), total, largest)), row, lane)
+        for valid, row, column in self._quads():
+            y = local(WIDTH)
+            put(y, T.broadcast(T.float32(0), WIDTH), at(0, WIDTH))
+            with T.serial((active + size - 1) // size) as batch:
+                for i in range(size):
+                    split = T.Bind(batch * size + i)
+                    found = Parts[at(self._place(T.min(split, active - 1) + later, row * d + column), WIDTH)]
+                    put(y, y[at(0, WIDTH)] + found * T.broadcast(weights[row, split], WIDTH), at(0, WIDTH))
+            self._emit([y[i] for i in range(WIDTH)], row, column, valid)

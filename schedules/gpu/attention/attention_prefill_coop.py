@@ -1,0 +1,361 @@
+"""Causal attention of a chunk of tokens on cooperative matrices (KHR_cooperative_matrix), with online softmax.
+
+In: the rotated queries and the cache, which already contains the chunk's own keys and values. Out: the heads' outputs
+in an activation layout of `quantize.py`, of the live rows.
+
+A wave has some fragments of rows, each of consecutive tokens of one head; the waves of a workgroup share a KV head,
+whose keys and values go through shared memory a block at a time, in the layout of the operands. The next block is
+loaded while this one is multiplied: keys during the second product, values during the first.
+
+Which lane holds which element of a fragment is implementation-defined, so all elements are treated alike, or a fragment
+is combined with another of the same type, element by element. Operations on rows are built from that:
+    broadcast of a column       a load from memory with a stride of 0; so are the numbers of rows and columns that masks
+                                need
+    sum of a row's weights      the product with a matrix of ones, which is rounded as the other product is
+    maximum of a row            the maximum over the fragment's columns, each broadcast. That takes time, and is rarely
+                                needed: weights are 2**(score - top) with any `top` that keeps them within float16. It
+                                is renewed, and the outputs rescaled, when a weight would exceed 2**LIMIT; the new one
+                                makes the largest weight 2**START.
+"""
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.attention import PAGE, Attention
+from mlc_amd.schedules.gpu.attention.attention_coop_blocks import key_block, shared_units, value_block
+from mlc_amd.schedules.gpu.attention.attention_coop_tiles import held_steps, tile_of, wave_units, workgroups
+from mlc_amd.schedules.gpu.attention.attention_step import Step, attention_step
+from mlc_amd.schedules.gpu.attention.cache import UNIT, Chunk, Pages, visible
+from mlc_amd.schedules.gpu.attention.softmax import LOWEST, group_of, soft_cap, with_sink
+from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
+from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, launch, maximum, rcp, uniform, wave_barrier
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
+from mlc_amd.schedules.gpu.base.registers import local, put
+
+LIMIT, START = 15, 8  # powers of two: weights are normal float16 down to 2**-22 of the largest at least
+
+
+class Wave:
+    """The rows of one wave: fragment i has the tokens tokens[i].. of head heads[i], which are rows step_rows[i].. of
+    the step. Behind single rows, the last fragment may begin with tokens of the one before: it stores those from
+    fresh[i] on."""
+
+    def __init__(self, arch, attention, tile, kv, number, first, count, Q, chunk, numbers, weights):
+        """number: of the wave; first: of the workgroup's fragments among the KV head's `count`. numbers: shared memory
+        that contains 0, 1, ..; weights: shared memory for the waves' weights."""
+        group, width = attention.group, attention.width
+        self.arch, self.attention, self.tile, self.Q = arch, attention, tile, Q
+        self.chunk, self.numbers, self.weights = chunk, numbers, weights
+        self.part, self.rows = T.Bind(number % tile.parts), T.Bind(number // tile.parts)
+        self.base, self.row_units = T.Bind(number * wave_units(tile, arch.fragment)), tile.own_keys // UNIT + 1
+        first = T.Bind(first + self.rows * tile.fragments)
+        self.m, self.n, self.k = arch.fragment
+        # fragments beyond the chunk compute the same as the last one and are not stored
+        places = [T.Bind(T.min(first + i, T.int32(count - 1))) for i in range(tile.fragments)]
+        self.fresh = [T.Bind(place // group * self.m) for place in places]
+        self.tokens = self.step_rows = self.fresh
+        if not isinstance(chunk.row0, int):
+            most = T.int32(int(Q.shape[0]) - self.m)
+            self.step_rows = [T.Bind(T.min(chunk.row(token), most)) for token in self.fresh]
+            self.tokens = [T.Bind(row - chunk.row0) for row in self.step_rows]
+        self.heads = [T.Bind(kv * group + place % group) for place in places]
+        self.valid = [first + i < count for i in range(tile.fragments)]
+        self.score_columns, self.columns = tile.own_keys // self.n, width // self.n
+        self.query_steps = width // self.k
+        self.held = held_steps(tile, width, arch)
+        self.queries = self._new("a", tile.fragments * max(self.held, 1))
+        self.operand, self.weight, self.ones = self._new("b", 1), self._new("a", tile.fragments), self._new("b", 1)
+        self.scores, self.halves = self._new("sum", tile.fragments * self.score_columns), self._new("half", 1)
+        self.out, self.total, self.top = (self._new("sum", tile.fragments * c) for c in (self.columns, 1, 1))
+        self.other, self.now = self._new("sum", 2), self._new("sum", 1)
+
+    def _new(self, kind, count):
+        return Fragments(kind, count, self.arch.fragment)
+
+    def start(self):
+        """Loads the queries that stay in registers; no key seen yet."""
+        for i in range(self.tile.fragments):
+            for c in range(self.held):
+                self._load_query(self.queries, i * self.held + c, i, c)
+        self.ones.fill(0, 1)
+        self.halves.fill(0, 0)
+        self.now.fill(0, 0)
+        for i in range(self.tile.fragments):
+            self.top.fill(i, LOWEST / 2)  # above the scores of keys that are not seen: their weights are 0
+            self.total.fill(i, 0)
+            for x in range(self.columns):
+                self.out.fill(i * self.columns + x, 0)
+
+    def _load_query(self, fragments, place, i, c):
+        """fragments[place] = columns c * k.. of the queries of fragment i."""
+        stride = int(self.Q.shape[1]) * self.attention.width
+        fragments.load(place, self.Q[self.step_rows[i], self.heads[i], c * self.k], stride, "row_major")
+
+    def score(self, keys):
+        """scores = queries @ keys, of the block in shared memory."""
+        for i in range(self.tile.fragments * self.score_columns):
+            self.scores.fill(i, 0)
+        first = T.Bind(self.part * (self.tile.own_keys * keys.row_units))
+        for c in range(self.query_steps):
+            for i in range(self.tile.fragments if c >= self.held else 0):
+                self._load_query(self.weight, i, i, c)
+            for j in range(self.score_columns):
+                place = keys.buffer[first + j * self.n * keys.row_units + c * (self.k // UNIT)]
+                self.operand.load(0, place, keys.row_units * UNIT, "col_major")
+                for i in range(self.tile.fragments):
+                    queries, query = (self.queries, i * self.held + c) if c < self.held else (self.weight, i)
+                    self.scores.add_product(i * self.score_columns + j, queries, query, self.operand, 0)
+
+    def cap(self):
+        """Applies the layer's softcap, if it has one."""
+        if self.attention.softcap:
+            with self.scores.elements(0) as e:
+                for i in range(self.tile.fragments * self.score_columns):
+                    self.scores.set(i, e, soft_cap(self.attention, self.scores.get(i, e)))
+
+    def mask(self, key0):
+        """Sets the scores of keys that a row does not see to LOWEST."""
+        key0 = T.Bind(key0 + self.part * self.tile.own_keys)
+        first, window = self.chunk.position(self.tokens[0]), self.attention.window
+        needed = key0 + self.tile.own_keys - 1 > first
+        if window:  # the last row does not see the first key
+            needed = needed | (key0 <= self.chunk.position(self.tokens[-1]) + (self.m - 1 - window))
+        elif self.attention.chunk:
+            needed = needed | (key0 < self._begin(self.chunk.position(self.tokens[-1]) + (self.m - 1)))
+        with T.If(needed), T.Then():
+            self.other.load(0, self.numbers[0], 0, "row_major")  # the number of the column
+            self.other.load(1, self.numbers[0], 0, "col_major")  # that of the row
+            with self.scores.elements(0) as e:
+                ahead = T.Bind(self.other.get(0, e) - self.other.get(1, e))
+                for i in range(self.tile.fragments):
+                    for j in range(self.score_columns):
+                        own = T.cast(self.chunk.position(self.tokens[i]) - key0 - j * self.n, "float32")
+                        seen = ahead <= own
+                        if window:
+                            seen = seen & (ahead > own - T.float32(window))
+                        elif self.attention.chunk:
+                            seen = seen & self._in_chunk(i, key0 + j * self.n, e)
+                        score = self.scores.get(i * self.score_columns + j, e)
+                        self.scores.set(i * self.score_columns + j, e, T.Select(seen, score, T.float32(LOWEST)))
+
+    def _begin(self, position):
+        """The first key that a row at `position` of a layer with chunks sees."""
+        return position - T.truncmod(position, T.int32(self.attention.chunk))
+
+    def _in_chunk(self, i, key0, e):
+        """Whether the key of element e, column 0 is key0, is not before the chunk of its row in fragment i. The rows
+        are in one chunk, or in two of which the second begins with row `border`."""
+        size, first = self.attention.chunk, self.chunk.position(self.tokens[i])
+        begin = T.Bind(self._begin(first))
+        border = T.cast(begin + size - first, "float32")
+        least = T.Select(self.other.get(1, e) < border, T.int32(0), T.int32(size)) + begin - key0
+        return self.other.get(0, e) >= T.cast(least, "float32")
+
+    def renew_tops(self):
+        """Rescales what came before if a weight would be too large."""
+        worst = local(1)
+        put(worst, T.float32(LOWEST), 0)
+        with self.scores.elements(0) as e:
+            for i in range(self.tile.fragments):
+                top = self.top.get(i, e)
+                for j in range(self.score_columns):
+                    put(worst, maximum(worst[0], self.scores.get(i * self.score_columns + j, e) - top), 0)
+        with T.If(T.Bind(T.call_extern("bool", "vk.any", worst[0] > T.float32(LIMIT)))), T.Then():
+            for i in range(self.tile.fragments):
+                self._row_maximum(i)
+                with self.top.elements(0) as e:
+                    old = self.top.get(i, e)
+                    new = maximum(old, self.now.get(0, e) - T.float32(START))
+                    self.top.set(i, e, new)
+                    self._shrink(i, e, exp2(old - new))
+
+    def _row_maximum(self, i):
+        """now = the largest score of each row of fragment i, in all columns."""
+        units = self.m * 2 // UNIT  # of a column of float32
+        with self.now.elements(0) as e:
+            largest = self.scores.get(i * self.score_columns, e)
+            for j in range(1, self.score_columns):
+                largest = maximum(largest, self.scores.get(i * self.score_columns + j, e))
+            self.now.set(0, e, largest)
+        self.now.store(0, self.weights[self.base], self.m * 2, "col_major")
+        wave_barrier()
+        with T.serial(self.n) as column:
+            self.other.load(0, self.weights[self.base + column * units], 0, "col_major")
+            with self.now.elements(0) as e:
+                self.now.set(0, e, maximum(self.now.get(0, e), self.other.get(0, e)))
+        wave_barrier()
+
+    def weigh(self):
+        """The scores become weights, as operands in shared memory."""
+        with self.scores.elements(0) as e:
+            for i in range(self.tile.fragments):
+                top = self.top.get(i, e)
+                for j in range(self.score_columns):
+                    self.scores.set(
+                        i * self.score_columns + j, e, exp2(self.scores.get(i * self.score_columns + j, e) - top)
+                    )
+        for i in range(self.tile.fragments):
+            for j in range(self.score_columns):
+                self.halves.convert(0, self.scores, i * self.score_columns + j)
+                place = self.weights[self.base + i * self.m * self.row_units + j * (self.n // UNIT)]
+                self.halves.store(0, place, self.row_units * UNIT, "row_major")
+        wave_barrier()
+
+    def add_values(self, values):
+        """out += weights @ values, of the block in shared memory."""
+        first = T.Bind(self.part * (self.tile.own_keys // UNIT))
+        for c in range(self.tile.own_keys // self.k):
+            for i in range(self.tile.fragments):
+                place = self.weights[self.base + i * self.m * self.row_units + c * (self.k // UNIT)]
+                self.weight.load(i, place, self.row_units * UNIT, "row_major")
+                self.total.add_product(i, self.weight, i, self.ones, 0)
+            for x in range(self.columns):
+                place = values.buffer[first + x * self.n * values.row_units + c * (self.k // UNIT)]
+                self.operand.load(0, place, values.row_units * UNIT, "col_major")
+                for i in range(self.tile.fragments):
+                    self.out.add_product(i * self.columns + x, self.weight, i, self.operand, 0)
+        wave_barrier()
+
+    def join_parts(self):
+        """The first part's waves get the sum of what all parts have."""
+        if self.tile.parts == 1:
+            return
+        for i in range(self.tile.fragments):
+            with self.top.elements(i) as e:
+                self.now.set(0, e, self.top.get(i, e))
+            for _ in self._others(self.top, i):
+                with self.top.elements(i) as e:
+                    self.top.set(i, e, maximum(self.top.get(i, e), self.other.get(0, e)))
+            with self.top.elements(i) as e:
+                self._shrink(i, e, exp2(self.now.get(0, e) - self.top.get(i, e)))
+        sums = [(self.total, i) for i in range(self.tile.fragments)]
+        for fragments, i in sums + [(self.out, i) for i in range(self.tile.fragments * self.columns)]:
+            for part in self._others(fragments, i):
+                with T.If(self.part != part), T.Then(), fragments.elements(i) as e:
+                    fragments.set(i, e, fragments.get(i, e) + self.other.get(0, e))
+        barrier()  # `finish` overwrites what other waves have read here
+
+    def _others(self, fragments, i):
+        """Yields the parts, with other[0] = that fragment of the wave that has the same rows and the part."""
+        barrier()
+        fragments.store(i, self.weights[self.base], self.m * 2, "col_major")
+        barrier()
+        for part in range(self.tile.parts):
+            there = T.Bind((self.rows * self.tile.parts + part) * wave_units(self.tile, self.arch.fragment))
+            self.other.load(0, self.weights[there], self.m * 2, "col_major")
+            yield part
+
+    def _shrink(self, i, e, factor):
+        """Multiplies element e of what row fragment i has so far."""
+        for fragments, count in ((self.total, 1), (self.out, self.columns)):
+            for place in range(i * count, (i + 1) * count):
+                fragments.set(place, e, fragments.get(place, e) * factor)
+
+    def finish(self, lane, sinks, layout, out):
+        """Stores the outputs of the live rows, a fragment at a time through shared memory."""
+        quads, d = self.n // WIDTH, self.attention.d  # quads: of a row
+        for i in range(self.tile.fragments):
+            with self.out.elements(0) as e:
+                total = self.total.get(i, e)
+                if sinks is not None:
+                    total = with_sink(sinks, self.heads[i], total, self.top.get(i, e), shift=0)
+                inverse = rcp(total)
+                for x in range(self.columns):
+                    self.out.set(i * self.columns + x, e, self.out.get(i * self.columns + x, e) * inverse)
+            for x in range(self.columns):
+                self.out.store(i * self.columns + x, self.weights[self.base], self.n * 2, "row_major")
+                wave_barrier()
+                for first in range(0, self.m * quads, self.arch.wave):
+                    place = T.Bind(first + lane)
+                    within, column = T.Bind(place // quads), place % quads * WIDTH
+                    token = T.Bind(self.tokens[i] + within)
+                    y = T.Bind(T.reinterpret(f"float32x{WIDTH}", self.weights[self.base + place]))
+                    live = tirx.all(self.valid[i], token < self.chunk.count, self.part == 0)
+                    if self.tokens is not self.fresh:
+                        live = tirx.all(live, token >= self.fresh[i])
+                    if (x + 1) * self.n > d:
+                        live = tirx.all(live, x * self.n + column < d)
+                    y = [T.Bind(T.Shuffle([y], [c])) for c in range(WIDTH)]
+                    place = T.Bind(self.heads[i] * d + x * self.n + column)
+                    row = token if self.step_rows is self.tokens else T.Bind(self.step_rows[i] + within)
+                    emit_store(self.arch, layout, out, y, row, place, live)
+                wave_barrier()
+
+
+def attention_prefill_coop(attention: Attention, m, layout, arch, name, plan=None) -> tirx.PrimFunc:
+    """Kernel of `attention_step`, of a chunk of m tokens at most. plan: a Tile instead of the arch's.
+
+    UserError for shapes that `cache_types`, `group_of` or `tile_of` refuses, for the layout "rows", or m that the
+    fragments' rows do not divide; ValueError for a tile whose keys do not divide a page.
+    """
+    with attention_step(attention, m, layout, name) as (ir, step):
+        emit(attention, m, layout, arch, step, plan)
+    return ir.get()
+
+
+def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0) -> None:
+    """The launch for the chunk of a step of m rows, of which the first `single` may be single rows. Nothing is stored
+    for rows that are not live. Errors: of `attention_prefill_coop`."""
+    if layout == "rows":
+        raise UserError(
+            "attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately"
+        )
+    rows = arch.fragment[0]
+    if 0 < attention.chunk < rows:
+        raise UserError(f"attention in chunks of {attention.chunk} keys has no kernel for {arch.name}")
+    if m % rows:
+        raise UserError(f"attention on matrix units of {arch.name} takes chunks in multiples of {rows} tokens, not {m}")
+    heads, kv_heads, width = attention.heads, attention.kv_heads, attention.width
+    group, tile, cache = group_of(heads, kv_heads), plan or tile_of(m, heads, kv_heads, width, arch), step.cache
+    if PAGE % tile.keys:
+        raise ValueError(f"{tile} does not divide a page of {PAGE} keys")
+    fragments, per_tile = m // rows * group, tile.row_fragments
+    tiles = workgroups(tile, m, heads, kv_heads, arch) // kv_heads
+    with launch((kv_heads, tiles), (arch.wave, tile.waves)) as (kv, reverse, lane, thread_wave):
+        number = uniform(arch, thread_wave)
+        tid, threads = T.Bind(number * arch.wave + lane), tile.waves * arch.wave
+        chunk = Chunk(step.state, step.rows, m, attention, single)
+        first = T.Bind((tiles - 1 - reverse) * per_tile)  # the longest first
+        keys, values = key_block(attention, tile.keys, threads, tid), value_block(attention, tile.keys, threads, tid)
+        weights = shared_units(tile.waves * wave_units(tile, arch.fragment))
+        numbers = T.alloc_buffer((max(arch.fragment) // WIDTH,), f"float32x{WIDTH}", scope=WAVE_SHARED)
+        # a loop of 0 or 1 iterations: barriers in an `if` are refused
+        with T.serial(T.cast(first // group * rows < chunk.count, "int32")):
+            place = T.Bind(tid % (max(arch.fragment) // WIDTH))
+            put(numbers, T.cast(T.ramp(place * WIDTH, 1, WIDTH), f"float32x{WIDTH}"), place)
+            wave = Wave(arch, attention, tile, kv, number, first, fragments, step.Q, chunk, numbers, weights)
+            wave.start()
+            last = T.min(T.min(first + per_tile, T.int32(fragments)) - 1, T.int32(fragments - 1)) // group * rows + rows
+            begin = T.int32(0)
+            if attention.span:
+                begin = visible(attention, chunk.position(first // group * rows)).first_block(tile.keys)
+            end = visible(attention, chunk.position(T.min(last, chunk.count) - 1)).end_block(tile.keys)
+
+            def first_key(number):
+                """Of the block with that number; of the last one for those behind it."""
+                return T.Bind(T.min(number, end - 1) * tile.keys)
+
+            pages = Pages(cache, chunk.slot, [first_key(begin), first_key(begin + 1)])
+            page, _ = pages.take()
+            keys.load(cache.block(kv, T.Bind(begin * tile.keys), page, tile.keys))
+            keys.store()
+            barrier()
+            with T.serial(end - begin) as i:
+                number = T.Bind(i + begin)
+                page, next_page = pages.take(first_key(number + 2))
+                block = cache.block(kv, T.Bind(number * tile.keys), page, tile.keys)
+                values.load(block)
+                wave.score(keys)
+                wave.cap()
+                wave.mask(block.key0)
+                wave.renew_tops()
+                wave.weigh()
+                values.store()
+                barrier()
+                keys.load(cache.block(kv, first_key(number + 1), next_page, tile.keys))
+                wave.add_values(values)
+                keys.store()
+                barrier()
+            wave.join_parts()
+            wave.finish(lane, step.sinks, layout, step.out)

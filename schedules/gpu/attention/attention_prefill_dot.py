@@ -1,0 +1,114 @@
+"""Causal attention of a chunk of tokens on GPUs without matrix units (gfx10, gfx906, Vulkan), and latent attention on
+all: products per lane, with online softmax.
+
+In: the rotated queries and the cache, which already contains the chunk's own keys and values. Out: the heads' outputs
+in an activation layout of `quantize.py`, of the live rows.
+
+A workgroup has a KV head and a tile of rows (token x head of the group), whose queries are in LDS; each K and V that is
+loaded serves the whole tile. Its waves take blocks of 64 keys round robin, each with its own softmax
+(`attention_rows.py`), and join at the end.
+"""
+
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.attention import Attention
+from mlc_amd.schedules.gpu.attention.attention_rows import STEP
+from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import query_dtype, rows_of, waves_of
+from mlc_amd.schedules.gpu.attention.attention_step import Step, attention_step
+from mlc_amd.schedules.gpu.attention.cache import UNIT, Chunk, Pages, visible
+from mlc_amd.schedules.gpu.attention.softmax import group_of, with_sink
+from mlc_amd.schedules.gpu.base.device import each, launch, rcp, uniform
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
+from mlc_amd.schedules.gpu.base.registers import at, opaque, put
+from mlc_amd.schedules.gpu.base.step import opaque_zero
+
+
+@dataclass(frozen=True)
+class Plan:
+    """threads  of a workgroup, at most
+    rows     of a workgroup: more share each load of K and V, and need more registers
+    """
+
+    threads: int = 128
+    rows: int = 8
+
+
+LATENT_PLAN = Plan(rows=4)  # of latent attention, whose rows have the most columns
+
+
+def default_plan(attention: Attention) -> Plan:
+    return LATENT_PLAN if attention.values else Plan()
+
+
+def attention_prefill_dot(attention: Attention, m, layout, arch, name, plan=None) -> tirx.PrimFunc:
+    """Kernel of `attention_step`, of a chunk of m tokens at most. UserError for shapes that `cache_types`, `group_of`
+    or `output_args` refuses."""
+    with attention_step(attention, m, layout, name) as (ir, step):
+        emit(attention, m, layout, arch, step, plan)
+    return ir.get()
+
+
+def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0) -> None:
+    """The launch for the chunk of a step of m rows, of which the first `single` may be single rows. Nothing is stored
+    for rows that are not live. Errors: of `attention_prefill_dot`."""
+    heads, kv_heads, d, out_d = attention.heads, attention.kv_heads, attention.d, attention.value_d
+    group = heads if attention.values else group_of(heads, kv_heads)
+    plan, cache = plan or default_plan(attention), step.cache.by_shifts()
+    count, waves = plan.rows, waves_of(arch, plan.rows, d, plan.threads)
+    tiles = -(-m * group // count)
+    threads = waves * arch.wave
+    with launch((kv_heads, tiles), (arch.wave, waves)) as (kv, tile, lane, thread_wave):
+        wave = uniform(arch, thread_wave)
+        tid = T.Bind(wave * arch.wave + lane)
+        chunk = Chunk(step.state, step.rows, m, attention, single)
+        first_row = T.Bind((tiles - 1 - tile) * count)  # the longest first
+
+        def token(r):
+            """The token of row r; rows beyond the chunk compute the same as its last one and are not stored."""
+            return T.min((first_row + r) // group, chunk.count - 1)
+
+        # a loop of 0 or 1 iterations: TVM refuses barriers in an `if`
+        with T.serial(T.cast(first_row // group < chunk.count, "int32")):
+            queries = T.alloc_buffer((count, d), query_dtype(arch), scope="shared")
+            _load_queries(step.Q, queries, lambda r: chunk.row(token(r)), kv, group, first_row, count, d, tid, threads)
+            rows = rows_of(arch, attention, count, lane, wave, waves)
+            rows.start()
+            seen = [visible(attention, chunk.position(token(r))) for r in range(count)]
+            end, begin = seen[-1].end_block(STEP), T.Bind(seen[0].first_block(STEP) + wave)
+            pages = Pages(cache, chunk.slot, [T.Bind(T.min(begin, end - 1) * STEP)])
+            with T.serial(T.max((end - begin + waves - 1) // waves, T.int32(0))) as i:
+                number = T.Bind(begin + i * waves)
+                (page,) = pages.take(T.Bind(T.min(number + waves, end - 1) * STEP))
+                block = cache.block(kv, T.Bind(number * STEP), page, STEP)
+                rows.step(block, queries, lambda r, key: seen[r].sees(key), opaque_zero(step.state, i))
+            quad = rows.join_waves(wave, waves)
+            for i in each(arch, -(-count * out_d // WIDTH // threads)):
+                first = i * threads
+                place = T.Bind(T.min(first + tid, T.int32(count * out_d // WIDTH - 1)) * WIDTH)
+                r, column = T.Bind(place // out_d), T.Bind(place % out_d)
+                top, total, values = quad(r, column)
+                row = T.Bind(first_row + r)
+                head = kv * group + row % group
+                inverse = opaque(rcp(with_sink(step.sinks, head, total, top)))
+                valid = tirx.all(row // group < chunk.count, first + tid < count * out_d // WIDTH)
+                values = [opaque(v * inverse) for v in values]
+                there = T.Bind(chunk.row(token(r)))
+                emit_store(arch, layout, step.out, values, there, T.Bind(head * out_d + column), valid)
+
+
+def _load_queries(Q, queries, step_row, kv, group, first_row, count, d, tid, threads):
+    """Copies the tile's queries into LDS, 16 bytes at a time. step_row(r): where the queries of row r are in Q."""
+    units = count * d // UNIT
+    for first in range(0, units, threads):
+        place = T.Bind(T.min(first + tid, T.int32(units - 1)))  # surplus threads repeat the last one
+        r, unit = T.Bind(place // (d // UNIT)), T.Bind(place % (d // UNIT))
+        loaded = Q[step_row(r), kv * group + (first_row + r) % group, at(unit * UNIT, UNIT)]
+        put(
+            queries,
+            loaded if str(queries.dtype) == "float16" else T.cast(loaded, f"{queries.dtype}x{UNIT}"),
+            r,
+            at(unit * UNIT, UNIT),
+        )

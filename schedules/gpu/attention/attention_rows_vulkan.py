@@ -1,0 +1,229 @@
+"""Rows of queries as in `attention_rows.py`, for Vulkan: waves of any size, small code, no need for scalar registers.
+
+The distribution of the work is the same: a wave processes a block of keys, a lane scores one key (several in a small
+wave) and sums one column (or several) of the outputs. Weights reach the lanes through shared memory, of which each wave
+has its own part, so that two loads read eight of them; products are float32 multiply-adds of values that are converted
+once for all rows; and loops over rows stay loops for most drivers (`device.each`).
+"""
+
+from math import gcd
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu.attention.attention_rows import STEP, Rows, WaveRows
+from mlc_amd.schedules.gpu.attention.cache import UNIT
+from mlc_amd.schedules.gpu.attention.cache_units import Units
+from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, join
+from mlc_amd.schedules.gpu.base.device import (
+    WAVE_SHARED,
+    barrier,
+    each,
+    exp2,
+    fma,
+    maximum,
+    wave_barrier,
+    wave_max,
+    wave_sum,
+)
+from mlc_amd.schedules.gpu.base.quantize import WIDTH
+from mlc_amd.schedules.gpu.base.registers import local, opaque, put
+from mlc_amd.schedules.gpu.base.step import when
+
+# family: 16-byte loads in flight per lane; MEDIUM_LOADS for others. Fewer loads make less code.
+LOADS = {"nvidia": 16, "generic": 4}
+MEDIUM_LOADS = 8
+# The same where several rows share the GPU: then others' loads are in flight, too, and a step of a model runs each
+# kernel once, so that its code comes from memory (`lane_tiles.py`).
+SHARED_LOADS = {"nvidia": 4}
+PREFETCHING = ("nvidia",)  # families with registers for the keys of the next block
+OTHER_BYTES = 1 << 10  # of shared memory for what is small and of a fixed size
+SPLITS = 32  # maximum of splits whose weights are in shared memory
+
+
+def query_dtype(arch) -> str:
+    """The type of queries in shared memory, that in which they are multiplied."""
+    return "float16" if arch.api == "rocm" else "float32"
+
+
+def waves_of(arch, count, d, threads) -> int:
+    """Waves of a workgroup for `count` rows of `d` elements: those of `threads`, fewer where the arch or its shared
+    memory has no more. UserError if it does not suffice for one."""
+    waves = min(threads, arch.threads) // arch.wave
+    if arch.api == "rocm":
+        return waves
+    # of a wave: what its rows have there, and a key
+    fixed, wave = count * (d + SPLITS) * 4 + OTHER_BYTES, (count * max(d, STEP) + d) * 4
+    while waves * wave + fixed > arch.lds:
+        waves //= 2
+        if not waves:
+            raise UserError(
+                f"{arch.name} has too little shared memory for attention with {count} query heads of {d} elements per "
+                "KV head"
+            )
+    return waves
+
+
+def rows_of(arch, attention, count, lane, wave, waves, step=STEP, shared=False) -> Rows:
+    """The state of `count` rows of a wave, number `wave` of `waves` in its workgroup. step: keys of a block, on "rocm"
+    STEP; shared: whether other tokens' rows share the GPU."""
+    if arch.api == "rocm":
+        return WaveRows(arch, attention, count, lane)
+    return VulkanRows(arch, attention, count, lane, wave, waves, step, shared)
+
+
+class VulkanRows(Rows):
+    """`Rows` for Vulkan; weights are not rounded to float16."""
+
+    def __init__(self, arch, attention, count, lane, wave, waves, step, shared):
+        super().__init__(arch, attention, count, lane, step)
+        self.step_keys = step
+        loads = LOADS.get(arch.family, MEDIUM_LOADS)
+        if shared:
+            loads = SHARED_LOADS.get(arch.family, loads)
+        self.key_batch, self.batch = (
+            gcd(units, max(1, loads // share))
+            for units, share in ((self.d // UNIT, self.keys), (step // UNIT, 1 << (self.columns - 1).bit_length()))
+        )
+        self.scores = local(count * self.keys)
+        self.key = Units(attention, self.keys * self.key_batch, "key")
+        self.value = Units(attention, self.columns * self.batch, "value")
+        self.stride = max(self.value_d, step)  # of a row in shared memory: weights of keys, in the end outputs
+        self.shared = T.alloc_buffer((waves * count * self.stride,), "float32", scope=WAVE_SHARED)
+        self.place = T.Bind(wave * (count * self.stride))
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether `load_keys` may be called before `step`: a block's keys are one batch of loads, which stay in
+        registers for long."""
+        return self.arch.family in PREFETCHING and self.key_batch == self.d // UNIT
+
+    def load_keys(self, block, first=0):
+        """Loads a batch of the block's keys, units first .."""
+        places = self._lane_keys(block.place0)
+        for c in range(self.key_batch):
+            for j, place in enumerate(places):
+                self.key.load_key(c * self.keys + j, block, place, first + c)
+
+    def step(self, block, queries, sees, zero, following=None):
+        """Processes a `KeyBlock`. queries: [count, d] in shared memory; sees(r, key): whether row r sees a key. zero:
+        unused. following: the block of the next step, if this one's keys are loaded already."""
+        keys = self._lane_keys(block.key0)
+        self._score(block, queries, following is not None)
+        self._cap_scores(self.scores)
+        batches = self.step_keys // UNIT // self.batch
+        if batches == 1:
+            self._load_values(block, 0)
+        if following is not None:
+            self.load_keys(following)
+        self._weigh([[sees(r, key) for key in keys] for r in range(self.count)])
+        wave_barrier()
+        if batches == 1:
+            self._add_values(0)
+        else:
+            with T.serial(batches) as b:
+                self._load_values(block, b * self.batch)
+                self._add_values(b * self.batch)
+        wave_barrier()
+
+    def _score(self, block, queries, loaded):
+        for r in each(self.arch, self.count):
+            for j in range(self.keys):
+                put(self.scores, T.float32(0), r * self.keys + j)
+        with T.serial(self.d // UNIT // self.key_batch) as b:
+            if not loaded:
+                self.load_keys(block, b * self.key_batch)
+            for c in range(self.key_batch):
+                reals = self.key.reals(c * self.keys, self.keys)
+                for r in each(self.arch, self.count):
+                    first = (b * self.key_batch + c) * UNIT
+                    query = [T.Bind(T.cast(queries[r, first + e], "float32")) for e in range(UNIT)]
+                    self._multiply(self.scores, r * self.keys, reals, query)
+
+    def _multiply(self, sums, first, units, factors):
+        """sums[first + i] += the dot product of units[i] and `factors`."""
+        for i, unit in enumerate(units):
+            total = sums[first + i]
+            for x, factor in zip(unit, factors, strict=True):
+                total = fma(x, factor, total)
+            put(sums, total, first + i)
+
+    def _weigh(self, seen):
+        """Turns scores into weights, in shared memory, and rescales the state. seen: for each row, whether it sees the
+        lane's keys."""
+        tops = []
+        for r, valid in enumerate(seen):
+            largest = T.float32(LOWEST)
+            for j, sees in enumerate(valid):
+                largest = opaque(maximum(largest, T.Select(sees, self.scores[r * self.keys + j], T.float32(LOWEST))))
+            tops.append(largest)
+        tops = self._across(tops, wave_max, maximum)
+        for r, valid in enumerate(seen):
+            now = self.rescale(r, tops[r])
+            for j, sees in enumerate(valid):
+                weight = exp2(self.scores[r * self.keys + j] - now + T.float32(P_SHIFT))
+                weight = opaque(T.Select(sees, weight, T.float32(0)))
+                put(self.total, self.total[r] + weight, r)
+                put(self.shared, weight, self.place + r * self.stride + j * self.arch.wave + self.lane)
+
+    def sums(self, values):
+        """As `attention_rows.Rows.sums`."""
+        return self._across([opaque(x) for x in values], wave_sum, lambda a, b: a + b)
+
+    def _across(self, values, reduced, op):
+        """The reduction of each of `values` (one per row) over the wave's lanes, in all lanes. Without subgroups, one
+        pair of barriers serves all rows."""
+        if self.arch.subgroups:
+            return [opaque(reduced(self.arch, x)) for x in values]
+        for r, x in enumerate(values):
+            put(self.shared, x, self.place + r * self.stride + self.lane)
+        wave_barrier()
+        found = local(self.count)
+        with T.serial(self.count) as r:
+            result = T.Bind(self.shared[self.place + r * self.stride])
+            for lane in range(1, self.arch.wave):
+                result = T.Bind(op(result, self.shared[self.place + r * self.stride + lane]))
+            put(found, result, r)
+        wave_barrier()
+        return [opaque(found[r]) for r in range(len(values))]
+
+    def _add_values(self, first):
+        """Adds the loaded batch of values, weighted; `first`: its first unit of the step."""
+        for i in range(self.batch):
+            if self.latent:
+                self._add_keys(i * UNIT, (first + i) * UNIT)
+                continue
+            reals = self.value.reals(i * self.columns, self.columns)
+            for r in each(self.arch, self.count):
+                place = T.Bind(self.place + r * self.stride + (first + i) * UNIT)
+                weights = [T.Bind(self.shared[place + e]) for e in range(UNIT)]
+                self._multiply(self.out, r * self.columns, reals, weights)
+
+    def _add_keys(self, first, key):
+        """Adds UNIT keys' loaded values, from number `first` of the batch on; key: the number of the first in the
+        block."""
+        for i in range(UNIT):
+            reals = self.value.reals((first + i) * self.units, self.units)
+            for r in each(self.arch, self.count):
+                weight = T.Bind(self.shared[self.place + r * self.stride + (key + i)])
+                for u, unit in enumerate(reals):
+                    for e, x in enumerate(unit):
+                        place = r * self.columns + (u * UNIT + e)
+                        put(self.out, fma(x, weight, self.out[place]), place)
+
+    def join_waves(self, wave, waves):
+        """As `attention_rows.Rows.join_waves`."""
+        tops, totals = (T.alloc_buffer((self.count, waves), "float32", scope="shared") for _ in range(2))
+        for r, total in enumerate(self.sums(self.total[r] for r in range(self.count))):
+            with T.If(self.lane == 0), T.Then():
+                put(tops, self.top[r], r, wave)
+                put(totals, total, r, wave)
+            for x, column, valid in self._own_columns():
+                with when(valid):
+                    put(self.shared, self.out[r * self.columns + x], self.place + r * self.stride + column)
+        barrier()
+
+        def out(w, r, column):
+            return [self.shared[(w * self.count + r) * self.stride + (column + i)] for i in range(WIDTH)]
+
+        return join(tops, totals, waves, out)

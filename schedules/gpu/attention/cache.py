@@ -1,0 +1,337 @@
+"""The KV cache of an attention layer on a GPU: its layout, where the keys of a sequence are, and which of them a row
+sees. No other module knows any of it.
+
+    Kc float16 [pages, kv_heads, PAGE/32, width/8, 32, 8]   units of 8 elements of a key: 32 lanes with a key each read
+                                                            512 consecutive bytes
+    Vc float16 [pages, kv_heads, PAGE/8, width, 8]          units of 8 consecutive keys of a column: lanes with a column
+                                                            each read consecutive bytes
+
+A unit has 16 bytes and is also what a lane of a matrix instruction takes of an operand. width is d rounded up to what
+matrix instructions take (`Attention.width`); the padding is never written, and read by matrix instructions only. Both
+must be allocated zeroed: attention multiplies padding, and values beyond the last key, by 0. Kernels are declared for
+ctx/PAGE pages, but there may be any number, of fewer than 2**31 elements.
+
+In latent attention there is Kc alone: values are the leading columns of the keys.
+
+A cache of type q8_0 has codes, of which two units have 16 bytes side by side, and for each block of KV_BLOCK columns
+the scales of a page's keys or values:
+
+    Kc     int8 [pages, kv_heads, PAGE/32, d/16, 32, 16]    Vc  int8 [pages, kv_heads, PAGE/16, d, 16]
+    Ks, Vs float16 [pages, kv_heads, d/32, PAGE]
+
+Units of it become float32 or float16 where they are used (`cache_units.py`, `cache_codes.py`).
+
+A row of a step has a position in its sequence and a slot, which names the sequence: `rows` int32[m, 2]. The page with
+the keys of the positions PAGE*i .. of a slot is `pages` int32[SLOTS, ctx/PAGE] [slot, i]. Entries behind the last key
+are valid page numbers, too: masked keys are read. Attention kernels process aligned blocks of at most PAGE keys
+(`KeyBlock`), which are in one page. Which keys a row sees (`visible`) goes by position.
+"""
+
+from copy import copy
+from typing import NamedTuple
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.attention import KV_BLOCK, PAGE, SLOTS, check_quantized
+from mlc_amd.schedules.gpu.attention import cache_codes
+from mlc_amd.schedules.gpu.base.quantize import WIDTH
+from mlc_amd.schedules.gpu.base.registers import at, local, put
+from mlc_amd.schedules.gpu.base.step import live_rows, when
+
+DTYPE = "float16"
+CODE = "int8"
+KEYS, UNIT = 32, 8  # keys of a tile of Kc; elements of a unit
+CODES = 16  # of two units
+NOT_NEGATIVE = 0x7FFFFFFF  # a mask: lets address arithmetic split off a page number (compiler/codegen/spirv/memory.py)
+
+
+# ---- layout
+
+
+def cache_types(attention) -> dict:
+    """k, v .. -> (shape, dtype) of the cache of an `Attention` layer (names: `Attention.cache`) for one sequence of ctx
+    positions. UserError unless PAGE divides these and UNIT divides d, as the attention kernels need, or for heads that
+    `check_quantized` refuses."""
+    kv_heads, ctx, width = attention.kv_heads, attention.ctx, attention.width
+    if ctx % PAGE or attention.d % UNIT:
+        raise UserError(
+            f"attention on the GPU needs a context in multiples of {PAGE} and heads in multiples of {UNIT}, not "
+            f"{ctx} and {attention.d}"
+        )
+    check_quantized(attention)
+    if attention.quantized:
+        pages, d = ctx // PAGE, attention.d
+        scales = (pages, kv_heads, d // KV_BLOCK, PAGE), DTYPE
+        k = (pages, kv_heads, PAGE // KEYS, d // CODES, KEYS, CODES), CODE
+        return {"k": k, "v": ((pages, kv_heads, PAGE // CODES, d, CODES), CODE), "ks": scales, "vs": scales}
+    found = {
+        "k": ((ctx // PAGE, kv_heads, PAGE // KEYS, width // UNIT, KEYS, UNIT), DTYPE),
+        "v": ((ctx // PAGE, kv_heads, PAGE // UNIT, width, UNIT), DTYPE),
+    }
+    return {name: found[name] for name in attention.cache}
+
+
+def rows_arg(m):
+    """Declares the parameter `rows`."""
+    return T.arg("rows", T.buffer((m, 2), "int32"))
+
+
+def pages_arg(attention):
+    """Declares the parameter `pages`."""
+    return T.arg("pages", T.buffer((SLOTS, attention.blocks), "int32"))
+
+
+class KeyBlock(NamedTuple):
+    """The keys of KV head `kv` from position key0 on, a block of at most PAGE keys that is aligned to its size. They
+    have the places from place0 on of a page."""
+
+    cache: object
+    kv: object
+    key0: object
+    page: object
+    place0: object
+
+    def key(self, place, c, e=None):
+        """Unit c (elements 8*c ..) of the key in a place of the page, float16. e: instead of the whole unit, an index
+        within it; of a quantized cache a ramp of 4 or 8."""
+        if self.cache.scales:
+            return _half_vector(self.key_codes(place, c, e), self.key_scale(place, c), e)
+        tile, inner = self._split(place, KEYS)
+        return self.cache.Kc[self.page, self.kv, tile, c, inner, at(0, UNIT) if e is None else e]
+
+    def value(self, i, column, e=None):
+        """Unit i (places place0 + 8*i ..) of a column of the values. e: as for `key`."""
+        if self.cache.scales:
+            return _half_vector(self.value_codes(i, column, e), self.value_scales(i, column, e), e)
+        first, _ = self._split(self.place0, UNIT)
+        return self.cache.Vc[self.page, self.kv, first + i, column, at(0, UNIT) if e is None else e]
+
+    def key_codes(self, place, c, e=None):
+        """The codes of `key` of a quantized cache."""
+        tile, inner = self._split(place, KEYS)
+        pair, half = self._split(c, CODES // UNIT)
+        return self.cache.Kc[self.page, self.kv, tile, pair, inner, _within(half, e)]
+
+    def key_scale(self, place, c):
+        """Their scale, float16."""
+        block, _ = self._split(c, KV_BLOCK // UNIT)
+        return self.cache.scales[0][self.page, self.kv, block, place]
+
+    def value_codes(self, i, column, e=None):
+        """The codes of `value` of a quantized cache."""
+        first, _ = self._split(self.place0, UNIT)
+        pair, half = self._split(first + i, CODES // UNIT)
+        return self.cache.Vc[self.page, self.kv, pair, column, _within(half, e)]
+
+    def value_scales(self, i, column, e=None):
+        """Their scales, one for each, float16."""
+        first, _ = self._split(self.place0, UNIT)
+        block, _ = self._split(column, KV_BLOCK)
+        return self.cache.scales[1][self.page, self.kv, block, _within(first + i, e)]
+
+    def _split(self, place, size):
+        """place // size and place % size, for a power of two."""
+        if self.cache.shifts and not isinstance(place, int):
+            return T.shift_right(place, T.int32(size.bit_length() - 1)), place & (size - 1)
+        return place // size, place % size
+
+
+def _within(unit, e):
+    """Indices of a row of units: those of a whole unit (e None), or e within it."""
+    if e is None:
+        return at(unit * UNIT, UNIT)
+    return T.ramp(unit * UNIT + e.base, 1, e.lanes)
+
+
+def _half_vector(codes, scales, e):
+    """Codes as float16: of a whole unit (e None), or those that e says."""
+    count = (UNIT if e is None else int(e.lanes)) // cache_codes.BYTES
+    words, found = local(count, "uint32"), local(2 * count, "uint32")
+    put(words, T.reinterpret("uint32" if count == 1 else f"uint32x{count}", codes), at(0, count))
+    for i, pair in enumerate(cache_codes.halves([words[i] for i in range(count)], T.Bind(scales))):
+        put(found, pair, i)
+    return T.reinterpret(f"float16x{4 * count}", found[at(0, 2 * count)])
+
+
+class Cache:
+    """Declares the parameters Kc, Vc (None: there are no values apart) and, if they are quantized, `scales`, of an
+    `Attention` layer; pages: of `pages_arg`."""
+
+    def __init__(self, attention, pages):
+        self.d, self.pages, self.shifts = attention.d, pages, False
+        types = cache_types(attention)
+        self.Kc = T.arg("Kc", T.buffer(*types["k"]))
+        self.Vc = T.arg("Vc", T.buffer(*types["v"])) if "v" in types else None
+        scales = (("Ks", "ks"), ("Vs", "vs")) if attention.quantized else ()
+        self.scales = [T.arg(name, T.buffer(*types[which])) for name, which in scales]
+
+    def by_shifts(self):
+        """The same with index arithmetic by shifts, which TVM leaves alone, and not by divisions, which it simplifies;
+        a kernel takes what makes less code."""
+        found = copy(self)
+        found.shifts = True
+        return found
+
+    def page(self, slot, position):
+        """The page of a position of a slot, as the table has it."""
+        return self.pages[slot, T.shift_right(position, T.int32(PAGE.bit_length() - 1))]
+
+    def block(self, kv, key0, page, size) -> KeyBlock:
+        """Of `size` keys; page: of `Pages`."""
+        return KeyBlock(self, kv, key0, page, 0 if size == PAGE else T.Bind(key0 & (PAGE - 1)))
+
+    def _place(self, slot, position):
+        return T.Bind(self.page(slot, position) & NOT_NEGATIVE), T.Bind(position & (PAGE - 1))
+
+    def store_key(self, kv, slot, position, pairs):
+        """Stores the key of one head at `position`. pairs: of (valid, ((element, value), ..)), the elements that this
+        lane has; valid: a condition, or None."""
+        page, place = self._place(slot, position)
+        for valid, values in pairs:
+            stores = [
+                ((page, kv, place // KEYS, e // UNIT, place % KEYS, e % UNIT), T.cast(y, DTYPE)) for e, y in values
+            ]
+            store_valid(valid, self.Kc, stores)
+
+    def store_key_codes(self, arch, kv, slot, position, element, lane):
+        """`store_key` of a quantized cache, by the lanes of a wave. element(e): element e of the key, float32, for any
+        lane."""
+        self._store_codes(arch, 0, kv, slot, position, lane, element)
+
+    def _store_codes(self, arch, which, kv, slot, position, lane, element):
+        """which: 0 for a key, 1 for a value."""
+        page, place = self._place(slot, position)
+        count = self.d // WIDTH
+        for first in range(0, count, arch.wave):
+            valid = None if first + arch.wave <= count else first + lane < count
+            e = T.Bind((first + lane if valid is None else T.min(first + lane, T.int32(count - 1))) * WIDTH)
+            codes, scale = cache_codes.quantized(arch, [T.Bind(element(e + i)) for i in range(WIDTH)])
+            codes = [T.cast(code, CODE) for code in codes]
+            if which == 0:
+                there = (page, kv, place // KEYS, e // CODES, place % KEYS)
+                store_valid(valid, self.Kc, [((*there, e % CODES + i), code) for i, code in enumerate(codes)])
+            else:
+                there = (page, kv, place // CODES)
+                store_valid(valid, self.Vc, [((*there, e + i, place % CODES), code) for i, code in enumerate(codes)])
+            begins = e % KV_BLOCK == 0
+            where = begins if valid is None else valid & begins
+            store_valid(where, self.scales[which], [((page, kv, e // KV_BLOCK, place), scale)])
+
+    def store_value(self, arch, kv, slot, position, V, row, lane, scale=None):
+        """Stores the value of one head at `position`, V[row, kv*d ..] (float32) times `scale` (None: 1), by the lanes
+        of a wave."""
+        if self.scales:
+
+            def element(e):
+                return V[row, kv * self.d + e] if scale is None else V[row, kv * self.d + e] * scale
+
+            self._store_codes(arch, 1, kv, slot, position, lane, element)
+            return
+        page, place = self._place(slot, position)
+        for first in range(0, self.d, arch.wave):
+            valid = None if first + arch.wave <= self.d else first + lane < self.d
+            e = T.Bind(first + lane if valid is None else T.min(first + lane, T.int32(self.d - 1)))
+            x = V[row, kv * self.d + e] if scale is None else V[row, kv * self.d + e] * scale
+            store_valid(valid, self.Vc, [((page, kv, place // UNIT, e, place % UNIT), T.cast(x, DTYPE))])
+
+
+class Pages:
+    """The pages of a wave's next blocks of keys, looked up some steps before they are needed, since loads of keys would
+    wait for them.
+
+    key0s: first keys of the first blocks; `take` gives the pages of as many.
+    """
+
+    def __init__(self, cache, slot, key0s):
+        self.cache, self.slot, self.cells = cache, slot, [local(1, "int32") for _ in key0s]
+        for cell, key0 in zip(self.cells, key0s, strict=True):
+            put(cell, cache.page(slot, key0), 0)
+
+    def take(self, key0=None):
+        """The pages of this block and of those behind it. key0: of the block behind these, whose look-up begins; None:
+        this does not go on to the next one."""
+        found = [T.Bind(cell[0] & NOT_NEGATIVE) for cell in self.cells]
+        if key0 is not None:
+            for cell, page in zip(self.cells, [*found[1:], self.cache.page(self.slot, key0)], strict=True):
+                put(cell, page, 0)
+        return found
+
+
+def store_valid(valid, buffer, stores):
+    """Stores (index, value)s where `valid` holds (None: always)."""
+    with when(valid):
+        for index, value in stores:
+            T.buffer_store(buffer, value, list(index))
+
+
+# ---- rows and the keys that they see
+
+
+def row_position(rows, row):
+    """The position of a row of the step in its sequence. The only place that positions come from."""
+    return rows[row, 0]
+
+
+def row_slot(rows, row):
+    """The slot of a row of the step, in a register."""
+    return T.Bind(rows[row, 1] & (SLOTS - 1))
+
+
+def clamped_position(rows, row, ctx):
+    """`row_position` limited to those of a sequence, in a register: no kernel reads out of bounds, whatever the rows
+    say."""
+    return T.Bind(T.max(T.min(row_position(rows, row), T.int32(ctx - 1)), T.int32(0)))
+
+
+def is_at(rows, row, position):
+    """Whether the clamped position of a row is its true one: the cache has room for its key."""
+    return row_position(rows, row) == position
+
+
+class Chunk:
+    """The rows of an m-row step that are consecutive tokens of one sequence: those behind the single rows, of which
+    there are `single` at most. Of these tokens, row row0 + i has token i, `count` are live and fit the cache; it may be
+    0 or less."""
+
+    def __init__(self, state, rows, m, attention, single=0):
+        self.row0 = T.Bind(T.max(T.min(state[0], T.int32(single)), T.int32(0))) if single else 0
+        self.first, self.slot = clamped_position(rows, self.row0, attention.ctx), row_slot(rows, self.row0)
+        live = live_rows(state, m, minimum=0)
+        self.count = T.Bind(T.min(live - self.row0 if single else live, attention.ctx - self.first))
+
+    def position(self, token):
+        return self.first + token
+
+    def row(self, token):
+        """Of the step."""
+        return token + self.row0 if not isinstance(self.row0, int) else token
+
+
+class Visible(NamedTuple):
+    """The keys first .. end-1. first: None for key 0."""
+
+    first: object
+    end: object
+
+    def sees(self, key):
+        """Whether `key` is one of them."""
+        return key < self.end if self.first is None else (key >= self.first) & (key < self.end)
+
+    def first_block(self, size):
+        """The number of the first block of `size` keys that holds one of these keys: the int 0, or a register."""
+        return 0 if self.first is None else T.Bind(self.first // size)
+
+    def end_block(self, size):
+        """The number of the first block of `size` keys behind these keys, in a register."""
+        return T.Bind((self.end + size - 1) // size)
+
+
+def visible(attention, position, own=True) -> Visible:
+    """The keys that a row at `position` sees. own: whether its own key is among them."""
+    first = None
+    if attention.window:
+        first = T.Bind(T.max(position - (attention.window - 1), T.int32(0)))
+    elif attention.chunk:
+        first = T.Bind(position - T.truncmod(position, T.int32(attention.chunk)))
+    return Visible(first, T.Bind(position + 1) if own else position)

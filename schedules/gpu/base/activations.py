@@ -1,0 +1,50 @@
+"""Activation functions of feed-forward layers: y = f(gate) * up, of float32 values in registers."""
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.attention import LOG2E
+from mlc_amd.schedules.gpu.base.device import exp2, maximum, minimum, rcp
+
+OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # of gpt-oss: transformers' GptOssExperts, llama.cpp's GGML_GLU_OP_SWIGLU_OAI
+
+
+def _silu(x):
+    """x / (1 + exp(-x))"""
+    return x * rcp(T.float32(1) + exp2(x * T.float32(-LOG2E)))
+
+
+def _gelu(x):
+    """0.5 * x * (1 + tanh(z)), the approximation of GGML, which is x / (1 + exp(-2 * z))."""
+    z = T.Bind(T.float32(0.79788456) * (x + T.float32(0.044715) * x * x * x))
+    return x * rcp(T.float32(1) + exp2(z * T.float32(-2 * LOG2E)))
+
+
+def _relu(x):
+    return maximum(x, T.float32(0))
+
+
+def _relu_sq(x):
+    x = _relu(x)
+    return x * x
+
+
+def _swiglu_oai(gate, up):
+    """g * sigmoid(1.702 * g) * (u + 1), both limited: gpt-oss."""
+    gate = minimum(gate, T.float32(OAI_LIMIT))
+    up = maximum(minimum(up, T.float32(OAI_LIMIT)), T.float32(-OAI_LIMIT))
+    return gate * rcp(T.float32(1) + exp2(gate * T.float32(-OAI_SLOPE * LOG2E))) * (up + T.float32(1))
+
+
+ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "relu": _relu, "relu_sq": _relu_sq}
+
+
+GATED = {"swiglu_oai": _swiglu_oai}  # those that are more than f(gate) * up
+
+
+def gated(act, gate, up):
+    """f(gate) * up, in a register. ValueError for a name that neither ACTIVATIONS nor GATED has."""
+    if act in GATED:
+        return T.Bind(GATED[act](gate, up))
+    if act not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {act!r}; known are {', '.join([*ACTIVATIONS, *GATED])}")
+    return T.Bind(ACTIVATIONS[act](gate) * up)

@@ -1,0 +1,27 @@
+"""Which lane has which components of cooperative matrices, the operands of products: a kernel that tells."""
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
+from mlc_amd.schedules.gpu.base.device import launch
+from mlc_amd.schedules.gpu.base.step import kernel
+
+
+def fragment_probe(shape, lanes, name):
+    """PrimFunc (Index float16 [m * k], A float32 [lanes, m * k / lanes], B float32 [lanes, k * n / lanes]) for matrices
+    of shape (m, n, k) and one subgroup.
+
+    Index[i] = i. A and B get the components of the matrices A[r, c] = r * k + c and B[r, c] = r * n + c that a lane
+    has, in order.
+    """
+    m, n, k = shape
+    with kernel(name) as ir:
+        index = T.arg("Index", T.buffer((m * k,), "float16"))
+        outs = [T.arg(x, T.buffer((lanes, size // lanes), "float32")) for x, size in (("A", m * k), ("B", k * n))]
+        with launch((1,), (lanes,)) as (_, lane):
+            for kind, columns, out in (("a", k, outs[0]), ("b", n, outs[1])):
+                fragment = Fragments(kind, 1, shape)
+                fragment.load(0, index[0], columns, "row_major")
+                for i in range(int(out.shape[1])):
+                    T.buffer_store(out, T.cast(fragment.get(0, i), "float32"), [lane, i])
+    return ir.get()

@@ -1,0 +1,114 @@
+"""The GPU's weight layout "rows": how the weights of a linear layer are stored, and how to read one of them.
+
+In: a format (name or Format) and the matrix's shape: N rows (outputs) by K columns (inputs). Out: shapes and dtypes of
+the planes (`planes`) and a TensorIR expression for one weight (`decode`).
+
+Planes have the names of `schedules/cpu/linear/planes.py` and contain the same numbers by rows: N is padded to a
+multiple of 16 with zeros, KB is the number of blocks of 32 columns, and the columns of a row are contiguous, so that
+neighbouring lanes of a wave read neighbouring blocks, 16 bytes each. In a block, with column 4*j + i (i < 4, j < 8) and
+words of four bytes, lowest first:
+
+    Q4 uint32 [N, KB, 4]        word j % 4, byte i: low nibble for j < 4, high nibble for j >= 4
+    Q2 uint32 [N, KB, 2]        word j // 4, byte i: bits 2*(j % 4) and the next
+    Q1 uint32 [N, KB]           byte i: bit j
+    Q8 uint32 [N, KB, 8]        word j, byte i (the bits of an int8)
+    D, DM float16               [N, KB], one a block; [N, K/256], one a super-block, for formats with 256-column blocks
+    M float16 [N, KB]           minimums
+    S [N, K/group]              sub-scales: uint8 (q4_k, q5_k, iq1 to iq3; q2_k: low nibble scale, high nibble
+                                minimum), int8 (q3_k, q6_k, iq4_xs) or minifloats as uint8 (mxfp4, nvfp4)
+    Z uint8 [N, K/group]        sub-minimums
+    W [N, K]                    the weights of f32, f16 and bf16 (bf16: its bits as uint16); any K
+"""
+
+from math import prod
+
+from tvm import DataType, tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.decode import float_weight, int8_weight
+from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
+
+ROWS, BLOCK = 16, 32
+
+
+def padded(n: int) -> int:
+    """Rows with padding."""
+    return -(-n // ROWS) * ROWS
+
+
+def planes(fmt: str | Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name -> (shape, dtype) of the planes of an n x k matrix, in the order in which kernels take them.
+
+    UserError when k is not a multiple of the format's block.
+    """
+    fmt, rows = lookup(fmt), padded(n)
+    if k % fmt.block:
+        raise UserError(
+            f"{fmt.name} needs rows of a multiple of {fmt.block} columns, this tensor has {k}; quantize it to another "
+            "type"
+        )
+    if fmt.kind == "float":
+        return {"W": ((rows, k), fmt.dtype)}
+    words = {p: (PLANE_BITS[p],) if PLANE_BITS[p] > 1 else () for p in fmt.codes}  # 32 codes of b bits are b words
+    codes = {p: ((rows, k // BLOCK, *words[p]), "uint32") for p in fmt.codes}
+    scales = {p: fmt.scale_plane(p) for p in fmt.scales}
+    return codes | {p: ((rows, k // columns), dtype) for p, (columns, dtype) in scales.items()}
+
+
+def plane_args(fmt: str | Format, n: int, k: int, prefix: str = "") -> dict:
+    """Declares the parameters of a weight's planes; their names get the prefix. UserError as for `planes`, and
+    for planes beyond the reach of 32-bit indices."""
+    fmt = lookup(fmt)
+    if max(prod(shape) for shape, _ in planes(fmt, n, k).values()) >= 1 << 31:
+        raise UserError(
+            f"a weight of {n} x {k} is too large as {fmt.name} for one kernel; use a smaller quantization of the model"
+        )
+    return {name: T.arg(prefix + name, T.buffer(shape, dtype)) for name, (shape, dtype) in planes(fmt, n, k).items()}
+
+
+def plane_bytes(fmt: str | Format, n: int, k: int) -> int:
+    """Bytes of all planes of an n x k matrix."""
+    return sum(prod(shape) * DataType(dtype).bits // 8 for shape, dtype in planes(fmt, n, k).values())
+
+
+def _bits(plane: str, j):
+    """(index of the word, first bit in the byte) of column 4*j + i (j: 0..7) in a block of a code plane."""
+    return {"Q1": ((), j), "Q2": ((j // 4,), j % 4 * 2), "Q4": ((j % 4,), j // 4 * 4), "Q8": ((j,), 0)}[plane]
+
+
+def _code(fmt: Format, bufs: dict, n, k):
+    """The integer code of weight (n, k) as int32."""
+    code, filled = None, 0
+    for plane in fmt.codes:
+        word, shift = _bits(plane, k % BLOCK // 4)
+        bits = bufs[plane][(n, k // BLOCK, *word)] >> tirx.Cast("uint32", k % 4 * 8 + shift)
+        if fmt.signed:
+            return bits.astype("int8").astype("int32")
+        bits = (bits & tirx.const((1 << PLANE_BITS[plane]) - 1, "uint32")).astype("int32")
+        code = bits if code is None else code | (bits << filled)
+        filled += PLANE_BITS[plane]
+    return code
+
+
+def _lookup_table(table: tuple[int, ...], code):
+    """table[code] of 8 or 16 int8 values without memory: a byte of one of four 32-bit constants, as int32."""
+    packed = bytes(v & 255 for v in table) * (16 // len(table))
+    words = [tirx.const(int.from_bytes(packed[i : i + 4], "little", signed=True), "int32") for i in range(0, 16, 4)]
+    word = tirx.Select(code < 8, tirx.Select(code < 4, words[0], words[1]), tirx.Select(code < 12, words[2], words[3]))
+    return (word >> ((code & 3) * 8)).astype("int8").astype("int32")
+
+
+def decode(fmt: str | Format, bufs: dict, n, k):
+    """Weight (n, k) as a float32 expression, bit for bit what gguf-py's `dequantize` gives.
+
+    bufs: name -> the plane of `planes`, a buffer of TVMScript's builder or a TE tensor; n, k: int32 or int64
+    expressions, or ints.
+    """
+    fmt = lookup(fmt)
+    n, k = (tirx.const(x, "int32") if isinstance(x, int) else x for x in (n, k))
+    if fmt.kind == "float":
+        return float_weight(fmt, bufs["W"][n, k])
+    code = _code(fmt, bufs, n, k)
+    value = _lookup_table(fmt.table, code) if fmt.table else code - fmt.zero
+    return int8_weight(fmt, value, lambda plane, columns: bufs[plane][n, k // columns])

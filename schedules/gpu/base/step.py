@@ -1,0 +1,108 @@
+"""What the kernels of a step share: their declaration, and the buffer `state` that describes the step's rows.
+
+A step computes m rows of activations. `state` int32[4] = {single, live, 0, 0} is the first parameter of every kernel
+and read at run time, so that one recorded launch list serves every step. Rows 0 .. live-1 are live. Of these, rows 0 ..
+single-1 are single rows: each is the newest token of another sequence. Rows single .. live-1 are a chunk: consecutive
+tokens of one sequence. Positions and sequences of rows are `cache.py`'s.
+
+Kernels behind a norm that picks rows (`norm.py`) have the parameter, too: there it is {n, n, 0, 0} of these rows.
+"""
+
+from contextlib import contextmanager
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.base.device import COHERENT
+
+# Rows of a step, at most, in which each weight is loaded once and multiplied with every row (GEMV); a power of two.
+# With more rows the products take longer than the weights, and GEMMs take over.
+FEW = 8
+# annotations of a loop
+KEPT = "mlc_amd.kept"  # the driver is told not to unroll it
+ONCE = "mlc_amd.once"  # it has at most one step: the SPIR-V generator makes it an `if`
+
+
+@contextmanager
+def kernel(name, coherent=()):
+    """`with kernel(name) as ir:` declares and emits a kernel; afterwards `ir.get()` is its PrimFunc. Parameters do not
+    alias. coherent: names of the parameters through which workgroups of one launch exchange data."""
+    with IRBuilder() as ir, T.prim_func(s_tir=True):
+        T.func_name(name)
+        attrs = {"tirx.noalias": True, "global_symbol": name}
+        T.func_attr(attrs | {COHERENT: list(coherent)} if coherent else attrs)
+        yield ir
+
+
+def kept(count):
+    """`with kept(n) as i:` a loop that stays one in the driver's code, too, where that is made by a driver."""
+    return T.serial(count, annotations={KEPT: 1})
+
+
+def once(condition):
+    """`with once(condition):` a loop of 0 or 1 steps: TVM refuses barriers in an `if`."""
+    return T.serial(T.Bind(T.cast(condition, "int32")))
+
+
+def where(condition):
+    """As `once`, but the driver gets an `if`: in a loop it keeps in registers what another step would need."""
+    return T.serial(T.Bind(T.cast(condition, "int32")), annotations={ONCE: 1})
+
+
+def state_arg():
+    """Declares the parameter `state`."""
+    return T.arg("state", T.buffer((4,), "int32"))
+
+
+def is_live(state, row):
+    """Whether a row of the step is live: it holds a token whose results count."""
+    return row < state[1]
+
+
+def live_rows(state, m, minimum=1):
+    """The number of live rows of an m-row step, at most m and at least `minimum` (0 or 1). With minimum=1, m == 1 means
+    one live row without a look at the state."""
+    if minimum == 0:
+        return T.min(state[1], T.int32(m))
+    return T.int32(1) if m == 1 else T.Bind(T.max(T.min(state[1], T.int32(m)), T.int32(1)))
+
+
+def if_live(state, m, row):
+    """`with if_live(..):` around what is done for live rows only: a loop of 0 or 1 iterations, since TVM refuses
+    barriers in an `if`."""
+    return T.serial(1) if m == 1 else T.serial(T.Select(row < live_rows(state, m), T.int32(1), T.int32(0)))
+
+
+@contextmanager
+def when(condition):
+    """`with when(condition):` an `if`; nothing where the condition is None."""
+    if condition is None:
+        yield
+    else:
+        with T.If(condition), T.Then():
+            yield
+
+
+def opaque_zero(state, i):
+    """An int32 that is 0, which the compiler does not know and must compute anew in each iteration i of a loop: an
+    index that contains it keeps its load inside the loop."""
+    return T.Bind(state[3] & i)
+
+
+def unknown_zero(state):
+    """An int32 that is 0, which the compiler does not know."""
+    return T.Bind(state[3])
+
+
+def live_rows_and_zero(state, m):
+    """(`live_rows`, `unknown_zero`), which the driver loads at once: the first one needs both."""
+    zero = unknown_zero(state)
+    return T.Bind(live_rows(state, m) + zero), zero
+
+
+def all_of(conditions):
+    """All of these conditions, for `when`; None: there are none."""
+    found = None
+    for condition in conditions:
+        found = condition if found is None else found & condition
+    return found

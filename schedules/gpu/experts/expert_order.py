@@ -1,0 +1,180 @@
+"""The order in which rows reach their experts: pairs (row, expert) sorted by expert, padded to whole tiles.
+
+In: `state` int32[4] and Ids int32 [m, used]. Out, for the live rows: Slots, Pairs and Groups as schedules/experts.py
+has them. One workgroup makes them by a counting sort, without atomic operations: an expert's pairs stay in order.
+
+SEGMENT neighbouring threads work through a segment of neighbouring pairs, SEGMENT at a time: a thread compares its
+pair's expert with those of the others, which gives its place among them. Each segment has its own counts, which become
+the places where its pairs of each expert begin. The experts of BATCH steps are loaded together.
+"""
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.experts import Experts
+from mlc_amd.schedules.gpu.base.device import barrier, count_ones, launch
+from mlc_amd.schedules.gpu.base.registers import at, lane_of, put
+from mlc_amd.schedules.gpu.base.step import kernel, live_rows, state_arg
+from mlc_amd.schedules.gpu.experts.experts import expert_at, flat
+
+SEGMENT = 32
+WIDTH = 4  # experts that a thread reads at once
+BATCH = 8
+NOBODY = -1  # the expert of a pair that does not exist
+
+
+def expert_order(m, experts: Experts, arch, name) -> tirx.PrimFunc:
+    """Kernel (state, Ids int32 [m, used], Slots int32 [m, used], Pairs int32 [slots], Groups int32 [tiles + 2 count +
+    1])."""
+    threads, pairs, slots = arch.threads, m * experts.used, experts.slots(m)
+    with kernel(name) as ir:
+        state = state_arg()
+        Ids, Slots = (T.arg(which, T.buffer((m, experts.used), "int32")) for which in ("Ids", "Slots"))
+        Pairs = T.arg("Pairs", T.buffer((slots,), "int32"))
+        Groups = T.arg("Groups", T.buffer((experts.groups(m),), "int32"))
+        ids, slot_of = flat(Ids), flat(Slots)
+        with launch((1,), (threads,)) as (_, thread):
+            live = T.Bind(live_rows(state, m) * experts.used)
+            sort = _Sort(arch, experts, pairs, thread)
+            sort.clear()
+
+            def count(pair, expert, before, total):
+                sort.add(expert, before, total)
+                barrier()
+
+            sort.each_pair(ids, live, count)
+            used_tiles = sort.place(Groups, Pairs, experts.tiles(m))
+            _fill_rest(Groups, used_tiles, experts.tiles(m), thread, threads)
+            _fill_rest(Pairs, T.Bind(used_tiles * experts.tile), slots, thread, threads)
+
+            def place(pair, expert, before, total):
+                exists = expert >= 0
+                slot = T.Bind(T.Select(exists, sort.counts[sort.count_of(expert)] + before, T.int32(0)))
+                barrier()
+                sort.add(expert, before, total)
+                with T.If(pair < pairs), T.Then():
+                    put(slot_of, slot, pair)
+                with T.If(exists), T.Then():
+                    put(Pairs, pair, slot)
+                barrier()
+
+            sort.each_pair(ids, live, place)
+    return ir.get()
+
+
+def _fill_rest(buffer, first, count, thread, threads):
+    """buffer[first .. count - 1] = -1, by all threads."""
+    with T.serial(-(-count // threads)) as i:
+        index = T.Bind(i * threads + thread)
+        with T.If((index >= first) & (index < count)), T.Then():
+            put(buffer, T.int32(-1), index)
+
+
+class _Sort:
+    """The workgroup's shared memory. counts: of each segment, by expert, `row` of them; a thread places `each`."""
+
+    def __init__(self, arch, experts: Experts, pairs, thread):
+        self.experts, self.thread, self.threads = experts, thread, arch.threads
+        self.segments = self.threads // SEGMENT
+        self.steps = -(-pairs // self.threads)
+        self.segment, self.lane = T.Bind(thread // SEGMENT), T.Bind(thread % SEGMENT)
+        self.each = -(-experts.count // self.threads)
+        self.row = self.each * self.threads
+        self.batch = min(BATCH, self.steps)
+        self.ids = T.alloc_buffer((self.batch * self.threads,), "int32", scope="shared")
+        self.counts = T.alloc_buffer((self.segments * self.row,), "int32", scope="shared")
+        self.tiles = T.alloc_buffer((self.threads,), "int32", scope="shared")
+
+    def count_of(self, expert):
+        """Where the segment's count of an expert is; of NOBODY: any."""
+        return T.Bind(self.segment * self.row + T.max(expert, T.int32(0)))
+
+    def clear(self):
+        with T.serial(self.segments * self.each) as i:
+            put(self.counts, T.int32(0), i * self.threads + self.thread)
+        barrier()
+
+    def each_pair(self, ids, live, work):
+        """work(pair, expert, equal ones before it, equal ones) of this thread's pair in each step; equal among the
+        pairs of the step. It ends with a barrier."""
+        with T.serial(-(-self.steps // self.batch)) as outer:
+            first = T.Bind((self.segment * self.steps + outer * self.batch) * SEGMENT + self.lane)
+            pairs = [T.Bind(first + i * SEGMENT) for i in range(self.batch)]
+            inside = [T.Bind(T.min(pair, T.int32(int(ids.shape[0]) - 1))) for pair in pairs]
+            experts = [expert_at(ids, [index], self.experts) for index in inside]
+            for i, (pair, expert) in enumerate(zip(pairs, experts, strict=True)):
+                # the last batch may reach into the next segment
+                mine = (pair < live) & (outer * self.batch + i < self.steps)
+                put(self.ids, T.Select(mine, expert, T.int32(NOBODY)), i * self.threads + self.thread)
+            barrier()
+            with T.serial(T.Bind(T.min(self.steps - outer * self.batch, T.int32(self.batch)))) as i:
+                work(T.Bind(first + i * SEGMENT), *self._compare(T.Bind(i * self.threads)))
+
+    def _compare(self, start):
+        """(expert, equal ones before it, equal ones) of this thread's pair, of experts from ids[start] on."""
+        expert, equal = T.Bind(self.ids[start + self.thread]), T.uint32(0)
+        for first in range(0, SEGMENT, WIDTH):
+            four = T.Bind(self.ids[at(start + self.segment * SEGMENT + first, WIDTH)])
+            for i in range(WIDTH):
+                equal = equal | T.Select(lane_of(four, i) == expert, T.uint32(1 << (first + i)), T.uint32(0))
+            equal = T.Bind(equal)
+        below = T.Bind(T.shift_left(T.uint32(1), T.cast(self.lane, "uint32")) - T.uint32(1))
+        return expert, count_ones(equal & below), count_ones(equal)
+
+    def add(self, expert, before, total):
+        """Counts a step's pairs: the first one of each expert does."""
+        with T.If((expert >= 0) & (before == 0)), T.Then():
+            index = self.count_of(expert)
+            put(self.counts, self.counts[index] + total, index)
+
+    def place(self, Groups, Pairs, tiles):
+        """Counts become first slots; stores all of Groups but its unused tiles, and -1 for padding. Returns the number
+        of used tiles."""
+        count, tile = self.experts.count, self.experts.tile
+        mine = [T.Bind(self.thread * self.each + i) for i in range(self.each)]  # a thread's experts
+        totals, firsts = [], []
+        for expert in mine:
+            places = [T.Bind(segment * self.row + expert) for segment in range(self.segments)]
+            found, total = [T.Bind(self.counts[place]) for place in places], T.int32(0)
+            for place, here in zip(places, found, strict=True):
+                put(self.counts, total, place)
+                total = T.Bind(total + here)
+            totals.append(total)
+            firsts.append(T.Bind(self._tiles_of(total) + firsts[-1]) if firsts else self._tiles_of(total))
+        self._scan(firsts[-1])
+        first = T.Bind(self.tiles[self.thread] - firsts[-1])
+        for expert, total in zip(mine, totals, strict=True):
+            wanted = self._tiles_of(total)
+            places = [T.Bind(segment * self.row + expert) for segment in range(self.segments)]
+            found = [T.Bind(self.counts[place]) for place in places]
+            for place, here in zip(places, found, strict=True):
+                put(self.counts, here + first * tile, place)
+            with T.If(expert < count), T.Then():
+                put(Groups, first, tiles + expert)
+                put(Groups, total, tiles + count + 1 + expert)
+                with T.serial(wanted) as t:
+                    put(Groups, expert, first + t)
+                with T.serial(T.Bind(wanted * tile - total)) as padding:
+                    put(Pairs, T.int32(-1), first * tile + total + padding)
+            first = T.Bind(first + wanted)
+        used_tiles = T.Bind(self.tiles[self.threads - 1])
+        with T.If(self.thread == 0), T.Then():
+            put(Groups, used_tiles, tiles + count)
+        barrier()
+        return used_tiles
+
+    def _tiles_of(self, pairs):
+        return T.Bind(T.truncdiv(pairs + (self.experts.tile - 1), T.int32(self.experts.tile)))
+
+    def _scan(self, value):
+        """self.tiles[t] = the sum of the values of threads 0 .. t."""
+        put(self.tiles, value, self.thread)
+        barrier()
+        distance = 1
+        while distance < self.threads:
+            below = T.Bind(self.tiles[T.max(self.thread - distance, T.int32(0))])
+            total = T.Bind(self.tiles[self.thread] + T.Select(self.thread >= distance, below, T.int32(0)))
+            barrier()
+            put(self.tiles, total, self.thread)
+            barrier()
+            distance *= 2

@@ -1,0 +1,78 @@
+"""Rows on their way to a mixture of experts and back: `gather` copies them to slots, `combine` adds what slots gave.
+
+In and out as in schedules/experts.py; a thread has four columns of a slot or row.
+"""
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.experts import Experts
+from mlc_amd.schedules.gpu.base.device import fma, launch
+from mlc_amd.schedules.gpu.base.norm import load_columns, threads_of
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store
+from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg
+from mlc_amd.schedules.gpu.experts.experts import flat, weights_arg
+
+
+def _threads(k, arch, plan):
+    """Threads of a workgroup: whole waves, by default no more than have columns."""
+    return threads_of(arch, plan) if plan else min(arch.threads, -(-k // (WIDTH * arch.wave)) * arch.wave)
+
+
+def gather(k, m, experts: Experts, weighted, layout, arch, name, plan=None) -> tirx.PrimFunc:
+    """Kernel (state, X float32 [m, k], [Pairs int32 [slots] of sorted ones], [Weights float32 [m, used]], then A, S | H
+    | Y of [slots, k], as `layout` says): the row of each slot, times its pair's weight if `weighted`. Slots of
+    padding are left as they are: what is computed of them, numbers or not, nobody reads. UserError if blocks cannot
+    hold k columns."""
+    slots, threads = experts.slots(m), _threads(k, arch, plan)
+    step = threads * WIDTH
+    with kernel(name) as ir:
+        state_arg()
+        X = T.arg("X", T.buffer((m, k), "float32"))
+        Pairs = T.arg("Pairs", T.buffer((slots,), "int32")) if experts.tile > 1 else None
+        Weights = weights_arg(experts, m) if weighted else None
+        out = act_args(slots, k, layout, None if layout else ["Y"])
+        weights = flat(Weights) if weighted else None
+        with launch((-(-k // step), slots), (threads,)) as (chunk, slot, thread), _if_used(Pairs, slot):
+            pair = slot if Pairs is None else T.Bind(T.max(Pairs[slot], T.int32(0)))
+            column = T.Bind(chunk * step + thread * WIDTH)
+            inside = T.Bind(T.min(column, T.int32(k - WIDTH)))
+            x = load_columns(X, 0 if m == 1 else T.Bind(T.min(pair // experts.used, T.int32(m - 1))), inside)
+            if weighted:
+                x = [T.Bind(v * weights[pair]) for v in x]
+            emit_store(arch, layout, out, x, slot, inside, None if k % step == 0 else column < k)
+    return ir.get()
+
+
+def _if_used(pairs, slot):
+    """`with _if_used(..):` around what is done for slots with a pair: a loop of 0 or 1 steps, since lanes exchange
+    values."""
+    return T.serial(1 if pairs is None else T.Bind(T.cast(pairs[slot] >= 0, "int32")))
+
+
+def combine(n, m, experts: Experts, weighted, residual, arch, name, plan=None) -> tirx.PrimFunc:
+    """Kernel (state, X float32 [slots, n], Slots int32 [m, used], [Weights float32 [m, used]], [R float32 [m, n]], Y
+    float32 [m, n]): the sum of a live row's slots, times their weights, plus R. n: a multiple of 4."""
+    slots, threads = experts.slots(m), _threads(n, arch, plan)
+    step = threads * WIDTH
+    with kernel(name) as ir:
+        state = state_arg()
+        X = T.arg("X", T.buffer((slots, n), "float32"))
+        Slots = T.arg("Slots", T.buffer((m, experts.used), "int32"))
+        Weights = weights_arg(experts, m) if weighted else None
+        R = T.arg("R", T.buffer((m, n), "float32")) if residual else None
+        Y = T.arg("Y", T.buffer((m, n), "float32"))
+        with launch((-(-n // step), m), (threads,)) as (chunk, row, thread), if_live(state, m, row):
+            column = T.Bind(chunk * step + thread * WIDTH)
+            inside = T.Bind(T.min(column, T.int32(n - WIDTH)))
+            total = load_columns(R, row, inside) if residual else [T.float32(0)] * WIDTH
+            places = [T.Bind(T.max(T.min(Slots[row, j], T.int32(slots - 1)), T.int32(0))) for j in range(experts.used)]
+            parts = [load_columns(X, place, inside) for place in places]
+            for j, x in enumerate(parts):
+                if weighted:
+                    weight = T.Bind(Weights[row, j])
+                    total = [fma(v, weight, t) for v, t in zip(x, total, strict=True)]
+                else:
+                    total = [T.Bind(t + v) for v, t in zip(x, total, strict=True)]
+            emit_store(arch, "", [Y], total, row, inside, None if n % step == 0 else column < n)
+    return ir.get()

@@ -1,0 +1,226 @@
+"""The router of a mixture of experts: from each row's logits to its experts and their weights.
+
+In: `state` int32[4], L float32 [m, n] with the logits of `count` experts in front, and optionally B (added to the
+probabilities that choose, not to the weights) and F (factors of the weights), a number for each expert. Out, for live
+rows: Ids int32 [m, used], best first, and Weights float32 [m, used]. Of equal experts the lower one is first.
+
+A wave makes a row; its lanes have the experts lane, lane + wave, ..., in registers; each of `used` steps takes the best
+one left. All arithmetic is float32: a rounded logit would choose other experts.
+"""
+
+import functools
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.attention import LOG2E
+from mlc_amd.schedules.experts import GATINGS, MIN_SUM, Experts
+from mlc_amd.schedules.gpu.base.device import barrier, exp2, launch, maximum, rcp, wave_max, wave_min, wave_sum
+from mlc_amd.schedules.gpu.base.planes import padded
+from mlc_amd.schedules.gpu.base.registers import local, put
+from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg
+
+LOWEST = -3.0e38  # below all scores
+LAST = -(1 << 31)  # the key of what cannot be chosen: below those of all scores
+NONE = 1 << 30  # above all experts' numbers
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a row's experts are chosen and weighed.
+
+    gating            a name of schedules.experts.GATINGS
+    scale, normalize  weights are divided by their sum (at least MIN_SUM) and multiplied by `scale`
+    bias, factors     whether there are the parameters B and F
+    groups            of neighbouring experts, ranked by the sum of their two best scores; experts of the best
+                      `groups_used` groups may be chosen. 0 or 1: all may
+    """
+
+    gating: str
+    scale: float
+    normalize: bool
+    bias: bool
+    factors: bool
+    groups: int
+    groups_used: int
+
+
+def check(experts: Experts, routing: Routing) -> bool:
+    """Whether some groups of experts are left out. ValueError for a gating that is not known, and for groups that do
+    not fit."""
+    count, used, groups = experts.count, experts.used, routing.groups
+    grouped = groups > 1 and routing.groups_used < groups
+    if routing.gating not in GATINGS:
+        raise ValueError(f"unknown gating {routing.gating!r}; known are {', '.join(GATINGS)}")
+    if grouped and (count % groups or used > count // groups * routing.groups_used):
+        raise ValueError(f"{routing.groups_used} of {groups} groups of {count} experts do not give {used}")
+    return grouped
+
+
+def routing_args(experts: Experts, routing: Routing) -> list:
+    """Declares the parameters B and F, as far as there are any: [B or None, F or None]."""
+    wanted = (("B", routing.bias), ("F", routing.factors))
+    return [T.arg(which, T.buffer((padded(experts.count),), "float32")) if there else None for which, there in wanted]
+
+
+def choice_args(experts: Experts, m) -> list:
+    """Declares the parameters Ids and Weights."""
+    dtypes = {"Ids": "int32", "Weights": "float32"}
+    return [T.arg(which, T.buffer((m, experts.used), dtype)) for which, dtype in dtypes.items()]
+
+
+def route(n, m, experts: Experts, routing: Routing, arch, name) -> tirx.PrimFunc:
+    """Kernel (state, L float32 [m, n], [B float32 [count, padded to 16]], [F as B], Ids int32 [m, used], Weights
+    float32 [m, used]). ValueError as of `check`."""
+    wave = arch.wave
+    with kernel(name) as ir:
+        state, L = state_arg(), T.arg("L", T.buffer((m, n), "float32"))
+        B, F = routing_args(experts, routing)
+        Ids, Weights = choice_args(experts, m)
+        with launch((m,), (wave,)) as (row, lane):
+            held = Held(arch, experts, routing, lane, B, F)
+            with if_live(state, m, row):
+                held.load(lambda expert: L[row, expert])
+                held.choose()
+                held.store(row, Ids, Weights)
+    return ir.get()
+
+
+class Held:
+    """What a wave holds of a row, in registers: for each of a lane's experts its number, its probability, the score
+    that chooses it, and its place among the chosen ones. B, F: parameters of `route`, or None. ValueError as of
+    `check`."""
+
+    def __init__(self, arch, experts: Experts, routing: Routing, lane, B, F):
+        self.arch, self.count, self.used, self.lane, self.routing = arch, experts.count, experts.used, lane, routing
+        self.grouped = check(experts, routing)
+        self.steps = -(-self.count // arch.wave)
+        self.numbers = [T.Bind(lane + i * arch.wave) for i in range(self.steps)]
+        self.biases, self.factors = self._entries(B), self._entries(F)
+        self.p, self.scores = local(self.steps), local(self.steps)
+        self.keys, self.places = local(self.steps, "int32"), local(self.steps, "int32")
+        if self.grouped:
+            self.all = T.alloc_buffer((self.count,), "float32", scope="shared")
+            self.ranks = T.alloc_buffer((routing.groups,), "float32", scope="shared")
+            self.open = T.alloc_buffer((routing.groups,), "int32", scope="shared")
+
+    def _entries(self, parameter):
+        """What a parameter has for each of a lane's experts."""
+        return None if parameter is None else [T.Bind(parameter[self._index(i)]) for i in range(self.steps)]
+
+    def _inside(self, i):
+        """Whether number i of a lane's experts exists; None: on every lane."""
+        return None if (i + 1) * self.arch.wave <= self.count else self.numbers[i] < self.count
+
+    def _or(self, i, value, otherwise):
+        """value where number i of a lane's experts exists."""
+        inside = self._inside(i)
+        return T.Bind(value if inside is None else T.Select(inside, value, otherwise))
+
+    def _index(self, i):
+        """The expert's number, inside the arrays in any case."""
+        return self.numbers[i] if self._inside(i) is None else T.min(self.numbers[i], T.int32(self.count - 1))
+
+    def load(self, logit):
+        """logit(expert): of the row. Called by all waves of a workgroup or, unless `grouped`, by one."""
+        logits = [self._or(i, logit(self._index(i)), T.float32(LOWEST)) for i in range(self.steps)]
+        values = {"softmax": self._softmax, "sigmoid": self._sigmoid, "softmax_used": list}[self.routing.gating](logits)
+        for i, value in enumerate(values):
+            put(self.p, value, i)
+            put(self.scores, value if self.biases is None else value + self.biases[i], i)
+        if self.grouped:
+            self._leave_groups()
+
+    def _softmax(self, logits):
+        top = wave_max(self.arch, functools.reduce(maximum, logits))
+        parts = [self._or(i, exp2((x - top) * T.float32(LOG2E)), T.float32(0)) for i, x in enumerate(logits)]
+        inverse = rcp(wave_sum(self.arch, T.Bind(functools.reduce(lambda x, y: x + y, parts))))
+        return [T.Bind(x * inverse) for x in parts]
+
+    def _sigmoid(self, logits):
+        return [rcp(T.float32(1) + exp2(x * T.float32(-LOG2E))) for x in logits]
+
+    def _leave_groups(self):
+        """Takes away the experts of all but the best groups."""
+        groups, used, size = self.routing.groups, self.routing.groups_used, self.count // self.routing.groups
+        for i in range(self.steps):
+            with T.If(self.numbers[i] < self.count), T.Then():
+                put(self.all, self.scores[i], self.numbers[i])
+        barrier()
+        for first in range(0, groups, self.arch.wave):
+            group = T.Bind(self.lane + first)
+            with T.If(group < groups), T.Then():
+                best, second = local(1), local(1)
+                put(best, T.float32(LOWEST), 0)
+                put(second, T.float32(LOWEST), 0)
+                with T.serial(size) as i:
+                    x = T.Bind(self.all[group * size + i])
+                    put(second, T.Select(x > best[0], best[0], T.Select(x > second[0], x, second[0])), 0)
+                    put(best, T.Select(x > best[0], x, best[0]), 0)
+                put(self.ranks, best[0] + second[0], group)
+        barrier()
+        for first in range(0, groups, self.arch.wave):
+            group = T.Bind(self.lane + first)
+            with T.If(group < groups), T.Then():
+                mine, above = T.Bind(self.ranks[group]), local(1, "int32")
+                put(above, T.int32(0), 0)
+                with T.serial(groups) as other:
+                    x = T.Bind(self.ranks[other])
+                    before = (x > mine) | ((x == mine) & (other < group))
+                    put(above, above[0] + T.cast(before, "int32"), 0)
+                put(self.open, T.cast(above[0] < used, "int32"), group)
+        barrier()
+        for i in range(self.steps):
+            is_open = self.open[self._index(i) // size] > 0
+            put(self.scores, T.Select(is_open, self.scores[i], T.float32(LOWEST)), i)
+
+    def choose(self):
+        """Gives the best experts their places, the best one 0; of equal ones the lower number is first. Others have the
+        place `used`."""
+        for i in range(self.steps):
+            put(self.places, T.int32(self.used), i)
+            put(self.keys, self._or(i, _key(self.scores[i]), T.int32(LAST)), i)
+        with T.serial(self.used) as place:
+            keys = [T.Bind(self.keys[i]) for i in range(self.steps)]
+            best, number = wave_max(self.arch, T.Bind(functools.reduce(T.max, keys))), T.int32(NONE)
+            for mine, key in zip(reversed(self.numbers), reversed(keys), strict=True):
+                number = T.Select(key == best, mine, number)
+            number = wave_min(self.arch, T.Bind(number))
+            for i, key in enumerate(keys):
+                here = T.Bind(self.numbers[i] == number)
+                put(self.places, T.Select(here, place, self.places[i]), i)
+                put(self.keys, T.Select(here, T.int32(LAST), key), i)
+
+    def store(self, row, Ids, Weights):
+        """Stores the chosen experts and their weights."""
+        places = [T.Bind(self.places[i]) for i in range(self.steps)]
+        chosen = [T.Bind(place < self.used) for place in places]
+        values = [T.Bind(T.Select(here, self.p[i], T.float32(LOWEST))) for i, here in enumerate(chosen)]
+        weights = weigh(self.arch, self.routing, values, chosen)
+        for i, (place, here, weight) in enumerate(zip(places, chosen, weights, strict=True)):
+            with T.If(here), T.Then():
+                put(Ids, self.numbers[i], row, place)
+                put(Weights, weight if self.factors is None else weight * self.factors[i], row, place)
+
+
+def _key(score):
+    """An int32 above LAST that sorts as the float32 does; of NaNs as any."""
+    bits = T.Bind(T.reinterpret("int32", score))
+    return T.max(bits ^ (T.shift_right(bits, T.int32(31)) & T.int32(0x7FFFFFFF)), T.int32(LAST + 1))
+
+
+def weigh(arch, routing, values, chosen):
+    """The weights of a lane's experts that are chosen. values: of these the probabilities, or logits for softmax_used;
+    LOWEST of others."""
+    factor = T.float32(routing.scale)
+    if routing.gating == "softmax_used":
+        top = wave_max(arch, functools.reduce(maximum, values))
+        values = [exp2((x - top) * T.float32(LOG2E)) for x in values]
+    if routing.gating == "softmax_used" or routing.normalize:
+        values = [T.Bind(T.Select(here, x, T.float32(0))) for x, here in zip(values, chosen, strict=True)]
+        total = wave_sum(arch, T.Bind(functools.reduce(lambda x, y: x + y, values)))
+        if routing.gating != "softmax_used":
+            total = maximum(total, T.float32(MIN_SUM))
+        factor = T.Bind(factor * rcp(total))
+    return [T.Bind(x * factor) for x in values]

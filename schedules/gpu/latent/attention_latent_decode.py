@@ -1,0 +1,134 @@
+"""Latent attention of single rows, one to SLOTS tokens of any sequences, on cooperative matrices: split-KV ("flash
+decoding") in two launches.
+
+In: the rotated queries and the cache, which already contains the rows' own keys. Out: the heads' outputs in an
+activation layout of `quantize.py`. A workgroup has a tile of a token's heads and a split of its keys, as
+`attention_latent_wave.py` computes them, and leaves what it has in Parts. The second launch joins the splits.
+"""
+
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.attention import SLOTS, Attention
+from mlc_amd.schedules.gpu.attention.attention_join import scratch_shapes
+from mlc_amd.schedules.gpu.attention.attention_splits import FIELD, Splits, dealt, splits_of_rows
+from mlc_amd.schedules.gpu.attention.attention_step import Step, attention_step
+from mlc_amd.schedules.gpu.attention.cache import clamped_position, row_slot, visible
+from mlc_amd.schedules.gpu.base.device import launch, uniform, wave_max
+from mlc_amd.schedules.gpu.base.quantize import emit_store
+from mlc_amd.schedules.gpu.base.registers import opaque
+from mlc_amd.schedules.gpu.latent.attention_latent import rows_of
+from mlc_amd.schedules.gpu.latent.attention_latent_join import WAVES, Join, chunks_of, part_size, place_in_tile
+from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, shape_of, suits
+from mlc_amd.schedules.gpu.latent.attention_latent_wave import Wave, attend
+
+MOST = (1 << FIELD) - 1  # splits of a row
+
+
+@dataclass(frozen=True)
+class Plan(Tile):
+    """A tile of a token's heads; `fill` is what long contexts are split into."""
+
+
+# By family: of one row and of several, in the order of preference. As measured on an H200 with 20 heads of 576 columns
+# and 0 to 16384 tokens in the cache.
+_NARROW, _WIDE = Plan(4, 16, buffers=2, fill=2, least=2), Plan(4, 32, buffers=2, fill=2, least=4)
+PLANS = {"nvidia": ((_NARROW,), (_WIDE, _NARROW))}
+OTHERS = tuple(Plan(waves, rows, held=4, least=4) for rows in (32, 16) for waves in (8, 4, 2, 1))
+
+
+def plan_of(attention: Attention, m, arch) -> Plan | None:
+    """The arch's plan for m rows; None if there is none for such a layer."""
+    if not suits(attention, arch) or attention.heads < arch.fragment[0]:
+        return None
+    plans, most = (*PLANS.get(arch.family, ((), ()))[m > 1], *OTHERS), attention.heads + arch.fragment[0]
+    return next((plan for plan in plans if plan.rows < most and shape_of(plan, attention, arch)), None)
+
+
+def splits_of(plan, attention, m, arch) -> Splits:
+    """How the keys of m rows are distributed. ValueError for a plan that does not suit."""
+    parts = -(-attention.heads // plan.rows)
+    ((elements,), _), _ = scratch_shapes(attention.heads, attention.value_d).values()
+    fill = min(-(-plan.fill * arch.units // parts), elements // part_size(plan, attention) // parts - m)
+    if fill < 1 or not shape_of(plan, attention, arch):
+        raise ValueError(f"{plan} does not suit {attention} on {arch.name}")
+    count = min(-(-attention.ctx // (plan.keys * plan.least)), fill, MOST)
+    return Splits(
+        count, plan.least, plan.waves * arch.wave, plan.rows, attention.value_d, plan.keys, 0, parts, MOST, 1, fill
+    )
+
+
+def attention_latent_decode(attention: Attention, m, layout, arch, name, plan=None) -> tirx.PrimFunc:
+    """Kernel of `attention_step`, with `splits`, of m rows, each with its own sequence and position. plan: instead of
+    the arch's; ValueError for one that does not suit."""
+    if m > SLOTS:
+        raise ValueError(f"decode attention of {m} rows")
+    with attention_step(attention, m, layout, name, splits=True) as (ir, step):
+        emit(attention, m, layout, arch, step, plan)
+    return ir.get()
+
+
+def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1) -> None:
+    """The launches for rows 0 .. m-1 of a step, of which state[live] are computed. Errors: of
+    `attention_latent_decode`."""
+    plan = plan or plan_of(attention, m, arch)
+    if plan is None:
+        raise ValueError(f"latent attention of {attention} has no plan for {arch.name}")
+    splits = splits_of(plan, attention, m, arch)
+    _emit_parts(attention, m, arch, step, plan, splits, live)
+    _emit_join(attention, m, layout, arch, step, plan, splits, live)
+
+
+def _emit_parts(attention, m, arch, step, plan, splits, live):
+    with launch((splits.parts, splits.workgroups(m)), (arch.wave, plan.waves)) as (part, group, lane, thread_wave):
+        number, token, split, works = uniform(arch, thread_wave), 0, group, None
+        if m > 1:
+            count = T.Bind(T.min(step.state[live], T.int32(m)))
+            works, token, split, active = dealt(arch, attention, splits, step.rows, m, count, group, lane)
+        seen = visible(attention, clamped_position(step.rows, token, attention.ctx))
+        end, first = seen.end_block(plan.keys), seen.first_block(plan.keys)
+        if works is None:
+            active = splits.active(end - first)
+            works = split < active
+        with T.serial(T.cast(works, "int32")):
+            row = T.Bind(token * attention.heads + part * plan.rows)
+            wave = Wave(arch, attention, plan, step.Q, row, number, lane, lambda row: seen)
+            wave.start()
+            begin, behind = (T.Bind(first + T.truncdiv((split + i) * (end - first), active)) for i in range(2))
+            tid = T.Bind(number * arch.wave + lane)
+            attend(wave, step.cache, row_slot(step.rows, token), begin, behind, tid, splits.threads)
+            place = T.Bind((group * splits.parts + part) * part_size(plan, attention))
+            wave.store_parts(step.scratch[0], place)
+
+
+def _emit_join(attention, m, layout, arch, step, plan, splits, live):
+    """A workgroup has some columns of a head."""
+    heads, d, fragment = attention.heads, attention.value_d, arch.fragment[0]
+    chunks, size = chunks_of(attention, arch), part_size(plan, attention)
+    with launch((heads * chunks, m), (arch.wave, WAVES)) as (place, token, lane, wave):
+        head, chunk = T.Bind(place // chunks), T.Bind(place % chunks)
+        before = T.int32(0)
+        if m > 1:
+            count, word = T.Bind(T.min(step.state[live], T.int32(m))), T.int32(0)
+            for row, active, lower in splits_of_rows(arch, attention, splits, step.rows, m, count, lane):
+                own = T.shift_left(lower, T.int32(FIELD)) + active
+                word = opaque(T.max(word, T.Select(row == token, own, T.int32(0))))
+            word = T.Bind(wave_max(arch, word))
+            before, active = T.Bind(T.shift_right(word, T.int32(FIELD))), T.Bind(word & MOST)
+        else:
+            seen = visible(attention, clamped_position(step.rows, 0, attention.ctx))
+            active = splits.active(seen.end_block(plan.keys) - seen.first_block(plan.keys))
+        part = T.Bind(head // plan.rows)
+        row = T.Bind(token * heads + head)
+        row_place = place_in_tile(row, T.Bind(token * heads + part * plan.rows), rows_of(step), fragment)
+
+        def found(split):
+            return ((before + split) * splits.parts + part) * size
+
+        with T.serial(T.cast(active > 0, "int32")):
+            join = Join(arch, attention, plan, step.scratch[0], splits.count, active, found, row_place)
+            values, column, inside = join.columns(chunk, lane, wave)
+            with T.If(wave == 0), T.Then():
+                emit_store(arch, layout, step.out, values(), token, T.Bind(head * d + column), inside)

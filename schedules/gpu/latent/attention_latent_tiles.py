@@ -1,0 +1,117 @@
+"""The tiles of latent attention on matrix units: how a chunk's rows (token x head) and keys are divided among waves and
+workgroups.
+
+In: an `Attention` layer and an arch. Out: a `Tile`, and what it takes of shared memory.
+"""
+
+from dataclasses import dataclass, replace
+
+from mlc_amd.schedules.gpu.attention.cache import UNIT
+
+PAD = 1  # units behind a row in shared memory: neighbouring rows start in different banks
+MOST = 16  # keys whose weights a lane makes, at most
+
+
+@dataclass(frozen=True)
+class Tile:
+    """waves   of a workgroup: each has a slice of the values' columns, and of the keys' columns for some of the rows
+    rows     of a workgroup, which share each key that is loaded
+    keys     of a block
+    buffers  of blocks of keys: with two, the next block is stored while this one is multiplied
+    held     fragments of its queries that a wave keeps in registers; it loads the others for each block
+    fill     workgroups per compute unit that the GPU is kept busy with
+    least    blocks of keys that a workgroup has at least, where several share a tile's keys
+    """
+
+    waves: int = 8
+    rows: int = 32
+    keys: int = 16
+    buffers: int = 1
+    held: int = 64
+    fill: int = 1
+    least: int = 8
+
+
+# By family, in the order of preference: the first that fits the layer and the arch is taken. On an H200, 512 tokens of
+# 20 heads of 576 columns behind 16384 others take a fifth longer with 64 rows, and more than twice as long without
+# queries in registers. RDNA's registers hold 4 fragments of them beside the outputs (Mesa 25).
+TILES = {
+    "nvidia": (Tile(fill=2),),
+    "rdna3": (Tile(held=4), Tile(waves=4, held=4)),
+    "rdna4": (Tile(held=4), Tile(waves=4, held=4)),
+}
+OTHERS = (Tile(waves=4), Tile(waves=2, rows=16), Tile(waves=1, rows=16))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tile for a layer and an arch. Counts, fragments are of matrices:
+
+    row_fragments  of the tile
+    parts          waves that have the same rows of the scores, of which each adds up a part of the columns
+    steps          of these columns that a wave has
+    columns        fragments of the values' columns that a wave has
+    lanes          that share a row of scores, `own` keys each
+    """
+
+    row_fragments: int
+    parts: int
+    steps: int
+    columns: int
+    lanes: int
+    own: int
+
+
+def shape_of(tile: Tile, attention, arch) -> Shape | None:
+    """None for what does not divide, or does not fit the arch."""
+    m, n, k = arch.fragment
+    threads, row_fragments = tile.waves * arch.wave, tile.rows // m
+    if tile.rows % m or tile.keys % n or tile.keys % k or threads > arch.threads or tile.waves % max(row_fragments, 1):
+        return None
+    parts, columns, steps = tile.waves // row_fragments, attention.value_d // n, attention.width // k
+    lanes = threads // tile.rows
+    if attention.value_d % n or columns % tile.waves or steps % parts or threads % tile.rows:
+        return None
+    if (
+        lanes > arch.wave
+        or tile.keys % lanes
+        or tile.keys // lanes > MOST
+        or lds_bytes(tile, attention, arch) > arch.lds
+    ):
+        return None
+    return Shape(row_fragments, parts, steps // parts, columns // tile.waves, lanes, tile.keys // lanes)
+
+
+def key_units(tile: Tile, attention) -> int:
+    """Of a block of keys in shared memory."""
+    return tile.keys * (attention.width // UNIT + PAD)
+
+
+def weight_units(tile: Tile) -> int:
+    """Of a row of weights."""
+    return tile.keys // UNIT + PAD
+
+
+def scores(tile: Tile, arch) -> int:
+    """float32 of the parts of all scores, and in the end a fragment of each wave."""
+    m, n, _ = arch.fragment
+    return tile.waves * m * max(tile.keys, n)
+
+
+def lds_bytes(tile: Tile, attention, arch) -> int:
+    """Bytes of shared memory that a workgroup uses: keys, weights, scores, and a number for each row and each wave."""
+    units = tile.buffers * key_units(tile, attention) + tile.rows * weight_units(tile)
+    return units * UNIT * 2 + (scores(tile, arch) + tile.rows + tile.waves) * 4
+
+
+def suits(attention, arch) -> bool:
+    """Whether there are kernels for such a layer at all."""
+    return arch.matrix == "coop" and attention.values > 0 and not attention.quantized
+
+
+def tile_of(attention, arch) -> Tile | None:
+    """The arch's tile; None if there is none for such a layer."""
+    if not suits(attention, arch):
+        return None
+    found = (replace(tile, waves=min(tile.waves, arch.threads // arch.wave)) for tile in TILES.get(arch.family, OTHERS))
+    return next((tile for tile in (*found, *OTHERS) if shape_of(tile, attention, arch)), None)

@@ -1,0 +1,258 @@
+"""Latent attention of a tile of rows on cooperative matrices (KHR_cooperative_matrix), with online softmax: what a wave
+does.
+
+All heads share the keys, whose first columns are the values, so a row is a token's head, and a workgroup has a tile of
+consecutive rows. A block of keys goes through shared memory once, as rows of keys, and serves both products:
+    scores   a wave multiplies some columns of a fragment of rows by those of the keys; the waves that have the same
+             rows leave their parts in shared memory
+    weights  the lanes that share a row add up the parts, mask them, and leave weights as the next product's operand
+    values   a wave multiplies the weights of all rows by some columns of the values, which nobody else has
+Weights are 2**(score - top), as in `attention_prefill_coop.py`: `top` is renewed, and the outputs are rescaled, when a
+weight would exceed 2**LIMIT.
+"""
+
+from math import gcd
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.attention.attention_coop_blocks import key_block
+from mlc_amd.schedules.gpu.attention.attention_prefill_coop import LIMIT, START
+from mlc_amd.schedules.gpu.attention.cache import UNIT, Pages
+from mlc_amd.schedules.gpu.attention.softmax import LOWEST, soft_cap
+from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
+from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, maximum, rcp, wave_barrier, wave_max, wave_sum
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
+from mlc_amd.schedules.gpu.base.registers import lane_of, local, put, vector
+from mlc_amd.schedules.gpu.latent.attention_latent_tiles import PAD, key_units, scores, shape_of, weight_units
+
+
+class Wave:
+    """What a wave has of a tile: fragments of some columns of the queries and of the values, and a row for each lane,
+    whose weights it makes.
+
+    first: the tile's first row, counted by tokens and heads of the step; number: of the wave; seen: seen(row) gives the
+    keys that a row sees. Fragments behind the step's last row begin earlier than they should: starts[i] is where
+    fragment i begins, fresh[i] the first of its rows that no fragment before it has.
+    """
+
+    def __init__(self, arch, attention, tile, Q, first, number, lane, seen):
+        self.arch, self.attention, self.tile, self.Q = arch, attention, tile, Q
+        self.number, self.lane, (self.m, self.n, self.k) = number, lane, arch.fragment
+        shape = shape_of(tile, attention, arch)
+        assert shape is not None
+        self.shape, self.last = shape, int(Q.shape[0]) * attention.heads - self.m
+        self.row_fragment, self.part = T.Bind(number // shape.parts), T.Bind(number % shape.parts)
+        self.row_units, self.weight_units = attention.width // UNIT + PAD, weight_units(tile)
+        self.fresh = [T.Bind(first + i * self.m) for i in range(shape.row_fragments)]
+        self.starts = [self._start(row) for row in self.fresh]
+        self.row = T.Bind(number * (arch.wave // shape.lanes) + lane // shape.lanes)  # of the tile
+        self.sub = T.Bind(lane % shape.lanes)
+        self.seen = seen(T.Bind(self._start(first + self.row // self.m * self.m) + self.row % self.m))
+        self.vectors = gcd(shape.own, WIDTH)  # scores that a lane loads at once
+        self.scores = T.alloc_buffer(
+            (scores(tile, arch) // self.vectors,),
+            f"float32x{self.vectors}" if self.vectors > 1 else "float32",
+            scope=WAVE_SHARED,
+        )
+        self.pack = min(shape.own, UNIT)  # weights that a lane stores at once
+        self.weights = T.alloc_buffer(
+            (tile.rows * self.weight_units * UNIT // self.pack,), f"float16x{self.pack}", scope=WAVE_SHARED
+        )
+        self.factors = T.alloc_buffer((tile.rows,), "float32", scope=WAVE_SHARED)
+        self.flags = T.alloc_buffer((tile.waves,), "float32", scope=WAVE_SHARED)
+        self.held = min(tile.held, shape.steps)
+        self.queries, self.query = self._new("a", max(self.held, 1)), self._new("a", 1)
+        self.key, self.value, self.weight = self._new("b", 1), self._new("b", 1), self._new("a", shape.row_fragments)
+        self.partial = self._new("sum", tile.keys // self.n)
+        self.out, self.factor = self._new("sum", shape.row_fragments * shape.columns), self._new("sum", 1)
+        self.top, self.total = local(1), local(1)
+
+    def _new(self, kind, count):
+        return Fragments(kind, count, self.arch.fragment)
+
+    def _start(self, row):
+        return T.Bind(T.min(row, T.int32(self.last)))
+
+    def _load_query(self, target, i, step):
+        """Fragment i of `target` becomes the wave's fragment of queries number `step`."""
+        start, heads = self.query_row, self.attention.heads
+        column = T.Bind((self.part * self.shape.steps + step) * self.k)
+        place = self.Q[T.truncdiv(start, T.int32(heads)), T.truncmod(start, T.int32(heads)), column]
+        target.load(i, place, self.attention.width, "row_major")
+
+    def start(self):
+        """Loads the queries; no key seen yet."""
+        self.query_row = self._start(self.fresh[0] + self.row_fragment * self.m)
+        for step in range(self.held):
+            self._load_query(self.queries, step, step)
+        put(self.top, T.float32(LOWEST / 2), 0)  # above the scores of keys that are not seen: their weights are 0
+        put(self.total, T.float32(0), 0)
+        for i in range(self.out.count):
+            self.out.fill(i, 0)
+
+    def score(self, keys, first):
+        """Leaves this wave's part of the scores of the block whose units begin with `first`."""
+        count = self.tile.keys // self.n
+        for j in range(count):
+            self.partial.fill(j, 0)
+        first = T.Bind(first + self.part * (self.shape.steps * self.k // UNIT))
+        for step in range(self.shape.steps):
+            queries, i = self.queries, step
+            if step >= self.held:
+                queries, i = self.query, 0
+                self._load_query(self.query, 0, step)
+            for j in range(count):
+                place = keys[first + j * self.n * self.row_units + step * (self.k // UNIT)]
+                self.key.load(0, place, self.row_units * UNIT, "col_major")
+                self.partial.add_product(j, queries, i, self.key, 0)
+        place = T.Bind((self.part * self.tile.rows + self.row_fragment * self.m) * (self.tile.keys // self.vectors))
+        for j in range(count):
+            self.partial.store(j, self.scores[place + j * self.n // self.vectors], self.tile.keys, "row_major")
+
+    def weigh(self, key0):
+        """The scores of the lane's row become weights."""
+        own, vectors, tile = self.shape.own, self.vectors, self.tile
+        sums = [T.float32(0)] * own
+        for part in range(self.shape.parts):
+            for v in range(own // vectors):
+                unit = T.Bind(self.scores[((part * tile.rows + self.row) * tile.keys + self.sub * own) // vectors + v])
+                for e in range(vectors):
+                    x = lane_of(unit, e) if vectors > 1 else unit
+                    sums[v * vectors + e] = x if part == 0 else sums[v * vectors + e] + x
+        key0 = T.Bind(key0 + self.sub * own)
+        found, largest = [], T.float32(LOWEST)
+        for i, score in enumerate(sums):
+            score = T.Select(self.seen.sees(key0 + i), soft_cap(self.attention, T.Bind(score)), T.float32(LOWEST))
+            found.append(T.Bind(score))
+            largest = maximum(largest, found[-1])
+        largest = wave_max(self.arch, T.Bind(largest), self.shape.lanes)
+        old = T.Bind(self.top[0])
+        grows = T.Bind(largest > old + T.float32(LIMIT))
+        new = T.Bind(T.Select(grows, largest - T.float32(START), old))
+        shrink = T.Bind(exp2(old - new))
+        put(self.top, new, 0)
+        halves = [T.Bind(T.cast(exp2(score - new), "float16")) for score in found]
+        total = self.total[0] * shrink
+        for weight in halves:
+            total = total + T.cast(weight, "float32")
+        put(self.total, total, 0)
+        place = T.Bind((self.row * (self.weight_units * UNIT) + self.sub * own) // self.pack)
+        for i in range(own // self.pack):
+            put(self.weights, vector(halves[i * self.pack : (i + 1) * self.pack]), place + i)
+        any_grows = T.Bind(T.call_extern("bool", "vk.any", grows))
+        put(self.factors, shrink, self.row)
+        put(self.flags, T.Select(any_grows, T.float32(1), T.float32(0)), self.number)
+
+    def rescale(self):
+        """Multiplies the outputs by the rows' factors if one of them is not 1."""
+        changed = self.flags[0]
+        for i in range(1, self.tile.waves):
+            changed = changed + self.flags[i]
+        with T.If(T.Bind(changed > T.float32(0))), T.Then():
+            self._multiply()
+
+    def _multiply(self):
+        for i in range(self.shape.row_fragments):
+            self.factor.load(0, self.factors[i * self.m], 0, "col_major")
+            with self.out.elements(0) as e:
+                factor = self.factor.get(0, e)
+                for x in range(i * self.shape.columns, (i + 1) * self.shape.columns):
+                    self.out.set(x, e, self.out.get(x, e) * factor)
+
+    def add_values(self, keys, first):
+        """out += weights @ values, of the block whose units begin with `first`."""
+        columns = self.shape.columns
+        first = T.Bind(first + self.number * (columns * self.n // UNIT))
+        for c in range(self.tile.keys // self.k):
+            for i in range(self.shape.row_fragments):
+                place = self.weights[(i * self.m * self.weight_units * UNIT + c * self.k) // self.pack]
+                self.weight.load(i, place, self.weight_units * UNIT, "row_major")
+            for x in range(columns):
+                place = keys[first + c * self.k * self.row_units + x * (self.n // UNIT)]
+                self.value.load(0, place, self.row_units * UNIT, "row_major")
+                for i in range(self.shape.row_fragments):
+                    self.out.add_product(i * columns + x, self.weight, i, self.value, 0)
+
+    def row_total(self):
+        """The sum of the weights of the lane's row."""
+        return wave_sum(self.arch, T.Bind(self.total[0]), self.shape.lanes)
+
+    def finish(self, layout, out, live):
+        """Stores the outputs of the rows of the step for whose token live(token) holds, a fragment at a time through
+        shared memory."""
+        total = self.row_total()
+        barrier()  # others may be about to rescale
+        put(self.factors, rcp(total), self.row)
+        barrier()
+        self._multiply()
+        columns, quads, heads, d = self.shape.columns, self.n // WIDTH, self.attention.heads, self.attention.value_d
+        base, units = T.Bind(self.number * (self.m * self.n // self.vectors)), WIDTH // self.vectors
+        for i, fresh in enumerate(self.fresh):
+            for x in range(columns):
+                self.out.store(i * columns + x, self.scores[base], self.n, "row_major")
+                wave_barrier()
+                for first in range(0, self.m * quads, self.arch.wave):
+                    place = T.Bind(first + self.lane)
+                    found = [T.Bind(self.scores[base + place * units + v]) for v in range(units)]
+                    y = [T.Bind(x) for unit in found for x in self._elements(unit)]
+                    row = T.Bind(self.starts[i] + place // quads)
+                    token, head = T.Bind(T.truncdiv(row, T.int32(heads))), T.Bind(T.truncmod(row, T.int32(heads)))
+                    column = T.Bind(head * d + (self.number * columns + x) * self.n + place % quads * WIDTH)
+                    emit_store(self.arch, layout, out, y, token, column, (row >= fresh) & live(token))
+                wave_barrier()
+
+    def store_parts(self, Parts, first):
+        """Stores what the workgroup has of its rows' outputs, maxima and sums of weights into the float32 of Parts from
+        `first` on, as `attention_latent_join.py` describes."""
+        columns, d = self.shape.columns, self.attention.value_d
+        for i in range(self.shape.row_fragments):
+            for x in range(columns):
+                place = T.Bind(first + i * self.m * d + (self.number * columns + x) * self.n)
+                self.out.store(i * columns + x, Parts[place], d, "row_major")
+        total = self.row_total()
+        with T.If(self.sub == 0), T.Then():
+            place = T.Bind(first + self.tile.rows * d + self.row * 2)
+            put(Parts, self.top[0], place)
+            put(Parts, total, place + 1)
+
+    def _elements(self, unit):
+        return [lane_of(unit, e) for e in range(self.vectors)] if self.vectors > 1 else [unit]
+
+
+def attend(wave: Wave, cache, slot, begin, end, tid, threads) -> None:
+    """Lets the waves of a workgroup process the blocks of keys number begin .. end-1 of a slot, of which there is one
+    at least."""
+    attention, tile = wave.attention, wave.tile
+    keys, size = key_block(attention, tile.keys, threads, tid, tile.buffers), key_units(tile, attention)
+
+    def first_key(number):
+        """Of the block with that number; of the last one for those behind it."""
+        return T.Bind(T.min(number, end - 1) * tile.keys)
+
+    pages = Pages(cache, slot, [first_key(begin), first_key(begin + 1)])
+    page, _ = pages.take()
+    keys.load(cache.block(0, T.Bind(begin * tile.keys), page, tile.keys))
+    keys.store()
+    barrier()
+    with T.serial(end - begin) as i:
+        number = T.Bind(i + begin)
+        _, page = pages.take(first_key(number + 2))
+        following = cache.block(0, first_key(number + 1), page, tile.keys)
+        place = T.int32(0)
+        if tile.buffers > 1:
+            place = T.Bind((i & 1) * size)
+            keys.load(following)
+        wave.score(keys.buffer, place)
+        barrier()
+        if tile.buffers > 1:
+            keys.store(T.Bind(size - place))
+        else:
+            keys.load(following)
+        wave.weigh(T.Bind(number * tile.keys))
+        barrier()
+        wave.rescale()
+        wave.add_values(keys.buffer, place)
+        if tile.buffers == 1:
+            barrier()
+            keys.store()
+            barrier()

@@ -1,0 +1,189 @@
+"""Weights from their planes (layout "rows": `planes.py`) to runs of float16 in the order of `pairs.py`, for every
+format.
+
+The unit of work is `span` neighbouring blocks of 32 columns of a row. Fetching and decoding are apart, so that the
+loads of one step can be in flight while the step before is multiplied:
+
+    views       the planes as `fetch` reads them
+    fetch       the global loads of a unit
+    runs        what was fetched as runs of eight float16 weights
+    decoder     the same of codes, one run at a time
+    activations the same of activations that are float32 in their natural order
+
+Arithmetic is packed float16: a code in the low bits of 0x6400 reads as 1024 + code, from which the code that means 0 is
+subtracted exactly. A nibble may stay in bits 4 to 7 of 0x5400, which reads as 64 + code. So become FP4's magnitudes,
+which get their signs afterwards. The scale of a group of columns is computed in float32 and rounded once, and so is its
+minimum; value * scale + minimum is rounded once more. In total that is below 1 % of a quantization step.
+"""
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.formats import FP4_VALUES, PLANE_BITS
+from mlc_amd.schedules.gpu.base.device import fma
+from mlc_amd.schedules.gpu.base.pairs import RUN, RUN_COLUMNS, RUNS
+from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.registers import at, chosen, elements, lane_of, opaque, vector
+from mlc_amd.schedules.gpu.base.tables import fp4_magnitudes, values
+from mlc_amd.schedules.gpu.linear import load
+
+EXPONENT = 0x64006400  # of 1024.0 as float16, in both halves of a word
+EXPONENT_VALUE = 1024
+HIGH_EXPONENT = 0x54005400  # of 64.0, whose bits 4 to 7 count ones
+HIGH_EXPONENT_VALUE = 64
+EXPONENTS = EXPONENT, HIGH_EXPONENT
+SIGN = 0x80808080  # turns signed bytes into bytes that count from 128
+SIGNS = 0x80008000  # of two float16
+
+
+def views(fmt, bufs, span):
+    """The planes as `fetch` reads them. Declares views: call it inside the launch or after the last parameter."""
+    return bufs if fmt.kind == "float" else load.views(fmt, bufs, span)
+
+
+def fetch(fmt, planes, row, unit, span):
+    """The loads of unit number `unit` of a row, in registers."""
+    if fmt.kind != "float":
+        return load.fetch(fmt, planes, row, unit, span)
+    width = 4 if fmt.name == "f32" else RUN
+    return [
+        T.Bind(planes["W"][row, at(unit * (span * BLOCK) + first, width)]) for first in range(0, span * BLOCK, width)
+    ]
+
+
+def runs(arch, fmt, fetched, span):
+    """float16x8 registers: the runs 0 to 3 of each of the unit's blocks."""
+    if fmt.kind == "float":
+        columns = [half for x in fetched for half in _halves(fmt, x)]
+        return [_run(columns[b * BLOCK : (b + 1) * BLOCK], j) for b in range(span) for j in range(RUNS)]
+    decoders = [decoder(arch, fmt, fetched, b) for b in range(span)]
+    return [run(j) for run in decoders for j in range(RUNS)]
+
+
+def activations(X, token, block):
+    """The four runs of a block of float32 activations X [m, k] as float16x8."""
+    quads = [T.Bind(X[token, at(block * BLOCK + first, 4)]) for first in range(0, BLOCK, 4)]
+    columns = [T.cast(lane_of(x, i), "float16") for x in quads for i in range(4)]
+    return [_run(columns, j) for j in range(RUNS)]
+
+
+def _run(columns, j):
+    return T.Bind(vector([columns[c] for c in RUN_COLUMNS[j]]))
+
+
+def _halves(fmt, x):
+    """The elements of a loaded vector of a float format as float16."""
+    parts = elements(x)
+    if fmt.name == "bf16":
+        parts = [T.reinterpret("float32", T.shift_left(T.cast(part, "uint32"), T.uint32(16))) for part in parts]
+    return parts if fmt.name == "f16" else [T.cast(part, "float16") for part in parts]
+
+
+def hidden(zero):
+    """EXPONENTS in registers, as numbers that the compiler does not know. zero: an int32 that is 0, likewise."""
+    return tuple(T.Bind(opaque(T.cast(zero, "uint32") + T.uint32(bits))) for bits in EXPONENTS)
+
+
+def decoder(arch, fmt, fetched, block=0, exponents=EXPONENTS):
+    """run(j): run number j, an int or in a register, of a block of a fetched unit of codes, as float16x8. exponents: of
+    `hidden`."""
+    exponents = [T.uint32(bits) if isinstance(bits, int) else bits for bits in exponents]
+    scales = load.scales(fmt, fetched, block)
+    codes = {
+        plane: fetched.codes[plane][block * PLANE_BITS[plane] : (block + 1) * PLANE_BITS[plane]] for plane in fmt.codes
+    }
+    codes, zero, signs = _unsigned(arch, fmt, codes)
+    factors = scales.factors()
+    minimums = None
+    if fmt.minimum:
+        # counted from the middle of the codes, so that rounding the scale moves the outermost weights least
+        zero = 1 << (sum(PLANE_BITS[plane] for plane in codes) - 1)
+        lows = [scales.minimum if sub is None else T.float32(0) - scales.minimum * sub for sub in scales.sub_minimum]
+        minimums = _per_pair([factor * T.float32(zero) + low for factor, low in zip(factors, lows, strict=True)])
+    factors = _per_pair(factors)
+
+    nibbles = list(codes) == ["Q4"]
+    offsets = [HIGH_EXPONENT_VALUE if nibbles and t % 2 else EXPONENT_VALUE for t in range(RUN // 2)]
+    zeros = vector([T.float16(offsets[i // 2] + zero) for i in range(RUN)])
+
+    def run(j):
+        bits = (
+            _nibbles(codes["Q4"], j, exponents)
+            if nibbles
+            else [_fields(codes, j, t, exponents[0]) for t in range(RUN // 2)]
+        )
+        value = T.reinterpret("float16x8", vector(bits)) - zeros
+        if signs:
+            value = _signed(value, chosen(signs, j))
+        return fma(value, factors, minimums) if fmt.minimum else T.Bind(value * factors)
+
+    return run
+
+
+def _unsigned(arch, fmt, codes):
+    """(plane -> words of unsigned fields, the one that means 0, words of nibbles whose highest bits are signs or
+    None)."""
+    if fmt.table == FP4_VALUES:
+        return {"Q4": [fp4_magnitudes(word) for word in codes["Q4"]]}, 0, codes["Q4"]
+    if fmt.table:
+        return {"Q8": values(arch, fmt, None, lambda: load.bytes_of(codes), 0x80)}, 128, None
+    if fmt.signed:
+        return {"Q8": [T.Bind(word ^ T.uint32(SIGN)) for word in codes["Q8"]]}, 128, None
+    return codes, fmt.zero, None
+
+
+def _signed(value, nibbles):
+    """A run, negated where the nibble of its code has its highest bit; the order is that of `_nibbles`."""
+    words = T.Bind(T.reinterpret("uint32x4", value))
+    signs = [T.shift_left(nibbles, T.uint32(12 - 4 * t)) & T.uint32(SIGNS) for t in range(RUN // 2)]
+    return T.reinterpret("float16x8", T.Bind(vector([lane_of(words, t) ^ sign for t, sign in enumerate(signs)])))
+
+
+def _per_pair(values):
+    """Float32 of groups of columns as a float16x8: pairs of a run alternate between the block's halves."""
+    values = [T.Bind(T.cast(value, "float16")) for value in values]
+    return vector([values[i // 2 % len(values)] for i in range(RUN)])
+
+
+def _place(plane, j, t):
+    """(words, first bit) of the plane's bits of pair t of run j; the other one of the pair is 16 bits higher. words:
+    the numbers of those from which j takes one, or the only one."""
+    half, byte = t % 2, 8 * (t // 2)  # half of the block; columns 0 and 2 are in even bytes, 1 and 3 in odd ones
+    return {
+        "Q8": (range(RUNS * half, RUNS * (half + 1)), byte),
+        "Q4": (range(RUNS), byte + 4 * half),
+        "Q2": ((half,), byte + 2 * j),
+        "Q1": ((0,), byte + 4 * half + j),
+    }[plane]
+
+
+def _fields(codes, j, t, exponent):
+    """A word: two float16, 1024 + the codes of pair t of run j."""
+    found, filled = exponent, 0
+    for plane, words in codes.items():
+        bits = PLANE_BITS[plane]
+        places, first = _place(plane, j, t)
+        word = _shifted(chosen([words[i] for i in places], j), first, filled)
+        found = word & T.uint32(0x00010001 * ((1 << bits) - 1 << filled)) | found
+        filled += bits
+    return T.Bind(found)
+
+
+def _nibbles(words, j, exponents):
+    """Four words, as of `_fields`, of codes that are nibbles only, but pairs 1 and 3 are 64 + the codes: one shift
+    instead of three."""
+    low = chosen(words, j)
+    high = T.Bind(T.shift_right(low, T.uint32(8)))
+    return [
+        T.Bind(word & T.uint32(mask) | exponent)
+        for word in (low, high)
+        for mask, exponent in zip((0x000F000F, 0x00F000F0), exponents, strict=True)
+    ]
+
+
+def _shifted(word, first, filled):
+    """The word with bit `first`, an int or in a register, moved to place `filled`."""
+    if not isinstance(first, int):
+        return T.shift_left(T.shift_right(word, T.cast(first, "uint32")), T.uint32(filled))
+    if first > filled:
+        return T.shift_right(word, T.uint32(first - filled))
+    return T.shift_left(word, T.uint32(filled - first)) if first < filled else word

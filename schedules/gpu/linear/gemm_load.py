@@ -1,0 +1,186 @@
+"""Weights from their planes (layout "rows": `planes.py`) to the registers of a GEMM, for every format.
+
+The unit of work is a piece: half a block of 32 columns of one row, columns 8*part .. 8*part + 7 and 16 + 8*part .. 16 +
+8*part + 7 (part 0 or 1: what two words of nibbles hold). Fetching and unpacking are separate, so that the loads of one
+step can be in flight while the step before is multiplied:
+
+    fetch           the global loads of a piece
+    half_piece      a piece as 16 float16 weights, for matrix units
+    byte_piece      a piece as 16 signed bytes with scales and offsets, for int8 dot products
+    float_piece     a piece of a float format as 16 float32 weights
+
+Bytes become float16 by a byte permutation: with exponent byte 0x64 a byte b reads as 1024 + b. The rest is one fused
+multiply-add in float32 and one rounding per weight (`v_fma_mix` does both), scale * (1024 + code) + offset. The
+offset's own rounding, at most 2^-14 of a quantization step, is below that of float16.
+"""
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.decode import minifloat
+from mlc_amd.schedules.formats import PLANE_BITS
+from mlc_amd.schedules.gpu.base.device import fma, intrin
+from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
+from mlc_amd.schedules.gpu.base.tables import values
+
+PIECE = 16  # columns of a piece
+EXPONENT = 0x64646464  # of 1024.0 as float16, in every byte
+PAIRS = (0x04010400, 0x04030402)  # byte selectors: bytes 0 and 1, 2 and 3 of a word below exponent bytes
+
+
+def columns_of(part):
+    """First columns, within their block, of the two runs of eight that make a piece."""
+    return 8 * part, 16 + 8 * part
+
+
+# ---- loads
+
+
+def fetch(fmt, bufs, row, block, part):
+    """The loads of a piece, in registers: name of a plane -> list of loaded values."""
+    if fmt.kind == "float":
+        return {"W": [T.Bind(bufs["W"][row, at(block * BLOCK + column, 8)]) for column in columns_of(part)]}
+    starts = {"Q4": ((2 * part, 2),), "Q8": ((2 * part, 2), (4 + 2 * part, 2)), "Q2": ((0, 2),)}
+    raw = {p: [T.Bind(bufs[p][row, block, at(first, n)]) for first, n in starts[p]] for p in fmt.codes if p != "Q1"}
+    if "Q1" in fmt.codes:
+        raw["Q1"] = [T.Bind(bufs["Q1"][row, block])]
+    for plane in fmt.scales:
+        columns, _ = fmt.scale_plane(plane)
+        count = max(1, BLOCK // columns)
+        first = block * count if columns <= BLOCK else block // (columns // BLOCK)
+        raw[plane] = [T.Bind(bufs[plane][row, first + i]) for i in range(count)]
+    return raw
+
+
+# ---- codes
+
+
+def _field(x, first, bits, to):
+    """Bits first .. first + bits - 1 of each byte of a word, moved to bit `to`."""
+    if first != to:
+        x = T.shift_right(x, T.uint32(first - to)) if first > to else T.shift_left(x, T.uint32(to - first))
+    return x & T.uint32(0x01010101 * ((1 << bits) - 1 << to))
+
+
+def _words(plane, raw, part):
+    """(word, first bit) that hold the plane's bits of each of the piece's four runs of four columns."""
+    if plane == "Q8":
+        return [(lane_of(raw[half], i), 0) for half in range(2) for i in range(2)]
+    if plane == "Q4":
+        return [(lane_of(raw[0], i), 4 * half) for half in range(2) for i in range(2)]
+    if plane == "Q2":
+        words = [T.Bind(T.shift_right(lane_of(raw[0], half), T.cast(4 * part, "uint32"))) for half in range(2)]
+        return [(words[half], 2 * i) for half in range(2) for i in range(2)]
+    word = T.Bind(T.shift_right(raw[0], T.cast(2 * part, "uint32")))
+    return [(word, 4 * half + i) for half in range(2) for i in range(2)]
+
+
+def _codes(fmt, raw, part):
+    """Four words of unsigned codes, one byte each; two words for each of the two runs of eight columns."""
+    words, filled = [None] * 4, 0
+    for plane in fmt.codes:
+        bits = PLANE_BITS[plane]
+        for i, (word, first) in enumerate(_words(plane, raw[plane], part)):
+            field = word if bits == 8 else _field(word, first, bits, filled)
+            words[i] = field if words[i] is None else words[i] | field
+        filled += bits
+    return [T.Bind(word) for word in words]
+
+
+def _table_values(arch, fmt, raw, part, flip=0):
+    """`tables.values` of the four words."""
+    nibbles = [lane_of(raw["Q4"][0], i) for i in range(2)] if "Q4" in raw else None
+    return values(arch, fmt, nibbles, lambda: _codes(fmt, raw, part), flip)
+
+
+def _unsigned(arch, fmt, raw, part):
+    """(four words of unsigned bytes, the byte that means 0)."""
+    if fmt.table:
+        return _table_values(arch, fmt, raw, part, 0x80), 128
+    words = _codes(fmt, raw, part)
+    if fmt.signed:
+        return [word ^ T.uint32(0x80808080) for word in words], 128
+    return words, fmt.zero
+
+
+def _signed(arch, fmt, raw, part):
+    """Four words of signed bytes: the weights in units of the scale."""
+    if fmt.table:
+        return _table_values(arch, fmt, raw, part)
+    words = _codes(fmt, raw, part)
+    if fmt.signed or not fmt.zero:
+        return words
+    top, zero = T.uint32(0x80808080), T.uint32(0x01010101 * fmt.zero)  # the top bits keep borrows inside their byte
+    return [((word | top) - zero) ^ top for word in words]
+
+
+# ---- scales
+
+
+def scales(fmt, raw):
+    """(scales, minimums), lists of float32, one per group of columns of the block (two groups of 16 or one of 32).
+
+    weight = scale * (code - zero) + minimum; minimums are None for formats without."""
+
+    def real(x):
+        return T.cast(x, "float32")
+
+    if fmt.minifloat:
+        return [T.Bind(minifloat(fmt.minifloat, T.cast(s, "int32"))) for s in raw["S"]], None
+    d = real(raw["D"][0])
+    if fmt.unit != 1:
+        d = T.Bind(d * T.float32(fmt.unit))
+    if "S" not in fmt.scales:
+        return [T.Bind(d)], [T.Bind(real(raw["M"][0]))] if fmt.minimum else None
+    subs, mins = raw["S"], raw.get("Z")
+    if fmt.nibble_scales:
+        subs, mins = [s & T.uint8(15) for s in subs], [T.shift_right(s, T.uint8(4)) for s in subs]
+    found = [T.Bind(d * real(s)) for s in subs]
+    return found, [T.Bind(-(real(raw["DM"][0]) * real(z))) for z in mins] if fmt.minimum else None
+
+
+# ---- pieces
+
+
+def half_piece(arch, fmt, raw, part):
+    """The piece's two runs of eight columns as float16x8."""
+    if fmt.kind == "float":
+        return [T.Bind(T.cast(_real8(fmt, w), "float16x8")) if fmt.name != "f16" else w for w in raw["W"]]
+    words, zero = _unsigned(arch, fmt, raw, part)
+    factors, minimums = scales(fmt, raw)
+    offsets = [s * T.float32(-1024 - zero) for s in factors]
+    if minimums:
+        offsets = [o + low for o, low in zip(offsets, minimums, strict=True)]
+    offsets = [T.Bind(o) for o in offsets]
+    runs = []
+    for run in range(2):
+        scale, offset = (v[run % len(v)] for v in (factors, offsets))
+        values = []
+        for word in words[2 * run : 2 * run + 2]:
+            for select in PAIRS:
+                bits = intrin("uint32", "llvm.amdgcn.perm", T.uint32(EXPONENT), word, T.uint32(select))
+                pair = T.Bind(T.reinterpret("float16x2", bits))
+                # one by one: of a vector LLVM makes separate conversions where there is a packed float32 addition
+                # (gfx90a and later)
+                values += [T.cast(fma(T.cast(lane_of(pair, i), "float32"), scale, offset), "float16") for i in range(2)]
+        runs.append(T.Bind(vector(values)))
+    return runs
+
+
+def byte_piece(arch, fmt, raw, part):
+    """(runs, scales, minimums): the piece's two runs of eight columns as two words of signed bytes each (int32x2);
+    `scales` as above."""
+    words = [T.Bind(T.reinterpret("int32", word)) for word in _signed(arch, fmt, raw, part)]
+    return [vector(words[:2]), vector(words[2:])], *scales(fmt, raw)
+
+
+def float_piece(fmt, raw):
+    """The two runs of eight columns of a float format as float32x8."""
+    return [T.Bind(_real8(fmt, w)) for w in raw["W"]]
+
+
+def _real8(fmt, w):
+    """Eight weights of a float format as float32x8."""
+    if fmt.name == "bf16":
+        return T.reinterpret("float32x8", T.shift_left(T.cast(w, "uint32x8"), T.broadcast(T.uint32(16), 8)))
+    return T.cast(w, "float32x8")

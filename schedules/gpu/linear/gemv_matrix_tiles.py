@@ -1,0 +1,210 @@
+"""The inner part of `gemv_matrix.py`: tiles of 16 rows of weights times sets of up to 16 tokens, on int8 matrix units.
+
+A wave holds, of each of its tiles and of each set of tokens, 16 rows by a set's sums. Weights become signed bytes right
+in the registers that the matrix instruction takes (`gemv_share.py`), tokens come from the caches. A lane has one row of
+weights, so a block's scales are scalars of the lane; the tokens' scales are what it has several of.
+"""
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.base.device import IN_ORDER, WAVE_SHARED, fma, lanes_meet, schedule_fence
+from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.quantize import FIELDS, WIDTH
+from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
+from mlc_amd.schedules.gpu.linear import gemv_share, load
+from mlc_amd.schedules.gpu.linear.matrix_int8 import SIDE, products, unit_of
+
+# LLVM would start so many blocks of a step that registers spill; with more than MANY tiles also load so many tokens
+MANY = 2
+LOADED = 0x84  # for `schedule_fence`: as IN_ORDER, and loads may not cross
+# Words of tokens that a lane loads with a step's weights, and sums that it holds, at most: else tokens are loaded block
+# by block. So they are where both halves of a wave hold the same words (gfx11): registers would spill.
+AHEAD = 64
+
+
+def set_of(m) -> int:
+    """Tokens of a set, of which m tokens make one or more."""
+    return min(m, SIDE)
+
+
+def fields_of(fmts) -> list:
+    """The fields of S, as (number, factor), that weights of these formats need."""
+    found = [(0, 1)]
+    for fmt in fmts:
+        found += [(number, factor) for number in _sums_of(fmt) for factor in _factors(fmt)]
+    return list(dict.fromkeys(found))
+
+
+def _sums_of(fmt):
+    """Numbers of the fields with d * sum(q) of each group of a block's columns."""
+    return (1,) if load.groups(fmt) == 1 else (2, 3)
+
+
+def _factors(fmt):
+    """What the sums are wanted times."""
+    return ([-fmt.zero] if fmt.zero else []) + ([1] if fmt.minimum else [])
+
+
+class Tokens:
+    """The activations of m tokens as the lanes of a wave take them. params: A and S. fields: those of S that are
+    wanted, as (number, factor).
+
+    A lane wants a field of a set's tokens divided by `groups`, which lie far apart: each wave takes those of a step
+    through LDS, where no other wave goes.
+    """
+
+    def __init__(self, arch, params, k, m, fields, blocks, lane, wave, waves):
+        A, S = params
+        self.arch, self.unit, self.m, self.lane, self.blocks, self.fields = arch, unit_of(arch), m, lane, blocks, fields
+        unit, self.size = self.unit, set_of(m)
+        self.sets, self.held, self.count = m // self.size, self.size // unit.groups, k // BLOCK
+        self.quads = T.decl_buffer((m, k // 4), "int32", data=A.data)
+        self.s = T.decl_buffer((m * self.count, FIELDS), "float32", data=S.data)
+        self.words = load.QUADS // 2 // unit.parts
+        self.part = T.int32(0) if unit.parts == 1 else T.Bind(lane // SIDE)
+        self.token = T.Bind(unit.token_of_row(lane % SIDE, self.size))
+        self.sums = [T.Bind(unit.token_of_sum(lane // SIDE, i, self.size)) for i in range(self.held)]
+        size = len(fields) * blocks * m
+        self.own = T.Bind(wave * size)
+        self.staged = T.alloc_buffer((waves * size,), "float32", scope=WAVE_SHARED)
+
+    def block(self, number, block):
+        """This lane's words of both halves of a block of set `number`."""
+        half = load.QUADS // 2
+        starts = [block * load.QUADS + p * half + self.part * self.words for p in range(2)]
+        return [load.wide(self.quads, self.token + number * self.size, start, self.words) for start in starts]
+
+    def fetch(self, first):
+        """Loads the fields of a step from block `first` on: for each run of as many pairs of token and block as a wave
+        has lanes."""
+        numbers, wave = [number for number, _ in self.fields], self.arch.wave
+        width = next(n for n in (1, 2, FIELDS) if max(numbers) < n)
+        self.loaded = []
+        for start in range(0, self.m * self.blocks, wave):
+            pair = T.Bind(start + self.lane)
+            if self.m * self.blocks % wave:
+                pair = T.Bind(T.min(pair, T.int32(self.m * self.blocks - 1)))
+            token, block = T.Bind(pair // self.blocks), T.Bind(pair % self.blocks)
+            found = T.Bind(self.s[token * self.count + first + block, at(0, width)])
+            self.loaded.append((token, block, [lane_of(found, i) if width > 1 else found for i in range(width)]))
+
+    def stage(self):
+        """Puts what `fetch` loaded in its place."""
+        lanes_meet()
+        for token, block, found in self.loaded:
+            place = self.unit.place(token % self.size, self.size) + token // self.size * self.size
+            base = T.Bind(self.own + block * self.m + place)
+            for i, (number, factor) in enumerate(self.fields):
+                value = found[number] if factor == 1 else found[number] * T.float32(factor)
+                T.buffer_store(self.staged, value, [base + i * (self.blocks * self.m)])
+        lanes_meet()
+
+    def scales(self, number, block) -> dict:
+        """(number, factor) -> that field of the step's block number `block`: an element for each of this lane's sums
+        of set `number`."""
+        mine = T.Bind(self.own + self.lane // SIDE * self.held)
+        return {
+            field: T.Bind(self.staged[at(mine + (i * self.blocks + block) * self.m + number * self.size, self.held)])
+            for i, field in enumerate(self.fields)
+        }
+
+
+class Sums:
+    """A lane's sums of a tile, set by set; zero at first."""
+
+    def __init__(self, tokens):
+        self.held = tokens.held
+        self.buffer = T.alloc_buffer((tokens.sets * tokens.held,), "float32", scope="local")
+        for number in range(tokens.sets):
+            self.put(number, T.broadcast(T.float32(0), tokens.held))
+
+    def of(self, number):
+        """Those of set `number`, a vector."""
+        return self.buffer[at(number * self.held, self.held)]
+
+    def put(self, number, total):
+        T.buffer_store(self.buffer, total, [at(number * self.held, self.held)])
+
+
+class Tile:
+    """A tile of 16 rows of a weight of format `fmt`, whose products are added to `sums`."""
+
+    def __init__(self, fmt, planes, row, tokens, sums):
+        self.fmt, self.planes, self.row, self.tokens, self.sums = fmt, planes, row, tokens, sums
+
+    def fetch(self, first, blocks):
+        tokens = self.tokens
+        self.share = gemv_share.fetch(self.fmt, self.planes, self.row, first, blocks, tokens.part, tokens.words)
+
+    def decode(self, arch, block):
+        """Makes bytes and factors of a step's block number `block`, for `multiply`."""
+        fmt, tokens = self.fmt, self.tokens
+        self.words = gemv_share.words(arch, fmt, self.share, block, tokens.part, tokens.words)
+        scales = gemv_share.scales(fmt, self.share, block)
+        self.factors, self.lows = scales.factors(), []
+        if fmt.minimum:
+            low = scales.minimum if fmt.minimum == "M" else T.Bind(T.float32(0) - scales.minimum)
+            self.lows = [low if sub is None else T.Bind(low * sub) for sub in scales.sub_minimum]
+
+    def multiply(self, number, acts, fields):
+        """Adds the decoded block times set `number`. acts: the tokens' words; fields: of `Tokens.scales`."""
+        fmt, held = self.fmt, self.tokens.held
+        total = self.sums.of(number)
+        for g, product in enumerate(products(self.tokens.unit, acts, self.words, load.groups(fmt))):
+            dots = T.Bind(T.cast(vector([lane_of(product, i) for i in range(held)]), f"float32x{held}"))
+            d, field = fields[0, 1], _sums_of(fmt)[g]
+            part = fma(dots, d, fields[field, -fmt.zero]) if fmt.zero else T.Bind(dots * d)
+            total = fma(T.broadcast(self.factors[g], held), part, total)
+            if fmt.minimum:
+                total = fma(T.broadcast(self.lows[g], held), fields[field, 1], total)
+        self.sums.put(number, total)
+
+
+def emit_sums(arch, tiles, tokens, k, blocks, wave, waves):
+    """This wave's part of the products of tiles and tokens: every waves-th step of `blocks` blocks."""
+    steps = k // BLOCK // blocks
+    own = T.int32(steps // waves) if steps % waves == 0 else T.Bind((steps - wave + (waves - 1)) // waves)
+    with T.serial(own) as i:
+        first = T.Bind((i * waves + wave) * blocks)
+        for tile in tiles:
+            tile.fetch(first, blocks)
+        tokens.fetch(first)
+        parts = [(b, number) for b in range(blocks) for number in range(tokens.sets)]
+        ahead, held = {}, len(parts) * 2 * tokens.words + len(tiles) * tokens.sets * tokens.held
+        if tokens.unit.parts > 1 and held <= AHEAD:
+            ahead = {(b, number): tokens.block(number, first + b) for b, number in parts}
+            schedule_fence(LOADED)
+        tokens.stage()
+        for b in range(blocks):
+            for number in range(tokens.sets):
+                if b or number:
+                    schedule_fence(IN_ORDER if len(tiles) <= MANY else LOADED)
+                acts, fields = ahead.get((b, number)) or tokens.block(number, first + b), tokens.scales(number, b)
+                for tile in tiles:
+                    if number == 0:
+                        tile.decode(arch, b)
+                    tile.multiply(number, acts, fields)
+
+
+class Meeting:
+    """The place in LDS where the sums of a workgroup's waves meet, one set of tokens after the other: [waves, size,
+    rows]."""
+
+    def __init__(self, waves, size, tiles):
+        self.waves, self.size, self.rows = waves, size * tiles * SIDE, tiles * SIDE
+        self.parts = T.alloc_buffer((waves * self.size,), "float32", scope="shared")
+
+    def keep(self, sums, tokens, number, wave, lane):
+        """Puts this wave's sums of each tile with set `number`."""
+        for i, token in enumerate(tokens.sums):
+            base = T.Bind(wave * self.size + token * self.rows + lane % SIDE)
+            for t, own in enumerate(sums):
+                T.buffer_store(self.parts, own.buffer[number * own.held + i], [base + t * SIDE])
+
+    def take(self, token, row):
+        """The sums of all waves of a token of the set for rows row .. row + 3, a multiple of 4."""
+        total = None
+        for wave in range(self.waves):
+            part = T.Bind(self.parts[at(wave * self.size + token * self.rows + row, WIDTH)])
+            total = part if total is None else T.Bind(total + part)
+        return total

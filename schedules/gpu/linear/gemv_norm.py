@@ -1,0 +1,85 @@
+"""The norm of one token's activations inside the kernel that multiplies them: `norm.rms_norm` and a GEMV in one launch.
+
+In: X float32 [1, k], G float32 [k]. Out: x * G / sqrt(mean(x*x) + eps), in the int8 blocks of `quantize.py`, in the
+shared memory of each workgroup. Every workgroup computes all of it, which takes less time than a launch of its own
+where workgroups are few, caches fast and launches slow (`pays`).
+"""
+
+from typing import Any, NamedTuple
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.base.device import barrier
+from mlc_amd.schedules.gpu.base.norm import load_columns, row_scale, scaled, square, workgroup_sum
+from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.quantize import FIELDS, WIDTH, quantize_block
+from mlc_amd.schedules.gpu.base.registers import lane_of, put, vector
+from mlc_amd.schedules.gpu.base.step import when
+
+COLUMNS = 16  # that a thread has at a time: 16 bytes of its results
+NORM_WAVES = 8  # waves of a workgroup, at least, where the arch has as many
+STEPS = 4  # of a thread at most, whose columns stay in registers
+# family: seconds that a launch of its own takes more than the norm does in the kernel behind it. Measured on an H200
+# only, where a norm of 4096 columns takes 4 us among the launches of a step, and the kernels of q, k and v and of gate
+# and up take 1.5 and 2.8 us longer with it. Where a launch costs less, as on RADV, there is nothing to gain.
+LAUNCH_S = {"nvidia": 3e-6}
+CACHE = 1.5  # how much faster its caches are than its memory
+
+
+def pays(workgroups, k, arch) -> bool:
+    """Whether so many workgroups read k columns of x and of g in less time than a launch takes, and can hold their
+    norm."""
+    threads = min(NORM_WAVES * arch.wave, arch.threads)
+    fits = shared_bytes(k) <= arch.lds // 2 and k <= STEPS * threads * COLUMNS
+    return fits and workgroups * k * 8 <= LAUNCH_S.get(arch.family, 0.0) * CACHE * arch.bandwidth * 1e9
+
+
+class Normed(NamedTuple):
+    """`gemv_rows.Acts` of one token in shared memory: uint32x4 [k / 16], and float32x4 [KB]."""
+
+    k: int
+    quads: Any
+    s: Any
+
+    def words(self, block) -> list:
+        found = [T.Bind(self.quads[block * 2 + j]) for j in range(2)]
+        return [T.Bind(lane_of(x, j)) for x in found for j in range(4)]
+
+    def fields(self, block) -> list:
+        found = T.Bind(self.s[block])
+        return [lane_of(found, j) for j in range(FIELDS)]
+
+
+def shared_bytes(k) -> int:
+    """Of shared memory."""
+    return k + k // BLOCK * FIELDS * 4
+
+
+def emit_norm(arch, X, G, k, eps, lane, wave, waves) -> Normed:
+    """The normed activations; all threads of the workgroup, `waves` waves, must call this."""
+    threads, units = waves * arch.wave, k // COLUMNS
+    quads = T.alloc_buffer((units,), "uint32x4", scope="shared")
+    fields = T.alloc_buffer((k // BLOCK,), "float32x4", scope="shared")
+    part = T.alloc_buffer((waves,), "float32", scope="shared")
+    thread, steps = T.Bind(wave * arch.wave + lane), []
+    for i in range(-(-units // threads)):
+        unit, live = thread + i * threads, None
+        if (i + 1) * threads > units:  # behind the last unit lanes repeat it
+            unit, live = T.min(unit, T.int32(units - 1)), unit < units
+        unit = T.Bind(unit)
+        steps.append((unit, live, *(
+            [x for c in range(0, COLUMNS, WIDTH) for x in load_columns(buf, *row, unit * COLUMNS + c)]
+            for buf, row in ((X, (0,)), (G, ()))
+        )))  # fmt: skip
+    total = T.float32(0)
+    for _, live, x, _ in steps:
+        total = total + square(x, live)
+    scale = row_scale(workgroup_sum(arch, waves, total, part, wave, lane), k, eps)
+    for unit, live, x, g in steps:
+        words, own = quantize_block(arch, scaled(x, scale, g))
+        with when(live):
+            put(quads, vector([T.reinterpret("uint32", word) for word in words]), unit)
+            with T.If(unit % (BLOCK // COLUMNS) == 0), T.Then():
+                put(fields, vector(own), T.shift_right(unit, T.int32(1)))
+    barrier()
+    return Normed(k, quads, fields)

@@ -1,0 +1,277 @@
+"""Rows of weights times the activations of a few tokens, by the lanes of a wave: the inner part of `gemv.py`.
+
+A group of lanes processes the units (`load.py`) of several rows of weights, interleaved, so that a load instruction
+reads contiguous memory; the lanes' sums are reduced by lane shuffles at the end. Each weight is loaded and decoded once
+for all tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.base.device import IN_ORDER, dot4, fma, schedule_fence, shuffle_xor, wave_sum
+from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.quantize import FIELDS
+from mlc_amd.schedules.gpu.base.registers import at, lane_of
+from mlc_amd.schedules.gpu.linear import load
+from mlc_amd.schedules.gpu.linear.load import QUADS
+
+# Families for which the arithmetic of a step stays behind that of the step before. LLVM would mix them until more than
+# 128 registers are live: llama3-8b's q, k and v in Q4_K would leave a SIMD of gfx1030 7 waves instead of 9, for the
+# same number of instructions and with fewer loads in flight. gfx11's code for Q8_0 would be longer.
+ONE_BY_ONE = ("rdna2",)
+
+
+class Strip(NamedTuple):
+    """One row of a weight: what the lanes of a group multiply."""
+
+    fmt: object
+    planes: dict
+    row: object
+
+
+class Acts(NamedTuple):
+    """One token's activations: row `token` of several, whose fields of S begin at `first_block`. Int8: `quads` int32
+    [m, k / 4], `s` float32 [m * KB, 4]. Float: `x` float32 [m, k]."""
+
+    k: int
+    quads: Any = None
+    s: Any = None
+    x: Any = None
+    token: Any = 0
+    first_block: Any = None
+
+    def of(self, token) -> "Acts":
+        """Those of another token: an int or a register."""
+        first = token * (self.k // BLOCK)
+        return self._replace(token=token, first_block=first if isinstance(token, int) else T.Bind(first))
+
+    def first(self, count: int) -> list["Acts"]:
+        """Those of the tokens 0 .. count-1."""
+        return [self, *(self.of(token) for token in range(1, count))]
+
+    def words(self, block) -> list:
+        """The eight words of a block's q."""
+        quads = [T.Bind(self.quads[self.token, at(block * QUADS + j, 4)]) for j in (0, 4)]
+        return [T.Bind(lane_of(x, j)) for x in quads for j in range(4)]
+
+    def fields(self, block) -> list:
+        """A block's fields of S."""
+        own = block if self.first_block is None else self.first_block + block
+        found = T.Bind(self.s[own, at(0, FIELDS)])
+        return [lane_of(found, j) for j in range(FIELDS)]
+
+
+class Block(NamedTuple):
+    """A block's activations in registers: eight words, d, and d * sum(q) of all 32 columns or of both halves."""
+
+    quads: list
+    d: object
+    sums: dict
+
+
+def emit_acts(params, k, m=1) -> Acts:
+    """Acts of the parameters (A, S) or (X,) of m tokens, of the first one. To be called after the last parameter: it
+    declares views."""
+    if len(params) == 1:
+        return Acts(k, x=params[0])
+    A, S = params
+    return Acts(
+        k,
+        T.decl_buffer((m, k // 4), "int32", data=A.data),
+        T.decl_buffer((m * (k // BLOCK), FIELDS), "float32", data=S.data),
+    )
+
+
+def span_of(fmts, k) -> int:
+    """Columns of a unit divided by 32, for int8 formats; columns for float formats, the minimum over them."""
+    return load.blocks(*fmts) if fmts[0].kind == "int8" else min(load.columns(fmt, k) for fmt in fmts)
+
+
+def units_of(fmts, k) -> int:
+    """Units of a row."""
+    return k // (span_of(fmts, k) * (BLOCK if fmts[0].kind == "int8" else 1))
+
+
+def emit_products(strips, tokens: Sequence[Acts], lane, lanes, unroll, arch) -> tuple[list, Any]:
+    """The products of each strip's row with each token's activations: [(token, strip, float32 register)] of this lane,
+    and whether it is the first of the lanes that have the same ones.
+
+    lane: this lane's number in its group of `lanes`. Strips are all int8 or all float. Of one token every lane has all
+    products. Those of several are spread over the lanes, which exchange halves of their sums: c sums over l lanes take
+    about c shuffles instead of c * log2(l). The numbers of strips and tokens are then powers of two.
+    """
+    sums = emit_sums(strips, tokens, lane, lanes, unroll, arch)
+    if len(tokens) == 1:
+        return [(0, i, wave_sum(arch, T.Bind(sums[i]), lanes)) for i in range(len(strips))], lane == 0
+    values = [T.Bind(sums[i]) for i in range(len(strips) * len(tokens))]
+    width, first = lanes, T.int32(0)
+    while width > 1 and len(values) > 1:
+        width, half = width // 2, len(values) // 2
+        upper = T.Bind((lane & width) != 0)
+        pairs = list(zip(values[:half], values[half:], strict=True))
+        given = [T.Bind(T.Select(upper, low, high)) for low, high in pairs]
+        kept = [T.Bind(T.Select(upper, high, low)) for low, high in pairs]
+        values = [T.Bind(own + shuffle_xor(arch, x, width)) for own, x in zip(kept, given, strict=True)]
+        first = T.Bind(first + T.Select(upper, T.int32(half), T.int32(0)))
+    if width > 1:
+        values = [wave_sum(arch, x, width) for x in values]
+    places = [T.Bind(first + i) for i in range(len(values))]
+    count = len(strips)
+    return [(T.Bind(i // count), T.Bind(i % count), x) for i, x in zip(places, values, strict=True)], (
+        lane & (width - 1)
+    ) == 0
+
+
+def emit_sums(strips, tokens: Sequence[Acts], lane, lanes, unroll, arch):
+    """This lane's part of the products of each strip's row with each token's activations: a local buffer, all strips of
+    a token side by side."""
+    fmts, k = [strip.fmt for strip in strips], tokens[0].k
+    span, units = span_of(fmts, k), units_of(fmts, k)
+    multiply = _multiply_int8 if fmts[0].kind == "int8" else _multiply_float
+    sums = T.alloc_buffer((len(strips) * len(tokens),), "float32", scope="local")
+    for i in range(len(strips) * len(tokens)):
+        T.buffer_store(sums, T.float32(0), [i])
+
+    def steps(first, count, partial):
+        """Steps first..first+count. partial: the last of them has units for some of the lanes only."""
+        places = []
+        for i in range(count):
+            unit = (first + i) * lanes + lane
+            whole = not partial or i < count - 1
+            places.append((T.Bind(unit if whole else T.min(unit, T.int32(units - 1))), None if whole else unit < units))
+        multiply(strips, tokens, places, span, sums, arch)
+
+    total = -(-units // lanes)
+    partial = units % lanes != 0
+    loops, rest = divmod(total - partial, unroll)
+    if loops > 1:
+        with T.serial(loops) as step:
+            steps(step * unroll, unroll, False)
+    elif loops:
+        steps(0, unroll, False)
+    if rest + partial:
+        steps(loops * unroll, rest + partial, partial)
+    return sums
+
+
+def _zero_unless(live, x):
+    return T.Bind(x if live is None else T.Select(live, x, T.float32(0)))
+
+
+def _act_blocks(acts, unit, live, span, halves) -> list[Block]:
+    """The unit's activations. halves: whether the sums of 16 columns are wanted. Without `live` factors are 0, and so
+    is what they make."""
+    out = []
+    for i in range(span):
+        words = acts.words(unit * span + i)
+        d, whole, low, high = (_zero_unless(live, x) for x in acts.fields(unit * span + i))
+        sums = {1: [whole]} | ({2: [low, high]} if halves else {})
+        out.append(Block(words, d, sums))
+    return out
+
+
+def _multiply_int8(strips, tokens, places, span, sums, arch):
+    """Adds to `sums` what strips and tokens make of the units of `places`: (unit, condition or None)."""
+    fmts = [strip.fmt for strip in strips]
+    halves = any(load.groups(fmt) == 2 for fmt in fmts)
+
+    def acts_of(token, unit, live):
+        return _act_blocks(token, unit, live, span, halves)
+
+    # One token's activations are loaded with the weights; those of several would take too many registers.
+    loaded = [
+        (
+            [load.fetch(s.fmt, s.planes, s.row, unit, span) for s in strips],
+            acts_of(tokens[0], unit, live) if len(tokens) == 1 else None,
+        )
+        for unit, live in places
+    ]
+    for step, ((unit, live), (units, ready)) in enumerate(zip(places, loaded, strict=True)):
+        if step and arch.family in ONE_BY_ONE:
+            schedule_fence(IN_ORDER)
+        decoded = [_decoder(strip.fmt, fetched, arch) for strip, fetched in zip(strips, units, strict=True)]
+        for t, token in enumerate(tokens):
+            blocks = ready or acts_of(token, unit, live)
+            # d * dot - zero * d * sum(q): the products are shared by all rows
+            zeros = {
+                fmt.name: [[T.Bind(x * T.float32(-fmt.zero)) for x in block.sums[load.groups(fmt)]] for block in blocks]
+                for fmt in fmts
+                if fmt.zero
+            }
+            for i, (strip, block) in enumerate(zip(strips, decoded, strict=True)):
+                place = t * len(strips) + i
+                total = sums[place]
+                for term in _terms(strip.fmt, block, blocks, zeros.get(strip.fmt.name), arch):
+                    total = fma(*term, total)
+                T.buffer_store(sums, total, [place])
+
+
+def _decoder(fmt, unit, arch) -> Callable:
+    """Number of a block of the unit -> (words of codes, scales), decoded when they are first used."""
+
+    @cache
+    def block(b):
+        return load.codes(arch, fmt, unit, b), load.scales(fmt, unit, b)
+
+    return block
+
+
+def _terms(fmt, decoded, blocks, zeros, arch):
+    """The pairs of factors whose products a unit of a row adds to its sum. Blocks of one super-block share them.
+    decoded: of `_decoder`."""
+    count, out = load.groups(fmt), []
+    value = minimum = None
+    for b, block in enumerate(blocks):
+        words, scales = decoded(b)
+        if fmt.block == BLOCK:
+            value = minimum = None
+        for g in range(count):
+            dot = T.int32(0)
+            for j in range(g * QUADS // count, (g + 1) * QUADS // count):
+                dot = dot4(arch, words[j], block.quads[j], dot)
+            dot = T.cast(dot, "float32")
+            part = fma(dot, block.d, zeros[b][g]) if zeros else T.Bind(dot * block.d)
+            value = _add(scales.sub[g], part, value)
+            if fmt.minimum:
+                minimum = _add(scales.sub_minimum[g], block.sums[count][g], minimum)
+        if fmt.block == BLOCK or b == len(blocks) - 1:
+            out.append((T.float32(1) if scales.d is None else scales.d, value))
+            if fmt.minimum:
+                out.append((scales.minimum if fmt.minimum == "M" else T.Bind(T.float32(0) - scales.minimum), minimum))
+    return out
+
+
+def _add(scale, x, total):
+    """total + scale * x, where total and scale may be None (0 and 1)."""
+    if scale is None:
+        return x if total is None else T.Bind(total + x)
+    return T.Bind(scale * x) if total is None else fma(scale, x, total)
+
+
+def _multiply_float(strips, tokens, places, width, sums, arch):
+    """As `_multiply_int8`, for float formats."""
+    step = min(width, load.LOAD_WORDS)
+
+    def acts_of(token, unit, live):
+        x = [T.Bind(token.x[token.token, at(unit * width + j, step)]) for j in range(0, width, step)]
+        return [_zero_unless(live, lane_of(v, j) if step > 1 else v) for v in x for j in range(step)]
+
+    loaded = [
+        (
+            [load.fetch_float(s.fmt, s.planes, s.row, unit, width) for s in strips],
+            acts_of(tokens[0], unit, live) if len(tokens) == 1 else None,
+        )
+        for unit, live in places
+    ]
+    for (unit, live), (weights, ready) in zip(places, loaded, strict=True):
+        for t, token in enumerate(tokens):
+            x = ready or acts_of(token, unit, live)
+            for i, w in enumerate(weights):
+                place = t * len(strips) + i
+                total = sums[place]
+                for a, b in zip(w, x, strict=True):
+                    total = fma(a, b, total)
+                T.buffer_store(sums, total, [place])

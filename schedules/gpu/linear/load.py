@@ -1,0 +1,174 @@
+"""Weights from their planes to registers: what a decode kernel needs of one unit of one row, for every format.
+
+A unit is what a lane loads of a row at once, so that codes are read 16 bytes at once: `blocks(fmt)` blocks of 32
+columns for int8 formats, `columns(fmt, k)` columns for float formats. Loading and decoding are apart, so that a kernel
+can have many loads in flight:
+
+    views      the planes' buffers as rows of words, before anything else
+    fetch      the loads of a unit (layout "rows": `planes.py`)
+    codes      of what was fetched: eight words of one block, four columns each, as signed bytes
+    scales     of what was fetched: float32 factors of one block
+"""
+
+from typing import NamedTuple
+
+from tvm import DataType
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.decode import minifloat
+from mlc_amd.schedules.formats import MINIFLOATS, PLANE_BITS
+from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.registers import at, lane_of
+from mlc_amd.schedules.gpu.base.tables import values
+
+QUADS = 8  # words of four codes in a block
+LOAD_WORDS = 4  # of the widest load: 128 bits
+
+
+class Unit(NamedTuple):
+    """The registers of a unit. codes: plane -> words. scales: plane -> one register per scale (D, DM, M) or one word of
+    bytes (S, Z)."""
+
+    codes: dict
+    scales: dict
+
+
+class Scales(NamedTuple):
+    """The factors of one block. d: of all of it, or None; sub: per group of columns, or [None]; minimum: float32, or
+    None; sub_minimum: as `sub`.
+
+    weight = d * sub * value + minimum (plane M), or - minimum * sub_minimum (plane DM)."""
+
+    d: object
+    sub: list
+    minimum: object
+    sub_minimum: list
+
+    def factors(self) -> list:
+        """d * sub of each group of columns."""
+        return [T.Bind(s if self.d is None else self.d if s is None else self.d * s) for s in self.sub]
+
+
+def blocks(*fmts) -> int:
+    """Blocks of a unit that these formats (int8) share: two where scales belong to 256 columns, so that lanes share
+    them."""
+    return 2 if all(fmt.block % (2 * BLOCK) == 0 for fmt in fmts) else 1
+
+
+def columns(fmt, k) -> int:
+    """Columns of a unit of a float format: 16 bytes, or as many as divide k."""
+    return next(n for n in (8, 4, 2, 1) if k % n == 0 and n * DataType(fmt.dtype).bits <= 128)
+
+
+def groups(fmt) -> int:
+    """Groups of columns with their own scale in a block: 1 or 2."""
+    return BLOCK // fmt.group
+
+
+def wide(buf, row, first, count):
+    """buf[row, first], ... in registers, by loads of up to 128 bits. `first` is a multiple of `count`."""
+    step = min(count, LOAD_WORDS)
+    if step == 1:
+        return [T.Bind(buf[row, first])]
+    loads = [T.Bind(buf[row, at(first + i, step)]) for i in range(0, count, step)]
+    return [T.Bind(lane_of(x, i)) for x in loads for i in range(step)]
+
+
+def views(fmt, bufs, span):
+    """The planes as `fetch` reads them, rows first: codes as words, S and Z as words of a unit's bytes. Declares views;
+    call it after the last parameter."""
+    out = {}
+    for name, buf in bufs.items():
+        rows, dtype, size = int(buf.shape[0]), buf.dtype, 1
+        for extent in buf.shape[1:]:
+            size *= int(extent)
+        if name in ("S", "Z"):
+            count = span * BLOCK // fmt.group
+            size, dtype = size // count, f"uint{8 * count}"
+        same = str(dtype) == str(buf.dtype) and len(buf.shape) == 2
+        out[name] = buf if same else T.decl_buffer((rows, size), dtype, data=buf.data)
+    return out
+
+
+def fetch(fmt, planes, row, unit, span) -> Unit:
+    """Loads unit number `unit` of a row: `span` blocks of an int8 format."""
+    words = {p: wide(planes[p], row, unit * (span * PLANE_BITS[p]), span * PLANE_BITS[p]) for p in fmt.codes}
+    scales = {}
+    for name in fmt.scales:
+        if name in ("S", "Z"):
+            scales[name] = [T.Bind(T.cast(planes[name][row, unit], "uint32"))]
+        elif fmt.block > BLOCK:
+            scales[name] = [T.Bind(planes[name][row, unit // (fmt.block // BLOCK // span)])]
+        else:
+            scales[name] = wide(planes[name], row, unit * span, span)
+    return Unit(words, scales)
+
+
+def fetch_float(fmt, planes, row, unit, width) -> list:
+    """Loads unit number `unit` of a row of a float format: `width` float32 registers."""
+    w = T.Bind(planes["W"][row, at(unit * width, width)])
+    parts = [lane_of(w, i) for i in range(width)] if width > 1 else [w]
+    if fmt.name == "bf16":
+        return [T.reinterpret("float32", T.shift_left(T.cast(x, "uint32"), T.uint32(16))) for x in parts]
+    return [T.cast(x, "float32") for x in parts]
+
+
+def codes(arch, fmt, unit: Unit, block) -> list:
+    """The eight words of codes of a unit's block number `block`: columns 4*j .. 4*j+3 in word j, signed bytes."""
+    words = {p: unit.codes[p][block * PLANE_BITS[p] : (block + 1) * PLANE_BITS[p]] for p in fmt.codes}
+    return values(arch, fmt, words.get("Q4"), lambda: bytes_of(words)) if fmt.table else bytes_of(words)
+
+
+def bytes_of(codes) -> list:
+    """The codes of a block as eight words of bytes, in the order of `codes`, from the words of its planes by name."""
+    parts, filled = [None] * QUADS, 0
+    for plane, words in codes.items():
+        bits = PLANE_BITS[plane]
+        for j in range(QUADS):
+            # a nibble plane holds columns 4*j.. and 16+4*j.. in one byte, the others neighbours
+            index, first = (j % 4, j // 4 * 4) if plane == "Q4" else (j * bits // 8, j * bits % 8)
+            part = words[index] if bits == 8 else field(words[index], first, bits, filled)
+            parts[j] = part if parts[j] is None else parts[j] | part
+        filled += bits
+    return [T.Bind(part) for part in parts]
+
+
+def field(x, first, bits, to):
+    """Bits first..first+bits of each byte of x, moved to bit `to`."""
+    if first > to:
+        x = T.shift_right(x, T.uint32(first - to))
+    elif first < to:
+        x = T.shift_left(x, T.uint32(to - first))
+    return x & T.uint32(0x01010101 * ((1 << bits) - 1 << to))
+
+
+def _byte(word, i, kind="uint8"):
+    """Byte i of a word as float32. kind: "uint8", "int8" or one of MINIFLOATS."""
+    if kind == "int8":
+        word = T.shift_right(T.shift_left(T.reinterpret("int32", word), T.int32(24 - 8 * i)), T.int32(24))
+    else:
+        word = T.shift_right(word, T.uint32(8 * i)) & T.uint32(255)
+    return T.Bind(minifloat(kind, T.reinterpret("int32", word)) if kind in MINIFLOATS else T.cast(word, "float32"))
+
+
+def scales(fmt, unit: Unit, block) -> Scales:
+    """The float32 factors of a unit's block number `block`."""
+
+    def half(name):
+        found = unit.scales[name]
+        return T.Bind(T.cast(found[block if len(found) > 1 else 0], "float32"))
+
+    count = groups(fmt)
+    indices = range(block * count, (block + 1) * count)
+    if fmt.minifloat:
+        sub = [_byte(unit.scales["S"][0], i, fmt.minifloat) for i in indices]
+        return Scales(sub[0], [None], None, [None]) if fmt.block == BLOCK else Scales(None, sub, None, [None] * count)
+    minimum = half(fmt.minimum) if fmt.minimum else None
+    if "S" not in fmt.scales:
+        return Scales(half("D"), [None] * count, minimum, [None] * count)
+    sub, zub = unit.scales["S"][0], unit.scales.get("Z", [None])[0]
+    if fmt.nibble_scales:
+        sub, zub = (T.Bind(T.shift_right(sub, T.uint32(shift)) & T.uint32(0x0F0F0F0F)) for shift in (0, 4))
+    mins = [None] * count if zub is None else [_byte(zub, i) for i in indices]
+    d = half("D") if fmt.unit == 1 else T.Bind(half("D") * T.float32(fmt.unit))
+    return Scales(d, [_byte(sub, i, fmt.dtype) for i in indices], minimum, mins)

@@ -1,0 +1,102 @@
+"""The causal convolution of each column, over the rows of a sequence.
+
+    Y[p] = act(sum over t < taps of W[t] * X[p - taps + 1 + t] + B)
+    gated: X holds [B, C, X], columns side by side, and Y[p] = C[p] * (the same of B * X)
+    parts: the columns come from so many tensors of as many columns, each with weights of its own
+
+In: `state`, rows and cells (`schedules/recurrent.py`), X float32 [m, channels or 3 * channels], W float32 [channels,
+taps] flat, States float32 [cells, taps - 1, channels]: the last inputs, the oldest first. Out: Y float32 [m, channels],
+and States in place. A thread has one column of one sequence, and goes through ROWS rows of it, or through all where
+they are single rows.
+"""
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.base.activations import ACTIVATIONS
+from mlc_amd.schedules.gpu.base.device import fma, launch
+from mlc_amd.schedules.gpu.base.planes import padded
+from mlc_amd.schedules.gpu.base.step import kernel, live_rows, state_arg, when
+from mlc_amd.schedules.recurrent import CELLS, RunCells, begins, check_parts, part_args, run_args, run_length, runs
+
+THREADS = 64  # of a workgroup: columns; few, so that narrow models use several compute units
+ROWS = 16  # of a chunk that a thread goes through; more than there are taps
+
+
+def causal_conv(channels, taps, single, m, gated, act, bias, parts, arch, name) -> tirx.PrimFunc:
+    """Kernel (state int32[4], rows, cells, X, W, B float32 [channels] if `bias`, States, Y). Several parts are X0, X1
+    .., W0, W1 .. ValueError for more taps than ROWS, and for parts that are no such."""
+    if taps > ROWS:
+        raise ValueError(f"a convolution over {taps} positions: at most {ROWS} are possible")
+    check_parts(channels, gated, bias, parts)
+    threads, firsts = min(THREADS, arch.threads), runs(m, single)
+    blocks = -(-m // ROWS) if single < m else 1  # of the chunk; runs of single rows are short
+    with kernel(name) as ir:
+        state = state_arg()
+        rows, cells = run_args(m)
+        own = channels // parts
+        inputs = part_args("X", parts, (m, own * (3 if gated else 1)))
+        weight = part_args("W", parts, (padded(own * taps),))
+        B = T.arg("B", T.buffer((channels,), "float32")) if bias else None
+        States = T.arg("States", T.buffer((CELLS, taps - 1, channels), "float32"))
+        Y = T.arg("Y", T.buffer((m, channels), "float32"))
+
+        def convolve(X, W, before, column, block, first, begin, live):
+            """A column of a part, which `before` columns of others precede."""
+
+            def taken(row, column):
+                """What the convolution takes of a row."""
+                x = X[row, column]
+                return x * X[row, column + 2 * channels] if gated else x
+
+            with T.If((column < own) & (begin < live)), T.Then(), T.If(begins(rows, first)), T.Then():
+                places, position = RunCells(rows, cells, first, single), rows[first, 0]
+                length = run_length(state, rows, first, m, single, live)
+                weights = [T.Bind(W[column * taps + t]) for t in range(taps)]
+                last = [T.alloc_buffer((1,), "float32", scope="local") for _ in range(taps - 1)]
+                for t, cell in enumerate(last):
+                    kept = T.Select(position > 0, States[places.source, t, before + column], T.float32(0))
+                    earlier = taken(T.max(begin - (taps - 1) + t, T.int32(0)), column)
+                    T.buffer_store(cell, kept if blocks == 1 else T.Select(block == 0, kept, earlier), [0])
+                count = length
+                if blocks > 1:  # single rows have one block
+                    some = T.min(length - block * ROWS, T.int32(ROWS))
+                    count = T.Bind(T.Select(first < T.min(state[0], T.int32(single)), length, some))
+
+                def keep(target, column=column, last=last):
+                    for t, cell in enumerate(last):
+                        T.buffer_store(States, cell[0], [target, t, before + column])
+
+                with T.serial(count) as step:
+                    row = T.Bind(begin + step)
+                    values = [*(T.Bind(cell[0]) for cell in last), T.Bind(taken(row, column))]
+                    total = B[column] if bias else T.float32(0)
+                    for value, weight in zip(values, weights, strict=True):
+                        total = fma(value, weight, total)
+                    if act:
+                        total = T.Bind(ACTIVATIONS[act](total))
+                    T.buffer_store(Y, total * X[row, column + channels] if gated else total, [row, before + column])
+                    for cell, value in zip(last, values[1:], strict=True):
+                        T.buffer_store(cell, value, [0])
+                    places.keep(begin - first + step, keep)
+                with T.If(block == 0), T.Then():
+                    target = places.behind(length - 1)
+                    for t in range(taps - 1):
+                        # of a run of fewer rows the later ones of the states before, which are not overwritten yet
+                        row = T.Bind(length - (taps - 1) + t)
+                        older = States[places.source, T.min(length + t, T.int32(taps - 2)), before + column]
+                        kept = T.Select(position > 0, older, T.float32(0))
+                        value = T.Select(row < 0, kept, taken(first + T.max(row, T.int32(0)), column))
+                        T.buffer_store(States, value, [target, t, before + column])
+
+        # The first block of a run is given by the row that begins it, the others are those of the chunk.
+        groups = -(-own // threads)
+        with launch((groups * parts, firsts + blocks - 1), (threads,)) as (chunk, part, thread):
+            column, live = T.Bind((chunk if parts == 1 else chunk % groups) * threads + thread), live_rows(state, m)
+            block = T.Bind(T.max(part - T.int32(firsts - 1), T.int32(0)))
+            first = T.Bind(T.Select(block == 0, part, state[0]))
+            begin = T.Bind(first + block * ROWS)
+            for i, (X, W) in enumerate(zip(inputs, weight, strict=True)):
+                with when(chunk // groups == i if parts > 1 else None):
+                    convolve(X, W, i * own, column, block, first, begin, live)
+    return ir.get()

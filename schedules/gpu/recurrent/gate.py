@@ -1,0 +1,65 @@
+"""The gate behind a mixer: Y = X * sigmoid(Z), or X * silu(Z), where X may be normalized first, head by head.
+
+In: `state`, X and Z float32 [m, k], G float32 [size]: the weights of the RMS norm over each `size` columns. Out: Y in a
+layout of `quantize.py`. A lane has four columns of each step; neighbouring lanes share a head.
+"""
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.attention import LOG2E
+from mlc_amd.schedules.gpu.base.device import exp2, fma, launch, rcp, rsqrt, wave_sum
+from mlc_amd.schedules.gpu.base.norm import load_columns
+from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, act_args, emit_store
+from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg
+
+WAVES = 4  # of a workgroup, at most
+
+
+def _lanes(size, wave):
+    """Lanes that share a head: a power of two, so that they are of one wave."""
+    lanes = 1
+    while lanes < wave and size % (2 * lanes * WIDTH) == 0:
+        lanes *= 2
+    return lanes
+
+
+def gate(k, m, size, eps, silu, layout, arch, name) -> tirx.PrimFunc:
+    """Kernel (state int32[4], X, Z, G if there is an eps, then A, S | H | Y of [m, k], as `layout` says). eps: None: no
+    norm. ValueError unless 32 divides k, and for heads that the layout's blocks do not fit."""
+    size = size if eps is not None else BLOCK
+    lanes = _lanes(size, arch.wave)
+    if k % BLOCK or size % WIDTH or (layout in ("rows", "pairs", "lanes") and lanes < LANES and size != lanes * WIDTH):
+        raise ValueError(f"a gate of {k} columns in heads of {size} does not fit blocks of {BLOCK}")
+    threads = arch.wave * min(WAVES, arch.threads // arch.wave)
+    heads, steps = threads // lanes, size // (lanes * WIDTH)
+    with kernel(name) as ir:
+        state = state_arg()
+        X, Z = (T.arg(which, T.buffer((m, k), "float32")) for which in "XZ")
+        G = T.arg("G", T.buffer((size,), "float32")) if eps is not None else None
+        out = act_args(m, k, layout, None if layout else ["Y"])
+        count = k // size
+        with launch((-(-count // heads), m), (threads,)) as (part, row, thread), if_live(state, m, row):
+            head = T.Bind(part * heads + thread // lanes)
+            inside = None if count % heads == 0 else head < count
+            first = T.Bind(T.min(head, T.int32(count - 1)) * size + thread % lanes * WIDTH)
+            places = [T.Bind(first + step * lanes * WIDTH) for step in range(steps)]
+            x = [load_columns(X, row, place) for place in places]
+            if eps is not None:
+                total = T.float32(0)
+                for value in (value for values in x for value in values):
+                    total = fma(value, value, total)
+                scale = rsqrt(fma(wave_sum(arch, T.Bind(total), lanes), T.float32(1 / size), T.float32(eps)))
+                weights = [load_columns(G, T.Bind(place % size)) for place in places]
+                x = [
+                    [T.Bind(v * scale * w) for v, w in zip(values, own, strict=True)]
+                    for values, own in zip(x, weights, strict=True)
+                ]
+            for values, place in zip(x, places, strict=True):
+                found = []
+                for value, z in zip(values, load_columns(Z, row, place), strict=True):
+                    share = rcp(T.float32(1) + exp2(z * T.float32(-LOG2E)))
+                    found.append(T.Bind(value * T.Bind(z * share if silu else share)))
+                emit_store(arch, layout, out, found, row, place, inside)
+    return ir.get()

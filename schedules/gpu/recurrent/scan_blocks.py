@@ -1,0 +1,347 @@
+"""Blocks of a run: how kernels of recurrent layers go through a chunk LANES rows at a time instead of row by row.
+
+The rows of a block meet the matrix S before the block, and one another. With k and q of row i, its decay, and G(j, i)
+the product of the decays of the rows after j up to i:
+
+    t[i] = what is added to a column along k[i]: given (Mamba-2), or the solution of a triangular system (delta rule)
+    y[i] = G(-1, i) S q[i] + sum over j <= i of G(j, i) (k[j] . q[i]) t[j]
+    S    = G(-1, last) S + sum over j of G(j, last) t[j] k[j]
+
+Two launches: the first computes for all blocks at once what does not depend on S, the factors of each row;
+the second goes through the blocks of a run. There a group of LANES lanes has some columns of
+a matrix in its registers, dealt out along k, and lane i is row i of the block, too: it gets the products of its row,
+and computes its t and y. Slot s of a lane stands for row i ^ s, so that lanes exchange by xor and without selects.
+
+A block's q and k, and its factors, go through shared memory; the next block's are loaded while this one is computed.
+"""
+
+from dataclasses import dataclass
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.base.device import barrier, fma, shuffle, shuffle_xor
+from mlc_amd.schedules.gpu.base.registers import lane_of, local, put, vector
+from mlc_amd.schedules.gpu.base.step import live_rows, opaque_zero
+from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, load_row, store_row, width_of
+from mlc_amd.schedules.recurrent import RunCells, begins, run_length
+
+LEAST = 2 * LANES  # rows of a chunk for which blocks pay
+QUAD = 4  # factors of a load
+
+
+@dataclass(frozen=True)
+class Plan:
+    """columns   of a matrix that a group of lanes has: each number that it reads of q and k serves them all
+    waves      of a workgroup: a block of q and k serves them all
+
+    The default takes least time on an H200 for the delta nets of Qwen 3.5 27B: 512 rows in 146 us, row by row 543.
+    """
+
+    columns: int = 2
+    waves: int = 2
+
+
+CHOICES = {"columns": (1, 2, 4), "waves": (1, 2, 4, 8)}
+
+
+def fitted(plan, columns, size, arch) -> Plan:
+    """The plan with fewer columns and waves where matrices of `columns` columns of `size` numbers take that. ValueError
+    for matrices that do not fill waves, or shared memory that does not hold a block."""
+    own = arch.wave // LANES
+    most = min(plan.waves, arch.threads // arch.wave)
+    for count in (n for n in CHOICES["columns"][::-1] if n <= plan.columns):
+        for waves in (n for n in CHOICES["waves"][::-1] if n <= most):
+            if own and columns % (count * own * waves) == 0 and size % LANES == 0 and lds_bytes(size) <= arch.lds:
+                return Plan(count, waves)
+    raise ValueError(f"matrices of {size} x {columns} do not fill waves of {arch.wave} lanes")
+
+
+def lds_bytes(size) -> int:
+    """Shared memory of a workgroup, at most."""
+    return 4 * LANES * (2 * size + 4 * LANES)
+
+
+def suits(m, single, columns, size, arch) -> bool:
+    """Whether blocks are for a step of m rows, up to `single` of them single ones, on this arch."""
+    try:
+        fitted(Plan(1, 1), columns, size, arch)
+    except ValueError:
+        return False
+    return m - single >= LEAST
+
+
+def blocks_of(m, single) -> int:
+    """Blocks of a step, at most: one may begin at each single row, the others are the chunk's."""
+    return single + -(-m // LANES)
+
+
+def _singles(state, live, single):
+    return T.Bind(T.min(state[0], live)) if single else T.int32(0)
+
+
+def block_rows(state, rows, number, m, single):
+    """(first row, live rows, 0 where there is no such block) of block number `number`."""
+    live = live_rows(state, m, minimum=0)
+    singles = _singles(state, live, single)
+    chunk = T.Bind(number >= single)
+    first = T.Bind(T.Select(chunk, singles + (number - single) * LANES, number))
+    count = local(1, "int32")
+    put(count, T.min(T.max(live - first, T.int32(0)), T.int32(LANES)), 0)
+    if single:
+        with T.If(number < single), T.Then():
+            before, after = local(1, "int32"), local(1, "int32")
+            put(before, T.int32(0), 0)
+            put(after, T.int32(0), 0)
+            place = T.Bind(T.min(number, T.int32(m - 1)))
+            with T.serial(singles) as other:
+                same = T.Bind(T.cast(rows[other, 1] == rows[place, 1], "int32"))
+                put(before, before[0] + T.Select(other < number, same, T.int32(0)), 0)
+                put(after, after[0] + T.Select(other < number, T.int32(0), same), 0)
+            begins_here = (number < singles) & (before[0] % LANES == 0)
+            put(count, T.Select(begins_here, T.min(after[0], T.int32(LANES)), T.int32(0)), 0)
+    return T.Bind(T.max(T.min(first, T.int32(m - 1)), T.int32(0))), T.Bind(count[0])
+
+
+class Pairs:
+    """The first launch, of one block of rows in a wave: lane i of each group is row i, j stands for any other.
+
+    qk, kk, qq   qk[j] = q[i] . k[j]; with `norms` kk[j] = k[i] . k[j] and qq = q[i] . q[i]
+    """
+
+    def __init__(self, arch, X, first, count, q_at, k_at, size, lane, norms):
+        """q_at, k_at: the columns of X where q and k begin."""
+        self.arch, self.lane, self.count = arch, lane, count
+        self.i, self.base = T.Bind(lane % LANES), T.Bind(lane // LANES * LANES)
+        self.row = T.Bind(first + T.min(self.i, count - 1))
+        self.valid = T.Bind(self.i < count)
+        groups = arch.wave // LANES
+        width = next(w for w in (4, 2, 1) if size % (w * groups) == 0)
+        others = [T.Bind(first + T.min(T.int32(j), count - 1)) for j in range(LANES)]
+        sums = [local(1) for _ in range(LANES * (2 if norms else 1) + norms)]
+        for cell in sums:
+            put(cell, T.float32(0), 0)
+        with T.serial(size // (width * groups)) as step:
+            begin = T.Bind((step * groups + lane // LANES) * width)
+            mine = [load_row(X, (self.row,), at_ + begin, width) for at_ in ((q_at, k_at) if norms else (q_at,))]
+            for j, row in enumerate(others):
+                k = load_row(X, (row,), k_at + begin, width)
+                for n, own in enumerate(mine):
+                    self._add(sums[n * LANES + j], own, k)
+            if norms:
+                self._add(sums[-1], mine[0], mine[0])
+        found = [T.Bind(cell[0]) for cell in sums]
+        distance = LANES
+        while distance < arch.wave:  # over the groups of lanes
+            found = [T.Bind(x + shuffle_xor(arch, x, distance)) for x in found]
+            distance *= 2
+        self.qk, self.kk, self.qq = found[:LANES], found[LANES:-1], found[-1]
+
+    @staticmethod
+    def _add(cell, xs, ys):
+        for x, y in zip(xs, ys, strict=True):
+            put(cell, fma(x, y, cell[0]), 0)
+
+    def of_rows(self, x):
+        """x of each row."""
+        return [shuffle(self.arch, x, T.Bind(self.base + j)) for j in range(LANES)]
+
+    def decays(self, decay):
+        """From the decay of this lane's row: (G(-1, i), G(j, i) for each j <= i, G(-1, last), G(j, last) for each j).
+        The products are of the decays alone, so that small ones keep their precision."""
+        all_ = self.of_rows(T.Bind(T.Select(self.valid, decay, T.float32(1))))
+        upto = [T.Bind(T.Select(self.i >= j, x, T.float32(1))) for j, x in enumerate(all_)]
+        (own, *by_row), (keep, *to_last) = self._products(upto), self._products(all_)
+        return own, [T.Select(self.i >= j, x, T.float32(0)) for j, x in enumerate(by_row)], keep, to_last
+
+    @staticmethod
+    def _products(factors):
+        """The products of all factors, of those after 0, after 1, .."""
+        found = [T.float32(1)]
+        for x in reversed(factors):
+            found.append(T.Bind(found[-1] * x))
+        return found[::-1]
+
+    def store(self, Factors, place, by_slot, alone):
+        """Factors[place] of this lane's row: lists by row j go to the slots, then the others."""
+        for n, values in enumerate(by_slot):
+            for j, x in enumerate(values):
+                T.buffer_store(Factors, x, [*place, self.i, n * LANES + (self.i ^ j)])
+        for n, x in enumerate(alone):
+            T.buffer_store(Factors, x, [*place, self.i, len(by_slot) * LANES + n])
+
+
+def factor_count(by_slot, alone) -> int:
+    """Factors of a row, with padding."""
+    return by_slot * LANES + -(-alone // QUAD) * QUAD
+
+
+class Scan:
+    """The second launch: a run, and the columns of a matrix that this group of lanes has.
+
+    row     lane's row of the block, of the step (its own even behind the run's end)
+    valid   whether it is in the run
+    columns numbers of the columns in the matrix, the first of them
+    """
+
+    def __init__(self, arch, plan, state, rows, cells, first, m, single, size, index, count):
+        """index: (part of the matrix, lane, wave). count: factors of a row."""
+        part, self.lane, wave = index
+        self.arch, self.plan, self.size, self.factors = arch, plan, size, count
+        self.state, self.m, self.threads = state, m, plan.waves * arch.wave
+        self.thread = T.Bind(wave * arch.wave + self.lane)
+        self.i = T.Bind(self.lane % LANES)
+        group = (part * plan.waves + wave) * (arch.wave // LANES) + self.lane // LANES
+        self.column = T.Bind(group * plan.columns)
+        self.own = size // LANES
+        self.width = width_of(self.own)
+        live = live_rows(state, m)
+        self.single_rows = _singles(state, live, single)
+        self.first, self.base = first, single
+        self.active = T.Bind((first < live) & begins(rows, first))
+        length = run_length(state, rows, first, m, single, live)
+        self.length = T.Bind(T.Select(self.active, length, T.int32(0)))
+        places = RunCells(rows, cells, first, single)
+        # a step with a chunk has no guesses, which alone leave a state behind each row
+        self.source, self.target = places.source, places.behind(T.max(length - 1, T.int32(0)))
+        self.fresh = T.Bind(rows[first, 0] <= 0)
+        self.matrix = [[local(1) for _ in range(self.own)] for _ in range(plan.columns)]
+
+    def load(self, States, place):
+        """The columns, from States[source cell, *place(column)] and the index of a number in it."""
+        with T.If(self.active), T.Then():
+            for c, cells in enumerate(self.matrix):
+                before, begin = place(T.Bind(self.column + c))
+                for u in range(0, self.own, self.width):
+                    run = load_row(States, (self.source, *before), begin + self._key(u), self.width)
+                    for e, x in enumerate(run):
+                        put(cells[u + e], T.Select(self.fresh, T.float32(0), x), 0)
+
+    def store(self, States, place):
+        with T.If(self.active), T.Then():
+            for c, cells in enumerate(self.matrix):
+                before, begin = place(T.Bind(self.column + c))
+                for u in range(0, self.own, self.width):
+                    run = [T.Bind(cell[0]) for cell in cells[u : u + self.width]]
+                    store_row(States, (self.target, *before), begin + self._key(u), run)
+
+    def _key(self, u):
+        """The number of the lane's element u along k: lanes take turns, so that they read side by side."""
+        return u * LANES + self.i * self.width
+
+    def blocks(self, X, Factors, head, q_at, k_at, fetch, body):
+        """Calls body(row, valid, fetched) for each block, with its q, k and factors in shared memory. fetch(row): what
+        the body takes of its row, as a list of registers; loaded a block ahead, too."""
+        width, size = self.width, self.size
+        pieces, quads = LANES * 2 * size // width, LANES * self.factors // QUAD
+        self.lds = T.alloc_buffer((pieces,), self._type(width), scope="shared")
+        self.row_factors = T.alloc_buffer((quads,), self._type(QUAD), scope="shared")
+        count = T.Bind((self.length + (LANES - 1)) // LANES)
+        last = T.Bind(T.max(self.length - 1, T.int32(0)))
+        per_row, half = 2 * size // width, size // width
+
+        def load(block):
+            found = []
+            for piece in self._pieces(pieces):
+                row = T.Bind(self.first + T.min(block * LANES + piece // per_row, last))
+                c = T.Bind(piece % per_row)
+                column = T.Bind(T.Select(c < half, q_at, k_at - size) + c * width)
+                found += load_row(X, (row,), column, width)
+            is_single = self.first < self.single_rows
+            step, origin = T.Select(is_single, T.int32(LANES), T.int32(1)), T.Select(is_single, self.first, self.base)
+            number = T.Bind(T.min(origin + block * step, T.int32(int(Factors.shape[0]) - 1)))
+            for quad in self._pieces(quads):
+                per = self.factors // QUAD
+                found += load_row(Factors, (number, head, quad // per), T.Bind(quad % per * QUAD), QUAD)
+            return found + list(fetch(T.Bind(self.first + T.min(block * LANES + self.i, last))))
+
+        ahead = []
+        for x in load(T.int32(0)):
+            ahead.append(local(1))
+            put(ahead[-1], x, 0)
+        with T.serial(count) as block:
+            barrier()
+            held = iter(ahead)
+            for piece in self._pieces(pieces):
+                put(self.lds, self._vector([next(held)[0] for _ in range(width)]), piece)
+            for quad in self._pieces(quads):
+                put(self.row_factors, self._vector([next(held)[0] for _ in range(QUAD)]), quad)
+            fetched = [T.Bind(cell[0]) for cell in held]
+            barrier()
+            for cell, x in zip(ahead, load(T.Bind(T.min(block + 1, count - 1))), strict=True):
+                put(cell, x, 0)
+            self.block, place = block, T.Bind(block * LANES + self.i)
+            body(T.Bind(self.first + T.min(place, last)), T.Bind(place < self.length), fetched)
+
+    @staticmethod
+    def _type(width):
+        return f"float32x{width}" if width > 1 else "float32"
+
+    @staticmethod
+    def _vector(values):
+        return vector([T.Bind(x) for x in values]) if len(values) > 1 else values[0]
+
+    def _pieces(self, count):
+        """The numbers of this thread's pieces; surplus threads repeat the last one."""
+        for n in range(-(-count // self.threads)):
+            piece = n * self.threads + self.thread
+            yield T.Bind(piece if (n + 1) * self.threads <= count else T.min(piece, T.int32(count - 1)))
+
+    def _read(self, slot, u, key, moved=0):
+        """The lane's elements u.. of q or k (key: 1) of the row that the slot stands for. moved: added to the index."""
+        width = self.width
+        first = T.Bind((self.i ^ slot) * (2 * self.size // width) + self.i + moved)
+        x = T.Bind(self.lds[first + (key * (self.size // width) + u // width * LANES)])
+        return [T.Bind(lane_of(x, e)) for e in range(width)] if width > 1 else [x]
+
+    def factor_lists(self, by_slot, alone):
+        """The factors of the lane's row: a list for each of `by_slot`, and those of the row alone."""
+        per = self.factors // QUAD
+        first, found = T.Bind(self.i * per), []
+        for n in range(per):
+            x = T.Bind(self.row_factors[first + n])
+            found += [T.Bind(lane_of(x, e)) for e in range(QUAD)]
+        return [found[n * LANES : (n + 1) * LANES] for n in range(by_slot)], found[by_slot * LANES :][:alone]
+
+    def products(self, key):
+        """S q, or with `key` S k, of the lane's row, by column."""
+        sums = [[local(1) for _ in range(LANES)] for _ in self.matrix]
+        for u in range(0, self.own, self.width):
+            for slot in range(LANES):
+                xs = self._read(slot, u, int(key))
+                for e, x in enumerate(xs):
+                    for cells, column in zip(self.matrix, sums, strict=True):
+                        cell = column[slot]
+                        put(cell, fma(x, cells[u + e][0], cell[0]) if u + e else x * cells[0][0], 0)
+        return [self._dealt([T.Bind(cell[0]) for cell in column]) for column in sums]
+
+    def _dealt(self, parts):
+        """The sum over the group's lanes of what each has for this lane's row."""
+        total = parts[0]
+        for slot in range(1, LANES):
+            total = T.Bind(total + shuffle_xor(self.arch, parts[slot], slot))
+        return total
+
+    def by_slot(self, x):
+        """x of the rows that the slots stand for."""
+        return [x] + [shuffle_xor(self.arch, x, slot) for slot in range(1, LANES)]
+
+    def update(self, keep, changes):
+        """S = keep S + sum over slots of k changes[column][slot]."""
+        # compilers would keep k from `products` on: LANES times as many registers as a row takes
+        moved = opaque_zero(self.state, self.block)
+        for u in range(0, self.own, self.width):
+            kept = [[T.Bind(cells[u + e][0] * keep) for e in range(self.width)] for cells in self.matrix]
+            for slot in range(LANES):
+                xs = self._read(slot, u, 1, moved)
+                for c, change in enumerate(changes):
+                    kept[c] = [fma(x, change[slot], old) for x, old in zip(xs, kept[c], strict=True)]
+            for cells, new in zip(self.matrix, kept, strict=True):
+                for e, x in enumerate(new):
+                    put(cells[u + e], x, 0)
+
+
+def weighed(factors, xs, total):
+    """total + the sum of the products."""
+    for factor, x in zip(factors, xs, strict=True):
+        total = fma(factor, x, total)
+    return total

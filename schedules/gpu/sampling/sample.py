@@ -1,0 +1,198 @@
+"""The choice of a token for each row of logits, on the GPU.
+
+In: logits float32 [n, columns], of which `vocab` count, and the buffers of runtime/sampling/layout.py. Out: token ids,
+and the logarithm of the probability that the logits as they are give them. A row with a logit that is NaN or infinite
+gets the id -1.
+
+Two launches. The first is wide: a workgroup reads a part of a row, changes what the row's words ask for, and makes
+the part's largest logit and sums, and for a draw the largest logits of its pieces. In the second each row has a
+workgroup, as large as the arch has them, which puts the parts together and, unless the largest logit is wanted, draws
+(sample_search.py).
+"""
+
+import functools
+import math
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.runtime.sampling.layout import ADJUST, CHANGES, DRAW, LOGPROB, MASK, RECENT, TOKEN
+from mlc_amd.schedules.attention import LOG2E
+from mlc_amd.schedules.gpu.base.device import barrier, exp2, intrin, launch, maximum, wave_max
+from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put, vector
+from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg, where
+from mlc_amd.schedules.gpu.sampling.sample_search import STEPS, WIDTH, Group, RowDraw, Workgroup, team_of
+from mlc_amd.schedules.sampling_machine import LARGEST, LOWEST, Var, Words, sample_args, when
+
+# What the first launch hands to the second, of each part: the largest logit, and of the changed ones too, the first
+# token that has it (bits), whether all are finite (bits), and sums: of e**(logit - largest), of the same of the changed
+# ones, of that to the power of 1 / temperature.
+TOP, CHANGED_TOP, TOKEN_BITS, BAD_BITS, SUM, CHANGED_SUM, HEATED_SUM, FACTS = 0, 1, 2, 3, 4, 5, 6, 8
+
+
+def sample(n, vocab, columns, arch, name) -> tirx.PrimFunc:
+    """Kernel (state, Logits float32 [n, columns], sampling, changes, allowed, Sampled int32 [n], LogProbs float32 [n],
+    Adjusted float32 [n, columns]). LogProbs is 0 unless the row asks for it. Adjusted is work space."""
+    waves = arch.threads // arch.wave
+    parts = -(-vocab // (arch.threads * WIDTH * STEPS))
+    with kernel(name) as ir:
+        state = state_arg()
+        Logits, words, changes, allowed, Sampled, LogProbs, Adjusted = sample_args(n, columns)
+        Parts = T.alloc_buffer((n, parts, FACTS), "float32")
+        Tops = T.alloc_buffer((n, parts * (arch.threads // team_of(arch))), "float32")
+        with launch((parts, n), (arch.wave, waves)) as (part, row, lane, wave), if_live(state, n, row):
+            inputs = Logits, Words(words, row), changes, allowed
+            _survey(arch, *inputs, Adjusted, Parts, Tops, vocab, part, row, lane, wave)
+        with launch((n,), (arch.wave, arch.most_threads // arch.wave)) as (row, lane, wave), if_live(state, n, row):
+            _choose(arch, Logits, Words(words, row), Adjusted, Parts, Tops, Sampled, LogProbs, vocab, row, lane, wave)
+    return ir.get()
+
+
+def _survey(arch, Logits, words, changes, allowed, Adjusted, Parts, Tops, vocab, part, row, lane, wave):
+    """The facts of one part of a row; Adjusted, if there is to be a draw."""
+    threads, columns = arch.threads, int(Logits.shape[1])
+    group = Group(arch, lane, wave, threads // arch.wave)
+    tid = group.tid
+    flags, first = words.int("flags"), T.Bind(part * (threads * WIDTH * STEPS))
+    starts = [T.Bind(first + (i * threads + tid) * WIDTH) for i in range(STEPS)]
+    x, y, bad = local(STEPS * WIDTH), local(STEPS * WIDTH), local(1, "int32")
+    put(bad, T.int32(0), 0)
+    for i, start in enumerate(starts):
+        values = T.Bind(Logits[row, at(T.min(start, T.int32(columns - WIDTH)), WIDTH)])
+        for k in range(WIDTH):
+            value, inside = T.Bind(lane_of(values, k)), start + k < vocab
+            infinite = (T.reinterpret("int32", value) & T.int32(LARGEST)) >= T.int32(0x7F800000)
+            put(bad, bad[0] | T.cast(inside & infinite, "int32"), 0)
+            value = T.Bind(T.Select(inside, value, T.float32(LOWEST)))
+            put(x, value, i * WIDTH + k)
+            put(y, value, i * WIDTH + k)
+    with when((flags & ADJUST) > 0):
+        _adjust(words, flags, changes, allowed, x, y, first, starts, threads, tid, row)
+    raw_tops, tops = group.of_waves(*(wave_max(arch, T.Bind(_fold(maximum, buffer))) for buffer in (x, y)))
+    top, changed_top = (group.joined(part, maximum) for part in (raw_tops, tops))
+    token = T.int32(LARGEST)
+    for i, start in reversed(list(enumerate(starts))):
+        for k in reversed(range(WIDTH)):
+            # the padding behind the vocabulary is as low as tokens that must not be chosen, but comes after them
+            token = T.Bind(T.Select(y[i * WIDTH + k] == changed_top, start + k, token))
+    token, bad = group.reduce((token, "least"), (bad[0], "most"))
+    totals = local(3)
+    for i in range(3):
+        put(totals, T.float32(0), i)
+    with where((flags & (DRAW | LOGPROB)) > 0):
+        sums = [T.float32(0)] * 3
+        heat = words.float("heat")
+        for i, start in enumerate(starts):
+            for k in range(WIDTH):
+                inside = start + k < vocab
+                distance = T.Bind(y[i * WIDTH + k] - changed_top)
+                scaled = ((x[i * WIDTH + k] - top) * T.float32(LOG2E), distance * T.float32(LOG2E), distance * heat)
+                sums = [
+                    T.Bind(total + T.Select(inside, _power(power), T.float32(0)))
+                    for total, power in zip(sums, scaled, strict=True)
+                ]
+        for i, total in enumerate(group.reduce(*((total, "sum") for total in sums))):
+            put(totals, total, i)
+    with when((flags & DRAW) > 0):
+        for i, start in enumerate(starts):
+            with T.If(start < columns), T.Then():
+                values = [T.Bind(y[i * WIDTH + k]) for k in range(WIDTH)]
+                T.buffer_store(Adjusted, vector(values), [row, at(start, WIDTH)])
+        teams, waves = threads // team_of(arch), team_of(arch) // arch.wave
+        with T.If(tid < teams), T.Then():
+            best = functools.reduce(maximum, [tops[tid * waves + i] for i in range(waves)])
+            put(Tops, best, row, part * teams + tid)
+    with T.If(tid == 0), T.Then():
+        bits = [T.reinterpret("float32", value) for value in (token, bad)]
+        for index, value in enumerate((top, changed_top, *bits, *(totals[i] for i in range(3)))):
+            put(Parts, value, row, part, index)
+
+
+def _adjust(words, flags, changes, allowed, x, y, first, starts, threads, tid, row):
+    """y = x after the row's changes and its mask."""
+    held = T.alloc_buffer((threads * WIDTH * STEPS,), "float32", scope="shared")
+    for i, start in enumerate(starts):
+        for k in range(WIDTH):
+            put(held, x[i * WIDTH + k], start - first + k)
+    barrier()
+    penalty, inverse = words.float("penalty"), words.float("inverse")
+    with T.serial(-(-CHANGES // threads)) as step:
+        index = T.Bind(step * threads + tid)
+        entry = T.Bind(T.min(index, T.int32(CHANGES - 1)))
+        change, added = T.Bind(changes[row, entry, 0]), T.Bind(T.reinterpret("float32", changes[row, entry, 1]))
+        place = T.Bind((change & T.int32(TOKEN)) - first)
+        with T.If((index < words.int("changes")) & (place >= 0) & (place < threads * WIDTH * STEPS)), T.Then():
+            # in one statement, between whose load and store TVM wants no barrier
+            changed = held[place] * T.Select(held[place] > T.float32(0), inverse, penalty)
+            put(held, T.Select((change & T.int32(RECENT)) > 0, changed, held[place]) + added, place)
+        barrier()
+    masked = T.Bind((flags & MASK) > 0)
+    last = int(allowed.shape[1]) - 1
+    for i, start in enumerate(starts):
+        bits = T.Bind(allowed[row, T.min(T.shift_right(start, T.int32(5)), T.int32(last))])
+        for k in range(WIDTH):
+            bit = T.shift_right(bits, (start & T.int32(31)) + k) & T.int32(1)
+            put(y, T.Select(masked & (bit == 0), T.float32(LOWEST), held[start - first + k]), i * WIDTH + k)
+
+
+def _fold(op, buffer):
+    return functools.reduce(op, [buffer[i] for i in range(int(buffer.shape[0]))])
+
+
+def _power(x):
+    """2**x, x <= 0; 0 for those far below."""
+    return exp2(maximum(x, T.float32(-200)))
+
+
+def _choose(arch, Logits, words, Adjusted, Parts, Tops, Sampled, LogProbs, vocab, row, lane, wave):
+    """The token of a row, of what the first launch found."""
+    group, parts = Group(arch, lane, wave, arch.most_threads // arch.wave), int(Parts.shape[1])
+    threads, tid = group.threads, group.tid
+    flags = words.int("flags")
+
+    def over_parts(start, dtype, join):
+        """Each thread's `join` of its parts; of places without a part nothing changes."""
+        found = local(1, dtype)
+        put(found, start, 0)
+        with T.serial(-(-parts // threads)) as step:
+            part = T.Bind(step * threads + tid)
+            index = T.Bind(T.min(part, T.int32(parts - 1)))
+            put(found, T.Select(part < parts, join(found[0], lambda fact: Parts[row, index, fact]), found[0]), 0)
+        return T.Bind(found[0])
+
+    def bits(value):
+        return T.reinterpret("int32", value)
+
+    def sums_of(top_of, top, *pairs):
+        def sum_of(which, heat):
+            return over_parts(
+                T.float32(0), "float32", lambda total, fact: total + fact(which) * _power((fact(top_of) - top) * heat)
+            )
+
+        return group.reduce(*((sum_of(*pair), "sum") for pair in pairs))
+
+    lowest, heat = T.float32(LOWEST), T.float32(LOG2E)
+    top = over_parts(lowest, "float32", lambda best, fact: T.max(best, fact(CHANGED_TOP)))
+    bad = over_parts(T.int32(0), "int32", lambda any_of, fact: any_of | bits(fact(BAD_BITS)))
+    top, bad = group.reduce((top, "max"), (bad, "most"))
+
+    def first_of(token, fact):
+        return T.min(token, T.Select(fact(CHANGED_TOP) == top, bits(fact(TOKEN_BITS)), T.int32(LARGEST)))
+
+    (token,) = group.reduce((over_parts(T.int32(LARGEST), "int32", first_of), "least"))
+    chosen = Var(local(1, "int32"), token)
+    with when(((flags & DRAW) > 0) & (bad == 0)):
+        z, z_heat = sums_of(CHANGED_TOP, top, (CHANGED_SUM, heat), (HEATED_SUM, words.float("heat")))
+        machine = Workgroup(arch, group, Adjusted, Tops, row, vocab)
+        RowDraw(machine, words, vocab, top, z, z_heat, chosen).emit()
+    put_probability = local(1)
+    put(put_probability, T.float32(0), 0)
+    with when(((flags & LOGPROB) > 0) & (bad == 0)):
+        raw = over_parts(lowest, "float32", lambda best, fact: T.max(best, fact(TOP)))
+        (raw,) = group.reduce((raw, "max"))
+        (total,) = sums_of(TOP, raw, (SUM, heat))
+        logarithm = intrin("float32", "llvm.amdgcn.log.f32", total) * T.float32(math.log(2))
+        put(put_probability, Logits[row, chosen.get()] - raw - logarithm, 0)
+    with T.If(tid == 0), T.Then():
+        put(Sampled, T.Select(bad > 0, T.int32(-1), chosen.get()), row)
+        put(LogProbs, put_probability[0], row)

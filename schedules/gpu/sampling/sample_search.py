@@ -1,0 +1,250 @@
+"""A workgroup's search for the token of a row (schedules/sampling.py): reductions over its threads, how it goes through
+the row and the list, and draws from whole rows.
+"""
+
+import functools
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.base.device import barrier, exp2, maximum, wave_max, wave_min, wave_scan, wave_sum
+from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, opaque, put
+from mlc_amd.schedules.sampling import Draw
+from mlc_amd.schedules.sampling_machine import BINS, LOWEST_KEY, Machine, Pieces, Var, no, repeat, value_of, when
+
+WIDTH = 4  # logits that a thread loads at once
+STEPS = 2  # loads of a thread in the first launch
+BATCH = 8  # loads in flight where a row is searched
+LIST = 2048  # tokens that the second launch keeps; half as many where workgroups have 16 KiB
+SHORT = 256  # tokens of lists in which each is compared with all others
+
+
+# name: (over a wave, of two words)
+REDUCTIONS = {
+    "max": (wave_max, maximum), "most": (wave_max, T.max), "least": (wave_min, T.min),
+    "sum": (wave_sum, lambda a, b: a + b),
+}  # fmt: skip
+
+
+class Group:
+    """Reductions over a workgroup. Each has shared memory of its own, so needs one barrier; where it is repeated, there
+    is another one between."""
+
+    def __init__(self, arch, lane, wave, waves):
+        self.arch, self.lane, self.wave, self.waves = arch, lane, wave, waves
+        self.threads, self.tid = waves * arch.wave, T.Bind(wave * arch.wave + lane)
+
+    def of_waves(self, *words):
+        """For each word of a wave shared memory with that of all waves."""
+        parts = [T.alloc_buffer((self.waves,), str(x.ty), scope="shared") for x in words]
+        with T.If(self.lane == 0), T.Then():
+            for part, x in zip(parts, words, strict=True):
+                put(part, x, self.wave)
+        barrier()
+        return parts
+
+    def reduce(self, *words):
+        """For each (word, one of REDUCTIONS) the word that all threads' are reduced to."""
+        pairs = [(REDUCTIONS[name][0](self.arch, T.Bind(x)), REDUCTIONS[name][1]) for x, name in words]
+        parts = self.of_waves(*(x for x, _ in pairs))
+        return [self.joined(part, join) for part, (_, join) in zip(parts, pairs, strict=True)]
+
+    def joined(self, part, join):
+        """What the waves' words come to."""
+        return T.Bind(functools.reduce(join, [part[i] for i in range(self.waves)]))
+
+    def scan(self, x):
+        """(the sum of the int32 x of all threads before this one, that of all threads)."""
+        before, whole = wave_scan(self.arch, T.Bind(x), self.lane)
+        (part,), sums = self.of_waves(whole), local(2, "int32")
+        put(sums, before, 0)
+        put(sums, T.int32(0), 1)
+
+        def add(i):
+            put(sums, sums[0] + T.Select(self.wave > i, part[i], T.int32(0)), 0)
+            put(sums, sums[1] + part[i], 1)
+
+        repeat(self.waves, add, most=16)
+        return T.Bind(sums[0]), T.Bind(sums[1])
+
+
+def team_of(arch):
+    """How many threads read a piece; a power of two."""
+    return max(arch.wave, 32)
+
+
+class TopOfPieces(Pieces):
+    """The largest logits of pieces of a row, which the first launch leaves: of what a team of its threads reads there,
+    STEPS vectors each."""
+
+    def __init__(self, arch, tops, row):
+        self.tops, self.row, self.count = tops, row, int(tops.shape[1])
+        self.team, self.threads = team_of(arch), arch.threads
+        self.chosen = T.alloc_buffer((1,), "int32", scope="shared")  # how many are
+
+    def top(self, piece):
+        return T.Bind(self.tops[self.row, piece])
+
+    def clear(self):
+        put(self.chosen, T.int32(0), 0)
+
+    def columns(self, piece, thread):
+        """The columns of the vectors of a piece that a thread of a team has."""
+        teams = T.int32(self.threads // self.team)
+        part, team = T.truncdiv(piece, teams), T.truncmod(piece, teams)
+        first = T.Bind((part * (self.threads * STEPS) + team * self.team + thread) * WIDTH)
+        return [first + i * self.threads * WIDTH for i in range(STEPS)]
+
+
+class Workgroup(Machine):
+    """Searches a row of Adjusted."""
+
+    def __init__(self, arch, group: Group, adjusted, tops, row, vocab):
+        self.arch, self.group, self.tid, self.threads = arch, group, group.tid, group.threads
+        self.adjusted, self.row, self.vocab, self.columns = adjusted, row, vocab, int(adjusted.shape[1])
+        self.pieces = TopOfPieces(arch, tops, row)
+        self.size, self.small = (LIST if arch.lds >= 32 * 1024 else LIST // 2), SHORT
+
+    def cell(self, value, dtype="int32"):
+        return Var(local(1, dtype), value)
+
+    def shared(self, count, dtype="int32"):
+        return T.alloc_buffer((count,), dtype, scope="shared")
+
+    def barrier(self):
+        barrier()
+
+    def add(self, buffer, index, amount):
+        return T.Bind(T.call_intrin("int32", "tirx.atomic_add", T.address_of(buffer[index]), amount))
+
+    def exp2(self, x):
+        return exp2(maximum(x, T.float32(-200)))
+
+    def total(self, amount):
+        (found,) = self.group.reduce((amount, "sum"))
+        barrier()
+        return found
+
+    def scan(self, amount):
+        return self.group.scan(amount)
+
+    def least(self, amount):
+        (found,) = self.group.reduce((amount, "least"))
+        barrier()
+        return found
+
+    def load(self, column):
+        """The logits of a vector; what is behind the row's end is anything."""
+        return T.Bind(self.adjusted[self.row, at(T.Bind(T.min(column, T.int32(self.columns - WIDTH))), WIDTH)])
+
+    def each_token(self, visit, floor=None, near=None, enough=None, scratch=None):
+        if floor is not None:
+            self._each_above(visit, floor, enough, scratch)
+            return
+        batch, width = 2, self.threads * WIDTH
+        with T.serial(-(-self.vocab // (width * batch))) as step:
+            first = opaque(step * (width * batch) + self.tid * WIDTH)  # TVM unrolls loops that store nothing
+            columns = [T.Bind(first + i * width) for i in range(batch)]
+            for column, values in [(column, self.load(column)) for column in columns]:
+                self._visit(visit, column, self.lanes(values))
+
+    def lanes(self, values):
+        return [T.Bind(lane_of(values, k)) for k in range(WIDTH)]
+
+    def _each_above(self, visit, floor, enough, chosen):
+        """`each_token` of the pieces with a logit from `floor` on, whose numbers go to `chosen`. Each team takes
+        some."""
+        pieces = self.pieces
+        for i in range(-(-pieces.count // self.threads)):
+            piece = T.Bind(i * self.threads + self.tid)
+            top = pieces.top(T.Bind(T.min(piece, T.int32(pieces.count - 1))))
+            with T.If((piece < pieces.count) & (top >= floor)), T.Then():
+                put(chosen, piece, self.add(pieces.chosen, 0, T.int32(1)))
+        barrier()
+        count = T.Bind(pieces.chosen[0])
+        team, thread = (T.Bind(op(self.tid, T.int32(pieces.team))) for op in (T.truncdiv, T.truncmod))
+        batch, teams = BATCH // STEPS, self.threads // pieces.team
+        at_once = batch * teams
+        with T.serial(T.truncdiv(count + (at_once - 1), T.int32(at_once))) as step, T.If(no(enough())), T.Then():
+            loaded = []
+            for i in range(batch):
+                index = T.Bind((step * batch + i) * teams + team)
+                piece = T.Bind(chosen[T.max(T.min(index, count - 1), T.int32(0))])
+                loaded += [(index, column, self.load(column)) for column in pieces.columns(piece, thread)]
+            for index, column, values in loaded:
+                lanes = self.lanes(values)
+                counts = T.Bind((index < count) & (functools.reduce(maximum, lanes) >= floor))
+                with T.If(counts), T.Then(), T.serial(WIDTH) as k:  # a loop: few vectors get here
+                    value = lanes[0]
+                    for i, lane in enumerate(lanes[1:]):
+                        value = T.Select(k > i, lane, value)
+                    visit(T.Bind(column + k), T.Bind(value), column + k < self.vocab)
+
+    def _visit(self, visit, column, lanes):
+        for k, value in enumerate(lanes):
+            visit(T.Bind(column + k), value, column + k < self.vocab)
+
+
+class RowDraw(Draw):
+    """Where there is no list, the masses of a whole row are added up by blocks of as many tokens as the histogram has
+    elements. The draw finds its block there, and looks at no others."""
+
+    def _add_up_row(self, mine):
+        """Makes the histogram of the row's blocks, the last one first. Each wave takes some."""
+        m, group = self.m, self.m.group
+        masses_of = self._masses()
+        vectors, blocks = BINS // (m.arch.wave * WIDTH), -(-self.vocab // BINS)  # of a lane, of a block; of the row
+        batch = min(vectors, BATCH)
+        self.hist.clear()
+        with T.serial(-(-blocks // group.waves)) as step:
+            block, whole = T.Bind(step * group.waves + group.wave), m.cell(T.int32(0))
+
+            def weigh(i):
+                first = T.Bind(block * BINS + (i * batch * m.arch.wave + group.lane) * WIDTH)
+                columns = [T.Bind(first + j * m.arch.wave * WIDTH) for j in range(batch)]
+                for column, values in [(column, m.load(column)) for column in columns]:
+                    masses = functools.reduce(lambda a, b: a + b, masses_of(column, m.lanes(values)))
+                    whole.set(whole.get() + masses)
+
+            repeat(vectors // batch, weigh, most=1)
+            mine.set(mine.get() + whole.get())
+            sum_ = wave_sum(m.arch, whole.get())
+            with T.If((group.lane == 0) & (block < blocks)), T.Then():
+                put(self.hist.bins, sum_, T.int32(BINS - 1) - block)
+
+    def _masses(self):
+        """A function(column, logits of a vector): their masses, 0 for tokens that are not left."""
+        bound = T.Bind(value_of(T.Bind(T.max(self.threshold.get(), T.int32(LOWEST_KEY)))))
+        last = self.last.get()
+
+        def mass(token, value):
+            left = (value > bound) | ((value == bound) & (token <= last))
+            return T.Bind(T.Select(left & (token < self.vocab), self._mass(value), T.int32(0)))
+
+        return lambda column, lanes: [mass(T.Bind(column + k), value) for k, value in enumerate(lanes)]
+
+    def _row_mass(self, token, value):
+        return self._mass(value)
+
+    def _draw_row(self):
+        """Finds the draw's block, and the token there."""
+        m, masses_of = self.m, self._masses()
+        first = m.cell(T.int32(0))
+
+        def weigh(i):
+            place = T.Bind((i * m.threads + m.tid) * WIDTH)
+            lanes = m.lanes(m.load(T.Bind(first.get() + place)))
+            masses = masses_of(T.Bind(first.get() + place), lanes)
+            with T.If(place < BINS), T.Then():
+                for k, mass in enumerate(masses):
+                    put(self.hist.bins, mass, T.int32(BINS - 1 - k) - place)
+
+        with T.serial(2) as step:
+            self.hist.find()
+            number = T.Bind(T.int32(BINS - 1) - self.found[0])
+            self.target.set(self.target.get() - self.found[1])
+            m.barrier()
+            with when(step == 0):
+                first.set(number * T.int32(BINS))
+                repeat(-(-BINS // (m.threads * WIDTH)), weigh)
+                m.barrier()
+            self.chosen.set(T.min(first.get() + number, T.int32(self.vocab - 1)))

@@ -1,0 +1,158 @@
+"""Reading code objects: resources, arguments, instruction counts and occupancy, of our own kernels and of a damaged or
+foreign file."""
+
+import struct
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from mlc_amd.compiler.codegen.hsaco import Kernel, disassemble, instructions, occupancy, parse, unpack
+from mlc_amd.compiler.codegen.rocm import compile_hsaco
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu.base import device
+from mlc_amd.schedules.gpu.base.arch import ARCHS
+
+
+def dots(arch):
+    """64 threads each multiply 16 words (loaded as four times four) with words from LDS."""
+    with IRBuilder() as ir, T.prim_func(s_tir=True):
+        T.func_name("dots")
+        T.func_attr({"tirx.noalias": True, "global_symbol": "dots"})
+        W, Y = T.arg("W", T.buffer((4, 64, 16), "int32")), T.arg("Y", T.buffer((4, 64), "int32"))
+        with device.launch((4,), (64,)) as (group, thread):
+            shared = T.alloc_buffer((64,), "int32", scope="shared")
+            T.buffer_store(shared, W[group, thread, 0], [thread])
+            device.barrier()
+            total = T.int32(0)
+            for i in range(4):
+                four = T.Bind(W[group, thread, T.ramp(i * 4, 1, 4)])
+                for j in range(4):
+                    total = device.dot4(arch, T.Shuffle([four], [T.int32(j)]), shared[63 - thread], total)
+            T.buffer_store(Y, total, [group, thread])
+    return ir.get()
+
+
+@pytest.fixture(scope="module")
+def modules():
+    return {
+        name: compile_hsaco({"dots": dots(ARCHS[name])}, ARCHS[name])
+        for name in ("gfx90a", "gfx1030", "gfx1100", "gfx1201")
+    }
+
+
+@pytest.mark.parametrize("name", ["gfx90a", "gfx1030", "gfx1100", "gfx1201"])
+def test_kernel(modules, name):
+    code = parse(modules[name].hsaco)
+    assert code.machine == name
+    kernel = code.kernels["dots_kernel"]
+    assert (kernel.wave, kernel.threads, kernel.lds) == (ARCHS[name].wave, 256, 256)
+    assert (kernel.scratch, kernel.vgpr_spills, kernel.sgpr_spills, kernel.agprs) == (0, 0, 0, 0)
+    assert 16 <= kernel.vgprs <= 40 and 4 <= kernel.sgprs <= 32
+    assert [(arg.name, arg.kind, arg.offset, arg.size) for arg in kernel.args] == [
+        ("W", "global_buffer", 0, 8),
+        ("Y", "global_buffer", 8, 8),
+    ]
+    assert kernel.kernarg == 16
+    assert 4 * 16 < kernel.code < 2000
+
+
+@pytest.mark.parametrize("name", ["gfx90a", "gfx1030", "gfx1100", "gfx1201"])
+def test_instructions(modules, name):
+    counts = instructions(modules[name].assembly, "dots_kernel")
+    assert counts.dot == 16 and counts.matrix == 0
+    assert counts.memory["global", "load", 16] == 4
+    assert counts.memory["ds", "store", 4] == counts.memory["ds", "load", 4] == counts.memory["global", "store", 4] == 1
+    assert counts.total == counts.by_mnemonic.total() > 30
+
+
+def test_disassembly_agrees_with_the_assembly(modules):
+    try:
+        listing = disassemble(modules["gfx1030"].hsaco)
+    except UserError as error:
+        pytest.skip(str(error))
+    listed, written = instructions(listing, "dots_kernel"), instructions(modules["gfx1030"].assembly, "dots_kernel")
+    assert (listed.total, listed.dot, listed.memory) == (written.total, written.dot, written.memory)
+
+
+def test_widths_of_memory_instructions():
+    names = {
+        "global_load_dwordx4": ("global", "load", 16), "global_load_b96": ("global", "load", 12),
+        "global_load_ubyte": ("global", "load", 1),
+        "global_load_short_d16_hi": ("global", "load", 2), "global_load_d16_hi_b16": ("global", "load", 2),
+        "global_load_d16_u8": ("global", "load", 1),
+        "ds_read2_b64": ("ds", "load", 16), "ds_read2st64_b32": ("ds", "load", 8), "ds_load_2addr_b32": ("ds", "load",
+        8),
+        "ds_load_2addr_stride64_b64": ("ds", "load", 16), "ds_write_b128": ("ds", "store", 16),
+        "ds_read_u16_d16": ("ds", "load", 2),
+        "ds_load_u16_d16_hi": ("ds", "load", 2), "ds_store_b16_d16_hi": ("ds", "store", 2),
+        "buffer_store_dword": ("buffer", "store", 4),
+        "scratch_load_b128": ("scratch", "load", 16), "flat_store_byte": ("flat", "store", 1),
+        "global_store_short": ("global", "store", 2),
+    }  # fmt: skip
+    for name, place in names.items():
+        assert instructions(f"k:\n\t{name} v0, v1\n\ts_endpgm\n", "k").memory == Counter([place]), name
+    text = (
+        "k:\n\tds_bpermute_b32 v0, v1, v2\n\tv_mfma_f32_16x16x16_f16 a[0:3], v0, v1\n\tv_wmma_f32_16x16x16_f16 v0, v1, "
+        "v2\n"
+    )
+    counts = instructions(text + "other:\n\tv_dot4_i32_iu8 v0\n", "k")
+    assert (counts.total, counts.matrix, counts.dot, counts.memory) == (3, 2, 0, Counter())
+
+
+def test_no_such_kernel(modules):
+    with pytest.raises(ValueError, match="no kernel other"):
+        instructions(modules["gfx1100"].assembly, "other")
+
+
+KERNEL = Kernel("k", 32, 256, 64, 0, 32, 0, 0, 0, 0, 0, 0, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("gfx1100", {}, (16, "waves")),
+        ("gfx1100", {"vgprs": 97}, (12, "vgprs")),      # 1536 / 120
+        ("gfx1102", {"vgprs": 97}, (9, "vgprs")),       # 1024 / 112
+        ("gfx1100", {"vgprs": 256}, (5, "vgprs")),      # 1536 / 264
+        ("gfx1100", {"lds": 65536}, (4, "lds")),        # two workgroups of eight waves on four SIMDs
+        ("gfx1030", {"vgprs": 128, "wave": 64}, (4, "vgprs")),
+        ("gfx1010", {"vgprs": 32}, (20, "waves")),
+        ("gfx90a", {"vgprs": 128, "wave": 64}, (4, "vgprs")),
+        ("gfx906", {"vgprs": 128, "wave": 64}, (2, "vgprs")),
+        ("gfx906", {"vgprs": 24, "wave": 64, "sgprs": 102}, (7, "sgprs")),
+        ("gfx942", {"wave": 64, "lds": 32768}, (2, "lds")),
+    ],
+)  # fmt: skip
+def test_occupancy(name, changes, expected):
+    assert occupancy(replace(KERNEL, **changes), ARCHS[name]) == expected
+
+
+def test_occupancy_of_a_workgroup_that_does_not_fit():
+    assert occupancy(replace(KERNEL, wave=64, lds=65537), ARCHS["gfx942"]) == (0, "lds")
+    assert occupancy(replace(KERNEL, lds=32768), ARCHS["gfx1100"], threads=64) == (2, "lds")
+
+
+def test_foreign_and_damaged_files(modules):
+    hsaco = modules["gfx1100"].hsaco
+    for data in (b"", b"\x7fELF\x02" + bytes(100), b"__CLANG_OFFLOAD_BUNDLE__" + hsaco):
+        with pytest.raises(UserError, match="not an AMD code object"):
+            parse(data)
+    with pytest.raises(UserError, match="damaged AMD code object"):
+        parse(hsaco[:600])
+    no_segments = hsaco[:56] + struct.pack("<H", 0) + hsaco[58:]
+    with pytest.raises(UserError, match="no kernel metadata"):
+        parse(no_segments)
+
+
+def test_unpack():
+    document = (
+        b"\x84\xa1a\x01\xa1b\xff\xa3xyz\x93\xc0\xc2\xc3\xd9\x04list\xdc\x00\x02"
+        b"\xcd\x01\x00\xcb?\xf8\x00\x00\x00\x00\x00\x00"
+    )
+    assert unpack(document) == ({"a": 1, "b": -1, "xyz": [None, False, True], "list": [256, 1.5]}, len(document))
+    assert unpack(b"\xc4\x02\x00\x01") == (b"\x00\x01", 4)
+    with pytest.raises(ValueError, match="MessagePack type 0xd4"):
+        unpack(b"\xd4\x00\x00")

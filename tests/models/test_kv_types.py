@@ -1,0 +1,124 @@
+"""Types of the KV cache: what the command line understands, the memory that they need, and a whole model with a
+quantized cache against numpy. (Kernels: test_cpu_attention.py, test_gpu_attention.py, test_vulkan_kernels.py.)"""
+
+import json
+
+import numpy as np
+import pytest
+from architectures import tiny
+from vulkan_harness import gpu
+
+from mlc_amd.compiler import memory
+from mlc_amd.compiler.gguf.synthetic import synthetic
+from mlc_amd.compiler.pipeline import compile_model, make_target
+from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.devices import open_device
+from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.schedules.attention import KV_BLOCK
+from mlc_amd.tools import arguments, cli
+from mlc_amd.tools.checks import selftest_kernels, selftest_model
+from mlc_amd.tools.commands import chat
+from mlc_amd.tools.hub import models
+from mlc_amd.tools.hub.model_cache import Recipe
+from mlc_amd.tools.reference.attention import as_stored, quantized
+
+CTX = 128
+
+
+# ---- the command line
+
+
+@pytest.mark.parametrize("tokens", [["-ctk", "q8_0", "-ctv", "q8_0"], ["--cache-type-v=q8_0", "--cache-type-k=q8_0"]])
+def test_names_of_llama_cpp(tokens):
+    assert arguments.normalize(chat.run, {}, tokens) == ["--kv_type=q8_0"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["-ctk", "q8_0"], "keys q8_0: keys and values have the same type; write --kv-type q8_0 for both"),
+        (["-ctk", "q8_0", "-ctv", "f16"], "keys q8_0 and values f16: keys and values have the same type"),
+        (["-ctk", "q8_0", "--cache-type-k", "q8_0"], "--cache-type-k is given twice"),
+        (["-ctk", "q8_0", "-ctv", "q8_0", "--kv-type", "f16"], "--kv-type is given twice"),
+    ],
+)
+def test_keys_and_values_have_the_same_type(tokens, message):
+    with pytest.raises(UsageError, match=message):
+        arguments.normalize(chat.run, {}, tokens)
+
+
+def test_unknown_types_are_refused(capsys):
+    assert cli.main(["chat", "-ctk", "q4_0", "-ctv", "q4_0"]) == 2
+    assert "--kv-type must be f16|q8_0, not 'q4_0'" in capsys.readouterr().err
+    with pytest.raises(UserError, match="unknown type 'q4_0' of the KV cache; known: f16, q8_0"):
+        make_target("cpu", "x86-64-v3", "q4_0")
+
+
+def test_a_model_is_cached_for_each_type():
+    made = [Recipe(None, "tiny:q4_0", "cpu", "x86-64-v3", 64, "none", kv_type) for kv_type in ("f16", "q8_0")]
+    assert made[0].key != made[1].key
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize(("target", "arch"), [("cpu", "x86-64-v3"), ("rocm", "gfx1100")])
+def test_a_quantized_cache_needs_half_of_the_memory(target, arch):
+    """Of Llama 3 8B 8.5 bits for each of 2 * 32 * 1024 elements of a token, and its angles."""
+    with synthetic("llama3-8b:q4_0") as model:
+        needs = memory.needs(model, make_target(target, arch, "q8_0"), 4096)
+    assert needs.token == (68 << 10) + 4 * 128
+    assert needs.kv == pytest.approx(4096 * (68 << 10), rel=0.05)  # on GPUs also what splits join through
+
+
+@pytest.mark.parametrize(("target", "arch"), [("cpu", "x86-64-v3"), ("vulkan", "lavapipe")])
+def test_heads_of_other_sizes_are_refused(tmp_path, target, arch):
+    with (
+        tiny("gemma3") as model,
+        pytest.raises(UserError, match="--kv-type q8_0 needs heads in multiples of 32, not of"),
+    ):
+        compile_model(model, target, arch, 64, tmp_path / "model", kv_type="q8_0")
+    assert not (tmp_path / "model").exists()
+
+
+# ---- numbers
+
+
+def test_elements_are_rounded_to_steps_of_their_block():
+    x = np.random.default_rng(0).standard_normal((5, 2 * KV_BLOCK)) * np.array([1, 1e-7, 1e4, 1e6, 0])[:, None]
+    codes, scales = quantized(x)
+    assert np.abs(codes).max() == 127 and np.isfinite(scales).all()
+    step = np.abs(x).reshape(5, 2, -1).max(-1) / 127
+    apart = np.abs(as_stored(x) - x).reshape(5, 2, -1).max(-1)
+    assert (apart[[0, 2, 3, 4]] <= 0.56 * step[[0, 2, 3, 4]]).all()  # half a step, and the scale's own rounding
+    assert (apart[1] <= 2.0**-25 * 128).all()  # where the scale is one of the smallest float16
+
+
+# On vulkan, test_vulkan_kernels.py has the kernels of such caches in every run.
+@pytest.mark.parametrize(
+    ("target", "arch"),
+    [("cpu", "native"), pytest.param("vulkan", "lavapipe", marks=pytest.mark.full)],
+)
+def test_a_model_computes_what_numpy_does(compiled_for, target, arch):
+    if target == "vulkan":
+        gpu("llvmpipe")
+    made = Artifact.open(compiled_for(target, arch, "tiny:f16", CTX, "q8_0"))
+    caches = [entry for entry in made.manifest["kv"] if "span" in entry]
+    assert {entry["dtype"] for entry in caches} == {"int8", "float16"} and made.manifest["kv_type"] == "q8_0"
+    code = made.manifest["target"]["arch"]
+    found = list(selftest_kernels.check_all(made, code, "2" if target == "cpu" else None, runs=0))
+    assert [one for one in found if one["problem"]] == []
+    device = open_device(made)
+    try:
+        assert selftest_model.logits(device, made)["problem"] is None
+    finally:
+        device.close()
+
+
+def test_an_artifact_has_its_type(compiled_for, capsys):
+    made = compiled_for("cpu", "native", "tiny:f16", CTX, "q8_0")
+    assert cli.main(["inspect", str(made), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kv_type"] == "q8_0"
+    with pytest.raises(UserError, match=r"--kv-type f16: .* was compiled for a KV cache of type q8_0"):
+        models.load_engine(str(made), kv_type="f16")
+    assert models.artifact_path(str(made), kv_type="q8_0") == made

@@ -1,0 +1,192 @@
+"""The rocm target from GGUF to logits. Compiling needs a linker for AMD code; models run in the ISA emulator."""
+
+import gzip
+import re
+
+import architectures
+import numpy as np
+import pytest
+import reference
+from emulator_suite import MAX_KL, check_model, emulated_device
+from samples import sample
+
+from mlc_amd.compiler.codegen import hsaco
+from mlc_amd.compiler.gguf import GGUFModel, synthetic
+from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.cache.kv_pool import KvSize
+from mlc_amd.runtime.engine.engine import Engine
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu.base.step import FEW
+from tests.dev.quality import kl_divergence
+
+pytestmark = pytest.mark.usefixtures("linker")
+
+
+@pytest.fixture
+def rocm(compiled_for):
+    """rocm(source, arch) -> artifact with 64 tokens of context, compiled once."""
+    return lambda source, arch: Artifact.open(compiled_for("rocm", arch, source, 64))
+
+
+TWO = "7900xtx,gfx1201"  # GPUs that share an artifact
+# Each family of GPUs, and an artifact for two. LLVM takes more than ten seconds for one.
+MODELS = (("tiny:q4_0", "gfx1100"), ("tiny-qwen2:q4_0", "gfx1030"), ("tiny-qwen3:q4_k", "gfx942"), ("tiny:q4_0", TWO))
+
+
+@pytest.mark.parametrize(("spec", "archs"), sample(MODELS, MODELS[:1]))
+def test_artifact(rocm, spec, archs):
+    """Seven launches a layer in decode, no scratch memory, no spilled registers in any kernel, for each GPU."""
+    artifact = rocm(spec, archs)
+    manifest, archs = artifact.manifest, archs.replace("7900xtx", "gfx1100").split(",")
+    layers = len(manifest["model"]["layers"])
+    assert manifest["target"]["archs"] == archs
+    assert set(manifest["libraries"]) == set(manifest["launches"]) == set(archs)
+    assert len(manifest["functions"]["decode"]["launches"]) == 7 * layers + 4
+    for arch in archs:
+        launches = manifest["launches"][arch]
+        decode = {step["kernel"] for step in manifest["functions"]["decode"]["launches"]}
+        assert [len(launches[name]["steps"]) for name in decode if not name.startswith("sample")] == [1] * (
+            len(decode) - 1
+        )
+        kernels = hsaco.parse((artifact.path / manifest["libraries"][arch]).read_bytes()).kernels
+        for step in (step for launch in launches.values() for step in launch["steps"]):
+            kernel = kernels[step["symbol"]]
+            assert kernel.scratch == kernel.vgpr_spills == 0, kernel
+            # scalars may go to lanes of vector registers, which no memory sees, in a kernel that runs once a step
+            assert kernel.sgpr_spills == 0 or step["symbol"].startswith("sample"), kernel
+
+
+@pytest.mark.parametrize(("spec", "arch", "instruction"), [
+    ("tiny:q4_0", "gfx1100", "v_wmma"),
+    pytest.param("tiny-qwen3:q4_k", "gfx942", "v_mfma", marks=pytest.mark.full),
+])  # fmt: skip
+def test_prefill_runs_on_matrix_units(rocm, spec, arch, instruction):
+    artifact = rocm(spec, arch)
+    text = gzip.decompress((artifact.path / f"kernels-{arch}.s.gz").read_bytes()).decode()
+    launches, functions = artifact.manifest["launches"][arch], artifact.manifest["functions"]
+    called = {
+        step["kernel"]
+        for name, function in functions.items()
+        if function["rows"] > FEW
+        for step in function["launches"]
+    }
+    multiplied = [
+        name for name in called if name.startswith(("linear", "gate_up")) and not re.search(r"_m1(_\d+)?$", name)
+    ]
+    assert len(multiplied) >= 4
+    for name in multiplied:
+        for step in launches[name]["steps"]:
+            assert hsaco.instructions(text, step["symbol"]).matrix > 0, name
+            assert instruction in text
+
+
+def test_archs_of_different_layouts_do_not_share_an_artifact(rocm):
+    with pytest.raises(UserError, match="gfx1100 and gfx1030 need different layouts"):
+        rocm("tiny:q4_0", "gfx1100,gfx1030")
+
+
+def test_unknown_arch(rocm):
+    with pytest.raises(UserError, match="unknown AMD GPU 'gfx9999'"):
+        rocm("tiny:q4_0", "gfx9999")
+
+
+@pytest.mark.full
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
+@pytest.mark.parametrize("spec", ["tiny:q4_0", "tiny-qwen3:q4_k"])
+@pytest.mark.parametrize("wave_order", ["fwd", 5])
+def test_in_the_emulator(rocm, emulator, spec, arch, wave_order, monkeypatch):
+    artifact = rocm(spec, "gfx942" if arch == "gfx942" else TWO)
+    monkeypatch.setenv("MLC_AMD_GRAPH", "0")
+    check_model(artifact, spec, arch, emulator, wave_order)
+
+
+@pytest.mark.full
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
+@pytest.mark.parametrize("count", [5, 12, 20])
+def test_steps_of_many_sequences_in_the_emulator(rocm, emulator, arch, count, monkeypatch):
+    """Steps of 8, 16 and 32 rows, which take int8 matrix units: of each sequence the logits of its tokens."""
+    monkeypatch.setenv("MLC_AMD_GRAPH", "0")
+    artifact = rocm("tiny-qwen3:q4_k", "gfx942") if arch == "gfx942" else rocm("tiny:q4_0", TWO)
+    spec = "tiny-qwen3:q4_k" if arch == "gfx942" else "tiny:q4_0"
+    ids = np.random.default_rng(7).integers(0, 1024, (count, 2))
+    engine = Engine(artifact, emulated_device(artifact, arch, emulator, kv=KvSize(tokens=64 * count)))
+    steps = []
+    with engine.batch(count) as batch:
+        for i in range(2):
+            batch.step(ids[:, i].tolist())
+            steps.append(engine.device.read("logits", count)[:, : engine.vocab].copy())
+    made = np.stack(steps, 1)
+    exact = np.stack([reference.forward(synthetic(spec), own) for own in ids])
+    assert kl_divergence(exact.reshape(2 * count, -1), made.reshape(2 * count, -1)) < MAX_KL
+
+
+@pytest.mark.full
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 2, "repetition_penalty": 1.3}])
+def test_steps_that_begin_ahead_in_the_emulator(rocm, emulator, arch, options, monkeypatch):
+    """Answers are those of steps one by one, also where how tokens are chosen is known late."""
+    monkeypatch.setenv("MLC_AMD_GRAPH", "0")
+    artifact = rocm("tiny-qwen3:q4_k", "gfx942") if arch == "gfx942" else rocm("tiny:q4_0", TWO)
+    engine = Engine(artifact, emulated_device(artifact, arch, emulator, kv=KvSize(tokens=256)))
+    begun, start_behind = [], engine.device.start_behind
+    engine.device.pacer.limit = 1e4  # an emulator takes its time
+
+    def begin(name, late=False):
+        begun.append(late)
+        start_behind(name, late)
+
+    def answers():
+        engine.reset()
+        made = {0: [], 1: []}
+        for piece in engine.generate([[1, 2, 3], [7] * 5], max_tokens=12, **options):
+            made[piece.index].append(piece.id)
+        return made
+
+    monkeypatch.setattr(engine.device, "start_behind", begin)
+    found = answers()
+    assert len(begun) > 5 and set(begun) == {"repetition_penalty" in options}
+    monkeypatch.setattr(engine.device, "ahead", lambda name, late=False: False)
+    assert answers() == found
+
+
+@pytest.mark.full
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
+@pytest.mark.parametrize(
+    "name", ["qwen3moe", "gpt-oss", "gemma3", "gemma4", "deepseek2", "kimi-linear", "lfm2", "qwen35", "granitehybrid"]
+)
+def test_architecture_in_the_emulator(emulator, tmp_path, name, arch, monkeypatch):
+    """A prefill chunk and a decode step give the logits of target cpu; the last rows are beyond the first window."""
+    monkeypatch.setenv("MLC_AMD_GRAPH", "0")
+    ids, logits = np.random.default_rng(7).integers(0, 1024, 31), []
+    for target in ("cpu", "rocm"):
+        compile_model(architectures.tiny(name), target, "native" if target == "cpu" else arch, 64, tmp_path / target)
+        if target == "cpu":
+            engine = Engine.load(tmp_path / target)
+        else:
+            artifact = Artifact.open(tmp_path / target)
+            engine = Engine(artifact, emulated_device(artifact, arch, emulator))
+        logits.append([engine.prefill(ids[:30]), engine.decode(int(ids[30]))])
+    assert kl_divergence(*(np.stack(last) for last in logits)) < MAX_KL
+
+
+@pytest.mark.full
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
+@pytest.mark.parametrize("name", ["deepseek2", "granitehybrid", "lfm2", "qwen35moe"])
+def test_exact_logits_in_the_emulator(shared, emulator, tmp_path, name, arch, monkeypatch):
+    """A prefill chunk, of blocks of eight and sixteen rows and one row more, and a decode step of a random f16 model
+    against logits that llama.cpp computed from the same weights in float32."""
+    monkeypatch.setenv("MLC_AMD_GRAPH", "0")
+    path = tmp_path / "model.gguf"
+    _, exact = architectures.referenced(shared, name, path)
+    with GGUFModel.open(path) as model:
+        compile_model(model, "rocm", arch, 512, tmp_path / "rocm")
+    artifact = Artifact.open(tmp_path / "rocm")
+    engine = Engine(artifact, emulated_device(artifact, arch, emulator))
+    made = np.stack([engine.prefill(exact["ids"][:17]), engine.decode(int(exact["ids"][17]))])
+    assert kl_divergence(exact["logits"][np.isin(exact["positions"], (16, 17))], made) < MAX_KL

@@ -1,0 +1,123 @@
+"""The vulkan target from GGUF to text, on the Vulkan device that is here (Mesa's CPU driver in CI)."""
+
+import numpy as np
+import pytest
+import reference
+import vulkan_harness
+from samples import sample
+
+from mlc_amd.compiler.gguf import GGUFModel, synthetic
+from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.engine.engine import Engine
+from mlc_amd.runtime.errors import UserError
+from tests.dev.quality import Reference, kl_divergence
+
+MAX_KL = 1e-3
+# of the reference models: Mesa takes half a minute to compile one; all of them: tests.dev.vulkan_quality
+SAMPLE = "qwen3-q4_0"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """made(GGUF path or synthetic spec, arch, ctx) -> artifact folder, compiled once."""
+    done = {}
+
+    def compile_once(source, arch, ctx=64):
+        if (source, arch) not in done:
+            out = tmp_path_factory.mktemp("vulkan") / "model"
+            with synthetic(source) if isinstance(source, str) else GGUFModel.open(source) as model:
+                compile_model(model, "vulkan", arch, ctx, out)
+            done[source, arch] = out
+        return done[source, arch]
+
+    return compile_once
+
+
+@pytest.fixture
+def load():
+    """load(artifact folder) -> Engine; closes its device after the test."""
+    vulkan_harness.gpu()  # skips without a device
+    opened = []
+
+    def open_engine(path):
+        opened.append(Engine.load(path))
+        return opened[-1]
+
+    yield open_engine
+    for engine in opened:
+        engine.device.close()
+
+
+@pytest.mark.parametrize(
+    ("spec", "arch"),
+    sample(
+        [("tiny:q4_k", "vangogh"), ("tiny-qwen3:q6_k", "rdna4"), ("tiny-qwen2:q5_1", "generic")],
+        [("tiny-qwen3:q6_k", "rdna4")],
+    ),
+)
+def test_artifact(made, spec, arch):
+    """Seven dispatches a layer in decode; every launch says where its code is and what it writes."""
+    manifest = Artifact.open(made(spec, arch)).manifest
+    decode, launches = manifest["functions"]["decode"]["launches"], manifest["launches"][arch]
+    assert len(decode) == 7 * len(manifest["model"]["layers"]) + 4
+    assert manifest["target"]["archs"] == [arch]
+    size = manifest["files"][manifest["libraries"][arch]]["bytes"]
+    for call in decode:
+        steps = launches[call["kernel"]]["steps"]
+        assert len(steps) == 1 or call["kernel"].startswith("sample")
+        for step in steps:
+            assert sum(step["code"]) <= size and step["writes"]
+            assert (
+                len(step["args"]) <= 16 or step["table"] or manifest["target"]["needs"][arch]["push_constants"] == 256
+            )
+
+
+SEVERAL = "generic,7900xtx:matrix=none,lavapipe"
+
+
+def test_several_profiles_share_an_artifact(made):
+    manifest = Artifact.open(made("tiny:f16", SEVERAL, 128)).manifest
+    assert list(manifest["libraries"].values()) == [
+        "kernels-generic.spv",
+        "kernels-rdna3-matrix-none.spv",
+        "kernels-lavapipe.spv",
+    ]
+    with pytest.raises(UserError, match="need different layouts"):
+        made("tiny:q4_0", "steamdeck,rdna3")
+
+
+def test_several_profiles_where_the_first_splits_attention_less(made, load):
+    """The workspace has the largest size that any profile needs; the device takes the profile that fits."""
+    vulkan_harness.gpu()
+    engine = load(made("tiny:f16", SEVERAL, 128))
+    assert np.isfinite(engine.decode(1)).all()
+
+
+def test_unknown_profile(made):
+    with pytest.raises(UserError, match="unknown Vulkan profile 'voodoo2'"):
+        made("tiny:q4_0", "voodoo2")
+
+
+@pytest.mark.full  # test_vulkan_device.py compares a model with the CPU's in every run, test_memory.py runs experts
+@pytest.mark.parametrize(("spec", "arch"), [("tiny-qwen3:mxfp4", "auto"), ("tiny-qwen2:q4_0", "generic")])
+def test_logits(made, load, spec, arch):
+    """A prefill chunk, decode steps, and the logits of a whole text, against the numpy reference."""
+    vulkan_harness.gpu()
+    engine, ids = load(made(spec, arch)), np.random.default_rng(7).integers(0, 1024, 24)
+    logits = [engine.prefill(ids[:20]), *(engine.decode(int(i)) for i in ids[20:])]
+    exact = reference.forward(synthetic(spec), ids)
+    assert kl_divergence(exact[19:], np.stack(logits)) < MAX_KL
+    engine.reset()
+    assert kl_divergence(exact, engine.score(ids)) < MAX_KL
+    assert arch in ("auto", engine.device.code_arch)
+
+
+@pytest.mark.full
+def test_quality(made, load, shared):
+    vulkan_harness.gpu()
+    engine, expected = load(made(shared / "models" / f"{SAMPLE}.gguf", "auto", 512)), Reference(shared, SAMPLE)
+    found = expected.logits(engine)
+    assert found.good, found
+    compared, wrong = expected.greedy(engine, 8)
+    assert compared and not wrong

@@ -1,0 +1,55 @@
+"""Steps that begin before the one in progress is done, for tests on the CPU."""
+
+from collections import deque
+
+from mlc_amd.runtime.engine.engine import Engine
+from mlc_amd.runtime.engine.steps import OUTPUTS
+
+
+def computes_ahead(engine: Engine, monkeypatch) -> list[str]:
+    """Makes a CPU compute each step when it is begun, also behind one whose results the host has not read yet: what a
+    GPU does, in its order. Returns the functions that began behind another, which grows."""
+    device, outputs, behind = engine.device, deque(), []
+    read, rows = device.read, {name: of["logits"] for name, of in device.artifact.manifest["functions"].items()}
+
+    def compute_now(name):
+        device.run(name)
+        outputs.append({of: read(of, rows[name]).copy() for of in OUTPUTS})
+
+    def start(name, meanwhile=None):
+        outputs.clear()  # of runs that nobody waited for
+        if meanwhile:
+            meanwhile()
+        compute_now(name)
+
+    def start_behind(name, late=False):
+        assert len(outputs) == 1
+        sampled = outputs[-1]["sampled"]
+        device.write("tokens", sampled)
+        behind.append(name)
+        if not late:
+            compute_now(name)
+
+    def wait():
+        device.found = outputs.popleft()
+
+    monkeypatch.setattr(device, "ahead", lambda name, late=False: True)
+    monkeypatch.setattr(device, "start_late", compute_now, raising=False)
+    monkeypatch.setattr(device, "start", start, raising=False)
+    monkeypatch.setattr(device, "start_behind", start_behind, raising=False)
+    monkeypatch.setattr(device, "wait", wait, raising=False)
+    monkeypatch.setattr(device, "read", lambda name, n: device.found[name][:n] if device.found else read(name, n))
+    monkeypatch.setattr(device, "found", None, raising=False)
+    run = device.run
+
+    def run_alone(*arguments):
+        device.found = None
+        run(*arguments)
+
+    monkeypatch.setattr(device, "run", run_alone)
+    return behind
+
+
+def assert_nothing_is_held(engine: Engine) -> None:
+    for pool in engine.cache.pools.values():
+        assert pool.available == pool.pages

@@ -1,0 +1,240 @@
+"""Who may use a server, how much, and until when: keys, limits, clients that go away, models on demand, signals."""
+
+import http.client
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, closing
+from urllib.parse import urlsplit
+
+import pytest
+
+pytest.importorskip("starlette")
+from serving import Served, serving, started, waiting
+
+from mlc_amd.runtime.engine.engine import Engine
+from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.tools.commands import serve
+from mlc_amd.tools.server import lifecycle
+from mlc_amd.tools.server.app import ROUTES
+from mlc_amd.tools.server.library import Library
+
+TEXT = "/v1/completions"
+LONG = {"prompt": "def f(", "max_tokens": 1900, "logit_bias": {"8189": -1000, "8191": -1000}}
+
+
+@pytest.fixture(scope="module")
+def library(demo_artifact):
+    """Two names for the bundled model, one of which can be loaded at a time."""
+
+    def make(**settings) -> Library:
+        def load() -> Engine:
+            return Engine.load(demo_artifact, threads=1)
+
+        return Library({"one": load, "two": load}, **settings)
+
+    return make
+
+
+def test_keys(library):
+    with serving(library(), keys=("first", "second")) as served:
+        models = "/v1/models"
+        for headers in ({}, {"authorization": "Bearer third"}, {"x-api-key": "firs"}, {"authorization": "first"}):
+            status, found, answer = served.request(models, headers=headers)
+            assert status == 401 and found["www-authenticate"] and answer["error"]["code"] == "invalid_api_key"
+        assert all(served.request(path)[0] == 401 for path, *_ in ROUTES if path != "/health")
+        for headers in ({"authorization": "Bearer first"}, {"x-api-key": "second"}):
+            assert served.request(models, headers=headers)[0] == 200
+        assert served.request("/health")[0] == 200 and served.request("/metrics")[0] == 401
+        assert served.request("/v1/messages", {})[2]["type"] == "error"
+        assert isinstance(served.request("/api/tags")[2]["error"], str)
+
+
+def test_browsers(library):
+    with serving(library(), hosts=("127.0.0.1",), origins=("https://ours.example",)) as served:
+
+        def status(**headers: str) -> int:
+            return served.request("/v1/models", headers=headers)[0]
+
+        assert status() == status(origin=served.url) == status(origin="https://ours.example") == 200
+        assert status(origin="https://evil.example") == status(host="evil.example") == 403
+        assert status(host="localhost:1") == 200
+        found = served.request("/v1/models", headers={"origin": "https://ours.example"})[1]
+        assert found["access-control-allow-origin"] == "https://ours.example"
+
+
+def test_sizes_and_times(library, monkeypatch):
+    """Each limit at a server that has no other short one, which a slow machine might meet first."""
+
+    def answer_to(sent: bytes) -> bytes:
+        where = urlsplit(served.url)
+        assert where.hostname and where.port
+        with socket.create_connection((where.hostname, where.port), 120) as connection:
+            connection.sendall(sent)
+            return connection.recv(100)  # b"": closed by the server
+
+    with serving(library(), body=1000, limit=0.2) as served:
+        assert served.request(TEXT, {"prompt": "x" * 1000})[0] == 413
+        assert served.request(TEXT, LONG)[0] == 504
+        assert "timeout_error" in served.post(TEXT, LONG | {"stream": True})
+    with serving(library(), read=0.3) as served:
+        post = b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99\r\n\r\n{" % TEXT.encode()
+        assert answer_to(post).startswith(b"HTTP/1.1 408")
+    monkeypatch.setattr(lifecycle, "IDLE_CONNECTION", 0.3)
+    with serving(library()) as served:
+        assert answer_to(b"") == answer_to(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: ") == b""
+
+
+def test_answers_are_not_held_back(library):
+    """By Nagle's algorithm, which waits 40 ms for a client's acknowledgement."""
+    with serving(library()) as served, closing(http.client.HTTPConnection(urlsplit(served.url).netloc)) as connection:
+        times = []
+        for _ in range(40):
+            begun = time.perf_counter()
+            connection.request("GET", "/v1/models")
+            assert connection.getresponse().read()
+            times.append(time.perf_counter() - begun)
+        # each of the later ones would wait, for the first ones TCP acknowledges at once; a slow machine delays some
+        assert min(times[20:]) < 0.03
+
+
+def test_too_many_requests(library):
+    with serving(library(), requests=1) as served, closing(served.begin(TEXT, LONG)[0]):
+        status, headers, answer = served.request(TEXT, LONG)
+        assert (status, answer["error"]["type"]) == (503, "overloaded_error") and int(headers["retry-after"]) > 0
+        assert served.request("/health")[0] == 200
+
+
+def test_a_client_that_goes_away_ends_its_answer(library):
+    with serving(library()) as served:
+        connection, _ = served.begin(TEXT, LONG)
+        model = served.service.library.loaded["one"]
+        assert model.engine.queue.running == 1 and model.users == 1
+        assert connection.sock
+        connection.sock.shutdown(socket.SHUT_RDWR)
+        connection.close()
+        assert waiting(lambda: not model.engine.queue.running and not model.users)
+        assert model.engine.last.generated < LONG["max_tokens"]
+        assert 'finished_reason="abort"' in served.request("/metrics")[2]
+
+
+def test_models_are_loaded_on_demand(library):
+    with serving(library(patience=0.3)) as served:
+        loaded = served.service.library.loaded
+        assert not loaded
+        short = {"prompt": "x", "max_tokens": 1}
+        served.post(TEXT, short)
+        assert list(loaded) == ["one"]
+        served.post(TEXT, short | {"model": "TWO"})
+        assert list(loaded) == ["two"]
+        with closing(served.begin(TEXT, LONG | {"model": "two"})[0]):
+            status, headers, _ = served.request(TEXT, short | {"model": "one"})
+            assert status == 503 and headers["retry-after"] and list(loaded) == ["two"]
+        model = loaded["two"]
+        assert waiting(lambda: not model.users)
+        served.post(TEXT, short)
+        assert list(loaded) == ["one"]
+        # An answer arrives a moment before the step that ended it is over.
+        idle = 'vllm:num_requests_running{model_name="one"} 0.0'
+        assert waiting(lambda: idle in served.request("/metrics")[2])
+        usage = served.request("/metrics")[2]
+        assert 'vllm:time_to_first_token_seconds_count{model_name="one"} 2.0' in usage
+
+
+def test_unused_models_are_unloaded(library):
+    with serving(library(idle=0.1)) as served:
+        loaded = served.service.library.loaded
+        with closing(served.begin(TEXT, LONG)[0]):
+            time.sleep(0.3)
+            assert list(loaded) == ["one"]
+        assert waiting(lambda: not loaded)
+        served.post(TEXT, {"prompt": "x", "max_tokens": 1})
+        assert waiting(lambda: not loaded)
+
+
+def test_a_model_that_cannot_be_loaded():
+    def load() -> Engine:
+        raise UserError("its file is damaged")
+
+    with serving(Library({"broken": load})) as served:
+        for _ in range(2):
+            status, _, answer = served.request(TEXT, {"prompt": "x"})
+            assert status == 500 and "its file is damaged" in answer["error"]["message"]
+
+
+@pytest.fixture
+def process(demo_artifact, tmp_path):
+    """process(arguments) -> a server in a process of its own."""
+    with ExitStack() as running:
+        yield lambda *arguments: running.enter_context(
+            started(demo_artifact, "--kv-tokens", "4096", *arguments, log=tmp_path / "log")
+        )
+
+
+def test_the_first_signal_lets_answers_finish(process):
+    served = process()
+    results = []
+    body = LONG | {"max_tokens": 400}
+    asking = threading.Thread(target=lambda: results.append(served.request(TEXT, body)))
+    asking.start()
+    assert waiting(lambda: _running(served) == 1)
+    served.process.send_signal(signal.SIGTERM)
+    assert waiting(lambda: "stopping after" in served.log.read_text())
+    assert served.request(TEXT, body)[0] == served.request("/health")[0] == 503
+    asking.join(60)
+    assert results[0][0] == 200 and results[0][2]["usage"]["completion_tokens"] == 400
+    assert served.process.wait(60) == 0, served.log.read_text()
+    assert f"POST {TEXT} 200" in served.log.read_text()
+
+
+def _running(served: Served) -> float:
+    lines = served.request("/metrics")[2].splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+
+def test_the_second_signal_ends_it_at_once(process):
+    served = process("--quiet")
+    with closing(served.begin(TEXT, LONG)[0]):
+        served.process.send_signal(signal.SIGINT)
+        assert waiting(lambda: "stopping after" in served.log.read_text())
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(60) == 128 + signal.SIGINT
+
+
+def test_arguments(tmp_path, monkeypatch):
+    keys = tmp_path / "keys"
+    keys.write_text("# of the team\nalpha\n\n beta \n")
+    monkeypatch.setenv("MLC_AMD_API_KEY", "gamma")
+    assert serve.read_keys(("alpha",), str(keys)) == ("alpha", "beta", "gamma")
+    with pytest.raises(UsageError, match="no keys"):
+        keys.write_text("\n")
+        serve.read_keys((), str(keys))
+    path = tmp_path / "model.gguf"
+    path.touch()
+    found = serve.named((str(path), f"mine={path}", "owner/repo:Q8_0"))
+    assert found == {"model": str(path), "mine": str(path), "owner/repo:Q8_0": "owner/repo:Q8_0"}
+    with pytest.raises(UsageError, match="two models"):
+        serve.named((str(path), str(path)))
+    assert serve.is_loopback("127.0.0.1") and serve.is_loopback("::1") and not serve.is_loopback("0.0.0.0")
+    with closing(serve.listen("127.0.0.1", 0, None)) as taken:
+        taken.listen()
+        with pytest.raises(UserError, match="cannot listen"):
+            serve.listen("127.0.0.1", taken.getsockname()[1], None)
+    local = tmp_path / "socket"
+    with closing(serve.listen("", 0, str(local))):
+        assert local.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_limit_of_open_files_is_raised_and_a_small_one_is_told():
+    program = (
+        "from mlc_amd.tools.server.lifecycle import allow_connections, resource; allow_connections(256); "
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    for most, warning in ((1000, False), (300, True)):
+        command = ["bash", "-c", f'ulimit -Sn 100; ulimit -Hn {most}; exec {sys.executable} -c "{program}"']
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout == f"({most}, {most})\n"
+        assert warning == (f"may open {most} files, too few for 256 requests" in done.stderr) == bool(done.stderr)

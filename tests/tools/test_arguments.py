@@ -1,0 +1,109 @@
+"""Command lines: what is understood, llama.cpp's names of flags, and mistakes in one line."""
+
+import pytest
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools import arguments, cli
+from mlc_amd.tools.commands import bench, chat
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (["m", "--prompt", "a=b"], ["--model=m", "--prompt=a=b"]),
+        (["--prompt=--x", "--", "-m"], ["--prompt=--x", "--model=-m"]),
+        (["-p", "x", "--max_tokens", "3"], ["--prompt=x", "--max_tokens=3"]),
+        (["--stop", "a", "--stop", "b,c"], ['--stop=["a", "b,c"]']),
+        (["-"], ["--model=-"]),
+        (["--", "--help"], ["--model=--help"]),
+    ],
+)
+def test_arguments_are_normalized(tokens, expected):
+    assert sorted(arguments.normalize(chat.run, chat.SHORT, tokens)) == sorted(expected)
+
+
+def test_integers_accept_what_people_type():
+    parse = arguments.parse_functions(chat.run)["max_tokens"]
+    assert (parse("1e3"), parse("64"), parse("0x10")) == (1000, 64, 16)
+    with pytest.raises(UserError, match="--max-tokens must be N, not 'inf'"):
+        parse("inf")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (("caht",), "did you mean chat"),
+        (("frobnicate",), "choose from chat"),
+        (("chat", "--tempreature", "1"), "did you mean --temperature"),
+        (("chat", "-z"), "unknown flag -z"),
+        (("chat", "--temperature", "warm"), "--temperature must be X, not 'warm'"),
+        (("chat", "--temperature", "-1"), "temperature is -1.0"),
+        (("chat", "--max-tokens", "1.5"), "--max-tokens must be N"),
+        (("chat", "--max-tokens", "0"), "at least 1"),
+        (("chat", "--prompt"), "--prompt needs a value"),
+        (("chat", "--on-full", "maybe"), "error|drop"),
+        (("chat", "a", "b"), "unexpected argument 'b'"),
+        (("chat", "--seed", "1", "--seed", "2"), "given twice"),
+        (("tokenize",), "MODEL is missing"),
+        (("tokenize", "x", "y", "--ids-only", "--json"), "not both"),
+        (("compile",), "GGUF file or --synthetic"),
+        (("compile", "model.gguf", "-o", ""), "-o is empty"),
+        (("bench", "-p", "0", "-n", "0"), "nothing to measure"),
+        (("bench", "-p", "12,x"), "--n-prompt must be N,N"),
+        (("bench", "-o", "xml"), "md|json|jsonl|csv"),
+        (("perplexity", "x"), "--text FILE or --ids"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, tokens, message):
+    assert cli.main(tokens) == 2
+    assert_one_line(capsys, message)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (("chat", "/nowhere/model.gguf"), "/nowhere/model.gguf: no such file"),
+        (("compile", "--synthetic", "huge:q4_0"), "unknown preset"),
+        (
+            ("bench", "--synthetic", "tiny:q4_0", "-d", "4096"),
+            "was made for 2048: give smaller -d, -p or -n",
+        ),
+        (("bench", "--synthetic", "tiny:q4_0", "-p", "512", "--ctx", "128"), "give --ctx 512 or more"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(capsys, tokens, message):
+    assert cli.main(tokens) == 1
+    assert_one_line(capsys, message)
+
+
+def assert_one_line(capsys, message: str) -> None:
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("error: ") and shown.err.count("\n") == 1
+    assert message in shown.err
+
+
+# ---- flags as llama.cpp has them
+
+
+@pytest.mark.parametrize(
+    ("run", "tokens", "expected"),
+    [
+        (chat.run, ["-m", "x.gguf", "-c", "512", "-t", "2"], ["--model=x.gguf", "--ctx=512", "--threads=2"]),
+        (chat.run, ["--temp", "0.5", "--repeat-penalty=1.1"], ["--temperature=0.5", "--repetition_penalty=1.1"]),
+        (chat.run, ["-ngl", "0"], ["--target=cpu"]),
+        (bench.run, ["--n-gpu-layers", "0", "-t", "4"], ["--target=cpu", "--threads=4"]),
+    ],
+)
+def test_familiar_flags(run, tokens, expected):
+    assert sorted(arguments.normalize(run, {}, tokens)) == sorted(expected)
+
+
+def test_layers_on_a_gpu_are_noted(capsys):
+    assert cli.main(["chat", "-ngl", "99", "-m", "/nowhere.gguf"]) != 0
+    note, error = capsys.readouterr().err.splitlines()
+    assert note.startswith("warning: -ngl 99 has no effect") and "/nowhere.gguf: no such file" in error
+
+
+def test_familiar_flags_are_in_the_help():
+    page = arguments.help_page("chat", chat.run, chat.SHORT)
+    assert "-c, --ctx N" in page and "-t, --threads N" in page and "also --temp" in page and "-ngl" in page

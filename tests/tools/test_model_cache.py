@@ -1,0 +1,226 @@
+"""The user's cache of compiled models: what shapes an artifact is part of its key, artifacts share weights, and what
+nobody needs can be removed."""
+
+import gc
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlc_amd.compiler import pipeline, weights
+from mlc_amd.compiler.gguf import synthetic, write_gguf
+from mlc_amd.compiler.weight_store import WeightStore
+from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.devices.hip import gpu
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools import cli
+from mlc_amd.tools.hub import model_cache, models
+
+SPEC = "tiny:q4_0"
+
+
+@pytest.fixture
+def builds(monkeypatch, tmp_path) -> list[tuple[str, str]]:
+    """(target, arch) of each compilation; nothing is really compiled. The cache is empty at first."""
+    made = []
+
+    def compile_model(source, target, arch, ctx, out, progress, weights, tuned, store, kv_type):
+        made.append((target, arch))
+        out.mkdir(parents=True)
+        (out / "manifest.json").touch()
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(pipeline, "compile_model", compile_model)
+    return made
+
+
+@pytest.mark.parametrize("arch", ["native", "auto"])
+def test_rocm_follows_the_gpu(builds, monkeypatch, arch):
+    monkeypatch.setattr(gpu, "kfd_gpus", lambda: [{"arch": "gfx1100"}])
+    first = models.artifact_path(None, synthetic=SPEC, target="rocm", arch=arch)
+    assert models.artifact_path(None, synthetic=SPEC, target="rocm", arch=arch) == first
+    monkeypatch.setattr(gpu, "kfd_gpus", lambda: [{"arch": "gfx1201"}])
+    assert models.artifact_path(None, synthetic=SPEC, target="rocm", arch=arch) != first
+    assert builds == [("rocm", "gfx1100"), ("rocm", "gfx1201")]
+
+
+@pytest.mark.parametrize("arch", ["native", "auto"])
+def test_cpu_follows_the_flags(builds, monkeypatch, arch):
+    monkeypatch.setattr(model_cache, "cpu_flags", lambda: frozenset({"avx2"}))
+    first = models.artifact_path(None, synthetic=SPEC, target="cpu", arch=arch)
+    monkeypatch.setattr(model_cache, "cpu_flags", lambda: frozenset({"avx2", "avx512_vnni"}))
+    assert models.artifact_path(None, synthetic=SPEC, target="cpu", arch=arch) != first
+    assert builds == [("cpu", "native")] * 2
+
+
+# ---- weights that artifacts share
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path) -> Path:
+    """An empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "mlc-amd"
+
+
+@pytest.fixture
+def gguf(tmp_path) -> Path:
+    with synthetic("tiny:f16") as model:
+        write_gguf(model, tmp_path / "tiny.gguf")
+    return tmp_path / "tiny.gguf"
+
+
+def compiled(gguf: Path, ctx: int) -> Path:
+    # kernels that this process compiled before are taken from memory: codegen/object_cache.py
+    return models.artifact_path(str(gguf), target="cpu", ctx=ctx)
+
+
+def weights_of(artifact: Path) -> os.stat_result:
+    return (artifact / "weights.safetensors").stat()
+
+
+@pytest.fixture
+def two(cache, gguf) -> list[Path]:
+    """Artifacts of one file that differ in their context."""
+    return [compiled(gguf, 64), compiled(gguf, 128)]
+
+
+def test_weights_take_their_space_once(two, cache, gguf, tmp_path, monkeypatch):
+    first, second = map(weights_of, two)
+    assert two[0] != two[1] and first.st_ino == second.st_ino and first.st_nlink == 3  # and the store's
+    for path in two:
+        Artifact.open(path, verify=True)
+    # nor are they packed again for a folder of the user's
+    monkeypatch.setattr(weights, "repack", None)
+    out = models.compile_artifact(str(gguf), str(tmp_path / "mine"), target="cpu", ctx=192).path
+    assert weights_of(out).st_ino == first.st_ino and Artifact.open(out, verify=True)
+    tables = [Artifact.open(path).weights["rope.table"] for path in (*two, out)]
+    assert [len(table) for table in tables] == [64, 128, 192] and (tables[0] == tables[2][:64]).all()
+
+
+def test_other_weights_are_not_shared(two, gguf):
+    with synthetic("tiny:f16", seed=1) as model:
+        write_gguf(model, gguf)
+    changed = compiled(gguf, 64)
+    assert weights_of(changed).st_ino != weights_of(two[0]).st_ino
+    with synthetic("tiny:f16") as model:
+        cpu, gpu = (weights.key(model, layout, {}) for layout in ("tile16", "rows"))
+    assert cpu != gpu
+
+
+def test_damaged_weights_are_packed_again_for_a_folder(two, gguf, tmp_path):
+    with open(two[0] / "weights.safetensors", "r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        file.write(b"\xff" * 10)
+    out = models.compile_artifact(str(gguf), str(tmp_path / "mine"), target="cpu", ctx=64).path
+    assert Artifact.open(out, verify=True) and weights_of(out).st_nlink == 1
+
+
+def test_a_file_system_without_links_gets_copies(cache, gguf, tmp_path, monkeypatch):
+    store, place = WeightStore(tmp_path / "store"), tmp_path / "weights.safetensors"
+    place.write_bytes(b"packed")
+    facts = store.put("key", place)
+    monkeypatch.setattr(os, "link", lambda *_: os.stat("/nowhere/at/all"))
+    assert store.take("key", tmp_path / "copy") == facts and (tmp_path / "copy").stat().st_nlink == 1
+    assert store.take("other", tmp_path / "copy") is None
+
+
+def test_files_of_one_name_do_not_replace_each_other(gguf, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = ["--target", "cpu", "--ctx", "100", "--weights", "none"]
+    assert cli.main(["compile", gguf.name, *command]) == 0
+    assert "--ctx 100 is rounded up to 128" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    other = shutil.copy(gguf, tmp_path / "other")
+    assert cli.main(["compile", str(other), *command]) == 1
+    assert "dist/tiny-cpu-native was made from another tiny.gguf" in capsys.readouterr().err
+    assert cli.main(["compile", gguf.name, *command]) == 0
+
+
+def test_a_cache_without_space_has_advice_of_its_own(cache, gguf):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limit[1]))  # stands in for a full disk
+    try:
+        with pytest.raises(UserError, match=r"cannot write .*set XDG_CACHE_HOME to a writable folder"):
+            compiled(gguf, 64)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert [file for file in cache.rglob("*") if file.is_file()] == []
+
+
+# ---- the command
+
+
+def test_list_and_removal(two, cache, capsys):
+    capsys.readouterr()
+    assert cli.main(["cache"]) == 0
+    shown = capsys.readouterr().out
+    assert all(path.name in shown for path in two) and "shared by 2" in shown and "2 models" in shown
+    assert cli.main(["cache", "ls", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [one["recipe"]["ctx"] for one in listed] == [128, 64] and len({one["weights_inode"] for one in listed}) == 1
+    assert not any(one["outdated"] or one["in_use"] for one in listed)
+    assert cli.main(["cache", "rm", two[0].name]) == 0
+    assert "0 B freed" not in capsys.readouterr().out and not two[0].exists() and weights_of(two[1]).st_nlink == 2
+    assert cli.main(["cache", "rm", "tiny-*"]) == 0
+    assert [file for file in cache.rglob("*") if file.is_file()] == []
+
+
+def test_prune_keeps_what_was_used_last(two, gguf, cache, capsys):
+    assert cli.main(["cache", "prune"]) == 0
+    assert all(path.exists() for path in two)
+    assert compiled(gguf, 64) == two[0]  # used again
+    assert cli.main(["cache", "prune", "--max-size", "0", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index(two[1].name) < shown.index(two[0].name)  # the least recently used first
+    note = two[1].with_name(f"{two[1].name}.json")
+    os.utime(note, (0, 0))
+    assert cli.main(["cache", "prune", "--older", "365d"]) == 0
+    assert two[0].exists() and not two[1].exists() and not note.exists()
+
+
+def test_prune_removes_what_no_command_finds(two, gguf, cache):
+    gguf.unlink()
+    assert cli.main(["cache", "prune"]) == 0
+    assert [file for file in cache.rglob("*") if file.is_file()] == []
+
+
+def test_what_a_process_uses_stays(two, cache, capsys):
+    code = (
+        "import sys; from mlc_amd.runtime.artifact.artifact import Artifact\n"
+        "held = Artifact.open(sys.argv[1]); print('open', flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code, str(two[0])], **pipes) as user:
+        assert user.stdout.readline() == b"open\n"
+        assert cli.main(["cache", "rm", "--all"]) == 0
+        shown = capsys.readouterr()
+        assert f"{two[0].name} is in use: it stays" in shown.err and f"removed {two[1].name}" in shown.out
+        assert cli.main(["cache", "prune", "--max-size", "0"]) == 0
+        assert Artifact.open(two[0], verify=True)
+        user.kill()
+    gc.collect()
+    assert cli.main(["cache", "prune", "--max-size", "0"]) == 0
+    assert not two[0].exists()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (("rm",), "NAME of a model"),
+        (("rm", "no-such"), "no model in the cache is called no-such"),
+        (("ls", "--older", "1d"), "--older is for `mlc-amd cache prune`"),
+        (("prune", "--older", "soon"), "--older 'soon': give a number and a unit, as 30d"),
+        (("prune", "--max-size", "3X"), "as 20G"),
+        (("clean",), "ls|rm|prune"),
+    ],
+)
+def test_errors(cache, capsys, tokens, text):
+    assert cli.main(["cache", *tokens]) in (1, 2)
+    shown = capsys.readouterr()
+    assert shown.out == "" and text in shown.err and shown.err.count("\n") == 1

@@ -1,0 +1,165 @@
+"""The Python packages that a bundle holds: wheels from the package index, kept in the cache, merged into one folder's
+files.
+
+In: names of VENDORED packages, Python versions. Out: {path: bytes}, what `site-packages` of any of these Pythons would
+hold. Wheels of the same version for several Pythons agree in all files but the native ones, whose names tell the
+Python, so they lie side by side.
+"""
+
+import importlib.util
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from packaging.tags import Tag, compatible_tags, cpython_tags
+from packaging.utils import canonicalize_name, parse_wheel_filename
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools.terminal import display
+
+# The newest C library that wheels may ask for is that of 2018 (2.28); SteamOS and all living distributions have it.
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+# Nothing that runs a model needs these: type stubs, headers, sources, tests, installers' records.
+LEAVE_OUT = (
+    "*.pyi",
+    "*.pyx",
+    "*.pxd",
+    "*.h",
+    "*.a",
+    "*.typed",
+    "*/tests/*",
+    "*.data/*",
+    "*.dist-info/RECORD",
+    "*.dist-info/WHEEL",
+)
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package of one version. leave_out: more patterns of files; differs: files that may differ between Pythons, the
+    first is taken."""
+
+    version: str
+    leave_out: tuple[str, ...] = ()
+    differs: tuple[str, ...] = ()
+
+
+VENDORED = {
+    "numpy": Package(
+        "2.4.6",
+        (
+            "numpy/_core/_simd.*", "numpy/_core/*_tests.*", "numpy/_pyinstaller/*", "numpy/distutils/*", "numpy/doc/*",
+            "numpy/f2py/*",
+            "numpy/random/_examples/*", "numpy/random/lib/*", "numpy/testing/*", "numpy/typing/*",
+        ),
+        ("numpy/__config__.py",),  # which compiler and Python it was built with
+    ),
+    "tokenizers": Package("0.23.3"),
+    "jinja2": Package("3.1.6"),
+    "markupsafe": Package("3.0.4", ("markupsafe/_speedups.*",)),  # it has the same in Python
+    "rich": Package("15.0.0"),
+    "prompt_toolkit": Package("3.0.53"),
+    "wcwidth": Package("0.2.14"),
+    "fire": Package("0.7.1"),
+    "termcolor": Package("3.3.0"),
+    "packaging": Package("26.3"),
+    "msgspec": Package("0.22.0"),
+    "rocm-bindings-hip": Package("10.0.0.0.1.2", ("rocm/bindings/*hiprtc*",)),
+    "rocm-bindings-core": Package("10.0.0.0.1.2"),
+}  # fmt: skip
+
+
+def site_packages(names: Sequence[str], pythons: Sequence[str], cache: Path) -> dict[str, bytes]:
+    """The files of the packages for all `pythons` ("3.11", ..), by path. UserError when a wheel is neither in `cache`
+    nor to be had."""
+    files: dict[str, bytes] = {}
+    for name in names:
+        package, taken = VENDORED[name], dict.fromkeys(_wheel(name, python, cache) for python in pythons)
+        for wheel in taken:
+            for path, data in _members(wheel, (*LEAVE_OUT, *package.leave_out)):
+                if files.setdefault(path, data) != data and path not in package.differs:
+                    raise RuntimeError(f"{path} differs between the wheels of {name} {package.version}")
+    return files
+
+
+def fetch(names: Sequence[str], pythons: Sequence[str], cache: Path) -> None:
+    """Downloads what `cache` lacks. UserError without pip or network."""
+    for python in pythons:
+        missing = [name for name in names if _find(name, python, cache) is None]
+        if missing:
+            _download(missing, python, cache)
+
+
+def _download(names: Sequence[str], python: str, cache: Path) -> None:
+    wanted = [f"{name}=={VENDORED[name].version}" for name in names]
+    if importlib.util.find_spec("pip") is None:
+        raise UserError(
+            f"deploy needs pip to download {', '.join(wanted)}; install it with: {sys.executable} -m ensurepip"
+        )
+    display.message(f"downloading for Python {python}: {', '.join(wanted)} ...")
+    cache.mkdir(parents=True, exist_ok=True)
+    platforms = [f"--platform={platform}" for platform in PLATFORMS]
+    options = [
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--retries=1",
+        "--timeout=30",
+    ]
+    kind = ["--implementation=cp", f"--python-version={python}", *platforms, f"--dest={cache}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", *options, *kind, *wanted], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        reason = next(
+            (line for line in reversed(done.stderr.splitlines()) if line.startswith("ERROR")), "ERROR: pip failed"
+        )
+        raise UserError(
+            f"cannot download {', '.join(wanted)} ({reason[7:]}); with a network, deploy once: wheels are kept in "
+            f"{cache}"
+        )
+
+
+def _wheel(name: str, python: str, cache: Path) -> Path:
+    found = _find(name, python, cache)
+    if found is None:
+        raise UserError(f"no wheel of {name} {VENDORED[name].version} for Python {python} in {cache}")
+    return found
+
+
+def _find(name: str, python: str, cache: Path) -> Path | None:
+    """The wheel in the cache that pip would take."""
+    best: dict[Tag, int] = {tag: i for i, tag in reversed(list(enumerate(_tags(python))))}
+    found = []
+    for path in sorted(cache.glob("*.whl")):
+        project, version, _, tags = parse_wheel_filename(path.name)
+        if (
+            project == canonicalize_name(name)
+            and str(version) == VENDORED[name].version
+            and (fits := tags & best.keys())
+        ):
+            found.append((min(best[tag] for tag in fits), path))
+    return min(found)[1] if found else None
+
+
+def _tags(python: str) -> Iterator[Tag]:
+    """What a CPython of that version can load, best first."""
+    version = tuple(map(int, python.split(".")))
+    yield from cpython_tags(version, platforms=PLATFORMS)
+    yield from compatible_tags(version, f"cp{python.replace('.', '')}", PLATFORMS)
+
+
+def _members(wheel: Path, leave_out: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            for member in archive.infolist():
+                if not member.is_dir() and not any(fnmatchcase(member.filename, pattern) for pattern in leave_out):
+                    yield member.filename, archive.read(member)
+    except (zipfile.BadZipFile, zlib.error) as e:
+        raise UserError(f"{wheel} is damaged ({e}); delete it and deploy again") from e

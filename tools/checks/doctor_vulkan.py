@@ -1,0 +1,146 @@
+"""What `mlc-amd doctor` says about Vulkan: the loader, the drivers and the devices.
+
+In: facts of tools/checks/machine.py. Out: checks as those of `doctor.judge`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlc_amd.tools.terminal import display
+
+Check = tuple[str, str, str]
+
+
+def judge(facts: dict) -> list[Check]:
+    """The checks; facts: `vulkan`, and if known `gpus` and `distribution`."""
+    found, hardware = facts["vulkan"], [gpu for gpu in facts.get("gpus", ()) if gpu["vendor"] in _DRIVERS]
+    vendor = hardware[0]["vendor"] if hardware else "AMD"
+    missing = "problem" if hardware else "missing"  # a problem only where there is a GPU that could be used
+    distribution = facts.get("distribution", [])
+    install = _DRIVERS[vendor].install(distribution)
+    if not found["loader"]:
+        return [(missing, "target vulkan cannot run here: no Vulkan loader (libvulkan.so.1)", install)]
+    if not found["drivers"] and not found["devices"]:
+        return [(missing, "target vulkan cannot run here: no Vulkan driver", install)]
+    devices = [check for device in found["devices"] for check in _device(device)]
+    if found["devices"] and not (hardware and all(device["type"] == "cpu" for device in found["devices"])):
+        return devices
+    # Which driver does not start? That of the GPU's vendor, where there is a GPU and its driver.
+    its = [path for path in found["drivers"] if _DRIVERS[vendor].names(path)]
+    failed = [one for one in found["failed"] if not hardware or one["manifest"] in its or not one["library"]]
+    if failed:
+        return devices + [
+            (missing, f"target vulkan: {one['text']}", _advice(one, vendor, distribution)) for one in failed
+        ]
+    if not found["devices"]:
+        what, _, advice = found["problem"].partition("; ")
+        return [(missing, f"target vulkan cannot run here: {what}", advice or install)]
+    advice = f"its driver ({its[0]}) is installed and finds no GPU; {_DEBUG}" if its else install
+    return [*devices, ("problem", f"Vulkan does not show the {vendor} GPU, only the CPU", advice)]
+
+
+def _device(device: dict) -> list[Check]:
+    kind = _TYPES.get(device["type"], "GPU")
+    what = f"{kind} {device['name']}, {display.size(device['memory'])}"
+    what += f" (and {display.size(device['host_memory'])} of the host's for experts)" if device["host_memory"] else ""
+    what += f", profile {device['profile']}"
+    checks = [
+        ("ok", f"target vulkan: device {device['index']}, {what} ({device['driver']}, Vulkan {device['api']})", "")
+    ]
+    base, _, changes = device["profile"].partition(":")
+    # The chips of these profiles have what is missing: it is the driver that does not show it.
+    hidden = device["lacks"] if device["vendor"] in _UPDATES and (base == "generic" or "matrix=none" in changes) else []
+    if hidden:
+        checks.append(
+            ("missing", f"{device['name']} would be faster with {', '.join(hidden)}", _UPDATES[device["vendor"]])
+        )
+    return checks
+
+
+def _advice(failure: dict, vendor: str, distribution: list[str]) -> str:
+    """What to do about a driver that does not start. vendor: of the GPU, where the manifest's name tells none."""
+    if not failure["library"]:
+        return "correct that file, or the variable that names it (VK_DRIVER_FILES, VK_ICD_FILENAMES)"
+    vendor = next((name for name, its in _DRIVERS.items() if its.names(failure["manifest"])), vendor)
+    if not failure["missing"]:
+        return f"{_DRIVERS[vendor].broken}; {_DEBUG}"
+    if failure["missing"] == failure["library"]:
+        return _DRIVERS[vendor].install(distribution)
+    command = next((_LIBRARIES[name] for name in distribution if name in _LIBRARIES), None)
+    return command(failure["missing"]) if command else f"install the package that has {failure['missing']}"
+
+
+def _debian(library: str) -> str:
+    """Debian's policy: a library's package is named after its soname, libX11.so.6 -> libx11-6."""
+    name, _, version = library.lower().partition(".so.")
+    return f"sudo apt install {name}{'-' if name[-1:].isdigit() else ''}{version}"
+
+
+# os-release's name of a distribution -> what installs a shared library by its name
+_LIBRARIES: dict[str, Callable[[str], str]] = {
+    "debian": _debian,
+    "ubuntu": _debian,
+    "fedora": lambda library: f"sudo dnf install '{library}()(64bit)'",
+    "rhel": lambda library: f"sudo dnf install '{library}()(64bit)'",
+    "suse": lambda library: f"sudo zypper install --capability '{library}()(64bit)'",
+    "arch": lambda library: f"install the package that `pacman -F {library}` names",
+}
+# os-release's name of a distribution -> what installs Vulkan there
+_MESA = {
+    "debian": "sudo apt install libvulkan1 mesa-vulkan-drivers",
+    "ubuntu": "sudo apt install libvulkan1 mesa-vulkan-drivers",
+    "fedora": "sudo dnf install vulkan-loader mesa-vulkan-drivers",
+    "rhel": "sudo dnf install vulkan-loader mesa-vulkan-drivers",
+    "arch": "sudo pacman -S vulkan-icd-loader vulkan-radeon (Intel: vulkan-intel)",
+    "suse": "sudo zypper install libvulkan1 libvulkan_radeon (Intel: libvulkan_intel)",
+    "alpine": "sudo apk add vulkan-loader mesa-vulkan-ati (Intel: mesa-vulkan-intel)",
+}
+
+
+def _mesa(distribution: list[str]) -> str:
+    """The command that installs Vulkan's loader and Mesa's drivers."""
+    command = next((_MESA[name] for name in distribution if name in _MESA), None)
+    return (
+        command
+        or "install your distribution's packages of the Vulkan loader and of Mesa's Vulkan drivers (for AMD: RADV)"
+    )
+
+
+@dataclass(frozen=True)
+class _Vendor:
+    """What there is to know of the drivers for a vendor's GPUs. words: the names of their manifests have one of them;
+    install(distribution): what installs one; broken: what to check where one is installed and does not start."""
+
+    words: tuple[str, ...]
+    install: Callable[[list[str]], str]
+    broken: str
+
+    def names(self, manifest: str) -> bool:
+        return any(word in Path(manifest).name.lower() for word in self.words)
+
+
+_DRIVERS = {
+    "AMD": _Vendor(
+        ("radeon", "amd"), _mesa, "check that the kernel driver amdgpu runs, and who may open /dev/dri/renderD*"
+    ),
+    "Intel": _Vendor(
+        ("intel",), _mesa, "check that the kernel driver i915 or xe runs, and who may open /dev/dri/renderD*"
+    ),
+    "NVIDIA": _Vendor(
+        ("nvidia", "nouveau"),
+        lambda distribution: (
+            "install NVIDIA's driver with its graphics part and the Vulkan loader; in a container, set "
+            "NVIDIA_DRIVER_CAPABILITIES=all"
+        ),
+        "check with nvidia-smi that the kernel module runs and has the version of the libraries; in a container, set "
+        "NVIDIA_DRIVER_CAPABILITIES=all",
+    ),
+}
+_DEBUG = "VK_LOADER_DEBUG=all vulkaninfo --summary shows more"
+_TYPES = {"discrete": "GPU", "integrated": "APU", "virtual": "virtual GPU", "cpu": "CPU"}
+# vendor's PCI id -> the driver that shows matrix units and subgroups
+_UPDATES = {
+    "0x1002": "update Mesa: 23.3 or newer for RDNA3, a current one for RDNA4",
+    "0x10de": "update NVIDIA's driver: 550 or newer",
+}

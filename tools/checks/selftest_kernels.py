@@ -1,0 +1,222 @@
+"""Every kernel of an artifact alone on this machine's device, against numpy (tools/reference): the first part of
+`mlc-amd selftest`.
+
+In: an artifact and the device that runs it. Out: for each kernel a dict, as dist/README.md lists them. Inputs are made
+as for tuning (runtime/measure/inputs.py), so neither weights nor a compiler are needed. Of large outputs some rows and
+some blocks of columns are compared, the first and the last among them. Sequences are as long as the context allows, but
+consist of few pages, again and again: so caches are small, however long the context.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from mlc_amd.runtime.cache.pages import PAGE
+from mlc_amd.runtime.devices.hip.api import HipError
+from mlc_amd.runtime.devices.vulkan.api import DEVICE_LOST, VulkanError
+from mlc_amd.runtime.devices.vulkan.memory import OutOfMemory
+from mlc_amd.runtime.measure.candidate import STEP, Candidate, Param
+from mlc_amd.runtime.measure.inputs import SIGNATURE, fill
+from mlc_amd.runtime.measure.program import open_backend
+from mlc_amd.runtime.measure.timing import Bench
+from mlc_amd.tools.checks.selftest_limits import Budget, Watch
+from mlc_amd.tools.reference.activations import BLOCK
+from mlc_amd.tools.reference.case import Case
+from mlc_amd.tools.reference.compare import difference
+from mlc_amd.tools.reference.operators import OPERATORS, results, wanted_rows
+from mlc_amd.tools.reference.plan import layout_of
+from mlc_amd.tools.terminal import terminal
+
+ROWS, BLOCKS = 8, 8  # at most, that are compared of an output
+TIMES = 3  # that a kernel runs in each state
+DEPTHS = (0, 70, 1000, 1 << 30)  # tokens in the cache where joins are tested; limited to the context
+FAILURES = (HipError, VulkanError, OutOfMemory, RuntimeError)  # of a device, while it runs a kernel
+# Behind these, a device runs nothing more in this process.
+LOST = (DEVICE_LOST, "hipErrorLaunchFailure", "hipErrorLaunchTimeOut", "hipErrorIllegalAddress", "hipErrorIllegalState")
+PAGES = 16  # of a cache, at least; a chunk's own rows are in different ones
+NO_REFERENCE, NO_TIME, NO_DEVICE = "no reference", "not run (time)", "not run (device lost)"
+
+
+def candidate_of(artifact, entry: dict, arch: str) -> Candidate:
+    """A kernel as runtime/measure takes it. entry: of the manifest's `kernels`; arch: of the code that runs here."""
+    manifest, name = artifact.manifest, entry["name"]
+    target = manifest["target"]
+    if target["kind"] == "cpu":
+        code, needs = manifest["libraries"][target["arch"]], {"flags": target["flags"]}
+        made = {"scratch": [], "steps": [{"symbol": name, "args": list(range(len(entry["params"])))}]}
+    else:
+        code, needs = manifest["libraries"][arch], target.get("needs", {}).get(arch)
+        made = manifest["launches"][arch][name]
+    work = {"op": entry["operator"], "args": entry["args"]}
+    cases = [{"name": "first", "state": state, "bytes": 1, "flops": 0} for state in entry["states"][:1]]
+    facts = {"api": target["kind"], "arch": arch, "needs": needs, "code": code, "workload": work, "cases": cases}
+    return Candidate(artifact.path, facts | made | {"params": _few_pages(entry), "states": entry["states"]})
+
+
+def _few_pages(entry: dict) -> list[dict]:
+    """A kernel's parameters with few pages in its caches, which page tables name again and again."""
+    count = max(PAGES, entry["args"].get("m", 1) // PAGE + 2)
+    count = min([count, *(param["shape"][0] for param in entry["params"] if param["role"] == "cache")])
+    changes = {
+        "cache": lambda param: {"shape": [count, *param["shape"][1:]]},
+        "pages": lambda param: {"pages": count},
+    }
+    return [param | changes[param["role"]](param) if param["role"] in changes else param for param in entry["params"]]
+
+
+def in_turn(kernels: list[dict]) -> list[dict]:
+    """The manifest's kernels so that most are checked in little time: first one of each operator, then the others;
+    small ones come first."""
+    small = sorted(kernels, key=_cost)
+    firsts = {entry["operator"]: entry["name"] for entry in reversed(small)}
+    return sorted(small, key=lambda entry: entry["name"] != firsts[entry["operator"]])
+
+
+def _cost(entry: dict) -> int:
+    """Elements that a kernel's parameters have, in all of its states."""
+    return sum(math.prod(param["shape"]) for param in _few_pages(entry)) * max(len(entry["states"]), 1)
+
+
+def check_all(
+    artifact,
+    arch: str,
+    device: str | None,
+    runs: int,
+    doing: Callable[[str], None] = lambda name: None,
+    budget: Budget | None = None,
+    watch: Watch | None = None,
+) -> Iterator[dict]:
+    """A result for each kernel, `in_turn`. device: as the backends take it; runs: of each kernel whose workgroups meet;
+    doing(name): called before each. When the budget is over, the rest gets NO_TIME, and fewer states count of the
+    kernel that is running; behind a kernel that the device does not survive, NO_DEVICE."""
+    backend, layout, lost = None, layout_of(artifact), False
+    budget, watch = budget or Budget(), watch or Watch("", terminal.Status(), None)
+    try:
+        for entry in in_turn(artifact.manifest["kernels"]):
+            found = {"kernel": entry["name"], "operator": entry["operator"], "states": len(entry["states"])}
+            unknown = entry["operator"] not in OPERATORS
+            if note := NO_REFERENCE if unknown else NO_DEVICE if lost else NO_TIME if budget.over else "":
+                states = found["states"] if unknown else 0
+                yield found | {"states": states, "deviation": None, "problem": None, "note": note}
+                continue
+            doing(entry["name"])
+            candidate = candidate_of(artifact, entry, arch)
+            if backend is None:
+                backend = open_backend(candidate, device)
+                backend.cache = 0  # one copy of everything
+            found |= Check(backend, candidate, budget, watch).result(layout, runs)
+            lost = found.pop("lost", False)
+            yield found
+    finally:
+        if backend is not None:
+            backend.close()
+
+
+class Check:
+    """The check of one kernel on a backend (runtime/measure/timing.py)."""
+
+    def __init__(self, backend, candidate: Candidate, budget: Budget | None = None, watch: Watch | None = None):
+        self.backend, self.candidate = backend, candidate
+        self.budget, self.watch = budget or Budget(), watch or Watch("", terminal.Status(), None)
+        self.name = f"kernel {candidate.facts['steps'][0]['symbol']}"
+
+    def result(self, layout: str, runs: int) -> dict:
+        """deviation: the largest difference as a share of what is allowed (None: not finite); problem: what is wrong,
+        or None; states: how many it ran in; joins: of kernels whose workgroups meet, see `_join`; lost: where the
+        device does nothing more."""
+        candidate = self.candidate
+        found: dict = {"deviation": None, "problem": None}
+        try:
+            self.bench = Bench(self.backend, [candidate])
+            if self.bench.failures:
+                return found | {"problem": f"it does not load: {self.bench.failures[0]}"}
+            worst, wrong, states = self._deviation(layout)
+            found |= {"deviation": worst if np.isfinite(worst) else None, "problem": wrong or None, "states": states}
+            if runs and any(param.role == "zero" for param in candidate.params):
+                joins = [self._join(depth, runs) for depth in _depths(candidate) if not self.budget.over]
+                failed = sum(join["failed"] for join in joins)
+                found["joins"] = joins
+                if failed and not wrong:
+                    total = sum(join["runs"] for join in joins)
+                    found["problem"] = f"its workgroups do not meet: {failed} of {total} runs are wrong"
+        except FAILURES as e:
+            found["problem"] = f"it does not run: {e}"
+            if getattr(e, "code", "") in LOST:
+                found["lost"] = True
+        return found
+
+    def _deviation(self, layout: str) -> tuple[float, str, int]:
+        """(the worst state's difference as a share of what is allowed, what is wrong, in how many states it ran). Each
+        state is run TIMES: a kernel with a race may be right once."""
+        facts = self.candidate.facts
+        work, states = facts["workload"], facts["states"]
+        worst, wrong, done = 0.0, "", 0
+        inputs = fill(self.candidate, states[0]) if states else {}
+        for state in states:
+            if done and self.budget.over:
+                break
+            with self.watch.over(self.name):
+                found, *others = (self.bench.outputs(0, state, again=True) for _ in range(TIMES))
+            arrays = inputs | fill(self.candidate, state, STEP)
+            rows = wanted_rows(work["op"], work["args"], arrays)
+            case = Case(work["op"], work["args"], arrays, layout, _some(rows, ROWS), _columns)
+            share, why = difference(work["args"], facts["params"], found, results(case))
+            if not why and any(found[name].tobytes() != other[name].tobytes() for other in others for name in found):
+                why = f"its results differ between {TIMES} runs: a race?"
+            worst, wrong = max(worst, share), wrong or (f"{why} (state {state[:3]})" if why else "")
+            done += 1
+        return worst, wrong, done
+
+    def _join(self, depth: int, runs: int) -> dict:
+        """Runs a kernel whose workgroups meet again and again, until the budget is over: the counters that they meet at
+        are set before the first run only. depth: tokens in the cache; failed: runs whose results are not bit for bit
+        the first one's, or that leave a counter other than zero. The last workgroup joins all parts in their order, so
+        results do not depend on who is last. Of a kernel for steps that have single rows and a chunk, the single rows
+        run: only their workgroups meet."""
+        candidate, bench, backend = self.candidate, self.bench, self.backend
+        m = candidate.facts["workload"]["args"].get("m", 1)
+        single = max((single for _, _, single, _ in candidate.facts["states"]), default=0)
+        rows = single or m
+        with self.watch.over(self.name):
+            first = bench.outputs(0, [depth, rows, single, 0], again=True)
+        outputs = [param for param in candidate.params if param.role == "output"]
+        zeros = [param for param in candidate.params if param.role == "zero"]
+        call, done, failed = bench.call(0), 0, 0
+        expected = {param.name: first[param.name].tobytes()[: _bytes_of(param, rows, m)] for param in outputs}
+        empty = {name: np.full(len(raw), SIGNATURE, np.uint8) for name, raw in expected.items()}
+        while done < runs and not (done and self.budget.over):
+            for param in outputs:
+                backend.put(bench.key(param), empty[param.name])
+            with self.watch.over(self.name):
+                backend.run([call])
+            same = all(backend.get(bench.key(param), len(raw := expected[param.name])) == raw for param in outputs)
+            failed += not same or any(any(backend.get(bench.key(param), param.nbytes)) for param in zeros)
+            done += 1
+        return {"depth": depth, "runs": done, "failed": failed}
+
+
+def _some(items: np.ndarray, most: int) -> np.ndarray:
+    """The first and the last ones, and others at random."""
+    if len(items) <= most:
+        return items
+    chosen = np.random.default_rng(0).choice(np.arange(1, len(items) - 1), most - 2, replace=False)
+    return items[np.sort([0, *chosen, len(items) - 1])]
+
+
+def _columns(n: int) -> np.ndarray:
+    """Whole blocks of columns."""
+    columns = _some(np.arange(-(-n // BLOCK)), BLOCKS)[:, None] * BLOCK + np.arange(BLOCK)
+    return columns[columns < n]
+
+
+def _depths(candidate: Candidate) -> list[int]:
+    args = candidate.facts["workload"]["args"]
+    last = args["ctx"] - args.get("m", 1) if "ctx" in args else 0
+    return list(dict.fromkeys(min(depth, last) for depth in DEPTHS))
+
+
+def _bytes_of(param: Param, rows: int, m: int) -> int:
+    """Of the first rows of an output of m rows, and of those that are in a tile with them."""
+    tiles = param.shape[0]  # a row each, or several
+    return -(-rows * tiles // m) * (param.nbytes // tiles)

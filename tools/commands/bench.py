@@ -1,0 +1,294 @@
+"""`mlc-amd bench`: prefill and decode speed, with llama-bench's meaning, column names and output formats.
+
+A test is `pp<n>` (prefill n tokens), `tg<n>` (decode n tokens, one at a time), or either `@ d<k>`, with k tokens in the
+KV cache before it. Tokens are random and only the engine is timed: no tokenizer, no sampling. Each test has one warm-up
+run, then r measured runs. A GPU is kept busy briefly before that, to raise its clocks. Sensors of power
+(tools/measure/power.py) are read during the measured runs, and during more of them that are not timed if these are
+short.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from mlc_amd.runtime.cache.kv_types import KvType
+from mlc_amd.runtime.cache.pages import PAGE
+from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.speculation.speculation import MOST
+from mlc_amd.tools.hub import models
+from mlc_amd.tools.measure import bandwidth, bench_formats, host_profile, kernel_table, power
+from mlc_amd.tools.measure.bench_runs import Test, fill, measure, warm
+from mlc_amd.tools.terminal import display
+
+SHORT = {"np": "n_seqs", "p": "n_prompt", "n": "n_gen", "d": "n_depth", "r": "repetitions", "o": "output"}
+_MIN_CONTEXT = 512  # tokens; the minimum to compile for
+_MOST_SEQUENCES = 64  # of a step
+
+
+def run(
+    model: str | None = None,
+    *,
+    n_prompt: tuple[int, ...] = (512,),
+    n_gen: tuple[int, ...] = (128,),
+    n_depth: tuple[int, ...] = (0,),
+    n_seqs: tuple[int, ...] = (1,),
+    speculate: tuple[float, ...] = (),
+    repetitions: int = 5,
+    output: Literal["md", "json", "jsonl", "csv"] = "md",
+    synthetic: str | None = None,
+    target: str = "auto",
+    arch: str = "native",
+    ctx: int | None = None,
+    kv_type: KvType | None = None,
+    threads: int | None = None,
+    device: str | None = None,
+    n_cpu_moe: int = 0,
+    kv_memory: str | None = None,
+    per_kernel: bool = False,
+    profile_host: bool = False,
+) -> None:
+    """Measures prefill (pp) and decode (tg) speed in tokens per second, with llama-bench's columns.
+
+    For decode it adds the memory traffic of weights and KV cache in GB/s, and as fractions of the read (cpu) or copy
+    (GPU) bandwidth measured right before the test and of the bandwidth in the table of GPUs; and the host time per
+    token, without waiting. Where sensors tell the power of the device: watts, and joules per token.
+
+    Args:
+        model: artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use); the bundled
+            demo model if omitted.
+        n_prompt: number of tokens to prefill; 0 skips prefill.
+        n_gen: number of tokens to decode; 0 skips decode.
+        n_depth: number of tokens in the KV cache before each test.
+        n_seqs: number of sequences that decode together; t/s is that of all of them.
+        speculate: decode also with guesses of the next tokens, of which this share is right, as 0.7: what a draft would
+            gain that takes no time itself.
+        repetitions: number of measured runs of each test.
+        output: format of the result.
+        synthetic: instead of a file, a model of that shape with random weights: PRESET:FORMAT, such as llama3-8b:q4_0.
+        target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
+            else cpu), cpu, rocm or vulkan.
+        arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
+            `mlc-amd compile --help`.
+        ctx: KV cache size in tokens, for a GGUF file (default: what the tests need).
+        kv_type: type of the KV cache, for a GGUF file: f16, or q8_0, which takes half of the memory (default: f16).
+        threads: number of CPU threads (default: all cores).
+        device: GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name (default:
+            $MLC_AMD_DEVICE, else the best one).
+        n_cpu_moe: keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for
+            mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
+        kv_memory: how much memory the KV cache takes, as 4G or 512M, or auto: what the device has left, of the
+            host's memory half of what is available (default: what the tests need).
+        per_kernel: for each test, the time of every kernel of one step, with its memory and arithmetic throughput (md
+            and json).
+        profile_host: for decode, the time that the host spends on a token, sampling and detokenization included (md
+            and json).
+    """
+    tests = plan_tests(n_prompt, n_gen, n_depth, n_seqs, speculate)
+    needed = max(test.context for test in tests) + MOST * bool(speculate)
+    compilation = {"target": target, "arch": arch, "synthetic": synthetic, "kv_type": kv_type}
+    engine = models.load_engine(
+        model,
+        threads=threads,
+        device=device,
+        ctx=_context(model, synthetic, ctx, needed),
+        n_cpu_moe=n_cpu_moe,
+        kv_tokens=None if kv_memory else _cache_tokens(tests),
+        kv_memory=kv_memory,
+        **compilation,
+    )
+    if needed > engine.cache.longest and kv_memory:
+        raise UserError(
+            f"the tests need {needed} tokens, the KV cache holds {engine.cache.longest}: give a larger --kv-memory"
+        )
+    if needed > engine.context:
+        longest = engine.config["context"]
+        raise UserError(
+            f"the tests need a context of {needed} tokens, this artifact has {engine.context}: "
+            + (f"compile it with --ctx {needed}" if needed <= longest else f"the model was made for {longest} at most")
+        )
+    if per_kernel and not hasattr(engine.device, "time"):
+        raise UserError(f"--per-kernel: the device of target '{engine.device.kind}' cannot time single kernels")
+    decodes = any(test.n_gen for test in tests)
+    if (
+        decodes
+        and engine.device.kind == "cpu"
+        and kernel_table.decode_bytes(engine.artifact, 0) < bandwidth.last_level_cache()
+    ):
+        display.message("this model fits into the CPU's cache: memory bandwidth says little about its speed")
+    if engine.device.kind != "cpu":
+        display.message(f"on {engine.device.name}")
+    sensors = _sensors(engine.device)
+    hidden = [] if n_cpu_moe else ["n_cpu_moe"]  # as llama-bench
+    hidden += [] if sensors else ["W", "J/token"]
+    begin, write, end = bench_formats.writer(output, hidden)
+    sys.stdout.write(begin)
+    tables = []
+    for test in tests:
+        result = _result(engine, test, repetitions, per_kernel, sensors) | {"n_cpu_moe": n_cpu_moe}
+        if per_kernel and test.n_seqs == 1:
+            result["per_kernel"] = _per_kernel(engine, test, result)
+            tables.append(kernel_table.text(result["per_kernel"], _peak_words(result)))
+        if profile_host and test.n_gen and test.n_seqs == 1:
+            fill(engine, test.n_depth)
+            result["host_profile"] = host_profile.measure(engine, test.n_gen)
+            tables.append(f"{test.name}\n{host_profile.text(result['host_profile'])}")
+        sys.stdout.write(write(result))
+        sys.stdout.flush()
+    sys.stdout.write(end)
+    if output == "md":
+        sys.stdout.write("".join(f"\n{table}" for table in tables))
+
+
+def plan_tests(
+    n_prompt: Sequence[int],
+    n_gen: Sequence[int],
+    n_depth: Sequence[int],
+    n_seqs: Sequence[int] = (1,),
+    speculate: Sequence[float] = (),
+) -> list[Test]:
+    """The tests in llama-bench's order: for each depth the prefills, then the decodings by fewer and by more sequences,
+    each without guesses, then with them."""
+    if min((*n_prompt, *n_gen, *n_depth)) < 0:
+        raise UsageError("-p, -n and -d must not be negative")
+    if not all(1 <= count <= _MOST_SEQUENCES for count in n_seqs):
+        raise UsageError(f"-np must be 1 to {_MOST_SEQUENCES}")
+    if not all(0 <= share <= 1 for share in speculate):
+        raise UsageError("--speculate must be a share from 0 to 1")
+    tests = [
+        t
+        for d in n_depth
+        for t in (
+            *(Test(p, 0, d) for p in n_prompt if p),
+            *(Test(0, n, d, count, right) for n in n_gen if n for count in n_seqs for right in (None, *speculate)),
+        )
+    ]
+    if not tests:
+        raise UsageError("nothing to measure: give -p or -n a number above 0")
+    return tests
+
+
+def _cache_tokens(tests: Sequence[Test]) -> int | None:
+    """Tokens of the cache that the tests need, of all sequences together; None for one sequence."""
+    if all(test.n_seqs == 1 and test.right is None for test in tests):
+        return None
+    return max(test.n_seqs * -(-(test.context + MOST) // PAGE) * PAGE for test in tests)
+
+
+def _context(model: str | None, synthetic: str | None, ctx: int | None, needed: int) -> int | None:
+    """The context to compile for; what is given for an artifact, which has one.
+
+    A power of two, so that few different copies of a model fill the cache, or the model's own when that is less.
+    UserError where the tests need more than that, or than the user gives: before anything is compiled.
+    """
+    path = models.source_path(model, synthetic)
+    if path and models.is_artifact(path):
+        return ctx
+    with models.open_source(path, synthetic) as source:
+        longest = source.config.context
+    if needed > longest:
+        raise UserError(
+            f"the tests need a context of {needed} tokens, this model was made for {longest}: give smaller -d, -p or -n"
+        )
+    if ctx is not None and needed > ctx:
+        raise UserError(f"the tests need a context of {needed} tokens: give --ctx {needed} or more, or leave it out")
+    return ctx or min(max(_MIN_CONTEXT, 1 << (needed - 1).bit_length()), longest)
+
+
+def _sensors(device) -> list[power.Sensor]:
+    """The device's sensors of power; without any, says why."""
+    try:
+        return power.sensors(device)
+    except power.NoSensor as why:
+        display.message(f"no watts: {why}")
+        return []
+
+
+def _per_kernel(engine, test: Test, result: dict) -> dict[str, object]:
+    """The kernels' times in one step of the test, at the depth where it begins."""
+    fill(engine, test.n_depth)
+    warm(engine)
+    peak = result["peak_gbps"] or result["machine_gbps"]
+    return kernel_table.measure(engine, np.arange(test.n_prompt or 1) % engine.vocab, peak and peak * 1e9)
+
+
+def _peak_words(result: dict) -> str:
+    """What the kernels' shares are of; "" when nothing is known."""
+    if result["peak_gbps"]:
+        return f"{result['peak_gbps']:.0f} GB/s (table)"
+    return f"{result['machine_gbps']:.1f} GB/s ({result['machine_how']})" if result["machine_gbps"] else ""
+
+
+def _result(
+    engine, test: Test, repetitions: int, per_kernel: bool, sensors: Sequence[power.Sensor]
+) -> dict[str, object]:
+    """One test's measurements, under llama-bench's field names where it has them."""
+    engine.reset()
+    warm(engine)
+    measured = bandwidth.of_device(engine.device) if test.n_gen or per_kernel else None
+    found, taken = measure(engine, test, repetitions, sensors)
+    seconds = [one.seconds for one in found]
+    rates = [test.tokens / s for s in seconds]
+    manifest = engine.artifact.manifest
+    largest = max(manifest["formats"], key=lambda name: manifest["formats"][name]["bytes"], default="")
+    result = {
+        "model_filename": str(engine.artifact.path),
+        "model_type": f"{manifest['name']} {largest.upper()}",
+        "model_size": sum(entry["bytes"] for entry in manifest["formats"].values()),
+        "model_n_params": _parameters(manifest["formats"]),
+        "backends": f"{manifest['target']['kind'].upper()}",
+        "arch": f"{manifest['target']['arch']}",
+        "n_threads": engine.device.threads,
+        "n_prompt": test.n_prompt,
+        "n_gen": test.n_gen,
+        "n_depth": test.n_depth,
+        "n_seqs": test.n_seqs,
+        "right_guesses": test.right,
+        "test": test.name,
+        "avg_ns": round(float(np.mean(seconds)) * 1e9),
+        "stddev_ns": round(_deviation(seconds) * 1e9),
+        "avg_ts": float(np.mean(rates)),
+        "stddev_ts": _deviation(rates),
+        "samples_ns": [round(s * 1e9) for s in seconds],
+        "samples_ts": rates,
+        "device_name": engine.device.name,
+        "read_gbps": None,
+        "machine_gbps": measured and measured[0] / 1e9,
+        "machine_how": measured and measured[1],
+        "read_share": None,
+        "peak_gbps": _peak(engine),
+        "peak_share": None,
+        "host_us": None,
+        "power_sensor": ", ".join(sensor.name for sensor in sensors) or None,
+        "power_w": taken.watts,
+        "joules_per_token": taken.per_token,
+    }
+    if test.n_gen:
+        depth = test.n_depth + (test.n_gen - 1) / 2
+        step = kernel_table.decode_bytes(engine.artifact, depth)  # of a row: the weights once, and its sequence's keys
+        keys = step - kernel_table.decode_bytes(engine.artifact, 0)
+        read = (step + keys * (test.n_seqs - 1)) * float(np.mean(rates)) / test.n_seqs / 1e9
+        host = float(np.mean([one.host for one in found])) / test.n_gen * 1e6  # of a step
+        result |= {"read_gbps": read, "host_us": host}
+        for of, share in (("machine_gbps", "read_share"), ("peak_gbps", "peak_share")):
+            result[share] = read / result[of] if result[of] else None
+    return result
+
+
+def _peak(engine) -> float | None:
+    """GB/s of device memory that the table of GPUs has for the kernels in use: of the fastest usual product; None for
+    an unknown one."""
+    table = engine.artifact.manifest["target"].get("bandwidth", {})
+    return table.get(getattr(engine.device, "code_arch", None)) or None
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Standard deviation of a sample; 0 for a single value, as llama-bench."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+
+def _parameters(formats: dict[str, dict[str, int]]) -> int:
+    from mlc_amd.schedules.formats import lookup
+
+    return sum(entry["bytes"] // lookup(name).block_bytes * lookup(name).block for name, entry in formats.items())

@@ -1,0 +1,131 @@
+"""`mlc-amd cache`: the compiled models in the user's cache, and their removal."""
+
+import time
+from collections import Counter
+from dataclasses import asdict
+from datetime import datetime
+from fnmatch import fnmatch
+from json import dumps
+from typing import Literal
+
+from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.quantities import BYTES, number
+from mlc_amd.tools.hub import model_cache
+from mlc_amd.tools.hub.model_cache import Entry
+from mlc_amd.tools.terminal import display
+
+_TIMES = {"h": 3600, "d": 86400, "w": 604800}
+
+
+def run(
+    action: Literal["ls", "rm", "prune"] = "ls",
+    name: str | None = None,
+    *,
+    older: str | None = None,
+    max_size: str | None = None,
+    all: bool = False,
+    dry_run: bool = False,
+    json: bool = False,
+) -> None:
+    """Lists or removes models that were compiled on first use. They are compiled again when they are needed.
+
+    Models of one file that differ in context, tuning or version share their packed weights, which take disk space once.
+    What a running process uses is never removed.
+
+    Args:
+        action: ls lists the models; rm removes those of that name; prune removes those that no command would find any
+            more (their file has changed or is gone, another version compiled them), and what --older and --max-size
+            say.
+        name: for rm: a name as ls shows it, or a pattern such as 'llama-*'.
+        older: for prune: also those that were not used for so long, as 12h, 30d or 8w.
+        max_size: for prune: also the least recently used ones, until the others take at most so much, as 500M or 20G.
+        all: for rm: all models.
+        dry_run: only say what would be removed.
+        json: for ls: print everything as JSON.
+    """
+    for flag, given, of in (
+        ("NAME", name is not None, "rm"),
+        ("--all", all, "rm"),
+        ("--older", older is not None, "prune"),
+        ("--max-size", max_size is not None, "prune"),
+        ("--json", json, "ls"),
+    ):
+        if given and action != of:
+            raise UsageError(f"{flag} is for `mlc-amd cache {of}`")
+    age = None if older is None else number(older, "--older", _TIMES, "30d")
+    limit = None if max_size is None else number(max_size, "--max-size", BYTES, "20G")
+    found = model_cache.entries()
+    if action == "ls":
+        print(dumps([_facts(entry) for entry in found], indent=1) if json else _listing(found))
+    elif action == "rm":
+        _remove(_named(found, name, all), dry_run)
+    else:
+        _remove(model_cache.to_prune(found, time.time(), age, limit), dry_run)
+
+
+def _named(found: list[Entry], name: str | None, all: bool) -> list[Entry]:
+    if all == (name is not None):
+        raise UsageError("give the NAME of a model as `mlc-amd cache ls` shows it, or --all")
+    chosen = [entry for entry in found if all or fnmatch(entry.name, name or "")]
+    if not chosen and not all:
+        raise UserError(f"no model in the cache is called {name}; `mlc-amd cache ls` lists them")
+    return chosen
+
+
+# ---- ls
+
+
+def _facts(entry: Entry) -> dict[str, object]:
+    recipe = asdict(entry.recipe) if entry.recipe else None
+    return {
+        "name": entry.name,
+        "path": str(entry.folder),
+        "recipe": recipe,
+        "used": entry.used,
+        "bytes": entry.nbytes,
+        "weights_bytes": entry.shared,
+        "weights_inode": entry.inode,
+        "in_use": entry.in_use,
+        "outdated": entry.outdated,
+    }
+
+
+def _listing(found: list[Entry]) -> str:
+    place = model_cache.models_directory()
+    if not found:
+        return f"{place}: no models"
+    links = Counter(entry.inode for entry in found)
+    rows = []
+    for entry in found:
+        shared = f" (shared by {links[entry.inode]})" if links[entry.inode] > 1 else ""
+        state = ", ".join(word for word, holds in (("in use", entry.in_use), ("outdated", entry.outdated)) if holds)
+        used = datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M")
+        ctx = entry.recipe.ctx or "default" if entry.recipe else ""
+        weights = display.size(entry.shared) + shared
+        rows.append([entry.name, ctx, weights, display.size(entry.nbytes), used, state])
+    table = display.table(["model", "ctx", "weights", "kernels etc.", "last use", ""], rows, right=(1, 3))
+    unused = sum(nbytes for _, nbytes in model_cache.unused_weights())
+    more = f", {display.size(unused)} of weights that no model has (prune removes them)" if unused else ""
+    models = f"{len(found)} model{'s' * (len(found) > 1)}"
+    return f"{table}{models}, {display.size(model_cache.total(found))}{more}, in {place}"
+
+
+# ---- rm, prune
+
+
+def _remove(chosen: list[Entry], dry_run: bool) -> None:
+    """Says on stdout what is removed, on stderr what is in use."""
+    before = _disk()
+    for entry in chosen:
+        if entry.in_use if dry_run else not model_cache.remove(entry):
+            display.message(f"{entry.name} is in use: it stays")
+        else:
+            print(f"{'would remove' if dry_run else 'removed'} {entry.name}")
+    if not dry_run:
+        model_cache.drop_unused_weights()
+        print(f"{display.size(before - _disk())} freed")
+
+
+def _disk() -> int:
+    """Bytes of all models and weights."""
+    return model_cache.total(model_cache.entries()) + sum(nbytes for _, nbytes in model_cache.unused_weights())

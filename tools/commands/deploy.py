@@ -1,0 +1,279 @@
+"""`mlc-amd deploy`: an artifact in, a bundle out: a folder or .tar.zst that runs the model on a machine where nothing
+was installed.
+
+A bundle holds the artifact, the runtime's and the tools' sources, and the Python packages that they import, for every
+Python that the machine may have, or those that the user names. What it does not hold: TVM, the compiler. Its layout:
+
+    run.sh              finds a Python and runs `start.py`; README.md tells how to use it
+    start.py            the command line, with the bundle's own model as the default one
+    model/              the artifact, without what only a developer looks at
+    lib/                mlc_amd and the packages
+    bundle.json         what it is for, the packages' versions, the digest of `lib`
+"""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import mlc_amd
+from mlc_amd.runtime.artifact import manifest as manifests
+from mlc_amd.runtime.artifact.artifact import TABLES, WEIGHTS, Artifact, facts, headers
+from mlc_amd.runtime.artifact.manifest import MANIFEST
+from mlc_amd.runtime.artifact.weight_block import TensorSpec
+from mlc_amd.runtime.artifact.weights_file import Weights, WeightsWriter
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools.bundles import archive, wheels
+from mlc_amd.tools.bundles.archive import Entry
+from mlc_amd.tools.hub import model_cache
+from mlc_amd.tools.terminal import display, terminal
+
+SHORT = {"o": "output"}
+MARK = "bundle.json"  # a folder that has it is a bundle and may be replaced
+SUFFIX = ".tar.zst"
+# The sources of each package of ours that a bundle holds, and those that it does not: patterns below the package's
+# folder.
+SOURCES = {
+    "runtime": (("**/*.py",), ()),
+    "schedules": (("__init__.py", "attention.py", "formats.py", "rows.py"), ()),
+    "tools": (
+        ("*.py", "commands/*.py", "hub/*.py", "terminal/*.py", "measure/*.py", "checks/*.py", "reference/*.py"),
+        (
+            *(
+                f"commands/{verb}.py"
+                for verb in ("cache", "compile", "completion", "deploy", "inspect", "pull", "serve")
+            ),
+            *("commands/tune*.py", "hub/hub*.py", "measure/tune_report.py"),
+        ),
+    ),
+}
+PACKAGES = (
+    "numpy",
+    "tokenizers",
+    "jinja2",
+    "markupsafe",
+    "rich",
+    "prompt_toolkit",
+    "wcwidth",
+    "fire",
+    "termcolor",
+    "packaging",
+    "msgspec",
+)
+TARGET_PACKAGES = {"vulkan": (), "rocm": ("rocm-bindings-hip", "rocm-bindings-core")}
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+
+
+@dataclass(frozen=True)
+class Destination:
+    """A kind of machine that bundles are made for.
+
+    kinds: targets that run there; archs: profiles, of which the artifact must have one (empty: the device decides when
+        it loads it);
+    templates: files of dist/bundle that its bundles have
+    """
+
+    title: str
+    kinds: tuple[str, ...]
+    archs: tuple[str, ...]
+    advice: str
+    templates: tuple[str, ...]
+
+
+_COMMON = ("run.sh", "start.py")
+DESTINATIONS = {
+    "steamdeck": Destination(
+        "a Steam Deck", ("vulkan",), ("vangogh", "rdna2", "generic"), "--target vulkan --arch steamdeck",
+        (*_COMMON, "README.md", "add-to-steam.sh", "mlc-amd.desktop"),
+    ),
+    "linux": Destination("a PC with Linux", ("vulkan", "rocm"), (), "--target vulkan", (*_COMMON, "README-linux.md")),
+}  # fmt: skip
+
+
+def run(
+    artifact: str,
+    *,
+    to: Literal["steamdeck", "linux"],
+    output: str | None = None,
+    weights: Literal["file", "none"] = "file",
+    python: str = ",".join(PYTHONS),
+) -> None:
+    """Packs a compiled model with all that runs it, for a machine where nothing needs to be installed: no pip, no TVM,
+    no root.
+
+    The machine needs one of these Pythons, x86-64 Linux and a Vulkan driver (or, for rocm, AMD's HIP runtime). Wheels
+    of the packages come from the package index, once; they are kept in the cache.
+
+    Args:
+        artifact: a folder made by `mlc-amd compile` for target vulkan or rocm.
+        to: steamdeck, or linux for any PC.
+        output: a folder, or a file that ends with .tar.zst (default: dist/ARTIFACT-TO.tar.zst here).
+        weights: none leaves the weights out, for benchmarks: the bundle is small, and the model is random.
+        python: the Pythons that it runs with; fewer make it smaller.
+    """
+    destination, pythons, model = DESTINATIONS[to], pythons_of(python), Artifact.open(Path(artifact).expanduser())
+    check(model, destination)
+    out = Path(output).expanduser() if output else Path("dist") / f"{model.path.resolve().name}-{to}{SUFFIX}"
+    check_output(out)
+    entries = sorted(
+        contents(model, destination, weights == "none", pythons), key=lambda e: (e.path == f"model/{WEIGHTS}", e.path)
+    )
+    total = sum(entry.nbytes for entry in entries)
+    with display.compile_progress(f"writing {out}") as progress:
+        done = 0
+
+        def wrote(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            progress("write", done, total)
+
+        if out.name.endswith(SUFFIX):
+            archive.write_archive(
+                out, out.name.removesuffix(SUFFIX), entries, lambda entry: entry.path == f"model/{WEIGHTS}", wrote
+            )
+        else:
+            archive.write_folder(out, entries, wrote)
+    packed = (
+        sum(file.stat().st_size for file in out.rglob("*") if file.is_file()) if out.is_dir() else out.stat().st_size
+    )
+    held = sum(entry.nbytes for entry in entries if entry.path == f"model/{WEIGHTS}")
+    sizes = ("size", display.size(packed)), ("weights", display.size(held))
+    for left, right in (("bundle", out), *sizes, ("files", len(entries)), ("for", destination.title)):
+        print(f"{left:10}{right}")
+
+
+def pythons_of(text: str) -> tuple[str, ...]:
+    """The Pythons of a list such as "3.12,3.13". UserError for one that bundles cannot be made for."""
+    asked = [part.strip() for part in text.split(",")]
+    if unknown := [name for name in asked if name not in PYTHONS]:
+        raise UserError(f"--python {unknown[0]}: bundles can be made for {', '.join(PYTHONS)}")
+    return tuple(name for name in PYTHONS if name in asked)
+
+
+_REFUSED = {
+    "cpu": "needs TVM's runtime library, and a bundle has none",
+    "rocm": "needs ROCm, which that machine does not have",
+}
+_RANDOM = "\n**This bundle has no weights: they are random, and so is what the model says. It is for measurements.**\n"
+
+
+def check(model: Artifact, destination: Destination) -> None:
+    """UserError when a bundle of this artifact cannot run at the destination."""
+    kind = model.manifest["target"]["kind"]
+    again = f"compile it with {destination.advice}"
+    if kind not in destination.kinds:
+        raise UserError(f"{model.path} was compiled for target {kind}, which {_REFUSED[kind]}; {again}")
+    archs = list(model.manifest["libraries"])
+    if destination.archs and not any(arch.split(":")[0] in destination.archs for arch in archs):
+        raise UserError(
+            f"{model.path} was compiled for {', '.join(archs)}, which does not run on {destination.title}; {again}"
+        )
+
+
+def check_output(out: Path) -> None:
+    """UserError when `out` is taken by something that is no bundle, or is an archive of a kind that is not made."""
+    if out.suffix in (".zip", ".gz", ".xz", ".tgz", ".tar", ".zst") and not out.name.endswith(SUFFIX):
+        raise UserError(f"cannot make {out.name}: give -o a folder or a file that ends with {SUFFIX}")
+    archived = out.name.endswith(SUFFIX)
+    if archived:
+        archive.compressor()  # better now than after the downloads
+    if out.exists() and (
+        out.is_dir() == archived or (out.is_dir() and any(out.iterdir()) and not (out / MARK).exists())
+    ):
+        raise UserError(f"{out} exists and is not a bundle; choose another output with -o")
+
+
+def contents(model: Artifact, destination: Destination, weightless: bool, pythons: tuple[str, ...]) -> Iterator[Entry]:
+    """Every file of the bundle."""
+    kind = model.manifest["target"]["kind"]
+    names = (*PACKAGES, *TARGET_PACKAGES[kind])
+    cache = model_cache.cache_directory() / "wheels"
+    wheels.fetch(names, pythons, cache)
+    library = {**wheels.site_packages(names, pythons, cache), **_sources(names)}
+    digest = hashlib.sha256()
+    for path, content in sorted(library.items()):
+        digest.update(f"{path}\0{len(content)}\0".encode() + content)
+        yield Entry(f"lib/{path}", content)
+    yield from (Entry(f"model/{path}", content) for path, content in model_files(model, weightless).items())
+    facts = {
+        "made_by": f"mlc-amd {mlc_amd.__version__}",
+        "for": destination.title,
+        "model": model.manifest["name"],
+        "target": kind,
+        "pythons": pythons,
+        "packages": {name: wheels.VENDORED[name].version for name in names},
+        "lib": digest.hexdigest(),
+    }
+    yield Entry(MARK, json.dumps(facts, indent=1).encode() + b"\n")
+    known = {
+        "MODEL": title(model.manifest["name"]),
+        "TITLE": destination.title,
+        "PYTHONS": " ".join(pythons),
+        "TAGS": " ".join(f"cpython-{python.replace('.', '')}" for python in pythons),
+        "DIGEST": digest.hexdigest()[:12],
+        "RANDOM": _RANDOM if weightless or model.random_weights else "",
+    }
+    for name in destination.templates:
+        text = resources.files("mlc_amd.dist").joinpath("bundle", name).read_text()
+        for key, value in known.items():
+            text = text.replace(f"@{key}@", value)
+        yield Entry("README.md" if name.startswith("README") else name, text.encode(), name.endswith(".sh"))
+
+
+def title(name: str) -> str:
+    """A model's name as a line of files that people read, in terminals too."""
+    return " ".join(terminal.clean(name).split())
+
+
+def _sources(names: tuple[str, ...]) -> dict[str, bytes]:
+    """Our own modules, and the record that tells `importlib.metadata` their version and what they need."""
+    files = {"mlc_amd/__init__.py": Path(mlc_amd.__file__).read_bytes()}
+    for package, (patterns, left_out) in SOURCES.items():
+        root = Path(str(resources.files(f"mlc_amd.{package}")))
+        for file in sorted(file for pattern in patterns for file in root.glob(pattern)):
+            if not any(file.match(pattern) for pattern in left_out):
+                files[f"mlc_amd/{package}/{file.relative_to(root).as_posix()}"] = file.read_bytes()
+    version = mlc_amd.__version__
+    needs = [f"Requires-Dist: {name}=={wheels.VENDORED[name].version}" for name in names]
+    lines = [
+        "Metadata-Version: 2.1",
+        "Name: mlc-amd",
+        f"Version: {version}",
+        f"Requires-Python: >={PYTHONS[0]}",
+        *needs,
+    ]
+    files[f"mlc_amd-{version}.dist-info/METADATA"] = "\n".join((*lines, "")).encode()
+    return files
+
+
+def model_files(model: Artifact, weightless: bool) -> dict[str, bytes | Path]:
+    """The artifact's files without those that only a developer looks at; `weightless`: with the vectors as its only
+    weights."""
+    manifest: dict[str, Any] = model.manifest | ({"weights": "random"} if weightless else {})
+    libraries = model.manifest["libraries"]
+    tables = (TABLES,) if TABLES in manifest["files"] else ()
+    names = (*libraries.values(), "tokenizer.json", "tokenizer_config.json", WEIGHTS, *tables)
+    files: dict[str, bytes | Path] = {name: model.path / name for name in names}
+    listed: dict[str, Any] = {name: manifest["files"][name] for name in names}
+    if weightless and not model.random_weights:
+        files[WEIGHTS], listed[WEIGHTS] = _vectors(model)
+    return {**files, MANIFEST: manifests.text(manifest, listed).encode()}
+
+
+def _vectors(model: Artifact) -> tuple[bytes, dict[str, Any]]:
+    """The weights file without the matrices, and what the manifest says of it."""
+    with tempfile.TemporaryDirectory(prefix="mlc-amd-") as directory:
+        place = Path(directory) / WEIGHTS
+        held = Weights(model.path / WEIGHTS)
+        arrays = {name: held[name] for name in held.places if name not in model.manifest["tensors"]}
+        writer = WeightsWriter(
+            place, [TensorSpec(name, array.dtype.name, array.shape) for name, array in arrays.items()]
+        )
+        for name, array in arrays.items():
+            writer.write(name, 0, array)
+        writer.close()
+        return place.read_bytes(), facts(place) | headers(place)

@@ -1,0 +1,264 @@
+"""`mlc-amd doctor`: what this machine can compile for and run on, and what to do about what is missing.
+
+It works without the compiler and TVM as well, where only compiled models are to run: then it says so and leaves out
+what concerns them.
+"""
+
+import platform
+import sys
+import tempfile
+from json import dumps
+from pathlib import Path
+
+from mlc_amd.runtime import extras
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools.checks import doctor_vulkan, machine
+from mlc_amd.tools.hub import model_cache
+from mlc_amd.tools.measure import bandwidth
+from mlc_amd.tools.terminal import display
+
+_OLDEST_PYTHON = (3, 11)
+
+
+def run(*, json: bool = False) -> None:
+    """Shows what this machine can compile for and run on. Exits with 0 when the cpu target works, or nothing can be
+    compiled here at all.
+
+    Args:
+        json: print the findings as one JSON object.
+    """
+    facts = {
+        "python": platform.python_version(),
+        "packages": machine.packages(),
+        "tvm": machine.tvm(),
+        "cpu": machine.cpu() | {"read_bytes_per_second": bandwidth.measure()},
+        "gpus": machine.gpus(),
+        "kfd": machine.kfd(),
+        "rocm": machine.rocm(),
+        "vulkan": machine.vulkan(),
+        "distribution": machine.distribution(),
+        "cache": _cache_facts(),
+    }
+    if facts["tvm"]:
+        facts |= {"extras": extras.extras(), "linkers": machine.linkers()}
+    if "error" in facts["tvm"]:
+        facts["cpu_target"] = "TVM does not load"
+    elif facts["tvm"]:
+        facts |= {"cpu_target": _try_cpu_target(), "rocm_linker": machine.rocm_linker()}
+    checks = judge(facts)
+    if json:
+        print(
+            dumps(
+                facts | {"checks": [dict(zip(("status", "what", "advice"), check, strict=True)) for check in checks]},
+                indent=1,
+            )
+        )
+    else:
+        for status, what, advice in checks:
+            print(f"{_MARKS[status]} {what}" + (f"\n      {advice}" if advice else ""))
+    if facts.get("cpu_target") is not None:
+        raise UserError(f"the cpu target does not work here: {facts['cpu_target']}")
+
+
+def judge(facts: dict[str, object]) -> list[tuple[str, str, str]]:
+    """What the facts mean: (status, finding, what to do about it or ""), status "ok", "missing" (not needed) or
+    "problem".
+
+    Facts that could not be found out may be left out.
+    """
+    return [check for fact, part in _PARTS.items() if fact in facts for check in part(facts)]
+
+
+_MARKS = {"ok": "[ok]", "missing": "[--]", "problem": "[!!]"}
+
+
+def _try_cpu_target() -> str | None:
+    """Compiles a tiny model for this CPU, loads it and computes a token; None when all of that works, else what went
+    wrong."""
+    import numpy as np
+
+    from mlc_amd.compiler.gguf.synthetic import synthetic
+    from mlc_amd.compiler.pipeline import compile_model
+    from mlc_amd.runtime.engine.engine import Engine
+
+    display.message("compiling and running a test model ...")
+    with tempfile.TemporaryDirectory(prefix="mlc-amd-") as directory:
+        place = Path(directory) / "model"
+        try:
+            compile_model(synthetic("tiny:q4_0"), "cpu", "native", 64, place)
+            finite = bool(np.isfinite(Engine.load(place).decode(1)).all())
+        except Exception as error:  # finding out what fails is the job
+            return f"{type(error).__name__}: {error}"
+    return None if finite else "a test model computed numbers that are not finite"
+
+
+def _cache_facts() -> dict[str, object]:
+    place = model_cache.cache_directory()
+    files = [file.stat() for file in place.rglob("*") if file.is_file()]
+    # models share weights by links to one file
+    return {"path": str(place), "bytes": sum({status.st_ino: status.st_size for status in files}.values())}
+
+
+def _python(facts: dict) -> list[tuple[str, str, str]]:
+    good = sys.version_info[:2] >= _OLDEST_PYTHON
+    advice = "" if good else f"install Python {'.'.join(map(str, _OLDEST_PYTHON))} or newer"
+    return [
+        ("ok" if good else "problem", f"Python {facts['python']} on {platform.system()} {platform.machine()}", advice)
+    ]
+
+
+def _packages(facts: dict) -> list[tuple[str, str, str]]:
+    if not facts["packages"]:
+        return []
+    bad = [package for package in facts["packages"] if not package["ok"]]
+    if not bad:
+        return [("ok", f"{len(facts['packages'])} required packages are installed in the right versions", "")]
+    return [
+        (
+            "problem",
+            f"package {p['name']} {p['found'] or 'is not installed'}",
+            f"pip install '{p['name']}{p['wanted']}'",
+        )
+        for p in bad
+    ]
+
+
+def _extras(facts: dict) -> list[tuple[str, str, str]]:
+    checks = []
+    for found in facts["extras"]:
+        if not found["missing"]:
+            checks.append(("ok", f"extra {found['extra']} is installed: {', '.join(found['packages'])}", ""))
+            continue
+        lacks = ", ".join(f"{name} (for {purpose})" for name, purpose in found["missing"].items())
+        checks.append(("missing", f"extra {found['extra']} lacks {lacks}", extras.install(found["extra"])))
+    return checks
+
+
+def _tvm(facts: dict) -> list[tuple[str, str, str]]:
+    found = facts["tvm"]
+    if not found:
+        return [
+            ("missing", "no compiler: this installation runs compiled models only", "to compile: pip install mlc-amd")
+        ]
+    if "error" in found:
+        return [
+            (
+                "problem",
+                f"TVM does not load: {found['error']}",
+                "pip install --force-reinstall apache-tvm==0.27.0.post1",
+            )
+        ]
+    generators = ", ".join(name for name, present in (("x86", found["x86"]), ("AMDGPU", found["amdgpu"])) if present)
+    return [
+        ("ok", f"TVM {found['version']} with LLVM {found['llvm']}: {generators} (loads in {found['seconds']} s)", "")
+    ]
+
+
+def _linker(facts: dict) -> list[tuple[str, str, str]]:
+    usable = [name for name in ("cc", "gcc", "clang", "ziglang") if facts["linkers"][name]]
+    if usable:
+        return [("ok", f"linker for cpu kernels: {usable[0]}", "")]
+    return [("problem", "no C compiler to link cpu kernels", "install gcc or clang, or: pip install ziglang")]
+
+
+def _cpu(facts: dict) -> list[tuple[str, str, str]]:
+    cpu = facts["cpu"]
+    memory = f"{display.size(cpu['memory'])} of memory ({display.size(cpu['available'])} free)"
+    isa = " ".join(cpu["isa"]) or "no vector extensions known"
+    return [
+        ("ok", f"CPU {cpu['name']}, {cpu['cores']} cores, {isa}", ""),
+        ("ok", f"{memory}, read at {cpu['read_bytes_per_second'] / 1e9:.1f} GB/s", ""),
+    ]
+
+
+def _cpu_target(facts: dict) -> list[tuple[str, str, str]]:
+    if facts["cpu_target"] is None:
+        return [("ok", "target cpu: a test model compiles, loads and computes", "")]
+    return [("problem", f"target cpu: {facts['cpu_target']}", "mend what is marked above; --debug shows more")]
+
+
+def _gpus(facts: dict) -> list[tuple[str, str, str]]:
+    if not facts["gpus"]:
+        return [
+            ("missing", "no GPU in /sys/class/drm", "models run on the CPU; in a container, pass --device /dev/dri")
+        ]
+    checks = []
+    for gpu in facts["gpus"]:
+        what = f"GPU {gpu['card']}: {gpu['vendor']} {gpu['id']}, driver {gpu['driver'] or 'none'}"
+        if gpu["node"] is None:
+            checks.append(("missing", what, "it has no render node: load its kernel driver (AMD: amdgpu)"))
+        elif not gpu["usable"]:
+            checks.append(
+                ("problem", what, f"you may not open {gpu['node']}: sudo usermod -aG render $USER, then log in again")
+            )
+        else:
+            checks.append(("ok", what, ""))
+    return checks
+
+
+def _kfd(facts: dict) -> list[tuple[str, str, str]]:
+    if facts["kfd"]["usable"]:
+        return [("ok", "/dev/kfd: ROCm programs can use the GPU", "")]
+    if facts["kfd"]["present"]:
+        return [("problem", "/dev/kfd is here but not for you", "sudo usermod -aG render $USER, then log in again")]
+    return [
+        (
+            "missing",
+            "no /dev/kfd: no AMD GPU for ROCm",
+            "load the kernel driver amdgpu; in a container, pass --device /dev/kfd",
+        )
+    ]
+
+
+def _rocm(facts: dict) -> list[tuple[str, str, str]]:
+    rocm, checks = facts["rocm"], []
+    if rocm["runtime"]:
+        checks.append(("ok", f"HIP runtime {rocm['runtime']} (rocm-bindings-hip {rocm['bindings']})", ""))
+    if rocm["problem"]:  # a problem only where there is a GPU that could be used
+        what, _, advice = rocm["problem"].partition("; ")
+        checks.append(("problem" if rocm["chips"] else "missing", f"target rocm cannot run here: {what}", advice))
+    for gpu in rocm["gpus"]:
+        what = f"{'APU' if gpu['integrated'] else 'GPU'} {gpu['name']}, {gpu['arch']}, {display.size(gpu['memory'])}"
+        checks.append(("ok", f"target rocm: device {gpu['index']}, {what}", ""))
+    if rocm["override"]:
+        chips = ", ".join(chip["arch"] for chip in rocm["chips"]) or "unknown"
+        checks.append(("ok", f"HSA_OVERRIDE_GFX_VERSION={rocm['override']} is set; the chip is {chips}", ""))
+    return checks
+
+
+def _rocm_linker(facts: dict) -> list[tuple[str, str, str]]:
+    found = facts["rocm_linker"]
+    if found["problem"] is None:
+        return [("ok", f"linker for rocm kernels: {found['command']}", "")]
+    what, _, advice = found["problem"].partition("; ")
+    return [("missing", f"cannot compile for target rocm: {what}", advice)]
+
+
+def _cache(facts: dict) -> list[tuple[str, str, str]]:
+    cache = facts["cache"]
+    return [
+        (
+            "ok",
+            f"compiled models are kept in {cache['path']} ({display.size(cache['bytes'])}), which may be deleted any "
+            "time",
+            "",
+        )
+    ]
+
+
+# By the fact that each part needs, in the order of the report.
+_PARTS = {
+    "python": _python,
+    "packages": _packages,
+    "extras": _extras,
+    "tvm": _tvm,
+    "linkers": _linker,
+    "cpu": _cpu,
+    "cpu_target": _cpu_target,
+    "gpus": _gpus,
+    "kfd": _kfd,
+    "rocm": _rocm,
+    "rocm_linker": _rocm_linker,
+    "vulkan": doctor_vulkan.judge,
+    "cache": _cache,
+}

@@ -1,0 +1,361 @@
+"""`mlc-amd inspect`: the contents of a GGUF file, an artifact or a GPU code object; needs no GPU."""
+
+import dataclasses
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlc_amd.runtime.artifact.memory import of_manifest, on_host
+from mlc_amd.runtime.cache.kv_types import KV_TYPE, KvType
+from mlc_amd.runtime.engine.functions import is_draft
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools import target as targets
+from mlc_amd.tools.hub import models
+from mlc_amd.tools.inspection import inspect_header, inspect_kernels, inspect_memory, inspect_vulkan
+from mlc_amd.tools.terminal import display
+
+if TYPE_CHECKING:
+    from mlc_amd.compiler.gguf.reader import GGUFModel
+
+
+def run(
+    model: str,
+    *,
+    json: bool = False,
+    plan: bool = False,
+    kernels: bool = False,
+    asm: str | None = None,
+    tensors: bool = False,
+    ctx: int | None = None,
+    kv_type: KvType | None = None,
+    target: str = "auto",
+    arch: str = "native",
+    n_cpu_moe: int = 0,
+) -> None:
+    """Shows the contents of a GGUF file or an artifact: configuration, weights by type, memory, kernels and launches.
+
+    For GPU code (artifacts for GPUs, and any .hsaco file) it shows registers, LDS, spills, occupancy, instructions
+    and assembly of each kernel. For artifacts of target vulkan these come from Mesa's compiler for AMD GPUs, if it is
+    installed.
+
+    Of a GGUF file of an architecture that is not supported it shows metadata, tokenizer and tensors.
+
+    Memory is what the model needs while it runs, and with how many tokens it fits the GPUs that its arch stands for. Of
+    a GPU's memory 1 GiB is left to the driver and other programs; of memory that an APU shares with the system it is
+    half, because Linux gives the other half to the GPU.
+
+    Args:
+        model: a GGUF file, OWNER/REPO:QUANT of huggingface.co, an artifact's folder, or an AMD code object (.hsaco).
+        json: print everything as one JSON object.
+        plan: also list the launches of one token, in order (artifacts).
+        kernels: also list the kernels, how often each function calls them, and what those for GPUs need (artifacts).
+        asm: print the assembly of the kernel of this name instead; 'linear*' means several, '*' all (GPU code).
+        tensors: also list every tensor.
+        ctx: KV cache size in tokens, for the memory that a GGUF file needs (default: the model's context length, at
+            most 4096).
+        kv_type: type of the KV cache, for a GGUF file: f16, or q8_0, which takes half of the memory (default: f16).
+        target: target that this memory is for: auto (the best one here), cpu, rocm or vulkan.
+        arch: CPU, GPU or Vulkan profile likewise: native (this machine) or a name, see `mlc-amd compile --help`.
+        n_cpu_moe: count the experts of the first N layers as host memory.
+    """
+    path = models.find(model)
+    report: dict[str, Any]
+    if models.is_artifact(path):
+        from mlc_amd.runtime.artifact.artifact import Artifact
+
+        artifact = Artifact.open(path)
+        if ctx is not None or kv_type is not None or (target, arch) != ("auto", "native"):
+            raise UserError(f"{path} is compiled: --ctx, --kv-type, --target and --arch apply to GGUF files")
+        report = _artifact(artifact, n_cpu_moe)
+        gpu_codes = _CODES.get(artifact.manifest["target"]["kind"])
+        codes = gpu_codes(artifact) if gpu_codes and (json or kernels or asm is not None) else []
+    elif inspect_kernels.is_code_object(path):
+        if plan or tensors:
+            raise UserError(f"{path} is GPU code: --plan and --tensors apply to artifacts; --asm shows its assembly")
+        report, codes, kernels = {"file": str(path)}, [inspect_kernels.GpuCode(path)], True
+    elif plan or kernels or asm is not None:
+        raise UserError(
+            f"{path} is a GGUF file: --plan, --kernels and --asm apply to artifacts (`mlc-amd compile` makes one)"
+        )
+    else:
+        report, codes = _gguf(path, ctx, kv_type or KV_TYPE, target, arch, n_cpu_moe), []
+    if asm is not None:
+        if not codes:
+            raise UserError(
+                f"{path} has no GPU code: --asm applies to artifacts of `mlc-amd compile --target rocm|vulkan` and "
+                ".hsaco files"
+            )
+        report["assembly"] = {code.machine: code.assembly(asm) for code in codes}
+        if not json:
+            for machine, functions in report["assembly"].items():
+                print(f"; {machine}\n" + "\n".join(functions.values()))
+            return
+    for code in codes:
+        if code.missing:
+            display.message(f"{_ABSENT[type(code)]} for {code.path}: {code.missing}")
+    if codes:
+        report["code"] = [code.describe() for code in codes]
+    if json:
+        print(dumps(report, indent=1))
+        return
+    detailed = {"plan": plan, "kernels": kernels, "code": kernels, "tensors": tensors}
+    for title, content in report.items():
+        if detailed.get(title, True):
+            print(_SECTIONS[title](content))
+
+
+def _gguf(path: Path, ctx: int | None, kv_type: str, target: str, arch: str, n_cpu_moe: int) -> dict[str, object]:
+    from mlc_amd.compiler.gguf.reader import GGUFModel
+
+    try:
+        opened = GGUFModel.open(path)
+    except UserError as error:
+        return inspect_header.report(path, error)
+    with opened as model:
+        return _model_file(model, ctx, kv_type, target, arch, n_cpu_moe)
+
+
+def _model_file(
+    model: "GGUFModel", ctx: int | None, kv_type: str, target: str, arch: str, n_cpu_moe: int
+) -> dict[str, object]:
+    from mlc_amd.compiler.memory import needs
+    from mlc_amd.compiler.pipeline import capacity, make_target
+    from mlc_amd.compiler.sampling import defaults
+
+    formats: dict[str, dict[str, int]] = {}
+    for tensor in model.tensors.values():
+        entry = formats.setdefault(tensor.format, {"tensors": 0, "bytes": 0})
+        entry["tensors"] += 1
+        entry["bytes"] += tensor.nbytes
+    config = dataclasses.asdict(model.config)
+    listing = [
+        {"name": t.name, "dtype": t.format, "shape": list(t.shape), "bytes": t.nbytes} for t in model.tensors.values()
+    ]
+    on_host(model.tensors, n_cpu_moe)
+    kind, name = targets.resolve(target, arch)
+    needed = needs(model, make_target(kind, name, kv_type), capacity(model.config, ctx))
+    return {
+        "file": model.path,
+        "name": model.config.name,
+        "model": config,
+        "sampling": defaults(model.metadata, model.config.context),
+        "formats": _stored(formats),
+        "memory": inspect_memory.plan(needed, kind, arch, n_cpu_moe),
+        "tensors": listing,
+    }
+
+
+def _stored(formats: dict[str, dict[str, int]]) -> dict[str, dict]:
+    """A model's tensor types with the bits of a weight in the file and in memory (without the padding of rows to
+    multiples of 16), and whether the codes in memory are other ones than those of the file."""
+    from mlc_amd.schedules.formats import lookup
+
+    return {
+        name: entry
+        | {
+            "file_bits": lookup(name).file_bits,
+            "memory_bits": lookup(name).memory_bits,
+            "repacked_to_bits": lookup(name).code_bits if lookup(name).expanded else None,
+        }
+        for name, entry in formats.items()
+    }
+
+
+def _artifact(artifact, n_cpu_moe: int) -> dict[str, object]:
+    manifest, target = artifact.manifest, artifact.manifest["target"]
+    on_host(manifest["tensors"], n_cpu_moe)
+    listing = [
+        {
+            "name": name,
+            "dtype": entry["dtype"],
+            "shape": entry["shape"],
+            "bytes": entry["data_offsets"][1] - entry["data_offsets"][0],
+        }
+        for name, entry in artifact.weights.header.items()
+        if not name.startswith("__pad_")
+    ]
+    layers = sum(not layer.get("predictor") for layer in manifest["model"]["layers"])
+    launches = {
+        name: {
+            "rows": function["rows"],
+            "single": function["single"],
+            "logits": function["logits"],
+            "launches": len(function["launches"]),
+            "per_layer": float(len(function["launches"]))
+            if is_draft(name)
+            else per_layer(function["launches"], layers),
+        }
+        for name, function in manifest["functions"].items()
+    }
+    return {
+        "file": str(artifact.path),
+        "name": manifest["name"],
+        "target": target,
+        "context": manifest["context"],
+        "kv_type": manifest["kv_type"],
+        "model": manifest["model"],
+        "sampling": manifest["sampling"],
+        "formats": _stored(manifest["formats"]),
+        "memory": inspect_memory.plan(of_manifest(manifest), target["kind"], target["arch"], n_cpu_moe),
+        "launches": launches,
+        "kernels": manifest["kernels"],
+        "plan": {name: function["launches"] for name, function in manifest["functions"].items()},
+        "tensors": listing,
+    }
+
+
+def per_layer(launches: list[dict], layers: int) -> float:
+    """Launches of one layer: those from layer 0's first weight to the last layer's first weight, over the layers
+    between. Layers without weights begin at 0."""
+
+    def first(layer: int) -> int:
+        names = ([str(arg[1]) for arg in launch["args"]] for launch in launches)
+        return next((i for i, held in enumerate(names) if any(name.startswith(f"blk.{layer}.") for name in held)), 0)
+
+    # A model of one layer has nothing between; what follows its first launch, without the last norm and the logits, is
+    # the layer.
+    return (
+        round((first(layers - 1) - first(0)) / (layers - 1), 2) if layers > 1 else float(len(launches) - first(0) - 2)
+    )
+
+
+# target -> what reads its GPU code; what of it cannot be told when something is missing
+_CODES = {"rocm": inspect_kernels.of_artifact, "vulkan": inspect_vulkan.of_artifact}
+_ABSENT = {inspect_kernels.GpuCode: "no instruction counts", inspect_vulkan.SpirvCode: "no registers and instructions"}
+
+
+def _code(codes: list[dict]) -> str:
+    return (inspect_vulkan if "compiler" in codes[0] else inspect_kernels).tables(codes)
+
+
+def _line(title: str):
+    return lambda content: f"{title:10}{content}"
+
+
+def _model(config: dict) -> str:
+    rows = {key: value for key, value in config.items() if key not in ("name", "layers", "ropes")}
+    rows["layers"] = len(config["layers"])
+    layers = [_flat(layer) for layer in config["layers"]]
+    for key in dict.fromkeys(key for layer in layers for key in layer):
+        rows[key] = _by_layer({i: layer[key] for i, layer in enumerate(layers) if key in layer}, len(layers))
+    rows |= _flat(config["ropes"])
+    width = max(map(len, rows)) + 2
+    shown = (f"{value:g}" if isinstance(value, float) else value for value in rows.values())
+    return "model\n" + "".join(f"  {key.ljust(width)}{value}\n" for key, value in zip(rows, shown, strict=True))
+
+
+def _flat(nested: dict) -> dict[str, object]:
+    """{"mixer": {"heads": 4}} as {"mixer heads": 4}."""
+    flat = {}
+    for key, value in nested.items():
+        inner = {f"{key} {k}": v for k, v in _flat(value).items()} if isinstance(value, dict) else {key: value}
+        flat |= {k.replace("_", " "): v for k, v in inner.items()}
+    return flat
+
+
+def _by_layer(values: dict[int, object], layers: int) -> object:
+    """The value of all layers, or each value with the layers that have it; others have nothing of that name."""
+    found: dict[str, list[str]] = {}
+    for i, value in values.items():
+        found.setdefault(str(value), []).append(str(i))
+    if len(found) == 1 and len(values) == layers:
+        return values[0]
+    return "; ".join(f"{value} in layers {', '.join(places)}" for value, places in found.items())
+
+
+def _sampling(sampling: dict) -> str:
+    shown = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in sampling.items())
+    return f"{'sampling':10}{shown or 'greedy (the file recommends nothing)'}"
+
+
+def _formats(formats: dict) -> str:
+    largest_first = sorted(formats.items(), key=lambda item: -item[1]["bytes"])
+    rows = [
+        (
+            name,
+            entry["tensors"],
+            display.size(entry["bytes"]),
+            f"{entry['file_bits']:.4g}",
+            f"{entry['memory_bits']:.4g}",
+            f"repacked to codes of {codes} bits" if (codes := entry["repacked_to_bits"]) else "own layout",
+        )
+        for name, entry in largest_first
+    ]
+    return display.table(("type", "tensors", "size", "bits in file", "in memory", "kernels"), rows, right=(1, 2, 3, 4))
+
+
+def _memory(memory: dict) -> str:
+    return "".join(f"{label:10}{text}\n" for label, text in inspect_memory.lines(memory))
+
+
+def _launches(launches: dict) -> str:
+    keys = ("rows", "single", "logits", "launches", "per_layer")
+    rows = [(name, *(entry[key] for key in keys)) for name, entry in launches.items()]
+    header = ("function", "rows", "of sequences", "logits", "launches", "per layer")
+    return display.table(header, rows, right=range(1, 6))
+
+
+def _kernels(kernels: list) -> str:
+    rows = [
+        (
+            entry["name"],
+            ", ".join(f"{function} {count}" for function, count in entry["calls"].items()),
+            _tuned(entry.get("tuned", {})),
+        )
+        for entry in kernels
+    ]
+    return display.table(("kernel", "calls", "plan"), rows)
+
+
+def _tuned(origins: dict) -> str:
+    """Where a kernel's plan comes from, and what it is; of an artifact for several GPUs, for each."""
+    texts = {}
+    for arch, origin in origins.items():
+        numbers = " ".join(f"{name}={value}" for name, value in (origin["plan"] or {}).items())
+        texts[arch] = f"{origin['from']}: {numbers}" if numbers else origin["from"]
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"{arch} {text}" for arch, text in texts.items())
+
+
+def _plan(plan: dict) -> str:
+    rows = [
+        (i, launch["kernel"], " ".join(_argument(a) for a in launch["args"])) for i, launch in enumerate(plan["decode"])
+    ]
+    return display.table(("", "launch of one token", "arguments"), rows, right=(0,))
+
+
+def _cpu(target: dict) -> str:
+    return f" ({target['mcpu']}, {target['isa']})" if target["kind"] == "cpu" else ""
+
+
+def _argument(argument: list) -> str:
+    kind, where = argument[0], argument[1]
+    return f"arena+{where}" if kind == "arena" else f"{where}" if len(argument) == 2 else f"{where}[{argument[2]}]"
+
+
+def _tensors(listing: list) -> str:
+    sizes = ("?" if t["bytes"] is None else display.size(t["bytes"]) for t in listing)
+    rows = [
+        (t["name"], t["dtype"], "x".join(map(str, t["shape"])), size) for t, size in zip(listing, sizes, strict=True)
+    ]
+    return display.table(("tensor", "type", "shape", "size"), rows, right=(3,))
+
+
+# section -> how it is shown, in the order of the reports
+_SECTIONS = {
+    "file": _line("file"),
+    "name": _line("name"),
+    "target": lambda target: f"{'target':10}{target['kind']} {target['arch']}{_cpu(target)}",
+    "context": _line("context"),
+    "kv_type": lambda kv_type: f"{'KV type':10}{kv_type}",
+    "model": _model,
+    "sampling": _sampling,
+    "formats": _formats,
+    "memory": _memory,
+    "launches": _launches,
+    "kernels": _kernels,
+    "plan": _plan,
+    "tensors": _tensors,
+    "code": _code,
+} | inspect_header.SECTIONS

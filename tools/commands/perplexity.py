@@ -1,0 +1,154 @@
+"""`mlc-amd perplexity`: how well a model predicts a text."""
+
+import time
+import zipfile
+from json import dumps
+from pathlib import Path
+
+import numpy as np
+
+from mlc_amd.runtime.cache.kv_types import KvType
+from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.tools.hub import models
+from mlc_amd.tools.terminal import display
+from mlc_amd.tools.terminal.texts import read_text
+
+_CHUNK = 256  # tokens scored at a time: their logits are [_CHUNK, vocab] float32
+
+
+def run(
+    model: str,
+    *,
+    text: str | None = None,
+    ids: str | None = None,
+    tokens: int | None = None,
+    logits: str | None = None,
+    json: bool = False,
+    target: str = "auto",
+    arch: str = "native",
+    ctx: int | None = None,
+    kv_type: KvType | None = None,
+    threads: int | None = None,
+    device: str | None = None,
+    verify: bool = False,
+    n_cpu_moe: int = 0,
+    kv_memory: str | None = None,
+) -> None:
+    """Measures the perplexity of a model on the tokens of a text, in one window.
+
+    Every token but the first is predicted from all before it; perplexity is the exponential of the mean of
+    -log(probability) over these predictions. A smaller one is better; compare only models with the same vocabulary, on
+    the same tokens.
+
+    Args:
+        model: artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use).
+        text: UTF-8 text file.
+        ids: instead of a text, an .npz file with the token ids in its array `ids`.
+        tokens: use only the first N tokens (default: as many as the context holds).
+        logits: write `logits` (float32 [tokens, vocab]) and `ids` to this .npz file.
+        json: print the result as JSON.
+        target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
+            else cpu), cpu, rocm or vulkan.
+        arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
+            `mlc-amd compile --help`.
+        ctx: KV cache size in tokens, for a GGUF file (default: the model's context length, at most 4096).
+        kv_type: type of the KV cache, for a GGUF file: f16, or q8_0, which takes half of the memory (default: f16).
+        threads: number of CPU threads (default: all cores).
+        device: GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name (default:
+            $MLC_AMD_DEVICE, else the best one).
+        verify: also verify the checksum of the weights, which reads all of them.
+        n_cpu_moe: keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for
+            mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
+        kv_memory: how much memory the KV cache takes, as 4G or 512M, or auto: what the device has left, of the
+            host's memory half of what is available (default: one sequence of full length).
+    """
+    if (text is None) == (ids is None):
+        raise UsageError("give either --text FILE or --ids FILE.npz")
+    read = read_text(text) if text is not None else None
+    given = _read_ids(Path(ids).expanduser()) if ids is not None else np.empty(0, np.int64)
+    engine = models.load_engine(
+        model,
+        target=target,
+        arch=arch,
+        ctx=ctx,
+        kv_type=kv_type,
+        threads=threads,
+        device=device,
+        verify=verify,
+        n_cpu_moe=n_cpu_moe,
+        kv_memory=kv_memory,
+    )
+    sequence = given if read is None else np.asarray(engine.tokenizer.encode(read), dtype=np.int64)
+    count = _count(len(sequence), tokens, engine.cache.longest)
+    sequence = sequence[:count]
+    kept = np.empty((count, engine.vocab), np.float32) if logits is not None else None
+    start = time.perf_counter()
+    losses = []
+    for first in range(0, count, _CHUNK):
+        scores = engine.score(sequence[first : first + _CHUNK])
+        if kept is not None:
+            kept[first : first + len(scores)] = scores
+        losses.append(negative_log_likelihoods(scores, sequence[first + 1 : first + 1 + len(scores)]))
+    seconds = time.perf_counter() - start
+    nll = np.concatenate(losses)
+    if logits is not None and kept is not None:
+        with open(Path(logits).expanduser(), "wb") as file:
+            np.savez(file, logits=kept, ids=sequence.astype(np.int32))
+    # The standard error of the mean, carried through the exponential, as llama-perplexity reports it.
+    perplexity = float(np.exp(nll.mean()))
+    error = perplexity * float(nll.std(ddof=1)) / len(nll) ** 0.5 if len(nll) > 1 else float("nan")
+    if json:
+        print(
+            dumps(
+                {
+                    "perplexity": perplexity,
+                    "error": error,
+                    "nll": float(nll.mean()),
+                    "tokens": count,
+                    "seconds": round(seconds, 3),
+                }
+            )
+        )
+    else:
+        print(f"perplexity {perplexity:.4f} ± {error:.4f} over {count} tokens")
+    display.message(f"{count / seconds:.1f} tok/s")
+
+
+def negative_log_likelihoods(logits: np.ndarray, following: np.ndarray) -> np.ndarray:
+    """float64 [len(following)]: -log softmax(logits[i])[following[i]], in nats. logits: f32 [n, vocab], n >=
+    len(following)."""
+    rows = logits[: len(following)].astype(np.float64)
+    rows -= rows.max(axis=1, keepdims=True)
+    return np.log(np.exp(rows).sum(axis=1)) - rows[np.arange(len(following)), following]
+
+
+def _count(available: int, wanted: int | None, context: int) -> int:
+    """How many tokens are used. UserError when that is impossible; says on stderr when the context cuts the text."""
+    if wanted is not None and wanted > available:
+        raise UserError(f"--tokens {wanted}: there are only {available} tokens")
+    count = available if wanted is None else wanted
+    if count > context and wanted is not None:
+        raise UserError(f"--tokens {wanted}: the context holds {context}; use fewer or a larger --ctx")
+    if count > context:
+        display.message(f"the text is {count} tokens, the context holds {context}: using the first {context}")
+        count = context
+    if count < 2:
+        raise UserError(f"perplexity needs at least 2 tokens, not {count}")
+    return count
+
+
+def _read_ids(path: Path) -> np.ndarray:
+    """The array `ids` of an .npz file, int64 [n]."""
+    if not zipfile.is_zipfile(path):
+        path.open("rb").close()  # OSError when that is the reason
+        raise UserError(f"{path} is not an .npz file; write one with numpy.savez(file, ids=...)")
+    try:
+        with np.load(path, allow_pickle=False) as data:
+            found = data["ids"]
+    except (KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise UserError(
+            f"{path} has no readable array `ids` ({error}); write one with numpy.savez(file, ids=...)"
+        ) from error
+    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+        raise UserError(f"{path}: `ids` must be one row of whole numbers, not {found.dtype} of shape {found.shape}")
+    return found.astype(np.int64)

@@ -1,0 +1,34 @@
+"""`mlc-amd pull`: a model of a hub in, its GGUF file in the hub's cache out."""
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools.hub import hub, hub_files
+from mlc_amd.tools.terminal import display
+
+
+def run(model: str, *, list: bool = False) -> None:
+    """Downloads a model from huggingface.co and prints the path of its GGUF file, for a split one that of its first
+    part.
+
+    All commands take such a name in place of a file, and download what is not in the cache; `pull` also fetches what is
+    newer on the hub. A download that was interrupted is continued.
+
+    HF_TOKEN gives access to gated and private models, HF_HUB_CACHE is the folder of the cache (default:
+    ~/.cache/huggingface/hub), HF_ENDPOINT is another hub, and HF_HUB_OFFLINE=1 takes what is in the cache.
+
+    Args:
+        model: OWNER/REPO or OWNER/REPO:QUANT, such as bartowski/Qwen3-8B-GGUF:Q4_K_M. Without QUANT it is Q4_K_M, else
+            Q8_0, else the first model. QUANT may be any part of the file's name.
+        list: list the repository's models and their sizes instead.
+    """
+    name = hub_files.parse(model)
+    if name is None:
+        raise UserError(f"{model} is no model of a hub: write OWNER/REPO or OWNER/REPO:QUANT")
+    if not list:
+        print(hub.pull(name))
+        return
+    available = hub.listing(name.repo)
+    found = [one for one in available if name.quant is None or one.fits(name.quant)]
+    rows = [(one.quant, display.size(one.size), one.count, one.title) for one in found]
+    if not rows:
+        hub_files.choose(name, available)  # says what there is
+    print(display.table(("quant", "size", "files", "name"), rows, right=(1, 2)), end="")

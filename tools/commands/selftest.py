@@ -1,0 +1,264 @@
+"""`mlc-amd selftest`: whether this machine's device computes what it should, and how fast: every kernel of a model, the
+launches of its functions, the whole model. Needs no compiler, so it runs in bundles, too.
+
+The parts are selftest_kernels.py and selftest_model.py, their limits selftest_limits.py; dist/README.md describes the
+file that -o writes.
+"""
+
+import json
+import platform
+import time
+from collections import Counter
+from pathlib import Path
+
+import mlc_amd
+from mlc_amd.runtime.cache.kv_types import KvType
+from mlc_amd.runtime.engine.engine import Engine
+from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.tools.checks import amdgpu, machine, selftest_kernels, selftest_model
+from mlc_amd.tools.checks.selftest_limits import Budget, Watch
+from mlc_amd.tools.hub import models
+from mlc_amd.tools.measure import bandwidth
+from mlc_amd.tools.terminal import display, terminal
+
+SHORT = {"o": "output"}
+FORMAT = 1  # of the file
+# How often each function is replayed, and timed: by the type of device. Mesa's CPU driver needs seconds for a prompt.
+ROUNDS = {"cpu": (1, 1)}
+GPU_ROUNDS = (20, 7)
+_NOTES = {  # in the summary, behind a number of kernels
+    selftest_kernels.NO_REFERENCE: "without a reference",
+    selftest_kernels.NO_TIME: "not run (time): more with --seconds",
+    selftest_kernels.NO_DEVICE: "not run (device lost)",
+}
+
+
+def run(
+    model: str | None = None,
+    *,
+    output: str | None = None,
+    runs: int = 1000,
+    seconds: float = 60,
+    whole_model: bool = False,
+    target: str = "auto",
+    arch: str = "native",
+    ctx: int | None = None,
+    kv_type: KvType | None = None,
+    threads: int | None = None,
+    device: str | None = None,
+) -> None:
+    """Compares every kernel of a model on this machine's device with reference results, and prints what is wrong, what
+    is fast and what is slow. Exits with 1 if anything is wrong.
+
+    Each kernel runs alone, on made-up inputs. Then the launches of each function, as they are replayed for every
+    token, are compared with launches one by one, and the model's logits with reference ones. No compiler is needed for
+    a compiled model.
+
+    Args:
+        model: artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use); the bundled
+            demo model if omitted.
+        output: a file for the results, the machine and its drivers, as JSON: what a report should contain.
+        runs: how often each kernel runs whose workgroups wait for one another, at each of several depths; 0 skips this.
+        seconds: how long the test may take, about; kernels for which there is no time are listed as not run. 0: until
+            all have run.
+        whole_model: compare the logits also of a large model, which takes minutes more.
+        target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
+            else cpu), cpu, rocm or vulkan.
+        arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
+            `mlc-amd compile --help`.
+        ctx: KV cache size in tokens, for a GGUF file (default: the model's context length, at most 4096).
+        kv_type: type of the KV cache, for a GGUF file: f16, or q8_0, which takes half of the memory (default: f16).
+        threads: number of CPU threads (default: all cores).
+        device: GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name (default:
+            $MLC_AMD_DEVICE, else the best one).
+    """
+    if runs < 0:
+        raise UsageError(f"--runs is {runs}: it must not be negative")
+    if not 0 <= seconds < float("inf"):
+        raise UsageError(f"--seconds is {seconds}: it must be a number of seconds, or 0")
+    out = Path(output).expanduser() if output else None
+    if out and not out.parent.is_dir():
+        raise UserError(f"{out.parent}: no such folder for --output")
+    compilation = {"target": target, "arch": arch, "ctx": ctx, "kv_type": kv_type}
+    engine = models.load_engine(model, threads=threads, device=device, **compilation)
+    display.message(f"on {engine.device.name}")
+    found = measure(engine, device, runs, whole_model, seconds)
+    print(text(found), end="")
+    if out:
+        temporary = out.with_name(f".{out.name}.tmp")
+        temporary.write_text(json.dumps(found, indent=1) + "\n")
+        temporary.replace(out)
+        display.message(f"wrote {out}")
+    if found["problems"]:
+        raise UserError(f"{engine.device.name} does not pass: {found['problems'][0]}{_more(found['problems'])}")
+
+
+def measure(engine: Engine, device: str | None, runs: int, whole_model: bool, seconds: float) -> dict:
+    """Everything that the file holds. Closes the engine. device: which GPU, as for `open_device`."""
+    artifact, used, budget = engine.artifact, engine.device, Budget(seconds)
+    facts = about_device(used)
+    replayed, timed = ROUNDS.get(facts["type"], GPU_ROUNDS)
+    status = terminal.Status()
+    watch = Watch(used.name, status, None) if facts["type"] == "cpu" else Watch(used.name, status)
+    watch.calls(used, ("run", "run_plain", "time", "wait"))
+    status.show("whole model")
+    agreement = selftest_model.agreement(engine)
+    token = selftest_model.pace(engine)  # now that the weights are in memory
+    found = {
+        "agreement": agreement,
+        "ahead": selftest_model.ahead(engine, token, budget),
+        "times": selftest_model.times(engine, timed, token, budget),  # drivers may have work with what runs first
+        # From here on, the device's pages are no longer the engine's.
+        "replays": selftest_model.replays(used, artifact, replayed, token, budget),
+        "logits": selftest_model.logits(used, artifact, whole_model),
+    }
+    measured = bandwidth.of_device(used)
+    where = getattr(used, "code_arch", artifact.manifest["target"]["arch"])
+    engine.close()  # its memory is for the kernels now
+    asked = str(used.threads) if used.kind == "cpu" else device
+    count, kernels = len(artifact.manifest["kernels"]), []
+    for result in selftest_kernels.check_all(
+        artifact,
+        where,
+        asked,
+        runs,
+        lambda name: status.show(f"kernel {len(kernels) + 1} of {count}: {name}"),
+        budget,
+        watch,
+    ):
+        kernels.append(result | found["times"].get(result["kernel"], {}))
+    status.clear()
+    order = {entry["name"]: i for i, entry in enumerate(artifact.manifest["kernels"])}
+    kernels.sort(key=lambda kernel: order[kernel["kernel"]])
+    problems = [f"{kernel['kernel']}: {kernel['problem']}" for kernel in kernels if kernel["problem"]]
+    problems += [f"replays of {name} differ from launches one by one" for name in found["replays"]["wrong"]]
+    checked = found["logits"], found["agreement"], found["ahead"]
+    problems += [part["problem"] for part in checked if part["problem"]]
+    manifest = artifact.manifest
+    return {
+        "format": FORMAT,
+        "made_by": f"mlc-amd {mlc_amd.__version__}",
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "passed": not problems,
+        "problems": problems,
+        "device": facts | {"bandwidth": measured and measured[0], "bandwidth_how": measured and measured[1]},
+        "machine": about_machine(),
+        "model": {
+            "name": manifest["name"],
+            "target": manifest["target"]["kind"],
+            "arch": where,
+            "context": manifest["context"],
+            "formats": {name: entry["tensors"] for name, entry in manifest["formats"].items()},
+            "weights": manifest["weights"],
+        },
+        "kernels": kernels,
+        **{name: found[name] for name in ("replays", "logits", "agreement", "ahead")},
+    }
+
+
+def about_device(device) -> dict:
+    """The device that was used: name, kind, type, and what drives it."""
+    facts = {"name": device.name, "kind": device.kind, "type": "cpu" if device.kind == "cpu" else "gpu"}
+    if device.kind == "vulkan":
+        gpu = device.gpu
+        number = f"0x{gpu.driver_version:08x}"
+        facts |= {"type": gpu.type, "driver": gpu.driver, "driver_version": number, "index": gpu.index}
+        facts |= {"vendor": f"0x{gpu.vendor:04x}", "id": f"0x{gpu.device:04x}", "subgroup": list(gpu.subgroup)}
+    elif device.kind == "rocm":
+        facts |= {"driver": f"HIP {'.'.join(map(str, device.version))}", "graphs": device.graphs}
+        facts |= {"index": device.gpu.index, "pci": device.gpu.pci, "host_memory": device.memory.host_memory}
+    else:
+        facts |= {"driver": "threads", "threads": device.threads}
+    return facts
+
+
+def about_machine() -> dict:
+    """The system, its CPU, and its AMD GPUs with their clocks and firmware."""
+    release = platform.uname()
+    return {
+        "system": f"{release.system} {release.release} {release.machine}",
+        "distribution": machine.distribution(),
+        "python": platform.python_version(),
+        "cpu": machine.cpu(),
+        "amdgpu": amdgpu.cards(),
+    }
+
+
+# ---- output
+
+
+def _more(problems: list[str]) -> str:
+    return f" (and {len(problems) - 1} more, see above)" if len(problems) > 1 else ""
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _outcome(passed: bool, left: int) -> str:
+    return "FAILED" if not passed else "passed" if not left else f"passed, without {left} kernels that were not run"
+
+
+def _verdict(kernel: dict) -> str:
+    return "WRONG" if kernel["problem"] else kernel.get("note") or "ok"
+
+
+def text(found: dict) -> str:
+    """The findings as tables."""
+    header = ("kernel", "result", "deviation", "runs", "us", "GB/s", "TFLOP/s")
+    rows = [
+        (
+            kernel["kernel"],
+            _verdict(kernel),
+            _number(kernel["deviation"], ".0%"),
+            sum(join["runs"] for join in kernel.get("joins", ())) or kernel["states"] or "",
+            *(_number(kernel.get(key), form) for key, form in (("us", ".1f"), ("gbps", ".1f"), ("tops", ".3f"))),
+        )
+        for kernel in found["kernels"]
+    ]
+    lines = [display.table(header, rows, range(2, 7)), ""]
+    lines += [f"{'':2}{problem}\n" for problem in found["problems"]] + ["\n"] * bool(found["problems"])
+    return "".join(lines) + display.table(("check", "result"), _checks(found))
+
+
+def _checks(found: dict) -> list[tuple[str, str]]:
+    """What the rest of the findings says, one line each."""
+    replays, logits, agreement, ahead = (found[name] for name in ("replays", "logits", "agreement", "ahead"))
+    good = sum(not kernel["problem"] and not kernel.get("note") for kernel in found["kernels"])
+    notes = Counter(kernel["note"] for kernel in found["kernels"] if kernel.get("note"))
+    joins = [join for kernel in found["kernels"] for join in kernel.get("joins", ())]
+    worst = max((step["deviation"] or 0 for step in logits["steps"]), default=None)
+    verdicts = [
+        (
+            "kernels",
+            f"{good} of {len(found['kernels'])} ok" + "".join(f", {n} {_NOTES[note]}" for note, n in notes.items()),
+        ),
+        (
+            "workgroups that meet",
+            f"{sum(join['runs'] for join in joins)} runs, {sum(join['failed'] for join in joins)} wrong"
+            if joins
+            else "none here",
+        ),
+        (
+            "replays",
+            f"WRONG: {', '.join(replays['wrong'])}"
+            if replays["wrong"]
+            else f"ok, {replays['rounds']} rounds of {len(replays['functions'])} functions",
+        ),
+        ("steps ahead", ahead["problem"] or (f"ok, {ahead['steps']} steps" if ahead["steps"] else "none here")),
+        ("logits", logits["problem"] or logits["note"] or f"ok, {_number(worst, '.0%')} of what may differ"),
+        (
+            "functions agree",
+            agreement["problem"]
+            or agreement["note"]
+            or f"ok, {_number(agreement['deviation'], '.0%')} of what may differ",
+        ),
+        ("device", f"{found['device']['name']}, {found['device']['driver']}"),
+        ("all", _outcome(found["passed"], notes[selftest_kernels.NO_TIME])),
+    ]
+    for card in found["machine"]["amdgpu"]:
+        clocks = ", ".join(
+            f"{name} {clock['now']} of {max(clock['levels'])} MHz" for name, clock in card["clocks"].items()
+        )
+        verdicts.insert(-1, (card["card"], f"{card['id']}, {clocks}, {len(card['firmware'])} firmware versions"))
+    return verdicts

@@ -1,0 +1,325 @@
+"""`mlc-amd tune`: searches for the best plan of every kernel that a model needs on one GPU or CPU, and keeps what it
+finds.
+
+Results are in the user's cache (compiler/tuning/database.py), where `mlc-amd compile` looks. A run may be stopped at
+any time; the next one resumes, and measures nothing twice.
+"""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
+
+from mlc_amd.runtime import extras
+from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.host import cpu_flags, threads_asked
+from mlc_amd.tools import target as targets
+from mlc_amd.tools.hub import models
+from mlc_amd.tools.measure import bandwidth
+from mlc_amd.tools.terminal import display
+
+SHORT = {"o": "output"}
+BUDGET = "10m"
+KIT_SIZE = 64  # candidates of a kit
+LEFT_OUT = {  # of a kit's candidates, by the names of `kit.feed`
+    "known": "were known",
+    "stale": "are no plans any more",
+    "missing": "are missing: run it again over there to continue",
+}
+
+
+def run(
+    model: str | None = None,
+    *,
+    target: str = "auto",
+    arch: str = "native",
+    ctx: int | None = None,
+    synthetic: str | None = None,
+    budget: str | None = None,
+    trials: int | None = None,
+    runner: Literal["local", "rpc", "static"] = "local",
+    tracker: str | None = None,
+    key: str | None = None,
+    device: str | None = None,
+    seed: int = 1,
+    list: bool = False,
+    report: bool = False,
+    output: str | None = None,
+    export_kit: str | None = None,
+    import_kit: str | None = None,
+) -> None:
+    """Finds the fastest way to build each kernel that a model needs on one machine. `mlc-amd compile` then uses what
+    was found.
+
+    Stop it with Ctrl-C at any time and run it again to resume: no finished batch is lost or repeated. Models share what
+    they have in common.
+
+    For a machine that cannot be reached: --export-kit DIR writes a batch of kernels with a program that measures them,
+        without TVM; run `python3 run.py` in a copy of DIR over there, bring DIR/results.json back, and give
+        --import-kit DIR (and --export-kit DIR2 for another round).
+
+    Args:
+        model: the GGUF file, or OWNER/REPO:QUANT of huggingface.co (default: the bundled demo model).
+        target: what to tune for: auto (rocm if AMD's HIP runtime works here, else vulkan on a GPU, else cpu), cpu, rocm
+            or vulkan.
+        arch: native (this machine's) or a name, see `mlc-amd compile --help`.
+        ctx: tokens that the KV cache holds, as for compile: attention is timed within it.
+        synthetic: instead of a file, a model of that shape: PRESET:FORMAT as llama3-8b:q4_0
+        budget: for how long, as 90s, 10m or 1h30m (default: 10m, or as long as --trials takes).
+        trials: measure so many plans; for a kit, its size (default there: 64).
+        runner: who measures: local (this machine's device), rpc (machines that run `mlc-amd tune-server`), static
+            (no measurement: plans are ranked by their machine code and a model of the GPU).
+        tracker: HOST:PORT of the tracker, for runner rpc.
+        key: the servers to use, for runner rpc (default: the arch's name).
+        device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name; for cpu, how many
+            threads to use.
+        seed: of the search: another one tries other plans.
+        list: only list the kernels: how often they are called, their share of the time, what was found.
+        report: only show what was found so far, beside rooflines (those of a CPU are measured: a second a kernel), with
+            -o also as a plot.
+        output: for --report: the plot's file, .svg, .png or .pdf; needs matplotlib.
+        export_kit: write a kit into this folder instead of measuring here.
+        import_kit: take a kit's measurements.
+    """
+    seconds = time_limit(budget, trials)
+    if seed < 1:
+        raise UsageError(f"--seed is {seed}: it must be at least 1")
+    if output and not report:
+        raise UsageError(
+            "-o is the plot's file, for --report; results of tuning need none: `mlc-amd compile` finds them"
+        )
+    if (tracker or key) and runner != "rpc":
+        raise UsageError("--tracker and --key are for --runner rpc")
+    if runner == "rpc" and not tracker and not (list or report or export_kit or import_kit):
+        raise UsageError("--runner rpc needs --tracker HOST:PORT, where `mlc-amd tune-server` has announced machines")
+    kit, plot = (Path(path).expanduser() if path else None for path in (export_kit, output))
+    if kit or not (list or report or import_kit):  # what searches
+        extras.require("xgboost")
+    if plot:
+        from mlc_amd.tools.measure import tune_report  # loads TVM
+
+        tune_report.check_output(plot)
+    if import_kit:
+        if model or synthetic:
+            raise UsageError("--import-kit knows its model from the kit: leave the model out")
+        _import_kit(Path(import_kit).expanduser(), kit, trials or KIT_SIZE, seed)
+        return
+    subject = Subject.of(model, synthetic, target, arch, ctx, device)
+    if kit:
+        from mlc_amd.compiler.tuning.kit import check_folder
+
+        check_folder(kit, subject.kind)
+        with subject.session(seed) as session:
+            _export_kit(subject, session, kit, trials or KIT_SIZE)
+    elif list or report:
+        from mlc_amd.tools.measure import tune_report
+
+        rows = subject.rows(subject.bounds() if report else None)
+        print((tune_report.listing if list else tune_report.table)(subject.shape, rows))
+        if plot:
+            tune_report.plot(subject.shape, rows, plot)
+    else:
+        _tune(subject, lambda: _runner(runner, subject, tracker, key, device), seconds, trials, seed)
+
+
+def time_limit(budget: str | None, trials: int | None) -> float | None:
+    """Seconds after which to stop, None: when `trials` are done. UserError for a budget that is no time, or nothing to
+    do."""
+    if trials and budget is None:
+        return None
+    text = budget or BUDGET
+    parts = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip().lower())
+    seconds = (
+        sum(float(part or 0) * unit for part, unit in zip(parts.groups(), (3600, 60, 1), strict=True)) if parts else 0.0
+    )
+    if seconds <= 0:
+        raise UsageError(f"--budget {text!r} is not a time: write 90s, 10m or 1h30m")
+    return seconds
+
+
+@dataclass
+class Subject:
+    """What is tuned: a model's tasks on one arch. name: the model's; kind: the target's; tasks: all of them, also
+    without choices; threads: how many of a CPU's are used, None for a GPU."""
+
+    name: str
+    kind: str
+    arch: Any
+    tasks: list
+    threads: int | None = None
+
+    @classmethod
+    def of(
+        cls, model: str | None, synthetic: str | None, kind: str, arch: str, ctx: int | None, device: str | None
+    ) -> "Subject":
+        """UserError for what is not known, or more than one arch."""
+        path = models.source_path(model, synthetic)
+        if path and models.is_artifact(path):
+            raise UserError(f"{path} is a folder: give the GGUF file that it was made from")
+        kind, arch = targets.resolve(kind, arch, device)
+        with models.open_source(path, synthetic) as source:
+            from mlc_amd.compiler.pipeline import make_target
+            from mlc_amd.compiler.tuning.tasks import extract
+
+            backend = make_target(kind, arch)
+            if len(backend.archs) > 1:
+                raise UserError(f"--arch {arch}: tune for one of them at a time")
+            threads = threads_asked(device) if kind == "cpu" else None
+            return cls(
+                path.name if path else synthetic or "", kind, backend.archs[0], extract(source, backend, ctx), threads
+            )
+
+    @property
+    def shape(self) -> str:
+        """For people."""
+        return f"{self.name} on {self.kind} {self.arch.name}"
+
+    @cached_property
+    def rates(self) -> tuple[float, float, float]:
+        """Of `rooflines.rates`. A CPU's bandwidth is measured, if the code can run here."""
+        from mlc_amd.compiler.tuning.rooflines import rates
+
+        return rates(self.arch, self.threads, bandwidth.measure(self.threads) if self.here else 0.0)
+
+    @property
+    def here(self) -> bool:
+        """Whether it is a CPU like this one."""
+        return self.kind == "cpu" and cpu_flags().issuperset(self.arch.flags)
+
+    @contextmanager
+    def session(self, seed: int):
+        """A TuningSession on the arch's database."""
+        from mlc_amd.compiler.tuning.database import Database
+        from mlc_amd.compiler.tuning.rooflines import roofline
+        from mlc_amd.compiler.tuning.session import TuningSession
+
+        with Database(self.arch) as database:
+            for note in database.notes:
+                display.message(note)
+            yield TuningSession(self.tasks, self.arch, database, roofline(*self.rates), seed)
+
+    def rows(self, bounds: dict[str, float] | None = None) -> list:
+        """Of `summary.rows`."""
+        from mlc_amd.compiler.tuning.rooflines import GUESS, roofline
+        from mlc_amd.compiler.tuning.summary import rows
+
+        guess = roofline(*(rate or other for rate, other in zip(self.rates, GUESS, strict=True)))
+        return rows(self.tasks, self.arch, roofline(*self.rates), guess, bounds)
+
+    def bounds(self) -> dict[str, float]:
+        """Measured lower bounds, see `rooflines.measure`, of the tasks with measurements, if it is a CPU like this one;
+        about a second a kernel."""
+        from mlc_amd.compiler.tuning import rooflines, summary
+
+        if not self.here:
+            return {}
+        with display.compile_progress("measuring rooflines") as progress:
+            tasks = summary.measured(self.tasks, self.arch)
+            return rooflines.measure(tasks, self.arch, str(self.threads), partial(progress, "rooflines"))
+
+
+# ---- runners
+
+
+def _runner(name: str, subject: Subject, tracker: str | None, key: str | None, device: str | None):
+    kind, arch = subject.kind, subject.arch.name
+    if name == "rpc":
+        from mlc_amd.compiler.tuning.rpc import Remote
+
+        return Remote(kind, arch, tracker=tracker or "", key=key or arch, say=display.message)
+    if name == "static":
+        from mlc_amd.compiler.tuning.static import Static
+
+        return Static(kind, arch, device=device)
+    from mlc_amd.compiler.tuning.local import Local
+
+    return Local(kind, arch, device)
+
+
+def _tune(subject: Subject, make: Callable, seconds: float | None, trials: int | None, seed: int) -> None:
+    from mlc_amd.compiler.tuning.session import Interruptible, run
+    from mlc_amd.compiler.tuning.summary import gain
+
+    started = time.monotonic()
+    title = f"tuning {subject.shape}"
+    with (
+        display.budget_progress(title, seconds, trials) as progress,
+        Interruptible(make, display.message, progress) as measuring,
+    ):
+        subject.tasks = [task for task in subject.tasks if measuring.runner.serves(task.workload)]
+        with subject.session(seed) as session:
+            if not session.tasks:
+                raise UserError(f"no kernel of {subject.shape} has anything to choose")
+            try:
+                run(
+                    session,
+                    measuring.measure,
+                    lambda workload, plan: measuring.runner.verify(workload, plan),
+                    trials,
+                    seconds,
+                    measuring.runner.batch,
+                    lambda session: progress(session.trials),
+                )
+            except KeyboardInterrupt:
+                measuring.stopped = True
+    rows = subject.rows()
+    failed, known = sum(row.failed for row in rows), sum(len(row.history) for row in rows)
+    left = len(session.unchecked())
+    checked = f"{session.refuted} wrong{_unverified(session)}{f', {left} to be verified in the next run' * bool(left)}"
+    counts = f"{session.trials} plans measured, {checked}; {known} so far, {failed} failed"
+    print(f"{subject.shape}: {counts}; {display.clock(time.monotonic() - started)}; {gain(rows)}")
+    if measuring.stopped:
+        display.message("stopped; everything measured is kept: run it again to continue")
+        raise KeyboardInterrupt
+
+
+def _unverified(session) -> str:
+    """ ", 3 could not be verified (why)": the most frequent reason. Empty where all could be."""
+    if not session.unverified:
+        return ""
+    (why, _), *others = Counter(session.unverified.values()).most_common()
+    reason = (why.splitlines() or ["no reason given"])[0] + ("; and others" if others else "")
+    return f", {len(session.unverified)} could not be verified ({reason})"
+
+
+# ---- kits
+
+
+def _import_kit(folder: Path, onward: Path | None, count: int, seed: int) -> None:
+    """Takes a kit's measurements; writes the next round into `onward`."""
+    from mlc_amd.compiler.pipeline import make_target
+    from mlc_amd.compiler.tuning import kit as kits
+    from mlc_amd.compiler.tuning.summary import gain
+
+    kit = kits.load(folder)
+    if onward:
+        kits.check_folder(onward, kit.target)
+    subject = Subject(kit.model, kit.target, make_target(kit.target, kit.arch).archs[0], kit.tasks)
+    with subject.session(seed) as session:
+        fed = kits.feed(kit, session)
+        parts = [f"{fed['measured']} measurements ({fed['failed']} failed)"]
+        parts += [f"{fed['checked']} compared with untuned kernels ({fed['wrong']} wrong)"]
+        parts += [f"{fed[name]} {what}" for name, what in LEFT_OUT.items() if fed[name]]
+        device = kit.found["facts"].get("device", "no device")
+        print(f"{subject.shape}, measured on {device}: {'; '.join(parts)}; {gain(subject.rows())}")
+        if onward:
+            _export_kit(subject, session, onward, count)
+
+
+def _export_kit(subject: Subject, session, folder: Path, count: int) -> None:
+    from mlc_amd.compiler.tuning import kit as kits
+
+    with display.compile_progress(f"building a kit for {subject.shape}") as progress:
+        names = subject.kind, subject.arch.name, subject.name
+        made = kits.export(session, folder, *names, count, partial(progress, "kernels"))
+    failed = f", {made.failed} could not be built" if made.failed else ""
+    print(f"{made.folder}: {made.candidates} kernels, {display.size(made.nbytes)}{failed}")
+    print(
+        "on the machine that it is for: python3 run.py in a copy of it; bring results.json back, then: mlc-amd tune "
+        "--import-kit FOLDER"
+    )

@@ -1,0 +1,49 @@
+"""`mlc-amd tune-server`: lends this machine's device to tuning runs elsewhere, or keeps the list of the machines that
+do."""
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools.terminal import display
+
+SHORT = {"d": "device"}
+
+
+def run(
+    *,
+    tracker: str | None = None,
+    key: str | None = None,
+    device: str | None = None,
+    host: str | None = None,
+    tracker_only: str | None = None,
+) -> None:
+    """Measures candidates for `mlc-amd tune --runner rpc` on other machines, through TVM's RPC.
+
+    One machine runs the tracker: `mlc-amd tune-server --tracker-only HOST:PORT`. Each machine that measures runs
+        `mlc-amd tune-server --tracker HOST:PORT --key KEY`, once for each GPU. Then `mlc-amd tune MODEL.gguf ...
+        --runner rpc --tracker HOST:PORT --key KEY` builds on its own machine and measures on all that have that key.
+
+    TVM's RPC has no authentication: any client that reaches these ports can run any code on the machine. Use them in
+    a network that you trust, or through ssh.
+
+    It needs TVM, as this command has it. For a machine without, such as a Steam Deck, or one that cannot be reached,
+    there are kits: `mlc-amd tune --export-kit DIR` here, measure there, `mlc-amd tune --import-kit DIR` here.
+
+    Args:
+        tracker: HOST:PORT of the tracker.
+        key: what tuning runs ask the tracker for, as gfx1100; the same for machines of the same kind only.
+        device: which device measures: a GPU's number or part of its name; for cpu the number of threads.
+        host: the address where other machines reach this one (default: the one on the way to the tracker).
+        tracker_only: measure nothing, but be the tracker at this HOST:PORT; 0.0.0.0:9190 takes connections from
+            everywhere.
+    """
+    if (tracker is None) == (tracker_only is None):
+        raise UserError(
+            "give either --tracker HOST:PORT and --key KEY, to measure, or --tracker-only HOST:PORT, to be the tracker"
+        )
+    if tracker and not key:
+        raise UserError("--key KEY is missing: what tuning runs ask the tracker for, as gfx1100")
+    from mlc_amd.compiler.tuning import rpc_server  # loads TVM
+
+    if tracker_only:
+        rpc_server.track(rpc_server.address(tracker_only), display.message)
+    elif tracker and key:
+        rpc_server.serve(rpc_server.address(tracker), key, device, host, display.message)

@@ -1,0 +1,126 @@
+"""Which file of a hub's repository a name means.
+
+In: a name, OWNER/REPO or OWNER/REPO:QUANT, and the repository's files. Out: its models, and the one of them that is
+meant. Nothing here reads a disk or a network. The rules are those of llama.cpp's `-hf` (common/download.cpp), which
+takes the first of several models that a QUANT fits, where this is a UserError.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools.terminal import display
+
+# huggingface_hub's rules for repositories: 96 characters at most, no "--" and no ".." in them.
+_NAME = re.compile(r"(?!.{97})(?![^:]*(?:--|\.\.))([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w./-]+))?", re.ASCII)
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")  # llama.cpp's LLAMA_SPLIT_PREFIX format
+_QUANT = re.compile(r"[-.]((?:UD-)?[A-Z0-9_]+)$", re.IGNORECASE)  # UD: the "dynamic" files of unsloth
+_NO_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")  # parts of file names, as in llama.cpp
+_DEFAULTS = ("Q4_K_M", "Q8_0")  # taken without a QUANT, the first that there is
+_LISTED = 40  # models that a message lists
+
+
+@dataclass(frozen=True)
+class Name:
+    """repo: OWNER/REPO. quant: what of the file's name tells it from the others; None: not given."""
+
+    repo: str
+    quant: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.repo}:{self.quant}" if self.quant else self.repo
+
+
+@dataclass(frozen=True)
+class File:
+    """path: below the repository's root. size: bytes. sha256: hexadecimal; None: not known."""
+
+    path: str
+    size: int
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """A GGUF file, or the parts of a split one. title: its path without the parts' numbers and the suffix. parts: by
+    number, from 0. count: how many parts it has; of some there may be no file."""
+
+    title: str
+    parts: dict[int, File]
+    count: int
+
+    @property
+    def quant(self) -> str:
+        """How its file name ends, in capital letters: "Q4_K_M"; the whole title where that says nothing."""
+        found = _QUANT.search(self.title)
+        return found[1].upper() if found else self.title
+
+    @property
+    def size(self) -> int:
+        """Bytes of the parts that are there."""
+        return sum(file.size for file in self.parts.values())
+
+    @property
+    def missing(self) -> list[int]:
+        """The numbers of the parts that are not there, from 0."""
+        return [number for number in range(self.count) if number not in self.parts]
+
+    def fits(self, quant: str) -> bool:
+        """Whether a path of the model has `quant` in it: from the beginning of a word to a "-" or "." """
+        text = re.escape(quant.removesuffix(".gguf"))
+        word = re.compile(rf"(?<![A-Za-z0-9]){text}[.-]", re.IGNORECASE)
+        return any(word.search(file.path) for file in self.parts.values())
+
+
+def parse(text: str) -> Name | None:
+    """The name that `text` is; None for what can only be a path."""
+    match = _NAME.fullmatch(text)
+    if not match or (match[2] is None and text.lower().endswith(".gguf")):
+        return None
+    return Name(match[1], match[2])
+
+
+def models(files: Iterable[File]) -> list[Model]:
+    """The models among a repository's files, by their titles."""
+    found: dict[tuple[str, int], dict[int, File]] = {}
+    for file in files:
+        path = PurePosixPath(file.path)
+        if path.suffix != ".gguf" or any(word in path.name for word in _NO_MODELS):
+            continue
+        stem = str(path.with_suffix(""))
+        part = _PART.fullmatch(stem)
+        title, number, count = (part[1], int(part[2]) - 1, int(part[3])) if part else (stem, 0, 1)
+        found.setdefault((title, count), {})[number] = file
+    return [Model(title, parts, count) for (title, count), parts in sorted(found.items())]
+
+
+def candidates(quant: str | None, among: Sequence[Model]) -> list[Model]:
+    """The models that `quant` may mean: none, one, or several between which it does not decide."""
+    for wanted in (quant,) if quant else _DEFAULTS:
+        found = [model for model in among if model.fits(wanted)]
+        exact = [model for model in found if model.quant == wanted.upper()]
+        if found:
+            return exact if len(exact) == 1 else found
+    return [] if quant else list(among[:1])
+
+
+def choose(name: Name, among: Sequence[Model]) -> Model:
+    """The model that `name` means; a UserError lists what there is if that is none or several."""
+    if not among:
+        raise UserError(f"{name.repo} has no GGUF file: look for a repository with GGUF in its name")
+    found = candidates(name.quant, among)
+    if not found:
+        raise UserError(f"{name.repo} has no {name.quant}; it has {_listed(among)}")
+    if len(found) > 1:
+        example = f"{name.repo}:{found[0].title}"
+        raise UserError(f"{name} may mean {_listed(found)}: give more of its name, such as {example}")
+    return found[0]
+
+
+def _listed(among: Sequence[Model]) -> str:
+    quants = [model.quant for model in among]
+    unique = len(set(quants)) == len(quants)
+    names = [f"{model.quant if unique else model.title} ({display.size(model.size)})" for model in among[:_LISTED]]
+    return ", ".join(names) + (f" and {len(among) - _LISTED} more" if len(among) > _LISTED else "")

@@ -1,0 +1,275 @@
+"""The user's cache of compiled models: `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`).
+
+    models/NAME-TARGET-ARCH-KEY/        an artifact
+    models/NAME-TARGET-ARCH-KEY.json    its `Recipe`; the file's time of change is when the artifact was used last
+    weights/KEY/                        packed weights, to which artifacts have hard links (compiler/weight_store.py)
+
+Beside these lie the caches of other modules. In: recipes. Out: where their artifacts are, or are to be compiled to
+(`find`), what is there (`entries`), and what nobody needs (`to_prune`). `remove` leaves what a running process uses: it
+holds a lock on the artifact's folder.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from importlib import metadata, resources
+from pathlib import Path
+
+import mlc_amd
+from mlc_amd.runtime.artifact.artifact import WEIGHTS
+from mlc_amd.runtime.artifact.manifest import MANIFEST
+from mlc_amd.runtime.artifact.memory import CONTEXT_STEP
+from mlc_amd.runtime.cache.kv_types import KV_TYPE
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.folders import lock, scratch, sweep
+from mlc_amd.runtime.host import cpu_flags
+
+
+def cache_directory() -> Path:
+    """Where everything is cached."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "mlc-amd"
+
+
+def models_directory() -> Path:
+    return cache_directory() / "models"
+
+
+def weights_directory() -> Path:
+    return cache_directory() / "weights"
+
+
+def file_name(text: str) -> str:
+    """Text without what file names must not have, and not longer than they may be with what is put around it."""
+    return re.sub(r"[^\w.-]", "-", text)[-160:]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What an artifact in the cache is made from: the path of a GGUF file or a synthetic model's spec, and arguments of
+    the compilation, where this machine's target and arch stand in place of "auto"."""
+
+    path: str | None
+    synthetic: str | None
+    target: str
+    arch: str
+    ctx: int | None
+    tuned: str
+    kv_type: str = KV_TYPE
+
+    @property
+    def title(self) -> str:
+        """What the user calls the model."""
+        return self.synthetic or Path(self.path or "").stem
+
+    @property
+    def folder(self) -> Path:
+        return models_directory() / file_name(f"{self.title}-{self.target}-{self.arch}-{self.key}")
+
+    @cached_property
+    def key(self) -> str:
+        """Changes whenever the compiled result might: the file, the settings, this program and its compiler, the tuned
+        records, and for "native" the CPU. OSError where the file is gone."""
+        ctx = self.ctx and -(-self.ctx // CONTEXT_STEP) * CONTEXT_STEP
+        parts: list[object] = [self.synthetic, self.target, self.arch, ctx, self.tuned, self.kv_type]
+        parts += [mlc_amd.__version__, metadata.version("apache-tvm"), _sources()]
+        parts += [_tuned(self.target) if self.tuned != "none" else []]
+        if self.path:
+            status = Path(self.path).stat()
+            parts += [str(Path(self.path).resolve()), status.st_size, status.st_mtime_ns]
+        if self.arch == "native":
+            parts += [platform.machine(), sorted(cpu_flags())]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+
+
+def find(recipe: Recipe) -> Path | None:
+    """The recipe's artifact, which counts as used now; None where it is not compiled yet."""
+    if not (recipe.folder / MANIFEST).exists():
+        return None
+    record(recipe)
+    return recipe.folder
+
+
+def record(recipe: Recipe) -> None:
+    """Notes what the recipe's artifact was made from, and that it is used now."""
+    made = replace(recipe, path=recipe.path and os.path.abspath(recipe.path))
+    note = _note(recipe.folder)
+    temporary = note.with_name(f".{note.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(asdict(made)))
+        temporary.replace(note)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # a cache that cannot be written serves all the same
+
+
+def _note(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.json")
+
+
+# ---- what is there
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An artifact in the cache. recipe: None where it is not known; used: seconds since the epoch; nbytes: of its own
+    files; shared: of its weights, which other artifacts may have, too; inode: of their file."""
+
+    folder: Path
+    recipe: Recipe | None
+    used: float
+    nbytes: int
+    shared: int
+    inode: int
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def outdated(self) -> bool:
+        """Whether no command finds it any more: its file has changed or is gone, another version or a CPU with other
+        instructions made it, or tuning has found better plans since."""
+        try:
+            return self.recipe is None or self.recipe.folder.name != self.name
+        except OSError:
+            return True
+
+    @property
+    def in_use(self) -> bool:
+        held = lock(self.folder, exclusive=True)
+        if held:
+            held.close()
+        return held is None
+
+
+def entries() -> list[Entry]:
+    """All artifacts, the last used first. What killed compilations left is removed."""
+    for folder in (models_directory(), weights_directory()):
+        sweep(folder)
+    found = [_entry(manifest.parent) for manifest in models_directory().glob(f"[!.]*/{MANIFEST}")]
+    return sorted(filter(None, found), key=lambda entry: -entry.used)
+
+
+def _entry(folder: Path) -> Entry | None:
+    """None where it was removed meanwhile."""
+    try:
+        files = {file.name: file.stat() for file in folder.iterdir()}
+        note = _note(folder)
+        used = (note if note.exists() else folder).stat().st_mtime
+    except OSError:
+        return None
+    weights = files.pop(WEIGHTS, None)
+    own = sum(status.st_blocks * 512 for status in files.values())
+    shared, inode = (weights.st_blocks * 512, weights.st_ino) if weights else (0, 0)
+    return Entry(folder, _recipe(note), used, own, shared, inode)
+
+
+def _recipe(note: Path) -> Recipe | None:
+    try:
+        return Recipe(**json.loads(note.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def total(found: list[Entry]) -> int:
+    """Bytes on disk of these artifacts: weights that several have count once."""
+    return sum(entry.nbytes for entry in found) + sum({entry.inode: entry.shared for entry in found}.values())
+
+
+# ---- removal
+
+
+def remove(entry: Entry) -> bool:
+    """Removes an artifact; False, and nothing changes, while a process uses it."""
+    held = lock(entry.folder, exclusive=True)
+    if held is None:
+        return False
+    with scratch(entry.folder.parent, entry.name) as temporary:  # renamed first: never half an artifact
+        entry.folder.rename(temporary / entry.name)
+    _note(entry.folder).unlink(missing_ok=True)
+    held.close()
+    return True
+
+
+def unused_weights() -> Iterator[tuple[Path, int]]:
+    """(folder, bytes) of packed weights that no artifact has."""
+    from mlc_amd.compiler.weight_store import stored
+
+    for home, status in stored(weights_directory()):
+        if status.st_nlink == 1:
+            yield home, status.st_blocks * 512
+
+
+def drop_unused_weights() -> int:
+    """Removes packed weights that no artifact has; returns their bytes."""
+    freed = 0
+    for home, nbytes in list(unused_weights()):
+        shutil.rmtree(home, ignore_errors=True)
+        freed += nbytes
+    return freed
+
+
+def to_prune(found: list[Entry], now: float, older: float | None = None, limit: float | None = None) -> list[Entry]:
+    """Those to be removed: outdated ones; those not used for `older` seconds; and of the rest the least recently used,
+    until all others take at most `limit` bytes."""
+    kept, removed = [], []
+    for entry in found:
+        old = older is not None and now - entry.used > older
+        (removed if old or entry.outdated else kept).append(entry)
+    while limit is not None and kept and total(kept) > limit:
+        removed.append(kept.pop())
+    return removed
+
+
+# ---- the key
+
+
+def _tuned(target: str) -> list[tuple[str, int, int]]:
+    """Size and time of the tuned records that a compilation for this target may use. The file names are those of
+    compiler/tuning/database.py, which imports TVM: too slow for a model that is already compiled."""
+    found = []
+    shipped = Path(str(resources.files("mlc_amd.dist"))) / "tuned"
+    for file in sorted([*(cache_directory() / "tuned").glob("*/measurements.jsonl"), *shipped.glob("*.json")]):
+        header = file.with_name("arch.json")
+        try:
+            other = header.exists() and json.loads(header.read_text()).get("api") != target
+        except (OSError, ValueError):  # the database reports what is wrong with it
+            other = False
+        if not other:
+            status = file.stat()
+            found.append((str(file), status.st_size, status.st_mtime_ns))
+    return found
+
+
+def _sources() -> list[tuple[str, int, int]]:
+    """Size and time of the files that kernels are made from: who changes them must not get cached kernels of older
+    ones."""
+    found = []
+    for package, pattern in (
+        ("mlc_amd.compiler", "*.py"),
+        ("mlc_amd.schedules", "*.py"),
+        ("mlc_amd.runtime.devices", "*.c"),
+    ):
+        root = Path(str(resources.files(package)))
+        for file in sorted(root.rglob(pattern)):
+            status = file.stat()
+            found.append((str(file.relative_to(root)), status.st_size, status.st_mtime_ns))
+    return found
+
+
+def check_writable() -> None:
+    """UserError where nothing can be put into the cache."""
+    place = models_directory()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the cache folder {place}: {error.strerror}; {ADVICE}") from error
+
+
+ADVICE = "set XDG_CACHE_HOME to a writable folder with enough space, or use `mlc-amd compile -o` and run its result"

@@ -1,0 +1,104 @@
+"""What `mlc-amd inspect` shows of a GGUF file whose architecture cannot be compiled: what its header says.
+
+In: the file. Out: a report of sections, as of other files, and how they are shown. Nothing here interprets the model.
+"""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlc_amd.runtime.errors import UserError, shorten
+from mlc_amd.tools.terminal import display
+
+if TYPE_CHECKING:
+    from mlc_amd.compiler.gguf.header import TensorEntry
+
+_LISTED = 16  # values of a list that are shown; of longer ones the number
+
+
+def report(path: Path, refusal: UserError) -> dict[str, Any]:
+    """The report of a file that was refused. Raises `refusal` if that is for another reason than the architecture."""
+    from mlc_amd.compiler.gguf.reader import read_header
+    from mlc_amd.compiler.models import ARCHITECTURES
+
+    metadata, entries = read_header(path)
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str) or architecture in ARCHITECTURES:
+        raise refusal
+    listing = []
+    for entry in entries:
+        dtype, size = _stored(entry)
+        listing.append({"name": entry.name, "dtype": dtype, "shape": list(entry.shape), "bytes": size})
+    types: dict[str, dict[str, int]] = {}
+    for tensor in listing:
+        total = types.setdefault(tensor["dtype"], {"tensors": 0, "weights": 0, "bytes": 0})
+        total["tensors"] += 1
+        total["weights"] += math.prod(tensor["shape"])
+        total["bytes"] += tensor["bytes"] or 0
+    return {
+        "file": str(path),
+        "name": metadata.get("general.name", ""),
+        "refusal": str(refusal).removeprefix(f"{path}: "),
+        "metadata": {key: _brief(value) for key, value in metadata.items() if not key.startswith("tokenizer.")},
+        "tokenizer": _tokenizer(metadata),
+        "types": types,
+        "tensors": listing,
+    }
+
+
+def _tokenizer(metadata: dict[str, Any]) -> dict[str, object]:
+    """The tokenizer's keys, with the texts of the tokens that its ids name."""
+    tokens, found = metadata.get("tokenizer.ggml.tokens"), {}
+    tokens = tokens if isinstance(tokens, list) else []
+    for key, value in metadata.items():
+        if key.startswith("tokenizer."):
+            named = key.endswith("_token_id") and isinstance(value, int) and 0 <= value < len(tokens)
+            shown = f"{value} {tokens[value]!r}" if named else _brief(value)
+            found[key.removeprefix("tokenizer.").removeprefix("ggml.")] = shown
+    return found
+
+
+def _brief(value: object) -> object:
+    if isinstance(value, list) and len(value) > _LISTED:
+        return f"{len(value)} values"
+    if isinstance(value, str) and (len(value) > len(shorten(value)) or not value.isprintable()):
+        return shorten(value)
+    return value
+
+
+def _stored(entry: "TensorEntry") -> tuple[str, int | None]:
+    """The name of a tensor's type, and its bytes; of a type that gguf-py does not know, the number and None."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        kind = GGMLQuantizationType(entry.gguf_type)
+    except ValueError:
+        return f"number {entry.gguf_type}", None
+    block, size = GGML_QUANT_SIZES[kind]
+    return kind.name.lower(), math.prod(entry.shape) // block * size
+
+
+def _pairs(title: str):
+    def show(pairs: dict[str, object]) -> str:
+        width = max(map(len, pairs), default=0) + 2
+        return f"{title}\n" + "".join(f"  {key.ljust(width)}{value}\n" for key, value in pairs.items())
+
+    return show
+
+
+def _types(types: dict[str, dict[str, int]]) -> str:
+    largest_first = sorted(types.items(), key=lambda item: -item[1]["bytes"])
+    rows = [
+        (name, entry["tensors"], display.parameters(entry["weights"]), display.size(entry["bytes"]))
+        for name, entry in largest_first
+    ]
+    return display.table(("type", "tensors", "weights", "size"), rows, right=(1, 2, 3))
+
+
+# section -> how it is shown
+SECTIONS = {
+    "refusal": lambda reason: f"{'compile':10}not possible: {reason}",
+    "metadata": _pairs("metadata"),
+    "tokenizer": _pairs("tokenizer"),
+    "types": _types,
+}

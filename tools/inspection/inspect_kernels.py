@@ -1,0 +1,223 @@
+"""`mlc-amd inspect` for GPU code: the code objects of rocm artifacts, and any HSACO file.
+
+In: an opened artifact, or a file. Out: descriptions as plain data for JSON, tables and assembly as text. Instruction
+counts and assembly come from the text that `mlc-amd compile` keeps beside its code objects (`kernels-<arch>.s.gz`,
+LLVM's assembly), else from llvm-objdump; without both they are None, and `missing` says why.
+"""
+
+import gzip
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+
+from mlc_amd.compiler.codegen import hsaco
+from mlc_amd.runtime.artifact import json_files
+from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.artifact.manifest import MANIFEST
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu.base.arch import ARCHS
+from mlc_amd.tools.terminal import display
+
+SUFFIXES = (".hsaco", ".co")
+MAGICS = (b"\x7fELF", b"__CLANG_OFFLOAD_BUNDLE__")
+_LONGEST = 64 << 20  # bytes of assembly: models have some millions
+FUNCTION_ENDS = ("\t.section", ".Lfunc_end")  # LLVM's text: what follows a function describes it for the assembler
+
+
+def is_code_object(path: Path) -> bool:
+    """Whether a file is to be read as GPU code, by its name or how it begins; `describe` then says what is wrong with
+    it. UserError for what is no file, such as a pipe."""
+    with json_files.open_file(path) as file:
+        return path.suffix.lower() in SUFFIXES or file.read(32).startswith(MAGICS)
+
+
+class GpuCode:
+    """One code object and its assembly.
+
+    machine: gfx name. kernels: hsaco.Kernel by name; occupancies likewise (see `describe`). functions: assembly lines
+    by label, None if there is no way to get any. missing: why there is none, what to install; "" otherwise.
+    """
+
+    def __init__(self, path: Path, launched: dict[str, int] | None = None):
+        """launched: threads of a workgroup by kernel, where they are known. UserError if the file is no code object, or
+        damaged."""
+        self.path, self.launched = path, launched or {}
+        data = path.read_bytes()
+        try:
+            code = hsaco.parse(data)
+            self.machine, self.kernels, self.missing = code.machine, code.kernels, ""
+            self.occupancies = {name: self._occupancy(kernel) for name, kernel in code.kernels.items()}
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
+        except (KeyError, TypeError, AttributeError, RecursionError, ArithmeticError) as error:
+            raise UserError(
+                f"{path}: damaged AMD code object ({type(error).__name__}: {error}); make it again"
+            ) from error
+        try:
+            self.functions = split(_kept(path) or hsaco.disassemble(data))
+        except UserError as error:
+            again = ", or compile the model again: its assembly is kept then" if launched else ""
+            self.functions, self.missing = None, f"{error}{again}"
+
+    def describe(self) -> dict:
+        """{"file", "machine", "kernels": [the fields of hsaco.Kernel and "workgroup", "occupancy", "instructions"]}."""
+        kernels = [
+            asdict(kernel)
+            | {
+                "workgroup": self.launched.get(name),
+                "occupancy": self.occupancies[name],
+                "instructions": self._instructions(name),
+            }
+            for name, kernel in self.kernels.items()
+        ]
+        return {"file": str(self.path), "machine": self.machine, "kernels": kernels}
+
+    def _occupancy(self, kernel: hsaco.Kernel) -> dict | None:
+        """Waves that a SIMD holds and what limits them; None for a GPU that we do not know."""
+        if self.machine not in ARCHS:
+            return None
+        waves, limit = hsaco.occupancy(kernel, ARCHS[self.machine], self.launched.get(kernel.name))
+        return {"waves": waves, "limit": limit}
+
+    def _instructions(self, name: str) -> dict | None:
+        if self.functions is None or name not in self.functions:
+            return None
+        return counted("\n".join(self.functions[name]), name)
+
+    def assembly(self, pattern: str) -> dict[str, str]:
+        """The assembly of the kernels that a shell pattern names (see `chosen`). UserError if there is none."""
+        wanted = chosen(self.kernels, pattern, self.path)
+        if self.functions is None:
+            raise UserError(f"{self.path}: no assembly to show: {self.missing}")
+        if absent := [name for name in wanted if name not in self.functions]:
+            raise UserError(
+                f"{self.path}: the disassembly has no function {absent[0]}; llvm-objdump -d shows what is there"
+            )
+        return {name: "\n".join(self.functions[name]) + "\n" for name in wanted}
+
+
+def counted(assembly: str, name: str) -> dict:
+    """Static counts of a kernel's instructions; memory operations by "space access bytes", as "global load 16"."""
+    counts = hsaco.instructions(assembly, name)
+    memory = {f"{space} {access} {size}": n for (space, access, size), n in sorted(counts.memory.items())}
+    return asdict(counts) | {"memory": memory, "by_mnemonic": dict(counts.by_mnemonic)}
+
+
+def chosen(names: Iterable[str], pattern: str, path: Path) -> list[str]:
+    """The kernels that a shell pattern names; "_kernel" at a name's end may be left out. UserError if there is none."""
+    wanted = [
+        name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix("_kernel"), pattern)
+    ]
+    if not wanted:
+        raise UserError(f"{path}: no kernel is called {pattern!r}; --kernels lists them, --asm '*' means all")
+    return wanted
+
+
+def of_artifact(artifact: Artifact) -> list[GpuCode]:
+    """The code objects of an artifact for target rocm. UserError if one is damaged."""
+    manifest, codes = artifact.manifest, []
+    for arch, file in manifest["libraries"].items():
+        steps = [step for kernel in manifest["launches"][arch].values() for step in kernel["steps"]]
+        codes.append(GpuCode(artifact.path / file, {step["symbol"]: prod(step["block"]) for step in steps}))
+    return codes
+
+
+def _kept(path: Path) -> str | None:
+    """The assembly that was kept beside the code object of an artifact: elsewhere nothing says that the two belong
+    together. UserError if it is damaged."""
+    file = path.with_suffix(".s.gz")
+    if not file.is_file() or not (path.parent / MANIFEST).is_file():
+        return None
+    try:
+        with gzip.open(file) as stream:
+            text = stream.read(_LONGEST + 1).decode()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is damaged ({error}); remove it or compile the model again") from error
+    if len(text) > _LONGEST:
+        raise UserError(f"{file} has more than {_LONGEST} bytes of assembly; remove it or compile the model again")
+    return text
+
+
+def split(assembly: str) -> dict[str, list[str]]:
+    """LLVM's assembly text or llvm-objdump's output -> its functions: label to lines, the label's first. Local labels
+    stay inside."""
+    functions, lines = {}, []
+    for line in assembly.splitlines():
+        if line.startswith(FUNCTION_ENDS):
+            lines = []
+        elif (label := hsaco.LABEL.match(line)) and not hsaco.LOCAL_LABEL.match(label[1]):
+            lines = functions[label[1]] = [line]
+        elif lines:
+            lines.append(line)
+    return functions
+
+
+# ---- text
+
+
+HEADER = (
+    "VGPRs",
+    "SGPRs",
+    "AGPRs",
+    "LDS",
+    "scratch",
+    "spills",
+    "threads",
+    "waves",
+    "limit",
+    "code",
+    "dot",
+    "matrix",
+    "loads",
+    "LDS loads",
+)
+LEFT = ("limit", "loads", "LDS loads")
+LEGEND = """LDS, scratch and code in bytes. threads: of a workgroup (for a lone file, the maximum).
+waves: held by a SIMD at once, and what limits them. matrix: WMMA and MFMA instructions.
+loads: instructions x bytes a lane reads."""
+
+
+def tables(codes: list[dict]) -> str:
+    """What `GpuCode.describe` gives, as text: a table for each code object. Names come last, as they can be
+    very long."""
+    right, parts = [i for i, title in enumerate(HEADER) if title not in LEFT], []
+    for code in codes:
+        rows = [(*_row(kernel), kernel["name"]) for kernel in code["kernels"]]
+        parts.append(f"code of {code['machine']}\n" + display.table((*HEADER, "kernel"), rows, right))
+    return "\n".join([*parts, LEGEND])
+
+
+def _row(kernel: dict) -> tuple:
+    counts, fits = kernel["instructions"], kernel["occupancy"] or {"waves": "-", "limit": "-"}
+    instructions = (
+        (counts["dot"], counts["matrix"], loads(counts, MEMORY), loads(counts, LDS)) if counts else ("-",) * 4
+    )
+    spills, threads = kernel["vgpr_spills"] + kernel["sgpr_spills"], kernel["workgroup"] or kernel["threads"]
+    registers = (kernel["vgprs"], kernel["sgprs"], kernel["agprs"])
+    return (
+        *registers,
+        kernel["lds"],
+        kernel["scratch"],
+        spills,
+        threads,
+        fits["waves"],
+        fits["limit"],
+        kernel["code"],
+        *instructions,
+    )
+
+
+MEMORY, LDS = ("global", "flat", "buffer"), ("ds",)
+
+
+def loads(counts: dict, spaces: tuple[str, ...]) -> str:
+    """ "4x16 1x2": loads of these spaces by bytes a lane, widest first; "0" without any."""
+    widths: dict[int, int] = {}
+    for key, n in counts["memory"].items():
+        space, access, size = key.split()
+        if space in spaces and access == "load":
+            widths[int(size)] = widths.get(int(size), 0) + n
+    return " ".join(f"{n}x{size}" for size, n in sorted(widths.items(), reverse=True)) or "0"

@@ -1,0 +1,113 @@
+"""The memory that a model needs, and which GPUs that suits: for `mlc-amd inspect` and `mlc-amd compile`.
+
+In: `Needs`, of an artifact or of a model that is not compiled, and the target and arch as the user names them. Out:
+data (`plan`), which JSON output holds, and lines (`lines`).
+"""
+
+from dataclasses import asdict
+
+from mlc_amd.runtime.artifact.memory import RESERVE, SHARED_PART, Needs, Room
+from mlc_amd.runtime.devices.hip.diagnosis import gpu_memory
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.gpus import CHIPS, MEMORY, Chip
+from mlc_amd.runtime.host import kfd_gpus
+from mlc_amd.tools.checks import machine
+from mlc_amd.tools.target import HERE
+from mlc_amd.tools.terminal import display
+
+
+def plan(needs: Needs, kind: str, arch: str, layers: int = 0) -> dict:
+    """Bytes by part, and for each device that the arch stands for how many tokens fit it. layers: of --n-cpu-moe."""
+    host = needs.host(layers)
+    parts = {"weights": needs.weights - host, "kv": needs.kv, "buffers": needs.buffers}
+    parts |= {"states": needs.states, "cells": needs.cells}
+    found = parts | {"total": needs.device(layers), "host": host, "n_cpu_moe": layers, "token": needs.token}
+    return found | {
+        "context": needs.context,
+        "devices": [
+            asdict(room)
+            | {"tokens": needs.tokens(room.usable, layers), "advice": needs.advice(room.usable, layers, room.shared)}
+            for room in rooms(kind, arch)
+        ],
+    }
+
+
+def rooms(kind: str, arch: str) -> list[Room]:
+    """This machine's device for a native arch, else the products that the arch stands for, the largest first; empty
+    where nothing is known."""
+    if arch in HERE:
+        return _HERE[kind]()
+    if kind == "cpu":
+        return []
+    found: dict[tuple[int, bool], list[str]] = {}
+    for name in arch.split(","):
+        for product, unified in _products(name):
+            for size in MEMORY[product]:
+                found.setdefault((size << 30, unified), []).append(product)
+    return [
+        Room(", ".join(dict.fromkeys(names)), size, size // SHARED_PART if unified else size - RESERVE, unified)
+        for (size, unified), names in sorted(found.items(), reverse=True)
+    ]
+
+
+def _products(name: str) -> list[tuple[str, bool]]:
+    """(product, whether its memory is the system's) of a GPU or a Vulkan profile."""
+    from mlc_amd.schedules.gpu.base import arch, profiles
+
+    try:
+        chips: list[Chip] = [arch.resolve(name)]
+    except UserError:  # a profile stands for all chips of a family
+        base = profiles.resolve(name).name.partition(":")[0]
+        chips = [chip for chip in CHIPS.values() if profiles.FAMILY_PROFILES.get(chip.family) == base]
+    named = arch.plain(name)
+    products = [(product, chip.unified) for chip in chips for product in chip.products if product in MEMORY]
+    return [one for one in products if one[0] == named] or products
+
+
+def _this_cpu() -> list[Room]:
+    memory = int(str(machine.cpu()["memory"]))
+    return [Room("this machine", memory, memory - RESERVE, True)]
+
+
+def _this_vulkan_gpu() -> list[Room]:
+    """The GPU that a native arch compiles for. Of an APU all heaps count: the driver has applied Linux' limit."""
+    from mlc_amd.runtime.devices.vulkan.gpu import list_gpus, preferred
+
+    gpu = preferred(list_gpus())[0]
+    memory = sum(heap.size for heap in gpu.heaps if gpu.unified or heap.device_local)
+    return [Room(gpu.name, memory, memory - RESERVE, gpu.unified)]
+
+
+def _this_rocm_gpu() -> list[Room]:
+    gpus = kfd_gpus()
+    limits = gpu_memory(gpus[0]["pci"]) if gpus else {}
+    if not limits:
+        return []
+    chip = CHIPS.get(gpus[0]["arch"])
+    unified = chip is not None and chip.unified
+    memory = limits.get("vram", 0) + (limits.get("gtt", 0) if unified else 0)
+    return [Room(gpus[0]["arch"], memory, memory - RESERVE, unified)]
+
+
+_HERE = {"cpu": _this_cpu, "vulkan": _this_vulkan_gpu, "rocm": _this_rocm_gpu}
+
+
+def lines(found: dict) -> list[tuple[str, str]]:
+    """`plan`'s result: (label, text) of each line."""
+    parts = (("weights", "weights"), ("kv", f"KV cache ({found['context']} tokens)"), ("buffers", "buffers"))
+    total = ", ".join(f"{label} {display.size(found[key])}" for key, label in parts)
+    result = [("memory", f"{display.size(found['total'])}: {total}")]
+    if found["cells"]:
+        each = display.size(found["states"] // found["cells"])
+        result.append(("states", f"{display.size(found['states'])} of the KV cache: {found['cells']} states of {each}"))
+    if found["host"]:
+        result.append(("on host", f"{display.size(found['host'])}: experts, by --n-cpu-moe {found['n_cpu_moe']}"))
+    return result + [_line(device, found) for device in found["devices"]]
+
+
+def _line(device: dict, found: dict) -> tuple[str, str]:
+    shared = ", shared with the system" if device["shared"] else ""
+    room = f"{device['name']} ({display.size(device['bytes'])}{shared}; {display.size(device['usable'])} usable)"
+    if found["total"] <= device["usable"]:
+        return "fits", f"{room} up to {device['tokens']} tokens"
+    return "too large", f"for {room}" + (f": try {' or '.join(device['advice'])}" if device["advice"] else "")

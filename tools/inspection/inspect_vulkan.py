@@ -1,0 +1,165 @@
+"""`mlc-amd inspect` for the SPIR-V modules of vulkan artifacts.
+
+In: an opened artifact. Out: descriptions as plain data for JSON, tables and assembly as text. For AMD's GPUs Mesa's
+driver RADV compiles the modules (compiler/codegen/radv.py), no such GPU needed, and tells registers, occupancy and the
+ISA. Without it, and for other GPUs, there is what the modules tell of themselves, and `missing` says why.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+
+from mlc_amd.compiler.codegen import hsaco, radv, spirv_reader
+from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu.base import profiles
+from mlc_amd.schedules.gpu.base.profiles import ADDRESS, Profile
+from mlc_amd.tools.inspection.inspect_kernels import LDS, MEMORY, chosen, counted, loads
+from mlc_amd.tools.terminal import display
+
+
+class SpirvCode:
+    """The modules of one profile, and what RADV makes of them.
+
+    machine: the profile's name. shaders: radv.Shader by symbol. missing: why there is nothing of RADV's, or not of all;
+    "" otherwise.
+    """
+
+    def __init__(self, path: Path, profile: Profile, launches: Mapping[str, Mapping]):
+        """path: the file of modules; launches: the manifest's launches of the profile. UserError if a module is
+        damaged."""
+        self.path, self.profile, self.machine = path, profile, profile.name
+        data, steps = path.read_bytes(), [step for kernel in launches.values() for step in kernel["steps"]]
+        self.shaders = {step["symbol"]: _shader(step, data) for step in steps}
+        try:
+            self.facts = {name: spirv_reader.read(shader.code) for name, shader in self.shaders.items()}
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
+        self.report, self.missing = None, ""
+        try:
+            self.report = radv.statistics(list(self.shaders.values()), profile)
+        except UserError as error:
+            self.missing = str(error)
+            return
+        if self.report.refused:
+            name, reason = next(iter(self.report.refused.items()))
+            refused = len(self.report.refused)
+            self.missing = f"{self.report.device} refuses {refused} of {len(self.shaders)} kernels ({name}: {reason})"
+
+    def describe(self) -> dict:
+        """{"file", "machine", "compiler": RADV's name and version or None, "kernels": [{"name", "workgroup": threads,
+        "spirv": bytes and spirv_reader.Facts, and of those that it compiled: the fields of hsaco.Kernel, "occupancy",
+        "latency", "throughput" and "instructions"}]}."""
+        compiler = self.report.device if self.report else None
+        return {
+            "file": str(self.path),
+            "machine": self.machine,
+            "compiler": compiler,
+            "kernels": [self._kernel(n) for n in self.shaders],
+        }
+
+    def _kernel(self, name: str) -> dict:
+        shader, facts = self.shaders[name], self.facts[name]
+        told = {"name": name, "workgroup": prod(shader.block), "spirv": {"bytes": len(shader.code)} | asdict(facts)}
+        gpu = radv.gpu_of(self.profile)
+        if self.report is None or gpu is None or name in self.report.refused:
+            return told
+        compiled = self.report.kernels[name]
+        waves, limit = hsaco.occupancy(compiled.kernel, gpu)
+        told |= asdict(compiled.kernel) | {"occupancy": {"waves": waves, "limit": limit}}
+        told |= {"latency": compiled.latency, "throughput": compiled.throughput}
+        return told | {"instructions": counted(compiled.assembly, name) if compiled.assembly else None}
+
+    def assembly(self, pattern: str) -> dict[str, str]:
+        """The ISA of the kernels that a shell pattern names, or their SPIR-V where RADV is missing. UserError if no
+        kernel is called so, or without SPIRV-Tools when they are needed."""
+        wanted = chosen(self.shaders, pattern, self.path)
+        texts = {name: kernel.assembly for name, kernel in self.report.kernels.items()} if self.report else {}
+        return {
+            name: texts.get(name) or f"; {name}\n{spirv_reader.disassemble(self.shaders[name].code)}" for name in wanted
+        }
+
+
+def of_artifact(artifact: Artifact) -> list[SpirvCode]:
+    """The modules of an artifact for target vulkan. UserError if one is damaged."""
+    manifest = artifact.manifest
+    return [
+        SpirvCode(artifact.path / file, profiles.resolve(name), manifest["launches"][name])
+        for name, file in manifest["libraries"].items()
+    ]
+
+
+def _shader(step: dict, data: bytes) -> radv.Shader:
+    start, size = step["code"]
+    arguments = 1 if step["table"] else len(step["args"])
+    return radv.Shader(step["symbol"], data[start : start + size], tuple(step["block"]), arguments * ADDRESS)
+
+
+# ---- text
+
+
+LEFT = ("limit", "loads", "scalar loads", "LDS loads", "capabilities")
+# column -> its cell for a kernel of `describe`
+SPIRV = {
+    "bytes": lambda kernel: kernel["spirv"]["bytes"],
+    "instructions": lambda kernel: kernel["spirv"]["instructions"],
+    "LDS": lambda kernel: kernel["spirv"]["lds"],
+    "threads": lambda kernel: kernel["workgroup"],
+    "dot": lambda kernel: kernel["spirv"]["dot"],
+    "matrix": lambda kernel: kernel["spirv"]["matrix"],
+    "capabilities": lambda kernel: " ".join(kernel["spirv"]["capabilities"]),
+}
+COMPILED = {
+    "VGPRs": lambda kernel: kernel["vgprs"],
+    "LDS": lambda kernel: kernel["lds"],
+    "scratch": lambda kernel: kernel["scratch"],
+    "spills": lambda kernel: kernel["vgpr_spills"] + kernel["sgpr_spills"],
+    "threads": lambda kernel: kernel["workgroup"],
+    "waves": lambda kernel: kernel["occupancy"]["waves"],
+    "limit": lambda kernel: kernel["occupancy"]["limit"],
+    "code": lambda kernel: kernel["code"],
+    "latency": lambda kernel: kernel["latency"],
+    "throughput": lambda kernel: kernel["throughput"],
+}
+COUNTED = {
+    "dot": lambda counts: counts["dot"],
+    "matrix": lambda counts: counts["matrix"],
+    "loads": lambda counts: loads(counts, MEMORY),
+    "scalar loads": lambda counts: sum(
+        n for name, n in counts["by_mnemonic"].items() if name.startswith(("s_load", "s_buffer_load"))
+    ),
+    "LDS loads": lambda counts: loads(counts, LDS),
+}
+LEGEND = {
+    True: """LDS, scratch (of a lane) and code in bytes. threads: of a workgroup.
+waves: held by a SIMD at once, and what limits them.
+latency, throughput (inverse: lower is better): the compiler's estimates in clocks, with a fixed guess of
+how often loops run. matrix: WMMA instructions. loads: instructions x bytes a lane reads.""",
+    False: "bytes and instructions: of the SPIR-V module. LDS in bytes. threads: of a workgroup. dot, matrix: packed "
+    "and matrix products.",
+}
+
+
+def tables(codes: list[dict]) -> str:
+    """What `SpirvCode.describe` gives, as text: a table for each profile. Names come last."""
+    parts = []
+    for code in codes:
+        compiled = code["compiler"] is not None
+        header = (*COMPILED, *COUNTED) if compiled else (*SPIRV,)
+        rows = [(*(_compiled if compiled else _spirv)(kernel), kernel["name"]) for kernel in code["kernels"]]
+        right = [i for i, title in enumerate(header) if title not in LEFT]
+        by = f", compiled by {code['compiler']}" if compiled else ", not compiled"
+        parts.append(f"code for {code['machine']}{by}\n" + display.table((*header, "kernel"), rows, right))
+    return "\n".join([*parts, *(LEGEND[kind] for kind in sorted({code["compiler"] is not None for code in codes}))])
+
+
+def _spirv(kernel: dict) -> list:
+    return [cell(kernel) for cell in SPIRV.values()]
+
+
+def _compiled(kernel: dict) -> list:
+    if "vgprs" not in kernel:
+        return ["-"] * len((*COMPILED, *COUNTED))
+    counts = kernel["instructions"]
+    return [cell(kernel) for cell in COMPILED.values()] + [cell(counts) if counts else "-" for cell in COUNTED.values()]

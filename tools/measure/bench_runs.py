@@ -1,0 +1,191 @@
+"""Runs the tests of `mlc-amd bench`: how long prefill and decode take, of several sequences, and with guesses.
+
+In: an engine, a `Test`. Out: seconds of each repetition, the power meanwhile. Prompts are random, and so is the first
+token that is decoded; the next ones are the most likely ones. Only steps are timed.
+Of guesses (`Test.right`) as many count as right as the test says, whatever the model would choose.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlc_amd.runtime.engine.batch import Batch
+from mlc_amd.runtime.engine.requests import Request
+from mlc_amd.runtime.engine.sampled_rows import GREEDY, Choice
+from mlc_amd.runtime.speculation.speculation import Speculation
+from mlc_amd.tools.measure import power
+
+_WARM_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Seconds of one run of a test, and of these the seconds that the host did not spend waiting for the device."""
+
+    seconds: float
+    host: float
+
+
+@dataclass(frozen=True)
+class Power:
+    """Watts and joules per token of a test; None where no sensor tells."""
+
+    watts: float | None
+    per_token: float | None
+
+
+@dataclass(frozen=True)
+class Test:
+    """One line of the result: n_prompt tokens prefilled or n_gen decoded (the other is 0) after n_depth tokens, by each
+    of n_seqs sequences. right: None, or the share of guesses that are right, of a source of guesses that takes no
+    time."""
+
+    n_prompt: int
+    n_gen: int
+    n_depth: int
+    n_seqs: int = 1
+    right: float | None = None
+
+    @property
+    def name(self) -> str:
+        work = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
+        work += f" x {self.n_seqs}" if self.n_seqs > 1 else ""
+        work += f" guess {self.right:.0%}" if self.right is not None else ""
+        return work + (f" @ d{self.n_depth}" if self.n_depth else "")
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences together."""
+        return (self.n_prompt + self.n_gen) * self.n_seqs
+
+    @property
+    def context(self) -> int:
+        """Tokens of a sequence at the end."""
+        return self.n_depth + self.n_prompt + self.n_gen
+
+
+def measure(
+    engine, test: Test, repetitions: int, sensors: Sequence[power.Sensor] = ()
+) -> tuple[list[Repetition], Power]:
+    """The repetitions, after one that is not counted, and the power that the sensors told meanwhile."""
+    return (_measure_prefill if test.n_prompt else _measure_decode)(engine, test, repetitions, sensors)
+
+
+def _measure_prefill(
+    engine, test: Test, repetitions: int, sensors: Sequence[power.Sensor]
+) -> tuple[list[Repetition], Power]:
+    random = np.random.default_rng(0)
+
+    def repeat() -> Repetition:
+        engine.truncate(test.n_depth)
+        ids = random.integers(0, engine.vocab, test.n_prompt)
+        waited, start = engine.device.waited, time.perf_counter()
+        engine.advance(ids)
+        seconds = time.perf_counter() - start
+        return Repetition(seconds, seconds - (engine.device.waited - waited))
+
+    fill(engine, test.n_depth)
+    warm(engine)
+    return _repeated(repeat, test, repetitions, sensors)
+
+
+def _measure_decode(
+    engine, test: Test, repetitions: int, sensors: Sequence[power.Sensor]
+) -> tuple[list[Repetition], Power]:
+    """Each sequence is behind n_depth tokens of its own."""
+    random = np.random.default_rng(0)
+    engine.reset()
+    warm(engine)
+    engine.reset()
+    known = _Known()
+    with engine.batch(test.n_seqs) as batch:
+        speculation = Speculation(known, batch.rows)
+        batch.prefill(random.integers(0, engine.vocab, (test.n_seqs, test.n_depth)))
+
+        def repeat() -> Repetition:
+            batch.truncate(test.n_depth)
+            ids = random.integers(0, engine.vocab, (test.n_gen, test.n_seqs)).tolist()
+            waited, start = engine.device.waited, time.perf_counter()
+            if test.right is None:
+                batch.decode(ids[0], test.n_gen)
+            else:
+                known.texts = {Request(list(text)): list(text) for text in zip(*ids, strict=True)}
+                _guess(batch, speculation, known.texts, test.right)
+            seconds = time.perf_counter() - start
+            return Repetition(seconds, seconds - (engine.device.waited - waited))
+
+        return _repeated(repeat, test, repetitions, sensors)
+
+
+def _repeated(
+    repeat: Callable[[], Repetition], test: Test, repetitions: int, sensors: Sequence[power.Sensor]
+) -> tuple[list[Repetition], Power]:
+    repeat()
+    with power.Meter(sensors) as meter:
+        found = [repeat() for _ in range(repetitions)]
+        runs = repetitions
+        while not meter.satisfied:
+            repeat()
+            runs += 1
+    return found, Power(meter.watts, meter.joules and meter.joules / (runs * test.tokens))
+
+
+class _Known:
+    """A source of guesses that knows the texts."""
+
+    expected, free, follows = 0.7, True, False
+
+    def __init__(self) -> None:
+        self.texts: dict[Request, list[int]] = {}
+
+    def draft(self, wanted: Mapping[Request, tuple[Choice, int]]) -> Mapping[Request, list[int]]:
+        return {
+            request: self.texts[request][choice.position : choice.position + count]
+            for request, (choice, count) in wanted.items()
+        }
+
+    def forget(self, request: Request) -> None:
+        """Nothing is kept of it."""
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+
+def _guess(batch: Batch, speculation: Speculation, texts: dict[Request, list[int]], right: float) -> None:
+    """Decodes the texts with guesses, as an engine does that gets its answers token by token. All have one length."""
+    random = np.random.default_rng(1)
+    done = dict.fromkeys(texts, 0)
+    length = len(next(iter(texts.values())))
+    while min(done.values()) < length:
+        begin = time.perf_counter()
+        choices = {request: GREEDY._replace(tokens=text[: done[request] + 1]) for request, text in texts.items()}
+        drafts = speculation.drafts({request: (choice, batch.guess_room) for request, choice in choices.items()})
+        drafted = time.perf_counter()
+        rows, kept = [], {}
+        for request, text in texts.items():
+            guesses = drafts.get(request, [])
+            rows.append([text[min(done[request], length - 1)], *guesses])
+            hits = random.random(len(guesses)) < right
+            kept[request] = 1 + (len(guesses) if hits.all() else int(hits.argmin()))
+            done[request] += kept[request]
+        batch.verify(rows, list(kept.values()))
+        speculation.completed(drafts, kept, drafted - begin, time.perf_counter() - drafted)
+
+
+def fill(engine, tokens: int) -> None:
+    """Gives the engine's own sequence so many random tokens, in place of what it has."""
+    engine.reset()
+    if tokens:
+        engine.advance(np.random.default_rng(1).integers(0, engine.vocab, tokens))
+
+
+def warm(engine) -> None:
+    """Keeps a GPU busy until its clocks are up. The engine's position stays, and must not be the context's end."""
+    if engine.device.kind == "cpu":
+        return
+    position, end = engine.position, time.perf_counter() + _WARM_SECONDS
+    while time.perf_counter() < end:
+        engine.advance([0])
+        engine.truncate(position)

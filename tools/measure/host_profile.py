@@ -1,0 +1,79 @@
+"""What the host does for one generated token besides waiting for the device: what `mlc-amd bench --profile-host` shows.
+
+In: an engine. Out: microseconds of each part of a token's way, as data (`measure`) and as text (`text`). The way is the
+engine's own: a token id in, the device's step, the most probable next token, its text.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mlc_amd.runtime.sampling.sampler import Sampler, Sampling
+from mlc_amd.tools.terminal import display
+
+
+class _Stopwatch:
+    """Stands in front of a device and adds up the seconds that its calls take, without what they wait."""
+
+    def __init__(self, device):
+        self.device, self.seconds = device, dict.fromkeys(("write", "run", "read"), 0.0)
+
+    def __getattr__(self, name: str):
+        value = getattr(self.device, name)
+        if name not in self.seconds:
+            return value
+
+        def call(*args):
+            start, waited = time.perf_counter(), self.device.waited
+            result = value(*args)
+            self.seconds[name] += time.perf_counter() - start - (self.device.waited - waited)
+            return result
+
+        return call
+
+
+@contextmanager
+def _stopped(engine) -> Iterator[_Stopwatch]:
+    device = engine.device
+    engine.device = _Stopwatch(device)
+    try:
+        yield engine.device
+    finally:
+        engine.device = device
+
+
+def measure(engine, tokens: int) -> dict[str, float]:
+    """Generates `tokens` tokens greedily from the engine's position; microseconds per token by part.
+
+    The parts: engine (checks, bookkeeping), write, run, read (the device's calls, without waiting), sampling, text;
+    their total; and waiting.
+    """
+    sampler, stream, token, recent = Sampler(Sampling()), engine.tokenizer.stream(), 0, []
+    decoding = sampling = text = 0.0
+    with _stopped(engine) as watch:
+        waited = watch.device.waited
+        for _ in range(tokens):
+            begin = time.perf_counter()
+            logits = engine.advance([token])
+            decoded = time.perf_counter()
+            token = sampler.sample(logits, recent)
+            sampled = time.perf_counter()
+            recent.append(token)
+            stream.push(token)
+            end = time.perf_counter()
+            decoding, sampling, text = decoding + decoded - begin, sampling + sampled - decoded, text + end - sampled
+        waited = watch.device.waited - waited
+    engine_alone = decoding - waited - sum(watch.seconds.values())
+    parts = {"engine": engine_alone, **watch.seconds, "sampling": sampling, "text": text}
+    return {
+        name: seconds / tokens * 1e6
+        for name, seconds in (parts | {"total": sum(parts.values()), "waiting": waited}).items()
+    }
+
+
+def text(parts: dict[str, float]) -> str:
+    """`measure`'s result as a table."""
+    what = {"write": "device.write", "run": "device.run", "read": "device.read", "waiting": "(waiting for the device)"}
+    return display.table(
+        ("host, one token", "us"), [(what.get(name, name), f"{us:.1f}") for name, us in parts.items()], right=(1,)
+    )

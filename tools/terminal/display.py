@@ -1,0 +1,212 @@
+"""Output for humans: sizes, tables, progress on stderr."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from mlc_amd.tools.terminal import terminal
+
+if TYPE_CHECKING:
+    from mlc_amd.runtime.engine.generation import Stats
+
+_STAGES = {"import": "import graph", "kernels": "compile kernels", "weights": "pack weights", "write": "write"}
+
+
+def message(text: str, dimmed: bool = False) -> None:
+    """A line for the user, on stderr: stdout is for results."""
+    if dimmed:
+        terminal.aside(text)
+        text = ""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _console() -> Console:
+    """What bars are drawn on. Their descriptions must be clean."""
+    return Console(file=terminal.unclean(sys.stderr))
+
+
+def size(count: float) -> str:
+    """Bytes with a suitable unit: "804.00 MiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.2f} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def parameters(count: float) -> str:
+    """A number of weights in the notation of llama-bench: "1.50 B", "20.71 M"."""
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = ()) -> str:
+    """Lines of aligned columns; `right` lists the columns that align right."""
+    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = []
+    for row in cells:
+        aligned = [
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(aligned).rstrip())
+    return "\n".join(lines) + "\n"
+
+
+@contextmanager
+def compile_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress(stage, done, total) for the compiler: bars when stderr is a terminal, otherwise two lines, one before
+    and one after."""
+    start = time.perf_counter()
+    if not sys.stderr.isatty():
+        message(f"{title} ...")
+        yield lambda stage, done, total: None
+        message(f"{title}: done in {time.perf_counter() - start:.1f} s")
+        return
+    columns = (
+        TextColumn("{task.description:16}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+    )
+    message(title)
+    with terminal.silent_keyboard(), Progress(*columns, console=_console(), transient=True) as bars:
+        tasks = {}
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(_STAGES.get(stage, stage), total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield progress
+
+
+@contextmanager
+def transfer_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress(stage, done, total) in bytes: a bar for each stage, with speed and time left, when stderr is a
+    terminal, otherwise one line before."""
+    if not sys.stderr.isatty():
+        message(f"{title} ...")
+        yield lambda stage, done, total: None
+        return
+    columns = (
+        TextColumn("{task.description:16}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    message(title)
+    with terminal.silent_keyboard(), Progress(*columns, console=_console(), transient=True) as bars:
+        tasks = {}
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(escape(terminal.clean(stage)), total=total, completed=done)
+            bars.update(tasks[stage], completed=done)
+
+        yield progress
+
+
+class _Clocked(Progress):
+    """A bar that also advances with time."""
+
+    def __init__(self, *columns, share: Callable[[], float]):
+        super().__init__(*columns, console=_console(), transient=True)
+        self._share = share
+
+    def get_renderables(self):
+        for task in self.task_ids:
+            self.update(task, completed=self._share())
+        return super().get_renderables()
+
+
+@contextmanager
+def budget_progress(title: str, seconds: float | None, count: int | None) -> Iterator[Callable[[int], None]]:
+    """A progress(done) for work that ends after `seconds` or `count` pieces (None: no such limit), whichever comes
+    first: a bar with the time left when stderr is a terminal, else one line at the beginning."""
+    limits = [f"{count} measurements"] if count else []
+    limits += [clock(seconds)] if seconds else []
+    start, done = time.perf_counter(), 0
+    title = f"{title}: {', at most '.join(limits)}"
+    if not sys.stderr.isatty():
+        message(f"{title} ...")
+        yield lambda measured: None
+        return
+
+    def share() -> float:
+        spent = time.perf_counter() - start
+        return min(1.0, max(spent / seconds if seconds else 0.0, done / count if count else 0.0))
+
+    def left() -> str:
+        """Of the time, or of the count at the speed so far."""
+        spent, part = time.perf_counter() - start, share()
+        return f"{done} measured, {clock(spent / part - spent)} left" if part else "starting"
+
+    def progress(measured: int) -> None:
+        nonlocal done
+        done = measured
+        bars.update(task, left=left())
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.fields[left]}"),
+    )
+    with terminal.silent_keyboard(), _Clocked(*columns, share=share) as bars:
+        task = bars.add_task(escape(terminal.clean(title)), total=1.0, left=left())
+        yield progress
+
+
+def clock(seconds: float) -> str:
+    """A duration: "42 s", "3.5 min"."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
+
+
+def speed(tokens: int, seconds: float) -> str:
+    """Tokens per second: "41.2 tok/s", "2654 tok/s"; "-" when nothing was measured."""
+    if tokens <= 0 or seconds <= 0:
+        return "-"
+    rate = tokens / seconds
+    return f"{rate:.{0 if rate >= 100 else 1}f} tok/s"
+
+
+_FINISH = {"length": "max_tokens reached", "context": "the context is full", "interrupted": "interrupted"}
+
+
+def statistics(stats: "Stats", context: int) -> list[str]:
+    """What there is to say of an answer, the most important first."""
+    new = stats.prompt_tokens - stats.cached_tokens
+    return [
+        *([_FINISH[stats.finish]] if stats.finish in _FINISH else []),
+        f"{stats.generated} out, {speed(stats.generated - 1, stats.decode_s)}",
+        *([f"{stats.accepted} of {stats.guessed} guesses right"] if stats.guessed else []),
+        f"{new} new + {stats.cached_tokens} cached in, {speed(new, stats.prefill_s)}",
+        f"context {min(stats.tokens, context)}/{context}",
+        f"first token {stats.ttft_s * 1000:.0f} ms",
+    ]
+
+
+def footer(parts: Sequence[str], width: int) -> str:
+    """The first of `parts`, and those of the others that fit a line of that width."""
+    line, *others = parts
+    for part in others:
+        longer = f"{line} | {part}"
+        line = longer if len(longer) <= width else line
+    return line

@@ -1,0 +1,85 @@
+"""Messages as they are typed: on a terminal with editing, history and completion (prompt_toolkit), over several lines.
+
+In:  keys, or lines of a pipe. Out: the text that was meant.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mlc_amd.tools.terminal import display
+
+KEYS = (
+    ("Enter", "send"),
+    ("Alt-Enter", 'new line (or end a line with \\, or write between lines of ``` or """)'),
+    ("Ctrl-C", "stop the answer"),
+    ("Up, Ctrl-R", "earlier messages"),
+)
+_FENCES = ('"""', "```")
+
+
+def complete(text: str) -> bool:
+    """Whether `text` can be sent: no open block of ``` or triple quotes, no backslash at its end."""
+    fence = next((f for f in _FENCES if text.lstrip().startswith(f)), None)
+    if fence:
+        return text.count(fence) >= 2 and text.rstrip().endswith(fence)
+    return not text.endswith("\\")
+
+
+def unwrap(text: str) -> str:
+    """The message that was meant: without triple quotes around it and without the backslashes that joined its lines."""
+    inner = text.strip()
+    if inner.startswith('"""') and inner.endswith('"""') and len(inner) >= 6:
+        return inner[3:-3].strip("\n")
+    return text if inner.startswith("```") else text.replace("\\\n", "\n")
+
+
+def history_path() -> Path:
+    """Where typed lines are kept."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "mlc-amd" / "history"
+
+
+def line_editor(words: Sequence[str]) -> Callable[[], str]:
+    """A function that reads one message; Tab completes lines that begin one of `words`. It raises EOFError on Ctrl-D
+    and KeyboardInterrupt on Ctrl-C."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.enums import DEFAULT_BUFFER
+    from prompt_toolkit.filters import has_focus
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+    typing = has_focus(DEFAULT_BUFFER)  # not in the search of Ctrl-R, whose Enter takes what was found
+
+    @keys.add("enter", filter=typing)
+    def _(event) -> None:
+        if complete(event.current_buffer.text):
+            event.current_buffer.validate_and_handle()
+        else:
+            event.current_buffer.insert_text("\n")
+
+    @keys.add("escape", "enter", filter=typing)
+    def _(event) -> None:
+        event.current_buffer.insert_text("\n")
+
+    path = history_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        history = FileHistory(str(path))
+    except OSError as error:
+        display.message(f"(no history: {path}: {error.strerror})")
+        history = InMemoryHistory()
+    session = PromptSession(
+        history=history,
+        auto_suggest=AutoSuggestFromHistory(),
+        completer=WordCompleter(list(words), sentence=True),
+        complete_while_typing=False,
+        key_bindings=keys,
+        multiline=True,
+        prompt_continuation="  ",
+    )
+    return lambda: session.prompt("> ")

@@ -1,0 +1,212 @@
+"""The interactive chat: messages and commands in, streamed answers and lines for the user out.
+
+A `Session` runs what is typed, wherever the lines come from (repl.py). Answers go to stdout, everything else to stderr.
+"""
+
+import sys
+
+from mlc_amd.runtime.engine.chat import Conversation
+from mlc_amd.runtime.engine.generation import ContextFull
+from mlc_amd.runtime.errors import UserError, shorten
+from mlc_amd.runtime.text.reasoning import Part
+from mlc_amd.tools.terminal import display, settings, terminal
+from mlc_amd.tools.terminal.line_editor import KEYS, unwrap
+from mlc_amd.tools.terminal.monitor import Monitor
+
+# command -> (its arguments, what it does); the method is `Session._<command>`.
+COMMANDS = {
+    "help": ("", "this list"),
+    "regen": ("", "answer the last message once more"),
+    "undo": ("", "take back the last message and its answer"),
+    "reset": ("", "clear the conversation, keep the system message"),
+    "stats": ("", "show statistics of the last answer"),
+    "system": ("[TEXT]", "set the system message; without a text: show it; '-' removes it"),
+    "save": ("FILE", "write the conversation to a file"),
+    "load": ("FILE", "continue a saved conversation"),
+    "set": ("[NAME VALUE]", "change a setting (temperature, seed, max_tokens, stop, on_full, ...); without: show all"),
+    "exit": ("", "leave (also Ctrl-D)"),
+}
+# What is said of an answer that ends with a part of this kind.
+_UNANSWERED = {
+    "thinking": "(no answer: the model was still thinking; the conversation is unchanged)",
+    "tool": "(no answer: the model called a tool, and chat has none; the conversation is unchanged)",
+}
+# How to make room, by whether a person types here and whether there are earlier turns.
+_ROOM = {
+    (True, True): "/undo, /reset or /set on_full drop make room",
+    (True, False): "shorten it, or begin again with a larger --ctx",
+    (False, True): "use --on-full drop, or a larger --ctx",
+    (False, False): "shorten it, or use a larger --ctx",
+}
+
+
+class Leave(Exception):
+    """The user ends the session."""
+
+
+class Session:
+    """A conversation, the limits of its answers, and the commands that change both.
+
+    interactive: a person types: Ctrl-C ends an answer, not the program. quiet: no statistics and notes about answers.
+    The others are options of `Conversation.stream`.
+    """
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        max_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        show_thinking: bool = False,
+        interactive: bool = False,
+        quiet: bool = False,
+    ) -> None:
+        self.conversation, self.max_tokens, self.stop = conversation, max_tokens, stop
+        self.show_thinking, self.interactive, self.quiet = show_thinking, interactive, quiet
+        self._dropped = 0
+        self._open: str | None = None  # a message without an answer
+
+    def handle(self, line: str) -> None:
+        """Runs a command or answers a message. Raises Leave after /exit; otherwise as `answer`."""
+        text = unwrap(line)
+        if text.startswith("/"):
+            self._command(text[1:])
+        elif text.strip():
+            self.answer(text)
+
+    def answer(self, text: str) -> None:
+        """Streams the answer to `text` to stdout and ends it with a newline; what the model thinks goes to stderr, if
+        it is shown. Statistics follow on a terminal.
+
+        Raises UserError if the context is too small for the message or the answer, and KeyboardInterrupt after Ctrl-C
+        unless it is interactive.
+        """
+        conversation, last, answered = self.conversation, None, False
+        self._open = text
+        try:
+            with Monitor(conversation.engine) as monitor:
+                parts = conversation.stream(text, self.max_tokens, self.stop, progress=monitor.progress)
+                for part in parts:
+                    self._show(part, last, monitor)
+                    last, answered = part.kind, answered or part.kind == "final"
+                    if monitor.stopped:
+                        break
+                parts.close()
+                if last in _UNANSWERED and self.show_thinking:
+                    terminal.aside("\n\n")
+        except ContextFull as error:
+            raise UserError(f"{error.what}: {_ROOM[self.interactive, error.turns]}") from error
+        if answered:
+            self._open = None
+        if last or not monitor.stopped:
+            terminal.stream("\n")
+            self._tell(None if answered else last)
+        else:
+            display.message("(stopped: the conversation is unchanged)")
+        if monitor.stopped and not self.interactive:
+            raise KeyboardInterrupt
+        if conversation.stats.finish == "context":
+            size = conversation.engine.context
+            raise UserError(
+                f"the answer was cut off, the context of {size} tokens is full: {_ROOM[self.interactive, True]}"
+            )
+
+    def _tell(self, unanswered: str | None) -> None:
+        """Lines about an answer. unanswered: the kind of the part with which it ended, if that was no answer."""
+        if unanswered in _UNANSWERED:
+            display.message(_UNANSWERED[unanswered])
+        if (dropped := self.conversation.dropped) > self._dropped:
+            display.message(f"(the context is full: the oldest {dropped - self._dropped} messages were removed)")
+            self._dropped = dropped
+        if self.quiet:
+            return
+        if terminal.is_terminal(sys.stderr):
+            display.message(display.footer(self._statistics(), terminal.width() - 1), dimmed=True)
+        elif self.conversation.stats.finish == "length":
+            display.message(f"(cut off: max_tokens is {self.max_tokens})")
+
+    def _show(self, part: Part, last: str | None, monitor: Monitor) -> None:
+        """Prints a part; last: the kind of the part before."""
+        if part.kind == "final":
+            monitor.begin()
+            if last in _UNANSWERED and self.show_thinking:
+                terminal.aside("\n\n")
+            terminal.stream(part.text)
+        elif self.show_thinking:
+            monitor.begin()
+            terminal.aside(part.text)
+        elif part.kind != last:
+            monitor.wait("thinking ...")
+
+    def _statistics(self) -> list[str]:
+        engine = self.conversation.engine
+        return display.statistics(self.conversation.stats, engine.context)
+
+    def _command(self, line: str) -> None:
+        name, _, argument = line.strip().partition(" ")
+        if name not in COMMANDS:
+            raise UserError(f"unknown command /{name}: /help lists them (begin with a space to send this as a message)")
+        argument = argument.strip()
+        wants = COMMANDS[name][0]
+        if argument and not wants:
+            raise UserError(f"/{name} takes no argument")
+        if not argument and wants and not wants.startswith("["):
+            raise UserError(f"/{name} needs an argument: /{name} {wants}")
+        getattr(self, f"_{name}")(argument)
+
+    def _help(self, _: str) -> None:
+        rows = [(f"/{name} {arguments}".rstrip(), what) for name, (arguments, what) in COMMANDS.items()]
+        width = max(len(left) for left, _ in rows) + 2
+        display.message("\n".join(f"  {left.ljust(width)}{right}" for left, right in (*rows, *KEYS)))
+
+    def _regen(self, _: str) -> None:
+        conversation, before = self.conversation, self.conversation.messages
+        text = self._open or conversation.undo()
+        if text is None:
+            raise UserError("there is nothing to answer: no message yet")
+        kept = conversation.messages
+        try:
+            self.answer(text)
+        finally:
+            if conversation.messages is kept:  # no answer: the one before stays
+                conversation.messages = before
+
+    def _undo(self, _: str) -> None:
+        text, self._open = self.conversation.undo(), None
+        if text is None:
+            raise UserError("there is nothing to take back: no message yet")
+        display.message(f"(taken back: {shorten(text)})")
+
+    def _reset(self, _: str) -> None:
+        self.conversation.reset()
+        self._dropped, self._open = 0, None
+        display.message("(conversation forgotten)")
+
+    def _stats(self, _: str) -> None:
+        lines = self._statistics() if self.conversation.stats.prompt_tokens else ["(no answer yet)"]
+        display.message("\n".join(lines))
+
+    def _system(self, text: str) -> None:
+        if text:
+            self.conversation.system = None if text == "-" else text
+        display.message(f"(system message: {self.conversation.system or 'none'})")
+
+    def _save(self, path: str) -> None:
+        self.conversation.save(path)
+        display.message(f"(saved to {path})")
+
+    def _load(self, path: str) -> None:
+        self.conversation.load(path)
+        self._dropped, self._open = 0, None
+        display.message(f"(loaded {len(self.conversation.messages)} messages)")
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        name = name.replace("-", "_")
+        if name:
+            display.message(f"({name} = {settings.change(self, name, value.strip())})")
+        else:
+            rows = settings.values(self).items()
+            display.message("\n".join(f"  {name.ljust(20)}{value}" for name, value in rows))
+
+    def _exit(self, _: str) -> None:
+        raise Leave

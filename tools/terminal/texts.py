@@ -1,0 +1,44 @@
+"""Texts that commands read: from arguments, UTF-8 files and stdin."""
+
+import io
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.tools.terminal import terminal
+
+
+def read_text(path: str) -> str:
+    """The UTF-8 text of a file. UserError when it is something else."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}): convert it, or give another file") from error
+
+
+def stdin() -> TextIO:
+    """stdin as UTF-8, in which other bytes become U+FFFD; nothing, if it is closed."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+    return io.StringIO() if sys.stdin is None else sys.stdin
+
+
+def given(prompt: str | None, file: str | None) -> str | None:
+    """The text of the flags --prompt and --file: "-" is stdin; None without either. Of stdin and of files, a newline at
+    the end is no part of the text."""
+    if prompt is not None and file is not None:
+        raise UsageError("give --prompt or --file, not both")
+    if "-" in (prompt, file):
+        return stdin().read().removesuffix("\n")
+    return prompt if file is None else read_text(file).removesuffix("\n")
+
+
+def required(prompt: str | None, file: str | None) -> str:
+    """`given`, else what is piped into the program."""
+    text = given(prompt, file)
+    if text is None and not terminal.is_terminal(sys.stdin):
+        text = given("-", None) or None
+    if text is None:
+        raise UsageError("--prompt is missing: give --prompt TEXT or --file FILE, or pipe a text into this command")
+    return text
