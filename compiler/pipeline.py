@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import tvm
 
@@ -26,8 +26,15 @@ from mlc_amd.compiler.tuning.database import Lookup
 from mlc_amd.compiler.weight_store import WeightStore
 from mlc_amd.runtime.artifact import artifact
 from mlc_amd.runtime.artifact.io_buffers import io_buffers
-from mlc_amd.runtime.artifact.manifest import check_described
-from mlc_amd.runtime.cache.kv_types import KV_TENSORS, KV_TYPE
+from mlc_amd.runtime.artifact.manifest import (
+    Buffer,
+    FormatTotals,
+    KvTensor,
+    ManifestBody,
+    ManifestModel,
+    check_described,
+)
+from mlc_amd.runtime.cache.kv_types import KV_TENSORS, KV_TYPE, KvType
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
 from mlc_amd.schedules.attention import PAGE
@@ -91,7 +98,7 @@ def compile_model(
         functions, specs, plan = lowered.functions, lowered.specs, lowered.plan
         progress("import", 1, 1)
         clock.lap("import")
-        libraries = backend.compile_kernels(lowered.module, directory, progress, workers)
+        compiled = backend.compile_kernels(lowered.module, directory, progress, workers)
         clock.lap("kernels")
         known = _write_weights(model, backend.layout, specs, directory, ctx, progress, workers, weights, store)
         model.check_unchanged()
@@ -101,19 +108,14 @@ def compile_model(
             entry | backend.facts(entry["name"]) | {"tuned": backend.origins(entry["name"])}
             for entry in kernel_table(plan)
         ]
-        kept = memory.kept(model.config, backend, ctx)
         spans = backend.spans(model.config, ctx)
-        kv = [
-            {"name": name, "dtype": dtype, "shape": list(shape)} | ({"span": spans[name]} if name in spans else {})
-            for name, (shape, dtype) in kept.items()
-        ]
-        manifest = {
+        manifest: ManifestBody = {
             "name": model.config.name or Path(model.path).stem,
             "source": {"file": Path(model.path).name, "id": artifact.source_id(model.path)},
-            "model": dataclasses.asdict(model.config),
+            "model": cast(ManifestModel, dataclasses.asdict(model.config)),
             "target": backend.description,
             "context": ctx,
-            "kv_type": kv_type,
+            "kv_type": cast(KvType, kv_type),
             "sampling": sampling.defaults(model.metadata, ctx),
             "functions": {
                 f.name: {
@@ -126,10 +128,11 @@ def compile_model(
                 for f in functions
             },
             "kernels": kernels,
-            **libraries,
+            "libraries": compiled["libraries"],
+            "launches": compiled["launches"],
             "arena_bytes": plan.arena_bytes,
             "io": _io(model.config, functions, ctx, set(spans.values())),
-            "kv": kv,
+            "kv": _kv(memory.kept(model.config, backend, ctx), spans),
             "page": PAGE,
             "formats": _format_counts(model),
             "weights": "file" if weights else "random",
@@ -215,9 +218,9 @@ def capacity(config, ctx: int | None) -> int:
     return -(-ctx // PAGE) * PAGE
 
 
-def _io(config, functions: list[FunctionSpec], ctx: int, spans: set[int]) -> dict[str, dict]:
+def _io(config, functions: list[FunctionSpec], ctx: int, spans: set[int]) -> dict[str, Buffer]:
     """The buffers between host and plan, as in the manifest."""
-    found = io_buffers(
+    return io_buffers(
         rows=max(f.m for f in functions),
         logits=max(f.logits for f in functions),
         sampled=max(f.logits for f in functions if f.samples),
@@ -226,7 +229,16 @@ def _io(config, functions: list[FunctionSpec], ctx: int, spans: set[int]) -> dic
         spans=spans,
         drafts=config.predictor is not None,
     )
-    return {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in found.items()}
+
+
+def _kv(kept: memory.Types, spans: dict[str, int]) -> list[KvTensor]:
+    """What lives from step to step, as in the manifest."""
+    found: list[KvTensor] = []
+    for name, (shape, dtype) in kept.items():
+        found.append({"name": name, "dtype": dtype, "shape": list(shape)})
+        if name in spans:
+            found[-1]["span"] = spans[name]
+    return found
 
 
 def kernel_table(plan) -> list[dict]:
@@ -239,8 +251,8 @@ def kernel_table(plan) -> list[dict]:
     return list(table.values())
 
 
-def _format_counts(model) -> dict[str, dict[str, int]]:
-    counts: dict[str, dict[str, int]] = {}
+def _format_counts(model) -> dict[str, FormatTotals]:
+    counts: dict[str, FormatTotals] = {}
     for tensor in model.tensors.values():
         entry = counts.setdefault(tensor.format, {"tensors": 0, "bytes": 0})
         entry["tensors"] += 1
@@ -250,9 +262,9 @@ def _format_counts(model) -> dict[str, dict[str, int]]:
 
 def _write_weights(
     model, layout: str, specs, directory: Path, ctx: int, progress: Progress, workers: int, matrices: bool, store
-) -> dict[str, dict]:
+) -> dict[str, str]:
     """Writes the weights and the tables by position into `directory`. matrices: whether the matrices, too; they then
-    come from the store if it has them. Returns what is already known of the files, as `write_manifest` takes it."""
+    come from the store if it has them. Returns the SHA-256 of files that is known already."""
     same, tables = packing.by_context(model, specs)
     if tables:
         packing.write(model, layout, tables, directory / artifact.TABLES, ctx, progress, workers)
@@ -262,6 +274,6 @@ def _write_weights(
     place = directory / artifact.WEIGHTS
     key = packing.key(model, layout, same) if store else ""
     if store and (facts := store.take(key, place)):
-        return {artifact.WEIGHTS: facts}
+        return {artifact.WEIGHTS: facts["sha256"]}
     packing.write(model, layout, same, place, ctx, progress, workers)
-    return {artifact.WEIGHTS: store.put(key, place)} if store else {}
+    return {artifact.WEIGHTS: store.put(key, place)["sha256"]} if store else {}

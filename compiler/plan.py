@@ -19,6 +19,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from mlc_amd.runtime.artifact.manifest import ManifestLaunch
 from mlc_amd.runtime.engine.steps import OUTPUTS
 from mlc_amd.runtime.errors import UserError
 
@@ -28,7 +29,7 @@ ALIGN = 64  # bytes, of every tensor in the arena: what vector loads and TVM's a
 
 @dataclass(frozen=True)
 class Plan:
-    functions: dict[str, list[dict]]  # launches by function
+    functions: dict[str, list[ManifestLaunch]]  # launches by function
     arena_bytes: int
 
 
@@ -72,7 +73,8 @@ class _Walker:
             var: self.parameter(var, kind, name, tensors)
             for var, (kind, name) in zip(func.params, parameters, strict=True)
         }
-        self.arena, self.launches = 0, []
+        self.arena = 0
+        self.launches: list[ManifestLaunch] = []
         for block in func.body.blocks:
             for binding in block.bindings:
                 self.env[binding.var] = self.value(binding.value)

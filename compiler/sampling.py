@@ -6,10 +6,10 @@ Out: `defaults`, the fields of `runtime.sampling.Sampling` that the file sets, f
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import cast
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.sampling.sampler import Sampling
+from mlc_amd.runtime.sampling.sampler import Sampling, SamplingChanges
 
 _PREFIX = "general.sampling."
 # key -> (field of Sampling, its type)
@@ -26,12 +26,12 @@ _FIELDS = {
 _METHODS = {"mirostat": 0, "xtc_probability": 0.0}
 
 
-def defaults(metadata: Mapping[str, object], context: int) -> dict[str, Any]:
+def defaults(metadata: Mapping[str, object], context: int) -> SamplingChanges:
     """{field: value}, empty for a file without recommendations. context: what a window of -1 means, in tokens.
 
     Warns (UserWarning) of what is ignored: values out of range or of a wrong type, and methods that do not exist here.
     """
-    found: dict[str, Any] = {}
+    found: SamplingChanges = {}
     negative = {"top_k": 0, "repetition_window": context}
     for key, (field, kind) in _FIELDS.items():
         value = metadata.get(_PREFIX + key)
@@ -42,7 +42,7 @@ def defaults(metadata: Mapping[str, object], context: int) -> dict[str, Any]:
                 raise UserError(f"it is {value!r}, not a number")
             # The file has float32: 0.6 is 0.60000002384.
             number = negative[field] if field in negative and value < 0 else kind(float(f"{value:.6g}"))
-            checked: dict[str, Any] = {field: number}
+            checked = cast(SamplingChanges, {field: number})
             Sampling(**checked)
         except (UserError, ValueError, OverflowError) as error:
             warnings.warn(f"{_PREFIX}{key} is ignored: {error}", stacklevel=2)

@@ -20,6 +20,7 @@ from mlc_amd.compiler.models.rope import position_table
 from mlc_amd.compiler.ops import padded
 from mlc_amd.compiler.quant import repack
 from mlc_amd.compiler.quant.draws import draws
+from mlc_amd.runtime.artifact.manifest import RandomTensor
 from mlc_amd.runtime.artifact.weight_block import TensorSpec
 from mlc_amd.runtime.artifact.weights_file import WeightsWriter
 
@@ -30,7 +31,7 @@ CHUNK_BYTES = 4 << 20  # packed GGUF bytes that one worker repacks at a time
 _PACKING = (
     ("mlc_amd.compiler", ("weights.py", "quant/blocks.py", "quant/codebooks.py", "quant/pack.py")),
     ("mlc_amd.compiler", ("gguf/reader.py", "gguf/tensor.py", "gguf/synthetic.py", "models/__init__.py")),
-    ("mlc_amd.schedules", ("formats.py", "cpu/planes.py", "gpu/planes.py")),
+    ("mlc_amd.schedules", ("formats.py", "cpu/linear/planes.py", "gpu/base/planes.py")),
 )
 
 
@@ -54,9 +55,9 @@ def is_matrix(planes: list[TensorSpec]) -> bool:
     return "/" in planes[0].name
 
 
-def drawn(model, found: Specs) -> dict[str, dict]:
+def drawn(model, found: Specs) -> dict[str, RandomTensor]:
     """The planes of all matrices, with how to draw them, as runtime/artifact/random_weights.py reads them."""
-    listed = {}
+    listed: dict[str, RandomTensor] = {}
     for name, planes in found.items():
         if is_matrix(planes):
             kinds = draws(model.tensors[name].format, model.tensors[name].shape[-1])

@@ -20,10 +20,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from mlc_amd.runtime.artifact import interface, manifest_check
-from mlc_amd.runtime.artifact.manifest import ADVICE, MANIFEST, Manifest, read, text
+from mlc_amd.runtime.artifact.manifest import ADVICE, MANIFEST, FileFacts, Manifest, ManifestBody, read, text
 from mlc_amd.runtime.artifact.random_weights import RandomWeights
 from mlc_amd.runtime.artifact.weight_block import Joined, WeightBlock
 from mlc_amd.runtime.artifact.weights_file import Weights, header_digest
@@ -96,25 +95,28 @@ def _check_output(path: Path) -> None:
         )
 
 
-def write_manifest(directory: Path, manifest: dict[str, Any], known: Mapping[str, dict] = MappingProxyType({})) -> None:
-    """Adds size and checksum of every file in `directory`, then writes manifest.json. known: those that need not be
-    computed, as in the manifest's `files`."""
-    files = {file.name: (known.get(file.name) or facts(file)) | headers(file) for file in sorted(directory.iterdir())}
+def write_manifest(directory: Path, manifest: ManifestBody, known: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Writes manifest.json with `manifest` and the facts of every file in `directory`. known: SHA-256 of files that
+    need not be read."""
+    files = {file.name: facts(file, known.get(file.name)) for file in sorted(directory.iterdir())}
     (directory / MANIFEST).write_text(text(manifest, files))
 
 
-def facts(file: Path) -> dict[str, Any]:
-    """Size and checksum of a file."""
-    return {"bytes": file.stat().st_size, "sha256": sha256(file)}
+def facts(file: Path, digest: str | None = None) -> FileFacts:
+    """Size and checksums of a file. digest: its SHA-256, if known."""
+    found: FileFacts = {"bytes": file.stat().st_size, "sha256": digest or sha256(file)}
+    if header := _header(file):
+        found["header"] = header
+    return found
 
 
-def headers(file: Path) -> dict[str, str]:
-    """The checksum of the header of a file of tensors; of other files nothing."""
-    return {"header": header_digest(file)} if file.suffix == ".safetensors" else {}
+def _header(file: Path) -> str | None:
+    """The checksum of the header of a file of tensors; None for other files."""
+    return header_digest(file) if file.suffix == ".safetensors" else None
 
 
-def write_interfaces(directory: Path, manifest: dict[str, Any]) -> None:
-    """Writes behind the kernels of each library how they are called."""
+def write_interfaces(directory: Path, manifest: ManifestBody) -> None:
+    """Appends to each library of kernels the digest of their interface."""
     plain = json.loads(json.dumps(manifest))
     for arch, library in plain["libraries"].items():
         interface.append(directory / library, interface.digest(plain, arch))
@@ -179,7 +181,7 @@ class Artifact:
             if file.stat().st_size != entry["bytes"]:
                 raise UserError(f"{file} has {file.stat().st_size} bytes instead of {entry['bytes']}; {ADVICE}")
             whole = name != WEIGHTS or verify
-            if (whole and sha256(file) != entry["sha256"]) or entry.get("header") != headers(file).get("header"):
+            if (whole and sha256(file) != entry["sha256"]) or entry.get("header") != _header(file):
                 raise UserError(f"{file} is corrupted (checksum differs); {ADVICE}")
 
     @property

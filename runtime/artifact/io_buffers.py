@@ -6,6 +6,7 @@ what they hold.
 
 from collections.abc import Iterable
 
+from mlc_amd.runtime.artifact.manifest import Buffer
 from mlc_amd.runtime.cache.pages import CELL_COLUMNS, STATE
 from mlc_amd.runtime.engine.steps import page_table
 from mlc_amd.runtime.sampling.layout import row_shapes
@@ -19,19 +20,23 @@ PER_ANSWER = ("logits", "sampling", "changes", "allowed", "sampled", "logprobs")
 
 def io_buffers(
     rows: int, logits: int, sampled: int, columns: int, blocks: int, spans: Iterable[int], drafts: bool
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name to (dtype, shape). rows, logits: of a function, at most; sampled: rows of logits of a function that samples,
-    at most; columns: of logits; blocks: pages of a sequence of full length; spans: of the cached layers, STATE of those
-    that keep states; drafts: whether there are functions that guess tokens."""
+) -> dict[str, Buffer]:
+    """rows, logits: of a function, at most; sampled: rows of logits of a function that samples, at most; columns: of
+    logits; blocks: pages of a sequence of full length; spans: of the cached layers, STATE of those that keep states;
+    drafts: whether there are functions that guess tokens."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "state": (4,),
+        "answers": (4,),
+        "tokens": (rows,),
+        "rows": (rows, 2),
+        **({"sources": (rows,)} if drafts else {}),
+        **{page_table(span): (SLOTS, CELL_COLUMNS if span == STATE else blocks) for span in sorted(spans)},
+        "logits": (logits, columns),
+        **row_shapes(sampled, columns),
+        "sampled": (sampled,),
+        "logprobs": (sampled,),
+    }
     return {
-        "state": ("int32", (4,)),
-        "answers": ("int32", (4,)),
-        "tokens": ("int32", (rows,)),
-        "rows": ("int32", (rows, 2)),
-        **({"sources": ("int32", (rows,))} if drafts else {}),
-        **{page_table(span): ("int32", (SLOTS, CELL_COLUMNS if span == STATE else blocks)) for span in sorted(spans)},
-        "logits": ("float32", (logits, columns)),
-        **{name: ("int32", shape) for name, shape in row_shapes(sampled, columns).items()},
-        "sampled": ("int32", (sampled,)),
-        "logprobs": ("float32", (sampled,)),
+        name: {"dtype": "float32" if name in ("logits", "logprobs") else "int32", "shape": list(shape)}
+        for name, shape in shapes.items()
     }

@@ -1,15 +1,16 @@
-"""What manifest.json says, as types; dist/README.md explains the keys.
+"""The types of manifest.json; dist/README.md explains the keys.
 
-`read` gives a `Manifest`: a dictionary whose values have these types and lie within these limits. manifest_check.py
-then compares its parts with one another and with the weights. What a new kind of model adds comes here first: a key
-that is not here is not read.
+The compiler makes a `ManifestBody`, `text` makes the file of it, and `read` returns a `Manifest`: dictionaries whose
+values have these types and lie within these limits. manifest_check.py then compares the parts with one another and with
+the weights. A key that is not declared here is not read, which `check_described` finds when it is written.
 
-manifest.json ends with the SHA-256 of all that is before, so that damage is told from another version of the format.
+manifest.json ends with the SHA-256 of all before it, which distinguishes damage from another version of the format.
 """
 
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
@@ -33,10 +34,7 @@ Figure = Annotated[float, Meta(ge=0, le=1e24)]
 Name = Annotated[str, Meta(pattern=r"^[!-~]+\Z", max_length=300)]
 FileName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]*\Z", max_length=200)]  # no folders
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
-DType = Literal[
-    "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
-    "float16", "bfloat16", "float32", "float64",
-]  # fmt: skip
+DType = Annotated[str, Meta(pattern=r"^(bool|u?int(8|16|32|64)|bfloat16|float(16|32|64))\Z")]
 Shape = Annotated[list[Size], Meta(max_length=8)]
 Grid = Annotated[list[Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]], Meta(min_length=3, max_length=3)]
 Block = Annotated[list[Annotated[int, Meta(ge=1, le=1024)]], Meta(min_length=3, max_length=3)]
@@ -48,7 +46,7 @@ class Source(TypedDict):
     id: str
 
 
-class Model(TypedDict):
+class ManifestModel(TypedDict):
     """Of compiler/models/config.py what runs a model; `inspect` shows the rest."""
 
     architecture: str
@@ -70,7 +68,7 @@ class Model(TypedDict):
     unused: list[str]
 
 
-class Needs(TypedDict):
+class DeviceRequirements(TypedDict):
     """What a Vulkan profile asks of a device."""
 
     features: list[Name]
@@ -81,7 +79,7 @@ class Needs(TypedDict):
     push_constants: Annotated[int, Meta(ge=8, le=1 << 16)]
 
 
-class Target(TypedDict):
+class ManifestTarget(TypedDict):
     kind: Literal["cpu", "rocm", "vulkan"]
     arch: str
     mcpu: NotRequired[str]
@@ -89,21 +87,21 @@ class Target(TypedDict):
     flags: NotRequired[list[str]]
     archs: NotRequired[Annotated[list[Name], Meta(min_length=1)]]
     bandwidth: NotRequired[dict[str, Figure]]
-    needs: NotRequired[dict[str, Needs]]
+    needs: NotRequired[dict[str, DeviceRequirements]]
     copy_bytes: NotRequired[Size]
 
 
-class Launch(TypedDict):
+class ManifestLaunch(TypedDict):
     kernel: str
     args: list[Argument]
 
 
-class Function(TypedDict):
+class ManifestFunction(TypedDict):
     rows: Annotated[int, Meta(ge=1, le=1 << 20)]
     single: Annotated[int, Meta(ge=0, le=1 << 20)]
     logits: Annotated[int, Meta(ge=1, le=1 << 20)]
     samples: bool
-    launches: Annotated[list[Launch], Meta(min_length=1)]
+    launches: Annotated[list[ManifestLaunch], Meta(min_length=1)]
 
 
 class Buffer(TypedDict):
@@ -116,7 +114,7 @@ class KvTensor(Buffer):
     span: NotRequired[Annotated[int, Meta(ge=STATE, le=1 << 40)]]
 
 
-class Param(Buffer):
+class ManifestParam(Buffer):
     """Besides what every parameter has, facts of runtime/measure/inputs.py."""
 
     name: str
@@ -128,13 +126,13 @@ class Param(Buffer):
     columns: NotRequired[Count]
 
 
-class Moved(TypedDict):
+class MemoryCosts(TypedDict):
     call: Figure
     token: Figure
     key: Figure
 
 
-class Operations(TypedDict):
+class OperationCosts(TypedDict):
     call: Figure
     score: Figure
 
@@ -142,20 +140,20 @@ class Operations(TypedDict):
 Origin = TypedDict("Origin", {"from": str, "plan": dict[str, Any] | None})
 
 
-class Kernel(TypedDict):
+class ManifestKernel(TypedDict):
     name: Name
     calls: dict[str, Count]
     operator: str
     args: dict[str, Any]
-    params: list[Param]
+    params: list[ManifestParam]
     states: list[Annotated[list[Count], Meta(min_length=4, max_length=4)]]
-    bytes: Moved
+    bytes: MemoryCosts
     keys: Count
-    operations: Operations
+    operations: OperationCosts
     tuned: dict[str, Origin]
 
 
-class Step(TypedDict):
+class DeviceLaunch(TypedDict):
     """One launch of a call of a kernel; the last three are Vulkan's."""
 
     symbol: Name
@@ -167,16 +165,16 @@ class Step(TypedDict):
     table: NotRequired[bool]
 
 
-class Launched(TypedDict):
+class DeviceLaunches(TypedDict):
     scratch: list[Size]
-    steps: Annotated[list[Step], Meta(min_length=1)]
+    steps: Annotated[list[DeviceLaunch], Meta(min_length=1)]
 
 
-class Drawn(Buffer):
+class RandomTensor(Buffer):
     draw: Annotated[list[str | int | float], Meta(min_length=1, max_length=3)]
 
 
-class Stored(TypedDict):
+class FormatTotals(TypedDict):
     tensors: Count
     bytes: Count
 
@@ -189,33 +187,38 @@ class FileFacts(TypedDict):
     header: NotRequired[Digest]
 
 
-class Manifest(TypedDict):
-    format: int
+class ManifestBody(TypedDict):
+    """All that the compiler knows; `write_manifest` adds the rest."""
+
     name: str
     source: Source
-    model: Model
-    target: Target
+    model: ManifestModel
+    target: ManifestTarget
     context: Annotated[int, Meta(ge=1, le=1 << 30)]
     kv_type: KvType
     sampling: SamplingChanges
-    functions: dict[str, Function]
-    kernels: list[Kernel]
+    functions: dict[str, ManifestFunction]
+    kernels: list[ManifestKernel]
     libraries: Annotated[dict[str, FileName], Meta(min_length=1)]
-    launches: dict[str, dict[str, Launched]]
+    launches: dict[str, dict[str, DeviceLaunches]]
     arena_bytes: Count
     io: dict[str, Buffer]
     kv: list[KvTensor]
     page: Size
-    formats: dict[str, Stored]
+    formats: dict[str, FormatTotals]
     weights: Literal["file", "random"]
-    tensors: dict[str, Drawn]
+    tensors: dict[str, RandomTensor]
     token_bytes: Count
     weight_bytes: Count
+
+
+class Manifest(ManifestBody):
+    format: int
     files: dict[FileName, FileFacts]
 
 
-def text(manifest: dict, files: dict[str, dict]) -> str:
-    """manifest.json of these files: `manifest` with its format, files and checksum."""
+def text(manifest: ManifestBody, files: Mapping[str, FileFacts]) -> str:
+    """The content of manifest.json: `manifest` with its format, files and checksum."""
     body = json.dumps({**manifest, "format": FORMAT_VERSION, "files": files}, indent=1).removesuffix("\n}")
     return f'{body},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
@@ -238,8 +241,8 @@ def read(folder: Path) -> Manifest:
 
 
 def check_described(folder: Path) -> None:
-    """ValueError where a manifest that was just written has a key or a value that this description lacks: it would be
-    lost when the manifest is read."""
+    """ValueError for a manifest with a key or a value that the types lack: it would be lost when the manifest is
+    read."""
     written, known = json.loads((folder / MANIFEST).read_bytes()), dict(read(folder))
     lost = _lost({key: value for key, value in written.items() if key != "sha256"}, known, "")
     if lost:
@@ -247,7 +250,7 @@ def check_described(folder: Path) -> None:
 
 
 def _lost(written: Any, known: Any, place: str) -> str:
-    """The first place where `written` has what `known` has not; "" where both are the same."""
+    """The first key where the two differ; "" if there is none."""
     if isinstance(written, dict) and isinstance(known, dict):
         pairs = ((f"{place}.{key}", value, known.get(key)) for key, value in written.items())
     elif isinstance(written, list) and isinstance(known, list) and len(written) == len(known):

@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 
 from mlc_amd.runtime.artifact.io_buffers import PER_ANSWER, PER_ROW, io_buffers
-from mlc_amd.runtime.artifact.manifest import Function, Kernel, Launch, Launched, Manifest
+from mlc_amd.runtime.artifact.manifest import DeviceLaunches, Manifest, ManifestFunction, ManifestKernel, ManifestLaunch
 from mlc_amd.runtime.artifact.random_weights import draw_fault
 from mlc_amd.runtime.artifact.weight_block import ALIGN, DTYPES, PAD
 from mlc_amd.runtime.cache.pages import PAGE, STATE
@@ -78,7 +78,7 @@ def _require(holds: bool, key: str, what: str) -> None:
         raise Fault(f"key {key}: {what}")
 
 
-def _by_name(kernels: list[Kernel]) -> dict[str, Kernel]:
+def _by_name(kernels: list[ManifestKernel]) -> dict[str, ManifestKernel]:
     found = {kernel["name"]: kernel for kernel in kernels}
     _require(len(found) == len(kernels), "kernels", "two have the same name")
     return found
@@ -141,7 +141,7 @@ def _check_io(manifest: Manifest) -> None:
         drafts=any(is_draft(name) for name in manifest["functions"]),
     )
     for name in sorted(expected.keys() | io.keys()):
-        wanted, found = expected.get(name), _tensor(io[name]) if name in io else None
+        wanted, found = (_tensor(buffers[name]) if name in buffers else None for buffers in (expected, io))
         _require(found == wanted, f"io[{shorten(name)}]", f"it must be {_text(wanted)}, not {_text(found)}")
 
 
@@ -170,7 +170,7 @@ def _check_weights(manifest: Manifest, stored: Mapping[str, Tensor]) -> None:
 
 
 def _check_launched(
-    manifest: Manifest, arch: str, launched: Mapping[str, Launched], kernels: Mapping[str, Kernel]
+    manifest: Manifest, arch: str, launched: Mapping[str, DeviceLaunches], kernels: Mapping[str, ManifestKernel]
 ) -> None:
     """The launches of one arch: what they refer to, and where their code lies."""
     needs = manifest["target"].get("needs", {}).get(arch)
@@ -209,7 +209,7 @@ class _Declared:
     """What a kernel declares. params: name, role, tensor and bytes of each; tables, caches: the places of page tables
     and of what these are for."""
 
-    def __init__(self, kernel: Kernel):
+    def __init__(self, kernel: ManifestKernel):
         tensors = [_tensor(param) for param in kernel["params"]]
         self.params = [(p["name"], p["role"], of, nbytes(*of)) for p, of in zip(kernel["params"], tensors, strict=True)]
         self.tables = [i for i, param in enumerate(kernel["params"]) if param["role"] in ("pages", "cells")]
@@ -219,7 +219,7 @@ class _Declared:
 class _Arguments:
     """Arguments of launches, compared with what their kernels declare."""
 
-    def __init__(self, manifest: Manifest, stored: Mapping[str, Tensor], kernels: Mapping[str, Kernel]):
+    def __init__(self, manifest: Manifest, stored: Mapping[str, Tensor], kernels: Mapping[str, ManifestKernel]):
         self._held: dict[str, Mapping[str, Tensor]] = {
             "io": {name: _tensor(entry) for name, entry in manifest["io"].items()},
             "kv": {entry["name"]: _tensor(entry) for entry in manifest["kv"]},
@@ -229,7 +229,7 @@ class _Arguments:
         self._arena = manifest["arena_bytes"]
         self._declared = {name: _Declared(kernel) for name, kernel in kernels.items()}
 
-    def fault(self, launch: Launch, function: Function) -> str:
+    def fault(self, launch: ManifestLaunch, function: ManifestFunction) -> str:
         """What is wrong with a launch; "" if nothing is."""
         declared = self._declared.get(launch["kernel"])
         if declared is None:
@@ -246,7 +246,7 @@ class _Arguments:
                 return f"{min(wrong)!r} is not the table of all its caches"
         return ""
 
-    def _argument_fault(self, arg: list, function: Function, role: str, declared: Tensor, size: int) -> str:
+    def _argument_fault(self, arg: list, function: ManifestFunction, role: str, declared: Tensor, size: int) -> str:
         kind, places = arg[0] if arg else None, _PLACES[role]
         if not isinstance(kind, str) or kind not in places:
             return f"{str(arg)[:80]} is no place for its role, {role}"
@@ -281,7 +281,7 @@ class _Arguments:
         return ""
 
 
-def _first_rows(name: str, held: Tensor, function: Function) -> Tensor:
+def _first_rows(name: str, held: Tensor, function: ManifestFunction) -> Tensor:
     """Of an io buffer what a function uses."""
     dtype, shape = held
     if name in PER_ROW:

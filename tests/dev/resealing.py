@@ -33,6 +33,6 @@ def reseal(folder: Path, changed: dict[str, Any], interfaces: bool = False) -> N
         file = folder / name
         if "/" not in name and file.is_file():
             with suppress(UserError):  # what is to be refused may have no header
-                facts[name] = artifact.facts(file) | artifact.headers(file)
+                facts[name] = artifact.facts(file)
     (folder / manifest.MANIFEST).unlink(missing_ok=True)  # it may be a link
     (folder / manifest.MANIFEST).write_text(manifest.text(changed, facts))

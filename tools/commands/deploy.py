@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import mlc_amd
 from mlc_amd.runtime.artifact import manifest as manifests
-from mlc_amd.runtime.artifact.artifact import TABLES, WEIGHTS, Artifact, facts, headers
+from mlc_amd.runtime.artifact.artifact import TABLES, WEIGHTS, Artifact, facts
 from mlc_amd.runtime.artifact.manifest import MANIFEST
 from mlc_amd.runtime.artifact.weight_block import TensorSpec
 from mlc_amd.runtime.artifact.weights_file import Weights, WeightsWriter
@@ -253,18 +253,19 @@ def _sources(names: tuple[str, ...]) -> dict[str, bytes]:
 def model_files(model: Artifact, weightless: bool) -> dict[str, bytes | Path]:
     """The artifact's files without those that only a developer looks at; `weightless`: with the vectors as its only
     weights."""
-    manifest: dict[str, Any] = model.manifest | ({"weights": "random"} if weightless else {})
-    libraries = model.manifest["libraries"]
+    manifest = model.manifest.copy()
+    if weightless:
+        manifest["weights"] = "random"
     tables = (TABLES,) if TABLES in manifest["files"] else ()
-    names = (*libraries.values(), "tokenizer.json", "tokenizer_config.json", WEIGHTS, *tables)
+    names = (*manifest["libraries"].values(), "tokenizer.json", "tokenizer_config.json", WEIGHTS, *tables)
     files: dict[str, bytes | Path] = {name: model.path / name for name in names}
-    listed: dict[str, Any] = {name: manifest["files"][name] for name in names}
+    listed = {name: manifest["files"][name] for name in names}
     if weightless and not model.random_weights:
         files[WEIGHTS], listed[WEIGHTS] = _vectors(model)
     return {**files, MANIFEST: manifests.text(manifest, listed).encode()}
 
 
-def _vectors(model: Artifact) -> tuple[bytes, dict[str, Any]]:
+def _vectors(model: Artifact) -> tuple[bytes, manifests.FileFacts]:
     """The weights file without the matrices, and what the manifest says of it."""
     with tempfile.TemporaryDirectory(prefix="mlc-amd-") as directory:
         place = Path(directory) / WEIGHTS
@@ -276,4 +277,4 @@ def _vectors(model: Artifact) -> tuple[bytes, dict[str, Any]]:
         for name, array in arrays.items():
             writer.write(name, 0, array)
         writer.close()
-        return place.read_bytes(), facts(place) | headers(place)
+        return place.read_bytes(), facts(place)

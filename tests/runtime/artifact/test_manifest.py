@@ -177,7 +177,7 @@ def test_what_only_people_read_is_shown_or_refused(folder, capsys):
 
 
 def test_the_description_has_all_of_the_model():
-    assert set(manifests.Model.__annotations__) == {field.name for field in dataclasses.fields(ModelConfig)}
+    assert set(manifests.ManifestModel.__annotations__) == {field.name for field in dataclasses.fields(ModelConfig)}
 
 
 @pytest.mark.parametrize(
