@@ -20,7 +20,6 @@ from mlc_amd.compiler import memory, sampling, tokenizer
 from mlc_amd.compiler import plan as planning
 from mlc_amd.compiler import weights as packing
 from mlc_amd.compiler.models.build import FunctionSpec, build_module, with_drafts
-from mlc_amd.compiler.ops import padded
 from mlc_amd.compiler.passes import fuse
 from mlc_amd.compiler.tuning.database import Lookup
 from mlc_amd.compiler.weight_store import WeightStore
@@ -37,7 +36,8 @@ from mlc_amd.runtime.artifact.manifest import (
 from mlc_amd.runtime.cache.kv_types import KV_TENSORS, KV_TYPE, KvType
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
-from mlc_amd.schedules.attention import PAGE
+from mlc_amd.schedules.operators.attention import PAGE
+from mlc_amd.schedules.operators.layouts import padded
 
 # module and class, imported on demand
 TARGETS = {

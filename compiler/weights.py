@@ -17,12 +17,12 @@ import numpy as np
 from mlc_amd.compiler import memory
 from mlc_amd.compiler.models.graph import ONES, table_columns
 from mlc_amd.compiler.models.rope import position_table
-from mlc_amd.compiler.ops import padded
 from mlc_amd.compiler.quant import repack
 from mlc_amd.compiler.quant.draws import draws
 from mlc_amd.runtime.artifact.manifest import RandomTensor
 from mlc_amd.runtime.artifact.weight_block import TensorSpec
 from mlc_amd.runtime.artifact.weights_file import WeightsWriter
+from mlc_amd.schedules.operators.layouts import padded
 
 Specs = dict[str, list[TensorSpec]]  # by source: a tensor of the file, a vector of ones, a table by position
 

@@ -8,9 +8,8 @@ import functools
 from dataclasses import asdict
 
 from mlc_amd.schedules import operators
-from mlc_amd.schedules.attention import SLOTS
-from mlc_amd.schedules.experts import Experts
-from mlc_amd.schedules.rows import output_rows
+from mlc_amd.schedules.operators.attention import SLOTS
+from mlc_amd.schedules.operators.rows import output_rows
 
 DEPTHS = {True: (512, 4096), False: (0, 2048)}  # tokens in the cache when attention is timed: decoding, prefill
 
@@ -23,7 +22,7 @@ def buffers(func) -> list[tuple[str, tuple[int, ...], str]]:
 def work(workload, func) -> dict:
     """ "params", "cases", "states", and "bytes" and "flops" of a call, the mean of the cases. func: its
     PrimFunc. ValueError if its parameters are not those of the operator."""
-    found = operators.parameters(workload.op, workload.args, buffers(func))
+    found = operators.parameters(workload, buffers(func))
     cases = _cases(workload, found)
     means = {key: sum(case[key] for case in cases) / len(cases) for key in ("bytes", "flops")}
     params = [_facts(workload, param) for param in found]
@@ -36,20 +35,19 @@ def _facts(workload, param) -> dict:
     if param.slot.matrix:
         facts["draw"] = _draws(*param.slot.matrix)[param.name.rpartition("_")[2]]
     if param.name == "tokens":
-        facts["vocab"] = workload.args["vocab"]
+        facts["vocab"] = workload.vocab
     if param.slot.share < 1:
         facts["share"] = param.slot.share
     if param.slot.slots:
-        facts["experts"] = experts_facts(workload.args)
+        facts["experts"] = experts_facts(workload)
     if param.slot.columns:
         facts["columns"] = param.slot.columns
     return facts
 
 
-def experts_facts(args: dict) -> dict:
+def experts_facts(op) -> dict:
     """Facts "experts" of runtime/measure/routing.py."""
-    experts = Experts(*(args[key] for key in ("experts", "used", "tile")))
-    return asdict(experts) | {"m": args["m"], "tiles": experts.tiles(args["m"])}
+    return asdict(op.of) | {"m": op.m, "tiles": op.of.tiles(op.m)}
 
 
 @functools.lru_cache(maxsize=64)
@@ -62,9 +60,8 @@ def _draws(fmt: str, columns: int) -> dict[str, list]:
 def _single(workload, live: int) -> int:
     """Single rows of a step with so many live ones, as many as the kernel allows. Where a chunk may follow these are
     half of the rows at most, and a slot is left for it."""
-    args, m = workload.args, workload.args.get("m", 1)
-    rows = str(args.get("rows", "all"))
-    most = args.get("single", m if workload.op == "rope_attention" else 0)
+    m, rows = workload.m, getattr(workload, "rows", "all")
+    most = getattr(workload, "single", 0)
     if rows.startswith("answers"):
         most = output_rows(rows, m) - 1
     return live if most == m else min(most, live // 2, SLOTS - 1)
@@ -72,16 +69,15 @@ def _single(workload, live: int) -> int:
 
 def _cases(workload, params: list[operators.Parameter]) -> list[dict]:
     """The states that a kernel is timed in, and what it must do there."""
-    args = workload.args
-    m = args.get("m", 1)
+    m, ctx = workload.m, workload.positions
     single = _single(workload, m)
     positions = [0]
-    if "attention" in workload.op:
-        room = args["ctx"] - 1 if m == single else args["ctx"] - m
+    if workload.reads_cache:
+        room = ctx - 1 if m == single else ctx - m
         positions = list(dict.fromkeys(min(depth, room) for depth in DEPTHS[m == single]))
-    elif workload.op in ("rope_kv_write", "latent_kv_write"):
-        positions = [min(DEPTHS[True][0], args["ctx"] - m)]
-    costs = operators.costs(workload.op, args, params)
+    elif ctx > 1:
+        positions = [min(DEPTHS[True][0], ctx - m)]
+    costs = operators.costs(workload, params)
     return [
         {
             "name": f"d{position}",
@@ -95,9 +91,10 @@ def _cases(workload, params: list[operators.Parameter]) -> list[dict]:
 
 def _states(workload, cases: list[dict]) -> list[list[int]]:
     """What kernels are verified in: their cases, and fewer live tokens than there is room for, after others."""
-    m, ctx = workload.args.get("m", 1), workload.args.get("ctx", 1 << 30)
+    m, cached = workload.m, workload.positions > 1
+    ctx = workload.positions if cached else 1 << 30
     few = max(1, m - 3)
     more = [[min(37, ctx - m), few, _single(workload, few), 0]]
-    if "ctx" in workload.args:
+    if cached:
         more.append([0, 1, _single(workload, 1), 0])
     return [list(state) for state in dict.fromkeys(map(tuple, [*(case["state"] for case in cases), *more]))]

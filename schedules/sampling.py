@@ -25,7 +25,7 @@ from contextlib import contextmanager
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import LOG2E
+from mlc_amd.schedules.operators.attention import LOG2E
 from mlc_amd.schedules.sampling_machine import (
     BINS,
     LARGEST,

@@ -22,11 +22,12 @@ from mlc_amd.runtime import devices
 from mlc_amd.runtime.cache.kv_types import KV_TYPE
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import temporary
-from mlc_amd.schedules.attention import SLOTS
+from mlc_amd.schedules.cpu import registry
 from mlc_amd.schedules.cpu.attention.cache import cache_types
 from mlc_amd.schedules.cpu.base import arch as archs
-from mlc_amd.schedules.cpu.kernels import BUILDERS, tile_rows
+from mlc_amd.schedules.cpu.kernels import tile_rows
 from mlc_amd.schedules.cpu.linear.planes import planes
+from mlc_amd.schedules.operators.attention import SLOTS
 
 COMPILERS = ("cc", "gcc", "clang")  # any of them will do; else the ziglang package's
 NATIVE = Path(devices.__file__).parent / "cpu.c"
@@ -41,7 +42,7 @@ class CpuTarget(Target):
     kind = "cpu"
     layout = "tile16"
     planes = staticmethod(planes)
-    builders = BUILDERS
+    registry = registry
 
     def __init__(self, arch: str = "native", kv_type: str = KV_TYPE):
         self.arch = archs.resolve(arch)

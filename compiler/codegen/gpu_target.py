@@ -18,19 +18,20 @@ from mlc_amd.compiler.models.build import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig
 from mlc_amd.runtime.cache.kv_types import KV_TYPE
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import SLOTS
 from mlc_amd.schedules.decode import float_weight
 from mlc_amd.schedules.formats import Format, lookup
+from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.attention.attention_join import scratch_shapes
 from mlc_amd.schedules.gpu.attention.cache import cache_types
 from mlc_amd.schedules.gpu.base.pairs import TOKENS
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, planes
 from mlc_amd.schedules.gpu.base.step import FEW
 from mlc_amd.schedules.gpu.experts.norm_route import scratch_shapes as route_scratch
-from mlc_amd.schedules.gpu.kernels import BUILDERS
 from mlc_amd.schedules.gpu.linear import gemv, gemv_norm, lane_tiles
 from mlc_amd.schedules.gpu.linear.gemv_matrix import ROWS as INT8_ROWS
 from mlc_amd.schedules.gpu.linear.matrix_int8 import unit_of
+from mlc_amd.schedules.operators import GateUp, HeadLinear, Linear
+from mlc_amd.schedules.operators.attention import SLOTS
 
 # Slots. With 128 experts, 8 used, the rows of a chunk of 512 fill tiles of 32 to two thirds, tiles of 64 to a half, but
 # those decode weights less often: 10 % faster on an H200, whose matrix units have time to spare. Few rows: of most
@@ -56,7 +57,7 @@ class GpuTarget(Target):
     fuses_rope = True
     fuses_route = True
     planes = staticmethod(planes)
-    builders = BUILDERS
+    registry = registry
     matrix_layout: str
 
     def __init__(self, archs: list, kv_type: str = KV_TYPE):
@@ -142,34 +143,31 @@ class GpuTarget(Target):
         """What the workgroups of `norm_route` meet in; layers of as many experts share it."""
         return {f"route.{experts.count}.{name.lower()}": of for name, of in route_scratch(experts.count).items()}
 
-    def fuses_norm(self, call: relax.Call) -> bool:
-        a: Any = call.attrs
-        linear = ops.name_of(call) == "linear"
-        if int(a["m"]) > 1 or str(a["layout" if linear else "layout_in"]) != "rows":
+    def fuses_norm(self, op: Linear | GateUp) -> bool:
+        if op.m > 1 or op.layout_read != "rows":
             return False
-        rows = [int(n) for n in a["n"]] if linear else int(a["n"])
-        formats, k = [lookup(str(fmt)) for fmt in a["formats"]], int(a["k"])
-        return all(gemv_norm.pays(gemv.workgroups(formats, rows, k, arch), k, arch) for arch in self.archs)
+        rows = [n for _, n in op.segments] if isinstance(op, Linear) else op.n
+        formats = [lookup(fmt) for fmt in op.formats]
+        return all(gemv_norm.pays(gemv.workgroups(formats, rows, op.k, arch), op.k, arch) for arch in self.archs)
 
-    def defers_norm(self, call: relax.Call) -> bool:
-        a: Any = call.attrs
-        layout = str(a["layout" if ops.name_of(call) == "linear" else "layout_in"])
-        return layout == "lanes" and int(a["m"]) <= DEFERRED_ROWS
+    def defers_norm(self, op: Linear | GateUp) -> bool:
+        return op.layout_read == "lanes" and op.m <= DEFERRED_ROWS
 
     def _call(self, bb, call):
-        product = {"linear": self._product, "head_linear": self._head_product}.get(ops.name_of(call))
-        if product and int(call.attrs["m"]) > FEW and int(call.attrs["k"]) % BLOCK:
-            return product(bb, call)
+        op = ops.operator_of(call)
+        if isinstance(op, Linear) and op.m > FEW and op.k % BLOCK:
+            return self._product(bb, call, op)
+        if isinstance(op, HeadLinear) and op.m > FEW and op.k % BLOCK:
+            return self._head_product(bb, call, op)
         return super()._call(bb, call)
 
     @staticmethod
-    def _product(bb, call):
+    def _product(bb, call, op: Linear):
         """A linear of several rows whose columns are not whole blocks, which GEMMs need, as a generic kernel. Only
         float weights have such columns: the blocks of all other formats are of 32 or more."""
-        a = call.attrs
-        if len(a["n"]) > 1:
-            raise UserError(f"layers of {int(a['k'])} columns that share their input are not supported on GPUs")
-        fmt, n, m, k = lookup(str(a["formats"][0])), int(a["n"][0]), int(a["m"]), int(a["k"])
+        if len(op.segments) > 1:
+            raise UserError(f"layers of {op.k} columns that share their input are not supported on GPUs")
+        ((fmt, n),), m, k = op.weights, op.m, op.k
 
         def product(x, w, *others):
             def element(i, j):
@@ -178,7 +176,7 @@ class GpuTarget(Target):
 
             shape, rest = (m, padded(n)), list(others)
             y: Any = te.compute(shape, element, "product")
-            if int(a["biases"][0]):
+            if op.biases[0]:
                 bias = rest.pop(0)
                 y = te.compute(shape, lambda i, j, y=y: y[i, j] + bias[te.min(j, n - 1)], "biased")
             if rest:
@@ -189,17 +187,16 @@ class GpuTarget(Target):
         return bb.call_te(product, x, bb.emit(relax.TupleGetItem(weight, 0)), *others)
 
     @staticmethod
-    def _head_product(bb, call):
+    def _head_product(bb, call, op: HeadLinear):
         """The same of a linear with a matrix for each head."""
-        a = call.attrs
-        fmt, heads, n, k = lookup(str(a["formats"][0])), int(a["heads"]), int(a["n"]), int(a["k"])
+        fmt, heads, n, k = lookup(op.fmt), op.heads, op.n, op.k
 
         def product(x, w):
             def element(i, j):
                 column = te.reduce_axis((0, k), "k")
                 return te.sum(x[i, j // n * k + column] * float_weight(fmt, w[j, column]), axis=column)
 
-            return te.compute((int(a["m"]), heads * n), element, "product")
+            return te.compute((op.m, heads * n), element, "product")
 
         _, x, weight = call.args
         return bb.call_te(product, x, bb.emit(relax.TupleGetItem(weight, 0)))

@@ -1,13 +1,12 @@
 """What the graph passes, the plan and the pipeline ask of a target, and how operators become kernels; targets fill in
 the rest.
 
-A call of an operator becomes a workload (kernel_calls.py), and a workload and an arch become a TensorIR kernel, by the
-target's table of `builders`. Calls with the same attributes and types share one. `plans` says which plan a workload has
-on an arch.
+An operator and an arch become a TensorIR kernel, by the target's `registry`. Calls with the same attributes
+and types share one. `plans` says which plan a workload has on an arch.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from tvm import relax
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.codegen import generic
-from mlc_amd.compiler.codegen.kernel_calls import kernel_call
 from mlc_amd.compiler.models.build import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
 from mlc_amd.compiler.nodes import fields_of, parts_of
@@ -25,10 +23,11 @@ from mlc_amd.compiler.work import buffers, work
 from mlc_amd.runtime.cache.kv_types import KV_TYPE
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.schedules import operators
-from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.formats import Format
-from mlc_amd.schedules.plans.workload import Workload
-from mlc_amd.schedules.recurrent import CELLS
+from mlc_amd.schedules.operators import Operator
+from mlc_amd.schedules.operators.attention import Attention
+from mlc_amd.schedules.registry import Registry
+from mlc_amd.schedules.runs import CELLS
 
 DEFAULT = "default"  # where a plan comes from that nobody tuned
 GENERIC = "generic"  # the operator of kernels that no operator of ours has
@@ -38,21 +37,21 @@ class Target(ABC):
     """Layouts, kernels and code of one target.
 
     archs: what the artifact's kernels are made for. They share its launches, weights and activations, so layouts are
-    those of the first one. kv_type: of the KV cache, a name of schedules/attention.py. plans: by an arch's name,
-    callable(workload) -> (plan or None, where it comes from).
+    those of the first one. kv_type: of the KV cache, a name of schedules/operators/attention.py. plans: by an arch's
+    name, callable(workload) -> (plan or None, where it comes from).
     """
 
     kind: str  # as in --target
     query_dtype = "float32"  # of rotated queries, between RoPE and attention
     layout: str  # of packed weights, as in compiler/quant
-    builders: Mapping[str, Callable]  # by operator, such as schedules/cpu/kernels.py has them
+    registry: Registry  # of its kernels
 
     def __init__(self, archs: list, kv_type: str = KV_TYPE):
         self.archs, self.kv_type = archs, kv_type
         self.kernels: dict[str, tvm.tirx.PrimFunc] = {}  # name: kernel, for the first arch
-        self.workloads: dict[str, Workload] = {}  # name: what the kernel computes, of operators of ours
+        self.workloads: dict[str, Operator] = {}  # name: what the kernel computes, of operators of ours
         self.generic: dict[str, tvm.tirx.PrimFunc] = {}  # name: what the kernel computes, unscheduled, of all others
-        self.plans: dict[str, Callable[[Workload], tuple[Any | None, str]]] = {}
+        self.plans: dict[str, Callable[[Operator], tuple[Any | None, str]]] = {}
         self._names: dict[tuple, str] = {}  # (operator, attributes, types): name
         self._added: dict[str, tvm.ir.GlobalVar] = {}  # name: the kernel in the module that is being made
 
@@ -123,11 +122,11 @@ class Target(ABC):
 
     fuses_route = False  # one kernel makes the norm, the logits and the choice of a token's experts
 
-    def fuses_norm(self, call: relax.Call) -> bool:
+    def fuses_norm(self, op: Operator) -> bool:
         """Whether the kernel of a linear or gate_up is to compute the norm of its input."""
         return False
 
-    def defers_norm(self, call: relax.Call) -> bool:
+    def defers_norm(self, op: Operator) -> bool:
         """Whether the kernel of a linear or gate_up is to prepare norms of its result and to complete those of its
         input (compiler/passes/defer_norms.py)."""
         return False
@@ -177,7 +176,7 @@ class Target(ABC):
         """Replaces every operator of ours by a call of its kernel; standard operators that no pass fused are fused with
         one another and get generic kernels. UserError for an operator that has none."""
         self._added = {}
-        makers: dict[str, Any] = {ops.PREFIX + name: self._call for name in ops.OPS}
+        makers: dict[str, Any] = {ops.PREFIX + name: self._call for name in operators.OPERATORS}
         with tvm.target.Target("llvm"):
             mod = relax.transform.LegalizeOps(makers)(mod)
         mod, found = generic.fuse(mod, self.kernels)
@@ -186,15 +185,15 @@ class Target(ABC):
         self.kernels |= scheduled
         return generic.replaced(mod, scheduled)
 
-    def plan(self, workload: Workload, arch) -> tuple[Any | None, str]:
+    def plan(self, workload: Operator, arch) -> tuple[Any | None, str]:
         """(plan, where it comes from) of the workload's kernel on that arch; None: the kernel's default plan."""
         find = self.plans.get(arch.name)
         return find(workload) if find else (None, DEFAULT)
 
-    def build(self, workload: Workload, arch, name: str, plan=None) -> tvm.tirx.PrimFunc:
+    def build(self, workload: Operator, arch, name: str, plan=None) -> tvm.tirx.PrimFunc:
         """The workload's kernel for an arch. Parameters are the operator's inputs, tuples flattened, then its outputs.
         ValueError or UserError for what the arch cannot run."""
-        return self.builders[workload.op](**workload.args, arch=arch, name=name, plan=plan)
+        return self.registry.builders[type(workload)](workload, arch, name, plan)
 
     def kernel(self, name: str, arch) -> tvm.tirx.PrimFunc:
         """The kernel of that name for an arch, with the plan that its workload has there."""
@@ -218,8 +217,8 @@ class Target(ABC):
             return {"operator": GENERIC, "args": {}, "params": params, "states": []} | operators.FREE.manifest
         workload = self.workloads[name]
         made = work(workload, self.kernels[name])
-        costs = operators.costs(workload.op, workload.args, operators.parameters(workload.op, workload.args, found))
-        about = {"operator": workload.op, "args": workload.args, "params": made["params"], "states": made["states"]}
+        costs = operators.costs(workload, operators.parameters(workload, found))
+        about = {"operator": workload.name, "args": workload.args, "params": made["params"], "states": made["states"]}
         return about | costs.manifest
 
     def origins(self, name: str) -> dict[str, dict]:
@@ -232,8 +231,10 @@ class Target(ABC):
 
     def _call(self, bb, call):
         """The call of the operator's kernel: inputs, flattened, then outputs."""
-        label, workload, args, inplace = kernel_call(call)
-        inputs = [item for arg in (args or call.args) for item in _fields(bb, arg)]
+        op = ops.operator_of(call)
+        assert op
+        label, workload = op.label, op.workload
+        inputs = [item for arg in call.args[: op.arguments] for item in _fields(bb, arg)]
         outputs = parts_of(call.ty)
         key = (str(call.op.name), str(call.attrs), tuple(str(arg.ty) for arg in call.args))
         if key not in self._names:
@@ -245,14 +246,10 @@ class Target(ABC):
         if name not in self._added:  # the builder would look for an equal one, which takes long
             self._added[name] = bb.add_func(self.kernels[name], name)
         gv = self._added[name]
-        if inplace:
-            place = {
-                j: next(i for i, item in enumerate(inputs) if item.same_as(call.args[arg]))
-                for j, arg in inplace.items()
-            }
-            return relax.op.call_tir_inplace(
-                gv, relax.Tuple(inputs), [place.get(j, -1) for j in range(len(outputs))], outputs
-            )
+        if written := op.written:
+            places = [next(i for i, item in enumerate(inputs) if item.same_as(arg)) for arg in call.args[-written:]]
+            inplace = [-1] * (len(outputs) - written) + places
+            return relax.op.call_tir_inplace(gv, relax.Tuple(inputs), inplace, outputs)
         return relax.op.call_tir(gv, relax.Tuple(inputs), outputs if len(outputs) > 1 else outputs[0])
 
 

@@ -15,7 +15,7 @@ from mlc_amd.compiler.models.graph import DRAFTED, HIDDEN, Graph
 from mlc_amd.compiler.models.predictor import predictor
 from mlc_amd.runtime.engine.functions import CHAIN, FOLLOW
 from mlc_amd.runtime.engine.steps import OUTPUTS
-from mlc_amd.schedules.rows import output_rows
+from mlc_amd.schedules.operators.rows import output_rows
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class FunctionSpec:
     """One entry point of the compiled model.
 
     m: rows of a step. single: how many of them, at the front, may be of sequences of their own; the others are a chunk.
-    answers: of which rows it gives the logits, see `schedules.rows`. drafts: it is the predicting layer's, not the
-    decoder's, behind a step of the decoder, or, if chained, behind itself.
+    answers: of which rows it gives the logits, see `schedules.operators.rows`. drafts: it is the predicting layer's,
+    not the decoder's, behind a step of the decoder, or, if chained, behind itself.
     """
 
     name: str

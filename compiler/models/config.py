@@ -57,7 +57,7 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Causal attention with grouped queries; `schedules.attention.Attention` has the formula."""
+    """Causal attention with grouped queries; `schedules.operators.attention.Attention` has the formula."""
 
     heads: int  # query heads
     kv_heads: int  # key and value heads; divides heads
@@ -239,8 +239,8 @@ class SharedExpertConfig:
 class ExpertsConfig:
     """A mixture of experts: the sum over a row's `used` experts e of weight_e * down_e(act(gate_e x) * up_e x).
 
-    The router's logits give probabilities by `gating` (`schedules.experts.GATINGS`). Experts are chosen by probability
-    plus bias; weights are the probabilities of the chosen ones.
+    The router's logits give probabilities by `gating` (`schedules.operators.experts.GATINGS`). Experts are chosen by
+    probability plus bias; weights are the probabilities of the chosen ones.
     """
 
     count: int

@@ -6,7 +6,7 @@ for each function parameter where the runtime finds it: ("io", "tokens"), ("weig
 """
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tvm import relax, te
@@ -17,10 +17,32 @@ from mlc_amd.compiler.ops import shape_of, tensor_type
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.engine.steps import ROWS, page_table
 from mlc_amd.runtime.sampling.layout import row_shapes
-from mlc_amd.schedules.attention import PAGE, SLOTS, Attention
 from mlc_amd.schedules.formats import FORMATS
-from mlc_amd.schedules.recurrent import COLUMNS
-from mlc_amd.schedules.rows import output_rows
+from mlc_amd.schedules.operators import (
+    CausalAttention,
+    Combine,
+    Embed,
+    ExpertDown,
+    ExpertGateUp,
+    ExpertLinear,
+    ExpertOrder,
+    Gate,
+    Gather,
+    HeadLinear,
+    LatentKvWrite,
+    LayerNorm,
+    Linear,
+    Operator,
+    RmsNorm,
+    RopeKvWrite,
+    Route,
+    Sample,
+)  # fmt: skip
+from mlc_amd.schedules.operators.attention import PAGE, SLOTS, Rope
+from mlc_amd.schedules.operators.layouts import padded
+from mlc_amd.schedules.operators.recurrent import Mixer
+from mlc_amd.schedules.operators.rows import output_rows
+from mlc_amd.schedules.runs import COLUMNS
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.codegen.target import Target
@@ -78,7 +100,7 @@ class Graph:
         """A norm's or a bias' float32 vector; those of several experts follow one another. The file pads it to a
         multiple of 16; exact: its type does not tell."""
         size = math.prod(self.model.tensors[name].shape)
-        return self.parameter(name, "weight", tensor_type((size if exact else ops.padded(size),)))
+        return self.parameter(name, "weight", tensor_type((size if exact else padded(size),)))
 
     def weight(self, name: str) -> relax.Var:
         tensor = self.model.tensors[name]
@@ -86,27 +108,25 @@ class Graph:
         types = [tensor_type(shape, dtype) for shape, dtype in planes.values()]
         return self.parameter(name, "weight", relax.TupleType(types))
 
-    def emit(self, name: str, args, **attrs) -> relax.Var:
-        return self.bb.emit(ops.call(name, [self.state, *args], **attrs))
+    def emit(self, op: Operator, args) -> relax.Var:
+        return self.bb.emit(ops.call(op, [self.state, *args]))
 
     # ---- the decoder's vocabulary
 
     def embed(self, name: str, scale: float = 1.0) -> relax.Var:
         tensor = self.model.tensors[name]
         vocab, k = tensor.shape
-        return self.emit(
-            "embed", [self.tokens, self.weight(name)], format=tensor.format, vocab=vocab, k=k, scale=float(scale)
-        )
+        op = Embed(fmt=tensor.format, vocab=vocab, k=k, m=self.m, scale=float(scale))
+        return self.emit(op, [self.tokens, self.weight(name)])
 
     def norm(self, x, name: str, rows: str = "all") -> relax.Var:
         """The model's kind of norm. name: without ".weight", which some files lack."""
         if self.config.norm == "rms":
             return self.rms_norm(x, name + ".weight" if self.has(name + ".weight") else name, rows)
         bias = [self.vector(name + ".bias")] if self.config.norm_bias else []
-        return self.emit(
-            "layer_norm", [x, self.vector(name + ".weight"), *bias],
-            eps=self.config.norm_eps, bias=len(bias), rows=rows, layout="",
-        )  # fmt: skip
+        m, k = shape_of(x)
+        op = LayerNorm(k=k, m=m, eps=self.config.norm_eps, bias=bool(bias), rows=rows, layout="")
+        return self.emit(op, [x, self.vector(name + ".weight"), *bias])
 
     @property
     def kept_hidden(self) -> relax.Var:
@@ -143,15 +163,16 @@ class Graph:
         n, columns = shape_of(logits)
         shapes = row_shapes(n, columns)
         buffers = [self.parameter(name, "io", tensor_type(shape, "int32")) for name, shape in shapes.items()]
-        found = self.emit("sample", [logits, *buffers], vocab=self.config.vocab)
+        found = self.emit(Sample(vocab=self.config.vocab, columns=columns, m=n), [logits, *buffers])
         ids, probabilities = (self.bb.emit(relax.TupleGetItem(found, i)) for i in range(2))
         return ids, probabilities
 
     def rms_norm(self, x, name: str, rows: str = "all") -> relax.Var:
-        k = shape_of(x)[1]
+        m, k = shape_of(x)
         if k % BLOCK and rows == "all":
             return self.grouped_rms_norm(x, name, 1, k)
-        return self.emit("rms_norm", [x, self.vector(name)], eps=self.config.norm_eps, rows=rows, layout="")
+        op = RmsNorm(k=k, m=m, eps=self.config.norm_eps, rows=rows, layout="")
+        return self.emit(op, [x, self.vector(name)])
 
     def linear(self, x, name: str, exact: bool = False) -> relax.Var:
         """x W^T, plus the bias that stands beside the weight if the file has one. exact: x stays float32, where the
@@ -159,19 +180,18 @@ class Graph:
         tensor, bias = self.model.tensors[name], name.removesuffix("weight") + "bias"
         biases = [self.vector(bias, exact=True)] if self.has(bias) else []
         m, k = shape_of(x)
-        return self.emit(
-            "linear", [x, self.weight(name), *biases],
-            formats=[tensor.format], n=[tensor.rows], biases=[len(biases)], residual=0, k=k, m=m, layout="",
-            exact=int(exact and FORMATS[tensor.format].kind == "float"),
+        op = Linear(
+            segments=((tensor.format, tensor.rows),), k=k, m=m, layout="", biases=(bool(biases),),
+            exact=exact and FORMATS[tensor.format].kind == "float",
         )  # fmt: skip
+        return self.emit(op, [x, self.weight(name), *biases])
 
     def head_linear(self, x, name: str) -> relax.Var:
         """x W^T with a matrix of a stack for each head: x [m, heads * k] to [m, heads * n]."""
         tensor, m = self.model.tensors[name], shape_of(x)[0]
         heads, n, k = tensor.shape
-        return self.emit(
-            "head_linear", [x, self.weight(name)], formats=[tensor.format], heads=heads, n=n, k=k, m=m, layout=""
-        )
+        op = HeadLinear(fmt=tensor.format, heads=heads, n=n, k=k, m=m, layout="")
+        return self.emit(op, [x, self.weight(name)])
 
     def activation(self, x, name: str) -> relax.Var:
         return self.bb.emit(ACTIVATIONS[name](x))
@@ -192,9 +212,10 @@ class Graph:
     def gate(self, x, z, size: int, silu: bool = False, norm: str = "") -> relax.Var:
         """y * sigmoid(z) or y * silu(z), y = x or its RMS norm over each `size` columns. norm: name of its weight. z
         may have columns of padding."""
-        g, z = [self.vector(norm)] if norm else [], self.columns(z, 0, shape_of(x)[1])
-        attrs = {"size": size, "silu": int(silu), "normed": len(g), "eps": self.config.norm_eps}
-        return self.emit("gate", [x, z, *g], **attrs, layout="")
+        m, k = shape_of(x)
+        g, z = [self.vector(norm)] if norm else [], self.columns(z, 0, k)
+        op = Gate(k=k, m=m, size=size, eps=self.config.norm_eps if norm else None, silu=silu, layout="")
+        return self.emit(op, [x, z, *g])
 
     def sigmoid(self, x) -> relax.Var:
         return self.bb.emit(relax.op.sigmoid(x))
@@ -219,9 +240,9 @@ class Graph:
         """RMS norm of each of `groups` equal parts of a row, of which each has weights of its own."""
         m, columns = shape_of(x)
         if groups == 1 and columns % BLOCK == 0:
-            return self.emit("rms_norm", [x, self.vector(name)], eps=eps, rows="all", layout="")
+            return self.emit(RmsNorm(k=columns, m=m, eps=eps, rows="all", layout=""), [x, self.vector(name)])
         size = columns // groups
-        ones = self.parameter(f"{ONES}{size}", "weight", tensor_type((ops.padded(size),)))
+        ones = self.parameter(f"{ONES}{size}", "weight", tensor_type((padded(size),)))
         parts = self.bb.emit(OPS.reshape(x, (m, groups, size)))
         normed = self.bb.emit(OPS.nn.rms_norm(parts, ones, -1, eps))
         return self.multiply(self.bb.emit(OPS.reshape(normed, (m, columns))), self.vector(name, exact=True))
@@ -257,12 +278,13 @@ class Graph:
         cache = [self.parameters[f"{which}.{layer if writes else a.kv_layer}"][0] for which in layer_of.cache]
         pages = self.pages(layer_of.span)
         sources = [self.rows, pages, q, k, v, *norms, *table, *cache] if writes else [self.rows, q, *norms, *table]
-        rotated = self.emit(
-            "rope_kv_write", sources, **_attributes(layer_of),
-            neox=int(rope.neox) if rope else 0, rotary=rope.dim if rope else 0, head_norm=int(a.head_norms),
-            eps=self.config.norm_eps, norm_after=int(a.norm_after_rope), value_norm=int(a.value_norm and writes),
-            writes=int(writes), query_dtype=self.target.query_dtype,
+        rotation = Rope(
+            neox=bool(rope and rope.neox), rotary=rope.dim if rope else 0,
+            eps=self.config.norm_eps if a.head_norms else None, norm_after=a.norm_after_rope,
+            value_norm=a.value_norm and writes, writes=writes,
         )  # fmt: skip
+        op = RopeKvWrite(layer=layer_of, rope=rotation, m=self.m, query_dtype=self.target.query_dtype)
+        rotated = self.emit(op, sources)
         # Another layer's cache is written when its output, which this layer's input depends on, is computed.
         if writes:
             q, *cache = (self.bb.emit(relax.TupleGetItem(rotated, i)) for i in range(1 + len(cache)))
@@ -282,11 +304,9 @@ class Graph:
         cache = [self.parameters[f"{which}.{layer}"][0] for which in layer_of.cache]
         pages, norm = self.pages(layer_of.span), self.vector(f"blk.{layer}.attn_kv_a_norm.weight")
         sources = [self.rows, pages, rotating, latent, key, norm, *table, *cache]
-        written = self.emit(
-            "latent_kv_write", sources, **_attributes(layer_of),
-            neox=int(rope.neox) if rope else 0, rotary=rope.dim if rope else 0, eps=self.config.norm_eps,
-            query_dtype=self.target.query_dtype,
-        )  # fmt: skip
+        rotation = Rope(neox=bool(rope and rope.neox), rotary=rope.dim if rope else 0, eps=self.config.norm_eps)
+        op = LatentKvWrite(layer=layer_of, rope=rotation, m=self.m, query_dtype=self.target.query_dtype)
+        written = self.emit(op, sources)
         q, *cache = (self.bb.emit(relax.TupleGetItem(written, i)) for i in range(1 + len(cache)))
         return self._attended(a, pages, q, cache, [])
 
@@ -295,8 +315,8 @@ class Graph:
         workspace = self.target.attention_workspace(a, self.ctx, self.spec.single)
         buffers = [self.parameter(name, "kv", tensor_type(*of)) for name, of in workspace.items()]
         inputs = [self.rows, pages, q, *cache, *sinks, *buffers]
-        attributes = _attributes(self.target.layer(a, self.ctx))
-        return self.emit("attention", inputs, **attributes, single=self.spec.single, layout="")
+        op = CausalAttention(layer=self.target.layer(a, self.ctx), m=self.m, single=self.spec.single, layout="")
+        return self.emit(op, inputs)
 
     def pages(self, span: int) -> relax.Var:
         """The page tables of the layers whose rows see up to `span` keys (0: all)."""
@@ -306,15 +326,14 @@ class Graph:
         """The weight of the norm over a head of q or k; ones for a norm without weights."""
         if a.norm_weights:
             return self.vector(f"{block}attn_{which}_norm.weight")
-        return self.parameter(f"{ONES}{a.head_dim}", "weight", tensor_type((ops.padded(a.head_dim),)))
+        return self.parameter(f"{ONES}{a.head_dim}", "weight", tensor_type((padded(a.head_dim),)))
 
     # ---- mixers that keep a state
 
-    def run(self, name: str, x: list, layer: int, states: list[str], **attrs) -> relax.Var:
-        """An operator over the rows of each sequence, which changes these states of the layer in place."""
-        kept = [self.parameters[f"{state}.{layer}"][0] for state in states]
-        made = self.emit(name, [self.rows, self.cells, *x, *kept], single=self.spec.single, **attrs)
-        return self.bb.emit(relax.TupleGetItem(made, 0))
+    def run(self, op: Mixer, x: list, layer: int, state: str) -> relax.Var:
+        """An operator over the rows of each sequence, which changes this state of the layer in place."""
+        kept = self.parameters[f"{state}.{layer}"][0]
+        return self.bb.emit(relax.TupleGetItem(self.emit(op, [self.rows, self.cells, *x, kept]), 0))
 
     @property
     def cells(self) -> relax.Var:
@@ -329,11 +348,12 @@ class Graph:
         factors = [self.vector(block + "ffn_down_exps.scale")] if experts.output_scales else []
         workspace = self.target.route_workspace(experts) if self.m == 1 else {}
         buffers = [self.parameter(name, "kv", tensor_type(*of)) for name, of in workspace.items()]
-        routed = self.emit(
-            "route", [logits, *bias, *factors, *buffers], **self._experts(experts),
-            gating=experts.gating, normalize=int(experts.normalize), scale=experts.scale, bias=len(bias),
-            factors=len(factors), groups=experts.groups, groups_used=experts.groups_used,
+        m, n = shape_of(logits)
+        op = Route(
+            n=n, m=m, **self._experts(experts), gating=experts.gating, normalize=experts.normalize, scale=experts.scale,
+            bias=bool(bias), factors=bool(factors), groups=experts.groups, groups_used=experts.groups_used,
         )  # fmt: skip
+        routed = self.emit(op, [logits, *bias, *factors, *buffers])
         ids, weights = (self.bb.emit(relax.TupleGetItem(routed, i)) for i in range(2))
         return ids, weights
 
@@ -348,32 +368,26 @@ class Graph:
         before, after = ([weights], []) if experts.weigh_input else ([], [weights])
         slots, pairs, groups = None, [], ids
         if of["tile"] > 1:
-            ordered = self.emit("expert_order", [ids], **of)
+            ordered = self.emit(ExpertOrder(m=m, **of), [ids])
             slots, pair_of, groups = (self.bb.emit(relax.TupleGetItem(ordered, i)) for i in range(3))
             pairs = [pair_of]
         if pairs or before:
-            x = self.emit("gather", [x, *pairs, *before], **of, weighted=len(before), layout="")
-        h = self.emit(
-            "expert_gate_up", [x, groups, weight["gate"], weight["up"], *bias["gate"], *bias["up"]], **of,
-            formats=[stacks["gate"].format, stacks["up"].format], n=size, k=k, m=m, act=experts.act,
-            biases=int(experts.biases), layout_in="", layout="",
+            x = self.emit(Gather(k=k, m=m, **of, weighted=bool(before), layout=""), [x, *pairs, *before])
+        gate_up = ExpertGateUp(
+            gate=stacks["gate"].format, up=stacks["up"].format, n=size, k=k, m=m, **of, act=experts.act,
+            biases=experts.biases, layout_in="", layout="", shared=of["tile"] == 1 and shape_of(x)[0] == m,
         )  # fmt: skip
-        down = [h, groups, weight["down"], *bias["down"]]
-        attrs = of | {"formats": [stacks["down"].format], "n": k, "k": size, "m": m, "layout": ""}
-        attrs["biases"] = int(experts.biases)
+        h = self.emit(gate_up, [x, groups, weight["gate"], weight["up"], *bias["gate"], *bias["up"]])
+        down: Any = {"fmt": stacks["down"].format, "n": k, "k": size, "m": m, "bias": experts.biases, "layout": ""} | of
+        inputs = [h, groups, weight["down"], *bias["down"]]
         if not pairs:
-            return self.emit("expert_down", [*down, *after], **attrs, weighted=len(after), residual=0)
-        y = self.emit("expert_linear", down, **attrs)
-        return self.emit("combine", [y, slots, *after], **of, weighted=len(after), m=m, residual=0)
+            return self.emit(ExpertDown(**down, weighted=bool(after), residual=False), [*inputs, *after])
+        y = self.emit(ExpertLinear(**down), inputs)
+        combine = Combine(n=shape_of(y)[1], m=m, **of, weighted=bool(after), residual=False)
+        return self.emit(combine, [y, slots, *after])
 
     def _experts(self, experts: ExpertsConfig) -> dict[str, int]:
-        sizes = experts.count, experts.used, self.target.expert_tile(self.m)
-        return dict(zip(ops.EXPERTS, sizes, strict=True))
-
-
-def _attributes(layer: Attention) -> dict:
-    """Attributes of an operator, without booleans, which these do not take."""
-    return {key: int(value) if isinstance(value, bool) else value for key, value in asdict(layer).items()}
+        return {"experts": experts.count, "used": experts.used, "tile": self.target.expert_tile(self.m)}
 
 
 def table_columns(config: ModelConfig) -> dict[str, int]:

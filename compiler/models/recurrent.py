@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from mlc_amd.compiler.models.config import ChannelDeltaConfig, DeltaNetConfig, Mamba2Config, ShortConvConfig
+from mlc_amd.schedules.operators import CausalConv, ChannelDecay, DeltaNet, SsmScan
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
@@ -25,9 +26,11 @@ def causal_conv(g: Graph, x: list, names: list[str], layer: int, gated: bool = F
     shapes = [g.model.tensors[f"{name}.weight"].shape for name in names]
     weights = [g.vector(f"{name}.weight") for name in names]
     biases = [g.vector(f"{name}.bias") for name in names if g.has(f"{name}.bias")]
-    sizes = {"channels": sum(prod(shape[:-1]) for shape in shapes), "taps": shapes[0][-1], "parts": len(names)}
-    sizes |= {"gated": int(gated), "act": act, "bias": len(biases)}
-    return g.run("causal_conv", [*x, *weights, *biases], layer, ["conv"], **sizes)
+    op = CausalConv(
+        channels=sum(prod(shape[:-1]) for shape in shapes), taps=shapes[0][-1], single=g.spec.single, m=g.m,
+        gated=gated, act=act, bias=bool(biases), parts=len(names),
+    )  # fmt: skip
+    return g.run(op, [*x, *weights, *biases], layer, "conv")
 
 
 def short_conv(g: Graph, h, i: int) -> list:
@@ -44,8 +47,11 @@ def delta_net(g: Graph, h, i: int) -> list:
     )
     x = causal_conv(g, [qkv], [block + "ssm_conv1d"], i, act="silu")
     factors = [g.vector(block + name) for name in ("ssm_a", "ssm_dt.bias")]
-    sizes = {"key_heads": d.key_heads, "value_heads": d.value_heads, "d": d.head_dim, "eps": g.config.norm_eps}
-    y = g.run("delta_net", [x, beta, alpha, *factors], i, ["delta"], **sizes, grouped=int(d.grouped), by_channel=0)
+    op = DeltaNet(
+        key_heads=d.key_heads, value_heads=d.value_heads, d=d.head_dim, single=g.spec.single, m=g.m, grouped=d.grouped,
+        eps=g.config.norm_eps,
+    )  # fmt: skip
+    y = g.run(op, [x, beta, alpha, *factors], i, "delta")
     y = g.gate(y, gate, d.head_dim, silu=True, norm=block + "ssm_norm.weight")
     return [g.linear(y, block + "ssm_out.weight")]
 
@@ -58,9 +64,12 @@ def channel_delta(g: Graph, h, i: int) -> list:
     x = causal_conv(g, qkv, [f"{block}ssm_conv1d_{which}" for which in "qkv"], i, act="silu")
     decay, gate = (g.linear(y, f"{block}ssm_{which}_b.weight") for y, which in ((decay, "f"), (gate, "g")))
     factors = [g.vector(block + name) for name in ("ssm_a", "ssm_dt.bias")]
-    decay = g.emit("channel_decay", [decay, *factors], heads=d.heads, d=d.head_dim)
-    sizes = {"key_heads": d.heads, "value_heads": d.heads, "d": d.head_dim, "eps": g.config.norm_eps}
-    y = g.run("delta_net", [x, beta, decay], i, ["delta"], **sizes, grouped=0, by_channel=1)
+    decay = g.emit(ChannelDecay(heads=d.heads, d=d.head_dim, m=g.m), [decay, *factors])
+    op = DeltaNet(
+        key_heads=d.heads, value_heads=d.heads, d=d.head_dim, single=g.spec.single, m=g.m, grouped=False,
+        eps=g.config.norm_eps, by_channel=True,
+    )  # fmt: skip
+    y = g.run(op, [x, beta, decay], i, "delta")
     y = g.gate(y, gate, d.head_dim, norm=block + "ssm_norm.weight")
     return [g.linear(y, block + "attn_output.weight")]
 
@@ -71,8 +80,8 @@ def mamba2(g: Graph, h, i: int) -> list:
     z, x, dt = (g.linear(h, f"{block}ssm_in_{which}.weight") for which in ("z", "x", "dt"))
     x = causal_conv(g, [x], [block + "ssm_conv1d"], i, act="silu")
     factors = [g.vector(block + name) for name in ("ssm_a", "ssm_d", "ssm_dt.bias")]
-    sizes = {"heads": s.heads, "d": s.head_dim, "size": s.state, "groups": s.groups}
-    y = g.run("ssm_scan", [x, z, dt, *factors], i, ["ssm"], **sizes)
+    op = SsmScan(heads=s.heads, d=s.head_dim, size=s.state, groups=s.groups, single=g.spec.single, m=g.m)
+    y = g.run(op, [x, z, dt, *factors], i, "ssm")
     if s.norm_eps:
         y = g.group_norm(y, block + "ssm_norm.weight", s.groups, s.norm_eps)
     return [g.linear(y, block + "ssm_out.weight")]

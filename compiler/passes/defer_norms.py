@@ -5,6 +5,7 @@ What is prepared is scaled like the norm before, of the same residual stream. So
 gives its scales; each one that a linear completes gives the next one's.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tvm import relax
@@ -12,8 +13,9 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.nodes import parts_of
-from mlc_amd.compiler.passes.fuse_norm_linear import READERS, is_norm
+from mlc_amd.compiler.passes.fuse_norm_linear import is_norm, reads_norms
 from mlc_amd.compiler.passes.rewrite import bound_in, each_function, readers_in
+from mlc_amd.schedules.operators import Linear, Operator
 
 
 class _Deferred(NamedTuple):
@@ -43,7 +45,7 @@ def _plan(func, target) -> _Plan:
         var = variable[norm]
         found = readers.get(var, [])
         able = all(
-            ops.name_of(reader) in READERS and reader.args[1].same_as(var) and target.defers_norm(reader)
+            reads_norms(reader) and reader.args[1].same_as(var) and target.defers_norm(ops.operator_of(reader))
             for reader in found
         )
         return found if able and len(set(found)) == len(found) else []
@@ -53,15 +55,25 @@ def _plan(func, target) -> _Plan:
             last[_rows(completed[value].norm)] = value
         elif is_norm(value) and not any(value.same_as(deferred.norm) for deferred in prepared.values()):
             last[_rows(value)] = value
-        elif ops.name_of(value) == "linear" and len(value.attrs["n"]) == 1 and target.defers_norm(value):
+        elif isinstance(op := ops.operator_of(value), Linear) and len(op.segments) == 1 and target.defers_norm(op):
             for norm in filter(is_norm, readers.get(var, ())):
-                scaled_by, behind = last.get(_rows(norm)), completes(norm)
-                if norm.args[1].same_as(var) and scaled_by is not None and behind:
+                scaled_by, completing = last.get(_rows(norm)), completes(norm)
+                if norm.args[1].same_as(var) and scaled_by is not None and completing:
                     prepared[value] = deferred = _Deferred(norm, scaled_by)
-                    completed |= dict.fromkeys(behind, deferred)
+                    completed |= dict.fromkeys(completing, deferred)
                     break
     giving = {deferred.scaled_by for deferred in prepared.values() if is_norm(deferred.scaled_by)}
     return _Plan(prepared, completed, giving)
+
+
+def _op(call, **changes: Any) -> Operator:
+    op: Any = ops.operator_of(call)
+    return replace(op, **changes)
+
+
+def _eps(norm) -> float:
+    op: Any = ops.operator_of(norm)
+    return op.eps
 
 
 def _rows(norm) -> tuple:
@@ -82,24 +94,24 @@ class _Deferrer(PyExprMutator):
             norm, scaled_by = plan.prepared[call]
             args = [self.visit_expr(arg) for arg in call.args]
             g = self.visit_expr(norm.args[2])
-            y, *self.made[norm] = self._emit(ops.with_attrs(call, [*args, g, self.scales[scaled_by]], norm_out=1))
+            y, *self.made[norm] = self._emit(_op(call, norm_out=True), [*args, g, self.scales[scaled_by]])
             return y
         if call in plan.completed:
             norm, scaled_by = plan.completed[call]
             h, squares = self.made[norm]
             state, _, *rest = call.args
             args = [self.visit_expr(state), h, squares, self.scales[scaled_by], *map(self.visit_expr, rest)]
-            *parts, self.scales[call] = self._emit(ops.with_attrs(call, args, norm_in=norm.attrs["eps"]))
+            *parts, self.scales[call] = self._emit(_op(call, norm_in=_eps(norm)), args)
             return relax.Tuple(list[relax.Expr](parts)) if len(parts) > 1 else parts[0]
         if call in plan.giving:
             args = [self.visit_expr(arg) for arg in call.args]
-            y, self.scales[call] = self._emit(ops.with_attrs(call, args, scale_out=1))
+            y, self.scales[call] = self._emit(_op(call, scale_out=True), args)
             return y
         return super().visit_call_(call)
 
-    def _emit(self, call) -> list:
+    def _emit(self, op: Operator, args) -> list:
         """The parts of its result."""
-        var = self.builder_.emit(call)
+        var = self.builder_.emit(ops.call(op, args))
         return [self.builder_.emit(relax.TupleGetItem(var, i)) for i in range(len(parts_of(var.ty)))]
 
 

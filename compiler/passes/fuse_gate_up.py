@@ -2,6 +2,7 @@
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.passes.rewrite import rewrite
+from mlc_amd.schedules.operators import GateUp, Linear
 
 # Relax operator of an activation: its name in schedules
 ACTIVATIONS = {"relax.nn.silu": "silu", "relax.nn.gelu_tanh": "gelu"}
@@ -16,15 +17,14 @@ def fuse_gate_up(mod):
         if act is None:
             return None
         gate = producer(activated.args[0])
-        if ops.name_of(gate) != "linear" or ops.name_of(up) != "linear" or not gate.args[1].same_as(up.args[1]):
+        g, u = ops.operator_of(gate), ops.operator_of(up)
+        if not (isinstance(g, Linear) and isinstance(u, Linear) and gate.args[1].same_as(up.args[1])):
             return None
-        if any(int(x.attrs["biases"][0]) for x in (gate, up)):
+        if g.biases[0] or u.biases[0]:
             return None
         state, x, gate_weight = gate.args
-        return ops.call(
-            "gate_up", [state, x, gate_weight, up.args[2]],
-            formats=[gate.attrs["formats"][0], up.attrs["formats"][0]], n=gate.attrs["n"][0], k=gate.attrs["k"],
-            m=gate.attrs["m"], act=act, layout_in=gate.attrs["layout"], layout="",
-        )  # fmt: skip
+        ((gate_format, n),), ((up_format, _),) = g.segments, u.segments
+        fused = GateUp(gate=gate_format, up=up_format, n=n, k=g.k, m=g.m, act=act, layout_in=g.layout, layout="")
+        return ops.call(fused, [state, x, gate_weight, up.args[2]])
 
     return rewrite(mod, rule)

@@ -1,18 +1,26 @@
 """linear(rms_norm(x)), or gate_up of it, becomes one operator that computes the norm for itself, for targets whose
 kernels do: where all that reads the norm can, so that it is no launch of its own any more."""
 
+from dataclasses import replace
+from typing import cast
+
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.passes.rewrite import bound_in, each_function, readers_in
+from mlc_amd.schedules.operators import GateUp, Linear, RmsNorm
 
-READERS = ("linear", "gate_up")
+
+def reads_norms(value) -> bool:
+    """Whether a value is a call whose kernel may compute or complete the norm of its input."""
+    return isinstance(ops.operator_of(value), (Linear, GateUp))
 
 
 def is_norm(value) -> bool:
     """Whether a value is an rms_norm of all rows that has one result."""
-    return ops.name_of(value) == "rms_norm" and str(value.attrs["rows"]) == "all" and not ops.gives_both(value)
+    op = ops.operator_of(value)
+    return isinstance(op, RmsNorm) and op.rows == "all" and not op.both
 
 
 def _norms_of_readers(func, target) -> dict[relax.Call, relax.Call]:
@@ -22,7 +30,7 @@ def _norms_of_readers(func, target) -> dict[relax.Call, relax.Call]:
         reader: norm
         for var, norm in bound_in(func).items()
         if is_norm(norm)
-        if all(ops.name_of(reader) in READERS and target.fuses_norm(reader) for reader in readers.get(var, ()))
+        if all(reads_norms(reader) and target.fuses_norm(ops.operator_of(reader)) for reader in readers.get(var, ()))
         for reader in readers.get(var, ())
     }
 
@@ -38,7 +46,8 @@ class _Fuser(PyExprMutator):
             return super().visit_call_(call)
         norm, (state, _, *rest) = self.norms[call], call.args
         args = [self.visit_expr(arg) for arg in (state, *norm.args[1:], *rest)]
-        return ops.with_attrs(call, args, eps=norm.attrs["eps"])
+        op, normed = cast(Linear, ops.operator_of(call)), cast(RmsNorm, ops.operator_of(norm))
+        return ops.call(replace(op, eps=normed.eps), args)
 
 
 def fuse_norm_linear(mod, target):

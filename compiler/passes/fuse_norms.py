@@ -1,14 +1,16 @@
 """Two norms of the same x that differ in the layout of their result, as experts and their router need it, become one
 with both results."""
 
+from dataclasses import replace
+from typing import cast
+
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.nodes import fields_of
 from mlc_amd.compiler.passes.rewrite import each_function
-
-NORMS = ("rms_norm", "layer_norm")
+from mlc_amd.schedules.operators import Norm
 
 
 def _pairs(func) -> list[tuple[relax.Call, relax.Call]]:
@@ -16,10 +18,9 @@ def _pairs(func) -> list[tuple[relax.Call, relax.Call]]:
     found = {}
     for block in func.body.blocks:
         for call in (binding.value for binding in block.bindings):
-            if ops.name_of(call) in NORMS and not ops.gives_both(call):
-                attrs = tuple(sorted((key, str(call.attrs[key])) for key in call.attrs.keys() if key != "layout"))  # noqa: SIM118
-                group = found.setdefault((ops.name_of(call), tuple(call.args), attrs), {})
-                group.setdefault(str(call.attrs["layout"]), call)
+            if isinstance(op := ops.operator_of(call), Norm) and not op.both:
+                group = found.setdefault((replace(op, layout=""), tuple(call.args)), {})
+                group.setdefault(op.layout, call)
     return [
         (call, group[""]) for group in found.values() if len(group) == 2 and "" in group
         for layout, call in group.items() if layout
@@ -41,7 +42,9 @@ class _Fuser(PyExprMutator):
         pair = self.pair[call]
         if pair not in self.fused:
             args = [self.visit_expr(arg) for arg in pair[0].args]
-            self.fused[pair] = self.builder_.emit(ops.with_attrs(pair[0], args, both=1))
+            self.fused[pair] = self.builder_.emit(
+                ops.call(replace(cast(Norm, ops.operator_of(pair[0])), both=True), args)
+            )
         both = self.fused[pair]
         *parts, plain = (relax.TupleGetItem(both, i) for i in range(len(fields_of(both.ty))))
         if call.same_as(pair[1]):

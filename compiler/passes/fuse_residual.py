@@ -1,9 +1,12 @@
 """add(x, linear(h)) becomes a linear (or another of ADDING) with the residual as its last input."""
 
+from dataclasses import replace
+
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.passes.rewrite import rewrite
+from mlc_amd.schedules.operators import Combine, ExpertDown, Linear
 
-ADDING = ("linear", "expert_down", "combine")
+ADDING = (Linear, ExpertDown, Combine)
 
 
 def fuse_residual(mod):
@@ -12,11 +15,10 @@ def fuse_residual(mod):
             return None
         for residual, other in (call.args, reversed(call.args)):
             linear = producer(other)
-            name = ops.name_of(linear)
-            if name not in ADDING or int(linear.attrs["residual"]):
+            op = ops.operator_of(linear)
+            if not isinstance(op, ADDING) or op.residual or (isinstance(op, Linear) and len(op.segments) > 1):
                 continue
-            if name != "linear" or len(linear.attrs["n"]) == 1:
-                return ops.with_attrs(linear, [*linear.args, residual], residual=1)
+            return ops.call(replace(op, residual=True), [*linear.args, residual])
         return None
 
     return rewrite(mod, rule)

@@ -1,30 +1,31 @@
 """attention(rope_kv_write(q, k, v)) of single rows becomes one `rope_attention`, for targets whose decode attention
 rotates for itself."""
 
+from typing import cast
+
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.passes.rewrite import rewrite
-from mlc_amd.runtime.cache.kv_types import KV_TENSORS
+from mlc_amd.schedules.operators import CausalAttention, RopeAttention, RopeKvWrite
 
 
 def fuse_rope(mod, target):
     def rule(call, producer):
-        if ops.name_of(call) != "attention" or not target.fuses_rope:
+        op = ops.operator_of(call)
+        if not isinstance(op, CausalAttention) or not target.fuses_rope or op.m != op.single:
             return None
-        if ops.shape_of(call.args[3])[0] != int(call.attrs["single"]):
-            return None
-        if int(call.attrs["values"]):
+        if op.layer.values:
             return None  # latent attention has a kernel of its own for that
         state, rows, pages, rotated, *rest = call.args
-        caches = len(KV_TENSORS[str(call.attrs["kv"])])
+        caches = len(op.layer.cache)
         cache, rest = rest[:caches], rest[caches:]  # [sinks], workspace
         rope = producer(rotated)
-        if ops.name_of(rope) == "rope_kv_write":
+        if isinstance(ops.operator_of(rope), RopeKvWrite):
             inputs = [*rope.args[2:], *cache]
         else:  # q is the first of its outputs, and the caches are its last inputs
             rope = producer(rope.tuple_value)
             inputs = rope.args[3:]
-        attrs = {key: rope.attrs[key] for key in ops.ROPE}
-        attrs |= {key: call.attrs[key] for key in (*ops.ATTENTION, "layout")}
-        return ops.call("rope_attention", [state, rows, pages, *inputs, *rest], **attrs)
+        rotation = cast(RopeKvWrite, ops.operator_of(rope)).rope
+        fused = RopeAttention(layer=op.layer, rope=rotation, layout=op.layout, m=op.m)
+        return ops.call(fused, [state, rows, pages, *inputs, *rest])
 
     return rewrite(mod, rule)

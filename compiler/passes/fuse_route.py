@@ -1,6 +1,7 @@
 """route(linear(rms_norm(x))) of one token becomes one `norm_route`, which gives the norm's results as well, for targets
 that have such a kernel."""
 
+from dataclasses import fields
 from typing import Any, cast
 
 from tvm import relax
@@ -10,6 +11,8 @@ from mlc_amd.compiler import ops
 from mlc_amd.compiler.nodes import fields_of
 from mlc_amd.compiler.passes.rewrite import bound_in, each_function
 from mlc_amd.schedules.formats import FORMATS
+from mlc_amd.schedules.operators import Linear, NormRoute, RmsNorm, Route
+from mlc_amd.schedules.operators.experts import Routing
 
 
 def _chains(func) -> list[tuple[relax.Call, relax.Call, relax.Call]]:
@@ -17,10 +20,11 @@ def _chains(func) -> list[tuple[relax.Call, relax.Call, relax.Call]]:
     bound = bound_in(func)
     found = []
     for route in bound.values():
-        if ops.name_of(route) != "route" or ops.shape_of(route.args[1])[0] != 1:
+        op = ops.operator_of(route)
+        if not isinstance(op, Route) or op.m != 1:
             continue
         linear: Any = bound.get(route.args[1])
-        if ops.name_of(linear) != "linear" or not _is_plain(linear):
+        if not _is_plain(ops.operator_of(linear)):
             continue
         norm: Any = bound.get(linear.args[1])
         if isinstance(norm, relax.TupleGetItem):  # the float32 result is the last of both
@@ -29,19 +33,15 @@ def _chains(func) -> list[tuple[relax.Call, relax.Call, relax.Call]]:
                 if norm.index == len(fields_of(cast(relax.TupleType, norm.tuple_value.ty))) - 1
                 else None
             )
-        if ops.name_of(norm) == "rms_norm" and str(norm.attrs["rows"]) == "all" and _gives_float32(norm):
+        op = ops.operator_of(norm)
+        if isinstance(op, RmsNorm) and op.rows == "all" and (op.both or not op.layout):
             found.append((norm, linear, route))
     return found
 
 
-def _is_plain(linear) -> bool:
+def _is_plain(op) -> bool:
     """Whether it is one product of float weights."""
-    a = linear.attrs
-    return len(a["n"]) == 1 and not int(a["residual"]) and FORMATS[a["formats"][0]].kind == "float"
-
-
-def _gives_float32(norm) -> bool:
-    return ops.gives_both(norm) or not str(norm.attrs["layout"])
+    return isinstance(op, Linear) and op.plain and FORMATS[op.formats[0]].kind == "float"
 
 
 @mutator
@@ -57,7 +57,7 @@ class _Fuser(PyExprMutator):
     def visit_call_(self, call):
         if call in self.norms:
             fused = self.fused[call] = self.builder_.emit(self._fused(*self.norms[call]))
-            return fused if ops.gives_both(call) else relax.TupleGetItem(fused, 0)
+            return fused if cast(RmsNorm, ops.operator_of(call)).both else relax.TupleGetItem(fused, 0)
         if call in self.routes:
             fused = self.fused[self.routes[call]]
             last = len(fields_of(fused.ty))
@@ -66,10 +66,10 @@ class _Fuser(PyExprMutator):
 
     def _fused(self, norm, linear, route):
         args = [*norm.args, *linear.args[2:], *route.args[2:]]
-        attrs = {key: norm.attrs[key] for key in ("eps", "layout")} | ({"both": 1} if ops.gives_both(norm) else {})
-        attrs |= {"format": linear.attrs["formats"][0], "router_bias": linear.attrs["biases"][0]}
-        attrs |= {key: route.attrs[key] for key in (*ops.EXPERTS, *ops.ROUTING)}
-        return ops.call("norm_route", [self.visit_expr(arg) for arg in args], **attrs)
+        n, w, r = cast(RmsNorm, ops.operator_of(norm)), cast(Linear, ops.operator_of(linear)), ops.operator_of(route)
+        routing: Any = {of.name: getattr(r, of.name) for of in fields(Routing) if of.name != "m"}
+        own = {"eps": n.eps, "layout": n.layout, "both": n.both, "fmt": w.formats[0], "router_bias": w.biases[0]}
+        return ops.call(NormRoute(k=n.k, **own, **routing), [self.visit_expr(arg) for arg in args])
 
 
 def fuse_route(mod, target):

@@ -1,11 +1,15 @@
 """Linears of the same input (q, k and v) become one `linear` with several weights: one launch, one pass over the
 input."""
 
+from dataclasses import replace
+from typing import cast
+
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mlc_amd.compiler import ops
 from mlc_amd.schedules.formats import FORMATS
+from mlc_amd.schedules.operators import Linear
 
 
 def _sibling_groups(func) -> list[list]:
@@ -13,8 +17,8 @@ def _sibling_groups(func) -> list[list]:
     groups = {}
     for block in func.body.blocks:
         for call in (binding.value for binding in block.bindings):
-            if ops.name_of(call) == "linear" and not int(call.attrs["residual"]) and len(call.attrs["n"]) == 1:
-                key = call.args[1], FORMATS[call.attrs["formats"][0]].kind, int(call.attrs["exact"])
+            if isinstance(op := ops.operator_of(call), Linear) and op.plain:
+                key = call.args[1], FORMATS[op.formats[0]].kind, op.exact
                 groups.setdefault(key, []).append(call)
     return [group for group in groups.values() if len(group) > 1]
 
@@ -35,9 +39,12 @@ class _Fuser(PyExprMutator):
         group, i = self.place[call]
         if i == 0:
             state, x = (self.visit_expr(arg) for arg in call.args[:2])
-            weights, biases = [c.args[2] for c in group], [b for c in group for b in c.args[3:]]
-            merged = {key: [c.attrs[key][0] for c in group] for key in ("formats", "n", "biases")}
-            self.fused[group[0]] = self.builder_.emit(ops.with_attrs(call, [state, x, *weights, *biases], **merged))
+            first, *others = (cast(Linear, ops.operator_of(c)) for c in group)
+            segments = first.segments + tuple(segment for op in others for segment in op.segments)
+            biases = first.biases + tuple(bias for op in others for bias in op.biases)
+            weights = [weight for c in group for weight in c.args[2:]]  # each with its bias
+            merged = replace(first, segments=segments, biases=biases)
+            self.fused[group[0]] = self.builder_.emit(ops.call(merged, [state, x, *weights]))
         return relax.TupleGetItem(self.fused[group[0]], i)
 
 

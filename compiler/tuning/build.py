@@ -22,7 +22,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
 from mlc_amd.runtime.measure.candidate import Candidate, write
 from mlc_amd.runtime.measure.child import Child, Died, serve
-from mlc_amd.schedules.plans.workload import Workload
+from mlc_amd.schedules.operators import from_json
 
 MODULE = "mlc_amd.compiler.tuning.build"
 TIMEOUT = 180.0  # seconds of one build
@@ -88,7 +88,7 @@ def build_bounds(workload, arch: str, folder: Path) -> tuple[Candidate, dict[str
         return write(place, untuned.facts | _compile(func, "cpu", arch, place))
 
     isa = target("cpu", arch).archs[0].isa
-    found = bounds(untuned.params, workload.op, workload.args, isa, KERNEL)
+    found = bounds(untuned.params, workload, isa, KERNEL)
     return untuned, {
         kind: [made(func, folder / f"{kind}-{i}") for i, func in enumerate(funcs)] for kind, funcs in found.items()
     }
@@ -173,7 +173,7 @@ class Builder(Closing):
 def _handle(request: dict, answer) -> None:
     error, (kind, arch, folder) = None, request["place"]
     try:
-        build(Workload.from_json(request["workload"]), plan_of(request), kind, arch, Path(folder))
+        build(from_json(request["workload"]), plan_of(request), kind, arch, Path(folder))
     except (UserError, MemoryError, ValueError, RuntimeError) as e:
         error = f"{type(e).__name__}: {e}".splitlines()[0]
     answer({"error": error})

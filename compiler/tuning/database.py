@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,8 +31,8 @@ from mlc_amd.compiler.tuning import lines
 from mlc_amd.runtime.artifact import json_files
 from mlc_amd.runtime.engine.closing import Closing
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.plans.space import Space, space
-from mlc_amd.schedules.plans.workload import VERSION, Workload
+from mlc_amd.schedules.operators import VERSION, Operator, from_json
+from mlc_amd.schedules.space import Space, space
 
 MODES = ("none", "shipped", "user", "auto")
 DEFAULT = "default"  # the origin of plans that no record decides on
@@ -102,19 +103,10 @@ class Record(Checked, Measured):
 
 @dataclass
 class Entry:
-    """A workload and its records, by plan. version, tvm: that they were made with."""
+    """A workload and its records, by plan."""
 
-    workload: Workload
-    version: int = VERSION
-    tvm: str = tvm.__version__
+    workload: Operator
     records: dict[str, Record] = field(default_factory=dict)
-
-    @property
-    def stale(self) -> str:
-        """Why the records cannot be used today, "" if they can."""
-        if self.tvm != tvm.__version__:
-            return f"made with TVM {self.tvm}, this is {tvm.__version__}"
-        return "" if self.version == VERSION else "the kernels' plans have changed since"
 
     def refresh(self, found: Space | None) -> "Entry":
         """Itself, with the default of the space `found` marked as the default: a former default is a plan like
@@ -171,29 +163,38 @@ def plan_text(plan: dict) -> str:
     return json.dumps(plan, separators=(",", ":"), sort_keys=True)
 
 
-def entries(arch, folder: Path | None = None) -> dict[Workload, Entry]:
+def entries(arch, folder: Path | None = None) -> dict[Operator, Entry]:
     """The valid entries of an arch's folder, by default of the user's, which may be open for tuning elsewhere."""
-    return _valid(lines.read((folder or folder_of(arch)) / LOG)[0])
+    return entries_of(lines.read((folder or folder_of(arch)) / LOG)[0])[0]
 
 
-def entries_of(found_lines: Iterable[Mapping[str, Any]]) -> list[Entry]:
-    """A line is {"op", "args", "version", "tvm"} and fields of a Record; without "seconds" it updates the record of its
+def stale(line: Mapping[str, Any]) -> str:
+    """Why a line cannot be used today, "" if it can."""
+    if line["tvm"] != tvm.__version__:
+        return f"made with TVM {line['tvm']}, this is {tvm.__version__}"
+    return "" if line.get("version", 0) == VERSION else "the kernels' plans have changed since"
+
+
+def entries_of(found_lines: Iterable[Mapping[str, Any]]) -> tuple[dict[Operator, Entry], list[str]]:
+    """The entries of the lines that can be used today, and a note for each reason why others cannot.
+
+    A line is {"op", "args", "version", "tvm"} and fields of a Record; without "seconds" it updates the record of its
     plan."""
-    found: dict[tuple, Entry] = {}
+    found: dict[Operator, Entry] = {}
+    ignored = Counter[str]()
     for line in found_lines:
-        about = Workload.from_json(line), line.get("version", 0), line["tvm"]
-        records = found.setdefault(about, Entry(*about)).records
+        if why := stale(line):
+            ignored[why] += "seconds" in line
+            continue
+        workload = from_json(line)
+        records = found.setdefault(workload, Entry(workload)).records
         facts = {name: line[name] for name in Record.__dataclass_fields__ if name in line}
         plan = plan_text(line["plan"])
         if "seconds" in facts:
             records[plan] = Record(**facts)
         elif plan in records:
             vars(records[plan]).update(facts)
-    return list(found.values())
-
-
-def _valid(found_lines: Iterable[Mapping[str, Any]]) -> dict[Workload, Entry]:
-    return {entry.workload: entry for entry in entries_of(found_lines) if not entry.stale}
+    return found, [f"{count} records ignored: {why}" for why, count in ignored.items()]
 
 
 class Database(Closing):
@@ -214,7 +215,7 @@ class Database(Closing):
             good, self.notes = lines.read(self.folder / LOG)
             if self.notes:
                 _write(self.folder / LOG, "".join(map(_line, good)))
-            self.entries = _valid(good)
+            self.entries = entries_of(good)[0]
             self._file = os.open(self.folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except BaseException as e:
             self._lock.close()
@@ -227,15 +228,15 @@ class Database(Closing):
         os.close(self._file)
         self._lock.close()
 
-    def entry(self, workload: Workload) -> Entry:
+    def entry(self, workload: Operator) -> Entry:
         """The workload's valid records, to which more are added."""
         return self.entries.setdefault(workload, Entry(workload)).refresh(space(workload, self.arch))
 
-    def record(self, workload: Workload, plan: dict) -> Record:
+    def record(self, workload: Operator, plan: dict) -> Record:
         """KeyError for a plan that was not measured."""
         return self.entry(workload).records[plan_text(plan)]
 
-    def add(self, workload: Workload, record: Record) -> Record:
+    def add(self, workload: Operator, record: Record) -> Record:
         """Keeps a measurement; one of the same plan is replaced. It is written when this returns. Returns what is kept:
         of a measurement that makes no sense that it failed."""
         if why := lines.fault(self._about(workload) | asdict(record)):
@@ -244,7 +245,7 @@ class Database(Closing):
         self.entry(workload).records[plan_text(record.plan)] = record
         return record
 
-    def check(self, workload: Workload, plan: dict, found: Checked) -> Checked:
+    def check(self, workload: Operator, plan: dict, found: Checked) -> Checked:
         """Keeps a plan's verification, and returns it. One that makes no sense is kept as a failed one. KeyError for a
         plan without a measurement."""
         record, choices = self.record(workload, plan), space(workload, self.arch)
@@ -255,12 +256,12 @@ class Database(Closing):
         vars(record).update(facts)
         return found
 
-    def _append(self, workload: Workload, facts: dict) -> None:
+    def _append(self, workload: Operator, facts: dict) -> None:
         os.write(self._file, _line(self._about(workload) | facts).encode())
 
     @staticmethod
-    def _about(workload: Workload) -> dict[str, Any]:
-        return {"op": workload.op, "args": workload.args, "version": VERSION, "tvm": tvm.__version__}
+    def _about(workload: Operator) -> dict[str, Any]:
+        return {"op": workload.name, "args": workload.args, "version": VERSION, "tvm": tvm.__version__}
 
 
 def _check_header(folder: Path, arch) -> None:
@@ -302,18 +303,15 @@ class Lookup:
         if mode in ("shipped", "auto"):
             self._add("shipped", self._shipped, shipped or SHIPPED / f"{file_name(arch.name)}.json")
 
-    def find(self, workload: Workload) -> tuple[object | None, str]:
+    def find(self, workload: Operator) -> tuple[object | None, str]:
         """(plan, "user" or "shipped"), or (None, "default"): the kernel's own default."""
         candidates = self._found.get(workload.key, [])
         found = space(workload, self.arch) if candidates else None
 
         def distance(pair: tuple[str, Entry]) -> tuple:
-            return pair[0] != "user", abs(math.log2(pair[1].workload.capacity / workload.capacity))
+            return pair[0] != "user", abs(math.log2(pair[1].workload.positions / workload.positions))
 
         for source, entry in sorted(candidates, key=distance):
-            if entry.stale:
-                self._note(source, workload, entry.stale)
-                continue
             for record in entry.refresh(found).ranked:
                 try:
                     if found is None:
@@ -325,12 +323,14 @@ class Lookup:
                 return (None, DEFAULT) if record.default else (plan, source)
         return None, DEFAULT
 
-    def _note(self, source: str, workload: Workload, reason) -> None:
+    def _note(self, source: str, workload: Operator, reason) -> None:
         self.notes.append(f"{source} record of {workload.key} for {self.arch.name} ignored: {reason}")
 
     def _add(self, source: str, read, path: Path) -> None:
         try:
-            for entry in entries_of(read(path)):
+            found, notes = entries_of(read(path))
+            self.notes += [f"{source} records for {self.arch.name}: {note}" for note in notes]
+            for entry in found.values():
                 self._found.setdefault(entry.workload.key, []).append((source, entry))
         except UserError as error:
             self.notes.append(str(error))

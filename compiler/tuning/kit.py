@@ -31,8 +31,8 @@ from mlc_amd.compiler.tuning.tasks import Task
 from mlc_amd.runtime.artifact import json_files
 from mlc_amd.runtime.errors import UserError, shorten
 from mlc_amd.runtime.measure.run_kit import CANDIDATES, COPY, FORMAT, KIT, RESULTS
-from mlc_amd.schedules.plans.space import space
-from mlc_amd.schedules.plans.workload import VERSION, Workload
+from mlc_amd.schedules.operators import VERSION, from_json
+from mlc_amd.schedules.space import space
 
 RUNNER = "kit"
 TASK = ("name", "calls", "weight", "bytes", "flops")  # what kit.json has of a Task besides its workload
@@ -211,7 +211,7 @@ def export(
 
 
 def _task_entry(task: Task) -> dict:
-    return {name: getattr(task, name) for name in TASK} | {"op": task.workload.op, "args": task.workload.args}
+    return {name: getattr(task, name) for name in TASK} | {"op": task.workload.name, "args": task.workload.args}
 
 
 def _copy_sources(folder: Path) -> None:
@@ -235,8 +235,7 @@ def load(folder: Path) -> Kit:
         raise UserError(f"{folder} was made with {theirs}, this is {ours}: export it again")
     kit = json_files.read(folder / KIT, _KitFile, again)
     tasks = [
-        Task(Workload.from_json(of), of["name"], of["calls"], of["weight"], of["bytes"], of["flops"])
-        for of in kit["tasks"]
+        Task(from_json(of), of["name"], of["calls"], of["weight"], of["bytes"], of["flops"]) for of in kit["tasks"]
     ]
     if strange := {entry["task"] for entry in kit["candidates"].values()} - {task.workload.key for task in tasks}:
         raise UserError(f"{folder / KIT} is damaged (no task is called {shorten(min(strange))}); {again}")

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from mlc_amd.runtime.artifact import json_files
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.operators import VERSION, from_json
 
 ADVICE = "delete the file, or put a good one there"
 # Of a call: a day is too much for any kernel, and what comes of adding and dividing such numbers is finite.
@@ -84,10 +85,14 @@ def read(path: Path) -> tuple[list[Line], list[str]]:
 
 
 def checked(line: Line) -> Line:
-    """UserError for a capacity that is none: other arguments say by themselves whether a record fits a kernel."""
-    capacity = line["args"].get("ctx", 1)
-    if type(capacity) is not int or not 1 <= capacity <= 1 << 40:
-        raise UserError("a line with an impossible 'ctx' is left out")
+    """UserError for a line of today's version whose operator is none."""
+    if line.get("version", 0) == VERSION:
+        try:
+            operator = from_json(line)
+        except ValueError as error:
+            raise UserError(f"a line without a valid operator is left out: {error}") from error
+        if not 1 <= operator.positions <= 1 << 40:
+            raise UserError("a line with an impossible 'ctx' is left out")
     return line
 
 

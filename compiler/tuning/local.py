@@ -14,8 +14,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import temporary
 from mlc_amd.runtime.measure.candidate import read
 from mlc_amd.runtime.measure.measurer import Measurer
-from mlc_amd.schedules.plans.space import space
-from mlc_amd.schedules.plans.workload import Workload
+from mlc_amd.schedules.operators import Operator
+from mlc_amd.schedules.space import space
 
 
 class Local(Closing):
@@ -36,7 +36,7 @@ class Local(Closing):
         device: str | None = None,
         workers: int | None = None,
         root: Path | None = None,
-        emulate: Callable[[Workload, object], Checked] | None = None,
+        emulate: Callable[[Operator, object], Checked] | None = None,
         measurer=None,
     ):
         self.kind, self.arch, self.emulate = kind, target(kind, arch).archs[0], emulate
@@ -51,7 +51,7 @@ class Local(Closing):
         self.measurer.close()
         self._held.close()
 
-    def serves(self, workload: Workload) -> bool:
+    def serves(self, workload: Operator) -> bool:
         """Whether it can time that workload's plans."""
         return True
 
@@ -82,7 +82,7 @@ class Local(Closing):
             self._drop(made)
         return measured
 
-    def verify(self, workload: Workload, plan) -> Checked:
+    def verify(self, workload: Operator, plan) -> Checked:
         """Whether a plan's kernel computes what the untuned one does."""
         untuned, tuned = self._build([(workload, None), (workload, plan)])
         try:
@@ -111,7 +111,7 @@ class Local(Closing):
         self._untuned |= {job: built[job] for job in untuned}
         return [built[job] for job in jobs]
 
-    def _is_default(self, workload: Workload, plan) -> bool:
+    def _is_default(self, workload: Operator, plan) -> bool:
         try:
             return plan is None or ((found := space(workload, self.arch)) is not None and plan == found.default)
         except (ValueError, UserError):  # it does not build either

@@ -37,7 +37,7 @@ def roofline(bandwidth: float, peak: float = 0.0, floats: float = 0.0) -> Callab
     """Seconds of a task's call at best, at `rates`."""
 
     def seconds(task: Task) -> float:
-        used = floats or peak if task.workload.op == "attention" else peak
+        used = floats or peak if task.workload.name == "attention" else peak
         return max(task.bytes / bandwidth if bandwidth else 0.0, task.flops / used if used else 0.0)
 
     return seconds

@@ -28,8 +28,8 @@ from tvm.s_tir.meta_schedule.postproc import PyPostproc
 from tvm.s_tir.meta_schedule.runner import RunnerResult
 from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
 
-from mlc_amd.schedules.plans.space import Space
-from mlc_amd.schedules.plans.workload import Workload
+from mlc_amd.schedules.operators import Operator
+from mlc_amd.schedules.space import Space
 
 POPULATION = 64
 WARMUP = 12  # measurements before the cost model is used
@@ -50,7 +50,7 @@ logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.ERROR)
 # ---- plans as MetaSchedule's traces
 
 
-def reference(workload: Workload) -> tvm.IRModule:
+def reference(workload: Operator) -> tvm.IRModule:
     """The module that represents the workload: equal workloads have structurally equal ones."""
     x = te.placeholder((1,), "float32", name="x")
     y: Any = te.compute((1,), lambda i: x[i], name=BLOCK)
@@ -83,7 +83,7 @@ def plan_of(schedule: s_tir.Schedule, space: Space):
 # ---- what the cost model sees
 
 
-def features(workload: Workload, space: Space, plan, arch) -> np.ndarray:
+def features(workload: Operator, space: Space, plan, arch) -> np.ndarray:
     """float32 [features], equally many for all workloads whose spaces have the same plan type: these share a model,
     hence the workload's sizes. Logarithms, which trees can split. ValueError or UserError as `Space.kernel`."""
     kernel, values = space.kernel(plan), [getattr(plan, name) for name in space.choices]
@@ -92,7 +92,7 @@ def features(workload: Workload, space: Space, plan, arch) -> np.ndarray:
     derived = kernel.workgroups, kernel.threads, kernel.loads, waves, threads * kernel.loads
     idle = 1 - last / math.ceil(last)  # of the compute units, while the last workgroups run
     ratios = [math.log2((1 + a) / (1 + b)) for i, a in enumerate(values) for b in values[:i]]
-    args = workload.args | {"n": sum(rows for _, rows in workload.weights)}
+    args = workload.args | workload.args.get("layer", {}) | {"n": sum(rows for _, rows in workload.weights)}
     sizes = [args.get(name) or 0 for name in SIZES]
     bits = [fmt.block_bytes * 8 / fmt.block for fmt, _ in workload.weights] or [0]
     logs = [math.log2(1 + value) for value in (*values, *derived, *sizes)]
@@ -130,7 +130,7 @@ class Search:
     seconds: of each measured plan, None where it failed. since_best: measurements since the last improvement.
     """
 
-    def __init__(self, workload: Workload, space: Space, arch, model: Model | None = None, measured=(), seed: int = 1):
+    def __init__(self, workload: Operator, space: Space, arch, model: Model | None = None, measured=(), seed: int = 1):
         self.workload, self.space, self.arch = workload, space, arch
         self.seconds: dict = {}
         self.since_best = 0

@@ -17,7 +17,7 @@ from typing import Any
 from mlc_amd.compiler.tuning.database import Checked, Database, Measured, Record
 from mlc_amd.compiler.tuning.search import Model, Search
 from mlc_amd.compiler.tuning.tasks import Task
-from mlc_amd.schedules.plans.space import Space, space
+from mlc_amd.schedules.space import Space, space
 
 BATCH = 8  # plans that are measured together: what Ctrl-C may lose
 FIRST = 2  # measurements of a first batch, where there is a time limit

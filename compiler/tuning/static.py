@@ -47,7 +47,6 @@ from mlc_amd.compiler.tuning.local import Local
 from mlc_amd.runtime.measure.candidate import Candidate, read
 from mlc_amd.schedules.gpu.base.profiles import ADDRESS
 from mlc_amd.schedules.gpu.linear import gemv
-from mlc_amd.schedules.plans.workload import Workload
 
 POWER = 2
 SAMPLES = 12  # workgroups that are followed where they do different work: formats of q, k and v, say

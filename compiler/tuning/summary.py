@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from mlc_amd.compiler.tuning.database import Record, entries
 from mlc_amd.compiler.tuning.tasks import Task
-from mlc_amd.schedules.plans.space import space
+from mlc_amd.schedules.space import space
 
 
 class TaskRow(NamedTuple):

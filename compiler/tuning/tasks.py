@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mlc_amd.compiler import pipeline
 from mlc_amd.compiler.work import work
-from mlc_amd.schedules.plans.workload import Workload
+from mlc_amd.schedules.operators import Operator
 
 CHUNK = 512  # tokens that a prefill function's calls are counted for
 # What a task's weight is for: an answer of so many tokens to a prompt of CHUNK. Smaller prefill functions serve ends of
@@ -28,7 +28,7 @@ class Task:
     bytes    that a call moves at least; flops: its multiplications and additions
     """
 
-    workload: Workload
+    workload: Operator
     name: str
     calls: dict[str, float]
     weight: float
@@ -45,7 +45,7 @@ def extract(model, backend, ctx: int | None = None) -> list[Task]:
     sizes = {function.name: function.m for function in lowered.functions}
     longest = max((m for name, m in sizes.items() if name.startswith("prefill")), default=1)
     table = {entry["name"]: entry["calls"] for entry in pipeline.kernel_table(lowered.plan)}
-    tasks: dict[Workload, Task] = {}
+    tasks: dict[Operator, Task] = {}
     for name, workload in backend.workloads.items():
         calls, weight = Counter[str](), 0.0
         for function, count in table[name].items():

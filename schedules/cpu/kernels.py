@@ -1,11 +1,12 @@
-"""CPU kernels by operator: from a workload's arguments and an arch to a TensorIR kernel.
+"""CPU kernels by operator: from an operator's declaration and an arch to a TensorIR kernel.
 
-`BUILDERS[operator](**workload.args, arch=.., name=.., plan=..)`: arch is of `arch.py`, plan of the kernel's module or
-None for the default one. The kernel's parameters are the operator's inputs, tuples flattened, then its outputs
-(`schedules/operators.py`).
+schedules/registry.py says what a builder takes.
 """
 
-from mlc_amd.schedules.attention import Attention, Rope, described
+from functools import partial
+
+from mlc_amd.schedules import operators
+from mlc_amd.schedules.cpu import registry
 from mlc_amd.schedules.cpu.attention.attention import attention
 from mlc_amd.schedules.cpu.attention.latent_kv_write import latent_kv_write
 from mlc_amd.schedules.cpu.attention.rope_kv_write import rope_kv_write
@@ -22,7 +23,6 @@ from mlc_amd.schedules.cpu.recurrent.delta_net import delta_net
 from mlc_amd.schedules.cpu.recurrent.gate import gate
 from mlc_amd.schedules.cpu.recurrent.ssm_scan import ssm_scan
 from mlc_amd.schedules.cpu.sampling.sample import sample
-from mlc_amd.schedules.experts import Experts
 
 
 def tile_rows(m: int, arch) -> int:
@@ -30,121 +30,125 @@ def tile_rows(m: int, arch) -> int:
     return min(m, arch.isa.tokens)
 
 
-def _embed(fmt, vocab, k, m, arch, name, plan, scale=1.0):
-    return embed(fmt, vocab, k, m, name, scale)
+@registry.builds(operators.Embed)
+def _embed(op, arch, name, plan):
+    return embed(op.fmt, op.vocab, op.k, op.m, name, op.scale)
 
 
-def _rms_norm(k, m, eps, layout, rows, arch, name, plan, both=False):
-    return rms_norm(k, m, eps, lambda rows: tile_rows(rows, arch), bool(layout), rows, arch.isa, name, both)
+@registry.builds(operators.RmsNorm)
+def _rms_norm(op, arch, name, plan):
+    tile = partial(tile_rows, arch=arch)
+    return rms_norm(op.k, op.m, op.eps, tile, bool(op.layout), op.rows, arch.isa, name, op.both)
 
 
-def _layer_norm(k, m, eps, bias, layout, rows, arch, name, plan, both=False):
-    return layer_norm(k, m, eps, lambda rows: tile_rows(rows, arch), bool(layout), rows, bias, arch.isa, name, both)
+@registry.builds(operators.LayerNorm)
+def _layer_norm(op, arch, name, plan):
+    tile = partial(tile_rows, arch=arch)
+    return layer_norm(op.k, op.m, op.eps, tile, bool(op.layout), op.rows, op.bias, arch.isa, name, op.both)
 
 
-def _quantize(k, m, layout, arch, name, plan):
-    return quantize(k, m, tile_rows(m, arch), arch.isa, name)
+@registry.builds(operators.Quantize)
+def _quantize(op, arch, name, plan):
+    return quantize(op.k, op.m, tile_rows(op.m, arch), arch.isa, name)
 
 
-def _linear(segments, k, m, layout, biases, residual, arch, name, plan):
-    return linear(segments, k, m, tile_rows(m, arch), biases, residual, arch.isa, name, plan)
+@registry.builds(operators.Linear)
+def _linear(op, arch, name, plan):
+    tile = tile_rows(op.m, arch)
+    return linear(op.segments, op.k, op.m, tile, op.biases, op.residual, arch.isa, name, plan)
 
 
-def _head_linear(fmt, heads, n, k, m, layout, arch, name, plan):
-    return head_linear(fmt, heads, n, k, m, tile_rows(m, arch), arch.isa, name, plan)
+@registry.builds(operators.HeadLinear)
+def _head_linear(op, arch, name, plan):
+    return head_linear(op.fmt, op.heads, op.n, op.k, op.m, tile_rows(op.m, arch), arch.isa, name, plan)
 
 
-def _gate_up(gate, up, n, k, m, layout_in, layout, arch, name, plan, act="silu"):
-    return gate_up_swiglu(gate, up, n, k, m, tile_rows(m, arch), bool(layout), arch.isa, name, plan, act)
+@registry.builds(operators.GateUp)
+def _gate_up(op, arch, name, plan):
+    tile, sizes = tile_rows(op.m, arch), (op.gate, op.up, op.n, op.k, op.m)
+    return gate_up_swiglu(*sizes, tile, bool(op.layout), arch.isa, name, plan, op.act)
 
 
-def _rope_kv_write(m, arch, name, plan, **layer):
-    return rope_kv_write(described(Attention, layer), described(Rope, layer), m, arch.isa, name)
+@registry.builds(operators.RopeKvWrite)
+def _rope_kv_write(op, arch, name, plan):
+    return rope_kv_write(op.layer, op.rope, op.m, arch.isa, name)
 
 
-def _latent_kv_write(m, arch, name, plan, **layer):
-    return latent_kv_write(described(Attention, layer), described(Rope, layer), m, arch.isa, name)
+@registry.builds(operators.LatentKvWrite)
+def _latent_kv_write(op, arch, name, plan):
+    return latent_kv_write(op.layer, op.rope, op.m, arch.isa, name)
 
 
-def _attention(m, single, layout, arch, name, plan, **layer):
-    return attention(described(Attention, layer), m, single, tile_rows(m, arch), bool(layout), arch.isa, name, plan)
+@registry.builds(operators.CausalAttention)
+def _attention(op, arch, name, plan):
+    return attention(op.layer, op.m, op.single, tile_rows(op.m, arch), bool(op.layout), arch.isa, name, plan)
 
 
-def _route(n, m, experts, used, tile, arch, name, plan, **attributes):
-    return route(n, m, experts, used, isa=arch.isa, name=name, **attributes)
+@registry.builds(operators.Route)
+def _route(op, arch, name, plan):
+    routing = {
+        key: getattr(op, key) for key in ("gating", "normalize", "scale", "bias", "factors", "groups", "groups_used")
+    }
+    return route(op.n, op.m, op.experts, op.used, isa=arch.isa, name=name, **routing)
 
 
-def _expert_order(m, experts, used, tile, arch, name, plan):
-    return expert_order(m, Experts(experts, used, tile), name)
+@registry.builds(operators.ExpertOrder)
+def _expert_order(op, arch, name, plan):
+    return expert_order(op.m, op.of, name)
 
 
-def _gather(k, m, experts, used, tile, weighted, layout, arch, name, plan):
-    return gather(k, m, Experts(experts, used, tile), weighted, bool(layout), name)
+@registry.builds(operators.Gather)
+def _gather(op, arch, name, plan):
+    return gather(op.k, op.m, op.of, op.weighted, bool(op.layout), name)
 
 
-def _expert_gate_up(gate, up, n, k, m, experts, used, tile, biases, act, layout_in, layout, shared, arch, name, plan):
-    of = Experts(experts, used, tile)
-    return expert_gate_up(gate, up, n, k, m, of, biases, act, bool(layout), shared, arch.isa, name, plan)
+@registry.builds(operators.ExpertGateUp)
+def _expert_gate_up(op, arch, name, plan):
+    sizes = op.gate, op.up, op.n, op.k, op.m, op.of
+    return expert_gate_up(*sizes, op.biases, op.act, bool(op.layout), op.shared, arch.isa, name, plan)
 
 
-def _expert_linear(fmt, n, k, m, experts, used, tile, bias, layout, arch, name, plan):
-    return expert_linear(fmt, n, k, m, Experts(experts, used, tile), bias, arch.isa, name, plan)
+@registry.builds(operators.ExpertLinear)
+def _expert_linear(op, arch, name, plan):
+    return expert_linear(op.fmt, op.n, op.k, op.m, op.of, op.bias, arch.isa, name, plan)
 
 
-def _expert_down(fmt, n, k, m, experts, used, tile, bias, weighted, residual, layout, arch, name, plan):
-    return expert_down(fmt, n, k, Experts(experts, used, tile), bias, weighted, residual, arch.isa, name, plan)
+@registry.builds(operators.ExpertDown)
+def _expert_down(op, arch, name, plan):
+    return expert_down(op.fmt, op.n, op.k, op.of, op.bias, op.weighted, op.residual, arch.isa, name, plan)
 
 
-def _combine(n, m, experts, used, tile, weighted, residual, arch, name, plan):
-    return combine(n, m, Experts(experts, used, tile), weighted, residual, name)
+@registry.builds(operators.Combine)
+def _combine(op, arch, name, plan):
+    return combine(op.n, op.m, op.of, op.weighted, op.residual, name)
 
 
-def _causal_conv(channels, taps, single, m, gated, act, bias, arch, name, plan, parts=1):
-    return causal_conv(channels, taps, single, m, gated, act, bias, parts, arch.isa, name)
+@registry.builds(operators.CausalConv)
+def _causal_conv(op, arch, name, plan):
+    return causal_conv(op.channels, op.taps, op.single, op.m, op.gated, op.act, op.bias, op.parts, arch.isa, name)
 
 
-def _channel_decay(heads, d, m, arch, name, plan):
-    return channel_decay(heads, d, m, name)
+@registry.builds(operators.ChannelDecay)
+def _channel_decay(op, arch, name, plan):
+    return channel_decay(op.heads, op.d, op.m, name)
 
 
-def _delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, plan, by_channel=False):
-    return delta_net(key_heads, value_heads, d, single, m, grouped, eps, by_channel, name)
+@registry.builds(operators.DeltaNet)
+def _delta_net(op, arch, name, plan):
+    sizes = op.key_heads, op.value_heads, op.d, op.single, op.m
+    return delta_net(*sizes, op.grouped, op.eps, op.by_channel, name)
 
 
-def _ssm_scan(m, arch, name, plan, **sizes):
-    return ssm_scan(m=m, isa=arch.isa, name=name, **sizes)
+@registry.builds(operators.SsmScan)
+def _ssm_scan(op, arch, name, plan):
+    return ssm_scan(op.heads, op.d, op.size, op.groups, op.single, op.m, isa=arch.isa, name=name)
 
 
-def _gate(k, m, size, eps, silu, layout, arch, name, plan):
-    return gate(k, m, size, eps, silu, tile_rows(m, arch), bool(layout), arch.isa, name)
+@registry.builds(operators.Gate)
+def _gate(op, arch, name, plan):
+    return gate(op.k, op.m, op.size, op.eps, op.silu, tile_rows(op.m, arch), bool(op.layout), arch.isa, name)
 
 
-def _sample(m, vocab, columns, arch, name, plan):
-    return sample(m, vocab, columns, name)
-
-
-BUILDERS = {
-    "embed": _embed,
-    "rms_norm": _rms_norm,
-    "layer_norm": _layer_norm,
-    "quantize": _quantize,
-    "linear": _linear,
-    "head_linear": _head_linear,
-    "gate_up": _gate_up,
-    "rope_kv_write": _rope_kv_write,
-    "latent_kv_write": _latent_kv_write,
-    "attention": _attention,
-    "route": _route,
-    "expert_order": _expert_order,
-    "gather": _gather,
-    "expert_gate_up": _expert_gate_up,
-    "expert_linear": _expert_linear,
-    "expert_down": _expert_down,
-    "combine": _combine,
-    "causal_conv": _causal_conv,
-    "channel_decay": _channel_decay,
-    "delta_net": _delta_net,
-    "gate": _gate,
-    "sample": _sample,
-    "ssm_scan": _ssm_scan,
-}
+@registry.builds(operators.Sample)
+def _sample(op, arch, name, plan):
+    return sample(op.m, op.vocab, op.columns, name)

@@ -10,11 +10,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from workloads import operator
+
 from mlc_amd.compiler.tuning.build import Builder
 from mlc_amd.compiler.tuning.database import Checked
 from mlc_amd.runtime.measure import compare, hip, timing
 from mlc_amd.runtime.measure.candidate import Candidate, read
-from mlc_amd.schedules.plans import Workload
 from tests.dev import gfxemu, hip_recorder
 
 SMALL = {"n": 256, "vocab": 256}
@@ -25,7 +26,7 @@ STAND_IN = "gfx1100"
 KNOWN = ("gfx11", "gfx12", "gfx90a", "gfx94", "gfx95")
 
 
-def smaller(workload: Workload, tokens: int = TOKENS[0]) -> Workload:
+def smaller(workload: Operator, tokens: int = TOKENS[0]) -> Operator:
     """Fewer rows, tokens, words and heads, and of GEMMs columns; a GEMV's plan divides its columns among lanes."""
     args: dict[str, Any] = {
         key: min(value, SMALL.get(key, value)) if isinstance(value, int) else value
@@ -39,7 +40,7 @@ def smaller(workload: Workload, tokens: int = TOKENS[0]) -> Workload:
         args["k"] = min(args["k"], COLUMNS)
     if "kv_heads" in args:
         args |= {"heads": args["heads"] // args["kv_heads"], "kv_heads": 1}
-    return Workload(workload.op, args)
+    return operator(workload.op, args)
 
 
 class Emulator:
@@ -58,7 +59,7 @@ class Emulator:
         self.builder.close()
         shutil.rmtree(self.root, ignore_errors=True)
 
-    def __call__(self, workload: Workload, plan) -> Checked:
+    def __call__(self, workload: Operator, plan) -> Checked:
         error = ""
         for small in dict.fromkeys(smaller(workload, tokens) for tokens in TOKENS):
             untuned, tuned = self.builder.build([(small, None), (small, plan)])

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import tvm
+from workloads import operator
 
 from mlc_amd.compiler.gguf.synthetic import synthetic
 from mlc_amd.compiler.pipeline import make_target
@@ -34,8 +35,8 @@ from mlc_amd.compiler.tuning.static import Static, combine, run_of
 from mlc_amd.compiler.tuning.tasks import CHUNK, extract
 from mlc_amd.compiler.work import work
 from mlc_amd.schedules.gpu.linear.gemv import Plan
-from mlc_amd.schedules.plans.space import Space, space
-from mlc_amd.schedules.plans.workload import VERSION, Workload
+from mlc_amd.schedules.operators import VERSION
+from mlc_amd.schedules.space import Space, space
 from tests.dev import emulated, gfxemu
 
 ARCHS = {
@@ -61,14 +62,14 @@ def say(text: str) -> None:
     print(f"# {text}", file=sys.stderr, flush=True)
 
 
-def linear(fmt: str, rows, k: int, m: int, layout: str, residual: bool) -> Workload:
+def linear(fmt: str, rows, k: int, m: int, layout: str, residual: bool) -> Operator:
     segments = [[fmt, n] for n in rows]
     args = {"segments": segments, "k": k, "m": m, "layout": layout, "biases": [False] * len(rows), "residual": residual}
-    return Workload("linear", args)
+    return operator("linear", args)
 
 
-def gate_up(fmt: str, n: int, k: int, m: int, layout: str) -> Workload:
-    return Workload("gate_up", {"gate": fmt, "up": fmt, "n": n, "k": k, "m": m, "layout_in": layout, "layout": layout})
+def gate_up(fmt: str, n: int, k: int, m: int, layout: str) -> Operator:
+    return operator("gate_up", {"gate": fmt, "up": fmt, "n": n, "k": k, "m": m, "layout_in": layout, "layout": layout})
 
 
 def layout_of(arch, m: int) -> str:
@@ -76,7 +77,7 @@ def layout_of(arch, m: int) -> str:
     return {"rocm": "half", "vulkan": "pairs"}[arch.api] if m > 1 and arch.matrix else "rows"
 
 
-def tasks(presets, formats, kind: str, arch: str) -> dict[Workload, str]:
+def tasks(presets, formats, kind: str, arch: str) -> dict[Operator, str]:
     """The kernels that have choices, each with the name of the first model's. Formats share their layers' shapes, so
     the first one's tasks are taken for all."""
     first, found = formats[0], {}
@@ -84,20 +85,20 @@ def tasks(presets, formats, kind: str, arch: str) -> dict[Workload, str]:
         backend = make_target(kind, arch)
         made = extract(synthetic(f"{preset}:{first}"), backend)
         for fmt, task in ((fmt, task) for fmt in formats for task in made):
-            workload = Workload.from_json(json.loads(task.workload.text.replace(f'"{first}"', f'"{fmt}"')))
+            workload = from_json(json.loads(task.workload.text.replace(f'"{first}"', f'"{fmt}"')))
             if workload not in found and "attention" not in workload.op and space(workload, backend.archs[0]):
                 found[workload] = f"{preset} {task.name.replace(first, fmt)}"
     return found
 
 
-def margin(workload: Workload) -> float:
+def margin(workload: Operator) -> float:
     return STREAM_MARGIN if workload.args.get("m") == 1 and workload.op in SURVEYED else MARGIN
 
 
 # ---- survey
 
 
-def surveyed(op: str, fmt: str, m: int, arch) -> Workload:
+def surveyed(op: str, fmt: str, m: int, arch) -> Operator:
     """The shape whose traces stand for others."""
     sizes, layout = SURVEYED[op], layout_of(arch, m)
     return (
@@ -167,7 +168,7 @@ class Survey:
             (plan, one.launches) for plan, one in zip(plans, found, strict=True) if not isinstance(one, str)
         ], workload.args["k"]
 
-    def ranked(self, workload: Workload, moved: float) -> list[tuple[float, object]]:
+    def ranked(self, workload: Operator, moved: float) -> list[tuple[float, object]]:
         """(seconds, plan) of the surveyed plans for another shape, the best first."""
         args, found = workload.args, space_of(workload, self.arch)
         fmt = args["gate"] if "gate" in args else args["segments"][0][0]
@@ -196,7 +197,7 @@ class Survey:
 # ---- records
 
 
-def space_of(workload: Workload, arch) -> Space:
+def space_of(workload: Operator, arch) -> Space:
     """The plans of a workload that has several."""
     if (found := space(workload, arch)) is None:
         raise ValueError(f"{workload.text}: there is one plan only")
@@ -215,7 +216,7 @@ class Choice:
     """What was found for a workload. best: (plan, prediction) of the best one besides the default; check: its
     verification, None where it does not clear the margin."""
 
-    workload: Workload
+    workload: Operator
     default: Measured
     best: tuple[Any, Measured] | None
     check: Checked | None = None
@@ -240,7 +241,7 @@ def neighbors(found) -> list:
     return distinct(found, steps(found, found.choices))
 
 
-def plans_of(survey: Survey, workload: Workload) -> tuple[list, Choice | None]:
+def plans_of(survey: Survey, workload: Operator) -> tuple[list, Choice | None]:
     """The plans of a workload that are built, the default first; where the survey answers alone, none, and its
     answer."""
     static, found = survey.static, space_of(workload, survey.arch)
@@ -262,7 +263,7 @@ def plans_of(survey: Survey, workload: Workload) -> tuple[list, Choice | None]:
     return [], Choice(workload, measured(default), best)
 
 
-def choose(survey: Survey, workloads: dict[Workload, str]) -> list[Choice]:
+def choose(survey: Survey, workloads: dict[Operator, str]) -> list[Choice]:
     static = survey.static
     jobs, found = [], {}
     for workload in workloads:
@@ -340,7 +341,7 @@ def export(database: Database, path: Path, source: str) -> int:
     return len(lines)
 
 
-def table(arch, choices: list[Choice], names: dict[Workload, str], everything: bool) -> str:
+def table(arch, choices: list[Choice], names: dict[Operator, str], everything: bool) -> str:
     rows = []
     for one in choices:
         if not (everything or one.clear):

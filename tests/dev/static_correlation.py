@@ -32,8 +32,7 @@ from mlc_amd.runtime.artifact import json_files
 from mlc_amd.runtime.measure.candidate import read
 from mlc_amd.schedules.gpu.base import arch as archs
 from mlc_amd.schedules.gpu.base import profiles
-from mlc_amd.schedules.plans.space import space
-from mlc_amd.schedules.plans.workload import Workload
+from mlc_amd.schedules.space import space
 
 LEAST = 3  # plans of a workload: with fewer a rank says nothing
 PROMISES = (0.1, 0.25, 0.4)  # gains
@@ -66,7 +65,7 @@ HOPPER = Sm(
 class Point:
     """A plan of a workload: measured seconds, and the candidate's folder."""
 
-    workload: Workload
+    workload: Operator
     plan: str
     seconds: float
     folder: Path
@@ -89,7 +88,7 @@ def of_kit(folder: Path) -> tuple[str, str, list[Point]]:
         found = results["results"].get(name)
         if found and found["error"] is None:
             candidate = folder / "candidates" / name
-            workload = Workload.from_json(read(candidate).facts["workload"])
+            workload = from_json(read(candidate).facts["workload"])
             points.append(
                 Point(workload, _short(facts["plan"]), found["seconds"], candidate, name.endswith("-untuned"))
             )
@@ -171,7 +170,7 @@ def kept(guesses: list[Guess], promise: float) -> tuple[int, int]:
 
 def report(label: str, kind: str, arch: str, points: list[Point], plans: bool) -> None:
     predicted, reasons = predict(kind, arch, points)
-    by_workload: dict[Workload, list[Guess]] = {}
+    by_workload: dict[Operator, list[Guess]] = {}
     for guess in filter(None, predicted):
         by_workload.setdefault(guess.point.workload, []).append(guess)
     print(f"{label}: {arch}, {len(points)} measured plans, {len(points) - len(reasons)} predicted")
@@ -211,7 +210,7 @@ def report(label: str, kind: str, arch: str, points: list[Point], plans: bool) -
     print(f"{f'default plans of {len(defaults)} workloads':70} {agreement(defaults):9.2f}")
 
 
-def name_of(workload: Workload) -> str:
+def name_of(workload: Operator) -> str:
     args = workload.args
     if "segments" in args:
         return f"linear {' '.join(f'{fmt}:{n}' for fmt, n in args['segments'])} k={args['k']} m={args['m']}"

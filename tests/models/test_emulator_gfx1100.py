@@ -12,10 +12,10 @@ from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.compiler.tuning.build import build
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.measure.candidate import read
-from mlc_amd.schedules.attention import Rope
 from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.base.arch import resolve
 from mlc_amd.schedules.gpu.linear import gemv
+from mlc_amd.schedules.operators.attention import Rope
 from tests.compiler.tuning.test_tuning_build import linear
 from tests.dev import emulated
 from tests.dev.gfxemu import emulate

@@ -14,7 +14,7 @@ from mlc_amd.compiler.pipeline import compile_model, make_target
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.errors import UsageError, UserError
-from mlc_amd.schedules.attention import KV_BLOCK
+from mlc_amd.schedules.operators.attention import KV_BLOCK
 from mlc_amd.tools import arguments, cli
 from mlc_amd.tools.checks import selftest_kernels, selftest_model
 from mlc_amd.tools.commands import chat

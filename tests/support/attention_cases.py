@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlc_amd.schedules.attention import PAGE, SLOTS, Attention, Rope
 from mlc_amd.schedules.gpu.attention.attention_join import scratch_shapes
+from mlc_amd.schedules.operators.attention import PAGE, SLOTS, Attention, Rope
 from mlc_amd.tools.reference.attention import (
     as_stored,
     attention_reference,

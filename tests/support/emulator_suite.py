@@ -17,12 +17,12 @@ from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.engine.engine import Engine
-from mlc_amd.schedules.attention import SLOTS, Attention, Rope
 from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention.attention_join import scratch_shapes
 from mlc_amd.schedules.gpu.base.arch import resolve
 from mlc_amd.schedules.gpu.linear import gemv_matrix
 from mlc_amd.schedules.gpu.linear.gemv import default_plan
+from mlc_amd.schedules.operators.attention import SLOTS, Attention, Rope
 from mlc_amd.tools.reference.attention import attention_reference
 from tests.compiler import test_generic
 from tests.compiler.codegen import test_rocm_codegen

@@ -3,10 +3,11 @@
 import math
 from dataclasses import asdict, dataclass
 
+from workloads import operator
+
 from mlc_amd.compiler.tuning.database import Checked, Measured
 from mlc_amd.schedules.gpu.base import arch as archs
 from mlc_amd.schedules.gpu.base import profiles
-from mlc_amd.schedules.plans import Workload
 
 NVIDIA, GFX = profiles.resolve("nvidia"), archs.resolve("gfx1100")
 
@@ -15,19 +16,19 @@ GEMV = {"rows": 2, "waves": 8, "lanes": 16, "unroll": 4}
 WANTED = GEMV | {"tokens": 128, "columns": 64, "waves_m": 2, "waves_n": 2, "waves_k": 1, "span": 2}
 
 
-def linear(n=4096, m=1, fmt="q4_0", layout="rows") -> Workload:
-    return Workload(
+def linear(n=4096, m=1, fmt="q4_0", layout="rows") -> Operator:
+    return operator(
         "linear", {"segments": [(fmt, n)], "k": 4096, "m": m, "layout": layout, "biases": [False], "residual": False}
     )
 
 
 @dataclass(eq=False)
 class Task:
-    workload: Workload
+    workload: Operator
     weight: float = 1.0
 
 
-def cost(workload: Workload, plan, arch=GFX) -> float:
+def cost(workload: Operator, plan, arch=GFX) -> float:
     """A smooth formula without ties, whose best plan is not the default."""
     far = sum(abs(math.log2(value / WANTED[name]) - 0.07 * i) for i, (name, value) in enumerate(asdict(plan).items()))
     return 1e-5 * (1 + 0.3 * far) * workload.args["segments"][0][1] / 4096

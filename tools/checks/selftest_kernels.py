@@ -20,11 +20,12 @@ from mlc_amd.runtime.measure.candidate import STEP, Candidate, Param
 from mlc_amd.runtime.measure.inputs import SIGNATURE, fill
 from mlc_amd.runtime.measure.program import open_backend
 from mlc_amd.runtime.measure.timing import Bench
+from mlc_amd.schedules.operators import from_json
 from mlc_amd.tools.checks.selftest_limits import Budget, Watch
 from mlc_amd.tools.reference.activations import BLOCK
 from mlc_amd.tools.reference.case import Case
 from mlc_amd.tools.reference.compare import difference
-from mlc_amd.tools.reference.operators import OPERATORS, results, wanted_rows
+from mlc_amd.tools.reference.operators import has_reference, results, wanted_rows
 from mlc_amd.tools.reference.plan import layout_of
 from mlc_amd.tools.terminal import terminal
 
@@ -95,7 +96,7 @@ def check_all(
     try:
         for entry in in_turn(artifact.manifest["kernels"]):
             found = {"kernel": entry["name"], "operator": entry["operator"], "states": len(entry["states"])}
-            unknown = entry["operator"] not in OPERATORS
+            unknown = not has_reference(entry["operator"])
             if note := NO_REFERENCE if unknown else NO_DEVICE if lost else NO_TIME if budget.over else "":
                 states = found["states"] if unknown else 0
                 yield found | {"states": states, "deviation": None, "problem": None, "note": note}
@@ -150,7 +151,7 @@ class Check:
         """(the worst state's difference as a share of what is allowed, what is wrong, in how many states it ran). Each
         state is run TIMES: a kernel with a race may be right once."""
         facts = self.candidate.facts
-        work, states = facts["workload"], facts["states"]
+        op, states = from_json(facts["workload"]), facts["states"]
         worst, wrong, done = 0.0, "", 0
         inputs = fill(self.candidate, states[0]) if states else {}
         for state in states:
@@ -159,9 +160,8 @@ class Check:
             with self.watch.over(self.name):
                 found, *others = (self.bench.outputs(0, state, again=True) for _ in range(TIMES))
             arrays = inputs | fill(self.candidate, state, STEP)
-            rows = wanted_rows(work["op"], work["args"], arrays)
-            case = Case(work["op"], work["args"], arrays, layout, _some(rows, ROWS), _columns)
-            share, why = difference(work["args"], facts["params"], found, results(case))
+            case = Case(op, arrays, layout, _some(wanted_rows(op, arrays), ROWS), _columns)
+            share, why = difference(op, facts["params"], found, results(case))
             if not why and any(found[name].tobytes() != other[name].tobytes() for other in others for name in found):
                 why = f"its results differ between {TIMES} runs: a race?"
             worst, wrong = max(worst, share), wrong or (f"{why} (state {state[:3]})" if why else "")

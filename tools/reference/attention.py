@@ -1,8 +1,8 @@
-"""Attention and RoPE in float64, as `schedules.attention` describes them, and the layouts of the KV cache."""
+"""Attention and RoPE in float64, as `schedules.operators.attention` describes them, and the layouts of the KV cache."""
 
 import numpy as np
 
-from mlc_amd.schedules.attention import KV_BLOCK, KV_STEPS, PAGE
+from mlc_amd.schedules.operators.attention import KV_BLOCK, KV_STEPS, PAGE
 
 CACHES = ("Kc", "Vc", "Ks", "Vs")  # parameters of kernels
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from mlc_amd.schedules.attention import SLOTS
+from mlc_amd.schedules.operators import Operator
+from mlc_amd.schedules.operators.attention import SLOTS
 from mlc_amd.tools.reference import activations, weights
 
 
@@ -21,15 +23,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Case:
-    """An operator with its arguments; arrays: its kernel's parameters by name, before the call.
+    """op: an Operator; arrays: its kernel's parameters by name, before the call.
 
     layout: of weights and caches, "cpu" or "gpu". rows: which rows are wanted, live ones or used slots
     (`wanted_rows` has all). pick(n): which of n columns. decoded: keeps whole matrices as numbers between calls; None:
     does not.
     """
 
-    op: str
-    args: dict
+    op: Any
     arrays: dict[str, np.ndarray]
     layout: str
     rows: np.ndarray
@@ -38,7 +39,7 @@ class Case:
 
     @property
     def live(self) -> int:
-        return live_rows(self.args, self.arrays)
+        return live_rows(self.op, self.arrays)
 
     @property
     def single(self) -> int:
@@ -52,9 +53,9 @@ class Case:
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """These rows of the activations that the operator reads."""
-        layout = self.args.get("layout_in", self.args["layout"])
+        layout = self.op.layout_read
         x = activations.read(layout, self.arrays, rows=rows)
-        return x[:, : self.args["k"]] if layout == "lanes" else x
+        return x[:, : self.op.k] if layout == "lanes" else x
 
     def matrix(self, prefix: str, fmt: str, rows: np.ndarray) -> np.ndarray:
         """Rows of a packed matrix whose planes' names have this prefix."""
@@ -68,9 +69,9 @@ class Case:
         return self.decoded[key][rows]
 
 
-def live_rows(args: dict, arrays: dict[str, np.ndarray]) -> int:
-    """Of the call of a kernel with these arguments and parameters."""
-    return min(int(arrays["state"][1]), args.get("m", 1))
+def live_rows(op: Operator, arrays: dict[str, np.ndarray]) -> int:
+    """Of the call of a kernel with these parameters."""
+    return min(int(arrays["state"][1]), op.m)
 
 
 def rms(x: np.ndarray, eps: float) -> np.ndarray:

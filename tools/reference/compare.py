@@ -11,6 +11,7 @@ import numpy as np
 
 from mlc_amd.runtime.measure.candidate import WRITTEN
 from mlc_amd.runtime.measure.inputs import SIGNATURE
+from mlc_amd.schedules.operators import Operator
 from mlc_amd.tools.reference import activations
 from mlc_amd.tools.reference.case import Result
 
@@ -20,7 +21,7 @@ TOLERANCE = 4e-3
 CACHE = 1e-3  # of float16 keys and values
 
 
-def difference(args: dict, params: list[dict], found: dict, expected: dict[str, Result]) -> tuple[float, str]:
+def difference(op: Operator, params: list[dict], found: dict, expected: dict[str, Result]) -> tuple[float, str]:
     """(the largest difference as a share of what is allowed, what is wrong in words or "").
 
     params: the kernel's, as in the manifest; found: its outputs and caches by name, as arrays.
@@ -38,7 +39,7 @@ def difference(args: dict, params: list[dict], found: dict, expected: dict[str, 
                 share, why = _int8(found[name], found["S" + suffix], expected[""])
             else:
                 wanted = expected_of(param, expected)
-                layout = args.get("layout", "") if param["dtype"] == "float16" else ""
+                layout = getattr(op, "layout", "") if param["dtype"] == "float16" else ""
                 share, why = (0.0, "") if wanted is None else _numbers(param, found[name], wanted, layout)
         if not share <= 1 and not wrong:
             wrong = f"{name}: {why}" if why else f"{name} differs by {share:.3g} times what is allowed"

@@ -1,7 +1,7 @@
 """A mixture of experts: the router, the order of rows by expert, gate/up and down of one expert; and activations.
 
 Arrays are float64 or int; nothing here knows how kernels lay out slots, except `order`, which follows the description
-in schedules/experts.py.
+in schedules/operators/experts.py.
 """
 
 import math

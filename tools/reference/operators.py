@@ -1,4 +1,4 @@
-"""What a call of each operator gives, as numbers: the table of schedules/operators.py, a second time.
+"""What a call of each operator of schedules/operators returns, as numbers.
 
 In: a `Case`. Out: for each output a `Result`. The activations that a kernel hands over in a layout have the name "", as
 the numbers before they are put in it.
@@ -6,12 +6,15 @@ the numbers before they are put in it.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from mlc_amd.runtime.sampling.layout import FIELDS, LOGPROB
-from mlc_amd.schedules.attention import Attention, Rope, described
-from mlc_amd.schedules.rows import output_rows
+from mlc_amd.schedules import operators as declared
+from mlc_amd.schedules.operators import Operator
+from mlc_amd.schedules.operators.attention import Attention, Rope
+from mlc_amd.schedules.operators.rows import output_rows
 from mlc_amd.tools.reference import activations, experts, states, weights
 from mlc_amd.tools.reference.attention import (
     CACHES,
@@ -26,56 +29,65 @@ from mlc_amd.tools.reference.attention import (
 from mlc_amd.tools.reference.case import Case, Result, live_rows, rms
 
 NORM_MARGIN, NORM_TILE = 2.0**-6, 16  # schedules/gpu/linear/deferred_norm.py
-OF_SLOTS = ("gather", "expert_gate_up", "expert_linear")  # their rows are slots of schedules/experts.py
+OF_SLOTS = (
+    declared.Gather,
+    declared.ExpertGateUp,
+    declared.ExpertLinear,
+)  # their rows are slots of schedules/operators/experts.py
 
 
 def results(case: Case) -> dict[str, Result]:
     """Of each output, by name. KeyError for an operator that the table lacks."""
     with np.errstate(invalid="ignore", over="ignore"):  # rows and slots that nobody uses may hold anything
-        return OPERATORS[case.op](case)
+        return OPERATORS[type(case.op)](case)
 
 
-def wanted_rows(op: str, args: dict, arrays: dict[str, np.ndarray]) -> np.ndarray:
+def has_reference(name: str) -> bool:
+    """Whether there is a reference of the operator of that name."""
+    return declared.OPERATORS.get(name) in OPERATORS
+
+
+def wanted_rows(op: Operator, arrays: dict[str, np.ndarray]) -> np.ndarray:
     """All rows that a call reads: live ones, or slots that are used."""
-    live = live_rows(args, arrays)
-    return used_slots(arrays, args, live) if op in OF_SLOTS else np.arange(live)
+    live = live_rows(op, arrays)
+    return used_slots(arrays, op, live) if type(op) in OF_SLOTS else np.arange(live)
 
 
 # ---- rows of numbers
 
 
 def _embed(c: Case) -> dict[str, Result]:
-    ids = np.clip(c.arrays["tokens"][c.rows], 0, c.args["vocab"] - 1)
+    ids = np.clip(c.arrays["tokens"][c.rows], 0, c.op.vocab - 1)
     planes = {name: array for name, array in c.arrays.items() if name not in ("state", "tokens", "X")}
-    x = weights.rows_of(c.layout, c.args["fmt"], planes, ids)
-    return {"": Result(x * np.float32(c.args.get("scale", 1.0)), c.rows)}
+    x = weights.rows_of(c.layout, c.op.fmt, planes, ids)
+    return {"": Result(x * np.float32(c.op.scale), c.rows)}
 
 
 def _norm_rows(c: Case) -> tuple[np.ndarray, np.ndarray]:
-    """(rows that a norm reads, rows that it writes), see schedules/rows.py."""
-    if c.args["rows"] == "all":
+    """(rows that a norm reads, rows that it writes), see schedules/operators/rows.py."""
+    if c.op.rows == "all":
         return c.rows, c.rows
-    if c.args["rows"] == "last":
+    if c.op.rows == "last":
         return np.array([c.live - 1]), np.array([0])
-    count = min(c.single + (c.single < c.live), output_rows(c.args["rows"], c.args["m"]))
+    count = min(c.single + (c.single < c.live), output_rows(c.op.rows, c.op.m))
     answers = np.arange(count)
     return np.where(answers < c.single, answers, c.live - 1), answers
 
 
 def _rms_norm(c: Case) -> dict[str, Result]:
-    (source, target), k = _norm_rows(c), c.args["k"]
+    (source, target), k = _norm_rows(c), c.op.k
     x = c.arrays["X"][source].astype(np.float64)
-    found = {"": Result(rms(x, c.args["eps"]) * c.arrays["G"][:k], target)}
-    if c.args.get("scale_out"):
-        found["NewScale"] = Result(1 / np.sqrt((x * x).mean(-1) + c.args["eps"]), target)
+    found = {"": Result(rms(x, c.op.eps) * c.arrays["G"][:k], target)}
+    if c.op.scale_out:
+        found["NewScale"] = Result(1 / np.sqrt((x * x).mean(-1) + c.op.eps), target)
     return found
 
 
 def _layer_norm(c: Case) -> dict[str, Result]:
-    (source, target), k = _norm_rows(c), c.args["k"]
+    (source, target), k = _norm_rows(c), c.op.k
     x = c.arrays["X"][source].astype(np.float64)
-    y = rms(x - x.mean(-1, keepdims=True), c.args["eps"]) * c.arrays["G"][:k]
-    return {"": Result(y + c.arrays["B"][:k] if c.args["bias"] else y, target)}
+    y = rms(x - x.mean(-1, keepdims=True), c.op.eps) * c.arrays["G"][:k]
+    return {"": Result(y + c.arrays["B"][:k] if c.op.bias else y, target)}
 
 
 def _quantize(c: Case) -> dict[str, Result]:
@@ -84,25 +96,25 @@ def _quantize(c: Case) -> dict[str, Result]:
 
 def _activations(c: Case) -> np.ndarray:
     """Of a linear layer: those that it reads, or the norm that it computes, as the int8 blocks that it makes of it."""
-    if (eps := c.args.get("eps")) is None:
+    if (eps := c.op.eps) is None:
         return c.read(c.rows)
-    return activations.rounded(rms(c.arrays["X"][c.rows], eps) * c.arrays["G"][: c.args["k"]])
+    return activations.rounded(rms(c.arrays["X"][c.rows], eps) * c.arrays["G"][: c.op.k])
 
 
 def _completed(c: Case) -> tuple[np.ndarray, dict[str, Result]]:
     """(what the products of each row are multiplied by, the scales that are stored) where a kernel completes the norm
     of its input: schedules/gpu/linear/deferred_norm.py."""
-    if (eps := c.args.get("norm_in")) is None:
+    if (eps := c.op.norm_in) is None:
         return np.ones((len(c.rows), 1)), {}
     total = c.arrays["Squares"][c.rows].astype(np.float64).sum(-1)
-    scale = 1 / np.sqrt(total / c.args["k"] + eps)
+    scale = 1 / np.sqrt(total / c.op.k + eps)
     factors = scale / (c.arrays["Scale"][c.rows] * NORM_MARGIN)
     return factors[:, None], {"NewScale": Result(scale, c.rows)}
 
 
 def _prepared(c: Case, y: np.ndarray, columns: np.ndarray) -> dict[str, Result]:
     """What a linear layer stores of these columns of its result for the norm behind it; columns: whole blocks."""
-    if not c.args.get("norm_out"):
+    if not c.op.norm_out:
         return {}
     factor = c.arrays["NS"][c.rows].astype(np.float64)[:, None] * NORM_MARGIN
     squares = (y.astype(np.float64) ** 2).reshape(len(y), -1, NORM_TILE).sum(-1)
@@ -115,28 +127,26 @@ def _prepared(c: Case, y: np.ndarray, columns: np.ndarray) -> dict[str, Result]:
 
 def _linear(c: Case) -> dict[str, Result]:
     x, (factors, found) = _activations(c), _completed(c)
-    for i, ((fmt, n), biased) in enumerate(zip(c.args["segments"], c.args["biases"], strict=True)):
+    for i, ((fmt, n), biased) in enumerate(zip(c.op.segments, c.op.biases, strict=True)):
         columns = c.pick(n)
         y = x @ c.matrix(f"W{i}_", fmt, columns).T * factors
         y = y + c.arrays[f"bias{i}"][columns] if biased else y
-        y = y + c.arrays["R"][c.rows][:, columns] if c.args.get("residual") else y
+        y = y + c.arrays["R"][c.rows][:, columns] if c.op.residual else y
         found[f"Y{i}"] = Result(y, c.rows, columns)
         found |= _prepared(c, y, columns)
     return found
 
 
 def _head_linear(c: Case) -> dict[str, Result]:
-    a, columns = c.args, c.pick(c.args["heads"] * c.args["n"])
-    x = c.read(c.rows).reshape(len(c.rows), a["heads"], a["k"])[:, columns // a["n"]]
-    return {"Y": Result((x * c.matrix("W_", a["fmt"], columns)).sum(-1), c.rows, columns)}
+    a, columns = c.op, c.pick(c.op.heads * c.op.n)
+    x = c.read(c.rows).reshape(len(c.rows), a.heads, a.k)[:, columns // a.n]
+    return {"Y": Result((x * c.matrix("W_", a.fmt, columns)).sum(-1), c.rows, columns)}
 
 
 def _gate_up(c: Case) -> dict[str, Result]:
-    x, (factors, found), columns = _activations(c), _completed(c), c.pick(c.args["n"])
-    gate, up = (
-        x @ c.matrix(prefix, c.args[which], columns).T * factors for prefix, which in (("G_", "gate"), ("U_", "up"))
-    )
-    return found | {"": Result(experts.ACTIVATIONS[c.args.get("act", "silu")](gate, up), c.rows, columns)}
+    x, (factors, found), columns = _activations(c), _completed(c), c.pick(c.op.n)
+    gate, up = (x @ c.matrix(prefix, fmt, columns).T * factors for prefix, fmt in (("G_", c.op.gate), ("U_", c.op.up)))
+    return found | {"": Result(experts.ACTIVATIONS[c.op.act](gate, up), c.rows, columns)}
 
 
 # ---- attention
@@ -182,16 +192,16 @@ def _of_caches(caches: dict[str, np.ndarray]) -> dict[str, Result]:
 
 
 def _rope_kv_write(c: Case) -> dict[str, Result]:
-    layer, rope = described(Attention, c.args), described(Rope, c.args)
+    layer, rope = c.op.layer, c.op.rope
     rows = _placed(c, layer, c.rows)
     q = _rotated(c, rows, layer, rope, "Q", layer.heads) * layer.query_scale
     return {"Qo": Result(q, rows)} | (_of_caches(_written(c, layer, rope)) if rope.writes else {})
 
 
 def _latent_kv_write(c: Case) -> dict[str, Result]:
-    layer, rope = described(Attention, c.args), described(Rope, c.args)
+    layer, rope = c.op.layer, c.op.rope
     plain = replace(rope, eps=None)
-    eps, weight = c.args["eps"], c.arrays["KN"][: layer.values]
+    eps, weight = rope.eps, c.arrays["KN"][: layer.values]
 
     def written(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(queries, keys) of these rows, [rows, heads, d]."""
@@ -232,14 +242,14 @@ def _attended(c: Case, layer: Attention, rows: np.ndarray, q: np.ndarray, caches
 
 
 def _attention(c: Case) -> dict[str, Result]:
-    layer = described(Attention, c.args)
+    layer = c.op.layer
     rows = _placed(c, layer, c.rows)
     q = c.arrays["Qo"][rows][..., : layer.d].astype(np.float64) / layer.query_scale
     return _attended(c, layer, rows, q, _caches(c))
 
 
 def _rope_attention(c: Case) -> dict[str, Result]:
-    layer, rope = described(Attention, c.args), described(Rope, c.args)
+    layer, rope = c.op.layer, c.op.rope
     rows = _placed(c, layer, c.rows)
     caches = _written(c, layer, rope) if rope.writes else _caches(c)
     # kernels round their own keys and values to float16 only
@@ -252,95 +262,95 @@ def _rope_attention(c: Case) -> dict[str, Result]:
 
 
 def _chosen(c: Case, logits: np.ndarray) -> dict[str, Result]:
-    a, count = c.args, c.args["experts"]
-    options = {name: a[name] for name in ("gating", "normalize", "scale", "groups", "groups_used")}
+    a, count = c.op, c.op.experts
+    options = {name: getattr(a, name) for name in ("gating", "normalize", "scale", "groups", "groups_used")}
     for name, key in (("bias", "B"), ("factors", "F")):
-        options[name] = c.arrays[key][:count] if a[name] else None
-    ids, factors = experts.route(logits, a["used"], **options)
+        options[name] = c.arrays[key][:count] if getattr(a, name) else None
+    ids, factors = experts.route(logits, a.used, **options)
     return {"Ids": Result(ids, c.rows), "Weights": Result(factors, c.rows)}
 
 
 def _route(c: Case) -> dict[str, Result]:
-    return _chosen(c, c.arrays["L"][c.rows][:, : c.args["experts"]])
+    return _chosen(c, c.arrays["L"][c.rows][:, : c.op.experts])
 
 
 def _norm_route(c: Case) -> dict[str, Result]:
-    a = c.args
-    y = rms(c.arrays["X"][c.rows], a["eps"]) * c.arrays["G"][: a["k"]]
-    logits = y @ c.matrix("W_", a["fmt"], np.arange(a["experts"])).T
-    logits = logits + c.arrays["WB"][: a["experts"]] if a["router_bias"] else logits
+    a = c.op
+    y = rms(c.arrays["X"][c.rows], a.eps) * c.arrays["G"][: a.k]
+    logits = y @ c.matrix("W_", a.fmt, np.arange(a.experts)).T
+    logits = logits + c.arrays["WB"][: a.experts] if a.router_bias else logits
     return {"": Result(y, c.rows)} | _chosen(c, logits)
 
 
 def _expert_order(c: Case) -> dict[str, Result]:
-    rows, a = np.arange(c.live), c.args
-    tiles = len(c.arrays["Pairs"]) // a["tile"]
-    slots, pairs, *groups = experts.order(c.arrays["Ids"][rows], a["experts"], a["tile"], tiles)
+    rows, a = np.arange(c.live), c.op
+    tiles = len(c.arrays["Pairs"]) // a.tile
+    slots, pairs, *groups = experts.order(c.arrays["Ids"][rows], a.experts, a.tile, tiles)
     return {"Slots": Result(slots, rows), "Pairs": Result(pairs), "Groups": Result(np.concatenate(groups))}
 
 
-def used_slots(arrays: dict[str, np.ndarray], args: dict, live: int) -> np.ndarray:
+def used_slots(arrays: dict[str, np.ndarray], op: Any, live: int) -> np.ndarray:
     """The slots that hold one of the live rows, of the parameters of an operator of OF_SLOTS."""
-    if args["tile"] == 1:
-        return np.arange(args["used"] * min(live, args["m"]))
+    if op.tile == 1:
+        return np.arange(op.used * min(live, op.m))
     if "Pairs" in arrays:
         return np.flatnonzero(arrays["Pairs"] >= 0)
-    tiles = arrays["Groups"].size - 2 * args["experts"] - 1
-    first, numbers = arrays["Groups"][tiles : tiles + args["experts"]], arrays["Groups"][-args["experts"] :]
-    tile = args["tile"]
+    tiles = arrays["Groups"].size - 2 * op.experts - 1
+    first, numbers = arrays["Groups"][tiles : tiles + op.experts], arrays["Groups"][-op.experts :]
+    tile = op.tile
     return np.concatenate([np.arange(n) + at * tile for at, n in zip(first, numbers, strict=True)])
 
 
 def _of_slots(c: Case) -> np.ndarray:
     """The expert of each wanted slot."""
     groups = c.arrays["Groups"].reshape(-1)
-    return groups[c.rows // c.args["tile"]]
+    return groups[c.rows // c.op.tile]
 
 
 def _gather(c: Case) -> dict[str, Result]:
-    pairs = c.rows if c.args["tile"] == 1 else c.arrays["Pairs"][c.rows]
-    x = c.arrays["X"][pairs // c.args["used"]].astype(np.float64)
-    return {"": Result(x * c.arrays["Weights"].reshape(-1)[pairs, None] if c.args["weighted"] else x, c.rows)}
+    pairs = c.rows if c.op.tile == 1 else c.arrays["Pairs"][c.rows]
+    x = c.arrays["X"][pairs // c.op.used].astype(np.float64)
+    return {"": Result(x * c.arrays["Weights"].reshape(-1)[pairs, None] if c.op.weighted else x, c.rows)}
 
 
 def _products(c: Case, x: np.ndarray, chosen: np.ndarray, prefix: str, fmt: str, bias: str, columns: np.ndarray):
     """Rows of x, each by these columns of its expert's matrix, plus the expert's bias where there is one (name)."""
     found = np.empty((len(x), len(columns)))
     for expert in np.unique(chosen):
-        rows, places = chosen == expert, expert * c.args["n"] + columns
+        rows, places = chosen == expert, expert * c.op.n + columns
         found[rows] = x[rows] @ c.matrix(prefix, fmt, places).T + (c.arrays[bias][places] if bias else 0)
     return found
 
 
 def _expert_gate_up(c: Case) -> dict[str, Result]:
-    a, columns = c.args, c.pick(c.args["n"])
-    x, chosen = c.read(c.rows // a["used"] if a["shared"] else c.rows), _of_slots(c)
-    both = (("G_", a["gate"], "GB"), ("U_", a["up"], "UB"))
-    gate, up = (_products(c, x, chosen, p, fmt, b if a["biases"] else "", columns) for p, fmt, b in both)
-    return {"": Result(experts.ACTIVATIONS[a["act"]](gate, up), c.rows, columns)}
+    a, columns = c.op, c.pick(c.op.n)
+    x, chosen = c.read(c.rows // a.used if a.shared else c.rows), _of_slots(c)
+    both = (("G_", a.gate, "GB"), ("U_", a.up, "UB"))
+    gate, up = (_products(c, x, chosen, p, fmt, b if a.biases else "", columns) for p, fmt, b in both)
+    return {"": Result(experts.ACTIVATIONS[a.act](gate, up), c.rows, columns)}
 
 
 def _expert_linear(c: Case) -> dict[str, Result]:
-    a, columns = c.args, c.pick(c.args["n"])
-    y = _products(c, c.read(c.rows), _of_slots(c), "W_", a["fmt"], "WB" if a["bias"] else "", columns)
+    a, columns = c.op, c.pick(c.op.n)
+    y = _products(c, c.read(c.rows), _of_slots(c), "W_", a.fmt, "WB" if a.bias else "", columns)
     return {"Y": Result(y, c.rows, columns)}
 
 
 def _expert_down(c: Case) -> dict[str, Result]:
-    a, columns = c.args, c.pick(c.args["n"])
-    slots = (c.rows[:, None] * a["used"] + np.arange(a["used"])).reshape(-1)
-    chosen, bias = c.arrays["Groups"].reshape(-1)[slots], "WB" if a["bias"] else ""
-    y = _products(c, c.read(slots), chosen, "W_", a["fmt"], bias, columns)
-    y = y * c.arrays["Weights"].reshape(-1)[slots, None] if a["weighted"] else y
-    y = y.reshape(len(c.rows), a["used"], -1).sum(1)
-    return {"Y": Result(y + c.arrays["R"][c.rows][:, columns] if a["residual"] else y, c.rows, columns)}
+    a, columns = c.op, c.pick(c.op.n)
+    slots = (c.rows[:, None] * a.used + np.arange(a.used)).reshape(-1)
+    chosen, bias = c.arrays["Groups"].reshape(-1)[slots], "WB" if a.bias else ""
+    y = _products(c, c.read(slots), chosen, "W_", a.fmt, bias, columns)
+    y = y * c.arrays["Weights"].reshape(-1)[slots, None] if a.weighted else y
+    y = y.reshape(len(c.rows), a.used, -1).sum(1)
+    return {"Y": Result(y + c.arrays["R"][c.rows][:, columns] if a.residual else y, c.rows, columns)}
 
 
 def _combine(c: Case) -> dict[str, Result]:
-    a = c.args
-    x = c.arrays["X"][c.arrays["Slots"][c.rows]][..., : a["n"]].astype(np.float64)
-    y = (x * c.arrays["Weights"][c.rows][..., None] if a["weighted"] else x).sum(1)
-    return {"": Result(y + c.arrays["R"][c.rows][:, : a["n"]] if a["residual"] else y, c.rows)}
+    a = c.op
+    x = c.arrays["X"][c.arrays["Slots"][c.rows]][..., : a.n].astype(np.float64)
+    y = (x * c.arrays["Weights"][c.rows][..., None] if a.weighted else x).sum(1)
+    return {"": Result(y + c.arrays["R"][c.rows][:, : a.n] if a.residual else y, c.rows)}
 
 
 def _sample(c: Case) -> dict[str, Result]:
@@ -348,19 +358,18 @@ def _sample(c: Case) -> dict[str, Result]:
     if (c.arrays["sampling"][c.rows, FIELDS.index("flags")] & ~LOGPROB).any():
         raise ValueError("there are rows with draws or changed logits")
     wanted = c.arrays["sampling"][c.rows, FIELDS.index("flags")] > 0
-    logits = c.arrays["Logits"][c.rows][:, : c.args["vocab"]].astype(np.float64)
+    logits = c.arrays["Logits"][c.rows][:, : c.op.vocab].astype(np.float64)
     ids, top = logits.argmax(1), logits.max(1, keepdims=True)
     probabilities = np.where(wanted, -np.log(np.exp(logits - top).sum(1)), 0.0)
     return {"Sampled": Result(ids, c.rows), "LogProbs": Result(probabilities, c.rows)}
 
 
-OPERATORS: dict[str, Callable[[Case], dict[str, Result]]] = {
-    "embed": _embed, "rms_norm": _rms_norm, "layer_norm": _layer_norm, "quantize": _quantize, "linear": _linear,
-    "head_linear": _head_linear, "gate_up": _gate_up, "rope_kv_write": _rope_kv_write,
-    "latent_kv_write": _latent_kv_write, "attention": _attention, "rope_attention": _rope_attention,
-    "route": _route, "norm_route": _norm_route, "expert_order": _expert_order, "gather": _gather,
-    "expert_gate_up": _expert_gate_up, "expert_linear": _expert_linear, "expert_down": _expert_down,
-    "combine": _combine, "sample": _sample, "causal_conv": states.causal_conv,
-    "channel_decay": states.channel_decay,
-    "delta_net": states.delta_net, "ssm_scan": states.ssm_scan, "gate": states.gate,
+OPERATORS: dict[type[Operator], Callable[[Case], dict[str, Result]]] = {
+    declared.Embed: _embed, declared.RmsNorm: _rms_norm, declared.LayerNorm: _layer_norm, declared.Quantize: _quantize,
+    declared.Linear: _linear, declared.HeadLinear: _head_linear, declared.GateUp: _gate_up, declared.RopeKvWrite:
+    _rope_kv_write, declared.LatentKvWrite: _latent_kv_write, declared.CausalAttention: _attention,
+    declared.RopeAttention: _rope_attention, declared.Route: _route, declared.NormRoute: _norm_route,
+    declared.ExpertOrder: _expert_order, declared.Gather: _gather, declared.ExpertGateUp: _expert_gate_up,
+    declared.ExpertLinear: _expert_linear, declared.ExpertDown: _expert_down, declared.Combine: _combine,
+    declared.Sample: _sample, **states.OPERATORS,
 }  # fmt: skip

@@ -11,10 +11,11 @@ import numpy as np
 from mlc_amd.runtime.cache.cache_types import kv_types
 from mlc_amd.runtime.engine.functions import is_draft
 from mlc_amd.runtime.measure.candidate import WRITTEN
+from mlc_amd.schedules.operators import from_json
 from mlc_amd.tools.reference import activations
 from mlc_amd.tools.reference.case import Case, Result
 from mlc_amd.tools.reference.compare import expected_of
-from mlc_amd.tools.reference.operators import OPERATORS, results, wanted_rows
+from mlc_amd.tools.reference.operators import has_reference, results, wanted_rows
 
 
 def layout_of(artifact) -> str:
@@ -27,7 +28,7 @@ def without_reference(artifact) -> list[str]:
     return [
         entry["name"]
         for entry in artifact.manifest["kernels"]
-        if entry["operator"] not in OPERATORS and not all(map(is_draft, entry["calls"]))
+        if not has_reference(entry["operator"]) and not all(map(is_draft, entry["calls"]))
     ]
 
 
@@ -60,10 +61,10 @@ class Plan:
 
     def _call(self, kernel: dict, args: list) -> None:
         arrays = {p["name"]: self._array(p, arg) for p, arg in zip(kernel["params"], args, strict=True)}
-        op, own = kernel["operator"], kernel["args"]
-        rows = wanted_rows(op, own, arrays)
-        case = Case(op, own, arrays, layout_of(self.artifact), rows, decoded=self._decoded)
-        found, layout = results(case), own.get("layout", "")
+        op = from_json({"op": kernel["operator"], "args": kernel["args"]})
+        rows = wanted_rows(op, arrays)
+        case = Case(op, arrays, layout_of(self.artifact), rows, decoded=self._decoded)
+        found, layout = results(case), getattr(op, "layout", "")
         for param in kernel["params"]:
             name = param["name"]
             wanted = expected_of(param, found) if param["role"] in WRITTEN else None

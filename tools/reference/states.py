@@ -3,10 +3,11 @@
 In: a `Case`, out: `Result`s. A run is rows of one slot, consecutive tokens of one sequence.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from mlc_amd.schedules.operators import CausalConv, ChannelDecay, DeltaNet, Gate, Operator, SsmScan
 from mlc_amd.tools.reference import experts
 from mlc_amd.tools.reference.case import Case, Result, rms
 
@@ -22,13 +23,13 @@ def runs(c: Case) -> Iterator[tuple[np.ndarray, np.ndarray | None, list[int]]]:
 
 
 def causal_conv(c: Case) -> dict[str, Result]:
-    a, states = c.args, c.arrays["States"].astype(np.float64)
-    channels, taps = a["channels"], a["taps"]
-    own = channels // (parts := a.get("parts", 1))
+    a, states = c.op, c.arrays["States"].astype(np.float64)
+    channels, taps = a.channels, a.taps
+    own = channels // (parts := a.parts)
     of = [""] if parts == 1 else [str(i) for i in range(parts)]
     w = np.concatenate([c.arrays["W" + i][: own * taps].reshape(own, taps) for i in of]).astype(np.float64)
     x, gate = np.concatenate([c.arrays["X" + i][: c.live] for i in of], axis=1).astype(np.float64), 1.0
-    if a["gated"]:
+    if a.gated:
         b, gate, x = (x[:, i * channels : (i + 1) * channels] for i in range(3))
         x = b * x
     y = np.empty((c.live, channels))
@@ -37,13 +38,13 @@ def causal_conv(c: Case) -> dict[str, Result]:
         y[rows] = sum(seen[t : t + len(rows)] * w[:, t] for t in range(taps))
         for i, target in enumerate(targets, 1):
             states[target] = seen[i : i + taps - 1]
-    y = y + c.arrays["B"][:channels] if a["bias"] else y
-    y = experts.ACTIVATIONS[a["act"]](y, 1.0) if a["act"] else y
+    y = y + c.arrays["B"][:channels] if a.bias else y
+    y = experts.ACTIVATIONS[a.act](y, 1.0) if a.act else y
     return _with_states(c, y * gate, states)
 
 
 def channel_decay(c: Case) -> dict[str, Result]:
-    heads, d = c.args["heads"], c.args["d"]
+    heads, d = c.op.heads, c.op.d
     x = c.arrays["X"][c.rows, : heads * d] + c.arrays["Dt"][: heads * d].astype(np.float64)
     return {"Y": Result(np.exp(c.arrays["A"][:heads].repeat(d) * np.logaddexp(0.0, x)), c.rows)}
 
@@ -51,14 +52,14 @@ def channel_decay(c: Case) -> dict[str, Result]:
 def delta_net(c: Case) -> dict[str, Result]:
     """A cell has, of each value head, the matrix as columns of v by columns of k on GPUs, the other way round on
     CPUs."""
-    a, states = c.args, c.arrays["States"].astype(np.float64)
-    keys, values, d = a["key_heads"], a["value_heads"], a["d"]
+    a, states = c.op, c.arrays["States"].astype(np.float64)
+    keys, values, d = a.key_heads, a.value_heads, a.d
     parts = np.split(c.arrays["X"][: c.live].astype(np.float64), [keys * d, 2 * keys * d], axis=1)
     q, k, v = (part.reshape(c.live, -1, d) for part in parts)
-    heads = np.arange(values) // (values // keys) if a["grouped"] else np.arange(values) % keys
-    q, k = ((x / np.sqrt((x * x).sum(-1, keepdims=True) + a["eps"]))[:, heads] for x in (q, k))
+    heads = np.arange(values) // (values // keys) if a.grouped else np.arange(values) % keys
+    q, k = ((x / np.sqrt((x * x).sum(-1, keepdims=True) + a.eps))[:, heads] for x in (q, k))
     beta = c.arrays["Beta"][: c.live, :values].astype(np.float64)
-    if a.get("by_channel"):
+    if a.by_channel:
         decay = c.arrays["Decay"][: c.live].astype(np.float64).reshape(c.live, values, d, 1)
     else:
         alpha = c.arrays["Alpha"][: c.live, :values].astype(np.float64)
@@ -78,8 +79,8 @@ def delta_net(c: Case) -> dict[str, Result]:
 
 def ssm_scan(c: Case) -> dict[str, Result]:
     """A cell has, of each head, the matrix as columns of x by columns of B on GPUs, the other way round on CPUs."""
-    a, states = c.args, c.arrays["States"].astype(np.float64)
-    heads, d, size, groups = (a[key] for key in ("heads", "d", "size", "groups"))
+    a, states = c.op, c.arrays["States"].astype(np.float64)
+    heads, d, size, groups = (a.heads, a.d, a.size, a.groups)
     live, inner = c.live, heads * d
     x, b, to_y = np.split(c.arrays["X"][:live].astype(np.float64), [inner, inner + groups * size], axis=1)
     x = x.reshape(live, heads, d)
@@ -106,9 +107,18 @@ def _with_states(c: Case, y: np.ndarray, kept: np.ndarray) -> dict[str, Result]:
 
 
 def gate(c: Case) -> dict[str, Result]:
-    a = c.args
+    a = c.op
     x, z = (c.arrays[name][c.rows].astype(np.float64) for name in "XZ")
-    if a["eps"] is not None:
-        heads = x.reshape(len(x), -1, a["size"])
-        x = (rms(heads, a["eps"]) * c.arrays["G"][: a["size"]]).reshape(x.shape)
-    return {"": Result(x * experts.sigmoid(z) * (z if a["silu"] else 1.0), c.rows)}
+    if a.eps is not None:
+        heads = x.reshape(len(x), -1, a.size)
+        x = (rms(heads, a.eps) * c.arrays["G"][: a.size]).reshape(x.shape)
+    return {"": Result(x * experts.sigmoid(z) * (z if a.silu else 1.0), c.rows)}
+
+
+OPERATORS: dict[type[Operator], Callable[[Case], dict[str, Result]]] = {
+    CausalConv: causal_conv,
+    ChannelDecay: channel_decay,
+    DeltaNet: delta_net,
+    SsmScan: ssm_scan,
+    Gate: gate,
+}

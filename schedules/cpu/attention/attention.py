@@ -11,12 +11,12 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.cpu.attention import attention_decode, attention_prefill
 from mlc_amd.schedules.cpu.attention.cache import Cache, RowTable
 from mlc_amd.schedules.cpu.base.kernel import kernel
 from mlc_amd.schedules.cpu.linear.quantize import BLOCK as QUANT
 from mlc_amd.schedules.cpu.linear.quantize import Output
+from mlc_amd.schedules.operators.attention import Attention
 
 
 class Args(NamedTuple):

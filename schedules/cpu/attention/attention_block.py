@@ -15,9 +15,9 @@ may be skipped or not.
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import LOG2E
 from mlc_amd.schedules.cpu.attention.cache import BLOCK, KeyRange
 from mlc_amd.schedules.cpu.base.vector import LANES, at, exp2, f32, largest_divisor, registers, splat, store, tree_add
+from mlc_amd.schedules.operators.attention import LOG2E
 
 SPAN = 4  # blocks of a span
 # "Minus infinity" that may be subtracted from itself.

@@ -30,7 +30,6 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import KV_BLOCK, KV_STEPS, PAGE, SLOTS, check_quantized
 from mlc_amd.schedules.cpu.base.vector import (
     LANES,
     LINE,
@@ -46,6 +45,7 @@ from mlc_amd.schedules.cpu.base.vector import (
     widen,
 )
 from mlc_amd.schedules.cpu.linear.quantize import magnitudes
+from mlc_amd.schedules.operators.attention import KV_BLOCK, KV_STEPS, PAGE, SLOTS, check_quantized
 
 BLOCK = PAGE  # keys of a block
 _TILE = 16  # keys that are interleaved in Kc

@@ -1,18 +1,19 @@
 """Latent attention's queries and keys on the CPU: what comes between the projections and attention.
 
 In: the queries' columns for the latent and those that rotate, the key's latent before its norm and its rotating
-columns, all float32. Out: rotated and scaled queries, and the keys in the cache; `schedules.attention.Attention` says
-what they are. Without rotation (rope.rotary 0) these columns are taken as they are.
+columns, all float32. Out: rotated and scaled queries, and the keys in the cache;
+`schedules.operators.attention.Attention` says what they are. Without rotation (rope.rotary 0) these columns are taken
+as they are.
 """
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import Attention, Rope, padded_columns
 from mlc_amd.schedules.cpu.attention.cache import Cache, RowTable, is_position
 from mlc_amd.schedules.cpu.attention.rope_kv_write import Rotation, loader, normalized, vectors
 from mlc_amd.schedules.cpu.base.kernel import kernel, row_loop
 from mlc_amd.schedules.cpu.base.vector import at, f32, store
+from mlc_amd.schedules.operators.attention import Attention, Rope, padded_columns
 
 
 def latent_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:

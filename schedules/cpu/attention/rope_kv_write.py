@@ -1,8 +1,8 @@
 """Rotary position embedding, and the new keys and values into the cache: what comes between the q/k/v projections and
 attention.
 
-Models differ in what `schedules.attention.Rope` describes: which elements of a head form a pair, how many of them
-rotate (the rest passes through), and which heads are normalized, before or after that.
+Models differ in what `schedules.operators.attention.Rope` describes: which elements of a head form a pair, how many of
+them rotate (the rest passes through), and which heads are normalized, before or after that.
 """
 
 import math
@@ -11,10 +11,10 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import Attention, Rope, padded_columns
 from mlc_amd.schedules.cpu.attention.cache import Cache, RowTable, is_position
 from mlc_amd.schedules.cpu.base.kernel import kernel, row_loop
 from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, splat, store, tree_add
+from mlc_amd.schedules.operators.attention import Attention, Rope, padded_columns
 
 
 def _lanes(*sizes):

@@ -5,8 +5,8 @@
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import LOG2E
 from mlc_amd.schedules.cpu.base.vector import LANES, f32
+from mlc_amd.schedules.operators.attention import LOG2E
 
 OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # of gpt-oss
 

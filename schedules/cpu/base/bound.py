@@ -24,7 +24,7 @@ from mlc_amd.schedules.cpu.base.kernel import kernel
 from mlc_amd.schedules.cpu.base.vector import LANES, LINE, at, f32, local, pin, prefetch, reduce, splat, store, widen
 from mlc_amd.schedules.cpu.linear.load import groups, step
 from mlc_amd.schedules.cpu.linear.planes import BLOCK
-from mlc_amd.schedules.formats import lookup
+from mlc_amd.schedules.operators import CausalAttention, ExpertGateUp, ExpertLinear, GateUp, Linear, Operator
 
 AHEAD = (0, 4096, 8192)  # bytes that the variants of `reads` prefetch ahead
 CHUNK = 4096  # bytes of a task
@@ -39,16 +39,15 @@ def _declare(params):
     return {p.name: T.arg(p.name, T.buffer(p.shape, p.dtype)) for p in params[1:]}
 
 
-def bounds(params, op, args, isa, name) -> dict[str, list[tirx.PrimFunc]]:
-    """The kernels by kind. params: of the kernel of operator `op` (linear, gate_up_swiglu or attention) with these
-    arguments, Params of a candidate."""
+def bounds(params, op: Operator, isa, name) -> dict[str, list[tirx.PrimFunc]]:
+    """The kernels by kind. params: of the operator's kernel (of a linear layer or attention), Params of a candidate."""
     return {
-        "reads": [reads(params, args, ahead, name) for ahead in AHEAD],
-        "multiplies": [multiplies(params, op, args, isa, name)],
+        "reads": [reads(params, op, ahead, name) for ahead in AHEAD],
+        "multiplies": [multiplies(params, op, isa, name)],
     }
 
 
-def reads(params, args, ahead, name) -> tirx.PrimFunc:
+def reads(params, op: Operator, ahead, name) -> tirx.PrimFunc:
     """Reads all weights, and of caches the share of the keys that are seen. ahead: one of AHEAD."""
     large = [p for p in params if p.role in ("weight", "cache") and p.nbytes >= PAGE]
     with kernel(name) as (builder, _):
@@ -59,16 +58,15 @@ def reads(params, args, ahead, name) -> tirx.PrimFunc:
             for p, view in zip(large, views, strict=True):
                 lines = p.nbytes // LINE
                 weights = T.int32(int(lines * p.share))
-                live = weights if p.role == "weight" else _live_keys(buffers["rows"], args) * (lines // args["ctx"])
+                live = weights if p.role == "weight" else _live_keys(buffers["rows"], op) * (lines // op.positions)
                 _emit_read(view, live, sink, ahead)
     return builder.get()
 
 
-def _live_keys(rows, args):
+def _live_keys(rows, op: Operator):
     """Keys that any of the step's rows sees, consecutive tokens of one sequence."""
-    keys = rows[0, 0] + args["m"]
-    span = args.get("window") or args.get("chunk")
-    return T.min(keys, T.int32(span + args["m"] - 1)) if span else keys
+    keys, span = rows[0, 0] + op.m, op.most_keys
+    return T.min(keys, T.int32(span + op.m - 1)) if span else keys
 
 
 def _emit_read(view, lines, sink, ahead):
@@ -91,34 +89,26 @@ def _emit_read(view, lines, sink, ahead):
             store(sink, T.int32(0), 0)
 
 
-def multiplies(params, op, args, isa, name) -> tirx.PrimFunc:
+def multiplies(params, op: Operator, isa, name) -> tirx.PrimFunc:
     """The arithmetic of a call."""
     with kernel(name) as (builder, state):
         buffers, result = _declare(params), params[-1]
         sink = T.decl_buffer((result.nbytes // 4,), "float32", data=buffers[result.name].data)
         acts = next(((p, buffers[p.name]) for p in params if p.name == "A"), None)  # of int8 formats
-        if op == "attention":
-            m, heads, d = (args[key] for key in ("m", "heads", "d"))
+        if isinstance(op, CausalAttention):
+            m, heads, d, span = op.m, op.layer.heads, op.layer.d, op.layer.span
             pairs = buffers["rows"][0, 0] * m + m * (m + 1) // 2
-            span = args.get("window") or args.get("chunk")
             pairs = T.min(pairs, T.int32(m * span)) if span else pairs
             _emit_scores(T.Bind(pairs * heads // (isa.lanes * _chains(isa))), 2 * d, state, sink, isa)
         else:
-            rows = args["m"] * args.get("used", 1)  # of results: each row's experts have one each
+            assert isinstance(op, Linear | GateUp | ExpertGateUp | ExpertLinear)
+            rows = op.m * getattr(op, "used", 1)  # of results: each row's experts have one each
             with T.attr(T.int32(0), "pragma_parallel_launch_point", 1):
-                for fmt, n in _matrices(args):
-                    _emit_weights(lookup(fmt), -(-n // isa.lanes) * rows, args["k"], state, acts, sink, isa)
-                if "gate" in args:
-                    activation = ACTIVATIONS[args.get("act", "silu")]
-                    _emit_activation(activation, args["n"] // isa.lanes * rows // _chains(isa), state, sink, isa)
+                for fmt, n in op.weights:
+                    _emit_weights(fmt, -(-n // isa.lanes) * rows, op.k, state, acts, sink, isa)
+                if isinstance(op, GateUp | ExpertGateUp):
+                    _emit_activation(ACTIVATIONS[op.act], op.n // isa.lanes * rows // _chains(isa), state, sink, isa)
     return builder.get()
-
-
-def _matrices(args) -> list:
-    """(format, rows) of the matrices of a linear layer, a gate/up, an expert."""
-    if "gate" in args:
-        return [(args[which], args["n"]) for which in ("gate", "up")]
-    return args["segments"] if "segments" in args else [(args["fmt"], args["n"])]
 
 
 def _chains(isa):

@@ -9,7 +9,7 @@ import math
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import LOG2E
+from mlc_amd.schedules.operators.attention import LOG2E
 
 LANES = 16
 LINE = 64  # bytes of a cache line

@@ -1,6 +1,6 @@
 """Rows on their way to the experts and back: their order by expert, the copies in that order, the weighted sums.
 
-    expert_order    (state, Ids) to Slots, Pairs and Groups (schedules/experts.py)
+    expert_order    (state, Ids) to Slots, Pairs and Groups (schedules/operators/experts.py)
     gather          rows of X float32 [m, k] in slots, as float32 or int8 blocks in tiles
     combine         sums of a row's slots
 
@@ -13,7 +13,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows, row_loop
 from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, local, registers, splat, store
 from mlc_amd.schedules.cpu.linear.quantize import BLOCK, Output
-from mlc_amd.schedules.experts import Experts
+from mlc_amd.schedules.operators.experts import Experts
 
 
 def expert_order(m, of: Experts, name) -> tirx.PrimFunc:

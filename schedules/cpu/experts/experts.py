@@ -1,8 +1,8 @@
 """Matrix products of a mixture of experts on the CPU: the rows in each slot by the weights of the slot's expert.
 
 In: activations of slots as in `linear.py`, in tiles of `tile` slots; `Groups` (Ids for one row) of
-schedules/experts.py; the planes of stacks, matrices of experts * n rows, n a multiple of 16. Out: the results of live
-slots; those of other slots have no meaning.
+schedules/operators/experts.py; the planes of stacks, matrices of experts * n rows, n a multiple of 16. Out: the results
+of live slots; those of other slots have no meaning.
 
 Several rows: a task is a block of rows of one expert's matrix, for all of its tiles of slots, so that weights are read
 once. An expert's tasks lie evenly in a range of numbers as long as its share of all tiles, so that threads which take
@@ -33,8 +33,8 @@ from mlc_amd.schedules.cpu.linear.linear_tile import (
 )
 from mlc_amd.schedules.cpu.linear.planes import BLOCK, ROWS
 from mlc_amd.schedules.cpu.linear.quantize import Output
-from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import lookup
+from mlc_amd.schedules.operators.experts import Experts
 
 
 def _stack(fmt, of: Experts, n, k, prefix, rows=ROWS):

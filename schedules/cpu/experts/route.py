@@ -1,7 +1,8 @@
 """The router of a mixture of experts: each row's experts and their weights, from the logits.
 
-In: `state`, logits L float32 [m, n], of which `experts` columns count. Out: Ids int32 [m, used] and Weights float32
-[m, used], the best expert first, of live rows (schedules/experts.py). Experts with equal scores come in their order.
+In: `state`, logits L float32 [m, n], of which `experts` columns count. Out: Ids int32 [m, used] and Weights float32 [m,
+used], the best expert first, of live rows (schedules/operators/experts.py). Experts with equal scores come in their
+order.
 """
 
 from tvm import tirx
@@ -9,7 +10,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.base.kernel import kernel, row_loop
 from mlc_amd.schedules.cpu.base.vector import LANES, at, exp, f32, i32, local, reduce, splat, store
-from mlc_amd.schedules.experts import GATINGS, MIN_SUM
+from mlc_amd.schedules.operators.experts import GATINGS, MIN_SUM
 
 # Scores of experts that must not be chosen: those of other groups, which a row with NaNs may get; and those that are
 # chosen already, or are only the padding of vectors.

@@ -16,7 +16,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows, row_loop
 from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, splat, store, tree_add
 from mlc_amd.schedules.cpu.linear.quantize import BLOCK, Output
-from mlc_amd.schedules.rows import output_rows
+from mlc_amd.schedules.operators.rows import output_rows
 
 
 def _mean(k, term):
@@ -90,9 +90,8 @@ def rms_norm(k, m, eps, tile, quantize, rows, isa, name, both=False) -> tirx.Pri
     """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S of [n, k] in tiles of tile(n) rows if
     `quantize`, else Y float32 [n, k]).
 
-    both: Y behind A, S as well. rows: which rows are given, and so n: see `schedules.rows`. UserError unless 32 divides
-    k. `isa` is not used: vectors have 16 lanes and LLVM splits
-    them.
+    both: Y behind A, S as well. rows: which rows are given, and so n: see `schedules.operators.rows`. UserError unless
+    32 divides k. `isa` is not used: vectors have 16 lanes and LLVM splits them.
     """
     return _norm(k, m, tile, quantize, rows, name, False, both, lambda x: (x, _inverse_deviation(k, eps, x)))
 

@@ -4,7 +4,7 @@
     gated: X holds [B, C, X], columns side by side, and Y[p] = C[p] * (the same of B * X)
     parts: the columns come from so many tensors of as many columns, each with weights of its own
 
-In: `state`, rows and cells (`schedules/recurrent.py`), X float32 [m, channels or 3 * channels], W float32 [channels,
+In: `state`, rows and cells (`schedules/runs.py`), X float32 [m, channels or 3 * channels], W float32 [channels,
 taps] flat, States float32 [cells, taps - 1, channels]: the last inputs, the oldest first. Out: Y float32 [m, channels],
 and States in place. A thread has 16 columns at a time, and goes through all rows.
 """
@@ -15,7 +15,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.cpu.base.activation import ACTIVATIONS
 from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, registers, store
-from mlc_amd.schedules.recurrent import CELLS, RunCells, begins, check_parts, part_args, run_args, run_length, runs
+from mlc_amd.schedules.runs import CELLS, RunCells, begins, check_parts, part_args, run_args, run_length, runs
 
 
 def causal_conv(channels, taps, single, m, gated, act, bias, parts, isa, name) -> tirx.PrimFunc:

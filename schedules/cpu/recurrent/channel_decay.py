@@ -8,10 +8,10 @@ heads * d]. Exponentials and logarithms are the C library's, which round best: s
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import padded_columns
 from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.base.vector import store
-from mlc_amd.schedules.recurrent import softplus
+from mlc_amd.schedules.operators.attention import padded_columns
+from mlc_amd.schedules.runs import softplus
 
 
 def channel_decay(heads, d, m, name) -> tirx.PrimFunc:

@@ -5,7 +5,7 @@
 
 by_channel: each channel of k, a row of M, has a decay of its own, which is given.
 
-In: `state`, rows and cells (`schedules/recurrent.py`), X float32 [m, q, k and v of all heads], Beta and Alpha float32
+In: `state`, rows and cells (`schedules/runs.py`), X float32 [m, q, k and v of all heads], Beta and Alpha float32
 [m, value heads, padded], A and Dt float32 [value heads, padded] or, by channel, Decay float32 [m, value heads * d],
 States float32 [cells, value heads, d of k, d of v].
 Out: Y float32 [m, value heads * d], and States in place. A thread has 16 columns of a matrix at a time, which fit the
@@ -18,10 +18,10 @@ from math import sqrt
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import padded_columns
 from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, registers, splat, store, tree_add
-from mlc_amd.schedules.recurrent import CELLS, Decays, RunCells, begins, key_head, run_args, run_length, runs
+from mlc_amd.schedules.operators.attention import padded_columns
+from mlc_amd.schedules.runs import CELLS, Decays, RunCells, begins, key_head, run_args, run_length, runs
 
 STEP = 8  # rows of a matrix that are loaded together
 SUMS = 2  # independent sums of each product

@@ -2,7 +2,7 @@
 
     dt = softplus(t + bias);  S *= exp(a * dt);  S += dt * x B^T;  y = (S C + D * x) * silu(z)
 
-In: `state`, rows and cells (`schedules/recurrent.py`), X float32 [m, x of all heads, B and C of all groups], Z float32
+In: `state`, rows and cells (`schedules/runs.py`), X float32 [m, x of all heads, B and C of all groups], Z float32
 [m, heads * d, padded], Dt float32 [m, heads, padded], A, D and Bias float32 [heads, padded], States float32 [cells,
 heads, size * d]: S transposed, a row for each column of B. Out: Y float32 [m, heads * d], and States in place. A thread
 has 16 columns of a head at a time, whose part of S fits the cache, and goes through all rows.
@@ -11,11 +11,11 @@ has 16 columns of a head at a time, whose part of S fits the cache, and goes thr
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import padded_columns
 from mlc_amd.schedules.cpu.base.activation import silu
 from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, registers, splat, store
-from mlc_amd.schedules.recurrent import CELLS, RunCells, begins, run_args, run_length, runs, softplus
+from mlc_amd.schedules.operators.attention import padded_columns
+from mlc_amd.schedules.runs import CELLS, RunCells, begins, run_args, run_length, runs, softplus
 
 STEP = 4  # rows of a matrix whose loads come together
 

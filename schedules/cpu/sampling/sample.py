@@ -9,9 +9,9 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.sampling.layout import ADJUST, DRAW, LOGPROB, MASK, RECENT, TOKEN
-from mlc_amd.schedules.attention import LOG2E
 from mlc_amd.schedules.cpu.base.kernel import kernel, row_loop
 from mlc_amd.schedules.cpu.base.vector import LANES, at, exp2, f32, i32, local, reduce, registers, splat, store
+from mlc_amd.schedules.operators.attention import LOG2E
 from mlc_amd.schedules.sampling import Draw
 from mlc_amd.schedules.sampling_machine import LARGEST, LOWEST, Machine, Var, Words, no, sample_args, when
 

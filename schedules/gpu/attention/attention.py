@@ -5,7 +5,6 @@ arch has them, else without (`attention_prefill_dot.py`), as latent attention on
 
 from tvm import tirx
 
-from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu.attention import (
     attention_decode,
     attention_prefill,
@@ -15,6 +14,7 @@ from mlc_amd.schedules.gpu.attention import (
 from mlc_amd.schedules.gpu.attention.attention_step import attention_step
 from mlc_amd.schedules.gpu.latent import attention_latent, attention_latent_decode
 from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, tile_of
+from mlc_amd.schedules.operators.attention import Attention
 
 # by the arch's matrix units; AMD's own kinds share one
 PREFILL = {"": attention_prefill_dot, "coop": attention_prefill_coop}

@@ -22,7 +22,6 @@ from contextlib import nullcontext
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import SLOTS, Attention, Rope
 from mlc_amd.schedules.gpu.attention.attention_join import Join, scratch_args
 from mlc_amd.schedules.gpu.attention.attention_own import add_row, add_rows, earlier_rows, rounded, start_with_own
 from mlc_amd.schedules.gpu.attention.attention_rows_matrix import MatrixRows
@@ -46,6 +45,7 @@ from mlc_amd.schedules.gpu.attention.softmax import output_args, sinks_arg
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, each, launch, uniform
 from mlc_amd.schedules.gpu.base.registers import at
 from mlc_amd.schedules.gpu.base.step import kept, kernel, opaque_zero, state_arg
+from mlc_amd.schedules.operators.attention import SLOTS, Attention, Rope
 
 # Rows of a step, at most, of which the waves of a row's first split share out the rows before it where these are not on
 # matrices. With more, one wave takes all: for 64 sequences of Qwen 3 0.6B, whose rows have none before them, that takes

@@ -9,12 +9,12 @@ import math
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import SLOTS
 from mlc_amd.schedules.gpu.attention.softmax import LOWEST, with_sink
 from mlc_amd.schedules.gpu.base.arrival import LINE, arrive, zero_behind
 from mlc_amd.schedules.gpu.base.device import Outbox, each, exp2, rcp, wave_max, wave_sum
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.base.registers import at, local, put
+from mlc_amd.schedules.operators.attention import SLOTS
 
 MAX_SPLITS, SEVERAL = 32, 8  # of a row, at most: with up to SEVERAL rows; the others have SEVERAL at least
 MAX_PARTS = SEVERAL * max(SLOTS, MAX_SPLITS)  # rows times splits that there is memory for

@@ -18,13 +18,13 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu.attention.attention_step import Step, attention_step
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Chunk, Pages, visible
 from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, group_of, soft_cap, with_sink
 from mlc_amd.schedules.gpu.base.device import exp2, launch, maximum, rcp, shuffle_xor, uniform
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.base.registers import at, local, opaque, put
+from mlc_amd.schedules.operators.attention import Attention
 
 ROWS = 16  # of a wave: the matrices' columns
 

@@ -22,7 +22,6 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import PAGE, Attention
 from mlc_amd.schedules.gpu.attention.attention_coop_blocks import key_block, shared_units, value_block
 from mlc_amd.schedules.gpu.attention.attention_coop_tiles import held_steps, tile_of, wave_units, workgroups
 from mlc_amd.schedules.gpu.attention.attention_step import Step, attention_step
@@ -32,6 +31,7 @@ from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, launch, maximum, rcp, uniform, wave_barrier
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.base.registers import local, put
+from mlc_amd.schedules.operators.attention import PAGE, Attention
 
 LIMIT, START = 15, 8  # powers of two: weights are normal float16 down to 2**-22 of the largest at least
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu.attention.attention_rows import STEP
 from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import query_dtype, rows_of, waves_of
 from mlc_amd.schedules.gpu.attention.attention_step import Step, attention_step
@@ -24,6 +23,7 @@ from mlc_amd.schedules.gpu.base.device import each, launch, rcp, uniform
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.base.registers import at, opaque, put
 from mlc_amd.schedules.gpu.base.step import opaque_zero
+from mlc_amd.schedules.operators.attention import Attention
 
 
 @dataclass(frozen=True)

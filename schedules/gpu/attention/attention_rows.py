@@ -14,7 +14,6 @@ wave keeps
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import PAGE
 from mlc_amd.schedules.gpu.attention.cache import UNIT
 from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
 from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, join, soft_cap
@@ -32,6 +31,7 @@ from mlc_amd.schedules.gpu.base.device import (
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, local, opaque, put
 from mlc_amd.schedules.gpu.base.step import when
+from mlc_amd.schedules.operators.attention import PAGE
 
 STEP = PAGE  # keys of a block, at most: the maximum is renewed once per block
 LATENT_UNITS = 4  # of keys, loaded at once in latent attention, whose outputs take most registers

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu.attention import attention_rows_matrix
 from mlc_amd.schedules.gpu.attention.attention_join import max_splits
 from mlc_amd.schedules.gpu.attention.attention_rows import STEP
@@ -20,6 +19,7 @@ from mlc_amd.schedules.gpu.attention.softmax import MAX_GROUP, group_of
 from mlc_amd.schedules.gpu.base.device import uniform, wave_max, wave_scan, wave_sum
 from mlc_amd.schedules.gpu.base.registers import opaque
 from mlc_amd.schedules.gpu.base.step import FEW
+from mlc_amd.schedules.operators.attention import Attention
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu.attention.attention_join import scratch_args
 from mlc_amd.schedules.gpu.attention.cache import Cache, pages_arg, rows_arg
 from mlc_amd.schedules.gpu.attention.softmax import output_args, sinks_arg
 from mlc_amd.schedules.gpu.base.step import kernel, state_arg
+from mlc_amd.schedules.operators.attention import Attention
 
 SCRATCH = ("Parts", "Arrived")
 

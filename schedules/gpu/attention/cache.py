@@ -33,11 +33,11 @@ from typing import NamedTuple
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import KV_BLOCK, PAGE, SLOTS, check_quantized
 from mlc_amd.schedules.gpu.attention import cache_codes
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, local, put
 from mlc_amd.schedules.gpu.base.step import live_rows, when
+from mlc_amd.schedules.operators.attention import KV_BLOCK, PAGE, SLOTS, check_quantized
 
 DTYPE = "float16"
 CODE = "int8"

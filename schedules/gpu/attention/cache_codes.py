@@ -7,11 +7,11 @@ the lanes that hold a block.
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import KV_BLOCK, KV_STEPS
 from mlc_amd.schedules.gpu.base.device import fma, intrin, maximum, minimum, rcp, rint, wave_max
 from mlc_amd.schedules.gpu.base.quantize import HALF_MAX, WIDTH
 from mlc_amd.schedules.gpu.base.registers import lane_of, vector
 from mlc_amd.schedules.gpu.linear.gemm_load import EXPONENT, PAIRS
+from mlc_amd.schedules.operators.attention import KV_BLOCK, KV_STEPS
 
 BYTES = 4  # of a word
 FLIP, ZERO = 0x80808080, 128  # signed bytes become unsigned ones, of which 128 means 0

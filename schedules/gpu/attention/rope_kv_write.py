@@ -16,10 +16,10 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import Attention, Rope, padded_columns
 from mlc_amd.schedules.gpu.attention.cache import Cache, pages_arg, row_position, row_slot, rows_arg, store_valid
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, launch, rsqrt, wave_meets, wave_sum
 from mlc_amd.schedules.gpu.base.step import is_live, kernel, state_arg
+from mlc_amd.schedules.operators.attention import Attention, Rope, padded_columns
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import LOG2E, Attention
 from mlc_amd.schedules.gpu.base.device import exp2, maximum, minimum, rcp
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args
 from mlc_amd.schedules.gpu.base.registers import opaque
+from mlc_amd.schedules.operators.attention import LOG2E, Attention
 
 LOWEST = -1e30  # in place of minus infinity: may be subtracted from itself
 P_SHIFT = 15  # weights are scaled by 2**15

@@ -2,8 +2,8 @@
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import LOG2E
 from mlc_amd.schedules.gpu.base.device import exp2, maximum, minimum, rcp
+from mlc_amd.schedules.operators.attention import LOG2E
 
 OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # of gpt-oss: transformers' GptOssExperts, llama.cpp's GGML_GLU_OP_SWIGLU_OAI
 

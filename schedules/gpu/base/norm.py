@@ -21,7 +21,7 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import RUNS_OF, WIDTH, act_args, columns, emit_store
 from mlc_amd.schedules.gpu.base.registers import lane_of
 from mlc_amd.schedules.gpu.base.step import if_live, kernel, live_rows, state_arg
-from mlc_amd.schedules.rows import output_rows
+from mlc_amd.schedules.operators.rows import output_rows
 
 MAX_STEPS = 8  # whose columns stay in registers; on Vulkan, where workgroups may be small, longer rows are read twice
 
@@ -109,8 +109,8 @@ def rms_norm(k, m, eps, layout, rows, arch, name, plan=None, both=False, scale_o
     """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S | H | Y of [m, k], as `layout` says). A
     workgroup a token.
 
-    rows: of the outputs, of `schedules.rows`. both: Y behind the outputs of another layout. scale_out: at the end the
-    output of `declare_scale`. UserError unless 32 divides k.
+    rows: of the outputs, of `schedules.operators.rows`. both: Y behind the outputs of another layout. scale_out: at the
+    end the output of `declare_scale`. UserError unless 32 divides k.
     """
     return _norm(k, m, eps, layout, rows, arch, name, plan, both, scale_out=scale_out)
 

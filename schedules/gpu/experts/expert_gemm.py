@@ -1,15 +1,14 @@
 """Linear layers of a mixture of experts for several tokens on the GPU: y[s, n] = sum over k of w[e, n, k] * x[s, k] for
 each slot s, e being the expert of its tile.
 
-In: `state` int32[4], activations with a row for each slot, Groups (schedules/experts.py), the planes of a stack of
-matrices, biases of its rows. Out: Y float32 [slots, n]; slots of tiles without an expert are left as they are.
+In: `state` int32[4], activations with a row for each slot, Groups (schedules/operators/experts.py), the planes of a
+stack of matrices, biases of its rows. Out: Y float32 [slots, n]; slots of tiles without an expert are left as they are.
 
 The launch is that of `gemm.py`, with slots in the place of tokens. A workgroup's slots are part of one expert's tile.
 """
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.planes import plane_args
@@ -18,6 +17,7 @@ from mlc_amd.schedules.gpu.base.step import kernel, once, state_arg
 from mlc_amd.schedules.gpu.experts.experts import Slots, bias_args, check_rows, expert_at, ids_arg
 from mlc_amd.schedules.gpu.linear import gemm_coop, gemm_matrix, lane_tiles
 from mlc_amd.schedules.gpu.linear.gemm import engine, extras, span, views, zero_of
+from mlc_amd.schedules.operators.experts import Experts
 
 
 def expert_engine(of: Slots, layout, formats, k, arch, rows, tile=None, together=1):

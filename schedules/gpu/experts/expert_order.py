@@ -1,7 +1,8 @@
 """The order in which rows reach their experts: pairs (row, expert) sorted by expert, padded to whole tiles.
 
-In: `state` int32[4] and Ids int32 [m, used]. Out, for the live rows: Slots, Pairs and Groups as schedules/experts.py
-has them. One workgroup makes them by a counting sort, without atomic operations: an expert's pairs stay in order.
+In: `state` int32[4] and Ids int32 [m, used]. Out, for the live rows: Slots, Pairs and Groups as
+schedules/operators/experts.py has them. One workgroup makes them by a counting sort, without atomic operations: an
+expert's pairs stay in order.
 
 SEGMENT neighbouring threads work through a segment of neighbouring pairs, SEGMENT at a time: a thread compares its
 pair's expert with those of the others, which gives its place among them. Each segment has its own counts, which become
@@ -11,11 +12,11 @@ the places where its pairs of each expert begin. The experts of BATCH steps are 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.gpu.base.device import barrier, count_ones, launch
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, put
 from mlc_amd.schedules.gpu.base.step import kernel, live_rows, state_arg
 from mlc_amd.schedules.gpu.experts.experts import expert_at, flat
+from mlc_amd.schedules.operators.experts import Experts
 
 SEGMENT = 32
 WIDTH = 4  # experts that a thread reads at once

@@ -1,17 +1,17 @@
 """Rows on their way to a mixture of experts and back: `gather` copies them to slots, `combine` adds what slots gave.
 
-In and out as in schedules/experts.py; a thread has four columns of a slot or row.
+In and out as in schedules/operators/experts.py; a thread has four columns of a slot or row.
 """
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.gpu.base.device import fma, launch
 from mlc_amd.schedules.gpu.base.norm import load_columns, threads_of
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store
 from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg
 from mlc_amd.schedules.gpu.experts.experts import flat, weights_arg
+from mlc_amd.schedules.operators.experts import Experts
 
 
 def _threads(k, arch, plan):

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.gpu.base.planes import ROWS
+from mlc_amd.schedules.operators.experts import Experts
 
 
 def check_rows(n, multiple=ROWS):
@@ -56,7 +56,7 @@ def bias_args(of: Slots | None, n, names):
 
 def ids_arg(experts: Experts, m):
     """Declares the parameter Groups: the experts of the rows' slots [m, used], or of the tiles of sorted ones (see
-    schedules/experts.py)."""
+    schedules/operators/experts.py)."""
     shape = (m, experts.used) if experts.tile == 1 else (experts.groups(m),)
     return T.arg("Groups", T.buffer(shape, "int32"))
 

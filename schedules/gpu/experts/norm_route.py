@@ -13,7 +13,6 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu.base.arrival import LINE, arrive, zero_behind
 from mlc_amd.schedules.gpu.base.device import Outbox, barrier, fma, launch, rsqrt, uniform, wave_sum
@@ -22,8 +21,9 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK, plane_args
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store
 from mlc_amd.schedules.gpu.base.registers import local, put
 from mlc_amd.schedules.gpu.base.step import kernel, state_arg
-from mlc_amd.schedules.gpu.experts.route import Held, Routing, choice_args, routing_args
+from mlc_amd.schedules.gpu.experts.route import Held, choice_args, routing_args
 from mlc_amd.schedules.gpu.linear import load
+from mlc_amd.schedules.operators.experts import Experts, Routing
 
 THREADS = 256  # of a workgroup, at most: of 2048 columns each thread has two loads
 STEPS = 4  # whose loads are issued before the first is used

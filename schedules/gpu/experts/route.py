@@ -9,41 +9,20 @@ one left. All arithmetic is float32: a rounded logit would choose other experts.
 """
 
 import functools
-from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import LOG2E
-from mlc_amd.schedules.experts import GATINGS, MIN_SUM, Experts
 from mlc_amd.schedules.gpu.base.device import barrier, exp2, launch, maximum, rcp, wave_max, wave_min, wave_sum
 from mlc_amd.schedules.gpu.base.planes import padded
 from mlc_amd.schedules.gpu.base.registers import local, put
 from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg
+from mlc_amd.schedules.operators.attention import LOG2E
+from mlc_amd.schedules.operators.experts import GATINGS, MIN_SUM, Experts, Routing
 
 LOWEST = -3.0e38  # below all scores
 LAST = -(1 << 31)  # the key of what cannot be chosen: below those of all scores
 NONE = 1 << 30  # above all experts' numbers
-
-
-@dataclass(frozen=True)
-class Routing:
-    """How a row's experts are chosen and weighed.
-
-    gating            a name of schedules.experts.GATINGS
-    scale, normalize  weights are divided by their sum (at least MIN_SUM) and multiplied by `scale`
-    bias, factors     whether there are the parameters B and F
-    groups            of neighbouring experts, ranked by the sum of their two best scores; experts of the best
-                      `groups_used` groups may be chosen. 0 or 1: all may
-    """
-
-    gating: str
-    scale: float
-    normalize: bool
-    bias: bool
-    factors: bool
-    groups: int
-    groups_used: int
 
 
 def check(experts: Experts, routing: Routing) -> bool:

@@ -12,7 +12,6 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu.attention.attention_step import Step, attention_step
 from mlc_amd.schedules.gpu.attention.cache import Chunk, visible
 from mlc_amd.schedules.gpu.base.device import launch, uniform
@@ -21,6 +20,7 @@ from mlc_amd.schedules.gpu.latent.attention_latent_join import WAVES as JOIN_WAV
 from mlc_amd.schedules.gpu.latent.attention_latent_join import Join, chunks_of, part_size, place_in_tile
 from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, shape_of, tile_of
 from mlc_amd.schedules.gpu.latent.attention_latent_wave import Wave, attend
+from mlc_amd.schedules.operators.attention import Attention
 
 SPLITS = 16  # of a tile's keys, at most
 

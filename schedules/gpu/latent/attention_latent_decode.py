@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import SLOTS, Attention
 from mlc_amd.schedules.gpu.attention.attention_join import scratch_shapes
 from mlc_amd.schedules.gpu.attention.attention_splits import FIELD, Splits, dealt, splits_of_rows
 from mlc_amd.schedules.gpu.attention.attention_step import Step, attention_step
@@ -23,6 +22,7 @@ from mlc_amd.schedules.gpu.latent.attention_latent import rows_of
 from mlc_amd.schedules.gpu.latent.attention_latent_join import WAVES, Join, chunks_of, part_size, place_in_tile
 from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, shape_of, suits
 from mlc_amd.schedules.gpu.latent.attention_latent_wave import Wave, attend
+from mlc_amd.schedules.operators.attention import SLOTS, Attention
 
 MOST = (1 << FIELD) - 1  # splits of a row
 

@@ -2,18 +2,18 @@
 
 In: the queries' columns for the latent and those that rotate, the key's latent before its norm and its rotating
 columns, float32. Out: rotated queries as float16, times `Attention.query_scale`, and the keys in the cache, for live
-rows. `schedules.attention.Attention` says what they are. Without rotation (rope.rotary 0) these columns are taken as
-they are. A wave has one head of one row, or its key.
+rows. `schedules.operators.attention.Attention` says what they are. Without rotation (rope.rotary 0) these columns are
+taken as they are. A wave has one head of one row, or its key.
 """
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import Attention, Rope, padded_columns
 from mlc_amd.schedules.gpu.attention.cache import Cache, pages_arg, row_position, row_slot, rows_arg, store_valid
 from mlc_amd.schedules.gpu.attention.rope_kv_write import PLAN, norm_scale, rotated
 from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.step import is_live, kernel, state_arg
+from mlc_amd.schedules.operators.attention import Attention, Rope, padded_columns
 
 
 def latent_kv_write(attention: Attention, m, rope: Rope, arch, name, plan=None) -> tirx.PrimFunc:

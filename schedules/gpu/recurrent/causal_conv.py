@@ -4,7 +4,7 @@
     gated: X holds [B, C, X], columns side by side, and Y[p] = C[p] * (the same of B * X)
     parts: the columns come from so many tensors of as many columns, each with weights of its own
 
-In: `state`, rows and cells (`schedules/recurrent.py`), X float32 [m, channels or 3 * channels], W float32 [channels,
+In: `state`, rows and cells (`schedules/runs.py`), X float32 [m, channels or 3 * channels], W float32 [channels,
 taps] flat, States float32 [cells, taps - 1, channels]: the last inputs, the oldest first. Out: Y float32 [m, channels],
 and States in place. A thread has one column of one sequence, and goes through ROWS rows of it, or through all where
 they are single rows.
@@ -17,7 +17,7 @@ from mlc_amd.schedules.gpu.base.activations import ACTIVATIONS
 from mlc_amd.schedules.gpu.base.device import fma, launch
 from mlc_amd.schedules.gpu.base.planes import padded
 from mlc_amd.schedules.gpu.base.step import kernel, live_rows, state_arg, when
-from mlc_amd.schedules.recurrent import CELLS, RunCells, begins, check_parts, part_args, run_args, run_length, runs
+from mlc_amd.schedules.runs import CELLS, RunCells, begins, check_parts, part_args, run_args, run_length, runs
 
 THREADS = 64  # of a workgroup: columns; few, so that narrow models use several compute units
 ROWS = 16  # of a chunk that a thread goes through; more than there are taps

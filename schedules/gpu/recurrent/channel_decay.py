@@ -8,10 +8,10 @@ heads * d]. A thread has a column of a row.
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import padded_columns
 from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg, when
-from mlc_amd.schedules.recurrent import softplus
+from mlc_amd.schedules.operators.attention import padded_columns
+from mlc_amd.schedules.runs import softplus
 
 THREADS = 128  # of a workgroup, at most: columns
 

@@ -5,7 +5,7 @@
 
 by_channel: each channel of k, a row of M, has a decay of its own, which is given.
 
-In: `state`, rows and cells (`schedules/recurrent.py`), X float32 [m, q, k and v of all heads], Beta and Alpha float32
+In: `state`, rows and cells (`schedules/runs.py`), X float32 [m, q, k and v of all heads], Beta and Alpha float32
 [m, value heads, padded], A and Dt float32 [value heads, padded] or, by channel, Decay float32 [m, value heads * d],
 States float32 [cells, value heads, d of v, d of k].
 Out: Y float32 [m, value heads * d], and States in place.
@@ -20,12 +20,12 @@ from math import sqrt
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import padded_columns
 from mlc_amd.schedules.gpu.base.device import fma, launch, rsqrt, wave_sum
 from mlc_amd.schedules.gpu.base.registers import local, put
 from mlc_amd.schedules.gpu.base.step import kernel, live_rows, state_arg
 from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, load_row, store_row, waves_of
-from mlc_amd.schedules.recurrent import CELLS, Decays, RunCells, begins, key_head, run_args, run_length, runs
+from mlc_amd.schedules.operators.attention import padded_columns
+from mlc_amd.schedules.runs import CELLS, Decays, RunCells, begins, key_head, run_args, run_length, runs
 
 
 def _dot(a, b):

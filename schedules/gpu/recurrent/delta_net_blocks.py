@@ -14,7 +14,6 @@ from math import sqrt
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import padded_columns
 from mlc_amd.schedules.gpu.base.device import fma, launch, rsqrt, shuffle
 from mlc_amd.schedules.gpu.base.registers import local, put
 from mlc_amd.schedules.gpu.base.step import kernel, state_arg
@@ -29,7 +28,8 @@ from mlc_amd.schedules.gpu.recurrent.scan_blocks import (
     fitted,
     weighed,
 )
-from mlc_amd.schedules.recurrent import CELLS, key_head, run_args, runs, softplus
+from mlc_amd.schedules.operators.attention import padded_columns
+from mlc_amd.schedules.runs import CELLS, key_head, run_args, runs, softplus
 
 BY_SLOT = 3  # (k[j] . q[i]) G(j, i); G(j, last); T[i, j]: of j, the row that the slot stands for
 ALONE = 3  # what S q and S k are multiplied with, G(-1, last)

@@ -7,12 +7,12 @@ layout of `quantize.py`. A lane has four columns of each step; neighbouring lane
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import LOG2E
 from mlc_amd.schedules.gpu.base.device import exp2, fma, launch, rcp, rsqrt, wave_sum
 from mlc_amd.schedules.gpu.base.norm import load_columns
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, act_args, emit_store
 from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg
+from mlc_amd.schedules.operators.attention import LOG2E
 
 WAVES = 4  # of a workgroup, at most
 

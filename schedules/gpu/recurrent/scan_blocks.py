@@ -23,7 +23,7 @@ from mlc_amd.schedules.gpu.base.device import barrier, fma, shuffle, shuffle_xor
 from mlc_amd.schedules.gpu.base.registers import lane_of, local, put, vector
 from mlc_amd.schedules.gpu.base.step import live_rows, opaque_zero
 from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, load_row, store_row, width_of
-from mlc_amd.schedules.recurrent import RunCells, begins, run_length
+from mlc_amd.schedules.runs import RunCells, begins, run_length
 
 LEAST = 2 * LANES  # rows of a chunk for which blocks pay
 QUAD = 4  # factors of a load

@@ -2,7 +2,7 @@
 
     dt = softplus(t + bias);  S *= exp(a * dt);  S += dt * x B^T;  y = (S C + D * x) * silu(z)
 
-In: `state`, rows and cells (`schedules/recurrent.py`), X float32 [m, x of all heads, B and C of all groups], Z float32
+In: `state`, rows and cells (`schedules/runs.py`), X float32 [m, x of all heads, B and C of all groups], Z float32
 [m, heads * d, padded], Dt float32 [m, heads, padded], A, D and Bias float32 [heads, padded], States float32 [cells,
 heads, d * size]. Out: Y float32 [m, heads * d], and States in place.
 
@@ -13,13 +13,13 @@ sequence; they meet in one sum over their lanes, so waves never wait for one ano
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import padded_columns
 from mlc_amd.schedules.gpu.base.activations import ACTIVATIONS
 from mlc_amd.schedules.gpu.base.device import fma, launch, wave_sum
 from mlc_amd.schedules.gpu.base.registers import local, put
 from mlc_amd.schedules.gpu.base.step import kernel, live_rows, state_arg
 from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, load_row, store_row, waves_of
-from mlc_amd.schedules.recurrent import CELLS, RunCells, begins, run_args, run_length, runs, softplus
+from mlc_amd.schedules.operators.attention import padded_columns
+from mlc_amd.schedules.runs import CELLS, RunCells, begins, run_args, run_length, runs, softplus
 
 
 def ssm_scan(heads, d, size, groups, single, m, arch, name) -> tirx.PrimFunc:

@@ -5,7 +5,6 @@ computes, from the same parameters. B is k there and C is q; what is added along
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import padded_columns
 from mlc_amd.schedules.gpu.base.activations import ACTIVATIONS
 from mlc_amd.schedules.gpu.base.device import fma, launch
 from mlc_amd.schedules.gpu.base.step import kernel, state_arg
@@ -20,7 +19,8 @@ from mlc_amd.schedules.gpu.recurrent.scan_blocks import (
     fitted,
     weighed,
 )
-from mlc_amd.schedules.recurrent import CELLS, run_args, runs, softplus
+from mlc_amd.schedules.operators.attention import padded_columns
+from mlc_amd.schedules.runs import CELLS, run_args, runs, softplus
 
 BY_SLOT = 2  # (B[j] . C[i]) G(j, i); G(j, last): of j, the row that the slot stands for
 ALONE = 3  # what S C is multiplied with, dt, G(-1, last)

@@ -17,11 +17,11 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.sampling.layout import ADJUST, CHANGES, DRAW, LOGPROB, MASK, RECENT, TOKEN
-from mlc_amd.schedules.attention import LOG2E
 from mlc_amd.schedules.gpu.base.device import barrier, exp2, intrin, launch, maximum, wave_max
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg, where
 from mlc_amd.schedules.gpu.sampling.sample_search import STEPS, WIDTH, Group, RowDraw, Workgroup, team_of
+from mlc_amd.schedules.operators.attention import LOG2E
 from mlc_amd.schedules.sampling_machine import LARGEST, LOWEST, Var, Words, sample_args, when
 
 # What the first launch hands to the second, of each part: the largest logit, and of the changed ones too, the first

@@ -19,7 +19,6 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.compiler.codegen.spirv import compile_spirv, opcodes
-from mlc_amd.schedules.attention import Attention, Rope
 from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention.attention_prefill_dot import attention_prefill_dot
 from mlc_amd.schedules.gpu.attention.rope_kv_write import rope_kv_write
@@ -28,6 +27,7 @@ from mlc_amd.schedules.gpu.base.embed import embed
 from mlc_amd.schedules.gpu.base.norm import quantize, rms_norm
 from mlc_amd.schedules.gpu.base.step import kept
 from mlc_amd.schedules.gpu.linear import gemm, gemv
+from mlc_amd.schedules.operators.attention import Attention, Rope
 
 
 @pytest.fixture(params=RUN)

@@ -8,10 +8,10 @@ from spirv_emulation import emulated, execute
 from spirv_kernels import kernel
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import Rope
 from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.base import device
 from mlc_amd.schedules.gpu.base.profiles import resolve
+from mlc_amd.schedules.operators.attention import Rope
 from tests.dev.spirv.emulator import Fault
 from tests.schedules.gpu import test_vulkan_kernels
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from samples import sample
 from vulkan_harness import gpu
+from workloads import operator
 
 from mlc_amd.compiler.tuning.build import Builder, build, folder_name, make, plan_of, target
 from mlc_amd.compiler.tuning.database import Checked
@@ -17,23 +18,22 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import read
 from mlc_amd.runtime.measure.measurer import Measurer
 from mlc_amd.schedules.gpu.linear import gemv
-from mlc_amd.schedules.plans.space import space
-from mlc_amd.schedules.plans.workload import Workload
+from mlc_amd.schedules.space import space
 
 CPU = "x86-64-v2"  # of what every machine that runs tests can run
 
 
 def linear(
     kind: str, n: int = 64, k: int = 256, m: int = 1, fmt: str = "q4_0", bias: bool = False, arch: str | None = None
-) -> Workload:
+) -> Operator:
     layout = target(kind, arch or {"cpu": CPU, "vulkan": "lavapipe", "rocm": "gfx1100"}[kind]).act_layout(m, "int8")
-    return Workload(
+    return operator(
         "linear", {"segments": [[fmt, n]], "k": k, "m": m, "layout": layout, "biases": [bias], "residual": False}
     )
 
 
-def norm(eps: float, k: int = 256) -> Workload:
-    return Workload(
+def norm(eps: float, k: int = 256) -> Operator:
+    return operator(
         "rms_norm", {"k": k, "m": 4, "eps": eps, "layout": target("cpu", CPU).act_layout(4, "int8"), "rows": "all"}
     )
 
@@ -84,7 +84,7 @@ def llvmpipe():
 @pytest.mark.parametrize("op", sample(OPERATORS, ["linear", "gate_up", "embed", "rope_attention"]))
 def test_every_operator_becomes_a_candidate(llvmpipe, tmp_path, op):
     args, roles, state = OPERATORS[op]
-    one = build(Workload(op, args), None, "vulkan", "lavapipe", tmp_path / op)
+    one = build(operator(op, args), None, "vulkan", "lavapipe", tmp_path / op)
     assert [p.role for p in one.params] == roles.split()
     assert one.cases[0]["state"] == state and one.cases[0]["bytes"] > 0
     assert all("draw" in p.facts for p in one.params if p.role == "weight" and p.name[:2] in ("W0", "G_", "U_", "Q4"))
@@ -99,12 +99,12 @@ def test_what_a_kernel_must_move(tmp_path):
     weights, activations, result = 64 * 256 // 2 + 64 * 8 * 2, 256 + 8 * 4 * 4, 64 * 4
     assert one.facts["bytes"] == weights + activations + result and one.facts["flops"] == 2 * 64 * 256
     args = HEADS | ROPE | {"layout": "rows"}
-    decode = build(Workload("rope_attention", args | {"ctx": 8192}), None, "vulkan", "lavapipe", tmp_path / "b")
+    decode = build(operator("rope_attention", args | {"ctx": 8192}), None, "vulkan", "lavapipe", tmp_path / "b")
     assert [case["state"][0] for case in decode.cases] == [512, 4096]
     cache = 2 * 2 * 64 * 2 * np.array([513, 4097])
     assert [case["bytes"] for case in decode.cases] == pytest.approx(list(cache), rel=0.1)
     assert decode.facts["bytes"] == np.mean([case["bytes"] for case in decode.cases])
-    short = build(Workload("rope_attention", args), None, "vulkan", "lavapipe", tmp_path / "c")
+    short = build(operator("rope_attention", args), None, "vulkan", "lavapipe", tmp_path / "c")
     assert [case["state"][0] for case in short.cases] == [512, 1023]
 
 
@@ -112,7 +112,7 @@ def test_builds_are_repeatable_and_know_their_plan(tmp_path):
     plan = gemv.Plan(rows=2, waves=1, lanes=8, unroll=1)
     first, second = (build(linear("vulkan"), plan, "vulkan", "lavapipe", tmp_path / name) for name in "ab")
     assert first.code.read_bytes() == second.code.read_bytes() and first.facts == second.facts
-    assert plan_of(first.facts) == plan and Workload.from_json(first.facts["workload"]) == linear("vulkan")
+    assert plan_of(first.facts) == plan and from_json(first.facts["workload"]) == linear("vulkan")
     assert (
         folder_name(linear("vulkan"), plan)
         != folder_name(linear("vulkan"), None)
@@ -122,8 +122,8 @@ def test_builds_are_repeatable_and_know_their_plan(tmp_path):
 
 def test_workers_survive_what_does_not_build(tmp_path):
     good, refused = linear("cpu"), linear("cpu", k=257)
-    wrong = Workload("linear", good.args | {"biases": []})
-    unknown = Workload("no_such_operator", {})
+    wrong = operator("linear", good.args | {"biases": []})
+    unknown = operator("no_such_operator", {})
     with Builder("cpu", CPU, tmp_path, workers=1) as builder:
         steps = []
         built = builder.build(
@@ -174,7 +174,7 @@ def test_another_kernel_is_rejected(tmp_path):
 
 def test_states_have_dead_tokens_and_stay_in_the_context(tmp_path):
     one = build(
-        Workload("attention", HEADS | {"m": 16, "single": 0, "layout": "rows"}), None, "vulkan", "lavapipe", tmp_path
+        operator("attention", HEADS | {"m": 16, "single": 0, "layout": "rows"}), None, "vulkan", "lavapipe", tmp_path
     )
     found = one.facts["states"]
     assert [37, 13, 0, 0] in found and [0, 16, 0, 0] in found

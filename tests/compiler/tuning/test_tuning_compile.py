@@ -13,7 +13,7 @@ from mlc_amd.compiler.tuning import tasks as tuning
 from mlc_amd.compiler.tuning.database import Checked, Database, Measured
 from mlc_amd.compiler.tuning.rooflines import roofline
 from mlc_amd.compiler.tuning.session import TuningSession
-from mlc_amd.schedules.plans.space import space
+from mlc_amd.schedules.space import space
 
 pytest.importorskip("xgboost")
 CONTEXT = 128

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from formula import GFX, Bench, Task, linear, right
+from workloads import operator
 
 from mlc_amd.compiler.tuning import database as databases
 from mlc_amd.compiler.tuning import lines as lines_of
@@ -20,7 +21,7 @@ from mlc_amd.compiler.tuning.session import TuningSession, run
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base import arch as archs
 from mlc_amd.schedules.gpu.base import profiles
-from mlc_amd.schedules.plans import Workload, space
+from mlc_amd.schedules.space import space
 from tests.dev.ship_tuned import export
 
 pytest.importorskip("xgboost")
@@ -153,7 +154,7 @@ def test_kill_9_loses_nothing_and_repeats_nothing(tmp_path):
 # ---- what a compile uses
 
 
-def tuned(folder, arch, workload=None) -> Workload:
+def tuned(folder, arch, workload=None) -> Operator:
     """A database with a checked winner."""
     workload = workload or linear()
     with Database(arch, folder) as database:
@@ -223,15 +224,15 @@ def test_stale_records_are_ignored_with_a_note(tmp_path, change, reason):
 # ---- other capacities of the KV cache
 
 
-def attention(ctx: int) -> Workload:
-    return Workload(
+def attention(ctx: int) -> Operator:
+    return operator(
         "attention", {"heads": 8, "kv_heads": 2, "d": 64, "ctx": ctx, "m": 64, "single": 0, "layout": "half"}
     )
 
 
-def decode(ctx: int) -> Workload:
+def decode(ctx: int) -> Operator:
     args = {"heads": 8, "kv_heads": 2, "d": 64, "ctx": ctx, "neox": True, "rotary": 64, "eps": None, "layout": "rows"}
-    return Workload("rope_attention", args)
+    return operator("rope_attention", args)
 
 
 def record_winner(folder, workload, plan, seconds=1.0) -> None:

@@ -7,6 +7,7 @@ import pytest
 import tvm
 from samples import sample
 from tvm import tirx
+from workloads import operator
 
 from mlc_amd.compiler.codegen.lower import walk
 from mlc_amd.compiler.tuning import build, rooflines, summary
@@ -15,7 +16,6 @@ from mlc_amd.schedules.cpu.base import bound
 from mlc_amd.schedules.cpu.base.arch import resolve
 from mlc_amd.schedules.cpu.linear.planes import plane_bytes
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.plans.workload import Workload
 
 DOTS = {
     "znver4": ("vpdpbusd.512", 64),
@@ -26,18 +26,18 @@ DOTS = {
 
 def linear(m, *segments, k=512):
     rest = {"biases": [False] * len(segments), "residual": False}
-    return Workload("linear", {"segments": [list(s) for s in segments], "k": k, "m": m, "layout": "tiles", **rest})
+    return operator("linear", {"segments": [list(s) for s in segments], "k": k, "m": m, "layout": "tiles", **rest})
 
 
 def gate_up(m, fmt):
-    return Workload(
+    return operator(
         "gate_up", {"gate": fmt, "up": fmt, "n": 512, "k": 512, "m": m, "layout_in": "tiles", "layout": "tiles"}
     )
 
 
 def attention(m, single):
     args = {"heads": 8, "kv_heads": 2, "d": 64, "ctx": 256, "m": m, "single": single, "layout": "tiles"}
-    return Workload("attention", args)
+    return operator("attention", args)
 
 
 EXPERTS = {"experts": 8, "used": 2}
@@ -46,12 +46,12 @@ EXPERTS = {"experts": 8, "used": 2}
 def expert_gate_up(m, fmt):
     args = {"gate": fmt, "up": fmt, "n": 512, "k": 512, "m": m} | EXPERTS | {"tile": min(m, 16), "biases": False}
     args |= {"act": "silu", "layout_in": f"tiles:{min(m, 16)}", "layout": f"tiles:{min(m, 16)}", "shared": m == 1}
-    return Workload("expert_gate_up", args)
+    return operator("expert_gate_up", args)
 
 
 def expert_down(fmt):
     args = {"fmt": fmt, "n": 512, "k": 512, "m": 1} | EXPERTS | {"tile": 1, "bias": False, "weighted": True}
-    return Workload("expert_down", args | {"residual": False, "layout": "tiles:1"})
+    return operator("expert_down", args | {"residual": False, "layout": "tiles:1"})
 
 
 def executed(stmt, kind, counts) -> float:

@@ -15,7 +15,7 @@ from mlc_amd.compiler.tuning.database import Database
 from mlc_amd.compiler.tuning.session import TuningSession, run
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import FILE, read, write
-from mlc_amd.schedules.plans.space import space
+from mlc_amd.schedules.space import space
 
 pytest.importorskip("xgboost")
 from vulkan_harness import gpu  # (lets Vulkan see Mesa's CPU driver only, here and in the servers)

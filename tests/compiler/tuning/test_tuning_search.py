@@ -6,12 +6,13 @@ import sys
 
 import pytest
 from formula import GFX, NVIDIA, cost, linear
+from workloads import operator
 
 from mlc_amd.compiler.tuning.search import Search
 from mlc_amd.schedules.gpu.base import arch as archs
 from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.linear import gemv
-from mlc_amd.schedules.plans import Workload, space
+from mlc_amd.schedules.space import space
 
 pytest.importorskip("xgboost")
 
@@ -21,13 +22,13 @@ pytest.importorskip("xgboost")
 
 def test_workloads_survive_json():
     workload = linear()
-    assert workload == Workload.from_json(json.loads(workload.text)) != linear(4112)
+    assert workload == from_json(json.loads(workload.text)) != linear(4112)
     assert workload.key != linear(4112).key
 
 
 def test_keys_are_the_same_in_another_process():
     code = (
-        "import json, sys; from mlc_amd.schedules.plans.workload import Workload as W; w = "
+        "import json, sys; from mlc_amd.schedules.operators import Operator as W; w = "
         "W.from_json(json.loads(sys.argv[1]))"
     )
     code += "; print(w.key)"
@@ -66,9 +67,9 @@ SPARSE = """
 import sys
 from mlc_amd.schedules.gpu import arch as archs
 from mlc_amd.compiler.tuning import search
-from mlc_amd.schedules.plans import Workload, space
+from mlc_amd.schedules.space import space
 args = {"gate": "q4_0", "up": "q4_0", "n": 256, "k": 256, "m": 32, "layout_in": "half", "layout": "half"}
-workload, arch = Workload("gate_up", args), archs.resolve("gfx1100")
+workload, arch = operator("gate_up", args), archs.resolve("gfx1100")
 found = space(workload, arch)
 fastest = 1e-3 * (1 + min(p.tokens / p.columns for p in found.plans))
 for search.RANKED in map(int, sys.argv[1:]):
@@ -134,7 +135,7 @@ def test_warps_by_rows_is_a_subset_of_the_gemv_space(arch):
 def test_plans_of_a_space_make_different_kernels():
     import tvm_ffi
 
-    workload = Workload(
+    workload = operator(
         "linear", {"segments": [("q4_k", 64)], "k": 512, "m": 1, "layout": "rows", "biases": [False], "residual": False}
     )
     plans = space(workload, NVIDIA).plans

@@ -11,7 +11,7 @@ from mlc_amd.compiler.tuning import database as databases
 from mlc_amd.compiler.tuning import session as sessions
 from mlc_amd.compiler.tuning.database import Checked, Database, Lookup, Measured, Record
 from mlc_amd.compiler.tuning.session import MAX_SLOWER, TuningSession, run
-from mlc_amd.schedules.plans import space
+from mlc_amd.schedules.space import space
 
 pytest.importorskip("xgboost")
 

@@ -7,6 +7,7 @@ from math import prod
 
 import pytest
 from assembly import END, GFX1100
+from workloads import operator
 
 from mlc_amd.compiler.codegen import hsaco, radv
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
@@ -20,8 +21,7 @@ from mlc_amd.schedules.gpu.base import arch as archs
 from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.linear.gemm import linear as gemm
 from mlc_amd.schedules.gpu.linear.gemv import Plan, gate_up_swiglu, linear
-from mlc_amd.schedules.plans.space import space
-from mlc_amd.schedules.plans.workload import Workload
+from mlc_amd.schedules.space import space
 from tests.dev import ship_tuned
 from tests.dev.static_correlation import spearman
 
@@ -50,7 +50,7 @@ def program(text, grid=(16, 1, 1)):
 
 
 def linear_task(fmt="q4_0", n=4096, k=4096, m=1, layout="rows"):
-    return Workload(
+    return operator(
         "linear", {"segments": [[fmt, n]], "k": k, "m": m, "layout": layout, "biases": [False], "residual": True}
     )
 
@@ -225,7 +225,7 @@ def test_measure():
 def test_gemm_plans_with_low_occupancy_are_not_preferred():
     """More shared memory than the default's, so that a compute unit holds one workgroup instead of three."""
     args = {"segments": [["q4_0", 2048], ["q4_0", 1024], ["q4_0", 1024]], "k": 1024, "m": 512, "layout": "half"}
-    workload = Workload("linear", args | {"biases": [False] * 3, "residual": False})
+    workload = operator("linear", args | {"biases": [False] * 3, "residual": False})
     found = space(workload, archs.resolve("gfx942"))
     plan = found.plan_type(128, 128, 64, 2, 2, 1, 1)
     with Static("rocm", "gfx942", workers=1) as static:
@@ -243,7 +243,7 @@ def test_gemm_plans_with_low_occupancy_are_not_preferred():
 
 def test_attention_is_not_modelled():
     args = {"heads": 8, "kv_heads": 2, "d": 64, "ctx": 1024, "m": 64, "single": 0, "layout": "half"}
-    workload = Workload("attention", args)
+    workload = operator("attention", args)
     with Static("rocm", "gfx1100", workers=1) as static:
         assert not static.serves(workload) and static.serves(linear_task())
         (found,) = static.measure([(workload, space(workload, static.arch).default)])
@@ -277,7 +277,7 @@ def test_shipped_records_are_used(path):
     arch = {"rocm": archs.resolve, "vulkan": profiles.resolve}[data["api"]](data["arch"])
     shipped = Lookup(arch, "shipped")
     for record in data["records"]:
-        workload = Workload.from_json(record)
+        workload = from_json(record)
         plan, source = shipped.find(workload)
         assert source == "shipped" and asdict(plan) == record["plan"] != asdict(space(workload, arch).default)
         assert record["passed"] and record["checked"].startswith("emulator") and record["runner"] == "static"
@@ -308,7 +308,7 @@ def test_shipped_gemm_plans_keep_the_occupancy():
         data = json.loads(path.read_text())
         records = {json.dumps(record["plan"]): record for record in data["records"] if record["args"]["m"] > 1}
         with Static(data["api"], data["arch"], workers=1) as static:
-            workloads = [Workload.from_json(record) for record in records.values()]
+            workloads = [from_json(record) for record in records.values()]
             plans = [space(w, static.arch).parse(r["plan"]) for w, r in zip(workloads, records.values(), strict=True)]
             found = static.measure(list(zip(workloads, plans, strict=True)))
         assert [one.error for one in found] == [""] * len(records)

@@ -11,7 +11,7 @@ from candidates import ADD, STATE, made
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure import candidate, compare, inputs, routing, timing
 from mlc_amd.runtime.measure.timing import Bench
-from mlc_amd.schedules.experts import Experts
+from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.tools.reference.experts import order
 
 

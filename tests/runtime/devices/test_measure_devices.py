@@ -15,6 +15,7 @@ import pytest
 from candidates import STATE, made
 from samples import sample
 from vulkan_harness import gpu
+from workloads import operator
 
 from mlc_amd.compiler.codegen.cpu import NATIVE, compile_c
 from mlc_amd.runtime.errors import UserError
@@ -288,7 +289,6 @@ def test_measures_on_a_vulkan_device(tmp_path, biases):
     """biases: with many, the arguments' addresses go to a table."""
     gpu("llvmpipe")
     from mlc_amd.compiler.tuning.build import build
-    from mlc_amd.schedules.plans.workload import Workload
 
     count = max(biases, 1)
     args = {
@@ -299,7 +299,7 @@ def test_measures_on_a_vulkan_device(tmp_path, biases):
         "biases": [biases > 0] * count,
         "residual": False,
     }
-    workload = Workload("linear", args)
+    workload = operator("linear", args)
     one, two = (build(workload, None, "vulkan", "lavapipe", tmp_path / name) for name in "ab")
     assert one.steps[0]["table"] == (biases > 0)
     broken = tmp_path / "broken"

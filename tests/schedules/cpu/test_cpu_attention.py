@@ -18,11 +18,11 @@ from samples import sample
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
-from mlc_amd.schedules.attention import KV_BLOCK, PAGE, SLOTS, Attention, Rope
 from mlc_amd.schedules.cpu.attention.attention import attention, kernel_module
 from mlc_amd.schedules.cpu.attention.cache import cache_types
 from mlc_amd.schedules.cpu.attention.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.cpu.base.arch import resolve
+from mlc_amd.schedules.operators.attention import KV_BLOCK, PAGE, SLOTS, Attention, Rope
 from mlc_amd.tools.reference.attention import (
     CACHES,
     as_stored,

@@ -9,14 +9,14 @@ import pytest
 import tvm
 import tvm_ffi
 from samples import sample
+from workloads import operator
 
 from mlc_amd.compiler.codegen.cpu import CpuTarget, build_module
 from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.runtime.measure import routing
 from mlc_amd.schedules.cpu.base.arch import resolve
-from mlc_amd.schedules.experts import Experts
-from mlc_amd.schedules.plans.space import space
-from mlc_amd.schedules.plans.workload import Workload
+from mlc_amd.schedules.operators.experts import Experts
+from mlc_amd.schedules.space import space
 from mlc_amd.tools.reference.operators import used_slots
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
@@ -32,23 +32,23 @@ ARCHS = list(
 def linear(m, *segments, k=512):
     """A workload; k: the columns."""
     rest = {"biases": [False] * len(segments), "residual": len(segments) == 1}
-    return Workload("linear", {"segments": [list(s) for s in segments], "k": k, "m": m, "layout": "", **rest})
+    return operator("linear", {"segments": [list(s) for s in segments], "k": k, "m": m, "layout": "", **rest})
 
 
 def gate_up(m, fmt, **attributes):
     args = {"gate": fmt, "up": fmt, "n": 96, "k": 256, "m": m, "layout_in": "", "layout": "tiles"}
-    return Workload("gate_up", args | attributes)
+    return operator("gate_up", args | attributes)
 
 
 def attention(m, single, **attributes):
     args = {"heads": 14, "kv_heads": 2, "d": 64, "ctx": 384, "m": m, "single": single, "layout": "tiles"}
-    return Workload("attention", args | attributes)
+    return operator("attention", args | attributes)
 
 
 def experts(op, m, **args):
     layout, tile = ("", 1) if m == 1 else ("tiles", m)
     common = {"n": 256, "k": 256, "m": m, "experts": 4, "used": 2, "tile": tile, "layout": layout}
-    return Workload(op, args | common)
+    return operator(op, args | common)
 
 
 GATES = {"gate": "q4_k", "up": "q4_k", "biases": True, "act": "silu", "layout_in": "tiles", "shared": True}

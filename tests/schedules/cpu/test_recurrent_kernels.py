@@ -10,12 +10,12 @@ from samples import sample
 from vulkan_harness import PROFILES, gpu, run
 
 from mlc_amd.compiler.codegen.cpu import build_module
-from mlc_amd.schedules.attention import SLOTS, padded_columns
 from mlc_amd.schedules.cpu.base.arch import resolve
 from mlc_amd.schedules.cpu.kernels import BUILDERS as ON_CPU
 from mlc_amd.schedules.gpu.base.arch import resolve as gfx
 from mlc_amd.schedules.gpu.kernels import BUILDERS as ON_GPU
-from mlc_amd.schedules.recurrent import COLUMNS, KEPT
+from mlc_amd.schedules.operators.attention import SLOTS, padded_columns
+from mlc_amd.schedules.runs import COLUMNS, KEPT
 from mlc_amd.tools.reference.case import Case
 from mlc_amd.tools.reference.operators import results
 from tests.schedules.gpu.test_gpu_experts import emulated

@@ -11,7 +11,6 @@ from spirv_emulation import emulated
 
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.runtime.devices.vulkan import fragments
-from mlc_amd.schedules.experts import Experts
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu.base.pairs import GROUP, in_lanes, lanes_shape
 from mlc_amd.schedules.gpu.base.planes import BLOCK
@@ -22,6 +21,7 @@ from mlc_amd.schedules.gpu.linear import gemm, lane_tiles
 from mlc_amd.schedules.gpu.linear.deferred_norm import MARGIN
 from mlc_amd.schedules.gpu.linear.gate_up_gemm import gate_up_swiglu
 from mlc_amd.schedules.gpu.linear.gemm_lanes import LaneTile
+from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.tools.reference import activations
 from tests.schedules.gpu.test_gpu_experts import Case, assigned, stack
 from tests.schedules.gpu.test_gpu_gemm import error, state, weights

@@ -13,13 +13,13 @@ from samples import sample
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import Attention, Rope
 from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention.attention_prefill_dot import attention_prefill_dot
 from mlc_amd.schedules.gpu.attention.cache import cache_types
 from mlc_amd.schedules.gpu.attention.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.base.arch import resolve
+from mlc_amd.schedules.operators.attention import Attention, Rope
 from tests.dev.gfxemu import emulate
 
 ARCHS = ("gfx1100", "gfx1201", "gfx942")

@@ -4,6 +4,7 @@ import gguf_blocks
 import numpy as np
 import pytest
 from samples import sample
+from workloads import operator
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.schedules.formats import FORMATS
@@ -19,7 +20,7 @@ from mlc_amd.schedules.gpu.linear.gemv_matrix import (
     linear,
     suits,
 )
-from mlc_amd.schedules.plans import Workload, space
+from mlc_amd.schedules.space import space
 from tests.dev.gfxemu import emulate
 from tests.schedules.gpu.test_gpu_gemv import ARCH_NAMES, TOLERANCE, activations, check_no_spills, state, weights
 
@@ -169,6 +170,6 @@ def test_plans():
     assert fitted(Plan(2, 8), q4_0, 4096, 32, arch) == fitted(Plan(2, 8), q8_0, 4096, 16, arch) == (Plan(2, 8), 4)
     assert default_plan(arch, 4096).tiles == 2 and default_plan(arch, 512).tiles == 1
     args = {"segments": [["q4_0", 4096]], "k": 4096, "m": 8, "layout": "rows", "biases": [False], "residual": False}
-    found = space(Workload("linear", args), arch)
+    found = space(operator("linear", args), arch)
     assert found.default == default_plan(arch, 4096) and len(found.plans) == 12
     assert lds_bytes(q4_0, Plan(4, 8), 8, 8) == 20480

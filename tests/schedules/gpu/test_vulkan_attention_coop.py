@@ -16,13 +16,13 @@ from spirv_emulation import execute
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.compiler.codegen.spirv_reader import read
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.attention import SLOTS, Attention
 from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.attention.attention_coop_tiles import QUERY, Tile, held_steps, lds_bytes, tile_of
 from mlc_amd.schedules.gpu.attention.attention_prefill_coop import attention_prefill_coop
 from mlc_amd.schedules.gpu.attention.cache import cache_types
 from mlc_amd.schedules.gpu.base.pairs import from_pairs
 from mlc_amd.schedules.gpu.base.profiles import resolve
+from mlc_amd.schedules.operators.attention import SLOTS, Attention
 
 NVIDIA = resolve("nvidia")
 CASES = {

@@ -14,13 +14,13 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.compiler.codegen.spirv_reader import read
-from mlc_amd.schedules.attention import Attention, Rope
 from mlc_amd.schedules.gpu.attention import attention_decode, attention_splits
 from mlc_amd.schedules.gpu.attention.attention_splits import MatrixPlan, default_plan, splits_of, splits_of_rows
 from mlc_amd.schedules.gpu.attention.cache import rows_arg
 from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.profiles import resolve
 from mlc_amd.schedules.gpu.base.step import kernel
+from mlc_amd.schedules.operators.attention import Attention, Rope
 
 NVIDIA = resolve("nvidia")
 STATES = tuple((position, 1) for position in (0, 70, CTX - 1))

@@ -16,7 +16,6 @@ from samples import sample
 from tvm.tirx.script import builder as T
 from vulkan_harness import PROFILES, gpu, on_both, run
 
-from mlc_amd.schedules.attention import Rope
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
@@ -31,6 +30,7 @@ from mlc_amd.schedules.gpu.linear import gemm, gemv
 from mlc_amd.schedules.gpu.linear.gate_up_gemm import gate_up_swiglu as gate_up_gemm
 from mlc_amd.schedules.gpu.linear.gemm_dot import choose
 from mlc_amd.schedules.gpu.linear.gemv import Plan
+from mlc_amd.schedules.operators.attention import Rope
 from mlc_amd.tools.reference import operators
 from mlc_amd.tools.reference.case import Case as Call
 from tests.schedules.gpu import test_gpu_gemm as gemm_cases

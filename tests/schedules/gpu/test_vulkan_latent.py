@@ -13,13 +13,13 @@ from spirv_emulation import execute
 
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.compiler.codegen.spirv_reader import read
-from mlc_amd.schedules.attention import Attention
 from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.base.pairs import from_pairs
 from mlc_amd.schedules.gpu.base.profiles import resolve
 from mlc_amd.schedules.gpu.latent.attention_latent import tiles_of
 from mlc_amd.schedules.gpu.latent.attention_latent_decode import Plan
 from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, lds_bytes, shape_of, tile_of
+from mlc_amd.schedules.operators.attention import Attention
 
 NVIDIA = resolve("nvidia")
 LATENT = {"values": 64, "scale": 0.1}

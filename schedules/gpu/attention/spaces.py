@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from mlc_amd.schedules.attention import PAGE, Attention, described, padded_columns
 from mlc_amd.schedules.gpu.attention import (
     attention_coop_tiles,
     attention_prefill,
@@ -12,7 +11,8 @@ from mlc_amd.schedules.gpu.attention import (
 from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import waves_of
 from mlc_amd.schedules.gpu.base import norm
 from mlc_amd.schedules.gpu.latent import attention_latent_decode, attention_latent_tiles
-from mlc_amd.schedules.plans.space import Kernel, Space
+from mlc_amd.schedules.operators.attention import PAGE, CausalAttention, padded_columns
+from mlc_amd.schedules.space import Kernel, Space
 
 SUMS = 256  # float32 accumulators of a lane, at most: more leave no registers for anything else
 WAVES = (1, 2, 4, 8)
@@ -34,15 +34,14 @@ def checked_threads(arch, threads: int) -> int:
     return norm.threads_of(arch, norm.Plan(threads))
 
 
-def attention(workload, arch) -> Space:
-    args = workload.args
-    if args["m"] == args["single"]:
-        return decode(workload, arch)
-    shape = [args[name] for name in ("m", "heads", "kv_heads", "d")]
-    if args.get("values"):
-        layer = described(Attention, args)
+def attention(op, arch) -> Space:
+    if op.m == op.single:
+        return decode(op, arch)
+    layer = op.layer
+    shape = op.m, layer.heads, layer.kv_heads, layer.d
+    if layer.values:
         if tile := attention_latent_tiles.tile_of(layer, arch):
-            return _attention_latent(arch, args["m"], layer, tile)
+            return _attention_latent(arch, op.m, layer, tile)
         return _attention_dot(arch, *shape, default=attention_prefill_dot.LATENT_PLAN)
     if arch.matrix == "coop":
         return _attention_coop(arch, *shape)
@@ -114,9 +113,9 @@ def _attention_dot(arch, m, heads, kv_heads, d, default=None) -> Space:
     return Space(attention_prefill_dot.Plan, ATTENTION_DOT, default or attention_prefill_dot.Plan(), kernel)
 
 
-def decode(workload, arch) -> Space:
-    layer, m = described(Attention, workload.args), workload.args.get("m", 1)
-    if workload.op == "attention" and (latent := attention_latent_decode.plan_of(layer, m, arch)):
+def decode(op, arch) -> Space:
+    layer, m = op.layer, op.m
+    if isinstance(op, CausalAttention) and (latent := attention_latent_decode.plan_of(layer, m, arch)):
         return _decode_latent(arch, m, layer, latent)
     default = attention_splits.default_plan(layer, arch, m)
 

@@ -3,19 +3,21 @@
 Norms and the small kernels around attention have none: together they take two to four hundredths of the time.
 """
 
+from mlc_amd.schedules import operators
+from mlc_amd.schedules.cpu import registry
 from mlc_amd.schedules.cpu.attention import attention_decode, attention_prefill
 from mlc_amd.schedules.cpu.attention.attention import kernel_module
 from mlc_amd.schedules.cpu.attention.attention_block import product_blocks
 from mlc_amd.schedules.cpu.attention.cache import BLOCK as BLOCK_KEYS
 from mlc_amd.schedules.cpu.linear import linear_plan
 from mlc_amd.schedules.cpu.linear.planes import BLOCK, ROWS
-from mlc_amd.schedules.plans.space import Kernel, Space
+from mlc_amd.schedules.space import Kernel, Space
 
 
-def _rows_space(workload, isa, tasks) -> Space:
+def _rows_space(op, isa, tasks) -> Space:
     """The space of a kernel of weight rows. tasks(plan): what decides how its rows are shared out, and the number of
     tasks."""
-    segments, k, m = workload.weights, workload.args["k"], workload.args["m"]
+    segments, k, m = op.weights, op.k, op.m
     p = min(m, isa.tokens)
     default = linear_plan.default_plan(isa, m, p, segments, k)
     whole = segments[0][0].kind == "int8"
@@ -39,26 +41,27 @@ def _rows_space(workload, isa, tasks) -> Space:
     return Space(type(default), linear_plan.choices(isa, m, p), default, decode if m == 1 else prefill)
 
 
-def _linear(workload, arch) -> Space:
-    segments, k = workload.weights, workload.args["k"]
+@registry.plans(operators.Linear, operators.ExpertLinear, operators.ExpertDown)
+def _linear(op, arch) -> Space:
+    segments, k = op.weights, op.k
 
     def tasks(plan):
         held = tuple(linear_plan.row_tiles(fmt, n, k, plan) for fmt, n in segments)
         return held, sum(-(-n // ROWS) // tiles for (_, n), tiles in zip(segments, held, strict=True))
 
-    return _rows_space(workload, arch.isa, tasks)
+    return _rows_space(op, arch.isa, tasks)
 
 
-def _gate_up(workload, arch) -> Space:
+@registry.plans(operators.GateUp, operators.ExpertGateUp)
+def _gate_up(op, arch) -> Space:
     """Of experts, by a row's experts: of many rows at least that many."""
-    args = workload.args
-    blocks = args["n"] // BLOCK * args.get("used", 1)
-    return _rows_space(workload, arch.isa, lambda plan: (None, blocks))
+    blocks = op.n // BLOCK * getattr(op, "used", 1)
+    return _rows_space(op, arch.isa, lambda plan: (None, blocks))
 
 
-def _attention(workload, arch) -> Space:
-    args, isa = workload.args, arch.isa
-    group, kv_heads, d, m = args["heads"] // args["kv_heads"], args["kv_heads"], args["d"], args["m"]
+@registry.plans(operators.CausalAttention)
+def _attention(op, arch) -> Space:
+    isa, group, kv_heads, d, m = arch.isa, op.layer.group, op.layer.kv_heads, op.layer.d, op.m
 
     def products(plan, rows):
         cuts = [product_blocks(plan.registers, rows, columns, isa) for columns in (BLOCK_KEYS, d)]
@@ -76,17 +79,7 @@ def _attention(workload, arch) -> Space:
             plan.rows,
         )
 
-    module = kernel_module(m, args["single"])
+    module = kernel_module(m, op.single)
     return Space(
         module.Plan, module.choices(isa), module.default_plan(isa), decode if module is attention_decode else prefill
     )
-
-
-SPACES = {
-    "linear": _linear,
-    "gate_up": _gate_up,
-    "attention": _attention,
-    "expert_gate_up": _gate_up,
-    "expert_linear": _linear,
-    "expert_down": _linear,
-}

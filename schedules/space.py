@@ -11,10 +11,9 @@ from dataclasses import astuple, dataclass, fields
 from typing import Any, NamedTuple
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.plans.workload import Workload
+from mlc_amd.schedules.operators import Operator
 
-# api of an arch: the module with its `SPACES`, {operator: function (workload, arch) -> Space or None}
-MODULES = {"rocm": "gpu", "vulkan": "gpu", "cpu": "cpu"}
+PACKAGES = {"rocm": "gpu", "vulkan": "gpu", "cpu": "cpu"}  # by an arch's api: where its kernels are registered
 
 
 class Kernel(NamedTuple):
@@ -106,9 +105,9 @@ class Space:
 
 
 @functools.cache
-def space(workload: Workload, arch) -> Space | None:
-    """The workload's space on an arch (a GpuArch, Profile or cpu Arch); None if there is only one plan. Cached, since
-    listing a space's plans takes long. ValueError or UserError for a workload without kernels."""
-    spaces = importlib.import_module(f"mlc_amd.schedules.plans.{MODULES[arch.api]}").SPACES
-    found = spaces[workload.op](workload, arch) if workload.op in spaces else None
+def space(op: Operator, arch) -> Space | None:
+    """The operator's space on an arch (a GpuArch, Profile or cpu Arch); None if there is only one plan. Cached, since
+    listing a space's plans takes long. ValueError or UserError for one without kernels."""
+    spaces = importlib.import_module(f"mlc_amd.schedules.{PACKAGES[arch.api]}").registry.spaces
+    found = spaces[type(op)](op, arch) if type(op) in spaces else None
     return found if found and found.open else None

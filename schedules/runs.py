@@ -11,7 +11,7 @@ prim_func is open.
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.attention import SLOTS, padded_columns
+from mlc_amd.schedules.operators.attention import SLOTS, padded_columns
 
 KEPT = 8  # rows of a run that may leave a state each: a token and the guesses behind it
 COLUMNS = 1 + KEPT  # of a slot's row of cells

@@ -2,9 +2,10 @@
 
 from functools import partial
 
-from mlc_amd.schedules.attention import Attention, Rope, described
-from mlc_amd.schedules.experts import Experts
+from mlc_amd.schedules import operators
+from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.attention import rope_kv_write
+from mlc_amd.schedules.gpu.attention.spaces import SUMS, WAVES, attention, checked_threads, decode
 from mlc_amd.schedules.gpu.base import norm
 from mlc_amd.schedules.gpu.base.planes import padded
 from mlc_amd.schedules.gpu.base.step import FEW
@@ -14,9 +15,8 @@ from mlc_amd.schedules.gpu.experts.experts import Slots
 from mlc_amd.schedules.gpu.linear import gemm_coop, gemm_dot, gemm_lanes, gemm_matrix, gemv, gemv_matrix
 from mlc_amd.schedules.gpu.linear.gemm import engine
 from mlc_amd.schedules.gpu.recurrent import scan_blocks
-from mlc_amd.schedules.plans.gpu_attention import SUMS, WAVES, attention, checked_threads, decode
-from mlc_amd.schedules.plans.space import Kernel, Space
-from mlc_amd.schedules.rows import output_rows
+from mlc_amd.schedules.operators.rows import output_rows
+from mlc_amd.schedules.space import Kernel, Space
 
 MAX_SUMS = 64  # of a GEMV, likewise
 BLOCKS = 32  # of 32 columns that a lane has loaded, at most
@@ -42,12 +42,14 @@ THREADS = {"threads": (32, 64, 128, 256, 512, 1024)}
 STEPS = 16  # whose columns a thread of a norm holds at most
 
 
+_EXPERTS = operators.ExpertGateUp, operators.ExpertLinear
+
 # ---- few tokens
 
 
-def _gemv_linear(workload, arch) -> Space:
-    segments, k, m = workload.weights, workload.args["k"], workload.args["m"]
-    normed = workload.args.get("eps") is not None
+def _gemv_linear(op, arch) -> Space:
+    segments, k, m = op.weights, op.k, op.m
+    normed = op.eps is not None
 
     def kernel(plan) -> Kernel:
         plans, splits = gemv.linear_plans(segments, k, arch, plan, m, normed)
@@ -63,12 +65,11 @@ def _gemv_linear(workload, arch) -> Space:
     return Space(gemv.Plan, GEMV, gemv.linear_default(segments, arch, m, normed), kernel)
 
 
-def _gemv_gate_up(workload, arch) -> Space:
+def _gemv_gate_up(op, arch) -> Space:
     """Of one weight or, where there are experts, of those that a row uses."""
-    fmts, args = [fmt for fmt, _ in workload.weights], workload.args
-    f, k, m, slots = args["n"], args["k"], args["m"], 1
-    if "experts" in args:
-        m, slots = 1, args["used"] * m
+    fmts, f, k, m, slots = [fmt for fmt, _ in op.weights], op.n, op.k, op.m, 1
+    if isinstance(op, operators.ExpertGateUp):
+        m, slots = 1, op.used * m
 
     def kernel(plan) -> Kernel:
         used = gemv.gate_up_plan(fmts, f, k, arch, plan, m=m)
@@ -80,14 +81,15 @@ def _gemv_gate_up(workload, arch) -> Space:
     return Space(gemv.Plan, GEMV, gemv.gate_up_default(arch, f, slots, m), kernel)
 
 
-def _expert_down(workload, arch) -> Space:
-    ((fmt, n),), k, used = workload.weights, workload.args["k"], workload.args["used"]
+@registry.plans(operators.ExpertDown)
+def _expert_down(op, arch) -> Space:
+    ((fmt, n),), k, used = op.weights, op.k, op.used
 
     def kernel(plan) -> Kernel:
         split = expert_gemv.down_split(fmt, n, k, used, arch, plan)
         loads = _loads([fmt], k, split.plan, plan)
         same = split._replace(plan=(split.plan.rows, _unroll([fmt], k, split.lanes, split.plan.unroll)))
-        return Kernel(same, split.groups * workload.args["m"], split.waves * arch.wave, loads)
+        return Kernel(same, split.groups * op.m, split.waves * arch.wave, loads)
 
     return Space(gemv.Plan, GEMV, expert_gemv.down_default(fmt, n, k, used, arch), kernel)
 
@@ -137,15 +139,13 @@ def _gemv_matrix(rows, weights, k, m, tiles, arch) -> Space:
 # ---- many tokens
 
 
-def _gemm(workload, arch, rows, shares, layout) -> Space:
+def _gemm(op, arch, rows, shares, layout) -> Space:
     """rows: of each segment; shares: weights that share a tile's accumulators. For workloads with experts, slots stand
     in the place of tokens."""
-    args, formats = workload.args, [fmt for fmt, _ in workload.weights]
-    m, k, total = args["m"], args["k"], sum(rows)
+    formats, m, k, total = [fmt for fmt, _ in op.weights], op.m, op.k, sum(rows)
     make = partial(engine, layout, formats, m)
-    if "experts" in args:
-        experts = Experts(args["experts"], args["used"], args["tile"])
-        make, m = partial(expert_engine, Slots(experts, m, False, False), layout, formats), experts.slots(m)
+    if isinstance(op, _EXPERTS):
+        make, m = partial(expert_engine, Slots(op.of, m, False, False), layout, formats), op.of.slots(m)
     default = make(k, arch, total, together=shares)
 
     def kernel(tile) -> Kernel:
@@ -210,25 +210,26 @@ CHOICES[gemm_lanes.LaneTile] = LANE_TILE
 # ---- operators
 
 
-def _linear(workload, arch) -> Space:
-    args = workload.args
-    rows = [padded(n) for _, n in workload.weights]
-    if gemv_matrix.suits([fmt for fmt, _ in workload.weights], args["m"], args["layout"], arch):
-        return _gemv_matrix(rows, workload.weights, args["k"], args["m"], MATRIX_TILES, arch)
-    if gemv.suits([fmt for fmt, _ in workload.weights], sum(rows), args["m"], args["layout"], arch):
-        return _gemv_linear(workload, arch)
-    return _gemm(workload, arch, rows, 1, args["layout"])
+@registry.plans(operators.Linear, operators.ExpertLinear)
+def _linear(op, arch) -> Space:
+    rows = [padded(n) for _, n in op.weights]
+    if gemv_matrix.suits([fmt for fmt, _ in op.weights], op.m, op.layout, arch):
+        return _gemv_matrix(rows, op.weights, op.k, op.m, MATRIX_TILES, arch)
+    if gemv.suits([fmt for fmt, _ in op.weights], sum(rows), op.m, op.layout, arch):
+        return _gemv_linear(op, arch)
+    return _gemm(op, arch, rows, 1, op.layout)
 
 
-def _gate_up(workload, arch) -> Space:
-    args = workload.args
-    if "tile" not in args and gemv_matrix.suits([args["gate"], args["up"]], args["m"], args["layout_in"], arch):
+@registry.plans(operators.GateUp, operators.ExpertGateUp)
+def _gate_up(op, arch) -> Space:
+    experts = isinstance(op, operators.ExpertGateUp)
+    if not experts and gemv_matrix.suits([op.gate, op.up], op.m, op.layout_in, arch):
         tiles = (gemv_matrix.GATE_UP_TILES,)
-        return _gemv_matrix([2 * args["n"]], workload.weights, args["k"], args["m"], tiles, arch)
-    few = args["m"] <= FEW and args["layout_in"] in gemv.VECTORS
-    if args["tile"] == 1 if "tile" in args else few:
-        return _gemv_gate_up(workload, arch)
-    return _gemm(workload, arch, [args["n"]], 2, args["layout_in"])
+        return _gemv_matrix([2 * op.n], op.weights, op.k, op.m, tiles, arch)
+    few = op.m <= FEW and op.layout_in in gemv.VECTORS
+    if op.tile == 1 if experts else few:
+        return _gemv_gate_up(op, arch)
+    return _gemm(op, arch, [op.n], 2, op.layout_in)
 
 
 # ---- token vectors
@@ -238,21 +239,20 @@ def _threads_space(arch, kernel) -> Space:
     return Space(norm.Plan, THREADS, norm.Plan(norm.threads_of(arch)), kernel)
 
 
-def _rms_norm(workload, arch) -> Space:
-    args = workload.args
-
+@registry.plans(operators.RmsNorm, operators.LayerNorm)
+def _rms_norm(op, arch) -> Space:
     def kernel(plan) -> Kernel:
-        steps = -(-args["k"] // (checked_threads(arch, plan.threads) * norm.WIDTH))
+        steps = -(-op.k // (checked_threads(arch, plan.threads) * norm.WIDTH))
         if steps > STEPS and plan.threads < arch.threads:
             raise ValueError(f"{plan.threads} threads hold {steps} steps each")
-        return Kernel(plan, output_rows(args["rows"], args["m"]), plan.threads, steps * norm.WIDTH * 8)
+        return Kernel(plan, output_rows(op.rows, op.m), plan.threads, steps * norm.WIDTH * 8)
 
     return _threads_space(arch, kernel)
 
 
-def _columns(width: int, workload, arch) -> Space:
+def _columns(width: int, op, arch) -> Space:
     """The space of a kernel in which a thread has `width` columns of a token."""
-    k, m = workload.args["k"], workload.args["m"]
+    k, m = op.k, op.m
 
     def kernel(plan) -> Kernel:
         threads = checked_threads(arch, plan.threads)
@@ -261,19 +261,19 @@ def _columns(width: int, workload, arch) -> Space:
     return _threads_space(arch, kernel)
 
 
-def _scan(columns, size, workload, arch) -> Space | None:
-    """Of a recurrent layer. columns, size: which arguments say what a head's matrix has of them, and how long they
-    are. None for steps that go row by row."""
-    args = workload.args
-    columns, size = args[columns], args[size]
-    if not scan_blocks.suits(args["m"], args["single"], columns, size, arch):
+@registry.plans(operators.DeltaNet, operators.SsmScan)
+def _scan(op, arch) -> Space | None:
+    """Of a recurrent layer, whose heads have matrices of `columns` columns of `size` elements. None for steps that go
+    row by row."""
+    ssm = isinstance(op, operators.SsmScan)
+    columns, size, heads = op.d, op.size if ssm else op.d, op.heads if ssm else op.value_heads
+    if not scan_blocks.suits(op.m, op.single, columns, size, arch):
         return None
 
     def kernel(plan) -> Kernel:
         if scan_blocks.fitted(plan, columns, size, arch) != plan:
             raise ValueError(f"{plan} does not divide matrices of {size} x {columns}")
         threads = plan.waves * arch.wave
-        heads = args.get("value_heads") or args["heads"]
         groups = columns // (plan.columns * threads // scan_blocks.LANES) * heads
         return Kernel(plan, groups, threads, scan_blocks.LANES * 2 * size * 4 / threads)
 
@@ -281,30 +281,18 @@ def _scan(columns, size, workload, arch) -> Space | None:
     return Space(scan_blocks.Plan, scan_blocks.CHOICES, default, kernel)
 
 
-def _rope_kv_write(workload, arch) -> Space:
-    args = workload.args
-    heads = rope_kv_write.wave_heads(described(Attention, args), described(Rope, args))
+@registry.plans(operators.RopeKvWrite)
+def _rope_kv_write(op, arch) -> Space:
+    heads = rope_kv_write.wave_heads(op.layer, op.rope)
 
     def kernel(plan) -> Kernel:
         waves = min(plan.waves, arch.threads // arch.wave)
-        return Kernel(waves, -(-heads // waves) * args["m"], waves * arch.wave, args["d"] * 4 / arch.wave)
+        return Kernel(waves, -(-heads // waves) * op.m, waves * arch.wave, op.layer.d * 4 / arch.wave)
 
     return Space(rope_kv_write.Plan, {"waves": WAVES}, rope_kv_write.PLAN, kernel)
 
 
-SPACES = {
-    "linear": _linear,
-    "gate_up": _gate_up,
-    "attention": attention,
-    "rope_attention": decode,
-    "rms_norm": _rms_norm,
-    "layer_norm": _rms_norm,
-    "expert_gate_up": _gate_up,
-    "expert_down": _expert_down,
-    "expert_linear": _linear,
-    "quantize": partial(_columns, norm.WIDTH),
-    "embed": partial(_columns, 1),
-    "rope_kv_write": _rope_kv_write,
-    "delta_net": partial(_scan, "d", "d"),
-    "ssm_scan": partial(_scan, "d", "size"),
-}
+registry.plans(operators.CausalAttention)(attention)
+registry.plans(operators.RopeAttention)(decode)
+registry.plans(operators.Quantize)(partial(_columns, norm.WIDTH))
+registry.plans(operators.Embed)(partial(_columns, 1))

@@ -1,0 +1,67 @@
+"""The operators of decoders: what each takes, returns and costs, declared once (base.py) and without TVM."""
+
+from mlc_amd.schedules.operators.attention import CausalAttention, LatentKvWrite, RopeAttention, RopeKvWrite
+from mlc_amd.schedules.operators.base import (
+    FREE,
+    OPERATORS,
+    VERSION,
+    Costs,
+    Operator,
+    Parameter,
+    Slot,
+    costs,
+    from_json,
+    parameters,
+)
+from mlc_amd.schedules.operators.experts import (
+    Combine,
+    ExpertDown,
+    ExpertGateUp,
+    ExpertLinear,
+    ExpertOrder,
+    Gather,
+    NormRoute,
+    Route,
+)
+from mlc_amd.schedules.operators.linear import Embed, GateUp, HeadLinear, LayerNorm, Linear, Norm, Quantize, RmsNorm
+from mlc_amd.schedules.operators.recurrent import CausalConv, ChannelDecay, DeltaNet, Gate, SsmScan
+from mlc_amd.schedules.operators.sampling import Sample
+
+__all__ = [
+    "FREE",
+    "OPERATORS",
+    "VERSION",
+    "CausalAttention",
+    "CausalConv",
+    "ChannelDecay",
+    "Combine",
+    "Costs",
+    "DeltaNet",
+    "Embed",
+    "ExpertDown",
+    "ExpertGateUp",
+    "ExpertLinear",
+    "ExpertOrder",
+    "Gate",
+    "GateUp",
+    "Gather",
+    "HeadLinear",
+    "LatentKvWrite",
+    "LayerNorm",
+    "Linear",
+    "Norm",
+    "NormRoute",
+    "Operator",
+    "Parameter",
+    "Quantize",
+    "RmsNorm",
+    "RopeAttention",
+    "RopeKvWrite",
+    "Route",
+    "Sample",
+    "Slot",
+    "SsmScan",
+    "costs",
+    "from_json",
+    "parameters",
+]

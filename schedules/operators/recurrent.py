@@ -1,0 +1,187 @@
+"""Operators of mixers that keep a state for each sequence, and the gate after a mixer.
+
+Rows of one slot are consecutive tokens of one sequence; `cells` says which cell has a slot's state and where states go
+(schedules/runs.py). States are changed in place. single: how many rows may be single ones.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mlc_amd.schedules.operators.base import CELLS_SLOT, OUTPUT_SLOT, ROWS_SLOT, STATE_SLOT, Operator, Slot
+from mlc_amd.schedules.operators.layouts import Tensor, activations
+
+_Y, _STATES = Slot("output", ("Y",)), Slot("states", ("States",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixer(Operator):
+    """What operators with states share: (rows, cells, inputs.., weights.., states) -> (float32 [m, columns],
+    states)."""
+
+    @property
+    def columns(self) -> int:
+        """Of the result."""
+        raise NotImplementedError
+
+    def own(self) -> Iterator[Slot]:
+        """Inputs and weights."""
+        raise NotImplementedError
+
+    @property
+    def size_label(self) -> str:
+        raise NotImplementedError
+
+    def slots(self) -> Iterator[Slot]:
+        yield from (STATE_SLOT, ROWS_SLOT, CELLS_SLOT)
+        yield from self.own()
+        yield from (_STATES, _Y)
+
+    def results(self) -> list[Tensor]:
+        return [((self.m, self.columns), "float32")]
+
+    @property
+    def written(self) -> int:
+        return 1
+
+    @property
+    def label(self) -> str:
+        single = getattr(self, "single", 0)
+        kind = "_rows" if single == self.m else "_mixed" if single else ""
+        return f"{self.name}{kind}_{self.size_label}_m{self.m}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalConv(Mixer, name="causal_conv"):
+    """act(conv(x) + b), conv over the last `taps` positions of each column: (rows, cells, x.., w.., [b], states).
+
+    gated: x is [B, C, X], and it is C * conv(B * X). parts: how many x and w there are, of as many columns each, side
+    by side.
+    """
+
+    channels: int
+    taps: int
+    single: int
+    m: int
+    gated: bool
+    act: str
+    bias: bool
+    parts: int = 1
+
+    def own(self) -> Iterator[Slot]:
+        yield from (Slot("input", prefix="X"), Slot("weight", prefix="W"))
+        if self.bias:
+            yield Slot("weight", ("B",))
+
+    @property
+    def columns(self) -> int:
+        return self.channels
+
+    @property
+    def size_label(self) -> str:
+        return f"{self.channels}x{self.taps}"
+
+    def operations(self) -> tuple[int, int]:
+        return 2 * self.m * self.channels * self.taps, 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet(Mixer, name="delta_net"):
+    """A gated delta rule (compiler/models/config.py: DeltaNetConfig): (rows, cells, qkv, beta, alpha, a, dt, states),
+    or by_channel (rows, cells, qkv, beta, decay, states). d: columns of a head; eps: of the lengths of q and k."""
+
+    key_heads: int
+    value_heads: int
+    d: int
+    single: int
+    m: int
+    grouped: bool
+    eps: float
+    by_channel: bool = False
+
+    def own(self) -> Iterator[Slot]:
+        yield Slot("input", ("X", "Beta", "Decay" if self.by_channel else "Alpha"))
+        if not self.by_channel:
+            yield Slot("weight", ("A", "Dt"))
+
+    @property
+    def columns(self) -> int:
+        return self.value_heads * self.d
+
+    @property
+    def size_label(self) -> str:
+        return f"{self.key_heads}x{self.value_heads}x{self.d}"
+
+    def operations(self) -> tuple[int, int]:
+        return 8 * self.m * self.value_heads * self.d**2, 0  # two products, decay and update
+
+
+@dataclass(frozen=True, kw_only=True)
+class SsmScan(Mixer, name="ssm_scan"):
+    """Mamba-2: (rows, cells, x, z, dt, a, d, bias of dt, states). d: columns of x of a head; size: of B and C."""
+
+    heads: int
+    d: int
+    size: int
+    groups: int
+    single: int
+    m: int
+
+    def own(self) -> Iterator[Slot]:
+        yield from (Slot("input", ("X", "Z", "Dt")), Slot("weight", ("A", "D", "Bias")))
+
+    @property
+    def columns(self) -> int:
+        return self.heads * self.d
+
+    @property
+    def size_label(self) -> str:
+        return f"{self.heads}x{self.d}x{self.size}"
+
+    def operations(self) -> tuple[int, int]:
+        return 6 * self.m * self.heads * self.d * self.size, 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelDecay(Operator, name="channel_decay"):
+    """exp(a * softplus(x + dt)), what a delta net keeps of each channel: (x, a, dt) -> float32 [m, heads * d]. heads
+    have an a each, and d columns."""
+
+    heads: int
+    d: int
+    m: int
+
+    def slots(self) -> Iterator[Slot]:
+        yield from (STATE_SLOT, Slot("input", ("X",)), Slot("weight", ("A", "Dt")), _Y)
+
+    def results(self) -> list[Tensor]:
+        return [((self.m, self.heads * self.d), "float32")]
+
+    @property
+    def label(self) -> str:
+        return f"channel_decay_{self.heads}x{self.d}_m{self.m}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate(Operator, name="gate"):
+    """y * sigmoid(z), or y * silu(z): (x, z, [g]); y is x, or with eps its RMS norm over each `size` columns."""
+
+    k: int
+    m: int
+    size: int
+    eps: float | None
+    silu: bool
+    layout: str
+
+    def slots(self) -> Iterator[Slot]:
+        yield from (STATE_SLOT, Slot("input", ("X", "Z")))
+        if self.eps is not None:
+            yield Slot("weight", ("G",))
+        yield OUTPUT_SLOT
+
+    def results(self) -> list[Tensor]:
+        return activations(self.m, self.k, self.layout)
+
+    @property
+    def label(self) -> str:
+        what = ("" if self.eps is None else "_norm") + ("_quantize" if self.layout else "")
+        return f"gate{what}_{self.k}_m{self.m}"
