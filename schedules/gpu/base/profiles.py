@@ -66,6 +66,8 @@ class Profile(DeviceKind):
         }
 
 
+Device = amd.GpuArch | Profile  # what GPU kernels are built for
+
 PROFILES = {name: Profile(**vars(kind)) for name, kind in DEVICE_KINDS.items()}
 
 # RDNA and Vega GPUs by their gfx name or product: the profile that fits.
