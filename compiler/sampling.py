@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.sampling.sampler import Sampling, SamplingChanges
+from mlc_amd.runtime.sampling.settings import Sampling, SamplingChanges
 
 _PREFIX = "general.sampling."
 # key -> (field of Sampling, its type)

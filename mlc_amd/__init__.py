@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from mlc_amd.runtime.cache.kv_types import KvType
     from mlc_amd.runtime.engine.engine import Engine
     from mlc_amd.runtime.engine.generation import ContextFull
-    from mlc_amd.runtime.engine.scheduler import QueueFull
+    from mlc_amd.runtime.engine.limits import QueueFull
     from mlc_amd.runtime.errors import UserError
-    from mlc_amd.runtime.sampling.sampler import Sampling
+    from mlc_amd.runtime.sampling.settings import Sampling
 
 __version__ = "0.1.0"
 __all__ = ["ContextFull", "Engine", "QueueFull", "Sampling", "UserError", "__version__", "compile", "load"]
@@ -30,8 +30,8 @@ __all__ = ["ContextFull", "Engine", "QueueFull", "Sampling", "UserError", "__ver
 _MODULES = {
     "ContextFull": "mlc_amd.runtime.engine.generation",
     "Engine": "mlc_amd.runtime.engine.engine",
-    "QueueFull": "mlc_amd.runtime.engine.scheduler",
-    "Sampling": "mlc_amd.runtime.sampling.sampler",
+    "QueueFull": "mlc_amd.runtime.engine.limits",
+    "Sampling": "mlc_amd.runtime.sampling.settings",
     "UserError": "mlc_amd.runtime.errors",
 }
 

@@ -21,7 +21,7 @@ from mlc_amd.runtime.artifact import json_files
 from mlc_amd.runtime.cache.kv_types import KvType
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.sampling.sampler import SamplingChanges
+from mlc_amd.runtime.sampling.settings import SamplingChanges
 
 FORMAT_VERSION = 10
 MANIFEST = "manifest.json"

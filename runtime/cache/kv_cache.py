@@ -43,7 +43,7 @@ class Cache:
         widths = {span: CELL_COLUMNS if span == STATE else -(-context // PAGE) for span in groups}
         self.page_tables = {span: np.zeros((slots, width), np.int32) for span, width in widths.items()}
         self._changed = set(groups)
-        self._seated: list[Sequence | None] = [None] * slots
+        self._holders: list[Sequence | None] = [None] * slots
         self._last_step = [0] * slots  # of each slot
         self._step = 0
 
@@ -92,7 +92,7 @@ class Cache:
 
     # ---- slots
 
-    def seat(self, sequences: SequenceOf[Sequence]) -> None:
+    def assign_slots(self, sequences: SequenceOf[Sequence]) -> None:
         """Gives each sequence of a step a slot, which may be that of a sequence outside the step. ValueError for more
         sequences than slots."""
         if len(sequences) > self.slots:
@@ -105,16 +105,16 @@ class Cache:
             else:
                 self._last_step[sequence.slot] = self._step
         if waiting:
-            self._give_slots(waiting)
+            self._fill_slots(waiting)
         if self.cells:
             self._write_cells(sequences)
 
-    def _give_slots(self, sequences: Iterable[Sequence]) -> None:
-        order = sorted(range(self.slots), key=lambda slot: (self._seated[slot] is not None, self._last_step[slot]))
+    def _fill_slots(self, sequences: Iterable[Sequence]) -> None:
+        order = sorted(range(self.slots), key=lambda slot: (self._holders[slot] is not None, self._last_step[slot]))
         for slot, sequence in zip(order, sequences, strict=False):
-            if (other := self._seated[slot]) is not None:
+            if (other := self._holders[slot]) is not None:
                 other.slot = None
-            self._seated[slot], sequence.slot = sequence, slot
+            self._holders[slot], sequence.slot = sequence, slot
             self._last_step[slot] = self._step
             for span in self.pools:
                 self.write_table(sequence, span, 0)
@@ -129,10 +129,10 @@ class Cache:
                     own[: len(places)], own[len(places) :] = places, places[-1]
                     self._changed.add(STATE)
 
-    def unseat(self, sequence: Sequence) -> None:
+    def release_slot(self, sequence: Sequence) -> None:
         """The sequence needs no slot any more."""
         if sequence.slot is not None:
-            self._seated[sequence.slot] = sequence.slot = None
+            self._holders[sequence.slot] = sequence.slot = None
 
     def write_table(self, sequence: Sequence, span: int, at: int) -> None:
         """Writes the sequence's pages from number `at` on to the row of its slot."""

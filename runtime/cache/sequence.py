@@ -13,19 +13,33 @@ the last snapshot, and what is behind that is computed again.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
 
-from mlc_amd.runtime.cache.pages import KEPT, PAGE, STATE
-from mlc_amd.runtime.cache.prefixes import ROOT, Digest, digest, first_page
+import numpy as np
+
+from mlc_amd.runtime.cache.pages import KEPT, PAGE, STATE, PagePool
+from mlc_amd.runtime.cache.prefixes import ROOT, Digest, PrefixIndex, digest, first_page
 from mlc_amd.runtime.cache.sequence_state import State
-from mlc_amd.runtime.engine.steps import Chunk, Single
 
-if TYPE_CHECKING:
-    from mlc_amd.runtime.cache.kv_cache import Cache
-
+SingleRow = tuple[int, int, int]  # of a step: token, position, slot
+ChunkRows = tuple[SequenceOf[int] | np.ndarray, int, int]  # of a step: tokens, position of the first, slot
 SNAPSHOT_PART = 2  # guesses leave one of so many cells to snapshots
 SNAPSHOTS = 512  # tokens between snapshots of the state of a sequence that goes on
 GONE = -1  # in place of a page that was released because no later row sees it
+
+
+class PageStore(Protocol):
+    """What a sequence needs of the cache (kv_cache.py)."""
+
+    context: int
+    pools: dict[int, PagePool]
+    cells: PagePool | None
+    index: PrefixIndex
+
+    def write_table(self, sequence: "Sequence", span: int, at: int) -> None: ...
+
+    def release_slot(self, sequence: "Sequence") -> None: ...
 
 
 class Sequence:
@@ -35,9 +49,9 @@ class Sequence:
     computed    the first `computed` of them have keys in the cache
     pages       span -> the page of each block of PAGE positions, or GONE; pages beyond `computed` are reserved
     state       of layers that keep one; None for models without
-    slot        the row of the page tables, while the sequence has one: see `Cache.seat`
+    slot        the row of the page tables, while the sequence has one: see `Cache.assign_slots`
 
-    A step for its next `count` tokens: `reserve(count)`, `Cache.seat`, then the device writes their keys to the
+    A step for its next `count` tokens: `reserve(count)`, `Cache.assign_slots`, then the device writes their keys to the
     positions from `computed` on, then `advance(count)`. Guesses of further tokens may be rows behind the newest one.
     """
 
@@ -55,7 +69,7 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, cache: "Cache", tokens: Iterable[int] = ()) -> None:
+    def __init__(self, cache: PageStore, tokens: Iterable[int] = ()) -> None:
         self.cache = cache
         self.tokens: list[int] = list(tokens)
         self.computed = 0
@@ -76,19 +90,19 @@ class Sequence:
     @property
     def table_row(self) -> int:
         """Its slot, in a step."""
-        assert self.slot is not None, "sequences of a step have slots: see `Cache.seat`"
+        assert self.slot is not None, "sequences of a step have slots: see `Cache.assign_slots`"
         return self.slot
 
-    def rows(self, tokens: Iterable[int]) -> list[Single]:
+    def rows(self, tokens: Iterable[int]) -> list[SingleRow]:
         """Single rows of a step: these tokens, the first one at position `computed`."""
         return [(token, self.computed + i, self.table_row) for i, token in enumerate(tokens)]
 
-    def newest_row(self, ahead: int = 0) -> Single:
-        """The single row of its newest token, which is its only pending one; ahead: that of the token so many places
-        behind, which is not known yet."""
-        return self.tokens[-1], self.computed + ahead, self.table_row
+    def newest_row(self, offset: int = 0) -> SingleRow:
+        """The single row of its newest token, its only pending one; offset: that of the token so many positions later,
+        which is not known yet."""
+        return self.tokens[-1], self.computed + offset, self.table_row
 
-    def chunk(self, count: int) -> Chunk:
+    def chunk(self, count: int) -> ChunkRows:
         """The next `count` tokens, as the chunk of a step."""
         return self.tokens[self.computed : self.computed + count], self.computed, self.table_row
 
@@ -335,7 +349,7 @@ class Sequence:
         if self.state is None or self.state.abandon():
             self._index_end()
         self._cut(0)
-        self.cache.unseat(self)
+        self.cache.release_slot(self)
 
     def _index_end(self) -> None:
         """Indexes what is not indexed yet: the incomplete page, and the state."""

@@ -1,4 +1,4 @@
-"""Devices run plans. They share a protocol, so the engine does not depend on any of them.
+"""Devices run plans. They share a protocol:
 
 Device(artifact, threads) -> checks that this machine can run the artifact, maps or uploads weights, allocates KV cache
                              and arena
@@ -6,17 +6,17 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
 .write(name, values)         fills the first part of an io buffer ("state", "tokens" ..)
 .run(function, meanwhile)    runs one function of the plan and waits; GPUs run long steps in pieces (pieces.py).
                              meanwhile: optional: is called once and writes io buffers of steps.LATE; a GPU computes
-                             what does not read these at the same time. What it raises is raised when the device is idle
-.ahead(function, late)       whether a run of that function may begin behind one in progress, late: also before its LATE
-                             inputs are known; if so, there are
-.start(function, meanwhile)    `run` without waiting
-.start_behind(function, late)  begins another run of the same function behind the one in progress, of the same rows: its
-                               tokens are those that the other one samples (`sampled`); its other inputs are what was
-                               written since. There is one such run at a time
-.start_late(function)          the LATE inputs of a run that was begun before they were known have been written
-.wait()                        waits for the oldest of these runs; `read` gives its results, but for rows of `logits`
-                               while another one is in progress
-.run_plain(function)         the same launch by launch, without what was recorded or captured at load: to compare with
+                             what does not read these at the same time. Its errors are raised when the device is idle
+.can_start_ahead(function, late)  whether a run of that function may start while another one is in progress; late: also
+                             before its LATE inputs are known; if so, the methods up to `wait` exist
+.start(function, meanwhile)  `run` without waiting
+.start_ahead(function, late) starts another run of the same function and rows while one is in progress: its tokens are
+                             those that the other one samples (`sampled`), its other inputs what was written since. One
+                             such run at a time
+.complete_inputs(function)   the LATE inputs of a run that was started before they were known have been written
+.wait()                      waits for the oldest of these runs; `read` returns its results, but for rows of `logits`
+                             while another one is in progress
+.run_plain(function)         the same launch by launch, without what was recorded or captured at load: for comparison
 .read(name, rows)            the first rows of an io buffer as a NumPy array, valid until the next run
 .clear()                     zeros the KV cache
 .close()                     releases memory and the device; nothing else may be called afterwards

@@ -225,7 +225,7 @@ class CpuDevice:
         self._replays[function]()
         self.waited += time.perf_counter() - start
 
-    def ahead(self, function: str, late: bool = False) -> bool:
+    def can_start_ahead(self, function: str, late: bool = False) -> bool:
         return False
 
     def run_plain(self, function: str) -> None:

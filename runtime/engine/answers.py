@@ -1,7 +1,7 @@
 """One answer that is being generated: from the tokens of steps to pieces of text, and when it ends.
 
-In: the tokens, one after the other, from whichever thread computes the steps (`Core`). Out: pieces for the one consumer
-of the answer, and its statistics.
+In: the tokens, one after the other, from the thread that computes the steps (`Core`). Out: pieces for the consumer of
+the answer, and its statistics.
 """
 
 import threading
@@ -15,16 +15,17 @@ from mlc_amd.runtime.engine.generation import Piece, Progress, Stats
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, UNKNOWN, Choice, Chosen
 from mlc_amd.runtime.grammars.constraints import Constraint, check_chosen, mask_of
-from mlc_amd.runtime.sampling.sampler import Sampler, Sampling, not_finite, without_ends
+from mlc_amd.runtime.sampling.sampler import Sampler, not_finite
+from mlc_amd.runtime.sampling.settings import Sampling, without_ends
 from mlc_amd.runtime.text.marks import split_at
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 
 
 class Answer:
     """stop: texts that end it, before them. shown: control tokens with a text. index: its number among the answers of a
-    call. logprobs: see `Choice`. constraint: what it may consist of. min_tokens: before them no end token is chosen,
-    unless the constraint leaves no other. listener, progress: called, by the computing
-    thread, when there is something new, and between chunks of the prompt; an error of `progress` ends the answer.
+    call. logprobs: see `Choice`. constraint: on its tokens. min_tokens: before so many no end token is chosen, unless
+    the constraint leaves no other. listener, progress: called by the computing thread, for each token and its end, and
+    between chunks of the prompt; an error of `progress` ends the answer.
 
     error: why it failed, if it did; done: no more pieces are added.
     """
@@ -55,9 +56,9 @@ class Answer:
         self._limited = request.max_tokens is not None  # the caller's limit, not the context's, ends it
         self._end_ids, self._vocab, self._stop = tokenizer.end_ids, tokenizer.vocab_size, stop
         self._decoder = tokenizer.stream(shown=shown)
-        self._lock = threading.Lock()  # of what both sides change: all below
+        self._lock = threading.Lock()  # of all below, which both threads change
         self._tokens: deque[Chosen] = deque()  # whose text is not decoded yet
-        self._held: list[tuple[Chosen, str]] = []  # whose text may belong to a stop text, or ends inside a character
+        self._held: list[tuple[Chosen, str]] = []  # whose text may be part of a stop text, or ends inside a character
         self._pieces: deque[Piece] = deque()
         self.progress = progress
         self._begun = time.perf_counter()
@@ -72,7 +73,7 @@ class Answer:
             self.prefilled(0)
 
     def prefilled(self, done: int) -> None:
-        """So many tokens of what was not cached of the prompt are computed."""
+        """So many of the prompt's tokens that were not cached are computed."""
         if self.progress:
             try:
                 self.progress(done, self.stats.prompt_tokens - self.stats.cached_tokens)
@@ -81,12 +82,12 @@ class Answer:
 
     @property
     def guessable(self) -> bool:
-        """Whether its next tokens may be guessed: a constraint has to see one before the next."""
+        """Whether its next tokens may be guessed: a constraint must accept one before the next."""
         return self.constraint is None and not self.done
 
     def choices(self, guesses: Sequence[int] = ()) -> list[Choice]:
-        """How its next token is chosen, and those behind each guess; anything if its constraint fails, and it with
-        that."""
+        """How its next token is chosen, and those after each guess. If its constraint fails, the answer does, and the
+        choice does not matter."""
         sequence = self.request.sequence
         assert sequence is not None, "its request was added"
         if self.constraint:
@@ -101,24 +102,24 @@ class Answer:
         ]
 
     @property
-    def ahead(self) -> bool:
-        """Whether a step may begin before it has its token of the one in progress."""
-        return not self.done and self._logprobs is None  # for which logits are read, which that step overwrites
+    def may_overlap(self) -> bool:
+        """Whether its next step may start before it has its token of the one in progress."""
+        return not self.done and self._logprobs is None  # these are read from logits, which that step overwrites
 
     @property
     def predictable(self) -> bool:
-        """Whether how a token is chosen does not depend on those before it: `choice_behind`."""
+        """Whether the choice of a token does not depend on those before it: `next_choice`."""
         return self.constraint is None and not self.sampling.penalizes
 
-    def choice_behind(self) -> Choice:
-        """How the token behind its next one is chosen, whatever the next one is."""
+    def next_choice(self) -> Choice:
+        """How the token after its next one is chosen, whatever the next one is."""
         sequence = self.request.sequence
         assert sequence is not None, "its request was added"
         return Choice(self._sampling(1), self._seed, sequence.tokens, guessed=UNKNOWN)
 
-    def _sampling(self, ahead: int) -> Sampling:
-        """Of the token `ahead` of the next one."""
-        return self._endless if self.stats.generated + ahead < self._min_tokens else self.sampling
+    def _sampling(self, offset: int) -> Sampling:
+        """Of the next token but `offset`."""
+        return self._endless if self.stats.generated + offset < self._min_tokens else self.sampling
 
     def verified(self, guessed: int, accepted: int) -> None:
         """So many guesses were verified."""
@@ -126,7 +127,7 @@ class Answer:
         self.stats.accepted += accepted
 
     def push(self, chosen: Chosen) -> str | None:
-        """Takes its next token. Returns why it ends with that token, if it does: "stop", "length", "context" or
+        """Adds its next token. Returns why it ends with that token, if it does: "stop", "length", "context" or
         "interrupted"."""
         now = time.perf_counter()
         if self._first is None:
@@ -171,7 +172,7 @@ class Answer:
         return self.stats.finish if self.done else self._end("interrupted", flush=False)
 
     def _end(self, reason: str, flush: bool = True) -> str:
-        """flush: a character that is not whole counts, as U+FFFD."""
+        """flush: an incomplete character becomes U+FFFD."""
         self.stats.finish = reason
         with self._lock:
             if not self._decode() and self._held:
@@ -183,14 +184,14 @@ class Answer:
         return reason
 
     def _notify(self) -> None:
-        if listener := self.listener:  # the consumer may take it away
+        if listener := self.listener:  # the consumer may remove it
             listener()
 
     # ---- the consumer's side
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to take, or it is done."""
+        """Whether there are new pieces, or it is done."""
         return self.done or bool(self._tokens or self._pieces)
 
     @property
@@ -220,8 +221,8 @@ class Answer:
         return False
 
     def _release(self, last: bool = False) -> bool:
-        """Makes pieces of the held tokens, but for those of which the text is not certain yet; of all if these are the
-        `last` ones. Returns whether there is a stop text."""
+        """Makes pieces of the held tokens whose text is certain; last: of all, as no more follow. Returns whether there
+        is a stop text."""
         text, stopped, _ = split_at("".join(text for _, text in self._held), self._stop, last)
         every, left, made = last or stopped is not None, len(text), 0
         for chosen, own in self._held if every or not self._decoder.incomplete else self._held[:-1]:

@@ -1,23 +1,20 @@
 """Several sequences that advance together: steps without scheduler, for measurements. The device chooses the tokens, as
-it does for answers."""
+for answers."""
 
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mlc_amd.runtime.cache.kv_cache import Cache
+from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.sampled_rows import GREEDY
 from mlc_amd.runtime.engine.single_sequence import compute, reserve
 
-if TYPE_CHECKING:
-    from mlc_amd.runtime.cache.kv_cache import Cache
-    from mlc_amd.runtime.engine.runner import Runner
-
 
 class Batch:
-    """`count` sequences. Nobody else may use the engine meanwhile (`Engine.batch`)."""
+    """`count` sequences, for the holder of the engine's step lock (`Engine.batch`)."""
 
-    def __init__(self, cache: "Cache", runner: "Runner", count: int) -> None:
+    def __init__(self, cache: Cache, runner: Runner, count: int) -> None:
         self._cache, self._runner, self.count = cache, runner, count
         self._sequences = [cache.sequence() for _ in range(count)]
 
@@ -43,28 +40,28 @@ class Batch:
         return self.verify([[token] for token in ids], [1] * len(ids))
 
     @property
-    def ahead(self) -> bool:
-        """Whether steps may begin before the one in progress is done."""
-        return self._runner.ahead(len(self._sequences))
+    def can_start_ahead(self) -> bool:
+        """Whether a step may start while the one before it is in progress."""
+        return self._runner.can_start_ahead(len(self._sequences))
 
     def decode(self, ids: SequenceOf[int], count: int, ahead: bool = True) -> list[list[int]]:
-        """Appends a token to each sequence, and the most likely ones behind it, `count` altogether. Returns these of
-        each. ahead: as for answers, each step begins before the one in progress is done, where the device can."""
+        """Appends a token to each sequence, and the most likely ones after it, `count` altogether. Returns these of
+        each. ahead: as for answers, each step starts while the one before it is in progress, where the device can."""
         runner, sequences, choices = self._runner, self._sequences, [GREEDY] * len(ids)
-        if not (ahead and self.ahead):
+        if not (ahead and self.can_start_ahead):
             for _ in range(count):
                 ids = self.step(ids)
             return [sequence.tokens[-count:] for sequence in sequences]
         for sequence, token in zip(sequences, ids, strict=True):
             reserve(sequence, 1)
             sequence.append([token])
-        self._cache.seat(sequences)
+        self._cache.assign_slots(sequences)
         runner.start([sequence.newest_row() for sequence in sequences], choices)
         for left in reversed(range(count)):
             if left:
                 for sequence in sequences:
                     reserve(sequence, 1, 1)
-                runner.start_behind([sequence.newest_row(1) for sequence in sequences], choices)
+                runner.start_ahead([sequence.newest_row(1) for sequence in sequences], choices)
             chosen = runner.finish()
             for sequence, choice in zip(sequences, chosen, strict=True):
                 sequence.advance(1)
@@ -72,11 +69,11 @@ class Batch:
         return [sequence.tokens[-count:] for sequence in sequences]
 
     def verify(self, ids: SequenceOf[SequenceOf[int]], kept: SequenceOf[int]) -> list[int]:
-        """Computes several tokens behind each sequence, `rows` of them at most, and appends the first `kept`, as a step
-        with guesses of which so many are right. Returns the most likely token behind each row."""
+        """Computes several further tokens of each sequence, `rows` altogether at most, and appends the first `kept`, as
+        a step with guesses of which so many are right. Returns the most likely token after each row."""
         for sequence, tokens in zip(self._sequences, ids, strict=True):
             reserve(sequence, 1, len(tokens) - 1)
-        self._cache.seat(self._sequences)
+        self._cache.assign_slots(self._sequences)
         rows = [row for sequence, tokens in zip(self._sequences, ids, strict=True) for row in sequence.rows(tokens)]
         chosen = self._runner.sample(rows, None, [GREEDY] * len(rows))
         for sequence, tokens, count in zip(self._sequences, ids, kept, strict=True):

@@ -2,8 +2,8 @@
 
 A turn renders the whole conversation through the model's chat template, and the engine prefills only what is not in the
 KV cache. The messages always match what was shown: an interrupted answer is kept as far as it was shown, and a turn
-that failed before its first word leaves the conversation unchanged. What the model thinks before it answers is no part
-of the messages: chat templates leave it out of earlier turns, too.
+that failed before its first word leaves the conversation unchanged. The model's thinking is no part of the messages:
+chat templates leave it out of earlier turns, too.
 """
 
 import json
@@ -12,18 +12,16 @@ import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import Any, Literal, Unpack
 
 from mlc_amd.runtime.engine.generation import ContextFull, Piece, Progress, Stats, check_max_tokens, check_stop
 from mlc_amd.runtime.engine.generations import Generation
+from mlc_amd.runtime.engine.text_engine import TextEngine
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.sampling.sampler import Sampling, SamplingChanges
+from mlc_amd.runtime.sampling.settings import Sampling, SamplingChanges
 from mlc_amd.runtime.text import reasoning
 from mlc_amd.runtime.text.messages import Message, check_content, check_messages
 from mlc_amd.runtime.text.traced_text import Traced
-
-if TYPE_CHECKING:
-    from mlc_amd.runtime.engine.engine import Engine  # which has conversations
 
 ON_FULL = ("error", "drop")
 _FORMAT = 1  # of saved conversations
@@ -32,18 +30,18 @@ _RESERVE_FRACTION, _RESERVE_MAX = 4, 512
 
 
 class Conversation:
-    """Messages of the roles system, user and assistant, in order, and an engine that answers them.
+    """Messages of the roles system, user and assistant, in order, and an engine that generates the answers.
 
     system: the system message or None. sampling: sampling parameters, None: the model's defaults (may be replaced
     between turns). on_full: when the conversation exceeds the context, "error" raises ContextFull, "drop" removes the
     oldest turns but never the system message. thinking: a value of `chat_template.THINKING`, UserError for one that the
-    model's template has no switch for. format: how the model marks the parts of an answer. dropped: number of messages
-    removed so far.
+    model's template does not support. format: the marks of the parts of an answer. dropped: number of messages removed
+    so far.
     """
 
     def __init__(
         self,
-        engine: "Engine",
+        engine: TextEngine,
         system: str | None = None,
         sampling: Sampling | None = None,
         on_full: Literal["error", "drop"] = "error",
@@ -56,7 +54,7 @@ class Conversation:
         self.messages: list[Message] = []
         self.dropped = 0
         self._generation: Generation | None = None  # of the last answer
-        # The last prompt with its answer as rendered text, and its ids as they were generated.
+        # The last prompt with its answer as rendered text, and the ids that were generated.
         self._rendered, self._rendered_ids = Traced(), []
         self.system = system
 
@@ -72,7 +70,7 @@ class Conversation:
 
     @property
     def on_full(self) -> Literal["error", "drop"]:
-        """What happens when the conversation exceeds the context."""
+        """The action when the conversation exceeds the context."""
         return self._on_full
 
     @on_full.setter
@@ -104,8 +102,7 @@ class Conversation:
         self._rendered, self._rendered_ids = Traced(), []
 
     def undo(self) -> str | None:
-        """Takes the last turn back: removes the user's last message and what follows it, and returns its text; None
-        where there is no turn."""
+        """Removes the user's last message and all after it, and returns its text; None where there is no turn."""
         turn = max((i for i, message in enumerate(self.messages) if message["role"] == "user"), default=None)
         if turn is None:
             return None
@@ -145,7 +142,7 @@ class Conversation:
         text: a text, or a list of text parts. sampling, thinking: for this turn, instead of the conversation's;
         changes: single sampling parameters. max_tokens, stop, progress: as in `Engine.generate`.
         Raises UserError for arguments out of range, at once; at the first step, ContextFull if the conversation does
-        not fit, before anything is computed, and UserError for what the template or the engine rejects. The
+        not fit, before anything is computed, and UserError where the template or the engine rejects the messages. The
         conversation is then unchanged, as it is if the answer is stopped before its first word or within the thinking.
         """
         template = self.engine.chat_template

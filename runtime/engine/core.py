@@ -1,11 +1,11 @@
-"""Runs an engine's steps: who computes, and who gets what they give.
+"""Runs an engine's steps and distributes their results to answers.
 
-A thread that waits for an answer takes the *turn* (step_lock.py) and computes one step, for all answers; so several
-threads, each with an answer of its own, are served together without a thread of the engine. Whoever starts an answer
-waits for one step, however many follow. Where the device can, the next step begins before the one in progress is done
-(`Scheduler.plan_behind`): what the host does for answers takes no time of the device. A thread that has the turn for
-something else finishes it first.
-Answers that are consumed from asyncio are computed by a background thread, which begins with the first of them.
+A thread that waits for an answer takes the step lock (step_lock.py) and computes one step, for all answers; so several
+threads, each with an answer of its own, are served together without a thread of the engine. A thread that starts an
+answer waits for one step at most. Where the device can, the next step is started before the one in progress is done
+(`Scheduler.plan_ahead`), so the device does not wait for the host. A thread that takes the lock for another purpose
+completes that step first. Answers that are consumed from asyncio are computed by a background thread, which the first
+of them starts.
 """
 
 import threading
@@ -17,13 +17,14 @@ from contextlib import contextmanager
 from mlc_amd.runtime.cache.kv_cache import Cache
 from mlc_amd.runtime.cache.sequence import Sequence
 from mlc_amd.runtime.engine.answers import Answer
-from mlc_amd.runtime.engine.planned_step import Step
+from mlc_amd.runtime.engine.limits import RequestCounts, SchedulerLimits
+from mlc_amd.runtime.engine.planned_step import PlannedStep
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, Choice, Chosen
-from mlc_amd.runtime.engine.scheduler import Limits, Queue, Scheduler
+from mlc_amd.runtime.engine.scheduler import Scheduler
 from mlc_amd.runtime.engine.scoring import Scoring
-from mlc_amd.runtime.engine.step_lock import CLOSED, Turn
+from mlc_amd.runtime.engine.step_lock import CLOSED, StepLock
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.speculation.own_draft import OwnDraft
 from mlc_amd.runtime.speculation.speculation import Speculation
@@ -32,43 +33,41 @@ from mlc_amd.runtime.speculation.speculation import Speculation
 class Core:
     """Steps of `runner` for the answers that were started. Methods may be called by any thread."""
 
-    def __init__(self, runner: Runner, cache: Cache, limits: Limits) -> None:
+    def __init__(self, runner: Runner, cache: Cache, limits: SchedulerLimits) -> None:
         self.runner = runner
         self.scheduler = Scheduler(cache, limits)
-        self.private: Sequence | None = None  # a sequence of the engine's own, which gives way to requests
-        self.speculation: Speculation | None = None  # set while nobody has the turn
+        self.private: Sequence | None = None  # a sequence of the engine's own, which requests may preempt
+        self.speculation: Speculation | None = None  # changed with the lock only
         self.clock = time.perf_counter  # seconds, for `speculation`
-        self._behind: Step | None = None  # which the device has begun, behind the last one that was completed
-        self._unchosen = False  # that step waits for how its tokens are chosen
+        self._ahead: PlannedStep | None = None  # in progress on the device, after the last one that was completed
+        self._lacks_choices = False  # that step waits for how its tokens are chosen
         self._answers: dict[Request, Answer] = {}
         self._scorings: dict[Request, Scoring] = {}
-        self._turn = Turn()
+        self._lock = StepLock()
         self._background: threading.Thread | None = None
-        self._watched: set[Request] = set()  # of answers that the background thread is to compute
+        self._watched: set[Request] = set()  # of answers that the background thread computes
 
-    # ---- the turn
+    # ---- the lock
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Waits for the turn and has it for the `with` block, with no step in progress. UserError once the engine is
-        closed."""
-        self._turn.take()
+    def exclusive(self) -> Iterator[None]:
+        """Holds the step lock for the `with` block, with no step in progress. UserError once the engine is closed."""
+        self._lock.acquire()
         try:
             self._settle()
             yield
         finally:
-            self._turn.give()
+            self._lock.release()
 
     @property
     def closed(self) -> bool:
-        return self._turn.closed
+        return self._lock.closed
 
     # ---- answers
 
     @property
-    def queue(self) -> Queue:
-        """How many requests wait, and how many are running."""
-        return Queue(self.scheduler.waiting, len(self.scheduler.running))
+    def queue(self) -> RequestCounts:
+        return RequestCounts(self.scheduler.waiting, len(self.scheduler.running))
 
     @property
     def busy(self) -> bool:
@@ -76,22 +75,22 @@ class Core:
         return bool(self._answers)
 
     def score(self, scoring: Scoring) -> None:
-        """Returns when it is done; computes meanwhile. QueueFull and ContextFull."""
-        with self.turn():
+        """Computes steps until it is done. QueueFull and ContextFull."""
+        with self.exclusive():
             self.scheduler.add(scoring.request)
             self._scorings[scoring.request] = scoring
         try:
             self.wait([scoring])
         finally:
-            with self.turn():
+            with self.exclusive():
                 self._drop_scoring(scoring.request)
         if scoring.error:
             raise scoring.error
 
     def start(self, answers: SequenceOf[Answer], watched: bool = False) -> None:
-        """Queues their requests. watched: the background thread computes them. QueueFull and ContextFull, for which
+        """Queues their requests. watched: the background thread computes them. QueueFull and ContextFull, after which
         none of them is queued."""
-        with self.turn():
+        with self.exclusive():
             added = []
             try:
                 for answer in answers:
@@ -110,39 +109,39 @@ class Core:
         """Ends answers after the step in progress; their pages are free then."""
         for answer in answers:
             self.scheduler.cancel(answer.request)
-        if not self._turn.try_take():
+        if not self._lock.try_acquire():
             return
         try:
             self._drop_ended()
-            if not (self._answers or self._background):  # a background thread does that
+            if not (self._answers or self._background):  # a background thread would do that
                 self._settle()
         finally:
-            self._turn.give()
+            self._lock.release()
 
     def cancel_all(self) -> None:
         self.cancel(list(self._answers.values()))
 
     def wait(self, answers: SequenceOf[Answer | Scoring]) -> None:
-        """Returns when one of `answers` is ready. Computes meanwhile."""
+        """Computes steps until one of `answers` is ready."""
 
         def ready() -> bool:
             return any(answer.ready for answer in answers)
 
-        while self._turn.take(ready):
+        while self._lock.acquire(ready):
             try:
                 progressed = self._step()
             finally:
-                self._turn.give()
+                self._lock.release()
             if not progressed and not ready():
                 raise RuntimeError("no step can be computed, but an answer is wanted")
 
-    # ---- steps, by the thread that has the turn
+    # ---- steps, by the thread that holds the lock
 
     def _step(self) -> bool:
         """Computes a step. False if there is nothing to compute."""
         self._drop_ended()
-        if self._behind:
-            self._finish(self._behind)
+        if self._ahead:
+            self._finish(self._ahead)
             return True
         before = set(self.scheduler.running)
         step = self.scheduler.plan()
@@ -155,29 +154,29 @@ class Core:
             for request in self.scheduler.running:
                 if request not in before and request in self._answers:
                     self._answers[request].begin()
-            begins = self._may_lead(step)
-            if begins:
+            overlaps = self._may_overlap(step)
+            if overlaps:
                 rows = [sequence.newest_row() for sequence in step.sequences]
                 masks = any(self._answers[request].constraint for request in step.answers)
                 self.runner.start(rows, (lambda: self._choices(step)) if masks else self._choices(step))
-        if begins:
+        if overlaps:
             self._finish(step)
         else:
-            self._compute_whole(step)
+            self._compute(step)
         return True
 
     @contextmanager
     def _in_progress(self) -> Iterator[None]:
-        """An error of a step abandons it, and the one behind it."""
+        """An error of a step abandons it, and the one after it."""
         try:
             yield
         except BaseException:
-            self._behind, self._unchosen = None, False
+            self._ahead, self._lacks_choices = None, False
             self.scheduler.abandon()
             raise
 
-    def _compute_whole(self, step: Step) -> None:
-        """Computes and completes a planned step that has no step behind it."""
+    def _compute(self, step: PlannedStep) -> None:
+        """Computes and completes a step that the next one does not overlap."""
         with self._in_progress():
             begun = self.clock()
             step = self._guess(step)
@@ -192,7 +191,7 @@ class Core:
                 self._follow(self.speculation, step, [token for tokens in chosen for token in tokens])
         self._complete(step, found)
 
-    def _complete(self, step: Step, found: list[list[Chosen]]) -> None:
+    def _complete(self, step: PlannedStep, found: list[list[Chosen]]) -> None:
         """found: what was chosen for each of the step's answers."""
         prompts = [(request, sequence) for request, sequence in step.computed if not request.generated]
         self.scheduler.complete(step, [[max(chosen.token, 0) for chosen in tokens] for tokens in found])
@@ -209,55 +208,55 @@ class Core:
             if reason := next(filter(None, reasons), None):
                 self._forget(request, reason)
 
-    # ---- steps behind one in progress
+    # ---- steps that start ahead, while the one before them is in progress
 
-    def _may_lead(self, step: Step) -> bool:
-        """Whether the step may have one behind it."""
+    def _may_overlap(self, step: PlannedStep) -> bool:
+        """Whether the next step may start while this one is in progress."""
         answers = [self._answers.get(request) for request in step.answers]
         return (
             not (self.speculation or step.chunk)
-            and all(answer and answer.ahead for answer in answers)
-            and self.runner.ahead(len(answers), self._chooses_late(step))
+            and all(answer and answer.may_overlap for answer in answers)
+            and self.runner.can_start_ahead(len(answers), self._needs_tokens(step))
         )
 
-    def _chooses_late(self, step: Step) -> bool:
-        """Whether how tokens behind those of the step are chosen depends on these."""
+    def _needs_tokens(self, step: PlannedStep) -> bool:
+        """Whether the choice of the tokens after those of the step depends on them."""
         return not all(self._answers[request].predictable for request in step.answers)
 
-    def _finish(self, step: Step, ahead: bool = True) -> None:
-        """Completes the step that the device computes; ahead: begins the next one before."""
+    def _finish(self, step: PlannedStep, ahead: bool = True) -> None:
+        """Completes the step in progress; ahead: starts the next one first."""
         with self._in_progress():
-            if self._unchosen:
-                self._unchosen = False
-                self.runner.choose(self._choices(step))
-            self._behind = self._begin_behind(step) if ahead else None
+            if self._lacks_choices:
+                self._lacks_choices = False
+                self.runner.supply_choices(self._choices(step))
+            self._ahead = self._start_ahead(step) if ahead else None
             found = [[chosen] for chosen in self.runner.finish()]
         self._complete(step, found)
-        if self._behind and all(request.state == "done" for request in self._behind.answers):
+        if self._ahead and all(request.state == "done" for request in self._ahead.answers):
             self._settle()
 
-    def _begin_behind(self, step: Step) -> Step | None:
-        behind = self.scheduler.plan_behind(step) if self._may_lead(step) else None
-        if behind:
-            rows = [sequence.newest_row(1) for sequence in behind.sequences]
-            late = self._chooses_late(step)
-            choices = None if late else [self._answers[request].choice_behind() for request in step.answers]
-            self.runner.start_behind(rows, choices)
-            self._unchosen = late
-        return behind
+    def _start_ahead(self, step: PlannedStep) -> PlannedStep | None:
+        following = self.scheduler.plan_ahead(step) if self._may_overlap(step) else None
+        if following:
+            rows = [sequence.newest_row(1) for sequence in following.sequences]
+            late = self._needs_tokens(step)
+            choices = None if late else [self._answers[request].next_choice() for request in step.answers]
+            self.runner.start_ahead(rows, choices)
+            self._lacks_choices = late
+        return following
 
-    def _choices(self, step: Step) -> list[Choice]:
-        """How the tokens of a step without guesses are chosen; anything for answers that are done."""
+    def _choices(self, step: PlannedStep) -> list[Choice]:
+        """How the tokens of a step without guesses are chosen; for answers that are done it does not matter."""
         answers = [self._answers.get(request) for request in step.answers]
         return [answer.choices()[0] if answer else GREEDY for answer in answers]
 
     def _settle(self) -> None:
-        """No step is in progress."""
-        if self._behind:
-            self._finish(self._behind, ahead=False)
+        """Completes the step in progress, if there is one."""
+        if self._ahead:
+            self._finish(self._ahead, ahead=False)
 
-    def _guess(self, step: Step) -> Step:
-        """The step, with guesses of how its answers go on."""
+    def _guess(self, step: PlannedStep) -> PlannedStep:
+        """The step, with guesses of its answers' next tokens."""
         if not self.speculation or step.chunk:
             return step
         answers = [self._answers[request] for request, _ in step.singles]
@@ -266,7 +265,7 @@ class Core:
         return self.scheduler.draft(step, self.speculation.drafts(wanted))
 
     def _learn(
-        self, speculation: Speculation, step: Step, found: list[list[Chosen]], guess_s: float, step_s: float
+        self, speculation: Speculation, step: PlannedStep, found: list[list[Chosen]], guess_s: float, step_s: float
     ) -> None:
         drafts = {request: drafts for (request, _), drafts in zip(step.singles, step.drafts, strict=True) if drafts}
         counts = {request: len(tokens) for (request, _), tokens in zip(step.singles, found, strict=True)}
@@ -274,8 +273,8 @@ class Core:
         for request, guesses in drafts.items():
             self._answers[request].verified(len(guesses), counts[request] - 1)
 
-    def _follow(self, speculation: Speculation, step: Step, chosen: list[Chosen]) -> None:
-        """Lets a drafter that follows steps do so, where prompts want it or guesses are worth it."""
+    def _follow(self, speculation: Speculation, step: PlannedStep, chosen: list[Chosen]) -> None:
+        """Has a drafter that follows steps follow this one, for a prompt or where guesses are worth their time."""
         drafter = speculation.drafter
         if not isinstance(drafter, OwnDraft) or (step.chunk and step.chunk.scored):
             return
@@ -288,8 +287,8 @@ class Core:
         else:
             drafter.skip()
 
-    def _run(self, step: Step) -> list[list[Chosen]]:
-        """What is chosen for each of the step's answers: behind its newest token, and behind each guess."""
+    def _run(self, step: PlannedStep) -> list[list[Chosen]]:
+        """The tokens chosen for each of the step's answers: after its newest token, and after each guess."""
         singles, chunk = [], None
         for (_, sequence), drafts in zip(step.singles, step.drafts, strict=True):
             singles += sequence.rows([sequence.tokens[sequence.computed], *drafts])
@@ -302,8 +301,9 @@ class Core:
         guesses = step.drafts + [[]] * (len(answers) - len(step.drafts))
 
         def choices() -> list[Choice]:
-            asked = [answer.choices(drafts) for answer, drafts in zip(answers, guesses, strict=True)]
-            return [choice for one in asked for choice in one]
+            return [
+                choice for answer, drafts in zip(answers, guesses, strict=True) for choice in answer.choices(drafts)
+            ]
 
         masks = any(answer.constraint for answer in answers)
         chosen = iter(self.runner.sample(singles, chunk, choices if masks else choices()))
@@ -329,14 +329,14 @@ class Core:
     # ---- in the background
 
     def _start_thread(self) -> threading.Thread:
-        thread = threading.Thread(target=self._compute, name="mlc-amd", daemon=True)
+        thread = threading.Thread(target=self._run_background, name="mlc-amd", daemon=True)
         thread.start()
         return thread
 
-    def _compute(self) -> None:
+    def _run_background(self) -> None:
         while True:
-            self._turn.wait_for_work(lambda: self._watched or (self._behind and not self._answers))
-            if not self._turn.take(lambda: self.closed):
+            self._lock.wait_for_work(lambda: self._watched or (self._ahead and not self._answers))
+            if not self._lock.acquire(lambda: self.closed):
                 return
             try:
                 self._step()
@@ -348,18 +348,18 @@ class Core:
                     scoring.fail(error)
                     self._drop_scoring(scoring.request)
             finally:
-                self._turn.give()
+                self._lock.release()
 
     def close(self) -> None:
         """Ends all answers and scorings, and waits for the step in progress."""
         if self.closed:
             return
         self.cancel_all()
-        with self.turn():
+        with self.exclusive():
             self._drop_ended()
             for scoring in self._scorings.values():
                 scoring.fail(UserError(CLOSED))
-            self._turn.closed = True
+            self._lock.closed = True
         if self._background and self._background is not threading.current_thread():
             self._background.join()
         if self.speculation:
@@ -367,6 +367,6 @@ class Core:
 
 
 def _right(chosen: list[Chosen], guesses: SequenceOf[int]) -> list[Chosen]:
-    """The first token, and those behind guesses that are the tokens before them."""
+    """The first token, and those after guesses that are right."""
     right = next((i for i, guess in enumerate(guesses) if chosen[i].token != guess), len(guesses))
     return chosen[: right + 1]

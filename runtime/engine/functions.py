@@ -1,7 +1,7 @@
 """The functions of an artifact's plan, and which of them computes a step.
 
 In: the manifest's `functions`. Out: for a number of single rows and of rows of a chunk, the smallest function that
-holds them.
+computes them.
 """
 
 from bisect import bisect_left
@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-FOLLOW, CHAIN = "follow_", "chain_"  # prefixes of functions that guess tokens: behind a step, and behind a guess
-
+FOLLOW, CHAIN = "follow_", "chain_"  # prefixes of functions that guess tokens: after a step, and after a guess
 
 # Reading the weights takes as long as computing so many rows: by the times of functions of 1 to 512 rows on an H200
 # (llama3-8b:q4_0: 1 row 1.8 ms, 64 4.3, 128 7.0, 512 22.8), which this describes within a tenth.
@@ -19,8 +18,8 @@ READING = 48
 
 def chunk_size(pending: int, sizes: tuple[int, ...], most: int) -> int:
     """How many of a sequence's pending tokens the next step computes, at most `most`, with functions of so many rows
-    (ascending). A function costs what all its rows cost: tokens that would leave much of one empty go through smaller
-    ones, in several steps."""
+    (ascending). A function costs the time of all its rows: instead of a large one that would be mostly empty, several
+    steps of smaller ones are computed."""
     count = min(pending, most)
     found = _cheapest(sizes)
     return found[count][1] if count < len(found) else count
@@ -45,8 +44,8 @@ def is_draft(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Function:
-    """rows: of a step; single: how many of them may be of different sequences; logits: rows of these that it gives."""
+class StepFunction:
+    """rows: of a step; single: how many of them may be of different sequences; logits: rows with logits."""
 
     name: str
     rows: int
@@ -65,7 +64,7 @@ class Function:
 
     @property
     def mixes(self) -> bool:
-        """There may be single rows, and a chunk behind them."""
+        """There may be single rows, followed by a chunk."""
         return 0 < self.single < self.rows
 
     def holds(self, singles: int, chunk: int) -> bool:
@@ -79,7 +78,7 @@ class Function:
 class Functions:
     """See the module's docstring.
 
-    score        the function that gives the logits of all rows of a chunk
+    score        the function that computes the logits of all rows of a chunk
     chunk_sizes  for `chunk_size`: rows of the functions for a chunk without single rows, ascending; of several only
                  where what a function computes does not depend on how many of its rows are live
     chunk_rows   the last of these sizes
@@ -89,14 +88,16 @@ class Functions:
     """
 
     def __init__(self, manifest: Mapping) -> None:
-        entries = [Function(name, of["rows"], of["single"], of["logits"]) for name, of in manifest["functions"].items()]
+        entries = [
+            StepFunction(name, of["rows"], of["single"], of["logits"]) for name, of in manifest["functions"].items()
+        ]
         found = [function for function in entries if not is_draft(function.name)]
         self._chains = [function for function in entries if function.name.startswith(CHAIN)]
         self.drafts = len(found) < len(entries)
         self.score = next(f for f in found if f.scores)
         # The smallest first; of the same size the one that computes fewest logits.
         self._steps = sorted((f for f in found if not f.scores), key=lambda f: (f.rows, f.logits))
-        self._chosen: dict[tuple[int, int], Function] = {}
+        self._chosen: dict[tuple[int, int], StepFunction] = {}
         sizes = tuple(dict.fromkeys(f.rows for f in self._steps if not f.mixes))
         # The CPU's kernels compute the rows that are live, whatever the function holds.
         self.chunk_sizes = sizes[-1:] if manifest["target"]["kind"] == "cpu" else sizes
@@ -104,11 +105,11 @@ class Functions:
         self.mixed_rows = max(f.rows for f in self._steps if f.single)
         self.single_rows = max(f.single for f in self._steps)
 
-    def chain(self, rows: int) -> Function:
-        """The function for guesses behind so many guesses, at most `single_rows`."""
+    def chain(self, rows: int) -> StepFunction:
+        """The function for guesses after so many guesses, at most `single_rows`."""
         return min((f for f in self._chains if f.single >= rows), key=lambda function: function.rows)
 
-    def of(self, singles: int, chunk: int) -> Function:
+    def of(self, singles: int, chunk: int) -> StepFunction:
         """The function for such a step. StopIteration beyond `chunk_rows` and `mixed_rows`."""
         key = singles, chunk
         if key not in self._chosen:

@@ -1,4 +1,4 @@
-"""What a call of `Engine.generate` asks for: its arguments, checked, and the answers to make of them."""
+"""A call of `Engine.generate`: its arguments, checked, and the answers that it asks for."""
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from mlc_amd.runtime.engine.generation import Progress, check_logprobs, check_ma
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.errors import UserError, shorten
 from mlc_amd.runtime.grammars.constraints import Constraint
-from mlc_amd.runtime.sampling.sampler import Sampling
+from mlc_amd.runtime.sampling.settings import Sampling
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 
 
 @dataclass
-class Ask:
+class GenerateCall:
     """Arguments of `Engine.generate`; prompts: ids. UserError for those that cannot be used."""
 
     prompts: Sequence[list[int]]
@@ -37,8 +37,8 @@ class Ask:
             raise UserError(f"constraint is {shorten(self.constraint)}: it must be a function that makes a constraint")
 
     def answers(self, tokenizer: Tokenizer, longest: int) -> list[Answer]:
-        """Those of the first prompt, then those of the next one. longest: tokens that the cache holds of a sequence;
-        where they are fewer than what is asked for, they are the limit."""
+        """New answers: those to the first prompt, then those to the next one. longest: tokens that the cache holds of a
+        sequence; where they are fewer than max_tokens, they are the limit."""
         found = []
         for ids in self.prompts:
             most = longest - len(ids) + 1  # the last token is not computed

@@ -1,7 +1,7 @@
-"""What a generation is asked for and what it reports: the vocabulary that engines, conversations and commands share.
+"""Arguments and results of a generation that engines, conversations and commands share.
 
-In:  token ids, `max_tokens` and `stop`, as a caller gives them (sampling parameters: sampling.py; messages:
-     messages.py).
+In:  token ids, `max_tokens` and `stop` of a caller (sampling parameters: sampling/settings.py; messages:
+     text/messages.py).
 Out: the same, checked; `Piece` and `Stats` of a generation; its errors.
 """
 
@@ -23,7 +23,7 @@ class ContextFull(UserError):
     """More tokens than the KV cache holds.
 
     what: the fact, without the advice of the message. turns: whether a conversation has earlier turns that could be
-    forgotten.
+    removed.
     """
 
     def __init__(self, what: str, advice: str, turns: bool = False) -> None:
@@ -33,14 +33,13 @@ class ContextFull(UserError):
 
 @dataclass(frozen=True)
 class Piece:
-    """One generated token and its text. Every token has one piece, in order, but the end token has none. Where tokens
-    share a character, the last of them has it; of a token in which a stop text begins, only what is before counts, and
-    of those behind it nothing.
+    """One generated token and its text. Every token but the end token has one piece, in order. Where tokens share a
+    character, the last of them has it. Text from a stop text on is left out.
 
-    index: of which answer, where a call asks for several: answer j of prompt i has the index i * n + j. logprob, where
-    it is asked for: the token's natural log-probability. top: the most likely tokens in its place and theirs, the most
-    likely first. Both are of the distribution that the model gives, as in llama.cpp: the softmax of its logits before
-    penalties, biases, constraints, temperature and truncation.
+    index: of the answer: answer j of prompt i has the index i * n + j. logprob, if requested: the token's natural
+    log-probability. top: the most likely tokens in its place and theirs, the most likely first. Both are of the model's
+    distribution, as in llama.cpp: the softmax of its logits before penalties, biases, constraints, temperature and
+    truncation.
     """
 
     id: int
@@ -52,7 +51,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class PromptProgress:
-    """How far the prompt of the answer `index` is. Tokens: total: of the prompt; cached: of these, found in the KV
+    """Progress of the prompt of the answer `index`. Tokens: total: of the prompt; cached: of these, found in the KV
     cache; processed: cached and computed ones. seconds: since it was begun."""
 
     total: int
@@ -96,14 +95,14 @@ class Stats:
 def check_ids(ids: Ids) -> np.ndarray:
     """Token ids as a vector of integers, not empty. UserError for anything else."""
     try:
-        given = np.asarray(ids)
+        found = np.asarray(ids)
     except ValueError:  # lists of different lengths
-        given = np.empty((0, 0))
-    if given.ndim == 1 and not given.size:
+        found = np.empty((0, 0))
+    if found.ndim == 1 and not found.size:
         raise UserError("nothing to evaluate: the prompt has no tokens")
-    if given.ndim != 1 or given.dtype.kind not in "iu":
+    if found.ndim != 1 or found.dtype.kind not in "iu":
         raise UserError(f"token ids are {shorten(ids)}: they must be a list of whole numbers")
-    return given
+    return found
 
 
 def check_max_tokens(value: object) -> int | None:
@@ -116,7 +115,7 @@ def check_max_tokens(value: object) -> int | None:
 
 
 def check_logprobs(value: object) -> int | None:
-    """How many alternatives to each token are wanted. UserError if it is neither None nor 0 .. MOST_LOGPROBS."""
+    """The number of alternatives to each token, or None. UserError if it is neither None nor 0 .. MOST_LOGPROBS."""
     if value is None:
         return None
     if not isinstance(value, Integral) or not 0 <= int(value) <= MOST_LOGPROBS:
@@ -125,7 +124,7 @@ def check_logprobs(value: object) -> int | None:
 
 
 def check_min_tokens(value: object) -> int:
-    """How many tokens an answer has at least. UserError if it is not a whole number."""
+    """The least number of tokens of an answer. UserError if it is not a whole number."""
     if not isinstance(value, Integral) or int(value) < 0:
         raise UserError(f"min_tokens is {shorten(value)}: it must be a whole number, at least 0")
     return int(value)

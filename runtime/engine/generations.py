@@ -1,4 +1,4 @@
-"""What `Engine.generate` and `agenerate` give: an iterator over the pieces of one answer or of several.
+"""Results of `Engine.generate` and `agenerate`: an iterator over the pieces of one answer or of several.
 
 The answers are queued at the first step of the iterator, and computed as they are consumed, together with all others of
 the engine. Closing the iterator, or dropping it, ends the ones that are not complete.
@@ -17,7 +17,7 @@ from mlc_amd.runtime.engine.generation import Piece, PromptProgress, Stats
 
 
 class Results:
-    """The answers of a call. make: gives them, when they are to be queued."""
+    """The answers of a call. make: creates them when they are queued."""
 
     def __init__(self, make: Callable[[], Sequence[Answer]]) -> None:
         self._make = make
@@ -50,7 +50,7 @@ class Results:
 
 class _WithResults:
     def __init__(self, make: Callable[[], Sequence[Answer]]) -> None:
-        self.results = Results(make)  # which does not keep the iterator: dropping that ends it
+        self.results = Results(make)  # does not refer to the iterator, which ends when it is dropped
 
     @property
     def answers(self) -> list[Stats]:
@@ -64,7 +64,7 @@ class _WithResults:
 
 
 class Generation(_WithResults, Iterator[Piece]):
-    """What `Engine.generate` gives: see the module's docstring."""
+    """Of `Engine.generate`: see the module's docstring."""
 
     def __init__(self, core: Core, make: Callable[[], Sequence[Answer]]) -> None:
         super().__init__(make)
@@ -95,8 +95,8 @@ def _pieces(core: Core, results: Results) -> Generator[Piece, None, None]:
 
 
 class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
-    """What `Engine.agenerate` gives: the same for asyncio. The background thread computes the answers. progress: is
-    called in the event loop."""
+    """Of `Engine.agenerate`: the same for asyncio. The background thread computes the answers. progress: called in the
+    event loop."""
 
     def __init__(
         self,
@@ -105,26 +105,26 @@ class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
         progress: Callable[[PromptProgress], None] | None = None,
     ) -> None:
         super().__init__(make)
-        self._news = _News(progress)
-        self._batches = _batches(core, self.results, self._news)
+        self._events = _LoopEvents(progress)
+        self._batches = _batches(core, self.results, self._events)
         self._started = False
         self._ready: deque[Piece] = deque()
 
     async def start(self) -> None:
-        """Queues the answers, unless they are. Raises what the first step would."""
+        """Queues the answers, unless they are queued. Raises the errors of the first step."""
         if not self._started:
             self._started = True
             await anext(self._batches)
 
     async def batch(self) -> list[Piece]:
-        """All pieces that there are, at least one unless `progress` was called: for consumers that take time.
-        StopAsyncIteration after the last."""
+        """All new pieces, at least one unless `progress` was called: for consumers that take time. StopAsyncIteration
+        after the last."""
         await self.start()
         return await anext(self._batches)
 
     async def pause(self, seconds: float) -> None:
         """Waits between two batches: so long, or until the answers are complete."""
-        await self._news.pause(seconds)
+        await self._events.pause(seconds)
 
     async def __anext__(self) -> Piece:
         while not self._ready:
@@ -136,26 +136,26 @@ class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
         await self._batches.aclose()
 
 
-async def _batches(core: Core, results: Results, news: "_News") -> AsyncGenerator[list[Piece], None]:
+async def _batches(core: Core, results: Results, events: "_LoopEvents") -> AsyncGenerator[list[Piece], None]:
     """An empty list once the answers are queued, then their pieces."""
 
     def begin() -> Sequence[Answer]:
         answers = results.begin()  # constraints may take long to make
-        news.listen(answers)
+        events.listen(answers)
         return answers
 
-    news.loop = asyncio.get_running_loop()
+    events.loop = asyncio.get_running_loop()
     answers = await asyncio.to_thread(begin)
     left = list(answers)
     try:
-        await asyncio.to_thread(core.start, answers, True)  # which waits for the end of a step
+        await asyncio.to_thread(core.start, answers, True)  # waits for the end of a step
         yield []
         while left:
-            await news.wait()
-            told = news.tell_progress()
+            await events.wait()
+            reported = events.report_progress()
             pieces = [piece for answer in left for piece in answer.take()]
             left = [answer for answer in left if not answer.complete]
-            if pieces or told:
+            if pieces or reported:
                 yield pieces
     finally:
         for answer in answers:
@@ -164,57 +164,57 @@ async def _batches(core: Core, results: Results, news: "_News") -> AsyncGenerato
             core.cancel(left)
 
 
-class _News:
-    """Wakes a task of an event loop from the thread that computes, if the task waits: waking costs a system call and a
-    round of the loop."""
+class _LoopEvents:
+    """Events from the thread that computes, for a task of an event loop. Wakes the task only if it waits: waking costs
+    a system call and an iteration of the loop."""
 
     loop: asyncio.AbstractEventLoop
 
     def __init__(self, progress: Callable[[PromptProgress], None] | None) -> None:
         self._progress = progress
-        self._reports: deque[PromptProgress] = deque()  # that `progress` is still to be told
-        self._begun: dict[int, float] = {}  # when the prompt of each answer was
+        self._reports: deque[PromptProgress] = deque()  # not passed to `progress` yet
+        self._begun: dict[int, float] = {}  # time, of the prompt of each answer
         self._event = asyncio.Event()
         self._any = self._waiting = self._pausing = False
-        self._going = 0  # answers that are not done
+        self._unfinished = 0  # answers that are not done
 
     def listen(self, answers: Sequence[Answer]) -> None:
-        """To answers that are not begun."""
-        self._going = len(answers)
+        """Listens to answers that are not begun."""
+        self._unfinished = len(answers)
         for answer in answers:
-            answer.listener = partial(self._tell, answer)
+            answer.listener = partial(self._notify, answer)
             if self._progress:
-                answer.progress = partial(self._report, answer)
+                answer.progress = partial(self._add_report, answer)
 
-    def _report(self, answer: Answer, done: int, _: int) -> None:
+    def _add_report(self, answer: Answer, done: int, _: int) -> None:
         now, cached = time.perf_counter(), answer.stats.cached_tokens
         seconds = now - self._begun.setdefault(answer.index, now)
         self._reports.append(PromptProgress(answer.stats.prompt_tokens, cached, cached + done, seconds, answer.index))
-        self._tell(answer)
+        self._notify(answer)
 
-    def tell_progress(self) -> bool:
-        """Whether there was any to tell."""
+    def report_progress(self) -> bool:
+        """Calls `progress` with all reports. False if there are none."""
         found = bool(self._reports)
         while self._progress and self._reports:
             self._progress(self._reports.popleft())
         return found
 
-    def _tell(self, answer: Answer) -> None:
+    def _notify(self, answer: Answer) -> None:
         self._any = True
-        self._going -= answer.done
-        if self.loop.is_closed():  # nobody wants the answer
+        self._unfinished -= answer.done
+        if self.loop.is_closed():  # the answer has no consumer
             answer.request.cancelled = True
-        elif self._waiting or (self._pausing and not self._going):
+        elif self._waiting or (self._pausing and not self._unfinished):
             self._waiting = self._pausing = False
-            with suppress(RuntimeError):  # it is closed now
+            with suppress(RuntimeError):  # it was closed meanwhile
                 self.loop.call_soon_threadsafe(self._event.set)
 
     async def wait(self) -> None:
-        """Returns once there is something that came after the last call, perhaps without."""
-        self._waiting = True  # first: what comes between this and the look is told twice, not never
+        """Returns after the first event since the last call, perhaps earlier."""
+        self._waiting = True  # before the check: an event in between is reported twice instead of lost
         if not self._any:
             await self._event.wait()
-        self._waiting = self._any = False  # before the task looks: what comes later tells again
+        self._waiting = self._any = False  # before the task takes the pieces: later events wake it again
         self._event.clear()
 
     async def pause(self, seconds: float) -> None:
@@ -222,7 +222,7 @@ class _News:
         self._pausing = True
         timer = self.loop.call_later(seconds, self._event.set)
         try:
-            if self._going:
+            if self._unfinished:
                 await self._event.wait()
         finally:
             timer.cancel()

@@ -1,4 +1,4 @@
-"""What the scheduler plans: the rows of a step, by request."""
+"""The scheduler's result: the rows of a step, by request."""
 
 from dataclasses import dataclass, field
 
@@ -7,9 +7,9 @@ from mlc_amd.runtime.engine.requests import Request
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """The tokens start .. start+count-1 of a sequence. answers: the row of the last one gives a token, as no further
-    one is known. scored: the logits of all are wanted, and the step has no single rows."""
+class PlannedChunk:
+    """The tokens start .. start+count-1 of a sequence. answers: a token is sampled after the last one, which is the
+    last known token. scored: the logits of all are wanted, and the step has no single rows."""
 
     request: Request
     sequence: Sequence
@@ -20,12 +20,12 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Step:
-    """Rows: for each of `singles` the token sequence.tokens[sequence.computed], and behind it its drafts, then the
-    chunk. All sequences have slots and pages. drafts: of each of `singles`, guesses of its next tokens."""
+class PlannedStep:
+    """Rows: for each of `singles` the token sequence.tokens[sequence.computed], followed by its drafts, then the chunk.
+    All sequences have slots and pages. drafts: of each of `singles`, guesses of its next tokens."""
 
     singles: list[tuple[Request, Sequence]]
-    chunk: Chunk | None = None
+    chunk: PlannedChunk | None = None
     drafts: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A request: what is to be generated, or scored, for whom, and how far it is."""
+"""A request: what is to be generated, or scored, for which client, and its progress."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -6,27 +6,27 @@ from typing import Literal
 
 from mlc_amd.runtime.cache.sequence import Sequence
 
-State = Literal["waiting", "running", "done"]  # waiting: no pages; running: takes part in steps
+RequestState = Literal["waiting", "running", "done"]  # waiting: no pages; running: takes part in steps
 
 
 @dataclass(eq=False)
 class Request:
-    """What the caller gives:
+    """Set by the caller:
 
     prompt      token ids, at least one
     max_tokens  None: as many as the cache holds
     client      key of the client: the scheduler is fair between clients
-    sampling    for the driver; the scheduler does not look at it
+    sampling    for the driver; the scheduler ignores it
     leader      a request with the same prompt, added before: this one waits until the leader's prompt is computed, or
                 the leader is done, and shares its pages
-    scored      None, or for a request that generates nothing: the logits of its prompt's tokens from this one on are
-                wanted; the scheduler moves it on as they are computed
+    scored      None, or for a request that generates nothing: the first token of the prompt whose logits are still to
+                be computed, with those of all later ones; the scheduler updates it
     sequence    of a request that generates nothing: the caller's own, of which `prompt` are the tokens. It keeps its
                 pages when the request is done. Otherwise the scheduler makes it
 
-    What the scheduler sets:
+    Set by the scheduler:
 
-    state, finish   finish: why it is done, as `Scheduler.finish` was told
+    state, finish   finish: why it is done: the argument of `Scheduler.finish`
     generated       token ids, the end token included
     limit           tokens that it may generate: the driver finishes it there
     cached          tokens of the prompt that were in the cache when it began
@@ -42,7 +42,7 @@ class Request:
     scored: int | None = None
     sequence: Sequence | None = None
 
-    state: State = "waiting"
+    state: RequestState = "waiting"
     finish: str | None = None
     generated: list[int] = field(default_factory=list)
     limit: int = 0

@@ -1,7 +1,8 @@
-"""Runs steps on a device: chooses the function of the plan, fills the io buffers, gives the answers.
+"""Runs steps on a device: selects the function of the plan, fills the io buffers, reads the results.
 
 In: the tokens of a step's rows with their positions and slots, and the page tables. Out: of each single row, in order,
-then of the chunk's last row, what the device chooses (`sample`); or the logits of a chunk, float32 (`run`, `score`).
+then of the chunk's last row, the token that the device chooses (`sample`); or the logits of a chunk, float32 (`run`,
+`score`).
 """
 
 from collections import deque
@@ -10,15 +11,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mlc_amd.runtime.cache.kv_cache import Cache
-from mlc_amd.runtime.engine.functions import FOLLOW, Function, Functions
+from mlc_amd.runtime.cache.sequence import ChunkRows, SingleRow
+from mlc_amd.runtime.engine.functions import FOLLOW, Functions, StepFunction
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, Choice, Chosen, SampledRows
-from mlc_amd.runtime.engine.steps import Chunk, Single, page_table, write_step
+from mlc_amd.runtime.engine.steps import page_table, write_step
 
 _SCORED = 64  # rows whose logits are read at once: with a large vocabulary, those of one take half a megabyte
 
 
 class Runner:
-    """Runs steps of an artifact on `device`, whose pages `cache` hands out."""
+    """Runs steps of an artifact on `device`, whose pages `cache` allocates."""
 
     def __init__(self, artifact, device, cache: Cache) -> None:
         self.device, self.cache, self.functions = device, cache, Functions(artifact.manifest)
@@ -33,8 +35,8 @@ class Runner:
         """Rows of a call of `score`, at most."""
         return min(self.functions.score.rows, _SCORED)
 
-    def prepare(self, function: Function, singles: Sequence[Single], chunk: Chunk | None) -> int:
-        """Fills the buffers of a step of that function. Returns how many rows of logits it gives."""
+    def prepare(self, function: StepFunction, singles: Sequence[SingleRow], chunk: ChunkRows | None) -> int:
+        """Fills the buffers of a step of that function. Returns the number of its rows of logits."""
         changed = self.cache.changed()
         try:
             for span in changed:
@@ -44,15 +46,14 @@ class Runner:
             raise
         return write_step(self.device, self._entries[function.name], singles, chunk)
 
-    def prepare_chunk(self, chunk: Chunk) -> str:
-        """Fills the buffers of a step with nothing but a chunk. Returns the name of its function."""
+    def prepare_chunk(self, chunk: ChunkRows) -> str:
+        """Fills the buffers of a step that is one chunk. Returns the name of its function."""
         function = self.functions.of(0, len(chunk[0]))
         self._prepare_rows(function, (), chunk)
         return function.name
 
-    def _prepare_rows(self, function: Function, singles: Sequence[Single], chunk: Chunk | None) -> int:
-        """`prepare` of any function; rows of a chunk may stand where single rows may. Returns how many rows of logits
-        it gives."""
+    def _prepare_rows(self, function: StepFunction, singles: Sequence[SingleRow], chunk: ChunkRows | None) -> int:
+        """`prepare`, where rows of a chunk may take the place of single rows."""
         if not (function.steps and chunk):
             return self.prepare(function, singles, chunk)
         ids, position, slot = chunk
@@ -60,7 +61,7 @@ class Runner:
             function, [*singles, *((int(token), position + i, slot) for i, token in enumerate(ids))], None
         )
 
-    def run(self, chunk: Chunk) -> np.ndarray:
+    def run(self, chunk: ChunkRows) -> np.ndarray:
         """The logits [vocab] of a chunk's last row, in memory that the next step may overwrite."""
         self._choices.clear()
         rows = self._run((), chunk)
@@ -68,12 +69,12 @@ class Runner:
 
     def sample(
         self,
-        singles: Sequence[Single],
-        chunk: Chunk | None,
+        singles: Sequence[SingleRow],
+        chunk: ChunkRows | None,
         choices: Sequence[Choice] | Callable[[], Sequence[Choice]],
     ) -> list[Chosen]:
-        """Computes a step, and chooses a token for each of the first answers, as many as there are `choices`: or what
-        gives them, which is called while the device computes what does not depend on them."""
+        """Computes a step, and chooses a token for each of the first answers, as many as there are `choices`: or a
+        function that returns them, called while the device computes what does not depend on them."""
         single = len(singles)
         function = self.functions.of(single, len(chunk[0]) if chunk else 0)
         last = single + len(chunk[0]) - 1 if chunk and function.steps else single  # row of the chunk's answer
@@ -93,14 +94,14 @@ class Runner:
         self._answered = [*range(single), last][: len(known)]
         return self._choices.read(self._answered, known)
 
-    def ahead(self, rows: int, late: bool = False) -> bool:
-        """Whether a step of so many single rows may be started behind one of the same rows: `start_behind`; late:
-        before it is known how tokens are chosen. Which cells of states a step writes depends on what the one before it
-        gives: those are not."""
-        return not self.cache.cells and self.device.ahead(self.functions.of(rows, 0).name, late)
+    def can_start_ahead(self, rows: int, late: bool = False) -> bool:
+        """Whether a step of so many single rows may start while one of the same rows is in progress (`start_ahead`);
+        late: before it is known how tokens are chosen. Steps with states may not: which cells they write depends on the
+        step before."""
+        return not self.cache.cells and self.device.can_start_ahead(self.functions.of(rows, 0).name, late)
 
-    def start(self, singles: Sequence[Single], choices: Sequence[Choice] | Callable[[], Sequence[Choice]]) -> None:
-        """Begins a step of single rows, each of which gets a token: `finish` gives them. choices: see `sample`."""
+    def start(self, singles: Sequence[SingleRow], choices: Sequence[Choice] | Callable[[], Sequence[Choice]]) -> None:
+        """Starts a step of single rows, each of which gets a token: see `finish`. choices: see `sample`."""
         self._started.clear()
         name = self._prepare_singles(singles)
         if callable(choices):
@@ -109,20 +110,20 @@ class Runner:
             self._choose(choices)
             self.device.start(name)
 
-    def start_behind(self, singles: Sequence[Single], choices: Sequence[Choice] | None) -> None:
-        """Begins the next step of the same rows before the one in progress is finished. The tokens of `singles` do not
-        count: they are those that the other step chooses. choices: None: `choose` tells them when that is finished."""
+    def start_ahead(self, singles: Sequence[SingleRow], choices: Sequence[Choice] | None) -> None:
+        """Starts the next step of the same rows before the one in progress is finished. The tokens of `singles` are
+        ignored: the device takes those that the other step chooses. choices: None: `supply_choices` follows."""
         name = self._prepare_singles(singles)
         if choices is not None:
             self._choose(choices)
-        self.device.start_behind(name, choices is None)
+        self.device.start_ahead(name, choices is None)
 
-    def choose(self, choices: Sequence[Choice]) -> None:
-        """How the step that was begun last chooses its tokens."""
+    def supply_choices(self, choices: Sequence[Choice]) -> None:
+        """How the step that was started last chooses its tokens."""
         self._choose(choices)
-        self.device.start_late(self._last)
+        self.device.complete_inputs(self._last)
 
-    def _prepare_singles(self, singles: Sequence[Single]) -> str:
+    def _prepare_singles(self, singles: Sequence[SingleRow]) -> str:
         function = self.functions.of(len(singles), 0)
         self.prepare(function, singles, None)
         self._last, self._answered = function.name, [*range(len(singles))]
@@ -133,13 +134,15 @@ class Runner:
         self._started.append(choices)
 
     def finish(self) -> list[Chosen]:
-        """Waits for the oldest step that was started: what was chosen behind each of its rows."""
+        """Waits for the oldest step that was started. Returns the token chosen for each of its rows."""
         self.device.wait()
         choices = self._started.popleft()
         return self._choices.read(range(len(choices)), choices)
 
-    def _run(self, singles: Sequence[Single], chunk: Chunk | None, meanwhile: Callable[[], None] | None = None) -> int:
-        """Returns how many rows of logits there are. meanwhile: see the devices' `run`."""
+    def _run(
+        self, singles: Sequence[SingleRow], chunk: ChunkRows | None, meanwhile: Callable[[], None] | None = None
+    ) -> int:
+        """Returns the number of rows of logits. meanwhile: see the devices' `run`."""
         function = self.functions.of(len(singles), len(chunk[0]) if chunk else 0)
         rows = self._prepare_rows(function, singles, chunk)
         self.device.run(function.name, meanwhile)
@@ -147,8 +150,8 @@ class Runner:
         return rows
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
-        """Behind a step (`sample`), by the layer that predicts: the most likely tokens behind `tokens`, which are the
-        ones behind the step's rows, in order. Returns those of the rows for which the step chose tokens."""
+        """After a step (`sample`), by the layer that predicts: the most likely tokens after `tokens`, which are the
+        ones after the step's rows, in order. Returns those of the rows for which the step chose tokens."""
         self._choices.clear()
         self.device.write("tokens", np.asarray(tokens, np.int32))
         self.device.run(FOLLOW + self._last)
@@ -157,8 +160,8 @@ class Runner:
         sampled = self.device.read("sampled", max(self._answered) + 1).tolist()
         return [sampled[row] for row in self._answered]
 
-    def chain(self, rows: Sequence[Single], sources: Sequence[int]) -> list[int]:
-        """Behind `follow` or `chain`: the most likely tokens behind those of `rows`, which are guesses themselves, made
+    def chain(self, rows: Sequence[SingleRow], sources: Sequence[int]) -> list[int]:
+        """After `follow` or `chain`: the most likely tokens after those of `rows`, which are guesses themselves, made
         by the rows `sources` of the call before."""
         function = self.functions.chain(len(rows))
         self._choices.clear()
@@ -167,7 +170,7 @@ class Runner:
         self.device.run(function.name)
         return self.device.read("sampled", len(rows)).tolist()
 
-    def score(self, chunk: Chunk) -> np.ndarray:
+    def score(self, chunk: ChunkRows) -> np.ndarray:
         """The logits [rows, vocab] of a chunk of at most `scored` rows, in memory that the next step may overwrite."""
         rows = self.prepare(self.functions.score, (), chunk)
         self.device.run(self.functions.score.name)

@@ -1,8 +1,8 @@
-"""The rows of a step that get a token: what the device is told about each, the io buffers `sampling`, `changes` and
-`allowed`, and what it tells: `sampled`, `logprobs`, `logits`.
+"""The rows of a step that get a token: writes the io buffers `sampling`, `changes` and `allowed`, reads `sampled`,
+`logprobs` and `logits`.
 
-In: for each answer of a step a `Choice`. Out: the buffers are written, those that most steps do not need only where
-they are needed; for each answer a `Chosen`.
+In: for each answer of a step a `Choice`. Out: for each answer a `Chosen`. Buffers that a step does not need are not
+written.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,15 @@ import numpy as np
 
 from mlc_amd.runtime.sampling.device_rows import write_row
 from mlc_amd.runtime.sampling.layout import ALL_ALLOWED, CHANGES, FIELDS, LISTED, NO_MIN_P, WORDS
-from mlc_amd.runtime.sampling.sampler import Sampling, most_likely
+from mlc_amd.runtime.sampling.sampler import most_likely
+from mlc_amd.runtime.sampling.settings import Sampling
 
 _POSITION, _TOP_K, _TOP_P, _MIN_P = map(FIELDS.index, ("position", "top_k", "top_p", "min_p"))
 
 
 class Choice(NamedTuple):
     """How a token is chosen: settings, the seed where these have none, and the tokens before it. allowed: int32 words
-    [ceil(vocab / 32)] (`sampling_rows.mask_words`), or None: any token. logprobs: None, or how many of the most likely
+    [ceil(vocab / 32)] (`device_rows.mask_words`), or None: any token. logprobs: None, or how many of the most likely
     tokens are wanted besides the log-probability of the chosen one. guessed: further tokens before it."""
 
     sampling: Sampling
@@ -36,7 +37,7 @@ class Choice(NamedTuple):
 
 
 GREEDY = Choice(Sampling(), 0, ())
-UNKNOWN = (-1,)  # `guessed` where settings do not look at the token
+UNKNOWN = (-1,)  # `guessed` where the choice does not depend on the token
 
 
 class Chosen(NamedTuple):
@@ -48,7 +49,8 @@ class Chosen(NamedTuple):
 
 
 class SampledRows:
-    """Writes and reads the buffers of `device`. io: the manifest's entries; logits have `vocab` columns that count."""
+    """Writes and reads the buffers of `device`. io: the manifest's entries; further columns of logits than `vocab` are
+    padding."""
 
     def __init__(self, device, io, vocab: int) -> None:
         self._allowed = np.zeros(io["allowed"]["shape"], np.int32)
@@ -94,7 +96,7 @@ class SampledRows:
                     self._changes[i, : len(changes)] = changes
                     changed = i + 1
         if limited:
-            self._spare_searches(np.array(limited))
+            self._shorten_searches(np.array(limited))
         if self._words[: len(choices)].any():
             self._written = len(choices)
             self._device.write("sampling", self._words[: len(choices)])
@@ -103,10 +105,10 @@ class SampledRows:
         if masked:
             self._device.write("allowed", self._allowed[:masked])
 
-    def _spare_searches(self, rows: np.ndarray) -> None:
-        """Changes nothing that is chosen in rows with masks. Of a mask that leaves no more than top_k a device would
-        search the whole row for nothing; where no filter is left, one that keeps all allowed tokens makes it list them,
-        if these are few: it draws from a list."""
+    def _shorten_searches(self, rows: np.ndarray) -> None:
+        """Makes choices in rows with masks faster, not different. Where a mask leaves no more than top_k tokens the
+        device need not search for the top_k; where no filter is left and few tokens are allowed, a filter that keeps
+        all of them makes the device list them, and draw from the list."""
         words = self._words[rows]
         floats = words.view(np.float32)
         allowed = np.bitwise_count(self._allowed[rows].view(np.uint32)).sum(axis=1, dtype=np.int32)
@@ -145,7 +147,7 @@ class SampledRows:
 
 
 def _top(logits: np.ndarray, chosen: Chosen, count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` most likely tokens. The device has summed all probabilities: that of the chosen token says how."""
+    """The `count` most likely tokens. The sum of all probabilities follows from that of the chosen token."""
     assert chosen.logprob is not None
     total = float(logits[chosen.token]) - chosen.logprob  # logarithm of the sum of exp(logits)
     return tuple((int(t), min(float(logits[t]) - total, 0.0)) for t in most_likely(logits, min(count, len(logits))))

@@ -1,6 +1,6 @@
 """The logits of all of a sequence's new tokens, computed in chunks between the steps of answers.
 
-In: rows of logits, from whichever thread computes the steps (`Core`). Out: all of them, for the one who waits.
+In: rows of logits, from the thread that computes the steps (`Core`). Out: all of them, for the caller, who waits.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ class Scoring:
     without an `error`."""
 
     def __init__(self, sequence: Sequence, first: int, vocab: int) -> None:
-        # A client of its own: it is nobody's turn that it takes.
+        # A client of its own: it delays no other client's next chunk.
         self.request = Request(sequence.tokens, client=self, scored=first, sequence=sequence)
         self.logits = np.empty((len(sequence.tokens) - first, vocab), np.float32)
         self.done = False

@@ -1,16 +1,12 @@
-"""Steps of one sequence by itself, without scheduler: for logits, and for measurements.
-
-Whoever calls these has the engine's turn.
-"""
+"""Steps of one sequence alone, without scheduler: for logits, and for measurements. Callers hold the step lock."""
 
 import numpy as np
 
 from mlc_amd.runtime.cache.kv_cache import Cache
-from mlc_amd.runtime.cache.sequence import Sequence
+from mlc_amd.runtime.cache.sequence import ChunkRows, Sequence
 from mlc_amd.runtime.engine.functions import chunk_size
 from mlc_amd.runtime.engine.generation import ContextFull
 from mlc_amd.runtime.engine.runner import Runner
-from mlc_amd.runtime.engine.steps import Chunk
 
 
 def reserve(sequence: Sequence, count: int, guesses: int = 0) -> None:
@@ -22,12 +18,12 @@ def reserve(sequence: Sequence, count: int, guesses: int = 0) -> None:
         )
 
 
-def next_chunk(cache: Cache, runner: Runner, sequence: Sequence) -> Chunk:
+def next_chunk(cache: Cache, runner: Runner, sequence: Sequence) -> ChunkRows:
     """The next pending tokens of a sequence, which then has pages for them and a slot."""
     functions = runner.functions
     count = sequence.step_size(chunk_size(sequence.pending, functions.chunk_sizes, functions.chunk_rows))
     reserve(sequence, count)
-    cache.seat([sequence])
+    cache.assign_slots([sequence])
     return sequence.chunk(count)
 
 

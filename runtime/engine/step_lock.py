@@ -1,6 +1,6 @@
-"""Who computes: one thread at a time has the *turn*. Threads get it in the order in which they asked for it.
+"""The lock that a thread holds while it computes a step. Threads get it in the order of their requests.
 
-A background thread may wait until there is something for it to do (`wait_for_work`).
+A background thread may wait until there is work for it (`wait_for_work`).
 """
 
 import threading
@@ -14,64 +14,63 @@ CLOSED = "this engine is closed: load the model again"
 
 
 @dataclass(eq=False)
-class _Waiting:
-    """A thread in the line for the turn. ready: it does not need it any more; wake: tells it to look."""
+class _Waiter:
+    """A thread in the queue for the lock. wake: makes it check again; ready: it does not need the lock any more."""
 
     wake: threading.Condition
     ready: Callable[[], bool]
 
 
-class Turn:
-    """closed: nobody gets it any more; set by whoever has it."""
+class StepLock:
+    """closed: no thread gets the lock any more; set by its holder."""
 
     def __init__(self) -> None:
         self.closed = False
-        self._lock = threading.RLock()  # a signal's handler may `try_take` while its thread holds it
-        self._taken = False
-        self._line: deque[_Waiting] = deque()
-        self._work = threading.Condition(self._lock)
+        self._mutex = threading.RLock()  # a signal handler may `try_acquire` while its thread holds it
+        self._held = False
+        self._queue: deque[_Waiter] = deque()
+        self._work = threading.Condition(self._mutex)
 
-    def take(self, ready: Callable[[], bool] = lambda: False) -> bool:
-        """Waits in line for the turn, and takes it. False if `ready` is true first. UserError once it is closed."""
-        with self._lock:
-            mine = _Waiting(threading.Condition(self._lock), ready)
-            self._line.append(mine)
+    def acquire(self, ready: Callable[[], bool] = lambda: False) -> bool:
+        """Waits for the lock and takes it. False if `ready` is true first. UserError once it is closed."""
+        with self._mutex:
+            waiter = _Waiter(threading.Condition(self._mutex), ready)
+            self._queue.append(waiter)
             try:
-                while not ready() and not self.closed and (self._taken or self._line[0] is not mine):
-                    mine.wake.wait()
+                while not ready() and not self.closed and (self._held or self._queue[0] is not waiter):
+                    waiter.wake.wait()
                 if ready():
                     return False
                 if self.closed:
                     raise UserError(CLOSED)
-                self._taken = True
+                self._held = True
                 return True
             finally:
-                self._line.remove(mine)
+                self._queue.remove(waiter)
                 self._wake()
 
-    def try_take(self) -> bool:
-        """Takes it if nobody has it, without waiting in line."""
-        with self._lock:
-            if self._taken:
+    def try_acquire(self) -> bool:
+        """Takes the lock if it is free, without waiting in the queue."""
+        with self._mutex:
+            if self._held:
                 return False
-            self._taken = True
+            self._held = True
             return True
 
-    def give(self) -> None:
-        """Whoever has it has it no longer."""
-        with self._lock:
-            self._taken = False
+    def release(self) -> None:
+        with self._mutex:
+            self._held = False
             self._wake()
             self._work.notify()
 
-    def wait_for_work(self, some: Callable[[], object]) -> None:
-        """Returns when there is `some`, or it is closed; looks whenever the turn is given."""
-        with self._lock:
-            while not self.closed and not some():
+    def wait_for_work(self, has_work: Callable[[], object]) -> None:
+        """Returns when there is work, or the lock is closed; checks whenever the lock is released."""
+        with self._mutex:
+            while not self.closed and not has_work():
                 self._work.wait()
 
     def _wake(self) -> None:
-        """With the lock: wakes those who wait in line no longer."""
-        for place, waiting in enumerate(self._line):
-            if self.closed or (not place and not self._taken) or waiting.ready():
-                waiting.wake.notify()
+        """Wakes the threads whose wait is over. The caller holds the mutex."""
+        for place, waiter in enumerate(self._queue):
+            if self.closed or (not place and not self._held) or waiter.ready():
+                waiter.wake.notify()

@@ -1,7 +1,7 @@
 """A step's rows, written to a device's io buffers (dist/README.md: `state`, `answers`, `tokens`, `rows`, `pages`).
 
-A step has single rows, each the newest token of a sequence of its own, and behind them a chunk: consecutive tokens of
-one more sequence. A sequence is known by its slot, the row of the page tables that says where its keys are.
+A step has single rows, each the newest token of a sequence of its own, followed by a chunk: consecutive tokens of one
+more sequence. A sequence is identified by its slot, the row of the page tables with the pages of its keys.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,17 +9,16 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mlc_amd.runtime.cache.pages import CELL_COLUMNS, STATE
+from mlc_amd.runtime.cache.sequence import ChunkRows, SingleRow
 
-Single = tuple[int, int, int]  # token, position, slot
-Chunk = tuple[Sequence[int] | np.ndarray, int, int]  # tokens, position of the first, slot
 CELLS = "cells"  # the table of the cells of each slot, in io
 _TABLES = "pages."  # prefix of the names of page tables in io, before the span of their layers
 # io buffers that kernels write, in the order in which a function returns them; the host writes the others.
 CHOSEN = ("sampled", "logprobs")
 OUTPUTS = ("logits", *CHOSEN)
 ROWS = ("hidden", "drafted")  # kept tensors with a row for each row of a step, for functions that guess tokens
-_SELDOM = ("changes", "allowed")  # io buffers of sampling that most steps have no use for
-# io buffers that a device may be told while it computes what does not read them: see `launches_before_late`.
+_SELDOM = ("changes", "allowed")  # io buffers of sampling that most steps do not use
+# io buffers that the host may write while the device computes what does not read them: see `launches_before_late`.
 LATE = ("sampling", *_SELDOM)
 
 
@@ -29,7 +28,7 @@ def page_table(span: int) -> str:
 
 
 def is_kept(name: str) -> bool:
-    """Whether an input stays the same for many steps: devices copy it only when it was written."""
+    """Whether an input stays the same for many steps: devices copy it only after it was written."""
     return name.startswith(_TABLES) or name in (CELLS, *_SELDOM)
 
 
@@ -45,11 +44,11 @@ def launches_before_late(function: Mapping, launched: Mapping) -> int | None:
 
 
 def write_step(
-    device, function: Mapping, singles: Sequence[Single] | np.ndarray = (), chunk: Chunk | None = None
+    device, function: Mapping, singles: Sequence[SingleRow] | np.ndarray = (), chunk: ChunkRows | None = None
 ) -> int:
-    """Writes everything but the page tables. function: the manifest's entry. Returns how many rows of logits the step
-    gives: of its single rows in their order, then of the chunk's last token, or of all its tokens where the function
-    gives all rows' (`answer_rows`).
+    """Writes everything but the page tables. function: the manifest's entry. Returns the number of rows of logits: of
+    the single rows in their order, then of the chunk's last token, or of all its tokens where the function computes
+    the logits of all rows (`answer_rows`).
 
     ValueError for more rows than the function takes, and for none.
     """
@@ -77,14 +76,14 @@ def write_step(
 
 
 def answer_rows(function: Mapping, single: int, live: int) -> int:
-    """Rows of logits that a step with so many single rows and live rows gives."""
+    """Number of rows of logits of a step with so many single rows and live rows."""
     if function["logits"] == function["rows"]:
         return live
     return 1 if function["logits"] == 1 else single + (live > single)
 
 
 def pages_of(device, manifest: Mapping) -> dict[int, int]:
-    """How many pages the device has for the layers of each span, cells included."""
+    """Number of the device's pages for the layers of each span, cells included."""
     return {entry["span"]: device.kv_types[entry["name"]][0][0] for entry in manifest["kv"] if "span" in entry}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from mlc_amd.runtime.sampling.layout import ADJUST, DRAW, LOGPROB, MASK, NO_MIN_P, RECENT
 from mlc_amd.runtime.sampling.logit_changes import changes_of
 from mlc_amd.runtime.sampling.philox import SEED_BITS
-from mlc_amd.runtime.sampling.sampler import Sampling
+from mlc_amd.runtime.sampling.settings import Sampling
 
 
 def write_row(

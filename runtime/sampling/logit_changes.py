@@ -7,14 +7,11 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mlc_amd.runtime.sampling.layout import CHANGES
-
-if TYPE_CHECKING:
-    from mlc_amd.runtime.sampling.sampler import Sampling
+from mlc_amd.runtime.sampling.settings import Sampling
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Changes:
 _NONE = Changes(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32))
 
 
-def changes_of(sampling: "Sampling", recent: Sequence[int]) -> Changes:
+def changes_of(sampling: Sampling, recent: Sequence[int]) -> Changes:
     """The changes that a Sampling makes after the tokens `recent`, the latest last: biased tokens first, then recent
     ones from the latest on, at most CHANGES."""
     penalized = _penalized(sampling, recent)
@@ -45,7 +42,7 @@ def changes_of(sampling: "Sampling", recent: Sequence[int]) -> Changes:
     return Changes(np.array(ids, np.int32), np.array([t in penalized for t in ids], bool), np.array(added, np.float32))
 
 
-def _penalized(sampling: "Sampling", recent: Sequence[int]) -> dict[int, int]:
+def _penalized(sampling: Sampling, recent: Sequence[int]) -> dict[int, int]:
     """How often each recent token occurs, the latest first; none if no penalty counts them."""
     off = sampling.repetition_penalty == 1 and not sampling.presence_penalty and not sampling.frequency_penalty
     if off or not sampling.repetition_window:

@@ -76,7 +76,7 @@ class DraftModel:
             count = min(sequence.pending - 1, self._runner.functions.chunk_rows, sequence.room)
             if count < 1 or not sequence.reserve(count):
                 return
-            self._cache.seat([sequence])
+            self._cache.assign_slots([sequence])
             self._runner.sample((), sequence.chunk(count), ())
             sequence.advance(count)
 
@@ -94,7 +94,7 @@ class DraftModel:
     def _step(self, requests: list[Request], wanted: Mapping[Request, tuple[Choice, int]]) -> list[int]:
         """The token behind each request's sequence."""
         sequences = [self._sequences[request] for request in requests]
-        self._cache.seat(sequences)
+        self._cache.assign_slots(sequences)
         rows, choices, last = [], [], []
         for request, sequence in zip(requests, sequences, strict=True):
             rows += sequence.rows(sequence.tokens[sequence.computed :])

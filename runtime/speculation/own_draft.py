@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from mlc_amd.runtime.engine.planned_step import Step
+from mlc_amd.runtime.engine.planned_step import PlannedStep
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.sampled_rows import Choice, Chosen
@@ -44,7 +44,7 @@ class OwnDraft:
         self._runner = runner
         self._rows: dict[Request, _Rows] = {}
 
-    def follow(self, step: Step, chosen: SequenceOf[Chosen]) -> None:
+    def follow(self, step: PlannedStep, chosen: SequenceOf[Chosen]) -> None:
         """The step was computed, and its sequences are not advanced yet. chosen: behind each of its single rows, then
         behind its chunk's last one, if that answers."""
         places, row = [], 0  # of each request: its first row with an answer, the position of that, and its answers

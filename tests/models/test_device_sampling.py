@@ -16,7 +16,7 @@ from mlc_amd.runtime.engine.sampled_rows import Choice, SampledRows
 from mlc_amd.runtime.engine.steps import write_private_pages, write_step
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling.device_rows import mask_words
-from mlc_amd.runtime.sampling.sampler import Sampling
+from mlc_amd.runtime.sampling.settings import Sampling
 
 # of the rows of a step; the last of them of a step with fewer
 SAMPLINGS = 3 * (
@@ -136,7 +136,7 @@ def test_masks_are_made_while_the_device_computes(model, monkeypatch):
         if gpu:
             monkeypatch.setattr(engine.device.pacer, "limit", 1e4)  # Mesa's driver compiles in the first run
         made, run = answers(gpu), engine.device.run
-        monkeypatch.setattr(engine.device, "ahead", lambda name, late=False: False)
+        monkeypatch.setattr(engine.device, "can_start_ahead", lambda name, late=False: False)
         assert answers(gpu) == made
         if gpu:
             monkeypatch.setattr(engine.device.pacer, "limit", 1e-9)

@@ -57,13 +57,13 @@ def test_guesses_are_those_of_the_formula(case):
     own.append(IDS)
     for count in (40, 28):
         assert own.reserve(count)
-        engine.cache.seat([own])
+        engine.cache.assign_slots([own])
         runner.sample((), own.chunk(count), [GREEDY])
         runner.follow(own.tokens[own.computed + 1 : own.computed + count + 1])
         own.advance(count)
     for token, following in ((IDS[68], [IDS[69], 3]), (IDS[69], [EXACT[f"{name} next"]])):
         assert own.reserve(1, len(following) - 1)
-        engine.cache.seat([own])
+        engine.cache.assign_slots([own])
         runner.sample(own.rows([token, *following[:-1]]), None, [GREEDY] * len(following))
         guesses = runner.follow(following)
         own.advance(1, len(following) - 1)

@@ -132,12 +132,12 @@ def test_steps_that_begin_ahead_in_the_emulator(rocm, emulator, arch, options, m
     monkeypatch.setenv("MLC_AMD_GRAPH", "0")
     artifact = rocm("tiny-qwen3:q4_k", "gfx942") if arch == "gfx942" else rocm("tiny:q4_0", TWO)
     engine = Engine(artifact, emulated_device(artifact, arch, emulator, kv=KvSize(tokens=256)))
-    begun, start_behind = [], engine.device.start_behind
+    begun, start_ahead = [], engine.device.start_ahead
     engine.device.pacer.limit = 1e4  # an emulator takes its time
 
     def begin(name, late=False):
         begun.append(late)
-        start_behind(name, late)
+        start_ahead(name, late)
 
     def answers():
         engine.reset()
@@ -146,10 +146,10 @@ def test_steps_that_begin_ahead_in_the_emulator(rocm, emulator, arch, options, m
             made[piece.index].append(piece.id)
         return made
 
-    monkeypatch.setattr(engine.device, "start_behind", begin)
+    monkeypatch.setattr(engine.device, "start_ahead", begin)
     found = answers()
     assert len(begun) > 5 and set(begun) == {"repetition_penalty" in options}
-    monkeypatch.setattr(engine.device, "ahead", lambda name, late=False: False)
+    monkeypatch.setattr(engine.device, "can_start_ahead", lambda name, late=False: False)
     assert answers() == found
 
 

@@ -89,7 +89,7 @@ def verify(engine, guesses, right):
     own, tokens = engine._own, [int(id) for id in guesses]
     own.append(tokens[: 1 + right])
     assert own.reserve(1, len(tokens) - 1)
-    engine.cache.seat([own])
+    engine.cache.assign_slots([own])
     engine._runner.sample(own.rows(tokens), None, [GREEDY] * len(tokens))
     own.advance(1 + right, len(tokens) - 1 - right)
 

@@ -9,7 +9,7 @@ import mlc_amd
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.gguf.writer import write_gguf
 from mlc_amd.runtime.engine.engine import Engine
-from mlc_amd.runtime.sampling.sampler import Sampling
+from mlc_amd.runtime.sampling.settings import Sampling
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,10 @@ ALLOWED = {
     "runtime": ("runtime",),
     "schedules": (
         "schedules",
-        *(f"runtime.{name}" for name in ("errors", "host", "gpus", "kv_types", "philox", "sampling_layout")),
+        *(
+            f"runtime.{name}"
+            for name in ("errors", "host", "gpus", "cache.kv_types", "sampling.philox", "sampling.layout")
+        ),
     ),
     "compiler": ("compiler", "schedules", "runtime"),
     "tools": ("tools", "compiler", "schedules", "runtime", "dist"),

@@ -22,7 +22,7 @@ def computes_ahead(engine: Engine, monkeypatch) -> list[str]:
             meanwhile()
         compute_now(name)
 
-    def start_behind(name, late=False):
+    def start_ahead(name, late=False):
         assert len(outputs) == 1
         sampled = outputs[-1]["sampled"]
         device.write("tokens", sampled)
@@ -33,10 +33,10 @@ def computes_ahead(engine: Engine, monkeypatch) -> list[str]:
     def wait():
         device.found = outputs.popleft()
 
-    monkeypatch.setattr(device, "ahead", lambda name, late=False: True)
-    monkeypatch.setattr(device, "start_late", compute_now, raising=False)
+    monkeypatch.setattr(device, "can_start_ahead", lambda name, late=False: True)
+    monkeypatch.setattr(device, "complete_inputs", compute_now, raising=False)
     monkeypatch.setattr(device, "start", start, raising=False)
-    monkeypatch.setattr(device, "start_behind", start_behind, raising=False)
+    monkeypatch.setattr(device, "start_ahead", start_ahead, raising=False)
     monkeypatch.setattr(device, "wait", wait, raising=False)
     monkeypatch.setattr(device, "read", lambda name, n: device.found[name][:n] if device.found else read(name, n))
     monkeypatch.setattr(device, "found", None, raising=False)

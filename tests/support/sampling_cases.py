@@ -9,7 +9,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling.device_rows import mask_words, write_row
 from mlc_amd.runtime.sampling.layout import row_shapes
 from mlc_amd.runtime.sampling.philox import uniform
-from mlc_amd.runtime.sampling.sampler import Sampler, Sampling
+from mlc_amd.runtime.sampling.sampler import Sampler
+from mlc_amd.runtime.sampling.settings import Sampling
 
 SEED = 77  # of rows whose sampling has none
 MARGIN = 1e-6  # of the probability mass: how far rounding may move the borders between tokens

@@ -14,8 +14,9 @@ import numpy as np
 
 from mlc_amd.runtime.artifact.io_buffers import SLOTS
 from mlc_amd.runtime.cache.pages import STATE
+from mlc_amd.runtime.cache.sequence import ChunkRows, SingleRow
 from mlc_amd.runtime.engine.functions import is_draft
-from mlc_amd.runtime.engine.steps import Single, pages_of, write_private_pages, write_step
+from mlc_amd.runtime.engine.steps import pages_of, write_private_pages, write_step
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools.checks.selftest_limits import Budget
 from mlc_amd.tools.measure import kernel_table
@@ -41,8 +42,8 @@ class Step(NamedTuple):
     """What `write_step` takes. The long sequence is the chunk, or the first single row of a step without one."""
 
     function: str
-    singles: list[Single]
-    chunk: tuple[np.ndarray, int, int] | None
+    singles: list[SingleRow]
+    chunk: ChunkRows | None
 
     @property
     def rows(self) -> int:
@@ -209,7 +210,7 @@ def ahead(engine, token: float = 0, budget: Budget | None = None) -> dict:
     it."""
     engine.reset()
     with engine.batch(2 if engine.kv_usage.pages > 3 else 1) as batch:
-        if not batch.ahead:
+        if not batch.can_start_ahead:
             return {"steps": 0, "problem": None}
         ids = np.random.default_rng(3).integers(0, engine.vocab, (batch.count, 4))
         steps, found, share = min(AHEAD, engine.context - 4), [], AHEAD_SHARE * (budget or Budget()).left

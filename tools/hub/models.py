@@ -200,7 +200,7 @@ def load_engine(
 def sampling_changes(**flags: Any) -> dict[str, Any]:
     """The sampling parameters that the user gives, for `dataclasses.replace` of the model's defaults; None means not
     given. UsageError for a value out of range, before a model is loaded."""
-    from mlc_amd.runtime.sampling.sampler import Sampling
+    from mlc_amd.runtime.sampling.settings import Sampling
 
     given = {name: value for name, value in flags.items() if value is not None}
     try:

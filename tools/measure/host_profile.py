@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mlc_amd.runtime.sampling.sampler import Sampler, Sampling
+from mlc_amd.runtime.sampling.sampler import Sampler
+from mlc_amd.runtime.sampling.settings import Sampling
 from mlc_amd.tools.terminal import display
 
 

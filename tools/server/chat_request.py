@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mlc_amd.runtime.engine.generation import PromptProgress
-from mlc_amd.runtime.sampling.sampler import SamplingChanges
+from mlc_amd.runtime.sampling.settings import SamplingChanges
 
 # ---- requests
 

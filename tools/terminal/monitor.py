@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 from mlc_amd.tools.terminal import display, terminal
 
 if TYPE_CHECKING:
-    from mlc_amd.runtime.engine.engine import Engine
+    from mlc_amd.runtime.engine.text_engine import TextEngine
 
 _PATIENCE = 1.0  # seconds after which a prompt counts as long
 
@@ -29,7 +29,7 @@ class Monitor:
     that Python's own handler writes to at once (`signal.set_wakeup_fd`).
     """
 
-    def __init__(self, engine: "Engine") -> None:
+    def __init__(self, engine: "TextEngine") -> None:
         self.stopped = False
         self._engine, self._held, self._status = engine, ExitStack(), terminal.Status()
         self._writing = False  # whether a line of text has begun

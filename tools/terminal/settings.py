@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlc_amd.runtime.engine.generation import check_max_tokens, check_stop
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.sampling.sampler import Sampling
+from mlc_amd.runtime.sampling.settings import Sampling
 
 if TYPE_CHECKING:
     from mlc_amd.tools.terminal.session import Session

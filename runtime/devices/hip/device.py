@@ -190,17 +190,17 @@ class HipDevice:
             meanwhile()
         self._run(function, self._graphs)
 
-    def ahead(self, function: str, late: bool = False) -> bool:
-        return self._started.ahead(function, late)
+    def can_start_ahead(self, function: str, late: bool = False) -> bool:
+        return self._started.can_start_ahead(function, late)
 
     def start(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
         self._started.start(function, meanwhile)
 
-    def start_behind(self, function: str, late: bool = False) -> None:
-        self._started.start_behind(function, late)
+    def start_ahead(self, function: str, late: bool = False) -> None:
+        self._started.start_ahead(function, late)
 
-    def start_late(self, function: str) -> None:
-        self._started.start_late(function)
+    def complete_inputs(self, function: str) -> None:
+        self._started.complete_inputs(function)
 
     def wait(self) -> None:
         self.waited += self._started.wait()

@@ -74,7 +74,7 @@ class Started:
 
     # ---- the protocol
 
-    def ahead(self, name: str, late: bool) -> bool:
+    def can_start_ahead(self, name: str, late: bool) -> bool:
         if self.pacer.pieces(name) or (late and not self._heads[name]):
             return False
         if late:
@@ -96,12 +96,12 @@ class Started:
         except BaseException:
             self.settle()
             raise
-        self.start_late(name)
+        self.complete_inputs(name)
 
-    def start_behind(self, name: str, late: bool = False) -> None:
+    def start_ahead(self, name: str, late: bool = False) -> None:
         self._begin(name, late, behind=True)
 
-    def start_late(self, name: str) -> None:
+    def complete_inputs(self, name: str) -> None:
         _, side = self._running[-1]
         self.memory.send_late(side.inputs)
         enqueue(self.hip, self.stream, self._launches[name][self._heads[name] :])
@@ -140,7 +140,7 @@ class Started:
             self._head_graphs[name] = capture(self.hip, self.stream, head, self._held)
 
     def _begin(self, name: str, late: bool = False, behind: bool = False) -> None:
-        """Enqueues a run, late: but for what `start_late` enqueues; behind: with the tokens of the one before."""
+        """Enqueues a run, late: but for what `complete_inputs` enqueues; behind: with the tokens of the one before."""
         assert len(self._running) < SIDES
         self._make_sides()
         side, self._next = self._sides[self._next], (self._next + 1) % SIDES

@@ -244,18 +244,18 @@ class VulkanDevice:
     def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
         self._run(lambda name: self._replays.run(name, meanwhile), function)
 
-    def ahead(self, function: str, late: bool = False) -> bool:
+    def can_start_ahead(self, function: str, late: bool = False) -> bool:
         self._alive()
         return self._replays.short(function) and (not late or self._replays.has_late(function))
 
     def start(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
         self._run(lambda name: self._replays.start(name, meanwhile), function)
 
-    def start_behind(self, function: str, late: bool = False) -> None:
-        self._run(lambda name: self._replays.start_behind(name, late), function)
+    def start_ahead(self, function: str, late: bool = False) -> None:
+        self._run(lambda name: self._replays.start_ahead(name, late), function)
 
-    def start_late(self, function: str) -> None:
-        self._run(lambda _: self._replays.start_late(), function)
+    def complete_inputs(self, function: str) -> None:
+        self._run(lambda _: self._replays.complete_inputs(), function)
 
     def wait(self) -> None:
         self._alive()

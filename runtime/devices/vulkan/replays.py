@@ -74,7 +74,7 @@ class Replays:
         self._submit(name, pieces, self._recorded(name, pieces))
 
     def short(self, name: str) -> bool:
-        """Whether a run of the function is one submission, as it is for `start` and `start_behind`."""
+        """Whether a run of the function is one submission, as it is for `start` and `start_ahead`."""
         return not self.pacer.pieces(name)
 
     def has_late(self, name: str) -> bool:
@@ -103,9 +103,9 @@ class Replays:
             self.context.submit(*self.io.before(), *self._whole[name])
         self._begun(name, None)
 
-    def start_behind(self, name: str, late: bool = False) -> None:
+    def start_ahead(self, name: str, late: bool = False) -> None:
         """Begins a run of the function behind one that is in progress. Its tokens are those that the other samples; its
-        other inputs are what the host wrote last. late: what reads LATE inputs comes with `start_late`."""
+        other inputs are what the host wrote last. late: what reads LATE inputs comes with `complete_inputs`."""
         side = self._side = 1 - self._side
         key = name, side, late
         if key not in self._behind:
@@ -117,7 +117,7 @@ class Replays:
         self._rest = rest
         self._begun(name, side)
 
-    def start_late(self) -> None:
+    def complete_inputs(self) -> None:
         """The host has written the LATE inputs of the run that was begun last."""
         self.io.late(self._side)
         self.context.submit_behind(*self._rest)

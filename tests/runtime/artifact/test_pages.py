@@ -25,7 +25,7 @@ WHICH = st.integers(0, 11)
 def compute(cache, sequence, count=None):
     count = sequence.pending if count is None else count
     assert sequence.reserve(count)
-    cache.seat([sequence])
+    cache.assign_slots([sequence])
     sequence.advance(count)
 
 
@@ -72,7 +72,7 @@ class Histories(RuleBasedStateMachine):
         if count > room:
             assert [pool.available for pool in self.cache.pools.values()] == available
         elif count:
-            self.cache.seat([sequence])
+            self.cache.assign_slots([sequence])
             self.model.run(sequence, count)
             sequence.advance(count)
 
@@ -81,7 +81,7 @@ class Histories(RuleBasedStateMachine):
         sequence = self.pick(which)
         count, before = sequence.step_size(count), sequence.computed
         if count and sequence.reserve(count):
-            self.cache.seat([sequence])
+            self.cache.assign_slots([sequence])
             self.model.run(sequence, count)
             sequence.abandon()
             assert sequence.computed <= before and (self.cache.cells or sequence.computed == before)
@@ -90,7 +90,7 @@ class Histories(RuleBasedStateMachine):
     def singles(self, chosen):
         step = list({id(s): s for i in chosen for s in self.live[i : i + 1] if s.pending}.values())[: self.cache.slots]
         step = [sequence for sequence in step if sequence.reserve(1)]
-        self.cache.seat(step)
+        self.cache.assign_slots(step)
         assert len({sequence.slot for sequence in step}) == len(step)
         for sequence in step:
             self.model.run(sequence, 1)
@@ -279,7 +279,7 @@ def test_what_a_failed_step_overwrote_is_computed_again():
     sequence.abandon()  # it had not begun
     assert sequence.computed == 2 * PAGE + 20
     assert sequence.reserve(1)
-    cache.seat([sequence])
+    cache.assign_slots([sequence])
     sequence.abandon()
     assert sequence.computed == 2 * PAGE
 
@@ -330,7 +330,7 @@ def test_equal_pages_that_were_computed_twice_become_one():
         assert sequence.reserve(sequence.pending)
     cache.changed()
     for sequence in sequences:
-        cache.seat([sequence])
+        cache.assign_slots([sequence])
         sequence.advance(sequence.pending)
     assert cache.pools[0].available == 10 - 2 - 3
     assert cache.changed() == {0, 100} and cache.changed() == set()
@@ -350,17 +350,17 @@ def test_a_step_has_slots_and_takes_those_of_the_longest_unused():
     a, b, c = (cache.sequence([i]) for i in range(3))
     for s in (a, b, c):
         assert s.reserve(1)
-    cache.seat([a])
-    cache.seat([b])
-    cache.seat([a, c])
+    cache.assign_slots([a])
+    cache.assign_slots([b])
+    cache.assign_slots([a, c])
     assert (a.slot, b.slot, c.slot) == (0, None, 1)
     assert cache.page_tables[0][:, 0].tolist() == [a.pages[0][0], c.pages[0][0]]
     a.free()
     assert a.slot is None
-    cache.seat([b])
+    cache.assign_slots([b])
     assert (b.slot, c.slot) == (0, 1)
     with pytest.raises(ValueError, match="3 sequences"):
-        cache.seat([a, b, c])
+        cache.assign_slots([a, b, c])
 
 
 def test_the_longest_sequence():

@@ -82,23 +82,23 @@ class Steps:
     def ahead(self, executed=lambda: None):
         """executed: is called when something is enqueued."""
         found = []
-        assert self.device.ahead(self.name, self.late)
+        assert self.device.can_start_ahead(self.name, self.late)
         self.start()
         for i in range(1, STEPS):
             executed()
             self.spoil()
-            assert self.device.ahead(self.name, self.late)
+            assert self.device.can_start_ahead(self.name, self.late)
             self.write(i)
             if not self.late:
                 self.choose(i, [])
-            self.device.start_behind(self.name, self.late)
+            self.device.start_ahead(self.name, self.late)
             self.spoil()
             executed()
             self.device.wait()
             found.append(self.read())
             if self.late:
                 self.choose(i, found[-1])
-                self.device.start_late(self.name)
+                self.device.complete_inputs(self.name)
         self.device.wait()
         return [*found, self.read()]
 
@@ -139,7 +139,7 @@ def test_a_step_behind_another_waits_for_nothing(model, graphs):
     steps.ahead()
     steps.start()
     bindings.calls.clear()
-    device.start_behind("pick")
+    device.start_ahead("pick")
     copy = ["hipMemcpyAsync"]
     assert bindings.calls == [*copy, *copy, *launched, *copy, "hipEventRecord"]
     device.wait()
@@ -178,7 +178,7 @@ def test_long_steps_do_not_begin_ahead(model):
     steps = Steps(device, "pick", late=True)
     expected = steps.ahead()
     device.pacer.limit = 1e-9
-    assert not device.ahead("pick") and not device.ahead("pick", True)
+    assert not device.can_start_ahead("pick") and not device.can_start_ahead("pick", True)
     assert steps.one_by_one() == expected
     device.pacer.limit = 10.0
     assert steps.ahead() == expected
@@ -187,7 +187,7 @@ def test_long_steps_do_not_begin_ahead(model):
 def test_without_late_inputs_nothing_is_late(model):
     bindings = Recorder(KERNELS)
     device, called = HipDevice(model, bindings=bindings), []
-    assert device.ahead("decode") and not device.ahead("decode", late=True)
+    assert device.can_start_ahead("decode") and not device.can_start_ahead("decode", late=True)
     write_pages(device, 0)
     write_step(device, device.manifest["functions"]["decode"], [(1, 0, SLOT)])
     device.start("decode", lambda: called.append(len(bindings.queue)))
@@ -202,16 +202,16 @@ def test_nothing_is_captured_while_a_step_is_in_progress(model):
     steps = Steps(device, "pick")
     steps.start()
     bindings.calls.clear()
-    assert device.ahead("pick", late=True)
+    assert device.can_start_ahead("pick", late=True)
     steps.write(1)
-    device.start_behind("pick", late=True)
+    device.start_ahead("pick", late=True)
     device.wait()
     steps.choose(1, [])
-    device.start_late("pick")
+    device.complete_inputs("pick")
     device.wait()
     assert steps.read() == steps.one_by_one()[1]
     assert "hipStreamBeginCapture" not in bindings.calls and bindings.calls.count("hipModuleLaunchKernel") == 5
-    assert device.ahead("pick", late=True) and bindings.calls[-1] == "hipGraphInstantiate"
+    assert device.can_start_ahead("pick", late=True) and bindings.calls[-1] == "hipGraphInstantiate"
 
 
 # ---- steps that nobody waits for
@@ -247,7 +247,7 @@ def test_steps_that_nobody_waits_for_do_no_harm(model, graphs, late, behind):
         steps.start()
         if behind:
             steps.write(1)
-            device.start_behind("pick_4", late)
+            device.start_ahead("pick_4", late)
         steps.spoil()
         assert bindings.queue
 
@@ -271,7 +271,7 @@ def test_closing_waits_for_steps_in_progress(model):
     steps = Steps(device, "pick", late=True)
     steps.start()
     steps.write(1)
-    device.start_behind("pick", late=True)
+    device.start_ahead("pick", late=True)
     bindings.calls.clear(), bindings.launched.clear()
     device.close()
     head = ["embed_k", "mix_k", "mix_k_1", "last_k"]

@@ -8,7 +8,7 @@ import pytest
 from mlc_amd.runtime.engine.chat import Conversation
 from mlc_amd.runtime.engine.generation import ContextFull
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.sampling.sampler import Sampling
+from mlc_amd.runtime.sampling.settings import Sampling
 from mlc_amd.runtime.text.chat_template import ChatTemplate
 
 QUESTION = "What does os.path.join do?"

@@ -9,7 +9,7 @@ from mlc_amd.runtime.engine.chat import Conversation
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.engine.generation import ContextFull, Piece
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.sampling.sampler import Sampling
+from mlc_amd.runtime.sampling.settings import Sampling
 
 IDS = np.random.default_rng(3).integers(0, 8000, 150).tolist()
 

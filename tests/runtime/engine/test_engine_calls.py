@@ -10,7 +10,7 @@ from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.engine.generation import ContextFull
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling.device_rows import write_row
-from mlc_amd.runtime.sampling.sampler import Sampling
+from mlc_amd.runtime.sampling.settings import Sampling
 
 QUESTION = "What does os.path.join do?"
 PROMPT = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"

@@ -7,7 +7,7 @@ import pytest
 from ahead_harness import assert_nothing_is_held, computes_ahead
 
 from mlc_amd.runtime.engine.engine import Engine
-from mlc_amd.runtime.engine.scheduler import Limits
+from mlc_amd.runtime.engine.limits import SchedulerLimits
 
 REQUESTS = 200
 
@@ -113,10 +113,10 @@ def test_a_shared_prompt_is_computed_once(demo_artifact, prompts):
 def test_the_queue_is_bounded(demo_artifact):
     from mlc_amd.runtime.artifact.artifact import Artifact
     from mlc_amd.runtime.devices import open_device
-    from mlc_amd.runtime.engine.scheduler import QueueFull
+    from mlc_amd.runtime.engine.limits import QueueFull
 
     artifact = Artifact.open(demo_artifact)
-    with Engine(artifact, open_device(artifact), Limits(queue=3)) as engine:
+    with Engine(artifact, open_device(artifact), SchedulerLimits(queue=3)) as engine:
         with pytest.raises(QueueFull, match="try again later"):
             next(engine.generate([[1, 2]] * 4, max_tokens=1))
         assert not engine._core.busy and len(list(engine.generate([1, 2], max_tokens=1))) <= 1

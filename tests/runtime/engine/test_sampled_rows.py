@@ -5,7 +5,7 @@ import numpy as np
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, Choice, SampledRows
 from mlc_amd.runtime.sampling.device_rows import mask_words
 from mlc_amd.runtime.sampling.layout import ALL_ALLOWED, CHANGES, FIELDS
-from mlc_amd.runtime.sampling.sampler import Sampling
+from mlc_amd.runtime.sampling.settings import Sampling
 
 VOCAB, ROWS = 100, 8
 IO = {"allowed": {"shape": [ROWS, -(-VOCAB // 32)]}}

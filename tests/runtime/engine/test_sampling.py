@@ -8,7 +8,8 @@ import pytest
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling.logit_changes import CHANGES, changes_of
 from mlc_amd.runtime.sampling.philox import philox
-from mlc_amd.runtime.sampling.sampler import Sampler, Sampling
+from mlc_amd.runtime.sampling.sampler import Sampler
+from mlc_amd.runtime.sampling.settings import Sampling
 
 LOGITS = np.log(np.array([0.02, 0.4, 0.05, 0.25, 0.15, 0.08, 0.03, 0.02], dtype=np.float32))
 

@@ -10,12 +10,13 @@ from paged_model import PagedModel, chains
 from mlc_amd.runtime.cache.kv_cache import Cache
 from mlc_amd.runtime.cache.pages import PAGE, STATE
 from mlc_amd.runtime.engine.generation import ContextFull
+from mlc_amd.runtime.engine.limits import QueueFull, SchedulerLimits
 from mlc_amd.runtime.engine.requests import Request
-from mlc_amd.runtime.engine.scheduler import Limits, QueueFull, Scheduler
+from mlc_amd.runtime.engine.scheduler import Scheduler
 from mlc_amd.runtime.errors import UserError
 
 END = 0
-SMALL = Limits(singles=4, chunk=96, rows=98, running=6, queue=1000)
+SMALL = SchedulerLimits(singles=4, chunk=96, rows=98, running=6, queue=1000)
 
 
 def choose(chain, seed):
@@ -90,7 +91,7 @@ class Driver:
 
     def run_behind(self, step, found):
         """Runs the step behind one that gave `found`, if there is one."""
-        behind = self.scheduler.plan_behind(step) if self.ahead and self.ahead.random() < 0.8 else None
+        behind = self.scheduler.plan_ahead(step) if self.ahead and self.ahead.random() < 0.8 else None
         if behind:
             self.led += 1
             tokens = []
@@ -145,7 +146,7 @@ class Driver:
     def finish(self):
         while self.step():
             pass
-        assert self.scheduler.unfinished == self.scheduler.waiting == len(self.scheduler._clients) == 0
+        assert self.scheduler.unfinished == self.scheduler.waiting == len(list(self.scheduler._queues)) == 0
         self.model.check([])
         pools = [*self.cache.pools.values(), *filter(None, [self.cache.cells])]
         assert all(pool.available == pool.pages for pool in pools)
@@ -237,7 +238,7 @@ def test_the_next_turn_computes_its_own_tokens():
 
 
 def test_clients_take_turns_with_chunks():
-    driver = Driver({0: 400}, Limits(chunk=50, running=64), slots=64)
+    driver = Driver({0: 400}, SchedulerLimits(chunk=50, running=64), slots=64)
     for _ in range(30):
         driver.add([1, *range(99)], 2, client="many")
     few = driver.add([2, *range(99)], 2, client="few")
@@ -251,7 +252,7 @@ def test_clients_take_turns_with_chunks():
 
 def test_a_client_with_hundreds_of_requests_does_not_keep_another_waiting():
     """One chunk after it is admitted, and it is admitted at the next chunk, the other client has its first token."""
-    driver = Driver({0: 400}, Limits(chunk=96, running=8, queue=1000), slots=64)
+    driver = Driver({0: 400}, SchedulerLimits(chunk=96, running=8, queue=1000), slots=64)
     many = [driver.add([1, i, *range(40)], 60, client="many", sampling=i) for i in range(500)]
     while len(driver.scheduler.running) < 8:
         driver.step()
@@ -271,7 +272,7 @@ def test_a_client_with_hundreds_of_requests_does_not_keep_another_waiting():
 
 
 def test_more_answers_than_rows_take_turns():
-    driver = Driver({0: 400}, Limits(singles=4, running=20), slots=64)
+    driver = Driver({0: 400}, SchedulerLimits(singles=4, running=20), slots=64)
     many = [driver.add([1, i], 60, client="many", sampling=i) for i in range(9)]
     few = driver.add([2], 60, client="few", sampling=3)
     while driver.scheduler.waiting or any(request.sequence.pending > 1 for request in driver.scheduler.running):
@@ -310,7 +311,7 @@ def test_requests_wait_for_what_prompts_in_progress_still_need():
 
 
 def test_what_is_refused():
-    scheduler = Scheduler(Cache({0: 5, 100: 9}, context=640), Limits(queue=2))
+    scheduler = Scheduler(Cache({0: 5, 100: 9}, context=640), SchedulerLimits(queue=2))
     for prompt, most in ([1] * 321, None), ([1] * 300, 22):
         with pytest.raises(ContextFull, match=r"holds 320 tokens of one sequence: shorten the prompt"):
             scheduler.add(Request(prompt, most))

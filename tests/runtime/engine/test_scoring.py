@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mlc_amd.runtime.engine.engine import Engine
+from mlc_amd.runtime.engine.limits import SchedulerLimits
 from mlc_amd.runtime.engine.requests import Request
-from mlc_amd.runtime.engine.scheduler import Limits
 from mlc_amd.runtime.errors import UserError
 from tests.runtime.engine.test_scheduler import Driver
 
@@ -75,7 +75,7 @@ def test_scores_and_answers_share_a_pool(groups):
 
 
 def test_answers_wait_for_one_chunk_at_most():
-    driver = Scored({0: 100}, Limits(singles=4, chunk=96, rows=98, scored=32))
+    driver = Scored({0: 100}, SchedulerLimits(singles=4, chunk=96, rows=98, scored=32))
     request = driver.add([1, 2, 3], 60, sampling=1)
     while not request.generated:
         driver.step()
@@ -92,7 +92,7 @@ def test_answers_wait_for_one_chunk_at_most():
 
 
 def test_logits_are_computed_once_although_the_pages_were_given_up():
-    driver = Scored({0: 40}, Limits(scored=32))
+    driver = Scored({0: 40}, SchedulerLimits(scored=32))
     scoring = driver.score([7] * 200)
     for _ in range(3):
         driver.step()

@@ -11,9 +11,10 @@ from vulkan_harness import gpu
 
 from mlc_amd.runtime.cache.kv_cache import Cache
 from mlc_amd.runtime.engine.engine import Engine
+from mlc_amd.runtime.engine.limits import SchedulerLimits
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.sampled_rows import GREEDY
-from mlc_amd.runtime.engine.scheduler import Limits, Scheduler
+from mlc_amd.runtime.engine.scheduler import Scheduler
 from mlc_amd.runtime.engine.single_sequence import compute
 
 PROMPTS = [[1, 2, 3], list(range(30)), [7] * 9]
@@ -47,14 +48,14 @@ def vulkan(lavapipe_model):
 
 @pytest.mark.parametrize("options", sample(OPTIONS, [OPTIONS[i] for i in (2, 4, 5)]))
 def test_a_gpus_answers_are_those_of_steps_one_by_one(vulkan, monkeypatch, options):
-    begun, start_behind = [], vulkan.device.start_behind
+    begun, start_ahead = [], vulkan.device.start_ahead
     monkeypatch.setattr(
-        vulkan.device, "start_behind", lambda name, late=False: (begun.append(late), start_behind(name, late))
+        vulkan.device, "start_ahead", lambda name, late=False: (begun.append(late), start_ahead(name, late))
     )
     vulkan.reset()
     found = answers(vulkan, max_tokens=36, **options)
     assert (len(begun) > 30) == ("logprobs" not in options)
-    monkeypatch.setattr(vulkan.device, "ahead", lambda name, late=False: False)
+    monkeypatch.setattr(vulkan.device, "can_start_ahead", lambda name, late=False: False)
     vulkan.reset()
     assert answers(vulkan, max_tokens=36, **options) == found
     assert_nothing_is_held(vulkan)
@@ -79,7 +80,7 @@ def test_a_run_has_its_own_inputs_and_results(vulkan):
         places = [[sequence.newest_row(ahead) for sequence in batch._sequences] for ahead in range(6)]
         runner.start(places[0], [GREEDY] * 3)
         for i in range(1, 6):
-            runner.start_behind(places[i], [GREEDY] * 3)
+            runner.start_ahead(places[i], [GREEDY] * 3)
             device.context.calls.vkDeviceWaitIdle(device.context.device)  # both are done before one is read
             assert [of.token for of in runner.finish()] == expected[i - 1]
             device.write("tokens", np.zeros(3, np.int32))
@@ -92,7 +93,7 @@ def test_batches_go_on_with_their_own_tokens(vulkan):
     def texts(ahead):
         vulkan.reset()
         with vulkan.batch(2) as batch:
-            assert batch.ahead
+            assert batch.can_start_ahead
             batch.prefill(np.array([[1, 2, 3], [4, 5, 6]]))
             return batch.decode([7, 8], 70, ahead)
 
@@ -111,7 +112,7 @@ def test_what_is_not_waited_for_does_no_harm(vulkan):
             sequence.append([7])
             assert sequence.reserve(1, 1)
         vulkan._runner.start([sequence.newest_row() for sequence in batch._sequences], [GREEDY] * 2)
-        vulkan._runner.start_behind([sequence.newest_row(1) for sequence in batch._sequences], [GREEDY] * 2)
+        vulkan._runner.start_ahead([sequence.newest_row(1) for sequence in batch._sequences], [GREEDY] * 2)
     assert np.array_equal(vulkan.prefill(PROMPTS[1]), expected)
 
 
@@ -153,7 +154,7 @@ def test_other_work_comes_between_steps(engine):
         found.append(piece.id)
         assert np.allclose(engine.score(ids), logits, atol=1e-4) or len(found) % 3
         engine.reset()
-        assert engine._core._behind is None
+        assert engine._core._ahead is None
     assert found == expected and len(engine.behind) > 20
     assert_nothing_is_held(engine)
 
@@ -173,7 +174,7 @@ def test_an_error_of_a_step_ends_those_who_are_in_it(engine, monkeypatch):
     answer = engine.generate(prompt, max_tokens=20)
     with pytest.raises(ZeroDivisionError):
         list(answer)
-    assert engine._core._behind is None
+    assert engine._core._ahead is None
     answer.close()
     monkeypatch.setattr(engine.device, "wait", wait)
     assert [piece.id for piece in engine.generate(prompt, max_tokens=20)] == expected
@@ -199,7 +200,7 @@ def test_answers_in_an_event_loop_leave_nothing_in_progress(engine):
     assert asyncio.run(some()) == [expected, expected[:3], expected, expected[:7]]
     assert asyncio.run(take(5)) == expected[:5]
     deadline = time.monotonic() + 60  # the engine's thread ends what nobody wants any more
-    while engine._core.busy or engine._core._behind:
+    while engine._core.busy or engine._core._ahead:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert_nothing_is_held(engine)
@@ -209,7 +210,7 @@ def test_answers_in_an_event_loop_leave_nothing_in_progress(engine):
 
 
 def test_only_steps_of_the_same_rows_begin_ahead():
-    scheduler = Scheduler(Cache({0: 40}, context=640), Limits(singles=2, chunk=96, rows=98))
+    scheduler = Scheduler(Cache({0: 40}, context=640), SchedulerLimits(singles=2, chunk=96, rows=98))
 
     def run(tokens):
         scheduler.complete(step := scheduler.plan(), tokens)
@@ -217,17 +218,17 @@ def test_only_steps_of_the_same_rows_begin_ahead():
 
     first, second = Request([1] * 70, 4), Request([2] * 5, 9)
     scheduler.add(first)
-    assert scheduler.plan_behind(scheduler.plan()) is None  # a chunk
+    assert scheduler.plan_ahead(scheduler.plan()) is None  # a chunk
     scheduler.abandon()
     run([[7]])
     step = scheduler.plan()
-    behind = scheduler.plan_behind(step)
-    assert behind and behind.answers == [first] and scheduler.plan_behind(behind) is None  # one at a time
+    behind = scheduler.plan_ahead(step)
+    assert behind and behind.answers == [first] and scheduler.plan_ahead(behind) is None  # one at a time
     scheduler.add(second)
     scheduler.complete(step, [[7]])
-    assert scheduler.plan_behind(behind) is None  # another one waits
+    assert scheduler.plan_ahead(behind) is None  # another one waits
     scheduler.complete(behind, [[7]])
     assert first.generated == [7] * 3
     assert run([[7], [8]]).answers == [first, second]  # the last token of the first one
     step = scheduler.plan()
-    assert step.answers == [second] and scheduler.plan_behind(step) is None  # the driver has not finished it
+    assert step.answers == [second] and scheduler.plan_ahead(step) is None  # the driver has not finished it

@@ -5,7 +5,7 @@ import pytest
 
 from mlc_amd.runtime.engine.generation import check_ids, check_max_tokens, check_stop
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.sampling.sampler import _LIMITS, Sampling, SamplingChanges
+from mlc_amd.runtime.sampling.settings import _LIMITS, Sampling, SamplingChanges
 from mlc_amd.runtime.text.messages import check_content, check_messages, check_question
 
 USER, ASSISTANT = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}

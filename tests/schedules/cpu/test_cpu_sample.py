@@ -10,7 +10,7 @@ import tvm
 from samples import sample
 
 from mlc_amd.compiler.codegen.cpu import build_module
-from mlc_amd.runtime.sampling.sampler import Sampling
+from mlc_amd.runtime.sampling.settings import Sampling
 from mlc_amd.schedules.cpu.base.arch import resolve
 from mlc_amd.schedules.cpu.kernels import BUILDERS
 from tests.schedules.cpu.test_cpu_experts import ARCHS

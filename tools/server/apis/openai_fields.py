@@ -12,7 +12,7 @@ import mlc_amd
 from mlc_amd.runtime.engine.generation import PromptProgress, check_stop
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling.philox import SEED_BITS
-from mlc_amd.runtime.sampling.sampler import LARGEST_BIAS, Sampling, SamplingChanges
+from mlc_amd.runtime.sampling.settings import LARGEST_BIAS, Sampling, SamplingChanges
 from mlc_amd.tools.server.chat_request import ENDLESS, Event, Finish, Progress, Usage
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields

@@ -1,0 +1,219 @@
+"""Token ids in, logits out: a loaded model, its KV cache, and one sequence of the caller's.
+
+`tokens` are the tokens of that sequence; `prefill`, `decode`, `score`, `truncate` and `match` work on it. Measurements
+use several sequences (`batch`) and times of kernels (`time`).
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.cache.kv_cache import Cache, KvUsage
+from mlc_amd.runtime.engine.batch import Batch
+from mlc_amd.runtime.engine.closing import Closing
+from mlc_amd.runtime.engine.core import Core
+from mlc_amd.runtime.engine.generation import ContextFull, Ids, check_ids
+from mlc_amd.runtime.engine.limits import SchedulerLimits
+from mlc_amd.runtime.engine.runner import Runner
+from mlc_amd.runtime.engine.scoring import Scoring
+from mlc_amd.runtime.engine.single_sequence import compute, next_chunk
+from mlc_amd.runtime.engine.steps import pages_of
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.speculation.own_draft import OwnDraft
+from mlc_amd.runtime.speculation.speculation import Counts, Drafter, Speculation
+from mlc_amd.runtime.text.tokenizer import Tokenizer
+
+
+class LogitsEngine(Closing):
+    """A loaded model on a device. Methods may be called from several threads."""
+
+    def __init__(self, artifact: Artifact, device, limits: SchedulerLimits | None = None):
+        """device: of `open_device`. limits: of steps and of the queue, None: what the functions can compute."""
+        self.artifact, self.device = artifact, device
+        self.config = artifact.manifest["model"]
+        self.context: int = artifact.manifest["context"]
+        self.vocab: int = self.config["vocab"]
+        self.tokenizer = Tokenizer.load(artifact.path)
+        if self.tokenizer.vocab_size > self.vocab:  # ids beyond are beyond the tables that kernels read
+            raise UserError(
+                f"{artifact.path} has a tokenizer of {self.tokenizer.vocab_size} tokens for a model of {self.vocab}; "
+                "compile the model again"
+            )
+        self._limits = limits
+        self._open()
+
+    def _open(self) -> None:
+        """An empty cache, and what works with it."""
+        self.cache = Cache(pages_of(self.device, self.artifact.manifest), self.context)
+        self._runner = Runner(self.artifact, self.device, self.cache)
+        functions = self._runner.functions
+        rows = functions.single_rows, functions.chunk_rows, functions.mixed_rows, self._runner.scored
+        limits = self._limits or SchedulerLimits(*rows, sizes=functions.chunk_sizes)
+        self._core = Core(self._runner, self.cache, limits)
+        self._own = self._core.private = self.cache.sequence()
+        self._own_lock = threading.Lock()  # of the own sequence, also between the steps of `score`
+
+    def __repr__(self) -> str:
+        name, state = self.artifact.manifest["name"], f"{self.position} of {self.context} tokens"
+        return f"<{type(self).__name__} {name} on {self.device.name}, {'closed' if self._core.closed else state}>"
+
+    def close(self) -> None:
+        """Ends all generations, and releases the device and all memory."""
+        if not self._core.closed:
+            self._core.close()
+            self.device.close()
+            self.artifact.close()
+
+    @property
+    def kv_usage(self) -> KvUsage:
+        """How full the KV cache is."""
+        return self.cache.usage
+
+    # ---- speculation
+
+    def own_draft(self) -> OwnDraft:
+        """Guesses by a layer of the model that was trained for them. UserError if it has none."""
+        return OwnDraft(self._runner, self.artifact.manifest["name"])
+
+    def speculate(self, drafter: Drafter | None) -> None:
+        """From now on steps verify guesses of that drafter (closed with the engine), or none. Answers do not depend on
+        it."""
+        with self._core.exclusive():
+            before, rows = self._core.speculation, self._core.scheduler.limits.step_rows
+            self._core.speculation = Speculation(drafter, rows) if drafter else None
+        if before:
+            before.drafter.close()
+
+    @property
+    def guesses(self) -> Counts:
+        """Guesses that were verified so far, and how many of them were right."""
+        return self._core.speculation.counts if self._core.speculation else Counts(0, 0)
+
+    # ---- the engine's own sequence
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """The own sequence and the device for the caller alone."""
+        with self._own_lock, self._core.exclusive():
+            yield
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of the engine's own sequence."""
+        return self._own.tokens
+
+    @property
+    def position(self) -> int:
+        """Number of tokens of the engine's own sequence."""
+        return len(self._own.tokens)
+
+    def reset(self) -> None:
+        """Empties the own sequence, and the cache unless generations are using it."""
+        with self._exclusive():
+            self._own.truncate(0)
+            if not self._core.busy:
+                self._own.free()
+                self.cache.index.clear()
+
+    def truncate(self, n: int) -> None:
+        """Keeps the first `n` tokens; later steps overwrite the rest. Up to a page of tokens is computed again by the
+        next step, more where layers with a window have lost keys that it needs."""
+        with self._exclusive():
+            self._own.truncate(n)
+
+    def match(self, ids: Sequence[int]) -> int:
+        """Keeps the longest prefix that the own sequence shares with `ids`, leaving at least one id to compute; returns
+        its length."""
+        with self._exclusive():
+            limit = min(self.position, len(ids) - 1)
+            n = max(next((i for i in range(limit) if self.tokens[i] != ids[i]), limit), 0)
+            self._own.truncate(n)
+            return n
+
+    def advance(self, ids: Ids) -> np.ndarray:
+        """Appends `ids`. Returns the logits of the last one, float32 [vocab], in memory that the next step
+        overwrites.
+
+        ContextFull leaves the sequence unchanged.
+        """
+        with self._exclusive():
+            checked, before = self._check(ids, self.position), self.position
+            self._own.append(checked.tolist())
+            try:
+                logits = compute(self.cache, self._runner, self._own)
+            except BaseException:
+                self._own.truncate(before)
+                raise
+            assert logits is not None, "there is at least one token"
+            return logits
+
+    def prefill(self, ids: Ids) -> np.ndarray:
+        """`advance`, with a copy of the logits; copying takes longer than greedy sampling."""
+        return self.advance(ids).copy()
+
+    def decode(self, token: int) -> np.ndarray:
+        """`prefill` of one token."""
+        return self.prefill([token])
+
+    def score(self, ids: Ids) -> np.ndarray:
+        """Appends `ids`. Returns the logits of all of them, float32 [len(ids), vocab]. Answers in progress go on
+        meanwhile: the scheduler treats the chunks as requests of one more client."""
+        with self._own_lock:
+            checked, before = self._check(ids, self.position), self.position
+            with self._core.exclusive():
+                self._own.append(checked.tolist())
+            scoring = Scoring(self._own, before, self.vocab)
+            try:
+                self._core.score(scoring)
+            except BaseException:
+                with self._core.exclusive():
+                    self._own.truncate(before)
+                raise
+            return scoring.logits
+
+    def time(self, ids: Ids) -> tuple[str, int, list[tuple[str, float, float]]]:
+        """Times the kernels of the first step of `prefill(ids)`: (function, tokens, [(kernel, seconds, gap before)]).
+
+        The sequence is unchanged. UserError if the device cannot time kernels.
+        """
+        with self._exclusive():
+            checked = self._check(ids, self.position)
+            if not hasattr(self.device, "time"):
+                raise UserError(f"the device of target '{self.device.kind}' cannot time single kernels")
+            compute(self.cache, self._runner, self._own)
+            before = self.position
+            self._own.append(checked.tolist())
+            try:
+                chunk = next_chunk(self.cache, self._runner, self._own)
+                function = self._runner.prepare_chunk(chunk)
+                return function, len(chunk[0]), self.device.time(function)
+            finally:
+                self._own.truncate(before)
+
+    def _check(self, ids: Ids, kept: int) -> np.ndarray:
+        """Ids as int64. UserError for ids outside the vocabulary; ContextFull where they do not fit the context after
+        `kept` tokens."""
+        checked = check_ids(ids)
+        if checked.min() < 0 or checked.max() >= self.vocab:
+            bad = checked[(checked < 0) | (checked >= self.vocab)][0]
+            raise UserError(f"token id {bad} is outside the vocabulary of {self.vocab}")
+        if kept + len(checked) > self.context:
+            raise ContextFull(
+                f"{kept + len(checked)} tokens do not fit the context of {self.context}",
+                "shorten the prompt, or load the model with a larger context",
+            )
+        return checked.astype(np.int64)
+
+    @contextmanager
+    def batch(self, count: int) -> Iterator[Batch]:
+        """`count` sequences that advance together, for measurements. All other callers of the engine wait
+        meanwhile."""
+        with self._core.exclusive():
+            found = Batch(self.cache, self._runner, count)
+            try:
+                yield found
+            finally:
+                found.close()

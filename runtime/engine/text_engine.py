@@ -1,0 +1,130 @@
+"""Text in, text out: any number of generations, from any number of threads, share steps. What their prompts have in
+common, with one another and with earlier ones, is computed once.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Unpack
+
+import numpy as np
+
+from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.engine.answers import Answer
+from mlc_amd.runtime.engine.generate_call import GenerateCall
+from mlc_amd.runtime.engine.generation import Ids, Progress, PromptProgress, Stats
+from mlc_amd.runtime.engine.generations import AsyncGeneration, Generation, Results
+from mlc_amd.runtime.engine.limits import RequestCounts, SchedulerLimits
+from mlc_amd.runtime.engine.logits_engine import LogitsEngine
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.grammars.constraints import Constraint
+from mlc_amd.runtime.sampling.settings import Sampling, SamplingChanges
+from mlc_amd.runtime.text.chat_template import ChatTemplate
+
+
+class TextEngine(LogitsEngine):
+    """sampling: the model's own defaults."""
+
+    def __init__(self, artifact: Artifact, device, limits: SchedulerLimits | None = None):
+        super().__init__(artifact, device, limits)
+        self.chat_template = ChatTemplate.load(artifact.path)
+        self.sampling = Sampling(**artifact.manifest["sampling"])
+        self._last: Results | None = None
+
+    def close(self) -> None:
+        super().close()
+        self.chat_template.close()
+
+    @property
+    def last(self) -> Stats:
+        """Statistics of the generation that was begun last, also while it is in progress; all zero before the first."""
+        return self._last.stats if self._last else Stats()
+
+    @property
+    def queue(self) -> RequestCounts:
+        """How many answers wait, and how many are being generated."""
+        return self._core.queue
+
+    def generate(
+        self,
+        prompt: str | Ids | Sequence[str] | Sequence[Ids],
+        sampling: Sampling | None = None,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        shown: Collection[str] = (),
+        progress: Progress | None = None,
+        n: int = 1,
+        client: Hashable = None,
+        logprobs: int | None = None,
+        constraint: Callable[[], Constraint] | None = None,
+        min_tokens: int = 0,
+        **changes: Unpack[SamplingChanges],
+    ) -> Generation:
+        """Continues a text, or token ids, one token at a time; a prefix that is in the cache is not computed again.
+
+        prompt: several texts, or several lists of ids, are continued together: `Piece.index` has the number of a
+        piece's answer. sampling: None: the model's defaults. changes: single parameters of it, such as temperature=0.7.
+        stop: texts that end the text before them. shown: control tokens whose text is part of the result. progress:
+        called with how much of the (first) prompt is computed, before the first chunk and after each one, by the thread
+        that computes: it must not use the engine, but may `cancel`. n: answers to each prompt; with a seed, answer j
+        takes seed + j. client: the caller; the scheduler is fair between clients. logprobs: log-probabilities of each
+        token and of so many alternatives (0 to 20), `Piece.logprob` and `top`; None: none. constraint: called once for
+        each answer, returns its constraint; an answer that its constraint leaves no token, or whose constraint raises,
+        fails alone. min_tokens: as long as an answer has fewer, no end token is chosen unless its constraint leaves no
+        other. An answer ends at an end token, a stop text, where its constraint is complete, at `max_tokens`, a full
+        context or by `cancel`: `Stats.finish`.
+
+        Raises UserError for arguments out of range and ContextFull at once, QueueFull at the first step.
+        """
+        options = max_tokens, stop, shown, n, client, logprobs, constraint, min_tokens
+        found = Generation(self._core, self._call(prompt, sampling, changes, *options, progress))
+        self._last = found.results
+        return found
+
+    def agenerate(
+        self,
+        prompt: str | Ids | Sequence[str] | Sequence[Ids],
+        sampling: Sampling | None = None,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        shown: Collection[str] = (),
+        n: int = 1,
+        client: Hashable = None,
+        logprobs: int | None = None,
+        constraint: Callable[[], Constraint] | None = None,
+        min_tokens: int = 0,
+        progress: Callable[[PromptProgress], None] | None = None,
+        **changes: Unpack[SamplingChanges],
+    ) -> AsyncGeneration:
+        """`generate` for asyncio: `async for piece in engine.agenerate(..)`. A thread of the engine computes. progress:
+        called in the event loop, for each prompt when it is begun and after each chunk."""
+        options = max_tokens, stop, shown, n, client, logprobs, constraint, min_tokens
+        found = AsyncGeneration(self._core, self._call(prompt, sampling, changes, *options, None), progress)
+        self._last = found.results
+        return found
+
+    def _call(
+        self, prompt, sampling: Sampling | None, changes: SamplingChanges, *options
+    ) -> Callable[[], Sequence[Answer]]:
+        """Checks the arguments. Returns what makes the answers when they are queued."""
+        prompts = [self._check(ids, 0).tolist() for ids in self._prompts(prompt)]
+        chosen = (sampling or self.sampling).changed(**changes)
+        if (token := max(chosen.logit_bias, default=0)) >= self.vocab:
+            raise UserError(f"logit_bias has the token {token}: the vocabulary has {self.vocab}")
+        call = GenerateCall(prompts, chosen, *options)
+        return lambda: call.answers(self.tokenizer, self.cache.longest)
+
+    def _prompts(self, prompt) -> list[Ids]:
+        """The ids of each prompt."""
+        if isinstance(prompt, str):
+            return [self.tokenizer.encode_prompt(prompt)]
+        if (
+            isinstance(prompt, Sequence)
+            and prompt
+            and all(isinstance(one, (str, Sequence, np.ndarray)) for one in prompt)
+        ):
+            return [ids for one in prompt for ids in self._prompts(one)]
+        return [prompt]
+
+    def cancel(self) -> None:
+        """Ends the generations in progress after the current step: a token of each, or a chunk of a prompt. Their
+        iterators then end as if they were complete. May be called from any thread and from signal handlers."""
+        self._core.cancel_all()
