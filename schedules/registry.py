@@ -8,7 +8,8 @@ The modules of schedules/cpu and schedules/gpu register theirs, each package in 
     @registry.plans(SsmScan)
     def ssm_scan_space(op: SsmScan, arch: GpuArch) -> Space | None: ...
 
-A builder's `plan` is None for the plan that the kernel's rule makes. The kernel's parameters are the operator's `slots`.
+A builder's `plan` is None for the plan that the kernel's rule makes. The kernel's parameters are the operator's
+`slots`.
 ValueError or UserError for what the arch cannot run. An operator without a space has one plan only.
 """
 

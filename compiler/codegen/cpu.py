@@ -25,7 +25,7 @@ from mlc_amd.runtime.folders import temporary
 from mlc_amd.schedules.cpu import registry
 from mlc_amd.schedules.cpu.attention.cache import cache_types
 from mlc_amd.schedules.cpu.base import arch as archs
-from mlc_amd.schedules.cpu.kernels import tile_rows
+from mlc_amd.schedules.cpu.base.arch import tile_rows
 from mlc_amd.schedules.cpu.linear.planes import planes
 from mlc_amd.schedules.operators.attention import SLOTS
 

@@ -10,6 +10,7 @@ from mlc_amd.schedules.cpu import registry
 from mlc_amd.schedules.cpu.attention.attention import attention
 from mlc_amd.schedules.cpu.attention.latent_kv_write import latent_kv_write
 from mlc_amd.schedules.cpu.attention.rope_kv_write import rope_kv_write
+from mlc_amd.schedules.cpu.base.arch import tile_rows
 from mlc_amd.schedules.cpu.experts.expert_rows import combine, expert_order, gather
 from mlc_amd.schedules.cpu.experts.experts import expert_down, expert_gate_up, expert_linear
 from mlc_amd.schedules.cpu.experts.route import route
@@ -17,17 +18,7 @@ from mlc_amd.schedules.cpu.linear.embed import embed
 from mlc_amd.schedules.cpu.linear.gate_up import gate_up_swiglu
 from mlc_amd.schedules.cpu.linear.linear import head_linear, linear
 from mlc_amd.schedules.cpu.linear.norm import layer_norm, quantize, rms_norm
-from mlc_amd.schedules.cpu.recurrent.causal_conv import causal_conv
-from mlc_amd.schedules.cpu.recurrent.channel_decay import channel_decay
-from mlc_amd.schedules.cpu.recurrent.delta_net import delta_net
-from mlc_amd.schedules.cpu.recurrent.gate import gate
-from mlc_amd.schedules.cpu.recurrent.ssm_scan import ssm_scan
 from mlc_amd.schedules.cpu.sampling.sample import sample
-
-
-def tile_rows(m: int, arch) -> int:
-    """Rows of an activation tile, also of kernels whose activations are not laid out in tiles."""
-    return min(m, arch.isa.tokens)
 
 
 @registry.builds(operators.Embed)
@@ -121,32 +112,6 @@ def _expert_down(op, arch, name, plan):
 @registry.builds(operators.Combine)
 def _combine(op, arch, name, plan):
     return combine(op.n, op.m, op.of, op.weighted, op.residual, name)
-
-
-@registry.builds(operators.CausalConv)
-def _causal_conv(op, arch, name, plan):
-    return causal_conv(op.channels, op.taps, op.single, op.m, op.gated, op.act, op.bias, op.parts, arch.isa, name)
-
-
-@registry.builds(operators.ChannelDecay)
-def _channel_decay(op, arch, name, plan):
-    return channel_decay(op.heads, op.d, op.m, name)
-
-
-@registry.builds(operators.DeltaNet)
-def _delta_net(op, arch, name, plan):
-    sizes = op.key_heads, op.value_heads, op.d, op.single, op.m
-    return delta_net(*sizes, op.grouped, op.eps, op.by_channel, name)
-
-
-@registry.builds(operators.SsmScan)
-def _ssm_scan(op, arch, name, plan):
-    return ssm_scan(op.heads, op.d, op.size, op.groups, op.single, op.m, isa=arch.isa, name=name)
-
-
-@registry.builds(operators.Gate)
-def _gate(op, arch, name, plan):
-    return gate(op.k, op.m, op.size, op.eps, op.silu, tile_rows(op.m, arch), bool(op.layout), arch.isa, name)
 
 
 @registry.builds(operators.Sample)

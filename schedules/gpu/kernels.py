@@ -28,14 +28,6 @@ from mlc_amd.schedules.gpu.linear.gemv import VECTORS, suits
 from mlc_amd.schedules.gpu.linear.gemv import gate_up_swiglu as gate_up_gemv
 from mlc_amd.schedules.gpu.linear.gemv import linear as gemv
 from mlc_amd.schedules.gpu.linear.head_linear import head_linear
-from mlc_amd.schedules.gpu.recurrent import scan_blocks
-from mlc_amd.schedules.gpu.recurrent.causal_conv import causal_conv
-from mlc_amd.schedules.gpu.recurrent.channel_decay import channel_decay
-from mlc_amd.schedules.gpu.recurrent.delta_net import delta_net
-from mlc_amd.schedules.gpu.recurrent.delta_net_blocks import delta_net as delta_net_blocks
-from mlc_amd.schedules.gpu.recurrent.gate import gate
-from mlc_amd.schedules.gpu.recurrent.ssm_scan import ssm_scan
-from mlc_amd.schedules.gpu.recurrent.ssm_scan_blocks import ssm_scan as ssm_scan_blocks
 from mlc_amd.schedules.gpu.sampling.sample import sample
 
 
@@ -155,37 +147,6 @@ def _expert_down(op, arch, name, plan):
 @registry.builds(operators.Combine)
 def _combine(op, arch, name, plan):
     return combine(op.n, op.m, op.of, op.weighted, op.residual, arch, name, plan)
-
-
-@registry.builds(operators.CausalConv)
-def _causal_conv(op, arch, name, plan):
-    return causal_conv(op.channels, op.taps, op.single, op.m, op.gated, op.act, op.bias, op.parts, arch, name)
-
-
-@registry.builds(operators.ChannelDecay)
-def _channel_decay(op, arch, name, plan):
-    return channel_decay(op.heads, op.d, op.m, arch, name)
-
-
-@registry.builds(operators.DeltaNet)
-def _delta_net(op, arch, name, plan):
-    sizes = op.key_heads, op.value_heads, op.d, op.single, op.m, op.grouped, op.eps
-    if not op.by_channel and scan_blocks.suits(op.m, op.single, op.d, op.d, arch):
-        return delta_net_blocks(*sizes, arch, name, plan)
-    return delta_net(*sizes, op.by_channel, arch, name)
-
-
-@registry.builds(operators.SsmScan)
-def _ssm_scan(op, arch, name, plan):
-    sizes = op.heads, op.d, op.size, op.groups, op.single, op.m
-    if scan_blocks.suits(op.m, op.single, op.d, op.size, arch):
-        return ssm_scan_blocks(*sizes, arch, name, plan)
-    return ssm_scan(*sizes, arch, name)
-
-
-@registry.builds(operators.Gate)
-def _gate(op, arch, name, plan):
-    return gate(op.k, op.m, op.size, op.eps, op.silu, op.layout, arch, name)
 
 
 @registry.builds(operators.Sample)

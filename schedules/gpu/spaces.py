@@ -14,7 +14,6 @@ from mlc_amd.schedules.gpu.experts.expert_gemm import expert_engine
 from mlc_amd.schedules.gpu.experts.experts import Slots
 from mlc_amd.schedules.gpu.linear import gemm_coop, gemm_dot, gemm_lanes, gemm_matrix, gemv, gemv_matrix
 from mlc_amd.schedules.gpu.linear.gemm import engine
-from mlc_amd.schedules.gpu.recurrent import scan_blocks
 from mlc_amd.schedules.operators.rows import output_rows
 from mlc_amd.schedules.space import Kernel, Space
 
@@ -259,26 +258,6 @@ def _columns(width: int, op, arch) -> Space:
         return Kernel(threads, -(-k // (threads * width)) * m, threads, width * 4)
 
     return _threads_space(arch, kernel)
-
-
-@registry.plans(operators.DeltaNet, operators.SsmScan)
-def _scan(op, arch) -> Space | None:
-    """Of a recurrent layer, whose heads have matrices of `columns` columns of `size` elements. None for steps that go
-    row by row."""
-    ssm = isinstance(op, operators.SsmScan)
-    columns, size, heads = op.d, op.size if ssm else op.d, op.heads if ssm else op.value_heads
-    if not scan_blocks.suits(op.m, op.single, columns, size, arch):
-        return None
-
-    def kernel(plan) -> Kernel:
-        if scan_blocks.fitted(plan, columns, size, arch) != plan:
-            raise ValueError(f"{plan} does not divide matrices of {size} x {columns}")
-        threads = plan.waves * arch.wave
-        groups = columns // (plan.columns * threads // scan_blocks.LANES) * heads
-        return Kernel(plan, groups, threads, scan_blocks.LANES * 2 * size * 4 / threads)
-
-    default = scan_blocks.fitted(scan_blocks.Plan(), columns, size, arch)
-    return Space(scan_blocks.Plan, scan_blocks.CHOICES, default, kernel)
 
 
 @registry.plans(operators.RopeKvWrite)

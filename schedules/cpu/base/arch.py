@@ -86,3 +86,8 @@ def resolve(name: str = "native") -> Arch:
     if not codegen.llvm_is_valid_cpu(name, triple):
         raise UserError(f"unknown CPU arch '{name}'; use one of {', '.join(NAMES)} or another cpu name of LLVM")
     return _arch(name, name)
+
+
+def tile_rows(m: int, arch: Arch) -> int:
+    """Rows of an activation tile, also of kernels whose activations are not laid out in tiles."""
+    return min(m, arch.isa.tokens)

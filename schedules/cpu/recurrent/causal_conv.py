@@ -12,37 +12,44 @@ and States in place. A thread has 16 columns at a time, and goes through all row
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.cpu import registry
 from mlc_amd.schedules.cpu.base.activation import ACTIVATIONS
+from mlc_amd.schedules.cpu.base.arch import Arch
 from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, registers, store
+from mlc_amd.schedules.operators import CausalConv
 from mlc_amd.schedules.runs import CELLS, RunCells, begins, check_parts, part_args, run_args, run_length, runs
+from mlc_amd.schedules.tir import Buffer, Expr
 
 
-def causal_conv(channels, taps, single, m, gated, act, bias, parts, isa, name) -> tirx.PrimFunc:
+@registry.builds(CausalConv)
+def causal_conv(op: CausalConv, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], rows, cells, X, W, B float32 [channels] if `bias`, States, Y). Several parts are X0, X1
     .., W0, W1 .. ValueError unless 16 divides the channels of each, and for parts that are no such."""
+    channels, taps, m, gated, act = op.channels, op.taps, op.m, op.gated, op.act
+    bias, parts, isa = op.bias, op.parts, arch.isa
     if channels % (LANES * parts):
         raise ValueError(f"a convolution of {channels} columns: they must be a multiple of {LANES * parts}")
-    check_parts(channels, gated, bias, parts)
+    check_parts(op)
     with kernel(name) as (builder, state):
         rows, cells = run_args(m)
         own = channels // parts
         inputs = part_args("X", parts, (m, own * (3 if gated else 1)))
         weight = part_args("W", parts, (-(-own * taps // LANES) * LANES,))
-        B = T.arg("B", T.buffer((channels,), "float32")) if bias else None
+        B: Buffer = T.arg("B", T.buffer((channels,), "float32")) if bias else None
         States = T.arg("States", T.buffer((CELLS, taps - 1, channels), "float32"))
         Y = T.arg("Y", T.buffer((m, channels), "float32"))
         live = live_rows(state, m)
 
-        def convolve(X, W, before, column):
+        def convolve(X: Buffer, W: Buffer, before: Expr, column: Expr) -> None:
             """16 columns of a part, which `before` columns of others precede."""
             weights = [T.Bind(W[T.ramp(column * taps + t, taps, LANES)]) for t in range(taps)]
             last = [registers(LANES) for _ in range(taps - 1)]
-            with T.serial(T.min(live, T.int32(runs(m, single)))) as first, T.If(begins(rows, first)), T.Then():
-                places = RunCells(rows, cells, first, single)
-                length = run_length(state, rows, first, m, single, live)
+            with T.serial(T.min(live, T.int32(runs(m, op.single)))) as first, T.If(begins(rows, first)), T.Then():
+                places = RunCells(rows, cells, first, op.single)
+                length = run_length(op, state, rows, first, live)
 
-                def keep(target, column=column, last=last):
+                def keep(target: Expr, column: Expr = column, last: Expr = last) -> None:
                     for t, cell in enumerate(last):
                         store(States, cell[at(0)], target, t, at(before + column))
 
@@ -68,7 +75,7 @@ def causal_conv(channels, taps, single, m, gated, act, bias, parts, isa, name) -
                     for cell, value in zip(last, values[1:], strict=True):
                         store(cell, value, at(0))
                     places.keep(step, keep)
-                keep(places.behind(length - 1))
+                keep(places.after(length - 1))
 
         blocks = own // LANES
         for part, (X, W) in enumerate(zip(inputs, weight, strict=True)):

@@ -8,14 +8,19 @@ heads * d]. Exponentials and logarithms are the C library's, which round best: s
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.cpu import registry
+from mlc_amd.schedules.cpu.base.arch import Arch
 from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.base.vector import store
+from mlc_amd.schedules.operators import ChannelDecay
 from mlc_amd.schedules.operators.attention import padded_columns
 from mlc_amd.schedules.runs import softplus
 
 
-def channel_decay(heads, d, m, name) -> tirx.PrimFunc:
+@registry.builds(ChannelDecay)
+def channel_decay(op: ChannelDecay, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], X, A, Dt, Y). A thread has a head."""
+    heads, d, m = op.heads, op.d, op.m
     columns = heads * d
     with kernel(name) as (builder, state):
         X = T.arg("X", T.buffer((m, padded_columns(columns)), "float32"))

@@ -18,18 +18,24 @@ from math import sqrt
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.cpu import registry
+from mlc_amd.schedules.cpu.base.arch import Arch
 from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, registers, splat, store, tree_add
+from mlc_amd.schedules.operators import DeltaNet
 from mlc_amd.schedules.operators.attention import padded_columns
 from mlc_amd.schedules.runs import CELLS, Decays, RunCells, begins, key_head, run_args, run_length, runs
+from mlc_amd.schedules.tir import Expr
 
 STEP = 8  # rows of a matrix that are loaded together
 SUMS = 2  # independent sums of each product
 
 
-def delta_net(key_heads, value_heads, d, single, m, grouped, eps, by_channel, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows, cells, X, Beta, Alpha, A, Dt or Decay, States, Y). grouped: which key head a value
-    head has, see `recurrent.key_head`. ValueError unless 16 divides d."""
+@registry.builds(DeltaNet)
+def delta_net(op: DeltaNet, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], rows, cells, X, Beta, Alpha, A, Dt or Decay, States, Y). ValueError unless 16 divides
+    d."""
+    key_heads, value_heads, d, m = op.key_heads, op.value_heads, op.d, op.m
     if d % LANES:
         raise ValueError(f"heads of {d} columns: they must be a multiple of {LANES}")
     keys, values, padded = key_heads * d, value_heads * d, padded_columns(value_heads)
@@ -37,27 +43,27 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, by_channel, na
         rows, cells = run_args(m)
         X = T.arg("X", T.buffer((m, 2 * keys + values), "float32"))
         Beta = T.arg("Beta", T.buffer((m, padded), "float32"))
-        decays = Decays(m, value_heads, d, by_channel)
+        decays = Decays(op)
         States = T.arg("States", T.buffer((CELLS, value_heads, d, d), "float32"))
         Y = T.arg("Y", T.buffer((m, values), "float32"))
         live, blocks = live_rows(state, m), d // LANES
         with T.parallel(value_heads * blocks) as unit:
             head, column = T.Bind(unit // blocks), T.Bind(unit % blocks * LANES)
-            q_at = T.Bind(key_head(head, key_heads, value_heads, grouped) * d)
+            q_at = T.Bind(key_head(head, op) * d)
             k_at, v_at = q_at + keys, T.Bind(head * d + 2 * keys + column)
-            with T.serial(T.min(live, T.int32(runs(m, single)))) as first, T.If(begins(rows, first)), T.Then():
-                places = RunCells(rows, cells, first, single)
+            with T.serial(T.min(live, T.int32(runs(m, op.single)))) as first, T.If(begins(rows, first)), T.Then():
+                places = RunCells(rows, cells, first, op.single)
                 before = T.alloc_buffer((1,), "int32", scope="local")  # the cell of the state before a row
                 T.buffer_store(before, places.source, [0])
                 with T.If(rows[first, 0] <= 0), T.Then():
-                    T.buffer_store(before, places.behind(T.int32(0)), [0])
+                    T.buffer_store(before, places.after(T.int32(0)), [0])
                     with T.serial(d) as i:
                         store(States, f32(0.0), before[0], head, i, at(column))
-                with T.serial(run_length(state, rows, first, m, single, live)) as step:
-                    row, source, target = T.Bind(first + step), T.Bind(before[0]), places.behind(step)
+                with T.serial(run_length(op, state, rows, first, live)) as step:
+                    row, source, target = T.Bind(first + step), T.Bind(before[0]), places.after(step)
                     T.buffer_store(before, target, [0])
 
-                    def dot(a, b, row=row):
+                    def dot(a: Expr, b: Expr, row: Expr = row) -> Expr:
                         """Of the q or the k of the row, which begin at a and b."""
                         total = registers(LANES)
                         store(total, f32(0.0), at(0))
@@ -66,8 +72,8 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, by_channel, na
                             store(total, total[at(0)] + product, at(0))
                         return T.Bind(tree_add(T.Bind(total[at(0)])))
 
-                    k_scale = T.Bind(T.float32(1) / T.sqrt(dot(k_at, k_at) + T.float32(eps)))
-                    q_scale = T.Bind(T.float32(1 / sqrt(d)) / T.sqrt(dot(q_at, q_at) + T.float32(eps)))
+                    k_scale = T.Bind(T.float32(1) / T.sqrt(dot(k_at, k_at) + T.float32(op.eps)))
+                    q_scale = T.Bind(T.float32(1 / sqrt(d)) / T.sqrt(dot(q_at, q_at) + T.float32(op.eps)))
                     both = T.Bind(dot(q_at, k_at) * k_scale)
                     decay = decays.of_head(row, head)
                     beta = T.Bind(T.float32(1) / (T.float32(1) + T.exp(-Beta[row, head])))
@@ -77,7 +83,7 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, by_channel, na
                     with T.serial(d // STEP) as block:
                         for i in range(STEP):
                             matrix = States[source, head, block * STEP + i, at(column)]
-                            if by_channel:
+                            if op.by_channel:
                                 matrix = matrix * splat(decays.channels[row, head * d + block * STEP + i])
                             matrix = T.Bind(matrix)
                             for base, totals in zip((k_at, q_at), sums, strict=True):
@@ -93,7 +99,7 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, by_channel, na
                         places_of = [(head, block * STEP + i, at(column)) for i in range(STEP)]
                         old = [T.Bind(States[(source, *place)]) for place in places_of]
                         for i, place in enumerate(places_of):
-                            own = decays.channels[row, head * d + block * STEP + i] if by_channel else decay
+                            own = decays.channels[row, head * d + block * STEP + i] if op.by_channel else decay
                             new = old[i] * splat(own) + change * splat(X[row, k_at + block * STEP + i])
                             store(States, new, target, *place)
     return builder.get()

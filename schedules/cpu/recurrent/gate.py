@@ -1,4 +1,4 @@
-"""The gate behind a mixer: Y = X * sigmoid(Z), or X * silu(Z), where X may be normalized first, head by head.
+"""The gate after a mixer: Y = X * sigmoid(Z), or X * silu(Z), where X may be normalized first, head by head.
 
 In: `state`, X and Z float32 [m, k], G float32 [size]: the weights of the RMS norm over each `size` columns. Out: Y
 float32 [m, k], or the planes A and S of `quantize.py`. A thread has a row.
@@ -7,23 +7,29 @@ float32 [m, k], or the planes A and S of `quantize.py`. A thread has a row.
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.cpu import registry
 from mlc_amd.schedules.cpu.base.activation import times_sigmoid
+from mlc_amd.schedules.cpu.base.arch import Arch, tile_rows
 from mlc_amd.schedules.cpu.base.kernel import kernel, row_loop
 from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, local, registers, splat, store, tree_add
 from mlc_amd.schedules.cpu.linear.quantize import BLOCK, Output
+from mlc_amd.schedules.operators import Gate
+from mlc_amd.schedules.tir import Buffer
 
 
-def gate(k, m, size, eps, silu, tile, quantize, isa, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X, Z, G if there is an eps, then A, S in tiles of `tile` rows if `quantize`, else Y).
+@registry.builds(Gate)
+def gate(op: Gate, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], X, Z, G if there is an eps, then A, S in tiles if `layout` says so, else Y).
     eps: None: no norm. ValueError unless 32 divides k, and 16 the columns of a head."""
+    k, m, size, eps = op.k, op.m, op.size, op.eps
     if k % BLOCK or (eps is not None and size % LANES):
         raise ValueError(f"a gate of {k} columns in heads of {size}: kernels take blocks of {BLOCK} and {LANES}")
     with kernel(name) as (builder, state):
         X, Z = (T.arg(which, T.buffer((m, k), "float32")) for which in "XZ")
-        G = T.arg("G", T.buffer((size,), "float32")) if eps is not None else None
-        output = Output(m, k, tile, quantize, "Y")
+        G: Buffer = T.arg("G", T.buffer((size,), "float32")) if eps is not None else None
+        output = Output(m, k, tile_rows(m, arch), bool(op.layout), "Y")
         with row_loop(state, m) as row:
-            scales = local(k // size) if eps is not None else None
+            scales: Buffer = local(k // size) if eps is not None else None
             if eps is not None:
                 with T.serial(k // size) as head:
                     total = registers(LANES)
@@ -40,6 +46,7 @@ def gate(k, m, size, eps, silu, tile, quantize, isa, name) -> tirx.PrimFunc:
                     x, z = X[row, at(column)], T.Bind(Z[row, at(column)])
                     if eps is not None:
                         x = x * splat(scales[column // size]) * G[at(column % size)]
-                    values.append(times_sigmoid(x * z if silu else x, z, isa, LANES))
-                output.store_block(*values, row, block)
+                    values.append(times_sigmoid(x * z if op.silu else x, z, arch.isa, LANES))
+                low, high = values
+                output.store_block(low, high, row, block)
     return builder.get()

@@ -8,7 +8,9 @@ tokens of one sequence. Positions and sequences of rows are `cache.py`'s.
 Kernels behind a norm that picks rows (`norm.py`) have the parameter, too: there it is {n, n, 0, 0} of these rows.
 """
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -24,7 +26,7 @@ ONCE = "mlc_amd.once"  # it has at most one step: the SPIR-V generator makes it 
 
 
 @contextmanager
-def kernel(name, coherent=()):
+def kernel(name: str, coherent: Sequence[str] = ()) -> Iterator[Any]:
     """`with kernel(name) as ir:` declares and emits a kernel; afterwards `ir.get()` is its PrimFunc. Parameters do not
     alias. coherent: names of the parameters through which workgroups of one launch exchange data."""
     with IRBuilder() as ir, T.prim_func(s_tir=True):

@@ -13,45 +13,53 @@ they are single rows.
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.activations import ACTIVATIONS
 from mlc_amd.schedules.gpu.base.device import fma, launch
 from mlc_amd.schedules.gpu.base.planes import padded
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.step import kernel, live_rows, state_arg, when
+from mlc_amd.schedules.operators import CausalConv
 from mlc_amd.schedules.runs import CELLS, RunCells, begins, check_parts, part_args, run_args, run_length, runs
+from mlc_amd.schedules.tir import Buffer, Expr
 
 THREADS = 64  # of a workgroup: columns; few, so that narrow models use several compute units
 ROWS = 16  # of a chunk that a thread goes through; more than there are taps
 
 
-def causal_conv(channels, taps, single, m, gated, act, bias, parts, arch, name) -> tirx.PrimFunc:
+@registry.builds(CausalConv)
+def causal_conv(op: CausalConv, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], rows, cells, X, W, B float32 [channels] if `bias`, States, Y). Several parts are X0, X1
     .., W0, W1 .. ValueError for more taps than ROWS, and for parts that are no such."""
+    channels, taps, m, gated, parts, bias = op.channels, op.taps, op.m, op.gated, op.parts, op.bias
     if taps > ROWS:
         raise ValueError(f"a convolution over {taps} positions: at most {ROWS} are possible")
-    check_parts(channels, gated, bias, parts)
-    threads, firsts = min(THREADS, arch.threads), runs(m, single)
-    blocks = -(-m // ROWS) if single < m else 1  # of the chunk; runs of single rows are short
+    check_parts(op)
+    threads, firsts = min(THREADS, arch.threads), runs(m, op.single)
+    blocks = -(-m // ROWS) if op.single < m else 1  # of the chunk; runs of single rows are short
     with kernel(name) as ir:
         state = state_arg()
         rows, cells = run_args(m)
         own = channels // parts
         inputs = part_args("X", parts, (m, own * (3 if gated else 1)))
         weight = part_args("W", parts, (padded(own * taps),))
-        B = T.arg("B", T.buffer((channels,), "float32")) if bias else None
+        B: Buffer = T.arg("B", T.buffer((channels,), "float32")) if bias else None
         States = T.arg("States", T.buffer((CELLS, taps - 1, channels), "float32"))
         Y = T.arg("Y", T.buffer((m, channels), "float32"))
 
-        def convolve(X, W, before, column, block, first, begin, live):
+        def convolve(
+            X: Buffer, W: Buffer, before: Expr, column: Expr, block: int, first: Expr, begin: Expr, live: Expr
+        ) -> None:
             """A column of a part, which `before` columns of others precede."""
 
-            def taken(row, column):
+            def taken(row: Expr, column: Expr) -> Expr:
                 """What the convolution takes of a row."""
                 x = X[row, column]
                 return x * X[row, column + 2 * channels] if gated else x
 
             with T.If((column < own) & (begin < live)), T.Then(), T.If(begins(rows, first)), T.Then():
-                places, position = RunCells(rows, cells, first, single), rows[first, 0]
-                length = run_length(state, rows, first, m, single, live)
+                places, position = RunCells(rows, cells, first, op.single), rows[first, 0]
+                length = run_length(op, state, rows, first, live)
                 weights = [T.Bind(W[column * taps + t]) for t in range(taps)]
                 last = [T.alloc_buffer((1,), "float32", scope="local") for _ in range(taps - 1)]
                 for t, cell in enumerate(last):
@@ -61,9 +69,9 @@ def causal_conv(channels, taps, single, m, gated, act, bias, parts, arch, name) 
                 count = length
                 if blocks > 1:  # single rows have one block
                     some = T.min(length - block * ROWS, T.int32(ROWS))
-                    count = T.Bind(T.Select(first < T.min(state[0], T.int32(single)), length, some))
+                    count = T.Bind(T.Select(first < T.min(state[0], T.int32(op.single)), length, some))
 
-                def keep(target, column=column, last=last):
+                def keep(target: Expr, column: Expr = column, last: list[Buffer] = last) -> None:
                     for t, cell in enumerate(last):
                         T.buffer_store(States, cell[0], [target, t, before + column])
 
@@ -73,14 +81,14 @@ def causal_conv(channels, taps, single, m, gated, act, bias, parts, arch, name) 
                     total = B[column] if bias else T.float32(0)
                     for value, weight in zip(values, weights, strict=True):
                         total = fma(value, weight, total)
-                    if act:
-                        total = T.Bind(ACTIVATIONS[act](total))
+                    if op.act:
+                        total = T.Bind(ACTIVATIONS[op.act](total))
                     T.buffer_store(Y, total * X[row, column + channels] if gated else total, [row, before + column])
                     for cell, value in zip(last, values[1:], strict=True):
                         T.buffer_store(cell, value, [0])
                     places.keep(begin - first + step, keep)
                 with T.If(block == 0), T.Then():
-                    target = places.behind(length - 1)
+                    target = places.after(length - 1)
                     for t in range(taps - 1):
                         # of a run of fewer rows the later ones of the states before, which are not overwritten yet
                         row = T.Bind(length - (taps - 1) + t)

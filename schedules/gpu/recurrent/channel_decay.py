@@ -8,16 +8,21 @@ heads * d]. A thread has a column of a row.
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import launch
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg, when
+from mlc_amd.schedules.operators import ChannelDecay
 from mlc_amd.schedules.operators.attention import padded_columns
 from mlc_amd.schedules.runs import softplus
 
 THREADS = 128  # of a workgroup, at most: columns
 
 
-def channel_decay(heads, d, m, arch, name) -> tirx.PrimFunc:
+@registry.builds(ChannelDecay)
+def channel_decay(op: ChannelDecay, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], X, A, Dt, Y)."""
+    heads, d, m = op.heads, op.d, op.m
     columns, threads = heads * d, min(THREADS, arch.threads)
     with kernel(name) as ir:
         state = state_arg()

@@ -15,31 +15,35 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import fma, launch, rsqrt, shuffle
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import local, put
 from mlc_amd.schedules.gpu.base.step import kernel, state_arg
 from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, load_row, store_row
 from mlc_amd.schedules.gpu.recurrent.scan_blocks import (
     Pairs,
-    Plan,
     Scan,
+    ScanPlan,
     block_rows,
     blocks_of,
     factor_count,
     fitted,
     weighed,
 )
+from mlc_amd.schedules.operators import DeltaNet
 from mlc_amd.schedules.operators.attention import padded_columns
 from mlc_amd.schedules.runs import CELLS, key_head, run_args, runs, softplus
+from mlc_amd.schedules.tir import Expr
 
 BY_SLOT = 3  # (k[j] . q[i]) G(j, i); G(j, last); T[i, j]: of j, the row that the slot stands for
 ALONE = 3  # what S q and S k are multiplied with, G(-1, last)
 FACTORS = factor_count(BY_SLOT, ALONE)
 
 
-def delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, plan=None) -> tirx.PrimFunc:
-    """The kernel, see `delta_net.delta_net`. ValueError for what `scan_blocks.suits` excludes."""
+def delta_net(op: DeltaNet, arch: Device, name: str, plan: ScanPlan | None = None) -> tirx.PrimFunc:
+    """The kernel, see `delta_net.delta_rows`. ValueError for what `scan_blocks.suits` excludes."""
+    key_heads, value_heads, d, single, m = op.key_heads, op.value_heads, op.d, op.single, op.m
     keys, values, padded = key_heads * d, value_heads * d, padded_columns(value_heads)
-    plan = fitted(plan or Plan(), d, d, arch)
+    plan = fitted(plan or ScanPlan(), d, d, arch)
     columns = plan.columns * plan.waves * (arch.wave // LANES)
     with kernel(name) as ir:
         state = state_arg()
@@ -53,22 +57,22 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, pl
         with launch((blocks_of(m, single), value_heads), (arch.wave,)) as (number, head, lane):
             first, count = block_rows(state, rows, number, m, single)
             with T.If(count > 0), T.Then():
-                q_at = T.Bind(key_head(head, key_heads, value_heads, grouped) * d)
-                pairs = Pairs(arch, X, first, count, q_at, q_at + keys, d, lane, norms=True)
+                q_at = T.Bind(key_head(head, op) * d)
+                pairs = Pairs(arch, X, (first, count), (q_at, q_at + keys), d, lane, norms=True)
                 decay = T.exp(A[head] * softplus(Alpha[pairs.row, head] + Dt[head]))
                 beta = T.float32(1) / (T.float32(1) + T.exp(T.float32(0) - Beta[pairs.row, head]))
-                factors = _factors(arch, pairs, decay, beta, eps, d)
+                factors = _factors(arch, pairs, decay, beta, op.eps, d)
                 with T.If(lane < LANES), T.Then():
                     pairs.store(Factors, (number, head), *factors)
         grid = d // columns, value_heads, runs(m, single)
         with launch(grid, (arch.wave, plan.waves)) as (part, head, first, lane, wave):
             index = part, lane, wave
-            scan = Scan(arch, plan, state, rows, cells, first, m, single, d, index, FACTORS)
+            scan = Scan(op, arch, plan, (state, rows, cells), first, d, index, FACTORS)
             scan.load(States, lambda column: ((head, column), 0))
-            q_at = T.Bind(key_head(head, key_heads, value_heads, grouped) * d)
+            q_at = T.Bind(key_head(head, op) * d)
             place = T.Bind(head * d + scan.column)
 
-            def body(row, valid, own):
+            def body(row: Expr, valid: Expr, own: list[Expr]) -> None:
                 from_qs, from_ks = scan.products(key=False), scan.products(key=True)
                 (to_y, to_state, solved), (by_q, by_k, keep) = scan.factor_lists(BY_SLOT, ALONE)
                 changes, results = [], []
@@ -81,7 +85,7 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, pl
                     store_row(Y, (row,), place, results)
                 scan.update(keep, changes)
 
-            def fetch(row):
+            def fetch(row: Expr) -> list[Expr]:
                 return load_row(X, (row,), 2 * keys + place, plan.columns)
 
             scan.blocks(X, Factors, head, q_at, q_at + keys, fetch, body)
@@ -89,7 +93,7 @@ def delta_net(key_heads, value_heads, d, single, m, grouped, eps, arch, name, pl
     return ir.get()
 
 
-def _factors(arch, pairs, decay, beta, eps, d):
+def _factors(arch: Device, pairs: Pairs, decay: Expr, beta: Expr, eps: float, d: int) -> tuple[Expr, Expr]:
     """(lists of a row's factors by row j, those of the row alone), for `Pairs.store`."""
     own_norm = local(1)
     put(own_norm, T.float32(0), 0)

@@ -1,4 +1,4 @@
-"""The gate behind a mixer: Y = X * sigmoid(Z), or X * silu(Z), where X may be normalized first, head by head.
+"""The gate after a mixer: Y = X * sigmoid(Z), or X * silu(Z), where X may be normalized first, head by head.
 
 In: `state`, X and Z float32 [m, k], G float32 [size]: the weights of the RMS norm over each `size` columns. Out: Y in a
 layout of `quantize.py`. A lane has four columns of each step; neighbouring lanes share a head.
@@ -7,17 +7,20 @@ layout of `quantize.py`. A lane has four columns of each step; neighbouring lane
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import exp2, fma, launch, rcp, rsqrt, wave_sum
 from mlc_amd.schedules.gpu.base.norm import load_columns
 from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, act_args, emit_store
 from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg
+from mlc_amd.schedules.operators import Gate
 from mlc_amd.schedules.operators.attention import LOG2E
 
 WAVES = 4  # of a workgroup, at most
 
 
-def _lanes(size, wave):
+def _lanes(size: int, wave: int) -> int:
     """Lanes that share a head: a power of two, so that they are of one wave."""
     lanes = 1
     while lanes < wave and size % (2 * lanes * WIDTH) == 0:
@@ -25,10 +28,12 @@ def _lanes(size, wave):
     return lanes
 
 
-def gate(k, m, size, eps, silu, layout, arch, name) -> tirx.PrimFunc:
+@registry.builds(Gate)
+def gate(op: Gate, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], X, Z, G if there is an eps, then A, S | H | Y of [m, k], as `layout` says). eps: None: no
     norm. ValueError unless 32 divides k, and for heads that the layout's blocks do not fit."""
-    size = size if eps is not None else BLOCK
+    k, m, eps, layout = op.k, op.m, op.eps, op.layout
+    size = op.size if eps is not None else BLOCK
     lanes = _lanes(size, arch.wave)
     if k % BLOCK or size % WIDTH or (layout in ("rows", "pairs", "lanes") and lanes < LANES and size != lanes * WIDTH):
         raise ValueError(f"a gate of {k} columns in heads of {size} does not fit blocks of {BLOCK}")
@@ -60,6 +65,6 @@ def gate(k, m, size, eps, silu, layout, arch, name) -> tirx.PrimFunc:
                 found = []
                 for value, z in zip(values, load_columns(Z, row, place), strict=True):
                     share = rcp(T.float32(1) + exp2(z * T.float32(-LOG2E)))
-                    found.append(T.Bind(value * T.Bind(z * share if silu else share)))
+                    found.append(T.Bind(value * T.Bind(z * share if op.silu else share)))
                 emit_store(arch, layout, out, found, row, place, inside)
     return ir.get()

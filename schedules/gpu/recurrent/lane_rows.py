@@ -2,16 +2,20 @@
 matrix of a head.
 """
 
+from collections.abc import Sequence
+
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
+from mlc_amd.schedules.tir import Buffer, Expr
 
 LANES = 8  # of a row
 WAVES = 4  # of a workgroup, at most
 WIDTHS = 4, 2, 1  # numbers of a load
 
 
-def waves_of(rows, size, arch):
+def waves_of(rows: int, size: int, arch: Device) -> tuple[int, int]:
     """(rows of a wave, waves of a workgroup) for a matrix of so many rows of `size` numbers. ValueError for one that
     does not fill waves."""
     own = arch.wave // LANES
@@ -23,12 +27,12 @@ def waves_of(rows, size, arch):
     return own, waves
 
 
-def width_of(count):
+def width_of(count: int) -> int:
     """Numbers of a load of `count`."""
     return next(width for width in WIDTHS if count % width == 0)
 
 
-def load_row(buffer, place, first, count):
+def load_row(buffer: Buffer, place: tuple[Expr, ...], first: Expr, count: int) -> list[Expr]:
     """`count` numbers of buffer[place] from index `first` on, in registers."""
     width, found = width_of(count), []
     for start in range(0, count, width):
@@ -37,7 +41,7 @@ def load_row(buffer, place, first, count):
     return found
 
 
-def store_row(buffer, place, first, values):
+def store_row(buffer: Buffer, place: tuple[Expr, ...], first: Expr, values: Sequence[Expr]) -> None:
     """The inverse."""
     width = width_of(len(values))
     for start in range(0, len(values), width):

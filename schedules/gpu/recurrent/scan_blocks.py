@@ -9,28 +9,33 @@ the product of the decays of the rows after j up to i:
 
 Two launches: the first computes for all blocks at once what does not depend on S, the factors of each row;
 the second goes through the blocks of a run. There a group of LANES lanes has some columns of
-a matrix in its registers, dealt out along k, and lane i is row i of the block, too: it gets the products of its row,
+a matrix in its registers, distributed along k, and lane i is row i of the block, too: it gets the products of its row,
 and computes its t and y. Slot s of a lane stands for row i ^ s, so that lanes exchange by xor and without selects.
 
 A block's q and k, and its factors, go through shared memory; the next block's are loaded while this one is computed.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import barrier, fma, shuffle, shuffle_xor
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import lane_of, local, put, vector
 from mlc_amd.schedules.gpu.base.step import live_rows, opaque_zero
 from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, load_row, store_row, width_of
+from mlc_amd.schedules.operators import DeltaNet, SsmScan
 from mlc_amd.schedules.runs import RunCells, begins, run_length
+from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.tir import Buffer, Expr
 
 LEAST = 2 * LANES  # rows of a chunk for which blocks pay
 QUAD = 4  # factors of a load
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScanPlan:
     """columns   of a matrix that a group of lanes has: each number that it reads of q and k serves them all
     waves      of a workgroup: a block of q and k serves them all
 
@@ -44,7 +49,7 @@ class Plan:
 CHOICES = {"columns": (1, 2, 4), "waves": (1, 2, 4, 8)}
 
 
-def fitted(plan, columns, size, arch) -> Plan:
+def fitted(plan: ScanPlan, columns: int, size: int, arch: Device) -> ScanPlan:
     """The plan with fewer columns and waves where matrices of `columns` columns of `size` numbers take that. ValueError
     for matrices that do not fill waves, or shared memory that does not hold a block."""
     own = arch.wave // LANES
@@ -52,34 +57,50 @@ def fitted(plan, columns, size, arch) -> Plan:
     for count in (n for n in CHOICES["columns"][::-1] if n <= plan.columns):
         for waves in (n for n in CHOICES["waves"][::-1] if n <= most):
             if own and columns % (count * own * waves) == 0 and size % LANES == 0 and lds_bytes(size) <= arch.lds:
-                return Plan(count, waves)
+                return ScanPlan(count, waves)
     raise ValueError(f"matrices of {size} x {columns} do not fill waves of {arch.wave} lanes")
 
 
-def lds_bytes(size) -> int:
+def lds_bytes(size: int) -> int:
     """Shared memory of a workgroup, at most."""
     return 4 * LANES * (2 * size + 4 * LANES)
 
 
-def suits(m, single, columns, size, arch) -> bool:
-    """Whether blocks are for a step of m rows, up to `single` of them single ones, on this arch."""
+def suits(op: DeltaNet | SsmScan, columns: int, size: int, arch: Device) -> bool:
+    """Whether blocks are for the operator's step on this arch; its heads' matrices have `columns` columns of `size`
+    numbers."""
     try:
-        fitted(Plan(1, 1), columns, size, arch)
+        fitted(ScanPlan(1, 1), columns, size, arch)
     except ValueError:
         return False
-    return m - single >= LEAST
+    return op.m - op.single >= LEAST
 
 
-def blocks_of(m, single) -> int:
+def plans(op: DeltaNet | SsmScan, heads: int, columns: int, size: int, arch: Device) -> Space | None:
+    """The plans of `heads` such matrices; None for steps that go row by row."""
+    if not suits(op, columns, size, arch):
+        return None
+
+    def kernel(plan: ScanPlan) -> Kernel:
+        if fitted(plan, columns, size, arch) != plan:
+            raise ValueError(f"{plan} does not divide matrices of {size} x {columns}")
+        threads = plan.waves * arch.wave
+        groups = columns // (plan.columns * threads // LANES) * heads
+        return Kernel(plan, groups, threads, LANES * 2 * size * 4 / threads)
+
+    return Space(ScanPlan, CHOICES, fitted(ScanPlan(), columns, size, arch), kernel)
+
+
+def blocks_of(m: int, single: int) -> int:
     """Blocks of a step, at most: one may begin at each single row, the others are the chunk's."""
     return single + -(-m // LANES)
 
 
-def _singles(state, live, single):
+def _singles(state: Buffer, live: Expr, single: int) -> Expr:
     return T.Bind(T.min(state[0], live)) if single else T.int32(0)
 
 
-def block_rows(state, rows, number, m, single):
+def block_rows(state: Buffer, rows: Buffer, number: Expr, m: int, single: int) -> tuple[Expr, Expr]:
     """(first row, live rows, 0 where there is no such block) of block number `number`."""
     live = live_rows(state, m, minimum=0)
     singles = _singles(state, live, single)
@@ -108,8 +129,12 @@ class Pairs:
     qk, kk, qq   qk[j] = q[i] . k[j]; with `norms` kk[j] = k[i] . k[j] and qq = q[i] . q[i]
     """
 
-    def __init__(self, arch, X, first, count, q_at, k_at, size, lane, norms):
-        """q_at, k_at: the columns of X where q and k begin."""
+    def __init__(
+        self, arch: Device, X: Buffer, block: tuple[Expr, Expr], begins_at: tuple[Expr, Expr], size: int, lane: Expr,
+        norms: bool,
+    ):  # fmt: skip
+        """block: of `block_rows`. begins_at: the columns of X where q and k begin."""
+        (first, count), (q_at, k_at) = block, begins_at
         self.arch, self.lane, self.count = arch, lane, count
         self.i, self.base = T.Bind(lane % LANES), T.Bind(lane // LANES * LANES)
         self.row = T.Bind(first + T.min(self.i, count - 1))
@@ -137,15 +162,15 @@ class Pairs:
         self.qk, self.kk, self.qq = found[:LANES], found[LANES:-1], found[-1]
 
     @staticmethod
-    def _add(cell, xs, ys):
+    def _add(cell: Expr, xs: Sequence[Expr], ys: Sequence[Expr]) -> None:
         for x, y in zip(xs, ys, strict=True):
             put(cell, fma(x, y, cell[0]), 0)
 
-    def of_rows(self, x):
+    def of_rows(self, x: Expr) -> list[Expr]:
         """x of each row."""
         return [shuffle(self.arch, x, T.Bind(self.base + j)) for j in range(LANES)]
 
-    def decays(self, decay):
+    def decays(self, decay: Expr) -> tuple[Expr, list[Expr], Expr, list[Expr]]:
         """From the decay of this lane's row: (G(-1, i), G(j, i) for each j <= i, G(-1, last), G(j, last) for each j).
         The products are of the decays alone, so that small ones keep their precision."""
         all_ = self.of_rows(T.Bind(T.Select(self.valid, decay, T.float32(1))))
@@ -154,14 +179,16 @@ class Pairs:
         return own, [T.Select(self.i >= j, x, T.float32(0)) for j, x in enumerate(by_row)], keep, to_last
 
     @staticmethod
-    def _products(factors):
+    def _products(factors: Sequence[Expr]) -> list[Expr]:
         """The products of all factors, of those after 0, after 1, .."""
         found = [T.float32(1)]
         for x in reversed(factors):
             found.append(T.Bind(found[-1] * x))
         return found[::-1]
 
-    def store(self, Factors, place, by_slot, alone):
+    def store(
+        self, Factors: Buffer, place: tuple[Expr, ...], by_slot: Sequence[Sequence[Expr]], alone: Sequence[Expr]
+    ) -> None:
         """Factors[place] of this lane's row: lists by row j go to the slots, then the others."""
         for n, values in enumerate(by_slot):
             for j, x in enumerate(values):
@@ -170,7 +197,7 @@ class Pairs:
             T.buffer_store(Factors, x, [*place, self.i, len(by_slot) * LANES + n])
 
 
-def factor_count(by_slot, alone) -> int:
+def factor_count(by_slot: int, alone: int) -> int:
     """Factors of a row, with padding."""
     return by_slot * LANES + -(-alone // QUAD) * QUAD
 
@@ -178,14 +205,18 @@ def factor_count(by_slot, alone) -> int:
 class Scan:
     """The second launch: a run, and the columns of a matrix that this group of lanes has.
 
-    row     lane's row of the block, of the step (its own even behind the run's end)
+    row     lane's row of the block, of the step (its own even after the run's end)
     valid   whether it is in the run
     columns numbers of the columns in the matrix, the first of them
     """
 
-    def __init__(self, arch, plan, state, rows, cells, first, m, single, size, index, count):
-        """index: (part of the matrix, lane, wave). count: factors of a row."""
-        part, self.lane, wave = index
+    def __init__(
+        self, op: DeltaNet | SsmScan, arch: Device, plan: ScanPlan, step: tuple[Buffer, Buffer, Buffer], first: Expr,
+        size: int, index: tuple[Expr, Expr, Expr], count: int,
+    ):  # fmt: skip
+        """step: state, rows and cells. first: row of the run. index: (part of the matrix, lane, wave). count: factors
+        of a row."""
+        (state, rows, cells), (part, self.lane, wave), m, single = step, index, op.m, op.single
         self.arch, self.plan, self.size, self.factors = arch, plan, size, count
         self.state, self.m, self.threads = state, m, plan.waves * arch.wave
         self.thread = T.Bind(wave * arch.wave + self.lane)
@@ -198,15 +229,15 @@ class Scan:
         self.single_rows = _singles(state, live, single)
         self.first, self.base = first, single
         self.active = T.Bind((first < live) & begins(rows, first))
-        length = run_length(state, rows, first, m, single, live)
+        length = run_length(op, state, rows, first, live)
         self.length = T.Bind(T.Select(self.active, length, T.int32(0)))
         places = RunCells(rows, cells, first, single)
-        # a step with a chunk has no guesses, which alone leave a state behind each row
-        self.source, self.target = places.source, places.behind(T.max(length - 1, T.int32(0)))
+        # a step with a chunk has no guesses, which alone leave a state after each row
+        self.source, self.target = places.source, places.after(T.max(length - 1, T.int32(0)))
         self.fresh = T.Bind(rows[first, 0] <= 0)
         self.matrix = [[local(1) for _ in range(self.own)] for _ in range(plan.columns)]
 
-    def load(self, States, place):
+    def load(self, States: Buffer, place: Callable[[Expr], tuple[tuple[Expr, ...], Expr]]) -> None:
         """The columns, from States[source cell, *place(column)] and the index of a number in it."""
         with T.If(self.active), T.Then():
             for c, cells in enumerate(self.matrix):
@@ -216,7 +247,7 @@ class Scan:
                     for e, x in enumerate(run):
                         put(cells[u + e], T.Select(self.fresh, T.float32(0), x), 0)
 
-    def store(self, States, place):
+    def store(self, States: Buffer, place: Callable[[Expr], tuple[tuple[Expr, ...], Expr]]) -> None:
         with T.If(self.active), T.Then():
             for c, cells in enumerate(self.matrix):
                 before, begin = place(T.Bind(self.column + c))
@@ -224,11 +255,14 @@ class Scan:
                     run = [T.Bind(cell[0]) for cell in cells[u : u + self.width]]
                     store_row(States, (self.target, *before), begin + self._key(u), run)
 
-    def _key(self, u):
-        """The number of the lane's element u along k: lanes take turns, so that they read side by side."""
+    def _key(self, u: int) -> Expr:
+        """The number of the lane's element u along k: lanes alternate, so that they read side by side."""
         return u * LANES + self.i * self.width
 
-    def blocks(self, X, Factors, head, q_at, k_at, fetch, body):
+    def blocks(
+        self, X: Buffer, Factors: Buffer, head: Expr, q_at: Expr, k_at: Expr,
+        fetch: Callable[[Expr], Sequence[Expr]], body: Callable[[Expr, Expr, list[Expr]], None],
+    ) -> None:  # fmt: skip
         """Calls body(row, valid, fetched) for each block, with its q, k and factors in shared memory. fetch(row): what
         the body takes of its row, as a list of registers; loaded a block ahead, too."""
         width, size = self.width, self.size
@@ -239,7 +273,7 @@ class Scan:
         last = T.Bind(T.max(self.length - 1, T.int32(0)))
         per_row, half = 2 * size // width, size // width
 
-        def load(block):
+        def load(block: Expr) -> list[Expr]:
             found = []
             for piece in self._pieces(pieces):
                 row = T.Bind(self.first + T.min(block * LANES + piece // per_row, last))
@@ -273,27 +307,27 @@ class Scan:
             body(T.Bind(self.first + T.min(place, last)), T.Bind(place < self.length), fetched)
 
     @staticmethod
-    def _type(width):
+    def _type(width: int) -> str:
         return f"float32x{width}" if width > 1 else "float32"
 
     @staticmethod
-    def _vector(values):
+    def _vector(values: Sequence[Expr]) -> Expr:
         return vector([T.Bind(x) for x in values]) if len(values) > 1 else values[0]
 
-    def _pieces(self, count):
+    def _pieces(self, count: int) -> Iterator[Expr]:
         """The numbers of this thread's pieces; surplus threads repeat the last one."""
         for n in range(-(-count // self.threads)):
             piece = n * self.threads + self.thread
             yield T.Bind(piece if (n + 1) * self.threads <= count else T.min(piece, T.int32(count - 1)))
 
-    def _read(self, slot, u, key, moved=0):
+    def _read(self, slot: int, u: int, key: int, moved: Expr = 0) -> list[Expr]:
         """The lane's elements u.. of q or k (key: 1) of the row that the slot stands for. moved: added to the index."""
         width = self.width
         first = T.Bind((self.i ^ slot) * (2 * self.size // width) + self.i + moved)
         x = T.Bind(self.lds[first + (key * (self.size // width) + u // width * LANES)])
         return [T.Bind(lane_of(x, e)) for e in range(width)] if width > 1 else [x]
 
-    def factor_lists(self, by_slot, alone):
+    def factor_lists(self, by_slot: int, alone: int) -> tuple[list[list[Expr]], list[Expr]]:
         """The factors of the lane's row: a list for each of `by_slot`, and those of the row alone."""
         per = self.factors // QUAD
         first, found = T.Bind(self.i * per), []
@@ -302,7 +336,7 @@ class Scan:
             found += [T.Bind(lane_of(x, e)) for e in range(QUAD)]
         return [found[n * LANES : (n + 1) * LANES] for n in range(by_slot)], found[by_slot * LANES :][:alone]
 
-    def products(self, key):
+    def products(self, key: bool) -> list[Expr]:
         """S q, or with `key` S k, of the lane's row, by column."""
         sums = [[local(1) for _ in range(LANES)] for _ in self.matrix]
         for u in range(0, self.own, self.width):
@@ -312,20 +346,20 @@ class Scan:
                     for cells, column in zip(self.matrix, sums, strict=True):
                         cell = column[slot]
                         put(cell, fma(x, cells[u + e][0], cell[0]) if u + e else x * cells[0][0], 0)
-        return [self._dealt([T.Bind(cell[0]) for cell in column]) for column in sums]
+        return [self._summed([T.Bind(cell[0]) for cell in column]) for column in sums]
 
-    def _dealt(self, parts):
+    def _summed(self, parts: Sequence[Expr]) -> Expr:
         """The sum over the group's lanes of what each has for this lane's row."""
         total = parts[0]
         for slot in range(1, LANES):
             total = T.Bind(total + shuffle_xor(self.arch, parts[slot], slot))
         return total
 
-    def by_slot(self, x):
+    def by_slot(self, x: Expr) -> Expr:
         """x of the rows that the slots stand for."""
         return [x] + [shuffle_xor(self.arch, x, slot) for slot in range(1, LANES)]
 
-    def update(self, keep, changes):
+    def update(self, keep: Expr, changes: Sequence[Sequence[Expr]]) -> None:
         """S = keep S + sum over slots of k changes[column][slot]."""
         # compilers would keep k from `products` on: LANES times as many registers as a row takes
         moved = opaque_zero(self.state, self.block)
@@ -340,7 +374,7 @@ class Scan:
                     put(cells[u + e], x, 0)
 
 
-def weighed(factors, xs, total):
+def weighed(factors: Sequence[Expr], xs: Sequence[Expr], total: Expr) -> Expr:
     """total + the sum of the products."""
     for factor, x in zip(factors, xs, strict=True):
         total = fma(factor, x, total)

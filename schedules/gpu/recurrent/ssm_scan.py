@@ -13,18 +13,39 @@ sequence; they meet in one sum over their lanes, so waves never wait for one ano
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.activations import ACTIVATIONS
 from mlc_amd.schedules.gpu.base.device import fma, launch, wave_sum
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import local, put
 from mlc_amd.schedules.gpu.base.step import kernel, live_rows, state_arg
+from mlc_amd.schedules.gpu.recurrent import scan_blocks, ssm_scan_blocks
 from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, load_row, store_row, waves_of
+from mlc_amd.schedules.gpu.recurrent.scan_blocks import ScanPlan
+from mlc_amd.schedules.operators import SsmScan
 from mlc_amd.schedules.operators.attention import padded_columns
 from mlc_amd.schedules.runs import CELLS, RunCells, begins, run_args, run_length, runs, softplus
+from mlc_amd.schedules.space import Space
+from mlc_amd.schedules.tir import Buffer, Expr
 
 
-def ssm_scan(heads, d, size, groups, single, m, arch, name) -> tirx.PrimFunc:
+@registry.builds(SsmScan)
+def ssm_scan(op: SsmScan, arch: Device, name: str, plan: ScanPlan | None) -> tirx.PrimFunc:
+    """By blocks of rows where these are for the step, else row by row."""
+    if scan_blocks.suits(op, op.d, op.size, arch):
+        return ssm_scan_blocks.ssm_scan(op, arch, name, plan)
+    return scan_rows(op, arch, name)
+
+
+@registry.plans(SsmScan)
+def plans(op: SsmScan, arch: Device) -> Space | None:
+    return scan_blocks.plans(op, op.heads, op.d, op.size, arch)
+
+
+def scan_rows(op: SsmScan, arch: Device, name: str) -> tirx.PrimFunc:
     """Kernel (state int32[4], rows, cells, X, Z, Dt, A, D, Bias, States, Y). A workgroup
     has a part of one matrix and one sequence. ValueError for heads whose columns do not fill waves."""
+    heads, d, size, groups, single, m = op.heads, op.d, op.size, op.groups, op.single, op.m
     inner, padded = heads * d, padded_columns(heads)
     columns, waves = waves_of(d, size, arch)
     count = size // LANES
@@ -41,7 +62,7 @@ def ssm_scan(heads, d, size, groups, single, m, arch, name) -> tirx.PrimFunc:
         with launch(grid, (arch.wave, waves)) as (part, head, first, lane, wave):
             live = live_rows(state, m)
             with T.If(first < live), T.Then(), T.If(begins(rows, first)), T.Then():
-                places, length = RunCells(rows, cells, first, single), run_length(state, rows, first, m, single, live)
+                places, length = RunCells(rows, cells, first, single), run_length(op, state, rows, first, live)
                 column = T.Bind((part * waves + wave) * columns + lane // LANES)
                 begin, x_at = T.Bind(lane % LANES * count), T.Bind(head * d + column)
                 b_at = T.Bind(inner + head // (heads // groups) * size + begin)
@@ -50,7 +71,7 @@ def ssm_scan(heads, d, size, groups, single, m, arch, name) -> tirx.PrimFunc:
                 for cell, x in zip(matrix, load_row(States, (places.source, head), own, count), strict=True):
                     put(cell, T.Select(rows[first, 0] > 0, x, T.float32(0)), 0)
 
-                def keep(target, head=head, own=own, matrix=matrix):
+                def keep(target: Expr, head: Expr = head, own: Expr = own, matrix: list[Buffer] = matrix) -> None:
                     store_row(States, (target, head), own, [T.Bind(cell[0]) for cell in matrix])
 
                 with T.serial(length) as step:
@@ -65,5 +86,5 @@ def ssm_scan(heads, d, size, groups, single, m, arch, name) -> tirx.PrimFunc:
                     with T.If(lane % LANES == 0), T.Then():
                         T.buffer_store(Y, y * ACTIVATIONS["silu"](T.Bind(Z[row, x_at])), [row, x_at])
                     places.keep(step, keep)
-                keep(places.behind(length - 1))
+                keep(places.after(length - 1))
     return ir.get()

@@ -7,30 +7,34 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.activations import ACTIVATIONS
 from mlc_amd.schedules.gpu.base.device import fma, launch
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.step import kernel, state_arg
 from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, load_row, store_row
 from mlc_amd.schedules.gpu.recurrent.scan_blocks import (
     Pairs,
-    Plan,
     Scan,
+    ScanPlan,
     block_rows,
     blocks_of,
     factor_count,
     fitted,
     weighed,
 )
+from mlc_amd.schedules.operators import SsmScan
 from mlc_amd.schedules.operators.attention import padded_columns
 from mlc_amd.schedules.runs import CELLS, run_args, runs, softplus
+from mlc_amd.schedules.tir import Expr
 
 BY_SLOT = 2  # (B[j] . C[i]) G(j, i); G(j, last): of j, the row that the slot stands for
 ALONE = 3  # what S C is multiplied with, dt, G(-1, last)
 FACTORS = factor_count(BY_SLOT, ALONE)
 
 
-def ssm_scan(heads, d, size, groups, single, m, arch, name, plan=None) -> tirx.PrimFunc:
-    """The kernel, see `ssm_scan.ssm_scan`. ValueError for what `scan_blocks.suits` excludes."""
+def ssm_scan(op: SsmScan, arch: Device, name: str, plan: ScanPlan | None = None) -> tirx.PrimFunc:
+    """The kernel, see `ssm_scan.scan_rows`. ValueError for what `scan_blocks.suits` excludes."""
+    heads, d, size, groups, single, m = op.heads, op.d, op.size, op.groups, op.single, op.m
     inner, padded = heads * d, padded_columns(heads)
-    plan = fitted(plan or Plan(), d, size, arch)
+    plan = fitted(plan or ScanPlan(), d, size, arch)
     columns = plan.columns * plan.waves * (arch.wave // LANES)
     with kernel(name) as ir:
         state = state_arg()
@@ -46,7 +50,7 @@ def ssm_scan(heads, d, size, groups, single, m, arch, name, plan=None) -> tirx.P
             first, count = block_rows(state, rows, number, m, single)
             with T.If(count > 0), T.Then():
                 b_at = T.Bind(inner + head // (heads // groups) * size)
-                pairs = Pairs(arch, X, first, count, b_at + groups * size, b_at, size, lane, norms=False)
+                pairs = Pairs(arch, X, (first, count), (b_at + groups * size, b_at), size, lane, norms=False)
                 dt = softplus(Dt[pairs.row, head] + Bias[head])
                 before, upto, keep, to_last = pairs.decays(T.exp(A[head] * dt))
                 to_y = [T.Bind(x * product) for x, product in zip(upto, pairs.qk, strict=True)]
@@ -56,12 +60,12 @@ def ssm_scan(heads, d, size, groups, single, m, arch, name, plan=None) -> tirx.P
         grid = d // columns, heads, runs(m, single)
         with launch(grid, (arch.wave, plan.waves)) as (part, head, first, lane, wave):
             index = part, lane, wave
-            scan = Scan(arch, plan, state, rows, cells, first, m, single, size, index, FACTORS)
+            scan = Scan(op, arch, plan, (state, rows, cells), first, size, index, FACTORS)
             scan.load(States, lambda column: ((head,), T.Bind(column * size)))
             b_at = T.Bind(inner + head // (heads // groups) * size)
             place = T.Bind(head * d + scan.column)
 
-            def body(row, valid, own):
+            def body(row: Expr, valid: Expr, own: list[Expr]) -> None:
                 products = scan.products(key=False)
                 (to_y, to_state), (by_c, dt, keep) = scan.factor_lists(BY_SLOT, ALONE)
                 xs, gates = own[: plan.columns], own[plan.columns :]
@@ -75,7 +79,7 @@ def ssm_scan(heads, d, size, groups, single, m, arch, name, plan=None) -> tirx.P
                     store_row(Y, (row,), place, results)
                 scan.update(keep, changes)
 
-            def fetch(row):
+            def fetch(row: Expr) -> list[Expr]:
                 return [x for buffer in (X, Z) for x in load_row(buffer, (row,), place, plan.columns)]
 
             scan.blocks(X, Factors, head, b_at + groups * size, b_at, fetch, body)

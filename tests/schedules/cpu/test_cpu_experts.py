@@ -14,7 +14,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.schedules.cpu.base.arch import resolve
 from mlc_amd.schedules.cpu.base.isa import Avx2, Portable
-from mlc_amd.schedules.cpu.kernels import BUILDERS, tile_rows
+from mlc_amd.schedules.cpu.base.arch import tile_rows
+from mlc_amd.schedules.cpu.kernels import BUILDERS
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.tools.reference.experts import gate_up, linear, order, route
