@@ -2,11 +2,11 @@
 
 The modules of schedules/cpu and schedules/gpu register theirs, each package in a `Registry` of its own:
 
-    @registry.builds(SsmScan)
-    def ssm_scan(op: SsmScan, arch: GpuArch, name: str, plan: Plan | None) -> tirx.PrimFunc: ...
+    @registry.builds(Gate)
+    def gate(op: Gate, arch: Device, name: str, plan: GatePlan | None) -> tirx.PrimFunc: ...
 
-    @registry.plans(SsmScan)
-    def ssm_scan_space(op: SsmScan, arch: GpuArch) -> Space | None: ...
+    @registry.plans(Gate)
+    def plans(op: Gate, arch: Device) -> Space | None: ...
 
 A builder's `plan` is None for the plan that the kernel's rule makes. The kernel's parameters are the operator's
 `slots`.

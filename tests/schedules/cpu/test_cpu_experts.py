@@ -12,9 +12,8 @@ import tvm
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
-from mlc_amd.schedules.cpu.base.arch import resolve
+from mlc_amd.schedules.cpu.base.arch import resolve, tile_rows
 from mlc_amd.schedules.cpu.base.isa import Avx2, Portable
-from mlc_amd.schedules.cpu.base.arch import tile_rows
 from mlc_amd.schedules.cpu.kernels import BUILDERS
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.operators.experts import Experts
