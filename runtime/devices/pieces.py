@@ -32,7 +32,7 @@ MOST = 64  # parts of a launch
 
 
 @dataclass(frozen=True)
-class Part:
+class LaunchPart:
     """Workgroups first .. end-1, of `groups` along the grid's longest axis, of a launch, by its number."""
 
     launch: int
@@ -45,7 +45,7 @@ class Part:
         return self.end - self.first == self.groups
 
 
-Piece = tuple[Part, ...]
+WorkPiece = tuple[LaunchPart, ...]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class _Function:
 
     def __init__(self, entry: Mapping, kernels: Mapping, launched: Mapping, bandwidth: float, context: int, cuts: bool):
         self.fixed = self.deep = 1.0
-        self.pieces: tuple[Piece, ...] = ()  # of the last long step
+        self.pieces: tuple[WorkPiece, ...] = ()  # of the last long step
         self.cut_for = 0.0  # seconds of the step that these were made for
         self._kinds = {"": _Cost()}  # by kernel; launches that add little to their call have the first one
         self._of: list[int] = []  # the kind of each launch
@@ -123,9 +123,9 @@ class _Function:
         self.fixed = max(self.fixed + error * fixed, FLOOR)
         self.deep = max(self.deep + error * deep, FLOOR)
 
-    def cut(self, seconds: list[float], most: float) -> tuple[Piece, ...]:
+    def cut(self, seconds: list[float], most: float) -> tuple[WorkPiece, ...]:
         """Pieces of at most `most` seconds, more where a launch cannot be divided. seconds: of each launch."""
-        pieces: list[list[Part]] = [[]]
+        pieces: list[list[LaunchPart]] = [[]]
         filled = 0.0
         for launch, (spent, groups) in enumerate(zip(seconds, self.groups, strict=True)):
             count = min(max(ceil(spent / most), 1), groups, MOST)
@@ -134,12 +134,12 @@ class _Function:
                 if pieces[-1] and filled + share > most:
                     pieces.append([])
                     filled = 0.0
-                pieces[-1].append(Part(launch, first, end, groups))
+                pieces[-1].append(LaunchPart(launch, first, end, groups))
                 filled += share
         return tuple(map(tuple, pieces))
 
 
-def _of(piece: Piece, values: list) -> float:
+def _of(piece: WorkPiece, values: list) -> float:
     return sum(values[part.launch] * (part.end - part.first) / part.groups for part in piece)
 
 
@@ -166,7 +166,7 @@ class Pacer:
         if name in ("state", "rows"):
             self._io[name] = np.array(values)
 
-    def pieces(self, function: str) -> tuple[Piece, ...]:
+    def pieces(self, function: str) -> tuple[WorkPiece, ...]:
         """What to submit one after the other, with a wait behind each; (): all at once."""
         one = self._functions[function]
         if one.estimate(*one.most) <= SURE * self.limit:
@@ -179,7 +179,7 @@ class Pacer:
             one.pieces, one.cut_for = one.cut(seconds, FILL * self.limit), sum(seconds)
         return one.pieces if len(one.pieces) > 1 else ()
 
-    def took(self, function: str, seconds: float, piece: Piece = ()) -> None:
+    def took(self, function: str, seconds: float, piece: WorkPiece = ()) -> None:
         """How long a piece took, (): the whole function."""
         one = self._functions[function]
         if seconds <= SURE * self.limit and one.estimate(*one.most) <= SURE * self.limit:

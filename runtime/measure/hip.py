@@ -9,7 +9,7 @@ import numpy as np
 
 from mlc_amd.runtime.devices.hip.api import CANNOT_LOAD, NO_MEMORY, Hip, HipError, open_bindings, runtime_version
 from mlc_amd.runtime.devices.hip.gpu import choose, relabel
-from mlc_amd.runtime.devices.hip.launches import Launch, capture, enqueue, prepare
+from mlc_amd.runtime.devices.hip.launches import HipLaunch, capture, enqueue, prepare
 from mlc_amd.runtime.errors import UserError
 
 ALIGN = 256
@@ -97,7 +97,7 @@ class HipBackend:
                 raise
             return e
 
-    def bind(self, handle, candidate, keys) -> list[Launch]:
+    def bind(self, handle, candidate, keys) -> list[HipLaunch]:
         addresses = [self._base + self._at[key] for key in keys]
         return [prepare(step["symbol"], handle[1][step["symbol"]], step, addresses) for step in candidate.steps]
 

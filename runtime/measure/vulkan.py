@@ -7,10 +7,10 @@ from contextlib import ExitStack
 import numpy as np
 
 from mlc_amd.runtime.devices.vulkan import api
-from mlc_amd.runtime.devices.vulkan.commands import Launch, Recorder
+from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, VulkanLaunch
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
-from mlc_amd.runtime.devices.vulkan.memory import ALIGN, Memory
+from mlc_amd.runtime.devices.vulkan.memory import ALIGN, VulkanMemory
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import last_level_cache
@@ -20,7 +20,7 @@ SHARE = 8  # of the GPU's memory, what that may be
 TABLES = 1 << 20  # bytes of a block of tables of addresses
 
 
-class _Marks(Recorder):
+class _Marks(CommandRecorder):
     """A recorder that writes timestamps where it is told to."""
 
     def stamp(self) -> None:
@@ -60,7 +60,7 @@ class VulkanBackend:
     def open(self, sizes: dict) -> None:
         self._group.close()
         self.context = Context(self.instance, self.gpu, self._group)
-        self.memory = Memory(self.context)
+        self.memory = VulkanMemory(self.context)
         self._found, blocks = self.memory.spread(sizes, "device")
         self.memory.fill(blocks)
         self._sizes, self._tables, self._tables_end = sizes, None, 0
@@ -98,14 +98,14 @@ class VulkanBackend:
             modules[step["symbol"]] = bytes(code[offset : offset + nbytes]), tuple(step["block"])
         return modules
 
-    def bind(self, handle, candidate, keys) -> list[Launch]:
+    def bind(self, handle, candidate, keys) -> list[VulkanLaunch]:
         spans = []
         for key in keys:
             block, offset = self._found[key]
             spans.append((block.address + offset, block.address + offset + self._sizes[key]))
         return [self._launch(handle, step, [spans[i] for i in step["args"]]) for step in candidate.steps]
 
-    def _launch(self, handle, step: dict, spans) -> Launch:
+    def _launch(self, handle, step: dict, spans) -> VulkanLaunch:
         if any(count > most for count, most in zip(step["grid"], self.gpu.limits["groups"], strict=True)):
             raise ValueError(f"{self.gpu.name} cannot launch {step['grid']} workgroups")
         addresses = [begin for begin, _ in spans]
@@ -113,7 +113,7 @@ class VulkanBackend:
             *([self._table(addresses)] if step["table"] else addresses)
         )
         touched = tuple((begin, end, place in step["writes"]) for place, (begin, end) in enumerate(spans))
-        return Launch(step["symbol"], handle[step["symbol"]], tuple(step["grid"]), push, touched)
+        return VulkanLaunch(step["symbol"], handle[step["symbol"]], tuple(step["grid"]), push, touched)
 
     def _table(self, addresses: list[int]) -> int:
         """The address of a table of addresses, which take a place in a block of them."""

@@ -18,7 +18,7 @@ from mlc_amd.runtime.artifact.memory import Needs, of_manifest
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.devices.placement import Range, cut, parts
 from mlc_amd.runtime.devices.vulkan import device
-from mlc_amd.runtime.devices.vulkan.memory import Memory
+from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import CHIPS, MEMORY
@@ -89,13 +89,13 @@ def test_experts_in_host_memory(compiled_for, monkeypatch):
     """Of GPUs with their own memory the first layer's, or all, with the same results; in one that works in the host's
     memory nothing changes. The CPU driver's only memory counts as its own: here mapped memory stands for the host's."""
     folder, kinds = compiled_for("vulkan", "lavapipe", ("qwen3moe", "q4_k"), 64), []
-    block = Memory.block
+    block = VulkanMemory.block
 
     def note(self, nbytes, kind):
         kinds.append(kind)
         return block(self, nbytes, "staging" if kind == "host" else kind)
 
-    monkeypatch.setattr(Memory, "block", note)
+    monkeypatch.setattr(VulkanMemory, "block", note)
     expected = Engine.load(folder, n_cpu_moe=1).score(IDS)
     assert "host" not in kinds
     monkeypatch.setattr(device, "choose", lambda gpus, *rest: (replace(gpus[0], type="discrete"), "lavapipe"))
@@ -106,7 +106,7 @@ def test_experts_in_host_memory(compiled_for, monkeypatch):
         at_host = [one for one, (made, _) in engine.device._weights.items() if one.host and made.host]
         assert sum(one.nbytes for one in at_host) == sum(experts[:layers]) > 0
         engine.device.close()
-    monkeypatch.setattr(Memory, "block", block)
+    monkeypatch.setattr(VulkanMemory, "block", block)
     with pytest.raises(UserError, match=r"out of host memory: --n-cpu-moe 1 needs .* that the GPU can reach"):
         Engine.load(folder, n_cpu_moe=1)
 

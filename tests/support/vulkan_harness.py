@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from mlc_amd.compiler.codegen.spirv import compile_spirv
-from mlc_amd.runtime.devices.vulkan.commands import Launch, Recorder
+from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, VulkanLaunch
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
-from mlc_amd.runtime.devices.vulkan.memory import ALIGN, Memory
+from mlc_amd.runtime.devices.vulkan.memory import ALIGN, VulkanMemory
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base import profiles
@@ -101,7 +101,7 @@ def run_spirv(
     chosen, instance = gpu(gpu_name), _open()
     with ExitStack() as held:
         context = Context(instance, chosen, held)
-        memory, pipelines = Memory(context), Pipelines(context, push, subgroup)
+        memory, pipelines = VulkanMemory(context), Pipelines(context, push, subgroup)
         arrays = [np.ascontiguousarray(array) for array in arrays]
         sizes = {
             i: -(-nbytes // ALIGN) * ALIGN + GUARD
@@ -113,7 +113,7 @@ def run_spirv(
         for i, array in enumerate(arrays):
             memory.put(*found[i], array.reshape(-1).view(np.uint8))
         made = pipelines.build({str(i): (step[0], tuple(step[2])) for i, step in enumerate(steps)})
-        recorder = Recorder(context, pipelines.layout)
+        recorder = CommandRecorder(context, pipelines.layout)
         recorder.begin()
         table_at = found["tables"][1]
         for i, (_, grid, _, args, writes, table) in enumerate(steps):
@@ -127,7 +127,7 @@ def run_spirv(
                 memory.put(found["tables"][0], table_at, np.frombuffer(bytes(values), np.uint8))
                 values = (ctypes.c_uint64 * 1)(found["tables"][0].address + table_at)
                 table_at += -(-8 * len(addresses) // 64) * 64
-            recorder.launch(Launch(str(i), made[str(i)], tuple(grid), values, spans))
+            recorder.launch(VulkanLaunch(str(i), made[str(i)], tuple(grid), values, spans))
         recorder.end()
         context.submit(context.submission(recorder.commands))
         context.wait()

@@ -201,7 +201,8 @@ def test_stale_replays_are_found(artifact, monkeypatch):
 
 def test_steps_ahead_that_miss_their_token_are_found(artifact, monkeypatch):
     with Engine.load(artifact) as engine:
-        monkeypatch.setattr(Io, "record_inputs_behind", lambda io, recorder, *_: io.record_inputs(recorder))
+        record = Io.record_inputs
+        monkeypatch.setattr(Io, "record_inputs", lambda io, recorder, function, _: record(io, recorder, function, None))
         found = selftest_model.ahead(engine)
         assert found["steps"] > 20 and "other tokens" in found["problem"]
 

@@ -40,7 +40,7 @@ def here(monkeypatch):
 
 
 @pytest.fixture
-def gpus() -> dict[str, vulkan.Gpu]:
+def gpus() -> dict[str, vulkan.VulkanGpu]:
     """Mesa's CPU driver, and the same as a Radeon's."""
     cpu = vulkan_harness.gpu()
     radeon = replace(

@@ -223,7 +223,7 @@ def vulkan() -> dict[str, object]:
     return found
 
 
-def _vulkan_device(one: gpu.Gpu) -> dict[str, object]:
+def _vulkan_device(one: gpu.VulkanGpu) -> dict[str, object]:
     return {
         "index": one.index,
         "name": one.name,

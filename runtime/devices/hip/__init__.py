@@ -5,6 +5,7 @@ diagnosis.py  why there is no GPU, in words for users
 gpu.py        which GPUs there are, and which of them serves an artifact with which code object
 memory.py     blocks for weights, cache, arena and io; upload
 launches.py   kernel launches, one by one and captured in a graph
+runs.py       runs of functions for a RunQueue (runtime/devices/run_queue.py)
 timing.py     times of launches and of a copy, by events
 device.py     HipDevice, the protocol of runtime/devices/__init__.py
 """

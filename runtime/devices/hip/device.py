@@ -6,7 +6,7 @@ Everything runs on one stream. The launches of each function are captured once i
 replay stale data (ROCm/hip issues 3887 and 3902), so at load a few steps are computed with and without graphs and
 compared bit by bit; if they differ, graphs are not used, with a warning. MLC_AMD_GRAPH=0 disables them. Steps that take
 too long for one submission are launched one by one, with waits between the pieces (runtime/devices/pieces.py); all
-others may begin before the one in progress is done (started.py).
+others go through a queue (runs.py), so that one may start while another one is in progress.
 """
 
 import logging
@@ -23,10 +23,11 @@ from mlc_amd.runtime.devices.hip import timing
 from mlc_amd.runtime.devices.hip.api import CANNOT_LOAD, Hip, HipError, open_bindings, runtime_version
 from mlc_amd.runtime.devices.hip.diagnosis import OVERRIDE
 from mlc_amd.runtime.devices.hip.gpu import choose, relabel
-from mlc_amd.runtime.devices.hip.launches import Launch, capture, enqueue, prepare
-from mlc_amd.runtime.devices.hip.memory import Memory
-from mlc_amd.runtime.devices.hip.started import Started
-from mlc_amd.runtime.devices.pieces import Pacer, Piece
+from mlc_amd.runtime.devices.hip.launches import HipLaunch, capture, enqueue, prepare
+from mlc_amd.runtime.devices.hip.memory import HipMemory
+from mlc_amd.runtime.devices.hip.runs import HipRuns
+from mlc_amd.runtime.devices.pieces import Pacer, WorkPiece
+from mlc_amd.runtime.devices.run_queue import RunQueue
 from mlc_amd.runtime.engine.steps import launches_before_late, write_private_pages, write_step
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import kfd_gpus
@@ -58,7 +59,7 @@ class HipDevice:
     ):
         self.artifact, self.manifest = artifact, artifact.manifest
         self.threads = 1  # host threads
-        self.waited = 0.0
+        self._waited = 0.0  # seconds, outside of the queue
         self._held = ExitStack()  # HIP resources, released in reverse order
         self.close = weakref.finalize(self, self._held.close)  # also at interpreter exit, while the library is loaded
         self.hip = Hip(open_bindings() if bindings is None else bindings)
@@ -72,7 +73,7 @@ class HipDevice:
         scratch = {name: kernel["scratch"] for name, kernel in self._kernels.items()}
         experts = 0 if self.gpu.integrated else n_cpu_moe
         try:
-            self.memory = Memory(self.hip, self._held, self.stream, artifact, self.gpu, kv, scratch, experts)
+            self.memory = HipMemory(self.hip, self._held, self.stream, artifact, self.gpu, kv, scratch, experts)
         except UserError:
             self.close()
             raise
@@ -86,9 +87,10 @@ class HipDevice:
             self._make_graphs()
         functions = self.manifest["functions"]
         heads = {name: launches_before_late(function, self._kernels) or 0 for name, function in functions.items()}
-        self._started = Started(
-            self.hip, self._held, self.stream, self.memory, self.pacer, functions, self._launches, self._graphs, heads
+        self._runs = HipRuns(
+            self.hip, self._held, self.stream, self.memory, functions, self._launches, self._graphs, heads
         )
+        self._queue = RunQueue(self._runs, self.pacer, heads)
         self.clear()
 
     def _override(self) -> str:
@@ -122,7 +124,7 @@ class HipDevice:
         except HipError as e:
             raise UserError(f"{file} lacks a kernel of this model ({e.code}); compile the model again") from e
 
-    def _bind(self, function: dict) -> list[Launch]:
+    def _bind(self, function: dict) -> list[HipLaunch]:
         """Every kernel launch of a function, in order."""
         found = []
         for call in function["launches"]:
@@ -176,37 +178,34 @@ class HipDevice:
 
     # ---- the protocol
 
+    @property
+    def waited(self) -> float:
+        return self._waited + self._queue.waited
+
     def write(self, name: str, values) -> None:
         self.memory.write(name, values)
         self.pacer.write(name, values)
 
     def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
-        if not self.pacer.pieces(function):
-            self.start(function, meanwhile)
-            self.wait()
-            return
-        self._started.settle()
-        if meanwhile:
-            meanwhile()
-        self._run(function, self._graphs)
+        self._queue.run(function, meanwhile, lambda: self._run(function, self._graphs))
 
     def can_start_ahead(self, function: str, late: bool = False) -> bool:
-        return self._started.can_start_ahead(function, late)
+        return self._queue.can_start_ahead(function, late)
 
     def start(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
-        self._started.start(function, meanwhile)
+        self._queue.start(function, meanwhile)
 
     def start_ahead(self, function: str, late: bool = False) -> None:
-        self._started.start_ahead(function, late)
+        self._queue.start_ahead(function, late)
 
     def complete_inputs(self, function: str) -> None:
-        self._started.complete_inputs(function)
+        self._queue.complete_inputs()
 
     def wait(self) -> None:
-        self.waited += self._started.wait()
+        self._queue.wait()
 
     def run_plain(self, function: str) -> None:
-        self._started.settle()
+        self._queue.settle()
         self._run(function, {})
 
     def _run(self, function: str, graphs: dict) -> None:
@@ -220,14 +219,14 @@ class HipDevice:
             self._wait()
             self.pacer.took(function, time.perf_counter() - start, piece)
 
-    def _numbers(self, function: str, piece: Piece) -> Sequence[int]:
+    def _numbers(self, function: str, piece: WorkPiece) -> Sequence[int]:
         """Of the launches of a piece, (): of all. HIP launches whole grids."""
         return [part.launch for part in piece] or range(len(self._launches[function]))
 
     def time(self, function: str) -> list[tuple[str, float, float]]:
-        """Runs a function with an event before and behind each launch; (kernel, seconds, seconds since the end of the
-        launch before) of each. The gaps are longer than those of a graph: launches come one by one."""
-        self._started.settle()
+        """Runs a function with an event before and after each launch; (kernel, seconds, seconds since the end of the
+        launch before) of each. The gaps are longer than those of a graph."""
+        self._queue.settle()
         launches = self._launches[function]
         if function not in self._marks:
             self._marks[function] = timing.events(self.hip, self._held, 2 * len(launches))
@@ -247,10 +246,10 @@ class HipDevice:
     def _wait(self) -> None:
         start = time.perf_counter()
         self.hip("hipStreamSynchronize", self.stream)
-        self.waited += time.perf_counter() - start
+        self._waited += time.perf_counter() - start
 
     def read(self, name: str, rows: int) -> np.ndarray:
-        found = self._started.read(name, rows)
+        found = self._runs.read(name, rows)
         return self._fetch(name, rows) if found is None else found
 
     def _fetch(self, name: str, rows: int) -> np.ndarray:

@@ -24,7 +24,7 @@ log = logging.getLogger("mlc_amd")
 
 
 @dataclass(frozen=True)
-class Gpu:
+class HipGpu:
     """A GPU as reported by HIP. memory: bytes; integrated: an APU, which shares the host's memory; pci: its address."""
 
     index: int
@@ -35,16 +35,16 @@ class Gpu:
     pci: str
 
 
-def list_gpus(hip: Hip) -> list[Gpu]:
+def list_gpus(hip: Hip) -> list[HipGpu]:
     """The GPUs that HIP can use. HipError if it finds none."""
     return [_gpu(hip, index) for index in range(hip("hipGetDeviceCount"))]
 
 
-def _gpu(hip: Hip, index: int) -> Gpu:
+def _gpu(hip: Hip, index: int) -> HipGpu:
     facts = hip("hipGetDeviceProperties", index)
     arch, name = (os.fsdecode(text).split("\0")[0] for text in (facts.gcnArchName, facts.name))
     pci = f"{facts.pciDomainID:04x}:{facts.pciBusID:02x}:{facts.pciDeviceID:02x}.0"
-    return Gpu(
+    return HipGpu(
         index, name, arch.split(":")[0], facts.totalGlobalMem, bool(facts.integrated), pci
     )  # without ":sramecc+:xnack-"
 
@@ -67,7 +67,7 @@ def relabel(code: bytes, old: str, new: str) -> bytes:
     return bytes(changed)
 
 
-def usable_gpus(hip: Hip, wanted: str | None) -> list[Gpu]:
+def usable_gpus(hip: Hip, wanted: str | None) -> list[HipGpu]:
     """The GPUs that the user asks for. wanted: as in `choice.asked_for`. UserError where there is none."""
     version = runtime_version(hip.names)
     try:
@@ -88,7 +88,7 @@ def arch_here(wanted: str | None = None, bindings=None) -> str:
     return found[0]["arch"] if found else "native"
 
 
-def choose(hip: Hip, archs: Collection[str], wanted: str | None = None) -> tuple[Gpu, str]:
+def choose(hip: Hip, archs: Collection[str], wanted: str | None = None) -> tuple[HipGpu, str]:
     """The best GPU for code objects of these archs (the exact one, discrete, largest memory) of those that the user
     asks for, and the arch of the code object to load. wanted: as in `choice.asked_for`. UserError where there is
     none."""

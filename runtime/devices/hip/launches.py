@@ -12,7 +12,7 @@ from mlc_amd.runtime.devices.hip.api import Hip
 
 
 @dataclass(frozen=True)
-class Launch:
+class HipLaunch:
     """One prepared kernel launch. `values` holds the kernel's arguments, `params` the address of each: both must stay
     alive."""
 
@@ -24,21 +24,21 @@ class Launch:
     params: ctypes.Array
 
 
-def prepare(kernel: str, function, step: dict, addresses: Sequence[int]) -> Launch:
+def prepare(kernel: str, function, step: dict, addresses: Sequence[int]) -> HipLaunch:
     """The launch of a step, as the manifest describes it. addresses: of the call's arguments, then its scratch buffers;
     function: HIP's handle of the step's symbol."""
     values = (ctypes.c_uint64 * len(step["args"]))(*(addresses[i] for i in step["args"]))
     params = (ctypes.c_void_p * len(values))(*(ctypes.addressof(values) + 8 * i for i in range(len(values))))
-    return Launch(kernel, function, tuple(step["grid"]), tuple(step["block"]), values, params)
+    return HipLaunch(kernel, function, tuple(step["grid"]), tuple(step["block"]), values, params)
 
 
-def enqueue(hip: Hip, stream, launches: Iterable[Launch]) -> None:
+def enqueue(hip: Hip, stream, launches: Iterable[HipLaunch]) -> None:
     for one in launches:
         params = ctypes.addressof(one.params)
         hip("hipModuleLaunchKernel", one.function, *one.grid, *one.block, 0, stream, params, None)
 
 
-def capture(hip: Hip, stream, launches: Iterable[Launch], held: ExitStack):
+def capture(hip: Hip, stream, launches: Iterable[HipLaunch], held: ExitStack):
     """A graph of these launches, for hipGraphLaunch. It lives until `held` closes."""
     # Of the capture modes, only this one works on all drivers (Relaxed faults on RDNA2).
     hip("hipStreamBeginCapture", stream, hip.names.hipStreamCaptureMode.hipStreamCaptureModeThreadLocal)

@@ -1,6 +1,6 @@
 """Memory of a loaded artifact on an AMD GPU: one block each for weights, KV cache, arena, scratch and io.
 
-In: an artifact, the GPU, the scratch buffers of its kernels. Out: `Memory`: addresses for kernels (`address`,
+In: an artifact, the GPU, the scratch buffers of its kernels. Out: `HipMemory`: addresses for kernels (`address`,
 `scratch`), host arrays for io (`host`), the upload of the weights.
 
 The host writes a step's inputs to one pinned block, laid out as on the GPU, from which they are copied while it waits.
@@ -23,7 +23,7 @@ from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.cache.kv_pool import HOST_PART, ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.hip.api import NO_MEMORY, Hip, HipError
 from mlc_amd.runtime.devices.hip.diagnosis import gpu_memory
-from mlc_amd.runtime.devices.hip.gpu import Gpu
+from mlc_amd.runtime.devices.hip.gpu import HipGpu
 from mlc_amd.runtime.devices.placement import cut, parts
 from mlc_amd.runtime.engine.steps import LATE, OUTPUTS, is_kept
 from mlc_amd.runtime.errors import UserError
@@ -61,7 +61,7 @@ def _rank(name: str, entry: dict) -> int:
     return 2 + (nbytes(entry) <= SMALL) if name in OUTPUTS else int(is_kept(name))
 
 
-class Memory:
+class HipMemory:
     """blocks: (address for the GPU, address for the host or None) of "weights", "kv", "arena", "scratch" and "io";
     sizes: their bytes; pinned: host memory of io; host: its buffers as arrays. The host writes the first
     `written_bytes` of io; the last `result_bytes` are small outputs.
@@ -76,7 +76,7 @@ class Memory:
         held: ExitStack,
         stream,
         artifact,
-        gpu: Gpu,
+        gpu: HipGpu,
         kv: KvSize,
         scratch: dict[str, list[int]],
         n_cpu_moe: int,

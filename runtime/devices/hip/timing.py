@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from itertools import pairwise
 
 from mlc_amd.runtime.devices.hip.api import NO_MEMORY, Hip, HipError
-from mlc_amd.runtime.devices.hip.launches import Launch, enqueue
+from mlc_amd.runtime.devices.hip.launches import HipLaunch, enqueue
 
 COPY_BYTES = 256 << 20  # of a copy that is timed: beyond the last-level caches of all GPUs together with its source
 COPIES = 8  # measured repetitions of a copy; the fastest counts
@@ -25,7 +25,7 @@ def seconds(hip: Hip, begin, end) -> float:
     return hip("hipEventElapsedTime", begin, end) * 1e-3
 
 
-def enqueue_timed(hip: Hip, stream, launches: Sequence[Launch], marks: list) -> None:
+def enqueue_timed(hip: Hip, stream, launches: Sequence[HipLaunch], marks: list) -> None:
     """Enqueues launches with an event before and one behind each. marks: two events for each launch."""
     for one, begin, end in zip(launches, marks[::2], marks[1::2], strict=True):
         hip("hipEventRecord", begin, stream)
@@ -33,7 +33,7 @@ def enqueue_timed(hip: Hip, stream, launches: Sequence[Launch], marks: list) -> 
         hip("hipEventRecord", end, stream)
 
 
-def spans(hip: Hip, launches: Sequence[Launch], marks: list) -> list[tuple[str, float, float]]:
+def spans(hip: Hip, launches: Sequence[HipLaunch], marks: list) -> list[tuple[str, float, float]]:
     """(kernel, seconds, seconds since the end of the launch before) of each launch that `enqueue_timed` enqueued and
     that is done."""
     ends = [marks[0], *marks[1:-1:2]]  # what each launch's gap begins with

@@ -1,7 +1,7 @@
 """Recording of launches: each function of the plan becomes one command buffer, recorded once and replayed.
 
 Barriers are recorded only at hazards: a launch reads or writes what an earlier one wrote, or writes what one reads.
-Hazards are detected by address ranges; `Recorder` keeps those accessed since the last barrier.
+Hazards are detected by address ranges; `CommandRecorder` keeps those accessed since the last barrier.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from mlc_amd.runtime.devices.vulkan.context import Context
 
 
 @dataclass(frozen=True)
-class Launch:
+class VulkanLaunch:
     """One dispatch. push: what the push constants get; spans: (first byte, end, whether the kernel writes there) of its
     arguments; symbol: of its kernel's module; base: the first workgroup, which pipelines for parts of a grid allow."""
 
@@ -46,7 +46,7 @@ class Hazards:
         self._spans.clear()
 
 
-class Recorder:
+class CommandRecorder:
     """Records into one command buffer.
 
     queries: (a pool of timestamps, the first one, how many); two are written for each launch: when those before it were
@@ -75,7 +75,7 @@ class Recorder:
             self.commands, self.WORK, self.WORK, 0, 1, ctypes.byref(self._after), 0, None, 0, None
         )
 
-    def launch(self, one: Launch) -> None:
+    def launch(self, one: VulkanLaunch) -> None:
         calls, commands = self.context.calls, self.commands
         if self._hazards.clash(one.spans):
             self.barrier()

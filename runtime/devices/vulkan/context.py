@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from mlc_amd.runtime.devices.vulkan import api
-from mlc_amd.runtime.devices.vulkan.gpu import BUDGET, FEATURES, Gpu, Instance
+from mlc_amd.runtime.devices.vulkan.gpu import BUDGET, FEATURES, Instance, VulkanGpu
 from mlc_amd.runtime.devices.vulkan.reconvergence import MODES
 from mlc_amd.runtime.errors import UserError
 
@@ -36,7 +36,7 @@ class Context:
     `calls` and handles are for the thread that made it, except where Vulkan allows several.
     """
 
-    def __init__(self, instance: Instance, gpu: Gpu, held: ExitStack):
+    def __init__(self, instance: Instance, gpu: VulkanGpu, held: ExitStack):
         self.instance, self.gpu, self.held = instance, gpu, held
         self.physical = instance.handles[gpu.index]
         self.budget = BUDGET in gpu.extensions
@@ -107,30 +107,29 @@ class Context:
         return info
 
     def release(self, submission: ctypes.Structure) -> None:
-        """Gives the command buffer of a submission back."""
+        """Frees the command buffer of a submission."""
         self.settle()
         self.calls.vkFreeCommandBuffers(self.device, self.pool, 1, submission.handles)
 
     @property
     def busy(self) -> bool:
-        """Whether there is something that was submitted and not waited for."""
+        """Whether something was submitted and not waited for."""
         return bool(self._running) or self._unfenced
 
     def submit(self, *submissions: ctypes.Structure) -> None:
-        """Starts command buffers, one behind the other, when all those before are done."""
+        """Starts command buffers, in order, when all those before are done."""
         self.settle()
-        self.submit_behind(*submissions)
+        self.enqueue(*submissions)
 
-    def submit_behind(self, *submissions: ctypes.Structure) -> None:
-        """The same behind what runs: `wait` is still to be called for that, and then for these. At most AHEAD of these
-        calls are not waited for."""
+    def enqueue(self, *submissions: ctypes.Structure) -> None:
+        """The same after what runs: `wait` is still to be called for that, and then for these. At most AHEAD of these
+        calls may be pending."""
         self._running.append(self._free.pop())
         self._start(submissions, self._running[-1])
         self._unfenced = False
 
-    def submit_open(self, *submissions: ctypes.Structure) -> None:
-        """Starts command buffers behind what runs; `submit_behind` comes next, and is waited for in their place, or
-        `settle`."""
+    def enqueue_unfenced(self, *submissions: ctypes.Structure) -> None:
+        """Starts command buffers after what runs; a wait for the following `enqueue`, or `settle`, includes these."""
         self._unfenced = True
         self._start(submissions, None)
 
@@ -139,7 +138,7 @@ class Context:
         self.calls.vkQueueSubmit(self.queue, len(submissions), together, fence[0] if fence else 0)
 
     def settle(self) -> None:
-        """Waits for what was submitted without a wait, or with one that was interrupted."""
+        """Waits until the device is idle."""
         if self.busy:
             self.calls.vkDeviceWaitIdle(self.device)
             self._unfenced = False
@@ -153,7 +152,7 @@ class Context:
         self._free.append(fence)
 
     def wait(self) -> None:
-        """For the oldest of what was submitted and not waited for, if there is any."""
+        """Waits for the oldest of what was submitted and not waited for, if there is any."""
         if not self._running:
             return
         calls, device, fence = self.calls, self.device, self._running[0]

@@ -9,8 +9,8 @@ memory get the weights there, once; others may leave experts there (n_cpu_moe).
 import ctypes
 import logging
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -21,12 +21,13 @@ from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.choice import asked
 from mlc_amd.runtime.devices.pieces import Pacer
 from mlc_amd.runtime.devices.placement import Range, cut, parts
+from mlc_amd.runtime.devices.run_queue import RunQueue
 from mlc_amd.runtime.devices.vulkan import api, fragments, timing
-from mlc_amd.runtime.devices.vulkan.commands import Launch
+from mlc_amd.runtime.devices.vulkan.commands import VulkanLaunch
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
 from mlc_amd.runtime.devices.vulkan.io import Io, byte_count
-from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, Block, Memory, OutOfMemory, places
+from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, MemoryBlock, OutOfMemory, VulkanMemory, places
 from mlc_amd.runtime.devices.vulkan.pipelines import Based, Pipelines, cache_file
 from mlc_amd.runtime.devices.vulkan.replays import Replays
 from mlc_amd.runtime.engine.steps import launches_before_late
@@ -86,7 +87,7 @@ class VulkanDevice:
                 "no GPU that can run this model: %s runs on the CPU, slowly; see `mlc-amd doctor`", self.gpu.name
             )
         self.context = Context(instance, self.gpu, self._held)
-        self.memory = Memory(self.context)
+        self.memory = VulkanMemory(self.context)
         self._kernels = self.manifest["launches"][self.code_arch]
         self._build(needs[self.code_arch])
 
@@ -127,7 +128,7 @@ class VulkanDevice:
         host = frozenset() if self.gpu.unified else on_host(manifest["tensors"], self._n_cpu_moe)
         self._ranges = cut(weights.places, min(BLOCK, memory.limit), host)
         scratch = max((self._scratch_bytes(function) for function in manifest["functions"].values()), default=0)
-        self._weights: dict[Range, tuple[Block, int]] = {}
+        self._weights: dict[Range, tuple[MemoryBlock, int]] = {}
         for kind, at_host in (("device", False), ("host", True)):
             sizes = {one: one.nbytes for one in self._ranges if one.host == at_host}
             self._weights |= memory.spread(sizes, kind)[0] if sizes else {}
@@ -169,11 +170,12 @@ class VulkanDevice:
         heads = {name: launches_before_late(function, self._kernels) or 0 for name, function in functions.items()}
         self.pacer = Pacer(self.manifest, self.code_arch, cuts=True)
         self._replays = Replays(self.context, self.io, self.pacer, functions, plan, heads, self._layout, self._based)
+        self._queue = RunQueue(self._replays, self.pacer, heads)
 
-    def _bind(self, function: dict) -> list[Launch]:
+    def _bind(self, function: dict) -> list[VulkanLaunch]:
         """Every launch of a function, in order."""
         launches, ring, ring_end = [], 0, self._scratch_bytes(function)
-        tables: list[tuple[Launch, list[int]]] = []
+        tables: list[tuple[VulkanLaunch, list[int]]] = []
         for call in function["launches"]:
             kernel = self._kernels[call["kernel"]]
             offsets, (nbytes,) = places(dict(enumerate(kernel["scratch"])), api.FOREVER)
@@ -188,7 +190,7 @@ class VulkanDevice:
         self._write_tables(tables)
         return launches
 
-    def _launch(self, kernel: str, step: dict, spans: list[tuple[int, int]]) -> Launch:
+    def _launch(self, kernel: str, step: dict, spans: list[tuple[int, int]]) -> VulkanLaunch:
         if any(count > most for count, most in zip(step["grid"], self.gpu.limits["groups"], strict=True)):
             grid = "x".join(map(str, step["grid"]))
             raise UserError(
@@ -201,9 +203,9 @@ class VulkanDevice:
         writes = set(step["writes"])
         touched = tuple((begin, end, place in writes) for place, (begin, end) in enumerate(spans))
         symbol = step["symbol"]
-        return Launch(kernel, self._pipelines[symbol], tuple(step["grid"]), push, touched, symbol)
+        return VulkanLaunch(kernel, self._pipelines[symbol], tuple(step["grid"]), push, touched, symbol)
 
-    def _write_tables(self, tables: list[tuple[Launch, list[int]]]) -> None:
+    def _write_tables(self, tables: list[tuple[VulkanLaunch, list[int]]]) -> None:
         """Addresses that do not fit the push constants, in one block."""
         if not tables:
             return
@@ -234,7 +236,7 @@ class VulkanDevice:
 
     @property
     def waited(self) -> float:
-        return self._replays.waited
+        return self._replays.waited + self._queue.waited
 
     def write(self, name: str, values) -> None:
         self._alive()
@@ -242,58 +244,50 @@ class VulkanDevice:
         self.pacer.write(name, values)
 
     def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
-        self._run(lambda name: self._replays.run(name, meanwhile), function)
+        with self._usable(f"running {function}"):
+            self._queue.run(function, meanwhile, lambda: self._replays.run_pieces(function))
 
     def can_start_ahead(self, function: str, late: bool = False) -> bool:
-        self._alive()
-        return self._replays.short(function) and (not late or self._replays.has_late(function))
+        with self._usable(f"recording {function}"):
+            return self._queue.can_start_ahead(function, late)
 
     def start(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
-        self._run(lambda name: self._replays.start(name, meanwhile), function)
+        with self._usable(f"running {function}"):
+            self._queue.start(function, meanwhile)
 
     def start_ahead(self, function: str, late: bool = False) -> None:
-        self._run(lambda name: self._replays.start_ahead(name, late), function)
+        with self._usable(f"running {function}"):
+            self._queue.start_ahead(function, late)
 
     def complete_inputs(self, function: str) -> None:
-        self._run(lambda _: self._replays.complete_inputs(), function)
+        with self._usable(f"running {function}"):
+            self._queue.complete_inputs()
 
     def wait(self) -> None:
-        self._alive()
-        try:
-            self._replays.wait()
-        except api.VulkanError as e:
-            raise self._failure(e, "computing a step") from e
+        with self._usable("computing a step"):
+            self._queue.wait()
 
     def run_plain(self, function: str) -> None:
-        self._run(self._replays.run_plain, function)
-
-    def _run(self, how, function: str):
-        self._alive()
-        try:
-            return how(function)
-        except (api.VulkanError, OutOfMemory) as e:
-            raise self._failure(e, f"running {function}") from e
+        with self._usable(f"running {function}"):
+            self._queue.settle()
+            self._replays.run_plain(function)
 
     def read(self, name: str, rows: int) -> np.ndarray:
-        self._alive()
-        try:
+        with self._usable(f"reading {name}"):
             return self.io.read(name, rows)
-        except api.VulkanError as e:
-            raise self._failure(e, f"reading {name}") from e
 
     def clear(self) -> None:
-        self._alive()
-        try:
+        with self._usable("clearing the cache"):
             self.memory.fill(self._kv_blocks)
-        except api.VulkanError as e:
-            raise self._failure(e, "clearing the cache") from e
 
     def time(self, function: str) -> list[tuple[str, float, float]]:
         """See `Replays.time`. UserError without timestamps."""
         self._alive()
         if not self.context.clock_bits:
             raise UserError(f"{self.gpu.name} cannot time kernels: its driver has no timestamps for compute queues")
-        return self._run(self._replays.time, function)
+        with self._usable(f"running {function}"):
+            self._queue.settle()
+            return self._replays.time(function)
 
     def copy_bandwidth(self) -> float:
         """Bytes per second, reads plus writes, of a copy kernel; 0.0 without timestamps or enough memory."""
@@ -305,6 +299,15 @@ class VulkanDevice:
         return timing.copy_bandwidth(self.context, target["copy_bytes"], needs, step, self._module(step))
 
     # ---- errors
+
+    @contextmanager
+    def _usable(self, doing: str) -> Iterator[None]:
+        """UserError if the device is closed, and for errors that make it unusable, which close it."""
+        self._alive()
+        try:
+            yield
+        except (api.VulkanError, OutOfMemory) as e:
+            raise self._failure(e, doing) from e
 
     def _alive(self) -> None:
         if not self.close.alive:

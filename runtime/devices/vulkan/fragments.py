@@ -7,9 +7,9 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from mlc_amd.runtime.devices.vulkan.commands import Launch, Recorder
+from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, VulkanLaunch
 from mlc_amd.runtime.devices.vulkan.context import Context
-from mlc_amd.runtime.devices.vulkan.memory import Memory
+from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
 
 SHAPE = ROWS, COLUMNS, DEPTH = 16, 8, 16  # of the matrices: A has ROWS x DEPTH components, B DEPTH x COLUMNS
@@ -23,7 +23,7 @@ def known_order(base: Context, needs: dict, step: dict, module: tuple[bytes, tup
     """
     with ExitStack() as held:
         context = Context(base.instance, base.gpu, held)
-        memory, pipelines = Memory(context), Pipelines(context, needs["push_constants"], needs["subgroup_size"])
+        memory, pipelines = VulkanMemory(context), Pipelines(context, needs["push_constants"], needs["subgroup_size"])
         index = np.arange(ROWS * DEPTH).astype(np.float16)
         sizes = [index.nbytes, 4 * ROWS * DEPTH, 4 * DEPTH * COLUMNS]
         found, blocks = memory.spread(dict(enumerate(sizes)), "device")
@@ -31,10 +31,10 @@ def known_order(base: Context, needs: dict, step: dict, module: tuple[bytes, tup
         memory.put(*found[0], index.view(np.uint8))
         addresses = [found[arg][0].address + found[arg][1] for arg in step["args"]]
         push = (ctypes.c_uint64 * len(addresses))(*addresses)
-        recorder = Recorder(context, pipelines.layout)
+        recorder = CommandRecorder(context, pipelines.layout)
         recorder.begin()
         pipeline = pipelines.build({"fragment_probe": module})["fragment_probe"]
-        recorder.launch(Launch("fragment_probe", pipeline, tuple(step["grid"]), push, ()))
+        recorder.launch(VulkanLaunch("fragment_probe", pipeline, tuple(step["grid"]), push, ()))
         recorder.end()
         context.submit(context.submission(recorder.commands))
         context.wait()

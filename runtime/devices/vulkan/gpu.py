@@ -61,7 +61,7 @@ class Heap:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class VulkanGpu:
     """One device as Vulkan shows it.
 
     type        "discrete", "integrated", "virtual", "cpu" or "other"
@@ -170,7 +170,7 @@ class Instance(Closing):
             return memory, [memory.memoryHeaps[i].size for i in heaps]
         return memory, [max(extra.heapBudget[i] - extra.heapUsage[i], 0) for i in heaps]
 
-    def _gpu(self, index: int, handle: int) -> Gpu | None:
+    def _gpu(self, index: int, handle: int) -> VulkanGpu | None:
         calls = self.calls
         extensions = frozenset(
             item.extensionName.decode()
@@ -206,7 +206,7 @@ class Instance(Closing):
             b" ".join(facts.get(name, b"") for name in ("driverName", "driverInfo")).decode(errors="replace").strip()
         )
         default, device_type = facts["subgroupSize"], api.DEVICE_TYPES[properties.deviceType]
-        return Gpu(
+        return VulkanGpu(
             index=index,
             name=properties.deviceName.decode(errors="replace"),
             type=device_type,
@@ -305,7 +305,7 @@ def _no_device(nodes: Path = Path("/dev/dri")) -> str:
     return f"no Vulkan device: the installed drivers support no GPU of this machine; {NO_DRIVER.partition(': ')[2]}"
 
 
-def list_gpus() -> list[Gpu]:
+def list_gpus() -> list[VulkanGpu]:
     """The devices that Vulkan shows. UserError when there is no loader, no driver or no device."""
     with Instance() as instance:
         return instance.gpus
@@ -314,7 +314,7 @@ def list_gpus() -> list[Gpu]:
 # ---- choice of a GPU
 
 
-def missing(gpu: Gpu, needs: dict) -> list[str]:
+def missing(gpu: VulkanGpu, needs: dict) -> list[str]:
     """What `gpu` lacks for kernels with these needs (Profile.needs in the manifest); empty if they run."""
     lacks = [name for name in needs["features"] if name not in gpu.features]
     size = needs["subgroup_size"]
@@ -332,7 +332,7 @@ def missing(gpu: Gpu, needs: dict) -> list[str]:
     return lacks if gpu.queue else [*lacks, "a compute queue"]
 
 
-def preferred(gpus: list[Gpu], wanted: str | None = None) -> list[Gpu]:
+def preferred(gpus: list[VulkanGpu], wanted: str | None = None) -> list[VulkanGpu]:
     """The best first. wanted: only the one of that number, or those with that in their names; None: as $MLC_AMD_DEVICE
     says.
 
@@ -344,7 +344,7 @@ def preferred(gpus: list[Gpu], wanted: str | None = None) -> list[Gpu]:
     return asked_for(order, wanted, "Vulkan")
 
 
-def choose(gpus: list[Gpu], needs: dict[str, dict], wanted: str | None = None) -> tuple[Gpu, str]:
+def choose(gpus: list[VulkanGpu], needs: dict[str, dict], wanted: str | None = None) -> tuple[VulkanGpu, str]:
     """The GPU and the profile of an artifact to run there.
 
     needs: what each profile of the artifact needs, in the order that it prefers; wanted: as in `preferred`. UserError

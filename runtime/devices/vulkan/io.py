@@ -2,7 +2,7 @@
 
 In: a manifest's `io`. Out: `Io`. Kernels read what describes a step in the memory that the host writes, unless that is
 across the bus: then each run of a function copies it first, but what is kept for many steps only when it changed. Each
-run copies small results to memory that the host reads fast; of large ones, `read` copies the rows that it is asked for.
+run copies small results to memory that the host reads fast; of large ones, `read` copies the requested rows.
 """
 
 import ctypes
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from mlc_amd.runtime.devices.run_queue import SLOTS
 from mlc_amd.runtime.devices.vulkan import api
-from mlc_amd.runtime.devices.vulkan.commands import Recorder
+from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder
 from mlc_amd.runtime.devices.vulkan.context import Context
-from mlc_amd.runtime.devices.vulkan.memory import Block, Memory
+from mlc_amd.runtime.devices.vulkan.memory import MemoryBlock, VulkanMemory
 from mlc_amd.runtime.engine.steps import CHOSEN, LATE, OUTPUTS, is_kept
 
-SIDES = 2  # runs that are behind others: by turns the one that runs, and the one that the host prepares
 RECORDED = 2 << 20  # bytes of an output, at most, that every run of a function copies to the host
 
 
@@ -32,7 +32,7 @@ class _Inputs:
     renew     by table what copies it from here to where kernels find it, where that is elsewhere
     """
 
-    def __init__(self, memory: Memory, inputs: dict[str, int], tables: dict[str, int], entries: Mapping):
+    def __init__(self, memory: VulkanMemory, inputs: dict[str, int], tables: dict[str, int], entries: Mapping):
         self.places, (self.block,) = memory.spread(inputs, "input")
         self.table_places, (self.tables,) = memory.spread(tables, "input")
         self.bytes = self.block.view(0, np.uint8, (self.block.nbytes,))
@@ -54,7 +54,7 @@ class _Inputs:
 class _Outputs:
     """Memory that a run copies results to, as the host reads them. at: where in `block` each is; views: as arrays."""
 
-    def __init__(self, memory: Memory, sizes: dict[str, int], entries: Mapping):
+    def __init__(self, memory: VulkanMemory, sizes: dict[str, int], entries: Mapping):
         places, (self.block,) = memory.spread(sizes, "output")
         self.at = {name: offset for name, (_, offset) in places.items()}
         self.views = {
@@ -67,13 +67,12 @@ class Io:
     """places: name -> (block, offset) of each buffer, for kernels. blocks: those that must be zeroed before use.
     copies: whether what the host writes is copied for kernels.
 
-    What the host writes is kept here, and put into memory that the GPU reads when a run is submitted. Runs that are
-    submitted behind others (`behind`) have memory of their own for it, and for what they choose: by turns one of two
-    *sides*, so that the run in progress finds what was written for it. They copy it to where kernels find it. What else
-    they give stays with the GPU until it is read.
+    What the host writes is kept here, and put into memory that the GPU reads when a run is submitted. Runs that start
+    while another one is in progress have a *slot* of memory for their inputs and chosen tokens (run_queue.py), from and
+    to which they copy them. Their other outputs stay on the GPU until they are read. `slot` is None for other runs.
     """
 
-    def __init__(self, context: Context, memory: Memory, entries: Mapping[str, Mapping]):
+    def __init__(self, context: Context, memory: VulkanMemory, entries: Mapping[str, Mapping]):
         self.context, self.memory, self.entries = context, memory, entries
         sizes = {name: byte_count(entry["dtype"], entry["shape"]) for name, entry in entries.items()}
         self._table_sizes = {name: size for name, size in sizes.items() if is_kept(name)}
@@ -83,7 +82,7 @@ class Io:
         }
         results, (self._results,) = memory.spread(self._output_sizes, "device")
         own = _Inputs(memory, self._input_sizes, self._table_sizes, entries)
-        self._inputs = [own]  # the usual one, then the sides
+        self._inputs = [own]  # that of slot None, then those of slots
         self.copies = not context.gpu.unified and not own.block.flags & api.DEVICE_LOCAL
         self._input_copy = table_copy = None
         if self.copies:
@@ -100,10 +99,10 @@ class Io:
         for name, (_, offset) in own.places.items():
             written = self._written[offset : offset + sizes[name]]
             self._host[name] = written.view(entries[name]["dtype"]).reshape(entries[name]["shape"])
-        self._outputs = [_Outputs(memory, self._output_sizes, entries)]  # the usual one, then those of the sides
-        self._stale: set[str] = set()  # tables that kernels have an old copy of
+        self._outputs = [_Outputs(memory, self._output_sizes, entries)]  # that of slot None, then those of slots
+        self._stale: set[str] = set()  # tables of which kernels have an old copy
         self._rows: dict[str, int] = {}  # of outputs that the host has
-        self._from = 0  # whose outputs the host reads
+        self._read_from = self._outputs[0]
         self._copied: dict[tuple[int, bool], dict[str, int]] = {}  # of `_recorded`
         own.put(self._written, self._host)
         self.blocks = [block for block in (self._results, self._input_copy, table_copy) if block]
@@ -122,22 +121,30 @@ class Io:
         entry = self.entries[name]
         return byte_count(entry["dtype"], [rows, *entry["shape"][1:]])
 
-    def _copy(self, source: Block, source_at: int, target: Block, target_at: int, count: int) -> ctypes.Structure:
-        recorder = Recorder(self.context, 0)
+    def _copy(
+        self, source: MemoryBlock, source_at: int, target: MemoryBlock, target_at: int, count: int
+    ) -> ctypes.Structure:
+        recorder = CommandRecorder(self.context, 0)
         recorder.begin()
         recorder.copy(source, source_at, target, target_at, count)
         recorder.end()
         return self.context.submission(recorder.commands)
 
+    def _inputs_of(self, slot: int | None) -> _Inputs:
+        return self._inputs[0 if slot is None else 1 + slot]
+
+    def _outputs_of(self, slot: int | None) -> _Outputs:
+        return self._outputs[0 if slot is None else 1 + slot]
+
     # ---- parts of a function's command buffer
 
-    def record_inputs(self, recorder: Recorder) -> None:
-        if self._input_copy:
-            recorder.copy(self._inputs[0].block, 0, self._input_copy, 0, self._input_copy.nbytes)
-
-    def record_inputs_behind(self, recorder: Recorder, function: Mapping, side: int) -> None:
-        """Of a run behind another one of the function: tokens are those that the other has sampled."""
-        inputs = self._inputs[1 + side]
+    def record_inputs(self, recorder: CommandRecorder, function: Mapping, slot: int | None) -> None:
+        """With a slot, tokens are those that the run before of the function has sampled."""
+        inputs = self._inputs_of(slot)
+        if slot is None:
+            if self._input_copy:
+                recorder.copy(inputs.block, 0, self._input_copy, 0, self._input_copy.nbytes)
+            return
         target, begin = self.places["tokens"]
         end = begin + self._input_sizes["tokens"]
         for first, last in ((0, begin), (end, inputs.block.nbytes)):
@@ -146,19 +153,17 @@ class Io:
         sampled, offset = self.places["sampled"]
         recorder.copy(sampled, offset, target, begin, self.byte_count("sampled", function))
 
-    def record_late(self, recorder: Recorder, function: Mapping, side: int | None = None) -> None:
-        """Of LATE inputs, the rows that a function uses, where `record_inputs` or `before` came too early. side: of a
-        run behind another one."""
-        if side is None and not self.copies:
+    def record_late(self, recorder: CommandRecorder, function: Mapping, slot: int | None) -> None:
+        """Of LATE inputs, the rows that a function uses, where `record_inputs` and `before` came too early."""
+        if slot is None and not self.copies:
             return
-        inputs = self._inputs[0 if side is None else 1 + side]
+        inputs = self._inputs_of(slot)
         for name in LATE:
             block, offset = (inputs.places | inputs.table_places)[name]
             recorder.copy(block, offset, *self.places[name], self._row_bytes(name, function["logits"]))
 
-    def record_outputs(self, recorder: Recorder, function: Mapping, side: int | None = None) -> None:
-        """side: of a run behind another one."""
-        target = self._outputs[0 if side is None else 1 + side]
+    def record_outputs(self, recorder: CommandRecorder, function: Mapping, slot: int | None) -> None:
+        target = self._outputs_of(slot)
         for name in self._recorded(function, target):
             block, offset = self.places[name]
             recorder.copy(block, offset, target.block, target.at[name], self.byte_count(name, function))
@@ -182,46 +187,40 @@ class Io:
                 inputs.dirty[name] = max(inputs.dirty.get(name, 0), len(values))
             self._stale.add(name)
 
-    def before(self) -> list[ctypes.Structure]:
-        """Before a run of a function is submitted, with nothing in progress: what is to be submitted before it."""
-        self._inputs[0].put(self._written, self._host)
-        return self._renewals(self._inputs[0])
+    def before(self, slot: int | None = None) -> list[ctypes.Structure]:
+        """Puts what the host has written into memory of a run, which is not in progress. Returns what is to be
+        submitted before it: copies of tables to where kernels read them."""
+        inputs = self._inputs_of(slot)
+        inputs.put(self._written, self._host)
+        found = [inputs.renew[name] for name in self._stale if name in inputs.renew]
+        self._stale.clear()
+        return found
 
-    def late(self, side: int | None = None) -> None:
-        """Before what `record_late` recorded is submitted: what the host has written since `before`, LATE inputs."""
-        self._inputs[0 if side is None else 1 + side].put(self._written, self._host)
+    def late(self, slot: int | None = None) -> None:
+        """Puts the LATE inputs that the host has written since `before` into memory, for what `record_late`
+        recorded."""
+        self._inputs_of(slot).put(self._written, self._host)
         self._stale.difference_update(LATE)
 
-    def add_sides(self) -> None:
-        """Memory for runs behind others, where there is none yet. OutOfMemory."""
-        while len(self._inputs) <= SIDES:
+    def add_slots(self) -> None:
+        """Allocates memory of the slots, once. OutOfMemory."""
+        while len(self._inputs) <= SLOTS:
             inputs = _Inputs(self.memory, self._input_sizes, self._table_sizes, self.entries)
             self._record_renewal(inputs)
             chosen = {name: self._output_sizes[name] for name in CHOSEN if name in self._output_sizes}
             self._outputs.append(_Outputs(self.memory, chosen, self.entries))
             self._inputs.append(inputs)
 
-    def before_behind(self, side: int) -> list[ctypes.Structure]:
-        """`before`, of a run behind the one in progress."""
-        self._inputs[1 + side].put(self._written, self._host)
-        return self._renewals(self._inputs[1 + side])
-
-    def _renewals(self, inputs: _Inputs) -> list[ctypes.Structure]:
-        """What brings tables that the host has written to kernels."""
-        found = [inputs.renew[name] for name in self._stale if name in inputs.renew]
-        self._stale.clear()
-        return found
-
-    def finished(self, function: Mapping, side: int | None = None) -> None:
-        """A run is done: `read` gives its outputs. side: of one behind another one."""
-        self._from = 0 if side is None else 1 + side
-        self._rows = dict(self._recorded(function, self._outputs[self._from]))
+    def finished(self, function: Mapping, slot: int | None = None) -> None:
+        """A run is done: `read` returns its outputs."""
+        self._read_from = self._outputs_of(slot)
+        self._rows = dict(self._recorded(function, self._read_from))
 
     def read(self, name: str, rows: int) -> np.ndarray:
         """The first rows of a buffer, once the run is done; valid until the next one."""
         if name not in OUTPUTS:
             return self._host[name][:rows]
-        target = self._outputs[self._from if name in self._outputs[self._from].at else 0]
+        target = self._read_from if name in self._read_from.at else self._outputs[0]
         if rows > self._rows.get(name, 0):
             block, offset = self.places[name]
             copy = self._copy(block, offset, target.block, target.at[name], self._row_bytes(name, rows))

@@ -1,7 +1,8 @@
 """Memory of a Vulkan device: blocks that kernels reach by address, within the limits of heaps and drivers.
 
-`Memory.block(bytes, kind)` allocates; KINDS says which memory each kind of block needs. `Memory.spread(sizes, kind)`
-allocates blocks for many buffers, none of which is split. `put` and `fill` write to them, `get` reads.
+`VulkanMemory.block(bytes, kind)` allocates; KINDS says which memory each kind of block needs.
+`VulkanMemory.spread(sizes, kind)` allocates blocks for many buffers, none of which is split. `put` and `fill` write to
+them, `get` reads.
 """
 
 import ctypes
@@ -55,7 +56,7 @@ class OutOfMemory(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Block:
+class MemoryBlock:
     """One buffer with its memory. address: for kernels; host: where it is mapped, or None; flags: of its memory."""
 
     buffer: int
@@ -93,15 +94,15 @@ def places(sizes: dict, limit: int) -> tuple[dict, list[int]]:
     return found, [max(nbytes, ALIGN) for nbytes in blocks]
 
 
-class Memory:
+class VulkanMemory:
     """See above. Blocks live until the context's `held` closes."""
 
     def __init__(self, context: Context):
         self.context, self.gpu = context, context.gpu
         self.limit = min(self.gpu.limits["allocation"], self.gpu.limits["buffer"])
         self._used = [0] * len(self.gpu.heaps)
-        self._staging: list[tuple[Block, int]] = []  # with the command buffer that copies from it
-        self._read: Block | None = None
+        self._staging: list[tuple[MemoryBlock, int]] = []  # with the command buffer that copies from it
+        self._read: MemoryBlock | None = None
 
     def free(self) -> list[int]:
         """Bytes of each heap that this process may still take."""
@@ -116,7 +117,7 @@ class Memory:
             return max(local) - RESERVE
         return min(sum(self.free()) - RESERVE, available_memory() // HOST_PART)
 
-    def block(self, nbytes: int, kind: str) -> Block:
+    def block(self, nbytes: int, kind: str) -> MemoryBlock:
         """OutOfMemory when it fits nowhere."""
         context, calls, device = self.context, self.context.calls, self.context.device
         nbytes = -(-nbytes // ALIGN) * ALIGN
@@ -156,14 +157,14 @@ class Memory:
             )
         )
 
-    def _made(self, buffer: int, memory: int, nbytes: int, flags: int, mapped: bool) -> Block:
+    def _made(self, buffer: int, memory: int, nbytes: int, flags: int, mapped: bool) -> MemoryBlock:
         calls, device, host = self.context.calls, self.context.device, None
         if mapped and flags & api.HOST_VISIBLE:
             host = api.create(calls.vkMapMemory, device, memory, 0, api.FOREVER, 0, kind=ctypes.c_void_p)  # all of it
         address = calls.vkGetBufferDeviceAddress(device, ctypes.byref(api.AddressInfo(buffer=buffer)))
-        return Block(buffer, memory, nbytes, address, host, flags)
+        return MemoryBlock(buffer, memory, nbytes, address, host, flags)
 
-    def spread(self, sizes: dict, kind: str) -> tuple[dict[Any, tuple[Block, int]], list[Block]]:
+    def spread(self, sizes: dict, kind: str) -> tuple[dict[Any, tuple[MemoryBlock, int]], list[MemoryBlock]]:
         """Blocks that hold buffers of these sizes: {name: (block, offset)} and the blocks."""
         found, blocks = places(sizes, min(BLOCK, self.limit))
         made = [self.block(nbytes, kind) for nbytes in blocks]
@@ -171,13 +172,13 @@ class Memory:
 
     # ---- contents
 
-    def fill(self, blocks: list[Block]) -> None:
+    def fill(self, blocks: list[MemoryBlock]) -> None:
         """Zeros. Each block is a submission: of a large cache all would take too long for one."""
         for block in blocks:
             arguments = block.buffer, 0, block.nbytes, 0
             self.context.once(lambda commands, of=arguments: self.context.calls.vkCmdFillBuffer(commands, *of))
 
-    def put(self, block: Block, offset: int, source: np.ndarray) -> None:
+    def put(self, block: MemoryBlock, offset: int, source: np.ndarray) -> None:
         """Copies a uint8 array to a block. It is there when something submitted later runs."""
         if block.host is not None:
             ctypes.memmove(block.host + offset, source.ctypes.data, source.nbytes)
@@ -190,14 +191,14 @@ class Memory:
             ctypes.memmove(staging.mapped, source.ctypes.data + at, count)  # while the GPU copies the chunk before
             self._copy(commands, staging, block, offset + at, count)
 
-    def _copy(self, commands: int, source: Block, target: Block, offset: int, count: int) -> None:
+    def _copy(self, commands: int, source: MemoryBlock, target: MemoryBlock, offset: int, count: int) -> None:
         calls, region = self.context.calls, api.BufferCopy(0, offset, count)
         calls.vkBeginCommandBuffer(commands, ctypes.byref(api.BeginInfo()))
         calls.vkCmdCopyBuffer(commands, source.buffer, target.buffer, 1, ctypes.byref(region))
         calls.vkEndCommandBuffer(commands)
         self.context.submit(self.context.submission(commands))  # waits for the one before
 
-    def get(self, block: Block, offset: int, nbytes: int) -> bytes:
+    def get(self, block: MemoryBlock, offset: int, nbytes: int) -> bytes:
         """Bytes of a block, through host memory, which the next call uses again."""
         if self._read is None or self._read.nbytes < nbytes:
             self._read = self.block(nbytes, "output")
@@ -216,7 +217,7 @@ class Memory:
         self.invalidate(staging)
         return ctypes.string_at(staging.mapped, nbytes)
 
-    def invalidate(self, block: Block) -> None:
+    def invalidate(self, block: MemoryBlock) -> None:
         """Before the host reads what the GPU wrote: needed where the memory is not coherent."""
         if not block.flags & api.HOST_COHERENT:
             one = api.MappedRange(memory=block.memory, offset=0, size=api.FOREVER)

@@ -8,9 +8,9 @@ import ctypes
 from contextlib import ExitStack
 
 from mlc_amd.runtime.devices.vulkan import api
-from mlc_amd.runtime.devices.vulkan.commands import Launch, Recorder
+from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, VulkanLaunch
 from mlc_amd.runtime.devices.vulkan.context import Context
-from mlc_amd.runtime.devices.vulkan.memory import Memory, OutOfMemory
+from mlc_amd.runtime.devices.vulkan.memory import OutOfMemory, VulkanMemory
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
 
 COPIES = 8  # measured repetitions of a copy; the fastest counts; one by a driver that runs on the CPU
@@ -42,7 +42,7 @@ def copy_bandwidth(base: Context, nbytes: int, needs: dict, step: dict, module: 
     """
     with ExitStack() as held:
         context = Context(base.instance, base.gpu, held)
-        memory = Memory(context)
+        memory = VulkanMemory(context)
         try:
             blocks = [memory.block(nbytes, "device") for _ in range(2)]
         except OutOfMemory:
@@ -52,11 +52,11 @@ def copy_bandwidth(base: Context, nbytes: int, needs: dict, step: dict, module: 
         pipeline = pipelines.build({"copy": module})["copy"]
         copies = COPIES if base.gpu.type != "cpu" else 1
         pool = query_pool(context, 2 * copies)
-        recorder = Recorder(context, pipelines.layout, (pool, 0, 2 * copies))
+        recorder = CommandRecorder(context, pipelines.layout, (pool, 0, 2 * copies))
         recorder.begin()
         push = (ctypes.c_uint64 * 2)(*(blocks[i].address for i in step["args"]))
         for _ in range(copies):
-            recorder.launch(Launch("copy", pipeline, tuple(step["grid"]), push, ()))
+            recorder.launch(VulkanLaunch("copy", pipeline, tuple(step["grid"]), push, ()))
             recorder.barrier()
         recorder.end()
         for _ in range(2):  # the first is a warm-up

@@ -30,7 +30,7 @@ from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.devices.vulkan import api, device, pipelines
 from mlc_amd.runtime.devices.vulkan.commands import Hazards
 from mlc_amd.runtime.devices.vulkan.device import VulkanDevice
-from mlc_amd.runtime.devices.vulkan.memory import Memory, places
+from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory, places
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base import profiles
@@ -142,13 +142,13 @@ def test_a_gpu_with_memory_of_its_own_gets_weights_through_staging(artifact, pla
 
 def test_inputs_are_copied_where_the_host_cannot_reach_the_gpus_memory(artifact, plain, monkeypatch):
     monkeypatch.setattr(device, "choose", lambda gpus, *rest: (replace(gpus[0], type="discrete"), "lavapipe"))
-    block = Memory.block
+    block = VulkanMemory.block
 
     def across_the_bus(self, nbytes, kind):
         made = block(self, nbytes, kind)
         return replace(made, flags=made.flags & ~api.DEVICE_LOCAL) if kind == "input" else made
 
-    monkeypatch.setattr(Memory, "block", across_the_bus)
+    monkeypatch.setattr(VulkanMemory, "block", across_the_bus)
     engine = Engine.load(artifact)
     assert engine.device.io.copies
     assert np.array_equal(logits(engine, IDS), plain)
@@ -249,8 +249,8 @@ def test_long_steps_are_submitted_in_pieces(artifact, plain, monkeypatch):
     """As many submissions as needed, some of them of parts of a launch, and the same bits. A short step is one."""
     engine = Engine.load(artifact)
     device, submitted = engine.device, []
-    submit = device.context.submit
-    monkeypatch.setattr(device.context, "submit", lambda one: submitted.append(one) or submit(one))
+    enqueue = device.context.enqueue
+    monkeypatch.setattr(device.context, "enqueue", lambda one: submitted.append(one) or enqueue(one))
 
     def counted() -> int:
         submitted.clear()
@@ -447,8 +447,8 @@ def test_the_validation_layers_stay_silent(artifact):
     wrong = (
         "from contextlib import ExitStack\nfrom mlc_amd.runtime.devices.vulkan.gpu import Instance\n"
         "from mlc_amd.runtime.devices.vulkan.context import Context\nfrom mlc_amd.runtime.devices.vulkan.memory "
-        "import Memory\n"
-        "i = Instance(); h = ExitStack(); c = Context(i, i.gpus[0], h); b = Memory(c).block(256, 'device')\n"
+        "import VulkanMemory\n"
+        "i = Instance(); h = ExitStack(); c = Context(i, i.gpus[0], h); b = VulkanMemory(c).block(256, 'device')\n"
         "c.once(lambda commands: c.calls.vkCmdFillBuffer(commands, b.buffer, 0, 3, 0)); h.close(); i.close()"
     )
     assert complaints(python(wrong, **VALIDATION))  # so they do speak

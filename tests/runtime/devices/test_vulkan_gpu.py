@@ -13,14 +13,14 @@ import pytest
 import vulkan_harness
 
 from mlc_amd.runtime.devices.vulkan import api
-from mlc_amd.runtime.devices.vulkan.gpu import Gpu, Heap, Instance, choose, list_gpus, missing, profile_of
-from mlc_amd.runtime.devices.vulkan.memory import KINDS, Memory
+from mlc_amd.runtime.devices.vulkan.gpu import Heap, Instance, VulkanGpu, choose, list_gpus, missing, profile_of
+from mlc_amd.runtime.devices.vulkan.memory import KINDS, VulkanMemory
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base import profiles
 
 
 @pytest.fixture(scope="module", autouse=True)
-def lavapipe() -> Gpu:
+def lavapipe() -> VulkanGpu:
     return vulkan_harness.gpu()
 
 
@@ -93,7 +93,7 @@ def test_profile_with_several_changes(lavapipe):
     assert not missing(replace(gpu, limits=gpu.limits | {"shared_memory": 65536, "push_constants": 256}), profile.needs)
 
 
-def gpus(lavapipe) -> list[Gpu]:
+def gpus(lavapipe) -> list[VulkanGpu]:
     big = (Heap(8 << 30, 8 << 30, True),)
     return [
         replace(lavapipe, index=0, name="llvmpipe", type="cpu"),
@@ -178,7 +178,7 @@ def test_memory_types(lavapipe):
 
         def first(memory, type, kind):
             context.gpu = replace(lavapipe, memory=memory, type=type)
-            of = Memory(context)
+            of = VulkanMemory(context)
             return of._types(KINDS[kind][of.gpu.unified], 0xFF)
 
         assert first(radv, "integrated", "device") == [2, 1, 3]

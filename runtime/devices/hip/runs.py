@@ -1,0 +1,114 @@
+"""Runs of functions on a HIP stream, for a `RunQueue`.
+
+One stream orders everything on the GPU: a run reads what was copied for it, and the run after it takes its tokens from
+there. The host's memory is not ordered by it, as copies from and to it are made when the stream comes to them. So the
+inputs of a run go through its slot of pinned memory: the host may write others as soon as the run is enqueued. Small
+results are copied to its slot after its launches, followed by an event: they can be read when a later run has
+overwritten them on the GPU.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+
+from mlc_amd.runtime.devices.hip.api import NO_MEMORY, Hip, HipError
+from mlc_amd.runtime.devices.hip.launches import HipLaunch, capture, enqueue
+from mlc_amd.runtime.devices.hip.memory import HipMemory, host_block
+from mlc_amd.runtime.devices.run_queue import SLOTS, QueuedRun, RunHooks
+from mlc_amd.runtime.errors import UserError
+
+
+class _Slot:
+    """Pinned memory of one run at a time. inputs: address of memory that they go through; results: the arrays of small
+    outputs; event: recorded after a run."""
+
+    def __init__(self, hip: Hip, held: ExitStack, memory: HipMemory):
+        self.memory, self.inputs = memory, host_block(hip, held, memory.written_bytes)
+        self._address = host_block(hip, held, memory.result_bytes)
+        self.results = memory.results(self._address)
+        flag = hip.names.hipEventDisableTiming
+        self.event = hip.own(held, "hipEventDestroy", hip("hipEventCreateWithFlags", flag))
+
+    def fetch_results(self) -> None:
+        self.memory.fetch_results(self._address)
+
+
+class HipRuns(RunHooks):
+    """functions: the manifest's entries; launches: of each function; graphs: of each, none where launches go one by
+    one; heads: see `RunQueue`.
+
+    What it allocates is released when `held` closes, after a wait for the stream.
+    """
+
+    def __init__(
+        self,
+        hip: Hip,
+        held: ExitStack,
+        stream,
+        memory: HipMemory,
+        functions: Mapping[str, Mapping],
+        launches: Mapping[str, Sequence[HipLaunch]],
+        graphs: Mapping[str, object],
+        heads: Mapping[str, int],
+    ):
+        self.hip, self.stream, self.memory = hip, stream, memory
+        self._functions, self._launches, self._graphs, self._heads = functions, launches, graphs, heads
+        self._held = held.enter_context(ExitStack())
+        held.callback(hip.names.hipStreamSynchronize, stream)
+        self._head_graphs: dict[str, object] = {}  # of what precedes the launches that read LATE inputs
+        self._slots: list[_Slot] = []
+        self._results: Mapping[str, np.ndarray] = {}  # of the run that was waited for last
+
+    def read(self, name: str, rows: int) -> np.ndarray | None:
+        """An output of the run that was waited for last; None if it was not copied or another run came since."""
+        return self._results[name][:rows] if name in self._results else None
+
+    def prepare_late(self, name: str) -> None:
+        """Captures only work while nothing is enqueued."""
+        if self._graphs and name not in self._head_graphs:
+            head = self._launches[name][: self._heads[name]]
+            self._head_graphs[name] = capture(self.hip, self.stream, head, self._held)
+
+    def submit(self, run: QueuedRun) -> None:
+        self._allocate_slots()
+        self.memory.send_inputs(self._slots[run.slot].inputs)
+        if run.ahead:
+            self.memory.feed_back(self._functions[run.name]["logits"])
+        graph = (self._head_graphs if run.late else self._graphs).get(run.name)
+        if graph:
+            self.hip("hipGraphLaunch", graph, self.stream)
+        else:
+            count = self._heads[run.name] if run.late else None
+            enqueue(self.hip, self.stream, self._launches[run.name][:count])
+        if not run.late:
+            self._end(run)
+
+    def submit_late(self, run: QueuedRun) -> None:
+        self.memory.send_late(self._slots[run.slot].inputs)
+        enqueue(self.hip, self.stream, self._launches[run.name][self._heads[run.name] :])
+        self._end(run)
+
+    def _end(self, run: QueuedRun) -> None:
+        slot = self._slots[run.slot]
+        slot.fetch_results()
+        self.hip("hipEventRecord", slot.event, self.stream)
+
+    def wait(self, run: QueuedRun) -> None:
+        slot = self._slots[run.slot]
+        self.hip("hipEventSynchronize", slot.event)
+        self._results = slot.results
+
+    def settle(self, busy: bool) -> None:
+        self._results = {}
+        if busy:
+            self.hip("hipStreamSynchronize", self.stream)
+
+    def _allocate_slots(self) -> None:
+        try:
+            while len(self._slots) < SLOTS:
+                self._slots.append(_Slot(self.hip, self._held, self.memory))
+        except HipError as e:
+            if e.code not in NO_MEMORY:
+                raise
+            raise UserError(f"no pinned host memory is left for steps ({e.code}); close other programs") from e

@@ -1,0 +1,130 @@
+"""Runs of functions on a GPU that the host does not wait for at once: one in progress, and the one after it.
+
+In: `RunHooks` of a kind of device, and a Pacer, which gets the duration of each run. Out: `RunQueue`, with the methods
+`run` .. `wait` of the protocol in runtime/devices/__init__.py.
+
+The host writes the inputs of a run while the one before is in progress, and reads the results of that one while the
+next is in progress. So runs alternate between two slots of memory for both.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mlc_amd.runtime.devices.pieces import Pacer
+
+SLOTS = 2
+
+
+@dataclass(frozen=True)
+class QueuedRun:
+    """A run of the function `name`. slot: of memory, 0 .. SLOTS - 1; ahead: it was started while another one was in
+    progress, and takes its tokens from that; late: what reads LATE inputs is submitted separately."""
+
+    name: str
+    slot: int
+    ahead: bool
+    late: bool
+
+
+class RunHooks(ABC):
+    """What a kind of device does for runs."""
+
+    def prepare_late(self, name: str) -> None:  # noqa: B027 (most devices need not)
+        """While the GPU is idle, before a run of the function whose LATE inputs come later."""
+
+    @abstractmethod
+    def submit(self, run: QueuedRun) -> None:
+        """Submits a run with the inputs that the host has written."""
+
+    @abstractmethod
+    def submit_late(self, run: QueuedRun) -> None:
+        """Submits the rest of a run, with the LATE inputs that the host has written."""
+
+    @abstractmethod
+    def wait(self, run: QueuedRun) -> None:
+        """Waits for a run, the oldest, and makes its results readable."""
+
+    @abstractmethod
+    def settle(self, busy: bool) -> None:
+        """Waits until the GPU is idle, if it is busy; results of earlier runs are not read any more."""
+
+
+class RunQueue:
+    """heads: how many launches of each function precede those that read LATE inputs; 0 if none read them. waited:
+    seconds spent waiting for runs."""
+
+    def __init__(self, hooks: RunHooks, pacer: Pacer, heads: Mapping[str, int]):
+        self.waited = 0.0
+        self._hooks, self._pacer, self._heads = hooks, pacer, heads
+        self._runs: deque[QueuedRun] = deque()  # not waited for, the oldest first
+        self._busy = False  # the GPU may be
+        self._slot = 0  # of the next run
+        self._since = 0.0  # when the oldest run had the GPU for itself
+
+    def run(self, name: str, meanwhile: Callable[[], None] | None, run_pieces: Callable[[], None]) -> None:
+        """run_pieces: runs the function in the pacer's pieces, with a wait after each, instead."""
+        if not self._pacer.pieces(name):
+            self.start(name, meanwhile)
+            self.wait()
+            return
+        self.settle()
+        if meanwhile:
+            meanwhile()
+        run_pieces()
+
+    def can_start_ahead(self, name: str, late: bool = False) -> bool:
+        if self._pacer.pieces(name) or (late and not self._heads[name]):
+            return False
+        if late and not self._busy:
+            self._hooks.prepare_late(name)
+        return True
+
+    def start(self, name: str, meanwhile: Callable[[], None] | None = None) -> None:
+        self.settle()
+        if not meanwhile or not self._heads[name]:
+            if meanwhile:
+                meanwhile()
+            self._submit(name)
+            return
+        self._hooks.prepare_late(name)
+        self._submit(name, late=True)
+        try:
+            meanwhile()
+        except BaseException:
+            self.settle()
+            raise
+        self.complete_inputs()
+
+    def start_ahead(self, name: str, late: bool = False) -> None:
+        self._submit(name, ahead=True, late=late)
+
+    def complete_inputs(self) -> None:
+        self._hooks.submit_late(self._runs[-1])
+
+    def _submit(self, name: str, ahead: bool = False, late: bool = False) -> None:
+        assert len(self._runs) < SLOTS
+        run = QueuedRun(name, self._slot, ahead, late)
+        if not self._runs:
+            self._since = time.perf_counter()
+        self._slot, self._busy = (self._slot + 1) % SLOTS, True
+        self._hooks.submit(run)
+        self._runs.append(run)
+
+    def wait(self) -> None:
+        begun = time.perf_counter()
+        self._hooks.wait(self._runs[0])
+        now = time.perf_counter()
+        run = self._runs.popleft()
+        self._busy = bool(self._runs)
+        self.waited += now - begun
+        self._pacer.took(run.name, now - self._since)
+        self._since = now
+
+    def settle(self) -> None:
+        """Waits until nothing is in progress: no caller waits for earlier runs any more."""
+        self._runs.clear()
+        self._hooks.settle(self._busy)
+        self._busy = False
