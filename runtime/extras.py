@@ -11,7 +11,7 @@ from mlc_amd.runtime.errors import UserError
 
 
 @dataclass(frozen=True)
-class Package:
+class OptionalPackage:
     """An optional package: its extra, its name in the package index, what needs it."""
 
     extra: str
@@ -21,17 +21,17 @@ class Package:
 
 # by module
 PACKAGES = {
-    "xgboost": Package("tune", "xgboost", "the search of `mlc-amd tune`"),
-    "matplotlib": Package("tune", "matplotlib", "the plot of `mlc-amd tune --report`"),
-    "tornado": Package("tune", "tornado", "the tracker of `mlc-amd tune-server`"),
-    "starlette": Package("serve", "starlette", "`mlc-amd serve`"),
-    "uvicorn": Package("serve", "uvicorn", "`mlc-amd serve`"),
-    "httptools": Package("serve", "httptools", "`mlc-amd serve`"),
-    "llguidance": Package("serve", "llguidance", "answers with a schema or a grammar"),
-    "prometheus_client": Package("serve", "prometheus_client", "the metrics of `mlc-amd serve`"),
-    "ray": Package("ray", "ray", "`mlc-amd serve --ray`"),
-    "rocm.bindings.hip": Package("rocm", "rocm-bindings-hip", "running target rocm"),
-    "ziglang": Package("rocm", "ziglang", "linking GPU code where no lld is installed"),
+    "xgboost": OptionalPackage("tune", "xgboost", "the search of `mlc-amd tune`"),
+    "matplotlib": OptionalPackage("tune", "matplotlib", "the plot of `mlc-amd tune --report`"),
+    "tornado": OptionalPackage("tune", "tornado", "the tracker of `mlc-amd tune-server`"),
+    "starlette": OptionalPackage("serve", "starlette", "`mlc-amd serve`"),
+    "uvicorn": OptionalPackage("serve", "uvicorn", "`mlc-amd serve`"),
+    "httptools": OptionalPackage("serve", "httptools", "`mlc-amd serve`"),
+    "llguidance": OptionalPackage("serve", "llguidance", "answers with a schema or a grammar"),
+    "prometheus_client": OptionalPackage("serve", "prometheus_client", "the metrics of `mlc-amd serve`"),
+    "ray": OptionalPackage("ray", "ray", "`mlc-amd serve --ray`"),
+    "rocm.bindings.hip": OptionalPackage("rocm", "rocm-bindings-hip", "running target rocm"),
+    "ziglang": OptionalPackage("rocm", "ziglang", "linking GPU code where no lld is installed"),
 }
 
 

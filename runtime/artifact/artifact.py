@@ -24,7 +24,7 @@ from types import MappingProxyType
 from mlc_amd.runtime.artifact import interface, manifest_check
 from mlc_amd.runtime.artifact.manifest import ADVICE, MANIFEST, FileFacts, Manifest, ManifestBody, read, text
 from mlc_amd.runtime.artifact.random_weights import RandomWeights
-from mlc_amd.runtime.artifact.weight_block import Joined, WeightBlock
+from mlc_amd.runtime.artifact.weight_block import JoinedBlocks, WeightBlock
 from mlc_amd.runtime.artifact.weights_file import Weights, header_digest
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import Lock, lock, scratch
@@ -163,7 +163,7 @@ class Artifact:
         made._check_files(verify)
         try:
             manifest_check.check(made.manifest, made.weights.header)
-        except manifest_check.Fault as fault:
+        except manifest_check.ManifestFault as fault:
             raise UserError(f"{path / MANIFEST} is damaged ({fault}); {ADVICE}") from None
         for arch, library in made.manifest["libraries"].items():
             if interface.of_file(path / library) != interface.digest(made.manifest, arch):
@@ -192,7 +192,7 @@ class Artifact:
             if self.random_weights:
                 held = RandomWeights(held, self.manifest["tensors"])
             tables = [Weights(self.path / TABLES)] if TABLES in self.manifest["files"] else []
-            self._weights = Joined([held, *tables])
+            self._weights = JoinedBlocks([held, *tables])
         return self._weights
 
     def close(self) -> None:

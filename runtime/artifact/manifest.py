@@ -28,17 +28,17 @@ MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 # The limits only keep what is computed with these numbers within 64 bits; what is right follows from other parts.
-Count = Annotated[int, Meta(ge=0, le=1 << 40)]
-Size = Annotated[int, Meta(ge=1, le=1 << 40)]
-Figure = Annotated[float, Meta(ge=0, le=1e24)]
-Name = Annotated[str, Meta(pattern=r"^[!-~]+\Z", max_length=300)]
-FileName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]*\Z", max_length=200)]  # no folders
-Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
-DType = Annotated[str, Meta(pattern=r"^(bool|u?int(8|16|32|64)|bfloat16|float(16|32|64))\Z")]
-Shape = Annotated[list[Size], Meta(max_length=8)]
-Grid = Annotated[list[Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]], Meta(min_length=3, max_length=3)]
-Block = Annotated[list[Annotated[int, Meta(ge=1, le=1024)]], Meta(min_length=3, max_length=3)]
-Argument = list[str | int | list[int]]  # manifest_check.py knows its forms
+_Count = Annotated[int, Meta(ge=0, le=1 << 40)]
+_Size = Annotated[int, Meta(ge=1, le=1 << 40)]
+_Figure = Annotated[float, Meta(ge=0, le=1e24)]
+_Name = Annotated[str, Meta(pattern=r"^[!-~]+\Z", max_length=300)]
+_FileName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]*\Z", max_length=200)]  # no folders
+_Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+_DType = Annotated[str, Meta(pattern=r"^(bool|u?int(8|16|32|64)|bfloat16|float(16|32|64))\Z")]
+_Shape = Annotated[list[_Size], Meta(max_length=8)]
+_Grid = Annotated[list[Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]], Meta(min_length=3, max_length=3)]
+_Block = Annotated[list[Annotated[int, Meta(ge=1, le=1024)]], Meta(min_length=3, max_length=3)]
+LaunchArgument = list[str | int | list[int]]  # manifest_check.py knows its forms
 
 
 class Source(TypedDict):
@@ -52,8 +52,8 @@ class ManifestModel(TypedDict):
     architecture: str
     name: str
     vocab: Annotated[int, Meta(ge=1, le=(1 << 30) - 1)]
-    hidden: Size
-    context: Size
+    hidden: _Size
+    context: _Size
     layers: list[dict[str, Any]]
     ropes: dict[str, dict[str, Any]]
     output_norm: str
@@ -64,18 +64,18 @@ class ManifestModel(TypedDict):
     embedding_scale: float
     logit_scale: float
     logit_softcap: float
-    layer_embedding: Count
+    layer_embedding: _Count
     unused: list[str]
 
 
 class DeviceRequirements(TypedDict):
     """What a Vulkan profile asks of a device."""
 
-    features: list[Name]
-    subgroup_size: Count
-    fragments: list[list[Size]]
-    shared_memory: Count
-    threads: Count
+    features: list[_Name]
+    subgroup_size: _Count
+    fragments: list[list[_Size]]
+    shared_memory: _Count
+    threads: _Count
     push_constants: Annotated[int, Meta(ge=8, le=1 << 16)]
 
 
@@ -85,15 +85,15 @@ class ManifestTarget(TypedDict):
     mcpu: NotRequired[str]
     isa: NotRequired[str]
     flags: NotRequired[list[str]]
-    archs: NotRequired[Annotated[list[Name], Meta(min_length=1)]]
-    bandwidth: NotRequired[dict[str, Figure]]
+    archs: NotRequired[Annotated[list[_Name], Meta(min_length=1)]]
+    bandwidth: NotRequired[dict[str, _Figure]]
     needs: NotRequired[dict[str, DeviceRequirements]]
-    copy_bytes: NotRequired[Size]
+    copy_bytes: NotRequired[_Size]
 
 
 class ManifestLaunch(TypedDict):
     kernel: str
-    args: list[Argument]
+    args: list[LaunchArgument]
 
 
 class ManifestFunction(TypedDict):
@@ -105,12 +105,12 @@ class ManifestFunction(TypedDict):
 
 
 class Buffer(TypedDict):
-    dtype: DType
-    shape: Shape
+    dtype: _DType
+    shape: _Shape
 
 
 class KvTensor(Buffer):
-    name: Name
+    name: _Name
     span: NotRequired[Annotated[int, Meta(ge=STATE, le=1 << 40)]]
 
 
@@ -120,35 +120,35 @@ class ManifestParam(Buffer):
     name: str
     role: Literal["state", "rows", "pages", "cells", "input", "weight", "cache", "states", "output", "work", "zero"]
     draw: NotRequired[list[str | int | float]]
-    vocab: NotRequired[Size]
-    share: NotRequired[Figure]
+    vocab: NotRequired[_Size]
+    share: NotRequired[_Figure]
     experts: NotRequired[dict[str, Any]]
-    columns: NotRequired[Count]
+    columns: NotRequired[_Count]
 
 
 class MemoryCosts(TypedDict):
-    call: Figure
-    token: Figure
-    key: Figure
+    call: _Figure
+    token: _Figure
+    key: _Figure
 
 
 class OperationCosts(TypedDict):
-    call: Figure
-    score: Figure
+    call: _Figure
+    score: _Figure
 
 
 Origin = TypedDict("Origin", {"from": str, "plan": dict[str, Any] | None})
 
 
 class ManifestKernel(TypedDict):
-    name: Name
-    calls: dict[str, Count]
+    name: _Name
+    calls: dict[str, _Count]
     operator: str
     args: dict[str, Any]
     params: list[ManifestParam]
-    states: list[Annotated[list[Count], Meta(min_length=4, max_length=4)]]
+    states: list[Annotated[list[_Count], Meta(min_length=4, max_length=4)]]
     bytes: MemoryCosts
-    keys: Count
+    keys: _Count
     operations: OperationCosts
     tuned: dict[str, Origin]
 
@@ -156,17 +156,17 @@ class ManifestKernel(TypedDict):
 class DeviceLaunch(TypedDict):
     """One launch of a call of a kernel; the last three are Vulkan's."""
 
-    symbol: Name
-    grid: Grid
-    block: Block
-    args: list[Count]
-    code: NotRequired[Annotated[list[Count], Meta(min_length=2, max_length=2)]]
-    writes: NotRequired[list[Count]]
+    symbol: _Name
+    grid: _Grid
+    block: _Block
+    args: list[_Count]
+    code: NotRequired[Annotated[list[_Count], Meta(min_length=2, max_length=2)]]
+    writes: NotRequired[list[_Count]]
     table: NotRequired[bool]
 
 
 class DeviceLaunches(TypedDict):
-    scratch: list[Size]
+    scratch: list[_Size]
     steps: Annotated[list[DeviceLaunch], Meta(min_length=1)]
 
 
@@ -175,16 +175,16 @@ class RandomTensor(Buffer):
 
 
 class FormatTotals(TypedDict):
-    tensors: Count
-    bytes: Count
+    tensors: _Count
+    bytes: _Count
 
 
 class FileFacts(TypedDict):
     """header: of safetensors; it is compared whenever an artifact is opened, all of the weights only if asked for."""
 
-    bytes: Count
-    sha256: Digest
-    header: NotRequired[Digest]
+    bytes: _Count
+    sha256: _Digest
+    header: NotRequired[_Digest]
 
 
 class ManifestBody(TypedDict):
@@ -199,22 +199,22 @@ class ManifestBody(TypedDict):
     sampling: SamplingChanges
     functions: dict[str, ManifestFunction]
     kernels: list[ManifestKernel]
-    libraries: Annotated[dict[str, FileName], Meta(min_length=1)]
+    libraries: Annotated[dict[str, _FileName], Meta(min_length=1)]
     launches: dict[str, dict[str, DeviceLaunches]]
-    arena_bytes: Count
+    arena_bytes: _Count
     io: dict[str, Buffer]
     kv: list[KvTensor]
-    page: Size
+    page: _Size
     formats: dict[str, FormatTotals]
     weights: Literal["file", "random"]
     tensors: dict[str, RandomTensor]
-    token_bytes: Count
-    weight_bytes: Count
+    token_bytes: _Count
+    weight_bytes: _Count
 
 
 class Manifest(ManifestBody):
     format: int
-    files: dict[FileName, FileFacts]
+    files: dict[_FileName, FileFacts]
 
 
 def text(manifest: ManifestBody, files: Mapping[str, FileFacts]) -> str:

@@ -1,8 +1,8 @@
 """Whether the parts of a manifest agree, with one another and with the weights: names that must exist, and the type and
 size of every argument of every launch against what its kernel declares.
 
-In: a `Manifest`, whose values have the right types, and the tensors of the weights. Out: nothing, or a `Fault`. What
-passes cannot make kernels read or write outside of their buffers, as long as the kernels do what they declare
+In: a `Manifest`, whose values have the right types, and the tensors of the weights. Out: nothing, or a `ManifestFault`.
+What passes cannot make kernels read or write outside of their buffers, as long as the kernels do what they declare
 (interface.py).
 """
 
@@ -21,7 +21,7 @@ from mlc_amd.runtime.engine.steps import OUTPUTS, ROWS, page_table
 from mlc_amd.runtime.errors import shorten
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-Tensor = tuple[str, tuple[int, ...]]  # dtype, shape
+_Tensor = tuple[str, tuple[int, ...]]  # dtype, shape
 _STORED = {name: dtype for dtype, name in DTYPES.items()}
 _ELEMENTS = (1 << 31) - 1  # of a cached tensor: kernels compute places in it with int32
 VECTOR = 16  # numbers that vectors are padded to (dist/README.md)
@@ -50,7 +50,7 @@ _TARGET_KEYS = {
 }
 
 
-class Fault(Exception):
+class ManifestFault(Exception):
     """What is wrong with a manifest, and at which key."""
 
 
@@ -70,12 +70,12 @@ def check(manifest: Manifest, tensors: Mapping[str, Mapping]) -> None:
         for number, launch in enumerate(function["launches"]):
             if why := arguments.fault(launch, function):
                 place = f"functions[{shorten(name)}].launches[{number}]"
-                raise Fault(f"key {place}, kernel {shorten(launch['kernel'])}: {why}")
+                raise ManifestFault(f"key {place}, kernel {shorten(launch['kernel'])}: {why}")
 
 
 def _require(holds: bool, key: str, what: str) -> None:
     if not holds:
-        raise Fault(f"key {key}: {what}")
+        raise ManifestFault(f"key {key}: {what}")
 
 
 def _by_name(kernels: list[ManifestKernel]) -> dict[str, ManifestKernel]:
@@ -84,7 +84,7 @@ def _by_name(kernels: list[ManifestKernel]) -> dict[str, ManifestKernel]:
     return found
 
 
-def _stored(entry: Mapping) -> Tensor:
+def _stored(entry: Mapping) -> _Tensor:
     return _STORED[entry["dtype"]], tuple(entry["shape"])
 
 
@@ -159,7 +159,7 @@ def _check_kv(manifest: Manifest) -> None:
     _require(counts.get(STATE, 2) >= 2, "kv", "states need two cells, one to read and one to write")
 
 
-def _check_weights(manifest: Manifest, stored: Mapping[str, Tensor]) -> None:
+def _check_weights(manifest: Manifest, stored: Mapping[str, _Tensor]) -> None:
     for name, entry in manifest["tensors"].items():
         found, wanted = stored.get(name), _tensor(entry)
         _require(found == wanted, f"tensors[{shorten(name)}]", f"the weights have {_text(found)}, not {_text(wanted)}")
@@ -194,7 +194,7 @@ def _check_launched(
             if needs is None:
                 continue
             if "code" not in step or "writes" not in step or "table" not in step:
-                raise Fault(f"key {at}: code, writes or table is missing")
+                raise ManifestFault(f"key {at}: code, writes or table is missing")
             (begin, length), push = step["code"], 8 if step["table"] else 8 * args
             inside = begin % 4 == 0 and length % 4 == 0 and length > 0 and begin + length <= size
             _require(inside, f"{at}.code", f"not within {file}")
@@ -219,8 +219,8 @@ class _Declared:
 class _Arguments:
     """Arguments of launches, compared with what their kernels declare."""
 
-    def __init__(self, manifest: Manifest, stored: Mapping[str, Tensor], kernels: Mapping[str, ManifestKernel]):
-        self._held: dict[str, Mapping[str, Tensor]] = {
+    def __init__(self, manifest: Manifest, stored: Mapping[str, _Tensor], kernels: Mapping[str, ManifestKernel]):
+        self._held: dict[str, Mapping[str, _Tensor]] = {
             "io": {name: _tensor(entry) for name, entry in manifest["io"].items()},
             "kv": {entry["name"]: _tensor(entry) for entry in manifest["kv"]},
             "weight": stored,
@@ -246,7 +246,7 @@ class _Arguments:
                 return f"{min(wrong)!r} is not the table of all its caches"
         return ""
 
-    def _argument_fault(self, arg: list, function: ManifestFunction, role: str, declared: Tensor, size: int) -> str:
+    def _argument_fault(self, arg: list, function: ManifestFunction, role: str, declared: _Tensor, size: int) -> str:
         kind, places = arg[0] if arg else None, _PLACES[role]
         if not isinstance(kind, str) or kind not in places:
             return f"{str(arg)[:80]} is no place for its role, {role}"
@@ -271,7 +271,7 @@ class _Arguments:
             found, declared = _cell(found), _cell(declared)
         return "" if found == declared else f"{kind} {name[:60]!r} is {_text(found)}, it takes {_text(declared)}"
 
-    def _arena_fault(self, arg: list, declared: Tensor, size: int) -> str:
+    def _arena_fault(self, arg: list, declared: _Tensor, size: int) -> str:
         if len(arg) != 4 or type(offset := arg[1]) is not int or not isinstance(arg[3], list):
             return f"{str(arg)[:80]} is not arena, offset, dtype and shape"
         if (arg[2], tuple(arg[3])) != declared:
@@ -281,7 +281,7 @@ class _Arguments:
         return ""
 
 
-def _first_rows(name: str, held: Tensor, function: ManifestFunction) -> Tensor:
+def _first_rows(name: str, held: _Tensor, function: ManifestFunction) -> _Tensor:
     """Of an io buffer what a function uses."""
     dtype, shape = held
     if name in PER_ROW:
@@ -289,13 +289,13 @@ def _first_rows(name: str, held: Tensor, function: ManifestFunction) -> Tensor:
     return (dtype, (function["logits"], *shape[1:])) if name in PER_ANSWER else held
 
 
-def _cell(tensor: Tensor) -> Tensor:
+def _cell(tensor: _Tensor) -> _Tensor:
     return tensor[0], tensor[1][1:]
 
 
-def _tensor(entry: Mapping) -> Tensor:
+def _tensor(entry: Mapping) -> _Tensor:
     return entry["dtype"], tuple(entry["shape"])
 
 
-def _text(tensor: Tensor | None) -> str:
+def _text(tensor: _Tensor | None) -> str:
     return "nothing" if tensor is None else f"{tensor[0]} [{', '.join(map(str, tensor[1]))}]"

@@ -1,6 +1,6 @@
 """Weights as one block of bytes: what devices take, whether it comes from a file or is drawn at random.
 
-`TensorSpec` describes one tensor, `WeightBlock` a block with all of them, `Joined` several blocks as one.
+`TensorSpec` describes one tensor, `WeightBlock` a block with all of them, `JoinedBlocks` several blocks as one.
 """
 
 import mmap
@@ -88,7 +88,7 @@ class WeightBlock(ABC):
         return sum(v["data_offsets"][1] - v["data_offsets"][0] for v in self.header.values())
 
 
-class Joined(WeightBlock):
+class JoinedBlocks(WeightBlock):
     """Blocks one after the other."""
 
     def __init__(self, parts: Sequence[WeightBlock]):

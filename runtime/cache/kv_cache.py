@@ -24,7 +24,7 @@ class KvUsage(NamedTuple):
     pages: int
 
 
-class Cache:
+class KvCache:
     """Pools of `groups` ({span: number of pages}) for sequences of up to `context` tokens, `slots` of them in a step.
 
     pools         of pages, by span

@@ -1,7 +1,8 @@
 """The index of what pages contain: finds the pages that a new sequence shares with older ones.
 
 A complete page is known by the digest of its sequence up to its end, a hash chain: so the digest of a page says what
-all pages before it contain, too. Groups (spans) are indexed together: `Digest` -> page of each group that has one.
+all pages before it contain, too. Groups (spans) are indexed together: `PrefixDigest` -> page of each group that has
+one.
 Pages of windowed groups come and go by themselves, as rows far behind do not see them.
 
 The last page of a sequence is incomplete. When the sequence ends, it becomes a *tail*: the pages of all groups for the
@@ -18,11 +19,11 @@ from hashlib import blake2b
 
 from mlc_amd.runtime.cache.pages import PAGE, STATE, PagePool
 
-Digest = bytes
-ROOT: Digest = b""  # of no tokens
+PrefixDigest = bytes
+ROOT: PrefixDigest = b""  # of no tokens
 
 
-def digest(parent: Digest, tokens: SequenceOf[int]) -> Digest:
+def digest(parent: PrefixDigest, tokens: SequenceOf[int]) -> PrefixDigest:
     """Of `parent`'s tokens, followed by a page of tokens (int32 each)."""
     return blake2b(parent + array("i", tokens).tobytes(), digest_size=16).digest()
 
@@ -39,12 +40,12 @@ class PrefixIndex:
 
     def __init__(self, pools: dict[int, PagePool]) -> None:
         self._pools = pools
-        self._complete: dict[Digest, dict[int, int]] = {}
-        self._digests: dict[int, dict[int, Digest]] = {span: {} for span in pools}  # of complete pages
+        self._complete: dict[PrefixDigest, dict[int, int]] = {}
+        self._digests: dict[int, dict[int, PrefixDigest]] = {span: {} for span in pools}  # of complete pages
         # Tails behind a digest in the order of their tokens, none of which begins with another's.
-        self._tails: dict[Digest, list[tuple[int, ...]]] = {}
-        self._tail_pages: dict[tuple[Digest, tuple[int, ...]], dict[int, int]] = {}
-        self._tail_of: dict[int, dict[int, tuple[Digest, tuple[int, ...]]]] = {span: {} for span in pools}
+        self._tails: dict[PrefixDigest, list[tuple[int, ...]]] = {}
+        self._tail_pages: dict[tuple[PrefixDigest, tuple[int, ...]], dict[int, int]] = {}
+        self._tail_of: dict[int, dict[int, tuple[PrefixDigest, tuple[int, ...]]]] = {span: {} for span in pools}
         for span, pool in pools.items():
             pool.evicted = lambda page, span=span: self._evict(span, page)
 
@@ -52,20 +53,20 @@ class PrefixIndex:
         """Number of digests with pages."""
         return len(self._complete)
 
-    def __contains__(self, known: Digest) -> bool:
+    def __contains__(self, known: PrefixDigest) -> bool:
         return known in self._complete
 
-    def page(self, known: Digest, span: int) -> int | None:
+    def page(self, known: PrefixDigest, span: int) -> int | None:
         """The complete page of that group that ends at `known`."""
         return self._complete.get(known, {}).get(span)
 
-    def add(self, known: Digest, span: int, page: int) -> None:
+    def add(self, known: PrefixDigest, span: int, page: int) -> None:
         """Indexes a complete page, which is held; `page()` must not know one yet."""
         self._complete.setdefault(known, {})[span] = page
         self._digests[span][page] = known
         self._pools[span].index(page)
 
-    def usable(self, digests: SequenceOf[Digest], states: bool = True) -> int:
+    def usable(self, digests: SequenceOf[PrefixDigest], states: bool = True) -> int:
         """The largest n for which a sequence can begin with the pages of digests[:n]: groups that see all keys have all
         of them, windowed groups those that rows behind n pages see. states: there is a state behind them, too."""
         groups = self._pools.keys() - (set() if states else {STATE})
@@ -82,7 +83,7 @@ class PrefixIndex:
 
     # ---- tails
 
-    def add_tail(self, parent: Digest, tokens: SequenceOf[int], pages: dict[int, int]) -> None:
+    def add_tail(self, parent: PrefixDigest, tokens: SequenceOf[int], pages: dict[int, int]) -> None:
         """Indexes the incomplete pages ({span: page} of all groups) with `tokens` behind `parent`, which are held. Does
         nothing if there is a tail that begins with these tokens; takes the place of one that they begin with."""
         new = tuple(tokens)
@@ -100,7 +101,7 @@ class PrefixIndex:
             self._tail_of[span][page] = key
             self._pools[span].index(page)
 
-    def take_tail(self, parent: Digest, tokens: SequenceOf[int]) -> tuple[int, dict[int, int]]:
+    def take_tail(self, parent: PrefixDigest, tokens: SequenceOf[int]) -> tuple[int, dict[int, int]]:
         """(n, pages): the tail behind `parent` that has most of its first tokens, n, in common with `tokens`; now held
         and not indexed any more. n is 0, and nothing is taken, unless that is at least half of the tail: another
         sequence may have more use for it; all of a tail with a state."""
@@ -118,7 +119,7 @@ class PrefixIndex:
         self._drop_tail((parent, tail))
         return n, pages
 
-    def _drop_tail(self, key: tuple[Digest, tuple[int, ...]]) -> None:
+    def _drop_tail(self, key: tuple[PrefixDigest, tuple[int, ...]]) -> None:
         parent, tail = key
         tails = self._tails[parent]
         del tails[bisect_left(tails, tail)]

@@ -19,8 +19,8 @@ from typing import Protocol
 import numpy as np
 
 from mlc_amd.runtime.cache.pages import KEPT, PAGE, STATE, PagePool
-from mlc_amd.runtime.cache.prefixes import ROOT, Digest, PrefixIndex, digest, first_page
-from mlc_amd.runtime.cache.sequence_state import State
+from mlc_amd.runtime.cache.prefixes import ROOT, PrefixDigest, PrefixIndex, digest, first_page
+from mlc_amd.runtime.cache.sequence_state import SequenceState
 
 SingleRow = tuple[int, int, int]  # of a step: token, position, slot
 ChunkRows = tuple[SequenceOf[int] | np.ndarray, int, int]  # of a step: tokens, position of the first, slot
@@ -74,13 +74,13 @@ class Sequence:
         self.tokens: list[int] = list(tokens)
         self.computed = 0
         self.pages: dict[int, list[int]] = {span: [] for span in cache.pools}
-        self.state = State(cache.cells) if cache.cells else None
+        self.state = SequenceState(cache.cells) if cache.cells else None
         self.slot: int | None = None
         self._capacity = 0  # positions that have pages
         self._complete = 0  # complete pages, all of them indexed: computed // PAGE
         self._matched = 0  # of these, found in the index
         self._gone = dict.fromkeys(cache.pools, 0)  # how many first pages are released
-        self._digests: list[Digest] = []  # of the first complete pages of `tokens`, as far as they were needed
+        self._digests: list[PrefixDigest] = []  # of the first complete pages of `tokens`, as far as they were needed
 
     @property
     def pending(self) -> int:
@@ -195,7 +195,7 @@ class Sequence:
                 self._snapshot(self.state)
                 self.state.passing = not prompt
 
-    def _snapshot(self, state: State) -> None:
+    def _snapshot(self, state: SequenceState) -> None:
         """Indexes the state, at the edge of a page, or takes the cell that is indexed already."""
         known, index = self._chain(self._complete)[-1], self.cache.index
         other = index.page(known, STATE)
@@ -258,7 +258,7 @@ class Sequence:
             self._take(chain, index.usable(chain))
         self._take_tail(chain, self._complete, limit)
 
-    def _take_tail(self, chain: list[Digest], n: int, limit: int) -> bool:
+    def _take_tail(self, chain: list[PrefixDigest], n: int, limit: int) -> bool:
         """The indexed pages of chain[:n] and a tail behind them; False if there is none of use."""
         end = n * PAGE
         if limit <= end or n < self._complete or (n == self._complete and self.computed != end):
@@ -278,7 +278,7 @@ class Sequence:
         self.computed += count
         return True
 
-    def _take(self, chain: list[Digest], n: int, state: bool = True) -> None:
+    def _take(self, chain: list[PrefixDigest], n: int, state: bool = True) -> None:
         """The indexed pages of chain[:n] in place of those held, if they are more than are complete. state: the state
         behind them, too."""
         if n <= self._complete:
@@ -380,7 +380,7 @@ class Sequence:
 
     # ---- helpers
 
-    def _chain(self, n: int) -> list[Digest]:
+    def _chain(self, n: int) -> list[PrefixDigest]:
         """The digests of the first n pages of tokens, which are complete."""
         known = self._digests
         for i in range(len(known), n):

@@ -11,7 +11,7 @@ last right row's is kept.
 from mlc_amd.runtime.cache.pages import KEPT, PagePool
 
 
-class State:
+class SequenceState:
     """Of one sequence. cell: that of the state behind the computed tokens; None where nothing is computed. passing:
     its snapshot is of less use than others, because the sequence goes on."""
 

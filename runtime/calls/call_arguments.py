@@ -1,6 +1,6 @@
 """Formats of calls whose arguments are no JSON: tags around each, or objects with bare keys.
 
-In:  a `Reader` behind the opening of a call. Out: to a `Sink`: the arguments as JSON text. See call_formats.py.
+In:  a `TextReader` behind the opening of a call. Out: to a `Sink`: the arguments as JSON text. See call_formats.py.
 """
 
 import ast
@@ -8,15 +8,15 @@ import json
 import re
 from dataclasses import dataclass
 
-from mlc_amd.runtime.calls.call_formats import Format, Sink
-from mlc_amd.runtime.calls.json_reader import Malformed, Reader, Reading, Write, parsed, quoted, string, value
+from mlc_amd.runtime.calls.call_formats import CallFormat, Sink
+from mlc_amd.runtime.calls.json_reader import Malformed, Reading, TextReader, Write, parsed, quoted, string, value
 from mlc_amd.runtime.calls.tools import ALL_TYPES, NAME, json_type
 
 # ---- arguments between tags
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaggedCalls(Format):
+class TaggedCalls(CallFormat):
     """Each argument between tags, strings as they are, other values as JSON. name, key: what is before and after the
     tool's name and an argument's; value_opening, value_closing: around a value; end: behind the last argument. lines: a
     value has lines of its own. several: there may be more than one call before `closing`."""
@@ -34,7 +34,7 @@ class TaggedCalls(Format):
         own = (*self.key, self.value_opening, self.value_closing, self.end)
         return (*super().marks, *filter(None, own))
 
-    def read(self, reader: Reader, sink: Sink) -> Reading[None]:
+    def read(self, reader: TextReader, sink: Sink) -> Reading[None]:
         while True:
             yield from self._call(reader, sink)
             yield from reader.space()
@@ -42,7 +42,7 @@ class TaggedCalls(Format):
                 break
         yield from self._close(reader)
 
-    def _call(self, reader: Reader, sink: Sink) -> Reading[None]:
+    def _call(self, reader: TextReader, sink: Sink) -> Reading[None]:
         yield from reader.space()
         yield from reader.expect(self.name[0])
         name = yield from reader.take(NAME)
@@ -70,7 +70,7 @@ class TaggedCalls(Format):
         sink.write("}")
         sink.end()
 
-    def _value(self, reader: Reader, write: Write, types: frozenset[str]) -> Reading[None]:
+    def _value(self, reader: TextReader, write: Write, types: frozenset[str]) -> Reading[None]:
         """Copies a value as JSON: a string as it arrives, others when they are complete."""
         if self.lines:
             yield from reader.one_of(("\n",))
@@ -133,7 +133,7 @@ def _as_json(text: str, types: frozenset[str]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BareCalls(Format):
+class BareCalls(CallFormat):
     """`call:NAME{key:value,..}`: JSON with keys that have no quotes, and strings between two `quote`."""
 
     quote: str
@@ -142,7 +142,7 @@ class BareCalls(Format):
     def marks(self) -> tuple[str, ...]:
         return (*super().marks, self.quote)
 
-    def read(self, reader: Reader, sink: Sink) -> Reading[None]:
+    def read(self, reader: TextReader, sink: Sink) -> Reading[None]:
         yield from reader.space()
         yield from reader.expect("call:")
         yield from reader.space()
@@ -155,7 +155,7 @@ class BareCalls(Format):
         sink.end()
         yield from self._close(reader)
 
-    def _text(self, reader: Reader, write: Write) -> Reading[None]:
+    def _text(self, reader: TextReader, write: Write) -> Reading[None]:
         """A string, or a key."""
         if (yield from reader.peek()) == '"':
             yield from string(reader, write)

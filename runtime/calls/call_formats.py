@@ -1,6 +1,6 @@
 """How models write calls of tools: the syntax of each family, and how it is read.
 
-In:  a `Reader` behind the text that begins calls (`Format.opening`).
+In:  a `TextReader` behind the text that begins calls (`CallFormat.opening`).
 Out: to a `Sink`: which tool is called, and the arguments as JSON text, piece by piece. `Malformed` where the text is no
      call; a call that has begun then stays as it is.
 
@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from mlc_amd.runtime.calls.json_reader import Malformed, Reader, Reading, Write, parsed, text_of, value
+from mlc_amd.runtime.calls.json_reader import Malformed, Reading, TextReader, Write, parsed, text_of, value
 from mlc_amd.runtime.calls.tools import NAME, Tool
 
 
@@ -72,7 +72,7 @@ class Sink:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format(ABC):
+class CallFormat(ABC):
     """opening: the text that begins a call, or several; closing: the text that ends them. bare: the opening may be
     missing before a call that the answer begins with. instructed: no chat template tells the model about it, an
     instruction must (call_messages.py)."""
@@ -88,10 +88,10 @@ class Format(ABC):
         return tuple(filter(None, (self.opening, self.closing)))
 
     @abstractmethod
-    def read(self, reader: Reader, sink: Sink) -> Reading[None]:
+    def read(self, reader: TextReader, sink: Sink) -> Reading[None]:
         """The call or calls behind `opening`, with `closing` if it is there."""
 
-    def _close(self, reader: Reader) -> Reading[None]:
+    def _close(self, reader: TextReader) -> Reading[None]:
         """Behind a call. A closing mark that the answer's limit has cut off is no text."""
         yield from reader.space()
         if self.closing and not (yield from reader.one_of((self.closing,))):
@@ -106,7 +106,7 @@ _NAMES, _ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsonCalls(Format):
+class JsonCalls(CallFormat):
     """`{"name": .., "arguments": {..}}`, with these or other keys. listed: a JSON list of such objects. separator:
     between several without a list, where they have no openings of their own. id_key: the first key, of the call's
     number."""
@@ -117,7 +117,7 @@ class JsonCalls(Format):
     listed: bool = False
     separator: str = ""
 
-    def read(self, reader: Reader, sink: Sink) -> Reading[None]:
+    def read(self, reader: TextReader, sink: Sink) -> Reading[None]:
         yield from reader.space()
         if self.listed and (yield from reader.one_of(("[",))):
             yield from reader.space()
@@ -140,7 +140,7 @@ class JsonCalls(Format):
         yield from self._close(reader)
 
     @staticmethod
-    def _call(reader: Reader, sink: Sink) -> Reading[None]:
+    def _call(reader: TextReader, sink: Sink) -> Reading[None]:
         """Keys may come in any order: arguments before the name are held back."""
         yield from reader.expect("{")
         held: list[str] = []
@@ -172,7 +172,7 @@ class JsonCalls(Format):
         sink.end()
 
 
-def arguments(reader: Reader, write: Write) -> Reading[None]:
+def arguments(reader: TextReader, write: Write) -> Reading[None]:
     """Copies arguments: an object; also where it is written as a string or null."""
     character = yield from reader.peek()
     if character == "{":
@@ -195,7 +195,7 @@ def arguments(reader: Reader, write: Write) -> Reading[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamedCalls(Format):
+class NamedCalls(CallFormat):
     """A name between marks, then a JSON object. before, after: around the name. numbered: the name is between
     "functions." and ":" and the number of the call. id_mark: begins an id behind the name. fence: the object is between
     "```json" and "```". repeated, each_closing: one opening begins several calls, each of them between these."""
@@ -213,7 +213,7 @@ class NamedCalls(Format):
         own = (*self.before, self.after, self.id_mark, self.repeated, self.each_closing)
         return (*super().marks, *filter(None, own))
 
-    def read(self, reader: Reader, sink: Sink) -> Reading[None]:
+    def read(self, reader: TextReader, sink: Sink) -> Reading[None]:
         while True:
             if self.repeated:
                 yield from reader.space()
@@ -224,7 +224,7 @@ class NamedCalls(Format):
                 break
         yield from self._close(reader)
 
-    def _call(self, reader: Reader, sink: Sink) -> Reading[None]:
+    def _call(self, reader: TextReader, sink: Sink) -> Reading[None]:
         yield from reader.space()
         for text in self.before:
             yield from reader.expect(text)
@@ -251,13 +251,13 @@ class NamedCalls(Format):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HarmonyCalls(Format):
+class HarmonyCalls(CallFormat):
     """Messages whose recipient is `prefix` and a tool: reasoning.py divides them from the text of the answer. What is
     read is such a message, of a call that has begun."""
 
     prefix: str = "functions."
 
-    def read(self, reader: Reader, sink: Sink) -> Reading[None]:
+    def read(self, reader: TextReader, sink: Sink) -> Reading[None]:
         yield from reader.space()
         yield from arguments(reader, sink.write)
         sink.end()

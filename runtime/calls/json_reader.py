@@ -1,6 +1,6 @@
 """Reads text that arrives in pieces, and JSON in it, without waiting for its end.
 
-In:  pieces of text (`Reader.feed`), and the end (`Reader.end`).
+In:  pieces of text (`TextReader.feed`), and the end (`TextReader.end`).
 Out: what the generators below return. Such a generator yields nothing; it is suspended (`yield`) where it needs text
      that has not arrived yet, and may be resumed after more of it. What it has read does not depend on how the text was
      divided. Functions that write copy to `Write`, piece by piece: what they read, as valid JSON.
@@ -36,7 +36,7 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-class Reader:
+class TextReader:
     """The text and the place in it up to which it has been read. place: from the beginning of all text."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Reader:
             yield
 
 
-def string(reader: Reader, write: Write) -> Reading[None]:
+def string(reader: TextReader, write: Write) -> Reading[None]:
     """Copies a JSON string. Control characters in it, which JSON does not allow but models write, are escaped."""
     yield from reader.expect('"')
     write('"')
@@ -172,14 +172,14 @@ def string(reader: Reader, write: Write) -> Reading[None]:
             raise Malformed
 
 
-def text_of(reader: Reader) -> Reading[str]:
+def text_of(reader: TextReader) -> Reading[str]:
     """The content of a JSON string."""
     parts: list[str] = []
     yield from string(reader, parts.append)
     return json.loads("".join(parts))
 
 
-def _scalar(reader: Reader, write: Write) -> Reading[None]:
+def _scalar(reader: TextReader, write: Write) -> Reading[None]:
     word = yield from reader.take(_WORD)
     if word not in _WORDS and not _NUMBER.fullmatch(word):
         raise Malformed
@@ -187,7 +187,7 @@ def _scalar(reader: Reader, write: Write) -> Reading[None]:
 
 
 def value(
-    reader: Reader, write: Write, text: Callable[[Reader, Write], Reading[None]] = string, quotes: str = '"'
+    reader: TextReader, write: Write, text: Callable[[TextReader, Write], Reading[None]] = string, quotes: str = '"'
 ) -> Reading[None]:
     """Copies a JSON value. text: copies a string or a key; quotes: the characters that a string begins with."""
     closing: list[str] = []

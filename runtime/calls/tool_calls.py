@@ -19,25 +19,25 @@ from mlc_amd.runtime.calls.call_formats import (
     CallBegin,
     CallEnd,
     CallEvent,
-    Format,
+    CallFormat,
     HarmonyCalls,
     JsonCalls,
     NamedCalls,
     Sink,
 )
-from mlc_amd.runtime.calls.json_reader import Malformed, Reader, Reading
+from mlc_amd.runtime.calls.json_reader import Malformed, Reading, TextReader
 from mlc_amd.runtime.calls.tools import Tool
 from mlc_amd.runtime.text.marks import split_at
-from mlc_amd.runtime.text.reasoning import Part
+from mlc_amd.runtime.text.reasoning import AnswerPart
 
-Event = Part | CallEvent
+Event = AnswerPart | CallEvent
 
 
 @dataclass(frozen=True)
-class Row:
+class KnownFormat:
     """A format, and what tells it: texts that the vocabulary has as tokens, and texts in the template."""
 
-    format: Format
+    format: CallFormat
     tokens: tuple[str, ...] = ()
     template: tuple[str, ...] = ()
 
@@ -54,26 +54,28 @@ _DEEPSEEK = NamedCalls(
     after="<｜tool▁sep｜>",
 )
 # The first row whose texts are all there counts. Sources: the chat templates of the models.
-FORMATS: tuple[Row, ...] = (
+FORMATS: tuple[KnownFormat, ...] = (
     # gpt-oss
-    Row(HarmonyCalls(), tokens=("<|start|>", "<|channel|>", "<|message|>", "<|call|>")),
+    KnownFormat(HarmonyCalls(), tokens=("<|start|>", "<|channel|>", "<|message|>", "<|call|>")),
     # Gemma 4
-    Row(
+    KnownFormat(
         BareCalls(opening="<|tool_call>", closing="<tool_call|>", quote='<|"|>'),
         tokens=("<|tool_call>", "<tool_call|>"),
         template=("<|tool_call>call:",),
     ),
     # FunctionGemma
-    Row(
+    KnownFormat(
         BareCalls(opening="<start_function_call>", closing="<end_function_call>", quote="<escape>"),
         template=("<start_function_call>call:",),
     ),
     # Mistral Small 3.2, Magistral 2507: with an id; Ministral 3, Devstral 2 and later: without
-    Row(NamedCalls(opening="[TOOL_CALLS]", id_mark="[CALL_ID]", after="[ARGS]"), template=("[TOOL_CALLS]", "[ARGS]")),
+    KnownFormat(
+        NamedCalls(opening="[TOOL_CALLS]", id_mark="[CALL_ID]", after="[ARGS]"), template=("[TOOL_CALLS]", "[ARGS]")
+    ),
     # Mistral 7B v0.3, Nemo, Small 3.1
-    Row(JsonCalls(opening="[TOOL_CALLS]", listed=True), template=("[TOOL_CALLS]",)),
+    KnownFormat(JsonCalls(opening="[TOOL_CALLS]", listed=True), template=("[TOOL_CALLS]",)),
     # Kimi K2
-    Row(
+    KnownFormat(
         NamedCalls(
             opening="<|tool_calls_section_begin|>",
             closing="<|tool_calls_section_end|>",
@@ -85,14 +87,14 @@ FORMATS: tuple[Row, ...] = (
         tokens=("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
     ),
     # DeepSeek V3, R1: the kind of the tool, its name, and fenced JSON
-    Row(
+    KnownFormat(
         replace(_DEEPSEEK, after="", before=("function", _DEEPSEEK.after), fence=True),
         template=("<｜tool▁sep｜>", "```json"),
     ),
     # DeepSeek V3.1
-    Row(_DEEPSEEK, template=("<｜tool▁sep｜>",)),
+    KnownFormat(_DEEPSEEK, template=("<｜tool▁sep｜>",)),
     # GLM 4.5, 4.6, 4.7
-    Row(
+    KnownFormat(
         TaggedCalls(
             opening="<tool_call>",
             closing="</tool_call>",
@@ -104,7 +106,7 @@ FORMATS: tuple[Row, ...] = (
         template=("<arg_key>", "<arg_value>"),
     ),
     # MiniMax M2
-    Row(
+    KnownFormat(
         TaggedCalls(
             opening="<minimax:tool_call>",
             closing="</minimax:tool_call>",
@@ -117,7 +119,7 @@ FORMATS: tuple[Row, ...] = (
         template=("<minimax:tool_call>",),
     ),
     # Seed-OSS
-    Row(
+    KnownFormat(
         TaggedCalls(
             opening="<seed:tool_call>",
             closing="</seed:tool_call>",
@@ -129,7 +131,7 @@ FORMATS: tuple[Row, ...] = (
         template=("<seed:tool_call>",),
     ),
     # Qwen3 Coder, Qwen3.5, Nemotron 3
-    Row(
+    KnownFormat(
         TaggedCalls(
             opening="<tool_call>",
             closing="</tool_call>",
@@ -142,7 +144,7 @@ FORMATS: tuple[Row, ...] = (
         template=("<tool_call>", "<function=", "<parameter="),
     ),
     # Command R7B, Command A
-    Row(
+    KnownFormat(
         JsonCalls(
             opening="<|START_ACTION|>",
             closing="<|END_ACTION|>",
@@ -154,25 +156,25 @@ FORMATS: tuple[Row, ...] = (
         template=("<|START_ACTION|>",),
     ),
     # Phi-4 mini
-    Row(
+    KnownFormat(
         JsonCalls(opening="<|tool_call|>", closing="<|/tool_call|>", listed=True),
         template=("<|tool_call|>", "<|/tool_call|>"),
     ),
     # Granite 3
-    Row(JsonCalls(opening="<|tool_call|>", listed=True), template=("<|tool_call|>",)),
+    KnownFormat(JsonCalls(opening="<|tool_call|>", listed=True), template=("<|tool_call|>",)),
     # Nemotron Nano 2, Nemotron Super 1.5
-    Row(JsonCalls(opening="<TOOLCALL>", closing="</TOOLCALL>", listed=True), template=("<TOOLCALL>",)),
+    KnownFormat(JsonCalls(opening="<TOOLCALL>", closing="</TOOLCALL>", listed=True), template=("<TOOLCALL>",)),
     # Jamba, Hunyuan
-    Row(JsonCalls(opening="<tool_calls>", closing="</tool_calls>", listed=True), template=("<tool_calls>",)),
+    KnownFormat(JsonCalls(opening="<tool_calls>", closing="</tool_calls>", listed=True), template=("<tool_calls>",)),
     # Hermes 2 and 3, Qwen2.5, Qwen3, Granite 4, SmolLM3, EXAONE 4, Ling
-    Row(HERMES, template=("<tool_call>",)),
+    KnownFormat(HERMES, template=("<tool_call>",)),
     # Llama 3.1, 3.2, 3.3, 4
-    Row(
+    KnownFormat(
         JsonCalls(opening="<|python_tag|>", arguments_key="parameters", bare=True, separator=";"),
         tokens=("<|python_tag|>",),
         template=("tools", '"parameters"'),
     ),
-    Row(
+    KnownFormat(
         JsonCalls(
             opening="<|python_start|>",
             closing="<|python_end|>",
@@ -186,7 +188,7 @@ FORMATS: tuple[Row, ...] = (
 )
 
 
-def detect(has_token: Callable[[str], bool], template: str) -> Format:
+def detect(has_token: Callable[[str], bool], template: str) -> CallFormat:
     """The format of a model. has_token: whether a text is a token of its vocabulary; template: the text of its chat
     template, of the one for tools where it has several."""
     rows = (
@@ -198,10 +200,10 @@ def detect(has_token: Callable[[str], bool], template: str) -> Format:
 class CallParser:
     """Finds the calls in one answer: `feed` its parts, then `finish`."""
 
-    def __init__(self, found: Format, tools: Sequence[Tool]) -> None:
+    def __init__(self, found: CallFormat, tools: Sequence[Tool]) -> None:
         self._format = found
         self._events: list[Event] = []
-        self._reader = Reader()  # of what is read as a call
+        self._reader = TextReader()  # of what is read as a call
         self._behind = 0  # the place behind the last call
         self._sink = Sink(tools, self._emit)
         self._held = ""  # white space that is text only if no call follows
@@ -210,7 +212,7 @@ class CallParser:
         self._message: _Running | None = None  # to a tool
         self._recipient = ""
 
-    def feed(self, part: Part) -> list[Event]:
+    def feed(self, part: AnswerPart) -> list[Event]:
         """The events that the part completes or continues."""
         if part.kind != "tool" or part.recipient != self._recipient:
             self._end_message()
@@ -245,8 +247,8 @@ class CallParser:
             last = taken[-1] if taken else None
             if isinstance(event, CallArguments) and isinstance(last, CallArguments):
                 taken[-1] = CallArguments(event.number, last.text + event.text)
-            elif isinstance(event, Part) and isinstance(last, Part) and event.kind == last.kind:
-                taken[-1] = Part(event.kind, last.text + event.text)
+            elif isinstance(event, AnswerPart) and isinstance(last, AnswerPart) and event.kind == last.kind:
+                taken[-1] = AnswerPart(event.kind, last.text + event.text)
             else:
                 taken.append(event)
         self._events = []
@@ -269,9 +271,9 @@ class CallParser:
         self._held = text[len(trimmed) :]
         if trimmed:
             self._behind_call = False
-            self._events.append(Part("final", trimmed))
+            self._events.append(AnswerPart("final", trimmed))
 
-    def _read(self, reader: Reader) -> Reading[None]:
+    def _read(self, reader: TextReader) -> Reading[None]:
         """The text of the answer, in which calls may begin."""
         opening = self._format.opening
         if self._format.bare:
@@ -289,7 +291,7 @@ class CallParser:
             else:
                 yield
 
-    def _read_call(self, reader: Reader, mark: str) -> Reading[None]:
+    def _read_call(self, reader: TextReader, mark: str) -> Reading[None]:
         """What `mark` begins; if that is no call, `mark` is text."""
         place, count = reader.place, self._sink.count
         self._reader = reader
@@ -307,7 +309,7 @@ class CallParser:
         finally:
             reader.keep(None)
 
-    def _read_message(self, reader: Reader) -> Reading[None]:
+    def _read_message(self, reader: TextReader) -> Reading[None]:
         """A message to a tool: a call, or text if there is no such tool."""
         self._reader = reader
         prefix = self._format.prefix if isinstance(self._format, HarmonyCalls) else ""
@@ -328,8 +330,8 @@ class CallParser:
 class _Running:
     """A generator that reads, and its text."""
 
-    def __init__(self, read: Callable[[Reader], Reading[None]]) -> None:
-        self._reader = Reader()
+    def __init__(self, read: Callable[[TextReader], Reading[None]]) -> None:
+        self._reader = TextReader()
         self._reading = read(self._reader)
 
     def feed(self, text: str) -> None:
@@ -348,8 +350,8 @@ __all__ = [
     "CallArguments",
     "CallBegin",
     "CallEnd",
+    "CallFormat",
     "CallParser",
     "Event",
-    "Format",
     "detect",
 ]

@@ -66,11 +66,11 @@ class Kernels:
                 continue
             pointer.value = _address(getattr(_pool, ours))
 
-    def call(self, name: str, tensors: list) -> "Call | None":
+    def call(self, name: str, tensors: list) -> "KernelCall | None":
         """A kernel with its arguments, arrays of tvm_ffi; None for a name that is not in the library. Arguments are not
         checked."""
         function = self._module.get_function(name)
-        return function and Call(function, _address(self._library[f"__tvm_ffi_{name}"]), tensors)
+        return function and KernelCall(function, _address(self._library[f"__tvm_ffi_{name}"]), tensors)
 
 
 def _address(function) -> int:
@@ -85,12 +85,12 @@ def _threads() -> ctypes.CDLL:
 
 
 class _Native(ctypes.Structure):
-    """`Call` of cpu.c."""
+    """`KernelCall` of cpu.c."""
 
     _fields_ = (("kernel", ctypes.c_void_p), ("arguments", ctypes.c_void_p), ("count", ctypes.c_int32))
 
 
-class Call:
+class KernelCall:
     """A kernel and its arguments, to be called directly or as part of a `Replay`."""
 
     def __init__(self, function, address: int, tensors: list):
@@ -107,7 +107,7 @@ class Replay:
     """A list of calls made by few native calls, as a call from Python takes as long as a small kernel. Signals are
     handled between pieces."""
 
-    def __init__(self, calls: list[Call]):
+    def __init__(self, calls: list[KernelCall]):
         self._calls = calls
         pieces = [calls[i : i + _PIECE] for i in range(0, len(calls), _PIECE)]
         self._pieces = [((_Native * len(piece))(*(call.native for call in piece)), len(piece)) for piece in pieces]
@@ -183,12 +183,12 @@ class CpuDevice:
                 "compile with a smaller --ctx"
             ) from e
 
-    def _bind(self, function: dict) -> list[Call]:
+    def _bind(self, function: dict) -> list[KernelCall]:
         return [
             self._call(step["kernel"], [self._tensor(arg) for arg in step["args"]]) for step in function["launches"]
         ]
 
-    def _call(self, name: str, tensors: list) -> Call:
+    def _call(self, name: str, tensors: list) -> KernelCall:
         for library in self.libraries:
             if call := library.call(name, tensors):
                 return call

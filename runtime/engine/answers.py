@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from mlc_amd.runtime.engine.generation import Piece, Progress, Stats
+from mlc_amd.runtime.engine.generation import Piece, ProgressCallback, Stats
 from mlc_amd.runtime.engine.requests import Request
-from mlc_amd.runtime.engine.sampled_rows import GREEDY, UNKNOWN, Choice, Chosen
+from mlc_amd.runtime.engine.sampled_rows import GREEDY, UNKNOWN, ChosenToken, TokenChoice
 from mlc_amd.runtime.grammars.constraints import Constraint, check_chosen, mask_of
 from mlc_amd.runtime.sampling.sampler import Sampler, not_finite
 from mlc_amd.runtime.sampling.settings import Sampling, without_ends
@@ -23,9 +23,9 @@ from mlc_amd.runtime.text.tokenizer import Tokenizer
 
 class Answer:
     """stop: texts that end it, before them. shown: control tokens with a text. index: its number among the answers of a
-    call. logprobs: see `Choice`. constraint: on its tokens. min_tokens: before so many no end token is chosen, unless
-    the constraint leaves no other. listener, progress: called by the computing thread, for each token and its end, and
-    between chunks of the prompt; an error of `progress` ends the answer.
+    call. logprobs: see `TokenChoice`. constraint: on its tokens. min_tokens: before so many no end token is chosen,
+    unless the constraint leaves no other. listener, progress: called by the computing thread, for each token and its
+    end, and between chunks of the prompt; an error of `progress` ends the answer.
 
     error: why it failed, if it did; done: no more pieces are added.
     """
@@ -41,7 +41,7 @@ class Answer:
         logprobs: int | None = None,
         constraint: Constraint | None = None,
         min_tokens: int = 0,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         self.request, self.sampling, self.index = request, sampling, index
         self.constraint, self._logprobs = constraint, logprobs
@@ -57,8 +57,10 @@ class Answer:
         self._end_ids, self._vocab, self._stop = tokenizer.end_ids, tokenizer.vocab_size, stop
         self._decoder = tokenizer.stream(shown=shown)
         self._lock = threading.Lock()  # of all below, which both threads change
-        self._tokens: deque[Chosen] = deque()  # whose text is not decoded yet
-        self._held: list[tuple[Chosen, str]] = []  # whose text may be part of a stop text, or ends inside a character
+        self._tokens: deque[ChosenToken] = deque()  # whose text is not decoded yet
+        self._held: list[
+            tuple[ChosenToken, str]
+        ] = []  # whose text may be part of a stop text, or ends inside a character
         self._pieces: deque[Piece] = deque()
         self.progress = progress
         self._begun = time.perf_counter()
@@ -85,7 +87,7 @@ class Answer:
         """Whether its next tokens may be guessed: a constraint must accept one before the next."""
         return self.constraint is None and not self.done
 
-    def choices(self, guesses: Sequence[int] = ()) -> list[Choice]:
+    def choices(self, guesses: Sequence[int] = ()) -> list[TokenChoice]:
         """How its next token is chosen, and those after each guess. If its constraint fails, the answer does, and the
         choice does not matter."""
         sequence = self.request.sequence
@@ -97,7 +99,7 @@ class Answer:
                 self.fail(error)
                 return [GREEDY]
         return [
-            Choice(self._sampling(i), self._seed, sequence.tokens, self._mask, self._logprobs, guesses[:i])
+            TokenChoice(self._sampling(i), self._seed, sequence.tokens, self._mask, self._logprobs, guesses[:i])
             for i in range(len(guesses) + 1)
         ]
 
@@ -111,11 +113,11 @@ class Answer:
         """Whether the choice of a token does not depend on those before it: `next_choice`."""
         return self.constraint is None and not self.sampling.penalizes
 
-    def next_choice(self) -> Choice:
+    def next_choice(self) -> TokenChoice:
         """How the token after its next one is chosen, whatever the next one is."""
         sequence = self.request.sequence
         assert sequence is not None, "its request was added"
-        return Choice(self._sampling(1), self._seed, sequence.tokens, guessed=UNKNOWN)
+        return TokenChoice(self._sampling(1), self._seed, sequence.tokens, guessed=UNKNOWN)
 
     def _sampling(self, offset: int) -> Sampling:
         """Of the next token but `offset`."""
@@ -126,7 +128,7 @@ class Answer:
         self.stats.guessed += guessed
         self.stats.accepted += accepted
 
-    def push(self, chosen: Chosen) -> str | None:
+    def push(self, chosen: ChosenToken) -> str | None:
         """Adds its next token. Returns why it ends with that token, if it does: "stop", "length", "context" or
         "interrupted"."""
         now = time.perf_counter()

@@ -5,7 +5,7 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from mlc_amd.runtime.cache.kv_cache import Cache
+from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.sampled_rows import GREEDY
 from mlc_amd.runtime.engine.single_sequence import compute, reserve
@@ -14,7 +14,7 @@ from mlc_amd.runtime.engine.single_sequence import compute, reserve
 class Batch:
     """`count` sequences, for the holder of the engine's step lock (`Engine.batch`)."""
 
-    def __init__(self, cache: Cache, runner: Runner, count: int) -> None:
+    def __init__(self, cache: KvCache, runner: Runner, count: int) -> None:
         self._cache, self._runner, self.count = cache, runner, count
         self._sequences = [cache.sequence() for _ in range(count)]
 

@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from mlc_amd.runtime.engine.generation import ContextFull, Piece, Progress, Stats, check_max_tokens, check_stop
+from mlc_amd.runtime.engine.generation import ContextFull, Piece, ProgressCallback, Stats, check_max_tokens, check_stop
 from mlc_amd.runtime.engine.generations import Generation
 from mlc_amd.runtime.engine.text_engine import TextEngine
 from mlc_amd.runtime.errors import UserError
@@ -118,7 +118,7 @@ class Conversation:
         *,
         sampling: Sampling | None = None,
         thinking: str | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         **changes: Unpack[SamplingChanges],
     ) -> Generator[str, None, None]:
         """The answer of `stream`, with the same arguments, in pieces, without the model's thinking and calls."""
@@ -134,9 +134,9 @@ class Conversation:
         *,
         sampling: Sampling | None = None,
         thinking: str | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         **changes: Unpack[SamplingChanges],
-    ) -> Generator[reasoning.Part, None, None]:
+    ) -> Generator[reasoning.AnswerPart, None, None]:
         """Adds a user turn and yields the answer in parts; closing the iterator stops it and keeps what was yielded.
 
         text: a text, or a list of text parts. sampling, thinking: for this turn, instead of the conversation's;
@@ -158,8 +158,8 @@ class Conversation:
         max_tokens: int | None,
         stops: Sequence[str],
         variables: Mapping[str, Any],
-        progress: Progress | None,
-    ) -> Generator[reasoning.Part, None, None]:
+        progress: ProgressCallback | None,
+    ) -> Generator[reasoning.AnswerPart, None, None]:
         question = Message(role="user", content=text)
         messages, prompt, ids = self._fit([*self.messages, question], max_tokens, variables)
         template, parser = self.engine.chat_template, self.format.parser(prompt)
@@ -173,7 +173,7 @@ class Conversation:
                 # In a plain dialogue the answer begins with the space that the template writes after "Assistant:".
                 elif out := part.text.lstrip() if template.is_fallback and not shown else part.text:
                     shown += out
-                    yield reasoning.Part("final", out)
+                    yield reasoning.AnswerPart("final", out)
         except GeneratorExit:
             pieces.close()
         if not shown and (hidden or self.stats.finish == "interrupted"):
@@ -271,7 +271,7 @@ class Conversation:
         self.messages = messages
 
 
-def _final(parts: Generator[reasoning.Part, None, None]) -> Generator[str, None, None]:
+def _final(parts: Generator[reasoning.AnswerPart, None, None]) -> Generator[str, None, None]:
     """The text of the answer itself; closing this closes `parts`."""
     with closing(parts):
         for part in parts:
@@ -279,7 +279,7 @@ def _final(parts: Generator[reasoning.Part, None, None]) -> Generator[str, None,
                 yield part.text
 
 
-def _parts(pieces: Iterator[Piece], parser: reasoning.Parser, made: list[int]) -> Iterator[reasoning.Part]:
+def _parts(pieces: Iterator[Piece], parser: reasoning.Parser, made: list[int]) -> Iterator[reasoning.AnswerPart]:
     """The parts of a generated text; its ids are appended to `made`."""
     for piece in pieces:
         made.append(piece.id)

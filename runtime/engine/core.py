@@ -14,14 +14,14 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 
-from mlc_amd.runtime.cache.kv_cache import Cache
+from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import Sequence
 from mlc_amd.runtime.engine.answers import Answer
 from mlc_amd.runtime.engine.limits import RequestCounts, SchedulerLimits
 from mlc_amd.runtime.engine.planned_step import PlannedStep
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.runner import Runner
-from mlc_amd.runtime.engine.sampled_rows import GREEDY, Choice, Chosen
+from mlc_amd.runtime.engine.sampled_rows import GREEDY, ChosenToken, TokenChoice
 from mlc_amd.runtime.engine.scheduler import Scheduler
 from mlc_amd.runtime.engine.scoring import Scoring
 from mlc_amd.runtime.engine.step_lock import CLOSED, StepLock
@@ -33,7 +33,7 @@ from mlc_amd.runtime.speculation.speculation import Speculation
 class Core:
     """Steps of `runner` for the answers that were started. Methods may be called by any thread."""
 
-    def __init__(self, runner: Runner, cache: Cache, limits: SchedulerLimits) -> None:
+    def __init__(self, runner: Runner, cache: KvCache, limits: SchedulerLimits) -> None:
         self.runner = runner
         self.scheduler = Scheduler(cache, limits)
         self.private: Sequence | None = None  # a sequence of the engine's own, which requests may preempt
@@ -191,7 +191,7 @@ class Core:
                 self._follow(self.speculation, step, [token for tokens in chosen for token in tokens])
         self._complete(step, found)
 
-    def _complete(self, step: PlannedStep, found: list[list[Chosen]]) -> None:
+    def _complete(self, step: PlannedStep, found: list[list[ChosenToken]]) -> None:
         """found: what was chosen for each of the step's answers."""
         prompts = [(request, sequence) for request, sequence in step.computed if not request.generated]
         self.scheduler.complete(step, [[max(chosen.token, 0) for chosen in tokens] for tokens in found])
@@ -245,7 +245,7 @@ class Core:
             self._lacks_choices = late
         return following
 
-    def _choices(self, step: PlannedStep) -> list[Choice]:
+    def _choices(self, step: PlannedStep) -> list[TokenChoice]:
         """How the tokens of a step without guesses are chosen; for answers that are done it does not matter."""
         answers = [self._answers.get(request) for request in step.answers]
         return [answer.choices()[0] if answer else GREEDY for answer in answers]
@@ -265,7 +265,7 @@ class Core:
         return self.scheduler.draft(step, self.speculation.drafts(wanted))
 
     def _learn(
-        self, speculation: Speculation, step: PlannedStep, found: list[list[Chosen]], guess_s: float, step_s: float
+        self, speculation: Speculation, step: PlannedStep, found: list[list[ChosenToken]], guess_s: float, step_s: float
     ) -> None:
         drafts = {request: drafts for (request, _), drafts in zip(step.singles, step.drafts, strict=True) if drafts}
         counts = {request: len(tokens) for (request, _), tokens in zip(step.singles, found, strict=True)}
@@ -273,7 +273,7 @@ class Core:
         for request, guesses in drafts.items():
             self._answers[request].verified(len(guesses), counts[request] - 1)
 
-    def _follow(self, speculation: Speculation, step: PlannedStep, chosen: list[Chosen]) -> None:
+    def _follow(self, speculation: Speculation, step: PlannedStep, chosen: list[ChosenToken]) -> None:
         """Has a drafter that follows steps follow this one, for a prompt or where guesses are worth their time."""
         drafter = speculation.drafter
         if not isinstance(drafter, OwnDraft) or (step.chunk and step.chunk.scored):
@@ -287,7 +287,7 @@ class Core:
         else:
             drafter.skip()
 
-    def _run(self, step: PlannedStep) -> list[list[Chosen]]:
+    def _run(self, step: PlannedStep) -> list[list[ChosenToken]]:
         """The tokens chosen for each of the step's answers: after its newest token, and after each guess."""
         singles, chunk = [], None
         for (_, sequence), drafts in zip(step.singles, step.drafts, strict=True):
@@ -300,7 +300,7 @@ class Core:
         answers = [self._answers[request] for request in step.answers]
         guesses = step.drafts + [[]] * (len(answers) - len(step.drafts))
 
-        def choices() -> list[Choice]:
+        def choices() -> list[TokenChoice]:
             return [
                 choice for answer, drafts in zip(answers, guesses, strict=True) for choice in answer.choices(drafts)
             ]
@@ -366,7 +366,7 @@ class Core:
             self.speculation.drafter.close()
 
 
-def _right(chosen: list[Chosen], guesses: SequenceOf[int]) -> list[Chosen]:
+def _right(chosen: list[ChosenToken], guesses: SequenceOf[int]) -> list[ChosenToken]:
     """The first token, and those after guesses that are right."""
     right = next((i for i, guess in enumerate(guesses) if chosen[i].token != guess), len(guesses))
     return chosen[: right + 1]

@@ -11,7 +11,7 @@ from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.engine.chat import Conversation
-from mlc_amd.runtime.engine.generation import Progress
+from mlc_amd.runtime.engine.generation import ProgressCallback
 from mlc_amd.runtime.engine.limits import SchedulerLimits
 from mlc_amd.runtime.engine.text_engine import TextEngine
 from mlc_amd.runtime.errors import UserError
@@ -85,7 +85,7 @@ class Engine(TextEngine):
         max_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         thinking: str | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         **changes: Unpack[SamplingChanges],
     ) -> Generator[str, None, None]:
         """The answer's text, in pieces, without the model's thinking. A string is the next turn of the engine's

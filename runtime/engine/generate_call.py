@@ -4,7 +4,13 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 from mlc_amd.runtime.engine.answers import Answer
-from mlc_amd.runtime.engine.generation import Progress, check_logprobs, check_max_tokens, check_min_tokens, check_stop
+from mlc_amd.runtime.engine.generation import (
+    ProgressCallback,
+    check_logprobs,
+    check_max_tokens,
+    check_min_tokens,
+    check_stop,
+)
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.errors import UserError, shorten
 from mlc_amd.runtime.grammars.constraints import Constraint
@@ -26,7 +32,7 @@ class GenerateCall:
     logprobs: int | None
     constraint: Callable[[], Constraint] | None
     min_tokens: int
-    progress: Progress | None
+    progress: ProgressCallback | None
 
     def __post_init__(self) -> None:
         self.max_tokens, self.stop = check_max_tokens(self.max_tokens), check_stop(self.stop)

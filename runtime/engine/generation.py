@@ -14,7 +14,7 @@ import numpy as np
 from mlc_amd.runtime.errors import UserError, shorten
 
 Ids = Sequence[int] | np.ndarray  # token ids
-Progress = Callable[[int, int], None]  # (tokens of the prompt that are computed, tokens to compute)
+ProgressCallback = Callable[[int, int], None]  # (tokens of the prompt that are computed, tokens to compute)
 
 MOST_LOGPROBS = 20  # alternatives to a token: the limit of OpenAI's API
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from mlc_amd.runtime.artifact.artifact import Artifact
-from mlc_amd.runtime.cache.kv_cache import Cache, KvUsage
+from mlc_amd.runtime.cache.kv_cache import KvCache, KvUsage
 from mlc_amd.runtime.engine.batch import Batch
 from mlc_amd.runtime.engine.closing import Closing
 from mlc_amd.runtime.engine.core import Core
@@ -47,7 +47,7 @@ class LogitsEngine(Closing):
 
     def _open(self) -> None:
         """An empty cache, and what works with it."""
-        self.cache = Cache(pages_of(self.device, self.artifact.manifest), self.context)
+        self.cache = KvCache(pages_of(self.device, self.artifact.manifest), self.context)
         self._runner = Runner(self.artifact, self.device, self.cache)
         functions = self._runner.functions
         rows = functions.single_rows, functions.chunk_rows, functions.mixed_rows, self._runner.scored

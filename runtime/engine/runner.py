@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mlc_amd.runtime.cache.kv_cache import Cache
+from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import ChunkRows, SingleRow
 from mlc_amd.runtime.engine.functions import FOLLOW, Functions, StepFunction
-from mlc_amd.runtime.engine.sampled_rows import GREEDY, Choice, Chosen, SampledRows
+from mlc_amd.runtime.engine.sampled_rows import GREEDY, ChosenToken, SampledRows, TokenChoice
 from mlc_amd.runtime.engine.steps import page_table, write_step
 
 _SCORED = 64  # rows whose logits are read at once: with a large vocabulary, those of one take half a megabyte
@@ -22,13 +22,13 @@ _SCORED = 64  # rows whose logits are read at once: with a large vocabulary, tho
 class Runner:
     """Runs steps of an artifact on `device`, whose pages `cache` allocates."""
 
-    def __init__(self, artifact, device, cache: Cache) -> None:
+    def __init__(self, artifact, device, cache: KvCache) -> None:
         self.device, self.cache, self.functions = device, cache, Functions(artifact.manifest)
         self.vocab = artifact.manifest["model"]["vocab"]
         self._entries = artifact.manifest["functions"]
         self._last, self._answered = "", [0]  # the function of the last step, and its rows of logits that count
         self._choices = SampledRows(device, artifact.manifest["io"], self.vocab)
-        self._started: deque[Sequence[Choice]] = deque()  # of steps that are not finished
+        self._started: deque[Sequence[TokenChoice]] = deque()  # of steps that are not finished
 
     @property
     def scored(self) -> int:
@@ -71,14 +71,14 @@ class Runner:
         self,
         singles: Sequence[SingleRow],
         chunk: ChunkRows | None,
-        choices: Sequence[Choice] | Callable[[], Sequence[Choice]],
-    ) -> list[Chosen]:
+        choices: Sequence[TokenChoice] | Callable[[], Sequence[TokenChoice]],
+    ) -> list[ChosenToken]:
         """Computes a step, and chooses a token for each of the first answers, as many as there are `choices`: or a
         function that returns them, called while the device computes what does not depend on them."""
         single = len(singles)
         function = self.functions.of(single, len(chunk[0]) if chunk else 0)
         last = single + len(chunk[0]) - 1 if chunk and function.steps else single  # row of the chunk's answer
-        known: Sequence[Choice] = ()
+        known: Sequence[TokenChoice] = ()
 
         def write() -> None:
             nonlocal known
@@ -100,7 +100,9 @@ class Runner:
         step before."""
         return not self.cache.cells and self.device.can_start_ahead(self.functions.of(rows, 0).name, late)
 
-    def start(self, singles: Sequence[SingleRow], choices: Sequence[Choice] | Callable[[], Sequence[Choice]]) -> None:
+    def start(
+        self, singles: Sequence[SingleRow], choices: Sequence[TokenChoice] | Callable[[], Sequence[TokenChoice]]
+    ) -> None:
         """Starts a step of single rows, each of which gets a token: see `finish`. choices: see `sample`."""
         self._started.clear()
         name = self._prepare_singles(singles)
@@ -110,7 +112,7 @@ class Runner:
             self._choose(choices)
             self.device.start(name)
 
-    def start_ahead(self, singles: Sequence[SingleRow], choices: Sequence[Choice] | None) -> None:
+    def start_ahead(self, singles: Sequence[SingleRow], choices: Sequence[TokenChoice] | None) -> None:
         """Starts the next step of the same rows before the one in progress is finished. The tokens of `singles` are
         ignored: the device takes those that the other step chooses. choices: None: `supply_choices` follows."""
         name = self._prepare_singles(singles)
@@ -118,7 +120,7 @@ class Runner:
             self._choose(choices)
         self.device.start_ahead(name, choices is None)
 
-    def supply_choices(self, choices: Sequence[Choice]) -> None:
+    def supply_choices(self, choices: Sequence[TokenChoice]) -> None:
         """How the step that was started last chooses its tokens."""
         self._choose(choices)
         self.device.complete_inputs(self._last)
@@ -129,11 +131,11 @@ class Runner:
         self._last, self._answered = function.name, [*range(len(singles))]
         return function.name
 
-    def _choose(self, choices: Sequence[Choice]) -> None:
+    def _choose(self, choices: Sequence[TokenChoice]) -> None:
         self._choices.write(choices)
         self._started.append(choices)
 
-    def finish(self) -> list[Chosen]:
+    def finish(self) -> list[ChosenToken]:
         """Waits for the oldest step that was started. Returns the token chosen for each of its rows."""
         self.device.wait()
         choices = self._started.popleft()

@@ -1,8 +1,8 @@
 """The rows of a step that get a token: writes the io buffers `sampling`, `changes` and `allowed`, reads `sampled`,
 `logprobs` and `logits`.
 
-In: for each answer of a step a `Choice`. Out: for each answer a `Chosen`. Buffers that a step does not need are not
-written.
+In: for each answer of a step a `TokenChoice`. Out: for each answer a `ChosenToken`. Buffers that a step does not need
+are not written.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from mlc_amd.runtime.sampling.settings import Sampling
 _POSITION, _TOP_K, _TOP_P, _MIN_P = map(FIELDS.index, ("position", "top_k", "top_p", "min_p"))
 
 
-class Choice(NamedTuple):
+class TokenChoice(NamedTuple):
     """How a token is chosen: settings, the seed where these have none, and the tokens before it. allowed: int32 words
     [ceil(vocab / 32)] (`device_rows.mask_words`), or None: any token. logprobs: None, or how many of the most likely
     tokens are wanted besides the log-probability of the chosen one. guessed: further tokens before it."""
@@ -36,11 +36,11 @@ class Choice(NamedTuple):
         return len(self.tokens) + len(self.guessed)
 
 
-GREEDY = Choice(Sampling(), 0, ())
+GREEDY = TokenChoice(Sampling(), 0, ())
 UNKNOWN = (-1,)  # `guessed` where the choice does not depend on the token
 
 
-class Chosen(NamedTuple):
+class ChosenToken(NamedTuple):
     """token: -1 where a logit is not a finite number. logprob, top: as of `generation.Piece`, where they are wanted."""
 
     token: int
@@ -70,7 +70,7 @@ class SampledRows:
             self._device.write("sampling", self._words[: self._written])
             self._written = 0
 
-    def write(self, choices: Sequence[Choice]) -> None:
+    def write(self, choices: Sequence[TokenChoice]) -> None:
         """choices: of the first rows."""
         self.clear()
         changed = masked = 0
@@ -117,7 +117,7 @@ class SampledRows:
         floats[free & (allowed <= LISTED), _MIN_P] = ALL_ALLOWED
         self._words[rows] = words
 
-    def _of(self, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
+    def _of(self, choice: TokenChoice) -> tuple[np.ndarray, np.ndarray]:
         """The words, but for the position, and the changes of a row without penalties."""
         key = choice.sampling, choice.seed, choice.logprobs is not None, choice.allowed is not None
         if key not in self._kept:
@@ -128,17 +128,17 @@ class SampledRows:
             self._kept[key] = words, changes
         return self._kept[key]
 
-    def read(self, rows: Sequence[int], choices: Sequence[Choice]) -> list[Chosen]:
+    def read(self, rows: Sequence[int], choices: Sequence[TokenChoice]) -> list[ChosenToken]:
         """What was chosen in the rows of `choices`. Logits are read only where the most likely tokens are wanted."""
         if not choices:
             return []
         tokens = self._device.read("sampled", max(rows) + 1).tolist()
-        found = [Chosen(tokens[row]) for row in rows]
+        found = [ChosenToken(tokens[row]) for row in rows]
         wanted = [i for i, choice in enumerate(choices) if choice.logprobs is not None and found[i].token >= 0]
         if wanted:
             logprobs = self._device.read("logprobs", max(rows[i] for i in wanted) + 1).tolist()
             for i in wanted:
-                found[i] = Chosen(found[i].token, logprobs[rows[i]])
+                found[i] = ChosenToken(found[i].token, logprobs[rows[i]])
         if ranked := [i for i in wanted if choices[i].logprobs]:
             logits = self._device.read("logits", max(rows[i] for i in ranked) + 1)[:, : self._vocab]
             for i in ranked:
@@ -146,7 +146,7 @@ class SampledRows:
         return found
 
 
-def _top(logits: np.ndarray, chosen: Chosen, count: int) -> tuple[tuple[int, float], ...]:
+def _top(logits: np.ndarray, chosen: ChosenToken, count: int) -> tuple[tuple[int, float], ...]:
     """The `count` most likely tokens. The sum of all probabilities follows from that of the chosen token."""
     assert chosen.logprob is not None
     total = float(logits[chosen.token]) - chosen.logprob  # logarithm of the sum of exp(logits)

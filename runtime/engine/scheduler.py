@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
-from mlc_amd.runtime.cache.kv_cache import Cache
+from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import Sequence
 from mlc_amd.runtime.engine.client_queues import ClientQueues, fair_order, number
 from mlc_amd.runtime.engine.functions import chunk_size
@@ -34,7 +34,7 @@ from mlc_amd.runtime.errors import UserError
 class Scheduler:
     """Requests on one cache. `running`: in the order in which they were added."""
 
-    def __init__(self, cache: Cache, limits: SchedulerLimits | None = None) -> None:
+    def __init__(self, cache: KvCache, limits: SchedulerLimits | None = None) -> None:
         self.cache, self.limits = cache, limits or SchedulerLimits()
         self.running: list[Request] = []
         self._queues = ClientQueues()

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mlc_amd.runtime.cache.kv_cache import Cache
+from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import ChunkRows, Sequence
 from mlc_amd.runtime.engine.functions import chunk_size
 from mlc_amd.runtime.engine.generation import ContextFull
@@ -18,7 +18,7 @@ def reserve(sequence: Sequence, count: int, guesses: int = 0) -> None:
         )
 
 
-def next_chunk(cache: Cache, runner: Runner, sequence: Sequence) -> ChunkRows:
+def next_chunk(cache: KvCache, runner: Runner, sequence: Sequence) -> ChunkRows:
     """The next pending tokens of a sequence, which then has pages for them and a slot."""
     functions = runner.functions
     count = sequence.step_size(chunk_size(sequence.pending, functions.chunk_sizes, functions.chunk_rows))
@@ -27,7 +27,7 @@ def next_chunk(cache: Cache, runner: Runner, sequence: Sequence) -> ChunkRows:
     return sequence.chunk(count)
 
 
-def compute(cache: Cache, runner: Runner, sequence: Sequence) -> np.ndarray | None:
+def compute(cache: KvCache, runner: Runner, sequence: Sequence) -> np.ndarray | None:
     """Computes the pending tokens of a sequence, in chunks. Returns the logits of the last one, float32 [vocab], in
     memory that the next step overwrites; None if there are none."""
     logits = None

@@ -10,7 +10,7 @@ import numpy as np
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.engine.answers import Answer
 from mlc_amd.runtime.engine.generate_call import GenerateCall
-from mlc_amd.runtime.engine.generation import Ids, Progress, PromptProgress, Stats
+from mlc_amd.runtime.engine.generation import Ids, ProgressCallback, PromptProgress, Stats
 from mlc_amd.runtime.engine.generations import AsyncGeneration, Generation, Results
 from mlc_amd.runtime.engine.limits import RequestCounts, SchedulerLimits
 from mlc_amd.runtime.engine.logits_engine import LogitsEngine
@@ -50,7 +50,7 @@ class TextEngine(LogitsEngine):
         max_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         shown: Collection[str] = (),
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         n: int = 1,
         client: Hashable = None,
         logprobs: int | None = None,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlc_amd.runtime.calls.call_arguments import BareCalls, TaggedCalls
-from mlc_amd.runtime.calls.call_formats import Format, HarmonyCalls, JsonCalls, NamedCalls
+from mlc_amd.runtime.calls.call_formats import CallFormat, HarmonyCalls, JsonCalls, NamedCalls
 from mlc_amd.runtime.calls.tools import Tool, resolved
 from mlc_amd.runtime.grammars.lark import Rules
 
@@ -36,19 +36,19 @@ class CallGrammar:
 
 
 def call_grammar(
-    found: Format, rules: Rules, tools: Sequence[Tool], parallel: bool, arguments: Arguments
+    found: CallFormat, rules: Rules, tools: Sequence[Tool], parallel: bool, arguments: Arguments
 ) -> CallGrammar:
     """parallel: an answer may have several calls."""
     return _WRITERS[type(found)](found, rules, tools, parallel, arguments)
 
 
-def _repeated(rules: Rules, found: Format, calls: str, parallel: bool) -> CallGrammar:
+def _repeated(rules: Rules, found: CallFormat, calls: str, parallel: bool) -> CallGrammar:
     """Calls of which each has an opening."""
     more = rules.rule(f"({rules.SPACE} {rules.literal(found.opening)} {calls})*") if parallel else ""
     return CallGrammar(calls, more)
 
 
-def _closing(rules: Rules, found: Format) -> str:
+def _closing(rules: Rules, found: CallFormat) -> str:
     return f"{rules.SPACE} {rules.literal(found.closing)}" if found.closing else ""
 
 
@@ -255,7 +255,7 @@ def _harmony_calls(
     return CallGrammar(rules.choice(bodies), "")
 
 
-_WRITERS: dict[type[Format], Callable[..., CallGrammar]] = {
+_WRITERS: dict[type[CallFormat], Callable[..., CallGrammar]] = {
     JsonCalls: _json_calls,
     NamedCalls: _named_calls,
     TaggedCalls: _tagged_calls,

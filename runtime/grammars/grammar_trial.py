@@ -19,7 +19,7 @@ _OPENING_SECONDS = 30.0  # for the vocabulary
 _MEMORY = 2 << 30  # bytes
 
 
-class Vocabulary:
+class ByteVocabulary:
     """A vocabulary as llguidance's tokenizer takes it. tokens: their bytes; ends: tokens that end an answer; control:
     tokens without a text."""
 
@@ -83,7 +83,7 @@ def open_work(opening: dict[str, Any]) -> tuple[None, Callable[[str], str]]:
     free = iter([token for token in range(opening["vocab"]) if not tokens[token]])
     for byte, token in zip(range(256), free, strict=False):
         tokens[token] = bytes((byte,))
-    vocabulary = Vocabulary(tokens, opening["ends"], list(opening["control"].values()))
+    vocabulary = ByteVocabulary(tokens, opening["ends"], list(opening["control"].values()))
     tokenizer: Any = llguidance.LLTokenizer(
         vocabulary,  # pyright: ignore[reportArgumentType]
         eos_token=opening["ends"],

@@ -25,12 +25,12 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from mlc_amd.runtime.calls.call_formats import Format, HarmonyCalls
+from mlc_amd.runtime.calls.call_formats import CallFormat, HarmonyCalls
 from mlc_amd.runtime.calls.tools import Tool
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.extras import require
 from mlc_amd.runtime.grammars.call_grammars import call_grammar
-from mlc_amd.runtime.grammars.grammar_trial import TOO_MUCH, Trial, Vocabulary, limits
+from mlc_amd.runtime.grammars.grammar_trial import TOO_MUCH, ByteVocabulary, Trial, limits
 from mlc_amd.runtime.grammars.lark import ControlTokens, Rules
 from mlc_amd.runtime.grammars.matchers import Grammar, shown
 from mlc_amd.runtime.text import reasoning
@@ -46,7 +46,7 @@ _MAX_CHARACTERS = 1 << 20  # of a grammar
 _ANY = {"type": "object"}
 _SCHEMA = "the JSON schema"  # in messages
 
-Choice = Literal["auto", "required", "none"] | Mapping[str, str]
+ToolChoice = Literal["auto", "required", "none"] | Mapping[str, str]
 
 
 class Grammars:
@@ -57,7 +57,7 @@ class Grammars:
     UserError where llguidance is not installed.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab: int, thinking: reasoning.Format | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab: int, thinking: reasoning.ReasoningFormat | None = None) -> None:
         require("llguidance")
         self._tokenizer, self._vocab = tokenizer, vocab
         self._thinking = thinking or reasoning.detect(tokenizer.has_token)
@@ -114,9 +114,9 @@ class Grammars:
 
     def tool_calls(
         self,
-        found: Format,
+        found: CallFormat,
         tools: Sequence[Tool],
-        choice: Choice = "auto",
+        choice: ToolChoice = "auto",
         parallel: bool = True,
         prompt: str | None = None,
         answer: Mapping[str, Any] | None = None,
@@ -152,7 +152,7 @@ class Grammars:
 
     def _calls(
         self,
-        found: Format,
+        found: CallFormat,
         tools: Sequence[Tool],
         schemas: Mapping[str, Mapping[str, Any]],
         auto: bool,
@@ -274,7 +274,7 @@ class Grammars:
         import llguidance
 
         tokens = self._tokenizer.vocabulary() + [b""] * (self._vocab - self._tokenizer.vocab_size)
-        vocabulary: Any = Vocabulary(tokens, self._ends, list(self._control.ids.values()))
+        vocabulary: Any = ByteVocabulary(tokens, self._ends, list(self._control.ids.values()))
         return llguidance.LLTokenizer(vocabulary, eos_token=self._ends, slices=_SLICES)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import tvm_ffi
 
-from mlc_amd.runtime.devices.cpu import ALIGNMENT, Call, Kernels, Replay, start_threads
+from mlc_amd.runtime.devices.cpu import ALIGNMENT, KernelCall, Kernels, Replay, start_threads
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_memory, cpu_flags, last_level_cache, threads_asked
 
@@ -65,7 +65,7 @@ class CpuBackend:
         except (RuntimeError, OSError, AttributeError) as e:
             return e
 
-    def bind(self, handle, candidate, keys) -> list[Call]:
+    def bind(self, handle, candidate, keys) -> list[KernelCall]:
         tensors = [
             tvm_ffi.from_dlpack(self._memory[self._at[key] :][: p.nbytes].view(p.numpy).reshape(p.shape))
             for p, key in zip(candidate.params, keys, strict=True)

@@ -28,7 +28,7 @@ def open_backend(candidate, device: str | None = None):
     return getattr(module, BACKENDS[candidate.api])(device, candidate)
 
 
-class Program:
+class MeasureProgram:
     """Keeps the device open between requests."""
 
     def __init__(self):
@@ -93,4 +93,4 @@ def compare_candidates(backend, untuned, tuned) -> dict:
 
 
 if __name__ == "__main__":
-    serve(Program().handle)
+    serve(MeasureProgram().handle)

@@ -49,7 +49,7 @@ def _are_candidates(found: object) -> bool:
     )
 
 
-class Run:
+class KitRun:
     """A kit that is being measured. device: as `Measurer` takes it."""
 
     def __init__(self, folder: Path, device: str | None = None):
@@ -163,7 +163,7 @@ def main(folder: Path, arguments: list[str]) -> int:
     parser.add_argument("--device", help="the GPU: its number, or a part of its name")
     options = parser.parse_args(arguments)
     try:
-        run = Run(folder, options.device)
+        run = KitRun(folder, options.device)
         run.all()
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)

@@ -8,11 +8,11 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
-from mlc_amd.runtime.cache.kv_cache import Cache
+from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import Sequence
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.runner import Runner
-from mlc_amd.runtime.engine.sampled_rows import GREEDY, Choice
+from mlc_amd.runtime.engine.sampled_rows import GREEDY, TokenChoice
 from mlc_amd.runtime.engine.steps import pages_of
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.text.tokenizer import Tokenizer
@@ -32,12 +32,12 @@ class DraftModel:
                 f"{artifact.manifest['name']} has another vocabulary: a draft model must have that of the model itself"
             )
         self._artifact, self._device = artifact, device
-        self._cache = Cache(pages_of(device, artifact.manifest), artifact.manifest["context"])
+        self._cache = KvCache(pages_of(device, artifact.manifest), artifact.manifest["context"])
         self._runner = Runner(artifact, device, self._cache)
         self._sequences: OrderedDict[Request, Sequence] = OrderedDict()  # the one that was not used for longest first
         self._known: dict[Request, int] = {}  # first tokens of the sequence that are certain
 
-    def draft(self, wanted: Mapping[Request, tuple[Choice, int]]) -> Mapping[Request, list[int]]:
+    def draft(self, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> Mapping[Request, list[int]]:
         for request, (choice, _) in wanted.items():
             self._follow(request, choice.tokens)
         found: dict[Request, list[int]] = {request: [] for request in wanted}
@@ -91,7 +91,7 @@ class DraftModel:
                 self.forget(request)
         return sequence.room >= sequence.pending and sequence.reserve(sequence.pending)
 
-    def _step(self, requests: list[Request], wanted: Mapping[Request, tuple[Choice, int]]) -> list[int]:
+    def _step(self, requests: list[Request], wanted: Mapping[Request, tuple[TokenChoice, int]]) -> list[int]:
         """The token behind each request's sequence."""
         sequences = [self._sequences[request] for request in requests]
         self._cache.assign_slots(sequences)

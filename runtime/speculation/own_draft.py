@@ -19,7 +19,7 @@ from typing import NamedTuple
 from mlc_amd.runtime.engine.planned_step import PlannedStep
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.runner import Runner
-from mlc_amd.runtime.engine.sampled_rows import Choice, Chosen
+from mlc_amd.runtime.engine.sampled_rows import ChosenToken, TokenChoice
 from mlc_amd.runtime.errors import UserError
 
 
@@ -44,7 +44,7 @@ class OwnDraft:
         self._runner = runner
         self._rows: dict[Request, _Rows] = {}
 
-    def follow(self, step: PlannedStep, chosen: SequenceOf[Chosen]) -> None:
+    def follow(self, step: PlannedStep, chosen: SequenceOf[ChosenToken]) -> None:
         """The step was computed, and its sequences are not advanced yet. chosen: behind each of its single rows, then
         behind its chunk's last one, if that answers."""
         places, row = [], 0  # of each request: its first row with an answer, the position of that, and its answers
@@ -67,7 +67,7 @@ class OwnDraft:
         """A step was computed that it does not follow."""
         self._rows = {}
 
-    def draft(self, wanted: Mapping[Request, tuple[Choice, int]]) -> Mapping[Request, list[int]]:
+    def draft(self, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> Mapping[Request, list[int]]:
         found: dict[Request, list[int]] = {}
         sources: dict[Request, int] = {}  # the row that made the last guess
         for request in wanted:
@@ -92,7 +92,7 @@ class OwnDraft:
         return found
 
     @staticmethod
-    def _most(request: Request, wanted: Mapping[Request, tuple[Choice, int]]) -> int:
+    def _most(request: Request, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> int:
         """Guesses that it gets: the keys of all but the last two are written to pages that its next step has."""
         sequence = request.sequence
         assert sequence

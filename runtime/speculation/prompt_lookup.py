@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlc_amd.runtime.engine.requests import Request
-from mlc_amd.runtime.engine.sampled_rows import Choice
+from mlc_amd.runtime.engine.sampled_rows import TokenChoice
 
 LENGTHS = (4, 3, 2)  # tokens that must agree; the longest agreement counts
 
@@ -44,7 +44,7 @@ class PromptLookup:
     def __init__(self) -> None:
         self._indices: dict[Request, _Index] = {}
 
-    def draft(self, wanted: Mapping[Request, tuple[Choice, int]]) -> Mapping[Request, list[int]]:
+    def draft(self, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> Mapping[Request, list[int]]:
         found = {}
         for request, (choice, count) in wanted.items():
             tokens, index = choice.tokens, self._indices.setdefault(request, _Index())

@@ -20,7 +20,7 @@ from statistics import median_low
 from typing import NamedTuple, Protocol
 
 from mlc_amd.runtime.engine.requests import Request
-from mlc_amd.runtime.engine.sampled_rows import Choice
+from mlc_amd.runtime.engine.sampled_rows import TokenChoice
 
 LOSS = 0.015  # of the time of decoding: with the first guesses of a short answer less than 3 %
 MOST = 7  # guesses for one answer: with its newest token a step of eight rows
@@ -40,7 +40,7 @@ class Drafter(Protocol):
     free: bool  # guesses take no time to speak of: choose among them
     follows: bool  # it guesses behind steps that it has followed, see `Speculation.following`
 
-    def draft(self, wanted: Mapping[Request, tuple[Choice, int]]) -> Mapping[Request, list[int]]:
+    def draft(self, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> Mapping[Request, list[int]]:
         """For each request up to so many tokens behind those of its choice. A request without guesses may be left
         out."""
         ...
@@ -76,7 +76,7 @@ class Speculation:
         self._balance_s = 0.0  # seconds that guesses have saved
         self._guessed = self._interval = 0  # steps since the last one without guesses, and how many there may be
 
-    def drafts(self, wanted: Mapping[Request, tuple[Choice, int]]) -> Mapping[Request, list[int]]:
+    def drafts(self, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> Mapping[Request, list[int]]:
         """wanted: of the requests that have a row in the step, and how many guesses each may have at most."""
         if self._guessed > self._interval:
             return {}

@@ -1,8 +1,9 @@
 """Divides what a model writes into parts: what it thinks, what it answers, what it calls.
 
-In:  the text of an answer, piece by piece, with the texts of those control tokens that `Format.marks` names; the end of
+In:  the text of an answer, piece by piece, with the texts of those control tokens that `ReasoningFormat.marks` names;
+the end of
      the prompt, because some chat templates begin the thinking themselves.
-Out: `Part`s in order, as early as they are certain: a mark that is divided between two pieces is held back.
+Out: `AnswerPart`s in order, as early as they are certain: a mark that is divided between two pieces is held back.
 
 `FORMATS` is the table of known formats; `detect` finds a model's one by its vocabulary.
 """
@@ -19,7 +20,7 @@ Kind = Literal["thinking", "final", "tool"]
 
 
 @dataclass(frozen=True)
-class Part:
+class AnswerPart:
     """A piece of a part. Neighbours of the same kind and recipient belong together.
 
     recipient: of kind "tool": the name of what is called, as the model writes it ("functions.search").
@@ -36,21 +37,21 @@ class Parser(ABC):
     def __init__(self) -> None:
         self._held = ""
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         """The parts that `text` completes or continues, none of them empty."""
         return self._scan(self._held + text, last=False)
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPart]:
         """The rest, at the end of the answer."""
         return self._scan(self._held, last=True)
 
     @abstractmethod
-    def _scan(self, text: str, last: bool) -> list[Part]:
+    def _scan(self, text: str, last: bool) -> list[AnswerPart]:
         """The parts of `text`; sets `_held` to what must be looked at again."""
 
 
 @dataclass(frozen=True)
-class Format(ABC):
+class ReasoningFormat(ABC):
     """How the parts of an answer are marked. marks: the texts that separate them; if they are control tokens, their
     texts must be fed to the parser."""
 
@@ -65,7 +66,7 @@ class Format(ABC):
 
 
 @dataclass(frozen=True)
-class Tags(Format):
+class Tags(ReasoningFormat):
     """Marks: before and after the thinking, which comes first if there is any. White space around it has no meaning.
 
     label: what the model writes behind the first mark.
@@ -85,7 +86,7 @@ class _TagParser(Parser):
         self._state: Literal["start", "thinking", "between", "final"] = "thinking" if thinking else "start"
         self._thought = False  # whether there was any thinking yet
 
-    def _scan(self, text: str, last: bool) -> list[Part]:
+    def _scan(self, text: str, last: bool) -> list[AnswerPart]:
         self._held, parts = "", []
         if self._state == "start":
             # Later the mark is text: an answer may be about such marks.
@@ -102,7 +103,7 @@ class _TagParser(Parser):
             thought = thought if self._thought else thought.lstrip()
             trimmed = thought.rstrip()
             if trimmed:
-                parts.append(Part("thinking", trimmed))
+                parts.append(AnswerPart("thinking", trimmed))
                 self._thought = True
             if mark is None:
                 self._held = thought[len(trimmed) :] + rest
@@ -111,14 +112,14 @@ class _TagParser(Parser):
         if self._state == "between":
             text = text.lstrip()
             self._state = "final" if text else "between"
-        return [*parts, Part("final", text)] if text else parts
+        return [*parts, AnswerPart("final", text)] if text else parts
 
 
 # ---- OpenAI's Harmony: messages with channels
 
 
 @dataclass(frozen=True)
-class Harmony(Format):
+class Harmony(ReasoningFormat):
     """`<|start|>assistant to=RECIPIENT<|channel|>CHANNEL <|constrain|>TYPE<|message|>TEXT<|end|>`, several in an answer
     (https://cookbook.openai.com/articles/openai-harmony). The prompt ends within the first message's header."""
 
@@ -135,14 +136,14 @@ class _HarmonyParser(Parser):
         self._recipient = ""
         self._messages = 0
 
-    def _scan(self, text: str, last: bool) -> list[Part]:
+    def _scan(self, text: str, last: bool) -> list[AnswerPart]:
         parts = []
         while True:
             if self._header is None:
                 # A message that the next one interrupts has no end.
                 before, mark, text = split_at(text, (self._end, self._start, self._channel), last)
                 if before:
-                    parts.append(Part(self._kind, before, self._recipient))
+                    parts.append(AnswerPart(self._kind, before, self._recipient))
                 if mark is None:
                     break
                 self._header = mark if mark == self._channel else ""
@@ -155,7 +156,7 @@ class _HarmonyParser(Parser):
                 self._header = None
         self._held = text
         if last and self._header and not self._messages and self._channel not in self._header:
-            parts.append(Part("final", self._header))  # the model ignores the format
+            parts.append(AnswerPart("final", self._header))  # the model ignores the format
         return parts
 
     def _begin_message(self, header: str) -> None:
@@ -170,7 +171,7 @@ class _HarmonyParser(Parser):
 
 
 # A model has the first format all of whose marks are in its vocabulary. Sources: the chat templates of the models.
-FORMATS: tuple[Format, ...] = (
+FORMATS: tuple[ReasoningFormat, ...] = (
     Harmony(("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")),  # gpt-oss
     Tags(("<|channel>", "<channel|>"), label="thought"),  # Gemma 4
     Tags(("<|START_THINKING|>", "<|END_THINKING|>")),  # Command R7B, Command A
@@ -182,6 +183,6 @@ FORMATS: tuple[Format, ...] = (
 DEFAULT = Tags(("<think>", "</think>"))
 
 
-def detect(has_token: Callable[[str], bool]) -> Format:
+def detect(has_token: Callable[[str], bool]) -> ReasoningFormat:
     """The format of a model. has_token: whether a text is a token of its vocabulary."""
     return next((found for found in FORMATS if all(map(has_token, found.marks))), DEFAULT)

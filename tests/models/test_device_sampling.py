@@ -12,7 +12,7 @@ from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.engine.engine import Engine
-from mlc_amd.runtime.engine.sampled_rows import Choice, SampledRows
+from mlc_amd.runtime.engine.sampled_rows import SampledRows, TokenChoice
 from mlc_amd.runtime.engine.steps import write_private_pages, write_step
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling.device_rows import mask_words
@@ -85,7 +85,7 @@ def test_masked_rows_draw_as_the_host_does(device, kind):
             masks = [cases.some_allowed(vocab, count, seed) for seed in range(len(chosen))]
             singles = [(7 + i, 0, i) for i in range(len(chosen))]
             write_step(device, function, singles)
-            rows.write([Choice(s, 0, [1] * 5, mask_words(m)) for s, m in zip(chosen, masks, strict=True)])
+            rows.write([TokenChoice(s, 0, [1] * 5, mask_words(m)) for s, m in zip(chosen, masks, strict=True)])
             device.run(name)
             logits = device.read("logits", len(chosen))[:, :vocab].copy()
             asked = [

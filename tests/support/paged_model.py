@@ -3,7 +3,7 @@ there, exactly, so that a key of a wrong token, or of the right token behind wro
 
 from collections.abc import Iterable, Iterator
 
-from mlc_amd.runtime.cache.kv_cache import Cache
+from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.pages import PAGE, STATE
 from mlc_amd.runtime.cache.prefixes import first_page
 from mlc_amd.runtime.cache.sequence import GONE, Sequence
@@ -24,7 +24,7 @@ def held_cells(sequence: Sequence) -> set[int]:
 class PagedModel:
     """Takes the place of a device: `run` writes and reads pages as a step does."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: KvCache) -> None:
         self.cache = cache
         self.contents = {span: [[0] * PAGE for _ in range(pool.pages)] for span, pool in cache.pools.items()}
         self.states = [0] * (cache.cells.pages if cache.cells else 0)  # the chain that each cell is behind

@@ -17,7 +17,7 @@ MARGIN = 1e-6  # of the probability mass: how far rounding may move the borders 
 
 
 @dataclass(frozen=True)
-class Row:
+class SamplingRow:
     """One row: its logits, float32 [vocab], and what is wanted of it. allowed: bool [vocab] or None."""
 
     logits: np.ndarray
@@ -50,7 +50,7 @@ class Row:
         return token in choices
 
 
-def inputs(rows: list[Row], columns: int, n: int | None = None) -> dict[str, np.ndarray]:
+def inputs(rows: list[SamplingRow], columns: int, n: int | None = None) -> dict[str, np.ndarray]:
     """The kernel's inputs by name, for n rows (those beyond the given ones hold nonsense)."""
     n = n or len(rows)
     arrays = {"Logits": np.full((n, columns), 1e5, np.float32)}  # the padding must not be chosen
@@ -75,7 +75,7 @@ def outputs(n: int, columns: int) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
-def check(rows: list[Row], sampled: np.ndarray, logprobs: np.ndarray) -> None:
+def check(rows: list[SamplingRow], sampled: np.ndarray, logprobs: np.ndarray) -> None:
     """That the device chose what the host does, but for rounding, in all but a few rows."""
     expected = np.array([row.expected for row in rows])
     for i in np.flatnonzero(expected != sampled[: len(rows)]):
@@ -138,44 +138,49 @@ def shapes(vocab: int) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
-def filtered(vocab: int) -> list[Row]:
+def filtered(vocab: int) -> list[SamplingRow]:
     found = shapes(vocab)
     return [
-        Row(logits, Sampling(seed=i, **settings), position=100 * i + len(name))
+        SamplingRow(logits, Sampling(seed=i, **settings), position=100 * i + len(name))
         for name, logits in found.items()
         for i, settings in enumerate(SETTINGS.values())
     ]
 
 
-def changed(vocab: int) -> list[Row]:
+def changed(vocab: int) -> list[SamplingRow]:
     logits, rng = gaussian(vocab, 9), np.random.default_rng(1)
     likely = np.argsort(-logits)[:30]
     recent = tuple(int(t) for t in np.concatenate([rng.integers(0, vocab, 50), rng.choice(likely, 40)]))
     rows = []
     for base in ({}, {"temperature": 1.0}, {"temperature": 0.9, "top_k": 20, "top_p": 0.9}):
-        rows += [Row(logits, Sampling(seed=3, **base, **penalties), recent) for penalties in PENALTIES.values()]
-        rows.append(Row(logits, Sampling(seed=4, **base), allowed=some_allowed(vocab, 5), position=9))
-        rows.append(Row(logits, Sampling(seed=5, **base, **PENALTIES["all"]), recent, 3, some_allowed(vocab, 2)))
+        rows += [SamplingRow(logits, Sampling(seed=3, **base, **penalties), recent) for penalties in PENALTIES.values()]
+        rows.append(SamplingRow(logits, Sampling(seed=4, **base), allowed=some_allowed(vocab, 5), position=9))
+        rows.append(
+            SamplingRow(logits, Sampling(seed=5, **base, **PENALTIES["all"]), recent, 3, some_allowed(vocab, 2))
+        )
     many = tuple(range(0, min(vocab, 600)))
-    rows.append(Row(logits, Sampling(repetition_penalty=3.0, repetition_window=1000, temperature=1.0), many))
+    rows.append(SamplingRow(logits, Sampling(repetition_penalty=3.0, repetition_window=1000, temperature=1.0), many))
     return rows
 
 
-def greedy(vocab: int) -> list[Row]:
-    found = [Row(logits, Sampling(), logprob=i % 2 == 0) for i, logits in enumerate(shapes(vocab).values())]
-    found += [Row(gaussian(vocab, 3), Sampling(temperature=1.0, top_k=1)), Row(gaussian(vocab, 3), Sampling(top_p=0.0))]
+def greedy(vocab: int) -> list[SamplingRow]:
+    found = [SamplingRow(logits, Sampling(), logprob=i % 2 == 0) for i, logits in enumerate(shapes(vocab).values())]
+    found += [
+        SamplingRow(gaussian(vocab, 3), Sampling(temperature=1.0, top_k=1)),
+        SamplingRow(gaussian(vocab, 3), Sampling(top_p=0.0)),
+    ]
     last = gaussian(vocab, 2)
     last[-1] = 20.0
-    return [*found, Row(last, Sampling())]
+    return [*found, SamplingRow(last, Sampling())]
 
 
-def broken(vocab: int) -> list[Row]:
+def broken(vocab: int) -> list[SamplingRow]:
     rows = []
     for i, bad in enumerate((np.nan, np.inf, -np.inf)):
         for sampling in (Sampling(), Sampling(temperature=1.0, top_k=10), Sampling(temperature=1.0)):
             logits = gaussian(vocab, i)
             logits[(vocab - 1, 0, vocab // 2)[i]] = bad
-            rows.append(Row(logits, sampling))
+            rows.append(SamplingRow(logits, sampling))
     return rows
 
 

@@ -24,7 +24,7 @@ WAIT = 30.0  # seconds that an answer waits for an Event: then its test has fail
 
 
 @dataclass
-class Answer:
+class ScriptedAnswer:
     """thinking, text: what the model says; at an Event it waits until that is set. rate: tokens per second, 0: all at
     once. status, error: of a refusal. cut: the connection ends before the answer does."""
 
@@ -38,7 +38,7 @@ class Answer:
 
 class ScriptedServer:
     def __init__(self) -> None:
-        self.answers: deque[Answer] = deque()
+        self.answers: deque[ScriptedAnswer] = deque()
         self.requests: list[dict[str, Any]] = []
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._http.daemon_threads = True
@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
         with suppress(BrokenPipeError, ConnectionResetError):  # the page stopped the answer
             self._stream(answer)
 
-    def _stream(self, answer: Answer) -> None:
+    def _stream(self, answer: ScriptedAnswer) -> None:
         begin, count = time.monotonic(), 0
         parts = [answer.text] if isinstance(answer.text, str) else answer.text
         for kind, part in [("reasoning_content", answer.thinking), *(("content", part) for part in parts)]:

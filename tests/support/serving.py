@@ -25,7 +25,7 @@ from mlc_amd.tools.server.service import Service, Settings
 
 
 @dataclass
-class Client:
+class ServeClient:
     """url: of a server, without a slash at the end."""
 
     url: str
@@ -64,14 +64,14 @@ class Client:
 
 
 @dataclass
-class Served(Client):
+class Served(ServeClient):
     """A server in this process."""
 
     service: Service
 
 
 @dataclass
-class Started(Client):
+class ServeProcess(ServeClient):
     """A server in a process of its own. log: the file of its messages."""
 
     process: subprocess.Popen
@@ -87,7 +87,7 @@ def waiting(condition: Callable[[], object], seconds: float = 120) -> bool:
 
 
 @contextmanager
-def started(*arguments: str | Path, log: Path, key: str = "") -> Iterator[Started]:
+def started(*arguments: str | Path, log: Path, key: str = "") -> Iterator[ServeProcess]:
     """`mlc-amd serve` with these arguments, on a free port unless they say which; killed at the end."""
     port = () if "--port" in arguments else ("--port", "0")
     command = [Path(sys.executable).with_name("mlc-amd"), "serve", *arguments, *port]
@@ -99,7 +99,7 @@ def started(*arguments: str | Path, log: Path, key: str = "") -> Iterator[Starte
         try:
             assert waiting(lambda: "serving " in log.read_text() or process.poll() is not None, 180), log.read_text()
             assert process.poll() is None, log.read_text()
-            yield Started(log.read_text().split(" at ")[-1].split()[0], process, log)
+            yield ServeProcess(log.read_text().split(" at ")[-1].split()[0], process, log)
         finally:
             process.kill()
 

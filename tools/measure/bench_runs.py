@@ -13,7 +13,7 @@ import numpy as np
 
 from mlc_amd.runtime.engine.batch import Batch
 from mlc_amd.runtime.engine.requests import Request
-from mlc_amd.runtime.engine.sampled_rows import GREEDY, Choice
+from mlc_amd.runtime.engine.sampled_rows import GREEDY, TokenChoice
 from mlc_amd.runtime.speculation.speculation import Speculation
 from mlc_amd.tools.measure import power
 
@@ -140,7 +140,7 @@ class _Known:
     def __init__(self) -> None:
         self.texts: dict[Request, list[int]] = {}
 
-    def draft(self, wanted: Mapping[Request, tuple[Choice, int]]) -> Mapping[Request, list[int]]:
+    def draft(self, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> Mapping[Request, list[int]]:
         return {
             request: self.texts[request][choice.position : choice.position + count]
             for request, (choice, count) in wanted.items()

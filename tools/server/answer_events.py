@@ -12,7 +12,7 @@ from mlc_amd.runtime.calls.call_formats import CallArguments, CallBegin, CallEnd
 from mlc_amd.runtime.calls.tool_calls import CallParser
 from mlc_amd.runtime.calls.tools import Tool
 from mlc_amd.runtime.engine.generation import Piece, Stats
-from mlc_amd.runtime.text.reasoning import Part
+from mlc_amd.runtime.text.reasoning import AnswerPart
 from mlc_amd.tools.server.chat_request import (
     AnswerRequest,
     Event,
@@ -69,14 +69,14 @@ class AnswerEvents:
         stop = stats.stop if stats.stop in self._stops else None
         return [*events, Finish(reason, usage, Timings(stats.ttft_s, stats.decode_s), self._index, stop)]
 
-    def _converted(self, parts: Sequence[Part]) -> list[Event]:
+    def _converted(self, parts: Sequence[AnswerPart]) -> list[Event]:
         if parts and parts[-1].kind == "thinking":
             self._thought += 1
         if not self._calls:
             return self._events(parts)
         return self._events([found for part in parts for found in self._calls.feed(part)])
 
-    def _events(self, parts: Sequence[Part | CallEvent]) -> list[Event]:
+    def _events(self, parts: Sequence[AnswerPart | CallEvent]) -> list[Event]:
         events: list[Event] = []
         for part in parts:
             if isinstance(part, CallBegin):

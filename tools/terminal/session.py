@@ -8,7 +8,7 @@ import sys
 from mlc_amd.runtime.engine.chat import Conversation
 from mlc_amd.runtime.engine.generation import ContextFull
 from mlc_amd.runtime.errors import UserError, shorten
-from mlc_amd.runtime.text.reasoning import Part
+from mlc_amd.runtime.text.reasoning import AnswerPart
 from mlc_amd.tools.terminal import display, settings, terminal
 from mlc_amd.tools.terminal.line_editor import KEYS, unwrap
 from mlc_amd.tools.terminal.monitor import Monitor
@@ -124,7 +124,7 @@ class Session:
         elif self.conversation.stats.finish == "length":
             display.message(f"(cut off: max_tokens is {self.max_tokens})")
 
-    def _show(self, part: Part, last: str | None, monitor: Monitor) -> None:
+    def _show(self, part: AnswerPart, last: str | None, monitor: Monitor) -> None:
         """Prints a part; last: the kind of the part before."""
         if part.kind == "final":
             monitor.begin()

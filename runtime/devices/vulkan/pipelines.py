@@ -26,7 +26,7 @@ DIGEST = 32  # bytes of the SHA-256 that a cache file begins with: drivers trust
 
 log = logging.getLogger("mlc_amd")
 
-Key = TypeVar("Key", bound=Hashable)  # by which a caller knows a kernel
+_Key = TypeVar("_Key", bound=Hashable)  # by which a caller knows a kernel
 
 
 class Pipelines:
@@ -40,8 +40,8 @@ class Pipelines:
         self.layout = context.own("vkDestroyPipelineLayout", context.create("vkCreatePipelineLayout", info))
 
     def build(
-        self, kernels: dict[Key, tuple[bytes, tuple[int, ...]]], file: Path | None = None, based: bool = False
-    ) -> dict[Key, int]:
+        self, kernels: dict[_Key, tuple[bytes, tuple[int, ...]]], file: Path | None = None, based: bool = False
+    ) -> dict[_Key, int]:
         """{key: pipeline} of {key: (SPIR-V, block)}. file: of the cache, None: without; based: launches may begin with
         any workgroup. VulkanError if the driver refuses one."""
         known = _read(file) if file else b""

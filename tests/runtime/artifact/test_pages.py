@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from paged_model import PagedModel
 
-from mlc_amd.runtime.cache.kv_cache import Cache, seen_pages
+from mlc_amd.runtime.cache.kv_cache import KvCache, seen_pages
 from mlc_amd.runtime.cache.pages import PAGE, STATE, PagePool
 from mlc_amd.runtime.cache.prefixes import ROOT, PrefixIndex, digest
 from mlc_amd.runtime.cache.sequence import GONE, SNAPSHOTS
@@ -37,7 +37,7 @@ def prefill(cache, sequence):
 class Histories(RuleBasedStateMachine):
     @initialize(groups=st.sampled_from(GROUPS), slots=st.integers(2, 4))
     def begin(self, groups, slots):
-        self.cache = Cache(groups, context=640, slots=slots)
+        self.cache = KvCache(groups, context=640, slots=slots)
         self.model, self.live = PagedModel(self.cache), []
 
     @rule(tokens=TOKENS)
@@ -218,7 +218,7 @@ def test_a_tail_is_taken_up_to_the_common_prefix():
 
 
 def test_the_end_of_a_prefix_is_forgotten_before_its_beginning():
-    cache = Cache({0: 6}, context=640)
+    cache = KvCache({0: 6}, context=640)
     old = cache.sequence([1] * (4 * PAGE + 9))
     compute(cache, old)
     old.free()
@@ -234,7 +234,7 @@ def test_the_end_of_a_prefix_is_forgotten_before_its_beginning():
 @pytest.mark.parametrize("groups", [{0: 40}, {0: 40, 128: 20}, {100: 9}])
 @pytest.mark.parametrize("length", [30, PAGE, 3 * PAGE - 1, 3 * PAGE, 3 * PAGE + 5])
 def test_the_next_turn_of_a_chat_computes_its_own_tokens_only(groups, length):
-    cache = Cache(groups, context=640)
+    cache = KvCache(groups, context=640)
     turn = cache.sequence(range(length))
     compute(cache, turn)
     turn.free()
@@ -247,7 +247,7 @@ def test_the_next_turn_of_a_chat_computes_its_own_tokens_only(groups, length):
 
 @pytest.mark.parametrize("length", [30, PAGE, 3 * PAGE - 1, 3 * PAGE, 3 * PAGE + 5])
 def test_the_next_turn_begins_with_the_state_of_the_last_one(length):
-    cache = Cache({0: 40, STATE: 8}, context=640)
+    cache = KvCache({0: 40, STATE: 8}, context=640)
     turn = cache.sequence(range(length))
     prefill(cache, turn)
     turn.free()
@@ -260,7 +260,7 @@ def test_the_next_turn_begins_with_the_state_of_the_last_one(length):
 
 
 def test_states_are_kept_every_so_often_and_few_of_them():
-    cache = Cache({0: 40, STATE: 5}, context=40 * PAGE)
+    cache = KvCache({0: 40, STATE: 5}, context=40 * PAGE)
     sequence = cache.sequence([1])
     for token in range(3 * SNAPSHOTS):
         prefill(cache, sequence)
@@ -271,7 +271,7 @@ def test_states_are_kept_every_so_often_and_few_of_them():
 
 
 def test_what_a_failed_step_overwrote_is_computed_again():
-    cache = Cache({0: 40, STATE: 8}, context=640)
+    cache = KvCache({0: 40, STATE: 8}, context=640)
     sequence = cache.sequence([5] * (2 * PAGE + 20))
     prefill(cache, sequence)
     sequence.append([6])
@@ -285,7 +285,7 @@ def test_what_a_failed_step_overwrote_is_computed_again():
 
 
 def test_no_more_sequences_than_cells():
-    cache = Cache({0: 40, STATE: 2}, context=640)
+    cache = KvCache({0: 40, STATE: 2}, context=640)
     first, second, third = (cache.sequence([i] * 9) for i in range(3))
     assert cache.has_room([first, second]) and not cache.has_room([first, second, third])
     assert first.reserve(9) and second.reserve(9) and not third.reserve(9) and third.room == 0
@@ -294,7 +294,7 @@ def test_no_more_sequences_than_cells():
 
 
 def test_going_back_computes_at_most_one_page_again():
-    cache = Cache({0: 40}, context=640)
+    cache = KvCache({0: 40}, context=640)
     sequence = cache.sequence([5] * (2 * PAGE + 20))
     compute(cache, sequence)
     sequence.truncate(2 * PAGE + 3)  # in the page that it alone has
@@ -308,7 +308,7 @@ def test_going_back_computes_at_most_one_page_again():
 
 
 def test_going_back_behind_a_window_keeps_what_is_still_there():
-    cache = Cache({0: 10, PAGE: 5}, context=640)
+    cache = KvCache({0: 10, PAGE: 5}, context=640)
     sequence = cache.sequence([5] * (5 * PAGE))
     for _ in range(5):
         compute(cache, sequence, PAGE)
@@ -324,7 +324,7 @@ def test_going_back_behind_a_window_keeps_what_is_still_there():
 
 
 def test_equal_pages_that_were_computed_twice_become_one():
-    cache = Cache({0: 10, 100: 10}, context=640)
+    cache = KvCache({0: 10, 100: 10}, context=640)
     sequences = [cache.sequence([3] * (2 * PAGE + 1)) for _ in range(3)]
     for sequence in sequences:
         assert sequence.reserve(sequence.pending)
@@ -338,7 +338,7 @@ def test_equal_pages_that_were_computed_twice_become_one():
 
 
 def test_tokens_that_others_computed_meanwhile_are_taken():
-    cache = Cache({0: 10}, context=640)
+    cache = KvCache({0: 10}, context=640)
     slow, quick = (cache.sequence([3] * (3 * PAGE)) for _ in range(2))
     compute(cache, slow, 10)
     compute(cache, quick)
@@ -346,7 +346,7 @@ def test_tokens_that_others_computed_meanwhile_are_taken():
 
 
 def test_a_step_has_slots_and_takes_those_of_the_longest_unused():
-    cache = Cache({0: 10}, context=640, slots=2)
+    cache = KvCache({0: 10}, context=640, slots=2)
     a, b, c = (cache.sequence([i]) for i in range(3))
     for s in (a, b, c):
         assert s.reserve(1)
@@ -364,17 +364,17 @@ def test_a_step_has_slots_and_takes_those_of_the_longest_unused():
 
 
 def test_the_longest_sequence():
-    assert Cache({0: 9}, context=640).longest == 9 * PAGE
-    assert Cache({0: 99}, context=640).longest == 640
-    assert Cache({0: 9, 128: 3}, context=640).longest == 9 * PAGE
-    assert Cache({0: 9, 128: 2}, context=640).longest == 2 * PAGE
+    assert KvCache({0: 9}, context=640).longest == 9 * PAGE
+    assert KvCache({0: 99}, context=640).longest == 640
+    assert KvCache({0: 9, 128: 3}, context=640).longest == 9 * PAGE
+    assert KvCache({0: 9, 128: 2}, context=640).longest == 2 * PAGE
     assert [seen_pages(span) for span in (1, 2, 64, 65, 66)] == [1, 2, 2, 2, 3]
     with pytest.raises(ValueError, match="position 640 is beyond the context"):
-        Cache({0: 9}, context=640).sequence().reserve(641)
+        KvCache({0: 9}, context=640).sequence().reserve(641)
 
 
 def test_a_sequence_reserves_up_to_the_context_and_in_all_groups_or_none():
-    cache = Cache({0: 3, 100: 2}, context=2 * PAGE)
+    cache = KvCache({0: 3, 100: 2}, context=2 * PAGE)
     sequence = cache.sequence([1] * (2 * PAGE))
     assert sequence.reserve(2 * PAGE) and sequence.room == 2 * PAGE
     other = cache.sequence([2])
@@ -384,7 +384,7 @@ def test_a_sequence_reserves_up_to_the_context_and_in_all_groups_or_none():
 
 
 def test_pages_that_several_sequences_began_with_are_kept_longer():
-    cache = Cache({100: 7}, context=1280)
+    cache = KvCache({100: 7}, context=1280)
     first = cache.sequence([1] * (3 * PAGE))
     compute(cache, first)
     shared = first.pages[100][1]

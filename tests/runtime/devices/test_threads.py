@@ -12,11 +12,11 @@ import pytest
 from mlc_amd.compiler.codegen import cpu
 
 
-class Group(ctypes.Structure):
+class ThreadGroup(ctypes.Structure):
     _fields_ = (("unused", ctypes.c_void_p), ("tasks", ctypes.c_int32))
 
 
-JOB = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(Group), ctypes.c_void_p)
+JOB = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ThreadGroup), ctypes.c_void_p)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import time
 import pytest
 from paged_model import PagedModel, chains
 
-from mlc_amd.runtime.cache.kv_cache import Cache
+from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.pages import PAGE, STATE
 from mlc_amd.runtime.engine.generation import ContextFull
 from mlc_amd.runtime.engine.limits import QueueFull, SchedulerLimits
@@ -48,7 +48,7 @@ class Driver:
     def __init__(self, groups, limits=SMALL, context=640, slots=5, guess=None, ahead=None):
         """guess: a source of random numbers, for drafts; ahead: the same for steps that run before the one before them
         is completed."""
-        self.cache = Cache(groups, context, slots)
+        self.cache = KvCache(groups, context, slots)
         self.scheduler, self.model = Scheduler(self.cache, limits), PagedModel(self.cache)
         self.requests, self.preempted, self.computed = [], 0, 0
         self.guess, self.drafted, self.answers = guess, 0, {}
@@ -311,7 +311,7 @@ def test_requests_wait_for_what_prompts_in_progress_still_need():
 
 
 def test_what_is_refused():
-    scheduler = Scheduler(Cache({0: 5, 100: 9}, context=640), SchedulerLimits(queue=2))
+    scheduler = Scheduler(KvCache({0: 5, 100: 9}, context=640), SchedulerLimits(queue=2))
     for prompt, most in ([1] * 321, None), ([1] * 300, 22):
         with pytest.raises(ContextFull, match=r"holds 320 tokens of one sequence: shorten the prompt"):
             scheduler.add(Request(prompt, most))
@@ -368,7 +368,7 @@ def test_cancelled_requests_end_at_the_next_plan():
 
 def test_cost_of_a_step_of_64_answers():
     """Printed, not asserted: machines differ."""
-    scheduler = Scheduler(Cache({0: 4000, 128: 400}, context=4096))
+    scheduler = Scheduler(KvCache({0: 4000, 128: 400}, context=4096))
     for i in range(64):
         scheduler.add(Request([i] * 100, 1000, client=i % 7))
     seconds = []

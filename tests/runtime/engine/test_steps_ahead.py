@@ -9,7 +9,7 @@ from ahead_harness import assert_nothing_is_held, computes_ahead
 from samples import sample
 from vulkan_harness import gpu
 
-from mlc_amd.runtime.cache.kv_cache import Cache
+from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.engine.limits import SchedulerLimits
 from mlc_amd.runtime.engine.requests import Request
@@ -210,7 +210,7 @@ def test_answers_in_an_event_loop_leave_nothing_in_progress(engine):
 
 
 def test_only_steps_of_the_same_rows_begin_ahead():
-    scheduler = Scheduler(Cache({0: 40}, context=640), SchedulerLimits(singles=2, chunk=96, rows=98))
+    scheduler = Scheduler(KvCache({0: 40}, context=640), SchedulerLimits(singles=2, chunk=96, rows=98))
 
     def run(tokens):
         scheduler.complete(step := scheduler.plan(), tokens)

@@ -12,13 +12,13 @@ from schemas import schemas
 from vocabularies import build_tokenizer, byte_level_metadata, read_metadata, sentencepiece_metadata
 
 from mlc_amd.runtime.calls.call_arguments import BareCalls, TaggedCalls
-from mlc_amd.runtime.calls.call_formats import Format
+from mlc_amd.runtime.calls.call_formats import CallFormat
 from mlc_amd.runtime.calls.tool_calls import HERMES, detect
 from mlc_amd.runtime.calls.tools import read_tools
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.grammars.grammars import Grammar, Grammars
 from mlc_amd.runtime.text import reasoning
-from mlc_amd.runtime.text.reasoning import Part
+from mlc_amd.runtime.text.reasoning import AnswerPart
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 from tests.runtime.text.test_tool_calls import TOOLS, calls_of, found_format, read
 
@@ -206,7 +206,7 @@ def test_a_grammar_applies_behind_the_thinking(make, control, added, prompt, rig
         assert not accepts(grammar, tokenizer, begin + '{"city": "Rome"}'), begin
 
 
-def mark_of(found: Format) -> str:
+def mark_of(found: CallFormat) -> str:
     """What ends a value that may be any text."""
     if isinstance(found, BareCalls):
         return found.quote
@@ -229,7 +229,7 @@ def test_random_answers_are_calls(bundled, family):
         ended += 1
         events = read(found, [text])
         calls = calls_of(events)
-        assert calls and not [event for event in events if isinstance(event, Part)], text
+        assert calls and not [event for event in events if isinstance(event, AnswerPart)], text
         assert len(calls) == 1 or (parallel and choice == "required")
         for name, arguments in calls:
             assert name == "clock" or choice == "required"

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from mlc_amd.runtime.text.reasoning import DEFAULT, FORMATS, Format, detect
+from mlc_amd.runtime.text.reasoning import DEFAULT, FORMATS, ReasoningFormat, detect
 
 HARMONY = FORMATS[0]
 # (format, end of the prompt, answer, its parts as (kind, recipient, text))
@@ -65,7 +65,7 @@ CASES = [
 ]
 
 
-def parts(found: Format, prompt: str, pieces: list[str]) -> list[tuple[str, str, str]]:
+def parts(found: ReasoningFormat, prompt: str, pieces: list[str]) -> list[tuple[str, str, str]]:
     parser = found.parser(prompt)
     made = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
     assert all(part.text for part in made)

@@ -17,15 +17,15 @@ from mlc_amd.runtime.calls.tool_calls import (
     CallArguments,
     CallBegin,
     CallEnd,
+    CallFormat,
     CallParser,
     Event,
-    Format,
     detect,
 )
 from mlc_amd.runtime.calls.tools import read_tools
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.text import reasoning
-from mlc_amd.runtime.text.reasoning import Part
+from mlc_amd.runtime.text.reasoning import AnswerPart
 
 WEATHER = {
     "type": "object",
@@ -59,22 +59,22 @@ FULL = {
 CALLS = [("get_weather", FULL), ("clock", {}), ("get_weather", {"city": "7", "unit": None})]
 
 
-def found_format(family: str) -> Format:
+def found_format(family: str) -> CallFormat:
     template, tokens = TEMPLATES[family]
     return detect(tokens.__contains__, template)
 
 
-def read(found: Format, pieces: list[str], kind=reasoning.DEFAULT, prompt: str = "") -> list[Event]:
+def read(found: CallFormat, pieces: list[str], kind=reasoning.DEFAULT, prompt: str = "") -> list[Event]:
     """The events of an answer; those of one part or call joined."""
     parts, calls = kind.parser(prompt), CallParser(found, TOOLS)
     events = [e for piece in pieces for part in parts.feed(piece) for e in calls.feed(part)]
     events += [event for part in parts.finish() for event in calls.feed(part)] + calls.finish()
-    assert all(event.text for event in events if isinstance(event, Part | CallArguments))
+    assert all(event.text for event in events if isinstance(event, AnswerPart | CallArguments))
     made: list[Event] = []
     for (kind_of, key), run in itertools.groupby(events, key=lambda e: (type(e), getattr(e, "kind", None))):
         same = list(run)
-        if kind_of is Part:
-            made.append(Part(key, "".join(event.text for event in same)))
+        if kind_of is AnswerPart:
+            made.append(AnswerPart(key, "".join(event.text for event in same)))
         elif kind_of is CallArguments:
             made.append(CallArguments(same[0].number, "".join(event.text for event in same)))
         else:
@@ -93,7 +93,7 @@ def test_a_closing_mark_that_is_cut_off_is_no_text(cut):
     call = '<tool_call>\n{"name": "clock", "arguments": {}}\n'
     (begin, arguments, end) = read(HERMES, [call + "</tool_call>"[:cut]])
     assert calls_of([begin, arguments, end]) == [("clock", {})]
-    assert read(HERMES, [call + "</tool_call>"[:cut] + "!"])[-1] == Part("final", "</tool_call>"[:cut] + "!")
+    assert read(HERMES, [call + "</tool_call>"[:cut] + "!"])[-1] == AnswerPart("final", "</tool_call>"[:cut] + "!")
 
 
 @pytest.mark.parametrize("family", [family for family in TEMPLATES if family != "generic"])
@@ -102,7 +102,7 @@ def test_calls_as_the_templates_write_them_are_read(family):
     text = written(TEMPLATES[family][0], CALLS)
     events = read(found, [text])
     assert calls_of(events) == CALLS
-    assert not [event for event in events if isinstance(event, Part)]
+    assert not [event for event in events if isinstance(event, AnswerPart)]
     assert read(found, list(text)) == events
     assert found is not GENERIC
 
@@ -121,10 +121,10 @@ def test_harmony():
     text = written(HARMONY, [("get_weather", FULL)])
     kind = reasoning.detect(HARMONY_TOKENS.__contains__)
     events = read(found, [text], kind)
-    assert events[0] == Part("thinking", "Hm.") and calls_of(events) == [("get_weather", FULL)]
+    assert events[0] == AnswerPart("thinking", "Hm.") and calls_of(events) == [("get_weather", FULL)]
     assert read(found, list(text), kind) == events
     other = read(found, [text.replace("get_weather", "python")], kind)
-    assert [type(event) for event in other] == [Part, Part] and json.loads(other[1].text) == FULL
+    assert [type(event) for event in other] == [AnswerPart, AnswerPart] and json.loads(other[1].text) == FULL
 
 
 # The text of the answer around calls, where a call may begin anywhere.
@@ -135,8 +135,8 @@ AROUND = [family for family in TEMPLATES if family not in ("llama", "generic")]
 def test_text_before_and_behind_calls(family):
     text = "<think>\nHm.\n</think>\n\nI look. <b>\n\n" + written(TEMPLATES[family][0], CALLS[:2]) + "\n Done.\n"
     events = read(found_format(family), list(text))
-    assert events[:2] == [Part("thinking", "Hm."), Part("final", "I look. <b>")]
-    assert calls_of(events) == CALLS[:2] and events[-1] == Part("final", "Done.\n")
+    assert events[:2] == [AnswerPart("thinking", "Hm."), AnswerPart("final", "I look. <b>")]
+    assert calls_of(events) == CALLS[:2] and events[-1] == AnswerPart("final", "Done.\n")
 
 
 @settings(max_examples=50, deadline=None)
@@ -184,7 +184,7 @@ def test_any_division_and_any_damage_give_the_same_events(data):
     ],
 )
 def test_what_is_no_call_is_text(family, text):
-    assert read(found_format(family), list(text)) == [Part("final", text)]
+    assert read(found_format(family), list(text)) == [AnswerPart("final", text)]
 
 
 def test_a_call_that_breaks_off_is_incomplete():
@@ -194,7 +194,7 @@ def test_a_call_that_breaks_off_is_incomplete():
     events = read(
         found_format("hermes"), ['<tool_call>{"name": "clock", "arguments": {"a": oh no} </tool_call> Sorry.']
     )
-    assert [type(event) for event in events] == [CallBegin, CallArguments, CallEnd, Part]
+    assert [type(event) for event in events] == [CallBegin, CallArguments, CallEnd, AnswerPart]
     assert not events[2].complete
 
 
@@ -205,7 +205,7 @@ def test_what_follows_a_call_and_is_none_is_text():
         for end in ("<|tool_calls_section_end|>", "]<|/tool_call|>"):
             call = call.removesuffix(end)
         events = read(found_format(family), [call + text])
-        assert calls_of(events) == [("clock", {})] and events[-1] == Part("final", text)
+        assert calls_of(events) == [("clock", {})] and events[-1] == AnswerPart("final", text)
     one = written(TEMPLATES["llama"][0], [("clock", {})])
     events = read(found_format("llama"), [f"{one} {one}\n{one}"])
     assert calls_of(events) == [("clock", {})] * 3
@@ -225,7 +225,7 @@ def test_arguments_come_as_they_are_written():
         ("glm", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Rome and"),
         ("gemma4", '<|tool_call>call:get_weather{city:<|"|>Rome and'),
     ):
-        events = CallParser(found_format(family), TOOLS).feed(Part("final", text))
+        events = CallParser(found_format(family), TOOLS).feed(AnswerPart("final", text))
         assert events[0] == CallBegin(0, "get_weather") and len(events) == 2
         assert isinstance(events[1], CallArguments) and events[1].text.endswith('"Rome and')
 
@@ -300,7 +300,7 @@ def test_without_a_template_for_tools_all_is_text():
     assert [message["role"] for message in made] == ["system", "user", "assistant", "user", "user"]
     assert json.dumps(WEATHER) in made[0]["content"] and made[1] == conversation[0] and made[4] == conversation[4]
     events = read(GENERIC, [made[2]["content"]])
-    assert events[0] == Part("final", "I look.") and calls_of(events) == [("get_weather", FULL)] * 2
+    assert events[0] == AnswerPart("final", "I look.") and calls_of(events) == [("get_weather", FULL)] * 2
     assert made[3]["content"].count("<tool_response>") == 2
     assert [message["role"] for message in with_tools(conversation, [])] == ["user", "assistant", "user", "user"]
     system = with_tools([{"role": "system", "content": "Be brief."}, conversation[0]], tools)

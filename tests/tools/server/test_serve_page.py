@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("starlette")
 from page_browser import PHONE, answer, ask, chromium, program, set_parameters, stored, visits
-from serving import Started, started
+from serving import ServeProcess, started
 
 SERVER = Path(__file__).resolve().parents[3] / "tools" / "server"
 PAGE, SOURCE = SERVER / "page", SERVER / "page_source"
@@ -74,7 +74,7 @@ def test_contrast(theme):
 
 
 @pytest.fixture(scope="module")
-def served(request, tmp_path_factory) -> Iterator[Started]:
+def served(request, tmp_path_factory) -> Iterator[ServeProcess]:
     """A server with the bundled model under two names, which wants a key."""
     program()  # before a model is compiled for nothing
     artifact = request.getfixturevalue("demo_artifact")

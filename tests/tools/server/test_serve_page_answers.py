@@ -59,9 +59,9 @@ def visit(browser, server):
 @pytest.fixture
 def says(server):
     """says(fields of an Answer) has the server give that answer next."""
-    from scripted_server import Answer
+    from scripted_server import ScriptedAnswer
 
-    return lambda **fields: server.answers.append(Answer(**fields))
+    return lambda **fields: server.answers.append(ScriptedAnswer(**fields))
 
 
 def distance(page, box: str = ".scroll") -> float:

@@ -23,7 +23,7 @@ os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
 pytest.importorskip("starlette")
 pytest.importorskip("ray.serve")
 from ray.cluster_utils import Cluster
-from serving import Started, started, waiting
+from serving import ServeProcess, started, waiting
 
 from mlc_amd.runtime.cache.pages import PAGE
 from mlc_amd.tools import cli
@@ -36,7 +36,7 @@ MARK = "MLC_AMD_TEST_CLUSTER"
 
 
 @dataclass
-class Deployed(Started):
+class Deployed(ServeProcess):
     """The command that deploys a server."""
 
     def by_replica(self, metric: str) -> dict[str, float]:
