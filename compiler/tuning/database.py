@@ -46,7 +46,7 @@ class Measured:
 
     seconds     of a call; None: it could not be built or run, `error` says why
     runs        all repetitions, in seconds
-    device, driver, runner   on what and how it was measured ("local", "rpc", "kit", "static")
+    device, driver, runner   on what and how it was measured ("local", "rpc", "kit")
     """
 
     seconds: float | None
@@ -287,6 +287,20 @@ def _write(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def shipped_lines(path: Path, arch) -> list[dict[str, Any]]:
+    """The lines of a file of shipped records; none if there is no file. UserError for a damaged one, and for one of
+    another arch."""
+    if not path.exists():
+        return []
+    data = json_files.read(path, lines.Shipped, lines.ADVICE)
+    _check_arch(path, data, arch)
+    found = [{"tvm": data["tvm"], "version": data["version"]} | line for line in data["records"]]
+    faults = [f"{path}, record {i}: {why}" for i, line in enumerate(found, 1) if (why := lines.fault(line))]
+    if faults:
+        raise UserError(f"{faults[0]}; {lines.ADVICE}")
+    return found
+
+
 class Lookup:
     """The plans that a compile for one arch uses. Nothing is written.
 
@@ -342,12 +356,4 @@ class Lookup:
         return good
 
     def _shipped(self, path: Path) -> list[dict]:
-        if not path.exists():
-            return []
-        data = json_files.read(path, lines.Shipped, lines.ADVICE)
-        _check_arch(path, data, self.arch)
-        found = [{"tvm": data["tvm"], "version": data["version"]} | line for line in data["records"]]
-        faults = [f"{path}, record {i}: {why}" for i, line in enumerate(found, 1) if (why := lines.fault(line))]
-        if faults:
-            raise UserError(f"{faults[0]}; {lines.ADVICE}")
-        return found
+        return shipped_lines(path, self.arch)

@@ -2,7 +2,6 @@
 that runs. The other runners have its interface."""
 
 import shutil
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,7 +21,7 @@ class Local(Closing):
     """Builds, measures and verifies plans for one arch. A context manager.
 
     kind: "cpu", "rocm" or "vulkan"; arch: its name. device: as `Measurer` takes it. workers: processes that build.
-    root: where candidates are built; default a temporary folder. emulate: verifies plans where no device here fits.
+    root: where candidates are built; default a temporary folder.
     measurer: what replaces the `Measurer` of this machine's device.
     UserError from `measure` if none does.
     """
@@ -36,10 +35,9 @@ class Local(Closing):
         device: str | None = None,
         workers: int | None = None,
         root: Path | None = None,
-        emulate: Callable[[Operator, object], Checked] | None = None,
         measurer=None,
     ):
-        self.kind, self.arch, self.emulate = kind, target(kind, arch).archs[0], emulate
+        self.kind, self.arch = kind, target(kind, arch).archs[0]
         self._temporary = root is None
         self._held = ExitStack()
         self.root = Path(root) if root else self._held.enter_context(temporary("tune"))
@@ -93,7 +91,7 @@ class Local(Closing):
             try:
                 self._open(tuned)
             except UserError as e:
-                return self.emulate(workload, plan) if self.emulate else Checked("", False, error=str(e))
+                return Checked("", False, error=str(e))
             return Checked(**self.measurer.compare(untuned, tuned))
         finally:
             self._drop(tuned)

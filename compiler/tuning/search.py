@@ -125,13 +125,15 @@ class Search:
 
     space: of the workload on `arch`. model: shared with other searches. measured: [(plan, seconds or None)] of earlier
     runs, all plans of the space. seed: 1 or more; the same seed and reports give the same proposals, except for the
-    cost model's random start.
+    cost model's random start. first: plans of the space to be proposed after the default.
 
     seconds: of each measured plan, None where it failed. since_best: measurements since the last improvement.
     """
 
-    def __init__(self, workload: Operator, space: Space, arch, model: Model | None = None, measured=(), seed: int = 1):
-        self.workload, self.space, self.arch = workload, space, arch
+    def __init__(
+        self, workload: Operator, space: Space, arch, model: Model | None = None, measured=(), seed: int = 1, first=()
+    ):
+        self.workload, self.space, self.arch, self.first = workload, space, arch, first
         self.seconds: dict = {}
         self.since_best = 0
         self._open: set = set()  # proposed and not reported
@@ -174,7 +176,7 @@ class Search:
                     chosen.append(plan)
                     self._open.add(plan)
 
-        take([self.space.default])
+        take([self.space.default, *self.first])
         if self.unmeasured > count and len(self.seconds) >= min(count, WARMUP):
             take((self._evolve(count) if self.unmeasured > RANKED else None) or self._rank(count))
         take(self._random.sample(self.space.plans, len(self.space.plans)))

@@ -10,7 +10,7 @@ import math
 import signal
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -28,15 +28,17 @@ PATIENCE = 32  # measurements without improvement that halve a task's chance
 
 class TuningSession:
     """tasks: of compiler/tuning/tasks.py; those with only one plan are left out. roofline: a task's call in seconds, at
-    best. seed: 1 or more.
+    best. seed: 1 or more. first: by a workload's key, plans to be measured before others; ValueError for one that is
+    not of its space.
 
     trials: measurements reported to this session. refuted: plans whose results were wrong. unverified: why plans could
     not be verified, by (task, plan).
     """
 
     def __init__(
-        self, tasks, arch, database: Database, roofline: Callable[[Task], float] = lambda task: 0.0, seed: int = 1
-    ):
+        self, tasks, arch, database: Database, roofline: Callable[[Task], float] = lambda task: 0.0, seed: int = 1,
+        first: Mapping[str, list[dict]] | None = None,
+    ):  # fmt: skip
         self.arch, self.database, self.roofline = arch, database, roofline
         self.trials = self.refuted = 0
         self.unverified: dict[tuple[Task, object], str] = {}
@@ -46,7 +48,9 @@ class TuningSession:
         for task in tasks:
             if found := space(task.workload, arch):
                 past, number = database.entry(task.workload).known(found), seed + len(self._searches)
-                self._searches[task] = Search(task.workload, found, arch, models[found.plan_type], past, number)
+                plans = [found.equal(found.parse(plan)) for plan in (first or {}).get(task.workload.key, ())]
+                model = models[found.plan_type]
+                self._searches[task] = Search(task.workload, found, arch, model, past, number, plans)
         self.tasks = list(self._searches)
 
     def space(self, task: Task) -> Space:
@@ -77,7 +81,7 @@ class TuningSession:
 
     def _new(self, count: int) -> list[tuple[Task, Any]]:
         new = [task for task, search in self._searches.items() if not search.started]
-        return [job for task in new[:count] for job in self._propose(task, 1)]
+        return [job for task in new[:count] for job in self._propose(task, 1 + len(self._searches[task].first))]
 
     def _propose(self, task: Task, count: int) -> list[tuple[Task, Any]]:
         return [(task, plan) for plan in self._searches[task].propose(count)]

@@ -9,7 +9,9 @@ from tvm import relax
 from vulkan_harness import gpu
 
 from mlc_amd.compiler import ops
+from mlc_amd.compiler.ops import shape_of
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.operators import RmsNorm
 
 R = relax.op
 RNG = np.random.default_rng
@@ -248,7 +250,11 @@ def test_large_reductions(target, shape, tmp_path):
 def mixed(bb, state, x, g):
     """An operator of ours between others: its kernel stays as it is, and what surrounds it is not fused across."""
     before = bb.emit(R.tanh(bb.emit(R.multiply(x, float_const(0.5)))))
-    normed = bb.emit(ops.call("rms_norm", [state, before, g], eps=1e-5, rows="all", layout=""))
+    normed = bb.emit(
+        ops.call(
+            RmsNorm(k=shape_of(before)[1], m=shape_of(before)[0], eps=1e-5, rows="all", layout=""), [state, before, g]
+        )
+    )
     return R.sigmoid(bb.emit(R.add(normed, before)))
 
 

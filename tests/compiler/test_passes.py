@@ -13,6 +13,15 @@ from mlc_amd.compiler.codegen.vulkan_target import VulkanTarget
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.models.build import FunctionSpec, build_module
 from mlc_amd.compiler.passes import fuse
+from mlc_amd.schedules.operators import (
+    CausalAttention,
+    GateUp,
+    Linear,
+    Operator,
+    RmsNorm,
+    RopeAttention,
+    RopeKvWrite,
+)
 
 
 def operators(model, m: int = 1, target=None) -> tuple[Counter, list]:
@@ -25,11 +34,12 @@ def operators(model, m: int = 1, target=None) -> tuple[Counter, list]:
         for b in block.bindings
         if isinstance(b.value, relax.Call)
     ]
-    return Counter(ops.name_of(call) or call.op.name for call in calls), calls
+    return Counter(op.name if (op := ops.operator_of(call)) else call.op.name for call in calls), calls
 
 
-def calls_of(calls, *names) -> list:
-    return [call for call in calls if ops.name_of(call) in names]
+def of(calls, *kinds) -> list:
+    """The operators of these kinds."""
+    return [op for call in calls if isinstance(op := ops.operator_of(call), kinds)]
 
 
 @pytest.mark.parametrize("spec", ["tiny:q4_0", "tiny-qwen2:q4_k", "tiny-qwen3:q6_k"])
@@ -42,9 +52,9 @@ def test_a_layer_is_eight_operators(spec, m):
         "embed": 1, "rms_norm": 2 * layers + 1, "linear": 3 * layers + 1, "rope_kv_write": layers, "attention": layers,
         "gate_up": layers, "sample": 1,
     }  # fmt: skip
-    fused = [call for call in calls if ops.name_of(call) == "linear" and len(call.attrs["n"]) == 3]
+    fused = [op for op in of(calls, Linear) if len(op.segments) == 3]
     assert len(fused) == layers
-    assert [int(b) for b in fused[0].attrs["biases"]] == [int(model.config.layers[0].attention.qkv_bias)] * 3
+    assert fused[0].biases == (model.config.layers[0].attention.qkv_bias,) * 3
 
 
 def test_norms_in_the_kernels_behind_them():
@@ -56,7 +66,7 @@ def test_norms_in_the_kernels_behind_them():
         "embed": 1, "rms_norm": 1, "linear": 3 * layers + 1, "rope_attention": layers, "gate_up": layers,
         "sample": 1,
     }  # fmt: skip
-    assert sum(ops.normed(call) for call in calls if ops.name_of(call) in ("linear", "gate_up")) == 2 * layers
+    assert sum(op.eps is not None for op in of(calls, Linear, GateUp)) == 2 * layers
     # a chunk's last norm is of its last row, and so stays
     several, more = operators(model, 8, target)[0], operators(model, DEFERRED_ROWS + 64, target)[0]
     assert (several["rms_norm"], more["rms_norm"]) == (2, 2 * layers + 1)
@@ -66,24 +76,25 @@ def test_norms_that_linears_prepare_and_complete():
     """Each one is scaled like the norm before it: the first one's scales come from its own kernel."""
     model, target = synthetic("tiny:q4_0"), VulkanTarget("nvidia")
     _, calls = operators(model, 8, target)
-    first, *others = (call for call in calls if ops.name_of(call) == "rms_norm")
-    assert ops.gives_scale(first) and not any(map(ops.gives_scale, others))
+    first, *others = of(calls, RmsNorm)
+    assert first.scale_out and not any(op.scale_out for op in others)
     layers = len(model.config.layers)
-    assert sum(map(ops.completes_norm, calls_of(calls, "linear", "gate_up"))) == 2 * layers - 1
-    prepared = [call for call in calls_of(calls, "linear") if ops.prepares_norm(call)]
-    assert len(prepared) == 2 * layers - 1 and all(int(call.attrs["residual"]) for call in prepared)
-    assert not any(map(ops.completes_norm, calls_of(operators(model, 8, VulkanTarget("rdna3"))[1], "linear")))
+    assert sum(op.norm_in is not None for op in of(calls, Linear, GateUp)) == 2 * layers - 1
+    prepared = [op for op in of(calls, Linear) if op.norm_out]
+    assert len(prepared) == 2 * layers - 1 and all(op.residual for op in prepared)
+    others = of(operators(model, 8, VulkanTarget("rdna3"))[1], Linear)
+    assert others and all(op.norm_in is None for op in others)
 
 
 def test_a_norm_that_a_router_reads_is_not_deferred():
     _, calls = operators(architectures.tiny("qwen3moe", "q4_k"), 8, VulkanTarget("nvidia"))
-    assert not any(map(ops.prepares_norm, calls_of(calls, "linear")))
+    assert not any(op.norm_out for op in of(calls, Linear))
 
 
 def test_a_norm_that_others_read_stays_a_kernel():
     """Of experts: their router reads it in float32."""
     _, calls = operators(architectures.tiny("qwen3moe", "q4_k"), target=VulkanTarget("nvidia"))
-    assert not any(ops.normed(call) for call in calls if ops.name_of(call) == "gate_up")
+    assert all(op.eps is None for op in of(calls, GateUp))
 
 
 def test_rows_rotate_in_their_attention():
@@ -91,8 +102,8 @@ def test_rows_rotate_in_their_attention():
     model, target = synthetic("tiny:q4_0"), VulkanTarget("rdna3")
     module, _ = build_module(model, target, [FunctionSpec("s", 8, 8, "all"), FunctionSpec("c", 64, 0, "last")], 64)
     for name, fused in (("s", True), ("c", False)):
-        calls = [ops.name_of(b.value) for block in fuse(module, target)[name].body.blocks for b in block.bindings]
-        assert ("rope_attention" in calls) == fused and ("rope_kv_write" in calls) != fused
+        calls = [b.value for block in fuse(module, target)[name].body.blocks for b in block.bindings]
+        assert bool(of(calls, RopeAttention)) == fused and bool(of(calls, RopeKvWrite)) != fused
 
 
 def test_heads_that_are_not_whole_blocks_are_quantized_apart():
@@ -100,14 +111,14 @@ def test_heads_that_are_not_whole_blocks_are_quantized_apart():
     model = synthetic("tiny:q4_0", keys=head)
     counts, calls = operators(model)
     assert counts["quantize"] == counts["attention"] == len(model.config.layers)
-    assert all(str(call.attrs["layout"]) == "" for call in calls if ops.name_of(call) == "attention")
+    assert all(op.layout == "" for op in of(calls, CausalAttention))
 
 
 def test_layers_that_read_the_cache_of_another_one_write_none():
     counts, calls = operators(architectures.tiny("gemma4"), target=VulkanTarget("generic"))
     assert counts["rope_attention"] == 4 and not counts["rope_kv_write"]
-    attends = [call for call in calls if ops.name_of(call) == "rope_attention"]
-    assert [int(call.attrs["writes"]) for call in attends] == [1, 1, 0, 0]
+    attends = [call for call in calls if isinstance(ops.operator_of(call), RopeAttention)]
+    assert [op.rope.writes for op in of(calls, RopeAttention)] == [True, True, False, False]
     caches = [[arg.name for arg in call.args if arg.name[:2] in ("k.", "v.")] for call in attends]
     assert caches == [["k.0", "v.0"], ["k.1", "v.1"]] * 2
 
@@ -119,7 +130,7 @@ def test_layers_with_a_state_beside_attention():
         "embed": 1, "rms_norm": 5, "linear": 7, "causal_conv": 1, "delta_net": 1, "gate": 2, "rope_attention": 1,
         "gate_up": 2, "sample": 1,
     }  # fmt: skip
-    inputs = [len(call.attrs["n"]) for call in calls if ops.name_of(call) == "linear"]
+    inputs = [len(op.segments) for op in of(calls, Linear)]
     assert inputs.count(4) == 2  # qkv, gate, beta and alpha; q, its gate, k and v
 
 
@@ -127,17 +138,17 @@ def test_states_that_decay_by_channel():
     """One launch for all that such a layer makes of its input, one for its three convolutions; attention without
     rotation has no table."""
     _, calls = operators(architectures.tiny("kimi-linear", "q4_k"), target=VulkanTarget("generic"))
-    counts = Counter(ops.name_of(call) for call in calls)
+    counts = Counter(op.name for op in of(calls, Operator))
     names = "causal_conv", "channel_decay", "delta_net", "gate", "latent_kv_write", "attention"
     assert [counts[name] for name in names] == [3, 3, 3, 3, 1, 1]
-    assert [len(call.attrs["n"]) for call in calls if ops.name_of(call) == "linear"].count(6) == 3
+    assert [len(op.segments) for op in of(calls, Linear)].count(6) == 3
     assert not any(arg.name.endswith(".table") for call in calls for arg in call.args if isinstance(arg, relax.Var))
 
 
 def test_float_weights_take_float_activations():
     counts, calls = operators(synthetic("tiny:f16"))
     assert "quantize" not in counts
-    assert all(str(call.attrs["layout"]) == "" for call in calls if "layout" in call.attrs)
+    assert all(op.layout_read == getattr(op, "layout", "") == "" for op in of(calls, Operator))
 
 
 def test_mixed_kinds_share_one_quantization():
@@ -146,7 +157,7 @@ def test_mixed_kinds_share_one_quantization():
     for layer in range(len(model.config.layers)):
         model.tensors[f"blk.{layer}.attn_k.weight"] = synthetic("tiny:f16").tensors[f"blk.{layer}.attn_k.weight"]
     _, calls = operators(model)
-    siblings = [[str(f) for f in call.attrs["formats"]] for call in calls if ops.name_of(call) == "linear"]
+    siblings = [op.formats for op in of(calls, Linear)]
     assert siblings.count(["q4_0", "q4_0"]) == len(model.config.layers)
     assert siblings.count(["f16"]) == len(model.config.layers)
 

@@ -56,7 +56,7 @@ def written(place: Path) -> Path:
         for plan in plans:
             session.report(task, plan, Measured(draw.uniform(1e-5, 1e-4), runs=[1e-5], device="a GPU", runner="local"))
         session.check(task, plans[-1], Checked("device", True, 0.1, gain=1.5))
-    about = {name: getattr(task, name) for name in kits.TASK} | {"op": task.workload.op, "args": ARGS}
+    about = {name: getattr(task, name) for name in kits.TASK} | {"op": task.workload.name, "args": ARGS}
     names = [f"plan-{i}" for i in range(len(plans))]
     kit = {"format": FORMAT, "id": "1" * 32, "target": "vulkan", "arch": ARCH, "model": "m", "tvm": tvm.__version__}
     kit |= {"version": VERSION, "tasks": [about], "candidates": {}}

@@ -1,23 +1,15 @@
 """gfx1100 (RDNA3) in the ISA emulator, and the verification of tuned plans that uses it."""
 
-import json
-import shutil
 from typing import ClassVar
 
-import pytest
 from attention_cases import Case, check_attention
 from emulator_suite import OnArch, SameOnAll, check_model
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
-from mlc_amd.compiler.tuning.build import build
 from mlc_amd.runtime.artifact.artifact import Artifact
-from mlc_amd.runtime.measure.candidate import read
 from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.base.arch import resolve
-from mlc_amd.schedules.gpu.linear import gemv
 from mlc_amd.schedules.operators.attention import Rope
-from tests.compiler.tuning.test_tuning_build import linear
-from tests.dev import emulated
 from tests.dev.gfxemu import emulate
 
 
@@ -42,21 +34,3 @@ class TestGfx1100(OnArch, SameOnAll):
         module = compile_hsaco({"a": attention_decode(case.layer, "", arch, "a", case.rope)}, arch)
         check_attention(case, lambda arrays: counts.extend(step.total for step in emulate(module, "a", arrays)))
         assert len(counts) == 2 and counts[1] <= 1.02 * counts[0], counts
-
-
-@pytest.mark.usefixtures("emulator")
-def test_the_emulator_verifies_plans_for_absent_gpus(tmp_path):
-    workload, plan = linear("rocm", 4096, 256, bias=True), gemv.Plan(rows=2, waves=1, lanes=4, unroll=1)
-    with emulated.Emulator("rocm", "gfx1100") as emulator:
-        found = emulator(workload, plan)
-    assert (found.checked, found.passed) == ("emulator (reduced shape)", True) and 0 <= found.deviation < 1
-    small = emulated.smaller(workload)
-    assert small.args["segments"] == [["q4_0", 256]] and small.args["k"] == 256
-    other = build(linear("rocm", 256), None, "rocm", "gfx1100", tmp_path / "other").folder
-    wrong = tmp_path / "wrong"
-    shutil.copytree(other, wrong)
-    assert emulated.compared(other, wrong).passed
-    text = read(wrong).facts["steps"][0]
-    text["grid"] = [1, 1, 1]  # most rows are not computed
-    (wrong / "candidate.json").write_text(json.dumps(read(wrong).facts | {"steps": [text]}))
-    assert "Y0 is not written everywhere" in emulated.compared(other, wrong).error

@@ -8,6 +8,7 @@ from workloads import operator
 from mlc_amd.compiler.tuning.database import Checked, Measured
 from mlc_amd.schedules.gpu.base import arch as archs
 from mlc_amd.schedules.gpu.base import profiles
+from mlc_amd.schedules.operators import Operator
 
 NVIDIA, GFX = profiles.resolve("nvidia"), archs.resolve("gfx1100")
 

@@ -1,10 +1,28 @@
-"""Operators from plain arguments, as tests write them."""
+"""Operators from plain arguments, as tests write them, and their kernels."""
 
+from dataclasses import fields
 from typing import Any
 
-from mlc_amd.schedules.operators import Operator, from_json
+from tvm import tirx
+
+from mlc_amd.schedules.cpu import registry as on_cpu
+from mlc_amd.schedules.gpu import registry as on_gpu
+from mlc_amd.schedules.operators import OPERATORS, Operator, from_json
+from mlc_amd.schedules.operators.attention import Attention, Rope
+
+PARTS = {"layer": Attention, "rope": Rope}
 
 
 def operator(name: str, args: dict[str, Any]) -> Operator:
-    """args: attributes, of which Attention's and Rope's have the keys `layer` and `rope`."""
+    """args: attributes, by default of one row; those of Attention and Rope stand among the others."""
+    own, args = {field.name for field in fields(OPERATORS[name])}, {"m": 1} | args
+    for part, kind in PARTS.items():
+        if part in own and part not in args:
+            args[part] = {field.name: args.pop(field.name) for field in fields(kind) if field.name in args}
     return from_json({"op": name, "args": args})
+
+
+def built(op: Operator, arch: Any, name: str = "kernel", plan: Any = None) -> tirx.PrimFunc:
+    """The operator's kernel for an arch of any target."""
+    registry = on_cpu if arch.api == "cpu" else on_gpu
+    return registry.builders[type(op)](op, arch, name, plan)

@@ -6,16 +6,19 @@ any time; the next one resumes, and measures nothing twice.
 """
 
 import re
+import shlex
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from mlc_amd.runtime import extras
+from mlc_amd.runtime.artifact import json_files
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.host import cpu_flags, threads_asked
 from mlc_amd.tools import target as targets
@@ -42,7 +45,7 @@ def run(
     synthetic: str | None = None,
     budget: str | None = None,
     trials: int | None = None,
-    runner: Literal["local", "rpc", "static"] = "local",
+    runner: Literal["local", "rpc"] = "local",
     tracker: str | None = None,
     key: str | None = None,
     device: str | None = None,
@@ -52,6 +55,8 @@ def run(
     output: str | None = None,
     export_kit: str | None = None,
     import_kit: str | None = None,
+    plans: str | None = None,
+    ship: str | None = None,
 ) -> None:
     """Finds the fastest way to build each kernel that a model needs on one machine. `mlc-amd compile` then uses what
     was found.
@@ -72,8 +77,7 @@ def run(
         synthetic: instead of a file, a model of that shape: PRESET:FORMAT as llama3-8b:q4_0
         budget: for how long, as 90s, 10m or 1h30m (default: 10m, or as long as --trials takes).
         trials: measure so many plans; for a kit, its size (default there: 64).
-        runner: who measures: local (this machine's device), rpc (machines that run `mlc-amd tune-server`), static
-            (no measurement: plans are ranked by their machine code and a model of the GPU).
+        runner: who measures: local (this machine's device) or rpc (machines that run `mlc-amd tune-server`).
         tracker: HOST:PORT of the tracker, for runner rpc.
         key: the servers to use, for runner rpc (default: the arch's name).
         device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name; for cpu, how many
@@ -85,6 +89,9 @@ def run(
         output: for --report: the plot's file, .svg, .png or .pdf; needs matplotlib.
         export_kit: write a kit into this folder instead of measuring here.
         import_kit: take a kit's measurements.
+        plans: a file of plans to measure first, a line each: {"op", "args", "plan"}, as files of shipped records have.
+        ship: then write what is worth it as records for others: into DIR/ARCH.json, where DIR is dist/tuned of a
+            checkout; records there that are no longer of use are removed.
     """
     seconds = time_limit(budget, trials)
     if seed < 1:
@@ -107,9 +114,12 @@ def run(
     if import_kit:
         if model or synthetic:
             raise UsageError("--import-kit knows its model from the kit: leave the model out")
-        _import_kit(Path(import_kit).expanduser(), kit, trials or KIT_SIZE, seed)
+        subject = _import_kit(Path(import_kit).expanduser(), kit, trials or KIT_SIZE, seed)
+        if ship:
+            _ship(subject, Path(ship).expanduser())
         return
     subject = Subject.of(model, synthetic, target, arch, ctx, device)
+    subject.first = _plans(Path(plans).expanduser()) if plans else {}
     if kit:
         from mlc_amd.compiler.tuning.kit import check_folder
 
@@ -125,6 +135,8 @@ def run(
             tune_report.plot(subject.shape, rows, plot)
     else:
         _tune(subject, lambda: _runner(runner, subject, tracker, key, device), seconds, trials, seed)
+    if ship:
+        _ship(subject, Path(ship).expanduser())
 
 
 def time_limit(budget: str | None, trials: int | None) -> float | None:
@@ -142,16 +154,25 @@ def time_limit(budget: str | None, trials: int | None) -> float | None:
     return seconds
 
 
+class PlanLine(TypedDict):
+    """A line of --plans."""
+
+    op: str
+    args: dict[str, Any]
+    plan: dict[str, int]
+
+
 @dataclass
 class Subject:
     """What is tuned: a model's tasks on one arch. name: the model's; kind: the target's; tasks: all of them, also
-    without choices; threads: how many of a CPU's are used, None for a GPU."""
+    without choices; threads: how many of a CPU's are used, None for a GPU; first: of a session."""
 
     name: str
     kind: str
     arch: Any
     tasks: list
     threads: int | None = None
+    first: dict[str, list[dict]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -201,7 +222,10 @@ class Subject:
         with Database(self.arch) as database:
             for note in database.notes:
                 display.message(note)
-            yield TuningSession(self.tasks, self.arch, database, roofline(*self.rates), seed)
+            try:
+                yield TuningSession(self.tasks, self.arch, database, roofline(*self.rates), seed, self.first)
+            except ValueError as error:
+                raise UserError(f"--plans: {error}") from error
 
     def rows(self, bounds: dict[str, float] | None = None) -> list:
         """Of `summary.rows`."""
@@ -232,10 +256,6 @@ def _runner(name: str, subject: Subject, tracker: str | None, key: str | None, d
         from mlc_amd.compiler.tuning.rpc import Remote
 
         return Remote(kind, arch, tracker=tracker or "", key=key or arch, say=display.message)
-    if name == "static":
-        from mlc_amd.compiler.tuning.static import Static
-
-        return Static(kind, arch, device=device)
     from mlc_amd.compiler.tuning.local import Local
 
     return Local(kind, arch, device)
@@ -290,7 +310,7 @@ def _unverified(session) -> str:
 # ---- kits
 
 
-def _import_kit(folder: Path, onward: Path | None, count: int, seed: int) -> None:
+def _import_kit(folder: Path, onward: Path | None, count: int, seed: int) -> Subject:
     """Takes a kit's measurements; writes the next round into `onward`."""
     from mlc_amd.compiler.pipeline import make_target
     from mlc_amd.compiler.tuning import kit as kits
@@ -309,6 +329,7 @@ def _import_kit(folder: Path, onward: Path | None, count: int, seed: int) -> Non
         print(f"{subject.shape}, measured on {device}: {'; '.join(parts)}; {gain(subject.rows())}")
         if onward:
             _export_kit(subject, session, onward, count)
+    return subject
 
 
 def _export_kit(subject: Subject, session, folder: Path, count: int) -> None:
@@ -323,3 +344,30 @@ def _export_kit(subject: Subject, session, folder: Path, count: int) -> None:
         "on the machine that it is for: python3 run.py in a copy of it; bring results.json back, then: mlc-amd tune "
         "--import-kit FOLDER"
     )
+
+
+# ---- plans from elsewhere, and for others
+
+
+def _plans(path: Path) -> dict[str, list[dict]]:
+    """By a workload's key, the plans of a file's lines. UserError for a file that has others."""
+    from mlc_amd.schedules.operators import from_json
+
+    found: dict[str, list[dict]] = {}
+    for number, line in enumerate(json_files.read_bytes(path).splitlines(), 1):
+        data = json_files.decode(line, PlanLine, f"{path}, line {number},", "give a file of plans")
+        try:
+            found.setdefault(from_json(data).key, []).append(data["plan"])
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: {error}") from error
+    return found
+
+
+def _ship(subject: Subject, folder: Path) -> None:
+    from mlc_amd.compiler.tuning.database import Database
+    from mlc_amd.compiler.tuning.ship import ship
+
+    with Database(subject.arch) as database:
+        made = ship(database, folder, shlex.join(["mlc-amd", *sys.argv[1:]]))
+    counts = f"{made.added} new, {made.replaced} replaced, {made.stayed} unchanged, {made.pruned} removed"
+    print(f"{made.path}: {counts}")

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 from samples import sample
+from workloads import built, operator
 
 from mlc_amd.compiler.codegen import radv, spirv_reader
 from mlc_amd.compiler.codegen.spirv import compile_spirv
@@ -19,8 +20,8 @@ from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base import profiles
-from mlc_amd.schedules.gpu.kernels import BUILDERS
 from mlc_amd.schedules.gpu.linear.gemv import linear
+from mlc_amd.schedules.operators import Sample
 from mlc_amd.tools.inspection import inspect_vulkan
 
 ARCH = "vangogh"
@@ -133,7 +134,7 @@ def test_experts_use_no_scratch(arch):
         if op == "expert_gate_up":
             args |= {"layout_in": "rows", "shared": m == 1}
         name = f"{op}_{m}"
-        kernels[name] = BUILDERS[op](**args, arch=profile, name=name, plan=None)
+        kernels[name] = built(operator(op, args), profile, name)
     found = statistics(kernels, profile)
     assert len(found) == len(kernels)
     for name, compiled in found.items():
@@ -156,10 +157,10 @@ def test_states_that_decay_by_channel_use_no_scratch(arch):
     for m, single in ((1, 1), (8, 8), (512, 0), (512, 32)):
         for op, args in (("delta_net", CHANNELS), ("causal_conv", CONVOLUTION)):
             name = f"{op}_{m}_{single}"
-            kernels[name] = BUILDERS[op](**args, m=m, single=single, arch=profile, name=name, plan=None)
+            kernels[name] = built(operator(op, args | {"m": m, "single": single}), profile, name)
         writes = LATENT | {"neox": False, "rotary": 0, "eps": 1e-5}
         for op, args in (("channel_decay", KDA), ("latent_kv_write", writes)):
-            kernels[f"{op}_{m}"] = BUILDERS[op](**args, m=m, arch=profile, name=f"{op}_{m}", plan=None)
+            kernels[f"{op}_{m}"] = built(operator(op, args | {"m": m}), profile, f"{op}_{m}")
     found = statistics(kernels, profile)
     assert len(found) == len(kernels)
     for name, compiled in found.items():
@@ -169,7 +170,7 @@ def test_states_that_decay_by_channel_use_no_scratch(arch):
 @pytest.mark.parametrize("arch", [ARCH, *(pytest.param(arch, marks=pytest.mark.full) for arch in ("rdna3", "rdna4"))])
 def test_the_choice_of_tokens_uses_no_scratch(arch):
     profile, vocab = profiles.resolve(arch), 262144
-    kernel = BUILDERS["sample"](m=64, vocab=vocab, columns=vocab, arch=profile, name="sample", plan=None)
+    kernel = built(Sample(m=64, vocab=vocab, columns=vocab), profile, "sample")
     for name, compiled in statistics({"sample": kernel}, profile).items():
         kernel = compiled.kernel
         assert kernel.scratch == kernel.vgpr_spills == 0, (name, kernel)
@@ -182,7 +183,7 @@ def test_attention_with_wide_heads_uses_no_scratch(arch, d):
     """As Qwen 3.5's: registers hold a part of the queries, so that there is room for the outputs."""
     profile = profiles.resolve(arch)
     args = {"heads": 24, "kv_heads": 4, "d": d, "ctx": 4096, "m": 512, "single": 0, "layout": ""}
-    kernel = BUILDERS["attention"](**args, arch=profile, name="attention", plan=None)
+    kernel = built(operator("attention", args), profile, "attention")
     ((name, module),) = compile_spirv({"attention": kernel}, profile).modules.items()
     try:
         report = radv.statistics([radv.Shader(name, module.binary, tuple(module.block), profile.push)], profile)

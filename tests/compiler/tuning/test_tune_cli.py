@@ -13,10 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from formula import Bench
 
 from mlc_amd.compiler.tuning import build, summary
+from mlc_amd.compiler.tuning.database import Checked
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.measure.measurer import Measurer
 from mlc_amd.tools import cli
 from mlc_amd.tools.commands import tune
 from mlc_amd.tools.hub import model_cache
@@ -70,7 +71,7 @@ def measurements(cache: Path) -> list[tuple[str, str]]:
         ((*SPEC, "--target", "rocm", "--arch", "gfx1100,gfx1101", "--list"), "one of them at a time"),
         ((*SPEC, "--arch", "i386sx"), "unknown CPU arch"),
         ((*SPEC, "--device", "all"), "how many threads"),
-        ((*SPEC, "--runner", "cloud"), "--runner must be local|rpc|static"),
+        ((*SPEC, "--runner", "cloud"), "--runner must be local|rpc"),
         ((*SPEC, "--runner", "rpc"), "needs --tracker"),
         ((*SPEC, "--tracker", "a:1"), "--runner rpc"),
         ((*SPEC, "--budget", "soon"), "--budget 'soon' is not a time"),
@@ -176,13 +177,29 @@ def test_a_run_goes_on_and_compile_uses_it(command, cache, capsys, tmp_path, mon
 def test_what_could_not_be_verified_is_said_and_not_called_wrong(command, cache, monkeypatch):
     """As where nothing can run the kernels of a GPU. Of the model's tasks a few will do."""
 
-    def nothing(*_):
-        raise UserError("there is no GPU here")
+    class Unverified(Bench):
+        """Measures by a formula, and has no device that verifies."""
+
+        def measure(self, jobs, progress):
+            return self(jobs)
+
+        def verify(self, workload, plan):
+            return Checked("", False, error="there is no GPU here")
+
+        def serves(self, workload):
+            return True
+
+        def batch(self):
+            return 8
+
+        def close(self):
+            """Nothing is open."""
 
     whole = tune.Subject.of(None, SPEC[1], "rocm", "gfx1100", 64, None)
-    monkeypatch.setattr(tune.Subject, "of", lambda *args: replace(whole, tasks=whole.tasks[:4]))
-    monkeypatch.setattr(Measurer, "start", nothing)
-    out, _ = command(*SPEC, "--target", "rocm", "--arch", "gfx1100", "--runner", "static", "--trials", 12)
+    linears = [task for task in whole.tasks if task.workload.name == "linear"][:4]
+    monkeypatch.setattr(tune.Subject, "of", lambda *args: replace(whole, tasks=linears))
+    monkeypatch.setattr(tune, "_runner", lambda *args: Unverified())
+    out, _ = command(*SPEC, "--target", "rocm", "--arch", "gfx1100", "--trials", 12)
     text = r"12 plans measured, 0 wrong, (\d+) could not be verified \(there is no GPU here\); 12 so far, \d+ failed"
     found = re.search(text, out)
     assert found and int(found[1]) > 0 and out.count("\n") == 1, out

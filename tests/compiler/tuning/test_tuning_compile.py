@@ -43,10 +43,10 @@ def test_tasks_are_the_distinct_kernels_weighted_by_their_calls(tasks, gguf):
     assert len({task.workload for task in found}) == len(found) > 15
     named = {task.name: task for task in found}
     decode = [task for task in found if "decode" in task.calls]
-    assert sum(task.calls["decode"] for task in decode if task.workload.op == "rope_attention") == layers
+    assert sum(task.calls["decode"] for task in decode if task.workload.name == "rope_attention") == layers
     attention = named["attention_m64"]
     assert attention.calls == {"prefill_64": layers * 512 / 64} and "score_64" not in attention.calls
-    gate_up = [task for task in decode if task.workload.op == "gate_up"]
+    gate_up = [task for task in decode if task.workload.name == "gate_up"]
     assert sum(task.calls["decode"] for task in gate_up) == layers
     for task in gate_up:
         args = task.workload.args
@@ -67,7 +67,7 @@ def compiled(gguf, folder, **options):
 def test_compile_uses_a_tuned_plan_and_says_so(tasks, gguf, tmp_path, monkeypatch):
     backend, found = tasks
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    task = next(t for t in found if t.workload.op == "linear" and t.workload.args["m"] == 1)
+    task = next(t for t in found if t.workload.name == "linear" and t.workload.args["m"] == 1)
     choices = space(task.workload, backend.archs[0])
     default = choices.default
     plan = next(p for p in choices.plans if p.waves != default.waves and p.waves > 1)
@@ -90,7 +90,7 @@ def test_compile_uses_a_tuned_plan_and_says_so(tasks, gguf, tmp_path, monkeypatc
 def test_a_stale_record_leaves_a_note(tasks, gguf, tmp_path, monkeypatch):
     backend, found = tasks
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    task = next(t for t in found if t.workload.op == "linear" and t.workload.args["m"] == 1)
+    task = next(t for t in found if t.workload.name == "linear" and t.workload.args["m"] == 1)
     folder = databases.folder_of(backend.archs[0])
     line = json.loads(task.workload.text) | {
         "version": 1,
@@ -104,14 +104,14 @@ def test_a_stale_record_leaves_a_note(tasks, gguf, tmp_path, monkeypatch):
     lookup = databases.Lookup(backend.archs[0])
     assert lookup.find(task.workload) == (None, "default")
     (note,) = lookup.notes
-    assert note.startswith(f"user record of {task.workload.key} for vangogh ignored: made with TVM 0.0")
+    assert note.startswith("user records for vangogh: 1 records ignored: made with TVM 0.0")
 
 
 def test_every_arch_of_an_artifact_has_its_own_plans(gguf):
     backend = pipeline.make_target("vulkan", "vangogh,rdna2")
     with GGUFModel.open(gguf) as model:
         pipeline.lower(model, backend, CONTEXT)
-    name, workload = next((n, w) for n, w in backend.workloads.items() if w.op == "linear" and w.args["m"] == 1)
+    name, workload = next((n, w) for n, w in backend.workloads.items() if w.name == "linear" and w.args["m"] == 1)
     plan = replace(space(workload, backend.archs[1]).default, waves=1)
     backend.plans["rdna2"] = lambda asked: (plan, "user") if asked == workload else (None, "default")
     assert backend.origins(name) == {
@@ -130,7 +130,7 @@ def test_plans_of_all_kernels_can_be_built(arch, gguf):
     with GGUFModel.open(gguf) as model:
         found = tuning.extract(model, backend, CONTEXT)
     planned = [task for task in found if space(task.workload, backend.archs[0])]
-    assert {task.workload.op for task in found} - {task.workload.op for task in planned} == {"sample"}
+    assert {task.workload.name for task in found} - {task.workload.name for task in planned} == {"sample"}
     for task in source.sample(planned, 12):
         plans = space(task.workload, backend.archs[0]).plans
         for plan in source.sample(plans, 2):

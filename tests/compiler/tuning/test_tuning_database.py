@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,11 +18,12 @@ from mlc_amd.compiler.tuning import database as databases
 from mlc_amd.compiler.tuning import lines as lines_of
 from mlc_amd.compiler.tuning.database import Checked, Database, Lookup, Measured
 from mlc_amd.compiler.tuning.session import TuningSession, run
+from mlc_amd.compiler.tuning.ship import ship
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base import arch as archs
 from mlc_amd.schedules.gpu.base import profiles
+from mlc_amd.schedules.operators import Operator
 from mlc_amd.schedules.space import space
-from tests.dev.ship_tuned import export
 
 pytest.importorskip("xgboost")
 
@@ -45,6 +46,12 @@ def test_torn_and_damaged_lines_are_dropped(tmp_path):
     assert not lines_of.read(log)[1] and len(bench.seen) == 1
 
 
+def attention(ctx: int) -> Operator:
+    return operator(
+        "attention", {"heads": 8, "kv_heads": 2, "d": 64, "ctx": ctx, "m": 64, "single": 0, "layout": "half"}
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "why"),
     [
@@ -60,8 +67,8 @@ def test_torn_and_damaged_lines_are_dropped(tmp_path):
         ({"plan": {"rows": 1.5}}, r"key plan\['rows'\]: expected int, got float"),
         ({"plan": None}, "key plan"),
         ({"tvm": 27}, "key tvm"),
-        ({"args": {"ctx": "x"}}, "impossible 'ctx'"),
-        ({"args": {"ctx": 0}}, "impossible 'ctx'"),
+        ({"op": "attention", "args": {}}, "without a valid operator"),
+        ({"op": "attention", "args": attention(0).args}, "impossible 'ctx'"),
     ],
 )
 def test_a_line_that_nobody_wrote_is_left_out(tmp_path, line, why):
@@ -111,6 +118,7 @@ def test_one_process_at_a_time(tmp_path):
 KILLED = """
 import sys, time
 from formula import Bench, Task, linear, right, GFX
+from mlc_amd.compiler.tuning.ship import ship
 from mlc_amd.compiler.tuning.database import Database
 from mlc_amd.compiler.tuning.session import TuningSession, run
 bench = Bench()
@@ -164,15 +172,15 @@ def tuned(folder, arch, workload=None) -> Operator:
 
 def test_lookup_prefers_the_users_record_and_obeys_the_mode(tmp_path):
     workload = tuned(tmp_path / "user", GFX)
-    shipped = tmp_path / "shipped.json"
+    shipped = tmp_path / "gfx1100.json"
     with Database(GFX, tmp_path / "other") as database:
         session = TuningSession([Task(workload)], GFX, database)
         (task, default), *_ = session.next(1)
         session.report(task, default, Measured(1.0))
         plan = replace(default, rows=1, waves=1)
         session.report(task, plan, Measured(0.5))
-        session.check(task, plan, Checked("emulator", True))
-        assert export(database, shipped, "a test") == 1
+        session.check(task, plan, Checked("device", True, gain=1.9))
+        assert ship(database, shipped.parent, "a test").added == 1
     lookup = {mode: Lookup(GFX, mode, tmp_path / "user", shipped).find(workload) for mode in databases.MODES}
     assert lookup["none"] == (None, "default")
     assert lookup["shipped"] == (plan, "shipped")
@@ -186,7 +194,7 @@ def test_lookup_prefers_the_users_record_and_obeys_the_mode(tmp_path):
 def test_records_of_another_arch_are_never_used(tmp_path):
     workload = tuned(tmp_path / "gfx1100", GFX)
     with Database(GFX, tmp_path / "gfx1100") as database:
-        export(database, tmp_path / "gfx1100.json", "a test")
+        ship(database, tmp_path, "a test")
     for other in (archs.resolve("gfx1101"), profiles.resolve("rdna3")):
         lookup = Lookup(other, "auto", tmp_path / "gfx1100", tmp_path / "gfx1100.json")
         assert lookup.find(workload) == (None, "default")
@@ -224,12 +232,6 @@ def test_stale_records_are_ignored_with_a_note(tmp_path, change, reason):
 # ---- other capacities of the KV cache
 
 
-def attention(ctx: int) -> Operator:
-    return operator(
-        "attention", {"heads": 8, "kv_heads": 2, "d": 64, "ctx": ctx, "m": 64, "single": 0, "layout": "half"}
-    )
-
-
 def decode(ctx: int) -> Operator:
     args = {"heads": 8, "kv_heads": 2, "d": 64, "ctx": ctx, "neox": True, "rotary": 64, "eps": None, "layout": "rows"}
     return operator("rope_attention", args)
@@ -258,3 +260,63 @@ def test_a_record_of_one_capacity_serves_another(tmp_path, make):
     assert found == [plans[0], plans[0], plans[1], plans[1]]
     with Database(GFX, tmp_path) as database:  # times of different capacities are not compared
         assert [len(database.entry(make(ctx)).records) for ctx in (4096, 8192, 16384)] == [2, 0, 2]
+
+
+# ---- records for others
+
+
+def shipped(tmp_path, gains: dict[int, float], folder=None):
+    """What `ship` did with plans of linear layers of so many rows, as fast as these gains say."""
+    with Database(GFX, folder or tmp_path / "measured") as database:
+        for rows, gain in gains.items():
+            session = TuningSession([Task(linear(rows))], GFX, database)
+            (task,) = session.tasks
+            default = space(task.workload, GFX).default
+            plan = replace(default, rows=1, waves=1)
+            session.report(task, default, Measured(1.0, device="a GPU", driver="1.2"))
+            session.report(task, plan, Measured(1.0 / gain, device="a GPU", driver="1.2"))
+            session.check(task, plan, Checked("device", True, gain=gain))
+        return ship(database, tmp_path / "tuned", "mlc-amd tune x --ship tuned")
+
+
+def records(tmp_path) -> list[dict]:
+    return json.loads((tmp_path / "tuned" / "gfx1100.json").read_text())["records"]
+
+
+def test_only_clear_gains_are_shipped_with_their_origin(tmp_path):
+    made = shipped(tmp_path, {4096: 1.5, 4112: 1.01, 4128: 0.9})
+    assert (made.added, made.replaced, made.stayed, made.pruned) == (1, 0, 0, 0)
+    (record,) = records(tmp_path)
+    assert (
+        record["args"] == linear(4096).args and record["gain"] == 1.5 and record["command"].startswith("mlc-amd tune")
+    )
+    assert (record["device"], record["driver"]) == ("a GPU", "1.2") and record["at"] > 0
+    plan, origin = Lookup(GFX, "auto", tmp_path / "nobody", made.path).find(linear(4096))
+    assert origin == "shipped" and (plan.rows, plan.waves) == (1, 1)
+
+
+def test_better_records_replace_shipped_ones_and_useless_ones_go(tmp_path):
+    shipped(tmp_path, {4096: 1.5, 4112: 1.4})
+    path = tmp_path / "tuned" / "gfx1100.json"
+    data = json.loads(path.read_text())
+    default = asdict(space(linear(4112), GFX).default)
+    data["records"] = [
+        line | {"plan": default} if line["args"] == linear(4112).args else line for line in data["records"]
+    ]
+    path.write_text(json.dumps(data))
+    made = shipped(tmp_path, {4096: 1.3, 4128: 1.2}, tmp_path / "second")
+    assert (made.added, made.replaced, made.stayed, made.pruned) == (1, 0, 1, 1)
+    made = shipped(tmp_path, {4096: 1.7}, tmp_path / "third")
+    assert (made.added, made.replaced, made.stayed, made.pruned) == (0, 1, 1, 0)
+    assert sorted(line["gain"] for line in records(tmp_path)) == [1.2, 1.7]
+
+
+def test_plans_from_elsewhere_are_measured_first(tmp_path):
+    found = space(linear(), GFX)
+    wanted = [replace(found.default, rows=1, waves=1), replace(found.default, rows=4, waves=2)]
+    first = {linear().key: [asdict(plan) for plan in wanted]}
+    with Database(GFX, tmp_path) as database:
+        session = TuningSession([Task(linear())], GFX, database, first=first)
+        assert [plan for _, plan in session.next(8)] == [found.default, *map(found.equal, wanted)]
+        with pytest.raises(ValueError, match="has the fields"):
+            TuningSession([Task(linear())], GFX, database, first={linear().key: [{"rows": 1}]})

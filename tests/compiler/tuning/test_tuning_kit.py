@@ -29,7 +29,7 @@ def tasks():
     """Three small decode kernels only: the driver is slow."""
     found = extract(synthetic(SPEC), make_target("vulkan", ARCH), 64)
     small = [task for task in found if task.workload.args.get("m") == 1]
-    linear, norms = ([task for task in small if task.workload.op == op] for op in ("linear", "rms_norm"))
+    linear, norms = ([task for task in small if task.workload.name == op] for op in ("linear", "rms_norm"))
     return [*linear[:2], norms[0]]
 
 

@@ -15,7 +15,6 @@ from mlc_amd.runtime.measure.measurer import Measurer
 from mlc_amd.schedules.cpu.base import bound
 from mlc_amd.schedules.cpu.base.arch import resolve
 from mlc_amd.schedules.cpu.linear.planes import plane_bytes
-from mlc_amd.schedules.formats import lookup
 
 DOTS = {
     "znver4": ("vpdpbusd.512", 64),
@@ -70,7 +69,7 @@ def executed(stmt, kind, counts) -> float:
 
 def kernels(workload, arch, folder):
     untuned = build.build(workload, None, "cpu", arch, folder)
-    return bound.bounds(untuned.params, workload.op, workload.args, resolve(arch).isa, "kernel")
+    return bound.bounds(untuned.params, workload, resolve(arch).isa, "kernel")
 
 
 PRODUCTS = {
@@ -93,8 +92,7 @@ def test_the_products_of_int8_weights_are_all_there(name, arch, tmp_path):
         return products if instruction in str(call)[:80] else 0
 
     (func,) = kernels(workload, arch, tmp_path)["multiplies"]
-    segments = workload.args.get("segments") or [("", workload.args["n"])] * 2
-    wanted = sum(n for _, n in segments) * workload.args["k"] * workload.args["m"] * workload.args.get("used", 1)
+    wanted = sum(n for _, n in workload.weights) * workload.k * workload.m * getattr(workload, "used", 1)
     assert executed(func.body, tvm.ir.Call, dots) == pytest.approx(wanted, rel=0.07), (
         "the rest of divisions is left out"
     )
@@ -106,12 +104,10 @@ def test_the_products_of_int8_weights_are_all_there(name, arch, tmp_path):
         linear(1, ("q4_k", 1536), ("q6_k", 1024)), linear(1, ("f16", 64), k=1030), gate_up(1, "q8_0"),
         expert_gate_up(1, "q4_k"),
     ],
-    ids=str,
+    ids=lambda workload: workload.label,
 )  # fmt: skip
 def test_all_bytes_of_weights_are_read(workload, tmp_path):
-    args = workload.args
-    segments = args.get("segments") or [(args["gate"], args["n"]), (args["up"], args["n"])]
-    size = sum(plane_bytes(lookup(fmt), n, args["k"]) for fmt, n in segments) * args.get("used", 1)
+    size = sum(plane_bytes(fmt, n, workload.k) for fmt, n in workload.weights) * getattr(workload, "used", 1)
 
     def bytes_of(load):
         # parameters are seen as lines; what is prefetched is no vector

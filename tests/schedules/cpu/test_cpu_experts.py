@@ -8,13 +8,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import tvm
+from workloads import built, operator
 
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.schedules.cpu.base.arch import resolve, tile_rows
 from mlc_amd.schedules.cpu.base.isa import Avx2, Portable
-from mlc_amd.schedules.cpu.kernels import BUILDERS
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.tools.reference.experts import gate_up, linear, order, route
@@ -125,14 +125,12 @@ def library(arch):
         gating, attributes, experts, used = ROUTERS[name]
         args = {"normalize": False, "scale": 1.0, "bias": False, "factors": False, "groups": 1, "groups_used": 1}
         args |= {"n": -(-experts // 16) * 16, "m": m, "experts": experts, "used": used, "tile": 1, **attributes}
-        funcs[f"route {name} {m}"] = BUILDERS["route"], args | {"gating": gating}
+        funcs[f"route {name} {m}"] = operator("route", args | {"gating": gating})
     for name, m in cases(arch):
         for op, args in BLOCKS[name].workloads(m, arch).items():
-            funcs[f"{op} {name} {m}"] = BUILDERS[op], args
+            funcs[f"{op} {name} {m}"] = operator(op, args)
     plain = {name: name.replace(" ", "_").replace("-", "_") for name in funcs}
-    made = {
-        plain[name]: build(**args, arch=target, name=plain[name], plan=None) for name, (build, args) in funcs.items()
-    }
+    made = {plain[name]: built(op, target, plain[name]) for name, op in funcs.items()}
     module = build_module(made, target.target)
     return {name: module[symbol] for name, symbol in plain.items()}
 
@@ -325,4 +323,4 @@ def test_results_do_not_depend_on_the_number_of_rows():
 def test_matrices_of_odd_sizes_are_refused():
     args = BLOCKS["k-quants"].workloads(4, "x86-64-v3")["expert_linear"] | {"n": 40}
     with pytest.raises(UserError, match="multiple of 16 rows"):
-        BUILDERS["expert_linear"](**args, arch=resolve("x86-64-v3"), name="f", plan=None)
+        built(operator("expert_linear", args), resolve("x86-64-v3"))

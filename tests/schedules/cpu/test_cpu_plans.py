@@ -15,7 +15,6 @@ from mlc_amd.compiler.codegen.cpu import CpuTarget, build_module
 from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.runtime.measure import routing
 from mlc_amd.schedules.cpu.base.arch import resolve
-from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.schedules.space import space
 from mlc_amd.tools.reference.operators import used_slots
 
@@ -96,11 +95,11 @@ def spread(found):
 
 def filled(param, workload, rng):
     """An argument of a kernel of m tokens, most of which are live, by its type; scales and caches of moderate size."""
-    shape, dtype, m = [int(n) for n in param.shape], str(param.dtype), workload.args["m"]
+    shape, dtype, m = [int(n) for n in param.shape], str(param.dtype), workload.m
     if param.name == "Groups":
-        of = Experts(*(workload.args[key] for key in ("experts", "used", "tile")))
+        of = workload.of
         return routing.tables(asdict(of) | {"m": m, "tiles": of.tiles(m)})["Groups"]
-    live, single = max(1, m - 4), workload.args.get("single", 0)
+    live, single = max(1, m - 4), getattr(workload, "single", 0)
     if param.name == "state":
         return np.array([min(single, live), live, 0, 0], np.int32)
     if param.name == "rows":  # single rows at several depths, then a chunk
@@ -118,9 +117,9 @@ def filled(param, workload, rng):
 def defined(workload, names, arrays):
     """The bytes of a kernel's arguments; of what experts write, those of slots that hold a token."""
     found = [array.tobytes() for array in arrays]
-    if workload.op == "expert_gate_up" and workload.args["tile"] > 1:
-        slots = used_slots(dict(zip(names, arrays, strict=True)), workload.args, workload.args["m"])
-        tile, row = divmod(slots, workload.args["tile"])
+    if workload.name == "expert_gate_up" and workload.tile > 1:
+        slots = used_slots(dict(zip(names, arrays, strict=True)), workload, workload.m)
+        tile, row = divmod(slots, workload.tile)
         a, s = arrays[-2:]
         found[-2:] = a[tile, :, row].tobytes(), s[tile, :, :, row].tobytes()
     return found

@@ -8,11 +8,12 @@ import pytest
 import sampling_cases as cases
 import tvm
 from samples import sample
+from workloads import built
 
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.runtime.sampling.settings import Sampling
 from mlc_amd.schedules.cpu.base.arch import resolve
-from mlc_amd.schedules.cpu.kernels import BUILDERS
+from mlc_amd.schedules.operators import Sample
 from tests.schedules.cpu.test_cpu_experts import ARCHS
 
 VOCAB = 5003
@@ -21,7 +22,7 @@ VOCAB = 5003
 @functools.cache
 def kernel_of(n, vocab, name):
     arch = resolve(name)
-    func = BUILDERS["sample"](m=n, vocab=vocab, columns=-(-vocab // 16) * 16, arch=arch, name="sample", plan=None)
+    func = built(Sample(m=n, vocab=vocab, columns=-(-vocab // 16) * 16), arch, "sample")
     return build_module({"sample": func}, arch.target)["sample"]
 
 

@@ -8,12 +8,11 @@ import pytest
 import tvm
 from samples import sample
 from vulkan_harness import PROFILES, gpu, run
+from workloads import built, operator
 
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.schedules.cpu.base.arch import resolve
-from mlc_amd.schedules.cpu.kernels import BUILDERS as ON_CPU
 from mlc_amd.schedules.gpu.base.arch import resolve as gfx
-from mlc_amd.schedules.gpu.kernels import BUILDERS as ON_GPU
 from mlc_amd.schedules.operators.attention import SLOTS, padded_columns
 from mlc_amd.schedules.runs import COLUMNS, KEPT
 from mlc_amd.tools.reference.case import Case
@@ -111,7 +110,12 @@ def rows_of(op, m, single):
 
 
 def check(op, args, layout, arrays, execute):
-    case = Case(op, args, {name: array.copy() for name, array in arrays.items()}, layout, np.arange(arrays["state"][1]))
+    case = Case(
+        operator(op, args),
+        {name: array.copy() for name, array in arrays.items()},
+        layout,
+        np.arange(arrays["state"][1]),
+    )
     expected = results(case)
     execute(arrays)
     for name, wanted in expected.items():
@@ -124,7 +128,7 @@ def test_cpu(kernel):
     op, args = KERNELS[kernel]
     arch, funcs = resolve("native"), {}
     for i, (m, single, _) in enumerate(STEPS.values()):
-        funcs[f"kernel{i}"] = ON_CPU[op](**args, **rows_of(op, m, single), arch=arch, name=f"kernel{i}", plan=None)
+        funcs[f"kernel{i}"] = built(operator(op, args | rows_of(op, m, single)), arch, f"kernel{i}")
     module = build_module(funcs, arch.target)
     for i, (name, (m, single, step)) in enumerate(STEPS.items()):
 
@@ -149,7 +153,7 @@ def test_vulkan(kernel, profile):
     op, args = KERNELS[kernel]
     for name in OF_LARGE if "large" in kernel else STEPS:
         m, single, step = STEPS[name]
-        func = ON_GPU[op](**args, **rows_of(op, m, single), arch=PROFILES[profile], name="kernel", plan=None)
+        func = built(operator(op, args | rows_of(op, m, single)), PROFILES[profile])
 
         def execute(arrays, func=func):
             names = [param.name for param in func.params]
@@ -168,6 +172,6 @@ def test_vulkan(kernel, profile):
 def test_in_the_emulator(name, kernel):
     op, args = KERNELS[kernel]
     m, single, step = 24, 2, [(9, 3, 2), (4, 0, 19)]
-    func = ON_GPU[op](**args, m=m, single=single, arch=gfx(name), name="kernel", plan=None)
+    func = built(operator(op, args | rows_of(op, m, single)), gfx(name))
     arrays = arrays_of(op, args, m, single, step)
     check(op, args | rows_of(op, m, single), "gpu", arrays, lambda arrays: emulated(func, arrays, gfx(name)))

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from vulkan_harness import PROFILES, gpu, on_both, run
+from workloads import built, operator
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.arch import resolve
 from mlc_amd.schedules.gpu.base.pairs import from_pairs, in_pairs
-from mlc_amd.schedules.gpu.kernels import BUILDERS
 from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.tools.reference import experts as reference
 from tests.dev.gfxemu import emulate
@@ -45,7 +45,7 @@ def emulated(kernel, arrays, arch):
 
 
 def build(op, arch, **args):
-    return BUILDERS[op](**args, arch=arch, name=op, plan=None)
+    return built(operator(op, args), arch, op)
 
 
 def of(experts: Experts):
