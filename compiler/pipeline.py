@@ -19,7 +19,8 @@ import tvm
 from mlc_amd.compiler import memory, sampling, tokenizer
 from mlc_amd.compiler import plan as planning
 from mlc_amd.compiler import weights as packing
-from mlc_amd.compiler.models.build import FunctionSpec, build_module, with_drafts
+from mlc_amd.compiler.functions import FunctionSpec, with_drafts
+from mlc_amd.compiler.models.build import build_module
 from mlc_amd.compiler.passes import fuse
 from mlc_amd.compiler.tuning.database import Lookup
 from mlc_amd.compiler.weight_store import WeightStore

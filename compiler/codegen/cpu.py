@@ -15,7 +15,7 @@ from tvm import s_tir, tirx
 from mlc_amd.compiler.codegen.lower import has_blocks
 from mlc_amd.compiler.codegen.object_cache import ObjectCache
 from mlc_amd.compiler.codegen.target import Target
-from mlc_amd.compiler.models.build import FunctionSpec
+from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig
 from mlc_amd.compiler.nodes import functions, params
 from mlc_amd.runtime import devices

@@ -14,7 +14,7 @@ from tvm import relax, te
 
 from mlc_amd.compiler import nodes, ops
 from mlc_amd.compiler.codegen.target import Target
-from mlc_amd.compiler.models.build import FunctionSpec
+from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig
 from mlc_amd.runtime.cache.kv_types import KV_TYPE
 from mlc_amd.runtime.errors import UserError

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from mlc_amd.compiler.gguf.header import FETCH_AGAIN
-from mlc_amd.compiler.models import expected_tensors
 from mlc_amd.compiler.models.config import ModelConfig
+from mlc_amd.compiler.models.registry import expected_tensors
 from mlc_amd.compiler.models.tensors import is_vector
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS

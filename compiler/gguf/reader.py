@@ -22,8 +22,9 @@ import numpy as np
 from mlc_amd.compiler.gguf.check import check_tensors
 from mlc_amd.compiler.gguf.header import FETCH_AGAIN, HEADER_LIMIT, Header, TensorEntry, parse_header
 from mlc_amd.compiler.gguf.tensor import Tensor, row_bytes
-from mlc_amd.compiler.models import merged_parts, read_config
 from mlc_amd.compiler.models.config import ModelConfig
+from mlc_amd.compiler.models.registry import read_config
+from mlc_amd.compiler.models.tensors import merged_parts
 from mlc_amd.runtime.engine.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS, by_gguf_type

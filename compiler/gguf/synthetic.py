@@ -19,7 +19,7 @@ from mlc_amd.compiler.gguf.check import check_tensors
 from mlc_amd.compiler.gguf.presets import PRESETS, Preset
 from mlc_amd.compiler.gguf.reader import GGUFModel
 from mlc_amd.compiler.gguf.tensor import Tensor, row_bytes
-from mlc_amd.compiler.models import expected_tensors, read_config
+from mlc_amd.compiler.models.registry import expected_tensors, read_config
 from mlc_amd.compiler.models.tensors import STATE_SPACE, is_vector
 from mlc_amd.compiler.quant.draws import either
 from mlc_amd.runtime.errors import UserError

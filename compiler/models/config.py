@@ -317,7 +317,7 @@ class LayerConfig:
 class ModelConfig:
     """One decoder: embedding, layers, output norm, logits."""
 
-    architecture: str  # key of ARCHITECTURES
+    architecture: str  # GGUF's general.architecture
     name: str  # general.name, or ""
     vocab: int  # tokens
     hidden: int  # columns of the residual stream

@@ -6,16 +6,18 @@ for each function parameter where the runtime finds it: ("io", "tokens"), ("weig
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tvm import relax, te
 
 from mlc_amd.compiler import ops
+from mlc_amd.compiler.functions import HIDDEN, FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, ModelConfig, attentions
 from mlc_amd.compiler.ops import shape_of, tensor_type
 from mlc_amd.runtime.cache.pages import STATE
-from mlc_amd.runtime.engine.steps import ROWS, page_table
+from mlc_amd.runtime.engine.steps import page_table
 from mlc_amd.runtime.sampling.layout import row_shapes
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.operators import (
@@ -46,13 +48,22 @@ from mlc_amd.schedules.runs import COLUMNS
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.codegen.target import Target
-    from mlc_amd.compiler.gguf import GGUFModel
-    from mlc_amd.compiler.models.build import FunctionSpec
+
+
+class Model(Protocol):
+    """A model as GGUFModel and synthetic ones have it: tensors by name, of which a graph asks shape, rows and
+    format."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def tensors(self) -> Mapping[str, Any]: ...
+
 
 OPS: Any = relax.op  # TVM declares their arguments as expressions only
 ONES = "ones."  # prefix of the names of vectors of ones, before their length
 TEMPERATURES = "temperatures"  # name of the table of TemperatureConfig's factors
-HIDDEN, DRAFTED = ROWS  # kept tensors: the decoder's rows before its last norm, predictor.py's y
 BLOCK = 32  # columns: kernels of norms take whole blocks
 
 
@@ -68,9 +79,9 @@ ACTIVATIONS = {"silu": relax.op.nn.silu, "gelu": relax.op.nn.gelu_tanh, "relu_sq
 class Graph:
     """One function under construction, for sequences of up to `ctx` tokens."""
 
-    model: "GGUFModel"  # GGUFModel: config and tensors
+    model: Model
     target: "Target"  # layouts: planes(format, n, k), kv_types(config, ctx)
-    spec: "FunctionSpec"
+    spec: FunctionSpec
     ctx: int
     bb: relax.BlockBuilder
     parameters: dict[str, tuple] = field(default_factory=dict)  # name: (Var, kind)

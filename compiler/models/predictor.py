@@ -14,7 +14,8 @@ behind its last norm, and so is what a guess hands on. There the row of t stands
 which is the same, as RoPE knows distances only.
 """
 
-from mlc_amd.compiler.models.graph import DRAFTED, Graph
+from mlc_amd.compiler.functions import DRAFTED
+from mlc_amd.compiler.models.graph import Graph
 from mlc_amd.compiler.models.transformer import decoder_layer, head
 
 

@@ -15,8 +15,8 @@ import pytest
 from mlc_amd.compiler.gguf import GGUFModel, read_metadata, reader, synthetic, write_gguf
 from mlc_amd.compiler.gguf.tensor import Tensor
 from mlc_amd.compiler.gguf.writer import write_header
-from mlc_amd.compiler.models import expected_tensors, read_config
 from mlc_amd.compiler.models.config import AttentionConfig, FeedForwardConfig, LayerConfig, ModelConfig, RopeConfig
+from mlc_amd.compiler.models.registry import expected_tensors, read_config
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS

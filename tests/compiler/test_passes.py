@@ -10,8 +10,9 @@ from mlc_amd.compiler import ops
 from mlc_amd.compiler.codegen.cpu import CpuTarget
 from mlc_amd.compiler.codegen.gpu_target import DEFERRED_ROWS
 from mlc_amd.compiler.codegen.vulkan_target import VulkanTarget
+from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.gguf import synthetic
-from mlc_amd.compiler.models.build import FunctionSpec, build_module
+from mlc_amd.compiler.models.build import build_module
 from mlc_amd.compiler.passes import fuse
 from mlc_amd.schedules.operators import (
     CausalAttention,

@@ -9,8 +9,9 @@ from tvm import tirx
 
 from mlc_amd.compiler import plan as planning
 from mlc_amd.compiler.codegen.cpu import CpuTarget
+from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.gguf import synthetic
-from mlc_amd.compiler.models.build import FunctionSpec, build_module
+from mlc_amd.compiler.models.build import build_module
 from mlc_amd.compiler.passes import fuse
 from mlc_amd.compiler.weights import specs as weight_specs
 

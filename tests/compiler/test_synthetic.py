@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from mlc_amd.compiler.gguf import PRESETS, GGUFModel, synthetic, write_gguf
-from mlc_amd.compiler.models import expected_tensors, merged_parts
+from mlc_amd.compiler.models.registry import expected_tensors
+from mlc_amd.compiler.models.tensors import merged_parts
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 

@@ -9,8 +9,8 @@ import vulkan_harness
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.gguf.reader import GGUFModel
 from mlc_amd.compiler.gguf.tensor import Tensor
-from mlc_amd.compiler.models import read_config
 from mlc_amd.compiler.models.config import LatentConfig
+from mlc_amd.compiler.models.registry import read_config
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError

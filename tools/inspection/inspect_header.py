@@ -19,11 +19,11 @@ _LISTED = 16  # values of a list that are shown; of longer ones the number
 def report(path: Path, refusal: UserError) -> dict[str, Any]:
     """The report of a file that was refused. Raises `refusal` if that is for another reason than the architecture."""
     from mlc_amd.compiler.gguf.reader import read_header
-    from mlc_amd.compiler.models import ARCHITECTURES
+    from mlc_amd.compiler.models.registry import architectures
 
     metadata, entries = read_header(path)
     architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture in architectures():
         raise refusal
     listing = []
     for entry in entries:

@@ -7,17 +7,25 @@ Out: the value, checked and set; all values as text. UserError for an unknown na
 import dataclasses
 import shlex
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from mlc_amd.runtime.engine.chat import Conversation
 from mlc_amd.runtime.engine.generation import check_max_tokens, check_stop
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling.settings import Sampling
 
-if TYPE_CHECKING:
-    from mlc_amd.tools.terminal.session import Session
-
 UNSET = "-"
 _SWITCH = {"on": True, "off": False}
+
+
+class HasSettings(Protocol):
+    """What of a Session can be set, besides its conversation's."""
+
+    conversation: Conversation
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    show_thinking: bool
+    quiet: bool
 
 
 def _number(name: str, text: str) -> Any:
@@ -76,7 +84,7 @@ _READERS = _SAMPLING | _SESSION | _CONVERSATION
 NAMES = tuple(_READERS)
 
 
-def values(session: "Session") -> dict[str, str]:
+def values(session: HasSettings) -> dict[str, str]:
     """All settings, as they would be typed."""
     found = {name: getattr(session.conversation.sampling, name) for name in _SAMPLING}
     found |= {name: getattr(session, name) for name in _SESSION}
@@ -84,7 +92,7 @@ def values(session: "Session") -> dict[str, str]:
     return {name: _written(value) for name, value in found.items()}
 
 
-def change(session: "Session", name: str, text: str) -> str:
+def change(session: HasSettings, name: str, text: str) -> str:
     """Sets one; returns its new value as text."""
     if name not in _READERS:
         raise UserError(f"unknown setting {name}: choose from {', '.join(NAMES)}")

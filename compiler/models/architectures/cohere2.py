@@ -14,14 +14,12 @@ from mlc_amd.compiler.models.metadata import (
     read_model,
     read_rope,
 )
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 PATTERN = 4  # of every four layers the last one sees all keys
 
 
+@architecture("cohere2")
 def read(keys: Keys) -> ModelConfig:
     mixer, block = read_attention(keys, rope=""), read_feed_forward(keys)
     local = replace(mixer, window=keys.integer("attention.sliding_window"), rope=ROPE)

@@ -25,12 +25,10 @@ from mlc_amd.compiler.models.metadata import (
     read_rope,
     vocabulary,
 )
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "latent_attention", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 
+@architecture("deepseek2")
 def read(keys: Keys) -> ModelConfig:
     predicting = predicting_layers(keys)
     count = predicting.count

@@ -12,12 +12,10 @@ from mlc_amd.compiler.models.metadata import (
     read_model,
     read_rope,
 )
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 
+@architecture("ernie4_5-moe")
 def read(keys: Keys) -> ModelConfig:
     count, mixer = read_layers(keys), read_attention(keys, output_bias=False)
     leading = keys.integer("leading_dense_block_count", 0, minimum=0)

@@ -14,15 +14,13 @@ from mlc_amd.compiler.models.metadata import (
     read_model,
     read_rope,
 )
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 PATTERN = 4  # of every four layers the last one sees all keys
 LAYERS_32B = 64  # the one model with windows
 
 
+@architecture("exaone4")
 def read(keys: Keys) -> ModelConfig:
     count, block = read_layers(keys), read_feed_forward(keys)
     mixer = local = read_attention(keys, head_norms=True)

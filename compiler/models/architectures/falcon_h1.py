@@ -5,12 +5,10 @@ from mlc_amd.compiler.models.architectures.mamba2 import read_mamba2
 from mlc_amd.compiler.models.config import LayerConfig, ModelConfig, Norms
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import ROPE, read_attention, read_feed_forward, read_layers, read_model, read_rope
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 
+@architecture("falcon-h1")
 def read(keys: Keys) -> ModelConfig:
     mixer = read_attention(keys)
     layer = LayerConfig(

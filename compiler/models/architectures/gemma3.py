@@ -15,15 +15,13 @@ from mlc_amd.compiler.models.metadata import (
     read_model,
     read_rope,
 )
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 PATTERN = 6  # of every six layers the last one sees all keys
 LAYERS_27B = 62  # the one model whose scores are scaled by the hidden size instead of the head's
 
 
+@architecture("gemma3")
 def read(keys: Keys) -> ModelConfig:
     count, hidden = read_layers(keys), keys.integer("embedding_length")
     mixer = read_attention(keys, head_norms=True)

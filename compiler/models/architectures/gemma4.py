@@ -17,13 +17,12 @@ from mlc_amd.compiler.models.metadata import (
     read_model,
     read_rope,
 )
+from mlc_amd.compiler.models.registry import architecture
 from mlc_amd.compiler.models.tensors import Shape, expert_tensors
 from mlc_amd.compiler.models.tensors import tensors as common_tensors
 from mlc_amd.compiler.models.transformer import add_all, dense, logits, mixture, residual_block
 from mlc_amd.compiler.models.transformer import attention as attention_block
 from mlc_amd.compiler.models.transformer import feed_forward as feed_forward_block
-
-__all__ = ["decoder", "read", "tensors"]
 
 PER_LAYER = "per_layer_token_embd.weight"
 KV_TENSORS = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
@@ -168,3 +167,6 @@ def layer_input(g, x, inputs, i: int):
     gate = g.activation(g.linear(x, block + "inp_gate.weight"), "gelu")
     y = g.multiply(gate, g.columns(inputs, i * size, size))
     return g.norm(g.linear(y, block + "proj.weight"), block + "post_norm")
+
+
+architecture("gemma4", tensors=tensors, decoder=decoder)(read)

@@ -12,12 +12,10 @@ from mlc_amd.compiler.models.metadata import (
     read_model,
     read_rope,
 )
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 
+@architecture("glm4moe")
 def read(keys: Keys) -> ModelConfig:
     predicting = predicting_layers(keys)
     mixer = read_attention(keys, head_norms="blk.0.attn_q_norm.weight" in keys.tensors)

@@ -14,14 +14,12 @@ from mlc_amd.compiler.models.metadata import (
     read_model,
     read_rope,
 )
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 PATTERN = 2  # of every two layers the last one sees all keys
 
 
+@architecture("gpt-oss")
 def read(keys: Keys) -> ModelConfig:
     count = read_layers(keys)
     mixer = read_attention(keys, sinks=True)

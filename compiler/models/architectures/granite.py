@@ -7,12 +7,10 @@ from typing import Any
 from mlc_amd.compiler.models.config import ExpertsConfig, FeedForwardConfig, LayerConfig, Mixer, ModelConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import ROPE, read_attention, read_feed_forward, read_layers, read_model, read_rope
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["attention_variant", "decoder", "read", "read_granite", "read_layers_of", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 
+@architecture("granite")
 def read(keys: Keys) -> ModelConfig:
     return read_granite(keys, read_feed_forward(keys))
 

@@ -6,12 +6,10 @@ from mlc_amd.compiler.models.architectures.mamba2 import read_mamba2
 from mlc_amd.compiler.models.config import ExpertsConfig, FeedForwardConfig, Mixer, ModelConfig, SharedExpertConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import attention, read_experts, read_feed_forward, read_layers
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 
+@architecture("granitehybrid")
 def read(keys: Keys) -> ModelConfig:
     layers = read_layers(keys)
     heads = keys.integer("attention.head_count")

@@ -3,12 +3,10 @@
 from mlc_amd.compiler.models.config import LayerConfig, ModelConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import ROPE, read_attention, read_feed_forward, read_layers, read_model, read_rope
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 
+@architecture("hunyuan-dense")
 def read(keys: Keys) -> ModelConfig:
     mixer = read_attention(keys, head_norms=True, norm_after_rope=True)
     base, alpha = keys.number("rope.freq_base", 10000.0), keys.number("rope.scaling.alpha", 0.0, minimum=0.0)

@@ -20,14 +20,12 @@ from mlc_amd.compiler.models.metadata import (
     read_model,
     read_taps,
 )
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 VECTOR = 16  # columns that kernels of delta nets take at once
 
 
+@architecture("kimi-linear")
 def read(keys: Keys) -> ModelConfig:
     count = read_layers(keys)
     leading = keys.integer("leading_dense_block_count", 0, minimum=0)

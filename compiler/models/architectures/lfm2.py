@@ -13,14 +13,12 @@ from mlc_amd.compiler.models.metadata import (
     read_rope,
     read_taps,
 )
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "read_mixers", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 OUTPUT_NORM = "token_embd_norm"
 
 
+@architecture("lfm2")
 def read(keys: Keys) -> ModelConfig:
     mixers, ropes = read_mixers(keys)
     block = read_feed_forward(keys)

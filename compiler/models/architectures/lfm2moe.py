@@ -5,12 +5,10 @@ from mlc_amd.compiler.models.architectures.lfm2 import OUTPUT_NORM, read_mixers
 from mlc_amd.compiler.models.config import LayerConfig, ModelConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import feed_forward, read_experts, read_model
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 
+@architecture("lfm2moe")
 def read(keys: Keys) -> ModelConfig:
     mixers, ropes = read_mixers(keys)
     experts = read_experts(keys, keys.integer("expert_feed_forward_length"), selection_bias=True)

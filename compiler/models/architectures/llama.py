@@ -4,12 +4,10 @@ where the file has them; a mixture of experts in every layer where it counts exp
 from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import read_experts, read_uniform
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 
+@architecture("llama")
 def read(keys: Keys) -> ModelConfig:
     experts = None
     if keys.integer("expert_count", 0, minimum=0):

@@ -14,16 +14,14 @@ from mlc_amd.compiler.models.metadata import (
     read_model,
     read_rope,
 )
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 STEP = 4  # of every four layers the last one has no RoPE
 CHUNK = 8192  # tokens of a chunk, and of a step of the temperature
 EXPERTS_MAVERICK = 128  # the one model without norms over the heads
 
 
+@architecture("llama4")
 def read(keys: Keys) -> ModelConfig:
     # heads are normalized after RoPE, without weights: rotations keep the norm, so before is the same
     norms = keys.integer("expert_count") != EXPERTS_MAVERICK

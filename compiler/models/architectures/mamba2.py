@@ -3,14 +3,12 @@
 from mlc_amd.compiler.models.config import LayerConfig, Mamba2Config, ModelConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import check_multiple, read_layers, read_model, read_taps
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "read_mamba2", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 VECTOR = 16  # columns that kernels take at once
 
 
+@architecture("mamba2")
 def read(keys: Keys) -> ModelConfig:
     return read_model(keys, [LayerConfig(read_mamba2(keys), None)] * read_layers(keys), {})
 

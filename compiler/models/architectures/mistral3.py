@@ -3,12 +3,10 @@
 from mlc_amd.compiler.models.config import LayerConfig, ModelConfig, TemperatureConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import ROPE, read_attention, read_feed_forward, read_layers, read_model, read_rope
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 
+@architecture("mistral3")
 def read(keys: Keys) -> ModelConfig:
     scale = keys.number("attention.temperature_scale", 0.0, minimum=0.0)
     length = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))

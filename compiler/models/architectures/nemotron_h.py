@@ -7,14 +7,12 @@ from mlc_amd.compiler.models.architectures.mamba2 import read_mamba2
 from mlc_amd.compiler.models.config import ExpertsConfig, FeedForwardConfig, LayerConfig, ModelConfig, Norms
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import attention, feed_forward, read_layers, read_model
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "read_single", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 NORM = Norms(before="attn_norm")  # of every layer, whatever it is
 
 
+@architecture("nemotron_h")
 def read(keys: Keys) -> ModelConfig:
     return read_single(keys, lambda size: feed_forward(keys, size, "relu_sq", gated=False))
 

@@ -5,12 +5,10 @@ from mlc_amd.compiler.models.architectures.nemotron_h import read_single
 from mlc_amd.compiler.models.config import ModelConfig, SharedExpertConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import read_experts
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 
+@architecture("nemotron_h_moe")
 def read(keys: Keys) -> ModelConfig:
     shared = keys.integer("expert_shared_feed_forward_length", 0, minimum=0)
     experts = read_experts(

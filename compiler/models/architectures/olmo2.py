@@ -15,14 +15,12 @@ from mlc_amd.compiler.models.metadata import (
     read_model,
     read_rope,
 )
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 PATTERN = 4  # of every four layers the last one sees all keys, where there is a window
 
 
+@architecture("olmo2")
 def read(keys: Keys) -> ModelConfig:
     count, mixer, block = read_layers(keys), read_attention(keys, row_norms=True), read_feed_forward(keys)
     ropes = {ROPE: read_rope(keys, mixer.head_dim, neox=True)}

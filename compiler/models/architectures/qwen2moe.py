@@ -3,12 +3,10 @@
 from mlc_amd.compiler.models.config import ModelConfig, SharedExpertConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import read_experts, read_uniform
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 
+@architecture("qwen2moe")
 def read(keys: Keys) -> ModelConfig:
     dense, used = keys.integer("feed_forward_length"), keys.integer("expert_used_count")
     experts = read_experts(

@@ -23,15 +23,13 @@ from mlc_amd.compiler.models.metadata import (
     read_rope,
     read_taps,
 )
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "read_hybrid", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 INTERVAL = 4  # of so many layers the last one has attention: llama.cpp's default of full_attention_interval
 VECTOR = 16  # columns that kernels of delta nets take at once
 
 
+@architecture("qwen35")
 def read(keys: Keys) -> ModelConfig:
     return read_hybrid(keys, read_feed_forward(keys))
 

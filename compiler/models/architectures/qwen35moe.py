@@ -4,12 +4,10 @@ from mlc_amd.compiler.models.architectures.qwen35 import read_hybrid
 from mlc_amd.compiler.models.config import ExpertsConfig, ModelConfig, SharedExpertConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import read_experts
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "read_block", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 
+@architecture("qwen35moe")
 def read(keys: Keys) -> ModelConfig:
     return read_hybrid(keys, read_block(keys))
 

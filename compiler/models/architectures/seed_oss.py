@@ -3,12 +3,10 @@
 from mlc_amd.compiler.models.config import LayerConfig, ModelConfig, Norms
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import ROPE, read_attention, read_feed_forward, read_layers, read_model, read_rope
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 
+@architecture("seed_oss")
 def read(keys: Keys) -> ModelConfig:
     mixer, norms = read_attention(keys), Norms(before="post_attention_norm")
     layers = [LayerConfig(mixer, read_feed_forward(keys), feed_forward_norms=norms)] * read_layers(keys)

@@ -5,14 +5,12 @@ from dataclasses import replace
 from mlc_amd.compiler.models.config import LayerConfig, ModelConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import ROPE, read_attention, read_feed_forward, read_layers, read_model, read_rope
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 STEP = 4  # of every four layers the last one has no RoPE
 
 
+@architecture("smollm3")
 def read(keys: Keys) -> ModelConfig:
     mixer, block = read_attention(keys), read_feed_forward(keys)
     layers = [

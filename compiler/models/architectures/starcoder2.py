@@ -3,12 +3,10 @@
 from mlc_amd.compiler.models.config import LayerConfig, ModelConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import ROPE, read_attention, read_feed_forward, read_layers, read_model, read_rope
-from mlc_amd.compiler.models.tensors import tensors
-from mlc_amd.compiler.models.transformer import decoder
-
-__all__ = ["decoder", "read", "tensors"]
+from mlc_amd.compiler.models.registry import architecture
 
 
+@architecture("starcoder2")
 def read(keys: Keys) -> ModelConfig:
     mixer, block = read_attention(keys), read_feed_forward(keys, act="gelu", gated=False, bias=True)
     layers = [LayerConfig(mixer, block)] * read_layers(keys)

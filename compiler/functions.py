@@ -1,0 +1,64 @@
+"""The functions of a compiled model: which rows a step of each has, and what it returns.
+
+In: a target's list of functions and the model's configuration. Out: `FunctionSpec`s.
+"""
+
+from dataclasses import dataclass, replace
+
+from mlc_amd.compiler.models.config import ModelConfig
+from mlc_amd.runtime.engine.functions import CHAIN, FOLLOW
+from mlc_amd.runtime.engine.steps import OUTPUTS, ROWS
+from mlc_amd.schedules.operators.rows import output_rows
+
+HIDDEN, DRAFTED = ROWS  # kept tensors: the decoder's rows before its last norm, and what a predicting layer hands on
+
+
+@dataclass(frozen=True)
+class FunctionSpec:
+    """One entry point of the compiled model.
+
+    m: rows of a step. single: how many of them, at the front, may be of sequences of their own; the others are a chunk.
+    answers: of which rows it gives the logits, see `schedules.operators.rows`. drafts: it is the predicting layer's,
+    not the decoder's, behind a step of the decoder, or, if chained, behind itself.
+    """
+
+    name: str
+    m: int
+    single: int
+    answers: str
+    drafts: bool = False
+    chained: bool = False
+
+    @property
+    def logits(self) -> int:
+        """Rows of logits."""
+        return output_rows(self.answers, self.m)
+
+    @property
+    def samples(self) -> bool:
+        """Whether it chooses a token for each row of logits: all but those that score the rows of a chunk do."""
+        return bool(self.single) or self.answers != "all"
+
+    def outputs(self, config: ModelConfig) -> tuple[tuple[str, str], ...]:
+        """(kind, name) of what it returns, in order."""
+        if not self.samples:
+            return (("io", OUTPUTS[0]),)
+        kept = DRAFTED if self.drafts else HIDDEN
+        return (*(("io", name) for name in OUTPUTS), *([("kv", kept)] if config.predictor is not None else []))
+
+
+def with_drafts(functions: list[FunctionSpec], config: ModelConfig) -> list[FunctionSpec]:
+    """The functions of a model: if it has a predicting layer, those of that layer too. One follows each function of the
+    decoder that chooses tokens; chained ones take single rows, of which one step has each number up to the most."""
+    if config.predictor is None:
+        return functions
+    sampling = [f for f in functions if f.samples]
+    most = max(f.single for f in sampling)
+    steps = [f for f in sampling if f.single == f.m]
+    if max(f.m for f in steps) < most:
+        steps.append(next(f for f in sampling if f.single == most))
+    return [
+        *functions,
+        *(replace(f, name=FOLLOW + f.name, drafts=True) for f in sampling),
+        *(replace(f, name=CHAIN + f.name, drafts=True, chained=True) for f in steps),
+    ]

@@ -1,0 +1,77 @@
+"""The architectures that can be compiled, by GGUF's `general.architecture`.
+
+Files of compiler/models/architectures register themselves:
+
+    @architecture("qwen3")
+    def read(keys: Keys) -> ModelConfig: ...
+"""
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlc_amd.compiler.models import tensors as common
+from mlc_amd.compiler.models import transformer
+from mlc_amd.compiler.models.config import ModelConfig, Shape
+from mlc_amd.compiler.models.keys import Keys
+from mlc_amd.runtime.errors import shorten
+
+FILES = "mlc_amd.compiler.models.architectures"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """read: metadata to the model's configuration, checked. tensors: (name, shape) of every tensor that a model of a
+    configuration has, in file order. decoder: emits it through a Graph, and returns the logits."""
+
+    read: Callable[[Keys], ModelConfig]
+    tensors: Callable[[ModelConfig], Iterator[tuple[str, Shape]]]
+    decoder: Callable[[Any], Any]
+
+
+_registered: dict[str, Architecture] = {}
+
+
+def architecture(
+    name: str,
+    tensors: Callable[[ModelConfig], Iterator[tuple[str, Shape]]] = common.tensors,
+    decoder: Callable[[Any], Any] = transformer.decoder,
+) -> Callable[[Callable[[Keys], ModelConfig]], Callable[[Keys], ModelConfig]]:
+    """Registers an architecture by the function that reads its metadata."""
+
+    def register(read: Callable[[Keys], ModelConfig]) -> Callable[[Keys], ModelConfig]:
+        _registered[name] = Architecture(read, tensors, decoder)
+        return read
+
+    return register
+
+
+@functools.cache
+def architectures() -> Mapping[str, Architecture]:
+    """All of them, by name."""
+    for module in pkgutil.iter_modules(importlib.import_module(FILES).__path__, f"{FILES}."):
+        importlib.import_module(module.name)
+    return dict(sorted(_registered.items()))
+
+
+def read_config(metadata: dict[str, object], tensor_names: Collection[str], path: str) -> ModelConfig:
+    """The configuration of a model with that metadata and those tensors. UserError (with `path` in front) for a
+    missing, mistyped or impossible value and for what is not supported. `gguf.check` compares it with the tensors'
+    shapes."""
+    keys = Keys(metadata, tensor_names, path)
+    name = keys.string("general.architecture")
+    if name not in architectures():
+        raise keys.error(f"architecture {shorten(name)} is not supported; supported are {', '.join(architectures())}")
+    kind = metadata.get("general.type", "model")
+    if kind != "model":
+        raise keys.error(f"this file holds a {shorten(kind)}, not a model; give the model's own GGUF file")
+    keys.prefix = name
+    return architectures()[name].read(keys)
+
+
+def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """(name, shape) of every tensor that a model of that configuration has, in file order."""
+    return architectures()[config.architecture].tensors(config)
