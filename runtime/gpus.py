@@ -17,7 +17,7 @@ class Chip:
     """One of AMD's chips.
 
     name        LLVM's name
-    family      its generation: gcn5, cdna, rdna1 to rdna4
+    family      its generation: gcn5, cdna1 to cdna4, rdna1 to rdna4
     dot         instruction for four int8 products added to an int32: "sdot4", "sudot4" (signs chosen per operand) or ""
                 (none)
     units       compute units of the product that `bandwidth` is of: how many workgroups fill the GPU
@@ -26,6 +26,7 @@ class Chip:
     products    names that users may call it, lower case without blanks
     unified     an APU: its memory is the host's
     lds         bytes of LDS that one workgroup may have
+    registers   of 32 bits that a lane of a SIMD has, for all of its waves, accumulators of matrix instructions included
     mach        EF_AMDGPU_MACH, of chips that share instructions, bugs and registers with the others of their family; 0
                 for the rest: LLVM's AMDGPUUsage puts no restriction on code that is generic for one of these groups (as
                 it does for gfx10-1-generic and gfx11-generic)
@@ -40,17 +41,19 @@ class Chip:
     products: tuple[str, ...]
     unified: bool = False
     lds: int = 64 * KIB
+    registers: int = 1024
     mach: int = 0
 
 
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("gfx906", "gcn5", "sdot4", 60, 1024, 1.75, ("vii", "mi50", "mi60", "vega20")),
-        Chip("gfx908", "cdna", "sdot4", 120, 1229, 1.5, ("mi100",)),
-        Chip("gfx90a", "cdna", "sdot4", 104, 1638, 1.7, ("mi210", "mi250", "mi250x")),  # one of MI250's two dies
-        Chip("gfx942", "cdna", "sdot4", 304, 5300, 2.1, ("mi300x", "mi300a", "mi325x", "mi300")),
-        Chip("gfx950", "cdna", "sdot4", 256, 8000, 2.4, ("mi350x", "mi355x", "mi350"), lds=160 * KIB),
+        Chip("gfx906", "gcn5", "sdot4", 60, 1024, 1.75, ("vii", "mi50", "mi60", "vega20"), registers=256),
+        Chip("gfx908", "cdna1", "sdot4", 120, 1229, 1.5, ("mi100",), registers=512),
+        # one of MI250's two dies
+        Chip("gfx90a", "cdna2", "sdot4", 104, 1638, 1.7, ("mi210", "mi250", "mi250x"), registers=512),
+        Chip("gfx942", "cdna3", "sdot4", 304, 5300, 2.1, ("mi300x", "mi300a", "mi325x", "mi300"), registers=512),
+        Chip("gfx950", "cdna4", "sdot4", 256, 8000, 2.4, ("mi350x", "mi355x", "mi350"), lds=160 * KIB, registers=512),
         Chip("gfx1010", "rdna1", "", 40, 448, 1.9, ("5700xt", "5700", "5600xt", "navi10")),
         Chip("gfx1011", "rdna1", "sdot4", 36, 512, 1.9, ("v520", "navi12")),
         Chip("gfx1012", "rdna1", "sdot4", 22, 224, 1.8, ("5500xt", "5500", "navi14")),
@@ -62,17 +65,20 @@ CHIPS = {
         Chip("gfx1034", "rdna2", "sdot4", 16, 144, 2.6, ("6500xt", "6400", "navi24"), mach=0x3e),
         Chip("gfx1035", "rdna2", "sdot4", 12, 102, 2.4, ("680m", "660m", "rembrandt"), unified=True, mach=0x3d),
         Chip("gfx1036", "rdna2", "sdot4", 2, 83, 2.2, ("610m", "raphael", "graniteridge"), unified=True, mach=0x45),
-        Chip("gfx1100", "rdna3", "sudot4", 96, 960, 2.4, ("7900xtx", "7900xt", "7900gre", "w7900", "w7800", "navi31")),
-        Chip("gfx1101", "rdna3", "sudot4", 60, 624, 2.4, ("7800xt", "7700xt", "7700", "w7700", "navi32")),
+        Chip("gfx1100", "rdna3", "sudot4", 96, 960, 2.4, ("7900xtx", "7900xt", "7900gre", "w7900", "w7800", "navi31"),
+        registers=1536),
+        Chip("gfx1101", "rdna3", "sudot4", 60, 624, 2.4, ("7800xt", "7700xt", "7700", "w7700", "navi32"),
+        registers=1536),
         Chip("gfx1102", "rdna3", "sudot4", 32, 288, 2.6, ("7600", "7600xt", "navi33")),
         Chip("gfx1103", "rdna3", "sudot4", 12, 120, 2.7, ("780m", "760m", "740m", "phoenix", "hawkpoint", "z1extreme"),
         unified=True),
         Chip("gfx1150", "rdna3", "sudot4", 16, 120, 2.9, ("890m", "880m", "strixpoint"), unified=True),
         Chip("gfx1151", "rdna3", "sudot4", 40, 256, 2.8, ("8060s", "8050s", "strixhalo", "aimax395", "aimax+395"),
-        unified=True),
+        unified=True, registers=1536),
         Chip("gfx1152", "rdna3", "sudot4", 8, 120, 2.8, ("860m", "840m", "krackan"), unified=True),
-        Chip("gfx1200", "rdna4", "sudot4", 32, 322, 3.1, ("9060xt", "9060", "navi44"), mach=0x48),
-        Chip("gfx1201", "rdna4", "sudot4", 64, 640, 2.9, ("9070xt", "9070", "9070gre", "r9700", "navi48"), mach=0x4e),
+        Chip("gfx1200", "rdna4", "sudot4", 32, 322, 3.1, ("9060xt", "9060", "navi44"), registers=1536, mach=0x48),
+        Chip("gfx1201", "rdna4", "sudot4", 64, 640, 2.9, ("9070xt", "9070", "9070gre", "r9700", "navi48"),
+        registers=1536, mach=0x4e),
     )
 }  # fmt: skip
 
@@ -111,6 +117,12 @@ class DeviceKind:
                 size stands for
     subgroups   whether it has subgroup arithmetic and shuffles with a size that can be required
     dot         "dot4": packed products of 4x8 signed bits in hardware; "" plain multiplication
+    registers   as of `Chip`; 0: not known
+    unrolls     whether the driver's compiler unrolls short loops; else it keeps them, and arrays that they index in
+                memory
+    launch_us   microseconds that a launch of its own costs a small kernel which depends on the one before; 0: not
+                known, or too few for work to be done twice instead. 2.6 to 3 on an H100 and an H200; 0.9 on a W7900
+                with RADV, where a node of a HIP graph takes 3.9.
     float16     arithmetic on float16 (else: storage only)
     matrix      "coop" for KHR_cooperative_matrix, else ""
     fragment    (m, n, k) of its float16 matrices with float32 sums
@@ -135,6 +147,9 @@ class DeviceKind:
     unified: bool = False
     subgroups: bool = True
     dot: str = "dot4"
+    registers: int = 0
+    unrolls: bool = True
+    launch_us: float = 0.0
     float16: bool = True
     matrix: str = ""
     fragment: tuple[int, int, int] = (16, 16, 16)
@@ -148,17 +163,18 @@ class DeviceKind:
 DEVICE_KINDS = {
     kind.name: kind
     for kind in (
-        DeviceKind("vangogh", "rdna2", 32, 8, 88, ("steamdeck", "deck"), unified=True, chips="VANGOGH"),
+        DeviceKind("vangogh", "rdna2", 32, 8, 88, ("steamdeck", "deck"), unified=True, registers=1024,
+        chips="VANGOGH"),
         # NAVI1 is without dot products, which the driver says
-        DeviceKind("rdna2", "rdna2", 32, 40, 512, ("rembrandt", "680m", "660m"),
+        DeviceKind("rdna2", "rdna2", 32, 40, 512, ("rembrandt", "680m", "660m"), registers=1024,
         chips="NAVI1|NAVI2|REMBRANDT|RAPHAEL|MENDOCINO"),
-        DeviceKind("rdna3", "rdna3", 32, 60, 960, matrix="coop",
+        DeviceKind("rdna3", "rdna3", 32, 60, 960, registers=1536, matrix="coop",
         chips="NAVI3|PHOENIX|HAWK|STRIX|KRACKAN|GFX115|GFX110"),
-        DeviceKind("rdna4", "rdna4", 32, 64, 640, matrix="coop", chips="NAVI4|GFX12"),
+        DeviceKind("rdna4", "rdna4", 32, 64, 640, registers=1536, matrix="coop", chips="NAVI4|GFX12"),
         DeviceKind("gfx90c", "gcn5", 64, 8, 51, ("vega", "renoir", "cezanne", "lucienne", "barcelo"), unified=True,
-        dot="", lds=64 * KIB, chips="VEGA|RAVEN|RENOIR"),
-        DeviceKind("nvidia", "nvidia", 32, 132, 4800, ("h200", "h100"), matrix="coop", lane_matrix=(16, 8, 16),
-        lds=48 * KIB),
+        dot="", registers=256, lds=64 * KIB, chips="VEGA|RAVEN|RENOIR"),
+        DeviceKind("nvidia", "nvidia", 32, 132, 4800, ("h200", "h100"), registers=512, unrolls=False, launch_us=3.0,
+        matrix="coop", lane_matrix=(16, 8, 16), lds=48 * KIB),
         # Mesa's CPU driver. Its subgroup is the host's vector: 256 bits. No hardware has such small ones: a good
         # stress.
         DeviceKind("lavapipe", "generic", 8, 4, 0, ("llvmpipe", "swrast"), unified=True, push=128),

@@ -33,16 +33,13 @@ from mlc_amd.schedules.gpu.linear.matrix_int8 import unit_of
 from mlc_amd.schedules.operators import GateUp, HeadLinear, Linear
 from mlc_amd.schedules.operators.attention import SLOTS
 
-# Slots. With 128 experts, 8 used, the rows of a chunk of 512 fill tiles of 32 to two thirds, tiles of 64 to a half, but
-# those decode weights less often: 10 % faster on an H200, whose matrix units have time to spare. Few rows: of most
-# experts one or two.
-EXPERT_TILE, EXPERT_TILES = 32, {"nvidia": 64}
-SOME, SOME_TILE = 64, 16  # rows of a step, and the tile up to there
-LANE_TILE = TOKENS  # where `gemm_lanes.py` multiplies them
-# Rows of a step, at most, whose slots are computed one by one (tile 1). 16 rows of models with 32 experts or more use
-# most experts once or twice, and matrix units would multiply tiles that are almost empty: by the static model of
-# gfx1100 and gfx942 that takes longer. On an H200 it does not.
-EXPERT_ROWS, FEWER_EXPERT_ROWS = 16, {"nvidia": FEW}
+# Of experts, by whether `gemm_lanes.py` multiplies their rows, which has matrices of as few as TOKENS tokens and does
+# not stage weights: rows of a step, at most, whose slots are computed one by one (16 rows of models with 32 experts or
+# more use most experts once or twice, and tiles of 16 slots would be almost empty), and slots of a tile for as many
+# rows as SOME, and for more. Of 128 experts, 8 used, the rows of a chunk of 512 fill tiles of 32 to two thirds, tiles
+# of 64 to a half, but those decode weights less often: 10 % faster on an H200.
+SINGLE_ROWS, SOME = {False: 16, True: FEW}, 64
+EXPERT_TILES = {False: (16, 32), True: (TOKENS, 64)}
 # Tokens, at most, whose norms are shared out to the linears around them: the kernels of steps of 8, 16, 32 and 64 take
 # an H100 12, 9, 6 and 3 % less.
 DEFERRED_ROWS = 64
@@ -120,11 +117,8 @@ class GpuTarget(Target):
         return all(arch.lane_matrix for arch in self.archs)
 
     def expert_tile(self, m: int) -> int:
-        if m <= min(FEWER_EXPERT_ROWS.get(arch.family, EXPERT_ROWS) for arch in self.archs):
-            return 1
-        if m <= SOME:
-            return LANE_TILE if self._takes_lanes else SOME_TILE
-        return EXPERT_TILES.get(self.archs[0].family, EXPERT_TILE)
+        lanes = self._takes_lanes
+        return 1 if m <= SINGLE_ROWS[lanes] else EXPERT_TILES[lanes][m > SOME]
 
     def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
         return cache_types(self.layer(attention, ctx))

@@ -199,17 +199,6 @@ COUNTED = {
 # ---- occupancy
 
 
-# family: (VGPRs of a SIMD's lane, unit they are allotted in, most waves of a SIMD), for the family's wave size. LLVM's
-# AMDGPUBaseInfo.cpp: getTotalNumVGPRs, getVGPRAllocGranule, getMaxWavesPerEU.
-REGISTERS = {
-    "gcn5": (256, 4, 10),
-    "cdna": (512, 8, 8),  # VGPRs and AGPRs together
-    "rdna1": (1024, 8, 20),
-    "rdna2": (1024, 16, 16),
-    "rdna3": (1024, 16, 16),
-    "rdna4": (1536, 24, 16),
-}
-REGISTERS_OF = {"gfx908": (256, 4, 10), **dict.fromkeys(("gfx1100", "gfx1101", "gfx1151"), (1536, 24, 16))}
 SGPRS, SGPR_UNIT = 800, 16  # of a SIMD before RDNA
 SIMDS, LDS_UNIT = 4, 512  # SIMDs that share LDS (a compute unit; a work-group processor on RDNA), bytes
 
@@ -217,8 +206,8 @@ SIMDS, LDS_UNIT = 4, 512  # SIMDs that share LDS (a compute unit; a work-group p
 def occupancy(kernel: Kernel, arch: GpuArch, threads: int | None = None) -> tuple[int, str]:
     """(waves that a SIMD holds at once, what limits them: "vgprs", "sgprs", "lds" or "waves") with workgroups of
     `threads` threads (default: the most that the kernel allows). 0 waves: a workgroup does not fit."""
-    total, unit, most = REGISTERS_OF.get(arch.name, REGISTERS[arch.family])
-    rdna = arch.wave == 32
+    total, most, rdna = arch.registers - arch.code.accumulators, arch.code.most_waves, arch.wave == 32
+    unit = total // arch.code.allotments
     if rdna and kernel.wave == 64:
         total, unit = total // 2, unit // 2
     waves = -(-(threads or kernel.threads) // kernel.wave)

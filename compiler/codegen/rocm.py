@@ -125,7 +125,7 @@ def wait_before_barriers(arch):
     """The pass that makes a wave wait for its LDS operations before each barrier. TVM emits a bare s_barrier, which
     orders waves but not their memory operations: others could read LDS before the writes are there. Last pass before
     code generation."""
-    name, operand, dtype = arch.wait
+    name, operand, dtype = arch.code.wait
 
     @tirx.transform.prim_func_pass(opt_level=0, name="WaitBeforeBarriers")
     def insert(func, _module, _context):

@@ -71,13 +71,13 @@ def _gemv_gate_up(op, arch) -> Space:
         m, slots = 1, op.used * m
 
     def kernel(plan) -> Kernel:
-        used = gemv.gate_up_plan(fmts, f, k, arch, plan, m=m)
+        used = gemv.gate_up_plan(fmts, k, arch, plan, m)
         _check_sums(2 * m * used.rows, plan)
         loads = _loads(fmts, k, used, plan)
         same = used.rows, used.waves, used.lanes, _unroll(fmts, k, used.lanes, used.unroll)
         return Kernel(same, f // gemv.BLOCK * slots, used.waves * arch.wave, loads)
 
-    return Space(gemv.Plan, GEMV, gemv.gate_up_default(arch, f, slots, m), kernel)
+    return Space(gemv.Plan, GEMV, gemv.gate_up_default(arch, m), kernel)
 
 
 @registry.plans(operators.ExpertDown)

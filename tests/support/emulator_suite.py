@@ -21,7 +21,7 @@ from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention.attention_join import scratch_shapes
 from mlc_amd.schedules.gpu.base.arch import resolve
 from mlc_amd.schedules.gpu.linear import gemv_matrix
-from mlc_amd.schedules.gpu.linear.gemv import default_plan
+from mlc_amd.schedules.gpu.linear.gemv import linear_default
 from mlc_amd.schedules.operators.attention import SLOTS, Attention, Rope
 from mlc_amd.tools.reference.attention import attention_reference
 from tests.compiler import test_generic
@@ -81,7 +81,7 @@ class OnArch(Emulated):
         """Beside a correct result: codes are loaded 16 bytes at a time, and no more instructions run than MARGIN
         allows."""
         n, k, arch = 16, 4096, resolve(self.arch)
-        result = test_gpu_gemv.run_linear(self.arch, [(fmt, n)], k, (False,), False, default_plan(arch, k))
+        result = test_gpu_gemv.run_linear(self.arch, [(fmt, n)], k, (False,), False, linear_default([(None, k)], arch))
         loads = {name: count for name, count in result.by_mnemonic.items() if "load" in name}
         wide = sum(count for name, count in loads.items() if name.endswith(("b128", "dwordx4")))
         assert wide * arch.wave * 16 >= test_gpu_gemv.code_bytes(fmt, n * k), loads

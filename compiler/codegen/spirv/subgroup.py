@@ -52,7 +52,7 @@ class Subgroup(Intrinsics):
 
     def broadcast_first(self, e, x):
         # "the same in all lanes anyway": a scalar register for it exists on AMD only
-        if not (self.profile.amd and self.profile.subgroups):
+        if not (self.profile.scalars and self.profile.subgroups):
             return self.value(x)
         return self._exchange("BroadcastFirst", "Ballot", parse(e.ty), self.value(x))
 

@@ -13,35 +13,70 @@ from mlc_amd.runtime.gpus import CHIPS, Chip
 
 MAX_THREADS = 256  # of a workgroup: TVM marks kernels built without a ROCm device "amdgpu-flat-work-group-size"="1,256"
 
-# family: (lanes of a wave, matrix instructions, intrinsic that waits for a wave's LDS operations: name, operand,
-# operand's type). The operand leaves the other counters at "do not wait"; where they lie in the word differs per
-# generation.
+Intrinsic = tuple[str, int, str]  # name, operand, operand's type
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a generation of chips means for code. Sources: AMD's ISA manuals; LLVM's AMDGPUBaseInfo.cpp
+    (getVGPRAllocGranule, getMaxWavesPerEU).
+
+    wave            lanes of a wave
+    most_waves      of a SIMD
+    allotments      parts into which the registers of a SIMD are divided: waves get whole ones
+    accumulators    of a lane's registers, those that only matrix instructions access
+    wait            waits for the wave's LDS operations. The operand leaves the other counters at "do not wait"; where
+                    they lie in the word differs per generation.
+    wait_stores     waits for the wave's stores to device memory; None: there is no such instruction
+    matrix          "" or the kind of matrix instructions: "mfma", "wmma11", "wmma12" (gfx11 and gfx12 lay operands out
+                    differently)
+    int8_columns    of an int8 matrix instruction; 0 without any
+    coherent        whether all compute units share one L2, so that stores that reach it are visible to all of them
+    ordered_steps   whether the arithmetic of a GEMV's steps must stay in order. LLVM would mix them until more than 128
+                    registers are live: llama3-8b's q, k and v in Q4_K would leave a SIMD of gfx1030 7 waves instead of
+                    9, for the same number of instructions and with fewer loads in flight. gfx11's code for Q8_0 would
+                    be longer.
+    """
+
+    wave: int
+    most_waves: int
+    allotments: int = 64
+    accumulators: int = 0
+    wait: Intrinsic = ("llvm.amdgcn.s.waitcnt", 0xC07F, "int32")
+    wait_stores: Intrinsic | None = None
+    matrix: str = ""
+    int8_columns: int = 0
+    coherent: bool = True
+    ordered_steps: bool = False
+
+
 FAMILIES = {
-    "gcn5": (64, "", ("llvm.amdgcn.s.waitcnt", 0xC07F, "int32")),
-    "cdna": (64, "mfma", ("llvm.amdgcn.s.waitcnt", 0xC07F, "int32")),
-    "rdna1": (32, "", ("llvm.amdgcn.s.waitcnt", 0xC07F, "int32")),
-    "rdna2": (32, "", ("llvm.amdgcn.s.waitcnt", 0xC07F, "int32")),
-    "rdna3": (32, "wmma11", ("llvm.amdgcn.s.waitcnt", 0xFC07, "int32")),
-    "rdna4": (32, "wmma12", ("llvm.amdgcn.s.wait.dscnt", 0, "int16")),
-}
+    "gcn5": Family(64, 10),
+    "cdna1": Family(64, 10, accumulators=256, matrix="mfma", int8_columns=16),
+    "cdna2": Family(64, 8, matrix="mfma", int8_columns=16),
+    "cdna3": Family(64, 8, matrix="mfma", int8_columns=32, coherent=False),
+    "cdna4": Family(64, 8, matrix="mfma", int8_columns=32, coherent=False),
+    "rdna1": Family(32, 20, allotments=128),
+    "rdna2": Family(32, 16, ordered_steps=True),
+    "rdna3": Family(32, 16, wait=("llvm.amdgcn.s.waitcnt", 0xFC07, "int32"), matrix="wmma11", int8_columns=16),
+    "rdna4": Family(32, 16, wait=("llvm.amdgcn.s.wait.dscnt", 0, "int16"),
+    wait_stores=("llvm.amdgcn.s.wait.storecnt", 0, "int16"), matrix="wmma12", int8_columns=16),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class GpuArch(Chip):
-    """One gfx target: the chip's facts, and
-
-    wave        lanes of a wave
-    matrix      "" or the kind of matrix instructions: "mfma", "wmma11", "wmma12" (gfx11 and gfx12 lay operands out
-                differently)
-    wait        (intrinsic, operand, operand's type) that waits for the wave's LDS operations
-    """
+    """One gfx target: the chip's facts, what its `Family` says of code, and what kernels know of all of them."""
 
     api = "rocm"  # which code the kernels become; `profiles.Profile` has another
     threads = most_threads = MAX_THREADS  # most threads of a workgroup that kernels use, by default and at all
     float16 = True  # arithmetic
     subgroups = True  # lanes exchange values by shuffles
-    amd = True  # scalar registers exist
-    lane_matrix = ()  # as of runtime/gpus.py's DeviceKind
+    # as of runtime/gpus.py's DeviceKind
+    scalars = True
+    unrolls = False  # TVM's code has loops or copies, as kernels say
+    lane_matrix = ()
+    launch_us = 0.0
 
     @property
     def needs(self) -> dict:
@@ -49,16 +84,20 @@ class GpuArch(Chip):
         return {}
 
     @property
+    def code(self) -> Family:
+        return FAMILIES[self.family]
+
+    @property
     def wave(self) -> int:
-        return FAMILIES[self.family][0]
+        return self.code.wave
 
     @property
     def matrix(self) -> str:
-        return FAMILIES[self.family][1]
+        return self.code.matrix
 
     @property
-    def wait(self) -> tuple[str, int, str]:
-        return FAMILIES[self.family][2]
+    def ordered_steps(self) -> bool:
+        return self.code.ordered_steps
 
     @property
     def dot2(self) -> bool:

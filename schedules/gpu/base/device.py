@@ -55,9 +55,9 @@ def launch(grid, block):
 
 
 def each(arch, count):
-    """`for i in each(arch, n):` 0, .., n-1: n copies of the body, or on Vulkan a loop that the driver may unroll (small
-    code, in any case for it to read). Not for NVIDIA's: it keeps such loops, and arrays that they index in memory."""
-    if arch.api == "rocm" or arch.family == "nvidia":
+    """`for i in each(arch, n):` 0, .., n-1: n copies of the body, or a loop where the driver unrolls it (small code, in
+    any case for it to read)."""
+    if not arch.unrolls:
         yield from range(count)
         return
     with T.serial(count) as i:
@@ -220,7 +220,7 @@ def uniform(arch, x):
     """The first active lane's value of a word in all lanes, in a scalar register: for values that are the same in all
     lanes anyway."""
     if arch.api == "vulkan":
-        return _vk_across(x, "broadcast_first") if arch.amd else T.Bind(x)
+        return _vk_across(x, "broadcast_first") if arch.scalars else T.Bind(x)
     return _across(x, lambda bits: ("llvm.amdgcn.readfirstlane", bits))
 
 
@@ -322,14 +322,14 @@ class Outbox:
     thread: this thread's number out of `threads`; widths: of the vectors.
 
     On AMD's own API, where the GPU has one L2, the vectors are plain stores (L1 writes through) and there is one wait
-    for all of them: an instruction on gfx12; elsewhere LLVM waits for stores only behind volatile ones, so the first
-    word of the first vector is stored once more, volatile. Where several L2s are not coherent (gfx94x, gfx95x), all
-    stores are volatile, which gets them beyond their own, and are waited for one by one.
+    for all of them: an instruction where there is one (`Family.wait_stores`); elsewhere LLVM waits for stores only
+    after volatile ones, so the first word of the first vector is stored once more, volatile. Where L2s are not
+    coherent, all stores are volatile, which gets them beyond their own, and are waited for one by one.
     """
 
     def __init__(self, arch, thread, threads, widths):
         self.arch, self.thread, self.first = arch, thread, None
-        self.volatile = arch.api == "rocm" and arch.name.startswith(("gfx94", "gfx95"))
+        self.volatile = arch.api == "rocm" and not arch.code.coherent
         if self.volatile:
             self.stages = {width: T.alloc_buffer((threads, width), "float32", scope="shared") for width in widths}
         elif self._rewrites:
@@ -337,7 +337,7 @@ class Outbox:
 
     @property
     def _rewrites(self):
-        return self.arch.api == "rocm" and not self.volatile and self.arch.family != "rdna4"
+        return self.arch.api == "rocm" and not self.volatile and not self.arch.code.wait_stores
 
     def send(self, condition, buffer, *vectors):
         """Stores vectors (float32 registers, a further condition or None, index) where `condition` (None: always) and
@@ -359,8 +359,9 @@ class Outbox:
     def publish(self):
         if self.arch.api == "vulkan":
             memory_barrier(self.arch)
-        elif self.arch.family == "rdna4":
-            T.evaluate(T.call_llvm_intrin("void", "llvm.amdgcn.s.wait.storecnt", tirx.const(0, "int16")))
+        elif wait := self.arch.code.wait_stores:
+            name, operand, dtype = wait
+            T.evaluate(T.call_llvm_intrin("void", name, tirx.const(operand, dtype)))
         elif self._rewrites:
             condition, target = self.first
             with _where(condition):

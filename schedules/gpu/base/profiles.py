@@ -31,9 +31,14 @@ class Profile(DeviceKind):
     )
 
     @property
-    def amd(self) -> bool:
+    def scalars(self) -> bool:
         """Whether scalar registers exist: values that a subgroup shares are worth a broadcast."""
         return self.family in amd.FAMILIES
+
+    @property
+    def ordered_steps(self) -> bool:
+        """As of `arch.Family`."""
+        return self.family in amd.FAMILIES and amd.FAMILIES[self.family].ordered_steps
 
     @property
     def arguments(self) -> int:
@@ -100,7 +105,7 @@ def _of_gfx(name: str) -> Profile:
     if gpu.family not in FAMILY_PROFILES:
         raise UserError(f"{gpu.name} has no Vulkan driver for graphics; use --target rocm --arch {gpu.name}")
     profile = resolve(FAMILY_PROFILES[gpu.family])
-    return replace(profile, units=gpu.units, bandwidth=gpu.bandwidth, unified=gpu.unified)
+    return replace(profile, units=gpu.units, bandwidth=gpu.bandwidth, unified=gpu.unified, registers=gpu.registers)
 
 
 def _changed(profile: Profile, change: str, name: str) -> Profile:

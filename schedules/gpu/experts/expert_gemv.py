@@ -26,6 +26,7 @@ from mlc_amd.schedules.gpu.linear import gemv, load
 from mlc_amd.schedules.gpu.linear.gemv_rows import Strip, emit_acts, emit_sums, span_of, units_of
 
 FULL = 2  # workgroups for each compute unit: with fewer an H200 is slower
+ROWS, WAVES = 2, 8  # of a plan, where rows are enough; waves that compute different slots' parts of the same rows
 
 
 class Split(NamedTuple):
@@ -42,8 +43,8 @@ class Split(NamedTuple):
 
 
 def down_default(fmt, n, k, used, arch) -> gemv.Plan:
-    """The arch's plan, with fewer rows at once where there would be too few workgroups to fill the GPU."""
-    plan = gemv.DOWN_PLANS[arch.family]
+    """The plan with fewer rows at once where there would be too few workgroups to fill the GPU."""
+    plan = gemv.full_plan(arch, ROWS, WAVES)
     while plan.rows > 1 and down_split(fmt, n, k, used, arch, plan).groups < FULL * arch.units:
         plan = replace(plan, rows=plan.rows // 2)
     return plan

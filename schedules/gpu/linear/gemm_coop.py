@@ -42,32 +42,24 @@ class CoopTile:
     span: int = 1
 
 
-# (whether AMD's, maximum of tokens of a tile): tiles with how fast a compute unit works on them, for one weight and for
-# two, as far as that is known: TFLOP/s of an H200 if all of its units have equal work. Few tokens: many columns, so
-# that enough bytes of weights are in flight.
+# By tokens: tiles, and how fast a compute unit works on them if all have equal work, in percent of the fastest, for one
+# weight and for two. Few tokens: many columns, so that enough bytes of weights are in flight.
 TILES = {
-    (False, 128): (
-        (CoopTile(128, 128, 64, 2, 2), (285, 318)),
-        (CoopTile(256, 64, 64, 4, 1), (265, 275)),
-        (CoopTile(128, 96, 64, 2, 2), (270, 250)),
-        (CoopTile(128, 64, 64, 2, 1), (265, 268)),
-        (CoopTile(64, 64, 64, 2, 2), (165, 165)),
-    ),
-    (True, 128): (
-        (CoopTile(128, 128, 32, 2, 2), (100, 100)),
+    128: (
+        (CoopTile(128, 128, 64, 2, 2), (100, 100)),
         (CoopTile(128, 64, 64, 2, 2), (90, 90)),
         (CoopTile(64, 64, 64, 2, 2), (70, 70)),
     ),
-    (False, 64): (
-        (CoopTile(64, 32, 128, 2, 2), (90, 80)),
-        (CoopTile(64, 128, 64, 2, 2), (50, 190)),
-        (CoopTile(64, 64, 64, 2, 2), (45, 100)),
+    64: (
+        (CoopTile(64, 32, 128, 2, 2), (100, 42)),
+        (CoopTile(64, 128, 64, 2, 2), (56, 100)),
+        (CoopTile(64, 64, 64, 2, 2), (50, 53)),
     ),
-    (False, 32): ((CoopTile(32, 32, 256, 1, 2, 2), (100, 100)),),
-    (False, 16): (
-        (CoopTile(16, 16, 512, 1, 1, 4), (45, 30)),
-        (CoopTile(16, 64, 128, 1, 2, 2), (30, 68)),
-        (CoopTile(16, 16, 256, 1, 1, 4), (36, 55)),
+    32: ((CoopTile(32, 32, 256, 1, 2, 2), (100, 100)),),
+    16: (
+        (CoopTile(16, 16, 512, 1, 1, 4), (100, 44)),
+        (CoopTile(16, 64, 128, 1, 2, 2), (67, 100)),
+        (CoopTile(16, 16, 256, 1, 1, 4), (80, 81)),
     ),
 }
 
@@ -80,7 +72,7 @@ def choose(arch, formats, m, k, rows, weights=1):
     if tokens is None or k % BLOCK:
         raise ValueError(f"{m} tokens of {k} columns are no tiles of 16 x {BLOCK}")
     times = {}
-    for tile, speeds in TILES.get((arch.amd, tokens), TILES[False, tokens]):
+    for tile, speeds in TILES[tokens]:
         found = _fit(tile, arch, formats, k, weights) if m % tile.tokens == 0 else None
         if found:
             workgroups = m // found.tokens * -(-rows // found.rows)
@@ -92,22 +84,16 @@ def choose(arch, formats, m, k, rows, weights=1):
     return min(times, key=times.get)
 
 
-# (whether AMD's, slots of a tile of one expert): tiles for one weight and for two. There are workgroups enough: many
-# rows share the activations. The fastest on an H200 for qwen3-30b-a3b.
-EXPERT_TILES = {
-    (False, 64): (CoopTile(64, 128, 64, 1, 4), CoopTile(64, 128, 64, 1, 4)),
-    (False, 32): (CoopTile(32, 128, 64, 1, 4), CoopTile(32, 64, 64, 1, 4)),
-    (False, 16): (CoopTile(16, 128, 64, 1, 4), CoopTile(16, 64, 64, 1, 4)),
-}
 EXPERT_HELD = 2  # times HELD: such tiles have fewer sums
 
 
 def choose_expert(arch, formats, slots, k, weights=1):
-    """The default CoopTile for `slots` slots of one expert, see `choose`; None if that has to find one."""
-    tiles = EXPERT_TILES.get((arch.amd, slots)) or EXPERT_TILES.get((False, slots))
-    if tiles is None:
+    """The default CoopTile for `slots` slots of one expert, see `choose`; None if that has to find one. There are
+    workgroups enough: many rows share the activations, of two weights fewer where these are few."""
+    if slots not in (16, 32, 64):
         return None
-    tile, held = tiles[weights - 1], EXPERT_HELD * (HELD_FLOAT if any(f.kind == "float" for f in formats) else HELD)
+    tile = CoopTile(slots, 128 if slots == 64 else 128 // weights, 64, 1, 4)
+    held = EXPERT_HELD * (HELD_FLOAT if any(f.kind == "float" for f in formats) else HELD)
     for columns in (tile.columns, BLOCK):
         found = replace(tile, columns=columns)
         try:

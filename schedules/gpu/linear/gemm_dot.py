@@ -44,9 +44,9 @@ SPANS = (4, 2, 1)  # blocks of a step where few workgroups leave time to wait fo
 
 def choose(arch, m, weights=1):
     """The default DotTile for m tokens; `weights` share the accumulators. ValueError unless m is a multiple of 16."""
-    # Without a dot product instruction code is four times as long, and so is compile time. On a generic device the
-    # epilogue uses LDS, too.
-    few = not arch.dot or arch.family == "generic"
+    # Without a dot product instruction code is four times as long, and so is compile time. Where LANES lanes are no
+    # part of a wave that exchanges values, the epilogue uses LDS, too.
+    few = not arch.dot or not arch.subgroups or arch.wave < LANES
     tile = next((t for t in TILES[few:] if m % t.tokens == 0 and t.threads_m * LANES <= arch.threads), None)
     if tile is None:
         raise ValueError(f"{m} tokens are no tiles of 16")

@@ -36,6 +36,9 @@ FULL = 6  # groups of lanes for each compute unit, as many as hide the latency o
 MIN_USE = 0.9  # of the lanes, over all steps of a row
 VECTORS = ("rows", "")  # layouts of activations that it multiplies; others of few tokens are for matrix units
 SOME = 64  # tokens of float weights that do not fill the GPU as a GEMM
+REGISTERS = 512  # of a lane of a SIMD
+LINEAR_WAVES = 4  # of a workgroup
+MOST_ROWS = 4  # that a group of lanes works on at once
 MAX_SUMS = 32  # products that a group of lanes adds up at once: as many registers
 
 
@@ -55,32 +58,10 @@ class Plan:
     unroll: int
 
 
-PLANS = {
-    "gcn5": Plan(rows=4, waves=4, lanes=64, unroll=1),
-    "cdna": Plan(rows=4, waves=4, lanes=64, unroll=2),
-    "rdna1": Plan(rows=4, waves=4, lanes=32, unroll=2),
-    "rdna2": Plan(rows=4, waves=4, lanes=32, unroll=2),
-    "rdna3": Plan(rows=4, waves=4, lanes=32, unroll=2),
-    "rdna4": Plan(rows=4, waves=4, lanes=32, unroll=2),
-    "nvidia": Plan(rows=2, waves=1, lanes=32, unroll=4),
-    "generic": Plan(rows=4, waves=4, lanes=64, unroll=1),
-}
-# a workgroup has a block of 32 rows: as many waves as there can be
-GATE_UP_PLANS = {family: replace(plan, waves=BLOCK) for family, plan in PLANS.items()}
-GATE_UP_PLANS["nvidia"] = Plan(rows=4, waves=8, lanes=32, unroll=2)
-# of experts; the fastest on an H200 for qwen3-30b-a3b and the shapes of gpt-oss-20b
-EXPERT_PLANS = GATE_UP_PLANS | {"nvidia": Plan(rows=2, waves=8, lanes=16, unroll=4)}
-# waves that compute different slots' parts of the same rows
-DOWN_PLANS = {family: replace(plan, rows=2, waves=8) for family, plan in PLANS.items()}
-
-
-def default_plan(arch, rows: int, plans=PLANS, m=1, weights=1) -> Plan:
-    """The plan for `rows` rows in all of as many weights, and m tokens: the arch's, with fewer rows at once where there
-    would be too few groups to fill the GPU."""
-    plan = plans[arch.family] if m == 1 else few_plan(plans[arch.family], m, weights)
-    while plan.rows > 1 and rows // plan.rows < FULL * arch.units:
-        plan = replace(plan, rows=plan.rows // 2)
-    return plan
+def full_plan(arch, rows: int, waves: int) -> Plan:
+    """The plan where there is work for all of the GPU: all lanes of a wave share a row, and load two steps of it at
+    once, if there are registers for more than a few waves of such code."""
+    return Plan(rows, waves, arch.wave, 2 if arch.registers >= REGISTERS else 1)
 
 
 def few_plan(plan: Plan, m: int, weights: int) -> Plan:
@@ -185,8 +166,12 @@ def linear_plans(segments, k, arch, plan=None, m=1, normed=False):
 
 
 def linear_default(segments, arch, m=1, normed=False) -> Plan:
-    """The plan of `linear`. A norm is computed once in each workgroup: the fewer there are, the better."""
-    plan = default_plan(arch, sum(padded(n) for _, n in segments), m=min(m, FEW))
+    """The plan of `linear`, with fewer rows at once where there would be too few groups of lanes to fill the GPU. A
+    norm is computed once in each workgroup: the fewer there are, the better."""
+    plan, rows = full_plan(arch, MOST_ROWS, LINEAR_WAVES), sum(padded(n) for _, n in segments)
+    plan = plan if m == 1 else few_plan(plan, min(m, FEW), 1)
+    while plan.rows > 1 and rows // plan.rows < FULL * arch.units:
+        plan = replace(plan, rows=plan.rows // 2)
     return replace(plan, waves=max(plan.waves, NORM_WAVES)) if normed else plan
 
 
@@ -246,18 +231,16 @@ def workgroups(formats, n, k, arch) -> int:
     return sum(split.groups for split in splits)
 
 
-def gate_up_default(arch, f, slots=1, m=1) -> Plan:
-    """The plan of `gate_up_swiglu` for m tokens; slots: of as many experts. A workgroup has a block of rows however few
-    there are: with fewer rows at once, they would only come one after the other. Where there are not enough blocks for
-    all compute units, an H200 takes 7.3 us with the plan of experts instead of 9.3 (f = 512, k = 2048, Q4_K)."""
-    plan = (EXPERT_PLANS if slots > 1 or f // BLOCK < arch.units else GATE_UP_PLANS)[arch.family]
+def gate_up_default(arch, m=1) -> Plan:
+    """The plan of `gate_up_swiglu` for m tokens: as many waves as share a workgroup's block of rows. It has a block
+    however few there are: with fewer rows at once, they would only come one after the other."""
+    plan = full_plan(arch, MOST_ROWS, BLOCK)
     return plan if m == 1 else few_plan(plan, m, 2)
 
 
-def gate_up_plan(fmts, f, k, arch, plan=None, slots=1, m=1) -> Plan:
-    """The plan as `gate_up_swiglu` uses it: two plans that give the same make the same kernel. slots: of as many
-    experts."""
-    plan = fitted(plan or gate_up_default(arch, f, slots, m), fmts, k, arch, weights=2)
+def gate_up_plan(fmts, k, arch, plan=None, m=1) -> Plan:
+    """The plan as `gate_up_swiglu` uses it: two plans that give the same make the same kernel."""
+    plan = fitted(plan or gate_up_default(arch, m), fmts, k, arch, weights=2)
     # all of a workgroup's groups of lanes have rows
     lanes = max(lanes_of(units_of(fmts, k), min(plan.lanes, arch.wave)), arch.wave // BLOCK)
     waves = min(plan.waves, arch.threads // arch.wave, BLOCK * lanes // arch.wave)
@@ -291,7 +274,7 @@ def gate_up_swiglu(fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, pla
     check(fmts, m, layout_in, "gate_up")
     check_blocks(f)
     slots, x_rows = (of.experts.slots(of.m), of.x_rows) if of else (1, m)
-    rows, waves, lanes, unroll = astuple(gate_up_plan(fmts, f, k, arch, plan, slots, m))
+    rows, waves, lanes, unroll = astuple(gate_up_plan(fmts, k, arch, plan, m))
     groups = waves * arch.wave // lanes
     with kernel(name) as ir:
         state, params, ids, planes, biases, out, _ = declare_gate_up(

@@ -19,19 +19,16 @@ from mlc_amd.schedules.gpu.base.step import when
 COLUMNS = 16  # that a thread has at a time: 16 bytes of its results
 NORM_WAVES = 8  # waves of a workgroup, at least, where the arch has as many
 STEPS = 4  # of a thread at most, whose columns stay in registers
-# family: seconds that a launch of its own takes more than the norm does in the kernel behind it. Measured on an H200
-# only, where a norm of 4096 columns takes 4 us among the launches of a step, and the kernels of q, k and v and of gate
-# and up take 1.5 and 2.8 us longer with it. Where a launch costs less, as on RADV, there is nothing to gain.
-LAUNCH_S = {"nvidia": 3e-6}
 CACHE = 1.5  # how much faster its caches are than its memory
 
 
 def pays(workgroups, k, arch) -> bool:
     """Whether so many workgroups read k columns of x and of g in less time than a launch takes, and can hold their
-    norm."""
+    norm. On an H200 a norm of 4096 columns takes 4 us among the launches of a step, and the kernels of q, k and v and
+    of gate and up take 1.5 and 2.8 us longer with it."""
     threads = min(NORM_WAVES * arch.wave, arch.threads)
     fits = shared_bytes(k) <= arch.lds // 2 and k <= STEPS * threads * COLUMNS
-    return fits and workgroups * k * 8 <= LAUNCH_S.get(arch.family, 0.0) * CACHE * arch.bandwidth * 1e9
+    return fits and workgroups * k * 8 <= arch.launch_us * 1e-6 * CACHE * arch.bandwidth * 1e9
 
 
 class Normed(NamedTuple):

@@ -18,11 +18,6 @@ from mlc_amd.schedules.gpu.base.registers import at, lane_of
 from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.gpu.linear.load import QUADS
 
-# Families for which the arithmetic of a step stays behind that of the step before. LLVM would mix them until more than
-# 128 registers are live: llama3-8b's q, k and v in Q4_K would leave a SIMD of gfx1030 7 waves instead of 9, for the
-# same number of instructions and with fewer loads in flight. gfx11's code for Q8_0 would be longer.
-ONE_BY_ONE = ("rdna2",)
-
 
 class Strip(NamedTuple):
     """One row of a weight: what the lanes of a group multiply."""
@@ -190,7 +185,7 @@ def _multiply_int8(strips, tokens, places, span, sums, arch):
         for unit, live in places
     ]
     for step, ((unit, live), (units, ready)) in enumerate(zip(places, loaded, strict=True)):
-        if step and arch.family in ONE_BY_ONE:
+        if step and arch.ordered_steps:
             schedule_fence(IN_ORDER)
         decoded = [_decoder(strip.fmt, fetched, arch) for strip, fetched in zip(strips, units, strict=True)]
         for t, token in enumerate(tokens):

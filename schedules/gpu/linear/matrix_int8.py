@@ -98,15 +98,12 @@ class _Mfma32(_Mfma16):
         return T.Bind(T.call_llvm_pure_intrin("int32x4", name, a, b, sums, zero, zero, zero))
 
 
-OLD_MFMA = ("gfx908", "gfx90a")
+UNITS = {("wmma11", 16): _Wmma11, ("wmma12", 16): _Wmma12, ("mfma", 16): _Mfma16, ("mfma", 32): _Mfma32}
 
 
 def unit_of(arch):
     """The int8 matrix unit of an arch; None without one that kernels use."""
-    if arch.api != "rocm":
-        return None
-    kind = "mfma16" if arch.name in OLD_MFMA else arch.matrix
-    return {"wmma11": _Wmma11, "wmma12": _Wmma12, "mfma16": _Mfma16, "mfma": _Mfma32}.get(kind)
+    return UNITS.get((arch.matrix, arch.code.int8_columns)) if arch.api == "rocm" else None
 
 
 def products(unit, acts, weights, groups) -> list:

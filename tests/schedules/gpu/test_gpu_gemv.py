@@ -18,15 +18,15 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.arch import ARCHS, resolve
 from mlc_amd.schedules.gpu.base.planes import padded
-from mlc_amd.schedules.gpu.linear.gemv import FEW, GATE_UP_PLANS, Plan, default_plan, gate_up_swiglu, linear
+from mlc_amd.schedules.gpu.linear.gemv import FEW, Plan, gate_up_default, gate_up_swiglu, linear, linear_default
 from tests.dev.gfxemu import emulate
 
 ARCH_NAMES = ("gfx1100", "gfx1201", "gfx942")
 TOLERANCE = 1e-5  # of the largest result
-LINEAR_ROWS, GATE_ROWS = 9216, 14336  # at a model's size
+LINEAR_ROWS = 9216  # at a model's size
 # Those that differ in what the code depends on: the generation, the kind of dot product, the default plans.
 DIFFERENT = {
-    (arch.name[:6], arch.dot, default_plan(arch, LINEAR_ROWS), default_plan(arch, GATE_ROWS, GATE_UP_PLANS)): name
+    (arch.name[:6], arch.dot, linear_default([(None, LINEAR_ROWS)], arch), gate_up_default(arch)): name
     for name, arch in ARCHS.items()
 }
 
@@ -198,7 +198,7 @@ def test_every_kind_of_arch_compiles(arch):
         "linear": linear(
             [("iq4_xs", LINEAR_ROWS - 1024), ("q6_k", 1024)], 4096, 1, "rows", (True, False), False, target, "linear"
         ),
-        "gate_up": gate_up_swiglu("q4_0", "q4_0", GATE_ROWS, 4096, 1, "rows", "rows", target, "gate_up"),
+        "gate_up": gate_up_swiglu("q4_0", "q4_0", 14336, 4096, 1, "rows", "rows", target, "gate_up"),
     }
     module = compile_hsaco(kernels, target)
     check_no_spills(module)
