@@ -120,11 +120,12 @@ class DeviceKind:
     registers   as of `Chip`; 0: not known
     unrolls     whether the driver's compiler unrolls short loops; else it keeps them, and arrays that they index in
                 memory
-    launch_us   microseconds that a launch of its own costs a small kernel which depends on the one before; 0: not
-                known, or too few for work to be done twice instead. 2.6 to 3 on an H100 and an H200; 0.9 on a W7900
-                with RADV, where a node of a HIP graph takes 3.9.
+    launch_us   microseconds of a launch that depends on the one before it, which kernels save by doing small work
+                twice; 0: they do not. 2.6 to 3 on an H100 and an H200; 0.9 on a W7900 with RADV, where a node of a HIP
+                graph takes 3.9, but no such kernel was measured.
     float16     arithmetic on float16 (else: storage only)
     matrix      "coop" for KHR_cooperative_matrix, else ""
+    matrix_ops  operations of these matrices per clock of a compute unit, rough, from product pages; 0: not known
     fragment    (m, n, k) of its float16 matrices with float32 sums
     lane_matrix (m, n, k) of further such matrices, of which kernels know which lane holds what
                 (schedules/gpu/linear/gemm_lanes.py, attention_rows_matrix.py); (): there are no such kernels
@@ -152,6 +153,7 @@ class DeviceKind:
     launch_us: float = 0.0
     float16: bool = True
     matrix: str = ""
+    matrix_ops: int = 0
     fragment: tuple[int, int, int] = (16, 16, 16)
     lane_matrix: tuple[int, ...] = ()
     lds: int = 32 * KIB
@@ -168,13 +170,14 @@ DEVICE_KINDS = {
         # NAVI1 is without dot products, which the driver says
         DeviceKind("rdna2", "rdna2", 32, 40, 512, ("rembrandt", "680m", "660m"), registers=1024,
         chips="NAVI1|NAVI2|REMBRANDT|RAPHAEL|MENDOCINO"),
-        DeviceKind("rdna3", "rdna3", 32, 60, 960, registers=1536, matrix="coop",
+        DeviceKind("rdna3", "rdna3", 32, 60, 960, registers=1536, matrix="coop", matrix_ops=512,
         chips="NAVI3|PHOENIX|HAWK|STRIX|KRACKAN|GFX115|GFX110"),
-        DeviceKind("rdna4", "rdna4", 32, 64, 640, registers=1536, matrix="coop", chips="NAVI4|GFX12"),
+        DeviceKind("rdna4", "rdna4", 32, 64, 640, registers=1536, matrix="coop", matrix_ops=1024,
+        chips="NAVI4|GFX12"),
         DeviceKind("gfx90c", "gcn5", 64, 8, 51, ("vega", "renoir", "cezanne", "lucienne", "barcelo"), unified=True,
         dot="", registers=256, lds=64 * KIB, chips="VEGA|RAVEN|RENOIR"),
         DeviceKind("nvidia", "nvidia", 32, 132, 4800, ("h200", "h100"), registers=512, unrolls=False, launch_us=3.0,
-        matrix="coop", lane_matrix=(16, 8, 16), lds=48 * KIB),
+        matrix="coop", matrix_ops=4096, lane_matrix=(16, 8, 16), lds=48 * KIB),
         # Mesa's CPU driver. Its subgroup is the host's vector: 256 bits. No hardware has such small ones: a good
         # stress.
         DeviceKind("lavapipe", "generic", 8, 4, 0, ("llvmpipe", "swrast"), unified=True, push=128),
@@ -184,8 +187,7 @@ DEVICE_KINDS = {
     )
 }  # fmt: skip
 
-# For rooflines, rough, from product pages: operations per clock of a compute unit by what multiplies, of cooperative
-# matrices by family; clocks in Hz by API, where one chip stands for many.
+# For rooflines, rough, from product pages: operations per clock of a compute unit by what multiplies; clocks in Hz by
+# API, where one chip stands for many.
 UNIT_OPS = {"wmma11": 512, "wmma12": 1024, "mfma": 2048, "dot4": 512, "sdot4": 512, "sudot4": 512, "": 128}
-COOP_OPS = {"nvidia": 4096, "rdna3": 512, "rdna4": 1024}
 ROOFLINE_CLOCK = {"vulkan": 1.9e9, "rocm": 2.1e9}

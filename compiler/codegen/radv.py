@@ -26,14 +26,14 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base.arch import ARCHS, GpuArch
 from mlc_amd.schedules.gpu.base.profiles import Profile
 
-# profile or its family: (GPU in LLVM's name, RADV's names of such GPUs, newest Mesa's first: 22.3 called those of RDNA3
+# profile: (GPU in LLVM's name, RADV's names of such GPUs, newest Mesa's first: 22.3 called those of RDNA3
 # by gfx names)
 GPUS = {
     "vangogh": ("gfx1033", ("VANGOGH",)),
     "rdna2": ("gfx1030", ("NAVI21",)),
     "rdna3": ("gfx1100", ("NAVI31", "GFX1100")),
     "rdna4": ("gfx1201", ("GFX1201",)),
-    "gcn5": ("gfx906", ("RENOIR",)),
+    "gfx90c": ("gfx906", ("RENOIR",)),
 }
 DRIVER_VARIABLES = (
     "VK_DRIVER_FILES",
@@ -133,7 +133,7 @@ def find_driver() -> Path:
 
 
 def _gpu(profile):
-    return GPUS.get(profile.name.partition(":")[0]) or GPUS.get(profile.family)
+    return GPUS.get(profile.name.partition(":")[0])
 
 
 def _child(driver: Path, family: str, request: list[dict]) -> tuple[str, list[dict], str]:

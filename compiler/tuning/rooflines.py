@@ -10,7 +10,7 @@ from collections.abc import Callable
 from mlc_amd.compiler.tuning.build import build_bounds
 from mlc_amd.compiler.tuning.tasks import Task
 from mlc_amd.runtime.folders import temporary
-from mlc_amd.runtime.gpus import COOP_OPS, ROOFLINE_CLOCK, UNIT_OPS
+from mlc_amd.runtime.gpus import ROOFLINE_CLOCK, UNIT_OPS
 from mlc_amd.runtime.measure.measurer import Measurer
 
 # Where neither a measurement nor a table tells: bytes and operations per second, for shares of the time.
@@ -29,7 +29,7 @@ def rates(arch, threads: int | None = None, bandwidth: float = 0.0) -> tuple[flo
         return bandwidth, clocks * CPU_OPS[isa], clocks * CPU_FLOAT_OPS[isa]
     if not arch.bandwidth:  # a profile for any GPU
         return 0.0, 0.0, 0.0
-    ops = COOP_OPS.get(arch.family, 0) if arch.matrix == "coop" else UNIT_OPS[arch.matrix or arch.dot]
+    ops = arch.matrix_ops if arch.matrix == "coop" else UNIT_OPS[arch.matrix or arch.dot]
     return arch.bandwidth * 1e9, arch.units * ops * ROOFLINE_CLOCK[arch.api], 0.0
 
 

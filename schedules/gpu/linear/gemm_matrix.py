@@ -26,8 +26,8 @@ PAD = 8  # halves added to each row of LDS: eight consecutive rows are then in d
 
 
 class Wmma11:
-    """gfx11: a lane holds all 16 columns of row lane % 16, both halves of the wave alike. Accumulator i of half h: row
-    2*i + h."""
+    """Of gfx11: a lane holds all 16 columns of row lane % 16, both halves of the wave alike. Accumulator i of half h:
+    row 2*i + h."""
 
     side, columns, acc = 16, 16, 8
 
@@ -45,7 +45,7 @@ class Wmma11:
 
 
 class Wmma12(Wmma11):
-    """gfx12: half h of the wave holds columns 8*h .. 8*h + 7. Accumulator i of half h: row 8*h + i."""
+    """Of gfx12: half h of the wave holds columns 8*h .. 8*h + 7. Accumulator i of half h: row 8*h + i."""
 
     @staticmethod
     def slot(n):
@@ -57,7 +57,7 @@ class Wmma12(Wmma11):
 
 
 class Mfma:
-    """gfx9: quarter g of the wave holds four columns. Which four does not matter as long as both operands agree:
+    """Of gfx9: quarter g of the wave holds four columns. Which four does not matter as long as both operands agree:
     columns 8*g .. 8*g + 7 of 32 serve two instructions, and LDS reads are 128 bits wide. Accumulator i of quarter g:
     row 4*g + i."""
 

@@ -23,7 +23,7 @@ SIDE = 16  # rows and columns of a product
 
 
 class _Wmma11:
-    """gfx11: a lane has all 16 columns, both halves of the wave alike. Sum i of group h belongs to row 2*i + h."""
+    """Of gfx11: a lane has all 16 columns, both halves of the wave alike. Sum i of group h belongs to row 2*i + h."""
 
     groups, parts, acc = 2, 1, 8
     per_half = True  # an instruction multiplies one half of a block, or both
@@ -55,7 +55,7 @@ class _Wmma11:
 
 
 class _Wmma12(_Wmma11):
-    """gfx12: each half of the wave has eight columns. Sum i of group h belongs to row 8*h + i."""
+    """Of gfx12: each half of the wave has eight columns. Sum i of group h belongs to row 8*h + i."""
 
     parts = 2
 
@@ -74,7 +74,7 @@ class _Wmma12(_Wmma11):
 
 
 class _Mfma16(_Wmma12):
-    """gfx908, gfx90a: each quarter of the wave has four columns. Sum i of group g belongs to row 4*g + i."""
+    """Of gfx908, gfx90a: each quarter of the wave has four columns. Sum i of group g belongs to row 4*g + i."""
 
     groups, parts, acc = 4, 4, 4
 
@@ -86,7 +86,7 @@ class _Mfma16(_Wmma12):
 
 
 class _Mfma32(_Mfma16):
-    """gfx94x and later: as before, of both halves in one instruction."""
+    """Of gfx94x and later: as before, of both halves in one instruction."""
 
     per_half = False
 
