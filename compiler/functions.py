@@ -19,7 +19,7 @@ class FunctionSpec:
 
     m: rows of a step. single: how many of them, at the front, may be of sequences of their own; the others are a chunk.
     answers: of which rows it gives the logits, see `schedules.operators.rows`. drafts: it is the predicting layer's,
-    not the decoder's, behind a step of the decoder, or, if chained, behind itself.
+    not the decoder's, after a step of the decoder, or, if chained, after itself.
     """
 
     name: str

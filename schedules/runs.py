@@ -58,7 +58,7 @@ class RunCells:
         self.source = T.Bind(cells[self._slot, 0])
 
     def after(self, step: Expr) -> Expr:
-        """The cell for the state behind row number `step` of the run."""
+        """The cell for the state after row number `step` of the run."""
         column = T.min(step, T.int32(KEPT - 1)) + 1 if self._several else 1
         return T.Bind(self._cells[self._slot, column])
 

@@ -23,7 +23,7 @@ Cell = Any  # a number in a register that changes: `Machine.cell`
 
 
 def sample_args(n, columns) -> list:
-    """Declares the parameters of a kernel that samples n rows, behind `state`: Logits, sampling, changes, allowed (of
+    """Declares the parameters of a kernel that samples n rows, after `state`: Logits, sampling, changes, allowed (of
     `sampling_layout.row_shapes`), Sampled, LogProbs, Adjusted."""
     inputs = [(name, shape, "int32") for name, shape in row_shapes(n, columns).items()]
     outputs = [("Sampled", (n,), "int32"), ("LogProbs", (n,), "float32"), ("Adjusted", (n, columns), "float32")]

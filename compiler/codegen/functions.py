@@ -60,7 +60,7 @@ class _Expander:
         return _sequence([*before, node])
 
     def _call(self, call, mutator):
-        name = call.op.name.partition(".")[2]  # behind tirx or prim
+        name = call.op.name.partition(".")[2]  # after tirx or prim
         if name == "if_then_else":
             return self._branch(call, mutator)
         function = _FUNCTIONS.get(name)

@@ -230,7 +230,7 @@ MEMORY = re.compile(
     r"(global|flat|buffer|scratch|ds)_(load|read|store|write)"  # gfx11 and later say load and store for LDS, too
     r"(2|_2addr)?(?:st64|_stride64)?(?:_(?:d16|hi|lds|format))*_[bfius]?(dwordx?\d?|byte|short|\d+)"
 )
-PADDING = {"s_nop", "s_code_end"}  # behind the last instruction, for the prefetcher
+PADDING = {"s_nop", "s_code_end"}  # after the last instruction, for the prefetcher
 LABEL = re.compile(r"^(?:[0-9a-f]+ )?<?([A-Za-z_.$][\w.$]*)>?:")
 LOCAL_LABEL = re.compile(r"\.L|L\d")  # within a kernel: LLVM's, objdump's
 MNEMONIC = re.compile(r"^\s+([sv]_\w+|ds_\w+|global_\w+|flat_\w+|buffer_\w+|scratch_\w+|image_\w+|exp\b)")

@@ -6,7 +6,7 @@ the host function is only read (for grids, scratch buffers and the kernels' argu
 
 Differences from TVM's pipeline: StorageRewrite is left out (it makes LDS buffers of different types share memory
 through global addresses), CompactBufferAllocation for kernels without blocks (all of ours: it took most of the time,
-and cut no more than the padding behind an LDS buffer's last row), what takes long and changes no kernel
+and cut no more than the padding after an LDS buffer's last row), what takes long and changes no kernel
 (InjectPermutedLayout, InjectVirtualThread, RemoveNoOp) or none of LLVM's code (HoistIfThenElse; it also took loads of
 fragments for loads of nothing), and whatever the generator names (`lower`).
 """

@@ -104,7 +104,7 @@ def statistics(shaders: list[Shader], profile: Profile) -> Report:
         raise UserError(
             f"{driver} cannot compile for {' or '.join(entry[1])} without such a GPU ({complaint}); {INSTALL}"
         )
-    while len(answers) < len(request):  # it crashed: go on behind the shader that made it
+    while len(answers) < len(request):  # it crashed: go on after the shader that made it
         answers.append({"error": complaint})
         _, more, complaint = _child(driver, family, request[len(answers) :])
         answers += more

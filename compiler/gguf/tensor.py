@@ -112,7 +112,7 @@ class Tensor:
         return Tensor(name, self.format, shape, fetch)
 
     def filled(self, shape: tuple[int, ...]) -> "Tensor":
-        """The same with zeros behind the rows of each matrix, or behind their columns, up to that shape. (In a block of
+        """The same with zeros after the rows of each matrix, or after their columns, up to that shape. (In a block of
         any format zeros are zeros.) ValueError for columns of a format that has blocks."""
         rows, whole, size = self.shape[-2], shape[-2], row_bytes(self.format, shape[-1])
         if self.shape[-1] != shape[-1] and FORMATS[self.format].kind != "float":

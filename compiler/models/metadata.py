@@ -56,8 +56,8 @@ def predicting_layers(keys: Keys) -> Predicting:
     if all(f"{first}{name}.weight" in keys.tensors for name in PREDICTOR):
         own = "embed_tokens", "shared_head_head", "shared_head_norm"
         predictor = PredictorConfig(*(f"{first}nextn.{name}.weight" in keys.tensors for name in own))
-    behind = tuple(f"blk.{i}." for i in range(count + bool(predictor), blocks))
-    return Predicting(count, predictor, tuple(name for name in keys.tensors if name.startswith(behind)))
+    after = tuple(f"blk.{i}." for i in range(count + bool(predictor), blocks))
+    return Predicting(count, predictor, tuple(name for name in keys.tensors if name.startswith(after)))
 
 
 # ---- attention

@@ -4,13 +4,13 @@ Of a row with the token at position p, the decoder's x_p and the next token t:
 
     h' = eh_proj [norm(embedding of t) | norm(h)]      norms enorm and hnorm; h = output_norm(x_p)
     y = shared_head_norm(layer(h'))                    attention among the rows of this layer, at position p
-    logits of the token behind t = shared_head_head y
+    logits of the token after t = shared_head_head y
 
 where the embedding, the last norm and the last matrix are the decoder's if the layer has none of its own. For a guess
-behind that one, y takes the place of h, and the guessed token that of t.
+after that one, y takes the place of h, and the guessed token that of t.
 
 So llama.cpp computes it (graph_mtp in src/models/qwen35.cpp, glm4-moe.cpp, deepseek2.cpp): the decoder's h is the one
-behind its last norm, and so is what a guess hands on. There the row of t stands at the position of t instead of p,
+after its last norm, and so is what a guess hands on. There the row of t stands at the position of t instead of p,
 which is the same, as RoPE knows distances only.
 """
 

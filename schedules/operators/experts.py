@@ -11,7 +11,7 @@ needs one expert. `expert_order` makes
 
     Slots   int32 [m, used]             slot of each pair
     Pairs   int32 [slots]               pair in each slot; -1: padding
-    Groups  int32 [tiles + 2 count + 1] expert of each tile (-1: unused, behind the others), the first tile of each
+    Groups  int32 [tiles + 2 count + 1] expert of each tile (-1: unused, after the others), the first tile of each
                                         expert, the number of used tiles, the number of pairs of each expert
 
 All sizes are static: `tiles` is the maximum for any assignment of m rows.

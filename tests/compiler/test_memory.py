@@ -27,7 +27,7 @@ from mlc_amd.tools.inspection import inspect_memory
 
 GIB = 1 << 30
 IDS = [3, 17, 200, 5, 9, 41, 8, 77, 100, 2, 64, 30, 11, 250, 19, 6, 1]
-# 16 GiB of weights, 2 of them experts of each of six layers behind a dense one; a cache of 4 GiB
+# 16 GiB of weights, 2 of them experts of each of six layers after a dense one; a cache of 4 GiB
 NEEDS = Needs(16 * GIB, (0, *[2 * GIB] * 6), 4 * GIB, GIB >> 10, GIB, 4096, 8192)
 
 

@@ -106,7 +106,7 @@ def _launches(artifact: Artifact, declared: dict[str, list[int]]) -> list:
     def kernel(symbol: str, sizes: list[int]):
         def run(*arrays):
             for i, (array, size) in enumerate(zip(arrays, sizes, strict=True)):
-                assert len(array) >= size, f"{symbol}: {len(array)} bytes behind argument {i} instead of {size}"
+                assert len(array) >= size, f"{symbol}: {len(array)} bytes after argument {i} instead of {size}"
 
         return len(sizes), run
 
@@ -149,7 +149,7 @@ def damage(name: str, folder: Path, draw: random.Random) -> str:
 
 
 def damage_header(folder: Path, draw: random.Random) -> str:
-    """Of the weights; their size stays, and what is behind the header."""
+    """Of the weights; their size stays, and what is after the header."""
     data = (folder / WEIGHTS).read_bytes()
     end = 8 + struct.unpack("<Q", data[:8])[0]
     head, what = mutations.bytes_changed(data[:end], draw)

@@ -39,7 +39,7 @@ _PIECES = (
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """faithful: whether ids give the text back: all bytes are tokens, and no added token takes spaces behind it."""
+    """faithful: whether ids give the text back: all bytes are tokens, and no added token takes spaces after it."""
 
     name: str
     tokenizer: Tokenizer

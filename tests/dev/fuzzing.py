@@ -8,7 +8,7 @@ In: a function that makes a `Case` from a random generator, and a `Case` of unda
         sys.exit(fuzzing.main(__doc__, make, control))
 
 which has the flags --seed, --count, --first and --journal. The journal has a line for each case; a run that is started
-again with the same journal and seed continues behind the last one. Case n of a seed is always the same, so that
+again with the same journal and seed continues after the last one. Case n of a seed is always the same, so that
 `--first n --count 1` repeats it.
 
 The parent process must have imported what the cases need, and must not have started threads.
@@ -300,7 +300,7 @@ def main(
         "--count", type=int, default=1000, help="cases in all, with those of the journal; 0: its table only"
     )
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--journal", type=Path, help="a file with a line for each case; the run continues behind it")
+    parser.add_argument("--journal", type=Path, help="a file with a line for each case; the run continues after it")
     given = parser.parse_args(argv)
     os.nice(10)
     done = _journaled(given.journal, given.seed) if given.journal else []

@@ -47,7 +47,7 @@ Answers = list[list[int]]  # their tokens
 
 
 def rate(engine: Engine, prompts: Answers, tokens: int, grammar: Grammar | None) -> tuple[float, Answers]:
-    """Seconds per token of all sequences together behind their first ones; the answers."""
+    """Seconds per token of all sequences together after their first ones; the answers."""
     pieces = engine.generate(
         prompts, max_tokens=tokens, min_tokens=tokens, constraint=grammar, temperature=1.0, top_k=40, seed=1
     )

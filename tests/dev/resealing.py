@@ -1,8 +1,8 @@
 """Changed manifests whose checksums are right again, as if a compiler had written them: what tests and fuzzing use to
-reach the checks behind the checksums.
+reach the checks after the checksums.
 
 In: an artifact's folder, a manifest. Out: manifest.json with the files' sizes and checksums, and, if asked for, the
-digests of interfaces behind the kernels (runtime/artifact/interface.py).
+digests of interfaces after the kernels (runtime/artifact/interface.py).
 """
 
 import os

@@ -31,7 +31,7 @@ MAX_CHANGE = 2e-3  # of the logits' range, however the tokens come
 
 @pytest.mark.parametrize("name", architectures.MODELS)
 def test_logits(tmp_path, name):
-    """All at once, and in chunks and steps behind a cache that was truncated, across the edge of a window."""
+    """All at once, and in chunks and steps after a cache that was truncated, across the edge of a window."""
     compile_model(architectures.tiny(name), "cpu", "native", 128, tmp_path / "model", tuned="none")
     engine = Engine.load(tmp_path / "model")
     logits = engine.score(IDS)

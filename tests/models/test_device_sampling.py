@@ -96,7 +96,7 @@ def test_masked_rows_draw_as_the_host_does(device, kind):
 
 
 class Walk:
-    """Tokens that depend on those before; raises `error` instead of the mask behind so many of them."""
+    """Tokens that depend on those before; raises `error` instead of the mask after so many of them."""
 
     complete = False
 

@@ -51,7 +51,7 @@ def test_answers_together_are_those_alone(engine):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["deepseek2", "kimi-linear"])
 def test_on_a_vulkan_device(tmp_path, name):
-    """Exact logits; the same in a chunk and steps behind a truncated cache."""
+    """Exact logits; the same in a chunk and steps after a truncated cache."""
     vulkan_harness.gpu()
     compile_model(architectures.tiny(name), "vulkan", "auto", 128, tmp_path / "model", tuned="none")
     with Engine.load(tmp_path / "model") as engine:

@@ -1,7 +1,7 @@
 """Layers of multi-token prediction: guesses are those of the formula, and answers do not depend on them.
 
-tests/fixtures/predictor.npz: of the models in architectures.PREDICTING, behind the tokens `ids` and "<name> next", the
-logits of four guesses, each made behind the one before, computed in float64 with NumPy from the GGUF files that
+tests/fixtures/predictor.npz: of the models in architectures.PREDICTING, after the tokens `ids` and "<name> next", the
+logits of four guesses, each made after the one before, computed in float64 with NumPy from the GGUF files that
 `write_gguf` makes of the models, by a program that shares nothing with this repository.
 """
 
@@ -98,7 +98,7 @@ def test_answers_do_not_depend_on_guesses(case, options):
 
 
 class Clock:
-    """Stands in for the time that functions of a device take: seconds of a step, of following one, of each guess behind
+    """Stands in for the time that functions of a device take: seconds of a step, of following one, of each guess after
     the first."""
 
     def __init__(self, engine, monkeypatch, step=1.0, follow=0.25, chain=0.25):
@@ -115,7 +115,7 @@ class Clock:
 
 
 def test_a_layer_that_guesses_wrong_costs_little(tmp_path, monkeypatch):
-    """It is not computed behind each step, but is tried again, and the answer is the same."""
+    """It is not computed after each step, but is tried again, and the answer is the same."""
     took, found = [], []
     with load(successor(-1), "cpu", tmp_path / "model", 1024) as engine:
         for drafter in (None, engine.own_draft()):

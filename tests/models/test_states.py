@@ -85,7 +85,7 @@ def test_a_chat_computes_new_tokens_only(engine):
 
 
 def verify(engine, guesses, right):
-    """A step of the own sequence with guesses behind its newest token, of which the first `right` count."""
+    """A step of the own sequence with guesses after its newest token, of which the first `right` count."""
     own, tokens = engine._own, [int(id) for id in guesses]
     own.append(tokens[: 1 + right])
     assert own.reserve(1, len(tokens) - 1)

@@ -21,7 +21,7 @@ KEYS: dict[str, object] = {
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """(engine, ids that nearly fill the context, exact logits behind each id)"""
+    """(engine, ids that nearly fill the context, exact logits after each id)"""
     model, out = synthetic("tiny:f16", keys=KEYS), tmp_path_factory.mktemp("ring") / "model"
     compile_model(model, "cpu", "native", CONTEXT, out, tuned="none")
     ids = np.random.default_rng(5).integers(0, 1024, CONTEXT - 40)
@@ -29,7 +29,7 @@ def case(tmp_path_factory):
 
 
 def check(exact, found):
-    """found: logits by the number of the last id that they are behind."""
+    """found: logits by the number of the last id that they follow."""
     assert kl_divergence(exact[list(found)], np.stack(list(found.values()))) < MAX_KL
 
 

@@ -33,7 +33,7 @@ ROWS, BLOCKS = 8, 8  # at most, that are compared of an output
 TIMES = 3  # that a kernel runs in each state
 DEPTHS = (0, 70, 1000, 1 << 30)  # tokens in the cache where joins are tested; limited to the context
 FAILURES = (HipError, VulkanError, OutOfMemory, RuntimeError)  # of a device, while it runs a kernel
-# Behind these, a device runs nothing more in this process.
+# After these, a device runs nothing more in this process.
 LOST = (DEVICE_LOST, "hipErrorLaunchFailure", "hipErrorLaunchTimeOut", "hipErrorIllegalAddress", "hipErrorIllegalState")
 PAGES = 16  # of a cache, at least; a chunk's own rows are in different ones
 NO_REFERENCE, NO_TIME, NO_DEVICE = "no reference", "not run (time)", "not run (device lost)"
@@ -90,7 +90,7 @@ def check_all(
 ) -> Iterator[dict]:
     """A result for each kernel, `in_turn`. device: as the backends take it; runs: of each kernel whose workgroups meet;
     doing(name): called before each. When the budget is over, the rest gets NO_TIME, and fewer states count of the
-    kernel that is running; behind a kernel that the device does not survive, NO_DEVICE."""
+    kernel that is running; after a kernel that the device does not survive, NO_DEVICE."""
     backend, layout, lost = None, layout_of(artifact), False
     budget, watch = budget or Budget(), watch or Watch("", terminal.Status(), None)
     try:

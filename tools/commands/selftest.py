@@ -26,7 +26,7 @@ FORMAT = 1  # of the file
 # How often each function is replayed, and timed: by the type of device. Mesa's CPU driver needs seconds for a prompt.
 ROUNDS = {"cpu": (1, 1)}
 GPU_ROUNDS = (20, 7)
-_NOTES = {  # in the summary, behind a number of kernels
+_NOTES = {  # in the summary, after a number of kernels
     selftest_kernels.NO_REFERENCE: "without a reference",
     selftest_kernels.NO_TIME: "not run (time): more with --seconds",
     selftest_kernels.NO_DEVICE: "not run (device lost)",

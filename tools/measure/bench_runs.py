@@ -94,7 +94,7 @@ def _measure_prefill(
 def _measure_decode(
     engine, test: Test, repetitions: int, sensors: Sequence[power.Sensor]
 ) -> tuple[list[Repetition], Power]:
-    """Each sequence is behind n_depth tokens of its own."""
+    """Each sequence follows n_depth tokens of its own."""
     random = np.random.default_rng(0)
     engine.reset()
     warm(engine)

@@ -30,7 +30,7 @@ def _costs(artifact) -> dict[str, dict]:
 
 
 def traffic(kernel: dict, tokens: int, depth: float) -> float:
-    """Bytes of weights and cache that a call must move for `tokens` tokens behind `depth` others. kernel: its entry in
+    """Bytes of weights and cache that a call must move for `tokens` tokens after `depth` others. kernel: its entry in
     the manifest.
 
     Of the embedding and RoPE's table a token needs one row, which does not count.

@@ -71,7 +71,7 @@ def sensors(device, root: Path = SYS, nvml: str = NVML) -> list[Sensor]:
     """The sensors of a device of runtime/devices: their sum is its power. NoSensor if there are none, or this user may
     not read them. root: what is mounted at /sys; nvml: the library's name.
 
-    A GPU's sensor is found by its PCI address. What runs on the CPU behind a Vulkan driver has the CPU's sensors.
+    A GPU's sensor is found by its PCI address. What runs on the CPU through a Vulkan driver has the CPU's sensors.
     """
     pci = None if device.kind == "cpu" else device.gpu.pci
     if pci == "":

@@ -13,7 +13,8 @@ and written in them.
 import numpy as np
 
 BLOCK = 32
-# The columns of a block as "pairs" stores them: runs of eight, of which run j has 4*j .. 4*j + 3 and those 16 behind.
+# The columns of a block as "pairs" stores them: runs of eight, of which run j has 4*j .. 4*j + 3 and those 16 columns
+# later.
 PAIRS = np.array([4 * j + 16 * (i // 2 % 2) + 2 * (i % 2) + i // 4 for j in range(4) for i in range(8)])
 HALF_MAX = 65504.0
 

@@ -113,7 +113,7 @@ def _completed(c: Case) -> tuple[np.ndarray, dict[str, Result]]:
 
 
 def _prepared(c: Case, y: np.ndarray, columns: np.ndarray) -> dict[str, Result]:
-    """What a linear layer stores of these columns of its result for the norm behind it; columns: whole blocks."""
+    """What a linear layer stores of these columns of its result for the norm after it; columns: whole blocks."""
     if not c.op.norm_out:
         return {}
     factor = c.arrays["NS"][c.rows].astype(np.float64)[:, None] * NORM_MARGIN

@@ -1,4 +1,4 @@
-"""The operators of layers that keep a state for each sequence, in float64, and the gate behind them.
+"""The operators of layers that keep a state for each sequence, in float64, and the gate after them.
 
 In: a `Case`, out: `Result`s. A run is rows of one slot, consecutive tokens of one sequence.
 """
@@ -13,7 +13,7 @@ from mlc_amd.tools.reference.case import Case, Result, rms
 
 
 def runs(c: Case) -> Iterator[tuple[np.ndarray, np.ndarray | None, list[int]]]:
-    """(rows, the state before them or None at position 0, the cells of the states behind each) of each run."""
+    """(rows, the state before them or None at position 0, the cells of the states after each) of each run."""
     positions, slots = c.places(np.arange(c.live))
     for slot in dict.fromkeys(slots.tolist()):
         rows = np.flatnonzero(slots == slot)

@@ -193,7 +193,7 @@ class Asm:
 
     @contextmanager
     def region(self, label):
-        """Starts a block whose values are not known behind the region."""
+        """Starts a block whose values are not known after the region."""
         self.begin(label)
         self.scopes.append({})
         yield

@@ -108,7 +108,7 @@ class Emitter(Subgroup, Matrix):
         for param in params:
             if not isinstance(param.ty, tvm.ir.PointerType):
                 raise Unsupported(f"argument {param.name} of type {param.ty}")
-        # the first block holds variables; values that all others may use come behind it
+        # the first block holds variables; values that all others may use come after it
         entry = asm.new()
         asm.emit("Branch", entry)
         asm.begin(entry)

@@ -12,7 +12,7 @@ Externs (words: 32-bit scalars):
     vk.reduce_add, _max, _min (x)   over all lanes of the subgroup
     vk.lane()                       int32: this lane's number
     vk.any(x)                       bool: whether a bool is true in any lane
-    vk.wave_barrier()               waits for the subgroup; its shared memory is the same for all of it behind it
+    vk.wave_barrier()               waits for the subgroup; its shared memory is the same for all of it after it
     vk.memory_barrier()             memory accesses to buffers before and after it stay there, for the whole device
 """
 
@@ -103,7 +103,7 @@ class Intrinsics(Memory):
         self.barrier()
 
     def barrier(self):
-        """Waits for the workgroup; its shared memory is the same for all behind it."""
+        """Waits for the workgroup; its shared memory is the same for all after it."""
         semantics = opcodes.ACQUIRE_RELEASE | opcodes.WORKGROUP_MEMORY
         workgroup = self.int_const(opcodes.WORKGROUP)
         self.asm.emit("ControlBarrier", workgroup, workgroup, self.int_const(self.ordering(semantics)))

@@ -6,7 +6,7 @@ is provably >= 0
 2. each access states its true alignment
 3. a parameter that is only read is a pointer to a Block whose member is NonWritable: loads may move over stores, or be
 scalar
-4. a load that may not happen is behind control flow (`if_then_else` in intrinsics.py)
+4. a load that may not happen is guarded by control flow (`if_then_else` in intrinsics.py)
 """
 
 import math
@@ -219,7 +219,7 @@ class Memory(Expressions):
         return self.int_const(opcodes.QUEUE_FAMILY if self.vulkan_model else opcodes.DEVICE)
 
     def pointer(self, buffer, unit, index, k, step, array=False):
-        """A pointer to the unit of `step` elements at element index + k of a parameter; array: to it and those behind
+        """A pointer to the unit of `step` elements at element index + k of a parameter; array: to it and those after
         it."""
         asm, root = self.asm, self.root(buffer)
         address = self._address(buffer, root, index, k, size(unit) // step)

@@ -1,4 +1,4 @@
-"""lfm2moe: LFM2 and LFM2.5 with experts behind the leading dense layers, chosen by sigmoid (which
+"""lfm2moe: LFM2 and LFM2.5 with experts after the leading dense layers, chosen by sigmoid (which
 the file says) and a bias."""
 
 from mlc_amd.compiler.models.architectures.lfm2 import OUTPUT_NORM, read_mixers

@@ -1,4 +1,4 @@
-"""qwen2moe: Qwen 1.5 and 2 with experts, whose weights do not add up to 1, and a shared expert behind a gate."""
+"""qwen2moe: Qwen 1.5 and 2 with experts, whose weights do not add up to 1, and a gated shared expert."""
 
 from mlc_amd.compiler.models.config import ModelConfig, SharedExpertConfig
 from mlc_amd.compiler.models.keys import Keys

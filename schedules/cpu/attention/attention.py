@@ -40,7 +40,7 @@ def attention(spec: Attention, m, single, p, quantize, isa, name, plan=None) -> 
     [Sinks float32 [heads] if spec.sinks], then A, S of [m, heads*value_d] in tiles of p rows if `quantize`, else O
     float32 [m, heads*value_d]).
 
-    single: how many rows at the front may be of different sequences; the rows behind state[0] are then a chunk. With
+    single: how many rows at the front may be of different sequences; the rows after state[0] are then a chunk. With
     single = 0 all rows are, with single = m none. Rows that are not live, or have no place in the cache, are left out
     (a single row of m = 1 takes the last place). plan: of the `kernel_module`'s type; None: its default. UserError for
     shapes that `cache_types` refuses, and for int8 blocks of heads that are not whole blocks.

@@ -180,7 +180,7 @@ class Cache:
         return self
 
     def page(self, slot, block):
-        """The page of a slot's block, in a register. Blocks behind the last one are clamped: they may be prefetched."""
+        """The page of a slot's block, in a register. Blocks after the last one are clamped: they may be prefetched."""
         return opaque(self.pages[slot, T.min(block, T.int32(self.spec.blocks - 1))])
 
     def place(self, slot, position):

@@ -90,14 +90,14 @@ def rms_norm(k, m, eps, tile, quantize, rows, isa, name, both=False) -> tirx.Pri
     """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S of [n, k] in tiles of tile(n) rows if
     `quantize`, else Y float32 [n, k]).
 
-    both: Y behind A, S as well. rows: which rows are given, and so n: see `schedules.operators.rows`. UserError unless
+    both: Y after A, S as well. rows: which rows are given, and so n: see `schedules.operators.rows`. UserError unless
     32 divides k. `isa` is not used: vectors have 16 lanes and LLVM splits them.
     """
     return _norm(k, m, tile, quantize, rows, name, False, both, lambda x: (x, _inverse_deviation(k, eps, x)))
 
 
 def layer_norm(k, m, eps, tile, quantize, rows, bias, isa, name, both=False) -> tirx.PrimFunc:
-    """As `rms_norm`; B float32 [k] behind G if `bias`."""
+    """As `rms_norm`; B float32 [k] after G if `bias`."""
 
     def emit(x):
         mean = T.Bind(_mean(k, x))

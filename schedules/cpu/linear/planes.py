@@ -61,7 +61,7 @@ def plane_bytes(fmt: str | Format, n: int, k: int) -> int:
 
 
 def emit_planes(fmt: str | Format, n: int, k: int, prefix: str = "") -> dict:
-    """Declares the parameters of a weight's planes, their names behind the prefix: name to buffer, in order."""
+    """Declares the parameters of a weight's planes, their names after the prefix: name to buffer, in order."""
     return {name: T.arg(prefix + name, T.buffer(*plane)) for name, plane in planes(fmt, n, k).items()}
 
 

@@ -139,7 +139,7 @@ class RowDraw(Draw):
         self.chosen.set(T.min(first + tokens, T.int32(self.m.vocab - 1)))
 
     def _passed(self, first, count, sums, before):
-        """(sum, number) of the entries from `first` on with which the target is not reached, behind a sum `before`."""
+        """(sum, number) of the entries from `first` on with which the target is not reached, after a sum `before`."""
         target, passed, entries = self.target.get(), self.m.cell(before), self.m.cell(T.int32(0))
         running = self.m.cell(before)
         with T.serial(count) as i:

@@ -73,7 +73,7 @@ def _survey(arch, Logits, words, changes, allowed, Adjusted, Parts, Tops, vocab,
     token = T.int32(LARGEST)
     for i, start in reversed(list(enumerate(starts))):
         for k in reversed(range(WIDTH)):
-            # the padding behind the vocabulary is as low as tokens that must not be chosen, but comes after them
+            # the padding after the vocabulary is as low as tokens that must not be chosen, but comes after them
             token = T.Bind(T.Select(y[i * WIDTH + k] == changed_top, start + k, token))
     token, bad = group.reduce((token, "least"), (bad[0], "most"))
     totals = local(3)

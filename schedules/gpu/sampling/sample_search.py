@@ -133,7 +133,7 @@ class Workgroup(Machine):
         return found
 
     def load(self, column):
-        """The logits of a vector; what is behind the row's end is anything."""
+        """The logits of a vector; what is after the row's end is anything."""
         return T.Bind(self.adjusted[self.row, at(T.Bind(T.min(column, T.int32(self.columns - WIDTH))), WIDTH)])
 
     def each_token(self, visit, floor=None, near=None, enough=None, scratch=None):

@@ -39,7 +39,7 @@ def profile(request):
 
 
 def strided(offset, width=8):
-    """Copies runs of float16 that start `offset` elements behind a multiple of 8, one a thread."""
+    """Copies runs of float16 that start `offset` elements after a multiple of 8, one a thread."""
     size = (THREADS + 1) * 8
 
     def body(b, _group, i):
@@ -108,7 +108,7 @@ def test_more_arguments_than_push_constants(profile):
 
 
 def test_arms_that_are_not_taken_load_nothing(profile):
-    """The branch keeps the load where it is: behind a condition, not under a selection of values."""
+    """The branch keeps the load where it is: under a condition, not under a selection of values."""
 
     def body(b, _group, i):
         T.buffer_store(b.y, T.if_then_else(i < 5, b.x[i], T.int32(-1)), [i])
@@ -139,7 +139,7 @@ def test_arms_of_registers_are_selected(profile):
 
 
 def test_values_of_before_a_store_stay(profile):
-    """A bound load is not repeated behind the store that changes what it read, nor used as an index then."""
+    """A bound load is not repeated after the store that changes what it read, nor used as an index then."""
 
     def body(b, _group, i):
         old = T.Bind(b.x[i])

@@ -37,13 +37,13 @@ def ran(func):
 
 def exchanging(*barriers, distance=1):
     """Lanes write their number, look at another's, and write again; barriers between."""
-    between, behind = barriers
+    between, after = barriers
 
     def body(b, shared, wave, lane, i):
         T.buffer_store(shared, b.x[i], [i])
         between()
         other = T.Bind(shared[(i + distance) % SIZE if distance >= LANES else wave * LANES + (lane + distance) % LANES])
-        behind()
+        after()
         T.buffer_store(shared, other, [i])
         T.buffer_store(b.y, shared[i], [i])
 

@@ -26,7 +26,7 @@ from tests.dev.spirv.wave import MEET, SHARED, SPAN, Step, Wave, Workgroup
 
 
 def run(code: bytes, grid: Sequence[int], arrays: Sequence[np.ndarray], wave: int, table: bool = False) -> list:
-    """One launch; copies of the arrays behind it. Arguments: of `Kernel`."""
+    """One launch; copies of the arrays after it. Arguments: of `Kernel`."""
     memory = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy() for array in arrays]
     Kernel(code, wave).launch(grid, memory, table)
     return [raw.view(x.dtype).reshape(x.shape) for raw, x in zip(memory, arrays, strict=True)]

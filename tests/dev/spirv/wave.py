@@ -88,7 +88,7 @@ class Wave:
                 step(self)
 
     def _region(self, label: int, stop: int) -> Iterator[str]:
-        """The blocks from `label` on to `stop`, for the lanes of the mask, which is the same behind them."""
+        """The blocks from `label` on to `stop`, for the lanes of the mask, which is the same after them."""
         mask = self.mask
         while label != stop:
             block = self.group.program.blocks[label]

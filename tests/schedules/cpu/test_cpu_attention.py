@@ -1,6 +1,6 @@
 """RoPE with cache writes, and attention, on the CPU against numpy in float64.
 
-A state says how many keys the single rows' sequences have, and where the chunk behind them is. Sequences are in slots
+A state says how many keys the single rows' sequences have, and where the chunk after them is. Sequences are in slots
 and pages in no order. Pages begin with stale finite numbers, which must neither matter nor change; pages of keys that a
 window leaves out, and those of no sequence, hold NaNs, so that reading them shows.
 """
@@ -98,7 +98,7 @@ def mixed(spec, states, m, single, p=1, quantize=False, **more):
 
 LENGTHS = one(0, 6, 63, 64, 999, 1023)
 DEEP = one(4000, 4095, 70, 0)
-# Single rows and a chunk behind them: none, one of them, all that there may be; a chunk that begins in a tile.
+# Single rows and a chunk after them: none, one of them, all that there may be; a chunk that begins in a tile.
 MIXED = (
     ((), (0, 16)),
     ((500,), (61, 9)),
@@ -418,7 +418,7 @@ def test_rope_kv_write(arch, name):
     starts = {(0, m), (5, max(1, m - 3)), (ROPE_CTX - m, m), (ROPE_CTX - 1, m)}  # the last one has room for one token
     for start, live in starts:
         pool = Pool(spec, 3, rng)
-        # two single rows, and a chunk, whose rows behind the last position have no place
+        # two single rows, and a chunk, whose rows after the last position have no place
         alone = 2 if m > 4 else 0
         single = (ROPE_CTX - 1, 40)[:alone]
         step = pool.step(single, start, live - alone, m)

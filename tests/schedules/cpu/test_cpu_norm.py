@@ -134,7 +134,7 @@ def test_rms_norm(arch, chunk, row):
 @pytest.mark.parametrize("single", SINGLE)
 @pytest.mark.parametrize("chunk", range(1, len(CHUNKS)))
 def test_norm_of_answers(arch, chunk, single):
-    """The single rows, and the last row of the chunk behind them, as far as there is room."""
+    """The single rows, and the last row of the chunk after them, as far as there is room."""
     m, k, _, most = CHUNKS[chunk]
     x, g = rows_of(m, k), np.random.default_rng(9).standard_normal(k).astype(np.float32)
     wide = x.astype(np.float64)

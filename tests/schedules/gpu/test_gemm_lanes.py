@@ -85,7 +85,7 @@ def test_linear(name):
     expected = x.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T
     out = np.full((m, -(-n // 16) * 16), np.nan, np.float32)
     kernel = gemm.linear([(fmt, n)], k, m, "lanes", (False,), False, NVIDIA, "k", tile)
-    # nobody writes what is behind the columns
+    # nobody writes what is after the columns
     rest = np.full((m, -k % (GROUP * BLOCK)), np.nan, np.float16)
     got = emulated(kernel, [state(m), in_lanes(np.hstack([x, rest])), *planes.values(), out], NVIDIA)[-1]
     assert error(got[:, :n], expected) < tolerance(fmt)

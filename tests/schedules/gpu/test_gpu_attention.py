@@ -25,7 +25,7 @@ from tests.dev.gfxemu import emulate
 ARCHS = ("gfx1100", "gfx1201", "gfx942")
 WAVE_ORDER = 3  # a seed: shuffled
 # Windows that begin within a block of keys (64, with matrix units 32) and with one, in one block and in several,
-# smaller than a chunk and larger; positions before the window is full, at a block's edge, and far behind it.
+# smaller than a chunk and larger; positions before the window is full, at a block's edge, and far past it.
 NEAR, FAR = ((0, 1), (63, 1), (103, 1)), ((64, 1), (500, 1))
 DECODE = {
     "decode_group_4": Case(8, 2, 64),

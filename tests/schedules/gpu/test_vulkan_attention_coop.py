@@ -2,7 +2,7 @@
 
 In the SPIR-V emulator, as NVIDIA's and AMD's GPUs get them; at a model's size kernels are compiled and looked at. Every
 case is a chunk in the middle of a sequence; the caches hold stale finite
-numbers behind it, and the queries of tokens that are not live are not numbers: neither may matter.
+numbers after it, and the queries of tokens that are not live are not numbers: neither may matter.
 """
 
 from dataclasses import replace

@@ -40,7 +40,7 @@ CASES = {
     ),
     "window of a block": Case(4, 1, 64, rope=Rope(True, 64), states=STATES, attributes={"window": 300}),
     "chunk": Case(2, 1, 64, states=STATES, attributes={"chunk": 300}),
-    # of several sequences, and of one: the first of its rows is behind the window of the last
+    # of several sequences, and of one: the first of its rows is after the window of the last
     "rotated rows": Case(
         8, 2, 64, m=8, layout="rows", several=8, rope=Rope(True, 64, 1e-6),
         states=(Rows((0, CTX - 1, 3, 64)), Rows((), (0, 8)), Rows((70, CTX - 1), (253, 5))),
@@ -69,7 +69,7 @@ def test_splits(name, monkeypatch):
 
 
 def test_rows_of_a_sequence_behind_a_window():
-    """Rows that are no longer in the window of rows behind them, in the same step."""
+    """Rows that are no longer in the window of rows after them, in the same step."""
     case = Case(
         4, 1, 96, m=16, several=16, rope=Rope(False, 64), states=(Rows((5, 70), (125, 12)), Rows((), (0, 16))),
         attributes={"window": 8, "softcap": 4.0, "sinks": True},

@@ -40,7 +40,7 @@ CASES = {
     "rows of a window": Case(
         2, 1, 32, m=16, several=16, states=(Rows((CTX - 1, 0, 300, 299)),), attributes={"window": 300}
     ),
-    # of several sequences, and of one: the first of its rows is behind the window of the last
+    # of several sequences, and of one: the first of its rows is after the window of the last
     "rotated rows": Case(
         2, 1, 32, m=8, several=8, rope=Rope(True, 32, 1e-6),
         states=(Rows((0, CTX - 1, 3, 64)), Rows((), (0, 8)), Rows((70, CTX - 1), (253, 5))),

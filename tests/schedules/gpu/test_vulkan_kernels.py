@@ -167,7 +167,7 @@ def test_gemv_of_few_tokens(m, fmt):
 
 
 def test_gemv_of_float_rows_takes_some_tokens():
-    """As routers of steps do; groups of tokens behind the live ones are left alone."""
+    """As routers of steps do; groups of tokens after the live ones are left alone."""
     profile, m, n, k, live = PROFILES["lavapipe"], 24, 40, 96, 9
     assert [gemv.suits([FORMATS["f32"]], n, m, "", replace(profile, units=units)) for units in (4, 5)] == [False, True]
     x, (planes, w) = np.random.default_rng(0).standard_normal((m, k), np.float32), gemm_cases.weights("f32", n, k, 0)

@@ -86,7 +86,7 @@ def test_timings_of_each_chunk(served, path):
 
 @pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
 def test_progress_of_prompts(served, path):
-    """Before the first text: when a prompt is begun, and behind each of its chunks."""
+    """Before the first text: when a prompt is begun, and after each of its chunks."""
     text = path + " ".join(f"some {number}" for number in range(400))
     body = {"prompt": text, "messages": [{"role": "user", "content": text}], "max_tokens": 3}
     chunks = served.stream(path, {**body, "return_progress": True})
