@@ -6,8 +6,8 @@ In: a target's list of functions and the model's configuration. Out: `FunctionSp
 from dataclasses import dataclass, replace
 
 from mlc_amd.compiler.models.config import ModelConfig
-from mlc_amd.runtime.engine.functions import CHAIN, FOLLOW
-from mlc_amd.runtime.engine.steps import OUTPUTS, ROWS
+from mlc_amd.runtime.artifact.io_buffers import OUTPUTS, ROWS
+from mlc_amd.runtime.artifact.manifest import CHAIN, FOLLOW
 from mlc_amd.schedules.operators.rows import output_rows
 
 HIDDEN, DRAFTED = ROWS  # kept tensors: the decoder's rows before its last norm, and what a predicting layer hands on

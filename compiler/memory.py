@@ -11,10 +11,10 @@ import numpy as np
 from mlc_amd.compiler.models.config import ExpertsConfig, ModelConfig
 from mlc_amd.compiler.models.graph import table_columns
 from mlc_amd.compiler.models.tensors import is_vector
+from mlc_amd.runtime.artifact.io_buffers import ROWS
 from mlc_amd.runtime.artifact.memory import EXPERTS, Needs
 from mlc_amd.runtime.cache.kv_pool import ELEMENTS, MOST_CELLS
 from mlc_amd.runtime.cache.pages import STATE
-from mlc_amd.runtime.engine.steps import ROWS
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.operators.attention import PAGE
 from mlc_amd.schedules.operators.layouts import padded

@@ -19,8 +19,8 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from mlc_amd.runtime.artifact.io_buffers import OUTPUTS
 from mlc_amd.runtime.artifact.manifest import ManifestLaunch
-from mlc_amd.runtime.engine.steps import OUTPUTS
 from mlc_amd.runtime.errors import UserError
 
 Outputs = tuple[tuple[str, str], ...]

@@ -8,6 +8,11 @@ from mlc_amd.runtime.errors import UserError
 
 CGROUP = Path("/sys/fs/cgroup")
 TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
+# Bytes of a GPU's own memory that plans leave to the driver, the desktop and other programs, as llama.cpp does.
+RESERVE = 1 << 30
+# Parts of shared memory that plans use: of an APU's, of which Linux lets the GPU take half (ttm.pages_limit raises it),
+# and of what is available of the host's, for a cache of any size.
+SHARED_PART = HOST_PART = 2
 
 log = logging.getLogger("mlc_amd")
 

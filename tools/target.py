@@ -6,7 +6,7 @@ for CPUs, whose flags are part of the cache's key. One line on stderr says what 
 
 from collections.abc import Callable
 
-from mlc_amd.runtime.devices import KINDS
+from mlc_amd.runtime.devices.opening import KINDS
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import kfd_gpus
 from mlc_amd.tools.terminal import display

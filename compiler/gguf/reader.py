@@ -25,7 +25,7 @@ from mlc_amd.compiler.gguf.tensor import Tensor, row_bytes
 from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.compiler.models.registry import read_config
 from mlc_amd.compiler.models.tensors import merged_parts
-from mlc_amd.runtime.engine.closing import Closing
+from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS, by_gguf_type
 

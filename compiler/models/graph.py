@@ -16,8 +16,8 @@ from mlc_amd.compiler import ops
 from mlc_amd.compiler.functions import HIDDEN, FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, ModelConfig, attentions
 from mlc_amd.compiler.ops import shape_of, tensor_type
+from mlc_amd.runtime.artifact.io_buffers import page_table
 from mlc_amd.runtime.cache.pages import STATE
-from mlc_amd.runtime.engine.steps import page_table
 from mlc_amd.runtime.sampling.layout import row_shapes
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.operators import (

@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from mlc_amd.compiler.work import work
-from mlc_amd.runtime.engine.closing import Closing
+from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
 from mlc_amd.runtime.measure.candidate import Candidate, write

@@ -29,7 +29,7 @@ import tvm
 
 from mlc_amd.compiler.tuning import lines
 from mlc_amd.runtime.artifact import json_files
-from mlc_amd.runtime.engine.closing import Closing
+from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.operators import VERSION, Operator, from_json
 from mlc_amd.schedules.space import Space, space

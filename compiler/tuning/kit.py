@@ -39,9 +39,10 @@ TASK = ("name", "calls", "weight", "bytes", "flops")  # what kit.json has of a T
 ASSEMBLY = "*.s.gz"  # which targets add for readers
 KINDS = ("vulkan", "rocm")  # targets whose kernels run without TVM
 SOURCES = (
-    "__init__.py", "errors.py", "gpus.py", "host.py", "engine/__init__.py", "engine/closing.py", "artifact/__init__.py",
-    "artifact/random_weights.py", "artifact/weight_block.py",
+    "__init__.py", "closing.py", "errors.py", "extras.py", "gpus.py", "host.py", "artifact/__init__.py",
+    "artifact/random_weights.py", "artifact/weight_block.py", "cache/__init__.py", "cache/pages.py",
     "devices/__init__.py", "devices/choice.py", "devices/hip/*.py", "devices/vulkan/*.py", "measure/*.py",
+    "sampling/__init__.py", "sampling/layout.py",
 )  # fmt: skip
 START = '''"""Measures the kernels of this folder: python3 run.py [--device NAME].
 

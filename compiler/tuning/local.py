@@ -8,7 +8,7 @@ from pathlib import Path
 from mlc_amd.compiler.tuning.build import Builder, target
 from mlc_amd.compiler.tuning.database import Checked, Measured
 from mlc_amd.compiler.tuning.session import BATCH
-from mlc_amd.runtime.engine.closing import Closing
+from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import temporary
 from mlc_amd.runtime.measure.candidate import read

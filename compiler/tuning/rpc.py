@@ -24,7 +24,7 @@ from mlc_amd.compiler.tuning.database import Checked, Measured
 from mlc_amd.compiler.tuning.local import Local
 from mlc_amd.compiler.tuning.rpc_client import POLL, Client, name_of
 from mlc_amd.compiler.tuning.rpc_server import address
-from mlc_amd.runtime.engine.closing import Closing
+from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import read
 

@@ -1,21 +1,51 @@
-"""The buffers between host and kernels: how large they are follows from the functions, the vocabulary and the context.
+"""The buffers between host and kernels: their names, which of them differ from step to step, and their sizes, which
+follow from the functions, the vocabulary and the context.
 
-The compiler writes them into the manifest, and an artifact whose buffers are others is refused. dist/README.md says
-what they hold.
+The compiler writes them into the manifest; an artifact with other buffers is refused. dist/README.md describes their
+contents.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from mlc_amd.runtime.artifact.manifest import Buffer
 from mlc_amd.runtime.cache.pages import CELL_COLUMNS, STATE
-from mlc_amd.runtime.engine.steps import page_table
 from mlc_amd.runtime.sampling.layout import row_shapes
 
+CELLS = "cells"  # the table of the cells of each slot, in io
+_TABLES = "pages."  # prefix of the names of page tables in io, before the span of their layers
+# io buffers that kernels write, in the order in which a function returns them; the host writes the others.
+CHOSEN = ("sampled", "logprobs")
+OUTPUTS = ("logits", *CHOSEN)
+ROWS = ("hidden", "drafted")  # kept tensors with a row for each row of a step, for functions that guess tokens
+_SELDOM = ("changes", "allowed")  # io buffers of sampling that most steps do not use
+# io buffers that the host may write while the device computes what does not read them: see `launches_before_late`.
+LATE = ("sampling", *_SELDOM)
 SLOTS = 64  # rows of a page table: sequences of a step, at most
 # Buffers with a row for each row of a step, or for each row of logits. A function uses the first ones, as many as it
 # has rows or logits; of all other buffers kernels take the whole.
 PER_ROW = ("tokens", "rows", "sources")
 PER_ANSWER = ("logits", "sampling", "changes", "allowed", "sampled", "logprobs")
+
+
+def page_table(span: int) -> str:
+    """The io buffer of the page tables of layers of that span, or of the cells of those that keep a state."""
+    return CELLS if span == STATE else f"{_TABLES}{span}"
+
+
+def is_kept(name: str) -> bool:
+    """Whether an input stays the same for many steps: devices copy it only after it was written."""
+    return name.startswith(_TABLES) or name in (CELLS, *_SELDOM)
+
+
+def launches_before_late(function: Mapping, launched: Mapping) -> int | None:
+    """How many launches of a function come before the first that reads what may be LATE; None if none reads that.
+    function: the manifest's entry; launched: the launches of each kernel."""
+    count = 0
+    for call in function["launches"]:
+        if any(kind == "io" and where in LATE for kind, where, *_ in call["args"]):
+            return count
+        count += len(launched[call["kernel"]]["steps"])
+    return None
 
 
 def io_buffers(

@@ -26,6 +26,7 @@ from mlc_amd.runtime.sampling.settings import SamplingChanges
 FORMAT_VERSION = 10
 MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
+FOLLOW, CHAIN = "follow_", "chain_"  # prefixes of functions that guess tokens: after a step, and after a guess
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 # The limits only keep what is computed with these numbers within 64 bits; what is right follows from other parts.
 _Count = Annotated[int, Meta(ge=0, le=1 << 40)]
@@ -215,6 +216,11 @@ class ManifestBody(TypedDict):
 class Manifest(ManifestBody):
     format: int
     files: dict[_FileName, FileFacts]
+
+
+def is_draft(name: str) -> bool:
+    """Whether a function guesses tokens instead of computing them."""
+    return name.startswith((FOLLOW, CHAIN))
 
 
 def text(manifest: ManifestBody, files: Mapping[str, FileFacts]) -> str:

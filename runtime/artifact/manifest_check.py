@@ -11,13 +11,18 @@ from math import prod
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import PER_ANSWER, PER_ROW, io_buffers
-from mlc_amd.runtime.artifact.manifest import DeviceLaunches, Manifest, ManifestFunction, ManifestKernel, ManifestLaunch
+from mlc_amd.runtime.artifact.io_buffers import OUTPUTS, PER_ANSWER, PER_ROW, ROWS, io_buffers, page_table
+from mlc_amd.runtime.artifact.manifest import (
+    DeviceLaunches,
+    Manifest,
+    ManifestFunction,
+    ManifestKernel,
+    ManifestLaunch,
+    is_draft,
+)
 from mlc_amd.runtime.artifact.random_weights import draw_fault
 from mlc_amd.runtime.artifact.weight_block import ALIGN, DTYPES, PAD
 from mlc_amd.runtime.cache.pages import PAGE, STATE
-from mlc_amd.runtime.engine.functions import is_draft
-from mlc_amd.runtime.engine.steps import OUTPUTS, ROWS, page_table
 from mlc_amd.runtime.errors import shorten
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")

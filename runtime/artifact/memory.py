@@ -18,11 +18,6 @@ from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.errors import UserError
 
 CONTEXT_STEP = 64  # tokens: capacities that are proposed are multiples, as all are that are compiled
-# Bytes of a GPU's own memory that a plan leaves to the driver, the desktop and other programs: what llama.cpp leaves
-# (--fit-target).
-RESERVE = 1 << 30
-# Part of an APU's memory that a plan uses: Linux lets the GPU take half of the system's (ttm.pages_limit raises it).
-SHARED_PART = 2
 EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:gate|up|gate_up|down)_exps\.weight\b")
 
 

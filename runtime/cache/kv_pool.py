@@ -19,7 +19,6 @@ from mlc_amd.runtime.quantities import BYTES, number
 
 ELEMENTS = (1 << 31) - 1  # of a tensor, at most: kernels compute places in it with int32
 MOST_CELLS = 128  # of states, more than a step has sequences: the others are snapshots
-HOST_PART = 2  # "auto" takes the half of what is available of the host's memory
 
 log = logging.getLogger("mlc_amd")
 

@@ -17,10 +17,10 @@ import numpy as np
 import tvm_ffi
 
 from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
-from mlc_amd.runtime.cache.kv_pool import HOST_PART, ONE_SEQUENCE, KvSize
+from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import temporary
-from mlc_amd.runtime.host import available_memory, available_threads, cpu_flags
+from mlc_amd.runtime.host import HOST_PART, available_memory, available_threads, cpu_flags
 
 ALIGNMENT = 64  # bytes, of all that kernels read and write
 _TENSOR = 70  # kTVMFFITensor: an argument is a tensor object

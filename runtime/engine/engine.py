@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack
 
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.cache.kv_pool import KvSize
-from mlc_amd.runtime.devices import open_device
+from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.engine.chat import Conversation
 from mlc_amd.runtime.engine.generation import ProgressCallback
 from mlc_amd.runtime.engine.limits import SchedulerLimits

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-FOLLOW, CHAIN = "follow_", "chain_"  # prefixes of functions that guess tokens: after a step, and after a guess
+from mlc_amd.runtime.artifact.manifest import CHAIN, is_draft
 
 # Reading the weights takes as long as computing so many rows: by the times of functions of 1 to 512 rows on an H200
 # (llama3-8b:q4_0: 1 row 1.8 ms, 64 4.3, 128 7.0, 512 22.8), which this describes within a tenth.
@@ -36,11 +36,6 @@ def _cheapest(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
         first = READING + smaller + found[count - smaller][0] if at else whole
         found.append((first, smaller) if first < whole else (whole, count))
     return found
-
-
-def is_draft(name: str) -> bool:
-    """Whether a function guesses tokens instead of computing them."""
-    return name.startswith((FOLLOW, CHAIN))
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mlc_amd.runtime.artifact.io_buffers import page_table
+from mlc_amd.runtime.artifact.manifest import FOLLOW
 from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import ChunkRows, SingleRow
-from mlc_amd.runtime.engine.functions import FOLLOW, Functions, StepFunction
+from mlc_amd.runtime.devices.steps import write_step
+from mlc_amd.runtime.engine.functions import Functions, StepFunction
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, ChosenToken, SampledRows, TokenChoice
-from mlc_amd.runtime.engine.steps import page_table, write_step
 
 _SCORED = 64  # rows whose logits are read at once: with a large vocabulary, those of one take half a megabyte
 

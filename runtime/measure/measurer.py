@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from mlc_amd.runtime.engine.closing import Closing
+from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import Candidate, figures, read
 from mlc_amd.runtime.measure.child import Child, Died

@@ -10,10 +10,10 @@ from collections.abc import Sequence as SequenceOf
 
 from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import Sequence
+from mlc_amd.runtime.devices.steps import pages_of
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, TokenChoice
-from mlc_amd.runtime.engine.steps import pages_of
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 

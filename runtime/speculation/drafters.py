@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.cache.kv_pool import KvSize
-from mlc_amd.runtime.devices import open_device
+from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.speculation.draft_model import DraftModel
 from mlc_amd.runtime.speculation.prompt_lookup import PromptLookup
 from mlc_amd.runtime.speculation.speculation import Drafter

@@ -15,7 +15,7 @@ from mlc_amd.compiler.gguf.presets import PRESETS
 from mlc_amd.compiler.pipeline import compile_model, make_target
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.artifact.memory import Needs, of_manifest
-from mlc_amd.runtime.devices import open_device
+from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.devices.placement import Range, cut, parts
 from mlc_amd.runtime.devices.vulkan import device
 from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory

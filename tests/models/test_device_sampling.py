@@ -10,10 +10,10 @@ from vulkan_harness import gpu
 
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.cache.kv_pool import KvSize
-from mlc_amd.runtime.devices import open_device
+from mlc_amd.runtime.devices.opening import open_device
+from mlc_amd.runtime.devices.steps import write_private_pages, write_step
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.engine.sampled_rows import SampledRows, TokenChoice
-from mlc_amd.runtime.engine.steps import write_private_pages, write_step
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling.device_rows import mask_words
 from mlc_amd.runtime.sampling.settings import Sampling

@@ -12,7 +12,7 @@ from mlc_amd.compiler import memory
 from mlc_amd.compiler.gguf.synthetic import synthetic
 from mlc_amd.compiler.pipeline import compile_model, make_target
 from mlc_amd.runtime.artifact.artifact import Artifact
-from mlc_amd.runtime.devices import open_device
+from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.schedules.operators.attention import KV_BLOCK
 from mlc_amd.tools import arguments, cli

@@ -2,8 +2,8 @@
 
 from collections import deque
 
+from mlc_amd.runtime.artifact.io_buffers import OUTPUTS
 from mlc_amd.runtime.engine.engine import Engine
-from mlc_amd.runtime.engine.steps import OUTPUTS
 
 
 def computes_ahead(engine: Engine, monkeypatch) -> list[str]:

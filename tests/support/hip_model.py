@@ -10,7 +10,7 @@ from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.artifact.weight_block import TensorSpec
 from mlc_amd.runtime.artifact.weights_file import WeightsWriter
 from mlc_amd.runtime.cache.pages import PAGE
-from mlc_amd.runtime.engine.steps import write_step
+from mlc_amd.runtime.devices.steps import write_step
 
 VOCAB, WIDTH, CTX = 96, 16, 256
 SLOTS, SLOT = 64, 5  # of page tables; of the sequence that the tests compute

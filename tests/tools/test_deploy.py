@@ -257,7 +257,7 @@ def test_says_what_python_it_needs(start, tmp_path):
 @pytest.fixture(scope="module")
 def vulkan(model):
     """Skips where no Vulkan driver can run the model."""
-    from mlc_amd.runtime.devices import open_device
+    from mlc_amd.runtime.devices.opening import open_device
 
     try:
         open_device(Artifact.open(model)).close()

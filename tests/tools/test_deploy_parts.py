@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mlc_amd.runtime.artifact.artifact import Artifact
-from mlc_amd.runtime.devices import open_device
+from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import cli
 from mlc_amd.tools.bundles import archive, wheels

@@ -17,8 +17,8 @@ from vulkan_harness import gpu
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.artifact.io_buffers import SLOTS
 from mlc_amd.runtime.cache.kv_pool import KvSize
-from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.devices.hip.device import HipDevice
+from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.devices.vulkan.api import DEVICE_LOST, VulkanError
 from mlc_amd.runtime.devices.vulkan.io import Io
 from mlc_amd.runtime.engine.engine import Engine

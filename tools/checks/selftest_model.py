@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from mlc_amd.runtime.artifact.io_buffers import SLOTS
+from mlc_amd.runtime.artifact.manifest import is_draft
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.cache.sequence import ChunkRows, SingleRow
-from mlc_amd.runtime.engine.functions import is_draft
-from mlc_amd.runtime.engine.steps import pages_of, write_private_pages, write_step
+from mlc_amd.runtime.devices.steps import pages_of, write_private_pages, write_step
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools.checks.selftest_limits import Budget
 from mlc_amd.tools.measure import kernel_table

@@ -5,9 +5,9 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlc_amd.runtime.artifact.manifest import is_draft
 from mlc_amd.runtime.artifact.memory import of_manifest, on_host
 from mlc_amd.runtime.cache.kv_types import KV_TYPE, KvType
-from mlc_amd.runtime.engine.functions import is_draft
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import target as targets
 from mlc_amd.tools.hub import models

@@ -6,11 +6,11 @@ data (`plan`), which JSON output holds, and lines (`lines`).
 
 from dataclasses import asdict
 
-from mlc_amd.runtime.artifact.memory import RESERVE, SHARED_PART, Needs, Room
+from mlc_amd.runtime.artifact.memory import Needs, Room
 from mlc_amd.runtime.devices.hip.diagnosis import gpu_memory
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import CHIPS, MEMORY, Chip
-from mlc_amd.runtime.host import kfd_gpus
+from mlc_amd.runtime.host import RESERVE, SHARED_PART, kfd_gpus
 from mlc_amd.tools.checks import machine
 from mlc_amd.tools.target import HERE
 from mlc_amd.tools.terminal import display

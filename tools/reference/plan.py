@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from mlc_amd.runtime.artifact.manifest import is_draft
 from mlc_amd.runtime.cache.cache_types import kv_types
-from mlc_amd.runtime.engine.functions import is_draft
 from mlc_amd.runtime.measure.candidate import WRITTEN
 from mlc_amd.schedules.operators import from_json
 from mlc_amd.tools.reference import activations

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from mlc_amd.runtime.artifact.io_buffers import launches_before_late
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.hip import timing
 from mlc_amd.runtime.devices.hip.api import CANNOT_LOAD, Hip, HipError, open_bindings, runtime_version
@@ -28,7 +29,7 @@ from mlc_amd.runtime.devices.hip.memory import HipMemory
 from mlc_amd.runtime.devices.hip.runs import HipRuns
 from mlc_amd.runtime.devices.pieces import Pacer, WorkPiece
 from mlc_amd.runtime.devices.run_queue import RunQueue
-from mlc_amd.runtime.engine.steps import launches_before_late, write_private_pages, write_step
+from mlc_amd.runtime.devices.steps import write_private_pages, write_step
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import kfd_gpus
 

@@ -18,16 +18,16 @@ from typing import TypeVar
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.memory import RESERVE, Needs, gib, host_shortage, nbytes, of_manifest, on_host, shortage
+from mlc_amd.runtime.artifact.io_buffers import LATE, OUTPUTS, is_kept
+from mlc_amd.runtime.artifact.memory import Needs, gib, host_shortage, nbytes, of_manifest, on_host, shortage
 from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
-from mlc_amd.runtime.cache.kv_pool import HOST_PART, ONE_SEQUENCE, KvSize
+from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.hip.api import NO_MEMORY, Hip, HipError
 from mlc_amd.runtime.devices.hip.diagnosis import gpu_memory
 from mlc_amd.runtime.devices.hip.gpu import HipGpu
 from mlc_amd.runtime.devices.placement import cut, parts
-from mlc_amd.runtime.engine.steps import LATE, OUTPUTS, is_kept
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.host import available_memory
+from mlc_amd.runtime.host import HOST_PART, RESERVE, available_memory
 
 ALIGN = 256  # bytes between buffers of one allocation, as hipMalloc aligns
 CHUNK = 16 << 20  # bytes of weights copied at a time

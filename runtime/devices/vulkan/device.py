@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from mlc_amd.runtime.artifact.io_buffers import launches_before_late
 from mlc_amd.runtime.artifact.memory import gib, host_shortage, of_manifest, on_host, shortage
 from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
@@ -30,7 +31,6 @@ from mlc_amd.runtime.devices.vulkan.io import Io, byte_count
 from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, MemoryBlock, OutOfMemory, VulkanMemory, places
 from mlc_amd.runtime.devices.vulkan.pipelines import Based, Pipelines, cache_file
 from mlc_amd.runtime.devices.vulkan.replays import Replays
-from mlc_amd.runtime.engine.steps import launches_before_late
 from mlc_amd.runtime.errors import UserError
 
 RING = 4  # copies of the scratch buffers, as independent kernels may overlap

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.devices.choice import asked_for
 from mlc_amd.runtime.devices.vulkan import api, drivers
 from mlc_amd.runtime.devices.vulkan.profile import profile_of
-from mlc_amd.runtime.engine.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import join_group
 

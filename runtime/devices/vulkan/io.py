@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from mlc_amd.runtime.artifact.io_buffers import CHOSEN, LATE, OUTPUTS, is_kept
 from mlc_amd.runtime.devices.run_queue import SLOTS
 from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.memory import MemoryBlock, VulkanMemory
-from mlc_amd.runtime.engine.steps import CHOSEN, LATE, OUTPUTS, is_kept
 
 RECORDED = 2 << 20  # bytes of an output, at most, that every run of a function copies to the host
 

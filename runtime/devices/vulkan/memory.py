@@ -11,11 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.memory import RESERVE
-from mlc_amd.runtime.cache.kv_pool import HOST_PART
 from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.context import Context
-from mlc_amd.runtime.host import available_memory
+from mlc_amd.runtime.host import HOST_PART, RESERVE, available_memory
 
 ALIGN = 256  # bytes between buffers of one block
 BLOCK = (

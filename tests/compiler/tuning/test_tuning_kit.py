@@ -56,9 +56,13 @@ def measured(tasks, tmp_path_factory) -> tuple[Path, str]:
 
 
 def run_kit(folder: Path, blocked: Path) -> subprocess.CompletedProcess:
-    """run.py in a Python that finds no TVM and none of the compiler."""
-    for name in ("tvm", "tvm_ffi"):
-        (blocked / f"{name}.py").write_text("raise ImportError('this machine has no TVM')")
+    """run.py in a Python that has numpy, but neither this project nor what else that needs."""
+    for name in ("tvm", "tvm_ffi", "msgspec"):
+        (blocked / f"{name}.py").write_text("raise ImportError('this machine has numpy only')")
+    (blocked / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "sys.path[:] = [path for path in sys.path if not os.path.exists(os.path.join(path, 'mlc_amd/__init__.py'))]"
+    )
     command = [sys.executable, str(folder / "run.py")]
     return subprocess.run(
         command, env=os.environ | {"PYTHONPATH": str(blocked)}, capture_output=True, text=True, timeout=300, check=False

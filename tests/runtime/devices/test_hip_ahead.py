@@ -7,7 +7,7 @@ from hip_model import CTX, KERNELS, PAGE, SLOT, SLOTS, VOCAB, artifact_in, check
 
 from mlc_amd.runtime.devices.hip import memory as hip_memory
 from mlc_amd.runtime.devices.hip.device import HipDevice
-from mlc_amd.runtime.engine.steps import write_step
+from mlc_amd.runtime.devices.steps import write_step
 from mlc_amd.runtime.errors import UserError
 from tests.dev.hip_recorder import Recorder
 

@@ -21,15 +21,15 @@ from hip_model import (
 )
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
-from mlc_amd.runtime.artifact.memory import RESERVE
 from mlc_amd.runtime.artifact.weight_block import TensorSpec
 from mlc_amd.runtime.artifact.weights_file import Weights, WeightsWriter
 from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.cache.pages import PAGE
 from mlc_amd.runtime.devices.hip import memory as hip_memory
 from mlc_amd.runtime.devices.hip.device import HipDevice
-from mlc_amd.runtime.engine.steps import write_step
+from mlc_amd.runtime.devices.steps import write_step
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.host import RESERVE
 from mlc_amd.schedules.gpu.base.arch import resolve
 from mlc_amd.schedules.gpu.base.embed import embed as gpu_embed
 from mlc_amd.schedules.gpu.base.norm import rms_norm

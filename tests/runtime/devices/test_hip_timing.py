@@ -4,11 +4,11 @@ of a copy by events, the GPU by number, name or environment."""
 import pytest
 from hip_model import KERNELS, artifact_in, check
 
-from mlc_amd.runtime.devices import open_device
 from mlc_amd.runtime.devices.hip import device as hip_device
 from mlc_amd.runtime.devices.hip import gpu as hip_gpu
 from mlc_amd.runtime.devices.hip import timing
 from mlc_amd.runtime.devices.hip.device import HipDevice
+from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import target
 from mlc_amd.tools.measure import bandwidth

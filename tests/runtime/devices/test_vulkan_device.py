@@ -26,7 +26,7 @@ from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.cache.cache_types import kv_bytes
 from mlc_amd.runtime.cache.pages import PAGE
-from mlc_amd.runtime.devices import open_device
+from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.devices.vulkan import api, device, pipelines
 from mlc_amd.runtime.devices.vulkan.commands import Hazards
 from mlc_amd.runtime.devices.vulkan.device import VulkanDevice

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mlc_amd.runtime.artifact.artifact import Artifact
-from mlc_amd.runtime.devices import open_device
+from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.engine.chat import Conversation
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.engine.generation import ContextFull, Piece

@@ -112,7 +112,7 @@ def test_a_shared_prompt_is_computed_once(demo_artifact, prompts):
 
 def test_the_queue_is_bounded(demo_artifact):
     from mlc_amd.runtime.artifact.artifact import Artifact
-    from mlc_amd.runtime.devices import open_device
+    from mlc_amd.runtime.devices.opening import open_device
     from mlc_amd.runtime.engine.limits import QueueFull
 
     artifact = Artifact.open(demo_artifact)

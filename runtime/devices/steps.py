@@ -8,39 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from mlc_amd.runtime.artifact.io_buffers import CELLS, page_table
 from mlc_amd.runtime.cache.pages import CELL_COLUMNS, STATE
 from mlc_amd.runtime.cache.sequence import ChunkRows, SingleRow
-
-CELLS = "cells"  # the table of the cells of each slot, in io
-_TABLES = "pages."  # prefix of the names of page tables in io, before the span of their layers
-# io buffers that kernels write, in the order in which a function returns them; the host writes the others.
-CHOSEN = ("sampled", "logprobs")
-OUTPUTS = ("logits", *CHOSEN)
-ROWS = ("hidden", "drafted")  # kept tensors with a row for each row of a step, for functions that guess tokens
-_SELDOM = ("changes", "allowed")  # io buffers of sampling that most steps do not use
-# io buffers that the host may write while the device computes what does not read them: see `launches_before_late`.
-LATE = ("sampling", *_SELDOM)
-
-
-def page_table(span: int) -> str:
-    """The io buffer of the page tables of layers of that span, or of the cells of those that keep a state."""
-    return CELLS if span == STATE else f"{_TABLES}{span}"
-
-
-def is_kept(name: str) -> bool:
-    """Whether an input stays the same for many steps: devices copy it only after it was written."""
-    return name.startswith(_TABLES) or name in (CELLS, *_SELDOM)
-
-
-def launches_before_late(function: Mapping, launched: Mapping) -> int | None:
-    """How many launches of a function come before the first that reads what may be LATE; None if none reads that.
-    function: the manifest's entry; launched: the launches of each kernel."""
-    count = 0
-    for call in function["launches"]:
-        if any(kind == "io" and where in LATE for kind, where, *_ in call["args"]):
-            return count
-        count += len(launched[call["kernel"]]["steps"])
-    return None
 
 
 def write_step(
