@@ -9,8 +9,6 @@ from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention.rope_kv_write import rope_kv_write
-from mlc_amd.schedules.gpu.base.embed import embed
-from mlc_amd.schedules.gpu.base.norm import layer_norm, quantize, rms_norm
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded
 from mlc_amd.schedules.gpu.base.step import FEW
 from mlc_amd.schedules.gpu.experts.expert_gemm import expert_linear
@@ -29,26 +27,6 @@ from mlc_amd.schedules.gpu.linear.gemv import gate_up_swiglu as gate_up_gemv
 from mlc_amd.schedules.gpu.linear.gemv import linear as gemv
 from mlc_amd.schedules.gpu.linear.head_linear import head_linear
 from mlc_amd.schedules.gpu.sampling.sample import sample
-
-
-@registry.builds(operators.Embed)
-def _embed(op, arch, name, plan):
-    return embed(op.fmt, op.vocab, op.k, op.m, arch, name, plan, op.scale)
-
-
-@registry.builds(operators.RmsNorm)
-def _rms_norm(op, arch, name, plan):
-    return rms_norm(op.k, op.m, op.eps, op.layout, op.rows, arch, name, plan, op.both, op.scale_out)
-
-
-@registry.builds(operators.LayerNorm)
-def _layer_norm(op, arch, name, plan):
-    return layer_norm(op.k, op.m, op.eps, op.bias, op.layout, op.rows, arch, name, plan, op.both)
-
-
-@registry.builds(operators.Quantize)
-def _quantize(op, arch, name, plan):
-    return quantize(op.k, op.m, op.layout, arch, name, plan)
 
 
 @registry.builds(operators.Linear)

@@ -5,8 +5,7 @@ from functools import partial
 from mlc_amd.schedules import operators
 from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.attention import rope_kv_write
-from mlc_amd.schedules.gpu.attention.spaces import SUMS, WAVES, attention, checked_threads, decode
-from mlc_amd.schedules.gpu.base import norm
+from mlc_amd.schedules.gpu.attention.spaces import SUMS, WAVES, attention, decode
 from mlc_amd.schedules.gpu.base.planes import padded
 from mlc_amd.schedules.gpu.base.step import FEW
 from mlc_amd.schedules.gpu.experts import expert_gemv
@@ -14,7 +13,6 @@ from mlc_amd.schedules.gpu.experts.expert_gemm import expert_engine
 from mlc_amd.schedules.gpu.experts.experts import Slots
 from mlc_amd.schedules.gpu.linear import gemm_coop, gemm_dot, gemm_lanes, gemm_matrix, gemv, gemv_matrix
 from mlc_amd.schedules.gpu.linear.gemm import engine
-from mlc_amd.schedules.operators.rows import output_rows
 from mlc_amd.schedules.space import Kernel, Space
 
 MAX_SUMS = 64  # of a GEMV, likewise
@@ -37,8 +35,6 @@ LANE_TILE = {
 }  # fmt: skip
 DOT = {"tokens": (16, 32, 64, 128), "rows": (32, 64, 128), "threads_m": (1, 2, 4, 8)}
 MATRIX_TILES = (1, 2, 4)
-THREADS = {"threads": (32, 64, 128, 256, 512, 1024)}
-STEPS = 16  # whose columns a thread of a norm holds at most
 
 
 _EXPERTS = operators.ExpertGateUp, operators.ExpertLinear
@@ -231,33 +227,7 @@ def _gate_up(op, arch) -> Space:
     return _gemm(op, arch, [op.n], 2, op.layout_in)
 
 
-# ---- token vectors
-
-
-def _threads_space(arch, kernel) -> Space:
-    return Space(norm.Plan, THREADS, norm.Plan(norm.threads_of(arch)), kernel)
-
-
-@registry.plans(operators.RmsNorm, operators.LayerNorm)
-def _rms_norm(op, arch) -> Space:
-    def kernel(plan) -> Kernel:
-        steps = -(-op.k // (checked_threads(arch, plan.threads) * norm.WIDTH))
-        if steps > STEPS and plan.threads < arch.threads:
-            raise ValueError(f"{plan.threads} threads hold {steps} steps each")
-        return Kernel(plan, output_rows(op.rows, op.m), plan.threads, steps * norm.WIDTH * 8)
-
-    return _threads_space(arch, kernel)
-
-
-def _columns(width: int, op, arch) -> Space:
-    """The space of a kernel in which a thread has `width` columns of a token."""
-    k, m = op.k, op.m
-
-    def kernel(plan) -> Kernel:
-        threads = checked_threads(arch, plan.threads)
-        return Kernel(threads, -(-k // (threads * width)) * m, threads, width * 4)
-
-    return _threads_space(arch, kernel)
+# ---- attention
 
 
 @registry.plans(operators.RopeKvWrite)
@@ -273,5 +243,3 @@ def _rope_kv_write(op, arch) -> Space:
 
 registry.plans(operators.CausalAttention)(attention)
 registry.plans(operators.RopeAttention)(decode)
-registry.plans(operators.Quantize)(partial(_columns, norm.WIDTH))
-registry.plans(operators.Embed)(partial(_columns, 1))

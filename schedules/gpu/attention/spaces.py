@@ -9,7 +9,7 @@ from mlc_amd.schedules.gpu.attention import (
     attention_splits,
 )
 from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import waves_of
-from mlc_amd.schedules.gpu.base import norm
+from mlc_amd.schedules.gpu.base.threads import checked_threads
 from mlc_amd.schedules.gpu.latent import attention_latent_decode, attention_latent_tiles
 from mlc_amd.schedules.operators.attention import PAGE, CausalAttention, padded_columns
 from mlc_amd.schedules.space import Kernel, Space
@@ -27,11 +27,6 @@ ATTENTION_DOT = {"threads": (32, 64, 128, 256), "rows": (4, 8, 16)}
 DECODE = {
     "threads": (32, 64, 128, 256), "fill": (1, 2, 4, 8), "step": (32, 64), "batch": (4, 8, 16, 32), "rows": (2, 4, 16),
 }  # fmt: skip
-
-
-def checked_threads(arch, threads: int) -> int:
-    """ValueError for what a workgroup cannot have."""
-    return norm.threads_of(arch, norm.Plan(threads))
 
 
 def attention(op, arch) -> Space:

@@ -4,31 +4,32 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import exp2, maximum, minimum, rcp
 from mlc_amd.schedules.operators.attention import LOG2E
+from mlc_amd.schedules.tir import Expr
 
 OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # of gpt-oss: transformers' GptOssExperts, llama.cpp's GGML_GLU_OP_SWIGLU_OAI
 
 
-def _silu(x):
+def _silu(x: Expr) -> Expr:
     """x / (1 + exp(-x))"""
     return x * rcp(T.float32(1) + exp2(x * T.float32(-LOG2E)))
 
 
-def _gelu(x):
+def _gelu(x: Expr) -> Expr:
     """0.5 * x * (1 + tanh(z)), the approximation of GGML, which is x / (1 + exp(-2 * z))."""
     z = T.Bind(T.float32(0.79788456) * (x + T.float32(0.044715) * x * x * x))
     return x * rcp(T.float32(1) + exp2(z * T.float32(-2 * LOG2E)))
 
 
-def _relu(x):
+def _relu(x: Expr) -> Expr:
     return maximum(x, T.float32(0))
 
 
-def _relu_sq(x):
+def _relu_sq(x: Expr) -> Expr:
     x = _relu(x)
     return x * x
 
 
-def _swiglu_oai(gate, up):
+def _swiglu_oai(gate: Expr, up: Expr) -> Expr:
     """g * sigmoid(1.702 * g) * (u + 1), both limited: gpt-oss."""
     gate = minimum(gate, T.float32(OAI_LIMIT))
     up = maximum(minimum(up, T.float32(OAI_LIMIT)), T.float32(-OAI_LIMIT))
@@ -41,7 +42,7 @@ ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "relu": _relu, "relu_sq": _relu_sq}
 GATED = {"swiglu_oai": _swiglu_oai}  # those that are more than f(gate) * up
 
 
-def gated(act, gate, up):
+def gated(act: str, gate: Expr, up: Expr) -> Expr:
     """f(gate) * up, in a register. ValueError for a name that neither ACTIVATIONS nor GATED has."""
     if act in GATED:
         return T.Bind(GATED[act](gate, up))

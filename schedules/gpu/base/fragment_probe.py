@@ -1,13 +1,14 @@
-"""Which lane has which components of cooperative matrices, the operands of products: a kernel that tells."""
+"""Which lane has which components of cooperative matrices, the operands of products: a kernel that stores it."""
 
+from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
+from mlc_amd.schedules.gpu.base.coop_fragments import Fragments, Shape
 from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.step import kernel
 
 
-def fragment_probe(shape, lanes, name):
+def fragment_probe(shape: Shape, lanes: int, name: str) -> tirx.PrimFunc:
     """PrimFunc (Index float16 [m * k], A float32 [lanes, m * k / lanes], B float32 [lanes, k * n / lanes]) for matrices
     of shape (m, n, k) and one subgroup.
 

@@ -20,6 +20,7 @@ words of four bytes, lowest first:
     W [N, K]                    the weights of f32, f16 and bf16 (bf16: its bits as uint16); any K
 """
 
+from collections.abc import Mapping
 from math import prod
 
 from tvm import DataType, tirx
@@ -28,8 +29,11 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.decode import float_weight, int8_weight
 from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
+from mlc_amd.schedules.tir import Buffer, Expr
 
 ROWS, BLOCK = 16, 32
+
+Planes = Mapping[str, Buffer]  # of a weight, by name
 
 
 def padded(n: int) -> int:
@@ -56,7 +60,7 @@ def planes(fmt: str | Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...]
     return codes | {p: ((rows, k // columns), dtype) for p, (columns, dtype) in scales.items()}
 
 
-def plane_args(fmt: str | Format, n: int, k: int, prefix: str = "") -> dict:
+def plane_args(fmt: str | Format, n: int, k: int, prefix: str = "") -> dict[str, Buffer]:
     """Declares the parameters of a weight's planes; their names get the prefix. UserError as for `planes`, and
     for planes beyond the reach of 32-bit indices."""
     fmt = lookup(fmt)
@@ -72,14 +76,15 @@ def plane_bytes(fmt: str | Format, n: int, k: int) -> int:
     return sum(prod(shape) * DataType(dtype).bits // 8 for shape, dtype in planes(fmt, n, k).values())
 
 
-def _bits(plane: str, j):
+def _bits(plane: str, j: Expr) -> tuple[tuple[Expr, ...], Expr]:
     """(index of the word, first bit in the byte) of column 4*j + i (j: 0..7) in a block of a code plane."""
     return {"Q1": ((), j), "Q2": ((j // 4,), j % 4 * 2), "Q4": ((j % 4,), j // 4 * 4), "Q8": ((j,), 0)}[plane]
 
 
-def _code(fmt: Format, bufs: dict, n, k):
+def _code(fmt: Format, bufs: Planes, n: Expr, k: Expr) -> Expr:
     """The integer code of weight (n, k) as int32."""
-    code, filled = None, 0
+    code: Expr = None
+    filled = 0
     for plane in fmt.codes:
         word, shift = _bits(plane, k % BLOCK // 4)
         bits = bufs[plane][(n, k // BLOCK, *word)] >> tirx.Cast("uint32", k % 4 * 8 + shift)
@@ -91,7 +96,7 @@ def _code(fmt: Format, bufs: dict, n, k):
     return code
 
 
-def _lookup_table(table: tuple[int, ...], code):
+def _lookup_table(table: tuple[int, ...], code: Expr) -> Expr:
     """table[code] of 8 or 16 int8 values without memory: a byte of one of four 32-bit constants, as int32."""
     packed = bytes(v & 255 for v in table) * (16 // len(table))
     words = [tirx.const(int.from_bytes(packed[i : i + 4], "little", signed=True), "int32") for i in range(0, 16, 4)]
@@ -99,8 +104,8 @@ def _lookup_table(table: tuple[int, ...], code):
     return (word >> ((code & 3) * 8)).astype("int8").astype("int32")
 
 
-def decode(fmt: str | Format, bufs: dict, n, k):
-    """Weight (n, k) as a float32 expression, bit for bit what gguf-py's `dequantize` gives.
+def decode(fmt: str | Format, bufs: Planes, n: Expr, k: Expr) -> Expr:
+    """Weight (n, k) as a float32 expression, bit for bit what gguf-py's `dequantize` returns.
 
     bufs: name -> the plane of `planes`, a buffer of TVMScript's builder or a TE tensor; n, k: int32 or int64
     expressions, or ints.

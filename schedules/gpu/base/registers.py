@@ -1,24 +1,29 @@
 """Values in registers: local buffers, vectors and their elements."""
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.tir import Buffer, Expr
 
-def local(size, dtype="float32"):
+
+def local(size: int, dtype: str = "float32") -> Buffer:
     """A buffer in registers; after unrolling all its indices must be constants."""
     return T.alloc_buffer((size,), dtype, scope="local")
 
 
-def put(buffer, value, *index):
+def put(buffer: Buffer, value: Expr, *index: Expr) -> None:
     """buffer[index] = value."""
     T.buffer_store(buffer, value, list(index))
 
 
-def at(base, n):
+def at(base: Expr, n: int) -> Expr:
     """The index vector base, ..., base+n-1 (a buffer's last index only)."""
     return T.ramp(base, 1, n) if n > 1 else base
 
 
-def opaque(x):
+def opaque(x: Expr) -> Expr:
     """The scalar `x` in a register that is opaque to TVM, which otherwise substitutes bound values into the expressions
     that use them: chains of them take minutes to compile."""
     cell = local(1, str(x.ty))
@@ -26,23 +31,23 @@ def opaque(x):
     return cell[0]
 
 
-def lane_of(x, i):
+def lane_of(x: Expr, i: int) -> Expr:
     """Element i of a vector."""
     return T.Shuffle([x], [T.int32(i)])
 
 
-def elements(x) -> list:
+def elements(x: Expr) -> list[Expr]:
     """The elements of a vector or scalar."""
     count = x.ty.dtype.lanes
     return [lane_of(x, i) for i in range(count)] if count > 1 else [x]
 
 
-def vector(values):
+def vector(values: Sequence[Expr]) -> Expr:
     """Scalars as one vector."""
     return T.Shuffle(values, [T.int32(i) for i in range(len(values))])
 
 
-def chosen(values, number):
+def chosen(values: Sequence[Expr], number: Expr) -> Expr:
     """values[number], or the only one. number: an int or in a register."""
     if len(values) == 1:
         return values[0]
@@ -57,32 +62,32 @@ def chosen(values, number):
 class Held:
     """Registers that a loop hands on from one step to the next: scalars in nested lists, named tuples and dicts."""
 
-    def __init__(self, first):
+    def __init__(self, first: Any):
         """first: what the first step finds."""
         self._like = first
         self._cells = [local(1, str(x.ty)) for x in _leaves(first)]
         self.keep(first)
 
-    def keep(self, values):
+    def keep(self, values: Any) -> None:
         """What the next step finds; nested as the first."""
         for cell, x in zip(self._cells, _leaves(values), strict=True):
             put(cell, x, 0)
 
-    def values(self):
+    def values(self) -> Any:
         """What the step before kept."""
         return _rebuilt(self._like, iter([T.Bind(cell[0]) for cell in self._cells]))
 
 
-def _leaves(values) -> list:
+def _leaves(values: Any) -> list[Expr]:
     if isinstance(values, dict):
         values = list(values.values())
     return [x for each in values for x in _leaves(each)] if isinstance(values, list | tuple) else [values]
 
 
-def _rebuilt(like, leaves):
+def _rebuilt(like: Any, leaves: Iterator[Expr]) -> Any:
     if isinstance(like, dict):
         return {key: _rebuilt(value, leaves) for key, value in like.items()}
     if isinstance(like, list | tuple):
-        made = [_rebuilt(value, leaves) for value in like]
-        return made if isinstance(like, list) else like._make(made)
+        values: Any = [_rebuilt(value, leaves) for value in like]
+        return values if isinstance(like, list) else type(like)(*values)
     return next(leaves)

@@ -5,10 +5,10 @@ and read at run time, so that one recorded launch list serves every step. Rows 0
 single-1 are single rows: each is the newest token of another sequence. Rows single .. live-1 are a chunk: consecutive
 tokens of one sequence. Positions and sequences of rows are `cache.py`'s.
 
-Kernels behind a norm that picks rows (`norm.py`) have the parameter, too: there it is {n, n, 0, 0} of these rows.
+Kernels after a norm that picks rows (`norm.py`) have the parameter, too: there it is {n, n, 0, 0} of these rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import COHERENT
+from mlc_amd.schedules.tir import Buffer, Expr, Frame
 
 # Rows of a step, at most, in which each weight is loaded once and multiplied with every row (GEMV); a power of two.
 # With more rows the products take longer than the weights, and GEMMs take over.
@@ -36,32 +37,32 @@ def kernel(name: str, coherent: Sequence[str] = ()) -> Iterator[Any]:
         yield ir
 
 
-def kept(count):
-    """`with kept(n) as i:` a loop that stays one in the driver's code, too, where that is made by a driver."""
+def kept(count: Expr) -> Frame:
+    """`with kept(n) as i:` a loop that drivers do not unroll."""
     return T.serial(count, annotations={KEPT: 1})
 
 
-def once(condition):
+def once(condition: Expr) -> Frame:
     """`with once(condition):` a loop of 0 or 1 steps: TVM refuses barriers in an `if`."""
     return T.serial(T.Bind(T.cast(condition, "int32")))
 
 
-def where(condition):
+def where(condition: Expr) -> Frame:
     """As `once`, but the driver gets an `if`: in a loop it keeps in registers what another step would need."""
     return T.serial(T.Bind(T.cast(condition, "int32")), annotations={ONCE: 1})
 
 
-def state_arg():
+def state_arg() -> Buffer:
     """Declares the parameter `state`."""
     return T.arg("state", T.buffer((4,), "int32"))
 
 
-def is_live(state, row):
+def is_live(state: Buffer, row: Expr) -> Expr:
     """Whether a row of the step is live: it holds a token whose results count."""
     return row < state[1]
 
 
-def live_rows(state, m, minimum=1):
+def live_rows(state: Buffer, m: int, minimum: int = 1) -> Expr:
     """The number of live rows of an m-row step, at most m and at least `minimum` (0 or 1). With minimum=1, m == 1 means
     one live row without a look at the state."""
     if minimum == 0:
@@ -69,14 +70,14 @@ def live_rows(state, m, minimum=1):
     return T.int32(1) if m == 1 else T.Bind(T.max(T.min(state[1], T.int32(m)), T.int32(1)))
 
 
-def if_live(state, m, row):
+def if_live(state: Buffer, m: int, row: Expr) -> Frame:
     """`with if_live(..):` around what is done for live rows only: a loop of 0 or 1 iterations, since TVM refuses
     barriers in an `if`."""
     return T.serial(1) if m == 1 else T.serial(T.Select(row < live_rows(state, m), T.int32(1), T.int32(0)))
 
 
 @contextmanager
-def when(condition):
+def when(condition: Expr | None) -> Iterator[None]:
     """`with when(condition):` an `if`; nothing where the condition is None."""
     if condition is None:
         yield
@@ -85,24 +86,24 @@ def when(condition):
             yield
 
 
-def opaque_zero(state, i):
+def opaque_zero(state: Buffer, i: Expr) -> Expr:
     """An int32 that is 0, which the compiler does not know and must compute anew in each iteration i of a loop: an
     index that contains it keeps its load inside the loop."""
     return T.Bind(state[3] & i)
 
 
-def unknown_zero(state):
+def unknown_zero(state: Buffer) -> Expr:
     """An int32 that is 0, which the compiler does not know."""
     return T.Bind(state[3])
 
 
-def live_rows_and_zero(state, m):
+def live_rows_and_zero(state: Buffer, m: int) -> tuple[Expr, Expr]:
     """(`live_rows`, `unknown_zero`), which the driver loads at once: the first one needs both."""
     zero = unknown_zero(state)
     return T.Bind(live_rows(state, m) + zero), zero
 
 
-def all_of(conditions):
+def all_of(conditions: Iterable[Expr]) -> Expr | None:
     """All of these conditions, for `when`; None: there are none."""
     found = None
     for condition in conditions:

@@ -7,9 +7,9 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import fma, launch
-from mlc_amd.schedules.gpu.base.norm import load_columns, threads_of
-from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store, load_columns
 from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg
+from mlc_amd.schedules.gpu.base.threads import threads_of
 from mlc_amd.schedules.gpu.experts.experts import flat, weights_arg
 from mlc_amd.schedules.operators.experts import Experts
 

@@ -16,9 +16,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu.base.arrival import LINE, arrive, zero_behind
 from mlc_amd.schedules.gpu.base.device import Outbox, barrier, fma, launch, rsqrt, uniform, wave_sum
-from mlc_amd.schedules.gpu.base.norm import load_columns
 from mlc_amd.schedules.gpu.base.planes import BLOCK, plane_args
-from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store, load_columns
 from mlc_amd.schedules.gpu.base.registers import local, put
 from mlc_amd.schedules.gpu.base.step import kernel, state_arg
 from mlc_amd.schedules.gpu.experts.route import Held, choice_args, routing_args

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import barrier
-from mlc_amd.schedules.gpu.base.norm import load_columns, row_scale, scaled, square, workgroup_sum
+from mlc_amd.schedules.gpu.base.norm import row_scale, scaled, square, workgroup_sum
 from mlc_amd.schedules.gpu.base.planes import BLOCK
-from mlc_amd.schedules.gpu.base.quantize import FIELDS, WIDTH, quantize_block
+from mlc_amd.schedules.gpu.base.quantize import FIELDS, WIDTH, load_columns, quantize_block
 from mlc_amd.schedules.gpu.base.registers import lane_of, put, vector
 from mlc_amd.schedules.gpu.base.step import when
 

@@ -9,10 +9,9 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import exp2, fma, launch, rcp, rsqrt, wave_sum
-from mlc_amd.schedules.gpu.base.norm import load_columns
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, act_args, emit_store
+from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, act_args, emit_store, load_columns
 from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg
 from mlc_amd.schedules.operators import Gate
 from mlc_amd.schedules.operators.attention import LOG2E

@@ -17,16 +17,16 @@ from spirv_kernels import (
 )
 from tvm import tirx
 from tvm.tirx.script import builder as T
+from workloads import built
 
 from mlc_amd.compiler.codegen.spirv import compile_spirv, opcodes
 from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention.attention_prefill_dot import attention_prefill_dot
 from mlc_amd.schedules.gpu.attention.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.base import device, profiles
-from mlc_amd.schedules.gpu.base.embed import embed
-from mlc_amd.schedules.gpu.base.norm import quantize, rms_norm
 from mlc_amd.schedules.gpu.base.step import kept
 from mlc_amd.schedules.gpu.linear import gemm, gemv
+from mlc_amd.schedules.operators import Embed, Quantize, RmsNorm
 from mlc_amd.schedules.operators.attention import Attention, Rope
 
 
@@ -267,10 +267,11 @@ def test_the_last_workgroup_sees_what_all_wrote(profile):
 def builders(profile):
     """Kernels of all kinds, by name."""
     layout, layer, rope = "rows", Attention(8, 2, 64, 512), Rope(True, 64, 0)
+    norm = RmsNorm(k=512, m=1, eps=1e-5, layout=layout, rows="all")
     return {
-        "embed": lambda: embed("q4_k", 100, 512, 4, profile, "embed"),
-        "rms_norm": lambda: rms_norm(512, 1, 1e-5, layout, "all", profile, "rms_norm"),
-        "quantize": lambda: quantize(512, 4, layout, profile, "quantize"),
+        "embed": lambda: built(Embed(fmt="q4_k", vocab=100, k=512, m=4), profile, "embed"),
+        "rms_norm": lambda: built(norm, profile, "rms_norm"),
+        "quantize": lambda: built(Quantize(k=512, m=4, layout=layout), profile, "quantize"),
         "gemv": lambda: gemv.linear(
             [("q4_k", 64), ("q6_k", 32)], 512, 1, layout, (False, True), False, profile, "gemv"
         ),

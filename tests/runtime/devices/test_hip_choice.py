@@ -2,6 +2,7 @@
 
 import pytest
 from hip_model import KERNELS, artifact_in, check
+from workloads import built
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.devices.hip import device as hip_device
@@ -9,7 +10,7 @@ from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.devices.hip.gpu import SAME_ISA, relabel, sibling
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base.arch import resolve
-from mlc_amd.schedules.gpu.base.norm import rms_norm
+from mlc_amd.schedules.operators import RmsNorm
 from tests.dev.hip_recorder import Recorder
 
 
@@ -62,10 +63,8 @@ def test_sibling_prefers_its_own():
 @pytest.mark.parametrize("group", SAME_ISA, ids=lambda group: next(iter(group)))
 def test_siblings_code_is_what_llvm_makes_for_them(group):
     """Relabeled code for one chip of a group equals, byte for byte, code compiled for another."""
-    made = {
-        arch: compile_hsaco({"k": rms_norm(512, 4, 1e-6, "rows", "all", resolve(arch), "k")}, resolve(arch)).hsaco
-        for arch in group
-    }
+    op = RmsNorm(k=512, m=4, eps=1e-6, layout="rows", rows="all")
+    made = {arch: compile_hsaco({"k": built(op, resolve(arch), "k")}, resolve(arch)).hsaco for arch in group}
     first = next(iter(group))
     for arch in group:
         assert relabel(made[first], first, arch) == made[arch]

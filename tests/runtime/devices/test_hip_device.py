@@ -19,6 +19,7 @@ from hip_model import (
     facts,
     write_pages,
 )
+from workloads import built
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.artifact.weight_block import TensorSpec
@@ -31,8 +32,7 @@ from mlc_amd.runtime.devices.steps import write_step
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import RESERVE
 from mlc_amd.schedules.gpu.base.arch import resolve
-from mlc_amd.schedules.gpu.base.embed import embed as gpu_embed
-from mlc_amd.schedules.gpu.base.norm import rms_norm
+from mlc_amd.schedules.operators import Embed, RmsNorm
 from tests.dev.hip_recorder import Recorder, emulated
 
 
@@ -213,12 +213,13 @@ def test_real_code_object(artifact, emulator, arch):
     x, io = ["arena", 0, "float32", [16, k]], {name: ["io", name] for name in ("state", "tokens", "logits")}
     calls = [{"kernel": "e", "args": [io["state"], io["tokens"], ["weight", "table"], x]},
              {"kernel": "n", "args": [io["state"], x, ["weight", "gain"], io["logits"]]}]  # fmt: skip
-    kernels = {"e": gpu_embed("f32", VOCAB, k, 16, gpu, "e"), "n": rms_norm(k, 16, 1e-6, "", "all", gpu, "n")}
-    built = compile_hsaco(kernels, gpu)
-    (model.path / f"{arch}.hsaco").write_bytes(built.hsaco)
+    norm = RmsNorm(k=k, m=16, eps=1e-6, layout="", rows="all")
+    kernels = {"e": built(Embed(fmt="f32", vocab=VOCAB, k=k, m=16), gpu, "e"), "n": built(norm, gpu, "n")}
+    module = compile_hsaco(kernels, gpu)
+    (model.path / f"{arch}.hsaco").write_bytes(module.hsaco)
     steps = {
         name: {"scratch": list(f.scratch), "steps": [asdict(step) for step in f.launches]}
-        for name, f in built.functions.items()
+        for name, f in module.functions.items()
     }
     manifest = model.manifest
     manifest |= {
@@ -227,7 +228,7 @@ def test_real_code_object(artifact, emulator, arch):
         "launches": {arch: steps},
     }
     manifest["io"]["logits"]["shape"] = [16, k]
-    bindings = Recorder(emulated(manifest, arch, built.hsaco, emulator), gpus=[{"gcnArchName": arch.encode()}])
+    bindings = Recorder(emulated(manifest, arch, module.hsaco, emulator), gpus=[{"gcnArchName": arch.encode()}])
     device = HipDevice(model, bindings=bindings)
     write_step(device, manifest["functions"]["score_16"], (), (IDS[:5], 0, 0))
     device.run("score_16")

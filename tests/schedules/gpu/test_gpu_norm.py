@@ -5,14 +5,14 @@ import re
 import gguf_blocks
 import numpy as np
 import pytest
+from workloads import built
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.compiler.quant import repack
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.arch import ARCHS, resolve
-from mlc_amd.schedules.gpu.base.embed import embed
-from mlc_amd.schedules.gpu.base.norm import layer_norm, quantize, rms_norm
+from mlc_amd.schedules.operators import Embed, LayerNorm, Operator, Quantize, RmsNorm
 from tests.dev.gfxemu import emulate
 
 ARCH_NAMES = ("gfx1100", "gfx1201", "gfx942")
@@ -56,8 +56,9 @@ def rows_of(m, k):
     return x
 
 
-def build(arch, **kernels):
-    module = compile_hsaco(kernels, resolve(arch))
+def build(arch, **operators: Operator):
+    gpu = resolve(arch)
+    module = compile_hsaco({name: built(op, gpu, name) for name, op in operators.items()}, gpu)
     for what in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"):
         assert set(re.findall(rf"\.{what}:\s+(\d+)", module.assembly)) == {"0"}, what
     return module
@@ -72,7 +73,7 @@ def test_quantize(arch, layout, chunk):
     m, k, live = chunk
     x, out = rows_of(m, k), outputs(m, k, layout)
     emulate(
-        build(arch, quantize=quantize(k, m, layout, resolve(arch), "quantize")),
+        build(arch, quantize=Quantize(k=k, m=m, layout=layout)),
         "quantize",
         state(live) | {"X": x} | out,
     )
@@ -91,7 +92,7 @@ def test_rms_norm(arch, rows, layout, chunk):
     wide = x.astype(np.float64)
     expected = (wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + EPS) * g)[:live]
     out = outputs(m if rows == "all" else 1, k, layout)
-    module = build(arch, norm=rms_norm(k, m, EPS, layout, rows, resolve(arch), "norm"))
+    module = build(arch, norm=RmsNorm(k=k, m=m, eps=EPS, layout=layout, rows=rows))
     emulate(module, "norm", state(live) | {"X": x, "G": g} | out, wave_order=2)
     check(out, expected if rows == "all" else expected[-1:])
 
@@ -104,7 +105,7 @@ def test_embed(arch, fmt):
     weights, table = gguf_blocks.weights(fmt, VOCAB, COLUMNS, 3, "rows")
     m, live, tokens = 5, 4, np.array([-1, VOCAB, 17, 36, 5], np.int32)
     X = np.full((m, COLUMNS), LEFT, np.float32)
-    module = build(arch, embed=embed(fmt, VOCAB, COLUMNS, m, resolve(arch), "embed"))
+    module = build(arch, embed=Embed(fmt=fmt, vocab=VOCAB, k=COLUMNS, m=m))
     emulate(module, "embed", state(live) | {"tokens": tokens, "X": X} | weights)
     np.testing.assert_array_equal(X[:live], table[np.clip(tokens, 0, VOCAB - 1)[:live]])
     assert (X[live:] == LEFT).all()
@@ -115,7 +116,7 @@ def test_embed(arch, fmt):
 def test_embed_of_a_float_table_takes_any_number_of_columns():
     table = np.random.default_rng(4).standard_normal((VOCAB, 100)).astype(np.float32)
     weights, X = repack("f32", table.view(np.uint8), 100, "rows"), np.zeros((1, 100), np.float32)
-    module = build("gfx1100", embed=embed("f32", VOCAB, 100, 1, resolve("gfx1100"), "embed"))
+    module = build("gfx1100", embed=Embed(fmt="f32", vocab=VOCAB, k=100, m=1))
     emulate(module, "embed", state(1) | {"tokens": np.array([16], np.int32), "X": X} | weights)
     assert (X[0] == table[16]).all()
 
@@ -123,22 +124,21 @@ def test_embed_of_a_float_table_takes_any_number_of_columns():
 @pytest.mark.parametrize("arch", {arch.family: name for name, arch in ARCHS.items()}.values())
 def test_every_family_compiles(arch):
     """Also those without an emulator: no spills, no scratch."""
-    target = resolve(arch)
     build(
         arch,
-        norm=rms_norm(8192, 1, EPS, "rows", "all", target, "norm"),
-        wide=rms_norm(4096, 512, EPS, "half", "all", target, "wide"),
-        quantize=quantize(14336, 16, "rows", target, "quantize"),
-        embed=embed("iq4_xs", VOCAB, 4096, 512, target, "embed"),
-        layer_norm=layer_norm(4096, 16, EPS, True, "half", "all", target, "layer_norm"),
+        norm=RmsNorm(k=8192, m=1, eps=EPS, layout="rows", rows="all"),
+        wide=RmsNorm(k=4096, m=512, eps=EPS, layout="half", rows="all"),
+        quantize=Quantize(k=14336, m=16, layout="rows"),
+        embed=Embed(fmt="iq4_xs", vocab=VOCAB, k=4096, m=512),
+        layer_norm=LayerNorm(k=4096, m=16, eps=EPS, bias=True, layout="half", rows="all"),
     )
 
 
 def test_what_does_not_fit_is_refused():
     arch = resolve("gfx1100")
     with pytest.raises(UserError, match="multiple of 32"):
-        quantize(40, 1, "rows", arch, "quantize")
+        built(Quantize(k=40, m=1, layout="rows"), arch)
     with pytest.raises(UserError, match="multiple of 32"):
-        rms_norm(40, 1, EPS, "", "all", arch, "norm")
+        built(RmsNorm(k=40, m=1, eps=EPS, layout="", rows="all"), arch)
     with pytest.raises(ValueError, match="convert"):
-        quantize(64, 1, "", arch, "quantize")
+        built(Quantize(k=64, m=1, layout=""), arch)

@@ -16,12 +16,12 @@ from spirv_emulation import emulated
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 from vulkan_harness import run
+from workloads import built
 
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.compiler.codegen.spirv_reader import read
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.device import launch
-from mlc_amd.schedules.gpu.base.norm import quantize
 from mlc_amd.schedules.gpu.base.pairs import RUN, RUNS, from_pairs, in_pairs
 from mlc_amd.schedules.gpu.base.planes import BLOCK, plane_args
 from mlc_amd.schedules.gpu.base.profiles import resolve
@@ -30,6 +30,7 @@ from mlc_amd.schedules.gpu.linear import coop_load
 from mlc_amd.schedules.gpu.linear.gate_up_gemm import gate_up_swiglu
 from mlc_amd.schedules.gpu.linear.gemm import linear
 from mlc_amd.schedules.gpu.linear.gemm_coop import CoopTile, choose
+from mlc_amd.schedules.operators import Quantize
 from tests.schedules.gpu.test_gpu_gemm import error, state, weights
 
 TOLERANCE = 2e-5  # of the largest result
@@ -91,7 +92,8 @@ def test_producers_store_pairs():
     m, k = 5, 96
     x = np.random.default_rng(1).standard_normal((m, k), np.float32)
     x[0, :3] = 1e6, -1e6, 0  # more than float16 holds
-    got = run(quantize(k, m, "pairs", resolve("lavapipe"), "k"), [state(m), x, np.zeros((m, k), np.float16)])[-1]
+    kernel = built(Quantize(k=k, m=m, layout="pairs"), resolve("lavapipe"))
+    got = run(kernel, [state(m), x, np.zeros((m, k), np.float16)])[-1]
     np.testing.assert_array_equal(got, in_pairs(np.clip(x, -65504, 65504).astype(np.float16)))
 
 

@@ -15,6 +15,7 @@ from attention_cases import CTX, Case, Rows, check_attention, check_rope
 from samples import sample
 from tvm.tirx.script import builder as T
 from vulkan_harness import PROFILES, gpu, on_both, run
+from workloads import built
 
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.attention.attention import attention
@@ -22,14 +23,13 @@ from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.base.activations import gated
 from mlc_amd.schedules.gpu.base.device import launch
-from mlc_amd.schedules.gpu.base.embed import embed
-from mlc_amd.schedules.gpu.base.norm import layer_norm, quantize, rms_norm
 from mlc_amd.schedules.gpu.base.planes import padded
 from mlc_amd.schedules.gpu.base.step import kernel
 from mlc_amd.schedules.gpu.linear import gemm, gemv
 from mlc_amd.schedules.gpu.linear.gate_up_gemm import gate_up_swiglu as gate_up_gemm
 from mlc_amd.schedules.gpu.linear.gemm_dot import choose
 from mlc_amd.schedules.gpu.linear.gemv import Plan
+from mlc_amd.schedules.operators import Embed, LayerNorm, Quantize, RmsNorm
 from mlc_amd.schedules.operators.attention import Rope
 from mlc_amd.tools.reference import operators
 from mlc_amd.tools.reference.case import Case as Call
@@ -120,7 +120,7 @@ def test_gemv_of_a_norm(profile, k):
         arrays |= {f"W{i}_{p}": plane for p, plane in planes.items()}
         arrays[f"Y{i}"] = np.full((1, padded(n)), np.nan, np.float32)
     apart = {name: array.copy() for name, array in arrays.items()}
-    execute(rms_norm(k, 1, 1e-5, "rows", "all", profile, "norm"), apart, profile)
+    execute(built(RmsNorm(k=k, m=1, eps=1e-5, layout="rows", rows="all"), profile), apart, profile)
     execute(gemv.linear(segments, k, 1, "rows", (False, False), False, profile, "linear"), apart, profile)
     plan = Plan(2, 4, 64, 1)
     execute(gemv.linear(segments, k, 1, "rows", (False, False), False, profile, "linear", plan, 1e-5), arrays, profile)
@@ -297,7 +297,7 @@ def test_activations_of_large_numbers():
 def test_quantize(profile, layout, chunk):
     m, k, live = chunk
     x, out = norm_cases.rows_of(m, k), norm_cases.outputs(m, k, layout)
-    execute(quantize(k, m, layout, profile, "quantize"), norm_cases.state(live) | {"X": x} | out, profile)
+    execute(built(Quantize(k=k, m=m, layout=layout), profile), norm_cases.state(live) | {"X": x} | out, profile)
     norm_cases.check(out, x[:live].astype(np.float64))
 
 
@@ -310,7 +310,7 @@ def test_rms_norm(profile, layout, rows, chunk):
     wide = x.astype(np.float64)
     expected = (wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + norm_cases.EPS) * g)[:live]
     out = norm_cases.outputs(m if rows == "all" else 1, k, layout)
-    kernel = rms_norm(k, m, norm_cases.EPS, layout, rows, profile, "norm")
+    kernel = built(RmsNorm(k=k, m=m, eps=norm_cases.EPS, layout=layout, rows=rows), profile)
     execute(kernel, norm_cases.state(live) | {"X": x, "G": g} | out, profile)
     norm_cases.check(out, expected if rows == "all" else expected[-1:])
 
@@ -322,7 +322,7 @@ def test_norm_of_answers(profile, single, live, picked):
     wide = x.astype(np.float64)
     expected = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + norm_cases.EPS) * g
     out, state = norm_cases.outputs(4, k, "rows"), {"state": np.array([single, live, 0, 0], np.int32)}
-    kernel = rms_norm(k, m, norm_cases.EPS, "rows", "answers:4", profile, "norm")
+    kernel = built(RmsNorm(k=k, m=m, eps=norm_cases.EPS, layout="rows", rows="answers:4"), profile)
     execute(kernel, state | {"X": x, "G": g} | out, profile)
     norm_cases.check(out, expected[picked])
 
@@ -337,7 +337,7 @@ def test_layer_norm(profile, layout, rows, chunk, bias):
     wide -= wide.mean(-1, keepdims=True)
     expected = (wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + norm_cases.EPS) * g + b * bias)[:live]
     out = norm_cases.outputs(m if rows == "all" else 1, k, layout)
-    kernel = layer_norm(k, m, norm_cases.EPS, bias, layout, rows, profile, "norm")
+    kernel = built(LayerNorm(k=k, m=m, eps=norm_cases.EPS, bias=bias, layout=layout, rows=rows), profile)
     execute(kernel, norm_cases.state(live) | {"X": x, "G": g, "B": b} | out, profile)
     if layout:
         norm_cases.check(out, expected)
@@ -360,7 +360,7 @@ def test_embed(profile_name, case):
     tokens = np.array([-1, vocab, 17, 36, 5], np.int32)
     X = np.full((m, columns), norm_cases.LEFT, np.float32)
     arrays = norm_cases.state(live) | {"tokens": tokens, "X": X} | planes
-    execute(embed(fmt, vocab, columns, m, profile, "embed", scale=scale), arrays, profile)
+    execute(built(Embed(fmt=fmt, vocab=vocab, k=columns, m=m, scale=scale), profile), arrays, profile)
     np.testing.assert_array_equal(X[:live], table[np.clip(tokens, 0, vocab - 1)[:live]] * np.float32(scale))
     assert (X[live:] == norm_cases.LEFT).all()
 
