@@ -10,8 +10,8 @@ import math
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.softmax import LOWEST, with_sink
-from mlc_amd.schedules.gpu.base.arrival import LINE, arrive, zero_behind
-from mlc_amd.schedules.gpu.base.device import Outbox, each, exp2, rcp, wave_max, wave_sum
+from mlc_amd.schedules.gpu.base.arrival import LINE, Outbox, arrive, zero_after
+from mlc_amd.schedules.gpu.base.device import each, exp2, rcp, wave_max, wave_sum
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.base.registers import at, local, put
 from mlc_amd.schedules.operators.attention import SLOTS
@@ -107,7 +107,7 @@ class Join:
         """Counts this split; the last of the `active` ones joins them all and resets the counter."""
         old = arrive(self.arch, self.Arrived, self.place, self.tid)
         with T.serial(T.cast(old == active - 1, "int32")):
-            self._join_splits(active, zero_behind(self.arch, old))
+            self._join_splits(active, zero_after(self.arch, old))
             with T.If(self.tid == 0), T.Then():
                 put(self.Arrived, T.int32(0), self.place)
 

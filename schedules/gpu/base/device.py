@@ -8,42 +8,34 @@ are consecutive threadIdx.x, then y, z.
 knows. It knows the arithmetic of both by LLVM's names.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.base.registers import at, opaque, vector
+from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.registers import opaque
+from mlc_amd.schedules.tir import Expr
 
 AXES = "xyz"
-COHERENT = (
-    "mlc_amd.coherent"  # attribute of a kernel: names of parameters that workgroups of one launch exchange data through
-)
+# attribute of a kernel: names of parameters that workgroups of one launch exchange data through
+COHERENT = "mlc_amd.coherent"
 # of shared memory through which only lanes of one wave meet: TVM adds no barriers of the workgroup there
 WAVE_SHARED = "shared.wave"
 
 # Data parallel primitives (DPP): lane permutations that are part of a vector instruction, as dpp_ctrl values of LLVM's
-# AMDGPU backend.
-DPP = {
-    0: 0xE4,
-    1: 0xB1,
-    2: 0x4E,
-    3: 0x1B,
-    7: 0x141,
-    8: 0x128,
-    15: 0x140,
-}  # lane ^ mask: quad_perm, row_half_mirror, row_ror:8, row_mirror
-MIRROR = {
-    4: 7
-}  # in a reduction groups of four have one value by then: the mirror image of eight lanes is as good, and it is DPP
+# AMDGPU backend, by the mask of lane ^ mask: quad_perm, row_half_mirror, row_ror:8, row_mirror.
+DPP = {0: 0xE4, 1: 0xB1, 2: 0x4E, 3: 0x1B, 7: 0x141, 8: 0x128, 15: 0x140}
+# in a reduction groups of four have one value by then: the mirror image of eight lanes is as good, and it is DPP
+MIRROR = {4: 7}
 
 
 @contextmanager
-def launch(grid, block):
+def launch(grid: Sequence[int], block: Sequence[int]) -> Iterator[tuple[Expr, ...]]:
     """`with launch((gx, gy), (tx, ty)) as (bx, by, tx, ty):` binds the grid's and the workgroup's axes (1 to 3 each, x
     first).
 
-    Extents are Python ints. One `launch` makes one kernel.
+    One `launch` makes one kernel.
     """
     with ExitStack() as stack:
         axes = [
@@ -54,7 +46,7 @@ def launch(grid, block):
         yield tuple(stack.enter_context(T.launch_thread(axis, extent)) for axis, extent in axes)
 
 
-def each(arch, count):
+def each(arch: Device, count: int) -> Iterator[Expr]:
     """`for i in each(arch, n):` 0, .., n-1: n copies of the body, or a loop where the driver unrolls it (small code, in
     any case for it to read)."""
     if not arch.unrolls:
@@ -64,42 +56,42 @@ def each(arch, count):
         yield i
 
 
-def barrier():
+def barrier() -> None:
     """Waits until all threads of the workgroup are here and see each other's LDS writes (code generation adds the wait
     for those). Not inside an `if`: TVM refuses that; a uniform condition can be a loop of 0 or 1 steps."""
     T.evaluate(T.tvm_storage_sync("shared"))
 
 
-def wave_barrier():
+def wave_barrier() -> None:
     """As `barrier`, among the lanes of a wave only, for shared buffers of the scope WAVE_SHARED. On Vulkan; also where
     waves of a workgroup go different ways."""
     T.evaluate(T.call_extern("void", "vk.wave_barrier"))
 
 
-def intrin(dtype, name, *args):
+def intrin(dtype: str, name: str, *args: Expr) -> Expr:
     """The value of an LLVM intrinsic, in a register. For TVM it has side effects (not for LLVM): it would substitute
     the expression wherever a bound pure call is used, which makes chains of them explode, and move lane exchanges
     into branches where partner lanes are not active."""
     return T.Bind(T.call_llvm_intrin(dtype, name, *args))
 
 
-def _vk(dtype, name, *args):
+def _vk(dtype: str, name: str, *args: Expr) -> Expr:
     """The value of a call that the SPIR-V generator knows, in a register."""
     return T.Bind(T.call_extern(dtype, f"vk.{name}", *args))
 
 
-def word(x):
+def word(x: Expr) -> Expr:
     """The bits of a float32 or uint32 as int32."""
     return x if str(x.ty) == "int32" else T.reinterpret("int32", x)
 
 
-def lanes_meet():
+def lanes_meet() -> None:
     """As `wave_barrier`, on AMD's own API: LDS operations of a wave are in order, so it only tells LLVM that those
     before are for other lanes to see. No instruction."""
     T.evaluate(T.call_llvm_intrin("void", "llvm.amdgcn.wave.barrier"))
 
 
-def wave_meets(arch):
+def wave_meets(arch: Device) -> None:
     """`wave_barrier` or `lanes_meet`, whichever the API has."""
     if arch.api == "vulkan":
         wave_barrier()
@@ -110,7 +102,7 @@ def wave_meets(arch):
 # ---- arithmetic
 
 
-def dot4(arch, a, b, c):
+def dot4(arch: Device, a: Expr, b: Expr, c: Expr) -> Expr:
     """c + the sum of the four products of the signed bytes of the words a and b; c and the result int32."""
     a, b = word(a), word(b)
     if arch.dot == "dot4":
@@ -130,12 +122,12 @@ def dot4(arch, a, b, c):
     return T.Bind(c)
 
 
-def _byte(x, i):
+def _byte(x: Expr, i: int) -> Expr:
     """Byte i of an int32 with its sign."""
     return T.shift_right(T.shift_left(x, T.int32(24 - 8 * i)), T.int32(24))
 
 
-def dot2(arch, a, b, c):
+def dot2(arch: Device, a: Expr, b: Expr, c: Expr) -> Expr:
     """c + a[0]*b[0] + a[1]*b[1] of two words of two float16 each; c and the result float32."""
     a, b = (T.Bind(T.reinterpret("float16x2", x)) for x in (a, b))
     if arch.dot2:
@@ -145,49 +137,49 @@ def dot2(arch, a, b, c):
     return T.Bind(c)
 
 
-def halves(x):
+def halves(x: Expr) -> list[Expr]:
     """The two float16 of a word as float32."""
     pair = T.Bind(T.reinterpret("float16x2", x))
     return [T.Bind(T.cast(T.Shuffle([pair], [i]), "float32")) for i in range(2)]
 
 
-def fma(a, b, c):
+def fma(a: Expr, b: Expr, c: Expr) -> Expr:
     """a*b + c, rounded once; float32 or float16, scalars or vectors."""
     return intrin(str(c.ty), "llvm.fma", a, b, c)
 
 
-def exp2(x):
+def exp2(x: Expr) -> Expr:
     """2**x, one instruction, relative error 2e-7; results below 2**-126 may be 0. float32."""
     return intrin("float32", "llvm.amdgcn.exp2.f32", x)
 
 
-def maximum(x, y):
+def maximum(x: Expr, y: Expr) -> Expr:
     """The larger of two float32, the other one if one is not a number: one instruction, where T.max becomes a
     comparison and a select."""
     return intrin("float32", "llvm.maxnum", x, y)
 
 
-def minimum(x, y):
+def minimum(x: Expr, y: Expr) -> Expr:
     """The smaller of two float32, see `maximum`."""
     return intrin("float32", "llvm.minnum", x, y)
 
 
-def rsqrt(x):
+def rsqrt(x: Expr) -> Expr:
     """1 / sqrt(x), one instruction, relative error 1.2e-7. float32."""
     return intrin("float32", "llvm.amdgcn.rsq.f32", x)
 
 
-def rcp(x):
+def rcp(x: Expr) -> Expr:
     """1 / x, one instruction, relative error 1.2e-7. float32."""
     return intrin("float32", "llvm.amdgcn.rcp.f32", x)
 
 
-def rint(x):
+def rint(x: Expr) -> Expr:
     """x rounded to a whole number, ties to even. float32."""
     return intrin("float32", "llvm.rint", x)
 
 
-def count_ones(x):
+def count_ones(x: Expr) -> Expr:
     """How many bits of a uint32 are set, as int32."""
     return T.Bind(T.cast(intrin("uint32", "llvm.ctpop", x), "int32"))
 
@@ -195,7 +187,7 @@ def count_ones(x):
 # ---- lanes of a wave
 
 
-def _across(x, call):
+def _across(x: Expr, call: Callable[[Expr], tuple[Expr, ...]]) -> Expr:
     """What the intrinsic call(bits) -> (name, *arguments) makes of the bits of the word x, in a register of x's
     type."""
     dtype = str(x.ty)
@@ -203,12 +195,12 @@ def _across(x, call):
     return bits if dtype == "int32" else T.Bind(T.reinterpret(dtype, bits))
 
 
-def _vk_across(x, name, *args):
+def _vk_across(x: Expr, name: str, *args: Expr) -> Expr:
     """The same for a call that the SPIR-V generator knows, on the word x itself."""
     return _vk(str(x.ty), name, x, *args)
 
 
-def lane_id(arch):
+def lane_id(arch: Device) -> Expr:
     """This lane's number in its wave, int32."""
     if arch.api == "vulkan":
         return _vk("int32", "lane")
@@ -216,7 +208,7 @@ def lane_id(arch):
     return low if arch.wave == 32 else intrin("int32", "llvm.amdgcn.mbcnt.hi", T.int32(-1), low)
 
 
-def uniform(arch, x):
+def uniform(arch: Device, x: Expr) -> Expr:
     """The first active lane's value of a word in all lanes, in a scalar register: for values that are the same in all
     lanes anyway."""
     if arch.api == "vulkan":
@@ -224,19 +216,19 @@ def uniform(arch, x):
     return _across(x, lambda bits: ("llvm.amdgcn.readfirstlane", bits))
 
 
-def read_lane(x, lane):
+def read_lane(x: Expr, lane: int) -> Expr:
     """The int32 word x of lane number `lane` (an int) as a scalar. On AMD's own API."""
     return T.call_llvm_intrin("int32", "llvm.amdgcn.readlane", x, T.int32(lane))
 
 
-def shuffle(arch, x, lane):
+def shuffle(arch: Device, x: Expr, lane: Expr) -> Expr:
     """The word x of lane number `lane` of the wave (int32, may differ per lane). Through the LDS unit."""
     if arch.api == "vulkan":
         return _vk_across(x, "shuffle", lane)
     return _across(x, lambda bits: ("llvm.amdgcn.ds.bpermute", lane * T.int32(4), bits))
 
 
-def shuffle_xor(arch, x, mask):
+def shuffle_xor(arch: Device, x: Expr, mask: int) -> Expr:
     """The word x of the lane whose number differs by `mask` (an int, 1..wave-1). Without the LDS unit: masks in DPP, on
     RDNA also 16."""
     if not 0 < mask < arch.wave:
@@ -246,17 +238,15 @@ def shuffle_xor(arch, x, mask):
     if mask in DPP:
         return _permuted(x, DPP[mask])
     if mask == 16 and arch.wave == 32:
-        low, high = (
-            T.int32(0x76543210),
-            T.int32(0xFEDCBA98 - (1 << 32)),
-        )  # lane i of a row reads lane i of the other row
+        # lane i of a row reads lane i of the other row
+        lanes = T.int32(0x76543210), T.int32(0xFEDCBA98 - (1 << 32))
         return _across(
-            x, lambda bits: ("llvm.amdgcn.permlanex16", T.int32(0), bits, low, high, T.bool(False), T.bool(True))
+            x, lambda bits: ("llvm.amdgcn.permlanex16", T.int32(0), bits, *lanes, T.bool(False), T.bool(True))
         )
     return shuffle(arch, x, lane_id(arch) ^ T.int32(mask))
 
 
-def _permuted(x, control):
+def _permuted(x: Expr, control: int) -> Expr:
     """The word x of the lane that `control` (of DPP) names."""
     all_rows, all_banks = T.int32(0xF), T.int32(0xF)
     return _across(
@@ -265,13 +255,13 @@ def _permuted(x, control):
     )
 
 
-def computed_here(x):
+def computed_here(x: Expr) -> Expr:
     """The word x, on AMD's own API. LLVM would compute what is only used under a condition there, though what it is
     computed of takes more registers; the value of another lane, and be it this one, it has to know before."""
     return _permuted(x, DPP[0])
 
 
-def wave_reduce(arch, x, op, width=None):
+def wave_reduce(arch: Device, x: Expr, op: Callable[[Expr, Expr], Expr], width: int | None = None) -> Expr:
     """op over `width` (a power of two, default: the wave) neighbouring lanes, the same in all of them. `op(x, y)` is
     commutative and associative, on float32, int32 or uint32 words. All lanes must be active."""
     width = width or arch.wave
@@ -282,28 +272,28 @@ def wave_reduce(arch, x, op, width=None):
     return x
 
 
-def wave_sum(arch, x, width=None):
+def wave_sum(arch: Device, x: Expr, width: int | None = None) -> Expr:
     """The sum over `width` neighbouring lanes (default: the wave), the same bits in all of them."""
     if arch.api == "vulkan" and width in (None, arch.wave):
         return _vk_across(x, "reduce_add")
     return wave_reduce(arch, x, lambda a, b: a + b, width)
 
 
-def wave_max(arch, x, width=None):
+def wave_max(arch: Device, x: Expr, width: int | None = None) -> Expr:
     """The largest float32 or int32 of `width` neighbouring lanes (default: the wave), in all of them."""
     if arch.api == "vulkan" and width in (None, arch.wave):
         return _vk_across(x, "reduce_max")
     return wave_reduce(arch, x, T.max if str(x.ty) == "int32" else maximum, width)
 
 
-def wave_min(arch, x):
+def wave_min(arch: Device, x: Expr) -> Expr:
     """The smallest int32 of the wave, in all lanes."""
     if arch.api == "vulkan":
         return _vk_across(x, "reduce_min")
     return wave_reduce(arch, x, T.min)
 
 
-def wave_scan(arch, x, lane):
+def wave_scan(arch: Device, x: Expr, lane: Expr) -> tuple[Expr, Expr]:
     """(the sum of the int32 x of all lanes below this one, that of all lanes)."""
     below = T.int32(0)
     for distance in (1 << i for i in range(arch.wave.bit_length() - 1)):
@@ -316,78 +306,7 @@ def wave_scan(arch, x, lane):
 # ---- memory
 
 
-class Outbox:
-    """How the threads of a workgroup store vectors into a COHERENT parameter, for another workgroup of the launch to
-    read: each thread calls `send` for its vectors, then `publish`; then everything that it sent is in device memory.
-    thread: this thread's number out of `threads`; widths: of the vectors.
-
-    On AMD's own API, where the GPU has one L2, the vectors are plain stores (L1 writes through) and there is one wait
-    for all of them: an instruction where there is one (`Family.wait_stores`); elsewhere LLVM waits for stores only
-    after volatile ones, so the first word of the first vector is stored once more, volatile. Where L2s are not
-    coherent, all stores are volatile, which gets them beyond their own, and are waited for one by one.
-    """
-
-    def __init__(self, arch, thread, threads, widths):
-        self.arch, self.thread, self.first = arch, thread, None
-        self.volatile = arch.api == "rocm" and not arch.code.coherent
-        if self.volatile:
-            self.stages = {width: T.alloc_buffer((threads, width), "float32", scope="shared") for width in widths}
-        elif self._rewrites:
-            self.stages = {1: T.alloc_buffer((threads, 1), "float32", scope="shared")}
-
-    @property
-    def _rewrites(self):
-        return self.arch.api == "rocm" and not self.volatile and not self.arch.code.wait_stores
-
-    def send(self, condition, buffer, *vectors):
-        """Stores vectors (float32 registers, a further condition or None, index) where `condition` (None: always) and
-        their own hold; the first vector has no other. Of each width there is one."""
-        for values, _, index in vectors:
-            if self.volatile:
-                T.buffer_store(self.stages[len(values)], _vector(values), [self.thread, at(0, len(values))])
-            elif self._rewrites and self.first is None:
-                T.buffer_store(self.stages[1], values[0], [self.thread, 0])
-                self.first = condition, T.address_of(buffer[index])
-        with _where(condition):
-            for values, other, index in vectors:
-                with _where(other):
-                    if self.volatile:
-                        self._copy(T.address_of(buffer[index]), len(values))
-                    else:
-                        T.buffer_store(buffer, _vector(values), [*index[:-1], at(index[-1], len(values))])
-
-    def publish(self):
-        if self.arch.api == "vulkan":
-            memory_barrier(self.arch)
-        elif wait := self.arch.code.wait_stores:
-            name, operand, dtype = wait
-            T.evaluate(T.call_llvm_intrin("void", name, tirx.const(operand, dtype)))
-        elif self._rewrites:
-            condition, target = self.first
-            with _where(condition):
-                self._copy(target, 1)
-
-    def _copy(self, target, width):
-        """A volatile store of this thread's part of a stage, which TVM has no other name for."""
-        source = T.address_of(self.stages[width][self.thread, 0])
-        T.evaluate(T.call_llvm_intrin("void", "llvm.memcpy", target, source, T.int32(width * 4), T.bool(True)))
-
-
-@contextmanager
-def _where(condition):
-    """An `if`; None: always."""
-    if condition is None:
-        yield
-        return
-    with T.If(condition), T.Then():
-        yield
-
-
-def _vector(values):
-    return vector(values) if len(values) > 1 else values[0]
-
-
-def memory_barrier(arch):
+def memory_barrier(arch: Device) -> None:
     """This thread's accesses to COHERENT parameters before it happen before those after it, as other workgroups see
     them. Nothing on AMD's own API, where `Outbox` waits for stores, and loads whose address depends on an earlier load
     cannot overtake it."""
@@ -398,6 +317,6 @@ def memory_barrier(arch):
 IN_ORDER = 0x94  # for `schedule_fence`: scalar, LDS and global memory instructions may cross, vector and matrix may not
 
 
-def schedule_fence(mask):
+def schedule_fence(mask: int) -> None:
     """Tells LLVM's scheduler for AMD what may move across here (bits of llvm.amdgcn.sched.barrier)."""
     T.evaluate(T.call_llvm_intrin("void", "llvm.amdgcn.sched.barrier", T.int32(mask)))

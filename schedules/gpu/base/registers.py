@@ -43,8 +43,8 @@ def elements(x: Expr) -> list[Expr]:
 
 
 def vector(values: Sequence[Expr]) -> Expr:
-    """Scalars as one vector."""
-    return T.Shuffle(values, [T.int32(i) for i in range(len(values))])
+    """Scalars as one vector; a single one is none."""
+    return T.Shuffle(values, [T.int32(i) for i in range(len(values))]) if len(values) > 1 else values[0]
 
 
 def chosen(values: Sequence[Expr], number: Expr) -> Expr:

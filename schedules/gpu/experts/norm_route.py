@@ -14,8 +14,8 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.gpu.base.arrival import LINE, arrive, zero_behind
-from mlc_amd.schedules.gpu.base.device import Outbox, barrier, fma, launch, rsqrt, uniform, wave_sum
+from mlc_amd.schedules.gpu.base.arrival import LINE, Outbox, arrive, zero_after
+from mlc_amd.schedules.gpu.base.device import barrier, fma, launch, rsqrt, uniform, wave_sum
 from mlc_amd.schedules.gpu.base.planes import BLOCK, plane_args
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store, load_columns
 from mlc_amd.schedules.gpu.base.registers import local, put
@@ -111,7 +111,7 @@ def norm_route(
             chooses = T.Bind(uniform(arch, wave) == 0)
             last = old == count - 1
             with T.serial(T.cast(last if held.grouped else last & chooses, "int32")):
-                later = zero_behind(arch, old)
+                later = zero_after(arch, old)
                 held.load(lambda index: Logits[index, later])
                 with T.serial(T.cast(chooses, "int32")):
                     held.choose()
