@@ -125,6 +125,8 @@ class DeviceKind:
                 graph takes 3.9, but no such kernel was measured.
     float16     arithmetic on float16 (else: storage only)
     matrix      "coop" for KHR_cooperative_matrix, else ""
+    query_registers  of a lane that the driver's compiler keeps for one fragment of an operand, where kernels must count
+                them to stay without spills: 16 with ACO (Mesa 25). 0: they need not
     matrix_ops  operations of these matrices per clock of a compute unit, rough, from product pages; 0: not known
     fragment    (m, n, k) of its float16 matrices with float32 sums
     lane_matrix (m, n, k) of further such matrices, of which kernels know which lane holds what
@@ -154,6 +156,7 @@ class DeviceKind:
     float16: bool = True
     matrix: str = ""
     matrix_ops: int = 0
+    query_registers: int = 0
     fragment: tuple[int, int, int] = (16, 16, 16)
     lane_matrix: tuple[int, ...] = ()
     lds: int = 32 * KIB
@@ -171,8 +174,10 @@ DEVICE_KINDS = {
         DeviceKind("rdna2", "rdna2", 32, 40, 512, ("rembrandt", "680m", "660m"), registers=1024,
         chips="NAVI1|NAVI2|REMBRANDT|RAPHAEL|MENDOCINO"),
         DeviceKind("rdna3", "rdna3", 32, 60, 960, registers=1536, matrix="coop", matrix_ops=512,
+        query_registers=16,
         chips="NAVI3|PHOENIX|HAWK|STRIX|KRACKAN|GFX115|GFX110"),
         DeviceKind("rdna4", "rdna4", 32, 64, 640, registers=1536, matrix="coop", matrix_ops=1024,
+        query_registers=16,
         chips="NAVI4|GFX12"),
         DeviceKind("gfx90c", "gcn5", 64, 8, 51, ("vega", "renoir", "cezanne", "lucienne", "barcelo"), unified=True,
         dot="", registers=256, lds=64 * KIB, chips="VEGA|RAVEN|RENOIR"),

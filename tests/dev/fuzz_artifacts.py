@@ -29,10 +29,9 @@ import numpy as np
 
 from mlc_amd.runtime.artifact import manifest_check
 from mlc_amd.runtime.artifact.artifact import WEIGHTS, Artifact
-from mlc_amd.runtime.artifact.manifest import MANIFEST
+from mlc_amd.runtime.artifact.manifest import MANIFEST, is_draft
 from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.engine.engine import Engine
-from mlc_amd.runtime.artifact.manifest import is_draft
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools.commands import inspect
 from tests.dev import fuzzing, hip_recorder, mutations, resealing

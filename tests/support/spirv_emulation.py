@@ -1,4 +1,4 @@
-"""Runs kernels of any profile in the SPIR-V emulator (tools/dev/spirv), as `vulkan_harness.run` does on a device:
+"""Runs kernels of any profile in the SPIR-V emulator (tests/dev/spirv), as `vulkan_harness.run` does on a device:
 
 results = emulated(prim_func, [a, b, c], resolve("nvidia"))     # -> the arrays after the run, in the same order
 """

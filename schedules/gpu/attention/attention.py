@@ -31,7 +31,7 @@ def _prefill_of(layer: Attention, arch, plan):
 def _decode_of(layer: Attention, m, arch, plan):
     """That of the kernel for single rows."""
     latent = plan or (layer.values and attention_latent_decode.plan_of(layer, m, arch))
-    return attention_latent_decode if isinstance(latent, attention_latent_decode.Plan) else attention_decode
+    return attention_latent_decode if isinstance(latent, attention_latent_decode.LatentDecodePlan) else attention_decode
 
 
 def attention(layer: Attention, m, layout, arch, name, plan=None, single=0) -> tirx.PrimFunc:

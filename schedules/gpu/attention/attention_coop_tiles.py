@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.cache import UNIT
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 
 
@@ -15,7 +16,7 @@ class Tile:
     """waves     of a workgroup
     fragments  of rows in a wave: each key and value that is read from shared memory serves them all
     keys       of a block
-    parts      that a block's keys are dealt out to: so many waves have the same rows, and add up what they have at the
+    parts      that a block's keys are divided into: so many waves have the same rows, and add up what they have at the
                end
     """
 
@@ -35,22 +36,20 @@ class Tile:
         return self.waves // self.parts * self.fragments
 
 
-# family: (largest head size that it is for, tile), in ascending order
-NARROW, ANY = 64, 1 << 30
-TILES = {
-    "nvidia": ((NARROW, Tile(waves=8)), (ANY, Tile())),
-    "rdna3": ((NARROW, Tile(keys=32)), (ANY, Tile(waves=8, keys=16))),
-    "rdna4": ((NARROW, Tile(keys=32)), (ANY, Tile(waves=8, keys=16))),
-}
-OTHERS = ((ANY, Tile(keys=32)),)
-# Where those make fewer workgroups than the GPU has units (short chunks): measured on an H200, 1.5 to 1.8 times as fast
-# behind 2048 tokens.
-FEW = {"nvidia": Tile(parts=4)}
+NARROW = 64  # columns of a head, at most, whose outputs take few registers
+SHARED = 4  # parts of a block, and waves, where workgroups would be fewer than compute units
+# Of a lane's registers, those for outputs, queries and what is loaded of the next block: with more, ACO of Mesa 25
+# spills.
+ROOM = 200
 
 
-# Of a lane's registers, those for outputs, queries and what is loaded of the next block; and by family those for a
-# fragment of queries, which ACO keeps as 16 numbers. With more, ACO of Mesa 25 spills. Other families hold all queries.
-ROOM, QUERY = 200, {"rdna3": 16, "rdna4": 16}
+def _preferred(width: int, arch: Device) -> Tile:
+    """The rule, before shared memory limits it: blocks of 64 keys where registers hold all that a wave needs, smaller
+    ones where they must be counted, and of wide heads shared by more waves; 32 keys where nothing is known."""
+    narrow = width <= NARROW
+    if arch.query_registers:
+        return Tile(keys=32) if narrow else Tile(waves=8, keys=16)
+    return Tile(waves=8 if narrow else 4) if arch.registers else Tile(keys=32)
 
 
 def held_steps(tile, width, arch) -> int:
@@ -58,10 +57,10 @@ def held_steps(tile, width, arch) -> int:
     block."""
     m, _, k = arch.fragment
     all_steps = width // k
-    if arch.family not in QUERY:
+    if not arch.query_registers:
         return all_steps
     outputs, loaded = tile.fragments * width * m // arch.wave, tile.keys * width // (tile.waves * arch.wave)
-    return max(min(all_steps, (ROOM - outputs - loaded) // (tile.fragments * QUERY[arch.family])), 0)
+    return max(min(all_steps, (ROOM - outputs - loaded) // (tile.fragments * arch.query_registers)), 0)
 
 
 def wave_units(tile, fragment) -> int:
@@ -76,12 +75,14 @@ def lds_bytes(tile, width, fragment) -> int:
     return units * UNIT * 2 + max(fragment) * 4
 
 
-def tile_of(m, heads, kv_heads, width, arch) -> Tile:
-    """The arch's tile for a chunk of m tokens, with fewer keys where wide heads would not fit its shared memory.
-    UserError if none fits."""
-    tile, few = _largest_tile(width, arch), FEW.get(arch.family)
-    short = few and workgroups(tile, m, heads, kv_heads, arch) < arch.units
-    return few if short and lds_bytes(few, width, arch.fragment) <= arch.lds else tile
+def tile_of(m: int, heads: int, kv_heads: int, width: int, arch: Device) -> Tile:
+    """The tile for a chunk of m tokens, with fewer keys where wide heads would not fit the shared memory. A chunk of
+    fewer workgroups than compute units divides each block among waves, if each has a whole fragment of its keys: 1.5 to
+    1.8 times as fast after 2048 tokens on an H200. UserError if none fits."""
+    tile = _largest_tile(width, arch)
+    if tile.keys >= SHARED * max(arch.fragment) and workgroups(tile, m, heads, kv_heads, arch) < arch.units:
+        return replace(tile, waves=SHARED, parts=SHARED)
+    return tile
 
 
 def workgroups(tile, m, heads, kv_heads, arch) -> int:
@@ -90,7 +91,7 @@ def workgroups(tile, m, heads, kv_heads, arch) -> int:
 
 
 def _largest_tile(width, arch) -> Tile:
-    best = next(tile for limit, tile in TILES.get(arch.family, OTHERS) if width <= limit)
+    best = _preferred(width, arch)
     best = replace(best, waves=min(best.waves, arch.threads // arch.wave))
     for keys in (64, 32, 16):
         tile = replace(best, keys=keys)

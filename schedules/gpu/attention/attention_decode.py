@@ -26,7 +26,7 @@ from mlc_amd.schedules.gpu.attention.attention_join import Join, scratch_args
 from mlc_amd.schedules.gpu.attention.attention_own import add_row, add_rows, earlier_rows, rounded, start_with_own
 from mlc_amd.schedules.gpu.attention.attention_rows_matrix import MatrixRows
 from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import query_dtype, rows_of
-from mlc_amd.schedules.gpu.attention.attention_splits import Plan, dealt, splits_of
+from mlc_amd.schedules.gpu.attention.attention_splits import DecodePlan, split_of, splits_of
 from mlc_amd.schedules.gpu.attention.attention_step import SCRATCH, Step, attention_step
 from mlc_amd.schedules.gpu.attention.cache import (
     UNIT,
@@ -54,7 +54,7 @@ SHARED_ROWS = 32
 
 
 def attention_decode(
-    attention: Attention, layout, arch, name, rope: Rope | None = None, plan: Plan | None = None, m: int = 1
+    attention: Attention, layout, arch, name, rope: Rope | None = None, plan: DecodePlan | None = None, m: int = 1
 ) -> tirx.PrimFunc:
     """Kernel of m rows (SLOTS at most), each at a position of some sequence: that of `attention_step` with
     `splits`, or with `rope` (state int32[4], rows int32[m, 2], pages, then Q, K, V, [QN, KN], [CS] as for
@@ -95,7 +95,7 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, r
         token, works, active = 0, None, None
         if m > 1:
             count = T.Bind(T.min(state[live], T.int32(m)))
-            works, token, split, active = dealt(arch, attention, splits, places, m, count, split, lane)
+            works, token, split, active = split_of(arch, attention, splits, places, m, count, split, lane)
         kv = part if parts == 1 else T.Bind(part // parts)
         wave = uniform(arch, thread_wave)
         position, slot = clamped_position(places, token, ctx), row_slot(places, token)
@@ -113,7 +113,7 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, r
             if splits.matrix:
                 rows = MatrixRows(arch, attention, group, lane, wave, splits.waves, size, ahead=m == 1)
             else:
-                rows = rows_of(arch, attention, group, lane, wave, splits.waves, size, shared=m > 1)
+                rows = rows_of(arch, attention, group, lane, wave, splits.waves, size, splits.loads)
             rows.start()
             stream, streams, mine = splits.share(steps - first_step, split, wave, active, m > 1)
             # on Vulkan, keys are loaded before the queries arrive, and those of a block with the values before it

@@ -7,6 +7,7 @@ once for all rows; and loops over rows stay loops for most drivers (`device.each
 """
 
 from math import gcd
+from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
@@ -26,17 +27,13 @@ from mlc_amd.schedules.gpu.base.device import (
     wave_max,
     wave_sum,
 )
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import local, opaque, put
 from mlc_amd.schedules.gpu.base.step import when
 
-# family: 16-byte loads in flight per lane; MEDIUM_LOADS for others. Fewer loads make less code.
-LOADS = {"nvidia": 16, "generic": 4}
-MEDIUM_LOADS = 8
-# The same where several rows share the GPU: then others' loads are in flight, too, and a step of a model runs each
-# kernel once, so that its code comes from memory (`lane_tiles.py`).
-SHARED_LOADS = {"nvidia": 4}
-PREFETCHING = ("nvidia",)  # families with registers for the keys of the next block
+# 16-byte loads in flight per lane. Fewer loads make less code.
+LOADS, FEWER_LOADS = 8, 4
 OTHER_BYTES = 1 << 10  # of shared memory for what is small and of a fixed size
 SPLITS = 32  # maximum of splits whose weights are in shared memory
 
@@ -64,25 +61,34 @@ def waves_of(arch, count, d, threads) -> int:
     return waves
 
 
-def rows_of(arch, attention, count, lane, wave, waves, step=STEP, shared=False) -> Rows:
+class KeyLoads(NamedTuple):
+    """loads: of 16 bytes that a lane has in flight. ahead: whether registers hold the keys of the next block, too."""
+
+    loads: int
+    ahead: bool = False
+
+
+def key_loads(arch: Device) -> KeyLoads:
+    """The rule: fewer where nothing is known of a device's registers."""
+    return KeyLoads(LOADS if arch.registers else FEWER_LOADS)
+
+
+def rows_of(arch, attention, count, lane, wave, waves, step=STEP, loads: KeyLoads | None = None) -> Rows:
     """The state of `count` rows of a wave, number `wave` of `waves` in its workgroup. step: keys of a block, on "rocm"
-    STEP; shared: whether other tokens' rows share the GPU."""
+    STEP; loads: None for those of the rule."""
     if arch.api == "rocm":
         return WaveRows(arch, attention, count, lane)
-    return VulkanRows(arch, attention, count, lane, wave, waves, step, shared)
+    return VulkanRows(arch, attention, count, lane, wave, waves, step, loads or key_loads(arch))
 
 
 class VulkanRows(Rows):
     """`Rows` for Vulkan; weights are not rounded to float16."""
 
-    def __init__(self, arch, attention, count, lane, wave, waves, step, shared):
+    def __init__(self, arch, attention, count, lane, wave, waves, step, loads: KeyLoads):
         super().__init__(arch, attention, count, lane, step)
-        self.step_keys = step
-        loads = LOADS.get(arch.family, MEDIUM_LOADS)
-        if shared:
-            loads = SHARED_LOADS.get(arch.family, loads)
+        self.step_keys, self.ahead = step, loads.ahead
         self.key_batch, self.batch = (
-            gcd(units, max(1, loads // share))
+            gcd(units, max(1, loads.loads // share))
             for units, share in ((self.d // UNIT, self.keys), (step // UNIT, 1 << (self.columns - 1).bit_length()))
         )
         self.scores = local(count * self.keys)
@@ -96,7 +102,7 @@ class VulkanRows(Rows):
     def prefetches(self) -> bool:
         """Whether `load_keys` may be called before `step`: a block's keys are one batch of loads, which stay in
         registers for long."""
-        return self.arch.family in PREFETCHING and self.key_batch == self.d // UNIT
+        return self.ahead and self.key_batch == self.d // UNIT
 
     def load_keys(self, block, first=0):
         """Loads a batch of the block's keys, units first .."""

@@ -1,8 +1,8 @@
 """How the keys of decode attention's rows are distributed: over splits, which workgroups have, and their waves.
 
-`splits_of` gives a shape's splits and what each has, as an arch's plan says. In a step of several rows `dealt` tells a
-workgroup, in the kernel, which split of which row it has: a row that sees many keys has more splits than others, none
-has more than it would have alone, and there are no more workgroups than splits with something to do.
+`splits_of` gives a shape's splits and what each has, as an arch's plan says. In a step of several rows `split_of`
+determines, in the kernel, which split of which row a workgroup has: a row that sees many keys has more splits than
+others, none has more than it would have alone, and there are no more workgroups than splits with something to do.
 """
 
 from dataclasses import dataclass, replace
@@ -13,89 +13,75 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu.attention import attention_rows_matrix
 from mlc_amd.schedules.gpu.attention.attention_join import max_splits
 from mlc_amd.schedules.gpu.attention.attention_rows import STEP
-from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import waves_of
+from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import LOADS, KeyLoads, key_loads, waves_of
 from mlc_amd.schedules.gpu.attention.cache import clamped_position, visible
 from mlc_amd.schedules.gpu.attention.softmax import MAX_GROUP, group_of
 from mlc_amd.schedules.gpu.base.device import uniform, wave_max, wave_scan, wave_sum
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import opaque
 from mlc_amd.schedules.gpu.base.step import FEW
 from mlc_amd.schedules.operators.attention import Attention
 
 
 @dataclass(frozen=True)
-class Plan:
+class DecodePlan:
     """threads  of a workgroup, at most
     fill     workgroups per compute unit that a long context is split into
     step     keys between two looks at the maximum; on "rocm" STEP
     batch    splits whose results are loaded at once
     rows     query heads that a workgroup has, at least; where more share a KV head, several workgroups read its keys
+    loads, ahead  of attention_rows_vulkan.KeyLoads; of no effect on "rocm"
     """
 
-    threads: int
-    fill: int
-    step: int
-    batch: int
-    rows: int
+    threads: int = 128
+    fill: int = 2
+    step: int = STEP
+    batch: int = 8
+    rows: int = MAX_GROUP
+    loads: int = LOADS
+    ahead: int = 0
 
 
-class MatrixPlan(Plan):
-    """Of rows on cooperative matrices (`attention_rows_matrix.py`)."""
+class MatrixDecodePlan(DecodePlan):
+    """Of rows on cooperative matrices (`attention_rows_matrix.py`), whose lanes are known."""
 
 
-# By family and `_kind` of the layer: what takes least time on an H200 with 0 to 16384 tokens in the cache. Several
-# workgroups that read the same keys are faster than one with more rows, until reading counts.
-PLANS = {
-    ("nvidia", "wide"): Plan(threads=128, fill=2, step=32, batch=32, rows=4),
-    ("nvidia", "narrow"): Plan(threads=128, fill=8, step=32, batch=32, rows=2),
-    ("nvidia", "window"): Plan(threads=128, fill=4, step=32, batch=32, rows=1),
-}
-# The same of layers that `attention_rows_matrix.suits`, where MATRIX_GROUP query heads at least share a KV head.
-MATRIX_PLANS = {
-    ("nvidia", "wide"): MatrixPlan(threads=128, fill=2, step=32, batch=32, rows=8),
-    ("nvidia", "narrow"): MatrixPlan(threads=128, fill=4, step=32, batch=32, rows=8),
-}
-MATRIX_GROUP = 4
-# Of these in steps of several rows: (workgroups, at most, if each row has one for a part of its heads; threads), which
-# take least time on an H100 in Llama 3 8B, Llama 3.2 1B and Qwen 3 30B A3B behind 512 to 4096 tokens. Besides these the
-# plan's: in steps of FEW rows, which may be of two, 128 take 3 to 21 % less time for these than 256. 64 rows of 8 KV
-# heads: 96 take 5 % less than 128 (on an H200 8 %), 64 as long as 96, but 4 to 10 % longer where rows have different
-# lengths.
-MATRIX_THREADS = {
-    ("nvidia", "wide"): ((128, 256), (256, 128), (512, 96)),
-    ("nvidia", "narrow"): ((256, 256),),
-}
-# That their splits give a compute unit: heads of 128 take 184 to 193 registers, so that 320 fit. With more splits some
-# begin when others end.
-UNIT_THREADS = 256
-# Of latent attention, whose rows have the most columns: as many rows as registers hold. On an H200, GLM 4.7 Flash
-# decodes a tenth slower with 4 rows than with one, but with 16384 tokens in the cache one and a half times as fast.
-LATENT_PLAN = Plan(threads=128, fill=2, step=STEP, batch=8, rows=4)
-DEFAULT_PLAN = Plan(threads=128, fill=2, step=STEP, batch=8, rows=MAX_GROUP)
-NARROW = 64  # columns of a head, at most
+LATENT_ROWS = 4  # of latent attention, whose rows have the most columns: as many as registers hold
+MATRIX_GROUP = 4  # query heads of a KV head, at least, that are worth matrices
+# What matrices are fed with: whole blocks of 32 keys, all splits' results at once, 8 query heads.
+MATRIX = MatrixDecodePlan(step=32, batch=32, rows=8)
+MATRIX_THREADS = (256, 128, 64)  # of a workgroup
+# Threads that a compute unit runs at once: heads of 128 columns take 184 to 193 of 512 registers, so that 320 fit. With
+# more splits some begin when others end.
+UNIT_THREADS, UNIT_COLUMNS = 256, 128
 FIELD = 7  # bits of a word for a row, or for a number of splits
-# family: blocks of keys that each wave of a workgroup processes before there are splits, since joining them in device
-# memory takes as long. Others: one.
-ALONE = {"nvidia": 4}
 
 
-def default_plan(attention: Attention, arch, m=1) -> Plan:
-    """Of a layer, for m rows."""
-    kind, plan = (arch.family, _kind(attention)), DEFAULT_PLAN
+def alone_of(arch: Device) -> int:
+    """Blocks of keys that each wave of a workgroup processes before there are splits, as joining them in device memory
+    takes as long as a launch: about a microsecond a block."""
+    return 1 + int(arch.launch_us)
+
+
+def default_plan(attention: Attention, arch: Device, m: int = 1) -> DecodePlan:
+    """The rule, of a layer for m rows: matrices where their lanes are known and enough query heads share a KV head;
+    else rows of queries in registers."""
+    plan = DecodePlan(loads=key_loads(arch).loads)
     if attention.values:
-        plan = LATENT_PLAN
-    elif kind in MATRIX_PLANS and attention.group >= MATRIX_GROUP and attention_rows_matrix.suits(arch, attention):
-        plan = MATRIX_PLANS[kind] if m == 1 else _of_rows(kind, attention, m)
-    else:
-        plan = PLANS.get(kind, plan)
-    return plan if m == 1 else replace(plan, batch=DEFAULT_PLAN.batch)  # a step of several rows gains by little code
+        plan = replace(plan, rows=LATENT_ROWS)
+    elif not attention.span and attention.group >= MATRIX_GROUP and attention_rows_matrix.suits(arch, attention):
+        plan = _on_matrices(attention, arch, m)
+    return plan if m == 1 else replace(plan, batch=DecodePlan.batch)  # a step of several rows gains by little code
 
 
-def _of_rows(kind, attention, m) -> MatrixPlan:
-    """The plan of a step of m > 1 rows on matrices."""
-    plan = MATRIX_PLANS[kind]
-    groups = m * attention.heads // _group(plan, attention.group)
-    threads = next((threads for most, threads in MATRIX_THREADS[kind] if m > FEW and groups <= most), plan.threads)
-    return replace(plan, threads=threads, fill=UNIT_THREADS // threads)
+def _on_matrices(attention: Attention, arch: Device, m: int) -> MatrixDecodePlan:
+    """Workgroups that fill the registers of all compute units. In steps of more than FEW rows a workgroup for a part of
+    each row's heads comes first, and has as many threads as they leave each: in smaller ones the rows may be few."""
+    unit = UNIT_THREADS * max(UNIT_COLUMNS // attention.d, 1)
+    threads, groups = MATRIX.threads, m * attention.heads // _group(MATRIX, attention.group)
+    if m > FEW:
+        threads = next((n for n in MATRIX_THREADS if n * groups <= unit * arch.units), MATRIX_THREADS[-1])
+    return replace(MATRIX, threads=threads, fill=max(unit // threads, 1))
 
 
 def _group(plan, shared) -> int:
@@ -103,15 +89,12 @@ def _group(plan, shared) -> int:
     return next(n for n in range(min(plan.rows, shared), shared + 1) if shared % n == 0)
 
 
-def _kind(attention) -> str:
-    return "window" if attention.span else "narrow" if attention.d <= NARROW else "wide"
-
-
 class Splits(NamedTuple):
     """How a KV head's keys are distributed: up to `count` workgroups of `waves` waves, which take blocks of `step` keys
     round robin, for each `group` of the query heads; `parts` such groups share a KV head. d: columns of an output.
-    batch: splits whose results are loaded at once. maximum: splits for which there is memory. alone: of `ALONE`. fill:
-    splits that all rows together should have. matrix: of a `MatrixPlan`."""
+    batch: splits whose results are loaded at once. maximum: splits for which there is memory. alone: of `alone_of`.
+    fill:
+    splits that all rows together should have. matrix: of a `MatrixDecodePlan`."""
 
     count: int
     waves: int
@@ -125,6 +108,7 @@ class Splits(NamedTuple):
     alone: int
     fill: int
     matrix: bool = False
+    loads: KeyLoads | None = None
 
     def workgroups(self, m) -> int:
         """Of m rows, for each group of query heads: as many as there may be splits with something to do."""
@@ -157,7 +141,7 @@ class Splits(NamedTuple):
 
     def share(self, steps, split, wave, active, several):
         """(the first block of a wave, the distance to its next one, how many it has) of `steps` blocks. With `several`
-        rows blocks are dealt out to the active splits; with one to all splits, unless one is active alone."""
+        rows blocks are divided among the active splits; with one to all splits, unless one is active alone."""
 
         def rest(streams):
             return T.max((steps - stream + streams - 1) // streams, T.int32(0))
@@ -173,12 +157,12 @@ class Splits(NamedTuple):
         return stream, distance, T.Select(one, rest(self.waves), rest(streams))
 
 
-def splits_of(attention: Attention, arch, plan: Plan | None = None, m=1) -> Splits:
+def splits_of(attention: Attention, arch, plan: DecodePlan | None = None, m=1) -> Splits:
     """The splits of a layer for m rows: no more than the visible keys have blocks for, than fill the GPU, than a wave
     has lanes to join them. ValueError for a plan that the arch cannot run."""
     plan = plan or default_plan(attention, arch, m)
     heads, kv_heads, d, span = attention.heads, attention.kv_heads, attention.d, attention.span
-    matrix, shared = isinstance(plan, MatrixPlan), heads if attention.values else group_of(heads, kv_heads)
+    matrix, shared = isinstance(plan, MatrixDecodePlan), heads if attention.values else group_of(heads, kv_heads)
     group = _group(plan, shared)
     parts = shared // group
     if plan.step != STEP and (arch.api == "rocm" or plan.step % arch.wave or plan.step > STEP):
@@ -194,13 +178,14 @@ def splits_of(attention: Attention, arch, plan: Plan | None = None, m=1) -> Spli
     keys = min(attention.ctx, span + plan.step) if span else attention.ctx  # what is seen may begin within a block
     fill, maximum = -(-plan.fill * arch.units // (kv_heads * parts)), max_splits(m)
     count = min(-(-keys // (plan.step * waves)), fill, maximum, arch.wave)
-    batch, alone = min(plan.batch, arch.wave), ALONE.get(arch.family, 1)
+    batch, alone = min(plan.batch, arch.wave), alone_of(arch)
     threads, value_d = waves * arch.wave, attention.value_d
-    return Splits(count, waves, threads, group, value_d, plan.step, batch, parts, maximum, alone, fill, matrix)
+    loads = None if matrix or arch.api == "rocm" else KeyLoads(plan.loads, bool(plan.ahead))
+    return Splits(count, waves, threads, group, value_d, plan.step, batch, parts, maximum, alone, fill, matrix, loads)
 
 
-def dealt(arch, attention, splits, places, m, count, workgroup, lane):
-    """Deals the splits of the first `count` of m rows out to workgroups, those of row 0 first. (Whether this workgroup
+def split_of(arch, attention, splits, places, m, count, workgroup, lane):
+    """Assigns the splits of the first `count` of m rows to workgroups, those of row 0 first. (Whether this workgroup
     has one, its row, the number of its split, the splits of that row), the same in all lanes. Each wave computes it: a
     lane has a row or several."""
     found = T.int32(0)

@@ -25,7 +25,8 @@ ATTENTION_LATENT = {
 ATTENTION_MATRIX = {"threads": (32, 64, 128, 256), "blocks": (1, 2, 4)}
 ATTENTION_DOT = {"threads": (32, 64, 128, 256), "rows": (4, 8, 16)}
 DECODE = {
-    "threads": (32, 64, 128, 256), "fill": (1, 2, 4, 8), "step": (32, 64), "batch": (4, 8, 16, 32), "rows": (2, 4, 16),
+    "threads": (32, 64, 96, 128, 256), "fill": (1, 2, 4, 8), "step": (32, 64), "batch": (4, 8, 16, 32),
+    "rows": (1, 2, 4, 8, 16), "loads": (4, 8, 16), "ahead": (0, 1),
 }  # fmt: skip
 
 
@@ -131,4 +132,4 @@ def _decode_latent(arch, m, layer, default) -> Space:
             same, splits.parts * splits.workgroups(m), splits.threads, plan.keys * layer.width * 2 / splits.threads
         )
 
-    return Space(attention_latent_decode.Plan, ATTENTION_LATENT, default, kernel)
+    return Space(attention_latent_decode.LatentDecodePlan, ATTENTION_LATENT, default, kernel)

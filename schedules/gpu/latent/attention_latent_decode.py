@@ -12,10 +12,11 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_join import scratch_shapes
-from mlc_amd.schedules.gpu.attention.attention_splits import FIELD, Splits, dealt, splits_of_rows
+from mlc_amd.schedules.gpu.attention.attention_splits import FIELD, Splits, split_of, splits_of_rows
 from mlc_amd.schedules.gpu.attention.attention_step import Step, attention_step
 from mlc_amd.schedules.gpu.attention.cache import clamped_position, row_slot, visible
 from mlc_amd.schedules.gpu.base.device import launch, uniform, wave_max
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import emit_store
 from mlc_amd.schedules.gpu.base.registers import opaque
 from mlc_amd.schedules.gpu.latent.attention_latent import rows_of
@@ -28,22 +29,30 @@ MOST = (1 << FIELD) - 1  # splits of a row
 
 
 @dataclass(frozen=True)
-class Plan(Tile):
+class LatentDecodePlan(Tile):
     """A tile of a token's heads; `fill` is what long contexts are split into."""
 
 
-# By family: of one row and of several, in the order of preference. As measured on an H200 with 20 heads of 576 columns
-# and 0 to 16384 tokens in the cache.
-_NARROW, _WIDE = Plan(4, 16, buffers=2, fill=2, least=2), Plan(4, 32, buffers=2, fill=2, least=4)
-PLANS = {"nvidia": ((_NARROW,), (_WIDE, _NARROW))}
-OTHERS = tuple(Plan(waves, rows, held=4, least=4) for rows in (32, 16) for waves in (8, 4, 2, 1))
+# Few queries in registers: where these must be counted, or nothing is known of them.
+_SMALL = tuple(LatentDecodePlan(waves, rows, held=4, least=4) for rows in (32, 16) for waves in (8, 4, 2, 1))
+# All queries in registers. The numbers are what takes least time on an H200 with 20 heads of 576 columns and 0 to 16384
+# tokens in the cache.
+_NARROW = LatentDecodePlan(4, 16, buffers=2, fill=2, least=2)
+_WIDE = LatentDecodePlan(4, 32, buffers=2, fill=2, least=4)
 
 
-def plan_of(attention: Attention, m, arch) -> Plan | None:
+def _preferred(m: int, arch: Device) -> tuple[LatentDecodePlan, ...]:
+    """The rule: plans for m rows in the order of preference."""
+    if not arch.registers or arch.query_registers:
+        return _SMALL
+    return (_NARROW, *_SMALL) if m == 1 else (_WIDE, _NARROW, *_SMALL)
+
+
+def plan_of(attention: Attention, m, arch) -> LatentDecodePlan | None:
     """The arch's plan for m rows; None if there is none for such a layer."""
     if not suits(attention, arch) or attention.heads < arch.fragment[0]:
         return None
-    plans, most = (*PLANS.get(arch.family, ((), ()))[m > 1], *OTHERS), attention.heads + arch.fragment[0]
+    plans, most = _preferred(m, arch), attention.heads + arch.fragment[0]
     return next((plan for plan in plans if plan.rows < most and shape_of(plan, attention, arch)), None)
 
 
@@ -86,7 +95,7 @@ def _emit_parts(attention, m, arch, step, plan, splits, live):
         number, token, split, works = uniform(arch, thread_wave), 0, group, None
         if m > 1:
             count = T.Bind(T.min(step.state[live], T.int32(m)))
-            works, token, split, active = dealt(arch, attention, splits, step.rows, m, count, group, lane)
+            works, token, split, active = split_of(arch, attention, splits, step.rows, m, count, group, lane)
         seen = visible(attention, clamped_position(step.rows, token, attention.ctx))
         end, first = seen.end_block(plan.keys), seen.first_block(plan.keys)
         if works is None:

@@ -7,6 +7,7 @@ In: an `Attention` layer and an arch. Out: a `Tile`, and what it takes of shared
 from dataclasses import dataclass, replace
 
 from mlc_amd.schedules.gpu.attention.cache import UNIT
+from mlc_amd.schedules.gpu.base.profiles import Device
 
 PAD = 1  # units behind a row in shared memory: neighbouring rows start in different banks
 MOST = 16  # keys whose weights a lane makes, at most
@@ -32,15 +33,19 @@ class Tile:
     least: int = 8
 
 
-# By family, in the order of preference: the first that fits the layer and the arch is taken. On an H200, 512 tokens of
-# 20 heads of 576 columns behind 16384 others take a fifth longer with 64 rows, and more than twice as long without
-# queries in registers. RDNA's registers hold 4 fragments of them beside the outputs (Mesa 25).
-TILES = {
-    "nvidia": (Tile(fill=2),),
-    "rdna3": (Tile(held=4), Tile(waves=4, held=4)),
-    "rdna4": (Tile(held=4), Tile(waves=4, held=4)),
-}
-OTHERS = (Tile(waves=4), Tile(waves=2, rows=16), Tile(waves=1, rows=16))
+HELD = 4  # fragments of queries that fit beside the outputs where registers must be counted (ACO of Mesa 25)
+# Where nothing is known of a device, or nothing larger fits it.
+SMALL = (Tile(waves=4), Tile(waves=2, rows=16), Tile(waves=1, rows=16))
+
+
+def _preferred(arch: Device) -> tuple[Tile, ...]:
+    """The rule: tiles in the order of preference, of which the first that fits the layer and the device is taken. On an
+    H200, 512 tokens of 20 heads of 576 columns after 16384 others take a fifth longer with 64 rows, and more than twice
+    as long without queries in registers."""
+    if not arch.registers:
+        return SMALL
+    large = Tile(held=HELD) if arch.query_registers else Tile(fill=2)
+    return large, replace(large, waves=4), *SMALL
 
 
 @dataclass(frozen=True)
@@ -113,5 +118,5 @@ def tile_of(attention, arch) -> Tile | None:
     """The arch's tile; None if there is none for such a layer."""
     if not suits(attention, arch):
         return None
-    found = (replace(tile, waves=min(tile.waves, arch.threads // arch.wave)) for tile in TILES.get(arch.family, OTHERS))
-    return next((tile for tile in (*found, *OTHERS) if shape_of(tile, attention, arch)), None)
+    found = (replace(tile, waves=min(tile.waves, arch.threads // arch.wave)) for tile in _preferred(arch))
+    return next((tile for tile in (*found, *SMALL) if shape_of(tile, attention, arch)), None)

@@ -1,4 +1,4 @@
-"""The SPIR-V emulator (tools/dev/spirv): what it computes, what it refuses; and kernels exactly as GPUs get them."""
+"""The SPIR-V emulator (tests/dev/spirv): what it computes, what it refuses; and kernels exactly as GPUs get them."""
 
 import numpy as np
 import pytest

@@ -17,7 +17,7 @@ from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.compiler.codegen.spirv_reader import read
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.attention import attention
-from mlc_amd.schedules.gpu.attention.attention_coop_tiles import QUERY, Tile, held_steps, lds_bytes, tile_of
+from mlc_amd.schedules.gpu.attention.attention_coop_tiles import Tile, held_steps, lds_bytes, tile_of
 from mlc_amd.schedules.gpu.attention.attention_prefill_coop import attention_prefill_coop
 from mlc_amd.schedules.gpu.attention.cache import cache_types
 from mlc_amd.schedules.gpu.base.pairs import from_pairs
@@ -103,13 +103,12 @@ def test_scores_that_grow(name):
 @pytest.mark.parametrize(
     ("name", "room"), sample([("short_blocks", 50), ("fragments", 50), ("mixed", 1 << 10)], [("fragments", 50)])
 )
-def test_queries_that_registers_do_not_hold(monkeypatch, name, room):
+def test_queries_that_registers_do_not_hold(name, room):
     """As of wide heads on AMD's GPUs, most or all of their fragments are loaded for each block."""
-    case, profile = CASES[name], NVIDIA
-    monkeypatch.setitem(QUERY, profile.family, room)
+    case, profile = CASES[name], replace(NVIDIA, query_registers=room)
     tile = TILES.get(name) or tile_of(case.m, case.heads, case.kv_heads, case.layer.width, profile)
     assert held_steps(tile, case.layer.width, profile) < case.layer.width // profile.fragment[2]
-    compare(name)
+    compare(name, profile)
 
 
 def test_wide_heads_leave_room_for_their_outputs():

@@ -15,7 +15,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.compiler.codegen.spirv_reader import read
 from mlc_amd.schedules.gpu.attention import attention_decode, attention_splits
-from mlc_amd.schedules.gpu.attention.attention_splits import MatrixPlan, default_plan, splits_of, splits_of_rows
+from mlc_amd.schedules.gpu.attention.attention_splits import MatrixDecodePlan, default_plan, splits_of, splits_of_rows
 from mlc_amd.schedules.gpu.attention.cache import rows_arg
 from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.profiles import resolve
@@ -54,7 +54,7 @@ CASES = {
     ),
     "64 rows": Case(2, 1, 32, m=64, several=64, rope=Rope(True, 32), states=(Rows(tuple(range(0, 512, 8))),)),
 }  # fmt: skip
-PLAN = MatrixPlan(64, 2, 32, 8, 8)
+PLAN = MatrixDecodePlan(64, 2, 32, 8, 8)
 
 
 def check(case, plan=PLAN, **how):
@@ -65,7 +65,7 @@ def check(case, plan=PLAN, **how):
 @pytest.fixture(autouse=True)
 def many_splits(monkeypatch):
     """Short sequences have several splits, which join."""
-    monkeypatch.setitem(attention_splits.ALONE, "nvidia", 2)
+    monkeypatch.setattr(attention_splits, "alone_of", lambda arch: 2)
 
 
 @pytest.mark.parametrize("name", sample(CASES, ["rotated", "rotated rows"]))
@@ -144,8 +144,8 @@ def test_no_more_splits_than_run_at_the_same_time(lengths):
     with kernel("k") as ir:
         rows, found = rows_arg(m), T.arg("found", T.buffer((m, 2), "int32"))
         with launch((1,), (NVIDIA.wave,)) as (_, lane):
-            dealt = splits_of_rows(NVIDIA, LLAMA, splits, rows, m, T.int32(len(lengths)), lane)
-            for row, active, before in dealt:
+            divided = splits_of_rows(NVIDIA, LLAMA, splits, rows, m, T.int32(len(lengths)), lane)
+            for row, active, before in divided:
                 with T.If(row < m), T.Then():
                     T.buffer_store(found, active, [row, 0])
                     T.buffer_store(found, before, [row, 1])
@@ -176,7 +176,7 @@ def test_no_more_splits_than_run_at_the_same_time(lengths):
 def test_layers_that_take_matrices(layer, matrix):
     assert splits_of(layer, NVIDIA).matrix is matrix
     for arch in ("nvidia:lane_matrix=none", "rdna3", "vangogh"):
-        assert not isinstance(default_plan(layer, resolve(arch)), MatrixPlan)
+        assert not isinstance(default_plan(layer, resolve(arch)), MatrixDecodePlan)
 
 
 @pytest.mark.parametrize(("arch", "plan"), [("rdna4", PLAN), ("nvidia", replace(PLAN, step=16))])

@@ -17,7 +17,7 @@ from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.base.pairs import from_pairs
 from mlc_amd.schedules.gpu.base.profiles import resolve
 from mlc_amd.schedules.gpu.latent.attention_latent import tiles_of
-from mlc_amd.schedules.gpu.latent.attention_latent_decode import Plan
+from mlc_amd.schedules.gpu.latent.attention_latent_decode import LatentDecodePlan
 from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, lds_bytes, shape_of, tile_of
 from mlc_amd.schedules.operators.attention import Attention
 
@@ -60,11 +60,11 @@ LONG = tuple((length - 1, 1) for length in (1, 33, 300))
 # decoding and a chunk on matrices
 CASES["mixed_16"] = Case(16, 1, 64, 16, several=8, states=(Rows((130, 5), (57, 9)),)), Tile(4, 16, 16, 1)
 DECODE = {
-    "one": (Case(16, 1, 64, 1, "rows", states=LONG), Plan(4, 16, 16, 1, fill=2, least=2)),
-    "two_fragments": (Case(20, 1, 64, 1, "", states=LONG), Plan(4, 32, 16, 1, 0, fill=1, least=1)),
-    "two_parts": (Case(20, 1, 64, 1, "", states=LONG), Plan(4, 16, 16, 2, fill=4, least=1)),
+    "one": (Case(16, 1, 64, 1, "rows", states=LONG), LatentDecodePlan(4, 16, 16, 1, fill=2, least=2)),
+    "two_fragments": (Case(20, 1, 64, 1, "", states=LONG), LatentDecodePlan(4, 32, 16, 1, 0, fill=1, least=1)),
+    "two_parts": (Case(20, 1, 64, 1, "", states=LONG), LatentDecodePlan(4, 16, 16, 2, fill=4, least=1)),
     "several": (Case(20, 1, 64, 8, "", several=8, states=(Rows((130, 5, 299)), Rows((0,) * 8))),
-                Plan(4, 32, 16, 1, 0, fill=3, least=1)),
+                LatentDecodePlan(4, 32, 16, 1, 0, fill=3, least=1)),
 }  # fmt: skip
 ALL = CASES | DECODE
 QUICK = ("one", "heads_5")
