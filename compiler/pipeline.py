@@ -34,9 +34,10 @@ from mlc_amd.runtime.artifact.manifest import (
     ManifestModel,
     check_described,
 )
-from mlc_amd.runtime.cache.kv_types import KV_TENSORS, KV_TYPE, KvType
+from mlc_amd.runtime.cache.kv_types import KV_TENSORS, KV_TYPE
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.schedules.operators.attention import PAGE
 from mlc_amd.schedules.operators.layouts import padded
 
@@ -68,29 +69,20 @@ class Summary:
 
 def compile_model(
     model,
-    target: str,
-    arch: str,
-    ctx: int | None,
+    options: CompileOptions,
     out: Path,
     progress: Progress | None = None,
-    weights: bool = True,
-    tuned: str = "auto",
     store: WeightStore | None = None,
-    kv_type: str = KV_TYPE,
 ) -> Summary:
-    """Compiles `model` (a GGUFModel or a synthetic one) into the folder `out`.
-
-    `ctx`: KV cache capacity in tokens, default the model's context up to 4096. `weights=False` leaves the matrices out:
-    the manifest lists them, and a device fills them at random. `tuned`: source of tuned plans, one of
-    `compiler.tuning.database.MODES`. `store`: where packed weights may be that need not be made again. `kv_type`: of
-    the KV cache, a name of `runtime.kv_types.KV_TENSORS`. UserError for everything that the user can fix.
-    """
+    """Compiles `model` (a GGUFModel or a synthetic one) into the folder `out`. store: where packed weights may be that
+    need not be made again. UserError for everything that the user can fix."""
     progress = progress or (lambda stage, done, total: None)
     clock = _Clock()
-    backend = make_target(target, arch, kv_type)
-    lookups = {arch.name: Lookup(arch, tuned) for arch in backend.archs}
+    kv_type = options.kv_type or KV_TYPE
+    backend = make_target(options.target, options.arch, kv_type)
+    lookups = {arch.name: Lookup(arch, options.tuned) for arch in backend.archs}
     backend.plans = {name: lookup.find for name, lookup in lookups.items()}
-    ctx = capacity(model.config, ctx)
+    ctx = capacity(model.config, options.ctx)
     workers = available_threads()
     with artifact.new_artifact(out) as directory:
         tokenizer.export(model.metadata, directory)
@@ -101,7 +93,7 @@ def compile_model(
         clock.lap("import")
         compiled = backend.compile_kernels(lowered.module, directory, progress, workers)
         clock.lap("kernels")
-        known = _write_weights(model, backend.layout, specs, directory, ctx, progress, workers, weights, store)
+        known = _write_weights(model, backend.layout, specs, directory, ctx, progress, workers, options.weights, store)
         model.check_unchanged()
         clock.lap("weights")
         progress("write", 0, 1)
@@ -116,7 +108,7 @@ def compile_model(
             "model": cast(ManifestModel, dataclasses.asdict(model.config)),
             "target": backend.description,
             "context": ctx,
-            "kv_type": cast(KvType, kv_type),
+            "kv_type": kv_type,
             "sampling": sampling.defaults(model.metadata, ctx),
             "functions": {
                 f.name: {
@@ -136,7 +128,7 @@ def compile_model(
             "kv": _kv(memory.kept(model.config, backend, ctx), spans),
             "page": PAGE,
             "formats": _format_counts(model),
-            "weights": "file" if weights else "random",
+            "weights": "file" if options.weights else "random",
             "tensors": packing.drawn(model, specs),
             "token_bytes": memory.token_bytes(model.config, backend, ctx),
             "weight_bytes": sum(spec.nbytes for planes in specs.values() for spec in planes),

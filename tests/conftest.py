@@ -22,6 +22,7 @@ from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.schedules.cpu.base.arch import resolve
 from mlc_amd.tools import cli
 from mlc_amd.tools.hub import models
@@ -191,7 +192,7 @@ def compiled_for(once):
             else:
                 opened = GGUFModel.open(source) if isinstance(source, Path) else synthetic(source)
             with opened as model:
-                compile_model(model, target, arch, ctx, out, kv_type=kv_type)
+                compile_model(model, CompileOptions(target, arch, ctx, kv_type=kv_type), out)
 
         level = resolve().target if target == "cpu" else ""
         return once(f"{level}-{target}-{arch}-{source}-{ctx}-{kv_type}", make)

@@ -19,6 +19,7 @@ from mlc_amd.compiler.models.config import AttentionConfig, FeedForwardConfig, L
 from mlc_amd.compiler.models.registry import expected_tensors, read_config
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.schedules.formats import FORMATS
 
 
@@ -355,5 +356,5 @@ def test_a_file_that_changes_while_it_is_compiled(tmp_path, change):
         else:
             os.utime(path, ns=(0, 1))  # as after writing
         with pytest.raises(UserError, match=r"the file (changed|ends at byte) .*; wait until it is complete"):
-            compile_model(model, "cpu", "x86-64-v3", 64, tmp_path / "out")
+            compile_model(model, CompileOptions("cpu", "x86-64-v3", 64), tmp_path / "out")
     assert not (tmp_path / "out").exists()

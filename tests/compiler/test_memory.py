@@ -22,6 +22,7 @@ from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import CHIPS, MEMORY
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.tools import cli
 from mlc_amd.tools.inspection import inspect_memory
 
@@ -118,7 +119,7 @@ def test_a_cache_that_kernels_cannot_address_is_refused_at_once(monkeypatch, tmp
     monkeypatch.setitem(PRESETS, "long", replace(PRESETS["llama3-8b"], keys={**PRESETS["llama3-8b"].keys, **long}))
     model, backend, start = synthetic("long:q4_0"), make_target(target, arch), time.process_time()
     with pytest.raises(UserError, match=r"--ctx 2097152 is too large: .* use 10485\d\d or less"):
-        compile_model(model, target, arch, 1 << 21, tmp_path / "out")
+        compile_model(model, CompileOptions(target, arch, 1 << 21), tmp_path / "out")
     assert time.process_time() - start < 3
     memory.check_capacity(model.config, backend, 1048512)
 

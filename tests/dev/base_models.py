@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.options import CompileOptions
 
 # Metadata of models that are small enough to be read thousands of times.
 SIZES = {
@@ -70,7 +71,7 @@ def model(name: str) -> GGUFModel:
 
 def main(name: str, target: str, arch: str, context: str, folder: str) -> None:
     """Compiles a model to a folder."""
-    compile_model(model(name), target, arch, int(context), Path(folder))
+    compile_model(model(name), CompileOptions(target, arch, int(context)), Path(folder))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from functools import cache
 
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.runtime.text import chat_template
 from tests.dev import base_models, fuzz_artifacts, fuzzing
 from tests.dev.fuzz_gguf import InProcess
@@ -33,7 +34,7 @@ def bases() -> dict[str, Parts]:
 def outcome(data: bytes) -> list[int]:
     """Compiles the model and generates tokens: greedily, and by its own sampling parameters."""
     with opened(data) as (model, folder):
-        compile_model(model, "cpu", "native", None, folder / "out")
+        compile_model(model, CompileOptions("cpu", "native", None), folder / "out")
         with fuzz_artifacts.engine(Artifact.open(folder / "out")) as engine:
             prompt = [i % engine.vocab for i in range(20)]
             logits = [engine.prefill(prompt), engine.decode(1)]

@@ -24,6 +24,7 @@ from pathlib import Path
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.grammars.grammars import Grammar, Grammars
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.tools import target as targets
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.terminal import display
@@ -118,7 +119,7 @@ def compile_with_vocabulary(options: argparse.Namespace, context: int, out: Path
     with display.compile_progress(f"compiling {options.synthetic}") as progress:
         model = synthetic(options.synthetic, keys=tokenizer)
         target, arch = targets.resolve(options.target, options.arch)
-        compile_model(model, target, arch, context, out, weights=weights, progress=progress)
+        compile_model(model, CompileOptions(target, arch, context, weights=weights), out, progress=progress)
 
 
 @contextmanager

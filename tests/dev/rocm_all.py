@@ -18,6 +18,7 @@ from mlc_amd.compiler.codegen import hsaco
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.arch import ARCHS
 
@@ -58,7 +59,7 @@ def main() -> int:
             start = time.perf_counter()
             with tempfile.TemporaryDirectory() as folder, open_model(source) as model:
                 try:
-                    compile_model(model, "rocm", arch, 512, Path(folder) / "model", weights=False)
+                    compile_model(model, CompileOptions("rocm", arch, 512, weights=False), Path(folder) / "model")
                 except Exception as error:  # reported, and counted: the other archs shall be tried
                     print(f"{source} {arch}: {type(error).__name__}: {error}", flush=True)
                     failed += 1

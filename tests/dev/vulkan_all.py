@@ -21,6 +21,7 @@ from mlc_amd.compiler.codegen import radv, spirv_reader
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.tools.inspection import inspect_vulkan
@@ -85,7 +86,7 @@ def main() -> int:
             start = time.perf_counter()
             with tempfile.TemporaryDirectory() as folder, open_model(source) as model:
                 try:
-                    compile_model(model, "vulkan", arch, 512, Path(folder) / "model", weights=False)
+                    compile_model(model, CompileOptions("vulkan", arch, 512, weights=False), Path(folder) / "model")
                     good, facts = judge(Artifact.open(Path(folder) / "model"), arch, options.table)
                 except Exception as error:  # reported, and counted: the other archs shall be tried
                     good, facts = False, f"{type(error).__name__}: {error}"

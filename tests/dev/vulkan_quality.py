@@ -15,6 +15,7 @@ from pathlib import Path
 from mlc_amd.compiler.gguf import GGUFModel
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine.engine import Engine
+from mlc_amd.runtime.options import CompileOptions
 from tests.dev.quality import MODELS, Reference
 
 
@@ -32,7 +33,7 @@ def main() -> int:
             tempfile.TemporaryDirectory() as folder,
             GGUFModel.open(options.shared / "models" / f"{name}.gguf") as model,
         ):
-            compile_model(model, "vulkan", options.arch, 512, Path(folder) / "model")
+            compile_model(model, CompileOptions("vulkan", options.arch, 512), Path(folder) / "model")
             engine, expected = Engine.load(Path(folder) / "model"), Reference(options.shared, name)
             compiled = time.perf_counter() - start
             logits, (compared, wrong) = expected.logits(engine), expected.greedy(engine, options.tokens)

@@ -14,6 +14,7 @@ from mlc_amd.compiler.pipeline import compile_model, make_target
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.schedules.operators.attention import KV_BLOCK
 from mlc_amd.tools import arguments, cli
 from mlc_amd.tools.checks import selftest_kernels, selftest_model
@@ -77,7 +78,7 @@ def test_heads_of_other_sizes_are_refused(tmp_path, target, arch):
         tiny("gemma3") as model,
         pytest.raises(UserError, match="--kv-type q8_0 needs heads in multiples of 32, not of"),
     ):
-        compile_model(model, target, arch, 64, tmp_path / "model", kv_type="q8_0")
+        compile_model(model, CompileOptions(target, arch, 64, kv_type="q8_0"), tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 

@@ -14,6 +14,7 @@ from mlc_amd.compiler.models.registry import read_config
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import CompileOptions
 from tests.dev.quality import kl_divergence
 from tests.models.test_architectures import EXACT, MAX_CHANGE
 
@@ -31,7 +32,7 @@ def engine(tmp_path_factory):
     model = synthetic(
         "tiny-qwen2:q8_0", keys={"general.architecture": "deepseek2"} | dense | {"leading_dense_block_count": 2}
     )
-    compile_model(model, "cpu", "native", CONTEXT, out, tuned="none")
+    compile_model(model, CompileOptions("cpu", "native", CONTEXT, tuned="none"), out)
     with Engine.load(out) as loaded:
         yield loaded
 
@@ -53,7 +54,7 @@ def test_answers_together_are_those_alone(engine):
 def test_on_a_vulkan_device(tmp_path, name):
     """Exact logits; the same in a chunk and steps after a truncated cache."""
     vulkan_harness.gpu()
-    compile_model(architectures.tiny(name), "vulkan", "auto", 128, tmp_path / "model", tuned="none")
+    compile_model(architectures.tiny(name), CompileOptions("vulkan", "auto", 128, tuned="none"), tmp_path / "model")
     with Engine.load(tmp_path / "model") as engine:
         logits = engine.score(EXACT["ids"])
         assert kl_divergence(EXACT[name], logits[EXACT["positions"]]) < MAX_KL
@@ -94,7 +95,9 @@ def test_a_merged_matrix_gives_the_same_parts():
 def test_a_quantized_cache_is_refused(tmp_path):
     with pytest.raises(UserError, match="q8_0 is not supported for latent attention"):
         compile_model(
-            architectures.tiny("deepseek2"), "cpu", "native", 64, tmp_path / "model", tuned="none", kv_type="q8_0"
+            architectures.tiny("deepseek2"),
+            CompileOptions("cpu", "native", 64, tuned="none", kv_type="q8_0"),
+            tmp_path / "model",
         )
 
 

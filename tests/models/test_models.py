@@ -9,6 +9,7 @@ from samples import sample
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine.engine import Engine
+from mlc_amd.runtime.options import CompileOptions
 from tests.dev.quality import kl_divergence
 
 IDS = np.random.default_rng(7).integers(0, 1024, 40)
@@ -58,7 +59,7 @@ def test_tensor_types_mix_freely(tmp_path, preset, names):
     for name, form in types.items():
         model.tensors[name] = synthetic(f"{preset}:{form}", keys=keys).tensors[name]
     assert {name for name, tensor in model.tensors.items() if len(tensor.shape) == 2} == set(types)
-    compile_model(model, "cpu", "native", 64, tmp_path / "mixed")
+    compile_model(model, CompileOptions("cpu", "native", 64), tmp_path / "mixed")
     check_against_reference(model, Engine.load(tmp_path / "mixed"))
 
 

@@ -19,6 +19,7 @@ from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.engine.sampled_rows import GREEDY
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import CompileOptions
 from tests.runtime.engine.test_speculation import Eager
 
 EXACT = np.load(Path(__file__).parents[1] / "fixtures" / "predictor.npz")
@@ -29,7 +30,7 @@ CASES.append(pytest.param(("glm4moe", "vulkan"), marks=pytest.mark.full))
 
 
 def load(model, target, out, context=256):
-    compile_model(model, target, "native" if target == "cpu" else "generic", context, out, tuned="none")
+    compile_model(model, CompileOptions(target, "native" if target == "cpu" else "generic", context, tuned="none"), out)
     return Engine.load(out)
 
 

@@ -17,6 +17,7 @@ from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.schedules.gpu.base.step import FEW
 from tests.dev.quality import kl_divergence
 
@@ -164,7 +165,11 @@ def test_architecture_in_the_emulator(emulator, tmp_path, name, arch, monkeypatc
     monkeypatch.setenv("MLC_AMD_GRAPH", "0")
     ids, logits = np.random.default_rng(7).integers(0, 1024, 31), []
     for target in ("cpu", "rocm"):
-        compile_model(architectures.tiny(name), target, "native" if target == "cpu" else arch, 64, tmp_path / target)
+        compile_model(
+            architectures.tiny(name),
+            CompileOptions(target, "native" if target == "cpu" else arch, 64),
+            tmp_path / target,
+        )
         if target == "cpu":
             engine = Engine.load(tmp_path / target)
         else:
@@ -185,7 +190,7 @@ def test_exact_logits_in_the_emulator(shared, emulator, tmp_path, name, arch, mo
     path = tmp_path / "model.gguf"
     _, exact = architectures.referenced(shared, name, path)
     with GGUFModel.open(path) as model:
-        compile_model(model, "rocm", arch, 512, tmp_path / "rocm")
+        compile_model(model, CompileOptions("rocm", arch, 512), tmp_path / "rocm")
     artifact = Artifact.open(tmp_path / "rocm")
     engine = Engine(artifact, emulated_device(artifact, arch, emulator))
     made = np.stack([engine.prefill(exact["ids"][:17]), engine.decode(int(exact["ids"][17]))])

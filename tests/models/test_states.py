@@ -12,6 +12,7 @@ from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.engine.sampled_rows import GREEDY
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import CompileOptions
 from tests.runtime.engine.test_speculation import Eager
 
 CONTEXT, MAX_CHANGE = 512, 2e-3  # tokens; share of the logits' range
@@ -28,7 +29,7 @@ def engine(request, tmp_path_factory):
     if target == "vulkan":
         vulkan_harness.gpu()  # skips without a device
     arch, form = ("native", "q8_0") if target == "cpu" else ("generic", "f16")
-    compile_model(architectures.tiny(name, form), target, arch, CONTEXT, out, tuned="none")
+    compile_model(architectures.tiny(name, form), CompileOptions(target, arch, CONTEXT, tuned="none"), out)
     with Engine.load(out) as loaded:
         yield loaded
 

@@ -11,6 +11,7 @@ from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import CompileOptions
 from tests.dev.quality import Reference, kl_divergence
 
 MAX_KL = 1e-3
@@ -27,7 +28,7 @@ def made(tmp_path_factory):
         if (source, arch) not in done:
             out = tmp_path_factory.mktemp("vulkan") / "model"
             with synthetic(source) if isinstance(source, str) else GGUFModel.open(source) as model:
-                compile_model(model, "vulkan", arch, ctx, out)
+                compile_model(model, CompileOptions("vulkan", arch, ctx), out)
             done[source, arch] = out
         return done[source, arch]
 

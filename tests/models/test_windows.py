@@ -8,6 +8,7 @@ import reference
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine.engine import Engine
+from mlc_amd.runtime.options import CompileOptions
 from tests.dev.quality import kl_divergence
 
 MAX_KL = 2e-5  # nats: float weights and activations
@@ -23,7 +24,7 @@ KEYS: dict[str, object] = {
 def case(tmp_path_factory):
     """(engine, ids that nearly fill the context, exact logits after each id)"""
     model, out = synthetic("tiny:f16", keys=KEYS), tmp_path_factory.mktemp("ring") / "model"
-    compile_model(model, "cpu", "native", CONTEXT, out, tuned="none")
+    compile_model(model, CompileOptions("cpu", "native", CONTEXT, tuned="none"), out)
     ids = np.random.default_rng(5).integers(0, 1024, CONTEXT - 40)
     return Engine.load(out), ids, reference.forward(model, ids)
 

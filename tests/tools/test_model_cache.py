@@ -29,8 +29,8 @@ def builds(monkeypatch, tmp_path) -> list[tuple[str, str]]:
     """(target, arch) of each compilation; nothing is really compiled. The cache is empty at first."""
     made = []
 
-    def compile_model(source, target, arch, ctx, out, progress, weights, tuned, store, kv_type):
-        made.append((target, arch))
+    def compile_model(source, options, out, progress, store):
+        made.append((options.target, options.arch))
         out.mkdir(parents=True)
         (out / "manifest.json").touch()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.tools.checks import doctor_vulkan, machine
 from mlc_amd.tools.hub import model_cache
 from mlc_amd.tools.measure import bandwidth
@@ -85,7 +86,7 @@ def _try_cpu_target() -> str | None:
     with tempfile.TemporaryDirectory(prefix="mlc-amd-") as directory:
         place = Path(directory) / "model"
         try:
-            compile_model(synthetic("tiny:q4_0"), "cpu", "native", 64, place)
+            compile_model(synthetic("tiny:q4_0"), CompileOptions("cpu", "native", 64), place)
             finite = bool(np.isfinite(Engine.load(place).decode(1)).all())
         except Exception as error:  # finding out what fails is the job
             return f"{type(error).__name__}: {error}"

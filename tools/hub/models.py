@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from mlc_amd.runtime.artifact.artifact import CannotWrite, source_id
 from mlc_amd.runtime.artifact.memory import CONTEXT_STEP
 from mlc_amd.runtime.cache.kv_pool import KvSize
-from mlc_amd.runtime.cache.kv_types import KV_TYPE
+from mlc_amd.runtime.cache.kv_types import KV_TYPE, KvType
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.options import CompileOptions, Tuned
 from mlc_amd.tools import target as targets
 from mlc_amd.tools.hub import model_cache
 from mlc_amd.tools.hub.model_cache import Recipe
@@ -83,8 +84,8 @@ def compile_artifact(
     arch: str = "native",
     ctx: int | None = None,
     weights: bool = True,
-    tuned: str = "auto",
-    kv_type: str | None = None,
+    tuned: Tuned = "auto",
+    kv_type: KvType | None = None,
 ) -> Summary:
     """Compiles a GGUF file, or the `synthetic` model of that spec, into the folder `output` (None:
     dist/MODEL-TARGET-ARCH in the current directory)."""
@@ -133,8 +134,8 @@ def artifact_path(
     ctx: int | None = None,
     synthetic: str | None = None,
     device: str | None = None,
-    tuned: str = "auto",
-    kv_type: str | None = None,
+    tuned: Tuned = "auto",
+    kv_type: KvType | None = None,
 ) -> Path:
     """The artifact folder for `model` (None: the demo) or for a `synthetic` spec, compiled into the cache if necessary.
 
@@ -170,11 +171,11 @@ def load_engine(
     arch: str = "native",
     ctx: int | None = None,
     synthetic: str | None = None,
-    tuned: str = "auto",
+    tuned: Tuned = "auto",
     n_cpu_moe: int = 0,
     kv_tokens: int | None = None,
     kv_memory: int | str | None = None,
-    kv_type: str | None = None,
+    kv_type: KvType | None = None,
     draft: str | None = None,
 ) -> Engine:
     """An Engine for `model`.
@@ -237,20 +238,20 @@ def _compile(
     ctx: int | None,
     out: Path,
     store: WeightStore,
-    kv_type: str | None,
+    kv_type: KvType | None,
     *,
     weights: bool = True,
-    tuned: str = "auto",
+    tuned: Tuned = "auto",
 ) -> Summary:
     title = f"compiling {synthetic or (path.name if path else '')} for {target} {arch}"
     with open_source(path, synthetic) as source, display.compile_progress(title) as progress:
         from mlc_amd.compiler.pipeline import compile_model  # takes a second to import: only once the model is readable
 
-        kept = {"weights": weights, "tuned": tuned, "store": store, "kv_type": kv_type or KV_TYPE}
-        return compile_model(source, target, arch, ctx, out, progress, **kept)
+        options = CompileOptions(target, arch, ctx, kv_type, tuned, weights)
+        return compile_model(source, options, out, progress, store)
 
 
-def _check_settings(path: Path, target: str, arch: str, ctx: int | None, kv_type: str | None) -> None:
+def _check_settings(path: Path, target: str, arch: str, ctx: int | None, kv_type: KvType | None) -> None:
     """UserError where an artifact was not compiled with the settings that the user gives."""
     given = {
         "--target": None if target == targets.AUTO else target,

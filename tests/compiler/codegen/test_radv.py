@@ -19,6 +19,7 @@ from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.linear.gemv import linear
 from mlc_amd.schedules.operators import Sample
@@ -34,7 +35,7 @@ def artifact(tmp_path_factory):
     """A tiny model for the Steam Deck's GPU."""
     out = tmp_path_factory.mktemp("radv") / "model"
     with synthetic("tiny:q4_0") as model:
-        compile_model(model, "vulkan", ARCH, 64, out)
+        compile_model(model, CompileOptions("vulkan", ARCH, 64), out)
     return out
 
 

@@ -13,6 +13,7 @@ from mlc_amd.compiler.tuning import tasks as tuning
 from mlc_amd.compiler.tuning.database import Checked, Database, Measured
 from mlc_amd.compiler.tuning.rooflines import roofline
 from mlc_amd.compiler.tuning.session import TuningSession
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.schedules.space import space
 
 pytest.importorskip("xgboost")
@@ -60,7 +61,8 @@ def test_tasks_are_the_distinct_kernels_weighted_by_their_calls(tasks, gguf):
 
 def compiled(gguf, folder, **options):
     with GGUFModel.open(gguf) as model:
-        summary = pipeline.compile_model(model, "vulkan", "vangogh", CONTEXT, folder, weights=False, **options)
+        made = CompileOptions("vulkan", "vangogh", CONTEXT, weights=False, **options)
+        summary = pipeline.compile_model(model, made, folder)
     return summary, json.loads((folder / "manifest.json").read_text())
 
 

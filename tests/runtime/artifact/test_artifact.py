@@ -24,6 +24,7 @@ from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.devices.cpu import Kernels
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import CompileOptions
 from tests.dev import resealing
 
 
@@ -160,11 +161,12 @@ import resource, signal
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import CompileOptions
 from tests.dev import resealing
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
-    compile_model(synthetic("tiny:f16"), "vulkan", "generic", 64, {str(tmp_path / "model")!r})
+    compile_model(synthetic("tiny:f16"), CompileOptions("vulkan", "generic", 64), {str(tmp_path / "model")!r})
 except UserError as e:
     print(e)
 """
@@ -257,7 +259,7 @@ def test_kernels_are_loaded_by_content(tmp_path):
 )
 def test_bad_requests(tmp_path, target, arch, ctx, message):
     with pytest.raises(UserError, match=message):
-        compile_model(synthetic("tiny:q4_0"), target, arch, ctx, tmp_path / "model")
+        compile_model(synthetic("tiny:q4_0"), CompileOptions(target, arch, ctx), tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
 

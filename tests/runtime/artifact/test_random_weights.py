@@ -18,6 +18,7 @@ from mlc_amd.runtime.artifact.random_weights import RandomWeights
 from mlc_amd.runtime.artifact.weight_block import ALIGN, TensorSpec
 from mlc_amd.runtime.artifact.weights_file import Weights, WeightsWriter
 from mlc_amd.runtime.engine.engine import Engine
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.schedules.cpu.linear.planes import dequantize, planes
 from mlc_amd.schedules.formats import FORMATS
 
@@ -49,7 +50,7 @@ def artifacts(compiled, tmp_path_factory) -> tuple[Path, Path]:
     """The same model with weights and without."""
     without = tmp_path_factory.mktemp("model") / "without"
     with synthetic("tiny:q4_0") as model:
-        compile_model(model, "cpu", "native", 64, without, weights=False)
+        compile_model(model, CompileOptions("cpu", "native", 64, weights=False), without)
     return compiled("tiny:q4_0", 64), without
 
 

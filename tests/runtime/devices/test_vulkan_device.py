@@ -33,6 +33,7 @@ from mlc_amd.runtime.devices.vulkan.device import VulkanDevice
 from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory, places
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.schedules.gpu.base import profiles
 from tests.dev import resealing
 from tests.dev.quality import TIE
@@ -49,7 +50,7 @@ def lavapipe():
 def compiled_to(folder: Path, source: Path | str, **options) -> Path:
     """A GGUF file or a synthetic spec -> its artifact for the profile that Mesa's CPU driver gets."""
     with synthetic(source) if isinstance(source, str) else GGUFModel.open(source) as model:
-        compile_model(model, "vulkan", "lavapipe", CTX, folder, **options)
+        compile_model(model, CompileOptions("vulkan", "lavapipe", CTX, **options), folder)
     return folder
 
 
