@@ -1,4 +1,4 @@
-"""Facts of this machine that more than one part needs."""
+"""Facts of this machine that several packages need."""
 
 import logging
 import os

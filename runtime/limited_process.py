@@ -1,12 +1,12 @@
-"""Work that must not harm this process, done by another one that has limits of processor time and memory.
+"""A child process with limits of processor time and memory, for work that might harm this process.
 
-In:  the name of a module with a function `open_work`; what that is called with, and requests: JSON values.
-Out: `LimitedProcess.ask`, the answer to a request; `TooMuch` for one that exceeds the limits or crashes the process,
-     which is then started again for the next request.
+In:  the name of a module with a function `open_work`; its argument, and requests: JSON values.
+Out: `LimitedProcess.request`, the answer to a request; `LimitExceeded` for one that exceeds the limits or crashes the
+     process, which is then started again for the next request.
 
-It is for what others wrote and no library bounds: grammars, chat templates. The process answers one request after
-another, so that a request costs no more than its JSON. Its processor time is limited, not the time that passes, so that
-a busy machine refuses nothing; the system ends it at the limit, whatever code it executes then.
+It is for untrusted input whose cost no library bounds: grammars, chat templates. One process answers many requests, so
+a request costs no more than its JSON. Its processor time is limited, not the elapsed time, so a busy machine refuses
+nothing; the system ends it at the limit, even within native code.
 """
 
 import contextlib
@@ -23,22 +23,21 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-# How much longer than its limit of processor time a request may take on a machine that is busy with other work, and
-# how long the process may take to start there.
+# The elapsed time of a request on a busy machine, as a multiple of its limit of processor time, and of the start.
 _PATIENCE, _START_SECONDS = 10.0, 30.0
 _PROGRAM = "from mlc_amd.runtime.limited_process import main; main()"
 
 
-class TooMuch(Exception):
+class LimitExceeded(Exception):
     """A request took too much time or memory, or crashed the process."""
 
 
 class LimitedProcess:
-    """The other process. It is started when it is needed, and when it has ended. Thread-safe.
+    """The child process. It is started when it is needed, also after it has ended. Thread-safe.
 
     module: its `open_work(opening)` returns an answer to the opening, and the function that answers requests.
-    seconds: of processor time for one request, opening_seconds: for the opening. memory: bytes that it may take besides
-    what Python and its modules do.
+    seconds: of processor time for one request, opening_seconds: for the opening. memory: bytes, besides those of Python
+    and its modules.
     """
 
     def __init__(self, module: str, opening: object, seconds: float, memory: int, opening_seconds: float = 0) -> None:
@@ -61,7 +60,7 @@ class LimitedProcess:
             self._open()
             return self._opened
 
-    def ask(self, request: object) -> Any:
+    def request(self, request: object) -> Any:
         """The answer to a request."""
         line = json.dumps(request)
         with self._lock, self._whole():
@@ -76,7 +75,7 @@ class LimitedProcess:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        """The process ends where the block does not, as by Ctrl-C: its answer would be taken for that to the next
+        """Ends the process if the block fails, as by Ctrl-C: else its answer would be taken for that to the next
         request."""
         try:
             yield
@@ -112,14 +111,14 @@ class LimitedProcess:
             process.stdin.flush()
 
     def _receive(self, seconds: float) -> Any:
-        """The next answer. TooMuch if there is none."""
+        """The next answer. LimitExceeded if there is none."""
         process = self._process
         assert process is not None and process.stdout is not None
         waiting = select.poll()
         waiting.register(process.stdout, select.POLLIN)
         answer = process.stdout.readline() if waiting.poll(seconds * 1000) else b""
         if not answer.endswith(b"\n"):
-            raise TooMuch
+            raise LimitExceeded
         return json.loads(answer)
 
 
@@ -132,11 +131,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 stream.close()
 
 
-# ---- the other process
+# ---- the child process
 
 
 def main() -> None:
-    """The program of the other process. Arguments: the module, seconds for the opening and for a request, bytes."""
+    """The program of the child process. Arguments: the module, seconds for the opening and for a request, bytes."""
     module, opening_seconds, seconds, memory = sys.argv[1:]
     open_work = importlib.import_module(module).open_work
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -147,14 +146,14 @@ def main() -> None:
         most = min(most, hard)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     requests, answers = sys.stdin, sys.stdout
-    made, work = _limited(open_work, requests.readline(), float(opening_seconds))
-    _write(answers, made)
+    opened, work = _limited(open_work, requests.readline(), float(opening_seconds))
+    _write(answers, opened)
     for line in requests:
         _write(answers, _limited(work, line, float(seconds)))
 
 
 def _limited(work: Callable[[Any], Any], line: str, seconds: float) -> Any:
-    """What `work` makes of a request. At the limit of time the timer's signal ends the process."""
+    """The result of `work` for a request. At the limit of time the timer's signal ends the process."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         return work(json.loads(line))
@@ -162,6 +161,6 @@ def _limited(work: Callable[[Any], Any], line: str, seconds: float) -> Any:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _write(answers: IO[str], made: object) -> None:
-    answers.write(json.dumps(made) + "\n")
+def _write(answers: IO[str], answer: object) -> None:
+    answers.write(json.dumps(answer) + "\n")
     answers.flush()

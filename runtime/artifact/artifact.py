@@ -1,5 +1,4 @@
-"""Artifacts: folders with everything that the runtime needs, written and read; the format is specified in
-dist/README.md.
+"""Writes and reads artifacts: folders with everything that the runtime needs; dist/README.md specifies the format.
 
     manifest.json         model, target, context, plan, KV cache, checksums
     kernels.so            compiled kernels (cpu)
@@ -8,8 +7,8 @@ dist/README.md.
     tables.safetensors    tables by position
     tokenizer.json, tokenizer_config.json
 
-A new artifact is written to a temporary folder beside the destination, which is renamed when it is complete: an
-interrupted or failed compilation leaves nothing behind.
+A new artifact is written to a temporary folder next to the destination, which is renamed when it is complete: an
+interrupted or failed compilation leaves no files.
 """
 
 import gc
@@ -34,7 +33,7 @@ _FILES = (MANIFEST, WEIGHTS, TABLES, "kernels[.-]*", "tokenizer.json", "tokenize
 
 
 def source_id(path: str | Path) -> str:
-    """What tells a source file from others of the same name, in the manifest's `source`: a digest of where it lies."""
+    """The id of a source file in the manifest's `source`: a digest of its path, as several may have the same name."""
     return hashlib.sha256(str(Path(path).resolve()).encode()).hexdigest()[:16]
 
 
@@ -54,7 +53,7 @@ def sha256(path: Path) -> str:
 @contextmanager
 def new_artifact(path: Path) -> Iterator[Path]:
     """A temporary folder that becomes `path` if the `with` block succeeds, and is deleted otherwise. Only an older
-    artifact is replaced; of a link, what it points to. CannotWrite where the folder or the disk does not take it."""
+    artifact is replaced; of a link, its target. CannotWrite for errors of the file system."""
     _check_output(Path(path))
     path = Path(os.path.realpath(path))
     try:
@@ -80,7 +79,7 @@ def _replace(path: Path, new: Path) -> None:
 
 
 def _check_output(path: Path) -> None:
-    """UserError where an artifact must not be written: only what an earlier compilation made is replaced."""
+    """UserError where an artifact must not be written: only the result of an earlier compilation is replaced."""
     if not path.exists():
         return
     if not path.is_dir() or (not (path / MANIFEST).exists() and any(path.iterdir())):
@@ -90,7 +89,7 @@ def _check_output(path: Path) -> None:
     others = sorted(file.name for file in path.iterdir() if not any(map(file.match, _FILES)))
     if others:
         raise UserError(
-            f"{path} also holds {', '.join(others[:3])}{' ..' if len(others) > 3 else ''}, which no compilation made; "
+            f"{path} also holds {', '.join(others[:3])}{' ..' if len(others) > 3 else ''}, which no compilation wrote; "
             "move that away, or choose another output with -o"
         )
 
@@ -124,7 +123,7 @@ def write_interfaces(directory: Path, manifest: ManifestBody) -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without the collector of cycles, of which a manifest has none, but many objects."""
+    """Without the garbage collector of cycles: a manifest has many objects and no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -139,7 +138,7 @@ class Artifact:
     another, with the weights and with the kernels."""
 
     def __init__(self, path: Path, manifest: Manifest, held: Lock | None = None):
-        """held: the lock of the folder, which lasts until `close`: nobody removes it from the cache meanwhile."""
+        """held: the lock of the folder until `close`, which prevents its removal from the cache."""
         self.path, self.manifest, self._lock = path, manifest, held
         self._weights: WeightBlock | None = None
 
@@ -149,7 +148,7 @@ class Artifact:
         """Checks the manifest, and presence, sizes and checksums of all files; the checksum of the weights only with
         `verify`, because that reads all of them.
 
-        UserError when the folder is no artifact, of another version, or damaged.
+        UserError for a folder that is no artifact, has another version of the format, or is damaged.
         """
         path = Path(path)
         if not path.is_dir():
@@ -159,16 +158,16 @@ class Artifact:
             raise UserError(
                 f"{path} is not a compiled model (no {MANIFEST}); make one with: mlc-amd compile MODEL.gguf"
             )
-        made = cls(path, read(path), held)
-        made._check_files(verify)
+        artifact = cls(path, read(path), held)
+        artifact._check_files(verify)
         try:
-            manifest_check.check(made.manifest, made.weights.header)
+            manifest_check.check(artifact.manifest, artifact.weights.header)
         except manifest_check.ManifestFault as fault:
             raise UserError(f"{path / MANIFEST} is damaged ({fault}); {ADVICE}") from None
-        for arch, library in made.manifest["libraries"].items():
-            if interface.of_file(path / library) != interface.digest(made.manifest, arch):
+        for arch, library in artifact.manifest["libraries"].items():
+            if interface.of_file(path / library) != interface.digest(artifact.manifest, arch):
                 raise UserError(f"{path / library} has other kernels than {MANIFEST} describes; {ADVICE}")
-        return made
+        return artifact
 
     def _check_files(self, verify: bool) -> None:
         files = self.manifest["files"]
@@ -196,7 +195,7 @@ class Artifact:
         return self._weights
 
     def close(self) -> None:
-        """Lets go of the weights' mapping and of the folder."""
+        """Releases the weights' mapping and the folder."""
         self._weights = None
         if self._lock:
             self._lock.close()

@@ -1,11 +1,11 @@
-"""How kernels are called, in a few bytes at the end of the file that has them: a digest of what the manifest says of
-that, by which a manifest that does not belong to the kernels is refused.
+"""The interface of compiled kernels as a digest of the manifest's entries, stored in the last bytes of the file of
+kernels: a manifest that does not belong to the kernels is refused.
 
-Kernels do not check their arguments, and some compute addresses with what kernels before them left in memory (the
-experts of a row, the order of rows). So all that decides what they get is covered: parameters, launches with their
-places in the arena, and the sizes of buffers and of weights that are drawn. manifest_check.py compares these with one
-another, the digest tells that they are those which were compiled. Loaders of shared libraries, code objects and SPIR-V
-modules know where their part of the file ends.
+Kernels do not check their arguments, and some compute addresses from results of earlier kernels (the experts of a row,
+the order of rows). So the digest covers all that determines their arguments: parameters, launches with their offsets in
+the arena, and the sizes of buffers and of random weights. manifest_check.py checks that these are consistent, the
+digest that they are the compiled ones. Loaders of shared libraries, code objects and SPIR-V modules ignore the bytes
+after their part of the file.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ _PLAN = ("context", "page", "functions", "arena_bytes", "io", "kv", "tensors")  
 
 
 def digest(manifest: Mapping[str, Any], arch: str) -> str:
-    """Of the kernels of one arch of a manifest, which has plain JSON values: strings are of type str."""
+    """The digest of one arch's kernels. The manifest has plain JSON values: strings are of type str."""
     target = manifest["target"]
     needs = [target.get("flags"), target.get("needs", {}).get(arch), manifest["launches"].get(arch)]
     plan = [manifest["model"]["vocab"], *(manifest[key] for key in _PLAN)]
@@ -37,10 +37,10 @@ def _param(param: Mapping[str, Any]) -> list:
     return [param["name"], param["dtype"], param["shape"], param["role"], param.get("experts")]
 
 
-def append(library: Path, made: str) -> None:
-    """Writes a digest behind the kernels."""
+def append(library: Path, found: str) -> None:
+    """Appends a digest to the kernels."""
     with open(library, "ab") as file:
-        file.write(_MARK + made.encode())
+        file.write(_MARK + found.encode())
 
 
 def of_file(library: Path) -> str:

@@ -1,8 +1,8 @@
-"""JSON that others wrote, read with a description of what it must be: a Python type, usually a TypedDict with the
-limits of numbers (msgspec's documentation of supported types and of `Meta`).
+"""Reads untrusted JSON as a given Python type, usually a TypedDict with limits of numbers (see msgspec's documentation
+of supported types and of `Meta`).
 
-In: a file or its bytes, the type. Out: plain Python values of that type; keys that it does not have are left out.
-UserError in one line that names the key, whatever the file holds.
+In: a file or its bytes, the type. Out: plain Python values of that type, without keys that it does not have. UserError
+in one line that names the key, for any other content.
 """
 
 import os
@@ -23,8 +23,8 @@ LARGEST = 256 << 20  # bytes of a file: a vocabulary of 200 thousand tokens take
 
 @contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """A regular file, for reading. UserError for anything else, such as a pipe, which would be waited for, and where
-    the system cannot read it."""
+    """A regular file, for reading. UserError for anything else, such as a pipe, which might block, and for errors of
+    the system."""
     try:
         with open(path, "rb", opener=_open) as file:
             yield file
@@ -67,19 +67,19 @@ def decode(data: bytes, kind: type[T], path: object, advice: str) -> T:
 
 
 def _explain(error: msgspec.ValidationError, data: bytes, kind: Any) -> str:
-    """What is wrong, with the key where it is: msgspec writes "Expected `int`, got `str` - at `$.io[...].shape[1]`"."""
+    """The error with its key: msgspec writes "Expected `int`, got `str` - at `$.io[...].shape[1]`"."""
     what, _, place = str(error).replace("at `key` in `$", "at `$").partition(" - at `$")
     what, place = what.replace("`", ""), place.rstrip("`").lstrip(".")
     what = what[:1].lower() + what[1:]
-    with suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):  # of what comes behind that place
+    with suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):  # in what follows that place
         place = _named(msgspec.json.decode(data), kind, place)
     return f"key {place}: {what}" if place else what
 
 
 def _named(document: Any, kind: Any, place: str) -> str:
-    """`place` with the names of keys where msgspec writes [...]: of all keys the one without which all is well."""
+    """`place` with the names of keys where msgspec writes [...]: by bisection, the key whose value has the error."""
     while "[...]" in place:
-        before, _, behind = place.partition("[...]")
+        before, _, after = place.partition("[...]")
         held = _at(document, before)
         if not isinstance(held, dict):
             break
@@ -94,8 +94,7 @@ def _named(document: Any, kind: Any, place: str) -> str:
             names = half if fails else names[len(names) // 2 :]
             for name in set(held) - set(names):
                 del held[name]
-        place = f"{before}[{shorten(names[0])}]{behind}"
-        before = place.removesuffix(behind)
+        place = f"{before}[{shorten(names[0])}]{after}"
     return place
 
 
@@ -108,7 +107,7 @@ def _fails(document: Any, kind: Any) -> bool:
 
 
 def _at(document: Any, place: str) -> Any:
-    """What is at a place such as "functions['decode'].launches[3]"."""
+    """The value at a place such as "functions['decode'].launches[3]"."""
     for key, index, name in re.findall(r"\.?([^.\[\]]+)|\[(\d+)\]|\[('[^']*'|\"[^\"]*\")\]", place):
         document = document[key] if key else document[int(index)] if index else document[name[1:-1]]
     return document

@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
 FOLLOW, CHAIN = "follow_", "chain_"  # prefixes of functions that guess tokens: after a step, and after a guess
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
-# The limits only keep what is computed with these numbers within 64 bits; what is right follows from other parts.
+# The limits only keep what is computed with these numbers within 64 bits; other parts determine the right values.
 _Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 _Size = Annotated[int, Meta(ge=1, le=1 << 40)]
 _Figure = Annotated[float, Meta(ge=0, le=1e24)]
@@ -48,7 +48,7 @@ class Source(TypedDict):
 
 
 class ManifestModel(TypedDict):
-    """Of compiler/models/config.py what runs a model; `inspect` shows the rest."""
+    """compiler/models/config.py; the runtime uses some of it, `inspect` shows the rest."""
 
     architecture: str
     name: str
@@ -70,7 +70,7 @@ class ManifestModel(TypedDict):
 
 
 class DeviceRequirements(TypedDict):
-    """What a Vulkan profile asks of a device."""
+    """What a Vulkan profile requires of a device."""
 
     features: list[_Name]
     subgroup_size: _Count
@@ -116,7 +116,7 @@ class KvTensor(Buffer):
 
 
 class ManifestParam(Buffer):
-    """Besides what every parameter has, facts of runtime/measure/inputs.py."""
+    """The optional keys are for runtime/measure/inputs.py."""
 
     name: str
     role: Literal["state", "rows", "pages", "cells", "input", "weight", "cache", "states", "output", "work", "zero"]
@@ -181,7 +181,7 @@ class FormatTotals(TypedDict):
 
 
 class FileFacts(TypedDict):
-    """header: of safetensors; it is compared whenever an artifact is opened, all of the weights only if asked for."""
+    """header: of safetensors; compared whenever an artifact is opened, the weights' own checksum only on request."""
 
     bytes: _Count
     sha256: _Digest
@@ -271,7 +271,7 @@ class _Format(TypedDict):
 
 
 def _version(data: bytes) -> int | None:
-    """None where there is none to be read."""
+    """None if it cannot be read."""
     try:
         return msgspec.json.decode(data, type=_Format)["format"]
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):

@@ -1,9 +1,9 @@
-"""Whether the parts of a manifest agree, with one another and with the weights: names that must exist, and the type and
-size of every argument of every launch against what its kernel declares.
+"""Checks that the parts of a manifest are consistent, with one another and with the weights: names that must exist, and
+the type and size of every argument of every launch against what its kernel declares.
 
 In: a `Manifest`, whose values have the right types, and the tensors of the weights. Out: nothing, or a `ManifestFault`.
-What passes cannot make kernels read or write outside of their buffers, as long as the kernels do what they declare
-(interface.py).
+A manifest that passes cannot make kernels read or write outside of their buffers, as long as the kernels do what they
+declare (interface.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ _Tensor = tuple[str, tuple[int, ...]]  # dtype, shape
 _STORED = {name: dtype for dtype, name in DTYPES.items()}
 _ELEMENTS = (1 << 31) - 1  # of a cached tensor: kernels compute places in it with int32
 VECTOR = 16  # numbers that vectors are padded to (dist/README.md)
-# Where arguments of a role may lie, and under which names; None: any.
+# Kinds of arguments for each role, and their names; None: any.
 _PLACES: dict[str, dict[str, tuple[str, ...] | None]] = {
     "state": {"io": ("state", "answers")},
     "rows": {"io": ("rows",)},
@@ -45,7 +45,7 @@ _PLACES: dict[str, dict[str, tuple[str, ...] | None]] = {
     "zero": {"kv": None},
 }
 _PAGED = ("cache", "states")  # roles of what has pages or cells
-# Launches that a device makes by itself, and how many buffers it gives them (devices/vulkan).
+# Kernels that a device launches itself, and the number of their buffers (devices/vulkan).
 _OWN = {"copy": 2, "fragment_probe": 3}
 _GPUS = ("rocm", "vulkan")
 _TARGET_KEYS = {
@@ -56,7 +56,7 @@ _TARGET_KEYS = {
 
 
 class ManifestFault(Exception):
-    """What is wrong with a manifest, and at which key."""
+    """An inconsistency of a manifest, with its key."""
 
 
 def check(manifest: Manifest, tensors: Mapping[str, Mapping]) -> None:
@@ -120,11 +120,11 @@ def _check_functions(manifest: Manifest) -> None:
         good = single <= rows and logits <= rows and (single <= logits or logits == rows)
         _require(good, f"functions[{shorten(name)}]", f"{rows} rows, {single} single ones and {logits} rows of logits")
         used = {str(arg[-1]) for launch in function["launches"] for arg in launch["args"] if arg[:1] == ["io"]}
-        _require("logits" in used, f"functions[{shorten(name)}].launches", "none gives logits")
+        _require("logits" in used, f"functions[{shorten(name)}].launches", "none computes logits")
         _require(("sampled" in used) == function["samples"], f"functions[{shorten(name)}].samples", "not what it does")
     sizes = {name: (f["rows"], f["single"], f["logits"]) for name, f in functions.items()}
     _require(sizes.get("decode") == (1, 1, 1), "functions", "there is none for one row, 'decode'")
-    _require(any(not s and n == m for m, s, n in sizes.values()), "functions", "none gives the logits of all rows")
+    _require(any(not s and n == m for m, s, n in sizes.values()), "functions", "none computes the logits of all rows")
     _require(any(not s and n == 1 for m, s, n in sizes.values()), "functions", "none takes a chunk")
     _require(any(f["samples"] for f in functions.values()), "functions", "none chooses tokens")
 
@@ -177,7 +177,7 @@ def _check_weights(manifest: Manifest, stored: Mapping[str, _Tensor]) -> None:
 def _check_launched(
     manifest: Manifest, arch: str, launched: Mapping[str, DeviceLaunches], kernels: Mapping[str, ManifestKernel]
 ) -> None:
-    """The launches of one arch: what they refer to, and where their code lies."""
+    """The launches of one arch: what they refer to, and the place of their code."""
     needs = manifest["target"].get("needs", {}).get(arch)
     file = manifest["libraries"][arch]
     size = manifest["files"][file]["bytes"]
@@ -191,10 +191,10 @@ def _check_launched(
         _require(name in kernels or name in _OWN, key, "there is no such kernel")
         count = len(kernels[name]["params"]) if name in kernels else _OWN[name]
         _require(name in kernels or len(kernel["steps"]) == 1, key, "it must be one launch")
-        given = count + len(kernel["scratch"])
+        buffers = count + len(kernel["scratch"])
         for i, step in enumerate(kernel["steps"]):
             at, args = f"{key}.steps[{i}]", len(step["args"])
-            _require(all(arg < given for arg in step["args"]), f"{at}.args", f"a call has {given} buffers")
+            _require(all(arg < buffers for arg in step["args"]), f"{at}.args", f"a call has {buffers} buffers")
             _require(prod(step["block"]) <= 1024, f"{at}.block", "more than 1024 threads")
             if needs is None:
                 continue
@@ -211,8 +211,8 @@ def _check_launched(
 
 
 class _Declared:
-    """What a kernel declares. params: name, role, tensor and bytes of each; tables, caches: the places of page tables
-    and of what these are for."""
+    """What a kernel declares. params: name, role, tensor and bytes of each; tables, caches: the indices of page tables
+    and of the caches that these are for."""
 
     def __init__(self, kernel: ManifestKernel):
         tensors = [_tensor(param) for param in kernel["params"]]
@@ -222,7 +222,7 @@ class _Declared:
 
 
 class _Arguments:
-    """Arguments of launches, compared with what their kernels declare."""
+    """Compares arguments of launches with what their kernels declare."""
 
     def __init__(self, manifest: Manifest, stored: Mapping[str, _Tensor], kernels: Mapping[str, ManifestKernel]):
         self._held: dict[str, Mapping[str, _Tensor]] = {
@@ -235,7 +235,7 @@ class _Arguments:
         self._declared = {name: _Declared(kernel) for name, kernel in kernels.items()}
 
     def fault(self, launch: ManifestLaunch, function: ManifestFunction) -> str:
-        """What is wrong with a launch; "" if nothing is."""
+        """The error of a launch; "" if there is none."""
         declared = self._declared.get(launch["kernel"])
         if declared is None:
             return "there is no such kernel"
@@ -245,7 +245,7 @@ class _Arguments:
         for number, (arg, (name, role, tensor, size)) in enumerate(zip(args, params, strict=True)):
             if why := self._argument_fault(arg, function, role, tensor, size):
                 return f"argument {number} ({name[:60]!r}): {why}"
-        if declared.tables or declared.caches:  # which are read by the table of their own span
+        if declared.tables or declared.caches:  # caches are read by the table of their own span
             needed = {page_table(self._spans[str(args[i][1])]) for i in declared.caches}
             if wrong := needed ^ {str(args[i][1]) for i in declared.tables}:
                 return f"{min(wrong)!r} is not the table of all its caches"
@@ -267,12 +267,12 @@ class _Arguments:
             return f"there is no {kind} {name[:60]!r}"
         if kind == "io":
             found = _first_rows(name, found, function)
-        elif kind == "weight" and len(declared[1]) == 1:  # vectors are stored with zeros behind them
+        elif kind == "weight" and len(declared[1]) == 1:  # vectors are stored with zeros after them
             declared = declared[0], (-(-declared[1][0] // VECTOR) * VECTOR,)
         elif kind == "kv" and (role in _PAGED) != (name in self._spans):
             return f"{kind} {name[:60]!r} {'has' if name in self._spans else 'lacks'} a span, its role is {role}"
         elif role in _PAGED or (name in ROWS and found[1] > declared[1]):
-            # of any number of pages or cells, as tables say which are used; of rows the first ones
+            # any number of pages or cells, as tables contain those in use; of rows the first ones
             found, declared = _cell(found), _cell(declared)
         return "" if found == declared else f"{kind} {name[:60]!r} is {_text(found)}, it takes {_text(declared)}"
 
@@ -287,7 +287,7 @@ class _Arguments:
 
 
 def _first_rows(name: str, held: _Tensor, function: ManifestFunction) -> _Tensor:
-    """Of an io buffer what a function uses."""
+    """The part of an io buffer that a function uses."""
     dtype, shape = held
     if name in PER_ROW:
         return dtype, (function["rows"], *shape[1:])

@@ -1,6 +1,6 @@
-"""The memory that a model needs, by part, and what of it fits a GPU. No device is asked.
+"""The memory that a model needs, by part, and what fits a GPU. No device is opened.
 
-In: an artifact's manifest, or what compiler/memory.py says of a model that is not compiled. Out: `Needs`, `Room` and
+In: an artifact's manifest, or compiler/memory.py's estimate for a model that is not compiled. Out: `Needs`, `Room` and
 the names of the weights that may stay in host memory (`on_host`).
 
 Experts may stay there, as with llama.cpp's --n-cpu-moe: a token uses a few of them, so they are most of a model's
@@ -28,11 +28,11 @@ class Needs:
     weights     packed weights, experts included
     experts     of these, the experts' matrices of each layer; 0 where it has none
     kv          KV cache, at a capacity of `context` tokens, and states of sequences
-    token       what one more token of capacity takes: cache and tables by position
+    token       of one more token of capacity: cache and tables by position
     buffers     intermediate tensors, scratch memory, logits
-    longest     tokens that the model was made for
+    longest     tokens of the model's own context
     states      of kv, the states of recurrent layers
-    cells       how many states these are
+    cells       number of these states
     """
 
     weights: int
@@ -56,7 +56,7 @@ class Needs:
     def tokens(self, room: int, layers: int = 0) -> int:
         """The largest capacity with which everything fits `room` bytes, at most `longest`; 0: none.
 
-        Windowed layers keep no more than their window: the result is too small where that is less.
+        Windowed layers keep at most their window: the result is too small where the capacity is larger than that.
         """
         if self.token == 0:
             return self.longest if self.device(layers) <= room else 0
@@ -64,13 +64,13 @@ class Needs:
         return max(min(most, self.longest) // CONTEXT_STEP * CONTEXT_STEP, 0)
 
     def layers_on_host(self, room: int) -> int | None:
-        """The fewest first layers whose experts must stay in host memory for the rest to fit `room` bytes; None: it
-        never fits."""
+        """The least number of first layers whose experts must stay in host memory for the rest to fit `room` bytes;
+        None: it never fits."""
         return next((n for n in range(len(self.experts) + 1) if self.device(n) <= room), None)
 
     def advice(self, room: int, layers: int, shared: bool) -> list[str]:
-        """The flags that make a model fit `room` bytes that does not fit now, each alone. shared: the room is a part
-        of the host's memory."""
+        """Flags, each of which makes a model fit `room` bytes that does not fit now. shared: the room is a part of the
+        host's memory."""
         tokens, more = self.tokens(room, layers), None if shared else self.layers_on_host(room)
         flags = [f"--ctx {tokens}"] if 0 < tokens < self.context else []
         return [*flags, f"--n-cpu-moe {more}"] if more is not None and more > layers else flags
@@ -78,7 +78,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Room:
-    """A device's memory. bytes: all of it; usable: what a plan may use; shared: it is the host's."""
+    """A device's memory. bytes: its size; usable: what a plan may use; shared: it is the host's."""
 
     name: str
     bytes: int
@@ -125,8 +125,8 @@ def on_host(tensors: Iterable[str], layers: int) -> frozenset[str]:
 
 
 def shortage(needs: Needs, free: int, gpu: str, layers: int = 0, shared: bool = False, sized: bool = False) -> str:
-    """The error message for a GPU whose free memory is too small: what is needed, what is there, what would fit. sized:
-    the user says how large the KV cache is."""
+    """The error message for a GPU whose free memory is too small: the memory needed, the memory free, and what would
+    fit. sized: the user chose the size of the KV cache."""
     flags = ["a smaller --kv-memory"] if sized else needs.advice(free, layers, shared)
     change = " or ".join(flags) if flags else "a smaller quantization"
     return (

@@ -2,7 +2,7 @@
 trained model.
 
 In: the manifest's `tensors`, {name: {"dtype", "shape", "draw"}}, and the file with the vectors (norms,
-biases). Out: `RandomWeights`, which devices use like the weights file. A draw says what a plane is filled with:
+biases). Out: `RandomWeights`, which devices use like the weights file. A draw is the distribution of a plane:
 
     ["bits"]                      every bit at random
     ["integers", low, count]      low .. low + count - 1 evenly; count is a power of two
@@ -12,7 +12,7 @@ biases). Out: `RandomWeights`, which devices use like the weights file. A draw s
 
 Filling gigabytes must take no longer than copying them, so a few blocks are drawn once and repeated, each plane from an
 offset of its own. Blocks have a prime number of 64-byte lines, so that the repetitions in codes and in scales never
-fall together, nor with a matrix's rows. Only the "signs" of a tensor have the same offset: its minimums go with its
+coincide, nor with a matrix's rows. Only the "signs" of a tensor have the same offset: its minimums correspond to its
 scales, value by value.
 """
 
@@ -63,7 +63,7 @@ class RandomWeights(WeightBlock):
                 at, source = at + count, (source + count) % pattern.nbytes
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """All are drawn when the first is asked for."""
+        """The first call draws all of them."""
         if self._filled is None:
             self._filled = mmap.mmap(-1, max(self.total, 1))
             target = np.frombuffer(self._filled, np.uint8)
@@ -74,7 +74,7 @@ class RandomWeights(WeightBlock):
 
 @functools.cache
 def drawn(dtype: str, draw: str, *parameters: float) -> np.ndarray:
-    """uint8 [bytes], read-only: what a plane of that kind repeats."""
+    """uint8 [bytes], read-only: the block that a plane of that kind repeats."""
     rng = np.random.Generator(
         np.random.SFC64(zlib.crc32(draw.encode()))
     )  # kinds independent, factors of one kind together
@@ -113,7 +113,7 @@ _LARGEST = 1 << 16  # of a draw's parameters: what float16 holds
 
 
 def draw_fault(dtype: str, draw: Sequence) -> str:
-    """What is wrong with a draw for tensors of that type, as others wrote it; "" if nothing is."""
+    """The error of an untrusted draw for tensors of that type; "" if there is none."""
     kind, *parameters = draw
     if kind not in _DRAWS or len(parameters) != _PARAMETERS[kind]:
         return f"{shorten(draw)} is none of {', '.join(_DRAWS)} with its parameters"

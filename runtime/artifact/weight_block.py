@@ -1,4 +1,4 @@
-"""Weights as one block of bytes: what devices take, whether it comes from a file or is drawn at random.
+"""Weights as one block of bytes, from a file or drawn at random: the form in which devices take them.
 
 `TensorSpec` describes one tensor, `WeightBlock` a block with all of them, `JoinedBlocks` several blocks as one.
 """
@@ -71,7 +71,7 @@ class WeightBlock(ABC):
 
     @abstractmethod
     def __getitem__(self, name: str) -> np.ndarray:
-        """A tensor, for devices that work in this memory."""
+        """A tensor, for devices that use this memory."""
 
     def _view(self, memory: mmap.mmap, start: int, name: str) -> np.ndarray:
         """A tensor in memory that has the block at `start`."""

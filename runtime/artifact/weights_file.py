@@ -1,4 +1,4 @@
-"""Files of packed weights, written and read: safetensors, with every tensor at a multiple of 64 bytes
+"""Writes and reads files of packed weights: safetensors, with every tensor at a multiple of 64 bytes
 (dist/README.md)."""
 
 import hashlib
@@ -49,7 +49,7 @@ class WeightsWriter:
         self.start, self.total = 8 + len(text), position
         self.file = open(path, "w+b")  # noqa: SIM115 (closed by close())
         self.file.write(struct.pack("<Q", len(text)) + text)
-        # Allocated now, so that a full disk is reported before minutes of work.
+        # Allocated now: a full disk is reported before minutes of work.
         if position:
             os.posix_fallocate(self.file.fileno(), self.start, position)
 
@@ -91,7 +91,7 @@ class Weights(WeightBlock):
 
 
 def header_digest(path: Path) -> str:
-    """SHA-256 of what a file says of its tensors. UserError where it ends before."""
+    """SHA-256 of a file's header. UserError for an incomplete one."""
     with json_files.open_file(path) as file:
         return hashlib.sha256(_header(file, path)).hexdigest()
 
@@ -110,7 +110,7 @@ class _Entry(TypedDict):
 
 
 def _fault(header: Mapping[str, _Entry], nbytes: int) -> str:
-    """What is wrong with a header of that many bytes of tensors: these lie one behind the other and fill the file."""
+    """The error of a header for that many bytes of tensors, which must be contiguous and fill the file."""
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, stop = entry["data_offsets"]

@@ -1,4 +1,4 @@
-"""The tensors that live from step to step, with the pages that an engine gives them: shapes and bytes.
+"""The tensors that persist between steps, with as many pages as an engine wants: shapes and bytes.
 
 In: a manifest, whose `kv` has every tensor as for one sequence of full length; those with a "span" are caches, whose
 first dimension is the page. Out: name to (shape, dtype).
@@ -13,7 +13,7 @@ KvTypes = dict[str, tuple[tuple[int, ...], str]]
 
 
 def kv_types(manifest: Mapping, pages: Mapping[int, int] | None = None) -> KvTypes:
-    """pages: how many there are, by span; None: as many as one sequence of full length takes."""
+    """pages: their number, by span; None: as many as one sequence of full length takes."""
     found = {}
     for entry in manifest["kv"]:
         shape = tuple(entry["shape"])

@@ -1,7 +1,7 @@
-"""The paged KV cache as the host sees it: pools of pages, the index of prefixes, slots and page tables.
+"""The paged KV cache on the host: pools of pages, the index of prefixes, slots and page tables.
 
 The layers of a model form groups by the span of keys that their rows see (0: all of them). The caches of a group's
-layers have the same pages. A slot is a row of the page tables: a sequence has one while it takes part in a step.
+layers have the same pages. A slot is a row of the page tables: each sequence of a step has one.
 
 Layers that keep a state of fixed size for each sequence share cells in the same way: see `pages.STATE`.
 """
@@ -18,7 +18,7 @@ from mlc_amd.runtime.cache.sequence import GONE, Sequence
 
 
 class KvUsage(NamedTuple):
-    """Pages that sequences hold, and all pages: of the group that is fullest."""
+    """Pages that sequences hold, and all pages, of the fullest group."""
 
     used: int
     pages: int
@@ -30,8 +30,8 @@ class KvCache:
     pools         of pages, by span
     cells         of states; None for models without
     page_tables   span -> int32 [slots, ceil(context / PAGE)]: [slot, position // PAGE] is a page. Entries that no row
-                  looks at hold any valid page. STATE -> int32 [slots, CELL_COLUMNS]: the cell that has the slot's
-                  state, and those for the states behind the step's rows; behind the last row's all are the same
+                  reads hold any valid page. STATE -> int32 [slots, CELL_COLUMNS]: the cell with the slot's state, and
+                  those for the states after each of the step's rows; the last row's is repeated
     """
 
     def __init__(self, groups: dict[int, int], context: int, slots: int = 64) -> None:
@@ -62,14 +62,14 @@ class KvCache:
 
     @property
     def usage(self) -> KvUsage:
-        """How full the cache is. Pages that only the index of prefixes knows count as free."""
+        """How full the cache is. Pages that only the index of prefixes refers to count as free."""
         pools = list(self.pools.values()) or [self.cells or PagePool(0)]
         found = [KvUsage(pool.pages - pool.available, pool.pages) for pool in pools]
         return max(found, key=lambda usage: usage.used / usage.pages)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that the cache can hold if there are no others."""
+        """Tokens of the longest sequence that the cache can hold alone."""
         return min([self.context, *(self._longest(span) for span in self.pools)])
 
     def _longest(self, span: int) -> int:
@@ -77,9 +77,8 @@ class KvCache:
         return self.context if span and pages >= seen_pages(span) else pages * PAGE
 
     def has_room(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether the pools have pages for the tokens of `sequences` that have none yet (in windowed groups as many at
-        a time as are needed at least), and one more for each sequence; and whether there are cells for those that have
-        none."""
+        """Whether the pools have pages for the tokens of `sequences` that have none yet (in windowed groups only as
+        many as are needed at a time), and one more for each sequence; and cells for those that have none."""
         if self.cells and self.cells.available < sum(sequence.stateless for sequence in sequences):
             return False
         more = [-(-len(sequence.tokens) // PAGE) for sequence in sequences]
@@ -93,7 +92,7 @@ class KvCache:
     # ---- slots
 
     def assign_slots(self, sequences: SequenceOf[Sequence]) -> None:
-        """Gives each sequence of a step a slot, which may be that of a sequence outside the step. ValueError for more
+        """Assigns a slot to each sequence of a step, perhaps one of a sequence outside the step. ValueError for more
         sequences than slots."""
         if len(sequences) > self.slots:
             raise ValueError(f"a step of {len(sequences)} sequences has {self.slots} slots")
@@ -130,12 +129,12 @@ class KvCache:
                     self._changed.add(STATE)
 
     def release_slot(self, sequence: Sequence) -> None:
-        """The sequence needs no slot any more."""
+        """The sequence takes part in no step any more."""
         if sequence.slot is not None:
             self._holders[sequence.slot] = sequence.slot = None
 
     def write_table(self, sequence: Sequence, span: int, at: int) -> None:
-        """Writes the sequence's pages from number `at` on to the row of its slot."""
+        """Writes the sequence's pages, from number `at` on, into the row of its slot."""
         if pages := sequence.pages[span][at:]:
             row = self.page_tables[span][sequence.slot, at : at + len(pages)]
             row[:] = pages
@@ -144,5 +143,5 @@ class KvCache:
 
 
 def seen_pages(span: int) -> int:
-    """Pages that a sequence of a windowed group holds at least to compute one more token, however long it is."""
+    """The least number of pages that a sequence of a windowed group needs to compute one more token."""
     return -(-(span - 1) // PAGE) + 1

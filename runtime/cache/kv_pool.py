@@ -1,8 +1,7 @@
-"""How many pages the KV cache gets: for as many tokens as a caller asks for, as fit a size, or as fit what a device has
-left.
+"""The number of pages of the KV cache: for a number of tokens, for a number of bytes, or for the free memory of a
+device.
 
-In: what a caller asks for (`KvSize`), a manifest, and of the device what it has left and how large a tensor may be.
-Out: pages by span.
+In: the requested size (`KvSize`), a manifest, and the device's free memory and largest tensor. Out: pages by span.
 """
 
 import logging
@@ -25,8 +24,8 @@ log = logging.getLogger("mlc_amd")
 
 @dataclass(frozen=True)
 class KvSize:
-    """tokens: of all sequences together. memory: bytes. auto: what the device has left, but no more than as many
-    sequences of full length take as a step may have. None of them: one sequence of full length."""
+    """tokens: of all sequences together. memory: bytes. auto: the free memory of the device, but at most what the
+    sequences of a step need at full length. None of them: one sequence of full length."""
 
     tokens: int | None = None
     memory: int | None = None
@@ -34,7 +33,7 @@ class KvSize:
 
     @classmethod
     def of(cls, tokens: int | None = None, memory: int | str | None = None) -> "KvSize":
-        """memory: bytes, or a text such as "4G" or "auto". UsageError for what makes no sense."""
+        """memory: bytes, or a text such as "4G" or "auto". UsageError for other values."""
         if tokens is not None and memory is not None:
             raise UsageError("--kv-memory and --kv-tokens both say how large the KV cache is: give one of them")
         if tokens is not None and tokens < PAGE:
@@ -46,13 +45,13 @@ class KvSize:
         return cls(tokens, memory)
 
     def pages(self, manifest: Mapping, room: int = 0, largest: int | None = None) -> dict[int, int]:
-        """Pages by span. room: bytes that the device has left for the cache, for `auto`; largest: bytes that one tensor
-        may have. Where this or int32 limits a cache, a warning says so. UserError for less than a page."""
+        """Pages by span. room: bytes of the device that are free for the cache, for `auto`; largest: bytes that one
+        tensor may have. Logs a warning where this or int32 limits a cache. UserError for less than a page."""
         whole = {entry["span"]: entry["shape"][0] for entry in manifest["kv"] if "span" in entry}
         limits, why = _limits(manifest, largest)
         paged = whole.keys() - {STATE}
         most = PAGE * min((limits[span] for span in paged if not span or 0 not in paged), default=0)
-        if STATE in whole and not paged:  # a sequence takes one cell, however long it is
+        if STATE in whole and not paged:  # a sequence takes one cell, whatever its length
             most, why = manifest["context"] * min(limits[STATE], MOST_CELLS), "no step has more sequences"
         if not whole or (self == KvSize() and all(limits[span] >= pages for span, pages in whole.items())):
             return whole
@@ -76,7 +75,7 @@ ONE_SEQUENCE = KvSize()
 
 
 def _limits(manifest: Mapping, largest: int | None) -> tuple[dict[int, int], str]:
-    """Most pages by span, and what limits them."""
+    """The largest numbers of pages by span, and the reason for the limit."""
     found: dict[int, int] = {}
     why = "kernels cannot address more than 2^31 elements of a tensor"
     for entry in manifest["kv"]:
@@ -84,15 +83,15 @@ def _limits(manifest: Mapping, largest: int | None) -> tuple[dict[int, int], str
             page = prod(entry["shape"][1:])
             pages = ELEMENTS // page
             if largest is not None and (fitting := largest // (page * np.dtype(entry["dtype"]).itemsize)) < pages:
-                pages, why = fitting, f"this driver gives one tensor {_size(largest)} at most"
+                pages, why = fitting, f"this driver allows {_size(largest)} for one tensor"
             found[entry["span"]] = min(pages, found.get(entry["span"], pages))
     return found, why
 
 
 def _spread(manifest: Mapping, limits: Mapping[int, int], tokens: int) -> dict[int, int]:
-    """Pages by span for a cache of so many tokens. Layers with a window get what four sequences for each context's
-    worth of tokens need, at most as much as layers that see all keys. Of cells there are as many for each context's
-    worth as the manifest has, up to MOST_CELLS."""
+    """Pages by span for a cache of so many tokens. For each full context among them, layers with a window get the pages
+    of four sequences, at most as many as layers that see all keys, and there are as many cells as in the manifest, up
+    to MOST_CELLS."""
     whole, sequences = -(-tokens // PAGE), -(-4 * tokens // manifest["context"])
     found = {entry["span"]: entry["shape"][0] for entry in manifest["kv"] if "span" in entry}
     pages = {span: min(whole, pages * sequences) if span else whole for span, pages in found.items()}
@@ -102,7 +101,7 @@ def _spread(manifest: Mapping, limits: Mapping[int, int], tokens: int) -> dict[i
 
 
 def _tokens(manifest: Mapping, limits: Mapping[int, int], nbytes: int, most: int) -> int:
-    """The most tokens, of at most `most`, whose cache fits so many bytes."""
+    """The largest number of tokens up to `most` whose cache fits so many bytes."""
     low, high = 0, most // PAGE
     while low < high:
         middle = (low + high + 1) // 2

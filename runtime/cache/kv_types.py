@@ -1,5 +1,5 @@
-"""Types of the KV cache, by their names in llama.cpp, and the tensors that a layer's cache consists of: keys, values
-and, where these are codes, their scales. Layouts are the targets' (schedules/cpu/attention/cache.py,
+"""Types of the KV cache, by their names in llama.cpp, and the tensors of a layer's cache: keys, values and, where these
+are codes, their scales. Layouts are the targets' (schedules/cpu/attention/cache.py,
 schedules/gpu/attention/cache.py).
 """
 

@@ -1,29 +1,27 @@
-"""The pages of one group of paged caches: who holds them, and which are given out next.
+"""The allocator of the pages of one group of paged caches, with reference counts.
 
 A group is all attention layers that see the same span of keys; its caches have the same number of pages, each with the
-keys and values of PAGE positions, and one page id stands for that page in every one of them. Nothing here touches a
-device.
+keys and values of PAGE positions, and a page id refers to the same page in all of them. Nothing here touches a device.
 
-A page is *free*, *held* by one or more sequences, or *idle*: no sequence holds it, but it is indexed, that is, the
-index of prefixes knows what it contains. Idle pages are given out when no free ones are left.
+A page is *free*, *held* by one or more sequences, or *idle*: no sequence holds it, but the index of prefixes refers to
+it by its contents. Idle pages are allocated when no free ones are left.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
 
 PAGE = 64  # positions
-# In place of a span: the group of the layers that keep a state of fixed size for each sequence. Its pages are *cells*:
+# Instead of a span: the group of the layers that keep a state of fixed size for each sequence. Its pages are *cells*:
 # each has one state of every such layer.
 STATE = -1
-KEPT = 8  # rows of a sequence in a step that may leave a state each: its newest token, and guesses behind it
-CELL_COLUMNS = 1 + KEPT  # of the table of cells: the one that a step reads, and those behind its rows
+KEPT = 8  # rows of a sequence in a step with a state after each: its newest token, and guesses after it
+CELL_COLUMNS = 1 + KEPT  # of the table of cells: the one that a step reads, and those for the states after its rows
 
 
 class PagePool:
     """Pages 0 .. pages-1, all of them free at first.
 
-    evicted: called with an idle page before it is given out; the index must have forgotten the page on return. It may
-    `forget` other pages.
+    evicted: called with an idle page before it is allocated; must `forget` the page, and may forget others.
     """
 
     def __init__(self, pages: int, evicted: Callable[[int], None] | None = None) -> None:
@@ -32,23 +30,23 @@ class PagePool:
         self._holders = [0] * pages
         self._indexed = [False] * pages
         self._free = list(range(pages - 1, -1, -1))
-        # Both in the order in which they are given out, `_soon` first.
+        # Both in the order of their allocation, `_soon` first.
         self._soon: OrderedDict[int, None] = OrderedDict()
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def free(self) -> int:
-        """Number of pages whose contents nobody knows or needs."""
+        """Number of pages without an owner."""
         return len(self._free)
 
     @property
     def idle(self) -> int:
-        """Number of pages that only the index knows."""
+        """Number of pages that only the index refers to."""
         return len(self._soon) + len(self._idle)
 
     @property
     def available(self) -> int:
-        """How many calls of `allocate` in a row succeed."""
+        """Number of pages that `allocate` can return."""
         return len(self._free) + len(self._soon) + len(self._idle)
 
     def holders(self, page: int) -> int:
@@ -56,11 +54,11 @@ class PagePool:
         return self._holders[page]
 
     def indexed(self, page: int) -> bool:
-        """Whether the index knows what the page contains."""
+        """Whether the index refers to the page."""
         return self._indexed[page]
 
     def allocate(self) -> int:
-        """A page, now held once and not indexed: a free one, else the idle one that was released first, those released
+        """A page, held once and not indexed: a free one, else the idle one that was released first, those released
         `soon` before others. IndexError if there is none."""
         if not self._free:
             idle = self._soon or self._idle
@@ -82,8 +80,8 @@ class PagePool:
         self._holders[page] += 1
 
     def release(self, page: int, soon: bool = False) -> None:
-        """One holder less. The last one leaves the page free, or idle if it is indexed. `soon`: other idle pages are of
-        more use."""
+        """One holder less. Without holders the page is idle if it is indexed, else free. `soon`: it is allocated before
+        other idle pages."""
         self._holders[page] -= 1
         if self._holders[page]:
             return
@@ -93,11 +91,11 @@ class PagePool:
             self._free.append(page)
 
     def index(self, page: int) -> None:
-        """The index knows the page from now on. It is held, and written no more."""
+        """The index refers to the page, which is held, and written no more."""
         self._indexed[page] = True
 
     def forget(self, page: int) -> None:
-        """The index does not know the page any more."""
+        """The index does not refer to the page any more."""
         self._indexed[page] = False
         if not self._holders[page]:
             self._wake(page)

@@ -1,15 +1,14 @@
-"""The index of what pages contain: finds the pages that a new sequence shares with older ones.
+"""The index of the pages' contents: finds the pages that a new sequence shares with older ones.
 
-A complete page is known by the digest of its sequence up to its end, a hash chain: so the digest of a page says what
-all pages before it contain, too. Groups (spans) are indexed together: `PrefixDigest` -> page of each group that has
-one.
-Pages of windowed groups come and go by themselves, as rows far behind do not see them.
+The key of a complete page is the digest of its sequence up to its end, a hash chain: so the digest of a page depends on
+the contents of all pages before it, too. Groups (spans) are indexed together: `PrefixDigest` -> page of each group that
+has one. Pages of windowed groups are evicted independently, as later rows do not see them.
 
 The last page of a sequence is incomplete. When the sequence ends, it becomes a *tail*: the pages of all groups for the
-tokens behind a digest. A tail is taken out of the index by the first sequence that continues it, and written by it.
+tokens after a digest. The first sequence that continues a tail removes it from the index, and writes to it.
 
-Cells (`pages.STATE`) are indexed beside the pages: a digest's cell has the state behind its tokens, a tail's the one
-behind all of the tail. Most digests have none. A sequence can begin only where there is one.
+Cells (`pages.STATE`) are indexed with the pages: a digest's cell has the state after its tokens, a tail's the one after
+all of the tail. Most digests have none. A sequence can only begin where there is one.
 """
 
 from array import array
@@ -29,20 +28,20 @@ def digest(parent: PrefixDigest, tokens: SequenceOf[int]) -> PrefixDigest:
 
 
 def first_page(span: int, complete: int) -> int:
-    """The first page that rows from position complete * PAGE on see. span: 0: all keys; STATE: the last page's."""
+    """The first page that rows from position complete * PAGE on see. span: 0: all keys; STATE: the last page."""
     if span == STATE:
         return max(complete - 1, 0)
     return max(complete * PAGE - span + 1, 0) // PAGE if span else 0
 
 
 class PrefixIndex:
-    """Pages of `pools` ({span: pool}) by contents. The pools say when they give out an idle page."""
+    """Pages of `pools` ({span: pool}) by contents. The pools call `_evict` before they allocate an idle page."""
 
     def __init__(self, pools: dict[int, PagePool]) -> None:
         self._pools = pools
         self._complete: dict[PrefixDigest, dict[int, int]] = {}
         self._digests: dict[int, dict[int, PrefixDigest]] = {span: {} for span in pools}  # of complete pages
-        # Tails behind a digest in the order of their tokens, none of which begins with another's.
+        # Tails after a digest in the order of their tokens, none of which begins with another's.
         self._tails: dict[PrefixDigest, list[tuple[int, ...]]] = {}
         self._tail_pages: dict[tuple[PrefixDigest, tuple[int, ...]], dict[int, int]] = {}
         self._tail_of: dict[int, dict[int, tuple[PrefixDigest, tuple[int, ...]]]] = {span: {} for span in pools}
@@ -61,16 +60,16 @@ class PrefixIndex:
         return self._complete.get(known, {}).get(span)
 
     def add(self, known: PrefixDigest, span: int, page: int) -> None:
-        """Indexes a complete page, which is held; `page()` must not know one yet."""
+        """Indexes a complete page, which is held; there must be none for that digest."""
         self._complete.setdefault(known, {})[span] = page
         self._digests[span][page] = known
         self._pools[span].index(page)
 
     def usable(self, digests: SequenceOf[PrefixDigest], states: bool = True) -> int:
         """The largest n for which a sequence can begin with the pages of digests[:n]: groups that see all keys have all
-        of them, windowed groups those that rows behind n pages see. states: there is a state behind them, too."""
+        of them, windowed groups those that rows after n pages see. states: there is a state after them, too."""
         groups = self._pools.keys() - (set() if states else {STATE})
-        best, runs = 0, dict.fromkeys(groups, 0)  # runs: how many pages before here are there without a gap
+        best, runs = 0, dict.fromkeys(groups, 0)  # runs: pages before n without a gap
         for n, known in enumerate(digests, 1):
             pages = self._complete.get(known, {})
             for span in runs:
@@ -84,8 +83,8 @@ class PrefixIndex:
     # ---- tails
 
     def add_tail(self, parent: PrefixDigest, tokens: SequenceOf[int], pages: dict[int, int]) -> None:
-        """Indexes the incomplete pages ({span: page} of all groups) with `tokens` behind `parent`, which are held. Does
-        nothing if there is a tail that begins with these tokens; takes the place of one that they begin with."""
+        """Indexes the incomplete pages ({span: page} of all groups) with `tokens` after `parent`, which are held. Does
+        nothing if there is a tail that begins with these tokens; replaces one that they begin with."""
         new = tuple(tokens)
         tails = self._tails.setdefault(parent, [])
         at = bisect_left(tails, new)
@@ -102,9 +101,9 @@ class PrefixIndex:
             self._pools[span].index(page)
 
     def take_tail(self, parent: PrefixDigest, tokens: SequenceOf[int]) -> tuple[int, dict[int, int]]:
-        """(n, pages): the tail behind `parent` that has most of its first tokens, n, in common with `tokens`; now held
-        and not indexed any more. n is 0, and nothing is taken, unless that is at least half of the tail: another
-        sequence may have more use for it; all of a tail with a state."""
+        """(n, pages): the tail after `parent` that shares the longest prefix, n tokens, with `tokens`; now held and not
+        indexed any more. n is 0, and nothing is taken, if that is less than half of the tail, which another sequence
+        may need more, or less than all of a tail with a state."""
         wanted, tails = tuple(tokens), self._tails.get(parent, [])
         at = bisect_left(tails, wanted)
         near = [(_common(tail, wanted), tail) for tail in tails[max(at - 1, 0) : at + 1]]
@@ -142,7 +141,7 @@ class PrefixIndex:
         self._complete.clear()
 
     def _evict(self, span: int, page: int) -> None:
-        """Forgets an idle page, and the pages of other groups that are of no use without it."""
+        """Forgets an idle page, and the pages of other groups that are useless without it."""
         if page in self._tail_of[span]:
             self._drop_tail(self._tail_of[span][page])
             return
@@ -159,6 +158,6 @@ class PrefixIndex:
 
 
 def _common(a: SequenceOf[int], b: SequenceOf[int]) -> int:
-    """How many first items they have in common."""
+    """Length of the common prefix."""
     shorter = min(len(a), len(b))
     return next((i for i in range(shorter) if a[i] != b[i]), shorter)

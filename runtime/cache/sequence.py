@@ -1,15 +1,15 @@
 """A sequence of tokens, and which of them have their keys and values in the paged cache.
 
 Pages are never copied. Complete pages are indexed as soon as they are computed, and shared; an incomplete page belongs
-to one sequence, which writes it. So whatever ends inside a complete page goes back to the page's beginning, and up to
-PAGE - 1 tokens are computed again.
+to one sequence, which writes to it. So a sequence that is truncated inside a complete page continues at the beginning
+of that page, and up to PAGE - 1 tokens are computed again.
 
-Rows of a group with a span see the last keys only: a sequence holds the pages that rows behind its last complete page
+Rows of a group with a span see the last keys only: a sequence holds the pages that rows after its last complete page
 see, and releases older ones.
 
-Of layers that keep a state there is only the one behind the last computed token, and snapshots: at the last edge of a
-page in a prompt, at every SNAPSHOTS tokens, and at a sequence's end. So where they are there, a sequence goes back to
-the last snapshot, and what is behind that is computed again.
+Of a recurrent state there is only the one after the last computed token, and snapshots: at the last page boundary in a
+prompt, at every SNAPSHOTS tokens, and at a sequence's end. So a sequence of a model with states continues at the last
+snapshot, and later tokens are computed again.
 """
 
 from collections.abc import Iterable
@@ -24,9 +24,9 @@ from mlc_amd.runtime.cache.sequence_state import SequenceState
 
 SingleRow = tuple[int, int, int]  # of a step: token, position, slot
 ChunkRows = tuple[SequenceOf[int] | np.ndarray, int, int]  # of a step: tokens, position of the first, slot
-SNAPSHOT_PART = 2  # guesses leave one of so many cells to snapshots
-SNAPSHOTS = 512  # tokens between snapshots of the state of a sequence that goes on
-GONE = -1  # in place of a page that was released because no later row sees it
+SNAPSHOT_PART = 2  # of the cells, one of so many is reserved for snapshots, not for guesses
+SNAPSHOTS = 512  # tokens between snapshots of the state of a sequence that continues
+GONE = -1  # instead of a page that was released because no later row sees it
 
 
 class PageStore(Protocol):
@@ -52,7 +52,7 @@ class Sequence:
     slot        the row of the page tables, while the sequence has one: see `Cache.assign_slots`
 
     A step for its next `count` tokens: `reserve(count)`, `Cache.assign_slots`, then the device writes their keys to the
-    positions from `computed` on, then `advance(count)`. Guesses of further tokens may be rows behind the newest one.
+    positions from `computed` on, then `advance(count)`. Rows after the newest token may be guesses of further ones.
     """
 
     __slots__ = (
@@ -79,7 +79,7 @@ class Sequence:
         self._capacity = 0  # positions that have pages
         self._complete = 0  # complete pages, all of them indexed: computed // PAGE
         self._matched = 0  # of these, found in the index
-        self._gone = dict.fromkeys(cache.pools, 0)  # how many first pages are released
+        self._gone = dict.fromkeys(cache.pools, 0)  # number of first pages that are released
         self._digests: list[PrefixDigest] = []  # of the first complete pages of `tokens`, as far as they were needed
 
     @property
@@ -123,8 +123,8 @@ class Sequence:
     # ---- a step
 
     def reserve(self, count: int, guesses: int = 0) -> bool:
-        """Pages for the next `count` positions in every group and for guesses behind these, and cells; False, and
-        nothing is changed, if the pools have not enough. ValueError beyond the context."""
+        """Allocates pages for the next `count` positions in every group and for guesses after these, and cells; False,
+        without any change, if the pools have too few. ValueError beyond the context."""
         end = self.computed + count + guesses
         if count and self.state and self.state.available <= guesses:
             return False
@@ -135,7 +135,7 @@ class Sequence:
         return True
 
     def _reserve_pages(self, end: int) -> bool:
-        """Pages for all positions below `end`, some of which have none."""
+        """Allocates pages for all positions below `end`, some of which have none."""
         if end > self.cache.context:
             raise ValueError(f"position {end - 1} is beyond the context of {self.cache.context}")
         more = -(-(end - self._capacity) // PAGE)
@@ -156,8 +156,8 @@ class Sequence:
 
     @property
     def guess_room(self) -> int:
-        """How many guesses the next step may verify behind one token: as many as there are pages for, and cells beside
-        those that are left to snapshots of states; none that a snapshot would be skipped for."""
+        """How many guesses the next step may verify after one token: as many as there are pages for, and cells besides
+        those reserved for snapshots of states; none that would skip a snapshot."""
         room = self.room - 1
         if self.state and self.cache.cells:
             cells = self.state.available - 1 - self.cache.cells.pages // SNAPSHOT_PART
@@ -165,7 +165,7 @@ class Sequence:
         return max(room, 0)
 
     def step_size(self, most: int) -> int:
-        """How many of the pending tokens the next step computes, at most `most`: up to where a snapshot is wanted."""
+        """How many of the pending tokens the next step computes, at most `most`: up to the next snapshot of a state."""
         count = min(self.pending, most)
         if self.state is None or count <= 1:
             return count
@@ -177,7 +177,7 @@ class Sequence:
 
     @property
     def _last_edge(self) -> int:
-        """The last edge of a page that leaves a token to compute."""
+        """The last page boundary before the last token."""
         return (len(self.tokens) - 1) // PAGE * PAGE
 
     def advance(self, count: int, wrong: int = 0) -> None:
@@ -196,7 +196,7 @@ class Sequence:
                 self.state.passing = not prompt
 
     def _snapshot(self, state: SequenceState) -> None:
-        """Indexes the state, at the edge of a page, or takes the cell that is indexed already."""
+        """Indexes the state, at a page boundary, or takes the cell that is indexed already."""
         known, index = self._chain(self._complete)[-1], self.cache.index
         other = index.page(known, STATE)
         if other is None:
@@ -207,17 +207,17 @@ class Sequence:
             state.take(other)
 
     def abandon(self) -> None:
-        """The step that was seated has failed."""
+        """The step that had slots has failed."""
         if self.state and not self.state.abandon():
             self._begin_again(self.computed)
 
     def _begin_again(self, limit: int) -> None:
-        """What the index has of the first `limit` tokens, in place of what is computed."""
+        """Replaces what is computed by what the index has of the first `limit` tokens."""
         self._cut(0)
         self._match(limit)
 
     def _share(self) -> None:
-        """Indexes the pages that are complete now, or takes pages with the same contents in their place."""
+        """Indexes the pages that are complete now, or replaces them by indexed ones with the same contents."""
         complete, index = self.computed // PAGE, self.cache.index
         for i in range(self._complete, complete):
             known = self._chain(i + 1)[i]
@@ -234,7 +234,7 @@ class Sequence:
         for span, pages in self.pages.items():
             first = first_page(span, complete)
             for i in range(self._gone[span], first):
-                # A page that more than one sequence began with may be needed again: keep it longer than others.
+                # A page that several sequences began with may be needed again: it is kept longer than others.
                 self.cache.pools[span].release(pages[i], soon=i >= self._matched)
                 pages[i] = GONE
             self._gone[span] = first
@@ -242,15 +242,14 @@ class Sequence:
     # ---- prefixes
 
     def match(self, limit: int | None = None) -> int:
-        """Takes from the index the pages of as many of the first tokens as it knows, if these are more than `computed`;
-        of the first `limit` at most. Returns `computed`, which leaves at least one token to compute, whose row gives an
-        answer. May be called at any time outside a step: other sequences may have computed the next tokens
-        meanwhile."""
+        """Takes from the index the pages of the longest known prefix, if that is longer than `computed`; of the first
+        `limit` tokens at most. Returns `computed`, which leaves at least one token to compute, whose row has logits.
+        May be called at any time outside a step: other sequences may have computed the next tokens meanwhile."""
         self._match(len(self.tokens) - 1 if limit is None else min(limit, len(self.tokens) - 1))
         return self.computed
 
     def _match(self, limit: int) -> None:
-        """At most `limit` tokens."""
+        """`match` of at most `limit` tokens."""
         chain, index = self._chain(max(limit, 0) // PAGE), self.cache.index
         if self._complete == 0 or (len(chain) > self._complete and chain[self._complete] in index):
             if self.state and self._take_tail(chain, index.usable(chain, states=False), limit):
@@ -259,7 +258,7 @@ class Sequence:
         self._take_tail(chain, self._complete, limit)
 
     def _take_tail(self, chain: list[PrefixDigest], n: int, limit: int) -> bool:
-        """The indexed pages of chain[:n] and a tail behind them; False if there is none of use."""
+        """Takes the indexed pages of chain[:n] and a tail after them; False if there is none of use."""
         end = n * PAGE
         if limit <= end or n < self._complete or (n == self._complete and self.computed != end):
             return False
@@ -279,8 +278,8 @@ class Sequence:
         return True
 
     def _take(self, chain: list[PrefixDigest], n: int, state: bool = True) -> None:
-        """The indexed pages of chain[:n] in place of those held, if they are more than are complete. state: the state
-        behind them, too."""
+        """Replaces the held pages by the indexed ones of chain[:n], if these are more than are complete. state: takes
+        the state after them, too."""
         if n <= self._complete:
             return
         cell = self.cache.index.page(chain[n - 1], STATE) if state else None
@@ -303,7 +302,8 @@ class Sequence:
         self.computed = self._capacity = n * PAGE
 
     def fork(self) -> "Sequence":
-        """A sequence with the same tokens that shares the complete pages, up to the last snapshot of a state."""
+        """A sequence with the same tokens that shares the complete pages, or those up to the last snapshot of a
+        state."""
         other = Sequence(self.cache, self.tokens)
         if self.state:
             other._match(self._complete * PAGE)
@@ -318,12 +318,12 @@ class Sequence:
         other._digests = self._digests[:]
         return other
 
-    # ---- going back
+    # ---- truncation
 
     def truncate(self, n: int) -> None:
-        """Keeps the first `n` tokens. `computed` goes back to what is still whole: to the beginning of a page if `n`
-        ends inside a complete one, or further where pages are gone that the next row sees, or where there is a state
-        only further back."""
+        """Keeps the first `n` tokens. `computed` decreases to what is still complete: to the beginning of a page if `n`
+        ends inside a complete one, further where pages that the next row sees were released, or to the last
+        snapshot of a state."""
         if not 0 <= n <= len(self.tokens):
             raise ValueError(f"cannot keep {n} of {len(self.tokens)} tokens")
         del self.tokens[n:]
@@ -344,8 +344,8 @@ class Sequence:
             self._match(kept)
 
     def free(self) -> None:
-        """Gives up all pages and the slot. The index keeps what is computed as long as pages are left, so `match` finds
-        it again, also for this sequence."""
+        """Releases all pages and the slot. The index keeps what is computed until its pages are needed, so `match` may
+        find it again, also for this sequence."""
         if self.state is None or self.state.abandon():
             self._index_end()
         self._cut(0)
@@ -367,7 +367,7 @@ class Sequence:
         """Releases all pages but the first n; n = 0 leaves nothing computed."""
         for span, pages in self.pages.items():
             pool = self.cache.pools[span]
-            # The last page first: it is of no use without those before it, so it is to be given out before them.
+            # The last page first: it is useless without those before it, so it must be allocated before them.
             for i in range(len(pages) - 1, max(n, self._gone[span]) - 1, -1):
                 pool.release(pages[i])
             del pages[n:]
@@ -388,7 +388,7 @@ class Sequence:
         return known[:n]
 
     def _set(self, span: int, pages: list[int], at: int | None = None) -> None:
-        """Pages from number `at` on; None: behind the last one."""
+        """Sets the pages from number `at` on; None: appends them."""
         own = self.pages[span]
         at = len(own) if at is None else at
         own[at : at + len(pages)] = pages

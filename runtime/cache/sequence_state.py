@@ -1,19 +1,19 @@
-"""The state of fixed size that some layers keep of a sequence: which cell has it, and which ones the next step writes.
+"""The state of fixed size that some layers keep of a sequence: its cell, and the cells that the next step writes.
 
-A step reads the state behind the computed tokens and writes the one behind its own: in place, unless the index of
-prefixes knows the cell, whose contents then stay. So snapshots of states take no copies. What a step in place has begun
-to overwrite is lost if the step fails.
+A step reads the state after the computed tokens and writes the one after its own: in place, unless the index of
+prefixes refers to the cell, whose contents must not change. So snapshots of states take no copies. A state that a step
+overwrites in place is lost if the step fails.
 
-Behind the newest token a step's rows may be guesses. Then each row leaves a state in a cell of its own, of which the
-last right row's is kept.
+After the newest token a step's rows may be guesses. Then each row writes a state to a cell of its own, and that of the
+last right row is kept.
 """
 
 from mlc_amd.runtime.cache.pages import KEPT, PagePool
 
 
 class SequenceState:
-    """Of one sequence. cell: that of the state behind the computed tokens; None where nothing is computed. passing:
-    its snapshot is of less use than others, because the sequence goes on."""
+    """Of one sequence. cell: of the state after the computed tokens; None where nothing is computed. passing: its
+    snapshot is less useful than others, because the sequence continues."""
 
     __slots__ = ("_begun", "_next", "_pool", "cell", "passing")
 
@@ -21,8 +21,8 @@ class SequenceState:
         self._pool = pool
         self.cell: int | None = None
         self.passing = False
-        self._next: list[int] = []  # what the next step writes, if it is reserved: the last of them perhaps `cell`
-        self._begun = False  # that step may be computing
+        self._next: list[int] = []  # cells that the reserved step writes: the last of them perhaps `cell`
+        self._begun = False  # that step may be in progress
 
     @property
     def _writable(self) -> bool:
@@ -30,12 +30,12 @@ class SequenceState:
 
     @property
     def available(self) -> int:
-        """How many cells `reserve` could give the next step, counting those that it has."""
+        """Number of cells that `reserve` could reserve for the next step, with those that it has."""
         return (len(self._next) or int(self._writable)) + self._pool.available
 
     def reserve(self, guesses: int = 0) -> None:
-        """Cells for the next step to write: one, and one more for each guess behind its one token. IndexError if there
-        are not enough."""
+        """Reserves cells that the next step writes: one, and one for each guess after its token. IndexError if there
+        are too few."""
         assert guesses < KEPT, "more rows than a table of cells has columns for"
         if not self._next:
             self._next = [self.cell if self.cell is not None and self._writable else self._pool.allocate()]
@@ -54,25 +54,25 @@ class SequenceState:
 
     @property
     def held(self) -> set[int]:
-        """All cells that it has."""
+        """All its cells."""
         return {*self._next, *([] if self.cell is None else [self.cell])}
 
     @property
     def places(self) -> list[int]:
-        """The cell that the reserved step reads, and those that its rows write, further ones the last of them; it reads
-        none at position 0."""
+        """The cell that the reserved step reads (ignored at position 0), and those that its rows write, further rows
+        the last of them."""
         assert self._next, "a step is reserved before it begins"
         return [self._next[0] if self.cell is None else self.cell, *self._next]
 
     def advance(self, wrong: int = 0) -> None:
-        """The step is computed, and so many of its guesses were wrong."""
+        """The reserved step is computed, and so many of its guesses were wrong."""
         kept = self._next[len(self._next) - 1 - wrong]
         for cell in self.held - {kept}:
             self._pool.release(cell, soon=self.passing and cell == self.cell)
         self.cell, self.passing, self._next, self._begun = kept, False, [], False
 
     def abandon(self) -> bool:
-        """The reserved step is not computed. False if it may have overwritten the state."""
+        """Cancels the reserved step. False if it may have overwritten the state."""
         intact = not self._begun or self.cell not in self._next
         for cell in self._next:
             if cell != self.cell:
@@ -81,7 +81,7 @@ class SequenceState:
         return intact
 
     def take(self, cell: int) -> None:
-        """The state is in that cell, which is held for it."""
+        """The state is in that cell, which it takes over."""
         self.drop()
         self.cell = cell
 

@@ -1,6 +1,6 @@
-"""Formats of calls whose arguments are no JSON: tags around each, or objects with bare keys.
+"""Formats of calls whose arguments are not JSON: tags around each, or objects with bare keys.
 
-In:  a `TextReader` behind the opening of a call. Out: to a `Sink`: the arguments as JSON text. See call_formats.py.
+In:  a `TextReader` after the opening of a call. Out: to a `Sink`: the arguments as JSON text. See call_formats.py.
 """
 
 import ast
@@ -17,9 +17,9 @@ from mlc_amd.runtime.calls.tools import ALL_TYPES, NAME, json_type
 
 @dataclass(frozen=True, kw_only=True)
 class TaggedCalls(CallFormat):
-    """Each argument between tags, strings as they are, other values as JSON. name, key: what is before and after the
-    tool's name and an argument's; value_opening, value_closing: around a value; end: behind the last argument. lines: a
-    value has lines of its own. several: there may be more than one call before `closing`."""
+    """Each argument between tags, strings as they are, other values as JSON. name, key: the texts around the tool's
+    name and an argument's; value_opening, value_closing: around a value; end: after the last argument. lines: a value
+    has lines of its own. several: there may be more than one call before `closing`."""
 
     name: tuple[str, str]
     key: tuple[str, str]
@@ -49,7 +49,7 @@ class TaggedCalls(CallFormat):
         yield from reader.expect(self.name[1])
         yield from reader.space()
         if not (yield from reader.peek()):
-            raise Malformed  # the name may go on
+            raise Malformed  # the name may be incomplete
         tool = sink.begin(name)
         sink.write("{")
         first = True
@@ -88,7 +88,7 @@ class TaggedCalls(CallFormat):
                 yield from reader.space()
                 yield from value(reader, parts.append)
                 yield from reader.space()
-                yield from reader.expect(mark)  # the first one behind the value: strings in it may have others
+                yield from reader.expect(mark)  # the first one after the value: strings in it may contain others
             except Malformed:
                 reader.back(place)
                 parts.clear()
@@ -113,20 +113,20 @@ class _WithoutLast:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """The JSON text of a value whose type the text has to tell: JSON, or what Python writes; all else is a string."""
+    """The JSON text of a value whose type follows from the text: JSON, or a Python literal; other texts are strings."""
     try:
         found = parsed(text)
-        made = text.strip()
+        converted = text.strip()
     except ValueError:
         try:
             found = ast.literal_eval(text.strip())
-            made = json.dumps(found, ensure_ascii=False, allow_nan=False)
+            converted = json.dumps(found, ensure_ascii=False, allow_nan=False)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            found, made = text, ""
-    # Where a string is possible, only what is of another possible type is no string.
+            found, converted = text, ""
+    # Where strings are allowed, a value of a type that is not allowed is a string.
     if "string" in types and json_type(found) in {"string"} | (ALL_TYPES - types):
         return json.dumps(text, ensure_ascii=False)
-    return made or json.dumps(text, ensure_ascii=False)
+    return converted or json.dumps(text, ensure_ascii=False)
 
 
 # ---- Gemma: objects with bare keys
@@ -134,7 +134,7 @@ def _as_json(text: str, types: frozenset[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class BareCalls(CallFormat):
-    """`call:NAME{key:value,..}`: JSON with keys that have no quotes, and strings between two `quote`."""
+    """`call:NAME{key:value,..}`: JSON with keys without quotes, and strings between two `quote`."""
 
     quote: str
 

@@ -1,8 +1,9 @@
-"""How models write calls of tools: the syntax of each family, and how it is read.
+"""The formats in which models write calls of tools, with their parsers.
 
-In:  a `TextReader` behind the text that begins calls (`CallFormat.opening`).
-Out: to a `Sink`: which tool is called, and the arguments as JSON text, piece by piece. `Malformed` where the text is no
-     call; a call that has begun then stays as it is.
+In:  a `TextReader` after the text that begins calls (`CallFormat.opening`).
+Out: to a `Sink`: the tool's name, and the arguments as JSON text, piece by piece. `Malformed` where the text is no
+call;
+     the pieces of a call that has begun remain.
 
 call_grammars.py writes the same syntax as grammars; tool_calls.py has the table of formats.
 """
@@ -18,7 +19,7 @@ from mlc_amd.runtime.calls.tools import NAME, Tool
 
 @dataclass(frozen=True)
 class CallBegin:
-    """The model calls a tool. number: of the call in this answer, from 0."""
+    """A call of a tool begins. number: of the call in this answer, from 0."""
 
     number: int
     name: str
@@ -34,7 +35,7 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """complete: False for a call whose arguments break off or stop being JSON: what came of them is no JSON text."""
+    """complete: False for a call whose arguments are incomplete or malformed, so their pieces are no JSON text."""
 
     number: int
     complete: bool = True
@@ -44,7 +45,7 @@ CallEvent = CallBegin | CallArguments | CallEnd
 
 
 class Sink:
-    """Takes what formats read. tools: those that may be called. tool: the one whose call has begun and not ended."""
+    """Receives the calls that formats read. tools: those that may be called. tool: of the call that is in progress."""
 
     def __init__(self, tools: Iterable[Tool], emit: Callable[[CallEvent], object]) -> None:
         self._tools = {tool.name: tool for tool in tools}
@@ -53,7 +54,7 @@ class Sink:
         self.tool: Tool | None = None
 
     def begin(self, name: str) -> Tool:
-        """Malformed if there is no such tool: the text is about something else."""
+        """Malformed if there is no such tool: then the text is no call."""
         if name not in self._tools:
             raise Malformed
         self.tool = self._tools[name]
@@ -74,8 +75,8 @@ class Sink:
 @dataclass(frozen=True, kw_only=True)
 class CallFormat(ABC):
     """opening: the text that begins a call, or several; closing: the text that ends them. bare: the opening may be
-    missing before a call that the answer begins with. instructed: no chat template tells the model about it, an
-    instruction must (call_messages.py)."""
+    missing before a call at the beginning of the answer. instructed: not part of the chat template, so an instruction
+    must describe it (call_messages.py)."""
 
     opening: str = ""
     closing: str = ""
@@ -84,15 +85,15 @@ class CallFormat(ABC):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All marks: if they are control tokens, their texts must be fed to the parser."""
+        """All marks: if they are control tokens, the parser needs their texts."""
         return tuple(filter(None, (self.opening, self.closing)))
 
     @abstractmethod
     def read(self, reader: TextReader, sink: Sink) -> Reading[None]:
-        """The call or calls behind `opening`, with `closing` if it is there."""
+        """Reads the calls after `opening`, and `closing` if it is there."""
 
     def _close(self, reader: TextReader) -> Reading[None]:
-        """Behind a call. A closing mark that the answer's limit has cut off is no text."""
+        """Reads the end of a call. A closing mark that is incomplete at the end of the answer is no text."""
         yield from reader.space()
         if self.closing and not (yield from reader.one_of((self.closing,))):
             rest = reader.available()
@@ -141,39 +142,39 @@ class JsonCalls(CallFormat):
 
     @staticmethod
     def _call(reader: TextReader, sink: Sink) -> Reading[None]:
-        """Keys may come in any order: arguments before the name are held back."""
+        """Keys may have any order: arguments before the name are buffered."""
         yield from reader.expect("{")
         held: list[str] = []
-        begun = given = False
+        has_name = has_arguments = False
         while True:
             yield from reader.space()
             key = yield from text_of(reader)
             yield from reader.space()
             yield from reader.expect(":")
             yield from reader.space()
-            if key in _NAMES and not begun:
+            if key in _NAMES and not has_name:
                 sink.begin((yield from text_of(reader)))
-                begun = True
+                has_name = True
                 for text in held:
                     sink.write(text)
-            elif key in _ARGUMENTS and not given:
-                given = True
-                yield from arguments(reader, sink.write if begun else held.append)
+            elif key in _ARGUMENTS and not has_arguments:
+                has_arguments = True
+                yield from arguments(reader, sink.write if has_name else held.append)
             else:
                 yield from value(reader, lambda text: None)
             yield from reader.space()
             if (yield from reader.one_of(("}",))):
                 break
             yield from reader.expect(",")
-        if not begun:
+        if not has_name:
             raise Malformed
-        if not given:
+        if not has_arguments:
             sink.write("{}")
         sink.end()
 
 
 def arguments(reader: TextReader, write: Write) -> Reading[None]:
-    """Copies arguments: an object; also where it is written as a string or null."""
+    """Copies arguments: an object, perhaps written as a string, or null."""
     character = yield from reader.peek()
     if character == "{":
         yield from value(reader, write)
@@ -197,7 +198,7 @@ def arguments(reader: TextReader, write: Write) -> Reading[None]:
 @dataclass(frozen=True, kw_only=True)
 class NamedCalls(CallFormat):
     """A name between marks, then a JSON object. before, after: around the name. numbered: the name is between
-    "functions." and ":" and the number of the call. id_mark: begins an id behind the name. fence: the object is between
+    "functions." and ":" and the number of the call. id_mark: begins an id after the name. fence: the object is between
     "```json" and "```". repeated, each_closing: one opening begins several calls, each of them between these."""
 
     before: tuple[str, ...] = ()
@@ -252,8 +253,8 @@ class NamedCalls(CallFormat):
 
 @dataclass(frozen=True, kw_only=True)
 class HarmonyCalls(CallFormat):
-    """Messages whose recipient is `prefix` and a tool: reasoning.py divides them from the text of the answer. What is
-    read is such a message, of a call that has begun."""
+    """Messages whose recipient is `prefix` and a tool: reasoning.py separates them from the text of the answer. `read`
+    reads such a message, of a call that has begun."""
 
     prefix: str = "functions."
 

@@ -1,4 +1,4 @@
-"""Tools for models whose chat template knows none: all of it as text, in the format `tool_calls.GENERIC` (Hermes').
+"""Tools for models whose chat template does not support them: as text, in the format `tool_calls.GENERIC` (Hermes').
 
 In:  messages as chat templates take them (chat_template.py), with calls, and tools in OpenAI's form.
 Out: messages of the roles system, user and assistant alone: the system message explains the tools and how to call them,
@@ -24,34 +24,35 @@ Write one such block for each call, and nothing after the last one: the results 
 
 
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as text; if there are tools, with the instruction in the first system message, which is added if
-    there is none."""
-    made: list[dict[str, Any]] = []
+    """The messages as text; if there are tools, with the instruction in the system message, which is added if there is
+    none."""
+    converted: list[dict[str, Any]] = []
     if tools:
         first = messages[0] if messages and messages[0]["role"] == "system" else {}
         described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         texts = (first.get("content"), _INSTRUCTION.format(tools=described))
-        made.append({"role": "system", "content": "\n\n".join(filter(None, texts))})
+        converted.append({"role": "system", "content": "\n\n".join(filter(None, texts))})
         messages = messages[1:] if first else messages
     for message in messages:
         role, content = message["role"], message.get("content") or ""
         if role == "tool":
             result = f"<tool_response>\n{content}\n</tool_response>"
-            if made and made[-1].get("results"):
-                made[-1]["content"] += f"\n{result}"
+            if converted and converted[-1].get("results"):
+                converted[-1]["content"] += f"\n{result}"
             else:
-                made.append({"role": "user", "content": result, "results": True})
+                converted.append({"role": "user", "content": result, "results": True})
         else:
             calls = [_written(call["function"]) for call in message.get("tool_calls") or ()]
             text = "\n".join([content, *calls] if content else calls)
             kept = {key: value for key, value in message.items() if key not in ("tool_calls", "content")}
-            made.append({**kept, "content": text})
-    return [{key: value for key, value in message.items() if key != "results"} for message in made]
+            converted.append({**kept, "content": text})
+    return [{key: value for key, value in message.items() if key != "results"} for message in converted]
 
 
 def _written(function: Mapping[str, Any]) -> str:
     """A call as text. Its arguments are an object, or its JSON text."""
-    given = function["arguments"]
-    arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
     name = json.dumps(function["name"], ensure_ascii=False)
     return f'{GENERIC.opening}\n{{"name": {name}, "arguments": {arguments}}}\n{GENERIC.closing}'

@@ -1,11 +1,11 @@
 """Reads text that arrives in pieces, and JSON in it, without waiting for its end.
 
 In:  pieces of text (`TextReader.feed`), and the end (`TextReader.end`).
-Out: what the generators below return. Such a generator yields nothing; it is suspended (`yield`) where it needs text
-     that has not arrived yet, and may be resumed after more of it. What it has read does not depend on how the text was
-     divided. Functions that write copy to `Write`, piece by piece: what they read, as valid JSON.
+Out: the results of the generators below. Such a generator yields nothing; it is suspended (`yield`) where it needs text
+     that has not arrived yet, and may be resumed after more text. Its result does not depend on how the text was
+     divided. Functions with a `Write` copy their input to it, piece by piece, as valid JSON.
 
-`Malformed` is raised as soon as the text is not what is read, and where it ends too early.
+`Malformed` is raised as soon as the text does not match, and where it ends too early.
 """
 
 import json
@@ -21,7 +21,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # within a string (RFC 8259, section 7)
 _WORD = re.compile(r"[-+.\w]+")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")  # RFC 8259, section 6
-# What Python writes for JSON's words: models do, too.
+# With Python's words, which models write, too.
 _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 _ESCAPES = '"\\/bfnrt'
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
@@ -37,7 +37,7 @@ def quoted(text: str) -> str:
 
 
 class TextReader:
-    """The text and the place in it up to which it has been read. place: from the beginning of all text."""
+    """The text, and the place up to which it has been read. place: from the beginning of all text."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -68,32 +68,32 @@ class TextReader:
         self._kept = place
 
     def back(self, place: int) -> None:
-        """Continues at an earlier place, from which on text was kept."""
+        """Continues at an earlier place, from which text was kept."""
         self._at = place - self._dropped
 
     # ---- plain text
 
     def available(self) -> str:
-        """What has arrived and is not read."""
+        """The text that has arrived and is not read."""
         return self._text[self._at :]
 
     def skip(self, count: int) -> None:
         self._at += count
 
     def peek(self) -> Reading[str]:
-        """The next character, which is not read; "" at the end."""
+        """The next character, without reading it; "" at the end."""
         while self._at == len(self._text) and not self.ended:
             yield
         return self._text[self._at : self._at + 1]
 
     def arrived(self, pattern: re.Pattern[str]) -> str:
-        """Reads what the pattern matches of the text that has arrived; perhaps nothing."""
+        """Reads the pattern's match in the text that has arrived; perhaps nothing."""
         match = pattern.match(self._text, self._at)
         self._at += len(match[0]) if match else 0
         return match[0] if match else ""
 
     def take(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """As many characters as the pattern, a repeated class of characters, matches; perhaps none."""
+        """Reads all characters that the pattern, a repeated class of characters, matches; perhaps none."""
         taken = []
         while (yield from self.peek()):
             taken.append(self.arrived(pattern))
@@ -102,11 +102,11 @@ class TextReader:
         return "".join(taken)
 
     def space(self) -> Reading[str]:
-        """The white space that is next."""
+        """Reads white space."""
         return (yield from self.take(_SPACE))
 
     def one_of(self, texts: Sequence[str]) -> Reading[str | None]:
-        """Reads the longest of `texts` that is next, and returns it; None if there is none."""
+        """Reads the longest of `texts` that follows, and returns it; None if none does."""
         while True:
             rest = self.available()
             possible = [text for text in texts if text.startswith(rest) and len(text) > len(rest)]
@@ -139,14 +139,14 @@ class TextReader:
 
 
 def string(reader: TextReader, write: Write) -> Reading[None]:
-    """Copies a JSON string. Control characters in it, which JSON does not allow but models write, are escaped."""
+    """Copies a JSON string. Control characters, which models write although JSON does not allow them, are escaped."""
     yield from reader.expect('"')
     write('"')
     while True:
         character = yield from reader.peek()
         if not character:
             raise Malformed
-        if text := reader.arrived(_PLAIN):  # written now: the rest of the string may take long to come
+        if text := reader.arrived(_PLAIN):  # written at once: the rest of the string may arrive much later
             write(text)
             continue
         reader.skip(1)
@@ -189,7 +189,7 @@ def _scalar(reader: TextReader, write: Write) -> Reading[None]:
 def value(
     reader: TextReader, write: Write, text: Callable[[TextReader, Write], Reading[None]] = string, quotes: str = '"'
 ) -> Reading[None]:
-    """Copies a JSON value. text: copies a string or a key; quotes: the characters that a string begins with."""
+    """Copies a JSON value. text: copies a string or a key; quotes: first characters of strings."""
     closing: list[str] = []
 
     def space() -> Reading[str]:
@@ -241,7 +241,7 @@ def _no_constant(name: str) -> Any:
 
 
 def parsed(text: str) -> Any:
-    """The JSON value that the text is. Raises ValueError."""
+    """The JSON value of a text. ValueError if it is none."""
     try:
         return json.loads(text, parse_constant=_no_constant)
     except RecursionError as error:

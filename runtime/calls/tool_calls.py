@@ -1,13 +1,13 @@
-"""Calls of tools in what a model writes.
+"""Finds calls of tools in a model's answer.
 
 In:  the parts of an answer (reasoning.py), piece by piece; the tools that may be called (tools.py).
 Out: the same parts without the calls, and events for these: `CallBegin`, `CallArguments`, `CallEnd`, as early as they
-     are certain. Arguments are JSON text whatever the model's format is. A malformed call, and one of a tool that does
-     not exist, is text; nothing raises.
+     are certain. Arguments are JSON text in any format. A malformed call, or one of an unknown tool, is text; nothing
+     raises.
 
-`FORMATS` is the table of known formats, `detect` finds a model's one by its vocabulary and its chat template. For
-models whose template knows no tools, or writes calls in a form that is not in the table, it is `GENERIC`: Hermes' form,
-which an instruction in the system message explains (call_messages.py); the template is then given no tools.
+`FORMATS` is the table of known formats, `detect` finds that of a model by its vocabulary and its chat template. For
+models whose template does not support tools, or has a format that is not in the table, it is `GENERIC`: Hermes' format,
+which an instruction in the system message describes (call_messages.py); the template then gets no tools.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ Event = AnswerPart | CallEvent
 
 @dataclass(frozen=True)
 class KnownFormat:
-    """A format, and what tells it: texts that the vocabulary has as tokens, and texts in the template."""
+    """A format, and how to detect it: texts that are tokens of the vocabulary, and texts in the template."""
 
     format: CallFormat
     tokens: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ _DEEPSEEK = NamedCalls(
     each_closing="<｜tool▁call▁end｜>",
     after="<｜tool▁sep｜>",
 )
-# The first row whose texts are all there counts. Sources: the chat templates of the models.
+# A model has the first format whose texts are all found. Sources: the chat templates of the models.
 FORMATS: tuple[KnownFormat, ...] = (
     # gpt-oss
     KnownFormat(HarmonyCalls(), tokens=("<|start|>", "<|channel|>", "<|message|>", "<|call|>")),
@@ -204,12 +204,12 @@ class CallParser:
         self._format = found
         self._events: list[Event] = []
         self._reader = TextReader()  # of what is read as a call
-        self._behind = 0  # the place behind the last call
+        self._call_end = 0  # the place after the last call
         self._sink = Sink(tools, self._emit)
-        self._held = ""  # white space that is text only if no call follows
-        self._behind_call = False  # there was no text since a call
-        self._answer = _Running(self._read)
-        self._message: _Running | None = None  # to a tool
+        self._held = ""  # white space, which is text only if no call follows
+        self._after_call = False  # without text since the call
+        self._answer = _ReadInPieces(self._read)
+        self._message: _ReadInPieces | None = None  # to a tool
         self._recipient = ""
 
     def feed(self, part: AnswerPart) -> list[Event]:
@@ -223,7 +223,7 @@ class CallParser:
         else:
             if self._message is None:
                 self._recipient = part.recipient
-                self._message = _Running(self._read_message)
+                self._message = _ReadInPieces(self._read_message)
             self._message.feed(part.text)
         return self._take()
 
@@ -231,7 +231,7 @@ class CallParser:
         """The rest, at the end of the answer."""
         self._end_message()
         self._answer.finish()
-        if not self._behind_call:
+        if not self._after_call:
             self._write_text("", last=True)
         return self._take()
 
@@ -256,25 +256,25 @@ class CallParser:
 
     def _emit(self, event: CallEvent) -> None:
         if isinstance(event, CallBegin):
-            self._held, self._behind_call = "", True
+            self._held, self._after_call = "", True
         elif isinstance(event, CallEnd):
-            self._behind = self._reader.place
-            self._reader.keep(self._behind)
+            self._call_end = self._reader.place
+            self._reader.keep(self._call_end)
         self._events.append(event)
 
     def _write_text(self, text: str, last: bool = False) -> None:
-        """Text of the answer. White space around calls is none."""
+        """Adds text of the answer, without white space around calls."""
         text = self._held + text
-        if self._behind_call:
+        if self._after_call:
             text = text.lstrip()
         trimmed = text if last else text.rstrip()
         self._held = text[len(trimmed) :]
         if trimmed:
-            self._behind_call = False
+            self._after_call = False
             self._events.append(AnswerPart("final", trimmed))
 
     def _read(self, reader: TextReader) -> Reading[None]:
-        """The text of the answer, in which calls may begin."""
+        """Reads the text of the answer and its calls."""
         opening = self._format.opening
         if self._format.bare:
             self._write_text((yield from reader.space()))
@@ -292,7 +292,7 @@ class CallParser:
                 yield
 
     def _read_call(self, reader: TextReader, mark: str) -> Reading[None]:
-        """What `mark` begins; if that is no call, `mark` is text."""
+        """Reads the call after `mark`; if there is none, `mark` is text."""
         place, count = reader.place, self._sink.count
         self._reader = reader
         reader.keep(place)
@@ -302,7 +302,7 @@ class CallParser:
             if self._sink.tool is not None:
                 self._sink.end(complete=False)
             elif self._sink.count > count:
-                reader.back(self._behind)
+                reader.back(self._call_end)
             else:
                 self._write_text(mark)
                 reader.back(place)
@@ -310,7 +310,7 @@ class CallParser:
             reader.keep(None)
 
     def _read_message(self, reader: TextReader) -> Reading[None]:
-        """A message to a tool: a call, or text if there is no such tool."""
+        """Reads a message to a tool: a call, or text if there is no such tool."""
         self._reader = reader
         prefix = self._format.prefix if isinstance(self._format, HarmonyCalls) else ""
         try:
@@ -327,8 +327,8 @@ class CallParser:
             self._sink.end(complete=False)
 
 
-class _Running:
-    """A generator that reads, and its text."""
+class _ReadInPieces:
+    """Resumes a reading generator for each piece of text."""
 
     def __init__(self, read: Callable[[TextReader], Reading[None]]) -> None:
         self._reader = TextReader()

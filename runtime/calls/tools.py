@@ -12,7 +12,7 @@ from typing import Any
 
 from mlc_amd.runtime.errors import UserError, shorten
 
-# What a name may consist of: more than OpenAI allows, but nothing that has a meaning in a format of calls.
+# Characters of a name: more than OpenAI allows, but none with a meaning in a format of calls.
 NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 _MAX_NAME = 128  # characters
 # Of JSON values.
@@ -40,12 +40,13 @@ class Tool:
         return [name for name in found if isinstance(name, str)] if isinstance(found, list | tuple) else []
 
     def types(self, argument: str) -> frozenset[str]:
-        """The JSON types that an argument may have; "integer" is "number". All, where the schema does not say."""
+        """The JSON types that an argument may have; "integer" is "number". All, where the schema does not restrict
+        them."""
         return _types(self.properties.get(argument), self.parameters, 0)
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
-    """The tools of a request. UserError, with the place in the list, for what is no function."""
+    """The tools of a request. UserError, with the place in the list, for what is not a function."""
     found = tuple(_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools))
     names = [tool.name for tool in found]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -68,7 +69,7 @@ def _tool(tool: object, where: str) -> Tool:
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema, or what it refers to within `root`; {} for what is no schema and for references elsewhere."""
+    """The schema, or the one that it refers to within `root`; {} for invalid schemas and references elsewhere."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, Mapping):
             return {}
@@ -80,7 +81,7 @@ def resolved(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _target(reference: str, root: Mapping[str, Any]) -> object:
-    """What a reference within a schema means (JSON pointer, RFC 6901)."""
+    """The target of a reference within a schema (JSON pointer, RFC 6901)."""
     if not reference.startswith("#"):
         return {}
     found: object = root
@@ -93,8 +94,8 @@ def _types(schema: object, root: Mapping[str, Any], depth: int) -> frozenset[str
     schema = resolved(schema, root)
     if depth > _MAX_REFERENCES:
         return ALL_TYPES
-    if given := schema.get("type"):
-        names = [given] if isinstance(given, str) else given if isinstance(given, list | tuple) else []
+    if kinds := schema.get("type"):
+        names = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list | tuple) else []
         return (
             frozenset("number" if name == "integer" else name for name in names if isinstance(name, str)) or ALL_TYPES
         )

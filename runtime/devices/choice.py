@@ -1,4 +1,4 @@
-"""Which of this machine's GPUs the user asks for, with --device or $MLC_AMD_DEVICE: a number or a part of a name."""
+"""The GPU that the user selects with --device or $MLC_AMD_DEVICE: by its number or a part of its name."""
 
 import os
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ class Numbered(Protocol):
 _Gpu = TypeVar("_Gpu", bound=Numbered)
 
 
-def asked(wanted: str | None) -> str:
-    """What the user asks for: `wanted`, else what the environment says; "" for nothing."""
+def selection(wanted: str | None) -> str:
+    """The user's selection: `wanted`, else the environment's; "" for none."""
     return os.environ.get(VARIABLE, "") if wanted is None else wanted
 
 
-def asked_for(gpus: Sequence[_Gpu], wanted: str | None, api: str) -> list[_Gpu]:
-    """Those of the GPUs that the user asks for, in their order. wanted: of --device, None if it was not given; api: the
-    name of what lists them. UserError when there is none."""
-    text = asked(wanted)
+def selected(gpus: Sequence[_Gpu], wanted: str | None, api: str) -> list[_Gpu]:
+    """The GPUs that the user selects, in their order. wanted: value of --device, or None; api: for the message of a
+    UserError if there are none."""
+    text = selection(wanted)
     numbered = [gpu for gpu in gpus if str(gpu.index) == text]  # no GPU: a number may still be a part of names
     found = numbered or [gpu for gpu in gpus if text.lower() in gpu.name.lower()]
     if not found:

@@ -37,8 +37,8 @@ _pool: ctypes.CDLL | None = None  # the library whose thread pool this process u
 
 
 def _load(path: Path) -> tuple[tvm_ffi.Module, ctypes.CDLL]:
-    """A library, loaded by its content: the system's loader takes a path that it has seen for the library that it has
-    loaded from there, whatever the file holds now. RuntimeError or OSError if it cannot be loaded."""
+    """A library, loaded by its content: the system's loader would return an earlier library of the same path, whatever
+    the file holds now. RuntimeError or OSError if it cannot be loaded."""
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     if digest not in _loaded:
@@ -67,8 +67,8 @@ class Kernels:
             pointer.value = _address(getattr(_pool, ours))
 
     def call(self, name: str, tensors: list) -> "KernelCall | None":
-        """A kernel with its arguments, arrays of tvm_ffi; None for a name that is not in the library. Arguments are not
-        checked."""
+        """A call of a kernel with these arguments, arrays of tvm_ffi, which are not checked; None for a name that is
+        not in the library."""
         function = self._module.get_function(name)
         return function and KernelCall(function, _address(self._library[f"__tvm_ffi_{name}"]), tensors)
 
@@ -91,7 +91,7 @@ class _Native(ctypes.Structure):
 
 
 class KernelCall:
-    """A kernel and its arguments, to be called directly or as part of a `Replay`."""
+    """A kernel and its arguments, called directly or as part of a `Replay`."""
 
     def __init__(self, function, address: int, tensors: list):
         self.function, self.tensors = function, tensors
@@ -104,7 +104,7 @@ class KernelCall:
 
 
 class Replay:
-    """A list of calls made by few native calls, as a call from Python takes as long as a small kernel. Signals are
+    """A list of calls that few native calls run, as a call from Python takes as long as a small kernel. Signals are
     handled between pieces."""
 
     def __init__(self, calls: list[KernelCall]):
@@ -120,14 +120,14 @@ class Replay:
 
 
 def start_threads(threads: int) -> None:
-    """Resizes the thread pool; needs a `Kernels` first. UserError if the system grants fewer threads."""
+    """Resizes the thread pool of a loaded `Kernels`. UserError if the system grants fewer threads."""
     if (started := _threads().mlc_amd_start_threads(threads)) < threads:
         raise UserError(f"the system grants this process only {started} of {threads} threads; use fewer")
 
 
 def _zeros(shape, dtype) -> np.ndarray:
     """Zeroed, page-aligned memory that takes no RAM before it is written. It is private and in huge pages where the
-    system has them: steps with a long context read more of the cache than small pages' addresses fit the TLB."""
+    system has them: with a long context the TLB does not cover the cache with small pages."""
     dtype, count = np.dtype(dtype), int(np.prod(shape, dtype=np.int64))
     memory = mmap.mmap(-1, max(count * dtype.itemsize, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
@@ -219,7 +219,7 @@ class CpuDevice:
         self.io[name][: len(values)] = values
 
     def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
-        if meanwhile:  # its threads would compute beside those of the kernels
+        if meanwhile:  # not concurrently: its threads would compete with those of the kernels
             meanwhile()
         start = time.perf_counter()
         self._replays[function]()
@@ -250,6 +250,6 @@ class CpuDevice:
             array[:] = 0
 
     def close(self) -> None:
-        """Lets go of all memory; kernels stay loaded."""
+        """Releases all memory; kernels stay loaded."""
         self._replays, self._launches, self.kv, self.io = {}, {}, {}, {}
         self.arena = np.empty(0, np.uint8)

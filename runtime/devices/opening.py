@@ -27,7 +27,7 @@ def open_device(
     """
     kind = artifact.manifest["target"]["kind"]
     log.debug("opens %s: target %s", artifact.path, kind)
-    on_host(artifact.manifest["tensors"], n_cpu_moe)  # UserError for a number that makes no sense
+    on_host(artifact.manifest["tensors"], n_cpu_moe)  # UserError for an invalid number
     which = None if name == kind else name
     if which is not None and (which in KINDS or kind == "cpu"):
         other = which if which in KINDS else "rocm or vulkan to choose a GPU"

@@ -1,16 +1,16 @@
-"""Long work in pieces: where a function's launches are cut, so that no submission to a GPU takes longer than LIMIT.
+"""Divides a function's launches into pieces, so that no submission to a GPU takes longer than LIMIT.
 
 Drivers reset a GPU that works too long on one submission: on Linux after 2 to 10 s for AMD's (amdgpu.lockup_timeout),
-and a display waits meanwhile. How long a step takes depends on where its rows are: attention reads all keys before
+and a display waits meanwhile. The duration of a step depends on its rows' positions: attention reads all keys before
 them.
 
-In: a manifest's facts of kernels and launches, the step's rows, and how long earlier runs took. Out: `Pacer.pieces`:
-nothing where one submission is short enough, which is the usual case and costs no more than a comparison; else what
-each submission computes.
+In: a manifest's facts of kernels and launches, the step's rows, and the durations of earlier runs. Out: `Pacer.pieces`:
+the launches of each submission; nothing where one submission is short enough, which is the usual case and costs no more
+than a comparison.
 
 A launch is estimated from the bytes and operations that dist/README.md describes, at rates that are low for any GPU.
-Each run then corrects two factors of its function: one of what does not depend on the rows' positions, one of what does
-(Kaczmarz' projection: the nearest factors with which the estimate of that run is right).
+Each run then corrects two factors of its function: one of the cost that does not depend on the rows' positions, one of
+the cost that does (Kaczmarz' projection: the nearest factors with which the estimate of that run is right).
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from math import ceil, prod
 import numpy as np
 
 LIMIT = 0.5  # seconds of a submission by estimate: a quarter of the shortest limit of drivers
-FILL = 0.7  # part of the limit that new pieces take: they serve until the rows have moved on a good deal
+FILL = 0.7  # part of the limit that new pieces take: they remain valid for many later positions of the rows
 SURE = 0.25  # part of the limit below which nothing is estimated
 # Rates before anything was measured: a part of the table's bandwidth, which is that of the fastest product, or so many
 # GB/s where there is none; operations for each byte (a Steam Deck multiplies and adds 18 float32 in the time of one).
@@ -50,8 +50,8 @@ WorkPiece = tuple[LaunchPart, ...]
 
 @dataclass(frozen=True)
 class _Cost:
-    """Seconds of a call: `moved` whatever it computes, `row` for each live row; `key` for each key before a sequence's
-    rows, `score` for each row and key that it sees, at most `keys` of them."""
+    """Seconds of a call: `moved` for any step, `row` for each live row; `key` for each key before a sequence's rows,
+    `score` for each row and key that it sees, at most `keys` of them."""
 
     moved: float = 0.0
     row: float = 0.0
@@ -67,8 +67,8 @@ class _Cost:
         return cls(moved["call"] / bandwidth, row, moved["key"] / bandwidth, made["score"] / rate, entry["keys"])
 
     def seconds(self, before: np.ndarray, places: np.ndarray) -> tuple[float, float]:
-        """(what does not depend on positions, what does). before: how many keys are before the rows of each sequence;
-        places: the rows' positions."""
+        """(the cost that does not depend on positions, the cost that does). before: number of keys before the rows of
+        each sequence; places: the rows' positions."""
         fixed = LAUNCH + max(self.moved, self.row * len(places))
         if not (self.key or self.score):
             return fixed, 0.0
@@ -83,14 +83,14 @@ class _Function:
         self.fixed = self.deep = 1.0
         self.pieces: tuple[WorkPiece, ...] = ()  # of the last long step
         self.cut_for = 0.0  # seconds of the step that these were made for
-        self._kinds = {"": _Cost()}  # by kernel; launches that add little to their call have the first one
+        self._kinds = {"": _Cost()}  # by kernel; "": of launches that contribute little to their call
         self._of: list[int] = []  # the kind of each launch
         self.groups: list[int] = []  # workgroups of each launch that may be launched some at a time, else 1
         for call in entry["launches"]:
             name, steps = call["kernel"], launched[call["kernel"]]["steps"]
             if name not in self._kinds:
                 self._kinds[name] = _Cost.of(kernels[name], entry["rows"], bandwidth)
-            # Of the launches of a call the one with the most threads does the work.
+            # The launch of a call with the most threads has its cost.
             main = max(range(len(steps)), key=lambda i: prod(steps[i]["grid"]) * prod(steps[i]["block"]))
             alone = cuts and all(param["role"] != "zero" for param in kernels[name]["params"])
             for i, step in enumerate(steps):
@@ -118,7 +118,7 @@ class _Function:
         return self.fixed * fixed + self.deep * deep
 
     def correct(self, fixed: float, deep: float, seconds: float) -> None:
-        """What was estimated with these took so many seconds."""
+        """A run with these costs took so many seconds."""
         error = (seconds - self.estimate(fixed, deep)) / (fixed * fixed + deep * deep)
         self.fixed = max(self.fixed + error * fixed, FLOOR)
         self.deep = max(self.deep + error * deep, FLOOR)
@@ -146,8 +146,8 @@ def _of(piece: WorkPiece, values: list) -> float:
 class Pacer:
     """For the functions of an artifact on one device. limit: seconds of a submission.
 
-    arch: whose launches the device runs. cuts: whether it can launch some of a grid's workgroups; those of kernels that
-    count arrivals stay together, as a run that is interrupted between two pieces would leave a count behind.
+    arch: of the device's launches. cuts: whether it can launch some of a grid's workgroups; those of kernels that count
+    arrivals stay together, as a run that is interrupted between two pieces would leave a wrong count.
     """
 
     def __init__(self, manifest: Mapping, arch: str, cuts: bool = False):
@@ -162,12 +162,12 @@ class Pacer:
         self._io: dict[str, np.ndarray] = {}
 
     def write(self, name: str, values) -> None:
-        """What the host writes to an io buffer: of "state" and "rows" the pacer keeps the step's."""
+        """The host writes to an io buffer: the pacer keeps the step's "state" and "rows"."""
         if name in ("state", "rows"):
             self._io[name] = np.array(values)
 
     def pieces(self, function: str) -> tuple[WorkPiece, ...]:
-        """What to submit one after the other, with a wait behind each; (): all at once."""
+        """What to submit in order, with a wait after each; (): all at once."""
         one = self._functions[function]
         if one.estimate(*one.most) <= SURE * self.limit:
             return ()
@@ -179,8 +179,8 @@ class Pacer:
             one.pieces, one.cut_for = one.cut(seconds, FILL * self.limit), sum(seconds)
         return one.pieces if len(one.pieces) > 1 else ()
 
-    def took(self, function: str, seconds: float, piece: WorkPiece = ()) -> None:
-        """How long a piece took, (): the whole function."""
+    def record(self, function: str, seconds: float, piece: WorkPiece = ()) -> None:
+        """The duration of a piece, (): of the whole function."""
         one = self._functions[function]
         if seconds <= SURE * self.limit and one.estimate(*one.most) <= SURE * self.limit:
             return

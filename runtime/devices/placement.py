@@ -1,7 +1,7 @@
-"""Where the weights lie: the block of all weights, cut into ranges that are allocated and uploaded as one.
+"""The placement of the weights: the block of all weights, cut into ranges that are allocated and uploaded as one.
 
-In: the tensors' places in the block (`WeightBlock.places`), and which of them stay in host memory. Out: `cut` gives the
-ranges, `parts` what of a piece of the block goes to which range.
+In: the tensors' places in the block (`WeightBlock.places`), and which of them stay in host memory. Out: `cut` returns
+the ranges, `parts` the range of each part of a piece of the block.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -35,7 +35,7 @@ def cut(tensors: dict[str, tuple[int, int]], limit: int, host: Collection[str] =
 
 
 def parts(ranges: Sequence[Range], at: int, nbytes: int) -> Iterator[tuple[Range, int, int]]:
-    """(range, first, last): which bytes of the piece at .. at+nbytes-1 belong to it, as places in the block."""
+    """(range, first, last): the bytes of the piece at .. at+nbytes-1 that belong to it, as offsets in the block."""
     for one in ranges:
         first, last = max(at, one.begin), min(at + nbytes, one.end)
         if first < last:

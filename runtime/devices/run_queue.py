@@ -120,7 +120,7 @@ class RunQueue:
         run = self._runs.popleft()
         self._busy = bool(self._runs)
         self.waited += now - begun
-        self._pacer.took(run.name, now - self._since)
+        self._pacer.record(run.name, now - self._since)
         self._since = now
 
     def settle(self) -> None:

@@ -2,8 +2,8 @@
 
 In:  a format, the tools, and `Rules` to write to. Out: `CallGrammar`: expressions for calls of these tools.
 
-Arguments match the tools' schemas: all of them where they are written as JSON; else the types of the arguments and the
-values of enums. They come in the order of the schema (Gemma: of the alphabet), as in all constrained JSON.
+Arguments match the tools' schemas: completely where they are written as JSON; else the types of the arguments and the
+values of enums. They have the order of the schema (Gemma: of the alphabet), as in all constrained JSON.
 """
 
 import json
@@ -26,8 +26,8 @@ Arguments = Callable[[Tool], str]  # the expression for a tool's arguments as JS
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """calls: what follows `opening`; more: what may follow that, further calls. trigger: what a call without opening
-    begins with, after which `begun` follows; both "" where a call has its opening."""
+    """calls: after `opening`; more: optional further calls. trigger: the beginning of a call without opening, followed
+    by `begun`; both "" where calls have openings."""
 
     calls: str
     more: str
@@ -43,7 +43,7 @@ def call_grammar(
 
 
 def _repeated(rules: Rules, found: CallFormat, calls: str, parallel: bool) -> CallGrammar:
-    """Calls of which each has an opening."""
+    """Calls with an opening each."""
     more = rules.rule(f"({rules.SPACE} {rules.literal(found.opening)} {calls})*") if parallel else ""
     return CallGrammar(calls, more)
 
@@ -137,7 +137,7 @@ def _opening(found: TaggedCalls, rules: Rules) -> str:
 
 
 def _tagged(found: TaggedCalls, rules: Rules, tool: Tool, name: str) -> str:
-    """One argument, if it is required or given."""
+    """One argument, optional unless it is required."""
     closing = rules.literal(("\n" if found.lines else "") + found.value_closing)
     schema = resolved(tool.properties[name], tool.parameters)
     if "string" not in tool.types(name):
@@ -154,7 +154,7 @@ def _tagged(found: TaggedCalls, rules: Rules, tool: Tool, name: str) -> str:
 
 
 def _texts(schema: Mapping[str, Any]) -> list[str]:
-    """The values that a schema lists, as they are written between tags; none if it lists none."""
+    """The values that a schema lists, as written between tags; none if it lists none."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(values, list | tuple):
         return []
@@ -195,16 +195,16 @@ def _bare_object(found: BareCalls, rules: Rules, schema: object, root: Mapping[s
             return rules.rule('"{" "}"')
         inner = _bare_any(found, rules, depth)
         return rules.rule(f'"{{" ({_BARE_KEY} ":" {inner} ("," {_BARE_KEY} ":" {inner})*)? "}}"')
-    given = described.get("required")
-    required = set(given) if isinstance(given, list | tuple) else set()
-    later, first = '""', '""'  # the rest, behind an argument and at the beginning
+    names = described.get("required")
+    required = set(names) if isinstance(names, list | tuple) else set()
+    later, first = '""', '""'  # the remaining arguments: after one, and at the beginning
     for name in sorted(properties, reverse=True):
         value = f"{rules.literal(name + ':')} {_bare_value(found, rules, properties[name], root, depth + 1)}"
-        behind = rules.rule(later)
-        with_first = rules.rule(f"{value} {behind}")
-        with_later = rules.rule(f'"," {value} {behind}')
+        rest = rules.rule(later)
+        with_first = rules.rule(f"{value} {rest}")
+        with_later = rules.rule(f'"," {value} {rest}')
         first = with_first if name in required else f"{with_first} | {rules.rule(first)}"
-        later = with_later if name in required else f"{with_later} | {behind}"
+        later = with_later if name in required else f"{with_later} | {rest}"
     return rules.rule(f'"{{" {rules.rule(first)} "}}"')
 
 

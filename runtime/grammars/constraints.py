@@ -1,6 +1,6 @@
-"""What an answer may consist of, token by token: grammars, schemas.
+"""Constraints on the tokens of an answer, as of grammars and schemas.
 
-In: the tokens of the answer. Out: which tokens may follow, as rows of the io buffer `allowed` (sampling/layout.py).
+In: the tokens of the answer. Out: the tokens that may follow, as rows of the io buffer `allowed` (sampling/layout.py).
 """
 
 from typing import Protocol
@@ -13,14 +13,14 @@ _WORD = np.dtype(np.int32)
 
 
 class Constraint(Protocol):
-    """What one answer may consist of. Used by one thread at a time, not always by the same one.
+    """The constraint of one answer. Used by one thread at a time, not always by the same one.
 
-    The mask includes the model's end tokens where the answer may end: nothing adds them to it.
+    The mask includes the model's end tokens where the answer may end.
     """
 
     def allowed(self) -> np.ndarray | None:
-        """int32 words [ceil(vocab / 32)]: bit t % 32 of word t // 32 says whether token t may follow. None: any may.
-        If none may, the answer fails. The memory may be used again by the next call."""
+        """int32 words [ceil(vocab / 32)]: bit t % 32 of word t // 32 is set if token t may follow. None: any may. If
+        none may, the answer fails. The next call may overwrite the memory."""
         ...
 
     def accept(self, token: int) -> None:
@@ -29,12 +29,12 @@ class Constraint(Protocol):
 
     @property
     def complete(self) -> bool:
-        """The answer may end here and nothing can follow: it ends."""
+        """Whether the answer ends here, as no token can follow."""
         ...
 
 
 def mask_of(constraint: Constraint, vocab: int) -> np.ndarray | None:
-    """`constraint.allowed()`, of which bits beyond the vocabulary are zero. ValueError for what is no mask."""
+    """`constraint.allowed()`, with zero bits beyond the vocabulary. ValueError for an invalid mask."""
     mask = constraint.allowed()
     if mask is None:
         return None
@@ -48,7 +48,7 @@ def mask_of(constraint: Constraint, vocab: int) -> np.ndarray | None:
 
 
 def check_chosen(mask: np.ndarray, token: int) -> None:
-    """UserError for a token that a mask (`mask_of`) does not allow: then it allows none, as others are chosen only
-    where none is."""
+    """UserError for a token that a mask (`mask_of`) does not allow: such a token is only chosen where the mask allows
+    none."""
     if not int(mask[token // 32]) >> token % 32 & 1:
-        raise UserError("the answer cannot go on: its grammar allows no token of this model's vocabulary here")
+        raise UserError("the answer cannot continue: its grammar allows no token of this model's vocabulary here")

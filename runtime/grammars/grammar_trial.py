@@ -1,9 +1,9 @@
-"""Compiles grammars in another process first: one that takes too long, too much memory or a crash ends that process.
+"""Compiles grammars in a child process first: one that takes too long or too much memory, or crashes, ends only that.
 
 llguidance limits the work of most grammars, but not of all: some schemas take minutes, and a long chain of rules
 overflows the stack.
 
-In:  grammars, as llguidance takes them. Out: what is wrong with those that must not be compiled here.
+In:  grammars, as llguidance takes them. Out: the problem of those that must not be compiled here.
 """
 
 import sys
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.limited_process import LimitedProcess, TooMuch
+from mlc_amd.runtime.limited_process import LimitedProcess, LimitExceeded
 
 TOO_MUCH = "it takes too much time or memory: make it smaller"
 SECONDS = 5.0  # of processor time for one grammar
@@ -34,7 +34,7 @@ class ByteVocabulary:
 
 
 def limits() -> Any:
-    """How much work a grammar may make, here and there. A step computes one mask."""
+    """The limits of a grammar's work, in both processes. A step computes one mask."""
     import llguidance
 
     return llguidance.LLParserLimits(
@@ -48,25 +48,24 @@ def limits() -> Any:
 
 
 class Trial:
-    """The other process. Thread-safe. control: ids of control tokens by their text."""
+    """The child process. Thread-safe. control: ids of control tokens by their text."""
 
     def __init__(self, vocab: int, ends: Sequence[int], control: Mapping[str, int]) -> None:
         opening = {"vocab": vocab, "ends": list(ends), "control": dict(control)}
         self._process = LimitedProcess(__name__, opening, SECONDS, _MEMORY, _OPENING_SECONDS)
 
     def problem(self, grammar: str) -> str:
-        """Why the grammar cannot be used; "" if it can. UserError where no grammar can, as that process does not
-        start."""
+        """Why the grammar cannot be used; "" if it can. UserError if the child process does not start."""
         try:
             self._process.open()
-        except TooMuch:
+        except LimitExceeded:
             raise UserError(
                 "grammars and schemas cannot be used: the process that tries them does not start; see what "
                 f"`{sys.executable} -c 'import llguidance'` says"
             ) from None
         try:
-            return self._process.ask(grammar)
-        except TooMuch:
+            return self._process.request(grammar)
+        except LimitExceeded:
             return TOO_MUCH
 
     def close(self) -> None:
@@ -74,7 +73,7 @@ class Trial:
 
 
 def open_work(opening: dict[str, Any]) -> tuple[None, Callable[[str], str]]:
-    """The other process. Its vocabulary has the control tokens of the real one, and single bytes for all others."""
+    """In the child process: a vocabulary with the control tokens of the real one, and single bytes for all others."""
     import llguidance
 
     tokens = [b""] * opening["vocab"]

@@ -1,21 +1,21 @@
-"""What answers may consist of: JSON schemas, regular expressions, grammars, calls of tools, as constraints of tokens.
+"""JSON schemas, regular expressions, grammars and calls of tools as constraints on the tokens of answers.
 
-In:  a tokenizer, the size of the logits; a schema, an expression, a grammar or tools; the prompt's text, which tells
-     whether the model is thinking when it begins to write.
-Out: `Grammar` (matchers.py): called once for each answer, it gives a `Constraint` (constraints.py). UserError for what
-     cannot be used.
+In:  a tokenizer, the size of the logits; a schema, an expression, a grammar or tools; the prompt's text, which shows
+     whether the answer begins with thinking.
+Out: `Grammar` (matchers.py): called once for each answer, it returns a `Constraint` (constraints.py). UserError for
+     unusable input.
 
-The work is llguidance's (extra `serve`). A grammar applies to the answer itself: what a model thinks before it
-(reasoning.py) is free. Grammars take 10 ms to 5 s to compile, the tables of a vocabulary some seconds at the first of
-them; so call the methods in a thread where others must not wait. All are thread-safe.
+llguidance compiles them (extra `serve`). A grammar applies to the answer itself: the model's thinking before it
+(reasoning.py) is free. Grammars take 10 ms to 5 s to compile, the first one some seconds more for the tables of the
+vocabulary; so call the methods in a thread of their own where others must not wait. All are thread-safe.
 
-Schemas: JSON Schema of draft 2020-12 and earlier ones. UserError for what llguidance does not enforce: `not`,
+Schemas: JSON Schema of draft 2020-12 and earlier. UserError for keywords that llguidance does not enforce: `not`,
 `if`/`then`/`else`, `dependentSchemas`, `dependentRequired`, `uniqueItems`, `contains`, `propertyNames`,
 `unevaluatedProperties`, references to other documents, formats besides date-time, time, date, duration, email,
 hostname, ipv4, ipv6, uuid and uri, look-around in patterns, `oneOf` whose options overlap, `minProperties` and
 `maxProperties` beside optional properties, more than about 2000 optional properties, and nesting deeper than about 60
-objects. Properties come in the order of the schema; those that it does not list are left out unless it says
-`additionalProperties` (schemas.py). Additional properties are not kept from having the same name twice.
+objects. Properties have the order of the schema; others are only allowed with `additionalProperties` (schemas.py), and
+may then have the same name twice.
 """
 
 import hashlib
@@ -36,12 +36,13 @@ from mlc_amd.runtime.grammars.matchers import Grammar, shown
 from mlc_amd.runtime.text import reasoning
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 
-# Tokens that llguidance takes together where all of them may follow: white space, characters of a JSON string. Its own
-# set has no {1,4} and {1,7}: with them, masks of a string's last characters take half the time (152,000 tokens, p90).
+# Sets of tokens that llguidance treats as one where all of them may follow: white space, characters of a JSON string.
+# Its default has no {1,4} and {1,7}: with them, masks of a string's last characters take half the time (152,000 tokens,
+# p90).
 _SLICES = [r"[\x20\x0A\x0D\x09]+"]
 _SLICES += [r'[^"\\\x00-\x1F\x7F]' + count for count in ("{1,4}", "{1,7}", "{1,10}", "{1,30}", "+")]
 _CACHED = 32  # compiled grammars, of up to 100 MB each, most of them below 1 MB
-_CHECKED = 1024  # grammars of which it is known whether they can be used
+_CHECKED = 1024  # remembered results of trials
 _MAX_CHARACTERS = 1 << 20  # of a grammar
 _ANY = {"type": "object"}
 _SCHEMA = "the JSON schema"  # in messages
@@ -50,8 +51,8 @@ ToolChoice = Literal["auto", "required", "none"] | Mapping[str, str]
 
 
 class Grammars:
-    """The grammars of one model. vocab: the size of its logits, at least the tokenizer's vocabulary. thinking: how it
-    marks what it thinks; None: as its vocabulary tells.
+    """The grammars of one model. vocab: the size of its logits, at least the tokenizer's vocabulary. thinking: the
+    marks of its thinking; None: those of its vocabulary.
 
     prompt, of all methods: the rendered text that the answer follows; None: there is no thinking, as in completions.
     UserError where llguidance is not installed.
@@ -73,23 +74,23 @@ class Grammars:
         self._problems: OrderedDict[bytes, str] = OrderedDict()
 
     def close(self) -> None:
-        """Ends the process that tries grammars; it starts again if it is needed."""
+        """Ends the process of trials; it starts again if it is needed."""
         self._trial.close()
 
-    # ---- what answers may be
+    # ---- kinds of constraints
 
     def json_object(self, prompt: str | None = None) -> Grammar:
         """Any JSON object."""
         return self.json_schema(_ANY, prompt)
 
     def json_schema(self, schema: Mapping[str, Any], prompt: str | None = None, lenient: bool = False) -> Grammar:
-        """JSON that matches the schema. lenient: what cannot be enforced is ignored instead of refused."""
+        """JSON that matches the schema. lenient: keywords that cannot be enforced are ignored instead of refused."""
         rules = Rules(self._control)
         return self._grammar(rules, f"{rules.SPACE} {_json(rules, schema, lenient)}", prompt, _SCHEMA)
 
     def regex(self, text: str, prompt: str | None = None) -> Grammar:
-        """All of the answer matches the regular expression (of Rust's regex crate; "^" and "$" around it are
-        dropped)."""
+        """The whole answer matches the regular expression (of Rust's regex crate; "^" and "$" around it are
+        ignored)."""
         import llguidance
 
         rules = Rules(self._control)
@@ -97,7 +98,7 @@ class Grammars:
         return self._grammar(rules, rules.rule(f"/{terminal}/"), prompt, "the regular expression")
 
     def grammar(self, text: str, prompt: str | None = None) -> Grammar:
-        """What the first rule of a grammar in GBNF (llama.cpp's), or the rule `start` of one in Lark, describes."""
+        """The first rule of a grammar in GBNF (llama.cpp's), or the rule `start` of one in Lark."""
         from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
         if len(text) > _MAX_CHARACTERS:
@@ -109,7 +110,7 @@ class Grammars:
         return self.lark(converted, prompt)
 
     def lark(self, text: str, prompt: str | None = None) -> Grammar:
-        """What the rule `start` of a grammar in llguidance's dialect of Lark describes."""
+        """The rule `start` of a grammar in llguidance's dialect of Lark."""
         return self._grammar(Rules(self._control), "@answer", prompt, "the grammar", text)
 
     def tool_calls(
@@ -121,10 +122,10 @@ class Grammars:
         prompt: str | None = None,
         answer: Mapping[str, Any] | None = None,
     ) -> Grammar | None:
-        """Calls of tools as the model writes them, in the format `found` (tool_calls.detect). choice: "auto": text, in
-        which calls may begin, or `answer`, JSON that matches this schema; nothing but calls follows a call. "required":
-        calls only; {"name": ..}: one call of this tool. "none": None, as there is nothing to constrain (or `answer`).
-        parallel: there may be several calls.
+        """Calls of tools in the model's format `found` (tool_calls.detect). choice: "auto": text, in which calls may
+        begin, or `answer`, JSON that matches this schema; only calls follow a call. "required": calls only; {"name":
+        ..}: one call of this tool. "none": None, without a constraint (or `answer`). parallel: there may be several
+        calls.
 
         A schema of a tool that cannot be enforced is an error if the tool is strict; else as much of it as possible is
         enforced.
@@ -181,7 +182,7 @@ class Grammars:
         return self._grammar(rules, start, prompt, what)
 
     def _usable(self, tool: Tool) -> Mapping[str, Any]:
-        """The tool's schema, or that of any object. UserError for a strict tool's schema that cannot be used."""
+        """The tool's schema, or that of any object if it cannot be used. UserError for that of a strict tool."""
         rules = Rules(self._control)
         what = f"the schema of the tool {tool.name}"
         try:
@@ -192,10 +193,10 @@ class Grammars:
             return _ANY
         return tool.parameters or _ANY
 
-    # ---- behind what the model thinks
+    # ---- after the model's thinking
 
     def _grammar(self, rules: Rules, answer: str, prompt: str | None, what: str, nested: str = "") -> Grammar:
-        """The grammar of thinking, if the model may think, and `answer`."""
+        """The grammar of `answer`, after thinking if the model may think."""
         if prompt is None:
             return self._compile(rules, answer, what, nested)
         if isinstance(self._thinking, reasoning.Harmony):
@@ -214,7 +215,7 @@ class Grammars:
 
     @staticmethod
     def _messages(rules: Rules) -> str:
-        """Harmony: messages before the answer, behind a prompt that ends within a message's header."""
+        """Harmony: messages before the answer, after a prompt that ends within a message's header."""
         begin = f'{rules.literal("<|channel|>")} ("analysis" | "commentary") {rules.literal("<|message|>")}'
         end = f"{rules.until('<|end|>')} {rules.literal('<|start|>assistant')}"
         return f"{rules.rule(f'{begin} {end}')}*"
@@ -228,7 +229,7 @@ class Grammars:
     # ---- compiling
 
     def _compile(self, rules: Rules, start: str, what: str, nested: str = "") -> Grammar:
-        """what: is named in errors. nested: the text of the grammar "answer"."""
+        """what: name for errors. nested: the text of the grammar "answer"."""
         source = _source(rules, start, what, nested)
         with self._lock:
             if source in self._compiled:
@@ -249,7 +250,7 @@ class Grammars:
             problem = self._problems.get(key)
         if problem is None:
             problem = self._trial.problem(source)
-            if problem != TOO_MUCH:  # that may be due to what else the machine does
+            if problem != TOO_MUCH:  # that may be due to other load of the machine
                 with self._lock:
                     self._problems[key] = problem
                     while len(self._problems) > _CHECKED:
@@ -264,7 +265,7 @@ class Grammars:
             if self._tables is None:
                 self._tables = self._read_vocabulary()
         matcher = llguidance.LLMatcher(self._tables, source, log_level=0, limits=limits())
-        matcher.compute_bitmask()  # the first one takes longest: it is kept
+        matcher.compute_bitmask()  # the first one takes longest, and is copied
         if matcher.is_error():
             raise UserError(f"{what} cannot be used: {shown(matcher.get_error())}")
         return matcher
@@ -289,7 +290,7 @@ def _source(rules: Rules, start: str, what: str, nested: str = "") -> str:
 
 
 def _json(rules: Rules, schema: object, lenient: bool = False) -> str:
-    """UserError for what is no schema."""
+    """The expression for a schema. UserError for an invalid one."""
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):

@@ -11,11 +11,10 @@ from typing import Any
 
 from mlc_amd.runtime.grammars.schemas import closed
 
-# White space in JSON where it may be: that of indented text, as llama.cpp has it. A model could write more of it until
-# the context is full.
+# White space in JSON: that of indented text, as in llama.cpp. Without a limit a model could fill the context with it.
 JSON_SPACE = r" |\n{1,2}[ \t]{0,20}"
-# no_forcing: without it, text that must follow is divided into tokens by the tokenizer, which is no inverse of joining
-# tokens where it adds a space before a text.
+# no_forcing: else the tokenizer encodes text that must follow, which is not the inverse of decoding where it adds a
+# space before a text.
 _END = r"""
 %llguidance {"no_forcing": true}
 TEXT: /(.|\n)*/
@@ -56,7 +55,7 @@ class Rules:
         return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False) for part in parts)
 
     def mark(self, text: str, before: str = "") -> str:
-        """Something, then a mark, which counts as such wherever it is possible."""
+        """`before`, then a mark, at its first occurrence."""
         lazy = not any(part in self._control.ids for part in self._control.split(text))
         return self.rule(f"{before} {self.literal(text)}", "[lazy]" if lazy else "")
 
@@ -76,5 +75,5 @@ class Rules:
         return self.rule("%json " + json.dumps({**closed(schema), "x-guidance": settings}, ensure_ascii=False))
 
     def source(self, start: str) -> str:
-        """The grammar of what the expression `start` describes."""
+        """The grammar with the expression `start`."""
         return "\n".join([f"start: {start}", *(f"{name}{body}" for body, name in self._names.items()), _END])

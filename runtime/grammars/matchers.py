@@ -1,6 +1,6 @@
-"""One answer's state under a compiled grammar.
+"""The state of one answer under a compiled grammar.
 
-In: llguidance's matchers. Out: constraints (constraints.py). Masks of several answers are computed one after the other:
+In: llguidance's matchers. Out: constraints (constraints.py). Masks of several answers are computed sequentially:
 llguidance's threads (LLExecutor) take longer, on 2 cores and on 16 (8 answers, 152,000 tokens).
 """
 
@@ -23,7 +23,7 @@ class Constrained:
     def __init__(self, matcher: Any, vocab: int) -> None:
         self._matcher = matcher
         self._mask = np.zeros(-(-vocab // 32), np.int32)
-        self._address = self._mask.ctypes.data  # which takes NumPy as long as llguidance takes for half a mask
+        self._address = self._mask.ctypes.data  # kept: it takes NumPy as long as llguidance takes for half a mask
 
     def allowed(self) -> np.ndarray:
         self._matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
@@ -44,7 +44,7 @@ class Constrained:
 
 
 class Grammar:
-    """A compiled grammar. Called, it gives the constraint of an answer that begins."""
+    """A compiled grammar. A call returns the constraint of a new answer."""
 
     def __init__(self, matcher: Any, vocab: int) -> None:
         self._matcher, self._vocab = matcher, vocab

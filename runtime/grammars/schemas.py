@@ -1,8 +1,7 @@
-"""JSON schemas as answers are held to them: objects have no properties beside those that are listed.
+"""Closes JSON schemas for answers: objects have no other properties than those that are listed.
 
-By the specification `{"properties": {"city": ..}}` allows any others, too, and a model that may write them does. Other
-servers (llama.cpp, vLLM) do not let it, unless the schema says `additionalProperties`. In: a schema. Out: `closed`, one
-that allows less.
+By the specification `{"properties": {"city": ..}}` allows any others, too, and models write them. Other servers
+(llama.cpp, vLLM) forbid them unless the schema has `additionalProperties`. In: a schema. Out: `closed`, a stricter one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,18 +12,18 @@ _ONE = ("additionalProperties", "additionalItems", "contains", "else", "if", "it
         "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
-# Keywords that add a schema to the one that has them, and keywords beside them that say nothing about a value.
+# Keywords that combine schemas, and keywords that do not restrict values.
 _COMBINING = ("$ref", "$dynamicRef", "anyOf", "oneOf", "allOf", "if")
 _SILENT = {"$defs", "definitions", "$schema", "$id", "$anchor", "$comment", "title", "description", "default",
            "examples", "deprecated", "readOnly", "writeOnly", "nullable", "discriminator", "x-guidance"}  # fmt: skip
-# Keywords that allow properties that are not listed, or may want some.
+# Keywords that allow properties that are not listed, or may require some.
 _OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "minProperties",
          "dependentSchemas", "dependentRequired", "dependencies")  # fmt: skip
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema with `additionalProperties: false` in each object that lists properties and does not say what others
-    it may have. The schema itself where parts of it are combined: an object's properties may be those of several."""
+    """The schema with `additionalProperties: false` in each object that lists properties without a keyword for others.
+    Unchanged where schemas are combined: an object's properties may be listed in several."""
     return dict(schema) if any(map(_combines, _all(schema))) else _closed(schema)
 
 
@@ -36,22 +35,22 @@ def _combines(schema: Mapping[str, Any]) -> bool:
 def _closed(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
-    made = dict(schema)
+    result = dict(schema)
     for keyword in _ONE:
-        if isinstance(made.get(keyword), Mapping):
-            made[keyword] = _closed(made[keyword])
+        if isinstance(result.get(keyword), Mapping):
+            result[keyword] = _closed(result[keyword])
     for keyword in _LISTS:
-        if isinstance(made.get(keyword), list):
-            made[keyword] = [_closed(one) for one in made[keyword]]
+        if isinstance(result.get(keyword), list):
+            result[keyword] = [_closed(one) for one in result[keyword]]
     for keyword in _NAMED:
-        if isinstance(made.get(keyword), Mapping):
-            made[keyword] = {name: _closed(one) for name, one in made[keyword].items()}
-    listed, required = made.get("properties"), made.get("required", [])
+        if isinstance(result.get(keyword), Mapping):
+            result[keyword] = {name: _closed(one) for name, one in result[keyword].items()}
+    listed, required = result.get("properties"), result.get("required", [])
     if not isinstance(listed, Mapping) or not listed or not isinstance(required, list):
-        return made
-    if not any(k in made for k in _OPEN) and all(isinstance(name, str) and name in listed for name in required):
-        made["additionalProperties"] = False
-    return made
+        return result
+    if not any(k in result for k in _OPEN) and all(isinstance(name, str) and name in listed for name in required):
+        result["additionalProperties"] = False
+    return result
 
 
 def _all(schema: Any) -> Iterator[Mapping[str, Any]]:

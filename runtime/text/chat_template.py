@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlc_amd.runtime.errors import QUOTED, UserError, one_line
-from mlc_amd.runtime.limited_process import LimitedProcess, TooMuch
+from mlc_amd.runtime.limited_process import LimitedProcess, LimitExceeded
 from mlc_amd.runtime.text.tokenizer_files import read_config
 from mlc_amd.runtime.text.traced_text import Traced
 
@@ -94,7 +94,7 @@ class ChatTemplate:
         """Names of the variables that the template takes."""
         try:
             opened = self._process.open()
-        except TooMuch:
+        except LimitExceeded:
             opened = {"malformed": _TOO_MUCH}
         if "malformed" in opened:
             raise UserError(
@@ -129,8 +129,8 @@ class ChatTemplate:
         }
         self.check()
         try:
-            made: dict[str, Any] = self._process.ask({**standard, **variables})
-        except TooMuch:
+            made: dict[str, Any] = self._process.request({**standard, **variables})
+        except LimitExceeded:
             made = {"failed": _TOO_MUCH}
         except (RecursionError, TypeError, ValueError) as error:
             raise UserError(f"the messages are no JSON values ({one_line(str(error), QUOTED)}): change them") from error

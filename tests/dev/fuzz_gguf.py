@@ -47,7 +47,7 @@ class InProcess:
     def open(self) -> Any:
         return _opened(self._opening)[0]
 
-    def ask(self, request: dict[str, Any]) -> Any:
+    def request(self, request: dict[str, Any]) -> Any:
         return _opened(self._opening)[1](deepcopy(request))
 
     def close(self) -> None:

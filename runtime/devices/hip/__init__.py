@@ -1,7 +1,7 @@
 """The rocm device: an artifact's code objects on an AMD GPU, through AMD's HIP runtime.
 
 api.py        AMD's bindings: opening them, errors as exceptions
-diagnosis.py  why there is no GPU, in words for users
+diagnosis.py  why there is no GPU, as a message for users
 gpu.py        which GPUs there are, and which of them serves an artifact with which code object
 memory.py     blocks for weights, cache, arena and io; upload
 launches.py   kernel launches, one by one and captured in a graph

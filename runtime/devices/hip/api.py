@@ -1,7 +1,7 @@
 """AMD's HIP runtime from Python.
 
-`open_bindings()` gives the module `rocm.bindings.hip` of AMD's package rocm-bindings-hip, which opens libamdhip64.so at
-its first call. `Hip(bindings)` calls its functions and raises HipError.
+`open_bindings()` returns the module `rocm.bindings.hip` of AMD's package rocm-bindings-hip, which opens libamdhip64.so
+at its first call. `Hip(bindings)` calls its functions and raises HipError.
 """
 
 import ctypes.util
@@ -19,7 +19,7 @@ INSTALL = (
         *OLDEST_RUNTIME
     )
 )
-# HIP's names of what goes wrong: when code is loaded, when memory is allocated
+# HIP's names of errors: of loading code, of allocating memory
 CANNOT_LOAD = (
     "hipErrorNoBinaryForGpu",
     "hipErrorInvalidImage",
@@ -69,7 +69,7 @@ def open_bindings():
     _find_versioned_library(paths)
     try:
         version = runtime_version(bindings)
-    except RuntimeError as e:  # what the bindings raise when dlopen or dlsym fails
+    except RuntimeError as e:  # of dlopen or dlsym
         raise UserError(f"cannot load AMD's HIP runtime ({_reason(e)}); {INSTALL}") from e
     if version < OLDEST_RUNTIME:
         raise UserError(f"AMD's HIP runtime here is version {version[0]}.{version[1]}, which is too old; {INSTALL}")

@@ -44,8 +44,7 @@ log = logging.getLogger("mlc_amd")
 class HipDevice:
     """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. index: number of a GPU,
     or part of its name. n_cpu_moe: layers whose experts stay in host memory, where the GPU reads them across the bus;
-    an APU has no use for it. kv: how large the cache is. `bindings`: a substitute for AMD's
-    package."""
+    ignored for an APU. kv: size of the cache. bindings: a substitute for AMD's package."""
 
     kind = "rocm"
 
@@ -218,7 +217,7 @@ class HipDevice:
             else:
                 enqueue(self.hip, self.stream, [self._launches[function][i] for i in self._numbers(function, piece)])
             self._wait()
-            self.pacer.took(function, time.perf_counter() - start, piece)
+            self.pacer.record(function, time.perf_counter() - start, piece)
 
     def _numbers(self, function: str, piece: WorkPiece) -> Sequence[int]:
         """Of the launches of a piece, (): of all. HIP launches whole grids."""

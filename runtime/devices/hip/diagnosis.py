@@ -1,6 +1,6 @@
 """Why HIP finds no GPU: the driver, permissions, a variable that hides GPUs, a runtime that does not support the chip.
 
-In: HIP's error and what Linux shows of the machine. Out: one line for the user.
+In: HIP's error, and files of Linux. Out: one line for the user.
 """
 
 import os

@@ -1,6 +1,6 @@
 """The GPUs that HIP reports, which code objects run on them, and the choice of one for an artifact.
 
-`list_gpus(hip)` -> list of Gpu. `choose` takes one. `sibling` finds the code object for a GPU among those of an
+`list_gpus(hip)` -> list of HipGpu. `choose` returns one. `sibling` finds the code object for a GPU among those of an
 artifact; `relabel` makes a code object loadable on another chip with the same instruction set.
 """
 
@@ -9,7 +9,7 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from mlc_amd.runtime.devices.choice import asked, asked_for
+from mlc_amd.runtime.devices.choice import selected, selection
 from mlc_amd.runtime.devices.hip.api import Hip, HipError, open_bindings, runtime_version
 from mlc_amd.runtime.devices.hip.diagnosis import why_no_gpu
 from mlc_amd.runtime.errors import UserError
@@ -68,7 +68,7 @@ def relabel(code: bytes, old: str, new: str) -> bytes:
 
 
 def usable_gpus(hip: Hip, wanted: str | None) -> list[HipGpu]:
-    """The GPUs that the user asks for. wanted: as in `choice.asked_for`. UserError where there is none."""
+    """The GPUs that the user selects. wanted: as in `choice.selected`. UserError if there are none."""
     version = runtime_version(hip.names)
     try:
         gpus = list_gpus(hip)
@@ -76,13 +76,13 @@ def usable_gpus(hip: Hip, wanted: str | None) -> list[HipGpu]:
         raise UserError(why_no_gpu(e.code, version)) from e
     if not gpus:
         raise UserError(why_no_gpu("hipErrorNoDevice", version))
-    return asked_for(gpus, wanted, "HIP")
+    return selected(gpus, wanted, "HIP")
 
 
 def arch_here(wanted: str | None = None, bindings=None) -> str:
-    """The arch of the GPU that the user asks for, else of the first one that the kernel shows; "native" where there is
-    none. bindings: a substitute for AMD's package."""
-    if asked(wanted):
+    """The arch of the GPU that the user selects, else of the first one that Linux lists; "native" if there is none.
+    bindings: a substitute for AMD's package."""
+    if selection(wanted):
         return usable_gpus(Hip(open_bindings() if bindings is None else bindings), wanted)[0].arch
     found = kfd_gpus()
     return found[0]["arch"] if found else "native"
@@ -90,8 +90,7 @@ def arch_here(wanted: str | None = None, bindings=None) -> str:
 
 def choose(hip: Hip, archs: Collection[str], wanted: str | None = None) -> tuple[HipGpu, str]:
     """The best GPU for code objects of these archs (the exact one, discrete, largest memory) of those that the user
-    asks for, and the arch of the code object to load. wanted: as in `choice.asked_for`. UserError where there is
-    none."""
+    selects, and the arch of the code object to load. wanted: as in `choice.selected`. UserError if there is none."""
     gpus = usable_gpus(hip, wanted)
     usable = [(gpu, code) for gpu in gpus if (code := sibling(gpu.arch, archs))]
     if not usable:

@@ -4,8 +4,8 @@ In: an artifact, the GPU, the scratch buffers of its kernels. Out: `HipMemory`: 
 `scratch`), host arrays for io (`host`), the upload of the weights.
 
 The host writes a step's inputs to one pinned block, laid out as on the GPU, from which they are copied while it waits.
-Where it does not wait, they go *through* other pinned memory of the same layout, which keeps what was written so far
-until the copy is done.
+Where it does not wait, they go *through* other pinned memory of the same layout, which keeps them until the copy is
+done.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ from mlc_amd.runtime.host import HOST_PART, RESERVE, available_memory
 
 ALIGN = 256  # bytes between buffers of one allocation, as hipMalloc aligns
 CHUNK = 16 << 20  # bytes of weights copied at a time
-SMALL = 64 << 10  # bytes of an output, at most, that the host gets with others: of tokens, not of a vocabulary's logits
+SMALL = 64 << 10  # bytes of an output, at most, that is copied with others: of tokens, not of a vocabulary's logits
 
 _Name = TypeVar("_Name", bound=Hashable)
 
@@ -89,7 +89,7 @@ class HipMemory:
         # Kernels run one after the other, so they share one block of scratch memory.
         found = {name: places(dict(enumerate(sizes))) for name, sizes in scratch.items()}
         self._scratch_at = {name: list(offsets.values()) for name, (offsets, _) in found.items()}
-        # Inputs of each step first, as they are copied at once; then the page tables, which are when they changed.
+        # Inputs of each step first, which one copy transfers; then the page tables, which are copied when they change.
         ranks = {name: _rank(name, entry) for name, entry in manifest["io"].items()}
         self._io = {name: manifest["io"][name] for name in sorted(ranks, key=lambda name: ranks[name])}
         self._io_at, io_bytes = places({name: nbytes(entry) for name, entry in self._io.items()})
@@ -98,7 +98,7 @@ class HipMemory:
         ]
         _, self._input_bytes, self.written_bytes, self._results_at = begins
         self.result_bytes = io_bytes - self._results_at
-        self._stale: dict[str, int] = {}  # tables of which the GPU has so many old rows
+        self._stale: dict[str, int] = {}  # tables of which the GPU has old rows, and their number
         sizes = {
             "weights": weight_bytes,
             "arena": manifest["arena_bytes"],
@@ -126,7 +126,7 @@ class HipMemory:
     def _allocate(self, io_bytes: int) -> None:
         needed, (free, _) = sum(self.sizes.values()), self.hip("hipMemGetInfo")
         # An APU's carve-out has no other use, so it is used if everything fits; otherwise the GPU uses system memory.
-        # Either way there is one copy of the weights.
+        # In both cases there is one copy of the weights.
         self.host_memory = self.gpu.integrated and free < needed
         try:
             self.blocks = {name: self._block(size) for name, size in self.sizes.items()}
@@ -137,7 +137,7 @@ class HipMemory:
             raise UserError(self._out_of_memory(needed, free)) from e
 
     def _place(self, offsets: dict, n_cpu_moe: int) -> None:
-        """Where each tensor of the weights lies, in their block or in host memory. offsets: of ranges in the block."""
+        """The addresses of the weights' tensors, in their block or in host memory. offsets: of ranges in the block."""
         try:
             hosts = {one: self._mapped_block(one.nbytes) for one in self._ranges if one.host}
         except HipError as e:
@@ -214,15 +214,15 @@ class HipMemory:
             self._stale[name] = max(self._stale.get(name, 0), len(values))
 
     def send_inputs(self, through: int | None = None) -> None:
-        """Enqueues the copy of the host's io inputs to the GPU: of tables what changed. through: pinned memory of
-        `written_bytes`, in which nothing waits to be copied."""
+        """Enqueues the copy of the host's io inputs to the GPU: of tables the changed rows. through: pinned memory of
+        `written_bytes` without pending copies."""
         self._send_io(0, self._input_bytes, through)
         for name in list(self._stale):
             self._send_table(name, through)
 
     def send_late(self, through: int) -> None:
-        """The same of LATE inputs alone, behind `send_inputs`: if what that sent still waits there, it may get what
-        comes now, as nobody reads it before."""
+        """The same of LATE inputs alone, after `send_inputs`: its pending copies may transfer the new values, as
+        nothing reads them before."""
         for name in LATE:
             if name in self._stale:
                 self._send_table(name, through)
@@ -240,13 +240,13 @@ class HipMemory:
         self.hip("hipMemcpyAsync", self.blocks["io"][0] + at, source, count, kind, self.stream)
 
     def feed_back(self, rows: int) -> None:
-        """Enqueues the copy of what the last run samples, of so many rows, to the tokens of the next one."""
+        """Enqueues the copy of the tokens that the last run samples, of so many rows, to the inputs of the next one."""
         target, source = (self.blocks["io"][0] + self._io_at[name] for name in ("tokens", "sampled"))
         kind = self.hip.names.hipMemcpyKind.hipMemcpyDeviceToDevice
         self.hip("hipMemcpyAsync", target, source, self.host["sampled"][:rows].nbytes, kind, self.stream)
 
     def fetch(self, name: str, rows: int) -> np.ndarray:
-        """Enqueues the copy of the first rows of an io buffer to the host; the array that they will be in."""
+        """Enqueues the copy of the first rows of an io buffer to the host; returns the array that will have them."""
         array = self.host[name][:rows]
         self._fetch(self._io_at[name], array.nbytes, array.ctypes.data)
         return array
@@ -280,7 +280,7 @@ class HipMemory:
             self.hip("hipStreamSynchronize", self.stream)
 
     def _slot(self, held: ExitStack) -> tuple[int, object]:
-        """(pinned memory for a chunk, event that says when it is free)."""
+        """(pinned memory for a chunk, event after its last copy)."""
         staging = int(self.hip("hipHostMalloc", CHUNK, 0))
         held.callback(self.hip, "hipHostFree", staging)
         event = self.hip("hipEventCreateWithFlags", self.hip.names.hipEventDisableTiming)

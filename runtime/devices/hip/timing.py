@@ -1,7 +1,7 @@
-"""Times on an AMD GPU, told by events on a stream: of launches, and of a copy in its memory.
+"""Times on an AMD GPU, measured by events on a stream: of launches, and of a copy in its memory.
 
-An event takes the time when all work before it is done. Events between launches keep these from overlapping and take
-some microseconds themselves, which count as gaps.
+An event records the time when all work before it is done. Events between launches prevent these from overlapping and
+take some microseconds themselves, which count as gaps.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ COPIES = 8  # measured repetitions of a copy; the fastest counts
 
 
 def events(hip: Hip, held: ExitStack, count: int) -> list:
-    """Events that tell the time; they live until `held` closes."""
+    """Events with times; they live until `held` closes."""
     return [hip.own(held, "hipEventDestroy", hip("hipEventCreateWithFlags", 0)) for _ in range(count)]
 
 
@@ -26,7 +26,7 @@ def seconds(hip: Hip, begin, end) -> float:
 
 
 def enqueue_timed(hip: Hip, stream, launches: Sequence[HipLaunch], marks: list) -> None:
-    """Enqueues launches with an event before and one behind each. marks: two events for each launch."""
+    """Enqueues launches with an event before and after each. marks: two events for each launch."""
     for one, begin, end in zip(launches, marks[::2], marks[1::2], strict=True):
         hip("hipEventRecord", begin, stream)
         enqueue(hip, stream, [one])
@@ -53,7 +53,7 @@ def copy_bandwidth(hip: Hip, stream) -> float:
             if e.code not in NO_MEMORY:
                 raise
             return 0.0
-        hip("hipMemsetAsync", source, 0, nbytes, stream)  # pages that nobody wrote may not be there
+        hip("hipMemsetAsync", source, 0, nbytes, stream)  # unwritten pages may not be allocated
         marks = events(hip, held, COPIES + 1)
         kind = hip.names.hipMemcpyKind.hipMemcpyDeviceToDevice
         hip("hipMemcpyAsync", target, source, nbytes, kind, stream)  # a warm-up

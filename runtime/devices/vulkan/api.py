@@ -1,4 +1,4 @@
-"""Vulkan's C interface through ctypes, as far as this runtime uses it: structures, functions and enumerations.
+"""Vulkan's C interface through ctypes, as much as this runtime uses: structures, functions and enumerations.
 
 In: nothing; libvulkan.so.1, the loader that every distribution has, is opened by `open_loader`. Out: `Calls`, whose
 attributes are Vulkan's functions by their own names. A call that fails raises VulkanError with Vulkan's name for the

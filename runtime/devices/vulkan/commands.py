@@ -1,4 +1,4 @@
-"""Recording of launches: each function of the plan becomes one command buffer, recorded once and replayed.
+"""Records launches: each function of the plan becomes one command buffer, recorded once and replayed.
 
 Barriers are recorded only at hazards: a launch reads or writes what an earlier one wrote, or writes what one reads.
 Hazards are detected by address ranges; `CommandRecorder` keeps those accessed since the last barrier.
@@ -13,7 +13,7 @@ from mlc_amd.runtime.devices.vulkan.context import Context
 
 @dataclass(frozen=True)
 class VulkanLaunch:
-    """One dispatch. push: what the push constants get; spans: (first byte, end, whether the kernel writes there) of its
+    """One dispatch. push: its push constants; spans: (first byte, end, whether the kernel writes there) of its
     arguments; symbol: of its kernel's module; base: the first workgroup, which pipelines for parts of a grid allow."""
 
     kernel: str
@@ -26,7 +26,7 @@ class VulkanLaunch:
 
 
 class Hazards:
-    """What was read and written since the last barrier."""
+    """The memory read and written since the last barrier."""
 
     def __init__(self):
         self._spans: list[tuple[int, int, bool]] = []
@@ -49,8 +49,8 @@ class Hazards:
 class CommandRecorder:
     """Records into one command buffer.
 
-    queries: (a pool of timestamps, the first one, how many); two are written for each launch: when those before it were
-    done, and when it was.
+    queries: (a pool of timestamps, the first one, their number); two are written for each launch: at the end of those
+    before it, and at its own.
     """
 
     WORK = api.COMPUTE | api.TRANSFER
@@ -107,6 +107,6 @@ class CommandRecorder:
         self.context.calls.vkCmdCopyBuffer(self.commands, source.buffer, target.buffer, 1, ctypes.byref(region))
 
     def end(self) -> None:
-        """What was copied becomes visible to the host."""
+        """Ends recording; makes copies visible to the host."""
         self.context.barrier(self.commands, (self.WORK, api.HOST), (self.WRITES, api.HOST_READ))
         self.context.calls.vkEndCommandBuffer(self.commands)

@@ -22,7 +22,7 @@ WANTED = {
     "subgroupSizeControl",
     "computeFullSubgroups", "cooperativeMatrix", *MODES,
 }  # fmt: skip
-AHEAD = 2  # submissions that are not waited for, at most
+AHEAD = 2  # pending submissions, at most
 SLICE = 10**9  # ns of one wait: Ctrl-C is noticed between them
 # Seconds that the host polls before it sleeps. Waking up takes 50 to 150 us, a large part of a fast GPU's token; where
 # GPU and CPU share a power budget, polling would slow the GPU down.
@@ -51,8 +51,8 @@ class Context:
         )
         fences = [self.own("vkDestroyFence", self.create("vkCreateFence", api.FenceInfo())) for _ in range(AHEAD)]
         self._free = [(ctypes.c_uint64 * 1)(fence) for fence in fences]
-        self._running: deque[ctypes.Array] = deque()  # fences of what runs, the oldest first
-        self._unfenced = False  # what was submitted last has no fence
+        self._running: deque[ctypes.Array] = deque()  # fences of pending submissions, the oldest first
+        self._unfenced = False  # the last submission has no fence
 
     def _open(self) -> None:
         gpu = self.gpu
@@ -100,7 +100,7 @@ class Context:
         return api.create(self.calls.vkAllocateCommandBuffers, self.device, ctypes.byref(info), kind=ctypes.c_void_p)
 
     def submission(self, commands: int) -> ctypes.Structure:
-        """What vkQueueSubmit gets for one command buffer; may be used any number of times."""
+        """The argument of vkQueueSubmit for one command buffer; may be used any number of times."""
         handles = (ctypes.c_void_p * 1)(commands)
         info = api.SubmitInfo(commandCount=1, commands=ctypes.addressof(handles))
         info.handles = handles  # lives as long as the structure
@@ -177,14 +177,13 @@ class Context:
                 self.calls.vkFreeCommandBuffers(self.device, self.pool, 1, handles)
 
     def barrier(self, commands: int, stages: tuple[int, int], access: tuple[int, int]) -> None:
-        """Memory barrier in a command buffer: what comes later at stages[1] waits for and sees what was done at
-        stages[0]."""
+        """Memory barrier in a command buffer: later work at stages[1] waits for and sees that of stages[0]."""
         one = api.MemoryBarrier(source=access[0], destination=access[1])
         self.calls.vkCmdPipelineBarrier(commands, *stages, 0, 1, ctypes.byref(one), 0, None, 0, None)
 
 
 def _idle(calls: api.Calls, device: int) -> None:
-    """Waits until nothing runs; a lost device runs nothing."""
+    """Waits until the device is idle, as a lost one is."""
     try:
         calls.vkDeviceWaitIdle(device)
     except api.VulkanError as e:

@@ -19,7 +19,7 @@ from mlc_amd.runtime.artifact.io_buffers import launches_before_late
 from mlc_amd.runtime.artifact.memory import gib, host_shortage, of_manifest, on_host, shortage
 from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
-from mlc_amd.runtime.devices.choice import asked
+from mlc_amd.runtime.devices.choice import selection
 from mlc_amd.runtime.devices.pieces import Pacer
 from mlc_amd.runtime.devices.placement import Range, cut, parts
 from mlc_amd.runtime.devices.run_queue import RunQueue
@@ -42,9 +42,8 @@ log = logging.getLogger("mlc_amd")
 class VulkanDevice:
     """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. index: number of
     a GPU, or part of its name. n_cpu_moe: layers whose experts stay in host memory, where the GPU reads them across the
-    bus; GPUs that work in the host's memory have no use for it. kv: how large the cache is.
-
-    `waited`: seconds spent waiting for the GPU in all runs. UserError if this machine cannot run the artifact.
+    bus; ignored for GPUs that work in the host's memory. kv: size of the cache. UserError if this machine cannot run
+    the artifact.
     """
 
     kind = "vulkan"
@@ -82,7 +81,7 @@ class VulkanDevice:
         needs = {profile: target["needs"][profile] for profile in target["archs"]}
         self.gpu, self.code_arch = choose(instance.gpus, needs, index)
         self.name = f"{self.gpu.name} ({self.code_arch})"
-        if self.gpu.type == "cpu" and not asked(index):
+        if self.gpu.type == "cpu" and not selection(index):
             log.warning(
                 "no GPU that can run this model: %s runs on the CPU, slowly; see `mlc-amd doctor`", self.gpu.name
             )
@@ -333,8 +332,10 @@ class VulkanDevice:
         """The error message for an allocation of `wanted` bytes of a kind that failed."""
         limit, needs = self.memory.limit, replace(of_manifest(self.manifest), kv=kv_bytes(self.kv_types))
         if wanted > limit:
-            at_most = f"{self.gpu.driver} gives {gib(limit)} at most"
-            return f"this model needs {gib(wanted)} in one piece, and {at_most}; compile with a smaller --ctx"
+            return (
+                f"this model needs {gib(wanted)} in one piece, and {self.gpu.driver} allows {gib(limit)} at most; "
+                "compile with a smaller --ctx"
+            )
         if kind == "host":
             return host_shortage(needs, self._n_cpu_moe)
         free = sum(heap.free for heap in self.gpu.heaps if self.gpu.unified or heap.device_local)

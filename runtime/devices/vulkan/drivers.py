@@ -1,4 +1,4 @@
-"""The Vulkan drivers that are installed, and why one of them does not start; Vulkan's loader passes over it silently.
+"""The Vulkan drivers that are installed, and why one of them does not start; Vulkan's loader ignores it silently.
 
 `manifests()` -> the files that name drivers. `failure(manifest)` -> why that driver does not start, None if it does;
 `failures()` -> those of all.
@@ -26,8 +26,9 @@ _CALLS = ("vkEnumeratePhysicalDevices", "vkDestroyInstance")
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a driver does not start. manifest: its file; library: what that names, "" if unreadable; reason: in words;
-    missing: the shared library that was not found, "" for other reasons."""
+    """Why a driver does not start. manifest: its file; library: named there, "" if unreadable; reason: as text;
+    missing:
+    the shared library that was not found, "" for other reasons."""
 
     manifest: str
     library: str
@@ -39,7 +40,7 @@ class Failure:
 
 
 def manifests(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """The manifests that the loader reads. Those that a variable names need not exist."""
+    """The manifests that the loader reads; those of environment variables may not exist."""
     forced = next((environment[name] for name in FORCING if environment.get(name)), None)
     if forced:
         return _listed(forced)
@@ -61,7 +62,7 @@ def _listed(value: str) -> list[Path]:
 
 
 def failures() -> list[Failure]:
-    """Of all drivers that do not start."""
+    """The failures of all drivers that do not start."""
     return [found for manifest in manifests() if (found := failure(manifest))]
 
 
@@ -77,7 +78,7 @@ def failure(manifest: Path) -> Failure | None:
         return Failure(str(manifest), "", "the file is not a manifest of a Vulkan driver")
     if str(described.get("library_arch", "64")) != "64":
         return None
-    place = str(manifest.parent / library) if "/" in library else library  # a plain name is for the system's search
+    place = str(manifest.parent / library) if "/" in library else library  # the system searches for a plain name
     try:
         driver = ctypes.CDLL(place)
     except OSError as e:
@@ -95,7 +96,7 @@ def failure(manifest: Path) -> Failure | None:
 
 
 def _start(driver: ctypes.CDLL) -> None:
-    """Makes an instance and lists its devices. AttributeError for a library that is no driver, VulkanError for a call
+    """Creates an instance and lists its devices. AttributeError for a library that is no driver, VulkanError for a call
     that fails."""
     lookup = driver.vk_icdGetInstanceProcAddr
     lookup.restype, lookup.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]

@@ -1,6 +1,6 @@
-"""Which lane of a subgroup has which components of a cooperative matrix: Vulkan leaves that to drivers, and some
-kernels (schedules/gpu/linear/gemm_lanes.py, attention_rows_matrix.py) rely on it. Artifacts with such kernels have one
-that tells, `fragment_probe`."""
+"""The distribution of a cooperative matrix's components over the lanes of a subgroup: drivers choose it, and some
+kernels (schedules/gpu/linear/gemm_lanes.py, attention_rows_matrix.py) rely on one. Artifacts with such kernels have one
+that writes the distribution, `fragment_probe`."""
 
 import ctypes
 from contextlib import ExitStack

@@ -1,7 +1,7 @@
 """The Vulkan GPUs of this machine, their features and limits, and the choice of one for an artifact.
 
-`list_gpus()` -> list of Gpu. `Instance` keeps Vulkan open, for the creation of logical devices. `missing(gpu,
-needs)` says what a GPU lacks for an artifact, `choose` takes one, `profile_here()` says what to compile for.
+`list_gpus()` -> list of VulkanGpu. `Instance` keeps Vulkan open, for the creation of logical devices. `missing(gpu,
+needs)` lists what a GPU lacks for an artifact, `choose` returns one, `profile_here()` the profile to compile for.
 """
 
 import ctypes
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from mlc_amd.runtime.closing import Closing
-from mlc_amd.runtime.devices.choice import asked_for
+from mlc_amd.runtime.devices.choice import selected
 from mlc_amd.runtime.devices.vulkan import api, drivers
 from mlc_amd.runtime.devices.vulkan.profile import profile_of
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import join_group
 
-# Structures of features: the version of Vulkan that took them in, and the extension that has them before.
+# Structures of features: the version of Vulkan that includes them, and the extension for earlier ones.
 FEATURES = {
     api.Storage16Features: (api.version(1, 1), "VK_KHR_16bit_storage"),
     api.Storage8Features: (api.version(1, 2), "VK_KHR_8bit_storage"),
@@ -53,7 +53,7 @@ NO_DRIVER = (
 
 @dataclass(frozen=True)
 class Heap:
-    """Memory of one kind: bytes; `free`: what this process may still take, the size where the driver does not tell."""
+    """Memory of one kind, in bytes. free: to this process; `size` where the driver does not report it."""
 
     size: int
     free: int
@@ -62,16 +62,16 @@ class Heap:
 
 @dataclass(frozen=True)
 class VulkanGpu:
-    """One device as Vulkan shows it.
+    """One device as Vulkan reports it.
 
     type        "discrete", "integrated", "virtual", "cpu" or "other"
-    pci         its address as in /sys/bus/pci/devices; "" where the driver does not tell, None of a CPU
-    driver      its name and version, in its own words
+    pci         its address as in /sys/bus/pci/devices; "" where the driver does not report it, None of a CPU
+    driver      the driver's own text for its name and version
     features    names of Vulkan's features that it has, of those that kernels may need
     limits      shared_memory, threads, push_constants (bytes, invocations, bytes), groups (most of a launch, x, y, z),
                 allocation, buffer (most bytes of one), allocations (most of them), non_coherent (bytes), tick (ns of a
                 timestamp)
-    subgroup    (default, smallest, largest) size; `full`: whether a size can be asked for
+    subgroup    (default, smallest, largest) size; `full`: whether a size can be required
     matrices    ((m, n, k), types of a, b, c and the result) of cooperative matrices of a subgroup
     memory      (property flags, heap) of each memory type
     queue       (family, valid bits of its timestamps)
@@ -306,7 +306,7 @@ def _no_device(nodes: Path = Path("/dev/dri")) -> str:
 
 
 def list_gpus() -> list[VulkanGpu]:
-    """The devices that Vulkan shows. UserError when there is no loader, no driver or no device."""
+    """The devices that Vulkan reports. UserError when there is no loader, no driver or no device."""
     with Instance() as instance:
         return instance.gpus
 
@@ -333,22 +333,19 @@ def missing(gpu: VulkanGpu, needs: dict) -> list[str]:
 
 
 def preferred(gpus: list[VulkanGpu], wanted: str | None = None) -> list[VulkanGpu]:
-    """The best first. wanted: only the one of that number, or those with that in their names; None: as $MLC_AMD_DEVICE
-    says.
-
-    UserError when there is no such GPU.
-    """
+    """The best first, of those that the user selects. wanted: as in `choice.selected`. UserError when there is no such
+    GPU."""
     order = sorted(
         gpus, key=lambda gpu: (RANK[gpu.type], -sum(heap.size for heap in gpu.heaps if heap.device_local), gpu.index)
     )
-    return asked_for(order, wanted, "Vulkan")
+    return selected(order, wanted, "Vulkan")
 
 
 def choose(gpus: list[VulkanGpu], needs: dict[str, dict], wanted: str | None = None) -> tuple[VulkanGpu, str]:
     """The GPU and the profile of an artifact to run there.
 
-    needs: what each profile of the artifact needs, in the order that it prefers; wanted: as in `preferred`. UserError
-    when none serves.
+    needs: of each profile of the artifact, in the order of preference; wanted: as in `preferred`. UserError when no GPU
+    meets them.
     """
     order = preferred(gpus, wanted)
     for gpu in order:

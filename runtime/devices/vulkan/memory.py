@@ -1,6 +1,6 @@
 """Memory of a Vulkan device: blocks that kernels reach by address, within the limits of heaps and drivers.
 
-`VulkanMemory.block(bytes, kind)` allocates; KINDS says which memory each kind of block needs.
+`VulkanMemory.block(bytes, kind)` allocates; KINDS is the table of memory for each kind of block.
 `VulkanMemory.spread(sizes, kind)` allocates blocks for many buffers, none of which is split. `put` and `fill` write to
 them, `get` reads.
 """
@@ -16,9 +16,8 @@ from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.host import HOST_PART, RESERVE, available_memory
 
 ALIGN = 256  # bytes between buffers of one block
-BLOCK = (
-    1 << 30
-)  # bytes of one allocation, unless a single buffer needs more: large ones find no place in two half-empty heaps
+# bytes of one allocation, unless a single buffer needs more: larger ones may not fit two half-empty heaps
+BLOCK = 1 << 30
 CHUNK = 16 << 20  # bytes of an upload at a time
 MAPPED = api.HOST_VISIBLE | api.HOST_COHERENT
 
@@ -30,9 +29,10 @@ class Want(NamedTuple):
     without: int = 0
 
 
-# What memory each kind of block takes, the best first: of GPUs with their own memory, and of those that work in the
-# host's. There the memory that counts as local may be a carve-out that is too small, and the rest is as fast. "host" is
-# for what only the GPU reads, across the bus: best where its reads need not ask the CPU's caches.
+# The memory for each kind of block, the best first: of GPUs with their own memory, and of those that work in the
+# host's.
+# There local memory may be a carve-out that is too small, and the rest is as fast. "host" is for data that only the GPU
+# reads, across the bus: best without snooping of the CPU's caches.
 ANYWHERE, LOCAL = Want(MAPPED), Want(api.DEVICE_LOCAL | MAPPED)
 FOR_READING = (Want(MAPPED | api.HOST_CACHED), Want(api.HOST_VISIBLE | api.HOST_CACHED), ANYWHERE)
 KINDS: dict[str, tuple[tuple[Want, ...], tuple[Want, ...]]] = {
@@ -46,7 +46,7 @@ KNOWN_FLAGS = 0xF  # memory types with other properties are slow or need feature
 
 
 class OutOfMemory(RuntimeError):
-    """An allocation failed. nbytes: its size; kind: what for (KINDS)."""
+    """An allocation failed. nbytes: its size; kind: of KINDS."""
 
     def __init__(self, nbytes: int, kind: str):
         super().__init__(f"cannot allocate {nbytes} bytes of {kind} memory")
@@ -93,7 +93,7 @@ def places(sizes: dict, limit: int) -> tuple[dict, list[int]]:
 
 
 class VulkanMemory:
-    """See above. Blocks live until the context's `held` closes."""
+    """See the module's docstring. Blocks live until the context's `held` closes."""
 
     def __init__(self, context: Context):
         self.context, self.gpu = context, context.gpu
@@ -108,15 +108,15 @@ class VulkanMemory:
         return found if self.context.budget else [size - used for size, used in zip(found, self._used, strict=True)]
 
     def left(self) -> int:
-        """Bytes of device memory that a cache of unknown size may take: of the largest heap but for RESERVE; where it
-        is the host's, no more than a part of what is available there."""
+        """Bytes of device memory that a cache of any size may take: of the largest heap without RESERVE; of the host's
+        memory at most a part of what is available."""
         local = [free for heap, free in zip(self.gpu.heaps, self.free(), strict=True) if heap.device_local]
         if not self.gpu.unified:
             return max(local) - RESERVE
         return min(sum(self.free()) - RESERVE, available_memory() // HOST_PART)
 
     def block(self, nbytes: int, kind: str) -> MemoryBlock:
-        """OutOfMemory when it fits nowhere."""
+        """A new block. OutOfMemory when it fits no heap."""
         context, calls, device = self.context, self.context.calls, self.context.device
         nbytes = -(-nbytes // ALIGN) * ALIGN
         free = self.free()
@@ -177,7 +177,7 @@ class VulkanMemory:
             self.context.once(lambda commands, of=arguments: self.context.calls.vkCmdFillBuffer(commands, *of))
 
     def put(self, block: MemoryBlock, offset: int, source: np.ndarray) -> None:
-        """Copies a uint8 array to a block. It is there when something submitted later runs."""
+        """Copies a uint8 array to a block, before anything that is submitted later runs."""
         if block.host is not None:
             ctypes.memmove(block.host + offset, source.ctypes.data, source.nbytes)
             return
@@ -197,7 +197,7 @@ class VulkanMemory:
         self.context.submit(self.context.submission(commands))  # waits for the one before
 
     def get(self, block: MemoryBlock, offset: int, nbytes: int) -> bytes:
-        """Bytes of a block, through host memory, which the next call uses again."""
+        """Bytes of a block, through host memory, which the next call overwrites."""
         if self._read is None or self._read.nbytes < nbytes:
             self._read = self.block(nbytes, "output")
         staging = self._read

@@ -22,15 +22,15 @@ from mlc_amd.runtime.devices.vulkan.reconvergence import reconverging
 from mlc_amd.runtime.host import available_threads
 
 THREADS = 8  # more do not help: drivers serialize on a lock
-DIGEST = 32  # bytes of the SHA-256 that a cache file begins with: drivers trust what they are given
+DIGEST = 32  # bytes of the SHA-256 at the beginning of a cache file: drivers do not check its content
 
 log = logging.getLogger("mlc_amd")
 
-_Key = TypeVar("_Key", bound=Hashable)  # by which a caller knows a kernel
+_Key = TypeVar("_Key", bound=Hashable)  # of a kernel, of the caller
 
 
 class Pipelines:
-    """layout: of all pipelines. `build` makes them. push: bytes of push constants; subgroup: size that kernels want, 0:
+    """Builds pipelines. layout: of all of them. push: bytes of push constants; subgroup: size that kernels require, 0:
     any."""
 
     def __init__(self, context: Context, push: int, subgroup: int):
@@ -49,9 +49,7 @@ class Pipelines:
         info = api.CacheInfo(initialSize=len(known), initialData=ctypes.addressof(buffer) if known else None)
         cache = self.context.create("vkCreatePipelineCache", info)
         try:
-            with ThreadPoolExecutor(
-                min(THREADS, available_threads())
-            ) as threads:  # which waits for all, also when one fails
+            with ThreadPoolExecutor(min(THREADS, available_threads())) as threads:  # waits for all, also if one fails
                 jobs = {key: threads.submit(self._pipeline, cache, *kernel, based) for key, kernel in kernels.items()}
             made = {key: job.result() for key, job in jobs.items()}
             data = self._data(cache)
@@ -67,7 +65,7 @@ class Pipelines:
         words = ctypes.create_string_buffer(code, len(code))
         info = api.ShaderInfo(codeSize=len(code), code=ctypes.addressof(words))
         module = self.context.create("vkCreateShaderModule", info)
-        # Lanes then follow the x of the invocations, and a workgroup has no half-filled subgroup.
+        # Then lanes are consecutive in x, and no subgroup of a workgroup is partly empty.
         full = self.subgroup and block[0] % self.subgroup == 0 and "computeFullSubgroups" in self.context.gpu.features
         size = api.RequiredSubgroupSize(size=self.subgroup) if self.subgroup else None
         stage = api.StageInfo(
@@ -94,7 +92,7 @@ class Pipelines:
 
 
 class Based:
-    """Pipelines of kernels whose launches may begin with any workgroup, each built when it is first asked for.
+    """Pipelines of kernels whose launches may begin with any workgroup, each built at its first use.
 
     modules: (SPIR-V, block) by symbol; file: of the driver's cache.
     """

@@ -1,7 +1,6 @@
-"""Which profile to compile for: a GPU as gpu.py shows it -> a name of schedules/gpu/base/profiles.py, with the changes
-that its driver asks for.
+"""The profile to compile for: a VulkanGpu -> a name of schedules/gpu/base/profiles.py, with the changes for its driver.
 
-This is decided from vendor, driver, names and what the driver says of its abilities; the compiler is not needed.
+It follows from vendor, driver, names and the features that the driver reports; the compiler is not needed.
 """
 
 import re
@@ -16,7 +15,7 @@ SUBGROUP_BASIC_SHUFFLE_ARITHMETIC = 0x1 | 0x4 | 0x10
 
 
 def profile_of(gpu) -> str:
-    """The name of the profile to compile for, with the changes that this GPU and its driver ask for."""
+    """The name of the profile to compile for, with the changes for this GPU and its driver."""
     usual, matrices = SUBGROUP_BASIC_SHUFFLE_ARITHMETIC, gpu.float16_matrices
     able = gpu.full and "subgroupSizeControl" in gpu.features and gpu.subgroup_operations & usual == usual
     base = _base(gpu)
@@ -28,7 +27,7 @@ def profile_of(gpu) -> str:
         if gpu.subgroup[0] not in WAVES:
             return "generic"
         changes.append(f"wave={gpu.subgroup[0]}")
-    # Mesa's CPU driver says that its dot products are not faster than the rest, as nothing there is.
+    # Mesa's CPU driver reports dot products as not accelerated, as it does all operations.
     fast = "shaderIntegerDotProduct" in gpu.features and (gpu.dot or gpu.driver_id == LLVMPIPE)
     if base.dot and not fast:
         changes.append("dot=none")

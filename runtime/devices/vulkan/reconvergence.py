@@ -1,14 +1,15 @@
-"""Lanes of a subgroup that take different ways meet where these join: Vulkan guarantees it only for modules that ask.
+"""Reconvergence: lanes of a subgroup that take different branches continue together where these join. Vulkan guarantees
+it only for modules that require it.
 
-In: a SPIR-V module, the device's features. Out: the module, which asks in the best way that the device knows. Kernels
-rely on it wherever lanes exchange values, or multiply matrices, behind a branch.
+In: a SPIR-V module, the device's features. Out: the module, which requires it in the best way that the device supports.
+Kernels rely on it wherever lanes exchange values, or multiply matrices, after a branch.
 """
 
 import struct
 from collections.abc import Collection
 
 # feature: (SPIR-V extension, execution mode), the better one first. Sources: SPV_KHR_maximal_reconvergence and
-# SPV_KHR_subgroup_uniform_control_flow, which promises it to branches that all lanes of the subgroup reach together.
+# SPV_KHR_subgroup_uniform_control_flow, which guarantees it for branches that all lanes of the subgroup reach together.
 MODES = {
     "shaderMaximalReconvergence": ("SPV_KHR_maximal_reconvergence", 6023),
     "shaderSubgroupUniformControlFlow": ("SPV_KHR_subgroup_uniform_control_flow", 4421),

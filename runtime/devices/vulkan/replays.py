@@ -183,5 +183,5 @@ class Replays(RunHooks):
             self.context.wait()
             spent = time.perf_counter() - start
             self.waited += spent
-            self.pacer.took(name, spent, piece)
+            self.pacer.record(name, spent, piece)
         self.io.finished(self._functions[name])

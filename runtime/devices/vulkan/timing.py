@@ -1,7 +1,7 @@
 """Timestamps of a Vulkan GPU, and the bandwidth of its memory measured with them.
 
-A query pool holds timestamps that a Recorder writes; `results` reads them, `seconds` converts their differences. The
-context's `clock_bits` are their valid bits.
+A query pool holds timestamps that a CommandRecorder writes; `results` reads them, `seconds` converts their differences.
+The context's `clock_bits` are their valid bits.
 """
 
 import ctypes

@@ -115,7 +115,7 @@ def test_only_files_of_an_earlier_compile_are_replaced(tmp_path, monkeypatch):
     with new_artifact(out) as directory:
         artifact.write_manifest(directory, {"name": "first"})
     (out / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"also holds notes.txt, which no compilation made; move that away"):
+    with pytest.raises(UserError, match=r"also holds notes.txt, which no compilation wrote; move that away"):
         new_artifact(out).__enter__()
     assert (out / "notes.txt").read_text() == "mine"
     (out / "notes.txt").unlink()

@@ -63,7 +63,7 @@ def test_kernels_address_no_more_than_2_31_elements(size, caplog):
 def test_the_driver_limits_a_tensor(caplog):
     assert ONE_SEQUENCE.pages(manifest(), largest=CONTEXT * WIDTH * 2) == {0: 128, 512: 18} and not caplog.text
     assert ONE_SEQUENCE.pages(manifest(), largest=40 * PAGE * WIDTH * 2 + 100) == {0: 40, 512: 36}
-    assert "holds 2560 tokens and no more: this driver gives one tensor 6 MiB at most" in caplog.text
+    assert "holds 2560 tokens and no more: this driver allows 6 MiB for one tensor" in caplog.text
     with pytest.raises(UserError, match="too small"):
         ONE_SEQUENCE.pages(manifest(), largest=PAGE)
 

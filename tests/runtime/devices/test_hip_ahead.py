@@ -163,11 +163,11 @@ def test_large_results_are_fetched_when_they_are_read(model, monkeypatch):
     check(device)
 
 
-def test_the_pacer_is_told_how_long_each_step_took(model, monkeypatch):
-    device, took = HipDevice(model, bindings=Recorder(KERNELS)), []
-    monkeypatch.setattr(device.pacer, "took", lambda name, seconds, piece=(): took.append((name, seconds > 0, piece)))
+def test_the_pacer_records_the_duration_of_each_step(model, monkeypatch):
+    device, recorded = HipDevice(model, bindings=Recorder(KERNELS)), []
+    monkeypatch.setattr(device.pacer, "record", lambda name, spent, piece=(): recorded.append((name, spent > 0, piece)))
     Steps(device, "pick").ahead()
-    assert took == STEPS * [("pick", True, ())]
+    assert recorded == STEPS * [("pick", True, ())]
 
 
 # ---- what is no step ahead

@@ -74,7 +74,7 @@ def test_short_steps_are_one_submission():
     assert pacer.pieces("decode") == ()
     place(pacer, 0)
     assert pacer.pieces("prefill") != ()  # before anything is known of the device: 0.5 s of products
-    pacer.took("prefill", 0.02)
+    pacer.record("prefill", 0.02)
     assert pacer.pieces("prefill") == ()
 
 
@@ -132,7 +132,7 @@ def test_runs_correct_the_estimate(bandwidth, fixed, deep):
         seconds = [fixed * a + deep * b for a, b in truth._functions["prefill"].seconds(places[:1], places)]
         for piece in pacer.pieces("prefill") or ((),):
             shares = [seconds[part.launch] * (part.end - part.first) / part.groups for part in piece] or seconds
-            pacer.took("prefill", sum(shares), piece)
+            pacer.record("prefill", sum(shares), piece)
             if position:
                 spent.append(sum(shares))
         needed += sum(seconds) / LIMIT
@@ -144,10 +144,10 @@ def test_an_outlier_is_forgotten():
     """A suspended machine."""
     pacer = Pacer(manifest(), "gpu", cuts=True)
     place(pacer, 0)
-    pacer.took("prefill", 0.02)
-    pacer.took("prefill", 3600.0)
+    pacer.record("prefill", 0.02)
+    pacer.record("prefill", 3600.0)
     pieces = pacer.pieces("prefill")
     assert len(pieces) > 1
     for piece in pieces:
-        pacer.took("prefill", 0.02 / len(pieces), piece)
+        pacer.record("prefill", 0.02 / len(pieces), piece)
     assert pacer.pieces("prefill") == ()

@@ -289,7 +289,7 @@ def test_how_large_the_cache_is(artifact, plain, monkeypatch, caplog):
     monkeypatch.setattr(device, "choose", small)
     engine = Engine.load(artifact, kv_tokens=1 << 20)
     sizes = [kv_bytes({name: of}) for name, of in engine.device.kv_types.items() if name[0] in "kv"]
-    assert limit // 2 < max(sizes) <= limit and "this driver gives one tensor 8 MiB at most" in caplog.text
+    assert limit // 2 < max(sizes) <= limit and "this driver allows 8 MiB for one tensor" in caplog.text
     assert np.array_equal(logits(engine, IDS), plain)
 
 
