@@ -4,8 +4,9 @@ An architecture's file (llama.py, gemma2.py ...) makes a `ModelConfig` of a GGUF
 caches and RoPE tables follow from it. JSON-serializable with `dataclasses.asdict`: the artifact's manifest keeps it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 Shape = tuple[int, ...]
 
@@ -344,3 +345,14 @@ class ModelConfig:
 def attentions(config: ModelConfig) -> Iterator[AttentionConfig]:
     """Of the layers that have attention."""
     return (layer.attention for layer in config.layers if layer.attention)
+
+
+class Model(Protocol):
+    """A model as GGUFModel and synthetic ones have it: tensors by name, of which a graph asks shape, rows and
+    format."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def tensors(self) -> Mapping[str, Any]: ...

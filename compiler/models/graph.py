@@ -6,15 +6,14 @@ for each function parameter where the runtime finds it: ("io", "tokens"), ("weig
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tvm import relax, te
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.functions import HIDDEN, FunctionSpec
-from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, ModelConfig, attentions
+from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, Model, ModelConfig, attentions
 from mlc_amd.compiler.ops import shape_of, tensor_type
 from mlc_amd.runtime.artifact.io_buffers import page_table
 from mlc_amd.runtime.cache.pages import STATE
@@ -48,17 +47,6 @@ from mlc_amd.schedules.runs import COLUMNS
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.codegen.target import Target
-
-
-class Model(Protocol):
-    """A model as GGUFModel and synthetic ones have it: tensors by name, of which a graph asks shape, rows and
-    format."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def tensors(self) -> Mapping[str, Any]: ...
 
 
 OPS: Any = relax.op  # TVM declares their arguments as expressions only

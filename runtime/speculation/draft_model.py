@@ -92,7 +92,7 @@ class DraftModel:
         return sequence.room >= sequence.pending and sequence.reserve(sequence.pending)
 
     def _step(self, requests: list[Request], wanted: Mapping[Request, tuple[TokenChoice, int]]) -> list[int]:
-        """The token behind each request's sequence."""
+        """The token after each request's sequence."""
         sequences = [self._sequences[request] for request in requests]
         self._cache.assign_slots(sequences)
         rows, choices, last = [], [], []

@@ -2,14 +2,14 @@
 compiler/models/predictor.py).
 
 The layer has keys of its own in the pages of the model's: at the position of each computed token, of the decoder's last
-row there and of the token that follows. So it is computed behind steps, for the same rows (`follow`), and guesses
-one token behind each answer's newest one with that. For more guesses it is computed again, on its own guesses.
+row there and of the token that follows. So it is computed after steps, for the same rows (`follow`), and guesses
+one token after each answer's newest one with that. For more guesses it is computed again, on its own guesses.
 
 While its guesses are not worth their time it does not follow steps (`skip`), but for those with tokens of prompts. Keys
-of the tokens between are not made up for: what lay there stays, and guesses behind them are less often right.
+of the tokens between are not made up for: what lay there stays, and guesses after them are less often right.
 
 Complete pages are shared by the tokens that they hold, and the key at a page's last position is made with the first
-token behind it, too: it may be that of another text. Answers do not depend on it.
+token after it, too: it may be that of another text. Answers do not depend on it.
 """
 
 from collections.abc import Mapping
@@ -45,8 +45,8 @@ class OwnDraft:
         self._rows: dict[Request, _Rows] = {}
 
     def follow(self, step: PlannedStep, chosen: SequenceOf[ChosenToken]) -> None:
-        """The step was computed, and its sequences are not advanced yet. chosen: behind each of its single rows, then
-        behind its chunk's last one, if that answers."""
+        """The step was computed, and its sequences are not advanced yet. chosen: after each of its single rows, then
+        after its chunk's last one, if that answers."""
         places, row = [], 0  # of each request: its first row with an answer, the position of that, and its answers
         for (request, sequence), drafts in zip(step.singles, step.drafts, strict=True):
             places.append((request, row, sequence.computed, 1 + len(drafts)))

@@ -1,14 +1,14 @@
 """Speculative decoding: how many guesses of an answer's next tokens a step verifies.
 
 In: the answers of a step, what a `Drafter` guesses, how long steps took. Out: guesses for each answer, as many as are
-worth their rows. A step computes a row for each guess behind the newest token; the device chooses the token of each row
+worth their rows. A step computes a row for each guess after the newest token; the device chooses the token of each row
 as it would without guesses, and those whose guesses were right count. So answers do not depend on guesses, sampled ones
 neither: a guess is right with the probability that the model gives it, as in rejection sampling.
 
 An answer with acceptance a (the probability that a guess is right if those before it are) gets 1 + a + .. + a^k tokens
 of a step with k guesses. Of all numbers of guesses the best one is taken, in tokens per second by the measured times of
 steps. What is not worth its time is tried again now and then, as long as all that was lost so is less than LOSS of the
-time of decoding. A drafter that follows steps takes time behind each of them, with guesses or without: it is not asked
+time of decoding. A drafter that follows steps takes time after each of them, with guesses or without: it is not asked
 to while guesses are not worth that, too, and is tried again for TRIES steps at a time.
 """
 
@@ -38,10 +38,10 @@ class Drafter(Protocol):
 
     expected: float  # acceptance, before there was a guess
     free: bool  # guesses take no time to speak of: choose among them
-    follows: bool  # it guesses behind steps that it has followed, see `Speculation.following`
+    follows: bool  # it guesses after steps that it has followed, see `Speculation.following`
 
     def draft(self, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> Mapping[Request, list[int]]:
-        """For each request up to so many tokens behind those of its choice. A request without guesses may be left
+        """For each request up to so many tokens after those of its choice. A request without guesses may be left
         out."""
         ...
 

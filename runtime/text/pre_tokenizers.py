@@ -97,7 +97,7 @@ _DEEPSEEK_LETTERS = _code_points(
 # U+3000, which the source lists, is white space to llama.cpp before this class is looked at.
 _DEEPSEEK_SYMBOLS = _code_points("21-2F 3A-7E FF01-FF0F FF1A-FF5E 2018-201F 3001-3002")
 
-# Between the groups of a number, three digits each from its end, and behind a number; not before it.
+# Between the groups of a number, three digits each from its end, and after a number; not before it.
 _GROUPS_OF_THREE = r"(?<=\p{N})(?:(?!\p{N})|(?=(?:\p{N}{3})+(?!\p{N})))"
 _ASIAN = _code_points("E40-EFF 1000-109F 1100-11FF 1780-17FF 2F00-2FDF 3040-30FF 3400-4DBF 4E00-FAFF FF65-FF9F")
 _CHAMELEON = (r"<sentinel:[0-9]+>", r"IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2)

@@ -69,7 +69,7 @@ class ReasoningFormat(ABC):
 class Tags(ReasoningFormat):
     """Marks: before and after the thinking, which comes first if there is any. White space around it has no meaning.
 
-    label: what the model writes behind the first mark.
+    label: what the model writes after the first mark.
     """
 
     label: str = ""

@@ -143,7 +143,7 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a text that a model shall continue: `encode`, but never with an end-of-text token behind it."""
+        """Token ids of a text that a model shall continue: `encode`, but never with an end-of-text token after it."""
         return self.encode(text, add_special=not self.add_eos)
 
     def decode(self, ids: list[int], skip_special: bool = True, continues: bool = False) -> str:

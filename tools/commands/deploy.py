@@ -4,7 +4,7 @@ was installed.
 A bundle holds the artifact, the runtime's and the tools' sources, and the Python packages that they import, for every
 Python that the machine may have, or those that the user names. What it does not hold: TVM, the compiler. Its layout:
 
-    run.sh              finds a Python and runs `start.py`; README.md tells how to use it
+    run.sh              finds a Python and runs `start.py`; README.md explains how to use it
     start.py            the command line, with the bundle's own model as the default one
     model/              the artifact, without what only a developer looks at
     lib/                mlc_amd and the packages

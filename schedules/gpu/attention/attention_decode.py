@@ -13,7 +13,7 @@ Splits join in device memory (`attention_join.py`): the last one to finish joins
 
 With RoPE the token's own key and value never come from the cache: the first wave's softmax starts with them, as float16
 whatever the type of the cache is. So do those of rows before it that are of the same sequence, which other workgroups
-write in the same launch: the wave rotates these keys itself. On matrices they come behind the keys of the cache, the
+write in the same launch: the wave rotates these keys itself. On matrices they come after the keys of the cache, the
 row's own one in the last wave, which has the fewest blocks.
 """
 

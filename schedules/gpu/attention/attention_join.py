@@ -87,7 +87,7 @@ class Join:
             self._emit([y * inverse for y in values], row, column, valid)
 
     def store_parts(self, quad, split):
-        """Stores the workgroup's results, which are complete in device memory when all its threads are behind this."""
+        """Stores the workgroup's results, which are complete in device memory when all its threads are after this."""
         splits = self.splits
         outbox = Outbox(self.arch, self.tid, splits.threads, (WIDTH, 2))
         for valid, row, column in self._quads():

@@ -54,7 +54,7 @@ def _values(rows, V, row, scale, kv):
 
 
 def start_with_own(rows, queries, own_key, V, scale, kv, token):
-    """The rows' state behind the token's own key, whose weight is 1. scale: of the value, None is 1."""
+    """The rows' state after the token's own key, whose weight is 1. scale: of the value, None is 1."""
     for r, score in enumerate(_scores(rows, queries, own_key)):
         put(rows.top, score, r)
         put(rows.total, T.Select(rows.lane == 0, T.float32(2**P_SHIFT), T.float32(0)), r)

@@ -333,7 +333,7 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0)
             end = visible(attention, chunk.position(T.min(last, chunk.count) - 1)).end_block(tile.keys)
 
             def first_key(number):
-                """Of the block with that number; of the last one for those behind it."""
+                """Of the block with that number; of the last one for those after it."""
                 return T.Bind(T.min(number, end - 1) * tile.keys)
 
             pages = Pages(cache, chunk.slot, [first_key(begin), first_key(begin + 1)])

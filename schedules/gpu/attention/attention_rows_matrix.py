@@ -30,7 +30,7 @@ QUADS = 4  # lanes that share a row
 CHUNK = QUADS * UNIT  # columns, or keys, that two products sum over
 PRODUCTS = 2  # of a chunk
 HALF = UNIT // PRODUCTS  # elements that a lane has of a row in one product
-PAD = 1  # units of WIDTH float32 behind a row in shared memory
+PAD = 1  # units of WIDTH float32 after a row in shared memory
 OTHER_BYTES = 1 << 10  # of shared memory for what is small and of a fixed size
 # Units of keys, at most, that stay in registers while values are multiplied. Heads of 128 have 16, and take 3 to 5 %
 # longer with them on an H100, behind 512 tokens as behind 16384.
@@ -113,7 +113,7 @@ class MatrixRows:
     # ---- operands
 
     def load_queries(self, unit):
-        """unit(row, c): float16x8, unit c of a row's query, scaled and rotated. Rows behind the last one have its
+        """unit(row, c): float16x8, unit c of a row's query, scaled and rotated. Rows after the last one have its
         query."""
         for t in range(self.tiles):
             row = T.Bind(T.min(self.row + t * self.n, T.int32(self.count - 1)))

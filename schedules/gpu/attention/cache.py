@@ -22,7 +22,7 @@ the scales of a page's keys or values:
 Units of it become float32 or float16 where they are used (`cache_units.py`, `cache_codes.py`).
 
 A row of a step has a position in its sequence and a slot, which names the sequence: `rows` int32[m, 2]. The page with
-the keys of the positions PAGE*i .. of a slot is `pages` int32[SLOTS, ctx/PAGE] [slot, i]. Entries behind the last key
+the keys of the positions PAGE*i .. of a slot is `pages` int32[SLOTS, ctx/PAGE] [slot, i]. Entries after the last key
 are valid page numbers, too: masked keys are read. Attention kernels process aligned blocks of at most PAGE keys
 (`KeyBlock`), which are in one page. Which keys a row sees (`visible`) goes by position.
 """
@@ -290,7 +290,7 @@ def is_at(rows, row, position):
 
 
 class Chunk:
-    """The rows of an m-row step that are consecutive tokens of one sequence: those behind the single rows, of which
+    """The rows of an m-row step that are consecutive tokens of one sequence: those after the single rows, of which
     there are `single` at most. Of these tokens, row row0 + i has token i, `count` are live and fit the cache; it may be
     0 or less."""
 
@@ -323,7 +323,7 @@ class Visible(NamedTuple):
         return 0 if self.first is None else T.Bind(self.first // size)
 
     def end_block(self, size):
-        """The number of the first block of `size` keys behind these keys, in a register."""
+        """The number of the first block of `size` keys after these keys, in a register."""
         return T.Bind((self.end + size - 1) // size)
 
 

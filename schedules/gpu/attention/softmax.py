@@ -44,7 +44,7 @@ def soft_cap(attention: Attention, score):
 
 
 def sinks_arg(attention: Attention):
-    """Declares the parameter Sinks float32 [heads] behind Kc and Vc; None for layers without sinks."""
+    """Declares the parameter Sinks float32 [heads] after Kc and Vc; None for layers without sinks."""
     return T.arg("Sinks", T.buffer((attention.heads,), "float32")) if attention.sinks else None
 
 
@@ -78,7 +78,7 @@ class Joined(NamedTuple):
 
 
 def join(tops, totals, waves, out):
-    """quad(r, column) -> Joined, for any thread behind a barrier; column % 4 == 0. tops, totals: [rows, waves] in LDS;
+    """quad(r, column) -> Joined, for any thread after a barrier; column % 4 == 0. tops, totals: [rows, waves] in LDS;
     out(wave, r, column): a wave's sums of WIDTH columns."""
 
     def quad(r, column):

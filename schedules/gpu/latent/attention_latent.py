@@ -96,7 +96,7 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0)
 
 
 def _blocks(attention, tile, chunk, first_row):
-    """The numbers of the first block of keys that a tile of the chunk sees, and of the one behind the last."""
+    """The numbers of the first block of keys that a tile of the chunk sees, and of the one after the last."""
     heads, begin = T.int32(attention.heads), T.int32(0)
     last = T.min(T.truncdiv(first_row + (tile.rows - 1), heads), chunk.count - 1)
     if attention.span:

@@ -26,7 +26,7 @@ def chunks_of(attention, arch) -> int:
 
 
 def place_in_tile(row, first, rows, fragment):
-    """The place that a row of the step has in the tile that begins with row `first`: the fragments of a tile behind
+    """The place that a row of the step has in the tile that begins with row `first`: the fragments of a tile after
     the last of all `rows` begin earlier (`attention_latent.Wave`)."""
     begin = T.Bind((row - first) // fragment * fragment)
     return T.Bind(begin + row - T.min(first + begin, T.int32(rows - fragment)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from mlc_amd.schedules.gpu.attention.cache import UNIT
 from mlc_amd.schedules.gpu.base.profiles import Device
 
-PAD = 1  # units behind a row in shared memory: neighbouring rows start in different banks
+PAD = 1  # units after a row in shared memory: neighbouring rows start in different banks
 MOST = 16  # keys whose weights a lane makes, at most
 
 

@@ -31,7 +31,7 @@ class Wave:
     whose weights it makes.
 
     first: the tile's first row, counted by tokens and heads of the step; number: of the wave; seen: seen(row) gives the
-    keys that a row sees. Fragments behind the step's last row begin earlier than they should: starts[i] is where
+    keys that a row sees. Fragments after the step's last row begin earlier than they should: starts[i] is where
     fragment i begins, fresh[i] the first of its rows that no fragment before it has.
     """
 
@@ -226,7 +226,7 @@ def attend(wave: Wave, cache, slot, begin, end, tid, threads) -> None:
     keys, size = key_block(attention, tile.keys, threads, tid, tile.buffers), key_units(tile, attention)
 
     def first_key(number):
-        """Of the block with that number; of the last one for those behind it."""
+        """Of the block with that number; of the last one for those after it."""
         return T.Bind(T.min(number, end - 1) * tile.keys)
 
     pages = Pages(cache, slot, [first_key(begin), first_key(begin + 1)])
