@@ -26,6 +26,7 @@ class Chip:
     products    names that users may call it, lower case without blanks
     unified     an APU: its memory is the host's
     lds         bytes of LDS that one workgroup may have
+    loads       that a lane keeps in flight in kernels bound by memory: as many as hide its latency, and fit registers
     registers   of 32 bits that a lane of a SIMD has, for all of its waves, accumulators of matrix instructions included
     mach        EF_AMDGPU_MACH, of chips that share instructions, bugs and registers with the others of their family; 0
                 for the rest: LLVM's AMDGPUUsage puts no restriction on code that is generic for one of these groups (as
@@ -41,6 +42,7 @@ class Chip:
     products: tuple[str, ...]
     unified: bool = False
     lds: int = 64 * KIB
+    loads: int = 2
     registers: int = 1024
     mach: int = 0
 
@@ -48,7 +50,7 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("gfx906", "gcn5", "sdot4", 60, 1024, 1.75, ("vii", "mi50", "mi60", "vega20"), registers=256),
+        Chip("gfx906", "gcn5", "sdot4", 60, 1024, 1.75, ("vii", "mi50", "mi60", "vega20"), loads=1, registers=256),
         Chip("gfx908", "cdna1", "sdot4", 120, 1229, 1.5, ("mi100",), registers=512),
         # one of MI250's two dies
         Chip("gfx90a", "cdna2", "sdot4", 104, 1638, 1.7, ("mi210", "mi250", "mi250x"), registers=512),
@@ -117,7 +119,9 @@ class DeviceKind:
                 size stands for
     subgroups   whether it has subgroup arithmetic and shuffles with a size that can be required
     dot         "dot4": packed products of 4x8 signed bits in hardware; "" plain multiplication
-    registers   as of `Chip`; 0: not known
+    loads, registers   as of `Chip`; 0 registers: not known
+    lone_waves  whether workgroups of one subgroup are best where subgroups have nothing to share: the driver's compiler
+                knows only what depends on a workgroup's number to be the same in all lanes
     unrolls     whether the driver's compiler unrolls short loops; else it keeps them, and arrays that they index in
                 memory
     launch_us   microseconds of a launch that depends on the one before it, which kernels save by doing small work
@@ -150,7 +154,9 @@ class DeviceKind:
     unified: bool = False
     subgroups: bool = True
     dot: str = "dot4"
+    loads: int = 2
     registers: int = 0
+    lone_waves: bool = False
     unrolls: bool = True
     launch_us: float = 0.0
     float16: bool = True
@@ -180,15 +186,16 @@ DEVICE_KINDS = {
         query_registers=16,
         chips="NAVI4|GFX12"),
         DeviceKind("gfx90c", "gcn5", 64, 8, 51, ("vega", "renoir", "cezanne", "lucienne", "barcelo"), unified=True,
-        dot="", registers=256, lds=64 * KIB, chips="VEGA|RAVEN|RENOIR"),
-        DeviceKind("nvidia", "nvidia", 32, 132, 4800, ("h200", "h100"), registers=512, unrolls=False, launch_us=3.0,
+        dot="", loads=1, registers=256, lds=64 * KIB, chips="VEGA|RAVEN|RENOIR"),
+        DeviceKind("nvidia", "nvidia", 32, 132, 4800, ("h200", "h100"), loads=4, registers=512, lone_waves=True,
+        unrolls=False, launch_us=3.0,
         matrix="coop", matrix_ops=4096, lane_matrix=(16, 8, 16), lds=48 * KIB),
         # Mesa's CPU driver. Its subgroup is the host's vector: 256 bits. No hardware has such small ones: a good
         # stress.
-        DeviceKind("lavapipe", "generic", 8, 4, 0, ("llvmpipe", "swrast"), unified=True, push=128),
+        DeviceKind("lavapipe", "generic", 8, 4, 0, ("llvmpipe", "swrast"), unified=True, loads=1, push=128),
         # What Vulkan 1.2 grants every device that has buffer addresses and small integers in memory.
-        DeviceKind("generic", "generic", 32, 16, 0, subgroups=False, dot="", float16=False, lds=16 * KIB, threads=32,
-        push=128),
+        DeviceKind("generic", "generic", 32, 16, 0, subgroups=False, dot="", loads=1, float16=False, lds=16 * KIB,
+        threads=32, push=128),
     )
 }  # fmt: skip
 

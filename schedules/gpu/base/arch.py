@@ -75,6 +75,7 @@ class GpuArch(Chip):
     # as of runtime/gpus.py's DeviceKind
     scalars = True
     unrolls = False  # TVM's code has loops or copies, as kernels say
+    lone_waves = False
     lane_matrix = ()
     launch_us = 0.0
 

@@ -105,7 +105,8 @@ def _of_gfx(name: str) -> Profile:
     if gpu.family not in FAMILY_PROFILES:
         raise UserError(f"{gpu.name} has no Vulkan driver for graphics; use --target rocm --arch {gpu.name}")
     profile = resolve(FAMILY_PROFILES[gpu.family])
-    return replace(profile, units=gpu.units, bandwidth=gpu.bandwidth, unified=gpu.unified, registers=gpu.registers)
+    numbers = ("units", "bandwidth", "unified", "registers", "loads")
+    return replace(profile, **{name: getattr(gpu, name) for name in numbers})
 
 
 def _changed(profile: Profile, change: str, name: str) -> Profile:

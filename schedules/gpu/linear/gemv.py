@@ -32,11 +32,10 @@ from mlc_amd.schedules.gpu.linear.gemv_norm import NORM_WAVES, emit_norm
 from mlc_amd.schedules.gpu.linear.gemv_rows import Strip, emit_acts, emit_products, span_of, units_of
 from mlc_amd.schedules.gpu.linear.linear_args import check_blocks, declare_gate_up, declare_linear, segments_of
 
-FULL = 6  # groups of lanes for each compute unit, as many as hide the latency of memory
+FULL = 6  # groups of lanes for each compute unit, as many as hide the latency of memory with two loads of each lane
 MIN_USE = 0.9  # of the lanes, over all steps of a row
 VECTORS = ("rows", "")  # layouts of activations that it multiplies; others of few tokens are for matrix units
 SOME = 64  # tokens of float weights that do not fill the GPU as a GEMM
-REGISTERS = 512  # of a lane of a SIMD
 LINEAR_WAVES = 4  # of a workgroup
 MOST_ROWS = 4  # that a group of lanes works on at once
 MAX_SUMS = 32  # products that a group of lanes adds up at once: as many registers
@@ -59,9 +58,9 @@ class Plan:
 
 
 def full_plan(arch, rows: int, waves: int) -> Plan:
-    """The plan where there is work for all of the GPU: all lanes of a wave share a row, and load two steps of it at
-    once, if there are registers for more than a few waves of such code."""
-    return Plan(rows, waves, arch.wave, 2 if arch.registers >= REGISTERS else 1)
+    """The plan where there is work for all of the GPU: all lanes of a wave share a row, and load as many steps of it at
+    once as the device has loads in flight."""
+    return Plan(rows, waves, arch.wave, arch.loads)
 
 
 def few_plan(plan: Plan, m: int, weights: int) -> Plan:
@@ -168,9 +167,11 @@ def linear_plans(segments, k, arch, plan=None, m=1, normed=False):
 def linear_default(segments, arch, m=1, normed=False) -> Plan:
     """The plan of `linear`, with fewer rows at once where there would be too few groups of lanes to fill the GPU. A
     norm is computed once in each workgroup: the fewer there are, the better."""
-    plan, rows = full_plan(arch, MOST_ROWS, LINEAR_WAVES), sum(padded(n) for _, n in segments)
+    waves, rows = 1 if arch.lone_waves else LINEAR_WAVES, sum(padded(n) for _, n in segments)
+    plan = full_plan(arch, MOST_ROWS, waves)
     plan = plan if m == 1 else few_plan(plan, min(m, FEW), 1)
-    while plan.rows > 1 and rows // plan.rows < FULL * arch.units:
+    full = max(FULL, 5 * arch.loads // 2)  # what takes more loads of a lane takes more lanes, too
+    while plan.rows > 1 and rows // plan.rows < full * arch.units:
         plan = replace(plan, rows=plan.rows // 2)
     return replace(plan, waves=max(plan.waves, NORM_WAVES)) if normed else plan
 

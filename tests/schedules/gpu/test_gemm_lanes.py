@@ -277,92 +277,83 @@ def test_experts(slots, m, n, tile):
 # ---- default tiles
 
 
-@pytest.mark.parametrize(("rows", "waves_n"), [(14336, 7), (12288, 6), (17408, 1), (4096, 2), (8192, 4), (100000, 1)])
-def test_a_workgroup_for_each_compute_unit(rows, waves_n):
-    """Where a workgroup holds the subgroups that this takes, and few compute units are idle; other tiles elsewhere."""
-    formats = [lookup("q4_0")] * 2
-    tile = lane_tiles.choose(NVIDIA, formats, 32, 4096, rows, 2)
-    assert tile.waves_n == waves_n and tile.waves_n * tile.waves_k <= lane_tiles.MOST_WAVES
-    assert waves_n == 1 or -(-rows // tile.rows) <= NVIDIA.units
-
-
 @pytest.mark.parametrize(
-    ("fmt", "rows", "columns", "waves_n"),
+    ("m", "rows", "tile"),
     [
-        ("q4_0", 14336, 4096, 7),
-        ("q4_k", 14336, 4096, 7),
-        ("q4_0", 12288, 4096, 6),
-        ("q4_0", 16896, 4096, 8),
-        ("q4_0", 15360, 4096, 8),
-        ("q8_0", 14336, 4096, 7),
-        ("q4_0", 32768, 4096, 4),  # four workgroups of a compute unit
-        ("q4_0", 14336, 4224, 7),
-        ("q4_0", 8192, 4096, 0),  # one subgroup of a SIMD
-        ("q4_0", 17408, 4096, 0),  # some more than there is room for
-        ("q6_k", 14336, 4096, 4),  # many registers: two workgroups of a compute unit
-        ("iq4_nl", 14336, 4096, 0),  # tables take too many
-        ("f16", 14336, 4096, 0),
+        (5, 4096, LaneTile(8, 16, 1, 1, 16)),  # two workgroups of each compute unit, 32 subgroups
+        (8, 6144, LaneTile(8, 16, 1, 1, 8)),
+        (16, 128256, LaneTile(16, 16, 1, 1, 4)),
+        (17, 4096, LaneTile(32, 16, 1, 1, 8, 1, 1)),
+        (32, 128256, LaneTile(32, 32, 1, 1, 4)),
     ],
 )
-def test_staged_tiles(fmt, rows, columns, waves_n):
-    """Of gate and up: subgroups of a workgroup; 0: not staged."""
-    tile = lane_tiles.choose(NVIDIA, [lookup(fmt)] * 2, 64, columns, rows, 2)
-    assert (tile.staged, tile.waves_n * tile.staged) == (waves_n > 0, waves_n)
+@pytest.mark.parametrize("fmt", ["q4_0", "f16", "iq4_nl"])
+def test_tiles_of_few_tokens(m, rows, tile, fmt):
+    assert lane_tiles.choose(NVIDIA, [lookup(fmt)], m, 4096, rows) == tile
+
+
+@pytest.mark.parametrize(("m", "tile"), [(8, LaneTile(8, 16, 1, 1, 4)), (32, LaneTile(32, 32, 1, 1, 4, 0, 1))])
+def test_tiles_of_gate_and_up(m, tile):
+    assert lane_tiles.choose(NVIDIA, [lookup("q4_0")] * 2, m, 4096, 14336, 2) == tile
+
+
+def test_segments_load_nothing_ahead():
+    """q, k and v have code of their own each."""
+    tile = lane_tiles.choose(NVIDIA, [lookup("q4_0")] * 3, 32, 4096, 6144)
+    assert tile == LaneTile(32, 16, 1, 1, 4, 0, 1)
+
+
+STAGED, STAGED_PAIR = LaneTile(64, 128, 1, 4, 1, 1, 1, 1), LaneTile(64, 64, 1, 4, 1, 1, 1, 1)
 
 
 @pytest.mark.parametrize(
-    ("fmt", "rows", "ahead"),
-    [("q4_0", 4096, 2), ("q4_k", 4096, 2), ("q8_0", 4096, 2), ("q6_k", 4096, 1), ("iq4_nl", 4096, 0), ("f16", 4096, 1)],
-)
-def test_activations_ahead(fmt, rows, ahead):
-    """Where each compute unit has a workgroup; with formats of one plane of codes."""
-    tile = lane_tiles.choose(NVIDIA, [lookup(fmt)], 64, 14336, rows)
-    assert (tile.tokens, tile.rows, tile.ahead) == (64 if ahead else 32, 32, ahead)
-
-
-@pytest.mark.parametrize(("fmt", "rows"), [("q4_0", 96), ("q4_k", 32)])
-def test_a_workgroup_for_each_unit_of_half_the_tokens(fmt, rows):
-    """q, k and v of 6144 rows."""
-    tile = lane_tiles.choose(NVIDIA, [lookup(fmt)], 64, 4096, 6144)
-    assert (tile.tokens, tile.rows) == (32, rows)
-
-
-@pytest.mark.parametrize(
-    ("fmt", "rows", "tile"),
+    ("m", "fmt", "rows", "tile"),
     [
-        ("q4_0", 128256, LaneTile(64, 256, 1, 8, 1, 1, 1, 1)),
-        ("q4_k", 128256, LaneTile(64, 256, 1, 8, 1, 1, 1, 1)),
-        ("q4_0", 36864, LaneTile(64, 64, 2, 2, 2, 0, 1)),  # subgroups share tokens
-        ("q8_0", 36864, LaneTile(64, 64, 1, 2, 2, 1)),
-        ("q6_k", 128256, LaneTile(64, 256, 1, 8, 1, 1, 1, 1)),
-        ("q6_k", 36864, LaneTile(64, 64, 1, 2, 4, 2, 1)),
-        ("f16", 128256, LaneTile(64, 64, 1, 2, 4, 2, 1)),
+        (64, "q4_0", 4096, LaneTile(64, 32, 1, 1, 8, 2, 1)),  # half the rows: else half of the units have no work
+        (64, "iq4_nl", 4096, LaneTile(64, 32, 1, 1, 8, 1, 1)),  # tables take registers
+        (64, "f16", 4096, LaneTile(64, 32, 1, 1, 8, 2, 1)),
+        (64, "q4_k", 6144, LaneTile(64, 64, 1, 2, 4, 2, 1)),  # a workgroup for each unit
+        (128, "q4_k", 6144, LaneTile(64, 64, 1, 2, 2, 2, 1)),  # more
+        (512, "q4_0", 6144, LaneTile(64, 64, 1, 2, 2, 2, 1)),
+        (64, "q4_0", 128256, STAGED),  # many
+        (64, "q6_k", 128256, STAGED),
+        (512, "q8_0", 14336, STAGED),
+        (64, "f16", 128256, LaneTile(64, 64, 1, 2, 2, 2, 1)),  # registers hold no float weights beside
+        (64, "iq4_nl", 128256, LaneTile(64, 64, 1, 2, 2, 1, 1)),
     ],
 )
-def test_tiles_of_many_rows(fmt, rows, tile):
-    assert lane_tiles.choose(NVIDIA, [lookup(fmt)], 64, 4096, rows) == tile
+def test_tiles_of_many_tokens(m, fmt, rows, tile):
+    assert lane_tiles.choose(NVIDIA, [lookup(fmt)], m, 4096, rows) == tile
 
 
 @pytest.mark.parametrize(
-    ("m", "weights", "fmt", "rows", "tile"),
+    ("m", "fmt", "rows", "tile"),
     [
-        (512, 1, "q4_0", 4096, LaneTile(64, 256, 1, 8, 1, 1, 1, 1)),  # most compute units have a workgroup
-        (512, 1, "q4_0", 6144, LaneTile(64, 64, 1, 2, 2, 2, 1)),
-        (512, 1, "f16", 4096, LaneTile(64, 64, 1, 2, 2, 2, 1)),
-        (512, 1, "iq4_nl", 6144, LaneTile(64, 96, 1, 6, 2, 1, 1)),
-        (512, 2, "mxfp4", 14336, LaneTile(64, 64, 1, 4, 1, 1, 1, 1)),
-        (512, 2, "q8_0", 14336, LaneTile(64, 128, 1, 8, 1, 1, 1, 1)),
-        (512, 2, "q5_k", 14336, LaneTile(64, 64, 1, 4, 1, 1, 1, 1)),
-        (512, 2, "f16", 14336, LaneTile(64, 32, 1, 2, 2, 1)),
-        (128, 1, "q4_0", 4096, LaneTile(64, 64, 1, 2, 4, 2, 1)),
-        (128, 1, "q5_k", 4096, LaneTile(64, 32, 1, 1, 4, 1, 1)),
-        (128, 1, "q4_0", 6144, LaneTile(64, 96, 1, 6, 2, 1, 1)),
-        (128, 2, "q4_0", 14336, LaneTile(64, 112, 1, 7, 1, 1, 1, 1)),
-        (128, 2, "q5_k", 14336, LaneTile(64, 32, 1, 2, 2, 1)),
+        (64, "q4_0", 14336, STAGED_PAIR),
+        (512, "q8_0", 14336, STAGED_PAIR),
+        (128, "q5_k", 14336, STAGED_PAIR),
+        (64, "mxfp4", 8448, STAGED_PAIR),  # as many as compute units
+        (64, "q4_0", 8192, LaneTile(64, 32, 1, 2, 2, 1, 1)),
+        (64, "q4_0", 2048, LaneTile(64, 16, 1, 1, 8, 1, 1)),
+        (512, "f16", 14336, LaneTile(64, 32, 1, 2, 2, 1, 1)),
+        (512, "iq4_nl", 14336, LaneTile(64, 32, 1, 2, 2, 1, 1)),
     ],
 )
-def test_tiles_of_chunks(m, weights, fmt, rows, tile):
-    assert lane_tiles.choose(NVIDIA, [lookup(fmt)] * weights, m, 4096, rows, weights) == tile
+def test_tiles_of_gate_and_up_of_many_tokens(m, fmt, rows, tile):
+    assert lane_tiles.choose(NVIDIA, [lookup(fmt)] * 2, m, 4096, rows, 2) == tile
+
+
+@pytest.mark.parametrize(
+    ("tokens", "k", "weights", "tile"),
+    [
+        (8, 2048, 2, LaneTile(8, 16, 1, 1, 4)),
+        (8, 768, 1, LaneTile(8, 16, 1, 1, 2)),  # few groups of columns
+        (64, 768, 1, STAGED),
+        (64, 2048, 2, LaneTile(64, 128, 1, 8, 1, 1, 1, 1)),
+    ],
+)
+def test_tiles_of_experts(tokens, k, weights, tile):
+    assert lane_tiles.choose_expert(NVIDIA, tokens, 4096, k, 2048, weights) == tile
 
 
 def test_experts_of_other_formats():
