@@ -1,7 +1,7 @@
-"""The optional packages: which extra of `pip install 'mlc-amd[EXTRA]'` installs each, and what for. pyproject.toml has
-their versions.
+"""The optional packages: the extra of `pip install 'mlc-amd[EXTRA]'` that installs each, and its purpose.
+pyproject.toml has their versions.
 
-`require(module)` before work begins that needs one; `extras()` lists all, for `mlc-amd doctor`.
+`require(module)` checks for one before work that needs it; `extras()` lists all, for `mlc-amd doctor`.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ from mlc_amd.runtime.errors import UserError
 
 @dataclass(frozen=True)
 class OptionalPackage:
-    """An optional package: its extra, its name in the package index, what needs it."""
+    """An optional package: its extra, its name in the package index, its purpose."""
 
     extra: str
     name: str
@@ -39,7 +39,7 @@ def installed(module: str) -> bool:
     """Whether a module can be found; it is not imported."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package that it is in
+    except ModuleNotFoundError:  # of its parent package
         return False
 
 

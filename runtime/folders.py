@@ -1,8 +1,8 @@
-"""Folders that belong to running processes, by locks on the folders themselves (flock(2)): no further files, and a
-process that is killed leaves no lock behind.
+"""Locks of folders, and temporary folders, which belong to running processes. Locks are on the folders themselves
+(flock(2)): no further files, and the lock of a killed process is released.
 
-`lock` takes a lock, `scratch` makes a temporary folder that is removed at its end, and `sweep` removes those of
-processes that were killed.
+`lock` takes a lock, `scratch` creates a temporary folder that is removed at its end, and `sweep` removes those of
+killed processes.
 """
 
 import errno
@@ -23,7 +23,7 @@ SUFFIX = ".mlc-amd-tmp"  # of the names of temporary folders
 
 class Lock:
     """A lock of a folder, held until `close`, or until nothing refers to it; `close` may be called twice. kind: of
-    flock(2). OSError where it cannot be had."""
+    flock(2). OSError if it is not available."""
 
     def __init__(self, folder: Path, kind: int):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -36,8 +36,8 @@ class Lock:
 
 
 def lock(folder: Path, exclusive: bool = False) -> Lock | None:
-    """A lock that others may share, or an exclusive one. An exclusive one is not waited for: None while somebody has
-    another, and on file systems without locks."""
+    """A shared lock, or an exclusive one, without waiting: None while another process has one, and on file systems
+    without locks."""
     try:
         return Lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
     except OSError:
@@ -46,8 +46,8 @@ def lock(folder: Path, exclusive: bool = False) -> Lock | None:
 
 @contextmanager
 def scratch(parent: Path, name: str) -> Iterator[Path]:
-    """A new hidden folder in `parent`, which is made; removed at the end, unless it was renamed. Those that killed
-    processes left there are removed, too."""
+    """A new hidden folder in `parent`, which is created if missing; removed at the end, unless it was renamed. Removes
+    those of killed processes, too."""
     parent.mkdir(parents=True, exist_ok=True)
     sweep(parent)
     folder, held = _owned(parent, name)
@@ -69,26 +69,26 @@ def _owned(parent: Path, name: str) -> tuple[Path, Lock | None]:
         except (BlockingIOError, FileNotFoundError):
             continue  # swept between the two calls
         except OSError:
-            return folder, None  # a file system without locks: nobody sweeps there
+            return folder, None  # a file system without locks, which is not swept
 
 
 def sweep(parent: Path) -> int:
-    """Removes the temporary folders in `parent` that no living process owns; returns how many."""
+    """Removes the temporary folders in `parent` of processes that have ended; returns their number."""
     removed = 0
     for folder in parent.glob(f".*{SUFFIX}"):
         if held := lock(folder, exclusive=True):
             shutil.rmtree(folder, ignore_errors=True)
             held.close()
-            removed += not folder.exists()  # another user's cannot be
+            removed += not folder.exists()  # another user's cannot be removed
     return removed
 
 
 @contextmanager
 def temporary(name: str) -> Iterator[Path]:
-    """`scratch` in the system's folder for temporary files. UserError when that is full."""
+    """`scratch` in the system's folder for temporary files. UserError if that is full."""
     try:
         parent = Path(tempfile.gettempdir())
-    except FileNotFoundError as error:  # it tries to write, so that is what a full disk looks like
+    except FileNotFoundError as error:  # it tries to write, and fails so on a full disk
         raise UserError(f"{error.strerror}; free some space there or set TMPDIR") from error
     try:
         with scratch(parent, name) as folder:
@@ -102,5 +102,5 @@ def temporary(name: str) -> Iterator[Path]:
 
 
 def _within(file: object, parent: Path) -> bool:
-    """Whether an OSError's file is below a folder; an error of a write names none."""
+    """Whether an OSError's file is below a folder; errors of writes have none."""
     return file is None or Path(str(file)).is_relative_to(parent)

@@ -22,18 +22,17 @@ def available_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads_asked(device: str | None) -> int:
-    """How many threads `--device` asks for where the device is a CPU, all for None. UserError for anything but a
-    positive number."""
+def selected_threads(device: str | None) -> int:
+    """The number of threads of `--device` for a CPU, all for None. UserError for anything but a positive number."""
     if device is None:
         return available_threads()
     if not str(device).isdecimal() or int(device) == 0:
-        raise UserError(f"--device {device}: for target cpu it is how many threads to use")
+        raise UserError(f"--device {device}: for target cpu it is the number of threads")
     return int(device)
 
 
 def last_level_cache() -> int:
-    """Bytes of the largest cache of cpu0 as Linux tells it, 32 MiB where it does not."""
+    """Bytes of the largest cache of cpu0 as reported by Linux, else 32 MiB."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
@@ -42,20 +41,20 @@ def last_level_cache() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take without swapping: what Linux estimates, or what the limit of its control
-    group leaves; 0 where neither is known."""
+    """Bytes that this process may still take without swapping: Linux's estimate, and at most the limit of its control
+    group; 0 if neither is known."""
     found = []
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         found.append(int(lines["MemAvailable"].split()[0]) << 10)
     except (OSError, KeyError, ValueError):
-        log.debug("/proc/meminfo does not say how much memory is available")
+        log.debug("/proc/meminfo does not report the available memory")
     try:
         limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
         if limit != "max":
             found.append(max(int(limit) - int(used), 0))
     except (OSError, ValueError):
-        log.debug("there is no control group with a limit of memory")
+        log.debug("there is no control group with a memory limit")
     return min(found, default=0)
 
 
@@ -72,7 +71,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def kfd_gpus(topology: Path = TOPOLOGY) -> list[dict]:
-    """The GPUs that the kernel's compute driver shows: `arch` (of the chip itself, whatever is overridden), `node`
+    """The GPUs of the kernel's compute driver: `arch` (of the chip itself, ignoring overrides), `node`
     (render node), `pci`.
 
     Fields of topology/nodes/*/properties: gfx_target_version is major*10000 + minor*100 + stepping, location_id is

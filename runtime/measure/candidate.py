@@ -1,20 +1,20 @@
-"""Candidates: one compiled kernel each, in a folder that says all that measuring it takes.
+"""Candidates: one compiled kernel each, in a folder with all that is needed to measure it.
 
     candidate.json
         format      2
-        workload    {"op", "args"}, and plan: what the kernel was made from
+        workload    {"op", "args"}, and plan: the source of the kernel
         api, arch   "vulkan" | "rocm" | "cpu", and the profile or arch that it was compiled for
-        needs       vulkan: what the profile asks of a device (Profile.needs); cpu: {"flags": [..]}
-        code        name of the file beside: .spv (modules one after the other), .hsaco or .so
-        steps       what a call launches, as the entries of an artifact's launches (dist/README.md); cpu: [{"symbol",
+        needs       vulkan: the requirements of the profile (Profile.needs); cpu: {"flags": [..]}
+        code        name of the file: .spv (modules one after the other), .hsaco or .so
+        steps       launches of a call, as the entries of an artifact's launches (dist/README.md); cpu: [{"symbol",
                     "args"}]
-        scratch     bytes of each buffer that the steps hand to one another
+        scratch     bytes of each buffer for data between the steps
         params      [{"name", "shape", "dtype", "role", ..}] in the order of the kernel's parameters; see ROLES
         states      [[position, live rows, single rows, 0], ..] that it is verified in (`inputs.py`)
-        cases       [{"name", "state", "bytes", "flops"}]: the conditions that it is timed under
+        cases       [{"name", "state", "bytes", "flops"}]: the conditions of timing
         bytes       that a call must move (weights and cache), flops: operations; both the mean of the cases
 
-A role says how a parameter is filled (`inputs.py`), whether copies of it rotate, and whether it is compared.
+A role determines how a parameter is filled (`inputs.py`), whether copies of it rotate, and whether it is compared.
 """
 
 import json
@@ -35,7 +35,7 @@ ROLES = {
     "pages": "page of each slot's block of positions",
     "input": "activations of the kernel before",
     "weight": "read from memory once per call: weights, norm factors, biases, the table of RoPE",
-    "cells": "where each slot's state is, and where it goes",
+    "cells": "the cells of each slot's state, to read and to write",
     "cache": "keys or values; read, maybe written",
     "states": "states of sequences; read and written",
     "output": "written only",
@@ -43,7 +43,7 @@ ROLES = {
     "zero": "as work, but zero before the first call and after each",
 }
 STEP = ("state", "rows", "pages", "cells")  # differ from state to state
-ROTATING = ("weight", "cache", "states")  # of these, each call of a row finds a copy of its own
+ROTATING = ("weight", "cache", "states")  # consecutive calls use different copies of these
 PRIVATE = ("work", "zero")  # of these, plans may have different sizes
 WRITTEN = ("cache", "states", "output")
 
@@ -68,7 +68,7 @@ class Param:
 
     @property
     def share(self) -> float:
-        """Of a weight: how much of it a call reads."""
+        """Of a weight: the part that a call reads."""
         return self.facts.get("share", 1.0)
 
 
@@ -81,7 +81,7 @@ class Candidate:
 
     @cached_property
     def params(self) -> tuple[Param, ...]:
-        """Caches in pages have one more for each single row of any state: where `inputs.py` lets that row write."""
+        """Paged caches have one more page for each single row of any state, which that row writes (`inputs.py`)."""
         rest, paged = ("name", "shape", "dtype", "role"), any(p["role"] == "pages" for p in self.facts["params"])
         states = [*self.facts["states"], *(case["state"] for case in self.cases)]
         private = max((single for _, _, single, *_ in states), default=0) if paged else 0
@@ -114,7 +114,7 @@ class Candidate:
 
     @property
     def group(self) -> str:
-        """Equal for candidates that are filled, run and timed in the same memory: those of one workload."""
+        """The same for candidates that are filled, run and timed in the same memory: those of one workload."""
         shared = [(p.name, p.shape, p.dtype, p.role) for p in self.params if p.role not in PRIVATE]
         return json.dumps([self.api, self.facts["arch"], self.facts["workload"], shared], sort_keys=True)
 
@@ -132,7 +132,7 @@ def read(folder: str | Path) -> Candidate:
 
 
 def write(folder: Path, facts: dict) -> Candidate:
-    """Writes candidate.json last and at once: a folder that has one is complete."""
+    """Writes candidate.json, atomically and last: a folder that has one is complete."""
     temporary = folder / f".{FILE}.tmp"
     temporary.write_text(json.dumps({"format": FORMAT} | facts))
     temporary.replace(folder / FILE)
@@ -140,7 +140,7 @@ def write(folder: Path, facts: dict) -> Candidate:
 
 
 def figures(candidate: dict, seconds: float) -> dict:
-    """{"us", "gbps", "tflops"} of a call that took so long; candidate: the content of candidate.json."""
+    """{"us", "gbps", "tflops"} of a call of so many seconds; candidate: the content of candidate.json."""
     return {
         "us": seconds * 1e6,
         "gbps": candidate["bytes"] / seconds / 1e9,

@@ -1,8 +1,8 @@
 """A child process that serves requests, one JSON line each; it may crash, hang or exhaust memory without harm to its
 parent.
 
-`Child(module)` runs `python -m module`; the module's main calls `serve`. What libraries print goes to standard error,
-of which the last lines tell why a child died.
+`Child(module)` runs `python -m module`; the module's main calls `serve`. Output of libraries goes to standard error,
+whose last line is part of the error of a child that died.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ STDERR = 400  # bytes of standard error that an error quotes
 
 
 class Died(RuntimeError):
-    """The child ended or was ended: crash, timeout. The message says why."""
+    """The child ended or was ended: crash, timeout. The message has the reason."""
 
 
 class Child:
-    """Starts when first asked, and again after it died."""
+    """Starts at the first request, and again after it died."""
 
     def __init__(self, module: str, arguments: tuple[str, ...] = (), environment: dict[str, str] | None = None):
         self.command = [sys.executable, "-m", module, *arguments]
@@ -71,7 +71,7 @@ class Child:
     def _start(self) -> subprocess.Popen:
         self.close()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the child)
-        # a group of its own: Ctrl-C is the parent's, and what the child starts ends with it
+        # a group of its own: Ctrl-C is for the parent, and processes of the child end with it
         process = subprocess.Popen(
             self.command,
             stdin=subprocess.PIPE,
@@ -98,7 +98,7 @@ class Child:
         return f"{how}: {said}" if said else how
 
     def close(self) -> None:
-        """Ends the child, however it is."""
+        """Ends the child, in any state."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -130,7 +130,7 @@ def serve(handle: Callable[[dict, Callable[[dict], None]], None]) -> None:
 
 
 def follow_parent() -> None:
-    """Ends this process when its parent is gone, also while it is busy."""
+    """Ends this process when its parent has ended, also while it is busy."""
     parent = os.getppid()
 
     def follow() -> None:

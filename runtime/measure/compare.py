@@ -1,9 +1,9 @@
-"""Whether two kernels for the same work agree: their outputs on the same inputs, within what a different order of
-operations explains.
+"""Compares two kernels for the same work: their outputs on the same inputs, within the error of a different order of
+operations.
 
 Float32 and float16 outputs are compared with the largest output as the scale. Int8 activations may differ by one step
-in few places, and their scales and sums must be those of their own steps. Only defined values are compared: live
-tokens' rows, or used slots, and the weight's own columns.
+in few places, and their scales and sums must match their own steps. Only defined values are compared: live tokens'
+rows, or used slots, and the weight's own columns.
 """
 
 import numpy as np
@@ -16,16 +16,13 @@ from mlc_amd.runtime.measure.inputs import BLOCK, SIGNATURE
 # add in another order.
 TOLERANCES = {"float32": 2e-4, "float16": 2e-3}
 ATTENTION = 4e-3
-STEPS_APART = (
-    0.02  # share of int8 outputs that may be one step apart; attention's outputs are rounded often: more there
-)
-ATTENTION_APART = 0.2
+# Share of int8 outputs that may be one step apart; attention's outputs are rounded more often.
+STEPS_APART, ATTENTION_APART = 0.02, 0.2
 CHANCE = 0.02  # share of outputs that may equal the fill pattern by chance
 
 
 def differences(candidate: Candidate, state, expected: dict, found: dict) -> tuple[float, list[str]]:
-    """(the worst difference as a share of what is allowed, what is wrong in words) of two runs' outputs, arrays by
-    name."""
+    """(the largest difference as a share of the tolerance, messages of errors) of two runs' outputs, arrays by name."""
     loose = "attention" in candidate.facts["workload"]["op"]
     live, worst, wrong = _live(candidate, state), 0.0, []
     outputs = {p.name: p for p in candidate.params if p.role in ("output", "cache")}
@@ -54,7 +51,7 @@ def differences(candidate: Candidate, state, expected: dict, found: dict) -> tup
 
 
 def _live(candidate: Candidate, state) -> int:
-    """Rows of the outputs that a call in this state writes."""
+    """Number of rows of the outputs that a call in this state writes."""
     _, live, single, _ = state
     answers = str(candidate.facts["workload"]["args"].get("rows", "all")).startswith("answers")
     return single + (single < live) if answers else live
@@ -65,7 +62,7 @@ def _tolerance(param: Param, loose: bool) -> float:
 
 
 def _used(param: Param, array: np.ndarray, live: int) -> np.ndarray:
-    """The defined part of an output. Caches are compared whole: nothing may be written outside the live tokens."""
+    """The defined part of an output; of caches all, as nothing may be written outside the live tokens."""
     if param.role == "cache":
         return array
     rows = array[: routing.slots(param.facts["experts"], live) if "experts" in param.facts else min(live, len(array))]
@@ -73,7 +70,7 @@ def _used(param: Param, array: np.ndarray, live: int) -> np.ndarray:
 
 
 def _unwritten(array: np.ndarray) -> bool:
-    """Whether more of the fill pattern is left than chance explains."""
+    """Whether too much of the fill pattern is left."""
     return (array == np.full(array.itemsize, SIGNATURE, np.uint8).view(array.dtype)).mean() > CHANCE
 
 
@@ -97,7 +94,7 @@ def _rows(a: np.ndarray, s: np.ndarray, live: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _int8(expected, found, apart: float, tolerance: float) -> tuple[float, str]:
-    """(share of what is allowed, what is wrong or "")."""
+    """(share of the tolerance, message of an error or "")."""
     (q0, d0, _), (q1, d1, sums) = expected, found
     scale = np.abs(d0).max()
     if not np.isfinite(d1).all() or not scale > 0:
@@ -106,7 +103,7 @@ def _int8(expected, found, apart: float, tolerance: float) -> tuple[float, str]:
     if scales > 1:
         return scales, f"scales differ by {scales:.3g} times what is allowed"
     steps = np.abs(q0 - q1)
-    # a block of tiny numbers may round to anything
+    # a block of tiny numbers may have any rounding
     steps = np.where(np.abs(d0)[..., None] > 1e-3 * scale, steps, 0)
     if steps.max() > 1:
         return np.inf, f"{steps.max()} steps apart"

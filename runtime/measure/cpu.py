@@ -10,14 +10,14 @@ import tvm_ffi
 
 from mlc_amd.runtime.devices.cpu import ALIGNMENT, KernelCall, Kernels, Replay, start_threads
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.host import available_memory, cpu_flags, last_level_cache, threads_asked
+from mlc_amd.runtime.host import available_memory, cpu_flags, last_level_cache, selected_threads
 
-SHARE = 4  # of the machine's memory, what copies may take
-UNKNOWN_MEMORY = 4 << 30  # bytes that are taken to be there where nothing says how many
+SHARE = 4  # copies may take one of so many parts of the machine's memory
+UNKNOWN_MEMORY = 4 << 30  # assumed bytes where the system does not report them
 
 
 class CpuBackend:
-    """See `timing.py`. device: None, or how many threads to use."""
+    """See `timing.py`. device: None, or the number of threads."""
 
     target = 0.01
     noise = 0.0
@@ -27,7 +27,7 @@ class CpuBackend:
             raise UserError(
                 f"these kernels are for '{candidate.facts['arch']}', and this CPU lacks {', '.join(sorted(missing))}"
             )
-        self.threads = threads_asked(device)
+        self.threads = selected_threads(device)
         self.name = f"{_model()}, {self.threads} threads"
         self.facts = {"device": self.name, "driver": "threads"}
         self._forget()
@@ -39,13 +39,13 @@ class CpuBackend:
         for key, nbytes in sizes.items():
             self._at[key], end = end, end + -(-nbytes // ALIGNMENT) * ALIGNMENT
         memory = mmap.mmap(-1, max(end, 1))
-        # weights are mapped from a file in a model that runs: small pages
+        # small pages, as those of weights that are mapped from a file
         with suppress(OSError, AttributeError):
             memory.madvise(mmap.MADV_NOHUGEPAGE)
         self._memory = np.frombuffer(memory, np.uint8)
 
     def _forget(self) -> None:
-        """Lets the last calls go, and with them the memory that they are for."""
+        """Releases the last calls, and with them their memory."""
         self._replay_of, self._calls, self._replay = None, None, None
 
     def put(self, key, array: np.ndarray) -> None:
@@ -73,11 +73,10 @@ class CpuBackend:
         return [handle.call(step["symbol"], [tensors[i] for i in step["args"]]) for step in candidate.steps]
 
     def run(self, calls) -> float:
-        # made before the clock starts, and once for calls that come again: the threads would fall asleep meanwhile
+        # created before the clock starts, and once for repeated calls: else the threads would fall asleep
         replay = self._replay
         if replay is None or [id(call) for call in calls] != self._replay_of:
-            made_of = [id(call) for call in calls]
-            self._replay_of, self._calls = made_of, calls  # keeps them, and so their ids, alive
+            self._replay_of, self._calls = [id(call) for call in calls], calls  # keeps them, and so their ids, alive
             replay = self._replay = Replay([step for call in calls for step in call])
         waited = _waited()
         start = time.perf_counter()
@@ -92,8 +91,7 @@ class CpuBackend:
 
 
 def _waited() -> float:
-    """Seconds that this process's threads were ready and other programs ran, all together; 0 where Linux does not
-    tell."""
+    """Total seconds in which this process's threads waited for a processor; 0 where Linux does not report them."""
     total = 0
     with suppress(OSError, IndexError):  # a thread may end meanwhile
         for file in Path("/proc/self/task").glob("*/schedstat"):

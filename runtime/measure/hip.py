@@ -1,5 +1,5 @@
 """Measuring on an AMD GPU through HIP: calls captured in a graph, since launches from Python take longer than small
-kernels; HIP's events tell the time."""
+kernels; timed by HIP's events."""
 
 import ctypes
 from contextlib import ExitStack
@@ -14,17 +14,17 @@ from mlc_amd.runtime.errors import UserError
 
 ALIGN = 256
 CACHE = 512 << 20  # bytes to rotate over: more than the largest last-level cache there is (256 MiB)
-SHARE = 8  # of the GPU's memory, what that may be
+SHARE = 8  # but at most one of so many parts of the GPU's memory
 
 
 class HipBackend:
-    """See `timing.py`. device: None, or a GPU's number or part of its name. bindings: what to use instead of AMD's
+    """See `timing.py`. device: None, or a GPU's number or part of its name. bindings: a substitute for AMD's
     package."""
 
     target, noise = 0.004, 0.0  # other programs on the GPU show as drift
 
     def __init__(self, device: str | None, candidate, bindings=None):
-        # until the end, the next group, the next graph; an ExitStack may be used again after it was closed
+        # until the end, the next group, the next graph
         self._held, self._group, self._captured = ExitStack(), ExitStack(), ExitStack()
         self.hip = Hip(open_bindings() if bindings is None else bindings)
         self.gpu, _ = choose(self.hip, [candidate.facts["arch"]], device)
@@ -102,10 +102,10 @@ class HipBackend:
         return [prepare(step["symbol"], handle[1][step["symbol"]], step, addresses) for step in candidate.steps]
 
     def run(self, calls) -> float:
-        if len(calls) > 1 and (made_of := [id(call) for call in calls]) != self._captured_of:
+        if len(calls) > 1 and (ids := [id(call) for call in calls]) != self._captured_of:
             self._captured.close()
             self._graph, self._calls = self._capture(calls), calls  # keeps them, and so their ids, alive
-            self._captured_of = made_of
+            self._captured_of = ids
         begin, end = self._events
         self.hip("hipEventRecord", begin, self.stream)
         if len(calls) > 1:

@@ -1,8 +1,7 @@
 """Inputs of candidates: arrays by role, name and dtype, equal on every machine and in every process.
 
-Numbers are what a model would hold: weights as `random_weights` draws them (the draw comes with the candidate), normal
-activations, int8 activations with their right scales and sums, a cache of normal keys and values, RoPE's own table,
-experts chosen at random.
+Numbers are like a model's: weights as `random_weights` draws them (the draw is the candidate's), normal activations,
+int8 activations with matching scales and sums, a cache of normal keys and values, RoPE's own table, random experts.
 """
 
 import math
@@ -17,11 +16,11 @@ from mlc_amd.runtime.measure.candidate import ROLES, Candidate, Param
 from mlc_amd.runtime.sampling.layout import LOGPROB, row_shapes
 
 BLOCK = 32  # columns that share a scale of int8 activations
-LINE = 64  # bytes; where planes begin in what they are drawn from
-# What inputs that are positive are about as large as: sums of 16 squares, and scales of norms (schedules/gpu/
-# deferred_norm.py), with which activations as they come stand for numbers of about 1.
+LINE = 64  # bytes: planes begin at a multiple in the block that they repeat
+# Approximate size of positive inputs: sums of 16 squares, and scales of norms (schedules/gpu/deferred_norm.py) with
+# which unscaled activations are about 1.
 POSITIVE = {"Squares": 16.0, "Scale": 64.0, "NS": 64.0}
-SIGNATURE = 0xA5  # fill pattern of memory that must not be read, so that a read shows
+SIGNATURE = 0xA5  # fill pattern of memory that must not be read, which makes reads visible
 
 
 def fill(candidate: Candidate, state, roles=ROLES) -> dict[str, np.ndarray]:
@@ -55,8 +54,8 @@ def _rows(param: Param, state) -> np.ndarray:
 
 
 def _pages(param: Param, state) -> np.ndarray:
-    """Each slot has all pages that a sequence of full length needs, in another order, or those that the fact "pages"
-    says again and again. The page that a single row writes is its own: the others read theirs meanwhile."""
+    """Each slot has all pages of a sequence of full length, in another order, or repeats the number of pages of the
+    fact "pages". The page that a single row writes is its own, as others read theirs meanwhile."""
     slots, blocks = param.shape
     count = param.facts.get("pages", blocks)
     pages = ((np.arange(blocks) + np.arange(slots)[:, None]) % count).astype(np.int32)
@@ -74,12 +73,12 @@ def _cells(param: Param, state) -> np.ndarray:
 def _input(param: Param, state) -> np.ndarray:
     if param.name == "tokens":
         return _rng(param.name).integers(0, param.facts["vocab"], param.shape, np.int32)
-    if param.name in row_shapes(1, 1):  # rows that take the largest logit, and its log-probability
+    if param.name in row_shapes(1, 1):  # rows select the largest logit, and its log-probability
         return np.full(param.shape, LOGPROB if param.name == "sampling" else 0, np.int32)
     if "experts" in param.facts:
         return routing.tables(param.facts["experts"])[param.name].reshape(param.shape)
     values = _rng(param.name).standard_normal(param.shape, np.float32)
-    if param.name == "Qo":  # rotated queries carry the softmax's scale, and its base is 2
+    if param.name == "Qo":  # rotated queries include the softmax's scale, for base 2
         values *= np.float32(math.log2(math.e) / math.sqrt(param.shape[-1]))
     if param.name in POSITIVE:
         values = np.float32(POSITIVE[param.name]) * (1 + np.abs(values))
@@ -100,7 +99,7 @@ def _weight(param: Param, state) -> np.ndarray:
 
 
 def _plane(param: Param) -> np.ndarray:
-    """As `random_weights` fills planes; "signs" of one tensor begin together, since minimums go with scales."""
+    """As in `random_weights`; "signs" of one tensor have the same offset, since minimums correspond to scales."""
     pattern = drawn(str(param.numpy), *param.facts["draw"])
     tensor = param.name.rpartition("_")[0]
     start = zlib.crc32((tensor if param.facts["draw"][0] == "signs" else param.name).encode()) * LINE % pattern.nbytes
@@ -116,7 +115,7 @@ def _plane(param: Param) -> np.ndarray:
 def _cache(param: Param, state) -> np.ndarray:
     if param.dtype == "int8":
         pattern = drawn("int8", "bits").view(np.int8)
-    elif param.name in ("Ks", "Vs"):  # of such codes, so that their products are about as large
+    elif param.name in ("Ks", "Vs"):  # scales, with which such codes have a similar size
         pattern = np.abs(drawn("float16", "signs", 1 / 64).view(np.float16))
     else:
         pattern = drawn("float16", "normal", 1.0).view(np.float16)

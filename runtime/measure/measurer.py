@@ -1,8 +1,8 @@
-"""Measuring from outside: a child process keeps the device open; it is replaced when a candidate ends it.
+"""Measures in a child process, which keeps the device open and is replaced when a candidate ends it.
 
-`Measurer(device).measure(folders)` -> for each folder a result: what `timing.py` describes, "error" (None, or why there
-are no seconds) and, without an error, the figures "us", "gbps", "tflops". A candidate that crashes the process, loses
-the device or hangs gets an error; the others are measured by a new process.
+`Measurer(device).measure(folders)` -> for each folder a result of `timing.py`, with "error" (None, or the reason for
+missing seconds) and, without an error, the figures "us", "gbps", "tflops". A candidate that crashes the process, loses
+the device or hangs gets an error; a new process measures the others.
 """
 
 import logging
@@ -16,19 +16,19 @@ from mlc_amd.runtime.measure.child import Child, Died
 
 MODULE = "mlc_amd.runtime.measure.program"
 SOFTWARE = "llvmpipe"  # how the name of Mesa's CPU driver begins
-START, TIMEOUT = 120.0, 60.0  # seconds: to open a device; without news from a candidate
-LOAD = 5.0  # more for each candidate of those that load together
-NOISY = 0.1  # share of the time that others had the processor, above which the user is told
-MAX_DEATHS = 3  # of processes while several candidates load: then it is not the candidates
+START, TIMEOUT = 120.0, 60.0  # seconds: to open a device; between messages of a candidate
+LOAD = 5.0  # further seconds for each candidate of those that load together
+NOISY = 0.1  # share of the time that others had the processor, above which there is a warning
+MAX_DEATHS = 3  # of processes while several candidates load: then the machine is the cause
 
 log = logging.getLogger("mlc_amd")
 
 
 class Measurer(Closing):
-    """A device to measure on, in a child process. device: as the backends take it. timeout: seconds that a candidate
-    may take without a message. A context manager.
+    """A device to measure on, in a child process. device: as the backends take it. timeout: seconds between messages of
+    a candidate. A context manager.
 
-    facts: {"device", "driver"} once something was measured or `start` was called.
+    facts: {"device", "driver"} after `start` or the first measurement.
     """
 
     def __init__(self, device: str | None = None, timeout: float = TIMEOUT, environment: dict[str, str] | None = None):
@@ -40,7 +40,7 @@ class Measurer(Closing):
         self._open = None
 
     def start(self, candidate: Candidate) -> dict:
-        """Opens the device for candidates like this one; its facts. UserError if there is none."""
+        """Opens the device for candidates of this kind, and returns its facts. UserError if there is none."""
         key = (candidate.api, candidate.facts["arch"])
         if self._open != key:
             self.close()
@@ -53,9 +53,9 @@ class Measurer(Closing):
         return self.facts
 
     def measure(self, folders, progress: Callable[[str, dict], None] = lambda folder, result: None) -> list[dict]:
-        """Results in the order of `folders`; progress(folder, result) as they come, again for one that was timed again.
+        """Results in the order of `folders`; progress(folder, result) for each, again for one that was timed again.
 
-        UserError without a device, or when the process dies whatever it measures. The first candidate of a workload is
+        UserError without a device, or when the process dies for all candidates. The first candidate of a workload is
         its reference.
         """
         names, results = [str(Path(folder)) for folder in folders], {}
@@ -82,7 +82,7 @@ class Measurer(Closing):
         candidates = dict(pending)
         while pending:
             self.start(next(iter(candidates.values())))
-            # what a new process measures is judged by the reference, too
+            # a new process also measures the reference, for comparison
             doing: list[str] = list(dict.fromkeys([*([reference] if reference else []), *pending]))
             try:
                 self._child.send({"measure": doing, "together": together})
@@ -119,7 +119,7 @@ class Measurer(Closing):
         run."""
         request = {"interleaved": list(map(str, folders))}
         try:
-            answer = self._ask(folders[0], request, self.timeout + LOAD * len(folders))
+            answer = self._request(folders[0], request, self.timeout + LOAD * len(folders))
         except Died as e:
             raise UserError(f"measuring does not work on this machine: {e}") from e
         if answer["failures"]:
@@ -127,20 +127,20 @@ class Measurer(Closing):
         return answer["seconds"]
 
     def compare(self, untuned: Path, tuned: Path) -> dict:
-        """Whether two candidates compute the same in the tuned one's `states`, as the fields of the database's
+        """Compares the results of two candidates in the tuned one's `states`, as the fields of the database's
         `Checked`: {"checked", "passed", "deviation", "error", "gain"}. The tuned one runs several times. gain: its
         speedup in interleaved rounds, None if its results are wrong."""
         request = {"compare": [str(untuned), str(tuned)]}
         try:
-            answer = self._ask(tuned, request, 2 * self.timeout)
+            answer = self._request(tuned, request, 2 * self.timeout)
         except Died as e:
             answer = {"deviation": None, "error": str(e), "gain": None}
         where = "lavapipe" if self.facts["device"].startswith(SOFTWARE) else "device"
         found = {name: answer[name] for name in ("deviation", "error", "gain")}
         return {"checked": where, "passed": not answer["error"]} | found
 
-    def _ask(self, folder: str | Path, request: dict, timeout: float) -> dict:
-        """Opens the device for that candidate; the answer to a request. Died."""
+    def _request(self, folder: str | Path, request: dict, timeout: float) -> dict:
+        """Opens the device for that candidate, and returns the answer to a request. Died."""
         self.start(read(folder))
         try:
             self._child.send(request)

@@ -1,7 +1,7 @@
-"""Where rows go in candidates of a mixture of experts' kernels: each row has experts at random, equal on every machine.
+"""The routing of rows in candidates of a mixture of experts' kernels: random experts, equal on every machine.
 
 In: a parameter's facts "experts": count, used, tile and m, as schedules/operators/experts.py has them, and tiles. Out:
-the tables that its kernels read, and how many slots they use.
+the tables that its kernels read, and the number of slots that they use.
 """
 
 import functools

@@ -1,10 +1,9 @@
-"""Measures a kit: a folder of candidates that `mlc-amd tune --export-kit` made, where it was carried to. Needs Python
-and numpy.
+"""Measures a kit, a folder of candidates of `mlc-amd tune --export-kit`, on another machine. Needs Python and numpy.
 
     kit.json      format 2, id, target, arch, model; candidates {name: {"reference", ..}}: reference is the untuned
                   kernel of the same workload ("" for that kernel itself)
     candidates/   a folder for each, as candidate.py describes them
-    copy/         one that copies memory, for target vulkan: it tells what the memory can do
+    copy/         one that copies memory, for target vulkan, to measure its bandwidth
     lib/          these sources
     results.json  written here, rewritten after each result, so that an interrupted run resumes:
         format    2
@@ -15,7 +14,7 @@ and numpy.
         checks    {name: {"checked": "device" or "lavapipe", "passed", "deviation", "error", "gain"}}: of those that are
                   faster than their reference
 
-The measurements go back with `mlc-amd tune --import-kit`, which needs results.json and kit.json.
+`mlc-amd tune --import-kit` reads the measurements from results.json and kit.json.
 """
 
 import argparse
@@ -33,7 +32,7 @@ KIT, RESULTS, CANDIDATES, COPY = "kit.json", "results.json", "candidates", "copy
 
 
 def _object(path: Path) -> dict | None:
-    """The JSON object of a file; None where there is none."""
+    """The JSON object of a file; None if there is none."""
     try:
         found = json.loads(path.read_text()) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
@@ -42,7 +41,7 @@ def _object(path: Path) -> dict | None:
 
 
 def _are_candidates(found: object) -> bool:
-    """Whether it is {name: {"reference": name or "", ..}}, with names of folders beside one another."""
+    """Whether it is {name: {"reference": name or "", ..}}, with names of folders in one folder."""
     return isinstance(found, dict) and all(
         isinstance(entry, dict) and name.isprintable() and "/" not in name and entry.get("reference") in ("", *found)
         for name, entry in found.items()
@@ -65,10 +64,10 @@ class KitRun:
         self.candidates: dict[str, dict] = kit["candidates"]
         self.found = {"format": FORMAT, "kit": self.kit["id"], "facts": {}, "results": {}, "checks": {}}
         self._resume()
-        self._started, self._said = time.monotonic(), 0
+        self._started = time.monotonic()
 
     def _resume(self) -> None:
-        """Loads what an earlier run measured. What a damaged file has is measured again."""
+        """Loads the results of an earlier run; those of a damaged file are measured again."""
         earlier = _object(self.folder / RESULTS)
         if (
             earlier
@@ -82,7 +81,7 @@ class KitRun:
             self.found |= {name: earlier[name] for name in ("facts", "results", "checks")}
 
     def all(self) -> None:
-        """Measures, then compares, what is not done yet. UserError without a device for the kit."""
+        """Measures, then compares, all remaining candidates. UserError without a device for the kit."""
         groups: dict[str, list[str]] = {}
         for name, facts in self.candidates.items():
             groups.setdefault(facts["reference"] or name, []).append(name)
@@ -93,14 +92,13 @@ class KitRun:
                 self._compare(measurer, reference, [name for name in names if name not in self.found["checks"]])
 
     def _copy(self, measurer: Measurer) -> None:
-        """How fast a kernel copies, as the device's bandwidth."""
+        """Measures the speed of a copy kernel as the device's bandwidth."""
         if (self.folder / COPY).is_dir() and not self.found["facts"]:
             (result,) = measurer.measure([self.folder / COPY])
             self.found["facts"] = dict(measurer.facts)
             if result["error"] is None:
-                rate = figures(read(self.folder / COPY).facts, min(result["runs"]))[
-                    "gbps"
-                ]  # the best one, as VulkanDevice has it
+                # of the fastest run, as for VulkanDevice
+                rate = figures(read(self.folder / COPY).facts, min(result["runs"]))["gbps"]
                 self.found["facts"]["copy_bandwidth"] = rate * 1e9
                 print(f"{measurer.facts['device']} copies {rate:.1f} GB/s", flush=True)
 
@@ -118,12 +116,12 @@ class KitRun:
                 self.found["facts"] = measurer.facts | self.found["facts"]
                 self._save()
                 if not again:
-                    self._say(name, result)
+                    self._print(name, result)
 
         measurer.measure([self._folder(name) for name in folders], note)
 
     def _compare(self, measurer: Measurer, reference: str, names: list[str]) -> None:
-        """The faster ones with the reference: others will not be used."""
+        """Compares those that are faster than the reference with it: others will not be used."""
         times = {name: self.found["results"][name].get("seconds") for name in (reference, *names)}
         for name in names:
             if name == reference or times[name] is None or not times[name] < (times[reference] or float("inf")):
@@ -139,7 +137,7 @@ class KitRun:
         temporary.write_text(json.dumps(self.found, indent=1))
         temporary.replace(self.folder / RESULTS)
 
-    def _say(self, name: str, result: dict) -> None:
+    def _print(self, name: str, result: dict) -> None:
         done, total = len(self.found["results"]), len(self.candidates)
         if result["error"] is None:
             what = f"{result['us']:10.2f} us  {result['gbps']:8.1f} GB/s  {result['tflops']:7.2f} TFLOP/s"

@@ -6,13 +6,13 @@ values:
     seconds     of a call, the mean over its cases of each case's median
     runs        the same for each repetition, in their order
     cases       {case: median seconds}
-    spread      (90th - 10th percentile) / median of the worst case: how sure the number is
+    spread      (90th - 10th percentile) / median of the worst case: the uncertainty
     outliers    repetitions more than OUTLIER beyond the median
-    noise       share of the time in which other programs had the processor, in the worst of the repetitions that count
-    drift       relative change of the reference's time when this was measured, where it stayed beyond DRIFT; else 0
+    noise       share of the time in which other programs had the processor, in the worst of the used repetitions
+    drift       relative change of the reference's time during the measurement, where it stayed above DRIFT; else 0
 
 Conditions: calls rotate over copies of weights and caches that together are larger than the last-level cache, so each
-call finds them in memory; a call waits for the one before; the device was busy just before. The first candidate (by
+call reads them from memory; a call waits for the one before; the device was busy just before. The first candidate (by
 convention the untuned kernel) is the reference: it is timed again after every CHECK others. When its time has changed,
 the clocks have, and the candidates since then are timed again.
 
@@ -45,10 +45,10 @@ BUSY = 0.25  # seconds of work before the first timing
 IDLE = 0.05  # seconds after which clocks may have fallen
 CHECK = 8  # candidates between two timings of the reference
 OUTLIER, DRIFT, SPREAD = 0.2, 0.1, 0.1
-QUANTILE = 25  # percent: of the rounds' gains, the one that counts
+QUANTILE = 25  # percent: of the rounds' gains, for the result
 ROUNDS = 15  # interleaved
 LONGEST = 5.0  # seconds after which FEWER rounds are enough
-MAX_NOISE = 0.03  # of a repetition that counts, if ATTEMPTS times as many or PATIENCE seconds give enough of them
+MAX_NOISE = 0.03  # of a used repetition, if there are enough among ATTEMPTS times as many or in PATIENCE seconds
 ATTEMPTS, PATIENCE = 3, 1.0
 
 
@@ -83,7 +83,7 @@ class Bench:
                     self.backend.put((where, param.name), arrays[param.name].reshape(-1).view(np.uint8))
 
     def _prepare(self, index: int, state) -> None:
-        """The case's state, and this candidate's own memory in its layout."""
+        """Writes the case's state, and this candidate's own memory in its layout."""
         candidate = self.candidates[index]
         for param in candidate.params:
             if param.role == "zero":
@@ -92,11 +92,11 @@ class Bench:
 
     @staticmethod
     def key(param: Param, copy: int = 0):
-        """Of a parameter's memory, for the backend."""
+        """The backend's key of a parameter's memory."""
         return (copy if param.role in ROTATING else "own" if param.role in PRIVATE else "shared", param.name)
 
     def call(self, index: int, copy: int = 0):
-        """A candidate's call on that copy of what rotates, for the backend."""
+        """The backend's call of a candidate, on that copy of rotating parameters."""
         if (index, copy) not in self._calls:
             candidate = self.candidates[index]
             keys = [self.key(p, copy) for p in candidate.params]
@@ -105,7 +105,7 @@ class Bench:
         return self._calls[index, copy]
 
     def _run(self, index: int, count: int) -> float:
-        """Seconds of one call, of `count` in a row."""
+        """Seconds of one call, the mean of `count` consecutive ones."""
         # Sequences over all copies are equal each time, which backends cache. Shorter ones continue where the last
         # one ended.
         self._copy = 0 if count >= self.copies else self._copy
@@ -119,7 +119,7 @@ class Bench:
         return min(max(round(self.backend.target / seconds), 1), MAX_CALLS)
 
     def _warm(self, index: int) -> None:
-        """Keeps the device busy where it was not."""
+        """Makes the device busy if it was idle."""
         if time.perf_counter() - self._busy_until < IDLE:
             return
         end, count = time.perf_counter() + BUSY, 1
@@ -127,10 +127,10 @@ class Bench:
             count = self._count(index, self._run(index, count))
 
     def _settle(self, index: int, state) -> tuple[float, int]:
-        """(seconds of a call, how many calls make a repetition), on a device that is busy."""
+        """(seconds of a call, calls per repetition), on a busy device."""
         self._prepare(index, state)
         self._warm(index)
-        seconds = self._run(index, 1)  # also what a driver does at a kernel's first launch
+        seconds = self._run(index, 1)  # includes the driver's work for a kernel's first launch
         count = self._count(index, seconds)
         if count > 1:
             seconds = self._run(index, min(count, 16))
@@ -194,7 +194,7 @@ class Bench:
                 since = []
 
     def _again(self, indices: list[int], reference: "_Reference", limit: float, doing, done) -> None:
-        """Times again what was measured while the clocks moved; marks it where they still do."""
+        """Times candidates again that were measured while the clocks changed; marks them if the clocks still do."""
         results = []
         for index in indices:
             doing(index)
@@ -232,8 +232,8 @@ class Bench:
     # ---- results
 
     def outputs(self, index: int, state, again: bool = False) -> dict[str, np.ndarray]:
-        """What one call leaves in the parameters that it writes, from fresh inputs. again: the call before was for this
-        state, too, and its inputs, which no kernel may write, are taken as it left them, in less time."""
+        """The parameters that one call writes, after it, from fresh inputs. again: the call before was for this state,
+        too, so its inputs, which no kernel may write, are used again."""
         self._fill(state, range(1), WRITTEN if again else ROLES)
         self._prepare(index, state)
         self.backend.run([self.call(index, 0)])
@@ -243,8 +243,7 @@ class Bench:
 
 
 class _Reference:
-    """The kernel that the others are timed beside. seconds: the median of its timings, so that a first one that was off
-    does not count."""
+    """The kernel that the others are compared with. seconds: the median of its timings, which ignores an outlier."""
 
     def __init__(self, index: int, time_it: Callable[[], dict], doing, done):
         self.index, self._time_it, self._doing, self._done, self._results = index, time_it, doing, done, []
@@ -254,7 +253,7 @@ class _Reference:
         return float(np.median([result["seconds"] for result in self._results]))
 
     def drift(self) -> float:
-        """Times it once more; how far that is off. The timing nearest to the median is its result."""
+        """Times it once more, and returns the relative difference. The timing nearest to the median is its result."""
         self._doing(self.index)
         self._results.append(self._time_it())
         self._done(self.index, min(self._results, key=lambda result: abs(result["seconds"] - self.seconds)))
@@ -262,7 +261,7 @@ class _Reference:
 
 
 def _copies(candidate: Candidate, rotating, cache: int) -> int:
-    """Copies of what rotates: what calls read of them is then larger than the cache, without taking all of the
+    """The number of copies of rotating parameters: calls then read more than the cache, but the copies fit the
     memory."""
     total = sum(p.nbytes for p in rotating)
     if not total:
@@ -273,7 +272,7 @@ def _copies(candidate: Candidate, rotating, cache: int) -> int:
 
 
 def _private(candidate: Candidate) -> dict:
-    """Key -> bytes of what is a candidate's own."""
+    """Key -> bytes of a candidate's own memory."""
     own = {("own", p.name): p.nbytes for p in candidate.params if p.role in PRIVATE}
     return own | {("own", i): nbytes for i, nbytes in enumerate(candidate.facts["scratch"])}
 

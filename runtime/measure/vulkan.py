@@ -16,15 +16,15 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import last_level_cache
 
 CACHE = 512 << 20  # bytes to rotate over: more than the largest last-level cache of GPUs there is (256 MiB)
-SHARE = 8  # of the GPU's memory, what that may be
+SHARE = 8  # but at most one of so many parts of the GPU's memory
 TABLES = 1 << 20  # bytes of a block of tables of addresses
 
 
 class _Marks(CommandRecorder):
-    """A recorder that writes timestamps where it is told to."""
+    """A recorder that writes timestamps at `mark` only."""
 
     def stamp(self) -> None:
-        """Launches write none."""
+        """Without timestamps of launches."""
 
     def mark(self) -> None:
         super().stamp()
@@ -44,9 +44,7 @@ class VulkanBackend:
             self.gpu, _ = choose(self.instance.gpus, {candidate.facts["arch"]: self._needs}, device)
             queue = self.gpu.queue
             if queue is None or not queue[1]:
-                raise UserError(
-                    f"{self.gpu.name} cannot tell how long kernels take: its driver has no timestamps for compute"
-                )
+                raise UserError(f"{self.gpu.name} cannot time kernels: its driver has no timestamps for compute queues")
         except UserError:
             self._held.close()
             raise
@@ -82,7 +80,7 @@ class VulkanBackend:
             together = {(i, symbol): module for i, modules in enumerate(kernels) for symbol, module in modules.items()}
             made = self._pipelines.build(together)
             return [{symbol: made[i, symbol] for symbol in modules} for i, modules in enumerate(kernels)]
-        except api.VulkanError:  # one of them; the others' work counts
+        except api.VulkanError:  # of one of them: the others are used
             return [self._load(modules) for modules in kernels]
 
     def _load(self, modules: dict):

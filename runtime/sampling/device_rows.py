@@ -1,5 +1,5 @@
-"""Writes what the device samples rows by: `sampling_layout`'s rows, from the settings, the tokens so far and the
-position. The order of the steps is `sampling.Sampler`'s.
+"""Writes the parameters of a device's sampling: rows of layout.py's buffers, from the settings, the tokens so far and
+the position. The order of the steps is that of sampler.py.
 """
 
 import math
@@ -24,10 +24,10 @@ def write_row(
     logprob: bool = False,
     masked: bool = False,
 ) -> None:
-    """Writes one row: `words` int32 [WORDS], `changes` int32 [CHANGES, 2] as far as it is read.
+    """Writes one row: `words` int32 [WORDS], the used part of `changes` int32 [CHANGES, 2].
 
     recent: the tokens so far, the latest last. position: of the token to choose, in its sequence. seed: of the
-    sequence, where `sampling` has none. masked: whether its row of `allowed` counts, which has at least one token.
+    sequence, where `sampling` has none. masked: whether its row of `allowed` is used, which has at least one token.
     """
     found = changes_of(sampling, recent)
     count, draw = len(found.ids), not sampling.greedy

@@ -1,6 +1,6 @@
-"""The io buffers that say how a device samples rows, in numbers that the runtime and the kernels share.
+"""The io buffers with the parameters of a device's sampling, which the runtime writes and the kernels read.
 
-A function that samples has a row of each of these buffers for every row of logits that it answers with:
+A function that samples has a row of each of these buffers for every row of its logits:
 
     sampling  int32 [n, WORDS]            one word for each name of FIELDS; floats and unsigned numbers by their bits
     changes   int32 [n, CHANGES, 2]       changes of single tokens' logits: the token, RECENT added if it is a recent
@@ -9,7 +9,7 @@ A function that samples has a row of each of these buffers for every row of logi
     allowed   int32 [n, ceil(padded vocabulary / 32)]   bit t % 32 of word t // 32: token t may be chosen. Read for rows
                                           with the flag MASK only
 
-What is off has a value that changes nothing: words that are all zero ask for the largest logit.
+Disabled parameters have neutral values; words that are all zero select the largest logit.
 """
 
 WORDS = 16
@@ -23,8 +23,8 @@ DRAW, ADJUST, MASK, LOGPROB = 1, 2, 4, 8
 RECENT = 1 << 30  # in the first word of a change: the token is a recent one, which the repetition penalty applies to
 TOKEN = RECENT - 1
 NO_MIN_P = -3.0e38
-ALL_ALLOWED = -1.0e30  # a min_p that leaves out nothing but what a mask does
-LISTED = 1024  # tokens, at least, that a device draws from without going through the row again
+ALL_ALLOWED = -1.0e30  # a min_p that excludes only what a mask does
+LISTED = 1024  # tokens, at least, that a device draws from without reading the row again
 CHANGES = 256  # of a row, at most
 
 

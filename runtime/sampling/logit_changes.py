@@ -1,6 +1,5 @@
-"""Changes of single tokens' logits: penalties of recent tokens, and biases.
-
-What each adds up to for a token is computed here, for the host's sampler and for the device's.
+"""Changes of single tokens' logits: the sum of penalties of recent tokens and biases, for the sampler of the host and
+that of the device.
 """
 
 import operator
@@ -28,8 +27,8 @@ _NONE = Changes(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32
 
 
 def changes_of(sampling: Sampling, recent: Sequence[int]) -> Changes:
-    """The changes that a Sampling makes after the tokens `recent`, the latest last: biased tokens first, then recent
-    ones from the latest on, at most CHANGES."""
+    """The changes by a Sampling after the tokens `recent`, the latest last: biased tokens first, then recent ones from
+    the latest on, at most CHANGES."""
     penalized = _penalized(sampling, recent)
     bias = dict(sampling.logit_bias)
     if not bias and not penalized:
@@ -43,9 +42,9 @@ def changes_of(sampling: Sampling, recent: Sequence[int]) -> Changes:
 
 
 def _penalized(sampling: Sampling, recent: Sequence[int]) -> dict[int, int]:
-    """How often each recent token occurs, the latest first; none if no penalty counts them."""
+    """The number of occurrences of each recent token, the latest first; empty without penalties."""
     off = sampling.repetition_penalty == 1 and not sampling.presence_penalty and not sampling.frequency_penalty
     if off or not sampling.repetition_window:
         return {}
-    # numbers of Python: those of NumPy are ten times slower to count
+    # Python's integers: NumPy's are ten times slower to count
     return Counter(map(operator.index, reversed(recent[-sampling.repetition_window :])))

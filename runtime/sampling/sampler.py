@@ -6,8 +6,7 @@ then one draw. So settings have the same effect as there. Temperature 0 takes th
 after the mask. Devices do the same (schedules/sampling.py), and draw with the same random numbers; tests compare the
 two.
 
-The vocabulary may have 150 thousand entries and a token may take a millisecond: nothing here sorts more than the
-candidates kept.
+The vocabulary may have 150 thousand entries and a token may take a millisecond: only the kept candidates are sorted.
 """
 
 import math
@@ -21,7 +20,7 @@ from mlc_amd.runtime.sampling.logit_changes import changes_of
 from mlc_amd.runtime.sampling.philox import SEED_BITS, uniform
 from mlc_amd.runtime.sampling.settings import Sampling
 
-# How many of the largest logits the top-p search looks at first; multiplied by 8 until they hold enough probability.
+# Number of the largest logits for the top-p search, multiplied by 8 until they have enough probability.
 _FIRST_CANDIDATES = 128
 _SLICE = 512
 # The logit of tokens that must not be chosen.
@@ -29,7 +28,7 @@ LOWEST = np.float32(-3.0e38)
 
 
 def not_finite(near: int | None = None) -> UserError:
-    """What a logit that is NaN or infinite means. near: a token near it, if that is known."""
+    """The error for a logit that is NaN or infinite. near: a token near it, if known."""
     where = "" if near is None else f" (near token {near})"
     return UserError(f"the model computed a logit that is not a finite number{where}: the model file is damaged")
 
@@ -53,10 +52,10 @@ class Sampler:
         allowed: np.ndarray | None = None,
     ) -> int:
         """Returns a token id for `logits` (f32 [vocab], not changed). recent: the tokens so far, the latest last.
-        position: of the token in its sequence, which its random number belongs to; None: how many samples there were
-        before. allowed: bool [vocab], which tokens may be chosen, at least one.
+        position: of the token in its sequence, which determines its random number; None: the number of samples before.
+        allowed: bool [vocab], the tokens that may be chosen, at least one.
 
-        Raises UserError when a logit is NaN or infinite: the model's numbers are broken, no choice would mean anything.
+        Raises UserError when a logit is NaN or infinite.
         """
         position = self._samples if position is None else position
         self._samples += 1
@@ -72,19 +71,19 @@ class Sampler:
     def left(
         self, logits: np.ndarray, recent: Sequence[int] = (), allowed: np.ndarray | None = None
     ) -> tuple[np.ndarray | None, np.ndarray]:
-        """What a token is drawn from: (ids in their order, None: all; how likely they are, 1 being the largest)."""
+        """The candidates of a draw: (ids in ascending order, None: all; their weights, the largest 1)."""
         logits = _changed(logits, self.sampling, recent, allowed)
         largest = logits.max()
         ids, kept = self._candidates(logits, largest)
-        # Divided after the largest is taken off: exp stays in range however small the temperature. In place: new pages
+        # The largest is subtracted before the division: exp stays in range at any temperature. In place, as new pages
         # take as long.
         weights = kept - largest
         weights /= np.float32(self.sampling.temperature)
         return ids, np.exp(weights, out=weights)
 
     def _candidates(self, logits: np.ndarray, largest: float) -> tuple[np.ndarray | None, np.ndarray]:
-        """The tokens left by top-k, top-p and min-p: (ids, their logits) in the order of ids, or (None, all logits)
-        when none of the three removes any."""
+        """The tokens after top-k, top-p and min-p: (ids, their logits) in the order of ids, or (None, all logits) when
+        none of the three removes any."""
         s = self.sampling
         ids, kept = None, logits
         if 0 < s.top_k < len(logits):
@@ -103,8 +102,8 @@ class Sampler:
 
 
 def _draw(weights: np.ndarray, uniform: float) -> int:
-    """The index that `uniform` (0 <= uniform < 1) falls on when each index owns a share of the unit line proportional
-    to its weight."""
+    """The index of the interval with `uniform` (0 <= uniform < 1), where the lengths of intervals are proportional to
+    the weights."""
     # Two levels, a slice and then an index in it: a running sum over a whole vocabulary takes over a millisecond.
     starts = np.arange(0, len(weights), _SLICE)
     slices = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
@@ -112,7 +111,7 @@ def _draw(weights: np.ndarray, uniform: float) -> int:
     at = min(int(np.searchsorted(slices, point, side="right")), len(slices) - 1)
     inside = np.cumsum(weights[starts[at] : starts[at] + _SLICE], dtype=np.float64)
     point -= slices[at - 1] if at else 0.0
-    # Rounding may put the point a hair beyond the last weight: the last index that has any weight owns it.
+    # With rounding the point may be beyond the last weight: then the last index with a weight is chosen.
     last = int(np.flatnonzero(inside < inside[-1])[-1]) + 1 if inside[0] < inside[-1] else 0
     return int(starts[at]) + min(int(np.searchsorted(inside, point, side="right")), last)
 
@@ -135,8 +134,8 @@ def _changed(logits: np.ndarray, sampling: Sampling, recent: Sequence[int], allo
 
 def most_likely(logits: np.ndarray, k: int) -> np.ndarray:
     """Indices of the k largest logits, the largest first; equal logits in the order of their indices."""
-    # A first cut without sorting: of the maxima of `columns` disjoint slices, the k-th largest has at least k logits at
-    # or above it.
+    # A first selection without sorting: at least k logits are at least the k-th largest of the maxima of `columns`
+    # disjoint slices.
     values, candidates = logits, None
     columns = 8 * k
     if columns * 4 <= len(logits):

@@ -54,9 +54,9 @@ class Sampling:
     repetition_penalty: positive logits of recent tokens are divided by it, others multiplied (Keskar et al. 2019,
         CTRL); 1 = off.
     repetition_window: how many of the last tokens count as recent.
-    presence_penalty: what is subtracted from the logits of recent tokens.
-    frequency_penalty: what is subtracted for each time that a token is among the recent ones.
-    logit_bias: token id to what is added to its logit.
+    presence_penalty: subtracted from the logits of recent tokens.
+    frequency_penalty: subtracted for each occurrence of a token among the recent ones.
+    logit_bias: token id to the number that is added to its logit.
     seed: start of the random numbers; None = a new one every time.
 
     Penalties and biases change the logits of 256 different tokens at most: those with a bias, then the latest.
@@ -112,7 +112,7 @@ class Sampling:
 
 
 def without_ends(sampling: Sampling, ends: Iterable[int]) -> Sampling:
-    """The same with a bias that keeps these tokens from being chosen as long as there are others."""
+    """The same with a bias that prevents the choice of these tokens as long as there are others."""
     return sampling.changed(logit_bias={**sampling.logit_bias, **dict.fromkeys(ends, -LARGEST_BIAS)})
 
 

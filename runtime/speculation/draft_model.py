@@ -1,7 +1,7 @@
-"""Guesses of how answers go on, from a smaller model with the same vocabulary.
+"""Guesses of the next tokens of answers, from a smaller model with the same vocabulary.
 
-It chooses tokens as the answers do, with their settings and seeds: where both models give a token similar probabilities
-they often choose the same one, at any temperature.
+It chooses tokens as the answers do, with their settings and seeds: where both models have similar probabilities they
+often choose the same token, at any temperature.
 """
 
 from collections import OrderedDict
@@ -17,7 +17,7 @@ from mlc_amd.runtime.engine.sampled_rows import GREEDY, TokenChoice
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 
-_FEW = 8  # pending tokens that are rows of a step, as those of other answers are
+_FEW = 8  # pending tokens, at most, that are single rows of a step
 
 
 class DraftModel:
@@ -34,7 +34,7 @@ class DraftModel:
         self._artifact, self._device = artifact, device
         self._cache = KvCache(pages_of(device, artifact.manifest), artifact.manifest["context"])
         self._runner = Runner(artifact, device, self._cache)
-        self._sequences: OrderedDict[Request, Sequence] = OrderedDict()  # the one that was not used for longest first
+        self._sequences: OrderedDict[Request, Sequence] = OrderedDict()  # the least recently used first
         self._known: dict[Request, int] = {}  # first tokens of the sequence that are certain
 
     def draft(self, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> Mapping[Request, list[int]]:
@@ -52,7 +52,7 @@ class DraftModel:
         return {request: guesses for request, guesses in found.items() if guesses}
 
     def _fitting(self, going: Iterable[Request], wanted: Collection[Request]) -> list[Request]:
-        """Those that have a row in a step."""
+        """Those whose rows fit a step."""
         rows, found = self._runner.functions.single_rows, []
         for request in going:
             sequence = self._sequences[request]
@@ -62,7 +62,7 @@ class DraftModel:
         return found
 
     def _follow(self, request: Request, tokens: SequenceOf[int]) -> None:
-        """The request's sequence gets these tokens; what is equal already stays computed."""
+        """Sets the tokens of the request's sequence; a common prefix stays computed."""
         sequence = self._sequences.setdefault(request, self._cache.sequence())
         self._sequences.move_to_end(request)
         equal, own = self._known.get(request, 0), sequence.tokens
@@ -81,7 +81,7 @@ class DraftModel:
             sequence.advance(count)
 
     def _reserve(self, sequence: Sequence, wanted: Collection[Request]) -> bool:
-        """Whether there are pages for its pending tokens, which sequences that are not `wanted` give up."""
+        """Whether there are pages for its pending tokens, for which sequences that are not `wanted` are removed."""
         if not 0 < sequence.pending <= _FEW or sequence.computed + sequence.pending > self._cache.context:
             return False
         for request in list(self._sequences):
@@ -92,7 +92,7 @@ class DraftModel:
         return sequence.room >= sequence.pending and sequence.reserve(sequence.pending)
 
     def _step(self, requests: list[Request], wanted: Mapping[Request, tuple[TokenChoice, int]]) -> list[int]:
-        """The token after each request's sequence."""
+        """The next token of each request's sequence."""
         sequences = [self._sequences[request] for request in requests]
         self._cache.assign_slots(sequences)
         rows, choices, last = [], [], []

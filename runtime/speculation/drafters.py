@@ -1,4 +1,4 @@
-"""The sources of guesses (`speculation.Drafter`) by the names that users give them."""
+"""The sources of guesses (`speculation.Drafter`) by their names for users."""
 
 from pathlib import Path
 
@@ -17,8 +17,8 @@ def open_drafter(
     draft: str | Path | None, tokenizer: Tokenizer, device: str | None, threads: int | None, size: KvSize
 ) -> Drafter | None:
     """draft: LOOKUP, the artifact folder of a draft model, or None, but not OWN (`Engine.own_draft`); device, threads,
-    size: of its device and its cache, as for `open_device`; tokenizer: of the model that is drafted for. UserError if
-    the draft model cannot be used."""
+    size: of its device and its cache, as for `open_device`; tokenizer: of the main model. UserError if the draft model
+    cannot be used."""
     if draft is None:
         return None
     if draft == LOOKUP:

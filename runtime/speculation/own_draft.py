@@ -1,15 +1,15 @@
 """Guesses by a layer of the model itself that was trained for them (multi-token prediction; the formula is in
 compiler/models/predictor.py).
 
-The layer has keys of its own in the pages of the model's: at the position of each computed token, of the decoder's last
-row there and of the token that follows. So it is computed after steps, for the same rows (`follow`), and guesses
-one token after each answer's newest one with that. For more guesses it is computed again, on its own guesses.
+The layer has keys of its own in the pages of the model's: at the position of each computed token, computed from the
+decoder's last row there and the token that follows. So it is computed after steps, for the same rows (`follow`), which
+guesses one token after each answer's newest one. For more guesses it is computed again, on its own guesses.
 
-While its guesses are not worth their time it does not follow steps (`skip`), but for those with tokens of prompts. Keys
-of the tokens between are not made up for: what lay there stays, and guesses after them are less often right.
+While its guesses are not worth their time it does not follow steps (`skip`), except those with tokens of prompts. Keys
+of the tokens in between are not computed later: old ones stay, and guesses after them are less often right.
 
-Complete pages are shared by the tokens that they hold, and the key at a page's last position is made with the first
-token after it, too: it may be that of another text. Answers do not depend on it.
+Complete pages are shared by their tokens, and the key at a page's last position depends on the first token after it,
+too, which may be that of another text. Answers do not depend on it.
 """
 
 from collections.abc import Mapping
@@ -24,8 +24,8 @@ from mlc_amd.runtime.errors import UserError
 
 
 class _Rows(NamedTuple):
-    """The rows of a request in the last step that have a guess: how many, the number of the first one among all rows,
-    its position, and the guesses."""
+    """The rows of a request in the last step with a guess each: the index of the first one among all rows, its
+    position, and the guesses."""
 
     first: int
     position: int
@@ -33,7 +33,7 @@ class _Rows(NamedTuple):
 
 
 class OwnDraft:
-    """A `Drafter`, which is told of all steps (`follow` or `skip`). runner: of the model, which is called `name`;
+    """A `Drafter`, with a call for each step (`follow` or `skip`). runner: of the model, which is called `name`;
     UserError if it has no such layer."""
 
     expected, free, follows = 0.7, False, True
@@ -45,9 +45,9 @@ class OwnDraft:
         self._rows: dict[Request, _Rows] = {}
 
     def follow(self, step: PlannedStep, chosen: SequenceOf[ChosenToken]) -> None:
-        """The step was computed, and its sequences are not advanced yet. chosen: after each of its single rows, then
-        after its chunk's last one, if that answers."""
-        places, row = [], 0  # of each request: its first row with an answer, the position of that, and its answers
+        """The step was computed, and its sequences are not advanced yet. chosen: the tokens after each of its single
+        rows, then after its chunk's last one, if that has one."""
+        places, row = [], 0  # of each request: its first row with a token, the position of that, and its tokens
         for (request, sequence), drafts in zip(step.singles, step.drafts, strict=True):
             places.append((request, row, sequence.computed, 1 + len(drafts)))
             row += 1 + len(drafts)
@@ -64,12 +64,12 @@ class OwnDraft:
         }
 
     def skip(self) -> None:
-        """A step was computed that it does not follow."""
+        """A step was computed without it."""
         self._rows = {}
 
     def draft(self, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> Mapping[Request, list[int]]:
         found: dict[Request, list[int]] = {}
-        sources: dict[Request, int] = {}  # the row that made the last guess
+        sources: dict[Request, int] = {}  # the row of the last guess
         for request in wanted:
             sequence, rows = request.sequence, self._rows.get(request)
             last = sequence.computed - 1 - rows.position if sequence and rows else -1
@@ -93,7 +93,7 @@ class OwnDraft:
 
     @staticmethod
     def _most(request: Request, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> int:
-        """Guesses that it gets: the keys of all but the last two are written to pages that its next step has."""
+        """Number of guesses: the keys of all but the last two are written to pages that its next step has."""
         sequence = request.sequence
         assert sequence
         return min(wanted[request][1], sequence.capacity - sequence.computed + 1)
@@ -102,4 +102,4 @@ class OwnDraft:
         self._rows.pop(request, None)
 
     def close(self) -> None:
-        """There is nothing of its own."""
+        """Has no resources of its own."""

@@ -1,6 +1,6 @@
-"""Guesses of how an answer goes on, from its own text: what followed the last time that its newest tokens stood there.
+"""Guesses of an answer's next tokens from its own text: those after the last occurrence of its newest tokens.
 
-No model is needed. It pays where answers repeat their prompt: code that is edited, quotations, lists, summaries.
+No model is needed. It helps where answers repeat their prompt: code that is edited, quotations, lists, summaries.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.sampled_rows import TokenChoice
 
-LENGTHS = (4, 3, 2)  # tokens that must agree; the longest agreement counts
+LENGTHS = (4, 3, 2)  # tokens of an occurrence, the longest first
 
 
 @dataclass
 class _Index:
-    """Where runs of tokens ended last. read: tokens that it knows."""
+    """The ends of the last occurrences of runs of tokens. read: number of indexed tokens."""
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     read: int = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Runs that end before the last token: what follows them is known."""
+        """Indexes runs that end before the last token, so that a token follows."""
         for end in range(max(self.read, 1), len(tokens)):
             for length in LENGTHS:
                 if length <= end:
@@ -31,7 +31,7 @@ class _Index:
         """Up to `count` tokens that followed the longest run that `tokens` end with."""
         for length in LENGTHS:
             if length < len(tokens) and (end := self.ends.get(tuple(tokens[-length:]))):
-                period = len(tokens) - end  # a text that repeats itself goes on with what it repeats
+                period = len(tokens) - end  # a repetition continues
                 return [tokens[end + i % period] for i in range(count)]
         return []
 

@@ -1,15 +1,15 @@
-"""Speculative decoding: how many guesses of an answer's next tokens a step verifies.
+"""Speculative decoding: the number of guesses of each answer's next tokens that a step verifies.
 
-In: the answers of a step, what a `Drafter` guesses, how long steps took. Out: guesses for each answer, as many as are
-worth their rows. A step computes a row for each guess after the newest token; the device chooses the token of each row
-as it would without guesses, and those whose guesses were right count. So answers do not depend on guesses, sampled ones
-neither: a guess is right with the probability that the model gives it, as in rejection sampling.
+In: the answers of a step, the guesses of a `Drafter`, the durations of steps. Out: guesses for each answer, as many as
+are worth their rows. A step computes a row for each guess after the newest token; the device chooses the token of each
+row as it would without guesses, and the tokens after right guesses are kept. So answers do not depend on guesses,
+sampled ones neither: a guess is right with its probability in the model, as in rejection sampling.
 
 An answer with acceptance a (the probability that a guess is right if those before it are) gets 1 + a + .. + a^k tokens
-of a step with k guesses. Of all numbers of guesses the best one is taken, in tokens per second by the measured times of
-steps. What is not worth its time is tried again now and then, as long as all that was lost so is less than LOSS of the
-time of decoding. A drafter that follows steps takes time after each of them, with guesses or without: it is not asked
-to while guesses are not worth that, too, and is tried again for TRIES steps at a time.
+of a step with k guesses. The number of guesses is the one with most tokens per second by the measured times of steps.
+Guesses that are not worth their time are tried again from time to time, as long as the total loss is less than LOSS of
+the time of decoding. A drafter that follows steps takes time after each of them, with guesses or without: it does not
+follow while guesses are not worth that, too, and is tried again for TRIES steps at a time.
 """
 
 from bisect import bisect_left
@@ -25,28 +25,27 @@ from mlc_amd.runtime.engine.sampled_rows import TokenChoice
 LOSS = 0.015  # of the time of decoding: with the first guesses of a short answer less than 3 %
 MOST = 7  # guesses for one answer: with its newest token a step of eight rows
 TRIES = 8  # steps that are followed in a row: guesses are best where the drafter knows the last tokens
-CREDIT = 5  # steps' time of what was gained before that may be lost again, at most
-_LAST = 5  # measurements of a kind of step: a median of them is that of a step that waited for nothing else
-_CHECKS = 64  # steps with guesses, at most, between two without: what these cost has to be known
-_NEWS = 0.2  # weight of the last guess's time
+CREDIT = 5  # steps' time of an earlier gain that may be lost again, at most
+_LAST = 5  # measurements of a kind of step: their median is that of an undisturbed step
+_CHECKS = 64  # steps with guesses, at most, between two without, whose time is needed for comparison
+_LATEST = 0.2  # weight of the last guess's time
 _OUTCOME = 0.1  # weight of the last guess
-_SLOPE = 0.1  # what a further row is taken to cost, as a share of a step with one, until it was measured
+_SLOPE = 0.1  # assumed cost of a further row, as a share of a step with one, until it was measured
 
 
 class Drafter(Protocol):
-    """Guesses how texts go on. Used by one thread at a time."""
+    """Guesses the next tokens of answers. Used by one thread at a time."""
 
     expected: float  # acceptance, before there was a guess
-    free: bool  # guesses take no time to speak of: choose among them
+    free: bool  # guesses take negligible time: all are made, then the best number is kept
     follows: bool  # it guesses after steps that it has followed, see `Speculation.following`
 
     def draft(self, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> Mapping[Request, list[int]]:
-        """For each request up to so many tokens after those of its choice. A request without guesses may be left
-        out."""
+        """For each request up to so many tokens after those of its choice. Requests without guesses may be missing."""
         ...
 
     def forget(self, request: Request) -> None:
-        """The request is done. It need not be known."""
+        """The request is done; it may be unknown."""
         ...
 
     def close(self) -> None: ...
@@ -68,8 +67,8 @@ class Speculation:
         self.counts = Counts(0, 0)
         self._acceptance: dict[Request, float] = {}
         self._usual = drafter.expected  # acceptance of new requests
-        self.following = drafter.follows  # whether the drafter is to follow the step without a chunk that is computed
-        self._trying = 0  # further steps that it follows whether that pays or not
+        self.following = drafter.follows  # whether the drafter must follow the step without a chunk that is computed
+        self._trying = 0  # further steps that it follows as a trial
         self._steps, self._follows = StepTimes(), StepTimes()
         self._guess_s = 0.0  # seconds that a guess takes
         self._decoded_s = 0.0  # seconds of all steps
@@ -81,8 +80,8 @@ class Speculation:
         if self._guessed > self._interval:
             return {}
         limits = {request: min(most, self._most) for request, (_, most) in wanted.items()}
-        asked = limits if self.drafter.free else self._counts(limits)
-        choices = {request: (choice, asked[request]) for request, (choice, _) in wanted.items() if asked[request]}
+        counts = limits if self.drafter.free else self._counts(limits)
+        choices = {request: (choice, counts[request]) for request, (choice, _) in wanted.items() if counts[request]}
         found = self.drafter.draft(choices) if choices else {}
         if self.drafter.free and found:
             counts = self._counts({request: len(found.get(request, ())) for request in wanted})
@@ -90,29 +89,30 @@ class Speculation:
         return found
 
     def _counts(self, most: Mapping[Request, int]) -> dict[Request, int]:
-        """How many guesses each request should have, at most so many."""
+        """The best number of guesses of each request, at most `most`."""
         answers, known = len(most), [self._acceptance.get(request, self._usual) for request in most]
-        rows = min(answers + sum(most.values()), self._rows, 2 * self._steps.most)  # steps that are known, or nearly
+        # steps whose times are known, or nearly
+        rows = min(answers + sum(most.values()), self._rows, 2 * self._steps.most)
         times = self._steps.between(answers, max(rows, answers))
         plain, left = times[0], len(times) - 1
         for guesses in range(1, len(times)):
             times[guesses] += guesses * self._guess_s + self._follows.of(answers + guesses)
         counts, rate = best_counts(known, list(most.values()), times)
-        one = [int(of > 0 and i < left) for i, of in enumerate(most.values())]  # what a guess of each is worth
+        one = [int(of > 0 and i < left) for i, of in enumerate(most.values())]  # one guess each
         cost, may_lose = times[sum(one)] - plain, self._balance_s + LOSS * self._decoded_s
         pays = rate * plain > answers * (1 + LOSS)
         may_lose += plain if pays else 0
         if not pays:
             counts = one
         if self.drafter.follows:
-            allowed = plain > 0 and self._goes_on(pays, may_lose, cost, any(one))
+            allowed = plain > 0 and self._continues(pays, may_lose, cost, any(one))
         else:
             allowed = may_lose > (0 if pays else cost)
         return dict(zip(most, counts if allowed else [0] * answers, strict=True))
 
-    def _goes_on(self, pays: bool, may_lose: float, cost: float, possible: bool) -> bool:
-        """Decides whether the drafter follows the next step. may_lose: seconds; cost: of a try, seconds; possible:
-        there may be guesses at all."""
+    def _continues(self, pays: bool, may_lose: float, cost: float, possible: bool) -> bool:
+        """Decides whether the drafter follows the next step. may_lose: seconds; cost: of a trial, seconds; possible:
+        guesses are possible."""
         if self._trying and possible:
             self._trying -= 1
         elif not (self.following and pays and may_lose > 0):
@@ -123,8 +123,8 @@ class Speculation:
     def completed(
         self, drafted: Mapping[Request, Sequence[int]], found: Mapping[Request, int], guess_s: float, step_s: float
     ) -> None:
-        """A step took step_s seconds, its guesses guess_s. drafted: the guesses; found: how many tokens each of its
-        requests got."""
+        """A step took step_s seconds, its guesses guess_s. drafted: the guesses; found: number of tokens of each of its
+        requests."""
         answers, guesses = len(found), sum(map(len, drafted.values()))
         self._steps.add(answers + guesses, step_s)
         self._decoded_s += guess_s + step_s
@@ -135,7 +135,7 @@ class Speculation:
             self._guessed = 0
             return
         self._guessed += 1
-        self._guess_s += _NEWS * (guess_s / guesses - self._guess_s)
+        self._guess_s += _LATEST * (guess_s / guesses - self._guess_s)
         gained = sum(found.values()) / answers * self._steps.of(answers) - guess_s - step_s
         self._balance_s = min(self._balance_s + gained, CREDIT * self._steps.of(answers))
         right = 0
@@ -149,7 +149,7 @@ class Speculation:
         self.counts = Counts(self.counts.drafted + guesses, self.counts.accepted + right)
 
     def followed(self, rows: int, seconds: float) -> None:
-        """The drafter took so long to follow the step of so many rows that was completed."""
+        """The drafter took so many seconds to follow the completed step of so many rows."""
         self._follows.add(rows, seconds)
         self._decoded_s += seconds
         self._balance_s -= seconds
@@ -161,7 +161,7 @@ class Speculation:
 
 
 class StepTimes:
-    """Seconds of steps by their rows: the median of the last few, between those that were measured interpolated."""
+    """Seconds of steps by their rows: the median of the last few measurements, interpolated between numbers of rows."""
 
     def __init__(self) -> None:
         self._rows: list[int] = []  # that were measured, in order
@@ -202,7 +202,7 @@ class StepTimes:
 
 
 def best_counts(acceptance: Sequence[float], most: Sequence[int], times: Sequence[float]) -> tuple[list[int], float]:
-    """Numbers of guesses for answers with these acceptances that give most tokens per second, and how many those are.
+    """Numbers of guesses for answers with these acceptances with most tokens per second, and that rate.
 
     most: of each answer; times: seconds of a step with 0, 1, 2 .. guesses.
     """

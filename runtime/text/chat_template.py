@@ -2,10 +2,10 @@
 
 In:  a directory with `tokenizer_config.json` (see `mlc_amd.compiler.tokenizer.export`); messages as {"role": str,
      "content": str, ...}, as transformers takes them ("tool_calls" of assistant messages, for example).
-Out: `ChatTemplate.render`, the prompt's text, which knows what of it the template wrote itself. `Tokenizer.encode`
-     finds control tokens there alone, so that no message can inject one and thereby turns of other roles.
+Out: `ChatTemplate.render`, the prompt's text, with the places that the template wrote itself. `Tokenizer.encode` finds
+     control tokens only there, so that no message can inject one, and with it turns of other roles.
 
-A template is untrusted code: another process renders it (`template_program.py`), with limits of time and memory.
+A template is untrusted code: a child process renders it (`template_program.py`), with limits of time and memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,21 +25,21 @@ FALLBACK = (
 )
 FALLBACK_STOPS = ("\nUser:", "\nSystem:", "\nAssistant:")
 
-# How much a model thinks before it answers: left to the template; switched on or off; or by effort.
+# The amount of thinking before an answer: the template's default, on or off, or an effort.
 THINKING = ("auto", "on", "off", "low", "medium", "high")
 # Variables of templates for the two: the first one that a template has is set.
 _SWITCHES, _EFFORT = ("enable_thinking", "thinking"), "reasoning_effort"
-# Messages that show whether a template renders them.
+# Messages of a test rendering.
 _SYSTEM, _USER = "a system message", "a user message"
 
 
 # Of processor time, and bytes, for compiling a template and for each rendering, which take milliseconds.
 _SECONDS, _MEMORY = 2.0, 256 << 20
-_TOO_MUCH = f"it takes more than {_SECONDS:.0f} s or {_MEMORY >> 20} MiB"
+_OVER_LIMIT = f"it takes more than {_SECONDS:.0f} s or {_MEMORY >> 20} MiB"
 
 
 def _merge_system(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
-    """Messages whose system message is the beginning of the first user message; without a user message, unchanged."""
+    """Messages with the system message at the beginning of the first user message; unchanged without a user message."""
     system, *others = messages
     at = next((i for i, message in enumerate(others) if message["role"] == "user"), None)
     if at is None:
@@ -52,7 +52,7 @@ class ChatTemplate:
     """A model's chat template; without one, the plain dialogue `FALLBACK` (`is_fallback` is then True). Thread-safe.
 
     source: the template's text    tokens: {"bos_token": text, ...}, "" where the model has no such token
-    It is compiled when it is first needed. UserError of all methods if it cannot be.
+    It is compiled at its first use. UserError of all methods if that fails.
     """
 
     def __init__(self, source: str | None, tokens: dict[str, str]):
@@ -82,7 +82,7 @@ class ChatTemplate:
         self._process.start()
 
     def close(self) -> None:
-        """Ends the process that renders; another one is started if it is needed again."""
+        """Ends the process that renders; the next use starts another one."""
         self._process.close()
 
     def check(self) -> None:
@@ -95,7 +95,7 @@ class ChatTemplate:
         try:
             opened = self._process.open()
         except LimitExceeded:
-            opened = {"malformed": _TOO_MUCH}
+            opened = {"malformed": _OVER_LIMIT}
         if "malformed" in opened:
             raise UserError(
                 f"the model's chat template is malformed ({one_line(opened['malformed'], QUOTED)}): correct it in the "
@@ -129,17 +129,15 @@ class ChatTemplate:
         }
         self.check()
         try:
-            made: dict[str, Any] = self._process.request({**standard, **variables})
+            rendered: dict[str, Any] = self._process.request({**standard, **variables})
         except LimitExceeded:
-            made = {"failed": _TOO_MUCH}
+            rendered = {"failed": _OVER_LIMIT}
         except (RecursionError, TypeError, ValueError) as error:
             raise UserError(f"the messages are no JSON values ({one_line(str(error), QUOTED)}): change them") from error
-        if "failed" in made:
-            raise UserError(
-                f"the model's chat template failed ({one_line(made['failed'], QUOTED)}): change the messages or the "
-                "template"
-            )
-        return Traced.of_spans(made["text"], made["own"])
+        if "failed" in rendered:
+            why = one_line(rendered["failed"], QUOTED)
+            raise UserError(f"the model's chat template failed ({why}): change the messages or the template")
+        return Traced.of_spans(rendered["text"], rendered["own"])
 
     @cached_property
     def _takes_system(self) -> bool:

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 
 def split_at(text: str, marks: Sequence[str], last: bool = False) -> tuple[str, str | None, str]:
-    """(before, mark, rest): `text` cut at the first of `marks` in it, the longest where several begin; without one,
-    mark is None and rest the longest end of the text that may be the beginning of a mark, none if this text is the
-    `last` one."""
+    """(before, mark, rest): `text` cut at the first of `marks` in it, the longest where several begin. Without one,
+    mark is None and rest is the longest end of the text that may begin a mark, "" if this text is the `last` one."""
     places = [(place, -len(mark), mark) for mark in marks if mark and (place := text.find(mark)) >= 0]
     if places:
         place, _, mark = min(places)

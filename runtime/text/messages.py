@@ -1,9 +1,9 @@
-"""Messages of a conversation, as callers give them -> as conversations keep them.
+"""Checks messages of a conversation.
 
-In:  a list of {"role": .., "content": ..}, as OpenAI's chat API has it: the content is a text, or a list of parts
+In:  a caller's list of {"role": .., "content": ..}, as in OpenAI's chat API: the content is a text, or a list of parts
      {"type": "text", "text": ..} (https://platform.openai.com/docs/api-reference/chat/create).
-Out: `Message`s, whose content is a text. UserError, with the message's place in the list, for what is no message and
-     for what a conversation cannot use: images, tools, other roles.
+Out: `Message`s, whose content is a text. UserError, with the message's place in the list, for invalid messages and for
+     those that a conversation cannot use: images, tools, other roles.
 """
 
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ ROLES = ("system", "user", "assistant")
 
 
 class Message(TypedDict):
-    """One message: who says it, and what."""
+    """One message."""
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
 def check_messages(messages: object) -> list[Message]:
-    """The messages of a conversation, in order, each of a role of ROLES; they may be none. Keys whose value is None
-    count as absent."""
+    """The messages of a conversation, in order, each of a role of ROLES; the list may be empty. Keys with the value
+    None are ignored."""
     if not isinstance(messages, list | tuple):
         raise UserError(
             f"a conversation is {shorten(messages)}: it must be a text, or a list of messages such as "
@@ -33,7 +33,7 @@ def check_messages(messages: object) -> list[Message]:
 
 
 def check_question(messages: object) -> list[Message]:
-    """`check_messages` of a conversation that a model shall answer: the last message must be the user's."""
+    """`check_messages` of a conversation for a model to answer: the last message must be the user's."""
     checked = check_messages(messages)
     if not checked:
         raise UserError("there are no messages: the last one must be the user's")
@@ -43,7 +43,7 @@ def check_question(messages: object) -> list[Message]:
 
 
 def check_content(content: object, where: str = "the message") -> str:
-    """The text of a message's content: itself, or the text parts of a list, joined. where: what errors call it."""
+    """The text of a message's content: itself, or the joined text parts of a list. where: its name in errors."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -54,14 +54,14 @@ def check_content(content: object, where: str = "the message") -> str:
 def _message(message: object, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise UserError(f'{where} is {shorten(message)}: it must be like {{"role": "user", "content": "Hello"}}')
-    given = {key: value for key, value in message.items() if value is not None}
-    if missing := [key for key in ("role", "content") if key not in given]:
+    fields = {key: value for key, value in message.items() if value is not None}
+    if missing := [key for key in ("role", "content") if key not in fields]:
         raise UserError(f'{where} has no {missing[0]}: it must be like {{"role": "user", "content": "Hello"}}')
-    if given["role"] not in ROLES:
-        raise UserError(f"{where} has the role {shorten(given['role'])}: it must be one of {', '.join(ROLES)}")
-    if others := [key for key in given if key not in ("role", "content")]:
+    if fields["role"] not in ROLES:
+        raise UserError(f"{where} has the role {shorten(fields['role'])}: it must be one of {', '.join(ROLES)}")
+    if others := [key for key in fields if key not in ("role", "content")]:
         raise UserError(f"{where} has {shorten(others[0])}, which conversations cannot use: remove it")
-    return cast(Message, {"role": given["role"], "content": check_content(given["content"], where)})
+    return cast(Message, {"role": fields["role"], "content": check_content(fields["content"], where)})
 
 
 def _part(part: object, where: str) -> str:

@@ -1,25 +1,25 @@
-"""Pre-tokenizers: how the words of a byte-pair vocabulary are found, by the names in `tokenizer.ggml.pre`.
+"""Pre-tokenizers: the regexes that split text into words for a byte-pair vocabulary, by names in `tokenizer.ggml.pre`.
 
 In:  nothing; the table. The names, regexes and flags are those of llama.cpp's `src/llama-vocab.cpp`
      (`llm_tokenizer_bpe` and `llama_vocab::impl::load`, as in llama-cpp-python 0.3.36).
-Out: `PRE_TOKENIZERS`, name -> `PreTokenizer`, and `DEFAULT`, for files that name none.
+Out: `PRE_TOKENIZERS`, name -> `PreTokenizer`, and `DEFAULT`, for files without a name.
 
 llama.cpp runs these regexes on an engine without Unicode classes, which changes the meaning of some: there upper-case
 and lower-case letters are one class (tiny_aya, youtu), only ASCII ones differ and combining marks are no part of a word
-(gpt-4o, tekken), or neither matters (kimi-k2). Here the classes mean what the model's own tokenizer means by them.
+(gpt-4o, tekken), or neither matters (kimi-k2). Here the classes have the meaning of the model's own tokenizer.
 """
 
 from dataclasses import dataclass
 
-# Characters of white space, or digits, in a row: a regex may go back over all of them, and the library gives up after
-# ten million steps back.
+# Characters of white space, or digits, in a row: a regex may backtrack over all of them, and the library stops after
+# ten million steps.
 LONGEST_RUN = 1_000_000
 _LONGEST_GROUPED = 20_000
 
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How text is split into words before merging: each regex splits the pieces left by those before it.
+    """The split of text into words before merging: each regex splits the pieces of those before it.
 
     splits:        Oniguruma regexes; both the matches and the text between them become pieces.
     ignore_merges: a word that is a token as a whole is not merged from its parts.
@@ -56,8 +56,7 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def _cased(number: str, suffix: str = "", symbols: str = r" ?[^\s\p{L}\p{N}]+[\r\n/]*", without: str = "") -> str:
-    """Words are cut where a lower-case letter meets an upper-case one. without: what the classes of letters leave
-    out."""
+    """Words end between a lower-case letter and an upper-case one. without: characters that are no letters here."""
     upper, lower = f"[{_UPPER}{without}]", f"[{_LOWER}{without}]"
     lower_word, upper_word = f"{_PREFIX}{upper}*{lower}+{suffix}", f"{_PREFIX}{upper}+{lower}*{suffix}"
     return _any(lower_word, upper_word, number, symbols, _SPACE)
@@ -94,7 +93,7 @@ _DEEPSEEK_LETTERS = _code_points(
     104B0-104D3 104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF 1E900-1E943
     """
 )
-# U+3000, which the source lists, is white space to llama.cpp before this class is looked at.
+# U+3000, which the source lists, is white space to llama.cpp before it tests this class.
 _DEEPSEEK_SYMBOLS = _code_points("21-2F 3A-7E FF01-FF0F FF1A-FF5E 2018-201F 3001-3002")
 
 # Between the groups of a number, three digits each from its end, and after a number; not before it.

@@ -1,11 +1,11 @@
-"""Divides what a model writes into parts: what it thinks, what it answers, what it calls.
+"""Divides a model's output into parts: its thinking, its answer, its calls.
 
 In:  the text of an answer, piece by piece, with the texts of those control tokens that `ReasoningFormat.marks` names;
 the end of
      the prompt, because some chat templates begin the thinking themselves.
-Out: `AnswerPart`s in order, as early as they are certain: a mark that is divided between two pieces is held back.
+Out: `AnswerPart`s in order, as early as they are certain: a mark that is divided between two pieces is buffered.
 
-`FORMATS` is the table of known formats; `detect` finds a model's one by its vocabulary.
+`FORMATS` is the table of known formats; `detect` finds that of a model by its vocabulary.
 """
 
 import re
@@ -21,9 +21,9 @@ Kind = Literal["thinking", "final", "tool"]
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """A piece of a part. Neighbours of the same kind and recipient belong together.
+    """A piece of a part. Adjacent ones of the same kind and recipient belong together.
 
-    recipient: of kind "tool": the name of what is called, as the model writes it ("functions.search").
+    recipient: of kind "tool": the recipient as the model writes it ("functions.search").
     """
 
     kind: Kind
@@ -47,13 +47,13 @@ class Parser(ABC):
 
     @abstractmethod
     def _scan(self, text: str, last: bool) -> list[AnswerPart]:
-        """The parts of `text`; sets `_held` to what must be looked at again."""
+        """The parts of `text`; sets `_held` to the rest that needs more text."""
 
 
 @dataclass(frozen=True)
 class ReasoningFormat(ABC):
-    """How the parts of an answer are marked. marks: the texts that separate them; if they are control tokens, their
-    texts must be fed to the parser."""
+    """The marks of the parts of an answer. marks: the texts that separate them; if they are control tokens, the parser
+    needs their texts."""
 
     marks: tuple[str, ...]
 
@@ -69,7 +69,7 @@ class ReasoningFormat(ABC):
 class Tags(ReasoningFormat):
     """Marks: before and after the thinking, which comes first if there is any. White space around it has no meaning.
 
-    label: what the model writes after the first mark.
+    label: the text after the first mark.
     """
 
     label: str = ""
@@ -84,12 +84,12 @@ class _TagParser(Parser):
         super().__init__()
         self._opening, self._closing = opening, closing
         self._state: Literal["start", "thinking", "between", "final"] = "thinking" if thinking else "start"
-        self._thought = False  # whether there was any thinking yet
+        self._thought = False  # there was some thinking
 
     def _scan(self, text: str, last: bool) -> list[AnswerPart]:
         self._held, parts = "", []
         if self._state == "start":
-            # Later the mark is text: an answer may be about such marks.
+            # Later in the answer the mark is text.
             begun = text.lstrip()
             if begun.startswith(self._opening):
                 self._state, text = "thinking", begun.removeprefix(self._opening)
@@ -170,7 +170,7 @@ class _HarmonyParser(Parser):
             self._kind = "thinking" if channels and channels[-1] != "final" else "final"
 
 
-# A model has the first format all of whose marks are in its vocabulary. Sources: the chat templates of the models.
+# A model has the first format whose marks are all in its vocabulary. Sources: the chat templates of the models.
 FORMATS: tuple[ReasoningFormat, ...] = (
     Harmony(("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")),  # gpt-oss
     Tags(("<|channel>", "<channel|>"), label="thought"),  # Gemma 4

@@ -2,14 +2,14 @@
 
 In:  the opening, {"source": the template, "tokens": {"bos_token": text, ..}}; then requests, the variables of a
      rendering.
-Out: to the opening {"variables": names that the template takes} or {"malformed": why}; to a request {"text", "own":
-     spans of the text that are the template's own} or {"failed": why}.
+Out: to the opening {"variables": names of the template's variables} or {"malformed": why}; to a request {"text",
+     "own": spans of the text that are the template's own} or {"failed": why}.
 
 A template is untrusted code: it runs in Jinja's sandbox, which hides Python's internals and bounds ranges, and in a
-process of its own, which bounds all else. The environment is that of Hugging Face transformers
+process of its own, which bounds time and memory. The environment is that of Hugging Face transformers
 (`chat_template_utils.py`), which templates are written for, except that lists and dicts can be changed, as in
 llama.cpp (Kimi K2's template for GGUF files keeps a list of tool calls), and that texts are traced: the template's own,
-and roles, are told from those of messages.
+and roles, are distinguished from those of messages.
 """
 
 import json
@@ -29,7 +29,7 @@ import jinja2.sandbox
 from mlc_amd.runtime.text.traced_text import Traced, concatenate, derived
 
 _MAX_CHARACTERS = 1 << 24  # of a prompt: several times the largest context of any model
-# Texts of messages that templates make control tokens of: Phi-3's writes '<|' + role + '|>'.
+# Texts of messages that templates turn into control tokens: Phi-3's writes '<|' + role + '|>'.
 _ROLES = frozenset(("system", "user", "assistant", "tool"))
 
 
@@ -42,7 +42,7 @@ def open_work(opening: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[dic
         names.visit(environment.parse(opening["source"]))
     except jinja2.TemplateSyntaxError as error:
         return {"malformed": f"line {error.lineno}: {_described(error)}"}, _refused
-    except Exception as error:  # Python's compiler refuses what Jinja does not: blocks nested too deeply, for example
+    except Exception as error:  # of Python's compiler, as for blocks nested too deeply
         return {"malformed": _described(error)}, _refused
     tokens = {name: Traced.all_own(text) for name, text in opening["tokens"].items()}
 
@@ -52,10 +52,10 @@ def open_work(opening: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[dic
                 message["role"] = Traced.all_own(message["role"])
         try:
             text = template.render({**tokens, **values})
-        except Exception as error:  # a template can raise whatever the Python operations in it raise
+        except Exception as error:  # a template may raise any error of Python's operations
             return {"failed": _described(error)}
         if len(text) > _MAX_CHARACTERS:
-            return {"failed": f"it makes a text of {len(text)} characters"}
+            return {"failed": f"it produces a text of {len(text)} characters"}
         return {"text": text, "own": text.spans() if isinstance(text, Traced) else []}
 
     return {"variables": sorted(names.undeclared_identifiers)}, render
@@ -70,11 +70,11 @@ def _described(error: Exception) -> str:
 
 
 class _Generator(jinja2.compiler.CodeGenerator):
-    """Makes all texts of a template own ones, and computes nothing before a rendering does."""
+    """Marks all texts of a template as own, and evaluates nothing at compile time."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self.optimizer = None  # it would compute what is constant, as a plain text, also where that is never used
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.optimizer = None  # it would evaluate constants, as plain texts, also unused ones
 
     def visit_Const(self, node: jinja2.nodes.Const, frame: jinja2.compiler.Frame) -> None:
         if isinstance(node.value, str):
@@ -131,7 +131,7 @@ class _Environment(jinja2.sandbox.SandboxedEnvironment):
         form = super().wrap_str_format(value)
         if form is None or not isinstance(value.__self__, Traced):
             return form
-        return lambda *given, **named: derived(form(*given, **named), value.__self__, given, named)
+        return lambda *args, **options: derived(form(*args, **options), value.__self__, args, options)
 
 
 def _raise_exception(message: str) -> None:

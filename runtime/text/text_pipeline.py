@@ -1,9 +1,9 @@
-"""What happens to a text before its words are merged to tokens: it is normalized, and cut into words.
+"""The steps before the words of a text are merged to tokens: normalization, and the split into words.
 
 In:  the name of a pre-tokenizer (`pre_tokenizers.py`), or None for SentencePiece.
 Out: parts of the `tokenizers` library, which `compiler/tokenizer.py` writes into `tokenizer.json`. A loaded model must
-     have the same ones: a regex from elsewhere could take minutes for a line of text, or crash the library.
-     `check_runs` refuses texts for which ours would.
+     have the same ones: another regex could take minutes for a line of text, or crash the library. `check_runs` refuses
+     texts for which these would.
 """
 
 import re
@@ -18,7 +18,7 @@ _RUNS = re.compile(r"\s+|\d+")
 
 
 def set_pipeline(tokenizer: Tokenizer, sentencepiece: bool, pre: str | None, add_space_prefix: bool) -> None:
-    """Gives the tokenizer its normalizer and its pre-tokenizer. pre: None: the default; KeyError for an unknown name.
+    """Sets the tokenizer's normalizer and pre-tokenizer. pre: None: the default; KeyError for an unknown name.
     add_space_prefix: SentencePiece begins each text with a space."""
     normalizer, words = _pipeline(sentencepiece, pre, add_space_prefix)
     if normalizer is not None:
@@ -28,7 +28,7 @@ def set_pipeline(tokenizer: Tokenizer, sentencepiece: bool, pre: str | None, add
 
 
 def has_pipeline(tokenizer: Tokenizer, sentencepiece: bool, pre: str | None, add_space_prefix: bool) -> bool:
-    """Whether these are the parts that `tokenizer` has, and there are no others."""
+    """Whether `tokenizer` has these parts and no others."""
     parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
     others = (tokenizer.post_processor, tokenizer.truncation, tokenizer.padding)
     expected = _pipeline(sentencepiece, pre, add_space_prefix)
@@ -36,7 +36,7 @@ def has_pipeline(tokenizer: Tokenizer, sentencepiece: bool, pre: str | None, add
 
 
 def check_runs(text: str, pre: str | None) -> None:
-    """UserError for a text that takes the pre-tokenizer too long to cut into words."""
+    """UserError for a text that the pre-tokenizer would take too long to split."""
     longest = (DEFAULT if pre is None else PRE_TOKENIZERS[pre]).longest_number
     if len(text) <= longest:
         return

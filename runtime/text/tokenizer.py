@@ -4,8 +4,8 @@ In:  a directory with `tokenizer.json` and `tokenizer_config.json`, as `mlc_amd.
      (it documents both).
 Out: `Tokenizer`: `encode`, `decode`, and `stream`, a decoder for tokens that arrive one at a time.
 
-The library knows control tokens by names that begin with `MARK`, which texts never contain: `encode` puts it before
-those occurrences that are to become control tokens.
+In the library, names of control tokens begin with `MARK`, which texts never contain: `encode` inserts it before those
+occurrences that are to become control tokens.
 
 Decoding works on bytes, not through the `tokenizers` library: a token may be a part of a character, and only bytes can
 be joined without loss.
@@ -47,33 +47,33 @@ def _has_pipeline(backend: tokenizers.Tokenizer, config: Config) -> bool:
 
 
 class _Controls:
-    """Finds the texts of control tokens in a text, as the library does it: of added tokens that overlap, the first one,
-    and of those that begin at the same place, the longest."""
+    """Finds the texts of control tokens in a text, as the library does: of overlapping added tokens the first one, of
+    those that begin at the same place the longest."""
 
     def __init__(self, added: Iterable[tokenizers.AddedToken]) -> None:
         texts: dict[bool, list[str]] = {True: [], False: []}
         for token in added:
             texts[token.special].append(token.content.removeprefix(MARK))
-        # All that is no added token is one unknown word, with the id 0; control tokens have the next ids.
+        # Text between added tokens is one unknown word, with the id 0; control tokens have the next ids.
         self._backend = tokenizers.Tokenizer(models.WordLevel({MARK: 0}, unk_token=MARK))
         for special in (True, False):
             self._backend.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in texts[special]])
         self._last = len(texts[True])
 
     def places(self, text: str) -> list[int]:
-        """Where control tokens begin."""
+        """The places where control tokens begin."""
         with library_errors("the text cannot be tokenized", "change it"):
             found = self._backend.encode(text, add_special_tokens=False)
         return [start for i, (start, _) in zip(found.ids, found.offsets, strict=True) if 0 < i <= self._last]
 
 
 class Tokenizer:
-    """The tokenizer of one model. Immutable but for what it remembers, so thread-safe.
+    """The tokenizer of one model. Immutable except for caches, so thread-safe.
 
     vocab_size: int            tokens have ids 0..vocab_size-1
     bos_id, eos_id: int|None   beginning and end of a text
     end_ids: frozenset[int]    ids that end a generation (end of text, of turn, of message)
-    add_bos, add_eos: bool     what `encode` adds with add_special
+    add_bos, add_eos: bool     tokens that `encode` adds with add_special
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: Config):
@@ -91,7 +91,7 @@ class Tokenizer:
         self._added = {i: token.content.removeprefix(MARK).encode() for i, token in added.items()}
         self._special = frozenset(i for i, token in added.items() if token.special)
         self._controls = _Controls(added.values())
-        self._pieces: dict[int, bytes] = {}  # of tokens whose bytes were wanted
+        self._pieces: dict[int, bytes] = {}  # cache of `token_bytes`
 
     @classmethod
     def load(cls, directory: str | Path) -> "Tokenizer":
@@ -114,7 +114,7 @@ class Tokenizer:
         parse_special: texts of control tokens ("<|im_end|>") become these tokens, those of a `Traced` text only where
                        all of their characters are own; otherwise they are plain text. User-defined tokens, which have
                        no control function, are matched either way.
-        UserError for what is no Unicode text, and for one that the library cannot tokenize.
+        UserError for invalid Unicode, and for a text that the library cannot tokenize.
         """
         try:
             text.encode()
@@ -128,7 +128,7 @@ class Tokenizer:
         return ids
 
     def _marked(self, text: str) -> str:
-        """The text with MARK before each control token, and nowhere else."""
+        """The text with MARK before each control token only."""
         text = text.replace(MARK, "")
         plain, pieces, done = str.__str__(text), [], 0
         for begin, end in text.spans() if isinstance(text, Traced) else [(0, len(text))]:
@@ -143,7 +143,7 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a text that a model shall continue: `encode`, but never with an end-of-text token after it."""
+        """Token ids of a text for a model to continue: `encode`, but never with an end-of-text token after it."""
         return self.encode(text, add_special=not self.add_eos)
 
     def decode(self, ids: list[int], skip_special: bool = True, continues: bool = False) -> str:
@@ -157,12 +157,12 @@ class Tokenizer:
         return "".join([stream.push(i) for i in ids]) + stream.flush()
 
     def stream(self, skip_special: bool = True, continues: bool = True, shown: Collection[str] = ()) -> "TextStream":
-        """A decoder for ids that arrive one at a time; the arguments are those of `decode`. shown: control tokens that
-        have a text nevertheless."""
+        """A decoder for ids that arrive one at a time, with the arguments of `decode`. shown: control tokens with a
+        text."""
         return TextStream(self, skip_special, continues, shown)
 
     def has_token(self, text: str) -> bool:
-        """Whether the vocabulary has a token that is written like this."""
+        """Whether the vocabulary has a token with this text."""
         return any(self._backend.token_to_id(name) is not None for name in (text, MARK + text))
 
     def token_text(self, token: int) -> str:
@@ -173,7 +173,7 @@ class Tokenizer:
         return text.removeprefix(MARK)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that the token adds to a text, possibly a part of a character. Raises UserError for an id outside
+        """The bytes of the token in a text, possibly a part of a character. Raises UserError for an id outside
         the vocabulary."""
         if (piece := self._pieces.get(token)) is None:
             piece = self._pieces[token] = self._bytes(token)
@@ -205,7 +205,7 @@ class Tokenizer:
 class TextStream:
     """Decodes ids one at a time: `push(id)` returns the characters completed by the id, `flush()` the rest at the end.
 
-    The concatenation equals `decode` of the same ids. An incomplete character is held back.
+    The concatenation equals `decode` of the same ids. An incomplete character is buffered.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, continues: bool, shown: Collection[str] = ()):
@@ -230,7 +230,7 @@ class TextStream:
 
     @property
     def incomplete(self) -> bool:
-        """Whether bytes of a character are held back."""
+        """Whether bytes of a character are buffered."""
         return bool(self._utf8.getstate()[0])
 
     def flush(self) -> str:

@@ -1,8 +1,8 @@
 """tokenizer.json and tokenizer_config.json as types; dist/README.md explains the keys.
 
 In: an artifact's folder. Out: `read_config`: the configuration; `read_library`: the tokenizer of the `tokenizers`
-library. Both are what compiler/tokenizer.py writes: nothing else that the library can do, such as padding to any
-length, is accepted. UserError for all other content.
+library. Both accept only what compiler/tokenizer.py writes, no other feature of the library, such as padding to any
+length. UserError for all other content.
 """
 
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ class _Added(TypedDict):
 
 
 class _Merges(msgspec.Struct):
-    """The parts that may have hundreds of thousands of entries are left to the library."""
+    """The library checks the parts that may have hundreds of thousands of entries."""
 
     type: Literal["BPE"]
     dropout: None
@@ -71,7 +71,7 @@ class _Merges(msgspec.Struct):
 
 
 class _Library(msgspec.Struct):
-    """normalizer and pre_tokenizer are compared with what they must be (text_pipeline.py); decoders are not used."""
+    """text_pipeline.py checks normalizer and pre_tokenizer; decoders are not used."""
 
     version: str
     truncation: None
@@ -113,8 +113,7 @@ def read_library(directory: Path, tokens: int) -> tokenizers.Tokenizer:
 
 @contextmanager
 def library_errors(problem: str, advice: str) -> Iterator[None]:
-    """UserError for whatever the library raises: nothing narrower than Exception, and where its Rust code panics, what
-    is no Exception."""
+    """UserError for all errors of the library: Exception, and the BaseException of a panic in its Rust code."""
     try:
         yield
     except BaseException as error:

@@ -1,10 +1,10 @@
-"""Text that knows which of its characters a chat template wrote itself, and which come from a message.
+"""Text with a flag for each character: whether a chat template wrote it itself ("own"), or it comes from a message.
 
 In:  texts of a template (`Traced.all_own`) and any others, joined, cut and changed as strings are.
-Out: `Traced`, a str. Control tokens are recognized in its own characters alone (`Tokenizer.encode`).
+Out: `Traced`, a str. Only its own characters can be control tokens (`Tokenizer.encode`).
 
-What is not traced is not own: an operation that is missing here gives a plain str. So what a template does to the text
-of a message can never make a control token of it.
+Other strings are not own: an operation that is missing here returns a plain str. So no operation of a template can turn
+the text of a message into a control token.
 """
 
 import re
@@ -15,15 +15,15 @@ _SPANS = re.compile(b"\1+")
 
 
 class Traced(str):
-    """A text and, for each of its characters, 1 if it is own, else 0. Without `own`: none is."""
+    """own: for each character of the text 1 if it is own, else 0; None: all 0."""
 
     _own: bytes
     __slots__ = ("_own",)
 
     def __new__(cls, text: str = "", own: bytes | None = None) -> "Traced":
-        made = super().__new__(cls, text)
-        made._own = bytes(len(made)) if own is None else own
-        return made
+        result = super().__new__(cls, text)
+        result._own = bytes(len(result)) if own is None else own
+        return result
 
     @classmethod
     def all_own(cls, text: str) -> "Traced":
@@ -39,15 +39,15 @@ class Traced(str):
         return cls(text, bytes(own))
 
     def spans(self) -> list[tuple[int, int]]:
-        """Where the own characters are: [start, stop), ascending, never adjacent."""
+        """The ranges of own characters: [start, stop), ascending, never adjacent."""
         return [match.span() for match in _SPANS.finditer(self._own)]
 
     def is_own(self, start: int, stop: int) -> bool:
-        """Whether all of these characters are."""
+        """Whether all of these characters are own."""
         return 0 not in self._own[start:stop]
 
     def begins_with(self, other: "Traced") -> bool:
-        """Whether this is `other` and more, with the same characters own."""
+        """Whether this begins with `other`, with the same characters own."""
         return self.startswith(other) and self._own.startswith(other._own)
 
     # ---- operations of str
@@ -115,13 +115,13 @@ class Traced(str):
         return concatenate(_between(self.split(old, count), new)) if old else super().replace(old, new, count)
 
     def _found(self, pieces: Iterable[str], sep: str | None) -> list["Traced"]:
-        """The pieces, which follow one another in this text, with `sep` between; None: with white space."""
-        made, place = [], 0
+        """The pieces, which are consecutive in this text, with `sep` between; None: with white space."""
+        result, place = [], 0
         for piece in pieces:
             place = self.find(piece, place) if sep is None else place
-            made.append(self[place : place + len(piece)])
+            result.append(self[place : place + len(piece)])
             place += len(piece) + len(sep or "")
-        return made
+        return result
 
     @staticmethod
     def _line(text: "Traced") -> "Traced":
@@ -129,14 +129,14 @@ class Traced(str):
 
 
 def _changing(name: str) -> Callable[..., str]:
-    """A method of str that changes characters one by one, or puts others around them."""
+    """A method of str that changes single characters, or adds others around them."""
     method = getattr(str, name)
 
     def change(self: Traced, *values: Any) -> str:
-        made = method(self, *values)
-        if self.isascii() and len(made) == len(self):
-            return Traced(made, self._own)
-        return derived(made, self, values)
+        result = method(self, *values)
+        if self.isascii() and len(result) == len(self):
+            return Traced(result, self._own)
+        return derived(result, self, values)
 
     return change
 
@@ -146,17 +146,17 @@ for _name in ("lower", "upper", "capitalize", "title", "swapcase", "casefold", "
 
 
 def concatenate(pieces: Iterable[object]) -> str:
-    """All of them as texts, joined: Traced if one of them is."""
+    """The joined texts: Traced if one of them is."""
     texts = [str(piece) for piece in pieces]
-    made = "".join(texts)
+    result = "".join(texts)
     if not any(isinstance(text, Traced) for text in texts):
-        return made
-    return Traced(made, b"".join(map(_own_of, texts)))
+        return result
+    return Traced(result, b"".join(map(_own_of, texts)))
 
 
-def derived(made: str, *sources: object) -> str:
-    """`made` of these, and thereby own if all of their texts are, else not at all."""
-    return Traced.all_own(made) if all(map(_is_own, sources)) else made
+def derived(result: str, *sources: object) -> str:
+    """`result`, computed from these: own if all of their texts are, else not at all."""
+    return Traced.all_own(result) if all(map(_is_own, sources)) else result
 
 
 def _is_own(value: object) -> bool:

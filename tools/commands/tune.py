@@ -20,7 +20,7 @@ from typing import Any, Literal, TypedDict
 from mlc_amd.runtime import extras
 from mlc_amd.runtime.artifact import json_files
 from mlc_amd.runtime.errors import UsageError, UserError
-from mlc_amd.runtime.host import cpu_flags, threads_asked
+from mlc_amd.runtime.host import cpu_flags, selected_threads
 from mlc_amd.tools import target as targets
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.measure import bandwidth
@@ -190,7 +190,7 @@ class Subject:
             backend = make_target(kind, arch)
             if len(backend.archs) > 1:
                 raise UserError(f"--arch {arch}: tune for one of them at a time")
-            threads = threads_asked(device) if kind == "cpu" else None
+            threads = selected_threads(device) if kind == "cpu" else None
             return cls(
                 path.name if path else synthetic or "", kind, backend.archs[0], extract(source, backend, ctx), threads
             )

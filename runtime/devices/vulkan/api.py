@@ -320,7 +320,7 @@ def _checked(name: str):
 
 
 class Calls:
-    """Functions as attributes. `lookup(name)` gives the address of one; VulkanError for a missing
+    """Functions as attributes. `lookup(name)` returns the address of one; VulkanError for a missing
     function."""
 
     def __init__(self, lookup, *tables: dict[str, str]):
