@@ -6,13 +6,12 @@ artifact, where the buffers are an estimate; and what the cache takes (`kept`, `
 
 import math
 
-import numpy as np
-
 from mlc_amd.compiler.models.config import ExpertsConfig, ModelConfig
 from mlc_amd.compiler.models.graph import table_columns
-from mlc_amd.compiler.models.tensors import is_vector
+from mlc_amd.compiler.weights import of_tensor
 from mlc_amd.runtime.artifact.io_buffers import ROWS
-from mlc_amd.runtime.artifact.memory import EXPERTS, Needs
+from mlc_amd.runtime.artifact.manifest import KvTensor
+from mlc_amd.runtime.artifact.memory import EXPERTS, Needs, nbytes
 from mlc_amd.runtime.cache.kv_pool import ELEMENTS, MOST_CELLS
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.errors import UserError
@@ -21,60 +20,62 @@ from mlc_amd.schedules.operators.layouts import padded
 
 FEWEST_CELLS = 8  # by default, for states of sequences and snapshots of them: two are enough for one sequence
 
-Types = dict[str, tuple[tuple[int, ...], str]]
-
 
 def needs(model, backend, ctx: int) -> Needs:
     """What the model needs at a capacity of `ctx` tokens."""
     config, experts, weights = model.config, [0] * len(model.config.layers), 0
-    for name, tensor in model.tensors.items():
+    for name in model.tensors:
         if name in config.unused:
             continue
-        vector = vector_size(model, name)
-        planes = {"": ((padded(vector),), "float32")} if vector else _planes(backend, tensor)
-        weights += _nbytes(planes)
+        size = of_tensor(model, backend, name).nbytes
+        weights += size
         if found := EXPERTS.match(name):
-            experts[int(found[1])] += _nbytes(planes)
-    found, states = kept(config, backend, ctx), backend.state_types(config)
-    cells = {name: of for name, of in found.items() if name in states}
+            experts[int(found[1])] += size
+    tensors = kept(config, backend, ctx)
+    states = _states(tensors)
     return Needs(
         weights=weights + ctx * _table_bytes(config),
         experts=tuple(experts),
-        kv=_nbytes(found),
-        token=token_bytes(config, backend, ctx),
+        kv=sum(map(nbytes, tensors)),
+        token=token_bytes(config, backend, ctx, tensors),
         buffers=_buffers(config, backend, ctx),
         context=ctx,
         longest=config.context,
-        states=_nbytes(cells),
-        cells=next(iter(cells.values()))[0][0] if cells else 0,
+        states=sum(map(nbytes, states)),
+        cells=states[0]["shape"][0] if states else 0,
     )
 
 
-def kept(config: ModelConfig, backend, ctx: int) -> Types:
-    """What lives from step to step, name to (shape, dtype): the KV cache with pages for one sequence, states of
-    sequences, and what attention keeps beside it."""
+def kept(config: ModelConfig, backend, ctx: int) -> list[KvTensor]:
+    """What lives from step to step: the KV cache with pages for one sequence, states of sequences, and what attention
+    keeps beside it."""
     spans, longest = backend.spans(config, ctx), max(f.m for f in backend.functions(ctx))
-    found = {
-        name: ((sequence_pages(spans[name], ctx, longest), *shape[1:]), dtype)
-        for name, (shape, dtype) in backend.kv_types(config, ctx).items()
-        if spans[name] != STATE
-    }
-    states = backend.state_types(config)
-    if states:
-        cells = cell_count(
-            _nbytes(found), _nbytes({name: (shape[1:], dtype) for name, (shape, dtype) in states.items()})
-        )
-        found |= {name: ((cells, *shape[1:]), dtype) for name, (shape, dtype) in states.items()}
-    for layer in config.layers:
-        found |= backend.workspace(layer, ctx)
-    if config.predictor is not None:
-        found |= dict.fromkeys(ROWS, ((longest, config.hidden), "float32"))
+    found: list[KvTensor] = []
+
+    def add(name: str, shape, dtype: str) -> None:
+        found.append({"name": name, "dtype": dtype, "shape": list(shape)})
+        if name in spans:
+            found[-1]["span"] = spans[name]
+
+    for name, (shape, dtype) in backend.kv_types(config, ctx).items():
+        if spans[name] != STATE:
+            add(name, (sequence_pages(spans[name], ctx, longest), *shape[1:]), dtype)
+    if states := backend.state_types(config):
+        cell = sum(nbytes({"shape": shape[1:], "dtype": dtype}) for shape, dtype in states.values())
+        cells = cell_count(sum(map(nbytes, found)), cell)
+        for name, (shape, dtype) in states.items():
+            add(name, (cells, *shape[1:]), dtype)
+    workspace = {name: of for layer in config.layers for name, of in backend.workspace(layer, ctx).items()}
+    for name, of in workspace.items():
+        add(name, *of)
+    for name in ROWS if config.predictor is not None else ():
+        add(name, (longest, config.hidden), "float32")
     return found
 
 
-def check_capacity(config: ModelConfig, backend, ctx: int) -> None:
-    """UserError for a KV cache of which kernels cannot address one tensor."""
-    largest = max((math.prod(shape) for shape, _ in kept(config, backend, ctx).values()), default=0)
+def check_capacity(tensors: list[KvTensor], ctx: int) -> None:
+    """UserError for a KV cache of which kernels cannot address one tensor. tensors: of `kept`."""
+    largest = max((math.prod(tensor["shape"]) for tensor in tensors), default=0)
     if largest > ELEMENTS:
         fitting = ctx * ELEMENTS // largest // PAGE * PAGE
         raise UserError(
@@ -97,28 +98,16 @@ def sequence_pages(span: int, ctx: int, rows: int) -> int:
     return min(ctx // PAGE, window) if span else ctx // PAGE
 
 
-def token_bytes(config: ModelConfig, backend, ctx: int) -> int:
-    """What one more token of capacity takes, of the cache without states and of the tables by position."""
-    states = backend.state_types(config)
-    now, more = (
-        _nbytes({name: of for name, of in kept(config, backend, tokens).items() if name not in states})
-        for tokens in (ctx, ctx + PAGE)
-    )
+def token_bytes(config: ModelConfig, backend, ctx: int, tensors: list[KvTensor]) -> int:
+    """What one more token of capacity takes, of the cache without states and of the tables by position. tensors: of
+    `kept` at `ctx` tokens."""
+    larger = kept(config, backend, ctx + PAGE)
+    now, more = (sum(map(nbytes, found)) - sum(map(nbytes, _states(found))) for found in (tensors, larger))
     return (more - now) // PAGE + _table_bytes(config)
 
 
-def vector_size(model, name: str) -> int:
-    """Numbers of a norm, a bias (of all experts together) or a convolution; 0 for a matrix."""
-    shape = model.tensors[name].shape
-    return math.prod(shape) if is_vector(name, shape) else 0
-
-
-def _planes(backend, tensor) -> Types:
-    return backend.planes(tensor.format, tensor.rows, tensor.shape[-1])
-
-
-def _nbytes(types: Types) -> int:
-    return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in types.values())
+def _states(tensors: list[KvTensor]) -> list[KvTensor]:
+    return [tensor for tensor in tensors if tensor.get("span") == STATE]
 
 
 def _table_bytes(config: ModelConfig) -> int:

@@ -12,6 +12,7 @@ The planner is Relax's StaticPlanBlockMemory: tensors whose lives do not overlap
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,14 @@ ALIGN = 64  # bytes, of every tensor in the arena: what vector loads and TVM's a
 class Plan:
     functions: dict[str, list[ManifestLaunch]]  # launches by function
     arena_bytes: int
+
+    def calls(self) -> dict[str, dict[str, int]]:
+        """The number of calls of each kernel, by function."""
+        found: dict[str, Counter[str]] = {}
+        for function, launches in self.functions.items():
+            for launch in launches:
+                found.setdefault(launch["kernel"], Counter())[function] += 1
+        return {kernel: dict(counts) for kernel, counts in found.items()}
 
 
 def lower(mod: tvm.IRModule) -> tvm.IRModule:

@@ -19,6 +19,7 @@ from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig
 from mlc_amd.compiler.nodes import functions, params
 from mlc_amd.runtime import devices
+from mlc_amd.runtime.artifact.manifest import ManifestTarget
 from mlc_amd.runtime.cache.kv_types import KV_TYPE
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import temporary
@@ -69,7 +70,7 @@ class CpuTarget(Target):
         return cache_types(self.layer(attention, ctx))
 
     @property
-    def description(self) -> dict:
+    def description(self) -> ManifestTarget:
         return {
             "kind": "cpu",
             "arch": self.arch.name,

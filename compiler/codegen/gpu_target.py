@@ -16,6 +16,7 @@ from mlc_amd.compiler import nodes, ops
 from mlc_amd.compiler.codegen.target import Target
 from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig
+from mlc_amd.runtime.artifact.manifest import ManifestTarget
 from mlc_amd.runtime.cache.kv_types import KV_TYPE
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.decode import float_weight
@@ -196,7 +197,7 @@ class GpuTarget(Target):
         return bb.call_te(product, x, bb.emit(relax.TupleGetItem(weight, 0)))
 
     @property
-    def description(self) -> dict:
+    def description(self) -> ManifestTarget:
         names = [arch.name for arch in self.archs]
         bandwidth = {arch.name: arch.bandwidth for arch in self.archs}
         return {"kind": self.kind, "arch": ",".join(names), "archs": names, "bandwidth": bandwidth}

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tvm
 from tvm import relax
@@ -20,6 +20,7 @@ from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
 from mlc_amd.compiler.nodes import fields_of, parts_of
 from mlc_amd.compiler.work import buffers, work
+from mlc_amd.runtime.artifact.manifest import ManifestTarget
 from mlc_amd.runtime.cache.kv_types import KV_TYPE
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.schedules import operators
@@ -41,7 +42,7 @@ class Target(ABC):
     name, callable(workload) -> (plan or None, where it comes from).
     """
 
-    kind: str  # as in --target
+    kind: Literal["cpu", "rocm", "vulkan"]  # as in --target
     query_dtype = "float32"  # of rotated queries, between RoPE and attention
     layout: str  # of packed weights, as in compiler/quant
     registry: Registry  # of its kernels
@@ -155,7 +156,7 @@ class Target(ABC):
 
     @property
     @abstractmethod
-    def description(self) -> dict:
+    def description(self) -> ManifestTarget:
         """The manifest's `target`."""
 
     @abstractmethod

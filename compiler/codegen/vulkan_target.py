@@ -8,6 +8,7 @@ from typing import Any
 
 from mlc_amd.compiler.codegen.gpu_target import GpuTarget
 from mlc_amd.compiler.codegen.spirv import compile_spirv
+from mlc_amd.runtime.artifact.manifest import ManifestTarget
 from mlc_amd.runtime.cache.kv_types import KV_TYPE
 from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.base.copy import copy
@@ -29,8 +30,9 @@ class VulkanTarget(GpuTarget):
         super().__init__([profiles.resolve(name) for name in names], kv_type)
 
     @property
-    def description(self) -> dict:
-        return super().description | {
+    def description(self) -> ManifestTarget:
+        return {
+            **super().description,
             "needs": {profile.name: profile.needs for profile in self.archs},
             "copy_bytes": COPY_BYTES,
         }

@@ -32,8 +32,8 @@ KERNEL = "kernel"
 
 @functools.lru_cache(maxsize=8)
 def target(kind: str, arch: str):
-    """`pipeline.make_target`, cached."""
-    from mlc_amd.compiler.pipeline import make_target  # takes a moment, which importing this module must not
+    """`make_target`, cached."""
+    from mlc_amd.compiler.codegen.targets import make_target  # takes a moment, which importing this module must not
 
     return make_target(kind, arch)
 

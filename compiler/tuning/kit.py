@@ -22,7 +22,7 @@ import tvm
 from msgspec import Meta
 
 from mlc_amd import runtime
-from mlc_amd.compiler.pipeline import make_target
+from mlc_amd.compiler.codegen.targets import make_target
 from mlc_amd.compiler.tuning import lines
 from mlc_amd.compiler.tuning.build import Builder, build_copy, folder_name
 from mlc_amd.compiler.tuning.database import Checked, Measured, plan_text

@@ -5,10 +5,9 @@ In: a model and a target. Out: `Task`s. Kernels that several functions or layers
 formats, are one task.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
-from mlc_amd.compiler import pipeline
+from mlc_amd.compiler.lowering import lower
 from mlc_amd.compiler.work import work
 from mlc_amd.schedules.operators import Operator
 
@@ -39,15 +38,15 @@ class Task:
 def extract(model, backend, ctx: int | None = None) -> list[Task]:
     """The tasks of `model` (a GGUFModel or a synthetic one), those of the heaviest traffic first.
 
-    backend: a Target of `pipeline.make_target` with one arch. ctx: as for `pipeline.compile_model`. UserError as there.
+    backend: a Target with one arch. ctx: as for `lower`. UserError as there.
     """
-    lowered = pipeline.lower(model, backend, pipeline.capacity(model.config, ctx))
+    lowered = lower(model, backend, ctx)
     sizes = {function.name: function.m for function in lowered.functions}
     longest = max((m for name, m in sizes.items() if name.startswith("prefill")), default=1)
-    table = {entry["name"]: entry["calls"] for entry in pipeline.kernel_table(lowered.plan)}
+    table = lowered.plan.calls()
     tasks: dict[Operator, Task] = {}
     for name, workload in backend.workloads.items():
-        calls, weight = Counter[str](), 0.0
+        calls, weight = dict[str, float](), 0.0
         for function, count in table[name].items():
             if function == "decode":
                 calls[function], weight = count, weight + count * ANSWER
@@ -57,7 +56,8 @@ def extract(model, backend, ctx: int | None = None) -> list[Task]:
         if not calls:  # of a function that only --verify uses
             continue
         if old := tasks.get(workload):
-            calls, name, weight = calls + Counter(old.calls), old.name, weight + old.weight
+            calls = {one: calls.get(one, 0) + old.calls.get(one, 0) for one in calls | old.calls}
+            name, weight = old.name, weight + old.weight
         about = work(workload, backend.kernels[name])
-        tasks[workload] = Task(workload, name, dict(calls), weight, about["bytes"], about["flops"])
+        tasks[workload] = Task(workload, name, calls, weight, about["bytes"], about["flops"])
     return sorted(tasks.values(), key=lambda task: -task.weight * task.bytes)

@@ -10,9 +10,10 @@ import pytest
 from architectures import tiny
 
 from mlc_amd.compiler import memory
+from mlc_amd.compiler.codegen.targets import make_target
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.gguf.presets import PRESETS
-from mlc_amd.compiler.pipeline import compile_model, make_target
+from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.artifact.memory import Needs, of_manifest
 from mlc_amd.runtime.devices.opening import open_device
@@ -121,7 +122,7 @@ def test_a_cache_that_kernels_cannot_address_is_refused_at_once(monkeypatch, tmp
     with pytest.raises(UserError, match=r"--ctx 2097152 is too large: .* use 10485\d\d or less"):
         compile_model(model, CompileOptions(target, arch, 1 << 21), tmp_path / "out")
     assert time.process_time() - start < 3
-    memory.check_capacity(model.config, backend, 1048512)
+    memory.check_capacity(memory.kept(model.config, backend, 1048512), 1048512)
 
 
 def test_commands(demo_gguf, monkeypatch, capsys):

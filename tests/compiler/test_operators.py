@@ -7,7 +7,8 @@ import architectures
 import pytest
 from samples import sample
 
-from mlc_amd.compiler import pipeline
+from mlc_amd.compiler.codegen.targets import make_target
+from mlc_amd.compiler.lowering import lower
 from mlc_amd.compiler.work import buffers
 from mlc_amd.schedules.cpu import registry as on_cpu
 from mlc_amd.schedules.gpu import registry as on_gpu
@@ -43,11 +44,11 @@ TARGETS = [("cpu", "x86-64-v3"), ("vulkan", "generic"), ("rocm", "gfx1100")]  # 
 
 @pytest.mark.parametrize(("kind", "arch"), sample(TARGETS, TARGETS[:2]))
 def test_every_kernel_has_the_parameters_of_its_operator(kind, arch):
-    backend, seen = pipeline.make_target(kind, arch), set()
+    backend, seen = make_target(kind, arch), set()
     models = [("qwen3", "q4_k"), ("starcoder2", "f16"), ("llama4", "f16"), ("qwen35", "f16"), ("deepseek2", "q4_0")]
     models += [("mamba2", "f16"), ("kimi-linear", "f16")]
     for name, form in models:
-        pipeline.lower(architectures.tiny(name, form), backend, 64)
+        lower(architectures.tiny(name, form), backend, 64)
     for name, workload in backend.workloads.items():
         found = parameters(workload, buffers(backend.kernels[name]))
         seen.add(workload.name)

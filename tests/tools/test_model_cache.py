@@ -109,7 +109,7 @@ def test_other_weights_are_not_shared(two, gguf):
     changed = compiled(gguf, 64)
     assert weights_of(changed).st_ino != weights_of(two[0]).st_ino
     with synthetic("tiny:f16") as model:
-        cpu, gpu = (weights.key(model, layout, {}) for layout in ("tile16", "rows"))
+        cpu, gpu = (weights.key(model, layout, []) for layout in ("tile16", "rows"))
     assert cpu != gpu
 
 

@@ -1,6 +1,7 @@
 """`mlc-amd inspect`: the contents of a GGUF file, an artifact or a GPU code object; needs no GPU."""
 
 import dataclasses
+from collections.abc import Mapping
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,15 +119,12 @@ def _gguf(path: Path, ctx: int | None, kv_type: str, target: str, arch: str, n_c
 def _model_file(
     model: "GGUFModel", ctx: int | None, kv_type: str, target: str, arch: str, n_cpu_moe: int
 ) -> dict[str, object]:
+    from mlc_amd.compiler.codegen.targets import make_target
+    from mlc_amd.compiler.lowering import capacity
+    from mlc_amd.compiler.manifest import format_totals
     from mlc_amd.compiler.memory import needs
-    from mlc_amd.compiler.pipeline import capacity, make_target
     from mlc_amd.compiler.sampling import defaults
 
-    formats: dict[str, dict[str, int]] = {}
-    for tensor in model.tensors.values():
-        entry = formats.setdefault(tensor.format, {"tensors": 0, "bytes": 0})
-        entry["tensors"] += 1
-        entry["bytes"] += tensor.nbytes
     config = dataclasses.asdict(model.config)
     listing = [
         {"name": t.name, "dtype": t.format, "shape": list(t.shape), "bytes": t.nbytes} for t in model.tensors.values()
@@ -139,13 +137,13 @@ def _model_file(
         "name": model.config.name,
         "model": config,
         "sampling": defaults(model.metadata, model.config.context),
-        "formats": _stored(formats),
+        "formats": _stored(format_totals(model.tensors)),
         "memory": inspect_memory.plan(needed, kind, arch, n_cpu_moe),
         "tensors": listing,
     }
 
 
-def _stored(formats: dict[str, dict[str, int]]) -> dict[str, dict]:
+def _stored(formats: Mapping[str, Any]) -> dict[str, dict]:
     """A model's tensor types with the bits of a weight in the file and in memory (without the padding of rows to
     multiples of 16), and whether the codes in memory are other ones than those of the file."""
     from mlc_amd.schedules.formats import lookup

@@ -184,7 +184,7 @@ class Subject:
             raise UserError(f"{path} is a folder: give the GGUF file that it was made from")
         kind, arch = targets.resolve(kind, arch, device)
         with models.open_source(path, synthetic) as source:
-            from mlc_amd.compiler.pipeline import make_target
+            from mlc_amd.compiler.codegen.targets import make_target
             from mlc_amd.compiler.tuning.tasks import extract
 
             backend = make_target(kind, arch)
@@ -312,7 +312,7 @@ def _unverified(session) -> str:
 
 def _import_kit(folder: Path, onward: Path | None, count: int, seed: int) -> Subject:
     """Takes a kit's measurements; writes the next round into `onward`."""
-    from mlc_amd.compiler.pipeline import make_target
+    from mlc_amd.compiler.codegen.targets import make_target
     from mlc_amd.compiler.tuning import kit as kits
     from mlc_amd.compiler.tuning.summary import gain
 

@@ -6,8 +6,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from mlc_amd.compiler import pipeline
+from mlc_amd.compiler.codegen.targets import make_target
 from mlc_amd.compiler.gguf import GGUFModel, synthetic, write_gguf
+from mlc_amd.compiler.lowering import lower
+from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.compiler.tuning import database as databases
 from mlc_amd.compiler.tuning import tasks as tuning
 from mlc_amd.compiler.tuning.database import Checked, Database, Measured
@@ -32,7 +34,7 @@ def gguf(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tasks(gguf):
     """The model's, for the Steam Deck."""
-    backend = pipeline.make_target("vulkan", "vangogh")
+    backend = make_target("vulkan", "vangogh")
     with GGUFModel.open(gguf) as model:
         return backend, tuning.extract(model, backend, CONTEXT)
 
@@ -62,7 +64,7 @@ def test_tasks_are_the_distinct_kernels_weighted_by_their_calls(tasks, gguf):
 def compiled(gguf, folder, **options):
     with GGUFModel.open(gguf) as model:
         made = CompileOptions("vulkan", "vangogh", CONTEXT, weights=False, **options)
-        summary = pipeline.compile_model(model, made, folder)
+        summary = compile_model(model, made, folder)
     return summary, json.loads((folder / "manifest.json").read_text())
 
 
@@ -110,9 +112,9 @@ def test_a_stale_record_leaves_a_note(tasks, gguf, tmp_path, monkeypatch):
 
 
 def test_every_arch_of_an_artifact_has_its_own_plans(gguf):
-    backend = pipeline.make_target("vulkan", "vangogh,rdna2")
+    backend = make_target("vulkan", "vangogh,rdna2")
     with GGUFModel.open(gguf) as model:
-        pipeline.lower(model, backend, CONTEXT)
+        lower(model, backend, CONTEXT)
     name, workload = next((n, w) for n, w in backend.workloads.items() if w.name == "linear" and w.args["m"] == 1)
     plan = replace(space(workload, backend.archs[1]).default, waves=1)
     backend.plans["rdna2"] = lambda asked: (plan, "user") if asked == workload else (None, "default")
@@ -128,7 +130,7 @@ def test_every_arch_of_an_artifact_has_its_own_plans(gguf):
 @pytest.mark.parametrize("arch", ["vulkan/vangogh", "vulkan/nvidia", "rocm/gfx1100", "rocm/gfx906"])
 def test_plans_of_all_kernels_can_be_built(arch, gguf):
     kind, _, name = arch.partition("/")
-    backend, source = pipeline.make_target(kind, name), random.Random(5)
+    backend, source = make_target(kind, name), random.Random(5)
     with GGUFModel.open(gguf) as model:
         found = tuning.extract(model, backend, CONTEXT)
     planned = [task for task in found if space(task.workload, backend.archs[0])]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from vulkan_harness import gpu
 
+from mlc_amd.compiler.codegen.targets import make_target
 from mlc_amd.compiler.gguf import synthetic
-from mlc_amd.compiler.pipeline import make_target
 from mlc_amd.compiler.tuning import kit as kits
 from mlc_amd.compiler.tuning.database import Database, Measured
 from mlc_amd.compiler.tuning.session import TuningSession

@@ -1,0 +1,99 @@
+"""The manifest of an artifact that is being compiled.
+
+In: the lowered model and its compiled kernels. Out: `ManifestBody`, as runtime/artifact/manifest.py declares it.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from mlc_amd.compiler import memory, sampling
+from mlc_amd.compiler.lowering import Lowered
+from mlc_amd.compiler.weights import random_tensors
+from mlc_amd.runtime.artifact.artifact import source_id
+from mlc_amd.runtime.artifact.io_buffers import io_buffers
+from mlc_amd.runtime.artifact.manifest import (
+    Buffer,
+    FormatTotals,
+    ManifestBody,
+    ManifestFunction,
+    ManifestKernel,
+    ManifestModel,
+)
+from mlc_amd.runtime.cache.kv_types import KvType
+from mlc_amd.schedules.operators.attention import PAGE
+from mlc_amd.schedules.operators.layouts import padded
+
+
+def manifest_body(lowered: Lowered, compiled: Mapping[str, Any], weights: bool) -> ManifestBody:
+    """compiled: of `Target.compile_kernels`. weights: whether the artifact has the matrices."""
+    model, target, ctx, plan = lowered.model, lowered.target, lowered.context, lowered.plan
+    return {
+        "name": model.config.name or Path(model.path).stem,
+        "source": {"file": Path(model.path).name, "id": source_id(model.path)},
+        "model": cast(ManifestModel, dataclasses.asdict(model.config)),
+        "target": target.description,
+        "context": ctx,
+        "kv_type": cast(KvType, target.kv_type),
+        "sampling": sampling.defaults(model.metadata, ctx),
+        "functions": _functions(lowered),
+        "kernels": _kernels(lowered),
+        "libraries": compiled["libraries"],
+        "launches": compiled["launches"],
+        "arena_bytes": plan.arena_bytes,
+        "io": _io(lowered),
+        "kv": lowered.kept,
+        "page": PAGE,
+        "formats": format_totals(model.tensors),
+        "weights": "file" if weights else "random",
+        "tensors": random_tensors(model, lowered.weights),
+        "token_bytes": memory.token_bytes(model.config, target, ctx, lowered.kept),
+        "weight_bytes": sum(source.nbytes for source in lowered.weights),
+    }
+
+
+def format_totals(tensors: Mapping[str, Any]) -> dict[str, FormatTotals]:
+    """Number and bytes of a model's tensors, by format."""
+    totals: dict[str, FormatTotals] = {}
+    for tensor in tensors.values():
+        entry = totals.setdefault(tensor.format, {"tensors": 0, "bytes": 0})
+        entry["tensors"] += 1
+        entry["bytes"] += tensor.nbytes
+    return totals
+
+
+def _functions(lowered: Lowered) -> dict[str, ManifestFunction]:
+    return {
+        f.name: {
+            "rows": f.m,
+            "single": f.single,
+            "logits": f.logits,
+            "samples": f.samples,
+            "launches": lowered.plan.functions[f.name],
+        }
+        for f in lowered.functions
+    }
+
+
+def _kernels(lowered: Lowered) -> list[ManifestKernel]:
+    target = lowered.target
+    entries = (
+        {"name": name, "calls": calls} | target.facts(name) | {"tuned": target.origins(name)}
+        for name, calls in lowered.plan.calls().items()
+    )
+    return [cast(ManifestKernel, entry) for entry in entries]
+
+
+def _io(lowered: Lowered) -> dict[str, Buffer]:
+    """The buffers between host and plan."""
+    functions, config = lowered.functions, lowered.model.config
+    return io_buffers(
+        rows=max(f.m for f in functions),
+        logits=max(f.logits for f in functions),
+        sampled=max(f.logits for f in functions if f.samples),
+        columns=padded(config.vocab),
+        blocks=lowered.context // PAGE,
+        spans={tensor["span"] for tensor in lowered.kept if "span" in tensor},
+        drafts=config.predictor is not None,
+    )
