@@ -175,7 +175,7 @@ class Check:
         results do not depend on who is last. Of a kernel for steps that have single rows and a chunk, the single rows
         run: only their workgroups meet."""
         candidate, bench, backend = self.candidate, self.bench, self.backend
-        m = candidate.facts["workload"]["args"].get("m", 1)
+        m = from_json(candidate.facts["workload"]).m
         single = max((single for _, _, single, _ in candidate.facts["states"]), default=0)
         rows = single or m
         with self.watch.over(self.name):
@@ -211,8 +211,8 @@ def _columns(n: int) -> np.ndarray:
 
 
 def _depths(candidate: Candidate) -> list[int]:
-    args = candidate.facts["workload"]["args"]
-    last = args["ctx"] - args.get("m", 1) if "ctx" in args else 0
+    op = from_json(candidate.facts["workload"])
+    last = max(op.positions - op.m, 0)
     return list(dict.fromkeys(min(depth, last) for depth in DEPTHS))
 
 
