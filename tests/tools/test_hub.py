@@ -328,7 +328,7 @@ def test_a_terminal_shows_the_progress(server, tmp_path):
 
 def test_a_local_file_does_not_wait_for_the_hub(demo_gguf):
     code = (
-        "import sys; from mlc_amd.tools import models; models.source_path(sys.argv[1], None); "
+        "import sys; from mlc_amd.tools.hub import models; models.source_path(sys.argv[1], None); "
         "assert 'huggingface_hub' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(demo_gguf)], timeout=300, check=True)

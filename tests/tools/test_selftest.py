@@ -319,7 +319,8 @@ def test_a_lost_device_is_named_once(artifact, monkeypatch):
 def test_a_device_that_hangs_ends_the_process():
     program = (
         "import time\n"
-        "from mlc_amd.tools import selftest_limits, terminal\n"
+        "from mlc_amd.tools.checks import selftest_limits\n"
+        "from mlc_amd.tools.terminal import terminal\n"
         "watch = selftest_limits.Watch('a GPU', terminal.Status(), 0.2)\n"
         "with watch.over('kernel one'): pass\n"
         "with watch.over('kernel two'): time.sleep(600)\n"

@@ -39,7 +39,7 @@ SUFFIX = ".tar.zst"
 # folder.
 SOURCES = {
     "runtime": (("**/*.py",), ()),
-    "schedules": (("__init__.py", "attention.py", "formats.py", "rows.py"), ()),
+    "schedules": (("__init__.py", "formats.py", "operators/*.py"), ()),
     "tools": (
         ("*.py", "commands/*.py", "hub/*.py", "terminal/*.py", "measure/*.py", "checks/*.py", "reference/*.py"),
         (

@@ -65,11 +65,12 @@ def test_the_scales_that_a_thread_takes_fit_a_word(fmt, spans):
 
 SPARSE = """
 import sys
-from mlc_amd.schedules.gpu import arch as archs
+from mlc_amd.schedules.gpu.base import arch as archs
 from mlc_amd.compiler.tuning import search
+from mlc_amd.schedules.operators import GateUp
 from mlc_amd.schedules.space import space
-args = {"gate": "q4_0", "up": "q4_0", "n": 256, "k": 256, "m": 32, "layout_in": "half", "layout": "half"}
-workload, arch = operator("gate_up", args), archs.resolve("gfx1100")
+workload = GateUp(gate="q4_0", up="q4_0", n=256, k=256, m=32, layout_in="half", layout="half", act="silu")
+arch = archs.resolve("gfx1100")
 found = space(workload, arch)
 fastest = 1e-3 * (1 + min(p.tokens / p.columns for p in found.plans))
 for search.RANKED in map(int, sys.argv[1:]):
