@@ -14,7 +14,7 @@ from mlc_amd.compiler.codegen.target import Target
 from mlc_amd.compiler.functions import FunctionSpec, with_drafts
 from mlc_amd.compiler.models.build import build_module
 from mlc_amd.compiler.passes import fuse
-from mlc_amd.compiler.plan import Plan, make_plan
+from mlc_amd.compiler.plan import LaunchPlan, make_plan
 from mlc_amd.compiler.weights import WeightSource, weight_sources
 from mlc_amd.runtime.artifact.manifest import KvTensor
 from mlc_amd.runtime.errors import UserError
@@ -35,7 +35,7 @@ class Lowered:
     module: tvm.IRModule
     kept: list[KvTensor]
     weights: list[WeightSource]
-    plan: Plan
+    plan: LaunchPlan
 
 
 def lower(model, target: Target, ctx: int | None = None) -> Lowered:

@@ -26,7 +26,7 @@ from mlc_amd.runtime.host import available_threads
 from mlc_amd.runtime.options import CompileOptions
 
 
-class Progress(Protocol):
+class StageProgress(Protocol):
     def __call__(self, stage: str, done: int, total: int, /) -> None: ...
 
 
@@ -47,7 +47,7 @@ def compile_model(
     model,
     options: CompileOptions,
     out: Path,
-    progress: Progress | None = None,
+    progress: StageProgress | None = None,
     store: WeightStore | None = None,
 ) -> Summary:
     """Compiles `model` (a GGUFModel or a synthetic one) into the folder `out`. store: where packed weights may be that
@@ -92,7 +92,7 @@ class _Clock:
 
 
 def _write_weights(
-    lowered: Lowered, directory: Path, progress: Progress, matrices: bool, store: WeightStore | None
+    lowered: Lowered, directory: Path, progress: StageProgress, matrices: bool, store: WeightStore | None
 ) -> dict[str, str]:
     """Writes the weights and the tables by position into `directory`. matrices: whether the matrices, too; they then
     come from the store if it has them. Returns the SHA-256 of files that is known already."""

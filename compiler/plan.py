@@ -29,7 +29,7 @@ ALIGN = 64  # bytes, of every tensor in the arena: what vector loads and TVM's a
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     functions: dict[str, list[ManifestLaunch]]  # launches by function
     arena_bytes: int
 
@@ -59,7 +59,7 @@ def make_plan(
     parameters: dict[str, list],
     tensors: dict[str, list[str]],
     outputs: Mapping[str, Outputs] | None = None,
-) -> Plan:
+) -> LaunchPlan:
     """`parameters`: (kind, name) of each parameter, by function; `tensors`: names in the weights file by weight, one
     for each plane; `outputs`: (kind, name) of the returned tensors by function, by default those of the first OUTPUTS.
     UserError for an operator without a kernel, ValueError for a constant tensor, and for a returned one that no kernel
@@ -69,7 +69,7 @@ def make_plan(
     walkers = {
         name: _Walker(mod[name], parameters[name], tensors, outputs[name] if outputs else usual) for name in parameters
     }
-    return Plan(
+    return LaunchPlan(
         {name: walker.launches for name, walker in walkers.items()}, max(walker.arena for walker in walkers.values())
     )
 

@@ -1,7 +1,7 @@
 """Reads AMD code objects (HSACO), our own or anybody's: what their kernels need, how many waves fit, which instructions
 they use.
 
-In: the bytes of an ELF file for AMD GPUs. Out: a `CodeObject` with a `Kernel` for each kernel. Nothing here runs or
+In: the bytes of an ELF file for AMD GPUs. Out: a `CodeObject` with a `KernelCode` for each kernel. Nothing here runs or
 compiles code; `disassemble` calls llvm-objdump where there is one. Formats: LLVM's AMDGPUUsage, "Code Object" (ELF
 flags, note NT_AMDGPU_METADATA in MessagePack, version 3 and later).
 """
@@ -44,7 +44,7 @@ class Arg:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelCode:
     """Registers are per lane (VGPR, AGPR) or wave (SGPR); on gfx90a and later `vgprs` counts AGPRs too. lds, scratch
     (per lane), code and kernarg in bytes. spills: VGPRs, SGPRs spilled. threads: most of a workgroup."""
 
@@ -68,7 +68,7 @@ class CodeObject:
     """machine: gfx name, or "0x.." if unknown. kernels by name."""
 
     machine: str
-    kernels: dict[str, Kernel]
+    kernels: dict[str, KernelCode]
 
 
 def parse(data: bytes) -> CodeObject:
@@ -90,9 +90,9 @@ def parse(data: bytes) -> CodeObject:
     return CodeObject(MACHINES.get(flags & 0xFF, hex(flags & 0xFF)), kernels)
 
 
-def _kernel(item, code) -> Kernel:
+def _kernel(item, code) -> KernelCode:
     args = tuple(Arg(a.get(".name", ""), a[".value_kind"], a[".offset"], a[".size"]) for a in item.get(".args", []))
-    return Kernel(
+    return KernelCode(
         name=item[".name"],
         wave=item[".wavefront_size"],
         threads=item[".max_flat_workgroup_size"],
@@ -203,7 +203,7 @@ SGPRS, SGPR_UNIT = 800, 16  # of a SIMD before RDNA
 SIMDS, LDS_UNIT = 4, 512  # SIMDs that share LDS (a compute unit; a work-group processor on RDNA), bytes
 
 
-def occupancy(kernel: Kernel, arch: GpuArch, threads: int | None = None) -> tuple[int, str]:
+def occupancy(kernel: KernelCode, arch: GpuArch, threads: int | None = None) -> tuple[int, str]:
     """(waves that a SIMD holds at once, what limits them: "vgprs", "sgprs", "lds" or "waves") with workgroups of
     `threads` threads (default: the most that the kernel allows). 0 waves: a workgroup does not fit."""
     total, most, rdna = arch.registers - arch.code.accumulators, arch.code.most_waves, arch.wave == 32

@@ -90,7 +90,7 @@ def lower(name: str, func: tirx.PrimFunc, arch, target, leave_out=()) -> tuple[F
 
 
 def check_lds(name, device, arch):
-    """ValueError if the kernel's LDS buffers exceed what the arch gives a workgroup."""
+    """ValueError if the kernel's LDS buffers exceed what a workgroup of the arch may have."""
     sizes = []
 
     def visit(node):

@@ -1,5 +1,5 @@
-"""What AMD GPUs run for our SPIR-V, without such a GPU: Mesa's Vulkan driver RADV compiles kernels for a GPU that it is
-told to assume.
+"""What AMD GPUs run for our SPIR-V, without such a GPU: Mesa's Vulkan driver RADV compiles kernels for a GPU that the
+environment names.
 
 In: SPIR-V modules and the profile that they were made for. Out: a `Compiled` for each: registers, spills, LDS, scratch
 memory, the compiler's estimates, the ISA. That is the code that the GPU would run under that Mesa version, as RADV's
@@ -61,7 +61,7 @@ class Compiled:
     fixed number of times: they compare kernels of the same loops. assembly: LLVM's syntax from the label `<name>:`, ""
     if the driver was built without a disassembler."""
 
-    kernel: hsaco.Kernel
+    kernel: hsaco.KernelCode
     latency: int
     throughput: int
     assembly: str
@@ -108,11 +108,11 @@ def statistics(shaders: list[Shader], profile: Profile) -> Report:
         answers.append({"error": complaint})
         _, more, complaint = _child(driver, family, request[len(answers) :])
         answers += more
-    told = {shader.name: (shader, answer) for shader, answer in zip(shaders, answers, strict=True)}
+    shown = {shader.name: (shader, answer) for shader, answer in zip(shaders, answers, strict=True)}
     kernels = {
-        name: _compiled(shader, profile, answer) for name, (shader, answer) in told.items() if "error" not in answer
+        name: _compiled(shader, profile, answer) for name, (shader, answer) in shown.items() if "error" not in answer
     }
-    return Report(device, kernels, {name: answer["error"] for name, (_, answer) in told.items() if "error" in answer})
+    return Report(device, kernels, {name: answer["error"] for name, (_, answer) in shown.items() if "error" in answer})
 
 
 def find_driver() -> Path:
@@ -159,7 +159,7 @@ def _child(driver: Path, family: str, request: list[dict]) -> tuple[str, list[di
 
 def _compiled(shader: Shader, profile: Profile, answer: dict) -> Compiled:
     found = answer["statistics"]
-    kernel = hsaco.Kernel(
+    kernel = hsaco.KernelCode(
         name=shader.name,
         wave=profile.wave,
         threads=prod(shader.block),
@@ -169,7 +169,7 @@ def _compiled(shader: Shader, profile: Profile, answer: dict) -> Compiled:
         vgpr_spills=found["Spilled VGPRs"],
         sgpr_spills=found["Spilled SGPRs"],
         lds=found["LDS size"],
-        scratch=found["Scratch size"] // profile.wave,  # RADV tells that of a wave
+        scratch=found["Scratch size"] // profile.wave,  # RADV reports that of a wave
         code=found["Code size"],
         kernarg=shader.push,
         args=(),

@@ -1,5 +1,5 @@
-"""The child process of `radv`: has the Vulkan driver that the environment chose compile shaders, and tells what it says
-of them.
+"""The child process of `radv`: has the Vulkan driver that the environment chose compile shaders, and reports what it
+says of them.
 
 In: a JSON list of shaders on stdin (name, code in base64, block, push, wave). Out: JSON lines on stdout: {"device"},
 then for each shader {"statistics": {name: number}, "assembly"} or {"error"}. Ends with status UNUSABLE and a message
@@ -23,7 +23,7 @@ FAMILY = "RADV_FORCE_FAMILY"  # the driver's environment variable: the GPU to as
 EXTENSION, MATRICES = "VK_KHR_pipeline_executable_properties", "VK_KHR_cooperative_matrix"
 CAPTURE = 0x40 | 0x80  # VkPipelineCreateFlagBits: CAPTURE_STATISTICS, CAPTURE_INTERNAL_REPRESENTATIONS
 RADV = 3  # VkDriverId
-ASSEMBLY = b"Assembly"  # RADV's name of the text that tells the ISA
+ASSEMBLY = b"Assembly"  # RADV's name of the text with the ISA
 CALLS = {
     "vkGetPipelineExecutableStatisticsKHR": "ptr ptr ptr ptr",
     "vkGetPipelineExecutableInternalRepresentationsKHR": "ptr ptr ptr ptr",
@@ -126,7 +126,7 @@ class Compiler:
         return answer
 
     def _assembly(self, of) -> str:
-        """The driver is asked three times: how many texts there are, how long, and for the texts."""
+        """The driver is queried three times: how many texts there are, how long, and for the texts."""
         call, count = self.calls.vkGetPipelineExecutableInternalRepresentationsKHR, ctypes.c_uint32()
         call(self.device, byref(of), byref(count), None)
         items = (Representation * count.value)(*(Representation() for _ in range(count.value)))

@@ -1,7 +1,8 @@
 """Reads SPIR-V modules, our own or anybody's compute shaders: what they need of a device, and their text.
 
-In: a module's bytes. Out: `Facts`. Nothing here compiles code; `disassemble` and `validate` call SPIRV-Tools where they
-are installed. Format: Khronos's SPIR-V specification, 2.3 "Physical Layout of a SPIR-V Module and Instruction".
+In: a module's bytes. Out: `ModuleFacts`. Nothing here compiles code; `disassemble` and `validate` call SPIRV-Tools
+where they are installed. Format: Khronos's SPIR-V specification, 2.3 "Physical Layout of a SPIR-V Module and
+Instruction".
 """
 
 import shutil
@@ -37,7 +38,7 @@ CAPABILITIES = {
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModuleFacts:
     """block: local size (x, y, z). lds: bytes of workgroup memory. instructions: SPIR-V's, declarations among them.
     dot: packed dot products. matrix: cooperative matrix products. Capabilities by name, or number if unknown."""
 
@@ -50,7 +51,7 @@ class Facts:
     extensions: tuple[str, ...]
 
 
-def read(code: bytes) -> Facts:
+def read(code: bytes) -> ModuleFacts:
     """UserError if `code` is no SPIR-V module, or a damaged one."""
     try:
         return _facts(instructions(code))
@@ -73,7 +74,7 @@ def instructions(code: bytes) -> list[tuple[int, tuple[int, ...]]]:
     return found
 
 
-def _facts(instructions) -> Facts:
+def _facts(instructions) -> ModuleFacts:
     capabilities, extensions, block, lds = [], [], (1, 1, 1), 0
     sizes, constants, pointers = (
         {},
@@ -97,7 +98,7 @@ def _facts(instructions) -> Facts:
             lds += sizes[pointers[operands[0]][1]]
     counts = Counter(opcode for opcode, _ in instructions)
     dots = sum(counts[opcode] for opcode in DOTS)
-    return Facts(block, lds, len(instructions), dots, counts[MATRIX], tuple(capabilities), tuple(extensions))
+    return ModuleFacts(block, lds, len(instructions), dots, counts[MATRIX], tuple(capabilities), tuple(extensions))
 
 
 # bytes of a type: opcode -> f(operands, sizes of earlier types, integer constants). Types without a size, such as

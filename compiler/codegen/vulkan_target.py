@@ -60,6 +60,6 @@ class VulkanTarget(GpuTarget):
 
 def _here() -> str:
     """The profile of this machine's GPU. UserError without one."""
-    from mlc_amd.runtime.devices.vulkan.gpu import profile_here  # asks the driver: not before it is needed
+    from mlc_amd.runtime.devices.vulkan.gpu import profile_here  # queries the driver, so only when needed
 
     return profile_here()

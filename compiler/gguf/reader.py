@@ -1,7 +1,7 @@
 """Opens GGUF models: verified, read lazily.
 
 In: the path of a GGUF file, or of any part of a split one (`name-00001-of-00003.gguf`). Out: `GGUFModel`: metadata,
-`ModelConfig`, and `Tensor`s whose blocks are read when they are asked for. Any defect of the file is reported as a
+`ModelConfig`, and `Tensor`s whose blocks are read on demand. Any defect of the file is reported as a
 `UserError` of one line; an opened model has every tensor of its architecture, in the right shape and a supported
 format, within the file.
 

@@ -124,7 +124,7 @@ def _letters(number: int) -> str:
 
 
 def _tokenizer(vocab: int) -> dict[str, object]:
-    # The names that byte-level BPE gives to the 256 bytes, by way of GPT-2's table: printable ones are themselves.
+    # The names that byte-level BPE has for the 256 bytes, by way of GPT-2's table: printable ones are themselves.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [b for b in range(256) if b not in printable]
     tokens = [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))]
@@ -163,7 +163,7 @@ def _tensor(name: str, format: str, dims: tuple[int, ...], preset: Preset, seed:
     def fetch(start: int, stop: int) -> np.ndarray:
         rows = np.empty((stop - start, size), np.uint8)
         for first in range(start - start % group, stop, group):
-            # Always the whole group (but for the matrix's end), so that a row does not depend on what is asked for with
+            # Always the whole group (but for the matrix's end), so that a row does not depend on what is read with
             # it.
             drawn = _rows(
                 format,
@@ -206,7 +206,7 @@ def _rows(format: str, rows: int, columns: int, rng: np.random.Generator) -> np.
         low, share = either(values, scale)
         blocks[:, :number] = low + (rng.random((count, number), np.float32) < share)
         return blocks.reshape(rows, -1)
-    # Scales vary by a quarter around what gives the deviation; their random sign takes out the mean of the codes.
+    # Scales vary by a quarter around what yields the deviation; their random sign takes out the mean of the codes.
     vary = rng.random(count, np.float32) - np.float32(0.5)
     _set_scales(format, blocks, np.copysign(0.75 + np.abs(vary), vary) * np.float32(scale))
     return blocks.reshape(rows, -1)

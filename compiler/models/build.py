@@ -1,7 +1,7 @@
 """Relax functions of a model: `build_module` lets the architecture's decoder emit each of them.
 
 They return what runtime/artifact/io_buffers.py's OUTPUTS names: the logits and, unless they score, a token for each row
-of these and its log-probability; where the model has a predicting layer, what that reads and hands on, too.
+of these and its log-probability; where the model has a predicting layer, its input or output, too.
 """
 
 import tvm

@@ -43,7 +43,7 @@ class TemperatureConfig:
 class LatentConfig:
     """Keys and values of all heads compressed to one vector, the latent (multi-head latent attention, DeepSeek V2).
 
-    attn_kv_a_mqa gives `rank` columns, whose norm (attn_kv_a_norm) is the latent c, and the rotating columns of the
+    attn_kv_a_mqa produces `rank` columns, whose norm (attn_kv_a_norm) is the latent c, and the rotating columns of the
     key, which all heads share, and which without a rope do not rotate. Attention's key is [c | rotated], its value c,
     its query of a head [attn_k_b q | rotated] of that head's [q | columns to rotate]; attn_v_b makes the head's output
     of attention's result.
@@ -348,7 +348,7 @@ def attentions(config: ModelConfig) -> Iterator[AttentionConfig]:
 
 
 class Model(Protocol):
-    """A model as GGUFModel and synthetic ones have it: tensors by name, of which a graph asks shape, rows and
+    """A model as GGUFModel and synthetic ones have it: tensors by name, of which a graph reads shape, rows and
     format."""
 
     @property

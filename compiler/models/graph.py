@@ -151,7 +151,7 @@ class Graph:
         return self.bb.emit(OPS.concat([x, y], axis=1))
 
     def answers(self, x, name: str) -> relax.Var:
-        """The last norm, which keeps the rows whose logits the function gives: what follows computes no others."""
+        """The last norm, which keeps the rows whose logits the function returns: what follows computes no others."""
         y = self.norm(x, name, rows=self.spec.answers)
         if output_rows(self.spec.answers, self.m) not in (1, self.m):
             self.state = self.parameter("answers", "io", tensor_type((4,), "int32"))

@@ -10,7 +10,7 @@ where the embedding, the last norm and the last matrix are the decoder's if the 
 after that one, y takes the place of h, and the guessed token that of t.
 
 So llama.cpp computes it (graph_mtp in src/models/qwen35.cpp, glm4-moe.cpp, deepseek2.cpp): the decoder's h is the one
-after its last norm, and so is what a guess hands on. There the row of t stands at the position of t instead of p,
+after its last norm, and so is the output of a guess. There the row of t stands at the position of t instead of p,
 which is the same, as RoPE knows distances only.
 """
 

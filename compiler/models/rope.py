@@ -14,7 +14,7 @@ from mlc_amd.runtime.errors import UserError
 
 
 def position_table(config: ModelConfig, name: str, ctx: int, tensor: Callable[[str], np.ndarray]) -> np.ndarray:
-    """The table of that name (`graph.table_columns`), float32 [ctx, columns]. tensor: gives a tensor of the file."""
+    """The table of that name (`graph.table_columns`), float32 [ctx, columns]. tensor: returns a tensor of the file."""
     rope = config.ropes.get(name.removesuffix(".table"))
     if rope is None:
         return _temperatures(config, ctx)

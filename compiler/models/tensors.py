@@ -1,4 +1,4 @@
-"""The tensors of a decoder, as its `ModelConfig` tells: those in the file, and the parts of merged ones.
+"""The tensors of a decoder, as its `ModelConfig` has them: those in the file, and the parts of merged ones.
 
 Shapes are (columns,), (rows, columns) or (experts, rows, columns), rows = outputs. Names are llama.cpp's
 (src/llama-arch.cpp).

@@ -41,7 +41,7 @@ def decoder_layer(g: Graph, x, i: int, layer: LayerConfig):
 
 
 def residual_block(g: Graph, x, i: int, norms: Norms, block):
-    """x + after(block(before(x))) of layer i; `norms` names the weights, "" stands for no norm. block: gives terms,
+    """x + after(block(before(x))) of layer i; `norms` names the weights, "" stands for no norm. block: returns terms,
     whose sum is its result."""
     terms = block(g, g.norm(x, f"blk.{i}.{norms.before}") if norms.before else x, i)
     if norms.after:

@@ -102,13 +102,13 @@ class Record(Checked, Measured):
 
 
 @dataclass
-class Entry:
+class WorkloadRecords:
     """A workload and its records, by plan."""
 
     workload: Operator
     records: dict[str, Record] = field(default_factory=dict)
 
-    def refresh(self, found: Space | None) -> "Entry":
+    def refresh(self, found: Space | None) -> "WorkloadRecords":
         """Itself, with the default of the space `found` marked as the default: a former default is a plan like
         others."""
         if found:
@@ -163,7 +163,7 @@ def plan_text(plan: dict) -> str:
     return json.dumps(plan, separators=(",", ":"), sort_keys=True)
 
 
-def entries(arch, folder: Path | None = None) -> dict[Operator, Entry]:
+def entries(arch, folder: Path | None = None) -> dict[Operator, WorkloadRecords]:
     """The valid entries of an arch's folder, by default of the user's, which may be open for tuning elsewhere."""
     return entries_of(lines.read((folder or folder_of(arch)) / LOG)[0])[0]
 
@@ -175,19 +175,19 @@ def stale(line: Mapping[str, Any]) -> str:
     return "" if line.get("version", 0) == VERSION else "the kernels' plans have changed since"
 
 
-def entries_of(found_lines: Iterable[Mapping[str, Any]]) -> tuple[dict[Operator, Entry], list[str]]:
+def entries_of(found_lines: Iterable[Mapping[str, Any]]) -> tuple[dict[Operator, WorkloadRecords], list[str]]:
     """The entries of the lines that can be used today, and a note for each reason why others cannot.
 
     A line is {"op", "args", "version", "tvm"} and fields of a Record; without "seconds" it updates the record of its
     plan."""
-    found: dict[Operator, Entry] = {}
+    found: dict[Operator, WorkloadRecords] = {}
     ignored = Counter[str]()
     for line in found_lines:
         if why := stale(line):
             ignored[why] += "seconds" in line
             continue
         workload = from_json(line)
-        records = found.setdefault(workload, Entry(workload)).records
+        records = found.setdefault(workload, WorkloadRecords(workload)).records
         facts = {name: line[name] for name in Record.__dataclass_fields__ if name in line}
         plan = plan_text(line["plan"])
         if "seconds" in facts:
@@ -228,9 +228,9 @@ class Database(Closing):
         os.close(self._file)
         self._lock.close()
 
-    def entry(self, workload: Operator) -> Entry:
+    def entry(self, workload: Operator) -> WorkloadRecords:
         """The workload's valid records, to which more are added."""
-        return self.entries.setdefault(workload, Entry(workload)).refresh(space(workload, self.arch))
+        return self.entries.setdefault(workload, WorkloadRecords(workload)).refresh(space(workload, self.arch))
 
     def record(self, workload: Operator, plan: dict) -> Record:
         """KeyError for a plan that was not measured."""
@@ -266,7 +266,7 @@ class Database(Closing):
 
 def _check_header(folder: Path, arch) -> None:
     if (folder / HEADER).exists():
-        _check_arch(folder, json_files.read(folder / HEADER, lines.Header, lines.ADVICE), arch)
+        _check_arch(folder, json_files.read(folder / HEADER, lines.ArchLine, lines.ADVICE), arch)
 
 
 def _check_arch(path: Path, found: Mapping[str, Any], arch) -> None:
@@ -311,7 +311,7 @@ class Lookup:
         if mode not in MODES:
             raise UserError(f"--tuned {mode} is none of {', '.join(MODES)}")
         self.arch, self.notes = arch, []
-        self._found: dict[str, list[tuple[str, Entry]]] = {}
+        self._found: dict[str, list[tuple[str, WorkloadRecords]]] = {}
         if mode in ("user", "auto"):
             self._add("user", self._user, user or folder_of(arch))
         if mode in ("shipped", "auto"):
@@ -322,7 +322,7 @@ class Lookup:
         candidates = self._found.get(workload.key, [])
         found = space(workload, self.arch) if candidates else None
 
-        def distance(pair: tuple[str, Entry]) -> tuple:
+        def distance(pair: tuple[str, WorkloadRecords]) -> tuple:
             return pair[0] != "user", abs(math.log2(pair[1].workload.positions / workload.positions))
 
         for source, entry in sorted(candidates, key=distance):

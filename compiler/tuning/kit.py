@@ -101,7 +101,7 @@ class _TaskEntry(lines.About):
 
 class _Candidate(TypedDict):
     task: str
-    plan: lines.Plan
+    plan: lines.PlanFields
     reference: str
 
 

@@ -21,7 +21,7 @@ Ratio = Annotated[float, Meta(gt=0, le=1e9)]
 Figure = Annotated[float, Meta(ge=0, le=1e30)]
 Word = Annotated[str, Meta(max_length=100, pattern=r"^[ -~]*\Z")]  # that messages repeat
 Arguments = dict[str, Any]  # of a workload; what there is of each operator, kernels know
-Plan = dict[str, int]
+PlanFields = dict[str, int]
 
 
 class About(TypedDict):
@@ -31,10 +31,10 @@ class About(TypedDict):
     args: Arguments
 
 
-class Facts(TypedDict):
+class RecordLine(TypedDict):
     """Fields of database.Record."""
 
-    plan: Plan
+    plan: PlanFields
     seconds: NotRequired[Seconds | None]
     error: NotRequired[str]
     runs: NotRequired[list[Seconds]]
@@ -46,23 +46,23 @@ class Facts(TypedDict):
     deviation: NotRequired[Figure | None]
     gain: NotRequired[Ratio | None]
     default: NotRequired[bool]
-    over: NotRequired[Plan | None]
+    over: NotRequired[PlanFields | None]
     at: NotRequired[Figure]
 
 
-class Line(About, Facts):
+class Line(About, RecordLine):
     version: NotRequired[Annotated[int, Meta(ge=0, le=1 << 30)]]
     tvm: Word
 
 
-class Header(TypedDict):
+class ArchLine(TypedDict):
     """arch.json."""
 
     api: Word
     arch: Word
 
 
-class Shipped(Header):
+class Shipped(ArchLine):
     tvm: Word
     version: int
     records: list[Arguments]

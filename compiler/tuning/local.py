@@ -42,7 +42,7 @@ class Local(Closing):
         self._held = ExitStack()
         self.root = Path(root) if root else self._held.enter_context(temporary("tune"))
         self.builder, self.measurer = Builder(kind, arch, self.root, workers), measurer or Measurer(device)
-        self._untuned: dict[tuple, Path | str] = {}  # by (workload, None), as `Builder.build` gives them
+        self._untuned: dict[tuple, Path | str] = {}  # by (workload, None), as `Builder.build` returns them
 
     def close(self) -> None:
         self.builder.close()

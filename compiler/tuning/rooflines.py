@@ -13,7 +13,7 @@ from mlc_amd.runtime.folders import temporary
 from mlc_amd.runtime.gpus import ROOFLINE_CLOCK, UNIT_OPS
 from mlc_amd.runtime.measure.measurer import Measurer
 
-# Where neither a measurement nor a table tells: bytes and operations per second, for shares of the time.
+# Where neither a measurement nor a table has them: bytes and operations per second, for shares of the time.
 GUESS = 50e9, 500e9, 0.0
 # Operations per clock of a core, by its multipliers, and the clock: rough, from product pages. GPUs: runtime/gpus.py.
 CPU_OPS = {"Vnni512": 256, "Zen4": 128, "AvxVnni": 128, "Avx2": 64, "Portable": 16}

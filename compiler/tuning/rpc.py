@@ -30,7 +30,7 @@ from mlc_amd.runtime.measure.candidate import read
 
 WAIT = 120.0  # seconds without a server until a run gives up
 TRACKER = 10.0  # seconds that the tracker may take
-PATIENCE = 3.0  # seconds without a server until the user is told
+PATIENCE = 3.0  # seconds without a server until the user gets a message
 HOLD = 60.0  # seconds after which a server is released between two batches, for other runs
 PART = 8  # candidates that a server takes at once, at most
 MAX_LOSSES = 3  # of servers with a candidate: then it has failed
@@ -93,7 +93,7 @@ class Servers(Closing):
         self._busy: dict[Client, _Part] = {}
 
     def count(self) -> int:
-        """Servers with that key, as far as the tracker tells; at least 1."""
+        """Servers with that key, as far as the tracker knows; at least 1."""
         self._free()
         return self.known
 
@@ -148,7 +148,7 @@ class Servers(Closing):
     def _run(self, parts: list[_Part], note) -> None:
         """Until all parts are done; note(folder, result) for each result that is wanted."""
         run = _Run(parts, note)
-        alone, told = time.monotonic(), False  # since when there is no server
+        alone, reported = time.monotonic(), False  # since when there is no server
         try:
             while run.waiting or self._busy:
                 while run.waiting and self._idle:
@@ -159,12 +159,12 @@ class Servers(Closing):
                     self.recruit()
                 now = time.monotonic()
                 if self._busy or not all(server.looking for server in self._joining):
-                    alone, told = now, False
+                    alone, reported = now, False
                 elif now - alone > self.wait:
                     self.wait = min(self.wait, PATIENCE)  # only the first wait is long
                     raise NoServer(self._missing())
-                elif now - alone > PATIENCE and not told:
-                    told = True
+                elif now - alone > PATIENCE and not reported:
+                    reported = True
                     self.say(f"waiting up to {self.wait:.0f} s: {self._missing()}")
                 self._next_event(run)
         finally:

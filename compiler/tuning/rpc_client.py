@@ -39,7 +39,7 @@ class Client:
     """Starts its process, then takes a server: a server's password is good for some seconds only, less than a busy
     machine takes to start a process with TVM.
 
-    take: gives a free server's place, None if there is none. name: the server's, once it connects; since: when.
+    take: returns a free server's place, None if there is none. name: the server's, once it connects; since: when.
     looking: its process runs, and no server is free. dropped: it is released. After "refused" and "lost" it is of no
     more use.
     """

@@ -176,7 +176,7 @@ class Measuring:
         except UserError as e:
             self._news.put({"what": "refused", "why": str(e)})
         except Exception as e:
-            traceback.print_exc()  # a bug; the client is told, and the server continues
+            traceback.print_exc()  # a bug; the client gets a message, and the server continues
             self._news.put({"what": "refused", "why": f"{type(e).__name__}: {e}"})
 
     def _result(self, number: int, result: dict) -> None:

@@ -99,7 +99,7 @@ def features(workload: Operator, space: Space, plan, arch) -> np.ndarray:
     return np.array([*logs, *ratios, idle, len(workload.weights), max(bits), min(bits)], np.float32)
 
 
-class Model:
+class CostModel:
     """A cost model, which searches with the same type of plan share.
 
     searches: by their workload's text. untrained: by search, (MetaSchedule's candidates, results) to be trained with.
@@ -131,14 +131,21 @@ class Search:
     """
 
     def __init__(
-        self, workload: Operator, space: Space, arch, model: Model | None = None, measured=(), seed: int = 1, first=()
+        self,
+        workload: Operator,
+        space: Space,
+        arch,
+        model: CostModel | None = None,
+        measured=(),
+        seed: int = 1,
+        first=(),
     ):
         self.workload, self.space, self.arch, self.first = workload, space, arch, first
         self.seconds: dict = {}
         self.since_best = 0
         self._open: set = set()  # proposed and not reported
         self._random = random.Random(seed)
-        self._model, self._database = model or Model(), ms.database.MemoryDatabase()
+        self._model, self._database = model or CostModel(), ms.database.MemoryDatabase()
         self._model.searches[workload.text] = self
         self._mod, self._batch, self._seed = reference(workload), None, seed
         self._workload = self._database.commit_workload(self._mod)

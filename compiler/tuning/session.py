@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mlc_amd.compiler.tuning.database import Checked, Database, Measured, Record
-from mlc_amd.compiler.tuning.search import Model, Search
+from mlc_amd.compiler.tuning.search import CostModel, Search
 from mlc_amd.compiler.tuning.tasks import Task
 from mlc_amd.schedules.space import Space, space
 
@@ -44,7 +44,7 @@ class TuningSession:
         self.unverified: dict[tuple[Task, object], str] = {}
         self._slower = Counter()  # by task: plans that were not faster than the default in interleaved rounds
         self._searches: dict[Task, Search] = {}
-        models: dict[type, Model] = defaultdict(Model)
+        models: dict[type, CostModel] = defaultdict(CostModel)
         for task in tasks:
             if found := space(task.workload, arch):
                 past, number = database.entry(task.workload).known(found), seed + len(self._searches)

@@ -309,7 +309,7 @@ def sparse_gguf(path, metadata, format) -> int:
     config = read_config(metadata, {"output.weight"}, str(path))
 
     def nothing(start, stop):
-        raise AssertionError("weights must not be asked for")
+        raise AssertionError("weights must not be read")
 
     tensors = {
         name: Tensor(name, format if len(shape) == 2 else "f32", shape, nothing)

@@ -2,7 +2,7 @@
 hangs or allocates.
 
 Files are made by `make`, a writer of its own that can lie: it puts down whatever counts, types, dimensions and offsets
-it is told."""
+a test needs."""
 
 import itertools
 import os

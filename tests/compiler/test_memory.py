@@ -126,7 +126,7 @@ def test_a_cache_that_kernels_cannot_address_is_refused_at_once(monkeypatch, tmp
 
 
 def test_commands(demo_gguf, monkeypatch, capsys):
-    """`inspect` of a file tells the plan of another machine; the flag counts, and needs experts."""
+    """`inspect` of a file prints the plan of another machine; the flag counts, and needs experts."""
     assert cli.main(["inspect", str(demo_gguf), "--target", "rocm", "--arch", "7900xt", "--ctx", "512"]) == 0
     assert "fits      7900xt (20.00 GiB; 19.00 GiB usable) up to 2048 tokens" in capsys.readouterr().out
     monkeypatch.setitem(MEMORY, "7900xt", (1,))

@@ -13,19 +13,19 @@ from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.models.build import build_module
 from mlc_amd.compiler.passes import fuse
-from mlc_amd.compiler.weights import specs as weight_specs
+from mlc_amd.compiler.weights import weight_sources
 
 
 @pytest.fixture(scope="module")
 def planned():
-    """(plan, backend, model, specs) of functions of one row, and of single rows with a chunk."""
+    """(plan, backend, model, weights) of functions of one row, and of single rows with a chunk."""
     model, backend = synthetic("tiny-qwen3:q4_k"), CpuTarget("x86-64-v3")
     functions = [FunctionSpec("decode", 1, 1, "all"), FunctionSpec("mixed_64", 64, 8, "answers:8")]
     module, parameters = build_module(model, backend, functions, 64)
     module = backend.select_kernels(fuse(module, backend))
-    specs = weight_specs(model, backend, parameters, 64)
-    tensors = {name: [spec.name for spec in planes] for name, planes in specs.items()}
-    return planning.make_plan(module, parameters, tensors), backend, model, specs
+    weights = weight_sources(model, backend, parameters, 64)
+    tensors = {source.name: [spec.name for spec in source.planes] for source in weights}
+    return planning.make_plan(module, parameters, tensors), backend, model, weights
 
 
 def arena_range(arg) -> range:
@@ -55,7 +55,7 @@ def test_rows_and_pages_go_to_the_cache(planned):
 
 
 def test_every_weight_is_used_and_none_invented(planned):
-    plan, _, _, specs = planned
+    plan, _, _, weights = planned
     used = {
         arg[1]
         for launches in plan.functions.values()
@@ -63,7 +63,7 @@ def test_every_weight_is_used_and_none_invented(planned):
         for arg in launch["args"]
         if arg[0] == "weight"
     }
-    assert used == {spec.name for planes in specs.values() for spec in planes}
+    assert used == {spec.name for source in weights for spec in source.planes}
 
 
 def test_cache_is_written_and_read_in_place(planned):

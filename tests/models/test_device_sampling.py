@@ -65,8 +65,8 @@ def test_rows_of_a_step(device, kind, singles, chunk):
         device.write(which, arrays[which])
     device.run(name)
     logits = device.read("logits", n)[:, :vocab].copy()
-    asked = [cases.Row(row, s, recent) for row, s in zip(logits, SAMPLINGS[-n:], strict=True)]
-    cases.check(asked, device.read("sampled", n), device.read("logprobs", n))
+    requests = [cases.Row(row, s, recent) for row, s in zip(logits, SAMPLINGS[-n:], strict=True)]
+    cases.check(requests, device.read("sampled", n), device.read("logprobs", n))
 
 
 @pytest.mark.parametrize("kind", ["decode", "mixed_"])
@@ -88,11 +88,11 @@ def test_masked_rows_draw_as_the_host_does(device, kind):
             rows.write([TokenChoice(s, 0, [1] * 5, mask_words(m)) for s, m in zip(chosen, masks, strict=True)])
             device.run(name)
             logits = device.read("logits", len(chosen))[:, :vocab].copy()
-            asked = [
+            requests = [
                 cases.Row(row, s, allowed=mask, logprob=False)
                 for row, s, mask in zip(logits, chosen, masks, strict=True)
             ]
-            cases.check(asked, device.read("sampled", len(chosen)), device.read("logprobs", len(chosen)))
+            cases.check(requests, device.read("sampled", len(chosen)), device.read("logprobs", len(chosen)))
 
 
 class Walk:

@@ -22,7 +22,7 @@ class TestMoreOnGfx942(SameOnAll):
 
 
 # Each lane writes two accumulation registers to LDS, where the vector registers of these numbers hold something else,
-# and gives what lies there.
+# and returns what lies there.
 WRITE = """
 .amdgcn_target "amdgcn-amd-amdhsa--gfx942"
 .globl write

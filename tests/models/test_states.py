@@ -1,4 +1,4 @@
-"""Models whose layers keep a state for each sequence: any way through the cache gives the same logits, and sequences in
+"""Models whose layers keep a state for each sequence: any way through the cache has the same logits, and sequences in
 one step do not disturb one another."""
 
 import architectures

@@ -1,4 +1,4 @@
-"""Models with layers that see the last keys only, and keep no pages for others: any way through the cache gives the
+"""Models with layers that see the last keys only, and keep no pages for others: any way through the cache has the
 logits of the numpy reference, also where pages were released."""
 
 import numpy as np

@@ -39,7 +39,7 @@ class Compiled:
     """A function through a target: its plan and code. launches: of GPU targets, by kernel."""
 
     backend: object
-    plan: planning.Plan
+    plan: planning.LaunchPlan
     folder: object
     code: dict
     kernels: dict

@@ -37,8 +37,8 @@ def is_code_object(path: Path) -> bool:
 class GpuCode:
     """One code object and its assembly.
 
-    machine: gfx name. kernels: hsaco.Kernel by name; occupancies likewise (see `describe`). functions: assembly lines
-    by label, None if there is no way to get any. missing: why there is none, what to install; "" otherwise.
+    machine: gfx name. kernels: hsaco.KernelCode by name; occupancies likewise (see `describe`). functions: assembly
+    lines by label, None if there is no way to get any. missing: why there is none, what to install; "" otherwise.
     """
 
     def __init__(self, path: Path, launched: dict[str, int] | None = None):
@@ -63,7 +63,7 @@ class GpuCode:
             self.functions, self.missing = None, f"{error}{again}"
 
     def describe(self) -> dict:
-        """{"file", "machine", "kernels": [the fields of hsaco.Kernel and "workgroup", "occupancy", "instructions"]}."""
+        """{"file", "machine", "kernels": [fields of hsaco.KernelCode, "workgroup", "occupancy", "instructions"]}."""
         kernels = [
             asdict(kernel)
             | {
@@ -75,7 +75,7 @@ class GpuCode:
         ]
         return {"file": str(self.path), "machine": self.machine, "kernels": kernels}
 
-    def _occupancy(self, kernel: hsaco.Kernel) -> dict | None:
+    def _occupancy(self, kernel: hsaco.KernelCode) -> dict | None:
         """Waves that a SIMD holds and what limits them; None for a GPU that we do not know."""
         if self.machine not in ARCHS:
             return None

@@ -49,8 +49,8 @@ class SpirvCode:
 
     def describe(self) -> dict:
         """{"file", "machine", "compiler": RADV's name and version or None, "kernels": [{"name", "workgroup": threads,
-        "spirv": bytes and spirv_reader.Facts, and of those that it compiled: the fields of hsaco.Kernel, "occupancy",
-        "latency", "throughput" and "instructions"}]}."""
+        "spirv": bytes and spirv_reader.ModuleFacts, and of those that it compiled: the fields of hsaco.KernelCode,
+        "occupancy", "latency", "throughput" and "instructions"}]}."""
         compiler = self.report.device if self.report else None
         return {
             "file": str(self.path),

@@ -49,7 +49,7 @@ class SpirvKernel:
     reads, writes   numbers of the arguments that it reads and writes
     table           whether the only push constant is the address of a table of the arguments' addresses
     lds             bytes of shared memory
-    capabilities    what it asks of a device, by SPIR-V's names
+    capabilities    what it needs of a device, by SPIR-V's names
     """
 
     binary: bytes

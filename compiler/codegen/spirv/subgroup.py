@@ -144,7 +144,7 @@ class Subgroup(Intrinsics):
         return found
 
     def _reduce_through_memory(self, name, ty, value):
-        """Neighbours first, a few lanes at a time; all lanes add in the same order, which gives them the same bits."""
+        """Neighbours first, a few lanes at a time; all lanes add in the same order, so all have the same bits."""
         asm, stride = self.asm, 1
         while stride < self.profile.wave:
             count = min(AT_ONCE, self.profile.wave // stride)

@@ -9,7 +9,7 @@ import pytest
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mlc_amd.compiler.codegen.hsaco import Kernel, disassemble, instructions, occupancy, parse, unpack
+from mlc_amd.compiler.codegen.hsaco import KernelCode, disassemble, instructions, occupancy, parse, unpack
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base import device
@@ -107,7 +107,7 @@ def test_no_such_kernel(modules):
         instructions(modules["gfx1100"].assembly, "other")
 
 
-KERNEL = Kernel("k", 32, 256, 64, 0, 32, 0, 0, 0, 0, 0, 0, ())
+KERNEL = KernelCode("k", 32, 256, 64, 0, 32, 0, 0, 0, 0, 0, 0, ())
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What AMD's GPUs would run for our SPIR-V, as RADV compiles it without them; and `mlc-amd inspect` on vulkan
 artifacts.
 
-Skips without RADV, or with one that cannot be told which GPU to assume.
+Skips without RADV, or with one that cannot assume a GPU.
 """
 
 import itertools

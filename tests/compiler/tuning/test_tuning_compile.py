@@ -117,7 +117,7 @@ def test_every_arch_of_an_artifact_has_its_own_plans(gguf):
         lower(model, backend, CONTEXT)
     name, workload = next((n, w) for n, w in backend.workloads.items() if w.name == "linear" and w.args["m"] == 1)
     plan = replace(space(workload, backend.archs[1]).default, waves=1)
-    backend.plans["rdna2"] = lambda asked: (plan, "user") if asked == workload else (None, "default")
+    backend.plans["rdna2"] = lambda other: (plan, "user") if other == workload else (None, "default")
     assert backend.origins(name) == {
         "vangogh": {"from": "default", "plan": None},
         "rdna2": {"from": "user", "plan": asdict(plan)},

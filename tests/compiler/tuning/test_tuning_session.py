@@ -173,19 +173,19 @@ NOTHING_TO_CHECK_WITH = "there is no GPU here"
 
 
 def test_what_nothing_can_check_is_not_wrong_and_never_used(tmp_path):
-    tasks, asked = [Task(linear()), Task(linear(8192))], []
+    tasks, verified = [Task(linear()), Task(linear(8192))], []
 
     def verify(workload, plan):
-        asked.append((workload.key, plan))
+        verified.append((workload.key, plan))
         return Checked("", False, error=NOTHING_TO_CHECK_WITH)
 
     with Database(GFX, tmp_path) as database:
         session = TuningSession(tasks, GFX, database)
         run(session, Bench(), verify, trials=90)
         unverified = {(task.workload.key, plan) for task, plan in session.unverified}
-        assert session.refuted == 0 and unverified == set(asked)
+        assert session.refuted == 0 and unverified == set(verified)
         assert (
-            len(asked) == len(session.unverified) == 2
+            len(verified) == len(session.unverified) == 2
         )  # not every plan that is faster than the default: they would fare the same
         assert set(session.unverified.values()) == {NOTHING_TO_CHECK_WITH}
         records = [record for task in tasks for record in database.entry(task.workload).records.values()]
@@ -193,25 +193,25 @@ def test_what_nothing_can_check_is_not_wrong_and_never_used(tmp_path):
             database.entry(task.workload).winner.default for task in tasks
         )
     assert Lookup(GFX, "user", user=tmp_path).find(tasks[0].workload)[0] is None
-    with Database(GFX, tmp_path) as database:  # the next run asks again, and here they can be checked
+    with Database(GFX, tmp_path) as database:  # the next run verifies again, and here they can be checked
         session = TuningSession(tasks, GFX, database)
-        assert {(task.workload.key, plan) for task, plan in session.unchecked()} == set(asked)
+        assert {(task.workload.key, plan) for task, plan in session.unchecked()} == set(verified)
         run(session, Bench(), right, trials=1)
         assert not session.unverified and not any(database.entry(task.workload).winner.default for task in tasks)
 
 
 def test_where_one_plan_cannot_be_checked_the_next_best_is(tmp_path):
-    task, asked = Task(linear()), []
+    task, verified = Task(linear()), []
 
     def verify(workload, plan):
-        asked.append(plan)
-        return Checked("", False, error="it does not build again") if len(asked) == 1 else right(workload, plan)
+        verified.append(plan)
+        return Checked("", False, error="it does not build again") if len(verified) == 1 else right(workload, plan)
 
     with Database(GFX, tmp_path) as database:
         session = TuningSession([task], GFX, database)
         run(session, Bench(), verify, trials=40)
         ranked = sorted(database.entry(task.workload).records.values(), key=lambda record: record.seconds)
-        assert [record.plan for record in ranked[:2]] == [asdict(plan) for plan in asked]
+        assert [record.plan for record in ranked[:2]] == [asdict(plan) for plan in verified]
         assert (
             database.entry(task.workload).winner == ranked[1] and session.refuted == 0 and len(session.unverified) == 1
         )
