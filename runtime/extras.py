@@ -65,8 +65,8 @@ def extras() -> list[dict[str, object]]:
     name."""
     found = []
     for extra in dict.fromkeys(package.extra for package in PACKAGES.values()):
-        its = {module: package for module, package in PACKAGES.items() if package.extra == extra}
-        missing = {package.name: package.purpose for module, package in its.items() if not installed(module)}
-        present = [package.name for package in its.values() if package.name not in missing]
+        packages = {module: package for module, package in PACKAGES.items() if package.extra == extra}
+        missing = {package.name: package.purpose for module, package in packages.items() if not installed(module)}
+        present = [package.name for package in packages.values() if package.name not in missing]
         found.append({"extra": extra, "packages": present, "missing": missing})
     return found

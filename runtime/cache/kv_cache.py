@@ -14,7 +14,7 @@ import numpy as np
 
 from mlc_amd.runtime.cache.pages import CELL_COLUMNS, PAGE, STATE, PagePool
 from mlc_amd.runtime.cache.prefixes import PrefixIndex
-from mlc_amd.runtime.cache.sequence import GONE, Sequence
+from mlc_amd.runtime.cache.sequence import RELEASED, Sequence
 
 
 class KvUsage(NamedTuple):
@@ -138,7 +138,7 @@ class KvCache:
         if pages := sequence.pages[span][at:]:
             row = self.page_tables[span][sequence.slot, at : at + len(pages)]
             row[:] = pages
-            row[row == GONE] = 0
+            row[row == RELEASED] = 0
             self._changed.add(span)
 
 

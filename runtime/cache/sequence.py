@@ -26,7 +26,7 @@ SingleRow = tuple[int, int, int]  # of a step: token, position, slot
 ChunkRows = tuple[SequenceOf[int] | np.ndarray, int, int]  # of a step: tokens, position of the first, slot
 SNAPSHOT_PART = 2  # of the cells, one of so many is reserved for snapshots, not for guesses
 SNAPSHOTS = 512  # tokens between snapshots of the state of a sequence that continues
-GONE = -1  # instead of a page that was released because no later row sees it
+RELEASED = -1  # instead of a page that was released because no later row sees it
 
 
 class PageStore(Protocol):
@@ -47,7 +47,7 @@ class Sequence:
 
     tokens      all ids
     computed    the first `computed` of them have keys in the cache
-    pages       span -> the page of each block of PAGE positions, or GONE; pages beyond `computed` are reserved
+    pages       span -> the page of each block of PAGE positions, or RELEASED; pages beyond `computed` are reserved
     state       of layers that keep one; None for models without
     slot        the row of the page tables, while the sequence has one: see `Cache.assign_slots`
 
@@ -59,8 +59,8 @@ class Sequence:
         "_capacity",
         "_complete",
         "_digests",
-        "_gone",
         "_matched",
+        "_released",
         "cache",
         "computed",
         "pages",
@@ -79,7 +79,7 @@ class Sequence:
         self._capacity = 0  # positions that have pages
         self._complete = 0  # complete pages, all of them indexed: computed // PAGE
         self._matched = 0  # of these, found in the index
-        self._gone = dict.fromkeys(cache.pools, 0)  # number of first pages that are released
+        self._released = dict.fromkeys(cache.pools, 0)  # number of first pages that are released
         self._digests: list[PrefixDigest] = []  # of the first complete pages of `tokens`, as far as they were needed
 
     @property
@@ -233,11 +233,11 @@ class Sequence:
         self._complete = complete
         for span, pages in self.pages.items():
             first = first_page(span, complete)
-            for i in range(self._gone[span], first):
+            for i in range(self._released[span], first):
                 # A page that several sequences began with may be needed again: it is kept longer than others.
                 self.cache.pools[span].release(pages[i], soon=i >= self._matched)
-                pages[i] = GONE
-            self._gone[span] = first
+                pages[i] = RELEASED
+            self._released[span] = first
 
     # ---- prefixes
 
@@ -296,8 +296,8 @@ class Sequence:
         if cell is not None and self.state:
             self.state.take(cell)
         for span, found in pages.items():
-            self._gone[span] = n - len(found)
-            self._set(span, [GONE] * self._gone[span] + found)
+            self._released[span] = n - len(found)
+            self._set(span, [RELEASED] * self._released[span] + found)
         self._complete = self._matched = n
         self.computed = self._capacity = n * PAGE
 
@@ -310,9 +310,9 @@ class Sequence:
             return other
         n = other._complete = other._matched = self._complete
         for span, pages in self.pages.items():
-            other._gone[span] = self._gone[span]
+            other._released[span] = self._released[span]
             other._set(span, pages[:n])
-            for page in other.pages[span][self._gone[span] :]:
+            for page in other.pages[span][self._released[span] :]:
                 self.cache.pools[span].retain(page)
         other.computed = other._capacity = n * PAGE
         other._digests = self._digests[:]
@@ -336,7 +336,7 @@ class Sequence:
             return
         kept = n if n >= self._complete * PAGE else n // PAGE * PAGE
         complete = kept // PAGE
-        whole = all(self._gone[span] <= first_page(span, complete) for span in self.pages)
+        whole = all(self._released[span] <= first_page(span, complete) for span in self.pages)
         self._cut(-(-kept // PAGE) if whole else 0)
         if whole:
             self.computed, self._complete, self._matched = kept, complete, min(self._matched, complete)
@@ -368,7 +368,7 @@ class Sequence:
         for span, pages in self.pages.items():
             pool = self.cache.pools[span]
             # The last page first: it is useless without those before it, so it must be allocated before them.
-            for i in range(len(pages) - 1, max(n, self._gone[span]) - 1, -1):
+            for i in range(len(pages) - 1, max(n, self._released[span]) - 1, -1):
                 pool.release(pages[i])
             del pages[n:]
         self._capacity = min(self._capacity, n * PAGE)
@@ -376,7 +376,7 @@ class Sequence:
             if self.state:
                 self.state.drop()
             self.computed = self._complete = self._matched = 0
-            self._gone = dict.fromkeys(self._gone, 0)
+            self._released = dict.fromkeys(self._released, 0)
 
     # ---- helpers
 

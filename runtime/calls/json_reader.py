@@ -94,12 +94,12 @@ class TextReader:
 
     def take(self, pattern: re.Pattern[str]) -> Reading[str]:
         """Reads all characters that the pattern, a repeated class of characters, matches; perhaps none."""
-        taken = []
+        pieces = []
         while (yield from self.peek()):
-            taken.append(self.arrived(pattern))
+            pieces.append(self.arrived(pattern))
             if self._at < len(self._text):
                 break
-        return "".join(taken)
+        return "".join(pieces)
 
     def space(self) -> Reading[str]:
         """Reads white space."""

@@ -242,17 +242,17 @@ class CallParser:
 
     def _take(self) -> list[Event]:
         """The events so far; pieces of the same part and of the same arguments are one."""
-        taken: list[Event] = []
+        merged: list[Event] = []
         for event in self._events:
-            last = taken[-1] if taken else None
+            last = merged[-1] if merged else None
             if isinstance(event, CallArguments) and isinstance(last, CallArguments):
-                taken[-1] = CallArguments(event.number, last.text + event.text)
+                merged[-1] = CallArguments(event.number, last.text + event.text)
             elif isinstance(event, AnswerPart) and isinstance(last, AnswerPart) and event.kind == last.kind:
-                taken[-1] = AnswerPart(event.kind, last.text + event.text)
+                merged[-1] = AnswerPart(event.kind, last.text + event.text)
             else:
-                taken.append(event)
+                merged.append(event)
         self._events = []
-        return taken
+        return merged
 
     def _emit(self, event: CallEvent) -> None:
         if isinstance(event, CallBegin):

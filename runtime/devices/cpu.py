@@ -59,12 +59,12 @@ class Kernels:
         global _pool
         self._module, self._library = _load(path)
         _pool = _pool or self._library
-        for theirs, ours in _CALLS.items():
+        for name, implementation in _CALLS.items():
             try:
-                pointer = ctypes.c_void_p.in_dll(self._library, f"__{theirs}")
+                pointer = ctypes.c_void_p.in_dll(self._library, f"__{name}")
             except ValueError:  # none of its kernels calls it
                 continue
-            pointer.value = _address(getattr(_pool, ours))
+            pointer.value = _address(getattr(_pool, implementation))
 
     def call(self, name: str, tensors: list) -> "KernelCall | None":
         """A call of a kernel with these arguments, arrays of tvm_ffi, which are not checked; None for a name that is

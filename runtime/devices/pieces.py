@@ -62,9 +62,9 @@ class _Cost:
     @classmethod
     def of(cls, entry: Mapping, rows: int, bandwidth: float) -> "_Cost":
         """entry: of the manifest's kernels; rows: that its operations are for."""
-        moved, made, rate = entry["bytes"], entry["operations"], OPERATIONS * bandwidth
-        row = moved["token"] / bandwidth + made["call"] / rows / rate
-        return cls(moved["call"] / bandwidth, row, moved["key"] / bandwidth, made["score"] / rate, entry["keys"])
+        moved, operations, rate = entry["bytes"], entry["operations"], OPERATIONS * bandwidth
+        row = moved["token"] / bandwidth + operations["call"] / rows / rate
+        return cls(moved["call"] / bandwidth, row, moved["key"] / bandwidth, operations["score"] / rate, entry["keys"])
 
     def seconds(self, before: np.ndarray, places: np.ndarray) -> tuple[float, float]:
         """(the cost that does not depend on positions, the cost that does). before: number of keys before the rows of

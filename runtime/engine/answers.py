@@ -205,11 +205,11 @@ class Answer:
         """The pieces since the last call. The error that ended it, once all are taken."""
         with self._lock:
             self._decode()
-            taken = [self._pieces.popleft() for _ in range(len(self._pieces))]
-        if not taken and self.error:
+            pieces = [self._pieces.popleft() for _ in range(len(self._pieces))]
+        if not pieces and self.error:
             error, self.error = self.error, None
             raise error
-        return taken
+        return pieces
 
     # ---- with the lock
 
@@ -226,12 +226,12 @@ class Answer:
         """Makes pieces of the held tokens whose text is certain; last: of all, as no more follow. Returns whether there
         is a stop text."""
         text, stopped, _ = split_at("".join(text for _, text in self._held), self._stop, last)
-        every, left, made = last or stopped is not None, len(text), 0
+        every, left, count = last or stopped is not None, len(text), 0
         for chosen, own in self._held if every or not self._decoder.incomplete else self._held[:-1]:
             if len(own) > left and not every:
                 break
             self._pieces.append(Piece(chosen.token, own[:left], self.index, chosen.logprob, chosen.top))
-            left, made = max(left - len(own), 0), made + 1
-        del self._held[:made]
+            left, count = max(left - len(own), 0), count + 1
+        del self._held[:count]
         self.stats.stop = stopped
         return stopped is not None

@@ -163,10 +163,10 @@ class Conversation:
         question = Message(role="user", content=text)
         messages, prompt, ids = self._fit([*self.messages, question], max_tokens, variables)
         template, parser = self.engine.chat_template, self.format.parser(prompt)
-        shown, hidden, made = "", False, []
+        shown, hidden, generated = "", False, []
         pieces = self._generation = self.engine.generate(ids, sampling, max_tokens, stops, self.format.marks, progress)
         try:
-            for part in _parts(pieces, parser, made):
+            for part in _parts(pieces, parser, generated):
                 if part.kind != "final":
                     hidden = True
                     yield part
@@ -181,8 +181,8 @@ class Conversation:
         self.dropped += len(self.messages) + 1 - len(messages)
         self.messages = [*messages, {"role": "assistant", "content": shown.rstrip() if template.is_fallback else shown}]
         self._rendered, self._rendered_ids = Traced(), []
-        if self.engine.tokenizer.decode(made, continues=True) == shown:
-            self._rendered, self._rendered_ids = prompt + shown, ids + made
+        if self.engine.tokenizer.decode(generated, continues=True) == shown:
+            self._rendered, self._rendered_ids = prompt + shown, ids + generated
 
     def _fit(
         self, messages: list[Message], max_tokens: int | None, variables: Mapping[str, Any]
@@ -279,9 +279,9 @@ def _final(parts: Generator[reasoning.AnswerPart, None, None]) -> Generator[str,
                 yield part.text
 
 
-def _parts(pieces: Iterator[Piece], parser: reasoning.Parser, made: list[int]) -> Iterator[reasoning.AnswerPart]:
-    """The parts of a generated text; its ids are appended to `made`."""
+def _parts(pieces: Iterator[Piece], parser: reasoning.Parser, generated: list[int]) -> Iterator[reasoning.AnswerPart]:
+    """The parts of a generated text; its ids are appended to `generated`."""
     for piece in pieces:
-        made.append(piece.id)
+        generated.append(piece.id)
         yield from parser.feed(piece.text)
     yield from parser.finish()

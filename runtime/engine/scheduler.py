@@ -66,11 +66,11 @@ class Scheduler:
             raise UserError("nothing to evaluate: the prompt has no tokens")
         if self.waiting >= self.limits.queue:
             raise QueueFull(f"{self.waiting} requests are waiting already: try again later")
-        longest, given = self.cache.longest, len(request.prompt)
-        most = longest - given + 1  # the last token is not computed
+        longest, tokens = self.cache.longest, len(request.prompt)
+        most = longest - tokens + 1  # the last token is not computed
         if most < (request.max_tokens or 1):
             raise ContextFull(
-                f"{given} tokens of prompt and {request.max_tokens or 1} to generate do not fit the KV cache, which "
+                f"{tokens} tokens of prompt and {request.max_tokens or 1} to generate do not fit the KV cache, which "
                 f"holds {longest} tokens of one sequence",
                 "shorten the prompt, ask for fewer tokens, or load the model with a larger context",
             )

@@ -92,10 +92,10 @@ class Child:
         code = process.wait()
         errors.seek(max(errors.seek(0, os.SEEK_END) - STDERR, 0))
         lines = errors.read().decode(errors="replace").splitlines()
-        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         self.close()
-        return f"{how}: {said}" if said else how
+        return f"{how}: {last}" if last else how
 
     def close(self) -> None:
         """Ends the child, in any state."""

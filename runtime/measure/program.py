@@ -48,10 +48,10 @@ class MeasureProgram:
         parts = [folders] if request["together"] else [[folder] for folder in folders]
         for part in parts:
             answer({"doing": part})
-            made = timing.Bench(self.backend, [read(folder) for folder in part])
-            for i, error in made.failures.items():
+            bench = timing.Bench(self.backend, [read(folder) for folder in part])
+            for i, error in bench.failures.items():
                 answer({"result": {"error": error}, "folder": part[i]})
-            made.measure(
+            bench.measure(
                 lambda i, part=part: answer({"doing": [part[i]]}),
                 lambda i, result, part=part: answer({"result": result | {"error": None}, "folder": part[i]}),
             )
@@ -61,9 +61,9 @@ class MeasureProgram:
         answer({"done": True} | compare_candidates(self.backend, *map(read, request["compare"])))
 
     def _interleaved(self, request: dict, answer) -> None:
-        made = timing.Bench(self.backend, [read(folder) for folder in request["interleaved"]])
-        seconds = [] if made.failures else np.median(made.interleaved(), axis=0).tolist()
-        answer({"done": True, "failures": list(made.failures.values()), "seconds": seconds})
+        bench = timing.Bench(self.backend, [read(folder) for folder in request["interleaved"]])
+        seconds = [] if bench.failures else np.median(bench.interleaved(), axis=0).tolist()
+        answer({"done": True, "failures": list(bench.failures.values()), "seconds": seconds})
 
 
 def compare_candidates(backend, untuned, tuned) -> dict:
@@ -73,14 +73,14 @@ def compare_candidates(backend, untuned, tuned) -> dict:
     nothing = {"deviation": None, "gain": None}
     if untuned.group != tuned.group:
         return nothing | {"error": "the two kernels do not have the same parameters"}
-    made = timing.Bench(backend, [untuned, tuned])
-    if made.failures:
-        return nothing | {"error": "; ".join(made.failures.values())}
+    bench = timing.Bench(backend, [untuned, tuned])
+    if bench.failures:
+        return nothing | {"error": "; ".join(bench.failures.values())}
     worst, wrong = 0.0, []
     for state in tuned.facts["states"]:
-        expected, failed = made.outputs(0, state), []
+        expected, failed = bench.outputs(0, state), []
         for time in range(TIMES):
-            share, why = compare.differences(tuned, state, expected, made.outputs(1, state, again=time > 0))
+            share, why = compare.differences(tuned, state, expected, bench.outputs(1, state, again=time > 0))
             worst = max(worst, share)
             failed += [why] if why else []
         if failed:
@@ -88,7 +88,7 @@ def compare_candidates(backend, untuned, tuned) -> dict:
                 f", in {len(failed)} of {TIMES} runs: a race?" if len(failed) < TIMES else ""
             )
             wrong += [f"{text} ({where})" for text in failed[0]]
-    gain = None if wrong else made.gain()
+    gain = None if wrong else bench.gain()
     return {"deviation": float(worst) if np.isfinite(worst) else None, "error": "; ".join(wrong), "gain": gain}
 
 

@@ -41,20 +41,20 @@ class DraftModel:
         for request, (choice, _) in wanted.items():
             self._follow(request, choice.tokens)
         found: dict[Request, list[int]] = {request: [] for request in wanted}
-        going = dict(wanted)
-        while step := self._fitting(going, wanted):
+        unfinished = dict(wanted)
+        while step := self._fitting(unfinished, wanted):
             for request, token in zip(step, self._step(step, wanted), strict=True):
                 if token < 0:  # a logit is not a finite number
                     return {}
                 found[request].append(token)
                 self._sequences[request].append((token,))
-            going = {request: wanted[request] for request in step if len(found[request]) < wanted[request][1]}
+            unfinished = {request: wanted[request] for request in step if len(found[request]) < wanted[request][1]}
         return {request: guesses for request, guesses in found.items() if guesses}
 
-    def _fitting(self, going: Iterable[Request], wanted: Collection[Request]) -> list[Request]:
+    def _fitting(self, unfinished: Iterable[Request], wanted: Collection[Request]) -> list[Request]:
         """Those whose rows fit a step."""
         rows, found = self._runner.functions.single_rows, []
-        for request in going:
+        for request in unfinished:
             sequence = self._sequences[request]
             if sequence.pending <= rows and self._reserve(sequence, wanted):
                 found.append(request)

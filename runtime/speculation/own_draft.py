@@ -76,19 +76,19 @@ class OwnDraft:
             if rows and 0 <= last < len(rows.guesses) and rows.guesses[last] >= 0:
                 found[request], sources[request] = [rows.guesses[last]], rows.first + last
         self._rows = {}
-        going = list(found)
-        while going := [request for request in going if len(found[request]) < self._most(request, wanted)]:
+        unfinished = list(found)
+        while unfinished := [request for request in unfinished if len(found[request]) < self._most(request, wanted)]:
             rows = []
-            for request in going:
+            for request in unfinished:
                 sequence = request.sequence
                 assert sequence
                 position = sequence.computed - 1 + len(found[request])
                 rows.append((found[request][-1], position, sequence.table_row))
-            guesses = self._runner.chain(rows, [sources[request] for request in going])
-            for row, (request, guess) in enumerate(zip(going, guesses, strict=True)):
+            guesses = self._runner.chain(rows, [sources[request] for request in unfinished])
+            for row, (request, guess) in enumerate(zip(unfinished, guesses, strict=True)):
                 sources[request] = row
                 found[request] += [guess] if guess >= 0 else []
-            going = [request for request, guess in zip(going, guesses, strict=True) if guess >= 0]
+            unfinished = [request for request, guess in zip(unfinished, guesses, strict=True) if guess >= 0]
         return found
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The helper of programs that fuzz: each way to end is told from the others, and runs continue."""
+"""The helper of fuzzing programs: each kind of end is distinguished, and runs continue."""
 
 import os
 import signal

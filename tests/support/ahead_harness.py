@@ -1,4 +1,4 @@
-"""Steps that begin before the one in progress is done, for tests on the CPU."""
+"""Steps that start while another one is in progress, for tests on the CPU."""
 
 from collections import deque
 
@@ -7,9 +7,9 @@ from mlc_amd.runtime.engine.engine import Engine
 
 
 def computes_ahead(engine: Engine, monkeypatch) -> list[str]:
-    """Makes a CPU compute each step when it is begun, also behind one whose results the host has not read yet: what a
-    GPU does, in its order. Returns the functions that began behind another, which grows."""
-    device, outputs, behind = engine.device, deque(), []
+    """Makes a CPU compute each step when it starts, also while the results of the one before are not read: in the order
+    of a GPU. Returns the growing list of the functions that started ahead."""
+    device, outputs, started_ahead = engine.device, deque(), []
     read, rows = device.read, {name: of["logits"] for name, of in device.artifact.manifest["functions"].items()}
 
     def compute_now(name):
@@ -17,7 +17,7 @@ def computes_ahead(engine: Engine, monkeypatch) -> list[str]:
         outputs.append({of: read(of, rows[name]).copy() for of in OUTPUTS})
 
     def start(name, meanwhile=None):
-        outputs.clear()  # of runs that nobody waited for
+        outputs.clear()  # of runs without a wait
         if meanwhile:
             meanwhile()
         compute_now(name)
@@ -26,7 +26,7 @@ def computes_ahead(engine: Engine, monkeypatch) -> list[str]:
         assert len(outputs) == 1
         sampled = outputs[-1]["sampled"]
         device.write("tokens", sampled)
-        behind.append(name)
+        started_ahead.append(name)
         if not late:
             compute_now(name)
 
@@ -47,7 +47,7 @@ def computes_ahead(engine: Engine, monkeypatch) -> list[str]:
         run(*arguments)
 
     monkeypatch.setattr(device, "run", run_alone)
-    return behind
+    return started_ahead
 
 
 def assert_nothing_is_held(engine: Engine) -> None:

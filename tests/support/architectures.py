@@ -176,7 +176,7 @@ def _predictor(layer: int, *own: str) -> tuple[str, ...]:
     return tuple(f"blk.{layer}.{name}.weight" for name in names)
 
 
-# with a layer of multi-token prediction behind the others
+# with a layer of multi-token prediction after the others
 PREDICTING: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "qwen35": (DELTA_NET | {"block_count": 3, "nextn_predict_layers": 1}, _predictor(2, "shared_head_norm")),
     "glm4moe": (
@@ -198,8 +198,8 @@ def predicting(name: str) -> GGUFModel:
 
 def referenced(shared: Path, name: str, path: Path) -> tuple[dict, dict[str, np.ndarray]]:
     """Writes a random f16 model of an architecture, 512 tokens of context, to `path` (GGUF). shared: the folder of
-    reference data. Gives what is known of the model and, computed by llama.cpp from the same weights in float32, the
-    logits [n, vocab] behind the n `positions` of `ids`."""
+    reference data. Returns its description and, computed by llama.cpp from the same weights in float32, the logits
+    [n, vocab] after the n `positions` of `ids`."""
     folder = shared / "archs"
     facts = json.loads((folder / "refs" / f"{name}-0.json").read_text())
     command = [sys.executable, str(folder / "mkarch.py"), name, str(path), "--variant", "0", "--seed", facts["seed"]]

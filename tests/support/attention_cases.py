@@ -2,7 +2,7 @@
 
 Every case has rows in the middle of sequences: single rows, each of another sequence, and a chunk of one more. Their
 pages lie in the cache in random order, and there are more of them than kernels are declared for. The cache contains
-stale finite numbers behind the rows and in front of what a sequence's first row sees, table entries there are those of
+stale finite numbers after the rows and in front of what a sequence's first row sees, table entries there are those of
 any page, and queries of rows that are not live are not numbers: none of that may matter nor change.
 """
 

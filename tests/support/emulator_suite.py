@@ -2,7 +2,7 @@
 are marked full.
 
 The emulator compiles an instruction set's operations once a process, which takes most of the time. So each set has a
-file, which pytest-xdist gives to one worker: test_emulator_gfx1100.py and so on derive from `OnArch` and `SameOnAll`.
+file, which one worker of pytest-xdist runs: test_emulator_gfx1100.py and so on derive from `OnArch` and `SameOnAll`.
 """
 
 from typing import ClassVar

@@ -1,16 +1,16 @@
 """A model of what the pages of a cache contain: every position of a page holds the chain of tokens that was computed
-there, exactly, so that a key of a wrong token, or of the right token behind wrong ones, is found."""
+there, exactly, so that a key of a wrong token, or of the right token after wrong ones, is found."""
 
 from collections.abc import Iterable, Iterator
 
 from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.pages import PAGE, STATE
 from mlc_amd.runtime.cache.prefixes import first_page
-from mlc_amd.runtime.cache.sequence import GONE, Sequence
+from mlc_amd.runtime.cache.sequence import RELEASED, Sequence
 
 
 def chains(tokens: Iterable[int], chain: int = 0) -> Iterator[int]:
-    """Of the tokens behind `chain`: a number for the first one, for the first two, .."""
+    """Of the tokens after `chain`: a number for the first one, for the first two, .."""
     for token in tokens:
         chain = hash((chain, token))
         yield chain
@@ -27,10 +27,10 @@ class PagedModel:
     def __init__(self, cache: KvCache) -> None:
         self.cache = cache
         self.contents = {span: [[0] * PAGE for _ in range(pool.pages)] for span, pool in cache.pools.items()}
-        self.states = [0] * (cache.cells.pages if cache.cells else 0)  # the chain that each cell is behind
+        self.states = [0] * (cache.cells.pages if cache.cells else 0)  # the chain of each cell's state
 
     def run(self, sequence: Sequence, count: int, drafts: Iterable[int] = ()) -> list[int]:
-        """The next `count` tokens of a sequence with pages and a slot, and drafts behind them: writes their chains, and
+        """The next `count` tokens of a sequence with pages and a slot, and drafts after them: writes their chains, and
         reads what the rows of the first and the last one see. Returns their chains."""
         tokens = [*sequence.tokens[: sequence.computed + count], *drafts]
         begin, end = sequence.computed, len(tokens)
@@ -69,7 +69,7 @@ class PagedModel:
                 holders[STATE][cell] += 1
             for span, pages in sequence.pages.items():
                 first = first_page(span, sequence.computed // PAGE)
-                assert all((page == GONE) == (i < first) for i, page in enumerate(pages))
+                assert all((page == RELEASED) == (i < first) for i, page in enumerate(pages))
                 assert len(pages) * PAGE >= sequence.computed
                 for i, page in enumerate(pages[first:], first):
                     holders[span][page] += 1

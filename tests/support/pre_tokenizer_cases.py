@@ -1,5 +1,5 @@
 """Texts that pre-tokenizers cut differently, and vocabularies whose tokens show where: what test_pre_tokenizers.py and
-whoever makes its fixture share.
+the generator of its fixture share.
 
 In:  nothing. Out: `LINES`; `byte_level(pre)` and `characters(pre)`, the metadata of a vocabulary; `digest(ids)`.
 """

@@ -86,7 +86,7 @@ def _any_of(r: random.Random, depth: int) -> Schema:
 
 
 def _one_of(r: random.Random, depth: int) -> Schema:
-    """Told apart by a constant, as tagged unions are."""
+    """Distinguished by a constant, as tagged unions."""
     options = [
         {
             "type": "object",

@@ -33,9 +33,9 @@ class ServeClient:
     def request(self, path: str, body: object = None, headers: Mapping[str, str] = {}) -> tuple[int, Any, Any]:
         """(status, headers, body): POST if there is a body; JSON is parsed."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        asked = urllib.request.Request(self.url + path, data, dict(headers))
+        request = urllib.request.Request(self.url + path, data, dict(headers))
         try:
-            with urllib.request.urlopen(asked, timeout=300) as answer:
+            with urllib.request.urlopen(request, timeout=300) as answer:
                 return answer.status, answer.headers, _parsed(answer)
         except urllib.error.HTTPError as answer:
             return answer.code, answer.headers, _parsed(answer)

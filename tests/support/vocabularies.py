@@ -1,7 +1,7 @@
 """Vocabularies for tests of tokenizers: GGUF metadata as plain values, and texts that are easily damaged.
 
 `fixtures/text/sentencepiece.json`: the pieces of a small SentencePiece vocabulary (after <unk>, <s>, </s> and the 256
-bytes; scores 0, -1, ...) and texts with the ids that llama.cpp gives them.
+bytes; scores 0, -1, ...) and texts with their ids in llama.cpp.
 """
 
 import json

@@ -3,7 +3,7 @@
     from vulkan_harness import gpu, run
     results = run(prim_func, [a, b, c], profile="lavapipe")     # -> the arrays after the run, in the same order
 
-Tests take Mesa's CPU driver where it is installed, unless VK_DRIVER_FILES asks for others; `gpu()` skips the test where
+Tests use Mesa's CPU driver where it is installed, unless VK_DRIVER_FILES selects others; `gpu()` skips the test where
 there is no device.
 """
 
@@ -135,7 +135,7 @@ def run_spirv(
         for i, array in enumerate(arrays):
             block, offset = found[i]
             raw = memory.get(block, offset, array.nbytes + GUARD)
-            assert not any(raw[array.nbytes :]), f"a kernel wrote behind the end of argument {i}"
+            assert not any(raw[array.nbytes :]), f"a kernel wrote beyond the end of argument {i}"
             results.append(np.frombuffer(raw, np.uint8, array.nbytes).view(array.dtype).reshape(array.shape).copy())
         return results
 

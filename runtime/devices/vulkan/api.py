@@ -109,8 +109,8 @@ def _fields(text: str) -> list[tuple[str, type]]:
 
 def _struct(name: str, text: str) -> Any:
     fields = _fields(text)
-    _TYPES[name] = made = type(name, (ctypes.Structure,), {"_fields_": fields})
-    return made
+    _TYPES[name] = structure = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return structure
 
 
 class Chained(ctypes.Structure):
@@ -125,8 +125,8 @@ class Chained(ctypes.Structure):
 
 def _chained(name: str, stype: int, text: str) -> Any:
     fields = [("sType", ctypes.c_uint32), ("pNext", ctypes.c_void_p), *_fields(text)]
-    _TYPES[name] = made = type(name, (Chained,), {"_fields_": fields, "stype": stype})
-    return made
+    _TYPES[name] = structure = type(name, (Chained,), {"_fields_": fields, "stype": stype})
+    return structure
 
 
 def names_of(structure: Any) -> list[str]:

@@ -16,7 +16,7 @@ from mlc_amd.runtime.devices.vulkan.reconvergence import MODES
 from mlc_amd.runtime.errors import UserError
 
 # Features that are enabled where available. Extensions come with the structures in gpu.FEATURES.
-WANTED = {
+ENABLED = {
     "shaderInt64", "shaderInt16", "storageBuffer16BitAccess", "storageBuffer8BitAccess", "shaderFloat16", "shaderInt8",
     "bufferDeviceAddress", "vulkanMemoryModel", "vulkanMemoryModelDeviceScope", "shaderIntegerDotProduct",
     "subgroupSizeControl",
@@ -60,7 +60,7 @@ class Context:
         features = self.instance.features(self.physical, structures)
         for part in features:
             for name, kind, *_ in type(part)._fields_[2:]:
-                if name not in WANTED:
+                if name not in ENABLED:
                     setattr(part, name, 0 if kind is ctypes.c_uint32 else kind())
         extensions = [name for since, name in FEATURES.values() if name in gpu.extensions and not gpu.has(since, "")]
         names = api.strings(extensions + [BUDGET] * self.budget)

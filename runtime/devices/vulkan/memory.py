@@ -141,7 +141,7 @@ class VulkanMemory:
                 continue
             self._used[heap] += needs.size
             calls.vkBindBufferMemory(device, buffer, memory, 0)
-            return self._made(buffer, memory, nbytes, kind_flags, kind != "device" or self.gpu.unified)
+            return self._bound(buffer, memory, nbytes, kind_flags, kind != "device" or self.gpu.unified)
         raise OutOfMemory(nbytes, kind)
 
     def _types(self, wanted: tuple[Want, ...], allowed: int) -> list[int]:
@@ -155,7 +155,7 @@ class VulkanMemory:
             )
         )
 
-    def _made(self, buffer: int, memory: int, nbytes: int, flags: int, mapped: bool) -> MemoryBlock:
+    def _bound(self, buffer: int, memory: int, nbytes: int, flags: int, mapped: bool) -> MemoryBlock:
         calls, device, host = self.context.calls, self.context.device, None
         if mapped and flags & api.HOST_VISIBLE:
             host = api.create(calls.vkMapMemory, device, memory, 0, api.FOREVER, 0, kind=ctypes.c_void_p)  # all of it
@@ -164,9 +164,9 @@ class VulkanMemory:
 
     def spread(self, sizes: dict, kind: str) -> tuple[dict[Any, tuple[MemoryBlock, int]], list[MemoryBlock]]:
         """Blocks that hold buffers of these sizes: {name: (block, offset)} and the blocks."""
-        found, blocks = places(sizes, min(BLOCK, self.limit))
-        made = [self.block(nbytes, kind) for nbytes in blocks]
-        return {name: (made[index], offset) for name, (index, offset) in found.items()}, made
+        found, block_sizes = places(sizes, min(BLOCK, self.limit))
+        blocks = [self.block(nbytes, kind) for nbytes in block_sizes]
+        return {name: (blocks[index], offset) for name, (index, offset) in found.items()}, blocks
 
     # ---- contents
 

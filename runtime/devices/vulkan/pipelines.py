@@ -51,13 +51,13 @@ class Pipelines:
         try:
             with ThreadPoolExecutor(min(THREADS, available_threads())) as threads:  # waits for all, also if one fails
                 jobs = {key: threads.submit(self._pipeline, cache, *kernel, based) for key, kernel in kernels.items()}
-            made = {key: job.result() for key, job in jobs.items()}
+            built = {key: job.result() for key, job in jobs.items()}
             data = self._data(cache)
         finally:
             self.context.calls.vkDestroyPipelineCache(self.context.device, cache, None)
         if file and data != known:
             _write(file, data)
-        return made
+        return built
 
     def _pipeline(self, cache: int, code: bytes, block: tuple[int, ...], based: bool) -> int:
         calls, device = self.context.calls, self.context.device
@@ -99,12 +99,12 @@ class Based:
 
     def __init__(self, builder: Pipelines, modules: Mapping[str, tuple[bytes, tuple[int, ...]]], file: Path):
         self._builder, self._modules, self._file = builder, modules, file
-        self._made: dict[str, int] = {}
+        self._built: dict[str, int] = {}
 
     def __getitem__(self, symbol: str) -> int:
-        if symbol not in self._made:
-            self._made |= self._builder.build({symbol: self._modules[symbol]}, self._file, based=True)
-        return self._made[symbol]
+        if symbol not in self._built:
+            self._built |= self._builder.build({symbol: self._modules[symbol]}, self._file, based=True)
+        return self._built[symbol]
 
 
 # ---- the file

@@ -1,4 +1,4 @@
-"""The artifact on disk: written whole or not at all, and every damage told in one line."""
+"""The artifact on disk: written completely or not at all, and a one-line message for each kind of damage."""
 
 import json
 import os

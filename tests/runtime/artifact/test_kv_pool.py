@@ -41,7 +41,7 @@ def test_memory(text):
     size = KvSize.of(memory=text)
     pages = size.pages(manifest())
     assert nbytes(pages) <= 64 << 20 < nbytes(KvSize.of(tokens=(pages[0] + 1) * PAGE).pages(manifest()))
-    assert size.pages(manifest(), room=1) == pages  # what the device has left is not asked
+    assert size.pages(manifest(), room=1) == pages  # ignores the free memory
 
 
 def test_what_is_left():

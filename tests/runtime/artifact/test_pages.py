@@ -10,7 +10,7 @@ from paged_model import PagedModel
 from mlc_amd.runtime.cache.kv_cache import KvCache, seen_pages
 from mlc_amd.runtime.cache.pages import PAGE, STATE, PagePool
 from mlc_amd.runtime.cache.prefixes import ROOT, PrefixIndex, digest
-from mlc_amd.runtime.cache.sequence import GONE, SNAPSHOTS
+from mlc_amd.runtime.cache.sequence import RELEASED, SNAPSHOTS
 
 GROUPS = [
     {0: 10}, {0: 12, 40: 5}, {0: 12, 64: 6, 200: 7}, {100: 5}, {1: 5, 0: 12}, {0: 12, STATE: 4},
@@ -188,7 +188,7 @@ def test_a_prefix_is_usable_if_windowed_groups_have_what_the_next_row_sees():
         index.add(known, 0, index._pools[0].allocate())
         if i in (1, 2):
             index.add(known, 100, index._pools[100].allocate())
-    # Behind n pages a row sees the last 99 keys, that is, two pages: those of n = 3 are there.
+    # After n pages a row sees the last 99 keys, that is, two pages: those of n = 3 are there.
     assert [index.usable(chain[:n]) for n in range(6)] == [0, 0, 0, 3, 3, 3]
 
 
@@ -312,7 +312,7 @@ def test_going_back_behind_a_window_keeps_what_is_still_there():
     sequence = cache.sequence([5] * (5 * PAGE))
     for _ in range(5):
         compute(cache, sequence, PAGE)
-    assert sequence.pages[PAGE] == [GONE] * 4 + sequence.pages[PAGE][4:]
+    assert sequence.pages[PAGE] == [RELEASED] * 4 + sequence.pages[PAGE][4:]
     back = sequence.fork()
     back.truncate(2 * PAGE + 3)
     assert back.computed == 2 * PAGE  # the index has the window still
@@ -393,7 +393,7 @@ def test_pages_that_several_sequences_began_with_are_kept_longer():
     first.free()
     compute(cache, second, PAGE)
     own = second.pages[100][2]
-    compute(cache, second, 2 * PAGE)  # leaves both pages behind
+    compute(cache, second, 2 * PAGE)  # with both pages complete
     pool = cache.pools[100]
     assert pool.indexed(shared) and pool.indexed(own) and pool.holders(shared) == pool.holders(own) == 0
     order = [pool.allocate() for _ in range(pool.available)]

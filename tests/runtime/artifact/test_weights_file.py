@@ -26,7 +26,7 @@ def header_of(file) -> dict:
 
 
 def with_header(file, header, size=None) -> None:
-    """The same tensors behind another header."""
+    """The same tensors after another header."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(text) if size is None else size) + text + bytes(128))
 

@@ -1,5 +1,5 @@
-"""Steps of the rocm device that begin before the one in progress is done, on a stand-in for AMD's bindings, which
-computes nothing before somebody waits: what is copied too late or too early shows."""
+"""Steps of the rocm device that start while another one is in progress, on a substitute for AMD's bindings that
+computes nothing before a wait: copies at a wrong time are visible."""
 
 import numpy as np
 import pytest
@@ -28,8 +28,8 @@ def graphs(request, monkeypatch):
 
 
 class Steps:
-    """Steps of one sequence, each of whose tokens are those that the one before it chose. How it chooses them depends
-    on the step's number; late: also on its tokens, so it is known late."""
+    """Steps of one sequence, each of which takes the tokens that the one before chose. Their choice depends on the
+    step's number; late: also on its tokens, so it is known late."""
 
     def __init__(self, device, name, late=False):
         self.device, self.name, self.late = device, name, late
@@ -37,7 +37,7 @@ class Steps:
         self.rows = self.entry["rows"]
 
     def write(self, i, tokens=None):
-        """tokens: anything, where the GPU knows them."""
+        """tokens: None where the GPU has them."""
         write_pages(self.device, 0)
         tokens = [VOCAB - 1] * self.rows if tokens is None else tokens
         write_step(self.device, self.entry, [(t, i * self.rows + row, SLOT) for row, t in enumerate(tokens)])
@@ -48,7 +48,7 @@ class Steps:
         self.device.write("sampling", draw.integers(0, VOCAB, self.rows, np.int32))
 
     def spoil(self):
-        """What the host may write when a step is enqueued: anything."""
+        """Overwrites the inputs, as the host may once a step is enqueued."""
         for name, shape in {"state": 4, "answers": 4, "tokens": 16, "rows": (16, 2), "sampling": 16}.items():
             self.device.write(name, np.ones(shape, np.int32))
         self.device.write("allowed", np.zeros((16, VOCAB // 32), np.int32))
@@ -80,7 +80,7 @@ class Steps:
             self.device.start(self.name)
 
     def ahead(self, executed=lambda: None):
-        """executed: is called when something is enqueued."""
+        """executed: called after each submission."""
         found = []
         assert self.device.can_start_ahead(self.name, self.late)
         self.start()
@@ -107,7 +107,7 @@ class Steps:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("eager", [False, True])
 def test_steps_ahead_choose_what_steps_one_by_one_do(model, graphs, name, late, eager):
-    """Whether the GPU computes at once or when it is waited for; the host writes anything when a step is enqueued."""
+    """Whether the GPU computes at once or at a wait; the host overwrites inputs after a step is enqueued."""
     bindings = Recorder(KERNELS)
     device = HipDevice(model, bindings=bindings)
     steps = Steps(device, name, late)
@@ -130,7 +130,7 @@ def test_on_an_apu_in_host_memory(model):
         assert steps.ahead() == steps.one_by_one()
 
 
-def test_a_step_behind_another_waits_for_nothing(model, graphs):
+def test_a_step_ahead_waits_for_nothing(model, graphs):
     """A copy of its inputs, one of its tokens, one of its results."""
     bindings = Recorder(KERNELS)
     device = HipDevice(model, bindings=bindings)
@@ -170,7 +170,7 @@ def test_the_pacer_records_the_duration_of_each_step(model, monkeypatch):
     assert recorded == STEPS * [("pick", True, ())]
 
 
-# ---- what is no step ahead
+# ---- steps that do not start ahead
 
 
 def test_long_steps_do_not_begin_ahead(model):
@@ -196,7 +196,7 @@ def test_without_late_inputs_nothing_is_late(model):
 
 
 def test_nothing_is_captured_while_a_step_is_in_progress(model):
-    """Where it is late only then that it is known late, what comes before is launched one by one."""
+    """Launches before late inputs then go one by one."""
     bindings = Recorder(KERNELS)
     device = HipDevice(model, bindings=bindings)
     steps = Steps(device, "pick")
@@ -214,7 +214,7 @@ def test_nothing_is_captured_while_a_step_is_in_progress(model):
     assert device.can_start_ahead("pick", late=True) and bindings.calls[-1] == "hipGraphInstantiate"
 
 
-# ---- steps that nobody waits for
+# ---- steps without a wait
 
 
 def test_an_error_leaves_nothing_in_progress(model, graphs):
@@ -235,9 +235,9 @@ def test_an_error_leaves_nothing_in_progress(model, graphs):
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("behind", [False, True])
-def test_steps_that_nobody_waits_for_do_no_harm(model, graphs, late, behind):
-    """late: what comes with the late inputs is not even enqueued."""
+@pytest.mark.parametrize("ahead", [False, True])
+def test_steps_without_a_wait_do_no_harm(model, graphs, late, ahead):
+    """late: the rest of the step is not even enqueued."""
     bindings = Recorder(KERNELS)
     device = HipDevice(model, bindings=bindings)
     steps = Steps(device, "pick_4", late)
@@ -245,7 +245,7 @@ def test_steps_that_nobody_waits_for_do_no_harm(model, graphs, late, behind):
 
     def abandon():
         steps.start()
-        if behind:
+        if ahead:
             steps.write(1)
             device.start_ahead("pick_4", late)
         steps.spoil()
@@ -265,7 +265,7 @@ def test_steps_that_nobody_waits_for_do_no_harm(model, graphs, late, behind):
 
 
 def test_closing_waits_for_steps_in_progress(model):
-    """Before anything that they use is given back."""
+    """Before their resources are released."""
     bindings = Recorder(KERNELS)
     device = HipDevice(model, bindings=bindings)
     steps = Steps(device, "pick", late=True)

@@ -59,7 +59,7 @@ def test_computes_by_replaying_graphs(artifact, monkeypatch):
 
 
 def test_long_steps_are_launched_in_pieces(artifact):
-    """With a wait behind each; short ones are one graph again."""
+    """With a wait after each; short ones are one graph again."""
     bindings = Recorder(KERNELS)
     device = HipDevice(artifact("gfx1100"), bindings=bindings)
     device.pacer.limit = 1e-9
@@ -78,7 +78,7 @@ def test_long_steps_are_launched_in_pieces(artifact):
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_masks_may_come_while_it_computes(artifact, monkeypatch, graphs):
-    """What chooses a token is launched behind them, all else before."""
+    """Kernels that choose tokens are launched after them, all others before."""
     if not graphs:
         monkeypatch.setenv("MLC_AMD_GRAPH", "0")
     bindings = Recorder(KERNELS)

@@ -40,7 +40,7 @@ def test_events_time_each_launch(artifact):
     assert [kernel for kernel, _, _ in timed] == ["embed", "mix", "mix", "last"]
     assert [seconds for _, seconds, _ in timed] == pytest.approx([(LAUNCH_MS + EVENT_MS) * 1e-3] * 4)
     assert [gap for *_, gap in timed] == pytest.approx([0, *3 * [EVENT_MS * 1e-3]], abs=1e-12)
-    assert device.waited > 0 and made == 2 + 8  # those of the upload; one before and one behind each launch, once
+    assert device.waited > 0 and made == 2 + 8  # those of the upload; one before and one after each launch, once
     bindings.calls.clear()
     check(device)
     assert "hipGraphLaunch" in bindings.calls

@@ -47,7 +47,7 @@ def manifest(bandwidth=100, layers=4, zero=False):
 
 
 def place(pacer, position, single=0, live=ROWS):
-    """A step whose single rows and chunk are all behind `position` tokens."""
+    """A step whose single rows and chunk all follow `position` tokens."""
     positions = np.where(np.arange(live) < single, position, position + np.arange(live) - single)
     pacer.write("state", (single, live, 0, 0))
     pacer.write("rows", np.stack([positions, np.zeros(live, int)], 1).astype(np.int32))
@@ -122,7 +122,7 @@ def test_launches_that_must_stay_whole(cuts, zero):
 @pytest.mark.parametrize("bandwidth", [0, 100, 1000])
 @pytest.mark.parametrize(("fixed", "deep"), [(0.05, 0.01), (1.0, 1.0), (0.2, 3.0), (8.0, 0.5)])
 def test_runs_correct_the_estimate(bandwidth, fixed, deep):
-    """A device whose times are not the table's: while a prompt grows, no submission behind the first step takes much
+    """A device whose times are not the table's: while a prompt grows, no submission after the first step takes much
     longer than the limit, and few are much shorter than needed."""
     pacer, truth = (Pacer(manifest(rate), "gpu", cuts=True) for rate in (bandwidth, 100))
     spent, needed = [], 0.0

@@ -1,4 +1,4 @@
-"""Modules that ask for lanes to meet behind branches (runtime/devices/vulkan/reconvergence.py)."""
+"""Modules that require reconvergence of lanes after branches (runtime/devices/vulkan/reconvergence.py)."""
 
 import pytest
 from spirv_kernels import THREADS, compiled, kernel, validate

@@ -1,5 +1,5 @@
 """Conversations with a model that thinks. The bundled model does not: here a part of its answer counts as thinking,
-because the end of its prompt is taken for the mark before, and a word that it writes for the mark behind it."""
+because the end of its prompt counts as the mark before it, and one of its words as the mark after it."""
 
 import pytest
 

@@ -64,9 +64,9 @@ def test_every_answer_is_the_one_alone(demo_artifact, prompts, alone, kv_tokens)
 
 
 def test_answers_of_steps_that_begin_ahead(demo_artifact, prompts, alone, monkeypatch):
-    """Requests come, end and are cancelled while a step behind the last one is in progress; some wait for pages."""
+    """Requests come, end and are cancelled while a step that started ahead is in progress; some wait for pages."""
     with Engine.load(demo_artifact, kv_tokens=2048) as engine:
-        behind = computes_ahead(engine, monkeypatch)
+        started_ahead = computes_ahead(engine, monkeypatch)
         rng = random.Random(5)
         waiting, running, made = list(range(len(prompts))), {}, {}
         cancelled = set(rng.sample(waiting, 20))
@@ -81,7 +81,7 @@ def test_answers_of_steps_that_begin_ahead(demo_artifact, prompts, alone, monkey
             if piece is None or (i in cancelled and len(made[i]) == 2):
                 running.pop(i).close()
         assert all(ids == alone[i][: len(ids) if i in cancelled else None] for i, ids in made.items())
-        assert len(behind) > 50
+        assert len(started_ahead) > 50
         assert_nothing_is_held(engine)
 
 

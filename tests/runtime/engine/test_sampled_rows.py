@@ -1,4 +1,4 @@
-"""What the device is told about the rows of a step that get a token."""
+"""The device's parameters for the rows of a step that get a token."""
 
 import numpy as np
 

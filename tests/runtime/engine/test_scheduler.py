@@ -20,7 +20,7 @@ SMALL = SchedulerLimits(singles=4, chunk=96, rows=98, running=6, queue=1000)
 
 
 def choose(chain, seed):
-    """The model and its sampler: the token behind those of `chain`."""
+    """The model and its sampler: the token after those of `chain`."""
     return hash((chain, seed)) % 250
 
 
@@ -52,7 +52,7 @@ class Driver:
         self.scheduler, self.model = Scheduler(self.cache, limits), PagedModel(self.cache)
         self.requests, self.preempted, self.computed = [], 0, 0
         self.guess, self.drafted, self.answers = guess, 0, {}
-        self.ahead, self.behind, self.led = ahead, None, 0  # behind: a step that has run, and its tokens
+        self.ahead, self.started, self.overlaps = ahead, None, 0  # started: a step that started ahead, and its tokens
 
     def add(self, *args, **options):
         request = args[0] if isinstance(args[0], Request) else Request(*args, **options)
@@ -89,20 +89,20 @@ class Driver:
             drafts[request] = right[: self.guess.choice([0, 1, 5])] + [1] * self.guess.randrange(3)
         return self.scheduler.draft(step, drafts)
 
-    def run_behind(self, step, found):
-        """Runs the step behind one that gave `found`, if there is one."""
-        behind = self.scheduler.plan_ahead(step) if self.ahead and self.ahead.random() < 0.8 else None
-        if behind:
-            self.led += 1
+    def run_ahead(self, step, found):
+        """Runs the step after one with the tokens `found`, if there is one."""
+        following = self.scheduler.plan_ahead(step) if self.ahead and self.ahead.random() < 0.8 else None
+        if following:
+            self.overlaps += 1
             tokens = []
-            for (request, sequence), (token,) in zip(behind.singles, found, strict=True):
+            for (request, sequence), (token,) in zip(following.singles, found, strict=True):
                 chain = self.model.run(sequence, 1, [token])[-1]
                 tokens.append([choose(chain, request.sampling)])
-            self.behind = behind, tokens
+            self.started = following, tokens
 
     def step(self):
-        if self.behind:
-            step, found = self.behind
+        if self.started:
+            step, found = self.started
             self.complete(step, found)
             return step
         before = list(self.scheduler.running)
@@ -121,13 +121,13 @@ class Driver:
         return step
 
     def complete(self, step, found):
-        self.behind = None
-        self.run_behind(step, found)
+        self.started = None
+        self.run_ahead(step, found)
         self.scheduler.complete(step, found)
         for request in step.answers:
             if request.state != "done" and (request.generated[-1] == END or len(request.generated) == request.limit):
                 self.scheduler.finish(request, "stop" if request.generated[-1] == END else "length")
-        if self.scheduler.unfinished % 4 == 0 and not self.behind:
+        if self.scheduler.unfinished % 4 == 0 and not self.started:
             self.model.check(self.sequences())
 
     def sequences(self):
@@ -188,17 +188,17 @@ def test_every_answer_is_the_one_of_the_request_alone(groups, seed):
             driver.step()
         if draw.random() < 0.2:
             driver.scheduler.cancel(draw.choice(driver.requests))
-        if draw.random() < 0.1 and (step := driver.behind[0] if driver.behind else driver.scheduler.plan()):
+        if draw.random() < 0.1 and (step := driver.started[0] if driver.started else driver.scheduler.plan()):
             if draw.random() < 0.5:
                 driver.scheduler.abandon()
-                driver.behind = None
+                driver.started = None
             else:  # ends during a step
-                found = driver.behind[1] if driver.behind else driver.run(step)
+                found = driver.started[1] if driver.started else driver.run(step)
                 driver.scheduler.finish(step.answers[0] if step.answers else step.chunk.request, "cancelled")
                 driver.complete(step, found)
     driver.finish()
     assert driver.preempted or groups != {0: 14} or driver.guess or driver.ahead
-    assert bool(driver.led) == bool(driver.ahead)
+    assert bool(driver.overlaps) == bool(driver.ahead)
     assert bool(driver.drafted) == (bool(driver.guess) and groups.get(STATE, 9) > 2)
 
 
@@ -265,7 +265,7 @@ def test_a_client_with_hundreds_of_requests_does_not_keep_another_waiting():
     last = [driver.add([3 + i], 30, client=i, sampling=2) for i in range(10)]  # more clients than places
     while any(not request.generated for request in last):
         driver.step()
-    assert driver.preempted < 20  # none gives way to a client that has as few as it
+    assert driver.preempted < 20  # none for a client that has no fewer
     for request in many[40:]:
         driver.scheduler.cancel(request)
     driver.finish()

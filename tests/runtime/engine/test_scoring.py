@@ -26,7 +26,7 @@ class Scored(Driver):
         return {self.own, *super().sequences()}
 
     def score(self, tokens):
-        """Appends tokens to a sequence that stays, and asks for their logits."""
+        """Appends tokens to a permanent sequence, and requests their logits."""
         sequence = self.own
         first = len(sequence.tokens)
         sequence.append(tokens)

@@ -168,7 +168,7 @@ class Follower(Coin):
 
 
 def decode_followed(tokens, right, follow_s, slope=0.05, drafter=Follower):
-    """As `decode`, with a drafter that takes follow_s seconds behind each step that it follows, and guesses behind
+    """As `decode`, with a drafter that takes follow_s seconds after each step that it follows, and guesses after
     those alone. right(tokens left). Returns also which steps were followed."""
     draw, speculation, request, total = random.Random(5), Speculation(drafter(), 64), Request([0]), 0.0
     known, followed = True, []

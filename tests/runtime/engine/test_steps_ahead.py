@@ -102,7 +102,7 @@ def test_batches_go_on_with_their_own_tokens(vulkan):
 
 
 def test_what_is_not_waited_for_does_no_harm(vulkan):
-    """A run behind another one is in progress when something else is computed."""
+    """A run that started ahead is in progress when something else is computed."""
     vulkan.reset()
     expected = vulkan.prefill(PROMPTS[1])
     vulkan.reset()
@@ -122,12 +122,12 @@ def test_what_is_not_waited_for_does_no_harm(vulkan):
 @pytest.fixture
 def engine(demo_artifact, monkeypatch):
     with Engine.load(demo_artifact, kv_tokens=2048) as engine:
-        engine.behind = computes_ahead(engine, monkeypatch)
+        engine.started_ahead = computes_ahead(engine, monkeypatch)
         yield engine
 
 
 def test_an_answer_may_end_or_begin_at_any_token(engine):
-    """While the step behind is in progress: at stop texts, by `close`, at the limit; then others begin."""
+    """While the step ahead is in progress: at stop texts, by `close`, at the limit; then others begin."""
     engine.reset()
     prompt = engine.tokenizer.encode_prompt("def main(")
     whole = [piece.id for piece in engine.generate(prompt, max_tokens=40)]
@@ -141,11 +141,11 @@ def test_an_answer_may_end_or_begin_at_any_token(engine):
             stopped = "".join(piece.text for piece in engine.generate(prompt, max_tokens=40, stop=stop))
             assert text.startswith(stopped) and stop not in stopped
         assert_nothing_is_held(engine)
-    assert engine.queue == (0, 0) and len(engine.behind) > 60
+    assert engine.queue == (0, 0) and len(engine.started_ahead) > 60
 
 
 def test_other_work_comes_between_steps(engine):
-    """Whoever wants the engine for something else gets it with no step in progress."""
+    """Other users of the engine get it without a step in progress."""
     ids = engine.tokenizer.encode_prompt("import os")
     expected, logits = [piece.id for piece in engine.generate(ids, max_tokens=30)], engine.score(ids).copy()
     engine.reset()
@@ -155,7 +155,7 @@ def test_other_work_comes_between_steps(engine):
         assert np.allclose(engine.score(ids), logits, atol=1e-4) or len(found) % 3
         engine.reset()
         assert engine._core._ahead is None
-    assert found == expected and len(engine.behind) > 20
+    assert found == expected and len(engine.started_ahead) > 20
     assert_nothing_is_held(engine)
 
 
@@ -199,7 +199,7 @@ def test_answers_in_an_event_loop_leave_nothing_in_progress(engine):
 
     assert asyncio.run(some()) == [expected, expected[:3], expected, expected[:7]]
     assert asyncio.run(take(5)) == expected[:5]
-    deadline = time.monotonic() + 60  # the engine's thread ends what nobody wants any more
+    deadline = time.monotonic() + 60  # the engine's thread ends answers without a consumer
     while engine._core.busy or engine._core._ahead:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -222,12 +222,12 @@ def test_only_steps_of_the_same_rows_begin_ahead():
     scheduler.abandon()
     run([[7]])
     step = scheduler.plan()
-    behind = scheduler.plan_ahead(step)
-    assert behind and behind.answers == [first] and scheduler.plan_ahead(behind) is None  # one at a time
+    following = scheduler.plan_ahead(step)
+    assert following and following.answers == [first] and scheduler.plan_ahead(following) is None  # one at a time
     scheduler.add(second)
     scheduler.complete(step, [[7]])
-    assert scheduler.plan_ahead(behind) is None  # another one waits
-    scheduler.complete(behind, [[7]])
+    assert scheduler.plan_ahead(following) is None  # another one waits
+    scheduler.complete(following, [[7]])
     assert first.generated == [7] * 3
     assert run([[7], [8]]).answers == [first, second]  # the last token of the first one
     step = scheduler.plan()

@@ -249,7 +249,7 @@ def test_auto_allows_text_until_a_call_begins(plain, family):
     assert call is not None
     text = call if found.bare else "I look.\n" + call.lstrip()
     assert accepts(grammar, tokenizer, text), text
-    assert not accepts(grammar, tokenizer, text + "And then?")  # nobody has computed the result yet
+    assert not accepts(grammar, tokenizer, text + "And then?")  # the result is not computed yet
     assert not accepts(grammar, tokenizer, text.replace("clock", "other"))
 
 
