@@ -1,5 +1,5 @@
 """Packed weights, kept once for all artifacts that have the same: FOLDER/<key>/ with the file and what is known of it.
-Artifacts have hard links to that file; one whose last link is the store's own serves nobody.
+Artifacts have hard links to that file; one whose last link is the store's own is unused.
 
 In: a key of compiler/weights.py. Out: the file at a place in an artifact. `stored` and `drop` are for who tidies up.
 """
@@ -75,5 +75,5 @@ def stored(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 def drop(home: Path) -> None:
     """Removes a key's folder; artifacts keep their links."""
-    (home / FACTS).unlink(missing_ok=True)  # first: a folder without it serves nobody
+    (home / FACTS).unlink(missing_ok=True)  # first: a folder without it is not used
     shutil.rmtree(home, ignore_errors=True)

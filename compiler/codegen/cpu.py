@@ -191,9 +191,9 @@ def compile_c(*arguments: str) -> None:
         raise UserError(f"linking the kernels with {compiler[0]} failed: {_reason(result.stderr)}")
 
 
-def _reason(said: str) -> str:
+def _reason(stderr: str) -> str:
     """Of a compiler's messages the one that says why it failed: not the last, which says that it did."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     full = [line for line in lines if "No space left" in line]
     errors = [line for line in lines if re.search(r"\berror\b|undefined|cannot", line)]
     advice = "; free some space there or set TMPDIR" if full else ""

@@ -1,5 +1,5 @@
-"""Reads AMD code objects (HSACO), our own or anybody's: what their kernels need, how many waves fit, which instructions
-they use.
+"""Reads AMD code objects (HSACO), ours or of other compilers: what their kernels need, how many waves fit, which
+instructions they use.
 
 In: the bytes of an ELF file for AMD GPUs. Out: a `CodeObject` with a `KernelCode` for each kernel. Nothing here runs or
 compiles code; `disassemble` calls llvm-objdump where there is one. Formats: LLVM's AMDGPUUsage, "Code Object" (ELF

@@ -1,4 +1,4 @@
-"""Reads SPIR-V modules, our own or anybody's compute shaders: what they need of a device, and their text.
+"""Reads SPIR-V modules, our kernels or any compute shaders: what they need of a device, and their text.
 
 In: a module's bytes. Out: `ModuleFacts`. Nothing here compiles code; `disassemble` and `validate` call SPIRV-Tools
 where they are installed. Format: Khronos's SPIR-V specification, 2.3 "Physical Layout of a SPIR-V Module and

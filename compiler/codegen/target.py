@@ -1,4 +1,4 @@
-"""What the graph passes, the plan and the pipeline ask of a target, and how operators become kernels; targets fill in
+"""What the graph passes, the plan and the pipeline need of a target, and how operators become kernels; targets fill in
 the rest.
 
 An operator and an arch become a TensorIR kernel, by the target's `registry`. Calls with the same attributes
@@ -30,7 +30,7 @@ from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.registry import Registry
 from mlc_amd.schedules.runs import CELLS
 
-DEFAULT = "default"  # where a plan comes from that nobody tuned
+DEFAULT = "default"  # the origin of a plan that was not tuned
 GENERIC = "generic"  # the operator of kernels that no operator of ours has
 
 

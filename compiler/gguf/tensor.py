@@ -1,6 +1,6 @@
 """One weight of a GGUF file, as blocks that are fetched on demand, and the tensors that are made of others' rows.
 
-In: a function that returns rows of blocks. Out: `Tensor`, and what the graph wants instead of what the file has: parts,
+In: a function that returns rows of blocks. Out: `Tensor`, and what the graph takes instead of what the file has: parts,
 stacks transposed, rows and columns filled with zeros.
 """
 

@@ -97,7 +97,7 @@ class Graph:
 
     def vector(self, name: str, exact: bool = False) -> relax.Var:
         """A norm's or a bias' float32 vector; those of several experts follow one another. The file pads it to a
-        multiple of 16; exact: its type does not tell."""
+        multiple of 16; exact: its type has no padding."""
         size = math.prod(self.model.tensors[name].shape)
         return self.parameter(name, "weight", tensor_type((size if exact else padded(size),)))
 

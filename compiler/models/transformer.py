@@ -127,7 +127,7 @@ def mixture(g: Graph, h, i: int, e: ExpertsConfig, router=None) -> list:
 
 
 def logits(g: Graph, x):
-    """The embedding serves as output where the file has no output.weight (tied)."""
+    """The embedding is the output matrix where the file has no output.weight (tied)."""
     c = g.config
     return head(g, x, c.output_norm, "token_embd.weight" if c.tied else "output.weight")
 

@@ -1,7 +1,7 @@
 """Bad GGUF files: every one ends in a UserError of one line that names the file, what is wrong and what to do; nothing
 hangs or allocates.
 
-Files are made by `make`, a writer of its own that can lie: it puts down whatever counts, types, dimensions and offsets
+Files are made by `make`, a writer of its own that can lie: it writes any counts, types, dimensions and offsets
 a test needs."""
 
 import itertools
@@ -305,7 +305,7 @@ def test_not_readable(tmp_path):
     path.write_bytes(make())
     path.chmod(0)
     was = os.geteuid()
-    if was == 0:  # root may read everything, nobody may not
+    if was == 0:  # root may read everything, the user nobody may not
         os.seteuid(65534)
     try:
         assert "permission to read" in error_of(path)

@@ -169,7 +169,7 @@ def test_full_disk_leaves_nothing_behind(tmp_path):
     """A limit on the file size stands in for a full disk; an existing file survives."""
     path = tmp_path / "model.gguf"
     path.write_bytes(b"precious")
-    said = run(f"""
+    printed = run(f"""
         import resource
         from mlc_amd.compiler.gguf import synthetic, write_gguf
         from mlc_amd.runtime.errors import UserError
@@ -180,7 +180,7 @@ def test_full_disk_leaves_nothing_behind(tmp_path):
             except UserError as error:
                 print(error)
     """).splitlines()
-    assert len(said) == 2 and all(line.startswith(f"{path}: the file cannot be written (") for line in said)
+    assert len(printed) == 2 and all(line.startswith(f"{path}: the file cannot be written (") for line in printed)
     assert [p.name for p in tmp_path.iterdir()] == ["model.gguf"] and path.read_bytes() == b"precious"
 
 

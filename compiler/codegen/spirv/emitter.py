@@ -28,7 +28,7 @@ WRITING = {"tvm_store_matrix_sync": 5, "atomic_add": 0}  # calls that write wher
 class Emitter(Subgroup, Matrix):
     """Writes one module. func: a device function. block: its workgroup (x, y, z). coherent: numbers of the parameters
     that a launch's workgroups exchange data through. After `run`, the attributes binary, local_size, reads, writes
-    (numbers of parameters), table, lds and asm tell the rest.
+    (numbers of parameters), table, lds and asm have the rest.
 
     Unsupported for what there is no SPIR-V for here.
     """

@@ -232,7 +232,7 @@ def subject() -> tune.Subject:
 @pytest.fixture
 def recorded(cache) -> tune.Subject:
     """A subject of which one task has a default of 100 us, a wrong plan of 10, a right one of 50 us, one that failed,
-    one that nobody has checked."""
+    one that was not verified."""
     from mlc_amd.compiler.tuning.database import Checked, Database, Measured
     from mlc_amd.compiler.tuning.session import TuningSession
 

@@ -1,4 +1,4 @@
-"""The kernels that tell a CPU's rooflines: they do the work that they stand for, no more and no less, and run beside
+"""The kernels that measure a CPU's rooflines: they do the work that they stand for, no more and no less, and run beside
 the real ones."""
 
 import types

@@ -124,7 +124,7 @@ def tasks_of(kind: str, arch: str):
 def test_two_servers_tune_a_model_and_killing_one_loses_nothing(loopback, tmp_path):
     tasks, arch = tasks_of("cpu", "native")
     victim = loopback.serve()
-    requested, said = [], []
+    requested, messages = [], []
 
     def progress(done, total):
         if (
@@ -134,7 +134,7 @@ def test_two_servers_tune_a_model_and_killing_one_loses_nothing(loopback, tmp_pa
 
     with (
         Database(arch, tmp_path) as database,
-        rpc.Remote("cpu", arch.name, loopback.place, KEY, say=said.append) as remote,
+        rpc.Remote("cpu", arch.name, loopback.place, KEY, say=messages.append) as remote,
     ):
 
         def measure(jobs):
@@ -151,7 +151,7 @@ def test_two_servers_tune_a_model_and_killing_one_loses_nothing(loopback, tmp_pa
     assert [(record.error, record.runner) for record in records] == [("", "rpc")] * TRIALS
     assert all(record.seconds > 0 and record.device for record in records)
     assert all(winner.default or (winner.checked == "device" and winner.passed) for winner in winners)
-    assert sum("is lost" in text for text in said) == 1, said
+    assert sum("is lost" in text for text in messages) == 1, messages
 
 
 def test_a_gpu_is_measured_and_verified_there(loopback):
@@ -188,44 +188,44 @@ def test_servers_are_free_again_after_a_run_that_was_killed(loopback):
 def test_candidates_of_another_arch_are_refused(loopback):
     gpu("llvmpipe")
     tasks, arch = tasks_of("vulkan", "vangogh")
-    said = []
+    messages = []
     with (
-        rpc.Remote("vulkan", arch.name, loopback.place, KEY, workers=1, wait=1, say=said.append) as remote,
+        rpc.Remote("vulkan", arch.name, loopback.place, KEY, workers=1, wait=1, say=messages.append) as remote,
         pytest.raises(
             rpc.NoServer,
             match=r"no server with key 'this-machine' can do this: .* are for vangogh; this machine has lavapipe",
         ),
     ):
         remote.measure([(tasks[0].workload, space(tasks[0].workload, arch).default)])
-    assert sum("is skipped" in text for text in said) >= 1
+    assert sum("is skipped" in text for text in messages) >= 1
 
 
 def test_a_silent_server_is_lost_and_its_work_is_done_by_another(loopback, monkeypatch):
     tasks, arch = tasks_of("cpu", "native")
     monkeypatch.setattr(rpc_client, "SILENT", 10.0)
     victim = loopback.serve("silent")
-    said, jobs = [], [(tasks[-1].workload, plan) for plan in space(tasks[-1].workload, arch).plans[:2]]
+    messages, jobs = [], [(tasks[-1].workload, plan) for plan in space(tasks[-1].workload, arch).plans[:2]]
 
     def stop(done, total):
         if done == 1:
             os.killpg(victim.pid, signal.SIGSTOP)  # as a machine whose network is gone
             loopback.serve("silent")
 
-    with rpc.Remote("cpu", arch.name, loopback.place, "silent", workers=1, say=said.append) as remote:
+    with rpc.Remote("cpu", arch.name, loopback.place, "silent", workers=1, say=messages.append) as remote:
         measured = remote.measure(jobs, stop)
     assert [found.error for found in measured] == [""] * 2
-    assert [text.partition(": ")[2] for text in said if "is lost" in text] == ["took more than 10 s"]
+    assert [text.partition(": ")[2] for text in messages if "is lost" in text] == ["took more than 10 s"]
 
 
 # ---- without machines
 
 
 def test_without_a_server_or_tracker_a_run_says_what_to_do(loopback):
-    said = []
-    with rpc.Servers((HOST, loopback.port), "nobody", wait=4, say=said.append) as servers:
+    messages = []
+    with rpc.Servers((HOST, loopback.port), "nobody", wait=4, say=messages.append) as servers:
         with pytest.raises(rpc.NoServer, match=f"tune-server --tracker {loopback.place} --key nobody"):
             servers.compare(Path("a"), Path("b"))
-        assert len(said) == 1 and said[0].startswith("waiting up to 4 s: no free server with key 'nobody'")
+        assert len(messages) == 1 and messages[0].startswith("waiting up to 4 s: no free server with key 'nobody'")
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
     with (
