@@ -59,13 +59,13 @@ def test_rows_of_a_step(device, kind, singles, chunk):
     rows = [(int(token), 0, slot) for slot, token in enumerate(ids[:singles])]
     n = write_step(device, function, rows, (ids[singles:], 0, singles) if chunk else None)
     recent = tuple(int(t) for t in ids)
-    zeros = [cases.Row(np.zeros(vocab, np.float32), s, recent) for s in SAMPLINGS[-n:]]
+    zeros = [cases.SamplingRow(np.zeros(vocab, np.float32), s, recent) for s in SAMPLINGS[-n:]]
     arrays = cases.inputs(zeros, manifest["io"]["logits"]["shape"][1])
     for which in ("sampling", "changes", "allowed"):
         device.write(which, arrays[which])
     device.run(name)
     logits = device.read("logits", n)[:, :vocab].copy()
-    requests = [cases.Row(row, s, recent) for row, s in zip(logits, SAMPLINGS[-n:], strict=True)]
+    requests = [cases.SamplingRow(row, s, recent) for row, s in zip(logits, SAMPLINGS[-n:], strict=True)]
     cases.check(requests, device.read("sampled", n), device.read("logprobs", n))
 
 
@@ -89,7 +89,7 @@ def test_masked_rows_draw_as_the_host_does(device, kind):
             device.run(name)
             logits = device.read("logits", len(chosen))[:, :vocab].copy()
             requests = [
-                cases.Row(row, s, allowed=mask, logprob=False)
+                cases.SamplingRow(row, s, allowed=mask, logprob=False)
                 for row, s, mask in zip(logits, chosen, masks, strict=True)
             ]
             cases.check(requests, device.read("sampled", len(chosen)), device.read("logprobs", len(chosen)))

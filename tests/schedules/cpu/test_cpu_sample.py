@@ -58,7 +58,7 @@ def test_draws_follow_the_probabilities():
     """Chi-square of 4000 positions over twelve tokens: below 30 in all but one of 600 tries."""
     vocab, draws = 12, 4000
     logits = cases.gaussian(vocab, 3, 1.0)
-    rows = [cases.Row(logits, Sampling(temperature=1.0, seed=1), position=i) for i in range(draws)]
+    rows = [cases.SamplingRow(logits, Sampling(temperature=1.0, seed=1), position=i) for i in range(draws)]
     counts = np.bincount(sampled(rows, vocab, ARCHS[0])[0], minlength=vocab)
     expected = np.exp(logits - logits.max()) * draws / np.exp(logits - logits.max()).sum()
     assert ((counts - expected) ** 2 / expected).sum() < 30

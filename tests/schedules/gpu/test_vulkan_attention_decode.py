@@ -13,7 +13,7 @@ from attention_cases import CTX, Case, Rows, check_attention
 from samples import sample
 from vulkan_harness import gpu
 
-from mlc_amd.schedules.gpu.attention import attention_decode, attention_splits
+from mlc_amd.schedules.gpu.attention import attention_decode
 from mlc_amd.schedules.gpu.attention.attention_join import MAX_PARTS
 from mlc_amd.schedules.gpu.attention.attention_splits import splits_of
 from mlc_amd.schedules.gpu.base.profiles import resolve
@@ -56,12 +56,11 @@ def profile():
     """An NVIDIA GPU's plan for workgroups of four waves, of the test device's size."""
     found = gpu()
     wave = found.subgroup[1]
-    return replace(resolve("lavapipe"), family="nvidia", units=132, wave=wave, threads=4 * wave)
+    return replace(resolve("lavapipe"), family="nvidia", units=132, wave=wave, threads=4 * wave, launch_us=1.0)
 
 
 @pytest.mark.parametrize("name", sample(CASES, ["rows", "parts", "window", "rotated rows"]))
-def test_splits(name, monkeypatch):
-    monkeypatch.setitem(attention_splits.ALONE, "nvidia", 2)
+def test_splits(name):
     case = CASES[name]
     kernel = attention_decode.attention_decode(case.layer, case.layout, profile(), "attention", case.rope, m=case.m)
     assert splits_of(case.layer, profile(), m=case.m).count > 1
