@@ -20,21 +20,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from workloads import operator
-
 from mlc_amd.compiler.tuning import kit as kits
 from mlc_amd.compiler.tuning.database import HEADER, LOG, Checked, Database, Lookup, Measured
 from mlc_amd.compiler.tuning.session import TuningSession
 from mlc_amd.compiler.tuning.tasks import Task
 from mlc_amd.runtime.measure.run_kit import FORMAT, KIT, RESULTS
 from mlc_amd.schedules.gpu.base import profiles
-from mlc_amd.schedules.operators import VERSION
+from mlc_amd.schedules.operators import VERSION, Linear
 from mlc_amd.schedules.space import space
 from tests.dev import fuzzing, mutations
 from tests.dev.fuzzing import Case, Limits
 
 ARCH = "generic"
-ARGS = {"segments": [["q4_0", 2048]], "k": 2048, "m": 1, "layout": "rows", "biases": [False], "residual": False}
+OP = Linear(segments=(("q4_0", 2048),), k=2048, m=1, layout="rows", biases=(False,))
 PLANS = 12
 # What is imported late by what is fuzzed.
 PRELOADED = ("mlc_amd.compiler.codegen.vulkan_target", "mlc_amd.schedules.gpu.spaces", "xgboost")
@@ -45,7 +43,7 @@ def written(place: Path) -> Path:
     import tvm
 
     arch, draw = profiles.resolve(ARCH), random.Random(0)
-    task = Task(operator("linear", ARGS), "linear", {"decode": 1.0}, 128.0, 1e6, 1e6)
+    task = Task(OP, "linear", {"decode": 1.0}, 128.0, 1e6, 1e6)
     choices = space(task.workload, arch)
     assert choices is not None, "the kernel has plans to choose from"
     plans = choices.plans[:PLANS]
@@ -56,7 +54,7 @@ def written(place: Path) -> Path:
         for plan in plans:
             session.report(task, plan, Measured(draw.uniform(1e-5, 1e-4), runs=[1e-5], device="a GPU", runner="local"))
         session.check(task, plans[-1], Checked("device", True, 0.1, gain=1.5))
-    about = {name: getattr(task, name) for name in kits.TASK} | {"op": task.workload.name, "args": ARGS}
+    about = {name: getattr(task, name) for name in kits.TASK} | {"op": task.workload.name, "args": OP.args}
     names = [f"plan-{i}" for i in range(len(plans))]
     kit = {"format": FORMAT, "id": "1" * 32, "target": "vulkan", "arch": ARCH, "model": "m", "tvm": tvm.__version__}
     kit |= {"version": VERSION, "tasks": [about], "candidates": {}}
@@ -89,7 +87,7 @@ def compile_with(folder: Path) -> tuple[Any, list[str]]:
     """The plan of a compile, and the notes. AssertionError for records whose times are no times."""
     arch = profiles.resolve(ARCH)
     lookup = Lookup(arch, "user", user=folder)
-    plan, _ = lookup.find(operator("linear", ARGS))
+    plan, _ = lookup.find(OP)
     for note in lookup.notes:
         assert not fuzzing.unclean(note), f"{fuzzing.unclean(note)}: {note!r}"
     return plan, lookup.notes
@@ -98,7 +96,7 @@ def compile_with(folder: Path) -> tuple[Any, list[str]]:
 def tune(folder: Path) -> None:
     """As `tune` and then `compile` read measurements. Afterwards no line is left that must be left out."""
     before = compile_with(folder)
-    task = Task(operator("linear", ARGS), "linear", {"decode": 1.0}, 128.0, 1e6, 1e6)
+    task = Task(OP, "linear", {"decode": 1.0}, 128.0, 1e6, 1e6)
     arch = profiles.resolve(ARCH)
     with Database(arch, folder) as database:
         session = TuningSession([task], arch, database)

@@ -1,5 +1,5 @@
 """Runs compiled GPU kernels without a GPU, in an emulator of AMD's instruction sets (gfx11, gfx12, and gfx90a, gfx942,
-gfx950); a library: tests and tests.dev.emulated use it.
+gfx950); a library: tests use it.
 
 The emulator is not part of this repository. It is a folder (GFXEMU, default ../shared/tools/gfxemu beside the
 repository) with `run_hsaco.py`, `mixed.py` and the part of tinygrad a9069c177 that they drive; TINYGRAD_SRC names
