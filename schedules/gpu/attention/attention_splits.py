@@ -69,6 +69,8 @@ def default_plan(attention: Attention, arch: Device, m: int = 1) -> DecodePlan:
     plan = DecodePlan(loads=key_loads(arch).loads)
     if attention.values:
         plan = replace(plan, rows=LATENT_ROWS)
+    elif attention.span and alone_of(arch) > 1:  # one split has all keys: workgroups for each head fill the GPU
+        plan = replace(plan, rows=1, step=32)
     elif not attention.span and attention.group >= MATRIX_GROUP and attention_rows_matrix.suits(arch, attention):
         plan = _on_matrices(attention, arch, m)
     return plan if m == 1 else replace(plan, batch=DecodePlan.batch)  # a step of several rows gains by little code
@@ -92,8 +94,7 @@ def _group(plan, shared) -> int:
 class Splits(NamedTuple):
     """How a KV head's keys are distributed: up to `count` workgroups of `waves` waves, which take blocks of `step` keys
     round robin, for each `group` of the query heads; `parts` such groups share a KV head. d: columns of an output.
-    batch: splits whose results are loaded at once. maximum: splits for which there is memory. alone: of `alone_of`.
-    fill:
+    batch: splits whose results are loaded at once. maximum: splits for which there is memory. alone: of `alone_of`. fill:
     splits that all rows together should have. matrix: of a `MatrixDecodePlan`."""
 
     count: int
