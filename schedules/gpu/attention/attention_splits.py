@@ -94,8 +94,8 @@ def _group(plan, shared) -> int:
 class Splits(NamedTuple):
     """How a KV head's keys are distributed: up to `count` workgroups of `waves` waves, which take blocks of `step` keys
     round robin, for each `group` of the query heads; `parts` such groups share a KV head. d: columns of an output.
-    batch: splits whose results are loaded at once. maximum: splits for which there is memory. alone: of `alone_of`. fill:
-    splits that all rows together should have. matrix: of a `MatrixDecodePlan`."""
+    batch: splits whose results are loaded at once. maximum: splits for which there is memory. alone: of `alone_of`.
+    fill: splits that all rows together should have. matrix: of a `MatrixDecodePlan`."""
 
     count: int
     waves: int
