@@ -1,7 +1,7 @@
 """Runs of functions on a GPU that the host does not wait for at once: one in progress, and the one after it.
 
-In: `RunHooks` of a kind of device, and a Pacer, which gets the duration of each run. Out: `RunQueue`, with the methods
-`run` .. `wait` of the protocol in runtime/devices/__init__.py.
+In: `RunHooks` of a kind of device, and a Pacer, which gets the duration of each run. Out: `RunQueue`, and
+`QueuedDevice`: a device's methods that run functions, of the protocol in runtime/devices/__init__.py.
 
 The host writes the inputs of a run while the one before is in progress, and reads the results of that one while the
 next is in progress. So runs alternate between two slots of memory for both.
@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from mlc_amd.runtime.devices.pieces import Pacer
@@ -30,7 +31,9 @@ class QueuedRun:
 
 
 class RunHooks(ABC):
-    """What a kind of device does for runs."""
+    """What a kind of device does for runs. waited: seconds spent waiting for the GPU."""
+
+    waited = 0.0
 
     def prepare_late(self, name: str) -> None:  # noqa: B027 (most devices need not)
         """While the GPU is idle, before a run of the function whose LATE inputs come later."""
@@ -53,12 +56,10 @@ class RunHooks(ABC):
 
 
 class RunQueue:
-    """heads: how many launches of each function precede those that read LATE inputs; 0 if none read them. waited:
-    seconds spent waiting for runs."""
+    """heads: how many launches of each function precede those that read LATE inputs; 0 if none read them."""
 
     def __init__(self, hooks: RunHooks, pacer: Pacer, heads: Mapping[str, int]):
-        self.waited = 0.0
-        self._hooks, self._pacer, self._heads = hooks, pacer, heads
+        self.hooks, self._pacer, self._heads = hooks, pacer, heads
         self._runs: deque[QueuedRun] = deque()  # not waited for, the oldest first
         self._busy = False  # the GPU may be
         self._slot = 0  # of the next run
@@ -79,7 +80,7 @@ class RunQueue:
         if self._pacer.pieces(name) or (late and not self._heads[name]):
             return False
         if late and not self._busy:
-            self._hooks.prepare_late(name)
+            self.hooks.prepare_late(name)
         return True
 
     def start(self, name: str, meanwhile: Callable[[], None] | None = None) -> None:
@@ -89,7 +90,7 @@ class RunQueue:
                 meanwhile()
             self._submit(name)
             return
-        self._hooks.prepare_late(name)
+        self.hooks.prepare_late(name)
         self._submit(name, late=True)
         try:
             meanwhile()
@@ -102,7 +103,7 @@ class RunQueue:
         self._submit(name, ahead=True, late=late)
 
     def complete_inputs(self) -> None:
-        self._hooks.submit_late(self._runs[-1])
+        self.hooks.submit_late(self._runs[-1])
 
     def _submit(self, name: str, ahead: bool = False, late: bool = False) -> None:
         assert len(self._runs) < SLOTS
@@ -110,21 +111,68 @@ class RunQueue:
         if not self._runs:
             self._since = time.perf_counter()
         self._slot, self._busy = (self._slot + 1) % SLOTS, True
-        self._hooks.submit(run)
+        self.hooks.submit(run)
         self._runs.append(run)
 
     def wait(self) -> None:
         begun = time.perf_counter()
-        self._hooks.wait(self._runs[0])
+        self.hooks.wait(self._runs[0])
         now = time.perf_counter()
         run = self._runs.popleft()
         self._busy = bool(self._runs)
-        self.waited += now - begun
+        self.hooks.waited += now - begun
         self._pacer.record(run.name, now - self._since)
         self._since = now
 
     def settle(self) -> None:
         """Waits until nothing is in progress: no caller waits for earlier runs any more."""
         self._runs.clear()
-        self._hooks.settle(self._busy)
+        self.hooks.settle(self._busy)
         self._busy = False
+
+
+class QueuedDevice(ABC):
+    """The protocol's methods that run functions."""
+
+    _queue: RunQueue
+
+    def _usable(self, doing: str) -> AbstractContextManager[None]:
+        """Around all that uses the GPU: translates its errors."""
+        return nullcontext()
+
+    @abstractmethod
+    def _run_alone(self, function: str, plain: bool) -> None:
+        """Runs a function and waits, in the pacer's pieces if it is long. plain: see the protocol's `run_plain`."""
+
+    @property
+    def waited(self) -> float:
+        return self._queue.hooks.waited
+
+    def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
+        with self._usable(f"running {function}"):
+            self._queue.run(function, meanwhile, lambda: self._run_alone(function, plain=False))
+
+    def can_start_ahead(self, function: str, late: bool = False) -> bool:
+        with self._usable(f"preparing {function}"):
+            return self._queue.can_start_ahead(function, late)
+
+    def start(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
+        with self._usable(f"running {function}"):
+            self._queue.start(function, meanwhile)
+
+    def start_ahead(self, function: str, late: bool = False) -> None:
+        with self._usable(f"running {function}"):
+            self._queue.start_ahead(function, late)
+
+    def complete_inputs(self, function: str) -> None:
+        with self._usable(f"running {function}"):
+            self._queue.complete_inputs()
+
+    def wait(self) -> None:
+        with self._usable("computing a step"):
+            self._queue.wait()
+
+    def run_plain(self, function: str) -> None:
+        with self._usable(f"running {function}"):
+            self._queue.settle()
+            self._run_alone(function, plain=True)

@@ -81,16 +81,6 @@ class Stats:
         """Of the sequence, so far."""
         return self.prompt_tokens + self.generated
 
-    @property
-    def prefill_rate(self) -> float:
-        """Tokens per second."""
-        return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s else 0.0
-
-    @property
-    def decode_rate(self) -> float:
-        """Tokens per second, without the first one."""
-        return (self.generated - 1) / self.decode_s if self.decode_s and self.generated > 1 else 0.0
-
 
 def check_ids(ids: Ids) -> np.ndarray:
     """Token ids as a vector of integers, not empty. UserError for anything else."""

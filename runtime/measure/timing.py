@@ -73,7 +73,7 @@ class Bench:
         self.failures = {
             i: str(handle) or type(handle).__name__ for i, handle in enumerate(loaded) if isinstance(handle, Exception)
         }
-        self._handles, self._calls, self._copy, self._current, self._busy_until = loaded, {}, 0, None, 0.0
+        self._handles, self._calls, self._copy, self._busy_until = loaded, {}, 0, 0.0
 
     def _fill(self, state, copies, roles=ROLES) -> None:
         arrays = fill(self.candidates[0], state, roles)

@@ -93,11 +93,6 @@ class Sampling:
         return self.temperature < _COLDEST or self.top_k == 1 or self.top_p == 0.0
 
     @property
-    def adjusts(self) -> bool:
-        """Whether logits may be changed before the choice: penalties, biases."""
-        return bool(self.logit_bias) or self.penalizes
-
-    @property
     def penalizes(self) -> bool:
         """Whether recent tokens change logits."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

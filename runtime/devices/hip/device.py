@@ -13,7 +13,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -28,7 +28,7 @@ from mlc_amd.runtime.devices.hip.launches import HipLaunch, capture, enqueue, pr
 from mlc_amd.runtime.devices.hip.memory import HipMemory
 from mlc_amd.runtime.devices.hip.runs import HipRuns
 from mlc_amd.runtime.devices.pieces import Pacer, WorkPiece
-from mlc_amd.runtime.devices.run_queue import RunQueue
+from mlc_amd.runtime.devices.run_queue import QueuedDevice, RunQueue
 from mlc_amd.runtime.devices.steps import write_private_pages, write_step
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import kfd_gpus
@@ -41,7 +41,7 @@ _NO_GRAPHS = "HIP graphs do not work with this driver (%s); continuing without t
 log = logging.getLogger("mlc_amd")
 
 
-class HipDevice:
+class HipDevice(QueuedDevice):
     """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. index: number of a GPU,
     or part of its name. n_cpu_moe: layers whose experts stay in host memory, where the GPU reads them across the bus;
     ignored for an APU. kv: size of the cache. bindings: a substitute for AMD's package."""
@@ -59,7 +59,6 @@ class HipDevice:
     ):
         self.artifact, self.manifest = artifact, artifact.manifest
         self.threads = 1  # host threads
-        self._waited = 0.0  # seconds, outside of the queue
         self._held = ExitStack()  # HIP resources, released in reverse order
         self.close = weakref.finalize(self, self._held.close)  # also at interpreter exit, while the library is loaded
         self.hip = Hip(open_bindings() if bindings is None else bindings)
@@ -81,16 +80,17 @@ class HipDevice:
         self.memory.upload()
         self._launches = {name: self._bind(function) for name, function in self.manifest["functions"].items()}
         self.pacer = Pacer(self.manifest, self.code_arch)
-        self._graphs = {}
+        self._graphs: dict[str, object] = {}
         self._marks: dict[str, list] = {}  # events that time a function's launches
-        if os.environ.get(GRAPH_VARIABLE) != "0":
-            self._make_graphs()
         functions = self.manifest["functions"]
         heads = {name: launches_before_late(function, self._kernels) or 0 for name, function in functions.items()}
         self._runs = HipRuns(
             self.hip, self._held, self.stream, self.memory, functions, self._launches, self._graphs, heads
         )
         self._queue = RunQueue(self._runs, self.pacer, heads)
+        if os.environ.get(GRAPH_VARIABLE) != "0":
+            self._make_graphs()
+        self._held.callback(self.hip.names.hipStreamSynchronize, self.stream)  # first, at the end
         self.clear()
 
     def _override(self) -> str:
@@ -155,7 +155,7 @@ class HipDevice:
         if wrong:
             log.warning(_NO_GRAPHS, f"replays of {', '.join(wrong)} differ from launches")
             return
-        self._graphs = graphs
+        self._graphs.update(graphs)
 
     def _trial(self, function: str, graphs: dict) -> list[bytes]:
         """The logits of a few steps with different tokens and positions, computed with `graphs` or by launches: each
@@ -178,35 +178,12 @@ class HipDevice:
 
     # ---- the protocol
 
-    @property
-    def waited(self) -> float:
-        return self._waited + self._queue.waited
-
     def write(self, name: str, values) -> None:
         self.memory.write(name, values)
         self.pacer.write(name, values)
 
-    def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
-        self._queue.run(function, meanwhile, lambda: self._run(function, self._graphs))
-
-    def can_start_ahead(self, function: str, late: bool = False) -> bool:
-        return self._queue.can_start_ahead(function, late)
-
-    def start(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
-        self._queue.start(function, meanwhile)
-
-    def start_ahead(self, function: str, late: bool = False) -> None:
-        self._queue.start_ahead(function, late)
-
-    def complete_inputs(self, function: str) -> None:
-        self._queue.complete_inputs()
-
-    def wait(self) -> None:
-        self._queue.wait()
-
-    def run_plain(self, function: str) -> None:
-        self._queue.settle()
-        self._run(function, {})
+    def _run_alone(self, function: str, plain: bool) -> None:
+        self._run(function, {} if plain else self._graphs)
 
     def _run(self, function: str, graphs: dict) -> None:
         self.memory.send_inputs()
@@ -246,7 +223,7 @@ class HipDevice:
     def _wait(self) -> None:
         start = time.perf_counter()
         self.hip("hipStreamSynchronize", self.stream)
-        self._waited += time.perf_counter() - start
+        self._runs.waited += time.perf_counter() - start
 
     def read(self, name: str, rows: int) -> np.ndarray:
         found = self._runs.read(name, rows)

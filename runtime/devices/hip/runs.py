@@ -38,7 +38,7 @@ class HipRuns(RunHooks):
     """functions: the manifest's entries; launches: of each function; graphs: of each, none where launches go one by
     one; heads: see `RunQueue`.
 
-    What it allocates is released when `held` closes, after a wait for the stream.
+    What it allocates is released when `held` closes.
     """
 
     def __init__(
@@ -55,7 +55,6 @@ class HipRuns(RunHooks):
         self.hip, self.stream, self.memory = hip, stream, memory
         self._functions, self._launches, self._graphs, self._heads = functions, launches, graphs, heads
         self._held = held.enter_context(ExitStack())
-        held.callback(hip.names.hipStreamSynchronize, stream)
         self._head_graphs: dict[str, object] = {}  # of what precedes the launches that read LATE inputs
         self._slots: list[_Slot] = []
         self._results: Mapping[str, np.ndarray] = {}  # of the run that was waited for last

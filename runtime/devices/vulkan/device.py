@@ -9,7 +9,7 @@ memory get the weights there, once; others may leave experts there (n_cpu_moe).
 import ctypes
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.choice import selection
 from mlc_amd.runtime.devices.pieces import Pacer
 from mlc_amd.runtime.devices.placement import Range, cut, parts
-from mlc_amd.runtime.devices.run_queue import RunQueue
+from mlc_amd.runtime.devices.run_queue import QueuedDevice, RunQueue
 from mlc_amd.runtime.devices.vulkan import api, fragments, timing
 from mlc_amd.runtime.devices.vulkan.commands import VulkanLaunch
 from mlc_amd.runtime.devices.vulkan.context import Context
@@ -39,7 +39,7 @@ CLOSED = "this device is closed; load the model again"
 log = logging.getLogger("mlc_amd")
 
 
-class VulkanDevice:
+class VulkanDevice(QueuedDevice):
     """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. index: number of
     a GPU, or part of its name. n_cpu_moe: layers whose experts stay in host memory, where the GPU reads them across the
     bus; ignored for GPUs that work in the host's memory. kv: size of the cache. UserError if this machine cannot run
@@ -233,43 +233,13 @@ class VulkanDevice:
 
     # ---- the protocol
 
-    @property
-    def waited(self) -> float:
-        return self._replays.waited + self._queue.waited
-
     def write(self, name: str, values) -> None:
         self._alive()
         self.io.write(name, values)
         self.pacer.write(name, values)
 
-    def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
-        with self._usable(f"running {function}"):
-            self._queue.run(function, meanwhile, lambda: self._replays.run_pieces(function))
-
-    def can_start_ahead(self, function: str, late: bool = False) -> bool:
-        with self._usable(f"recording {function}"):
-            return self._queue.can_start_ahead(function, late)
-
-    def start(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
-        with self._usable(f"running {function}"):
-            self._queue.start(function, meanwhile)
-
-    def start_ahead(self, function: str, late: bool = False) -> None:
-        with self._usable(f"running {function}"):
-            self._queue.start_ahead(function, late)
-
-    def complete_inputs(self, function: str) -> None:
-        with self._usable(f"running {function}"):
-            self._queue.complete_inputs()
-
-    def wait(self) -> None:
-        with self._usable("computing a step"):
-            self._queue.wait()
-
-    def run_plain(self, function: str) -> None:
-        with self._usable(f"running {function}"):
-            self._queue.settle()
-            self._replays.run_plain(function)
+    def _run_alone(self, function: str, plain: bool) -> None:
+        self._replays.run(function, plain)
 
     def read(self, name: str, rows: int) -> np.ndarray:
         with self._usable(f"reading {name}"):

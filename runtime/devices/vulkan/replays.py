@@ -24,7 +24,7 @@ from mlc_amd.runtime.devices.vulkan.pipelines import Based
 
 class Replays(RunHooks):
     """functions: the manifest's entries; plan: launches of each; heads: see `RunQueue`; layout: of all pipelines;
-    based: those for parts of a grid. waited: seconds spent waiting for the GPU, outside of the queue."""
+    based: those for parts of a grid."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Replays(RunHooks):
         layout: int,
         based: Based,
     ):
-        self.context, self.io, self.pacer, self.waited = context, io, pacer, 0.0
+        self.context, self.io, self.pacer = context, io, pacer
         self._functions, self._plan, self._heads = functions, plan, heads
         self._layout, self._based = layout, based
         # of whole functions, by slot, and in two parts where LATE inputs come later
@@ -70,17 +70,13 @@ class Replays(RunHooks):
 
     # ---- runs with a wait
 
-    def run_pieces(self, name: str) -> None:
-        """Runs a function in the pacer's pieces, with a wait after each."""
+    def run(self, name: str, plain: bool) -> None:
+        """Runs a function and waits, in the pacer's pieces if it is long. plain: records it for this run alone."""
         pieces = self.pacer.pieces(name)
-        self._submit(name, pieces, self._recorded(name, pieces))
-
-    def run_plain(self, name: str) -> None:
-        """Records the function for this run alone."""
-        pieces = self.pacer.pieces(name)
-        submissions = self._record(name, pieces)
+        submissions = self._record(name, pieces) if plain else self._recorded(name, pieces)
         self._submit(name, pieces, submissions)
-        self._release(submissions)
+        if plain:
+            self._release(submissions)
 
     def time(self, name: str) -> list[tuple[str, float, float]]:
         """Runs a function; (kernel, seconds, seconds since the end of the launch before) of each launch. A launch that
