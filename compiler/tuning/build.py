@@ -21,7 +21,7 @@ from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
 from mlc_amd.runtime.measure.candidate import Candidate, write
-from mlc_amd.runtime.measure.child import Child, Died, serve
+from mlc_amd.runtime.measure.child import Child, ChildDied, serve
 from mlc_amd.schedules.operators import from_json
 
 MODULE = "mlc_amd.compiler.tuning.build"
@@ -164,7 +164,7 @@ class Builder(Closing):
         try:
             child.send(about | _plan_facts(plan))
             return child.receive(self.timeout)["error"] or folder
-        except Died as e:
+        except ChildDied as e:
             return f"building it {e}"
         finally:
             self._idle.put(child)

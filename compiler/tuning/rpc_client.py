@@ -18,7 +18,7 @@ from tvm import rpc
 
 from mlc_amd.compiler.tuning.rpc_server import PREFIX, pack
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.measure.child import Child, Died, serve
+from mlc_amd.runtime.measure.child import Child, ChildDied, serve
 
 MODULE = "mlc_amd.compiler.tuning.rpc_client"
 WAKE = 60.0  # seconds that the process may take to start
@@ -66,7 +66,7 @@ class Client:
                 self._ask({"connect": place}, CONNECT)
             while not self.dropped and (request := self._requests.get()):
                 self._ask(request, SILENT)
-        except (Died, UserError) as e:
+        except (ChildDied, UserError) as e:
             self._events.put(("lost", self, {"why": str(e)}))
         finally:
             self._child.close()

@@ -1,6 +1,6 @@
 """Formats of calls whose arguments are not JSON: tags around each, or objects with bare keys.
 
-In:  a `TextReader` after the opening of a call. Out: to a `Sink`: the arguments as JSON text. See call_formats.py.
+In:  a `TextReader` after the opening of a call. Out: to a `CallSink`: the arguments as JSON text. See call_formats.py.
 """
 
 import ast
@@ -8,7 +8,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from mlc_amd.runtime.calls.call_formats import CallFormat, Sink
+from mlc_amd.runtime.calls.call_formats import CallFormat, CallSink
 from mlc_amd.runtime.calls.json_reader import Malformed, Reading, TextReader, Write, parsed, quoted, string, value
 from mlc_amd.runtime.calls.tools import ALL_TYPES, NAME, json_type
 
@@ -34,7 +34,7 @@ class TaggedCalls(CallFormat):
         own = (*self.key, self.value_opening, self.value_closing, self.end)
         return (*super().marks, *filter(None, own))
 
-    def read(self, reader: TextReader, sink: Sink) -> Reading[None]:
+    def read(self, reader: TextReader, sink: CallSink) -> Reading[None]:
         while True:
             yield from self._call(reader, sink)
             yield from reader.space()
@@ -42,7 +42,7 @@ class TaggedCalls(CallFormat):
                 break
         yield from self._close(reader)
 
-    def _call(self, reader: TextReader, sink: Sink) -> Reading[None]:
+    def _call(self, reader: TextReader, sink: CallSink) -> Reading[None]:
         yield from reader.space()
         yield from reader.expect(self.name[0])
         name = yield from reader.take(NAME)
@@ -142,7 +142,7 @@ class BareCalls(CallFormat):
     def marks(self) -> tuple[str, ...]:
         return (*super().marks, self.quote)
 
-    def read(self, reader: TextReader, sink: Sink) -> Reading[None]:
+    def read(self, reader: TextReader, sink: CallSink) -> Reading[None]:
         yield from reader.space()
         yield from reader.expect("call:")
         yield from reader.space()

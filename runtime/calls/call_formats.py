@@ -1,7 +1,7 @@
 """The formats in which models write calls of tools, with their parsers.
 
 In:  a `TextReader` after the text that begins calls (`CallFormat.opening`).
-Out: to a `Sink`: the tool's name, and the arguments as JSON text, piece by piece. `Malformed` where the text is no
+Out: to a `CallSink`: the tool's name, and the arguments as JSON text, piece by piece. `Malformed` where the text is no
 call;
      the pieces of a call that has begun remain.
 
@@ -44,7 +44,7 @@ class CallEnd:
 CallEvent = CallBegin | CallArguments | CallEnd
 
 
-class Sink:
+class CallSink:
     """Receives the calls that formats read. tools: those that may be called. tool: of the call that is in progress."""
 
     def __init__(self, tools: Iterable[Tool], emit: Callable[[CallEvent], object]) -> None:
@@ -89,7 +89,7 @@ class CallFormat(ABC):
         return tuple(filter(None, (self.opening, self.closing)))
 
     @abstractmethod
-    def read(self, reader: TextReader, sink: Sink) -> Reading[None]:
+    def read(self, reader: TextReader, sink: CallSink) -> Reading[None]:
         """Reads the calls after `opening`, and `closing` if it is there."""
 
     def _close(self, reader: TextReader) -> Reading[None]:
@@ -118,7 +118,7 @@ class JsonCalls(CallFormat):
     listed: bool = False
     separator: str = ""
 
-    def read(self, reader: TextReader, sink: Sink) -> Reading[None]:
+    def read(self, reader: TextReader, sink: CallSink) -> Reading[None]:
         yield from reader.space()
         if self.listed and (yield from reader.one_of(("[",))):
             yield from reader.space()
@@ -141,7 +141,7 @@ class JsonCalls(CallFormat):
         yield from self._close(reader)
 
     @staticmethod
-    def _call(reader: TextReader, sink: Sink) -> Reading[None]:
+    def _call(reader: TextReader, sink: CallSink) -> Reading[None]:
         """Keys may have any order: arguments before the name are buffered."""
         yield from reader.expect("{")
         held: list[str] = []
@@ -214,7 +214,7 @@ class NamedCalls(CallFormat):
         own = (*self.before, self.after, self.id_mark, self.repeated, self.each_closing)
         return (*super().marks, *filter(None, own))
 
-    def read(self, reader: TextReader, sink: Sink) -> Reading[None]:
+    def read(self, reader: TextReader, sink: CallSink) -> Reading[None]:
         while True:
             if self.repeated:
                 yield from reader.space()
@@ -225,7 +225,7 @@ class NamedCalls(CallFormat):
                 break
         yield from self._close(reader)
 
-    def _call(self, reader: TextReader, sink: Sink) -> Reading[None]:
+    def _call(self, reader: TextReader, sink: CallSink) -> Reading[None]:
         yield from reader.space()
         for text in self.before:
             yield from reader.expect(text)
@@ -258,7 +258,7 @@ class HarmonyCalls(CallFormat):
 
     prefix: str = "functions."
 
-    def read(self, reader: TextReader, sink: Sink) -> Reading[None]:
+    def read(self, reader: TextReader, sink: CallSink) -> Reading[None]:
         yield from reader.space()
         yield from arguments(reader, sink.write)
         sink.end()

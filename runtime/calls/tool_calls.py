@@ -20,10 +20,10 @@ from mlc_amd.runtime.calls.call_formats import (
     CallEnd,
     CallEvent,
     CallFormat,
+    CallSink,
     HarmonyCalls,
     JsonCalls,
     NamedCalls,
-    Sink,
 )
 from mlc_amd.runtime.calls.json_reader import Malformed, Reading, TextReader
 from mlc_amd.runtime.calls.tools import Tool
@@ -205,7 +205,7 @@ class CallParser:
         self._events: list[Event] = []
         self._reader = TextReader()  # of what is read as a call
         self._call_end = 0  # the place after the last call
-        self._sink = Sink(tools, self._emit)
+        self._sink = CallSink(tools, self._emit)
         self._held = ""  # white space, which is text only if no call follows
         self._after_call = False  # without text since the call
         self._answer = _ReadInPieces(self._read)

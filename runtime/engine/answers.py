@@ -1,7 +1,7 @@
 """One answer that is being generated: from the tokens of steps to pieces of text, and when it ends.
 
-In: the tokens, one after the other, from the thread that computes the steps (`Core`). Out: pieces for the consumer of
-the answer, and its statistics.
+In: the tokens, one after the other, from the thread that computes the steps (step_loop.py). Out: pieces for the
+consumer of the answer, and its statistics.
 """
 
 import threading

@@ -12,8 +12,8 @@ from contextlib import suppress
 from functools import partial
 
 from mlc_amd.runtime.engine.answers import Answer
-from mlc_amd.runtime.engine.core import Core
 from mlc_amd.runtime.engine.generation import Piece, PromptProgress, Stats
+from mlc_amd.runtime.engine.step_loop import StepLoop
 
 
 class Results:
@@ -66,9 +66,9 @@ class _WithResults:
 class Generation(_WithResults, Iterator[Piece]):
     """Of `Engine.generate`: see the module's docstring."""
 
-    def __init__(self, core: Core, make: Callable[[], Sequence[Answer]]) -> None:
+    def __init__(self, loop: StepLoop, make: Callable[[], Sequence[Answer]]) -> None:
         super().__init__(make)
-        self._pieces = _pieces(core, self.results)
+        self._pieces = _pieces(loop, self.results)
 
     def __next__(self) -> Piece:
         return next(self._pieces)
@@ -78,20 +78,20 @@ class Generation(_WithResults, Iterator[Piece]):
         self._pieces.close()
 
 
-def _pieces(core: Core, results: Results) -> Generator[Piece, None, None]:
+def _pieces(loop: StepLoop, results: Results) -> Generator[Piece, None, None]:
     answers = results.begin()
-    core.start(answers)
+    loop.start(answers)
     left = list(answers)
     try:
         while left:
-            core.wait(left)
+            loop.wait(left)
             for answer in list(left):
                 yield from answer.take()
                 if answer.complete:
                     left.remove(answer)
     finally:
         if left:
-            core.cancel(left)
+            loop.cancel(left)
 
 
 class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
@@ -100,13 +100,13 @@ class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
 
     def __init__(
         self,
-        core: Core,
+        loop: StepLoop,
         make: Callable[[], Sequence[Answer]],
         progress: Callable[[PromptProgress], None] | None = None,
     ) -> None:
         super().__init__(make)
         self._events = _LoopEvents(progress)
-        self._batches = _batches(core, self.results, self._events)
+        self._batches = _batches(loop, self.results, self._events)
         self._started = False
         self._ready: deque[Piece] = deque()
 
@@ -136,7 +136,7 @@ class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
         await self._batches.aclose()
 
 
-async def _batches(core: Core, results: Results, events: "_LoopEvents") -> AsyncGenerator[list[Piece], None]:
+async def _batches(loop: StepLoop, results: Results, events: "_LoopEvents") -> AsyncGenerator[list[Piece], None]:
     """An empty list once the answers are queued, then their pieces."""
 
     def begin() -> Sequence[Answer]:
@@ -148,7 +148,7 @@ async def _batches(core: Core, results: Results, events: "_LoopEvents") -> Async
     answers = await asyncio.to_thread(begin)
     left = list(answers)
     try:
-        await asyncio.to_thread(core.start, answers, True)  # waits for the end of a step
+        await asyncio.to_thread(loop.start, answers, True)  # waits for the end of a step
         yield []
         while left:
             await events.wait()
@@ -161,7 +161,7 @@ async def _batches(core: Core, results: Results, events: "_LoopEvents") -> Async
         for answer in answers:
             answer.listener = answer.progress = None
         if left:
-            core.cancel(left)
+            loop.cancel(left)
 
 
 class _LoopEvents:

@@ -15,12 +15,12 @@ from mlc_amd.runtime.cache.kv_cache import KvCache, KvUsage
 from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.devices.steps import pages_of
 from mlc_amd.runtime.engine.batch import Batch
-from mlc_amd.runtime.engine.core import Core
 from mlc_amd.runtime.engine.generation import ContextFull, Ids, check_ids
 from mlc_amd.runtime.engine.limits import SchedulerLimits
 from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.scoring import Scoring
 from mlc_amd.runtime.engine.single_sequence import compute, next_chunk
+from mlc_amd.runtime.engine.step_loop import StepLoop
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.speculation.own_draft import OwnDraft
 from mlc_amd.runtime.speculation.speculation import Counts, Drafter, Speculation
@@ -52,18 +52,18 @@ class LogitsEngine(Closing):
         functions = self._runner.functions
         rows = functions.single_rows, functions.chunk_rows, functions.mixed_rows, self._runner.scored
         limits = self._limits or SchedulerLimits(*rows, sizes=functions.chunk_sizes)
-        self._core = Core(self._runner, self.cache, limits)
-        self._own = self._core.private = self.cache.sequence()
+        self._loop = StepLoop(self._runner, self.cache, limits)
+        self._own = self._loop.private = self.cache.sequence()
         self._own_lock = threading.Lock()  # of the own sequence, also between the steps of `score`
 
     def __repr__(self) -> str:
         name, state = self.artifact.manifest["name"], f"{self.position} of {self.context} tokens"
-        return f"<{type(self).__name__} {name} on {self.device.name}, {'closed' if self._core.closed else state}>"
+        return f"<{type(self).__name__} {name} on {self.device.name}, {'closed' if self._loop.closed else state}>"
 
     def close(self) -> None:
         """Ends all generations, and releases the device and all memory."""
-        if not self._core.closed:
-            self._core.close()
+        if not self._loop.closed:
+            self._loop.close()
             self.device.close()
             self.artifact.close()
 
@@ -81,23 +81,23 @@ class LogitsEngine(Closing):
     def speculate(self, drafter: Drafter | None) -> None:
         """From now on steps verify guesses of that drafter (closed with the engine), or none. Answers do not depend on
         it."""
-        with self._core.exclusive():
-            before, rows = self._core.speculation, self._core.scheduler.limits.step_rows
-            self._core.speculation = Speculation(drafter, rows) if drafter else None
+        with self._loop.exclusive():
+            before, rows = self._loop.speculation, self._loop.scheduler.limits.step_rows
+            self._loop.speculation = Speculation(drafter, rows) if drafter else None
         if before:
             before.drafter.close()
 
     @property
     def guesses(self) -> Counts:
         """Guesses that were verified so far, and how many of them were right."""
-        return self._core.speculation.counts if self._core.speculation else Counts(0, 0)
+        return self._loop.speculation.counts if self._loop.speculation else Counts(0, 0)
 
     # ---- the engine's own sequence
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         """The own sequence and the device for the caller alone."""
-        with self._own_lock, self._core.exclusive():
+        with self._own_lock, self._loop.exclusive():
             yield
 
     @property
@@ -114,7 +114,7 @@ class LogitsEngine(Closing):
         """Empties the own sequence, and the cache unless generations are using it."""
         with self._exclusive():
             self._own.truncate(0)
-            if not self._core.busy:
+            if not self._loop.busy:
                 self._own.free()
                 self.cache.index.clear()
 
@@ -163,13 +163,13 @@ class LogitsEngine(Closing):
         meanwhile: the scheduler treats the chunks as requests of one more client."""
         with self._own_lock:
             checked, before = self._check(ids, self.position), self.position
-            with self._core.exclusive():
+            with self._loop.exclusive():
                 self._own.append(checked.tolist())
             scoring = Scoring(self._own, before, self.vocab)
             try:
-                self._core.score(scoring)
+                self._loop.score(scoring)
             except BaseException:
-                with self._core.exclusive():
+                with self._loop.exclusive():
                     self._own.truncate(before)
                 raise
             return scoring.logits
@@ -211,7 +211,7 @@ class LogitsEngine(Closing):
     def batch(self, count: int) -> Iterator[Batch]:
         """`count` sequences that advance together, for measurements. All other callers of the engine wait
         meanwhile."""
-        with self._core.exclusive():
+        with self._loop.exclusive():
             found = Batch(self.cache, self._runner, count)
             try:
                 yield found

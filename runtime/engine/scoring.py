@@ -1,6 +1,6 @@
 """The logits of all of a sequence's new tokens, computed in chunks between the steps of answers.
 
-In: rows of logits, from the thread that computes the steps (`Core`). Out: all of them, for the caller, who waits.
+In: rows of logits, from the thread that computes the steps (step_loop.py). Out: all of them, for the caller, who waits.
 """
 
 import numpy as np

@@ -41,7 +41,7 @@ class TextEngine(LogitsEngine):
     @property
     def queue(self) -> RequestCounts:
         """How many answers wait, and how many are being generated."""
-        return self._core.queue
+        return self._loop.queue
 
     def generate(
         self,
@@ -75,7 +75,7 @@ class TextEngine(LogitsEngine):
         Raises UserError for arguments out of range and ContextFull at once, QueueFull at the first step.
         """
         options = max_tokens, stop, shown, n, client, logprobs, constraint, min_tokens
-        found = Generation(self._core, self._call(prompt, sampling, changes, *options, progress))
+        found = Generation(self._loop, self._call(prompt, sampling, changes, *options, progress))
         self._last = found.results
         return found
 
@@ -97,7 +97,7 @@ class TextEngine(LogitsEngine):
         """`generate` for asyncio: `async for piece in engine.agenerate(..)`. A thread of the engine computes. progress:
         called in the event loop, for each prompt when it is begun and after each chunk."""
         options = max_tokens, stop, shown, n, client, logprobs, constraint, min_tokens
-        found = AsyncGeneration(self._core, self._call(prompt, sampling, changes, *options, None), progress)
+        found = AsyncGeneration(self._loop, self._call(prompt, sampling, changes, *options, None), progress)
         self._last = found.results
         return found
 
@@ -127,4 +127,4 @@ class TextEngine(LogitsEngine):
     def cancel(self) -> None:
         """Ends the generations in progress after the current step: a token of each, or a chunk of a prompt. Their
         iterators then end as if they were complete. May be called from any thread and from signal handlers."""
-        self._core.cancel_all()
+        self._loop.cancel_all()

@@ -47,7 +47,7 @@ def limits() -> Any:
     )
 
 
-class Trial:
+class GrammarTrial:
     """The child process. Thread-safe. control: ids of control tokens by their text."""
 
     def __init__(self, vocab: int, ends: Sequence[int], control: Mapping[str, int]) -> None:

@@ -30,7 +30,7 @@ from mlc_amd.runtime.calls.tools import Tool
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.extras import require
 from mlc_amd.runtime.grammars.call_grammars import call_grammar
-from mlc_amd.runtime.grammars.grammar_trial import TOO_MUCH, ByteVocabulary, Trial, limits
+from mlc_amd.runtime.grammars.grammar_trial import TOO_MUCH, ByteVocabulary, GrammarTrial, limits
 from mlc_amd.runtime.grammars.lark import ControlTokens, Rules
 from mlc_amd.runtime.grammars.matchers import Grammar, shown
 from mlc_amd.runtime.text import reasoning
@@ -67,7 +67,7 @@ class Grammars:
         self._ends = sorted(tokenizer.end_ids)
         if not self._ends:
             raise UserError("this model has no token that ends an answer, which grammars need")
-        self._trial = Trial(vocab, self._ends, self._control.ids)
+        self._trial = GrammarTrial(vocab, self._ends, self._control.ids)
         self._lock = threading.Lock()
         self._tables: Any = None
         self._compiled: OrderedDict[str, Grammar] = OrderedDict()

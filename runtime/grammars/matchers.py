@@ -17,7 +17,7 @@ def shown(message: str) -> str:
     return one_line(message.replace("<non-verbose/>", ""), QUOTED)
 
 
-class Constrained:
+class AnswerConstraint:
     """A `Constraint`: one answer's state. vocab: the size of the logits."""
 
     def __init__(self, matcher: Any, vocab: int) -> None:
@@ -50,6 +50,6 @@ class Grammar:
         self._matcher, self._vocab = matcher, vocab
         self._lock = threading.Lock()
 
-    def __call__(self) -> Constrained:
+    def __call__(self) -> AnswerConstraint:
         with self._lock:
-            return Constrained(self._matcher.deep_copy(), self._vocab)
+            return AnswerConstraint(self._matcher.deep_copy(), self._vocab)

@@ -23,7 +23,7 @@ from mlc_amd.runtime.errors import UserError
 STDERR = 400  # bytes of standard error that an error quotes
 
 
-class Died(RuntimeError):
+class ChildDied(RuntimeError):
     """The child ended or was ended: crash, timeout. The message has the reason."""
 
 
@@ -46,7 +46,7 @@ class Child:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
         except BrokenPipeError:
-            raise Died(self._why()) from None
+            raise ChildDied(self._why()) from None
 
     def receive(self, timeout: float) -> dict:
         """The next answer. Died if there is none in `timeout` seconds; the child is then gone. UserError that the child
@@ -57,10 +57,10 @@ class Child:
             left = end - time.monotonic()
             if left <= 0 or not self._selector.select(left):
                 self.close()
-                raise Died(f"took more than {timeout:.0f} s")
+                raise ChildDied(f"took more than {timeout:.0f} s")
             data = os.read(process.stdout.fileno(), 1 << 16)
             if not data:
-                raise Died(self._why())
+                raise ChildDied(self._why())
             self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
         answer = json.loads(line)

@@ -12,7 +12,7 @@ from pathlib import Path
 from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import Candidate, figures, read
-from mlc_amd.runtime.measure.child import Child, Died
+from mlc_amd.runtime.measure.child import Child, ChildDied
 
 MODULE = "mlc_amd.runtime.measure.program"
 SOFTWARE = "llvmpipe"  # how the name of Mesa's CPU driver begins
@@ -47,7 +47,7 @@ class Measurer(Closing):
             self._child.send({"open": str(candidate.folder), "device": self.device})
             try:
                 self.facts = self._child.receive(START)["facts"]
-            except Died as e:
+            except ChildDied as e:
                 raise UserError(f"the device for {candidate.api} does not start: {e}; update its driver") from e
             self._open = key
         return self.facts
@@ -93,7 +93,7 @@ class Measurer(Closing):
                         keep(answer["folder"], answer["result"])
                     if "done" in answer:
                         break
-            except Died as e:
+            except ChildDied as e:
                 self._open = None
                 reference = next(
                     (folder for folder in candidates if results.get(folder, {"error": ""})["error"] is None), None
@@ -120,7 +120,7 @@ class Measurer(Closing):
         request = {"interleaved": list(map(str, folders))}
         try:
             answer = self._request(folders[0], request, self.timeout + LOAD * len(folders))
-        except Died as e:
+        except ChildDied as e:
             raise UserError(f"measuring does not work on this machine: {e}") from e
         if answer["failures"]:
             raise UserError(f"measuring does not work on this machine: {'; '.join(answer['failures'])}")
@@ -133,7 +133,7 @@ class Measurer(Closing):
         request = {"compare": [str(untuned), str(tuned)]}
         try:
             answer = self._request(tuned, request, 2 * self.timeout)
-        except Died as e:
+        except ChildDied as e:
             answer = {"deviation": None, "error": str(e), "gain": None}
         where = "lavapipe" if self.facts["device"].startswith(SOFTWARE) else "device"
         found = {name: answer[name] for name in ("deviation", "error", "gain")}
@@ -145,6 +145,6 @@ class Measurer(Closing):
         try:
             self._child.send(request)
             return self._child.receive(timeout)
-        except Died:
+        except ChildDied:
             self._open = None
             raise

@@ -84,7 +84,7 @@ def answers(engine, **options):
 
 def guess_always(engine):
     engine.speculate(engine.own_draft())
-    engine._core.speculation = Eager(engine._core.speculation.drafter, engine._core.speculation._rows)
+    engine._loop.speculation = Eager(engine._loop.speculation.drafter, engine._loop.speculation._rows)
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3, "top_k": 5}], ids=str)
@@ -112,7 +112,7 @@ class Clock:
             run(name, meanwhile)
 
         monkeypatch.setattr(engine.device, "run", timed)
-        monkeypatch.setattr(engine._core, "clock", lambda: self.seconds)
+        monkeypatch.setattr(engine._loop, "clock", lambda: self.seconds)
 
 
 def test_a_layer_that_guesses_wrong_costs_little(tmp_path, monkeypatch):

@@ -135,7 +135,7 @@ def test_answers_do_not_depend_on_guesses(engine):
     expected = answer(engine, PROMPTS[:3])
     engine.reset()
     engine.speculate(Oracle({tuple(PROMPTS[i]): tokens for i, tokens in expected.items()}))
-    engine._core.speculation = Eager(engine._core.speculation.drafter, engine._core.speculation._rows)
+    engine._loop.speculation = Eager(engine._loop.speculation.drafter, engine._loop.speculation._rows)
     assert answer(engine, PROMPTS[:3]) == expected
     guessed, accepted = engine.guesses
     engine.speculate(None)

@@ -29,7 +29,7 @@ from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
 from mlc_amd.runtime.devices.vulkan.io import Io, byte_count
 from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, MemoryBlock, OutOfMemory, VulkanMemory, places
-from mlc_amd.runtime.devices.vulkan.pipelines import Based, Pipelines, cache_file
+from mlc_amd.runtime.devices.vulkan.pipelines import BasedPipelines, Pipelines, cache_file
 from mlc_amd.runtime.devices.vulkan.replays import Replays
 from mlc_amd.runtime.errors import UserError
 
@@ -110,7 +110,7 @@ class VulkanDevice(QueuedDevice):
                 "or compile the model "
                 "with --arch generic"
             ) from e
-        self._layout, self._based = builder.layout, Based(builder, modules, cache_file(self.gpu))
+        self._layout, self._based = builder.layout, BasedPipelines(builder, modules, cache_file(self.gpu))
         if "fragment_probe" in self._kernels:
             (step,) = self._kernels["fragment_probe"]["steps"]
             if not fragments.known_order(self.context, needs, step, self._module(step)):

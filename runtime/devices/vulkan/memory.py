@@ -22,7 +22,7 @@ CHUNK = 16 << 20  # bytes of an upload at a time
 MAPPED = api.HOST_VISIBLE | api.HOST_COHERENT
 
 
-class Want(NamedTuple):
+class MemoryFlags(NamedTuple):
     """Property flags that memory must have, and those that it must not have."""
 
     flags: int
@@ -33,11 +33,15 @@ class Want(NamedTuple):
 # host's.
 # There local memory may be a carve-out that is too small, and the rest is as fast. "host" is for data that only the GPU
 # reads, across the bus: best without snooping of the CPU's caches.
-ANYWHERE, LOCAL = Want(MAPPED), Want(api.DEVICE_LOCAL | MAPPED)
-FOR_READING = (Want(MAPPED | api.HOST_CACHED), Want(api.HOST_VISIBLE | api.HOST_CACHED), ANYWHERE)
-KINDS: dict[str, tuple[tuple[Want, ...], tuple[Want, ...]]] = {
-    "device": ((Want(api.DEVICE_LOCAL),), (LOCAL, ANYWHERE)),
-    "host": ((Want(MAPPED, api.DEVICE_LOCAL | api.HOST_CACHED), Want(MAPPED, api.DEVICE_LOCAL)), (LOCAL, ANYWHERE)),
+ANYWHERE, LOCAL = MemoryFlags(MAPPED), MemoryFlags(api.DEVICE_LOCAL | MAPPED)
+FOR_READING = (MemoryFlags(MAPPED | api.HOST_CACHED), MemoryFlags(api.HOST_VISIBLE | api.HOST_CACHED), ANYWHERE)
+FOR_GPU = (MemoryFlags(MAPPED, api.DEVICE_LOCAL | api.HOST_CACHED), MemoryFlags(MAPPED, api.DEVICE_LOCAL))
+KINDS: dict[str, tuple[tuple[MemoryFlags, ...], tuple[MemoryFlags, ...]]] = {
+    "device": ((MemoryFlags(api.DEVICE_LOCAL),), (LOCAL, ANYWHERE)),
+    "host": (
+        (MemoryFlags(MAPPED, api.DEVICE_LOCAL | api.HOST_CACHED), MemoryFlags(MAPPED, api.DEVICE_LOCAL)),
+        (LOCAL, ANYWHERE),
+    ),
     "input": ((LOCAL, ANYWHERE), (LOCAL, ANYWHERE)),
     "output": (FOR_READING, FOR_READING),
     "staging": ((ANYWHERE,), (ANYWHERE,)),
@@ -144,7 +148,7 @@ class VulkanMemory:
             return self._bound(buffer, memory, nbytes, kind_flags, kind != "device" or self.gpu.unified)
         raise OutOfMemory(nbytes, kind)
 
-    def _types(self, wanted: tuple[Want, ...], allowed: int) -> list[int]:
+    def _types(self, wanted: tuple[MemoryFlags, ...], allowed: int) -> list[int]:
         """Memory types, the best first."""
         kinds = [
             (i, flags) for i, (flags, _) in enumerate(self.gpu.memory) if allowed >> i & 1 and not flags & ~KNOWN_FLAGS

@@ -91,7 +91,7 @@ class Pipelines:
         return data.raw[: size.value]
 
 
-class Based:
+class BasedPipelines:
     """Pipelines of kernels whose launches may begin with any workgroup, each built at its first use.
 
     modules: (SPIR-V, block) by symbol; file: of the driver's cache.

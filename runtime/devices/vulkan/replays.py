@@ -19,7 +19,7 @@ from mlc_amd.runtime.devices.vulkan import timing
 from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, VulkanLaunch
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.io import Io
-from mlc_amd.runtime.devices.vulkan.pipelines import Based
+from mlc_amd.runtime.devices.vulkan.pipelines import BasedPipelines
 
 
 class Replays(RunHooks):
@@ -35,7 +35,7 @@ class Replays(RunHooks):
         plan: Mapping[str, Sequence[VulkanLaunch]],
         heads: Mapping[str, int],
         layout: int,
-        based: Based,
+        based: BasedPipelines,
     ):
         self.context, self.io, self.pacer = context, io, pacer
         self._functions, self._plan, self._heads = functions, plan, heads

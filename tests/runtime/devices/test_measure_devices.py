@@ -21,7 +21,7 @@ from mlc_amd.compiler.codegen.cpu import NATIVE, compile_c
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure import inputs, timing
 from mlc_amd.runtime.measure.candidate import FILE, read
-from mlc_amd.runtime.measure.child import Child, Died
+from mlc_amd.runtime.measure.child import Child, ChildDied
 from mlc_amd.runtime.measure.hip import HipBackend
 from mlc_amd.runtime.measure.measurer import Measurer
 from mlc_amd.runtime.measure.timing import Bench
@@ -76,7 +76,7 @@ def test_children_die_and_come_back(child):
         ("hang", "took more than 2 s"),
     ):
         child.send({"do": do})
-        with pytest.raises(Died, match=why):
+        with pytest.raises(ChildDied, match=why):
             child.receive(2 if do == "hang" else 20)
         child.send({"do": "b"})
         again = child.receive(20)

@@ -192,7 +192,7 @@ def test_iterators_take_turns(engine):
     third = engine.chat(QUESTION)
     next(third)
     third.close()
-    assert not engine._core.busy
+    assert not engine._loop.busy
 
 
 def test_threads_share_an_engine(engine):
@@ -247,8 +247,8 @@ def test_asyncio(engine):
 
 def test_whoever_starts_an_answer_waits_for_one_step(engine, monkeypatch):
     """However many steps follow each other, and however many start answers meanwhile."""
-    core = engine._core
-    steps, waited, step, start = [0], [], core._step, core.start
+    loop = engine._loop
+    steps, waited, step, start = [0], [], loop._step, loop.start
 
     def counted_step() -> bool:
         steps[0] += 1
@@ -270,8 +270,8 @@ def test_whoever_starts_an_answer_waits_for_one_step(engine, monkeypatch):
             await asyncio.gather(*(ask(8 * i + j) for j in range(8)))
         await long.aclose()
 
-    monkeypatch.setattr(core, "_step", counted_step)
-    monkeypatch.setattr(core, "start", counted_start)
+    monkeypatch.setattr(loop, "_step", counted_step)
+    monkeypatch.setattr(loop, "start", counted_start)
     asyncio.run(all_of_them())
     assert len(waited) == 33 and max(waited) <= 2
 

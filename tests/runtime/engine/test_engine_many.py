@@ -119,4 +119,4 @@ def test_the_queue_is_bounded(demo_artifact):
     with Engine(artifact, open_device(artifact), SchedulerLimits(queue=3)) as engine:
         with pytest.raises(QueueFull, match="try again later"):
             next(engine.generate([[1, 2]] * 4, max_tokens=1))
-        assert not engine._core.busy and len(list(engine.generate([1, 2], max_tokens=1))) <= 1
+        assert not engine._loop.busy and len(list(engine.generate([1, 2], max_tokens=1))) <= 1

@@ -36,7 +36,7 @@ def engine(demo_artifact):
 def answers(engine, drafter=None, **options):
     engine.speculate(drafter)
     if drafter:
-        engine._core.speculation = Eager(drafter, engine._core.speculation._rows)
+        engine._loop.speculation = Eager(drafter, engine._loop.speculation._rows)
     found: dict[int, list] = {}
     generation = engine.generate(PROMPTS, max_tokens=60, **options)
     for piece in generation:

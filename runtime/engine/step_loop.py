@@ -30,7 +30,7 @@ from mlc_amd.runtime.speculation.own_draft import OwnDraft
 from mlc_amd.runtime.speculation.speculation import Speculation
 
 
-class Core:
+class StepLoop:
     """Steps of `runner` for the answers that were started. Methods may be called by any thread."""
 
     def __init__(self, runner: Runner, cache: KvCache, limits: SchedulerLimits) -> None:
