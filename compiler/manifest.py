@@ -35,7 +35,7 @@ def manifest_body(lowered: Lowered, compiled: Mapping[str, Any], weights: bool) 
         "model": cast(ManifestModel, dataclasses.asdict(model.config)),
         "target": target.description,
         "context": ctx,
-        "kv_type": cast(KvType, target.kv_type),
+        "kv_type": cast(KvType, target.kv),
         "sampling": sampling.defaults(model.metadata, ctx),
         "functions": _functions(lowered),
         "kernels": _kernels(lowered),

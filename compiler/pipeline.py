@@ -45,13 +45,18 @@ class Summary:
 
 def compile_model(
     model,
-    options: CompileOptions,
     out: Path,
+    options: CompileOptions,
     progress: StageProgress | None = None,
+    weights: bool = True,
     store: WeightStore | None = None,
 ) -> Summary:
-    """Compiles `model` (a GGUFModel or a synthetic one) into the folder `out`. store: where packed weights may be that
-    need not be made again. UserError for everything that the user can fix."""
+    """Compiles `model` (a GGUFModel or a synthetic one) into the folder `out`.
+
+    options: with a target of codegen/targets.py. weights: whether the artifact has the matrices; without them a device
+    fills them at random. store: where packed weights may be that need not be made again. UserError for everything that
+    the user can fix.
+    """
     progress = progress or (lambda stage, done, total: None)
     clock = _Clock()
     target = make_target(options.target, options.arch, options.kv_type or KV_TYPE)
@@ -65,11 +70,11 @@ def compile_model(
         clock.lap("import")
         compiled = target.compile_kernels(lowered.module, directory, progress, available_threads())
         clock.lap("kernels")
-        known = _write_weights(lowered, directory, progress, options.weights, store)
+        known = _write_weights(lowered, directory, progress, weights, store)
         model.check_unchanged()
         clock.lap("weights")
         progress("write", 0, 1)
-        manifest = manifest_body(lowered, compiled, options.weights)
+        manifest = manifest_body(lowered, compiled, weights)
         artifact.write_interfaces(directory, manifest)
         artifact.write_manifest(directory, manifest, known)
         check_described(directory)

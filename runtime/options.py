@@ -1,29 +1,187 @@
-"""What a user may choose about a compilation, as one value from the command line to compiler/pipeline.py.
+"""The options of compiling and loading a model: name, type, default and help of each, in one place.
 
-It lies in the runtime because bundles, which have no compiler, take the same flags.
+A group of options is a dataclass, or a TypedDict where only what is given counts, whose annotations have an `Option`.
+Functions take a group as one value. The flags of commands, their help pages and completion (tools/arguments.py), and
+the signatures of `mlc_amd.load` and `mlc_amd.compile` (`keywords`) are made from groups.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+import inspect
+import math
+import os
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cache, wraps
+from numbers import Real
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_origin, get_type_hints
 
-from mlc_amd.runtime.cache.kv_types import KvType
+from mlc_amd.runtime.cache.kv_types import KV_TYPE, KvType
+from mlc_amd.runtime.errors import UsageError
 
-Tuned = Literal["none", "shipped", "user", "auto"]  # sources of tuned plans; auto: the user's before shipped ones
+P = ParamSpec("P")
+Group = TypeVar("Group")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class CompileOptions:
-    """target    cpu, rocm or vulkan; "auto" is for tools/target.py to replace
-    arch      as --arch: one or several names for that target; "native": this machine's
-    ctx       tokens of KV cache; None: the model's context, at most 4096
-    kv_type   of the KV cache; None: runtime/cache/kv_types.py's KV_TYPE
-    tuned     source of tuned plans
-    weights   whether the artifact has the matrices; without them a device fills them at random
+class Option:
+    """What help and errors say of an option.
+
+    help: what it does. unit: of its value. default: what a default of None means. low, high: the smallest and the
+    largest value; above: values must be greater. read: makes the value of a text, if its type does not say how. also:
+    other names of its flag, those of llama.cpp.
     """
 
-    target: str = "auto"
-    arch: str = "native"
-    ctx: int | None = None
-    kv_type: KvType | None = None
-    tuned: Tuned = "auto"
-    weights: bool = True
+    help: str
+    unit: str = ""
+    default: str = ""
+    low: float = -math.inf
+    high: float = math.inf
+    above: float = -math.inf
+    read: Callable[[str], object] | None = None
+    also: tuple[str, ...] = ()
+
+    def text(self, default: object) -> str:
+        """The help, the unit and the default value."""
+        if default in (None, False, (), "", inspect.Parameter.empty):
+            default = self.default
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        notes = [f"in {self.unit}"] * bool(self.unit) + [f"default: {shown}"] * (shown != "")
+        return f"{self.help} ({'; '.join(notes)})" if notes else self.help
+
+    def problem(self, name: str, value: object) -> str | None:
+        """What is wrong with a number that is out of range."""
+        number = cast(float, value)
+        if not isinstance(value, Real) or (self.low <= number <= self.high and self.above < number < math.inf):
+            return None
+        least = f"at least {self.low}" if math.isinf(self.above) else f"greater than {self.above}"
+        limits = least if math.isinf(self.high) else f"between {self.low} and {self.high}"
+        return f"{name} is {value}: it must be {limits}"
+
+
+@cache
+def described(group: Any) -> dict[str, tuple[Any, Option]]:
+    """The options of a group: name to (type, Option)."""
+    hints = get_type_hints(group, include_extras=True)
+    annotated = {name: hint for name, hint in hints.items() if get_origin(hint) is Annotated}
+    return {name: (hint.__origin__, hint.__metadata__[0]) for name, hint in annotated.items()}
+
+
+def option_of(group: Any, name: str) -> Option:
+    """One of a group's, for a function that has an option of the same name without the group."""
+    return described(group)[name][1]
+
+
+def keywords(group: Callable[P, Group]) -> Callable[[Callable[[Group], Result]], Callable[P, Result]]:
+    """Makes a function of one group a function of the group's options as arguments, with their types, defaults and
+    help."""
+    options = described(group)
+    signature = inspect.signature(group)
+    parameters = [one.replace(annotation=options[name][0]) for name, one in signature.parameters.items()]
+
+    def decorate(function: Callable[[Group], Result]) -> Callable[P, Result]:
+        @wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> Result:
+            return function(group(*args, **options))
+
+        lines = [f"{one.name}: {options[one.name][1].text(one.default)}" for one in parameters]
+        wrap = textwrap.TextWrapper(110, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
+        call.__doc__ = "\n".join((f"{inspect.getdoc(function)}\n\nArgs:", *map(wrap.fill, lines)))
+        result = inspect.signature(function).return_annotation
+        vars(call)["__signature__"] = signature.replace(parameters=parameters, return_annotation=result)
+        return call
+
+    return decorate
+
+
+class Checked:
+    """A group whose numbers are in range. UsageError otherwise."""
+
+    def __post_init__(self) -> None:
+        for name, (_, option) in described(type(self)).items():
+            if problem := option.problem(f"--{name.replace('_', '-')}", getattr(self, name)):
+                raise UsageError(problem)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions(Checked):
+    """What kernels are made for."""
+
+    target: Annotated[Literal["auto", "cpu", "rocm", "vulkan"], Option(
+        "what a GGUF file is compiled for; auto: rocm if AMD's HIP runtime works, else vulkan on a GPU, else cpu",
+        read=str, also=("-ngl", "--n-gpu-layers"))] = "auto"  # fmt: skip
+    arch: Annotated[str, Option(
+        "CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see `mlc-amd "
+        "compile --help`")] = "native"  # fmt: skip
+    ctx: Annotated[int | None, Option(
+        "KV cache size, for a GGUF file",
+        default="the model's context length, at most 4096; of bench: what the tests need",
+        unit="tokens", low=1, also=("-c", "--ctx-size"))] = None  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions(TargetOptions):
+    """What a GGUF file is compiled for. The compiler takes those that are `resolved`."""
+
+    kv_type: Annotated[KvType | None, Option(
+        "type of the KV cache, for a GGUF file; q8_0 takes half of the memory of f16",
+        default=KV_TYPE, also=("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"))] = None  # fmt: skip
+    tuned: Annotated[Literal["none", "shipped", "user", "auto"], Option(
+        "tuned plans that kernels are built with: those of `mlc-amd tune` on this machine (user), those that come "
+        "with mlc-amd (shipped), user before shipped (auto), or none")] = "auto"  # fmt: skip
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that are not the defaults."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(CompileOptions)}
+        return {name: value for name, (value, default) in values.items() if value != default}
+
+    def resolved(self, target: str, arch: str) -> "CompileOptions":
+        """The same for a target and an arch without "auto", of tools/target.py."""
+        changed: dict[str, Any] = {"target": target, "arch": arch, "kv_type": self.kv_type or KV_TYPE}
+        return CompileOptions(**self.given | changed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Checked):
+    """What an artifact is run with."""
+
+    threads: Annotated[int | None, Option("number of CPU threads", default="all cores", low=1, also=("-t",))] = None
+    device: Annotated[str | None, Option(
+        "GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name; for tuning on a CPU: "
+        "the number of threads",
+        default="$MLC_AMD_DEVICE, else the best one")] = None  # fmt: skip
+    verify: Annotated[bool, Option("also verify the checksum of the weights, which reads all of them")] = False
+    n_cpu_moe: Annotated[int, Option(
+        "keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for "
+        "mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough)")] = 0  # fmt: skip
+    kv_tokens: Annotated[int | None, Option("tokens that the KV cache holds, of all sequences together")] = None
+    kv_memory: Annotated[int | str | None, Option(
+        "instead, how much memory the KV cache takes: bytes, a size such as 4G or 512M, or auto: what the device has "
+        "left, of the host's memory half of what is available",
+        default="one sequence of full length; of bench: what the tests need; of serve with one model: auto",
+    )] = None  # fmt: skip
+    draft: Annotated[str | os.PathLike[str] | None, Option(
+        "decode several tokens a step, guessed by a smaller model with the same vocabulary (named as a model is), "
+        'or, for "lookup", taken from the text so far, or, for "mtp", by the model\'s own layer for that, if it has '
+        "one. Answers are the same, and the number of guesses adapts to how many are right",
+        also=("-md", "--model-draft"))] = None  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LoadOptions(RunOptions, CompileOptions):
+    """A model, what it is compiled for if it is a GGUF file, and what it is run with."""
+
+    model: Annotated[str | os.PathLike[str] | None, Option(
+        "artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use)",
+        default="the bundled demo model", also=("-m",))] = None  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CompileRequest(CompileOptions):
+    """A GGUF file to compile, and where to."""
+
+    model: Annotated[str | os.PathLike[str], Option(
+        "GGUF file, any part of a split model, or OWNER/REPO:QUANT of huggingface.co", also=("-m",))]  # fmt: skip
+    output: Annotated[str | os.PathLike[str], Option(
+        "folder to write: an artifact already there is replaced, no other folder is")]  # fmt: skip

@@ -22,7 +22,7 @@ from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.options import CompileOptions
+from mlc_amd.runtime.options import CompileOptions, LoadOptions, RunOptions
 from mlc_amd.schedules.cpu.base.arch import resolve
 from mlc_amd.tools import cli
 from mlc_amd.tools.hub import models
@@ -170,7 +170,7 @@ def compiled(once):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("XDG_CACHE_HOME", str(out))
                 model, spec = (str(source), None) if isinstance(source, Path) else (None, source)
-                models.artifact_path(model, synthetic=spec, target="cpu", ctx=ctx)
+                models.artifact_path(LoadOptions(model=model, target="cpu", ctx=ctx), spec)
 
         return only_model(once(f"{resolve().target}-{source}-{ctx}", make))
 
@@ -192,7 +192,7 @@ def compiled_for(once):
             else:
                 opened = GGUFModel.open(source) if isinstance(source, Path) else synthetic(source)
             with opened as model:
-                compile_model(model, CompileOptions(target, arch, ctx, kv_type=kv_type), out)
+                compile_model(model, out, CompileOptions(target=target, arch=arch, ctx=ctx, kv_type=kv_type))
 
         level = resolve().target if target == "cpu" else ""
         return once(f"{level}-{target}-{arch}-{source}-{ctx}-{kv_type}", make)
@@ -267,7 +267,7 @@ def served(demo_artifact):
 
     from mlc_amd.tools.server.library import Library
 
-    with serving(Library({"demo": lambda: Engine.load(demo_artifact, threads=2, kv_tokens=8192)})) as found:
+    with serving(Library({"demo": lambda: Engine.load(demo_artifact, RunOptions(threads=2, kv_tokens=8192))})) as found:
         yield found
 
 

@@ -2,25 +2,31 @@
 function, and renders its help page.
 
 A verb is a function: parameters before `*` are positional arguments, those after it are flags, annotations are types,
-and the Google-style docstring is the help. Fire alone would read `--prompt 123` as a number, `1e3.gguf` as a float and
-`-` as its own separator, and would page its help; so `normalize` turns every token into `--name=text` and
-`parse_functions` tells fire how to read each text by its annotation.
+and the Google-style docstring is the help of those without an `Option`. A parameter that is a group of options
+(runtime/options.py) stands for all of them. Fire alone would read `--prompt 123` as a number, `1e3.gguf` as a float and
+`-` as its own separator, and would page its help; so `normalize` turns every token into `--name=text`, and
+`for_fire` says how it reads each text.
 """
 
 import difflib
 import inspect
 import json
+import operator
+import os
 import shutil
 import textwrap
 import types
 import typing
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from functools import cache, reduce
 
-from fire import docstrings
+from fire import decorators, docstrings
 
 from mlc_amd.runtime.errors import UsageError
+from mlc_amd.runtime.options import Option, described
+from mlc_amd.tools.options import Without
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -42,9 +48,11 @@ def _boolean(text: str) -> bool:
     raise ValueError(text)
 
 
-# annotation -> (how its text is read, what it is called in help and in errors)
+# type -> (how its text is read, what it is called in help and in errors)
 _READERS: dict[object, tuple[Callable[[str], object], str]] = {
     str: (str, "TEXT"),
+    str | os.PathLike[str]: (str, "TEXT"),
+    int | str: (str, "TEXT"),
     int: (_integer, "N"),
     float: (float, "X"),
     bool: (_boolean, "true|false"),
@@ -52,110 +60,137 @@ _READERS: dict[object, tuple[Callable[[str], object], str]] = {
     tuple[float, ...]: (lambda text: tuple(float(part) for part in text.split(",")), "X,X,..."),
     tuple[str, ...]: (lambda text: tuple(json.loads(text)), "TEXT"),
 }
+# Flags of llama.cpp for a number of layers; and for a half of an option, whose halves must have the same value.
+_LAYERS = ("-ngl", "--n-gpu-layers")
+_HALVES = {"-ctk": "keys", "--cache-type-k": "keys", "-ctv": "values", "--cache-type-v": "values"}
 
 
 @dataclass(frozen=True)
-class Alias:
-    """Another program's name for a parameter of ours. read: its value in our words, None for one that has no effect;
-    then `note` says why. half: what it says only a half of; both halves must have the same value."""
+class Parameter:
+    """An argument or a flag of a verb. type: without None. group: the parameter of `run` that it is a part of, "" for
+    one of `run`'s own."""
 
-    parameter: str
-    read: Callable[[str], str | None] = str
-    note: str = ""
-    half: str = ""
+    name: str
+    type: typing.Any
+    option: Option
+    default: object
+    positional: bool
+    group: str = ""
+
+    @property
+    def required(self) -> bool:
+        return self.default is inspect.Parameter.empty
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it may be given several times."""
+        return self.type == tuple[str, ...]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The possible values, if they can be listed."""
+        return typing.get_args(self.type) if typing.get_origin(self.type) is typing.Literal else ()
+
+    @property
+    def spelling(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def metavar(self) -> str:
+        return "|".join(self.choices) or _READERS[self.type][1]
+
+    def read(self, text: str) -> object:
+        """The value of a text. UsageError for one that does not fit."""
+        try:
+            if self.option.read:
+                return self.option.read(text)
+            value = self.choices[self.choices.index(text)] if self.choices else _READERS[self.type][0](text)
+        except (ValueError, OverflowError):
+            raise UsageError(f"{self.spelling} must be {self.metavar}, not {text!r}") from None
+        if problem := self.option.problem(self.spelling, value):
+            raise UsageError(problem)
+        return value
 
 
-_LAYERS = Alias(
-    "target",
-    lambda text: "cpu" if text == "0" else None,
-    "a GPU takes all layers of a model that fits it (--n-cpu-moe leaves experts in host memory; 0 means --target cpu)",
-)
-_KEYS, _VALUES = (Alias("kv_type", half=half) for half in ("keys", "values"))
-# Flags as llama.cpp's programs have them, for each verb that has such a parameter.
-ALIASES = {
-    "-m": Alias("model"),
-    "-c": Alias("ctx"),
-    "--ctx-size": Alias("ctx"),
-    "-t": Alias("threads"),
-    "--temp": Alias("temperature"),
-    "--repeat-penalty": Alias("repetition_penalty"),
-    "--repeat-last-n": Alias("repetition_window"),
-    "--n-predict": Alias("max_tokens"),
-    "-md": Alias("draft"),
-    "--model-draft": Alias("draft"),
-    "-ngl": _LAYERS,
-    "--n-gpu-layers": _LAYERS,
-    "-ctk": _KEYS,
-    "--cache-type-k": _KEYS,
-    "-ctv": _VALUES,
-    "--cache-type-v": _VALUES,
-}
+@cache
+def parameters(run: Callable) -> dict[str, Parameter]:
+    """The arguments and flags of a verb, those of its groups included."""
+    help_of, found = _described(run), {}
+    for name, parameter in inspect.signature(run).parameters.items():
+        hint, metadata = _hints(run)[name]
+        if _is_group(hint):
+            without = [left for one in metadata if isinstance(one, Without) for left in one.names]
+            found |= {one.name: one for one in _members(name, hint) if one.name not in without}
+        else:
+            own = (one for one in metadata if isinstance(one, Option))
+            option = next(own, None) or Option(help_of[name], also=("-m",) if name == "model" else ())
+            found[name] = _parameter(parameter, hint, option)
+    return found
 
 
-def _aliases(run: Callable) -> dict[str, Alias]:
-    """Those that a verb has."""
-    parameters = _parameters(run)
-    return {flag: alias for flag, alias in ALIASES.items() if alias.parameter in parameters}
+def _parameter(parameter: inspect.Parameter, hint: object, option: Option, group: str = "") -> Parameter:
+    positional = parameter.kind is not parameter.KEYWORD_ONLY
+    return Parameter(parameter.name, _plain(hint), option, parameter.default, positional, group)
 
 
-# The least value of parameters of these names, in every verb.
-_LEAST = {"max_tokens": 1, "ctx": 1, "repetitions": 1, "trials": 1}
+def _members(group: str, kind: typing.Any) -> Iterator[Parameter]:
+    """The options of a group. Those of a TypedDict have no defaults: it has those that are given."""
+    declared = {} if typing.is_typeddict(kind) else inspect.signature(kind).parameters
+    for name, (hint, option) in described(kind).items():
+        if name in declared:
+            yield _parameter(declared[name], hint, option, group)
+        else:
+            yield Parameter(name, _plain(hint), option, None, False, group)
 
 
-def _plain(annotation: object) -> object:
+def _hints(run: Callable) -> dict[str, tuple[typing.Any, tuple]]:
+    """Of each parameter of a function, the type and the metadata of its annotation."""
+    hints = typing.get_type_hints(run, include_extras=True).items()
+    annotated = typing.Annotated
+    return {n: (h.__origin__, h.__metadata__) if typing.get_origin(h) is annotated else (h, ()) for n, h in hints}
+
+
+def _is_group(hint: object) -> bool:
+    return is_dataclass(hint) or typing.is_typeddict(hint)
+
+
+def _plain(hint: object) -> object:
     """`T | None` without the None."""
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        (annotation,) = (part for part in typing.get_args(annotation) if part is not type(None))
-    return annotation
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return reduce(operator.or_, (part for part in typing.get_args(hint) if part is not type(None)))
+    return hint
 
 
-def _reader(annotation: object) -> tuple[Callable[[str], object], str]:
-    if typing.get_origin(annotation) is typing.Literal:
-        choices = typing.get_args(annotation)
-        return lambda text: choices[choices.index(text)], "|".join(choices)
-    return _READERS[annotation]
+def _described(run: Callable) -> dict[str, str]:
+    """What the docstring says of each parameter."""
+    found = docstrings.parse(inspect.getdoc(run)).args or ()
+    return {argument.name: " ".join(argument.description.split()).removesuffix(".") for argument in found}
 
 
-def _parameters(run: Callable) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(run).parameters)
+def for_fire(run: Callable) -> Callable:
+    """`run` with a keyword argument for each of `parameters`, and how fire reads its text."""
+    known = parameters(run)
+    kinds = {name: hint for name, (hint, _) in _hints(run).items() if _is_group(hint)}
+
+    def call(**given: object) -> None:
+        own: dict[str, object] = {}
+        groups: dict[str, dict[str, object]] = {name: {} for name in kinds}
+        for name, value in given.items():
+            groups.get(known[name].group, own)[name] = value
+        run(**own, **{name: kinds[name](**values) for name, values in groups.items()})
+
+    return decorators.SetParseFns(**{name: parameter.read for name, parameter in known.items()})(call)
 
 
-def _spelling(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def parse_functions(run: Callable) -> dict[str, Callable[[str], object]]:
-    """For fire's SetParseFns: how the text of each parameter of `run` is read. They raise UsageError on text that does
-    not fit."""
-
-    def function(name: str, annotation: object) -> Callable[[str], object]:
-        read, what = _reader(annotation)
-
-        def parse(text: str) -> object:
-            try:
-                value = read(text)
-            except (ValueError, OverflowError):
-                raise UsageError(f"{_spelling(name)} must be {what}, not {text!r}") from None
-            if name in _LEAST and isinstance(value, int) and value < _LEAST[name]:
-                raise UsageError(f"{_spelling(name)} is {text}: it must be at least {_LEAST[name]}")
-            return value
-
-        return parse
-
-    return {name: function(name, _plain(parameter.annotation)) for name, parameter in _parameters(run).items()}
-
-
-def normalize(run: Callable, short: dict[str, str], tokens: Sequence[str]) -> list[str]:
-    """Rewrites what was typed after the verb as one `--name=text` per parameter of `run`.
+def normalize(run: Callable, short: Mapping[str, str], tokens: Sequence[str]) -> list[str]:
+    """Rewrites what was typed after the verb as one `--name=text` for each of `parameters`.
 
     `short` maps one-letter flags to parameter names. Flags take their value after `=` or as the next token; boolean
     flags stand alone; `tuple[str, ...]` flags and arguments may be repeated; after `--` everything is positional.
     Raises UsageError for whatever does not fit.
     """
-    parameters, aliases = _parameters(run), _aliases(run)
-    positional = [
-        name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
-    ]
+    known = parameters(run)
+    flags = {flag: one for one in known.values() for flag in _flags(one, short)}
     values: dict[str, list[str]] = {}
     halves: dict[str, dict[str, str]] = {}
     waiting = list(tokens)
@@ -166,59 +201,59 @@ def normalize(run: Callable, short: dict[str, str], tokens: Sequence[str]) -> li
             only_positional = True
             continue
         if only_positional or token == "-" or not token.startswith("-") or _is_number(token):
-            free = [name for name in positional if name not in values or _repeats(parameters[name])]
+            free = [one for one in known.values() if one.positional and (one.name not in values or one.repeats)]
             if not free:
                 raise UsageError(f"unexpected argument {token!r}: see --help (text with spaces needs quotes)")
-            values.setdefault(free[0], []).append(token)
+            values.setdefault(free[0].name, []).append(token)
             continue
         flag, equals, value = token.partition("=")
-        alias = aliases.get(flag)
-        name = alias.parameter if alias else _named(flag, short, parameters, aliases)
+        parameter = flags.get(flag) or flags.get(flag.replace("_", "-")) or _unknown(flag, flags)
         if not equals:
-            if _plain(parameters[name].annotation) is bool:
+            if parameter.type is bool:
                 value = "true"
             elif not waiting or (waiting[0].startswith("--") and waiting[0] != "--"):
                 raise UsageError(f"{flag} needs a value (write {flag}=VALUE for one that begins with a dash)")
             else:
                 value = waiting.pop(0)
-        if alias:
-            meant = alias.read(value)
-            if meant is None:
-                warnings.warn(f"{flag} {value} has no effect: {alias.note}", stacklevel=2)
-                continue
-            value = meant
-            if alias.half:
-                if alias.half in halves.setdefault(name, {}):
-                    raise UsageError(f"{flag} is given twice")
-                halves[name][alias.half] = value
-                continue
-        if name in values and not _repeats(parameters[name]):
+        if flag in _LAYERS and value != "0":
+            warnings.warn(
+                f"{flag} {value} has no effect: a GPU takes all layers of a model that fits it (--n-cpu-moe leaves "
+                "experts in host memory; 0 means --target cpu)",
+                stacklevel=2,
+            )
+            continue
+        if flag in _HALVES:
+            if _HALVES[flag] in halves.setdefault(parameter.name, {}):
+                raise UsageError(f"{flag} is given twice")
+            halves[parameter.name][_HALVES[flag]] = value
+            continue
+        if parameter.name in values and not parameter.repeats:
             raise UsageError(f"{flag} is given twice")
-        values.setdefault(name, []).append(value)
+        values.setdefault(parameter.name, []).append("cpu" if flag in _LAYERS else value)
     for name, given in halves.items():
         if name in values:
-            raise UsageError(f"{_spelling(name)} is given twice")
-        values[name] = [_whole(name, given)]
-    for name, parameter in parameters.items():
-        if parameter.default is parameter.empty and name not in values:
-            what = name.upper() if name in positional else _spelling(name)
-            raise UsageError(f"{what} is missing: see --help")
-    texts = {name: json.dumps(v) if _repeats(parameters[name]) else v[0] for name, v in values.items()}
+            raise UsageError(f"{known[name].spelling} is given twice")
+        values[name] = [_whole(known[name], given)]
+    for name, one in known.items():
+        if one.required and name not in values:
+            raise UsageError(f"{name.upper() if one.positional else one.spelling} is missing: see --help")
+    texts = {name: json.dumps(given) if known[name].repeats else given[0] for name, given in values.items()}
     return [f"--{name}={text}" for name, text in texts.items()]
 
 
-def _whole(name: str, halves: dict[str, str]) -> str:
+def _flags(parameter: Parameter, short: Mapping[str, str]) -> list[str]:
+    """All spellings of a parameter's flag: our own, its letter, those of other programs."""
+    letters = [f"-{letter}" for letter, name in short.items() if name == parameter.name]
+    return [parameter.spelling, *letters, *(flag for flag in parameter.option.also if flag[1:] not in short)]
+
+
+def _whole(parameter: Parameter, halves: Mapping[str, str]) -> str:
     """The value of a parameter of which other programs' flags gave the halves. UsageError unless both are the same."""
     value, *others = halves.values()
     if others != [value]:
         given = " and ".join(f"{half} {value}" for half, value in halves.items())
-        raise UsageError(f"{given}: keys and values have the same type; write {_spelling(name)} {value} for both")
+        raise UsageError(f"{given}: keys and values have the same type; write {parameter.spelling} {value} for both")
     return value
-
-
-def _repeats(parameter: inspect.Parameter) -> bool:
-    """Whether it may be given several times."""
-    return _plain(parameter.annotation) == tuple[str, ...]
 
 
 def _is_number(token: str) -> bool:
@@ -229,91 +264,58 @@ def _is_number(token: str) -> bool:
     return True
 
 
-def _named(flag: str, short: dict[str, str], parameters: dict[str, inspect.Parameter], aliases: dict) -> str:
-    """The parameter that `flag` (as typed, dashes included) means. UsageError with the nearest flag when there is
-    none."""
-    if not flag.startswith("--"):
-        if flag[1:] in short:
-            return short[flag[1:]]
-    elif flag[2:].replace("-", "_") in parameters:
-        return flag[2:].replace("-", "_")
-    known = [_spelling(name) for name in parameters] + ["-" + letter for letter in short] + list(aliases)
+def _unknown(flag: str, known: Iterable[str]) -> typing.NoReturn:
+    """Raises UsageError with the nearest flag."""
     near = difflib.get_close_matches(flag, known, 1)
     raise UsageError(f"unknown flag {flag}" + (f": did you mean {near[0]}?" if near else ": see --help"))
 
 
 @dataclass(frozen=True)
-class Option:
-    """A flag, for completion. flags: as typed, all spellings. value: whether it takes one; choices: those that are
-    possible, if they can be listed."""
+class Flag:
+    """For completion. spellings: as typed. value: whether it takes one; choices: those that are possible, if they can
+    be listed."""
 
-    flags: tuple[str, ...]
+    spellings: tuple[str, ...]
     help: str
-    value: bool
-    choices: tuple[str, ...]
+    value: bool = False
+    choices: tuple[str, ...] = ()
 
 
-def options(run: Callable, short: dict[str, str]) -> list[Option]:
+_DEBUG = Flag(("--debug",), "show log messages and the traceback of an error")
+_HELP = Flag(("--help", "-h"), "explain the command")
+
+
+def flags(run: Callable, short: Mapping[str, str]) -> list[Flag]:
     """The flags of a verb, those that all verbs have included."""
-    letters, described, found = {name: letter for letter, name in short.items()}, _described(run), []
-    for name, parameter in _parameters(run).items():
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            own = (_spelling(name), *((f"-{letters[name]}",) if name in letters else ()))
-            flags = (*own, *(flag for flag, alias in _aliases(run).items() if alias.parameter == name))
-            value = _plain(parameter.annotation) is not bool
-            found.append(Option(flags, described[name], value, _choices(parameter)))
-    return [
-        *found,
-        Option(("--debug",), "show log messages and the traceback of an error", False, ()),
-        Option(("--help", "-h"), "explain the command", False, ()),
-    ]
+    own = [one for one in parameters(run).values() if not one.positional]
+    found = [Flag(tuple(_flags(one, short)), one.option.help, one.type is not bool, one.choices) for one in own]
+    return [*found, _DEBUG, _HELP]
 
 
 def operand_choices(run: Callable) -> tuple[str, ...]:
     """The possible values of a verb's first argument, if they can be listed."""
-    first = next(iter(_parameters(run).values()), None)
-    return () if first is None or first.kind is inspect.Parameter.KEYWORD_ONLY else _choices(first)
+    return next((one.choices for one in parameters(run).values() if one.positional), ())
 
 
-def _choices(parameter: inspect.Parameter) -> tuple[str, ...]:
-    annotation = _plain(parameter.annotation)
-    return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
-
-
-def _described(run: Callable) -> dict[str, str]:
-    """What the docstring says of each parameter."""
-    found = docstrings.parse(inspect.getdoc(run)).args or ()
-    return {argument.name: " ".join(argument.description.split()).removesuffix(".") for argument in found}
-
-
-def help_page(verb: str, run: Callable, short: dict[str, str]) -> str:
-    """The text of `mlc-amd VERB --help`, from the docstring and the signature of `run`."""
+def help_page(verb: str, run: Callable, short: Mapping[str, str]) -> str:
+    """The text of `mlc-amd VERB --help`, from the docstring and the parameters of `run`."""
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)
     doc = docstrings.parse(inspect.getdoc(run))
-    described = _described(run)
-    letters = {name: letter for letter, name in short.items()}
-    others: dict[str, list[str]] = {}
-    for flag, alias in _aliases(run).items():
-        if len(flag) == 2 and _parameters(run)[alias.parameter].kind is inspect.Parameter.KEYWORD_ONLY:
-            letters.setdefault(alias.parameter, flag[1])
-        else:
-            others.setdefault(alias.parameter, []).append(flag)
-    described |= {name: f"{described[name]}; also {', '.join(flags)}" for name, flags in others.items()}
     usage, rows = [f"mlc-amd {verb}"], {"arguments": [], "flags": []}
-    for name, parameter in _parameters(run).items():
-        annotation = _plain(parameter.annotation)
-        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-            shown = f"{name.upper()} .." if _repeats(parameter) else name.upper()
-            usage.append(shown if parameter.default is parameter.empty else f"[{shown}]")
-            rows["arguments"].append((name.upper(), described[name]))
-            continue
-        left = (f"-{letters[name]}, " if name in letters else "    ") + _spelling(name)
-        if annotation is not bool:
-            left += " " + _reader(annotation)[1]
-        shown = parameter.default not in (None, False, (), "", parameter.empty)
-        default = ",".join(map(str, parameter.default)) if isinstance(parameter.default, tuple) else parameter.default
-        rows["flags"].append((left, described[name] + (f" (default: {default})" if shown else "")))
-    rows["flags"].append(("    --debug", "show log messages and the traceback of an error"))
+    for name, one in parameters(run).items():
+        _, *others = _flags(one, short)
+        letter = next((flag for flag in others if flag[1:] in short or (len(flag) == 2 and not one.positional)), None)
+        more = [flag for flag in others if flag != letter]
+        text = one.option.text(one.default)
+        text += f"; also {', '.join(more)}" if more else ""
+        if one.positional:
+            shown = f"{name.upper()} .." if one.repeats else name.upper()
+            usage.append(shown if one.required else f"[{shown}]")
+            rows["arguments"].append((name.upper(), text))
+        else:
+            value = "" if one.type is bool else f" {one.metavar}"
+            rows["flags"].append(((f"{letter}, " if letter else "    ") + one.spelling + value, text))
+    rows["flags"].append((f"    {_DEBUG.spellings[0]}", _DEBUG.help))
     lines = ["usage: " + " ".join([*usage, "[flags]"]), "", *textwrap.wrap(doc.summary, width)]
     for paragraph in (doc.description or "").split("\n\n"):
         lines += ["", *textwrap.wrap(" ".join(paragraph.split()), width)] if paragraph.strip() else []
@@ -321,7 +323,8 @@ def help_page(verb: str, run: Callable, short: dict[str, str]) -> str:
     for kind, entries in rows.items():
         lines += ["", kind + ":"] if entries else []
         for left, right in entries:
+            first = f"  {left}".ljust(column)
             lines += textwrap.wrap(
-                right, width, initial_indent=f"  {left}".ljust(column), subsequent_indent=" " * column
+                right, width, initial_indent=first, subsequent_indent=" " * column, break_on_hyphens=False
             )
     return "\n".join(lines) + "\n"

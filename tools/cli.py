@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any
 
 import fire
-import fire.decorators
 
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.tools import arguments, bus_error
@@ -187,11 +186,7 @@ def _dispatch(tokens: list[str], literal: list[str]) -> None:
         sys.stdout.write(spoken(arguments.help_page(verb, module.run, short)))
         return
     command = arguments.normalize(module.run, short, rest + literal)
-    fire.Fire(
-        fire.decorators.SetParseFns(**arguments.parse_functions(module.run))(module.run),
-        command=command,
-        name=f"{program()} {verb}",
-    )
+    fire.Fire(arguments.for_fire(module.run), command=command, name=f"{program()} {verb}")
 
 
 @contextmanager

@@ -45,9 +45,9 @@ class CpuTarget(Target):
     planes = staticmethod(planes)
     registry = registry
 
-    def __init__(self, arch: str = "native", kv_type: str = KV_TYPE):
+    def __init__(self, arch: str = "native", kv: str = KV_TYPE):
         self.arch = archs.resolve(arch)
-        super().__init__([self.arch], kv_type)
+        super().__init__([self.arch], kv)
 
     def functions(self, ctx: int) -> list[FunctionSpec]:
         """Kernels compute live rows only, a few of them at little more than the price of one: there is one size."""

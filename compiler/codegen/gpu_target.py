@@ -58,8 +58,8 @@ class GpuTarget(Target):
     registry = registry
     matrix_layout: str
 
-    def __init__(self, archs: list, kv_type: str = KV_TYPE):
-        super().__init__(list(dict.fromkeys(archs)), kv_type)
+    def __init__(self, archs: list, kv: str = KV_TYPE):
+        super().__init__(list(dict.fromkeys(archs)), kv)
         first, *others = self.archs
         for other in others:
             if (bool(other.matrix), bool(other.lane_matrix)) != (bool(first.matrix), bool(first.lane_matrix)):

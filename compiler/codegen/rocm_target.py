@@ -20,9 +20,9 @@ class RocmTarget(GpuTarget):
     kind = "rocm"
     matrix_layout = "half"
 
-    def __init__(self, arch: str, kv_type: str = KV_TYPE):
+    def __init__(self, arch: str, kv: str = KV_TYPE):
         names = _here() if arch in ("native", "auto") else arch.split(",")
-        super().__init__([archs.resolve(name) for name in names], kv_type)
+        super().__init__([archs.resolve(name) for name in names], kv)
 
     def compile_for(self, arch, kernels, directory, lowered):
         module = compile_hsaco(kernels, arch, lowered=lowered)

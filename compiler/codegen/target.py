@@ -38,7 +38,7 @@ class Target(ABC):
     """Layouts, kernels and code of one target.
 
     archs: what the artifact's kernels are made for. They share its launches, weights and activations, so layouts are
-    those of the first one. kv_type: of the KV cache, a name of schedules/operators/attention.py. plans: by an arch's
+    those of the first one. kv: type of the KV cache, a name of schedules/operators/attention.py. plans: by an arch's
     name, callable(workload) -> (plan or None, where it comes from).
     """
 
@@ -47,8 +47,8 @@ class Target(ABC):
     layout: str  # of packed weights, as in compiler/quant
     registry: Registry  # of its kernels
 
-    def __init__(self, archs: list, kv_type: str = KV_TYPE):
-        self.archs, self.kv_type = archs, kv_type
+    def __init__(self, archs: list, kv: str = KV_TYPE):
+        self.archs, self.kv = archs, kv
         self.kernels: dict[str, tvm.tirx.PrimFunc] = {}  # name: kernel, for the first arch
         self.workloads: dict[str, Operator] = {}  # name: what the kernel computes, of operators of ours
         self.generic: dict[str, tvm.tirx.PrimFunc] = {}  # name: what the kernel computes, unscheduled, of all others
@@ -86,7 +86,7 @@ class Target(ABC):
         window, chunk = (size if size < ctx else 0 for size in (a.window, a.chunk))
         shape = a.heads, a.kv_heads, a.head_dim, ctx
         values = a.latent.rank if a.latent else 0
-        return Attention(*shape, a.scale, window, a.softcap, a.sinks, chunk, self.kv_type, values)
+        return Attention(*shape, a.scale, window, a.softcap, a.sinks, chunk, self.kv, values)
 
     def spans(self, config: ModelConfig, ctx: int) -> dict[str, int]:
         """Cache tensor to the span of its layer: those of the same span share pages. States have STATE."""

@@ -14,12 +14,12 @@ TARGETS = {
 }
 
 
-def make_target(target: str, arch: str, kv_type: str = KV_TYPE) -> Target:
+def make_target(target: str, arch: str, kv: str = KV_TYPE) -> Target:
     """The Target of a name in TARGETS, for an arch as in --arch and a type of the KV cache. UserError for unknown
     ones."""
     if target not in TARGETS:
         raise UserError(f"unknown target '{target}'; known: {', '.join(TARGETS)}")
-    if kv_type not in KV_TENSORS:
-        raise UserError(f"unknown type '{kv_type}' of the KV cache; known: {', '.join(KV_TENSORS)}")
+    if kv not in KV_TENSORS:
+        raise UserError(f"unknown type '{kv}' of the KV cache; known: {', '.join(KV_TENSORS)}")
     module_name, class_name = TARGETS[target]
-    return getattr(importlib.import_module(f"mlc_amd.compiler.codegen.{module_name}"), class_name)(arch, kv_type)
+    return getattr(importlib.import_module(f"mlc_amd.compiler.codegen.{module_name}"), class_name)(arch, kv)

@@ -25,9 +25,9 @@ class VulkanTarget(GpuTarget):
     kind = "vulkan"
     matrix_layout = "pairs"
 
-    def __init__(self, arch: str, kv_type: str = KV_TYPE):
+    def __init__(self, arch: str, kv: str = KV_TYPE):
         names = [_here()] if arch in ("native", "auto") else arch.split(",")
-        super().__init__([profiles.resolve(name) for name in names], kv_type)
+        super().__init__([profiles.resolve(name) for name in names], kv)
 
     @property
     def description(self) -> ManifestTarget:

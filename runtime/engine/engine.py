@@ -15,9 +15,12 @@ from mlc_amd.runtime.engine.generation import ProgressCallback
 from mlc_amd.runtime.engine.limits import SchedulerLimits
 from mlc_amd.runtime.engine.text_engine import TextEngine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import RunOptions
 from mlc_amd.runtime.sampling.settings import Sampling, SamplingChanges
 from mlc_amd.runtime.speculation.drafters import OWN, open_drafter
 from mlc_amd.runtime.text.messages import check_question
+
+_DEFAULTS = RunOptions()
 
 
 class Engine(TextEngine):
@@ -28,31 +31,19 @@ class Engine(TextEngine):
         self._conversation: Conversation | None = None
 
     @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        device: str | None = None,
-        threads: int | None = None,
-        verify: bool = False,
-        n_cpu_moe: int = 0,
-        kv_tokens: int | None = None,
-        kv_memory: int | str | None = None,
-        draft: str | Path | None = None,
-    ) -> "Engine":
-        """Loads an artifact folder. `verify` also verifies the checksum of the weights, which reads all of them;
-        kv_tokens: how many tokens the cache holds, of all sequences together; kv_memory: instead how much memory it
-        takes: bytes, "4G", or "auto" for what the device has left; none of both: one sequence of full length.
-        device, threads and n_cpu_moe: see `open_device`; draft: `speculate`. UserError if it cannot run here."""
+    def load(cls, path: str | Path, options: RunOptions = _DEFAULTS) -> "Engine":
+        """Loads an artifact folder. The options' draft is "lookup", "mtp" or the artifact of a draft model. UserError
+        if it cannot run here."""
         if Path(path).suffix == ".gguf" and not Path(path).is_dir():
             raise UserError(f"{path} is not compiled yet: mlc_amd.load() and `mlc-amd compile` do that")
-        size = KvSize.of(kv_tokens, kv_memory)
-        artifact = Artifact.open(path, verify)
-        engine = cls(artifact, open_device(artifact, device, threads, n_cpu_moe, size))
+        size = KvSize.of(options.kv_tokens, options.kv_memory)
+        artifact = Artifact.open(path, options.verify)
+        engine = cls(artifact, open_device(artifact, options.device, options.threads, options.n_cpu_moe, size))
         try:
-            if draft == OWN:
+            if options.draft == OWN:
                 engine.speculate(engine.own_draft())
             else:
-                engine.speculate(open_drafter(draft, engine.tokenizer, device, threads, size))
+                engine.speculate(open_drafter(options.draft, engine.tokenizer, options.device, options.threads, size))
         except BaseException:
             engine.close()
             raise

@@ -1,63 +1,54 @@
 """How tokens are chosen: the parameters that users set, checked (UserError for values out of range)."""
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import TypedDict, Unpack
+from typing import Annotated, TypedDict, Unpack
 
 from mlc_amd.runtime.errors import UserError, shorten
+from mlc_amd.runtime.options import Option, described
 from mlc_amd.runtime.sampling.layout import CHANGES
 from mlc_amd.runtime.sampling.philox import SEED_BITS
 
 # Below this temperature the choice is greedy: float32 would overflow.
 _COLDEST = 1e-5
-# Of each parameter: its kind, the smallest and the largest value.
-_LIMITS = {
-    "temperature": (Real, 0, math.inf),
-    "top_k": (Integral, 0, math.inf),
-    "top_p": (Real, 0, 1),
-    "min_p": (Real, 0, 1),
-    "repetition_penalty": (Real, 0, math.inf),
-    "repetition_window": (Integral, 0, math.inf),
-    "presence_penalty": (Real, -1000, 1000),
-    "frequency_penalty": (Real, -1000, 1000),
-    "seed": (Integral, 0, (1 << SEED_BITS) - 1),
-}
+_FILE = "the model file's, else off"  # a default
 LARGEST_BIAS = 1e6
-_KINDS = {Real: "a number", Integral: "a whole number"}
+_KINDS = {float: (Real, "a number"), int: (Integral, "a whole number"), int | None: (Integral, "a whole number")}
 
 
 class SamplingChanges(TypedDict, total=False):
-    """Parameters of `Sampling` as keyword arguments, each of which replaces a default."""
+    """The parameters of `Sampling` as keyword arguments, each of which replaces a default."""
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    repetition_window: int
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    seed: int | None
+    temperature: Annotated[float, Option(
+        "divides the logits before sampling; 0 always takes the most probable token",
+        default=_FILE, low=0, also=("--temp",))]  # fmt: skip
+    top_k: Annotated[int, Option("sample from the k most probable tokens only; 0 disables", default=_FILE, low=0)]
+    top_p: Annotated[float, Option(
+        "sample from the smallest set of most probable tokens with at least this total probability; 1 disables",
+        default=_FILE, low=0, high=1)]  # fmt: skip
+    min_p: Annotated[float, Option(
+        "ignore tokens less probable than this fraction of the most probable one; 0 disables",
+        default=_FILE, low=0, high=1)]  # fmt: skip
+    repetition_penalty: Annotated[float, Option(
+        "above 1, lowers the probability of recent tokens: their logits are divided by it if positive, else "
+        "multiplied (Keskar et al. 2019, CTRL); 1 disables",
+        default=_FILE, above=0, also=("--repeat-penalty",))]  # fmt: skip
+    repetition_window: Annotated[int, Option(
+        "number of recent tokens that penalties apply to",
+        default="the model file's, else 64", low=0, also=("--repeat-last-n",))]  # fmt: skip
+    presence_penalty: Annotated[float, Option("subtracted from the logits of recent tokens", low=-1000, high=1000)]
+    frequency_penalty: Annotated[float, Option(
+        "subtracted for each time that a token is among the recent ones", low=-1000, high=1000)]  # fmt: skip
+    logit_bias: Annotated[Mapping[int, float], Option("token id to what is added to its logit")]
+    seed: Annotated[int | None, Option(
+        "seed of the random numbers: the same one makes the same choices",
+        default="a new one each time; of tune: 1", low=0, high=(1 << SEED_BITS) - 1)]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens; every default means "off", which leaves the greedy choice.
-
-    temperature: logits are divided by it before the draw; 0 (or less than 1e-5) = greedy.
-    top_k: keep the k largest logits; 0 = all.
-    top_p: keep the smallest set of most probable tokens whose probabilities reach this sum; 1 = all.
-    min_p: keep tokens at least this fraction as probable as the most probable one; 0 = all.
-    repetition_penalty: positive logits of recent tokens are divided by it, others multiplied (Keskar et al. 2019,
-        CTRL); 1 = off.
-    repetition_window: how many of the last tokens count as recent.
-    presence_penalty: subtracted from the logits of recent tokens.
-    frequency_penalty: subtracted for each occurrence of a token among the recent ones.
-    logit_bias: token id to the number that is added to its logit.
-    seed: start of the random numbers; None = a new one every time.
+    """How to choose tokens, see `SamplingChanges`; every default means "off", which leaves the greedy choice.
 
     Penalties and biases change the logits of 256 different tokens at most: those with a bias, then the latest.
     """
@@ -74,17 +65,15 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name, (kind, low, high) in _LIMITS.items():
+        for name, (kind, option) in described(SamplingChanges).items():
             value = getattr(self, name)
-            if name == "seed" and value is None:
+            if name == "logit_bias" or (name == "seed" and value is None):
                 continue
-            if not isinstance(value, kind):
-                raise UserError(f"{name} is {shorten(value)}: it must be {_KINDS[kind]}")
-            if not low <= value <= high or value == math.inf:
-                limits = f"between {low} and {high}" if high < math.inf else f"{low} or more"
-                raise UserError(f"{name} is {shorten(value)}: it must be {limits}")
-        if self.repetition_penalty == 0:
-            raise UserError("repetition_penalty is 0: it must be greater than 0 (1 = off)")
+            number, what = _KINDS[kind]
+            if not isinstance(value, number):
+                raise UserError(f"{name} is {shorten(value)}: it must be {what}")
+            if problem := option.problem(name, value):
+                raise UserError(problem)
         _check_bias(self.logit_bias)
 
     @property

@@ -1,5 +1,6 @@
 """The sources of guesses (`speculation.Drafter`) by their names for users."""
 
+from os import PathLike
 from pathlib import Path
 
 from mlc_amd.runtime.artifact.artifact import Artifact
@@ -14,7 +15,7 @@ LOOKUP, OWN = "lookup", "mtp"
 
 
 def open_drafter(
-    draft: str | Path | None, tokenizer: Tokenizer, device: str | None, threads: int | None, size: KvSize
+    draft: str | PathLike[str] | None, tokenizer: Tokenizer, device: str | None, threads: int | None, size: KvSize
 ) -> Drafter | None:
     """draft: LOOKUP, the artifact folder of a draft model, or None, but not OWN (`Engine.own_draft`); device, threads,
     size: of its device and its cache, as for `open_device`; tokenizer: of the main model. UserError if the draft model
@@ -23,5 +24,5 @@ def open_drafter(
         return None
     if draft == LOOKUP:
         return PromptLookup()
-    artifact = Artifact.open(draft)
+    artifact = Artifact.open(Path(draft))
     return DraftModel(artifact, open_device(artifact, device, threads, 0, size), tokenizer)

@@ -23,7 +23,7 @@ from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import CHIPS, MEMORY
-from mlc_amd.runtime.options import CompileOptions
+from mlc_amd.runtime.options import CompileOptions, RunOptions
 from mlc_amd.tools import cli
 from mlc_amd.tools.inspection import inspect_memory
 
@@ -98,19 +98,19 @@ def test_experts_in_host_memory(compiled_for, monkeypatch):
         return block(self, nbytes, "staging" if kind == "host" else kind)
 
     monkeypatch.setattr(VulkanMemory, "block", note)
-    expected = Engine.load(folder, n_cpu_moe=1).score(IDS)
+    expected = Engine.load(folder, RunOptions(n_cpu_moe=1)).score(IDS)
     assert "host" not in kinds
     monkeypatch.setattr(device, "choose", lambda gpus, *rest: (replace(gpus[0], type="discrete"), "lavapipe"))
     experts = of_manifest(Artifact.open(folder).manifest).experts
     for layers in (1, 99):
-        engine = Engine.load(folder, n_cpu_moe=layers)
+        engine = Engine.load(folder, RunOptions(n_cpu_moe=layers))
         assert np.array_equal(engine.score(IDS), expected)
         at_host = [one for one, (made, _) in engine.device._weights.items() if one.host and made.host]
         assert sum(one.nbytes for one in at_host) == sum(experts[:layers]) > 0
         engine.device.close()
     monkeypatch.setattr(VulkanMemory, "block", block)
     with pytest.raises(UserError, match=r"out of host memory: --n-cpu-moe 1 needs .* that the GPU can reach"):
-        Engine.load(folder, n_cpu_moe=1)
+        Engine.load(folder, RunOptions(n_cpu_moe=1))
 
 
 @pytest.mark.parametrize(("target", "arch"), [("cpu", "x86-64-v3"), ("rocm", "gfx1100"), ("vulkan", "generic")])
@@ -120,7 +120,7 @@ def test_a_cache_that_kernels_cannot_address_is_refused_at_once(monkeypatch, tmp
     monkeypatch.setitem(PRESETS, "long", replace(PRESETS["llama3-8b"], keys={**PRESETS["llama3-8b"].keys, **long}))
     model, backend, start = synthetic("long:q4_0"), make_target(target, arch), time.process_time()
     with pytest.raises(UserError, match=r"--ctx 2097152 is too large: .* use 10485\d\d or less"):
-        compile_model(model, CompileOptions(target, arch, 1 << 21), tmp_path / "out")
+        compile_model(model, tmp_path / "out", CompileOptions(target=target, arch=arch, ctx=1 << 21))
     assert time.process_time() - start < 3
     memory.check_capacity(memory.kept(model.config, backend, 1048512), 1048512)
 

@@ -71,7 +71,7 @@ def model(name: str) -> GGUFModel:
 
 def main(name: str, target: str, arch: str, context: str, folder: str) -> None:
     """Compiles a model to a folder."""
-    compile_model(model(name), CompileOptions(target, arch, int(context)), Path(folder))
+    compile_model(model(name), Path(folder), CompileOptions(target=target, arch=arch, ctx=int(context)))
 
 
 if __name__ == "__main__":

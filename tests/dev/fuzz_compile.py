@@ -34,7 +34,7 @@ def bases() -> dict[str, Parts]:
 def outcome(data: bytes) -> list[int]:
     """Compiles the model and generates tokens: greedily, and by its own sampling parameters."""
     with opened(data) as (model, folder):
-        compile_model(model, CompileOptions("cpu", "native", None), folder / "out")
+        compile_model(model, folder / "out", CompileOptions(target="cpu"))
         with fuzz_artifacts.engine(Artifact.open(folder / "out")) as engine:
             prompt = [i % engine.vocab for i in range(20)]
             logits = [engine.prefill(prompt), engine.decode(1)]

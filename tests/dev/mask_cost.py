@@ -24,7 +24,7 @@ from pathlib import Path
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.grammars.grammars import Grammar, Grammars
-from mlc_amd.runtime.options import CompileOptions
+from mlc_amd.runtime.options import CompileOptions, LoadOptions, RunOptions
 from mlc_amd.tools import target as targets
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.terminal import display
@@ -119,20 +119,24 @@ def compile_with_vocabulary(options: argparse.Namespace, context: int, out: Path
     with display.compile_progress(f"compiling {options.synthetic}") as progress:
         model = synthetic(options.synthetic, keys=tokenizer)
         target, arch = targets.resolve(options.target, options.arch)
-        compile_model(model, CompileOptions(target, arch, context, weights=weights), out, progress=progress)
+        compile_model(
+            model, out, CompileOptions(target=target, arch=arch, ctx=context), weights=weights, progress=progress
+        )
 
 
 @contextmanager
 def opened(options: argparse.Namespace, context: int | None, kv_tokens: int) -> Iterator[Engine]:
     """The engine of the model that the options name."""
     if options.vocabulary is None:
-        compiled = {"synthetic": options.synthetic, "target": options.target, "arch": options.arch}
-        with models.load_engine(options.model, ctx=context, kv_tokens=kv_tokens, **compiled) as engine:
+        made = LoadOptions(
+            model=options.model, target=options.target, arch=options.arch, ctx=context, kv_tokens=kv_tokens
+        )
+        with models.load_engine(made, options.synthetic) as engine:
             yield engine
         return
     with tempfile.TemporaryDirectory() as folder:
         compile_with_vocabulary(options, context or 512, Path(folder) / "model", weights=True)
-        with Engine.load(Path(folder) / "model", kv_tokens=kv_tokens) as engine:
+        with Engine.load(Path(folder) / "model", RunOptions(kv_tokens=kv_tokens)) as engine:
             yield engine
 
 

@@ -59,7 +59,9 @@ def main() -> int:
             start = time.perf_counter()
             with tempfile.TemporaryDirectory() as folder, open_model(source) as model:
                 try:
-                    compile_model(model, CompileOptions("rocm", arch, 512, weights=False), Path(folder) / "model")
+                    compile_model(
+                        model, Path(folder) / "model", CompileOptions(target="rocm", arch=arch, ctx=512), weights=False
+                    )
                 except Exception as error:  # reported, and counted: the other archs shall be tried
                     print(f"{source} {arch}: {type(error).__name__}: {error}", flush=True)
                     failed += 1

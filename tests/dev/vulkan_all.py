@@ -86,7 +86,12 @@ def main() -> int:
             start = time.perf_counter()
             with tempfile.TemporaryDirectory() as folder, open_model(source) as model:
                 try:
-                    compile_model(model, CompileOptions("vulkan", arch, 512, weights=False), Path(folder) / "model")
+                    compile_model(
+                        model,
+                        Path(folder) / "model",
+                        CompileOptions(target="vulkan", arch=arch, ctx=512),
+                        weights=False,
+                    )
                     good, facts = judge(Artifact.open(Path(folder) / "model"), arch, options.table)
                 except Exception as error:  # reported, and counted: the other archs shall be tried
                     good, facts = False, f"{type(error).__name__}: {error}"

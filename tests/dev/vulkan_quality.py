@@ -33,7 +33,7 @@ def main() -> int:
             tempfile.TemporaryDirectory() as folder,
             GGUFModel.open(options.shared / "models" / f"{name}.gguf") as model,
         ):
-            compile_model(model, CompileOptions("vulkan", options.arch, 512), Path(folder) / "model")
+            compile_model(model, Path(folder) / "model", CompileOptions(target="vulkan", arch=options.arch, ctx=512))
             engine, expected = Engine.load(Path(folder) / "model"), Reference(options.shared, name)
             compiled = time.perf_counter() - start
             logits, (compared, wrong) = expected.logits(engine), expected.greedy(engine, options.tokens)

@@ -33,7 +33,7 @@ MAX_CHANGE = 2e-3  # of the logits' range, however the tokens come
 @pytest.mark.parametrize("name", architectures.MODELS)
 def test_logits(tmp_path, name):
     """All at once, and in chunks and steps after a cache that was truncated, across the edge of a window."""
-    compile_model(architectures.tiny(name), CompileOptions("cpu", "native", 128, tuned="none"), tmp_path / "model")
+    compile_model(architectures.tiny(name), tmp_path / "model", CompileOptions(target="cpu", ctx=128, tuned="none"))
     engine = Engine.load(tmp_path / "model")
     logits = engine.score(IDS)
     assert kl_divergence(EXACT[name], logits[POSITIONS]) < MAX_KL
@@ -63,7 +63,7 @@ def test_exact_logits(shared, tmp_path, name):
     facts, exact = architectures.referenced(shared, name, path)
     with GGUFModel.open(path) as model:
         # the references' context: it decides between RoPE's factors for short and for long ones
-        compile_model(model, CompileOptions("cpu", "native", 512, tuned="none"), tmp_path / "model")
+        compile_model(model, tmp_path / "model", CompileOptions(target="cpu", ctx=512, tuned="none"))
     engine = Engine.load(tmp_path / "model")
     theirs = facts["f16_file_run_vs_ref"]["mean_kl"]
     assert kl_divergence(exact["logits"], engine.score(exact["ids"])[exact["positions"]]) < max(2 * theirs, MAX_KL)
@@ -87,7 +87,7 @@ def test_quantized_logits(shared, tmp_path, name):
     exact = np.load(refs / f"{name}-0-q8_0.npz")
     theirs = json.loads((refs / f"{name}-0-q8_0.json").read_text())["llamacpp_on_quantized_vs_ref"]["mean_kl"]
     with GGUFModel.open(refs / f"{name}-0-q8_0.gguf") as model:
-        compile_model(model, CompileOptions("cpu", "native", 512, tuned="none"), tmp_path / "model")
+        compile_model(model, tmp_path / "model", CompileOptions(target="cpu", ctx=512, tuned="none"))
     logits = Engine.load(tmp_path / "model").score(exact["ids"])
     assert kl_divergence(exact["logits"], logits[exact["positions"]]) < max(1.5 * theirs, 1e-3)
 

@@ -15,6 +15,7 @@ from mlc_amd.runtime.devices.steps import write_private_pages, write_step
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.engine.sampled_rows import SampledRows, TokenChoice
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import RunOptions
 from mlc_amd.runtime.sampling.device_rows import mask_words
 from mlc_amd.runtime.sampling.settings import Sampling
 
@@ -123,7 +124,7 @@ PROMPTS = [[1, 2, 3], list(range(30)), [7] * 9]
 
 def test_masks_are_made_while_the_device_computes(model, monkeypatch):
     """Answers are those with masks that are there before, short steps and steps in pieces."""
-    with Engine.load(model, kv_tokens=512) as engine:
+    with Engine.load(model, RunOptions(kv_tokens=512)) as engine:
         gpu = engine.device.kind == "vulkan"
 
         def answers(beside):
@@ -147,7 +148,7 @@ def test_masks_are_made_while_the_device_computes(model, monkeypatch):
 
 
 def test_errors_of_masks_leave_engine_and_device_clean(model):
-    with Engine.load(model, kv_tokens=512) as engine:
+    with Engine.load(model, RunOptions(kv_tokens=512)) as engine:
         expected = [piece.id for piece in engine.generate(PROMPTS[1], max_tokens=6)]
         for error in (KeyboardInterrupt(), ZeroDivisionError()):
             with pytest.raises(type(error)):
@@ -171,7 +172,7 @@ def test_functions_that_score_choose_nothing(device):
 def test_answers_of_an_engine(model):
     """Masks and log-probabilities of some rows of a step."""
     prompts = [[1, 2, 3], list(range(30)), [7] * 9]
-    with Engine.load(model, kv_tokens=512) as engine:
+    with Engine.load(model, RunOptions(kv_tokens=512)) as engine:
         mask = mask_words(np.isin(np.arange(engine.vocab), (5, 6, 7)))
         constraint = SimpleNamespace(allowed=lambda: mask, accept=lambda token: None, complete=False)
         plain = engine.generate(prompts[0], max_tokens=6)

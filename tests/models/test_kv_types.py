@@ -15,7 +15,7 @@ from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.errors import UsageError, UserError
-from mlc_amd.runtime.options import CompileOptions
+from mlc_amd.runtime.options import CompileOptions, LoadOptions
 from mlc_amd.schedules.operators.attention import KV_BLOCK
 from mlc_amd.tools import arguments, cli
 from mlc_amd.tools.checks import selftest_kernels, selftest_model
@@ -57,7 +57,10 @@ def test_unknown_types_are_refused(capsys):
 
 
 def test_a_model_is_cached_for_each_type():
-    made = [Recipe(None, "tiny:q4_0", "cpu", "x86-64-v3", 64, "none", kv_type) for kv_type in ("f16", "q8_0")]
+    made = [
+        Recipe(path=None, synthetic="tiny:q4_0", target="cpu", arch="x86-64-v3", ctx=64, tuned="none", kv_type=kv_type)
+        for kv_type in ("f16", "q8_0")
+    ]
     assert made[0].key != made[1].key
 
 
@@ -79,7 +82,7 @@ def test_heads_of_other_sizes_are_refused(tmp_path, target, arch):
         tiny("gemma3") as model,
         pytest.raises(UserError, match="--kv-type q8_0 needs heads in multiples of 32, not of"),
     ):
-        compile_model(model, CompileOptions(target, arch, 64, kv_type="q8_0"), tmp_path / "model")
+        compile_model(model, tmp_path / "model", CompileOptions(target=target, arch=arch, ctx=64, kv_type="q8_0"))
     assert not (tmp_path / "model").exists()
 
 
@@ -121,6 +124,6 @@ def test_an_artifact_has_its_type(compiled_for, capsys):
     made = compiled_for("cpu", "native", "tiny:f16", CTX, "q8_0")
     assert cli.main(["inspect", str(made), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kv_type"] == "q8_0"
-    with pytest.raises(UserError, match=r"--kv-type f16: .* was compiled for a KV cache of type q8_0"):
-        models.load_engine(str(made), kv_type="f16")
-    assert models.artifact_path(str(made), kv_type="q8_0") == made
+    with pytest.raises(UserError, match=r"--kv-type f16: .* was compiled with --kv-type q8_0"):
+        models.load_engine(LoadOptions(model=str(made), kv_type="f16"))
+    assert models.artifact_path(LoadOptions(model=str(made), kv_type="q8_0")) == made

@@ -32,7 +32,7 @@ def engine(tmp_path_factory):
     model = synthetic(
         "tiny-qwen2:q8_0", keys={"general.architecture": "deepseek2"} | dense | {"leading_dense_block_count": 2}
     )
-    compile_model(model, CompileOptions("cpu", "native", CONTEXT, tuned="none"), out)
+    compile_model(model, out, CompileOptions(target="cpu", ctx=CONTEXT, tuned="none"))
     with Engine.load(out) as loaded:
         yield loaded
 
@@ -54,7 +54,11 @@ def test_answers_together_are_those_alone(engine):
 def test_on_a_vulkan_device(tmp_path, name):
     """Exact logits; the same in a chunk and steps after a truncated cache."""
     vulkan_harness.gpu()
-    compile_model(architectures.tiny(name), CompileOptions("vulkan", "auto", 128, tuned="none"), tmp_path / "model")
+    compile_model(
+        architectures.tiny(name),
+        tmp_path / "model",
+        CompileOptions(target="vulkan", arch="auto", ctx=128, tuned="none"),
+    )
     with Engine.load(tmp_path / "model") as engine:
         logits = engine.score(EXACT["ids"])
         assert kl_divergence(EXACT[name], logits[EXACT["positions"]]) < MAX_KL
@@ -96,8 +100,8 @@ def test_a_quantized_cache_is_refused(tmp_path):
     with pytest.raises(UserError, match="q8_0 is not supported for latent attention"):
         compile_model(
             architectures.tiny("deepseek2"),
-            CompileOptions("cpu", "native", 64, tuned="none", kv_type="q8_0"),
             tmp_path / "model",
+            CompileOptions(target="cpu", ctx=64, tuned="none", kv_type="q8_0"),
         )
 
 

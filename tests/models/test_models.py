@@ -59,7 +59,7 @@ def test_tensor_types_mix_freely(tmp_path, preset, names):
     for name, form in types.items():
         model.tensors[name] = synthetic(f"{preset}:{form}", keys=keys).tensors[name]
     assert {name for name, tensor in model.tensors.items() if len(tensor.shape) == 2} == set(types)
-    compile_model(model, CompileOptions("cpu", "native", 64), tmp_path / "mixed")
+    compile_model(model, tmp_path / "mixed", CompileOptions(target="cpu", ctx=64))
     check_against_reference(model, Engine.load(tmp_path / "mixed"))
 
 

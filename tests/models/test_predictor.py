@@ -19,7 +19,7 @@ from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.engine.sampled_rows import GREEDY
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.options import CompileOptions
+from mlc_amd.runtime.options import CompileOptions, RunOptions
 from tests.runtime.engine.test_speculation import Eager
 
 EXACT = np.load(Path(__file__).parents[1] / "fixtures" / "predictor.npz")
@@ -30,7 +30,11 @@ CASES.append(pytest.param(("glm4moe", "vulkan"), marks=pytest.mark.full))
 
 
 def load(model, target, out, context=256):
-    compile_model(model, CompileOptions(target, "native" if target == "cpu" else "generic", context, tuned="none"), out)
+    compile_model(
+        model,
+        out,
+        CompileOptions(target=target, arch="native" if target == "cpu" else "generic", ctx=context, tuned="none"),
+    )
     return Engine.load(out)
 
 
@@ -163,4 +167,4 @@ def test_right_guesses_count(tmp_path):
 
 def test_models_without_such_a_layer(demo_artifact):
     with pytest.raises(UserError, match="has no layer that predicts further tokens"):
-        Engine.load(demo_artifact, draft="mtp")
+        Engine.load(demo_artifact, RunOptions(draft="mtp"))

@@ -167,8 +167,8 @@ def test_architecture_in_the_emulator(emulator, tmp_path, name, arch, monkeypatc
     for target in ("cpu", "rocm"):
         compile_model(
             architectures.tiny(name),
-            CompileOptions(target, "native" if target == "cpu" else arch, 64),
             tmp_path / target,
+            CompileOptions(target=target, arch="native" if target == "cpu" else arch, ctx=64),
         )
         if target == "cpu":
             engine = Engine.load(tmp_path / target)
@@ -190,7 +190,7 @@ def test_exact_logits_in_the_emulator(shared, emulator, tmp_path, name, arch, mo
     path = tmp_path / "model.gguf"
     _, exact = architectures.referenced(shared, name, path)
     with GGUFModel.open(path) as model:
-        compile_model(model, CompileOptions("rocm", arch, 512), tmp_path / "rocm")
+        compile_model(model, tmp_path / "rocm", CompileOptions(target="rocm", arch=arch, ctx=512))
     artifact = Artifact.open(tmp_path / "rocm")
     engine = Engine(artifact, emulated_device(artifact, arch, emulator))
     made = np.stack([engine.prefill(exact["ids"][:17]), engine.decode(int(exact["ids"][17]))])

@@ -29,7 +29,9 @@ def engine(request, tmp_path_factory):
     if target == "vulkan":
         vulkan_harness.gpu()  # skips without a device
     arch, form = ("native", "q8_0") if target == "cpu" else ("generic", "f16")
-    compile_model(architectures.tiny(name, form), CompileOptions(target, arch, CONTEXT, tuned="none"), out)
+    compile_model(
+        architectures.tiny(name, form), out, CompileOptions(target=target, arch=arch, ctx=CONTEXT, tuned="none")
+    )
     with Engine.load(out) as loaded:
         yield loaded
 

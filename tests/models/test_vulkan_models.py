@@ -28,7 +28,7 @@ def made(tmp_path_factory):
         if (source, arch) not in done:
             out = tmp_path_factory.mktemp("vulkan") / "model"
             with synthetic(source) if isinstance(source, str) else GGUFModel.open(source) as model:
-                compile_model(model, CompileOptions("vulkan", arch, ctx), out)
+                compile_model(model, out, CompileOptions(target="vulkan", arch=arch, ctx=ctx))
             done[source, arch] = out
         return done[source, arch]
 

@@ -24,7 +24,7 @@ KEYS: dict[str, object] = {
 def case(tmp_path_factory):
     """(engine, ids that nearly fill the context, exact logits after each id)"""
     model, out = synthetic("tiny:f16", keys=KEYS), tmp_path_factory.mktemp("ring") / "model"
-    compile_model(model, CompileOptions("cpu", "native", CONTEXT, tuned="none"), out)
+    compile_model(model, out, CompileOptions(target="cpu", ctx=CONTEXT, tuned="none"))
     ids = np.random.default_rng(5).integers(0, 1024, CONTEXT - 40)
     return Engine.load(out), ids, reference.forward(model, ids)
 

@@ -21,7 +21,8 @@ from mlc_amd.tools.commands import serve
 from mlc_amd.tools.server.app import make_app
 from mlc_amd.tools.server.library import Library
 from mlc_amd.tools.server.lifecycle import make_server
-from mlc_amd.tools.server.service import Service, Settings
+from mlc_amd.tools.server.options import ServeOptions
+from mlc_amd.tools.server.service import Service
 
 
 @dataclass
@@ -117,9 +118,9 @@ def stacks() -> str:
 
 
 @contextmanager
-def serving(library: Library, **settings: Any) -> Iterator[Served]:
+def serving(library: Library, **options: Any) -> Iterator[Served]:
     listener = serve.listen("127.0.0.1", 0, None)
-    service, ready = Service(library, Settings(**{"quiet": True, **settings})), threading.Event()
+    service, ready = Service(library, ServeOptions(**{"quiet": True, **options})), threading.Event()
     server = make_server(make_app(service), service, ready.set)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()

@@ -23,7 +23,7 @@ def test_arguments_are_normalized(tokens, expected):
 
 
 def test_integers_accept_what_people_type():
-    parse = arguments.parse_functions(chat.run)["max_tokens"]
+    parse = arguments.parameters(chat.run)["max_tokens"].read
     assert (parse("1e3"), parse("64"), parse("0x10")) == (1000, 64, 16)
     with pytest.raises(UserError, match="--max-tokens must be N, not 'inf'"):
         parse("inf")

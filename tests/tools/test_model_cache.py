@@ -18,6 +18,7 @@ from mlc_amd.compiler.weight_store import WeightStore
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.devices.hip import gpu
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import CompileOptions, LoadOptions
 from mlc_amd.tools import cli
 from mlc_amd.tools.hub import model_cache, models
 
@@ -29,7 +30,7 @@ def builds(monkeypatch, tmp_path) -> list[tuple[str, str]]:
     """(target, arch) of each compilation; nothing is really compiled. The cache is empty at first."""
     made = []
 
-    def compile_model(source, options, out, progress, store):
+    def compile_model(source, out, options, progress, weights, store):
         made.append((options.target, options.arch))
         out.mkdir(parents=True)
         (out / "manifest.json").touch()
@@ -42,19 +43,19 @@ def builds(monkeypatch, tmp_path) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("arch", ["native", "auto"])
 def test_rocm_follows_the_gpu(builds, monkeypatch, arch):
     monkeypatch.setattr(gpu, "kfd_gpus", lambda: [{"arch": "gfx1100"}])
-    first = models.artifact_path(None, synthetic=SPEC, target="rocm", arch=arch)
-    assert models.artifact_path(None, synthetic=SPEC, target="rocm", arch=arch) == first
+    first = models.artifact_path(LoadOptions(target="rocm", arch=arch), SPEC)
+    assert models.artifact_path(LoadOptions(target="rocm", arch=arch), SPEC) == first
     monkeypatch.setattr(gpu, "kfd_gpus", lambda: [{"arch": "gfx1201"}])
-    assert models.artifact_path(None, synthetic=SPEC, target="rocm", arch=arch) != first
+    assert models.artifact_path(LoadOptions(target="rocm", arch=arch), SPEC) != first
     assert builds == [("rocm", "gfx1100"), ("rocm", "gfx1201")]
 
 
 @pytest.mark.parametrize("arch", ["native", "auto"])
 def test_cpu_follows_the_flags(builds, monkeypatch, arch):
     monkeypatch.setattr(model_cache, "cpu_flags", lambda: frozenset({"avx2"}))
-    first = models.artifact_path(None, synthetic=SPEC, target="cpu", arch=arch)
+    first = models.artifact_path(LoadOptions(target="cpu", arch=arch), SPEC)
     monkeypatch.setattr(model_cache, "cpu_flags", lambda: frozenset({"avx2", "avx512_vnni"}))
-    assert models.artifact_path(None, synthetic=SPEC, target="cpu", arch=arch) != first
+    assert models.artifact_path(LoadOptions(target="cpu", arch=arch), SPEC) != first
     assert builds == [("cpu", "native")] * 2
 
 
@@ -77,7 +78,7 @@ def gguf(tmp_path) -> Path:
 
 def compiled(gguf: Path, ctx: int) -> Path:
     # kernels that this process compiled before are taken from memory: codegen/object_cache.py
-    return models.artifact_path(str(gguf), target="cpu", ctx=ctx)
+    return models.artifact_path(LoadOptions(model=str(gguf), target="cpu", ctx=ctx))
 
 
 def weights_of(artifact: Path) -> os.stat_result:
@@ -97,7 +98,7 @@ def test_weights_take_their_space_once(two, cache, gguf, tmp_path, monkeypatch):
         Artifact.open(path, verify=True)
     # nor are they packed again for a folder of the user's
     monkeypatch.setattr(weights, "repack", None)
-    out = models.compile_artifact(str(gguf), str(tmp_path / "mine"), target="cpu", ctx=192).path
+    out = models.compile_artifact(str(gguf), str(tmp_path / "mine"), CompileOptions(target="cpu", ctx=192)).path
     assert weights_of(out).st_ino == first.st_ino and Artifact.open(out, verify=True)
     tables = [Artifact.open(path).weights["rope.table"] for path in (*two, out)]
     assert [len(table) for table in tables] == [64, 128, 192] and (tables[0] == tables[2][:64]).all()
@@ -117,7 +118,7 @@ def test_damaged_weights_are_packed_again_for_a_folder(two, gguf, tmp_path):
     with open(two[0] / "weights.safetensors", "r+b") as file:
         file.seek(-1000, os.SEEK_END)
         file.write(b"\xff" * 10)
-    out = models.compile_artifact(str(gguf), str(tmp_path / "mine"), target="cpu", ctx=64).path
+    out = models.compile_artifact(str(gguf), str(tmp_path / "mine"), CompileOptions(target="cpu", ctx=64)).path
     assert Artifact.open(out, verify=True) and weights_of(out).st_nlink == 1
 
 

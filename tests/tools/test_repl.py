@@ -21,6 +21,7 @@ from mlc_amd.runtime.engine.generation import Stats
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.text.traced_text import Traced
 from mlc_amd.tools import cli
+from mlc_amd.tools.options import ChatOptions
 from mlc_amd.tools.terminal import display, line_editor, terminal
 from mlc_amd.tools.terminal.session import Session
 
@@ -145,7 +146,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(chat):
 
 @pytest.fixture
 def session(engine) -> Session:
-    return Session(engine.conversation("Be brief."), max_tokens=6, interactive=True)
+    return Session(engine.conversation("Be brief."), ChatOptions(max_tokens=6), interactive=True)
 
 
 def run(session: Session, capsys, *lines: str) -> str:
@@ -184,12 +185,14 @@ def test_an_answer_that_cannot_be_given_again_stays(session, capsys):
 
 def test_settings(session, capsys):
     shown = run(session, capsys, "/set on_full drop", '/set stop END "two words" "a\\nb"', "/set quiet on", "/set")
-    assert session.conversation.on_full == "drop" and session.quiet and session.stop == ("END", "two words", "a\nb")
+    assert session.conversation.on_full == "drop" and session.options.quiet
+    assert session.options.stop == ("END", "two words", "a\nb")
     for line in ("on_full             drop", "stop                END 'two words' 'a\\nb'", "max_tokens          6"):
         assert f"  {line}\n" in shown
     run(session, capsys, "/set stop -", "/set max-tokens -", "/set seed 3", "/set seed -", "/set top_k 4")
     sampling = session.conversation.sampling
-    assert (session.stop, session.max_tokens, sampling.seed, sampling.top_k) == ((), None, None, 4)
+    options = session.options
+    assert (options.stop, options.max_tokens, sampling.seed, sampling.top_k) == ((), None, None, 4)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +225,7 @@ def test_a_full_context_names_what_can_be_typed(session, capsys):
     session.interactive = False
     with pytest.raises(UserError, match=r"with this message is .*: use --on-full drop, or a larger --ctx"):
         session.handle("word " * (CONTEXT - 20))
-    session.max_tokens, session.interactive = None, True
+    session.options, session.interactive = ChatOptions(), True
     run(session, capsys, "/set temperature 30", "/set seed 0")
     with pytest.raises(UserError, match="cut off, the context of 2048 tokens is full: /undo"):
         session.handle("word " * (CONTEXT - 100))

@@ -9,17 +9,19 @@ short.
 
 import sys
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import Annotated, Literal
 
 import numpy as np
 
-from mlc_amd.runtime.cache.kv_types import KvType
 from mlc_amd.runtime.cache.pages import PAGE
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.options import LoadOptions, Option
 from mlc_amd.runtime.speculation.speculation import MOST
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.measure import bandwidth, bench_formats, host_profile, kernel_table, power
 from mlc_amd.tools.measure.bench_runs import Test, fill, measure, warm
+from mlc_amd.tools.options import Synthetic, Without
 from mlc_amd.tools.terminal import display
 
 SHORT = {"np": "n_seqs", "p": "n_prompt", "n": "n_gen", "d": "n_depth", "r": "repetitions", "o": "output"}
@@ -28,26 +30,18 @@ _MOST_SEQUENCES = 64  # of a step
 
 
 def run(
-    model: str | None = None,
     *,
     n_prompt: tuple[int, ...] = (512,),
     n_gen: tuple[int, ...] = (128,),
     n_depth: tuple[int, ...] = (0,),
     n_seqs: tuple[int, ...] = (1,),
     speculate: tuple[float, ...] = (),
-    repetitions: int = 5,
+    repetitions: Annotated[int, Option("number of measured runs of each test", low=1)] = 5,
     output: Literal["md", "json", "jsonl", "csv"] = "md",
-    synthetic: str | None = None,
-    target: str = "auto",
-    arch: str = "native",
-    ctx: int | None = None,
-    kv_type: KvType | None = None,
-    threads: int | None = None,
-    device: str | None = None,
-    n_cpu_moe: int = 0,
-    kv_memory: str | None = None,
+    synthetic: Synthetic = None,
     per_kernel: bool = False,
     profile_host: bool = False,
+    load: Annotated[LoadOptions, Without("tuned", "verify", "kv_tokens", "draft")],
 ) -> None:
     """Measures prefill (pp) and decode (tg) speed in tokens per second, with llama-bench's columns.
 
@@ -56,30 +50,13 @@ def run(
     token, without waiting. Where sensors tell the power of the device: watts, and joules per token.
 
     Args:
-        model: artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use); the bundled
-            demo model if omitted.
         n_prompt: number of tokens to prefill; 0 skips prefill.
         n_gen: number of tokens to decode; 0 skips decode.
         n_depth: number of tokens in the KV cache before each test.
         n_seqs: number of sequences that decode together; t/s is that of all of them.
         speculate: decode also with guesses of the next tokens, of which this share is right, as 0.7: what a draft would
             gain that takes no time itself.
-        repetitions: number of measured runs of each test.
         output: format of the result.
-        synthetic: instead of a file, a model of that shape with random weights: PRESET:FORMAT, such as llama3-8b:q4_0.
-        target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
-            else cpu), cpu, rocm or vulkan.
-        arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
-            `mlc-amd compile --help`.
-        ctx: KV cache size in tokens, for a GGUF file (default: what the tests need).
-        kv_type: type of the KV cache, for a GGUF file: f16, or q8_0, which takes half of the memory (default: f16).
-        threads: number of CPU threads (default: all cores).
-        device: GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name (default:
-            $MLC_AMD_DEVICE, else the best one).
-        n_cpu_moe: keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for
-            mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
-        kv_memory: how much memory the KV cache takes, as 4G or 512M, or auto: what the device has left, of the
-            host's memory half of what is available (default: what the tests need).
         per_kernel: for each test, the time of every kernel of one step, with its memory and arithmetic throughput (md
             and json).
         profile_host: for decode, the time that the host spends on a token, sampling and detokenization included (md
@@ -87,18 +64,10 @@ def run(
     """
     tests = plan_tests(n_prompt, n_gen, n_depth, n_seqs, speculate)
     needed = max(test.context for test in tests) + MOST * bool(speculate)
-    compilation = {"target": target, "arch": arch, "synthetic": synthetic, "kv_type": kv_type}
-    engine = models.load_engine(
-        model,
-        threads=threads,
-        device=device,
-        ctx=_context(model, synthetic, ctx, needed),
-        n_cpu_moe=n_cpu_moe,
-        kv_tokens=None if kv_memory else _cache_tokens(tests),
-        kv_memory=kv_memory,
-        **compilation,
-    )
-    if needed > engine.cache.longest and kv_memory:
+    kv_tokens = None if load.kv_memory else _cache_tokens(tests)
+    load = replace(load, ctx=_context(load, synthetic, needed), kv_tokens=kv_tokens)
+    engine = models.load_engine(load, synthetic)
+    if needed > engine.cache.longest and load.kv_memory:
         raise UserError(
             f"the tests need {needed} tokens, the KV cache holds {engine.cache.longest}: give a larger --kv-memory"
         )
@@ -120,13 +89,13 @@ def run(
     if engine.device.kind != "cpu":
         display.message(f"on {engine.device.name}")
     sensors = _sensors(engine.device)
-    hidden = [] if n_cpu_moe else ["n_cpu_moe"]  # as llama-bench
+    hidden = [] if load.n_cpu_moe else ["n_cpu_moe"]  # as llama-bench
     hidden += [] if sensors else ["W", "J/token"]
     begin, write, end = bench_formats.writer(output, hidden)
     sys.stdout.write(begin)
     tables = []
     for test in tests:
-        result = _result(engine, test, repetitions, per_kernel, sensors) | {"n_cpu_moe": n_cpu_moe}
+        result = _result(engine, test, repetitions, per_kernel, sensors) | {"n_cpu_moe": load.n_cpu_moe}
         if per_kernel and test.n_seqs == 1:
             result["per_kernel"] = _per_kernel(engine, test, result)
             tables.append(kernel_table.text(result["per_kernel"], _peak_words(result)))
@@ -176,13 +145,13 @@ def _cache_tokens(tests: Sequence[Test]) -> int | None:
     return max(test.n_seqs * -(-(test.context + MOST) // PAGE) * PAGE for test in tests)
 
 
-def _context(model: str | None, synthetic: str | None, ctx: int | None, needed: int) -> int | None:
+def _context(load: LoadOptions, synthetic: str | None, needed: int) -> int | None:
     """The context to compile for; what is given for an artifact, which has one.
 
     A power of two, so that few different copies of a model fill the cache, or the model's own when that is less.
     UserError where the tests need more than that, or than the user gives: before anything is compiled.
     """
-    path = models.source_path(model, synthetic)
+    path, ctx = models.source_path(load.model, synthetic), load.ctx
     if path and models.is_artifact(path):
         return ctx
     with models.open_source(path, synthetic) as source:

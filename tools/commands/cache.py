@@ -12,6 +12,7 @@ from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.quantities import BYTES, number
 from mlc_amd.tools.hub import model_cache
 from mlc_amd.tools.hub.model_cache import Entry
+from mlc_amd.tools.options import Json
 from mlc_amd.tools.terminal import display
 
 _TIMES = {"h": 3600, "d": 86400, "w": 604800}
@@ -25,7 +26,7 @@ def run(
     max_size: str | None = None,
     all: bool = False,
     dry_run: bool = False,
-    json: bool = False,
+    json: Json = False,
 ) -> None:
     """Lists or removes models that were compiled on first use. They are compiled again when they are needed.
 
@@ -41,7 +42,6 @@ def run(
         max_size: for prune: also the least recently used ones, until the others take at most so much, as 500M or 20G.
         all: for rm: all models.
         dry_run: only say what would be removed.
-        json: for ls: print everything as JSON.
     """
     for flag, given, of in (
         ("NAME", name is not None, "rm"),

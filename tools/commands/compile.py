@@ -1,13 +1,13 @@
 """`mlc-amd compile`: a GGUF file in, an artifact's folder out."""
 
 import time
-from typing import Literal
 
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.artifact.memory import CONTEXT_STEP, of_manifest
-from mlc_amd.runtime.cache.kv_types import KvType
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.inspection import inspect_memory
+from mlc_amd.tools.options import KeptWeights, Synthetic
 from mlc_amd.tools.terminal import display
 
 SHORT = {"o": "output"}
@@ -17,48 +17,27 @@ NOTES = 4  # of tuned records that were left aside, how many are told
 def run(
     model: str | None = None,
     *,
-    target: str = "auto",
-    arch: str = "native",
-    ctx: int | None = None,
-    kv_type: KvType | None = None,
     output: str | None = None,
-    synthetic: str | None = None,
-    weights: Literal["file", "none"] = "file",
-    tuned: Literal["none", "shipped", "user", "auto"] = "auto",
+    synthetic: Synthetic = None,
+    weights: KeptWeights = "file",
+    options: CompileOptions,
 ) -> None:
     """Compiles a GGUF file into an artifact: a folder with kernels for one kind of machine and the repacked weights.
 
     The folder is complete or not there at all, and replaces an older artifact of the same name, but nothing else. It
     runs with `mlc-amd chat FOLDER`, also on other machines of the same kind.
 
+    --arch is native (or auto) for this machine; for cpu x86-64-v2, x86-64-v3, x86-64-v4, znver4 or another LLVM CPU
+    name; for rocm gfx1100, 7900xtx or another GPU; for vulkan a GPU such as 7900xtx, or one of the profiles vangogh
+    (Steam Deck), rdna2, rdna3, rdna4, gfx90c, nvidia, lavapipe and generic (any device). Several GPUs are separated by
+    commas.
+
     Args:
         model: GGUF file, any part of a split model, or OWNER/REPO:QUANT of huggingface.co.
-        target: target to compile for: auto (rocm if AMD's HIP runtime works here, else vulkan on a GPU, else cpu), cpu,
-            rocm or vulkan.
-        arch: native (or auto) for this machine; for cpu x86-64-v2, x86-64-v3, x86-64-v4, znver4 or another LLVM CPU
-            name; for rocm gfx1100, 7900xtx or another GPU; for vulkan a GPU such as 7900xtx, or one of the profiles
-            vangogh (Steam Deck), rdna2, rdna3, rdna4, gfx90c, nvidia, lavapipe and generic (any device). Several GPUs
-            are separated by commas.
-        ctx: KV cache size in tokens (default: the model's context length, at most 4096).
-        kv_type: type of the KV cache, for a GGUF file: f16, or q8_0, which takes half of the memory (default: f16).
         output: folder to write (default: dist/MODEL-TARGET-ARCH in the current directory).
-        synthetic: PRESET:FORMAT, such as llama3-8b:q4_0, instead of a file: a model of that shape with random weights.
-        weights: none omits the weights: a small artifact for benchmarks, which runs with random weights.
-        tuned: tuned plans to build kernels with: those of `mlc-amd tune` on this machine (user), those that come with
-            mlc-amd (shipped), user before shipped (auto), or none.
     """
     start = time.perf_counter()
-    summary = models.compile_artifact(
-        model,
-        output,
-        synthetic=synthetic,
-        target=target,
-        arch=arch,
-        ctx=ctx,
-        kv_type=kv_type,
-        weights=weights != "none",
-        tuned=tuned,
-    )
+    summary = models.compile_artifact(model, output, options, synthetic, weights != "none")
     seconds = time.perf_counter() - start
     stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in summary.seconds.items())
     rows = [
@@ -72,9 +51,11 @@ def run(
         ("time", f"{seconds:.1f} s ({stages})"),
     ]
     manifest = Artifact.open(summary.path).manifest
-    if ctx is not None and ctx != manifest["context"]:
-        display.message(f"--ctx {ctx} is rounded up to {manifest['context']}: caches hold a multiple of {CONTEXT_STEP}")
-    rows += inspect_memory.lines(inspect_memory.plan(of_manifest(manifest), manifest["target"]["kind"], arch))
+    if options.ctx not in (None, manifest["context"]):
+        display.message(
+            f"--ctx {options.ctx} is rounded up to {manifest['context']}: caches hold a multiple of {CONTEXT_STEP}"
+        )
+    rows += inspect_memory.lines(inspect_memory.plan(of_manifest(manifest), manifest["target"]["kind"], options.arch))
     for note in summary.notes[:NOTES]:
         display.message(note)
     if len(summary.notes) > NOTES:

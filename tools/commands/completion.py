@@ -30,15 +30,15 @@ class _Verb:
 
     name: str
     summary: str
-    options: list[arguments.Option]
+    flags: list[arguments.Flag]
     choices: tuple[str, ...]
 
 
 def _verbs() -> Iterator[_Verb]:
     for name, summary in cli.verbs().items():
         module = importlib.import_module(cli.module_of(name))
-        options = arguments.options(module.run, getattr(module, "SHORT", {}))
-        yield _Verb(name, summary, options, arguments.operand_choices(module.run))
+        flags = arguments.flags(module.run, getattr(module, "SHORT", {}))
+        yield _Verb(name, summary, flags, arguments.operand_choices(module.run))
 
 
 def _bash(verbs: list[_Verb]) -> list[str]:
@@ -55,16 +55,16 @@ def _bash(verbs: list[_Verb]) -> list[str]:
     ]
     for verb in verbs:
         by_choices: dict[tuple[str, ...], list[str]] = {}
-        for option in verb.options:
-            if option.value:
-                by_choices.setdefault(option.choices, []).extend(option.flags)
-        for choices, flags in by_choices.items():
-            patterns = "|".join(f'"{verb.name} {flag}"' for flag in flags)
+        for flag in verb.flags:
+            if flag.value:
+                by_choices.setdefault(flag.choices, []).extend(flag.spellings)
+        for choices, spellings in by_choices.items():
+            patterns = "|".join(f'"{verb.name} {spelling}"' for spelling in spellings)
             lines.append(f"        {patterns}) words={shlex.quote(' '.join(choices))} ;;")
     lines += ["        *)", '            case "$verb $current" in']
     for verb in verbs:
-        flags = " ".join(flag for option in verb.options for flag in option.flags if flag.startswith("--"))
-        lines.append(f'            "{verb.name} -"*) words={shlex.quote(flags)} ;;')
+        long = " ".join(word for flag in verb.flags for word in flag.spellings if word.startswith("--"))
+        lines.append(f'            "{verb.name} -"*) words={shlex.quote(long)} ;;')
         if verb.choices:
             lines.append(f'            "{verb.name} "*) words={shlex.quote(" ".join(verb.choices))} ;;')
     return [
@@ -93,10 +93,10 @@ def _fish(verbs: list[_Verb]) -> list[str]:
         inside = f"__fish_seen_subcommand_from {verb.name}"
         if verb.choices:
             lines.append(line(inside, "-f", "-a", " ".join(verb.choices)))
-        for option in verb.options:
-            names = [word for flag in option.flags for word in _fish_flag(flag)]
-            value = ["-x", "-a", " ".join(option.choices)] if option.choices else ["-r"] if option.value else []
-            lines.append(line(inside, *names, *value, "-d", option.help))
+        for flag in verb.flags:
+            names = [word for spelling in flag.spellings for word in _fish_flag(spelling)]
+            value = ["-x", "-a", " ".join(flag.choices)] if flag.choices else ["-r"] if flag.value else []
+            lines.append(line(inside, *names, *value, "-d", flag.help))
     return lines
 
 

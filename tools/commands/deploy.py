@@ -30,6 +30,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools.bundles import archive, wheels
 from mlc_amd.tools.bundles.archive import Entry
 from mlc_amd.tools.hub import model_cache
+from mlc_amd.tools.options import KeptWeights
 from mlc_amd.tools.terminal import display, terminal
 
 SHORT = {"o": "output"}
@@ -99,7 +100,7 @@ def run(
     *,
     to: Literal["steamdeck", "linux"],
     output: str | None = None,
-    weights: Literal["file", "none"] = "file",
+    weights: KeptWeights = "file",
     python: str = ",".join(PYTHONS),
 ) -> None:
     """Packs a compiled model with all that runs it, for a machine where nothing needs to be installed: no pip, no TVM,
@@ -112,7 +113,6 @@ def run(
         artifact: a folder made by `mlc-amd compile` for target vulkan or rocm.
         to: steamdeck, or linux for any PC.
         output: a folder, or a file that ends with .tar.zst (default: dist/ARTIFACT-TO.tar.zst here).
-        weights: none leaves the weights out, for benchmarks: the bundle is small, and the model is random.
         python: the Pythons that it runs with; fewer make it smaller.
     """
     destination, pythons, model = DESTINATIONS[to], pythons_of(python), Artifact.open(Path(artifact).expanduser())

@@ -16,17 +16,15 @@ from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.tools.checks import doctor_vulkan, machine
 from mlc_amd.tools.hub import model_cache
 from mlc_amd.tools.measure import bandwidth
+from mlc_amd.tools.options import Json
 from mlc_amd.tools.terminal import display
 
 _OLDEST_PYTHON = (3, 11)
 
 
-def run(*, json: bool = False) -> None:
+def run(*, json: Json = False) -> None:
     """Shows what this machine can compile for and run on. Exits with 0 when the cpu target works, or nothing can be
     compiled here at all.
-
-    Args:
-        json: print the findings as one JSON object.
     """
     facts = {
         "python": platform.python_version(),
@@ -86,7 +84,7 @@ def _try_cpu_target() -> str | None:
     with tempfile.TemporaryDirectory(prefix="mlc-amd-") as directory:
         place = Path(directory) / "model"
         try:
-            compile_model(synthetic("tiny:q4_0"), CompileOptions("cpu", "native", 64), place)
+            compile_model(synthetic("tiny:q4_0"), place, CompileOptions(target="cpu", ctx=64))
             finite = bool(np.isfinite(Engine.load(place).decode(1)).all())
         except Exception as error:  # finding out what fails is the job
             return f"{type(error).__name__}: {error}"

@@ -1,10 +1,12 @@
 """`mlc-amd generate`: continues a text, as it is, without a chat template."""
 
 import sys
+from typing import Annotated
 
-from mlc_amd.runtime.cache.kv_types import KvType
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import LoadOptions
 from mlc_amd.tools.hub import models
+from mlc_amd.tools.options import File, MaxTokens, Prompt, Quiet, SamplingFlags, Stop, Without
 from mlc_amd.tools.terminal import display, terminal, texts
 from mlc_amd.tools.terminal.monitor import Monitor
 
@@ -12,99 +14,27 @@ SHORT = {"p": "prompt", "f": "file", "q": "quiet", "n": "max_tokens"}
 
 
 def run(
-    model: str | None = None,
     *,
-    prompt: str | None = None,
-    file: str | None = None,
-    max_tokens: int = 256,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    repetition_window: int | None = None,
-    seed: int | None = None,
-    stop: tuple[str, ...] = (),
-    quiet: bool = False,
-    target: str = "auto",
-    arch: str = "native",
-    ctx: int | None = None,
-    kv_type: KvType | None = None,
-    threads: int | None = None,
-    device: str | None = None,
-    verify: bool = False,
-    n_cpu_moe: int = 0,
-    kv_memory: str | None = None,
-    draft: str | None = None,
+    prompt: Prompt = None,
+    file: File = None,
+    max_tokens: MaxTokens = 256,
+    stop: Stop = (),
+    quiet: Quiet = False,
+    sampling: SamplingFlags,
+    load: Annotated[LoadOptions, Without("tuned", "kv_tokens")],
 ) -> None:
     """Continues a text. Only the continuation goes to stdout, as it is made.
 
-    Args:
-        model: artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use); the bundled
-            demo model if omitted.
-        prompt: text to continue; control tokens such as <|im_start|> are parsed; "-" reads it from stdin, as does a
-            command without a prompt in a pipe. A newline at the end of stdin or of a file is no part of it.
-        file: continue the text of this file; "-" is stdin.
-        max_tokens: maximum number of tokens to generate.
-        temperature: divides the logits before sampling; 0 always takes the most probable token (default: the model
-            file's, else 0).
-        top_k: sample from the k most probable tokens only; 0 disables (default: the model file's, else 0).
-        top_p: sample from the smallest set of most probable tokens with at least this total probability (default: the
-            model file's, else 1, which disables it).
-        min_p: ignore tokens less probable than this fraction of the most probable one; 0 disables (default: the model
-            file's, else 0).
-        repetition_penalty: above 1, lowers the probability of recent tokens (default: the model file's, else 1, which
-            disables it).
-        repetition_window: number of recent tokens that the penalty applies to (default: the model file's, else 64).
-        seed: seed of the random number generator (default: a new one each time).
-        stop: end the text before this one; may be repeated.
-        quiet: print no statistics.
-        target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
-            else cpu), cpu, rocm or vulkan.
-        arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
-            `mlc-amd compile --help`.
-        ctx: KV cache size in tokens, for a GGUF file (default: the model's context length, at most 4096).
-        kv_type: type of the KV cache, for a GGUF file: f16, or q8_0, which takes half of the memory (default: f16).
-        threads: number of CPU threads (default: all cores).
-        device: GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name (default:
-            $MLC_AMD_DEVICE, else the best one).
-        verify: also verify the checksum of the weights, which reads all of them.
-        n_cpu_moe: keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for
-            mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
-        kv_memory: how much memory the KV cache takes, as 4G or 512M, or auto: what the device has left, of the
-            host's memory half of what is available (default: one sequence of full length).
-        draft: decode several tokens a step, guessed by a smaller model with the same vocabulary (named as `model` is),
-            or, for "lookup", taken from the text so far, or, for "mtp", by the model's own layer for that, if it has
-            one. Answers are the same; steps guess as much as pays.
+    Without --prompt and --file, the text is what is piped into the command. Control tokens in it, such as
+    <|im_start|>, are parsed. A newline at the end of stdin or of a file is no part of it.
     """
     text = texts.required(prompt, file)
-    changes = models.sampling_changes(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        repetition_window=repetition_window,
-        seed=seed,
-    )
-    engine = models.load_engine(
-        model,
-        target=target,
-        arch=arch,
-        ctx=ctx,
-        kv_type=kv_type,
-        threads=threads,
-        device=device,
-        verify=verify,
-        n_cpu_moe=n_cpu_moe,
-        kv_memory=kv_memory,
-        draft=draft,
-    )
+    engine = models.load_engine(load)
     from mlc_amd.runtime.engine.generation import ContextFull
 
     try:
         with Monitor(engine) as monitor:
-            for piece in engine.generate(text, None, max_tokens, stop, progress=monitor.progress, **changes):
+            for piece in engine.generate(text, None, max_tokens, stop, progress=monitor.progress, **sampling):
                 monitor.begin()
                 terminal.stream(piece.text)
     except ContextFull as error:

@@ -4,15 +4,16 @@ import dataclasses
 from collections.abc import Mapping
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from mlc_amd.runtime.artifact.manifest import is_draft
 from mlc_amd.runtime.artifact.memory import of_manifest, on_host
-from mlc_amd.runtime.cache.kv_types import KV_TYPE, KvType
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import CompileOptions, RunOptions, option_of
 from mlc_amd.tools import target as targets
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.inspection import inspect_header, inspect_kernels, inspect_memory, inspect_vulkan
+from mlc_amd.tools.options import Json, Without
 from mlc_amd.tools.terminal import display
 
 if TYPE_CHECKING:
@@ -22,16 +23,13 @@ if TYPE_CHECKING:
 def run(
     model: str,
     *,
-    json: bool = False,
+    json: Json = False,
     plan: bool = False,
     kernels: bool = False,
     asm: str | None = None,
     tensors: bool = False,
-    ctx: int | None = None,
-    kv_type: KvType | None = None,
-    target: str = "auto",
-    arch: str = "native",
-    n_cpu_moe: int = 0,
+    n_cpu_moe: Annotated[int, option_of(RunOptions, "n_cpu_moe")] = 0,
+    options: Annotated[CompileOptions, Without("tuned")],
 ) -> None:
     """Shows the contents of a GGUF file or an artifact: configuration, weights by type, memory, kernels and launches.
 
@@ -43,21 +41,15 @@ def run(
 
     Memory is what the model needs while it runs, and with how many tokens it fits the GPUs that its arch stands for. Of
     a GPU's memory 1 GiB is left to the driver and other programs; of memory that an APU shares with the system it is
-    half, because Linux gives the other half to the GPU.
+    half, because Linux gives the other half to the GPU. The options of compiling are for the memory that a GGUF file
+    needs.
 
     Args:
         model: a GGUF file, OWNER/REPO:QUANT of huggingface.co, an artifact's folder, or an AMD code object (.hsaco).
-        json: print everything as one JSON object.
         plan: also list the launches of one token, in order (artifacts).
         kernels: also list the kernels, how often each function calls them, and what those for GPUs need (artifacts).
         asm: print the assembly of the kernel of this name instead; 'linear*' means several, '*' all (GPU code).
         tensors: also list every tensor.
-        ctx: KV cache size in tokens, for the memory that a GGUF file needs (default: the model's context length, at
-            most 4096).
-        kv_type: type of the KV cache, for a GGUF file: f16, or q8_0, which takes half of the memory (default: f16).
-        target: target that this memory is for: auto (the best one here), cpu, rocm or vulkan.
-        arch: CPU, GPU or Vulkan profile likewise: native (this machine) or a name, see `mlc-amd compile --help`.
-        n_cpu_moe: count the experts of the first N layers as host memory.
     """
     path = models.find(model)
     report: dict[str, Any]
@@ -65,7 +57,7 @@ def run(
         from mlc_amd.runtime.artifact.artifact import Artifact
 
         artifact = Artifact.open(path)
-        if ctx is not None or kv_type is not None or (target, arch) != ("auto", "native"):
+        if options.given:
             raise UserError(f"{path} is compiled: --ctx, --kv-type, --target and --arch apply to GGUF files")
         report = _artifact(artifact, n_cpu_moe)
         gpu_codes = _CODES.get(artifact.manifest["target"]["kind"])
@@ -79,7 +71,7 @@ def run(
             f"{path} is a GGUF file: --plan, --kernels and --asm apply to artifacts (`mlc-amd compile` makes one)"
         )
     else:
-        report, codes = _gguf(path, ctx, kv_type or KV_TYPE, target, arch, n_cpu_moe), []
+        report, codes = _gguf(path, options, n_cpu_moe), []
     if asm is not None:
         if not codes:
             raise UserError(
@@ -105,7 +97,7 @@ def run(
             print(_SECTIONS[title](content))
 
 
-def _gguf(path: Path, ctx: int | None, kv_type: str, target: str, arch: str, n_cpu_moe: int) -> dict[str, object]:
+def _gguf(path: Path, options: CompileOptions, n_cpu_moe: int) -> dict[str, object]:
     from mlc_amd.compiler.gguf.reader import GGUFModel
 
     try:
@@ -113,12 +105,10 @@ def _gguf(path: Path, ctx: int | None, kv_type: str, target: str, arch: str, n_c
     except UserError as error:
         return inspect_header.report(path, error)
     with opened as model:
-        return _model_file(model, ctx, kv_type, target, arch, n_cpu_moe)
+        return _model_file(model, options, n_cpu_moe)
 
 
-def _model_file(
-    model: "GGUFModel", ctx: int | None, kv_type: str, target: str, arch: str, n_cpu_moe: int
-) -> dict[str, object]:
+def _model_file(model: "GGUFModel", options: CompileOptions, n_cpu_moe: int) -> dict[str, object]:
     from mlc_amd.compiler.codegen.targets import make_target
     from mlc_amd.compiler.lowering import capacity
     from mlc_amd.compiler.manifest import format_totals
@@ -130,15 +120,15 @@ def _model_file(
         {"name": t.name, "dtype": t.format, "shape": list(t.shape), "bytes": t.nbytes} for t in model.tensors.values()
     ]
     on_host(model.tensors, n_cpu_moe)
-    kind, name = targets.resolve(target, arch)
-    needed = needs(model, make_target(kind, name, kv_type), capacity(model.config, ctx))
+    made = options.resolved(*targets.resolve(options.target, options.arch))
+    needed = needs(model, make_target(made.target, made.arch, made.kv_type), capacity(model.config, made.ctx))
     return {
         "file": model.path,
         "name": model.config.name,
         "model": config,
         "sampling": defaults(model.metadata, model.config.context),
         "formats": _stored(format_totals(model.tensors)),
-        "memory": inspect_memory.plan(needed, kind, arch, n_cpu_moe),
+        "memory": inspect_memory.plan(needed, made.target, options.arch, n_cpu_moe),
         "tensors": listing,
     }
 

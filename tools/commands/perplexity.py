@@ -2,14 +2,17 @@
 
 import time
 import zipfile
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
-from mlc_amd.runtime.cache.kv_types import KvType
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.options import LoadOptions
 from mlc_amd.tools.hub import models
+from mlc_amd.tools.options import Json, Without
 from mlc_amd.tools.terminal import display
 from mlc_amd.tools.terminal.texts import read_text
 
@@ -23,16 +26,8 @@ def run(
     ids: str | None = None,
     tokens: int | None = None,
     logits: str | None = None,
-    json: bool = False,
-    target: str = "auto",
-    arch: str = "native",
-    ctx: int | None = None,
-    kv_type: KvType | None = None,
-    threads: int | None = None,
-    device: str | None = None,
-    verify: bool = False,
-    n_cpu_moe: int = 0,
-    kv_memory: str | None = None,
+    json: Json = False,
+    load: Annotated[LoadOptions, Without("model", "tuned", "kv_tokens", "draft")],
 ) -> None:
     """Measures the perplexity of a model on the tokens of a text, in one window.
 
@@ -46,38 +41,12 @@ def run(
         ids: instead of a text, an .npz file with the token ids in its array `ids`.
         tokens: use only the first N tokens (default: as many as the context holds).
         logits: write `logits` (float32 [tokens, vocab]) and `ids` to this .npz file.
-        json: print the result as JSON.
-        target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
-            else cpu), cpu, rocm or vulkan.
-        arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
-            `mlc-amd compile --help`.
-        ctx: KV cache size in tokens, for a GGUF file (default: the model's context length, at most 4096).
-        kv_type: type of the KV cache, for a GGUF file: f16, or q8_0, which takes half of the memory (default: f16).
-        threads: number of CPU threads (default: all cores).
-        device: GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name (default:
-            $MLC_AMD_DEVICE, else the best one).
-        verify: also verify the checksum of the weights, which reads all of them.
-        n_cpu_moe: keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for
-            mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
-        kv_memory: how much memory the KV cache takes, as 4G or 512M, or auto: what the device has left, of the
-            host's memory half of what is available (default: one sequence of full length).
     """
     if (text is None) == (ids is None):
         raise UsageError("give either --text FILE or --ids FILE.npz")
     read = read_text(text) if text is not None else None
     given = _read_ids(Path(ids).expanduser()) if ids is not None else np.empty(0, np.int64)
-    engine = models.load_engine(
-        model,
-        target=target,
-        arch=arch,
-        ctx=ctx,
-        kv_type=kv_type,
-        threads=threads,
-        device=device,
-        verify=verify,
-        n_cpu_moe=n_cpu_moe,
-        kv_memory=kv_memory,
-    )
+    engine = models.load_engine(replace(load, model=model))
     sequence = given if read is None else np.asarray(engine.tokenizer.encode(read), dtype=np.int64)
     count = _count(len(sequence), tokens, engine.cache.longest)
     sequence = sequence[:count]

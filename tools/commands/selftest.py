@@ -10,15 +10,17 @@ import platform
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Annotated
 
 import mlc_amd
-from mlc_amd.runtime.cache.kv_types import KvType
 from mlc_amd.runtime.engine.engine import Engine
-from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import LoadOptions, Option
 from mlc_amd.tools.checks import amdgpu, machine, selftest_kernels, selftest_model
 from mlc_amd.tools.checks.selftest_limits import Budget, Watch
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.measure import bandwidth
+from mlc_amd.tools.options import Without
 from mlc_amd.tools.terminal import display, terminal
 
 SHORT = {"o": "output"}
@@ -34,19 +36,17 @@ _NOTES = {  # in the summary, after a number of kernels
 
 
 def run(
-    model: str | None = None,
     *,
     output: str | None = None,
-    runs: int = 1000,
-    seconds: float = 60,
+    runs: Annotated[int, Option(
+        "how often each kernel runs whose workgroups wait for one another, at each of several depths; 0 skips this",
+        low=0)] = 1000,
+    seconds: Annotated[float, Option(
+        "how long the test takes, about; kernels for which there is no time are listed as not run. 0: no limit",
+        unit="seconds", low=0)] = 60,
     whole_model: bool = False,
-    target: str = "auto",
-    arch: str = "native",
-    ctx: int | None = None,
-    kv_type: KvType | None = None,
-    threads: int | None = None,
-    device: str | None = None,
-) -> None:
+    load: Annotated[LoadOptions, Without("tuned", "verify", "n_cpu_moe", "kv_tokens", "kv_memory", "draft")],
+) -> None:  # fmt: skip
     """Compares every kernel of a model on this machine's device with reference results, and prints what is wrong, what
     is fast and what is slow. Exits with 1 if anything is wrong.
 
@@ -55,34 +55,15 @@ def run(
     a compiled model.
 
     Args:
-        model: artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use); the bundled
-            demo model if omitted.
         output: a file for the results, the machine and its drivers, as JSON: what a report should contain.
-        runs: how often each kernel runs whose workgroups wait for one another, at each of several depths; 0 skips this.
-        seconds: how long the test may take, about; kernels for which there is no time are listed as not run. 0: until
-            all have run.
         whole_model: compare the logits also of a large model, which takes minutes more.
-        target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
-            else cpu), cpu, rocm or vulkan.
-        arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
-            `mlc-amd compile --help`.
-        ctx: KV cache size in tokens, for a GGUF file (default: the model's context length, at most 4096).
-        kv_type: type of the KV cache, for a GGUF file: f16, or q8_0, which takes half of the memory (default: f16).
-        threads: number of CPU threads (default: all cores).
-        device: GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name (default:
-            $MLC_AMD_DEVICE, else the best one).
     """
-    if runs < 0:
-        raise UsageError(f"--runs is {runs}: it must not be negative")
-    if not 0 <= seconds < float("inf"):
-        raise UsageError(f"--seconds is {seconds}: it must be a number of seconds, or 0")
     out = Path(output).expanduser() if output else None
     if out and not out.parent.is_dir():
         raise UserError(f"{out.parent}: no such folder for --output")
-    compilation = {"target": target, "arch": arch, "ctx": ctx, "kv_type": kv_type}
-    engine = models.load_engine(model, threads=threads, device=device, **compilation)
+    engine = models.load_engine(load)
     display.message(f"on {engine.device.name}")
-    found = measure(engine, device, runs, whole_model, seconds)
+    found = measure(engine, load.device, runs, whole_model, seconds)
     print(text(found), end="")
     if out:
         temporary = out.with_name(f".{out.name}.tmp")

@@ -1,23 +1,24 @@
 """`mlc-amd serve`: models over HTTP."""
 
-import ipaddress
 import os
 import socket
 import stat
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 from mlc_amd.runtime import extras
-from mlc_amd.runtime.cache.kv_types import KvType
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.options import LoadOptions
 from mlc_amd.tools.hub import models
+from mlc_amd.tools.options import Without
+from mlc_amd.tools.server.options import ServeOptions
 from mlc_amd.tools.terminal import display
 
 if TYPE_CHECKING:
     from mlc_amd.runtime.engine.engine import Engine
-    from mlc_amd.tools.server.service import Settings
 
 SHORT = {"q": "quiet"}
 _KEY_VARIABLE = "MLC_AMD_API_KEY"
@@ -26,31 +27,8 @@ _KEY_VARIABLE = "MLC_AMD_API_KEY"
 def run(
     model: tuple[str, ...] = (),
     *,
-    host: str = "127.0.0.1",
-    port: int = 8080,
-    uds: str | None = None,
-    api_key: tuple[str, ...] = (),
-    api_key_file: str | None = None,
-    cors_origins: tuple[str, ...] = (),
-    models_max: int = 1,
-    idle_unload: float | None = None,
-    max_requests: int = 256,
-    max_body: int = 16,
-    timeout: float = 600.0,
-    kv_tokens: int | None = None,
-    kv_memory: str | None = None,
-    draft: str | None = None,
-    quiet: bool = False,
-    ray: str | None = None,
-    replicas: int | None = None,
-    target: str = "auto",
-    arch: str = "native",
-    ctx: int | None = None,
-    kv_type: KvType | None = None,
-    threads: int | None = None,
-    device: str | None = None,
-    verify: bool = False,
-    n_cpu_moe: int = 0,
+    options: ServeOptions,
+    load: Annotated[LoadOptions, Without("model", "tuned")],
 ) -> None:
     """Serves models over HTTP, with the APIs of OpenAI, Anthropic and ollama, and a chat page for browsers.
 
@@ -60,117 +38,51 @@ def run(
     Args:
         model: artifact folders, GGUF files, or OWNER/REPO:QUANT of huggingface.co (compiled on first use), each with
             NAME= before it if clients shall know it by another name; the bundled demo model if omitted.
-        host: address to listen on; 0.0.0.0 for all of this machine's.
-        port: port to listen on; 0 takes a free one.
-        uds: listen on this Unix domain socket instead.
-        api_key: key that clients must send; may be repeated. Others can read command lines: better use
-            $MLC_AMD_API_KEY or --api-key-file.
-        api_key_file: file of keys, one a line.
-        cors_origins: origin of web pages that may use the server from a browser, such as https://example.com, or *;
-            may be repeated.
-        models_max: models that are loaded at a time; the least recently used one makes room.
-        idle_unload: seconds after which a model that nobody uses is unloaded (default: never).
-        max_requests: requests that are answered or wait at a time; more get the status 503.
-        max_body: largest request in MiB.
-        timeout: seconds that an answer may take; 0: any time.
-        kv_tokens: tokens that a model's KV cache holds, of all answers together.
-        kv_memory: how much memory a model's KV cache takes instead, as 4G or 512M, or auto: what the device has left
-            (default: auto where one model is loaded at a time, else enough for one context).
-        draft: decode several tokens a step, guessed by a smaller model with the same vocabulary (named as a model is),
-            or, for "lookup", taken from the text so far, or, for "mtp", by the model's own layer for that, if it has
-            one. Answers are the same; steps guess as much as pays.
-        quiet: log no requests.
-        ray: deploy the server on this Ray cluster: auto (the one that this machine belongs to), HOST:PORT, ray://HOST:PORT,
-            or local (a new one, of this machine). --host and --port are those of its head node.
-        replicas: with --ray: how many servers share the requests, each with a GPU or CPUs of its own (default: 1).
-        target: target that a GGUF file is compiled for: auto (rocm if AMD's HIP runtime works, else vulkan on a GPU,
-            else cpu), cpu, rocm or vulkan.
-        arch: CPU, GPU or Vulkan profile that a GGUF file is compiled for: native (this machine) or a name, see
-            `mlc-amd compile --help`.
-        ctx: KV cache size in tokens, for a GGUF file (default: the model's context length, at most 4096).
-        kv_type: type of the KV cache, for a GGUF file: f16, or q8_0, which takes half of the memory (default: f16).
-        threads: number of CPU threads (default: all cores).
-        device: GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name (default:
-            $MLC_AMD_DEVICE, else the best one).
-        verify: also verify the checksum of the weights, which reads all of them.
-        n_cpu_moe: keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for
-            mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough).
     """
-    for module in ("starlette", "uvicorn", "httptools", "prometheus_client", *(("ray",) if ray is not None else ())):
+    on_ray = options.ray is not None
+    for module in ("starlette", "uvicorn", "httptools", "prometheus_client", *(("ray",) if on_ray else ())):
         extras.require(module)
-    count = 1 if replicas is None else replicas
-    _check(port=port, models_max=models_max, max_requests=max_requests, max_body=max_body, replicas=count)
-    if ray is None and replicas is not None:
+    if not on_ray and options.replicas is not None:
         raise UsageError("--replicas is for --ray: say on which cluster")
-    if ray is not None and (uds is not None or port == 0):
+    if on_ray and (options.uds is not None or options.port == 0):
         raise UsageError("--ray needs a --port: Ray's server takes no Unix domain socket, and chooses no port")
-    from mlc_amd.tools.server.service import Settings
-
-    options: dict[str, Any] = {
-        "target": target,
-        "arch": arch,
-        "ctx": ctx,
-        "kv_type": kv_type,
-        "threads": threads,
-        "device": device,
-        "verify": verify,
-        "n_cpu_moe": n_cpu_moe,
-        "kv_tokens": kv_tokens,
-        "kv_memory": "auto" if kv_tokens is None and kv_memory is None and models_max == 1 else kv_memory,
-        "draft": draft,
-    }
+    if load.kv_tokens is None and load.kv_memory is None and options.models_max == 1:
+        load = replace(load, kv_memory="auto")
     sources = named(model)
-    keys = read_keys(api_key, api_key_file)
-    local = uds is not None or is_loopback(host)
-    settings = Settings(
-        keys=keys,
-        origins=cors_origins,
-        hosts=(host, "") if local and not keys else None,
-        body=max_body << 20,
-        limit=timeout or None,
-        requests=max_requests,
-        quiet=quiet,
-    )
-    if not keys and not local:
+    options = replace(options, api_key=read_keys(options.api_key, options.api_key_file))
+    if not options.api_key and not options.local:
         display.message("warning: everybody who reaches this address can use the server: give it an --api-key-file")
-    if ray is None:
-        loaders = {name: partial(models.load_engine, source, **options) for name, source in sources.items()}
-        _serve_here(loaders, models_max, idle_unload, settings, listen(host, port, uds), uds)
+    if not on_ray:
+        loaders = {name: partial(models.load_engine, replace(load, model=one)) for name, one in sources.items()}
+        _serve_here(loaders, options, listen(options.host, options.port, options.uds))
         return
     try:
         from mlc_amd.tools.server import ray_cluster
     except ImportError as error:  # ray without its extra `serve`
         raise extras.absence("ray") from error
-    deployment = ray_cluster.Deployment(_absolute(sources), options, models_max, idle_unload, settings, count)
-    ray_cluster.run(ray, host, port, deployment)
+    models_there = {name: replace(load, model=one) for name, one in _absolute(sources).items()}
+    ray_cluster.run(ray_cluster.Deployment(models_there, options))
 
 
-def _serve_here(
-    loaders: Mapping[str, Callable[[], "Engine"]],
-    most: int,
-    idle: float | None,
-    settings: "Settings",
-    listener: socket.socket,
-    uds: str | None,
-) -> None:
+def _serve_here(loaders: Mapping[str, Callable[[], "Engine"]], options: ServeOptions, listener: socket.socket) -> None:
     """Serves in this process until a signal has stopped it."""
     from mlc_amd.tools.server.app import make_app
     from mlc_amd.tools.server.library import Library
     from mlc_amd.tools.server.lifecycle import allow_connections, make_server
     from mlc_amd.tools.server.service import Service
 
-    allow_connections(settings.requests)
-    library = Library(loaders, most, idle)
-    service = Service(library, settings)
+    allow_connections(options.max_requests)
+    library = Library(loaders, options.models_max, options.idle_unload)
+    service = Service(library, options)
     try:
         library.add(library.names[0], loaders[library.names[0]]())
-        where = f"unix:{uds}" if uds else url(listener)
+        where = f"unix:{options.uds}" if options.uds else url(listener)
         ready = partial(display.message, f"serving {', '.join(loaders)} at {where}")
         make_server(make_app(service), service, ready).run(sockets=[listener])
     finally:
         listener.close()
-        if uds:
-            Path(uds).unlink(missing_ok=True)
+        if options.uds:
+            Path(options.uds).unlink(missing_ok=True)
 
 
 def _absolute(sources: Mapping[str, str | None]) -> dict[str, str | None]:
@@ -180,13 +92,6 @@ def _absolute(sources: Mapping[str, str | None]) -> dict[str, str | None]:
     return {
         name: str(paths[name].resolve()) if name in paths and paths[name].exists() else given[name] for name in given
     }
-
-
-def _check(**values: int) -> None:
-    for name, value in values.items():
-        least = 0 if name == "port" else 1
-        if value < least:
-            raise UsageError(f"--{name.replace('_', '-')} is {value}: it must be at least {least}")
 
 
 def named(given: tuple[str, ...]) -> dict[str, str | None]:
@@ -221,16 +126,6 @@ def read_keys(given: tuple[str, ...], file: str | None) -> tuple[str, ...]:
     if key := os.environ.get(_KEY_VARIABLE, "").strip():
         keys.append(key)
     return tuple(dict.fromkeys(keys))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches that address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def listen(host: str, port: int, uds: str | None) -> socket.socket:

@@ -7,6 +7,7 @@ from pathlib import Path
 from mlc_amd.runtime.errors import UsageError
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 from mlc_amd.tools.hub import models
+from mlc_amd.tools.options import File, Json
 from mlc_amd.tools.terminal import display
 from mlc_amd.tools.terminal.texts import read_text
 
@@ -17,9 +18,9 @@ def run(
     model: str,
     text: str | None = None,
     *,
-    file: str | None = None,
+    file: File = None,
     ids_only: bool = False,
-    json: bool = False,
+    json: Json = False,
     no_special: bool = False,
 ) -> None:
     """Shows the tokens of a text, one a line: id and what the vocabulary calls it.
@@ -28,9 +29,7 @@ def run(
         model: an artifact's folder, a GGUF file (a vocabulary-only one will do; nothing is compiled), or
             OWNER/REPO:QUANT of huggingface.co.
         text: the text.
-        file: read the text from this UTF-8 file instead.
         ids_only: print the ids alone, separated by spaces.
-        json: print a JSON object with `ids` and `tokens`.
         no_special: do not add the beginning-of-text token and take texts like <|im_end|> literally.
     """
     if (text is None) == (file is None):

@@ -15,15 +15,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 from mlc_amd.runtime import extras
 from mlc_amd.runtime.artifact import json_files
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.host import cpu_flags, selected_threads
+from mlc_amd.runtime.options import Option, RunOptions, TargetOptions, option_of
+from mlc_amd.runtime.sampling.settings import SamplingChanges
 from mlc_amd.tools import target as targets
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.measure import bandwidth
+from mlc_amd.tools.options import Key, Synthetic, Tracker
 from mlc_amd.tools.terminal import display
 
 SHORT = {"o": "output"}
@@ -39,17 +42,16 @@ LEFT_OUT = {  # of a kit's candidates, by the names of `kit.feed`
 def run(
     model: str | None = None,
     *,
-    target: str = "auto",
-    arch: str = "native",
-    ctx: int | None = None,
-    synthetic: str | None = None,
+    synthetic: Synthetic = None,
     budget: str | None = None,
-    trials: int | None = None,
+    trials: Annotated[
+        int | None, Option("measure so many plans; for a kit, its size", default="for a kit: 64", low=1)
+    ] = None,
     runner: Literal["local", "rpc"] = "local",
-    tracker: str | None = None,
-    key: str | None = None,
-    device: str | None = None,
-    seed: int = 1,
+    tracker: Tracker = None,
+    key: Key = None,
+    device: Annotated[str | None, option_of(RunOptions, "device")] = None,
+    seed: Annotated[int, option_of(SamplingChanges, "seed")] = 1,
     list: bool = False,
     report: bool = False,
     output: str | None = None,
@@ -57,12 +59,13 @@ def run(
     import_kit: str | None = None,
     plans: str | None = None,
     ship: str | None = None,
+    options: TargetOptions,
 ) -> None:
     """Finds the fastest way to build each kernel that a model needs on one machine. `mlc-amd compile` then uses what
     was found.
 
     Stop it with Ctrl-C at any time and run it again to resume: no finished batch is lost or repeated. Models share what
-    they have in common.
+    they have in common. Attention is timed within --ctx tokens; another --seed tries other plans.
 
     For a machine that cannot be reached: --export-kit DIR writes a batch of kernels with a program that measures them,
         without TVM; run `python3 run.py` in a copy of DIR over there, bring DIR/results.json back, and give
@@ -70,19 +73,8 @@ def run(
 
     Args:
         model: the GGUF file, or OWNER/REPO:QUANT of huggingface.co (default: the bundled demo model).
-        target: what to tune for: auto (rocm if AMD's HIP runtime works here, else vulkan on a GPU, else cpu), cpu, rocm
-            or vulkan.
-        arch: native (this machine's) or a name, see `mlc-amd compile --help`.
-        ctx: tokens that the KV cache holds, as for compile: attention is timed within it.
-        synthetic: instead of a file, a model of that shape: PRESET:FORMAT as llama3-8b:q4_0
         budget: for how long, as 90s, 10m or 1h30m (default: 10m, or as long as --trials takes).
-        trials: measure so many plans; for a kit, its size (default there: 64).
         runner: who measures: local (this machine's device) or rpc (machines that run `mlc-amd tune-server`).
-        tracker: HOST:PORT of the tracker, for runner rpc.
-        key: the servers to use, for runner rpc (default: the arch's name).
-        device: the GPU, for target vulkan: its number in `mlc-amd doctor` or a part of its name; for cpu, how many
-            threads to use.
-        seed: of the search: another one tries other plans.
         list: only list the kernels: how often they are called, their share of the time, what was found.
         report: only show what was found so far, beside rooflines (those of a CPU are measured: a second a kernel), with
             -o also as a plot.
@@ -118,7 +110,7 @@ def run(
         if ship:
             _ship(subject, Path(ship).expanduser())
         return
-    subject = Subject.of(model, synthetic, target, arch, ctx, device)
+    subject = Subject.of(model, synthetic, options, device)
     subject.first = _plans(Path(plans).expanduser()) if plans else {}
     if kit:
         from mlc_amd.compiler.tuning.kit import check_folder
@@ -175,14 +167,12 @@ class Subject:
     first: dict[str, list[dict]] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, model: str | None, synthetic: str | None, kind: str, arch: str, ctx: int | None, device: str | None
-    ) -> "Subject":
+    def of(cls, model: str | None, synthetic: str | None, options: TargetOptions, device: str | None) -> "Subject":
         """UserError for what is not known, or more than one arch."""
         path = models.source_path(model, synthetic)
         if path and models.is_artifact(path):
             raise UserError(f"{path} is a folder: give the GGUF file that it was made from")
-        kind, arch = targets.resolve(kind, arch, device)
+        kind, arch = targets.resolve(options.target, options.arch, device)
         with models.open_source(path, synthetic) as source:
             from mlc_amd.compiler.codegen.targets import make_target
             from mlc_amd.compiler.tuning.tasks import extract
@@ -192,7 +182,11 @@ class Subject:
                 raise UserError(f"--arch {arch}: tune for one of them at a time")
             threads = selected_threads(device) if kind == "cpu" else None
             return cls(
-                path.name if path else synthetic or "", kind, backend.archs[0], extract(source, backend, ctx), threads
+                path.name if path else synthetic or "",
+                kind,
+                backend.archs[0],
+                extract(source, backend, options.ctx),
+                threads,
             )
 
     @property

@@ -1,7 +1,11 @@
 """`mlc-amd tune-server`: lends this machine's device to tuning runs elsewhere, or keeps the list of the machines that
 do."""
 
+from typing import Annotated
+
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import RunOptions, option_of
+from mlc_amd.tools.options import Key, Tracker
 from mlc_amd.tools.terminal import display
 
 SHORT = {"d": "device"}
@@ -9,9 +13,9 @@ SHORT = {"d": "device"}
 
 def run(
     *,
-    tracker: str | None = None,
-    key: str | None = None,
-    device: str | None = None,
+    tracker: Tracker = None,
+    key: Key = None,
+    device: Annotated[str | None, option_of(RunOptions, "device")] = None,
     host: str | None = None,
     tracker_only: str | None = None,
 ) -> None:
@@ -28,9 +32,6 @@ def run(
     there are kits: `mlc-amd tune --export-kit DIR` here, measure there, `mlc-amd tune --import-kit DIR` here.
 
     Args:
-        tracker: HOST:PORT of the tracker.
-        key: what tuning runs ask the tracker for, as gfx1100; the same for machines of the same kind only.
-        device: which device measures: a GPU's number or part of its name; for cpu the number of threads.
         host: the address where other machines reach this one (default: the one on the way to the tracker).
         tracker_only: measure nothing, but be the tracker at this HOST:PORT; 0.0.0.0:9190 takes connections from
             everywhere.

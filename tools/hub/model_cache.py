@@ -25,10 +25,10 @@ import mlc_amd
 from mlc_amd.runtime.artifact.artifact import WEIGHTS
 from mlc_amd.runtime.artifact.manifest import MANIFEST
 from mlc_amd.runtime.artifact.memory import CONTEXT_STEP
-from mlc_amd.runtime.cache.kv_types import KV_TYPE
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import lock, scratch, sweep
 from mlc_amd.runtime.host import cpu_flags
+from mlc_amd.runtime.options import CompileOptions
 
 
 def cache_directory() -> Path:
@@ -50,18 +50,13 @@ def file_name(text: str) -> str:
     return re.sub(r"[^\w.-]", "-", text)[-160:]
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What an artifact in the cache is made from: the path of a GGUF file or a synthetic model's spec, and arguments of
-    the compilation, where this machine's target and arch stand in place of "auto"."""
+@dataclass(frozen=True, kw_only=True)
+class Recipe(CompileOptions):
+    """What an artifact in the cache is made from: the path of a GGUF file or a synthetic model's spec, and `resolved`
+    options."""
 
     path: str | None
     synthetic: str | None
-    target: str
-    arch: str
-    ctx: int | None
-    tuned: str
-    kv_type: str = KV_TYPE
 
     @property
     def title(self) -> str:
@@ -77,7 +72,7 @@ class Recipe:
         """Changes whenever the compiled result might: the file, the settings, this program and its compiler, the tuned
         records, and for "native" the CPU. OSError where the file is gone."""
         ctx = self.ctx and -(-self.ctx // CONTEXT_STEP) * CONTEXT_STEP
-        parts: list[object] = [self.synthetic, self.target, self.arch, ctx, self.tuned, self.kv_type]
+        parts: list[object] = [asdict(self) | {"path": "", "ctx": ctx}]
         parts += [mlc_amd.__version__, metadata.version("apache-tvm"), _sources()]
         parts += [_tuned(self.target) if self.tuned != "none" else []]
         if self.path:

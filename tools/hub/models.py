@@ -11,16 +11,16 @@ import importlib.util
 import json
 import os
 from contextlib import AbstractContextManager, closing
+from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mlc_amd.runtime.artifact.artifact import CannotWrite, source_id
 from mlc_amd.runtime.artifact.memory import CONTEXT_STEP
 from mlc_amd.runtime.cache.kv_pool import KvSize
-from mlc_amd.runtime.cache.kv_types import KV_TYPE, KvType
 from mlc_amd.runtime.errors import UsageError, UserError
-from mlc_amd.runtime.options import CompileOptions, Tuned
+from mlc_amd.runtime.options import CompileOptions, LoadOptions
 from mlc_amd.tools import target as targets
 from mlc_amd.tools.hub import model_cache
 from mlc_amd.tools.hub.model_cache import Recipe
@@ -39,7 +39,7 @@ def default_model() -> Path:
     return find(named) if named else Path(str(resources.files("mlc_amd.dist").joinpath("demo", "llama-q4_k_m.gguf")))
 
 
-def find(model: str) -> Path:
+def find(model: str | os.PathLike[str]) -> Path:
     """Where the model of that name lies: that path, else, if it reads as a hub's model (OWNER/REPO[:QUANT]), its file
     in the hub's cache, downloaded on first use. UserError if the hub's model cannot be had; a path is not checked."""
     path = Path(model).expanduser()
@@ -47,7 +47,7 @@ def find(model: str) -> Path:
         return path
     from mlc_amd.tools.hub import hub, hub_files
 
-    name = hub_files.parse(model)
+    name = hub_files.parse(str(model))
     if name is None:
         return path
     try:
@@ -77,15 +77,10 @@ def open_source(path: Path | None, synthetic: str | None) -> AbstractContextMana
 
 def compile_artifact(
     model: str | None,
-    output: str | None = None,
-    *,
+    output: str | None,
+    options: CompileOptions,
     synthetic: str | None = None,
-    target: str = "auto",
-    arch: str = "native",
-    ctx: int | None = None,
     weights: bool = True,
-    tuned: Tuned = "auto",
-    kv_type: KvType | None = None,
 ) -> Summary:
     """Compiles a GGUF file, or the `synthetic` model of that spec, into the folder `output` (None:
     dist/MODEL-TARGET-ARCH in the current directory)."""
@@ -96,10 +91,9 @@ def compile_artifact(
     path = find(model) if model else None
     if path and is_artifact(path):
         raise UserError(f"{path} is a folder: give a GGUF file")
-    resolved, arch_here = targets.resolve(target, arch)
-    out = Path(output).expanduser() if output else _default_output(path, synthetic, f"{resolved}-{arch}")
-    store = _store(keep=False, verify=True)
-    return _compile(path, synthetic, resolved, arch_here, ctx, out, store, kv_type, weights=weights, tuned=tuned)
+    resolved = options.resolved(*targets.resolve(options.target, options.arch))
+    out = Path(output).expanduser() if output else _default_output(path, synthetic, f"{resolved.target}-{options.arch}")
+    return _compile(path, synthetic, resolved, out, _store(keep=False, verify=True), weights)
 
 
 def _default_output(path: Path | None, synthetic: str | None, settings: str) -> Path:
@@ -119,96 +113,44 @@ def _made_from(artifact: Path) -> str | None:
         return None
 
 
-def source_path(model: str | None, synthetic: str | None) -> Path | None:
+def source_path(model: str | os.PathLike[str] | None, synthetic: str | None) -> Path | None:
     """Where a model lies, by default the bundled one; None for a synthetic one. UserError for both."""
     if synthetic and model:
         raise UsageError("give a model or --synthetic, not both")
     return None if synthetic else find(model) if model else default_model()
 
 
-def artifact_path(
-    model: str | None,
-    *,
-    target: str = "auto",
-    arch: str = "native",
-    ctx: int | None = None,
-    synthetic: str | None = None,
-    device: str | None = None,
-    tuned: Tuned = "auto",
-    kv_type: KvType | None = None,
-) -> Path:
-    """The artifact folder for `model` (None: the demo) or for a `synthetic` spec, compiled into the cache if necessary.
-
-    target, arch, ctx, tuned and kv_type are arguments of that compilation; device is the GPU that targets rocm and
-    vulkan take for "native". An artifact is already compiled, so asking for another target, arch, context or type of
-    the KV cache is a UserError.
-    """
-    path = source_path(model, synthetic)
+def artifact_path(options: LoadOptions, synthetic: str | None = None) -> Path:
+    """The folder of the options' model (None: the demo) or of the `synthetic` one of that spec, compiled into the cache
+    if necessary. UserError for an artifact that was compiled with other options."""
+    path = source_path(options.model, synthetic)
     if path and is_artifact(path):
-        _check_settings(path, target, arch, ctx, kv_type)
+        _check_compiled(path, options)
         return path
     check_compiler(synthetic or path)
-    resolved = targets.resolve(target, arch, device)
-    recipe = Recipe(path and str(path), synthetic, *resolved, ctx, tuned, kv_type or KV_TYPE)
+    resolved = options.resolved(*targets.resolve(options.target, options.arch, options.device))
+    recipe = Recipe(path=path and str(path), synthetic=synthetic, **asdict(resolved))
     if out := model_cache.find(recipe):
         return out
     model_cache.check_writable()
     try:
-        _compile(path, synthetic, recipe.target, recipe.arch, ctx, recipe.folder, _store(), kv_type, tuned=tuned)
+        _compile(path, synthetic, resolved, recipe.folder, _store())
     except CannotWrite as error:
         raise UserError(f"cannot write {error.path}: {error.reason}; {model_cache.ADVICE}") from error
     model_cache.record(recipe)
     return recipe.folder
 
 
-def load_engine(
-    model: str | None,
-    *,
-    threads: int | None = None,
-    device: str | None = None,
-    verify: bool = False,
-    target: str = "auto",
-    arch: str = "native",
-    ctx: int | None = None,
-    synthetic: str | None = None,
-    tuned: Tuned = "auto",
-    n_cpu_moe: int = 0,
-    kv_tokens: int | None = None,
-    kv_memory: int | str | None = None,
-    kv_type: KvType | None = None,
-    draft: str | None = None,
-) -> Engine:
-    """An Engine for `model`.
-
-    threads: of the cpu device (None: all cores); device: which GPU, for targets rocm and vulkan (open_device); verify:
-    check the weights' checksum too; n_cpu_moe: layers whose experts stay in host memory; kv_tokens and
-    kv_memory: how large the cache is (`Engine.load`); draft: "lookup", "mtp", or the name of a draft model; the rest
-    are arguments of `artifact_path`."""
-    if threads is not None and threads < 1:
-        raise UsageError(f"--threads is {threads}: it must be at least 1")
-    KvSize.of(kv_tokens, kv_memory)  # UsageError before anything is compiled
-    compilation: dict[str, Any] = {"target": target, "arch": arch, "ctx": ctx, "tuned": tuned, "kv_type": kv_type}
-    path = artifact_path(model, device=device, synthetic=synthetic, **compilation)
+def load_engine(options: LoadOptions, synthetic: str | None = None) -> Engine:
+    """An Engine for the options' model, or for the `synthetic` one of that spec."""
+    KvSize.of(options.kv_tokens, options.kv_memory)  # UsageError before anything is compiled
+    path = artifact_path(options, synthetic)
     from mlc_amd.runtime.engine.engine import Engine
     from mlc_amd.runtime.speculation.drafters import LOOKUP, OWN
 
-    if draft not in (None, LOOKUP, OWN):
-        draft = str(artifact_path(draft, device=device, **compilation))
-    size = {"kv_tokens": kv_tokens, "kv_memory": kv_memory}
-    return Engine.load(path, device=device, threads=threads, verify=verify, n_cpu_moe=n_cpu_moe, draft=draft, **size)
-
-
-def sampling_changes(**flags: Any) -> dict[str, Any]:
-    """The sampling parameters that the user gives, for `dataclasses.replace` of the model's defaults; None means not
-    given. UsageError for a value out of range, before a model is loaded."""
-    from mlc_amd.runtime.sampling.settings import Sampling
-
-    given = {name: value for name, value in flags.items() if value is not None}
-    try:
-        Sampling(**given)
-    except UserError as error:
-        raise UsageError(str(error)) from error
-    return given
+    if options.draft not in (None, LOOKUP, OWN):
+        options = replace(options, draft=artifact_path(replace(options, model=options.draft)))
+    return Engine.load(path, options)
 
 
 def check_compiler(source: Path | str | None) -> None:
@@ -233,51 +175,37 @@ def _store(keep: bool = True, verify: bool = False) -> WeightStore:
 def _compile(
     path: Path | None,
     synthetic: str | None,
-    target: str,
-    arch: str,
-    ctx: int | None,
+    options: CompileOptions,
     out: Path,
     store: WeightStore,
-    kv_type: KvType | None,
-    *,
     weights: bool = True,
-    tuned: Tuned = "auto",
 ) -> Summary:
-    title = f"compiling {synthetic or (path.name if path else '')} for {target} {arch}"
+    title = f"compiling {synthetic or (path.name if path else '')} for {options.target} {options.arch}"
     with open_source(path, synthetic) as source, display.compile_progress(title) as progress:
         from mlc_amd.compiler.pipeline import compile_model  # takes a second to import: only once the model is readable
 
-        options = CompileOptions(target, arch, ctx, kv_type, tuned, weights)
-        return compile_model(source, options, out, progress, store)
+        return compile_model(source, out, options, progress, weights, store)
 
 
-def _check_settings(path: Path, target: str, arch: str, ctx: int | None, kv_type: KvType | None) -> None:
-    """UserError where an artifact was not compiled with the settings that the user gives."""
-    given = {
-        "--target": None if target == targets.AUTO else target,
-        "--arch": None if arch in targets.HERE else arch,
-        "--ctx": ctx and -(-ctx // CONTEXT_STEP) * CONTEXT_STEP,
-        "--kv-type": kv_type,
-    }
-    if not any(given.values()):
+def _check_compiled(path: Path, options: CompileOptions) -> None:
+    """UserError where an artifact was not compiled with the options that the user gives."""
+    given = options.given
+    if options.arch in targets.HERE:
+        given.pop("arch", None)
+    if options.ctx:
+        given["ctx"] = -(-options.ctx // CONTEXT_STEP) * CONTEXT_STEP
+    if not given:
         return
     from mlc_amd.runtime.artifact.artifact import Artifact
 
     manifest = Artifact.open(path).manifest
-    kind = manifest["target"]["kind"]
-    made = {
-        "--target": [kind],
-        "--arch": list(manifest["libraries"]),
-        "--ctx": [manifest["context"]],
-        "--kv-type": [manifest["kv_type"]],
-    }
-    for flag, has in made.items():
-        if given[flag] is not None and given[flag] not in has:
+    target, context = manifest["target"]["kind"], manifest["context"]
+    made = {"target": [target], "arch": list(manifest["libraries"]), "ctx": [context]}
+    made = {name: [manifest[name]] for name in given if name in manifest} | made
+    for name in given & made.keys():
+        if given[name] not in made[name]:
+            flag = f"--{name.replace('_', '-')}"
             raise UserError(
-                f"{flag} {given[flag]}: {path} was compiled for {_COMPILED[flag]} {', '.join(map(str, has))}; compile "
-                f"the GGUF file again with {flag} {given[flag]}, or leave {flag} out"
+                f"{flag} {given[name]}: {path} was compiled with {flag} {', '.join(map(str, made[name]))}; compile the "
+                f"GGUF file again, or leave {flag} out"
             )
-
-
-# what messages call a setting
-_COMPILED = {"--target": "target", "--arch": "arch", "--ctx": "a context of", "--kv-type": "a KV cache of type"}

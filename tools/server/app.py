@@ -95,13 +95,13 @@ def make_app(service: Service) -> Starlette:
     page = Path(str(resources.files("mlc_amd.tools.server").joinpath("page")))
     if page.is_dir():
         routes.append(Mount("/", _Page(directory=page, html=True)))
-    settings = service.settings
+    options = service.options
     layers = []
-    if settings.origins:
+    if options.cors_origins:
         layers.append(
             Middleware(
                 CORSMiddleware,
-                allow_origins=list(settings.origins),
+                allow_origins=list(options.cors_origins),
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
                 expose_headers=["x-request-id"],
@@ -109,7 +109,7 @@ def make_app(service: Service) -> Starlette:
         )
     layers += [
         Middleware(middleware.Gate, service=service, paths=[path for path, *_ in ROUTES]),
-        Middleware(middleware.Access, keys=settings.keys, origins=settings.origins, hosts=settings.hosts),
+        Middleware(middleware.Access, keys=options.api_key, origins=options.cors_origins, hosts=options.hosts),
     ]
     app = Starlette(
         routes=routes, middleware=layers, lifespan=_lifespan, exception_handlers={HTTPException: middleware.http_error}

@@ -82,14 +82,14 @@ class Gate:
             await error_response(scope["path"], error)(scope, receive, send_with_id)
         finally:
             service.metrics.responded(scope["path"] if scope["path"] in self._paths else "other", status)
-            if not service.settings.quiet and scope["path"] not in _SILENT:
+            if not service.options.quiet and scope["path"] not in _SILENT:
                 _log(scope, status, time.perf_counter() - begun)
 
     def _admit(self) -> None:
         service = self._service
         if service.stopping:
             raise errors.overloaded("this server is stopping")
-        if service.running >= service.settings.requests:
+        if service.running >= service.options.max_requests:
             raise errors.overloaded(f"{service.running} requests are being answered already: try again later")
 
 

@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """`mlc-amd serve --ray`: deploys the server on a Ray cluster, waits for a signal, and takes it away again.
 
-In: a cluster's address, the models and settings of tools/commands/serve.py. What runs there is in ray_replicas.py.
+In: a cluster's address, the models and options of tools/commands/serve.py. What runs there is in ray_replicas.py.
 
 The first SIGINT or SIGTERM stops it: new requests get 503, answers in progress are finished, then the application is
 deleted. The second one ends the answers in progress, too.
@@ -14,7 +14,7 @@ import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,10 +29,11 @@ from ray.serve.schema import LoggingConfig
 
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.options import LoadOptions
 from mlc_amd.tools import target as targets
 from mlc_amd.tools.hub import models
+from mlc_amd.tools.server.options import ServeOptions
 from mlc_amd.tools.server.ray_replicas import Gateway, Replica, Router
-from mlc_amd.tools.server.service import Settings
 from mlc_amd.tools.terminal import display
 
 APPLICATION = "mlc-amd"
@@ -49,24 +50,28 @@ _TRIES = 3
 
 @dataclass(frozen=True)
 class Deployment:
-    """What is deployed. sources: what `models.load_engine` takes, by the names that clients use; options: its other
-    arguments; most, idle: of the `Library`."""
+    """What is deployed. models: how to load each, by the names that clients use; all but the model is the same."""
 
-    sources: Mapping[str, str | None]
-    options: Mapping[str, Any]
-    most: int
-    idle: float | None
-    settings: Settings
-    replicas: int
+    models: Mapping[str, LoadOptions]
+    options: ServeOptions
+
+    @property
+    def replicas(self) -> int:
+        return self.options.replicas or 1
+
+    @property
+    def load(self) -> LoadOptions:
+        """Of the default model."""
+        return next(iter(self.models.values()))
 
 
-def run(address: str, host: str, port: int, deployment: Deployment) -> None:
+def run(deployment: Deployment) -> None:
     """Serves until a signal has stopped it. UserError if the cluster cannot be reached, or a replica not be started."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     _interrupt()
     try:
-        with _cluster(address):
-            _run(host, port, deployment)
+        with _cluster(deployment.options.ray or ""):
+            _run(deployment)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -78,12 +83,12 @@ def _interrupt() -> None:
         signal.signal(number, signal.default_int_handler)
 
 
-def _run(host: str, port: int, deployment: Deployment) -> None:
+def _run(deployment: Deployment) -> None:
     try:
-        where = _start(host, port)
+        where = _start(deployment.options.host, deployment.options.port)
         gateway = _deploy(deployment)
         count = f"{deployment.replicas} replica{'s' if deployment.replicas > 1 else ''}"
-        display.message(f"serving {', '.join(deployment.sources)} with {count} at {where}")
+        display.message(f"serving {', '.join(deployment.models)} with {count} at {where}")
         try:
             while True:
                 signal.pause()
@@ -165,7 +170,8 @@ def _start(host: str, port: int) -> str:
 def _deploy(deployment: Deployment) -> DeploymentHandle:
     """The gateway, once all replicas take requests."""
     resources, changed = _share(deployment)
-    requests, limit = deployment.settings.requests + _UNCOUNTED, deployment.settings.limit or _LAST_ANSWERS
+    options = deployment.options
+    requests, limit = options.max_requests + _UNCOUNTED, options.limit or _LAST_ANSWERS
     common: dict[str, Any] = {
         "graceful_shutdown_timeout_s": limit,
         "graceful_shutdown_wait_loop_s": 0.2,
@@ -182,10 +188,10 @@ def _deploy(deployment: Deployment) -> DeploymentHandle:
     gateway = serve.deployment(Gateway).options(
         ray_actor_options={"num_cpus": 0}, max_ongoing_requests=deployment.replicas * requests, **common
     )
-    load = partial(_load, dict(deployment.sources), {**deployment.options, **changed})
-    bound = replicas.bind(list(deployment.sources), load, deployment.most, deployment.idle, deployment.settings)
+    load = partial(_load, {name: replace(one, **changed) for name, one in deployment.models.items()})
+    bound = replicas.bind(list(deployment.models), load, options)
     try:
-        return serve.run(gateway.bind(bound, deployment.settings), name=APPLICATION)
+        return serve.run(gateway.bind(bound, options), name=APPLICATION)
     except (RayError, RayServeException, RuntimeError) as error:
         raise UserError(f"the replicas cannot be started: {_reason(error)}") from error
 
@@ -198,21 +204,20 @@ def _reason(error: BaseException) -> str:
     return re.sub(r"^[\w.]+: ", "", last)
 
 
-def _load(sources: Mapping[str, str | None], options: Mapping[str, Any], name: str, gpu: str | None) -> Engine:
+def _load(known: Mapping[str, LoadOptions], name: str, gpu: str | None) -> Engine:
     """A model's engine, in a replica. gpu: the number of the one that Ray gave it. HIP shows a process no others;
     Vulkan does, and has the same order."""
-    chosen = dict(options)
-    if gpu is not None and chosen["device"] is None:
-        target, _ = targets.resolve(chosen["target"], chosen["arch"])
-        chosen["device"] = gpu if target == "vulkan" else None
-    return models.load_engine(sources[name], **chosen)
+    options = known[name]
+    if gpu is not None and options.device is None and targets.resolve(options.target, options.arch)[0] == "vulkan":
+        options = replace(options, device=gpu)
+    return models.load_engine(options)
 
 
 def _share(deployment: Deployment) -> tuple[dict[str, float], dict[str, Any]]:
-    """What a replica takes of the cluster, in Ray's words, and what that changes of `options`: one GPU where the
-    cluster has some, else as many CPUs as each can have."""
-    options, nodes = deployment.options, [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    target, threads, count = options["target"], options["threads"], deployment.replicas
+    """What a replica takes of the cluster, in Ray's words, and what that changes of how models are loaded: one GPU
+    where the cluster has some, else as many CPUs as each can have."""
+    load, nodes = deployment.load, [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    target, threads, count = load.target, load.threads, deployment.replicas
     gpus = sum(int(node.get("GPU", 0)) for node in nodes)
     if target not in ("auto", "cpu") or (target == "auto" and gpus):
         _warn(gpus, count, "GPUs")

@@ -34,7 +34,8 @@ from mlc_amd.tools.server.app import make_app
 from mlc_amd.tools.server.errors import ApiError, overloaded
 from mlc_amd.tools.server.library import Library
 from mlc_amd.tools.server.middleware import error_response
-from mlc_amd.tools.server.service import Service, Settings, parse_body, read_body
+from mlc_amd.tools.server.options import ServeOptions
+from mlc_amd.tools.server.service import Service, parse_body, read_body
 from mlc_amd.tools.terminal import terminal
 
 # What a request is, of all that ASGI's scope has: the rest belongs to the process.
@@ -68,18 +69,18 @@ class Replica:
         self,
         names: Sequence[str],
         load: Callable[[str, str | None], Engine],
-        most: int,
-        idle: float | None,
-        settings: Settings,
+        options: ServeOptions,
     ) -> None:
         terminal.clean_process()
         gpus = ray.get_gpu_ids()
         gpu = str(gpus[0]) if gpus else None
-        library = Library({name: lambda name=name: load(name, gpu) for name in names}, most, idle)
+        library = Library(
+            {name: lambda name=name: load(name, gpu) for name in names}, options.models_max, options.idle_unload
+        )
         library.add(names[0], load(names[0], gpu))
         library.start()
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._app = make_app(Service(library, settings))
+        self._app = make_app(Service(library, options))
         self._app.state.responses = ResponseStore(self._name)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -170,9 +171,9 @@ class Gateway:
     """Takes the requests. replicas: a handle to a deployment of `Replica` with `Router`. One process: what it knows of
     the replicas' caches and load is in its memory."""
 
-    def __init__(self, replicas: DeploymentHandle, settings: Settings) -> None:
+    def __init__(self, replicas: DeploymentHandle, options: ServeOptions) -> None:
         terminal.clean_process()
-        self._replicas, self._settings = replicas, settings
+        self._replicas, self._options = replicas, options
         self._stopping = False
         self._running: set[asyncio.Task[Any]] = set()
 
@@ -213,7 +214,7 @@ class Gateway:
 
     async def _call(self, scope: Scope, receive: Receive) -> Call:
         """ApiError for a body that does not arrive or is too large; what else is wrong with it the replica says."""
-        body = bytes(await read_body(Request(scope, receive), self._settings))
+        body = bytes(await read_body(Request(scope, receive), self._options))
         made, path = {name: scope[name] for name in _SCOPE if name in scope}, scope["path"]
         blocks, response = (), path.removeprefix(f"{_RESPONSES}/") if path.startswith(f"{_RESPONSES}/") else ""
         if body:

@@ -1,4 +1,4 @@
-"""What the handlers of all APIs share: the models, the settings, and the way from a request's body to its answer."""
+"""What the handlers of all APIs share: the models, the options, and the way from a request's body to its answer."""
 
 import asyncio
 import json
@@ -15,32 +15,11 @@ from mlc_amd.tools.server.errors import ApiError, invalid
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.library import Library
 from mlc_amd.tools.server.metrics import Metrics
+from mlc_amd.tools.server.options import ServeOptions
 from mlc_amd.tools.server.streaming import AnswerStream, Encoder, Json, collect
 
 # Bodies of more bytes are parsed in a thread.
 _LARGE = 1 << 18
-
-
-@dataclass(frozen=True)
-class Settings:
-    """keys      API keys; none: everybody may ask
-    origins   of web pages that may ask from a browser, "*": all
-    hosts     names in the Host header besides IP addresses and localhost; None: all
-    body      bytes of the largest request
-    read      seconds in which a body must arrive
-    limit     seconds that an answer may take; None: any time
-    requests  that are answered or wait at a time
-    quiet     log no requests
-    """
-
-    keys: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
-    hosts: tuple[str, ...] | None = None
-    body: int = 16 << 20
-    read: float = 30.0
-    limit: float | None = 600.0
-    requests: int = 256
-    quiet: bool = False
 
 
 @dataclass
@@ -49,7 +28,7 @@ class Service:
     are being answered."""
 
     library: Library
-    settings: Settings
+    options: ServeOptions
     stopping: bool = False
     running: int = 0
     on_idle: Callable[[], None] | None = None  # called when it is stopping and the last request ends
@@ -76,20 +55,20 @@ def note(request: Request, text: str) -> None:
 
 async def read_fields(request: Request) -> Fields:
     """The body, a JSON object. ApiError 400, 408 and 413."""
-    return Fields(await parse_body(await read_body(request, service_of(request).settings)))
+    return Fields(await parse_body(await read_body(request, service_of(request).options)))
 
 
-async def read_body(request: Request, settings: Settings) -> bytearray:
+async def read_body(request: Request, options: ServeOptions) -> bytearray:
     """ApiError 400, 408 and 413."""
     body = bytearray()
     try:
-        async with asyncio.timeout(settings.read):
+        async with asyncio.timeout(options.body_timeout):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > settings.body:
-                    raise ApiError(413, f"the body is larger than {settings.body} bytes, the limit of this server")
+                if len(body) > options.body:
+                    raise ApiError(413, f"the body is larger than {options.body} bytes, the limit of this server")
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {settings.read:g} s") from None
+        raise ApiError(408, f"the body did not arrive within {options.body_timeout:g} s") from None
     except ClientDisconnect:
         raise invalid("the body is incomplete") from None
     return body
@@ -123,7 +102,7 @@ async def respond(
     events."""
     service = service_of(request)
     answering = await answer(service.library, asked, service.metrics.answered)
-    limit = service.settings.limit
+    limit = service.options.limit
     if encoder is not None:
         return AnswerStream(answering, encoder(answering), limit)
     events = await collect(answering, request.receive, limit)

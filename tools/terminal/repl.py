@@ -43,7 +43,7 @@ def interact(session: Session) -> None:
     """The conversation on a terminal, until Ctrl-D or /exit. Errors are shown and the session goes on."""
     engine = session.conversation.engine
     read = line_editor([*(f"/{name}" for name in COMMANDS), *(f"/set {name}" for name in settings.NAMES)])
-    if not session.quiet:
+    if not session.options.quiet:
         name, size = engine.artifact.manifest["name"], engine.context
         display.message(f"{name} on {engine.device.name}, {size} tokens of context")
         display.message("/help lists the commands, Ctrl-D leaves")

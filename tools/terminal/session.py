@@ -9,6 +9,7 @@ from mlc_amd.runtime.engine.chat import Conversation
 from mlc_amd.runtime.engine.generation import ContextFull
 from mlc_amd.runtime.errors import UserError, shorten
 from mlc_amd.runtime.text.reasoning import AnswerPart
+from mlc_amd.tools.options import ChatOptions
 from mlc_amd.tools.terminal import display, settings, terminal
 from mlc_amd.tools.terminal.line_editor import KEYS, unwrap
 from mlc_amd.tools.terminal.monitor import Monitor
@@ -45,23 +46,13 @@ class Leave(Exception):
 
 
 class Session:
-    """A conversation, the limits of its answers, and the commands that change both.
+    """A conversation, the options of its answers, and the commands that change both.
 
-    interactive: a person types: Ctrl-C ends an answer, not the program. quiet: no statistics and notes about answers.
-    The others are options of `Conversation.stream`.
+    interactive: a person types: Ctrl-C ends an answer, not the program.
     """
 
-    def __init__(
-        self,
-        conversation: Conversation,
-        max_tokens: int | None = None,
-        stop: tuple[str, ...] = (),
-        show_thinking: bool = False,
-        interactive: bool = False,
-        quiet: bool = False,
-    ) -> None:
-        self.conversation, self.max_tokens, self.stop = conversation, max_tokens, stop
-        self.show_thinking, self.interactive, self.quiet = show_thinking, interactive, quiet
+    def __init__(self, conversation: Conversation, options: ChatOptions, interactive: bool = False) -> None:
+        self.conversation, self.options, self.interactive = conversation, options, interactive
         self._dropped = 0
         self._open: str | None = None  # a message without an answer
 
@@ -80,18 +71,18 @@ class Session:
         Raises UserError if the context is too small for the message or the answer, and KeyboardInterrupt after Ctrl-C
         unless it is interactive.
         """
-        conversation, last, answered = self.conversation, None, False
+        conversation, options, last, answered = self.conversation, self.options, None, False
         self._open = text
         try:
             with Monitor(conversation.engine) as monitor:
-                parts = conversation.stream(text, self.max_tokens, self.stop, progress=monitor.progress)
+                parts = conversation.stream(text, options.max_tokens, options.stop, progress=monitor.progress)
                 for part in parts:
                     self._show(part, last, monitor)
                     last, answered = part.kind, answered or part.kind == "final"
                     if monitor.stopped:
                         break
                 parts.close()
-                if last in _UNANSWERED and self.show_thinking:
+                if last in _UNANSWERED and self.options.show_thinking:
                     terminal.aside("\n\n")
         except ContextFull as error:
             raise UserError(f"{error.what}: {_ROOM[self.interactive, error.turns]}") from error
@@ -117,21 +108,21 @@ class Session:
         if (dropped := self.conversation.dropped) > self._dropped:
             display.message(f"(the context is full: the oldest {dropped - self._dropped} messages were removed)")
             self._dropped = dropped
-        if self.quiet:
+        if self.options.quiet:
             return
         if terminal.is_terminal(sys.stderr):
             display.message(display.footer(self._statistics(), terminal.width() - 1), dimmed=True)
         elif self.conversation.stats.finish == "length":
-            display.message(f"(cut off: max_tokens is {self.max_tokens})")
+            display.message(f"(cut off: max_tokens is {self.options.max_tokens})")
 
     def _show(self, part: AnswerPart, last: str | None, monitor: Monitor) -> None:
         """Prints a part; last: the kind of the part before."""
         if part.kind == "final":
             monitor.begin()
-            if last in _UNANSWERED and self.show_thinking:
+            if last in _UNANSWERED and self.options.show_thinking:
                 terminal.aside("\n\n")
             terminal.stream(part.text)
-        elif self.show_thinking:
+        elif self.options.show_thinking:
             monitor.begin()
             terminal.aside(part.text)
         elif part.kind != last:
@@ -203,10 +194,10 @@ class Session:
         name, _, value = text.partition(" ")
         name = name.replace("-", "_")
         if name:
-            display.message(f"({name} = {settings.change(self, name, value.strip())})")
-        else:
-            rows = settings.values(self).items()
-            display.message("\n".join(f"  {name.ljust(20)}{value}" for name, value in rows))
+            self.options = settings.change(self.conversation, self.options, name, value.strip())
+        shown = settings.values(self.conversation, self.options)
+        rows = "\n".join(f"  {name.ljust(20)}{value}" for name, value in shown.items())
+        display.message(f"({name} = {shown[name]})" if name else rows)
 
     def _exit(self, _: str) -> None:
         raise Leave

@@ -1,53 +1,74 @@
 """The settings of a chat, by the names that `/set` and the flags of `mlc-amd chat` have.
 
-In:  a session, a name and a value as it was typed.
+In:  a conversation with its options, a name and a value as it was typed.
 Out: the value, checked and set; all values as text. UserError for an unknown name and a value that does not fit.
 """
 
-import dataclasses
 import shlex
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from mlc_amd.runtime.engine.chat import Conversation
-from mlc_amd.runtime.engine.generation import check_max_tokens, check_stop
+from mlc_amd.runtime.engine.generation import check_stop
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.sampling.settings import Sampling
+from mlc_amd.runtime.options import Option, described
+from mlc_amd.runtime.sampling.settings import SamplingChanges
+from mlc_amd.tools.options import ChatOptions
 
 UNSET = "-"
 _SWITCH = {"on": True, "off": False}
+_SAMPLING = [name for name in described(SamplingChanges) if name != "logit_bias"]  # which has no form in a line
+_CONVERSATION = ("thinking", "on_full")
+NAMES = (*_SAMPLING, *described(ChatOptions))
 
 
-class HasSettings(Protocol):
-    """What of a Session can be set, besides its conversation's."""
-
-    conversation: Conversation
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    show_thinking: bool
-    quiet: bool
+def values(conversation: Conversation, options: ChatOptions) -> dict[str, str]:
+    """All settings, as they would be typed."""
+    found = {name: getattr(conversation.sampling, name) for name in _SAMPLING}
+    found |= {name: getattr(options, name) for name in described(ChatOptions)}
+    return {name: _written(value) for name, value in found.items()}
 
 
-def _number(name: str, text: str) -> Any:
-    """A value of the type that the sampling parameter has."""
-    kind = type(getattr(Sampling(), name))
-    try:
-        return kind(text)
-    except ValueError:
-        raise UserError(f"{name} must be {'a whole number' if kind is int else 'a number'}, not {text!r}") from None
+def change(conversation: Conversation, options: ChatOptions, name: str, text: str) -> ChatOptions:
+    """Sets one, of the conversation or of the options, which are returned."""
+    if name not in NAMES:
+        raise UserError(f"unknown setting {name}: choose from {', '.join(NAMES)}")
+    if not text:
+        raise UserError(f"{name} needs a value: /set {name} VALUE")
+    group = SamplingChanges if name in _SAMPLING else ChatOptions
+    changes: Any = {name: _value(name, *described(group)[name], text)}
+    if name in _SAMPLING:
+        conversation.sampling = conversation.sampling.changed(**changes)
+        return options
+    if name in _CONVERSATION:
+        setattr(conversation, name, changes[name])  # UserError for what it cannot have
+    return replace(options, **changes)
 
 
-def _count(name: str, text: str) -> int | None:
-    if text == UNSET:
+def _value(name: str, kind: object, option: Option, text: str) -> object:
+    """A text as a value of that type."""
+    if kind == tuple[str, ...]:
+        return _texts(name, text)
+    if kind == int | None and text == UNSET:
         return None
+    read, what = _READERS.get(kind, (str, "a text"))
     try:
-        return int(text)
-    except ValueError:
-        raise UserError(f"{name} must be a whole number, or {UNSET} for none, not {text!r}") from None
+        value = read(text)
+    except (ValueError, KeyError):
+        raise UserError(f"{name} must be {what}, not {text!r}") from None
+    if problem := option.problem(name, value):
+        raise UserError(problem)
+    return value
 
 
-def _limit(name: str, text: str) -> int | None:
-    return check_max_tokens(_count(name, text))
+# By the type of a setting: how its text is read, and what it must be.
+_READERS: dict[object, tuple[Callable[[str], object], str]] = {
+    int: (int, "a whole number"),
+    int | None: (int, f"a whole number, or {UNSET} for none"),
+    float: (float, "a number"),
+    bool: (_SWITCH.__getitem__, " or ".join(_SWITCH)),
+}
 
 
 def _texts(name: str, text: str) -> tuple[str, ...]:
@@ -59,52 +80,6 @@ def _texts(name: str, text: str) -> tuple[str, ...]:
     except ValueError:
         raise UserError(f"{name} has a quote without an end: {text}") from None
     return check_stop([word.replace("\\n", "\n").replace("\\t", "\t") for word in words])
-
-
-def _switch(name: str, text: str) -> bool:
-    if text not in _SWITCH:
-        raise UserError(f"{name} must be {' or '.join(_SWITCH)}, not {text!r}")
-    return _SWITCH[text]
-
-
-def _word(name: str, text: str) -> str:
-    return text
-
-
-_Reader = Callable[[str, str], Any]  # (name, text) -> value
-# Which object has the setting: the conversation's `sampling`, the conversation, or the session.
-_SAMPLING: dict[str, _Reader] = {
-    field.name: _count if field.name == "seed" else _number
-    for field in dataclasses.fields(Sampling)
-    if field.name != "logit_bias"  # a mapping, which has no form in a line
-}
-_CONVERSATION: dict[str, _Reader] = {"thinking": _word, "on_full": _word}
-_SESSION: dict[str, _Reader] = {"max_tokens": _limit, "stop": _texts, "show_thinking": _switch, "quiet": _switch}
-_READERS = _SAMPLING | _SESSION | _CONVERSATION
-NAMES = tuple(_READERS)
-
-
-def values(session: HasSettings) -> dict[str, str]:
-    """All settings, as they would be typed."""
-    found = {name: getattr(session.conversation.sampling, name) for name in _SAMPLING}
-    found |= {name: getattr(session, name) for name in _SESSION}
-    found |= {name: getattr(session.conversation, name) for name in _CONVERSATION}
-    return {name: _written(value) for name, value in found.items()}
-
-
-def change(session: HasSettings, name: str, text: str) -> str:
-    """Sets one; returns its new value as text."""
-    if name not in _READERS:
-        raise UserError(f"unknown setting {name}: choose from {', '.join(NAMES)}")
-    if not text:
-        raise UserError(f"{name} needs a value: /set {name} VALUE")
-    value = _READERS[name](name, text)
-    if name in _SAMPLING:
-        changes: Any = {name: value}
-        session.conversation.sampling = session.conversation.sampling.changed(**changes)
-    else:
-        setattr(session if name in _SESSION else session.conversation, name, value)
-    return values(session)[name]
 
 
 def _written(value: object) -> str:

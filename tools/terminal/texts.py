@@ -10,7 +10,9 @@ from mlc_amd.tools.terminal import terminal
 
 
 def read_text(path: str) -> str:
-    """The UTF-8 text of a file. UserError when it is something else."""
+    """The UTF-8 text of a file, or of stdin for "-". UserError when it is something else."""
+    if path == "-":
+        return stdin().read()
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -29,8 +31,7 @@ def given(prompt: str | None, file: str | None) -> str | None:
     the end is no part of the text."""
     if prompt is not None and file is not None:
         raise UsageError("give --prompt or --file, not both")
-    if "-" in (prompt, file):
-        return stdin().read().removesuffix("\n")
+    file = "-" if prompt == "-" else file
     return prompt if file is None else read_text(file).removesuffix("\n")
 
 

@@ -35,7 +35,7 @@ def artifact(tmp_path_factory):
     """A tiny model for the Steam Deck's GPU."""
     out = tmp_path_factory.mktemp("radv") / "model"
     with synthetic("tiny:q4_0") as model:
-        compile_model(model, CompileOptions("vulkan", ARCH, 64), out)
+        compile_model(model, out, CompileOptions(target="vulkan", arch=ARCH, ctx=64))
     return out
 
 

@@ -18,6 +18,7 @@ from formula import Bench
 from mlc_amd.compiler.tuning import build, summary
 from mlc_amd.compiler.tuning.database import Checked
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import TargetOptions
 from mlc_amd.tools import cli
 from mlc_amd.tools.commands import tune
 from mlc_amd.tools.hub import model_cache
@@ -144,7 +145,7 @@ def test_a_run_goes_on_and_compile_uses_it(command, cache, capsys, tmp_path, mon
     monkeypatch.setattr(model_cache, "_sources", list)
 
     def key(target: str, tuned: str) -> str:
-        return model_cache.Recipe(None, QUICK[1], target, "native", 64, tuned).key
+        return model_cache.Recipe(path=None, synthetic=QUICK[1], target=target, arch="native", ctx=64, tuned=tuned).key
 
     tokens = (*QUICK, "--target", "cpu")
     out, err = command(*tokens, "--trials", 2)
@@ -195,7 +196,7 @@ def test_what_could_not_be_verified_is_said_and_not_called_wrong(command, cache,
         def close(self):
             """Nothing is open."""
 
-    whole = tune.Subject.of(None, SPEC[1], "rocm", "gfx1100", 64, None)
+    whole = tune.Subject.of(None, SPEC[1], TargetOptions(target="rocm", arch="gfx1100", ctx=64), None)
     linears = [task for task in whole.tasks if task.workload.name == "linear"][:4]
     monkeypatch.setattr(tune.Subject, "of", lambda *args: replace(whole, tasks=linears))
     monkeypatch.setattr(tune, "_runner", lambda *args: Unverified())
@@ -226,7 +227,7 @@ def test_ctrl_c_keeps_what_was_measured(cache):
 
 @functools.cache
 def subject() -> tune.Subject:
-    return tune.Subject.of(None, "tiny:q8_0", "vulkan", "vangogh", 64, None)
+    return tune.Subject.of(None, "tiny:q8_0", TargetOptions(target="vulkan", arch="vangogh", ctx=64), None)
 
 
 @pytest.fixture

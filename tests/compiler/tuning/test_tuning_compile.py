@@ -63,8 +63,8 @@ def test_tasks_are_the_distinct_kernels_weighted_by_their_calls(tasks, gguf):
 
 def compiled(gguf, folder, **options):
     with GGUFModel.open(gguf) as model:
-        made = CompileOptions("vulkan", "vangogh", CONTEXT, weights=False, **options)
-        summary = compile_model(model, made, folder)
+        made = CompileOptions(target="vulkan", arch="vangogh", ctx=CONTEXT, **options)
+        summary = compile_model(model, folder, made, weights=False)
     return summary, json.loads((folder / "manifest.json").read_text())
 
 

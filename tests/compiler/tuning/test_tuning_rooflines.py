@@ -12,6 +12,7 @@ from workloads import operator
 from mlc_amd.compiler.codegen.lower import walk
 from mlc_amd.compiler.tuning import build, rooflines, summary
 from mlc_amd.runtime.measure.measurer import Measurer
+from mlc_amd.runtime.options import TargetOptions
 from mlc_amd.schedules.cpu.base import bound
 from mlc_amd.schedules.cpu.base.arch import resolve
 from mlc_amd.schedules.cpu.linear.planes import plane_bytes
@@ -155,7 +156,7 @@ def test_a_report_takes_measured_rooflines(tmp_path, monkeypatch):
     from mlc_amd.tools.commands import tune
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    subject = tune.Subject.of(None, "tiny:q8_0", "cpu", "native", 64, "1")
+    subject = tune.Subject.of(None, "tiny:q8_0", TargetOptions(target="cpu", ctx=64), "1")
     with Database(subject.arch) as database:
         session = TuningSession(subject.tasks, subject.arch, database)
         task = session.tasks[0]
@@ -165,4 +166,6 @@ def test_a_report_takes_measured_rooflines(tmp_path, monkeypatch):
     assert list(shares) == [task.workload.key], "only of what was measured"
     (row,) = [row for row in subject.rows(shares) if row.history]
     assert row.roofline == pytest.approx(80e-6) and "80% -> 80% of it" in summary.gain([row], rooflines=True)
-    assert tune.Subject.of(None, "tiny:q8_0", "vulkan", "vangogh", 64, None).bounds() == {}
+    assert (
+        tune.Subject.of(None, "tiny:q8_0", TargetOptions(target="vulkan", arch="vangogh", ctx=64), None).bounds() == {}
+    )

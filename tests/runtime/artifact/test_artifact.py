@@ -24,7 +24,7 @@ from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.devices.cpu import Kernels
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.options import CompileOptions
+from mlc_amd.runtime.options import CompileOptions, RunOptions
 from tests.dev import resealing
 
 
@@ -166,7 +166,8 @@ from tests.dev import resealing
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
-    compile_model(synthetic("tiny:f16"), CompileOptions("vulkan", "generic", 64), {str(tmp_path / "model")!r})
+    options = CompileOptions(target="vulkan", arch="generic", ctx=64)
+    compile_model(synthetic("tiny:f16"), {str(tmp_path / "model")!r}, options)
 except UserError as e:
     print(e)
 """
@@ -218,7 +219,7 @@ def test_damaged_weights_show_with_verify(broken):
         f.write(b"\xff" * 10)
     Engine.load(broken)
     with pytest.raises(UserError, match=r"weights.safetensors is corrupted"):
-        Engine.load(broken, verify=True)
+        Engine.load(broken, RunOptions(verify=True))
 
 
 def test_another_cpu(broken):
@@ -231,7 +232,7 @@ def test_another_cpu(broken):
 
 def test_another_device(demo_artifact):
     with pytest.raises(UserError, match="compiled for target 'cpu', not 'hip'"):
-        Engine.load(demo_artifact, device="hip")
+        Engine.load(demo_artifact, RunOptions(device="hip"))
 
 
 def test_kernels_are_loaded_by_content(tmp_path):
@@ -253,13 +254,13 @@ def test_kernels_are_loaded_by_content(tmp_path):
     [
         ("tpu", "native", None, "unknown target 'tpu'; known: cpu, rocm"),
         ("cpu", "gfx1100", None, "unknown CPU arch 'gfx1100'"),
-        ("cpu", "native", 0, "--ctx must be at least 1"),
+        ("cpu", "native", 0, "--ctx is 0: it must be at least 1"),
         ("cpu", "native", 1 << 20, "more than the 2048 tokens"),
     ],
 )
 def test_bad_requests(tmp_path, target, arch, ctx, message):
     with pytest.raises(UserError, match=message):
-        compile_model(synthetic("tiny:q4_0"), CompileOptions(target, arch, ctx), tmp_path / "model")
+        compile_model(synthetic("tiny:q4_0"), tmp_path / "model", CompileOptions(target=target, arch=arch, ctx=ctx))
     assert list(tmp_path.iterdir()) == []
 
 

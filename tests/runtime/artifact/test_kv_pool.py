@@ -8,6 +8,7 @@ from mlc_amd.runtime.cache.kv_pool import ELEMENTS, ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.cache.pages import PAGE
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.options import RunOptions
 from mlc_amd.tools import cli
 
 CONTEXT, WIDTH = 8192, 1024
@@ -94,12 +95,12 @@ def test_available_memory(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_engines_and_commands(demo_artifact, capsys):
-    with Engine.load(demo_artifact, kv_memory="1M") as engine:
+    with Engine.load(demo_artifact, RunOptions(kv_memory="1M")) as engine:
         whole = kv_bytes(kv_types(engine.artifact.manifest))
         assert kv_bytes(engine.device.kv_types) <= 1 << 20 < whole
         assert engine.cache.longest == engine.device.kv_types["k.0"][0][0] * PAGE < engine.context
         small = engine.prefill(range(20))
-    with Engine.load(demo_artifact, kv_memory="auto") as engine:
+    with Engine.load(demo_artifact, RunOptions(kv_memory="auto")) as engine:
         assert kv_bytes(engine.device.kv_types) > whole
         assert (engine.prefill(range(20)) == small).all()
     assert cli.main(["generate", str(demo_artifact), "--prompt", "a", "-n", "1", "--kv-memory", "1M"]) == 0

@@ -50,7 +50,7 @@ def artifacts(compiled, tmp_path_factory) -> tuple[Path, Path]:
     """The same model with weights and without."""
     without = tmp_path_factory.mktemp("model") / "without"
     with synthetic("tiny:q4_0") as model:
-        compile_model(model, CompileOptions("cpu", "native", 64, weights=False), without)
+        compile_model(model, without, CompileOptions(target="cpu", ctx=64), weights=False)
     return compiled("tiny:q4_0", 64), without
 
 

@@ -29,7 +29,7 @@ from mlc_amd.runtime.devices.vulkan.device import VulkanDevice
 from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.options import CompileOptions
+from mlc_amd.runtime.options import CompileOptions, RunOptions
 from mlc_amd.schedules.gpu.base import profiles
 from tests.dev import resealing
 from tests.dev.quality import TIE
@@ -46,7 +46,7 @@ def lavapipe():
 def compiled_to(folder: Path, source: Path | str, **options) -> Path:
     """A GGUF file or a synthetic spec -> its artifact for the profile that Mesa's CPU driver gets."""
     with synthetic(source) if isinstance(source, str) else GGUFModel.open(source) as model:
-        compile_model(model, CompileOptions("vulkan", "lavapipe", CTX, **options), folder)
+        compile_model(model, folder, CompileOptions(target="vulkan", arch="lavapipe", ctx=CTX), **options)
     return folder
 
 
@@ -276,14 +276,14 @@ def test_long_steps_are_submitted_in_pieces(artifact, plain, monkeypatch):
 def test_how_large_the_cache_is(artifact, plain, monkeypatch, caplog):
     """As many tokens as a step's 64 sequences can use, where the device has room; no tensor is larger than the driver
     allows."""
-    engine = Engine.load(artifact, kv_memory="auto")
+    engine = Engine.load(artifact, RunOptions(kv_memory="auto"))
     assert engine.device.kv_types["k.0"][0][0] == 64 * CTX // PAGE
     assert np.array_equal(logits(engine, IDS), plain)
     limit = 8 << 20
     limits = dict.fromkeys(("allocation", "buffer"), limit)
     small = lambda gpus, *rest: (replace(gpus[0], limits=gpus[0].limits | limits), "lavapipe")  # noqa: E731
     monkeypatch.setattr(device, "choose", small)
-    engine = Engine.load(artifact, kv_tokens=1 << 20)
+    engine = Engine.load(artifact, RunOptions(kv_tokens=1 << 20))
     sizes = [kv_bytes({name: of}) for name, of in engine.device.kv_types.items() if name[0] in "kv"]
     assert limit // 2 < max(sizes) <= limit and "this driver allows 8 MiB for one tensor" in caplog.text
     assert np.array_equal(logits(engine, IDS), plain)

@@ -7,6 +7,7 @@ from mlc_amd.runtime.engine.chat import Conversation
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.text.chat_template import ChatTemplate
 from mlc_amd.runtime.text.reasoning import FORMATS, Tags
+from mlc_amd.tools.options import ChatOptions
 from mlc_amd.tools.terminal.session import Session
 
 QUESTION = "What does os.path.join do?"
@@ -44,7 +45,7 @@ def test_history_holds_only_the_answer(thinker, whole):
 
 
 def test_an_answer_that_ends_within_the_thinking_changes_nothing(thinker, capsys):
-    session = Session(thinker, max_tokens=2)
+    session = Session(thinker, ChatOptions(max_tokens=2))
     session.answer(QUESTION)
     shown = capsys.readouterr()
     assert shown.out == "\n" and "still thinking" in shown.err and thinker.messages == []
@@ -57,7 +58,7 @@ def test_an_answer_that_ends_within_the_thinking_changes_nothing(thinker, capsys
 @pytest.mark.parametrize("show", [False, True])
 def test_thinking_goes_to_stderr_if_it_is_shown(thinker, whole, capsys, show):
     thought, final = (text.strip() for text in whole.split(whole.split()[3], 1))
-    Session(thinker, max_tokens=24, show_thinking=show).answer(QUESTION)
+    Session(thinker, ChatOptions(max_tokens=24, show_thinking=show)).answer(QUESTION)
     shown = capsys.readouterr()
     assert shown.out.strip() == final
     assert shown.err == (f"{thought}\n\n" if show else "") + "(cut off: max_tokens is 24)\n"
@@ -80,7 +81,7 @@ def test_switches(engine, monkeypatch, capsys):
     monkeypatch.setattr(engine, "chat_template", ChatTemplate(source, {}))
     prompts, generate = [], engine.generate
     monkeypatch.setattr(engine, "generate", lambda ids, *options: (prompts.append(ids), generate(ids, *options))[1])
-    session = Session(Conversation(engine), max_tokens=1)
+    session = Session(Conversation(engine), ChatOptions(max_tokens=1))
     for command in ("/set thinking off", "/set show_thinking on", "/set"):
         session.handle(command)
     shown = capsys.readouterr().err

@@ -9,6 +9,7 @@ from mlc_amd.runtime.engine import sampled_rows
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.engine.generation import ContextFull
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import RunOptions
 from mlc_amd.runtime.sampling.device_rows import write_row
 from mlc_amd.runtime.sampling.settings import Sampling
 
@@ -321,7 +322,7 @@ def test_a_prompt_is_cancelled_between_two_chunks_and_goes_on_there(engine):
 
 
 def test_a_closed_engine_says_so(demo_artifact):
-    with Engine.load(demo_artifact, threads=1) as engine:
+    with Engine.load(demo_artifact, RunOptions(threads=1)) as engine:
         engine.prefill([1, 2, 3])
         assert "Llama" in repr(engine) and "cpu" in repr(engine) and "3 of 2048 tokens" in repr(engine)
     assert "closed" in repr(engine)

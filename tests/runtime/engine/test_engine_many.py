@@ -8,6 +8,7 @@ from ahead_harness import assert_nothing_is_held, computes_ahead
 
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.engine.limits import SchedulerLimits
+from mlc_amd.runtime.options import RunOptions
 
 REQUESTS = 200
 
@@ -42,7 +43,7 @@ def length(i: int) -> int:
 @pytest.mark.parametrize("kv_tokens", [8192, 1024])  # the second holds a few of them at a time
 def test_every_answer_is_the_one_alone(demo_artifact, prompts, alone, kv_tokens):
     rng = random.Random(11)
-    with Engine.load(demo_artifact, kv_tokens=kv_tokens) as engine:
+    with Engine.load(demo_artifact, RunOptions(kv_tokens=kv_tokens)) as engine:
         waiting, running, made = list(range(REQUESTS)), {}, {}
         cancelled = set(rng.sample(range(REQUESTS), 20))
         while waiting or running:
@@ -65,7 +66,7 @@ def test_every_answer_is_the_one_alone(demo_artifact, prompts, alone, kv_tokens)
 
 def test_answers_of_steps_that_begin_ahead(demo_artifact, prompts, alone, monkeypatch):
     """Requests come, end and are cancelled while a step that started ahead is in progress; some wait for pages."""
-    with Engine.load(demo_artifact, kv_tokens=2048) as engine:
+    with Engine.load(demo_artifact, RunOptions(kv_tokens=2048)) as engine:
         started_ahead = computes_ahead(engine, monkeypatch)
         rng = random.Random(5)
         waiting, running, made = list(range(len(prompts))), {}, {}
@@ -87,7 +88,7 @@ def test_answers_of_steps_that_begin_ahead(demo_artifact, prompts, alone, monkey
 
 def test_many_steps_have_many_rows(demo_artifact, prompts, alone):
     """All at once: the scheduler fills steps, and preempts where the pool is too small."""
-    with Engine.load(demo_artifact, kv_tokens=2048) as engine:
+    with Engine.load(demo_artifact, RunOptions(kv_tokens=2048)) as engine:
         steps, run = [], engine.device.run
         engine.device.run = lambda function, *rest: (steps.append(function), run(function, *rest))[1]
         made: dict[int, list[int]] = {i: [] for i in range(REQUESTS)}
@@ -100,7 +101,7 @@ def test_many_steps_have_many_rows(demo_artifact, prompts, alone):
 
 def test_a_shared_prompt_is_computed_once(demo_artifact, prompts):
     system = (prompts[1] * 40)[:2000]
-    with Engine.load(demo_artifact, kv_tokens=8192) as engine:
+    with Engine.load(demo_artifact, RunOptions(kv_tokens=8192)) as engine:
         list(engine.generate([*system, 5, 6, 7], max_tokens=2))
         again = engine.generate([*system, 8, 9], max_tokens=2)
         list(again)

@@ -11,6 +11,7 @@ from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.engine.limits import SchedulerLimits
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import RunOptions
 from tests.runtime.engine.test_scheduler import Driver
 
 
@@ -129,7 +130,7 @@ def test_an_engine_scores_beside_its_answers(engine):
 
 
 def test_scores_that_cannot_be(demo_artifact):
-    with Engine.load(demo_artifact, kv_tokens=128) as engine:
+    with Engine.load(demo_artifact, RunOptions(kv_tokens=128)) as engine:
         engine.score(IDS[:100])
         with pytest.raises(UserError, match="holds 128 tokens of one sequence"):
             engine.score(IDS[100:200])

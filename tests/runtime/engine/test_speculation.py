@@ -9,6 +9,7 @@ from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.sampled_rows import GREEDY
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import RunOptions
 from mlc_amd.runtime.speculation.drafters import open_drafter
 from mlc_amd.runtime.speculation.prompt_lookup import PromptLookup
 from mlc_amd.runtime.speculation.speculation import MOST, Speculation, StepTimes, best_counts
@@ -29,7 +30,7 @@ class Eager(Speculation):
 
 @pytest.fixture(scope="module")
 def engine(demo_artifact):
-    with Engine.load(demo_artifact, kv_tokens=4096) as engine:
+    with Engine.load(demo_artifact, RunOptions(kv_tokens=4096)) as engine:
         yield engine
 
 

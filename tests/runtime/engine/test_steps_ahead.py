@@ -16,6 +16,7 @@ from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.sampled_rows import GREEDY
 from mlc_amd.runtime.engine.scheduler import Scheduler
 from mlc_amd.runtime.engine.single_sequence import compute
+from mlc_amd.runtime.options import RunOptions
 
 PROMPTS = [[1, 2, 3], list(range(30)), [7] * 9]
 
@@ -40,7 +41,7 @@ OPTIONS = [
 @pytest.fixture(scope="module")
 def vulkan(lavapipe_model):
     gpu()
-    with Engine.load(lavapipe_model, kv_tokens=512) as engine:
+    with Engine.load(lavapipe_model, RunOptions(kv_tokens=512)) as engine:
         list(engine.generate(PROMPTS[0], max_tokens=2))  # Mesa compiles in the first run
         engine.device.pacer.limit = 1e4
         yield engine
@@ -121,7 +122,7 @@ def test_what_is_not_waited_for_does_no_harm(vulkan):
 
 @pytest.fixture
 def engine(demo_artifact, monkeypatch):
-    with Engine.load(demo_artifact, kv_tokens=2048) as engine:
+    with Engine.load(demo_artifact, RunOptions(kv_tokens=2048)) as engine:
         engine.started_ahead = computes_ahead(engine, monkeypatch)
         yield engine
 

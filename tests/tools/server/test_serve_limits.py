@@ -17,10 +17,12 @@ from serving import Served, serving, started, waiting
 
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.options import RunOptions
 from mlc_amd.tools.commands import serve
 from mlc_amd.tools.server import lifecycle
 from mlc_amd.tools.server.app import ROUTES
 from mlc_amd.tools.server.library import Library
+from mlc_amd.tools.server.options import ServeOptions
 
 TEXT = "/v1/completions"
 LONG = {"prompt": "def f(", "max_tokens": 1900, "logit_bias": {"8189": -1000, "8191": -1000}}
@@ -32,7 +34,7 @@ def library(demo_artifact):
 
     def make(**settings) -> Library:
         def load() -> Engine:
-            return Engine.load(demo_artifact, threads=1)
+            return Engine.load(demo_artifact, RunOptions(threads=1))
 
         return Library({"one": load, "two": load}, **settings)
 
@@ -40,7 +42,7 @@ def library(demo_artifact):
 
 
 def test_keys(library):
-    with serving(library(), keys=("first", "second")) as served:
+    with serving(library(), api_key=("first", "second")) as served:
         models = "/v1/models"
         for headers in ({}, {"authorization": "Bearer third"}, {"x-api-key": "firs"}, {"authorization": "first"}):
             status, found, answer = served.request(models, headers=headers)
@@ -54,7 +56,7 @@ def test_keys(library):
 
 
 def test_browsers(library):
-    with serving(library(), hosts=("127.0.0.1",), origins=("https://ours.example",)) as served:
+    with serving(library(), cors_origins=("https://ours.example",)) as served:
 
         def status(**headers: str) -> int:
             return served.request("/v1/models", headers=headers)[0]
@@ -76,11 +78,11 @@ def test_sizes_and_times(library, monkeypatch):
             connection.sendall(sent)
             return connection.recv(100)  # b"": closed by the server
 
-    with serving(library(), body=1000, limit=0.2) as served:
-        assert served.request(TEXT, {"prompt": "x" * 1000})[0] == 413
+    with serving(library(), max_body=1, timeout=0.2) as served:
+        assert served.request(TEXT, {"prompt": "x" * (1 << 20)})[0] == 413
         assert served.request(TEXT, LONG)[0] == 504
         assert "timeout_error" in served.post(TEXT, LONG | {"stream": True})
-    with serving(library(), read=0.3) as served:
+    with serving(library(), body_timeout=0.3) as served:
         post = b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99\r\n\r\n{" % TEXT.encode()
         assert answer_to(post).startswith(b"HTTP/1.1 408")
     monkeypatch.setattr(lifecycle, "IDLE_CONNECTION", 0.3)
@@ -102,7 +104,7 @@ def test_answers_are_not_held_back(library):
 
 
 def test_too_many_requests(library):
-    with serving(library(), requests=1) as served, closing(served.begin(TEXT, LONG)[0]):
+    with serving(library(), max_requests=1) as served, closing(served.begin(TEXT, LONG)[0]):
         status, headers, answer = served.request(TEXT, LONG)
         assert (status, answer["error"]["type"]) == (503, "overloaded_error") and int(headers["retry-after"]) > 0
         assert served.request("/health")[0] == 200
@@ -218,7 +220,8 @@ def test_arguments(tmp_path, monkeypatch):
     assert found == {"model": str(path), "mine": str(path), "owner/repo:Q8_0": "owner/repo:Q8_0"}
     with pytest.raises(UsageError, match="two models"):
         serve.named((str(path), str(path)))
-    assert serve.is_loopback("127.0.0.1") and serve.is_loopback("::1") and not serve.is_loopback("0.0.0.0")
+    local = {host: ServeOptions(host=host).local for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "example")}
+    assert [host for host, is_local in local.items() if is_local] == ["127.0.0.1", "::1", "localhost"]
     with closing(serve.listen("127.0.0.1", 0, None)) as taken:
         taken.listen()
         with pytest.raises(UserError, match="cannot listen"):

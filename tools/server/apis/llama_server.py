@@ -69,7 +69,7 @@ async def props(request: Request) -> Response:
         return Json(
             {
                 "default_generation_settings": {"n_ctx": engine.context, "params": asdict(engine.sampling)},
-                "total_slots": service.settings.requests,
+                "total_slots": service.options.max_requests,
                 "model_alias": model.name,
                 "model_path": str(engine.artifact.path),
                 "chat_template": engine.chat_template.source,

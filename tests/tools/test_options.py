@@ -1,0 +1,106 @@
+"""Options: each flag has one help, which stands in one place of the sources, and what is made from groups of options
+has all of them."""
+
+import ast
+import importlib
+import inspect
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from fire import docstrings
+
+import mlc_amd
+from mlc_amd.runtime.errors import UsageError
+from mlc_amd.runtime.options import CompileOptions, CompileRequest, LoadOptions, RunOptions, described
+from mlc_amd.tools import arguments, cli
+from mlc_amd.tools.commands import chat, serve
+
+REPO = Path(__file__).resolve().parents[2]
+# Flags that are something else in each command: what it writes, what it lists, whose address it is.
+OWN = {"output", "list", "host"}
+
+
+@pytest.fixture(scope="module")
+def verbs() -> dict:
+    """The functions of all verbs, by name."""
+    return {verb: importlib.import_module(cli.module_of(verb)).run for verb in cli.VERBS}
+
+
+def helps(verbs: dict) -> dict[str, set[str]]:
+    """The help texts of all flags of all verbs, by the flag's name."""
+    found = defaultdict(set)
+    for run in verbs.values():
+        for name, parameter in arguments.parameters(run).items():
+            if not parameter.positional:
+                found[name].add(parameter.option.help)
+    return found
+
+
+def test_a_flag_has_one_help_in_all_commands(verbs):
+    assert {name: texts for name, texts in helps(verbs).items() if len(texts) > 1 and name not in OWN} == {}
+
+
+def test_a_help_stands_in_one_place(verbs):
+    paths = [path for package in ("mlc_amd", "runtime", "tools") for path in (REPO / package).glob("**/*.py")]
+    nodes = [node for path in set(paths) for node in ast.walk(ast.parse(path.read_text()))]
+    strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    texts = [" ".join(text.split()) for text in strings]
+    places = {help: sum(text.count(help) for text in texts) for of in helps(verbs).values() for help in of}
+    assert len(places) > 80 and {help: count for help, count in places.items() if count != 1} == {}
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_a_docstring_describes_what_has_no_option(verbs, verb):
+    run = verbs[verb]
+    described = [argument.name for argument in docstrings.parse(inspect.getdoc(run)).args or ()]
+    hints = inspect.get_annotations(run, eval_str=True)
+    own = [name for name in inspect.signature(run).parameters if not hasattr(hints[name], "__metadata__")]
+    assert described == [name for name in own if not hasattr(hints[name], "__dataclass_fields__")]
+
+
+def test_the_python_api_has_the_options_of_loading():
+    for function, group in ((mlc_amd.load, LoadOptions), (mlc_amd.compile, CompileRequest)):
+        signature, options = inspect.signature(function), described(group)
+        declared = inspect.signature(group).parameters
+        assert signature.parameters.keys() == options.keys() == group.__dataclass_fields__.keys()
+        for name, parameter in signature.parameters.items():
+            assert (parameter.annotation, parameter.default) == (options[name][0], declared[name].default)
+            assert " ".join(options[name][1].help.split()) in " ".join(function.__doc__.split())
+    assert described(LoadOptions).keys() - {"model"} == described(CompileOptions).keys() | described(RunOptions).keys()
+
+
+def test_commands_take_groups_whole():
+    """But for the options that they say they do not have."""
+    of_chat, of_serve = (set(arguments.parameters(run)) for run in (chat.run, serve.run))
+    assert described(LoadOptions).keys() - of_chat == {"tuned", "kv_tokens"}
+    assert described(LoadOptions).keys() - of_serve == {"tuned"}
+
+
+def test_a_command_gets_its_groups_as_values():
+    def run(*, prompt: str = "", load: LoadOptions) -> None:
+        """Does nothing.
+
+        Args:
+            prompt: a text.
+        """
+        found.append((prompt, load))
+
+    found = []
+    arguments.for_fire(run)(model="x", prompt="y", threads=3)
+    assert found == [("y", LoadOptions(model="x", threads=3))]
+
+
+def test_numbers_out_of_range_are_refused():
+    for options, error in (
+        ({"threads": 0}, "--threads is 0: it must be at least 1"),
+        ({"ctx": -1}, "--ctx is -1: it must be at least 1"),
+    ):
+        with pytest.raises(UsageError, match=error):
+            mlc_amd.load(**options)
+
+
+def test_an_artifact_is_made_from_resolved_options():
+    made = LoadOptions(model="x", ctx=64, threads=2).resolved("cpu", "native")
+    assert made == CompileOptions(target="cpu", arch="native", ctx=64, kv_type="f16")
+    assert CompileOptions(arch="gfx1100", ctx=64).given == {"arch": "gfx1100", "ctx": 64}
