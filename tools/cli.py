@@ -81,7 +81,7 @@ def program() -> str:
 def spoken(text: str) -> str:
     """A text that names commands, such as `mlc-amd doctor`, with the name that this program has here. Commands that are
     not here keep theirs: they are for another machine."""
-    return re.sub(rf"\bmlc-amd (?=(?:COMMAND|{'|'.join(verbs())})\b)", f"{program()} ", text)
+    return re.sub(rf"\bmlc-amd(?=\s+(?:COMMAND|{'|'.join(verbs())})\b)", program(), text)
 
 
 def overview() -> str:

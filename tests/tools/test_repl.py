@@ -316,7 +316,7 @@ def test_a_command_in_the_background_leaves_the_terminal_alone():
     # The system stops a background process that changes its terminal, and the waiting parent would hear of that.
     code = """if True:
         import os
-        from mlc_amd.tools import terminal
+        from mlc_amd.tools.terminal import terminal
         if (child := os.fork()) == 0:
             os.setpgid(0, 0)
             with terminal.silent_keyboard():

@@ -202,10 +202,10 @@ def _check_compiled(path: Path, options: CompileOptions) -> None:
     target, context = manifest["target"]["kind"], manifest["context"]
     made = {"target": [target], "arch": list(manifest["libraries"]), "ctx": [context]}
     made = {name: [manifest[name]] for name in given if name in manifest} | made
-    for name in given & made.keys():
-        if given[name] not in made[name]:
+    for name, value in given.items():
+        if value not in made.get(name, [value]):
             flag = f"--{name.replace('_', '-')}"
             raise UserError(
-                f"{flag} {given[name]}: {path} was compiled with {flag} {', '.join(map(str, made[name]))}; compile the "
+                f"{flag} {value}: {path} was compiled with {flag} {', '.join(map(str, made[name]))}; compile the "
                 f"GGUF file again, or leave {flag} out"
             )
