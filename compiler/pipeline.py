@@ -21,7 +21,6 @@ from mlc_amd.compiler.tuning.database import Lookup
 from mlc_amd.compiler.weight_store import WeightStore
 from mlc_amd.runtime.artifact import artifact
 from mlc_amd.runtime.artifact.manifest import check_described
-from mlc_amd.runtime.cache.kv_types import KV_TYPE
 from mlc_amd.runtime.host import available_threads
 from mlc_amd.runtime.options import CompileOptions
 
@@ -59,7 +58,7 @@ def compile_model(
     """
     progress = progress or (lambda stage, done, total: None)
     clock = _Clock()
-    target = make_target(options.target, options.arch, options.kv_type or KV_TYPE)
+    target = make_target(options.target, options.arch, options.cache_type)
     lookups = {arch.name: Lookup(arch, options.tuned) for arch in target.archs}
     target.plans = {name: lookup.find for name, lookup in lookups.items()}
     with artifact.new_artifact(out) as directory:

@@ -131,6 +131,10 @@ class CompileOptions(TargetOptions):
         "with mlc-amd (shipped), user before shipped (auto), or none")] = "auto"  # fmt: skip
 
     @property
+    def cache_type(self) -> KvType:
+        return self.kv_type or KV_TYPE
+
+    @property
     def given(self) -> dict[str, Any]:
         """Those that are not the defaults."""
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(CompileOptions)}
@@ -138,7 +142,7 @@ class CompileOptions(TargetOptions):
 
     def resolved(self, target: str, arch: str) -> "CompileOptions":
         """The same for a target and an arch without "auto", of tools/target.py."""
-        changed: dict[str, Any] = {"target": target, "arch": arch, "kv_type": self.kv_type or KV_TYPE}
+        changed: dict[str, Any] = {"target": target, "arch": arch, "kv_type": self.cache_type}
         return CompileOptions(**self.given | changed)
 
 

@@ -121,7 +121,7 @@ def _model_file(model: "GGUFModel", options: CompileOptions, n_cpu_moe: int) -> 
     ]
     on_host(model.tensors, n_cpu_moe)
     made = options.resolved(*targets.resolve(options.target, options.arch))
-    needed = needs(model, make_target(made.target, made.arch, made.kv_type), capacity(model.config, made.ctx))
+    needed = needs(model, make_target(made.target, made.arch, made.cache_type), capacity(model.config, made.ctx))
     return {
         "file": model.path,
         "name": model.config.name,

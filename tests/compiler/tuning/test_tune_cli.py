@@ -71,7 +71,7 @@ def measurements(cache: Path) -> list[tuple[str, str]]:
         ((*SPEC, "--target", "vulkan", "--arch", "voodoo"), "unknown Vulkan profile"),
         ((*SPEC, "--target", "rocm", "--arch", "gfx1100,gfx1101", "--list"), "one of them at a time"),
         ((*SPEC, "--arch", "i386sx"), "unknown CPU arch"),
-        ((*SPEC, "--device", "all"), "how many threads"),
+        ((*SPEC, "--device", "all"), "number of threads"),
         ((*SPEC, "--runner", "cloud"), "--runner must be local|rpc"),
         ((*SPEC, "--runner", "rpc"), "needs --tracker"),
         ((*SPEC, "--tracker", "a:1"), "--runner rpc"),
