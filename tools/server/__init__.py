@@ -3,5 +3,6 @@
     request body -> one file per API (openai_chat.py, anthropic.py, ollama.py, ..) -> chat_request.py
       -> prompts.py, answering.py -> the engine -> events of chat_request.py -> the same file -> response body
 
-Nothing here computes: a thread of each engine does (runtime/engine/step_loop.py). One event loop serves all connections.
+Nothing here computes: a thread of each engine does (runtime/engine/step_loop.py). One event loop serves all
+connections.
 """
