@@ -263,7 +263,7 @@ def engine(loaded) -> Engine:
 def served(demo_artifact):
     """A server with the bundled model, called "demo"."""
     pytest.importorskip("starlette")
-    from serving import serving
+    from servers.serving import serving
 
     from mlc_amd.tools.server.library import Library
 

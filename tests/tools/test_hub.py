@@ -13,8 +13,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from filelock import FileLock
-from hub_server import COMMIT, Hub, sha256
 from huggingface_hub import constants
+from servers.hub_server import COMMIT, Hub, sha256
 
 from mlc_amd.tools import cli
 from mlc_amd.tools.hub import hub, models
@@ -215,7 +215,7 @@ def test_a_part_is_missing(server, pull):
 
 
 def test_a_hash_becomes_a_name_of_a_file_only_if_it_is_one(server, monkeypatch):
-    monkeypatch.setattr("hub_server.sha256", lambda data: "../../../outside")
+    monkeypatch.setattr("servers.hub_server.sha256", lambda data: "../../../outside")
     assert {file.sha256 for model in hub.listing(REPO) for file in model.parts.values()} == {None}
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 pytest.importorskip("starlette")
-from serving import started
+from servers.serving import started
 
 from tests.dev.server_abuse import abuse
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 pytest.importorskip("starlette")
-from serving import Served, serving, started, waiting
+from servers.serving import Served, serving, started, waiting
 
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("starlette")
-from page_browser import PHONE, answer, ask, chromium, program, set_parameters, stored, visits
-from serving import ServeProcess, started
+from servers.page_browser import PHONE, answer, ask, chromium, program, set_parameters, stored, visits
+from servers.serving import ServeProcess, started
 
 SERVER = Path(__file__).resolve().parents[3] / "tools" / "server"
 PAGE, SOURCE = SERVER / "page", SERVER / "page_source"

@@ -7,7 +7,7 @@ import json
 from threading import Event
 
 import pytest
-from page_browser import PHONE, answer, ask, chromium, set_parameters, visits
+from servers.page_browser import PHONE, answer, ask, chromium, set_parameters, visits
 
 ATTACKS = (
     "<img src=x onerror=\"document.title='broken'; window.broken = 1\">",
@@ -44,7 +44,7 @@ def browser():
 
 @pytest.fixture
 def server(browser):
-    from scripted_server import ScriptedServer
+    from servers.scripted_server import ScriptedServer
 
     with ScriptedServer() as server:
         yield server
@@ -59,7 +59,7 @@ def visit(browser, server):
 @pytest.fixture
 def says(server):
     """says(fields of an Answer) has the server give that answer next."""
-    from scripted_server import ScriptedAnswer
+    from servers.scripted_server import ScriptedAnswer
 
     return lambda **fields: server.answers.append(ScriptedAnswer(**fields))
 
@@ -317,7 +317,7 @@ def test_keyboard(visit, says):
 @pytest.mark.parametrize("kind", ["text", "code", "list"])
 def test_speed(visit, says, browser, kind):
     """An answer of 2000 tokens never takes the page a long task, in CPU time, so that other programs do not count."""
-    from scripted_server import TOKEN
+    from servers.scripted_server import TOKEN
 
     whole = {
         "text": RICH * 5,

@@ -23,7 +23,7 @@ os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
 pytest.importorskip("starlette")
 pytest.importorskip("ray.serve")
 from ray.cluster_utils import Cluster
-from serving import ServeProcess, started, waiting
+from servers.serving import ServeProcess, started, waiting
 
 from mlc_amd.runtime.cache.pages import PAGE
 from mlc_amd.tools import cli
