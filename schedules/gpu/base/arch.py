@@ -77,6 +77,7 @@ class GpuArch(Chip):
     unrolls = False  # TVM's code has loops or copies, as kernels say
     lone_waves = False
     lane_matrix = ()
+    query_registers = 0
     launch_us = 0.0
 
     @property
