@@ -33,6 +33,7 @@ from mlc_amd.runtime.artifact.manifest import MANIFEST, is_draft
 from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.tools.commands import inspect
 from tests.dev import fuzzing, hip_recorder, mutations, resealing
 from tests.dev.fuzzing import Case, Limits
@@ -82,7 +83,7 @@ def engine(artifact: Artifact) -> Engine:
 def answer(folder: Path, target: str, declared: dict[str, list[int]]) -> Any:
     """Looks at an artifact, loads it and uses it. declared: rocm: bytes of the arguments of each symbol."""
     with contextlib.redirect_stdout(io.StringIO()):
-        inspect.run(str(folder), plan=True, tensors=True)
+        inspect.run(str(folder), plan=True, tensors=True, options=CompileOptions())
     artifact = Artifact.open(folder)
     try:
         if target == "rocm":

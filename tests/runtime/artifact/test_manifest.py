@@ -10,6 +10,7 @@ from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.runtime.artifact import manifest as manifests
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.tools.commands import inspect
 from tests.dev import resealing
 
@@ -168,12 +169,12 @@ def test_what_only_people_read_is_shown_or_refused(folder, capsys):
     content = resealing.content(folder)
     content["model"]["layers"] = [{"mixer": [1]}, {"mixer": {"heads": []}}, {}]
     resealing.reseal(folder, content)
-    inspect.run(str(folder))
+    inspect.run(str(folder), options=CompileOptions())
     assert "[1] in layers 0" in capsys.readouterr().out
     content["formats"]["q9"] = content["formats"].pop("q4_k")
     resealing.reseal(folder, content)
     with pytest.raises(UserError, match="unknown weight format 'q9'"):
-        inspect.run(str(folder))
+        inspect.run(str(folder), options=CompileOptions())
 
 
 def test_the_description_has_all_of_the_model():

@@ -29,7 +29,7 @@ from mlc_amd.schedules.gpu.linear import gemm, gemv
 from mlc_amd.schedules.gpu.linear.gate_up_gemm import gate_up_swiglu as gate_up_gemm
 from mlc_amd.schedules.gpu.linear.gemm_dot import choose
 from mlc_amd.schedules.gpu.linear.gemv import Plan
-from mlc_amd.schedules.operators import Embed, LayerNorm, Quantize, RmsNorm
+from mlc_amd.schedules.operators import Embed, LayerNorm, Linear, Quantize, RmsNorm
 from mlc_amd.schedules.operators.attention import Rope
 from mlc_amd.tools.reference import operators
 from mlc_amd.tools.reference.case import Case as Call
@@ -124,8 +124,8 @@ def test_gemv_of_a_norm(profile, k):
     execute(gemv.linear(segments, k, 1, "rows", (False, False), False, profile, "linear"), apart, profile)
     plan = Plan(2, 4, 64, 1)
     execute(gemv.linear(segments, k, 1, "rows", (False, False), False, profile, "linear", plan, 1e-5), arrays, profile)
-    args = {"segments": segments, "biases": (False, False), "k": k, "m": 1, "layout": "rows", "eps": 1e-5}
-    expected = operators.results(Call("linear", args, arrays, "gpu", np.arange(1)))
+    op = Linear(segments=tuple(segments), biases=(False, False), k=k, m=1, layout="rows", eps=1e-5)
+    expected = operators.results(Call(op, arrays, "gpu", np.arange(1)))
     for i, (_, n) in enumerate(segments):  # sums of squares differ in their order: some codes by one
         assert error(arrays[f"Y{i}"][:, :n], apart[f"Y{i}"][:, :n].astype(np.float64)) < 2e-3
         assert error(arrays[f"Y{i}"][:, :n], expected[f"Y{i}"].value) < 2e-3  # selftest's reference
