@@ -50,10 +50,10 @@ LATENT_ROWS = 4  # of latent attention, whose rows have the most columns: as man
 MATRIX_GROUP = 4  # query heads of a KV head, at least, that are worth matrices
 # What matrices are fed with: whole blocks of 32 keys, all splits' results at once, 8 query heads.
 MATRIX = MatrixDecodePlan(step=32, batch=32, rows=8)
-MATRIX_THREADS = (256, 128, 64)  # of a workgroup
+MATRIX_THREADS = (256, 128, 96, 64)  # of a workgroup
 # Threads that a compute unit runs at once: heads of 128 columns take 184 to 193 of 512 registers, so that 320 fit. With
-# more splits some begin when others end.
-UNIT_THREADS, UNIT_COLUMNS = 256, 128
+# more splits some begin when others end. ROW_THREADS: with a workgroup for each row, where that is worth it.
+UNIT_THREADS, ROW_THREADS, UNIT_COLUMNS = 256, 384, 128
 FIELD = 7  # bits of a word for a row, or for a number of splits
 
 
@@ -79,11 +79,14 @@ def default_plan(attention: Attention, arch: Device, m: int = 1) -> DecodePlan:
 def _on_matrices(attention: Attention, arch: Device, m: int) -> MatrixDecodePlan:
     """Workgroups that fill the registers of all compute units. In steps of more than FEW rows a workgroup for a part of
     each row's heads comes first, and has as many threads as they leave each: in smaller ones the rows may be few."""
-    unit = UNIT_THREADS * max(UNIT_COLUMNS // attention.d, 1)
-    threads, groups = MATRIX.threads, m * attention.heads // _group(MATRIX, attention.group)
-    if m > FEW:
-        threads = next((n for n in MATRIX_THREADS if n * groups <= unit * arch.units), MATRIX_THREADS[-1])
-    return replace(MATRIX, threads=threads, fill=max(unit // threads, 1))
+    narrow = max(UNIT_COLUMNS // attention.d, 1)
+    if m <= FEW:
+        unit = UNIT_THREADS * narrow if m == 1 else UNIT_THREADS
+        return replace(MATRIX, fill=max(unit // MATRIX.threads, 1))
+    groups = m * attention.heads // _group(MATRIX, attention.group)
+    sizes = [threads for threads in MATRIX_THREADS if threads % arch.wave == 0]
+    threads = next((n for n in sizes if n * groups <= ROW_THREADS * narrow * arch.units), sizes[-1])
+    return replace(MATRIX, threads=threads, fill=max(UNIT_THREADS // threads, 1))
 
 
 def _group(plan, shared) -> int:
