@@ -60,12 +60,16 @@ def check_no_spills(module):
 
 
 def run_linear(arch, segments, k, biases, residual, plan=None, wave_order="fwd", m=1):
-    """Compiles and runs a kernel, checks its outputs and returns the emulator's result."""
-    kind = FORMATS[segments[0][0]].kind
-    kernel = linear(segments, k, m, "rows" if kind == "int8" else "", biases, residual, resolve(arch), "linear", plan)
+    layout = "rows" if FORMATS[segments[0][0]].kind == "int8" else ""
+    kernel = linear(segments, k, m, layout, biases, residual, resolve(arch), "linear", plan)
+    return run_kernel(kernel, arch, segments, k, m, biases, residual, wave_order)
+
+
+def run_kernel(kernel, arch, segments, k, m, biases, residual, wave_order):
+    """Compiles and runs a linear layer's kernel, checks its outputs and returns the emulator's result."""
     module = compile_hsaco({"linear": kernel}, resolve(arch))
     check_no_spills(module)
-    x, arrays = activations(k, kind, m)
+    x, arrays = activations(k, FORMATS[segments[0][0]].kind, m)
     arrays |= state()
     expected, rng = [], np.random.default_rng(5)
     for i, ((fmt, n), bias) in enumerate(zip(segments, biases, strict=True)):

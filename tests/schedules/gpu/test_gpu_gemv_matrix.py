@@ -9,7 +9,6 @@ from workloads import operator
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.arch import ARCHS, resolve
-from mlc_amd.schedules.gpu.base.planes import padded
 from mlc_amd.schedules.gpu.linear.gemv_matrix import (
     ROWS,
     Plan,
@@ -22,36 +21,24 @@ from mlc_amd.schedules.gpu.linear.gemv_matrix import (
 )
 from mlc_amd.schedules.space import space
 from tests.dev.gfxemu import emulate
-from tests.schedules.gpu.test_gpu_gemv import ARCH_NAMES, TOLERANCE, activations, check_no_spills, state, weights
+from tests.schedules.gpu.test_gpu_gemv import (
+    ARCH_NAMES,
+    TOLERANCE,
+    activations,
+    check_no_spills,
+    run_kernel,
+    state,
+    weights,
+)
 
 INT8 = [name for name in gguf_blocks.DISTINCT if FORMATS[name].kind == "int8"]
 UNITS = ("gfx908", "gfx90a", "gfx942", "gfx1100", "gfx1201")
 
 
 def run_linear(arch, segments, k, m, biases=None, residual=False, plan=None, wave_order="fwd"):
-    """Compiles and runs a kernel, checks its outputs and returns the emulator's result."""
-    target, biases = resolve(arch), biases or (False,) * len(segments)
-    module = compile_hsaco({"linear": linear(segments, k, m, "rows", biases, residual, target, "linear", plan)}, target)
-    check_no_spills(module)
-    x, arrays = activations(k, "int8", m)
-    arrays |= state()
-    expected, rng = [], np.random.default_rng(5)
-    for i, ((fmt, n), bias) in enumerate(zip(segments, biases, strict=True)):
-        w, parts = weights(fmt, n, k, i, f"W{i}_")
-        arrays |= parts | {f"Y{i}": np.full((m, padded(n)), np.nan, np.float32)}
-        y = x @ w.T
-        scale = np.abs(y).max()
-        if bias:
-            arrays[f"bias{i}"] = (rng.standard_normal(n) * scale).astype(np.float32)
-            y = y + arrays[f"bias{i}"]
-        if residual:
-            arrays["R"] = (rng.standard_normal((m, padded(n))) * scale).astype(np.float32)
-            y = y + arrays["R"][:, :n]
-        expected.append(y)
-    [result] = emulate(module, "linear", arrays, wave_order)
-    for i, y in enumerate(expected):
-        assert np.abs(arrays[f"Y{i}"][:, : y.shape[1]] - y).max() <= TOLERANCE * np.abs(y).max()
-    return result
+    biases = biases or (False,) * len(segments)
+    kernel = linear(segments, k, m, "rows", biases, residual, resolve(arch), "linear", plan)
+    return run_kernel(kernel, arch, segments, k, m, biases, residual, wave_order)
 
 
 def run_gate_up(arch, gate, up, f, k, m, layout):
