@@ -19,6 +19,7 @@ in place), states (the same of each sequence), output, work, zero (workspace, wh
 import functools
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cached_property
@@ -135,7 +136,7 @@ class Costs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operator:
+class Operator(ABC):
     """The base of all operators. A step computes m rows; `name` is the operator's in the graph and in artifacts.
 
     Fields that do not count in comparisons (compare=False) concern the graph only, not the kernel. Nested dataclasses
@@ -152,13 +153,13 @@ class Operator:
             cls.name = name
             OPERATORS[name] = cls
 
+    @abstractmethod
     def slots(self) -> Iterable[Slot]:
         """Of its kernel's parameters: `state`, inputs in the order of a call's arguments, then outputs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def results(self) -> list[Tensor]:
         """(shape, dtype) of what a call returns, besides the tensors that it changes in place."""
-        raise NotImplementedError
 
     @property
     def label(self) -> str:

@@ -17,6 +17,7 @@ needs one expert. `expert_order` makes
 All sizes are static: `tiles` is the maximum for any assignment of m rows.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -211,8 +212,9 @@ class _ExpertProduct(_ExpertsOperator):
     k: int
 
     @property
+    @abstractmethod
     def formats(self) -> list[str]:
-        raise NotImplementedError
+        """Of the matrices of an expert that it multiplies with."""
 
     @property
     def weights(self):

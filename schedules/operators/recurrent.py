@@ -4,6 +4,7 @@ Rows of one slot are consecutive tokens of one sequence; `cells` says which cell
 (schedules/runs.py). States are changed in place. single: how many rows may be single ones.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,17 +20,18 @@ class Mixer(Operator):
     states)."""
 
     @property
+    @abstractmethod
     def columns(self) -> int:
         """Of the result."""
-        raise NotImplementedError
 
+    @abstractmethod
     def own(self) -> Iterator[Slot]:
         """Inputs and weights."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def size_label(self) -> str:
-        raise NotImplementedError
+        """The sizes in the kernel's name."""
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, ROWS_SLOT, CELLS_SLOT)

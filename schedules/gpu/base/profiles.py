@@ -1,6 +1,6 @@
 """The kinds of Vulkan devices that kernels are built for: what a kernel builder or the SPIR-V generator may count on.
 
-In: a profile's name, with changes behind a colon ("rdna3:matrix=none+wave=64"), or a product's ("steamdeck", "RX 7900
+In: a profile's name, with changes after a colon ("rdna3:matrix=none+wave=64"), or a product's ("steamdeck", "RX 7900
 XTX"). Out: a `Profile`. It has the attributes of `arch.GpuArch` that kernels use, so the same kernels serve both. The
 runtime checks a device against `Profile.needs` before it runs an artifact. What a profile lacks is lowered to something
 that it has, never assumed.
