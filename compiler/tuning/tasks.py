@@ -12,8 +12,8 @@ from mlc_amd.compiler.work import work
 from mlc_amd.schedules.operators import Operator
 
 CHUNK = 512  # tokens that a prefill function's calls are counted for
-# What a task's weight is for: an answer of so many tokens to a prompt of CHUNK. Smaller prefill functions serve ends of
-# prompts: one call.
+# What a task's weight is for: a prompt of CHUNK, and so many tokens of answers, of one sequence and of as many as each
+# step has. Smaller prefill functions serve ends of prompts: one call.
 ANSWER = 128
 
 
@@ -22,8 +22,8 @@ class Task:
     """One kernel to tune.
 
     name     as in the artifact
-    calls    by function: calls per token (decode), or per 512 tokens (prefill_*)
-    weight   calls for a prompt of 512 tokens and an answer of 128
+    calls    by function: calls per step (decode, step_*), or per 512 tokens (prefill_*)
+    weight   calls for a prompt of 512 tokens and 128 tokens of answers with each function that makes them
     bytes    that a call moves at least; flops: its multiplications and additions
     """
 
@@ -48,8 +48,8 @@ def extract(model, backend, ctx: int | None = None) -> list[Task]:
     for name, workload in backend.workloads.items():
         calls, weight = dict[str, float](), 0.0
         for function, count in table[name].items():
-            if function == "decode":
-                calls[function], weight = count, weight + count * ANSWER
+            if function == "decode" or function.startswith("step_"):
+                calls[function], weight = count, weight + count * ANSWER / sizes[function]
             elif function.startswith("prefill"):
                 calls[function] = count * CHUNK / sizes[function]
                 weight += calls[function] if sizes[function] == longest else count

@@ -13,20 +13,23 @@ PLOTTED = 12  # tasks, those with the largest share of the time
 
 def listing(shape: str, found: list[TaskRow]) -> str:
     """`tune --list`."""
-    header = ("kernel", "per token", "per 512 tokens", "share", "default us", "best us", "plans", "measured")
+    header = ("kernel", "per step", "per 512 tokens", "share", "default us", "best us", "plans", "measured")
     cells = []
     for row in found:
-        token = row.task.calls.get("decode")
-        chunk = {name: calls for name, calls in row.task.calls.items() if name != "decode"}
-        per_chunk = " ".join(f"{calls:g} ({name.removeprefix('prefill_')})" for name, calls in chunk.items())
-        calls = f"{token:g}" if token else "", per_chunk
+        calls = (_calls(row, "decode", "step_"), _calls(row, "prefill_"))
         counts = row.plans if row.plans > 1 else "-", len(row.history) or ""
         cells.append((row.task.name, *calls, f"{row.share:.1%}", _us(row.default), _us(row.best), *counts))
     legend = (
-        "per 512 tokens: calls (tokens of the function that makes them). share: of a prompt of 512 and an answer of "
-        "128 tokens"
+        "per step: calls (sequences of the step, if several); per 512 tokens: calls (tokens of the function that makes "
+        "them). share: of a prompt of 512 tokens, and 128 tokens of answers of one and of several sequences"
     )
     return f"{shape}\n{display.table(header, cells, (1, 3, 4, 5, 6, 7))}{legend}"
+
+
+def _calls(row: TaskRow, *kinds: str) -> str:
+    """In functions whose names begin so: "32 32 (8)"."""
+    counts = {name: count for name, count in row.task.calls.items() if name.startswith(kinds)}
+    return " ".join(f"{count:g}{''.join(f' ({m})' for m in name.split('_')[1:])}" for name, count in counts.items())
 
 
 def table(shape: str, found: list[TaskRow]) -> str:

@@ -130,7 +130,7 @@ def test_budgets(budget, trials, expected):
 def test_the_list_tells_calls_and_shares(command):
     out, _ = command(*SPEC, "--target", "rocm", "--arch", "gfx1100", "--list")
     header, *lines = out.splitlines()[1:-1]
-    assert header.split()[:3] == ["kernel", "per", "token"]
+    assert header.split()[:3] == ["kernel", "per", "step"]
     shares = [float(cell[:-1]) for line in lines for cell in line.split() if cell.endswith("%")]
     assert (
         len(shares) == len(lines)
