@@ -77,7 +77,7 @@ class TuningSession:
             free = [task for task, search in self._searches.items() if search.unmeasured > seats[task]]
             if free:
                 seats[max(free, key=lambda task: worth[task] / (seats[task] + 1))] += 1
-        return chosen + [job for task in self.tasks for job in self._propose(task, seats[task])]
+        return chosen + [job for task, plans in seats.items() for job in self._propose(task, plans)]
 
     def _new(self, count: int) -> list[tuple[Task, Any]]:
         new = [task for task, search in self._searches.items() if not search.started]

@@ -5,12 +5,13 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
-from formula import GFX, Bench, Task, cost, linear, right
+from formula import GFX, NVIDIA, Bench, Task, cost, linear, right
 
 from mlc_amd.compiler.tuning import database as databases
 from mlc_amd.compiler.tuning import session as sessions
 from mlc_amd.compiler.tuning.database import Checked, Database, Lookup, Measured, Record
 from mlc_amd.compiler.tuning.session import MAX_SLOWER, TuningSession, run
+from mlc_amd.compiler.tuning.tasks import Task as ModelTask
 from mlc_amd.schedules.space import space
 
 pytest.importorskip("xgboost")
@@ -44,6 +45,17 @@ def test_a_second_session_goes_on_without_repeating(tmp_path):
     with Database(GFX, tmp_path) as database:
         records = database.entry(tasks[0].workload).records.values()
         assert len(records) == 80 and any(record.error == "no" for record in records)
+
+
+def test_a_round_leaves_out_tasks_that_are_not_worth_a_plan(tmp_path):
+    """Of more plans than the cost model ranks one by one, where a search that proposes none would fail."""
+    small, large = (linear(n, m=64, layout="lanes") for n in (1024, 8192))
+    tasks = [ModelTask(workload, "", {}, weight, 1e6, 0) for workload, weight in ((small, 1e-9), (large, 50))]
+    with Database(NVIDIA, tmp_path) as database:
+        session = TuningSession(tasks, NVIDIA, database)
+        for task, plan in session.round(2):
+            session.report(task, plan, Measured(1e-5, runs=[1e-5, 1e-5]))
+        assert [task for task, _ in session.round(3)] == [tasks[1]] * 3
 
 
 def test_the_wrong_winner_is_dropped_and_the_next_best_checked(tmp_path):
