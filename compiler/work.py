@@ -11,7 +11,9 @@ from mlc_amd.schedules import operators
 from mlc_amd.schedules.operators.attention import SLOTS
 from mlc_amd.schedules.operators.rows import output_rows
 
-DEPTHS = {True: (512, 4096), False: (0, 2048)}  # tokens in the cache when attention is timed: decoding, prefill
+# Tokens in the cache when attention is timed, as far as there is room for them: decoding, prefill. A plan that is the
+# fastest after 4096 tokens may be slow after many.
+DEPTHS = {True: (512, 4096, 16384), False: (0, 2048, 16384)}
 
 
 def buffers(func) -> list[tuple[str, tuple[int, ...], str]]:
