@@ -11,7 +11,6 @@ from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded
 from mlc_amd.schedules.gpu.base.step import FEW
-from mlc_amd.schedules.gpu.experts.expert_gemm import expert_linear
 from mlc_amd.schedules.gpu.experts.expert_gemv import expert_down
 from mlc_amd.schedules.gpu.experts.expert_order import expert_order
 from mlc_amd.schedules.gpu.experts.expert_rows import combine, gather
@@ -33,14 +32,15 @@ from mlc_amd.schedules.gpu.sampling.sample import sample
 def _linear(op, arch, name, plan):
     segments, k, m, layout, biases, residual = op.segments, op.k, op.m, op.layout, op.biases, op.residual
     if op.norm_in is not None or op.norm_out:
-        return gemm(segments, k, m, layout, biases, residual, arch, name, plan, op.norm_in, op.norm_out)
+        return gemm(op, arch, name, plan)
     if op.eps is not None:
         return gemv(segments, k, m, layout, biases, residual, arch, name, plan, op.eps)
     formats, rows = [lookup(fmt) for fmt, _ in segments], sum(padded(n) for _, n in segments)
-    build = gemv if suits(formats, rows, m, layout, arch) else gemm
     if gemv_matrix.suits([fmt for fmt, _ in segments], m, layout, arch):
-        build = gemv_matrix.linear
-    return build(segments, k, m, layout, biases, residual, arch, name, plan)
+        return gemv_matrix.linear(segments, k, m, layout, biases, residual, arch, name, plan)
+    if not suits(formats, rows, m, layout, arch):
+        return gemm(op, arch, name, plan)
+    return gemv(segments, k, m, layout, biases, residual, arch, name, plan)
 
 
 @registry.builds(operators.HeadLinear)
@@ -52,13 +52,14 @@ def _head_linear(op, arch, name, plan):
 def _gate_up(op, arch, name, plan):
     gate, up, n, k, m, layout_in, layout, act = op.gate, op.up, op.n, op.k, op.m, op.layout_in, op.layout, op.act
     if op.norm_in is not None:
-        return gate_up_gemm(gate, up, n, k, m, layout_in, layout, arch, name, plan, act, norm_in=op.norm_in)
+        return gate_up_gemm(op, arch, name, plan)
     if op.eps is not None:
         return gate_up_gemv(gate, up, n, k, m, layout_in, layout, arch, name, plan, act, eps=op.eps)
-    build = gate_up_gemv if m <= FEW and layout_in in VECTORS else gate_up_gemm
     if gemv_matrix.suits([gate, up], m, layout_in, arch):
-        build = gemv_matrix.gate_up_swiglu
-    return build(gate, up, n, k, m, layout_in, layout, arch, name, plan, act)
+        return gemv_matrix.gate_up_swiglu(gate, up, n, k, m, layout_in, layout, arch, name, plan, act)
+    if not (m <= FEW and layout_in in VECTORS):
+        return gate_up_gemm(op, arch, name, plan)
+    return gate_up_gemv(gate, up, n, k, m, layout_in, layout, arch, name, plan, act)
 
 
 @registry.builds(operators.RopeKvWrite)
@@ -108,12 +109,7 @@ def _expert_gate_up(op, arch, name, plan):
     sizes = op.gate, op.up, op.n, op.k
     if op.tile == 1:
         return gate_up_gemv(*sizes, 1, op.layout_in, op.layout, arch, name, plan, op.act, of)
-    return gate_up_gemm(*sizes, of.x_rows, op.layout_in, op.layout, arch, name, plan, op.act, of)
-
-
-@registry.builds(operators.ExpertLinear)
-def _expert_linear(op, arch, name, plan):
-    return expert_linear(op.fmt, op.n, op.k, Slots(op.of, op.m, False, op.bias), op.layout, arch, name, plan)
+    return gate_up_gemm(op, arch, name, plan)
 
 
 @registry.builds(operators.ExpertDown)

@@ -15,8 +15,9 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK, plane_args
 from mlc_amd.schedules.gpu.base.quantize import FIELDS, act_args
 from mlc_amd.schedules.gpu.base.step import FEW, kernel, live_rows, once, state_arg
 from mlc_amd.schedules.gpu.experts.experts import check_rows
-from mlc_amd.schedules.gpu.linear import gemm_coop, gemv, load
+from mlc_amd.schedules.gpu.linear import gemv, load
 from mlc_amd.schedules.gpu.linear.gemm import engine, span
+from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork, Weight
 from mlc_amd.schedules.gpu.linear.gemv_rows import emit_acts, span_of
 from mlc_amd.schedules.gpu.linear.linear_args import Segment
 from mlc_amd.schedules.gpu.linear.load import QUADS
@@ -73,8 +74,7 @@ class _HeadRows(NamedTuple):
 
 
 def _emit_gemm(state, acts, fmt, planes, Y, heads, n, k, m, layout, arch):
-    tile = gemm_coop.choose(arch, [fmt], m, k, heads * n) if layout == "pairs" else None
-    gemm = engine(layout, [fmt], m, k, arch, heads * n, tile)
+    gemm = engine(Product(arch, layout, (fmt,), m, k, heads * n))
     tiles, rows = -(-n // gemm.tile.rows), m * heads
     shapes = {
         "rows": [((rows, k // BLOCK, QUADS), "int32"), ((rows, k // BLOCK, FIELDS), "float32")],
@@ -92,4 +92,4 @@ def _emit_gemm(state, acts, fmt, planes, Y, heads, n, k, m, layout, arch):
 
         with once(token0 < live):
             mine = [_HeadRows(view, heads, head) for view in views]
-            gemm.emit(mine, [(fmt, planes, n)], token0, row0, store, T.Bind(head * n))
+            gemm.emit(TileWork(mine, [Weight(fmt, planes, n)], token0, row0, store, T.Bind(head * n)))

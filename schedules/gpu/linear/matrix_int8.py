@@ -15,71 +15,85 @@ Tokens stand in the matrix so that m of them (as many as lanes have groups, or m
 with fewer than 16 the others are copies, which are left alone.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.gpu.base.arch import GpuArch
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import vector
+from mlc_amd.schedules.tir import Expr
 
 SIDE = 16  # rows and columns of a product
 
 
-class _Wmma11:
-    """Of gfx11: a lane has all 16 columns, both halves of the wave alike. Sum i of group h belongs to row 2*i + h."""
+class Int8Unit(ABC):
+    """Sum i of group g of lanes belongs to row acc*g + i, unless a unit says otherwise."""
 
-    groups, parts, acc = 2, 1, 8
+    groups: int
+    parts: int
+    acc: int
     per_half = True  # an instruction multiplies one half of a block, or both
 
-    @staticmethod
-    def row(group, i):
-        return 2 * i + group
+    @classmethod
+    def token_of_row(cls, row: Expr, m: int) -> Expr:
+        held = m // cls.groups
+        return row // cls.acc * held + row % cls.acc % held
 
     @classmethod
-    def token_of_row(cls, row, m):
-        return row % m
+    def token_of_sum(cls, group: Expr, i: int, m: int) -> Expr:
+        return group * (m // cls.groups) + i
 
     @classmethod
-    def token_of_sum(cls, group, i, m):
-        return 2 * i + group
-
-    @classmethod
-    def place(cls, token, m):
+    def place(cls, token: Expr, m: int) -> Expr:
         """The inverse: group * m / groups + i."""
-        return token % 2 * (m // 2) + token // 2
+        return token
 
     @staticmethod
-    def multiply(acts, weights, sums):
+    @abstractmethod
+    def multiply(acts: Sequence[Expr], weights: Sequence[Expr], sums: Expr) -> Expr:
         """sums (int32 vector) plus the product of a half's words of tokens and of weights."""
+
+
+class _Wmma12(Int8Unit):
+    """Of gfx12: each half of the wave has eight columns."""
+
+    groups, parts, acc = 2, 2, 8
+
+    @staticmethod
+    def multiply(acts: Sequence[Expr], weights: Sequence[Expr], sums: Expr) -> Expr:
         signed, exact = T.bool(True), T.bool(False)
         name = "llvm.amdgcn.wmma.i32.16x16x16.iu8"
         a, b = vector(acts), vector(weights)
         return T.Bind(T.call_llvm_pure_intrin("int32x8", name, signed, a, signed, b, sums, exact))
 
 
-class _Wmma12(_Wmma11):
-    """Of gfx12: each half of the wave has eight columns. Sum i of group h belongs to row 8*h + i."""
+class _Wmma11(_Wmma12):
+    """Of gfx11: a lane has all 16 columns, both halves of the wave alike. Sum i of group h belongs to row 2*i + h."""
 
-    parts = 2
-
-    @classmethod
-    def token_of_row(cls, row, m):
-        held = m // cls.groups
-        return row // cls.acc * held + row % cls.acc % held
+    parts = 1
 
     @classmethod
-    def token_of_sum(cls, group, i, m):
-        return group * (m // cls.groups) + i
+    def token_of_row(cls, row: Expr, m: int) -> Expr:
+        return row % m
 
     @classmethod
-    def place(cls, token, m):
-        return token
+    def token_of_sum(cls, group: Expr, i: int, m: int) -> Expr:
+        return 2 * i + group
+
+    @classmethod
+    def place(cls, token: Expr, m: int) -> Expr:
+        return token % 2 * (m // 2) + token // 2
 
 
-class _Mfma16(_Wmma12):
-    """Of gfx908, gfx90a: each quarter of the wave has four columns. Sum i of group g belongs to row 4*g + i."""
+class _Mfma16(Int8Unit):
+    """Of gfx908, gfx90a: each quarter of the wave has four columns."""
 
     groups, parts, acc = 4, 4, 4
 
     @staticmethod
-    def multiply(acts, weights, sums):
+    def multiply(acts: Sequence[Expr], weights: Sequence[Expr], sums: Expr) -> Expr:
         zero = T.int32(0)
         name = "llvm.amdgcn.mfma.i32.16x16x16i8"
         return T.Bind(T.call_llvm_pure_intrin("int32x4", name, *acts, *weights, sums, zero, zero, zero))
@@ -91,22 +105,26 @@ class _Mfma32(_Mfma16):
     per_half = False
 
     @staticmethod
-    def multiply(acts, weights, sums):
+    def multiply(acts: Sequence[Expr], weights: Sequence[Expr], sums: Expr) -> Expr:
         zero = T.int32(0)
         a, b = (T.reinterpret("int64", vector(words)) for words in (acts, weights))
         name = "llvm.amdgcn.mfma.i32.16x16x32.i8"
         return T.Bind(T.call_llvm_pure_intrin("int32x4", name, a, b, sums, zero, zero, zero))
 
 
-UNITS = {("wmma11", 16): _Wmma11, ("wmma12", 16): _Wmma12, ("mfma", 16): _Mfma16, ("mfma", 32): _Mfma32}
+UNITS: dict[tuple[str, int], type[Int8Unit]] = {
+    ("wmma11", 16): _Wmma11, ("wmma12", 16): _Wmma12, ("mfma", 16): _Mfma16, ("mfma", 32): _Mfma32
+}  # fmt: skip
 
 
-def unit_of(arch):
+def unit_of(arch: Device) -> type[Int8Unit] | None:
     """The int8 matrix unit of an arch; None without one that kernels use."""
-    return UNITS.get((arch.matrix, arch.code.int8_columns)) if arch.api == "rocm" else None
+    return UNITS.get((arch.matrix, arch.code.int8_columns)) if isinstance(arch, GpuArch) else None
 
 
-def products(unit, acts, weights, groups) -> list:
+def products(
+    unit: type[Int8Unit], acts: Sequence[Sequence[Expr]], weights: Sequence[Sequence[Expr]], groups: int
+) -> list[Expr]:
     """The products of a block of tokens and weights, int32 vectors of `unit.acc` sums: one, or one for each half of its
     columns (groups: 2). acts, weights: for each half a lane's words, int32."""
     zero = T.broadcast(T.int32(0), unit.acc)

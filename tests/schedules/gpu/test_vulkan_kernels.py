@@ -11,6 +11,7 @@ from dataclasses import replace
 import gguf_blocks
 import numpy as np
 import pytest
+import workloads
 from attention_cases import CTX, Case, Rows, check_attention, check_rope
 from samples import sample
 from tvm.tirx.script import builder as T
@@ -28,6 +29,7 @@ from mlc_amd.schedules.gpu.base.step import kernel
 from mlc_amd.schedules.gpu.linear import gemm, gemv
 from mlc_amd.schedules.gpu.linear.gate_up_gemm import gate_up_swiglu as gate_up_gemm
 from mlc_amd.schedules.gpu.linear.gemm_dot import choose
+from mlc_amd.schedules.gpu.linear.gemm_tile import product_of
 from mlc_amd.schedules.gpu.linear.gemv import Plan
 from mlc_amd.schedules.operators import Embed, LayerNorm, Linear, Quantize, RmsNorm
 from mlc_amd.schedules.operators.attention import Rope
@@ -79,8 +81,11 @@ def check_linear(profile, segments, k, m=1, layout="rows", biases=None, residual
             arrays["R"] = rng.standard_normal(arrays["Y0"].shape, np.float32)
             y = y + arrays["R"][:, :n]
         expected.append(y)
-    make = (gemv if m <= gemv.FEW else gemm).linear
-    execute(make(list(segments), k, m, layout, biases, residual, profile, "linear", plan), arrays, profile)
+    if m <= gemv.FEW:
+        made = gemv.linear(list(segments), k, m, layout, biases, residual, profile, "linear", plan)
+    else:
+        made = gemm.linear(workloads.linear(segments, k, m, layout, biases, residual=residual), profile, "linear", plan)
+    execute(made, arrays, profile)
     for i, y in enumerate(expected):
         assert error(arrays[f"Y{i}"][:, : y.shape[1]], y) < TOLERANCE
     return arrays
@@ -204,9 +209,10 @@ def test_gemm_leaves_tiles_without_live_tokens(profile):
     planes, w = gemm_cases.weights("q4_1", 48, k, 0)
     arrays = {"state": gemm_cases.state(live), **inputs, "Y0": np.full((m, 48), np.nan, np.float32)}
     arrays |= {f"W0_{p}": plane for p, plane in planes.items()}
-    execute(gemm.linear([("q4_1", 48)], k, m, "rows", (False,), False, profile, "linear"), arrays, profile)
+    op = workloads.linear([("q4_1", 48)], k, m, "rows")
+    execute(gemm.linear(op, profile, "linear"), arrays, profile)
     assert error(arrays["Y0"][:live], (x @ w.T)[:live]) < TOLERANCE
-    tokens = choose(profile, m).tokens
+    tokens = choose(product_of(op, profile)).tokens
     assert np.isnan(arrays["Y0"][-(-live // tokens) * tokens :]).all() and tokens < m
 
 
@@ -251,8 +257,11 @@ def check_gate_up(profile, case, act="silu"):
         outputs = {name: np.full((m, f), np.nan, {"half": np.float16, "": np.float32}[layout])}
     arrays = {"state": gemm_cases.state(m), **inputs, **outputs}
     arrays |= {prefix + p: a for prefix, planes in (("G_", gate_planes), ("U_", up_planes)) for p, a in planes.items()}
-    make = gemv.gate_up_swiglu if m <= gemv.FEW else gate_up_gemm
-    execute(make(gate, up, f, k, m, layout_in, layout, profile, "gate_up", act=act), arrays, profile)
+    if m <= gemv.FEW:
+        made = gemv.gate_up_swiglu(gate, up, f, k, m, layout_in, layout, profile, "gate_up", act=act)
+    else:
+        made = gate_up_gemm(workloads.gate_up(gate, up, f, k, m, (layout_in, layout), act=act), profile, "gate_up")
+    execute(made, arrays, profile)
     if layout != "rows":
         assert error(next(iter(outputs.values())), expected) < {"half": 6e-4, "": TOLERANCE}[layout]
         return
