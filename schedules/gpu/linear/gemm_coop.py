@@ -21,7 +21,16 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.registers import at
 from mlc_amd.schedules.gpu.base.step import all_of, when
 from mlc_amd.schedules.gpu.linear import coop_load
-from mlc_amd.schedules.gpu.linear.gemm_steps import CHUNKS, CODE, HELD, UNIT_CHOICES, Loaded, UnitGemm
+from mlc_amd.schedules.gpu.linear.gemm_steps import (
+    CHUNKS,
+    CODE,
+    HELD,
+    UNIT_CHOICES,
+    Loaded,
+    UnitGemm,
+    least_loaded,
+    whole_tokens,
+)
 from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork, UnitTile
 from mlc_amd.schedules.tir import Expr
 
@@ -45,22 +54,19 @@ class CoopTile(UnitTile):
 # weight and for two. Few tokens: many columns, so that enough bytes of weights are in flight.
 TILES = {
     128: (
-        (CoopTile(128, 128, 64, 2, 2), (100, 100)),
-        (CoopTile(128, 64, 64, 2, 2), (90, 90)),
+        (CoopTile(128, 128, 64, 2, 2), (100, 100)), (CoopTile(128, 64, 64, 2, 2), (90, 90)),
         (CoopTile(64, 64, 64, 2, 2), (70, 70)),
     ),
     64: (
-        (CoopTile(64, 32, 128, 2, 2), (100, 42)),
-        (CoopTile(64, 128, 64, 2, 2), (56, 100)),
+        (CoopTile(64, 32, 128, 2, 2), (100, 42)), (CoopTile(64, 128, 64, 2, 2), (56, 100)),
         (CoopTile(64, 64, 64, 2, 2), (50, 53)),
     ),
     32: ((CoopTile(32, 32, 256, 1, 2, 2), (100, 100)),),
     16: (
-        (CoopTile(16, 16, 512, 1, 1, 4), (100, 44)),
-        (CoopTile(16, 64, 128, 1, 2, 2), (67, 100)),
+        (CoopTile(16, 16, 512, 1, 1, 4), (100, 44)), (CoopTile(16, 64, 128, 1, 2, 2), (67, 100)),
         (CoopTile(16, 16, 256, 1, 1, 4), (80, 81)),
     ),
-}
+}  # fmt: skip
 
 
 def _held(of: Product) -> int:
@@ -73,21 +79,13 @@ def choose(of: Product) -> CoopTile:
     ValueError unless tokens are a multiple of 16 and columns of 32."""
     if tile := expert_tile(of):
         return tile
-    arch, m = of.arch, of.tokens
-    tokens = next((t for t in (128, 64, 32, 16) if m % t == 0), None)
-    if tokens is None or of.k % BLOCK:
-        raise ValueError(f"{m} tokens of {of.k} columns are no tiles of 16 x {BLOCK}")
-    times: dict[CoopTile, float] = {}
-    for tile, speeds in TILES[tokens]:
-        found = _fit(tile, of) if m % tile.tokens == 0 else None
-        if found:
-            workgroups = m // found.tokens * -(-of.rows // found.rows)
-            times.setdefault(found, -(-workgroups // arch.units) * found.tokens * found.rows / speeds[of.weights - 1])
-    if not times:
-        raise ValueError(
-            f"{arch.name} has no tile for {m} tokens: matrices of {arch.fragment}, {arch.lds} bytes of shared memory"
-        )
-    return min(times, key=lambda tile: times[tile])
+    tiles = ((_fit(tile, of), speeds[of.weights - 1]) for tile, speeds in TILES[whole_tokens(of)])
+    if found := least_loaded(of, ((tile, speed) for tile, speed in tiles if tile)):
+        return found
+    raise ValueError(
+        f"{of.arch.name} has no tile for {of.tokens} tokens: matrices of {of.arch.fragment}, {of.arch.lds} bytes of "
+        "shared memory"
+    )
 
 
 def expert_tile(of: Product) -> CoopTile | None:

@@ -10,6 +10,7 @@ are placed in LDS in the order that undoes it (`slot`).
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from tvm.tirx.script import builder as T
 
@@ -18,7 +19,16 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.registers import at, local, put
 from mlc_amd.schedules.gpu.base.step import when
 from mlc_amd.schedules.gpu.linear.gemm_load import PIECE, columns_of, half_piece
-from mlc_amd.schedules.gpu.linear.gemm_steps import CODE, HELD, UNIT_CHOICES, Loaded, UnitGemm
+from mlc_amd.schedules.gpu.linear.gemm_steps import (
+    CODE,
+    HELD,
+    UNIT_CHOICES,
+    Loaded,
+    UnitGemm,
+    least_loaded,
+    whole_tokens,
+    workgroups,
+)
 from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork, UnitTile
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -26,60 +36,47 @@ PAD = 8  # halves added to each row of LDS: eight consecutive rows are then in d
 LDS = 64 << 10  # bytes of a workgroup, at most: LLVM ends the process above that
 
 
-# ---- matrix units: 16 x 16 tiles; `load` returns the operands of `columns` columns as a list, one per instruction
+@dataclass(frozen=True)
+class MatrixUnit:
+    """Instructions on tiles of 16 x 16.
+
+    columns   that `load` reads at once
+    acc       accumulators of a lane. Accumulator i of group g of 16 lanes: row acc*g + i
+    instruction   LLVM's name; zeros: that follow its operands
+    whole     a lane holds all 16 columns, all groups alike, and accumulator i of group g is of row 2*i + g; else eight,
+              of which an instruction may take four at a time: which ones does not matter as long as both operands agree
+    """
+
+    columns: int
+    acc: int
+    instruction: str
+    zeros: int = 0
+    whole: bool = False
+    side: ClassVar = 16
+
+    def slot(self, n: Expr) -> Expr:
+        """The row of LDS for row n of a tile: so that accumulators are of consecutive rows."""
+        return n % 8 * 2 + n // 8 if self.whole else n
+
+    def load(self, lds: Buffer, row: Expr, ld: int, column: Expr, lane: Expr) -> list[Expr]:
+        """A tile's operands, one for each instruction. row, column: its first ones; ld: halves of a row of LDS."""
+        first = (row + lane % 16) * ld + column
+        if self.whole:
+            return [T.Bind(lds[at(first, 16)])]
+        x = T.Bind(lds[at(first + lane // 16 * 8, 8)])
+        return [x] if self.columns == 16 else [T.vectorlow("float16x4", x), T.vectorhigh("float16x4", x)]
+
+    def multiply(self, a: Expr, b: Expr, c: Expr) -> Expr:
+        zeros = [T.int32(0)] * self.zeros
+        return T.call_llvm_pure_intrin(f"float32x{self.acc}", f"llvm.amdgcn.{self.instruction}", a, b, c, *zeros)
 
 
-class Wmma11:
-    """Of gfx11: a lane holds all 16 columns of row lane % 16, both halves of the wave alike. Accumulator i of half h:
-    row 2*i + h."""
-
-    side, columns, acc = 16, 16, 8
-
-    @staticmethod
-    def slot(n: Expr) -> Expr:
-        return n % 8 * 2 + n // 8
-
-    @staticmethod
-    def load(lds: Buffer, row: Expr, ld: int, column: Expr, lane: Expr) -> list[Expr]:
-        return [T.Bind(lds[at((row + lane % 16) * ld + column, 16)])]
-
-    @staticmethod
-    def multiply(a: Expr, b: Expr, c: Expr) -> Expr:
-        return T.call_llvm_pure_intrin("float32x8", "llvm.amdgcn.wmma.f32.16x16x16.f16", a, b, c)
-
-
-class Wmma12(Wmma11):
-    """Of gfx12: half h of the wave holds columns 8*h .. 8*h + 7. Accumulator i of half h: row 8*h + i."""
-
-    @staticmethod
-    def slot(n: Expr) -> Expr:
-        return n
-
-    @staticmethod
-    def load(lds: Buffer, row: Expr, ld: int, column: Expr, lane: Expr) -> list[Expr]:
-        return [T.Bind(lds[at((row + lane % 16) * ld + column + lane // 16 * 8, 8)])]
-
-
-class Mfma(Wmma12):
-    """Of gfx9: quarter g of the wave holds four columns. Which four does not matter as long as both operands agree:
-    columns 8*g .. 8*g + 7 of 32 serve two instructions, and LDS reads are 128 bits wide. Accumulator i of quarter g:
-    row 4*g + i."""
-
-    columns, acc = 32, 4
-
-    @staticmethod
-    def load(lds: Buffer, row: Expr, ld: int, column: Expr, lane: Expr) -> list[Expr]:
-        (x,) = Wmma12.load(lds, row, ld, column, lane)
-        return [T.vectorlow("float16x4", x), T.vectorhigh("float16x4", x)]
-
-    @staticmethod
-    def multiply(a: Expr, b: Expr, c: Expr) -> Expr:
-        return T.call_llvm_pure_intrin(
-            "float32x4", "llvm.amdgcn.mfma.f32.16x16x16f16", a, b, c, T.int32(0), T.int32(0), T.int32(0)
-        )
-
-
-UNITS = {"wmma11": Wmma11, "wmma12": Wmma12, "mfma": Mfma}
+WMMA = "wmma.f32.16x16x16.f16"
+UNITS = {
+    "wmma11": MatrixUnit(16, 8, WMMA, whole=True),
+    "wmma12": MatrixUnit(16, 8, WMMA),
+    "mfma": MatrixUnit(32, 4, "mfma.f32.16x16x16f16", zeros=3),
+}
 
 
 @dataclass(frozen=True)
@@ -132,22 +129,11 @@ def lds_bytes(tile: MatrixTile, weights: int = 1) -> int:
 
 
 def choose(of: Product) -> MatrixTile:
-    """The default tile: of experts `expert_tile`, else the one with the minimum load of the busiest compute unit.
-    ValueError unless tokens are a multiple of 16 and columns of 32."""
-    if tile := expert_tile(of):
-        return tile
-    tokens = next((t for t in (128, 64, 32, 16) if of.tokens % t == 0), None)
-    if tokens is None or of.k % BLOCK:
-        raise ValueError(f"{of.tokens} tokens of {of.k} columns are no tiles of 16 x {BLOCK}")
-    loads: dict[MatrixTile, float] = {}
-    for tile, speed in TILES[of.arch.wave, tokens]:
-        found = _fit(tile, of)
-        loads.setdefault(found, -(-_workgroups(found, of) // of.arch.units) * found.rows / speed)
-    return min(loads, key=lambda tile: loads[tile])
-
-
-def _workgroups(tile: MatrixTile, of: Product) -> int:
-    return of.tokens // tile.tokens * -(-of.rows // tile.rows)
+    """The default tile. ValueError unless tokens are a multiple of 16 and columns of 32."""
+    tiles = TILES[of.arch.wave, whole_tokens(of)]
+    tile = expert_tile(of) or least_loaded(of, ((_fit(tile, of), speed) for tile, speed in tiles))
+    assert tile
+    return tile
 
 
 def _fit(tile: MatrixTile, of: Product) -> MatrixTile:
@@ -158,7 +144,7 @@ def _fit(tile: MatrixTile, of: Product) -> MatrixTile:
         held, limit = tile.rows, max(BLOCK, tile.columns // of.weights)
     fewer = replace(tile, rows=held, columns=limit)
     # more than one workgroup per compute unit: two run at once with half the columns, else one after the other
-    if _workgroups(fewer, of) > of.arch.units and lds_bytes(fewer, of.weights) > of.arch.lds // 2:
+    if workgroups(fewer, of) > of.arch.units and lds_bytes(fewer, of.weights) > of.arch.lds // 2:
         limit = max(BLOCK, limit // 2)
     columns = next(c for c in (512, 256, 128, 64, 32) if c <= limit and of.k % c == 0)
     return replace(fewer, columns=columns, waves_k=min(tile.waves_k, columns // UNITS[of.arch.matrix].columns))

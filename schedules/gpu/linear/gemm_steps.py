@@ -3,7 +3,7 @@ threads of the workgroup multiply them. The next step's global loads are issued 
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tvm.tirx.script import builder as T
 
@@ -11,7 +11,7 @@ from mlc_amd.schedules.gpu.base.device import barrier
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.registers import at
 from mlc_amd.schedules.gpu.linear.gemm_load import PIECE, fetch
-from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Product, TileT, TileWork, UnitT, Weight, block_bytes
+from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Product, Tile, TileT, TileWork, UnitT, Weight, block_bytes
 from mlc_amd.schedules.tir import Expr
 
 Loaded = tuple[list, list]  # registers of a step: of the activations, and for each weight
@@ -25,6 +25,27 @@ UNIT_CHOICES = {
     "tokens": (16, 32, 64, 128, 256), "rows": (16, 32, 64, 128, 256), "columns": (32, 64, 128, 256, 512),
     "waves_m": (1, 2, 4, 8), "waves_n": (1, 2, 4, 8),
 }  # fmt: skip
+
+
+def whole_tokens(of: Product) -> int:
+    """Of the largest tiles that divide the tokens. ValueError unless these are a multiple of 16, and columns of 32."""
+    found = next((t for t in (128, 64, 32, 16) if of.tokens % t == 0), None)
+    if found is None or of.k % BLOCK:
+        raise ValueError(f"{of.tokens} tokens of {of.k} columns are no tiles of 16 x {BLOCK}")
+    return found
+
+
+def workgroups(tile: Tile, of: Product) -> int:
+    return of.tokens // tile.tokens * -(-of.rows // tile.rows)
+
+
+def least_loaded(of: Product, tiles: Iterable[tuple[UnitT, float]]) -> UnitT | None:
+    """Of (tile, how fast a compute unit is with it) the tile with which the busiest compute unit has least to do; None
+    without any."""
+    loads: dict[UnitT, float] = {}
+    for tile, speed in tiles:
+        loads.setdefault(tile, -(-workgroups(tile, of) // of.arch.units) * tile.tokens * tile.rows / speed)
+    return min(loads, key=lambda tile: loads[tile], default=None)
 
 
 class SteppedGemm(Gemm[TileT]):
