@@ -5,13 +5,14 @@ In and out as in `gemm.py`: `state`, activations, the planes of two weights of f
 of an element meet in one thread.
 """
 
+from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu.base.activations import gated
 from mlc_amd.schedules.gpu.base.device import barrier, each, launch, rcp, rint, shuffle_xor, wave_max, wave_sum
 from mlc_amd.schedules.gpu.base.pairs import store_run
 from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import FIELDS, RUNS_OF, TINY, WIDTH, clamped, emit_store
 from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of, vector
 from mlc_amd.schedules.gpu.base.step import kernel, once
@@ -30,6 +31,7 @@ from mlc_amd.schedules.gpu.linear.gemm import (
 )
 from mlc_amd.schedules.gpu.linear.gemm_staged import StagedPair
 from mlc_amd.schedules.gpu.linear.linear_args import declare_gate_up
+from mlc_amd.schedules.operators import ExpertGateUp, GateUp
 
 
 def _store_floats(layout, out, token, row, y):
@@ -88,25 +90,20 @@ class _Staged:
             )
 
 
-def gate_up_swiglu(
-    fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, tile=None, act="silu", of=None, norm_in=None
-):
-    """PrimFunc with the parameters of `linear_args`.
+def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan=None) -> tirx.PrimFunc:
+    """Kernel with the parameters of `linear_args`.
 
-    The weights are f x k, f a multiple of 32. layout_in, k, m and tile: as for `gemm.linear`. layout: "half", "pairs",
-    "lanes" (after cooperative matrices), "" or, where layout_in does not mean matrix units, "rows". act: a name of
-    `activations.py`. norm_in: as of `gemm.linear`. Token tiles without live tokens are left as they are. ValueError for
-    what cannot share a launch.
-
-    of: a `Slots` of experts.py; the weights are stacks, and its slots stand in the place of tokens. Tiles without an
-    expert are left as they are.
+    The operator's n is a multiple of 32; layout_in, k, m and plan: as for `gemm.linear`. layout: "half", "pairs",
+    "lanes" (after cooperative matrices), "" or, where layout_in does not mean matrix units, "rows". Token tiles without
+    live tokens are left as they are, of experts those without an expert: slots stand in the place of tokens. ValueError
+    for what cannot share a launch.
     """
-    formats = [lookup(fmt_gate), lookup(fmt_up)]
-    gemm = (
-        expert_engine(of, layout_in, formats, k, arch, f, tile, 2)
-        if of
-        else engine(layout_in, formats, m, k, arch, f, tile, 2)
-    )
+    experts = op.of if isinstance(op, ExpertGateUp) else None
+    formats, f, k, layout_in, layout = [fmt for fmt, _ in op.weights], op.n, op.k, op.layout_in, op.layout
+    if isinstance(op, ExpertGateUp):
+        m, norm_in, gemm = op.of.slots(op.m), None, expert_engine(op, arch, plan)
+    else:
+        m, norm_in, gemm = op.m, op.norm_in, engine(layout_in, formats, op.m, k, arch, f, plan, 2)
     if f % BLOCK or gemm.rows_side_by_side != {"rows": BLOCK, "pairs": 1, "lanes": 1}.get(
         layout, gemm.rows_side_by_side
     ):
@@ -116,11 +113,10 @@ def gate_up_swiglu(
     check_deferred(gemm, norm_in, 0)
     by_run, row_tiles = isinstance(gemm, StagedPair), -(-f // gemm.tile.rows)
     quick = is_quick(gemm, token_tiles(gemm, m) * row_tiles)
-    if of and by_run:
+    if experts and by_run:
         raise ValueError(f"{gemm.tile} is none for experts")
     with kernel(name) as ir:
-        args = declare_gate_up(formats, f, k, (m, m), layout_in, layout, of, norm_in=norm_in)
-        state, params, groups, planes, biases, out, read = args
+        state, params, groups, planes, biases, out, norm = declare_gate_up(op)
         weights = [(fmt, bufs, f) for fmt, bufs in zip(formats, planes, strict=True)]
         acts = views(params, layout_in, m, k)
         with launch((token_tiles(gemm, m), row_tiles), (gemm.threads,)) as (
@@ -130,8 +126,8 @@ def gate_up_swiglu(
         ):
             gemm.allocate(thread)
             token0, row0 = T.Bind(token_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
-            first, mine = tile_expert(groups, token0, f, of.experts) if of else (None, None)
-            factors = factors_of(gemm, formats, read, token0, thread, row_tile == 0, quick)
+            first, mine = tile_expert(groups, token0, f, experts) if experts else (None, None)
+            factors = factors_of(gemm, formats, norm, token0, thread, row_tile == 0, quick)
             staged = _Staged(gemm.tile) if layout == "rows" and (arch.wave < BLOCK or not arch.subgroups) else None
 
             def store(token, row, values):
@@ -140,7 +136,7 @@ def gate_up_swiglu(
                 if biases:
                     index = span(T.Bind(first + row), values[0])
                     values = [T.Bind(x + bias[index]) for x, bias in zip(values, biases, strict=True)]
-                y = [gated(act, g, u) for g, u in zip(*map(elements, values), strict=True)]
+                y = [gated(op.act, g, u) for g, u in zip(*map(elements, values), strict=True)]
                 if staged:
                     staged.keep(token - token0, row - row0, *y)
                 elif layout == "rows":
@@ -153,7 +149,7 @@ def gate_up_swiglu(
                 else:
                     _store_floats(layout, out[0], token, row, y)
 
-            mine, zero = (mine, zero_of(gemm, state)) if of else rows_of(gemm, state, m, token0, quick)
+            mine, zero = (mine, zero_of(gemm, state)) if experts else rows_of(gemm, state, m, token0, quick)
             with once(mine):
                 gemm.emit(acts, weights, token0, row0, store, first, **extras(factors, zero))
                 if staged:

@@ -9,22 +9,25 @@ the row tiles of all segments. What a workgroup does to its tile is up to `gemm_
 `MatrixGemm`; `gate_up_gemm.py` shares it, too. Workgroups whose tokens are all beyond the live ones leave at once.
 """
 
+from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, elements, vector
 from mlc_amd.schedules.gpu.base.step import kernel, live_rows, live_rows_and_zero, once, unknown_zero, where
 from mlc_amd.schedules.gpu.linear import gemm_coop, gemm_dot, gemm_matrix, lane_tiles
-from mlc_amd.schedules.gpu.linear.deferred_norm import RowFactors
+from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, RowFactors
 from mlc_amd.schedules.gpu.linear.gemm_coop import CoopGemm
 from mlc_amd.schedules.gpu.linear.gemm_dot import DotGemm, ExactGemm, FloatGemm
 from mlc_amd.schedules.gpu.linear.gemm_lanes import LaneGemm, LaneTile
 from mlc_amd.schedules.gpu.linear.gemm_matrix import MatrixGemm
 from mlc_amd.schedules.gpu.linear.gemm_staged import adds_up
 from mlc_amd.schedules.gpu.linear.lane_results import QUAD
-from mlc_amd.schedules.gpu.linear.linear_args import declare_linear, segments_of
+from mlc_amd.schedules.gpu.linear.linear_args import LinearBuffers, Segment, declare_linear
 from mlc_amd.schedules.gpu.linear.load import QUADS
+from mlc_amd.schedules.operators import Linear
 
 RESIDENT = 4  # workgroups of a `LaneGemm` that a compute unit holds at once
 
@@ -91,12 +94,12 @@ def is_quick(gemm, workgroups) -> bool:
     return resident and (gemm.weights == 1 or bool(gemm.tile.staged))
 
 
-def factors_of(gemm, formats, read, token0, thread, first, quick) -> RowFactors | None:
+def factors_of(gemm, formats, norm: CompletedNorm | None, token0, thread, first, quick) -> RowFactors | None:
     """The factors of a tile's tokens, of a norm that the kernel completes; None without one. Only `LaneGemm` does.
     quick: what they are made of is loaded along with the columns or before them, not behind the products."""
-    if read is None:
+    if norm is None:
         return None
-    factors = RowFactors(gemm.arch, read, gemm.tile.tokens, token0, thread, gemm.threads, first)
+    factors = RowFactors(gemm.arch, norm, gemm.tile.tokens, token0, thread, gemm.threads, first)
     if quick and not (adds_up(gemm.tile, formats) and factors.begin(gemm.columns)):
         factors.load()
     return factors
@@ -132,35 +135,33 @@ def check_deferred(gemm, norm_in, made) -> None:
         raise ValueError(f"a norm of {made} columns, which are not whole blocks, cannot be prepared")
 
 
-def linear(segments, k, m, layout, biases, residual, arch, name, tile=None, norm_in=None, norm_out=False):
-    """PrimFunc with the parameters of `linear_args`.
+def linear(op: Linear, arch: Device, name: str, plan=None) -> tirx.PrimFunc:
+    """Kernel with the parameters of `linear_args`.
 
-    segments: list of (format name or Format, n); they share the activations (q, k and v of a layer) and the launch. k:
-    a multiple of 32, m: tokens, a multiple of 16. layout: of the activations, "half" or "" on matrix units, "pairs" or
+    The operator's k is a multiple of 32, m of 16. layout: of the activations, "half" or "" on matrix units, "pairs" or
     "" on cooperative matrices, "lanes" on those that `gemm_lanes.py` knows (weights and activations become float16),
     else "rows" for int8 formats and "" for float formats. Float formats with "" are multiplied in float32
-    everywhere. biases: one flag per segment. residual: Y = R + result, for one segment. tile: see `engine`. norm_in:
-    eps of the norm that the activations lack, and norm_out: whether Y is prepared for one (`deferred_norm.py`); in the
-    layout "lanes". Token tiles without live tokens (state[1]) are left as they are. The columns of Y from n on are
-    undefined. ValueError for what cannot share a launch or has no tiles, UserError for weights too large.
+    everywhere. norm_in and norm_out: in the layout "lanes". plan: a tile, see `engine`. Token tiles without live tokens
+    (state[1]) are left as they are. The columns of Y from n on are undefined. ValueError for what cannot share a launch
+    or has no tiles, UserError for weights too large.
     """
-    segments = segments_of(segments, biases, residual)
-    formats = [fmt for fmt, _ in segments]
-    gemm = engine(layout, formats, m, k, arch, sum(padded(n) for _, n in segments), tile)
-    check_deferred(gemm, norm_in, segments[0][1] if norm_out else 0)
-    counts = [-(-padded(n) // gemm.tile.rows) for _, n in segments]
+    k, m, layout = op.k, op.m, op.layout
+    formats, rows = [fmt for fmt, _ in op.weights], [padded(n) for _, n in op.segments]
+    gemm = engine(layout, formats, m, k, arch, sum(rows), plan)
+    check_deferred(gemm, op.norm_in, op.segments[0][1] if op.norm_out else 0)
+    counts = [-(-n // gemm.tile.rows) for n in rows]
     quick = is_quick(gemm, token_tiles(gemm, m) * sum(counts))
     with kernel(name) as ir:
-        args = declare_linear(segments, k, m, layout, biases, residual, None, norm_in, norm_out)
+        args = declare_linear(op)
         acts = views(args.acts, layout, m, k)
         with launch((token_tiles(gemm, m), sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
             gemm.allocate(thread)
             token0, first = T.Bind(token_tile * gemm.tile.tokens), 0
-            factors = factors_of(gemm, formats, args.read, token0, thread, row_tile == 0, quick)
+            factors = factors_of(gemm, formats, args.completed, token0, thread, row_tile == 0, quick)
             live, zero = rows_of(gemm, args.state, m, token0, quick)
             more = extras(factors, zero)
             for segment, count in zip(args.segments, counts, strict=True):
-                runs = norm_out and gemm.has_runs(padded(segment.n))
+                runs = op.norm_out and gemm.has_runs(padded(segment.n))
                 epilogue = _Epilogue(arch, args, segment, factors, runs)
                 mine = live & (row_tile >= first) & (row_tile < first + count)
                 if quick:
@@ -178,7 +179,9 @@ def linear(segments, k, m, layout, biases, residual, arch, name, tile=None, norm
 class _Epilogue:
     """What becomes of the products of a segment's rows. runs: they come as runs (see `LaneGemm.emit`)."""
 
-    def __init__(self, arch, args, segment, factors, runs=False):
+    def __init__(
+        self, arch: Device, args: LinearBuffers, segment: Segment, factors: RowFactors | None, runs: bool = False
+    ):
         self.arch, self.args, self.segment, self.factors, self.runs = arch, args, segment, factors, runs
 
     def load(self, token, row, lanes):
@@ -190,7 +193,7 @@ class _Epilogue:
         return (
             None if segment.bias is None else [_bias(segment.bias, index, segment.n) for index in indices],
             None if args.residual is None else [args.residual[token, index] for index in indices],
-            None if args.made is None else args.made.load(token, firsts),
+            None if args.prepared is None else args.prepared.load(token, firsts),
         )
 
     def _firsts(self, row):
@@ -216,4 +219,4 @@ class _Epilogue:
         for first, x in zip(self._firsts(row), parts, strict=True):
             T.buffer_store(self.segment.Y, x, [token, span(first, x)])
         if norm is not None:
-            self.args.made.store(self.arch, token, row, parts, norm)
+            self.args.prepared.store(self.arch, token, row, parts, norm)
