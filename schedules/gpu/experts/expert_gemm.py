@@ -16,7 +16,7 @@ from mlc_amd.schedules.gpu.base.planes import plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import act_args
 from mlc_amd.schedules.gpu.base.step import kernel, once, state_arg
-from mlc_amd.schedules.gpu.experts.experts import Slots, bias_args, check_rows, expert_at, ids_arg
+from mlc_amd.schedules.gpu.experts.experts import bias_args, check_rows, expert_at, ids_arg
 from mlc_amd.schedules.gpu.linear.gemm import engine, plans, span, views
 from mlc_amd.schedules.gpu.linear.gemm_tile import Tile, TileWork, Weight, product_of
 from mlc_amd.schedules.operators.experts import ExpertLinear, Experts
@@ -44,7 +44,7 @@ def expert_linear(op: ExpertLinear, arch: Device, name: str, plan: Tile | None =
         state = state_arg()
         params, groups = act_args(product.m, op.k, op.layout), ids_arg(experts, op.m)
         weight = Weight(fmt, plane_args(fmt, experts.count * n, op.k, "W_"), n)
-        biases = bias_args(Slots(experts, op.m, False, op.bias), n, ("WB",))
+        biases = bias_args(experts.count * n, "WB") if op.bias else []
         Y = T.arg("Y", T.buffer((product.m, n), "float32"))
         acts = views(params, product)
         with launch((gemm.token_tiles, gemm.row_tiles(n)), (gemm.threads,)) as (slot_tile, row_tile, thread):

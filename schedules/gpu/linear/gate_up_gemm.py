@@ -18,7 +18,6 @@ from mlc_amd.schedules.gpu.base.quantize import FIELDS, RUNS_OF, TINY, WIDTH, cl
 from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of, vector
 from mlc_amd.schedules.gpu.base.step import kernel, once
 from mlc_amd.schedules.gpu.experts.expert_gemm import tile_expert
-from mlc_amd.schedules.gpu.experts.experts import Slots
 from mlc_amd.schedules.gpu.linear.gemm import check_deferred, engine, span, views
 from mlc_amd.schedules.gpu.linear.gemm_staged import StagedPair
 from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Tile, TileWork, Weight, product_of
@@ -98,16 +97,14 @@ def gate_up_swiglu(
     if experts and by_run:
         raise ValueError(f"{gemm.tile} is none for experts")
     with kernel(name) as ir:
-        slots = Slots(op.of, op.m, op.shared, op.biases) if experts else None
-        args = declare_gate_up(of.formats, f, of.k, (of.m, of.m), of.layout, layout, slots, norm_in=norm_in)
-        state, params, groups, planes, biases, out, read = args
+        state, params, groups, planes, biases, out, completed = declare_gate_up(op)
         weights = [Weight(fmt, bufs, f) for fmt, bufs in zip(of.formats, planes, strict=True)]
         acts = views(params, of)
         with launch((gemm.token_tiles, row_tiles), (gemm.threads,)) as (token_tile, row_tile, thread):
             gemm.allocate(thread)
             token0, row0 = T.Bind(token_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
             first, mine = tile_expert(groups, token0, f, op.of) if experts else (None, None)
-            factors = gemm.factors(read, token0, thread, row_tile == 0, quick)
+            factors = gemm.factors(completed, token0, row_tile == 0, quick)
             through_lds = layout == "rows" and (arch.wave < BLOCK or not arch.subgroups)
             staged = _Staged(gemm, token0, row0) if through_lds else None
 

@@ -25,7 +25,7 @@ from mlc_amd.schedules.gpu.linear import gemm_coop, gemm_dot, gemm_matrix, lane_
 from mlc_amd.schedules.gpu.linear.deferred_norm import RowFactors
 from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Multiplied, Product, Tile, TileWork, Weight, product_of
 from mlc_amd.schedules.gpu.linear.lane_results import QUAD
-from mlc_amd.schedules.gpu.linear.linear_args import Linear, Segment, declare_linear, segments_of
+from mlc_amd.schedules.gpu.linear.linear_args import LinearBuffers, Segment, declare_linear
 from mlc_amd.schedules.gpu.linear.load import QUADS
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Buffer, Expr
@@ -104,19 +104,18 @@ def linear(op: operators.Linear, arch: Device, name: str, plan: Tile | None = No
     """Kernel with the parameters of `linear_args`. Token tiles without live tokens (state[1]) are left as they are. The
     columns of Y from n on are undefined. ValueError for what cannot share a launch or has no tiles, UserError for
     weights too large."""
-    segments = segments_of(op.segments, op.biases, op.residual)
     of = product_of(op, arch)
     gemm = engine(of, plan)
-    check_deferred(gemm, op.norm_in, segments[0][1] if op.norm_out else 0)
-    counts = [gemm.row_tiles(padded(n)) for _, n in segments]
+    check_deferred(gemm, op.norm_in, op.segments[0][1] if op.norm_out else 0)
+    counts = [gemm.row_tiles(padded(n)) for _, n in op.segments]
     quick = gemm.is_quick(gemm.token_tiles * sum(counts))
     with kernel(name) as ir:
-        args = declare_linear(segments, op.k, op.m, op.layout, op.biases, op.residual, None, op.norm_in, op.norm_out)
+        args = declare_linear(op)
         acts = views(args.acts, of)
         with launch((gemm.token_tiles, sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
             gemm.allocate(thread)
             token0, first = T.Bind(token_tile * gemm.tile.tokens), 0
-            factors = gemm.factors(args.read, token0, thread, row_tile == 0, quick)
+            factors = gemm.factors(args.completed, token0, row_tile == 0, quick)
             live, zero = gemm.live_and_zero(args.state, token0, quick)
             for segment, count in zip(args.segments, counts, strict=True):
                 weight = Weight(segment.fmt, segment.planes, padded(segment.n))
@@ -142,7 +141,7 @@ Loaded = tuple[list[Expr] | None, list[Expr] | None, Any]
 class _Epilogue:
     """What becomes of the products of a segment's rows. runs: as of `TileWork`."""
 
-    def __init__(self, arch: Device, args: Linear, segment: Segment, factors: RowFactors | None, runs: bool):
+    def __init__(self, arch: Device, args: LinearBuffers, segment: Segment, factors: RowFactors | None, runs: bool):
         self.arch, self.args, self.segment, self.factors, self.runs = arch, args, segment, factors, runs
 
     def load(self, token: Expr, row: Expr, lanes: int) -> Loaded:
@@ -154,12 +153,13 @@ class _Epilogue:
         return (
             None if segment.bias is None else [self._bias(index) for index in indices],
             None if args.residual is None else [args.residual[token, index] for index in indices],
-            None if args.made is None else args.made.load(token, firsts),
+            None if args.prepared is None else args.prepared.load(token, firsts),
         )
 
     def _bias(self, index: Expr) -> Expr:
         """bias[index]; the last rows' index stays inside the n biases."""
-        bias, n = self.segment.bias, self.segment.n
+        bias: Buffer = self.segment.bias
+        n = self.segment.n
         if n % 16 == 0:
             return bias[index]
         if index.ty.dtype.lanes == 1:
@@ -189,5 +189,5 @@ class _Epilogue:
         parts = [T.Bind(x) for x in parts]
         for first, x in zip(self._firsts(row), parts, strict=True):
             T.buffer_store(self.segment.Y, x, [token, span(first, x)])
-        if norm is not None and self.args.made is not None:
-            self.args.made.store(self.arch, token, row, parts, norm)
+        if norm is not None and self.args.prepared is not None:
+            self.args.prepared.store(self.arch, token, row, parts, norm)

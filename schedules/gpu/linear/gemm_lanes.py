@@ -29,9 +29,10 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.registers import Held, at, lane_of, vector
 from mlc_amd.schedules.gpu.base.step import kept, live_rows_and_zero, unknown_zero
 from mlc_amd.schedules.gpu.linear import coop_load
-from mlc_amd.schedules.gpu.linear.deferred_norm import Read, RowFactors
-from mlc_amd.schedules.gpu.linear.gemm_tile import TileWork, block_bytes
+from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, RowFactors
+from mlc_amd.schedules.gpu.linear.gemm_tile import TileWork
 from mlc_amd.schedules.gpu.linear.lane_results import ROWS, SHAPE, WAVE, LaneResults
+from mlc_amd.schedules.gpu.linear.load import block_bytes
 from mlc_amd.schedules.tir import Buffer, Expr
 
 RUN_UNIT = LANES // RUNS  # halves of a subgroup's loads of a run
@@ -84,11 +85,11 @@ class LaneGemm(LaneResults):
         # of all tokens some are always live
         return T.bool(True) if self.token_tiles == 1 else token0 < live, zero
 
-    def factors(self, read: Read | None, token0: Expr, thread: Expr, first: Expr, quick: bool) -> RowFactors | None:
+    def factors(self, norm: CompletedNorm | None, token0: Expr, first: Expr, quick: bool) -> RowFactors | None:
         """quick: what they are made of is loaded along with the columns or before them, not after the products."""
-        if read is None:
+        if norm is None:
             return None
-        factors = RowFactors(self.arch, read, self.tile.tokens, token0, thread, self.threads, first)
+        factors = RowFactors(self.arch, norm, self.tile.tokens, token0, self.thread, self.threads, first)
         if quick and not (self.step_columns and factors.begin(self.step_columns)):
             factors.load()
         return factors

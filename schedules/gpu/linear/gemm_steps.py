@@ -11,7 +11,8 @@ from mlc_amd.schedules.gpu.base.device import barrier
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.registers import at
 from mlc_amd.schedules.gpu.linear.gemm_load import PIECE, fetch
-from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Product, Tile, TileT, TileWork, UnitT, Weight, block_bytes
+from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Product, Tile, TileT, TileWork, UnitT, Weight
+from mlc_amd.schedules.gpu.linear.load import block_bytes
 from mlc_amd.schedules.tir import Expr
 
 Loaded = tuple[list, list]  # registers of a step: of the activations, and for each weight

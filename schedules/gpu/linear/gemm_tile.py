@@ -14,10 +14,10 @@ from typing import ClassVar, Generic, NamedTuple, TypeVar
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import Format
-from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes, padded
+from mlc_amd.schedules.gpu.base.planes import Planes, padded
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.step import live_rows
-from mlc_amd.schedules.gpu.linear.deferred_norm import Read, RowFactors
+from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, RowFactors
 from mlc_amd.schedules.operators import ExpertGateUp, ExpertLinear, GateUp, Linear
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -191,12 +191,7 @@ class Gemm(ABC, Generic[TileT]):
         """`TileWork.zero`; None where the tile has no use for it."""
         return None
 
-    def factors(self, read: Read | None, token0: Expr, thread: Expr, first: Expr, quick: bool) -> RowFactors | None:
+    def factors(self, norm: CompletedNorm | None, token0: Expr, first: Expr, quick: bool) -> RowFactors | None:
         """The factors of a tile's tokens, of a norm that the kernel completes; None without one. first: whether the
         workgroup writes the norm's scales."""
         return None
-
-
-def block_bytes(fmt: Format) -> float:
-    """Bytes of 32 columns of a row."""
-    return fmt.block_bytes * BLOCK / fmt.block
