@@ -129,9 +129,6 @@ class _RegisterGemm(SteppedGemm[DotTile]):
         return (weight * self.token_count + token) * self.row_count + row
 
     def _w_pieces(self) -> Iterator[tuple[Expr, Expr, Expr]]:
-        if self.columns > BLOCK:
-            yield from super()._w_pieces()
-            return
         for c in self._pieces(self.tile.rows * 2):
             yield c // 2, 0, c % 2
 
@@ -254,6 +251,8 @@ class FloatGemm(_RegisterGemm):
 
 class ExactGemm(FloatGemm):
     """The same in steps of several blocks: for few rows, whose workgroups do not fill the GPU."""
+
+    _w_pieces = SteppedGemm._w_pieces
 
     def __init__(self, of: Product, tile: DotTile):
         for span in SPANS:
