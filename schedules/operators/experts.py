@@ -249,6 +249,10 @@ class ExpertGateUp(_ExpertProduct, name="expert_gate_up"):
     def formats(self) -> list[str]:
         return [self.gate, self.up]
 
+    @property
+    def x_rows(self) -> int:
+        return self.m if self.shared else self.of.slots(self.m)
+
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, ACTIVATIONS_SLOT, _GROUPS)
         yield from (self.stack("G_", self.gate), self.stack("U_", self.up))

@@ -1,5 +1,6 @@
 """Operators from plain arguments, as tests write them, and their kernels."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -7,7 +8,7 @@ from tvm import tirx
 
 from mlc_amd.schedules.cpu import registry as on_cpu
 from mlc_amd.schedules.gpu import registry as on_gpu
-from mlc_amd.schedules.operators import OPERATORS, Operator, from_json
+from mlc_amd.schedules.operators import OPERATORS, GateUp, Linear, Operator, from_json
 from mlc_amd.schedules.operators.attention import Attention, Rope
 
 PARTS = {"layer": Attention, "rope": Rope}
@@ -20,6 +21,18 @@ def operator(name: str, args: dict[str, Any]) -> Operator:
         if part in own and part not in args:
             args[part] = {field.name: args.pop(field.name) for field in fields(kind) if field.name in args}
     return from_json({"op": name, "args": args})
+
+
+def linear(segments: Sequence, k: int, m: int, layout: str, biases: tuple | None = None, **args: Any) -> Linear:
+    """A linear layer, by default without biases; args: further attributes."""
+    biases = (False,) * len(segments) if biases is None else tuple(biases)
+    return Linear(segments=tuple(segments), k=k, m=m, layout=layout, biases=biases, **args)
+
+
+def gate_up(gate: str, up: str, n: int, k: int, m: int, layouts: tuple[str, str], **args: Any) -> GateUp:
+    """layouts: of its input and output."""
+    layout_in, layout = layouts
+    return GateUp(gate=gate, up=up, n=n, k=k, m=m, layout_in=layout_in, layout=layout, **args)
 
 
 def built(op: Operator, arch: Any, name: str = "kernel", plan: Any = None) -> tirx.PrimFunc:

@@ -76,7 +76,7 @@ class GpuArch(Chip):
     scalars = True
     unrolls = False  # TVM's code has loops or copies, as kernels say
     lone_waves = False
-    lane_matrix = ()
+    fragment, lane_matrix = (0, 0, 0), ()
     query_registers = 0
     launch_us = 0.0
 

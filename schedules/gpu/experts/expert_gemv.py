@@ -13,17 +13,24 @@ the rows of a slot are computed as in `gemv.py`.
 from dataclasses import replace
 from typing import NamedTuple
 
+from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.formats import lookup
+from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import barrier, fma, launch, uniform, wave_sum
 from mlc_amd.schedules.gpu.base.planes import plane_args
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import act_args
 from mlc_amd.schedules.gpu.base.registers import local, put
 from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg
-from mlc_amd.schedules.gpu.experts.experts import Slots, bias_args, check_rows, expert_at, ids_arg, weights_arg
-from mlc_amd.schedules.gpu.linear import gemv, load
+from mlc_amd.schedules.gpu.experts.experts import bias_args, check_rows, expert_at, ids_arg, weights_arg
+from mlc_amd.schedules.gpu.linear import load
+from mlc_amd.schedules.gpu.linear.gemv import check
+from mlc_amd.schedules.gpu.linear.gemv_plan import CHOICES, Plan, fitted, full_plan, lanes_of, loads, steps_at_once
 from mlc_amd.schedules.gpu.linear.gemv_rows import Strip, emit_acts, emit_sums, span_of, units_of
+from mlc_amd.schedules.operators import ExpertDown
+from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.tir import Expr
 
 FULL = 2  # workgroups for each compute unit: with fewer an H200 is slower
 ROWS, WAVES = 2, 8  # of a plan, where rows are enough; waves that compute different slots' parts of the same rows
@@ -33,7 +40,7 @@ class Split(NamedTuple):
     """plan: as the kernel uses it. lanes: that share a row. waves: of a workgroup. side: slots side by side; steps: of
     a wave, each with a slot. rows: of a workgroup. groups: workgroups."""
 
-    plan: gemv.Plan
+    plan: Plan
     lanes: int
     waves: int
     side: int
@@ -42,42 +49,56 @@ class Split(NamedTuple):
     groups: int
 
 
-def down_default(fmt, n, k, used, arch) -> gemv.Plan:
+def down_default(op: ExpertDown, arch: Device) -> Plan:
     """The plan with fewer rows at once where there would be too few workgroups to fill the GPU."""
-    plan = gemv.full_plan(arch, ROWS, WAVES)
-    while plan.rows > 1 and down_split(fmt, n, k, used, arch, plan).groups < FULL * arch.units:
+    plan = full_plan(arch, ROWS, WAVES)
+    while plan.rows > 1 and down_split(op, arch, plan).groups < FULL * arch.units:
         plan = replace(plan, rows=plan.rows // 2)
     return plan
 
 
-def down_split(fmt, n, k, used, arch, plan=None) -> Split:
+def down_split(op: ExpertDown, arch: Device, plan: Plan | None = None) -> Split:
     """How `expert_down` is spread over the GPU; two plans that give the same make the same kernel."""
-    plan = gemv.fitted(plan or down_default(fmt, n, k, used, arch), [fmt], k, arch)
-    lanes = gemv.lanes_of(units_of([fmt], k), min(plan.lanes, arch.wave))
+    fmts = [fmt for fmt, _ in op.weights]
+    plan = fitted(plan or down_default(op, arch), fmts, op.k, arch)
+    lanes = lanes_of(units_of(fmts, op.k), min(plan.lanes, arch.wave))
     waves = min(plan.waves, arch.threads // arch.wave)
-    steps = -(-used // waves)
-    side = -(-used // steps)
+    steps = -(-op.used // waves)
+    side = -(-op.used // steps)
     waves -= waves % side
     rows = waves // side * (arch.wave // lanes) * plan.rows
-    return Split(plan, lanes, waves, side, steps, rows, -(-n // rows))
+    return Split(plan, lanes, waves, side, steps, rows, -(-op.n // rows))
 
 
-def expert_down(fmt, n, k, of: Slots, weighted, residual, layout, arch, name, plan=None):
-    """PrimFunc (state, A, S | X of m * used rows, Groups int32 [m, used], planes of the [count * n, k] stack, [WB
+@registry.plans(ExpertDown)
+def plans(op: ExpertDown, arch: Device) -> Space:
+    fmts = [fmt for fmt, _ in op.weights]
+
+    def kernel(plan: Plan) -> Kernel:
+        split = down_split(op, arch, plan)
+        unroll = steps_at_once(fmts, op.k, split.lanes, split.plan.unroll)
+        same = split._replace(plan=replace(split.plan, waves=0, lanes=0, unroll=unroll))
+        return Kernel(same, split.groups * op.m, split.waves * arch.wave, loads(fmts, op.k, split.plan))
+
+    return Space(Plan, CHOICES, down_default(op, arch), kernel)
+
+
+@registry.builds(ExpertDown)
+def expert_down(op: ExpertDown, arch: Device, name: str, plan: Plan | None = None) -> tirx.PrimFunc:
+    """Kernel (state, A, S | X of m * used rows, Groups int32 [m, used], planes of the [count * n, k] stack, [WB
     float32 [count * n]], [Weights float32 [m, used]], [R float32 [m, n]], Y float32 [m, n]). UserError unless n is a
     multiple of 16, ValueError for activations in another layout than the format's."""
-    fmt, used, m = lookup(fmt), of.experts.used, of.m
+    ((fmt, n),), k, experts, used, m = op.weights, op.k, op.of, op.used, op.m
     check_rows(n)
-    gemv.check([fmt], 1, layout, "expert_down")
-    split = down_split(fmt, n, k, used, arch, plan)
-    plan, lanes, waves, side, steps, rows, groups = split
+    check(op)
+    plan, lanes, waves, side, steps, rows, groups = down_split(op, arch, plan)
     with kernel(name) as ir:
         state = state_arg()
-        params, ids = act_args(m * used, k, layout), ids_arg(of.experts, m)
-        bufs = plane_args(fmt, of.experts.count * n, k, "W_")
-        biases = bias_args(of, n, ("WB",))
-        Weights = weights_arg(of.experts, m) if weighted else None
-        R = T.arg("R", T.buffer((m, n), "float32")) if residual else None
+        params, ids = act_args(m * used, k, op.layout), ids_arg(experts, m)
+        bufs = plane_args(fmt, op.experts * n, k, "W_")
+        biases = bias_args(op.experts * n, "WB") if op.bias else []
+        Weights = weights_arg(experts, m) if op.weighted else None
+        R = T.arg("R", T.buffer((m, n), "float32")) if op.residual else None
         Y = T.arg("Y", T.buffer((m, n), "float32"))
         with (
             launch((m, groups) if m > 1 else (groups,), (arch.wave, waves)) as (*rest, workgroup, lane, wave),
@@ -96,20 +117,20 @@ def expert_down(fmt, n, k, of: Slots, weighted, residual, layout, arch, name, pl
             count = steps if side * steps == used else T.Bind((used - 1 - beside) // side + 1)
             with T.serial(count) as step:
                 slot = T.Bind(step * side + beside)
-                first = T.Bind(expert_at(ids, [token, slot], of.experts) * n)
+                first = T.Bind(expert_at(ids, [token, slot], experts) * n)
                 strips = [Strip(fmt, views, first + row + i) for i in range(plan.rows)]
                 found = emit_sums(strips, [acts.of(token * used + slot)], part, lanes, plan.unroll, arch)
                 for i in range(plan.rows):
-                    weight = Weights[token, slot] if weighted else T.float32(1)
+                    weight = Weights[token, slot] if Weights is not None else T.float32(1)
                     put(sums, fma(T.Bind(found[i]), weight, sums[i]), i)
             totals = [wave_sum(arch, T.Bind(sums[i]), lanes) for i in range(plan.rows)]
 
-            def store(row, total):
+            def store(row: Expr, total: Expr) -> None:
                 """One row's result."""
                 for bias in biases:
                     for j in range(used):
-                        own = bias[expert_at(ids, [token, j], of.experts) * n + row]
-                        total = fma(own, Weights[token, j], total) if weighted else T.Bind(total + own)
+                        own = bias[expert_at(ids, [token, j], experts) * n + row]
+                        total = fma(own, Weights[token, j], total) if Weights is not None else T.Bind(total + own)
                 T.buffer_store(Y, total if R is None else R[token, row] + total, [token, row])
 
             if side == 1:
@@ -117,10 +138,10 @@ def expert_down(fmt, n, k, of: Slots, weighted, residual, layout, arch, name, pl
                     for i, total in enumerate(totals):
                         store(row + i, total)
             else:
-                made = T.alloc_buffer((side, rows), "float32", scope="shared")
+                parts = T.alloc_buffer((side, rows), "float32", scope="shared")
                 with T.If(part == 0), T.Then():
                     for i, total in enumerate(totals):
-                        put(made, total, beside, group * plan.rows + i)
+                        put(parts, total, beside, group * plan.rows + i)
                 barrier()
                 for c in range(0, rows, waves * arch.wave):
                     own = T.Bind(wave * arch.wave + lane + c)
@@ -129,8 +150,8 @@ def expert_down(fmt, n, k, of: Slots, weighted, residual, layout, arch, name, pl
                         T.min(workgroup * rows + own // plan.rows * plan.rows, T.int32(n - plan.rows)) + own % plan.rows
                     )
                     with T.If(own < rows), T.Then():
-                        total = T.Bind(made[0, own])
+                        total = T.Bind(parts[0, own])
                         for j in range(1, side):
-                            total = T.Bind(total + made[j, own])
+                            total = T.Bind(total + parts[j, own])
                         store(moved, total)
     return ir.get()

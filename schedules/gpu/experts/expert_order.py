@@ -5,18 +5,24 @@ schedules/operators/experts.py has them. One workgroup makes them by a counting 
 expert's pairs stay in order.
 
 SEGMENT neighbouring threads work through a segment of neighbouring pairs, SEGMENT at a time: a thread compares its
-pair's expert with those of the others, which gives its place among them. Each segment has its own counts, which become
+pair's expert with those of the others: so many equal ones come before it. Each segment has its own counts, which become
 the places where its pairs of each expert begin. The experts of BATCH steps are loaded together.
 """
+
+from collections.abc import Callable
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import barrier, count_ones, launch
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, put
 from mlc_amd.schedules.gpu.base.step import kernel, live_rows, state_arg
 from mlc_amd.schedules.gpu.experts.experts import expert_at, flat
+from mlc_amd.schedules.operators import ExpertOrder
 from mlc_amd.schedules.operators.experts import Experts
+from mlc_amd.schedules.tir import Buffer, Expr
 
 SEGMENT = 32
 WIDTH = 4  # experts that a thread reads at once
@@ -24,9 +30,11 @@ BATCH = 8
 NOBODY = -1  # the expert of a pair that does not exist
 
 
-def expert_order(m, experts: Experts, arch, name) -> tirx.PrimFunc:
+@registry.builds(ExpertOrder)
+def expert_order(op: ExpertOrder, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state, Ids int32 [m, used], Slots int32 [m, used], Pairs int32 [slots], Groups int32 [tiles + 2 count +
     1])."""
+    m, experts = op.m, op.of
     threads, pairs, slots = arch.threads, m * experts.used, experts.slots(m)
     with kernel(name) as ir:
         state = state_arg()
@@ -39,7 +47,7 @@ def expert_order(m, experts: Experts, arch, name) -> tirx.PrimFunc:
             sort = _Sort(arch, experts, pairs, thread)
             sort.clear()
 
-            def count(pair, expert, before, total):
+            def count(pair: Expr, expert: Expr, before: Expr, total: Expr) -> None:
                 sort.add(expert, before, total)
                 barrier()
 
@@ -48,7 +56,7 @@ def expert_order(m, experts: Experts, arch, name) -> tirx.PrimFunc:
             _fill_rest(Groups, used_tiles, experts.tiles(m), thread, threads)
             _fill_rest(Pairs, T.Bind(used_tiles * experts.tile), slots, thread, threads)
 
-            def place(pair, expert, before, total):
+            def place(pair: Expr, expert: Expr, before: Expr, total: Expr) -> None:
                 exists = expert >= 0
                 slot = T.Bind(T.Select(exists, sort.counts[sort.count_of(expert)] + before, T.int32(0)))
                 barrier()
@@ -63,7 +71,7 @@ def expert_order(m, experts: Experts, arch, name) -> tirx.PrimFunc:
     return ir.get()
 
 
-def _fill_rest(buffer, first, count, thread, threads):
+def _fill_rest(buffer: Buffer, first: Expr, count: int, thread: Expr, threads: int) -> None:
     """buffer[first .. count - 1] = -1, by all threads."""
     with T.serial(-(-count // threads)) as i:
         index = T.Bind(i * threads + thread)
@@ -74,7 +82,7 @@ def _fill_rest(buffer, first, count, thread, threads):
 class _Sort:
     """The workgroup's shared memory. counts: of each segment, by expert, `row` of them; a thread places `each`."""
 
-    def __init__(self, arch, experts: Experts, pairs, thread):
+    def __init__(self, arch: Device, experts: Experts, pairs: int, thread: Expr):
         self.experts, self.thread, self.threads = experts, thread, arch.threads
         self.segments = self.threads // SEGMENT
         self.steps = -(-pairs // self.threads)
@@ -86,16 +94,16 @@ class _Sort:
         self.counts = T.alloc_buffer((self.segments * self.row,), "int32", scope="shared")
         self.tiles = T.alloc_buffer((self.threads,), "int32", scope="shared")
 
-    def count_of(self, expert):
+    def count_of(self, expert: Expr) -> Expr:
         """Where the segment's count of an expert is; of NOBODY: any."""
         return T.Bind(self.segment * self.row + T.max(expert, T.int32(0)))
 
-    def clear(self):
+    def clear(self) -> None:
         with T.serial(self.segments * self.each) as i:
             put(self.counts, T.int32(0), i * self.threads + self.thread)
         barrier()
 
-    def each_pair(self, ids, live, work):
+    def each_pair(self, ids: Buffer, live: Expr, work: Callable[[Expr, Expr, Expr, Expr], None]) -> None:
         """work(pair, expert, equal ones before it, equal ones) of this thread's pair in each step; equal among the
         pairs of the step. It ends with a barrier."""
         with T.serial(-(-self.steps // self.batch)) as outer:
@@ -111,7 +119,7 @@ class _Sort:
             with T.serial(T.Bind(T.min(self.steps - outer * self.batch, T.int32(self.batch)))) as i:
                 work(T.Bind(first + i * SEGMENT), *self._compare(T.Bind(i * self.threads)))
 
-    def _compare(self, start):
+    def _compare(self, start: Expr) -> tuple[Expr, Expr, Expr]:
         """(expert, equal ones before it, equal ones) of this thread's pair, of experts from ids[start] on."""
         expert, equal = T.Bind(self.ids[start + self.thread]), T.uint32(0)
         for first in range(0, SEGMENT, WIDTH):
@@ -122,13 +130,13 @@ class _Sort:
         below = T.Bind(T.shift_left(T.uint32(1), T.cast(self.lane, "uint32")) - T.uint32(1))
         return expert, count_ones(equal & below), count_ones(equal)
 
-    def add(self, expert, before, total):
+    def add(self, expert: Expr, before: Expr, total: Expr) -> None:
         """Counts a step's pairs: the first one of each expert does."""
         with T.If((expert >= 0) & (before == 0)), T.Then():
             index = self.count_of(expert)
             put(self.counts, self.counts[index] + total, index)
 
-    def place(self, Groups, Pairs, tiles):
+    def place(self, Groups: Buffer, Pairs: Buffer, tiles: int) -> Expr:
         """Counts become first slots; stores all of Groups but its unused tiles, and -1 for padding. Returns the number
         of used tiles."""
         count, tile = self.experts.count, self.experts.tile
@@ -164,10 +172,10 @@ class _Sort:
         barrier()
         return used_tiles
 
-    def _tiles_of(self, pairs):
+    def _tiles_of(self, pairs: Expr) -> Expr:
         return T.Bind(T.truncdiv(pairs + (self.experts.tile - 1), T.int32(self.experts.tile)))
 
-    def _scan(self, value):
+    def _scan(self, value: Expr) -> None:
         """self.tiles[t] = the sum of the values of threads 0 .. t."""
         put(self.tiles, value, self.thread)
         barrier()

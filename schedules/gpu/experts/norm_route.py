@@ -9,40 +9,43 @@ A workgroup makes one expert's logit: 1 / sqrt(..) is a factor of the sum of x *
 Its logit goes to Logits; in the last workgroup to arrive (`arrival.py`) a wave chooses, as in `route.py`.
 """
 
+from collections.abc import Sequence
+
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.formats import lookup
+from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.arrival import LINE, Outbox, arrive, zero_after
 from mlc_amd.schedules.gpu.base.device import barrier, fma, launch, rsqrt, uniform, wave_sum
 from mlc_amd.schedules.gpu.base.planes import BLOCK, plane_args
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store, load_columns
 from mlc_amd.schedules.gpu.base.registers import local, put
 from mlc_amd.schedules.gpu.base.step import kernel, state_arg
 from mlc_amd.schedules.gpu.experts.route import Held, choice_args, routing_args
 from mlc_amd.schedules.gpu.linear import load
-from mlc_amd.schedules.operators.experts import Experts, Routing
+from mlc_amd.schedules.operators import NormRoute
+from mlc_amd.schedules.tir import Expr
 
 THREADS = 256  # of a workgroup, at most: of 2048 columns each thread has two loads
 STEPS = 4  # whose loads are issued before the first is used
 
 
-def scratch_shapes(count) -> dict:
+def scratch_shapes(count: int) -> dict[str, tuple[tuple[int, ...], str]]:
     """Parameter name -> (shape, dtype) of the buffers that the workgroups of `count` experts meet in. "Arrived" must be
     zero before the first launch and is zero after each; "Logits" may hold anything."""
     return {"Logits": ((count, LINE), "float32"), "Arrived": ((1,), "int32")}
 
 
-def norm_route(
-    fmt, k, eps, layout, both, bias, experts: Experts, routing: Routing, arch, name
-) -> tirx.PrimFunc:  # fmt: skip
+@registry.builds(NormRoute)
+def norm_route(op: NormRoute, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state, X float32 [1, k], G float32 [k], planes of W [count, k], [bias float32 [count]], [B, F as of
     `route`], Logits, Arrived of `scratch_shapes`, y in `layout`, [y as float32, if `both`], Ids, Weights).
 
     ValueError for a format that is not float, and as of `route`; UserError unless 32 divides k.
     """
-    fmt, count, threads = lookup(fmt), experts.count, min(THREADS, arch.threads)
+    ((fmt, count),), k, threads = op.weights, op.k, min(THREADS, arch.threads)
     waves = threads // arch.wave
     if fmt.kind != "float":
         raise ValueError(f"a router in {fmt.name} does not take float32")
@@ -52,19 +55,19 @@ def norm_route(
         state_arg()
         X, G = T.arg("X", T.buffer((1, k), "float32")), T.arg("G", T.buffer((k,), "float32"))
         planes = plane_args(fmt, count, k, "W_")
-        WB = T.arg("WB", T.buffer((count,), "float32")) if bias else None
-        B, F = routing_args(experts, routing)
+        WB = T.arg("WB", T.buffer((count,), "float32")) if op.router_bias else None
+        B, F = routing_args(op)
         Logits, Arrived = (T.arg(which, T.buffer(*of)) for which, of in scratch_shapes(count).items())
-        layouts = [layout, ""] if both else [layout]
+        layouts = [op.layout, ""] if op.both else [op.layout]
         outs = [act_args(1, k, each, None if each else ["Y"]) for each in layouts]
-        Ids, Weights = choice_args(experts, 1)
+        Ids, Weights = choice_args(op)
         with launch((count,), (arch.wave, waves)) as (expert, lane, wave):
             tid, weights = T.Bind(wave * arch.wave + lane), load.views(fmt, planes, WIDTH)
             units, steps = k // WIDTH, -(-k // (threads * WIDTH))
             # what is needed at the end and known now: its loads wait with the others
-            held, own_bias = Held(arch, experts, routing, lane, B, F), None if WB is None else T.Bind(WB[expert])
+            held, own_bias = Held(arch, op, lane, B, F), None if WB is None else T.Bind(WB[expert])
 
-            def unit_of(step):
+            def unit_of(step: Expr) -> tuple[Expr, Expr | None]:
                 """(unit of this thread in that step, live); live is None where all threads have one."""
                 unit = step * threads + tid
                 whole = units % threads == 0 or (isinstance(step, int) and (step + 1) * threads <= units)
@@ -81,7 +84,7 @@ def norm_route(
             put(square, T.float32(0), 0)
             put(product, T.float32(0), 0)
 
-            def add(first, number):
+            def add(first: Expr, number: int) -> None:
                 loaded = []
                 for i in range(number):
                     unit, live = unit_of(first + i)
@@ -101,7 +104,7 @@ def norm_route(
             for first in range(0 if loops <= 1 else loops * STEPS, steps, STEPS):
                 add(first, min(STEPS, steps - first))
             squares, products = _workgroup_sums(arch, waves, (square, product), wave, lane)
-            scale = rsqrt(fma(squares, T.float32(1 / k), T.float32(eps)))
+            scale = rsqrt(fma(squares, T.float32(1 / k), T.float32(op.eps)))
 
             logit = T.Bind(products * scale if own_bias is None else products * scale + own_bias)
             outbox = Outbox(arch, tid, threads, (1,))
@@ -126,7 +129,7 @@ def norm_route(
     return ir.get()
 
 
-def _workgroup_sums(arch, waves, totals, wave, lane) -> list:
+def _workgroup_sums(arch: Device, waves: int, totals: Sequence[Expr], wave: Expr, lane: Expr) -> list[Expr]:
     """The sums over the workgroup of each of `totals`, registers."""
     parts = T.alloc_buffer((len(totals), waves), "float32", scope="shared")
     for i, total in enumerate(totals):

@@ -9,57 +9,60 @@ one left. All arithmetic is float32: a rounded logit would choose other experts.
 """
 
 import functools
+from collections.abc import Callable
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import barrier, exp2, launch, maximum, rcp, wave_max, wave_min, wave_sum
 from mlc_amd.schedules.gpu.base.planes import padded
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import local, put
 from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg
 from mlc_amd.schedules.operators.attention import LOG2E
-from mlc_amd.schedules.operators.experts import GATINGS, MIN_SUM, Experts, Routing
+from mlc_amd.schedules.operators.experts import GATINGS, MIN_SUM, Route, Routing
+from mlc_amd.schedules.tir import Buffer, Expr
 
 LOWEST = -3.0e38  # below all scores
 LAST = -(1 << 31)  # the key of what cannot be chosen: below those of all scores
 NONE = 1 << 30  # above all experts' numbers
 
 
-def check(experts: Experts, routing: Routing) -> bool:
+def check(routing: Routing) -> bool:
     """Whether some groups of experts are left out. ValueError for a gating that is not known, and for groups that do
     not fit."""
-    count, used, groups = experts.count, experts.used, routing.groups
+    count, used, groups = routing.experts, routing.used, routing.groups
     grouped = groups > 1 and routing.groups_used < groups
     if routing.gating not in GATINGS:
         raise ValueError(f"unknown gating {routing.gating!r}; known are {', '.join(GATINGS)}")
     if grouped and (count % groups or used > count // groups * routing.groups_used):
-        raise ValueError(f"{routing.groups_used} of {groups} groups of {count} experts do not give {used}")
+        raise ValueError(f"{routing.groups_used} of {groups} groups of {count} experts do not have {used}")
     return grouped
 
 
-def routing_args(experts: Experts, routing: Routing) -> list:
+def routing_args(routing: Routing) -> list[Buffer | None]:
     """Declares the parameters B and F, as far as there are any: [B or None, F or None]."""
     wanted = (("B", routing.bias), ("F", routing.factors))
-    return [T.arg(which, T.buffer((padded(experts.count),), "float32")) if there else None for which, there in wanted]
+    return [T.arg(which, T.buffer((padded(routing.experts),), "float32")) if there else None for which, there in wanted]
 
 
-def choice_args(experts: Experts, m) -> list:
+def choice_args(routing: Routing) -> list[Buffer]:
     """Declares the parameters Ids and Weights."""
-    dtypes = {"Ids": "int32", "Weights": "float32"}
-    return [T.arg(which, T.buffer((m, experts.used), dtype)) for which, dtype in dtypes.items()]
+    return [T.arg(which, T.buffer(*of)) for which, of in zip(("Ids", "Weights"), routing.choice(), strict=True)]
 
 
-def route(n, m, experts: Experts, routing: Routing, arch, name) -> tirx.PrimFunc:
+@registry.builds(Route)
+def route(op: Route, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state, L float32 [m, n], [B float32 [count, padded to 16]], [F as B], Ids int32 [m, used], Weights
     float32 [m, used]). ValueError as of `check`."""
-    wave = arch.wave
     with kernel(name) as ir:
-        state, L = state_arg(), T.arg("L", T.buffer((m, n), "float32"))
-        B, F = routing_args(experts, routing)
-        Ids, Weights = choice_args(experts, m)
-        with launch((m,), (wave,)) as (row, lane):
-            held = Held(arch, experts, routing, lane, B, F)
-            with if_live(state, m, row):
+        state, L = state_arg(), T.arg("L", T.buffer((op.m, op.n), "float32"))
+        B, F = routing_args(op)
+        Ids, Weights = choice_args(op)
+        with launch((op.m,), (arch.wave,)) as (row, lane):
+            held = Held(arch, op, lane, B, F)
+            with if_live(state, op.m, row):
                 held.load(lambda expert: L[row, expert])
                 held.choose()
                 held.store(row, Ids, Weights)
@@ -71,9 +74,9 @@ class Held:
     that chooses it, and its place among the chosen ones. B, F: parameters of `route`, or None. ValueError as of
     `check`."""
 
-    def __init__(self, arch, experts: Experts, routing: Routing, lane, B, F):
-        self.arch, self.count, self.used, self.lane, self.routing = arch, experts.count, experts.used, lane, routing
-        self.grouped = check(experts, routing)
+    def __init__(self, arch: Device, routing: Routing, lane: Expr, B: Buffer | None, F: Buffer | None):
+        self.arch, self.count, self.used, self.lane, self.routing = arch, routing.experts, routing.used, lane, routing
+        self.grouped = check(routing)
         self.steps = -(-self.count // arch.wave)
         self.numbers = [T.Bind(lane + i * arch.wave) for i in range(self.steps)]
         self.biases, self.factors = self._entries(B), self._entries(F)
@@ -84,24 +87,24 @@ class Held:
             self.ranks = T.alloc_buffer((routing.groups,), "float32", scope="shared")
             self.open = T.alloc_buffer((routing.groups,), "int32", scope="shared")
 
-    def _entries(self, parameter):
+    def _entries(self, parameter: Buffer | None) -> list[Expr] | None:
         """What a parameter has for each of a lane's experts."""
         return None if parameter is None else [T.Bind(parameter[self._index(i)]) for i in range(self.steps)]
 
-    def _inside(self, i):
+    def _inside(self, i: int) -> Expr | None:
         """Whether number i of a lane's experts exists; None: on every lane."""
         return None if (i + 1) * self.arch.wave <= self.count else self.numbers[i] < self.count
 
-    def _or(self, i, value, otherwise):
+    def _or(self, i: int, value: Expr, otherwise: Expr) -> Expr:
         """value where number i of a lane's experts exists."""
         inside = self._inside(i)
         return T.Bind(value if inside is None else T.Select(inside, value, otherwise))
 
-    def _index(self, i):
+    def _index(self, i: int) -> Expr:
         """The expert's number, inside the arrays in any case."""
         return self.numbers[i] if self._inside(i) is None else T.min(self.numbers[i], T.int32(self.count - 1))
 
-    def load(self, logit):
+    def load(self, logit: Callable[[Expr], Expr]) -> None:
         """logit(expert): of the row. Called by all waves of a workgroup or, unless `grouped`, by one."""
         logits = [self._or(i, logit(self._index(i)), T.float32(LOWEST)) for i in range(self.steps)]
         values = {"softmax": self._softmax, "sigmoid": self._sigmoid, "softmax_used": list}[self.routing.gating](logits)
@@ -111,16 +114,16 @@ class Held:
         if self.grouped:
             self._leave_groups()
 
-    def _softmax(self, logits):
+    def _softmax(self, logits: list[Expr]) -> list[Expr]:
         top = wave_max(self.arch, functools.reduce(maximum, logits))
         parts = [self._or(i, exp2((x - top) * T.float32(LOG2E)), T.float32(0)) for i, x in enumerate(logits)]
         inverse = rcp(wave_sum(self.arch, T.Bind(functools.reduce(lambda x, y: x + y, parts))))
         return [T.Bind(x * inverse) for x in parts]
 
-    def _sigmoid(self, logits):
+    def _sigmoid(self, logits: list[Expr]) -> list[Expr]:
         return [rcp(T.float32(1) + exp2(x * T.float32(-LOG2E))) for x in logits]
 
-    def _leave_groups(self):
+    def _leave_groups(self) -> None:
         """Takes away the experts of all but the best groups."""
         groups, used, size = self.routing.groups, self.routing.groups_used, self.count // self.routing.groups
         for i in range(self.steps):
@@ -154,8 +157,8 @@ class Held:
             is_open = self.open[self._index(i) // size] > 0
             put(self.scores, T.Select(is_open, self.scores[i], T.float32(LOWEST)), i)
 
-    def choose(self):
-        """Gives the best experts their places, the best one 0; of equal ones the lower number is first. Others have the
+    def choose(self) -> None:
+        """Sets the places of the best experts, the best one 0; of equal ones the lower number is first. Others have the
         place `used`."""
         for i in range(self.steps):
             put(self.places, T.int32(self.used), i)
@@ -171,7 +174,7 @@ class Held:
                 put(self.places, T.Select(here, place, self.places[i]), i)
                 put(self.keys, T.Select(here, T.int32(LAST), key), i)
 
-    def store(self, row, Ids, Weights):
+    def store(self, row: Expr, Ids: Buffer, Weights: Buffer) -> None:
         """Stores the chosen experts and their weights."""
         places = [T.Bind(self.places[i]) for i in range(self.steps)]
         chosen = [T.Bind(place < self.used) for place in places]
@@ -183,13 +186,13 @@ class Held:
                 put(Weights, weight if self.factors is None else weight * self.factors[i], row, place)
 
 
-def _key(score):
+def _key(score: Expr) -> Expr:
     """An int32 above LAST that sorts as the float32 does; of NaNs as any."""
     bits = T.Bind(T.reinterpret("int32", score))
     return T.max(bits ^ (T.shift_right(bits, T.int32(31)) & T.int32(0x7FFFFFFF)), T.int32(LAST + 1))
 
 
-def weigh(arch, routing, values, chosen):
+def weigh(arch: Device, routing: Routing, values: list[Expr], chosen: list[Expr]) -> list[Expr]:
     """The weights of a lane's experts that are chosen. values: of these the probabilities, or logits for softmax_used;
     LOWEST of others."""
     factor = T.float32(routing.scale)

@@ -16,15 +16,22 @@ which get their signs afterwards. The scale of a group of columns is computed in
 minimum; value * scale + minimum is rounded once more. In total that is below 1 % of a quantization step.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.formats import FP4_VALUES, PLANE_BITS
+from mlc_amd.schedules.formats import FP4_VALUES, PLANE_BITS, Format
 from mlc_amd.schedules.gpu.base.device import fma
 from mlc_amd.schedules.gpu.base.pairs import RUN, RUN_COLUMNS, RUNS
-from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, chosen, elements, lane_of, opaque, vector
 from mlc_amd.schedules.gpu.base.tables import fp4_magnitudes, values
 from mlc_amd.schedules.gpu.linear import load
+from mlc_amd.schedules.tir import Buffer, Expr
+
+Fetched = load.Unit | list[Expr]  # of codes, or float columns as loaded
+Words = Mapping[str, Sequence[Expr]]  # by code plane
 
 EXPONENT = 0x64006400  # of 1024.0 as float16, in both halves of a word
 EXPONENT_VALUE = 1024
@@ -35,12 +42,12 @@ SIGN = 0x80808080  # turns signed bytes into bytes that count from 128
 SIGNS = 0x80008000  # of two float16
 
 
-def views(fmt, bufs, span):
+def views(fmt: Format, bufs: Planes, span: int) -> Planes:
     """The planes as `fetch` reads them. Declares views: call it inside the launch or after the last parameter."""
     return bufs if fmt.kind == "float" else load.views(fmt, bufs, span)
 
 
-def fetch(fmt, planes, row, unit, span):
+def fetch(fmt: Format, planes: Planes, row: Expr, unit: Expr, span: int) -> Fetched:
     """The loads of unit number `unit` of a row, in registers."""
     if fmt.kind != "float":
         return load.fetch(fmt, planes, row, unit, span)
@@ -50,27 +57,27 @@ def fetch(fmt, planes, row, unit, span):
     ]
 
 
-def runs(arch, fmt, fetched, span):
+def runs(arch: Device, fmt: Format, fetched: Fetched, span: int) -> list[Expr]:
     """float16x8 registers: the runs 0 to 3 of each of the unit's blocks."""
-    if fmt.kind == "float":
+    if isinstance(fetched, list):
         columns = [half for x in fetched for half in _halves(fmt, x)]
         return [_run(columns[b * BLOCK : (b + 1) * BLOCK], j) for b in range(span) for j in range(RUNS)]
     decoders = [decoder(arch, fmt, fetched, b) for b in range(span)]
     return [run(j) for run in decoders for j in range(RUNS)]
 
 
-def activations(X, token, block):
+def activations(X: Buffer, token: Expr, block: Expr) -> list[Expr]:
     """The four runs of a block of float32 activations X [m, k] as float16x8."""
     quads = [T.Bind(X[token, at(block * BLOCK + first, 4)]) for first in range(0, BLOCK, 4)]
     columns = [T.cast(lane_of(x, i), "float16") for x in quads for i in range(4)]
     return [_run(columns, j) for j in range(RUNS)]
 
 
-def _run(columns, j):
+def _run(columns: Sequence[Expr], j: int) -> Expr:
     return T.Bind(vector([columns[c] for c in RUN_COLUMNS[j]]))
 
 
-def _halves(fmt, x):
+def _halves(fmt: Format, x: Expr) -> list[Expr]:
     """The elements of a loaded vector of a float format as float16."""
     parts = elements(x)
     if fmt.name == "bf16":
@@ -78,12 +85,14 @@ def _halves(fmt, x):
     return parts if fmt.name == "f16" else [T.cast(part, "float16") for part in parts]
 
 
-def hidden(zero):
+def hidden(zero: Expr) -> tuple[Expr, ...]:
     """EXPONENTS in registers, as numbers that the compiler does not know. zero: an int32 that is 0, likewise."""
     return tuple(T.Bind(opaque(T.cast(zero, "uint32") + T.uint32(bits))) for bits in EXPONENTS)
 
 
-def decoder(arch, fmt, fetched, block=0, exponents=EXPONENTS):
+def decoder(
+    arch: Device, fmt: Format, fetched: load.Unit, block: int = 0, exponents: Sequence[Expr] = EXPONENTS
+) -> Callable[[Expr], Expr]:
     """run(j): run number j, an int or in a register, of a block of a fetched unit of codes, as float16x8. exponents: of
     `hidden`."""
     exponents = [T.uint32(bits) if isinstance(bits, int) else bits for bits in exponents]
@@ -105,7 +114,7 @@ def decoder(arch, fmt, fetched, block=0, exponents=EXPONENTS):
     offsets = [HIGH_EXPONENT_VALUE if nibbles and t % 2 else EXPONENT_VALUE for t in range(RUN // 2)]
     zeros = vector([T.float16(offsets[i // 2] + zero) for i in range(RUN)])
 
-    def run(j):
+    def run(j: Expr) -> Expr:
         bits = (
             _nibbles(codes["Q4"], j, exponents)
             if nibbles
@@ -119,7 +128,7 @@ def decoder(arch, fmt, fetched, block=0, exponents=EXPONENTS):
     return run
 
 
-def _unsigned(arch, fmt, codes):
+def _unsigned(arch: Device, fmt: Format, codes: Words) -> tuple[Words, int, Sequence[Expr] | None]:
     """(plane -> words of unsigned fields, the one that means 0, words of nibbles whose highest bits are signs or
     None)."""
     if fmt.table == FP4_VALUES:
@@ -131,20 +140,20 @@ def _unsigned(arch, fmt, codes):
     return codes, fmt.zero, None
 
 
-def _signed(value, nibbles):
+def _signed(value: Expr, nibbles: Expr) -> Expr:
     """A run, negated where the nibble of its code has its highest bit; the order is that of `_nibbles`."""
     words = T.Bind(T.reinterpret("uint32x4", value))
     signs = [T.shift_left(nibbles, T.uint32(12 - 4 * t)) & T.uint32(SIGNS) for t in range(RUN // 2)]
     return T.reinterpret("float16x8", T.Bind(vector([lane_of(words, t) ^ sign for t, sign in enumerate(signs)])))
 
 
-def _per_pair(values):
+def _per_pair(values: Sequence[Expr]) -> Expr:
     """Float32 of groups of columns as a float16x8: pairs of a run alternate between the block's halves."""
     values = [T.Bind(T.cast(value, "float16")) for value in values]
     return vector([values[i // 2 % len(values)] for i in range(RUN)])
 
 
-def _place(plane, j, t):
+def _place(plane: str, j: Expr, t: int) -> tuple[Sequence[int], Expr]:
     """(words, first bit) of the plane's bits of pair t of run j; the other one of the pair is 16 bits higher. words:
     the numbers of those from which j takes one, or the only one."""
     half, byte = t % 2, 8 * (t // 2)  # half of the block; columns 0 and 2 are in even bytes, 1 and 3 in odd ones
@@ -156,7 +165,7 @@ def _place(plane, j, t):
     }[plane]
 
 
-def _fields(codes, j, t, exponent):
+def _fields(codes: Words, j: Expr, t: int, exponent: Expr) -> Expr:
     """A word: two float16, 1024 + the codes of pair t of run j."""
     found, filled = exponent, 0
     for plane, words in codes.items():
@@ -168,7 +177,7 @@ def _fields(codes, j, t, exponent):
     return T.Bind(found)
 
 
-def _nibbles(words, j, exponents):
+def _nibbles(words: Sequence[Expr], j: Expr, exponents: Sequence[Expr]) -> list[Expr]:
     """Four words, as of `_fields`, of codes that are nibbles only, but pairs 1 and 3 are 64 + the codes: one shift
     instead of three."""
     low = chosen(words, j)
@@ -180,7 +189,7 @@ def _nibbles(words, j, exponents):
     ]
 
 
-def _shifted(word, first, filled):
+def _shifted(word: Expr, first: Expr, filled: int) -> Expr:
     """The word with bit `first`, an int or in a register, moved to place `filled`."""
     if not isinstance(first, int):
         return T.shift_left(T.shift_right(word, T.cast(first, "uint32")), T.uint32(filled))

@@ -1,23 +1,21 @@
-"""An RMS norm without a launch: the linear layer before it and those behind it share the work.
+"""An RMS norm without a launch: the linear layer before it and those after it share the work.
 
     y = x * G * scale(x), scale(x) = 1 / sqrt(mean(x*x) + eps), so W y = scale(x) * W (x * G)
 
-The layer that computes x (`Made`) stores x * G, too, and the sums of x*x of every 16 columns; the layers that read the
-norm (`Read`) multiply their products by scale(x), which is one number a token. x * G is stored as float16, and x may be
-large: it is multiplied by the scale of an earlier norm of the same residual stream, and MARGIN.
+The layer that computes x prepares the norm (`PreparedNorm`): it stores x * G, too, and the sums of x*x of every 16
+columns. The layers that read it complete it (`CompletedNorm`): they multiply their products by scale(x), which is one
+number a token. x * G is stored as float16, and x may be large: it is multiplied by the scale of an earlier norm of the
+same residual stream, and MARGIN.
 
     Scale    float32 [m]           scale(x) of that earlier norm
     H        float16, "lanes"      x * G * Scale * MARGIN; what float16 cannot hold becomes its largest number
     Squares  float32 [m, k / 16]   the sums of x*x of 16 columns
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import rcp, wave_sum
-from mlc_amd.schedules.gpu.base.norm import row_scale
+from mlc_amd.schedules.gpu.base.norm import declare_scale, row_scale
 from mlc_amd.schedules.gpu.base.pairs import store_lanes, store_run
 from mlc_amd.schedules.gpu.base.quantize import act_args, clamped
 from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of, local, put, vector
@@ -29,14 +27,18 @@ TILE = 16  # columns whose squares make one sum: rows of a tile of `gemm_lanes.p
 MARGIN = 2.0**-6
 
 
-@dataclass(frozen=True)
-class Made:
-    """What the layer that computes x reads and stores besides."""
+class PreparedNorm:
+    """The norm of its result, m rows of n columns, that a layer prepares: what it reads and stores besides. Declares
+    the inputs."""
 
-    G: Any
-    scale: Any
-    H: Any
-    squares: Any
+    def __init__(self, m: int, n: int):
+        self.m, self.n = m, n
+        self.G = T.arg("NG", T.buffer((n,), "float32"))
+        self.scale = T.arg("NS", T.buffer((m,), "float32"))
+
+    def declare_outputs(self) -> None:
+        (self.H,) = act_args(self.m, self.n, "lanes", ["Hn"])
+        self.squares = T.arg("NewSquares", T.buffer((self.m, self.n // TILE), "float32"))
 
     def load(self, token, rows):
         """What `store` takes besides. rows: the first ones of its parts."""
@@ -65,31 +67,17 @@ class Made:
             T.buffer_store(self.squares, value, [token, at(row // TILE, len(totals))])
 
 
-@dataclass(frozen=True)
-class Read:
-    """What a layer that reads the norm of m tokens of k columns takes and stores besides. made: the scales of this
-    norm, for the next one."""
+class CompletedNorm:
+    """The norm of its input, m rows of k columns, that a layer completes: what it reads and stores besides. Declares
+    the inputs. new_scale: the scales of this norm, for the next one."""
 
-    eps: float
-    m: int
-    k: int
-    squares: Any
-    scale: Any
-    made: Any
+    def __init__(self, eps: float, m: int, k: int):
+        self.eps, self.m, self.k = eps, m, k
+        self.squares = T.arg("Squares", T.buffer((m, k // TILE), "float32"))
+        self.scale = T.arg("Scale", T.buffer((m,), "float32"))
 
-
-def declare_made(n, m, inputs) -> Made:
-    """inputs: of `declare_made_inputs`; declares the outputs."""
-    (H,) = act_args(m, n, "lanes", ["Hn"])
-    return Made(*inputs, H, T.arg("NewSquares", T.buffer((m, n // TILE), "float32")))
-
-
-def declare_made_inputs(n, m) -> tuple:
-    return T.arg("NG", T.buffer((n,), "float32")), T.arg("NS", T.buffer((m,), "float32"))
-
-
-def declare_read_inputs(k, m) -> tuple:
-    return T.arg("Squares", T.buffer((m, k // TILE), "float32")), T.arg("Scale", T.buffer((m,), "float32"))
+    def declare_outputs(self) -> None:
+        self.new_scale = declare_scale(self.m)
 
 
 class RowFactors:
@@ -99,10 +87,10 @@ class RowFactors:
     threads than tokens.
     """
 
-    def __init__(self, arch, read: Read, tokens, token0, thread, threads, first):
+    def __init__(self, arch, norm: CompletedNorm, tokens, token0, thread, threads, first):
         if threads < tokens:
             raise ValueError(f"{threads} threads cannot compute factors of {tokens} tokens")
-        self.arch, self.read, self.tokens, self.token0, self.first = arch, read, tokens, token0, first
+        self.arch, self.norm, self.tokens, self.token0, self.first = arch, norm, tokens, token0, first
         self.thread, self.threads, self.loaded, self.total = thread, threads, None, None
         self.factors = T.alloc_buffer((tokens,), "float32", scope="shared")
 
@@ -114,11 +102,11 @@ class RowFactors:
         """Whether the sums can be added up in a loop over the columns, so many in a step: `add` must be called in each.
         In front of the loop all of them are read at once, which takes as long as some steps."""
         each, rest = divmod(columns // TILE, self._lanes())
-        if not each or rest or columns % TILE or self.read.k % columns:
+        if not each or rest or columns % TILE or self.norm.k % columns:
             return False
         self.each, self.total = each, local(1)
         put(self.total, T.float32(0), 0)
-        self.scale = T.Bind(self.read.scale[self._row()])
+        self.scale = T.Bind(self.norm.scale[self._row()])
         return True
 
     def add(self, step):
@@ -127,7 +115,7 @@ class RowFactors:
         first = T.Bind((step * self._lanes() + self._part()) * self.each)
         total = self.total[0]
         for i in range(0, self.each, width):
-            x = T.Bind(self.read.squares[self._row(), at(first + i, width)])
+            x = T.Bind(self.norm.squares[self._row(), at(first + i, width)])
             for value in elements(x):
                 total = total + value
         put(self.total, total, 0)
@@ -143,34 +131,34 @@ class RowFactors:
         return T.Bind(self.thread // self._lanes())
 
     def _row(self):
-        return T.Bind(T.min(self.token0 + self._token(), T.int32(self.read.m - 1)))
+        return T.Bind(T.min(self.token0 + self._token(), T.int32(self.norm.m - 1)))
 
     def _load(self):
         """(sum of a thread's part, scale of the norm before)."""
-        read, lanes, row, part = self.read, self._lanes(), self._row(), self._part()
-        sums, total = read.k // TILE, T.float32(0)
+        norm, lanes, row, part = self.norm, self._lanes(), self._row(), self._part()
+        sums, total = norm.k // TILE, T.float32(0)
         width = width_of(sums)
         for first in range(0, sums, width * lanes):
             place = T.Bind(first + part * width)
             inside = first + width * lanes <= sums
-            x = T.Bind(read.squares[row, at(place if inside else T.min(place, T.int32(sums - width)), width)])
+            x = T.Bind(norm.squares[row, at(place if inside else T.min(place, T.int32(sums - width)), width)])
             for value in elements(x):
                 total = total + (value if inside else T.Select(place < sums, value, T.float32(0)))
             total = T.Bind(total)  # a thread may have hundreds: code generation would nest as deep
-        return T.Bind(total), T.Bind(read.scale[row])
+        return T.Bind(total), T.Bind(norm.scale[row])
 
     def compute(self):
         """All threads must call this; a barrier must follow before `scaled`."""
-        read, lanes, token, part = self.read, self._lanes(), self._token(), self._part()
+        norm, lanes, token, part = self.norm, self._lanes(), self._token(), self._part()
         total, before = (T.Bind(self.total[0]), self.scale) if self.total is not None else self.loaded or self._load()
         if lanes > 1:
             total = wave_sum(self.arch, total, lanes)
-        scale = row_scale(total, read.k, read.eps)
+        scale = row_scale(total, norm.k, norm.eps)
         own = (part == 0) if self.threads <= self.tokens * lanes else (part == 0) & (token < self.tokens)
         with T.If(own), T.Then():
             T.buffer_store(self.factors, scale * rcp(before * T.float32(MARGIN)), [token])
             with T.If(self.first), T.Then():
-                T.buffer_store(read.made, scale, [self._row()])
+                T.buffer_store(norm.new_scale, scale, [self._row()])
 
     def scaled(self, token, x):
         """x, float32 or a vector of them, times the factor of a token of the workgroup."""

@@ -5,34 +5,27 @@ In and out as in `gemm.py`: `state`, activations, the planes of two weights of f
 of an element meet in one thread.
 """
 
+from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.formats import lookup
+from mlc_amd.schedules import operators
 from mlc_amd.schedules.gpu.base.activations import gated
 from mlc_amd.schedules.gpu.base.device import barrier, each, launch, rcp, rint, shuffle_xor, wave_max, wave_sum
 from mlc_amd.schedules.gpu.base.pairs import store_run
 from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import FIELDS, RUNS_OF, TINY, WIDTH, clamped, emit_store
 from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of, vector
 from mlc_amd.schedules.gpu.base.step import kernel, once
-from mlc_amd.schedules.gpu.experts.expert_gemm import expert_engine, tile_expert
-from mlc_amd.schedules.gpu.linear.gemm import (
-    check_deferred,
-    engine,
-    extras,
-    factors_of,
-    is_quick,
-    rows_of,
-    span,
-    token_tiles,
-    views,
-    zero_of,
-)
+from mlc_amd.schedules.gpu.experts.expert_gemm import tile_expert
+from mlc_amd.schedules.gpu.linear.gemm import check_deferred, engine, span, views
 from mlc_amd.schedules.gpu.linear.gemm_staged import StagedPair
+from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Tile, TileWork, Weight, product_of
 from mlc_amd.schedules.gpu.linear.linear_args import declare_gate_up
+from mlc_amd.schedules.tir import Buffer, Expr
 
 
-def _store_floats(layout, out, token, row, y):
+def _store_floats(layout: str, out: Buffer, token: Expr, row: Expr, y: list[Expr]) -> None:
     """y, float32 elements of consecutive rows, in the layout "", "half" or, four of them, "pairs" or "lanes"."""
     if layout:
         y = [T.cast(clamped(x), "float16") for x in y]
@@ -43,7 +36,7 @@ def _store_floats(layout, out, token, row, y):
     T.buffer_store(out, value, [token, span(row, value)])
 
 
-def _store_block(arch, out, token, row, y):
+def _store_block(arch: Device, out: list[Buffer], token: Expr, row: Expr, y: Expr) -> None:
     """y, one float32 of each of 32 neighbouring lanes, as a block in the layout "rows": see `quantize.py`."""
     A, S = out
     half, column = BLOCK // 2, T.Bind(row % BLOCK)
@@ -62,87 +55,68 @@ class _Staged:
     """The way of a tile into the layout "rows" where a wave has fewer than 32 lanes: through LDS, from which eight
     lanes take a block."""
 
-    def __init__(self, tile):
-        self.tile, self.made = tile, T.alloc_buffer((tile.tokens * tile.rows,), "float32", scope="shared")
+    def __init__(self, gemm: Gemm, token0: Expr, row0: Expr):
+        self.gemm, self.tile, self.token0, self.row0 = gemm, gemm.tile, token0, row0
+        self.results = T.alloc_buffer((self.tile.tokens * self.tile.rows,), "float32", scope="shared")
 
-    def keep(self, token, row, y):
-        """One element; token and row within the tile."""
-        T.buffer_store(self.made, y, [token * self.tile.rows + row])
+    def keep(self, token: Expr, row: Expr, y: Expr) -> None:
+        """One element."""
+        T.buffer_store(self.results, y, [(token - self.token0) * self.tile.rows + (row - self.row0)])
 
-    def store(self, arch, out, token0, row0, f, thread, threads):
+    def store(self, out: list[Buffer], f: int, thread: Expr) -> None:
         """Stores the tile, when all threads have kept theirs."""
-        quads = self.tile.rows // WIDTH
+        arch, quads, threads = self.gemm.arch, self.tile.rows // WIDTH, self.gemm.threads
         barrier()
         for i in each(arch, self.tile.tokens * quads // threads):
             place = T.Bind(i * threads + thread)
-            four = T.Bind(self.made[at(place * WIDTH, WIDTH)])
-            row = T.Bind(row0 + place % quads * WIDTH)
-            emit_store(
-                arch,
-                "rows",
-                out,
-                [T.Bind(lane_of(four, e)) for e in range(WIDTH)],
-                token0 + place // quads,
-                row,
-                row < f,
-            )
+            four = T.Bind(self.results[at(place * WIDTH, WIDTH)])
+            row = T.Bind(self.row0 + place % quads * WIDTH)
+            y = [T.Bind(lane_of(four, e)) for e in range(WIDTH)]
+            emit_store(arch, "rows", out, y, self.token0 + place // quads, row, row < f)
 
 
 def gate_up_swiglu(
-    fmt_gate, fmt_up, f, k, m, layout_in, layout, arch, name, tile=None, act="silu", of=None, norm_in=None
-):
-    """PrimFunc with the parameters of `linear_args`.
-
-    The weights are f x k, f a multiple of 32. layout_in, k, m and tile: as for `gemm.linear`. layout: "half", "pairs",
-    "lanes" (after cooperative matrices), "" or, where layout_in does not mean matrix units, "rows". act: a name of
-    `activations.py`. norm_in: as of `gemm.linear`. Token tiles without live tokens are left as they are. ValueError for
-    what cannot share a launch.
-
-    of: a `Slots` of experts.py; the weights are stacks, and its slots stand in the place of tokens. Tiles without an
-    expert are left as they are.
-    """
-    formats = [lookup(fmt_gate), lookup(fmt_up)]
-    gemm = (
-        expert_engine(of, layout_in, formats, k, arch, f, tile, 2)
-        if of
-        else engine(layout_in, formats, m, k, arch, f, tile, 2)
-    )
+    op: operators.GateUp | operators.ExpertGateUp, arch: Device, name: str, plan: Tile | None = None
+) -> tirx.PrimFunc:
+    """Kernel with the parameters of `linear_args`: weights of f x k, f a multiple of 32. op.layout: "half", "pairs",
+    "lanes" (after cooperative matrices), "" or, where layout_in does not mean matrix units, "rows". Token tiles without
+    live tokens, or without an expert, are left as they are. ValueError for what cannot share a launch."""
+    of, f, layout = product_of(op, arch), op.n, op.layout
+    experts = isinstance(op, operators.ExpertGateUp)
+    gemm = engine(of, plan)
     if f % BLOCK or gemm.rows_side_by_side != {"rows": BLOCK, "pairs": 1, "lanes": 1}.get(
         layout, gemm.rows_side_by_side
     ):
         raise ValueError(
-            f"{f} rows in layout {layout!r} from activations in layout {layout_in!r} do not make one launch"
+            f"{f} rows in layout {layout!r} from activations in layout {of.layout!r} do not make one launch"
         )
-    check_deferred(gemm, norm_in, 0)
-    by_run, row_tiles = isinstance(gemm, StagedPair), -(-f // gemm.tile.rows)
-    quick = is_quick(gemm, token_tiles(gemm, m) * row_tiles)
-    if of and by_run:
+    norm_in = None if experts else op.norm_in
+    check_deferred(gemm, norm_in)
+    by_run, row_tiles = isinstance(gemm, StagedPair), gemm.row_tiles(f)
+    quick = gemm.is_quick(gemm.token_tiles * row_tiles)
+    if experts and by_run:
         raise ValueError(f"{gemm.tile} is none for experts")
     with kernel(name) as ir:
-        args = declare_gate_up(formats, f, k, (m, m), layout_in, layout, of, norm_in=norm_in)
-        state, params, groups, planes, biases, out, read = args
-        weights = [(fmt, bufs, f) for fmt, bufs in zip(formats, planes, strict=True)]
-        acts = views(params, layout_in, m, k)
-        with launch((token_tiles(gemm, m), row_tiles), (gemm.threads,)) as (
-            token_tile,
-            row_tile,
-            thread,
-        ):
+        state, params, groups, planes, biases, out, completed = declare_gate_up(op)
+        weights = [Weight(fmt, bufs, f) for fmt, bufs in zip(of.formats, planes, strict=True)]
+        acts = views(params, of)
+        with launch((gemm.token_tiles, row_tiles), (gemm.threads,)) as (token_tile, row_tile, thread):
             gemm.allocate(thread)
             token0, row0 = T.Bind(token_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
-            first, mine = tile_expert(groups, token0, f, of.experts) if of else (None, None)
-            factors = factors_of(gemm, formats, read, token0, thread, row_tile == 0, quick)
-            staged = _Staged(gemm.tile) if layout == "rows" and (arch.wave < BLOCK or not arch.subgroups) else None
+            first, mine = tile_expert(groups, token0, f, op.of) if experts else (None, None)
+            factors = gemm.factors(completed, token0, row_tile == 0, quick)
+            through_lds = layout == "rows" and (arch.wave < BLOCK or not arch.subgroups)
+            staged = _Staged(gemm, token0, row0) if through_lds else None
 
-            def store(token, row, values):
+            def store(token: Expr, row: Expr, values: list[Expr]) -> None:
                 if factors is not None:
                     values = [factors.scaled(token, x) for x in values]
                 if biases:
                     index = span(T.Bind(first + row), values[0])
                     values = [T.Bind(x + bias[index]) for x, bias in zip(values, biases, strict=True)]
-                y = [gated(act, g, u) for g, u in zip(*map(elements, values), strict=True)]
+                y = [gated(op.act, g, u) for g, u in zip(*map(elements, values), strict=True)]
                 if staged:
-                    staged.keep(token - token0, row - row0, *y)
+                    staged.keep(token, row, *y)
                 elif layout == "rows":
                     _store_block(arch, out, token, row, *y)
                 elif by_run and layout == "lanes":
@@ -153,9 +127,9 @@ def gate_up_swiglu(
                 else:
                     _store_floats(layout, out[0], token, row, y)
 
-            mine, zero = (mine, zero_of(gemm, state)) if of else rows_of(gemm, state, m, token0, quick)
+            mine, zero = (mine, gemm.zero(state)) if experts else gemm.live_and_zero(state, token0, quick)
             with once(mine):
-                gemm.emit(acts, weights, token0, row0, store, first, **extras(factors, zero))
+                gemm.emit(TileWork(acts, weights, token0, row0, store, first, factors, zero))
                 if staged:
-                    staged.store(arch, out, token0, row0, f, thread, gemm.threads)
+                    staged.store(out, f, thread)
     return ir.get()

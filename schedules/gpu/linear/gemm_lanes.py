@@ -15,178 +15,145 @@ The subgroups of a workgroup share out its rows, its tokens and the columns; at 
 (`lane_results.py`). Which tile a kernel has: `lane_tiles.py`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import ClassVar
 
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import uniform
 from mlc_amd.schedules.gpu.base.pairs import GROUP, LANES, RUN, RUNS, TOKENS, lanes_shape
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.registers import Held, at, lane_of, vector
-from mlc_amd.schedules.gpu.base.step import kept
+from mlc_amd.schedules.gpu.base.step import kept, live_rows_and_zero, unknown_zero
 from mlc_amd.schedules.gpu.linear import coop_load
-from mlc_amd.schedules.gpu.linear.lane_results import PAD, QUAD, ROWS, LaneResults
+from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, RowFactors
+from mlc_amd.schedules.gpu.linear.gemm_tile import TileWork
+from mlc_amd.schedules.gpu.linear.lane_results import ROWS, SHAPE, WAVE, LaneResults
+from mlc_amd.schedules.gpu.linear.load import block_bytes
+from mlc_amd.schedules.tir import Buffer, Expr
 
-COLUMNS = 16
-SHAPE = ROWS, TOKENS, COLUMNS  # of the matrices: rows x tokens x columns
-WAVE = 32
 RUN_UNIT = LANES // RUNS  # halves of a subgroup's loads of a run
-UNIT_BYTES, UNIT_WORDS = 16, 4
+UNIT_WORDS = 4
+BLOCKS = 16  # of 32 columns that a lane has loaded, at most
+RESIDENT = 4  # workgroups that a compute unit holds at once
 
-
-@dataclass(frozen=True)
-class LaneTile:
-    """A workgroup's tile: tokens and rows (of one weight), subgroups along tokens, rows and columns.
-
-    ahead   1: the weights of a subgroup's next group are loaded while those of one are multiplied, except float ones;
-            2: so are the activations of each next run
-    hidden  1: what codes are or'ed with is in registers, as numbers that the compiler does not know. Of two constants
-            NVIDIA's makes two instructions for two weights instead of one.
-    staged  1: activations go through shared memory (`gemm_staged.py`)
-    """
-
-    tokens: int
-    rows: int
-    waves_m: int
-    waves_n: int
-    waves_k: int
-    ahead: int = 0
-    hidden: int = 0
-    staged: int = 0
-
-
-SUMS = 128  # of a lane, at most
-# Bytes of shared memory of a thread for the sums of several row tiles at once, at most: with more, NVIDIA's compiler
-# takes more registers, and half as many threads are resident.
-SHARED = 80
-
-
-def _each_run(formats):
-    """`for j in _each_run(..):` the runs of a block, in a loop of the kernel, which has a fourth of the code; of float
-    formats, whose runs are loaded vectors, in copies of the body."""
-    if any(fmt.kind == "float" for fmt in formats):
-        yield from range(RUNS)
-        return
-    with T.serial(RUNS) as j:
-        yield j
+Decoder = Callable[[Expr], Expr]  # of a block: number of a run -> float16x8
+Unit = tuple[Expr, Expr | None]  # block of a row that a lane takes, whether it counts (None: it does)
 
 
 class LaneGemm(LaneResults):
-    """The tile routine of one kernel: use as `gemm_matrix.MatrixGemm`. ValueError for a tile that does not fit."""
+    """Activations: (H,) in the layout "lanes". Values are float32x4, or runs.
 
-    rows_side_by_side = 1
-    columns = 0  # of each step of the loop, if that calls `each_step`
-    scope = "shared"  # of its shared memory
+    step_columns  columns of each step of the loop, if a norm's factors can be added up in it; else 0
+    scope         of its shared memory
+    """
 
-    def __init__(self, arch, tile, m, k, weights=1):
-        self.arch, self.tile, self.m, self.k, self.weights = arch, tile, m, k, weights
-        self.waves = tile.waves_m * tile.waves_n * tile.waves_k
-        self.threads = self.waves * WAVE
-        self.tiles_m, self.tiles_n = tile.tokens // tile.waves_m // TOKENS, tile.rows // tile.waves_n // ROWS
-        self.groups = -(-k // (GROUP * BLOCK))
-        if (
-            self.tiles_m * tile.waves_m * TOKENS != tile.tokens
-            or self.tiles_n * tile.waves_n * ROWS != tile.rows
-            or k % BLOCK
-        ):
-            raise ValueError(f"{tile} does not divide into {ROWS} x {TOKENS} matrices of {k} columns")
-        if self.weights * self.tiles_n * self.tiles_m * (ROWS * TOKENS // WAVE) > SUMS:
-            raise ValueError(f"{tile} has more than {SUMS} sums of a lane")
-        # as many of the sums at once as there is room for, of all weights; preferably all rows of a token
-        parts = [(rows, tokens) for tokens in (8, 4, 2, 1) for rows in range(self.tiles_n, 0, -1)]
-        parts = [part for part in parts if self._holds(*part)]
-        if not parts or self.threads > arch.lane_threads:
-            raise ValueError(f"{tile} takes more shared memory or threads than {arch.name} has")
-        self.rows_at_once, self.at_once = max(parts, key=lambda part: part[0] * part[1])
-        self.quads = self.rows_at_once * (ROWS // QUAD)  # of a token of a subgroup
-        self.ld = self.quads + PAD
-        self.units = self._units(self.rows_at_once, self.at_once)
+    choices: ClassVar = {
+        "tokens": (8, 16, 32, 64, 128), "rows": (16, 32, 48, 64, 80, 96, 112, 128, 256), "waves_m": (1, 2, 4),
+        "waves_n": (1, 2, 3, 4, 5, 6, 7, 8),
+        "waves_k": (1, 2, 4, 8, 16), "ahead": (0, 1, 2), "hidden": (0, 1), "staged": (0, 1),
+    }  # fmt: skip
+    completes_norms = True
+    step_columns = 0
+    scope = "shared"
 
-    def _holds(self, row_tiles, token_tiles) -> bool:
-        size, factors = self._units(row_tiles, token_tiles) * UNIT_BYTES, 4 * self.tile.tokens  # of `deferred_norm.py`
-        whole = self.tiles_m % token_tiles == 0 and self.tiles_n % row_tiles == 0
-        return whole and size + factors <= self.arch.lds and (row_tiles == 1 or size <= SHARED * self.threads)
+    @property
+    def groups(self) -> int:
+        """Of GROUP blocks of a row."""
+        return -(-self.k // (GROUP * BLOCK))
 
-    def allocate(self, thread):
-        """Declares shared memory and matrices inside the launch; `thread`: threadIdx.x."""
+    def loads(self) -> float:
+        blocks = self.weights * self.tiles_n * 2 * (2 if self.tile.ahead else 1)
+        if blocks > BLOCKS:
+            raise ValueError(f"{self.tile}: a lane would load {blocks} blocks at once")
+        return blocks * block_bytes(self.of.formats[0])
+
+    def is_quick(self, workgroups: int) -> bool:
+        """Of gate and up, which have no registers to spare, only those of staged tiles."""
+        return workgroups <= RESIDENT * self.arch.units and (self.weights == 1 or bool(self.tile.staged))
+
+    def zero(self, state: Buffer) -> Expr:
+        return unknown_zero(state) if self.tile.hidden else None
+
+    def live_and_zero(self, state: Buffer, token0: Expr, quick: bool) -> tuple[Expr, Expr]:
+        if not quick:
+            return super().live_and_zero(state, token0, quick)
+        live, zero = live_rows_and_zero(state, self.m)
+        # of all tokens some are always live
+        return T.bool(True) if self.token_tiles == 1 else token0 < live, zero
+
+    def factors(self, norm: CompletedNorm | None, token0: Expr, first: Expr, quick: bool) -> RowFactors | None:
+        """quick: what they are made of is loaded along with the columns or before them, not after the products."""
+        if norm is None:
+            return None
+        factors = RowFactors(self.arch, norm, self.tile.tokens, token0, self.thread, self.threads, first)
+        if quick and not (self.step_columns and factors.begin(self.step_columns)):
+            factors.load()
+        return factors
+
+    def allocate(self, thread: Expr) -> None:
         tile, self.thread = self.tile, thread
-        wave = uniform(self.arch, thread // WAVE)
+        self.wave = wave = uniform(self.arch, thread // WAVE)
         self.lane = T.Bind(thread % WAVE)
         self.wave_m, self.wave_n = T.Bind(wave % tile.waves_m), T.Bind(wave // tile.waves_m % tile.waves_n)
         self.wave_k = T.Bind(wave // (tile.waves_m * tile.waves_n))
-        self.wave = wave
         self.lds = T.alloc_buffer((self.units,), "uint32x4", scope=self.scope)
         self.a = Fragments("a", self.weights * self.tiles_n, SHAPE)
         self.b = Fragments("b", self.tiles_m, SHAPE)
         self.sums = Fragments("sum", self.weights * self.tiles_n * self.tiles_m, SHAPE)
 
-    def emit(
-        self,
-        acts,
-        weights,
-        token0,
-        row0,
-        epilogue,
-        first=None,
-        meanwhile=None,
-        zero=None,
-        early=None,
-        each_step=None,
-        runs=False,
-    ):
-        """One tile: tokens token0.. of the activations (H,) in the layout "lanes"; the rest is as in
-        `CoopGemm.emit`. meanwhile(): emitted behind the products, a barrier before the epilogue. zero: an int32 that
-        is 0, which the compiler does not know; None: there is none, and `hidden` has no effect. early(token, row): what
-        the epilogue loads besides, which it gets behind the values; called as early as that can be. each_step(step):
-        emitted in each step of the loop, where `columns` is not 0. runs: whether the epilogue gets runs (`pairs.py`),
-        which `has_runs` allows: a float32x8 of rows row.. and row + 16.., four each."""
-        weights = [(fmt, coop_load.views(fmt, bufs, 1), padded) for fmt, bufs, padded in weights]
+    def emit(self, work: TileWork) -> None:
+        """The factors are computed after the products, a barrier before `store`."""
+        views = [w._replace(planes=coop_load.views(w.fmt, w.planes, 1)) for w in work.weights]
+        work = replace(work, weights=views)
         for fragments in (self.a, self.b, self.sums):
             for i in range(fragments.count):
                 fragments.fill(i, 0)
-        self.exponents = coop_load.hidden(zero) if self.tile.hidden and zero is not None else coop_load.EXPONENTS
-        self.each_step = each_step or (lambda step: None)
-        self._sum_up(acts[0], weights, token0, row0, first)
-        if meanwhile is not None:
-            meanwhile()
-        if runs:
-            self._finish_runs(token0, row0, epilogue, early)
+        hidden = self.tile.hidden and work.zero is not None
+        self.exponents = coop_load.hidden(work.zero) if hidden else coop_load.EXPONENTS
+        self._sum_up(work)
+        if work.factors is not None:
+            work.factors.compute()
+        if work.runs:
+            self._finish_runs(work)
         else:
-            self._results(weights[0][2], token0, row0, epilogue, early)
+            self._results(work)
 
-    def _sum_up(self, X, weights, token0, row0, first):
-        """The products of all columns."""
-        tile = self.tile
+    def _sum_up(self, work: TileWork) -> None:
+        ahead = self.tile.ahead
         row, block = T.Bind(self.lane // GROUP), T.Bind(self.lane % GROUP)
-        rows = self._rows(weights, row0, row, first)
-        tokens = [self._token_tile(token0, i) for i in range(self.tiles_m)]
-        formats = [fmt for fmt, _, _ in weights]
+        rows = self._rows(work, row)
+        tokens = [self._token_tile(work.token0, i) for i in range(self.tiles_m)]
 
-        def fetch(step):
-            unit, live = self._unit(step, block)
-            return unit, live, self._fetch(weights, rows, unit)
+        def fetch(step: Expr) -> tuple[Unit, list]:
+            unit = self._unit(step, block)
+            return unit, self._fetch(work, rows, unit[0])
 
-        steps = T.Bind((self.groups - self.wave_k + (tile.waves_k - 1)) // tile.waves_k)
-        if self._ahead(formats) and tile.ahead > 1:
-            self._sum_up_ahead(X, formats, tokens, steps, fetch, block)
-        elif self._ahead(formats):
-            held = Held(fetch(T.int32(0))[2])
+        steps = T.Bind((self.groups - self.wave_k + (self.tile.waves_k - 1)) // self.tile.waves_k)
+        if not ahead or work.has_floats:  # registers hold scalars only, as which float weights are not loaded
             with T.serial(steps) as step:
-                fetched, (unit, live) = held.values(), self._unit(step, block)
-                following = fetch(T.Bind(T.min(step + 1, steps - 1)))[2]
-                self._multiply(X, formats, fetched, tokens, unit, live)
+                unit, fetched = fetch(step)
+                self._multiply(work, fetched, tokens, unit)
+        elif ahead == 1:
+            held = Held(fetch(T.int32(0))[1])
+            with T.serial(steps) as step:
+                fetched, unit = held.values(), self._unit(step, block)
+                following = fetch(T.Bind(T.min(step + 1, steps - 1)))[1]
+                self._multiply(work, fetched, tokens, unit)
                 held.keep(following)
         else:
-            with T.serial(steps) as step:
-                unit, live, fetched = fetch(step)
-                self._multiply(X, formats, fetched, tokens, unit, live)
+            self._sum_up_ahead(work, tokens, steps, fetch, block)
 
-    def _sum_up_ahead(self, X, formats, tokens, steps, fetch, block):
-        """The loop over the columns of `ahead` 2. fetch(step): its unit, whether that counts, its weights. A body has
-        two steps if it can: what one loads for the next one then stays in the same registers; to be copied, it would
-        have to be there."""
-        start, _, first = fetch(T.int32(0))
+    def _sum_up_ahead(
+        self, work: TileWork, tokens: list[Expr], steps: Expr, fetch: Callable[[Expr], tuple[Unit, list]], block: Expr
+    ) -> None:
+        """The loop over the columns of `ahead` 2. fetch(step): its unit, its weights. A body has two steps if it can:
+        what one loads for the next one then stays in the same registers; to be copied, it would have to be there."""
+        (X,) = work.acts
+        (start, _), first = fetch(T.int32(0))
         weights, runs = Held(first), Held(self._load_run(X, tokens, start, 0))
         own, rest = divmod(self.groups, self.tile.waves_k)
         size = 1 if rest or own % 2 else 2
@@ -195,8 +162,8 @@ class LaneGemm(LaneResults):
             for i in range(size):
                 step = T.Bind(body * size + i)
                 unit, live = self._unit(step, block)
-                next_unit, _, following = fetch(T.Bind(T.min(step + 1, steps - 1)))
-                decoders = self._decoders(formats, fetched)
+                (next_unit, _), following = fetch(T.Bind(T.min(step + 1, steps - 1)))
+                decoders = self._decoders(work, fetched)
                 for j in range(RUNS):
                     last = j == RUNS - 1
                     next_words = self._load_run(X, tokens, next_unit if last else unit, 0 if last else j + 1)
@@ -207,53 +174,42 @@ class LaneGemm(LaneResults):
             weights.keep(fetched)
             runs.keep(words)
 
-    def _load_run(self, X, tokens, unit, j):
+    def _load_run(self, X: Buffer, tokens: list[Expr], unit: Expr, j: int) -> list[list[Expr]]:
         """The loads of run j of the activations of a group of columns, as words."""
         found = [T.Bind(T.reinterpret("uint32x4", x)) for x in self._run_of(X, tokens, unit, j)]
         return [[T.Bind(lane_of(x, word)) for word in range(UNIT_WORDS)] for x in found]
 
-    def _run_of(self, X, tokens, unit, j):
+    def _run_of(self, X: Buffer, tokens: list[Expr], unit: Expr, j: Expr) -> list[Expr]:
         """Run j of the activations of a group of columns, of each of the token tiles."""
         group = T.Bind(unit // GROUP)
         return [T.Bind(X[tile, group, at(j * RUN_UNIT + self.lane * RUN, RUN)]) for tile in tokens]
 
     @staticmethod
-    def _counted(x, live):
+    def _counted(x: list[Expr], live: Expr | None) -> list[Expr]:
         """Activations that are 0 where a lane has no block."""
         if live is None:
             return x
         zero = T.broadcast(T.float16(0), RUN)
         return [T.Bind(T.Select(T.broadcast(live, RUN), of, zero)) for of in x]
 
-    def _rows(self, weights, row0, row, first):
+    def _rows(self, work: TileWork, row: Expr) -> list[list[Expr]]:
         """Of each weight the rows that a lane reads: two of each matrix. row: its first one in a matrix."""
+        first, halves = self.wave_n * (self.tiles_n * ROWS), range(0, self.tiles_n * ROWS, ROWS // 2)
         return [
-            [self._row(row0, i * ROWS + half * (ROWS // 2) + row, padded, first) for i in range(self.tiles_n)
-             for half in (0, 1)]
-            for _, _, padded in weights
-        ]  # fmt: skip
-
-    @staticmethod
-    def _fetch(weights, rows, unit):
-        """The loads of a block of these rows."""
-        return [
-            [coop_load.fetch(fmt, planes, r, unit, 1) for r in own]
-            for (fmt, planes, _), own in zip(weights, rows, strict=True)
+            [work.weight_row(work.row0 + first + (half + row), weight, self.tile.rows) for half in halves]
+            for weight in work.weights
         ]
 
-    def _ahead(self, formats) -> bool:
-        """Whether weights are loaded ahead: registers hold scalars only, as which float weights are not loaded."""
-        return bool(self.tile.ahead) and all(fmt.kind != "float" for fmt in formats)
+    @staticmethod
+    def _fetch(work: TileWork, rows: list[list[Expr]], unit: Expr) -> list[list]:
+        """The loads of a block of these rows."""
+        return [
+            [coop_load.fetch(weight.fmt, weight.planes, r, unit, 1) for r in own]
+            for weight, own in zip(work.weights, rows, strict=True)
+        ]
 
-    def _row(self, row0, row, padded, first):
-        """The row that a lane reads: those beyond the weight's read its last one."""
-        row = row0 + self.wave_n * (self.tiles_n * ROWS) + row
-        row = T.min(row, padded - 1) if padded % self.tile.rows else row
-        return T.Bind(row if first is None else first + row)
-
-    def _unit(self, step, block):
-        """(block of a row that a lane takes in that step, whether it counts or None: it does). A lane without a block
-        reads the last one."""
+    def _unit(self, step: Expr, block: Expr) -> Unit:
+        """What a lane takes in that step. A lane without a block reads the last one."""
         unit = (step * self.tile.waves_k + self.wave_k) * GROUP + block
         whole, last = self.k % (GROUP * BLOCK) == 0, self.k // BLOCK - 1
         if whole and self.groups % self.tile.waves_k == 0:
@@ -261,21 +217,34 @@ class LaneGemm(LaneResults):
         # a subgroup without any group loads one ahead, too
         return T.Bind(T.min(unit, T.int32(last))), None if whole else T.Bind(unit <= last)
 
-    def _token_tile(self, token0, i):
-        """The eight tokens of number i of the subgroup's matrices; beyond the last tile of the activations, that."""
-        tile = token0 // TOKENS + (self.wave_m * self.tiles_m + i)
+    def _token_tile(self, token0: Expr, i: int) -> Expr:
+        """The eight tokens of number i of the subgroup's matrices."""
+        return T.Bind(self._existing(token0 // TOKENS + (self.wave_m * self.tiles_m + i)))
+
+    def _existing(self, tile: Expr) -> Expr:
+        """The eight tokens; after the last ones of the activations, those."""
         last = lanes_shape(self.m, self.k)[0] - 1
-        return T.Bind(T.min(tile, T.int32(last)) if self.m % self.tile.tokens else tile)
+        return T.min(tile, T.int32(last)) if self.m % self.tile.tokens else tile
 
-    def _multiply(self, X, formats, fetched, tokens, unit, live):
+    def _multiply(self, work: TileWork, fetched: list[list], tokens: list[Expr], unit: Unit) -> None:
         """Adds the products of a group of columns to the sums."""
-        decoders = self._decoders(formats, fetched)
-        for j in _each_run(formats):
-            x = self._run_of(X, tokens, unit, j)
+        (X,), decoders = work.acts, self._decoders(work, fetched)
+        for j in self._each_run(work):
+            x = self._run_of(X, tokens, unit[0], j)
             runs = [[run(j) for run in each] for each in decoders]
-            self._add_products(runs, self._counted(x, live))
+            self._add_products(runs, self._counted(x, unit[1]))
 
-    def _add_products(self, runs, x):
+    @staticmethod
+    def _each_run(work: TileWork) -> Iterator[Expr]:
+        """The runs of a block, in a loop of the kernel, which has a fourth of the code; of float formats, whose runs
+        are loaded vectors, in copies of the body."""
+        if work.has_floats:
+            yield from range(RUNS)
+            return
+        with T.serial(RUNS) as j:
+            yield j
+
+    def _add_products(self, runs: Sequence[Sequence[Expr]], x: Iterable[Expr]) -> None:
         """Those of a run. runs: of the rows of each weight; x: of the tokens of each matrix."""
         for half in range(2):  # of a run: two pairs of columns
             pairs = [4 * half, 4 * half + 2]
@@ -292,11 +261,11 @@ class LaneGemm(LaneResults):
                 for t in range(self.tiles_m):
                     self.sums.add_product(i * self.tiles_m + t, self.a, i, self.b, t)
 
-    def _decoders(self, formats, fetched):
-        return [[self._decoder(fmt, raw) for raw in each] for fmt, each in zip(formats, fetched, strict=True)]
+    def _decoders(self, work: TileWork, fetched: list[list]) -> list[list[Decoder]]:
+        """Of each fetched block of each weight."""
+        return [[self._decoder(w.fmt, raw) for raw in each] for w, each in zip(work.weights, fetched, strict=True)]
 
-    def _decoder(self, fmt, raw):
-        """run(j) of what was fetched of a block."""
-        if fmt.kind == "float":
+    def _decoder(self, fmt: Format, raw: coop_load.Fetched) -> Decoder:
+        if isinstance(raw, list):
             return coop_load.runs(self.arch, fmt, raw, 1).__getitem__
         return coop_load.decoder(self.arch, fmt, raw, exponents=self.exponents)

@@ -17,18 +17,22 @@ offset's own rounding, at most 2^-14 of a quantization step, is below that of fl
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.decode import minifloat
-from mlc_amd.schedules.formats import PLANE_BITS
+from mlc_amd.schedules.formats import PLANE_BITS, Format
 from mlc_amd.schedules.gpu.base.device import fma, intrin
-from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
 from mlc_amd.schedules.gpu.base.tables import values
+from mlc_amd.schedules.tir import Expr
+
+Raw = dict[str, list[Expr]]  # what `fetch` loads: by plane
 
 PIECE = 16  # columns of a piece
 EXPONENT = 0x64646464  # of 1024.0 as float16, in every byte
 PAIRS = (0x04010400, 0x04030402)  # byte selectors: bytes 0 and 1, 2 and 3 of a word below exponent bytes
 
 
-def columns_of(part):
+def columns_of(part: Expr) -> tuple[Expr, Expr]:
     """First columns, within their block, of the two runs of eight that make a piece."""
     return 8 * part, 16 + 8 * part
 
@@ -36,7 +40,7 @@ def columns_of(part):
 # ---- loads
 
 
-def fetch(fmt, bufs, row, block, part):
+def fetch(fmt: Format, bufs: Planes, row: Expr, block: Expr, part: Expr) -> Raw:
     """The loads of a piece, in registers: name of a plane -> list of loaded values."""
     if fmt.kind == "float":
         return {"W": [T.Bind(bufs["W"][row, at(block * BLOCK + column, 8)]) for column in columns_of(part)]}
@@ -55,14 +59,14 @@ def fetch(fmt, bufs, row, block, part):
 # ---- codes
 
 
-def _field(x, first, bits, to):
+def _field(x: Expr, first: int, bits: int, to: int) -> Expr:
     """Bits first .. first + bits - 1 of each byte of a word, moved to bit `to`."""
     if first != to:
         x = T.shift_right(x, T.uint32(first - to)) if first > to else T.shift_left(x, T.uint32(to - first))
     return x & T.uint32(0x01010101 * ((1 << bits) - 1 << to))
 
 
-def _words(plane, raw, part):
+def _words(plane: str, raw: list[Expr], part: Expr) -> list[tuple[Expr, int]]:
     """(word, first bit) that hold the plane's bits of each of the piece's four runs of four columns."""
     if plane == "Q8":
         return [(lane_of(raw[half], i), 0) for half in range(2) for i in range(2)]
@@ -75,9 +79,10 @@ def _words(plane, raw, part):
     return [(word, 4 * half + i) for half in range(2) for i in range(2)]
 
 
-def _codes(fmt, raw, part):
+def _codes(fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
     """Four words of unsigned codes, one byte each; two words for each of the two runs of eight columns."""
-    words, filled = [None] * 4, 0
+    words: list[Expr] = [None] * 4
+    filled = 0
     for plane in fmt.codes:
         bits = PLANE_BITS[plane]
         for i, (word, first) in enumerate(_words(plane, raw[plane], part)):
@@ -87,13 +92,13 @@ def _codes(fmt, raw, part):
     return [T.Bind(word) for word in words]
 
 
-def _table_values(arch, fmt, raw, part, flip=0):
+def _table_values(arch: Device, fmt: Format, raw: Raw, part: Expr, flip: int = 0) -> list[Expr]:
     """`tables.values` of the four words."""
     nibbles = [lane_of(raw["Q4"][0], i) for i in range(2)] if "Q4" in raw else None
     return values(arch, fmt, nibbles, lambda: _codes(fmt, raw, part), flip)
 
 
-def _unsigned(arch, fmt, raw, part):
+def _unsigned(arch: Device, fmt: Format, raw: Raw, part: Expr) -> tuple[list[Expr], int]:
     """(four words of unsigned bytes, the byte that means 0)."""
     if fmt.table:
         return _table_values(arch, fmt, raw, part, 0x80), 128
@@ -103,7 +108,7 @@ def _unsigned(arch, fmt, raw, part):
     return words, fmt.zero
 
 
-def _signed(arch, fmt, raw, part):
+def _signed(arch: Device, fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
     """Four words of signed bytes: the weights in units of the scale."""
     if fmt.table:
         return _table_values(arch, fmt, raw, part)
@@ -117,12 +122,12 @@ def _signed(arch, fmt, raw, part):
 # ---- scales
 
 
-def scales(fmt, raw):
+def scales(fmt: Format, raw: Raw) -> tuple[list[Expr], list[Expr] | None]:
     """(scales, minimums), lists of float32, one per group of columns of the block (two groups of 16 or one of 32).
 
     weight = scale * (code - zero) + minimum; minimums are None for formats without."""
 
-    def real(x):
+    def real(x: Expr) -> Expr:
         return T.cast(x, "float32")
 
     if fmt.minifloat:
@@ -132,7 +137,7 @@ def scales(fmt, raw):
         d = T.Bind(d * T.float32(fmt.unit))
     if "S" not in fmt.scales:
         return [T.Bind(d)], [T.Bind(real(raw["M"][0]))] if fmt.minimum else None
-    subs, mins = raw["S"], raw.get("Z")
+    subs, mins = raw["S"], raw.get("Z", [])
     if fmt.nibble_scales:
         subs, mins = [s & T.uint8(15) for s in subs], [T.shift_right(s, T.uint8(4)) for s in subs]
     found = [T.Bind(d * real(s)) for s in subs]
@@ -142,7 +147,7 @@ def scales(fmt, raw):
 # ---- pieces
 
 
-def half_piece(arch, fmt, raw, part):
+def half_piece(arch: Device, fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
     """The piece's two runs of eight columns as float16x8."""
     if fmt.kind == "float":
         return [T.Bind(T.cast(_real8(fmt, w), "float16x8")) if fmt.name != "f16" else w for w in raw["W"]]
@@ -167,19 +172,19 @@ def half_piece(arch, fmt, raw, part):
     return runs
 
 
-def byte_piece(arch, fmt, raw, part):
+def byte_piece(arch: Device, fmt: Format, raw: Raw, part: Expr) -> tuple[list[Expr], list[Expr], list[Expr] | None]:
     """(runs, scales, minimums): the piece's two runs of eight columns as two words of signed bytes each (int32x2);
     `scales` as above."""
     words = [T.Bind(T.reinterpret("int32", word)) for word in _signed(arch, fmt, raw, part)]
     return [vector(words[:2]), vector(words[2:])], *scales(fmt, raw)
 
 
-def float_piece(fmt, raw):
+def float_piece(fmt: Format, raw: Raw) -> list[Expr]:
     """The two runs of eight columns of a float format as float32x8."""
     return [T.Bind(_real8(fmt, w)) for w in raw["W"]]
 
 
-def _real8(fmt, w):
+def _real8(fmt: Format, w: Expr) -> Expr:
     """Eight weights of a float format as float32x8."""
     if fmt.name == "bf16":
         return T.reinterpret("float32x8", T.shift_left(T.cast(w, "uint32x8"), T.broadcast(T.uint32(16), 8)))

@@ -6,16 +6,20 @@ at a time and one ahead; the weights are loaded one group ahead, too. The loop's
 these registers is copied, which would wait for its load.
 """
 
+from collections.abc import Sequence
+
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.formats import FP4_VALUES
+from mlc_amd.schedules.formats import FP4_VALUES, Format
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier
-from mlc_amd.schedules.gpu.base.pairs import GROUP, LANES, RUN, RUNS, TOKENS, lanes_shape
+from mlc_amd.schedules.gpu.base.pairs import GROUP, LANES, RUN, RUNS, TOKENS
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.registers import Held, at, lane_of, vector
-from mlc_amd.schedules.gpu.base.step import all_of, kept, when
-from mlc_amd.schedules.gpu.linear.gemm_lanes import UNIT_BYTES, UNIT_WORDS, WAVE, LaneGemm
-from mlc_amd.schedules.gpu.linear.lane_results import PAD, QUAD, ROWS
+from mlc_amd.schedules.gpu.base.step import kept, when
+from mlc_amd.schedules.gpu.linear.gemm_lanes import UNIT_WORDS, LaneGemm
+from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork
+from mlc_amd.schedules.gpu.linear.lane_results import PAD, QUAD, ROWS, UNIT_BYTES, WAVE, LaneTile, Place
+from mlc_amd.schedules.tir import Expr
 
 TILE_UNITS = LANES // RUN  # units of 16 bytes of eight tokens and a group
 AHEAD = 2  # groups of the loop's body
@@ -24,13 +28,13 @@ SHORT_OF_REGISTERS = 4
 TILES = 2  # of ROWS rows that a subgroup has: with more, registers would hold no activations for them
 
 
-def suits(formats) -> bool:
+def suits(formats: Sequence[Format]) -> bool:
     """Whether weights of these formats can have such a tile: registers hold codes only."""
     return all(fmt.kind != "float" for fmt in formats)
 
 
-def smallness(formats) -> int:
-    """How few registers a block of weights of these formats takes: see `lane_tiles.Share`."""
+def smallness(formats: Sequence[Format]) -> int:
+    """How few registers a block of weights of these formats takes, 0 to 3."""
     if any(fmt.table not in (None, FP4_VALUES) for fmt in formats):
         return 0
     if any(len(fmt.codes) != 1 or fmt.table for fmt in formats):
@@ -38,49 +42,45 @@ def smallness(formats) -> int:
     return 3 if _nibbles(formats) and all(tuple(fmt.scales) == ("D",) for fmt in formats) else 2
 
 
-def adds_up(tile, formats) -> bool:
-    """Whether the loop of a tile of weights of these formats has registers left to add up something in each step."""
-    enough = smallness(formats) > 2 or (_nibbles(formats) and tile.waves_n > SHORT_OF_REGISTERS)
-    return bool(tile.staged) and enough
-
-
-def _nibbles(formats) -> bool:
+def _nibbles(formats: Sequence[Format]) -> bool:
     """Whether codes are nibbles, which no table gives values."""
     return all(tuple(fmt.codes) == ("Q4",) and not fmt.table for fmt in formats)
 
 
 class StagedGemm(LaneGemm):
-    """The tile routine of one kernel: use as `LaneGemm`. ValueError for a tile that does not fit."""
+    """Of one weight, or what those of two share."""
 
-    scope = WAVE_SHARED  # TVM would add a barrier behind each store of activations
+    scope = WAVE_SHARED  # TVM would add a barrier after each store of activations
 
-    def __init__(self, arch, tile, m, k, weights=1):
-        super().__init__(arch, tile, m, k, weights)
-        self.whole = k % (AHEAD * GROUP * BLOCK) == 0  # bodies of the loop; else activations behind the columns are 0
-        self.columns = GROUP * BLOCK if self.whole else 0
-        if tile.waves_m * tile.waves_k * tile.ahead != 1 or weights * self.tiles_n != TILES:
+    def __init__(self, of: Product, tile: LaneTile):
+        super().__init__(of, tile)
+        self.whole = of.k % (AHEAD * GROUP * BLOCK) == 0  # bodies of the loop; else activations after the columns are 0
+        # whether the loop has registers left to add up something in each step
+        enough = smallness(of.formats) > 2 or (_nibbles(of.formats) and tile.waves_n > SHORT_OF_REGISTERS)
+        self.step_columns = GROUP * BLOCK if self.whole and enough else 0
+        if tile.waves_m * tile.waves_k * tile.ahead != 1 or of.weights * self.tiles_n != TILES:
             raise ValueError(
-                f"{tile} shares out other things than rows of {weights} weights, or loads no weights ahead"
+                f"{tile} shares out other things than rows of {of.weights} weights, or loads no weights ahead"
             )
         self.buffer = self.tiles_m * TILE_UNITS
         self.units = max(self.units, 2 * self.buffer)
-        if self.units * UNIT_BYTES + 4 * tile.tokens > arch.lds:
+        if self.units * UNIT_BYTES + 4 * tile.tokens > of.arch.lds:
             raise ValueError(f"{tile} takes too much shared memory")
 
-    def _sum_up(self, X, weights, token0, row0, first):
+    def _sum_up(self, work: TileWork) -> None:
         row, block = T.Bind(self.lane // GROUP), T.Bind(self.lane % GROUP)
-        rows = self._rows(weights, row0, row, first)
-        formats, last = [fmt for fmt, _, _ in weights], T.int32(self.groups - 1)
+        rows, last = self._rows(work, row), T.int32(self.groups - 1)
 
-        def fetch(group):
+        def fetch(group: Expr) -> list[list]:
             unit = group * GROUP + block
-            return self._fetch(weights, rows, T.Bind(unit if self.whole else T.min(unit, self.k // BLOCK - 1)))
+            return self._fetch(work, rows, T.Bind(unit if self.whole else T.min(unit, self.k // BLOCK - 1)))
 
-        def multiply(number, group, fetched):
+        def multiply(number: int, group: Expr, fetched: list[list]) -> None:
             """The products of a group, number 0 or 1 of the body; stages the activations of the next one."""
-            x = self._activations(X, token0, T.Bind(group + 1))
-            self.each_step(group)
-            decoders = self._decoders(formats, fetched)
+            x = self._activations(work, T.Bind(group + 1))
+            if work.factors is not None and work.factors.total is not None:
+                work.factors.add(group)
+            decoders = self._decoders(work, fetched)
             following = self._staged_run(number, 0)
             for j in range(RUNS):
                 units = following
@@ -91,7 +91,7 @@ class StagedGemm(LaneGemm):
             self._stage(x, 1 - number)
             barrier()
 
-        self._stage(self._activations(X, token0, T.int32(0)), 0)
+        self._stage(self._activations(work, T.int32(0)), 0)
         held = Held(fetch(T.int32(0)))
         barrier()
         with kept(-(-self.groups // AHEAD)) as step:
@@ -103,25 +103,24 @@ class StagedGemm(LaneGemm):
             multiply(1, one, following)
             held.keep(after)
 
-    def _staged_run(self, number, j):
+    def _staged_run(self, number: int, j: int) -> list[Expr]:
         """Run j of the activations in buffer number 0 or 1, of each of the token tiles."""
         place = T.Bind(self.lane + (number * self.buffer + j * WAVE))
         return [T.Bind(self.lds[place + t * TILE_UNITS]) for t in range(self.tiles_m)]
 
-    def _pieces(self):
+    def _pieces(self) -> list[Expr]:
         """Units of a group's activations that this thread stages; the last one of several threads may be the same."""
         pieces = [self.thread + i * self.threads for i in range(-(-self.buffer // self.threads))]
         if self.buffer % self.threads:
             pieces[-1] = T.min(pieces[-1], T.int32(self.buffer - 1))
         return [T.Bind(c) for c in pieces]
 
-    def _activations(self, X, token0, group):
-        """The loads of these units. Behind the columns they are 0; anything where bodies are whole: none has these."""
-        tile0, last = token0 // TOKENS, lanes_shape(self.m, self.k)[0] - 1
+    def _activations(self, work: TileWork, group: Expr) -> list[Expr]:
+        """The loads of these units. After the columns they are 0; anything where bodies are whole: none has these."""
+        ((X,), tile0) = work.acts, work.token0 // TOKENS
         held, loaded = T.Bind(T.min(group, T.int32(self.groups - 1))), []
         for c in self._pieces():
-            tile = tile0 + c // TILE_UNITS
-            tile = T.min(tile, T.int32(last)) if self.m % self.tile.tokens else tile
+            tile = self._existing(tile0 + c // TILE_UNITS)
             x = T.Bind(X[T.Bind(tile), held, at(T.Bind(c % TILE_UNITS * RUN), RUN)])
             x = T.Bind(T.reinterpret("uint32x4", x))
             if not self.whole:
@@ -130,56 +129,54 @@ class StagedGemm(LaneGemm):
             loaded.append(x)
         return loaded
 
-    def _stage(self, loaded, number):
+    def _stage(self, loaded: list[Expr], number: int) -> None:
         """To buffer number 0 or 1."""
         for c, unit in zip(self._pieces(), loaded, strict=True):
             T.buffer_store(self.lds, unit, [c + number * self.buffer])
 
 
 class StagedPair(StagedGemm):
-    """Of two weights. The epilogue's values are a float32x8 for each, of rows row.. and row + 16.., four each: those of
-    a run (`pairs.py`), which a thread writes at once."""
+    """Of two weights. Values are a float32x8 for each, of rows row.. and row + 16.., four each: those of a run
+    (`pairs.py`), which a thread writes at once."""
 
-    def __init__(self, arch, tile, m, k, weights=2):
-        super().__init__(arch, tile, m, k, weights)
-        if weights != TILES or tile.rows % BLOCK or self.at_once != self.tiles_m:
+    def __init__(self, of: Product, tile: LaneTile):
+        super().__init__(of, tile)
+        if of.weights != TILES or tile.rows % BLOCK or self.at_once != self.tiles_m:
             raise ValueError(f"{tile} has no whole blocks of rows, or too many for shared memory")
 
-    def _finish(self, first_row, first, padded, token0, row0, epilogue, early):
+    def _finish(self, work: TileWork, first_row: int, first: int) -> None:
         tile, blocks = self.tile, self.tile.rows // BLOCK
         with kept(tile.tokens * blocks * RUNS // self.threads) as step:
             c = T.Bind(step * self.threads + self.thread)
             block, run = T.Bind(c % blocks), T.Bind(c // blocks % RUNS)
             token = T.Bind(c // (blocks * RUNS))
-            row, target = T.Bind(row0 + block * BLOCK + run * QUAD), T.Bind(token0 + token)
-            conditions = [row < padded] if padded % tile.rows else []
-            conditions += [target < self.m] if self.m % tile.tokens else []
+            row, target = T.Bind(work.row0 + block * BLOCK + run * QUAD), T.Bind(work.token0 + token)
 
-            def values(weight):
+            def values(weight: int) -> Expr:
                 parts = []
                 for half in range(2):
                     place = T.Bind(self._sums_unit(block * 2 + half, weight, token) + run)
                     parts.append(T.Bind(T.reinterpret("float32x4", T.Bind(self.lds[place]))))
                 return T.Bind(vector([lane_of(part, e) for part in parts for e in range(QUAD)]))
 
-            with when(all_of(conditions)):
-                epilogue(target, row, [values(w) for w in range(self.weights)])
+            with when(self._exists(work, target, row)):
+                work.store(target, row, [values(w) for w in range(self.weights)])
 
 
 class StagedTiles(StagedGemm):
-    """Of two weights, with rows that make no whole blocks, or too many for shared memory: the epilogue gets four rows
-    as of `LaneGemm`. Neighbouring threads have those of neighbouring tiles of ROWS, which the layout "lanes" has side
-    by side."""
+    """Of two weights, with rows that make no whole blocks, or too many for shared memory: values are four rows as of
+    `LaneGemm`. Neighbouring threads have those of neighbouring tiles of ROWS, which the layout "lanes" has side by
+    side."""
 
-    def _units(self, row_tiles, token_tiles) -> int:
+    def _units(self, row_tiles: int, token_tiles: int) -> int:
         return super()._units(row_tiles, token_tiles) + self.waves * PAD
 
-    def _sums_unit(self, wave, weight, token):
+    def _sums_unit(self, wave: Expr, weight: int, token: Expr) -> Expr:
         """Those of neighbouring threads are in different banks."""
         return super()._sums_unit(wave, weight, token) + wave * PAD
 
-    def _place(self, c, first_row, first, token0, row0):
+    def _place(self, work: TileWork, c: Expr, first_row: Expr, first: Expr) -> tuple[Place, Expr, Expr]:
         wave, own = T.Bind(c % self.tile.waves_n), T.Bind(c // self.tile.waves_n)
         quad, token = T.Bind(own % self.quads), T.Bind(own // self.quads)
-        row = T.Bind(row0 + wave * ROWS + quad * QUAD)
-        return (wave, token, quad), T.Bind(token0 + first * TOKENS + token), row
+        row = T.Bind(work.row0 + wave * ROWS + quad * QUAD)
+        return (wave, token, quad), T.Bind(work.token0 + first * TOKENS + token), row

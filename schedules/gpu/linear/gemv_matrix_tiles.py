@@ -5,14 +5,21 @@ in the registers that the matrix instruction takes (`gemv_share.py`), tokens com
 weights, so a block's scales are scalars of the lane; the tokens' scales are what it has several of.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu.base.device import IN_ORDER, WAVE_SHARED, fma, lanes_meet, schedule_fence
 from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import FIELDS, WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
 from mlc_amd.schedules.gpu.linear import gemv_share, load
+from mlc_amd.schedules.gpu.linear.linear_args import Planes
 from mlc_amd.schedules.gpu.linear.matrix_int8 import SIDE, products, unit_of
+from mlc_amd.schedules.tir import Buffer, Expr
 
 # LLVM would start so many blocks of a step that registers spill; with more than MANY tiles also load so many tokens
 MANY = 2
@@ -22,25 +29,37 @@ LOADED = 0x84  # for `schedule_fence`: as IN_ORDER, and loads may not cross
 AHEAD = 64
 
 
-def set_of(m) -> int:
+Field = tuple[int, int]  # of S: its number, and the factor that it is wanted times
+
+
+class Wave(NamedTuple):
+    """This wave of a workgroup: its lane, its number out of `count`."""
+
+    arch: Device
+    lane: Expr
+    number: Expr
+    count: int
+
+
+def set_of(m: int) -> int:
     """Tokens of a set, of which m tokens make one or more."""
     return min(m, SIDE)
 
 
-def fields_of(fmts) -> list:
+def fields_of(fmts: Sequence[Format]) -> list[Field]:
     """The fields of S, as (number, factor), that weights of these formats need."""
-    found = [(0, 1)]
+    found: list[Field] = [(0, 1)]
     for fmt in fmts:
         found += [(number, factor) for number in _sums_of(fmt) for factor in _factors(fmt)]
     return list(dict.fromkeys(found))
 
 
-def _sums_of(fmt):
+def _sums_of(fmt: Format) -> tuple[int, ...]:
     """Numbers of the fields with d * sum(q) of each group of a block's columns."""
     return (1,) if load.groups(fmt) == 1 else (2, 3)
 
 
-def _factors(fmt):
+def _factors(fmt: Format) -> list[int]:
     """What the sums are wanted times."""
     return ([-fmt.zero] if fmt.zero else []) + ([1] if fmt.minimum else [])
 
@@ -53,10 +72,11 @@ class Tokens:
     through LDS, where no other wave goes.
     """
 
-    def __init__(self, arch, params, k, m, fields, blocks, lane, wave, waves):
-        A, S = params
-        self.arch, self.unit, self.m, self.lane, self.blocks, self.fields = arch, unit_of(arch), m, lane, blocks, fields
-        unit, self.size = self.unit, set_of(m)
+    def __init__(self, params: Sequence[Buffer], m: int, k: int, fields: Sequence[Field], blocks: int, wave: Wave):
+        (A, S), lane = params, wave.lane
+        self.wave, self.m, self.lane, self.blocks, self.fields = wave, m, lane, blocks, fields
+        self.unit, self.size = unit_of(wave.arch), set_of(m)
+        unit = self.unit
         self.sets, self.held, self.count = m // self.size, self.size // unit.groups, k // BLOCK
         self.quads = T.decl_buffer((m, k // 4), "int32", data=A.data)
         self.s = T.decl_buffer((m * self.count, FIELDS), "float32", data=S.data)
@@ -65,19 +85,19 @@ class Tokens:
         self.token = T.Bind(unit.token_of_row(lane % SIDE, self.size))
         self.sums = [T.Bind(unit.token_of_sum(lane // SIDE, i, self.size)) for i in range(self.held)]
         size = len(fields) * blocks * m
-        self.own = T.Bind(wave * size)
-        self.staged = T.alloc_buffer((waves * size,), "float32", scope=WAVE_SHARED)
+        self.own = T.Bind(wave.number * size)
+        self.staged = T.alloc_buffer((wave.count * size,), "float32", scope=WAVE_SHARED)
 
-    def block(self, number, block):
+    def block(self, number: int, block: Expr) -> list[list[Expr]]:
         """This lane's words of both halves of a block of set `number`."""
         half = load.QUADS // 2
         starts = [block * load.QUADS + p * half + self.part * self.words for p in range(2)]
         return [load.wide(self.quads, self.token + number * self.size, start, self.words) for start in starts]
 
-    def fetch(self, first):
+    def fetch(self, first: Expr) -> None:
         """Loads the fields of a step from block `first` on: for each run of as many pairs of token and block as a wave
         has lanes."""
-        numbers, wave = [number for number, _ in self.fields], self.arch.wave
+        numbers, wave = [number for number, _ in self.fields], self.wave.arch.wave
         width = next(n for n in (1, 2, FIELDS) if max(numbers) < n)
         self.loaded = []
         for start in range(0, self.m * self.blocks, wave):
@@ -88,7 +108,7 @@ class Tokens:
             found = T.Bind(self.s[token * self.count + first + block, at(0, width)])
             self.loaded.append((token, block, [lane_of(found, i) if width > 1 else found for i in range(width)]))
 
-    def stage(self):
+    def stage(self) -> None:
         """Puts what `fetch` loaded in its place."""
         lanes_meet()
         for token, block, found in self.loaded:
@@ -99,7 +119,7 @@ class Tokens:
                 T.buffer_store(self.staged, value, [base + i * (self.blocks * self.m)])
         lanes_meet()
 
-    def scales(self, number, block) -> dict:
+    def scales(self, number: int, block: int) -> dict[Field, Expr]:
         """(number, factor) -> that field of the step's block number `block`: an element for each of this lane's sums
         of set `number`."""
         mine = T.Bind(self.own + self.lane // SIDE * self.held)
@@ -112,31 +132,31 @@ class Tokens:
 class Sums:
     """A lane's sums of a tile, set by set; zero at first."""
 
-    def __init__(self, tokens):
+    def __init__(self, tokens: Tokens):
         self.held = tokens.held
         self.buffer = T.alloc_buffer((tokens.sets * tokens.held,), "float32", scope="local")
         for number in range(tokens.sets):
             self.put(number, T.broadcast(T.float32(0), tokens.held))
 
-    def of(self, number):
+    def of(self, number: int) -> Expr:
         """Those of set `number`, a vector."""
         return self.buffer[at(number * self.held, self.held)]
 
-    def put(self, number, total):
+    def put(self, number: int, total: Expr) -> None:
         T.buffer_store(self.buffer, total, [at(number * self.held, self.held)])
 
 
 class Tile:
     """A tile of 16 rows of a weight of format `fmt`, whose products are added to `sums`."""
 
-    def __init__(self, fmt, planes, row, tokens, sums):
+    def __init__(self, fmt: Format, planes: Planes, row: Expr, tokens: Tokens, sums: Sums):
         self.fmt, self.planes, self.row, self.tokens, self.sums = fmt, planes, row, tokens, sums
 
-    def fetch(self, first, blocks):
+    def fetch(self, first: Expr) -> None:
         tokens = self.tokens
-        self.share = gemv_share.fetch(self.fmt, self.planes, self.row, first, blocks, tokens.part, tokens.words)
+        self.share = gemv_share.fetch(self.fmt, self.planes, self.row, first, tokens.blocks, tokens.part, tokens.words)
 
-    def decode(self, arch, block):
+    def decode(self, arch: Device, block: int) -> None:
         """Makes bytes and factors of a step's block number `block`, for `multiply`."""
         fmt, tokens = self.fmt, self.tokens
         self.words = gemv_share.words(arch, fmt, self.share, block, tokens.part, tokens.words)
@@ -146,7 +166,7 @@ class Tile:
             low = scales.minimum if fmt.minimum == "M" else T.Bind(T.float32(0) - scales.minimum)
             self.lows = [low if sub is None else T.Bind(low * sub) for sub in scales.sub_minimum]
 
-    def multiply(self, number, acts, fields):
+    def multiply(self, number: int, acts: list[list[Expr]], fields: dict[Field, Expr]) -> None:
         """Adds the decoded block times set `number`. acts: the tokens' words; fields: of `Tokens.scales`."""
         fmt, held = self.fmt, self.tokens.held
         total = self.sums.of(number)
@@ -160,14 +180,15 @@ class Tile:
         self.sums.put(number, total)
 
 
-def emit_sums(arch, tiles, tokens, k, blocks, wave, waves):
-    """This wave's part of the products of tiles and tokens: every waves-th step of `blocks` blocks."""
-    steps = k // BLOCK // blocks
-    own = T.int32(steps // waves) if steps % waves == 0 else T.Bind((steps - wave + (waves - 1)) // waves)
+def emit_sums(tiles: Sequence[Tile], tokens: Tokens) -> None:
+    """This wave's part of the products of tiles and tokens: its share of the steps."""
+    wave, blocks = tokens.wave, tokens.blocks
+    steps, waves = tokens.count // blocks, wave.count
+    own = T.int32(steps // waves) if steps % waves == 0 else T.Bind((steps - wave.number + (waves - 1)) // waves)
     with T.serial(own) as i:
-        first = T.Bind((i * waves + wave) * blocks)
+        first = T.Bind((i * waves + wave.number) * blocks)
         for tile in tiles:
-            tile.fetch(first, blocks)
+            tile.fetch(first)
         tokens.fetch(first)
         parts = [(b, number) for b in range(blocks) for number in range(tokens.sets)]
         ahead, held = {}, len(parts) * 2 * tokens.words + len(tiles) * tokens.sets * tokens.held
@@ -182,7 +203,7 @@ def emit_sums(arch, tiles, tokens, k, blocks, wave, waves):
                 acts, fields = ahead.get((b, number)) or tokens.block(number, first + b), tokens.scales(number, b)
                 for tile in tiles:
                     if number == 0:
-                        tile.decode(arch, b)
+                        tile.decode(wave.arch, b)
                     tile.multiply(number, acts, fields)
 
 
@@ -190,18 +211,19 @@ class Meeting:
     """The place in LDS where the sums of a workgroup's waves meet, one set of tokens after the other: [waves, size,
     rows]."""
 
-    def __init__(self, waves, size, tiles):
+    def __init__(self, waves: int, size: int, tiles: int):
         self.waves, self.size, self.rows = waves, size * tiles * SIDE, tiles * SIDE
         self.parts = T.alloc_buffer((waves * self.size,), "float32", scope="shared")
 
-    def keep(self, sums, tokens, number, wave, lane):
+    def keep(self, sums: Sequence[Sums], tokens: Tokens, number: int) -> None:
         """Puts this wave's sums of each tile with set `number`."""
+        wave, lane = tokens.wave.number, tokens.lane
         for i, token in enumerate(tokens.sums):
             base = T.Bind(wave * self.size + token * self.rows + lane % SIDE)
             for t, own in enumerate(sums):
                 T.buffer_store(self.parts, own.buffer[number * own.held + i], [base + t * SIDE])
 
-    def take(self, token, row):
+    def take(self, token: Expr, row: Expr) -> Expr:
         """The sums of all waves of a token of the set for rows row .. row + 3, a multiple of 4."""
         total = None
         for wave in range(self.waves):

@@ -16,6 +16,7 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import FIELDS
 from mlc_amd.schedules.gpu.base.registers import at, lane_of
 from mlc_amd.schedules.gpu.linear import load
+from mlc_amd.schedules.gpu.linear.gemv_norm import Normed
 from mlc_amd.schedules.gpu.linear.load import QUADS
 
 
@@ -57,6 +58,9 @@ class Acts(NamedTuple):
         own = block if self.first_block is None else self.first_block + block
         found = T.Bind(self.s[own, at(0, FIELDS)])
         return [lane_of(found, j) for j in range(FIELDS)]
+
+
+Tokens = Sequence[Acts | Normed]
 
 
 class Block(NamedTuple):

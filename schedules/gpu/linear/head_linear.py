@@ -5,91 +5,107 @@ float32 [m, heads * n]. The launches are those of `gemv.py` for up to FEW tokens
 rows of activations as there are tokens and heads.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.formats import lookup
+from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.planes import BLOCK, plane_args
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import FIELDS, act_args
 from mlc_amd.schedules.gpu.base.step import FEW, kernel, live_rows, once, state_arg
 from mlc_amd.schedules.gpu.experts.experts import check_rows
-from mlc_amd.schedules.gpu.linear import gemm_coop, gemv, load
+from mlc_amd.schedules.gpu.linear import gemv, load
 from mlc_amd.schedules.gpu.linear.gemm import engine, span
-from mlc_amd.schedules.gpu.linear.gemv_rows import emit_acts, span_of
+from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork, Weight
+from mlc_amd.schedules.gpu.linear.gemv_plan import linear_splits
+from mlc_amd.schedules.gpu.linear.gemv_rows import Acts, emit_acts, span_of
 from mlc_amd.schedules.gpu.linear.linear_args import Segment
 from mlc_amd.schedules.gpu.linear.load import QUADS
+from mlc_amd.schedules.operators import HeadLinear, Linear
+from mlc_amd.schedules.tir import Buffer, Expr
 
 
-def head_linear(fmt, heads, n, k, m, layout, arch, name):
-    """PrimFunc (state, A, S | H | X of [m, heads * k], planes of the [heads * n, k] stack, Y float32 [m, heads * n]).
+@registry.builds(HeadLinear)
+def head_linear(op: HeadLinear, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state, A, S | H | X of [m, heads * k], planes of the [heads * n, k] stack, Y float32 [m, heads * n]).
 
     layout: as for `gemv.linear` with m up to FEW tokens, else for `gemm.linear`. UserError unless n is a multiple of 16
     or for weights too large, ValueError for what has no tiles.
     """
-    fmt = lookup(fmt)
-    check_rows(n)
+    rows = op.heads * op.n
+    check_rows(op.n)
     with kernel(name) as ir:
-        state, acts = state_arg(), act_args(m, heads * k, layout)
-        planes = plane_args(fmt, heads * n, k, "W_")
-        Y = T.arg("Y", T.buffer((m, heads * n), "float32"))
-        emit = _emit_gemv if m <= FEW and layout in gemv.VECTORS else _emit_gemm
-        emit(state, acts, fmt, planes, Y, heads, n, k, m, layout, arch)
+        state, acts = state_arg(), act_args(op.m, op.heads * op.k, op.layout)
+        ((fmt, _),) = op.weights
+        planes = plane_args(fmt, rows, op.k, "W_")
+        segment = Segment(fmt, rows, planes, None, T.arg("Y", T.buffer((op.m, rows), "float32")))
+        if op.m <= FEW and op.layout in gemv.VECTORS:
+            _emit_gemv(op, arch, acts, segment)
+        else:
+            _emit_gemm(op, arch, state, acts, segment)
     return ir.get()
 
 
-def _emit_gemv(state, acts, fmt, planes, Y, heads, n, k, m, layout, arch):
-    gemv.check([fmt], m, layout, "head_linear")
-    (plan,), (split,) = gemv.linear_plans([(fmt, heads * n)], k, arch, m=m)
-    acts = [T.decl_buffer((m * heads, k), "float32", data=acts[0].data)] if layout == "" else acts
-    with launch((split.groups,), (arch.wave, plan.waves)) as (workgroup, lane, wave):
-        found, views = emit_acts(acts, k, m * heads), load.views(fmt, planes, span_of([fmt], k))
+def _emit_gemv(op: HeadLinear, arch: Device, acts: list[Buffer], segment: Segment) -> None:
+    gemv.check(op)
+    n, k, heads = op.n, op.k, op.heads
+    stack = Linear(segments=((op.fmt, segment.n),), k=k, m=op.m, layout=op.layout, biases=(False,))
+    (split,) = linear_splits(stack, arch)
+    acts = [T.decl_buffer((op.m * heads, k), "float32", data=acts[0].data)] if op.layout == "" else acts
+    with launch((split.groups,), (arch.wave, split.plan.waves)) as place:
+        found, views = (
+            emit_acts(acts, k, op.m * heads),
+            load.views(segment.fmt, segment.planes, span_of([segment.fmt], k)),
+        )
 
-        def tokens(row):
+        def tokens(row: Expr) -> list[Acts]:
             """A group's rows are of one head: at most 16, which divides n. The limit, which no row reaches, keeps TVM's
             bounds of what is made of it within int32."""
             head = T.Bind(T.min(row // n, T.int32(heads - 1)))
-            return [found.of(T.Bind(token * heads + head)) for token in range(m)]
+            return [found.of(T.Bind(token * heads + head)) for token in range(op.m)]
 
-        segment = Segment(fmt, heads * n, planes, None, Y)
-        gemv.emit_segment(segment, None, views, tokens, split, workgroup, lane, wave, plan, arch)
+        gemv.emit_segment(arch, split, segment, views, tokens, gemv.Thread(*place))
 
 
 class _HeadRows(NamedTuple):
     """A head's rows of a buffer [m * heads, ..] of activations: row `token` is that of the head."""
 
-    buffer: Any
+    buffer: Buffer
     heads: int
-    head: Any
+    head: Expr
 
     @property
-    def dtype(self):
+    def dtype(self) -> str:
         return self.buffer.dtype
 
-    def __getitem__(self, index):  # type: ignore[override]
+    def __getitem__(self, index: tuple[Expr, ...]) -> Expr:  # type: ignore[override]  # as a buffer's
         token, *rest = index
         return self.buffer[(token * self.heads + self.head, *rest)]
 
 
-def _emit_gemm(state, acts, fmt, planes, Y, heads, n, k, m, layout, arch):
-    tile = gemm_coop.choose(arch, [fmt], m, k, heads * n) if layout == "pairs" else None
-    gemm = engine(layout, [fmt], m, k, arch, heads * n, tile)
-    tiles, rows = -(-n // gemm.tile.rows), m * heads
+def _emit_gemm(op: HeadLinear, arch: Device, state: Buffer, acts: list[Buffer], segment: Segment) -> None:
+    fmt, n, k, m, heads, layout = segment.fmt, op.n, op.k, op.m, op.heads, op.layout
+    gemm = engine(Product(arch, layout, (fmt,), m, k, segment.n))
+    tiles, rows = gemm.row_tiles(n), m * heads
     shapes = {
         "rows": [((rows, k // BLOCK, QUADS), "int32"), ((rows, k // BLOCK, FIELDS), "float32")],
         "": [((rows, k), "float32")],
     }.get(layout, [((rows, k), "float16")])
     views = [T.decl_buffer(*shape, data=x.data) for shape, x in zip(shapes, acts, strict=True)]
-    with launch((m // gemm.tile.tokens, heads * tiles), (gemm.threads,)) as (token_tile, row_tile, thread):
+    with launch((gemm.token_tiles, heads * tiles), (gemm.threads,)) as (token_tile, row_tile, thread):
         gemm.allocate(thread)
         token0, live = T.Bind(token_tile * gemm.tile.tokens), live_rows(state, m)
         head, row0 = T.Bind(row_tile // tiles), T.Bind(row_tile % tiles * gemm.tile.rows)
 
-        def store(token, row, values):
+        def store(token: Expr, row: Expr, values: Sequence[Expr]) -> None:
             (x,) = values
-            T.buffer_store(Y, x, [token, span(T.Bind(head * n + row), x)])
+            T.buffer_store(segment.Y, x, [token, span(T.Bind(head * n + row), x)])
 
         with once(token0 < live):
             mine = [_HeadRows(view, heads, head) for view in views]
-            gemm.emit(mine, [(fmt, planes, n)], token0, row0, store, T.Bind(head * n))
+            weight = Weight(fmt, segment.planes, n)
+            gemm.emit(TileWork(mine, [weight], token0, row0, store, T.Bind(head * n)))

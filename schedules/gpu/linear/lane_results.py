@@ -1,35 +1,105 @@
-"""How the sums of a tile of `gemm_lanes.py` become results: through shared memory, in passes of as many
-as there is room for, where those of the subgroups that share out the columns are added up, to the epilogue.
+"""How the sums of a tile of `gemm_lanes.py` become results: through shared memory, in passes of as many as there is
+room for, where those of the subgroups that share out the columns are added up, to `TileWork.store`.
 
-An epilogue is called by each thread with (token, row, values of each weight): four rows, or a run (`pairs.py`). With
-`early` it gets what it loads besides behind the values.
+That is called by each thread with (token, row, values of each weight): four rows, or a run (`pairs.py`).
 """
+
+from abc import abstractmethod
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import barrier
 from mlc_amd.schedules.gpu.base.pairs import TOKENS
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.registers import chosen, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.base.step import all_of, when
+from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Product, Tile, TileWork
+from mlc_amd.schedules.tir import Buffer, Expr
 
 ROWS = 16  # of a matrix
+SHAPE = ROWS, TOKENS, 16  # of the matrices: rows x tokens x columns
+WAVE = 32
 QUAD = 4  # float32 of a unit of 16 bytes: rows of a token that a lane finishes at once
 PAD = 1  # units added to a token's rows in shared memory
+UNIT_BYTES = 16
+SUMS = 128  # of a lane, at most
+# Bytes of shared memory of a thread for the sums of several row tiles at once, at most: with more, NVIDIA's compiler
+# takes more registers, and half as many threads are resident.
+SHARED = 80
+
+Place = tuple[Expr, Expr, Expr]  # of four rows of sums in shared memory: subgroup, token, number within that
 
 
-class LaneResults:
-    """Part of `LaneGemm`, which has the tile, its sums and its shared memory."""
+@dataclass(frozen=True)
+class LaneTile(Tile):
+    """waves_m, waves_n, waves_k: subgroups along tokens, rows and columns.
 
-    def _units(self, row_tiles, token_tiles) -> int:
+    ahead   1: the weights of a subgroup's next group are loaded while those of one are multiplied, except float ones;
+            2: so are the activations of each next run
+    hidden  1: what codes are or'ed with is in registers, as numbers that the compiler does not know. Of two constants
+            NVIDIA's makes two instructions for two weights instead of one.
+    staged  1: activations go through shared memory (`gemm_staged.py`)
+    """
+
+    waves_m: int
+    waves_n: int
+    waves_k: int
+    ahead: int = 0
+    hidden: int = 0
+    staged: int = 0
+
+
+class LaneResults(Gemm[LaneTile]):
+    """The part of `LaneGemm` that says what each subgroup has, and makes results of its sums."""
+
+    thread: Expr
+    wave: Expr  # the subgroup
+    lds: Buffer  # uint32x4 [units]
+    sums: Fragments
+
+    def __init__(self, of: Product, tile: LaneTile):
+        super().__init__(of, tile)
+        self.m, self.waves = of.m, tile.waves_m * tile.waves_n * tile.waves_k
+        self.threads = self.waves * WAVE
+        self.tiles_m, self.tiles_n = tile.tokens // tile.waves_m // TOKENS, tile.rows // tile.waves_n // ROWS
+        if (
+            self.tiles_m * tile.waves_m * TOKENS != tile.tokens
+            or self.tiles_n * tile.waves_n * ROWS != tile.rows
+            or of.k % BLOCK
+        ):
+            raise ValueError(f"{tile} does not divide into {ROWS} x {TOKENS} matrices of {of.k} columns")
+        if self.weights * self.tiles_n * self.tiles_m * (ROWS * TOKENS // WAVE) > SUMS:
+            raise ValueError(f"{tile} has more than {SUMS} sums of a lane")
+        # as many of the sums at once as there is room for, of all weights; preferably all rows of a token
+        parts = [(rows, tokens) for tokens in (8, 4, 2, 1) for rows in range(self.tiles_n, 0, -1)]
+        parts = [part for part in parts if self._holds(*part)]
+        if not parts or self.threads > of.arch.most_threads:
+            raise ValueError(f"{tile} takes more shared memory or threads than {of.arch.name} has")
+        self.rows_at_once, self.at_once = max(parts, key=lambda part: part[0] * part[1])
+        self.quads = self.rows_at_once * (ROWS // QUAD)  # of a token of a subgroup
+        self.ld = self.quads + PAD
+        self.units = self._units(self.rows_at_once, self.at_once)
+
+    @abstractmethod
+    def _sum_up(self, work: TileWork) -> None:
+        """The products of all columns."""
+
+    def _holds(self, row_tiles: int, token_tiles: int) -> bool:
+        size, factors = self._units(row_tiles, token_tiles) * UNIT_BYTES, 4 * self.tile.tokens  # of `deferred_norm.py`
+        whole = self.tiles_m % token_tiles == 0 and self.tiles_n % row_tiles == 0
+        return whole and size + factors <= self.arch.lds and (row_tiles == 1 or size <= SHARED * self.threads)
+
+    def _units(self, row_tiles: int, token_tiles: int) -> int:
         """Of the sums of so many tiles of each subgroup in shared memory."""
         return self.waves * self.weights * token_tiles * TOKENS * (row_tiles * (ROWS // QUAD) + PAD)
 
-    def _sums_unit(self, wave, weight, token):
+    def _sums_unit(self, wave: Expr, weight: int, token: Expr) -> Expr:
         """First unit of a subgroup's sums of a token, of number `token` of those that are there at once."""
         return ((wave * self.weights + weight) * (self.at_once * TOKENS) + token) * self.ld
 
-    def _hand_over(self, first_row, first):
+    def _hand_over(self, first_row: int, first: int) -> None:
         """The sums of row tiles `first_row`.., of token tiles `first`.., to shared memory."""
         for w in range(self.weights):
             for i in range(self.rows_at_once):
@@ -37,98 +107,102 @@ class LaneResults:
                     place = self.lds[self._sums_unit(self.wave, w, t * TOKENS) + i * (ROWS // QUAD)]
                     number = (w * self.tiles_n + first_row + i) * self.tiles_m + first + t
                     self.sums.store(number, place, self.ld * QUAD, "col_major")
+        barrier()
 
-    def _results(self, padded, token0, row0, epilogue, early):
-        """Adds up the sums and hands them to the epilogue."""
+    def _results(self, work: TileWork) -> None:
+        """Adds up the sums and stores them."""
         passes = [
             (i, j) for i in range(0, self.tiles_n, self.rows_at_once) for j in range(0, self.tiles_m, self.at_once)
         ]
-        if early is not None and self._is_whole(padded) and len(passes) * self._of_a_pass() == self.threads:
-            self._finish_one(passes, token0, row0, epilogue, early)
+        if work.early and self._is_whole(work.rows) and len(passes) * self._of_a_pass() == self.threads:
+            self._finish_one(work, passes)
             return
         for number, (i, j) in enumerate(passes):
             if number:
                 barrier()
             self._hand_over(i, j)
-            barrier()
-            self._finish(i, j, padded, token0, row0, epilogue, early)
+            self._finish(work, i, j)
 
-    def _is_whole(self, padded) -> bool:
+    def _is_whole(self, rows: int) -> bool:
         """Whether all rows and tokens of every tile exist."""
-        return not (padded % self.tile.rows or self.m % self.tile.tokens)
+        return not (rows % self.tile.rows or self.m % self.tile.tokens)
 
-    def _of_a_pass(self):
+    def _of_a_pass(self) -> int:
         """Units of four rows that are in shared memory at once."""
         return self.tile.waves_m * self.tile.waves_n * self.at_once * TOKENS * self.quads
 
-    def _place(self, c, first_row, first, token0, row0):
-        """Of number c of these units ((subgroup, token, number within that), its token, its row)."""
+    def _place(self, work: TileWork, c: Expr, first_row: Expr, first: Expr) -> tuple[Place, Expr, Expr]:
+        """Of number c of these units (its place, its token, its row)."""
         tile, per_wave = self.tile, self.at_once * TOKENS * self.quads
         wave, own = T.Bind(c // per_wave), T.Bind(c % per_wave)
         wave_m, wave_n = T.Bind(wave % tile.waves_m), T.Bind(wave // tile.waves_m)
         token, quad = T.Bind(own // self.quads), T.Bind(own % self.quads)
-        row = T.Bind(row0 + (wave_n * self.tiles_n + first_row) * ROWS + quad * QUAD)
-        target = T.Bind(token0 + (wave_m * self.tiles_m + first) * TOKENS + token)
+        row = T.Bind(work.row0 + (wave_n * self.tiles_n + first_row) * ROWS + quad * QUAD)
+        target = T.Bind(work.token0 + (wave_m * self.tiles_m + first) * TOKENS + token)
         return (wave, token, quad), target, row
 
-    def _added(self, weight, wave, token, quad):
-        """The float32x4 of such a unit of a weight."""
-        parts = []
+    def _added(self, weight: int, place: Place) -> Expr:
+        """The float32x4 of a weight there."""
+        (wave, token, quad), parts = place, []
         for k in range(self.tile.waves_k):
             source = wave + k * (self.tile.waves_m * self.tile.waves_n)
             unit = self._sums_unit(source, weight, token) + quad
             parts.append(T.reinterpret("float32x4", T.Bind(self.lds[unit])))
         return T.Bind(sum(parts[1:], parts[0]))
 
-    def _finish_one(self, passes, token0, row0, epilogue, early):
+    def _finish_one(self, work: TileWork, passes: list[tuple[int, int]]) -> None:
         """Each thread has one result, of one of the passes. What it loads besides need not wait for the sums."""
         per_pass = self._of_a_pass()
         mine = T.Bind(self.thread // per_pass)
         first_row, first = (chosen([T.int32(x) for x in each], mine) for each in zip(*passes, strict=True))
-        place, target, row = self._place(T.Bind(self.thread % per_pass), first_row, first, token0, row0)
-        loaded = early(target, row)
+        place, target, row = self._place(work, T.Bind(self.thread % per_pass), first_row, first)
+        loaded = _early(work, target, row)
         cells = [[local(1) for _ in range(QUAD)] for _ in range(self.weights)]
         for number, (i, j) in enumerate(passes):
             if number:
                 barrier()
             self._hand_over(i, j)
-            barrier()
             with when(None if len(passes) == 1 else mine == number):
                 for w, own in enumerate(cells):
-                    value = self._added(w, *place)
+                    value = self._added(w, place)
                     for e, cell in enumerate(own):
                         put(cell, lane_of(value, e), 0)
-        epilogue(target, row, [T.Bind(vector([cell[0] for cell in own])) for own in cells], loaded)
+        work.store(target, row, [T.Bind(vector([cell[0] for cell in own])) for own in cells], *loaded)
 
-    def has_runs(self, padded) -> bool:
-        """Whether each thread can have one run: results of two passes, one for each half of a block of rows."""
+    def has_runs(self, rows: int) -> bool:
+        """Each thread has the results of two passes, one for each half of a block of rows."""
         passes = self.weights == 1 and (self.rows_at_once, self.at_once) == (1, self.tiles_m)
-        return passes and self.tiles_n * ROWS == BLOCK and self._is_whole(padded) and self._of_a_pass() == self.threads
+        return passes and self.tiles_n * ROWS == BLOCK and self._is_whole(rows) and self._of_a_pass() == self.threads
 
-    def _finish_runs(self, token0, row0, epilogue, early):
-        """Adds up the sums and hands them to the epilogue, a run in each thread."""
-        place, target, row = self._place(self.thread, 0, 0, token0, row0)
-        more = [] if early is None else [early(target, row)]
-        values = []
+    def _finish_runs(self, work: TileWork) -> None:
+        """Adds up the sums and stores them, a run in each thread."""
+        place, target, row = self._place(work, self.thread, 0, 0)
+        loaded, values = _early(work, target, row), []
         for first_row in range(self.tiles_n):
             if first_row:
                 barrier()
             self._hand_over(first_row, 0)
-            barrier()
-            values.append(self._added(0, *place))
+            values.append(self._added(0, place))
         run = T.Bind(vector([lane_of(value, e) for value in values for e in range(QUAD)]))
-        epilogue(target, row, [run], *more)
+        work.store(target, row, [run], *loaded)
 
-    def _finish(self, first_row, first, padded, token0, row0, epilogue, early):
-        """Hands the sums that are in shared memory to the epilogue; rows beyond the weight's and tokens beyond the m
-        are left out."""
-        tile, total = self.tile, self._of_a_pass()
+    def _finish(self, work: TileWork, first_row: int, first: int) -> None:
+        """Stores the sums that are in shared memory; rows beyond the weight's and tokens beyond the m are left out."""
+        total = self._of_a_pass()
         with T.serial(-(-total // self.threads)) as step:
             c = T.Bind(step * self.threads + self.thread)
-            place, target, row = self._place(c, first_row, first, token0, row0)
-            conditions = [row < padded] if padded % tile.rows else []
-            conditions += [c < total] if total % self.threads else []
-            conditions += [target < self.m] if self.m % tile.tokens else []
-            with when(all_of(conditions)):
-                loaded = [] if early is None else [early(target, row)]
-                epilogue(target, row, [self._added(w, *place) for w in range(self.weights)], *loaded)
+            place, target, row = self._place(work, c, first_row, first)
+            inside = c < total if total % self.threads else None
+            with when(self._exists(work, target, row, inside)):
+                loaded = _early(work, target, row)
+                work.store(target, row, [self._added(w, place) for w in range(self.weights)], *loaded)
+
+    def _exists(self, work: TileWork, token: Expr, row: Expr, inside: Expr | None = None) -> Expr | None:
+        """Whether the row and the token exist, and `inside`; None: all do."""
+        in_tokens = token < self.m if self.m % self.tile.tokens else None
+        conditions = work.if_row(row, self.tile.rows), inside, in_tokens
+        return all_of(x for x in conditions if x is not None)
+
+
+def _early(work: TileWork, token: Expr, row: Expr) -> list[tuple]:
+    return [work.early(token, row)] if work.early else []

@@ -16,7 +16,7 @@ from tvm import DataType
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.decode import minifloat
-from mlc_amd.schedules.formats import MINIFLOATS, PLANE_BITS
+from mlc_amd.schedules.formats import MINIFLOATS, PLANE_BITS, Format
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.registers import at, lane_of
 from mlc_amd.schedules.gpu.base.tables import values
@@ -58,6 +58,11 @@ def blocks(*fmts) -> int:
 def columns(fmt, k) -> int:
     """Columns of a unit of a float format: 16 bytes, or as many as divide k."""
     return next(n for n in (8, 4, 2, 1) if k % n == 0 and n * DataType(fmt.dtype).bits <= 128)
+
+
+def block_bytes(fmt: Format) -> float:
+    """Bytes of 32 columns."""
+    return fmt.block_bytes * BLOCK / fmt.block
 
 
 def groups(fmt) -> int:

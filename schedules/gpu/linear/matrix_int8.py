@@ -1,112 +1,86 @@
 """AMD's matrix instructions on signed bytes, as GEMVs of several tokens use them: tokens are the rows of the product,
-16 rows of a weight its columns.
-
-`unit_of(arch)` says for a wave of `groups` times 16 lanes
-
-    parts       groups of lanes that hold different columns of an operand; lane l belongs to part l // 16 % parts
-    words       4 // parts, of four bytes each: what a lane holds of either half of a block of 32 columns. Part g holds
-                the words words*g .. of the half
-    acc         sums of a lane in an instruction, all of weight row l % 16
+16 rows of a weight its columns. All sums of a lane l are of weight row l % 16.
 
 The order of columns within an instruction is free, as both operands have the same one; so a lane's words of both
-halves come from the same words of nibbles.
+halves of a block come from the same words of nibbles.
 
 Tokens stand in the matrix so that m of them (as many as lanes have groups, or more) take m / groups sums of each lane:
 with fewer than 16 the others are copies, which are left alone.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.gpu.base.arch import GpuArch
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import vector
+from mlc_amd.schedules.tir import Expr
 
 SIDE = 16  # rows and columns of a product
 
 
-class _Wmma11:
-    """Of gfx11: a lane has all 16 columns, both halves of the wave alike. Sum i of group h belongs to row 2*i + h."""
+@dataclass(frozen=True)
+class Int8Unit:
+    """The instructions of waves of `groups` times 16 lanes.
 
-    groups, parts, acc = 2, 1, 8
-    per_half = True  # an instruction multiplies one half of a block, or both
+    parts       groups of lanes that hold different columns of an operand; lane l belongs to part l // 16 % parts. Of
+                the four words of either half of a block of 32 columns, part g holds 4 // parts from word
+                (4 // parts) * g on
+    acc         sums of a lane in an instruction
+    alternates  whether sum i of group g belongs to row groups*i + g, else to row acc*g + i
+    per_half    whether an instruction multiplies one half of a block, or both
+    """
 
-    @staticmethod
-    def row(group, i):
-        return 2 * i + group
+    groups: int
+    parts: int
+    acc: int
+    alternates: bool = False
+    per_half: bool = True
 
-    @classmethod
-    def token_of_row(cls, row, m):
-        return row % m
+    def token_of_row(self, row: Expr, m: int) -> Expr:
+        held = m // self.groups
+        return row % m if self.alternates else row // self.acc * held + row % self.acc % held
 
-    @classmethod
-    def token_of_sum(cls, group, i, m):
-        return 2 * i + group
+    def token_of_sum(self, group: Expr, i: int, m: int) -> Expr:
+        return self.groups * i + group if self.alternates else group * (m // self.groups) + i
 
-    @classmethod
-    def place(cls, token, m):
+    def place(self, token: Expr, m: int) -> Expr:
         """The inverse: group * m / groups + i."""
-        return token % 2 * (m // 2) + token // 2
+        return token % self.groups * (m // self.groups) + token // self.groups if self.alternates else token
 
-    @staticmethod
-    def multiply(acts, weights, sums):
-        """sums (int32 vector) plus the product of a half's words of tokens and of weights."""
-        signed, exact = T.bool(True), T.bool(False)
-        name = "llvm.amdgcn.wmma.i32.16x16x16.iu8"
-        a, b = vector(acts), vector(weights)
-        return T.Bind(T.call_llvm_pure_intrin("int32x8", name, signed, a, signed, b, sums, exact))
-
-
-class _Wmma12(_Wmma11):
-    """Of gfx12: each half of the wave has eight columns. Sum i of group h belongs to row 8*h + i."""
-
-    parts = 2
-
-    @classmethod
-    def token_of_row(cls, row, m):
-        held = m // cls.groups
-        return row // cls.acc * held + row % cls.acc % held
-
-    @classmethod
-    def token_of_sum(cls, group, i, m):
-        return group * (m // cls.groups) + i
-
-    @classmethod
-    def place(cls, token, m):
-        return token
+    def multiply(self, acts: Sequence[Expr], weights: Sequence[Expr], sums: Expr) -> Expr:
+        """sums (int32 vector) plus the product of words of tokens and of weights."""
+        zero, signed, exact = T.int32(0), T.bool(True), T.bool(False)
+        if self.groups == 2:
+            operands = [signed, vector(acts), signed, vector(weights), sums, exact]
+            name = "llvm.amdgcn.wmma.i32.16x16x16.iu8"
+        elif self.per_half:
+            name, operands = "llvm.amdgcn.mfma.i32.16x16x16i8", [*acts, *weights, sums, zero, zero, zero]
+        else:
+            a, b = (T.reinterpret("int64", vector(words)) for words in (acts, weights))
+            name, operands = "llvm.amdgcn.mfma.i32.16x16x32.i8", [a, b, sums, zero, zero, zero]
+        return T.Bind(T.call_llvm_pure_intrin(f"int32x{self.acc}", name, *operands))
 
 
-class _Mfma16(_Wmma12):
-    """Of gfx908, gfx90a: each quarter of the wave has four columns. Sum i of group g belongs to row 4*g + i."""
-
-    groups, parts, acc = 4, 4, 4
-
-    @staticmethod
-    def multiply(acts, weights, sums):
-        zero = T.int32(0)
-        name = "llvm.amdgcn.mfma.i32.16x16x16i8"
-        return T.Bind(T.call_llvm_pure_intrin("int32x4", name, *acts, *weights, sums, zero, zero, zero))
+# kind of matrix unit, columns of its int8 instructions
+UNITS = {
+    ("wmma11", 16): Int8Unit(2, 1, 8, alternates=True),
+    ("wmma12", 16): Int8Unit(2, 2, 8),
+    ("mfma", 16): Int8Unit(4, 4, 4),
+    ("mfma", 32): Int8Unit(4, 4, 4, per_half=False),
+}
 
 
-class _Mfma32(_Mfma16):
-    """Of gfx94x and later: as before, of both halves in one instruction."""
-
-    per_half = False
-
-    @staticmethod
-    def multiply(acts, weights, sums):
-        zero = T.int32(0)
-        a, b = (T.reinterpret("int64", vector(words)) for words in (acts, weights))
-        name = "llvm.amdgcn.mfma.i32.16x16x32.i8"
-        return T.Bind(T.call_llvm_pure_intrin("int32x4", name, a, b, sums, zero, zero, zero))
-
-
-UNITS = {("wmma11", 16): _Wmma11, ("wmma12", 16): _Wmma12, ("mfma", 16): _Mfma16, ("mfma", 32): _Mfma32}
-
-
-def unit_of(arch):
+def unit_of(arch: Device) -> Int8Unit | None:
     """The int8 matrix unit of an arch; None without one that kernels use."""
-    return UNITS.get((arch.matrix, arch.code.int8_columns)) if arch.api == "rocm" else None
+    return UNITS.get((arch.matrix, arch.code.int8_columns)) if isinstance(arch, GpuArch) else None
 
 
-def products(unit, acts, weights, groups) -> list:
+def products(
+    unit: Int8Unit, acts: Sequence[Sequence[Expr]], weights: Sequence[Sequence[Expr]], groups: int
+) -> list[Expr]:
     """The products of a block of tokens and weights, int32 vectors of `unit.acc` sums: one, or one for each half of its
     columns (groups: 2). acts, weights: for each half a lane's words, int32."""
     zero = T.broadcast(T.int32(0), unit.acc)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from samples import sample
 from spirv_emulation import emulated
+from workloads import gate_up, linear, operator
 
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.runtime.devices.vulkan import fragments
@@ -16,11 +17,11 @@ from mlc_amd.schedules.gpu.base.pairs import GROUP, in_lanes, lanes_shape
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import resolve
 from mlc_amd.schedules.gpu.experts.expert_gemm import expert_linear
-from mlc_amd.schedules.gpu.experts.experts import Slots
 from mlc_amd.schedules.gpu.linear import gemm, lane_tiles
 from mlc_amd.schedules.gpu.linear.deferred_norm import MARGIN
 from mlc_amd.schedules.gpu.linear.gate_up_gemm import gate_up_swiglu
-from mlc_amd.schedules.gpu.linear.gemm_lanes import LaneTile
+from mlc_amd.schedules.gpu.linear.gemm_tile import Product
+from mlc_amd.schedules.gpu.linear.lane_results import LaneTile
 from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.tools.reference import activations
 from tests.schedules.gpu.test_gpu_experts import Case, assigned, stack
@@ -28,6 +29,11 @@ from tests.schedules.gpu.test_gpu_gemm import error, state, weights
 from tests.schedules.gpu.test_vulkan_coop import tolerance
 
 NVIDIA = resolve("nvidia")
+
+
+def product(formats, m, rows, k=4096, **more):
+    return Product(NVIDIA, "lanes", tuple(map(lookup, formats)), m, k, rows, **more)
+
 
 # name: (format, rows, columns, tokens, tile). Few and small ones. What decodes weights is tested in
 # test_vulkan_coop.py for all formats.
@@ -84,7 +90,7 @@ def test_linear(name):
     x = np.random.default_rng(3).standard_normal((m, k), np.float32).astype(np.float16)
     expected = x.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T
     out = np.full((m, -(-n // 16) * 16), np.nan, np.float32)
-    kernel = gemm.linear([(fmt, n)], k, m, "lanes", (False,), False, NVIDIA, "k", tile)
+    kernel = gemm.linear(linear([(fmt, n)], k, m, "lanes"), NVIDIA, "k", tile)
     # nobody writes what is after the columns
     rest = np.full((m, -k % (GROUP * BLOCK)), np.nan, np.float16)
     got = emulated(kernel, [state(m), in_lanes(np.hstack([x, rest])), *planes.values(), out], NVIDIA)[-1]
@@ -98,7 +104,7 @@ def test_one_result_of_a_thread(tile):
     planes, w = weights("q4_0", n, k, 0)
     x = rng.standard_normal((m, k), np.float32).astype(np.float16)
     bias, residual = (100 * rng.standard_normal(shape, np.float32) for shape in (n, (m, n)))
-    kernel = gemm.linear([("q4_0", n)], k, m, "lanes", (True,), True, NVIDIA, "k", tile)
+    kernel = gemm.linear(linear([("q4_0", n)], k, m, "lanes", (True,), residual=True), NVIDIA, "k", tile)
     out = np.full((m, n), np.nan, np.float32)
     got = emulated(kernel, [state(m), in_lanes(x), *planes.values(), bias, residual, out], NVIDIA)[-1]
     expected = x.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T
@@ -109,7 +115,7 @@ def test_dead_tiles_are_left_alone():
     """Of a kernel whose workgroups are all resident at once, with an `if` for a loop of one step."""
     m, n, k, tile = 16, 16, 128, LaneTile(8, 16, 1, 1, 1)
     planes, _ = weights("q4_0", n, k, 0)
-    kernel = gemm.linear([("q4_0", n)], k, m, "lanes", (False,), False, NVIDIA, "k", tile)
+    kernel = gemm.linear(linear([("q4_0", n)], k, m, "lanes"), NVIDIA, "k", tile)
     out = np.full((m, n), np.nan, np.float32)
     x = in_lanes(np.ones((m, k), np.float16))
     got = emulated(kernel, [state(8), x, *planes.values(), out], NVIDIA)[-1]
@@ -132,9 +138,8 @@ def test_deferred_norm(columns, tile):
         np.zeros(lanes, np.float16),
         np.zeros((m, columns // 16), np.float32),
     )
-    first = gemm.linear(
-        [("q4_0", columns)], k, m, "lanes", (False,), True, NVIDIA, "k", LaneTile(8, 16, 1, 1, 1), norm_out=True
-    )
+    op = linear([("q4_0", columns)], k, m, "lanes", residual=True, norm_out=True)
+    first = gemm.linear(op, NVIDIA, "k", LaneTile(8, 16, 1, 1, 1))
     inputs = [state(m), in_lanes(x), *planes.values(), residual, g, before]
     y, h, squares = emulated(first, [*inputs, *made], NVIDIA)[-3:]
     expected = x.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T + residual
@@ -142,7 +147,7 @@ def test_deferred_norm(columns, tile):
     assert np.allclose(squares, (y.astype(np.float64) ** 2).reshape(m, -1, 16).sum(-1), rtol=1e-5)
 
     planes, w = weights("q4_0", n, columns, 1)
-    second = gemm.linear([("q4_0", n)], columns, m, "lanes", (False,), False, NVIDIA, "k", tile, norm_in=eps)
+    second = gemm.linear(linear([("q4_0", n)], columns, m, "lanes", norm_in=eps), NVIDIA, "k", tile)
     out = np.full((m, n), np.nan, np.float32), np.full(m, np.nan, np.float32)
     got, scale = emulated(second, [state(m), h, squares, before, *planes.values(), *out], NVIDIA)[-2:]
     own = 1 / np.sqrt((y.astype(np.float64) ** 2).mean(-1) + eps)
@@ -160,12 +165,12 @@ def test_deferred_norm(columns, tile):
 def test_runs_of_a_deferred_norm(fmt, k):
     """Each thread has both halves of a run of the norm that a layer prepares. Bodies of two steps, and of one."""
     m, n, rng = 64, 64, np.random.default_rng(5)
-    tile = lane_tiles.choose(NVIDIA, [lookup(fmt)], m, k, 4096)
-    assert gemm.engine("lanes", [lookup(fmt)], m, k, NVIDIA, n, tile).has_runs(n)
+    tile = lane_tiles.choose(product([fmt], m, 4096, k))
+    assert gemm.engine(product([fmt], m, n, k), tile).has_runs(n)
     x, residual = (rng.standard_normal((m, size), np.float32) for size in (k, n))
     x, g, before = x.astype(np.float16), rng.standard_normal(n, np.float32), rng.random(m, np.float32)
     planes, w = weights(fmt, n, k, 0)
-    kernel = gemm.linear([(fmt, n)], k, m, "lanes", (True,), True, NVIDIA, "k", tile, norm_out=True)
+    kernel = gemm.linear(linear([(fmt, n)], k, m, "lanes", (True,), residual=True, norm_out=True), NVIDIA, "k", tile)
     bias = rng.standard_normal(n, np.float32)
     made = np.zeros(lanes_shape(m, n), np.float16), np.zeros((m, n // 16), np.float32)
     inputs = [state(m), in_lanes(x), *planes.values(), bias, residual, g, before]
@@ -187,7 +192,7 @@ def test_staged_activations(layout, fmt, hidden, rows):
     m, n, k, tile = 20, 160, 512, LaneTile(16, rows, 1, rows // 16, 1, 1, hidden, staged=1)
     (gate, up), w = zip(*(weights(fmt, n, k, seed) for seed in (1, 2)), strict=True)
     x = np.random.default_rng(3).standard_normal((m, k), np.float32).astype(np.float16)
-    kernel = gate_up_swiglu(fmt, fmt, n, k, m, "lanes", layout, NVIDIA, "k", tile)
+    kernel = gate_up_swiglu(gate_up(fmt, fmt, n, k, m, ("lanes", layout)), NVIDIA, "k", tile)
     shape = lanes_shape(m, n) if layout == "lanes" else (m, n)
     out = np.full(shape, np.nan, np.float16)
     got = emulated(kernel, [state(m), in_lanes(x), *gate.values(), *up.values(), out], NVIDIA)[-1]
@@ -215,7 +220,8 @@ def test_staged_activations_of_a_deferred_norm(m, n, k, tile):
     before = (1.5 / np.sqrt((x**2).mean(-1) + eps)).astype(np.float32)
     h = (x * before[:, None] * MARGIN).astype(np.float16)
     squares = (x**2).reshape(m, -1, 16).sum(-1)
-    kernel = gate_up_swiglu("q4_0", "q4_0", n, k, m, "lanes", "lanes", NVIDIA, "k", tile, norm_in=eps)
+    op = gate_up("q4_0", "q4_0", n, k, m, ("lanes", "lanes"), norm_in=eps)
+    kernel = gate_up_swiglu(op, NVIDIA, "k", tile)
     out = np.full(lanes_shape(m, n), np.nan, np.float16), np.full(m, np.nan, np.float32)
     arrays = [state(m), in_lanes(h), squares, before, *gate.values(), *up.values(), *out]
     got, scale = emulated(kernel, arrays, NVIDIA)[-2:]
@@ -230,13 +236,14 @@ def test_staged_activations_of_a_deferred_norm(m, n, k, tile):
 def test_a_deferred_norm_of_many_columns():
     """A thread that adds up all squares of a token, in a kernel that compiles nevertheless."""
     tile = LaneTile(64, 32, 1, 1, 2)
-    kernel = gate_up_swiglu("q4_0", "q4_0", 32, 8192, 64, "lanes", "lanes", NVIDIA, "k", tile, norm_in=1e-5)
+    op = gate_up("q4_0", "q4_0", 32, 8192, 64, ("lanes", "lanes"), norm_in=1e-5)
+    kernel = gate_up_swiglu(op, NVIDIA, "k", tile)
     assert compile_spirv({"k": kernel}, NVIDIA).modules
 
 
 def test_deferred_norms_are_of_the_layout_lanes():
     with pytest.raises(ValueError, match="layout 'lanes'"):
-        gemm.linear([("q4_0", 16)], 128, 64, "pairs", (False,), False, NVIDIA, "k", norm_in=1e-5)
+        gemm.linear(linear([("q4_0", 16)], 128, 64, "pairs", norm_in=1e-5), NVIDIA, "k")
 
 
 @pytest.mark.parametrize(
@@ -248,7 +255,8 @@ def test_experts(slots, m, n, tile):
     experts, k = Experts(7, 2, slots), 256
     assert lane_tiles.suits_experts(slots, [lookup("q4_k")])
     groups, ids = assigned(Case("q4_k", m, experts))
-    slots, of = experts.slots(m), Slots(experts, m, False, True)
+    slots = experts.slots(m)
+    sizes = {"experts": experts.count, "used": experts.used, "tile": experts.tile, "m": m, "n": n, "k": k}
     planes, w = ([*x] for x in zip(*(stack("q4_k", experts.count, n, k, seed) for seed in (1, 2)), strict=True))
     w = [x.astype(np.float16).astype(np.float64) for x in w]
     rng = np.random.default_rng(3)
@@ -261,11 +269,14 @@ def test_experts(slots, m, n, tile):
         for each, bias in zip(w, biases, strict=True)
     ]
     used = ids >= 0
-    kernel = expert_linear("q4_k", n, k, of, "lanes", NVIDIA, "k", tile)
+    op = operator("expert_linear", sizes | {"fmt": "q4_k", "bias": True, "layout": "lanes"})
+    kernel = expert_linear(op, NVIDIA, "k", tile)
     out = np.full((slots, n), np.nan, np.float32)
     got = emulated(kernel, [*shared, *planes[0].values(), biases[0], out], NVIDIA)[-1]
     assert error(got[used], products[0][used]) < tolerance("q4_k") and np.isnan(got[~used]).all() and not used.all()
-    kernel = gate_up_swiglu("q4_k", "q4_k", n, k, slots, "lanes", "lanes", NVIDIA, "k", tile, of=of)
+    own = {"gate": "q4_k", "up": "q4_k", "biases": True, "act": "silu", "layout_in": "lanes", "layout": "lanes"}
+    op = operator("expert_gate_up", sizes | own | {"shared": False})
+    kernel = gate_up_swiglu(op, NVIDIA, "k", tile)
     out = np.full(lanes_shape(slots, n), np.nan, np.float16)
     weights = [array for each in planes for array in each.values()]
     got = emulated(kernel, [*shared, *weights, *biases, out], NVIDIA)[-1]
@@ -289,17 +300,17 @@ def test_experts(slots, m, n, tile):
 )
 @pytest.mark.parametrize("fmt", ["q4_0", "f16", "iq4_nl"])
 def test_tiles_of_few_tokens(m, rows, tile, fmt):
-    assert lane_tiles.choose(NVIDIA, [lookup(fmt)], m, 4096, rows) == tile
+    assert lane_tiles.choose(product([fmt], m, rows)) == tile
 
 
 @pytest.mark.parametrize(("m", "tile"), [(8, LaneTile(8, 16, 1, 1, 4)), (32, LaneTile(32, 32, 1, 1, 4, 0, 1))])
 def test_tiles_of_gate_and_up(m, tile):
-    assert lane_tiles.choose(NVIDIA, [lookup("q4_0")] * 2, m, 4096, 14336, 2) == tile
+    assert lane_tiles.choose(product(["q4_0"] * 2, m, 14336, weights=2)) == tile
 
 
 def test_segments_load_nothing_ahead():
     """q, k and v have code of their own each."""
-    tile = lane_tiles.choose(NVIDIA, [lookup("q4_0")] * 3, 32, 4096, 6144)
+    tile = lane_tiles.choose(product(["q4_0"] * 3, 32, 6144))
     assert tile == LaneTile(32, 16, 1, 1, 4, 0, 1)
 
 
@@ -323,7 +334,7 @@ STAGED, STAGED_PAIR = LaneTile(64, 128, 1, 4, 1, 1, 1, 1), LaneTile(64, 64, 1, 4
     ],
 )
 def test_tiles_of_many_tokens(m, fmt, rows, tile):
-    assert lane_tiles.choose(NVIDIA, [lookup(fmt)], m, 4096, rows) == tile
+    assert lane_tiles.choose(product([fmt], m, rows)) == tile
 
 
 @pytest.mark.parametrize(
@@ -340,7 +351,7 @@ def test_tiles_of_many_tokens(m, fmt, rows, tile):
     ],
 )
 def test_tiles_of_gate_and_up_of_many_tokens(m, fmt, rows, tile):
-    assert lane_tiles.choose(NVIDIA, [lookup(fmt)] * 2, m, 4096, rows, 2) == tile
+    assert lane_tiles.choose(product([fmt] * 2, m, rows, weights=2)) == tile
 
 
 @pytest.mark.parametrize(
@@ -353,7 +364,7 @@ def test_tiles_of_gate_and_up_of_many_tokens(m, fmt, rows, tile):
     ],
 )
 def test_tiles_of_experts(tokens, k, weights, tile):
-    assert lane_tiles.choose_expert(NVIDIA, tokens, 4096, k, 2048, weights) == tile
+    assert lane_tiles.choose(product(["q4_0"] * weights, 4096, 2048, k, weights=weights, expert_slots=tokens)) == tile
 
 
 def test_experts_of_other_formats():

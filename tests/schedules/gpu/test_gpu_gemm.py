@@ -12,6 +12,7 @@ from typing import NamedTuple
 import gguf_blocks
 import numpy as np
 import pytest
+import workloads
 from samples import sample
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
@@ -21,6 +22,7 @@ from mlc_amd.schedules.gpu.linear.gate_up_gemm import gate_up_swiglu
 from mlc_amd.schedules.gpu.linear.gemm import linear
 from mlc_amd.schedules.gpu.linear.gemm_dot import DotTile
 from mlc_amd.schedules.gpu.linear.gemm_matrix import MatrixTile, choose, lds_bytes
+from mlc_amd.schedules.gpu.linear.gemm_tile import Product
 from tests.dev.gfxemu import emulate
 
 INT8 = [name for name in gguf_blocks.DISTINCT if FORMATS[name].kind == "int8"]
@@ -32,7 +34,7 @@ TOLERANCE_MINIMUM = 3e-4
 
 
 class Case(NamedTuple):
-    """One linear kernel: see `linear`."""
+    """One linear kernel: attributes, and its tile."""
 
     segments: tuple
     k: int = 256
@@ -116,23 +118,15 @@ def library(arch_name, linears, swiglus):
     arch = resolve(arch_name)
     kernels = {}
     for name in linears:
-        case = LINEAR[name]
-        kernels[kernel_name("linear", name)] = linear(
-            case.segments,
-            case.k,
-            case.m,
-            case.layout,
-            case.biases,
-            case.residual,
-            arch,
-            kernel_name("linear", name),
-            case.tile,
-        )
+        *attributes, residual, tile = LINEAR[name]
+        op, label = workloads.linear(*attributes, residual=residual), kernel_name("linear", name)
+        kernels[label] = linear(op, arch, label, tile)
     for name in swiglus:
         gate, up, f, m, layout_in, layout = SWIGLU[name]
         tile = DotTile(16, 32, 4) if name.endswith("-float") else None
         label = kernel_name("swiglu", name)
-        kernels[label] = gate_up_swiglu(gate, up, f, SWIGLU_K, m, layout_in, layout, arch, label, tile)
+        op = workloads.gate_up(gate, up, f, SWIGLU_K, m, (layout_in, layout))
+        kernels[label] = gate_up_swiglu(op, arch, label, tile)
     return compile_hsaco(kernels, arch)
 
 
@@ -299,8 +293,9 @@ def test_matrix_kernels_hold_everything_in_registers(arch_name):
     arch, kernels = resolve(arch_name), {}
     for fmt in HEAVY:
         for m in MATRIX_ARCHS[arch_name]:
-            kernels[f"linear_{fmt}_{m}"] = linear([(fmt, N)], K, m, "half", (True,), False, arch, f"linear_{fmt}_{m}")
-            kernels[f"swiglu_{fmt}_{m}"] = gate_up_swiglu(fmt, fmt, N, K, m, "half", "half", arch, f"swiglu_{fmt}_{m}")
+            one, pair = (f"{kind}_{fmt}_{m}" for kind in ("linear", "swiglu"))
+            kernels[one] = linear(workloads.linear([(fmt, N)], K, m, "half", (True,)), arch, one)
+            kernels[pair] = gate_up_swiglu(workloads.gate_up(fmt, fmt, N, K, m, ("half", "half")), arch, pair)
     module = compile_hsaco(kernels, arch)
     check_resources(module, len(kernels))
     assert len(re.findall("v_wmma_f32|v_mfma_f32", module.assembly)) >= 8 * len(kernels)
@@ -312,7 +307,7 @@ def test_two_workgroups_fit_a_compute_unit(arch_name, m):
     """Of one, a SIMD has a single wave. Where there are fewer workgroups than compute units nothing is to be gained."""
     arch = resolve(arch_name)
     for rows, count in ((4096, 1), (6144, 1), (12288, 1), (8192, 2), (14336, 2)):
-        tile = choose(arch, m, 4096, rows, count)
+        tile = choose(Product(arch, "half", (FORMATS["q4_0"],) * count, m, 4096, rows, count))
         few = m // tile.tokens * (rows // tile.rows) <= arch.units
         assert few or 2 * lds_bytes(tile, count) <= arch.lds
 
@@ -322,30 +317,31 @@ def test_dot_kernels_hold_everything_in_registers(arch_name):
     arch, kernels = resolve(arch_name), {}
     for fmt in HEAVY:
         layout, m = ("", 64) if FORMATS[fmt].kind == "float" else ("rows", 512)
-        kernels[f"linear_{fmt}"] = linear([(fmt, N)], K, m, layout, (True,), False, arch, f"linear_{fmt}")
-    kernels["swiglu"] = gate_up_swiglu("q4_k", "q6_k", N, K, 512, "rows", "rows", arch, "swiglu")
+        kernels[f"linear_{fmt}"] = linear(workloads.linear([(fmt, N)], K, m, layout, (True,)), arch, f"linear_{fmt}")
+    pair = workloads.gate_up("q4_k", "q6_k", N, K, 512, ("rows", "rows"))
+    kernels["swiglu"] = gate_up_swiglu(pair, arch, "swiglu")
     module = compile_hsaco(kernels, arch)
     check_resources(module, len(kernels))
     assert len(re.findall(DOT_MNEMONICS[arch_name], module.assembly)) >= 64 * (len(kernels) - 1)
 
 
 @pytest.mark.parametrize(
-    "arch, arguments",
+    "arch, op",
     [
-        ("gfx1100", ([("q4_0", 32)], 256, 24, "half", (False,), False)),  # 24 tokens
-        ("gfx1100", ([("q4_0", 32)], 48, 16, "half", (False,), False)),  # 48 columns
-        ("gfx1100", ([("q4_0", 32), ("q4_0", 32)], 256, 16, "half", (False, False), True)),  # a residual for two
-        ("gfx1100", ([("q4_0", 32)], 256, 16, "half", (), False)),  # no flag for the bias
-        ("gfx1030", ([("q4_0", 32)], 256, 16, "half", (False,), False)),  # no matrix units
-        ("gfx1030", ([("q4_0", 32), ("f16", 32)], 256, 16, "rows", (False, False), False)),  # int8 and float
-        ("gfx1100", ([("q4_0", 32)], 256, 24, "rows", (False,), False)),
+        ("gfx1100", workloads.linear([("q4_0", 32)], 256, 24, "half")),  # 24 tokens
+        ("gfx1100", workloads.linear([("q4_0", 32)], 48, 16, "half")),  # 48 columns
+        ("gfx1100", workloads.linear([("q4_0", 32)] * 2, 256, 16, "half", residual=True)),  # a residual for two
+        ("gfx1100", workloads.linear([("q4_0", 32)], 256, 16, "half", ())),  # no flag for the bias
+        ("gfx1030", workloads.linear([("q4_0", 32)], 256, 16, "half")),  # no matrix units
+        ("gfx1030", workloads.linear([("q4_0", 32), ("f16", 32)], 256, 16, "rows")),  # int8 and float
+        ("gfx1100", workloads.linear([("q4_0", 32)], 256, 24, "rows")),
     ],
 )
-def test_what_has_no_tiles_is_refused(arch, arguments):
+def test_what_has_no_tiles_is_refused(arch, op):
     with pytest.raises(ValueError, match=r"tiles|make|multiply|columns"):
-        linear(*arguments, resolve(arch), "f")
+        linear(op, resolve(arch), "f")
 
 
 def test_rows_out_of_matrix_units_are_refused():
     with pytest.raises(ValueError, match="do not make one launch"):
-        gate_up_swiglu("q4_0", "q4_0", 64, 256, 16, "half", "rows", resolve("gfx1100"), "f")
+        gate_up_swiglu(workloads.gate_up("q4_0", "q4_0", 64, 256, 16, ("half", "rows")), resolve("gfx1100"), "f")

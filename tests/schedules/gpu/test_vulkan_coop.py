@@ -11,6 +11,7 @@ from typing import NamedTuple
 import gguf_blocks
 import numpy as np
 import pytest
+import workloads
 from samples import sample
 from spirv_emulation import emulated
 from tvm.script.ir_builder import IRBuilder
@@ -30,6 +31,7 @@ from mlc_amd.schedules.gpu.linear import coop_load
 from mlc_amd.schedules.gpu.linear.gate_up_gemm import gate_up_swiglu
 from mlc_amd.schedules.gpu.linear.gemm import linear
 from mlc_amd.schedules.gpu.linear.gemm_coop import CoopTile, choose
+from mlc_amd.schedules.gpu.linear.gemm_tile import Product
 from mlc_amd.schedules.operators import Quantize
 from tests.schedules.gpu.test_gpu_gemm import error, state, weights
 
@@ -101,7 +103,7 @@ def test_producers_store_pairs():
 
 
 class Case(NamedTuple):
-    """One linear kernel: see `linear`."""
+    """One linear kernel: attributes, and its tile."""
 
     segments: tuple
     k: int = 256
@@ -141,7 +143,8 @@ def run_linear(name, profile=NVIDIA, live=None):
     if case.residual:
         arrays.append(rng.standard_normal(outputs[0].shape, np.float32))
         expected[0] = expected[0] + arrays[-1][:, : expected[0].shape[1]]
-    kernel = linear(case.segments, case.k, case.m, case.layout, case.biases, case.residual, profile, "k", case.tile)
+    op = workloads.linear(*case[:5], residual=case.residual)
+    kernel = linear(op, profile, "k", case.tile)
     results = emulated(kernel, [*arrays, *outputs], profile)[-len(outputs) :]
     return [y[:, : e.shape[1]] for y, e in zip(results, expected, strict=True)], expected
 
@@ -177,7 +180,7 @@ def test_gate_up_swiglu(gate, up, tile, layout):
     g, u = (half.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T for w in (g, u))
     expected = g / (1 + np.exp(-g)) * u
     out = np.full((m, f), np.nan, np.float16 if layout else np.float32)
-    kernel = gate_up_swiglu(gate, up, f, k, m, "pairs", layout, profile, "k", tile)
+    kernel = gate_up_swiglu(workloads.gate_up(gate, up, f, k, m, ("pairs", layout)), profile, "k", tile)
     got = emulated(kernel, [state(m), in_pairs(half), *gate_planes.values(), *up_planes.values(), out], profile)[-1]
     # both factors have that error, and the result may be float16
     assert error(from_pairs(got) if layout else got, expected) < 2 * max(tolerance(gate), tolerance(up)) + (
@@ -200,8 +203,10 @@ FITS += [(DEVICES[i % 3], fmt, (64,)) for i, fmt in enumerate(gguf_blocks.DISTIN
 def test_default_tiles_fit(arch, fmt, sizes):
     profile, kernels = resolve(arch), {}
     for m in sizes:
-        kernels[f"linear_{m}"] = linear([(fmt, 4096)], 4096, m, "pairs", (True,), False, profile, f"linear_{m}")
-        kernels[f"swiglu_{m}"] = gate_up_swiglu(fmt, fmt, 4096, 4096, m, "pairs", "pairs", profile, f"swiglu_{m}")
+        op = workloads.linear([(fmt, 4096)], 4096, m, "pairs", (True,))
+        pair = workloads.gate_up(fmt, fmt, 4096, 4096, m, ("pairs", "pairs"))
+        kernels[f"linear_{m}"] = linear(op, profile, f"linear_{m}")
+        kernels[f"swiglu_{m}"] = gate_up_swiglu(pair, profile, f"swiglu_{m}")
     for kernel in compile_spirv(kernels, profile).modules.values():
         facts = read(kernel.binary)
         assert facts.matrix and "CooperativeMatrixKHR" in kernel.capabilities
@@ -211,18 +216,18 @@ def test_default_tiles_fit(arch, fmt, sizes):
 
 def test_few_rows_get_small_tiles():
     """So that workgroups fill the GPU."""
-    formats = [FORMATS["q4_0"]]
-    large, small = (choose(NVIDIA, formats, 512, 4096, rows) for rows in (16384, 1024))
+    fmt = FORMATS["q4_0"]
+    large, small = (choose(Product(NVIDIA, "pairs", (fmt,), 512, 4096, rows)) for rows in (16384, 1024))
     assert large.rows * large.tokens > small.rows * small.tokens
 
 
 @pytest.mark.parametrize(
     "arch, arguments",
     [
-        ("rdna3", ([("q4_0", 32)], 256, 24, "pairs", (False,), False)),  # 24 tokens
-        ("nvidia", ([("q4_0", 32)], 48, 16, "pairs", (False,), False)),  # 48 columns
-        ("nvidia", ([("q4_0", 32)], 256, 16, "half", (False,), False)),  # another order
-        ("gfx1100", ([("q4_0", 32)], 256, 16, "pairs", (False,), False)),
+        ("rdna3", (256, 24, "pairs")),  # 24 tokens
+        ("nvidia", (48, 16, "pairs")),  # 48 columns
+        ("nvidia", (256, 16, "half")),  # another order
+        ("gfx1100", (256, 16, "pairs")),
     ],
 )
 def test_what_has_no_tiles_is_refused(arch, arguments):
@@ -230,7 +235,7 @@ def test_what_has_no_tiles_is_refused(arch, arguments):
 
     profile = resolve_amd(arch) if arch.startswith("gfx") else resolve(arch)
     with pytest.raises(ValueError, match=r"tiles|multiply|columns"):
-        linear(*arguments, profile, "f")
+        linear(workloads.linear([("q4_0", 32)], *arguments), profile, "f")
 
 
 @pytest.mark.parametrize(
@@ -244,4 +249,4 @@ def test_what_has_no_tiles_is_refused(arch, arguments):
 )
 def test_tiles_that_do_not_fit_are_refused(tile, text):
     with pytest.raises(ValueError, match=text):
-        linear([("q4_0", 128)], 256, 384, "pairs", (False,), False, NVIDIA, "f", tile)
+        linear(workloads.linear([("q4_0", 128)], 256, 384, "pairs"), NVIDIA, "f", tile)

@@ -1,0 +1,197 @@
+"""What all GEMM kernels have in common: the product, a workgroup's tile of it, and the interface of tile routines.
+
+A kernel launches `token_tiles` by `row_tiles` workgroups of `threads` threads, calls `allocate` there, and then `emit`
+for any number of tiles, of which each workgroup computes one (`gemm.py`, `gate_up_gemm.py`, experts/expert_gemm.py).
+The routines are those of `gemm_matrix.py` (AMD's matrix units), `gemm_coop.py` (Vulkan's cooperative matrices),
+`gemm_lanes.py` and `gemm_staged.py` (those whose lanes are known) and `gemm_dot.py` (without matrices).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Generic, NamedTuple, TypeVar
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.formats import Format
+from mlc_amd.schedules.gpu.base.planes import Planes, padded
+from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.step import live_rows
+from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, RowFactors
+from mlc_amd.schedules.operators import ExpertGateUp, ExpertLinear, GateUp, Linear
+from mlc_amd.schedules.tir import Buffer, Expr
+
+Multiplied = Linear | GateUp | ExpertLinear | ExpertGateUp
+
+
+@dataclass(frozen=True)
+class Product:
+    """What a kernel multiplies.
+
+    layout        of the activations
+    formats       of the weights
+    m, k          tokens (slots, where there are experts) and columns
+    rows          of all segments
+    weights       of one shape that share a tile (gate and up: 2)
+    expert_slots  slots of a tile of one expert; 0: there are no experts
+    """
+
+    arch: Device
+    layout: str
+    formats: tuple[Format, ...]
+    m: int
+    k: int
+    rows: int
+    weights: int = 1
+    expert_slots: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Those that tiles divide: of one expert, or all."""
+        return self.expert_slots or self.m
+
+    @property
+    def has_floats(self) -> bool:
+        return any(fmt.kind == "float" for fmt in self.formats)
+
+
+def product_of(op: Multiplied, arch: Device) -> Product:
+    """What the operator's kernel multiplies."""
+    weights = 2 if isinstance(op, GateUp | ExpertGateUp) else 1
+    m, expert_slots = (op.of.slots(op.m), op.tile) if isinstance(op, ExpertLinear | ExpertGateUp) else (op.m, 0)
+    rows = sum(padded(n) for _, n in op.weights) // weights
+    return Product(arch, op.layout_read, tuple(f for f, _ in op.weights), m, op.k, rows, weights, expert_slots)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A workgroup's tile: tokens, and rows of each weight."""
+
+    tokens: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class UnitTile(Tile):
+    """On matrix units: columns of a step, waves along tokens and rows."""
+
+    columns: int
+    waves_m: int
+    waves_n: int
+
+
+class Weight(NamedTuple):
+    """A weight of `rows` rows, padding included."""
+
+    fmt: Format
+    planes: Planes
+    rows: int
+
+
+@dataclass(frozen=True)
+class TileWork:
+    """What a workgroup does to one tile.
+
+    acts     the activations' buffers
+    weights  that share the tile
+    token0, row0   where it begins
+    store    called with (token, row, values): per weight the float32 results of the token for the rows from `row` on,
+             one or a vector of consecutive ones, all of them below the weight's rows
+    first    the row of a stack of weights that is row 0 of these, or None
+    factors  those of a norm that the kernel completes, or None
+    zero     an int32 that is 0, which the compiler does not know, or None
+    early    called with (token, row) as early as possible: what `store` gets after the values, or None: it gets no more
+    runs     whether values are runs (`pairs.py`), which `LaneGemm.has_runs` allows: a float32x8 of rows row.. and row +
+             16.., four each
+    """
+
+    acts: Sequence[Buffer]
+    weights: Sequence[Weight]
+    token0: Expr
+    row0: Expr
+    store: Callable[..., None]
+    first: Expr = None
+    factors: RowFactors | None = None
+    zero: Expr = None
+    early: Callable[[Expr, Expr], tuple] | None = None
+    runs: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.weights[0].rows
+
+    @property
+    def has_floats(self) -> bool:
+        return any(weight.fmt.kind == "float" for weight in self.weights)
+
+    def weight_row(self, row: Expr, weight: Weight, height: int) -> Expr:
+        """The row to load for `row` by tiles of that height: for one after the weight's last row, that."""
+        row = T.min(row, weight.rows - 1) if weight.rows % height else row
+        return T.Bind(row if self.first is None else self.first + row)
+
+    def if_row(self, row: Expr, height: int) -> Expr | None:
+        """Whether the row exists; None: all rows of tiles of that height do."""
+        return row < self.rows if self.rows % height else None
+
+
+TileT = TypeVar("TileT", bound=Tile)
+UnitT = TypeVar("UnitT", bound=UnitTile)
+
+
+class Gemm(ABC, Generic[TileT]):
+    """The tile routine of one kernel. ValueError for a tile that does not fit.
+
+    choices            values of each field of the tile that are worth measuring
+    rows_side_by_side  rows that neighbouring lanes hold when `store` is called
+    completes_norms    whether it completes and prepares norms (`deferred_norm.py`)
+    threads            of a workgroup
+    """
+
+    choices: ClassVar[dict[str, tuple[int, ...]]]
+    rows_side_by_side = 1
+    completes_norms = False
+    threads: int
+
+    def __init__(self, of: Product, tile: TileT):
+        self.of, self.tile, self.arch, self.k, self.weights = of, tile, of.arch, of.k, of.weights
+
+    @abstractmethod
+    def allocate(self, thread: Expr) -> None:
+        """Declares shared memory and registers inside the launch; `thread`: threadIdx.x."""
+
+    @abstractmethod
+    def emit(self, work: TileWork) -> None:
+        """Emits the code of one tile."""
+
+    @abstractmethod
+    def loads(self) -> float:
+        """Bytes that a thread has in flight. ValueError for a tile that is not worth measuring: a thread would hold or
+        unroll too much."""
+
+    @property
+    def token_tiles(self) -> int:
+        return -(-self.of.m // self.tile.tokens)
+
+    def row_tiles(self, rows: int) -> int:
+        return -(-rows // self.tile.rows)
+
+    def is_quick(self, workgroups: int) -> bool:
+        """Whether what a workgroup waits for decides how long the kernel takes: all of them are resident at once."""
+        return False
+
+    def has_runs(self, rows: int) -> bool:
+        """Whether `TileWork.runs` is possible for a weight of so many rows."""
+        return False
+
+    def live_and_zero(self, state: Buffer, token0: Expr, quick: bool) -> tuple[Expr, Expr]:
+        """(whether a tile has live tokens, `TileWork.zero`)."""
+        return token0 < live_rows(state, self.of.m), self.zero(state)
+
+    def zero(self, state: Buffer) -> Expr:
+        """`TileWork.zero`; None where the tile has no use for it."""
+        return None
+
+    def factors(self, norm: CompletedNorm | None, token0: Expr, first: Expr, quick: bool) -> RowFactors | None:
+        """The factors of a tile's tokens, of a norm that the kernel completes; None without one. first: whether the
+        workgroup writes the norm's scales."""
+        return None

@@ -1,0 +1,194 @@
+"""How GEMVs are spread over the GPU: the rules of their plans, and the plans worth measuring."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from mlc_amd.schedules.formats import Format
+from mlc_amd.schedules.gpu.base.planes import BLOCK, padded
+from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.step import FEW
+from mlc_amd.schedules.gpu.linear.gemv_norm import NORM_WAVES
+from mlc_amd.schedules.gpu.linear.gemv_rows import span_of, units_of
+from mlc_amd.schedules.gpu.linear.load import block_bytes
+from mlc_amd.schedules.operators import ExpertGateUp, GateUp, Linear
+from mlc_amd.schedules.space import Kernel, Space
+
+FULL = 6  # groups of lanes for each compute unit, as many as hide the latency of memory with two loads of each lane
+MIN_USE = 0.9  # of the lanes, over all steps of a row
+LINEAR_WAVES = 4  # of a workgroup
+MOST_ROWS = 4  # that a group of lanes works on at once
+SUMS = 32  # products that a group of lanes adds up at once by default: as many registers
+MAX_SUMS = 64  # at most: with more compilers take minutes
+MAX_BLOCKS = 32  # of 32 columns that a lane has loaded, at most
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a GEMV is spread over the GPU. Powers of two.
+
+    rows    rows that a group of lanes works on at once (at most 16); gate_up_swiglu: of each weight
+    waves   waves of a workgroup, at most
+    lanes   maximum of lanes that share a row
+    unroll  steps of a row whose loads are issued before the first is used; fewer where a step loads more (`fitted`)
+    """
+
+    rows: int
+    waves: int
+    lanes: int
+    unroll: int
+
+
+CHOICES = {"rows": (1, 2, 4, 8, 16), "waves": (1, 2, 4, 8), "lanes": (8, 16, 32, 64), "unroll": (1, 2, 4, 8)}
+
+
+def full_plan(arch: Device, rows: int, waves: int) -> Plan:
+    """The plan where there is work for all of the GPU: all lanes of a wave share a row, and load as many steps of it at
+    once as the device has loads in flight."""
+    return Plan(rows, waves, arch.wave, arch.loads)
+
+
+def _few_plan(plan: Plan, m: int, weights: int) -> Plan:
+    """The plan of one token for m tokens: of several at least four rows, which share the loads of activations, as far
+    as there are registers."""
+    return plan if m == 1 else replace(plan, rows=min(max(plan.rows, 4), SUMS // (m * weights)), unroll=1)
+
+
+def fitted(plan: Plan, fmts: Sequence[Format], k: int, arch: Device) -> Plan:
+    """The plan for rows of so many weights at once. Each weight shortens `unroll`. On Vulkan so does each block of 32
+    columns in a unit, then `rows`: drivers keep all that is loaded in registers (AMD's spill, or few waves fit), where
+    LLVM for AMD spreads loads out."""
+    if arch.api == "rocm":
+        return replace(plan, unroll=max(1, plan.unroll // len(fmts)))
+    share = len(fmts) * _blocks(fmts, k)
+    unroll = max(1, plan.unroll // share)
+    return replace(plan, unroll=unroll, rows=max(1, min(plan.rows, plan.rows * plan.unroll // (share * unroll))))
+
+
+def lanes_of(units: int, maximum: int) -> int:
+    """Lanes that share a row of that many units: as many as have work at least MIN_USE of the time."""
+    return next(
+        n for n in (64, 32, 16, 8, 4, 2, 1) if n <= maximum and (units >= MIN_USE * n * -(-units // n) or n == 1)
+    )
+
+
+def _blocks(fmts: Sequence[Format], k: int) -> int:
+    """Loads of a unit, of 32 columns in int8 formats."""
+    return span_of(fmts, k) if fmts[0].kind == "int8" else 1
+
+
+def loads(fmts: Sequence[Format], k: int, used: Plan) -> float:
+    """Bytes of weights that a lane has in flight. ValueError if they are too many."""
+    blocks = len(fmts) * used.rows * used.unroll * _blocks(fmts, k)
+    if blocks > MAX_BLOCKS:
+        raise ValueError(f"{used}: a lane would load {blocks} blocks at once")
+    return blocks * block_bytes(fmts[0])
+
+
+def steps_at_once(fmts: Sequence[Format], k: int, lanes: int, unroll: int) -> int:
+    """Steps of a row that really come together: there may be fewer than `unroll`."""
+    return min(unroll, -(-units_of(fmts, k) // lanes))
+
+
+def _check_sums(count: int, plan: Plan) -> None:
+    """ValueError if a lane would add up too many products at once."""
+    if count > MAX_SUMS:
+        raise ValueError(f"{plan}: {count} sums of a lane are too many")
+
+
+# ---- linear layers
+
+
+class Split(NamedTuple):
+    """A segment's share of the grid: the plan as the kernel uses it, lanes that share a row, rows of a workgroup,
+    workgroups."""
+
+    plan: Plan
+    lanes: int
+    rows: int
+    groups: int
+
+
+def linear_splits(op: Linear, arch: Device, plan: Plan | None = None) -> list[Split]:
+    """How each segment is spread over the GPU."""
+    plan = plan or linear_default(op, arch)
+    plan = replace(plan, waves=min(plan.waves, arch.threads // arch.wave))
+    splits = []
+    for fmt, n in op.weights:
+        lanes = lanes_of(units_of([fmt], op.k), min(plan.lanes, arch.wave))
+        used = fitted(plan, [fmt], op.k, arch)
+        rows = used.waves * (arch.wave // lanes) * used.rows
+        splits.append(Split(used, lanes, rows, -(-padded(n) // rows)))
+    return splits
+
+
+def linear_default(op: Linear, arch: Device) -> Plan:
+    """The plan of `gemv.linear`, with fewer rows at once where there would be too few groups of lanes to fill the GPU.
+    A norm is computed once in each workgroup: the fewer there are, the better."""
+    waves, rows = 1 if arch.lone_waves else LINEAR_WAVES, sum(padded(n) for _, n in op.segments)
+    plan = _few_plan(full_plan(arch, MOST_ROWS, waves), min(op.m, FEW), 1)
+    full = max(FULL, 5 * arch.loads // 2)  # what takes more loads of a lane takes more lanes, too
+    while plan.rows > 1 and rows // plan.rows < full * arch.units:
+        plan = replace(plan, rows=plan.rows // 2)
+    return plan if op.eps is None else replace(plan, waves=max(plan.waves, NORM_WAVES))
+
+
+def _linear_space(op: Linear, arch: Device) -> Space:
+    def kernel(plan: Plan) -> Kernel:
+        splits = linear_splits(op, arch, plan)
+        _check_sums(min(op.m, FEW) * splits[0].plan.rows, plan)
+        same, loaded = [], []
+        for (fmt, _), split in zip(op.weights, splits, strict=True):
+            unroll = steps_at_once([fmt], op.k, split.lanes, split.plan.unroll)
+            same.append(split._replace(plan=replace(split.plan, lanes=0, unroll=unroll)))
+            loaded.append(loads([fmt], op.k, split.plan))
+        groups = sum(split.groups for split in splits) * max(1, op.m // FEW)
+        return Kernel(tuple(same), groups, splits[0].plan.waves * arch.wave, max(loaded))
+
+    return Space(Plan, CHOICES, linear_default(op, arch), kernel)
+
+
+# ---- gate and up
+
+
+def gate_up_tokens(op: GateUp | ExpertGateUp) -> int:
+    """Tokens that a workgroup computes: slots of experts have workgroups of their own."""
+    return op.m if isinstance(op, GateUp) else 1
+
+
+def gate_up_default(op: GateUp | ExpertGateUp, arch: Device) -> Plan:
+    """The plan of `gemv.gate_up_swiglu`: as many waves as share a workgroup's block of rows. It has a block however few
+    there are: with fewer rows at once, they would only come one after the other."""
+    return _few_plan(full_plan(arch, MOST_ROWS, BLOCK), gate_up_tokens(op), 2)
+
+
+def gate_up_plan(op: GateUp | ExpertGateUp, arch: Device, plan: Plan | None = None) -> Plan:
+    """The plan as `gemv.gate_up_swiglu` uses it: two plans that give the same make the same kernel."""
+    fmts = [fmt for fmt, _ in op.weights]
+    plan = fitted(plan or gate_up_default(op, arch), fmts, op.k, arch)
+    # all of a workgroup's groups of lanes have rows
+    lanes = max(lanes_of(units_of(fmts, op.k), min(plan.lanes, arch.wave)), arch.wave // BLOCK)
+    waves = min(plan.waves, arch.threads // arch.wave, BLOCK * lanes // arch.wave)
+    return Plan(min(plan.rows, BLOCK * lanes // (waves * arch.wave)), waves, lanes, plan.unroll)
+
+
+def _gate_up_space(op: GateUp | ExpertGateUp, arch: Device) -> Space:
+    fmts, k = [fmt for fmt, _ in op.weights], op.k
+    slots = op.used * op.m if isinstance(op, ExpertGateUp) else 1
+
+    def kernel(plan: Plan) -> Kernel:
+        used = gate_up_plan(op, arch, plan)
+        _check_sums(2 * gate_up_tokens(op) * used.rows, plan)
+        same = replace(used, unroll=steps_at_once(fmts, k, used.lanes, used.unroll))
+        return Kernel(same, op.n // BLOCK * slots, used.waves * arch.wave, loads(fmts, k, used))
+
+    return Space(Plan, CHOICES, gate_up_default(op, arch), kernel)
+
+
+def plans(op: Linear | GateUp | ExpertGateUp, arch: Device) -> Space:
+    return _linear_space(op, arch) if isinstance(op, Linear) else _gate_up_space(op, arch)
+
+
+def workgroups(op: Linear | GateUp, arch: Device) -> int:
+    """Of the operator's kernel, for one token and by its default plan."""
+    return op.n // BLOCK if isinstance(op, GateUp) else sum(split.groups for split in linear_splits(op, arch))
