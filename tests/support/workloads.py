@@ -7,7 +7,7 @@ from tvm import tirx
 
 from mlc_amd.schedules.cpu import registry as on_cpu
 from mlc_amd.schedules.gpu import registry as on_gpu
-from mlc_amd.schedules.operators import OPERATORS, Operator, from_json
+from mlc_amd.schedules.operators import OPERATORS, GateUp, Linear, Operator, from_json
 from mlc_amd.schedules.operators.attention import Attention, Rope
 
 PARTS = {"layer": Attention, "rope": Rope}
@@ -26,3 +26,13 @@ def built(op: Operator, arch: Any, name: str = "kernel", plan: Any = None) -> ti
     """The operator's kernel for an arch of any target."""
     registry = on_cpu if arch.api == "cpu" else on_gpu
     return registry.builders[type(op)](op, arch, name, plan)
+
+
+def linear_op(segments, k, m, layout, biases=None, residual=False, **more) -> Linear:
+    """Of segments [(format, n)]; without biases where there are none."""
+    biases = (False,) * len(segments) if biases is None else tuple(biases)
+    return Linear(segments=tuple(segments), k=k, m=m, layout=layout, biases=biases, residual=residual, **more)
+
+
+def gate_up_op(gate, up, n, k, m, layout_in, layout, **more) -> GateUp:
+    return GateUp(gate=gate, up=up, n=n, k=k, m=m, layout_in=layout_in, layout=layout, **more)

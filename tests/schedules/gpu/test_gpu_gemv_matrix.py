@@ -4,7 +4,7 @@ import gguf_blocks
 import numpy as np
 import pytest
 from samples import sample
-from workloads import operator
+from workloads import gate_up_op, linear_op, operator
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.schedules.formats import FORMATS
@@ -15,7 +15,6 @@ from mlc_amd.schedules.gpu.linear.gemv_matrix import (
     default_plan,
     fitted,
     gate_up_swiglu,
-    lds_bytes,
     linear,
     suits,
 )
@@ -37,13 +36,13 @@ UNITS = ("gfx908", "gfx90a", "gfx942", "gfx1100", "gfx1201")
 
 def run_linear(arch, segments, k, m, biases=None, residual=False, plan=None, wave_order="fwd"):
     biases = biases or (False,) * len(segments)
-    kernel = linear(segments, k, m, "rows", biases, residual, resolve(arch), "linear", plan)
+    kernel = linear(linear_op(segments, k, m, "rows", biases, residual), resolve(arch), "linear", plan)
     return run_kernel(kernel, arch, segments, k, m, biases, residual, wave_order)
 
 
 def run_gate_up(arch, gate, up, f, k, m, layout):
     target = resolve(arch)
-    module = compile_hsaco({"g": gate_up_swiglu(gate, up, f, k, m, "rows", layout, target, "g")}, target)
+    module = compile_hsaco({"g": gate_up_swiglu(gate_up_op(gate, up, f, k, m, "rows", layout), target, "g")}, target)
     check_no_spills(module)
     x, arrays = activations(k, "int8", m)
     (g, gate_planes), (u, up_planes) = weights(gate, f, k, 1, "G_"), weights(up, f, k, 2, "U_")
@@ -114,9 +113,9 @@ def hold_everything_in_registers(arch, fmts, m):
     """Compiles a linear and a gate/up kernel of each format for m tokens, at a model's number of columns."""
     target, kernels = resolve(arch), {}
     for fmt in fmts:
-        kernels[fmt] = linear([(fmt, 64)], 4096, m, "rows", (False,), False, target, fmt, Plan(2, 8))
+        kernels[fmt] = linear(linear_op([(fmt, 64)], 4096, m, "rows", (False,), False), target, fmt, Plan(2, 8))
         name = f"gate_up_{fmt}"
-        kernels[name] = gate_up_swiglu(fmt, fmt, 64, 4096, m, "rows", "rows", target, name)
+        kernels[name] = gate_up_swiglu(gate_up_op(fmt, fmt, 64, 4096, m, "rows", "rows"), target, name)
     check_no_spills(compile_hsaco(kernels, target))
 
 
@@ -135,17 +134,18 @@ def test_all_formats_fit_registers(arch, m):
 
 
 def test_which_kernels_are_on_matrix_units():
-    assert {name for name, arch in ARCHS.items() if suits(["q4_0"], 8, "rows", arch)} == {
+    op = linear_op([("q4_0", 16)], 256, 8, "rows")
+    assert {name for name, arch in ARCHS.items() if suits(op, arch)} == {
         name for name, arch in ARCHS.items() if arch.matrix
     }
     arch = resolve("gfx1100")
-    assert suits(["q4_0", "q6_k"], 16, "rows", arch)
+    assert suits(linear_op([("q4_0", 16), ("q6_k", 16)], 256, 16, "rows"), arch)
     for fmts, m, layout in ((["q4_0", "f16"], 8, "rows"), (["q4_0"], 4, "rows"), (["q4_0"], 16, "half")):
-        assert not suits(fmts, m, layout, arch)
+        assert not suits(linear_op([(fmt, 16) for fmt in fmts], 256, m, layout), arch)
         with pytest.raises(ValueError):
-            linear([(fmt, 16) for fmt in fmts], 256, m, layout, (False,) * len(fmts), False, arch, "linear")
+            linear(linear_op([(fmt, 16) for fmt in fmts], 256, m, layout, (False,) * len(fmts), False), arch, "linear")
     with pytest.raises(ValueError, match="whole blocks"):
-        gate_up_swiglu("q4_0", "q4_0", 48, 256, 8, "rows", "rows", arch, "gate_up")
+        gate_up_swiglu(gate_up_op("q4_0", "q4_0", 48, 256, 8, "rows", "rows"), arch, "gate_up")
 
 
 def test_plans():

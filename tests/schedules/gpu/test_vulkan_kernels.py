@@ -15,7 +15,7 @@ from attention_cases import CTX, Case, Rows, check_attention, check_rope
 from samples import sample
 from tvm.tirx.script import builder as T
 from vulkan_harness import PROFILES, gpu, on_both, run
-from workloads import built
+from workloads import built, gate_up_op, linear_op
 
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.attention.attention import attention
@@ -28,7 +28,7 @@ from mlc_amd.schedules.gpu.base.step import kernel
 from mlc_amd.schedules.gpu.linear import gemm, gemv
 from mlc_amd.schedules.gpu.linear.gate_up_gemm import gate_up_swiglu as gate_up_gemm
 from mlc_amd.schedules.gpu.linear.gemm_dot import choose
-from mlc_amd.schedules.gpu.linear.gemv import Plan
+from mlc_amd.schedules.gpu.linear.gemv_plan import Plan
 from mlc_amd.schedules.operators import Embed, LayerNorm, Linear, Quantize, RmsNorm
 from mlc_amd.schedules.operators.attention import Rope
 from mlc_amd.tools.reference import operators
@@ -80,7 +80,7 @@ def check_linear(profile, segments, k, m=1, layout="rows", biases=None, residual
             y = y + arrays["R"][:, :n]
         expected.append(y)
     make = (gemv if m <= gemv.FEW else gemm).linear
-    execute(make(list(segments), k, m, layout, biases, residual, profile, "linear", plan), arrays, profile)
+    execute(make(linear_op(list(segments), k, m, layout, biases, residual), profile, "linear", plan), arrays, profile)
     for i, y in enumerate(expected):
         assert error(arrays[f"Y{i}"][:, : y.shape[1]], y) < TOLERANCE
     return arrays
@@ -121,9 +121,13 @@ def test_gemv_of_a_norm(profile, k):
         arrays[f"Y{i}"] = np.full((1, padded(n)), np.nan, np.float32)
     apart = {name: array.copy() for name, array in arrays.items()}
     execute(built(RmsNorm(k=k, m=1, eps=1e-5, layout="rows", rows="all"), profile), apart, profile)
-    execute(gemv.linear(segments, k, 1, "rows", (False, False), False, profile, "linear"), apart, profile)
+    execute(gemv.linear(linear_op(segments, k, 1, "rows", (False, False), False), profile, "linear"), apart, profile)
     plan = Plan(2, 4, 64, 1)
-    execute(gemv.linear(segments, k, 1, "rows", (False, False), False, profile, "linear", plan, 1e-5), arrays, profile)
+    execute(
+        gemv.linear(linear_op(segments, k, 1, "rows", (False, False), False, eps=1e-5), profile, "linear", plan),
+        arrays,
+        profile,
+    )
     op = Linear(segments=tuple(segments), biases=(False, False), k=k, m=1, layout="rows", eps=1e-5)
     expected = operators.results(Call(op, arrays, "gpu", np.arange(1)))
     for i, (_, n) in enumerate(segments):  # sums of squares differ in their order: some codes by one
@@ -141,7 +145,9 @@ def test_gate_up_of_a_norm(profile):
         planes, w = gemm_cases.weights("q4_k", f, k, i)
         arrays |= {prefix + p: plane for p, plane in planes.items()}
         made.append(x @ w.astype(np.float64).T)
-    execute(gemv.gate_up_swiglu("q4_k", "q4_k", f, k, 1, "rows", "", profile, "k", eps=1e-5), arrays, profile)
+    execute(
+        gemv.gate_up_swiglu(gate_up_op("q4_k", "q4_k", f, k, 1, "rows", "", eps=1e-5), profile, "k"), arrays, profile
+    )
     gate, up = made
     assert error(arrays["Y"], gate / (1 + np.exp(-gate)) * up) < 0.02  # activations are int8
 
@@ -169,11 +175,14 @@ def test_gemv_of_few_tokens(m, fmt):
 def test_gemv_of_float_rows_takes_some_tokens():
     """As routers of steps do; groups of tokens after the live ones are left alone."""
     profile, m, n, k, live = PROFILES["lavapipe"], 24, 40, 96, 9
-    assert [gemv.suits([FORMATS["f32"]], n, m, "", replace(profile, units=units)) for units in (4, 5)] == [False, True]
+    assert [gemv.suits(linear_op([("f32", n)], k, m, ""), replace(profile, units=units)) for units in (4, 5)] == [
+        False,
+        True,
+    ]
     x, (planes, w) = np.random.default_rng(0).standard_normal((m, k), np.float32), gemm_cases.weights("f32", n, k, 0)
     out = np.full((m, padded(n)), np.nan, np.float32)
     arrays = {"state": gemm_cases.state(live), "X": x, "Y0": out} | {f"W0_{p}": plane for p, plane in planes.items()}
-    execute(gemv.linear([("f32", n)], k, m, "", (False,), False, profile, "linear"), arrays, profile)
+    execute(gemv.linear(linear_op([("f32", n)], k, m, "", (False,), False), profile, "linear"), arrays, profile)
     assert error(arrays["Y0"][:live, :n], x[:live] @ w.T) < 1e-6
     assert np.isnan(arrays["Y0"][2 * gemv.FEW :]).all()
 
@@ -204,7 +213,7 @@ def test_gemm_leaves_tiles_without_live_tokens(profile):
     planes, w = gemm_cases.weights("q4_1", 48, k, 0)
     arrays = {"state": gemm_cases.state(live), **inputs, "Y0": np.full((m, 48), np.nan, np.float32)}
     arrays |= {f"W0_{p}": plane for p, plane in planes.items()}
-    execute(gemm.linear([("q4_1", 48)], k, m, "rows", (False,), False, profile, "linear"), arrays, profile)
+    execute(gemm.linear(linear_op([("q4_1", 48)], k, m, "rows", (False,), False), profile, "linear"), arrays, profile)
     assert error(arrays["Y0"][:live], (x @ w.T)[:live]) < TOLERANCE
     tokens = choose(profile, m).tokens
     assert np.isnan(arrays["Y0"][-(-live // tokens) * tokens :]).all() and tokens < m
@@ -252,7 +261,7 @@ def check_gate_up(profile, case, act="silu"):
     arrays = {"state": gemm_cases.state(m), **inputs, **outputs}
     arrays |= {prefix + p: a for prefix, planes in (("G_", gate_planes), ("U_", up_planes)) for p, a in planes.items()}
     make = gemv.gate_up_swiglu if m <= gemv.FEW else gate_up_gemm
-    execute(make(gate, up, f, k, m, layout_in, layout, profile, "gate_up", act=act), arrays, profile)
+    execute(make(gate_up_op(gate, up, f, k, m, layout_in, layout, act=act), profile, "gate_up"), arrays, profile)
     if layout != "rows":
         assert error(next(iter(outputs.values())), expected) < {"half": 6e-4, "": TOLERANCE}[layout]
         return
