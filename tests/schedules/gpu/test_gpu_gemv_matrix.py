@@ -4,7 +4,7 @@ import gguf_blocks
 import numpy as np
 import pytest
 from samples import sample
-from workloads import gate_up_op, linear_op, operator
+from workloads import gate_up_op, linear_op
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.schedules.formats import FORMATS
@@ -15,6 +15,7 @@ from mlc_amd.schedules.gpu.linear.gemv_matrix import (
     default_plan,
     fitted,
     gate_up_swiglu,
+    lds_bytes,
     linear,
     suits,
 )
@@ -151,12 +152,14 @@ def test_which_kernels_are_on_matrix_units():
 def test_plans():
     """Of a launch's columns as many waves as have a step; tuning knows the plans that fit LDS."""
     arch = resolve("gfx1100")
-    q4_0, q8_0 = [FORMATS["q4_0"]], [FORMATS["q8_0"]]
-    assert fitted(Plan(2, 8), q4_0, 96, 8, arch) == (Plan(2, 2), 1)
-    assert fitted(Plan(2, 8), q4_0, 4096, 8, arch) == (Plan(2, 8), 8)
-    assert fitted(Plan(2, 8), q4_0, 4096, 32, arch) == fitted(Plan(2, 8), q8_0, 4096, 16, arch) == (Plan(2, 8), 4)
-    assert default_plan(arch, 4096).tiles == 2 and default_plan(arch, 512).tiles == 1
-    args = {"segments": [["q4_0", 4096]], "k": 4096, "m": 8, "layout": "rows", "biases": [False], "residual": False}
-    found = space(operator("linear", args), arch)
-    assert found.default == default_plan(arch, 4096) and len(found.plans) == 12
-    assert lds_bytes(q4_0, Plan(4, 8), 8, 8) == 20480
+
+    def op(m, k=4096, fmt="q4_0", n=4096):
+        return linear_op([(fmt, n)], k, m, "rows")
+
+    assert fitted(Plan(2, 8), op(8, 96), arch) == (Plan(2, 2), 1)
+    assert fitted(Plan(2, 8), op(8), arch) == (Plan(2, 8), 8)
+    assert fitted(Plan(2, 8), op(32), arch) == fitted(Plan(2, 8), op(16, fmt="q8_0"), arch) == (Plan(2, 8), 4)
+    assert default_plan(op(8), arch).tiles == 2 and default_plan(op(8, n=512), arch).tiles == 1
+    found = space(op(8), arch)
+    assert found.default == default_plan(op(8), arch) and len(found.plans) == 12
+    assert lds_bytes(op(8), Plan(4, 8), 8) == 20480
