@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import reference
 from attention_cases import Case, Rows, check_attention, check_output, outputs, pack
+from workloads import linear_op
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.compiler.gguf import synthetic
@@ -21,7 +22,7 @@ from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention.attention_join import scratch_shapes
 from mlc_amd.schedules.gpu.base.arch import resolve
 from mlc_amd.schedules.gpu.linear import gemv_matrix
-from mlc_amd.schedules.gpu.linear.gemv import linear_default
+from mlc_amd.schedules.gpu.linear.gemv_plan import linear_default
 from mlc_amd.schedules.operators.attention import SLOTS, Attention, Rope
 from mlc_amd.tools.reference.attention import attention_reference
 from tests.compiler import test_generic
@@ -81,7 +82,9 @@ class OnArch(Emulated):
         """Beside a correct result: codes are loaded 16 bytes at a time, and no more instructions run than MARGIN
         allows."""
         n, k, arch = 16, 4096, resolve(self.arch)
-        result = test_gpu_gemv.run_linear(self.arch, [(fmt, n)], k, (False,), False, linear_default([(None, k)], arch))
+        result = test_gpu_gemv.run_linear(
+            self.arch, [(fmt, n)], k, (False,), False, linear_default(linear_op([(fmt, k)], k, 1, "rows"), arch)
+        )
         loads = {name: count for name, count in result.by_mnemonic.items() if "load" in name}
         wide = sum(count for name, count in loads.items() if name.endswith(("b128", "dwordx4")))
         assert wide * arch.wave * 16 >= test_gpu_gemv.code_bytes(fmt, n * k), loads
@@ -91,7 +94,7 @@ class OnArch(Emulated):
     def test_eight_rows_take_little_more_than_one(self, fmt):
         """In Q4_0 at most MOST times the instructions; and as `test_gemv_takes_no_more_instructions`."""
         arch, k = resolve(self.arch), 4096
-        plan = gemv_matrix.default_plan(arch, k)
+        plan = gemv_matrix.default_plan(linear_op([(fmt, k)], k, 8, "rows"), arch)
         n = plan.tiles * gemv_matrix.SIDE
         result = test_gpu_gemv_matrix.run_linear(self.arch, [(fmt, n)], k, 8, plan=plan)
         count = result.total * 1000 / (n * k)

@@ -23,16 +23,16 @@ def operator(name: str, args: dict[str, Any]) -> Operator:
     return from_json({"op": name, "args": args})
 
 
-def linear(segments: Sequence, k: int, m: int, layout: str, biases: tuple | None = None, **args: Any) -> Linear:
-    """A linear layer, by default without biases; args: further attributes."""
+def linear_op(
+    segments: Sequence, k: int, m: int, layout: str, biases: Sequence | None = None, residual: bool = False, **more: Any
+) -> Linear:
+    """A linear layer, by default without biases; more: further attributes."""
     biases = (False,) * len(segments) if biases is None else tuple(biases)
-    return Linear(segments=tuple(segments), k=k, m=m, layout=layout, biases=biases, **args)
+    return Linear(segments=tuple(segments), k=k, m=m, layout=layout, biases=biases, residual=residual, **more)
 
 
-def gate_up(gate: str, up: str, n: int, k: int, m: int, layouts: tuple[str, str], **args: Any) -> GateUp:
-    """layouts: of its input and output."""
-    layout_in, layout = layouts
-    return GateUp(gate=gate, up=up, n=n, k=k, m=m, layout_in=layout_in, layout=layout, **args)
+def gate_up_op(gate: str, up: str, n: int, k: int, m: int, layout_in: str, layout: str, **more: Any) -> GateUp:
+    return GateUp(gate=gate, up=up, n=n, k=k, m=m, layout_in=layout_in, layout=layout, **more)
 
 
 def built(op: Operator, arch: Any, name: str = "kernel", plan: Any = None) -> tirx.PrimFunc:

@@ -12,14 +12,18 @@ same residual stream, and MARGIN.
     Squares  float32 [m, k / 16]   the sums of x*x of 16 columns
 """
 
+from collections.abc import Sequence
+
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import rcp, wave_sum
 from mlc_amd.schedules.gpu.base.norm import declare_scale, row_scale
 from mlc_amd.schedules.gpu.base.pairs import store_lanes, store_run
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import act_args, clamped
 from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.recurrent.lane_rows import width_of
+from mlc_amd.schedules.tir import Expr
 
 TILE = 16  # columns whose squares make one sum: rows of a tile of `gemm_lanes.py`
 # x may be 65504 / MARGIN times as large as the x of the earlier norm, which has 1 in the mean of its squares, and
@@ -40,31 +44,32 @@ class PreparedNorm:
         (self.H,) = act_args(self.m, self.n, "lanes", ["Hn"])
         self.squares = T.arg("NewSquares", T.buffer((self.m, self.n // TILE), "float32"))
 
-    def load(self, token, rows):
+    def load(self, token: Expr, rows: Sequence[Expr]) -> tuple[Expr, list[Expr]]:
         """What `store` takes besides. rows: the first ones of its parts."""
         return T.Bind(self.scale[token]), [T.Bind(self.G[at(row, 4)]) for row in rows]
 
-    def store(self, arch, token, row, parts, loaded):
+    def store(
+        self, arch: Device, token: Expr, row: Expr, parts: Sequence[Expr], loaded: tuple[Expr, list[Expr]]
+    ) -> None:
         """parts: a float32x4 of rows `row`.. of a token, or two of a run (`pairs.py`). The threads that have the other
         rows of their 16 are neighbours, and must call this, too."""
-        parts = [[T.Bind(value) for value in elements(x)] for x in parts]
+        values = [[T.Bind(value) for value in elements(x)] for x in parts]
         scale, g = loaded
         factor = T.Bind(scale * T.float32(MARGIN))
         halves = [
             T.cast(clamped(v * lane_of(of, i) * factor), "float16")
-            for x, of in zip(parts, g, strict=True)
+            for x, of in zip(values, g, strict=True)
             for i, v in enumerate(x)
         ]
-        (store_lanes if len(parts) == 1 else store_run)(self.H, token, row, halves)
+        (store_lanes if len(values) == 1 else store_run)(self.H, token, row, halves)
         totals = []
-        for values in parts:
-            total = values[0] * values[0]
-            for v in values[1:]:
+        for part in values:
+            total = part[0] * part[0]
+            for v in part[1:]:
                 total = total + v * v
             totals.append(wave_sum(arch, T.Bind(total), TILE // 4))
         with T.If(row % TILE == 0), T.Then():
-            value = totals[0] if len(totals) == 1 else vector(totals)
-            T.buffer_store(self.squares, value, [token, at(row // TILE, len(totals))])
+            T.buffer_store(self.squares, vector(totals), [token, at(row // TILE, len(totals))])
 
 
 class CompletedNorm:
@@ -87,18 +92,20 @@ class RowFactors:
     threads than tokens.
     """
 
-    def __init__(self, arch, norm: CompletedNorm, tokens, token0, thread, threads, first):
+    def __init__(
+        self, arch: Device, norm: CompletedNorm, tokens: int, token0: Expr, thread: Expr, threads: int, first: Expr
+    ):
         if threads < tokens:
             raise ValueError(f"{threads} threads cannot compute factors of {tokens} tokens")
         self.arch, self.norm, self.tokens, self.token0, self.first = arch, norm, tokens, token0, first
         self.thread, self.threads, self.loaded, self.total = thread, threads, None, None
         self.factors = T.alloc_buffer((tokens,), "float32", scope="shared")
 
-    def load(self):
+    def load(self) -> None:
         """Loads what `compute` takes, which does that itself where neither this nor `begin` was called before."""
         self.loaded = self._load()
 
-    def begin(self, columns) -> bool:
+    def begin(self, columns: int) -> bool:
         """Whether the sums can be added up in a loop over the columns, so many in a step: `add` must be called in each.
         In front of the loop all of them are read at once, which takes as long as some steps."""
         each, rest = divmod(columns // TILE, self._lanes())
@@ -109,7 +116,7 @@ class RowFactors:
         self.scale = T.Bind(self.norm.scale[self._row()])
         return True
 
-    def add(self, step):
+    def add(self, step: Expr) -> None:
         """Adds the sums of a step's columns, a part of them in each thread."""
         width = width_of(self.each)
         first = T.Bind((step * self._lanes() + self._part()) * self.each)
@@ -124,16 +131,16 @@ class RowFactors:
         """Of a token: a power of two, which `wave_sum` takes."""
         return min(1 << (self.threads // self.tokens).bit_length() - 1, self.arch.wave)
 
-    def _part(self):
+    def _part(self) -> Expr:
         return T.Bind(self.thread % self._lanes())
 
-    def _token(self):
+    def _token(self) -> Expr:
         return T.Bind(self.thread // self._lanes())
 
-    def _row(self):
+    def _row(self) -> Expr:
         return T.Bind(T.min(self.token0 + self._token(), T.int32(self.norm.m - 1)))
 
-    def _load(self):
+    def _load(self) -> tuple[Expr, Expr]:
         """(sum of a thread's part, scale of the norm before)."""
         norm, lanes, row, part = self.norm, self._lanes(), self._row(), self._part()
         sums, total = norm.k // TILE, T.float32(0)
@@ -147,7 +154,7 @@ class RowFactors:
             total = T.Bind(total)  # a thread may have hundreds: code generation would nest as deep
         return T.Bind(total), T.Bind(norm.scale[row])
 
-    def compute(self):
+    def compute(self) -> None:
         """All threads must call this; a barrier must follow before `scaled`."""
         norm, lanes, token, part = self.norm, self._lanes(), self._token(), self._part()
         total, before = (T.Bind(self.total[0]), self.scale) if self.total is not None else self.loaded or self._load()
@@ -160,7 +167,7 @@ class RowFactors:
             with T.If(self.first), T.Then():
                 T.buffer_store(norm.new_scale, scale, [self._row()])
 
-    def scaled(self, token, x):
+    def scaled(self, token: Expr, x: Expr) -> Expr:
         """x, float32 or a vector of them, times the factor of a token of the workgroup."""
         factor = T.Bind(self.factors[token - self.token0])
         return T.Bind(x * T.broadcast(factor, x.ty.dtype.lanes))

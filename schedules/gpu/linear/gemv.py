@@ -32,7 +32,8 @@ from mlc_amd.schedules.gpu.linear.gemm_dot import EXACT_TILES
 from mlc_amd.schedules.gpu.linear.gemv_norm import emit_norm
 from mlc_amd.schedules.gpu.linear.gemv_plan import Plan, Split, gate_up_plan, gate_up_tokens, linear_splits
 from mlc_amd.schedules.gpu.linear.gemv_rows import Strip, Tokens, emit_acts, emit_products, span_of
-from mlc_amd.schedules.gpu.linear.linear_args import Planes, Segment, check_blocks, declare_gate_up, declare_linear
+from mlc_amd.schedules.gpu.linear.linear_args import Segment, check_blocks, declare_gate_up, declare_linear
+from mlc_amd.schedules.gpu.linear.load import Planes
 from mlc_amd.schedules.operators import ExpertDown, ExpertGateUp, GateUp, HeadLinear, Linear
 from mlc_amd.schedules.tir import Buffer, Expr
 

@@ -97,18 +97,23 @@ def _words(fmt: Format, arch: Device) -> int:
     return sum(bits if bits <= 2 else bits // parts for bits in (PLANE_BITS[plane] for plane in fmt.codes))
 
 
+def lds_bytes(op: Linear | GateUp, plan: Plan, blocks: int) -> int:
+    """LDS of a workgroup, for a plan and blocks of `fitted`."""
+    fields = fields_of([fmt for fmt, _ in op.weights])
+    return plan.waves * 4 * (len(fields) * blocks * op.m + plan.tiles * SIDE * set_of(op.m))
+
+
 def plans(op: Linear | GateUp, arch: Device) -> Space:
-    fmts = [fmt for fmt, _ in op.weights]
     rows = [2 * op.n] if isinstance(op, GateUp) else [padded(n) for _, n in op.segments]
     choices = CHOICES | ({"tiles": (GATE_UP_TILES,)} if isinstance(op, GateUp) else {})
 
     def kernel(plan: Plan) -> Kernel:
         used, blocks = fitted(plan, op, arch)
-        lds = used.waves * 4 * (len(fields_of(fmts)) * blocks * op.m + used.tiles * SIDE * set_of(op.m))
+        lds = lds_bytes(op, used, blocks)
         if lds > min(arch.lds, MOST_LDS):
             raise ValueError(f"{plan} takes {lds} bytes of LDS")
         groups = sum(-(-n // (used.tiles * SIDE)) for n in rows)
-        loads = used.tiles * blocks * block_bytes(fmts[0]) * SIDE / arch.wave
+        loads = used.tiles * blocks * block_bytes(op.weights[0][0]) * SIDE / arch.wave
         return Kernel(used, groups, used.waves * arch.wave, loads)
 
     return Space(Plan, choices, default_plan(op, arch), kernel)

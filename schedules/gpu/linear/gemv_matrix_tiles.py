@@ -17,7 +17,7 @@ from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import FIELDS, WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
 from mlc_amd.schedules.gpu.linear import gemv_share, load
-from mlc_amd.schedules.gpu.linear.linear_args import Planes
+from mlc_amd.schedules.gpu.linear.load import Planes
 from mlc_amd.schedules.gpu.linear.matrix_int8 import SIDE, products, unit_of
 from mlc_amd.schedules.tir import Buffer, Expr
 

@@ -5,16 +5,18 @@ shared memory of each workgroup. Every workgroup computes all of it, which takes
 where workgroups are few, caches fast and launches slow (`pays`).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import barrier
 from mlc_amd.schedules.gpu.base.norm import row_scale, scaled, square, workgroup_sum
 from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import FIELDS, WIDTH, load_columns, quantize_block
 from mlc_amd.schedules.gpu.base.registers import lane_of, put, vector
 from mlc_amd.schedules.gpu.base.step import when
+from mlc_amd.schedules.tir import Buffer, Expr
 
 COLUMNS = 16  # that a thread has at a time: 16 bytes of its results
 NORM_WAVES = 8  # waves of a workgroup, at least, where the arch has as many
@@ -22,7 +24,7 @@ STEPS = 4  # of a thread at most, whose columns stay in registers
 CACHE = 1.5  # how much faster its caches are than its memory
 
 
-def pays(workgroups, k, arch) -> bool:
+def pays(workgroups: int, k: int, arch: Device) -> bool:
     """Whether so many workgroups read k columns of x and of g in less time than a launch takes, and can hold their
     norm. On an H200 a norm of 4096 columns takes 4 us among the launches of a step, and the kernels of q, k and v and
     of gate and up take 1.5 and 2.8 us longer with it."""
@@ -35,24 +37,24 @@ class Normed(NamedTuple):
     """`gemv_rows.Acts` of one token in shared memory: uint32x4 [k / 16], and float32x4 [KB]."""
 
     k: int
-    quads: Any
-    s: Any
+    quads: Buffer
+    s: Buffer
 
-    def words(self, block) -> list:
+    def words(self, block: Expr) -> list[Expr]:
         found = [T.Bind(self.quads[block * 2 + j]) for j in range(2)]
         return [T.Bind(lane_of(x, j)) for x in found for j in range(4)]
 
-    def fields(self, block) -> list:
+    def fields(self, block: Expr) -> list[Expr]:
         found = T.Bind(self.s[block])
         return [lane_of(found, j) for j in range(FIELDS)]
 
 
-def shared_bytes(k) -> int:
+def shared_bytes(k: int) -> int:
     """Of shared memory."""
     return k + k // BLOCK * FIELDS * 4
 
 
-def emit_norm(arch, X, G, k, eps, lane, wave, waves) -> Normed:
+def emit_norm(arch: Device, X: Buffer, G: Buffer, k: int, eps: float, lane: Expr, wave: Expr, waves: int) -> Normed:
     """The normed activations; all threads of the workgroup, `waves` waves, must call this."""
     threads, units = waves * arch.wave, k // COLUMNS
     quads = T.alloc_buffer((units,), "uint32x4", scope="shared")
@@ -61,7 +63,7 @@ def emit_norm(arch, X, G, k, eps, lane, wave, waves) -> Normed:
     thread, steps = T.Bind(wave * arch.wave + lane), []
     for i in range(-(-units // threads)):
         unit, live = thread + i * threads, None
-        if (i + 1) * threads > units:  # behind the last unit lanes repeat it
+        if (i + 1) * threads > units:  # after the last unit lanes repeat it
             unit, live = T.min(unit, T.int32(units - 1)), unit < units
         unit = T.Bind(unit)
         steps.append((unit, live, *(

@@ -7,25 +7,28 @@ for all tokens.
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu.base.device import IN_ORDER, dot4, fma, schedule_fence, shuffle_xor, wave_sum
 from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import FIELDS
 from mlc_amd.schedules.gpu.base.registers import at, lane_of
 from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.gpu.linear.gemv_norm import Normed
-from mlc_amd.schedules.gpu.linear.load import QUADS
+from mlc_amd.schedules.gpu.linear.load import QUADS, Planes
+from mlc_amd.schedules.tir import Buffer, Expr
 
 
 class Strip(NamedTuple):
     """One row of a weight: what the lanes of a group multiply."""
 
-    fmt: object
-    planes: dict
-    row: object
+    fmt: Format
+    planes: Planes
+    row: Expr
 
 
 class Acts(NamedTuple):
@@ -33,13 +36,13 @@ class Acts(NamedTuple):
     [m, k / 4], `s` float32 [m * KB, 4]. Float: `x` float32 [m, k]."""
 
     k: int
-    quads: Any = None
-    s: Any = None
-    x: Any = None
-    token: Any = 0
-    first_block: Any = None
+    quads: Buffer = None
+    s: Buffer = None
+    x: Buffer = None
+    token: Expr = 0
+    first_block: Expr | None = None
 
-    def of(self, token) -> "Acts":
+    def of(self, token: Expr) -> "Acts":
         """Those of another token: an int or a register."""
         first = token * (self.k // BLOCK)
         return self._replace(token=token, first_block=first if isinstance(token, int) else T.Bind(first))
@@ -48,12 +51,12 @@ class Acts(NamedTuple):
         """Those of the tokens 0 .. count-1."""
         return [self, *(self.of(token) for token in range(1, count))]
 
-    def words(self, block) -> list:
+    def words(self, block: Expr) -> list[Expr]:
         """The eight words of a block's q."""
         quads = [T.Bind(self.quads[self.token, at(block * QUADS + j, 4)]) for j in (0, 4)]
         return [T.Bind(lane_of(x, j)) for x in quads for j in range(4)]
 
-    def fields(self, block) -> list:
+    def fields(self, block: Expr) -> list[Expr]:
         """A block's fields of S."""
         own = block if self.first_block is None else self.first_block + block
         found = T.Bind(self.s[own, at(0, FIELDS)])
@@ -61,17 +64,18 @@ class Acts(NamedTuple):
 
 
 Tokens = Sequence[Acts | Normed]
+Places = Sequence[tuple[Expr, Expr | None]]  # (unit, whether this lane has it; None: all do)
 
 
 class Block(NamedTuple):
     """A block's activations in registers: eight words, d, and d * sum(q) of all 32 columns or of both halves."""
 
-    quads: list
-    d: object
-    sums: dict
+    quads: list[Expr]
+    d: Expr
+    sums: dict[int, list[Expr]]
 
 
-def emit_acts(params, k, m=1) -> Acts:
+def emit_acts(params: Sequence[Buffer], k: int, m: int = 1) -> Acts:
     """Acts of the parameters (A, S) or (X,) of m tokens, of the first one. To be called after the last parameter: it
     declares views."""
     if len(params) == 1:
@@ -84,17 +88,19 @@ def emit_acts(params, k, m=1) -> Acts:
     )
 
 
-def span_of(fmts, k) -> int:
+def span_of(fmts: Sequence[Format], k: int) -> int:
     """Columns of a unit divided by 32, for int8 formats; columns for float formats, the minimum over them."""
     return load.blocks(*fmts) if fmts[0].kind == "int8" else min(load.columns(fmt, k) for fmt in fmts)
 
 
-def units_of(fmts, k) -> int:
+def units_of(fmts: Sequence[Format], k: int) -> int:
     """Units of a row."""
     return k // (span_of(fmts, k) * (BLOCK if fmts[0].kind == "int8" else 1))
 
 
-def emit_products(strips, tokens: Sequence[Acts], lane, lanes, unroll, arch) -> tuple[list, Any]:
+def emit_products(
+    strips: Sequence[Strip], tokens: Tokens, lane: Expr, lanes: int, unroll: int, arch: Device
+) -> tuple[list[tuple[Expr, Expr, Expr]], Expr]:
     """The products of each strip's row with each token's activations: [(token, strip, float32 register)] of this lane,
     and whether it is the first of the lanes that have the same ones.
 
@@ -124,17 +130,17 @@ def emit_products(strips, tokens: Sequence[Acts], lane, lanes, unroll, arch) -> 
     ) == 0
 
 
-def emit_sums(strips, tokens: Sequence[Acts], lane, lanes, unroll, arch):
+def emit_sums(strips: Sequence[Strip], tokens: Tokens, lane: Expr, lanes: int, unroll: int, arch: Device) -> Buffer:
     """This lane's part of the products of each strip's row with each token's activations: a local buffer, all strips of
     a token side by side."""
     fmts, k = [strip.fmt for strip in strips], tokens[0].k
     span, units = span_of(fmts, k), units_of(fmts, k)
-    multiply = _multiply_int8 if fmts[0].kind == "int8" else _multiply_float
+    multiply: Callable[..., None] = _multiply_int8 if fmts[0].kind == "int8" else _multiply_float
     sums = T.alloc_buffer((len(strips) * len(tokens),), "float32", scope="local")
     for i in range(len(strips) * len(tokens)):
         T.buffer_store(sums, T.float32(0), [i])
 
-    def steps(first, count, partial):
+    def steps(first: Expr, count: int, partial: bool) -> None:
         """Steps first..first+count. partial: the last of them has units for some of the lanes only."""
         places = []
         for i in range(count):
@@ -156,11 +162,11 @@ def emit_sums(strips, tokens: Sequence[Acts], lane, lanes, unroll, arch):
     return sums
 
 
-def _zero_unless(live, x):
+def _zero_unless(live: Expr | None, x: Expr) -> Expr:
     return T.Bind(x if live is None else T.Select(live, x, T.float32(0)))
 
 
-def _act_blocks(acts, unit, live, span, halves) -> list[Block]:
+def _act_blocks(acts: Acts | Normed, unit: Expr, live: Expr | None, span: int, halves: bool) -> list[Block]:
     """The unit's activations. halves: whether the sums of 16 columns are wanted. Without `live` factors are 0, and so
     is what they make."""
     out = []
@@ -172,12 +178,14 @@ def _act_blocks(acts, unit, live, span, halves) -> list[Block]:
     return out
 
 
-def _multiply_int8(strips, tokens, places, span, sums, arch):
-    """Adds to `sums` what strips and tokens make of the units of `places`: (unit, condition or None)."""
+def _multiply_int8(
+    strips: Sequence[Strip], tokens: Tokens, places: Places, span: int, sums: Buffer, arch: Device
+) -> None:
+    """Adds to `sums` what strips and tokens make of the units of `places`."""
     fmts = [strip.fmt for strip in strips]
     halves = any(load.groups(fmt) == 2 for fmt in fmts)
 
-    def acts_of(token, unit, live):
+    def acts_of(token: Acts | Normed, unit: Expr, live: Expr | None) -> list[Block]:
         return _act_blocks(token, unit, live, span, halves)
 
     # One token's activations are loaded with the weights; those of several would take too many registers.
@@ -208,17 +216,22 @@ def _multiply_int8(strips, tokens, places, span, sums, arch):
                 T.buffer_store(sums, total, [place])
 
 
-def _decoder(fmt, unit, arch) -> Callable:
+Decoder = Callable[[int], tuple[list[Expr], load.Scales]]
+
+
+def _decoder(fmt: Format, unit: load.Unit, arch: Device) -> Decoder:
     """Number of a block of the unit -> (words of codes, scales), decoded when they are first used."""
 
     @cache
-    def block(b):
+    def block(b: int) -> tuple[list[Expr], load.Scales]:
         return load.codes(arch, fmt, unit, b), load.scales(fmt, unit, b)
 
     return block
 
 
-def _terms(fmt, decoded, blocks, zeros, arch):
+def _terms(
+    fmt: Format, decoded: Decoder, blocks: list[Block], zeros: list[list[Expr]] | None, arch: Device
+) -> list[tuple[Expr, Expr]]:
     """The pairs of factors whose products a unit of a row adds to its sum. Blocks of one super-block share them.
     decoded: of `_decoder`."""
     count, out = load.groups(fmt), []
@@ -243,18 +256,20 @@ def _terms(fmt, decoded, blocks, zeros, arch):
     return out
 
 
-def _add(scale, x, total):
+def _add(scale: Expr | None, x: Expr, total: Expr | None) -> Expr:
     """total + scale * x, where total and scale may be None (0 and 1)."""
     if scale is None:
         return x if total is None else T.Bind(total + x)
     return T.Bind(scale * x) if total is None else fma(scale, x, total)
 
 
-def _multiply_float(strips, tokens, places, width, sums, arch):
+def _multiply_float(
+    strips: Sequence[Strip], tokens: Sequence[Acts], places: Places, width: int, sums: Buffer, arch: Device
+) -> None:
     """As `_multiply_int8`, for float formats."""
     step = min(width, load.LOAD_WORDS)
 
-    def acts_of(token, unit, live):
+    def acts_of(token: Acts, unit: Expr, live: Expr | None) -> list[Expr]:
         x = [T.Bind(token.x[token.token, at(unit * width + j, step)]) for j in range(0, width, step)]
         return [_zero_unless(live, lane_of(v, j) if step > 1 else v) for v in x for j in range(step)]
 

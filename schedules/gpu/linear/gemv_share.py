@@ -11,14 +11,18 @@ two bits are loaded in one go:
     scales      of a block: `load.Scales`
 """
 
+from math import prod
 from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.formats import PLANE_BITS
+from mlc_amd.schedules.formats import PLANE_BITS, Format
 from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.tables import values
 from mlc_amd.schedules.gpu.linear import load
+from mlc_amd.schedules.gpu.linear.load import Planes
+from mlc_amd.schedules.tir import Expr
 
 HALVES = 2  # of a block
 WORD = 4  # bytes
@@ -28,23 +32,21 @@ class Share(NamedTuple):
     """The registers of a step. codes: plane -> words by block. scales: plane -> registers, of S and Z words of
     bytes."""
 
-    codes: dict
-    scales: dict
+    codes: dict[str, list[list[Expr]]]
+    scales: dict[str, list[Expr]]
 
 
-def _bytes(fmt, blocks) -> int:
+def _bytes(fmt: Format, blocks: int) -> int:
     """Of S or Z in a step."""
     return blocks * BLOCK // fmt.group
 
 
-def views(fmt, bufs, blocks) -> dict:
+def views(fmt: Format, bufs: Planes, blocks: int) -> Planes:
     """The planes as rows of words, S and Z of bytes in words of up to 32 bits. Declares views; call it after the last
     parameter."""
     out = {}
     for name, buf in bufs.items():
-        rows, size = int(buf.shape[0]), 1
-        for extent in buf.shape[1:]:
-            size *= int(extent)
+        rows, size = int(buf.shape[0]), prod(int(extent) for extent in buf.shape[1:])
         if name in ("S", "Z"):
             width = min(WORD, _bytes(fmt, blocks))
             out[name] = T.decl_buffer((rows, size // width), f"uint{8 * width}", data=buf.data)
@@ -53,7 +55,7 @@ def views(fmt, bufs, blocks) -> dict:
     return out
 
 
-def fetch(fmt, planes, row, first, blocks, part, count) -> Share:
+def fetch(fmt: Format, planes: Planes, row: Expr, first: Expr, blocks: int, part: Expr, count: int) -> Share:
     """Loads blocks first .. first + blocks - 1 of a row; `first` is a multiple of `blocks`."""
     codes, scales = {}, {}
     for plane in fmt.codes:
@@ -62,7 +64,7 @@ def fetch(fmt, planes, row, first, blocks, part, count) -> Share:
             found = load.wide(buf, row, first * bits, blocks * bits)
             codes[plane] = [found[b * bits : (b + 1) * bits] for b in range(blocks)]
             continue
-        starts = [start for start in range(0, bits, 4)]
+        starts = range(0, bits, 4)
         codes[plane] = [
             [word for start in starts for word in load.wide(buf, row, (first + b) * bits + start + part * count, count)]
             for b in range(blocks)
@@ -80,15 +82,16 @@ def fetch(fmt, planes, row, first, blocks, part, count) -> Share:
     return Share(codes, scales)
 
 
-def words(arch, fmt, share: Share, block, part, count) -> list[list]:
+def words(arch: Device, fmt: Format, share: Share, block: int, part: Expr, count: int) -> list[list[Expr]]:
     """The int32 words of signed bytes of a step's block number `block`: `count` of each half."""
     raw = {plane: share.codes[plane][block] for plane in fmt.codes}
     for plane, bits in (("Q2", 2), ("Q1", 1)):
         if plane in raw and count < WORD:
             raw[plane] = [T.Bind(T.shift_right(x, T.cast(part * (count * bits), "uint32"))) for x in raw[plane]]
 
-    def codes():
-        found, filled = [None] * (HALVES * count), 0
+    def codes() -> list[Expr]:
+        found: list[Expr] = [None] * (HALVES * count)
+        filled = 0
         for plane in fmt.codes:
             bits = PLANE_BITS[plane]
             for i in range(HALVES * count):
@@ -104,12 +107,12 @@ def words(arch, fmt, share: Share, block, part, count) -> list[list]:
             filled += bits
         return [T.Bind(x) for x in found]
 
-    made = values(arch, fmt, None, codes) if fmt.table else codes()
-    made = [T.Bind(T.reinterpret("int32", x)) for x in made]
-    return [made[:count], made[count:]]
+    found = values(arch, fmt, None, codes) if fmt.table else codes()
+    found = [T.Bind(T.reinterpret("int32", x)) for x in found]
+    return [found[:count], found[count:]]
 
 
-def scales(fmt, share: Share, block) -> load.Scales:
+def scales(fmt: Format, share: Share, block: int) -> load.Scales:
     """The float32 factors of a step's block number `block`."""
     own, number = {}, 0
     for name, found in share.scales.items():

@@ -21,10 +21,9 @@ from mlc_amd.schedules.gpu.base.quantize import act_args
 from mlc_amd.schedules.gpu.base.step import state_arg
 from mlc_amd.schedules.gpu.experts.experts import bias_args, ids_arg
 from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, PreparedNorm
+from mlc_amd.schedules.gpu.linear.load import Planes
 from mlc_amd.schedules.operators import ExpertGateUp, GateUp, Linear
 from mlc_amd.schedules.tir import Buffer
-
-Planes = dict[str, Buffer]  # of a weight, by name
 
 
 class Segment(NamedTuple):

@@ -10,6 +10,8 @@ can have many loads in flight:
     scales     of what was fetched: float32 factors of one block
 """
 
+from collections.abc import Mapping
+from math import prod
 from typing import NamedTuple
 
 from tvm import DataType
@@ -18,19 +20,24 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.decode import minifloat
 from mlc_amd.schedules.formats import MINIFLOATS, PLANE_BITS, Format
 from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of
 from mlc_amd.schedules.gpu.base.tables import values
+from mlc_amd.schedules.tir import Buffer, Expr
 
 QUADS = 8  # words of four codes in a block
 LOAD_WORDS = 4  # of the widest load: 128 bits
+
+
+Planes = Mapping[str, Buffer]  # of a weight, by name
 
 
 class Unit(NamedTuple):
     """The registers of a unit. codes: plane -> words. scales: plane -> one register per scale (D, DM, M) or one word of
     bytes (S, Z)."""
 
-    codes: dict
-    scales: dict
+    codes: dict[str, list[Expr]]
+    scales: dict[str, list[Expr]]
 
 
 class Scales(NamedTuple):
@@ -39,23 +46,23 @@ class Scales(NamedTuple):
 
     weight = d * sub * value + minimum (plane M), or - minimum * sub_minimum (plane DM)."""
 
-    d: object
-    sub: list
-    minimum: object
-    sub_minimum: list
+    d: Expr | None
+    sub: list[Expr | None]
+    minimum: Expr | None
+    sub_minimum: list[Expr | None]
 
-    def factors(self) -> list:
+    def factors(self) -> list[Expr]:
         """d * sub of each group of columns."""
         return [T.Bind(s if self.d is None else self.d if s is None else self.d * s) for s in self.sub]
 
 
-def blocks(*fmts) -> int:
+def blocks(*fmts: Format) -> int:
     """Blocks of a unit that these formats (int8) share: two where scales belong to 256 columns, so that lanes share
     them."""
     return 2 if all(fmt.block % (2 * BLOCK) == 0 for fmt in fmts) else 1
 
 
-def columns(fmt, k) -> int:
+def columns(fmt: Format, k: int) -> int:
     """Columns of a unit of a float format: 16 bytes, or as many as divide k."""
     return next(n for n in (8, 4, 2, 1) if k % n == 0 and n * DataType(fmt.dtype).bits <= 128)
 
@@ -65,12 +72,12 @@ def block_bytes(fmt: Format) -> float:
     return fmt.block_bytes * BLOCK / fmt.block
 
 
-def groups(fmt) -> int:
+def groups(fmt: Format) -> int:
     """Groups of columns with their own scale in a block: 1 or 2."""
     return BLOCK // fmt.group
 
 
-def wide(buf, row, first, count):
+def wide(buf: Buffer, row: Expr, first: Expr, count: int) -> list[Expr]:
     """buf[row, first], ... in registers, by loads of up to 128 bits. `first` is a multiple of `count`."""
     step = min(count, LOAD_WORDS)
     if step == 1:
@@ -79,14 +86,12 @@ def wide(buf, row, first, count):
     return [T.Bind(lane_of(x, i)) for x in loads for i in range(step)]
 
 
-def views(fmt, bufs, span):
+def views(fmt: Format, bufs: Planes, span: int) -> Planes:
     """The planes as `fetch` reads them, rows first: codes as words, S and Z as words of a unit's bytes. Declares views;
     call it after the last parameter."""
     out = {}
     for name, buf in bufs.items():
-        rows, dtype, size = int(buf.shape[0]), buf.dtype, 1
-        for extent in buf.shape[1:]:
-            size *= int(extent)
+        rows, dtype, size = int(buf.shape[0]), buf.dtype, prod(int(extent) for extent in buf.shape[1:])
         if name in ("S", "Z"):
             count = span * BLOCK // fmt.group
             size, dtype = size // count, f"uint{8 * count}"
@@ -95,7 +100,7 @@ def views(fmt, bufs, span):
     return out
 
 
-def fetch(fmt, planes, row, unit, span) -> Unit:
+def fetch(fmt: Format, planes: Planes, row: Expr, unit: Expr, span: int) -> Unit:
     """Loads unit number `unit` of a row: `span` blocks of an int8 format."""
     words = {p: wide(planes[p], row, unit * (span * PLANE_BITS[p]), span * PLANE_BITS[p]) for p in fmt.codes}
     scales = {}
@@ -109,7 +114,7 @@ def fetch(fmt, planes, row, unit, span) -> Unit:
     return Unit(words, scales)
 
 
-def fetch_float(fmt, planes, row, unit, width) -> list:
+def fetch_float(fmt: Format, planes: Planes, row: Expr, unit: Expr, width: int) -> list[Expr]:
     """Loads unit number `unit` of a row of a float format: `width` float32 registers."""
     w = T.Bind(planes["W"][row, at(unit * width, width)])
     parts = [lane_of(w, i) for i in range(width)] if width > 1 else [w]
@@ -118,15 +123,16 @@ def fetch_float(fmt, planes, row, unit, width) -> list:
     return [T.cast(x, "float32") for x in parts]
 
 
-def codes(arch, fmt, unit: Unit, block) -> list:
+def codes(arch: Device, fmt: Format, unit: Unit, block: int) -> list[Expr]:
     """The eight words of codes of a unit's block number `block`: columns 4*j .. 4*j+3 in word j, signed bytes."""
     words = {p: unit.codes[p][block * PLANE_BITS[p] : (block + 1) * PLANE_BITS[p]] for p in fmt.codes}
     return values(arch, fmt, words.get("Q4"), lambda: bytes_of(words)) if fmt.table else bytes_of(words)
 
 
-def bytes_of(codes) -> list:
+def bytes_of(codes: Mapping[str, list[Expr]]) -> list[Expr]:
     """The codes of a block as eight words of bytes, in the order of `codes`, from the words of its planes by name."""
-    parts, filled = [None] * QUADS, 0
+    parts: list[Expr] = [None] * QUADS
+    filled = 0
     for plane, words in codes.items():
         bits = PLANE_BITS[plane]
         for j in range(QUADS):
@@ -138,7 +144,7 @@ def bytes_of(codes) -> list:
     return [T.Bind(part) for part in parts]
 
 
-def field(x, first, bits, to):
+def field(x: Expr, first: int, bits: int, to: int) -> Expr:
     """Bits first..first+bits of each byte of x, moved to bit `to`."""
     if first > to:
         x = T.shift_right(x, T.uint32(first - to))
@@ -147,7 +153,7 @@ def field(x, first, bits, to):
     return x & T.uint32(0x01010101 * ((1 << bits) - 1 << to))
 
 
-def _byte(word, i, kind="uint8"):
+def _byte(word: Expr, i: int, kind: str = "uint8") -> Expr:
     """Byte i of a word as float32. kind: "uint8", "int8" or one of MINIFLOATS."""
     if kind == "int8":
         word = T.shift_right(T.shift_left(T.reinterpret("int32", word), T.int32(24 - 8 * i)), T.int32(24))
@@ -156,10 +162,10 @@ def _byte(word, i, kind="uint8"):
     return T.Bind(minifloat(kind, T.reinterpret("int32", word)) if kind in MINIFLOATS else T.cast(word, "float32"))
 
 
-def scales(fmt, unit: Unit, block) -> Scales:
+def scales(fmt: Format, unit: Unit, block: int) -> Scales:
     """The float32 factors of a unit's block number `block`."""
 
-    def half(name):
+    def half(name: str) -> Expr:
         found = unit.scales[name]
         return T.Bind(T.cast(found[block if len(found) > 1 else 0], "float32"))
 
@@ -174,6 +180,6 @@ def scales(fmt, unit: Unit, block) -> Scales:
     sub, zub = unit.scales["S"][0], unit.scales.get("Z", [None])[0]
     if fmt.nibble_scales:
         sub, zub = (T.Bind(T.shift_right(sub, T.uint32(shift)) & T.uint32(0x0F0F0F0F)) for shift in (0, 4))
-    mins = [None] * count if zub is None else [_byte(zub, i) for i in indices]
+    mins: list[Expr | None] = [None] * count if zub is None else [_byte(zub, i) for i in indices]
     d = half("D") if fmt.unit == 1 else T.Bind(half("D") * T.float32(fmt.unit))
     return Scales(d, [_byte(sub, i, fmt.dtype) for i in indices], minimum, mins)

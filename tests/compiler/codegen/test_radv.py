@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 from samples import sample
-from workloads import built, operator
+from workloads import built, linear_op, operator
 
 from mlc_amd.compiler.codegen import radv, spirv_reader
 from mlc_amd.compiler.codegen.spirv import compile_spirv
@@ -62,7 +62,7 @@ def statistics(kernels, profile):
 
 def shader(segments, k, profile):
     """The GEMV of one token as `radv` takes it."""
-    func = linear(segments, k, 1, "rows", [False] * len(segments), False, profile, "gemv")
+    func = linear(linear_op(segments, k, 1, "rows", [False] * len(segments), False), profile, "gemv")
     ((name, kernel),) = compile_spirv({"gemv": func}, profile).modules.items()
     return radv.Shader(name, kernel.binary, tuple(kernel.block), profiles.ADDRESS * len(func.params))
 

@@ -17,7 +17,7 @@ from spirv_kernels import (
 )
 from tvm import tirx
 from tvm.tirx.script import builder as T
-from workloads import built, gate_up, linear
+from workloads import built, gate_up_op, linear_op
 
 from mlc_amd.compiler.codegen.spirv import compile_spirv, opcodes
 from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
@@ -273,13 +273,13 @@ def builders(profile):
         "rms_norm": lambda: built(norm, profile, "rms_norm"),
         "quantize": lambda: built(Quantize(k=512, m=4, layout=layout), profile, "quantize"),
         "gemv": lambda: gemv.linear(
-            linear([("q4_k", 64), ("q6_k", 32)], 512, 1, layout, (False, True)), profile, "gemv"
+            linear_op([("q4_k", 64), ("q6_k", 32)], 512, 1, layout, (False, True)), profile, "gemv"
         ),
         "gate_up": lambda: gemv.gate_up_swiglu(
-            gate_up("q4_0", "iq4_nl", 64, 512, 1, (layout, layout)), profile, "gate_up"
+            gate_up_op("q4_0", "iq4_nl", 64, 512, 1, layout, layout), profile, "gate_up"
         ),
-        "gemm": lambda: gemm.linear(linear([("q5_k", 128)], 512, 16, layout, residual=True), profile, "gemm"),
-        "gemm_float": lambda: gemm.linear(linear([("bf16", 128)], 512, 16, ""), profile, "gemm_float"),
+        "gemm": lambda: gemm.linear(linear_op([("q5_k", 128)], 512, 16, layout, residual=True), profile, "gemm"),
+        "gemm_float": lambda: gemm.linear(linear_op([("bf16", 128)], 512, 16, ""), profile, "gemm_float"),
         "rope": lambda: rope_kv_write(Attention(8, 2, 64, 128), 4, rope, profile, "rope"),
         "decode": lambda: attention_decode(layer, layout, profile, "decode", rope),
         "prefill": lambda: attention_prefill_dot(layer, 16, layout, profile, "prefill"),

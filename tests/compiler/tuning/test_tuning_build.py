@@ -18,7 +18,7 @@ from mlc_amd.compiler.tuning.local import Local
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure.candidate import read
 from mlc_amd.runtime.measure.measurer import Measurer
-from mlc_amd.schedules.gpu.linear import gemv
+from mlc_amd.schedules.gpu.linear import gemv_plan
 from mlc_amd.schedules.operators import Operator, from_json
 from mlc_amd.schedules.space import space
 
@@ -111,7 +111,7 @@ def test_what_a_kernel_must_move(tmp_path):
 
 
 def test_builds_are_repeatable_and_know_their_plan(tmp_path):
-    plan = gemv.Plan(rows=2, waves=1, lanes=8, unroll=1)
+    plan = gemv_plan.Plan(rows=2, waves=1, lanes=8, unroll=1)
     first, second = (build(linear("vulkan"), plan, "vulkan", "lavapipe", tmp_path / name) for name in "ab")
     assert first.code.read_bytes() == second.code.read_bytes() and first.facts == second.facts
     assert plan_of(first.facts) == plan and from_json(first.facts["workload"]) == linear("vulkan")
@@ -184,7 +184,7 @@ def test_without_a_device_nothing_is_verified(tmp_path, monkeypatch):
     def nothing(*_):
         raise UserError("there is no GPU here")
 
-    workload, plan = linear("rocm"), gemv.Plan(rows=2, waves=1, lanes=4, unroll=1)
+    workload, plan = linear("rocm"), gemv_plan.Plan(rows=2, waves=1, lanes=4, unroll=1)
     with Local("rocm", "gfx1100", workers=1) as local:
         monkeypatch.setattr(local.measurer, "start", nothing)
         assert local.verify(workload, plan) == Checked("", False, error="there is no GPU here")
@@ -233,6 +233,6 @@ def test_the_default_plan_is_built_and_measured_once(tmp_path):
 
 
 def test_kernels_are_made_with_their_plan():
-    plan = gemv.Plan(rows=4, waves=1, lanes=8, unroll=1)
+    plan = gemv_plan.Plan(rows=4, waves=1, lanes=8, unroll=1)
     one, other = (make(linear("vulkan"), p, "vulkan", "lavapipe") for p in (plan, None))
     assert one.script() != other.script()

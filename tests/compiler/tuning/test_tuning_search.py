@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from formula import GFX, NVIDIA, cost, linear
-from workloads import operator
+from workloads import linear_op, operator
 
 from mlc_amd.compiler.tuning.search import Search
 from mlc_amd.schedules.gpu.base import arch as archs
@@ -140,6 +140,9 @@ def test_plans_of_a_space_make_different_kernels():
         "linear", {"segments": [("q4_k", 64)], "k": 512, "m": 1, "layout": "rows", "biases": [False], "residual": False}
     )
     plans = space(workload, NVIDIA).plans
-    made = [gemv.linear([("q4_k", 64)], 512, 1, "rows", (False,), False, NVIDIA, "k", plan=plan) for plan in plans]
+    made = [
+        gemv.linear(linear_op([("q4_k", 64)], 512, 1, "rows", (False,), False), NVIDIA, "k", plan=plan)
+        for plan in plans
+    ]
     kernels = {tvm_ffi.structural_hash(kernel) for kernel in made}
     assert len(kernels) == len(plans) > 10

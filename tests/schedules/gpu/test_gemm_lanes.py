@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from samples import sample
 from spirv_emulation import emulated
-from workloads import gate_up, linear, operator
+from workloads import gate_up_op, linear_op, operator
 
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.runtime.devices.vulkan import fragments
@@ -90,7 +90,7 @@ def test_linear(name):
     x = np.random.default_rng(3).standard_normal((m, k), np.float32).astype(np.float16)
     expected = x.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T
     out = np.full((m, -(-n // 16) * 16), np.nan, np.float32)
-    kernel = gemm.linear(linear([(fmt, n)], k, m, "lanes"), NVIDIA, "k", tile)
+    kernel = gemm.linear(linear_op([(fmt, n)], k, m, "lanes"), NVIDIA, "k", tile)
     # nobody writes what is after the columns
     rest = np.full((m, -k % (GROUP * BLOCK)), np.nan, np.float16)
     got = emulated(kernel, [state(m), in_lanes(np.hstack([x, rest])), *planes.values(), out], NVIDIA)[-1]
@@ -104,7 +104,7 @@ def test_one_result_of_a_thread(tile):
     planes, w = weights("q4_0", n, k, 0)
     x = rng.standard_normal((m, k), np.float32).astype(np.float16)
     bias, residual = (100 * rng.standard_normal(shape, np.float32) for shape in (n, (m, n)))
-    kernel = gemm.linear(linear([("q4_0", n)], k, m, "lanes", (True,), residual=True), NVIDIA, "k", tile)
+    kernel = gemm.linear(linear_op([("q4_0", n)], k, m, "lanes", (True,), residual=True), NVIDIA, "k", tile)
     out = np.full((m, n), np.nan, np.float32)
     got = emulated(kernel, [state(m), in_lanes(x), *planes.values(), bias, residual, out], NVIDIA)[-1]
     expected = x.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T
@@ -115,7 +115,7 @@ def test_dead_tiles_are_left_alone():
     """Of a kernel whose workgroups are all resident at once, with an `if` for a loop of one step."""
     m, n, k, tile = 16, 16, 128, LaneTile(8, 16, 1, 1, 1)
     planes, _ = weights("q4_0", n, k, 0)
-    kernel = gemm.linear(linear([("q4_0", n)], k, m, "lanes"), NVIDIA, "k", tile)
+    kernel = gemm.linear(linear_op([("q4_0", n)], k, m, "lanes"), NVIDIA, "k", tile)
     out = np.full((m, n), np.nan, np.float32)
     x = in_lanes(np.ones((m, k), np.float16))
     got = emulated(kernel, [state(8), x, *planes.values(), out], NVIDIA)[-1]
@@ -138,7 +138,7 @@ def test_deferred_norm(columns, tile):
         np.zeros(lanes, np.float16),
         np.zeros((m, columns // 16), np.float32),
     )
-    op = linear([("q4_0", columns)], k, m, "lanes", residual=True, norm_out=True)
+    op = linear_op([("q4_0", columns)], k, m, "lanes", residual=True, norm_out=True)
     first = gemm.linear(op, NVIDIA, "k", LaneTile(8, 16, 1, 1, 1))
     inputs = [state(m), in_lanes(x), *planes.values(), residual, g, before]
     y, h, squares = emulated(first, [*inputs, *made], NVIDIA)[-3:]
@@ -147,7 +147,7 @@ def test_deferred_norm(columns, tile):
     assert np.allclose(squares, (y.astype(np.float64) ** 2).reshape(m, -1, 16).sum(-1), rtol=1e-5)
 
     planes, w = weights("q4_0", n, columns, 1)
-    second = gemm.linear(linear([("q4_0", n)], columns, m, "lanes", norm_in=eps), NVIDIA, "k", tile)
+    second = gemm.linear(linear_op([("q4_0", n)], columns, m, "lanes", norm_in=eps), NVIDIA, "k", tile)
     out = np.full((m, n), np.nan, np.float32), np.full(m, np.nan, np.float32)
     got, scale = emulated(second, [state(m), h, squares, before, *planes.values(), *out], NVIDIA)[-2:]
     own = 1 / np.sqrt((y.astype(np.float64) ** 2).mean(-1) + eps)
@@ -170,7 +170,7 @@ def test_runs_of_a_deferred_norm(fmt, k):
     x, residual = (rng.standard_normal((m, size), np.float32) for size in (k, n))
     x, g, before = x.astype(np.float16), rng.standard_normal(n, np.float32), rng.random(m, np.float32)
     planes, w = weights(fmt, n, k, 0)
-    kernel = gemm.linear(linear([(fmt, n)], k, m, "lanes", (True,), residual=True, norm_out=True), NVIDIA, "k", tile)
+    kernel = gemm.linear(linear_op([(fmt, n)], k, m, "lanes", (True,), residual=True, norm_out=True), NVIDIA, "k", tile)
     bias = rng.standard_normal(n, np.float32)
     made = np.zeros(lanes_shape(m, n), np.float16), np.zeros((m, n // 16), np.float32)
     inputs = [state(m), in_lanes(x), *planes.values(), bias, residual, g, before]
@@ -192,7 +192,7 @@ def test_staged_activations(layout, fmt, hidden, rows):
     m, n, k, tile = 20, 160, 512, LaneTile(16, rows, 1, rows // 16, 1, 1, hidden, staged=1)
     (gate, up), w = zip(*(weights(fmt, n, k, seed) for seed in (1, 2)), strict=True)
     x = np.random.default_rng(3).standard_normal((m, k), np.float32).astype(np.float16)
-    kernel = gate_up_swiglu(gate_up(fmt, fmt, n, k, m, ("lanes", layout)), NVIDIA, "k", tile)
+    kernel = gate_up_swiglu(gate_up_op(fmt, fmt, n, k, m, "lanes", layout), NVIDIA, "k", tile)
     shape = lanes_shape(m, n) if layout == "lanes" else (m, n)
     out = np.full(shape, np.nan, np.float16)
     got = emulated(kernel, [state(m), in_lanes(x), *gate.values(), *up.values(), out], NVIDIA)[-1]
@@ -220,7 +220,7 @@ def test_staged_activations_of_a_deferred_norm(m, n, k, tile):
     before = (1.5 / np.sqrt((x**2).mean(-1) + eps)).astype(np.float32)
     h = (x * before[:, None] * MARGIN).astype(np.float16)
     squares = (x**2).reshape(m, -1, 16).sum(-1)
-    op = gate_up("q4_0", "q4_0", n, k, m, ("lanes", "lanes"), norm_in=eps)
+    op = gate_up_op("q4_0", "q4_0", n, k, m, "lanes", "lanes", norm_in=eps)
     kernel = gate_up_swiglu(op, NVIDIA, "k", tile)
     out = np.full(lanes_shape(m, n), np.nan, np.float16), np.full(m, np.nan, np.float32)
     arrays = [state(m), in_lanes(h), squares, before, *gate.values(), *up.values(), *out]
@@ -236,14 +236,14 @@ def test_staged_activations_of_a_deferred_norm(m, n, k, tile):
 def test_a_deferred_norm_of_many_columns():
     """A thread that adds up all squares of a token, in a kernel that compiles nevertheless."""
     tile = LaneTile(64, 32, 1, 1, 2)
-    op = gate_up("q4_0", "q4_0", 32, 8192, 64, ("lanes", "lanes"), norm_in=1e-5)
+    op = gate_up_op("q4_0", "q4_0", 32, 8192, 64, "lanes", "lanes", norm_in=1e-5)
     kernel = gate_up_swiglu(op, NVIDIA, "k", tile)
     assert compile_spirv({"k": kernel}, NVIDIA).modules
 
 
 def test_deferred_norms_are_of_the_layout_lanes():
     with pytest.raises(ValueError, match="layout 'lanes'"):
-        gemm.linear(linear([("q4_0", 16)], 128, 64, "pairs", norm_in=1e-5), NVIDIA, "k")
+        gemm.linear(linear_op([("q4_0", 16)], 128, 64, "pairs", norm_in=1e-5), NVIDIA, "k")
 
 
 @pytest.mark.parametrize(

@@ -119,13 +119,13 @@ def library(arch_name, linears, swiglus):
     kernels = {}
     for name in linears:
         *attributes, residual, tile = LINEAR[name]
-        op, label = workloads.linear(*attributes, residual=residual), kernel_name("linear", name)
+        op, label = workloads.linear_op(*attributes, residual=residual), kernel_name("linear", name)
         kernels[label] = linear(op, arch, label, tile)
     for name in swiglus:
         gate, up, f, m, layout_in, layout = SWIGLU[name]
         tile = DotTile(16, 32, 4) if name.endswith("-float") else None
         label = kernel_name("swiglu", name)
-        op = workloads.gate_up(gate, up, f, SWIGLU_K, m, (layout_in, layout))
+        op = workloads.gate_up_op(gate, up, f, SWIGLU_K, m, layout_in, layout)
         kernels[label] = gate_up_swiglu(op, arch, label, tile)
     return compile_hsaco(kernels, arch)
 
@@ -294,8 +294,8 @@ def test_matrix_kernels_hold_everything_in_registers(arch_name):
     for fmt in HEAVY:
         for m in MATRIX_ARCHS[arch_name]:
             one, pair = (f"{kind}_{fmt}_{m}" for kind in ("linear", "swiglu"))
-            kernels[one] = linear(workloads.linear([(fmt, N)], K, m, "half", (True,)), arch, one)
-            kernels[pair] = gate_up_swiglu(workloads.gate_up(fmt, fmt, N, K, m, ("half", "half")), arch, pair)
+            kernels[one] = linear(workloads.linear_op([(fmt, N)], K, m, "half", (True,)), arch, one)
+            kernels[pair] = gate_up_swiglu(workloads.gate_up_op(fmt, fmt, N, K, m, "half", "half"), arch, pair)
     module = compile_hsaco(kernels, arch)
     check_resources(module, len(kernels))
     assert len(re.findall("v_wmma_f32|v_mfma_f32", module.assembly)) >= 8 * len(kernels)
@@ -317,8 +317,8 @@ def test_dot_kernels_hold_everything_in_registers(arch_name):
     arch, kernels = resolve(arch_name), {}
     for fmt in HEAVY:
         layout, m = ("", 64) if FORMATS[fmt].kind == "float" else ("rows", 512)
-        kernels[f"linear_{fmt}"] = linear(workloads.linear([(fmt, N)], K, m, layout, (True,)), arch, f"linear_{fmt}")
-    pair = workloads.gate_up("q4_k", "q6_k", N, K, 512, ("rows", "rows"))
+        kernels[f"linear_{fmt}"] = linear(workloads.linear_op([(fmt, N)], K, m, layout, (True,)), arch, f"linear_{fmt}")
+    pair = workloads.gate_up_op("q4_k", "q6_k", N, K, 512, "rows", "rows")
     kernels["swiglu"] = gate_up_swiglu(pair, arch, "swiglu")
     module = compile_hsaco(kernels, arch)
     check_resources(module, len(kernels))
@@ -328,13 +328,13 @@ def test_dot_kernels_hold_everything_in_registers(arch_name):
 @pytest.mark.parametrize(
     "arch, op",
     [
-        ("gfx1100", workloads.linear([("q4_0", 32)], 256, 24, "half")),  # 24 tokens
-        ("gfx1100", workloads.linear([("q4_0", 32)], 48, 16, "half")),  # 48 columns
-        ("gfx1100", workloads.linear([("q4_0", 32)] * 2, 256, 16, "half", residual=True)),  # a residual for two
-        ("gfx1100", workloads.linear([("q4_0", 32)], 256, 16, "half", ())),  # no flag for the bias
-        ("gfx1030", workloads.linear([("q4_0", 32)], 256, 16, "half")),  # no matrix units
-        ("gfx1030", workloads.linear([("q4_0", 32), ("f16", 32)], 256, 16, "rows")),  # int8 and float
-        ("gfx1100", workloads.linear([("q4_0", 32)], 256, 24, "rows")),
+        ("gfx1100", workloads.linear_op([("q4_0", 32)], 256, 24, "half")),  # 24 tokens
+        ("gfx1100", workloads.linear_op([("q4_0", 32)], 48, 16, "half")),  # 48 columns
+        ("gfx1100", workloads.linear_op([("q4_0", 32)] * 2, 256, 16, "half", residual=True)),  # a residual for two
+        ("gfx1100", workloads.linear_op([("q4_0", 32)], 256, 16, "half", ())),  # no flag for the bias
+        ("gfx1030", workloads.linear_op([("q4_0", 32)], 256, 16, "half")),  # no matrix units
+        ("gfx1030", workloads.linear_op([("q4_0", 32), ("f16", 32)], 256, 16, "rows")),  # int8 and float
+        ("gfx1100", workloads.linear_op([("q4_0", 32)], 256, 24, "rows")),
     ],
 )
 def test_what_has_no_tiles_is_refused(arch, op):
@@ -344,4 +344,4 @@ def test_what_has_no_tiles_is_refused(arch, op):
 
 def test_rows_out_of_matrix_units_are_refused():
     with pytest.raises(ValueError, match="do not make one launch"):
-        gate_up_swiglu(workloads.gate_up("q4_0", "q4_0", 64, 256, 16, ("half", "rows")), resolve("gfx1100"), "f")
+        gate_up_swiglu(workloads.gate_up_op("q4_0", "q4_0", 64, 256, 16, "half", "rows"), resolve("gfx1100"), "f")

@@ -11,6 +11,7 @@ import gguf_blocks
 import numpy as np
 import pytest
 from samples import sample
+from workloads import gate_up_op, linear_op
 
 from mlc_amd.compiler.codegen import hsaco
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
@@ -18,7 +19,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.arch import ARCHS, resolve
 from mlc_amd.schedules.gpu.base.planes import padded
-from mlc_amd.schedules.gpu.linear.gemv import FEW, Plan, gate_up_default, gate_up_swiglu, linear, linear_default
+from mlc_amd.schedules.gpu.linear.gemv import FEW, gate_up_swiglu, linear
+from mlc_amd.schedules.gpu.linear.gemv_plan import Plan, gate_up_default, linear_default
 from tests.dev.gfxemu import emulate
 
 ARCH_NAMES = ("gfx1100", "gfx1201", "gfx942")
@@ -26,7 +28,12 @@ TOLERANCE = 1e-5  # of the largest result
 LINEAR_ROWS = 9216  # at a model's size
 # Those that differ in what the code depends on: the generation, the kind of dot product, the default plans.
 DIFFERENT = {
-    (arch.name[:6], arch.dot, linear_default([(None, LINEAR_ROWS)], arch), gate_up_default(arch)): name
+    (
+        arch.name[:6],
+        arch.dot,
+        linear_default(linear_op([("q4_0", LINEAR_ROWS)], 4096, 1, "rows"), arch),
+        gate_up_default(gate_up_op("q4_0", "q4_0", 32, 4096, 1, "rows", "rows"), arch),
+    ): name
     for name, arch in ARCHS.items()
 }
 
@@ -61,7 +68,7 @@ def check_no_spills(module):
 
 def run_linear(arch, segments, k, biases, residual, plan=None, wave_order="fwd", m=1):
     layout = "rows" if FORMATS[segments[0][0]].kind == "int8" else ""
-    kernel = linear(segments, k, m, layout, biases, residual, resolve(arch), "linear", plan)
+    kernel = linear(linear_op(segments, k, m, layout, biases, residual), resolve(arch), "linear", plan)
     return run_kernel(kernel, arch, segments, k, m, biases, residual, wave_order)
 
 
@@ -160,7 +167,9 @@ GATE_UP = {
 def test_gate_up_swiglu(arch, case):
     gate, up, f, k, layout = GATE_UP[case]
     kind = FORMATS[gate].kind
-    kernel = gate_up_swiglu(gate, up, f, k, 1, "rows" if kind == "int8" else "", layout, resolve(arch), "gate_up")
+    kernel = gate_up_swiglu(
+        gate_up_op(gate, up, f, k, 1, "rows" if kind == "int8" else "", layout), resolve(arch), "gate_up"
+    )
     module = compile_hsaco({"gate_up": kernel}, resolve(arch))
     check_no_spills(module)
     (x,), arrays = activations(k, kind)
@@ -200,9 +209,11 @@ def test_every_kind_of_arch_compiles(arch):
     target = resolve(arch)
     kernels = {
         "linear": linear(
-            [("iq4_xs", LINEAR_ROWS - 1024), ("q6_k", 1024)], 4096, 1, "rows", (True, False), False, target, "linear"
+            linear_op([("iq4_xs", LINEAR_ROWS - 1024), ("q6_k", 1024)], 4096, 1, "rows", (True, False), False),
+            target,
+            "linear",
         ),
-        "gate_up": gate_up_swiglu("q4_0", "q4_0", 14336, 4096, 1, "rows", "rows", target, "gate_up"),
+        "gate_up": gate_up_swiglu(gate_up_op("q4_0", "q4_0", 14336, 4096, 1, "rows", "rows"), target, "gate_up"),
     }
     module = compile_hsaco(kernels, target)
     check_no_spills(module)
@@ -215,10 +226,10 @@ def test_all_formats_hold_everything_in_registers(arch):
     target, kernels = resolve(arch), {}
     for fmt in gguf_blocks.DISTINCT:
         layout = "rows" if FORMATS[fmt].kind == "int8" else ""
-        kernels[fmt] = linear([(fmt, 40)], 1024, 1, layout, (False,), False, target, fmt)
+        kernels[fmt] = linear(linear_op([(fmt, 40)], 1024, 1, layout, (False,), False), target, fmt)
     for case, (gate, up, f, k, layout) in GATE_UP.items():
         name, layout_in = case.replace(" ", "_"), "rows" if FORMATS[gate].kind == "int8" else ""
-        kernels[name] = gate_up_swiglu(gate, up, f, k, 1, layout_in, layout, target, name)
+        kernels[name] = gate_up_swiglu(gate_up_op(gate, up, f, k, 1, layout_in, layout), target, name)
     check_no_spills(compile_hsaco(kernels, target))
 
 
@@ -226,7 +237,7 @@ def test_no_fewer_than_eight_waves_fit_a_simd_of_gfx1030():
     """At a model's size: q, k and v of one launch, whose steps LLVM would mix."""
     arch, layer = resolve("gfx1030"), (4096, 1024, 1024)
     kernels = {
-        fmt: linear([(fmt, n) for n in layer], 4096, 1, "rows", [False] * 3, False, arch, fmt)
+        fmt: linear(linear_op([(fmt, n) for n in layer], 4096, 1, "rows", [False] * 3, False), arch, fmt)
         for fmt in ("q4_k", "q6_k")
     }
     found = hsaco.parse(compile_hsaco(kernels, arch).hsaco).kernels.values()
@@ -244,8 +255,8 @@ def test_what_is_no_gemv_is_refused():
         ([("q4_0", 16)], 1, "rows", (), False),
     ):
         with pytest.raises(ValueError):
-            linear(segments, 256, m, layout, biases, residual, arch, "linear")
+            linear(linear_op(segments, 256, m, layout, biases, residual), arch, "linear")
     with pytest.raises(ValueError, match="whole blocks"):
-        gate_up_swiglu("q4_0", "q4_0", 48, 256, 1, "rows", "rows", arch, "gate_up")
+        gate_up_swiglu(gate_up_op("q4_0", "q4_0", 48, 256, 1, "rows", "rows"), arch, "gate_up")
     with pytest.raises(UserError, match="too large"):
-        linear([("f16", 1 << 18)], 1 << 13, 1, "", (False,), False, arch, "linear")
+        linear(linear_op([("f16", 1 << 18)], 1 << 13, 1, "", (False,), False), arch, "linear")

@@ -4,7 +4,7 @@ import gguf_blocks
 import numpy as np
 import pytest
 from samples import sample
-from workloads import operator
+from workloads import gate_up_op, linear_op
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.schedules.formats import FORMATS
@@ -37,13 +37,13 @@ UNITS = ("gfx908", "gfx90a", "gfx942", "gfx1100", "gfx1201")
 
 def run_linear(arch, segments, k, m, biases=None, residual=False, plan=None, wave_order="fwd"):
     biases = biases or (False,) * len(segments)
-    kernel = linear(segments, k, m, "rows", biases, residual, resolve(arch), "linear", plan)
+    kernel = linear(linear_op(segments, k, m, "rows", biases, residual), resolve(arch), "linear", plan)
     return run_kernel(kernel, arch, segments, k, m, biases, residual, wave_order)
 
 
 def run_gate_up(arch, gate, up, f, k, m, layout):
     target = resolve(arch)
-    module = compile_hsaco({"g": gate_up_swiglu(gate, up, f, k, m, "rows", layout, target, "g")}, target)
+    module = compile_hsaco({"g": gate_up_swiglu(gate_up_op(gate, up, f, k, m, "rows", layout), target, "g")}, target)
     check_no_spills(module)
     x, arrays = activations(k, "int8", m)
     (g, gate_planes), (u, up_planes) = weights(gate, f, k, 1, "G_"), weights(up, f, k, 2, "U_")
@@ -114,9 +114,9 @@ def hold_everything_in_registers(arch, fmts, m):
     """Compiles a linear and a gate/up kernel of each format for m tokens, at a model's number of columns."""
     target, kernels = resolve(arch), {}
     for fmt in fmts:
-        kernels[fmt] = linear([(fmt, 64)], 4096, m, "rows", (False,), False, target, fmt, Plan(2, 8))
+        kernels[fmt] = linear(linear_op([(fmt, 64)], 4096, m, "rows", (False,), False), target, fmt, Plan(2, 8))
         name = f"gate_up_{fmt}"
-        kernels[name] = gate_up_swiglu(fmt, fmt, 64, 4096, m, "rows", "rows", target, name)
+        kernels[name] = gate_up_swiglu(gate_up_op(fmt, fmt, 64, 4096, m, "rows", "rows"), target, name)
     check_no_spills(compile_hsaco(kernels, target))
 
 
@@ -135,28 +135,31 @@ def test_all_formats_fit_registers(arch, m):
 
 
 def test_which_kernels_are_on_matrix_units():
-    assert {name for name, arch in ARCHS.items() if suits(["q4_0"], 8, "rows", arch)} == {
+    op = linear_op([("q4_0", 16)], 256, 8, "rows")
+    assert {name for name, arch in ARCHS.items() if suits(op, arch)} == {
         name for name, arch in ARCHS.items() if arch.matrix
     }
     arch = resolve("gfx1100")
-    assert suits(["q4_0", "q6_k"], 16, "rows", arch)
+    assert suits(linear_op([("q4_0", 16), ("q6_k", 16)], 256, 16, "rows"), arch)
     for fmts, m, layout in ((["q4_0", "f16"], 8, "rows"), (["q4_0"], 4, "rows"), (["q4_0"], 16, "half")):
-        assert not suits(fmts, m, layout, arch)
+        assert not suits(linear_op([(fmt, 16) for fmt in fmts], 256, m, layout), arch)
         with pytest.raises(ValueError):
-            linear([(fmt, 16) for fmt in fmts], 256, m, layout, (False,) * len(fmts), False, arch, "linear")
+            linear(linear_op([(fmt, 16) for fmt in fmts], 256, m, layout, (False,) * len(fmts), False), arch, "linear")
     with pytest.raises(ValueError, match="whole blocks"):
-        gate_up_swiglu("q4_0", "q4_0", 48, 256, 8, "rows", "rows", arch, "gate_up")
+        gate_up_swiglu(gate_up_op("q4_0", "q4_0", 48, 256, 8, "rows", "rows"), arch, "gate_up")
 
 
 def test_plans():
     """Of a launch's columns as many waves as have a step; tuning knows the plans that fit LDS."""
     arch = resolve("gfx1100")
-    q4_0, q8_0 = [FORMATS["q4_0"]], [FORMATS["q8_0"]]
-    assert fitted(Plan(2, 8), q4_0, 96, 8, arch) == (Plan(2, 2), 1)
-    assert fitted(Plan(2, 8), q4_0, 4096, 8, arch) == (Plan(2, 8), 8)
-    assert fitted(Plan(2, 8), q4_0, 4096, 32, arch) == fitted(Plan(2, 8), q8_0, 4096, 16, arch) == (Plan(2, 8), 4)
-    assert default_plan(arch, 4096).tiles == 2 and default_plan(arch, 512).tiles == 1
-    args = {"segments": [["q4_0", 4096]], "k": 4096, "m": 8, "layout": "rows", "biases": [False], "residual": False}
-    found = space(operator("linear", args), arch)
-    assert found.default == default_plan(arch, 4096) and len(found.plans) == 12
-    assert lds_bytes(q4_0, Plan(4, 8), 8, 8) == 20480
+
+    def op(m, k=4096, fmt="q4_0", n=4096):
+        return linear_op([(fmt, n)], k, m, "rows")
+
+    assert fitted(Plan(2, 8), op(8, 96), arch) == (Plan(2, 2), 1)
+    assert fitted(Plan(2, 8), op(8), arch) == (Plan(2, 8), 8)
+    assert fitted(Plan(2, 8), op(32), arch) == fitted(Plan(2, 8), op(16, fmt="q8_0"), arch) == (Plan(2, 8), 4)
+    assert default_plan(op(8), arch).tiles == 2 and default_plan(op(8, n=512), arch).tiles == 1
+    found = space(op(8), arch)
+    assert found.default == default_plan(op(8), arch) and len(found.plans) == 12
+    assert lds_bytes(op(8), Plan(4, 8), 8) == 20480

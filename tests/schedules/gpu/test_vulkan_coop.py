@@ -143,7 +143,7 @@ def run_linear(name, profile=NVIDIA, live=None):
     if case.residual:
         arrays.append(rng.standard_normal(outputs[0].shape, np.float32))
         expected[0] = expected[0] + arrays[-1][:, : expected[0].shape[1]]
-    op = workloads.linear(*case[:5], residual=case.residual)
+    op = workloads.linear_op(*case[:5], residual=case.residual)
     kernel = linear(op, profile, "k", case.tile)
     results = emulated(kernel, [*arrays, *outputs], profile)[-len(outputs) :]
     return [y[:, : e.shape[1]] for y, e in zip(results, expected, strict=True)], expected
@@ -180,7 +180,7 @@ def test_gate_up_swiglu(gate, up, tile, layout):
     g, u = (half.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T for w in (g, u))
     expected = g / (1 + np.exp(-g)) * u
     out = np.full((m, f), np.nan, np.float16 if layout else np.float32)
-    kernel = gate_up_swiglu(workloads.gate_up(gate, up, f, k, m, ("pairs", layout)), profile, "k", tile)
+    kernel = gate_up_swiglu(workloads.gate_up_op(gate, up, f, k, m, "pairs", layout), profile, "k", tile)
     got = emulated(kernel, [state(m), in_pairs(half), *gate_planes.values(), *up_planes.values(), out], profile)[-1]
     # both factors have that error, and the result may be float16
     assert error(from_pairs(got) if layout else got, expected) < 2 * max(tolerance(gate), tolerance(up)) + (
@@ -203,8 +203,8 @@ FITS += [(DEVICES[i % 3], fmt, (64,)) for i, fmt in enumerate(gguf_blocks.DISTIN
 def test_default_tiles_fit(arch, fmt, sizes):
     profile, kernels = resolve(arch), {}
     for m in sizes:
-        op = workloads.linear([(fmt, 4096)], 4096, m, "pairs", (True,))
-        pair = workloads.gate_up(fmt, fmt, 4096, 4096, m, ("pairs", "pairs"))
+        op = workloads.linear_op([(fmt, 4096)], 4096, m, "pairs", (True,))
+        pair = workloads.gate_up_op(fmt, fmt, 4096, 4096, m, "pairs", "pairs")
         kernels[f"linear_{m}"] = linear(op, profile, f"linear_{m}")
         kernels[f"swiglu_{m}"] = gate_up_swiglu(pair, profile, f"swiglu_{m}")
     for kernel in compile_spirv(kernels, profile).modules.values():
@@ -235,7 +235,7 @@ def test_what_has_no_tiles_is_refused(arch, arguments):
 
     profile = resolve_amd(arch) if arch.startswith("gfx") else resolve(arch)
     with pytest.raises(ValueError, match=r"tiles|multiply|columns"):
-        linear(workloads.linear([("q4_0", 32)], *arguments), profile, "f")
+        linear(workloads.linear_op([("q4_0", 32)], *arguments), profile, "f")
 
 
 @pytest.mark.parametrize(
@@ -249,4 +249,4 @@ def test_what_has_no_tiles_is_refused(arch, arguments):
 )
 def test_tiles_that_do_not_fit_are_refused(tile, text):
     with pytest.raises(ValueError, match=text):
-        linear(workloads.linear([("q4_0", 128)], 256, 384, "pairs"), NVIDIA, "f", tile)
+        linear(workloads.linear_op([("q4_0", 128)], 256, 384, "pairs"), NVIDIA, "f", tile)

@@ -30,7 +30,7 @@ from mlc_amd.schedules.gpu.linear import gemm, gemv
 from mlc_amd.schedules.gpu.linear.gate_up_gemm import gate_up_swiglu as gate_up_gemm
 from mlc_amd.schedules.gpu.linear.gemm_dot import choose
 from mlc_amd.schedules.gpu.linear.gemm_tile import product_of
-from mlc_amd.schedules.gpu.linear.gemv import Plan
+from mlc_amd.schedules.gpu.linear.gemv_plan import Plan
 from mlc_amd.schedules.operators import Embed, LayerNorm, Quantize, RmsNorm
 from mlc_amd.schedules.operators.attention import Rope
 from mlc_amd.tools.reference import operators
@@ -81,7 +81,7 @@ def check_linear(profile, segments, k, m=1, layout="rows", biases=None, residual
             arrays["R"] = rng.standard_normal(arrays["Y0"].shape, np.float32)
             y = y + arrays["R"][:, :n]
         expected.append(y)
-    op = workloads.linear(segments, k, m, layout, biases, residual=residual)
+    op = workloads.linear_op(segments, k, m, layout, biases, residual=residual)
     execute((gemv if m <= gemv.FEW else gemm).linear(op, profile, "linear", plan), arrays, profile)
     for i, y in enumerate(expected):
         assert error(arrays[f"Y{i}"][:, : y.shape[1]], y) < TOLERANCE
@@ -123,8 +123,8 @@ def test_gemv_of_a_norm(profile, k):
         arrays[f"Y{i}"] = np.full((1, padded(n)), np.nan, np.float32)
     apart = {name: array.copy() for name, array in arrays.items()}
     execute(built(RmsNorm(k=k, m=1, eps=1e-5, layout="rows", rows="all"), profile), apart, profile)
-    execute(gemv.linear(workloads.linear(segments, k, 1, "rows"), profile, "linear"), apart, profile)
-    op = workloads.linear(segments, k, 1, "rows", eps=1e-5)
+    execute(gemv.linear(workloads.linear_op(segments, k, 1, "rows"), profile, "linear"), apart, profile)
+    op = workloads.linear_op(segments, k, 1, "rows", eps=1e-5)
     execute(gemv.linear(op, profile, "linear", Plan(2, 4, 64, 1)), arrays, profile)
     expected = operators.results(Call(op, arrays, "gpu", np.arange(1)))
     for i, (_, n) in enumerate(segments):  # sums of squares differ in their order: some codes by one
@@ -142,7 +142,7 @@ def test_gate_up_of_a_norm(profile):
         planes, w = gemm_cases.weights("q4_k", f, k, i)
         arrays |= {prefix + p: plane for p, plane in planes.items()}
         made.append(x @ w.astype(np.float64).T)
-    op = workloads.gate_up("q4_k", "q4_k", f, k, 1, ("rows", ""), eps=1e-5)
+    op = workloads.gate_up_op("q4_k", "q4_k", f, k, 1, "rows", "", eps=1e-5)
     execute(gemv.gate_up_swiglu(op, profile, "k"), arrays, profile)
     gate, up = made
     assert error(arrays["Y"], gate / (1 + np.exp(-gate)) * up) < 0.02  # activations are int8
@@ -171,7 +171,7 @@ def test_gemv_of_few_tokens(m, fmt):
 def test_gemv_of_float_rows_takes_some_tokens():
     """As routers of steps do; groups of tokens after the live ones are left alone."""
     profile, m, n, k, live = PROFILES["lavapipe"], 24, 40, 96, 9
-    op = workloads.linear([("f32", n)], k, m, "")
+    op = workloads.linear_op([("f32", n)], k, m, "")
     assert [gemv.suits(op, replace(profile, units=units)) for units in (4, 5)] == [False, True]
     x, (planes, w) = np.random.default_rng(0).standard_normal((m, k), np.float32), gemm_cases.weights("f32", n, k, 0)
     out = np.full((m, padded(n)), np.nan, np.float32)
@@ -207,7 +207,7 @@ def test_gemm_leaves_tiles_without_live_tokens(profile):
     planes, w = gemm_cases.weights("q4_1", 48, k, 0)
     arrays = {"state": gemm_cases.state(live), **inputs, "Y0": np.full((m, 48), np.nan, np.float32)}
     arrays |= {f"W0_{p}": plane for p, plane in planes.items()}
-    op = workloads.linear([("q4_1", 48)], k, m, "rows")
+    op = workloads.linear_op([("q4_1", 48)], k, m, "rows")
     execute(gemm.linear(op, profile, "linear"), arrays, profile)
     assert error(arrays["Y0"][:live], (x @ w.T)[:live]) < TOLERANCE
     tokens = choose(product_of(op, profile)).tokens
@@ -255,7 +255,7 @@ def check_gate_up(profile, case, act="silu"):
         outputs = {name: np.full((m, f), np.nan, {"half": np.float16, "": np.float32}[layout])}
     arrays = {"state": gemm_cases.state(m), **inputs, **outputs}
     arrays |= {prefix + p: a for prefix, planes in (("G_", gate_planes), ("U_", up_planes)) for p, a in planes.items()}
-    op = workloads.gate_up(gate, up, f, k, m, (layout_in, layout), act=act)
+    op = workloads.gate_up_op(gate, up, f, k, m, layout_in, layout, act=act)
     make = gemv.gate_up_swiglu if m <= gemv.FEW else gate_up_gemm
     execute(make(op, profile, "gate_up"), arrays, profile)
     if layout != "rows":
