@@ -6,9 +6,6 @@ schedules/registry.py says what a builder takes.
 from mlc_amd.schedules import operators
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu import registry
-from mlc_amd.schedules.gpu.attention.attention import attention
-from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
-from mlc_amd.schedules.gpu.attention.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded
 from mlc_amd.schedules.gpu.base.step import FEW
 from mlc_amd.schedules.gpu.experts.expert_gemm import expert_linear
@@ -18,7 +15,6 @@ from mlc_amd.schedules.gpu.experts.expert_rows import combine, gather
 from mlc_amd.schedules.gpu.experts.experts import Slots, check_rows
 from mlc_amd.schedules.gpu.experts.norm_route import norm_route
 from mlc_amd.schedules.gpu.experts.route import route
-from mlc_amd.schedules.gpu.latent.latent_kv_write import latent_kv_write
 from mlc_amd.schedules.gpu.linear import gemv_matrix
 from mlc_amd.schedules.gpu.linear.gate_up_gemm import gate_up_swiglu as gate_up_gemm
 from mlc_amd.schedules.gpu.linear.gemm import linear as gemm
@@ -59,26 +55,6 @@ def _gate_up(op, arch, name, plan):
     if gemv_matrix.suits([gate, up], m, layout_in, arch):
         build = gemv_matrix.gate_up_swiglu
     return build(gate, up, n, k, m, layout_in, layout, arch, name, plan, act)
-
-
-@registry.builds(operators.RopeKvWrite)
-def _rope_kv_write(op, arch, name, plan):
-    return rope_kv_write(op.layer, op.m, op.rope, arch, name, plan)
-
-
-@registry.builds(operators.LatentKvWrite)
-def _latent_kv_write(op, arch, name, plan):
-    return latent_kv_write(op.layer, op.m, op.rope, arch, name, plan)
-
-
-@registry.builds(operators.CausalAttention)
-def _attention(op, arch, name, plan):
-    return attention(op.layer, op.m, op.layout, arch, name, plan, op.single)
-
-
-@registry.builds(operators.RopeAttention)
-def _rope_attention(op, arch, name, plan):
-    return attention_decode(op.layer, op.layout, arch, name, op.rope, plan, op.m)
 
 
 @registry.builds(operators.Route)

@@ -4,10 +4,9 @@ from functools import partial
 
 from mlc_amd.schedules import operators
 from mlc_amd.schedules.gpu import registry
-from mlc_amd.schedules.gpu.attention import rope_kv_write
-from mlc_amd.schedules.gpu.attention.spaces import SUMS, WAVES, attention, decode
 from mlc_amd.schedules.gpu.base.planes import padded
 from mlc_amd.schedules.gpu.base.step import FEW
+from mlc_amd.schedules.gpu.base.threads import SUMS, WAVES
 from mlc_amd.schedules.gpu.experts import expert_gemv
 from mlc_amd.schedules.gpu.experts.expert_gemm import expert_engine
 from mlc_amd.schedules.gpu.experts.experts import Slots
@@ -225,21 +224,3 @@ def _gate_up(op, arch) -> Space:
     if op.tile == 1 if experts else few:
         return _gemv_gate_up(op, arch)
     return _gemm(op, arch, [op.n], 2, op.layout_in)
-
-
-# ---- attention
-
-
-@registry.plans(operators.RopeKvWrite)
-def _rope_kv_write(op, arch) -> Space:
-    heads = rope_kv_write.wave_heads(op.layer, op.rope)
-
-    def kernel(plan) -> Kernel:
-        waves = min(plan.waves, arch.threads // arch.wave)
-        return Kernel(waves, -(-heads // waves) * op.m, waves * arch.wave, op.layer.d * 4 / arch.wave)
-
-    return Space(rope_kv_write.Plan, {"waves": WAVES}, rope_kv_write.PLAN, kernel)
-
-
-registry.plans(operators.CausalAttention)(attention)
-registry.plans(operators.RopeAttention)(decode)
