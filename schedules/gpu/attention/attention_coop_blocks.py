@@ -6,6 +6,8 @@ with d elements, rows of columns of the values with an element per key. A row en
 neighbouring rows start in different banks.
 """
 
+from typing import NamedTuple
+
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT, KeyBlock
@@ -89,3 +91,12 @@ class SharedValues(Block):
 
     def _target(self, unit: Expr) -> tuple[Expr, Expr]:
         return unit % self.d, unit // self.d
+
+
+class Shared(NamedTuple):
+    """A workgroup's shared memory: the block of keys and of values, the waves' weights, the numbers 0, 1, .."""
+
+    keys: SharedKeys
+    values: SharedValues
+    weights: Buffer
+    numbers: Buffer

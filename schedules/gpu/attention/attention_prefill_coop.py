@@ -19,13 +19,12 @@ is combined with another of the same type, element by element. Operations on row
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.attention.attention_coop_blocks import SharedKeys, SharedValues, shared_units
+from mlc_amd.schedules.gpu.attention.attention_coop_blocks import Shared, SharedKeys, SharedValues, shared_units
 from mlc_amd.schedules.gpu.attention.attention_coop_tiles import (
     Tile,
     held_steps,
@@ -45,18 +44,9 @@ from mlc_amd.schedules.gpu.base.registers import local, put
 from mlc_amd.schedules.gpu.base.threads import SUMS, WAVES, checked_threads
 from mlc_amd.schedules.operators.attention import PAGE, CausalAttention
 from mlc_amd.schedules.space import Kernel, Space
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Expr
 
 LIMIT, START = 15, 8  # powers of two: weights are normal float16 down to 2**-22 of the largest at least
-
-
-class Shared(NamedTuple):
-    """A workgroup's shared memory: the block of keys and of values, the waves' weights, the numbers 0, 1, .."""
-
-    keys: SharedKeys
-    values: SharedValues
-    weights: Buffer
-    numbers: Buffer
 
 
 class Wave:
