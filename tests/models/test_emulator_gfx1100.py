@@ -7,7 +7,7 @@ from emulator_suite import OnArch, SameOnAll, check_model
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.artifact.artifact import Artifact
-from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
+from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.base.arch import resolve
 from mlc_amd.schedules.operators.attention import Rope
 from tests.dev.gfxemu import emulate
@@ -31,6 +31,6 @@ class TestGfx1100(OnArch, SameOnAll):
             2, 1, 64, rope=Rope(True, 64), states=((120, 1), (440, 1)),
             attributes={"window": 100, "sinks": True},
         )  # fmt: skip
-        module = compile_hsaco({"a": attention_decode(case.layer, "", arch, "a", case.rope)}, arch)
+        module = compile_hsaco({"a": attention(case.op, arch, "a")}, arch)
         check_attention(case, lambda arrays: counts.extend(step.total for step in emulate(module, "a", arrays)))
         assert len(counts) == 2 and counts[1] <= 1.02 * counts[0], counts

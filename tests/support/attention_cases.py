@@ -11,7 +11,15 @@ from typing import NamedTuple
 import numpy as np
 
 from mlc_amd.schedules.gpu.attention.attention_join import scratch_shapes
-from mlc_amd.schedules.operators.attention import PAGE, SLOTS, Attention, Rope
+from mlc_amd.schedules.operators.attention import (
+    PAGE,
+    SLOTS,
+    Attention,
+    CausalAttention,
+    Rope,
+    RopeAttention,
+    RopeKvWrite,
+)
 from mlc_amd.tools.reference.attention import (
     as_stored,
     attention_reference,
@@ -36,7 +44,7 @@ class Rows(NamedTuple):
 
 
 class Case(NamedTuple):
-    """single: of `schedules.gpu.attention`. attributes: of `Attention`, besides its shape. states: the `Rows` of each
+    """attributes: of `Attention`, besides its shape. states: the `Rows` of each
     run; (position, live rows): of one sequence."""
 
     heads: int
@@ -52,6 +60,16 @@ class Case(NamedTuple):
     @property
     def layer(self) -> Attention:
         return Attention(self.heads, self.kv_heads, self.d, CTX, **dict(self.attributes))
+
+    @property
+    def op(self) -> CausalAttention | RopeAttention:
+        if self.rope:
+            return RopeAttention(layer=self.layer, rope=self.rope, layout=self.layout, m=self.m)
+        return CausalAttention(layer=self.layer, m=self.m, single=self.single, layout=self.layout)
+
+    @property
+    def write(self) -> RopeKvWrite:
+        return RopeKvWrite(layer=self.layer, m=self.m, rope=self.rope)
 
     @property
     def single(self) -> int:

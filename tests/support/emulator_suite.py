@@ -18,12 +18,12 @@ from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.engine.engine import Engine
-from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
+from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.attention.attention_join import scratch_shapes
 from mlc_amd.schedules.gpu.base.arch import resolve
 from mlc_amd.schedules.gpu.linear import gemv_matrix
 from mlc_amd.schedules.gpu.linear.gemv_plan import linear_default
-from mlc_amd.schedules.operators.attention import SLOTS, Attention, Rope
+from mlc_amd.schedules.operators.attention import SLOTS, Attention, CausalAttention, Rope
 from mlc_amd.tools.reference.attention import attention_reference
 from tests.compiler import test_generic
 from tests.compiler.codegen import test_rocm_codegen
@@ -123,7 +123,7 @@ class OnArch(Emulated):
         """Rows of several sequences, and several of one, whose keys are written in the same launch."""
         states = Rows((0, 200, 3)), Rows((70,), (125, 5))
         case = Case(4, 2, 64, m=8, layout="rows", several=8, rope=Rope(True, 64, 1e-6), states=states)
-        kernel = attention_decode(case.layer, case.layout, resolve(self.arch), "a", case.rope, m=case.m)
+        kernel = attention(case.op, resolve(self.arch), "a")
         module = compile_hsaco({"a": kernel}, resolve(self.arch))
         check_attention(case, lambda arrays: emulate(module, "a", arrays))
 
@@ -132,7 +132,9 @@ class OnArch(Emulated):
         heads, kv_heads, d, ctx, position = 4, 1, 64, 1152, 1089
         arch, rng = resolve(self.arch), np.random.default_rng(1)
         layer = Attention(heads, kv_heads, d, ctx)
-        module = compile_hsaco({"a": attention_decode(layer, "", arch, "a")}, arch)
+        module = compile_hsaco(
+            {"a": attention(CausalAttention(layer=layer, m=1, single=1, layout=""), arch, "a")}, arch
+        )
         (step,) = module.functions["a"].launches
         k, v = (rng.standard_normal((kv_heads, ctx, d)).astype(np.float16) for _ in "kv")
         Kc, Vc = pack(k, v)

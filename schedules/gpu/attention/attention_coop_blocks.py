@@ -6,82 +6,97 @@ with d elements, rows of columns of the values with an element per key. A row en
 neighbouring rows start in different banks.
 """
 
+from typing import NamedTuple
+
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT
+from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT, KeyBlock
 from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED
 from mlc_amd.schedules.gpu.base.registers import at, put
+from mlc_amd.schedules.operators.attention import Attention
+from mlc_amd.schedules.tir import Buffer, Expr
 
 
-def shared_units(units):
+def shared_units(units: int) -> Buffer:
     """Shared memory in units of 16 bytes, which only barriers here order: TVM would see conflicts between waves where
     there are none."""
     return T.alloc_buffer((units,), f"float16x{UNIT}", scope=WAVE_SHARED)
 
 
 class Block:
-    """A block of keys or values on its way: from the cache to registers, from there to shared memory.
+    """A block of keys or values on its way: from the cache to registers, from there to shared memory, `buffer`, which
+    has rows of `row_units` units. The threads of a workgroup, of which this is `tid`, have some units each; consecutive
+    units are consecutive in the cache. buffers: blocks that there is shared memory for."""
 
-    units     in a block
-    loaded    registers for those that a thread loads
-    load_unit load_unit(number in `loaded`, `KeyBlock`, number of the unit); consecutive units are consecutive in the
-              cache
-    target    target(number of the unit) -> (row in shared memory, unit in the row)
-    """
+    kind: str  # of the units
 
-    def __init__(self, attention, kind, units, row_units, rows, threads, tid, load_unit, target, buffers=1):
-        self.units, self.row_units, self.threads, self.tid = units, row_units, threads, tid
-        self.load_unit, self.target = load_unit, target
-        self.pieces = -(-units // threads)
-        self.buffer = shared_units(buffers * rows * row_units)
-        self.loaded = Units(attention, self.pieces, kind)
+    def __init__(self, layer: Attention, keys: int, threads: int, tid: Expr, buffers: int = 1):
+        self.keys, self.d, self.threads, self.tid = keys, layer.width, threads, tid
+        self.units = keys * self.d // UNIT
+        self.pieces = -(-self.units // threads)
+        rows, elements = (keys, self.d) if self.kind == "key" else (self.d, keys)
+        self.row_units = elements // UNIT + 1
+        self.buffer = shared_units(buffers * rows * self.row_units)
+        self.loaded = Units(layer, self.pieces, self.kind)
 
-    def _unit(self, i):
+    def _load_unit(self, i: int, block: KeyBlock, unit: Expr) -> None:
+        """Starts the load of a unit into register number i of `loaded`."""
+        raise NotImplementedError
+
+    def _target(self, unit: Expr) -> tuple[Expr, Expr]:
+        """(row in shared memory, unit in the row) of a unit."""
+        raise NotImplementedError
+
+    def _unit(self, i: int) -> Expr:
         unit = i * self.threads + self.tid
         # surplus threads repeat the last unit
         return T.Bind(unit if (i + 1) * self.threads <= self.units else T.min(unit, T.int32(self.units - 1)))
 
-    def load(self, block):
-        """Starts the loads of a `KeyBlock` into registers."""
+    def load(self, block: KeyBlock) -> None:
+        """Starts the loads into registers."""
         for i in range(self.pieces):
-            self.load_unit(self.loaded, i, block, self._unit(i))
+            self._load_unit(i, block, self._unit(i))
 
-    def store(self, first=0):
+    def store(self, first: Expr = 0) -> None:
         """Stores what was loaded into `buffer`, from unit `first` on."""
         for i in range(self.pieces):
-            row, unit = self.target(self._unit(i))
+            row, unit = self._target(self._unit(i))
             words, word = self.loaded.pairs(i)
-            put(
-                self.buffer,
-                T.reinterpret(f"float16x{UNIT}", words[at(word, WORDS)]),
-                row * self.row_units + unit + first,
-            )
+            loaded = T.reinterpret(f"float16x{UNIT}", words[at(word, WORDS)])
+            put(self.buffer, loaded, row * self.row_units + unit + first)
 
 
-def key_block(attention, keys, threads, tid, buffers=1):
-    """The `Block` of `keys` keys of an `Attention` layer, as the threads of a workgroup (this one is `tid`) move it.
-    Rows are keys. buffers: blocks that there is shared memory for."""
-    width, d = min(KEYS, keys), attention.width
+class SharedKeys(Block):
+    """Rows are keys."""
 
-    def place(unit):
-        return unit // (width * (d // UNIT)) * KEYS + unit % width, unit // width % (d // UNIT)
+    kind = "key"
 
-    def load_unit(loaded, n, block, unit):
-        key, c = place(unit)
-        loaded.load_key(n, block, block.place0 + key, c)
+    def _load_unit(self, i: int, block: KeyBlock, unit: Expr) -> None:
+        key, c = self._target(unit)
+        self.loaded.load_key(i, block, block.place0 + key, c)
 
-    return Block(attention, "key", keys * d // UNIT, d // UNIT + 1, keys, threads, tid, load_unit, place, buffers)
+    def _target(self, unit: Expr) -> tuple[Expr, Expr]:
+        width, units = min(KEYS, self.keys), self.d // UNIT
+        return unit // (width * units) * KEYS + unit % width, unit // width % units
 
 
-def value_block(attention, keys, threads, tid):
-    """The same of the values. Rows are columns."""
-    d = attention.width
+class SharedValues(Block):
+    """Rows are columns of the values."""
 
-    def load_unit(loaded, n, block, unit):
-        loaded.load_value(n, block, unit // d, unit % d)
+    kind = "value"
 
-    def place(unit):
-        return unit % d, unit // d
+    def _load_unit(self, i: int, block: KeyBlock, unit: Expr) -> None:
+        self.loaded.load_value(i, block, unit // self.d, unit % self.d)
 
-    return Block(attention, "value", d * keys // UNIT, keys // UNIT + 1, d, threads, tid, load_unit, place)
+    def _target(self, unit: Expr) -> tuple[Expr, Expr]:
+        return unit % self.d, unit // self.d
+
+
+class Shared(NamedTuple):
+    """A workgroup's shared memory: the block of keys and of values, the waves' weights, the numbers 0, 1, .."""
+
+    keys: SharedKeys
+    values: SharedValues
+    weights: Buffer
+    numbers: Buffer

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.cache import UNIT
-from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.profiles import Profile
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
+from mlc_amd.schedules.operators.attention import Attention
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ SHARED = 4  # parts of a block, and waves, where workgroups would be fewer than 
 ROOM = 200
 
 
-def _preferred(width: int, arch: Device) -> Tile:
+def _preferred(width: int, arch: Profile) -> Tile:
     """The rule, before shared memory limits it: blocks of 64 keys where registers hold all that a wave needs, smaller
     ones where they must be counted, and of wide heads shared by more waves; 32 keys where nothing is known."""
     narrow = width <= NARROW
@@ -52,7 +53,7 @@ def _preferred(width: int, arch: Device) -> Tile:
     return Tile(waves=8 if narrow else 4) if arch.registers else Tile(keys=32)
 
 
-def held_steps(tile, width, arch) -> int:
+def held_steps(tile: Tile, width: int, arch: Profile) -> int:
     """How many of the width / k fragments that a row of queries has stay in registers; the others are loaded for each
     block."""
     m, _, k = arch.fragment
@@ -63,34 +64,34 @@ def held_steps(tile, width, arch) -> int:
     return max(min(all_steps, (ROOM - outputs - loaded) // (tile.fragments * arch.query_registers)), 0)
 
 
-def wave_units(tile, fragment) -> int:
+def wave_units(tile: Tile, fragment: tuple[int, ...]) -> int:
     """Units of shared memory for a wave's weights, or for one fragment of float32."""
     m, n, _ = fragment
     return max(tile.fragments * m * (tile.own_keys // UNIT + 1), m * n // WIDTH)
 
 
-def lds_bytes(tile, width, fragment) -> int:
+def lds_bytes(tile: Tile, width: int, fragment: tuple[int, ...]) -> int:
     """Bytes of shared memory that a workgroup uses. width: of a head, with padding."""
     units = tile.keys * (width // UNIT + 1) + width * (tile.keys // UNIT + 1) + tile.waves * wave_units(tile, fragment)
     return units * UNIT * 2 + max(fragment) * 4
 
 
-def tile_of(m: int, heads: int, kv_heads: int, width: int, arch: Device) -> Tile:
+def tile_of(layer: Attention, m: int, arch: Profile) -> Tile:
     """The tile for a chunk of m tokens, with fewer keys where wide heads would not fit the shared memory. A chunk of
     fewer workgroups than compute units divides each block among waves, if each has a whole fragment of its keys: 1.5 to
     1.8 times as fast after 2048 tokens on an H200. UserError if none fits."""
-    tile = _largest_tile(width, arch)
-    if tile.keys >= SHARED * max(arch.fragment) and workgroups(tile, m, heads, kv_heads, arch) < arch.units:
+    tile = _largest_tile(layer.width, arch)
+    if tile.keys >= SHARED * max(arch.fragment) and workgroups(tile, layer, m, arch) < arch.units:
         return replace(tile, waves=SHARED, parts=SHARED)
     return tile
 
 
-def workgroups(tile, m, heads, kv_heads, arch) -> int:
+def workgroups(tile: Tile, layer: Attention, m: int, arch: Profile) -> int:
     """Of a chunk of m tokens."""
-    return kv_heads * -(-(m // arch.fragment[0] * (heads // kv_heads)) // tile.row_fragments)
+    return layer.kv_heads * -(-(m // arch.fragment[0] * layer.group) // tile.row_fragments)
 
 
-def _largest_tile(width, arch) -> Tile:
+def _largest_tile(width: int, arch: Profile) -> Tile:
     best = _preferred(width, arch)
     best = replace(best, waves=min(best.waves, arch.threads // arch.wave))
     for keys in (64, 32, 16):

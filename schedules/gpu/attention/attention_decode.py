@@ -17,35 +17,36 @@ write in the same launch: the wave rotates these keys itself. On matrices they c
 row's own one in the last wave, which has the fewest blocks.
 """
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 
-from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.attention_join import Join, scratch_args
-from mlc_amd.schedules.gpu.attention.attention_own import add_row, add_rows, earlier_rows, rounded, start_with_own
+from mlc_amd.schedules.gpu.attention.attention_join import Join
+from mlc_amd.schedules.gpu.attention.attention_own import (
+    Place,
+    Takers,
+    add_earlier,
+    add_rows,
+    earlier_rows,
+    start_with_own,
+    store_rounded,
+    write_own,
+)
+from mlc_amd.schedules.gpu.attention.attention_rows import WaveRows
 from mlc_amd.schedules.gpu.attention.attention_rows_matrix import MatrixRows
 from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import query_dtype, rows_of
-from mlc_amd.schedules.gpu.attention.attention_splits import DecodePlan, split_of, splits_of
-from mlc_amd.schedules.gpu.attention.attention_step import SCRATCH, Step, attention_step
-from mlc_amd.schedules.gpu.attention.cache import (
-    UNIT,
-    Cache,
-    Pages,
-    clamped_position,
-    is_at,
-    pages_arg,
-    row_slot,
-    rows_arg,
-    store_valid,
-    visible,
-)
-from mlc_amd.schedules.gpu.attention.rope_kv_write import rope_args, rotated, value_scale
-from mlc_amd.schedules.gpu.attention.softmax import output_args, sinks_arg
+from mlc_amd.schedules.gpu.attention.attention_splits import DecodePlan, Splits, default_plan, split_of, splits_of
+from mlc_amd.schedules.gpu.attention.attention_step import Step
+from mlc_amd.schedules.gpu.attention.cache import UNIT, Pages, clamped_position, is_at, row_slot, store_valid, visible
+from mlc_amd.schedules.gpu.attention.rope_kv_write import Heads
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, each, launch, uniform
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at
-from mlc_amd.schedules.gpu.base.step import kept, kernel, opaque_zero, state_arg
-from mlc_amd.schedules.operators.attention import SLOTS, Attention, Rope
+from mlc_amd.schedules.gpu.base.step import kept, opaque_zero
+from mlc_amd.schedules.operators.attention import CausalAttention, RopeAttention
+from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.tir import Buffer, Expr
 
 # Rows of a step, at most, of which the waves of a row's first split share out the rows before it where these are not on
 # matrices. With more, one wave takes all: for 64 sequences of Qwen 3 0.6B, whose rows have none before them, that takes
@@ -53,55 +54,27 @@ from mlc_amd.schedules.operators.attention import SLOTS, Attention, Rope
 SHARED_ROWS = 32
 
 
-def attention_decode(
-    attention: Attention, layout, arch, name, rope: Rope | None = None, plan: DecodePlan | None = None, m: int = 1
-) -> tirx.PrimFunc:
-    """Kernel of m rows (SLOTS at most), each at a position of some sequence: that of `attention_step` with
-    `splits`, or with `rope` (state int32[4], rows int32[m, 2], pages, then Q, K, V, [QN, KN], [CS] as for
-    `rope_kv_write`, then the cache (in place) and so on). Rows of the same sequence follow one another, with
-    consecutive positions.
-
-    With `rope.writes` the rows' own keys and values are written to the cache, else they must be there already. One
-    launch. plan: instead of the arch's; ValueError as for `splits_of`. UserError for shapes that `cache_types`,
-    `rope_args`, `group_of` or `output_args` refuses.
-    """
-    if m > SLOTS:
-        raise ValueError(f"decode attention of {m} rows")
-    if not rope:
-        with attention_step(attention, m, layout, name, splits=True) as (ir, step):
-            emit(attention, m, layout, arch, step, plan)
-        return ir.get()
-    with kernel(name, coherent=SCRATCH) as ir:
-        state, places, pages = state_arg(), rows_arg(m), pages_arg(attention)
-        sources = rope_args(attention, m, rope)
-        cache, sinks = Cache(attention, pages), sinks_arg(attention)
-        scratch = scratch_args(attention.heads, attention.d)
-        out = output_args(attention, m, layout)
-        emit(attention, m, layout, arch, Step(state, places, sources, cache, sinks, scratch, out), plan, rope=rope)
-    return ir.get()
-
-
-def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, rope: Rope | None = None) -> None:
-    """The launch for rows 0 .. m-1 of a step, of which state[live] are computed. step.Q: with `rope` the `Sources`.
-    Errors: of `attention_decode`."""
-    state, places, scratch, sinks, out = step.state, step.rows, step.scratch, step.sinks, step.out
-    kv_heads, d, ctx = attention.kv_heads, attention.d, attention.ctx
+def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
+    """The launch for the single rows of a step. With RoPE and `rope.writes` their own keys and values are written to
+    the cache, else they must be there already. Errors: of `splits_of`."""
+    op, attention, m = step.op, step.layer, step.op.single
+    state, places, cache = step.state, step.rows, step.cache.by_shifts()
     splits = splits_of(attention, arch, plan, m)
-    cache = step.cache.by_shifts()
-    group, parts, size = splits.group, splits.parts, splits.step
-    own_apart = rope is not None and rope.writes  # its own key and value do not come from the cache
-    grid = kv_heads * parts, splits.workgroups(m)
+    group, parts, size, d = splits.group, splits.parts, splits.step, attention.d
+    # its own key and value do not come from the cache
+    own_apart = isinstance(op, RopeAttention) and op.rope.writes
+    grid = attention.kv_heads * parts, splits.workgroups(m)
     with launch(grid, (arch.wave, splits.waves)) as (part, split, lane, thread_wave):
-        token, works, active = 0, None, None
+        token, works, active = 0, None, 0
         if m > 1:
-            count = T.Bind(T.min(state[live], T.int32(m)))
-            works, token, split, active = split_of(arch, attention, splits, places, m, count, split, lane)
+            works, token, split, active = split_of(arch, attention, splits, places, m, step.singles(), split, lane)
         kv = part if parts == 1 else T.Bind(part // parts)
         wave = uniform(arch, thread_wave)
-        position, slot = clamped_position(places, token, ctx), row_slot(places, token)
+        place = Place(kv, token, clamped_position(places, token, attention.ctx), row_slot(places, token))
+        position = place.position
         seen, earlier = visible(attention, position, own=not own_apart), 0
         if own_apart and m > 1:
-            earlier = earlier_rows(arch, places, token, slot, lane)
+            earlier = earlier_rows(arch, places, token, place.slot, lane)
             seen = seen._replace(end=T.Bind(T.max(position - earlier, T.int32(0))))
         steps, first_step = seen.end_block(size), seen.first_block(size)
         if works is None:
@@ -117,64 +90,60 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, r
             rows.start()
             stream, streams, mine = splits.share(steps - first_step, split, wave, active, m > 1)
             # on Vulkan, keys are loaded before the queries arrive, and those of a block with the values before it
-            prefetches, last = arch.api == "vulkan" and rows.prefetches, T.Bind(T.max(steps - 1, T.int32(0)))
+            prefetches = not isinstance(rows, WaveRows) and rows.prefetches
+            last = T.Bind(T.max(steps - 1, T.int32(0)))
 
-            def first_key(i):
+            def first_key(i: Expr) -> Expr:
                 """Of this wave's block number i; of the last block where there is none."""
                 return T.Bind(T.min(stream + i * streams + first_step, last) * size)
 
-            pages = Pages(cache, slot, [first_key(i) for i in range(1 + prefetches)])
-            if prefetches:
+            pages = Pages(cache, place.slot, [first_key(i) for i in range(1 + prefetches)])
+            if prefetches and not isinstance(rows, WaveRows):
                 rows.load_keys(cache.block(kv, first_key(0), pages.take()[0], size))
-            if rope:
+            heads = own_key = None
+            if isinstance(op, RopeAttention):
                 own_key = T.alloc_buffer((d,), dtype, scope="shared") if own_apart and not splits.matrix else None
-                place = part, kv, token
-                _rotate(arch, attention, splits, step.Q, rope, (queries, own_key), place, position, wave, lane)
+                assert step.sources
+                heads = Heads(arch, attention, op.rope, step.sources, lane, d)
+                _rotate(heads, splits, (queries, own_key), place, part, wave)
             else:
-                _load_queries(splits, d, step.Q, queries, token, part, wave * arch.wave + lane)
-            if splits.matrix:
+                _load_queries(step.Q, splits, queries, token, part, wave * arch.wave + lane)
+            if isinstance(rows, MatrixRows):
                 rows.load_queries(lambda row, c: queries[row, at(c * UNIT, UNIT)])
             others = 0  # rows before it in the step that it sees
             if own_apart and m > 1:
                 others = earlier if seen.first is None else T.min(earlier, position - seen.first)
-            place, first = (kv, token, position), None
-            if own_apart and not splits.matrix:
+            first = None
+            if own_key is not None and heads and not isinstance(rows, MatrixRows):
                 first = T.Bind((wave == 0) & (split == 0))
-                _add_own(arch, rows, queries, own_key, step.Q, rope, place, first)
+                with T.If(first), T.Then():
+                    start_with_own(rows, heads, queries, own_key, place)
                 if m > 1:
                     others = T.Bind(T.Select(split == 0, others, T.int32(0)))
-                    _add_earlier(arch, rows, queries, step.Q, rope, place, others, m, wave, splits.waves)
+                    takers = Takers(wave, splits.waves if m <= SHARED_ROWS else 1)
+                    add_earlier(rows, heads, queries, place, others, takers)
             # On matrices a block is much code: NVIDIA's driver would unroll the loop eight times.
             with (kept if splits.matrix else T.serial)(mine) as i:
                 number = T.Bind(stream + i * streams + first_step)
                 page, *ahead = pages.take(first_key(i + (1 + prefetches)))
-                following = {}
-                if prefetches:  # the last block's successor is loaded without being used
-                    following = {"following": cache.block(kv, first_key(i + 1), ahead[0], size)}
+                # the last block's successor is loaded without being used
+                following = cache.block(kv, first_key(i + 1), ahead[0], size) if prefetches else None
                 block = cache.block(kv, T.Bind(number * size), page, size)
-                rows.step(block, queries, lambda r, key: seen.sees(key), opaque_zero(state, i), **following)
-            if own_apart and splits.matrix:
-                # Behind the loop, in which the other waves are still busy: before it, all would wait for the one that
+                rows.step(block, queries, lambda r, key: seen.sees(key), opaque_zero(state, i), following)
+            if own_apart and heads and isinstance(rows, MatrixRows):
+                # After the loop, in which the other waves are still busy: before it, all would wait for the one that
                 # has the own key and as many blocks as any.
                 keys = T.alloc_buffer((splits.waves * d,), dtype, scope=WAVE_SHARED)
                 count = T.Bind(T.Select(split == 0, others + 1, T.int32(0)))
-                takers = splits.waves - 1 - wave, splits.waves  # blocks go to the first waves first
+                takers = Takers(splits.waves - 1 - wave, splits.waves)  # blocks go to the first waves first
                 writes = (part % parts == 0) & is_at(places, token, position)
-                add_rows(rows, keys, step.Q, rope, place, count, takers, (cache, slot, writes))
-            elif own_apart:
-                sources = step.Q
+                add_rows(rows, heads, keys, place, count, takers, (cache, writes))
+            elif own_key is not None and heads:
                 writes = first if parts == 1 else first & (part % parts == 0)
                 with T.If(writes & is_at(places, token, position)), T.Then():
-                    if attention.quantized:
-                        cache.store_key_codes(arch, kv, slot, position, lambda e: _real(own_key[e]), lane)
-                    else:
-                        key = rotated(arch, sources.K, token, kv * d, sources.CS, position, sources.KN, lane, d, rope)
-                        cache.store_key(kv, slot, position, key)
-                    scale = value_scale(arch, sources.V, token, kv, lane, d, rope)
-                    cache.store_value(arch, kv, slot, position, sources.V, token, lane, scale)
+                    write_own(cache, heads, place, own_key)
             quad = rows.join_waves(wave, splits.waves)
-            tid = T.Bind(wave * arch.wave + lane)
-            join = Join(arch, splits, layout, out, scratch, sinks, token, part, kv_heads * parts, wave, lane, tid)
+            join = Join(arch, step, splits, token, part, wave, lane)
             if arch.api == "vulkan":
                 with T.serial(T.cast(active == 1, "int32")):
                     join.store_alone(quad)
@@ -183,23 +152,20 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1, r
                 join.arrive_and_join(active)
 
 
-def _rotate(arch, attention, splits, sources, rope, buffers, place, position, wave, lane):
-    """Rotates the group's queries and the key, if there is one, into LDS; the waves take heads round robin."""
-    (Q, K, _, QN, KN, CS), (queries, own_key), (part, kv, token) = sources, buffers, place
-    group, d, scale = splits.group, splits.d, T.float32(attention.query_scale)
-    for i in _each_head(arch, splits):
+def _rotate(heads: Heads, splits: Splits, buffers: tuple[Buffer, Buffer], place: Place, part: Expr, wave: Expr) -> None:
+    """Rotates the queries of a part and the key, if there is one, into LDS; the waves take heads round robin."""
+    (queries, own_key), (kv, token, position, _) = buffers, place
+    scale = T.float32(heads.layer.query_scale)
+    for i in _each_head(heads.arch, splits):
         row = T.Bind(i * splits.waves + wave)
-        with T.If(row < group), T.Then():
-            for valid, values in rotated(arch, Q, token, (part * group + row) * d, CS, position, QN, lane, d, rope):
-                store_valid(valid, queries, [((row, e), rounded(y * scale, queries)) for e, y in values])
-    if own_key is None:
-        return
-    with T.If(wave == splits.waves - 1), T.Then():
-        for valid, values in rotated(arch, K, token, kv * d, CS, position, KN, lane, d, rope):
-            store_valid(valid, own_key, [((e,), rounded(y, own_key)) for e, y in values])
+        with T.If(row < splits.group), T.Then():
+            store_rounded(heads.query(token, part * splits.group + row, position), queries, row, scale=scale)
+    if own_key is not None:
+        with T.If(wave == splits.waves - 1), T.Then():
+            store_rounded(heads.key(token, kv, position), own_key)
 
 
-def _each_head(arch, splits):
+def _each_head(arch: Device, splits: Splits) -> Iterator[Expr]:
     """Numbers of the heads that a wave rotates; on matrices, where code is small otherwise, in a loop in any case."""
     count = -(-splits.group // splits.waves)
     if not splits.matrix:
@@ -209,43 +175,30 @@ def _each_head(arch, splits):
         yield i
 
 
-def _add_own(arch, rows, queries, own_key, sources, rope, place, first):
-    """The first wave's state begins with the row's own key."""
-    kv, token, _ = place
-    with T.If(first), T.Then():
-        scale = value_scale(arch, sources.V, token, kv, rows.lane, rows.d, rope)
-        start_with_own(rows, queries, own_key, sources.V, scale, kv, token)
-
-
-def _add_earlier(arch, rows, queries, sources, rope, place, others, m, wave, waves):
-    """Adds the keys of the `others` rows before it, which are of its sequence."""
-    (kv, token, position), d = place, rows.d
-    takers = waves if m <= SHARED_ROWS else 1
-    keys = T.alloc_buffer((takers * d,), query_dtype(arch), scope=WAVE_SHARED)
-    count = T.truncdiv(T.max(others - wave, T.int32(0)) + (takers - 1), takers)
-    with T.serial(T.Bind(count if takers > 1 else T.Select(wave == 0, others, T.int32(0)))) as i:
-        back = T.Bind(1 + wave + i * takers)
-        there = T.Bind(token - back), T.Bind(T.max(position - back, T.int32(0)))
-        buffer = keys, T.Bind(wave * d) if takers > 1 else 0
-        add_row(rows, queries, buffer, sources, rope, kv, there)
-
-
-def _real(x):
-    return T.cast(x, "float32")
-
-
-def _load_queries(splits, d, Qo, queries, token, part, tid):
-    """Copies a token's rotated queries of the group, d columns each, into LDS."""
+def _load_queries(Q: Buffer, splits: Splits, queries: Buffer, token: Expr, part: Expr, tid: Expr) -> None:
+    """Copies a token's rotated queries of the group into LDS."""
+    d = int(queries.shape[1])
     elements = splits.group * d
     for first in range(0, elements, splits.threads):
         e = T.Bind(first + tid)
-        store_valid(
-            None if first + splits.threads <= elements else e < elements,
-            queries,
-            [
-                (
-                    (e // d, e % d),
-                    T.cast(Qo[token, part * splits.group + e // d, e % d], queries.dtype),
-                )
-            ],
-        )
+        query = T.cast(Q[token, part * splits.group + e // d, e % d], queries.dtype)
+        valid = None if first + splits.threads <= elements else e < elements
+        store_valid(valid, queries, [((e // d, e % d), query)])
+
+
+CHOICES = {
+    "threads": (32, 64, 96, 128, 256), "fill": (1, 2, 4, 8), "step": (32, 64), "batch": (4, 8, 16, 32),
+    "rows": (1, 2, 4, 8, 16), "loads": (4, 8, 16), "ahead": (0, 1),
+}  # fmt: skip
+
+
+def space(op: CausalAttention | RopeAttention, arch: Device) -> Space:
+    layer, m = op.layer, op.m
+    default = default_plan(layer, arch, m)
+
+    def kernel(plan: DecodePlan) -> Kernel:
+        splits = splits_of(layer, arch, plan, m)
+        groups = layer.kv_heads * splits.parts * splits.workgroups(m)
+        return Kernel(splits, groups, splits.threads, splits.step * layer.d * 2 / arch.wave)
+
+    return Space(type(default), CHOICES, default, kernel)

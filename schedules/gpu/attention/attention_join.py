@@ -6,55 +6,64 @@ what the others stored: `arrival.py`.
 """
 
 import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.softmax import LOWEST, with_sink
+from mlc_amd.schedules.gpu.attention.softmax import LOWEST, Joined, with_sink
 from mlc_amd.schedules.gpu.base.arrival import LINE, Outbox, arrive, zero_after
 from mlc_amd.schedules.gpu.base.device import each, exp2, rcp, wave_max, wave_sum
-from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
+from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, local, put
 from mlc_amd.schedules.operators.attention import SLOTS
+from mlc_amd.schedules.tir import Expr
+
+if TYPE_CHECKING:
+    from mlc_amd.schedules.gpu.attention.attention_splits import Splits
+    from mlc_amd.schedules.gpu.attention.attention_step import Step
 
 MAX_SPLITS, SEVERAL = 32, 8  # of a row, at most: with up to SEVERAL rows; the others have SEVERAL at least
 MAX_PARTS = SEVERAL * max(SLOTS, MAX_SPLITS)  # rows times splits that there is memory for
 
 
-def max_splits(m) -> int:
+def max_splits(m: int) -> int:
     """Splits that each of m rows may have: a launch with many rows has workgroups for all of them, most of which have
     nothing to do."""
     return max(SEVERAL, MAX_SPLITS * SEVERAL // max(m, SEVERAL))
 
 
-def stride_of(group, d) -> int:
+def stride_of(group: int, d: int) -> int:
     """float32 of a split's results in Parts, whole cache lines: the rows' outputs, then (top, total, -, -) of each
     row."""
     return -(-group * (d + WIDTH) // LINE) * LINE
 
 
-def scratch_shapes(heads, d) -> dict:
+def scratch_shapes(heads: int, d: int) -> dict:
     """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan and SLOTS
     rows. d: columns of a head's output. "Arrived" must be zero before the first launch and is zero after each; "Parts"
     may hold anything."""
     return {"Parts": ((heads * MAX_PARTS * stride_of(1, d),), "float32"), "Arrived": ((SLOTS * heads,), "int32")}
 
 
-def scratch_args(heads, d) -> list:
+def scratch_args(heads: int, d: int) -> list:
     """Declares the parameters Parts and Arrived."""
     return [T.arg(name, T.buffer(*shape)) for name, shape in scratch_shapes(heads, d).items()]
 
 
 class Join:
-    """What a thread of a workgroup, number `tid`, needs to join part `part` of the heads of a token. splits:
-    `attention_splits.Splits`; scratch: of `scratch_args`; sinks: the parameter, or None; parts: of a token, in all."""
+    """What a thread of a workgroup needs to join part `part` of the heads of row `token` of a step."""
 
-    def __init__(self, arch, splits, layout, out, scratch, sinks, token, part, parts, wave, lane, tid):
-        self.arch, self.splits, self.layout, self.out, self.sinks = arch, splits, layout, out, sinks
-        self.Parts, self.Arrived = scratch
-        self.token, self.part, self.wave, self.lane, self.tid = token, part, wave, lane, tid
+    def __init__(self, arch: Device, step: "Step", splits: "Splits", token: Expr, part: Expr, wave: Expr, lane: Expr):
+        self.arch, self.step, self.splits, self.sinks = arch, step, splits, step.sinks
+        self.Parts, self.Arrived = step.scratch
+        self.token, self.part, self.wave, self.lane = token, part, wave, lane
+        self.tid = T.Bind(wave * arch.wave + lane)
+        parts = step.layer.kv_heads * splits.parts
         self.place = part if isinstance(token, int) else T.Bind(token * parts + part)  # of all parts of all tokens
 
-    def _quads(self):
+    def _quads(self) -> Iterator[tuple[Expr, Expr, Expr]]:
         """Yields (valid, row, column) of the groups of four columns that this thread has; valid is None where all
         threads have one."""
         splits, tid = self.splits, self.tid
@@ -66,19 +75,19 @@ class Join:
             place = T.Bind((first + tid if valid is None else T.min(first + tid, T.int32(count - 1))) * WIDTH)
             yield valid, T.Bind(place // splits.d), T.Bind(place % splits.d)
 
-    def _head(self, row):
+    def _head(self, row: Expr) -> Expr:
         return self.part * self.splits.group + row
 
-    def _place(self, split, element):
+    def _place(self, split: Expr, element: Callable[[Expr], Expr]) -> Expr:
         """Where a split's element is in Parts."""
         stride = stride_of(self.splits.group, self.splits.d)
         return self.place * (self.splits.maximum * stride) + split * stride + element
 
-    def _emit(self, values, row, column, valid):
+    def _emit(self, values: Sequence[Expr], row: Expr, column: Expr, valid: Expr) -> None:
         column = self._head(row) * self.splits.d + column
-        emit_store(self.arch, self.layout, self.out, [T.Bind(y) for y in values], self.token, column, valid)
+        self.step.store(self.arch, [T.Bind(y) for y in values], self.token, column, valid)
 
-    def store_alone(self, quad):
+    def store_alone(self, quad: Callable[[Expr, Expr], Joined]) -> None:
         """Stores the output where one split has all keys. quad(row, column): the workgroup's results, of
         `softmax.join`."""
         for valid, row, column in self._quads():
@@ -86,7 +95,7 @@ class Join:
             inverse = rcp(with_sink(self.sinks, self._head(row), total, top))
             self._emit([y * inverse for y in values], row, column, valid)
 
-    def store_parts(self, quad, split):
+    def store_parts(self, quad: Callable[[Expr, Expr], Joined], split: Expr) -> None:
         """Stores the workgroup's results, which are complete in device memory when all its threads are after this."""
         splits = self.splits
         outbox = Outbox(self.arch, self.tid, splits.threads, (WIDTH, 2))
@@ -103,7 +112,7 @@ class Join:
             )
         outbox.publish()
 
-    def arrive_and_join(self, active):
+    def arrive_and_join(self, active: Expr) -> None:
         """Counts this split; the last of the `active` ones joins them all and resets the counter."""
         old = arrive(self.arch, self.Arrived, self.place, self.tid)
         with T.serial(T.cast(old == active - 1, "int32")):
@@ -111,7 +120,7 @@ class Join:
             with T.If(self.tid == 0), T.Then():
                 put(self.Arrived, T.int32(0), self.place)
 
-    def _join_splits(self, active, later):
+    def _join_splits(self, active: Expr, later: Expr) -> None:
         """Joins the splits' results and stores the output. later: 0, known when they may be loaded."""
         arch, splits, Parts, lane = self.arch, self.splits, self.Parts, self.lane
         group, d, size = splits.group, splits.d, splits.batch

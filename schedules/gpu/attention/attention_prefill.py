@@ -11,20 +11,23 @@ needs, and a lane's part of S^T is, in the same registers, the operand P^T of th
 gfx11, where both half-waves hold all of an operand, the half-waves swap.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.attention.attention_step import Step, attention_step
-from mlc_amd.schedules.gpu.attention.cache import UNIT, Chunk, Pages, visible
+from mlc_amd.schedules.gpu.attention.attention_step import Step
+from mlc_amd.schedules.gpu.attention.cache import UNIT, Chunk, KeyBlock, Pages, Visible, visible
 from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, group_of, soft_cap, with_sink
 from mlc_amd.schedules.gpu.base.device import exp2, launch, maximum, rcp, shuffle_xor, uniform
-from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
+from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, local, opaque, put
-from mlc_amd.schedules.operators.attention import Attention
+from mlc_amd.schedules.gpu.base.threads import checked_threads
+from mlc_amd.schedules.operators.attention import CausalAttention
+from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.tir import Expr
 
 ROWS = 16  # of a wave: the matrices' columns
 
@@ -55,8 +58,8 @@ class Unit(NamedTuple):
     results: int
     words: int
     piece: int
-    pieces: object
-    row: object
+    pieces: Callable[[Expr], tuple[tuple[Expr, Expr], ...]]
+    row: Callable[[Expr], Expr]
     tail: int = 0
 
 
@@ -79,9 +82,16 @@ class Wave:
     """Registers and place of one wave: lane `lane` of 16 has row first_row + lane, which is token `token` of the chunk
     and head `head`."""
 
-    def __init__(self, arch, attention, blocks, kv, tx, first_row, chunk):
+    def __init__(self, arch: Device, source: Step, blocks: int, kv: Expr, tx: Expr, first_row: Expr, chunk: Chunk):
+        attention = source.layer
         group, width = attention.group, attention.width
-        self.arch, self.attention, self.unit, self.blocks = arch, attention, UNITS[arch.matrix], blocks
+        self.source, self.arch, self.attention, self.unit, self.blocks = (
+            source,
+            arch,
+            attention,
+            UNITS[arch.matrix],
+            blocks,
+        )
         self.parts = width // 16  # of a head, as wide as a matrix
         self.part, self.lane = T.Bind(tx // ROWS), T.Bind(tx % ROWS)
         row = T.Bind(first_row + self.lane)
@@ -97,14 +107,14 @@ class Wave:
         )
         self.out, self.scores, self.top, self.total = local(self.parts * n), local(blocks * n), local(1), local(1)
 
-    def load(self, target, start, source):
+    def load(self, target: Expr, start: Expr, source: Callable[[Expr, Expr], Expr]) -> None:
         """An operand: words start.. of `target`. source(unit) gives the float16x8 of a 16-byte unit."""
         unit, count = self.unit, self.unit.piece
         for i, (place, word) in enumerate(unit.pieces(self.part)):
             value = source(place, T.ramp(word * 2, 1, count * 2))
             put(target, T.reinterpret(f"uint32x{count}", value), at(start + i * count, count))
 
-    def multiply(self, a, b, b0, c, c0):
+    def multiply(self, a: Expr, b: Expr, b0: Expr, c: Expr, c0: Expr) -> None:
         """c[c0:] += a @ b[b0:]."""
         unit = self.unit
         operands = [
@@ -116,15 +126,15 @@ class Wave:
         )
         put(c, result, at(c0, unit.results))
 
-    def across(self, x, op):
+    def across(self, x: Expr, op: Callable[[Expr, Expr], Expr]) -> Expr:
         """op over the lanes that share a column."""
         for distance in (16, 32)[: self.arch.wave // 32]:
             x = opaque(op(x, shuffle_xor(self.arch, x, distance)))
         return x
 
-    def start(self, Q):
+    def start(self) -> None:
         """Loads the queries; no key seen yet."""
-        n = self.unit.results
+        Q, n = self.source.Q, self.unit.results
         for c in range(self.parts):
             self.load(
                 self.query,
@@ -137,7 +147,7 @@ class Wave:
         put(self.top, T.float32(LOWEST / 2 if self.attention.span else LOWEST), 0)
         put(self.total, T.float32(0), 0)
 
-    def step(self, block, seen):
+    def step(self, block: KeyBlock, seen: Visible | None) -> None:
         """Processes the keys of a `KeyBlock`, 16 at a time. seen: the keys that the lane's row sees, or None if every
         row of the wave sees all of the block."""
         n = self.unit.results
@@ -154,7 +164,7 @@ class Wave:
                 self.load(self.operand, 0, lambda u, e, x=x, j=j: block.value(j * 2 + u, x * 16 + self.supplies, e))
                 self.multiply(self.operand, packed, 0, self.out, x * n)
 
-    def _weigh(self, key0, seen):
+    def _weigh(self, key0: Expr, seen: Visible | None) -> None:
         """Masks the scores, finds the new maximum and rescales what came before."""
         n, top = self.unit.results, T.float32(LOWEST)
         for i in range(self.blocks * n):
@@ -172,7 +182,7 @@ class Wave:
         for i in range(0, self.parts * n, n):
             put(self.out, self.out[at(i, n)] * T.broadcast(shrink, n), at(i, n))
 
-    def _pack(self, j):
+    def _pack(self, j: Expr) -> Expr:
         """The weights of block j as an operand; adds them to the total, rounded as the products use them."""
         n = self.unit.results
         for i in range(n):
@@ -193,11 +203,11 @@ class Wave:
                 put(packed, T.Select(self.part == 0, other[i], own[i]), n // 2 + i)
         return packed
 
-    def finish(self, sinks, layout, out):
+    def finish(self) -> None:
         """Stores the outputs. A lane has 4 or 8 consecutive columns of its row."""
         n = self.unit.results
         total = self.across(self.total[0], lambda x, y: x + y)
-        inverse = opaque(rcp(with_sink(sinks, self.head, total, self.top[0])))
+        inverse = opaque(rcp(with_sink(self.source.sinks, self.head, total, self.top[0])))
         d = self.attention.d
         with T.If(self.valid), T.Then():
             for x in range(self.parts):
@@ -205,40 +215,30 @@ class Wave:
                     y = [opaque(self.out[x * n + i + e] * inverse) for e in range(WIDTH)]
                     column = T.Bind(self.head * d + x * 16 + self.part * n + i)
                     live = None if (x + 1) * 16 <= d else x * 16 + self.part * n + i < d
-                    emit_store(self.arch, layout, out, y, self.step_row, column, live)
+                    self.source.store(self.arch, y, self.step_row, column, live)
 
 
-def attention_prefill(attention: Attention, m, layout, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel of `attention_step`, of a chunk of m tokens at most. UserError for shapes that `cache_types` or `group_of`
-    refuses, or for the layout "rows"."""
-    with attention_step(attention, m, layout, name) as (ir, step):
-        emit(attention, m, layout, arch, step, plan)
-    return ir.get()
-
-
-def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0) -> None:
-    """The launch for the chunk of a step of m rows, of which the first `single` may be single rows. Nothing is stored
-    for rows that are not live. Errors: of `attention_prefill`."""
-    if layout == "rows":
-        raise UserError(
-            "attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately"
-        )
-    group, plan, cache = group_of(attention.heads, attention.kv_heads), plan or Plan(), step.cache
+def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
+    """The launch for the chunk of a step. Nothing is stored for rows that are not live. UserError for shapes that
+    `group_of` refuses, or for the layout "rows"."""
+    step.refuse_blocks()
+    attention, m = step.layer, step.op.m
+    group, plan, cache = group_of(attention), plan or Plan(), step.cache
     waves, size = plan.threads // arch.wave, plan.blocks * 16
     tiles = -(-m * group // (ROWS * waves))
     with launch((attention.kv_heads, tiles), (arch.wave, waves)) as (kv, tile, tx, thread_wave):
-        chunk = Chunk(step.state, step.rows, m, attention, single)
+        chunk = step.chunk()
         first_row = T.Bind(((tiles - 1 - tile) * waves + uniform(arch, thread_wave)) * ROWS)  # the longest first
         first_token = T.Bind(first_row // group)
         with T.If(first_token < chunk.count), T.Then():
-            wave = Wave(arch, attention, plan.blocks, kv, tx, first_row, chunk)
-            wave.start(step.Q)
+            wave = Wave(arch, step, plan.blocks, kv, tx, first_row, chunk)
+            wave.start()
             last_token = T.min((first_row + ROWS - 1) // group, chunk.count - 1)
             first, last = (visible(attention, chunk.position(token)) for token in (first_token, last_token))
             begin, end = first.first_block(size), last.end_block(size)
             pages = Pages(cache, chunk.slot, [begin * size])
 
-            def process(i, seen):
+            def process(i: Expr, seen: Visible | None) -> None:
                 (page,) = pages.take(T.Bind(T.min(i + 1, end - 1) * size))
                 wave.step(cache.block(kv, T.Bind(i * size), page, size), seen)
 
@@ -250,4 +250,18 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0)
                     process(i, None)
             with T.serial(end - whole) as i:
                 process(T.Bind(whole + i), visible(attention, chunk.position(wave.token)))
-            wave.finish(step.sinks, layout, step.out)
+            wave.finish()
+
+
+CHOICES = {"threads": (32, 64, 128, 256), "blocks": (1, 2, 4)}
+
+
+def space(op: CausalAttention, arch: Device) -> Space:
+    layer = op.layer
+
+    def kernel(plan: Plan) -> Kernel:
+        waves = checked_threads(arch, plan.threads) // arch.wave
+        groups = layer.kv_heads * -(-op.m * layer.group // (ROWS * waves))
+        return Kernel(plan, groups, plan.threads, plan.blocks * 16 * layer.d * 2 / arch.wave)
+
+    return Space(Plan, CHOICES, Plan(), kernel)

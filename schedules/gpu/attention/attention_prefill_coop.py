@@ -18,20 +18,33 @@ is combined with another of the same type, element by element. Operations on row
                                 makes the largest weight 2**START.
 """
 
+from collections.abc import Iterator
+
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.attention.attention_coop_blocks import key_block, shared_units, value_block
-from mlc_amd.schedules.gpu.attention.attention_coop_tiles import held_steps, tile_of, wave_units, workgroups
-from mlc_amd.schedules.gpu.attention.attention_step import Step, attention_step
+from mlc_amd.schedules.gpu.attention.attention_coop_blocks import Shared, SharedKeys, SharedValues, shared_units
+from mlc_amd.schedules.gpu.attention.attention_coop_tiles import (
+    Tile,
+    held_steps,
+    lds_bytes,
+    tile_of,
+    wave_units,
+    workgroups,
+)
+from mlc_amd.schedules.gpu.attention.attention_step import Step
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Chunk, Pages, visible
 from mlc_amd.schedules.gpu.attention.softmax import LOWEST, group_of, soft_cap, with_sink
 from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, launch, maximum, rcp, uniform, wave_barrier
-from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
+from mlc_amd.schedules.gpu.base.profiles import Profile
+from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import local, put
-from mlc_amd.schedules.operators.attention import PAGE, Attention
+from mlc_amd.schedules.gpu.base.threads import SUMS, WAVES, checked_threads
+from mlc_amd.schedules.operators.attention import PAGE, CausalAttention
+from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.tir import Expr
 
 LIMIT, START = 15, 8  # powers of two: weights are normal float16 down to 2**-22 of the largest at least
 
@@ -41,12 +54,15 @@ class Wave:
     the step. Behind single rows, the last fragment may begin with tokens of the one before: it stores those from
     fresh[i] on."""
 
-    def __init__(self, arch, attention, tile, kv, number, first, count, Q, chunk, numbers, weights):
-        """number: of the wave; first: of the workgroup's fragments among the KV head's `count`. numbers: shared memory
-        that contains 0, 1, ..; weights: shared memory for the waves' weights."""
+    def __init__(
+        self, arch: Profile, step: Step, tile: Tile, shared: Shared, chunk: Chunk, kv: Expr, number: Expr, first: Expr
+    ):
+        """number: of the wave; first: of the workgroup's fragments among those of the KV head."""
+        attention, Q = step.layer, step.Q
         group, width = attention.group, attention.width
-        self.arch, self.attention, self.tile, self.Q = arch, attention, tile, Q
-        self.chunk, self.numbers, self.weights = chunk, numbers, weights
+        count = step.op.m // arch.fragment[0] * group  # fragments of the KV head
+        self.arch, self.step, self.attention, self.tile, self.Q = arch, step, attention, tile, Q
+        self.chunk, (self.keys, self.values, self.weights, self.numbers) = chunk, shared
         self.part, self.rows = T.Bind(number % tile.parts), T.Bind(number // tile.parts)
         self.base, self.row_units = T.Bind(number * wave_units(tile, arch.fragment)), tile.own_keys // UNIT + 1
         first = T.Bind(first + self.rows * tile.fragments)
@@ -70,10 +86,10 @@ class Wave:
         self.out, self.total, self.top = (self._new("sum", tile.fragments * c) for c in (self.columns, 1, 1))
         self.other, self.now = self._new("sum", 2), self._new("sum", 1)
 
-    def _new(self, kind, count):
+    def _new(self, kind: str, count: int) -> Fragments:
         return Fragments(kind, count, self.arch.fragment)
 
-    def start(self):
+    def start(self) -> None:
         """Loads the queries that stay in registers; no key seen yet."""
         for i in range(self.tile.fragments):
             for c in range(self.held):
@@ -87,13 +103,14 @@ class Wave:
             for x in range(self.columns):
                 self.out.fill(i * self.columns + x, 0)
 
-    def _load_query(self, fragments, place, i, c):
+    def _load_query(self, fragments: Fragments, place: Expr, i: Expr, c: Expr) -> None:
         """fragments[place] = columns c * k.. of the queries of fragment i."""
         stride = int(self.Q.shape[1]) * self.attention.width
         fragments.load(place, self.Q[self.step_rows[i], self.heads[i], c * self.k], stride, "row_major")
 
-    def score(self, keys):
+    def score(self) -> None:
         """scores = queries @ keys, of the block in shared memory."""
+        keys = self.keys
         for i in range(self.tile.fragments * self.score_columns):
             self.scores.fill(i, 0)
         first = T.Bind(self.part * (self.tile.own_keys * keys.row_units))
@@ -107,14 +124,14 @@ class Wave:
                     queries, query = (self.queries, i * self.held + c) if c < self.held else (self.weight, i)
                     self.scores.add_product(i * self.score_columns + j, queries, query, self.operand, 0)
 
-    def cap(self):
+    def cap(self) -> None:
         """Applies the layer's softcap, if it has one."""
         if self.attention.softcap:
             with self.scores.elements(0) as e:
                 for i in range(self.tile.fragments * self.score_columns):
                     self.scores.set(i, e, soft_cap(self.attention, self.scores.get(i, e)))
 
-    def mask(self, key0):
+    def mask(self, key0: Expr) -> None:
         """Sets the scores of keys that a row does not see to LOWEST."""
         key0 = T.Bind(key0 + self.part * self.tile.own_keys)
         first, window = self.chunk.position(self.tokens[0]), self.attention.window
@@ -139,11 +156,11 @@ class Wave:
                         score = self.scores.get(i * self.score_columns + j, e)
                         self.scores.set(i * self.score_columns + j, e, T.Select(seen, score, T.float32(LOWEST)))
 
-    def _begin(self, position):
+    def _begin(self, position: Expr) -> Expr:
         """The first key that a row at `position` of a layer with chunks sees."""
         return position - T.truncmod(position, T.int32(self.attention.chunk))
 
-    def _in_chunk(self, i, key0, e):
+    def _in_chunk(self, i: Expr, key0: Expr, e: Expr) -> Expr:
         """Whether the key of element e, column 0 is key0, is not before the chunk of its row in fragment i. The rows
         are in one chunk, or in two of which the second begins with row `border`."""
         size, first = self.attention.chunk, self.chunk.position(self.tokens[i])
@@ -152,7 +169,7 @@ class Wave:
         least = T.Select(self.other.get(1, e) < border, T.int32(0), T.int32(size)) + begin - key0
         return self.other.get(0, e) >= T.cast(least, "float32")
 
-    def renew_tops(self):
+    def renew_tops(self) -> None:
         """Rescales what came before if a weight would be too large."""
         worst = local(1)
         put(worst, T.float32(LOWEST), 0)
@@ -170,7 +187,7 @@ class Wave:
                     self.top.set(i, e, new)
                     self._shrink(i, e, exp2(old - new))
 
-    def _row_maximum(self, i):
+    def _row_maximum(self, i: Expr) -> None:
         """now = the largest score of each row of fragment i, in all columns."""
         units = self.m * 2 // UNIT  # of a column of float32
         with self.now.elements(0) as e:
@@ -186,7 +203,7 @@ class Wave:
                 self.now.set(0, e, maximum(self.now.get(0, e), self.other.get(0, e)))
         wave_barrier()
 
-    def weigh(self):
+    def weigh(self) -> None:
         """The scores become weights, as operands in shared memory."""
         with self.scores.elements(0) as e:
             for i in range(self.tile.fragments):
@@ -202,8 +219,9 @@ class Wave:
                 self.halves.store(0, place, self.row_units * UNIT, "row_major")
         wave_barrier()
 
-    def add_values(self, values):
+    def add_values(self) -> None:
         """out += weights @ values, of the block in shared memory."""
+        values = self.values
         first = T.Bind(self.part * (self.tile.own_keys // UNIT))
         for c in range(self.tile.own_keys // self.k):
             for i in range(self.tile.fragments):
@@ -217,7 +235,7 @@ class Wave:
                     self.out.add_product(i * self.columns + x, self.weight, i, self.operand, 0)
         wave_barrier()
 
-    def join_parts(self):
+    def join_parts(self) -> None:
         """The first part's waves get the sum of what all parts have."""
         if self.tile.parts == 1:
             return
@@ -236,7 +254,7 @@ class Wave:
                     fragments.set(i, e, fragments.get(i, e) + self.other.get(0, e))
         barrier()  # `finish` overwrites what other waves have read here
 
-    def _others(self, fragments, i):
+    def _others(self, fragments: Fragments, i: Expr) -> Iterator[int]:
         """Yields the parts, with other[0] = that fragment of the wave that has the same rows and the part."""
         barrier()
         fragments.store(i, self.weights[self.base], self.m * 2, "col_major")
@@ -246,14 +264,15 @@ class Wave:
             self.other.load(0, self.weights[there], self.m * 2, "col_major")
             yield part
 
-    def _shrink(self, i, e, factor):
+    def _shrink(self, i: Expr, e: Expr, factor: Expr) -> None:
         """Multiplies element e of what row fragment i has so far."""
         for fragments, count in ((self.total, 1), (self.out, self.columns)):
             for place in range(i * count, (i + 1) * count):
                 fragments.set(place, e, fragments.get(place, e) * factor)
 
-    def finish(self, lane, sinks, layout, out):
+    def finish(self, lane: Expr) -> None:
         """Stores the outputs of the live rows, a fragment at a time through shared memory."""
+        sinks = self.step.sinks
         quads, d = self.n // WIDTH, self.attention.d  # quads: of a row
         for i in range(self.tile.fragments):
             with self.out.elements(0) as e:
@@ -279,52 +298,45 @@ class Wave:
                     y = [T.Bind(T.Shuffle([y], [c])) for c in range(WIDTH)]
                     place = T.Bind(self.heads[i] * d + x * self.n + column)
                     row = token if self.step_rows is self.tokens else T.Bind(self.step_rows[i] + within)
-                    emit_store(self.arch, layout, out, y, row, place, live)
+                    self.step.store(self.arch, y, row, place, live)
                 wave_barrier()
 
 
-def attention_prefill_coop(attention: Attention, m, layout, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel of `attention_step`, of a chunk of m tokens at most. plan: a Tile instead of the arch's.
+def emit(step: Step, arch: Profile, plan: Tile | None = None) -> None:
+    """The launch for the chunk of a step. Nothing is stored for rows that are not live.
 
-    UserError for shapes that `cache_types`, `group_of` or `tile_of` refuses, for the layout "rows", or m that the
+    UserError for shapes that `group_of` or `tile_of` refuses, for the layout "rows", or a number of rows that the
     fragments' rows do not divide; ValueError for a tile whose keys do not divide a page.
     """
-    with attention_step(attention, m, layout, name) as (ir, step):
-        emit(attention, m, layout, arch, step, plan)
-    return ir.get()
-
-
-def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0) -> None:
-    """The launch for the chunk of a step of m rows, of which the first `single` may be single rows. Nothing is stored
-    for rows that are not live. Errors: of `attention_prefill_coop`."""
-    if layout == "rows":
-        raise UserError(
-            "attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately"
-        )
-    rows = arch.fragment[0]
+    step.refuse_blocks()
+    attention, m, rows = step.layer, step.op.m, arch.fragment[0]
     if 0 < attention.chunk < rows:
         raise UserError(f"attention in chunks of {attention.chunk} keys has no kernel for {arch.name}")
     if m % rows:
         raise UserError(f"attention on matrix units of {arch.name} takes chunks in multiples of {rows} tokens, not {m}")
-    heads, kv_heads, width = attention.heads, attention.kv_heads, attention.width
-    group, tile, cache = group_of(heads, kv_heads), plan or tile_of(m, heads, kv_heads, width, arch), step.cache
+    kv_heads, group = attention.kv_heads, group_of(attention)
+    tile, cache = plan or tile_of(attention, m, arch), step.cache
     if PAGE % tile.keys:
         raise ValueError(f"{tile} does not divide a page of {PAGE} keys")
     fragments, per_tile = m // rows * group, tile.row_fragments
-    tiles = workgroups(tile, m, heads, kv_heads, arch) // kv_heads
+    tiles = workgroups(tile, attention, m, arch) // kv_heads
     with launch((kv_heads, tiles), (arch.wave, tile.waves)) as (kv, reverse, lane, thread_wave):
         number = uniform(arch, thread_wave)
         tid, threads = T.Bind(number * arch.wave + lane), tile.waves * arch.wave
-        chunk = Chunk(step.state, step.rows, m, attention, single)
+        chunk = step.chunk()
         first = T.Bind((tiles - 1 - reverse) * per_tile)  # the longest first
-        keys, values = key_block(attention, tile.keys, threads, tid), value_block(attention, tile.keys, threads, tid)
-        weights = shared_units(tile.waves * wave_units(tile, arch.fragment))
-        numbers = T.alloc_buffer((max(arch.fragment) // WIDTH,), f"float32x{WIDTH}", scope=WAVE_SHARED)
+        shared = Shared(
+            SharedKeys(attention, tile.keys, threads, tid),
+            SharedValues(attention, tile.keys, threads, tid),
+            shared_units(tile.waves * wave_units(tile, arch.fragment)),
+            T.alloc_buffer((max(arch.fragment) // WIDTH,), f"float32x{WIDTH}", scope=WAVE_SHARED),
+        )
+        keys, values = shared.keys, shared.values
         # a loop of 0 or 1 iterations: barriers in an `if` are refused
         with T.serial(T.cast(first // group * rows < chunk.count, "int32")):
             place = T.Bind(tid % (max(arch.fragment) // WIDTH))
-            put(numbers, T.cast(T.ramp(place * WIDTH, 1, WIDTH), f"float32x{WIDTH}"), place)
-            wave = Wave(arch, attention, tile, kv, number, first, fragments, step.Q, chunk, numbers, weights)
+            put(shared.numbers, T.cast(T.ramp(place * WIDTH, 1, WIDTH), f"float32x{WIDTH}"), place)
+            wave = Wave(arch, step, tile, shared, chunk, kv, number, first)
             wave.start()
             last = T.min(T.min(first + per_tile, T.int32(fragments)) - 1, T.int32(fragments - 1)) // group * rows + rows
             begin = T.int32(0)
@@ -332,7 +344,7 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0)
                 begin = visible(attention, chunk.position(first // group * rows)).first_block(tile.keys)
             end = visible(attention, chunk.position(T.min(last, chunk.count) - 1)).end_block(tile.keys)
 
-            def first_key(number):
+            def first_key(number: Expr) -> Expr:
                 """Of the block with that number; of the last one for those after it."""
                 return T.Bind(T.min(number, end - 1) * tile.keys)
 
@@ -346,7 +358,7 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0)
                 page, next_page = pages.take(first_key(number + 2))
                 block = cache.block(kv, T.Bind(number * tile.keys), page, tile.keys)
                 values.load(block)
-                wave.score(keys)
+                wave.score()
                 wave.cap()
                 wave.mask(block.key0)
                 wave.renew_tops()
@@ -354,8 +366,29 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0)
                 values.store()
                 barrier()
                 keys.load(cache.block(kv, first_key(number + 1), next_page, tile.keys))
-                wave.add_values(values)
+                wave.add_values()
                 keys.store()
                 barrier()
             wave.join_parts()
-            wave.finish(lane, step.sinks, layout, step.out)
+            wave.finish(lane)
+
+
+CHOICES = {"waves": WAVES, "fragments": (1, 2), "keys": (16, 32, 64), "parts": (1, 2, 4)}
+
+
+def space(op: CausalAttention, arch: Profile) -> Space:
+    layer, m, width = op.layer, op.m, op.layer.width
+
+    def kernel(tile: Tile) -> Kernel:
+        rows, columns, step = arch.fragment
+        own = tile.own_keys
+        whole = tile.waves % tile.parts == 0 and tile.keys % tile.parts == 0 and own % columns == 0 and own % step == 0
+        threads = checked_threads(arch, tile.waves * arch.wave)
+        whole = whole and PAGE % tile.keys == 0
+        if not whole or lds_bytes(tile, width, arch.fragment) > arch.lds:
+            raise ValueError(f"{tile} does not fit {arch.name}")
+        if tile.fragments * (own + width) * rows // arch.wave > SUMS:
+            raise ValueError(f"{tile} takes more registers than {arch.name} has")
+        return Kernel(tile, workgroups(tile, layer, m, arch), threads, tile.keys * width * 4 / threads)
+
+    return Space(Tile, CHOICES, tile_of(layer, m, arch), kernel)

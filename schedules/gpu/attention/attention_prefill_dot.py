@@ -16,14 +16,17 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_rows import STEP
 from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import query_dtype, rows_of, waves_of
-from mlc_amd.schedules.gpu.attention.attention_step import Step, attention_step
-from mlc_amd.schedules.gpu.attention.cache import UNIT, Chunk, Pages, visible
+from mlc_amd.schedules.gpu.attention.attention_step import Step
+from mlc_amd.schedules.gpu.attention.cache import UNIT, Pages, visible
 from mlc_amd.schedules.gpu.attention.softmax import group_of, with_sink
 from mlc_amd.schedules.gpu.base.device import each, launch, rcp, uniform
-from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
+from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, opaque, put
 from mlc_amd.schedules.gpu.base.step import opaque_zero
-from mlc_amd.schedules.operators.attention import Attention
+from mlc_amd.schedules.operators.attention import Attention, CausalAttention
+from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.tir import Expr
 
 
 @dataclass(frozen=True)
@@ -43,19 +46,12 @@ def default_plan(attention: Attention) -> Plan:
     return LATENT_PLAN if attention.values else Plan()
 
 
-def attention_prefill_dot(attention: Attention, m, layout, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel of `attention_step`, of a chunk of m tokens at most. UserError for shapes that `cache_types`, `group_of`
-    or `output_args` refuses."""
-    with attention_step(attention, m, layout, name) as (ir, step):
-        emit(attention, m, layout, arch, step, plan)
-    return ir.get()
-
-
-def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0) -> None:
-    """The launch for the chunk of a step of m rows, of which the first `single` may be single rows. Nothing is stored
-    for rows that are not live. Errors: of `attention_prefill_dot`."""
-    heads, kv_heads, d, out_d = attention.heads, attention.kv_heads, attention.d, attention.value_d
-    group = heads if attention.values else group_of(heads, kv_heads)
+def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
+    """The launch for the chunk of a step. Nothing is stored for rows that are not live. UserError for shapes that
+    `group_of` refuses."""
+    attention, m = step.layer, step.op.m
+    kv_heads, d, out_d = attention.kv_heads, attention.d, attention.value_d
+    group = attention.group if attention.values else group_of(attention)
     plan, cache = plan or default_plan(attention), step.cache.by_shifts()
     count, waves = plan.rows, waves_of(arch, plan.rows, d, plan.threads)
     tiles = -(-m * group // count)
@@ -63,17 +59,24 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0)
     with launch((kv_heads, tiles), (arch.wave, waves)) as (kv, tile, lane, thread_wave):
         wave = uniform(arch, thread_wave)
         tid = T.Bind(wave * arch.wave + lane)
-        chunk = Chunk(step.state, step.rows, m, attention, single)
+        chunk = step.chunk()
         first_row = T.Bind((tiles - 1 - tile) * count)  # the longest first
 
-        def token(r):
+        def token(r: Expr) -> Expr:
             """The token of row r; rows beyond the chunk compute the same as its last one and are not stored."""
             return T.min((first_row + r) // group, chunk.count - 1)
 
         # a loop of 0 or 1 iterations: TVM refuses barriers in an `if`
         with T.serial(T.cast(first_row // group < chunk.count, "int32")):
             queries = T.alloc_buffer((count, d), query_dtype(arch), scope="shared")
-            _load_queries(step.Q, queries, lambda r: chunk.row(token(r)), kv, group, first_row, count, d, tid, threads)
+            units = count * d // UNIT
+            for first in range(0, units, threads):
+                place = T.Bind(T.min(first + tid, T.int32(units - 1)))  # surplus threads repeat the last one
+                r, unit = T.Bind(place // (d // UNIT)), T.Bind(place % (d // UNIT))
+                columns = at(unit * UNIT, UNIT)
+                loaded = step.Q[chunk.row(token(r)), kv * group + (first_row + r) % group, columns]
+                same = str(queries.dtype) == "float16"
+                put(queries, loaded if same else T.cast(loaded, f"{queries.dtype}x{UNIT}"), r, columns)
             rows = rows_of(arch, attention, count, lane, wave, waves)
             rows.start()
             seen = [visible(attention, chunk.position(token(r))) for r in range(count)]
@@ -96,19 +99,20 @@ def emit(attention: Attention, m, layout, arch, step: Step, plan=None, single=0)
                 valid = tirx.all(row // group < chunk.count, first + tid < count * out_d // WIDTH)
                 values = [opaque(v * inverse) for v in values]
                 there = T.Bind(chunk.row(token(r)))
-                emit_store(arch, layout, step.out, values, there, T.Bind(head * out_d + column), valid)
+                step.store(arch, values, there, T.Bind(head * out_d + column), valid)
 
 
-def _load_queries(Q, queries, step_row, kv, group, first_row, count, d, tid, threads):
-    """Copies the tile's queries into LDS, 16 bytes at a time. step_row(r): where the queries of row r are in Q."""
-    units = count * d // UNIT
-    for first in range(0, units, threads):
-        place = T.Bind(T.min(first + tid, T.int32(units - 1)))  # surplus threads repeat the last one
-        r, unit = T.Bind(place // (d // UNIT)), T.Bind(place % (d // UNIT))
-        loaded = Q[step_row(r), kv * group + (first_row + r) % group, at(unit * UNIT, UNIT)]
-        put(
-            queries,
-            loaded if str(queries.dtype) == "float16" else T.cast(loaded, f"{queries.dtype}x{UNIT}"),
-            r,
-            at(unit * UNIT, UNIT),
-        )
+CHOICES = {"threads": (32, 64, 128, 256), "rows": (4, 8, 16)}
+
+
+def space(op: CausalAttention, arch: Device) -> Space:
+    layer = op.layer
+
+    def kernel(plan: Plan) -> Kernel:
+        waves = waves_of(arch, plan.rows, layer.d, plan.threads)
+        if not waves:
+            raise ValueError(f"{plan} is less than a wave of {arch.name}")
+        groups = layer.kv_heads * -(-op.m * layer.group // plan.rows)
+        return Kernel((plan.rows, waves), groups, waves * arch.wave, plan.rows)
+
+    return Space(Plan, CHOICES, default_plan(layer), kernel)

@@ -12,11 +12,13 @@ wave keeps
 `join_waves` adds up the results of a workgroup's waves.
 """
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.cache import UNIT
+from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
 from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
-from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, join, soft_cap
+from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, Joined, join, soft_cap
 from mlc_amd.schedules.gpu.base.device import (
     dot2,
     each,
@@ -28,10 +30,12 @@ from mlc_amd.schedules.gpu.base.device import (
     wave_max,
     wave_sum,
 )
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, local, opaque, put
 from mlc_amd.schedules.gpu.base.step import when
-from mlc_amd.schedules.operators.attention import PAGE
+from mlc_amd.schedules.operators.attention import PAGE, Attention
+from mlc_amd.schedules.tir import Buffer, Expr
 
 STEP = PAGE  # keys of a block, at most: the maximum is renewed once per block
 LATENT_UNITS = 4  # of keys, loaded at once in latent attention, whose outputs take most registers
@@ -47,7 +51,7 @@ class Rows:
     batch: int
     value: Units
 
-    def __init__(self, arch, attention, count, lane, step):
+    def __init__(self, arch: Device, attention: Attention, count: int, lane: Expr, step: int):
         self.arch, self.attention, self.count, self.d, self.lane = arch, attention, count, attention.d, lane
         self.value_d, self.latent = attention.value_d, attention.values > 0
         self.units = -(-attention.values // UNIT // arch.wave)  # of a lane, of a value in latent attention
@@ -55,20 +59,20 @@ class Rows:
         self.columns = self.units * UNIT if self.latent else -(-attention.d // arch.wave)
         self.top, self.total, self.out = local(count), local(count), local(count * self.columns)
 
-    def column(self, x):
+    def column(self, x: Expr) -> Expr:
         """The column of this lane's element x (its own or, beyond the end, the last one)."""
         first = x * self.arch.wave
         whole = self.d % self.arch.wave == 0 or (isinstance(x, int) and first + self.arch.wave <= self.d)
         return T.Bind(first + self.lane if whole else T.min(first + self.lane, T.int32(self.d - 1)))
 
-    def _unit(self, u):
+    def _unit(self, u: Expr) -> tuple[Expr, Expr]:
         """(this lane's unit number u of a value in latent attention, whether it has one; None: each lane has)."""
         first, count = u * self.arch.wave, self.value_d // UNIT
         if first + self.arch.wave <= count:
             return T.Bind(first + self.lane), None
         return T.Bind(T.min(first + self.lane, T.int32(count - 1))), first + self.lane < count
 
-    def _own_columns(self):
+    def _own_columns(self) -> Iterator[tuple[int, Expr, Expr]]:
         """Yields (x, its column, whether the lane has one; None: it has) of this lane's elements."""
         for x in range(self.columns):
             if self.latent:
@@ -78,7 +82,7 @@ class Rows:
                 column = x * self.arch.wave + self.lane
                 yield x, column, None if (x + 1) * self.arch.wave <= self.d else column < self.d
 
-    def start(self):
+    def start(self) -> None:
         """Initializes the state: no key seen yet."""
         for r in each(self.arch, self.count):
             put(self.top, T.float32(LOWEST), r)
@@ -86,18 +90,18 @@ class Rows:
             for x in range(self.columns):
                 put(self.out, T.float32(0), r * self.columns + x)
 
-    def _lane_keys(self, first):
+    def _lane_keys(self, first: Expr) -> list[Expr]:
         """The keys that this lane scores, of the block whose first key is `first`; or their places, if that is the
         first one's."""
         return [T.Bind(first + (j * self.arch.wave + self.lane)) for j in range(self.keys)]
 
-    def _cap_scores(self, scores):
+    def _cap_scores(self, scores: Sequence[Expr]) -> None:
         """Applies the layer's softcap, if it has one, to the registers `scores`."""
         if self.attention.softcap:
             for i in each(self.arch, self.count * self.keys):
                 put(scores, soft_cap(self.attention, scores[i]), i)
 
-    def rescale(self, r, largest):
+    def rescale(self, r: Expr, largest: Expr) -> Expr:
         """Renews row r's maximum, given the largest score of the block. Returns it."""
         now = opaque(maximum(self.top[r], largest))
         shrink = opaque(exp2(self.top[r] - now))  # 1 while nothing was seen: both are LOWEST
@@ -107,7 +111,7 @@ class Rows:
             put(self.out, self.out[r * self.columns + x] * shrink, r * self.columns + x)
         return now
 
-    def _load_values(self, block, first):
+    def _load_values(self, block: KeyBlock, first: Expr) -> None:
         """Loads a batch of the block's values, units first .., or in latent attention as many keys as these have."""
         if self.latent:
             places = [self._unit(u)[0] for u in range(self.units)]
@@ -127,7 +131,7 @@ class WaveRows(Rows):
     """`Rows` in the instructions of AMD's own API. Weights are rounded to float16 for packed products, and reach the
     lanes as scalars."""
 
-    def __init__(self, arch, attention, count, lane):
+    def __init__(self, arch: Device, attention: Attention, count: int, lane: Expr):
         super().__init__(arch, attention, count, lane, STEP)
         share = 1 if count <= 8 else 4  # of the registers, that loads can have
         units = self.d // UNIT
@@ -139,9 +143,16 @@ class WaveRows(Rows):
         self.key = Units(attention, self.keys * self.key_batch, "key")
         self.value = Units(attention, self.columns * self.batch, "value")
 
-    def step(self, block, queries, sees, zero):
+    def step(
+        self,
+        block: KeyBlock,
+        queries: Buffer,
+        sees: Callable[[int, Expr], Expr],
+        zero: Expr,
+        following: KeyBlock | None = None,
+    ) -> None:
         """Processes a `KeyBlock` of STEP keys. queries: float16 [count, d] in LDS; sees(r, key): whether row r sees a
-        key.
+        key. following: unused.
 
         zero: of `step.opaque_zero`; otherwise the compiler moves the loads of all queries out of the loop, into
         registers that do not exist.
@@ -157,7 +168,7 @@ class WaveRows(Rows):
                 self._load_values(block, first)
             self._add_values(first, words)
 
-    def _score(self, block, places, queries, zero):
+    def _score(self, block: KeyBlock, places: Sequence[Expr], queries: Buffer, zero: Expr) -> None:
         for i in range(self.count * self.keys):
             put(self.scores, T.float32(0), i)
         for first in range(0, self.d // UNIT, self.key_batch):
@@ -176,14 +187,14 @@ class WaveRows(Rows):
                 if self.latent:  # there are more queries than registers
                     schedule_fence(0)
 
-    def _dot_unit(self, sums, place, unit, first, words):
+    def _dot_unit(self, sums: Expr, place: Expr, unit: Expr, first: Expr, words: Sequence[Expr]) -> None:
         """sums[place] += the dot product of eight pairs of float16: unit[first:first+4] and `words`."""
         total = sums[place]
         for i, word in enumerate(words):
             total = dot2(self.arch, unit[first + i], word, total)
         put(sums, total, place)
 
-    def _weigh(self, r, seen):
+    def _weigh(self, r: Expr, seen: Sequence[Expr]) -> list[Expr]:
         """Turns a row's scores into weights, rescales its state. Returns, per key of a lane, a word: in even lanes the
         float16 weights of the lane's key and the next lane's."""
         scores = [self.scores[r * self.keys + j] for j in range(self.keys)]
@@ -200,7 +211,7 @@ class WaveRows(Rows):
             words.append(opaque(low | shuffle_xor(self.arch, opaque(T.shift_left(low, T.int32(16))), 1)))
         return words
 
-    def _add_values(self, first, words):
+    def _add_values(self, first: Expr, words: Sequence[Sequence[Expr]]) -> None:
         """Adds the loaded batch of values, weighted."""
         for i in range(self.batch):
             j, lane = divmod((first + i) * UNIT, self.arch.wave)
@@ -214,7 +225,7 @@ class WaveRows(Rows):
                     self._dot_unit(self.out, r * self.columns + x, *units[x], weights)
             schedule_fence(SCALARS)
 
-    def _add_keys(self, first, words, lane):
+    def _add_keys(self, first: Expr, words: Sequence[Expr], lane: Expr) -> None:
         """Adds UNIT keys' loaded values, from number `first` of the batch on. Units of two keys have pairs of columns:
         products take pairs of keys. words: of each row, weights as of `_weigh`, those of these keys from `lane` on."""
         for pair in range(WORDS):
@@ -232,12 +243,12 @@ class WaveRows(Rows):
             schedule_fence(SCALARS)
         schedule_fence(0)  # loads of the next keys would take the registers of these
 
-    def sums(self, values):
+    def sums(self, values: Iterable[Expr]) -> Iterable[Expr]:
         """Yields the sum over the wave's lanes of each of `values`, of which there is one per row."""
         for x in values:
             yield wave_sum(self.arch, x)
 
-    def join_waves(self, wave, waves):
+    def join_waves(self, wave: Expr, waves: int) -> Callable[[Expr, Expr], Joined]:
         """Stores the results of this wave (number `wave` of `waves`) into LDS. Returns quad(r, column) of
         `softmax.join`."""
         tops, totals = (T.alloc_buffer((self.count, waves), "float32", scope="shared") for _ in range(2))

@@ -15,16 +15,21 @@ through shared memory, as the outputs do in the end. A lane's state is that of r
     total   the sum of the weights of this lane's keys
 """
 
+from collections.abc import Callable, Sequence
+
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_prefill_coop import LIMIT, START
-from mlc_amd.schedules.gpu.attention.cache import UNIT
+from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
 from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
-from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, join, soft_cap
+from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, Joined, join, soft_cap
 from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, maximum, wave_barrier, wave_max, wave_sum
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put
+from mlc_amd.schedules.operators.attention import Attention
+from mlc_amd.schedules.tir import Buffer, Expr
 
 QUADS = 4  # lanes that share a row
 CHUNK = QUADS * UNIT  # columns, or keys, that two products sum over
@@ -37,24 +42,24 @@ OTHER_BYTES = 1 << 10  # of shared memory for what is small and of a fixed size
 MOST_AHEAD = 8
 
 
-def suits(arch, attention) -> bool:
+def suits(arch: Device, attention: Attention) -> bool:
     """Whether the arch's matrices and the layer are such as `MatrixRows` takes."""
     lanes = arch.wave // QUADS
     known = arch.lane_matrix == (2 * lanes, lanes, QUADS * HALF)
     return known and attention.d % CHUNK == 0 and not attention.values
 
 
-def row_tiles(arch, count) -> int:
+def row_tiles(arch: Device, count: int) -> int:
     """Tiles of n rows for `count` rows."""
     return -(-count // arch.lane_matrix[1])
 
 
-def _wave_units(arch, d, count, step) -> int:
+def _wave_units(arch: Device, d: int, count: int, step: int) -> int:
     """Units of WIDTH float32 of shared memory that a wave has: scores, in the end outputs."""
     return row_tiles(arch, count) * arch.lane_matrix[1] * (max(d, step) // WIDTH + PAD)
 
 
-def waves_of(arch, count, d, threads, step) -> int:
+def waves_of(arch: Device, count: int, d: int, threads: int, step: int) -> int:
     """Waves of a workgroup for `count` rows of `d` elements: those of `threads`, fewer where there is too little shared
     memory. ValueError if it does not suffice for one."""
     waves = min(threads, arch.threads) // arch.wave
@@ -73,7 +78,9 @@ class MatrixRows:
     `attention_rows.Rows`. step: keys of a block; ahead: whether the keys of the next block are loaded while this one is
     multiplied, if registers hold them."""
 
-    def __init__(self, arch, attention, count, lane, wave, waves, step, ahead):
+    def __init__(
+        self, arch: Device, attention: Attention, count: int, lane: Expr, wave: Expr, waves: int, step: int, ahead: bool
+    ):
         self.arch, self.attention, self.count, self.d, self.lane = arch, attention, count, attention.d, lane
         self.m, self.n, _ = arch.lane_matrix
         self.row, self.quad = T.Bind(lane // QUADS), T.Bind(lane % QUADS)
@@ -92,10 +99,11 @@ class MatrixRows:
         self.factors = T.alloc_buffer((waves * self.tiles * arch.wave,), f"float32x{WIDTH}", scope=WAVE_SHARED)
         self.base, self.factor_base = T.Bind(wave * self.wave_units), T.Bind(wave * (self.tiles * arch.wave))
 
-    def _new(self, kind, count):
-        return Fragments(kind, count, self.arch.lane_matrix)
+    def _new(self, kind: str, count: int) -> Fragments:
+        m, n, k = self.arch.lane_matrix
+        return Fragments(kind, count, (m, n, k))
 
-    def start(self):
+    def start(self) -> None:
         """Initializes the state: no key seen yet."""
         for t in range(self.tiles):
             put(self.top, T.float32(LOWEST / 2), t)  # above the scores of keys that are not seen: their weights are 0
@@ -106,13 +114,13 @@ class MatrixRows:
         self.factor.fill(0, 0)
 
     @staticmethod
-    def _clear(fragments):
+    def _clear(fragments: Fragments) -> None:
         for i in range(fragments.count):
             fragments.fill(i, 0)
 
     # ---- operands
 
-    def load_queries(self, unit):
+    def load_queries(self, unit: Callable[[Expr, Expr], Expr]) -> None:
         """unit(row, c): float16x8, unit c of a row's query, scaled and rotated. Rows after the last one have its
         query."""
         for t in range(self.tiles):
@@ -124,25 +132,25 @@ class MatrixRows:
                         place = (t * self.chunks + c) * PRODUCTS + p
                         self.query.set(place, e, lane_of(found, p * HALF + e))
 
-    def load_keys(self, block):
+    def load_keys(self, block: KeyBlock) -> None:
         """Loads the lane's units of the block's keys."""
         for c in range(self.chunks):
             for i in range(self.key_tiles * 2):
                 place = block.place0 + (i * self.n + self.row)
                 self.key.load_key(c * self.key_tiles * 2 + i, block, place, T.Bind(c * QUADS + self.quad))
 
-    def _load_values(self, block, group):
+    def _load_values(self, block: KeyBlock, group: int) -> None:
         """Loads the lane's units of the values of CHUNK keys, number `group` of the block."""
         for x in range(self.columns * 2):
             self.value.load_value(x, block, T.Bind(group * QUADS + self.quad), T.Bind(x * self.n + self.row))
 
     @staticmethod
-    def _vector(units, number):
+    def _vector(units: Units, number: Expr) -> Expr:
         """Unit `number` of loaded units as float16x8."""
         words, first = units.pairs(number)
         return T.Bind(T.reinterpret(f"float16x{UNIT}", words[at(first, WORDS)]))
 
-    def _set_a(self, units, p):
+    def _set_a(self, units: Sequence[Expr], p: Expr) -> None:
         """Operand A of product p becomes the lane's parts of two units, float16x8."""
         for i, unit in enumerate(units):
             for e in range(HALF):
@@ -150,7 +158,14 @@ class MatrixRows:
 
     # ---- blocks of keys
 
-    def step(self, block, queries, sees, zero, following=None):
+    def step(
+        self,
+        block: KeyBlock,
+        queries: Buffer,
+        sees: Callable[[int, Expr], Expr],
+        zero: Expr,
+        following: KeyBlock | None = None,
+    ) -> None:
         """As `attention_rows_vulkan.VulkanRows.step`; queries and zero: unused. All rows see the same keys."""
         if following is None:
             self.load_keys(block)
@@ -167,7 +182,7 @@ class MatrixRows:
             self._add_values([of[group * UNIT : (group + 1) * UNIT] for of in weights])
         wave_barrier()
 
-    def _score(self):
+    def _score(self) -> None:
         """Leaves the scores of the loaded keys in shared memory: rows of keys."""
         self._clear(self.sums)
         for c in range(self.chunks):
@@ -184,7 +199,7 @@ class MatrixRows:
                 self.sums.store(i * self.tiles + t, place, self.row_units * WIDTH, "col_major")
         wave_barrier()
 
-    def _own_scores(self, block, sees):
+    def _own_scores(self, block: KeyBlock, sees: Callable[[int, Expr], Expr]) -> list[list[Expr]]:
         """[tile][key of the lane], in registers: LOWEST for keys that are not seen."""
         keys = [block.key0 + (g * CHUNK + i) + self.quad * UNIT for g in range(self.groups) for i in range(UNIT)]
         seen, found = [T.Bind(sees(0, key)) for key in keys], []
@@ -199,13 +214,13 @@ class MatrixRows:
         return found
 
     @staticmethod
-    def _largest(scores):
+    def _largest(scores: Sequence[Expr]) -> Expr:
         largest = scores[0]
         for x in scores[1:]:
             largest = maximum(largest, x)
         return T.Bind(largest)
 
-    def _renew(self, largest):
+    def _renew(self, largest: Sequence[Expr]) -> None:
         """Rescales what came before if a weight would be too large. largest: the largest of the lane's scores, of each
         tile."""
         worst = self._largest([T.Bind(x - self.top[t]) for t, x in enumerate(largest)])
@@ -228,7 +243,7 @@ class MatrixRows:
                         self.out.set(x, e, self.out.get(x, e) * factor)
             wave_barrier()
 
-    def _weigh(self, t, scores):
+    def _weigh(self, t: int, scores: Sequence[Expr]) -> list[Expr]:
         """The weights of a tile's scores, float16, which are added to its total."""
         top, found, total = T.Bind(self.top[t]), [], self.total[t]
         for score in scores:
@@ -237,7 +252,7 @@ class MatrixRows:
         put(self.total, total, t)
         return found
 
-    def _add_values(self, weights):
+    def _add_values(self, weights: Sequence[Sequence[Expr]]) -> None:
         """Adds the loaded values of CHUNK keys, weighted. weights: of each tile, of the lane's keys."""
         for t, of in enumerate(weights):
             for e, weight in enumerate(of):
@@ -251,7 +266,7 @@ class MatrixRows:
 
     # ---- a key that is not in the cache
 
-    def add_key(self, key, value):
+    def add_key(self, key: Callable[[Expr], list[Expr]], value: Callable[[Expr], Expr]) -> None:
         """Adds one key, which all rows see. key(c): unit c as eight float32; value(column): its value, float16. Of
         the lanes that share a row the first one has its weight, the others 0."""
         first = T.Bind(self.quad == 0)
@@ -279,7 +294,7 @@ class MatrixRows:
 
     # ---- the end
 
-    def join_waves(self, wave, waves):
+    def join_waves(self, wave: Expr, waves: int) -> Callable[[Expr, Expr], Joined]:
         """As `attention_rows.Rows.join_waves`."""
         tops, totals = (T.alloc_buffer((self.count, waves), "float32", scope="shared") for _ in range(2))
         for t in range(self.tiles):
@@ -292,7 +307,7 @@ class MatrixRows:
                 self.out.store(x * self.tiles + t, place, self.out_units * WIDTH, "col_major")
         barrier()
 
-        def out(w, r, column):
+        def out(w: Expr, r: Expr, column: Expr) -> list[Expr]:
             unit = T.Bind(self.shared[w * self.wave_units + r * self.out_units + column // WIDTH])
             return [lane_of(unit, i) for i in range(WIDTH)]
 

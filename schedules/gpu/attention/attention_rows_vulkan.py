@@ -6,6 +6,7 @@ has its own part, so that two loads read eight of them; products are float32 mul
 once for all rows; and loops over rows stay loops for most drivers (`device.each`).
 """
 
+from collections.abc import Callable, Iterable, Sequence
 from math import gcd
 from typing import NamedTuple
 
@@ -13,9 +14,9 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.attention_rows import STEP, Rows, WaveRows
-from mlc_amd.schedules.gpu.attention.cache import UNIT
+from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
 from mlc_amd.schedules.gpu.attention.cache_units import Units
-from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, join
+from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, Joined, join
 from mlc_amd.schedules.gpu.base.device import (
     WAVE_SHARED,
     barrier,
@@ -31,6 +32,8 @@ from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import local, opaque, put
 from mlc_amd.schedules.gpu.base.step import when
+from mlc_amd.schedules.operators.attention import Attention
+from mlc_amd.schedules.tir import Buffer, Expr
 
 # 16-byte loads in flight per lane. Fewer loads make less code.
 LOADS, FEWER_LOADS = 8, 4
@@ -38,12 +41,12 @@ OTHER_BYTES = 1 << 10  # of shared memory for what is small and of a fixed size
 SPLITS = 32  # maximum of splits whose weights are in shared memory
 
 
-def query_dtype(arch) -> str:
+def query_dtype(arch: Device) -> str:
     """The type of queries in shared memory, that in which they are multiplied."""
     return "float16" if arch.api == "rocm" else "float32"
 
 
-def waves_of(arch, count, d, threads) -> int:
+def waves_of(arch: Device, count: int, d: int, threads: int) -> int:
     """Waves of a workgroup for `count` rows of `d` elements: those of `threads`, fewer where the arch or its shared
     memory has no more. UserError if it does not suffice for one."""
     waves = min(threads, arch.threads) // arch.wave
@@ -73,7 +76,16 @@ def key_loads(arch: Device) -> KeyLoads:
     return KeyLoads(LOADS if arch.registers else FEWER_LOADS)
 
 
-def rows_of(arch, attention, count, lane, wave, waves, step=STEP, loads: KeyLoads | None = None) -> Rows:
+def rows_of(
+    arch: Device,
+    attention: Attention,
+    count: int,
+    lane: Expr,
+    wave: Expr,
+    waves: int,
+    step: int = STEP,
+    loads: KeyLoads | None = None,
+) -> "DotRows":
     """The state of `count` rows of a wave, number `wave` of `waves` in its workgroup. step: keys of a block, on "rocm"
     STEP; loads: None for those of the rule."""
     if arch.api == "rocm":
@@ -84,7 +96,17 @@ def rows_of(arch, attention, count, lane, wave, waves, step=STEP, loads: KeyLoad
 class VulkanRows(Rows):
     """`Rows` for Vulkan; weights are not rounded to float16."""
 
-    def __init__(self, arch, attention, count, lane, wave, waves, step, loads: KeyLoads):
+    def __init__(
+        self,
+        arch: Device,
+        attention: Attention,
+        count: int,
+        lane: Expr,
+        wave: Expr,
+        waves: int,
+        step: int,
+        loads: KeyLoads,
+    ):
         super().__init__(arch, attention, count, lane, step)
         self.step_keys, self.ahead = step, loads.ahead
         self.key_batch, self.batch = (
@@ -104,14 +126,21 @@ class VulkanRows(Rows):
         registers for long."""
         return self.ahead and self.key_batch == self.d // UNIT
 
-    def load_keys(self, block, first=0):
+    def load_keys(self, block: KeyBlock, first: Expr = 0) -> None:
         """Loads a batch of the block's keys, units first .."""
         places = self._lane_keys(block.place0)
         for c in range(self.key_batch):
             for j, place in enumerate(places):
                 self.key.load_key(c * self.keys + j, block, place, first + c)
 
-    def step(self, block, queries, sees, zero, following=None):
+    def step(
+        self,
+        block: KeyBlock,
+        queries: Buffer,
+        sees: Callable[[int, Expr], Expr],
+        zero: Expr,
+        following: KeyBlock | None = None,
+    ) -> None:
         """Processes a `KeyBlock`. queries: [count, d] in shared memory; sees(r, key): whether row r sees a key. zero:
         unused. following: the block of the next step, if this one's keys are loaded already."""
         keys = self._lane_keys(block.key0)
@@ -132,7 +161,7 @@ class VulkanRows(Rows):
                 self._add_values(b * self.batch)
         wave_barrier()
 
-    def _score(self, block, queries, loaded):
+    def _score(self, block: KeyBlock, queries: Buffer, loaded: bool) -> None:
         for r in each(self.arch, self.count):
             for j in range(self.keys):
                 put(self.scores, T.float32(0), r * self.keys + j)
@@ -146,7 +175,7 @@ class VulkanRows(Rows):
                     query = [T.Bind(T.cast(queries[r, first + e], "float32")) for e in range(UNIT)]
                     self._multiply(self.scores, r * self.keys, reals, query)
 
-    def _multiply(self, sums, first, units, factors):
+    def _multiply(self, sums: Expr, first: Expr, units: Sequence[Sequence[Expr]], factors: Sequence[Expr]) -> None:
         """sums[first + i] += the dot product of units[i] and `factors`."""
         for i, unit in enumerate(units):
             total = sums[first + i]
@@ -154,7 +183,7 @@ class VulkanRows(Rows):
                 total = fma(x, factor, total)
             put(sums, total, first + i)
 
-    def _weigh(self, seen):
+    def _weigh(self, seen: Sequence[Sequence[Expr]]) -> None:
         """Turns scores into weights, in shared memory, and rescales the state. seen: for each row, whether it sees the
         lane's keys."""
         tops = []
@@ -172,11 +201,13 @@ class VulkanRows(Rows):
                 put(self.total, self.total[r] + weight, r)
                 put(self.shared, weight, self.place + r * self.stride + j * self.arch.wave + self.lane)
 
-    def sums(self, values):
+    def sums(self, values: Iterable[Expr]) -> Iterable[Expr]:
         """As `attention_rows.Rows.sums`."""
         return self._across([opaque(x) for x in values], wave_sum, lambda a, b: a + b)
 
-    def _across(self, values, reduced, op):
+    def _across(
+        self, values: Sequence[Expr], reduced: Callable[[Device, Expr], Expr], op: Callable[[Expr, Expr], Expr]
+    ) -> list[Expr]:
         """The reduction of each of `values` (one per row) over the wave's lanes, in all lanes. Without subgroups, one
         pair of barriers serves all rows."""
         if self.arch.subgroups:
@@ -193,7 +224,7 @@ class VulkanRows(Rows):
         wave_barrier()
         return [opaque(found[r]) for r in range(len(values))]
 
-    def _add_values(self, first):
+    def _add_values(self, first: Expr) -> None:
         """Adds the loaded batch of values, weighted; `first`: its first unit of the step."""
         for i in range(self.batch):
             if self.latent:
@@ -205,7 +236,7 @@ class VulkanRows(Rows):
                 weights = [T.Bind(self.shared[place + e]) for e in range(UNIT)]
                 self._multiply(self.out, r * self.columns, reals, weights)
 
-    def _add_keys(self, first, key):
+    def _add_keys(self, first: Expr, key: Expr) -> None:
         """Adds UNIT keys' loaded values, from number `first` of the batch on; key: the number of the first in the
         block."""
         for i in range(UNIT):
@@ -217,7 +248,7 @@ class VulkanRows(Rows):
                         place = r * self.columns + (u * UNIT + e)
                         put(self.out, fma(x, weight, self.out[place]), place)
 
-    def join_waves(self, wave, waves):
+    def join_waves(self, wave: Expr, waves: int) -> Callable[[Expr, Expr], Joined]:
         """As `attention_rows.Rows.join_waves`."""
         tops, totals = (T.alloc_buffer((self.count, waves), "float32", scope="shared") for _ in range(2))
         for r, total in enumerate(self.sums(self.total[r] for r in range(self.count))):
@@ -229,7 +260,10 @@ class VulkanRows(Rows):
                     put(self.shared, self.out[r * self.columns + x], self.place + r * self.stride + column)
         barrier()
 
-        def out(w, r, column):
+        def out(w: Expr, r: Expr, column: Expr) -> list[Expr]:
             return [self.shared[(w * self.count + r) * self.stride + (column + i)] for i in range(WIDTH)]
 
         return join(tops, totals, waves, out)
+
+
+DotRows = WaveRows | VulkanRows  # of products per lane

@@ -5,6 +5,7 @@ determines, in the kernel, which split of which row a workgroup has: a row that 
 others, none has more than it would have alone, and there are no more workgroups than splits with something to do.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import opaque
 from mlc_amd.schedules.gpu.base.step import FEW
 from mlc_amd.schedules.operators.attention import Attention
+from mlc_amd.schedules.tir import Buffer, Expr
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def _on_matrices(attention: Attention, arch: Device, m: int) -> MatrixDecodePlan
     return replace(MATRIX, threads=threads, fill=max(UNIT_THREADS // threads, 1))
 
 
-def _group(plan, shared) -> int:
+def _group(plan: DecodePlan, shared: int) -> int:
     """The query heads that a workgroup has, of `shared` ones with the same KV head."""
     return next(n for n in range(min(plan.rows, shared), shared + 1) if shared % n == 0)
 
@@ -114,28 +116,28 @@ class Splits(NamedTuple):
     matrix: bool = False
     loads: KeyLoads | None = None
 
-    def workgroups(self, m) -> int:
+    def workgroups(self, m: int) -> int:
         """Of m rows, for each group of query heads: as many as there may be splits with something to do."""
         return min(m * self.count, self.fill + m) if m > 1 else self.count
 
-    def least(self, total):
+    def least(self, total: Expr) -> Expr:
         """The blocks that a split of several rows has at least. total: of all rows."""
         return T.Bind(T.max((total + (self.fill - 1)) // self.fill, T.int32(self.waves)))
 
-    def least_whole(self, arch, steps, least):
+    def least_whole(self, arch: Device, steps: list[Expr], least: Expr) -> Expr:
         """As `least`, where each of a row's splits counts as if it had `least` blocks: of more than `fill` the last
         would begin when the first end. steps: blocks of the rows of a lane; least: of `least`."""
         whole = [T.Bind(T.Select(x > least, self._count(x, least) * least, x)) for x in steps]
         return self.least(wave_sum(arch, T.Bind(sum(whole[1:], whole[0]))))
 
-    def _count(self, steps, least):
+    def _count(self, steps: Expr, least: Expr) -> Expr:
         """The splits of so many blocks."""
         if not self.matrix:
             return T.truncdiv(steps + least - 1, least)
         # exact below 2**20 blocks, and faster than a division of integers
         return T.cast((T.cast(steps + least, "float32") - T.float32(0.5)) / T.cast(least, "float32"), "int32")
 
-    def active(self, steps, least=None):
+    def active(self, steps: Expr, least: Expr = None) -> Expr:
         """The number of splits that have a block to process, at least one. steps: blocks in all; least: of `least`,
         None for one row."""
         one = least is None
@@ -143,11 +145,11 @@ class Splits(NamedTuple):
         count = T.max(T.min(splits, T.int32(self.count)), T.int32(1))
         return T.Bind(count if self.alone == 1 else T.Select(steps <= self.waves * self.alone, T.int32(1), count))
 
-    def share(self, steps, split, wave, active, several):
+    def share(self, steps: Expr, split: Expr, wave: Expr, active: Expr, several: bool) -> tuple[Expr, Expr, Expr]:
         """(the first block of a wave, the distance to its next one, how many it has) of `steps` blocks. With `several`
         rows blocks are divided among the active splits; with one to all splits, unless one is active alone."""
 
-        def rest(streams):
+        def rest(streams: Expr) -> Expr:
             return T.max((steps - stream + streams - 1) // streams, T.int32(0))
 
         stream, streams = T.Bind(split * self.waves + wave), self.count * self.waves
@@ -161,12 +163,12 @@ class Splits(NamedTuple):
         return stream, distance, T.Select(one, rest(self.waves), rest(streams))
 
 
-def splits_of(attention: Attention, arch, plan: DecodePlan | None = None, m=1) -> Splits:
+def splits_of(attention: Attention, arch: Device, plan: DecodePlan | None = None, m: int = 1) -> Splits:
     """The splits of a layer for m rows: no more than the visible keys have blocks for, than fill the GPU, than a wave
     has lanes to join them. ValueError for a plan that the arch cannot run."""
     plan = plan or default_plan(attention, arch, m)
-    heads, kv_heads, d, span = attention.heads, attention.kv_heads, attention.d, attention.span
-    matrix, shared = isinstance(plan, MatrixDecodePlan), heads if attention.values else group_of(heads, kv_heads)
+    kv_heads, d, span = attention.kv_heads, attention.d, attention.span
+    matrix, shared = isinstance(plan, MatrixDecodePlan), attention.group if attention.values else group_of(attention)
     group = _group(plan, shared)
     parts = shared // group
     if plan.step != STEP and (arch.api == "rocm" or plan.step % arch.wave or plan.step > STEP):
@@ -188,7 +190,9 @@ def splits_of(attention: Attention, arch, plan: DecodePlan | None = None, m=1) -
     return Splits(count, waves, threads, group, value_d, plan.step, batch, parts, maximum, alone, fill, matrix, loads)
 
 
-def split_of(arch, attention, splits, places, m, count, workgroup, lane):
+def split_of(
+    arch: Device, attention: Attention, splits: Splits, places: Buffer, m: int, count: Expr, workgroup: Expr, lane: Expr
+) -> tuple[Expr, Expr, Expr, Expr]:
     """Assigns the splits of the first `count` of m rows to workgroups, those of row 0 first. (Whether this workgroup
     has one, its row, the number of its split, the splits of that row), the same in all lanes. Each wave computes it: a
     lane has a row or several."""
@@ -203,7 +207,9 @@ def split_of(arch, attention, splits, places, m, count, workgroup, lane):
     return word > 0, fields[2], fields[1], fields[0]
 
 
-def splits_of_rows(arch, attention, splits, places, m, count, lane):
+def splits_of_rows(
+    arch: Device, attention: Attention, splits: Splits, places: Buffer, m: int, count: Expr, lane: Expr
+) -> Iterator[tuple[Expr, Expr, Expr]]:
     """Yields, for each row that a lane has: (row, its splits, those of all rows before it)."""
     steps = []
     for first in range(0, m, arch.wave):

@@ -1,45 +1,81 @@
-"""The parameters that the kernels of attention between rotated queries and the cache share.
+"""The parameters that the kernels of attention share.
 
-In: an `Attention` layer, the step's rows, the output's layout. Out: `Step`. `attention_decode.py` has a kernel for the
-single rows of a step, `attention_prefill*.py` for its chunk; `attention.py` combines them.
+In: an operator. Out: `Step`. `attention_decode.py` has the launch for the single rows of a step,
+`attention_prefill*.py` those for its chunk; `attention.py` combines them.
 """
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tvm.tirx.script import builder as T
 
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.attention_join import scratch_args
-from mlc_amd.schedules.gpu.attention.cache import Cache, pages_arg, rows_arg
+from mlc_amd.schedules.gpu.attention.cache import Cache, Chunk, pages_arg, rows_arg
+from mlc_amd.schedules.gpu.attention.rope_kv_write import Sources, rope_args
 from mlc_amd.schedules.gpu.attention.softmax import output_args, sinks_arg
+from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.quantize import emit_store
 from mlc_amd.schedules.gpu.base.step import kernel, state_arg
-from mlc_amd.schedules.operators.attention import Attention
+from mlc_amd.schedules.operators.attention import Attention, CausalAttention, RopeAttention
+from mlc_amd.schedules.tir import Buffer, Expr
 
 SCRATCH = ("Parts", "Arrived")
 
 
 class Step(NamedTuple):
-    """Parameters. scratch: of `attention_join.scratch_args`, or None; sinks: None for layers without; out: of
+    """An operator and its kernel's parameters. Q: rotated queries, or `sources`; scratch: of
+    `attention_join.scratch_args`, empty where no row is single; sinks: None for layers without; out: of
     `output_args`."""
 
-    state: object
-    rows: object
-    Q: object
+    op: CausalAttention | RopeAttention
+    state: Buffer
+    rows: Buffer
+    Q: Buffer
+    sources: Sources | None
     cache: Cache
-    sinks: object
-    scratch: list | None
-    out: list
+    sinks: Buffer
+    scratch: list[Buffer]
+    out: list[Buffer]
+
+    @property
+    def layer(self) -> Attention:
+        return self.op.layer
+
+    def chunk(self) -> Chunk:
+        """The chunk of the step."""
+        return Chunk(self.op, self.state, self.rows)
+
+    def singles(self) -> Expr:
+        """The number of single rows, in a register."""
+        live = self.state[1 if self.op.m == self.op.single else 0]
+        return T.Bind(T.min(live, T.int32(self.op.single)))
+
+    def store(self, arch: Device, y: Sequence[Expr], row: Expr, column: Expr, valid: Expr | None) -> None:
+        """Stores four columns of a row of the output where `valid` holds (None: always)."""
+        emit_store(arch, self.op.layout, self.out, list(y), row, column, valid)
+
+    def refuse_blocks(self) -> None:
+        """UserError for the layout "rows", whose blocks no lane has on matrix units."""
+        if self.op.layout == "rows":
+            raise UserError(
+                "attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately"
+            )
 
 
 @contextmanager
-def attention_step(attention: Attention, m, layout, name, splits=False):
+def attention_step(op: CausalAttention | RopeAttention, name: str) -> Iterator[tuple[Any, Step]]:
     """`with attention_step(..) as (ir, step):` declares and emits a kernel (state int32[4], rows int32[m, 2], pages of
-    `pages_arg`, Qo float16 [m, heads, width], the cache as in `cache.py`, [Sinks float32 [heads]], with `splits` Parts,
-    Arrived of `attention_join.scratch_shapes`, then the output [m, heads*value_d] in that `layout`). UserError for
-    shapes that `cache_types` or `output_args` refuses."""
-    with kernel(name, coherent=SCRATCH if splits else ()) as ir:
-        state, rows, pages = state_arg(), rows_arg(m), pages_arg(attention)
-        Q = T.arg("Qo", T.buffer((m, attention.heads, attention.width), "float16"))
-        cache, sinks = Cache(attention, pages), sinks_arg(attention)
-        scratch = scratch_args(attention.heads, attention.value_d) if splits else None
-        yield ir, Step(state, rows, Q, cache, sinks, scratch, output_args(attention, m, layout))
+    `pages_arg`, then Qo float16 [m, heads, width] or Q, K, V, [QN, KN], [CS] as for `rope_kv_write`, the cache as in
+    `cache.py`, [Sinks float32 [heads]], where rows may be single ones Parts, Arrived of
+    `attention_join.scratch_shapes`, then the output [m, heads*value_d] in the operator's layout). UserError for shapes
+    that `cache_types`, `rope_args` or `output_args` refuses."""
+    layer, m = op.layer, op.m
+    with kernel(name, coherent=SCRATCH if op.single else ()) as ir:
+        state, rows, pages = state_arg(), rows_arg(m), pages_arg(layer)
+        sources = rope_args(layer, m, op.rope) if isinstance(op, RopeAttention) else None
+        Q = None if sources else T.arg("Qo", T.buffer((m, layer.heads, layer.width), "float16"))
+        cache, sinks = Cache(layer, pages), sinks_arg(layer)
+        scratch = scratch_args(layer.heads, layer.value_d) if op.single else []
+        yield ir, Step(op, state, rows, Q, sources, cache, sinks, scratch, output_args(layer, m, op.layout))

@@ -27,6 +27,7 @@ are valid page numbers, too: masked keys are read. Attention kernels process ali
 (`KeyBlock`), which are in one page. Which keys a row sees (`visible`) goes by position.
 """
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from typing import NamedTuple
 
@@ -34,10 +35,20 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention import cache_codes
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, local, put
 from mlc_amd.schedules.gpu.base.step import live_rows, when
-from mlc_amd.schedules.operators.attention import KV_BLOCK, PAGE, SLOTS, check_quantized
+from mlc_amd.schedules.operators.attention import (
+    KV_BLOCK,
+    PAGE,
+    SLOTS,
+    Attention,
+    CausalAttention,
+    RopeAttention,
+    check_quantized,
+)
+from mlc_amd.schedules.tir import Buffer, Expr
 
 DTYPE = "float16"
 CODE = "int8"
@@ -49,7 +60,7 @@ NOT_NEGATIVE = 0x7FFFFFFF  # a mask: lets address arithmetic split off a page nu
 # ---- layout
 
 
-def cache_types(attention) -> dict:
+def cache_types(attention: Attention) -> dict:
     """k, v .. -> (shape, dtype) of the cache of an `Attention` layer (names: `Attention.cache`) for one sequence of ctx
     positions. UserError unless PAGE divides these and UNIT divides d, as the attention kernels need, or for heads that
     `check_quantized` refuses."""
@@ -72,12 +83,12 @@ def cache_types(attention) -> dict:
     return {name: found[name] for name in attention.cache}
 
 
-def rows_arg(m):
+def rows_arg(m: int) -> Expr:
     """Declares the parameter `rows`."""
     return T.arg("rows", T.buffer((m, 2), "int32"))
 
 
-def pages_arg(attention):
+def pages_arg(attention: Attention) -> Expr:
     """Declares the parameter `pages`."""
     return T.arg("pages", T.buffer((SLOTS, attention.blocks), "int32"))
 
@@ -86,13 +97,13 @@ class KeyBlock(NamedTuple):
     """The keys of KV head `kv` from position key0 on, a block of at most PAGE keys that is aligned to its size. They
     have the places from place0 on of a page."""
 
-    cache: object
-    kv: object
-    key0: object
-    page: object
-    place0: object
+    cache: "Cache"
+    kv: Expr
+    key0: Expr
+    page: Expr
+    place0: Expr
 
-    def key(self, place, c, e=None):
+    def key(self, place: Expr, c: Expr, e: Expr = None) -> Expr:
         """Unit c (elements 8*c ..) of the key in a place of the page, float16. e: instead of the whole unit, an index
         within it; of a quantized cache a ramp of 4 or 8."""
         if self.cache.scales:
@@ -100,51 +111,51 @@ class KeyBlock(NamedTuple):
         tile, inner = self._split(place, KEYS)
         return self.cache.Kc[self.page, self.kv, tile, c, inner, at(0, UNIT) if e is None else e]
 
-    def value(self, i, column, e=None):
+    def value(self, i: Expr, column: Expr, e: Expr = None) -> Expr:
         """Unit i (places place0 + 8*i ..) of a column of the values. e: as for `key`."""
         if self.cache.scales:
             return _half_vector(self.value_codes(i, column, e), self.value_scales(i, column, e), e)
         first, _ = self._split(self.place0, UNIT)
         return self.cache.Vc[self.page, self.kv, first + i, column, at(0, UNIT) if e is None else e]
 
-    def key_codes(self, place, c, e=None):
+    def key_codes(self, place: Expr, c: Expr, e: Expr = None) -> Expr:
         """The codes of `key` of a quantized cache."""
         tile, inner = self._split(place, KEYS)
         pair, half = self._split(c, CODES // UNIT)
         return self.cache.Kc[self.page, self.kv, tile, pair, inner, _within(half, e)]
 
-    def key_scale(self, place, c):
+    def key_scale(self, place: Expr, c: Expr) -> Expr:
         """Their scale, float16."""
         block, _ = self._split(c, KV_BLOCK // UNIT)
         return self.cache.scales[0][self.page, self.kv, block, place]
 
-    def value_codes(self, i, column, e=None):
+    def value_codes(self, i: Expr, column: Expr, e: Expr = None) -> Expr:
         """The codes of `value` of a quantized cache."""
         first, _ = self._split(self.place0, UNIT)
         pair, half = self._split(first + i, CODES // UNIT)
         return self.cache.Vc[self.page, self.kv, pair, column, _within(half, e)]
 
-    def value_scales(self, i, column, e=None):
+    def value_scales(self, i: Expr, column: Expr, e: Expr = None) -> Expr:
         """Their scales, one for each, float16."""
         first, _ = self._split(self.place0, UNIT)
         block, _ = self._split(column, KV_BLOCK)
         return self.cache.scales[1][self.page, self.kv, block, _within(first + i, e)]
 
-    def _split(self, place, size):
+    def _split(self, place: Expr, size: int) -> tuple[Expr, Expr]:
         """place // size and place % size, for a power of two."""
         if self.cache.shifts and not isinstance(place, int):
             return T.shift_right(place, T.int32(size.bit_length() - 1)), place & (size - 1)
         return place // size, place % size
 
 
-def _within(unit, e):
+def _within(unit: Expr, e: Expr) -> Expr:
     """Indices of a row of units: those of a whole unit (e None), or e within it."""
     if e is None:
         return at(unit * UNIT, UNIT)
     return T.ramp(unit * UNIT + e.base, 1, e.lanes)
 
 
-def _half_vector(codes, scales, e):
+def _half_vector(codes: Expr, scales: Expr, e: Expr) -> Expr:
     """Codes as float16: of a whole unit (e None), or those that e says."""
     count = (UNIT if e is None else int(e.lanes)) // cache_codes.BYTES
     words, found = local(count, "uint32"), local(2 * count, "uint32")
@@ -158,33 +169,35 @@ class Cache:
     """Declares the parameters Kc, Vc (None: there are no values apart) and, if they are quantized, `scales`, of an
     `Attention` layer; pages: of `pages_arg`."""
 
-    def __init__(self, attention, pages):
+    def __init__(self, attention: Attention, pages: Buffer):
         self.d, self.pages, self.shifts = attention.d, pages, False
         types = cache_types(attention)
         self.Kc = T.arg("Kc", T.buffer(*types["k"]))
-        self.Vc = T.arg("Vc", T.buffer(*types["v"])) if "v" in types else None
+        self.Vc: Buffer = T.arg("Vc", T.buffer(*types["v"])) if "v" in types else None
         scales = (("Ks", "ks"), ("Vs", "vs")) if attention.quantized else ()
         self.scales = [T.arg(name, T.buffer(*types[which])) for name, which in scales]
 
-    def by_shifts(self):
+    def by_shifts(self) -> "Cache":
         """The same with index arithmetic by shifts, which TVM leaves alone, and not by divisions, which it simplifies;
         a kernel takes what makes less code."""
         found = copy(self)
         found.shifts = True
         return found
 
-    def page(self, slot, position):
+    def page(self, slot: Expr, position: Expr) -> Expr:
         """The page of a position of a slot, as the table has it."""
         return self.pages[slot, T.shift_right(position, T.int32(PAGE.bit_length() - 1))]
 
-    def block(self, kv, key0, page, size) -> KeyBlock:
+    def block(self, kv: Expr, key0: Expr, page: Expr, size: int) -> KeyBlock:
         """Of `size` keys; page: of `Pages`."""
         return KeyBlock(self, kv, key0, page, 0 if size == PAGE else T.Bind(key0 & (PAGE - 1)))
 
-    def _place(self, slot, position):
+    def _place(self, slot: Expr, position: Expr) -> tuple[Expr, Expr]:
         return T.Bind(self.page(slot, position) & NOT_NEGATIVE), T.Bind(position & (PAGE - 1))
 
-    def store_key(self, kv, slot, position, pairs):
+    def store_key(
+        self, kv: Expr, slot: Expr, position: Expr, pairs: Iterable[tuple[Expr, Sequence[tuple[Expr, Expr]]]]
+    ) -> None:
         """Stores the key of one head at `position`. pairs: of (valid, ((element, value), ..)), the elements that this
         lane has; valid: a condition, or None."""
         page, place = self._place(slot, position)
@@ -194,12 +207,23 @@ class Cache:
             ]
             store_valid(valid, self.Kc, stores)
 
-    def store_key_codes(self, arch, kv, slot, position, element, lane):
+    def store_key_codes(
+        self, arch: Device, kv: Expr, slot: Expr, position: Expr, element: Callable[[Expr], Expr], lane: Expr
+    ) -> None:
         """`store_key` of a quantized cache, by the lanes of a wave. element(e): element e of the key, float32, for any
         lane."""
-        self._store_codes(arch, 0, kv, slot, position, lane, element)
+        self._store_codes(arch, 0, kv, slot, position, element, lane)
 
-    def _store_codes(self, arch, which, kv, slot, position, lane, element):
+    def _store_codes(
+        self,
+        arch: Device,
+        which: int,
+        kv: Expr,
+        slot: Expr,
+        position: Expr,
+        element: Callable[[Expr], Expr],
+        lane: Expr,
+    ) -> None:
         """which: 0 for a key, 1 for a value."""
         page, place = self._place(slot, position)
         count = self.d // WIDTH
@@ -218,22 +242,18 @@ class Cache:
             where = begins if valid is None else valid & begins
             store_valid(where, self.scales[which], [((page, kv, e // KV_BLOCK, place), scale)])
 
-    def store_value(self, arch, kv, slot, position, V, row, lane, scale=None):
-        """Stores the value of one head at `position`, V[row, kv*d ..] (float32) times `scale` (None: 1), by the lanes
-        of a wave."""
+    def store_value(
+        self, arch: Device, kv: Expr, slot: Expr, position: Expr, element: Callable[[Expr], Expr], lane: Expr
+    ) -> None:
+        """Stores the value of one head at `position`, by the lanes of a wave. element(e): element e, float32, for any
+        lane."""
         if self.scales:
-
-            def element(e):
-                return V[row, kv * self.d + e] if scale is None else V[row, kv * self.d + e] * scale
-
-            self._store_codes(arch, 1, kv, slot, position, lane, element)
+            self._store_codes(arch, 1, kv, slot, position, element, lane)
             return
         page, place = self._place(slot, position)
-        for first in range(0, self.d, arch.wave):
-            valid = None if first + arch.wave <= self.d else first + lane < self.d
-            e = T.Bind(first + lane if valid is None else T.min(first + lane, T.int32(self.d - 1)))
-            x = V[row, kv * self.d + e] if scale is None else V[row, kv * self.d + e] * scale
-            store_valid(valid, self.Vc, [((page, kv, place // UNIT, e, place % UNIT), T.cast(x, DTYPE))])
+        for valid, e in own_elements(arch, lane, 0, self.d):
+            stores = [((page, kv, place // UNIT, e, place % UNIT), T.cast(element(e), DTYPE))]
+            store_valid(valid, self.Vc, stores)
 
 
 class Pages:
@@ -243,12 +263,12 @@ class Pages:
     key0s: first keys of the first blocks; `take` gives the pages of as many.
     """
 
-    def __init__(self, cache, slot, key0s):
+    def __init__(self, cache: Cache, slot: Expr, key0s: Sequence[Expr]):
         self.cache, self.slot, self.cells = cache, slot, [local(1, "int32") for _ in key0s]
         for cell, key0 in zip(self.cells, key0s, strict=True):
             put(cell, cache.page(slot, key0), 0)
 
-    def take(self, key0=None):
+    def take(self, key0: Expr = None) -> list[Expr]:
         """The pages of this block and of those behind it. key0: of the block behind these, whose look-up begins; None:
         this does not go on to the next one."""
         found = [T.Bind(cell[0] & NOT_NEGATIVE) for cell in self.cells]
@@ -258,7 +278,15 @@ class Pages:
         return found
 
 
-def store_valid(valid, buffer, stores):
+def own_elements(arch: Device, lane: Expr, first: int, end: int) -> Iterator[tuple[Expr | None, Expr]]:
+    """Yields (whether this lane has one; None: each lane has, an element) of the elements first .. end-1 that a wave's
+    lanes share. Lanes without one get the last."""
+    for e in range(first, end, arch.wave):
+        valid = None if e + arch.wave <= end else e + lane < end
+        yield valid, T.Bind(e + lane if valid is None else T.min(e + lane, T.int32(end - 1)))
+
+
+def store_valid(valid: Expr, buffer: Buffer, stores: Iterable[tuple[Sequence[Expr], Expr]]) -> None:
     """Stores (index, value)s where `valid` holds (None: always)."""
     with when(valid):
         for index, value in stores:
@@ -268,42 +296,42 @@ def store_valid(valid, buffer, stores):
 # ---- rows and the keys that they see
 
 
-def row_position(rows, row):
+def row_position(rows: Buffer, row: Expr) -> Expr:
     """The position of a row of the step in its sequence. The only place that positions come from."""
     return rows[row, 0]
 
 
-def row_slot(rows, row):
+def row_slot(rows: Buffer, row: Expr) -> Expr:
     """The slot of a row of the step, in a register."""
     return T.Bind(rows[row, 1] & (SLOTS - 1))
 
 
-def clamped_position(rows, row, ctx):
+def clamped_position(rows: Buffer, row: Expr, ctx: int) -> Expr:
     """`row_position` limited to those of a sequence, in a register: no kernel reads out of bounds, whatever the rows
     say."""
     return T.Bind(T.max(T.min(row_position(rows, row), T.int32(ctx - 1)), T.int32(0)))
 
 
-def is_at(rows, row, position):
+def is_at(rows: Buffer, row: Expr, position: Expr) -> Expr:
     """Whether the clamped position of a row is its true one: the cache has room for its key."""
     return row_position(rows, row) == position
 
 
 class Chunk:
-    """The rows of an m-row step that are consecutive tokens of one sequence: those after the single rows, of which
-    there are `single` at most. Of these tokens, row row0 + i has token i, `count` are live and fit the cache; it may be
-    0 or less."""
+    """The rows of a step that are consecutive tokens of one sequence: those after the single rows. Of these tokens, row
+    row0 + i has token i, `count` are live and fit the cache; it may be 0 or less."""
 
-    def __init__(self, state, rows, m, attention, single=0):
+    def __init__(self, op: CausalAttention | RopeAttention, state: Buffer, rows: Buffer):
+        single, ctx = op.single, op.layer.ctx
         self.row0 = T.Bind(T.max(T.min(state[0], T.int32(single)), T.int32(0))) if single else 0
-        self.first, self.slot = clamped_position(rows, self.row0, attention.ctx), row_slot(rows, self.row0)
-        live = live_rows(state, m, minimum=0)
-        self.count = T.Bind(T.min(live - self.row0 if single else live, attention.ctx - self.first))
+        self.first, self.slot = clamped_position(rows, self.row0, ctx), row_slot(rows, self.row0)
+        live = live_rows(state, op.m, minimum=0)
+        self.count = T.Bind(T.min(live - self.row0 if single else live, ctx - self.first))
 
-    def position(self, token):
+    def position(self, token: Expr) -> Expr:
         return self.first + token
 
-    def row(self, token):
+    def row(self, token: Expr) -> Expr:
         """Of the step."""
         return token + self.row0 if not isinstance(self.row0, int) else token
 
@@ -311,23 +339,23 @@ class Chunk:
 class Visible(NamedTuple):
     """The keys first .. end-1. first: None for key 0."""
 
-    first: object
-    end: object
+    first: Expr
+    end: Expr
 
-    def sees(self, key):
+    def sees(self, key: Expr) -> Expr:
         """Whether `key` is one of them."""
         return key < self.end if self.first is None else (key >= self.first) & (key < self.end)
 
-    def first_block(self, size):
+    def first_block(self, size: int) -> Expr:
         """The number of the first block of `size` keys that holds one of these keys: the int 0, or a register."""
         return 0 if self.first is None else T.Bind(self.first // size)
 
-    def end_block(self, size):
+    def end_block(self, size: int) -> Expr:
         """The number of the first block of `size` keys after these keys, in a register."""
         return T.Bind((self.end + size - 1) // size)
 
 
-def visible(attention, position, own=True) -> Visible:
+def visible(attention: Attention, position: Expr, own: bool = True) -> Visible:
     """The keys that a row at `position` sees. own: whether its own key is among them."""
     first = None
     if attention.window:

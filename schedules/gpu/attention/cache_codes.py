@@ -5,24 +5,28 @@ which is exact (8 bits by 11), or float16 for packed products and matrix units, 
 the lanes that hold a block.
 """
 
+from collections.abc import Sequence
+
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import fma, intrin, maximum, minimum, rcp, rint, wave_max
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import HALF_MAX, WIDTH
 from mlc_amd.schedules.gpu.base.registers import lane_of, vector
 from mlc_amd.schedules.gpu.linear.gemm_load import EXPONENT, PAIRS
 from mlc_amd.schedules.operators.attention import KV_BLOCK, KV_STEPS
+from mlc_amd.schedules.tir import Expr
 
 BYTES = 4  # of a word
 FLIP, ZERO = 0x80808080, 128  # signed bytes become unsigned ones, of which 128 means 0
 LANES = KV_BLOCK // WIDTH  # that hold a block
 
 
-def _scale(scales, i):
+def _scale(scales: Expr, i: Expr) -> Expr:
     return lane_of(scales, i) if "x" in str(scales.ty) else scales
 
 
-def reals(words, scales):
+def reals(words: Sequence[Expr], scales: Expr) -> list[Expr]:
     """Float32 in registers, four of each uint32 of `words`. scales: a float16, or a vector with one for each."""
     found = []
     for i, word in enumerate(words):
@@ -34,7 +38,7 @@ def reals(words, scales):
     return found
 
 
-def halves(words, scales):
+def halves(words: Sequence[Expr], scales: Expr) -> list[Expr]:
     """Words of two float16 each, uint32 in registers, two of each of `words`. A byte below the exponent of 1024 reads
     as 1024 + byte."""
     found = []
@@ -48,7 +52,7 @@ def halves(words, scales):
     return found
 
 
-def quantized(arch, x):
+def quantized(arch: Device, x: Sequence[Expr]) -> tuple[list[Expr], Expr]:
     """(codes, scale) of a lane's WIDTH float32 registers, where LANES neighbouring lanes hold a block: int32 registers,
     and a float16 register that is the same in all of them. All lanes of the wave must call this."""
     top = T.fabs(x[0])

@@ -7,9 +7,11 @@ In: blocks of keys (`cache.KeyBlock`). Out: eight elements of a unit as float32,
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention import cache_codes
-from mlc_amd.schedules.gpu.attention.cache import UNIT
+from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
 from mlc_amd.schedules.gpu.base.device import halves
 from mlc_amd.schedules.gpu.base.registers import at, local, put
+from mlc_amd.schedules.operators.attention import Attention
+from mlc_amd.schedules.tir import Buffer, Expr
 
 WORDS = UNIT // 2  # of a unit of float16
 
@@ -17,42 +19,42 @@ WORDS = UNIT // 2  # of a unit of float16
 class Units:
     """Registers for `count` units of keys, or of values, of an `Attention` layer."""
 
-    def __init__(self, attention, count, kind):
+    def __init__(self, attention: Attention, count: int, kind: str):
         self.quantized, self.scales_of_unit = attention.quantized, {"key": 1, "value": UNIT}[kind]
         self.size = UNIT // cache_codes.BYTES if self.quantized else WORDS
         self.words = local(count * self.size, "uint32")
-        self.scales = local(count * self.scales_of_unit, "float16") if self.quantized else None
+        self.scales: Buffer = local(count * self.scales_of_unit, "float16") if self.quantized else None
 
-    def load_key(self, n, block, place, c):
+    def load_key(self, n: Expr, block: KeyBlock, place: Expr, c: Expr) -> None:
         """Unit number n becomes unit c of the key in a place of the page."""
         if self.quantized:
             self._put(n, block.key_codes(place, c), block.key_scale(place, c))
         else:
             self._put(n, block.key(place, c))
 
-    def load_value(self, n, block, i, column):
+    def load_value(self, n: Expr, block: KeyBlock, i: Expr, column: Expr) -> None:
         """Unit number n becomes unit i of a column of the values."""
         if self.quantized:
             self._put(n, block.value_codes(i, column), block.value_scales(i, column))
         else:
             self._put(n, block.value(i, column))
 
-    def _put(self, n, unit, scales=None):
+    def _put(self, n: Expr, unit: Expr, scales: Expr = None) -> None:
         put(self.words, T.reinterpret(f"uint32x{self.size}", unit), at(n * self.size, self.size))
         if scales is not None:
             put(self.scales, scales, at(n * self.scales_of_unit, self.scales_of_unit))
 
-    def _scales(self, n):
+    def _scales(self, n: Expr) -> Expr:
         return self.scales[at(n * self.scales_of_unit, self.scales_of_unit)]
 
-    def reals(self, first, count):
+    def reals(self, first: Expr, count: int) -> list[list[Expr]]:
         """Units first .. as float32 in registers: a list of eight for each."""
         words = [[T.Bind(self.words[(first + i) * self.size + w]) for w in range(self.size)] for i in range(count)]
         if self.quantized:
             return [cache_codes.reals(unit, T.Bind(self._scales(first + i))) for i, unit in enumerate(words)]
         return [[x for word in unit for x in halves(word)] for unit in words]
 
-    def pairs(self, n):
+    def pairs(self, n: Expr) -> tuple[Buffer, Expr]:
         """(buffer, first): WORDS words of two float16 each, unit number n."""
         if not self.quantized:
             return self.words, n * WORDS

@@ -9,6 +9,7 @@ is possible), and which heads are normalized, before or after that. A wave has o
 this kernel: `attention_decode.py` does the same work with the functions here.
 """
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,20 +17,33 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.attention.cache import Cache, pages_arg, row_position, row_slot, rows_arg, store_valid
+from mlc_amd.schedules.gpu import registry
+from mlc_amd.schedules.gpu.attention.cache import (
+    Cache,
+    own_elements,
+    pages_arg,
+    row_position,
+    row_slot,
+    rows_arg,
+    store_valid,
+)
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, launch, rsqrt, wave_meets, wave_sum
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.step import is_live, kernel, state_arg
-from mlc_amd.schedules.operators.attention import Attention, Rope, padded_columns
+from mlc_amd.schedules.gpu.base.threads import WAVES
+from mlc_amd.schedules.operators.attention import Attention, Rope, RopeKvWrite, padded_columns
+from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.tir import Buffer, Expr
 
 
 @dataclass(frozen=True)
-class Plan:
+class WavesPlan:
     """waves: of a workgroup, where the arch allows so many."""
 
-    waves: int
+    waves: int = 4
 
-
-PLAN = Plan(waves=4)
+    def fitted(self, arch: Device) -> int:
+        return min(self.waves, arch.threads // arch.wave)
 
 
 def wave_heads(attention: Attention, rope: Rope) -> int:
@@ -40,15 +54,15 @@ def wave_heads(attention: Attention, rope: Rope) -> int:
 class Sources(NamedTuple):
     """The parameters Q, K, V, QN, KN, CS of `rope_kv_write`; None: it has no such parameter."""
 
-    Q: object
-    K: object
-    V: object
-    QN: object
-    KN: object
-    CS: object
+    Q: Buffer
+    K: Buffer
+    V: Buffer
+    QN: Buffer
+    KN: Buffer
+    CS: Buffer
 
 
-def rope_args(attention: Attention, m, rope: Rope) -> Sources:
+def rope_args(attention: Attention, m: int, rope: Rope) -> Sources:
     """Declares the parameters. UserError for a number of rotated elements that is odd or larger than the head."""
     d, heads, kv_heads = attention.d, attention.heads, attention.kv_heads
     if rope.rotary % 2 or not 0 <= rope.rotary <= d:
@@ -63,33 +77,24 @@ def rope_args(attention: Attention, m, rope: Rope) -> Sources:
     return Sources(*(found.get(name) for name in Sources._fields))
 
 
+Elements = tuple[Expr, tuple[tuple[Expr, Expr], ...]]  # (valid, ((element, value), ..)); valid: None, or a condition
+
+
 class Pair(NamedTuple):
     """Two elements of a head, which rotate together if they rotate. valid: None, or whether the lane has such a pair
     (it must not store otherwise)."""
 
-    valid: object
-    number: object
-    elements: list
-    values: list
+    valid: Expr
+    number: Expr
+    elements: list[Expr]
+    values: Sequence[Expr]
+
+    @property
+    def stored(self) -> Elements:
+        return self.valid, tuple(zip(self.elements, self.values, strict=True))
 
 
-def _load_pairs(X, token, column, arch, lane, d, rope):
-    """The pairs of a lane, of the head X[token, column:column+d]."""
-    half, pairs = rope.rotary // 2, d // 2
-    for first in range(0, pairs, arch.wave):
-        valid = None if first + arch.wave <= pairs else first + lane < pairs
-        pair = T.Bind(first + lane if valid is None else T.min(first + lane, T.int32(pairs - 1)))
-        rotates = pair < half
-        low, high = (
-            (T.Select(rotates, pair, pair * 2), T.Select(rotates, pair + half, pair * 2 + 1))
-            if rope.neox and half
-            else (pair * 2, pair * 2 + 1)
-        )
-        elements = [T.Bind(e) for e in (low, high)]
-        yield Pair(valid, pair, elements, [T.Bind(X[token, column + e]) for e in elements])
-
-
-def norm_scale(arch, parts, d, eps):
+def norm_scale(arch: Device, parts: Iterable[tuple[Expr, Sequence[Expr]]], d: int, eps: float | None) -> Expr:
     """1 / sqrt(mean of squares + eps) of a head's d elements, in all lanes. parts: (valid, values) that this lane
     has."""
     squares = T.float32(0)
@@ -99,60 +104,95 @@ def norm_scale(arch, parts, d, eps):
     return rsqrt(wave_sum(arch, T.Bind(squares)) * T.float32(1 / d) + T.float32(eps))
 
 
-def _normalize(pairs, arch, weight, d, eps):
-    scale = norm_scale(arch, [(pair.valid, pair.values) for pair in pairs], d, eps)
-    return [
-        pair._replace(values=[T.Bind(x * scale * weight[e]) for e, x in zip(pair.elements, pair.values, strict=True)])
-        for pair in pairs
-    ]
+@dataclass(frozen=True)
+class Heads:
+    """Norms and rotation of heads of d columns, each by a wave, of which this is lane `lane`."""
 
+    arch: Device
+    layer: Attention
+    rope: Rope
+    sources: Sources
+    lane: Expr
+    d: int
 
-def _rotate(pair, CS, position, d, rope):
-    """The pair's values, rotated."""
-    half, (x, y) = rope.rotary // 2, pair.values
-    if not half:
-        return x, y
-    place = T.Bind(T.min(pair.number, T.int32(half - 1)))
-    cos, sin = (T.Bind(CS[position, place * 2 + i]) for i in range(2))
-    if rope.rotary < d:
-        cos, sin = (
-            T.Bind(T.Select(pair.number < half, cos, T.float32(1))),
-            T.Bind(T.Select(pair.number < half, sin, T.float32(0))),
+    def query(self, row: Expr, head: Expr, position: Expr) -> Iterator[Elements]:
+        """`rotated` of a query head."""
+        return self.rotated(self.sources.Q, row, head * self.d, position, self.sources.QN)
+
+    def key(self, row: Expr, kv: Expr, position: Expr) -> Iterator[Elements]:
+        """`rotated` of a head of the keys."""
+        return self.rotated(self.sources.K, row, kv * self.d, position, self.sources.KN)
+
+    def rotated(self, X: Buffer, row: Expr, column: Expr, position: Expr, weight: Buffer = None) -> Iterator[Elements]:
+        """The norm and rotation of the head X[row, column:column+d], float32: yields the elements of each `Pair` of
+        this lane. weight: of the head's norm, float32 [d], or None."""
+        pairs = list(self._load_pairs(X, row, column))
+        if weight is not None and self.rope.norm_after:
+            turned = [self._rotated(pair, position) for pair in pairs]
+            yield from (pair.stored for pair in self._normalized(turned, weight))
+            return
+        if weight is not None:
+            pairs = self._normalized(pairs, weight)
+        for pair in pairs:
+            yield self._rotated(pair, position).stored
+
+    def _load_pairs(self, X: Buffer, row: Expr, column: Expr) -> Iterator[Pair]:
+        """The pairs of a lane, of the head X[row, column:column+d]."""
+        half = self.rope.rotary // 2
+        for valid, pair in own_elements(self.arch, self.lane, 0, self.d // 2):
+            rotates = pair < half
+            low, high = (
+                (T.Select(rotates, pair, pair * 2), T.Select(rotates, pair + half, pair * 2 + 1))
+                if self.rope.neox and half
+                else (pair * 2, pair * 2 + 1)
+            )
+            elements = [T.Bind(e) for e in (low, high)]
+            yield Pair(valid, pair, elements, [T.Bind(X[row, column + e]) for e in elements])
+
+    def _normalized(self, pairs: list[Pair], weight: Buffer) -> list[Pair]:
+        scale = norm_scale(self.arch, [(pair.valid, pair.values) for pair in pairs], self.d, self.rope.eps)
+        return [
+            pair._replace(
+                values=[T.Bind(x * scale * weight[e]) for e, x in zip(pair.elements, pair.values, strict=True)]
+            )
+            for pair in pairs
+        ]
+
+    def _rotated(self, pair: Pair, position: Expr) -> Pair:
+        half, (x, y) = self.rope.rotary // 2, pair.values
+        if not half:
+            return pair
+        place = T.Bind(T.min(pair.number, T.int32(half - 1)))
+        cos, sin = (T.Bind(self.sources.CS[position, place * 2 + i]) for i in range(2))
+        if self.rope.rotary < self.d:
+            cos, sin = (
+                T.Bind(T.Select(pair.number < half, cos, T.float32(1))),
+                T.Bind(T.Select(pair.number < half, sin, T.float32(0))),
+            )
+        return pair._replace(values=[T.Bind(x * cos - y * sin), T.Bind(x * sin + y * cos)])
+
+    def value_scale(self, row: Expr, kv: Expr) -> Expr:
+        """The factor on the elements of a head of V that its norm makes, in all lanes of a wave; None without a
+        norm."""
+        if not self.rope.value_norm:
+            return None
+        own = own_elements(self.arch, self.lane, 0, self.d)
+        return norm_scale(
+            self.arch, [(valid, [T.Bind(self.value(row, kv, e))]) for valid, e in own], self.d, self.rope.eps
         )
-    return T.Bind(x * cos - y * sin), T.Bind(x * sin + y * cos)
+
+    def value(self, row: Expr, kv: Expr, e: Expr, scale: Expr = None) -> Expr:
+        """Element e of a head of V, times `scale` (None: 1)."""
+        x = self.sources.V[row, kv * self.d + e]
+        return x if scale is None else x * scale
+
+    def store_value(self, cache: Cache, row: Expr, kv: Expr, slot: Expr, position: Expr, scale: Expr) -> None:
+        """Stores a head of V, times `scale`, by the lanes of a wave."""
+        cache.store_value(self.arch, kv, slot, position, lambda e: self.value(row, kv, e, scale), self.lane)
 
 
-def rotated(arch, X, token, column, CS, position, weight, lane, d, rope):
-    """One head's norm and rotation by a wave: yields (valid, ((element, value), (element, value))) for each `Pair` of
-    this lane.
-
-    The head is X[token, column:column+d], float32. weight: of the head's norm, float32 [d], or None.
-    """
-    pairs = list(_load_pairs(X, token, column, arch, lane, d, rope))
-    if weight is not None and not rope.norm_after:
-        pairs = _normalize(pairs, arch, weight, d, rope.eps)
-    if weight is not None and rope.norm_after:
-        pairs = [pair._replace(values=_rotate(pair, CS, position, d, rope)) for pair in pairs]
-        for pair in _normalize(pairs, arch, weight, d, rope.eps):
-            yield pair.valid, tuple(zip(pair.elements, pair.values, strict=True))
-        return
-    for pair in pairs:
-        yield pair.valid, tuple(zip(pair.elements, _rotate(pair, CS, position, d, rope), strict=True))
-
-
-def value_scale(arch, V, row, kv, lane, d, rope):
-    """The factor on the elements of a head of V that its norm makes, in all lanes of a wave; None without a norm."""
-    if not rope.value_norm:
-        return None
-    parts = []
-    for first in range(0, d, arch.wave):
-        valid = None if first + arch.wave <= d else first + lane < d
-        e = T.Bind(first + lane if valid is None else T.min(first + lane, T.int32(d - 1)))
-        parts.append((valid, [T.Bind(V[row, kv * d + e])]))
-    return norm_scale(arch, parts, d, rope.eps)
-
-
-def rope_kv_write(attention: Attention, m, rope: Rope, arch, name, plan=None) -> tirx.PrimFunc:
+@registry.builds(RopeKvWrite)
+def rope_kv_write(op: RopeKvWrite, arch: Device, name: str, plan: WavesPlan | None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], rows int32[m, 2], pages of `pages_arg`, Q float32 [m, heads*d], K float32 [m,
     kv_heads*d], V float32 [m, kv_heads*d], [QN float32 [d], KN float32 [d] when rope.eps is not None], [CS float32
     [ctx, rotary] with CS[pos, 2i] = cos, CS[pos, 2i+1] = sin of pair i, unless rotary is 0], the cache as in
@@ -162,29 +202,31 @@ def rope_kv_write(attention: Attention, m, rope: Rope, arch, name, plan=None) ->
     16 columns, as linear layers and vectors are. Rows that are not live, or whose position is at or beyond ctx, write
     nothing. UserError for shapes that `cache_types` or `rope_args` refuses.
     """
+    attention, m, rope = op.layer, op.m, op.rope
     heads, kv_heads, d = attention.heads, attention.kv_heads, attention.d
-    total, waves = wave_heads(attention, rope), min((plan or PLAN).waves, arch.threads // arch.wave)
+    total, waves = wave_heads(attention, rope), (plan or WavesPlan()).fitted(arch)
     with kernel(name) as ir:
         state, rows = state_arg(), rows_arg(m)
         pages = pages_arg(attention) if rope.writes else None
-        Q, K, V, QN, KN, CS = rope_args(attention, m, rope)
+        sources = rope_args(attention, m, rope)
         cache = Cache(attention, pages) if rope.writes else None
         Qo = T.arg("Qo", T.buffer((m, heads, attention.width), "float16"))
         with launch((-(-total // waves), m), (arch.wave, waves)) as (block, row, lane, wave):
+            own = Heads(arch, attention, rope, sources, lane, d)
             head, position = T.Bind(block * waves + wave), T.Bind(row_position(rows, row))
             if cache and attention.quantized:
                 turned = T.alloc_buffer((waves * d,), "float16", scope=WAVE_SHARED)
 
-            def write_query():
+            def write_query() -> None:
                 scale = T.float32(attention.query_scale)
-                for valid, values in rotated(arch, Q, row, head * d, CS, position, QN, lane, d, rope):
+                for valid, values in own.query(row, head, position):
                     stores = [((row, head, e), T.cast(y * scale, "float16")) for e, y in values]
                     store_valid(valid, Qo, stores)
                 for first in range(d, attention.width, arch.wave):
                     valid = None if first + arch.wave <= attention.width else first + lane < attention.width
                     store_valid(valid, Qo, [((row, head, first + lane), T.float16(0))])
 
-            def write_codes(cache, kv, slot, key):
+            def write_codes(cache: Cache, kv: Expr, slot: Expr, key: Expr) -> None:
                 """The lanes that quantize a block have others of its elements than those that rotated them. Rounded to
                 float16, as what decode attention has of its own key."""
                 for valid, values in key:
@@ -192,20 +234,19 @@ def rope_kv_write(attention: Attention, m, rope: Rope, arch, name, plan=None) ->
                 wave_meets(arch)
                 cache.store_key_codes(arch, kv, slot, position, lambda e: T.cast(turned[wave * d + e], "float32"), lane)
 
-            def write_key_or_value(cache):
+            def write_key_or_value(cache: Cache) -> None:
                 slot = row_slot(rows, row)
                 with T.If(head < heads + kv_heads):
                     with T.Then():
                         kv = T.Bind(head - heads)
-                        key = rotated(arch, K, row, kv * d, CS, position, KN, lane, d, rope)
+                        key = own.key(row, kv, position)
                         if attention.quantized:
                             write_codes(cache, kv, slot, key)
                         else:
                             cache.store_key(kv, slot, position, key)
                     with T.Else():
                         kv = T.Bind(head - heads - kv_heads)
-                        scale = value_scale(arch, V, row, kv, lane, d, rope)
-                        cache.store_value(arch, kv, slot, position, V, row, lane, scale)
+                        own.store_value(cache, row, kv, slot, position, own.value_scale(row, kv))
 
             live = tirx.all(is_live(state, row), position >= 0, position < attention.ctx, head < total)
             with T.If(live), T.Then():
@@ -218,3 +259,14 @@ def rope_kv_write(attention: Attention, m, rope: Rope, arch, name, plan=None) ->
                         with T.Else():
                             write_key_or_value(cache)
     return ir.get()
+
+
+@registry.plans(RopeKvWrite)
+def plans(op: RopeKvWrite, arch: Device) -> Space:
+    heads = wave_heads(op.layer, op.rope)
+
+    def kernel(plan: WavesPlan) -> Kernel:
+        waves = plan.fitted(arch)
+        return Kernel(waves, -(-heads // waves) * op.m, waves * arch.wave, op.layer.d * 4 / arch.wave)
+
+    return Space(WavesPlan, {"waves": WAVES}, WavesPlan(), kernel)

@@ -6,6 +6,7 @@ by 2**P_SHIFT: as float16, those down to 2**-29 of the largest are normal number
 their own, see `attention_prefill_coop.py`.)
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
@@ -16,6 +17,7 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args
 from mlc_amd.schedules.gpu.base.registers import opaque
 from mlc_amd.schedules.operators.attention import LOG2E, Attention
+from mlc_amd.schedules.tir import Buffer, Expr
 
 LOWEST = -1e30  # in place of minus infinity: may be subtracted from itself
 P_SHIFT = 15  # weights are scaled by 2**15
@@ -23,16 +25,17 @@ MAX_GROUP = 16  # rows that fit the registers
 MAX_EXPONENT = 100  # of a sink's weight: the sum stays finite, and the outputs become 0 to within 2**-85
 
 
-def group_of(heads, kv_heads) -> int:
+def group_of(layer: Attention) -> int:
     """Query heads per KV head. UserError unless it is a whole number up to MAX_GROUP."""
-    if heads % kv_heads or heads // kv_heads > MAX_GROUP:
+    if layer.heads % layer.kv_heads or layer.group > MAX_GROUP:
         raise UserError(
-            f"attention on the GPU needs 1 to {MAX_GROUP} query heads per KV head, not {heads} to {kv_heads}"
+            f"attention on the GPU needs 1 to {MAX_GROUP} query heads per KV head, not {layer.heads} to "
+            f"{layer.kv_heads}"
         )
-    return heads // kv_heads
+    return layer.group
 
 
-def soft_cap(attention: Attention, score):
+def soft_cap(attention: Attention, score: Expr) -> Expr:
     """The score with the layer's softcap: softcap * tanh(s / softcap) of s = score / log2(e), times log2(e) again. For
     layers without one, the score itself."""
     cap = attention.softcap
@@ -43,12 +46,12 @@ def soft_cap(attention: Attention, score):
     return T.Bind(T.float32(cap * LOG2E) - inverse * T.float32(2 * cap * LOG2E))
 
 
-def sinks_arg(attention: Attention):
+def sinks_arg(attention: Attention) -> Expr:
     """Declares the parameter Sinks float32 [heads] after Kc and Vc; None for layers without sinks."""
     return T.arg("Sinks", T.buffer((attention.heads,), "float32")) if attention.sinks else None
 
 
-def with_sink(sinks, head, total, top, shift=P_SHIFT):
+def with_sink(sinks: Buffer, head: Expr, total: Expr, top: Expr, shift: int = P_SHIFT) -> Expr:
     """The softmax's denominator: `total`, relative to the maximum `top` and scaled by 2**shift, and the weight of the
     head's sink. To be used once per row, when all parts of its keys are joined."""
     if sinks is None:
@@ -57,7 +60,7 @@ def with_sink(sinks, head, total, top, shift=P_SHIFT):
     return T.Bind(total + exp2(minimum(exponent, T.float32(MAX_EXPONENT))))
 
 
-def output_args(attention: Attention, m, layout) -> list:
+def output_args(attention: Attention, m: int, layout: str) -> list:
     """Declares the output [m, heads*value_d] in that `layout`. UserError for int8 blocks if heads are not whole
     blocks."""
     if layout == "rows" and attention.value_d % BLOCK:
@@ -72,16 +75,18 @@ class Joined(NamedTuple):
     """Four consecutive columns of a row, from all waves: weights are relative to `top`; out / total is attention's
     output."""
 
-    top: object
-    total: object
+    top: Expr
+    total: Expr
     out: list
 
 
-def join(tops, totals, waves, out):
+def join(
+    tops: Expr, totals: Expr, waves: int, out: Callable[[Expr, Expr, Expr], list[Expr]]
+) -> Callable[[Expr, Expr], Joined]:
     """quad(r, column) -> Joined, for any thread after a barrier; column % 4 == 0. tops, totals: [rows, waves] in LDS;
     out(wave, r, column): a wave's sums of WIDTH columns."""
 
-    def quad(r, column):
+    def quad(r: Expr, column: Expr) -> Joined:
         top = T.float32(LOWEST)
         for w in range(waves):
             top = maximum(top, tops[r, w])

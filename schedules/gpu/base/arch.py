@@ -7,6 +7,7 @@ AMD's ISA manuals.
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import CHIPS, Chip
@@ -76,7 +77,8 @@ class GpuArch(Chip):
     scalars = True
     unrolls = False  # TVM's code has loops or copies, as kernels say
     lone_waves = False
-    fragment, lane_matrix = (0, 0, 0), ()
+    fragment: ClassVar[tuple[int, int, int]] = (0, 0, 0)
+    lane_matrix: ClassVar[tuple[int, ...]] = ()
     query_registers = 0
     launch_us = 0.0
 

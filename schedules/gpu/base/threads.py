@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.space import Kernel, Space
 
+WAVES = (1, 2, 4, 8)  # choices of the waves of a workgroup
+SUMS = 256  # float32 accumulators of a lane, at most: more leave no registers for anything else
 CHOICES = {"threads": (32, 64, 128, 256, 512, 1024)}
 
 

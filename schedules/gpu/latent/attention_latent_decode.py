@@ -6,24 +6,24 @@ activation layout of `quantize.py`. A workgroup has a tile of a token's heads an
 `attention_latent_wave.py` computes them, and leaves what it has in Parts. The second launch joins the splits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_join import scratch_shapes
 from mlc_amd.schedules.gpu.attention.attention_splits import FIELD, Splits, split_of, splits_of_rows
-from mlc_amd.schedules.gpu.attention.attention_step import Step, attention_step
+from mlc_amd.schedules.gpu.attention.attention_step import Step
 from mlc_amd.schedules.gpu.attention.cache import clamped_position, row_slot, visible
 from mlc_amd.schedules.gpu.base.device import launch, uniform, wave_max
-from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import emit_store
+from mlc_amd.schedules.gpu.base.profiles import Device, Profile
 from mlc_amd.schedules.gpu.base.registers import opaque
-from mlc_amd.schedules.gpu.latent.attention_latent import rows_of
+from mlc_amd.schedules.gpu.latent.attention_latent import CHOICES, rows_of
 from mlc_amd.schedules.gpu.latent.attention_latent_join import WAVES, Join, chunks_of, part_size, place_in_tile
-from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, shape_of, suits
+from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, checked_shape, shape_of, suits
 from mlc_amd.schedules.gpu.latent.attention_latent_wave import Wave, attend
-from mlc_amd.schedules.operators.attention import SLOTS, Attention
+from mlc_amd.schedules.operators.attention import Attention, CausalAttention
+from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.tir import Expr
 
 MOST = (1 << FIELD) - 1  # splits of a row
 
@@ -41,22 +41,22 @@ _NARROW = LatentDecodePlan(4, 16, buffers=2, fill=2, least=2)
 _WIDE = LatentDecodePlan(4, 32, buffers=2, fill=2, least=4)
 
 
-def _preferred(m: int, arch: Device) -> tuple[LatentDecodePlan, ...]:
+def _preferred(m: int, arch: Profile) -> tuple[LatentDecodePlan, ...]:
     """The rule: plans for m rows in the order of preference."""
     if not arch.registers or arch.query_registers:
         return _SMALL
     return (_NARROW, *_SMALL) if m == 1 else (_WIDE, _NARROW, *_SMALL)
 
 
-def plan_of(attention: Attention, m, arch) -> LatentDecodePlan | None:
+def plan_of(attention: Attention, m: int, arch: Device) -> LatentDecodePlan | None:
     """The arch's plan for m rows; None if there is none for such a layer."""
-    if not suits(attention, arch) or attention.heads < arch.fragment[0]:
+    if not suits(arch, attention) or attention.heads < arch.fragment[0]:
         return None
     plans, most = _preferred(m, arch), attention.heads + arch.fragment[0]
     return next((plan for plan in plans if plan.rows < most and shape_of(plan, attention, arch)), None)
 
 
-def splits_of(plan, attention, m, arch) -> Splits:
+def splits_of(plan: LatentDecodePlan, attention: Attention, m: int, arch: Profile) -> Splits:
     """How the keys of m rows are distributed. ValueError for a plan that does not suit."""
     parts = -(-attention.heads // plan.rows)
     ((elements,), _), _ = scratch_shapes(attention.heads, attention.value_d).values()
@@ -69,32 +69,23 @@ def splits_of(plan, attention, m, arch) -> Splits:
     )
 
 
-def attention_latent_decode(attention: Attention, m, layout, arch, name, plan=None) -> tirx.PrimFunc:
-    """Kernel of `attention_step`, with `splits`, of m rows, each with its own sequence and position. plan: instead of
-    the arch's; ValueError for one that does not suit."""
-    if m > SLOTS:
-        raise ValueError(f"decode attention of {m} rows")
-    with attention_step(attention, m, layout, name, splits=True) as (ir, step):
-        emit(attention, m, layout, arch, step, plan)
-    return ir.get()
-
-
-def emit(attention: Attention, m, layout, arch, step: Step, plan=None, live=1) -> None:
-    """The launches for rows 0 .. m-1 of a step, of which state[live] are computed. Errors: of
-    `attention_latent_decode`."""
+def emit(step: Step, arch: Profile, plan: LatentDecodePlan | None = None) -> None:
+    """The launches for the single rows of a step. ValueError for a plan that does not suit."""
+    attention, m = step.layer, step.op.single
     plan = plan or plan_of(attention, m, arch)
     if plan is None:
         raise ValueError(f"latent attention of {attention} has no plan for {arch.name}")
     splits = splits_of(plan, attention, m, arch)
-    _emit_parts(attention, m, arch, step, plan, splits, live)
-    _emit_join(attention, m, layout, arch, step, plan, splits, live)
+    _emit_parts(step, arch, plan, splits)
+    _emit_join(step, arch, plan, splits)
 
 
-def _emit_parts(attention, m, arch, step, plan, splits, live):
+def _emit_parts(step: Step, arch: Profile, plan: LatentDecodePlan, splits: Splits) -> None:
+    attention, m = step.layer, step.op.single
     with launch((splits.parts, splits.workgroups(m)), (arch.wave, plan.waves)) as (part, group, lane, thread_wave):
         number, token, split, works = uniform(arch, thread_wave), 0, group, None
         if m > 1:
-            count = T.Bind(T.min(step.state[live], T.int32(m)))
+            count = step.singles()
             works, token, split, active = split_of(arch, attention, splits, step.rows, m, count, group, lane)
         seen = visible(attention, clamped_position(step.rows, token, attention.ctx))
         end, first = seen.end_block(plan.keys), seen.first_block(plan.keys)
@@ -103,7 +94,7 @@ def _emit_parts(attention, m, arch, step, plan, splits, live):
             works = split < active
         with T.serial(T.cast(works, "int32")):
             row = T.Bind(token * attention.heads + part * plan.rows)
-            wave = Wave(arch, attention, plan, step.Q, row, number, lane, lambda row: seen)
+            wave = Wave(arch, step, plan, row, number, lane, lambda row: seen)
             wave.start()
             begin, behind = (T.Bind(first + T.truncdiv((split + i) * (end - first), active)) for i in range(2))
             tid = T.Bind(number * arch.wave + lane)
@@ -112,15 +103,16 @@ def _emit_parts(attention, m, arch, step, plan, splits, live):
             wave.store_parts(step.scratch[0], place)
 
 
-def _emit_join(attention, m, layout, arch, step, plan, splits, live):
+def _emit_join(step: Step, arch: Profile, plan: LatentDecodePlan, splits: Splits) -> None:
     """A workgroup has some columns of a head."""
+    attention, m = step.layer, step.op.single
     heads, d, fragment = attention.heads, attention.value_d, arch.fragment[0]
     chunks, size = chunks_of(attention, arch), part_size(plan, attention)
     with launch((heads * chunks, m), (arch.wave, WAVES)) as (place, token, lane, wave):
         head, chunk = T.Bind(place // chunks), T.Bind(place % chunks)
         before = T.int32(0)
         if m > 1:
-            count, word = T.Bind(T.min(step.state[live], T.int32(m))), T.int32(0)
+            count, word = step.singles(), T.int32(0)
             for row, active, lower in splits_of_rows(arch, attention, splits, step.rows, m, count, lane):
                 own = T.shift_left(lower, T.int32(FIELD)) + active
                 word = opaque(T.max(word, T.Select(row == token, own, T.int32(0))))
@@ -133,11 +125,24 @@ def _emit_join(attention, m, layout, arch, step, plan, splits, live):
         row = T.Bind(token * heads + head)
         row_place = place_in_tile(row, T.Bind(token * heads + part * plan.rows), rows_of(step), fragment)
 
-        def found(split):
+        def found(split: Expr) -> Expr:
             return ((before + split) * splits.parts + part) * size
 
         with T.serial(T.cast(active > 0, "int32")):
             join = Join(arch, attention, plan, step.scratch[0], splits.count, active, found, row_place)
             values, column, inside = join.columns(chunk, lane, wave)
             with T.If(wave == 0), T.Then():
-                emit_store(arch, layout, step.out, values(), token, T.Bind(head * d + column), inside)
+                step.store(arch, values(), token, T.Bind(head * d + column), inside)
+
+
+def space(op: CausalAttention, arch: Profile) -> Space:
+    layer, m = op.layer, op.m
+
+    def kernel(plan: LatentDecodePlan) -> Kernel:
+        splits = splits_of(plan, layer, m, arch)
+        held = min(plan.held, checked_shape(plan, layer, arch).steps)
+        same = replace(plan, held=held, fill=splits.fill, least=splits.waves)
+        loads = plan.keys * layer.width * 2 / splits.threads
+        return Kernel(same, splits.parts * splits.workgroups(m), splits.threads, loads)
+
+    return Space(LatentDecodePlan, CHOICES, plan_of(layer, m, arch), kernel)

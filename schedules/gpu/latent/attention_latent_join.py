@@ -5,27 +5,33 @@ A part is what a workgroup has of its tile, float32: the outputs of its rows [ro
 Outputs and totals are sums of weights relative to `top`.
 """
 
+from collections.abc import Callable
+
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.softmax import LOWEST
 from mlc_amd.schedules.gpu.base.device import barrier, exp2, maximum, rcp, wave_max, wave_sum
+from mlc_amd.schedules.gpu.base.profiles import Profile
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, local, put
+from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile
+from mlc_amd.schedules.operators.attention import Attention
+from mlc_amd.schedules.tir import Buffer, Expr
 
 WAVES, BATCH = 4, 8  # of a workgroup that joins; splits that a wave loads at once
 
 
-def part_size(tile, attention) -> int:
+def part_size(tile: Tile, attention: Attention) -> int:
     """float32 of a part."""
     return tile.rows * (attention.value_d + 2)
 
 
-def chunks_of(attention, arch) -> int:
+def chunks_of(attention: Attention, arch: Profile) -> int:
     """Workgroups of a row: a lane has WIDTH columns."""
     return -(-attention.value_d // (arch.wave * WIDTH))
 
 
-def place_in_tile(row, first, rows, fragment):
+def place_in_tile(row: Expr, first: Expr, rows: int, fragment: int) -> Expr:
     """The place that a row of the step has in the tile that begins with row `first`: the fragments of a tile after
     the last of all `rows` begin earlier (`attention_latent.Wave`)."""
     begin = T.Bind((row - first) // fragment * fragment)
@@ -36,13 +42,23 @@ class Join:
     """Joins a row of a tile, in a workgroup of WAVES waves; all its threads must make one. most: splits that there may
     be, of which there are `active`; part(split): where its part begins in Parts; row: in the tile."""
 
-    def __init__(self, arch, attention, tile, Parts, most, active, part, row):
+    def __init__(
+        self,
+        arch: Profile,
+        attention: Attention,
+        tile: Tile,
+        Parts: Buffer,
+        most: int,
+        active: Expr,
+        part: Callable[[Expr], Expr],
+        row: Expr,
+    ):
         self.arch, self.d, self.tile, self.Parts, self.row = arch, attention.value_d, tile, Parts, row
         self.active, self.part = active, part
         self.weights = T.alloc_buffer((-(-most // arch.wave) * arch.wave,), "float32", scope="shared")
         self.sums = T.alloc_buffer((WAVES, arch.wave * WIDTH), "float32", scope="shared")
 
-    def _weigh(self, lane, wave):
+    def _weigh(self, lane: Expr, wave: Expr) -> None:
         """The splits' weights, which add up to 1, in shared memory; a lane has a split or several."""
         arch, tops, totals = self.arch, [], []
         firsts = range(0, int(self.weights.shape[0]), arch.wave)
@@ -65,7 +81,7 @@ class Join:
                 put(self.weights, power * inverse, first + lane)
         barrier()
 
-    def columns(self, chunk, lane, wave):
+    def columns(self, chunk: Expr, lane: Expr, wave: Expr) -> tuple[Callable[[], list[Expr]], Expr, Expr]:
         """(function that gives the row's outputs in the first wave, column of the first one, whether the row has it or
         None: each lane's) of a lane's WIDTH columns."""
         count = self.arch.wave * WIDTH
@@ -84,7 +100,7 @@ class Join:
         put(self.sums, y[at(0, WIDTH)], wave, at(lane * WIDTH, WIDTH))
         barrier()
 
-        def values():
+        def values() -> list[Expr]:
             for n in range(1, WAVES):
                 put(y, y[at(0, WIDTH)] + self.sums[n, at(lane * WIDTH, WIDTH)], at(0, WIDTH))
             return [T.Bind(y[i]) for i in range(WIDTH)]

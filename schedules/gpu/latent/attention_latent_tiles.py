@@ -5,9 +5,12 @@ In: an `Attention` layer and an arch. Out: a `Tile`, and what it takes of shared
 """
 
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from mlc_amd.schedules.gpu.attention.cache import UNIT
-from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.profiles import Device, Profile
+from mlc_amd.schedules.gpu.base.threads import SUMS
+from mlc_amd.schedules.operators.attention import Attention
 
 PAD = 1  # units after a row in shared memory: neighbouring rows start in different banks
 MOST = 16  # keys whose weights a lane makes, at most
@@ -67,7 +70,7 @@ class Shape:
     own: int
 
 
-def shape_of(tile: Tile, attention, arch) -> Shape | None:
+def shape_of(tile: Tile, attention: Attention, arch: Profile) -> Shape | None:
     """None for what does not divide, or does not fit the arch."""
     m, n, k = arch.fragment
     threads, row_fragments = tile.waves * arch.wave, tile.rows // m
@@ -87,7 +90,7 @@ def shape_of(tile: Tile, attention, arch) -> Shape | None:
     return Shape(row_fragments, parts, steps // parts, columns // tile.waves, lanes, tile.keys // lanes)
 
 
-def key_units(tile: Tile, attention) -> int:
+def key_units(tile: Tile, attention: Attention) -> int:
     """Of a block of keys in shared memory."""
     return tile.keys * (attention.width // UNIT + PAD)
 
@@ -97,26 +100,37 @@ def weight_units(tile: Tile) -> int:
     return tile.keys // UNIT + PAD
 
 
-def scores(tile: Tile, arch) -> int:
+def scores(tile: Tile, arch: Profile) -> int:
     """float32 of the parts of all scores, and in the end a fragment of each wave."""
     m, n, _ = arch.fragment
     return tile.waves * m * max(tile.keys, n)
 
 
-def lds_bytes(tile: Tile, attention, arch) -> int:
+def lds_bytes(tile: Tile, attention: Attention, arch: Profile) -> int:
     """Bytes of shared memory that a workgroup uses: keys, weights, scores, and a number for each row and each wave."""
     units = tile.buffers * key_units(tile, attention) + tile.rows * weight_units(tile)
     return units * UNIT * 2 + (scores(tile, arch) + tile.rows + tile.waves) * 4
 
 
-def suits(attention, arch) -> bool:
+def suits(arch: Device, attention: Attention) -> TypeGuard[Profile]:
     """Whether there are kernels for such a layer at all."""
     return arch.matrix == "coop" and attention.values > 0 and not attention.quantized
 
 
-def tile_of(attention, arch) -> Tile | None:
+def tile_of(attention: Attention, arch: Device) -> Tile | None:
     """The arch's tile; None if there is none for such a layer."""
-    if not suits(attention, arch):
+    if not suits(arch, attention):
         return None
     found = (replace(tile, waves=min(tile.waves, arch.threads // arch.wave)) for tile in _preferred(arch))
     return next((tile for tile in (*found, *SMALL) if shape_of(tile, attention, arch)), None)
+
+
+def checked_shape(tile: Tile, layer: Attention, arch: Profile) -> Shape:
+    """`shape_of` of a plan of tuning. ValueError for a tile that does not fit, or takes too many registers."""
+    shape = shape_of(tile, layer, arch)
+    if not shape:
+        raise ValueError(f"{tile} does not fit {arch.name}")
+    rows, columns, _ = arch.fragment
+    if shape.row_fragments * shape.columns * rows * columns // arch.wave > SUMS:
+        raise ValueError(f"{tile} takes more registers than {arch.name} has")
+    return shape

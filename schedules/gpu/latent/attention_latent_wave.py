@@ -11,19 +11,23 @@ Weights are 2**(score - top), as in `attention_prefill_coop.py`: `top` is renewe
 weight would exceed 2**LIMIT.
 """
 
+from collections.abc import Callable
 from math import gcd
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.attention_coop_blocks import key_block
+from mlc_amd.schedules.gpu.attention.attention_coop_blocks import SharedKeys
 from mlc_amd.schedules.gpu.attention.attention_prefill_coop import LIMIT, START
-from mlc_amd.schedules.gpu.attention.cache import UNIT, Pages
+from mlc_amd.schedules.gpu.attention.attention_step import Step
+from mlc_amd.schedules.gpu.attention.cache import UNIT, Cache, Pages, Visible
 from mlc_amd.schedules.gpu.attention.softmax import LOWEST, soft_cap
 from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, maximum, rcp, wave_barrier, wave_max, wave_sum
-from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
+from mlc_amd.schedules.gpu.base.profiles import Profile
+from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import lane_of, local, put, vector
-from mlc_amd.schedules.gpu.latent.attention_latent_tiles import PAD, key_units, scores, shape_of, weight_units
+from mlc_amd.schedules.gpu.latent.attention_latent_tiles import PAD, Tile, key_units, scores, shape_of, weight_units
+from mlc_amd.schedules.tir import Buffer, Expr
 
 
 class Wave:
@@ -35,8 +39,18 @@ class Wave:
     fragment i begins, fresh[i] the first of its rows that no fragment before it has.
     """
 
-    def __init__(self, arch, attention, tile, Q, first, number, lane, seen):
-        self.arch, self.attention, self.tile, self.Q = arch, attention, tile, Q
+    def __init__(
+        self,
+        arch: Profile,
+        step: Step,
+        tile: Tile,
+        first: Expr,
+        number: Expr,
+        lane: Expr,
+        seen: Callable[[Expr], Visible],
+    ):
+        attention, Q = step.layer, step.Q
+        self.step, self.arch, self.attention, self.tile, self.Q = step, arch, attention, tile, Q
         self.number, self.lane, (self.m, self.n, self.k) = number, lane, arch.fragment
         shape = shape_of(tile, attention, arch)
         assert shape is not None
@@ -67,20 +81,20 @@ class Wave:
         self.out, self.factor = self._new("sum", shape.row_fragments * shape.columns), self._new("sum", 1)
         self.top, self.total = local(1), local(1)
 
-    def _new(self, kind, count):
+    def _new(self, kind: str, count: int) -> Fragments:
         return Fragments(kind, count, self.arch.fragment)
 
-    def _start(self, row):
+    def _start(self, row: Expr) -> Expr:
         return T.Bind(T.min(row, T.int32(self.last)))
 
-    def _load_query(self, target, i, step):
+    def _load_query(self, target: Fragments, i: Expr, step: Expr) -> None:
         """Fragment i of `target` becomes the wave's fragment of queries number `step`."""
         start, heads = self.query_row, self.attention.heads
         column = T.Bind((self.part * self.shape.steps + step) * self.k)
         place = self.Q[T.truncdiv(start, T.int32(heads)), T.truncmod(start, T.int32(heads)), column]
         target.load(i, place, self.attention.width, "row_major")
 
-    def start(self):
+    def start(self) -> None:
         """Loads the queries; no key seen yet."""
         self.query_row = self._start(self.fresh[0] + self.row_fragment * self.m)
         for step in range(self.held):
@@ -90,7 +104,7 @@ class Wave:
         for i in range(self.out.count):
             self.out.fill(i, 0)
 
-    def score(self, keys, first):
+    def score(self, keys: Buffer, first: Expr) -> None:
         """Leaves this wave's part of the scores of the block whose units begin with `first`."""
         count = self.tile.keys // self.n
         for j in range(count):
@@ -109,7 +123,7 @@ class Wave:
         for j in range(count):
             self.partial.store(j, self.scores[place + j * self.n // self.vectors], self.tile.keys, "row_major")
 
-    def weigh(self, key0):
+    def weigh(self, key0: Expr) -> None:
         """The scores of the lane's row become weights."""
         own, vectors, tile = self.shape.own, self.vectors, self.tile
         sums = [T.float32(0)] * own
@@ -143,7 +157,7 @@ class Wave:
         put(self.factors, shrink, self.row)
         put(self.flags, T.Select(any_grows, T.float32(1), T.float32(0)), self.number)
 
-    def rescale(self):
+    def rescale(self) -> None:
         """Multiplies the outputs by the rows' factors if one of them is not 1."""
         changed = self.flags[0]
         for i in range(1, self.tile.waves):
@@ -151,7 +165,7 @@ class Wave:
         with T.If(T.Bind(changed > T.float32(0))), T.Then():
             self._multiply()
 
-    def _multiply(self):
+    def _multiply(self) -> None:
         for i in range(self.shape.row_fragments):
             self.factor.load(0, self.factors[i * self.m], 0, "col_major")
             with self.out.elements(0) as e:
@@ -159,7 +173,7 @@ class Wave:
                 for x in range(i * self.shape.columns, (i + 1) * self.shape.columns):
                     self.out.set(x, e, self.out.get(x, e) * factor)
 
-    def add_values(self, keys, first):
+    def add_values(self, keys: Buffer, first: Expr) -> None:
         """out += weights @ values, of the block whose units begin with `first`."""
         columns = self.shape.columns
         first = T.Bind(first + self.number * (columns * self.n // UNIT))
@@ -173,11 +187,11 @@ class Wave:
                 for i in range(self.shape.row_fragments):
                     self.out.add_product(i * columns + x, self.weight, i, self.value, 0)
 
-    def row_total(self):
+    def row_total(self) -> Expr:
         """The sum of the weights of the lane's row."""
         return wave_sum(self.arch, T.Bind(self.total[0]), self.shape.lanes)
 
-    def finish(self, layout, out, live):
+    def finish(self, live: Callable[[Expr], Expr]) -> None:
         """Stores the outputs of the rows of the step for whose token live(token) holds, a fragment at a time through
         shared memory."""
         total = self.row_total()
@@ -198,10 +212,10 @@ class Wave:
                     row = T.Bind(self.starts[i] + place // quads)
                     token, head = T.Bind(T.truncdiv(row, T.int32(heads))), T.Bind(T.truncmod(row, T.int32(heads)))
                     column = T.Bind(head * d + (self.number * columns + x) * self.n + place % quads * WIDTH)
-                    emit_store(self.arch, layout, out, y, token, column, (row >= fresh) & live(token))
+                    self.step.store(self.arch, y, token, column, (row >= fresh) & live(token))
                 wave_barrier()
 
-    def store_parts(self, Parts, first):
+    def store_parts(self, Parts: Buffer, first: Expr) -> None:
         """Stores what the workgroup has of its rows' outputs, maxima and sums of weights into the float32 of Parts from
         `first` on, as `attention_latent_join.py` describes."""
         columns, d = self.shape.columns, self.attention.value_d
@@ -215,17 +229,17 @@ class Wave:
             put(Parts, self.top[0], place)
             put(Parts, total, place + 1)
 
-    def _elements(self, unit):
+    def _elements(self, unit: Expr) -> list[Expr]:
         return [lane_of(unit, e) for e in range(self.vectors)] if self.vectors > 1 else [unit]
 
 
-def attend(wave: Wave, cache, slot, begin, end, tid, threads) -> None:
+def attend(wave: Wave, cache: Cache, slot: Expr, begin: Expr, end: Expr, tid: Expr, threads: int) -> None:
     """Lets the waves of a workgroup process the blocks of keys number begin .. end-1 of a slot, of which there is one
     at least."""
     attention, tile = wave.attention, wave.tile
-    keys, size = key_block(attention, tile.keys, threads, tid, tile.buffers), key_units(tile, attention)
+    keys, size = SharedKeys(attention, tile.keys, threads, tid, tile.buffers), key_units(tile, attention)
 
-    def first_key(number):
+    def first_key(number: Expr) -> Expr:
         """Of the block with that number; of the last one for those after it."""
         return T.Bind(T.min(number, end - 1) * tile.keys)
 

@@ -1,5 +1,7 @@
 """TensorIR to SPIR-V: memory, control, whole modules and refusals, on Mesa's CPU driver."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from spirv_kernels import (
@@ -20,14 +22,11 @@ from tvm.tirx.script import builder as T
 from workloads import built, gate_up_op, linear_op
 
 from mlc_amd.compiler.codegen.spirv import compile_spirv, opcodes
-from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
-from mlc_amd.schedules.gpu.attention.attention_prefill_dot import attention_prefill_dot
-from mlc_amd.schedules.gpu.attention.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.base import device, profiles
 from mlc_amd.schedules.gpu.base.step import kept
 from mlc_amd.schedules.gpu.linear import gemm, gemv
 from mlc_amd.schedules.operators import Embed, Quantize, RmsNorm
-from mlc_amd.schedules.operators.attention import Attention, Rope
+from mlc_amd.schedules.operators.attention import Attention, CausalAttention, Rope, RopeAttention, RopeKvWrite
 
 
 @pytest.fixture(params=RUN)
@@ -267,6 +266,7 @@ def test_the_last_workgroup_sees_what_all_wrote(profile):
 def builders(profile):
     """Kernels of all kinds, by name."""
     layout, layer, rope = "rows", Attention(8, 2, 64, 512), Rope(True, 64, 0)
+    prefill = CausalAttention(layer=layer, m=16, single=0, layout=layout)
     norm = RmsNorm(k=512, m=1, eps=1e-5, layout=layout, rows="all")
     return {
         "embed": lambda: built(Embed(fmt="q4_k", vocab=100, k=512, m=4), profile, "embed"),
@@ -280,9 +280,9 @@ def builders(profile):
         ),
         "gemm": lambda: gemm.linear(linear_op([("q5_k", 128)], 512, 16, layout, residual=True), profile, "gemm"),
         "gemm_float": lambda: gemm.linear(linear_op([("bf16", 128)], 512, 16, ""), profile, "gemm_float"),
-        "rope": lambda: rope_kv_write(Attention(8, 2, 64, 128), 4, rope, profile, "rope"),
-        "decode": lambda: attention_decode(layer, layout, profile, "decode", rope),
-        "prefill": lambda: attention_prefill_dot(layer, 16, layout, profile, "prefill"),
+        "rope": lambda: built(RopeKvWrite(layer=Attention(8, 2, 64, 128), m=4, rope=rope), profile, "rope"),
+        "decode": lambda: built(RopeAttention(layer=layer, rope=rope, layout=layout, m=1), profile, "decode"),
+        "prefill": lambda: built(prefill, replace(profile, matrix=""), "prefill"),
     }
 
 

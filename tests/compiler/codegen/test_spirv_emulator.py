@@ -8,7 +8,7 @@ from spirv_emulation import emulated, execute
 from spirv_kernels import kernel
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
+from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.base import device
 from mlc_amd.schedules.gpu.base.profiles import resolve
 from mlc_amd.schedules.operators.attention import Rope
@@ -205,7 +205,7 @@ ON = [(name, arch) for name in ATTENTION for arch in ("nvidia", "vangogh", "gfx9
 )
 def test_decode_attention(name, arch):
     case, profile = ATTENTION[name], resolve(arch)
-    func = attention_decode(case.layer, case.layout, profile, "k", case.rope, m=case.m)
+    func = attention(case.op, profile, "k")
     check_attention(case, lambda arrays: execute(func, arrays, profile))
 
 

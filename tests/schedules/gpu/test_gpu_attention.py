@@ -13,9 +13,9 @@ from samples import sample
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu.attention import attention_prefill_dot
 from mlc_amd.schedules.gpu.attention.attention import attention
-from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
-from mlc_amd.schedules.gpu.attention.attention_prefill_dot import attention_prefill_dot
+from mlc_amd.schedules.gpu.attention.attention_step import attention_step
 from mlc_amd.schedules.gpu.attention.cache import cache_types
 from mlc_amd.schedules.gpu.attention.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.base.arch import resolve
@@ -117,12 +117,12 @@ REGISTERS = {
 def build(arch, name):
     case = CASES[name]
     if name in ROPE:
-        return rope_kv_write(case.layer, case.m, case.rope, arch, name)
+        return rope_kv_write(case.write, arch, name)
     if name in DOT:
-        return attention_prefill_dot(case.layer, case.m, case.layout, arch, name)
-    if case.rope:
-        return attention_decode(case.layer, case.layout, arch, name, case.rope)
-    return attention(case.layer, case.m, case.layout, arch, name, single=case.single)
+        with attention_step(case.op, name) as (ir, step):
+            attention_prefill_dot.emit(step, arch)
+        return ir.get()
+    return attention(case.op, arch, name)
 
 
 @functools.cache
@@ -192,19 +192,19 @@ def test_shapes_that_do_not_fit_are_refused(ctx, d):
 @pytest.mark.parametrize("m", [1, 16])
 def test_int8_blocks_of_parts_of_heads_are_refused(m):
     with pytest.raises(UserError, match="blocks of 32 columns, not of heads of 48"):
-        attention(Attention(4, 2, 48, 128), m, "rows", resolve("gfx1030"), "attention", single=int(m == 1))
+        attention(Case(4, 2, 48, m, "rows").op, resolve("gfx1030"), "attention")
 
 
 def test_too_many_heads_for_a_kv_head_are_refused():
     with pytest.raises(UserError, match="query heads"):
-        attention(Attention(34, 2, 64, 128), 1, "", resolve("gfx1100"), "attention", single=1)
+        attention(Case(34, 2, 64).op, resolve("gfx1100"), "attention")
 
 
 def test_int8_from_matrix_units_is_refused():
     with pytest.raises(UserError, match="int8"):
-        attention(Attention(4, 2, 64, 128), 16, "rows", resolve("gfx1100"), "attention")
+        attention(Case(4, 2, 64, 16, "rows").op, resolve("gfx1100"), "attention")
 
 
 def test_odd_rotary_is_refused():
     with pytest.raises(UserError, match="even"):
-        rope_kv_write(Attention(2, 1, 64, 128), 1, Rope(True, 33), resolve("gfx1100"), "rope")
+        rope_kv_write(Case(2, 1, 64, rope=Rope(True, 33)).write, resolve("gfx1100"), "rope")

@@ -18,11 +18,10 @@ from mlc_amd.compiler.codegen.spirv_reader import read
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.attention.attention_coop_tiles import Tile, held_steps, lds_bytes, tile_of
-from mlc_amd.schedules.gpu.attention.attention_prefill_coop import attention_prefill_coop
 from mlc_amd.schedules.gpu.attention.cache import cache_types
 from mlc_amd.schedules.gpu.base.pairs import from_pairs
 from mlc_amd.schedules.gpu.base.profiles import resolve
-from mlc_amd.schedules.operators.attention import SLOTS, Attention
+from mlc_amd.schedules.operators.attention import SLOTS, Attention, CausalAttention
 
 NVIDIA = resolve("nvidia")
 CASES = {
@@ -67,7 +66,7 @@ SHAPES = ((32, 8, 128), (32, 8, 64), (14, 2, 64), (32, 32, 96), (8, 4, 256))
 def runner(name, profile=NVIDIA):
     """Runs the case's kernel on arrays by name; "pairs" come back in the order of "half"."""
     case = CASES[name]
-    kernel = attention(case.layer, case.m, case.layout, profile, "k", TILES.get(name), case.single)
+    kernel = attention(case.op, profile, "k", TILES.get(name))
 
     def run(arrays):
         execute(kernel, arrays, profile)
@@ -106,14 +105,16 @@ def test_scores_that_grow(name):
 def test_queries_that_registers_do_not_hold(name, room):
     """As of wide heads on AMD's GPUs, most or all of their fragments are loaded for each block."""
     case, profile = CASES[name], replace(NVIDIA, query_registers=room)
-    tile = TILES.get(name) or tile_of(case.m, case.heads, case.kv_heads, case.layer.width, profile)
+    tile = TILES.get(name) or tile_of(case.layer, case.m, profile)
     assert held_steps(tile, case.layer.width, profile) < case.layer.width // profile.fragment[2]
     compare(name, profile)
 
 
 def test_wide_heads_leave_room_for_their_outputs():
     held = {
-        arch: [held_steps(tile_of(512, 24, 4, d, resolve(arch)), d, resolve(arch)) for d in (64, 128, 256)]
+        arch: [
+            held_steps(tile_of(Attention(24, 4, d, 4096), 512, resolve(arch)), d, resolve(arch)) for d in (64, 128, 256)
+        ]
         for arch in ("nvidia", "rdna3", "rdna4")
     }
     assert held == {"nvidia": [4, 8, 16], "rdna3": [4, 8, 3], "rdna4": [4, 8, 3]}
@@ -138,10 +139,11 @@ TILED = [(shape, arch) for shape in SHAPES for arch in ("nvidia", "rdna3", "rdna
     ids=lambda part: part if isinstance(part, str) else "x".join(map(str, part)),
 )
 def test_default_tiles_fit(shape, arch):
-    profile = resolve(arch)
-    kernels = {f"k{m}": attention(Attention(*shape, 4096), m, "pairs", profile, f"k{m}") for m in (16, 64, 512)}
+    profile, layer = resolve(arch), Attention(*shape, 4096)
+    ops = {f"k{m}": CausalAttention(layer=layer, m=m, single=0, layout="pairs") for m in (16, 64, 512)}
+    kernels = {name: attention(op, profile, name) for name, op in ops.items()}
     for name, kernel in compile_spirv(kernels, profile).modules.items():
-        facts, tile = read(kernel.binary), tile_of(int(name[1:].partition("_")[0]), *shape, profile)
+        facts, tile = read(kernel.binary), tile_of(layer, int(name[1:].partition("_")[0]), profile)
         assert facts.matrix and "CooperativeMatrixKHR" in kernel.capabilities
         assert facts.lds == kernel.lds == lds_bytes(tile, shape[2], profile.fragment) <= profile.lds
         assert np.prod(kernel.block) <= profile.threads
@@ -150,15 +152,16 @@ def test_default_tiles_fit(shape, arch):
 
 def test_tiles_suit_heads_and_waves():
     nvidia = resolve("nvidia")
-    assert tile_of(512, 32, 8, 64, nvidia) != tile_of(512, 32, 8, 128, nvidia)
-    assert tile_of(512, 32, 8, 64, replace(nvidia, wave=64)).waves == 4
+    narrow, wide = (Attention(32, 8, d, 4096) for d in (64, 128))
+    assert tile_of(narrow, 512, nvidia) != tile_of(wide, 512, nvidia)
+    assert tile_of(narrow, 512, replace(nvidia, wave=64)).waves == 4
 
 
 def test_short_chunks_share_out_their_keys():
-    nvidia, heads = resolve("nvidia"), (32, 8, 128)
-    tiles = {m: tile_of(m, *heads, nvidia) for m in (16, 64, 512)}
+    nvidia, layer = resolve("nvidia"), Attention(32, 8, 128, 4096)
+    tiles = {m: tile_of(layer, m, nvidia) for m in (16, 64, 512)}
     assert tiles[16].parts == tiles[64].parts == 4 and tiles[512].parts == 1
-    assert tile_of(64, *heads, replace(nvidia, units=16)) == tiles[512]  # a small GPU is busy anyway
+    assert tile_of(layer, 64, replace(nvidia, units=16)) == tiles[512]  # a small GPU is busy anyway
 
 
 @pytest.mark.parametrize(
@@ -172,4 +175,4 @@ def test_short_chunks_share_out_their_keys():
 )
 def test_what_does_not_fit_is_refused(m, d, layout, message):
     with pytest.raises(UserError, match=message):
-        attention_prefill_coop(Attention(4, 2, d, 128), m, layout, resolve("nvidia"), "k")
+        attention(Case(4, 2, d, m, layout).op, resolve("nvidia"), "k")

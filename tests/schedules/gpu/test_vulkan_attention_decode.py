@@ -13,7 +13,7 @@ from attention_cases import CTX, Case, Rows, check_attention
 from samples import sample
 from vulkan_harness import gpu
 
-from mlc_amd.schedules.gpu.attention import attention_decode
+from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.attention.attention_join import MAX_PARTS
 from mlc_amd.schedules.gpu.attention.attention_splits import splits_of
 from mlc_amd.schedules.gpu.base.profiles import resolve
@@ -62,7 +62,7 @@ def profile():
 @pytest.mark.parametrize("name", sample(CASES, ["rows", "parts", "window", "rotated rows"]))
 def test_splits(name):
     case = CASES[name]
-    kernel = attention_decode.attention_decode(case.layer, case.layout, profile(), "attention", case.rope, m=case.m)
+    kernel = attention(case.op, profile(), "attention")
     assert splits_of(case.layer, profile(), m=case.m).count > 1
     check_attention(case, lambda arrays: execute(kernel, arrays, profile()))
 
@@ -73,7 +73,7 @@ def test_rows_of_a_sequence_behind_a_window():
         4, 1, 96, m=16, several=16, rope=Rope(False, 64), states=(Rows((5, 70), (125, 12)), Rows((), (0, 16))),
         attributes={"window": 8, "softcap": 4.0, "sinks": True},
     )  # fmt: skip
-    kernel = attention_decode.attention_decode(case.layer, case.layout, profile(), "attention", case.rope, m=case.m)
+    kernel = attention(case.op, profile(), "attention")
     check_attention(case, lambda arrays: execute(kernel, arrays, profile()))
 
 

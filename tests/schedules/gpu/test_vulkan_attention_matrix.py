@@ -14,13 +14,14 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.compiler.codegen.spirv_reader import read
-from mlc_amd.schedules.gpu.attention import attention_decode, attention_splits
+from mlc_amd.schedules.gpu.attention import attention_splits
+from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.attention.attention_splits import MatrixDecodePlan, default_plan, splits_of, splits_of_rows
 from mlc_amd.schedules.gpu.attention.cache import rows_arg
 from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.profiles import resolve
 from mlc_amd.schedules.gpu.base.step import kernel
-from mlc_amd.schedules.operators.attention import Attention, Rope
+from mlc_amd.schedules.operators.attention import Attention, Rope, RopeAttention
 
 NVIDIA = resolve("nvidia")
 STATES = tuple((position, 1) for position in (0, 70, CTX - 1))
@@ -58,7 +59,7 @@ PLAN = MatrixDecodePlan(64, 2, 32, 8, 8)
 
 
 def check(case, plan=PLAN, **how):
-    kernel = attention_decode.attention_decode(case.layer, case.layout, NVIDIA, "k", case.rope, plan, case.m)
+    kernel = attention(case.op, NVIDIA, "k", plan)
     check_attention(case, lambda arrays: execute(kernel, arrays, NVIDIA), **how)
 
 
@@ -115,7 +116,7 @@ DONT_UNROLL = 2
 @pytest.mark.parametrize("m", [1, 64])
 def test_kernels_for_nvidia(m, kv):
     arch = NVIDIA
-    kernel = attention_decode.attention_decode(replace(LLAMA, kv=kv), "rows", arch, "k", Rope(True, 128), m=m)
+    kernel = attention(RopeAttention(layer=replace(LLAMA, kv=kv), rope=Rope(True, 128), layout="rows", m=m), arch, "k")
     (module,) = compile_spirv({"k": kernel}, arch).modules.values()
     assert read(module.binary).matrix and len(module.binary) < 200_000
     assert module.lds <= arch.lds // 2 and module.block == (128 if m == 1 else 96, 1, 1)

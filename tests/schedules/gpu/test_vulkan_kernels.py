@@ -20,7 +20,6 @@ from workloads import built
 
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.attention.attention import attention
-from mlc_amd.schedules.gpu.attention.attention_decode import attention_decode
 from mlc_amd.schedules.gpu.attention.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.base.activations import gated
 from mlc_amd.schedules.gpu.base.device import launch
@@ -425,10 +424,7 @@ ROPE = {
 
 @functools.cache
 def attention_kernel(profile, name):
-    case = ATTENTION[name]
-    if case.rope:
-        return attention_decode(case.layer, case.layout, profile, "attention", case.rope)
-    return attention(case.layer, case.m, case.layout, replace(profile, matrix=""), "attention", single=case.single)
+    return attention(ATTENTION[name].op, replace(profile, matrix=""), "attention")
 
 
 # Models on this driver, in test_vulkan_device.py, have one more decode and one more mixed kernel.
@@ -449,7 +445,7 @@ def test_attention(profile_name, name):
 @pytest.mark.parametrize("name", ROPE)
 def test_rope_kv_write(profile, name):
     case = ROPE[name]
-    kernel = rope_kv_write(case.layer, case.m, case.rope, profile, "rope")
+    kernel = rope_kv_write(case.write, profile, "rope")
     # the last state has no room for more than one token
     states = {(5, max(1, case.m - 1)), (CTX - 1, case.m), Rows((63, 64, 200, CTX - 1)[: case.m])}
     check_rope(case, lambda arrays: execute(kernel, arrays, profile), states)

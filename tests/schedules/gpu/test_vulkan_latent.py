@@ -19,7 +19,7 @@ from mlc_amd.schedules.gpu.base.profiles import resolve
 from mlc_amd.schedules.gpu.latent.attention_latent import tiles_of
 from mlc_amd.schedules.gpu.latent.attention_latent_decode import LatentDecodePlan
 from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, lds_bytes, shape_of, tile_of
-from mlc_amd.schedules.operators.attention import Attention
+from mlc_amd.schedules.operators.attention import Attention, CausalAttention
 
 NVIDIA = resolve("nvidia")
 LATENT = {"values": 64, "scale": 0.1}
@@ -39,7 +39,7 @@ def run(name):
     """What runs the case's kernel on arrays by name."""
     case, tile = ALL[name]
     case = case._replace(attributes=LATENT)
-    kernel = attention(case.layer, case.m, case.layout, NVIDIA, "k", tile, case.single)
+    kernel = attention(case.op, NVIDIA, "k", tile)
 
     def on(arrays):
         execute(kernel, arrays, NVIDIA)
@@ -88,7 +88,9 @@ def test_default_tiles_fit(heads, arch):
     """DeepSeek V2 Lite, GLM 4.7 Flash and DeepSeek V3."""
     profile, layer = resolve(arch), Attention(heads, 1, 576, 4096, values=512)
     tile = tile_of(layer, profile)
-    module = compile_spirv({"k": attention(layer, 512, "pairs", profile, "k")}, profile).modules
+    module = compile_spirv(
+        {"k": attention(CausalAttention(layer=layer, m=512, single=0, layout="pairs"), profile, "k")}, profile
+    ).modules
     kernel, *_ = module.values()
     facts = read(kernel.binary)
     assert facts.matrix and facts.lds == kernel.lds == lds_bytes(tile, layer, profile) <= profile.lds
@@ -108,7 +110,9 @@ def test_other_layers_take_no_matrices():
     nvidia, layer = resolve("nvidia"), Attention(4, 1, 48, 128, values=40)
     assert tile_of(layer, nvidia) is None  # not whole fragments of values
     for arch, of in ((nvidia, layer), (resolve("vangogh"), Attention(4, 1, 48, 128, values=32))):
-        (kernel,) = compile_spirv({"k": attention(of, 64, "", arch, "k")}, arch).modules.values()
+        (kernel,) = compile_spirv(
+            {"k": attention(CausalAttention(layer=of, m=64, single=0, layout=""), arch, "k")}, arch
+        ).modules.values()
         assert not read(kernel.binary).matrix
 
 
@@ -117,4 +121,4 @@ def test_tiles_that_do_not_suit(tile):
     layer = Attention(20, 1, 576, 128, values=512)
     assert not shape_of(tile, layer, resolve("nvidia"))
     with pytest.raises(ValueError, match="does not suit"):
-        attention(layer, 64, "", resolve("nvidia"), "k", tile)
+        attention(CausalAttention(layer=layer, m=64, single=0, layout=""), resolve("nvidia"), "k", tile)
