@@ -12,11 +12,8 @@ from mlc_amd.schedules.cpu.attention.latent_kv_write import latent_kv_write
 from mlc_amd.schedules.cpu.attention.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.cpu.base.arch import tile_rows
 from mlc_amd.schedules.cpu.experts.expert_rows import combine, expert_order, gather
-from mlc_amd.schedules.cpu.experts.experts import expert_down, expert_gate_up, expert_linear
 from mlc_amd.schedules.cpu.experts.route import route
 from mlc_amd.schedules.cpu.linear.embed import embed
-from mlc_amd.schedules.cpu.linear.gate_up import gate_up_swiglu
-from mlc_amd.schedules.cpu.linear.linear import head_linear, linear
 from mlc_amd.schedules.cpu.linear.norm import layer_norm, quantize, rms_norm
 from mlc_amd.schedules.cpu.sampling.sample import sample
 
@@ -41,23 +38,6 @@ def _layer_norm(op, arch, name, plan):
 @registry.builds(operators.Quantize)
 def _quantize(op, arch, name, plan):
     return quantize(op.k, op.m, tile_rows(op.m, arch), arch.isa, name)
-
-
-@registry.builds(operators.Linear)
-def _linear(op, arch, name, plan):
-    tile = tile_rows(op.m, arch)
-    return linear(op.segments, op.k, op.m, tile, op.biases, op.residual, arch.isa, name, plan)
-
-
-@registry.builds(operators.HeadLinear)
-def _head_linear(op, arch, name, plan):
-    return head_linear(op.fmt, op.heads, op.n, op.k, op.m, tile_rows(op.m, arch), arch.isa, name, plan)
-
-
-@registry.builds(operators.GateUp)
-def _gate_up(op, arch, name, plan):
-    tile, sizes = tile_rows(op.m, arch), (op.gate, op.up, op.n, op.k, op.m)
-    return gate_up_swiglu(*sizes, tile, bool(op.layout), arch.isa, name, plan, op.act)
 
 
 @registry.builds(operators.RopeKvWrite)
@@ -91,22 +71,6 @@ def _expert_order(op, arch, name, plan):
 @registry.builds(operators.Gather)
 def _gather(op, arch, name, plan):
     return gather(op.k, op.m, op.of, op.weighted, bool(op.layout), name)
-
-
-@registry.builds(operators.ExpertGateUp)
-def _expert_gate_up(op, arch, name, plan):
-    sizes = op.gate, op.up, op.n, op.k, op.m, op.of
-    return expert_gate_up(*sizes, op.biases, op.act, bool(op.layout), op.shared, arch.isa, name, plan)
-
-
-@registry.builds(operators.ExpertLinear)
-def _expert_linear(op, arch, name, plan):
-    return expert_linear(op.fmt, op.n, op.k, op.m, op.of, op.bias, arch.isa, name, plan)
-
-
-@registry.builds(operators.ExpertDown)
-def _expert_down(op, arch, name, plan):
-    return expert_down(op.fmt, op.n, op.k, op.of, op.bias, op.weighted, op.residual, arch.isa, name, plan)
 
 
 @registry.builds(operators.Combine)
