@@ -34,9 +34,7 @@ def latent_kv_write(op: LatentKvWrite, arch: Arch, name: str, plan: None = None)
     spec, rope, m = op.layer, op.rope, op.m
     heads, values, shared = spec.heads, spec.values, spec.d - spec.values
     if rope.rotary not in (0, shared) or rope.eps is None:
-        raise ValueError(
-            f"keys of {spec.d} columns do not consist of {values}, normalized, and {rope.rotary} that rotate"
-        )
+        raise ValueError(f"keys of {spec.d} columns are not {values} normalized and {rope.rotary} rotating ones")
     with kernel(name) as (builder, state):
         table, cache = RowTable(m), Cache(spec, arch.isa).declare_pages()
         shapes = {"Q": padded_columns(heads * shared), "L": heads * values, "K": spec.width}

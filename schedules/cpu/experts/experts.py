@@ -90,12 +90,12 @@ def expert_gate_up(op: ExpertGateUp, arch: Arch, name: str, plan: AnyPlan | None
         params = act_params(op, arch, 1 if shared else of.slots(m), op.k)
         Groups = _groups(op)
         weights = [_stack(op, fmt, prefix, BLOCK) for (fmt, _), prefix in zip(op.weights, ("G_", "U_"), strict=True)]
-        added = [_bias(op, which) for which in ("GB", "UB")] if op.biases else None
+        added = [_bias(op, which) for which in ("GB", "UB")] if op.biases else []
         output = Output(of.slots(m), n, of.tile, bool(op.layout), "Y", "_out")
         products = replace(emit_products(op, arch, plan, params), shared=shared)
 
         def emit(expert: Expr, block: Expr, tiles: TokenTiles) -> None:
-            bias = None if added is None else lambda c, i: added[i][at(expert * n + block * BLOCK + c)]
+            bias = (lambda c, i: added[i][at(expert * n + block * BLOCK + c)]) if added else None
             first = T.Bind(expert * (n // ROWS) + block * TILES)
             emit_block(products, weights, first, block, tiles, Gated(output, op.act, bias))
 
@@ -119,12 +119,12 @@ def expert_linear(op: ExpertLinear, arch: Arch, name: str, plan: AnyPlan | None 
     with kernel(name) as (builder, _):
         params, Groups = act_params(op, arch, slots, op.k), _groups(op)
         matrix = _stack(op, fmt, "W_")
-        WB = _bias(op, "WB") if op.bias else None
+        WB: Buffer = _bias(op, "WB") if op.bias else None
         Y = T.arg("Y", T.buffer((slots, n), "float32"))
         products = emit_products(op, arch, plan, params)
 
         def emit(expert: Expr, block: Expr, tiles: TokenTiles) -> None:
-            bias = None if WB is None else lambda column: WB[at(expert * n + column, arch.isa.lanes)]
+            bias = (lambda column: WB[at(expert * n + column, arch.isa.lanes)]) if op.bias else None
             column = T.Bind(block * held)
             rows = Rows(matrix, held, T.Bind(expert * (n // ROWS) + column), column)
             emit_rows(products, rows, tiles, Results(Y, bias))

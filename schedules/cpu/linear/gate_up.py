@@ -6,7 +6,7 @@ planes A and S of `quantize.py` or as float32. A task makes 32 columns of y (two
 tokens: one activation block.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tvm import tirx
@@ -21,7 +21,7 @@ from mlc_amd.schedules.cpu.linear.linear_plan import AnyPlan, token_tile
 from mlc_amd.schedules.cpu.linear.linear_tile import (
     Matrix,
     Products,
-    Tile,
+    Source,
     TokenTiles,
     act_params,
     emit_part,
@@ -56,14 +56,14 @@ def emit_block(
     weights: gate and up, their rows from tile `first` on."""
     isa, activation = products.isa, ACTIVATIONS[gated.act]
 
-    def emit(sources: list[Callable[[Expr], Tile]], sizes: list[int]) -> None:
+    def emit(sources: Sequence[Source], sizes: list[int]) -> None:
         def body(tile: Expr, live: Expr) -> None:
             found = local(2, products.acts.p, BLOCK)  # gate and up of the block
             # One weight after the other: its two tiles are adjacent, so that the first one's prefetches serve the
             # second.
             for i, source in enumerate(sources):
 
-                def part(tokens: int, i: int = i, source: Callable[[Expr], Tile] = source) -> None:
+                def part(tokens: int, i: int = i, source: Source = source) -> None:
                     with T.serial(TILES) as half:
 
                         def keep(token: Expr, row: int, x: Expr) -> None:
@@ -75,10 +75,11 @@ def emit_block(
             # Short loops: the processor overlaps several rows, as far as it looks ahead.
             with T.serial(live) as token:
                 for c in range(0, BLOCK, LANES):
-                    both = (found[i, token, at(c)] for i in range(2))
-                    if gated.bias:
-                        both = (x + gated.bias(c, i) for i, x in enumerate(both))
-                    store(found, activation(*both, isa), 0, token, at(c))
+                    gate, up = (
+                        found[i, token, at(c)] + gated.bias(c, i) if gated.bias else found[i, token, at(c)]
+                        for i in range(2)
+                    )
+                    store(found, activation(gate, up, isa), 0, token, at(c))
             gated.output.store_tile(lambda token, c: found[0, token, at(c)], tile, block, live)
 
         tiles.each(body)

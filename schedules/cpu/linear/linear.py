@@ -10,7 +10,7 @@ computed, the smallest of those in `linear_plan.parts` that holds its live rows:
 too. A row's results are the same bits in any part.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from mlc_amd.schedules.cpu.linear.linear_plan import AnyPlan, default_plan, row_
 from mlc_amd.schedules.cpu.linear.linear_tile import (
     Matrix,
     Products,
+    Source,
     Tile,
     TokenTiles,
     act_params,
@@ -64,7 +65,7 @@ class Rows(NamedTuple):
 def emit_rows(products: Products, rows: Rows, tiles: TokenTiles, results: Results) -> None:
     """A task."""
 
-    def emit(sources: list[Callable[[Expr], Tile]], sizes: list[int]) -> None:
+    def emit(sources: Sequence[Source], sizes: list[int]) -> None:
         def body(token_tile: Expr, live: Expr) -> None:
             def part(tokens: int) -> None:
                 with T.serial(rows.held) as t:
@@ -130,7 +131,7 @@ def linear(op: Linear, arch: Arch, name: str, plan: AnyPlan | None = None) -> ti
         for i, ((fmt, n), has_bias) in enumerate(zip(op.weights, op.biases, strict=True)):
             matrix = weight_args(fmt, n, k, f"W{i}_")
             weights.append((matrix, T.arg(f"bias{i}", T.buffer((n,), "float32")) if has_bias else None))
-        R = T.arg("R", T.buffer((m, padded(op.segments[0][1])), "float32")) if op.residual else None
+        R = T.arg("R", T.buffer((m, padded(op.weights[0][1])), "float32")) if op.residual else None
         outputs = [T.arg(f"Y{i}", T.buffer((m, padded(n)), "float32")) for i, (_, n) in enumerate(op.segments)]
         products = emit_products(op, arch, plan, params)
         helds = [row_tiles(fmt, n, k, plan) for fmt, n in op.weights]

@@ -151,6 +151,7 @@ class Packed(NamedTuple):
 
 
 Tile = Packed | UnpackedTile
+Source = Callable[[Expr], Tile]  # the tile of a task of that number
 Epilogue = Callable[[Expr, int, Expr], None]
 
 
@@ -175,7 +176,7 @@ class Products:
         first: Expr,
         held: int,
         tiles: TokenTiles,
-        emit: Callable[[list[Callable[[Expr], Tile]], list[int]], None],
+        emit: Callable[[Sequence[Source], list[int]], None],
     ) -> None:
         """Emits a task by emit(sources, sizes), where sources[i](t) is tile first + t of weights[i] in a form that
         `emit_tile` takes, and sizes are those of the parts of a tile of tokens that are worth their code.
@@ -183,7 +184,7 @@ class Products:
         weights: all of one kind; held: tiles of rows of the task.
         """
         packed = [lambda t, matrix=matrix: Packed(matrix, T.Bind(first + t), self.isa) for matrix in weights]
-        if not all(unpacks(matrix.fmt, self.plan) for matrix in weights):
+        if isinstance(self.plan, Plan) or not all(unpacks(matrix.fmt, self.plan) for matrix in weights):
             emit(packed, parts(self.acts.p))
             return
         with T.If(tiles.count >= self.plan.unpack):
