@@ -79,7 +79,7 @@ SLOW = {
 # processes that tests start.
 OPTIMIZED = {
     "test_cpu_attention.py", "test_cpu_experts.py", "test_cpu_linear.py", "test_cpu_norm.py", "test_cpu_plans.py",
-    "test_cpu_sample.py", "test_quality.py", "test_tuning_rooflines.py",
+    "test_cpu_rope.py", "test_cpu_sample.py", "test_quality.py", "test_tuning_rooflines.py",
 }  # fmt: skip
 
 

@@ -5,10 +5,11 @@ import tvm
 from mlc_amd.compiler.codegen.object_cache import ObjectCache
 from mlc_amd.schedules.cpu.base.arch import resolve
 from mlc_amd.schedules.cpu.linear.norm import quantize
+from mlc_amd.schedules.operators import Quantize
 
 
 def kernel(k: int, name: str):
-    return quantize(k, 1, 1, resolve("x86-64-v3").isa, name)
+    return quantize(Quantize(k=k, m=1, layout="tiles:1"), resolve("x86-64-v3"), name)
 
 
 def test_the_same_kernel_for_the_same_target_is_compiled_once():

@@ -1,12 +1,13 @@
 """Operators from plain arguments, as tests write them, and their kernels."""
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from tvm import tirx
 
 from mlc_amd.schedules.cpu import registry as on_cpu
+from mlc_amd.schedules.cpu.base.arch import Arch
 from mlc_amd.schedules.gpu import registry as on_gpu
 from mlc_amd.schedules.operators import OPERATORS, GateUp, Linear, Operator, from_json
 from mlc_amd.schedules.operators.attention import Attention, Rope
@@ -39,3 +40,8 @@ def built(op: Operator, arch: Any, name: str = "kernel", plan: Any = None) -> ti
     """The operator's kernel for an arch of any target."""
     registry = on_cpu if arch.api == "cpu" else on_gpu
     return registry.builders[type(op)](op, arch, name, plan)
+
+
+def tiled(arch: Arch, p: int) -> Arch:
+    """The CPU with activation tiles of p rows."""
+    return replace(arch, isa=type(arch.isa.__name__, (arch.isa,), {"tokens": p}))

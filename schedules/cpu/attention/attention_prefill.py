@@ -16,20 +16,20 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.cpu.attention.attention_block import (
     BLOCK,
     SPAN,
+    Joined,
+    Softmax,
+    Step,
     accumulator_choices,
-    capped,
-    emit_join_rows,
-    emit_join_start,
-    emit_product,
-    emit_softmax,
-    emit_start,
     scratch,
     span_blocks,
 )
-from mlc_amd.schedules.cpu.attention.cache import Rows, visible_keys
+from mlc_amd.schedules.cpu.attention.cache import CacheBlock, Rows, visible_keys
+from mlc_amd.schedules.cpu.base.isa import Isa
 from mlc_amd.schedules.cpu.base.kernel import live_rows
-from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, opaque, registers, splat, store
+from mlc_amd.schedules.cpu.base.vector import LANES, at, opaque, registers, splat, store
 from mlc_amd.schedules.cpu.linear.quantize import BLOCK as QUANT
+from mlc_amd.schedules.operators.attention import Attention
+from mlc_amd.schedules.tir import Buffer, Expr
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class Plan:
     tasks: int
 
 
-def default_plan(isa):
+def default_plan(isa: Isa) -> Plan:
     """The plan that suits an instruction set; see isa.py for what differs."""
     return Plan(
         rows=isa.rows, blocks_per_pass=4, registers=isa.sums, convert=isa.convert, max_rows=192, min_rows=48, tasks=32
     )
 
 
-def choices(isa):
+def choices(isa: Isa) -> dict[str, tuple[int, ...]]:
     """Values of the plan's fields to try, by name."""
     return {
         "rows": (2, 3, 4, 6, 8, 12),
@@ -76,7 +76,7 @@ def choices(isa):
     }
 
 
-def tile_tokens(plan, m, group, kv_heads):
+def tile_tokens(plan: Plan, m: int, group: int, kv_heads: int) -> int:
     """Tokens of a task, whose queries fill register blocks."""
     fewest, most = (max(1, rows // group) for rows in (plan.min_rows, plan.max_rows))
     multiple = plan.rows // math.gcd(plan.rows, group)
@@ -87,22 +87,22 @@ class _Task(NamedTuple):
     """One KV head and the `tokens` live rows of the step from row `token0` on, of at most `tile`. chunk0: the number of
     the first of them in its chunk."""
 
-    kv: object
-    token0: object
-    chunk0: object
-    tokens: object
+    kv: Expr
+    token0: Expr
+    chunk0: Expr
+    tokens: Expr
     tile: int
 
 
 class _Operands:
     """A block's keys and values as float32 vectors, converted when it is loaded or when they are."""
 
-    def __init__(self, isa, plan, spec):
-        self.isa, self.width = isa, spec.width
+    def __init__(self, isa: Isa, plan: Plan, spec: Attention):
+        self.lanes, self.width = isa.lanes, spec.width
         convert = plan.convert and not spec.values  # keys of a latent cache are converted anyway
         self.converted = [scratch(self.width, BLOCK), scratch(BLOCK, self.width)] if convert else None
 
-    def load(self, block):
+    def load(self, block: CacheBlock) -> None:
         """Goes on to a CacheBlock."""
         self.block = block
         block.prepare()
@@ -115,146 +115,129 @@ class _Operands:
         with T.serial(BLOCK) as key, T.serial(self.width // LANES) as i:
             store(values, block.load_value(key, i * LANES, LANES), key, at(i * LANES))
 
-    def keys(self, c, key):
+    def keys(self, c: Expr, key: Expr) -> Expr:
         """Element c of the keys key .. key+lanes-1."""
-        lanes = self.isa.lanes
         if self.converted:
-            return T.Bind(self.converted[0][c, at(key, lanes)])
-        return self.block.load_keys(c, key, lanes)
+            return T.Bind(self.converted[0][c, at(key, self.lanes)])
+        return self.block.load_keys(c, key, self.lanes)
 
-    def values(self, key, c):
+    def values(self, key: Expr, c: Expr) -> Expr:
         """Elements c .. c+lanes-1 of a value."""
-        lanes = self.isa.lanes
         if self.converted:
-            return T.Bind(self.converted[1][key, at(c, lanes)])
-        return self.block.load_value(key, c, lanes)
+            return T.Bind(self.converted[1][key, at(c, self.lanes)])
+        return self.block.load_value(key, c, self.lanes)
 
 
-def _load_queries(Q, queries, task, count, group, width):
+def _load_queries(step: Step, queries: Buffer, task: _Task, count: Expr) -> None:
     """Copies the task's `count` queries into a contiguous buffer, in order of tokens."""
+    group, width = step.spec.group, step.spec.width
     with T.serial(count) as r, T.serial(width // LANES) as i:
-        store(queries, Q[task.token0 + r // group, task.kv * group + r % group, at(i * LANES)], r, at(i * LANES))
+        store(queries, step.Q[task.token0 + r // group, task.kv * group + r % group, at(i * LANES)], r, at(i * LANES))
 
 
-def _emit_results(output, out, total, task, group, d):
+def _emit_results(step: Step, task: _Task, joined: Joined) -> None:
     """Divides each query's output by its total and stores it as row token0 + r // group, head kv*group + r % group."""
-    head0, p, done = task.kv * group, output.p, 0
+    output, group, out, done = step.output, step.spec.group, joined.outs, 0
+    head0, p = task.kv * group, output.p
     if output.quantized and task.tile % p == 0:
         tiles = opaque(T.Select(task.token0 % p == 0, task.tokens // p, T.int32(0)))
-        _emit_output_tiles(output, out, total, head0, task.token0, tiles, group, d)
+        _emit_output_tiles(step, task, joined, head0, tiles)
         done = opaque(tiles * (p * group))
     with T.serial(task.tokens * group - done) as i:
         r = opaque(done + i)
         token, head = T.Bind(task.token0 + r // group), T.Bind(head0 + r % group)
-        inverse = T.Bind(T.float32(1) / total[r])
-        output.store_head(lambda c, n: out[r, at(c, n)] * splat(inverse, n), token, head, d)
+        inverse = T.Bind(T.float32(1) / joined.totals[r])
+        output.store_head(lambda c, n: out[r, at(c, n)] * splat(inverse, n), token, head, step.spec.value_d)
 
 
-def _emit_output_tiles(output, out, total, head0, token0, tiles, group, d):
+def _emit_output_tiles(step: Step, task: _Task, joined: Joined, head0: Expr, tiles: Expr) -> None:
     """The results of `tiles` full tiles of output.p tokens as int8 blocks."""
-    p = output.p
+    p, group, blocks, out = step.output.p, step.spec.group, step.spec.value_d // QUANT, joined.outs
     inverses = registers(p)
     with T.serial(tiles) as t, T.serial(group) as g:
         first = opaque(t * (p * group) + g)
         with T.serial(p) as i:
-            store(inverses, T.float32(1) / total[first + i * group], i)
-        with T.serial(d // QUANT) as block:
-            output.store_tile(
+            store(inverses, T.float32(1) / joined.totals[first + i * group], i)
+        with T.serial(blocks) as block:
+            step.output.store_tile(
                 lambda i, c: out[first + i * group, at(block * QUANT + c)] * splat(inverses[i]),
-                opaque(token0 // p + t),
-                opaque((head0 + g) * (d // QUANT) + block),
+                opaque(task.token0 // p + t),
+                opaque((head0 + g) * blocks + block),
                 p,
             )
 
 
-def _emit_task(spec, args, isa, plan, step_rows, task):
+def _emit_task(step: Step, plan: Plan, step_rows: Rows, task: _Task) -> None:
     """One task; step_rows: the Rows of the step."""
-    lanes, block_rows, group, sinks = isa.lanes, plan.rows, spec.group, args.sinks
-    width, key_width = spec.value_width, spec.width
+    spec, isa, sinks = step.spec, step.isa, step.sinks
+    block_rows, group, width = plan.rows, spec.group, spec.value_width
     multiple = math.lcm(block_rows, LANES)
     padded = -(-task.tile * group // multiple) * multiple
-    queries, out, operands = scratch(padded, key_width), scratch(padded, width), _Operands(isa, plan, spec)
-    top, total = scratch(padded), scratch(padded, lanes)  # of the span
-    joined = scratch(padded), scratch(padded), scratch(padded, width)  # of all spans so far
+    queries, out, operands = scratch(padded, spec.width), scratch(padded, width), _Operands(isa, plan, spec)
+    top, total = scratch(padded), scratch(padded, isa.lanes)  # of the span
+    joined = Joined(scratch(padded), scratch(padded), scratch(padded, width))
     pass_rows = plan.blocks_per_pass * block_rows
     scores, shrink = scratch(pass_rows, BLOCK), registers(pass_rows)  # scratch memory is aligned, the stack is not
+    softmax = Softmax(spec, isa, plan.registers, top, total, out, scores, shrink)
     count = opaque(task.tokens * group)
-    _load_queries(args.Q, queries, task, count, group, key_width)
-    emit_join_start(joined, padded, width, None if sinks is None else lambda r: sinks[task.kv * group + r % group])
+    _load_queries(step, queries, task, count)
+    joined.emit_start(padded, None if sinks is None else lambda r: sinks[task.kv * group + r % group])
     rows = step_rows.tile(task.chunk0)
     blocks = opaque((rows.position(task.tokens) - 1) // BLOCK + 1)
     first_block = rows.first_block()
     first_span = first_block // SPAN
     with T.serial((blocks + SPAN - 1) // SPAN - first_span) as slot:
-        emit_start(top, total, out, padded, width, lanes)
+        softmax.emit_start(padded)
         begin, number = span_blocks(first_span + slot, first_block, blocks)
         with T.serial(number) as block:
             key0 = opaque((begin + block) * BLOCK)
-            operands.load(args.cache.block(task.kv, rows.slot, begin + block))
-            following = args.cache.block(task.kv, rows.slot, begin + block + 1)
+            operands.load(step.cache.block(task.kv, rows.slot, begin + block))
+            following = step.cache.block(task.kv, rows.slot, begin + block + 1)
             # Register blocks before `skip`, and those after `left` more, see nothing of this block.
             skip = opaque(rows.first_row(key0) * group // block_rows)
             end = T.min(rows.end_row(key0) * group, count) if spec.span else count
             left = opaque((end + block_rows - 1) // block_rows - skip)
-            with T.serial((left + plan.blocks_per_pass - 1) // plan.blocks_per_pass) as step:
-                first = opaque((skip + step * plan.blocks_per_pass) * block_rows)
-                now = opaque(T.min(left - step * plan.blocks_per_pass, T.int32(plan.blocks_per_pass)))
+            with T.serial((left + plan.blocks_per_pass - 1) // plan.blocks_per_pass) as turn:
+                first = opaque((skip + turn * plan.blocks_per_pass) * block_rows)
+                now = opaque(T.min(left - turn * plan.blocks_per_pass, T.int32(plan.blocks_per_pass)))
                 with T.serial(now) as i:
                     here = opaque(i * block_rows)
                     row0 = opaque(first + here)
                     following.prefetch_part((row0 - skip * block_rows) // block_rows, padded // block_rows, 2)
-                    emit_product(
-                        isa,
-                        plan.registers,
+                    softmax.emit_scores(
                         block_rows,
-                        BLOCK,
-                        spec.d,
-                        left=lambda r, c: queries[row0 + r, c],
-                        right=lambda c, columns: [operands.keys(c, key) for key in columns],
-                        start=lambda r, key: f32(0.0, lanes),
-                        finish=lambda r, key, x: store(scores, capped(x, spec.softcap, isa), here + r, at(key, lanes)),
-                        needed=opaque(rows.keys_in_block((row0 + block_rows - 1) // group, key0)),
+                        lambda r, c: queries[row0 + r, c],
+                        lambda c, columns: [operands.keys(c, key) for key in columns],
+                        here,
+                        opaque(rows.keys_in_block((row0 + block_rows - 1) // group, key0)),
                     )
-                emit_softmax(
-                    isa,
-                    scores,
+                softmax.emit_weights(
                     now * block_rows,
-                    top,
-                    total,
-                    shrink,
                     first,
                     key0,
-                    keys=lambda r: visible_keys(spec, opaque(rows.position((first + r) // group))),
-                    unmasked=rows.see_block(first // group, (first + now * block_rows - 1) // group, key0),
+                    lambda r: visible_keys(spec, opaque(rows.position((first + r) // group))),
+                    rows.see_block(first // group, (first + now * block_rows - 1) // group, key0),
                 )
                 with T.serial(now) as i:
                     here = opaque(i * block_rows)
                     row0 = opaque(first + here)
                     seen = opaque(rows.keys_in_block((row0 + block_rows - 1) // group, key0))
-                    emit_product(
-                        isa,
-                        plan.registers,
-                        block_rows,
-                        width,
-                        seen,
-                        left=lambda r, key: scores[here + r, key],
-                        right=lambda key, columns: [operands.values(key, c) for c in columns],
-                        start=lambda r, c: out[row0 + r, at(c, lanes)] * splat(shrink[here + r], lanes),
-                        finish=lambda r, c, x: store(out, x, row0 + r, at(c, lanes)),
+                    softmax.emit_outputs(
+                        block_rows, seen, lambda key, columns: [operands.values(key, c) for c in columns], here, row0
                     )
-        emit_join_rows(joined, count, padded, top, total, out, width, lanes)
-    _emit_results(args.output, joined[2], joined[1], task, group, spec.value_d)
+        joined.emit_join_rows(count, softmax)
+    _emit_results(step, task, joined)
 
 
-def emit_attention(spec, m, args, isa, plan, chunk_behind_single):
-    """The part of `attention.attention` for a chunk: all live rows or, with chunk_behind_single, those from state[0]
-    on."""
+def emit_attention(step: Step, plan: Plan, after_single: bool) -> None:
+    """The part of `attention.attention` for a chunk: all live rows or, with after_single, those from state[0] on."""
+    spec, m = step.spec, step.m
     tile = tile_tokens(plan, m, spec.group, spec.kv_heads)
-    first, live = T.int32(0), live_rows(args.state, m)
-    if chunk_behind_single:
-        first = T.Bind(T.max(T.min(args.state[0], live), T.int32(0)))
+    first, live = T.int32(0), live_rows(step.state, m)
+    if after_single:
+        first = T.Bind(T.max(T.min(step.state[0], live), T.int32(0)))
     begin = T.min(first, T.int32(m - 1))
-    slot, position = (T.Bind(of(begin)) for of in (args.rows.slot, args.rows.position))
+    slot, position = (T.Bind(of(begin)) for of in (step.rows.slot, step.rows.position))
     rows = Rows(T.Bind(T.max(position, T.int32(0))), slot, spec)
     count = T.Bind(T.min(live - first, spec.ctx - rows.start))
     tiles = T.Bind(T.max((count + tile - 1) // tile, T.int32(0)))
@@ -266,4 +249,4 @@ def emit_attention(spec, m, args, isa, plan, chunk_behind_single):
         token0 = opaque((tiles - 1 - i // spec.kv_heads) * tile)
         tokens = opaque(T.min(count - token0, T.int32(tile)))
         task = _Task(opaque(i % spec.kv_heads), opaque(first + token0), token0, tokens, tile)
-        _emit_task(spec, args, isa, plan, rows, task)
+        _emit_task(step, plan, rows, task)

@@ -30,6 +30,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.cpu.base.isa import Isa
 from mlc_amd.schedules.cpu.base.vector import (
     LANES,
     LINE,
@@ -45,7 +46,8 @@ from mlc_amd.schedules.cpu.base.vector import (
     widen,
 )
 from mlc_amd.schedules.cpu.linear.quantize import magnitudes
-from mlc_amd.schedules.operators.attention import KV_BLOCK, KV_STEPS, PAGE, SLOTS, check_quantized
+from mlc_amd.schedules.operators.attention import KV_BLOCK, KV_STEPS, PAGE, SLOTS, Attention, check_quantized
+from mlc_amd.schedules.tir import Expr
 
 BLOCK = PAGE  # keys of a block
 _TILE = 16  # keys that are interleaved in Kc
@@ -56,7 +58,7 @@ _NAMES = {"k": "Kc", "v": "Vc", "ks": "Ks", "vs": "Vs"}  # parameters
 _HALF_MAX = 65504.0
 
 
-def cache_types(spec):
+def cache_types(spec: Attention) -> dict[str, tuple[tuple[int, ...], str]]:
     """{name: (shape, dtype)} of the cache of an `Attention` layer (names: `Attention.cache`), with pages for one
     sequence. UserError unless 64 divides its positions and 8 divides d, which the attention kernels require, or for
     heads that `check_quantized` refuses."""
@@ -77,19 +79,19 @@ def cache_types(spec):
 class RowTable:
     """The parameter `rows` of a step of m rows: where each is in its sequence, and which sequence that is."""
 
-    def __init__(self, m):
+    def __init__(self, m: int):
         self.buffer = T.arg("rows", T.buffer((m, 2), "int32"))
 
-    def position(self, row):
+    def position(self, row: Expr) -> Expr:
         """The position of a row in its sequence, int32."""
         return self.buffer[row, 0]
 
-    def slot(self, row):
+    def slot(self, row: Expr) -> Expr:
         """The row's sequence, clamped to those that page tables have."""
         return T.max(T.min(self.buffer[row, 1], T.int32(SLOTS - 1)), T.int32(0))
 
 
-def is_position(spec, position):
+def is_position(spec: Attention, position: Expr) -> Expr:
     """A condition: rows of an `Attention` layer may have that position."""
     return tirx.all(position >= 0, position < spec.ctx)
 
@@ -97,10 +99,10 @@ def is_position(spec, position):
 class KeyRange(NamedTuple):
     """The keys from `first` to `last`, both included; None: no bound."""
 
-    first: object = None
-    last: object = None
+    first: Expr = None
+    last: Expr = None
 
-    def select(self, key, x, other, lanes):
+    def select(self, key: Expr, x: Expr, other: float, lanes: int) -> Expr:
         """The vector `x`, which belongs to the keys key, key+1, .., and the number `other` for keys out of range. To be
         used unbound: TVM 0.27 cannot bind a vector of booleans, so the comparison must stay in its expression."""
         if self.first is not None:
@@ -110,7 +112,7 @@ class KeyRange(NamedTuple):
         return x
 
 
-def visible_keys(spec, position):
+def visible_keys(spec: Attention, position: Expr) -> KeyRange:
     """The KeyRange that a row of an `Attention` layer at `position` attends to. `first` may be negative."""
     if spec.chunk:
         return KeyRange(T.Bind(position - T.truncmod(position, T.int32(spec.chunk))), position)
@@ -121,39 +123,39 @@ class Rows(NamedTuple):
     """Consecutive rows of the sequence in a slot and of the `Attention` layer `spec`, the first of which stands at
     `start`."""
 
-    start: object
-    slot: object
-    spec: object
+    start: Expr
+    slot: Expr
+    spec: Attention
 
-    def position(self, row):
+    def position(self, row: Expr) -> Expr:
         """The position of row `row`."""
         return self.start + row
 
-    def tile(self, row):
+    def tile(self, row: Expr) -> "Rows":
         """The Rows from row `row` on."""
         return Rows(opaque(self.position(row)), self.slot, self.spec)
 
-    def first_block(self):
+    def first_block(self) -> Expr:
         """The first block with a key that any row sees: the int 0 if rows see all keys, else bound to a register."""
         first = visible_keys(self.spec, self.start).first
         return 0 if first is None else T.Bind(T.max(first, T.int32(0)) // BLOCK)
 
-    def first_row(self, key0):
+    def first_row(self, key0: Expr) -> Expr:
         """The first row that sees key0 or a later key."""
         return T.max(key0 - self.start, T.int32(0))
 
-    def end_row(self, key0):
+    def end_row(self, key0: Expr) -> Expr:
         """The first row that sees keys after key0 .. key0+63 only, as do the rows after it. For rows that do not see
         all keys."""
         if chunk := self.spec.chunk:
             return (T.truncdiv(key0 + (BLOCK - 1), T.int32(chunk)) + 1) * chunk - self.start
         return key0 + (BLOCK - 1 + self.spec.window) - self.start
 
-    def keys_in_block(self, row, key0):
+    def keys_in_block(self, row: Expr, key0: Expr) -> Expr:
         """How many leading keys of the block key0 .. key0+63 contain all that row `row` and the rows before it see."""
         return T.min(self.position(row) - key0 + 1, T.int32(BLOCK))
 
-    def see_block(self, first, last, key0):
+    def see_block(self, first: Expr, last: Expr, key0: Expr) -> Expr:
         """A condition: the rows first .. last see all of the keys key0 .. key0+63."""
         causal = self.position(first) >= key0 + (BLOCK - 1)
         oldest = visible_keys(self.spec, self.position(last)).first
@@ -164,26 +166,26 @@ class Cache:
     """The cache of an `Attention` layer in a kernel. `declare_pages` declares the parameter pages; Kc, Vc and their
     scales follow where `declare` is called."""
 
-    def __init__(self, spec, isa):
+    def __init__(self, spec: Attention, isa: Isa):
         self.spec, self.width, self.isa = spec, spec.width, isa
         self.dtype = _CODE if spec.quantized else _DTYPE
         self.line = LINE // _BYTES[self.dtype]  # elements of a cache line
 
-    def declare_pages(self):
+    def declare_pages(self) -> "Cache":
         self.pages = T.arg("pages", T.buffer((SLOTS, self.spec.blocks), "int32"))
         return self
 
-    def declare(self):
+    def declare(self) -> "Cache":
         types = cache_types(self.spec)
         self.K, *rest = (T.arg(_NAMES[which], T.buffer(*of)) for which, of in types.items())
         self.V, *self.scales = rest or [self.K]
         return self
 
-    def page(self, slot, block):
+    def page(self, slot: Expr, block: Expr) -> Expr:
         """The page of a slot's block, in a register. Blocks after the last one are clamped: they may be prefetched."""
         return opaque(self.pages[slot, T.min(block, T.int32(self.spec.blocks - 1))])
 
-    def place(self, slot, position):
+    def place(self, slot: Expr, position: Expr) -> tuple[Expr, Expr]:
         """(page, key in the page) of a position."""
         return self.page(slot, position // BLOCK), T.Bind(position % BLOCK)
 
@@ -234,11 +236,11 @@ class Cache:
                 steps = T.min(T.max(v * splat(inverse), f32(-KV_STEPS)), f32(KV_STEPS))
                 write(c, LANES, T.cast(T.nearbyint(steps), dtype("int32", LANES)))
 
-    def block(self, kv, slot, number):
+    def block(self, kv: Expr, slot: Expr, number: Expr) -> "CacheBlock":
         """The CacheBlock number `number` of a slot's KV head, all keys of which may be read."""
         return CacheBlock(self, kv, self.page(slot, number), T.Bind(number * BLOCK), None)
 
-    def block_until(self, kv, slot, number, last):
+    def block_until(self, kv: Expr, slot: Expr, number: Expr, last: Expr) -> "CacheBlock":
         """The CacheBlock `number` of a slot's KV head, of which keys after `last` are not to be read; its first one
         is."""
         key0 = T.Bind(number * BLOCK)
@@ -253,11 +255,11 @@ class CacheBlock:
     Loads need `prepare` first.
     """
 
-    def __init__(self, cache, kv, page, key0, live):
+    def __init__(self, cache: Cache, kv: Expr, page: Expr, key0: Expr, live: Expr):
         self.cache, self.kv, self.page, self.key0, self.live, self._tiles = cache, kv, page, key0, live, None
         self._scales, self._turned = [], None
 
-    def prepare(self):
+    def prepare(self) -> None:
         """Makes what all products share: of a latent cache the keys as float32 with those of a column side by side; of
         a quantized one its scales. Those of keys that are not to be read are converted, too, and not used."""
         if self.cache.spec.values:
@@ -270,7 +272,7 @@ class CacheBlock:
                     scale = self.cache.isa.half(source[self.page, self.kv, block, at(key)], LANES)
                     store(target, scale, block, at(key))
 
-    def _turn(self):
+    def _turn(self) -> None:
         self._turned = T.alloc_buffer((self.cache.width, BLOCK), "float32", scope="local")
         keys = BLOCK if self.live is None else self.live
         with T.serial(keys) as key, T.serial(self.cache.width // LANES) as i:
@@ -278,7 +280,7 @@ class CacheBlock:
             for lane in range(LANES):
                 store(self._turned, T.Shuffle([x], [T.int32(lane)]), i * LANES + lane, key)
 
-    def clamp_to(self, last):
+    def clamp_to(self, last: Expr) -> None:
         """Makes `load_keys` give the keys around `last` wherever keys after it are asked for; of a latent cache it
         gives anything there."""
         if self._turned is not None:
@@ -288,7 +290,7 @@ class CacheBlock:
             near = T.max(T.min(last - self.key0, T.int32(i * _TILE)), T.int32(0))
             store(self._tiles, near // _TILE, i)
 
-    def load_keys(self, c, key, n):
+    def load_keys(self, c: Expr, key: Expr, n: int) -> Expr:
         """Element c of n keys from the block's key `key` on, as float32; n divides 16 and key."""
         if self._turned is not None:
             return T.Bind(self._turned[c, at(key, n)])
@@ -298,14 +300,14 @@ class CacheBlock:
             return self.cache.isa.half(stored, n)
         return T.Bind(widen(stored, n) * self._scales[0][c // KV_BLOCK, at(tile * _TILE + key % _TILE, n)])
 
-    def load_value(self, key, c, n):
+    def load_value(self, key: Expr, c: Expr, n: int) -> Expr:
         """Elements c .. c+n-1 of the value of the block's key `key`, as float32."""
         stored = self.cache.V[self.page, self.kv, key, at(c, n)]
         if not self._scales:
             return self.cache.isa.half(stored, n)
         return T.Bind(widen(stored, n) * splat(self._scales[1][c // KV_BLOCK, key], n))
 
-    def prefetch_keys(self, part, locality):
+    def prefetch_keys(self, part: Expr, locality: int) -> None:
         """Prefetches part `part` of `width` equal parts of the live keys, in the order of their addresses: the hardware
         sees one stream, while the loads alternate between four tiles. Those of a latent cache are prefetched as
         values."""
@@ -317,12 +319,12 @@ class CacheBlock:
             place = T.min(part * BLOCK + line, end)
             prefetch(self.cache.K, self.page, self.kv, 0, 0, place, locality=locality)
 
-    def prefetch_value(self, key, locality):
+    def prefetch_value(self, key: Expr, locality: int) -> None:
         """Prefetches the value of the block's key `key`, or of its last live one if that comes before."""
         for c in range(0, self.cache.width, self.cache.line):
             prefetch(self.cache.V, self.page, self.kv, T.min(key, self.live - 1), c, locality=locality)
 
-    def prefetch_part(self, part, parts, locality):
+    def prefetch_part(self, part: Expr, parts: int, locality: int) -> None:
         """Prefetches part `part` of `parts` equal parts (an int) of all keys and values."""
         lines = -(-BLOCK * self.cache.width // (self.cache.line * parts))
         with T.serial(lines) as i:

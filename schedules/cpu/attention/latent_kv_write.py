@@ -9,14 +9,18 @@ as they are.
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.cpu import registry
 from mlc_amd.schedules.cpu.attention.cache import Cache, RowTable, is_position
 from mlc_amd.schedules.cpu.attention.rope_kv_write import Rotation, loader, normalized, vectors
+from mlc_amd.schedules.cpu.base.arch import Arch
 from mlc_amd.schedules.cpu.base.kernel import kernel, row_loop
 from mlc_amd.schedules.cpu.base.vector import at, f32, store
-from mlc_amd.schedules.operators.attention import Attention, Rope, padded_columns
+from mlc_amd.schedules.operators import LatentKvWrite
+from mlc_amd.schedules.operators.attention import padded_columns
 
 
-def latent_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:
+@registry.builds(LatentKvWrite)
+def latent_kv_write(op: LatentKvWrite, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], rows int32 [m, 2], pages as in `cache.py`, Q float32 [m, heads*(d-values)], L float32 [m,
     heads*values], K float32 [m, d], KN float32 [values], [CS float32 [ctx, rotary] with CS[pos, 2i] = cos, CS[pos,
     2i+1] = sin of pair i, unless rotary is 0], Kc as in `cache.py` (in place), Qo float32 [m, heads, width], scaled by
@@ -27,11 +31,12 @@ def latent_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:
     UserError for shapes that `cache_types` refuses, ValueError unless the key has values and others, of which all or
     none rotate.
     """
+    spec, rope, m = op.layer, op.rope, op.m
     heads, values, shared = spec.heads, spec.values, spec.d - spec.values
-    if rope.rotary not in (0, shared):
-        raise ValueError(f"keys of {spec.d} columns do not consist of {values} and {rope.rotary} that rotate")
+    if rope.rotary not in (0, shared) or rope.eps is None:
+        raise ValueError(f"keys of {spec.d} columns are not {values} normalized and {rope.rotary} rotating ones")
     with kernel(name) as (builder, state):
-        table, cache = RowTable(m), Cache(spec, isa).declare_pages()
+        table, cache = RowTable(m), Cache(spec, arch.isa).declare_pages()
         shapes = {"Q": padded_columns(heads * shared), "L": heads * values, "K": spec.width}
         Q, L, K = (T.arg(which, T.buffer((m, columns), "float32")) for which, columns in shapes.items())
         KN = T.arg("KN", T.buffer((padded_columns(values),), "float32"))

@@ -6,18 +6,26 @@ them rotate (the rest passes through), and which heads are normalized, before or
 """
 
 import math
+from collections.abc import Callable, Iterator
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.cpu import registry
 from mlc_amd.schedules.cpu.attention.cache import Cache, RowTable, is_position
+from mlc_amd.schedules.cpu.base.arch import Arch
 from mlc_amd.schedules.cpu.base.kernel import kernel, row_loop
 from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, splat, store, tree_add
-from mlc_amd.schedules.operators.attention import Attention, Rope, padded_columns
+from mlc_amd.schedules.operators import RopeKvWrite
+from mlc_amd.schedules.operators.attention import Rope, padded_columns
+from mlc_amd.schedules.tir import Buffer, Expr
+
+Load = Callable[[Expr, int], Expr]  # load(e, n): elements e .. e+n-1 of a head
+Head = Iterator[tuple[int, int, Expr]]  # (first element, lanes, value) for a whole head
 
 
-def _lanes(*sizes):
+def _lanes(*sizes: int) -> int:
     """Lanes of the longest vector whose length divides all sizes."""
     return math.gcd(LANES, *sizes)
 
@@ -26,9 +34,9 @@ class Rotation:
     """Rotates heads by the cosines and sines of one row's position, which it holds in the order of a head's
     elements."""
 
-    def __init__(self, CS, position, d, rope):
+    def __init__(self, CS: Buffer | None, position: Expr, d: int, rope: Rope):
         self.d, self.half, self.neox = d, rope.rotary // 2, rope.neox
-        if not rope.rotary:
+        if CS is None:
             return
         self.cos, self.sin = (T.alloc_buffer((rope.rotary,), "float32", scope="local") for _ in range(2))
         with T.serial(self.half) as i:
@@ -38,8 +46,8 @@ class Rotation:
                 store(self.cos, c, place)
                 store(self.sin, s * T.float32(sign), place)
 
-    def vectors(self, load):
-        """Yields (first element, lanes, rotated value) for a whole head; `load(e, n)` gives elements e .. e+n-1."""
+    def vectors(self, load: Load) -> Head:
+        """The rotated head."""
         rotary, half = self.half * 2, self.half
         n = _lanes(half) if self.neox else _lanes(rotary)
         for e in range(0, rotary, n):
@@ -51,13 +59,13 @@ class Rotation:
             yield e, n, T.Bind(load(e, n))
 
 
-def loader(X, row, head, d):
-    """load(e, n) gives elements e .. e+n-1 of a row's head of X."""
+def loader(X: Buffer, row: Expr, head: Expr, d: int) -> Load:
+    """Loads a row's head of X."""
     return lambda e, n: X[row, at(head * d + e, n)]
 
 
-def normalized(load, d, eps, weight=None):
-    """The load(e, n) of a head divided by its root mean square, times the weight if there is one."""
+def normalized(load: Load, d: int, eps: float, weight: Buffer | None = None) -> Load:
+    """The elements of a head divided by its root mean square, times the weight if there is one."""
     lanes = _lanes(d)
     squares = f32(0.0, lanes)
     for e in range(0, d, lanes):
@@ -69,17 +77,15 @@ def normalized(load, d, eps, weight=None):
     return lambda e, n: load(e, n) * splat(scale, n) * weight[at(e, n)]
 
 
-def vectors(load, d):
-    """Yields (first element, lanes, value) for a whole head."""
+def vectors(load: Load, d: int) -> Head:
     n = _lanes(d)
     for e in range(0, d, n):
         yield e, n, load(e, n)
 
 
-def _rotated(rotation, load, d, rope, weight):
-    """Yields (first element, lanes, value) for a whole head of q or k, normalized by `weight` (None: not) and
-    rotated."""
-    if weight is None:
+def _rotated(rotation: Rotation, load: Load, d: int, rope: Rope, weight: Buffer | None) -> Head:
+    """A head of q or k, normalized by `weight` (None: not) and rotated."""
+    if weight is None or rope.eps is None:
         return rotation.vectors(load)
     if not rope.norm_after:
         return rotation.vectors(normalized(load, d, rope.eps, weight))
@@ -89,7 +95,8 @@ def _rotated(rotation, load, d, rope, weight):
     return vectors(normalized(lambda e, n: turned[at(e, n)], d, rope.eps, weight), d)
 
 
-def rope_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:
+@registry.builds(RopeKvWrite)
+def rope_kv_write(op: RopeKvWrite, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], rows int32 [m, 2], pages as in `cache.py`, Q float32 [m, heads*d], K float32 [m,
     kv_heads*d], V float32 [m, kv_heads*d], [QN float32 [d], KN float32 [d] unless rope.eps is None], [CS float32 [ctx,
     rotary] if rope.rotary, with CS[pos, 2i] = cos, CS[pos, 2i+1] = sin of pair i], Kc, Vc and, if spec.quantized, Ks,
@@ -100,12 +107,13 @@ def rope_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:
     16 columns, as linear layers and vectors are. Rows that are not live, or have no place in the cache, write nothing.
     UserError for shapes that `cache_types` refuses and for an odd number of rotated elements.
     """
+    spec, rope, m = op.layer, op.rope, op.m
     heads, kv_heads, d, ctx = spec.heads, spec.kv_heads, spec.d, spec.ctx
     if rope.rotary % 2 or not 0 <= rope.rotary <= d:
         raise UserError(f"rotary embedding needs an even number of elements, at most the head's {d}, not {rope.rotary}")
     with kernel(name) as (builder, state):
         table = RowTable(m)
-        cache = Cache(spec, isa).declare_pages() if rope.writes else None
+        cache = Cache(spec, arch.isa).declare_pages() if rope.writes else None
         written = (("K", kv_heads), ("V", kv_heads)) if rope.writes else ()
         sources = {n: T.arg(n, T.buffer((m, padded_columns(h * d)), "float32")) for n, h in (("Q", heads), *written)}
         normed = () if rope.eps is None else ("QN", "KN") if rope.writes else ("QN",)
@@ -130,7 +138,7 @@ def rope_kv_write(spec: Attention, rope: Rope, m, isa, name) -> tirx.PrimFunc:
                             for e, n, y in _rotated(rotation, load, d, rope, norms.get("KN")):
                                 write(e, n, y)
                         value = loader(sources["V"], row, h, d)
-                        value = normalized(value, d, rope.eps) if rope.value_norm else value
+                        value = normalized(value, d, rope.eps) if rope.value_norm and rope.eps is not None else value
                         with cache.value_writer(h, place) as write:
                             for e, n, y in vectors(value, d):
                                 write(e, n, y)

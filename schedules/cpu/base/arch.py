@@ -11,7 +11,7 @@ from tvm.target import codegen
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
-from mlc_amd.schedules.cpu.base.isa import Avx2, AvxVnni, Portable, Vnni512, Zen4
+from mlc_amd.schedules.cpu.base.isa import Avx2, AvxVnni, Isa, Portable, Vnni512, Zen4
 
 # The names that `--help` and errors show; any other cpu that LLVM knows works too.
 LEVELS = ("x86-64-v4", "x86-64-v3", "x86-64-v2")
@@ -51,7 +51,7 @@ FLAGS = {
 class Arch:
     name: str  # as the user named it; "native" becomes the cpu's own name
     mcpu: str  # LLVM's name
-    isa: type  # a class of isa.py
+    isa: Isa  # a class of isa.py
     flags: tuple[str, ...]  # /proc/cpuinfo flags that the code needs
 
     api = "cpu"

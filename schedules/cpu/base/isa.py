@@ -217,3 +217,6 @@ class Portable:
 
         totals = _outer(weights, acts, lambda a: T.reinterpret("int16x16", a), pair)
         return [[T.Bind(s + wide(x)) for s, x in zip(*both, strict=True)] for both in zip(sums, totals, strict=True)]
+
+
+Isa = type[Vnni512] | type[Avx2] | type[Portable]  # an instruction set

@@ -8,41 +8,47 @@ order.
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.cpu import registry
+from mlc_amd.schedules.cpu.base.arch import Arch
+from mlc_amd.schedules.cpu.base.isa import Isa
 from mlc_amd.schedules.cpu.base.kernel import kernel, row_loop
 from mlc_amd.schedules.cpu.base.vector import LANES, at, exp, f32, i32, local, reduce, splat, store
+from mlc_amd.schedules.operators import Route
 from mlc_amd.schedules.operators.experts import GATINGS, MIN_SUM
+from mlc_amd.schedules.tir import Buffer, Expr
 
 # Scores of experts that must not be chosen: those of other groups, which a row with NaNs may get; and those that are
 # chosen already, or are only the padding of vectors.
 EXCLUDED, LOWEST = -1e30, -3e38
 
 
-def route(
-    n, m, experts, used, gating, normalize, scale, bias, factors, groups, groups_used, isa, name
-) -> tirx.PrimFunc:
+@registry.builds(Route)
+def route(op: Route, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], L float32 [m, n], [B float32 [n]], [F float32 [n]], Ids, Weights), n = experts rounded up
     to a multiple of 16.
 
-    gating: of GATINGS. Chosen are the `used` largest probabilities plus B, if `bias`; with groups > 1, of experts
-    that follow one another, only among those of the `groups_used` groups whose two best scores have the largest sums.
-    The chosen ones' probabilities, with `normalize` divided by their sum, times `scale` and F[expert], if `factors`,
-    are the weights. ValueError for an unknown gating, and groups of different sizes.
+    Chosen are the `used` largest probabilities plus B, if `bias`; with groups > 1, of experts that follow one another,
+    only among those of the `groups_used` groups whose two best scores have the largest sums. The chosen ones'
+    probabilities, with `normalize` divided by their sum, times `scale` and F[expert], if `factors`, are the weights.
+    ValueError for an unknown gating, and groups of different sizes.
     """
-    if gating not in GATINGS or experts % groups:
-        raise ValueError(f"no router with gating {gating} and {groups} groups of {experts} experts")
+    n, m, experts, used, isa = op.n, op.m, op.experts, op.used, arch.isa
+    if op.gating not in GATINGS or experts % op.groups:
+        raise ValueError(f"no router with gating {op.gating} and {op.groups} groups of {experts} experts")
     with kernel(name) as (builder, state):
         L = T.arg("L", T.buffer((m, n), "float32"))
-        B = T.arg("B", T.buffer((n,), "float32")) if bias else None
-        F = T.arg("F", T.buffer((n,), "float32")) if factors else None
-        Ids, Weights = (T.arg(*of) for of in _outputs(m, used))
+        B = T.arg("B", T.buffer((n,), "float32")) if op.bias else None
+        F = T.arg("F", T.buffer((n,), "float32")) if op.factors else None
+        Ids, Weights = T.arg("Ids", T.buffer((m, used), "int32")), T.arg("Weights", T.buffer((m, used), "float32"))
         with row_loop(state, m) as row:
             values, scores = local(n), local(n)  # probabilities, and what chooses
-            _emit_probabilities(L, row, values, n, experts, gating, isa)
+            _emit_probabilities(op, L, row, values, isa)
             _emit_scores(values, B, scores, n, experts)
-            if groups > 1:
-                _emit_groups(scores, experts, groups, groups_used)
-            weights = local(-(-used // LANES) * LANES)
-            if gating == "softmax_used":
+            if op.groups > 1:
+                _emit_groups(scores, experts, op.groups, op.groups_used)
+            padded = -(-used // LANES) * LANES
+            weights = local(padded)
+            if op.gating == "softmax_used":
                 for i in range(0, used, LANES):
                     store(weights, f32(LOWEST), at(i))
             with T.serial(used) as j:
@@ -50,34 +56,33 @@ def route(
                 T.buffer_store(Ids, chosen, [row, j])
                 store(weights, values[chosen], j)
                 store(scores, T.float32(LOWEST), chosen)
-            if gating == "softmax_used":
-                _emit_softmax(weights, -(-used // LANES) * LANES, isa)
-            _emit_weights(weights, F, Ids, Weights, row, used, normalize, scale)
+            if op.gating == "softmax_used":
+                _emit_softmax(weights, padded, isa)
+            factor = _emit_factor(op, weights)
+            with T.serial(used) as j:
+                weight = weights[j] * factor[0]
+                T.buffer_store(Weights, weight if F is None else weight * F[Ids[row, j]], [row, j])
     return builder.get()
 
 
-def _outputs(m, used):
-    return ("Ids", T.buffer((m, used), "int32")), ("Weights", T.buffer((m, used), "float32"))
-
-
-def _lane(step):
+def _lane(step: Expr) -> Expr:
     """The numbers of the vector's lanes, int32."""
     return T.Cast(f"int32x{LANES}", at(step * LANES))
 
 
-def _emit_probabilities(L, row, values, n, experts, gating, isa):
+def _emit_probabilities(op: Route, L: Buffer, row: Expr, values: Buffer, isa: Isa) -> None:
     """Logits to values: probabilities, or with "softmax_used" the logits."""
-    with T.serial(n // LANES) as step:
+    with T.serial(op.n // LANES) as step:
         x = T.Bind(L[row, at(step * LANES)])
-        if gating == "sigmoid":
+        if op.gating == "sigmoid":
             # exp's range ends before that of float32
             x = T.Bind(f32(1.0) / (f32(1.0) + exp(T.min(f32(0.0) - x, f32(87.0)), isa)))
-        store(values, T.Select(_lane(step) < i32(experts), x, f32(LOWEST)), at(step * LANES))
-    if gating == "softmax":
-        _emit_softmax(values, n, isa)
+        store(values, T.Select(_lane(step) < i32(op.experts), x, f32(LOWEST)), at(step * LANES))
+    if op.gating == "softmax":
+        _emit_softmax(values, op.n, isa)
 
 
-def _emit_softmax(values, n, isa):
+def _emit_softmax(values: Buffer, n: int, isa: Isa) -> None:
     """Softmax in place; padding at LOWEST becomes next to nothing."""
     top, total = local(LANES), local(LANES)
     store(top, f32(LOWEST), at(0))
@@ -95,14 +100,14 @@ def _emit_softmax(values, n, isa):
         store(values, values[at(step * LANES)] / splat(whole), at(step * LANES))
 
 
-def _emit_scores(values, B, scores, n, experts):
+def _emit_scores(values: Buffer, B: Buffer | None, scores: Buffer, n: int, experts: int) -> None:
     with T.serial(n // LANES) as step:
         x = values[at(step * LANES)]
         x = x if B is None else x + B[at(step * LANES)]
         store(scores, T.Select(_lane(step) < i32(experts), x, f32(LOWEST)), at(step * LANES))
 
 
-def _emit_groups(scores, experts, groups, groups_used):
+def _emit_groups(scores: Buffer, experts: int, groups: int, groups_used: int) -> None:
     """Excludes all experts but those of the best groups."""
     size = experts // groups
     sums, first, second = local(groups), local(1), local(1)
@@ -127,7 +132,7 @@ def _emit_groups(scores, experts, groups, groups_used):
             store(scores, T.float32(EXCLUDED), group * size + i)
 
 
-def _emit_best(scores, n, experts):
+def _emit_best(scores: Buffer, n: int, experts: int) -> Expr:
     """The expert with the largest score, the first of equal ones."""
     top, place = local(LANES), local(LANES, dtype="int32")
     store(top, f32(LOWEST), at(0))
@@ -142,14 +147,13 @@ def _emit_best(scores, n, experts):
     return reduce("smin", T.Bind(place[at(0)]))
 
 
-def _emit_weights(weights, F, Ids, Weights, row, used, normalize, scale):
+def _emit_factor(op: Route, weights: Buffer) -> Buffer:
+    """The factor on the chosen ones' probabilities, float32 [1]."""
     factor = local(1)
-    store(factor, T.float32(scale), 0)
-    if normalize:
+    store(factor, T.float32(op.scale), 0)
+    if op.normalize:
         store(factor, T.float32(0), 0)
-        with T.serial(used) as j:
+        with T.serial(op.used) as j:
             store(factor, factor[0] + weights[j], 0)
-        store(factor, T.float32(scale) / T.max(factor[0], T.float32(MIN_SUM)), 0)
-    with T.serial(used) as j:
-        weight = weights[j] * factor[0]
-        T.buffer_store(Weights, weight if F is None else weight * F[Ids[row, j]], [row, j])
+        store(factor, T.float32(op.scale) / T.max(factor[0], T.float32(MIN_SUM)), 0)
+    return factor

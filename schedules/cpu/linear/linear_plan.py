@@ -1,12 +1,20 @@
-"""Plans of the CPU's linear layers: how a kernel divides its work into tasks, register blocks and prefetches."""
+"""Plans of the CPU's matrix products: how a kernel divides its work into tasks, register blocks and prefetches."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+from mlc_amd.schedules.cpu import registry
+from mlc_amd.schedules.cpu.base.arch import Arch, tile_rows
+from mlc_amd.schedules.cpu.base.isa import Isa
 from mlc_amd.schedules.cpu.base.vector import largest_divisor
 from mlc_amd.schedules.cpu.linear.load import groups
-from mlc_amd.schedules.cpu.linear.planes import ROWS, plane_bytes
+from mlc_amd.schedules.cpu.linear.planes import BLOCK, ROWS, plane_bytes
 from mlc_amd.schedules.cpu.linear.unpack import unpacked_bytes
+from mlc_amd.schedules.formats import Format
+from mlc_amd.schedules.operators import ExpertDown, ExpertGateUp, ExpertLinear, GateUp, HeadLinear, Linear
+from mlc_amd.schedules.space import Kernel, Space
 
+MatrixProduct = Linear | HeadLinear | GateUp | ExpertGateUp | ExpertLinear
 FLOAT_TOKENS = 8  # rows of a float kernel's tile: rows of X a power of two apart share the 8 ways of a level 1 cache
 LARGE = 512 << 10  # bytes of weights from which on a decode kernel prefetches further ahead
 
@@ -49,36 +57,71 @@ class PrefillPlan:
     unpack: int
 
 
-def default_plan(isa, m, p, segments, k):
-    """The plan for m tokens in activation tiles of p and weights of these (format, rows) by k columns: a Plan in decode
-    (m = 1), else a PrefillPlan."""
-    if m == 1:
-        # Prefetches past the end of a thread's share are wasted: they should be few of all.
-        large = sum(plane_bytes(fmt, n, k) for fmt, n in segments) >= LARGE
-        return Plan(unroll=1, ahead=isa.ahead * 2 if large else isa.ahead, locality=2)
-    return PrefillPlan(
-        tokens=p, interleave=min(isa.interleave, p), task=isa.task, tasks=32, unpack=_unpack_choices(isa, m, p)[-1]
-    )
+AnyPlan = Plan | PrefillPlan
 
 
-def few_plan(isa, segments, k):
-    """The plan by which a kernel of many rows prefetches: with few live ones it is bound by memory as decode is."""
-    return default_plan(isa, 1, 1, segments, k)
+def token_tile(op: MatrixProduct, arch: Arch) -> int:
+    """Rows of a tile of its activations."""
+    return op.tile if isinstance(op, ExpertGateUp | ExpertLinear) else tile_rows(op.m, arch)
 
 
-def parts(p):
+def _decode_plan(op: MatrixProduct, isa: Isa, matrices: int = 1) -> Plan:
+    # Prefetches past the end of a thread's share are wasted: they should be few of all.
+    large = sum(plane_bytes(fmt, matrices * n, op.k) for fmt, n in op.weights) >= LARGE
+    return Plan(unroll=1, ahead=isa.ahead * 2 if large else isa.ahead, locality=2)
+
+
+def default_plan(op: MatrixProduct, arch: Arch) -> AnyPlan:
+    """A Plan for one row, else a PrefillPlan."""
+    isa, p = arch.isa, token_tile(op, arch)
+    if op.m == 1:
+        return _decode_plan(op, isa)
+    unpack = _unpack_choices(isa, op.m, p)[-1]
+    return PrefillPlan(tokens=p, interleave=min(isa.interleave, p), task=isa.task, tasks=32, unpack=unpack)
+
+
+def prefetch_plan(op: MatrixProduct, arch: Arch, plan: AnyPlan) -> Plan:
+    """The plan by which a kernel prefetches: with few live ones of many rows it is bound by memory as decode is."""
+    if isinstance(plan, Plan):
+        return plan
+    return _decode_plan(op, arch.isa, op.heads if isinstance(op, HeadLinear) else 1)
+
+
+def parts(p: int) -> list[int]:
     """Sizes of the parts of a tile of p rows that a kernel can compute: it takes the smallest that holds the live
     rows, for the cost of a tile is that of its rows, and of less than half a tile that of reading the weights."""
     return [p // n for n in (16, 8, 4, 2) if p % n == 0] + [p]
 
 
-def _unpack_choices(isa, m, p):
+def _unpack_choices(isa: Isa, m: int, p: int) -> tuple[int, ...]:
     """Values of PrefillPlan.unpack: never, and, where m tokens are ever enough, the machine's number of tiles."""
     return (0, isa.unpack) if m >= isa.unpack * p else (0,)
 
 
-def choices(isa, m, p):
-    """Values of the plan's fields to try, by name."""
+def row_tiles(fmt: Format, n: int, k: int, plan: AnyPlan) -> int:
+    """Tiles of 16 rows that a task works on, a divisor of all tiles. Decode: 1; prefill: as many as the plan's `task`
+    holds, unless that makes too few tasks."""
+    tiles = -(-n // ROWS)
+    if isinstance(plan, Plan):
+        return 1
+    size = unpacked_bytes(fmt, ROWS, k) if unpacks(fmt, plan) else plane_bytes(fmt, ROWS, k)
+    return largest_divisor(min((plan.task << 10) // size, tiles // plan.tasks), tiles)
+
+
+def interleave_of(fmt: Format, plan: PrefillPlan) -> int:
+    """The plan's `interleave` for a format."""
+    return min(plan.interleave, 2) if groups(fmt) > 1 else plan.interleave
+
+
+def unpacks(fmt: Format, plan: AnyPlan) -> bool:
+    """Whether a weight may be unpacked before its products."""
+    return fmt.kind == "int8" and isinstance(plan, PrefillPlan) and bool(plan.unpack)
+
+
+# ---- plans worth measuring
+
+
+def _choices(isa: Isa, m: int, p: int) -> dict[str, tuple[int, ...]]:
     if m == 1:
         return {"unroll": (1, 2, 4), "ahead": (0, 1024, 2048, 4096, 8192, 16384), "locality": (0, 2, 3)}
     return {
@@ -90,21 +133,41 @@ def choices(isa, m, p):
     }
 
 
-def row_tiles(fmt, n, k, plan):
-    """Tiles of 16 rows that a task works on, a divisor of all tiles. Decode: 1; prefill: as many as the plan's `task`
-    holds, unless that makes too few tasks."""
-    tiles = -(-n // ROWS)
-    if isinstance(plan, Plan):
-        return 1
-    size = unpacked_bytes(fmt, ROWS, k) if unpacks(fmt, plan) else plane_bytes(fmt, ROWS, k)
-    return largest_divisor(min((plan.task << 10) // size, tiles // plan.tasks), tiles)
+def _space(op: MatrixProduct, arch: Arch, tasks: Callable[[AnyPlan], tuple[Hashable, int]]) -> Space:
+    """tasks(plan): what decides how a kernel's rows are divided, and the number of tasks."""
+    p, default = token_tile(op, arch), default_plan(op, arch)
+    whole = op.weights[0][0].kind == "int8"
+
+    def decode(plan: Plan) -> Kernel:
+        if whole and op.k // BLOCK % plan.unroll:
+            raise ValueError(f"{plan} does not divide {op.k} columns")
+        ahead = plan.ahead and (plan.ahead, plan.locality)
+        return Kernel((plan.unroll if whole else 0, ahead), tasks(plan)[1], 1, plan.ahead)
+
+    def prefill(plan: PrefillPlan) -> Kernel:
+        if plan.tokens > p:
+            raise ValueError(f"{plan} has more than the {p} tokens of a tile")
+        if plan.tokens % plan.interleave:
+            raise ValueError(f"{plan} does not divide its tokens")
+        held, count = tasks(plan)
+        interleaved = tuple(interleave_of(fmt, plan) for fmt, _ in op.weights)
+        tokens = (plan.tokens, interleaved, plan.unpack) if whole else min(plan.tokens, FLOAT_TOKENS)
+        return Kernel((tokens, held), count, 1, plan.tokens)
+
+    return Space(type(default), _choices(arch.isa, op.m, p), default, decode if op.m == 1 else prefill)
 
 
-def interleave_of(fmt, plan):
-    """The plan's `interleave` for a format."""
-    return min(plan.interleave, 2) if groups(fmt) > 1 else plan.interleave
+@registry.plans(Linear, ExpertLinear, ExpertDown)
+def linear_plans(op: Linear | ExpertLinear, arch: Arch) -> Space:
+    def tasks(plan: AnyPlan) -> tuple[Hashable, int]:
+        held = tuple(row_tiles(fmt, n, op.k, plan) for fmt, n in op.weights)
+        return held, sum(-(-n // ROWS) // tiles for (_, n), tiles in zip(op.weights, held, strict=True))
+
+    return _space(op, arch, tasks)
 
 
-def unpacks(fmt, plan):
-    """Whether a weight may be unpacked before its products."""
-    return fmt.kind == "int8" and isinstance(plan, PrefillPlan) and bool(plan.unpack)
+@registry.plans(GateUp, ExpertGateUp)
+def gate_up_plans(op: GateUp | ExpertGateUp, arch: Arch) -> Space:
+    """Tasks of experts are counted by one row's experts: many rows have at least that many."""
+    blocks = op.n // BLOCK * (op.used if isinstance(op, ExpertGateUp) else 1)
+    return _space(op, arch, lambda plan: (None, blocks))

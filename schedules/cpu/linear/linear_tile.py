@@ -5,43 +5,62 @@ are broadcast from memory, accumulators stay in registers. Results go to an epil
 each have.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tvm import DataType
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.base.isa import QUADS
+from mlc_amd.schedules.cpu.base.arch import Arch
+from mlc_amd.schedules.cpu.base.isa import QUADS, Isa
 from mlc_amd.schedules.cpu.base.kernel import live_rows
 from mlc_amd.schedules.cpu.base.vector import LINE, at, bf16, largest_divisor, local, prefetch, splat, store, widen
-from mlc_amd.schedules.cpu.linear.linear_plan import FLOAT_TOKENS, interleave_of, parts, unpacks
-from mlc_amd.schedules.cpu.linear.load import groups, load, step, zero_point
+from mlc_amd.schedules.cpu.linear.linear_plan import (
+    FLOAT_TOKENS,
+    AnyPlan,
+    MatrixProduct,
+    Plan,
+    default_plan,
+    interleave_of,
+    parts,
+    prefetch_plan,
+    token_tile,
+    unpacks,
+)
+from mlc_amd.schedules.cpu.linear.load import Block, groups, load, step, zero_point
 from mlc_amd.schedules.cpu.linear.planes import BLOCK, ROWS, emit_planes, planes
 from mlc_amd.schedules.cpu.linear.quantize import act_args
-from mlc_amd.schedules.cpu.linear.unpack import Unpacked
+from mlc_amd.schedules.cpu.linear.unpack import Unpacked, UnpackedTile
 from mlc_amd.schedules.formats import Format
+from mlc_amd.schedules.tir import Buffer, Expr
 
 FLOAT_UNROLL = 4  # columns of a float kernel's loop step, and in decode independent sums of 16-bit weights
 
 
-def check_tiles(m, p):
-    """ValueError unless m tokens make whole tiles of p."""
-    if m % p:
-        raise ValueError(f"{m} tokens do not make whole tiles of {p}")
+class Matrix(NamedTuple):
+    """A weight as a kernel's parameters."""
+
+    fmt: Format
+    planes: dict[str, Buffer]
 
 
-def check_rows(n):
-    """UserError unless matrices of n rows, one after the other, begin where tiles do."""
-    if n % ROWS:
-        raise UserError(f"heads need matrices of a multiple of {ROWS} rows, this model has {n}; use another model")
+def weight_args(fmt: Format, n: int, k: int, prefix: str) -> Matrix:
+    """Declares the planes of an n x k matrix. UserError for planes of more elements than 32-bit indices reach."""
+    if max(prod(shape) for shape, _ in planes(fmt, n, k).values()) >= 1 << 31:
+        raise UserError(
+            f"a weight of {n} x {k} is too large as {fmt.name} for one kernel; use a smaller quantization of the model"
+        )
+    return Matrix(fmt, emit_planes(fmt, n, k, prefix))
 
 
 class _Columns(NamedTuple):
     """A buffer of activations from entry `first` of its second axis on."""
 
-    buffer: Any
-    first: Any
+    buffer: Buffer
+    first: Expr
 
     def __getitem__(self, index):  # type: ignore[override]
         row, column, *rest = index
@@ -54,12 +73,12 @@ class Acts(NamedTuple):
 
     p: int
     k: int
-    quads: Any = None
-    s: Any = None
-    si: Any = None
-    x: Any = None
+    quads: Buffer = None
+    s: Buffer = None
+    si: Buffer = None
+    x: Buffer = None
 
-    def columns(self, first, count):
+    def columns(self, first: Expr, count: int) -> "Acts":
         """Those of `count` columns from `first` on, whole blocks of int8 ones."""
         if self.x is not None:
             return Acts(self.p, count, x=_Columns(self.x, first))
@@ -67,43 +86,36 @@ class Acts(NamedTuple):
         return Acts(self.p, count, *(_Columns(buffer, block) for buffer in (self.quads, self.s, self.si)))
 
 
-def act_params(m, k, p, kind):
-    """Declares the activations' parameters: the buffers (A, S), or (X,) for float formats."""
-    return act_args(m, k, p) if kind == "int8" else (T.arg("X", T.buffer((m, k), "float32")),)
+def act_params(op: MatrixProduct, arch: Arch, rows: int, columns: int) -> tuple[Buffer, ...]:
+    """Declares the activations' parameters: the buffers (A, S), or (X,) for float formats. ValueError for weights of
+    both kinds, and unless the rows make whole tiles."""
+    kinds, p = {fmt.kind for fmt, _ in op.weights}, token_tile(op, arch)
+    if len(kinds) > 1 or rows % p:
+        raise ValueError(f"weights {op.formats} and {rows} rows in tiles of {p} do not make one launch")
+    return act_args(rows, columns, p) if "int8" in kinds else (T.arg("X", T.buffer((rows, columns), "float32")),)
 
 
-def emit_acts(params, p, k):
-    """Acts of `act_params`. To be called after the last parameter: it declares views."""
-    if len(params) == 1:
-        return Acts(p, k, x=params[0])
-    A, S = params
-    return Acts(
-        p,
-        k,
-        T.decl_buffer((*A.shape[:-1], QUADS), "int32", data=A.data),
-        S,
-        T.decl_buffer(S.shape, "int32", data=S.data),
-    )
+class TokenTiles(NamedTuple):
+    """The tiles of tokens that a task goes through: how many, and each(body), which emits the loop over them as
+    body(tile, its live tokens)."""
+
+    count: Expr
+    each: Callable[[Callable[[Expr, Expr], None]], None]
 
 
-def weight_args(fmt, n, k, prefix):
-    """`emit_planes`. UserError for planes of more elements than 32-bit indices reach."""
-    if max(prod(shape) for shape, _ in planes(fmt, n, k).values()) >= 1 << 31:
-        raise UserError(
-            f"a weight of {n} x {k} is too large as {fmt.name} for one kernel; use a smaller quantization of the model"
-        )
-    return emit_planes(fmt, n, k, prefix)
-
-
-def token_tiles(state, m, p):
-    """(the number of token tiles with live tokens, tile -> its live tokens): 1 and 1 in decode."""
-    if m == 1:
-        return 1, lambda tile: 1
+def token_tiles(state: Buffer, m: int, p: int) -> TokenTiles:
+    """Those with live tokens of a step: 1 and 1 in decode."""
     live = live_rows(state, m)
-    return T.Bind((live + (p - 1)) // p), lambda tile: T.Bind(T.min(live - tile * p, T.int32(p)))
+    count = 1 if m == 1 else T.Bind((live + (p - 1)) // p)
+
+    def each(body: Callable[[Expr, Expr], None]) -> None:
+        with T.serial(count) as tile:
+            body(tile, 1 if m == 1 else T.Bind(T.min(live - tile * p, T.int32(p))))
+
+    return TokenTiles(count, each)
 
 
-def emit_part(live, sizes, emit):
+def emit_part(live: Expr, sizes: list[int], emit: Callable[[int], None]) -> None:
     """Emits emit(size) for the smallest of the sizes (ascending) of parts of a tile that holds its live tokens."""
     size, *rest = sizes
     if not rest:
@@ -116,164 +128,197 @@ def emit_part(live, sizes, emit):
             emit_part(live, rest, emit)
 
 
-def emit_tile(fmt: Format, weights, acts: Acts, token_tile, tokens, plan, ahead, isa, epilogue):
-    """16 rows by the first `tokens` of acts.p tokens. weights: Packed or Unpacked.at. Calls epilogue(i, row, x) per
-    token i of the tile and register: x are the results of isa.lanes rows, from row `row` of the tile on. ahead: a
-    Plan, whose prefetches packed weights get. A token's sums have one order whatever `tokens` is."""
-    registers = [r * isa.lanes for r in range(ROWS // isa.lanes)]
-    passes, count = ([registers], 1) if acts.p == 1 else ([[r] for r in registers], plan.tokens)
-    emit = {"int8": _emit_int8, "float": _emit_float}[fmt.kind]
-    if fmt.kind == "float":
-        count = min(count, FLOAT_TOKENS)
-    ahead = ahead if isinstance(weights, Packed) else None
-    for rows in passes:
-        for first in range(0, tokens, count):
-            emit(
-                fmt,
-                weights,
-                acts,
-                token_tile,
-                range(first, min(first + count, tokens)),
-                rows,
-                plan,
-                isa,
-                epilogue,
-                ahead,
-            )
-
-
 class Packed(NamedTuple):
     """A tile of a weight in its planes."""
 
-    fmt: Format
-    bufs: dict
-    tile: object
-    isa: type
+    matrix: Matrix
+    tile: Expr
+    isa: Isa
 
-    def load(self, row, b):
+    @property
+    def fmt(self) -> Format:
+        return self.matrix.fmt
+
+    def load(self, row: int, b: Expr) -> Block:
         """The Block of the tile's rows `row`.. ."""
-        return load(self.fmt, self.bufs, self.tile, row, b, self.isa)
+        return load(*self.matrix, self.tile, row, b, self.isa)
 
-    def prefetch(self, b, plan):
+    def prefetch(self, b: Expr, plan: Plan) -> None:
         """Prefetches the codes plan.ahead bytes ahead of block b."""
         for plane in self.fmt.codes:
-            _prefetch(self.bufs[plane], self.tile, b, int(self.bufs[plane].shape[2]), plan)
+            buffer = self.matrix.planes[plane]
+            _prefetch(buffer, self.tile, b, int(buffer.shape[2]), plan)
 
 
-def emit_weights(weights, first, held, acts: Acts, plan, isa, tiles, emit):
-    """Emits a task by emit(sources, sizes), where sources[i](t) is tile first + t of weights[i] in a form that
-    `emit_tile` takes, and sizes are those of the parts of a tile of tokens that are worth their code.
+Tile = Packed | UnpackedTile
+Source = Callable[[Expr], Tile]  # the tile of a task of that number
+Epilogue = Callable[[Expr, int, Expr], None]
 
-    weights: [(format, planes)], all of one kind; held: tiles of rows of the task; tiles: tiles of tokens.
+
+@dataclass(frozen=True)
+class Products:
+    """How a kernel multiplies its weights by its activations.
+
+    plan    its tasks and register blocks
+    ahead   the plan by whose rule packed weights are prefetched
+    shared  all tokens have the activations of the first one
     """
-    packed = [lambda t, fmt=fmt, bufs=bufs: Packed(fmt, bufs, T.Bind(first + t), isa) for fmt, bufs in weights]
-    if not all(unpacks(fmt, plan) for fmt, _ in weights):
-        emit(packed, parts(acts.p))
-        return
-    with T.If(tiles >= plan.unpack):
-        with T.Then():
-            # Of that many tiles, the last one's unused tokens do not count.
-            emit([Unpacked(fmt, bufs, first, held, acts.k, isa).at for fmt, bufs in weights], [acts.p])
-        with T.Else():
-            emit(packed, parts(acts.p))
+
+    acts: Acts
+    plan: AnyPlan
+    ahead: Plan
+    isa: Isa
+    shared: bool = False
+
+    def emit_task(
+        self,
+        weights: list[Matrix],
+        first: Expr,
+        held: int,
+        tiles: TokenTiles,
+        emit: Callable[[Sequence[Source], list[int]], None],
+    ) -> None:
+        """Emits a task by emit(sources, sizes), where sources[i](t) is tile first + t of weights[i] in a form that
+        `emit_tile` takes, and sizes are those of the parts of a tile of tokens that are worth their code.
+
+        weights: all of one kind; held: tiles of rows of the task.
+        """
+        packed = [lambda t, matrix=matrix: Packed(matrix, T.Bind(first + t), self.isa) for matrix in weights]
+        if isinstance(self.plan, Plan) or not all(unpacks(matrix.fmt, self.plan) for matrix in weights):
+            emit(packed, parts(self.acts.p))
+            return
+        with T.If(tiles.count >= self.plan.unpack):
+            with T.Then():
+                # Of that many tiles, the last one's unused tokens do not count.
+                unpacked = [Unpacked(*matrix, first, held, self.acts.k, self.isa).at for matrix in weights]
+                emit(unpacked, [self.acts.p])
+            with T.Else():
+                emit(packed, parts(self.acts.p))
+
+    def emit_tile(self, weights: Tile, token_tile: Expr, tokens: int, epilogue: Epilogue) -> None:
+        """16 rows by the first `tokens` of acts.p tokens. Calls epilogue(i, row, x) per token i of the tile and
+        register: x are the results of isa.lanes rows, from row `row` of the tile on. A token's sums have one order
+        whatever `tokens` is."""
+        registers = list(range(0, ROWS, self.isa.lanes))
+        decode, whole = isinstance(self.plan, Plan), weights.fmt.kind == "int8"
+        count = 1 if isinstance(self.plan, Plan) else self.plan.tokens if whole else min(self.plan.tokens, FLOAT_TOKENS)
+        emit = self._emit_int8 if whole else self._emit_float
+        token_tile = T.int32(0) if self.shared else token_tile
+        for rows in [registers] if decode else [[r] for r in registers]:
+            for first in range(0, tokens, count):
+                emit(weights, token_tile, range(first, min(first + count, tokens)), rows, epilogue)
+
+    def _emit_int8(self, weights: Tile, token_tile: Expr, tokens: range, rows: list[int], epilogue: Epilogue) -> None:
+        plan, blocks = self.plan, self.acts.k // BLOCK
+        unroll = largest_divisor(plan.unroll, blocks) if isinstance(plan, Plan) else 1
+        interleave = 1 if isinstance(plan, Plan) else interleave_of(weights.fmt, plan)
+        sums, count = _Sums(len(tokens) * len(rows), self.isa.lanes), len(rows)
+        with T.serial(blocks // unroll) as step:
+            for j in range(unroll):
+                b = step * unroll + j if unroll > 1 else step
+                if isinstance(weights, Packed):
+                    weights.prefetch(b, self.ahead)
+                loaded = [weights.load(row, b) for row in rows]
+                for i in range(0, len(tokens), interleave):
+                    place = token_tile, b, tokens[i : i + interleave]
+                    self._emit_dots(weights.fmt, loaded, place, sums, i * count)
+        for i, token in enumerate(tokens):
+            for r, row in enumerate(rows):
+                epilogue(token, row, sums.get(i * count + r))
+
+    def _emit_dots(
+        self, fmt: Format, blocks: list[Block], place: tuple[Expr, Expr, range], sums: "_Sums", first: int
+    ) -> None:
+        """Adds the products of a block, the tokens' dot products interleaved, to `sums` from place `first` on: [token,
+        register of rows]. blocks: the Block of each register of rows; place: tile, block and tokens of the
+        activations."""
+        acts, isa, (token_tile, b, tokens) = self.acts, self.isa, place
+        lanes, parts, size, zero = isa.lanes, groups(fmt), step(fmt, isa), zero_point(fmt, isa)
+        # rows of S with d*sum(q) and the bits of -sum(q) of each group
+        scaled_sum, minus_sum = ([1], [2]) if parts == 1 else ([3, 4], [5, 6])
+        quads = [[acts.quads[token_tile, b, token, j] for j in range(QUADS)] for token in tokens]
+        totals: list[list[Expr]] = [[None] * len(blocks) for _ in tokens]
+        for g in range(parts):
+            starts = [acts.si[token_tile, b, minus_sum[g], token] * zero if zero else T.int32(0) for token in tokens]
+            dots = [[splat(start, lanes)] * len(blocks) for start in starts]
+            for j in range(g * QUADS // parts, (g + 1) * QUADS // parts, size):
+                dots = isa.dot(
+                    dots, [block.weights[j : j + size] for block in blocks], [mine[j : j + size] for mine in quads]
+                )
+            for total, dot in zip(totals, dots, strict=True):
+                for r, block in enumerate(blocks):
+                    part = widen(dot[r], lanes) * block.scales[g]
+                    total[r] = T.Bind(part if total[r] is None else total[r] + part)
+        for t, token in enumerate(tokens):
+            d = splat(acts.s[token_tile, b, 0, token], lanes)
+            for r, block in enumerate(blocks):
+                total = sums.get(first + t * len(blocks) + r) + totals[t][r] * d
+                for g, offset in enumerate(block.offsets):
+                    total = total + offset * splat(acts.s[token_tile, b, scaled_sum[g], token], lanes)
+                sums.put(first + t * len(blocks) + r, total)
+
+    def _emit_float(self, weights: Tile, token_tile: Expr, tokens: range, rows: list[int], epilogue: Epilogue) -> None:
+        assert isinstance(weights, Packed)
+        W, tile, acts = weights.matrix.planes["W"], weights.tile, self.acts
+        lanes, count, name = self.isa.lanes, len(rows), weights.fmt.name
+        # Independent sums hide the latency of additions. With float32 weights, as routers have, there is one sum: a
+        # column is a cache line, which takes longer to come than an addition, and a row's sum is the same alone and in
+        # a tile.
+        chains = FLOAT_UNROLL if acts.p == 1 and name != "f32" else 1
+        sums = _Sums(len(tokens) * count * chains, lanes)
+        read = {"f32": widen, "f16": self.isa.half, "bf16": bf16}[name]
+
+        def columns(base: Expr, width: int) -> None:
+            for c in range(width):
+                x = [splat(acts.x[token_tile * acts.p + i, base + c], lanes) for i in tokens]
+                for r, row in enumerate(rows):
+                    w = read(W[tile, base + c, at(row, lanes)], lanes)
+                    for i, factor in enumerate(x):
+                        slot = (i * count + r) * chains + c % chains
+                        sums.put(slot, sums.get(slot) + w * factor)
+
+        whole, rest = divmod(acts.k, FLOAT_UNROLL)
+        with T.serial(whole) as b:
+            _prefetch(W, tile, b * FLOAT_UNROLL, FLOAT_UNROLL * ROWS, self.ahead)
+            columns(b * FLOAT_UNROLL, FLOAT_UNROLL)
+        columns(whole * FLOAT_UNROLL, rest)
+        for i, token in enumerate(tokens):
+            for r, row in enumerate(rows):
+                first, *others = (sums.get((i * count + r) * chains + c) for c in range(chains))
+                epilogue(token, row, sum(others, first))
+
+
+def emit_products(op: MatrixProduct, arch: Arch, plan: AnyPlan | None, params: Sequence[Buffer]) -> Products:
+    """Products with activations of `act_params`. To be called after the last parameter: it declares views. plan: None:
+    the default."""
+    p, plan = token_tile(op, arch), plan or default_plan(op, arch)
+    if len(params) == 1:
+        acts = Acts(p, int(params[0].shape[1]), x=params[0])
+    else:
+        A, S = params
+        quads = T.decl_buffer((*A.shape[:-1], QUADS), "int32", data=A.data)
+        acts = Acts(p, int(A.shape[1]) * BLOCK, quads, S, T.decl_buffer(S.shape, "int32", data=S.data))
+    return Products(acts, plan, prefetch_plan(op, arch, plan), arch.isa)
 
 
 class _Sums:
     """Float32 accumulators in registers: buffers of one vector each, which LLVM promotes."""
 
-    def __init__(self, count, lanes):
+    def __init__(self, count: int, lanes: int):
         self.index, self.lanes = at(0, lanes), lanes
         self.bufs = [local(lanes) for _ in range(count)]
         for i in range(count):
             self.put(i, splat(T.float32(0), lanes))
 
-    def get(self, i):
+    def get(self, i: int) -> Expr:
         return self.bufs[i][self.index]
 
-    def put(self, i, x):
+    def put(self, i: int, x: Expr) -> None:
         store(self.bufs[i], x, self.index)
 
 
-def _prefetch(buf, tile, block, size, plan):
+def _prefetch(buf: Buffer, tile: Expr, block: Expr, size: int, plan: Plan) -> None:
     """Prefetches `size` elements, plan.ahead bytes ahead of [tile, block, 0]."""
     width = DataType(buf.dtype).bits // 8
     for line in range(0, size if plan.ahead else 0, LINE // width):
         prefetch(buf, tile, block, line, ahead=plan.ahead // width, locality=plan.locality)
-
-
-def _emit_int8(fmt, weights, acts, token_tile, tokens, rows, plan, isa, epilogue, ahead):
-    count, interleave = len(rows), 1 if acts.p == 1 else interleave_of(fmt, plan)
-    sums = _Sums(len(tokens) * count, isa.lanes)
-
-    def block(b):
-        if ahead:
-            weights.prefetch(b, ahead)
-        blocks = [weights.load(row, b) for row in rows]
-        for i in range(0, len(tokens), interleave):
-            _emit_dots(fmt, blocks, acts, token_tile, b, tokens[i : i + interleave], sums, i * count, isa)
-
-    unroll = largest_divisor(plan.unroll, acts.k // BLOCK) if acts.p == 1 else 1
-    with T.serial(acts.k // BLOCK // unroll) as b:
-        for i in range(unroll):
-            block(b * unroll + i if unroll > 1 else b)
-    for i, token in enumerate(tokens):
-        for r, row in enumerate(rows):
-            epilogue(token, row, sums.get(i * count + r))
-
-
-def _emit_dots(fmt, blocks, acts, token_tile, b, tokens, sums, first, isa):
-    """Adds the products of block b, the tokens' dot products interleaved, to `sums` from place `first` on: [token,
-    register of rows]. blocks: the Block of each register of rows."""
-    lanes, parts, size, zero = isa.lanes, groups(fmt), step(fmt, isa), zero_point(fmt, isa)
-    # rows of S with d*sum(q) and the bits of -sum(q) of each group
-    scaled_sum, minus_sum = ([1], [2]) if parts == 1 else ([3, 4], [5, 6])
-    quads = [[acts.quads[token_tile, b, token, j] for j in range(QUADS)] for token in tokens]
-    totals = [[None] * len(blocks) for _ in tokens]
-    for g in range(parts):
-        starts = [acts.si[token_tile, b, minus_sum[g], token] * zero if zero else T.int32(0) for token in tokens]
-        dots = [[splat(start, lanes)] * len(blocks) for start in starts]
-        for j in range(g * QUADS // parts, (g + 1) * QUADS // parts, size):
-            dots = isa.dot(
-                dots, [block.weights[j : j + size] for block in blocks], [mine[j : j + size] for mine in quads]
-            )
-        for total, dot in zip(totals, dots, strict=True):
-            for r, block in enumerate(blocks):
-                part = widen(dot[r], lanes) * block.scales[g]
-                total[r] = T.Bind(part if total[r] is None else total[r] + part)
-    for t, token in enumerate(tokens):
-        d = splat(acts.s[token_tile, b, 0, token], lanes)
-        for r, block in enumerate(blocks):
-            total = sums.get(first + t * len(blocks) + r) + totals[t][r] * d
-            for g, offset in enumerate(block.offsets):
-                total = total + offset * splat(acts.s[token_tile, b, scaled_sum[g], token], lanes)
-            sums.put(first + t * len(blocks) + r, total)
-
-
-def _emit_float(fmt, weights, acts, token_tile, tokens, rows, plan, isa, epilogue, ahead):
-    W, tile = weights.bufs["W"], weights.tile
-    lanes, count = isa.lanes, len(rows)
-    # Independent sums hide the latency of additions. With float32 weights, as routers have, there is one sum: a column
-    # is a cache line, which takes longer to come than an addition, and a row's sum is the same alone and in a tile.
-    chains = FLOAT_UNROLL if acts.p == 1 and fmt.name != "f32" else 1
-    sums = _Sums(len(tokens) * count * chains, lanes)
-    read = {"f32": widen, "f16": isa.half, "bf16": bf16}[fmt.name]
-
-    def columns(base, width):
-        for c in range(width):
-            x = [splat(acts.x[token_tile * acts.p + i, base + c], lanes) for i in tokens]
-            for r, row in enumerate(rows):
-                w = read(W[tile, base + c, at(row, lanes)], lanes)
-                for i, factor in enumerate(x):
-                    slot = (i * count + r) * chains + c % chains
-                    sums.put(slot, sums.get(slot) + w * factor)
-
-    whole, rest = divmod(acts.k, FLOAT_UNROLL)
-    with T.serial(whole) as b:
-        if ahead:
-            _prefetch(W, tile, b * FLOAT_UNROLL, FLOAT_UNROLL * ROWS, ahead)
-        columns(b * FLOAT_UNROLL, FLOAT_UNROLL)
-    columns(whole * FLOAT_UNROLL, rest)
-    for i, token in enumerate(tokens):
-        for r, row in enumerate(rows):
-            first, *others = (sums.get((i * count + r) * chains + c) for c in range(chains))
-            epilogue(token, row, sum(others, first))

@@ -18,40 +18,44 @@ from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.base.isa import QUADS
+from mlc_amd.schedules.cpu.base.isa import QUADS, Isa
 from mlc_amd.schedules.cpu.base.vector import at, dtype, pin, splat, widen
 from mlc_amd.schedules.cpu.linear.planes import BLOCK
 from mlc_amd.schedules.decode import minifloat
-from mlc_amd.schedules.formats import PLANE_BITS
+from mlc_amd.schedules.formats import PLANE_BITS, Format
+from mlc_amd.schedules.tir import Buffer, Expr
+
+Planes = dict[str, Buffer]  # by name
 
 
 class Block(NamedTuple):
     """One block's registers, see the module's docstring."""
 
-    weights: list
-    scales: list
-    offsets: list
+    weights: list[Expr]
+    scales: list[Expr]
+    offsets: list[Expr]
 
 
-def zero_point(fmt, isa):
+def zero_point(fmt: Format, isa: Isa) -> int:
     """The number to subtract from a dot product per unit of the activations' sum."""
     return isa.signed_zero if fmt.signed or fmt.table else fmt.zero
 
 
-def groups(fmt):
+def groups(fmt: Format) -> int:
     """Groups of columns with their own scale in a block of 32: 1 or 2."""
     return BLOCK // fmt.group
 
 
-def step(fmt, isa):
+def step(fmt: Format, isa: Isa) -> int:
     """Registers (a divisor of a group's) that `isa.dot` may take in one call without overflow."""
     top = None if fmt.signed or fmt.table else 2 ** sum(PLANE_BITS[p] for p in fmt.codes) - 1
     return min(isa.step(top), QUADS // groups(fmt))
 
 
-def codes(fmt, bufs, tile, row, block, lanes):
+def codes(fmt: Format, bufs: Planes, tile: Expr, row: int, block: Expr, lanes: int) -> list[Expr]:
     """The eight uint8 registers of codes: rows `row`.. of the tile, columns 4*j.. of the block in register j."""
-    n, parts, filled = 4 * lanes, [None] * QUADS, 0
+    parts: list[Expr] = [None] * QUADS
+    n, filled = 4 * lanes, 0
     for plane in fmt.codes:
         bits = PLANE_BITS[plane]
         per_byte = 8 // bits
@@ -67,7 +71,7 @@ def codes(fmt, bufs, tile, row, block, lanes):
     return [pin(part, n) for part in parts]
 
 
-def _field(x, first, bits, to, n):
+def _field(x: Expr, first: int, bits: int, to: int, n: int) -> Expr:
     """Bits first..first+bits of each byte of x, moved to bit `to`."""
     if first > to:
         x = T.shift_right(x, splat(T.uint8(first - to), n))
@@ -76,11 +80,11 @@ def _field(x, first, bits, to, n):
     return x & splat(T.uint8((1 << bits) - 1 << to), n)
 
 
-def scales(fmt, bufs, tile, row, block, isa):
+def scales(fmt: Format, bufs: Planes, tile: Expr, row: int, block: Expr, isa: Isa) -> tuple[list[Expr], list[Expr]]:
     """(scales, offsets) of the groups of a block, float32 vectors of the rows `row`.. of the tile."""
     lanes = isa.lanes
 
-    def plane(name, index):
+    def plane(name: str, index: Expr) -> Expr:
         return bufs[name][tile, index, at(row, lanes)]
 
     super_block = block // (fmt.block // BLOCK)
@@ -105,7 +109,7 @@ def scales(fmt, bufs, tile, row, block, isa):
     return [T.Bind(d * widen(s, lanes)) for s in subs], [T.Bind(dm * widen(z, lanes)) for z in mins]
 
 
-def load(fmt, bufs, tile, row, block, isa):
+def load(fmt: Format, bufs: Planes, tile: Expr, row: int, block: Expr, isa: Isa) -> Block:
     """The Block of rows `row`..`row + isa.lanes` of a tile of 16, columns 32*block.. ."""
     weights = codes(fmt, bufs, tile, row, block, isa.lanes)
     if fmt.signed or fmt.table:

@@ -9,17 +9,25 @@ left as they were. A single row takes less time than waking the other threads, s
 columns.
 """
 
+from collections.abc import Callable
+
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.cpu import registry
+from mlc_amd.schedules.cpu.base.arch import Arch, tile_rows
 from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows, row_loop
 from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, splat, store, tree_add
 from mlc_amd.schedules.cpu.linear.quantize import BLOCK, Output
+from mlc_amd.schedules.operators import LayerNorm, Quantize, RmsNorm
 from mlc_amd.schedules.operators.rows import output_rows
+from mlc_amd.schedules.tir import Buffer, Expr
+
+Columns = Callable[[Expr], Expr]  # from a vector of columns to their values, float32x16
 
 
-def _mean(k, term):
+def _mean(k: int, term: Columns) -> Expr:
     """The mean of term(columns), float32x16, over the k columns, and what is to be added: a scalar. Independent sums
     hide the latency of additions."""
     sums = next(n for n in (4, 2) if k % (n * LANES) == 0)
@@ -36,88 +44,81 @@ def _mean(k, term):
     return tree_add(T.Bind(total)) * T.float32(1 / k)
 
 
-def _inverse_deviation(k, eps, value):
+def _inverse_deviation(k: int, eps: float, value: Columns) -> Expr:
     """1 / sqrt(mean of the squares of value(columns) + eps), a scalar in a register."""
 
-    def square(columns):
+    def square(columns: Expr) -> Expr:
         x = T.Bind(value(columns))
         return x * x
 
     return T.Bind(T.float32(1) / T.sqrt(_mean(k, square) + T.float32(eps)))
 
 
-def answer_source(state, m, i):
+def answer_source(state: Buffer, m: int, i: Expr) -> Expr:
     """The row of a step of m that answer i comes from: of the single rows the i-th, then the chunk's last one."""
     return T.Bind(T.Select(i < state[0], i, live_rows(state, m) - 1))
 
 
-def answer_count(state, m, most):
+def answer_count(state: Buffer, m: int, most: int) -> Expr:
     """Answers of a step of m, at most `most`: one for each single row, and one for the chunk if there is one."""
     live = live_rows(state, m)
     single = T.Bind(T.max(T.min(state[0], live), T.int32(0)))
     return T.Bind(T.min(single + T.Select(single < live, T.int32(1), T.int32(0)), T.int32(most)))
 
 
-def _norm(k, m, tile, quantize, rows, name, bias, both, emit):
-    """The kernel of a norm. tile(n): rows of a tile of n rows. emit(columns -> X of the row) gives (columns -> what is
-    scaled, the row's scale)."""
+def _centered(k: int, x: Columns) -> Columns:
+    mean = T.Bind(_mean(k, x))
+    return lambda columns: x(columns) - splat(mean)
+
+
+@registry.builds(RmsNorm, LayerNorm)
+def norm(op: RmsNorm | LayerNorm, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], X float32 [m, k], G float32 [k], [B float32 [k] if a LayerNorm has a bias], then A, S of
+    [n, k] in tiles if `layout`, else Y float32 [n, k]).
+
+    both: Y after A, S as well. rows: which rows are normalized, and so n: see `schedules.operators.rows`. UserError
+    unless 32 divides k.
+    """
+    k, m, out_m, quantized = op.k, op.m, output_rows(op.rows, op.m), bool(op.layout)
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
-    out_m = output_rows(rows, m)
-    out_p = tile(out_m)
     with kernel(name) as (builder, state):
         X, G = T.arg("X", T.buffer((m, k), "float32")), T.arg("G", T.buffer((k,), "float32"))
-        B = T.arg("B", T.buffer((k,), "float32")) if bias else None
-        outputs = [Output(out_m, k, out_p, kind, "Y") for kind in ([quantize, False] if both else [quantize])]
-        loop = row_loop(state, out_m) if rows == "all" or out_m == 1 else T.parallel(answer_count(state, m, out_m))
+        B = T.arg("B", T.buffer((k,), "float32")) if isinstance(op, LayerNorm) and op.bias else None
+        kinds, p = [quantized, False] if op.both else [quantized], tile_rows(out_m, arch)
+        outputs = [Output(out_m, k, p, kind, "Y") for kind in kinds]
+        loop = row_loop(state, out_m) if op.rows == "all" or out_m == 1 else T.parallel(answer_count(state, m, out_m))
         with loop as i:
-            source = i if rows == "all" else answer_source(state, m, i)
-            value, scale = emit(lambda columns: X[source, columns])
+            source = i if op.rows == "all" else answer_source(state, m, i)
 
-            def result(columns):
+            def row(columns: Expr) -> Expr:
+                return X[source, columns]
+
+            value = _centered(k, row) if isinstance(op, LayerNorm) else row
+            scale = _inverse_deviation(k, op.eps, value)
+
+            def result(columns: Expr) -> Expr:
                 y = value(columns) * splat(scale) * G[columns]
-                return y + B[columns] if bias else y
+                return y if B is None else y + B[columns]
 
             with T.serial(k // BLOCK) as block:
                 y = [result(at(block * BLOCK + half * LANES)) for half in range(2)]
-                y = [T.Bind(values) for values in y] if both else y
+                y = [T.Bind(values) for values in y] if op.both else y
                 for output in outputs:
-                    output.store_block(*y, i, block)
+                    output.store_block(y[0], y[1], i, block)
     return builder.get()
 
 
-def rms_norm(k, m, eps, tile, quantize, rows, isa, name, both=False) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 [m, k], G float32 [k], then A, S of [n, k] in tiles of tile(n) rows if
-    `quantize`, else Y float32 [n, k]).
-
-    both: Y after A, S as well. rows: which rows are given, and so n: see `schedules.operators.rows`. UserError unless
-    32 divides k. `isa` is not used: vectors have 16 lanes and LLVM splits them.
-    """
-    return _norm(k, m, tile, quantize, rows, name, False, both, lambda x: (x, _inverse_deviation(k, eps, x)))
-
-
-def layer_norm(k, m, eps, tile, quantize, rows, bias, isa, name, both=False) -> tirx.PrimFunc:
-    """As `rms_norm`; B float32 [k] after G if `bias`."""
-
-    def emit(x):
-        mean = T.Bind(_mean(k, x))
-
-        def centered(columns):
-            return x(columns) - splat(mean)
-
-        return centered, _inverse_deviation(k, eps, centered)
-
-    return _norm(k, m, tile, quantize, rows, name, bias, both, emit)
-
-
-def quantize(k, m, p, isa, name) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 [m, k], A, S): the live rows to int8 blocks in tiles of p rows.
+@registry.builds(Quantize)
+def quantize(op: Quantize, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], X float32 [m, k], A, S): the live rows to int8 blocks in tiles.
 
     UserError unless 32 divides k.
     """
     with kernel(name) as (builder, state):
-        X = T.arg("X", T.buffer((m, k), "float32"))
-        output = Output(m, k, p, True, "")
-        with row_loop(state, m) as row, T.serial(k // BLOCK) as block:
-            output.store_block(*(X[row, at(block * BLOCK + half)] for half in (0, LANES)), row, block)
+        X = T.arg("X", T.buffer((op.m, op.k), "float32"))
+        output = Output(op.m, op.k, tile_rows(op.m, arch), True, "")
+        with row_loop(state, op.m) as row, T.serial(op.k // BLOCK) as block:
+            low, high = (X[row, at(block * BLOCK + half)] for half in (0, LANES))
+            output.store_block(low, high, row, block)
     return builder.get()

@@ -31,6 +31,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.decode import float_weight, int8_weight
 from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
+from mlc_amd.schedules.tir import Buffer, Expr
 
 ROWS, BLOCK = 16, 32
 
@@ -60,20 +61,21 @@ def plane_bytes(fmt: str | Format, n: int, k: int) -> int:
     return sum(prod(shape) * size[dtype] for shape, dtype in planes(fmt, n, k).values())
 
 
-def emit_planes(fmt: str | Format, n: int, k: int, prefix: str = "") -> dict:
+def emit_planes(fmt: str | Format, n: int, k: int, prefix: str = "") -> dict[str, Buffer]:
     """Declares the parameters of a weight's planes, their names after the prefix: name to buffer, in order."""
     return {name: T.arg(prefix + name, T.buffer(*plane)) for name, plane in planes(fmt, n, k).items()}
 
 
-def _bits(plane: str, column):
+def _bits(plane: str, column: Expr) -> tuple[Expr, Expr]:
     """(64-byte group, first bit in the byte) of a column (0..31) in a code plane."""
     j = column // 4
     return {"Q1": (0, j), "Q2": (j // 4, j % 4 * 2), "Q4": (j % 4, j // 4 * 4), "Q8": (j, 0)}[plane]
 
 
-def _code(fmt: Format, bufs: dict, n, k):
+def _code(fmt: Format, bufs: dict, n: Expr, k: Expr) -> Expr:
     """The integer code of weight (n, k) as int32."""
-    code, filled = None, 0
+    code: Expr = None
+    filled = 0
     for plane in fmt.codes:
         group, shift = _bits(plane, k % BLOCK)
         byte = bufs[plane][n // ROWS, k // BLOCK, group * 64 + n % ROWS * 4 + k % 4]
@@ -85,7 +87,7 @@ def _code(fmt: Format, bufs: dict, n, k):
     return code
 
 
-def _lookup_table(table: tuple[int, ...], code):
+def _lookup_table(table: tuple[int, ...], code: Expr) -> Expr:
     """table[code] of 8 or 16 int8 values without memory: a byte of one of two 64-bit constants, as int32."""
     packed = bytes(v & 255 for v in table) * (16 // len(table))
     low, high = (tirx.const(int.from_bytes(packed[i : i + 8], "little", signed=True), "int64") for i in (0, 8))
@@ -93,8 +95,8 @@ def _lookup_table(table: tuple[int, ...], code):
     return (word >> ((code & 7) * 8).astype("int64")).astype("int8").astype("int32")
 
 
-def decode(fmt: str | Format, bufs: dict, n, k):
-    """Weight (n, k) as a float32 expression, bit for bit what gguf-py's `dequantize` gives.
+def decode(fmt: str | Format, bufs: dict, n: Expr, k: Expr) -> Expr:
+    """Weight (n, k) as a float32 expression, bit for bit that of gguf-py's `dequantize`.
 
     bufs: name -> the plane of `planes`, a buffer of TVMScript's builder or a TE tensor; n, k: int32 or int64
     expressions, or ints.
@@ -112,11 +114,13 @@ def decode(fmt: str | Format, bufs: dict, n, k):
 def dequantize(fmt: str | Format, n: int, k: int, name: str = "dequantize") -> tirx.PrimFunc:
     """PrimFunc (planes..., W float32 [n, k]): the matrix decoded by `decode`, in parallel over rows. For tests, not a
     fast path."""
-    with IRBuilder() as ir, T.prim_func(s_tir=True):
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True})
         bufs = emit_planes(fmt, n, k)
         out = T.arg("weights", T.buffer((n, k), "float32"))
         with T.parallel(n) as i, T.serial(k) as j:
             T.buffer_store(out, decode(fmt, bufs, i, j), [i, j])
-    return ir.get()
+    func = builder.get()
+    assert isinstance(func, tirx.PrimFunc)
+    return func

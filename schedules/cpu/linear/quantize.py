@@ -15,12 +15,15 @@ quantization serves weights of all formats.
 
 import math
 import operator
+from collections.abc import Callable
 
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu.base.vector import LANES, at, dtype, f32, i32, join_lanes, reduce, registers, splat, store
+from mlc_amd.schedules.tir import Buffer, Expr
 
+Load = Callable[[Expr, Expr], Expr]  # a vector of float32 by two indices
 BLOCK = 32  # columns that share a scale
 FIELDS = 8  # rows of S
 # Below this the quotient 127 / amax could overflow: such a block becomes zeros.
@@ -28,7 +31,7 @@ TINY = 1e-30
 GROUP = 4  # tokens whose scalars are computed as one vector
 
 
-def act_shapes(m, k, p):
+def act_shapes(m: int, k: int, p: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of A (int8) and S (float32) for `m` tokens of `k` columns in tiles of `p` tokens. UserError unless 32
     divides k."""
     if k % BLOCK:
@@ -39,7 +42,7 @@ def act_shapes(m, k, p):
     return (tiles, blocks, p, BLOCK), (tiles, blocks, FIELDS, p)
 
 
-def act_args(m, k, p, suffix=""):
+def act_args(m: int, k: int, p: int, suffix: str = "") -> tuple[Buffer, Buffer]:
     """Declares the kernel parameters A and S of that shape and returns the two buffers."""
     a, s = act_shapes(m, k, p)
     return T.arg("A" + suffix, T.buffer(a, "int8")), T.arg("S" + suffix, T.buffer(s, "float32"))
@@ -49,23 +52,26 @@ class Output:
     """The rows [m, k] that a kernel makes: int8 blocks in tiles of p rows if `quantized`, else float32. Declares the
     parameters A and S, each with the suffix, or `name`."""
 
-    def __init__(self, m, k, p, quantized, name, suffix=""):
+    def __init__(self, m: int, k: int, p: int, quantized: bool, name: str, suffix: str = ""):
         self.p, self.quantized = p, quantized
-        self.buffers = act_args(m, k, p, suffix) if quantized else (T.arg(name, T.buffer((m, k), "float32")),)
+        self.buffers: tuple[Buffer, ...] = (
+            act_args(m, k, p, suffix) if quantized else (T.arg(name, T.buffer((m, k), "float32")),)
+        )
 
-    def store_block(self, x0, x1, row, block):
+    def store_block(self, x0: Expr, x1: Expr, row: Expr, block: Expr) -> None:
         """Stores columns 32*block .. of a row. x0, x1: float32x16, columns 0..15 and 16..31 of the block."""
         if self.quantized:
-            emit_quantize_block(x0, x1, *self.buffers, row // self.p, block, row % self.p)
+            A, S = self.buffers
+            emit_quantize_block(x0, x1, A, S, row // self.p, block, row % self.p)
             return
         for half, x in enumerate((x0, x1)):
             store(self.buffers[0], x, row, at(block * BLOCK + half * LANES))
 
-    def store_columns(self, x, n, row, column):
+    def store_columns(self, x: Expr, n: int, row: Expr, column: Expr) -> None:
         """Stores columns column .. column+n-1 of a row, not quantized: a float32 vector."""
         store(self.buffers[0], x, row, at(column, n))
 
-    def store_head(self, load, row, head, d):
+    def store_head(self, load: Load, row: Expr, head: Expr, d: int) -> None:
         """Stores columns head*d .. of a row, d of them. load(c, n): columns head*d+c .. of the row, n of them, a
         float32 vector. d: a multiple of 8, and of 32 if quantized."""
         if d % BLOCK:
@@ -74,39 +80,40 @@ class Output:
                 self.store_columns(load(c, n), n, row, head * d + c)
             return
         with T.serial(d // BLOCK) as block:
-            y = [load(block * BLOCK + half, LANES) for half in (0, LANES)]
-            self.store_block(*y, row, head * (d // BLOCK) + block)
+            low, high = (load(block * BLOCK + half, LANES) for half in (0, LANES))
+            self.store_block(low, high, row, head * (d // BLOCK) + block)
 
-    def store_tile(self, load, tile, block, rows):
+    def store_tile(self, load: Load, tile: Expr, block: Expr, rows: Expr) -> None:
         """Stores columns 32*block .. of the first `rows` of the p rows of a tile, and what it likes in the others.
         load(row, c): columns c .. c+15 of the block in the tile's row `row`, float32x16."""
         if self.quantized:
-            emit_quantize_tile(load, *self.buffers, tile, block, self.p, rows)
+            A, S = self.buffers
+            emit_quantize_tile(load, A, S, tile, block, self.p, rows)
             return
         with T.serial(rows) as row:
             for c in range(0, BLOCK, LANES):
                 store(self.buffers[0], load(row, c), tile * self.p + row, at(block * BLOCK + c))
 
 
-def magnitudes(x):
+def magnitudes(x: list[Expr]) -> Expr:
     """The larger magnitude of each lane of a block's two vectors, as int32: magnitudes compare like their bits, and
     LLVM's fmax would handle NaNs at each step."""
     return T.Bind(T.max(*(T.reinterpret(dtype("int32", LANES), v) & i32(0x7FFFFFFF) for v in x)))
 
 
-def _inverse(top, n):
+def _inverse(top: Expr, n: int) -> Expr:
     """127 / top, `n` lanes; 0 for tiny ones."""
     return T.Bind(T.Select(top > f32(TINY, n), f32(127, n) / top, f32(0, n)))
 
 
-def _emit_steps(x, inverse, A, *place):
+def _emit_steps(x: Expr, inverse: Expr, A: Buffer, *place: Expr) -> Expr:
     """Stores a vector rounded to int8 steps, and returns the steps as int32."""
     q = T.Bind(T.cast(T.nearbyint(x * splat(inverse)), dtype("int32", LANES)))
     store(A, T.cast(q, dtype("int8", LANES)), *place)
     return q
 
 
-def _fields(top, low, high, n):
+def _fields(top: Expr, low: Expr, high: Expr, n: int) -> tuple[Expr, ...]:
     """The rows of S of `n` tokens, one to a lane, from their amplitudes and sums."""
     d = T.Bind(top / f32(127, n))
     sums = (T.Bind(low + high), low, high)
@@ -115,18 +122,20 @@ def _fields(top, low, high, n):
     return d, scaled[0], negative[0], scaled[1], scaled[2], negative[1], negative[2]
 
 
-def emit_quantize_block(x0, x1, A, S, tile, block, row):
+def emit_quantize_block(x0: Expr, x1: Expr, A: Buffer, S: Buffer, tile: Expr, block: Expr, row: Expr) -> None:
     """Stores one block of one token. x0, x1: float32x16, columns 0..15 and 16..31 of the block; tile = m // P, row = m
     % P of token m."""
     x = [T.Bind(x0), T.Bind(x1)]
     top = T.Bind(T.reinterpret("float32", reduce("smax", magnitudes(x))))
     inverse = _inverse(top, 1)
-    sums = [reduce("add", _emit_steps(v, inverse, A, tile, block, row, at(half * LANES))) for half, v in enumerate(x)]
-    for field, value in enumerate(_fields(top, *sums, 1)):
+    low, high = (
+        reduce("add", _emit_steps(v, inverse, A, tile, block, row, at(half * LANES))) for half, v in enumerate(x)
+    )
+    for field, value in enumerate(_fields(top, low, high, 1)):
         store(S, value, tile, block, field, row)
 
 
-def emit_quantize_tile(load, A, S, tile, block, p, rows):
+def emit_quantize_tile(load: Load, A: Buffer, S: Buffer, tile: Expr, block: Expr, p: int, rows: Expr) -> None:
     """Stores one block of the first `rows` of the p tokens of a tile, the same bits as `emit_quantize_block` for each:
     the scalars of several tokens are computed as one vector, so that some tokens after these are loaded and stored too.
     load(token, c): columns c .. c+15 of the block."""
@@ -146,5 +155,5 @@ def emit_quantize_tile(load, A, S, tile, block, p, rows):
             )
             for c in range(0, BLOCK, LANES)
         ]
-        for field, value in enumerate(_fields(top, *sums, n)):
+        for field, value in enumerate(_fields(top, sums[0], sums[1], n)):
             store(S, value, tile, block, field, at(first, n))

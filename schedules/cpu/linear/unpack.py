@@ -9,18 +9,20 @@ from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.base.isa import QUADS
+from mlc_amd.schedules.cpu.base.isa import QUADS, Isa
 from mlc_amd.schedules.cpu.base.vector import at, store
 from mlc_amd.schedules.cpu.linear.load import Block, groups, load
 from mlc_amd.schedules.cpu.linear.planes import BLOCK, ROWS
+from mlc_amd.schedules.formats import Format
+from mlc_amd.schedules.tir import Buffer, Expr
 
 
-def unpacked_bytes(fmt, rows, k):
+def unpacked_bytes(fmt: Format, rows: int, k: int) -> int:
     """Bytes of `rows` unpacked rows of k columns."""
     return rows * (k + k // BLOCK * 4 * _factors(fmt))
 
 
-def _factors(fmt):
+def _factors(fmt: Format) -> int:
     """Scales and offsets of a row in a block of 32 columns."""
     return groups(fmt) * (2 if fmt.minimum else 1)
 
@@ -28,7 +30,7 @@ def _factors(fmt):
 class Unpacked:
     """The `held` tiles of a weight of k columns from tile `first` on. The constructor emits the unpacking."""
 
-    def __init__(self, fmt, bufs, first, held, k, isa):
+    def __init__(self, fmt: Format, bufs: dict[str, Buffer], first: Expr, held: int, k: int, isa: Isa):
         lanes, blocks = isa.lanes, k // BLOCK
         self.fmt, self.isa = fmt, isa
         self.codes = T.alloc_buffer((held, blocks, ROWS // lanes, QUADS, 4 * lanes), "uint8", scope="local")
@@ -41,18 +43,22 @@ class Unpacked:
                 for i, factor in enumerate([*block.scales, *block.offsets]):
                     store(self.factors, factor, t, b, i, at(r * lanes, lanes))
 
-    def at(self, t):
+    def at(self, t: Expr) -> "UnpackedTile":
         """Tile first + t."""
-        return _Tile(self, t)
+        return UnpackedTile(self, t)
 
 
-class _Tile(NamedTuple):
+class UnpackedTile(NamedTuple):
     """One of an Unpacked's tiles."""
 
     unpacked: Unpacked
-    t: object
+    t: Expr
 
-    def load(self, row, b):
+    @property
+    def fmt(self) -> Format:
+        return self.unpacked.fmt
+
+    def load(self, row: int, b: Expr) -> Block:
         """The Block of the tile's rows `row`.. ."""
         kept, t, fmt, isa = self.unpacked, self.t, self.unpacked.fmt, self.unpacked.isa
         lanes, parts = isa.lanes, groups(fmt)

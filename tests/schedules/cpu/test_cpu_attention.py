@@ -1,4 +1,4 @@
-"""RoPE with cache writes, and attention, on the CPU against numpy in float64.
+"""Attention on the CPU against numpy in float64.
 
 A state says how many keys the single rows' sequences have, and where the chunk after them is. Sequences are in slots
 and pages in no order. Pages begin with stale finite numbers, which must neither matter nor change; pages of keys that a
@@ -14,27 +14,17 @@ import numpy as np
 import pytest
 import tvm
 from samples import sample
+from workloads import tiled
 
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
-from mlc_amd.schedules.cpu.attention.attention import attention, kernel_module
+from mlc_amd.schedules.cpu.attention.attention import attention, default_plan
 from mlc_amd.schedules.cpu.attention.cache import cache_types
-from mlc_amd.schedules.cpu.attention.rope_kv_write import rope_kv_write
 from mlc_amd.schedules.cpu.base.arch import resolve
-from mlc_amd.schedules.operators.attention import KV_BLOCK, PAGE, SLOTS, Attention, Rope
-from mlc_amd.tools.reference.attention import (
-    CACHES,
-    as_stored,
-    attention_reference,
-    first_seen,
-    packed,
-    places_of,
-    pools_of,
-    quantized,
-    rope_reference,
-    value_reference,
-)
+from mlc_amd.schedules.operators import CausalAttention
+from mlc_amd.schedules.operators.attention import PAGE, SLOTS, Attention
+from mlc_amd.tools.reference.attention import as_stored, attention_reference, first_seen, packed, quantized
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
 
@@ -67,9 +57,10 @@ class Attend(NamedTuple):
     quantize: bool = False
     plan: tuple = ()  # (field, value) of the kernel's plan that differ from the default
 
-    def kernel(self, isa, name):
-        plan = replace(kernel_module(self.m, self.single).default_plan(isa), **dict(self.plan)) if self.plan else None
-        return attention(self.spec, self.m, self.single, self.p, self.quantize, isa, name, plan)
+    def kernel(self, arch, name):
+        layout, arch = "tiles" if self.quantize else "", tiled(arch, self.p)
+        op = CausalAttention(layer=self.spec, m=self.m, single=self.single, layout=layout)
+        return attention(op, arch, name, replace(default_plan(op, arch), **dict(self.plan)) if self.plan else None)
 
 
 def one(*positions):
@@ -117,7 +108,7 @@ ATTEND = {
     ),
     "rows group 7": rows(Attention(7, 1, 96, 576), ((0, 300, 575), (255, 256, 257), (574, 2)), 3),
     "rows 64": rows(Attention(2, 2, 32, 320), (tuple(range(0, 320, 5)), tuple(range(300, 240, -3))), 64, p=16),
-    "chunk group 1": chunk(Attention(2, 2, 128, 192), ((0, 8), (57, 3), (184, 8)), 8, 16, True),
+    "chunk group 1": chunk(Attention(2, 2, 128, 192), ((0, 8), (57, 3), (184, 8)), 8, 8, True),
     "chunk group 2": chunk(Attention(4, 2, 96, 192), ((0, 16), (63, 15), (64, 1), (176, 16)), 16, 4, True),
     "chunk group 3": chunk(Attention(3, 1, 32, 256), ((0, 64), (130, 64), (192, 64), (1, 33)), 64, 8, True),
     "chunk group 4": chunk(Attention(8, 2, 64, 1024), ((0, 64), (65, 50), (960, 64)), 64, 8),
@@ -192,61 +183,16 @@ FULL = (
 )  # fmt: skip
 
 
-class Write(NamedTuple):
-    """One rope_kv_write kernel."""
-
-    spec: Attention
-    m: int
-    rope: Rope
-
-    def kernel(self, isa, name):
-        return rope_kv_write(self.spec, self.rope, self.m, isa, name)
-
-
-ROPE_CTX = 128
-
-
-def heads(*shape, **attributes):
-    return Attention(*shape, ROPE_CTX, **attributes)
-
-
-ROPE = {
-    "decode neox": Write(heads(4, 2, 64), 1, Rope(True, 64)),
-    "decode interleaved": Write(heads(4, 2, 64), 1, Rope(False, 64)),
-    "decode norm": Write(heads(4, 4, 128), 1, Rope(True, 128, 1e-6)),
-    "prefill neox partial": Write(heads(3, 1, 96), 16, Rope(True, 48)),
-    "prefill interleaved partial": Write(heads(2, 1, 64), 16, Rope(False, 24)),
-    "prefill norm": Write(heads(2, 2, 32), 16, Rope(False, 32, 1e-5)),
-    "prefill narrow": Write(heads(2, 1, 32), 8, Rope(True, 20)),
-    "decode unrotated": Write(heads(4, 2, 64), 1, Rope(True, 0)),
-    "prefill unrotated norm": Write(heads(2, 1, 96), 8, Rope(True, 0, 1e-5)),
-    "prefill head 24": Write(heads(3, 1, 24), 4, Rope(True, 12, 1e-5)),
-    "decode head 80": Write(heads(2, 1, 80), 1, Rope(False, 32)),
-    "prefill scale": Write(heads(2, 1, 64, scale=0.25), 4, Rope(True, 64)),
-    "prefill norm after": Write(heads(2, 1, 64), 4, Rope(True, 48, 1e-5, norm_after=True)),
-    "decode norm after": Write(heads(2, 1, 40), 1, Rope(False, 24, 1e-5, norm_after=True)),
-    "prefill value norm": Write(heads(2, 2, 24), 4, Rope(True, 24, 1e-5, value_norm=True)),
-    "decode codes": Write(heads(4, 2, 64, kv="q8_0"), 1, Rope(True, 48)),
-    "prefill codes norms": Write(heads(2, 2, 96, kv="q8_0"), 16, Rope(False, 96, 1e-5, value_norm=True)),
-    "prefill reads": Write(heads(3, 1, 64), 4, Rope(True, 64, 1e-5, writes=False)),
-    "decode reads": Write(heads(2, 1, 64), 1, Rope(True, 0, writes=False)),
-}
-
-
-OTHER_ARCHS_ROPE = (
-    "decode interleaved", "prefill neox partial", "prefill head 24", "prefill norm after", "decode codes",
-)  # fmt: skip
 ATTEND_CASES = [
     pytest.param(arch, name, marks=pytest.mark.full if name in FULL or name not in some else ())
     for arch, some in zip(ARCHS, (ATTEND, OTHER_ARCHS, OTHER_ARCHS), strict=False)
     for name in ATTEND
 ]
-ROPE_CASES = [(arch, name) for arch in ARCHS for name in (ROPE if arch == ARCHS[0] else OTHER_ARCHS_ROPE)]
 
 
 def compiled(case, arch):
     """A case's kernel, ready to call."""
-    kernel = case.kernel(resolve(arch).isa, "kernel")
+    kernel = case.kernel(resolve(arch), "kernel")
     return build_module({"kernel": kernel}, resolve(arch).target)["kernel"]
 
 
@@ -377,10 +323,9 @@ def test_a_row_gets_the_same_bits_in_any_function(arch, name):
     pages."""
     attributes, position = SAME[name]
     spec, tokens = Attention(4, 2, 64, 768, **attributes), 16
-    isa, target = resolve(arch).isa, resolve(arch).target
     shapes = {shape: "attend_" + "_".join(map(str, shape)) for shape, _ in KINDS.values()}
-    made = {of: attention(spec, *shape, shape[0], False, isa, of) for shape, of in shapes.items()}
-    module, rng = build_module(made, target), np.random.default_rng(3)
+    made = {of: Attend(spec, (), *shape, shape[0]).kernel(resolve(arch), of) for shape, of in shapes.items()}
+    module, rng = build_module(made, resolve(arch).target), np.random.default_rng(3)
     q = rng.standard_normal((tokens, spec.heads, spec.d)).astype(np.float32)
     pool = Pool(spec, 1, rng)
     inputs = [*pool.caches(*rng.standard_normal((2, 1, spec.kv_heads, spec.ctx, spec.d)).astype(np.float16))]
@@ -402,60 +347,6 @@ def test_a_row_gets_the_same_bits_in_any_function(arch, name):
     assert all(np.array_equal(result, results[0]) for result in results) and np.abs(results[0]).min() > 0
 
 
-@pytest.mark.parametrize(("arch", "name"), ROPE_CASES)
-def test_rope_kv_write(arch, name):
-    spec, m, rope = ROPE[name]
-    n, kv_heads, d = spec.heads, spec.kv_heads, spec.d
-    kernel = compiled(ROPE[name], arch)
-    rng = np.random.default_rng(2)
-    angles = np.arange(ROPE_CTX)[:, None] * 10000.0 ** (-np.arange(rope.rotary // 2) / max(1, rope.rotary // 2))
-    # with a factor, as some models scale their angles' table
-    cs = 1.25 * np.stack([np.cos(angles), np.sin(angles)], -1).reshape(ROPE_CTX, rope.rotary).astype(np.float32)
-    q, k, v = (rng.standard_normal((m, h * d)).astype(np.float32) for h in (n, kv_heads, kv_heads))
-    qn, kn = (rng.standard_normal(d).astype(np.float32) for _ in range(2))
-    norms = [] if rope.eps is None else [qn, kn] if rope.writes else [qn]
-    tables = [cs] if rope.rotary else []
-    starts = {(0, m), (5, max(1, m - 3)), (ROPE_CTX - m, m), (ROPE_CTX - 1, m)}  # the last one has room for one token
-    for start, live in starts:
-        pool = Pool(spec, 3, rng)
-        # two single rows, and a chunk, whose rows after the last position have no place
-        alone = 2 if m > 4 else 0
-        single = (ROPE_CTX - 1, 40)[:alone]
-        step = pool.step(single, start, live - alone, m)
-        places = step[1].numpy()[:live]
-        here = np.flatnonzero(places[:, 0] < ROPE_CTX)
-        positions, slots = places[here].T
-        caches = pool.caches(*np.full((2, 3, kv_heads, ROPE_CTX, d), STALE, np.float16))
-        before = {name: x.numpy().copy() for name, x in zip(CACHES, caches, strict=False)}
-        Qo = tensor(np.full((m, n, spec.width), LEFT, np.float32))
-        inputs = [widened(x) for x in ([q, k, v] if rope.writes else [q])] + [widened(x) for x in norms] + tables
-        head = step if rope.writes else step[:2]
-        kernel(*head, *map(tensor, inputs), *(caches if rope.writes else []), Qo)
-        angle = cs[positions]
-        expected = rope_reference(q.reshape(m, n, d)[here], angle, rope, qn) * spec.query_scale
-        np.testing.assert_allclose(Qo.numpy()[here, :, :d], expected, rtol=0, atol=4e-6)
-        assert (np.delete(Qo.numpy(), here, axis=0) == LEFT).all()
-        if not rope.writes:
-            continue
-        page, key = places_of(pool.pages, positions, slots)
-        keys = rope_reference(k.reshape(m, kv_heads, d)[here], angle, rope, kn)
-        values = value_reference(v.reshape(m, kv_heads, d)[here], rope)
-        after = {name: x.numpy() for name, x in zip(CACHES, caches, strict=False)}
-        pools = (pools_of("cpu", of) for of in (after, before))
-        for found, old, wanted in zip(*pools, (keys, values), strict=True):
-            if spec.quantized:
-                codes, scales = quantized(wanted)
-                step = np.repeat(scales.astype(np.float64), KV_BLOCK, -1)
-                apart = np.abs(found[page, :, key] - codes * step)
-                # a code is another one where a number is rounded to the other side
-                assert (apart <= step * 1.2).all() and (apart > step * 0.1).mean() < 0.005
-            else:
-                np.testing.assert_allclose(found[page, :, key, :d], wanted, rtol=6e-4, atol=1e-6)
-            changed = found.copy()
-            changed[page, :, key, :d] = old[page, :, key, :d]
-            np.testing.assert_array_equal(changed, old)
-
-
 @pytest.mark.parametrize(("ctx", "d"), [(100, 64), (128, 20)])
 def test_shapes_that_do_not_fit_are_refused(ctx, d):
     with pytest.raises(UserError, match="multiples"):
@@ -469,14 +360,4 @@ def test_a_quantized_cache_needs_whole_blocks():
 
 def test_int8_blocks_of_parts_of_heads_are_refused():
     with pytest.raises(UserError, match="blocks of 32 columns, not of heads of 48"):
-        Attend(Attention(4, 2, 48, 128), (), quantize=True).kernel(resolve("native").isa, "attention")
-
-
-def test_norms_need_an_epsilon():
-    with pytest.raises(ValueError, match="without eps"):
-        Rope(True, 64, value_norm=True)
-
-
-def test_odd_rotary_is_refused():
-    with pytest.raises(UserError, match="even"):
-        Write(heads(2, 1, 64), 1, Rope(True, 33)).kernel(resolve("native").isa, "rope")
+        Attend(Attention(4, 2, 48, 128), (), quantize=True).kernel(resolve("native"), "attention")

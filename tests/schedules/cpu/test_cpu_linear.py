@@ -13,16 +13,18 @@ import gguf_blocks
 import numpy as np
 import pytest
 import tvm
+from workloads import tiled
 
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
-from mlc_amd.schedules.cpu.base.arch import resolve
-from mlc_amd.schedules.cpu.base.isa import Avx2, AvxVnni, Portable, Vnni512
-from mlc_amd.schedules.cpu.linear.gate_up import gate_up_swiglu
+from mlc_amd.schedules.cpu.base.arch import Arch, resolve
+from mlc_amd.schedules.cpu.base.isa import Avx2, AvxVnni, Isa, Portable, Vnni512
+from mlc_amd.schedules.cpu.linear.gate_up import gate_up
 from mlc_amd.schedules.cpu.linear.linear import linear
 from mlc_amd.schedules.cpu.linear.linear_plan import default_plan, parts
-from mlc_amd.schedules.formats import FORMATS, lookup
+from mlc_amd.schedules.formats import FORMATS
+from mlc_amd.schedules.operators import GateUp, Linear
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
 
@@ -38,9 +40,13 @@ TOLERANCE = 1e-5  # of the largest result
 class Machine(NamedTuple):
     """An instruction set, compiled for a cpu, and the flags of /proc/cpuinfo that running it takes."""
 
-    isa: type
+    isa: Isa
     mcpu: str
     flags: tuple
+
+    def arch(self, p):
+        """With activation tiles of p rows."""
+        return tiled(Arch(self.mcpu, self.mcpu, self.isa, ()), p)
 
 
 AVX512 = ("avx512bw", "avx512vl", "avx512_vnni", "avx512_vbmi2")
@@ -55,6 +61,10 @@ RUNNABLE = [name for name, machine in MACHINES.items() if cpu_flags().issuperset
 COMPILE_ONLY = [name for name in MACHINES if name not in RUNNABLE]
 
 
+def workload(segments, k, m=1, biases=(False,), residual=False):
+    return Linear(segments=tuple(segments), k=k, m=m, layout="", biases=biases, residual=residual)
+
+
 class Case(NamedTuple):
     """One linear kernel: see `linear`."""
 
@@ -66,10 +76,10 @@ class Case(NamedTuple):
     residual: bool = False
     unpack: int = 0  # tiles of tokens from which on weights are unpacked first
 
-    def kernel(self, isa, name):
-        *args, unpack = self
-        plan = default_plan(isa, self.m, self.p, [(lookup(fmt), n) for fmt, n in self.segments], self.k)
-        return linear(*args, isa, name, replace(plan, unpack=unpack) if self.m > 1 else plan)
+    def kernel(self, machine, name):
+        op = workload(self.segments, self.k, self.m, self.biases, self.residual)
+        arch = machine.arch(self.p)
+        return linear(op, arch, name, replace(default_plan(op, arch), unpack=self.unpack) if self.m > 1 else None)
 
 
 @functools.cache
@@ -144,11 +154,12 @@ def module(machine, name):
     """A module with the function "kernel"."""
     isa, mcpu, _ = MACHINES[machine]
     if name in _cases(isa):
-        kernel = _cases(isa)[name].kernel(isa, "kernel")
+        kernel = _cases(isa)[name].kernel(MACHINES[machine], "kernel")
     else:
         gate, up, m, p, quantize, act = SWIGLU[name.removeprefix("swiglu-")]
-        p = min(p, isa.tokens)
-        kernel = gate_up_swiglu(gate, up, F, SWIGLU_K, m, p, quantize, isa, "kernel", act=act)
+        sizes = {"gate": gate, "up": up, "n": F, "k": SWIGLU_K, "m": m, "act": act}
+        op = GateUp(layout_in="", layout="tiles" if quantize else "", **sizes)
+        kernel = gate_up(op, MACHINES[machine].arch(min(p, isa.tokens)), "kernel")
     return build_module({"kernel": kernel}, tvm.target.Target({"kind": "llvm", "mcpu": mcpu}))
 
 
@@ -260,7 +271,7 @@ def test_a_row_of_float32_weights_has_the_same_bits_alone_and_in_a_chunk():
     """So a router chooses the same experts however rows come."""
     arch, k, n, m, rng = resolve("native"), 96, 32, 8, np.random.default_rng(0)
     tile = {"one": 1, "chunk": m}
-    made = {name: linear([("f32", n)], k, p, p, (False,), False, arch.isa, name) for name, p in tile.items()}
+    made = {name: linear(workload([("f32", n)], k, p), arch, name) for name, p in tile.items()}
     built = build_module(made, arch.target)
     x, w = rng.standard_normal((m, k), np.float32), rng.standard_normal((n // 16, k, 16), np.float32)
 
@@ -326,7 +337,7 @@ def test_compiles_for_other_machines(machine, name):
 
 def test_avx2_for_avx512_without_vnni():
     """x86-64-v4 has no integer dot product: Avx2's kernels serve it."""
-    kernel = linear([("q4_0", 16)], 256, 1, 1, (False,), False, Avx2, "f")
+    kernel = linear(workload([("q4_0", 16)], 256), resolve("x86-64-v4"), "f")
     asm = build_module({"f": kernel}, tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v4"})).inspect_source("asm")
     assert "vpmaddubsw" in asm and "vpdpbusd" not in asm
 
@@ -341,9 +352,9 @@ def test_avx2_for_avx512_without_vnni():
 )
 def test_what_cannot_share_a_launch_is_refused(segments, m, p, biases, residual):
     with pytest.raises(ValueError, match="make"):
-        linear(segments, 256, m, p, biases, residual, Vnni512, "f")
+        linear(workload(segments, 256, m, biases, residual), MACHINES["vnni512"].arch(p), "f")
 
 
 def test_too_large_a_weight_is_refused():
     with pytest.raises(UserError, match="too large"):
-        linear([("q8_0", 1 << 20)], 1 << 12, 1, 1, (False,), False, Vnni512, "f")
+        linear(workload([("q8_0", 1 << 20)], 1 << 12), MACHINES["vnni512"].arch(1), "f")

@@ -8,6 +8,7 @@ import gguf_blocks
 import numpy as np
 import pytest
 import tvm
+from workloads import tiled
 
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.compiler.quant.pack import repack
@@ -15,8 +16,9 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.schedules.cpu.base.arch import resolve
 from mlc_amd.schedules.cpu.linear.embed import embed
-from mlc_amd.schedules.cpu.linear.norm import layer_norm, quantize, rms_norm
+from mlc_amd.schedules.cpu.linear.norm import norm, quantize
 from mlc_amd.schedules.formats import FORMATS
+from mlc_amd.schedules.operators import Embed, LayerNorm, Quantize, RmsNorm
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
 
@@ -25,7 +27,7 @@ RUNNABLE = [name for name in ("x86-64-v2", "x86-64-v3", "native") if cpu_flags()
 ARCHS = list({resolve(name).isa: name for name in RUNNABLE}.values())
 EPS, LEFT = 1e-5, 7.0  # LEFT: what outputs hold before a kernel runs
 #        m, k, p, live
-CHUNKS = ((1, 2048, 1, 1), (16, 256, 4, 16), (16, 96, 8, 5), (8, 64, 16, 8))
+CHUNKS = ((1, 2048, 1, 1), (16, 256, 2, 16), (16, 96, 8, 5), (8, 64, 8, 8))
 ANSWERS, SINGLE = 4, (0, 2, 3, 4)  # answers at most, and single rows of steps
 VOCAB, COLUMNS, ODD_COLUMNS = 37, 512, 100
 # Lookups are the same TensorIR everywhere: archs other than this machine's own compile those of a few formats.
@@ -35,32 +37,27 @@ EMBEDS = [(arch, fmt) for arch in ARCHS for fmt in (FORMATS if arch == ARCHS[-1]
 EMBED_M, SCALE = 5, 45.25
 
 
-def tiles_of(m, p):
-    """Rows of a tile, by rows: p for m, others for fewer."""
-    return lambda rows: p if rows == m else 2 if rows > 1 else 1
-
-
 @functools.cache
 def kernels(arch):
     """All kernels of an architecture, by name."""
-    isa, funcs = resolve(arch).isa, []
+    native, funcs = resolve(arch), []
     for i, (m, k, p, _) in enumerate(CHUNKS):
-        funcs += [quantize(k, m, p, isa, f"quantize{i}")]
-        funcs += [
-            rms_norm(k, m, EPS, tiles_of(m, p), q, row, isa, f"norm{i}_{row.partition(':')[0]}_{int(q)}")
-            for row in ("all", "last", *([f"answers:{ANSWERS}"] if m > 1 else []))
-            for q in (False, True)
-        ]
-    for i, (m, k, p, _) in enumerate(CHUNKS):
-        funcs += [
-            layer_norm(k, m, EPS, tiles_of(m, p), q, "all", q, isa, f"layer_norm{i}_{int(q)}") for q in (False, True)
-        ]
+        target, sizes = tiled(native, p), {"k": k, "m": m}
+        funcs += [quantize(Quantize(**sizes, layout="tiles"), target, f"quantize{i}")]
+        for q, layout in enumerate(("", "tiles")):
+            common = {**sizes, "eps": EPS, "layout": layout}
+            funcs += [
+                norm(RmsNorm(**common, rows=row), target, f"norm{i}_{row.partition(':')[0]}_{q}")
+                for row in ("all", "last", *([f"answers:{ANSWERS}"] if m > 1 else []))
+            ]
+            funcs += [norm(LayerNorm(**common, rows="all", bias=bool(q)), target, f"layer_norm{i}_{q}")]
+    table = {"vocab": VOCAB, "k": COLUMNS, "m": EMBED_M}
     for fmt in (fmt for of, fmt in EMBEDS if of == arch):
         sizes = (1, EMBED_M) if fmt in ONE_TOKEN else (EMBED_M,)
-        funcs += [embed(fmt, VOCAB, COLUMNS, m, f"embed_{fmt}_{m}") for m in sizes]
+        funcs += [embed(Embed(**table | {"fmt": fmt, "m": m}), native, f"embed_{fmt}_{m}") for m in sizes]
     if arch == ARCHS[-1]:
-        funcs += [embed("f32", VOCAB, ODD_COLUMNS, EMBED_M, "embed_odd")]
-        funcs += [embed("q4_k", VOCAB, COLUMNS, EMBED_M, "embed_scaled", scale=SCALE)]
+        funcs += [embed(Embed(**table | {"fmt": "f32", "k": ODD_COLUMNS}), native, "embed_odd")]
+        funcs += [embed(Embed(**table, fmt="q4_k", scale=SCALE), native, "embed_scaled")]
     return build_module({f.attrs["global_symbol"]: f for f in funcs}, resolve(arch).target)
 
 
@@ -135,7 +132,7 @@ def test_rms_norm(arch, chunk, row):
 @pytest.mark.parametrize("chunk", range(1, len(CHUNKS)))
 def test_norm_of_answers(arch, chunk, single):
     """The single rows, and the last row of the chunk after them, as far as there is room."""
-    m, k, _, most = CHUNKS[chunk]
+    m, k, p, most = CHUNKS[chunk]
     x, g = rows_of(m, k), np.random.default_rng(9).standard_normal(k).astype(np.float32)
     wide = x.astype(np.float64)
     normed = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + EPS) * g
@@ -145,7 +142,7 @@ def test_norm_of_answers(arch, chunk, single):
         kernels(arch)[f"norm{chunk}_answers_0"](state(live, single), tensor(x), tensor(g), Y)
         np.testing.assert_allclose(Y.numpy()[: len(expected)], expected, rtol=3e-6, atol=1e-9)
         assert (Y.numpy()[len(expected) :] == LEFT).all()
-        A, S = planes(ANSWERS, k, 2)
+        A, S = planes(ANSWERS, k, min(ANSWERS, p))
         kernels(arch)[f"norm{chunk}_answers_1"](state(live, single), tensor(x), tensor(g), A, S)
         check_planes(A, S, expected, len(expected))
 
@@ -214,6 +211,6 @@ def test_embed_scales_rows():
 
 def test_columns_that_do_not_fit_are_refused():
     with pytest.raises(UserError, match="multiple of 32"):
-        quantize(40, 1, 1, None, "quantize")
+        quantize(Quantize(k=40, m=1, layout="tiles"), resolve("native"), "quantize")
     with pytest.raises(UserError, match="multiple of 32"):
-        rms_norm(40, 1, EPS, tiles_of(1, 1), False, "all", None, "norm")
+        norm(RmsNorm(k=40, m=1, eps=EPS, layout="", rows="all"), resolve("native"), "norm")
