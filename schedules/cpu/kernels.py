@@ -18,7 +18,6 @@ from mlc_amd.schedules.cpu.linear.embed import embed
 from mlc_amd.schedules.cpu.linear.gate_up import gate_up_swiglu
 from mlc_amd.schedules.cpu.linear.linear import head_linear, linear
 from mlc_amd.schedules.cpu.linear.norm import layer_norm, quantize, rms_norm
-from mlc_amd.schedules.cpu.sampling.sample import sample
 
 
 @registry.builds(operators.Embed)
@@ -112,8 +111,3 @@ def _expert_down(op, arch, name, plan):
 @registry.builds(operators.Combine)
 def _combine(op, arch, name, plan):
     return combine(op.n, op.m, op.of, op.weighted, op.residual, name)
-
-
-@registry.builds(operators.Sample)
-def _sample(op, arch, name, plan):
-    return sample(op.m, op.vocab, op.columns, name)

@@ -26,7 +26,6 @@ from mlc_amd.schedules.gpu.linear.gemv import VECTORS, suits
 from mlc_amd.schedules.gpu.linear.gemv import gate_up_swiglu as gate_up_gemv
 from mlc_amd.schedules.gpu.linear.gemv import linear as gemv
 from mlc_amd.schedules.gpu.linear.head_linear import head_linear
-from mlc_amd.schedules.gpu.sampling.sample import sample
 
 
 @registry.builds(operators.Linear)
@@ -125,8 +124,3 @@ def _expert_down(op, arch, name, plan):
 @registry.builds(operators.Combine)
 def _combine(op, arch, name, plan):
     return combine(op.n, op.m, op.of, op.weighted, op.residual, arch, name, plan)
-
-
-@registry.builds(operators.Sample)
-def _sample(op, arch, name, plan):
-    return sample(op.m, op.vocab, op.columns, arch, name)
