@@ -21,6 +21,7 @@ through the whole row. Stages of longer lists and whole rows, each of which may 
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tvm.tirx.script import builder as T
@@ -33,9 +34,10 @@ from mlc_amd.schedules.sampling_machine import (
     LOWEST_KEY,
     RADIX,
     SMALLEST,
-    Cell,
     Histogram,
     Machine,
+    Pieces,
+    Var,
     Words,
     high_product,
     key_of,
@@ -47,6 +49,10 @@ from mlc_amd.schedules.sampling_machine import (
     value_of,
     when,
 )
+from mlc_amd.schedules.tir import Expr
+
+# (token, logit, whether there is such a token, what makes its mass)
+WeighedVisit = Callable[[Expr, Expr, Expr, Callable[[], Expr]], None]
 
 MASS = float(1 << 30)
 STAGES = 5
@@ -56,12 +62,13 @@ AT_ONCE = 4  # tokens that a thread compares its own with in a step
 
 
 class Draw(ABC):
-    """The search in one row. top: its largest logit; z, z_heat: the sums of e**(logit - top), and of that to the power
-    of 1 / temperature, of all its tokens; approximate. chosen: cell for the token."""
+    """The search in one row. top: its largest logit; sums: of e**(logit - top), and of that to the power of 1 /
+    temperature, of all its tokens; approximate. chosen: for the token."""
 
-    def __init__(self, machine: Machine, words: Words, vocab: int, top, z, z_heat, chosen: Cell):
+    def __init__(self, machine: Machine, words: Words, top: Expr, sums: tuple[Expr, Expr], chosen: Var):
+        vocab = machine.vocab
         self.m, self.words, self.vocab, self.top, self.chosen = machine, words, vocab, top, chosen
-        self.sums = z, z_heat
+        self.sums = sums
         self.top_k, self.top_p, self.heat = words.int("top_k"), words.float("top_p"), words.float("heat")
         self.has_k = T.Bind((self.top_k > 0) & (self.top_k < vocab))
         self.has_p = T.Bind(self.top_p < T.float32(1))
@@ -86,17 +93,17 @@ class Draw(ABC):
 
     # ---- tokens
 
-    def _left(self, token, key):
+    def _left(self, token: Expr, key: Expr) -> Expr:
         """Whether the filters so far leave a token."""
         threshold = self.threshold.get()
         return (key > threshold) | ((key == threshold) & (token <= self.last.get()))
 
-    def _mass(self, value):
+    def _mass(self, value: Expr) -> Expr:
         power = self.m.exp2(T.Bind((value - self.top) * self.factor.get()))
         return T.Bind(T.cast(power * self.scale.get() + T.float32(0.5), "int32"))
 
     @contextmanager
-    def _own(self):
+    def _own(self) -> Iterator[tuple[Expr, Expr, Expr]]:
         """(place, token, logit) of each token of the list that is this thread's."""
         threads, count = self.m.threads, self.count.get()
         with T.serial(T.truncdiv(count + (threads - 1), T.int32(threads))) as i:
@@ -104,7 +111,7 @@ class Draw(ABC):
             with T.If(place < count), T.Then():
                 yield place, T.Bind(self.ids[place]), T.Bind(self.values[place])
 
-    def _weighs(self, draw):
+    def _weighs(self, draw: Expr) -> None:
         """Sets what `_mass` is made of: for top-p, or for the draw."""
         # what is left has no more mass than tokens, as the largest one has the mass 1
         listed = T.Select(draw & (self.listed.get() > 0), self.count.get(), T.int32(LARGEST))
@@ -112,17 +119,17 @@ class Draw(ABC):
         self.factor.set(T.Select(draw, self.heat, T.float32(LOG2E)))
         self.scale.set(T.float32(MASS) / T.min(T.Select(draw, self.sums[1], self.sums[0]), few))
 
-    def _mass_wanted(self):
+    def _mass_wanted(self) -> Expr:
         """By top-p, of `sum`, or of MASS if there is a list of the row's tokens."""
         all_of = T.Select((self.listed.get() > 0) & no(self.has_k), T.float32(MASS), T.cast(self.sum.get(), "float32"))
         return T.max(T.cast(T.ceil(self.top_p * all_of), "int32"), T.int32(1))
 
-    def _aim(self):
+    def _aim(self) -> None:
         """The draw's target among masses with the sum `sum`."""
         point = high_product(random_word(self.m, self.words), T.Bind(unsigned(self.sum.get())))
         self.target.set(signed(point) + 1)
 
-    def _each(self, visit, near):
+    def _each(self, visit: WeighedVisit, near: Callable[[], tuple[Expr, Expr]]) -> None:
         """Visits the tokens of the list, or else all; see `each_token`. visits get what makes the token's mass, too."""
         with when(self.listed.get() > 0), self._own() as (_, token, value):
             visit(token, value, T.bool(True), lambda: self._mass(value))
@@ -135,7 +142,7 @@ class Draw(ABC):
     # ---- whole rows
 
     @abstractmethod
-    def _add_up_row(self, mine: Cell) -> None:
+    def _add_up_row(self, mine: Var) -> None:
         """Adds to a cell of each thread the masses of its share of the row's tokens that are left."""
 
     @abstractmethod
@@ -143,12 +150,12 @@ class Draw(ABC):
         """Sets `chosen`, by `target`, after `_add_up_row`."""
 
     @abstractmethod
-    def _row_mass(self, token, value):
+    def _row_mass(self, token: Expr, value: Expr) -> Expr:
         """`_mass` of a token that is left, after `_add_up_row`."""
 
     # ---- the stages
 
-    def emit(self):
+    def emit(self) -> None:
         """Sets `chosen`."""
         filters = self.has_k | self.has_p | self.has_m
         done = self.m.cell(T.int32(0))
@@ -178,23 +185,23 @@ class Draw(ABC):
 
     # ---- the list
 
-    def _fits(self):
+    def _fits(self) -> Expr:
         """Whether what the first filter leaves may fit in the list: a token adds 1 to z at most."""
         few = T.Select(self.has_p, self.top_p * self.sums[0], T.float32(0)) <= T.float32(self.m.size)
         return T.Select(self.has_k, self.top_k <= self.m.size, few)
 
-    def _tries(self):
+    def _tries(self) -> Expr:
         bounds = T.Select(self.has_k, T.int32(1), T.int32(0)) if self.m.pieces else T.int32(0)
         return T.Select(self.has_k | self.has_p, WINDOWS + bounds, T.int32(1))
 
-    def _gather(self, first, draw, tries):
+    def _gather(self, first: Expr, draw: Expr, tries: Expr) -> None:
         """Makes a list if there is none and one may fit; sets `sum`."""
         low, high = self.m.cell(T.float32(0), "float32"), self.m.cell(T.float32(0), "float32")
         width, bound = self.m.cell(T.float32(FIRST_WINDOW), "float32"), self.m.cell(T.int32(0))
         bounded, fits = self.m.cell(T.int32(0)), T.Bind(self._fits())
-        if self.m.pieces:
+        if pieces := self.m.pieces:
             with when(first & self.has_k & (tries > 0)):
-                bound.set(self._bound())
+                bound.set(self._bound(pieces))
                 bounded.set(T.int32(1))
         with T.serial(tries):
             old = self.listed.get()
@@ -222,10 +229,10 @@ class Draw(ABC):
                 width.set(T.Select(high.get() > T.float32(0), between, width.get() * T.float32(2)))
             bounded.set(T.int32(0))
 
-    def _bound(self):
+    def _bound(self, pieces: Pieces) -> Expr:
         """The key of a logit that at least `top_k` pieces' largest are not below, and few more; of the least that may
         be chosen, if there are less pieces."""
-        m, pieces = self.m, self.m.pieces
+        m = self.m
         places = [T.Bind(i * m.threads + m.tid) for i in range(-(-pieces.count // m.threads))]
         tops = [pieces.top(T.Bind(T.min(place, T.int32(pieces.count - 1)))) for place in places]
         counts = [T.Bind((place < pieces.count) & (top > LOWEST)) for place, top in zip(places, tops, strict=True)]
@@ -244,7 +251,7 @@ class Draw(ABC):
         edge = T.Bind(lowest + (T.cast(self.found[0], "float32") - T.float32(0.1)) * width)
         return T.Select(everything >= self.top_k, key_of(edge), key_of(T.float32(LOWEST)) + 1)
 
-    def _list(self, bound):
+    def _list(self, bound: Expr) -> None:
         """Lists what is left, of keys from `bound` on; `count` may exceed what fits."""
         m = self.m
         place = m.cell(T.int32(0))
@@ -254,7 +261,7 @@ class Draw(ABC):
                 m.pieces.clear()
         m.barrier()
 
-        def visit(token, value, inside):
+        def visit(token: Expr, value: Expr, inside: Expr) -> None:
             key = T.Bind(key_of(value))
             with T.If(inside & (key >= bound) & self._left(token, key) & (place.get() < m.size)), T.Then():
                 place.set(m.add(self.counter, 0, T.int32(1)))
@@ -269,7 +276,7 @@ class Draw(ABC):
         self.floor.set(bound)
         m.barrier()
 
-    def _add_up(self):
+    def _add_up(self) -> None:
         mine = self.m.cell(T.int32(0))
         with (
             when(self.listed.get() > 0),
@@ -284,7 +291,7 @@ class Draw(ABC):
 
     # ---- short lists
 
-    def _compare_all(self):
+    def _compare_all(self) -> None:
         """Sets `chosen`, of the list: what is above a token is added up, then the masses of those that are left up to
         its id."""
         m, mine = self.m, self.m.cell(T.int32(0))
@@ -325,7 +332,7 @@ class Draw(ABC):
         m.barrier()
         self.chosen.set(self.found[0])
 
-    def _others(self):
+    def _others(self) -> Iterator[tuple[Expr, Expr]]:
         """(place, whether it counts) of each token of the list."""
         count = self.count.get()
         with T.serial(T.truncdiv(count + (AT_ONCE - 1), T.int32(AT_ONCE))) as i:
@@ -335,7 +342,7 @@ class Draw(ABC):
 
     # ---- the search for one number
 
-    def _search(self, stage, odd, draw):
+    def _search(self, stage: Expr, odd: Expr, draw: Expr) -> None:
         """Of the tokens that are left (odd stages: of those at `tie`), the largest key, or in odd stages and the draw
         the smallest id, with which the target is reached."""
         m, by_id = self.m, T.Bind(odd | draw)
@@ -386,7 +393,9 @@ class Draw(ABC):
         with when(odd):
             self.ties.set(T.int32(0))
 
-    def _near(self, i, odd, draw, upper, known, start, reach, tie):
+    def _near(
+        self, i: Expr, odd: Expr, draw: Expr, upper: Expr, known: Expr, start: Expr, reach: Expr, tie: Expr
+    ) -> tuple[Expr, Expr]:
         """(least, largest logit) of the tokens that pass i of a search is about."""
         first = T.Bind(T.shift_left(known, upper))
         last = T.Bind(T.min(first + (T.shift_left(T.uint32(1), upper) - T.uint32(1)), reach))

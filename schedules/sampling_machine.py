@@ -5,13 +5,15 @@ what differs between targets. Words and flags: runtime/sampling/layout.py.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.sampling.layout import FIELDS, row_shapes
 from mlc_amd.runtime.sampling.philox import MULTIPLIERS, ROUNDS, WEYL
+from mlc_amd.schedules.operators import Sample
+from mlc_amd.schedules.tir import Buffer, Expr, Frame
 
 RADIX = 10  # bits of a number that a histogram tells apart
 BINS = 1 << RADIX
@@ -19,79 +21,97 @@ LOWEST = -3.0e38  # logit of tokens that must not be chosen
 LARGEST = (1 << 31) - 1
 SMALLEST = -(1 << 31)
 LOWEST_KEY = -0x7F800000  # `key_of` the least finite float32
-Cell = Any  # a number in a register that changes: `Machine.cell`
+Visit = Callable[[Expr, Expr, Expr], None]  # (token, logit, whether there is such a token)
 
 
-def sample_args(n, columns) -> list:
-    """Declares the parameters of a kernel that samples n rows, after `state`: Logits, sampling, changes, allowed (of
-    `sampling_layout.row_shapes`), Sampled, LogProbs, Adjusted."""
+class SampleArgs(NamedTuple):
+    """The parameters of a kernel that samples, after `state`."""
+
+    logits: Buffer
+    words: Buffer
+    changes: Buffer
+    allowed: Buffer
+    sampled: Buffer
+    logprobs: Buffer
+    adjusted: Buffer
+
+
+def sample_args(op: Sample) -> SampleArgs:
+    """Declares Logits float32 [m, columns], sampling, changes and allowed (`row_shapes` of runtime/sampling/layout.py),
+    Sampled int32 [m], LogProbs float32 [m], Adjusted float32 [m, columns]."""
+    n, columns = op.m, op.columns
     inputs = [(name, shape, "int32") for name, shape in row_shapes(n, columns).items()]
     outputs = [("Sampled", (n,), "int32"), ("LogProbs", (n,), "float32"), ("Adjusted", (n, columns), "float32")]
     found = [("Logits", (n, columns), "float32"), *inputs, *outputs]
-    return [T.arg(name, T.buffer(shape, dtype)) for name, shape, dtype in found]
+    return SampleArgs(*(T.arg(name, T.buffer(shape, dtype)) for name, shape, dtype in found))
 
 
 class Words:
     """The words of a row of the io buffer `sampling`, by the names of sampling_layout.FIELDS."""
 
-    def __init__(self, buffer, row):
+    def __init__(self, buffer: Buffer, row: Expr):
         self.buffer, self.row = buffer, row
 
-    def int(self, name):
+    def int(self, name: str) -> Expr:
         return T.Bind(self.buffer[self.row, FIELDS.index(name)])
 
-    def float(self, name):
+    def float(self, name: str) -> Expr:
         return T.Bind(T.reinterpret("float32", self.buffer[self.row, FIELDS.index(name)]))
 
 
 class Machine(ABC):
     """What runs the search for one row: a workgroup, or a thread of a CPU.
 
-    threads, tid: how many there are, and which this one is. size: of the list. small: of lists in which each token is
-    compared with all others. pieces: what is known of the row's pieces, if anything. visits are functions(token, logit,
-    inside) that emit code; inside: whether there is such a token.
+    vocab: tokens of the row. threads, tid: how many there are, and which this one is. size: of the list. small: of
+    lists in which each token is compared with all others. pieces: what is known of the row's pieces, if anything.
     """
 
+    vocab: int
     threads: int
-    tid: Any
+    tid: Expr
     size: int
     small: int
     pieces: "Pieces | None" = None
 
     @abstractmethod
-    def cell(self, value, dtype="int32") -> Cell: ...
+    def cell(self, value: Expr, dtype: str = "int32") -> "Var": ...
 
     @abstractmethod
-    def shared(self, count: int, dtype="int32"): ...
+    def shared(self, count: int, dtype: str = "int32") -> Buffer: ...
 
     @abstractmethod
     def barrier(self) -> None: ...
 
     @abstractmethod
-    def add(self, buffer, index, amount):
+    def add(self, buffer: Buffer, index: Expr, amount: Expr) -> Expr:
         """Adds to an element of a shared buffer, atomically; what it was before, in a register."""
 
     @abstractmethod
-    def exp2(self, x):
+    def exp2(self, x: Expr) -> Expr:
         """2**x, x <= 0."""
 
     @abstractmethod
-    def total(self, amount):
+    def total(self, amount: Expr) -> Expr:
         """The sum of an int32 of all threads, in all of them."""
 
     @abstractmethod
-    def scan(self, amount):
+    def scan(self, amount: Expr) -> tuple[Expr, Expr]:
         """(the sum of an int32 of the threads before this one, that of all threads); a barrier comes before the next
         one."""
 
     @abstractmethod
-    def least(self, amount):
+    def least(self, amount: Expr) -> Expr:
         """The smallest int32 of all threads, in all of them."""
 
     @abstractmethod
     def each_token(
-        self, visit: Callable, floor=None, near: Callable | None = None, enough: Callable | None = None, scratch=None
-    ):
+        self,
+        visit: Visit,
+        floor: Expr | None = None,
+        near: Callable[[], tuple[Expr, Expr]] | None = None,
+        enough: Callable[[], Expr] | None = None,
+        scratch: Buffer | None = None,
+    ) -> None:
         """Visits all tokens of the row; may leave out those whose logit is below `floor`, those outside of near(), a
         pair of logits, and the rest as soon as enough() holds. scratch: with a floor, a shared int32 buffer with an
         element for each piece, which nothing else uses meanwhile; `Pieces.clear` comes before, and a barrier."""
@@ -103,7 +123,7 @@ class Pieces(ABC):
     count: int
 
     @abstractmethod
-    def top(self, piece):
+    def top(self, piece: Expr) -> Expr:
         """The largest logit of a piece, in a register; LOWEST if it has no tokens."""
 
     @abstractmethod
@@ -111,25 +131,25 @@ class Pieces(ABC):
         """None of them are chosen. For one thread."""
 
 
-def put(buffer, value, index):
+def put(buffer: Buffer, value: Expr, index: Expr) -> None:
     T.buffer_store(buffer, value, [index])
 
 
 class Var:
     """A number in a register that changes."""
 
-    def __init__(self, buffer, value):
+    def __init__(self, buffer: Buffer, value: Expr):
         self.buffer = buffer
         self.set(value)
 
-    def get(self):
+    def get(self) -> Expr:
         return T.Bind(self.buffer[0])
 
-    def set(self, value):
+    def set(self, value: Expr) -> None:
         put(self.buffer, value, 0)
 
 
-def repeat(count: int, body: Callable, most=4):
+def repeat(count: int, body: Callable[[Expr], None], most: int = 4) -> None:
     """body(0), .., body(count - 1): copies of the body, more than `most` a loop."""
     if count <= most:
         for i in range(count):
@@ -146,11 +166,11 @@ class Histogram:
         self.m, self.bins, self.found = machine, machine.shared(max(BINS, size)), machine.shared(3)
         self.target = machine.cell(T.int32(0))
 
-    def clear(self):
+    def clear(self) -> None:
         repeat(BINS // self.m.threads, lambda j: put(self.bins, T.int32(0), j * self.m.threads + self.m.tid))
         self.m.barrier()
 
-    def find(self):
+    def find(self) -> Expr:
         """found = (the largest bin with which those from it on reach the target, the sum of those above, its own); the
         sum of all. A target above all is lowered: it was computed with rounding."""
         m, each = self.m, BINS // self.m.threads
@@ -161,7 +181,7 @@ class Histogram:
         self.target.set(T.min(self.target.get(), everything))
         target = self.target.get()
 
-        def look(j):
+        def look(j: Expr) -> None:
             place = T.Bind(m.tid * each + (each - 1 - j))
             here, higher = T.Bind(self.bins[place]), above.get()
             with T.If((higher < target) & (target <= higher + here)), T.Then():
@@ -175,37 +195,37 @@ class Histogram:
         return everything
 
 
-def no(condition):
+def no(condition: Expr) -> Expr:
     return tirx.Not(condition)
 
 
-def when(condition):
+def when(condition: Expr) -> Frame:
     """`with when(c):` an `if` with a uniform condition, in which there may be barriers."""
     return T.serial(T.Select(condition, T.int32(1), T.int32(0)))
 
 
-def key_of(x):
+def key_of(x: Expr) -> Expr:
     """An int32 that sorts as the float32 x does; the same for 0.0 and -0.0."""
     bits = T.Bind(T.reinterpret("int32", x))
     key = bits ^ (T.shift_right(bits, T.int32(31)) & T.int32(LARGEST))
     return T.Select(x == T.float32(0), T.int32(0), key)
 
 
-def value_of(key):
+def value_of(key: Expr) -> Expr:
     """The float32 of a `key_of`."""
     return T.reinterpret("float32", key ^ (T.shift_right(key, T.int32(31)) & T.int32(LARGEST)))
 
 
-def unsigned(x):
+def unsigned(x: Expr) -> Expr:
     """The bits of an int32 as uint32; TVM's analyzer refuses a cast of what may be negative."""
     return T.reinterpret("uint32", x)
 
 
-def signed(x):
+def signed(x: Expr) -> Expr:
     return T.reinterpret("int32", x)
 
 
-def high_product(a, b):
+def high_product(a: Expr, b: Expr) -> Expr:
     """The upper 32 bits of the product of two uint32, from products of 16 bits."""
     half, mask = T.uint32(16), T.uint32(0xFFFF)
     a1, a0, b1, b0 = (T.Bind(x) for x in (T.shift_right(a, half), a & mask, T.shift_right(b, half), b & mask))
@@ -214,7 +234,7 @@ def high_product(a, b):
     return T.Bind(a1 * b1 + T.shift_right(middle, half) + T.shift_right(other, half))
 
 
-def random_word(machine, words):
+def random_word(machine: Machine, words: Words) -> Expr:
     """The first word of runtime/sampling/philox.py, uint32."""
     c = [machine.cell(unsigned(words.int("position")), "uint32")]
     c += [machine.cell(T.uint32(0), "uint32") for _ in range(3)]

@@ -5,15 +5,33 @@ and the logarithm of the probability that the logits as they are give them. A ro
 gets the id -1. A row of which the largest logit is wanted is read twice, the second time from the cache.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.sampling.layout import ADJUST, DRAW, LOGPROB, MASK, RECENT, TOKEN
+from mlc_amd.schedules.cpu import registry
+from mlc_amd.schedules.cpu.base.arch import Arch
 from mlc_amd.schedules.cpu.base.kernel import kernel, row_loop
 from mlc_amd.schedules.cpu.base.vector import LANES, at, exp2, f32, i32, local, reduce, registers, splat, store
+from mlc_amd.schedules.operators import Sample
 from mlc_amd.schedules.operators.attention import LOG2E
 from mlc_amd.schedules.sampling import Draw
-from mlc_amd.schedules.sampling_machine import LARGEST, LOWEST, Machine, Var, Words, no, sample_args, when
+from mlc_amd.schedules.sampling_machine import (
+    LARGEST,
+    LOWEST,
+    Machine,
+    SampleArgs,
+    Var,
+    Visit,
+    Words,
+    no,
+    sample_args,
+    when,
+)
+from mlc_amd.schedules.tir import Buffer, Expr
 
 UNROLL = 4  # vectors at once, for the latency of additions and comparisons
 LIST, SHORT = 2048, 64  # tokens of lists, of those in which each is compared with all others
@@ -26,36 +44,43 @@ class Thread(Machine):
 
     threads, tid, size, small = 1, 0, LIST, SHORT
 
-    def __init__(self, adjusted, row, vocab):
+    def __init__(self, adjusted: Buffer, row: Expr, vocab: int):
         self.adjusted, self.row, self.vocab = adjusted, row, vocab
 
-    def cell(self, value, dtype="int32"):
+    def cell(self, value: Expr, dtype: str = "int32") -> Var:
         return Var(registers(1, kind=dtype), value)
 
-    def shared(self, count, dtype="int32"):
+    def shared(self, count: int, dtype: str = "int32") -> Buffer:
         return local(count, dtype=dtype)
 
-    def barrier(self):
+    def barrier(self) -> None:
         """There is nobody to wait for."""
 
-    def add(self, buffer, index, amount):
+    def add(self, buffer: Buffer, index: Expr, amount: Expr) -> Expr:
         before = T.Bind(buffer[index])
         store(buffer, before + amount, index)
         return before
 
-    def exp2(self, x):
+    def exp2(self, x: Expr) -> Expr:
         return exp2(x, 1)
 
-    def total(self, amount):
+    def total(self, amount: Expr) -> Expr:
         return amount
 
-    def scan(self, amount):
+    def scan(self, amount: Expr) -> tuple[Expr, Expr]:
         return T.int32(0), amount
 
-    def least(self, amount):
+    def least(self, amount: Expr) -> Expr:
         return amount
 
-    def each_token(self, visit, floor=None, near=None, enough=None, scratch=None):
+    def each_token(
+        self,
+        visit: Visit,
+        floor: Expr | None = None,
+        near: Callable[[], tuple[Expr, Expr]] | None = None,
+        enough: Callable[[], Expr] | None = None,
+        scratch: Buffer | None = None,
+    ) -> None:
         if near is None:
             high = None if floor is None else T.float32(-LOWEST)
             low = floor
@@ -86,22 +111,24 @@ class RowDraw(Draw):
     """Where there is no list, the masses of a whole row are computed once for all that a stage does with them, and the
     draw goes through their sums."""
 
-    def __init__(self, *args):
+    m: Thread
+
+    def __init__(self, *args: Any):
         super().__init__(*args)
         columns = int(self.m.adjusted.shape[1])
         self.masses = local(columns, dtype="int32")
         self.blocks = local(-(-columns // BLOCK), dtype="int32")  # their sums, BLOCK at a time
 
-    def _row_mass(self, token, value):
+    def _row_mass(self, token: Expr, value: Expr) -> Expr:
         return T.Bind(self.masses[token])
 
-    def _add_up_row(self, mine):
+    def _add_up_row(self, mine: Var) -> None:
         """The masses of the row's tokens, 0 for those that are not left; their sums."""
         vocab = self.m.vocab
         threshold, last = splat(self.threshold.get()), splat(self.last.get())
         factor, scale, top = splat(self.factor.get()), splat(self.scale.get()), splat(self.top)
 
-        def weigh(first, count):
+        def weigh(first: Expr, count: int | None) -> Expr:
             x = T.Bind(self.m.adjusted[self.m.row, at(first)])
             bits = T.Bind(T.reinterpret(f"int32x{LANES}", x))
             key = bits ^ (T.shift_right(bits, i32(31)) & i32(LARGEST))
@@ -115,7 +142,7 @@ class RowDraw(Draw):
             store(self.masses, mass, at(first))
             return mass
 
-        def block(first, i, counts):
+        def block(first: Expr, i: Expr, counts: Sequence[int | None]) -> None:
             found = [weigh(T.Bind(first + j * LANES), count) for j, count in enumerate(counts)]
             whole = found[0]
             for mass in found[1:]:
@@ -130,7 +157,7 @@ class RowDraw(Draw):
             counts = [min(rest - first, LANES) for first in range(0, rest, LANES)]
             block(T.int32(vocab - rest), T.int32(vocab // BLOCK), counts)
 
-    def _draw_row(self):
+    def _draw_row(self) -> None:
         """The first token with which the running sum of the masses reaches the target."""
         before, blocks = self._passed(T.int32(0), T.int32(-(-self.m.vocab // BLOCK)), self.blocks, T.int32(0))
         first = T.Bind(T.min(blocks, T.int32((self.m.vocab - 1) // BLOCK)) * BLOCK)
@@ -138,7 +165,7 @@ class RowDraw(Draw):
         _, tokens = self._passed(first, inside, self.masses, before)
         self.chosen.set(T.min(first + tokens, T.int32(self.m.vocab - 1)))
 
-    def _passed(self, first, count, sums, before):
+    def _passed(self, first: Expr, count: Expr, sums: Buffer, before: Expr) -> tuple[Expr, Expr]:
         """(sum, number) of the entries from `first` on with which the target is not reached, after a sum `before`."""
         target, passed, entries = self.target.get(), self.m.cell(before), self.m.cell(T.int32(0))
         running = self.m.cell(before)
@@ -150,39 +177,42 @@ class RowDraw(Draw):
         return passed.get(), entries.get()
 
 
-def sample(n, vocab, columns, name) -> tirx.PrimFunc:
-    """Kernel (state, Logits float32 [n, columns], sampling, changes, allowed, Sampled int32 [n], LogProbs float32 [n],
-    Adjusted float32 [n, columns]). LogProbs is 0 unless the row asks for it. Adjusted is work space."""
+@registry.builds(Sample)
+def sample(op: Sample, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state, Logits float32 [m, columns], sampling, changes, allowed, Sampled int32 [m], LogProbs float32 [m],
+    Adjusted float32 [m, columns]). LogProbs is 0 unless the row asks for it. Adjusted is work space."""
     with kernel(name) as (builder, state):
-        Logits, words, changes, allowed, Sampled, LogProbs, Adjusted = sample_args(n, columns)
-        with row_loop(state, n) as row:
-            _choose(Logits, Words(words, row), changes, allowed, Sampled, LogProbs, Adjusted, vocab, row)
+        args = sample_args(op)
+        with row_loop(state, op.m) as row:
+            _choose(args, op.vocab, row)
     return builder.get()
 
 
-def _choose(Logits, words, changes, allowed, Sampled, LogProbs, Adjusted, vocab, row):
+def _choose(args: SampleArgs, vocab: int, row: Expr) -> None:
+    words, Logits, Adjusted = Words(args.words, row), args.logits, args.adjusted
     flags = words.int("flags")
     top, bad = _largest(Logits, row, vocab)
     chosen, highest = Var(registers(1, kind="int32"), _first(Logits, row, vocab, top)), Var(registers(1), top)
     with when((bad == 0) & ((flags & (ADJUST | DRAW)) > 0)):
         _copy(Logits, Adjusted, row, vocab)
     with when((bad == 0) & ((flags & ADJUST) > 0)):
-        _adjust(words, flags, changes, allowed, Adjusted, row, vocab)
+        _adjust(args, vocab, row, flags)
         highest.set(_largest(Adjusted, row, vocab)[0])
         chosen.set(_first(Adjusted, row, vocab, highest.get()))
     with when((bad == 0) & ((flags & DRAW) > 0)):
         changed_top = highest.get()
-        sums = [_sum(Adjusted, row, vocab, changed_top, heat) for heat in (T.float32(LOG2E), words.float("heat"))]
-        RowDraw(Thread(Adjusted, row, vocab), words, vocab, changed_top, *sums, chosen).emit()
+        heats = T.float32(LOG2E), words.float("heat")
+        z, z_heat = (_sum(Adjusted, row, vocab, changed_top, heat) for heat in heats)
+        RowDraw(Thread(Adjusted, row, vocab), words, changed_top, (z, z_heat), chosen).emit()
     probability = Var(registers(1), T.float32(0))
     with when((bad == 0) & ((flags & LOGPROB) > 0)):
         total = _sum(Logits, row, vocab, top, T.float32(LOG2E))
         probability.set(Logits[row, chosen.get()] - top - T.log(total))
-    store(Sampled, T.Select(bad > 0, T.int32(-1), chosen.get()), row)
-    store(LogProbs, probability.get(), row)
+    store(args.sampled, T.Select(bad > 0, T.int32(-1), chosen.get()), row)
+    store(args.logprobs, probability.get(), row)
 
 
-def _vectors(vocab, accumulators, step):
+def _vectors(vocab: int, accumulators: Sequence, step: Callable[[Any, Expr, int | None], None]) -> None:
     """step(accumulator, first column, lanes that count or None) for all vectors of a row, UNROLL at a time."""
     whole = vocab // (LANES * UNROLL)
     with T.serial(whole) as i:
@@ -192,28 +222,28 @@ def _vectors(vocab, accumulators, step):
         step(accumulators[j], first, min(vocab - first, LANES))
 
 
-def _inside(count, x, otherwise):
+def _inside(count: int | None, x: Expr, otherwise: Expr) -> Expr:
     """x in the first `count` lanes (None: all), elsewhere `otherwise`."""
     if count in (None, LANES):
         return x
     return T.Select(T.Cast(f"int32x{LANES}", at(0)) < i32(count), x, otherwise)
 
 
-def _accumulators(value, kind="float32"):
+def _accumulators(value: Expr, kind: str = "float32") -> list[Buffer]:
     buffers = [registers(LANES, kind=kind) for _ in range(UNROLL)]
     for buffer in buffers:
         store(buffer, value, at(0))
     return buffers
 
 
-def _joined(join, buffers):
+def _joined(join: Callable[[Expr, Expr], Expr], buffers: list[Buffer]) -> Expr:
     found = buffers[0][at(0)]
     for buffer in buffers[1:]:
         found = join(found, buffer[at(0)])
     return T.Bind(found)
 
 
-def _largest(buffer, row, vocab):
+def _largest(buffer: Buffer, row: Expr, vocab: int) -> tuple[Expr, Expr]:
     """(the largest logit, whether there is one that is NaN or infinite: int32)."""
     tops, sizes = _accumulators(f32(LOWEST)), _accumulators(i32(0), "int32")
     pairs = list(zip(tops, sizes, strict=True))
@@ -230,7 +260,7 @@ def _largest(buffer, row, vocab):
     return reduce("fmax", _joined(T.max, tops)), T.Bind(T.Select(size >= INFINITE, T.int32(1), T.int32(0)))
 
 
-def _first(buffer, row, vocab, value):
+def _first(buffer: Buffer, row: Expr, vocab: int, value: Expr) -> Expr:
     """The first token whose logit is `value`."""
     places = _accumulators(i32(LARGEST), "int32")
 
@@ -243,7 +273,7 @@ def _first(buffer, row, vocab, value):
     return reduce("smin", _joined(T.min, places))
 
 
-def _sum(buffer, row, vocab, top, heat):
+def _sum(buffer: Buffer, row: Expr, vocab: int, top: Expr, heat: Expr) -> Expr:
     """The sum of 2**((logit - top) * heat)."""
     totals = _accumulators(f32(0.0))
 
@@ -255,26 +285,27 @@ def _sum(buffer, row, vocab, top, heat):
     return reduce("fadd", _joined(lambda a, b: a + b, totals))
 
 
-def _copy(Logits, Adjusted, row, vocab):
+def _copy(logits: Buffer, adjusted: Buffer, row: Expr, vocab: int) -> None:
     """Padding becomes LOWEST."""
 
     def step(_, first, count):
-        store(Adjusted, _inside(count, Logits[row, at(first)], f32(LOWEST)), row, at(first))
+        store(adjusted, _inside(count, logits[row, at(first)], f32(LOWEST)), row, at(first))
 
     _vectors(vocab, [None] * UNROLL, step)
 
 
-def _adjust(words, flags, changes, allowed, Adjusted, row, vocab):
+def _adjust(args: SampleArgs, vocab: int, row: Expr, flags: Expr) -> None:
     """The row's changes and its mask."""
+    words, adjusted = Words(args.words, row), args.adjusted
     penalty, inverse = words.float("penalty"), words.float("inverse")
     with T.serial(words.int("changes")) as i:
-        change, added = T.Bind(changes[row, i, 0]), T.Bind(T.reinterpret("float32", changes[row, i, 1]))
+        change, added = T.Bind(args.changes[row, i, 0]), T.Bind(T.reinterpret("float32", args.changes[row, i, 1]))
         token = T.Bind(change & T.int32(TOKEN))
-        value = T.Bind(Adjusted[row, token])
+        value = T.Bind(adjusted[row, token])
         changed = value * T.Select(value > T.float32(0), inverse, penalty)
-        store(Adjusted, T.Select((change & T.int32(RECENT)) > 0, changed, value) + added, row, token)
+        store(adjusted, T.Select((change & T.int32(RECENT)) > 0, changed, value) + added, row, token)
     with when((flags & MASK) > 0), T.serial(-(-vocab // LANES)) as i:
-        bits = T.Bind(T.shift_right(allowed[row, T.truncdiv(i, T.int32(2))], T.truncmod(i, T.int32(2)) * LANES))
+        bits = T.Bind(T.shift_right(args.allowed[row, T.truncdiv(i, T.int32(2))], T.truncmod(i, T.int32(2)) * LANES))
         lanes = T.shift_right(splat(bits), T.Cast(f"int32x{LANES}", at(0))) & i32(1)
         columns = at(i * LANES)
-        store(Adjusted, T.Select(lanes > i32(0), Adjusted[row, columns], f32(LOWEST)), row, columns)
+        store(adjusted, T.Select(lanes > i32(0), adjusted[row, columns], f32(LOWEST)), row, columns)

@@ -12,17 +12,23 @@ workgroup, as large as the arch has them, which puts the parts together and, unl
 
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.sampling.layout import ADJUST, CHANGES, DRAW, LOGPROB, MASK, RECENT, TOKEN
+from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import barrier, exp2, intrin, launch, maximum, wave_max
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg, where
 from mlc_amd.schedules.gpu.sampling.sample_search import STEPS, WIDTH, Group, RowDraw, Workgroup, team_of
+from mlc_amd.schedules.operators import Sample
 from mlc_amd.schedules.operators.attention import LOG2E
-from mlc_amd.schedules.sampling_machine import LARGEST, LOWEST, Var, Words, sample_args, when
+from mlc_amd.schedules.sampling_machine import LARGEST, LOWEST, SampleArgs, Var, Words, sample_args, when
+from mlc_amd.schedules.tir import Buffer, Expr
 
 # What the first launch hands to the second, of each part: the largest logit, and of the changed ones too, the first
 # token that has it (bits), whether all are finite (bits), and sums: of e**(logit - largest), of the same of the changed
@@ -30,29 +36,39 @@ from mlc_amd.schedules.sampling_machine import LARGEST, LOWEST, Var, Words, samp
 TOP, CHANGED_TOP, TOKEN_BITS, BAD_BITS, SUM, CHANGED_SUM, HEATED_SUM, FACTS = 0, 1, 2, 3, 4, 5, 6, 8
 
 
-def sample(n, vocab, columns, arch, name) -> tirx.PrimFunc:
-    """Kernel (state, Logits float32 [n, columns], sampling, changes, allowed, Sampled int32 [n], LogProbs float32 [n],
-    Adjusted float32 [n, columns]). LogProbs is 0 unless the row asks for it. Adjusted is work space."""
-    waves = arch.threads // arch.wave
-    parts = -(-vocab // (arch.threads * WIDTH * STEPS))
+# (what was found so far, fact(its number) of a part): what is found with that part
+Join = Callable[[Expr, Callable[[int], Expr]], Expr]
+
+
+class Found(NamedTuple):
+    """What the first launch hands to the second: float32 [m, parts, FACTS] and [m, pieces], their largest logits."""
+
+    parts: Buffer
+    tops: Buffer
+
+
+@registry.builds(Sample)
+def sample(op: Sample, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state, Logits float32 [m, columns], sampling, changes, allowed, Sampled int32 [m], LogProbs float32 [m],
+    Adjusted float32 [m, columns]). LogProbs is 0 unless the row asks for it. Adjusted is work space."""
+    n, waves, most = op.m, arch.threads // arch.wave, arch.most_threads // arch.wave
+    parts = -(-op.vocab // (arch.threads * WIDTH * STEPS))
     with kernel(name) as ir:
         state = state_arg()
-        Logits, words, changes, allowed, Sampled, LogProbs, Adjusted = sample_args(n, columns)
+        args = sample_args(op)
         Parts = T.alloc_buffer((n, parts, FACTS), "float32")
-        Tops = T.alloc_buffer((n, parts * (arch.threads // team_of(arch))), "float32")
+        found = Found(Parts, T.alloc_buffer((n, parts * (arch.threads // team_of(arch))), "float32"))
         with launch((parts, n), (arch.wave, waves)) as (part, row, lane, wave), if_live(state, n, row):
-            inputs = Logits, Words(words, row), changes, allowed
-            _survey(arch, *inputs, Adjusted, Parts, Tops, vocab, part, row, lane, wave)
-        with launch((n,), (arch.wave, arch.most_threads // arch.wave)) as (row, lane, wave), if_live(state, n, row):
-            _choose(arch, Logits, Words(words, row), Adjusted, Parts, Tops, Sampled, LogProbs, vocab, row, lane, wave)
+            _survey(args, op.vocab, found, Group(arch, lane, wave, waves), part, row)
+        with launch((n,), (arch.wave, most)) as (row, lane, wave), if_live(state, n, row):
+            _choose(args, op.vocab, found, Group(arch, lane, wave, most), row)
     return ir.get()
 
 
-def _survey(arch, Logits, words, changes, allowed, Adjusted, Parts, Tops, vocab, part, row, lane, wave):
+def _survey(args: SampleArgs, vocab: int, found: Found, group: Group, part: Expr, row: Expr) -> None:
     """The facts of one part of a row; Adjusted, if there is to be a draw."""
-    threads, columns = arch.threads, int(Logits.shape[1])
-    group = Group(arch, lane, wave, threads // arch.wave)
-    tid = group.tid
+    arch, threads, tid, words = group.arch, group.threads, group.tid, Words(args.words, row)
+    Logits, Adjusted, Parts, Tops, columns = args.logits, args.adjusted, *found, int(args.logits.shape[1])
     flags, first = words.int("flags"), T.Bind(part * (threads * WIDTH * STEPS))
     starts = [T.Bind(first + (i * threads + tid) * WIDTH) for i in range(STEPS)]
     x, y, bad = local(STEPS * WIDTH), local(STEPS * WIDTH), local(1, "int32")
@@ -67,7 +83,7 @@ def _survey(arch, Logits, words, changes, allowed, Adjusted, Parts, Tops, vocab,
             put(x, value, i * WIDTH + k)
             put(y, value, i * WIDTH + k)
     with when((flags & ADJUST) > 0):
-        _adjust(words, flags, changes, allowed, x, y, first, starts, threads, tid, row)
+        _adjust(args, group, row, flags, (x, y), first, starts)
     raw_tops, tops = group.of_waves(*(wave_max(arch, T.Bind(_fold(maximum, buffer))) for buffer in (x, y)))
     top, changed_top = (group.joined(part, maximum) for part in (raw_tops, tops))
     token = T.int32(LARGEST)
@@ -108,8 +124,19 @@ def _survey(arch, Logits, words, changes, allowed, Adjusted, Parts, Tops, vocab,
             put(Parts, value, row, part, index)
 
 
-def _adjust(words, flags, changes, allowed, x, y, first, starts, threads, tid, row):
-    """y = x after the row's changes and its mask."""
+def _adjust(
+    args: SampleArgs,
+    group: Group,
+    row: Expr,
+    flags: Expr,
+    logits: tuple[Buffer, Buffer],
+    first: Expr,
+    starts: list[Expr],
+) -> None:
+    """The second of `logits` becomes the first, after the row's changes and its mask. first: the part's first token,
+    starts: those of this thread's vectors."""
+    (x, y), words, threads, tid = logits, Words(args.words, row), group.threads, group.tid
+    changes, allowed = args.changes, args.allowed
     held = T.alloc_buffer((threads * WIDTH * STEPS,), "float32", scope="shared")
     for i, start in enumerate(starts):
         for k in range(WIDTH):
@@ -135,36 +162,36 @@ def _adjust(words, flags, changes, allowed, x, y, first, starts, threads, tid, r
             put(y, T.Select(masked & (bit == 0), T.float32(LOWEST), held[start - first + k]), i * WIDTH + k)
 
 
-def _fold(op, buffer):
+def _fold(op: Callable[[Expr, Expr], Expr], buffer: Buffer) -> Expr:
     return functools.reduce(op, [buffer[i] for i in range(int(buffer.shape[0]))])
 
 
-def _power(x):
+def _power(x: Expr) -> Expr:
     """2**x, x <= 0; 0 for those far below."""
     return exp2(maximum(x, T.float32(-200)))
 
 
-def _choose(arch, Logits, words, Adjusted, Parts, Tops, Sampled, LogProbs, vocab, row, lane, wave):
+def _choose(args: SampleArgs, vocab: int, found: Found, group: Group, row: Expr) -> None:
     """The token of a row, of what the first launch found."""
-    group, parts = Group(arch, lane, wave, arch.most_threads // arch.wave), int(Parts.shape[1])
-    threads, tid = group.threads, group.tid
+    Parts, words, threads, tid = found.parts, Words(args.words, row), group.threads, group.tid
+    parts = int(Parts.shape[1])
     flags = words.int("flags")
 
-    def over_parts(start, dtype, join):
+    def over_parts(start: Expr, dtype: str, join: Join) -> Expr:
         """Each thread's `join` of its parts; of places without a part nothing changes."""
-        found = local(1, dtype)
-        put(found, start, 0)
+        total = local(1, dtype)
+        put(total, start, 0)
         with T.serial(-(-parts // threads)) as step:
             part = T.Bind(step * threads + tid)
             index = T.Bind(T.min(part, T.int32(parts - 1)))
-            put(found, T.Select(part < parts, join(found[0], lambda fact: Parts[row, index, fact]), found[0]), 0)
-        return T.Bind(found[0])
+            put(total, T.Select(part < parts, join(total[0], lambda fact: Parts[row, index, fact]), total[0]), 0)
+        return T.Bind(total[0])
 
-    def bits(value):
+    def bits(value: Expr) -> Expr:
         return T.reinterpret("int32", value)
 
-    def sums_of(top_of, top, *pairs):
-        def sum_of(which, heat):
+    def sums_of(top_of: int, top: Expr, *pairs: tuple[int, Expr]) -> list[Expr]:
+        def sum_of(which: int, heat: Expr) -> Expr:
             return over_parts(
                 T.float32(0), "float32", lambda total, fact: total + fact(which) * _power((fact(top_of) - top) * heat)
             )
@@ -176,15 +203,15 @@ def _choose(arch, Logits, words, Adjusted, Parts, Tops, Sampled, LogProbs, vocab
     bad = over_parts(T.int32(0), "int32", lambda any_of, fact: any_of | bits(fact(BAD_BITS)))
     top, bad = group.reduce((top, "max"), (bad, "most"))
 
-    def first_of(token, fact):
+    def first_of(token: Expr, fact: Callable[[int], Expr]) -> Expr:
         return T.min(token, T.Select(fact(CHANGED_TOP) == top, bits(fact(TOKEN_BITS)), T.int32(LARGEST)))
 
     (token,) = group.reduce((over_parts(T.int32(LARGEST), "int32", first_of), "least"))
     chosen = Var(local(1, "int32"), token)
     with when(((flags & DRAW) > 0) & (bad == 0)):
         z, z_heat = sums_of(CHANGED_TOP, top, (CHANGED_SUM, heat), (HEATED_SUM, words.float("heat")))
-        machine = Workgroup(arch, group, Adjusted, Tops, row, vocab)
-        RowDraw(machine, words, vocab, top, z, z_heat, chosen).emit()
+        machine = Workgroup(group.arch, group, args.adjusted, found.tops, row, vocab)
+        RowDraw(machine, words, top, (z, z_heat), chosen).emit()
     put_probability = local(1)
     put(put_probability, T.float32(0), 0)
     with when(((flags & LOGPROB) > 0) & (bad == 0)):
@@ -192,7 +219,7 @@ def _choose(arch, Logits, words, Adjusted, Parts, Tops, Sampled, LogProbs, vocab
         (raw,) = group.reduce((raw, "max"))
         (total,) = sums_of(TOP, raw, (SUM, heat))
         logarithm = intrin("float32", "llvm.amdgcn.log.f32", total) * T.float32(math.log(2))
-        put(put_probability, Logits[row, chosen.get()] - raw - logarithm, 0)
+        put(put_probability, args.logits[row, chosen.get()] - raw - logarithm, 0)
     with T.If(tid == 0), T.Then():
-        put(Sampled, T.Select(bad > 0, T.int32(-1), chosen.get()), row)
-        put(LogProbs, put_probability[0], row)
+        put(args.sampled, T.Select(bad > 0, T.int32(-1), chosen.get()), row)
+        put(args.logprobs, put_probability[0], row)

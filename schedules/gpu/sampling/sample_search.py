@@ -3,13 +3,27 @@ the row and the list, and draws from whole rows.
 """
 
 import functools
+from collections.abc import Callable
 
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import barrier, exp2, maximum, wave_max, wave_min, wave_scan, wave_sum
+from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, opaque, put
 from mlc_amd.schedules.sampling import Draw
-from mlc_amd.schedules.sampling_machine import BINS, LOWEST_KEY, Machine, Pieces, Var, no, repeat, value_of, when
+from mlc_amd.schedules.sampling_machine import (
+    BINS,
+    LOWEST_KEY,
+    Machine,
+    Pieces,
+    Var,
+    Visit,
+    no,
+    repeat,
+    value_of,
+    when,
+)
+from mlc_amd.schedules.tir import Buffer, Expr
 
 WIDTH = 4  # logits that a thread loads at once
 STEPS = 2  # loads of a thread in the first launch
@@ -29,11 +43,11 @@ class Group:
     """Reductions over a workgroup. Each has shared memory of its own, so needs one barrier; where it is repeated, there
     is another one between."""
 
-    def __init__(self, arch, lane, wave, waves):
+    def __init__(self, arch: Device, lane: Expr, wave: Expr, waves: int):
         self.arch, self.lane, self.wave, self.waves = arch, lane, wave, waves
         self.threads, self.tid = waves * arch.wave, T.Bind(wave * arch.wave + lane)
 
-    def of_waves(self, *words):
+    def of_waves(self, *words: Expr) -> list[Buffer]:
         """For each word of a wave shared memory with that of all waves."""
         parts = [T.alloc_buffer((self.waves,), str(x.ty), scope="shared") for x in words]
         with T.If(self.lane == 0), T.Then():
@@ -42,24 +56,24 @@ class Group:
         barrier()
         return parts
 
-    def reduce(self, *words):
+    def reduce(self, *words: tuple[Expr, str]) -> list[Expr]:
         """For each (word, one of REDUCTIONS) the word that all threads' are reduced to."""
         pairs = [(REDUCTIONS[name][0](self.arch, T.Bind(x)), REDUCTIONS[name][1]) for x, name in words]
         parts = self.of_waves(*(x for x, _ in pairs))
         return [self.joined(part, join) for part, (_, join) in zip(parts, pairs, strict=True)]
 
-    def joined(self, part, join):
+    def joined(self, part: Buffer, join: Callable[[Expr, Expr], Expr]) -> Expr:
         """What the waves' words come to."""
         return T.Bind(functools.reduce(join, [part[i] for i in range(self.waves)]))
 
-    def scan(self, x):
+    def scan(self, x: Expr) -> tuple[Expr, Expr]:
         """(the sum of the int32 x of all threads before this one, that of all threads)."""
         before, whole = wave_scan(self.arch, T.Bind(x), self.lane)
         (part,), sums = self.of_waves(whole), local(2, "int32")
         put(sums, before, 0)
         put(sums, T.int32(0), 1)
 
-        def add(i):
+        def add(i: Expr) -> None:
             put(sums, sums[0] + T.Select(self.wave > i, part[i], T.int32(0)), 0)
             put(sums, sums[1] + part[i], 1)
 
@@ -67,7 +81,7 @@ class Group:
         return T.Bind(sums[0]), T.Bind(sums[1])
 
 
-def team_of(arch):
+def team_of(arch: Device) -> int:
     """How many threads read a piece; a power of two."""
     return max(arch.wave, 32)
 
@@ -76,18 +90,18 @@ class TopOfPieces(Pieces):
     """The largest logits of pieces of a row, which the first launch leaves: of what a team of its threads reads there,
     STEPS vectors each."""
 
-    def __init__(self, arch, tops, row):
+    def __init__(self, arch: Device, tops: Buffer, row: Expr):
         self.tops, self.row, self.count = tops, row, int(tops.shape[1])
         self.team, self.threads = team_of(arch), arch.threads
         self.chosen = T.alloc_buffer((1,), "int32", scope="shared")  # how many are
 
-    def top(self, piece):
+    def top(self, piece: Expr) -> Expr:
         return T.Bind(self.tops[self.row, piece])
 
-    def clear(self):
+    def clear(self) -> None:
         put(self.chosen, T.int32(0), 0)
 
-    def columns(self, piece, thread):
+    def columns(self, piece: Expr, thread: Expr) -> list[Expr]:
         """The columns of the vectors of a piece that a thread of a team has."""
         teams = T.int32(self.threads // self.team)
         part, team = T.truncdiv(piece, teams), T.truncmod(piece, teams)
@@ -98,46 +112,55 @@ class TopOfPieces(Pieces):
 class Workgroup(Machine):
     """Searches a row of Adjusted."""
 
-    def __init__(self, arch, group: Group, adjusted, tops, row, vocab):
+    pieces: TopOfPieces
+
+    def __init__(self, arch: Device, group: Group, adjusted: Buffer, tops: Buffer, row: Expr, vocab: int):
         self.arch, self.group, self.tid, self.threads = arch, group, group.tid, group.threads
         self.adjusted, self.row, self.vocab, self.columns = adjusted, row, vocab, int(adjusted.shape[1])
         self.pieces = TopOfPieces(arch, tops, row)
         self.size, self.small = (LIST if arch.lds >= 32 * 1024 else LIST // 2), SHORT
 
-    def cell(self, value, dtype="int32"):
+    def cell(self, value: Expr, dtype: str = "int32") -> Var:
         return Var(local(1, dtype), value)
 
-    def shared(self, count, dtype="int32"):
+    def shared(self, count: int, dtype: str = "int32") -> Buffer:
         return T.alloc_buffer((count,), dtype, scope="shared")
 
-    def barrier(self):
+    def barrier(self) -> None:
         barrier()
 
-    def add(self, buffer, index, amount):
+    def add(self, buffer: Buffer, index: Expr, amount: Expr) -> Expr:
         return T.Bind(T.call_intrin("int32", "tirx.atomic_add", T.address_of(buffer[index]), amount))
 
-    def exp2(self, x):
+    def exp2(self, x: Expr) -> Expr:
         return exp2(maximum(x, T.float32(-200)))
 
-    def total(self, amount):
+    def total(self, amount: Expr) -> Expr:
         (found,) = self.group.reduce((amount, "sum"))
         barrier()
         return found
 
-    def scan(self, amount):
+    def scan(self, amount: Expr) -> tuple[Expr, Expr]:
         return self.group.scan(amount)
 
-    def least(self, amount):
+    def least(self, amount: Expr) -> Expr:
         (found,) = self.group.reduce((amount, "least"))
         barrier()
         return found
 
-    def load(self, column):
+    def load(self, column: Expr) -> Expr:
         """The logits of a vector; what is after the row's end is anything."""
         return T.Bind(self.adjusted[self.row, at(T.Bind(T.min(column, T.int32(self.columns - WIDTH))), WIDTH)])
 
-    def each_token(self, visit, floor=None, near=None, enough=None, scratch=None):
-        if floor is not None:
+    def each_token(
+        self,
+        visit: Visit,
+        floor: Expr | None = None,
+        near: Callable[[], tuple[Expr, Expr]] | None = None,
+        enough: Callable[[], Expr] | None = None,
+        scratch: Buffer | None = None,
+    ) -> None:
+        if floor is not None and enough is not None:
             self._each_above(visit, floor, enough, scratch)
             return
         batch, width = 2, self.threads * WIDTH
@@ -147,10 +170,10 @@ class Workgroup(Machine):
             for column, values in [(column, self.load(column)) for column in columns]:
                 self._visit(visit, column, self.lanes(values))
 
-    def lanes(self, values):
+    def lanes(self, values: Expr) -> list[Expr]:
         return [T.Bind(lane_of(values, k)) for k in range(WIDTH)]
 
-    def _each_above(self, visit, floor, enough, chosen):
+    def _each_above(self, visit: Visit, floor: Expr, enough: Callable[[], Expr], chosen: Buffer) -> None:
         """`each_token` of the pieces with a logit from `floor` on, whose numbers go to `chosen`. Each team takes
         some."""
         pieces = self.pieces
@@ -179,7 +202,7 @@ class Workgroup(Machine):
                         value = T.Select(k > i, lane, value)
                     visit(T.Bind(column + k), T.Bind(value), column + k < self.vocab)
 
-    def _visit(self, visit, column, lanes):
+    def _visit(self, visit: Visit, column: Expr, lanes: list[Expr]) -> None:
         for k, value in enumerate(lanes):
             visit(T.Bind(column + k), value, column + k < self.vocab)
 
@@ -188,7 +211,9 @@ class RowDraw(Draw):
     """Where there is no list, the masses of a whole row are added up by blocks of as many tokens as the histogram has
     elements. The draw finds its block there, and looks at no others."""
 
-    def _add_up_row(self, mine):
+    m: Workgroup
+
+    def _add_up_row(self, mine: Var) -> None:
         """Makes the histogram of the row's blocks, the last one first. Each wave takes some."""
         m, group = self.m, self.m.group
         masses_of = self._masses()
@@ -198,7 +223,7 @@ class RowDraw(Draw):
         with T.serial(-(-blocks // group.waves)) as step:
             block, whole = T.Bind(step * group.waves + group.wave), m.cell(T.int32(0))
 
-            def weigh(i):
+            def weigh(i: Expr) -> None:
                 first = T.Bind(block * BINS + (i * batch * m.arch.wave + group.lane) * WIDTH)
                 columns = [T.Bind(first + j * m.arch.wave * WIDTH) for j in range(batch)]
                 for column, values in [(column, m.load(column)) for column in columns]:
@@ -211,26 +236,26 @@ class RowDraw(Draw):
             with T.If((group.lane == 0) & (block < blocks)), T.Then():
                 put(self.hist.bins, sum_, T.int32(BINS - 1) - block)
 
-    def _masses(self):
+    def _masses(self) -> Callable[[Expr, list[Expr]], list[Expr]]:
         """A function(column, logits of a vector): their masses, 0 for tokens that are not left."""
         bound = T.Bind(value_of(T.Bind(T.max(self.threshold.get(), T.int32(LOWEST_KEY)))))
         last = self.last.get()
 
-        def mass(token, value):
+        def mass(token: Expr, value: Expr) -> Expr:
             left = (value > bound) | ((value == bound) & (token <= last))
             return T.Bind(T.Select(left & (token < self.vocab), self._mass(value), T.int32(0)))
 
         return lambda column, lanes: [mass(T.Bind(column + k), value) for k, value in enumerate(lanes)]
 
-    def _row_mass(self, token, value):
+    def _row_mass(self, token: Expr, value: Expr) -> Expr:
         return self._mass(value)
 
-    def _draw_row(self):
+    def _draw_row(self) -> None:
         """Finds the draw's block, and the token there."""
         m, masses_of = self.m, self._masses()
         first = m.cell(T.int32(0))
 
-        def weigh(i):
+        def weigh(i: Expr) -> None:
             place = T.Bind((i * m.threads + m.tid) * WIDTH)
             lanes = m.lanes(m.load(T.Bind(first.get() + place)))
             masses = masses_of(T.Bind(first.get() + place), lanes)
