@@ -25,7 +25,8 @@ def minifloat(kind: str, byte: Expr) -> Expr:
     bits = f"float32{str(byte.ty).removeprefix('int32')}"
     if kind == "e8m0":  # 2**(byte - 128): an exponent, or below 2 the denormals 2**-128 and 2**-127
         return tirx.reinterpret(bits, tirx.max((byte + 1) << 21, (byte - 1) << 23))
-    return tirx.reinterpret(bits, byte << 20) * 2.0**112  # float32 has a bias larger by 112
+    small: Expr = tirx.reinterpret(bits, byte << 20)
+    return small * 2.0**112  # float32 has a bias larger by 112
 
 
 def int8_weight(fmt: Format, value: Expr, at: Callable[[str, int], Expr]) -> Expr:

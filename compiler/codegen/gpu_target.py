@@ -31,7 +31,7 @@ from mlc_amd.schedules.gpu.experts.norm_route import scratch_shapes as route_scr
 from mlc_amd.schedules.gpu.linear import gemv_norm, lane_tiles
 from mlc_amd.schedules.gpu.linear.gemv_matrix import ROWS as INT8_ROWS
 from mlc_amd.schedules.gpu.linear.gemv_plan import workgroups
-from mlc_amd.schedules.gpu.linear.matrix_int8 import unit_of
+from mlc_amd.schedules.gpu.linear.matrix_int8 import has_unit
 from mlc_amd.schedules.operators import GateUp, HeadLinear, Linear
 from mlc_amd.schedules.operators.attention import SLOTS
 
@@ -111,7 +111,7 @@ class GpuTarget(Target):
     @property
     def _int8_matrices(self) -> bool:
         """Whether linears of INT8_ROWS rows take int8 matrix units."""
-        return all(unit_of(arch) for arch in self.archs)
+        return all(has_unit(arch) for arch in self.archs)
 
     @property
     def _takes_lanes(self) -> bool:

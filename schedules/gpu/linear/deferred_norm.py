@@ -23,7 +23,7 @@ from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import act_args, clamped
 from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.recurrent.lane_rows import width_of
-from mlc_amd.schedules.tir import Expr
+from mlc_amd.schedules.tir import Buffer, Expr
 
 TILE = 16  # columns whose squares make one sum: rows of a tile of `gemm_lanes.py`
 # x may be 65504 / MARGIN times as large as the x of the earlier norm, which has 1 in the mean of its squares, and
@@ -98,7 +98,8 @@ class RowFactors:
         if threads < tokens:
             raise ValueError(f"{threads} threads cannot compute factors of {tokens} tokens")
         self.arch, self.norm, self.tokens, self.token0, self.first = arch, norm, tokens, token0, first
-        self.thread, self.threads, self.loaded, self.total = thread, threads, None, None
+        self.thread, self.threads, self.loaded = thread, threads, None
+        self.total: Buffer = None  # of `begin`
         self.factors = T.alloc_buffer((tokens,), "float32", scope="shared")
 
     def load(self) -> None:

@@ -131,7 +131,7 @@ def linear(op: Linear, arch: Device, name: str, plan: Plan | None = None) -> tir
                 acts = emit_acts(args.acts, k, m)
                 tokens = [acts.of(first_token + i) for i in range(FEW)] if part else acts.first(m)
             else:
-                tokens = [emit_norm(arch, *args.acts, k, op.eps, lane, wave, waves)]
+                tokens = [emit_norm(arch, args.acts, k, op.eps, lane, wave, waves)]
             first = 0
             for segment, split in zip(args.segments, splits, strict=True):
                 last = first + split.groups
@@ -146,9 +146,7 @@ def linear(op: Linear, arch: Device, name: str, plan: Plan | None = None) -> tir
 
 
 @contextmanager
-def _if_slot_live(
-    op: GateUp | ExpertGateUp, state: Buffer, index: Sequence[Expr]
-) -> Iterator[tuple[Expr | None, Expr]]:
+def _if_slot_live(op: GateUp | ExpertGateUp, state: Buffer, index: Sequence[Expr]) -> Iterator[tuple[Expr, Expr]]:
     """`with _if_slot_live(..) as (slot, token):` around what is done for slots of live tokens; (None, 0) without
     experts. index: of the slot, of a workgroup."""
     if isinstance(op, GateUp):
@@ -193,7 +191,7 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Pla
                 own = [0, slot] if op.m == 1 else [token, T.Bind(slot % op.used)]
                 first = T.Bind(expert_at(args.ids, own, op.of) * n + first)
                 acts = acts if acts is None or x_rows == 1 else acts.of(token if op.shared else slot)
-            tokens = acts.first(m) if acts else [emit_norm(arch, *args.acts, k, eps, lane, wave, waves)]
+            tokens = acts.first(m) if acts else [emit_norm(arch, args.acts, k, eps or 0.0, lane, wave, waves)]
             with T.serial(BLOCK // (groups * rows)) as i:
                 row = T.Bind((i * groups + group) * rows)
                 strips = [

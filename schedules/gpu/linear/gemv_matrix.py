@@ -35,7 +35,7 @@ from mlc_amd.schedules.gpu.linear.gemv_matrix_tiles import (
 )
 from mlc_amd.schedules.gpu.linear.linear_args import Segment, check_blocks, declare_gate_up, declare_linear
 from mlc_amd.schedules.gpu.linear.load import block_bytes
-from mlc_amd.schedules.gpu.linear.matrix_int8 import SIDE, unit_of
+from mlc_amd.schedules.gpu.linear.matrix_int8 import SIDE, has_unit, unit_of
 from mlc_amd.schedules.operators import ExpertGateUp, GateUp, Linear
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Buffer, Expr
@@ -65,7 +65,7 @@ CHOICES = {"tiles": (1, 2, 4), "waves": (1, 2, 4, 8)}
 
 def suits(op: Linear | GateUp | ExpertGateUp, arch: Device) -> bool:
     """Whether the kernels here are those of the operator."""
-    if isinstance(op, ExpertGateUp) or op.m not in ROWS or op.layout_read != "rows" or unit_of(arch) is None:
+    if isinstance(op, ExpertGateUp) or op.m not in ROWS or op.layout_read != "rows" or not has_unit(arch):
         return False
     return all(fmt.kind == "int8" for fmt, _ in op.weights)
 

@@ -54,8 +54,9 @@ def shared_bytes(k: int) -> int:
     return k + k // BLOCK * FIELDS * 4
 
 
-def emit_norm(arch: Device, X: Buffer, G: Buffer, k: int, eps: float, lane: Expr, wave: Expr, waves: int) -> Normed:
-    """The normed activations; all threads of the workgroup, `waves` waves, must call this."""
+def emit_norm(arch: Device, acts: list[Buffer], k: int, eps: float, lane: Expr, wave: Expr, waves: int) -> Normed:
+    """The normed activations; all threads of the workgroup, `waves` waves, must call this. acts: X, G."""
+    X, G = acts
     threads, units = waves * arch.wave, k // COLUMNS
     quads = T.alloc_buffer((units,), "uint32x4", scope="shared")
     fields = T.alloc_buffer((k // BLOCK,), "float32x4", scope="shared")

@@ -190,5 +190,7 @@ def plans(op: Linear | GateUp | ExpertGateUp, arch: Device) -> Space:
 
 
 def workgroups(op: Linear | GateUp, arch: Device) -> int:
-    """Of the operator's kernel, for one token and by its default plan."""
-    return op.n // BLOCK if isinstance(op, GateUp) else sum(split.groups for split in linear_splits(op, arch))
+    """Of the kernel of one token, by its default plan, if it computes the norm of its input."""
+    if isinstance(op, GateUp):
+        return op.n // BLOCK
+    return sum(split.groups for split in linear_splits(replace(op, eps=0.0), arch))

@@ -75,14 +75,14 @@ def declare_linear(op: Linear) -> LinearBuffers:
         raise ValueError(f"segments {op.segments}, biases {op.biases}, residual {op.residual} do not make one launch")
     state, acts = state_arg(), _acts(m, k, op.layout, op.eps)
     completed = None if op.norm_in is None else CompletedNorm(op.norm_in, m, k)
-    weights = []
+    weights: list[tuple[Format, int, Planes, Buffer | None]] = []
     for i, ((fmt, n), biased) in enumerate(zip(op.weights, op.biases, strict=True)):
         planes = plane_args(fmt, n, k, f"W{i}_")
         weights.append((fmt, n, planes, T.arg(f"bias{i}", T.buffer((n,), "float32")) if biased else None))
-    n = op.segments[0][1]
+    n = op.weights[0][1]
     residual = T.arg("R", T.buffer((m, padded(n)), "float32")) if op.residual else None
     prepared = PreparedNorm(m, n) if op.norm_out else None
-    outputs = [T.arg(f"Y{i}", T.buffer((m, padded(n)), "float32")) for i, (_, n) in enumerate(op.segments)]
+    outputs = [T.arg(f"Y{i}", T.buffer((m, padded(n)), "float32")) for i, (_, n) in enumerate(op.weights)]
     for norm in filter(None, (prepared, completed)):
         norm.declare_outputs()
     segments = [Segment(*weight, Y) for weight, Y in zip(weights, outputs, strict=True)]
@@ -104,7 +104,9 @@ def declare_gate_up(op: GateUp | ExpertGateUp) -> GateUpBuffers:
     state, acts = state_arg(), _acts(x_rows, op.k, op.layout_in, eps)
     completed = None if norm_in is None else CompletedNorm(norm_in, op.m, op.k)
     ids = ids_arg(op.of, op.m) if isinstance(op, ExpertGateUp) else None
-    planes = [plane_args(fmt, count * n, op.k, which) for (fmt, n), which in zip(op.weights, ("G_", "U_"), strict=True)]
+    planes: list[Planes] = [
+        plane_args(fmt, count * n, op.k, which) for (fmt, n), which in zip(op.weights, ("G_", "U_"), strict=True)
+    ]
     biases = bias_args(count * op.n, "GB", "UB") if isinstance(op, ExpertGateUp) and op.biases else []
     out = act_args(rows, op.n, op.layout, ["A_out", "S_out"] if op.layout == "rows" else ["Y"])
     if completed:

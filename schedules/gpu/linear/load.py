@@ -10,7 +10,7 @@ can have many loads in flight:
     scales     of what was fetched: float32 factors of one block
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -129,7 +129,7 @@ def codes(arch: Device, fmt: Format, unit: Unit, block: int) -> list[Expr]:
     return values(arch, fmt, words.get("Q4"), lambda: bytes_of(words)) if fmt.table else bytes_of(words)
 
 
-def bytes_of(codes: Mapping[str, list[Expr]]) -> list[Expr]:
+def bytes_of(codes: Mapping[str, Sequence[Expr]]) -> list[Expr]:
     """The codes of a block as eight words of bytes, in the order of `codes`, from the words of its planes by name."""
     parts: list[Expr] = [None] * QUADS
     filled = 0

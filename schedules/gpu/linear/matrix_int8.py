@@ -73,9 +73,16 @@ UNITS = {
 }
 
 
-def unit_of(arch: Device) -> Int8Unit | None:
-    """The int8 matrix unit of an arch; None without one that kernels use."""
-    return UNITS.get((arch.matrix, arch.code.int8_columns)) if isinstance(arch, GpuArch) else None
+def has_unit(arch: Device) -> bool:
+    """Whether an arch has an int8 matrix unit that kernels use."""
+    return isinstance(arch, GpuArch) and (arch.matrix, arch.code.int8_columns) in UNITS
+
+
+def unit_of(arch: Device) -> Int8Unit:
+    """The int8 matrix unit of an arch; ValueError for one without."""
+    if not isinstance(arch, GpuArch) or not has_unit(arch):
+        raise ValueError(f"{arch.name} has no int8 matrix unit that kernels use")
+    return UNITS[arch.matrix, arch.code.int8_columns]
 
 
 def products(
