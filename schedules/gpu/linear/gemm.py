@@ -38,6 +38,8 @@ def engine(of: Product, tile: Tile | None = None) -> Gemm:
     multiplied in float32 everywhere. ValueError for what does not fit."""
     routine, choose = _family(of)
     gemm = routine(of, tile or choose(of))
+    if of.m % gemm.tile.tokens and of.layout != "lanes":  # no others compute a part of a tile
+        raise ValueError(f"{gemm.tile} does not divide {of.m} tokens")
     if of.expert_slots % gemm.tile.tokens:
         raise ValueError(f"experts' tiles of {of.expert_slots} slots do not divide into {gemm.tile}")
     return gemm
