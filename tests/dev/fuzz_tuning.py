@@ -35,7 +35,7 @@ ARCH = "generic"
 OP = Linear(segments=(("q4_0", 2048),), k=2048, m=1, layout="rows", biases=(False,))
 PLANS = 12
 # What is imported late by what is fuzzed.
-PRELOADED = ("mlc_amd.compiler.codegen.vulkan_target", "mlc_amd.schedules.gpu.spaces", "xgboost")
+PRELOADED = ("mlc_amd.compiler.codegen.vulkan_target", "mlc_amd.schedules.gpu.linear.linear", "xgboost")
 
 
 def written(place: Path) -> Path:

@@ -7,55 +7,25 @@ what the others stored: `arrival.py`.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.gpu.attention.attention_scratch import stride_of
+from mlc_amd.schedules.gpu.attention.attention_splits import Splits
+from mlc_amd.schedules.gpu.attention.attention_step import Step
 from mlc_amd.schedules.gpu.attention.softmax import LOWEST, Joined, with_sink
-from mlc_amd.schedules.gpu.base.arrival import LINE, Outbox, arrive, zero_after
+from mlc_amd.schedules.gpu.base.arrival import Outbox, arrive, zero_after
 from mlc_amd.schedules.gpu.base.device import each, exp2, rcp, wave_max, wave_sum
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, local, put
-from mlc_amd.schedules.operators.attention import SLOTS
 from mlc_amd.schedules.tir import Expr
-
-if TYPE_CHECKING:
-    from mlc_amd.schedules.gpu.attention.attention_splits import Splits
-    from mlc_amd.schedules.gpu.attention.attention_step import Step
-
-MAX_SPLITS, SEVERAL = 32, 8  # of a row, at most: with up to SEVERAL rows; the others have SEVERAL at least
-MAX_PARTS = SEVERAL * max(SLOTS, MAX_SPLITS)  # rows times splits that there is memory for
-
-
-def max_splits(m: int) -> int:
-    """Splits that each of m rows may have: a launch with many rows has workgroups for all of them, most of which have
-    nothing to do."""
-    return max(SEVERAL, MAX_SPLITS * SEVERAL // max(m, SEVERAL))
-
-
-def stride_of(group: int, d: int) -> int:
-    """float32 of a split's results in Parts, whole cache lines: the rows' outputs, then (top, total, -, -) of each
-    row."""
-    return -(-group * (d + WIDTH) // LINE) * LINE
-
-
-def scratch_shapes(heads: int, d: int) -> dict:
-    """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan and SLOTS
-    rows. d: columns of a head's output. "Arrived" must be zero before the first launch and is zero after each; "Parts"
-    may hold anything."""
-    return {"Parts": ((heads * MAX_PARTS * stride_of(1, d),), "float32"), "Arrived": ((SLOTS * heads,), "int32")}
-
-
-def scratch_args(heads: int, d: int) -> list:
-    """Declares the parameters Parts and Arrived."""
-    return [T.arg(name, T.buffer(*shape)) for name, shape in scratch_shapes(heads, d).items()]
 
 
 class Join:
     """What a thread of a workgroup needs to join part `part` of the heads of row `token` of a step."""
 
-    def __init__(self, arch: Device, step: "Step", splits: "Splits", token: Expr, part: Expr, wave: Expr, lane: Expr):
+    def __init__(self, arch: Device, step: Step, splits: Splits, token: Expr, part: Expr, wave: Expr, lane: Expr):
         self.arch, self.step, self.splits, self.sinks = arch, step, splits, step.sinks
         self.Parts, self.Arrived = step.scratch
         self.token, self.part, self.wave, self.lane = token, part, wave, lane

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.attention.attention_join import scratch_args
+from mlc_amd.schedules.gpu.attention.attention_scratch import scratch_args
 from mlc_amd.schedules.gpu.attention.cache import Cache, Chunk, pages_arg, rows_arg
 from mlc_amd.schedules.gpu.attention.rope_kv_write import Sources, rope_args
 from mlc_amd.schedules.gpu.attention.softmax import output_args, sinks_arg
@@ -26,7 +26,7 @@ SCRATCH = ("Parts", "Arrived")
 
 class Step(NamedTuple):
     """An operator and its kernel's parameters. Q: rotated queries, or `sources`; scratch: of
-    `attention_join.scratch_args`, empty where no row is single; sinks: None for layers without; out: of
+    `attention_scratch.scratch_args`, empty where no row is single; sinks: None for layers without; out: of
     `output_args`."""
 
     op: CausalAttention | RopeAttention
@@ -69,8 +69,8 @@ def attention_step(op: CausalAttention | RopeAttention, name: str) -> Iterator[t
     """`with attention_step(..) as (ir, step):` declares and emits a kernel (state int32[4], rows int32[m, 2], pages of
     `pages_arg`, then Qo float16 [m, heads, width] or Q, K, V, [QN, KN], [CS] as for `rope_kv_write`, the cache as in
     `cache.py`, [Sinks float32 [heads]], where rows may be single ones Parts, Arrived of
-    `attention_join.scratch_shapes`, then the output [m, heads*value_d] in the operator's layout). UserError for shapes
-    that `cache_types`, `rope_args` or `output_args` refuses."""
+    `attention_scratch.scratch_shapes`, then the output [m, heads*value_d] in the operator's layout). UserError for
+    shapes that `cache_types`, `rope_args` or `output_args` refuses."""
     layer, m = op.layer, op.m
     with kernel(name, coherent=SCRATCH if op.single else ()) as ir:
         state, rows, pages = state_arg(), rows_arg(m), pages_arg(layer)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.attention_join import scratch_shapes
+from mlc_amd.schedules.gpu.attention.attention_scratch import scratch_shapes
 from mlc_amd.schedules.gpu.attention.attention_splits import FIELD, Splits, split_of, splits_of_rows
 from mlc_amd.schedules.gpu.attention.attention_step import Step
 from mlc_amd.schedules.gpu.attention.cache import clamped_position, row_slot, visible
