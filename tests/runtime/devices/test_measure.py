@@ -11,6 +11,7 @@ from candidates import ADD, STATE, made
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure import candidate, compare, inputs, routing, timing
 from mlc_amd.runtime.measure.timing import Bench
+from mlc_amd.schedules.gpu.base.pairs import in_lanes
 from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.tools.reference.experts import order
 
@@ -154,6 +155,27 @@ def test_comparison_of_floats(tmp_path):
         assert share > 1 and name in why[0]
     found = expected | {"Y0": np.full((4, 48), inputs.SIGNATURE * 0x01010101, np.uint32).view(np.float32)}
     assert "not written" in compare.differences(one, STATE, found, found)[1][0]  # agreeing to do nothing does not count
+
+
+@pytest.mark.parametrize("k", [256, 192])
+def test_comparison_of_activations_in_the_order_of_lanes(tmp_path, k):
+    """Three live rows of a tile of eight: what the others hold does not count."""
+    one = made(tmp_path, params=outputs(("H", [1, 2, 1024], "float16", "output", {})))
+    unwritten = np.full((8, k), inputs.SIGNATURE * 0x0101, np.uint16).view(np.float16)
+    x = np.concatenate([np.random.default_rng(0).standard_normal((3, k)).astype(np.float16), unwritten[3:]])
+
+    def lanes(x):
+        padded = np.concatenate([x, unwritten[:, : -k % 128]], axis=1)
+        return {"H": in_lanes(padded)}
+
+    expected = lanes(x)
+    assert compare.differences(one, STATE, expected, expected) == (0.0, [])
+    assert compare.differences(one, STATE, expected, lanes(np.vstack([x[:3], x[:3], x[:2]]))) == (0.0, [])
+    for rows in (x[:2], x[:0]):
+        found = lanes(np.vstack([rows, unwritten[len(rows) :]]))
+        assert "not written" in compare.differences(one, STATE, expected, found)[1][0]
+    x[2, 5] += 1
+    assert "H differs" in compare.differences(one, STATE, expected, lanes(x))[1][0]
 
 
 @pytest.mark.parametrize("tiles", [False, True])
