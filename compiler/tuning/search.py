@@ -169,9 +169,9 @@ class Search:
         return len(self.space.plans) - len(self.seconds) - len(self._open)
 
     @property
-    def started(self) -> bool:
-        """Whether any plan was measured or proposed."""
-        return bool(self.seconds or self._open)
+    def pending(self) -> list:
+        """The plans that are to be measured before others, and are not measured or proposed yet: the default, `first`."""
+        return [plan for plan in dict.fromkeys([self.space.default, *self.first]) if not self._known(plan)]
 
     def propose(self, count: int) -> list:
         """Up to `count` plans to measure next, the default first; fewer, or none, when the space has no more."""
@@ -183,7 +183,7 @@ class Search:
                     chosen.append(plan)
                     self._open.add(plan)
 
-        take([self.space.default, *self.first])
+        take(self.pending)
         if self.unmeasured > count and len(self.seconds) >= min(count, WARMUP):
             take((self._evolve(count) if self.unmeasured > RANKED else None) or self._rank(count))
         take(self._random.sample(self.space.plans, len(self.space.plans)))

@@ -60,15 +60,16 @@ class TuningSession:
     # ---- what to measure
 
     def next(self, count: int) -> list[tuple[Task, Any]]:
-        """Up to `count` (task, plan): default plans of new tasks, else plans of one task. Empty: all is measured."""
+        """Up to `count` (task, plan): plans that come before all others, else plans of one task. Empty: all is
+        measured."""
         if chosen := self._new(count):
             return chosen
         ordered = sorted(self.tasks, key=self.saving, reverse=True)
         return next(filter(None, (self._propose(task, count) for task in ordered)), [])
 
     def round(self, count: int) -> list[tuple[Task, Any]]:
-        """`count` (task, plan) to be measured without feedback between them: default plans of new tasks, then plans of
-        all tasks, by their expected saving; fewer when there are no more."""
+        """`count` (task, plan) to be measured without feedback between them: plans that come before all others, then
+        plans of all tasks, by their expected saving; fewer when there are no more."""
         chosen = self._new(count)
         # the square root gives small tasks some, too. A task without measurements counts by the bytes that it moves
         worth = {task: math.sqrt(self.saving(task) or task.weight * task.bytes * 1e-15) for task in self.tasks}
@@ -80,8 +81,9 @@ class TuningSession:
         return chosen + [job for task, plans in seats.items() for job in self._propose(task, plans)]
 
     def _new(self, count: int) -> list[tuple[Task, Any]]:
-        new = [task for task, search in self._searches.items() if not search.started]
-        return [job for task in new[:count] for job in self._propose(task, 1 + len(self._searches[task].first))]
+        """Of up to `count` tasks, the plans that come before all others."""
+        new = [(task, len(search.pending)) for task, search in self._searches.items() if search.pending]
+        return [job for task, plans in new[:count] for job in self._propose(task, plans)]
 
     def _propose(self, task: Task, count: int) -> list[tuple[Task, Any]]:
         return [(task, plan) for plan in self._searches[task].propose(count)]

@@ -317,6 +317,10 @@ def test_plans_from_elsewhere_are_measured_first(tmp_path):
     first = {linear().key: [asdict(plan) for plan in wanted]}
     with Database(GFX, tmp_path) as database:
         session = TuningSession([Task(linear())], GFX, database, first=first)
-        assert [plan for _, plan in session.next(8)] == [found.default, *map(found.equal, wanted)]
+        jobs = session.next(8)
+        assert [plan for _, plan in jobs] == [found.default, *map(found.equal, wanted)]
+        session.report(*jobs[0], Measured(1e-5))
+        again = TuningSession([Task(linear())], GFX, database, first=first)
+        assert [plan for _, plan in again.next(8)] == [*map(found.equal, wanted)]  # the default is measured
         with pytest.raises(ValueError, match="has the fields"):
             TuningSession([Task(linear())], GFX, database, first={linear().key: [{"rows": 1}]})
