@@ -44,8 +44,14 @@ class KnownFormat:
 
 HERMES = JsonCalls(opening="<tool_call>", closing="</tool_call>")
 GENERIC = replace(HERMES, instructed=True)
-_FUNCTION, _PARAMETER = ("<function=", ">"), ("<parameter=", ">")
-_INVOKE, _NAMED = ('<invoke name="', '">'), ('<parameter name="', '">')
+_FUNCTIONS = TaggedCalls(
+    opening="<tool_call>",
+    closing="</tool_call>",
+    name=("<function=", ">"),
+    key=("<parameter=", ">"),
+    value_closing="</parameter>",
+    end="</function>",
+)
 _DEEPSEEK = NamedCalls(
     opening="<｜tool▁calls▁begin｜>",
     closing="<｜tool▁calls▁end｜>",
@@ -53,6 +59,7 @@ _DEEPSEEK = NamedCalls(
     each_closing="<｜tool▁call▁end｜>",
     after="<｜tool▁sep｜>",
 )
+_LLAMA = JsonCalls(opening="<|python_tag|>", arguments_key="parameters", bare=True, separator=";")
 # A model has the first format whose texts are all found. Sources: the chat templates of the models.
 FORMATS: tuple[KnownFormat, ...] = (
     # gpt-oss
@@ -110,8 +117,8 @@ FORMATS: tuple[KnownFormat, ...] = (
         TaggedCalls(
             opening="<minimax:tool_call>",
             closing="</minimax:tool_call>",
-            name=_INVOKE,
-            key=_NAMED,
+            name=('<invoke name="', '">'),
+            key=('<parameter name="', '">'),
             value_closing="</parameter>",
             end="</invoke>",
             several=True,
@@ -120,29 +127,11 @@ FORMATS: tuple[KnownFormat, ...] = (
     ),
     # Seed-OSS
     KnownFormat(
-        TaggedCalls(
-            opening="<seed:tool_call>",
-            closing="</seed:tool_call>",
-            name=_FUNCTION,
-            key=_PARAMETER,
-            value_closing="</parameter>",
-            end="</function>",
-        ),
+        replace(_FUNCTIONS, opening="<seed:tool_call>", closing="</seed:tool_call>"),
         template=("<seed:tool_call>",),
     ),
     # Qwen3 Coder, Qwen3.5, Nemotron 3
-    KnownFormat(
-        TaggedCalls(
-            opening="<tool_call>",
-            closing="</tool_call>",
-            name=_FUNCTION,
-            key=_PARAMETER,
-            value_closing="</parameter>",
-            end="</function>",
-            lines=True,
-        ),
-        template=("<tool_call>", "<function=", "<parameter="),
-    ),
+    KnownFormat(replace(_FUNCTIONS, lines=True), template=("<tool_call>", "<function=", "<parameter=")),
     # Command R7B, Command A
     KnownFormat(
         JsonCalls(
@@ -169,19 +158,9 @@ FORMATS: tuple[KnownFormat, ...] = (
     # Hermes 2 and 3, Qwen2.5, Qwen3, Granite 4, SmolLM3, EXAONE 4, Ling
     KnownFormat(HERMES, template=("<tool_call>",)),
     # Llama 3.1, 3.2, 3.3, 4
+    KnownFormat(_LLAMA, tokens=("<|python_tag|>",), template=("tools", '"parameters"')),
     KnownFormat(
-        JsonCalls(opening="<|python_tag|>", arguments_key="parameters", bare=True, separator=";"),
-        tokens=("<|python_tag|>",),
-        template=("tools", '"parameters"'),
-    ),
-    KnownFormat(
-        JsonCalls(
-            opening="<|python_start|>",
-            closing="<|python_end|>",
-            arguments_key="parameters",
-            bare=True,
-            separator=";",
-        ),
+        replace(_LLAMA, opening="<|python_start|>", closing="<|python_end|>"),
         tokens=("<|python_start|>",),
         template=("tools", '"parameters"'),
     ),
@@ -341,17 +320,3 @@ class _ReadInPieces:
     def finish(self) -> None:
         self._reader.end()
         next(self._reading, None)
-
-
-__all__ = [
-    "FORMATS",
-    "GENERIC",
-    "HERMES",
-    "CallArguments",
-    "CallBegin",
-    "CallEnd",
-    "CallFormat",
-    "CallParser",
-    "Event",
-    "detect",
-]
