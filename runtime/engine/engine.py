@@ -12,12 +12,12 @@ from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.engine.chat import Conversation
 from mlc_amd.runtime.engine.generation import ProgressCallback
-from mlc_amd.runtime.engine.limits import SchedulerLimits
+from mlc_amd.runtime.engine.scheduler import SchedulerLimits
 from mlc_amd.runtime.engine.text_engine import TextEngine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import RunOptions
 from mlc_amd.runtime.sampling.settings import Sampling, SamplingChanges
-from mlc_amd.runtime.speculation.drafters import OWN, open_drafter
+from mlc_amd.runtime.speculation.draft_model import OWN, open_drafter
 from mlc_amd.runtime.text.messages import check_question
 
 _DEFAULTS = RunOptions()

@@ -1,8 +1,10 @@
-"""A request: what is to be generated, or scored, for which client, and its progress."""
+"""Requests: what is to be generated, or scored, for which client, and its progress; the rows of a step by request."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
 
 from mlc_amd.runtime.cache.sequence import Sequence
 
@@ -63,3 +65,69 @@ class Request:
         if leader is None or leader.state == "done":
             return True
         return leader.sequence is not None and leader.sequence.computed >= len(leader.prompt)
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """The tokens start .. start+count-1 of a sequence. answers: a token is sampled after the last one, which is the
+    last known token. scored: the logits of all are wanted, and the step has no single rows."""
+
+    request: Request
+    sequence: Sequence
+    start: int
+    count: int
+    answers: bool
+    scored: bool = False
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """Rows: for each of `singles` the token sequence.tokens[sequence.computed], followed by its drafts, then the chunk.
+    All sequences have slots and pages. drafts: of each of `singles`, guesses of its next tokens."""
+
+    singles: list[tuple[Request, Sequence]]
+    chunk: PlannedChunk | None = None
+    drafts: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.drafts.extend([] for _ in self.singles[len(self.drafts) :])
+
+    @property
+    def computed(self) -> list[tuple[Request, Sequence]]:
+        """All that have rows, in their order."""
+        return self.singles + ([(self.chunk.request, self.chunk.sequence)] if self.chunk else [])
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [sequence for _, sequence in self.computed]
+
+    @property
+    def answers(self) -> list[Request]:
+        """The requests that get a token of the step, in the order of its rows."""
+        last = [self.chunk.request] if self.chunk and self.chunk.answers else []
+        return [request for request, _ in self.singles] + last
+
+
+class Scoring:
+    """The tokens of `sequence` from number `first` on. logits: float32 [tokens, vocab], complete when it is `done`
+    without an `error`."""
+
+    def __init__(self, sequence: Sequence, first: int, vocab: int) -> None:
+        # A client of its own: it delays no other client's next chunk.
+        self.request = Request(sequence.tokens, client=self, scored=first, sequence=sequence)
+        self.logits = np.empty((len(sequence.tokens) - first, vocab), np.float32)
+        self.done = False
+        self.error: BaseException | None = None
+        self._sequence, self._first = sequence, first
+
+    @property
+    def ready(self) -> bool:
+        return self.done
+
+    def take(self, start: int, logits: np.ndarray) -> None:
+        """The rows of the tokens from number `start` on."""
+        self.logits[start - self._first : start - self._first + len(logits)] = logits
+        self.done = start + len(logits) == len(self._sequence.tokens)
+
+    def fail(self, error: BaseException) -> None:
+        self.done, self.error = True, error

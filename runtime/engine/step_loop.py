@@ -17,13 +17,10 @@ from contextlib import contextmanager
 from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import Sequence
 from mlc_amd.runtime.engine.answers import Answer
-from mlc_amd.runtime.engine.limits import RequestCounts, SchedulerLimits
-from mlc_amd.runtime.engine.planned_step import PlannedStep
-from mlc_amd.runtime.engine.requests import Request
+from mlc_amd.runtime.engine.requests import PlannedStep, Request, Scoring
 from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, ChosenToken, TokenChoice
-from mlc_amd.runtime.engine.scheduler import Scheduler
-from mlc_amd.runtime.engine.scoring import Scoring
+from mlc_amd.runtime.engine.scheduler import RequestCounts, Scheduler, SchedulerLimits
 from mlc_amd.runtime.engine.step_lock import CLOSED, StepLock
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.speculation.own_draft import OwnDraft

@@ -12,8 +12,8 @@ from mlc_amd.runtime.engine.answers import Answer
 from mlc_amd.runtime.engine.generate_call import GenerateCall
 from mlc_amd.runtime.engine.generation import Ids, ProgressCallback, PromptProgress, Stats
 from mlc_amd.runtime.engine.generations import AsyncGeneration, Generation, Results
-from mlc_amd.runtime.engine.limits import RequestCounts, SchedulerLimits
 from mlc_amd.runtime.engine.logits_engine import LogitsEngine
+from mlc_amd.runtime.engine.scheduler import RequestCounts, SchedulerLimits
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.grammars.constraints import Constraint
 from mlc_amd.runtime.sampling.settings import Sampling, SamplingChanges

@@ -8,9 +8,8 @@ rows, or used slots, and the weight's own columns.
 
 import numpy as np
 
-from mlc_amd.runtime.measure import routing
 from mlc_amd.runtime.measure.candidate import Candidate, Param
-from mlc_amd.runtime.measure.inputs import BLOCK, SIGNATURE
+from mlc_amd.runtime.measure.inputs import BLOCK, SIGNATURE, routed_slots
 
 # As shares of the scale. Attention keeps its probabilities in float16 or joins splits in another order; matrix units
 # add in another order.
@@ -65,7 +64,7 @@ def _used(param: Param, array: np.ndarray, live: int) -> np.ndarray:
     """The defined part of an output; of caches all, as nothing may be written outside the live tokens."""
     if param.role == "cache":
         return array
-    rows = array[: routing.slots(param.facts["experts"], live) if "experts" in param.facts else min(live, len(array))]
+    rows = array[: routed_slots(param.facts["experts"], live) if "experts" in param.facts else min(live, len(array))]
     return rows[..., : param.facts["columns"]] if "columns" in param.facts else rows
 
 

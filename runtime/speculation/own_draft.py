@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from mlc_amd.runtime.engine.planned_step import PlannedStep
-from mlc_amd.runtime.engine.requests import Request
+from mlc_amd.runtime.engine.requests import PlannedStep, Request
 from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.sampled_rows import ChosenToken, TokenChoice
 from mlc_amd.runtime.errors import UserError

@@ -20,11 +20,19 @@ import numpy as np
 
 from mlc_amd.runtime.artifact.io_buffers import launches_before_late
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
-from mlc_amd.runtime.devices.hip import timing
 from mlc_amd.runtime.devices.hip.api import CANNOT_LOAD, Hip, HipError, open_bindings, runtime_version
 from mlc_amd.runtime.devices.hip.diagnosis import OVERRIDE
 from mlc_amd.runtime.devices.hip.gpu import choose, relabel
-from mlc_amd.runtime.devices.hip.launches import HipLaunch, capture, enqueue, prepare
+from mlc_amd.runtime.devices.hip.launches import (
+    HipLaunch,
+    capture,
+    copy_bandwidth,
+    enqueue,
+    enqueue_timed,
+    events,
+    prepare,
+    spans,
+)
 from mlc_amd.runtime.devices.hip.memory import HipMemory
 from mlc_amd.runtime.devices.hip.runs import HipRuns
 from mlc_amd.runtime.devices.pieces import Pacer, WorkPiece
@@ -206,19 +214,19 @@ class HipDevice(QueuedDevice):
         self._queue.settle()
         launches = self._launches[function]
         if function not in self._marks:
-            self._marks[function] = timing.events(self.hip, self._held, 2 * len(launches))
+            self._marks[function] = events(self.hip, self._held, 2 * len(launches))
         marks = self._marks[function]
         self.memory.send_inputs()
         for piece in self.pacer.pieces(function) or ((),):
             numbers = self._numbers(function, piece)
             first, end = numbers[0], numbers[-1] + 1
-            timing.enqueue_timed(self.hip, self.stream, launches[first:end], marks[2 * first : 2 * end])
+            enqueue_timed(self.hip, self.stream, launches[first:end], marks[2 * first : 2 * end])
             self._wait()
-        return timing.spans(self.hip, launches, marks)
+        return spans(self.hip, launches, marks)
 
     def copy_bandwidth(self) -> float:
         """Bytes per second, reads plus writes, of a copy in the GPU's memory; 0.0 without enough of it."""
-        return timing.copy_bandwidth(self.hip, self.stream)
+        return copy_bandwidth(self.hip, self.stream)
 
     def _wait(self) -> None:
         start = time.perf_counter()
