@@ -77,24 +77,18 @@ def _explain(error: msgspec.ValidationError, data: bytes, kind: Any) -> str:
 
 
 def _named(document: Any, kind: Any, place: str) -> str:
-    """`place` with the names of keys where msgspec writes [...]: by bisection, the key whose value has the error."""
+    """`place` with the names of keys where msgspec writes [...]: the key whose value alone has an error, too."""
     while "[...]" in place:
         before, _, after = place.partition("[...]")
         held = _at(document, before)
         if not isinstance(held, dict):
             break
-        names = list(held)
-        while len(names) > 1:
-            half, values = names[: len(names) // 2], dict(held)
-            for name in set(names) - set(half):
-                del held[name]
-            fails = _fails(document, kind)
+        for name, value in dict(held).items():
             held.clear()
-            held.update(values)
-            names = half if fails else names[len(names) // 2 :]
-            for name in set(held) - set(names):
-                del held[name]
-        place = f"{before}[{shorten(names[0])}]{after}"
+            held[name] = value
+            if _fails(document, kind):
+                break
+        place = f"{before}[{shorten(next(iter(held)))}]{after}"
     return place
 
 

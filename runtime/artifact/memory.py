@@ -11,9 +11,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from mlc_amd.runtime.artifact.manifest import Manifest
+from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.errors import UserError
 
@@ -110,7 +109,7 @@ def of_manifest(manifest: Manifest) -> Needs:
 
 def nbytes(entry: Mapping) -> int:
     """Bytes of a tensor of the manifest."""
-    return int(np.prod(entry["shape"], dtype=np.int64)) * np.dtype(entry["dtype"]).itemsize
+    return byte_count(entry["dtype"], entry["shape"])
 
 
 def on_host(tensors: Iterable[str], layers: int) -> frozenset[str]:

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.weight_block import ALIGN, DTYPES, WeightBlock
+from mlc_amd.runtime.artifact.weight_block import ALIGN, WeightBlock, header_entry
 from mlc_amd.runtime.errors import shorten
 
 BITS_LINES, VALUE_LINES = 1_048_573, 65_521  # primes: 64 MiB of random bits, 4 MiB of each other kind
@@ -35,14 +35,8 @@ class RandomWeights(WeightBlock):
     def __init__(self, vectors: WeightBlock, matrices: Mapping[str, Mapping]):
         header, position = dict(vectors.header), vectors.total
         for name, entry in matrices.items():
-            position += -position % ALIGN
-            nbytes = int(np.prod(entry["shape"], dtype=np.int64)) * np.dtype(entry["dtype"]).itemsize
-            header[name] = {
-                "dtype": DTYPES[entry["dtype"]],
-                "shape": entry["shape"],
-                "data_offsets": [position, position + nbytes],
-            }
-            position += nbytes
+            header[name] = header_entry(entry["dtype"], entry["shape"], position + -position % ALIGN)
+            position = header[name]["data_offsets"][1]
         super().__init__(header)
         self._vectors, self._matrices = vectors, matrices
         self._filled: mmap.mmap | None = None

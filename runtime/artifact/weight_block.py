@@ -7,22 +7,27 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import numpy as np
 
 ALIGN = 64  # bytes: alignment for vector loads
 PAD = "__pad_"  # prefix of the names of tensors that only fill gaps
 # names in safetensors
-DTYPES = {
-    "uint8": "U8",
-    "int8": "I8",
-    "float16": "F16",
-    "uint16": "U16",
-    "float32": "F32",
-    "int32": "I32",
-    "uint32": "U32",
-}
+DTYPES = {"uint8": "U8", "int8": "I8", "float16": "F16", "uint16": "U16", "float32": "F32"}
+DTYPES |= {"int32": "I32", "uint32": "U32"}
 NUMPY = {name: np.dtype(dtype) for dtype, name in DTYPES.items()}
+
+
+def byte_count(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor."""
+    return prod(shape) * (2 if dtype == "bfloat16" else np.dtype(dtype).itemsize)
+
+
+def header_entry(dtype: str, shape: Sequence[int], begin: int) -> dict[str, Any]:
+    """A tensor in the header of safetensors."""
+    return {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, begin + byte_count(dtype, shape)]}
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        return byte_count(self.dtype, self.shape)
 
 
 class WeightBlock(ABC):
@@ -80,13 +85,6 @@ class WeightBlock(ABC):
         raw = np.frombuffer(memory, np.uint8, end - begin, start + begin)
         return raw.view(NUMPY[entry["dtype"]]).reshape(entry["shape"])
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.header
-
-    @property
-    def nbytes(self) -> int:
-        return sum(v["data_offsets"][1] - v["data_offsets"][0] for v in self.header.values())
-
 
 class JoinedBlocks(WeightBlock):
     """Blocks one after the other."""
@@ -110,4 +108,4 @@ class JoinedBlocks(WeightBlock):
                 yield start + at, piece
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return next(part for _, part in self._parts if name in part)[name]
+        return next(part for _, part in self._parts if name in part.header)[name]

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Meta
 
 from mlc_amd.runtime.artifact import json_files
-from mlc_amd.runtime.artifact.weight_block import ALIGN, DTYPES, NUMPY, PAD, TensorSpec, WeightBlock
+from mlc_amd.runtime.artifact.weight_block import ALIGN, NUMPY, PAD, TensorSpec, WeightBlock, header_entry
 from mlc_amd.runtime.errors import UserError, shorten
 
 ADVICE = "compile the model again"
@@ -31,17 +31,9 @@ class WeightsWriter:
         self.offsets, header, position = {}, {}, 0
         for spec in specs:
             if gap := -position % ALIGN:
-                header[f"{PAD}{len(header)}"] = {
-                    "dtype": "U8",
-                    "shape": [gap],
-                    "data_offsets": [position, position + gap],
-                }
+                header[f"{PAD}{len(header)}"] = header_entry("uint8", [gap], position)
                 position += gap
-            header[spec.name] = {
-                "dtype": DTYPES[spec.dtype],
-                "shape": list(spec.shape),
-                "data_offsets": [position, position + spec.nbytes],
-            }
+            header[spec.name] = header_entry(spec.dtype, spec.shape, position)
             self.offsets[spec.name] = position
             position += spec.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()

@@ -43,7 +43,7 @@ class PageStore(Protocol):
 
 
 class Sequence:
-    """Made by `Cache.sequence` and `fork`.
+    """Made by `Cache.sequence`.
 
     tokens      all ids
     computed    the first `computed` of them have keys in the cache
@@ -54,20 +54,6 @@ class Sequence:
     A step for its next `count` tokens: `reserve(count)`, `Cache.assign_slots`, then the device writes their keys to the
     positions from `computed` on, then `advance(count)`. Rows after the newest token may be guesses of further ones.
     """
-
-    __slots__ = (
-        "_capacity",
-        "_complete",
-        "_digests",
-        "_matched",
-        "_released",
-        "cache",
-        "computed",
-        "pages",
-        "slot",
-        "state",
-        "tokens",
-    )
 
     def __init__(self, cache: PageStore, tokens: Iterable[int] = ()) -> None:
         self.cache = cache
@@ -300,23 +286,6 @@ class Sequence:
             self._set(span, [RELEASED] * self._released[span] + found)
         self._complete = self._matched = n
         self.computed = self._capacity = n * PAGE
-
-    def fork(self) -> "Sequence":
-        """A sequence with the same tokens that shares the complete pages, or those up to the last snapshot of a
-        state."""
-        other = Sequence(self.cache, self.tokens)
-        if self.state:
-            other._match(self._complete * PAGE)
-            return other
-        n = other._complete = other._matched = self._complete
-        for span, pages in self.pages.items():
-            other._released[span] = self._released[span]
-            other._set(span, pages[:n])
-            for page in other.pages[span][self._released[span] :]:
-                self.cache.pools[span].retain(page)
-        other.computed = other._capacity = n * PAGE
-        other._digests = self._digests[:]
-        return other
 
     # ---- truncation
 

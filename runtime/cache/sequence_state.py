@@ -15,8 +15,6 @@ class SequenceState:
     """Of one sequence. cell: of the state after the computed tokens; None where nothing is computed. passing: its
     snapshot is less useful than others, because the sequence continues."""
 
-    __slots__ = ("_begun", "_next", "_pool", "cell", "passing")
-
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self.cell: int | None = None

@@ -193,7 +193,7 @@ class Conversation:
         if self.on_full == "drop":
             reserve = max_tokens or min(context // _RESERVE_FRACTION, _RESERVE_MAX)
         while True:
-            prompt = self._render(messages, variables)
+            prompt = self.engine.chat_template.render(messages, **variables)
             ids = self._encode(prompt)
             first = 1 if messages[0]["role"] == "system" else 0
             if len(ids) + reserve <= context:
@@ -210,9 +210,6 @@ class Conversation:
                     turns=bool(later),
                 )
             messages = messages[:first] + messages[later[0] :]
-
-    def _render(self, messages: list[Message], variables: Mapping[str, Any]) -> Traced:
-        return self.engine.chat_template.render(messages, **variables)
 
     def _encode(self, prompt: Traced) -> list[int]:
         """Token ids of the rendered conversation; generated ids are kept as they were generated.

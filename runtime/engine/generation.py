@@ -5,6 +5,7 @@ In:  token ids, `max_tokens` and `stop` of a caller (sampling parameters: sampli
 Out: the same, checked; `Piece` and `Stats` of a generation; its errors.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -95,29 +96,25 @@ def check_ids(ids: Ids) -> np.ndarray:
     return found
 
 
+def _whole(name: str, value: object, limits: str, low: int, high: float = math.inf) -> int:
+    if not isinstance(value, Integral) or not low <= int(value) <= high:
+        raise UserError(f"{name} is {shorten(value)}: it must be a whole number{limits}")
+    return int(value)
+
+
 def check_max_tokens(value: object) -> int | None:
     """`value`, which is None for "no limit". UserError if it is no whole number of at least 1."""
-    if value is None:
-        return None
-    if not isinstance(value, Integral) or value < 1:
-        raise UserError(f"max_tokens is {shorten(value)}: it must be a whole number of at least 1")
-    return int(value)
+    return None if value is None else _whole("max_tokens", value, " of at least 1", 1)
 
 
 def check_logprobs(value: object) -> int | None:
     """The number of alternatives to each token, or None. UserError if it is neither None nor 0 .. MOST_LOGPROBS."""
-    if value is None:
-        return None
-    if not isinstance(value, Integral) or not 0 <= int(value) <= MOST_LOGPROBS:
-        raise UserError(f"logprobs is {shorten(value)}: it must be a whole number from 0 to {MOST_LOGPROBS}")
-    return int(value)
+    return None if value is None else _whole("logprobs", value, f" from 0 to {MOST_LOGPROBS}", 0, MOST_LOGPROBS)
 
 
 def check_min_tokens(value: object) -> int:
     """The least number of tokens of an answer. UserError if it is not a whole number."""
-    if not isinstance(value, Integral) or int(value) < 0:
-        raise UserError(f"min_tokens is {shorten(value)}: it must be a whole number, at least 0")
-    return int(value)
+    return _whole("min_tokens", value, ", at least 0", 0)
 
 
 def check_stop(value: object) -> tuple[str, ...]:

@@ -338,7 +338,7 @@ class Scheduler:
         """Starts a waiting request, unless one would soon be preempted for its pages."""
         sequence = _sequence(request)
         sequence.match(request.scored)
-        if sequence.room < 1 or (self.running and not self._fits_too(sequence)):
+        if sequence.room < 1 or (self.running and not self.cache.has_room([sequence, *map(_sequence, self.running)])):
             sequence.free()
             self._blocked = True
             return False
@@ -350,9 +350,6 @@ class Scheduler:
         insort(self.running, request, key=number)
         request.state = "running"
         return True
-
-    def _fits_too(self, sequence: Sequence) -> bool:
-        return self.cache.has_room([sequence, *map(_sequence, self.running)])
 
     def _make_room(self, request: Request, singles: list[Request]) -> bool:
         """Whether there is room for a chunk of a running request, for which younger ones are preempted."""

@@ -8,8 +8,7 @@ from typing import Unpack
 import numpy as np
 
 from mlc_amd.runtime.artifact.artifact import Artifact
-from mlc_amd.runtime.engine.answers import Answer
-from mlc_amd.runtime.engine.generate_call import GenerateCall
+from mlc_amd.runtime.engine.answers import Answer, GenerateCall
 from mlc_amd.runtime.engine.generation import Ids, ProgressCallback, PromptProgress, Stats
 from mlc_amd.runtime.engine.generations import AsyncGeneration, Generation, Results
 from mlc_amd.runtime.engine.logits_engine import LogitsEngine

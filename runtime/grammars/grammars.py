@@ -79,10 +79,6 @@ class Grammars:
 
     # ---- kinds of constraints
 
-    def json_object(self, prompt: str | None = None) -> Grammar:
-        """Any JSON object."""
-        return self.json_schema(_ANY, prompt)
-
     def json_schema(self, schema: Mapping[str, Any], prompt: str | None = None, lenient: bool = False) -> Grammar:
         """JSON that matches the schema. lenient: keywords that cannot be enforced are ignored instead of refused."""
         rules = Rules(self._control)

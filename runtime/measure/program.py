@@ -15,8 +15,7 @@ from mlc_amd.runtime.measure import compare, timing
 from mlc_amd.runtime.measure.candidate import read
 from mlc_amd.runtime.measure.child import serve
 
-BACKENDS = {"vulkan": "VulkanBackend", "rocm": "HipBackend", "cpu": "CpuBackend"}
-MODULES = {"vulkan": "vulkan", "rocm": "hip", "cpu": "cpu"}
+BACKENDS = {"vulkan": ("vulkan", "VulkanBackend"), "rocm": ("hip", "HipBackend"), "cpu": ("cpu", "CpuBackend")}
 TIMES = 3  # runs of a kernel that is compared, in each state
 
 
@@ -24,8 +23,8 @@ def open_backend(candidate, device: str | None = None):
     """The device for a candidate. UserError if there is none here."""
     if candidate.api not in BACKENDS:
         raise UserError(f"this version cannot measure kernels of target '{candidate.api}'; use a newer mlc-amd")
-    module = importlib.import_module(f"mlc_amd.runtime.measure.{MODULES[candidate.api]}")
-    return getattr(module, BACKENDS[candidate.api])(device, candidate)
+    module, name = BACKENDS[candidate.api]
+    return getattr(importlib.import_module(f"mlc_amd.runtime.measure.{module}"), name)(device, candidate)
 
 
 class MeasureProgram:

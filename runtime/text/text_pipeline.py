@@ -28,7 +28,9 @@ def set_pipeline(tokenizer: Tokenizer, sentencepiece: bool, pre: str | None, add
 
 
 def has_pipeline(tokenizer: Tokenizer, sentencepiece: bool, pre: str | None, add_space_prefix: bool) -> bool:
-    """Whether `tokenizer` has these parts and no others."""
+    """Whether `tokenizer` has these parts and no others; False for an unknown name."""
+    if pre is not None and pre not in PRE_TOKENIZERS:
+        return False
     parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
     others = (tokenizer.post_processor, tokenizer.truncation, tokenizer.padding)
     expected = _pipeline(sentencepiece, pre, add_space_prefix)

@@ -39,13 +39,6 @@ _BYTES = _byte_characters()
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-def _has_pipeline(backend: tokenizers.Tokenizer, config: Config) -> bool:
-    try:
-        return has_pipeline(backend, config["model"] == "llama", config["pre"], config["add_space_prefix"])
-    except KeyError:  # an unknown pre-tokenizer
-        return False
-
-
 class _Controls:
     """Finds the texts of control tokens in a text, as the library does: of overlapping added tokens the first one, of
     those that begin at the same place the longest."""
@@ -98,7 +91,8 @@ class Tokenizer:
         """Raises UserError when a file is missing or corrupt."""
         config = read_config(Path(directory))
         backend = read_library(Path(directory), config["vocab_size"])
-        if config["mark"] != MARK or not _has_pipeline(backend, config):
+        parts = config["model"] == "llama", config["pre"], config["add_space_prefix"]
+        if config["mark"] != MARK or not has_pipeline(backend, *parts):
             raise UserError(f"{directory}: its tokenizer is not what this version of mlc-amd writes; {ADVICE}")
         return cls(backend, config)
 

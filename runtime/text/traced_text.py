@@ -112,7 +112,8 @@ class Traced(str):
         return tuple(self._found(super().rpartition(sep), ""))
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:
-        return concatenate(_between(self.split(old, count), new)) if old else super().replace(old, new, count)
+        separator = new if isinstance(new, Traced) else Traced(new)
+        return separator.join(self.split(old, count)) if old else super().replace(old, new, count)
 
     def _found(self, pieces: Iterable[str], sep: str | None) -> list["Traced"]:
         """The pieces, which are consecutive in this text, with `sep` between; None: with white space."""
@@ -171,10 +172,3 @@ def _is_own(value: object) -> bool:
 
 def _own_of(text: str) -> bytes:
     return text._own if isinstance(text, Traced) else bytes(len(text))
-
-
-def _between(pieces: list[str], separator: str) -> Iterable[str]:
-    for number, piece in enumerate(pieces):
-        if number:
-            yield separator
-        yield piece

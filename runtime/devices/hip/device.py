@@ -20,19 +20,11 @@ import numpy as np
 
 from mlc_amd.runtime.artifact.io_buffers import launches_before_late
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
+from mlc_amd.runtime.devices.hip import launches as launching
 from mlc_amd.runtime.devices.hip.api import CANNOT_LOAD, Hip, HipError, open_bindings, runtime_version
 from mlc_amd.runtime.devices.hip.diagnosis import OVERRIDE
 from mlc_amd.runtime.devices.hip.gpu import choose, relabel
-from mlc_amd.runtime.devices.hip.launches import (
-    HipLaunch,
-    capture,
-    copy_bandwidth,
-    enqueue,
-    enqueue_timed,
-    events,
-    prepare,
-    spans,
-)
+from mlc_amd.runtime.devices.hip.launches import HipLaunch
 from mlc_amd.runtime.devices.hip.memory import HipMemory
 from mlc_amd.runtime.devices.hip.runs import HipRuns
 from mlc_amd.runtime.devices.pieces import Pacer, WorkPiece
@@ -139,7 +131,7 @@ class HipDevice(QueuedDevice):
             kernel = call["kernel"]
             addresses = [self.memory.address(arg) for arg in call["args"]] + self.memory.scratch(kernel)
             steps = self._kernels[kernel]["steps"]
-            found += [prepare(kernel, self._functions[step["symbol"]], step, addresses) for step in steps]
+            found += [launching.prepare(kernel, self._functions[step["symbol"]], step, addresses) for step in steps]
         return found
 
     # ---- graphs
@@ -154,7 +146,8 @@ class HipDevice(QueuedDevice):
         expected = {name: self._trial(name, {}) for name in self._launches}
         try:
             graphs = {
-                name: capture(self.hip, self.stream, launches, self._held) for name, launches in self._launches.items()
+                name: launching.capture(self.hip, self.stream, launches, self._held)
+                for name, launches in self._launches.items()
             }
             wrong = [name for name in graphs if self._trial(name, graphs) != expected[name]]
         except HipError as e:
@@ -200,7 +193,9 @@ class HipDevice(QueuedDevice):
             if function in graphs and not piece:
                 self.hip("hipGraphLaunch", graphs[function], self.stream)
             else:
-                enqueue(self.hip, self.stream, [self._launches[function][i] for i in self._numbers(function, piece)])
+                launching.enqueue(
+                    self.hip, self.stream, [self._launches[function][i] for i in self._numbers(function, piece)]
+                )
             self._wait()
             self.pacer.record(function, time.perf_counter() - start, piece)
 
@@ -214,19 +209,19 @@ class HipDevice(QueuedDevice):
         self._queue.settle()
         launches = self._launches[function]
         if function not in self._marks:
-            self._marks[function] = events(self.hip, self._held, 2 * len(launches))
+            self._marks[function] = launching.events(self.hip, self._held, 2 * len(launches))
         marks = self._marks[function]
         self.memory.send_inputs()
         for piece in self.pacer.pieces(function) or ((),):
             numbers = self._numbers(function, piece)
             first, end = numbers[0], numbers[-1] + 1
-            enqueue_timed(self.hip, self.stream, launches[first:end], marks[2 * first : 2 * end])
+            launching.enqueue_timed(self.hip, self.stream, launches[first:end], marks[2 * first : 2 * end])
             self._wait()
-        return spans(self.hip, launches, marks)
+        return launching.spans(self.hip, launches, marks)
 
     def copy_bandwidth(self) -> float:
         """Bytes per second, reads plus writes, of a copy in the GPU's memory; 0.0 without enough of it."""
-        return copy_bandwidth(self.hip, self.stream)
+        return launching.copy_bandwidth(self.hip, self.stream)
 
     def _wait(self) -> None:
         start = time.perf_counter()

@@ -5,6 +5,7 @@ Hazards are detected by address ranges; `CommandRecorder` keeps those accessed s
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlc_amd.runtime.devices.vulkan import api
@@ -23,6 +24,17 @@ class VulkanLaunch:
     spans: tuple[tuple[int, int, bool], ...]
     symbol: str = ""
     base: tuple[int, ...] | None = None
+
+
+def prepare(
+    kernel: str, pipeline: int, step: dict, spans: Sequence[tuple[int, int]], table: int | None = None
+) -> VulkanLaunch:
+    """The launch of a step, as the manifest describes it. spans: (first byte, end) of its arguments; table: where their
+    addresses are, if they do not fit the push constants."""
+    begins = [begin for begin, _ in spans] if table is None else [table]
+    touched = tuple((begin, end, place in step["writes"]) for place, (begin, end) in enumerate(spans))
+    push = (ctypes.c_uint64 * len(begins))(*begins)
+    return VulkanLaunch(kernel, pipeline, tuple(step["grid"]), push, touched, step["symbol"])
 
 
 class Hazards:
@@ -106,7 +118,8 @@ class CommandRecorder:
         region = api.BufferCopy(source_at, target_at, nbytes)
         self.context.calls.vkCmdCopyBuffer(self.commands, source.buffer, target.buffer, 1, ctypes.byref(region))
 
-    def end(self) -> None:
-        """Ends recording; makes copies visible to the host."""
+    def end(self) -> ctypes.Structure:
+        """Ends recording; makes copies visible to the host. Returns the submission of what is recorded."""
         self.context.barrier(self.commands, (self.WORK, api.HOST), (self.WRITES, api.HOST_READ))
         self.context.calls.vkEndCommandBuffer(self.commands)
+        return self.context.submission(self.commands)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from mlc_amd.runtime.devices.vulkan import api
-from mlc_amd.runtime.devices.vulkan.gpu import BUDGET, FEATURES, Instance, VulkanGpu
+from mlc_amd.runtime.devices.vulkan.gpu import BUDGET, FEATURES, Instance, VulkanGpu, offered
 from mlc_amd.runtime.devices.vulkan.reconvergence import MODES
 from mlc_amd.runtime.errors import UserError
 
@@ -56,14 +56,13 @@ class Context:
 
     def _open(self) -> None:
         gpu = self.gpu
-        structures = [kind for kind, (since, name) in FEATURES.items() if gpu.has(since, name)]
-        features = self.instance.features(self.physical, structures)
+        features = self.instance.features(self.physical, offered(FEATURES, gpu.api, gpu.extensions))
         for part in features:
             for name, kind, *_ in type(part)._fields_[2:]:
                 if name not in ENABLED:
                     setattr(part, name, 0 if kind is ctypes.c_uint32 else kind())
-        extensions = [name for since, name in FEATURES.values() if name in gpu.extensions and not gpu.has(since, "")]
-        names = api.strings(extensions + [BUDGET] * self.budget)
+        further = [name for since, name in FEATURES.values() if since is None or gpu.api < since]
+        names = api.strings([name for name in (*further, BUDGET) if name in gpu.extensions])
         priority = (ctypes.c_float * 1)(1.0)
         queue = api.QueueInfo(family=self.family, count=1, priorities=ctypes.addressof(priority))
         info = api.DeviceInfo(
@@ -162,19 +161,23 @@ class Context:
                 timeout = SLICE
         self._release()
 
+    def run(self, submission: ctypes.Structure) -> None:
+        """Submits it and waits."""
+        self.submit(submission)
+        self.wait()
+
     def once(self, record) -> None:
         """Records commands with `record(command buffer)`, runs them and waits."""
         commands = self.command_buffer()
-        handles = (ctypes.c_void_p * 1)(commands)
+        submission = self.submission(commands)
         try:
             self.calls.vkBeginCommandBuffer(commands, ctypes.byref(api.BeginInfo(flags=1)))  # ONE_TIME_SUBMIT
             record(commands)
             self.calls.vkEndCommandBuffer(commands)
-            self.submit(self.submission(commands))
-            self.wait()
+            self.run(submission)
         finally:
             if not self.busy:
-                self.calls.vkFreeCommandBuffers(self.device, self.pool, 1, handles)
+                self.release(submission)
 
     def barrier(self, commands: int, stages: tuple[int, int], access: tuple[int, int]) -> None:
         """Memory barrier in a command buffer: later work at stages[1] waits for and sees that of stages[0]."""

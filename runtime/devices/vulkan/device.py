@@ -6,7 +6,6 @@ Each function of the plan is recorded at load and submitted for every run (repla
 memory get the weights there, once; others may leave experts there (n_cpu_moe).
 """
 
-import ctypes
 import logging
 import weakref
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import numpy as np
 
 from mlc_amd.runtime.artifact.io_buffers import launches_before_late
 from mlc_amd.runtime.artifact.memory import gib, host_shortage, of_manifest, on_host, shortage
+from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.choice import selection
@@ -24,10 +24,10 @@ from mlc_amd.runtime.devices.pieces import Pacer
 from mlc_amd.runtime.devices.placement import Range, cut, parts
 from mlc_amd.runtime.devices.run_queue import QueuedDevice, RunQueue
 from mlc_amd.runtime.devices.vulkan import api, fragments, timing
-from mlc_amd.runtime.devices.vulkan.commands import VulkanLaunch
+from mlc_amd.runtime.devices.vulkan.commands import VulkanLaunch, prepare
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
-from mlc_amd.runtime.devices.vulkan.io import Io, byte_count
+from mlc_amd.runtime.devices.vulkan.io import Io
 from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, MemoryBlock, OutOfMemory, VulkanMemory, places
 from mlc_amd.runtime.devices.vulkan.pipelines import BasedPipelines, Pipelines, cache_file
 from mlc_amd.runtime.devices.vulkan.replays import Replays
@@ -196,13 +196,7 @@ class VulkanDevice(QueuedDevice):
                 f"{self.gpu.name} cannot launch {grid} workgroups, as {kernel} needs; compile the model for another "
                 "--arch"
             )
-        push = (ctypes.c_uint64 * (1 if step["table"] else len(spans)))(
-            *([0] if step["table"] else [begin for begin, _ in spans])
-        )
-        writes = set(step["writes"])
-        touched = tuple((begin, end, place in writes) for place, (begin, end) in enumerate(spans))
-        symbol = step["symbol"]
-        return VulkanLaunch(kernel, self._pipelines[symbol], tuple(step["grid"]), push, touched, symbol)
+        return prepare(kernel, self._pipelines[step["symbol"]], step, spans, 0 if step["table"] else None)
 
     def _write_tables(self, tables: list[tuple[VulkanLaunch, list[int]]]) -> None:
         """Addresses that do not fit the push constants, in one block."""

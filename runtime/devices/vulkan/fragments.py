@@ -2,12 +2,11 @@
 kernels (schedules/gpu/linear/gemm_lanes.py, attention_rows_matrix.py) rely on one. Artifacts with such kernels have one
 that writes the distribution, `fragment_probe`."""
 
-import ctypes
 from contextlib import ExitStack
 
 import numpy as np
 
-from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, VulkanLaunch
+from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, prepare
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
@@ -29,15 +28,13 @@ def known_order(base: Context, needs: dict, step: dict, module: tuple[bytes, tup
         found, blocks = memory.spread(dict(enumerate(sizes)), "device")
         memory.fill(blocks)
         memory.put(*found[0], index.view(np.uint8))
-        addresses = [found[arg][0].address + found[arg][1] for arg in step["args"]]
-        push = (ctypes.c_uint64 * len(addresses))(*addresses)
+        begins = [found[arg][0].address + found[arg][1] for arg in step["args"]]
+        spans = [(begin, begin + sizes[arg]) for begin, arg in zip(begins, step["args"], strict=True)]
         recorder = CommandRecorder(context, pipelines.layout)
         recorder.begin()
         pipeline = pipelines.build({"fragment_probe": module})["fragment_probe"]
-        recorder.launch(VulkanLaunch("fragment_probe", pipeline, tuple(step["grid"]), push, ()))
-        recorder.end()
-        context.submit(context.submission(recorder.commands))
-        context.wait()
+        recorder.launch(prepare("fragment_probe", pipeline, step, spans))
+        context.run(recorder.end())
         a, b = (np.frombuffer(memory.get(*found[i], sizes[i]), np.float32).reshape(LANES, -1) for i in (1, 2))
     return is_known(a.astype(int), b.astype(int))
 

@@ -6,6 +6,7 @@ needs)` lists what a GPU lacks for an artifact, `choose` returns one, `profile_h
 
 import ctypes
 import os
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,13 +111,6 @@ class VulkanGpu:
         """(m, n, k) of its cooperative matrices of float16 with float32 sums."""
         return [shape for shape, types in self.matrices if types == ("float16", "float16", "float32", "float32")]
 
-    @property
-    def label(self) -> str:
-        return f"{self.index}: {self.name}"
-
-    def has(self, since: int | None, extension: str) -> bool:
-        return (since is not None and self.api >= since) or extension in self.extensions
-
 
 class Instance(Closing):
     """Vulkan, open: `gpus`, and for each of them `handles`. A context manager; `close` may be called twice.
@@ -181,21 +175,13 @@ class Instance(Closing):
         version = plain.properties.apiVersion
         if version < OLDEST:
             return None
-
-        def there(table: dict) -> list[type]:
-            return [
-                kind
-                for kind, (since, name) in table.items()
-                if (since is not None and version >= since) or name in extensions
-            ]
-
-        chain = _chain(there(PROPERTIES))
+        chain = _chain(offered(PROPERTIES, version, extensions))
         top = api.Properties2(next=chain[0])
         calls.vkGetPhysicalDeviceProperties2(handle, ctypes.byref(top))
         facts = {name: getattr(part, name) for part in chain for name in api.names_of(type(part))}
         features = frozenset(
             name
-            for part in self.features(handle, there(FEATURES))
+            for part in self.features(handle, offered(FEATURES, version, extensions))
             for name in api.names_of(type(part))
             if name[0] != "_" and getattr(part, name)
         )
@@ -270,6 +256,12 @@ class Instance(Closing):
         usable = [(i, family) for i, family in families if family.queueFlags & api.QUEUE_COMPUTE]
         usable.sort(key=lambda item: (item[1].timestampValidBits == 0, item[1].queueFlags & api.QUEUE_GRAPHICS))
         return (usable[0][0], usable[0][1].timestampValidBits) if usable else None
+
+
+def offered(table: dict, version: int, extensions: Collection[str]) -> list[type]:
+    """The structures of a table that a device has. version: of Vulkan."""
+    found = table.items()
+    return [kind for kind, (since, name) in found if (since is not None and version >= since) or name in extensions]
 
 
 def _pci(facts: dict[str, int]) -> str:

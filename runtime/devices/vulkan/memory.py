@@ -38,10 +38,7 @@ FOR_READING = (MemoryFlags(MAPPED | api.HOST_CACHED), MemoryFlags(api.HOST_VISIB
 FOR_GPU = (MemoryFlags(MAPPED, api.DEVICE_LOCAL | api.HOST_CACHED), MemoryFlags(MAPPED, api.DEVICE_LOCAL))
 KINDS: dict[str, tuple[tuple[MemoryFlags, ...], tuple[MemoryFlags, ...]]] = {
     "device": ((MemoryFlags(api.DEVICE_LOCAL),), (LOCAL, ANYWHERE)),
-    "host": (
-        (MemoryFlags(MAPPED, api.DEVICE_LOCAL | api.HOST_CACHED), MemoryFlags(MAPPED, api.DEVICE_LOCAL)),
-        (LOCAL, ANYWHERE),
-    ),
+    "host": (FOR_GPU, (LOCAL, ANYWHERE)),
     "input": ((LOCAL, ANYWHERE), (LOCAL, ANYWHERE)),
     "output": (FOR_READING, FOR_READING),
     "staging": ((ANYWHERE,), (ANYWHERE,)),

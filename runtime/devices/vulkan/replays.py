@@ -152,8 +152,7 @@ class Replays(RunHooks):
                 recorder.launch(launch)
             if i == len(groups) - 1:
                 self.io.record_outputs(recorder, function, slot)
-            recorder.end()
-            found.append(self.context.submission(recorder.commands))
+            found.append(recorder.end())
         return found
 
     def _launches(self, name: str, piece: WorkPiece) -> Iterator[VulkanLaunch]:

@@ -8,7 +8,7 @@ import ctypes
 from contextlib import ExitStack
 
 from mlc_amd.runtime.devices.vulkan import api
-from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, VulkanLaunch
+from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, prepare
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.memory import OutOfMemory, VulkanMemory
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
@@ -54,14 +54,13 @@ def copy_bandwidth(base: Context, nbytes: int, needs: dict, step: dict, module: 
         pool = query_pool(context, 2 * copies)
         recorder = CommandRecorder(context, pipelines.layout, (pool, 0, 2 * copies))
         recorder.begin()
-        push = (ctypes.c_uint64 * 2)(*(blocks[i].address for i in step["args"]))
+        spans = [(blocks[i].address, blocks[i].address + nbytes) for i in step["args"]]
         for _ in range(copies):
-            recorder.launch(VulkanLaunch("copy", pipeline, tuple(step["grid"]), push, ()))
+            recorder.launch(prepare("copy", pipeline, step, spans))
             recorder.barrier()
-        recorder.end()
+        submission = recorder.end()
         for _ in range(2):  # the first is a warm-up
-            context.submit(context.submission(recorder.commands))
-            context.wait()
+            context.run(submission)
         stamps = results(context, pool, 2 * copies)
         spent = min(seconds(context, begin, end) for begin, end in zip(stamps[::2], stamps[1::2], strict=True))
         return 2 * nbytes / max(spent, 1e-9)
