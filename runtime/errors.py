@@ -10,8 +10,7 @@ _JOINERS = "\u200c\u200d"  # parts of words and emojis, although not printable a
 
 
 class UserError(Exception):
-    """A one-line message: the problem, then its solution. Quoted parts of files or texts may have line ends and control
-    characters, which `one_line` replaces."""
+    """A one-line message: the problem, then its solution. `one_line` replaces line ends and control characters."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))

@@ -61,8 +61,7 @@ def require(module: str) -> None:
 
 
 def extras() -> list[dict[str, object]]:
-    """For each extra: `extra`, its name; `packages`: those that are installed; `missing`: the purposes of the others by
-    name."""
+    """For each extra: `extra`, its name; `packages`: those installed; `missing`: the purposes of the others by name."""
     found = []
     for extra in dict.fromkeys(package.extra for package in PACKAGES.values()):
         packages = {module: package for module, package in PACKAGES.items() if package.extra == extra}

@@ -36,8 +36,7 @@ class Lock:
 
 
 def lock(folder: Path, exclusive: bool = False) -> Lock | None:
-    """A shared lock, or an exclusive one, without waiting: None while another process has one, and on file systems
-    without locks."""
+    """A lock, shared or exclusive, without waiting: None while another process has one, or without support."""
     try:
         return Lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
     except OSError:
@@ -46,8 +45,7 @@ def lock(folder: Path, exclusive: bool = False) -> Lock | None:
 
 @contextmanager
 def scratch(parent: Path, name: str) -> Iterator[Path]:
-    """A new hidden folder in `parent`, which is created if missing; removed at the end, unless it was renamed. Removes
-    those of killed processes, too."""
+    """A new hidden folder in `parent` (made if missing), removed at the end unless renamed; sweeps `parent`, too."""
     parent.mkdir(parents=True, exist_ok=True)
     sweep(parent)
     folder, held = _owned(parent, name)

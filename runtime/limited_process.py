@@ -33,12 +33,9 @@ class LimitExceeded(Exception):
 
 
 class LimitedProcess:
-    """The child process. It is started when it is needed, also after it has ended. Thread-safe.
-
-    module: its `open_work(opening)` returns an answer to the opening, and the function that answers requests.
-    seconds: of processor time for one request, opening_seconds: for the opening. memory: bytes, besides those of Python
-    and its modules.
-    """
+    """The child process. It is started when it is needed, also after it has ended. Thread-safe. module: its
+    `open_work(opening)` returns an answer to the opening, and the function that answers requests. seconds: of processor
+    time for one request, opening_seconds: for the opening. memory: bytes, besides those of Python and its modules."""
 
     def __init__(self, module: str, opening: object, seconds: float, memory: int, opening_seconds: float = 0) -> None:
         self._module, self._opening = module, json.dumps(opening)
@@ -75,8 +72,7 @@ class LimitedProcess:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        """Ends the process if the block fails, as by Ctrl-C: else its answer would be taken for that to the next
-        request."""
+        """Ends the process if the block fails, as by Ctrl-C: its answer would be taken for that to the next request."""
         try:
             yield
         except BaseException:

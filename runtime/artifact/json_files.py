@@ -23,8 +23,7 @@ LARGEST = 256 << 20  # bytes of a file: a vocabulary of 200 thousand tokens take
 
 @contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """A regular file, for reading. UserError for anything else, such as a pipe, which might block, and for errors of
-    the system."""
+    """A regular file, for reading. UserError for anything else, as a pipe, which might block, and for system errors."""
     try:
         with open(path, "rb", opener=_open) as file:
             yield file

@@ -53,10 +53,8 @@ class Needs:
         return self.weights + self.kv + self.buffers - self.host(layers)
 
     def tokens(self, room: int, layers: int = 0) -> int:
-        """The largest capacity with which everything fits `room` bytes, at most `longest`; 0: none.
-
-        Windowed layers keep at most their window: the result is too small where the capacity is larger than that.
-        """
+        """The largest capacity with which everything fits `room` bytes, at most `longest`; 0: none. Windowed layers
+        keep at most their window: the result is too small where the capacity is larger than that."""
         if self.token == 0:
             return self.longest if self.device(layers) <= room else 0
         most = self.context + (room - self.device(layers)) // self.token
@@ -68,8 +66,7 @@ class Needs:
         return next((n for n in range(len(self.experts) + 1) if self.device(n) <= room), None)
 
     def advice(self, room: int, layers: int, shared: bool) -> list[str]:
-        """Flags, each of which makes a model fit `room` bytes that does not fit now. shared: the room is a part of the
-        host's memory."""
+        """Flags, each of which makes a model fit `room` bytes. shared: the room is a part of the host's memory."""
         tokens, more = self.tokens(room, layers), None if shared else self.layers_on_host(room)
         flags = [f"--ctx {tokens}"] if 0 < tokens < self.context else []
         return [*flags, f"--n-cpu-moe {more}"] if more is not None and more > layers else flags
@@ -113,8 +110,7 @@ def nbytes(entry: Mapping) -> int:
 
 
 def on_host(tensors: Iterable[str], layers: int) -> frozenset[str]:
-    """Of a model's tensors the experts' matrices of the first `layers` layers. UserError for a negative number, and for
-    a model without experts."""
+    """The experts' matrices of the first `layers` layers. UserError for a negative number, or without experts."""
     if layers < 0:
         raise UserError(f"--n-cpu-moe is {layers}: it must not be negative")
     experts = {name: int(found[1]) for name in tensors if (found := EXPERTS.match(name))}
@@ -136,8 +132,7 @@ def shortage(needs: Needs, free: int, gpu: str, layers: int = 0, shared: bool = 
 
 
 def host_shortage(needs: Needs, layers: int) -> str:
-    """The error message when the experts of the first `layers` layers do not fit the host memory that the GPU may
-    use."""
+    """The error message when the experts of the first `layers` layers do not fit the host memory for GPUs."""
     return (
         f"out of host memory: --n-cpu-moe {layers} needs {gib(needs.host(layers))} that the GPU can reach; Linux lets "
         "GPUs use half of the system's memory (kernel parameter ttm.pages_limit: pages of 4 KiB)"

@@ -1,7 +1,5 @@
-"""Weights as one block of bytes, from a file or drawn at random: the form in which devices take them.
-
-`TensorSpec` describes one tensor, `WeightBlock` a block with all of them, `JoinedBlocks` several blocks as one.
-"""
+"""Weights as one block of bytes, from a file or drawn at random: the form in which devices take them. `TensorSpec`
+describes one tensor, `WeightBlock` a block with all of them, `JoinedBlocks` several blocks as one."""
 
 import mmap
 from abc import ABC, abstractmethod
@@ -44,11 +42,8 @@ class TensorSpec:
 
 
 class WeightBlock(ABC):
-    """All weights as one block of bytes, which devices map or copy.
-
-    header: as in safetensors, {name: {"dtype", "shape", "data_offsets": [begin, end]}}, offsets into the block; every
-    tensor begins at a multiple of 64 bytes.
-    """
+    """All weights as one block of bytes, which devices map or copy. header: as in safetensors, {name: {"dtype",
+    "shape", "data_offsets": [begin, end]}}, offsets into the block; every tensor begins at a multiple of 64 bytes."""
 
     def __init__(self, header: dict[str, dict]):
         self.header = header
@@ -69,10 +64,7 @@ class WeightBlock(ABC):
     @abstractmethod
     def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
         """(offset, uint8 view) of pieces of at most `nbytes` bytes, in ascending order; gaps between tensors may be
-        skipped.
-
-        The views share memory: copy them at once, and do not write to them.
-        """
+        skipped. The views share memory: copy them at once, and do not write to them."""
 
     @abstractmethod
     def __getitem__(self, name: str) -> np.ndarray:

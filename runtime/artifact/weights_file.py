@@ -1,5 +1,4 @@
-"""Writes and reads files of packed weights: safetensors, with every tensor at a multiple of 64 bytes
-(dist/README.md)."""
+"""Writes and reads packed weights: safetensors, with every tensor at a multiple of 64 bytes (dist/README.md)."""
 
 import hashlib
 import json
@@ -23,9 +22,7 @@ ADVICE = "compile the model again"
 
 class WeightsWriter:
     """A safetensors file written out of order: the layout is fixed first, then pieces are written in any order.
-
-    Safetensors allows no holes, so alignment gaps are tensors named `__pad_<n>`.
-    """
+    Safetensors allows no holes, so alignment gaps are tensors named `__pad_<n>`."""
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec]):
         self.offsets, header, position = {}, {}, 0

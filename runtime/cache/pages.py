@@ -19,10 +19,8 @@ CELL_COLUMNS = 1 + KEPT  # of the table of cells: the one that a step reads, and
 
 
 class PagePool:
-    """Pages 0 .. pages-1, all of them free at first.
-
-    evicted: called with an idle page before it is allocated; must `forget` the page, and may forget others.
-    """
+    """Pages 0 .. pages-1, all of them free at first. evicted: called with an idle page before it is allocated; must
+    `forget` the page, and may forget others."""
 
     def __init__(self, pages: int, evicted: Callable[[int], None] | None = None) -> None:
         self.pages = pages

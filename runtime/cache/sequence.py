@@ -84,8 +84,7 @@ class Sequence:
         return [(token, self.computed + i, self.table_row) for i, token in enumerate(tokens)]
 
     def newest_row(self, offset: int = 0) -> SingleRow:
-        """The single row of its newest token, its only pending one; offset: that of the token so many positions later,
-        which is not known yet."""
+        """The single row of its only pending token; offset: of the one so many positions later, not known yet."""
         return self.tokens[-1], self.computed + offset, self.table_row
 
     def chunk(self, count: int) -> ChunkRows:
@@ -264,8 +263,7 @@ class Sequence:
         return True
 
     def _take(self, chain: list[PrefixDigest], n: int, state: bool = True) -> None:
-        """Replaces the held pages by the indexed ones of chain[:n], if these are more than are complete. state: takes
-        the state after them, too."""
+        """Replaces the held pages by the indexed ones of chain[:n], if these are more; state: and takes the state."""
         if n <= self._complete:
             return
         cell = self.cache.index.page(chain[n - 1], STATE) if state else None
@@ -313,8 +311,7 @@ class Sequence:
             self._match(kept)
 
     def free(self) -> None:
-        """Releases all pages and the slot. The index keeps what is computed until its pages are needed, so `match` may
-        find it again, also for this sequence."""
+        """Releases all pages and the slot. `match` may find them in the index again, until they are needed."""
         if self.state is None or self.state.abandon():
             self._index_end()
         self._cut(0)

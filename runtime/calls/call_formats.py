@@ -74,9 +74,8 @@ class CallSink:
 
 @dataclass(frozen=True, kw_only=True)
 class CallFormat(ABC):
-    """opening: the text that begins a call, or several; closing: the text that ends them. bare: the opening may be
-    missing before a call at the beginning of the answer. instructed: not part of the chat template, so an instruction
-    must describe it (call_messages.py)."""
+    """opening, closing: the texts that begin a call, or several, and end them. bare: the opening may be missing before
+    a call at the beginning of the answer. instructed: the chat template lacks it, so an instruction describes it."""
 
     opening: str = ""
     closing: str = ""

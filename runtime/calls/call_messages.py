@@ -24,8 +24,7 @@ Write one such block for each call, and nothing after the last one: the results 
 
 
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as text; if there are tools, with the instruction in the system message, which is added if there is
-    none."""
+    """The messages as text; with tools, the instruction is in the system message, which is added if there is none."""
     converted: list[dict[str, Any]] = []
     if tools:
         first = messages[0] if messages and messages[0]["role"] == "system" else {}

@@ -40,8 +40,7 @@ class Tool:
         return [name for name in found if isinstance(name, str)] if isinstance(found, list | tuple) else []
 
     def types(self, argument: str) -> frozenset[str]:
-        """The JSON types that an argument may have; "integer" is "number". All, where the schema does not restrict
-        them."""
+        """The JSON types that an argument may have; "integer" is "number". All, where the schema says nothing."""
         return _types(self.properties.get(argument), self.parameters, 0)
 
 

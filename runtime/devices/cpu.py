@@ -1,8 +1,5 @@
 """The cpu device: runs the compiled kernels of `kernels.so` on NumPy memory, on the thread pool linked into them
-(`cpu.c`).
-
-Of TVM it needs only the function interface (apache-tvm-ffi).
-"""
+(`cpu.c`). Of TVM it needs only the function interface (apache-tvm-ffi)."""
 
 import contextlib
 import ctypes
@@ -67,8 +64,7 @@ class Kernels:
             pointer.value = _address(getattr(_pool, implementation))
 
     def call(self, name: str, tensors: list) -> "KernelCall | None":
-        """A call of a kernel with these arguments, arrays of tvm_ffi, which are not checked; None for a name that is
-        not in the library."""
+        """A call of a kernel with these arrays of tvm_ffi, which are not checked; None for an unknown name."""
         function = self._module.get_function(name)
         return function and KernelCall(function, _address(self._library[f"__tvm_ffi_{name}"]), tensors)
 
@@ -104,8 +100,7 @@ class KernelCall:
 
 
 class Replay:
-    """A list of calls that few native calls run, as a call from Python takes as long as a small kernel. Signals are
-    handled between pieces."""
+    """Calls that few native calls run: one from Python takes as long as a small kernel. Signals are handled between."""
 
     def __init__(self, calls: list[KernelCall]):
         self._calls = calls

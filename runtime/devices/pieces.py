@@ -67,8 +67,7 @@ class _Cost:
         return cls(moved["call"] / bandwidth, row, moved["key"] / bandwidth, operations["score"] / rate, entry["keys"])
 
     def seconds(self, before: np.ndarray, places: np.ndarray) -> tuple[float, float]:
-        """(the cost that does not depend on positions, the cost that does). before: number of keys before the rows of
-        each sequence; places: the rows' positions."""
+        """(cost that does not depend on positions, cost that does). before: keys before each sequence's rows."""
         fixed = LAUNCH + max(self.moved, self.row * len(places))
         if not (self.key or self.score):
             return fixed, 0.0
@@ -144,11 +143,9 @@ def _of(piece: WorkPiece, values: list) -> float:
 
 
 class Pacer:
-    """For the functions of an artifact on one device. limit: seconds of a submission.
-
-    arch: of the device's launches. cuts: whether it can launch some of a grid's workgroups; those of kernels that count
-    arrivals stay together, as a run that is interrupted between two pieces would leave a wrong count.
-    """
+    """For the functions of an artifact on one device. limit: seconds of a submission. arch: of the device's launches.
+    cuts: whether it can launch some of a grid's workgroups; those of kernels that count arrivals stay together, as a
+    run that is interrupted between two pieces would leave a wrong count."""
 
     def __init__(self, manifest: Mapping, arch: str, cuts: bool = False):
         self.limit = LIMIT

@@ -17,11 +17,8 @@ def write_step(
     device, function: Mapping, singles: Sequence[SingleRow] | np.ndarray = (), chunk: ChunkRows | None = None
 ) -> int:
     """Writes everything but the page tables. function: the manifest's entry. Returns the number of rows of logits: of
-    the single rows in their order, then of the chunk's last token, or of all its tokens where the function computes
-    the logits of all rows (`answer_rows`).
-
-    ValueError for more rows than the function takes, and for none.
-    """
+    the single rows in their order, then of the chunk's last token, or of all its tokens where the function computes the
+    logits of all rows (`answer_rows`). ValueError for more rows than the function takes, and for none."""
     ids, position, slot = ((), 0, 0) if chunk is None else chunk
     single = len(singles)
     live = single + len(ids)

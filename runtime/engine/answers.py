@@ -33,10 +33,8 @@ from mlc_amd.runtime.text.tokenizer import Tokenizer
 
 class Answer:
     """index: its number among the answers of the call. listener, progress: called by the computing thread, for each
-    token and its end, and between chunks of the first prompt; an error of `progress` ends the answer.
-
-    error: why it failed, if it did; done: no more pieces are added.
-    """
+    token and its end, and between chunks of the first prompt; an error of `progress` ends the answer. error: why it
+    failed, if it did; done: no more pieces are added."""
 
     def __init__(
         self, tokenizer: Tokenizer, call: "GenerateCall", request: Request, sampling: Sampling, index: int
@@ -85,8 +83,7 @@ class Answer:
         return self.constraint is None and not self.done
 
     def choices(self, guesses: Sequence[int] = ()) -> list[TokenChoice]:
-        """How its next token is chosen, and those after each guess. If its constraint fails, the answer does, and the
-        choice does not matter."""
+        """How its next token is chosen, and those after each guess; of no matter if its constraint fails."""
         sequence = self.request.sequence
         assert sequence is not None, "its request was added"
         if self.constraint:
@@ -126,8 +123,7 @@ class Answer:
         self.stats.accepted += accepted
 
     def push(self, chosen: ChosenToken) -> str | None:
-        """Adds its next token. Returns why it ends with that token, if it does: "stop", "length", "context" or
-        "interrupted"."""
+        """Adds its next token. Returns why it ends there, if it does: "stop", "length", "context", "interrupted"."""
         now = time.perf_counter()
         if self._first is None:
             self._first, self.stats.prefill_s = now, now - self._begun
@@ -215,8 +211,7 @@ class Answer:
         return False
 
     def _release(self, last: bool = False) -> bool:
-        """Makes pieces of the held tokens whose text is certain; last: of all, as no more follow. Returns whether there
-        is a stop text."""
+        """Makes pieces of the held tokens with certain texts; last: of all. Returns whether there is a stop text."""
         text, stopped, _ = split_at("".join(text for _, text in self._held), self._stop, last)
         every, left, count = last or stopped is not None, len(text), 0
         for chosen, own in self._held if every or not self._decoder.incomplete else self._held[:-1]:

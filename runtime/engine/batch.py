@@ -1,5 +1,4 @@
-"""Steps without scheduler, for logits and measurements: of one sequence, and of several that advance together. Callers
-hold the step lock."""
+"""Steps without scheduler, for logits and measurements, of one sequence or several. Callers hold the step lock."""
 
 from collections.abc import Sequence as SequenceOf
 

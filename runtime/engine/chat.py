@@ -212,11 +212,8 @@ class Conversation:
             messages = messages[:first] + messages[later[0] :]
 
     def _encode(self, prompt: Traced) -> list[int]:
-        """Token ids of the rendered conversation; generated ids are kept as they were generated.
-
-        A model may split a word into other tokens than the tokenizer does; encoding its text again would then miss the
-        cache from there on.
-        """
+        """Token ids of the rendered conversation; generated ids stay as they were generated: a model may split a word
+        into other tokens than the tokenizer, which would miss the cache from there on."""
         tokenizer = self.engine.tokenizer
         if self._rendered and prompt.begins_with(self._rendered):
             rest = tokenizer.encode(prompt[len(self._rendered) :], add_special=False)
@@ -245,8 +242,7 @@ class Conversation:
             raise UserError(f"cannot save the conversation to {path}: {error.strerror}; choose another file") from error
 
     def load(self, path: str | Path) -> None:
-        """Replaces the messages, including the system message, by saved ones. UserError if the file is not a saved
-        conversation."""
+        """Replaces the messages, the system message too, by saved ones. UserError if the file has none."""
         path = Path(path).expanduser()
         try:
             content = json.loads(path.read_text(encoding="utf-8"))

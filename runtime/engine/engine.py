@@ -1,7 +1,5 @@
-"""The engine: a loaded model that continues texts and holds conversations, for many callers at once.
-
-logits_engine.py: token ids to logits; text_engine.py: generations; here: loading, and conversations.
-"""
+"""The engine: a loaded model that continues texts and holds conversations, for many callers at once. logits_engine.py:
+token ids to logits; text_engine.py: generations; here: loading, and conversations."""
 
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -62,10 +60,8 @@ class Engine(TextEngine):
         thinking: str = "auto",
         **changes: Unpack[SamplingChanges],
     ) -> Conversation:
-        """A new conversation, for its arguments see `Conversation`; changes: single sampling parameters.
-
-        An engine may have several. What they have in common stays in the cache.
-        """
+        """A new conversation, for its arguments see `Conversation`; changes: single sampling parameters. An engine may
+        have several. What they have in common stays in the cache."""
         return Conversation(self, system, (sampling or self.sampling).changed(**changes), on_full, thinking)
 
     def chat(

@@ -1,8 +1,5 @@
-"""The functions of an artifact's plan, and which of them computes a step.
-
-In: the manifest's `functions`. Out: for a number of single rows and of rows of a chunk, the smallest function that
-computes them.
-"""
+"""The functions of an artifact's plan, and which of them computes a step. In: the manifest's `functions`. Out: for a
+number of single rows and of rows of a chunk, the smallest function that computes them."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -27,8 +24,7 @@ def chunk_size(pending: int, sizes: tuple[int, ...], most: int) -> int:
 
 @cache
 def _cheapest(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """By a number of tokens of one sequence, up to the largest size: what they cost, and how many of them the first
-    step computes."""
+    """By a number of tokens of one sequence: what they cost, and how many of them the first step computes."""
     found = [(0, 0)]
     for count in range(1, max(sizes, default=0) + 1):
         at = bisect_left(sizes, count)
@@ -63,8 +59,7 @@ class StepFunction:
         return 0 < self.single < self.rows
 
     def holds(self, singles: int, chunk: int) -> bool:
-        """Whether it computes steps of so many single rows and so many rows of a chunk. Rows of one sequence may stand
-        where rows may be of different ones."""
+        """Whether it computes so many single rows and rows of a chunk, which may stand where single ones may."""
         if singles + chunk > self.rows or self.scores:
             return False
         return self.steps or singles <= self.single

@@ -21,11 +21,8 @@ MOST_LOGPROBS = 20  # alternatives to a token: the limit of OpenAI's API
 
 
 class ContextFull(UserError):
-    """More tokens than the KV cache holds.
-
-    what: the fact, without the advice of the message. turns: whether a conversation has earlier turns that could be
-    removed.
-    """
+    """More tokens than the KV cache holds. what: the fact, without the advice of the message. turns: whether a
+    conversation has earlier turns that could be removed."""
 
     def __init__(self, what: str, advice: str, turns: bool = False) -> None:
         super().__init__(f"{what}: {advice}")

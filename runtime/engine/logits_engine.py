@@ -78,8 +78,7 @@ class LogitsEngine(Closing):
         return OwnDraft(self._runner, self.artifact.manifest["name"])
 
     def speculate(self, drafter: Drafter | None) -> None:
-        """From now on steps verify guesses of that drafter (closed with the engine), or none. Answers do not depend on
-        it."""
+        """From now on steps verify that drafter's guesses (closed with the engine), or none. Answers are the same."""
         with self._loop.exclusive():
             before, rows = self._loop.speculation, self._loop.scheduler.limits.step_rows
             self._loop.speculation = Speculation(drafter, rows) if drafter else None
@@ -124,8 +123,7 @@ class LogitsEngine(Closing):
             self._own.truncate(n)
 
     def match(self, ids: Sequence[int]) -> int:
-        """Keeps the longest prefix that the own sequence shares with `ids`, leaving at least one id to compute; returns
-        its length."""
+        """Keeps the longest common prefix with `ids`, leaving one id to compute at least; returns its length."""
         with self._exclusive():
             limit = min(self.position, len(ids) - 1)
             n = max(next((i for i in range(limit) if self.tokens[i] != ids[i]), limit), 0)
@@ -133,11 +131,8 @@ class LogitsEngine(Closing):
             return n
 
     def advance(self, ids: Ids) -> np.ndarray:
-        """Appends `ids`. Returns the logits of the last one, float32 [vocab], in memory that the next step
-        overwrites.
-
-        ContextFull leaves the sequence unchanged.
-        """
+        """Appends `ids`. Returns the logits of the last one, float32 [vocab], in memory that the next step overwrites.
+        ContextFull leaves the sequence unchanged."""
         with self._exclusive():
             checked, before = self._check(ids, self.position), self.position
             self._own.append(checked.tolist())
@@ -175,9 +170,7 @@ class LogitsEngine(Closing):
 
     def time(self, ids: Ids) -> tuple[str, int, list[tuple[str, float, float]]]:
         """Times the kernels of the first step of `prefill(ids)`: (function, tokens, [(kernel, seconds, gap before)]).
-
-        The sequence is unchanged. UserError if the device cannot time kernels.
-        """
+        The sequence is unchanged. UserError if the device cannot time kernels."""
         with self._exclusive():
             checked = self._check(ids, self.position)
             if not hasattr(self.device, "time"):
@@ -208,8 +201,7 @@ class LogitsEngine(Closing):
 
     @contextmanager
     def batch(self, count: int) -> Iterator[Batch]:
-        """`count` sequences that advance together, for measurements. All other callers of the engine wait
-        meanwhile."""
+        """`count` sequences that advance together, for measurements. All other callers wait meanwhile."""
         with self._loop.exclusive():
             found = Batch(self.cache, self._runner, count)
             try:

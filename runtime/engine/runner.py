@@ -98,8 +98,7 @@ class Runner:
 
     def can_start_ahead(self, rows: int, late: bool = False) -> bool:
         """Whether a step of so many single rows may start while one of the same rows is in progress (`start_ahead`);
-        late: before it is known how tokens are chosen. Steps with states may not: which cells they write depends on the
-        step before."""
+        late: before it is known how tokens are chosen. Not with states: the step before determines the cells."""
         return not self.cache.cells and self.device.can_start_ahead(self.functions.of(rows, 0).name, late)
 
     def start(
@@ -165,8 +164,7 @@ class Runner:
         return [sampled[row] for row in self._answered]
 
     def chain(self, rows: Sequence[SingleRow], sources: Sequence[int]) -> list[int]:
-        """After `follow` or `chain`: the most likely tokens after those of `rows`, which are guesses themselves, made
-        by the rows `sources` of the call before."""
+        """After `follow` or `chain`: the most likely tokens after those of `rows`, guesses of the rows `sources`."""
         function = self.functions.chain(len(rows))
         self._choices.clear()
         self.prepare(function, rows, None)

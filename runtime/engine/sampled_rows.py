@@ -49,8 +49,7 @@ class ChosenToken(NamedTuple):
 
 
 class SampledRows:
-    """Writes and reads the buffers of `device`. io: the manifest's entries; further columns of logits than `vocab` are
-    padding."""
+    """Writes and reads the buffers of `device`. io: the manifest's; columns of logits beyond `vocab` are padding."""
 
     def __init__(self, device, io, vocab: int) -> None:
         self._allowed = np.zeros(io["allowed"]["shape"], np.int32)

@@ -91,8 +91,7 @@ class Scheduler:
     # ---- requests
 
     def add(self, request: Request) -> None:
-        """Queues a new request. QueueFull; ContextFull if it needs more tokens than the cache could ever hold for it;
-        UserError for an empty prompt."""
+        """Queues a request. QueueFull; ContextFull if the cache could never hold it; UserError for an empty prompt."""
         if not request.prompt:
             raise UserError("nothing to evaluate: the prompt has no tokens")
         if self.waiting >= self.limits.queue:
@@ -114,14 +113,12 @@ class Scheduler:
             self._cancels.append(request)
 
     def cancel(self, request: Request) -> None:
-        """The next `plan` finishes the request with the reason "cancelled", if it is not done then. Any thread may call
-        this, also before `add`."""
+        """The next `plan` finishes the request as "cancelled", unless it is done. For any thread, also before `add`."""
         request.cancelled = True
         self._cancels.append(request)
 
     def finish(self, request: Request, reason: str) -> None:
-        """Ends a request: it is computed no further, and its pages are released, after the step in progress if there
-        is one. Does nothing if it is done."""
+        """Ends a request, if it is not done; its pages are released, after the step in progress if there is one."""
         if request.state == "done" or request.sequence is None:
             return
         if request.state == "running":
@@ -176,9 +173,8 @@ class Scheduler:
         return self._step
 
     def plan_ahead(self, step: PlannedStep) -> PlannedStep | None:
-        """The step after the one in progress, if it certainly has the same rows and there are pages for them; of each
-        sequence it computes the token that the step in progress samples. A request that is done by then keeps its
-        row."""
+        """The step after the one in progress, if it certainly has the same rows, each with the token that one samples,
+        and there are pages. A request that is done by then keeps its row."""
         running = [request for request, _ in step.singles]
         may_start = self.waiting and not self._blocked
         if step is not self._step or self._ahead or step.chunk or any(step.drafts):
@@ -204,8 +200,7 @@ class Scheduler:
         return min(request.limit - len(request.generated) - 1, sequence.guess_room)
 
     def draft(self, step: PlannedStep, drafts: Mapping[Request, list[int]]) -> PlannedStep:
-        """The planned step without a chunk, with as many of the drafts of its requests as there are rows and pages for.
-        No request is preempted for drafts."""
+        """The planned step without a chunk, with as many drafts as there are rows and pages for, without preemption."""
         if step is not self._step or step.chunk:
             raise RuntimeError("this is no step in progress without a chunk")
         rows = self.limits.step_rows - len(step.singles)
@@ -240,8 +235,7 @@ class Scheduler:
         self._free_ended()
 
     def abandon(self) -> None:
-        """The planned step has failed, and with it the one after it: nothing of them counts as computed. Their
-        requests are as before `plan`."""
+        """The planned step, and the one after it, have failed: nothing counts as computed since `plan`."""
         step, self._step, self._ahead = self._step, None, None
         if step is None:
             raise RuntimeError("no step is in progress")
@@ -286,8 +280,7 @@ class Scheduler:
     # ---- the chunk
 
     def _plan_chunk(self, singles: list[Request], prefilling: dict[Hashable, Request]) -> PlannedChunk | None:
-        """The chunk of the first client for which there is room. Removes requests from `singles` whose pages an older
-        request needs."""
+        """The chunk of the first client with room. Removes `singles` whose pages an older request needs."""
         most = min(self.limits.chunk, self.limits.rows - len(singles))
         for key, queue in self._queues:
             request, waiting = prefilling.get(key), self._first(key, queue)

@@ -85,8 +85,7 @@ class StepLoop:
             raise scoring.error
 
     def start(self, answers: SequenceOf[Answer], watched: bool = False) -> None:
-        """Queues their requests. watched: the background thread computes them. QueueFull and ContextFull, after which
-        none of them is queued."""
+        """Queues them; watched: the background thread computes them. QueueFull, ContextFull: none is queued."""
         with self.exclusive():
             added = []
             try:

@@ -1,6 +1,5 @@
 """Text in, text out: any number of generations, from any number of threads, share steps. What their prompts have in
-common, with one another and with earlier ones, is computed once.
-"""
+common, with one another and with earlier ones, is computed once."""
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Unpack

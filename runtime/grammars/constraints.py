@@ -1,7 +1,5 @@
-"""Constraints on the tokens of an answer, as of grammars and schemas.
-
-In: the tokens of the answer. Out: the tokens that may follow, as rows of the io buffer `allowed` (sampling/layout.py).
-"""
+"""Constraints on the tokens of an answer, as of grammars and schemas. In: the tokens of the answer. Out: the tokens
+that may follow, as rows of the io buffer `allowed` (sampling/layout.py)."""
 
 import threading
 from typing import Any, Protocol
@@ -14,10 +12,8 @@ _WORD = np.dtype(np.int32)
 
 
 class Constraint(Protocol):
-    """The constraint of one answer. Used by one thread at a time, not always by the same one.
-
-    The mask includes the model's end tokens where the answer may end.
-    """
+    """The constraint of one answer. Used by one thread at a time, not always by the same one. The mask includes the
+    model's end tokens where the answer may end."""
 
     def allowed(self) -> np.ndarray | None:
         """int32 words [ceil(vocab / 32)]: bit t % 32 of word t // 32 is set if token t may follow. None: any may. If
@@ -49,8 +45,7 @@ def mask_of(constraint: Constraint, vocab: int) -> np.ndarray | None:
 
 
 def check_chosen(mask: np.ndarray, token: int) -> None:
-    """UserError for a token that a mask (`mask_of`) does not allow: such a token is only chosen where the mask allows
-    none."""
+    """UserError for a token that a mask (`mask_of`) does not allow, which is only chosen if it allows none."""
     if not int(mask[token // 32]) >> token % 32 & 1:
         raise UserError("the answer cannot continue: its grammar allows no token of this model's vocabulary here")
 
@@ -61,11 +56,9 @@ def shown(message: str) -> str:
 
 
 class AnswerConstraint:
-    """A `Constraint`: one answer's state under a grammar of llguidance. vocab: the size of the logits.
-
-    Masks of several answers are computed sequentially: llguidance's threads (LLExecutor) take longer, on 2 cores and on
-    16 (8 answers, 152,000 tokens).
-    """
+    """A `Constraint`: one answer's state under a grammar of llguidance. vocab: the size of the logits. Masks of several
+    answers are computed sequentially: llguidance's threads (LLExecutor) take longer, on 2 cores and on 16 (8 answers,
+    152,000 tokens)."""
 
     def __init__(self, matcher: Any, vocab: int) -> None:
         self._matcher = matcher

@@ -20,8 +20,7 @@ _MEMORY = 2 << 30  # bytes
 
 
 class ByteVocabulary:
-    """A vocabulary as llguidance's tokenizer takes it. tokens: their bytes; ends: tokens that end an answer; control:
-    tokens without a text."""
+    """A vocabulary for llguidance. tokens: their bytes; ends: that end an answer; control: without a text."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

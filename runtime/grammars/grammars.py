@@ -52,11 +52,8 @@ ToolChoice = Literal["auto", "required", "none"] | Mapping[str, str]
 
 class Grammars:
     """The grammars of one model. vocab: the size of its logits, at least the tokenizer's vocabulary. thinking: the
-    marks of its thinking; None: those of its vocabulary.
-
-    prompt, of all methods: the rendered text that the answer follows; None: there is no thinking, as in completions.
-    UserError where llguidance is not installed.
-    """
+    marks of its thinking; None: those of its vocabulary. prompt, of all methods: the rendered text that the answer
+    follows; None: there is no thinking, as in completions. UserError where llguidance is not installed."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, thinking: reasoning.ReasoningFormat | None = None) -> None:
         require("llguidance")
@@ -85,8 +82,7 @@ class Grammars:
         return self._grammar(rules, f"{rules.SPACE} {_json(rules, schema, lenient)}", prompt, _SCHEMA)
 
     def regex(self, text: str, prompt: str | None = None) -> Grammar:
-        """The whole answer matches the regular expression (of Rust's regex crate; "^" and "$" around it are
-        ignored)."""
+        """The whole answer matches the expression (of Rust's regex crate; "^" and "$" around it are ignored)."""
         import llguidance
 
         rules = Rules(self._control)

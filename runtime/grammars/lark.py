@@ -65,10 +65,7 @@ class Rules:
         return self.rule(" | ".join(dict.fromkeys(options)))
 
     def json(self, schema: Mapping[str, Any], lenient: bool = False) -> str:
-        """A JSON value that matches the schema, without properties that it does not list (`closed`).
-
-        lenient: keywords that cannot be enforced are ignored.
-        """
+        """A JSON value of that schema (`closed`). lenient: keywords that cannot be enforced are ignored."""
         settings = {"whitespace_pattern": JSON_SPACE, "lenient": lenient}
         return self.rule("%json " + json.dumps({**closed(schema), "x-guidance": settings}, ensure_ascii=False))
 

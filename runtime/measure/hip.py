@@ -19,8 +19,7 @@ SHARE = 8  # but at most one of so many parts of the GPU's memory
 
 
 class HipBackend:
-    """See `timing.py`. device: None, or a GPU's number or part of its name. bindings: a substitute for AMD's
-    package."""
+    """See `timing.py`. device: None, or a GPU's number or a part of its name. bindings: instead of AMD's package."""
 
     target, noise = 0.004, 0.0  # other programs on the GPU show as drift
 

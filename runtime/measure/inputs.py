@@ -24,10 +24,8 @@ SIGNATURE = 0xA5  # fill pattern of memory that must not be read, which makes re
 
 
 def fill(candidate: Candidate, state, roles=ROLES) -> dict[str, np.ndarray]:
-    """Name -> array of every parameter that has one of the roles, contiguous.
-
-    state: (position, live rows, single rows, 0). Single row i has position - i and slot i; the chunk after them begins
-    at position."""
+    """Name -> array of every parameter that has one of the roles, contiguous. state: (position, live rows, single rows,
+    0). Single row i has position - i and slot i; the chunk after them begins at position."""
     arrays = {param.name: _MAKERS[param.role](param, state) for param in candidate.params if param.role in roles}
     pair = {"A", "S"} & {p.name for p in candidate.params if p.role == "input"}
     if len(pair) == 2 and "input" in roles:

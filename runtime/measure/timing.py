@@ -164,8 +164,7 @@ class Bench:
         }
 
     def _repeat(self, index: int, count: int, repeats: int) -> tuple[list[float], float]:
-        """(seconds of a call in so many repetitions, the least noisy ones of up to ATTEMPTS times as many, the largest
-        noise among them)."""
+        """(seconds of a call in so many repetitions, the least noisy of up to ATTEMPTS times as many, their noise)."""
         found, end = [], time.perf_counter() + PATIENCE
         while len(found) < ATTEMPTS * repeats and sum(others <= MAX_NOISE for others, _, _ in found) < repeats:
             if len(found) >= repeats and time.perf_counter() > end:
@@ -176,8 +175,7 @@ class Bench:
         return [seconds for _, _, seconds in best], max(others for others, _, _ in best)
 
     def measure(self, doing: Callable[[int], None], done: Callable[[int, dict], None]) -> None:
-        """Times all that loaded. doing(number) before each one, done(number, result) after; done may come again with a
-        better result."""
+        """Times all that loaded. doing(number) before, done(number, result) after each, perhaps again, then better."""
         usable = [i for i in range(len(self.candidates)) if i not in self.failures]
         if not usable:
             return
@@ -210,8 +208,7 @@ class Bench:
         return float(np.percentile(seconds[:, 0] / seconds[:, 1], QUANTILE))
 
     def interleaved(self) -> np.ndarray:
-        """Seconds of a call as [round, candidate, case]; in a round all candidates are timed one after the other, so
-        that noise affects all of them."""
+        """Seconds of a call [round, candidate, case]: in a round one after the other, with the same noise."""
         cases, rounds = self.candidates[0].cases, []
         indices = range(len(self.candidates))
         counts = {
@@ -261,8 +258,7 @@ class _Reference:
 
 
 def _copies(candidate: Candidate, rotating, cache: int) -> int:
-    """The number of copies of rotating parameters: calls then read more than the cache, but the copies fit the
-    memory."""
+    """The number of copies of rotating parameters: calls read more than the cache, and all fit the memory."""
     total = sum(p.nbytes for p in rotating)
     if not total:
         return 1

@@ -1,5 +1,4 @@
-"""Measuring on a GPU through Vulkan: calls recorded one after the other with barriers between, timed by the queue's own
-clock."""
+"""Measuring on a GPU through Vulkan: recorded calls with barriers between, timed by the queue's own clock."""
 
 import ctypes
 from contextlib import ExitStack

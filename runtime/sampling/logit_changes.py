@@ -1,6 +1,4 @@
-"""Changes of single tokens' logits: the sum of penalties of recent tokens and biases, for the sampler of the host and
-that of the device.
-"""
+"""Changes of single tokens' logits: penalties of recent tokens, and biases; for the samplers of host and device."""
 
 import operator
 from collections import Counter
@@ -15,8 +13,7 @@ from mlc_amd.runtime.sampling.settings import Sampling
 
 @dataclass(frozen=True)
 class Changes:
-    """ids: distinct tokens, int32; recent: bool, those that the repetition penalty applies to; added: what is added to
-    their logits afterwards, float32."""
+    """ids: distinct tokens, int32; recent: bool, to be penalized for repetition; added: to their logits, float32."""
 
     ids: np.ndarray
     recent: np.ndarray
@@ -27,8 +24,7 @@ _NONE = Changes(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32
 
 
 def changes_of(sampling: Sampling, recent: Sequence[int]) -> Changes:
-    """The changes by a Sampling after the tokens `recent`, the latest last: biased tokens first, then recent ones from
-    the latest on, at most CHANGES."""
+    """The changes after the tokens `recent`, the latest last: of biased ones, then of the latest, at most CHANGES."""
     penalized = _penalized(sampling, recent)
     bias = dict(sampling.logit_bias)
     if not bias and not penalized:

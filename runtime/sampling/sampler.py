@@ -34,10 +34,8 @@ def not_finite(near: int | None = None) -> UserError:
 
 
 class Sampler:
-    """A sequence of samples under one `Sampling`. The same seed, positions and logits give the same tokens.
-
-    seed: the one of `sampling`, or where it has none a new one.
-    """
+    """A sequence of samples under one `Sampling`. The same seed, positions and logits give the same tokens. seed: the
+    one of `sampling`, or where it has none a new one."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -82,8 +80,7 @@ class Sampler:
         return ids, np.exp(weights, out=weights)
 
     def _candidates(self, logits: np.ndarray, largest: float) -> tuple[np.ndarray | None, np.ndarray]:
-        """The tokens after top-k, top-p and min-p: (ids, their logits) in the order of ids, or (None, all logits) when
-        none of the three removes any."""
+        """The tokens after top-k, top-p and min-p: (ids, logits) in the order of ids, or (None, all logits) if all."""
         s = self.sampling
         ids, kept = None, logits
         if 0 < s.top_k < len(logits):
@@ -102,8 +99,7 @@ class Sampler:
 
 
 def _draw(weights: np.ndarray, uniform: float) -> int:
-    """The index of the interval with `uniform` (0 <= uniform < 1), where the lengths of intervals are proportional to
-    the weights."""
+    """The index of the interval with `uniform` (0 <= uniform < 1); lengths are proportional to the weights."""
     # Two levels, a slice and then an index in it: a running sum over a whole vocabulary takes over a millisecond.
     starts = np.arange(0, len(weights), _SLICE)
     slices = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)

@@ -29,8 +29,7 @@ _FEW = 8  # pending tokens, at most, that are single rows of a step
 
 
 class DraftModel:
-    """A `Drafter`. artifact, device: the model's, as for `Engine`; closed with it. UserError for a vocabulary that is
-    not the `tokenizer`'s."""
+    """A `Drafter`. artifact, device: of the draft model, closed with it. UserError for another vocabulary."""
 
     expected, free, follows = 0.7, False, False
 
@@ -127,9 +126,8 @@ class DraftModel:
 def open_drafter(
     draft: str | PathLike[str] | None, tokenizer: Tokenizer, device: str | None, threads: int | None, size: KvSize
 ) -> Drafter | None:
-    """draft: LOOKUP, the artifact folder of a draft model, or None, but not OWN (`Engine.own_draft`); device, threads,
-    size: of its device and its cache, as for `open_device`; tokenizer: of the main model. UserError if the draft model
-    cannot be used."""
+    """draft: LOOKUP, a draft model's artifact folder, or None, but not OWN (`Engine.own_draft`); device, threads, size:
+    as for `open_device`; tokenizer: of the main model. UserError if the draft model cannot be used."""
     if draft is None:
         return None
     if draft == LOOKUP:

@@ -23,8 +23,7 @@ from mlc_amd.runtime.errors import UserError
 
 
 class _Rows(NamedTuple):
-    """The rows of a request in the last step with a guess each: the index of the first one among all rows, its
-    position, and the guesses."""
+    """A request's rows in the last step, with a guess each: index of the first among all, its position, the guesses."""
 
     first: int
     position: int

@@ -59,8 +59,7 @@ class Counts(NamedTuple):
 
 
 class Speculation:
-    """`drafts` before each step without a chunk, `completed` after it, and `followed` if the drafter followed it. rows:
-    of such a step, at most."""
+    """`drafts` before each step without a chunk, `completed` after it, `followed` if so. rows: of a step, at most."""
 
     def __init__(self, drafter: Drafter, rows: int, most: int = MOST) -> None:
         self.drafter, self._rows, self._most = drafter, rows, most
@@ -123,8 +122,7 @@ class Speculation:
     def completed(
         self, drafted: Mapping[Request, Sequence[int]], found: Mapping[Request, int], guess_s: float, step_s: float
     ) -> None:
-        """A step took step_s seconds, its guesses guess_s. drafted: the guesses; found: number of tokens of each of its
-        requests."""
+        """A step took step_s seconds, its guesses guess_s. found: number of tokens of each request."""
         answers, guesses = len(found), sum(map(len, drafted.values()))
         self._steps.add(answers + guesses, step_s)
         self._decoded_s += guess_s + step_s
@@ -202,10 +200,8 @@ class StepTimes:
 
 
 def best_counts(acceptance: Sequence[float], most: Sequence[int], times: Sequence[float]) -> tuple[list[int], float]:
-    """Numbers of guesses for answers with these acceptances with most tokens per second, and that rate.
-
-    most: of each answer; times: seconds of a step with 0, 1, 2 .. guesses.
-    """
+    """Numbers of guesses for answers with these acceptances with most tokens per second, and that rate. most: of each
+    answer; times: seconds of a step with 0, 1, 2 .. guesses."""
     counts, tokens = [0] * len(acceptance), float(len(acceptance))
     chances = [
         (-chance, i) for i, chance in enumerate(acceptance) if most[i]

@@ -63,11 +63,8 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: str | Path, name: str | None = None) -> "ChatTemplate":
-        """The default template of the model in `directory`, or the one called `name` of a model with several
-        ("tool_use", "rag").
-
-        Raises UserError for a missing or corrupt file, a malformed template and an unknown name.
-        """
+        """The default template of the model in `directory`, or the one called `name` ("tool_use", "rag"). UserError for
+        a missing or corrupt file, a malformed template and an unknown name."""
         config = read_config(Path(directory))
         named = config["chat_templates"]
         if name is not None and name not in named:

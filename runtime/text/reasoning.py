@@ -21,10 +21,8 @@ Kind = Literal["thinking", "final", "tool"]
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """A piece of a part. Adjacent ones of the same kind and recipient belong together.
-
-    recipient: of kind "tool": the recipient as the model writes it ("functions.search").
-    """
+    """A piece of a part. Adjacent ones of the same kind and recipient belong together. recipient: of kind "tool": the
+    recipient as the model writes it ("functions.search")."""
 
     kind: Kind
     text: str
@@ -52,8 +50,7 @@ class Parser(ABC):
 
 @dataclass(frozen=True)
 class ReasoningFormat(ABC):
-    """The marks of the parts of an answer. marks: the texts that separate them; if they are control tokens, the parser
-    needs their texts."""
+    """marks: the texts that separate the parts of an answer; of control tokens the parser needs the texts."""
 
     marks: tuple[str, ...]
 
@@ -67,10 +64,7 @@ class ReasoningFormat(ABC):
 
 @dataclass(frozen=True)
 class Tags(ReasoningFormat):
-    """Marks: before and after the thinking, which comes first if there is any. White space around it has no meaning.
-
-    label: the text after the first mark.
-    """
+    """Marks: before and after the thinking, which comes first if there is any. label: the text after the first mark."""
 
     label: str = ""
 

@@ -28,8 +28,7 @@ MARK = "\ufdd0"  # a code point that Unicode reserves for a program's internal u
 
 
 def _byte_characters() -> dict[str, int]:
-    """Character -> byte of byte-level BPE: printable Latin-1 stands for itself, the other bytes for U+0100 and up
-    (GPT-2's encoder.py)."""
+    """Character -> byte, as GPT-2's encoder.py: printable Latin-1 is itself, other bytes are U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -151,8 +150,7 @@ class Tokenizer:
         return "".join([stream.push(i) for i in ids]) + stream.flush()
 
     def stream(self, skip_special: bool = True, continues: bool = True, shown: Collection[str] = ()) -> "TextStream":
-        """A decoder for ids that arrive one at a time, with the arguments of `decode`. shown: control tokens with a
-        text."""
+        """A decoder for ids that arrive one at a time; arguments: of `decode`. shown: control tokens with a text."""
         return TextStream(self, skip_special, continues, shown)
 
     def has_token(self, text: str) -> bool:
@@ -167,8 +165,7 @@ class Tokenizer:
         return text.removeprefix(MARK)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of the token in a text, possibly a part of a character. Raises UserError for an id outside
-        the vocabulary."""
+        """The token's bytes in a text, perhaps a part of a character. UserError for an unknown id."""
         if (piece := self._pieces.get(token)) is None:
             piece = self._pieces[token] = self._bytes(token)
         return piece
@@ -198,9 +195,7 @@ class Tokenizer:
 
 class TextStream:
     """Decodes ids one at a time: `push(id)` returns the characters completed by the id, `flush()` the rest at the end.
-
-    The concatenation equals `decode` of the same ids. An incomplete character is buffered.
-    """
+    The concatenation equals `decode` of the same ids. An incomplete character is buffered."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, continues: bool, shown: Collection[str] = ()):
         self._tokenizer = tokenizer

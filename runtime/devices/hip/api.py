@@ -57,8 +57,7 @@ class Hip:
 
 
 def open_bindings():
-    """AMD's bindings with the runtime's library loaded. UserError if the package or the library is missing, or
-    the library is too old."""
+    """AMD's bindings with the runtime's library loaded. UserError if the package or library is missing, or too old."""
     try:
         bindings, paths = (
             importlib.import_module("rocm.bindings.hip"),
@@ -83,8 +82,7 @@ def runtime_version(bindings) -> tuple[int, int]:
 
 
 def _find_versioned_library(paths) -> None:
-    """Makes the bindings find libamdhip64.so.6 where the link libamdhip64.so of the development package is missing, as
-    on Debian and Fedora."""
+    """Makes the bindings find libamdhip64.so.6 without the development package's link, as on Debian and Fedora."""
     found = os.fsdecode(paths.get_library_path("amdhip64"))
     versioned = ctypes.util.find_library("amdhip64")
     if "/" in found or versioned in (None, found):

@@ -59,8 +59,7 @@ def sibling(arch: str, available: Collection[str]) -> str | None:
 
 
 def relabel(code: bytes, old: str, new: str) -> bytes:
-    """A code object for `old`, changed to one for `new` of the same SAME_ISA group: the chip in the ELF header and in
-    the metadata."""
+    """A code object for `old`, made one for `new` of the same group: the chip in the ELF header and the metadata."""
     group = next(group for group in SAME_ISA if old in group)
     changed = bytearray(code.replace(f"-{old}".encode(), f"-{new}".encode()))
     changed[E_FLAGS] = group[new]
@@ -80,8 +79,7 @@ def usable_gpus(hip: Hip, wanted: str | None) -> list[HipGpu]:
 
 
 def arch_here(wanted: str | None = None, bindings=None) -> str:
-    """The arch of the GPU that the user selects, else of the first one that Linux lists; "native" if there is none.
-    bindings: a substitute for AMD's package."""
+    """The arch of the GPU that the user selects, else of Linux's first one; or "native". bindings: instead of AMD's."""
     if selection(wanted):
         return usable_gpus(Hip(open_bindings() if bindings is None else bindings), wanted)[0].arch
     found = kfd_gpus()

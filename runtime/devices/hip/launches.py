@@ -16,8 +16,7 @@ from mlc_amd.runtime.devices.hip.api import NO_MEMORY, Hip, HipError
 
 @dataclass(frozen=True)
 class HipLaunch:
-    """One prepared kernel launch. `values` holds the kernel's arguments, `params` the address of each: both must stay
-    alive."""
+    """A prepared launch. `values`: the kernel's arguments, `params`: the address of each; both must stay alive."""
 
     kernel: str
     function: object
@@ -28,8 +27,7 @@ class HipLaunch:
 
 
 def prepare(kernel: str, function, step: dict, addresses: Sequence[int]) -> HipLaunch:
-    """The launch of a step, as the manifest describes it. addresses: of the call's arguments, then its scratch buffers;
-    function: HIP's handle of the step's symbol."""
+    """A step's launch. addresses: of the call's arguments, then its scratch buffers; function: handle of its symbol."""
     values = (ctypes.c_uint64 * len(step["args"]))(*(addresses[i] for i in step["args"]))
     params = (ctypes.c_void_p * len(values))(*(ctypes.addressof(values) + 8 * i for i in range(len(values))))
     return HipLaunch(kernel, function, tuple(step["grid"]), tuple(step["block"]), values, params)
@@ -75,8 +73,7 @@ def enqueue_timed(hip: Hip, stream, launches: Sequence[HipLaunch], marks: list) 
 
 
 def spans(hip: Hip, launches: Sequence[HipLaunch], marks: list) -> list[tuple[str, float, float]]:
-    """(kernel, seconds, seconds since the end of the launch before) of each launch that `enqueue_timed` enqueued and
-    that is done."""
+    """(kernel, seconds, seconds since the end of the one before) of each launch that `enqueue_timed` enqueued."""
     ends = [marks[0], *marks[1:-1:2]]  # what each launch's gap begins with
     return [
         (one.kernel, seconds(hip, begin, end), seconds(hip, before, begin))

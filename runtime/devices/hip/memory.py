@@ -56,8 +56,7 @@ def view(address: int, entry: dict) -> np.ndarray:
 
 
 def _rank(name: str, entry: dict) -> int:
-    """Of an io buffer in memory: 0 for inputs of each step, 1 for those that are kept, 2 for outputs, 3 for small
-    ones."""
+    """Of an io buffer: 0 for inputs of each step, 1 for those that are kept, 2 for outputs, 3 for small ones."""
     return 2 + (nbytes(entry) <= SMALL) if name in OUTPUTS else int(is_kept(name))
 
 
@@ -265,8 +264,7 @@ class HipMemory:
         self.hip("hipMemcpyAsync", target, self.blocks["io"][0] + at, count, kind, self.stream)
 
     def upload(self) -> None:
-        """Copies the weights: in host memory at once, to the GPU in chunks, where the next is read from the file while
-        one is transferred."""
+        """Copies the weights: in host memory at once, to the GPU in chunks, the next of which is read meanwhile."""
         with ExitStack() as held:
             staged = any(host is None for _, host in self._weights.values())
             slots = cycle([self._slot(held) for _ in range(2)] if staged else [])

@@ -20,8 +20,7 @@ from mlc_amd.runtime.errors import UserError
 
 
 class _Slot:
-    """Pinned memory of one run at a time. inputs: address of memory that they go through; results: the arrays of small
-    outputs; event: recorded after a run."""
+    """Pinned memory of a run. inputs: where they go through; results: arrays of small outputs; event: after the run."""
 
     def __init__(self, hip: Hip, held: ExitStack, memory: HipMemory):
         self.memory, self.inputs = memory, host_block(hip, held, memory.written_bytes)
@@ -36,10 +35,7 @@ class _Slot:
 
 class HipRuns(RunHooks):
     """functions: the manifest's entries; launches: of each function; graphs: of each, none where launches go one by
-    one; heads: see `RunQueue`.
-
-    What it allocates is released when `held` closes.
-    """
+    one; heads: see `RunQueue`. What it allocates is released when `held` closes."""
 
     def __init__(
         self,

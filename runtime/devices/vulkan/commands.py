@@ -59,11 +59,8 @@ class Hazards:
 
 
 class CommandRecorder:
-    """Records into one command buffer.
-
-    queries: (a pool of timestamps, the first one, their number); two are written for each launch: at the end of those
-    before it, and at its own.
-    """
+    """Records into one command buffer. queries: (a pool of timestamps, the first one, their number); two are written
+    for each launch: at the end of those before it, and at its own."""
 
     WORK = api.COMPUTE | api.TRANSFER
     READS = api.SHADER_READ | api.TRANSFER_READ

@@ -31,10 +31,8 @@ POLL, POLL_UNIFIED = 0.01, 0.0
 
 class Context:
     """calls: Vulkan's functions of this device; device, queue, pool: handles; gpu: its description; family: the index
-    of the queue's family; clock_bits: valid bits of its timestamps, 0 without any.
-
-    `calls` and handles are for the thread that made it, except where Vulkan allows several.
-    """
+    of the queue's family; clock_bits: valid bits of its timestamps, 0 without any. `calls` and handles are for the
+    thread that made it, except where Vulkan allows several."""
 
     def __init__(self, instance: Instance, gpu: VulkanGpu, held: ExitStack):
         self.instance, self.gpu, self.held = instance, gpu, held
@@ -121,8 +119,7 @@ class Context:
         self.enqueue(*submissions)
 
     def enqueue(self, *submissions: ctypes.Structure) -> None:
-        """The same after what runs: `wait` is still to be called for that, and then for these. At most AHEAD of these
-        calls may be pending."""
+        """The same after what runs, for which `wait` is to be called first. At most AHEAD calls may be pending."""
         self._running.append(self._free.pop())
         self._start(submissions, self._running[-1])
         self._unfenced = False

@@ -27,8 +27,7 @@ _CALLS = ("vkEnumeratePhysicalDevices", "vkDestroyInstance")
 @dataclass(frozen=True)
 class Failure:
     """Why a driver does not start. manifest: its file; library: named there, "" if unreadable; reason: as text;
-    missing:
-    the shared library that was not found, "" for other reasons."""
+    missing: the shared library that was not found, "" for other reasons."""
 
     manifest: str
     library: str
@@ -67,8 +66,7 @@ def failures() -> list[Failure]:
 
 
 def failure(manifest: Path) -> Failure | None:
-    """Loads the driver of a manifest and lists its devices; None when that works, or the driver is for another
-    architecture than this process."""
+    """Loads the driver of a manifest and lists its devices; None when that works, or for another architecture."""
     try:
         described = json.loads(manifest.read_text())["ICD"]
         library = str(described["library_path"])
@@ -96,8 +94,7 @@ def failure(manifest: Path) -> Failure | None:
 
 
 def _start(driver: ctypes.CDLL) -> None:
-    """Creates an instance and lists its devices. AttributeError for a library that is no driver, VulkanError for a call
-    that fails."""
+    """Creates an instance and lists its devices. AttributeError: it is no driver; VulkanError: a call fails."""
     lookup = driver.vk_icdGetInstanceProcAddr
     lookup.restype, lookup.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]
     if hasattr(driver, "vk_icdNegotiateLoaderICDInterfaceVersion"):

@@ -16,10 +16,8 @@ LANES, QUAD = 32, 4
 
 
 def known_order(base: Context, needs: dict, step: dict, module: tuple[bytes, tuple[int, ...]]) -> bool:
-    """Whether the driver of the GPU of `base` distributes matrices as `is_known` says.
-
-    needs: of the kernel's profile; step: of `fragment_probe`, as in the manifest; module: (SPIR-V, block).
-    """
+    """Whether the driver of the GPU of `base` distributes matrices as `is_known` says. needs: of the kernel's profile;
+    step: of `fragment_probe`, as in the manifest; module: (SPIR-V, block)."""
     with ExitStack() as held:
         context = Context(base.instance, base.gpu, held)
         memory, pipelines = VulkanMemory(context), Pipelines(context, needs["push_constants"], needs["subgroup_size"])
@@ -41,11 +39,8 @@ def known_order(base: Context, needs: dict, step: dict, module: tuple[bytes, tup
 
 def is_known(a: np.ndarray, b: np.ndarray) -> bool:
     """a [lane, 8], b [lane, 4]: for the components that a lane has, in order, row * DEPTH + column of A and row *
-    COLUMNS + column of B.
-
-    Lane 4*r + q has four columns of A's row r, then the same ones of row r + 8; and the same four rows of B's column r,
-    in the same order. Which four depends on q alone.
-    """
+    COLUMNS + column of B. Lane 4*r + q has four columns of A's row r, then the same ones of row r + 8; and the same
+    four rows of B's column r, in the same order. Which four depends on q alone."""
     lanes = np.arange(LANES)[:, None]
     order = np.arange(2 * QUAD)
     (a_row, a_column), (b_row, b_column) = divmod(a, DEPTH), divmod(b, COLUMNS)

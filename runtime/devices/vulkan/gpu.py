@@ -113,10 +113,8 @@ class VulkanGpu:
 
 
 class Instance(Closing):
-    """Vulkan, open: `gpus`, and for each of them `handles`. A context manager; `close` may be called twice.
-
-    UserError when there is no loader, no driver or no device.
-    """
+    """Vulkan, open: `gpus`, and for each of them `handles`. A context manager; `close` may be called twice. UserError
+    when there is no loader, no driver or no device."""
 
     def __init__(self):
         get, library = api.open_loader()
@@ -248,8 +246,7 @@ class Instance(Closing):
         )
 
     def _queue(self, handle: int) -> tuple[int, int] | None:
-        """The family that computes, preferably one without graphics, so that long kernels do not block the
-        desktop."""
+        """The family that computes, preferably without graphics: long kernels would block the desktop."""
         families = list(
             enumerate(api.listed(self.calls.vkGetPhysicalDeviceQueueFamilyProperties, api.QueueFamily, handle))
         )
@@ -325,8 +322,7 @@ def missing(gpu: VulkanGpu, needs: dict) -> list[str]:
 
 
 def preferred(gpus: list[VulkanGpu], wanted: str | None = None) -> list[VulkanGpu]:
-    """The best first, of those that the user selects. wanted: as in `choice.selected`. UserError when there is no such
-    GPU."""
+    """Those that the user selects, the best first. wanted: as in `choice.selected`. UserError when there is none."""
     order = sorted(
         gpus, key=lambda gpu: (RANK[gpu.type], -sum(heap.size for heap in gpu.heaps if heap.device_local), gpu.index)
     )
@@ -334,11 +330,8 @@ def preferred(gpus: list[VulkanGpu], wanted: str | None = None) -> list[VulkanGp
 
 
 def choose(gpus: list[VulkanGpu], needs: dict[str, dict], wanted: str | None = None) -> tuple[VulkanGpu, str]:
-    """The GPU and the profile of an artifact to run there.
-
-    needs: of each profile of the artifact, in the order of preference; wanted: as in `preferred`. UserError when no GPU
-    meets them.
-    """
+    """The GPU and the profile of an artifact to run there. needs: of each profile of the artifact, in the order of
+    preference; wanted: as in `preferred`. UserError when no GPU meets them."""
     order = preferred(gpus, wanted)
     for gpu in order:
         for profile, needed in needs.items():
@@ -353,6 +346,5 @@ def choose(gpus: list[VulkanGpu], needs: dict[str, dict], wanted: str | None = N
 
 
 def profile_here(wanted: str | None = None) -> str:
-    """`profile_of` the GPU that would run a model compiled now; wanted: as in `preferred`. UserError when there is
-    none."""
+    """`profile_of` the GPU that would run a model compiled now; wanted: as in `preferred`. UserError without one."""
     return profile_of(preferred(list_gpus(), wanted)[0])

@@ -187,8 +187,7 @@ class Io:
         return found
 
     def late(self, slot: int | None = None) -> None:
-        """Puts the LATE inputs that the host has written since `before` into memory, for what `record_late`
-        recorded."""
+        """Puts LATE inputs, written since `before`, into memory, for what `record_late` recorded."""
         self._inputs[slot].put(self._written, self._host)
         self._stale.difference_update(LATE)
 

@@ -79,10 +79,8 @@ class MemoryBlock:
 
 
 def places(sizes: dict, limit: int) -> tuple[dict, list[int]]:
-    """Buffers one after the other in blocks of at most `limit` bytes (more if one buffer alone is larger).
-
-    Returns {name: (block, offset)} and the blocks' sizes.
-    """
+    """Buffers one after the other in blocks of at most `limit` bytes (more if one buffer alone is larger). Returns
+    {name: (block, offset)} and the blocks' sizes."""
     found, blocks = {}, [0]
     for name, nbytes in sizes.items():
         nbytes = -(-max(nbytes, 1) // ALIGN) * ALIGN

@@ -30,8 +30,7 @@ _Key = TypeVar("_Key", bound=Hashable)  # of a kernel, of the caller
 
 
 class Pipelines:
-    """Builds pipelines. layout: of all of them. push: bytes of push constants; subgroup: size that kernels require, 0:
-    any."""
+    """layout: of all pipelines. push: bytes of push constants; subgroup: size that kernels require, 0: any."""
 
     def __init__(self, context: Context, push: int, subgroup: int):
         self.context, self.subgroup = context, subgroup
@@ -92,10 +91,8 @@ class Pipelines:
 
 
 class BasedPipelines:
-    """Pipelines of kernels whose launches may begin with any workgroup, each built at its first use.
-
-    modules: (SPIR-V, block) by symbol; file: of the driver's cache.
-    """
+    """Pipelines of kernels whose launches may begin with any workgroup, each built at its first use. modules: (SPIR-V,
+    block) by symbol; file: of the driver's cache."""
 
     def __init__(self, builder: Pipelines, modules: Mapping[str, tuple[bytes, tuple[int, ...]]], file: Path):
         self._builder, self._modules, self._file = builder, modules, file

@@ -19,8 +19,7 @@ _EXTENSION, _ENTRY_POINT, _EXECUTION_MODE, _CAPABILITY = 10, 15, 16, 17  # opcod
 
 
 def reconverging(code: bytes, features: Collection[str]) -> bytes:
-    """The module with that execution mode; unchanged for a device that has none of the features, or without an entry
-    point."""
+    """The module with that execution mode; unchanged if the device has no such feature, or without an entry point."""
     found = next((mode for feature, mode in MODES.items() if feature in features), None)
     if found is None:
         return code

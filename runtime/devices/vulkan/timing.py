@@ -35,11 +35,8 @@ def seconds(context: Context, begin: int, end: int) -> float:
 
 
 def copy_bandwidth(base: Context, nbytes: int, needs: dict, step: dict, module: tuple[bytes, tuple[int, ...]]) -> float:
-    """Bytes per second, reads plus writes, of a copy kernel on the GPU of `base`; 0.0 without enough memory.
-
-    nbytes: what a launch copies; needs: of the kernel's profile, step: its launch, as in the manifest; module: (SPIR-V,
-    block).
-    """
+    """Bytes per second, reads plus writes, of a copy kernel on the GPU of `base`; 0.0 without enough memory. nbytes: of
+    a launch; needs: of the kernel's profile; step: as in the manifest; module: (SPIR-V, block)."""
     with ExitStack() as held:
         context = Context(base.instance, base.gpu, held)
         memory = VulkanMemory(context)
