@@ -63,10 +63,8 @@ def cpu_flags() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    return next(
-        (frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith(("flags", "Features"))),
-        frozenset(),
-    )
+    flags = (line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(flags, ()))
 
 
 def kfd_gpus(topology: Path = TOPOLOGY) -> list[dict]:

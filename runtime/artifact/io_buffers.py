@@ -66,7 +66,5 @@ def io_buffers(
         "sampled": (sampled,),
         "logprobs": (sampled,),
     }
-    return {
-        name: {"dtype": "float32" if name in ("logits", "logprobs") else "int32", "shape": list(shape)}
-        for name, shape in shapes.items()
-    }
+    floats = ("logits", "logprobs")
+    return {name: {"dtype": "float32" if name in floats else "int32", "shape": [*of]} for name, of in shapes.items()}

@@ -51,10 +51,8 @@ class WeightBlock(ABC):
     @property
     def places(self) -> dict[str, tuple[int, int]]:
         """Tensor to (offset in the block, bytes)."""
-        found = {
-            name: (begin, end - begin) for name, entry in self.header.items() for begin, end in [entry["data_offsets"]]
-        }
-        return {name: place for name, place in found.items() if not name.startswith(PAD)}
+        spans = {name: entry["data_offsets"] for name, entry in self.header.items() if not name.startswith(PAD)}
+        return {name: (begin, end - begin) for name, (begin, end) in spans.items()}
 
     @property
     def total(self) -> int:

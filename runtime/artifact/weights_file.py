@@ -44,11 +44,8 @@ class WeightsWriter:
 
     def write(self, name: str, offset: int, data: np.ndarray) -> None:
         """Writes `data` at `offset` bytes into tensor `name`; may be called from several threads."""
-        os.pwrite(
-            self.file.fileno(),
-            np.ascontiguousarray(data).data.cast("B"),
-            self.start + self.offsets[name] + offset,
-        )
+        at = self.start + self.offsets[name] + offset
+        os.pwrite(self.file.fileno(), np.ascontiguousarray(data).data.cast("B"), at)
 
     def close(self) -> None:
         self.file.close()

@@ -95,9 +95,7 @@ def _types(schema: object, root: Mapping[str, Any], depth: int) -> frozenset[str
         return ALL_TYPES
     if kinds := schema.get("type"):
         names = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list | tuple) else []
-        return (
-            frozenset("number" if name == "integer" else name for name in names if isinstance(name, str)) or ALL_TYPES
-        )
+        return frozenset("number" if of == "integer" else of for of in names if isinstance(of, str)) or ALL_TYPES
     if "const" in schema or isinstance(schema.get("enum"), list | tuple):
         values = [schema["const"]] if "const" in schema else schema["enum"]
         return frozenset(map(json_type, values)) or ALL_TYPES

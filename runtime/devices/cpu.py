@@ -179,9 +179,8 @@ class CpuDevice:
             ) from e
 
     def _bind(self, function: dict) -> list[KernelCall]:
-        return [
-            self._call(step["kernel"], [self._tensor(arg) for arg in step["args"]]) for step in function["launches"]
-        ]
+        calls = function["launches"]
+        return [self._call(call["kernel"], [self._tensor(arg) for arg in call["args"]]) for call in calls]
 
     def _call(self, name: str, tensors: list) -> KernelCall:
         for library in self.libraries:

@@ -78,9 +78,8 @@ class Functions:
     """
 
     def __init__(self, manifest: Mapping) -> None:
-        entries = [
-            StepFunction(name, of["rows"], of["single"], of["logits"]) for name, of in manifest["functions"].items()
-        ]
+        found = manifest["functions"].items()
+        entries = [StepFunction(name, of["rows"], of["single"], of["logits"]) for name, of in found]
         found = [function for function in entries if not is_draft(function.name)]
         self._chains = [function for function in entries if function.name.startswith(CHAIN)]
         self.drafts = len(found) < len(entries)

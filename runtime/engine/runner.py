@@ -59,9 +59,8 @@ class Runner:
         if not (function.steps and chunk):
             return self.prepare(function, singles, chunk)
         ids, position, slot = chunk
-        return self.prepare(
-            function, [*singles, *((int(token), position + i, slot) for i, token in enumerate(ids))], None
-        )
+        rows = [(int(token), position + i, slot) for i, token in enumerate(ids)]
+        return self.prepare(function, [*singles, *rows], None)
 
     def run(self, chunk: ChunkRows) -> np.ndarray:
         """The logits [vocab] of a chunk's last row, in memory that the next step may overwrite."""

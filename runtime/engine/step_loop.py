@@ -297,9 +297,8 @@ class StepLoop:
         guesses = step.drafts + [[]] * (len(answers) - len(step.drafts))
 
         def choices() -> list[TokenChoice]:
-            return [
-                choice for answer, drafts in zip(answers, guesses, strict=True) for choice in answer.choices(drafts)
-            ]
+            pairs = zip(answers, guesses, strict=True)
+            return [choice for answer, drafts in pairs for choice in answer.choices(drafts)]
 
         masks = any(answer.constraint for answer in answers)
         chosen = iter(self.runner.sample(singles, chunk, choices if masks else choices()))

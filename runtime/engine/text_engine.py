@@ -114,11 +114,8 @@ class TextEngine(LogitsEngine):
         """The ids of each prompt."""
         if isinstance(prompt, str):
             return [self.tokenizer.encode_prompt(prompt)]
-        if (
-            isinstance(prompt, Sequence)
-            and prompt
-            and all(isinstance(one, (str, Sequence, np.ndarray)) for one in prompt)
-        ):
+        several = isinstance(prompt, Sequence) and all(isinstance(one, (str, Sequence, np.ndarray)) for one in prompt)
+        if several and prompt:
             return [ids for one in prompt for ids in self._prompts(one)]
         return [prompt]
 

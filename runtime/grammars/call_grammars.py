@@ -126,10 +126,8 @@ class _Writer:
     def bare_calls(self, found: BareCalls) -> CallGrammar:
         rules = self.rules
         values = [_BareValues(rules, found.quote, tool.parameters) for tool in self.tools]
-        bodies = [
-            f"{rules.literal('call:' + tool.name)} {of.object(tool.parameters, 0)}"
-            for tool, of in zip(self.tools, values, strict=True)
-        ]
+        pairs = zip(self.tools, values, strict=True)
+        bodies = [f"{rules.literal('call:' + tool.name)} {of.object(tool.parameters, 0)}" for tool, of in pairs]
         return self._repeated(found, rules.choice(bodies))
 
     def harmony_calls(self, found: HarmonyCalls) -> CallGrammar:
@@ -174,9 +172,8 @@ def _tagged(found: TaggedCalls, rules: Rules, tool: Tool, name: str) -> str:
         value = f"({' | '.join(map(rules.literal, options))}) {closing}"
     else:
         value = rules.until(found.value_closing)
-    argument = rules.rule(
-        f"{rules.literal(found.key[0] + name + found.key[1])} {_opening(found, rules)} {value} {rules.SPACE}"
-    )
+    key = rules.literal(found.key[0] + name + found.key[1])
+    argument = rules.rule(f"{key} {_opening(found, rules)} {value} {rules.SPACE}")
     return argument if name in tool.required else f"{argument}?"
 
 

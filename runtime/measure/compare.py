@@ -41,9 +41,8 @@ def differences(candidate: Candidate, state, expected: dict, found: dict) -> tup
             continue
         scales = f"S{name[1:]}"
         left, right = (_rows(run[name], run[scales], live) for run in (expected, found))
-        share, why = _int8(
-            left, right, ATTENTION_APART if loose else STEPS_APART, ATTENTION if loose else TOLERANCES["float32"]
-        )
+        apart, tolerance = (ATTENTION_APART, ATTENTION) if loose else (STEPS_APART, TOLERANCES["float32"])
+        share, why = _int8(left, right, apart, tolerance)
         worst = max(worst, share)
         wrong += [f"{name}: {why}"] if why else []
     return worst, wrong

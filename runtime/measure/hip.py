@@ -89,10 +89,8 @@ class HipBackend:
         try:
             module = self.hip("hipModuleLoadData", code)
             self._group.callback(self.hip, "hipModuleUnload", module)
-            return code, {
-                step["symbol"]: self.hip("hipModuleGetFunction", module, step["symbol"].encode())
-                for step in candidate.steps
-            }
+            symbols = [step["symbol"] for step in candidate.steps]
+            return code, {symbol: self.hip("hipModuleGetFunction", module, symbol.encode()) for symbol in symbols}
         except HipError as e:
             if e.code not in (*CANNOT_LOAD, "hipErrorNotFound", *NO_MEMORY):
                 raise

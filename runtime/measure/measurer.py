@@ -89,9 +89,8 @@ class Measurer(Closing):
                         break
             except ChildDied as e:
                 self._open = None
-                reference = next(
-                    (folder for folder in candidates if results.get(folder, {"error": ""})["error"] is None), None
-                )
+                right = (folder for folder in candidates if results.get(folder, {"error": ""})["error"] is None)
+                reference = next(right, None)
                 if len(doing) == 1 and doing[0] in pending:
                     keep(doing[0], {"error": str(e)})
                     continue

@@ -83,9 +83,8 @@ def compare_candidates(backend, untuned, tuned) -> dict:
             worst = max(worst, share)
             failed += [why] if why else []
         if failed:
-            where = f"state {state[:3]}" + (
-                f", in {len(failed)} of {TIMES} runs: a race?" if len(failed) < TIMES else ""
-            )
+            part = f", in {len(failed)} of {TIMES} runs: a race?" if len(failed) < TIMES else ""
+            where = f"state {state[:3]}{part}"
             wrong += [f"{text} ({where})" for text in failed[0]]
     gain = None if wrong else bench.gain()
     return {"deviation": float(worst) if np.isfinite(worst) else None, "error": "; ".join(wrong), "gain": gain}

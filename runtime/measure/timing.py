@@ -61,18 +61,16 @@ class Bench:
         rotating = [p for p in first.params if p.role in ROTATING]
         shared = [p for p in first.params if p.role not in (*ROTATING, *PRIVATE)]
         self.copies = _copies(first, rotating, backend.cache)
-        sizes = {(copy, p.name): p.nbytes for copy in range(self.copies) for p in rotating} | {
-            ("shared", p.name): p.nbytes for p in shared
-        }
+        sizes: dict = {(copy, p.name): p.nbytes for copy in range(self.copies) for p in rotating}
+        sizes |= {("shared", p.name): p.nbytes for p in shared}
         for candidate in candidates:
             for key, nbytes in _private(candidate).items():
                 sizes[key] = max(sizes.get(key, 0), nbytes)
         backend.open(sizes)
         self._fill(first.cases[0]["state"], range(self.copies))
         loaded = backend.load(candidates)
-        self.failures = {
-            i: str(handle) or type(handle).__name__ for i, handle in enumerate(loaded) if isinstance(handle, Exception)
-        }
+        failed = {i: error for i, error in enumerate(loaded) if isinstance(error, Exception)}
+        self.failures = {i: str(error) or type(error).__name__ for i, error in failed.items()}
         self._handles, self._calls, self._copy, self._busy_until = loaded, {}, 0, 0.0
 
     def _fill(self, state, copies, roles=ROLES) -> None:
@@ -211,11 +209,7 @@ class Bench:
         """Seconds of a call [round, candidate, case]: in a round one after the other, with the same noise."""
         cases, rounds = self.candidates[0].cases, []
         indices = range(len(self.candidates))
-        counts = {
-            (place, index): self._settle(index, case["state"])[1]
-            for place, case in enumerate(cases)
-            for index in indices
-        }
+        counts = {(place, i): self._settle(i, case["state"])[1] for place, case in enumerate(cases) for i in indices}
         end = time.perf_counter() + LONGEST
         while len(rounds) < FEWER or (len(rounds) < ROUNDS and time.perf_counter() < end):
             seconds = np.zeros((len(indices), len(cases)))

@@ -32,9 +32,8 @@ def write_row(
     changes[:count, 1] = found.added.view(np.int32)
     flags = DRAW * draw | ADJUST * bool(count or masked) | MASK * masked | LOGPROB * logprob
     seed = seed if sampling.seed is None else sampling.seed
-    words[:6] = np.array([flags, count, min(sampling.top_k, vocab), position, *seed_words(seed)], np.uint32).view(
-        np.int32
-    )
+    integers = flags, count, min(sampling.top_k, vocab), position, *seed_words(seed)
+    words[:6] = np.array(integers, np.uint32).view(np.int32)
     floats = (
         math.log2(math.e) / sampling.temperature if draw else 0.0,
         sampling.top_p,

@@ -30,9 +30,8 @@ def changes_of(sampling: Sampling, recent: Sequence[int]) -> Changes:
     if not bias and not penalized:
         return _NONE
     ids = list(dict.fromkeys([*bias, *penalized]))[:CHANGES]
-    penalties = (
-        penalized[t] * sampling.frequency_penalty + sampling.presence_penalty if t in penalized else 0.0 for t in ids
-    )
+    each, once = sampling.frequency_penalty, sampling.presence_penalty
+    penalties = (penalized[t] * each + once if t in penalized else 0.0 for t in ids)
     added = [bias.get(t, 0.0) - penalty for t, penalty in zip(ids, penalties, strict=True)]
     return Changes(np.array(ids, np.int32), np.array([t in penalized for t in ids], bool), np.array(added, np.float32))
 

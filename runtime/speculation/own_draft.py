@@ -56,10 +56,7 @@ class OwnDraft:
             if chunk.answers:
                 places.append((chunk.request, row + chunk.count - 1, end - 1, 1))
         guesses = iter(self._runner.follow(tokens))
-        self._rows = {
-            request: _Rows(first, position, [next(guesses) for _ in range(count)])
-            for request, first, position, count in places
-        }
+        self._rows = {of: _Rows(row, at, [next(guesses) for _ in range(count)]) for of, row, at, count in places}
 
     def skip(self) -> None:
         """A step was computed without it."""

@@ -203,9 +203,8 @@ def best_counts(acceptance: Sequence[float], most: Sequence[int], times: Sequenc
     """Numbers of guesses for answers with these acceptances with most tokens per second, and that rate. most: of each
     answer; times: seconds of a step with 0, 1, 2 .. guesses."""
     counts, tokens = [0] * len(acceptance), float(len(acceptance))
-    chances = [
-        (-chance, i) for i, chance in enumerate(acceptance) if most[i]
-    ]  # that the next guess of an answer counts
+    # that the next guess of an answer counts
+    chances = [(-chance, i) for i, chance in enumerate(acceptance) if most[i]]
     heapify(chances)
     best, rate = list(counts), 0.0
     for time in times[1:]:

@@ -118,12 +118,8 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, variables: Mapping[str, object]
     ) -> Traced:
-        standard = {
-            "messages": list(messages),
-            "add_generation_prompt": add_generation_prompt,
-            "tools": None,
-            "documents": None,
-        }
+        standard = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        standard |= {"tools": None, "documents": None}
         self.check()
         try:
             rendered: dict[str, Any] = self._process.request({**standard, **variables})

@@ -59,10 +59,8 @@ class Hip:
 def open_bindings():
     """AMD's bindings with the runtime's library loaded. UserError if the package or library is missing, or too old."""
     try:
-        bindings, paths = (
-            importlib.import_module("rocm.bindings.hip"),
-            importlib.import_module("rocm.bindings.util.paths"),
-        )
+        bindings = importlib.import_module("rocm.bindings.hip")
+        paths = importlib.import_module("rocm.bindings.util.paths")
     except ImportError as e:
         raise extras.absence("rocm.bindings.hip") from e
     _find_versioned_library(paths)

@@ -84,9 +84,8 @@ class HipDevice(QueuedDevice):
         self._marks: dict[str, list] = {}  # events that time a function's launches
         functions = self.manifest["functions"]
         heads = {name: launches_before_late(function, self._kernels) or 0 for name, function in functions.items()}
-        self._runs = HipRuns(
-            self.hip, self._held, self.stream, self.memory, functions, self._launches, self._graphs, heads
-        )
+        runs = self.memory, functions, self._launches, self._graphs, heads
+        self._runs = HipRuns(self.hip, self._held, self.stream, *runs)
         self._queue = RunQueue(self._runs, self.pacer, heads)
         if os.environ.get(GRAPH_VARIABLE) != "0":
             self._make_graphs()
@@ -118,9 +117,8 @@ class HipDevice(QueuedDevice):
         self._kernels = self.manifest["launches"][self.code_arch]
         symbols = {step["symbol"] for kernel in self._kernels.values() for step in kernel["steps"]}
         try:
-            self._functions = {
-                symbol: self.hip("hipModuleGetFunction", module, symbol.encode()) for symbol in sorted(symbols)
-            }
+            get = "hipModuleGetFunction"
+            self._functions = {symbol: self.hip(get, module, symbol.encode()) for symbol in sorted(symbols)}
         except HipError as e:
             raise UserError(f"{file} lacks a kernel of this model ({e.code}); compile the model again") from e
 
@@ -193,9 +191,8 @@ class HipDevice(QueuedDevice):
             if function in graphs and not piece:
                 self.hip("hipGraphLaunch", graphs[function], self.stream)
             else:
-                launching.enqueue(
-                    self.hip, self.stream, [self._launches[function][i] for i in self._numbers(function, piece)]
-                )
+                launches = self._launches[function]
+                launching.enqueue(self.hip, self.stream, [launches[i] for i in self._numbers(function, piece)])
             self._wait()
             self.pacer.record(function, time.perf_counter() - start, piece)
 

@@ -44,9 +44,8 @@ def _gpu(hip: Hip, index: int) -> HipGpu:
     facts = hip("hipGetDeviceProperties", index)
     arch, name = (os.fsdecode(text).split("\0")[0] for text in (facts.gcnArchName, facts.name))
     pci = f"{facts.pciDomainID:04x}:{facts.pciBusID:02x}:{facts.pciDeviceID:02x}.0"
-    return HipGpu(
-        index, name, arch.split(":")[0], facts.totalGlobalMem, bool(facts.integrated), pci
-    )  # without ":sramecc+:xnack-"
+    arch = arch.split(":")[0]  # without ":sramecc+:xnack-"
+    return HipGpu(index, name, arch, facts.totalGlobalMem, bool(facts.integrated), pci)
 
 
 def sibling(arch: str, available: Collection[str]) -> str | None:

@@ -144,9 +144,7 @@ class HipMemory:
                 raise
             raise UserError(host_shortage(self._needs(), n_cpu_moe)) from e
         device, host = self.blocks["weights"]
-        self._weights = hosts | {
-            one: (device + offset, None if host is None else host + offset) for one, offset in offsets.items()
-        }
+        self._weights = hosts | {one: (device + at, None if host is None else host + at) for one, at in offsets.items()}
         self._weights_at = {
             name: self._weights[one][0] + first - one.begin
             for name, place in self.artifact.weights.places.items()
@@ -162,9 +160,8 @@ class HipMemory:
     def _mapped_block(self, size: int) -> tuple[int, int]:
         """Host memory that the GPU reads: (address for the GPU, address for the host)."""
         # Non-coherent memory can be cached in the GPU's L2; the end of the stream makes writes visible.
-        host = self._host_block(
-            size, self.hip.names.hipHostMallocMapped | self.hip.names.hipHostMallocNonCoherent & 0xFFFFFFFF
-        )
+        flags = self.hip.names.hipHostMallocMapped | self.hip.names.hipHostMallocNonCoherent & 0xFFFFFFFF
+        host = self._host_block(size, flags)
         return int(self.hip("hipHostGetDevicePointer", host, 0)), host
 
     def _host_block(self, size: int, flags: int = 0) -> int:
@@ -192,9 +189,8 @@ class HipMemory:
         kind, where = arg[0], arg[1]
         if kind == "weight":
             return self._weights_at[where]
-        return self.blocks[kind][0] + (
-            where if kind == "arena" else {"kv": self._kv_at, "io": self._io_at}[kind][where]
-        )
+        at = where if kind == "arena" else {"kv": self._kv_at, "io": self._io_at}[kind][where]
+        return self.blocks[kind][0] + at
 
     def scratch(self, kernel: str) -> list[int]:
         """GPU addresses of a kernel's scratch buffers."""

@@ -285,11 +285,8 @@ def listed(call, kind: Any, *arguments) -> list:
     """The items of an enumerating function, which is called for their number first."""
     count = ctypes.c_uint32()
     call(*arguments, ctypes.byref(count), None)
-    items = (
-        (kind * count.value)(*(kind() for _ in range(count.value)))
-        if issubclass(kind, Chained)
-        else (kind * count.value)()
-    )
+    whole = kind * count.value
+    items = whole(*(kind() for _ in range(count.value))) if issubclass(kind, Chained) else whole()
     call(*arguments, ctypes.byref(count), items)
     return list(items)[: count.value]
 

@@ -43,10 +43,8 @@ class Context:
         self._open()
         self.queue = api.create(self.calls.vkGetDeviceQueue, self.device, self.family, 0, kind=ctypes.c_void_p)
         # RESET_COMMAND_BUFFER: those for uploads are recorded again and again
-        self.pool = self.own(
-            "vkDestroyCommandPool",
-            self.create("vkCreateCommandPool", api.CommandPoolInfo(flags=2, family=self.family)),
-        )
+        pool = self.create("vkCreateCommandPool", api.CommandPoolInfo(flags=2, family=self.family))
+        self.pool = self.own("vkDestroyCommandPool", pool)
         fences = [self.own("vkDestroyFence", self.create("vkCreateFence", api.FenceInfo())) for _ in range(AHEAD)]
         self._free = [(ctypes.c_uint64 * 1)(fence) for fence in fences]
         self._running: deque[ctypes.Array] = deque()  # fences of pending submissions, the oldest first

@@ -136,9 +136,8 @@ class VulkanDevice(QueuedDevice):
             for name, (at, nbytes) in weights.places.items()
             for one, first, _ in parts(self._ranges, at, nbytes)
         }
-        self._arena, self._scratch = (
-            memory.block(max(nbytes, ALIGN), "device") for nbytes in (manifest["arena_bytes"], scratch)
-        )
+        self._arena = memory.block(max(manifest["arena_bytes"], ALIGN), "device")
+        self._scratch = memory.block(max(scratch, ALIGN), "device")
         self.io = Io(self.context, memory, manifest["io"])
         self.kv_types = kv_types(manifest, self._kv_size.pages(manifest, memory.left(), memory.limit))
         self._kv_bytes = {name: byte_count(dtype, shape) for name, (shape, dtype) in self.kv_types.items()}
@@ -148,10 +147,8 @@ class VulkanDevice(QueuedDevice):
 
     def _scratch_bytes(self, function: dict) -> int:
         """RING times the largest scratch memory of the kernels of a function."""
-        needs = (
-            places(dict(enumerate(self._kernels[call["kernel"]]["scratch"])), api.FOREVER)[1][0]
-            for call in function["launches"]
-        )
+        sizes = [self._kernels[call["kernel"]]["scratch"] for call in function["launches"]]
+        needs = (places(dict(enumerate(buffers)), api.FOREVER)[1][0] for buffers in sizes)
         return RING * max(needs, default=0)
 
     def _upload(self) -> None:
@@ -202,9 +199,8 @@ class VulkanDevice(QueuedDevice):
         """Addresses that do not fit the push constants, in one block."""
         if not tables:
             return
-        found, (block,) = self.memory.spread(
-            {i: 8 * len(addresses) for i, (_, addresses) in enumerate(tables)}, "device"
-        )
+        sizes = {i: 8 * len(addresses) for i, (_, addresses) in enumerate(tables)}
+        found, (block,) = self.memory.spread(sizes, "device")
         content = np.zeros(block.nbytes, np.uint8)
         for i, (launch, addresses) in enumerate(tables):
             offset = found[i][1]

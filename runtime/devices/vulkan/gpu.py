@@ -186,9 +186,8 @@ class Instance(Closing):
         properties, limits = top.properties, top.properties.limits
         memory, free = self.budget(handle, BUDGET in extensions)
         allocation = facts["maxMemoryAllocationSize"]
-        driver = (
-            b" ".join(facts.get(name, b"") for name in ("driverName", "driverInfo")).decode(errors="replace").strip()
-        )
+        names = (facts.get(name, b"") for name in ("driverName", "driverInfo"))
+        driver = b" ".join(names).decode(errors="replace").strip()
         default, device_type = facts["subgroupSize"], api.DEVICE_TYPES[properties.deviceType]
         return VulkanGpu(
             index=index,
@@ -247,9 +246,8 @@ class Instance(Closing):
 
     def _queue(self, handle: int) -> tuple[int, int] | None:
         """The family that computes, preferably without graphics: long kernels would block the desktop."""
-        families = list(
-            enumerate(api.listed(self.calls.vkGetPhysicalDeviceQueueFamilyProperties, api.QueueFamily, handle))
-        )
+        enumerate_families = self.calls.vkGetPhysicalDeviceQueueFamilyProperties
+        families = list(enumerate(api.listed(enumerate_families, api.QueueFamily, handle)))
         usable = [(i, family) for i, family in families if family.queueFlags & api.QUEUE_COMPUTE]
         usable.sort(key=lambda item: (item[1].timestampValidBits == 0, item[1].queueFlags & api.QUEUE_GRAPHICS))
         return (usable[0][0], usable[0][1].timestampValidBits) if usable else None

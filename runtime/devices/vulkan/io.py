@@ -54,10 +54,8 @@ class _Outputs:
     def __init__(self, memory: VulkanMemory, sizes: dict[str, int], entries: Mapping):
         places, (self.block,) = memory.spread(sizes, "output")
         self.at = {name: offset for name, (_, offset) in places.items()}
-        self.views = {
-            name: self.block.view(offset, entries[name]["dtype"], entries[name]["shape"])
-            for name, offset in self.at.items()
-        }
+        of = {name: (entries[name]["dtype"], entries[name]["shape"]) for name in self.at}
+        self.views = {name: self.block.view(offset, *of[name]) for name, offset in self.at.items()}
 
 
 class Io:
@@ -74,9 +72,8 @@ class Io:
         sizes = {name: byte_count(entry["dtype"], entry["shape"]) for name, entry in entries.items()}
         self._table_sizes = {name: size for name, size in sizes.items() if is_kept(name)}
         self._output_sizes = {name: size for name, size in sizes.items() if name in OUTPUTS}
-        self._input_sizes = {
-            name: size for name, size in sizes.items() if name not in self._table_sizes and name not in OUTPUTS
-        }
+        others = {*self._table_sizes, *OUTPUTS}
+        self._input_sizes = {name: size for name, size in sizes.items() if name not in others}
         results, (self._results,) = memory.spread(self._output_sizes, "device")
         own = _Inputs(memory, self._input_sizes, self._table_sizes, entries)
         self._inputs: dict[int | None, _Inputs] = {None: own}  # by slot
@@ -163,9 +160,8 @@ class Io:
         key = function["logits"], target is self._outputs[None]
         if key not in self._copied:
             found = {name: self.byte_count(name, function) for name in target.at}
-            self._copied[key] = {
-                name: size // self._row_bytes(name, 1) for name, size in found.items() if size <= RECORDED
-            }
+            small = {name: size for name, size in found.items() if size <= RECORDED}
+            self._copied[key] = {name: size // self._row_bytes(name, 1) for name, size in small.items()}
         return self._copied[key]
 
     # ---- the host's side

@@ -121,9 +121,8 @@ class VulkanMemory:
         free = self.free()
         if nbytes > self.limit:
             raise OutOfMemory(nbytes, kind)
-        buffer = context.own(
-            "vkDestroyBuffer", context.create("vkCreateBuffer", api.BufferInfo(size=nbytes, usage=api.USAGE))
-        )
+        info = api.BufferInfo(size=nbytes, usage=api.USAGE)
+        buffer = context.own("vkDestroyBuffer", context.create("vkCreateBuffer", info))
         needs = api.MemoryRequirements()
         calls.vkGetBufferMemoryRequirements(device, buffer, ctypes.byref(needs))
         flags = api.AllocateFlagsInfo(flags=api.ALLOCATE_DEVICE_ADDRESS)
@@ -145,14 +144,10 @@ class VulkanMemory:
 
     def _types(self, wanted: tuple[MemoryFlags, ...], allowed: int) -> list[int]:
         """Memory types, the best first."""
-        kinds = [
-            (i, flags) for i, (flags, _) in enumerate(self.gpu.memory) if allowed >> i & 1 and not flags & ~KNOWN_FLAGS
-        ]
-        return list(
-            dict.fromkeys(
-                i for want in wanted for i, flags in kinds if flags & (want.flags | want.without) == want.flags
-            )
-        )
+        possible = [i for i in range(len(self.gpu.memory)) if allowed >> i & 1]
+        kinds = [(i, flags) for i in possible if not (flags := self.gpu.memory[i][0]) & ~KNOWN_FLAGS]
+        found = (i for of in wanted for i, flags in kinds if flags & (of.flags | of.without) == of.flags)
+        return list(dict.fromkeys(found))
 
     def _bound(self, buffer: int, memory: int, nbytes: int, flags: int, mapped: bool) -> MemoryBlock:
         calls, device, host = self.context.calls, self.context.device, None
@@ -204,9 +199,8 @@ class VulkanMemory:
         def record(commands: int) -> None:
             region = api.BufferCopy(offset, 0, nbytes)
             everything = api.COMPUTE | api.TRANSFER
-            self.context.barrier(
-                commands, (everything, api.TRANSFER), (api.SHADER_WRITE | api.TRANSFER_WRITE, api.TRANSFER_READ)
-            )
+            written = api.SHADER_WRITE | api.TRANSFER_WRITE
+            self.context.barrier(commands, (everything, api.TRANSFER), (written, api.TRANSFER_READ))
             self.context.calls.vkCmdCopyBuffer(commands, block.buffer, staging.buffer, 1, ctypes.byref(region))
             self.context.barrier(commands, (api.TRANSFER, api.HOST), (api.TRANSFER_WRITE, api.HOST_READ))
 

@@ -67,13 +67,8 @@ class Pipelines:
         # Then lanes are consecutive in x, and no subgroup of a workgroup is partly empty.
         full = self.subgroup and block[0] % self.subgroup == 0 and "computeFullSubgroups" in self.context.gpu.features
         size = api.RequiredSubgroupSize(size=self.subgroup) if self.subgroup else None
-        stage = api.StageInfo(
-            next=size,
-            flags=api.REQUIRE_FULL_SUBGROUPS if full else 0,
-            stage=api.STAGE_COMPUTE,
-            module=module,
-            name=b"main",
-        )
+        full_flags = api.REQUIRE_FULL_SUBGROUPS if full else 0
+        stage = api.StageInfo(next=size, flags=full_flags, stage=api.STAGE_COMPUTE, module=module, name=b"main")
         flags = api.DISPATCH_BASE if based else 0
         info = api.ComputePipelineInfo(flags=flags, stage=stage, layout=self.layout, baseIndex=-1)
         try:

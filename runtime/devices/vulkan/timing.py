@@ -23,9 +23,8 @@ def query_pool(context: Context, count: int) -> int:
 
 def results(context: Context, pool: int, count: int) -> list[int]:
     data = (ctypes.c_uint64 * count)()
-    context.calls.vkGetQueryPoolResults(
-        context.device, pool, 0, count, 8 * count, data, 8, api.RESULT_64 | api.RESULT_WAIT
-    )
+    flags = api.RESULT_64 | api.RESULT_WAIT
+    context.calls.vkGetQueryPoolResults(context.device, pool, 0, count, 8 * count, data, 8, flags)
     return list(data)
 
 
