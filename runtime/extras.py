@@ -1,8 +1,5 @@
 """The optional packages: the extra of `pip install 'mlc-amd[EXTRA]'` that installs each, and its purpose.
-pyproject.toml has their versions.
-
-`require(module)` checks for one before work that needs it; `extras()` lists all, for `mlc-amd doctor`.
-"""
+pyproject.toml has their versions."""
 
 import importlib.util
 from dataclasses import dataclass

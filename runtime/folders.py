@@ -1,9 +1,5 @@
 """Locks of folders, and temporary folders, which belong to running processes. Locks are on the folders themselves
-(flock(2)): no further files, and the lock of a killed process is released.
-
-`lock` takes a lock, `scratch` creates a temporary folder that is removed at its end, and `sweep` removes those of
-killed processes.
-"""
+(flock(2)): no further files, and the lock of a killed process is released."""
 
 import errno
 import fcntl

@@ -1,12 +1,9 @@
-"""A child process with limits of processor time and memory, for work that might harm this process.
+"""A child process with limits of processor time and memory, for untrusted input whose cost no library bounds: grammars,
+chat templates. Requests and answers are JSON values.
 
-In:  the name of a module with a function `open_work`; its argument, and requests: JSON values.
-Out: `LimitedProcess.request`, the answer to a request; `LimitExceeded` for one that exceeds the limits or crashes the
-     process, which is then started again for the next request.
-
-It is for untrusted input whose cost no library bounds: grammars, chat templates. One process answers many requests, so
-a request costs no more than its JSON. Its processor time is limited, not the elapsed time, so a busy machine refuses
-nothing; the system ends it at the limit, even within native code.
+One process answers many requests, so a request costs no more than its JSON; it is started again after a
+`LimitExceeded`. Its processor time is limited, not the elapsed time, so a busy machine refuses nothing; the system ends
+it at the limit, even within native code.
 """
 
 import contextlib

@@ -1,9 +1,5 @@
-"""Reads untrusted JSON as a given Python type, usually a TypedDict with limits of numbers (see msgspec's documentation
-of supported types and of `Meta`).
-
-In: a file or its bytes, the type. Out: plain Python values of that type, without keys that it does not have. UserError
-in one line that names the key, for any other content.
-"""
+"""Reads untrusted JSON as a given Python type, usually a TypedDict with limits of numbers (msgspec's `Meta`), without
+keys that the type lacks. UserError in one line that names the key, for any other content."""
 
 import os
 import re

@@ -1,7 +1,6 @@
 """Checks that the parts of a manifest are consistent, with one another and with the weights: names that must exist, and
 the type and size of every argument of every launch against what its kernel declares.
 
-In: a `Manifest`, whose values have the right types, and the tensors of the weights. Out: nothing, or a `ManifestFault`.
 A manifest that passes cannot make kernels read or write outside of their buffers, as long as the kernels do what they
 declare (interface.py).
 """

@@ -1,10 +1,7 @@
 """The memory that a model needs, by part, and what fits a GPU. No device is opened.
 
-In: an artifact's manifest, or compiler/memory.py's estimate for a model that is not compiled. Out: `Needs`, `Room` and
-the names of the weights that may stay in host memory (`on_host`).
-
-Experts may stay there, as with llama.cpp's --n-cpu-moe: a token uses a few of them, so they are most of a model's
-bytes but few of those that a step reads.
+Experts may stay in host memory, as with llama.cpp's --n-cpu-moe: a token uses a few of them, so they are most of a
+model's bytes but few of those that a step reads.
 """
 
 import re

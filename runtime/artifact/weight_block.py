@@ -1,5 +1,4 @@
-"""Weights as one block of bytes, from a file or drawn at random: the form in which devices take them. `TensorSpec`
-describes one tensor, `WeightBlock` a block with all of them, `JoinedBlocks` several blocks as one."""
+"""Weights as one block of bytes, from a file or drawn at random: the form in which devices take them."""
 
 import mmap
 from abc import ABC, abstractmethod

@@ -1,9 +1,8 @@
 """The paged KV cache on the host: pools of pages, the index of prefixes, slots and page tables.
 
 The layers of a model form groups by the span of keys that their rows see (0: all of them). The caches of a group's
-layers have the same pages. A slot is a row of the page tables: each sequence of a step has one.
-
-Layers that keep a state of fixed size for each sequence share cells in the same way: see `pages.STATE`.
+layers have the same pages. A slot is a row of the page tables: each sequence of a step has one. Layers that keep a
+state of fixed size for each sequence share cells in the same way: see `pages.STATE`.
 """
 
 from collections.abc import Iterable

@@ -1,10 +1,8 @@
-"""The allocator of the pages of one group of paged caches, with reference counts.
+"""The allocator of the pages of one group of paged caches, with reference counts. Nothing here touches a device.
 
-A group is all attention layers that see the same span of keys; its caches have the same number of pages, each with the
-keys and values of PAGE positions, and a page id refers to the same page in all of them. Nothing here touches a device.
-
-A page is *free*, *held* by one or more sequences, or *idle*: no sequence holds it, but the index of prefixes refers to
-it by its contents. Idle pages are allocated when no free ones are left.
+A group is all attention layers that see the same span of keys; a page id refers to the same page, the keys and values
+of PAGE positions, in all of its caches. A page is *free*, *held* by one or more sequences, or *idle*: no sequence holds
+it, but the index of prefixes refers to it by its contents. Idle pages are allocated when no free ones are left.
 """
 
 from collections import OrderedDict

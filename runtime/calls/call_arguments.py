@@ -1,7 +1,5 @@
-"""Formats of calls whose arguments are not JSON: tags around each, or objects with bare keys.
-
-In:  a `TextReader` after the opening of a call. Out: to a `CallSink`: the arguments as JSON text. See call_formats.py.
-"""
+"""Formats of calls whose arguments are not JSON: tags around each, or objects with bare keys; read as JSON text, see
+call_formats.py."""
 
 import ast
 import json

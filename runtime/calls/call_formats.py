@@ -1,11 +1,8 @@
 """The formats in which models write calls of tools, with their parsers.
 
-In:  a `TextReader` after the text that begins calls (`CallFormat.opening`).
-Out: to a `CallSink`: the tool's name, and the arguments as JSON text, piece by piece. `Malformed` where the text is no
-call;
-     the pieces of a call that has begun remain.
-
-call_grammars.py writes the same syntax as grammars; tool_calls.py has the table of formats.
+A parser reads what follows the text that begins calls (`CallFormat.opening`). A `CallSink` gets the tool's name, and
+the arguments as JSON text, piece by piece. `Malformed` where the text is no call; the pieces of a call that has begun
+remain. call_grammars.py writes the same syntax as grammars; tool_calls.py has the table of formats.
 """
 
 import re

@@ -1,9 +1,6 @@
-"""Tools for models whose chat template does not support them: as text, in the format `tool_calls.GENERIC` (Hermes').
-
-In:  messages as chat templates take them (chat_template.py), with calls, and tools in OpenAI's form.
-Out: messages of the roles system, user and assistant alone: the system message explains the tools and how to call them,
-     calls are text of the assistant's messages, results are messages of the user.
-"""
+"""Tools for models whose chat template does not support them: messages as text, in the format `tool_calls.GENERIC`
+(Hermes'). The system message explains the tools and how to call them, calls are text of the assistant, results of the
+user."""
 
 import json
 from collections.abc import Mapping, Sequence

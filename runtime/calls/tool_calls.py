@@ -1,13 +1,12 @@
 """Finds calls of tools in a model's answer.
 
-In:  the parts of an answer (reasoning.py), piece by piece; the tools that may be called (tools.py).
-Out: the same parts without the calls, and events for these: `CallBegin`, `CallArguments`, `CallEnd`, as early as they
-     are certain. Arguments are JSON text in any format. A malformed call, or one of an unknown tool, is text; nothing
-     raises.
+In: the parts of an answer (reasoning.py), piece by piece; the tools that may be called (tools.py). Out: the same parts
+without the calls, and events for these, as early as they are certain. Arguments are JSON text in any format. A
+malformed call, or one of an unknown tool, is text; nothing raises.
 
-`FORMATS` is the table of known formats, `detect` finds that of a model by its vocabulary and its chat template. For
-models whose template does not support tools, or has a format that is not in the table, it is `GENERIC`: Hermes' format,
-which an instruction in the system message describes (call_messages.py); the template then gets no tools.
+`detect` finds the format of a model in FORMATS by its vocabulary and its chat template. For models whose template does
+not support tools, or has another format, it is `GENERIC`: Hermes' format, which an instruction in the system message
+describes (call_messages.py); the template then gets no tools.
 """
 
 from collections.abc import Callable, Sequence

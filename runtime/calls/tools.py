@@ -1,9 +1,6 @@
-"""The tools that a model may call: names and the types of their arguments.
-
-In:  tools in OpenAI's form (https://platform.openai.com/docs/api-reference/chat/create):
-     {"type": "function", "function": {"name", "description", "parameters": JSON schema, "strict"}}.
-Out: `Tool`s, checked.
-"""
+"""The tools that a model may call: names and the types of their arguments, from OpenAI's form
+(https://platform.openai.com/docs/api-reference/chat/create): {"type": "function", "function": {"name", "description",
+"parameters": JSON schema, "strict"}}."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -4,13 +4,10 @@ Drivers reset a GPU that works too long on one submission: on Linux after 2 to 1
 and a display waits meanwhile. The duration of a step depends on its rows' positions: attention reads all keys before
 them.
 
-In: a manifest's facts of kernels and launches, the step's rows, and the durations of earlier runs. Out: `Pacer.pieces`:
-the launches of each submission; nothing where one submission is short enough, which is the usual case and costs no more
-than a comparison.
-
 A launch is estimated from the bytes and operations that dist/README.md describes, at rates that are low for any GPU.
-Each run then corrects two factors of its function: one of the cost that does not depend on the rows' positions, one of
-the cost that does (Kaczmarz' projection: the nearest factors with which the estimate of that run is right).
+Each run then corrects two factors of its function: of the cost that does not depend on the rows' positions, and of the
+cost that does (Kaczmarz' projection: the nearest factors with which the estimate of that run is right). Usually one
+submission is short enough, which costs no more than a comparison.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,5 @@
-"""A step's rows, written to a device's io buffers (dist/README.md: `state`, `answers`, `tokens`, `rows`, `pages`).
-
-A step has single rows, each the newest token of a sequence of its own, followed by a chunk: consecutive tokens of one
-more sequence. A sequence is identified by its slot, the row of the page tables with the pages of its keys.
-"""
+"""A step's rows, written to a device's io buffers (dist/README.md): single rows, each the newest token of a sequence of
+its own, then a chunk, consecutive tokens of one more sequence. A sequence's slot is its row of the page tables."""
 
 from collections.abc import Mapping, Sequence
 

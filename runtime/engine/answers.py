@@ -1,8 +1,5 @@
-"""A call of `Engine.generate`, and its answers: from the tokens of steps to pieces of text, and when they end.
-
-In: the tokens, one after the other, from the thread that computes the steps (step_loop.py). Out: pieces for the
-consumer of an answer, and its statistics.
-"""
+"""A call of `Engine.generate`, and its answers: from the tokens of steps, by the thread that computes these
+(step_loop.py), to pieces of text for the consumer of an answer, and its statistics."""
 
 import threading
 import time

@@ -1,9 +1,8 @@
 """A conversation with a model: turns of text in, streamed answers out.
 
 A turn renders the whole conversation through the model's chat template, and the engine prefills only what is not in the
-KV cache. The messages always match what was shown: an interrupted answer is kept as far as it was shown, and a turn
-that failed before its first word leaves the conversation unchanged. The model's thinking is no part of the messages:
-chat templates leave it out of earlier turns, too.
+KV cache. The messages always match what was shown: an interrupted answer is kept as far as it was shown, a turn that
+failed before its first word is not. The model's thinking is no part of the messages, as in chat templates.
 """
 
 import json

@@ -1,5 +1,4 @@
-"""The functions of an artifact's plan, and which of them computes a step. In: the manifest's `functions`. Out: for a
-number of single rows and of rows of a chunk, the smallest function that computes them."""
+"""The functions of an artifact's plan, and the smallest one for a step of so many single rows and rows of a chunk."""
 
 from bisect import bisect_left
 from collections.abc import Mapping

@@ -1,9 +1,5 @@
-"""Arguments and results of a generation that engines, conversations and commands share.
-
-In:  token ids, `max_tokens` and `stop` of a caller (sampling parameters: sampling/settings.py; messages:
-     text/messages.py).
-Out: the same, checked; `Piece` and `Stats` of a generation; its errors.
-"""
+"""Arguments and results of a generation that engines, conversations and commands share: checks of token ids,
+`max_tokens` and `stop` (sampling: sampling/settings.py; messages: text/messages.py), `Piece` and `Stats`, errors."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
-"""Token ids in, logits out: a loaded model, its KV cache, and one sequence of the caller's.
-
-`tokens` are the tokens of that sequence; `prefill`, `decode`, `score`, `truncate` and `match` work on it. Measurements
-use several sequences (`batch`) and times of kernels (`time`).
-"""
+"""Token ids in, logits out: a loaded model, its KV cache, and one sequence of the caller's (`tokens`), on which
+`prefill`, `decode`, `score`, `truncate` and `match` work. For measurements: several sequences (`batch`), times of
+kernels (`time`)."""
 
 import threading
 from collections.abc import Iterator, Sequence

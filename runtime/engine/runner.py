@@ -1,8 +1,7 @@
 """Runs steps on a device: selects the function of the plan, fills the io buffers, reads the results.
 
-In: the tokens of a step's rows with their positions and slots, and the page tables. Out: of each single row, in order,
-then of the chunk's last row, the token that the device chooses (`sample`); or the logits of a chunk, float32 (`run`,
-`score`).
+Results are, of each single row, then of the chunk's last row, the token that the device chooses (`sample`); or the
+logits of a chunk, float32 (`run`, `score`).
 """
 
 from collections import deque

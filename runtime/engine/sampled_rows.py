@@ -1,9 +1,5 @@
-"""The rows of a step that get a token: writes the io buffers `sampling`, `changes` and `allowed`, reads `sampled`,
-`logprobs` and `logits`.
-
-In: for each answer of a step a `TokenChoice`. Out: for each answer a `ChosenToken`. Buffers that a step does not need
-are not written.
-"""
+"""The rows of a step that get a token: writes the io buffers `sampling`, `changes` and `allowed`, as far as the step
+needs them, reads `sampled`, `logprobs` and `logits`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,6 +1,4 @@
-"""The formats of calls of tools (call_formats.py) as grammars.
-
-In:  a format, the tools, and `Rules` to write to. Out: `CallGrammar`: expressions for calls of these tools.
+"""The formats of calls of tools (call_formats.py) as grammars: expressions for calls of given tools.
 
 Arguments match the tools' schemas: completely where they are written as JSON; else the types of the arguments and the
 values of enums. They have the order of the schema (Gemma: of the alphabet), as in all constrained JSON.

@@ -1,10 +1,5 @@
 """Compiles grammars in a child process first: one that takes too long or too much memory, or crashes, ends only that.
-
-llguidance limits the work of most grammars, but not of all: some schemas take minutes, and a long chain of rules
-overflows the stack.
-
-In:  grammars, as llguidance takes them. Out: the problem of those that must not be compiled here.
-"""
+llguidance does not limit all: some schemas take minutes, and a long chain of rules overflows the stack."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence

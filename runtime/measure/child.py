@@ -1,9 +1,6 @@
-"""A child process that serves requests, one JSON line each; it may crash, hang or exhaust memory without harm to its
-parent.
-
-`Child(module)` runs `python -m module`; the module's main calls `serve`. Output of libraries goes to standard error,
-whose last line is part of the error of a child that died.
-"""
+"""A child process (`python -m module`) that serves requests, one JSON line each; it may crash, hang or exhaust memory
+without harm to its parent. Output of libraries goes to standard error, whose last line is part of the error of a child
+that died."""
 
 import contextlib
 import json

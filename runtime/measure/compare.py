@@ -1,5 +1,4 @@
-"""Compares two kernels for the same work: their outputs on the same inputs, within the error of a different order of
-operations.
+"""Compares two kernels for the same work: outputs on the same inputs, within the error of another order of operations.
 
 Float32 and float16 outputs are compared with the largest output as the scale. Int8 activations may differ by one step
 in few places, and their scales and sums must match their own steps. Only defined values are compared: live tokens'

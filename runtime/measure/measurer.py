@@ -1,8 +1,7 @@
 """Measures in a child process, which keeps the device open and is replaced when a candidate ends it.
 
-`Measurer(device).measure(folders)` -> for each folder a result of `timing.py`, with "error" (None, or the reason for
-missing seconds) and, without an error, the figures "us", "gbps", "tflops". A candidate that crashes the process, loses
-the device or hangs gets an error; a new process measures the others.
+A result is one of `timing.py`, with "error" (None, or the reason for missing seconds) and, without an error, the
+figures "us", "gbps", "tflops". A candidate that crashes the process, loses the device or hangs gets an error.
 """
 
 import logging

@@ -1,9 +1,8 @@
 """The measuring program: a child process that loads, times and compares candidates; `measurer.py` is its parent.
 
 In, one JSON line each: {"open": folder, "device"} opens the device for this candidate; {"measure": [folders of one
-group], "together": whether they load at once}; {"compare": [untuned, tuned]}; {"interleaved": [folders of one
-group]}. Out, JSON lines; the last one of an answer has "done". Before each thing that may crash comes
-{"doing": [folders]}.
+group], "together": whether they load at once}; {"compare": [untuned, tuned]}; {"interleaved": [folders of one group]}.
+Out, JSON lines, the last one with "done"; before each thing that may crash {"doing": [folders]}.
 """
 
 import importlib

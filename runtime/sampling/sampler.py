@@ -1,12 +1,9 @@
 """Chooses the next token: logits in, one token id out.
 
-`Sampler` is one stream of choices with its own random numbers. The order of the steps is llama.cpp's default chain:
-penalties, logit bias, mask, top-k, top-p, min-p (the last two on probabilities at temperature 1), then temperature,
-then one draw. So settings have the same effect as there. Temperature 0 takes the largest logit (the first of equals)
-after the mask. Devices do the same (schedules/sampling.py), and draw with the same random numbers; tests compare the
-two.
-
-The vocabulary may have 150 thousand entries and a token may take a millisecond: only the kept candidates are sorted.
+The order of the steps is llama.cpp's default chain: penalties, logit bias, mask, top-k, top-p, min-p (the last two on
+probabilities at temperature 1), then temperature, then one draw. So settings have the same effect as there. Temperature
+0 takes the largest logit (the first of equals) after the mask. Devices do the same (schedules/sampling.py), with the
+same random numbers; tests compare the two. Only the kept candidates are sorted, as a token may take a millisecond.
 """
 
 import math

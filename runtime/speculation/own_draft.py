@@ -1,12 +1,11 @@
 """Guesses by a layer of the model itself that was trained for them (multi-token prediction; the formula is in
 compiler/models/predictor.py).
 
-The layer has keys of its own in the pages of the model's: at the position of each computed token, computed from the
-decoder's last row there and the token that follows. So it is computed after steps, for the same rows (`follow`), which
-guesses one token after each answer's newest one. For more guesses it is computed again, on its own guesses.
-
-While its guesses are not worth their time it does not follow steps (`skip`), except those with tokens of prompts. Keys
-of the tokens in between are not computed later: old ones stay, and guesses after them are less often right.
+The layer has keys of its own in the pages of the model's, computed from the decoder's last row at a position and the
+token that follows. So it is computed after steps, for the same rows (`follow`), which guesses one token after each
+answer's newest one; for more guesses again, on its own guesses. While its guesses are not worth their time it only
+follows steps with tokens of prompts; keys in between are not computed later, and guesses after them are less often
+right.
 
 Complete pages are shared by their tokens, and the key at a page's last position depends on the first token after it,
 too, which may be that of another text. Answers do not depend on it.

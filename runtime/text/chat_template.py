@@ -1,11 +1,9 @@
 """Renders a conversation to the text of a prompt, with the model's Jinja template.
 
-In:  a directory with `tokenizer_config.json` (see `mlc_amd.compiler.tokenizer.export`); messages as {"role": str,
-     "content": str, ...}, as transformers takes them ("tool_calls" of assistant messages, for example).
-Out: `ChatTemplate.render`, the prompt's text, with the places that the template wrote itself. `Tokenizer.encode` finds
-     control tokens only there, so that no message can inject one, and with it turns of other roles.
-
-A template is untrusted code: a child process renders it (`template_program.py`), with limits of time and memory.
+Messages are {"role": str, "content": str, ...}, as transformers takes them ("tool_calls" of assistant messages, for
+example). The text has the places that the template wrote itself: `Tokenizer.encode` finds control tokens only there, so
+that no message can inject one, and with it turns of other roles. A template is untrusted code: a child process renders
+it (`template_program.py`), with limits of time and memory.
 """
 
 from collections.abc import Mapping, Sequence

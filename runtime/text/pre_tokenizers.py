@@ -1,12 +1,10 @@
 """Pre-tokenizers: the regexes that split text into words for a byte-pair vocabulary, by names in `tokenizer.ggml.pre`.
 
-In:  nothing; the table. The names, regexes and flags are those of llama.cpp's `src/llama-vocab.cpp`
-     (`llm_tokenizer_bpe` and `llama_vocab::impl::load`, as in llama-cpp-python 0.3.36).
-Out: `PRE_TOKENIZERS`, name -> `PreTokenizer`, and `DEFAULT`, for files without a name.
-
-llama.cpp runs these regexes on an engine without Unicode classes, which changes the meaning of some: there upper-case
-and lower-case letters are one class (tiny_aya, youtu), only ASCII ones differ and combining marks are no part of a word
-(gpt-4o, tekken), or neither matters (kimi-k2). Here the classes have the meaning of the model's own tokenizer.
+The names, regexes and flags are those of llama.cpp's `src/llama-vocab.cpp` (`llm_tokenizer_bpe` and
+`llama_vocab::impl::load`, as in llama-cpp-python 0.3.36). It runs these regexes on an engine without Unicode classes,
+which changes the meaning of some: there upper-case and lower-case letters are one class (tiny_aya, youtu), only ASCII
+ones differ and combining marks are no part of a word (gpt-4o, tekken), or neither matters (kimi-k2). Here the classes
+have the meaning of the model's own tokenizer.
 """
 
 from dataclasses import dataclass

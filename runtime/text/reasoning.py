@@ -1,11 +1,8 @@
-"""Divides a model's output into parts: its thinking, its answer, its calls.
+"""Divides a model's output into parts: its thinking, its answer, its calls, as early as they are certain.
 
-In:  the text of an answer, piece by piece, with the texts of those control tokens that `ReasoningFormat.marks` names;
-the end of
-     the prompt, because some chat templates begin the thinking themselves.
-Out: `AnswerPart`s in order, as early as they are certain: a mark that is divided between two pieces is buffered.
-
-`FORMATS` is the table of known formats; `detect` finds that of a model by its vocabulary.
+A parser gets the text of an answer, piece by piece, with the texts of those control tokens that `ReasoningFormat.marks`
+names, and the prompt, because some chat templates begin the thinking themselves. `detect` finds a model's format in
+FORMATS by its vocabulary.
 """
 
 import re

@@ -1,9 +1,8 @@
-"""The steps before the words of a text are merged to tokens: normalization, and the split into words.
+"""The steps before the words of a text are merged to tokens, as parts of the `tokenizers` library: normalization, and
+the split into words (`pre_tokenizers.py`), which compiler/tokenizer.py writes into tokenizer.json.
 
-In:  the name of a pre-tokenizer (`pre_tokenizers.py`), or None for SentencePiece.
-Out: parts of the `tokenizers` library, which `compiler/tokenizer.py` writes into `tokenizer.json`. A loaded model must
-     have the same ones: another regex could take minutes for a line of text, or crash the library. `check_runs` refuses
-     texts for which these would.
+A loaded model must have the same ones: another regex could take minutes for a line of text, or crash the library.
+`check_runs` refuses texts for which these would.
 """
 
 import re

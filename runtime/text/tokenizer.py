@@ -1,14 +1,8 @@
-"""Text to token ids and back, for one compiled model.
-
-In:  a directory with `tokenizer.json` and `tokenizer_config.json`, as `mlc_amd.compiler.tokenizer.export` writes them
-     (it documents both).
-Out: `Tokenizer`: `encode`, `decode`, and `stream`, a decoder for tokens that arrive one at a time.
+"""Text to token ids and back, for one compiled model, whose files compiler/tokenizer.py writes (it documents them).
 
 In the library, names of control tokens begin with `MARK`, which texts never contain: `encode` inserts it before those
-occurrences that are to become control tokens.
-
-Decoding works on bytes, not through the `tokenizers` library: a token may be a part of a character, and only bytes can
-be joined without loss.
+occurrences that are to become control tokens. Decoding works on bytes, not through the `tokenizers` library: a token
+may be a part of a character, and only bytes can be joined without loss.
 """
 
 import codecs

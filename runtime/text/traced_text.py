@@ -1,10 +1,7 @@
 """Text with a flag for each character: whether a chat template wrote it itself ("own"), or it comes from a message.
 
-In:  texts of a template (`Traced.all_own`) and any others, joined, cut and changed as strings are.
-Out: `Traced`, a str. Only its own characters can be control tokens (`Tokenizer.encode`).
-
-Other strings are not own: an operation that is missing here returns a plain str. So no operation of a template can turn
-the text of a message into a control token.
+Only own characters can be control tokens (`Tokenizer.encode`). Other strings are not own: an operation that is missing
+here returns a plain str. So no operation of a template can turn the text of a message into a control token.
 """
 
 import re

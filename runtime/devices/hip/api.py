@@ -1,8 +1,5 @@
-"""AMD's HIP runtime from Python.
-
-`open_bindings()` returns the module `rocm.bindings.hip` of AMD's package rocm-bindings-hip, which opens libamdhip64.so
-at its first call. `Hip(bindings)` calls its functions and raises HipError.
-"""
+"""AMD's HIP runtime: `open_bindings()` returns rocm.bindings.hip of AMD's package rocm-bindings-hip, which opens
+libamdhip64.so at its first call. `Hip(bindings)` calls its functions and raises HipError."""
 
 import ctypes.util
 import importlib

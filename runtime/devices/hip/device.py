@@ -1,12 +1,9 @@
-"""HipDevice: runs the code objects of an artifact on an AMD GPU.
+"""HipDevice: runs the code objects of an artifact (dist/README.md) on an AMD GPU, on one stream.
 
-In: an artifact for target rocm, as specified in dist/README.md. Out: the protocol of runtime/devices/__init__.py.
-
-Everything runs on one stream. The launches of each function are captured once in a HIP graph and replayed. Some drivers
-replay stale data (ROCm/hip issues 3887 and 3902), so at load a few steps are computed with and without graphs and
-compared bit by bit; if they differ, graphs are not used, with a warning. MLC_AMD_GRAPH=0 disables them. Steps that take
-too long for one submission are launched one by one, with waits between the pieces (runtime/devices/pieces.py); all
-others go through a queue (runs.py), so that one may start while another one is in progress.
+The launches of each function are captured once in a HIP graph and replayed. Some drivers replay stale data (ROCm/hip
+issues 3887 and 3902), so at load a few steps are computed with and without graphs; if they differ, graphs are not used,
+with a warning. MLC_AMD_GRAPH=0 disables them. Steps that take too long for one submission are launched one by one, with
+waits between the pieces (pieces.py); all others go through a queue (runs.py).
 """
 
 import logging

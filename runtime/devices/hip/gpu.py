@@ -1,8 +1,5 @@
-"""The GPUs that HIP reports, which code objects run on them, and the choice of one for an artifact.
-
-`list_gpus(hip)` -> list of HipGpu. `choose` returns one. `sibling` finds the code object for a GPU among those of an
-artifact; `relabel` makes a code object loadable on another chip with the same instruction set.
-"""
+"""The GPUs that HIP reports, which code objects run on them (`sibling`, `relabel`), and the choice of one for an
+artifact."""
 
 import logging
 import os

@@ -1,8 +1,7 @@
 """Kernel launches on a stream: prepared once, enqueued one by one or captured in a graph, timed by events.
 
-A launch from Python takes longer than a small kernel runs; a graph replays any number of them with one call. An event
-records the time when all work before it is done. Events between launches prevent these from overlapping and take some
-microseconds themselves, which count as gaps.
+A launch from Python takes longer than a small kernel runs; a graph replays any number with one call. Events between
+launches prevent these from overlapping and take some microseconds themselves, which count as gaps.
 """
 
 import ctypes

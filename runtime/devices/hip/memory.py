@@ -1,8 +1,5 @@
 """Memory of a loaded artifact on an AMD GPU: one block each for weights, KV cache, arena, scratch and io.
 
-In: an artifact, the GPU, the scratch buffers of its kernels. Out: `HipMemory`: addresses for kernels (`address`,
-`scratch`), host arrays for io (`host`), the upload of the weights.
-
 The host writes a step's inputs to one pinned block, laid out as on the GPU, from which they are copied while it waits.
 Where it does not wait, they go *through* other pinned memory of the same layout, which keeps them until the copy is
 done.

@@ -1,10 +1,9 @@
 """Runs of functions on a HIP stream, for a `RunQueue`.
 
 One stream orders everything on the GPU: a run reads what was copied for it, and the run after it takes its tokens from
-there. The host's memory is not ordered by it, as copies from and to it are made when the stream comes to them. So the
-inputs of a run go through its slot of pinned memory: the host may write others as soon as the run is enqueued. Small
-results are copied to its slot after its launches, followed by an event: they can be read when a later run has
-overwritten them on the GPU.
+there. It does not order the host's memory. So the inputs of a run go through its slot of pinned memory: the host may
+write others as soon as the run is enqueued. Small results are copied to its slot, followed by an event: they can be
+read when a later run has overwritten them on the GPU.
 """
 
 from collections.abc import Mapping, Sequence

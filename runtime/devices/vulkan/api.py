@@ -1,12 +1,9 @@
 """Vulkan's C interface through ctypes, as much as this runtime uses: structures, functions and enumerations.
 
-In: nothing; libvulkan.so.1, the loader that every distribution has, is opened by `open_loader`. Out: `Calls`, whose
-attributes are Vulkan's functions by their own names. A call that fails raises VulkanError with Vulkan's name for the
-reason.
-
-ctypes instead of a package, because the packages for Vulkan are built for one Python version each.
-
-Every structure with sType and pNext is a `Chained`: `Name(next=other, field=..)` sets both and keeps `other` alive.
+`open_loader` opens libvulkan.so.1, which every distribution has. Attributes of `Calls` are functions by Vulkan's names;
+a call that fails raises VulkanError with its name for the reason. ctypes instead of a package, because the packages for
+Vulkan are built for one Python version each. Every structure with sType and pNext is a `Chained`: `Name(next=other,
+field=..)` sets both and keeps `other` alive.
 """
 
 import ctypes

@@ -1,8 +1,5 @@
-"""A logical device: one queue, its fences and its command buffers.
-
-In: an Instance and one of its Gpus. Out: `Context`, used by memory.py, pipelines.py and commands.py. All objects
-are registered with `held` and destroyed in reverse order when that closes.
-"""
+"""A logical device: one queue, its fences and its command buffers, on one of an Instance's GPUs. All objects are
+registered with `held` and destroyed in reverse order when that closes."""
 
 import ctypes
 import time

@@ -1,6 +1,4 @@
-"""The vulkan device: runs the SPIR-V kernels of an artifact on a GPU with a Vulkan driver.
-
-In: an artifact with what dist/README.md describes for target vulkan. Out: the protocol of runtime/devices/__init__.py.
+"""The vulkan device: runs the SPIR-V kernels of an artifact (dist/README.md) on a GPU with a Vulkan driver.
 
 Each function of the plan is recorded at load and submitted for every run (replays.py). GPUs that work in the host's
 memory get the weights there, once; others may leave experts there (n_cpu_moe).

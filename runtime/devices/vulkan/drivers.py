@@ -1,8 +1,5 @@
 """The Vulkan drivers that are installed, and why one of them does not start; Vulkan's loader ignores it silently.
 
-`manifests()` -> the files that name drivers. `failure(manifest)` -> why that driver does not start, None if it does;
-`failures()` -> those of all.
-
 A driver is a library that a manifest names (Vulkan-Loader's docs/LoaderDriverInterface.md). Its functions are called
 directly here, without the loader, so that the call that fails is known.
 """

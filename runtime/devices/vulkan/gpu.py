@@ -1,7 +1,6 @@
 """The Vulkan GPUs of this machine, their features and limits, and the choice of one for an artifact.
 
-`list_gpus()` -> list of VulkanGpu. `Instance` keeps Vulkan open, for the creation of logical devices. `missing(gpu,
-needs)` lists what a GPU lacks for an artifact, `choose` returns one, `profile_here()` the profile to compile for.
+`Instance` keeps Vulkan open. `missing(gpu, needs)` lists what a GPU lacks for an artifact, `choose` returns one.
 """
 
 import ctypes

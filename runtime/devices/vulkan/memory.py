@@ -1,8 +1,7 @@
 """Memory of a Vulkan device: blocks that kernels reach by address, within the limits of heaps and drivers.
 
-`VulkanMemory.block(bytes, kind)` allocates; KINDS is the table of memory for each kind of block.
-`VulkanMemory.spread(sizes, kind)` allocates blocks for many buffers, none of which is split. `put` and `fill` write to
-them, `get` reads.
+`VulkanMemory.block` allocates one, of a kind of KINDS, `spread` some for many buffers, none of which is split. `put`
+and `fill` write to them, `get` reads.
 """
 
 import ctypes

@@ -1,9 +1,6 @@
 """Reconvergence: lanes of a subgroup that take different branches continue together where these join. Vulkan guarantees
-it only for modules that require it.
-
-In: a SPIR-V module, the device's features. Out: the module, which requires it in the best way that the device supports.
-Kernels rely on it wherever lanes exchange values, or multiply matrices, after a branch.
-"""
+it only for modules that require it, which kernels do wherever lanes exchange values, or multiply matrices, after a
+branch."""
 
 import struct
 from collections.abc import Collection

@@ -1,8 +1,5 @@
-"""Timestamps of a Vulkan GPU, and the bandwidth of its memory measured with them.
-
-A query pool holds timestamps that a CommandRecorder writes; `results` reads them, `seconds` converts their differences.
-The context's `clock_bits` are their valid bits.
-"""
+"""Timestamps of a Vulkan GPU, which a CommandRecorder writes to a query pool, and the bandwidth of its memory measured
+with them."""
 
 import ctypes
 from contextlib import ExitStack
