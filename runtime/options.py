@@ -25,18 +25,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Option:
-    """What help and errors say of an option. help: what it does. unit: of its value. default: what a default of None
-    means. low, high: the smallest and the largest value; above: values must be greater. read: makes the value of a
-    text, if its type does not say how. also: other names of its flag, those of llama.cpp."""
+    """What help and errors say of an option."""
 
-    help: str
-    unit: str = ""
-    default: str = ""
+    help: str  # what it does
+    unit: str = ""  # of its value
+    default: str = ""  # what a default of None means
     low: float = -math.inf
     high: float = math.inf
-    above: float = -math.inf
-    read: Callable[[str], object] | None = None
-    also: tuple[str, ...] = ()
+    above: float = -math.inf  # values must be greater
+    read: Callable[[str], object] | None = None  # makes the value of a text, if its type does not say how
+    also: tuple[str, ...] = ()  # other names of its flag, those of llama.cpp
 
     def text(self, default: object) -> str:
         """The help, the unit and the default value."""

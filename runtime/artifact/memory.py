@@ -19,27 +19,17 @@ EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:gate|up|gate_up|down)_exps\.weight\b")
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes by part.
+    """Bytes by part."""
 
-    weights     packed weights, experts included
-    experts     of these, the experts' matrices of each layer; 0 where it has none
-    kv          KV cache, at a capacity of `context` tokens, and states of sequences
-    token       of one more token of capacity: cache and tables by position
-    buffers     intermediate tensors, scratch memory, logits
-    longest     tokens of the model's own context
-    states      of kv, the states of recurrent layers
-    cells       number of these states
-    """
-
-    weights: int
-    experts: tuple[int, ...]
-    kv: int
-    token: int
-    buffers: int
+    weights: int  # packed weights, experts included
+    experts: tuple[int, ...]  # of these, the experts' matrices of each layer; 0 where it has none
+    kv: int  # KV cache, at a capacity of `context` tokens, and states of sequences
+    token: int  # of one more token of capacity: cache and tables by position
+    buffers: int  # intermediate tensors, scratch memory, logits
     context: int
-    longest: int
-    states: int = 0
-    cells: int = 0
+    longest: int  # tokens of the model's own context
+    states: int = 0  # of kv, the states of recurrent layers
+    cells: int = 0  # number of these states
 
     def host(self, layers: int) -> int:
         """Bytes of host memory when the experts of the first `layers` layers stay there."""

@@ -24,21 +24,17 @@ class KvUsage(NamedTuple):
 
 
 class KvCache:
-    """Pools of `groups` ({span: number of pages}) for sequences of up to `context` tokens, `slots` of them in a step.
-
-    pools         of pages, by span
-    cells         of states; None for models without
-    page_tables   span -> int32 [slots, ceil(context / PAGE)]: [slot, position // PAGE] is a page. Entries that no row
-                  reads hold any valid page. STATE -> int32 [slots, CELL_COLUMNS]: the cell with the slot's state, and
-                  those for the states after each of the step's rows; the last row's is repeated
-    """
+    """Pools of `groups` ({span: number of pages}) for sequences of `context` tokens at most, `slots` in a step."""
 
     def __init__(self, groups: dict[int, int], context: int, slots: int = 64) -> None:
         self.context, self.slots = context, slots
         pools = {span: PagePool(pages) for span, pages in groups.items()}
         self.pools = {span: pool for span, pool in pools.items() if span != STATE}
-        self.cells = pools.get(STATE)
+        self.cells = pools.get(STATE)  # None for models without states
         self.index = PrefixIndex(pools)
+        # By span int32 [slots, ceil(context / PAGE)]: [slot, position // PAGE] is a page. Entries that no row reads
+        # hold any valid page. STATE: int32 [slots, CELL_COLUMNS]: the cell with the slot's state, and those for the
+        # states after each of the step's rows; the last row's is repeated.
         widths = {span: CELL_COLUMNS if span == STATE else -(-context // PAGE) for span in groups}
         self.page_tables = {span: np.zeros((slots, width), np.int32) for span, width in widths.items()}
         self._changed = set(groups)

@@ -43,25 +43,17 @@ class PageStore(Protocol):
 
 
 class Sequence:
-    """Made by `Cache.sequence`.
-
-    tokens      all ids
-    computed    the first `computed` of them have keys in the cache
-    pages       span -> the page of each block of PAGE positions, or RELEASED; pages beyond `computed` are reserved
-    state       of layers that keep one; None for models without
-    slot        the row of the page tables, while the sequence has one: see `Cache.assign_slots`
-
-    A step for its next `count` tokens: `reserve(count)`, `Cache.assign_slots`, then the device writes their keys to the
-    positions from `computed` on, then `advance(count)`. Rows after the newest token may be guesses of further ones.
-    """
+    """A step for its next `count` tokens: `reserve(count)`, `KvCache.assign_slots`, then the device writes their keys
+    to the positions from `computed` on, then `advance(count)`. Rows after the newest token may be guesses."""
 
     def __init__(self, cache: PageStore, tokens: Iterable[int] = ()) -> None:
         self.cache = cache
         self.tokens: list[int] = list(tokens)
-        self.computed = 0
+        self.computed = 0  # so many first tokens have keys in the cache
+        # of each block of PAGE positions, by span, or RELEASED; those beyond `computed` are reserved
         self.pages: dict[int, list[int]] = {span: [] for span in cache.pools}
-        self.state = SequenceState(cache.cells) if cache.cells else None
-        self.slot: int | None = None
+        self.state = SequenceState(cache.cells) if cache.cells else None  # of layers that keep one
+        self.slot: int | None = None  # the row of the page tables, while it has one
         self._capacity = 0  # positions that have pages
         self._complete = 0  # complete pages, all of them indexed: computed // PAGE
         self._matched = 0  # of these, found in the index

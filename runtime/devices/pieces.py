@@ -47,13 +47,12 @@ WorkPiece = tuple[LaunchPart, ...]
 
 @dataclass(frozen=True)
 class _Cost:
-    """Seconds of a call: `moved` for any step, `row` for each live row; `key` for each key before a sequence's rows,
-    `score` for each row and key that it sees, at most `keys` of them."""
+    """Seconds of a call."""
 
-    moved: float = 0.0
-    row: float = 0.0
-    key: float = 0.0
-    score: float = 0.0
+    moved: float = 0.0  # for any step
+    row: float = 0.0  # for each live row
+    key: float = 0.0  # for each key before a sequence's rows
+    score: float = 0.0  # for each row and key that it sees, at most `keys` of them
     keys: int = 0
 
     @classmethod

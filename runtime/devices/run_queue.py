@@ -19,13 +19,12 @@ SLOTS = 2
 
 @dataclass(frozen=True)
 class QueuedRun:
-    """A run of the function `name`. slot: of memory, 0 .. SLOTS - 1; ahead: it was started while another one was in
-    progress, and takes its tokens from that; late: what reads LATE inputs is submitted separately."""
+    """A run of the function `name`."""
 
     name: str
-    slot: int
-    ahead: bool
-    late: bool
+    slot: int  # of memory, 0 .. SLOTS - 1
+    ahead: bool  # it was started while another one was in progress, and takes its tokens from that
+    late: bool  # what reads LATE inputs is submitted separately
 
 
 class RunHooks(ABC):

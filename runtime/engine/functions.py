@@ -65,32 +65,23 @@ class StepFunction:
 
 
 class Functions:
-    """See the module's docstring.
-
-    score        the function that computes the logits of all rows of a chunk
-    chunk_sizes  for `chunk_size`: rows of the functions for a chunk without single rows, ascending; of several only
-                 where what a function computes does not depend on how many of its rows are live
-    chunk_rows   the last of these sizes
-    mixed_rows   rows of a step with single rows and a chunk, at most
-    single_rows  single rows of a step, at most
-    drafts       whether there are functions that guess tokens
-    """
+    """See the module's docstring."""
 
     def __init__(self, manifest: Mapping) -> None:
-        found = manifest["functions"].items()
-        entries = [StepFunction(name, of["rows"], of["single"], of["logits"]) for name, of in found]
+        entries = [StepFunction(name, f["rows"], f["single"], f["logits"]) for name, f in manifest["functions"].items()]
         found = [function for function in entries if not is_draft(function.name)]
         self._chains = [function for function in entries if function.name.startswith(CHAIN)]
-        self.drafts = len(found) < len(entries)
-        self.score = next(f for f in found if f.scores)
+        self.drafts = len(found) < len(entries)  # there are functions that guess tokens
+        self.score = next(f for f in found if f.scores)  # computes the logits of all rows of a chunk
         # The smallest first; of the same size the one that computes fewest logits.
         self._steps = sorted((f for f in found if not f.scores), key=lambda f: (f.rows, f.logits))
         self._chosen: dict[tuple[int, int], StepFunction] = {}
+        # For `chunk_size`: rows of the functions for a chunk without single rows, ascending. The CPU's kernels compute
+        # the rows that are live, whatever the function holds.
         sizes = tuple(dict.fromkeys(f.rows for f in self._steps if not f.mixes))
-        # The CPU's kernels compute the rows that are live, whatever the function holds.
         self.chunk_sizes = sizes[-1:] if manifest["target"]["kind"] == "cpu" else sizes
         self.chunk_rows = self.chunk_sizes[-1]
-        self.mixed_rows = max(f.rows for f in self._steps if f.single)
+        self.mixed_rows = max(f.rows for f in self._steps if f.single)  # of a step with single rows and a chunk
         self.single_rows = max(f.single for f in self._steps)
 
     def chain(self, rows: int) -> StepFunction:

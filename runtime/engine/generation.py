@@ -30,28 +30,25 @@ class Piece:
     """One generated token and its text. Every token but the end token has one piece, in order. Where tokens share a
     character, the last of them has it. Text from a stop text on is left out.
 
-    index: of the answer: answer j of prompt i has the index i * n + j. logprob, if requested: the token's natural
-    log-probability. top: the most likely tokens in its place and theirs, the most likely first. Both are of the model's
-    distribution, as in llama.cpp: the softmax of its logits before penalties, biases, constraints, temperature and
-    truncation.
+    Log-probabilities are of the model's distribution, as in llama.cpp: the softmax of its logits before penalties,
+    biases, constraints, temperature and truncation.
     """
 
     id: int
     text: str
-    index: int = 0
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
+    index: int = 0  # of the answer: answer j of prompt i has the index i * n + j
+    logprob: float | None = None  # if requested: the token's natural log-probability
+    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens in its place and theirs, the most likely first
 
 
 @dataclass(frozen=True)
 class PromptProgress:
-    """Progress of the prompt of the answer `index`. Tokens: total: of the prompt; cached: of these, found in the KV
-    cache; processed: cached and computed ones. seconds: since it was begun."""
+    """Progress of the prompt of the answer `index`."""
 
-    total: int
-    cached: int
-    processed: int
-    seconds: float
+    total: int  # tokens of the prompt
+    cached: int  # of these, found in the KV cache
+    processed: int  # cached and computed ones
+    seconds: float  # since it was begun
     index: int = 0
 
 

@@ -44,17 +44,15 @@ class RequestCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """Maxima. singles: answers of a step; chunk: tokens of a chunk; rows: tokens of a step with a chunk and single
-    rows; scored: tokens of a chunk of which all logits are wanted; running: requests that hold pages; queue: requests
-    that wait. sizes: rows of the functions for a chunk without single rows, see `chunk_size`."""
+    """Maxima."""
 
-    singles: int = 64
-    chunk: int = 512
-    rows: int = 512
-    scored: int = 64
-    running: int = 128
-    queue: int = 1024
-    sizes: tuple[int, ...] = ()
+    singles: int = 64  # answers of a step
+    chunk: int = 512  # tokens of a chunk
+    rows: int = 512  # tokens of a step with a chunk and single rows
+    scored: int = 64  # tokens of a chunk of which all logits are wanted
+    running: int = 128  # requests that hold pages
+    queue: int = 1024  # requests that wait
+    sizes: tuple[int, ...] = ()  # rows of the functions for a chunk without single rows, see `chunk_size`
 
     @property
     def step_rows(self) -> int:

@@ -24,13 +24,12 @@ Arguments = Callable[[Tool], str]  # the expression for a tool's arguments as JS
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """calls: after `opening`; more: optional further calls. trigger: the beginning of a call without opening, followed
-    by `begun`; both "" where calls have openings."""
+    """Expressions; the last two are "" where calls have openings."""
 
-    calls: str
-    more: str
-    trigger: str = ""
-    begun: str = ""
+    calls: str  # after `opening`
+    more: str  # optional further calls
+    trigger: str = ""  # the beginning of a call without opening
+    begun: str = ""  # what follows it
 
 
 def call_grammar(

@@ -17,23 +17,17 @@ _LONGEST_GROUPED = 20_000
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """The split of text into words before merging: each regex splits the pieces of those before it.
+    """The split of text into words before merging: each regex splits the pieces of those before it."""
 
-    splits:        Oniguruma regexes; both the matches and the text between them become pieces.
-    ignore_merges: a word that is a token as a whole is not merged from its parts.
-    add_bos:       whether a beginning-of-sequence token goes first where `tokenizer.ggml.add_bos_token` is absent.
-    whole_lines:   a run of newlines that is a token as a whole is not merged from single ones.
-    byte_level:    words are merged from bytes, written as printable characters; otherwise from characters, with "▁"
-                   for a space and tokens such as <0x0A> for the bytes of a character that is no token.
-    longest_number: digits in a row, at most. A regex that groups digits from the right looks ahead to the last one from
-                   each: 20 000 digits take a second, and four times as long if there are twice as many.
-    """
-
-    splits: tuple[str, ...]
-    ignore_merges: bool = False
-    add_bos: bool = False
-    whole_lines: bool = False
+    splits: tuple[str, ...]  # Oniguruma regexes; both the matches and the text between them become pieces
+    ignore_merges: bool = False  # a word that is a token as a whole is not merged from its parts
+    add_bos: bool = False  # a beginning-of-sequence token goes first where `tokenizer.ggml.add_bos_token` is absent
+    whole_lines: bool = False  # a run of newlines that is a token as a whole is not merged from single ones
+    # Words are merged from bytes, written as printable characters; otherwise from characters, with "▁" for a space and
+    # tokens such as <0x0A> for the bytes of a character that is no token.
     byte_level: bool = True
+    # Digits in a row, at most. A regex that groups digits from the right looks ahead to the last one from each: 20 000
+    # digits take a second, and four times as long if there are twice as many.
     longest_number: int = LONGEST_RUN
 
 

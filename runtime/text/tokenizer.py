@@ -54,13 +54,7 @@ class _Controls:
 
 
 class Tokenizer:
-    """The tokenizer of one model. Immutable except for caches, so thread-safe.
-
-    vocab_size: int            tokens have ids 0..vocab_size-1
-    bos_id, eos_id: int|None   beginning and end of a text
-    end_ids: frozenset[int]    ids that end a generation (end of text, of turn, of message)
-    add_bos, add_eos: bool     tokens that `encode` adds with add_special
-    """
+    """The tokenizer of one model. Immutable except for caches, so thread-safe. Tokens have ids 0..vocab_size-1."""
 
     def __init__(self, backend: tokenizers.Tokenizer, config: Config):
         self._backend = backend
@@ -70,8 +64,8 @@ class Tokenizer:
         self.vocab_size: int = config["vocab_size"]
         self.bos_id: int | None = (config["special"]["bos"] or {}).get("id")
         self.eos_id: int | None = (config["special"]["eos"] or {}).get("id")
-        self.end_ids: frozenset[int] = frozenset(config["end_ids"])
-        self.add_bos: bool = config["add_bos"]
+        self.end_ids: frozenset[int] = frozenset(config["end_ids"])  # that end a generation: of text, turn, message
+        self.add_bos: bool = config["add_bos"]  # `encode` does, with add_special
         self.add_eos: bool = config["add_eos"]
         added = backend.get_added_tokens_decoder()
         self._added = {i: token.content.removeprefix(MARK).encode() for i, token in added.items()}

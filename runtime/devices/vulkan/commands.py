@@ -14,16 +14,15 @@ from mlc_amd.runtime.devices.vulkan.context import Context
 
 @dataclass(frozen=True)
 class VulkanLaunch:
-    """One dispatch. push: its push constants; spans: (first byte, end, whether the kernel writes there) of its
-    arguments; symbol: of its kernel's module; base: the first workgroup, which pipelines for parts of a grid allow."""
+    """One dispatch."""
 
     kernel: str
     pipeline: int
     grid: tuple[int, ...]
-    push: ctypes.Array
-    spans: tuple[tuple[int, int, bool], ...]
-    symbol: str = ""
-    base: tuple[int, ...] | None = None
+    push: ctypes.Array  # its push constants
+    spans: tuple[tuple[int, int, bool], ...]  # (first byte, end, whether the kernel writes there) of its arguments
+    symbol: str = ""  # of its kernel's module
+    base: tuple[int, ...] | None = None  # the first workgroup, which pipelines for parts of a grid allow
 
 
 def prepare(

@@ -23,13 +23,12 @@ _CALLS = ("vkEnumeratePhysicalDevices", "vkDestroyInstance")
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a driver does not start. manifest: its file; library: named there, "" if unreadable; reason: as text;
-    missing: the shared library that was not found, "" for other reasons."""
+    """Why a driver does not start."""
 
     manifest: str
-    library: str
+    library: str  # named there, "" if unreadable
     reason: str
-    missing: str = ""
+    missing: str = ""  # the shared library that was not found, "" for other reasons
 
     def __str__(self) -> str:
         return f"the Vulkan driver of {self.manifest} does not start: {self.reason}"

@@ -62,42 +62,31 @@ class Heap:
 
 @dataclass(frozen=True)
 class VulkanGpu:
-    """One device as Vulkan reports it.
-
-    type        "discrete", "integrated", "virtual", "cpu" or "other"
-    pci         its address as in /sys/bus/pci/devices; "" where the driver does not report it, None of a CPU
-    driver      the driver's own text for its name and version
-    features    names of Vulkan's features that it has, of those that kernels may need
-    limits      shared_memory, threads, push_constants (bytes, invocations, bytes), groups (most of a launch, x, y, z),
-                allocation, buffer (most bytes of one), allocations (most of them), non_coherent (bytes), tick (ns of a
-                timestamp)
-    subgroup    (default, smallest, largest) size; `full`: whether a size can be required
-    matrices    ((m, n, k), types of a, b, c and the result) of cooperative matrices of a subgroup
-    memory      (property flags, heap) of each memory type
-    queue       (family, valid bits of its timestamps)
-    """
+    """One device as Vulkan reports it."""
 
     index: int
     name: str
-    type: str
-    pci: str | None
+    type: str  # of api.DEVICE_TYPES
+    pci: str | None  # address as in /sys/bus/pci/devices; "" where the driver does not report it, None of a CPU
     vendor: int
     device: int
-    driver: str
+    driver: str  # the driver's own text for its name and version
     driver_id: int
     driver_version: int
     api: int
-    features: frozenset[str]
+    features: frozenset[str]  # names of Vulkan's features that it has, of those that kernels may need
     extensions: frozenset[str]
+    # shared_memory, threads, push_constants (bytes, invocations, bytes), groups (most of a launch, x, y, z),
+    # allocation, buffer (most bytes of one), allocations (most of them), non_coherent (bytes), tick (ns of a timestamp)
     limits: dict
-    subgroup: tuple[int, int, int]
-    full: bool
+    subgroup: tuple[int, int, int]  # (default, smallest, largest) size
+    full: bool  # whether a size can be required
     subgroup_operations: int
     dot: bool
-    matrices: tuple[tuple, ...]
+    matrices: tuple[tuple, ...]  # ((m, n, k), types of a, b, c and the result) of cooperative matrices of a subgroup
     heaps: tuple[Heap, ...]
-    memory: tuple[tuple[int, int], ...]
-    queue: tuple[int, int] | None
+    memory: tuple[tuple[int, int], ...]  # (property flags, heap) of each memory type
+    queue: tuple[int, int] | None  # (family, valid bits of its timestamps)
     cache_uuid: bytes = field(repr=False)
 
     @property

@@ -22,12 +22,7 @@ RECORDED = 2 << 20  # bytes of an output, at most, that every run of a function 
 
 
 class _Inputs:
-    """Memory that the host writes for a run: `block` for what each step has, `tables` for what is kept for many.
-
-    views     what the host writes: of `block` as bytes, and of each table
-    dirty     tables whose first rows the host has written since they were put here, and how many
-    renew     by table what copies it from here to where kernels find it, where that is elsewhere
-    """
+    """Memory that the host writes for a run: `block` for what each step has, `tables` for what is kept for many."""
 
     def __init__(self, memory: VulkanMemory, inputs: dict[str, int], tables: dict[str, int], entries: Mapping):
         self.places, (self.block,) = memory.spread(inputs, "input")
@@ -37,8 +32,9 @@ class _Inputs:
             name: self.tables.view(offset, entries[name]["dtype"], entries[name]["shape"])
             for name, (_, offset) in self.table_places.items()
         }
+        # tables whose first rows the host has written since they were put here, and how many
         self.dirty = {name: entries[name]["shape"][0] for name in tables}
-        self.renew: dict[str, ctypes.Structure] = {}
+        self.renew: dict[str, ctypes.Structure] = {}  # what copies tables to where kernels find them, where needed
 
     def put(self, inputs: np.ndarray, tables: Mapping[str, np.ndarray]) -> None:
         """What the host has written."""
