@@ -45,11 +45,8 @@ _PAGED = ("cache", "states")  # roles of what has pages or cells
 # Kernels that a device launches itself, and the number of their buffers (devices/vulkan).
 _OWN = {"copy": 2, "fragment_probe": 3}
 _GPUS = ("rocm", "vulkan")
-_TARGET_KEYS = {
-    "cpu": ("mcpu", "flags"),
-    "rocm": ("archs", "bandwidth"),
-    "vulkan": ("archs", "bandwidth", "needs", "copy_bytes"),
-}
+_GPU_KEYS = ("archs", "bandwidth")
+_TARGET_KEYS = {"cpu": ("mcpu", "flags"), "rocm": _GPU_KEYS, "vulkan": (*_GPU_KEYS, "needs", "copy_bytes")}
 
 
 class ManifestFault(Exception):

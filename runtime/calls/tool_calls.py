@@ -126,8 +126,7 @@ FORMATS: tuple[KnownFormat, ...] = (
     ),
     # Seed-OSS
     KnownFormat(
-        replace(_FUNCTIONS, opening="<seed:tool_call>", closing="</seed:tool_call>"),
-        template=("<seed:tool_call>",),
+        replace(_FUNCTIONS, opening="<seed:tool_call>", closing="</seed:tool_call>"), template=("<seed:tool_call>",)
     ),
     # Qwen3 Coder, Qwen3.5, Nemotron 3
     KnownFormat(replace(_FUNCTIONS, lines=True), template=("<tool_call>", "<function=", "<parameter=")),

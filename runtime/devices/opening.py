@@ -13,11 +13,7 @@ log = logging.getLogger("mlc_amd")
 
 
 def open_device(
-    artifact,
-    name: str | None = None,
-    threads: int | None = None,
-    n_cpu_moe: int = 0,
-    kv: KvSize = ONE_SEQUENCE,
+    artifact, name: str | None = None, threads: int | None = None, n_cpu_moe: int = 0, kv: KvSize = ONE_SEQUENCE
 ):
     """The device for an artifact's target. UserError if it cannot run here. name: the target's own kind; or, for
     targets rocm and vulkan, which GPU: its number as `mlc-amd doctor` lists it, or a part of its name. kv: how large

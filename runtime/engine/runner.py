@@ -17,6 +17,7 @@ from mlc_amd.runtime.devices.steps import write_step
 from mlc_amd.runtime.engine.functions import Functions, StepFunction
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, ChosenToken, SampledRows, TokenChoice
 
+Choices = Sequence[TokenChoice]
 _SCORED = 64  # rows whose logits are read at once: with a large vocabulary, those of one take half a megabyte
 
 
@@ -29,7 +30,7 @@ class Runner:
         self._entries = artifact.manifest["functions"]
         self._last, self._answered = "", [0]  # the function of the last step, and its rows of logits that count
         self._choices = SampledRows(device, artifact.manifest["io"], self.vocab)
-        self._started: deque[Sequence[TokenChoice]] = deque()  # of steps that are not finished
+        self._started: deque[Choices] = deque()  # of steps that are not finished
 
     @property
     def scored(self) -> int:
@@ -68,17 +69,14 @@ class Runner:
         return self.device.read("logits", rows)[rows - 1, : self.vocab]
 
     def sample(
-        self,
-        singles: Sequence[SingleRow],
-        chunk: ChunkRows | None,
-        choices: Sequence[TokenChoice] | Callable[[], Sequence[TokenChoice]],
+        self, singles: Sequence[SingleRow], chunk: ChunkRows | None, choices: Choices | Callable[[], Choices]
     ) -> list[ChosenToken]:
         """Computes a step, and chooses a token for each of the first answers, as many as there are `choices`: or a
         function that returns them, called while the device computes what does not depend on them."""
         single = len(singles)
         function = self.functions.of(single, len(chunk[0]) if chunk else 0)
         last = single + len(chunk[0]) - 1 if chunk and function.steps else single  # row of the chunk's answer
-        known: Sequence[TokenChoice] = ()
+        known: Choices = ()
 
         def write() -> None:
             nonlocal known
@@ -99,9 +97,7 @@ class Runner:
         late: before it is known how tokens are chosen. Not with states: the step before determines the cells."""
         return not self.cache.cells and self.device.can_start_ahead(self.functions.of(rows, 0).name, late)
 
-    def start(
-        self, singles: Sequence[SingleRow], choices: Sequence[TokenChoice] | Callable[[], Sequence[TokenChoice]]
-    ) -> None:
+    def start(self, singles: Sequence[SingleRow], choices: Choices | Callable[[], Choices]) -> None:
         """Starts a step of single rows, each of which gets a token: see `finish`. choices: see `sample`."""
         self._started.clear()
         name = self._prepare_singles(singles)
@@ -111,7 +107,7 @@ class Runner:
             self._choose(choices)
             self.device.start(name)
 
-    def start_ahead(self, singles: Sequence[SingleRow], choices: Sequence[TokenChoice] | None) -> None:
+    def start_ahead(self, singles: Sequence[SingleRow], choices: Choices | None) -> None:
         """Starts the next step of the same rows before the one in progress is finished. The tokens of `singles` are
         ignored: the device takes those that the other step chooses. choices: None: `supply_choices` follows."""
         name = self._prepare_singles(singles)
@@ -119,7 +115,7 @@ class Runner:
             self._choose(choices)
         self.device.start_ahead(name, choices is None)
 
-    def supply_choices(self, choices: Sequence[TokenChoice]) -> None:
+    def supply_choices(self, choices: Choices) -> None:
         """How the step that was started last chooses its tokens."""
         self._choose(choices)
         self.device.complete_inputs(self._last)
@@ -130,7 +126,7 @@ class Runner:
         self._last, self._answered = function.name, [*range(len(singles))]
         return function.name
 
-    def _choose(self, choices: Sequence[TokenChoice]) -> None:
+    def _choose(self, choices: Choices) -> None:
         self._choices.write(choices)
         self._started.append(choices)
 

@@ -105,6 +105,21 @@ _YOUTU = _any(
 )
 _KIMI_K2 = _any(r"\p{Han}+", _cased(r"\p{N}{1,3}", _SUFFIX + "?", _SYMBOLS, r"&&[^\p{Han}]"))
 
+_DEEPSEEK_WORDS = rf"\s?[{_DEEPSEEK_LETTERS}]+", rf"\s?[{_DEEPSEEK_SYMBOLS}]+"
+_DEEPSEEK = r"[\r\n]", *_DEEPSEEK_WORDS, r"\s+\z", _CJK_HANGUL, r"\p{N}+"
+_SPARK = _any(_ASCII_WORD, _DEEPSEEK3_WORD, r" ?[\p{P}\p{S}]+", r"[\r\n]", _TRAILING_SPACE)
+_JAIS2 = _any(
+    *(_SUFFIX, _WORD, r"\p{N}{1,3}", _SYMBOLS, r"\s*[\r\n]+"),
+    *(rf"\s{{{n}}}(?!\S)" for n in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")),
+    r"\s",
+)
+_BAILING_SUFFIX = r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])"
+_BAILING = _any(_BAILING_SUFFIX, _WORD, r"\p{N}", _SYMBOLS, r"\s*[\r\n]", _TRAILING_SPACE)
+_EXAONE = _any(
+    *(_SUFFIX, _PREFIX + r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+", r"\p{N}"),
+    *(r" ?[^\s\p{L}\p{N}]+[\r\n/]?", r"\s*[\r\n]", _TRAILING_SPACE),
+)
+
 DEFAULT = PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
 
 _FAMILIES: tuple[tuple[PreTokenizer, str], ...] = (
@@ -114,10 +129,7 @@ _FAMILIES: tuple[tuple[PreTokenizer, str], ...] = (
         """gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais trillion granite-docling exaone4 jina-es jina-de jina-v1-en
         jina-v2-es jina-v2-de jina-v2-code modern-bert roberta-bpe""",
     ),
-    (
-        PreTokenizer((r"\p{N}", _GPT2)),
-        "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
-    ),
+    (PreTokenizer((r"\p{N}", _GPT2)), "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2"),
     (PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2, r"[0-9][0-9][0-9]")), "falcon"),
     (PreTokenizer((_LLAMA3,)), "dbrx smaug-bpe chatglm-bpe"),
     (PreTokenizer((_LLAMA3,), ignore_merges=True), "glm4 glm5"),
@@ -125,80 +137,19 @@ _FAMILIES: tuple[tuple[PreTokenizer, str], ...] = (
         PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
     ),
-    (
-        PreTokenizer(
-            (
-                _any(
-                    *(_SUFFIX, _WORD, r"\p{N}{1,3}", _SYMBOLS, r"\s*[\r\n]+"),
-                    *(rf"\s{{{n}}}(?!\S)" for n in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")),
-                    r"\s",
-                ),
-            )
-        ),
-        "jais-2",
-    ),
-    (
-        PreTokenizer((r"\p{N}{1,3}", _any(_SUFFIX, _WORD, r"\p{N}+", _SYMBOLS, _SPACE)), ignore_merges=True),
-        "minicpm5",
-    ),
-    (
-        PreTokenizer((_QWEN2,)),
-        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
-    ),
-    (
-        PreTokenizer((_any(_SUFFIX, _MARKS_WORD, r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", _SPACE),)),
-        "qwen35",
-    ),
+    (PreTokenizer((_JAIS2,)), "jais-2"),
+    (PreTokenizer((r"\p{N}{1,3}", _any(_SUFFIX, _WORD, r"\p{N}+", _SYMBOLS, _SPACE)), ignore_merges=True), "minicpm5"),
+    (PreTokenizer((_QWEN2,)), "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2"),
+    (PreTokenizer((_any(_SUFFIX, _MARKS_WORD, r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", _SPACE),)), "qwen35"),
     (PreTokenizer((_any(_WORD, r"\p{N}", _SYMBOLS, _SPACE),)), "ufakzeka"),
     (PreTokenizer((_LINES, _QWEN2)), "laguna"),
     (PreTokenizer((_any(_SUFFIX, _WORD, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", _SPACE),)), "seed-coder"),
-    (
-        PreTokenizer(
-            (
-                _any(
-                    *(r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])", _WORD, r"\p{N}", _SYMBOLS, r"\s*[\r\n]"),
-                    _TRAILING_SPACE,
-                ),
-            )
-        ),
-        "bailingmoe bailingmoe2 llada-moe",
-    ),
-    (
-        PreTokenizer(
-            (
-                _any(
-                    *(_SUFFIX, _PREFIX + r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+", r"\p{N}"),
-                    *(r" ?[^\s\p{L}\p{N}]+[\r\n/]?", r"\s*[\r\n]", _TRAILING_SPACE),
-                ),
-            )
-        ),
-        "exaone-moe",
-    ),
-    (
-        PreTokenizer(
-            (
-                r"[\r\n]",
-                rf"\s?[{_DEEPSEEK_LETTERS}]+",
-                rf"\s?[{_DEEPSEEK_SYMBOLS}]+",
-                r"\s+\z",
-                _CJK_HANGUL,
-                r"\p{N}+",
-            )
-        ),
-        "deepseek-llm",
-    ),
+    (PreTokenizer((_BAILING,)), "bailingmoe bailingmoe2 llada-moe"),
+    (PreTokenizer((_EXAONE,)), "exaone-moe"),
+    (PreTokenizer(_DEEPSEEK), "deepseek-llm"),
     (PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_HANGUL, r"\p{N}")), "deepseek-coder"),
     (PreTokenizer((r"\p{N}{1,3}", _CJK_KANA, _DEEPSEEK3)), "deepseek-v3 hunyuan-dense joyai-llm hy_v4"),
-    (
-        PreTokenizer(
-            (
-                *(r"\p{N}{1,3}", _CJK_KANA),
-                _any(_ASCII_WORD, _DEEPSEEK3_WORD, r" ?[\p{P}\p{S}]+", r"[\r\n]", _TRAILING_SPACE),
-                r"\p{N}",
-            )
-        ),
-        "spark2_5",
-    ),
+    (PreTokenizer((r"\p{N}{1,3}", _CJK_KANA, _SPARK, r"\p{N}")), "spark2_5"),
     (PreTokenizer((_GROUPS_OF_THREE, f"[{_ASIAN}]+", _DEEPSEEK3), longest_number=_LONGEST_GROUPED), "afmoe"),
     (PreTokenizer((_GPT4O,)), "gpt-4o llama4 kanana2 talkie minimax-m2"),
     (PreTokenizer((_GPT4O,), ignore_merges=True), "granite-embed-multi-97m"),

@@ -32,12 +32,8 @@ RESULTS = {-number: f"VK_ERROR_{name}" for number, name in enumerate(_FAILURES.s
     -1000012000: "VK_ERROR_INVALID_SHADER_NV",
 }
 TIMEOUT = 2
-NO_MEMORY = (
-    "VK_ERROR_OUT_OF_HOST_MEMORY",
-    "VK_ERROR_OUT_OF_DEVICE_MEMORY",
-    "VK_ERROR_TOO_MANY_OBJECTS",
-    "VK_ERROR_FRAGMENTATION",
-)
+_NO_MEMORY = "OUT_OF_HOST_MEMORY OUT_OF_DEVICE_MEMORY TOO_MANY_OBJECTS FRAGMENTATION"
+NO_MEMORY = tuple(f"VK_ERROR_{name}" for name in _NO_MEMORY.split())
 DEVICE_LOST = "VK_ERROR_DEVICE_LOST"
 
 DEVICE_TYPES = ("other", "integrated", "discrete", "virtual", "cpu")  # VkPhysicalDeviceType
