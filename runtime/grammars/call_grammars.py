@@ -124,7 +124,7 @@ class _Writer:
         rules = self.rules
         values = [_BareValues(rules, found.quote, tool.parameters) for tool in self.tools]
         pairs = zip(self.tools, values, strict=True)
-        bodies = [f"{rules.literal('call:' + tool.name)} {of.object(tool.parameters, 0)}" for tool, of in pairs]
+        bodies = [f"{rules.literal('call:' + tool.name)} {of.objects(tool.parameters, 0)}" for tool, of in pairs]
         return self._repeated(found, rules.choice(bodies))
 
     def harmony_calls(self, found: HarmonyCalls) -> CallGrammar:
@@ -209,7 +209,7 @@ class _BareValues:
             options += self._list(inner), self._open_object(inner)
         return self.rules.choice(options)
 
-    def object(self, schema: object, depth: int) -> str:
+    def objects(self, schema: object, depth: int) -> str:
         rules, described = self.rules, resolved(schema, self.root)
         properties = described.get("properties")
         if not isinstance(properties, Mapping) or not properties or depth >= _MAX_DEPTH:
@@ -244,7 +244,7 @@ class _BareValues:
             "number": lambda: _NUMBER,
             "boolean": lambda: '("true" | "false")',
             "null": lambda: '"null"',
-            "object": lambda: self.object(described, depth),
+            "object": lambda: self.objects(described, depth),
             "array": lambda: self._list(self._value(described.get("items"), depth + 1)),
         }
         names = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list | tuple) else []

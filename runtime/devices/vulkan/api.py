@@ -163,8 +163,9 @@ def _entries(text: str) -> Iterator[tuple[str, str]]:
         yield head, rest
 
 
-def _define(name: str, stype: str, items: str) -> None:
+def _define(head: str, items: str) -> None:
     """Makes an entry of the table above an attribute of this module."""
+    name, _, stype = head.partition(" ")
     fields = [("sType", ctypes.c_uint32), ("pNext", ctypes.c_void_p)] if stype else []
     for item in items.split(","):
         kind, field = item.split()
@@ -174,8 +175,8 @@ def _define(name: str, stype: str, items: str) -> None:
     _TYPES[name] = globals()[name] = type(name, (Chained if stype else ctypes.Structure,), attributes)
 
 
-for _head, _items in _entries(_STRUCTURES):
-    _define(*_head.partition(" ")[::2], _items)
+for _entry in _entries(_STRUCTURES):
+    _define(*_entry)
 
 if TYPE_CHECKING:
 
