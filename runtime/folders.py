@@ -18,8 +18,7 @@ SUFFIX = ".mlc-amd-tmp"  # of the names of temporary folders
 
 
 class Lock:
-    """A lock of a folder, held until `close`, or until nothing refers to it; `close` may be called twice. kind: of
-    flock(2). OSError if it is not available."""
+    """A folder's lock, held until `close` or until it is dropped. kind: of flock(2). OSError if it is not available."""
 
     def __init__(self, folder: Path, kind: int):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

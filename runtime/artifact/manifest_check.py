@@ -195,8 +195,7 @@ def _check_launched(
 
 
 class _Declared:
-    """What a kernel declares. params: name, role, tensor and bytes of each; tables, caches: the indices of page tables
-    and of the caches that these are for."""
+    """params: name, role, tensor, bytes; tables, caches: indices of page tables, and of the caches these are for."""
 
     def __init__(self, kernel: ManifestKernel):
         tensors = [_tensor(param) for param in kernel["params"]]

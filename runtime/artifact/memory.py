@@ -48,8 +48,7 @@ class Needs:
         return max(min(most, self.longest) // CONTEXT_STEP * CONTEXT_STEP, 0)
 
     def layers_on_host(self, room: int) -> int | None:
-        """The least number of first layers whose experts must stay in host memory for the rest to fit `room` bytes;
-        None: it never fits."""
+        """The least number of first layers whose experts must stay in host memory for `room`; None: no number."""
         return next((n for n in range(len(self.experts) + 1) if self.device(n) <= room), None)
 
     def advice(self, room: int, layers: int, shared: bool) -> list[str]:

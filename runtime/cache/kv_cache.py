@@ -87,8 +87,7 @@ class KvCache:
     # ---- slots
 
     def assign_slots(self, sequences: SequenceOf[Sequence]) -> None:
-        """Assigns a slot to each sequence of a step, perhaps one of a sequence outside the step. ValueError for more
-        sequences than slots."""
+        """Gives each sequence a slot, perhaps one of a sequence outside the step. ValueError if there are too few."""
         if len(sequences) > self.slots:
             raise ValueError(f"a step of {len(sequences)} sequences has {self.slots} slots")
         self._step += 1

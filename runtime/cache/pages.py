@@ -76,8 +76,7 @@ class PagePool:
         self._holders[page] += 1
 
     def release(self, page: int, soon: bool = False) -> None:
-        """One holder less. Without holders the page is idle if it is indexed, else free. `soon`: it is allocated before
-        other idle pages."""
+        """One holder less. Without any it is idle if indexed, else free. `soon`: allocated before other idle ones."""
         self._holders[page] -= 1
         if self._holders[page]:
             return

@@ -244,8 +244,7 @@ class NamedCalls(CallFormat):
 
 @dataclass(frozen=True, kw_only=True)
 class HarmonyCalls(CallFormat):
-    """Messages whose recipient is `prefix` and a tool: reasoning.py separates them from the text of the answer. `read`
-    reads such a message, of a call that has begun."""
+    """Messages to `prefix` and a tool, which reasoning.py separates. `read` reads that of a call that has begun."""
 
     prefix: str = "functions."
 

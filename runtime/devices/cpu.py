@@ -49,8 +49,7 @@ def _load(path: Path) -> tuple[tvm_ffi.Module, ctypes.CDLL]:
 
 
 class Kernels:
-    """A kernel library, connected to the thread pool of this process; it stays loaded. RuntimeError, OSError or
-    AttributeError if it cannot be loaded."""
+    """A kernel library with this process's thread pool. RuntimeError, OSError or AttributeError if it does not load."""
 
     def __init__(self, path: Path):
         global _pool

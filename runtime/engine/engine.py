@@ -30,8 +30,7 @@ class Engine(TextEngine):
 
     @classmethod
     def load(cls, path: str | Path, options: RunOptions = _DEFAULTS) -> "Engine":
-        """Loads an artifact folder. The options' draft is "lookup", "mtp" or the artifact of a draft model. UserError
-        if it cannot run here."""
+        """Loads an artifact. The options' draft: "lookup", "mtp" or a draft model's. UserError if it cannot run."""
         if Path(path).suffix == ".gguf" and not Path(path).is_dir():
             raise UserError(f"{path} is not compiled yet: mlc_amd.load() and `mlc-amd compile` do that")
         size = KvSize.of(options.kv_tokens, options.kv_memory)

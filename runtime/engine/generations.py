@@ -163,8 +163,7 @@ async def _batches(loop: StepLoop, results: Results, events: "_LoopEvents") -> A
 
 
 class _LoopEvents:
-    """Events from the thread that computes, for a task of an event loop. Wakes the task only if it waits: waking costs
-    a system call and an iteration of the loop."""
+    """Events from the computing thread for a task of an event loop, which is woken only if it waits."""
 
     loop: asyncio.AbstractEventLoop
 

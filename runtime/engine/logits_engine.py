@@ -184,8 +184,7 @@ class LogitsEngine(Closing):
                 self._own.truncate(before)
 
     def _check(self, ids: Ids, kept: int) -> np.ndarray:
-        """Ids as int64. UserError for ids outside the vocabulary; ContextFull where they do not fit the context after
-        `kept` tokens."""
+        """Ids as int64. UserError for ids outside the vocabulary; ContextFull beyond the context after `kept`."""
         checked = check_ids(ids)
         if checked.min() < 0 or checked.max() >= self.vocab:
             bad = checked[(checked < 0) | (checked >= self.vocab)][0]

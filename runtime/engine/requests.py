@@ -93,8 +93,7 @@ class PlannedStep:
 
 
 class Scoring:
-    """The tokens of `sequence` from number `first` on. logits: float32 [tokens, vocab], complete when it is `done`
-    without an `error`."""
+    """The logits of `sequence` from token number `first` on: float32 [tokens, vocab], once it is `done`, or `error`."""
 
     def __init__(self, sequence: Sequence, first: int, vocab: int) -> None:
         # A client of its own: it delays no other client's next chunk.

@@ -213,8 +213,7 @@ class Scheduler:
         return self._step
 
     def complete(self, step: PlannedStep, tokens: Iterable[SequenceOf[int]]) -> None:
-        """The step has run. tokens: for each of step.answers the drafts that were right, and one more; those of
-        finished requests are ignored."""
+        """The step has run. tokens: for each of step.answers the right drafts and one more; or ignored if done."""
         tokens, answers = list(tokens), step.answers
         if len(tokens) != len(answers) or not all(tokens):
             raise ValueError(f"tokens {tokens} for a step with {len(answers)} answers")

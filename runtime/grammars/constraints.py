@@ -1,5 +1,4 @@
-"""Constraints on the tokens of an answer, as of grammars and schemas. In: the tokens of the answer. Out: the tokens
-that may follow, as rows of the io buffer `allowed` (sampling/layout.py)."""
+"""Constraints on the tokens of answers: grammars, schemas; rows of the io buffer `allowed` (sampling/layout.py)."""
 
 import threading
 from typing import Any, Protocol

@@ -1,5 +1,4 @@
-"""Measuring on an AMD GPU through HIP: calls captured in a graph, since launches from Python take longer than small
-kernels; timed by HIP's events."""
+"""Measuring on an AMD GPU: calls are captured in a graph, as launches from Python are slow; timed by HIP's events."""
 
 import ctypes
 from collections.abc import Iterator

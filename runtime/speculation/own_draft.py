@@ -30,8 +30,7 @@ class _Rows(NamedTuple):
 
 
 class OwnDraft:
-    """A `Drafter`, with a call for each step (`follow` or `skip`). runner: of the model, which is called `name`;
-    UserError if it has no such layer."""
+    """A `Drafter`; `follow` or `skip` each step. runner: of the model `name`; UserError if it has no such layer."""
 
     expected, free, follows = 0.7, False, True
 

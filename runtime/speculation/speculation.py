@@ -110,8 +110,7 @@ class Speculation:
         return dict(zip(most, counts if allowed else [0] * answers, strict=True))
 
     def _continues(self, pays: bool, may_lose: float, cost: float, possible: bool) -> bool:
-        """Decides whether the drafter follows the next step. may_lose: seconds; cost: of a trial, seconds; possible:
-        guesses are possible."""
+        """Whether the drafter follows the next step. may_lose, cost (of a trial): seconds; possible: guesses are."""
         if self._trying and possible:
             self._trying -= 1
         elif not (self.following and pays and may_lose > 0):

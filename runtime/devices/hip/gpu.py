@@ -46,8 +46,7 @@ def _gpu(hip: Hip, index: int) -> HipGpu:
 
 
 def sibling(arch: str, available: Collection[str]) -> str | None:
-    """The arch in `available` whose code object runs on `arch`: `arch` itself, or one with the same instruction set;
-    None if there is none."""
+    """The arch in `available` whose code object runs on `arch`: itself, or one with the same instructions; or None."""
     if arch in available:
         return arch
     group = next((group for group in SAME_ISA if arch in group), {})

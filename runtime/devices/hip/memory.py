@@ -213,8 +213,7 @@ class HipMemory:
             self._send_table(name, through)
 
     def send_late(self, through: int) -> None:
-        """The same of LATE inputs alone, after `send_inputs`: its pending copies may transfer the new values, as
-        nothing reads them before."""
+        """The same of LATE inputs alone; copies that are pending may transfer them, as nothing reads them yet."""
         for name in LATE:
             if name in self._stale:
                 self._send_table(name, through)
