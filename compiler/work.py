@@ -48,7 +48,7 @@ def _facts(workload, param) -> dict:
 
 
 def experts_facts(op) -> dict:
-    """Facts "experts" of runtime/measure/routing.py."""
+    """Facts "experts" of schedules/operators/experts.py."""
     return asdict(op.of) | {"m": op.m, "tiles": op.of.tiles(op.m)}
 
 

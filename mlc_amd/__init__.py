@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from mlc_amd.runtime.engine.engine import Engine
     from mlc_amd.runtime.engine.generation import ContextFull
-    from mlc_amd.runtime.engine.limits import QueueFull
+    from mlc_amd.runtime.engine.scheduler import QueueFull
     from mlc_amd.runtime.errors import UserError
     from mlc_amd.runtime.sampling.settings import Sampling
 
@@ -30,7 +30,7 @@ __all__ = ["ContextFull", "Engine", "QueueFull", "Sampling", "UserError", "__ver
 _MODULES = {
     "ContextFull": "mlc_amd.runtime.engine.generation",
     "Engine": "mlc_amd.runtime.engine.engine",
-    "QueueFull": "mlc_amd.runtime.engine.limits",
+    "QueueFull": "mlc_amd.runtime.engine.scheduler",
     "Sampling": "mlc_amd.runtime.sampling.settings",
     "UserError": "mlc_amd.runtime.errors",
 }

@@ -1,17 +1,13 @@
-"""The exception for users.
-
-Every module raises `UserError` for errors that the user can fix: the message is one line with the problem and its
-solution. `tools/cli.py` prints it on stderr and exits with 1, or 2 for a `UsageError`; any other exception is a bug and
-has a traceback with `--debug`.
-"""
+"""The exception for users: every module raises `UserError`, one line with the problem and its solution, for errors that
+they can fix. `tools/cli.py` prints it and exits with 1, or 2 for a `UsageError`; any other exception is a bug and has a
+traceback with `--debug`."""
 
 QUOTED = 240  # characters of another program's message in an error message
 _JOINERS = "\u200c\u200d"  # parts of words and emojis, although not printable alone
 
 
 class UserError(Exception):
-    """A one-line message: the problem, then its solution. Quoted parts of files or texts may have line ends and control
-    characters, which `one_line` replaces."""
+    """A one-line message: the problem, then its solution. `one_line` replaces line ends and control characters."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))

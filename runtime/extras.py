@@ -1,8 +1,5 @@
 """The optional packages: the extra of `pip install 'mlc-amd[EXTRA]'` that installs each, and its purpose.
-pyproject.toml has their versions.
-
-`require(module)` checks for one before work that needs it; `extras()` lists all, for `mlc-amd doctor`.
-"""
+pyproject.toml has their versions."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -61,8 +58,7 @@ def require(module: str) -> None:
 
 
 def extras() -> list[dict[str, object]]:
-    """For each extra: `extra`, its name; `packages`: those that are installed; `missing`: the purposes of the others by
-    name."""
+    """For each extra: `extra`, its name; `packages`: those installed; `missing`: the purposes of the others by name."""
     found = []
     for extra in dict.fromkeys(package.extra for package in PACKAGES.values()):
         packages = {module: package for module, package in PACKAGES.items() if package.extra == extra}

@@ -1,9 +1,5 @@
 """Locks of folders, and temporary folders, which belong to running processes. Locks are on the folders themselves
-(flock(2)): no further files, and the lock of a killed process is released.
-
-`lock` takes a lock, `scratch` creates a temporary folder that is removed at its end, and `sweep` removes those of
-killed processes.
-"""
+(flock(2)): no further files, and the lock of a killed process is released."""
 
 import errno
 import fcntl
@@ -22,8 +18,7 @@ SUFFIX = ".mlc-amd-tmp"  # of the names of temporary folders
 
 
 class Lock:
-    """A lock of a folder, held until `close`, or until nothing refers to it; `close` may be called twice. kind: of
-    flock(2). OSError if it is not available."""
+    """A folder's lock, held until `close` or until it is dropped. kind: of flock(2). OSError if it is not available."""
 
     def __init__(self, folder: Path, kind: int):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -36,8 +31,7 @@ class Lock:
 
 
 def lock(folder: Path, exclusive: bool = False) -> Lock | None:
-    """A shared lock, or an exclusive one, without waiting: None while another process has one, and on file systems
-    without locks."""
+    """A lock, shared or exclusive, without waiting: None while another process has one, or without support."""
     try:
         return Lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
     except OSError:
@@ -46,8 +40,7 @@ def lock(folder: Path, exclusive: bool = False) -> Lock | None:
 
 @contextmanager
 def scratch(parent: Path, name: str) -> Iterator[Path]:
-    """A new hidden folder in `parent`, which is created if missing; removed at the end, unless it was renamed. Removes
-    those of killed processes, too."""
+    """A new hidden folder in `parent` (made if missing), removed at the end unless renamed; sweeps `parent`, too."""
     parent.mkdir(parents=True, exist_ok=True)
     sweep(parent)
     folder, held = _owned(parent, name)

@@ -14,36 +14,22 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Chip:
-    """One of AMD's chips.
+    """One of AMD's chips."""
 
-    name        LLVM's name
-    family      its generation: gcn5, cdna1 to cdna4, rdna1 to rdna4
-    dot         instruction for four int8 products added to an int32: "sdot4", "sudot4" (signs chosen per operand) or ""
-                (none)
-    units       compute units of the product that `bandwidth` is of: how many workgroups fill the GPU
-    bandwidth   GB/s of device memory, of the fastest usual product (a table's figure, not a measurement)
-    clock       GHz under load: boost or "game" clock
-    products    names that users may call it, lower case without blanks
-    unified     an APU: its memory is the host's
-    lds         bytes of LDS that one workgroup may have
-    loads       that a lane keeps in flight in kernels bound by memory: as many as hide its latency, and fit registers
-    registers   of 32 bits that a lane of a SIMD has, for all of its waves, accumulators of matrix instructions included
-    mach        EF_AMDGPU_MACH, of chips that share instructions, bugs and registers with the others of their family; 0
-                for the rest: LLVM's AMDGPUUsage puts no restriction on code that is generic for one of these groups (as
-                it does for gfx10-1-generic and gfx11-generic)
-    """
-
-    name: str
-    family: str
-    dot: str
-    units: int
-    bandwidth: float
-    clock: float
-    products: tuple[str, ...]
-    unified: bool = False
-    lds: int = 64 * KIB
-    loads: int = 2
-    registers: int = 1024
+    name: str  # LLVM's
+    family: str  # its generation: gcn5, cdna1 to cdna4, rdna1 to rdna4
+    dot: str  # instruction for four int8 products added to an int32: "sdot4", "sudot4" (signs chosen per operand) or ""
+    units: int  # compute units of the product that `bandwidth` is of: how many workgroups fill the GPU
+    bandwidth: float  # GB/s of device memory, of the fastest usual product (a table's figure, not a measurement)
+    clock: float  # GHz under load: boost or "game" clock
+    products: tuple[str, ...]  # names that users may call it, lower case without blanks
+    unified: bool = False  # an APU: its memory is the host's
+    lds: int = 64 * KIB  # bytes of LDS that one workgroup may have
+    loads: int = 2  # that a lane keeps in flight in kernels bound by memory, to hide its latency, as registers allow
+    registers: int = 1024  # of 32 bits that a lane of a SIMD has for all of its waves, with accumulators of matrices
+    # EF_AMDGPU_MACH, of chips that share instructions, bugs and registers with the others of their family; 0 for the
+    # rest: LLVM's AMDGPUUsage puts no restriction on code that is generic for one of these groups (as it does for
+    # gfx10-1-generic and gfx11-generic)
     mach: int = 0
 
 
@@ -111,64 +97,41 @@ def same_isa() -> tuple[dict[str, int], ...]:
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """A kind of Vulkan device: what kernels compiled for it may count on.
+    """A kind of Vulkan device: what kernels compiled for it may count on."""
 
-    name        as in --arch
-    family      the row of the kernels' tables of tile sizes that it takes
-    wave        invocations of a subgroup, which pipelines ask for; without `subgroups` lanes that a workgroup of that
-                size stands for
-    subgroups   whether it has subgroup arithmetic and shuffles with a size that can be required
-    dot         "dot4": packed products of 4x8 signed bits in hardware; "" plain multiplication
-    loads, registers   as of `Chip`; 0 registers: not known
-    lone_waves  whether workgroups of one subgroup are best where subgroups have nothing to share: the driver's compiler
-                knows only what depends on a workgroup's number to be the same in all lanes
-    unrolls     whether the driver's compiler unrolls short loops; else it keeps them, and arrays that they index in
-                memory
-    launch_us   microseconds of a launch that depends on the one before it, which kernels save by doing small work
-                twice; 0: they do not. 2.6 to 3 on an H100 and an H200; 0.9 on a W7900 with RADV, where a node of a HIP
-                graph takes 3.9, but no such kernel was measured.
-    float16     arithmetic on float16 (else: storage only)
-    matrix      "coop" for KHR_cooperative_matrix, else ""
-    query_registers  of a lane that the driver's compiler keeps for one fragment of an operand, where kernels must count
-                them to stay without spills: 16 with ACO (Mesa 25). 0: they need not
-    matrix_ops  operations of these matrices per clock of a compute unit, rough, from product pages; 0: not known
-    fragment    (m, n, k) of its float16 matrices with float32 sums
-    lane_matrix (m, n, k) of further such matrices, of which kernels know which lane holds what
-                (schedules/gpu/linear/gemm_lanes.py, attention_rows_matrix.py); (): there are no such kernels
-    lds         bytes of shared memory that one workgroup may have
-    threads     most invocations of a workgroup that kernels use
-    push        bytes of push constants; arguments beyond them are read from memory
-    units       compute units: how many workgroups fill the GPU
-    bandwidth   GB/s of device memory, of the fastest usual product (a table's figure, not a measurement); 0: not known
-    products    other names, lower case without blanks
-    unified     its memory is the host's
-    chips       a pattern of how the names begin by which Mesa's driver for AMD calls such chips; "": it is not AMD's
-    """
-
-    name: str
-    family: str
-    wave: int
-    units: int
-    bandwidth: float
-    products: tuple[str, ...] = ()
-    unified: bool = False
-    subgroups: bool = True
-    dot: str = "dot4"
-    loads: int = 2
-    registers: int = 0
+    name: str  # as in --arch
+    family: str  # the row of the kernels' tables of tile sizes that it takes
+    wave: int  # invocations of a subgroup, which pipelines ask for; without `subgroups` that a workgroup stands for
+    units: int  # compute units: how many workgroups fill the GPU
+    bandwidth: float  # GB/s, as of `Chip`; 0: not known
+    products: tuple[str, ...] = ()  # other names, lower case without blanks
+    unified: bool = False  # its memory is the host's
+    subgroups: bool = True  # has subgroup arithmetic and shuffles with a size that can be required
+    dot: str = "dot4"  # packed products of 4x8 signed bits in hardware; "" plain multiplication
+    loads: int = 2  # as of `Chip`
+    registers: int = 0  # as of `Chip`; 0: not known
+    # whether workgroups of one subgroup are best where subgroups have nothing to share: the driver's compiler knows
+    # only what depends on a workgroup's number to be the same in all lanes
     lone_waves: bool = False
-    unrolls: bool = True
+    unrolls: bool = True  # the driver's compiler unrolls short loops; else it keeps arrays that they index in memory
+    # microseconds of a launch that depends on the one before it, which kernels save by doing small work twice; 0: they
+    # do not. 2.6 to 3 on an H100 and an H200; 0.9 on a W7900 with RADV, where a node of a HIP graph takes 3.9, but no
+    # such kernel was measured.
     launch_us: float = 0.0
-    float16: bool = True
-    matrix: str = ""
-    matrix_ops: int = 0
+    float16: bool = True  # arithmetic on float16 (else: storage only)
+    matrix: str = ""  # "coop" for KHR_cooperative_matrix, else ""
+    matrix_ops: int = 0  # operations of these per clock of a compute unit, rough, from product pages; 0: not known
+    # registers of a lane that the driver's compiler keeps for one fragment of an operand, where kernels must count them
+    # to stay without spills: 16 with ACO (Mesa 25). 0: they need not
     query_registers: int = 0
-    fragment: tuple[int, int, int] = (16, 16, 16)
+    fragment: tuple[int, int, int] = (16, 16, 16)  # (m, n, k) of its float16 matrices with float32 sums
+    # (m, n, k) of further such matrices, of which kernels know which lane holds what (gemm_lanes.py and
+    # attention_rows_matrix.py of schedules/gpu); (): there are no such kernels
     lane_matrix: tuple[int, ...] = ()
-    lds: int = 32 * KIB
-    threads: int = 256
-    push: int = 256
-    chips: str = ""
+    lds: int = 32 * KIB  # bytes of shared memory that one workgroup may have
+    threads: int = 256  # most invocations of a workgroup that kernels use
+    push: int = 256  # bytes of push constants; arguments beyond them are read from memory
+    chips: str = ""  # how the names begin by which Mesa's driver for AMD calls such chips, a pattern; "": not AMD's
 
 
 DEVICE_KINDS = {

@@ -41,8 +41,7 @@ def last_level_cache() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take without swapping: Linux's estimate, and at most the limit of its control
-    group; 0 if neither is known."""
+    """Bytes to take without swapping: Linux's estimate, at most the control group's limit; 0 if neither is known."""
     found = []
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
@@ -64,19 +63,14 @@ def cpu_flags() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    return next(
-        (frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith(("flags", "Features"))),
-        frozenset(),
-    )
+    flags = (line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(flags, ()))
 
 
 def kfd_gpus(topology: Path = TOPOLOGY) -> list[dict]:
-    """The GPUs of the kernel's compute driver: `arch` (of the chip itself, ignoring overrides), `node`
-    (render node), `pci`.
-
-    Fields of topology/nodes/*/properties: gfx_target_version is major*10000 + minor*100 + stepping, location_id is
-    bus<<8 | device<<3 | function.
-    """
+    """The GPUs of the kernel's compute driver: `arch` (of the chip itself, ignoring overrides), `node` (render node),
+    `pci`. Fields of topology/nodes/*/properties: gfx_target_version is major*10000 + minor*100 + stepping, location_id
+    is bus<<8 | device<<3 | function."""
     found = []
     for file in sorted(topology.glob("*/properties"), key=lambda f: int(f.parent.name)):
         try:

@@ -1,12 +1,9 @@
-"""A child process with limits of processor time and memory, for work that might harm this process.
+"""A child process with limits of processor time and memory, for untrusted input whose cost no library bounds: grammars,
+chat templates. Requests and answers are JSON values.
 
-In:  the name of a module with a function `open_work`; its argument, and requests: JSON values.
-Out: `LimitedProcess.request`, the answer to a request; `LimitExceeded` for one that exceeds the limits or crashes the
-     process, which is then started again for the next request.
-
-It is for untrusted input whose cost no library bounds: grammars, chat templates. One process answers many requests, so
-a request costs no more than its JSON. Its processor time is limited, not the elapsed time, so a busy machine refuses
-nothing; the system ends it at the limit, even within native code.
+One process answers many requests, so a request costs no more than its JSON; it is started again after a
+`LimitExceeded`. Its processor time is limited, not the elapsed time, so a busy machine refuses nothing; the system ends
+it at the limit, even within native code.
 """
 
 import contextlib
@@ -33,12 +30,9 @@ class LimitExceeded(Exception):
 
 
 class LimitedProcess:
-    """The child process. It is started when it is needed, also after it has ended. Thread-safe.
-
-    module: its `open_work(opening)` returns an answer to the opening, and the function that answers requests.
-    seconds: of processor time for one request, opening_seconds: for the opening. memory: bytes, besides those of Python
-    and its modules.
-    """
+    """The child process. It is started when it is needed, also after it has ended. Thread-safe. module: its
+    `open_work(opening)` returns an answer to the opening, and the function that answers requests. seconds: of processor
+    time for one request, opening_seconds: for the opening. memory: bytes, besides those of Python and its modules."""
 
     def __init__(self, module: str, opening: object, seconds: float, memory: int, opening_seconds: float = 0) -> None:
         self._module, self._opening = module, json.dumps(opening)
@@ -75,8 +69,7 @@ class LimitedProcess:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        """Ends the process if the block fails, as by Ctrl-C: else its answer would be taken for that to the next
-        request."""
+        """Ends the process if the block fails, as by Ctrl-C: its answer would be taken for that to the next request."""
         try:
             yield
         except BaseException:

@@ -25,21 +25,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Option:
-    """What help and errors say of an option.
+    """What help and errors say of an option."""
 
-    help: what it does. unit: of its value. default: what a default of None means. low, high: the smallest and the
-    largest value; above: values must be greater. read: makes the value of a text, if its type does not say how. also:
-    other names of its flag, those of llama.cpp.
-    """
-
-    help: str
-    unit: str = ""
-    default: str = ""
+    help: str  # what it does
+    unit: str = ""  # of its value
+    default: str = ""  # what a default of None means
     low: float = -math.inf
     high: float = math.inf
-    above: float = -math.inf
-    read: Callable[[str], object] | None = None
-    also: tuple[str, ...] = ()
+    above: float = -math.inf  # values must be greater
+    read: Callable[[str], object] | None = None  # makes the value of a text, if its type does not say how
+    also: tuple[str, ...] = ()  # other names of its flag, those of llama.cpp
 
     def text(self, default: object) -> str:
         """The help, the unit and the default value."""
@@ -73,8 +68,7 @@ def option_of(group: Any, name: str) -> Option:
 
 
 def keywords(group: Callable[P, Group]) -> Callable[[Callable[[Group], Result]], Callable[P, Result]]:
-    """Makes a function of one group a function of the group's options as arguments, with their types, defaults and
-    help."""
+    """Makes a function of a group a function of its options as arguments, with types, defaults and help."""
     options = described(group)
     signature = inspect.signature(group)
     parameters = [one.replace(annotation=options[name][0]) for name, one in signature.parameters.items()]

@@ -73,7 +73,7 @@ class Compiler:
         if EXTENSION not in offered:
             raise UserError(f"the driver has no {EXTENSION}")
         self.device = self._device(calls, gpu, sorted(offered & {EXTENSION, MATRICES}))
-        self.calls = api.Calls(lambda name: calls.vkGetDeviceProcAddr(self.device, name), api.DEVICE, CALLS)
+        self.calls = api.Calls(lambda name: calls.vkGetDeviceProcAddr(self.device, name), api.DEVICE | CALLS)
 
     @staticmethod
     def _find(calls, instance, family):

@@ -145,11 +145,8 @@ class Artifact:
     @classmethod
     @_no_collection()
     def open(cls, path: str | Path, verify: bool = False) -> "Artifact":
-        """Checks the manifest, and presence, sizes and checksums of all files; the checksum of the weights only with
-        `verify`, because that reads all of them.
-
-        UserError for a folder that is no artifact, has another version of the format, or is damaged.
-        """
+        """Checks manifest, presence, sizes and checksums of all files; that of the weights only with `verify`, as it
+        reads all of them. UserError for a folder that is no artifact, of another version, or damaged."""
         path = Path(path)
         if not path.is_dir():
             raise UserError(f"{path}: no such compiled model; make one with: mlc-amd compile MODEL.gguf")

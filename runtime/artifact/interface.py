@@ -4,8 +4,7 @@ kernels: a manifest that does not belong to the kernels is refused.
 Kernels do not check their arguments, and some compute addresses from results of earlier kernels (the experts of a row,
 the order of rows). So the digest covers all that determines their arguments: parameters, launches with their offsets in
 the arena, and the sizes of buffers and of random weights. manifest_check.py checks that these are consistent, the
-digest that they are the compiled ones. Loaders of shared libraries, code objects and SPIR-V modules ignore the bytes
-after their part of the file.
+digest that they are the compiled ones. Loaders ignore the bytes after their part of the file.
 """
 
 import hashlib

@@ -1,9 +1,5 @@
-"""The buffers between host and kernels: their names, which of them differ from step to step, and their sizes, which
-follow from the functions, the vocabulary and the context.
-
-The compiler writes them into the manifest; an artifact with other buffers is refused. dist/README.md describes their
-contents.
-"""
+"""The buffers between host and kernels (dist/README.md): names, which of them differ from step to step, and sizes,
+which follow from functions, vocabulary and context. An artifact with other buffers is refused."""
 
 from collections.abc import Iterable, Mapping
 
@@ -66,7 +62,5 @@ def io_buffers(
         "sampled": (sampled,),
         "logprobs": (sampled,),
     }
-    return {
-        name: {"dtype": "float32" if name in ("logits", "logprobs") else "int32", "shape": list(shape)}
-        for name, shape in shapes.items()
-    }
+    floats = ("logits", "logprobs")
+    return {name: {"dtype": "float32" if name in floats else "int32", "shape": [*of]} for name, of in shapes.items()}

@@ -1,9 +1,5 @@
-"""Reads untrusted JSON as a given Python type, usually a TypedDict with limits of numbers (see msgspec's documentation
-of supported types and of `Meta`).
-
-In: a file or its bytes, the type. Out: plain Python values of that type, without keys that it does not have. UserError
-in one line that names the key, for any other content.
-"""
+"""Reads untrusted JSON as a given Python type, usually a TypedDict with limits of numbers (msgspec's `Meta`), without
+keys that the type lacks. UserError in one line that names the key, for any other content."""
 
 import os
 import re
@@ -23,8 +19,7 @@ LARGEST = 256 << 20  # bytes of a file: a vocabulary of 200 thousand tokens take
 
 @contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """A regular file, for reading. UserError for anything else, such as a pipe, which might block, and for errors of
-    the system."""
+    """A regular file, for reading. UserError for anything else, as a pipe, which might block, and for system errors."""
     try:
         with open(path, "rb", opener=_open) as file:
             yield file
@@ -77,24 +72,18 @@ def _explain(error: msgspec.ValidationError, data: bytes, kind: Any) -> str:
 
 
 def _named(document: Any, kind: Any, place: str) -> str:
-    """`place` with the names of keys where msgspec writes [...]: by bisection, the key whose value has the error."""
+    """`place` with the names of keys where msgspec writes [...]: the key whose value alone has an error, too."""
     while "[...]" in place:
         before, _, after = place.partition("[...]")
         held = _at(document, before)
         if not isinstance(held, dict):
             break
-        names = list(held)
-        while len(names) > 1:
-            half, values = names[: len(names) // 2], dict(held)
-            for name in set(names) - set(half):
-                del held[name]
-            fails = _fails(document, kind)
+        for name, value in dict(held).items():
             held.clear()
-            held.update(values)
-            names = half if fails else names[len(names) // 2 :]
-            for name in set(held) - set(names):
-                del held[name]
-        place = f"{before}[{shorten(names[0])}]{after}"
+            held[name] = value
+            if _fails(document, kind):
+                break
+        place = f"{before}[{shorten(next(iter(held)))}]{after}"
     return place
 
 

@@ -247,8 +247,7 @@ def read(folder: Path) -> Manifest:
 
 
 def check_described(folder: Path) -> None:
-    """ValueError for a manifest with a key or a value that the types lack: it would be lost when the manifest is
-    read."""
+    """ValueError for a manifest with a key or value that the types lack: reading it would lose that."""
     written, known = json.loads((folder / MANIFEST).read_bytes()), dict(read(folder))
     lost = _lost({key: value for key, value in written.items() if key != "sha256"}, known, "")
     if lost:

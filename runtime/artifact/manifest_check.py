@@ -1,15 +1,12 @@
 """Checks that the parts of a manifest are consistent, with one another and with the weights: names that must exist, and
 the type and size of every argument of every launch against what its kernel declares.
 
-In: a `Manifest`, whose values have the right types, and the tensors of the weights. Out: nothing, or a `ManifestFault`.
 A manifest that passes cannot make kernels read or write outside of their buffers, as long as the kernels do what they
 declare (interface.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
-
-import numpy as np
 
 from mlc_amd.runtime.artifact.io_buffers import OUTPUTS, PER_ANSWER, PER_ROW, ROWS, io_buffers, page_table
 from mlc_amd.runtime.artifact.manifest import (
@@ -21,7 +18,7 @@ from mlc_amd.runtime.artifact.manifest import (
     is_draft,
 )
 from mlc_amd.runtime.artifact.random_weights import draw_fault
-from mlc_amd.runtime.artifact.weight_block import ALIGN, DTYPES, PAD
+from mlc_amd.runtime.artifact.weight_block import ALIGN, DTYPES, PAD, byte_count
 from mlc_amd.runtime.cache.pages import PAGE, STATE
 from mlc_amd.runtime.errors import shorten
 
@@ -48,11 +45,8 @@ _PAGED = ("cache", "states")  # roles of what has pages or cells
 # Kernels that a device launches itself, and the number of their buffers (devices/vulkan).
 _OWN = {"copy": 2, "fragment_probe": 3}
 _GPUS = ("rocm", "vulkan")
-_TARGET_KEYS = {
-    "cpu": ("mcpu", "flags"),
-    "rocm": ("archs", "bandwidth"),
-    "vulkan": ("archs", "bandwidth", "needs", "copy_bytes"),
-}
+_GPU_KEYS = ("archs", "bandwidth")
+_TARGET_KEYS = {"cpu": ("mcpu", "flags"), "rocm": _GPU_KEYS, "vulkan": (*_GPU_KEYS, "needs", "copy_bytes")}
 
 
 class ManifestFault(Exception):
@@ -65,9 +59,14 @@ def check(manifest: Manifest, tensors: Mapping[str, Mapping]) -> None:
     _check_functions(manifest)
     _check_io(manifest)
     _check_kv(manifest)
-    stored = {name: _stored(entry) for name, entry in tensors.items() if not name.startswith(PAD)}
+    stored: dict[str, _Tensor] = {
+        name: (_STORED[entry["dtype"]], tuple(entry["shape"]))
+        for name, entry in tensors.items()
+        if not name.startswith(PAD)
+    }
     _check_weights(manifest, stored)
-    kernels = _by_name(manifest["kernels"])
+    kernels = {kernel["name"]: kernel for kernel in manifest["kernels"]}
+    _require(len(kernels) == len(manifest["kernels"]), "kernels", "two have the same name")
     for arch, launched in manifest["launches"].items():
         _check_launched(manifest, arch, launched, kernels)
     arguments = _Arguments(manifest, stored, kernels)
@@ -81,21 +80,6 @@ def check(manifest: Manifest, tensors: Mapping[str, Mapping]) -> None:
 def _require(holds: bool, key: str, what: str) -> None:
     if not holds:
         raise ManifestFault(f"key {key}: {what}")
-
-
-def _by_name(kernels: list[ManifestKernel]) -> dict[str, ManifestKernel]:
-    found = {kernel["name"]: kernel for kernel in kernels}
-    _require(len(found) == len(kernels), "kernels", "two have the same name")
-    return found
-
-
-def _stored(entry: Mapping) -> _Tensor:
-    return _STORED[entry["dtype"]], tuple(entry["shape"])
-
-
-def nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor."""
-    return prod(shape) * (2 if dtype == "bfloat16" else np.dtype(dtype).itemsize)
 
 
 # ---- parts
@@ -170,7 +154,7 @@ def _check_weights(manifest: Manifest, stored: Mapping[str, _Tensor]) -> None:
         _require(found == wanted, f"tensors[{shorten(name)}]", f"the weights have {_text(found)}, not {_text(wanted)}")
         wrong = draw_fault(entry["dtype"], entry["draw"])
         _require(not wrong, f"tensors[{shorten(name)}].draw", wrong)
-    total = sum(nbytes(*tensor) for tensor in stored.values())
+    total = sum(byte_count(*tensor) for tensor in stored.values())
     _require(manifest["weight_bytes"] == total, "weight_bytes", f"{manifest['weight_bytes']} instead of {total}")
 
 
@@ -211,12 +195,12 @@ def _check_launched(
 
 
 class _Declared:
-    """What a kernel declares. params: name, role, tensor and bytes of each; tables, caches: the indices of page tables
-    and of the caches that these are for."""
+    """params: name, role, tensor, bytes; tables, caches: indices of page tables, and of the caches these are for."""
 
     def __init__(self, kernel: ManifestKernel):
         tensors = [_tensor(param) for param in kernel["params"]]
-        self.params = [(p["name"], p["role"], of, nbytes(*of)) for p, of in zip(kernel["params"], tensors, strict=True)]
+        facts = zip(kernel["params"], tensors, strict=True)
+        self.params = [(p["name"], p["role"], of, byte_count(*of)) for p, of in facts]
         self.tables = [i for i, param in enumerate(kernel["params"]) if param["role"] in ("pages", "cells")]
         self.caches = [i for i, param in enumerate(kernel["params"]) if param["role"] in _PAGED]
 

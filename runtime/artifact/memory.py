@@ -1,19 +1,15 @@
 """The memory that a model needs, by part, and what fits a GPU. No device is opened.
 
-In: an artifact's manifest, or compiler/memory.py's estimate for a model that is not compiled. Out: `Needs`, `Room` and
-the names of the weights that may stay in host memory (`on_host`).
-
-Experts may stay there, as with llama.cpp's --n-cpu-moe: a token uses a few of them, so they are most of a model's
-bytes but few of those that a step reads.
+Experts may stay in host memory, as with llama.cpp's --n-cpu-moe: a token uses a few of them, so they are most of a
+model's bytes but few of those that a step reads.
 """
 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from mlc_amd.runtime.artifact.manifest import Manifest
+from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.errors import UserError
 
@@ -23,27 +19,17 @@ EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:gate|up|gate_up|down)_exps\.weight\b")
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes by part.
+    """Bytes by part."""
 
-    weights     packed weights, experts included
-    experts     of these, the experts' matrices of each layer; 0 where it has none
-    kv          KV cache, at a capacity of `context` tokens, and states of sequences
-    token       of one more token of capacity: cache and tables by position
-    buffers     intermediate tensors, scratch memory, logits
-    longest     tokens of the model's own context
-    states      of kv, the states of recurrent layers
-    cells       number of these states
-    """
-
-    weights: int
-    experts: tuple[int, ...]
-    kv: int
-    token: int
-    buffers: int
+    weights: int  # packed weights, experts included
+    experts: tuple[int, ...]  # of these, the experts' matrices of each layer; 0 where it has none
+    kv: int  # KV cache, at a capacity of `context` tokens, and states of sequences
+    token: int  # of one more token of capacity: cache and tables by position
+    buffers: int  # intermediate tensors, scratch memory, logits
     context: int
-    longest: int
-    states: int = 0
-    cells: int = 0
+    longest: int  # tokens of the model's own context
+    states: int = 0  # of kv, the states of recurrent layers
+    cells: int = 0  # number of these states
 
     def host(self, layers: int) -> int:
         """Bytes of host memory when the experts of the first `layers` layers stay there."""
@@ -54,23 +40,19 @@ class Needs:
         return self.weights + self.kv + self.buffers - self.host(layers)
 
     def tokens(self, room: int, layers: int = 0) -> int:
-        """The largest capacity with which everything fits `room` bytes, at most `longest`; 0: none.
-
-        Windowed layers keep at most their window: the result is too small where the capacity is larger than that.
-        """
+        """The largest capacity with which everything fits `room` bytes, at most `longest`; 0: none. Windowed layers
+        keep at most their window: the result is too small where the capacity is larger than that."""
         if self.token == 0:
             return self.longest if self.device(layers) <= room else 0
         most = self.context + (room - self.device(layers)) // self.token
         return max(min(most, self.longest) // CONTEXT_STEP * CONTEXT_STEP, 0)
 
     def layers_on_host(self, room: int) -> int | None:
-        """The least number of first layers whose experts must stay in host memory for the rest to fit `room` bytes;
-        None: it never fits."""
+        """The least number of first layers whose experts must stay in host memory for `room`; None: no number."""
         return next((n for n in range(len(self.experts) + 1) if self.device(n) <= room), None)
 
     def advice(self, room: int, layers: int, shared: bool) -> list[str]:
-        """Flags, each of which makes a model fit `room` bytes that does not fit now. shared: the room is a part of the
-        host's memory."""
+        """Flags, each of which makes a model fit `room` bytes. shared: the room is a part of the host's memory."""
         tokens, more = self.tokens(room, layers), None if shared else self.layers_on_host(room)
         flags = [f"--ctx {tokens}"] if 0 < tokens < self.context else []
         return [*flags, f"--n-cpu-moe {more}"] if more is not None and more > layers else flags
@@ -110,12 +92,11 @@ def of_manifest(manifest: Manifest) -> Needs:
 
 def nbytes(entry: Mapping) -> int:
     """Bytes of a tensor of the manifest."""
-    return int(np.prod(entry["shape"], dtype=np.int64)) * np.dtype(entry["dtype"]).itemsize
+    return byte_count(entry["dtype"], entry["shape"])
 
 
 def on_host(tensors: Iterable[str], layers: int) -> frozenset[str]:
-    """Of a model's tensors the experts' matrices of the first `layers` layers. UserError for a negative number, and for
-    a model without experts."""
+    """The experts' matrices of the first `layers` layers. UserError for a negative number, or without experts."""
     if layers < 0:
         raise UserError(f"--n-cpu-moe is {layers}: it must not be negative")
     experts = {name: int(found[1]) for name in tensors if (found := EXPERTS.match(name))}
@@ -137,8 +118,7 @@ def shortage(needs: Needs, free: int, gpu: str, layers: int = 0, shared: bool = 
 
 
 def host_shortage(needs: Needs, layers: int) -> str:
-    """The error message when the experts of the first `layers` layers do not fit the host memory that the GPU may
-    use."""
+    """The error message when the experts of the first `layers` layers do not fit the host memory for GPUs."""
     return (
         f"out of host memory: --n-cpu-moe {layers} needs {gib(needs.host(layers))} that the GPU can reach; Linux lets "
         "GPUs use half of the system's memory (kernel parameter ttm.pages_limit: pages of 4 KiB)"

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.weight_block import ALIGN, DTYPES, WeightBlock
+from mlc_amd.runtime.artifact.weight_block import ALIGN, WeightBlock, header_entry
 from mlc_amd.runtime.errors import shorten
 
 BITS_LINES, VALUE_LINES = 1_048_573, 65_521  # primes: 64 MiB of random bits, 4 MiB of each other kind
@@ -35,14 +35,8 @@ class RandomWeights(WeightBlock):
     def __init__(self, vectors: WeightBlock, matrices: Mapping[str, Mapping]):
         header, position = dict(vectors.header), vectors.total
         for name, entry in matrices.items():
-            position += -position % ALIGN
-            nbytes = int(np.prod(entry["shape"], dtype=np.int64)) * np.dtype(entry["dtype"]).itemsize
-            header[name] = {
-                "dtype": DTYPES[entry["dtype"]],
-                "shape": entry["shape"],
-                "data_offsets": [position, position + nbytes],
-            }
-            position += nbytes
+            header[name] = header_entry(entry["dtype"], entry["shape"], position + -position % ALIGN)
+            position = header[name]["data_offsets"][1]
         super().__init__(header)
         self._vectors, self._matrices = vectors, matrices
         self._filled: mmap.mmap | None = None
@@ -52,11 +46,8 @@ class RandomWeights(WeightBlock):
         for name, entry in self._matrices.items():
             pattern = drawn(entry["dtype"], *entry["draw"])
             at, end = self.header[name]["data_offsets"]
-            source = (
-                zlib.crc32((name.split("/")[0] if entry["draw"][0] == "signs" else name).encode())
-                * ALIGN
-                % pattern.nbytes
-            )
+            place = name.split("/")[0] if entry["draw"][0] == "signs" else name
+            source = zlib.crc32(place.encode()) * ALIGN % pattern.nbytes
             while at < end:
                 count = min(nbytes, end - at, pattern.nbytes - source)
                 yield at, pattern[source : source + count]
@@ -75,9 +66,8 @@ class RandomWeights(WeightBlock):
 @functools.cache
 def drawn(dtype: str, draw: str, *parameters: float) -> np.ndarray:
     """uint8 [bytes], read-only: the block that a plane of that kind repeats."""
-    rng = np.random.Generator(
-        np.random.SFC64(zlib.crc32(draw.encode()))
-    )  # kinds independent, factors of one kind together
+    # kinds independent, factors of one kind together
+    rng = np.random.Generator(np.random.SFC64(zlib.crc32(draw.encode())))
     pattern = _DRAWS[draw](rng, np.dtype(dtype), *parameters).view(np.uint8)
     pattern.flags.writeable = False
     return pattern
@@ -102,9 +92,8 @@ def _signs(rng: np.random.Generator, dtype: np.dtype, factor: float) -> np.ndarr
 
 def _normal(rng: np.random.Generator, dtype: np.dtype, deviation: float) -> np.ndarray:
     values = rng.standard_normal(VALUE_LINES * ALIGN // dtype.itemsize, np.float32) * np.float32(deviation)
-    return (
-        (values.view(np.uint32) >> 16).astype(dtype) if dtype == np.uint16 else values.astype(dtype)
-    )  # bfloat16: a float32's upper half
+    # bfloat16: a float32's upper half
+    return (values.view(np.uint32) >> 16 if dtype == np.uint16 else values).astype(dtype)
 
 
 _DRAWS = {"bits": _bits, "integers": _integers, "either": _either, "signs": _signs, "normal": _normal}

@@ -1,28 +1,30 @@
-"""Weights as one block of bytes, from a file or drawn at random: the form in which devices take them.
-
-`TensorSpec` describes one tensor, `WeightBlock` a block with all of them, `JoinedBlocks` several blocks as one.
-"""
+"""Weights as one block of bytes, from a file or drawn at random: the form in which devices take them."""
 
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import numpy as np
 
 ALIGN = 64  # bytes: alignment for vector loads
 PAD = "__pad_"  # prefix of the names of tensors that only fill gaps
 # names in safetensors
-DTYPES = {
-    "uint8": "U8",
-    "int8": "I8",
-    "float16": "F16",
-    "uint16": "U16",
-    "float32": "F32",
-    "int32": "I32",
-    "uint32": "U32",
-}
+DTYPES = {"uint8": "U8", "int8": "I8", "float16": "F16", "uint16": "U16", "float32": "F32"}
+DTYPES |= {"int32": "I32", "uint32": "U32"}
 NUMPY = {name: np.dtype(dtype) for dtype, name in DTYPES.items()}
+
+
+def byte_count(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor."""
+    return prod(shape) * (2 if dtype == "bfloat16" else np.dtype(dtype).itemsize)
+
+
+def header_entry(dtype: str, shape: Sequence[int], begin: int) -> dict[str, Any]:
+    """A tensor in the header of safetensors."""
+    return {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, begin + byte_count(dtype, shape)]}
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,12 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        return byte_count(self.dtype, self.shape)
 
 
 class WeightBlock(ABC):
-    """All weights as one block of bytes, which devices map or copy.
-
-    header: as in safetensors, {name: {"dtype", "shape", "data_offsets": [begin, end]}}, offsets into the block; every
-    tensor begins at a multiple of 64 bytes.
-    """
+    """All weights as one block of bytes, which devices map or copy. header: as in safetensors, {name: {"dtype",
+    "shape", "data_offsets": [begin, end]}}, offsets into the block; every tensor begins at a multiple of 64 bytes."""
 
     def __init__(self, header: dict[str, dict]):
         self.header = header
@@ -51,10 +50,8 @@ class WeightBlock(ABC):
     @property
     def places(self) -> dict[str, tuple[int, int]]:
         """Tensor to (offset in the block, bytes)."""
-        found = {
-            name: (begin, end - begin) for name, entry in self.header.items() for begin, end in [entry["data_offsets"]]
-        }
-        return {name: place for name, place in found.items() if not name.startswith(PAD)}
+        spans = {name: entry["data_offsets"] for name, entry in self.header.items() if not name.startswith(PAD)}
+        return {name: (begin, end - begin) for name, (begin, end) in spans.items()}
 
     @property
     def total(self) -> int:
@@ -64,10 +61,7 @@ class WeightBlock(ABC):
     @abstractmethod
     def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
         """(offset, uint8 view) of pieces of at most `nbytes` bytes, in ascending order; gaps between tensors may be
-        skipped.
-
-        The views share memory: copy them at once, and do not write to them.
-        """
+        skipped. The views share memory: copy them at once, and do not write to them."""
 
     @abstractmethod
     def __getitem__(self, name: str) -> np.ndarray:
@@ -79,13 +73,6 @@ class WeightBlock(ABC):
         begin, end = entry["data_offsets"]
         raw = np.frombuffer(memory, np.uint8, end - begin, start + begin)
         return raw.view(NUMPY[entry["dtype"]]).reshape(entry["shape"])
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.header
-
-    @property
-    def nbytes(self) -> int:
-        return sum(v["data_offsets"][1] - v["data_offsets"][0] for v in self.header.values())
 
 
 class JoinedBlocks(WeightBlock):
@@ -110,4 +97,4 @@ class JoinedBlocks(WeightBlock):
                 yield start + at, piece
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return next(part for _, part in self._parts if name in part)[name]
+        return next(part for _, part in self._parts if name in part.header)[name]

@@ -1,5 +1,4 @@
-"""Writes and reads files of packed weights: safetensors, with every tensor at a multiple of 64 bytes
-(dist/README.md)."""
+"""Writes and reads packed weights: safetensors, with every tensor at a multiple of 64 bytes (dist/README.md)."""
 
 import hashlib
 import json
@@ -15,7 +14,7 @@ import numpy as np
 from msgspec import Meta
 
 from mlc_amd.runtime.artifact import json_files
-from mlc_amd.runtime.artifact.weight_block import ALIGN, DTYPES, NUMPY, PAD, TensorSpec, WeightBlock
+from mlc_amd.runtime.artifact.weight_block import ALIGN, NUMPY, PAD, TensorSpec, WeightBlock, header_entry
 from mlc_amd.runtime.errors import UserError, shorten
 
 ADVICE = "compile the model again"
@@ -23,25 +22,15 @@ ADVICE = "compile the model again"
 
 class WeightsWriter:
     """A safetensors file written out of order: the layout is fixed first, then pieces are written in any order.
-
-    Safetensors allows no holes, so alignment gaps are tensors named `__pad_<n>`.
-    """
+    Safetensors allows no holes, so alignment gaps are tensors named `__pad_<n>`."""
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec]):
         self.offsets, header, position = {}, {}, 0
         for spec in specs:
             if gap := -position % ALIGN:
-                header[f"{PAD}{len(header)}"] = {
-                    "dtype": "U8",
-                    "shape": [gap],
-                    "data_offsets": [position, position + gap],
-                }
+                header[f"{PAD}{len(header)}"] = header_entry("uint8", [gap], position)
                 position += gap
-            header[spec.name] = {
-                "dtype": DTYPES[spec.dtype],
-                "shape": list(spec.shape),
-                "data_offsets": [position, position + spec.nbytes],
-            }
+            header[spec.name] = header_entry(spec.dtype, spec.shape, position)
             self.offsets[spec.name] = position
             position += spec.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -55,11 +44,8 @@ class WeightsWriter:
 
     def write(self, name: str, offset: int, data: np.ndarray) -> None:
         """Writes `data` at `offset` bytes into tensor `name`; may be called from several threads."""
-        os.pwrite(
-            self.file.fileno(),
-            np.ascontiguousarray(data).data.cast("B"),
-            self.start + self.offsets[name] + offset,
-        )
+        at = self.start + self.offsets[name] + offset
+        os.pwrite(self.file.fileno(), np.ascontiguousarray(data).data.cast("B"), at)
 
     def close(self) -> None:
         self.file.close()

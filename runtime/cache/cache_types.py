@@ -1,8 +1,5 @@
-"""The tensors that persist between steps, with as many pages as an engine wants: shapes and bytes.
-
-In: a manifest, whose `kv` has every tensor as for one sequence of full length; those with a "span" are caches, whose
-first dimension is the page. Out: name to (shape, dtype).
-"""
+"""The tensors that persist between steps, with as many pages as an engine wants: shapes and bytes. Those with a "span"
+in the manifest are caches, whose first dimension is the page."""
 
 from collections.abc import Mapping
 from math import prod

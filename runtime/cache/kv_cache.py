@@ -1,9 +1,8 @@
 """The paged KV cache on the host: pools of pages, the index of prefixes, slots and page tables.
 
 The layers of a model form groups by the span of keys that their rows see (0: all of them). The caches of a group's
-layers have the same pages. A slot is a row of the page tables: each sequence of a step has one.
-
-Layers that keep a state of fixed size for each sequence share cells in the same way: see `pages.STATE`.
+layers have the same pages. A slot is a row of the page tables: each sequence of a step has one. Layers that keep a
+state of fixed size for each sequence share cells in the same way: see `pages.STATE`.
 """
 
 from collections.abc import Iterable
@@ -25,21 +24,17 @@ class KvUsage(NamedTuple):
 
 
 class KvCache:
-    """Pools of `groups` ({span: number of pages}) for sequences of up to `context` tokens, `slots` of them in a step.
-
-    pools         of pages, by span
-    cells         of states; None for models without
-    page_tables   span -> int32 [slots, ceil(context / PAGE)]: [slot, position // PAGE] is a page. Entries that no row
-                  reads hold any valid page. STATE -> int32 [slots, CELL_COLUMNS]: the cell with the slot's state, and
-                  those for the states after each of the step's rows; the last row's is repeated
-    """
+    """Pools of `groups` ({span: number of pages}) for sequences of `context` tokens at most, `slots` in a step."""
 
     def __init__(self, groups: dict[int, int], context: int, slots: int = 64) -> None:
         self.context, self.slots = context, slots
         pools = {span: PagePool(pages) for span, pages in groups.items()}
         self.pools = {span: pool for span, pool in pools.items() if span != STATE}
-        self.cells = pools.get(STATE)
+        self.cells = pools.get(STATE)  # None for models without states
         self.index = PrefixIndex(pools)
+        # By span int32 [slots, ceil(context / PAGE)]: [slot, position // PAGE] is a page. Entries that no row reads
+        # hold any valid page. STATE: int32 [slots, CELL_COLUMNS]: the cell with the slot's state, and those for the
+        # states after each of the step's rows; the last row's is repeated.
         widths = {span: CELL_COLUMNS if span == STATE else -(-context // PAGE) for span in groups}
         self.page_tables = {span: np.zeros((slots, width), np.int32) for span, width in widths.items()}
         self._changed = set(groups)
@@ -92,8 +87,7 @@ class KvCache:
     # ---- slots
 
     def assign_slots(self, sequences: SequenceOf[Sequence]) -> None:
-        """Assigns a slot to each sequence of a step, perhaps one of a sequence outside the step. ValueError for more
-        sequences than slots."""
+        """Gives each sequence a slot, perhaps one of a sequence outside the step. ValueError if there are too few."""
         if len(sequences) > self.slots:
             raise ValueError(f"a step of {len(sequences)} sequences has {self.slots} slots")
         self._step += 1

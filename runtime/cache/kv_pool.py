@@ -1,8 +1,4 @@
-"""The number of pages of the KV cache: for a number of tokens, for a number of bytes, or for the free memory of a
-device.
-
-In: the requested size (`KvSize`), a manifest, and the device's free memory and largest tensor. Out: pages by span.
-"""
+"""The number of pages of the KV cache by span: for a number of tokens, of bytes, or for a device's free memory."""
 
 import logging
 from collections.abc import Mapping

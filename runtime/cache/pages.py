@@ -1,10 +1,8 @@
-"""The allocator of the pages of one group of paged caches, with reference counts.
+"""The allocator of the pages of one group of paged caches, with reference counts. Nothing here touches a device.
 
-A group is all attention layers that see the same span of keys; its caches have the same number of pages, each with the
-keys and values of PAGE positions, and a page id refers to the same page in all of them. Nothing here touches a device.
-
-A page is *free*, *held* by one or more sequences, or *idle*: no sequence holds it, but the index of prefixes refers to
-it by its contents. Idle pages are allocated when no free ones are left.
+A group is all attention layers that see the same span of keys; a page id refers to the same page, the keys and values
+of PAGE positions, in all of its caches. A page is *free*, *held* by one or more sequences, or *idle*: no sequence holds
+it, but the index of prefixes refers to it by its contents. Idle pages are allocated when no free ones are left.
 """
 
 from collections import OrderedDict
@@ -19,10 +17,8 @@ CELL_COLUMNS = 1 + KEPT  # of the table of cells: the one that a step reads, and
 
 
 class PagePool:
-    """Pages 0 .. pages-1, all of them free at first.
-
-    evicted: called with an idle page before it is allocated; must `forget` the page, and may forget others.
-    """
+    """Pages 0 .. pages-1, all of them free at first. evicted: called with an idle page before it is allocated; must
+    `forget` the page, and may forget others."""
 
     def __init__(self, pages: int, evicted: Callable[[int], None] | None = None) -> None:
         self.pages = pages
@@ -80,8 +76,7 @@ class PagePool:
         self._holders[page] += 1
 
     def release(self, page: int, soon: bool = False) -> None:
-        """One holder less. Without holders the page is idle if it is indexed, else free. `soon`: it is allocated before
-        other idle pages."""
+        """One holder less. Without any it is idle if indexed, else free. `soon`: allocated before other idle ones."""
         self._holders[page] -= 1
         if self._holders[page]:
             return

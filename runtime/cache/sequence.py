@@ -43,39 +43,17 @@ class PageStore(Protocol):
 
 
 class Sequence:
-    """Made by `Cache.sequence` and `fork`.
-
-    tokens      all ids
-    computed    the first `computed` of them have keys in the cache
-    pages       span -> the page of each block of PAGE positions, or RELEASED; pages beyond `computed` are reserved
-    state       of layers that keep one; None for models without
-    slot        the row of the page tables, while the sequence has one: see `Cache.assign_slots`
-
-    A step for its next `count` tokens: `reserve(count)`, `Cache.assign_slots`, then the device writes their keys to the
-    positions from `computed` on, then `advance(count)`. Rows after the newest token may be guesses of further ones.
-    """
-
-    __slots__ = (
-        "_capacity",
-        "_complete",
-        "_digests",
-        "_matched",
-        "_released",
-        "cache",
-        "computed",
-        "pages",
-        "slot",
-        "state",
-        "tokens",
-    )
+    """A step for its next `count` tokens: `reserve(count)`, `KvCache.assign_slots`, then the device writes their keys
+    to the positions from `computed` on, then `advance(count)`. Rows after the newest token may be guesses."""
 
     def __init__(self, cache: PageStore, tokens: Iterable[int] = ()) -> None:
         self.cache = cache
         self.tokens: list[int] = list(tokens)
-        self.computed = 0
+        self.computed = 0  # so many first tokens have keys in the cache
+        # of each block of PAGE positions, by span, or RELEASED; those beyond `computed` are reserved
         self.pages: dict[int, list[int]] = {span: [] for span in cache.pools}
-        self.state = SequenceState(cache.cells) if cache.cells else None
-        self.slot: int | None = None
+        self.state = SequenceState(cache.cells) if cache.cells else None  # of layers that keep one
+        self.slot: int | None = None  # the row of the page tables, while it has one
         self._capacity = 0  # positions that have pages
         self._complete = 0  # complete pages, all of them indexed: computed // PAGE
         self._matched = 0  # of these, found in the index
@@ -98,8 +76,7 @@ class Sequence:
         return [(token, self.computed + i, self.table_row) for i, token in enumerate(tokens)]
 
     def newest_row(self, offset: int = 0) -> SingleRow:
-        """The single row of its newest token, its only pending one; offset: that of the token so many positions later,
-        which is not known yet."""
+        """The single row of its only pending token; offset: of the one so many positions later, not known yet."""
         return self.tokens[-1], self.computed + offset, self.table_row
 
     def chunk(self, count: int) -> ChunkRows:
@@ -278,8 +255,7 @@ class Sequence:
         return True
 
     def _take(self, chain: list[PrefixDigest], n: int, state: bool = True) -> None:
-        """Replaces the held pages by the indexed ones of chain[:n], if these are more than are complete. state: takes
-        the state after them, too."""
+        """Replaces the held pages by the indexed ones of chain[:n], if these are more; state: and takes the state."""
         if n <= self._complete:
             return
         cell = self.cache.index.page(chain[n - 1], STATE) if state else None
@@ -300,23 +276,6 @@ class Sequence:
             self._set(span, [RELEASED] * self._released[span] + found)
         self._complete = self._matched = n
         self.computed = self._capacity = n * PAGE
-
-    def fork(self) -> "Sequence":
-        """A sequence with the same tokens that shares the complete pages, or those up to the last snapshot of a
-        state."""
-        other = Sequence(self.cache, self.tokens)
-        if self.state:
-            other._match(self._complete * PAGE)
-            return other
-        n = other._complete = other._matched = self._complete
-        for span, pages in self.pages.items():
-            other._released[span] = self._released[span]
-            other._set(span, pages[:n])
-            for page in other.pages[span][self._released[span] :]:
-                self.cache.pools[span].retain(page)
-        other.computed = other._capacity = n * PAGE
-        other._digests = self._digests[:]
-        return other
 
     # ---- truncation
 
@@ -344,8 +303,7 @@ class Sequence:
             self._match(kept)
 
     def free(self) -> None:
-        """Releases all pages and the slot. The index keeps what is computed until its pages are needed, so `match` may
-        find it again, also for this sequence."""
+        """Releases all pages and the slot. `match` may find them in the index again, until they are needed."""
         if self.state is None or self.state.abandon():
             self._index_end()
         self._cut(0)

@@ -15,8 +15,6 @@ class SequenceState:
     """Of one sequence. cell: of the state after the computed tokens; None where nothing is computed. passing: its
     snapshot is less useful than others, because the sequence continues."""
 
-    __slots__ = ("_begun", "_next", "_pool", "cell", "passing")
-
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self.cell: int | None = None
@@ -34,8 +32,7 @@ class SequenceState:
         return (len(self._next) or int(self._writable)) + self._pool.available
 
     def reserve(self, guesses: int = 0) -> None:
-        """Reserves cells that the next step writes: one, and one for each guess after its token. IndexError if there
-        are too few."""
+        """Reserves cells that the next step writes: one, and one for each guess. IndexError for too few."""
         assert guesses < KEPT, "more rows than a table of cells has columns for"
         if not self._next:
             self._next = [self.cell if self.cell is not None and self._writable else self._pool.allocate()]
@@ -59,8 +56,7 @@ class SequenceState:
 
     @property
     def places(self) -> list[int]:
-        """The cell that the reserved step reads (ignored at position 0), and those that its rows write, further rows
-        the last of them."""
+        """The cell that the reserved step reads (ignored at position 0), and those that its rows write."""
         assert self._next, "a step is reserved before it begins"
         return [self._next[0] if self.cell is None else self.cell, *self._next]
 

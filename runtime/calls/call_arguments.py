@@ -1,7 +1,5 @@
-"""Formats of calls whose arguments are not JSON: tags around each, or objects with bare keys.
-
-In:  a `TextReader` after the opening of a call. Out: to a `CallSink`: the arguments as JSON text. See call_formats.py.
-"""
+"""Formats of calls whose arguments are not JSON: tags around each, or objects with bare keys; read as JSON text, see
+call_formats.py."""
 
 import ast
 import json
@@ -17,17 +15,15 @@ from mlc_amd.runtime.calls.tools import ALL_TYPES, NAME, json_type
 
 @dataclass(frozen=True, kw_only=True)
 class TaggedCalls(CallFormat):
-    """Each argument between tags, strings as they are, other values as JSON. name, key: the texts around the tool's
-    name and an argument's; value_opening, value_closing: around a value; end: after the last argument. lines: a value
-    has lines of its own. several: there may be more than one call before `closing`."""
+    """Each argument between tags, strings as they are, other values as JSON."""
 
-    name: tuple[str, str]
-    key: tuple[str, str]
+    name: tuple[str, str]  # the texts around the tool's name
+    key: tuple[str, str]  # and around an argument's
     value_opening: str = ""
     value_closing: str
-    end: str = ""
-    lines: bool = False
-    several: bool = False
+    end: str = ""  # after the last argument
+    lines: bool = False  # a value has lines of its own
+    several: bool = False  # there may be more than one call before `closing`
 
     @property
     def marks(self) -> tuple[str, ...]:

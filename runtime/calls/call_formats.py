@@ -1,11 +1,8 @@
 """The formats in which models write calls of tools, with their parsers.
 
-In:  a `TextReader` after the text that begins calls (`CallFormat.opening`).
-Out: to a `CallSink`: the tool's name, and the arguments as JSON text, piece by piece. `Malformed` where the text is no
-call;
-     the pieces of a call that has begun remain.
-
-call_grammars.py writes the same syntax as grammars; tool_calls.py has the table of formats.
+A parser reads what follows the text that begins calls (`CallFormat.opening`). A `CallSink` gets the tool's name, and
+the arguments as JSON text, piece by piece. `Malformed` where the text is no call; the pieces of a call that has begun
+remain. call_grammars.py writes the same syntax as grammars; tool_calls.py has the table of formats.
 """
 
 import re
@@ -74,14 +71,12 @@ class CallSink:
 
 @dataclass(frozen=True, kw_only=True)
 class CallFormat(ABC):
-    """opening: the text that begins a call, or several; closing: the text that ends them. bare: the opening may be
-    missing before a call at the beginning of the answer. instructed: not part of the chat template, so an instruction
-    must describe it (call_messages.py)."""
+    """A format; `opening` and `closing` are around calls."""
 
-    opening: str = ""
+    opening: str = ""  # the text that begins a call, or several
     closing: str = ""
-    bare: bool = False
-    instructed: bool = False
+    bare: bool = False  # the opening may be missing before a call at the beginning of the answer
+    instructed: bool = False  # the chat template lacks it, so an instruction must describe it (call_messages.py)
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -108,15 +103,13 @@ _NAMES, _ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
 
 @dataclass(frozen=True, kw_only=True)
 class JsonCalls(CallFormat):
-    """`{"name": .., "arguments": {..}}`, with these or other keys. listed: a JSON list of such objects. separator:
-    between several without a list, where they have no openings of their own. id_key: the first key, of the call's
-    number."""
+    """`{"name": .., "arguments": {..}}`, with these or other keys."""
 
-    id_key: str = ""
+    id_key: str = ""  # the first key, of the call's number
     name_key: str = "name"
     arguments_key: str = "arguments"
-    listed: bool = False
-    separator: str = ""
+    listed: bool = False  # a JSON list of such objects
+    separator: str = ""  # between several without a list, where they have no openings of their own
 
     def read(self, reader: TextReader, sink: CallSink) -> Reading[None]:
         yield from reader.space()
@@ -197,16 +190,14 @@ def arguments(reader: TextReader, write: Write) -> Reading[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedCalls(CallFormat):
-    """A name between marks, then a JSON object. before, after: around the name. numbered: the name is between
-    "functions." and ":" and the number of the call. id_mark: begins an id after the name. fence: the object is between
-    "```json" and "```". repeated, each_closing: one opening begins several calls, each of them between these."""
+    """A name between marks, then a JSON object."""
 
-    before: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()  # the name, as `after`
     after: str = ""
-    numbered: bool = False
-    id_mark: str = ""
-    fence: bool = False
-    repeated: str = ""
+    numbered: bool = False  # the name is between "functions." and ":" and the number of the call
+    id_mark: str = ""  # begins an id after the name
+    fence: bool = False  # the object is between "```json" and "```"
+    repeated: str = ""  # one opening begins several calls, each of them between this and `each_closing`
     each_closing: str = ""
 
     @property
@@ -253,8 +244,7 @@ class NamedCalls(CallFormat):
 
 @dataclass(frozen=True, kw_only=True)
 class HarmonyCalls(CallFormat):
-    """Messages whose recipient is `prefix` and a tool: reasoning.py separates them from the text of the answer. `read`
-    reads such a message, of a call that has begun."""
+    """Messages to `prefix` and a tool, which reasoning.py separates. `read` reads that of a call that has begun."""
 
     prefix: str = "functions."
 

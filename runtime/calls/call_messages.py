@@ -1,9 +1,6 @@
-"""Tools for models whose chat template does not support them: as text, in the format `tool_calls.GENERIC` (Hermes').
-
-In:  messages as chat templates take them (chat_template.py), with calls, and tools in OpenAI's form.
-Out: messages of the roles system, user and assistant alone: the system message explains the tools and how to call them,
-     calls are text of the assistant's messages, results are messages of the user.
-"""
+"""Tools for models whose chat template does not support them: messages as text, in the format `tool_calls.GENERIC`
+(Hermes'). The system message explains the tools and how to call them, calls are text of the assistant, results of the
+user."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,8 +21,7 @@ Write one such block for each call, and nothing after the last one: the results 
 
 
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as text; if there are tools, with the instruction in the system message, which is added if there is
-    none."""
+    """The messages as text; with tools, the instruction is in the system message, which is added if there is none."""
     converted: list[dict[str, Any]] = []
     if tools:
         first = messages[0] if messages and messages[0]["role"] == "system" else {}

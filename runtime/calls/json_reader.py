@@ -1,11 +1,9 @@
-"""Reads text that arrives in pieces, and JSON in it, without waiting for its end.
+"""Reads text that arrives in pieces (`TextReader.feed`), and JSON in it, without waiting for its end.
 
-In:  pieces of text (`TextReader.feed`), and the end (`TextReader.end`).
-Out: the results of the generators below. Such a generator yields nothing; it is suspended (`yield`) where it needs text
-     that has not arrived yet, and may be resumed after more text. Its result does not depend on how the text was
-     divided. Functions with a `Write` copy their input to it, piece by piece, as valid JSON.
-
-`Malformed` is raised as soon as the text does not match, and where it ends too early.
+The generators below yield nothing; they are suspended (`yield`) where they need text that has not arrived yet, and may
+be resumed after more text. Their results do not depend on how the text was divided. Functions with a `Write` copy their
+input to it, piece by piece, as valid JSON. `Malformed` is raised as soon as the text does not match, and where it ends
+too early.
 """
 
 import json

@@ -1,13 +1,12 @@
 """Finds calls of tools in a model's answer.
 
-In:  the parts of an answer (reasoning.py), piece by piece; the tools that may be called (tools.py).
-Out: the same parts without the calls, and events for these: `CallBegin`, `CallArguments`, `CallEnd`, as early as they
-     are certain. Arguments are JSON text in any format. A malformed call, or one of an unknown tool, is text; nothing
-     raises.
+In: the parts of an answer (reasoning.py), piece by piece; the tools that may be called (tools.py). Out: the same parts
+without the calls, and events for these, as early as they are certain. Arguments are JSON text in any format. A
+malformed call, or one of an unknown tool, is text; nothing raises.
 
-`FORMATS` is the table of known formats, `detect` finds that of a model by its vocabulary and its chat template. For
-models whose template does not support tools, or has a format that is not in the table, it is `GENERIC`: Hermes' format,
-which an instruction in the system message describes (call_messages.py); the template then gets no tools.
+`detect` finds the format of a model in FORMATS by its vocabulary and its chat template. For models whose template does
+not support tools, or has another format, it is `GENERIC`: Hermes' format, which an instruction in the system message
+describes (call_messages.py); the template then gets no tools.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,8 +43,14 @@ class KnownFormat:
 
 HERMES = JsonCalls(opening="<tool_call>", closing="</tool_call>")
 GENERIC = replace(HERMES, instructed=True)
-_FUNCTION, _PARAMETER = ("<function=", ">"), ("<parameter=", ">")
-_INVOKE, _NAMED = ('<invoke name="', '">'), ('<parameter name="', '">')
+_FUNCTIONS = TaggedCalls(
+    opening="<tool_call>",
+    closing="</tool_call>",
+    name=("<function=", ">"),
+    key=("<parameter=", ">"),
+    value_closing="</parameter>",
+    end="</function>",
+)
 _DEEPSEEK = NamedCalls(
     opening="<｜tool▁calls▁begin｜>",
     closing="<｜tool▁calls▁end｜>",
@@ -53,6 +58,7 @@ _DEEPSEEK = NamedCalls(
     each_closing="<｜tool▁call▁end｜>",
     after="<｜tool▁sep｜>",
 )
+_LLAMA = JsonCalls(opening="<|python_tag|>", arguments_key="parameters", bare=True, separator=";")
 # A model has the first format whose texts are all found. Sources: the chat templates of the models.
 FORMATS: tuple[KnownFormat, ...] = (
     # gpt-oss
@@ -110,8 +116,8 @@ FORMATS: tuple[KnownFormat, ...] = (
         TaggedCalls(
             opening="<minimax:tool_call>",
             closing="</minimax:tool_call>",
-            name=_INVOKE,
-            key=_NAMED,
+            name=('<invoke name="', '">'),
+            key=('<parameter name="', '">'),
             value_closing="</parameter>",
             end="</invoke>",
             several=True,
@@ -120,29 +126,10 @@ FORMATS: tuple[KnownFormat, ...] = (
     ),
     # Seed-OSS
     KnownFormat(
-        TaggedCalls(
-            opening="<seed:tool_call>",
-            closing="</seed:tool_call>",
-            name=_FUNCTION,
-            key=_PARAMETER,
-            value_closing="</parameter>",
-            end="</function>",
-        ),
-        template=("<seed:tool_call>",),
+        replace(_FUNCTIONS, opening="<seed:tool_call>", closing="</seed:tool_call>"), template=("<seed:tool_call>",)
     ),
     # Qwen3 Coder, Qwen3.5, Nemotron 3
-    KnownFormat(
-        TaggedCalls(
-            opening="<tool_call>",
-            closing="</tool_call>",
-            name=_FUNCTION,
-            key=_PARAMETER,
-            value_closing="</parameter>",
-            end="</function>",
-            lines=True,
-        ),
-        template=("<tool_call>", "<function=", "<parameter="),
-    ),
+    KnownFormat(replace(_FUNCTIONS, lines=True), template=("<tool_call>", "<function=", "<parameter=")),
     # Command R7B, Command A
     KnownFormat(
         JsonCalls(
@@ -169,19 +156,9 @@ FORMATS: tuple[KnownFormat, ...] = (
     # Hermes 2 and 3, Qwen2.5, Qwen3, Granite 4, SmolLM3, EXAONE 4, Ling
     KnownFormat(HERMES, template=("<tool_call>",)),
     # Llama 3.1, 3.2, 3.3, 4
+    KnownFormat(_LLAMA, tokens=("<|python_tag|>",), template=("tools", '"parameters"')),
     KnownFormat(
-        JsonCalls(opening="<|python_tag|>", arguments_key="parameters", bare=True, separator=";"),
-        tokens=("<|python_tag|>",),
-        template=("tools", '"parameters"'),
-    ),
-    KnownFormat(
-        JsonCalls(
-            opening="<|python_start|>",
-            closing="<|python_end|>",
-            arguments_key="parameters",
-            bare=True,
-            separator=";",
-        ),
+        replace(_LLAMA, opening="<|python_start|>", closing="<|python_end|>"),
         tokens=("<|python_start|>",),
         template=("tools", '"parameters"'),
     ),
@@ -341,17 +318,3 @@ class _ReadInPieces:
     def finish(self) -> None:
         self._reader.end()
         next(self._reading, None)
-
-
-__all__ = [
-    "FORMATS",
-    "GENERIC",
-    "HERMES",
-    "CallArguments",
-    "CallBegin",
-    "CallEnd",
-    "CallFormat",
-    "CallParser",
-    "Event",
-    "detect",
-]

@@ -1,9 +1,6 @@
-"""The tools that a model may call: names and the types of their arguments.
-
-In:  tools in OpenAI's form (https://platform.openai.com/docs/api-reference/chat/create):
-     {"type": "function", "function": {"name", "description", "parameters": JSON schema, "strict"}}.
-Out: `Tool`s, checked.
-"""
+"""The tools that a model may call: names and the types of their arguments, from OpenAI's form
+(https://platform.openai.com/docs/api-reference/chat/create): {"type": "function", "function": {"name", "description",
+"parameters": JSON schema, "strict"}}."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -40,8 +37,7 @@ class Tool:
         return [name for name in found if isinstance(name, str)] if isinstance(found, list | tuple) else []
 
     def types(self, argument: str) -> frozenset[str]:
-        """The JSON types that an argument may have; "integer" is "number". All, where the schema does not restrict
-        them."""
+        """The JSON types that an argument may have; "integer" is "number". All, where the schema says nothing."""
         return _types(self.properties.get(argument), self.parameters, 0)
 
 
@@ -96,9 +92,7 @@ def _types(schema: object, root: Mapping[str, Any], depth: int) -> frozenset[str
         return ALL_TYPES
     if kinds := schema.get("type"):
         names = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list | tuple) else []
-        return (
-            frozenset("number" if name == "integer" else name for name in names if isinstance(name, str)) or ALL_TYPES
-        )
+        return frozenset("number" if of == "integer" else of for of in names if isinstance(of, str)) or ALL_TYPES
     if "const" in schema or isinstance(schema.get("enum"), list | tuple):
         values = [schema["const"]] if "const" in schema else schema["enum"]
         return frozenset(map(json_type, values)) or ALL_TYPES

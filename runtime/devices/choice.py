@@ -28,8 +28,7 @@ def selection(wanted: str | None) -> str:
 
 
 def selected(gpus: Sequence[_Gpu], wanted: str | None, api: str) -> list[_Gpu]:
-    """The GPUs that the user selects, in their order. wanted: value of --device, or None; api: for the message of a
-    UserError if there are none."""
+    """The GPUs that the user selects, in order. wanted: --device, or None; api: for the UserError if there are none."""
     text = selection(wanted)
     numbered = [gpu for gpu in gpus if str(gpu.index) == text]  # no GPU: a number may still be a part of names
     found = numbered or [gpu for gpu in gpus if text.lower() in gpu.name.lower()]

@@ -1,8 +1,5 @@
 """The cpu device: runs the compiled kernels of `kernels.so` on NumPy memory, on the thread pool linked into them
-(`cpu.c`).
-
-Of TVM it needs only the function interface (apache-tvm-ffi).
-"""
+(`cpu.c`). Of TVM it needs only the function interface (apache-tvm-ffi)."""
 
 import contextlib
 import ctypes
@@ -52,8 +49,7 @@ def _load(path: Path) -> tuple[tvm_ffi.Module, ctypes.CDLL]:
 
 
 class Kernels:
-    """A kernel library, connected to the thread pool of this process; it stays loaded. RuntimeError, OSError or
-    AttributeError if it cannot be loaded."""
+    """A kernel library with this process's thread pool. RuntimeError, OSError or AttributeError if it does not load."""
 
     def __init__(self, path: Path):
         global _pool
@@ -67,8 +63,7 @@ class Kernels:
             pointer.value = _address(getattr(_pool, implementation))
 
     def call(self, name: str, tensors: list) -> "KernelCall | None":
-        """A call of a kernel with these arguments, arrays of tvm_ffi, which are not checked; None for a name that is
-        not in the library."""
+        """A call of a kernel with these arrays of tvm_ffi, which are not checked; None for an unknown name."""
         function = self._module.get_function(name)
         return function and KernelCall(function, _address(self._library[f"__tvm_ffi_{name}"]), tensors)
 
@@ -104,8 +99,7 @@ class KernelCall:
 
 
 class Replay:
-    """A list of calls that few native calls run, as a call from Python takes as long as a small kernel. Signals are
-    handled between pieces."""
+    """Calls that few native calls run: one from Python takes as long as a small kernel. Signals are handled between."""
 
     def __init__(self, calls: list[KernelCall]):
         self._calls = calls
@@ -184,9 +178,8 @@ class CpuDevice:
             ) from e
 
     def _bind(self, function: dict) -> list[KernelCall]:
-        return [
-            self._call(step["kernel"], [self._tensor(arg) for arg in step["args"]]) for step in function["launches"]
-        ]
+        calls = function["launches"]
+        return [self._call(call["kernel"], [self._tensor(arg) for arg in call["args"]]) for call in calls]
 
     def _call(self, name: str, tensors: list) -> KernelCall:
         for library in self.libraries:

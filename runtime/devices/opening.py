@@ -13,18 +13,11 @@ log = logging.getLogger("mlc_amd")
 
 
 def open_device(
-    artifact,
-    name: str | None = None,
-    threads: int | None = None,
-    n_cpu_moe: int = 0,
-    kv: KvSize = ONE_SEQUENCE,
+    artifact, name: str | None = None, threads: int | None = None, n_cpu_moe: int = 0, kv: KvSize = ONE_SEQUENCE
 ):
-    """The device for an artifact's target. UserError if it cannot run here.
-
-    name: the target's own kind; or, for targets rocm and vulkan, which GPU: its number as `mlc-amd doctor` lists it, or
-    a part of its name. kv: how large the cache is. n_cpu_moe: of GPUs with their own memory, how many first layers'
-    experts stay in host memory.
-    """
+    """The device for an artifact's target. UserError if it cannot run here. name: the target's own kind; or, for
+    targets rocm and vulkan, which GPU: its number as `mlc-amd doctor` lists it, or a part of its name. kv: how large
+    the cache is. n_cpu_moe: of GPUs with their own memory, how many first layers' experts stay in host memory."""
     kind = artifact.manifest["target"]["kind"]
     log.debug("opens %s: target %s", artifact.path, kind)
     on_host(artifact.manifest["tensors"], n_cpu_moe)  # UserError for an invalid number

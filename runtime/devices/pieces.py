@@ -4,13 +4,10 @@ Drivers reset a GPU that works too long on one submission: on Linux after 2 to 1
 and a display waits meanwhile. The duration of a step depends on its rows' positions: attention reads all keys before
 them.
 
-In: a manifest's facts of kernels and launches, the step's rows, and the durations of earlier runs. Out: `Pacer.pieces`:
-the launches of each submission; nothing where one submission is short enough, which is the usual case and costs no more
-than a comparison.
-
 A launch is estimated from the bytes and operations that dist/README.md describes, at rates that are low for any GPU.
-Each run then corrects two factors of its function: one of the cost that does not depend on the rows' positions, one of
-the cost that does (Kaczmarz' projection: the nearest factors with which the estimate of that run is right).
+Each run then corrects two factors of its function: of the cost that does not depend on the rows' positions, and of the
+cost that does (Kaczmarz' projection: the nearest factors with which the estimate of that run is right). Usually one
+submission is short enough, which costs no more than a comparison.
 """
 
 from collections.abc import Mapping
@@ -50,13 +47,12 @@ WorkPiece = tuple[LaunchPart, ...]
 
 @dataclass(frozen=True)
 class _Cost:
-    """Seconds of a call: `moved` for any step, `row` for each live row; `key` for each key before a sequence's rows,
-    `score` for each row and key that it sees, at most `keys` of them."""
+    """Seconds of a call."""
 
-    moved: float = 0.0
-    row: float = 0.0
-    key: float = 0.0
-    score: float = 0.0
+    moved: float = 0.0  # for any step
+    row: float = 0.0  # for each live row
+    key: float = 0.0  # for each key before a sequence's rows
+    score: float = 0.0  # for each row and key that it sees, at most `keys` of them
     keys: int = 0
 
     @classmethod
@@ -67,8 +63,7 @@ class _Cost:
         return cls(moved["call"] / bandwidth, row, moved["key"] / bandwidth, operations["score"] / rate, entry["keys"])
 
     def seconds(self, before: np.ndarray, places: np.ndarray) -> tuple[float, float]:
-        """(the cost that does not depend on positions, the cost that does). before: number of keys before the rows of
-        each sequence; places: the rows' positions."""
+        """(cost that does not depend on positions, cost that does). before: keys before each sequence's rows."""
         fixed = LAUNCH + max(self.moved, self.row * len(places))
         if not (self.key or self.score):
             return fixed, 0.0
@@ -144,11 +139,9 @@ def _of(piece: WorkPiece, values: list) -> float:
 
 
 class Pacer:
-    """For the functions of an artifact on one device. limit: seconds of a submission.
-
-    arch: of the device's launches. cuts: whether it can launch some of a grid's workgroups; those of kernels that count
-    arrivals stay together, as a run that is interrupted between two pieces would leave a wrong count.
-    """
+    """For the functions of an artifact on one device. limit: seconds of a submission. arch: of the device's launches.
+    cuts: whether it can launch some of a grid's workgroups; those of kernels that count arrivals stay together, as a
+    run that is interrupted between two pieces would leave a wrong count."""
 
     def __init__(self, manifest: Mapping, arch: str, cuts: bool = False):
         self.limit = LIMIT

@@ -1,8 +1,5 @@
-"""The placement of the weights: the block of all weights, cut into ranges that are allocated and uploaded as one.
-
-In: the tensors' places in the block (`WeightBlock.places`), and which of them stay in host memory. Out: `cut` returns
-the ranges, `parts` the range of each part of a piece of the block.
-"""
+"""The placement of the weights: the block of all weights, cut into ranges that are allocated and uploaded as one; some
+of them stay in host memory."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,10 +1,8 @@
 """Runs of functions on a GPU that the host does not wait for at once: one in progress, and the one after it.
 
-In: `RunHooks` of a kind of device, and a Pacer, which gets the duration of each run. Out: `RunQueue`, and
-`QueuedDevice`: a device's methods that run functions, of the protocol in runtime/devices/__init__.py.
-
 The host writes the inputs of a run while the one before is in progress, and reads the results of that one while the
-next is in progress. So runs alternate between two slots of memory for both.
+next is in progress. So runs alternate between two slots of memory for both. A kind of device has its `RunHooks`, and
+derives from `QueuedDevice` the methods that run functions (runtime/devices/__init__.py).
 """
 
 import time
@@ -21,13 +19,12 @@ SLOTS = 2
 
 @dataclass(frozen=True)
 class QueuedRun:
-    """A run of the function `name`. slot: of memory, 0 .. SLOTS - 1; ahead: it was started while another one was in
-    progress, and takes its tokens from that; late: what reads LATE inputs is submitted separately."""
+    """A run of the function `name`."""
 
     name: str
-    slot: int
-    ahead: bool
-    late: bool
+    slot: int  # of memory, 0 .. SLOTS - 1
+    ahead: bool  # it was started while another one was in progress, and takes its tokens from that
+    late: bool  # what reads LATE inputs is submitted separately
 
 
 class RunHooks(ABC):

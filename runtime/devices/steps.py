@@ -1,8 +1,5 @@
-"""A step's rows, written to a device's io buffers (dist/README.md: `state`, `answers`, `tokens`, `rows`, `pages`).
-
-A step has single rows, each the newest token of a sequence of its own, followed by a chunk: consecutive tokens of one
-more sequence. A sequence is identified by its slot, the row of the page tables with the pages of its keys.
-"""
+"""A step's rows, written to a device's io buffers (dist/README.md): single rows, each the newest token of a sequence of
+its own, then a chunk, consecutive tokens of one more sequence. A sequence's slot is its row of the page tables."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,11 +14,8 @@ def write_step(
     device, function: Mapping, singles: Sequence[SingleRow] | np.ndarray = (), chunk: ChunkRows | None = None
 ) -> int:
     """Writes everything but the page tables. function: the manifest's entry. Returns the number of rows of logits: of
-    the single rows in their order, then of the chunk's last token, or of all its tokens where the function computes
-    the logits of all rows (`answer_rows`).
-
-    ValueError for more rows than the function takes, and for none.
-    """
+    the single rows in their order, then of the chunk's last token, or of all its tokens where the function computes the
+    logits of all rows (`answer_rows`). ValueError for more rows than the function takes, and for none."""
     ids, position, slot = ((), 0, 0) if chunk is None else chunk
     single = len(singles)
     live = single + len(ids)

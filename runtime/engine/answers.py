@@ -1,19 +1,26 @@
-"""One answer that is being generated: from the tokens of steps to pieces of text, and when it ends.
-
-In: the tokens, one after the other, from the thread that computes the steps (step_loop.py). Out: pieces for the
-consumer of the answer, and its statistics.
-"""
+"""A call of `Engine.generate`, and its answers: from the tokens of steps, by the thread that computes these
+(step_loop.py), to pieces of text for the consumer of an answer, and its statistics."""
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from mlc_amd.runtime.engine.generation import Piece, ProgressCallback, Stats
+from mlc_amd.runtime.engine.generation import (
+    Piece,
+    ProgressCallback,
+    Stats,
+    check_logprobs,
+    check_max_tokens,
+    check_min_tokens,
+    check_stop,
+)
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, UNKNOWN, ChosenToken, TokenChoice
+from mlc_amd.runtime.errors import UserError, shorten
 from mlc_amd.runtime.grammars.constraints import Constraint, check_chosen, mask_of
 from mlc_amd.runtime.sampling.sampler import Sampler, not_finite
 from mlc_amd.runtime.sampling.settings import Sampling, without_ends
@@ -22,47 +29,32 @@ from mlc_amd.runtime.text.tokenizer import Tokenizer
 
 
 class Answer:
-    """stop: texts that end it, before them. shown: control tokens with a text. index: its number among the answers of a
-    call. logprobs: see `TokenChoice`. constraint: on its tokens. min_tokens: before so many no end token is chosen,
-    unless the constraint leaves no other. listener, progress: called by the computing thread, for each token and its
-    end, and between chunks of the prompt; an error of `progress` ends the answer.
-
-    error: why it failed, if it did; done: no more pieces are added.
-    """
+    """index: its number among the answers of the call. listener, progress: called by the computing thread, for each
+    token and its end, and between chunks of the first prompt; an error of `progress` ends the answer. error: why it
+    failed, if it did; done: no more pieces are added."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        request: Request,
-        sampling: Sampling,
-        stop: Sequence[str] = (),
-        shown: Collection[str] = (),
-        index: int = 0,
-        logprobs: int | None = None,
-        constraint: Constraint | None = None,
-        min_tokens: int = 0,
-        progress: ProgressCallback | None = None,
+        self, tokenizer: Tokenizer, call: "GenerateCall", request: Request, sampling: Sampling, index: int
     ) -> None:
         self.request, self.sampling, self.index = request, sampling, index
-        self.constraint, self._logprobs = constraint, logprobs
+        self.constraint = call.constraint() if call.constraint else None
+        self._logprobs, self._min_tokens = call.logprobs, call.min_tokens
         self._mask: np.ndarray | None = None  # of the token that is chosen next
-        self._min_tokens = min_tokens
-        self._endless = without_ends(sampling, tokenizer.end_ids) if min_tokens else sampling
+        self._endless = without_ends(sampling, tokenizer.end_ids) if call.min_tokens else sampling
         self._seed = Sampler(sampling).seed
         self.stats = Stats(prompt_tokens=len(request.prompt))
         self.error: BaseException | None = None
         self.done = False
         self.listener: Callable[[], None] | None = None
         self._limited = request.max_tokens is not None  # the caller's limit, not the context's, ends it
-        self._end_ids, self._vocab, self._stop = tokenizer.end_ids, tokenizer.vocab_size, stop
-        self._decoder = tokenizer.stream(shown=shown)
+        self._end_ids, self._vocab, self._stop = tokenizer.end_ids, tokenizer.vocab_size, call.stop
+        self._decoder = tokenizer.stream(shown=call.shown)
         self._lock = threading.Lock()  # of all below, which both threads change
         self._tokens: deque[ChosenToken] = deque()  # whose text is not decoded yet
-        self._held: list[
-            tuple[ChosenToken, str]
-        ] = []  # whose text may be part of a stop text, or ends inside a character
+        # whose text may be part of a stop text, or ends inside a character
+        self._held: list[tuple[ChosenToken, str]] = []
         self._pieces: deque[Piece] = deque()
-        self.progress = progress
+        self.progress = None if index else call.progress
         self._begun = time.perf_counter()
         self._first: float | None = None
 
@@ -88,8 +80,7 @@ class Answer:
         return self.constraint is None and not self.done
 
     def choices(self, guesses: Sequence[int] = ()) -> list[TokenChoice]:
-        """How its next token is chosen, and those after each guess. If its constraint fails, the answer does, and the
-        choice does not matter."""
+        """How its next token is chosen, and those after each guess; of no matter if its constraint fails."""
         sequence = self.request.sequence
         assert sequence is not None, "its request was added"
         if self.constraint:
@@ -129,8 +120,7 @@ class Answer:
         self.stats.accepted += accepted
 
     def push(self, chosen: ChosenToken) -> str | None:
-        """Adds its next token. Returns why it ends with that token, if it does: "stop", "length", "context" or
-        "interrupted"."""
+        """Adds its next token. Returns why it ends there, if it does: "stop", "length", "context", "interrupted"."""
         now = time.perf_counter()
         if self._first is None:
             self._first, self.stats.prefill_s = now, now - self._begun
@@ -142,7 +132,9 @@ class Answer:
                 check_chosen(self._mask, chosen.token)
             if chosen.token in self._end_ids:
                 return self._end("stop")
-            complete = self._accept(chosen.token)
+            if self.constraint:
+                self.constraint.accept(chosen.token)
+            complete = self.constraint is not None and self.constraint.complete
         except Exception as error:
             return self.fail(error)
         self.stats.generated += 1
@@ -155,13 +147,6 @@ class Answer:
             return self._end("length" if self._limited else "context")
         self._notify()
         return None
-
-    def _accept(self, token: int) -> bool:
-        """Whether its constraint ends it with this token."""
-        if not self.constraint:
-            return False
-        self.constraint.accept(token)
-        return self.constraint.complete
 
     def fail(self, error: BaseException) -> str:
         """Ends it with an error. Returns why it ended."""
@@ -223,8 +208,7 @@ class Answer:
         return False
 
     def _release(self, last: bool = False) -> bool:
-        """Makes pieces of the held tokens whose text is certain; last: of all, as no more follow. Returns whether there
-        is a stop text."""
+        """Makes pieces of the held tokens with certain texts; last: of all. Returns whether there is a stop text."""
         text, stopped, _ = split_at("".join(text for _, text in self._held), self._stop, last)
         every, left, count = last or stopped is not None, len(text), 0
         for chosen, own in self._held if every or not self._decoder.incomplete else self._held[:-1]:
@@ -235,3 +219,42 @@ class Answer:
         del self._held[:count]
         self.stats.stop = stopped
         return stopped is not None
+
+
+@dataclass
+class GenerateCall:
+    """Arguments of `Engine.generate`; prompts: ids. UserError for those that cannot be used."""
+
+    prompts: Sequence[list[int]]
+    sampling: Sampling
+    max_tokens: int | None
+    stop: str | Sequence[str]
+    shown: Collection[str]
+    n: int
+    client: Hashable
+    logprobs: int | None
+    constraint: Callable[[], Constraint] | None
+    min_tokens: int
+    progress: ProgressCallback | None
+
+    def __post_init__(self) -> None:
+        self.max_tokens, self.stop = check_max_tokens(self.max_tokens), check_stop(self.stop)
+        self.logprobs, self.min_tokens = check_logprobs(self.logprobs), check_min_tokens(self.min_tokens)
+        if not isinstance(self.n, int) or self.n < 1:
+            raise UserError(f"n is {shorten(self.n)}: it must be a whole number of at least 1")
+        if self.constraint is not None and not callable(self.constraint):
+            raise UserError(f"constraint is {shorten(self.constraint)}: it must be a function that makes a constraint")
+
+    def answers(self, tokenizer: Tokenizer, longest: int) -> list[Answer]:
+        """New answers: those to the first prompt, then those to the next one. longest: tokens that the cache holds of a
+        sequence; where they are fewer than max_tokens, they are the limit."""
+        found = []
+        for ids in self.prompts:
+            most = longest - len(ids) + 1  # the last token is not computed
+            limit = self.max_tokens if self.max_tokens and self.max_tokens <= most else None
+            first = Request(ids, limit, self.client)
+            for j, request in enumerate([first, *(first.fork() for _ in range(self.n - 1))]):
+                seed = self.sampling.seed
+                sampling = self.sampling if seed is None else self.sampling.changed(seed=seed + j)
+                found.append(Answer(tokenizer, self, request, sampling, len(found)))
+        return found

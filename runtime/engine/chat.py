@@ -1,9 +1,8 @@
 """A conversation with a model: turns of text in, streamed answers out.
 
 A turn renders the whole conversation through the model's chat template, and the engine prefills only what is not in the
-KV cache. The messages always match what was shown: an interrupted answer is kept as far as it was shown, and a turn
-that failed before its first word leaves the conversation unchanged. The model's thinking is no part of the messages:
-chat templates leave it out of earlier turns, too.
+KV cache. The messages always match what was shown: an interrupted answer is kept as far as it was shown, a turn that
+failed before its first word is not. The model's thinking is no part of the messages, as in chat templates.
 """
 
 import json
@@ -193,7 +192,7 @@ class Conversation:
         if self.on_full == "drop":
             reserve = max_tokens or min(context // _RESERVE_FRACTION, _RESERVE_MAX)
         while True:
-            prompt = self._render(messages, variables)
+            prompt = self.engine.chat_template.render(messages, **variables)
             ids = self._encode(prompt)
             first = 1 if messages[0]["role"] == "system" else 0
             if len(ids) + reserve <= context:
@@ -211,15 +210,9 @@ class Conversation:
                 )
             messages = messages[:first] + messages[later[0] :]
 
-    def _render(self, messages: list[Message], variables: Mapping[str, Any]) -> Traced:
-        return self.engine.chat_template.render(messages, **variables)
-
     def _encode(self, prompt: Traced) -> list[int]:
-        """Token ids of the rendered conversation; generated ids are kept as they were generated.
-
-        A model may split a word into other tokens than the tokenizer does; encoding its text again would then miss the
-        cache from there on.
-        """
+        """Token ids of the rendered conversation; generated ids stay as they were generated: a model may split a word
+        into other tokens than the tokenizer, which would miss the cache from there on."""
         tokenizer = self.engine.tokenizer
         if self._rendered and prompt.begins_with(self._rendered):
             rest = tokenizer.encode(prompt[len(self._rendered) :], add_special=False)
@@ -248,8 +241,7 @@ class Conversation:
             raise UserError(f"cannot save the conversation to {path}: {error.strerror}; choose another file") from error
 
     def load(self, path: str | Path) -> None:
-        """Replaces the messages, including the system message, by saved ones. UserError if the file is not a saved
-        conversation."""
+        """Replaces the messages, the system message too, by saved ones. UserError if the file has none."""
         path = Path(path).expanduser()
         try:
             content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,7 +1,5 @@
-"""The engine: a loaded model that continues texts and holds conversations, for many callers at once.
-
-logits_engine.py: token ids to logits; text_engine.py: generations; here: loading, and conversations.
-"""
+"""The engine: a loaded model that continues texts and holds conversations, for many callers at once. logits_engine.py:
+token ids to logits; text_engine.py: generations; here: loading, and conversations."""
 
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -12,12 +10,12 @@ from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.engine.chat import Conversation
 from mlc_amd.runtime.engine.generation import ProgressCallback
-from mlc_amd.runtime.engine.limits import SchedulerLimits
+from mlc_amd.runtime.engine.scheduler import SchedulerLimits
 from mlc_amd.runtime.engine.text_engine import TextEngine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import RunOptions
 from mlc_amd.runtime.sampling.settings import Sampling, SamplingChanges
-from mlc_amd.runtime.speculation.drafters import OWN, open_drafter
+from mlc_amd.runtime.speculation.draft_model import OWN, open_drafter
 from mlc_amd.runtime.text.messages import check_question
 
 _DEFAULTS = RunOptions()
@@ -32,8 +30,7 @@ class Engine(TextEngine):
 
     @classmethod
     def load(cls, path: str | Path, options: RunOptions = _DEFAULTS) -> "Engine":
-        """Loads an artifact folder. The options' draft is "lookup", "mtp" or the artifact of a draft model. UserError
-        if it cannot run here."""
+        """Loads an artifact. The options' draft: "lookup", "mtp" or a draft model's. UserError if it cannot run."""
         if Path(path).suffix == ".gguf" and not Path(path).is_dir():
             raise UserError(f"{path} is not compiled yet: mlc_amd.load() and `mlc-amd compile` do that")
         size = KvSize.of(options.kv_tokens, options.kv_memory)
@@ -62,10 +59,8 @@ class Engine(TextEngine):
         thinking: str = "auto",
         **changes: Unpack[SamplingChanges],
     ) -> Conversation:
-        """A new conversation, for its arguments see `Conversation`; changes: single sampling parameters.
-
-        An engine may have several. What they have in common stays in the cache.
-        """
+        """A new conversation, for its arguments see `Conversation`; changes: single sampling parameters. An engine may
+        have several. What they have in common stays in the cache."""
         return Conversation(self, system, (sampling or self.sampling).changed(**changes), on_full, thinking)
 
     def chat(

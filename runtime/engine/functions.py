@@ -1,8 +1,4 @@
-"""The functions of an artifact's plan, and which of them computes a step.
-
-In: the manifest's `functions`. Out: for a number of single rows and of rows of a chunk, the smallest function that
-computes them.
-"""
+"""The functions of an artifact's plan, and the smallest one for a step of so many single rows and rows of a chunk."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -27,8 +23,7 @@ def chunk_size(pending: int, sizes: tuple[int, ...], most: int) -> int:
 
 @cache
 def _cheapest(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """By a number of tokens of one sequence, up to the largest size: what they cost, and how many of them the first
-    step computes."""
+    """By a number of tokens of one sequence: what they cost, and how many of them the first step computes."""
     found = [(0, 0)]
     for count in range(1, max(sizes, default=0) + 1):
         at = bisect_left(sizes, count)
@@ -63,41 +58,30 @@ class StepFunction:
         return 0 < self.single < self.rows
 
     def holds(self, singles: int, chunk: int) -> bool:
-        """Whether it computes steps of so many single rows and so many rows of a chunk. Rows of one sequence may stand
-        where rows may be of different ones."""
+        """Whether it computes so many single rows and rows of a chunk, which may stand where single ones may."""
         if singles + chunk > self.rows or self.scores:
             return False
         return self.steps or singles <= self.single
 
 
 class Functions:
-    """See the module's docstring.
-
-    score        the function that computes the logits of all rows of a chunk
-    chunk_sizes  for `chunk_size`: rows of the functions for a chunk without single rows, ascending; of several only
-                 where what a function computes does not depend on how many of its rows are live
-    chunk_rows   the last of these sizes
-    mixed_rows   rows of a step with single rows and a chunk, at most
-    single_rows  single rows of a step, at most
-    drafts       whether there are functions that guess tokens
-    """
+    """See the module's docstring."""
 
     def __init__(self, manifest: Mapping) -> None:
-        entries = [
-            StepFunction(name, of["rows"], of["single"], of["logits"]) for name, of in manifest["functions"].items()
-        ]
+        entries = [StepFunction(name, f["rows"], f["single"], f["logits"]) for name, f in manifest["functions"].items()]
         found = [function for function in entries if not is_draft(function.name)]
         self._chains = [function for function in entries if function.name.startswith(CHAIN)]
-        self.drafts = len(found) < len(entries)
-        self.score = next(f for f in found if f.scores)
+        self.drafts = len(found) < len(entries)  # there are functions that guess tokens
+        self.score = next(f for f in found if f.scores)  # computes the logits of all rows of a chunk
         # The smallest first; of the same size the one that computes fewest logits.
         self._steps = sorted((f for f in found if not f.scores), key=lambda f: (f.rows, f.logits))
         self._chosen: dict[tuple[int, int], StepFunction] = {}
+        # For `chunk_size`: rows of the functions for a chunk without single rows, ascending. The CPU's kernels compute
+        # the rows that are live, whatever the function holds.
         sizes = tuple(dict.fromkeys(f.rows for f in self._steps if not f.mixes))
-        # The CPU's kernels compute the rows that are live, whatever the function holds.
         self.chunk_sizes = sizes[-1:] if manifest["target"]["kind"] == "cpu" else sizes
         self.chunk_rows = self.chunk_sizes[-1]
-        self.mixed_rows = max(f.rows for f in self._steps if f.single)
+        self.mixed_rows = max(f.rows for f in self._steps if f.single)  # of a step with single rows and a chunk
         self.single_rows = max(f.single for f in self._steps)
 
     def chain(self, rows: int) -> StepFunction:

@@ -1,10 +1,7 @@
-"""Arguments and results of a generation that engines, conversations and commands share.
+"""Arguments and results of a generation that engines, conversations and commands share: checks of token ids,
+`max_tokens` and `stop` (sampling: sampling/settings.py; messages: text/messages.py), `Piece` and `Stats`, errors."""
 
-In:  token ids, `max_tokens` and `stop` of a caller (sampling parameters: sampling/settings.py; messages:
-     text/messages.py).
-Out: the same, checked; `Piece` and `Stats` of a generation; its errors.
-"""
-
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -20,11 +17,8 @@ MOST_LOGPROBS = 20  # alternatives to a token: the limit of OpenAI's API
 
 
 class ContextFull(UserError):
-    """More tokens than the KV cache holds.
-
-    what: the fact, without the advice of the message. turns: whether a conversation has earlier turns that could be
-    removed.
-    """
+    """More tokens than the KV cache holds. what: the fact, without the advice of the message. turns: whether a
+    conversation has earlier turns that could be removed."""
 
     def __init__(self, what: str, advice: str, turns: bool = False) -> None:
         super().__init__(f"{what}: {advice}")
@@ -36,28 +30,25 @@ class Piece:
     """One generated token and its text. Every token but the end token has one piece, in order. Where tokens share a
     character, the last of them has it. Text from a stop text on is left out.
 
-    index: of the answer: answer j of prompt i has the index i * n + j. logprob, if requested: the token's natural
-    log-probability. top: the most likely tokens in its place and theirs, the most likely first. Both are of the model's
-    distribution, as in llama.cpp: the softmax of its logits before penalties, biases, constraints, temperature and
-    truncation.
+    Log-probabilities are of the model's distribution, as in llama.cpp: the softmax of its logits before penalties,
+    biases, constraints, temperature and truncation.
     """
 
     id: int
     text: str
-    index: int = 0
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
+    index: int = 0  # of the answer: answer j of prompt i has the index i * n + j
+    logprob: float | None = None  # if requested: the token's natural log-probability
+    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens in its place and theirs, the most likely first
 
 
 @dataclass(frozen=True)
 class PromptProgress:
-    """Progress of the prompt of the answer `index`. Tokens: total: of the prompt; cached: of these, found in the KV
-    cache; processed: cached and computed ones. seconds: since it was begun."""
+    """Progress of the prompt of the answer `index`."""
 
-    total: int
-    cached: int
-    processed: int
-    seconds: float
+    total: int  # tokens of the prompt
+    cached: int  # of these, found in the KV cache
+    processed: int  # cached and computed ones
+    seconds: float  # since it was begun
     index: int = 0
 
 
@@ -95,29 +86,25 @@ def check_ids(ids: Ids) -> np.ndarray:
     return found
 
 
+def _whole(name: str, value: object, limits: str, low: int, high: float = math.inf) -> int:
+    if not isinstance(value, Integral) or not low <= int(value) <= high:
+        raise UserError(f"{name} is {shorten(value)}: it must be a whole number{limits}")
+    return int(value)
+
+
 def check_max_tokens(value: object) -> int | None:
     """`value`, which is None for "no limit". UserError if it is no whole number of at least 1."""
-    if value is None:
-        return None
-    if not isinstance(value, Integral) or value < 1:
-        raise UserError(f"max_tokens is {shorten(value)}: it must be a whole number of at least 1")
-    return int(value)
+    return None if value is None else _whole("max_tokens", value, " of at least 1", 1)
 
 
 def check_logprobs(value: object) -> int | None:
     """The number of alternatives to each token, or None. UserError if it is neither None nor 0 .. MOST_LOGPROBS."""
-    if value is None:
-        return None
-    if not isinstance(value, Integral) or not 0 <= int(value) <= MOST_LOGPROBS:
-        raise UserError(f"logprobs is {shorten(value)}: it must be a whole number from 0 to {MOST_LOGPROBS}")
-    return int(value)
+    return None if value is None else _whole("logprobs", value, f" from 0 to {MOST_LOGPROBS}", 0, MOST_LOGPROBS)
 
 
 def check_min_tokens(value: object) -> int:
     """The least number of tokens of an answer. UserError if it is not a whole number."""
-    if not isinstance(value, Integral) or int(value) < 0:
-        raise UserError(f"min_tokens is {shorten(value)}: it must be a whole number, at least 0")
-    return int(value)
+    return _whole("min_tokens", value, ", at least 0", 0)
 
 
 def check_stop(value: object) -> tuple[str, ...]:

@@ -95,8 +95,7 @@ def _pieces(loop: StepLoop, results: Results) -> Generator[Piece, None, None]:
 
 
 class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
-    """Of `Engine.agenerate`: the same for asyncio. The background thread computes the answers. progress: called in the
-    event loop."""
+    """Of `Engine.agenerate`: the same for asyncio, by a background thread. progress: called in the event loop."""
 
     def __init__(
         self,
@@ -117,8 +116,7 @@ class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
             await anext(self._batches)
 
     async def batch(self) -> list[Piece]:
-        """All new pieces, at least one unless `progress` was called: for consumers that take time. StopAsyncIteration
-        after the last."""
+        """All new pieces, at least one unless `progress` was called. StopAsyncIteration after the last."""
         await self.start()
         return await anext(self._batches)
 
@@ -165,8 +163,7 @@ async def _batches(loop: StepLoop, results: Results, events: "_LoopEvents") -> A
 
 
 class _LoopEvents:
-    """Events from the thread that computes, for a task of an event loop. Wakes the task only if it waits: waking costs
-    a system call and an iteration of the loop."""
+    """Events from the computing thread for a task of an event loop, which is woken only if it waits."""
 
     loop: asyncio.AbstractEventLoop
 

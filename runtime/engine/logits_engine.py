@@ -1,8 +1,6 @@
-"""Token ids in, logits out: a loaded model, its KV cache, and one sequence of the caller's.
-
-`tokens` are the tokens of that sequence; `prefill`, `decode`, `score`, `truncate` and `match` work on it. Measurements
-use several sequences (`batch`) and times of kernels (`time`).
-"""
+"""Token ids in, logits out: a loaded model, its KV cache, and one sequence of the caller's (`tokens`), on which
+`prefill`, `decode`, `score`, `truncate` and `match` work. For measurements: several sequences (`batch`), times of
+kernels (`time`)."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,12 +12,11 @@ from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.cache.kv_cache import KvCache, KvUsage
 from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.devices.steps import pages_of
-from mlc_amd.runtime.engine.batch import Batch
+from mlc_amd.runtime.engine.batch import Batch, compute, next_chunk
 from mlc_amd.runtime.engine.generation import ContextFull, Ids, check_ids
-from mlc_amd.runtime.engine.limits import SchedulerLimits
+from mlc_amd.runtime.engine.requests import Scoring
 from mlc_amd.runtime.engine.runner import Runner
-from mlc_amd.runtime.engine.scoring import Scoring
-from mlc_amd.runtime.engine.single_sequence import compute, next_chunk
+from mlc_amd.runtime.engine.scheduler import SchedulerLimits
 from mlc_amd.runtime.engine.step_loop import StepLoop
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.speculation.own_draft import OwnDraft
@@ -79,8 +76,7 @@ class LogitsEngine(Closing):
         return OwnDraft(self._runner, self.artifact.manifest["name"])
 
     def speculate(self, drafter: Drafter | None) -> None:
-        """From now on steps verify guesses of that drafter (closed with the engine), or none. Answers do not depend on
-        it."""
+        """From now on steps verify that drafter's guesses (closed with the engine), or none. Answers are the same."""
         with self._loop.exclusive():
             before, rows = self._loop.speculation, self._loop.scheduler.limits.step_rows
             self._loop.speculation = Speculation(drafter, rows) if drafter else None
@@ -125,8 +121,7 @@ class LogitsEngine(Closing):
             self._own.truncate(n)
 
     def match(self, ids: Sequence[int]) -> int:
-        """Keeps the longest prefix that the own sequence shares with `ids`, leaving at least one id to compute; returns
-        its length."""
+        """Keeps the longest common prefix with `ids`, leaving one id to compute at least; returns its length."""
         with self._exclusive():
             limit = min(self.position, len(ids) - 1)
             n = max(next((i for i in range(limit) if self.tokens[i] != ids[i]), limit), 0)
@@ -134,11 +129,8 @@ class LogitsEngine(Closing):
             return n
 
     def advance(self, ids: Ids) -> np.ndarray:
-        """Appends `ids`. Returns the logits of the last one, float32 [vocab], in memory that the next step
-        overwrites.
-
-        ContextFull leaves the sequence unchanged.
-        """
+        """Appends `ids`. Returns the logits of the last one, float32 [vocab], in memory that the next step overwrites.
+        ContextFull leaves the sequence unchanged."""
         with self._exclusive():
             checked, before = self._check(ids, self.position), self.position
             self._own.append(checked.tolist())
@@ -176,9 +168,7 @@ class LogitsEngine(Closing):
 
     def time(self, ids: Ids) -> tuple[str, int, list[tuple[str, float, float]]]:
         """Times the kernels of the first step of `prefill(ids)`: (function, tokens, [(kernel, seconds, gap before)]).
-
-        The sequence is unchanged. UserError if the device cannot time kernels.
-        """
+        The sequence is unchanged. UserError if the device cannot time kernels."""
         with self._exclusive():
             checked = self._check(ids, self.position)
             if not hasattr(self.device, "time"):
@@ -194,8 +184,7 @@ class LogitsEngine(Closing):
                 self._own.truncate(before)
 
     def _check(self, ids: Ids, kept: int) -> np.ndarray:
-        """Ids as int64. UserError for ids outside the vocabulary; ContextFull where they do not fit the context after
-        `kept` tokens."""
+        """Ids as int64. UserError for ids outside the vocabulary; ContextFull beyond the context after `kept`."""
         checked = check_ids(ids)
         if checked.min() < 0 or checked.max() >= self.vocab:
             bad = checked[(checked < 0) | (checked >= self.vocab)][0]
@@ -209,8 +198,7 @@ class LogitsEngine(Closing):
 
     @contextmanager
     def batch(self, count: int) -> Iterator[Batch]:
-        """`count` sequences that advance together, for measurements. All other callers of the engine wait
-        meanwhile."""
+        """`count` sequences that advance together, for measurements. All other callers wait meanwhile."""
         with self._loop.exclusive():
             found = Batch(self.cache, self._runner, count)
             try:

@@ -1,8 +1,10 @@
-"""A request: what is to be generated, or scored, for which client, and its progress."""
+"""Requests: what is to be generated, or scored, for which client, and its progress; the rows of a step by request."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
 
 from mlc_amd.runtime.cache.sequence import Sequence
 
@@ -11,44 +13,29 @@ RequestState = Literal["waiting", "running", "done"]  # waiting: no pages; runni
 
 @dataclass(eq=False)
 class Request:
-    """Set by the caller:
+    """Fields up to `sequence` are set by the caller, the others by the scheduler."""
 
-    prompt      token ids, at least one
-    max_tokens  None: as many as the cache holds
-    client      key of the client: the scheduler is fair between clients
-    sampling    for the driver; the scheduler ignores it
-    leader      a request with the same prompt, added before: this one waits until the leader's prompt is computed, or
-                the leader is done, and shares its pages
-    scored      None, or for a request that generates nothing: the first token of the prompt whose logits are still to
-                be computed, with those of all later ones; the scheduler updates it
-    sequence    of a request that generates nothing: the caller's own, of which `prompt` are the tokens. It keeps its
-                pages when the request is done. Otherwise the scheduler makes it
-
-    Set by the scheduler:
-
-    state, finish   finish: why it is done: the argument of `Scheduler.finish`
-    generated       token ids, the end token included
-    limit           tokens that it may generate: the driver finishes it there
-    cached          tokens of the prompt that were in the cache when it began
-    cancelled       `Scheduler.cancel` was called
-    number          in the order of `Scheduler.add`
-    """
-
-    prompt: list[int]
-    max_tokens: int | None = None
-    client: Hashable = None
-    sampling: object = None
+    prompt: list[int]  # token ids, at least one
+    max_tokens: int | None = None  # None: as many as the cache holds
+    client: Hashable = None  # the scheduler is fair between clients
+    sampling: object = None  # for the driver; the scheduler ignores it
+    # A request with the same prompt, added before: this one waits until the leader's prompt is computed, or the leader
+    # is done, and shares its pages.
     leader: "Request | None" = None
+    # For a request that generates nothing: the first token of the prompt whose logits are still to be computed, with
+    # those of all later ones; the scheduler updates it.
     scored: int | None = None
+    # Of a request that generates nothing the caller's own, of which `prompt` are the tokens; it keeps its pages when
+    # the request is done. Otherwise the scheduler makes it.
     sequence: Sequence | None = None
 
     state: RequestState = "waiting"
-    finish: str | None = None
-    generated: list[int] = field(default_factory=list)
-    limit: int = 0
-    cached: int | None = None
-    cancelled: bool = False
-    number: int = -1
+    finish: str | None = None  # why it is done: the argument of `Scheduler.finish`
+    generated: list[int] = field(default_factory=list)  # token ids, the end token included
+    limit: int = 0  # tokens that it may generate: the driver finishes it there
+    cached: int | None = None  # tokens of the prompt that were in the cache when it began
+    cancelled: bool = False  # `Scheduler.cancel` was called
+    number: int = -1  # in the order of `Scheduler.add`
     last_step: int = 0  # number of the last step that had a single row of it
 
     def fork(self, sampling: object = None) -> "Request":
@@ -63,3 +50,67 @@ class Request:
         if leader is None or leader.state == "done":
             return True
         return leader.sequence is not None and leader.sequence.computed >= len(leader.prompt)
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """The tokens start .. start+count-1 of a sequence."""
+
+    request: Request
+    sequence: Sequence
+    start: int
+    count: int
+    answers: bool  # a token is sampled after the last one, which is the last known token
+    scored: bool = False  # the logits of all are wanted, and the step has no single rows
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """Rows: for each of `singles` the token sequence.tokens[sequence.computed], followed by its drafts, then the chunk.
+    All sequences have slots and pages."""
+
+    singles: list[tuple[Request, Sequence]]
+    chunk: PlannedChunk | None = None
+    drafts: list[list[int]] = field(default_factory=list)  # of each of `singles`, guesses of its next tokens
+
+    def __post_init__(self) -> None:
+        self.drafts.extend([] for _ in self.singles[len(self.drafts) :])
+
+    @property
+    def computed(self) -> list[tuple[Request, Sequence]]:
+        """All that have rows, in their order."""
+        return self.singles + ([(self.chunk.request, self.chunk.sequence)] if self.chunk else [])
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [sequence for _, sequence in self.computed]
+
+    @property
+    def answers(self) -> list[Request]:
+        """The requests that get a token of the step, in the order of its rows."""
+        last = [self.chunk.request] if self.chunk and self.chunk.answers else []
+        return [request for request, _ in self.singles] + last
+
+
+class Scoring:
+    """The logits of `sequence` from token number `first` on: float32 [tokens, vocab], once it is `done`, or `error`."""
+
+    def __init__(self, sequence: Sequence, first: int, vocab: int) -> None:
+        # A client of its own: it delays no other client's next chunk.
+        self.request = Request(sequence.tokens, client=self, scored=first, sequence=sequence)
+        self.logits = np.empty((len(sequence.tokens) - first, vocab), np.float32)
+        self.done = False
+        self.error: BaseException | None = None
+        self._sequence, self._first = sequence, first
+
+    @property
+    def ready(self) -> bool:
+        return self.done
+
+    def take(self, start: int, logits: np.ndarray) -> None:
+        """The rows of the tokens from number `start` on."""
+        self.logits[start - self._first : start - self._first + len(logits)] = logits
+        self.done = start + len(logits) == len(self._sequence.tokens)
+
+    def fail(self, error: BaseException) -> None:
+        self.done, self.error = True, error

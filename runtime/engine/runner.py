@@ -1,8 +1,7 @@
 """Runs steps on a device: selects the function of the plan, fills the io buffers, reads the results.
 
-In: the tokens of a step's rows with their positions and slots, and the page tables. Out: of each single row, in order,
-then of the chunk's last row, the token that the device chooses (`sample`); or the logits of a chunk, float32 (`run`,
-`score`).
+Results are, of each single row, then of the chunk's last row, the token that the device chooses (`sample`); or the
+logits of a chunk, float32 (`run`, `score`).
 """
 
 from collections import deque
@@ -18,6 +17,7 @@ from mlc_amd.runtime.devices.steps import write_step
 from mlc_amd.runtime.engine.functions import Functions, StepFunction
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, ChosenToken, SampledRows, TokenChoice
 
+Choices = Sequence[TokenChoice]
 _SCORED = 64  # rows whose logits are read at once: with a large vocabulary, those of one take half a megabyte
 
 
@@ -30,7 +30,7 @@ class Runner:
         self._entries = artifact.manifest["functions"]
         self._last, self._answered = "", [0]  # the function of the last step, and its rows of logits that count
         self._choices = SampledRows(device, artifact.manifest["io"], self.vocab)
-        self._started: deque[Sequence[TokenChoice]] = deque()  # of steps that are not finished
+        self._started: deque[Choices] = deque()  # of steps that are not finished
 
     @property
     def scored(self) -> int:
@@ -59,9 +59,8 @@ class Runner:
         if not (function.steps and chunk):
             return self.prepare(function, singles, chunk)
         ids, position, slot = chunk
-        return self.prepare(
-            function, [*singles, *((int(token), position + i, slot) for i, token in enumerate(ids))], None
-        )
+        rows = [(int(token), position + i, slot) for i, token in enumerate(ids)]
+        return self.prepare(function, [*singles, *rows], None)
 
     def run(self, chunk: ChunkRows) -> np.ndarray:
         """The logits [vocab] of a chunk's last row, in memory that the next step may overwrite."""
@@ -70,17 +69,14 @@ class Runner:
         return self.device.read("logits", rows)[rows - 1, : self.vocab]
 
     def sample(
-        self,
-        singles: Sequence[SingleRow],
-        chunk: ChunkRows | None,
-        choices: Sequence[TokenChoice] | Callable[[], Sequence[TokenChoice]],
+        self, singles: Sequence[SingleRow], chunk: ChunkRows | None, choices: Choices | Callable[[], Choices]
     ) -> list[ChosenToken]:
         """Computes a step, and chooses a token for each of the first answers, as many as there are `choices`: or a
         function that returns them, called while the device computes what does not depend on them."""
         single = len(singles)
         function = self.functions.of(single, len(chunk[0]) if chunk else 0)
         last = single + len(chunk[0]) - 1 if chunk and function.steps else single  # row of the chunk's answer
-        known: Sequence[TokenChoice] = ()
+        known: Choices = ()
 
         def write() -> None:
             nonlocal known
@@ -98,13 +94,10 @@ class Runner:
 
     def can_start_ahead(self, rows: int, late: bool = False) -> bool:
         """Whether a step of so many single rows may start while one of the same rows is in progress (`start_ahead`);
-        late: before it is known how tokens are chosen. Steps with states may not: which cells they write depends on the
-        step before."""
+        late: before it is known how tokens are chosen. Not with states: the step before determines the cells."""
         return not self.cache.cells and self.device.can_start_ahead(self.functions.of(rows, 0).name, late)
 
-    def start(
-        self, singles: Sequence[SingleRow], choices: Sequence[TokenChoice] | Callable[[], Sequence[TokenChoice]]
-    ) -> None:
+    def start(self, singles: Sequence[SingleRow], choices: Choices | Callable[[], Choices]) -> None:
         """Starts a step of single rows, each of which gets a token: see `finish`. choices: see `sample`."""
         self._started.clear()
         name = self._prepare_singles(singles)
@@ -114,7 +107,7 @@ class Runner:
             self._choose(choices)
             self.device.start(name)
 
-    def start_ahead(self, singles: Sequence[SingleRow], choices: Sequence[TokenChoice] | None) -> None:
+    def start_ahead(self, singles: Sequence[SingleRow], choices: Choices | None) -> None:
         """Starts the next step of the same rows before the one in progress is finished. The tokens of `singles` are
         ignored: the device takes those that the other step chooses. choices: None: `supply_choices` follows."""
         name = self._prepare_singles(singles)
@@ -122,7 +115,7 @@ class Runner:
             self._choose(choices)
         self.device.start_ahead(name, choices is None)
 
-    def supply_choices(self, choices: Sequence[TokenChoice]) -> None:
+    def supply_choices(self, choices: Choices) -> None:
         """How the step that was started last chooses its tokens."""
         self._choose(choices)
         self.device.complete_inputs(self._last)
@@ -133,7 +126,7 @@ class Runner:
         self._last, self._answered = function.name, [*range(len(singles))]
         return function.name
 
-    def _choose(self, choices: Sequence[TokenChoice]) -> None:
+    def _choose(self, choices: Choices) -> None:
         self._choices.write(choices)
         self._started.append(choices)
 
@@ -165,8 +158,7 @@ class Runner:
         return [sampled[row] for row in self._answered]
 
     def chain(self, rows: Sequence[SingleRow], sources: Sequence[int]) -> list[int]:
-        """After `follow` or `chain`: the most likely tokens after those of `rows`, which are guesses themselves, made
-        by the rows `sources` of the call before."""
+        """After `follow` or `chain`: the most likely tokens after those of `rows`, guesses of the rows `sources`."""
         function = self.functions.chain(len(rows))
         self._choices.clear()
         self.prepare(function, rows, None)

@@ -1,9 +1,5 @@
-"""The rows of a step that get a token: writes the io buffers `sampling`, `changes` and `allowed`, reads `sampled`,
-`logprobs` and `logits`.
-
-In: for each answer of a step a `TokenChoice`. Out: for each answer a `ChosenToken`. Buffers that a step does not need
-are not written.
-"""
+"""The rows of a step that get a token: writes the io buffers `sampling`, `changes` and `allowed`, as far as the step
+needs them, reads `sampled`, `logprobs` and `logits`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,16 +15,14 @@ _POSITION, _TOP_K, _TOP_P, _MIN_P = map(FIELDS.index, ("position", "top_k", "top
 
 
 class TokenChoice(NamedTuple):
-    """How a token is chosen: settings, the seed where these have none, and the tokens before it. allowed: int32 words
-    [ceil(vocab / 32)] (`device_rows.mask_words`), or None: any token. logprobs: None, or how many of the most likely
-    tokens are wanted besides the log-probability of the chosen one. guessed: further tokens before it."""
+    """How a token is chosen."""
 
     sampling: Sampling
-    seed: int
-    tokens: Sequence[int]
-    allowed: np.ndarray | None = None
-    logprobs: int | None = None
-    guessed: Sequence[int] = ()
+    seed: int  # where the settings have none
+    tokens: Sequence[int]  # before it
+    allowed: np.ndarray | None = None  # int32 words [ceil(vocab / 32)] (`device_rows.mask_words`), or None: any token
+    logprobs: int | None = None  # how many of the most likely tokens are wanted besides its log-probability
+    guessed: Sequence[int] = ()  # further tokens before it
 
     @property
     def position(self) -> int:
@@ -49,8 +43,7 @@ class ChosenToken(NamedTuple):
 
 
 class SampledRows:
-    """Writes and reads the buffers of `device`. io: the manifest's entries; further columns of logits than `vocab` are
-    padding."""
+    """Writes and reads the buffers of `device`. io: the manifest's; columns of logits beyond `vocab` are padding."""
 
     def __init__(self, device, io, vocab: int) -> None:
         self._allowed = np.zeros(io["allowed"]["shape"], np.int32)

@@ -19,16 +19,45 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import Sequence
 from mlc_amd.runtime.engine.client_queues import ClientQueues, fair_order, number
 from mlc_amd.runtime.engine.functions import chunk_size
 from mlc_amd.runtime.engine.generation import ContextFull
-from mlc_amd.runtime.engine.limits import QueueFull, SchedulerLimits
-from mlc_amd.runtime.engine.planned_step import PlannedChunk, PlannedStep
-from mlc_amd.runtime.engine.requests import Request
+from mlc_amd.runtime.engine.requests import PlannedChunk, PlannedStep, Request
 from mlc_amd.runtime.errors import UserError
+
+
+class QueueFull(UserError):
+    """As many requests wait as may wait."""
+
+
+class RequestCounts(NamedTuple):
+    """How many requests wait, and how many are running."""
+
+    waiting: int
+    running: int
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Maxima."""
+
+    singles: int = 64  # answers of a step
+    chunk: int = 512  # tokens of a chunk
+    rows: int = 512  # tokens of a step with a chunk and single rows
+    scored: int = 64  # tokens of a chunk of which all logits are wanted
+    running: int = 128  # requests that hold pages
+    queue: int = 1024  # requests that wait
+    sizes: tuple[int, ...] = ()  # rows of the functions for a chunk without single rows, see `chunk_size`
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of a step without a chunk."""
+        return min(self.singles, self.rows)
 
 
 class Scheduler:
@@ -60,8 +89,7 @@ class Scheduler:
     # ---- requests
 
     def add(self, request: Request) -> None:
-        """Queues a new request. QueueFull; ContextFull if it needs more tokens than the cache could ever hold for it;
-        UserError for an empty prompt."""
+        """Queues a request. QueueFull; ContextFull if the cache could never hold it; UserError for an empty prompt."""
         if not request.prompt:
             raise UserError("nothing to evaluate: the prompt has no tokens")
         if self.waiting >= self.limits.queue:
@@ -83,14 +111,12 @@ class Scheduler:
             self._cancels.append(request)
 
     def cancel(self, request: Request) -> None:
-        """The next `plan` finishes the request with the reason "cancelled", if it is not done then. Any thread may call
-        this, also before `add`."""
+        """The next `plan` finishes the request as "cancelled", unless it is done. For any thread, also before `add`."""
         request.cancelled = True
         self._cancels.append(request)
 
     def finish(self, request: Request, reason: str) -> None:
-        """Ends a request: it is computed no further, and its pages are released, after the step in progress if there
-        is one. Does nothing if it is done."""
+        """Ends a request, if it is not done; its pages are released, after the step in progress if there is one."""
         if request.state == "done" or request.sequence is None:
             return
         if request.state == "running":
@@ -145,9 +171,8 @@ class Scheduler:
         return self._step
 
     def plan_ahead(self, step: PlannedStep) -> PlannedStep | None:
-        """The step after the one in progress, if it certainly has the same rows and there are pages for them; of each
-        sequence it computes the token that the step in progress samples. A request that is done by then keeps its
-        row."""
+        """The step after the one in progress, if it certainly has the same rows, each with the token that one samples,
+        and there are pages. A request that is done by then keeps its row."""
         running = [request for request, _ in step.singles]
         may_start = self.waiting and not self._blocked
         if step is not self._step or self._ahead or step.chunk or any(step.drafts):
@@ -173,8 +198,7 @@ class Scheduler:
         return min(request.limit - len(request.generated) - 1, sequence.guess_room)
 
     def draft(self, step: PlannedStep, drafts: Mapping[Request, list[int]]) -> PlannedStep:
-        """The planned step without a chunk, with as many of the drafts of its requests as there are rows and pages for.
-        No request is preempted for drafts."""
+        """The planned step without a chunk, with as many drafts as there are rows and pages for, without preemption."""
         if step is not self._step or step.chunk:
             raise RuntimeError("this is no step in progress without a chunk")
         rows = self.limits.step_rows - len(step.singles)
@@ -189,8 +213,7 @@ class Scheduler:
         return self._step
 
     def complete(self, step: PlannedStep, tokens: Iterable[SequenceOf[int]]) -> None:
-        """The step has run. tokens: for each of step.answers the drafts that were right, and one more; those of
-        finished requests are ignored."""
+        """The step has run. tokens: for each of step.answers the right drafts and one more; or ignored if done."""
         tokens, answers = list(tokens), step.answers
         if len(tokens) != len(answers) or not all(tokens):
             raise ValueError(f"tokens {tokens} for a step with {len(answers)} answers")
@@ -209,8 +232,7 @@ class Scheduler:
         self._free_ended()
 
     def abandon(self) -> None:
-        """The planned step has failed, and with it the one after it: nothing of them counts as computed. Their
-        requests are as before `plan`."""
+        """The planned step, and the one after it, have failed: nothing counts as computed since `plan`."""
         step, self._step, self._ahead = self._step, None, None
         if step is None:
             raise RuntimeError("no step is in progress")
@@ -255,8 +277,7 @@ class Scheduler:
     # ---- the chunk
 
     def _plan_chunk(self, singles: list[Request], prefilling: dict[Hashable, Request]) -> PlannedChunk | None:
-        """The chunk of the first client for which there is room. Removes requests from `singles` whose pages an older
-        request needs."""
+        """The chunk of the first client with room. Removes `singles` whose pages an older request needs."""
         most = min(self.limits.chunk, self.limits.rows - len(singles))
         for key, queue in self._queues:
             request, waiting = prefilling.get(key), self._first(key, queue)
@@ -307,7 +328,7 @@ class Scheduler:
         """Starts a waiting request, unless one would soon be preempted for its pages."""
         sequence = _sequence(request)
         sequence.match(request.scored)
-        if sequence.room < 1 or (self.running and not self._fits_too(sequence)):
+        if sequence.room < 1 or (self.running and not self.cache.has_room([sequence, *map(_sequence, self.running)])):
             sequence.free()
             self._blocked = True
             return False
@@ -319,9 +340,6 @@ class Scheduler:
         insort(self.running, request, key=number)
         request.state = "running"
         return True
-
-    def _fits_too(self, sequence: Sequence) -> bool:
-        return self.cache.has_room([sequence, *map(_sequence, self.running)])
 
     def _make_room(self, request: Request, singles: list[Request]) -> bool:
         """Whether there is room for a chunk of a running request, for which younger ones are preempted."""

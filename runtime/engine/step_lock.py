@@ -1,7 +1,5 @@
-"""The lock that a thread holds while it computes a step. Threads get it in the order of their requests.
-
-A background thread may wait until there is work for it (`wait_for_work`).
-"""
+"""The lock that a thread holds while it computes a step. Threads get it in the order of their requests. A background
+thread may wait until there is work for it (`wait_for_work`)."""
 
 import threading
 from collections import deque

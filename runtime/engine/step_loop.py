@@ -17,13 +17,10 @@ from contextlib import contextmanager
 from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import Sequence
 from mlc_amd.runtime.engine.answers import Answer
-from mlc_amd.runtime.engine.limits import RequestCounts, SchedulerLimits
-from mlc_amd.runtime.engine.planned_step import PlannedStep
-from mlc_amd.runtime.engine.requests import Request
+from mlc_amd.runtime.engine.requests import PlannedStep, Request, Scoring
 from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, ChosenToken, TokenChoice
-from mlc_amd.runtime.engine.scheduler import Scheduler
-from mlc_amd.runtime.engine.scoring import Scoring
+from mlc_amd.runtime.engine.scheduler import RequestCounts, Scheduler, SchedulerLimits
 from mlc_amd.runtime.engine.step_lock import CLOSED, StepLock
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.speculation.own_draft import OwnDraft
@@ -88,8 +85,7 @@ class StepLoop:
             raise scoring.error
 
     def start(self, answers: SequenceOf[Answer], watched: bool = False) -> None:
-        """Queues their requests. watched: the background thread computes them. QueueFull and ContextFull, after which
-        none of them is queued."""
+        """Queues them; watched: the background thread computes them. QueueFull, ContextFull: none is queued."""
         with self.exclusive():
             added = []
             try:
@@ -301,9 +297,8 @@ class StepLoop:
         guesses = step.drafts + [[]] * (len(answers) - len(step.drafts))
 
         def choices() -> list[TokenChoice]:
-            return [
-                choice for answer, drafts in zip(answers, guesses, strict=True) for choice in answer.choices(drafts)
-            ]
+            pairs = zip(answers, guesses, strict=True)
+            return [choice for answer, drafts in pairs for choice in answer.choices(drafts)]
 
         masks = any(answer.constraint for answer in answers)
         chosen = iter(self.runner.sample(singles, chunk, choices if masks else choices()))

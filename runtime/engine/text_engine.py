@@ -1,6 +1,5 @@
 """Text in, text out: any number of generations, from any number of threads, share steps. What their prompts have in
-common, with one another and with earlier ones, is computed once.
-"""
+common, with one another and with earlier ones, is computed once."""
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Unpack
@@ -8,12 +7,11 @@ from typing import Unpack
 import numpy as np
 
 from mlc_amd.runtime.artifact.artifact import Artifact
-from mlc_amd.runtime.engine.answers import Answer
-from mlc_amd.runtime.engine.generate_call import GenerateCall
+from mlc_amd.runtime.engine.answers import Answer, GenerateCall
 from mlc_amd.runtime.engine.generation import Ids, ProgressCallback, PromptProgress, Stats
 from mlc_amd.runtime.engine.generations import AsyncGeneration, Generation, Results
-from mlc_amd.runtime.engine.limits import RequestCounts, SchedulerLimits
 from mlc_amd.runtime.engine.logits_engine import LogitsEngine
+from mlc_amd.runtime.engine.scheduler import RequestCounts, SchedulerLimits
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.grammars.constraints import Constraint
 from mlc_amd.runtime.sampling.settings import Sampling, SamplingChanges
@@ -116,11 +114,8 @@ class TextEngine(LogitsEngine):
         """The ids of each prompt."""
         if isinstance(prompt, str):
             return [self.tokenizer.encode_prompt(prompt)]
-        if (
-            isinstance(prompt, Sequence)
-            and prompt
-            and all(isinstance(one, (str, Sequence, np.ndarray)) for one in prompt)
-        ):
+        several = isinstance(prompt, Sequence) and all(isinstance(one, (str, Sequence, np.ndarray)) for one in prompt)
+        if several and prompt:
             return [ids for one in prompt for ids in self._prompts(one)]
         return [prompt]
 

@@ -1,6 +1,4 @@
-"""The formats of calls of tools (call_formats.py) as grammars.
-
-In:  a format, the tools, and `Rules` to write to. Out: `CallGrammar`: expressions for calls of these tools.
+"""The formats of calls of tools (call_formats.py) as grammars: expressions for calls of given tools.
 
 Arguments match the tools' schemas: completely where they are written as JSON; else the types of the arguments and the
 values of enums. They have the order of the schema (Gemma: of the alphabet), as in all constrained JSON.
@@ -26,108 +24,132 @@ Arguments = Callable[[Tool], str]  # the expression for a tool's arguments as JS
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """calls: after `opening`; more: optional further calls. trigger: the beginning of a call without opening, followed
-    by `begun`; both "" where calls have openings."""
+    """Expressions; the last two are "" where calls have openings."""
 
-    calls: str
-    more: str
-    trigger: str = ""
-    begun: str = ""
+    calls: str  # after `opening`
+    more: str  # optional further calls
+    trigger: str = ""  # the beginning of a call without opening
+    begun: str = ""  # what follows it
 
 
 def call_grammar(
     found: CallFormat, rules: Rules, tools: Sequence[Tool], parallel: bool, arguments: Arguments
 ) -> CallGrammar:
     """parallel: an answer may have several calls."""
-    return _WRITERS[type(found)](found, rules, tools, parallel, arguments)
+    return _WRITERS[type(found)](_Writer(rules, tools, parallel, arguments), found)
 
 
-def _repeated(rules: Rules, found: CallFormat, calls: str, parallel: bool) -> CallGrammar:
-    """Calls with an opening each."""
-    more = rules.rule(f"({rules.SPACE} {rules.literal(found.opening)} {calls})*") if parallel else ""
-    return CallGrammar(calls, more)
+@dataclass(frozen=True)
+class _Writer:
+    """The grammar of calls in each format, to the same rules; arguments as of `call_grammar`."""
 
+    rules: Rules
+    tools: Sequence[Tool]
+    parallel: bool
+    arguments: Arguments
 
-def _closing(rules: Rules, found: CallFormat) -> str:
-    return f"{rules.SPACE} {rules.literal(found.closing)}" if found.closing else ""
+    def _repeated(self, found: CallFormat, body: str) -> CallGrammar:
+        """Calls with an opening each."""
+        calls = self._closed(found, body)
+        more = f"({self.rules.SPACE} {self.rules.literal(found.opening)} {calls})*"
+        return CallGrammar(calls, self.rules.rule(more) if self.parallel else "")
 
+    def _closed(self, found: CallFormat, body: str) -> str:
+        closing = f"{self.rules.SPACE} {self.rules.literal(found.closing)}" if found.closing else ""
+        return self.rules.rule(f"{body} {closing}")
 
-def _json_calls(
-    found: JsonCalls, rules: Rules, tools: Sequence[Tool], parallel: bool, arguments: Arguments
-) -> CallGrammar:
-    space = rules.SPACE
+    def json_calls(self, found: JsonCalls) -> CallGrammar:
+        rules, space = self.rules, self.rules.SPACE
 
-    def key(name: str) -> str:
-        return f"{rules.literal(json.dumps(name))} {space} {rules.literal(':')} {space}"
+        def key(name: str) -> str:
+            return f"{rules.literal(json.dumps(name))} {space} {rules.literal(':')} {space}"
 
-    identifier = f'({key(found.id_key)} /"[0-9]{{1,3}}"/ {space} "," {space})?' if found.id_key else ""
-    head = f'"{{" {space} {identifier} {key(found.name_key)}'
-    tails = [
-        f'{rules.literal(json.dumps(tool.name)[1:])} {space} "," {space} {key(found.arguments_key)} '
-        f'{arguments(tool)} {space} "}}"'
-        for tool in tools
-    ]
-    quote = rules.literal('"')
-    tail = rules.choice(tails)
-    call = rules.rule(f"{head} {quote} {tail}")
-    several = f'({space} "," {space} {call})*' if parallel else ""
-    if found.listed:
-        closing = _closing(rules, found)
-        return CallGrammar(rules.rule(f'{space} "[" {space} {call} {several} {space} "]" {closing}'), "")
-    if found.separator:
-        more = f"({space} {rules.literal(found.separator)} {space} {call})*" if parallel else ""
-        calls = rules.rule(f"{space} {call} {more} {_closing(rules, found)}")
-        # Answers that begin like this are calls.
-        trigger = rules.rule(
-            rf'/[ \t\r\n]{{0,4}}\{{[ \t\r\n]{{0,8}}"{found.name_key}"[ \t\r\n]{{0,4}}:[ \t\r\n]{{0,4}}"/', "[lazy]"
-        )
-        return CallGrammar(calls, "", trigger if found.bare else "", rules.rule(f"{tail} {more}"))
-    return _repeated(rules, found, rules.rule(f"{space} {call} {_closing(rules, found)}"), parallel)
+        identifier = f'({key(found.id_key)} /"[0-9]{{1,3}}"/ {space} "," {space})?' if found.id_key else ""
+        head = f'"{{" {space} {identifier} {key(found.name_key)}'
+        tails = [
+            f'{rules.literal(json.dumps(tool.name)[1:])} {space} "," {space} {key(found.arguments_key)} '
+            f'{self.arguments(tool)} {space} "}}"'
+            for tool in self.tools
+        ]
+        quote = rules.literal('"')
+        tail = rules.choice(tails)
+        call = rules.rule(f"{head} {quote} {tail}")
+        if found.listed:
+            several = f'({space} "," {space} {call})*' if self.parallel else ""
+            return CallGrammar(self._closed(found, f'{space} "[" {space} {call} {several} {space} "]"'), "")
+        if found.separator:
+            more = f"({space} {rules.literal(found.separator)} {space} {call})*" if self.parallel else ""
+            calls = self._closed(found, f"{space} {call} {more}")
+            # Answers that begin like this are calls.
+            trigger = rules.rule(
+                rf'/[ \t\r\n]{{0,4}}\{{[ \t\r\n]{{0,8}}"{found.name_key}"[ \t\r\n]{{0,4}}:[ \t\r\n]{{0,4}}"/', "[lazy]"
+            )
+            return CallGrammar(calls, "", trigger if found.bare else "", rules.rule(f"{tail} {more}"))
+        return self._repeated(found, f"{space} {call}")
 
-
-def _named_calls(
-    found: NamedCalls, rules: Rules, tools: Sequence[Tool], parallel: bool, arguments: Arguments
-) -> CallGrammar:
-    space = rules.SPACE
-    identifier = f"({rules.literal(found.id_mark)} /[A-Za-z0-9]{{9}}/)?" if found.id_mark else ""
-    bodies = []
-    for tool in tools:
-        name = rules.literal("".join(found.before) + ("functions." if found.numbered else "") + tool.name)
+    def named_calls(self, found: NamedCalls) -> CallGrammar:
+        rules, space = self.rules, self.rules.SPACE
+        identifier = f"({rules.literal(found.id_mark)} /[A-Za-z0-9]{{9}}/)?" if found.id_mark else ""
         number = '":" /[0-9]{1,3}/' if found.numbered else ""
-        body = f"{arguments(tool)}"
-        if found.fence:
-            body = f'"\\n```json\\n" {body} "\\n```"'
-        bodies.append(
-            f"{name} {number} {identifier} {rules.literal(found.after)} {'' if found.fence else space} {body}"
-        )
-    call = rules.choice(bodies)
-    if not found.repeated:
-        return _repeated(rules, found, rules.rule(f"{space} {call} {_closing(rules, found)}"), parallel)
-    end = f"{space} {rules.literal(found.each_closing)}" if found.each_closing else ""
-    one = rules.rule(f"{space} {rules.literal(found.repeated)} {call} {end}")
-    return CallGrammar(rules.rule(f"{one}{'+' if parallel else ''} {_closing(rules, found)}"), "")
+        bodies = []
+        for tool in self.tools:
+            name = rules.literal("".join(found.before) + ("functions." if found.numbered else "") + tool.name)
+            body = self.arguments(tool)
+            body = f'"\\n```json\\n" {body} "\\n```"' if found.fence else f"{space} {body}"
+            bodies.append(f"{name} {number} {identifier} {rules.literal(found.after)} {body}")
+        call = rules.choice(bodies)
+        if not found.repeated:
+            return self._repeated(found, f"{space} {call}")
+        end = f"{space} {rules.literal(found.each_closing)}" if found.each_closing else ""
+        one = rules.rule(f"{space} {rules.literal(found.repeated)} {call} {end}")
+        return CallGrammar(self._closed(found, f"{one}{'+' if self.parallel else ''}"), "")
+
+    def tagged_calls(self, found: TaggedCalls) -> CallGrammar:
+        rules, space = self.rules, self.rules.SPACE
+        bodies = []
+        for tool in self.tools:
+            head = rules.literal(found.name[0] + tool.name + found.name[1])
+            values = [_tagged(found, rules, tool, name) for name in tool.properties]
+            if not values and resolved(tool.parameters, tool.parameters).get("additionalProperties") is not False:
+                key = f"{rules.literal(found.key[0])} {_BARE_KEY} {rules.literal(found.key[1])}"
+                values = [f"({key} {_opening(found, rules)} {rules.until(found.value_closing)} {space})*"]
+            bodies.append(f"{head} {space} {' '.join(values)} {rules.literal(found.end)}")
+        call = rules.choice(bodies)
+        if found.several:
+            more = f"({space} {call})*" if self.parallel else ""
+            return CallGrammar(self._closed(found, f"{space} {call} {more}"), "")
+        return self._repeated(found, f"{space} {call}")
+
+    def bare_calls(self, found: BareCalls) -> CallGrammar:
+        rules = self.rules
+        values = [_BareValues(rules, found.quote, tool.parameters) for tool in self.tools]
+        pairs = zip(self.tools, values, strict=True)
+        bodies = [f"{rules.literal('call:' + tool.name)} {of.objects(tool.parameters, 0)}" for tool, of in pairs]
+        return self._repeated(found, rules.choice(bodies))
+
+    def harmony_calls(self, found: HarmonyCalls) -> CallGrammar:
+        """A message's header and its text; the answer ends with it."""
+        rules = self.rules
+        channel, message = rules.literal("<|channel|>"), rules.literal("<|message|>")
+        kind = f'(" " {rules.literal("<|constrain|>")} "json" | " json")?'
+        bodies = []
+        for tool in self.tools:
+            name = rules.literal(f" to={found.prefix}{tool.name}")
+            bodies.append(f'{channel} "commentary" {name} {kind} {message} {self.arguments(tool)}')
+            bodies.append(f'{name} {channel} "commentary" {kind} {message} {self.arguments(tool)}')
+        return CallGrammar(rules.choice(bodies), "")
+
+
+_WRITERS: dict[type[CallFormat], Callable[..., CallGrammar]] = {
+    JsonCalls: _Writer.json_calls,
+    NamedCalls: _Writer.named_calls,
+    TaggedCalls: _Writer.tagged_calls,
+    BareCalls: _Writer.bare_calls,
+    HarmonyCalls: _Writer.harmony_calls,
+}
 
 
 # ---- arguments between tags
-
-
-def _tagged_calls(
-    found: TaggedCalls, rules: Rules, tools: Sequence[Tool], parallel: bool, arguments: Arguments
-) -> CallGrammar:
-    space = rules.SPACE
-    bodies = []
-    for tool in tools:
-        head = rules.literal(found.name[0] + tool.name + found.name[1])
-        values = [_tagged(found, rules, tool, name) for name in tool.properties]
-        if not values and resolved(tool.parameters, tool.parameters).get("additionalProperties") is not False:
-            key = f"{rules.literal(found.key[0])} {_BARE_KEY} {rules.literal(found.key[1])}"
-            values = [f"({key} {_opening(found, rules)} {rules.until(found.value_closing)} {space})*"]
-        bodies.append(f"{head} {space} {' '.join(values)} {rules.literal(found.end)}")
-    call = rules.choice(bodies)
-    if found.several:
-        more = f"({space} {call})*" if parallel else ""
-        return CallGrammar(rules.rule(f"{space} {call} {more} {_closing(rules, found)}"), "")
-    return _repeated(rules, found, rules.rule(f"{space} {call} {_closing(rules, found)}"), parallel)
 
 
 def _opening(found: TaggedCalls, rules: Rules) -> str:
@@ -147,9 +169,8 @@ def _tagged(found: TaggedCalls, rules: Rules, tool: Tool, name: str) -> str:
         value = f"({' | '.join(map(rules.literal, options))}) {closing}"
     else:
         value = rules.until(found.value_closing)
-    argument = rules.rule(
-        f"{rules.literal(found.key[0] + name + found.key[1])} {_opening(found, rules)} {value} {rules.SPACE}"
-    )
+    key = rules.literal(found.key[0] + name + found.key[1])
+    argument = rules.rule(f"{key} {_opening(found, rules)} {value} {rules.SPACE}")
     return argument if name in tool.required else f"{argument}?"
 
 
@@ -164,101 +185,68 @@ def _texts(schema: Mapping[str, Any]) -> list[str]:
 # ---- Gemma
 
 
-def _bare_calls(
-    found: BareCalls, rules: Rules, tools: Sequence[Tool], parallel: bool, arguments: Arguments
-) -> CallGrammar:
-    bodies = [
-        f"{rules.literal('call:' + tool.name)} {_bare_object(found, rules, tool.parameters, tool.parameters, 0)}"
-        for tool in tools
-    ]
-    return _repeated(rules, found, rules.rule(f"{rules.choice(bodies)} {_closing(rules, found)}"), parallel)
+@dataclass(frozen=True)
+class _BareValues:
+    """Expressions for the values of a tool's arguments. root: their schema."""
 
+    rules: Rules
+    quote: str
+    root: Mapping[str, Any]
 
-def _bare_string(found: BareCalls, rules: Rules) -> str:
-    return rules.rule(f"{rules.literal(found.quote)} {rules.until(found.quote)}")
+    def _string(self) -> str:
+        return self.rules.rule(f"{self.rules.literal(self.quote)} {self.rules.until(self.quote)}")
 
+    def _list(self, item: str) -> str:
+        return self.rules.rule(f'"[" ({item} ("," {item})*)? "]"')
 
-def _bare_any(found: BareCalls, rules: Rules, depth: int) -> str:
-    options = [_bare_string(found, rules), _NUMBER, '"true"', '"false"', '"null"']
-    if depth < _MAX_DEPTH:
-        inner = _bare_any(found, rules, _MAX_DEPTH)
-        options.append(rules.rule(f'"[" ({inner} ("," {inner})*)? "]"'))
-        options.append(rules.rule(f'"{{" ({_BARE_KEY} ":" {inner} ("," {_BARE_KEY} ":" {inner})*)? "}}"'))
-    return rules.choice(options)
+    def _open_object(self, inner: str) -> str:
+        return self.rules.rule(f'"{{" ({_BARE_KEY} ":" {inner} ("," {_BARE_KEY} ":" {inner})*)? "}}"')
 
+    def _any(self, depth: int) -> str:
+        options = [self._string(), _NUMBER, '"true"', '"false"', '"null"']
+        if depth < _MAX_DEPTH:
+            inner = self._any(_MAX_DEPTH)
+            options += self._list(inner), self._open_object(inner)
+        return self.rules.choice(options)
 
-def _bare_object(found: BareCalls, rules: Rules, schema: object, root: Mapping[str, Any], depth: int) -> str:
-    described = resolved(schema, root)
-    properties = described.get("properties")
-    if not isinstance(properties, Mapping) or not properties or depth >= _MAX_DEPTH:
-        if described.get("additionalProperties") is False:
-            return rules.rule('"{" "}"')
-        inner = _bare_any(found, rules, depth)
-        return rules.rule(f'"{{" ({_BARE_KEY} ":" {inner} ("," {_BARE_KEY} ":" {inner})*)? "}}"')
-    names = described.get("required")
-    required = set(names) if isinstance(names, list | tuple) else set()
-    later, first = '""', '""'  # the remaining arguments: after one, and at the beginning
-    for name in sorted(properties, reverse=True):
-        value = f"{rules.literal(name + ':')} {_bare_value(found, rules, properties[name], root, depth + 1)}"
-        rest = rules.rule(later)
-        with_first = rules.rule(f"{value} {rest}")
-        with_later = rules.rule(f'"," {value} {rest}')
-        first = with_first if name in required else f"{with_first} | {rules.rule(first)}"
-        later = with_later if name in required else f"{with_later} | {rest}"
-    return rules.rule(f'"{{" {rules.rule(first)} "}}"')
+    def objects(self, schema: object, depth: int) -> str:
+        rules, described = self.rules, resolved(schema, self.root)
+        properties = described.get("properties")
+        if not isinstance(properties, Mapping) or not properties or depth >= _MAX_DEPTH:
+            closed = described.get("additionalProperties") is False
+            return rules.rule('"{" "}"') if closed else self._open_object(self._any(depth))
+        names = described.get("required")
+        required = set(names) if isinstance(names, list | tuple) else set()
+        later, first = '""', '""'  # the remaining arguments: after one, and at the beginning
+        for name in sorted(properties, reverse=True):
+            value = f"{rules.literal(name + ':')} {self._value(properties[name], depth + 1)}"
+            rest = rules.rule(later)
+            with_first = rules.rule(f"{value} {rest}")
+            with_later = rules.rule(f'"," {value} {rest}')
+            first = with_first if name in required else f"{with_first} | {rules.rule(first)}"
+            later = with_later if name in required else f"{with_later} | {rest}"
+        return rules.rule(f'"{{" {rules.rule(first)} "}}"')
 
-
-def _bare_value(found: BareCalls, rules: Rules, schema: object, root: Mapping[str, Any], depth: int) -> str:
-    described = resolved(schema, root)
-    values = [described["const"]] if "const" in described else described.get("enum")
-    if isinstance(values, list | tuple) and all(isinstance(value, str) for value in values) and values:
-        return rules.choice(rules.literal(found.quote + value + found.quote) for value in values)
-    options = described.get("anyOf", described.get("oneOf"))
-    if depth >= _MAX_DEPTH:
-        return _bare_any(found, rules, depth)
-    if isinstance(options, list | tuple) and options:
-        return rules.choice(_bare_value(found, rules, option, root, depth + 1) for option in options)
-    kinds = described.get("type")
-    makers: dict[str, Callable[[], str]] = {
-        "string": lambda: _bare_string(found, rules),
-        "integer": lambda: _INTEGER,
-        "number": lambda: _NUMBER,
-        "boolean": lambda: '("true" | "false")',
-        "null": lambda: '"null"',
-        "object": lambda: _bare_object(found, rules, described, root, depth),
-        "array": lambda: _bare_array(found, rules, described, root, depth),
-    }
-    names = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list | tuple) else []
-    known = [makers[name]() for name in names if name in makers]
-    return rules.choice(known) if known else _bare_any(found, rules, depth)
-
-
-def _bare_array(found: BareCalls, rules: Rules, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
-    item = _bare_value(found, rules, schema.get("items"), root, depth + 1)
-    return rules.rule(f'"[" ({item} ("," {item})*)? "]"')
-
-
-# ---- Harmony
-
-
-def _harmony_calls(
-    found: HarmonyCalls, rules: Rules, tools: Sequence[Tool], parallel: bool, arguments: Arguments
-) -> CallGrammar:
-    """A message's header and its text; the answer ends with it."""
-    channel, message = rules.literal("<|channel|>"), rules.literal("<|message|>")
-    kind = f'(" " {rules.literal("<|constrain|>")} "json" | " json")?'
-    bodies = []
-    for tool in tools:
-        name = rules.literal(f" to={found.prefix}{tool.name}")
-        bodies.append(f'{channel} "commentary" {name} {kind} {message} {arguments(tool)}')
-        bodies.append(f'{name} {channel} "commentary" {kind} {message} {arguments(tool)}')
-    return CallGrammar(rules.choice(bodies), "")
-
-
-_WRITERS: dict[type[CallFormat], Callable[..., CallGrammar]] = {
-    JsonCalls: _json_calls,
-    NamedCalls: _named_calls,
-    TaggedCalls: _tagged_calls,
-    BareCalls: _bare_calls,
-    HarmonyCalls: _harmony_calls,
-}
+    def _value(self, schema: object, depth: int) -> str:
+        rules, described = self.rules, resolved(schema, self.root)
+        values = [described["const"]] if "const" in described else described.get("enum")
+        if isinstance(values, list | tuple) and all(isinstance(value, str) for value in values) and values:
+            return rules.choice(rules.literal(self.quote + value + self.quote) for value in values)
+        options = described.get("anyOf", described.get("oneOf"))
+        if depth >= _MAX_DEPTH:
+            return self._any(depth)
+        if isinstance(options, list | tuple) and options:
+            return rules.choice(self._value(option, depth + 1) for option in options)
+        kinds = described.get("type")
+        makers: dict[str, Callable[[], str]] = {
+            "string": self._string,
+            "integer": lambda: _INTEGER,
+            "number": lambda: _NUMBER,
+            "boolean": lambda: '("true" | "false")',
+            "null": lambda: '"null"',
+            "object": lambda: self.objects(described, depth),
+            "array": lambda: self._list(self._value(described.get("items"), depth + 1)),
+        }
+        names = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list | tuple) else []
+        known = [makers[name]() for name in names if name in makers]
+        return rules.choice(known) if known else self._any(depth)

@@ -1,10 +1,5 @@
 """Compiles grammars in a child process first: one that takes too long or too much memory, or crashes, ends only that.
-
-llguidance limits the work of most grammars, but not of all: some schemas take minutes, and a long chain of rules
-overflows the stack.
-
-In:  grammars, as llguidance takes them. Out: the problem of those that must not be compiled here.
-"""
+llguidance does not limit all: some schemas take minutes, and a long chain of rules overflows the stack."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +15,7 @@ _MEMORY = 2 << 30  # bytes
 
 
 class ByteVocabulary:
-    """A vocabulary as llguidance's tokenizer takes it. tokens: their bytes; ends: tokens that end an answer; control:
-    tokens without a text."""
+    """A vocabulary for llguidance. tokens: their bytes; ends: that end an answer; control: without a text."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

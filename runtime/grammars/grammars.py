@@ -2,7 +2,7 @@
 
 In:  a tokenizer, the size of the logits; a schema, an expression, a grammar or tools; the prompt's text, which shows
      whether the answer begins with thinking.
-Out: `Grammar` (matchers.py): called once for each answer, it returns a `Constraint` (constraints.py). UserError for
+Out: `Grammar` (constraints.py): called once for each answer, it returns a `Constraint`. UserError for
      unusable input.
 
 llguidance compiles them (extra `serve`). A grammar applies to the answer itself: the model's thinking before it
@@ -14,7 +14,7 @@ Schemas: JSON Schema of draft 2020-12 and earlier. UserError for keywords that l
 `unevaluatedProperties`, references to other documents, formats besides date-time, time, date, duration, email,
 hostname, ipv4, ipv6, uuid and uri, look-around in patterns, `oneOf` whose options overlap, `minProperties` and
 `maxProperties` beside optional properties, more than about 2000 optional properties, and nesting deeper than about 60
-objects. Properties have the order of the schema; others are only allowed with `additionalProperties` (schemas.py), and
+objects. Properties have the order of the schema; others are only allowed with `additionalProperties` (lark.py), and
 may then have the same name twice.
 """
 
@@ -30,9 +30,9 @@ from mlc_amd.runtime.calls.tools import Tool
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.extras import require
 from mlc_amd.runtime.grammars.call_grammars import call_grammar
+from mlc_amd.runtime.grammars.constraints import Grammar, shown
 from mlc_amd.runtime.grammars.grammar_trial import TOO_MUCH, ByteVocabulary, GrammarTrial, limits
 from mlc_amd.runtime.grammars.lark import ControlTokens, Rules
-from mlc_amd.runtime.grammars.matchers import Grammar, shown
 from mlc_amd.runtime.text import reasoning
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 
@@ -52,11 +52,8 @@ ToolChoice = Literal["auto", "required", "none"] | Mapping[str, str]
 
 class Grammars:
     """The grammars of one model. vocab: the size of its logits, at least the tokenizer's vocabulary. thinking: the
-    marks of its thinking; None: those of its vocabulary.
-
-    prompt, of all methods: the rendered text that the answer follows; None: there is no thinking, as in completions.
-    UserError where llguidance is not installed.
-    """
+    marks of its thinking; None: those of its vocabulary. prompt, of all methods: the rendered text that the answer
+    follows; None: there is no thinking, as in completions. UserError where llguidance is not installed."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, thinking: reasoning.ReasoningFormat | None = None) -> None:
         require("llguidance")
@@ -79,18 +76,13 @@ class Grammars:
 
     # ---- kinds of constraints
 
-    def json_object(self, prompt: str | None = None) -> Grammar:
-        """Any JSON object."""
-        return self.json_schema(_ANY, prompt)
-
     def json_schema(self, schema: Mapping[str, Any], prompt: str | None = None, lenient: bool = False) -> Grammar:
         """JSON that matches the schema. lenient: keywords that cannot be enforced are ignored instead of refused."""
         rules = Rules(self._control)
         return self._grammar(rules, f"{rules.SPACE} {_json(rules, schema, lenient)}", prompt, _SCHEMA)
 
     def regex(self, text: str, prompt: str | None = None) -> Grammar:
-        """The whole answer matches the regular expression (of Rust's regex crate; "^" and "$" around it are
-        ignored)."""
+        """The whole answer matches the expression (of Rust's regex crate; "^" and "$" around it are ignored)."""
         import llguidance
 
         rules = Rules(self._control)

@@ -6,10 +6,8 @@ Out: expressions, as strings, to be combined (" " sequence, "|" choice, "?", "*"
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-
-from mlc_amd.runtime.grammars.schemas import closed
 
 # White space in JSON: that of indented text, as in llama.cpp. Without a limit a model could fill the context with it.
 JSON_SPACE = r" |\n{1,2}[ \t]{0,20}"
@@ -67,13 +65,73 @@ class Rules:
         return self.rule(" | ".join(dict.fromkeys(options)))
 
     def json(self, schema: Mapping[str, Any], lenient: bool = False) -> str:
-        """A JSON value that matches the schema, without properties that it does not list (schemas.py).
-
-        lenient: keywords that cannot be enforced are ignored.
-        """
+        """A JSON value of that schema (`closed`). lenient: keywords that cannot be enforced are ignored."""
         settings = {"whitespace_pattern": JSON_SPACE, "lenient": lenient}
         return self.rule("%json " + json.dumps({**closed(schema), "x-guidance": settings}, ensure_ascii=False))
 
     def source(self, start: str) -> str:
         """The grammar with the expression `start`."""
         return "\n".join([f"start: {start}", *(f"{name}{body}" for body, name in self._names.items()), _END])
+
+
+# Keywords that hold a schema, a list of schemas, and schemas by name.
+_ONE = ("additionalProperties", "additionalItems", "contains", "else", "if", "items", "not", "propertyNames", "then",
+        "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+# Keywords that combine schemas, and keywords that do not restrict values.
+_COMBINING = ("$ref", "$dynamicRef", "anyOf", "oneOf", "allOf", "if")
+_SILENT = {"$defs", "definitions", "$schema", "$id", "$anchor", "$comment", "title", "description", "default",
+           "examples", "deprecated", "readOnly", "writeOnly", "nullable", "discriminator", "x-guidance"}  # fmt: skip
+# Keywords that allow properties that are not listed, or may require some.
+_OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "minProperties",
+         "dependentSchemas", "dependentRequired", "dependencies")  # fmt: skip
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema with `additionalProperties: false` in each object that lists properties without a keyword for others.
+    Unchanged where schemas are combined: an object's properties may be listed in several."""
+    return dict(schema) if any(map(_combines, _all(schema))) else _closed(schema)
+
+
+def _combines(schema: Mapping[str, Any]) -> bool:
+    found = [keyword for keyword in _COMBINING if keyword in schema]
+    return bool(found) and ("allOf" in found or len(schema.keys() - _SILENT) > 1)
+
+
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    result = dict(schema)
+    for keyword in _ONE:
+        if isinstance(result.get(keyword), Mapping):
+            result[keyword] = _closed(result[keyword])
+    for keyword in _LISTS:
+        if isinstance(result.get(keyword), list):
+            result[keyword] = [_closed(one) for one in result[keyword]]
+    for keyword in _NAMED:
+        if isinstance(result.get(keyword), Mapping):
+            result[keyword] = {name: _closed(one) for name, one in result[keyword].items()}
+    listed, required = result.get("properties"), result.get("required", [])
+    if not isinstance(listed, Mapping) or not listed or not isinstance(required, list):
+        return result
+    if not any(k in result for k in _OPEN) and all(isinstance(name, str) and name in listed for name in required):
+        result["additionalProperties"] = False
+    return result
+
+
+def _all(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """The schema, and those within it."""
+    if not isinstance(schema, Mapping):
+        return
+    yield schema
+    for keyword in _ONE:
+        yield from _all(schema.get(keyword))
+    for keyword in _LISTS:
+        if isinstance(schema.get(keyword), list):
+            for one in schema[keyword]:
+                yield from _all(one)
+    for keyword in _NAMED:
+        if isinstance(schema.get(keyword), Mapping):
+            for one in schema[keyword].values():
+                yield from _all(one)

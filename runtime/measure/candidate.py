@@ -141,8 +141,5 @@ def write(folder: Path, facts: dict) -> Candidate:
 
 def figures(candidate: dict, seconds: float) -> dict:
     """{"us", "gbps", "tflops"} of a call of so many seconds; candidate: the content of candidate.json."""
-    return {
-        "us": seconds * 1e6,
-        "gbps": candidate["bytes"] / seconds / 1e9,
-        "tflops": candidate["flops"] / seconds / 1e12,
-    }
+    rates = {"gbps": candidate["bytes"] / seconds / 1e9, "tflops": candidate["flops"] / seconds / 1e12}
+    return {"us": seconds * 1e6} | rates

@@ -1,9 +1,6 @@
-"""A child process that serves requests, one JSON line each; it may crash, hang or exhaust memory without harm to its
-parent.
-
-`Child(module)` runs `python -m module`; the module's main calls `serve`. Output of libraries goes to standard error,
-whose last line is part of the error of a child that died.
-"""
+"""A child process (`python -m module`) that serves requests, one JSON line each; it may crash, hang or exhaust memory
+without harm to its parent. Output of libraries goes to standard error, whose last line is part of the error of a child
+that died."""
 
 import contextlib
 import json
@@ -49,8 +46,7 @@ class Child:
             raise ChildDied(self._why()) from None
 
     def receive(self, timeout: float) -> dict:
-        """The next answer. Died if there is none in `timeout` seconds; the child is then gone. UserError that the child
-        sent."""
+        """The next answer. ChildDied if there is none in `timeout` seconds: it is gone. UserError that it sent."""
         end, process = time.monotonic() + timeout, self._process
         assert process is not None and process.stdout is not None  # something was sent
         while b"\n" not in self._rest:
@@ -112,8 +108,7 @@ class Child:
 
 
 def serve(handle: Callable[[dict, Callable[[dict], None]], None]) -> None:
-    """The child's side: calls handle(request, answer) for each request; answer(dict) sends. Ends when the parent
-    does."""
+    """The child's side, until the parent ends: handle(request, answer) for each request; answer(dict) sends."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     follow_parent()

@@ -1,5 +1,4 @@
-"""Compares two kernels for the same work: their outputs on the same inputs, within the error of a different order of
-operations.
+"""Compares two kernels for the same work: outputs on the same inputs, within the error of another order of operations.
 
 Float32 and float16 outputs are compared with the largest output as the scale. Int8 activations may differ by one step
 in few places, and their scales and sums must match their own steps. Only defined values are compared: live tokens'
@@ -8,9 +7,8 @@ rows, or used slots, and the weight's own columns.
 
 import numpy as np
 
-from mlc_amd.runtime.measure import routing
 from mlc_amd.runtime.measure.candidate import Candidate, Param
-from mlc_amd.runtime.measure.inputs import BLOCK, SIGNATURE
+from mlc_amd.runtime.measure.inputs import BLOCK, SIGNATURE, routed_slots
 
 # As shares of the scale. Attention keeps its probabilities in float16 or joins splits in another order; matrix units
 # add in another order.
@@ -42,9 +40,8 @@ def differences(candidate: Candidate, state, expected: dict, found: dict) -> tup
             continue
         scales = f"S{name[1:]}"
         left, right = (_rows(run[name], run[scales], live) for run in (expected, found))
-        share, why = _int8(
-            left, right, ATTENTION_APART if loose else STEPS_APART, ATTENTION if loose else TOLERANCES["float32"]
-        )
+        apart, tolerance = (ATTENTION_APART, ATTENTION) if loose else (STEPS_APART, TOLERANCES["float32"])
+        share, why = _int8(left, right, apart, tolerance)
         worst = max(worst, share)
         wrong += [f"{name}: {why}"] if why else []
     return worst, wrong
@@ -68,7 +65,7 @@ def _used(param: Param, array: np.ndarray, live: int) -> np.ndarray:
     if array.dtype == np.float16 and array.ndim == 3:  # "lanes" of schedules/gpu/base/pairs.py: groups of 128 columns
         tiles, groups, _ = array.shape
         array = array.reshape(tiles, groups, 4, 8, 32).transpose(0, 3, 1, 2, 4).reshape(tiles * 8, groups, 128)
-    rows = array[: routing.slots(param.facts["experts"], live) if "experts" in param.facts else min(live, len(array))]
+    rows = array[: routed_slots(param.facts["experts"], live) if "experts" in param.facts else min(live, len(array))]
     return rows[..., : param.facts["columns"]] if "columns" in param.facts else rows
 
 

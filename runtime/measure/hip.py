@@ -1,15 +1,15 @@
-"""Measuring on an AMD GPU through HIP: calls captured in a graph, since launches from Python take longer than small
-kernels; timed by HIP's events."""
+"""Measuring on an AMD GPU: calls are captured in a graph, as launches from Python are slow; timed by HIP's events."""
 
 import ctypes
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 
 import numpy as np
 
 from mlc_amd.runtime.devices.hip.api import CANNOT_LOAD, NO_MEMORY, Hip, HipError, open_bindings, runtime_version
 from mlc_amd.runtime.devices.hip.gpu import choose, relabel
-from mlc_amd.runtime.devices.hip.launches import HipLaunch, capture, enqueue, prepare
+from mlc_amd.runtime.devices.hip.launches import HipLaunch, capture, enqueue, events, prepare, seconds
 from mlc_amd.runtime.errors import UserError
 
 ALIGN = 256
@@ -18,8 +18,7 @@ SHARE = 8  # but at most one of so many parts of the GPU's memory
 
 
 class HipBackend:
-    """See `timing.py`. device: None, or a GPU's number or part of its name. bindings: a substitute for AMD's
-    package."""
+    """See `timing.py`. device: None, or a GPU's number or a part of its name. bindings: instead of AMD's package."""
 
     target, noise = 0.004, 0.0  # other programs on the GPU show as drift
 
@@ -32,11 +31,9 @@ class HipBackend:
         self.name, self.code_arch = f"{self.gpu.name} ({self.gpu.arch})", candidate.facts["arch"]
         self.facts = {"device": self.name, "driver": f"HIP {version}"}
         self.hip("hipSetDevice", self.gpu.index)
-        self.stream = self.hip("hipStreamCreateWithFlags", self.hip.names.hipStreamNonBlocking)
-        self._held.callback(self.hip, "hipStreamDestroy", self.stream)
-        self._events = [self.hip("hipEventCreateWithFlags", 0) for _ in range(2)]
-        for event in self._events:
-            self._held.callback(self.hip, "hipEventDestroy", event)
+        stream = self.hip("hipStreamCreateWithFlags", self.hip.names.hipStreamNonBlocking)
+        self.stream = self.hip.own(self._held, "hipStreamDestroy", stream)
+        self._events = events(self.hip, self._held, 2)
         free, _ = self.hip("hipMemGetInfo")
         self.cache = min(CACHE, free // SHARE)
 
@@ -62,21 +59,24 @@ class HipBackend:
         self.hip("hipMemcpyAsync", target, source, nbytes, getattr(self.hip.names.hipMemcpyKind, kind), self.stream)
         self.hip("hipStreamSynchronize", self.stream)
 
-    def put(self, key, array: np.ndarray) -> None:
-        staging = int(self.hip("hipHostMalloc", array.nbytes, 0))
+    @contextmanager
+    def _staging(self, nbytes: int) -> Iterator[int]:
+        """Pinned memory."""
+        staging = int(self.hip("hipHostMalloc", nbytes, 0))
         try:
-            ctypes.memmove(staging, np.ascontiguousarray(array).ctypes.data, array.nbytes)
-            self._copy(self._base + self._at[key], staging, array.nbytes, "hipMemcpyHostToDevice")
+            yield staging
         finally:
             self.hip("hipHostFree", staging)
 
+    def put(self, key, array: np.ndarray) -> None:
+        with self._staging(array.nbytes) as staging:
+            ctypes.memmove(staging, np.ascontiguousarray(array).ctypes.data, array.nbytes)
+            self._copy(self._base + self._at[key], staging, array.nbytes, "hipMemcpyHostToDevice")
+
     def get(self, key, nbytes: int) -> bytes:
-        staging = int(self.hip("hipHostMalloc", nbytes, 0))
-        try:
+        with self._staging(nbytes) as staging:
             self._copy(staging, self._base + self._at[key], nbytes, "hipMemcpyDeviceToHost")
             return ctypes.string_at(staging, nbytes)
-        finally:
-            self.hip("hipHostFree", staging)
 
     def load(self, candidates) -> list:
         return [self._load(candidate) for candidate in candidates]
@@ -88,10 +88,8 @@ class HipBackend:
         try:
             module = self.hip("hipModuleLoadData", code)
             self._group.callback(self.hip, "hipModuleUnload", module)
-            return code, {
-                step["symbol"]: self.hip("hipModuleGetFunction", module, step["symbol"].encode())
-                for step in candidate.steps
-            }
+            symbols = [step["symbol"] for step in candidate.steps]
+            return code, {symbol: self.hip("hipModuleGetFunction", module, symbol.encode()) for symbol in symbols}
         except HipError as e:
             if e.code not in (*CANNOT_LOAD, "hipErrorNotFound", *NO_MEMORY):
                 raise
@@ -104,7 +102,8 @@ class HipBackend:
     def run(self, calls) -> float:
         if len(calls) > 1 and (ids := [id(call) for call in calls]) != self._captured_of:
             self._captured.close()
-            self._graph, self._calls = self._capture(calls), calls  # keeps them, and so their ids, alive
+            self._graph = capture(self.hip, self.stream, chain.from_iterable(calls), self._captured)
+            self._calls = calls  # keeps them, and so their ids, alive
             self._captured_of = ids
         begin, end = self._events
         self.hip("hipEventRecord", begin, self.stream)
@@ -115,10 +114,7 @@ class HipBackend:
         self.hip("hipEventRecord", end, self.stream)
         self.hip("hipEventSynchronize", end)
         self.hip("hipStreamSynchronize", self.stream)
-        return self.hip("hipEventElapsedTime", begin, end) * 1e-3
-
-    def _capture(self, calls):
-        return capture(self.hip, self.stream, chain.from_iterable(calls), self._captured)
+        return seconds(self.hip, begin, end)
 
     def close(self) -> None:
         self._captured.close()

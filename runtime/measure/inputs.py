@@ -4,6 +4,7 @@ Numbers are like a model's: weights as `random_weights` draws them (the draw is 
 int8 activations with matching scales and sums, a cache of normal keys and values, RoPE's own table, random experts.
 """
 
+import functools
 import math
 import zlib
 
@@ -11,7 +12,6 @@ import numpy as np
 
 from mlc_amd.runtime.artifact.random_weights import drawn
 from mlc_amd.runtime.cache.pages import PAGE
-from mlc_amd.runtime.measure import routing
 from mlc_amd.runtime.measure.candidate import ROLES, Candidate, Param
 from mlc_amd.runtime.sampling.layout import LOGPROB, row_shapes
 
@@ -24,10 +24,8 @@ SIGNATURE = 0xA5  # fill pattern of memory that must not be read, which makes re
 
 
 def fill(candidate: Candidate, state, roles=ROLES) -> dict[str, np.ndarray]:
-    """Name -> array of every parameter that has one of the roles, contiguous.
-
-    state: (position, live rows, single rows, 0). Single row i has position - i and slot i; the chunk after them begins
-    at position."""
+    """Name -> array of every parameter that has one of the roles, contiguous. state: (position, live rows, single rows,
+    0). Single row i has position - i and slot i; the chunk after them begins at position."""
     arrays = {param.name: _MAKERS[param.role](param, state) for param in candidate.params if param.role in roles}
     pair = {"A", "S"} & {p.name for p in candidate.params if p.role == "input"}
     if len(pair) == 2 and "input" in roles:
@@ -76,7 +74,7 @@ def _input(param: Param, state) -> np.ndarray:
     if param.name in row_shapes(1, 1):  # rows select the largest logit, and its log-probability
         return np.full(param.shape, LOGPROB if param.name == "sampling" else 0, np.int32)
     if "experts" in param.facts:
-        return routing.tables(param.facts["experts"])[param.name].reshape(param.shape)
+        return routing_tables(param.facts["experts"])[param.name].reshape(param.shape)
     values = _rng(param.name).standard_normal(param.shape, np.float32)
     if param.name == "Qo":  # rotated queries include the softmax's scale, for base 2
         values *= np.float32(math.log2(math.e) / math.sqrt(param.shape[-1]))
@@ -156,3 +154,38 @@ def quantized(a_shape: tuple[int, ...], s_shape: tuple[int, ...]) -> tuple[np.nd
     for i, values in enumerate(fields):
         s[:, :, i] = values
     return q, s
+
+
+# ---- routing of rows to random experts; facts "experts": as in schedules/operators/experts.py
+
+
+def routing_tables(facts: dict) -> dict[str, np.ndarray]:
+    """Ids, Slots, Pairs and Groups, flat int32; Groups are the experts of slots where tiles have one slot."""
+    return _tables(*(facts[key] for key in ("count", "used", "tile", "m", "tiles")))
+
+
+def routed_slots(facts: dict, live: int) -> int:
+    """Slots from the first to the last that kernels write. live: rows; sorted slots are those of all rows."""
+    if facts["tile"] == 1:
+        return facts["used"] * min(live, facts["m"])
+    return int(routing_tables(facts)["Groups"][facts["tiles"] + facts["count"]]) * facts["tile"]
+
+
+@functools.lru_cache(maxsize=16)
+def _tables(count: int, used: int, tile: int, m: int, tiles: int) -> dict[str, np.ndarray]:
+    rng = np.random.Generator(np.random.SFC64(count))
+    ids = np.argsort(rng.random((m, count)), -1)[:, :used].astype(np.int32).ravel()
+    if tile == 1:
+        return {"Ids": ids, "Groups": ids}
+    counts = np.bincount(ids, minlength=count)
+    wanted = -(-counts // tile)
+    first, before = np.cumsum(wanted) - wanted, np.cumsum(counts) - counts
+    order = np.argsort(ids, kind="stable")
+    place = np.empty(len(ids), np.int32)
+    place[order] = first[ids[order]] * tile + np.arange(len(ids)) - before[ids[order]]
+    pairs = np.full(tiles * tile, -1, np.int32)
+    pairs[place] = np.arange(len(ids))
+    groups = np.full(tiles, -1, np.int32)
+    groups[: wanted.sum()] = np.repeat(np.arange(count), wanted)
+    groups = np.concatenate([groups, first, [wanted.sum()], counts]).astype(np.int32)
+    return {"Ids": ids, "Slots": place, "Pairs": pairs, "Groups": groups}

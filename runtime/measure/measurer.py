@@ -1,8 +1,7 @@
 """Measures in a child process, which keeps the device open and is replaced when a candidate ends it.
 
-`Measurer(device).measure(folders)` -> for each folder a result of `timing.py`, with "error" (None, or the reason for
-missing seconds) and, without an error, the figures "us", "gbps", "tflops". A candidate that crashes the process, loses
-the device or hangs gets an error; a new process measures the others.
+A result is one of `timing.py`, with "error" (None, or the reason for missing seconds) and, without an error, the
+figures "us", "gbps", "tflops". A candidate that crashes the process, loses the device or hangs gets an error.
 """
 
 import logging
@@ -26,10 +25,7 @@ log = logging.getLogger("mlc_amd")
 
 class Measurer(Closing):
     """A device to measure on, in a child process. device: as the backends take it. timeout: seconds between messages of
-    a candidate. A context manager.
-
-    facts: {"device", "driver"} after `start` or the first measurement.
-    """
+    a candidate. A context manager. facts: {"device", "driver"} after `start` or the first measurement."""
 
     def __init__(self, device: str | None = None, timeout: float = TIMEOUT, environment: dict[str, str] | None = None):
         self.device, self.timeout, self.facts = device, timeout, {}
@@ -53,11 +49,8 @@ class Measurer(Closing):
         return self.facts
 
     def measure(self, folders, progress: Callable[[str, dict], None] = lambda folder, result: None) -> list[dict]:
-        """Results in the order of `folders`; progress(folder, result) for each, again for one that was timed again.
-
-        UserError without a device, or when the process dies for all candidates. The first candidate of a workload is
-        its reference.
-        """
+        """Results in the order of `folders`; progress(folder, result) for each, again for one timed again. UserError
+        without a device, or when the process dies for all. The first candidate of a workload is its reference."""
         names, results = [str(Path(folder)) for folder in folders], {}
         groups: dict[str, list[Candidate]] = {}
         for name in dict.fromkeys(names):
@@ -95,9 +88,8 @@ class Measurer(Closing):
                         break
             except ChildDied as e:
                 self._open = None
-                reference = next(
-                    (folder for folder in candidates if results.get(folder, {"error": ""})["error"] is None), None
-                )
+                right = (folder for folder in candidates if results.get(folder, {"error": ""})["error"] is None)
+                reference = next(right, None)
                 if len(doing) == 1 and doing[0] in pending:
                     keep(doing[0], {"error": str(e)})
                     continue
@@ -115,8 +107,7 @@ class Measurer(Closing):
             log.warning(text, min(100 * noise, 100))
 
     def interleaved(self, folders) -> list[list[float]]:
-        """Seconds of a call of each candidate in each case, medians of interleaved rounds. UserError if one does not
-        run."""
+        """Seconds of each candidate in each case, medians of interleaved rounds. UserError if one does not run."""
         request = {"interleaved": list(map(str, folders))}
         try:
             answer = self._request(folders[0], request, self.timeout + LOAD * len(folders))

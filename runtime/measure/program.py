@@ -1,9 +1,8 @@
 """The measuring program: a child process that loads, times and compares candidates; `measurer.py` is its parent.
 
 In, one JSON line each: {"open": folder, "device"} opens the device for this candidate; {"measure": [folders of one
-group], "together": whether they load at once}; {"compare": [untuned, tuned]}; {"interleaved": [folders of one
-group]}. Out, JSON lines; the last one of an answer has "done". Before each thing that may crash comes
-{"doing": [folders]}.
+group], "together": whether they load at once}; {"compare": [untuned, tuned]}; {"interleaved": [folders of one group]}.
+Out, JSON lines, the last one with "done"; before each thing that may crash {"doing": [folders]}.
 """
 
 import importlib
@@ -15,8 +14,7 @@ from mlc_amd.runtime.measure import compare, timing
 from mlc_amd.runtime.measure.candidate import read
 from mlc_amd.runtime.measure.child import serve
 
-BACKENDS = {"vulkan": "VulkanBackend", "rocm": "HipBackend", "cpu": "CpuBackend"}
-MODULES = {"vulkan": "vulkan", "rocm": "hip", "cpu": "cpu"}
+BACKENDS = {"vulkan": ("vulkan", "VulkanBackend"), "rocm": ("hip", "HipBackend"), "cpu": ("cpu", "CpuBackend")}
 TIMES = 3  # runs of a kernel that is compared, in each state
 
 
@@ -24,8 +22,8 @@ def open_backend(candidate, device: str | None = None):
     """The device for a candidate. UserError if there is none here."""
     if candidate.api not in BACKENDS:
         raise UserError(f"this version cannot measure kernels of target '{candidate.api}'; use a newer mlc-amd")
-    module = importlib.import_module(f"mlc_amd.runtime.measure.{MODULES[candidate.api]}")
-    return getattr(module, BACKENDS[candidate.api])(device, candidate)
+    module, name = BACKENDS[candidate.api]
+    return getattr(importlib.import_module(f"mlc_amd.runtime.measure.{module}"), name)(device, candidate)
 
 
 class MeasureProgram:
@@ -84,9 +82,8 @@ def compare_candidates(backend, untuned, tuned) -> dict:
             worst = max(worst, share)
             failed += [why] if why else []
         if failed:
-            where = f"state {state[:3]}" + (
-                f", in {len(failed)} of {TIMES} runs: a race?" if len(failed) < TIMES else ""
-            )
+            part = f", in {len(failed)} of {TIMES} runs: a race?" if len(failed) < TIMES else ""
+            where = f"state {state[:3]}{part}"
             wrong += [f"{text} ({where})" for text in failed[0]]
     gain = None if wrong else bench.gain()
     return {"deviation": float(worst) if np.isfinite(worst) else None, "error": "; ".join(wrong), "gain": gain}

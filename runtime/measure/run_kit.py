@@ -148,10 +148,8 @@ class KitRun:
     def summary(self) -> str:
         failed = sum(result["error"] is not None for result in self.found["results"].values())
         wrong = sum(not check["passed"] for check in self.found["checks"].values())
-        done = (
-            f"{len(self.found['results'])} of {len(self.candidates)} measured on "
-            f"{self.found['facts'].get('device', 'nothing')}"
-        )
+        device = self.found["facts"].get("device", "nothing")
+        done = f"{len(self.found['results'])} of {len(self.candidates)} measured on {device}"
         return f"{done}, {failed} failed; {len(self.found['checks'])} compared with untuned kernels, {wrong} wrong"
 
 

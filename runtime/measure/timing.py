@@ -61,18 +61,16 @@ class Bench:
         rotating = [p for p in first.params if p.role in ROTATING]
         shared = [p for p in first.params if p.role not in (*ROTATING, *PRIVATE)]
         self.copies = _copies(first, rotating, backend.cache)
-        sizes = {(copy, p.name): p.nbytes for copy in range(self.copies) for p in rotating} | {
-            ("shared", p.name): p.nbytes for p in shared
-        }
+        sizes: dict = {(copy, p.name): p.nbytes for copy in range(self.copies) for p in rotating}
+        sizes |= {("shared", p.name): p.nbytes for p in shared}
         for candidate in candidates:
             for key, nbytes in _private(candidate).items():
                 sizes[key] = max(sizes.get(key, 0), nbytes)
         backend.open(sizes)
         self._fill(first.cases[0]["state"], range(self.copies))
         loaded = backend.load(candidates)
-        self.failures = {
-            i: str(handle) or type(handle).__name__ for i, handle in enumerate(loaded) if isinstance(handle, Exception)
-        }
+        failed = {i: error for i, error in enumerate(loaded) if isinstance(error, Exception)}
+        self.failures = {i: str(error) or type(error).__name__ for i, error in failed.items()}
         self._handles, self._calls, self._copy, self._busy_until = loaded, {}, 0, 0.0
 
     def _fill(self, state, copies, roles=ROLES) -> None:
@@ -164,8 +162,7 @@ class Bench:
         }
 
     def _repeat(self, index: int, count: int, repeats: int) -> tuple[list[float], float]:
-        """(seconds of a call in so many repetitions, the least noisy ones of up to ATTEMPTS times as many, the largest
-        noise among them)."""
+        """(seconds of a call in so many repetitions, the least noisy of up to ATTEMPTS times as many, their noise)."""
         found, end = [], time.perf_counter() + PATIENCE
         while len(found) < ATTEMPTS * repeats and sum(others <= MAX_NOISE for others, _, _ in found) < repeats:
             if len(found) >= repeats and time.perf_counter() > end:
@@ -176,8 +173,7 @@ class Bench:
         return [seconds for _, _, seconds in best], max(others for others, _, _ in best)
 
     def measure(self, doing: Callable[[int], None], done: Callable[[int, dict], None]) -> None:
-        """Times all that loaded. doing(number) before each one, done(number, result) after; done may come again with a
-        better result."""
+        """Times all that loaded. doing(number) before, done(number, result) after each, perhaps again, then better."""
         usable = [i for i in range(len(self.candidates)) if i not in self.failures]
         if not usable:
             return
@@ -210,15 +206,10 @@ class Bench:
         return float(np.percentile(seconds[:, 0] / seconds[:, 1], QUANTILE))
 
     def interleaved(self) -> np.ndarray:
-        """Seconds of a call as [round, candidate, case]; in a round all candidates are timed one after the other, so
-        that noise affects all of them."""
+        """Seconds of a call [round, candidate, case]: in a round one after the other, with the same noise."""
         cases, rounds = self.candidates[0].cases, []
         indices = range(len(self.candidates))
-        counts = {
-            (place, index): self._settle(index, case["state"])[1]
-            for place, case in enumerate(cases)
-            for index in indices
-        }
+        counts = {(place, i): self._settle(i, case["state"])[1] for place, case in enumerate(cases) for i in indices}
         end = time.perf_counter() + LONGEST
         while len(rounds) < FEWER or (len(rounds) < ROUNDS and time.perf_counter() < end):
             seconds = np.zeros((len(indices), len(cases)))
@@ -261,8 +252,7 @@ class _Reference:
 
 
 def _copies(candidate: Candidate, rotating, cache: int) -> int:
-    """The number of copies of rotating parameters: calls then read more than the cache, but the copies fit the
-    memory."""
+    """The number of copies of rotating parameters: calls read more than the cache, and all fit the memory."""
     total = sum(p.nbytes for p in rotating)
     if not total:
         return 1

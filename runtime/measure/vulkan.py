@@ -1,13 +1,12 @@
-"""Measuring on a GPU through Vulkan: calls recorded one after the other with barriers between, timed by the queue's own
-clock."""
+"""Measuring on a GPU through Vulkan: recorded calls with barriers between, timed by the queue's own clock."""
 
 import ctypes
 from contextlib import ExitStack
 
 import numpy as np
 
-from mlc_amd.runtime.devices.vulkan import api
-from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, VulkanLaunch
+from mlc_amd.runtime.devices.vulkan import api, timing
+from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, VulkanLaunch, prepare
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
 from mlc_amd.runtime.devices.vulkan.memory import ALIGN, VulkanMemory
@@ -42,13 +41,11 @@ class VulkanBackend:
         self._held.callback(self.instance.close)
         try:
             self.gpu, _ = choose(self.instance.gpus, {candidate.facts["arch"]: self._needs}, device)
-            queue = self.gpu.queue
-            if queue is None or not queue[1]:
+            if self.gpu.queue is None or not self.gpu.queue[1]:
                 raise UserError(f"{self.gpu.name} cannot time kernels: its driver has no timestamps for compute queues")
         except UserError:
             self._held.close()
             raise
-        self._clock_bits = queue[1]
         self.name = self.gpu.name
         self.facts = {"device": self.gpu.name, "driver": self.gpu.driver}
         heaps = [heap.free for heap in self.gpu.heaps if self.gpu.unified or heap.device_local]
@@ -64,8 +61,7 @@ class VulkanBackend:
         self._sizes, self._tables, self._tables_end = sizes, None, 0
         self._recorded, self._recorded_of = None, None
         self._pipelines = Pipelines(self.context, self._needs["push_constants"], self._needs["subgroup_size"])
-        info = api.QueryPoolInfo(queryType=api.QUERY_TIMESTAMP, queryCount=2)
-        self._queries = self.context.own("vkDestroyQueryPool", self.context.create("vkCreateQueryPool", info))
+        self._queries = timing.query_pool(self.context, 2)
 
     def put(self, key, array: np.ndarray) -> None:
         self.context.wait()
@@ -106,12 +102,8 @@ class VulkanBackend:
     def _launch(self, handle, step: dict, spans) -> VulkanLaunch:
         if any(count > most for count, most in zip(step["grid"], self.gpu.limits["groups"], strict=True)):
             raise ValueError(f"{self.gpu.name} cannot launch {step['grid']} workgroups")
-        addresses = [begin for begin, _ in spans]
-        push = (ctypes.c_uint64 * (1 if step["table"] else len(spans)))(
-            *([self._table(addresses)] if step["table"] else addresses)
-        )
-        touched = tuple((begin, end, place in step["writes"]) for place, (begin, end) in enumerate(spans))
-        return VulkanLaunch(step["symbol"], handle[step["symbol"]], tuple(step["grid"]), push, touched)
+        table = self._table([begin for begin, _ in spans]) if step["table"] else None
+        return prepare(step["symbol"], handle[step["symbol"]], step, spans, table)
 
     def _table(self, addresses: list[int]) -> int:
         """The address of a table of addresses, which take a place in a block of them."""
@@ -131,14 +123,14 @@ class VulkanBackend:
             self._recorded_of, self._calls = made_of, calls  # keeps them, and so their ids, alive
             self._recorded = self._record(calls)
         assert self._recorded is not None  # with the calls
-        return self._submit(self._recorded)
+        self.context.run(self._recorded)
+        return timing.seconds(self.context, *timing.results(self.context, self._queries, 2))
 
-    def _record(self, calls) -> int:
-        """The command buffer with the calls between two timestamps, in place of what was recorded before."""
-        context = self.context
+    def _record(self, calls) -> ctypes.Structure:
+        """The calls between two timestamps, to be submitted, in place of what was recorded before."""
         if self._recorded:
-            context.calls.vkFreeCommandBuffers(context.device, context.pool, 1, (ctypes.c_void_p * 1)(self._recorded))
-        recorder = _Marks(context, self._pipelines.layout, (self._queries, 0, 2))
+            self.context.release(self._recorded)
+        recorder = _Marks(self.context, self._pipelines.layout, (self._queries, 0, 2))
         recorder.begin()
         recorder.mark()
         for launches in calls:
@@ -146,20 +138,7 @@ class VulkanBackend:
                 recorder.launch(launch)
             recorder.barrier()  # what follows in a model reads what this wrote
         recorder.mark()
-        recorder.end()
-        return recorder.commands
-
-    def _submit(self, commands: int) -> float:
-        """Runs what is recorded; seconds between its timestamps."""
-        context = self.context
-        context.submit(context.submission(commands))
-        context.wait()
-        data = (ctypes.c_uint64 * 2)()
-        context.calls.vkGetQueryPoolResults(
-            context.device, self._queries, 0, 2, 16, data, 8, api.RESULT_64 | api.RESULT_WAIT
-        )
-        begin, end = data
-        return (end - begin & (1 << self._clock_bits) - 1) * self.gpu.limits["tick"] * 1e-9
+        return recorder.end()
 
     def close(self) -> None:
         self._group.close()

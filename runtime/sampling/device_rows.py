@@ -1,6 +1,5 @@
 """Writes the parameters of a device's sampling: rows of layout.py's buffers, from the settings, the tokens so far and
-the position. The order of the steps is that of sampler.py.
-"""
+the position. The order of the steps is that of sampler.py."""
 
 import math
 from collections.abc import Sequence
@@ -24,20 +23,17 @@ def write_row(
     logprob: bool = False,
     masked: bool = False,
 ) -> None:
-    """Writes one row: `words` int32 [WORDS], the used part of `changes` int32 [CHANGES, 2].
-
-    recent: the tokens so far, the latest last. position: of the token to choose, in its sequence. seed: of the
-    sequence, where `sampling` has none. masked: whether its row of `allowed` is used, which has at least one token.
-    """
+    """Writes one row: `words` int32 [WORDS], the used part of `changes` int32 [CHANGES, 2]. recent: the tokens so far,
+    the latest last. position: of the token to choose, in its sequence. seed: of the sequence, where `sampling` has
+    none. masked: whether its row of `allowed` is used, which has at least one token."""
     found = changes_of(sampling, recent)
     count, draw = len(found.ids), not sampling.greedy
     changes[:count, 0] = found.ids | np.where(found.recent, np.int32(RECENT), np.int32(0))
     changes[:count, 1] = found.added.view(np.int32)
     flags = DRAW * draw | ADJUST * bool(count or masked) | MASK * masked | LOGPROB * logprob
     seed = seed if sampling.seed is None else sampling.seed
-    words[:6] = np.array([flags, count, min(sampling.top_k, vocab), position, *seed_words(seed)], np.uint32).view(
-        np.int32
-    )
+    integers = flags, count, min(sampling.top_k, vocab), position, *seed_words(seed)
+    words[:6] = np.array(integers, np.uint32).view(np.int32)
     floats = (
         math.log2(math.e) / sampling.temperature if draw else 0.0,
         sampling.top_p,

@@ -1,6 +1,4 @@
-"""Changes of single tokens' logits: the sum of penalties of recent tokens and biases, for the sampler of the host and
-that of the device.
-"""
+"""Changes of single tokens' logits: penalties of recent tokens, and biases; for the samplers of host and device."""
 
 import operator
 from collections import Counter
@@ -15,8 +13,7 @@ from mlc_amd.runtime.sampling.settings import Sampling
 
 @dataclass(frozen=True)
 class Changes:
-    """ids: distinct tokens, int32; recent: bool, those that the repetition penalty applies to; added: what is added to
-    their logits afterwards, float32."""
+    """ids: distinct tokens, int32; recent: bool, to be penalized for repetition; added: to their logits, float32."""
 
     ids: np.ndarray
     recent: np.ndarray
@@ -27,16 +24,14 @@ _NONE = Changes(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32
 
 
 def changes_of(sampling: Sampling, recent: Sequence[int]) -> Changes:
-    """The changes by a Sampling after the tokens `recent`, the latest last: biased tokens first, then recent ones from
-    the latest on, at most CHANGES."""
+    """The changes after the tokens `recent`, the latest last: of biased ones, then of the latest, at most CHANGES."""
     penalized = _penalized(sampling, recent)
     bias = dict(sampling.logit_bias)
     if not bias and not penalized:
         return _NONE
     ids = list(dict.fromkeys([*bias, *penalized]))[:CHANGES]
-    penalties = (
-        penalized[t] * sampling.frequency_penalty + sampling.presence_penalty if t in penalized else 0.0 for t in ids
-    )
+    each, once = sampling.frequency_penalty, sampling.presence_penalty
+    penalties = (penalized[t] * each + once if t in penalized else 0.0 for t in ids)
     added = [bias.get(t, 0.0) - penalty for t, penalty in zip(ids, penalties, strict=True)]
     return Changes(np.array(ids, np.int32), np.array([t in penalized for t in ids], bool), np.array(added, np.float32))
 

@@ -1,8 +1,5 @@
-"""Random numbers that are a function of a seed and a position: Philox4x32-10 (Salmon et al. 2011, "Parallel random
-numbers: as easy as 1, 2, 3").
-
-A sequence's token at a position has the same random number in whatever batch it is computed, and on host and device.
-"""
+"""Random numbers as a function of seed and position, whatever the batch, on host and device: Philox4x32-10 (Salmon et
+al. 2011, "Parallel random numbers: as easy as 1, 2, 3")."""
 
 SEED_BITS = 64
 ROUNDS = 10

@@ -1,12 +1,9 @@
 """Chooses the next token: logits in, one token id out.
 
-`Sampler` is one stream of choices with its own random numbers. The order of the steps is llama.cpp's default chain:
-penalties, logit bias, mask, top-k, top-p, min-p (the last two on probabilities at temperature 1), then temperature,
-then one draw. So settings have the same effect as there. Temperature 0 takes the largest logit (the first of equals)
-after the mask. Devices do the same (schedules/sampling.py), and draw with the same random numbers; tests compare the
-two.
-
-The vocabulary may have 150 thousand entries and a token may take a millisecond: only the kept candidates are sorted.
+The order of the steps is llama.cpp's default chain: penalties, logit bias, mask, top-k, top-p, min-p (the last two on
+probabilities at temperature 1), then temperature, then one draw. So settings have the same effect as there. Temperature
+0 takes the largest logit (the first of equals) after the mask. Devices do the same (schedules/sampling.py), with the
+same random numbers; tests compare the two. Only the kept candidates are sorted, as a token may take a millisecond.
 """
 
 import math
@@ -34,10 +31,8 @@ def not_finite(near: int | None = None) -> UserError:
 
 
 class Sampler:
-    """A sequence of samples under one `Sampling`. The same seed, positions and logits give the same tokens.
-
-    seed: the one of `sampling`, or where it has none a new one.
-    """
+    """A sequence of samples under one `Sampling`. The same seed, positions and logits give the same tokens. seed: the
+    one of `sampling`, or where it has none a new one."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -82,8 +77,7 @@ class Sampler:
         return ids, np.exp(weights, out=weights)
 
     def _candidates(self, logits: np.ndarray, largest: float) -> tuple[np.ndarray | None, np.ndarray]:
-        """The tokens after top-k, top-p and min-p: (ids, their logits) in the order of ids, or (None, all logits) when
-        none of the three removes any."""
+        """The tokens after top-k, top-p and min-p: (ids, logits) in the order of ids, or (None, all logits) if all."""
         s = self.sampling
         ids, kept = None, logits
         if 0 < s.top_k < len(logits):
@@ -102,8 +96,7 @@ class Sampler:
 
 
 def _draw(weights: np.ndarray, uniform: float) -> int:
-    """The index of the interval with `uniform` (0 <= uniform < 1), where the lengths of intervals are proportional to
-    the weights."""
+    """The index of the interval with `uniform` (0 <= uniform < 1); lengths are proportional to the weights."""
     # Two levels, a slice and then an index in it: a running sum over a whole vocabulary takes over a millisecond.
     starts = np.arange(0, len(weights), _SLICE)
     slices = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)

@@ -48,10 +48,8 @@ class SamplingChanges(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens, see `SamplingChanges`; every default means "off", which leaves the greedy choice.
-
-    Penalties and biases change the logits of 256 different tokens at most: those with a bias, then the latest.
-    """
+    """How to choose tokens, see `SamplingChanges`; every default means "off", which leaves the greedy choice. Penalties
+    and biases change the logits of 256 different tokens at most: those with a bias, then the latest."""
 
     temperature: float = 0.0
     top_k: int = 0

@@ -7,22 +7,29 @@ often choose the same token, at any temperature.
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from os import PathLike
+from pathlib import Path
 
+from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.cache.kv_cache import KvCache
+from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.cache.sequence import Sequence
+from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.devices.steps import pages_of
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, TokenChoice
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.speculation.prompt_lookup import PromptLookup
+from mlc_amd.runtime.speculation.speculation import Drafter
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 
+LOOKUP, OWN = "lookup", "mtp"  # the other drafters, by their names for users
 _FEW = 8  # pending tokens, at most, that are single rows of a step
 
 
 class DraftModel:
-    """A `Drafter`. artifact, device: the model's, as for `Engine`; closed with it. UserError for a vocabulary that is
-    not the `tokenizer`'s."""
+    """A `Drafter`. artifact, device: of the draft model, closed with it. UserError for another vocabulary."""
 
     expected, free, follows = 0.7, False, False
 
@@ -114,3 +121,16 @@ class DraftModel:
     def close(self) -> None:
         self._device.close()
         self._artifact.close()
+
+
+def open_drafter(
+    draft: str | PathLike[str] | None, tokenizer: Tokenizer, device: str | None, threads: int | None, size: KvSize
+) -> Drafter | None:
+    """draft: LOOKUP, a draft model's artifact folder, or None, but not OWN (`Engine.own_draft`); device, threads, size:
+    as for `open_device`; tokenizer: of the main model. UserError if the draft model cannot be used."""
+    if draft is None:
+        return None
+    if draft == LOOKUP:
+        return PromptLookup()
+    artifact = Artifact.open(Path(draft))
+    return DraftModel(artifact, open_device(artifact, device, threads, 0, size), tokenizer)

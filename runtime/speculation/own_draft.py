@@ -1,12 +1,11 @@
 """Guesses by a layer of the model itself that was trained for them (multi-token prediction; the formula is in
 compiler/models/predictor.py).
 
-The layer has keys of its own in the pages of the model's: at the position of each computed token, computed from the
-decoder's last row there and the token that follows. So it is computed after steps, for the same rows (`follow`), which
-guesses one token after each answer's newest one. For more guesses it is computed again, on its own guesses.
-
-While its guesses are not worth their time it does not follow steps (`skip`), except those with tokens of prompts. Keys
-of the tokens in between are not computed later: old ones stay, and guesses after them are less often right.
+The layer has keys of its own in the pages of the model's, computed from the decoder's last row at a position and the
+token that follows. So it is computed after steps, for the same rows (`follow`), which guesses one token after each
+answer's newest one; for more guesses again, on its own guesses. While its guesses are not worth their time it only
+follows steps with tokens of prompts; keys in between are not computed later, and guesses after them are less often
+right.
 
 Complete pages are shared by their tokens, and the key at a page's last position depends on the first token after it,
 too, which may be that of another text. Answers do not depend on it.
@@ -16,16 +15,14 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from mlc_amd.runtime.engine.planned_step import PlannedStep
-from mlc_amd.runtime.engine.requests import Request
+from mlc_amd.runtime.engine.requests import PlannedStep, Request
 from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.sampled_rows import ChosenToken, TokenChoice
 from mlc_amd.runtime.errors import UserError
 
 
 class _Rows(NamedTuple):
-    """The rows of a request in the last step with a guess each: the index of the first one among all rows, its
-    position, and the guesses."""
+    """A request's rows in the last step, with a guess each: index of the first among all, its position, the guesses."""
 
     first: int
     position: int
@@ -33,8 +30,7 @@ class _Rows(NamedTuple):
 
 
 class OwnDraft:
-    """A `Drafter`, with a call for each step (`follow` or `skip`). runner: of the model, which is called `name`;
-    UserError if it has no such layer."""
+    """A `Drafter`; `follow` or `skip` each step. runner: of the model `name`; UserError if it has no such layer."""
 
     expected, free, follows = 0.7, False, True
 
@@ -58,10 +54,7 @@ class OwnDraft:
             if chunk.answers:
                 places.append((chunk.request, row + chunk.count - 1, end - 1, 1))
         guesses = iter(self._runner.follow(tokens))
-        self._rows = {
-            request: _Rows(first, position, [next(guesses) for _ in range(count)])
-            for request, first, position, count in places
-        }
+        self._rows = {of: _Rows(row, at, [next(guesses) for _ in range(count)]) for of, row, at, count in places}
 
     def skip(self) -> None:
         """A step was computed without it."""

@@ -1,7 +1,4 @@
-"""Guesses of an answer's next tokens from its own text: those after the last occurrence of its newest tokens.
-
-No model is needed. It helps where answers repeat their prompt: code that is edited, quotations, lists, summaries.
-"""
+"""Guesses of an answer's next tokens from its own text: those after the last occurrence of its newest tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

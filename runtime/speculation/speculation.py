@@ -59,8 +59,7 @@ class Counts(NamedTuple):
 
 
 class Speculation:
-    """`drafts` before each step without a chunk, `completed` after it, and `followed` if the drafter followed it. rows:
-    of such a step, at most."""
+    """`drafts` before each step without a chunk, `completed` after it, `followed` if so. rows: of a step, at most."""
 
     def __init__(self, drafter: Drafter, rows: int, most: int = MOST) -> None:
         self.drafter, self._rows, self._most = drafter, rows, most
@@ -111,8 +110,7 @@ class Speculation:
         return dict(zip(most, counts if allowed else [0] * answers, strict=True))
 
     def _continues(self, pays: bool, may_lose: float, cost: float, possible: bool) -> bool:
-        """Decides whether the drafter follows the next step. may_lose: seconds; cost: of a trial, seconds; possible:
-        guesses are possible."""
+        """Whether the drafter follows the next step. may_lose, cost (of a trial): seconds; possible: guesses are."""
         if self._trying and possible:
             self._trying -= 1
         elif not (self.following and pays and may_lose > 0):
@@ -123,8 +121,7 @@ class Speculation:
     def completed(
         self, drafted: Mapping[Request, Sequence[int]], found: Mapping[Request, int], guess_s: float, step_s: float
     ) -> None:
-        """A step took step_s seconds, its guesses guess_s. drafted: the guesses; found: number of tokens of each of its
-        requests."""
+        """A step took step_s seconds, its guesses guess_s. found: number of tokens of each request."""
         answers, guesses = len(found), sum(map(len, drafted.values()))
         self._steps.add(answers + guesses, step_s)
         self._decoded_s += guess_s + step_s
@@ -202,14 +199,11 @@ class StepTimes:
 
 
 def best_counts(acceptance: Sequence[float], most: Sequence[int], times: Sequence[float]) -> tuple[list[int], float]:
-    """Numbers of guesses for answers with these acceptances with most tokens per second, and that rate.
-
-    most: of each answer; times: seconds of a step with 0, 1, 2 .. guesses.
-    """
+    """Numbers of guesses for answers with these acceptances with most tokens per second, and that rate. most: of each
+    answer; times: seconds of a step with 0, 1, 2 .. guesses."""
     counts, tokens = [0] * len(acceptance), float(len(acceptance))
-    chances = [
-        (-chance, i) for i, chance in enumerate(acceptance) if most[i]
-    ]  # that the next guess of an answer counts
+    # that the next guess of an answer counts
+    chances = [(-chance, i) for i, chance in enumerate(acceptance) if most[i]]
     heapify(chances)
     best, rate = list(counts), 0.0
     for time in times[1:]:

@@ -1,11 +1,9 @@
 """Renders a conversation to the text of a prompt, with the model's Jinja template.
 
-In:  a directory with `tokenizer_config.json` (see `mlc_amd.compiler.tokenizer.export`); messages as {"role": str,
-     "content": str, ...}, as transformers takes them ("tool_calls" of assistant messages, for example).
-Out: `ChatTemplate.render`, the prompt's text, with the places that the template wrote itself. `Tokenizer.encode` finds
-     control tokens only there, so that no message can inject one, and with it turns of other roles.
-
-A template is untrusted code: a child process renders it (`template_program.py`), with limits of time and memory.
+Messages are {"role": str, "content": str, ...}, as transformers takes them ("tool_calls" of assistant messages, for
+example). The text has the places that the template wrote itself: `Tokenizer.encode` finds control tokens only there, so
+that no message can inject one, and with it turns of other roles. A template is untrusted code: a child process renders
+it (`template_program.py`), with limits of time and memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,11 +61,8 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: str | Path, name: str | None = None) -> "ChatTemplate":
-        """The default template of the model in `directory`, or the one called `name` of a model with several
-        ("tool_use", "rag").
-
-        Raises UserError for a missing or corrupt file, a malformed template and an unknown name.
-        """
+        """The default template of the model in `directory`, or the one called `name` ("tool_use", "rag"). UserError for
+        a missing or corrupt file, a malformed template and an unknown name."""
         config = read_config(Path(directory))
         named = config["chat_templates"]
         if name is not None and name not in named:
@@ -121,12 +116,8 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, variables: Mapping[str, object]
     ) -> Traced:
-        standard = {
-            "messages": list(messages),
-            "add_generation_prompt": add_generation_prompt,
-            "tools": None,
-            "documents": None,
-        }
+        standard = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        standard |= {"tools": None, "documents": None}
         self.check()
         try:
             rendered: dict[str, Any] = self._process.request({**standard, **variables})

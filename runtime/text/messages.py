@@ -22,8 +22,7 @@ class Message(TypedDict):
 
 
 def check_messages(messages: object) -> list[Message]:
-    """The messages of a conversation, in order, each of a role of ROLES; the list may be empty. Keys with the value
-    None are ignored."""
+    """A conversation's messages, perhaps none, each of a role of ROLES. Keys with the value None are ignored."""
     if not isinstance(messages, list | tuple):
         raise UserError(
             f"a conversation is {shorten(messages)}: it must be a text, or a list of messages such as "

@@ -1,12 +1,10 @@
 """Pre-tokenizers: the regexes that split text into words for a byte-pair vocabulary, by names in `tokenizer.ggml.pre`.
 
-In:  nothing; the table. The names, regexes and flags are those of llama.cpp's `src/llama-vocab.cpp`
-     (`llm_tokenizer_bpe` and `llama_vocab::impl::load`, as in llama-cpp-python 0.3.36).
-Out: `PRE_TOKENIZERS`, name -> `PreTokenizer`, and `DEFAULT`, for files without a name.
-
-llama.cpp runs these regexes on an engine without Unicode classes, which changes the meaning of some: there upper-case
-and lower-case letters are one class (tiny_aya, youtu), only ASCII ones differ and combining marks are no part of a word
-(gpt-4o, tekken), or neither matters (kimi-k2). Here the classes have the meaning of the model's own tokenizer.
+The names, regexes and flags are those of llama.cpp's `src/llama-vocab.cpp` (`llm_tokenizer_bpe` and
+`llama_vocab::impl::load`, as in llama-cpp-python 0.3.36). It runs these regexes on an engine without Unicode classes,
+which changes the meaning of some: there upper-case and lower-case letters are one class (tiny_aya, youtu), only ASCII
+ones differ and combining marks are no part of a word (gpt-4o, tekken), or neither matters (kimi-k2). Here the classes
+have the meaning of the model's own tokenizer.
 """
 
 from dataclasses import dataclass
@@ -19,23 +17,17 @@ _LONGEST_GROUPED = 20_000
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """The split of text into words before merging: each regex splits the pieces of those before it.
+    """The split of text into words before merging: each regex splits the pieces of those before it."""
 
-    splits:        Oniguruma regexes; both the matches and the text between them become pieces.
-    ignore_merges: a word that is a token as a whole is not merged from its parts.
-    add_bos:       whether a beginning-of-sequence token goes first where `tokenizer.ggml.add_bos_token` is absent.
-    whole_lines:   a run of newlines that is a token as a whole is not merged from single ones.
-    byte_level:    words are merged from bytes, written as printable characters; otherwise from characters, with "▁"
-                   for a space and tokens such as <0x0A> for the bytes of a character that is no token.
-    longest_number: digits in a row, at most. A regex that groups digits from the right looks ahead to the last one from
-                   each: 20 000 digits take a second, and four times as long if there are twice as many.
-    """
-
-    splits: tuple[str, ...]
-    ignore_merges: bool = False
-    add_bos: bool = False
-    whole_lines: bool = False
+    splits: tuple[str, ...]  # Oniguruma regexes; both the matches and the text between them become pieces
+    ignore_merges: bool = False  # a word that is a token as a whole is not merged from its parts
+    add_bos: bool = False  # a beginning-of-sequence token goes first where `tokenizer.ggml.add_bos_token` is absent
+    whole_lines: bool = False  # a run of newlines that is a token as a whole is not merged from single ones
+    # Words are merged from bytes, written as printable characters; otherwise from characters, with "▁" for a space and
+    # tokens such as <0x0A> for the bytes of a character that is no token.
     byte_level: bool = True
+    # Digits in a row, at most. A regex that groups digits from the right looks ahead to the last one from each: 20 000
+    # digits take a second, and four times as long if there are twice as many.
     longest_number: int = LONGEST_RUN
 
 
@@ -113,6 +105,21 @@ _YOUTU = _any(
 )
 _KIMI_K2 = _any(r"\p{Han}+", _cased(r"\p{N}{1,3}", _SUFFIX + "?", _SYMBOLS, r"&&[^\p{Han}]"))
 
+_DEEPSEEK_WORDS = rf"\s?[{_DEEPSEEK_LETTERS}]+", rf"\s?[{_DEEPSEEK_SYMBOLS}]+"
+_DEEPSEEK = r"[\r\n]", *_DEEPSEEK_WORDS, r"\s+\z", _CJK_HANGUL, r"\p{N}+"
+_SPARK = _any(_ASCII_WORD, _DEEPSEEK3_WORD, r" ?[\p{P}\p{S}]+", r"[\r\n]", _TRAILING_SPACE)
+_JAIS2 = _any(
+    *(_SUFFIX, _WORD, r"\p{N}{1,3}", _SYMBOLS, r"\s*[\r\n]+"),
+    *(rf"\s{{{n}}}(?!\S)" for n in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")),
+    r"\s",
+)
+_BAILING_SUFFIX = r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])"
+_BAILING = _any(_BAILING_SUFFIX, _WORD, r"\p{N}", _SYMBOLS, r"\s*[\r\n]", _TRAILING_SPACE)
+_EXAONE = _any(
+    *(_SUFFIX, _PREFIX + r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+", r"\p{N}"),
+    *(r" ?[^\s\p{L}\p{N}]+[\r\n/]?", r"\s*[\r\n]", _TRAILING_SPACE),
+)
+
 DEFAULT = PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
 
 _FAMILIES: tuple[tuple[PreTokenizer, str], ...] = (
@@ -122,10 +129,7 @@ _FAMILIES: tuple[tuple[PreTokenizer, str], ...] = (
         """gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais trillion granite-docling exaone4 jina-es jina-de jina-v1-en
         jina-v2-es jina-v2-de jina-v2-code modern-bert roberta-bpe""",
     ),
-    (
-        PreTokenizer((r"\p{N}", _GPT2)),
-        "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
-    ),
+    (PreTokenizer((r"\p{N}", _GPT2)), "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2"),
     (PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2, r"[0-9][0-9][0-9]")), "falcon"),
     (PreTokenizer((_LLAMA3,)), "dbrx smaug-bpe chatglm-bpe"),
     (PreTokenizer((_LLAMA3,), ignore_merges=True), "glm4 glm5"),
@@ -133,80 +137,19 @@ _FAMILIES: tuple[tuple[PreTokenizer, str], ...] = (
         PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
     ),
-    (
-        PreTokenizer(
-            (
-                _any(
-                    *(_SUFFIX, _WORD, r"\p{N}{1,3}", _SYMBOLS, r"\s*[\r\n]+"),
-                    *(rf"\s{{{n}}}(?!\S)" for n in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")),
-                    r"\s",
-                ),
-            )
-        ),
-        "jais-2",
-    ),
-    (
-        PreTokenizer((r"\p{N}{1,3}", _any(_SUFFIX, _WORD, r"\p{N}+", _SYMBOLS, _SPACE)), ignore_merges=True),
-        "minicpm5",
-    ),
-    (
-        PreTokenizer((_QWEN2,)),
-        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
-    ),
-    (
-        PreTokenizer((_any(_SUFFIX, _MARKS_WORD, r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", _SPACE),)),
-        "qwen35",
-    ),
+    (PreTokenizer((_JAIS2,)), "jais-2"),
+    (PreTokenizer((r"\p{N}{1,3}", _any(_SUFFIX, _WORD, r"\p{N}+", _SYMBOLS, _SPACE)), ignore_merges=True), "minicpm5"),
+    (PreTokenizer((_QWEN2,)), "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2"),
+    (PreTokenizer((_any(_SUFFIX, _MARKS_WORD, r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", _SPACE),)), "qwen35"),
     (PreTokenizer((_any(_WORD, r"\p{N}", _SYMBOLS, _SPACE),)), "ufakzeka"),
     (PreTokenizer((_LINES, _QWEN2)), "laguna"),
     (PreTokenizer((_any(_SUFFIX, _WORD, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", _SPACE),)), "seed-coder"),
-    (
-        PreTokenizer(
-            (
-                _any(
-                    *(r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])", _WORD, r"\p{N}", _SYMBOLS, r"\s*[\r\n]"),
-                    _TRAILING_SPACE,
-                ),
-            )
-        ),
-        "bailingmoe bailingmoe2 llada-moe",
-    ),
-    (
-        PreTokenizer(
-            (
-                _any(
-                    *(_SUFFIX, _PREFIX + r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+", r"\p{N}"),
-                    *(r" ?[^\s\p{L}\p{N}]+[\r\n/]?", r"\s*[\r\n]", _TRAILING_SPACE),
-                ),
-            )
-        ),
-        "exaone-moe",
-    ),
-    (
-        PreTokenizer(
-            (
-                r"[\r\n]",
-                rf"\s?[{_DEEPSEEK_LETTERS}]+",
-                rf"\s?[{_DEEPSEEK_SYMBOLS}]+",
-                r"\s+\z",
-                _CJK_HANGUL,
-                r"\p{N}+",
-            )
-        ),
-        "deepseek-llm",
-    ),
+    (PreTokenizer((_BAILING,)), "bailingmoe bailingmoe2 llada-moe"),
+    (PreTokenizer((_EXAONE,)), "exaone-moe"),
+    (PreTokenizer(_DEEPSEEK), "deepseek-llm"),
     (PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_HANGUL, r"\p{N}")), "deepseek-coder"),
     (PreTokenizer((r"\p{N}{1,3}", _CJK_KANA, _DEEPSEEK3)), "deepseek-v3 hunyuan-dense joyai-llm hy_v4"),
-    (
-        PreTokenizer(
-            (
-                *(r"\p{N}{1,3}", _CJK_KANA),
-                _any(_ASCII_WORD, _DEEPSEEK3_WORD, r" ?[\p{P}\p{S}]+", r"[\r\n]", _TRAILING_SPACE),
-                r"\p{N}",
-            )
-        ),
-        "spark2_5",
-    ),
+    (PreTokenizer((r"\p{N}{1,3}", _CJK_KANA, _SPARK, r"\p{N}")), "spark2_5"),
     (PreTokenizer((_GROUPS_OF_THREE, f"[{_ASIAN}]+", _DEEPSEEK3), longest_number=_LONGEST_GROUPED), "afmoe"),
     (PreTokenizer((_GPT4O,)), "gpt-4o llama4 kanana2 talkie minimax-m2"),
     (PreTokenizer((_GPT4O,), ignore_merges=True), "granite-embed-multi-97m"),

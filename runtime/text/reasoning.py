@@ -1,11 +1,8 @@
-"""Divides a model's output into parts: its thinking, its answer, its calls.
+"""Divides a model's output into parts: its thinking, its answer, its calls, as early as they are certain.
 
-In:  the text of an answer, piece by piece, with the texts of those control tokens that `ReasoningFormat.marks` names;
-the end of
-     the prompt, because some chat templates begin the thinking themselves.
-Out: `AnswerPart`s in order, as early as they are certain: a mark that is divided between two pieces is buffered.
-
-`FORMATS` is the table of known formats; `detect` finds that of a model by its vocabulary.
+A parser gets the text of an answer, piece by piece, with the texts of those control tokens that `ReasoningFormat.marks`
+names, and the prompt, because some chat templates begin the thinking themselves. `detect` finds a model's format in
+FORMATS by its vocabulary.
 """
 
 import re
@@ -21,10 +18,8 @@ Kind = Literal["thinking", "final", "tool"]
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """A piece of a part. Adjacent ones of the same kind and recipient belong together.
-
-    recipient: of kind "tool": the recipient as the model writes it ("functions.search").
-    """
+    """A piece of a part. Adjacent ones of the same kind and recipient belong together. recipient: of kind "tool": the
+    recipient as the model writes it ("functions.search")."""
 
     kind: Kind
     text: str
@@ -52,8 +47,7 @@ class Parser(ABC):
 
 @dataclass(frozen=True)
 class ReasoningFormat(ABC):
-    """The marks of the parts of an answer. marks: the texts that separate them; if they are control tokens, the parser
-    needs their texts."""
+    """marks: the texts that separate the parts of an answer; of control tokens the parser needs the texts."""
 
     marks: tuple[str, ...]
 
@@ -67,10 +61,7 @@ class ReasoningFormat(ABC):
 
 @dataclass(frozen=True)
 class Tags(ReasoningFormat):
-    """Marks: before and after the thinking, which comes first if there is any. White space around it has no meaning.
-
-    label: the text after the first mark.
-    """
+    """Marks: before and after the thinking, which comes first if there is any. label: the text after the first mark."""
 
     label: str = ""
 

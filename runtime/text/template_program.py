@@ -1,15 +1,14 @@
 """Renders a chat template: the program of the process that `chat_template.py` starts, with Jinja.
 
-In:  the opening, {"source": the template, "tokens": {"bos_token": text, ..}}; then requests, the variables of a
-     rendering.
-Out: to the opening {"variables": names of the template's variables} or {"malformed": why}; to a request {"text",
-     "own": spans of the text that are the template's own} or {"failed": why}.
+Opening: {"source": the template, "tokens": {"bos_token": text, ..}} -> {"variables": names of the template's variables}
+or {"malformed": why}. Requests: the variables of a rendering -> {"text", "own": spans of the text that are the
+template's own} or {"failed": why}.
 
 A template is untrusted code: it runs in Jinja's sandbox, which hides Python's internals and bounds ranges, and in a
 process of its own, which bounds time and memory. The environment is that of Hugging Face transformers
-(`chat_template_utils.py`), which templates are written for, except that lists and dicts can be changed, as in
-llama.cpp (Kimi K2's template for GGUF files keeps a list of tool calls), and that texts are traced: the template's own,
-and roles, are distinguished from those of messages.
+(`chat_template_utils.py`), which templates are written for, except that lists and dicts can be changed, as in llama.cpp
+(Kimi K2's template for GGUF files keeps a list of tool calls), and that texts are traced: the template's own, and
+roles, are distinguished from those of messages.
 """
 
 import json

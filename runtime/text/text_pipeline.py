@@ -1,9 +1,8 @@
-"""The steps before the words of a text are merged to tokens: normalization, and the split into words.
+"""The steps before the words of a text are merged to tokens, as parts of the `tokenizers` library: normalization, and
+the split into words (`pre_tokenizers.py`), which compiler/tokenizer.py writes into tokenizer.json.
 
-In:  the name of a pre-tokenizer (`pre_tokenizers.py`), or None for SentencePiece.
-Out: parts of the `tokenizers` library, which `compiler/tokenizer.py` writes into `tokenizer.json`. A loaded model must
-     have the same ones: another regex could take minutes for a line of text, or crash the library. `check_runs` refuses
-     texts for which these would.
+A loaded model must have the same ones: another regex could take minutes for a line of text, or crash the library.
+`check_runs` refuses texts for which these would.
 """
 
 import re
@@ -28,7 +27,9 @@ def set_pipeline(tokenizer: Tokenizer, sentencepiece: bool, pre: str | None, add
 
 
 def has_pipeline(tokenizer: Tokenizer, sentencepiece: bool, pre: str | None, add_space_prefix: bool) -> bool:
-    """Whether `tokenizer` has these parts and no others."""
+    """Whether `tokenizer` has these parts and no others; False for an unknown name."""
+    if pre is not None and pre not in PRE_TOKENIZERS:
+        return False
     parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
     others = (tokenizer.post_processor, tokenizer.truncation, tokenizer.padding)
     expected = _pipeline(sentencepiece, pre, add_space_prefix)

@@ -1,14 +1,8 @@
-"""Text to token ids and back, for one compiled model.
-
-In:  a directory with `tokenizer.json` and `tokenizer_config.json`, as `mlc_amd.compiler.tokenizer.export` writes them
-     (it documents both).
-Out: `Tokenizer`: `encode`, `decode`, and `stream`, a decoder for tokens that arrive one at a time.
+"""Text to token ids and back, for one compiled model, whose files compiler/tokenizer.py writes (it documents them).
 
 In the library, names of control tokens begin with `MARK`, which texts never contain: `encode` inserts it before those
-occurrences that are to become control tokens.
-
-Decoding works on bytes, not through the `tokenizers` library: a token may be a part of a character, and only bytes can
-be joined without loss.
+occurrences that are to become control tokens. Decoding works on bytes, not through the `tokenizers` library: a token
+may be a part of a character, and only bytes can be joined without loss.
 """
 
 import codecs
@@ -28,8 +22,7 @@ MARK = "\ufdd0"  # a code point that Unicode reserves for a program's internal u
 
 
 def _byte_characters() -> dict[str, int]:
-    """Character -> byte of byte-level BPE: printable Latin-1 stands for itself, the other bytes for U+0100 and up
-    (GPT-2's encoder.py)."""
+    """Character -> byte, as GPT-2's encoder.py: printable Latin-1 is itself, other bytes are U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -37,13 +30,6 @@ def _byte_characters() -> dict[str, int]:
 
 _BYTES = _byte_characters()
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-def _has_pipeline(backend: tokenizers.Tokenizer, config: Config) -> bool:
-    try:
-        return has_pipeline(backend, config["model"] == "llama", config["pre"], config["add_space_prefix"])
-    except KeyError:  # an unknown pre-tokenizer
-        return False
 
 
 class _Controls:
@@ -68,13 +54,7 @@ class _Controls:
 
 
 class Tokenizer:
-    """The tokenizer of one model. Immutable except for caches, so thread-safe.
-
-    vocab_size: int            tokens have ids 0..vocab_size-1
-    bos_id, eos_id: int|None   beginning and end of a text
-    end_ids: frozenset[int]    ids that end a generation (end of text, of turn, of message)
-    add_bos, add_eos: bool     tokens that `encode` adds with add_special
-    """
+    """The tokenizer of one model. Immutable except for caches, so thread-safe. Tokens have ids 0..vocab_size-1."""
 
     def __init__(self, backend: tokenizers.Tokenizer, config: Config):
         self._backend = backend
@@ -84,8 +64,8 @@ class Tokenizer:
         self.vocab_size: int = config["vocab_size"]
         self.bos_id: int | None = (config["special"]["bos"] or {}).get("id")
         self.eos_id: int | None = (config["special"]["eos"] or {}).get("id")
-        self.end_ids: frozenset[int] = frozenset(config["end_ids"])
-        self.add_bos: bool = config["add_bos"]
+        self.end_ids: frozenset[int] = frozenset(config["end_ids"])  # that end a generation: of text, turn, message
+        self.add_bos: bool = config["add_bos"]  # `encode` does, with add_special
         self.add_eos: bool = config["add_eos"]
         added = backend.get_added_tokens_decoder()
         self._added = {i: token.content.removeprefix(MARK).encode() for i, token in added.items()}
@@ -98,7 +78,8 @@ class Tokenizer:
         """Raises UserError when a file is missing or corrupt."""
         config = read_config(Path(directory))
         backend = read_library(Path(directory), config["vocab_size"])
-        if config["mark"] != MARK or not _has_pipeline(backend, config):
+        parts = config["model"] == "llama", config["pre"], config["add_space_prefix"]
+        if config["mark"] != MARK or not has_pipeline(backend, *parts):
             raise UserError(f"{directory}: its tokenizer is not what this version of mlc-amd writes; {ADVICE}")
         return cls(backend, config)
 
@@ -157,8 +138,7 @@ class Tokenizer:
         return "".join([stream.push(i) for i in ids]) + stream.flush()
 
     def stream(self, skip_special: bool = True, continues: bool = True, shown: Collection[str] = ()) -> "TextStream":
-        """A decoder for ids that arrive one at a time, with the arguments of `decode`. shown: control tokens with a
-        text."""
+        """A decoder for ids that arrive one at a time; arguments: of `decode`. shown: control tokens with a text."""
         return TextStream(self, skip_special, continues, shown)
 
     def has_token(self, text: str) -> bool:
@@ -173,8 +153,7 @@ class Tokenizer:
         return text.removeprefix(MARK)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of the token in a text, possibly a part of a character. Raises UserError for an id outside
-        the vocabulary."""
+        """The token's bytes in a text, perhaps a part of a character. UserError for an unknown id."""
         if (piece := self._pieces.get(token)) is None:
             piece = self._pieces[token] = self._bytes(token)
         return piece
@@ -204,9 +183,7 @@ class Tokenizer:
 
 class TextStream:
     """Decodes ids one at a time: `push(id)` returns the characters completed by the id, `flush()` the rest at the end.
-
-    The concatenation equals `decode` of the same ids. An incomplete character is buffered.
-    """
+    The concatenation equals `decode` of the same ids. An incomplete character is buffered."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, continues: bool, shown: Collection[str] = ()):
         self._tokenizer = tokenizer

@@ -1,9 +1,5 @@
-"""tokenizer.json and tokenizer_config.json as types; dist/README.md explains the keys.
-
-In: an artifact's folder. Out: `read_config`: the configuration; `read_library`: the tokenizer of the `tokenizers`
-library. Both accept only what compiler/tokenizer.py writes, no other feature of the library, such as padding to any
-length. UserError for all other content.
-"""
+"""tokenizer.json and tokenizer_config.json as types; dist/README.md explains the keys. Only what compiler/tokenizer.py
+writes is accepted, no other feature of the library, such as padding to any length. UserError for all else."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,10 +1,7 @@
 """Text with a flag for each character: whether a chat template wrote it itself ("own"), or it comes from a message.
 
-In:  texts of a template (`Traced.all_own`) and any others, joined, cut and changed as strings are.
-Out: `Traced`, a str. Only its own characters can be control tokens (`Tokenizer.encode`).
-
-Other strings are not own: an operation that is missing here returns a plain str. So no operation of a template can turn
-the text of a message into a control token.
+Only own characters can be control tokens (`Tokenizer.encode`). Other strings are not own: an operation that is missing
+here returns a plain str. So no operation of a template can turn the text of a message into a control token.
 """
 
 import re
@@ -112,7 +109,8 @@ class Traced(str):
         return tuple(self._found(super().rpartition(sep), ""))
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:
-        return concatenate(_between(self.split(old, count), new)) if old else super().replace(old, new, count)
+        separator = new if isinstance(new, Traced) else Traced(new)
+        return separator.join(self.split(old, count)) if old else super().replace(old, new, count)
 
     def _found(self, pieces: Iterable[str], sep: str | None) -> list["Traced"]:
         """The pieces, which are consecutive in this text, with `sep` between; None: with white space."""
@@ -171,10 +169,3 @@ def _is_own(value: object) -> bool:
 
 def _own_of(text: str) -> bytes:
     return text._own if isinstance(text, Traced) else bytes(len(text))
-
-
-def _between(pieces: list[str], separator: str) -> Iterable[str]:
-    for number, piece in enumerate(pieces):
-        if number:
-            yield separator
-        yield piece

@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from mlc_amd.runtime.artifact import manifest_check
 from mlc_amd.runtime.artifact.artifact import WEIGHTS, Artifact
 from mlc_amd.runtime.artifact.manifest import MANIFEST, is_draft
+from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
@@ -123,7 +123,7 @@ def declared_sizes(folder: Path) -> dict[str, list[int]]:
     content = resealing.content(folder)
     params = {
         kernel["name"]: [
-            manifest_check.nbytes(p["dtype"], p["shape"][p["role"] in ("cache", "states") :]) for p in kernel["params"]
+            byte_count(p["dtype"], p["shape"][p["role"] in ("cache", "states") :]) for p in kernel["params"]
         ]
         for kernel in content["kernels"]
     }

@@ -146,7 +146,7 @@ def load_engine(options: LoadOptions, synthetic: str | None = None) -> Engine:
     KvSize.of(options.kv_tokens, options.kv_memory)  # UsageError before anything is compiled
     path = artifact_path(options, synthetic)
     from mlc_amd.runtime.engine.engine import Engine
-    from mlc_amd.runtime.speculation.drafters import LOOKUP, OWN
+    from mlc_amd.runtime.speculation.draft_model import LOOKUP, OWN
 
     if options.draft not in (None, LOOKUP, OWN):
         options = replace(options, draft=artifact_path(replace(options, model=options.draft)))

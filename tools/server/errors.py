@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mlc_amd.runtime.engine.generation import ContextFull
-from mlc_amd.runtime.engine.limits import QueueFull
+from mlc_amd.runtime.engine.scheduler import QueueFull
 from mlc_amd.runtime.errors import UserError
 
 # Seconds after which a client that met a full queue may try again.

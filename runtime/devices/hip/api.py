@@ -1,8 +1,5 @@
-"""AMD's HIP runtime from Python.
-
-`open_bindings()` returns the module `rocm.bindings.hip` of AMD's package rocm-bindings-hip, which opens libamdhip64.so
-at its first call. `Hip(bindings)` calls its functions and raises HipError.
-"""
+"""AMD's HIP runtime: `open_bindings()` returns rocm.bindings.hip of AMD's package rocm-bindings-hip, which opens
+libamdhip64.so at its first call. `Hip(bindings)` calls its functions and raises HipError."""
 
 import ctypes.util
 import importlib
@@ -57,13 +54,10 @@ class Hip:
 
 
 def open_bindings():
-    """AMD's bindings with the runtime's library loaded. UserError if the package or the library is missing, or
-    the library is too old."""
+    """AMD's bindings with the runtime's library loaded. UserError if the package or library is missing, or too old."""
     try:
-        bindings, paths = (
-            importlib.import_module("rocm.bindings.hip"),
-            importlib.import_module("rocm.bindings.util.paths"),
-        )
+        bindings = importlib.import_module("rocm.bindings.hip")
+        paths = importlib.import_module("rocm.bindings.util.paths")
     except ImportError as e:
         raise extras.absence("rocm.bindings.hip") from e
     _find_versioned_library(paths)
@@ -83,8 +77,7 @@ def runtime_version(bindings) -> tuple[int, int]:
 
 
 def _find_versioned_library(paths) -> None:
-    """Makes the bindings find libamdhip64.so.6 where the link libamdhip64.so of the development package is missing, as
-    on Debian and Fedora."""
+    """Makes the bindings find libamdhip64.so.6 without the development package's link, as on Debian and Fedora."""
     found = os.fsdecode(paths.get_library_path("amdhip64"))
     versioned = ctypes.util.find_library("amdhip64")
     if "/" in found or versioned in (None, found):

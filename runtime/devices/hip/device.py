@@ -1,12 +1,9 @@
-"""HipDevice: runs the code objects of an artifact on an AMD GPU.
+"""HipDevice: runs the code objects of an artifact (dist/README.md) on an AMD GPU, on one stream.
 
-In: an artifact for target rocm, as specified in dist/README.md. Out: the protocol of runtime/devices/__init__.py.
-
-Everything runs on one stream. The launches of each function are captured once in a HIP graph and replayed. Some drivers
-replay stale data (ROCm/hip issues 3887 and 3902), so at load a few steps are computed with and without graphs and
-compared bit by bit; if they differ, graphs are not used, with a warning. MLC_AMD_GRAPH=0 disables them. Steps that take
-too long for one submission are launched one by one, with waits between the pieces (runtime/devices/pieces.py); all
-others go through a queue (runs.py), so that one may start while another one is in progress.
+The launches of each function are captured once in a HIP graph and replayed. Some drivers replay stale data (ROCm/hip
+issues 3887 and 3902), so at load a few steps are computed with and without graphs; if they differ, graphs are not used,
+with a warning. MLC_AMD_GRAPH=0 disables them. Steps that take too long for one submission are launched one by one, with
+waits between the pieces (pieces.py); all others go through a queue (runs.py).
 """
 
 import logging
@@ -20,11 +17,11 @@ import numpy as np
 
 from mlc_amd.runtime.artifact.io_buffers import launches_before_late
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
-from mlc_amd.runtime.devices.hip import timing
+from mlc_amd.runtime.devices.hip import launches as launching
 from mlc_amd.runtime.devices.hip.api import CANNOT_LOAD, Hip, HipError, open_bindings, runtime_version
 from mlc_amd.runtime.devices.hip.diagnosis import OVERRIDE
 from mlc_amd.runtime.devices.hip.gpu import choose, relabel
-from mlc_amd.runtime.devices.hip.launches import HipLaunch, capture, enqueue, prepare
+from mlc_amd.runtime.devices.hip.launches import HipLaunch
 from mlc_amd.runtime.devices.hip.memory import HipMemory
 from mlc_amd.runtime.devices.hip.runs import HipRuns
 from mlc_amd.runtime.devices.pieces import Pacer, WorkPiece
@@ -84,9 +81,8 @@ class HipDevice(QueuedDevice):
         self._marks: dict[str, list] = {}  # events that time a function's launches
         functions = self.manifest["functions"]
         heads = {name: launches_before_late(function, self._kernels) or 0 for name, function in functions.items()}
-        self._runs = HipRuns(
-            self.hip, self._held, self.stream, self.memory, functions, self._launches, self._graphs, heads
-        )
+        runs = self.memory, functions, self._launches, self._graphs, heads
+        self._runs = HipRuns(self.hip, self._held, self.stream, *runs)
         self._queue = RunQueue(self._runs, self.pacer, heads)
         if os.environ.get(GRAPH_VARIABLE) != "0":
             self._make_graphs()
@@ -118,9 +114,8 @@ class HipDevice(QueuedDevice):
         self._kernels = self.manifest["launches"][self.code_arch]
         symbols = {step["symbol"] for kernel in self._kernels.values() for step in kernel["steps"]}
         try:
-            self._functions = {
-                symbol: self.hip("hipModuleGetFunction", module, symbol.encode()) for symbol in sorted(symbols)
-            }
+            get = "hipModuleGetFunction"
+            self._functions = {symbol: self.hip(get, module, symbol.encode()) for symbol in sorted(symbols)}
         except HipError as e:
             raise UserError(f"{file} lacks a kernel of this model ({e.code}); compile the model again") from e
 
@@ -131,7 +126,7 @@ class HipDevice(QueuedDevice):
             kernel = call["kernel"]
             addresses = [self.memory.address(arg) for arg in call["args"]] + self.memory.scratch(kernel)
             steps = self._kernels[kernel]["steps"]
-            found += [prepare(kernel, self._functions[step["symbol"]], step, addresses) for step in steps]
+            found += [launching.prepare(kernel, self._functions[step["symbol"]], step, addresses) for step in steps]
         return found
 
     # ---- graphs
@@ -146,7 +141,8 @@ class HipDevice(QueuedDevice):
         expected = {name: self._trial(name, {}) for name in self._launches}
         try:
             graphs = {
-                name: capture(self.hip, self.stream, launches, self._held) for name, launches in self._launches.items()
+                name: launching.capture(self.hip, self.stream, launches, self._held)
+                for name, launches in self._launches.items()
             }
             wrong = [name for name in graphs if self._trial(name, graphs) != expected[name]]
         except HipError as e:
@@ -192,7 +188,8 @@ class HipDevice(QueuedDevice):
             if function in graphs and not piece:
                 self.hip("hipGraphLaunch", graphs[function], self.stream)
             else:
-                enqueue(self.hip, self.stream, [self._launches[function][i] for i in self._numbers(function, piece)])
+                launches = self._launches[function]
+                launching.enqueue(self.hip, self.stream, [launches[i] for i in self._numbers(function, piece)])
             self._wait()
             self.pacer.record(function, time.perf_counter() - start, piece)
 
@@ -206,19 +203,19 @@ class HipDevice(QueuedDevice):
         self._queue.settle()
         launches = self._launches[function]
         if function not in self._marks:
-            self._marks[function] = timing.events(self.hip, self._held, 2 * len(launches))
+            self._marks[function] = launching.events(self.hip, self._held, 2 * len(launches))
         marks = self._marks[function]
         self.memory.send_inputs()
         for piece in self.pacer.pieces(function) or ((),):
             numbers = self._numbers(function, piece)
             first, end = numbers[0], numbers[-1] + 1
-            timing.enqueue_timed(self.hip, self.stream, launches[first:end], marks[2 * first : 2 * end])
+            launching.enqueue_timed(self.hip, self.stream, launches[first:end], marks[2 * first : 2 * end])
             self._wait()
-        return timing.spans(self.hip, launches, marks)
+        return launching.spans(self.hip, launches, marks)
 
     def copy_bandwidth(self) -> float:
         """Bytes per second, reads plus writes, of a copy in the GPU's memory; 0.0 without enough of it."""
-        return timing.copy_bandwidth(self.hip, self.stream)
+        return launching.copy_bandwidth(self.hip, self.stream)
 
     def _wait(self) -> None:
         start = time.perf_counter()

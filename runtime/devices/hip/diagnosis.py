@@ -1,7 +1,5 @@
 """Why HIP finds no GPU: the driver, permissions, a variable that hides GPUs, a runtime that does not support the chip.
-
-In: HIP's error, and files of Linux. Out: one line for the user.
-"""
+In: HIP's error, and files of Linux. Out: one line for the user."""
 
 import os
 from pathlib import Path
@@ -14,8 +12,7 @@ OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 
 
 def gpu_memory(pci: str, devices: Path = Path("/sys/bus/pci/devices")) -> dict[str, int]:
-    """Bytes of a GPU's dedicated memory ("vram"; an APU's carve-out) and of system memory that it may use ("gtt");
-    empty if unknown."""
+    """Bytes of a GPU's own memory ("vram"; an APU's carve-out) and of the system's for it ("gtt"); empty if unknown."""
     sizes = {}
     for kind in ("vram", "gtt"):
         file = devices / pci / f"mem_info_{kind}_total"

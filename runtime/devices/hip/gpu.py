@@ -1,8 +1,5 @@
-"""The GPUs that HIP reports, which code objects run on them, and the choice of one for an artifact.
-
-`list_gpus(hip)` -> list of HipGpu. `choose` returns one. `sibling` finds the code object for a GPU among those of an
-artifact; `relabel` makes a code object loadable on another chip with the same instruction set.
-"""
+"""The GPUs that HIP reports, which code objects run on them (`sibling`, `relabel`), and the choice of one for an
+artifact."""
 
 import logging
 import os
@@ -44,14 +41,12 @@ def _gpu(hip: Hip, index: int) -> HipGpu:
     facts = hip("hipGetDeviceProperties", index)
     arch, name = (os.fsdecode(text).split("\0")[0] for text in (facts.gcnArchName, facts.name))
     pci = f"{facts.pciDomainID:04x}:{facts.pciBusID:02x}:{facts.pciDeviceID:02x}.0"
-    return HipGpu(
-        index, name, arch.split(":")[0], facts.totalGlobalMem, bool(facts.integrated), pci
-    )  # without ":sramecc+:xnack-"
+    arch = arch.split(":")[0]  # without ":sramecc+:xnack-"
+    return HipGpu(index, name, arch, facts.totalGlobalMem, bool(facts.integrated), pci)
 
 
 def sibling(arch: str, available: Collection[str]) -> str | None:
-    """The arch in `available` whose code object runs on `arch`: `arch` itself, or one with the same instruction set;
-    None if there is none."""
+    """The arch in `available` whose code object runs on `arch`: itself, or one with the same instructions; or None."""
     if arch in available:
         return arch
     group = next((group for group in SAME_ISA if arch in group), {})
@@ -59,8 +54,7 @@ def sibling(arch: str, available: Collection[str]) -> str | None:
 
 
 def relabel(code: bytes, old: str, new: str) -> bytes:
-    """A code object for `old`, changed to one for `new` of the same SAME_ISA group: the chip in the ELF header and in
-    the metadata."""
+    """A code object for `old`, made one for `new` of the same group: the chip in the ELF header and the metadata."""
     group = next(group for group in SAME_ISA if old in group)
     changed = bytearray(code.replace(f"-{old}".encode(), f"-{new}".encode()))
     changed[E_FLAGS] = group[new]
@@ -80,8 +74,7 @@ def usable_gpus(hip: Hip, wanted: str | None) -> list[HipGpu]:
 
 
 def arch_here(wanted: str | None = None, bindings=None) -> str:
-    """The arch of the GPU that the user selects, else of the first one that Linux lists; "native" if there is none.
-    bindings: a substitute for AMD's package."""
+    """The arch of the GPU that the user selects, else of Linux's first one; or "native". bindings: instead of AMD's."""
     if selection(wanted):
         return usable_gpus(Hip(open_bindings() if bindings is None else bindings), wanted)[0].arch
     found = kfd_gpus()

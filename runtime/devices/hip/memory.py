@@ -1,8 +1,5 @@
 """Memory of a loaded artifact on an AMD GPU: one block each for weights, KV cache, arena, scratch and io.
 
-In: an artifact, the GPU, the scratch buffers of its kernels. Out: `HipMemory`: addresses for kernels (`address`,
-`scratch`), host arrays for io (`host`), the upload of the weights.
-
 The host writes a step's inputs to one pinned block, laid out as on the GPU, from which they are copied while it waits.
 Where it does not wait, they go *through* other pinned memory of the same layout, which keeps them until the copy is
 done.
@@ -56,8 +53,7 @@ def view(address: int, entry: dict) -> np.ndarray:
 
 
 def _rank(name: str, entry: dict) -> int:
-    """Of an io buffer in memory: 0 for inputs of each step, 1 for those that are kept, 2 for outputs, 3 for small
-    ones."""
+    """Of an io buffer: 0 for inputs of each step, 1 for those that are kept, 2 for outputs, 3 for small ones."""
     return 2 + (nbytes(entry) <= SMALL) if name in OUTPUTS else int(is_kept(name))
 
 
@@ -145,9 +141,7 @@ class HipMemory:
                 raise
             raise UserError(host_shortage(self._needs(), n_cpu_moe)) from e
         device, host = self.blocks["weights"]
-        self._weights = hosts | {
-            one: (device + offset, None if host is None else host + offset) for one, offset in offsets.items()
-        }
+        self._weights = hosts | {one: (device + at, None if host is None else host + at) for one, at in offsets.items()}
         self._weights_at = {
             name: self._weights[one][0] + first - one.begin
             for name, place in self.artifact.weights.places.items()
@@ -163,9 +157,8 @@ class HipMemory:
     def _mapped_block(self, size: int) -> tuple[int, int]:
         """Host memory that the GPU reads: (address for the GPU, address for the host)."""
         # Non-coherent memory can be cached in the GPU's L2; the end of the stream makes writes visible.
-        host = self._host_block(
-            size, self.hip.names.hipHostMallocMapped | self.hip.names.hipHostMallocNonCoherent & 0xFFFFFFFF
-        )
+        flags = self.hip.names.hipHostMallocMapped | self.hip.names.hipHostMallocNonCoherent & 0xFFFFFFFF
+        host = self._host_block(size, flags)
         return int(self.hip("hipHostGetDevicePointer", host, 0)), host
 
     def _host_block(self, size: int, flags: int = 0) -> int:
@@ -193,9 +186,8 @@ class HipMemory:
         kind, where = arg[0], arg[1]
         if kind == "weight":
             return self._weights_at[where]
-        return self.blocks[kind][0] + (
-            where if kind == "arena" else {"kv": self._kv_at, "io": self._io_at}[kind][where]
-        )
+        at = where if kind == "arena" else {"kv": self._kv_at, "io": self._io_at}[kind][where]
+        return self.blocks[kind][0] + at
 
     def scratch(self, kernel: str) -> list[int]:
         """GPU addresses of a kernel's scratch buffers."""
@@ -221,8 +213,7 @@ class HipMemory:
             self._send_table(name, through)
 
     def send_late(self, through: int) -> None:
-        """The same of LATE inputs alone, after `send_inputs`: its pending copies may transfer the new values, as
-        nothing reads them before."""
+        """The same of LATE inputs alone; copies that are pending may transfer them, as nothing reads them yet."""
         for name in LATE:
             if name in self._stale:
                 self._send_table(name, through)
@@ -265,8 +256,7 @@ class HipMemory:
         self.hip("hipMemcpyAsync", target, self.blocks["io"][0] + at, count, kind, self.stream)
 
     def upload(self) -> None:
-        """Copies the weights: in host memory at once, to the GPU in chunks, where the next is read from the file while
-        one is transferred."""
+        """Copies the weights: in host memory at once, to the GPU in chunks, the next of which is read meanwhile."""
         with ExitStack() as held:
             staged = any(host is None for _, host in self._weights.values())
             slots = cycle([self._slot(held) for _ in range(2)] if staged else [])

@@ -1,10 +1,9 @@
 """Runs of functions on a HIP stream, for a `RunQueue`.
 
 One stream orders everything on the GPU: a run reads what was copied for it, and the run after it takes its tokens from
-there. The host's memory is not ordered by it, as copies from and to it are made when the stream comes to them. So the
-inputs of a run go through its slot of pinned memory: the host may write others as soon as the run is enqueued. Small
-results are copied to its slot after its launches, followed by an event: they can be read when a later run has
-overwritten them on the GPU.
+there. It does not order the host's memory. So the inputs of a run go through its slot of pinned memory: the host may
+write others as soon as the run is enqueued. Small results are copied to its slot, followed by an event: they can be
+read when a later run has overwritten them on the GPU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +19,7 @@ from mlc_amd.runtime.errors import UserError
 
 
 class _Slot:
-    """Pinned memory of one run at a time. inputs: address of memory that they go through; results: the arrays of small
-    outputs; event: recorded after a run."""
+    """Pinned memory of a run. inputs: where they go through; results: arrays of small outputs; event: after the run."""
 
     def __init__(self, hip: Hip, held: ExitStack, memory: HipMemory):
         self.memory, self.inputs = memory, host_block(hip, held, memory.written_bytes)
@@ -36,10 +34,7 @@ class _Slot:
 
 class HipRuns(RunHooks):
     """functions: the manifest's entries; launches: of each function; graphs: of each, none where launches go one by
-    one; heads: see `RunQueue`.
-
-    What it allocates is released when `held` closes.
-    """
+    one; heads: see `RunQueue`. What it allocates is released when `held` closes."""
 
     def __init__(
         self,

@@ -1,16 +1,13 @@
 """Vulkan's C interface through ctypes, as much as this runtime uses: structures, functions and enumerations.
 
-In: nothing; libvulkan.so.1, the loader that every distribution has, is opened by `open_loader`. Out: `Calls`, whose
-attributes are Vulkan's functions by their own names. A call that fails raises VulkanError with Vulkan's name for the
-reason.
-
-ctypes instead of a package, because the packages for Vulkan are built for one Python version each.
-
-Every structure with sType and pNext is a `Chained`: `Name(next=other, field=..)` sets both and keeps `other` alive.
+`open_loader` opens libvulkan.so.1, which every distribution has. Attributes of `Calls` are functions by Vulkan's names;
+a call that fails raises VulkanError with its name for the reason. ctypes instead of a package, because the packages for
+Vulkan are built for one Python version each. Every structure with sType and pNext is a `Chained`: `Name(next=other,
+field=..)` sets both and keeps `other` alive.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mlc_amd.runtime.errors import UserError
@@ -23,35 +20,20 @@ INSTALL = (
 
 # ---- enumerations
 
-RESULTS = {
-    1: "VK_NOT_READY",
-    2: "VK_TIMEOUT",
-    5: "VK_INCOMPLETE",
-    -1: "VK_ERROR_OUT_OF_HOST_MEMORY",
-    -2: "VK_ERROR_OUT_OF_DEVICE_MEMORY",
-    -3: "VK_ERROR_INITIALIZATION_FAILED",
-    -4: "VK_ERROR_DEVICE_LOST",
-    -5: "VK_ERROR_MEMORY_MAP_FAILED",
-    -6: "VK_ERROR_LAYER_NOT_PRESENT",
-    -7: "VK_ERROR_EXTENSION_NOT_PRESENT",
-    -8: "VK_ERROR_FEATURE_NOT_PRESENT",
-    -9: "VK_ERROR_INCOMPATIBLE_DRIVER",
-    -10: "VK_ERROR_TOO_MANY_OBJECTS",
-    -11: "VK_ERROR_FORMAT_NOT_SUPPORTED",
-    -12: "VK_ERROR_FRAGMENTED_POOL",
-    -13: "VK_ERROR_UNKNOWN",
+_FAILURES = """
+    OUT_OF_HOST_MEMORY OUT_OF_DEVICE_MEMORY INITIALIZATION_FAILED DEVICE_LOST MEMORY_MAP_FAILED LAYER_NOT_PRESENT
+    EXTENSION_NOT_PRESENT FEATURE_NOT_PRESENT INCOMPATIBLE_DRIVER TOO_MANY_OBJECTS FORMAT_NOT_SUPPORTED FRAGMENTED_POOL
+    UNKNOWN
+"""
+RESULTS = {-number: f"VK_ERROR_{name}" for number, name in enumerate(_FAILURES.split(), 1)} | {
     -1000011001: "VK_ERROR_VALIDATION_FAILED",
     -1000069000: "VK_ERROR_OUT_OF_POOL_MEMORY",
     -1000161000: "VK_ERROR_FRAGMENTATION",
     -1000012000: "VK_ERROR_INVALID_SHADER_NV",
 }
 TIMEOUT = 2
-NO_MEMORY = (
-    "VK_ERROR_OUT_OF_HOST_MEMORY",
-    "VK_ERROR_OUT_OF_DEVICE_MEMORY",
-    "VK_ERROR_TOO_MANY_OBJECTS",
-    "VK_ERROR_FRAGMENTATION",
-)
+_NO_MEMORY = "OUT_OF_HOST_MEMORY OUT_OF_DEVICE_MEMORY TOO_MANY_OBJECTS FRAGMENTATION"
+NO_MEMORY = tuple(f"VK_ERROR_{name}" for name in _NO_MEMORY.split())
 DEVICE_LOST = "VK_ERROR_DEVICE_LOST"
 
 DEVICE_TYPES = ("other", "integrated", "discrete", "virtual", "cpu")  # VkPhysicalDeviceType
@@ -83,7 +65,7 @@ def version_text(number: int) -> str:
     return f"{number >> 22 & 127}.{number >> 12 & 1023}.{number & 4095}"
 
 
-# ---- structures: "type name, type*count name, .."
+# ---- structures: "name: type field, type*count field, ..", or "name sType: .." of those with sType and pNext
 
 _TYPES: dict[str, Any] = {
     "u32": ctypes.c_uint32,  # also flags, enumerations and VkBool32
@@ -98,21 +80,6 @@ _TYPES: dict[str, Any] = {
 }
 
 
-def _fields(text: str) -> list[tuple[str, type]]:
-    fields = []
-    for item in text.split(","):
-        kind, name = item.split()
-        kind, _, count = kind.partition("*")
-        fields.append((name, _TYPES[kind] * int(count) if count else _TYPES[kind]))
-    return fields
-
-
-def _struct(name: str, text: str) -> Any:
-    fields = _fields(text)
-    _TYPES[name] = structure = type(name, (ctypes.Structure,), {"_fields_": fields})
-    return structure
-
-
 class Chained(ctypes.Structure):
     """A structure that begins with sType and pNext."""
 
@@ -123,10 +90,97 @@ class Chained(ctypes.Structure):
         self.next = next  # Python's own attribute: the structure lives as long as this one
 
 
-def _chained(name: str, stype: int, text: str) -> Any:
-    fields = [("sType", ctypes.c_uint32), ("pNext", ctypes.c_void_p), *_fields(text)]
-    _TYPES[name] = structure = type(name, (Chained,), {"_fields_": fields, "stype": stype})
-    return structure
+# Of the features of VkPhysicalDeviceFeatures2 (CoreFeatures) only two matter here.
+_STRUCTURES = """
+Limits: u32*8 _0, u32 maxPushConstantsSize, u32 maxMemoryAllocationCount, u32 _1, u64*2 _2, u32*38 _3, u32
+  maxComputeSharedMemorySize, u32*3 maxComputeWorkGroupCount, u32 maxComputeWorkGroupInvocations, u32*3
+  maxComputeWorkGroupSize, u32*13 _4, size _5, u64*3 _6, u32*22 _7, f32 timestampPeriod, u32*12 _8, u64*2 _9, u64
+  nonCoherentAtomSize
+Properties: u32 apiVersion, u32 driverVersion, u32 vendorID, u32 deviceID, u32 deviceType, char*256 deviceName, u8*16
+  pipelineCacheUUID, Limits limits, u32*5 sparse
+MemoryType: u32 propertyFlags, u32 heapIndex
+MemoryHeap: u64 size, u32 flags
+MemoryProperties: u32 memoryTypeCount, MemoryType*32 memoryTypes, u32 memoryHeapCount, MemoryHeap*16 memoryHeaps
+QueueFamily: u32 queueFlags, u32 queueCount, u32 timestampValidBits, u32*3 granularity
+Extension: char*256 extensionName, u32 specVersion
+MemoryRequirements: u64 size, u64 alignment, u32 memoryTypeBits
+PushConstantRange: u32 stageFlags, u32 offset, u32 size
+BufferCopy: u64 srcOffset, u64 dstOffset, u64 size
+Properties2 1000059001: Properties properties
+MemoryProperties2 1000059006: MemoryProperties memoryProperties
+MemoryBudget 1000237000: u64*16 heapBudget, u64*16 heapUsage
+SubgroupProperties 1000094000: u32 subgroupSize, u32 supportedStages, u32 supportedOperations, u32 quad
+Maintenance3Properties 1000168000: u32 maxPerSetDescriptors, u64 maxMemoryAllocationSize
+Maintenance4Properties 1000413001: u64 maxBufferSize
+DriverProperties 1000196000: u32 driverID, char*256 driverName, char*256 driverInfo, u8*4 conformance
+PciProperties 1000212000: u32 pciDomain, u32 pciBus, u32 pciDevice, u32 pciFunction
+SubgroupSizeProperties 1000225000: u32 minSubgroupSize, u32 maxSubgroupSize, u32 maxComputeWorkgroupSubgroups, u32
+  requiredSubgroupSizeStages
+DotProperties 1000280001: u32*4 _0, u32 integerDotProduct4x8BitPackedSignedAccelerated, u32*25 _1
+MatrixProperties 1000506001: u32 MSize, u32 NSize, u32 KSize, u32 AType, u32 BType, u32 CType, u32 ResultType, u32
+  saturatingAccumulation, u32 scope
+CoreFeatures 1000059000: u32*40 _0, u32 shaderInt64, u32 shaderInt16, u32*13 _1
+Storage16Features 1000083000: u32 storageBuffer16BitAccess, u32*3 _0
+Storage8Features 1000177000: u32 storageBuffer8BitAccess, u32*2 _0
+SmallFeatures 1000082000: u32 shaderFloat16, u32 shaderInt8
+AddressFeatures 1000257000: u32 bufferDeviceAddress, u32*2 _0
+MemoryModelFeatures 1000211000: u32 vulkanMemoryModel, u32 vulkanMemoryModelDeviceScope, u32 _0
+DotFeatures 1000280000: u32 shaderIntegerDotProduct
+SubgroupSizeFeatures 1000225002: u32 subgroupSizeControl, u32 computeFullSubgroups
+MatrixFeatures 1000506000: u32 cooperativeMatrix, u32 _0
+UniformFlowFeatures 1000323000: u32 shaderSubgroupUniformControlFlow
+ReconvergenceFeatures 1000434000: u32 shaderMaximalReconvergence
+ApplicationInfo 0: str name, u32 version, str engine, u32 engineVersion, u32 apiVersion
+InstanceInfo 1: u32 flags, ptr application, u32 layerCount, ptr layers, u32 extensionCount, ptr extensions
+QueueInfo 2: u32 flags, u32 family, u32 count, ptr priorities
+DeviceInfo 3: u32 flags, u32 queueCount, ptr queues, u32 layerCount, ptr layers, u32 extensionCount, ptr extensions, ptr
+  features
+SubmitInfo 4: u32 waitCount, ptr waits, ptr waitStages, u32 commandCount, ptr commands, u32 signalCount, ptr signals
+AllocateInfo 5: u64 allocationSize, u32 memoryTypeIndex
+MappedRange 6: u64 memory, u64 offset, u64 size
+FenceInfo 8: u32 flags
+QueryPoolInfo 11: u32 flags, u32 queryType, u32 queryCount, u32 statistics
+BufferInfo 12: u32 flags, u64 size, u32 usage, u32 sharing, u32 familyCount, ptr families
+ShaderInfo 16: u32 flags, size codeSize, ptr code
+CacheInfo 17: u32 flags, size initialSize, ptr initialData
+StageInfo 18: u32 flags, u32 stage, u64 module, str name, ptr specialization
+ComputePipelineInfo 29: u32 flags, StageInfo stage, u64 layout, u64 base, i32 baseIndex
+LayoutInfo 30: u32 flags, u32 setCount, ptr sets, u32 rangeCount, ptr ranges
+CommandPoolInfo 39: u32 flags, u32 family
+CommandBufferInfo 40: u64 pool, u32 level, u32 count
+BeginInfo 42: u32 flags, ptr inheritance
+MemoryBarrier 46: u32 source, u32 destination
+AllocateFlagsInfo 1000060000: u32 flags, u32 deviceMask
+AddressInfo 1000244001: u64 buffer
+RequiredSubgroupSize 1000225001: u32 size
+"""
+
+
+def _entries(text: str) -> Iterator[tuple[str, str]]:
+    """What is before and after the colons of a table; the further lines of an entry are indented."""
+    for entry in text.strip().replace("\n  ", " ").split("\n"):
+        head, _, rest = entry.partition(": ")
+        yield head, rest
+
+
+def _define(head: str, items: str) -> None:
+    """Makes an entry of the table above an attribute of this module."""
+    name, _, stype = head.partition(" ")
+    fields = [("sType", ctypes.c_uint32), ("pNext", ctypes.c_void_p)] if stype else []
+    for item in items.split(","):
+        kind, field = item.split()
+        kind, _, count = kind.partition("*")
+        fields.append((field, _TYPES[kind] * int(count) if count else _TYPES[kind]))
+    attributes = {"_fields_": fields, "stype": int(stype)} if stype else {"_fields_": fields}
+    _TYPES[name] = globals()[name] = type(name, (Chained if stype else ctypes.Structure,), attributes)
+
+
+for _entry in _entries(_STRUCTURES):
+    _define(*_entry)
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
 
 
 def names_of(structure: Any) -> list[str]:
@@ -134,172 +188,54 @@ def names_of(structure: Any) -> list[str]:
     return [name for name, *_ in structure._fields_[2:]]
 
 
-Limits = _struct(
-    "Limits",
-    "u32*8 _0, u32 maxPushConstantsSize, u32 maxMemoryAllocationCount, u32 _1, u64*2 _2, u32*38 _3, u32 "
-    "maxComputeSharedMemorySize, "
-    "u32*3 maxComputeWorkGroupCount, u32 maxComputeWorkGroupInvocations, u32*3 maxComputeWorkGroupSize, u32*13 _4, "
-    "size _5, u64*3 _6, "
-    "u32*22 _7, f32 timestampPeriod, u32*12 _8, u64*2 _9, u64 nonCoherentAtomSize",
-)
-Properties = _struct(
-    "Properties",
-    "u32 apiVersion, u32 driverVersion, u32 vendorID, u32 deviceID, u32 deviceType, char*256 deviceName, u8*16 "
-    "pipelineCacheUUID, "
-    "Limits limits, u32*5 sparse",
-)
-MemoryType = _struct("MemoryType", "u32 propertyFlags, u32 heapIndex")
-MemoryHeap = _struct("MemoryHeap", "u64 size, u32 flags")
-MemoryProperties = _struct(
-    "MemoryProperties", "u32 memoryTypeCount, MemoryType*32 memoryTypes, u32 memoryHeapCount, MemoryHeap*16 memoryHeaps"
-)
-QueueFamily = _struct("QueueFamily", "u32 queueFlags, u32 queueCount, u32 timestampValidBits, u32*3 granularity")
-Extension = _struct("Extension", "char*256 extensionName, u32 specVersion")
-MemoryRequirements = _struct("MemoryRequirements", "u64 size, u64 alignment, u32 memoryTypeBits")
-PushConstantRange = _struct("PushConstantRange", "u32 stageFlags, u32 offset, u32 size")
-BufferCopy = _struct("BufferCopy", "u64 srcOffset, u64 dstOffset, u64 size")
+# ---- functions by their arguments; * before a result that is not a VkResult
 
-Properties2 = _chained("Properties2", 1000059001, "Properties properties")
-MemoryProperties2 = _chained("MemoryProperties2", 1000059006, "MemoryProperties memoryProperties")
-MemoryBudget = _chained("MemoryBudget", 1000237000, "u64*16 heapBudget, u64*16 heapUsage")
-SubgroupProperties = _chained(
-    "SubgroupProperties", 1000094000, "u32 subgroupSize, u32 supportedStages, u32 supportedOperations, u32 quad"
-)
-Maintenance3Properties = _chained(
-    "Maintenance3Properties", 1000168000, "u32 maxPerSetDescriptors, u64 maxMemoryAllocationSize"
-)
-Maintenance4Properties = _chained("Maintenance4Properties", 1000413001, "u64 maxBufferSize")
-DriverProperties = _chained(
-    "DriverProperties", 1000196000, "u32 driverID, char*256 driverName, char*256 driverInfo, u8*4 conformance"
-)
-PciProperties = _chained("PciProperties", 1000212000, "u32 pciDomain, u32 pciBus, u32 pciDevice, u32 pciFunction")
-SubgroupSizeProperties = _chained(
-    "SubgroupSizeProperties",
-    1000225000,
-    "u32 minSubgroupSize, u32 maxSubgroupSize, u32 maxComputeWorkgroupSubgroups, u32 requiredSubgroupSizeStages",
-)
-DotProperties = _chained(
-    "DotProperties", 1000280001, "u32*4 _0, u32 integerDotProduct4x8BitPackedSignedAccelerated, u32*25 _1"
-)
-MatrixProperties = _chained(
-    "MatrixProperties",
-    1000506001,
-    "u32 MSize, u32 NSize, u32 KSize, u32 AType, u32 BType, u32 CType, u32 ResultType, u32 saturatingAccumulation, "
-    "u32 scope",
-)
 
-# VkPhysicalDeviceFeatures2; of its 55 features only these two matter here.
-CoreFeatures = _chained("CoreFeatures", 1000059000, "u32*40 _0, u32 shaderInt64, u32 shaderInt16, u32*13 _1")
-Storage16Features = _chained("Storage16Features", 1000083000, "u32 storageBuffer16BitAccess, u32*3 _0")
-Storage8Features = _chained("Storage8Features", 1000177000, "u32 storageBuffer8BitAccess, u32*2 _0")
-SmallFeatures = _chained("SmallFeatures", 1000082000, "u32 shaderFloat16, u32 shaderInt8")
-AddressFeatures = _chained("AddressFeatures", 1000257000, "u32 bufferDeviceAddress, u32*2 _0")
-MemoryModelFeatures = _chained(
-    "MemoryModelFeatures", 1000211000, "u32 vulkanMemoryModel, u32 vulkanMemoryModelDeviceScope, u32 _0"
-)
-DotFeatures = _chained("DotFeatures", 1000280000, "u32 shaderIntegerDotProduct")
-SubgroupSizeFeatures = _chained("SubgroupSizeFeatures", 1000225002, "u32 subgroupSizeControl, u32 computeFullSubgroups")
-MatrixFeatures = _chained("MatrixFeatures", 1000506000, "u32 cooperativeMatrix, u32 _0")
-UniformFlowFeatures = _chained("UniformFlowFeatures", 1000323000, "u32 shaderSubgroupUniformControlFlow")
-ReconvergenceFeatures = _chained("ReconvergenceFeatures", 1000434000, "u32 shaderMaximalReconvergence")
+def _functions(text: str) -> dict[str, str]:
+    return {name: arguments for arguments, names in _entries(text) for name in names.split()}
 
-ApplicationInfo = _chained("ApplicationInfo", 0, "str name, u32 version, str engine, u32 engineVersion, u32 apiVersion")
-InstanceInfo = _chained(
-    "InstanceInfo", 1, "u32 flags, ptr application, u32 layerCount, ptr layers, u32 extensionCount, ptr extensions"
-)
-QueueInfo = _chained("QueueInfo", 2, "u32 flags, u32 family, u32 count, ptr priorities")
-DeviceInfo = _chained(
-    "DeviceInfo",
-    3,
-    "u32 flags, u32 queueCount, ptr queues, u32 layerCount, ptr layers, u32 extensionCount, ptr extensions, ptr "
-    "features",
-)
-SubmitInfo = _chained(
-    "SubmitInfo",
-    4,
-    "u32 waitCount, ptr waits, ptr waitStages, u32 commandCount, ptr commands, u32 signalCount, ptr signals",
-)
-AllocateInfo = _chained("AllocateInfo", 5, "u64 allocationSize, u32 memoryTypeIndex")
-MappedRange = _chained("MappedRange", 6, "u64 memory, u64 offset, u64 size")
-FenceInfo = _chained("FenceInfo", 8, "u32 flags")
-QueryPoolInfo = _chained("QueryPoolInfo", 11, "u32 flags, u32 queryType, u32 queryCount, u32 statistics")
-BufferInfo = _chained("BufferInfo", 12, "u32 flags, u64 size, u32 usage, u32 sharing, u32 familyCount, ptr families")
-ShaderInfo = _chained("ShaderInfo", 16, "u32 flags, size codeSize, ptr code")
-CacheInfo = _chained("CacheInfo", 17, "u32 flags, size initialSize, ptr initialData")
-StageInfo = _chained("StageInfo", 18, "u32 flags, u32 stage, u64 module, str name, ptr specialization")
-ComputePipelineInfo = _chained(
-    "ComputePipelineInfo", 29, "u32 flags, StageInfo stage, u64 layout, u64 base, i32 baseIndex"
-)
-LayoutInfo = _chained("LayoutInfo", 30, "u32 flags, u32 setCount, ptr sets, u32 rangeCount, ptr ranges")
-CommandPoolInfo = _chained("CommandPoolInfo", 39, "u32 flags, u32 family")
-CommandBufferInfo = _chained("CommandBufferInfo", 40, "u64 pool, u32 level, u32 count")
-BeginInfo = _chained("BeginInfo", 42, "u32 flags, ptr inheritance")
-MemoryBarrier = _chained("MemoryBarrier", 46, "u32 source, u32 destination")
-AllocateFlagsInfo = _chained("AllocateFlagsInfo", 1000060000, "u32 flags, u32 deviceMask")
-AddressInfo = _chained("AddressInfo", 1000244001, "u64 buffer")
-RequiredSubgroupSize = _chained("RequiredSubgroupSize", 1000225001, "u32 size")
-
-# ---- functions: their arguments; * before a result that is not a VkResult
 
 GLOBAL = {"vkCreateInstance": "ptr ptr ptr"}
-INSTANCE = {
-    "vkDestroyInstance": "*void ptr ptr",
-    "vkEnumeratePhysicalDevices": "ptr ptr ptr",
-    "vkGetPhysicalDeviceProperties2": "*void ptr ptr",
-    "vkGetPhysicalDeviceFeatures2": "*void ptr ptr",
-    "vkGetPhysicalDeviceMemoryProperties2": "*void ptr ptr",
-    "vkGetPhysicalDeviceQueueFamilyProperties": "*void ptr ptr ptr",
-    "vkEnumerateDeviceExtensionProperties": "ptr str ptr ptr",
-    "vkCreateDevice": "ptr ptr ptr ptr",
-    "vkGetDeviceProcAddr": "*ptr ptr str",
-}
 MATRICES = {"vkGetPhysicalDeviceCooperativeMatrixPropertiesKHR": "ptr ptr ptr"}
-DEVICE = {
-    "vkDestroyDevice": "*void ptr ptr",
-    "vkGetDeviceQueue": "*void ptr u32 u32 ptr",
-    "vkDeviceWaitIdle": "ptr",
-    "vkQueueSubmit": "ptr u32 ptr u64",
-    "vkCreateFence": "ptr ptr ptr ptr",
-    "vkDestroyFence": "*void ptr u64 ptr",
-    "vkResetFences": "ptr u32 ptr",
-    "vkWaitForFences": "ptr u32 ptr u32 u64",
-    "vkCreateBuffer": "ptr ptr ptr ptr",
-    "vkDestroyBuffer": "*void ptr u64 ptr",
-    "vkGetBufferMemoryRequirements": "*void ptr u64 ptr",
-    "vkGetBufferDeviceAddress": "*u64 ptr ptr",
-    "vkAllocateMemory": "ptr ptr ptr ptr",
-    "vkFreeMemory": "*void ptr u64 ptr",
-    "vkBindBufferMemory": "ptr u64 u64 u64",
-    "vkMapMemory": "ptr u64 u64 u64 u32 ptr",
-    "vkInvalidateMappedMemoryRanges": "ptr u32 ptr",
-    "vkCreateShaderModule": "ptr ptr ptr ptr",
-    "vkDestroyShaderModule": "*void ptr u64 ptr",
-    "vkCreatePipelineLayout": "ptr ptr ptr ptr",
-    "vkDestroyPipelineLayout": "*void ptr u64 ptr",
-    "vkCreatePipelineCache": "ptr ptr ptr ptr",
-    "vkDestroyPipelineCache": "*void ptr u64 ptr",
-    "vkGetPipelineCacheData": "ptr u64 ptr ptr",
-    "vkCreateComputePipelines": "ptr u64 u32 ptr ptr ptr",
-    "vkDestroyPipeline": "*void ptr u64 ptr",
-    "vkCreateCommandPool": "ptr ptr ptr ptr",
-    "vkDestroyCommandPool": "*void ptr u64 ptr",
-    "vkAllocateCommandBuffers": "ptr ptr ptr",
-    "vkFreeCommandBuffers": "*void ptr u64 u32 ptr",
-    "vkBeginCommandBuffer": "ptr ptr",
-    "vkEndCommandBuffer": "ptr",
-    "vkCmdBindPipeline": "*void ptr u32 u64",
-    "vkCmdPushConstants": "*void ptr u64 u32 u32 u32 ptr",
-    "vkCmdDispatch": "*void ptr u32 u32 u32",
-    "vkCmdDispatchBase": "*void ptr u32 u32 u32 u32 u32 u32",
-    "vkCmdPipelineBarrier": "*void ptr u32 u32 u32 u32 ptr u32 ptr u32 ptr",
-    "vkCmdCopyBuffer": "*void ptr u64 u64 u32 ptr",
-    "vkCmdFillBuffer": "*void ptr u64 u64 u64 u32",
-    "vkCreateQueryPool": "ptr ptr ptr ptr",
-    "vkDestroyQueryPool": "*void ptr u64 ptr",
-    "vkCmdResetQueryPool": "*void ptr u64 u32 u32",
-    "vkCmdWriteTimestamp": "*void ptr u32 u64 u32",
-    "vkGetQueryPoolResults": "ptr u64 u32 u32 size ptr u64 u32",
-}
+INSTANCE = _functions("""
+*void ptr ptr: vkDestroyInstance vkGetPhysicalDeviceProperties2 vkGetPhysicalDeviceFeatures2
+  vkGetPhysicalDeviceMemoryProperties2
+ptr ptr ptr: vkEnumeratePhysicalDevices
+*void ptr ptr ptr: vkGetPhysicalDeviceQueueFamilyProperties
+ptr str ptr ptr: vkEnumerateDeviceExtensionProperties
+ptr ptr ptr ptr: vkCreateDevice
+*ptr ptr str: vkGetDeviceProcAddr
+""")
+DEVICE = _functions("""
+*void ptr ptr: vkDestroyDevice
+*void ptr u32 u32 ptr: vkGetDeviceQueue
+ptr: vkDeviceWaitIdle vkEndCommandBuffer
+ptr u32 ptr u64: vkQueueSubmit
+ptr ptr ptr ptr: vkCreateFence vkCreateBuffer vkAllocateMemory vkCreateShaderModule vkCreatePipelineLayout
+  vkCreatePipelineCache vkCreateCommandPool vkCreateQueryPool
+*void ptr u64 ptr: vkDestroyFence vkDestroyBuffer vkGetBufferMemoryRequirements vkFreeMemory vkDestroyShaderModule
+  vkDestroyPipelineLayout vkDestroyPipelineCache vkDestroyPipeline vkDestroyCommandPool vkDestroyQueryPool
+ptr u32 ptr: vkResetFences vkInvalidateMappedMemoryRanges
+ptr u32 ptr u32 u64: vkWaitForFences
+*u64 ptr ptr: vkGetBufferDeviceAddress
+ptr u64 u64 u64: vkBindBufferMemory
+ptr u64 u64 u64 u32 ptr: vkMapMemory
+ptr u64 ptr ptr: vkGetPipelineCacheData
+ptr u64 u32 ptr ptr ptr: vkCreateComputePipelines
+ptr ptr ptr: vkAllocateCommandBuffers
+*void ptr u64 u32 ptr: vkFreeCommandBuffers
+ptr ptr: vkBeginCommandBuffer
+*void ptr u32 u64: vkCmdBindPipeline
+*void ptr u64 u32 u32 u32 ptr: vkCmdPushConstants
+*void ptr u32 u32 u32: vkCmdDispatch
+*void ptr u32 u32 u32 u32 u32 u32: vkCmdDispatchBase
+*void ptr u32 u32 u32 u32 ptr u32 ptr u32 ptr: vkCmdPipelineBarrier
+*void ptr u64 u64 u32 ptr: vkCmdCopyBuffer
+*void ptr u64 u64 u64 u32: vkCmdFillBuffer
+*void ptr u64 u32 u32: vkCmdResetQueryPool
+*void ptr u32 u64 u32: vkCmdWriteTimestamp
+ptr u64 u32 u32 size ptr u64 u32: vkGetQueryPoolResults
+""")
 
 
 class VulkanError(RuntimeError):
@@ -320,21 +256,19 @@ def _checked(name: str):
 
 
 class Calls:
-    """Functions as attributes. `lookup(name)` returns the address of one; VulkanError for a missing
-    function."""
+    """Functions as attributes. `lookup(name)` returns the address of one; VulkanError for a missing one."""
 
-    def __init__(self, lookup, *tables: dict[str, str]):
-        for table in tables:
-            for name, text in table.items():
-                first, _, rest = text.partition(" ") if text[0] == "*" else ("*i32", "", text)
-                result = None if first == "*void" else _TYPES[first[1:]]
-                address = lookup(name.encode())
-                if not address:
-                    raise VulkanError(name, "VK_ERROR_INCOMPATIBLE_DRIVER")
-                function = ctypes.CFUNCTYPE(result, *(_TYPES[kind] for kind in rest.split()))(address)
-                if result is ctypes.c_int32:
-                    function.errcheck = _checked(name)
-                setattr(self, name, function)
+    def __init__(self, lookup, table: dict[str, str]):
+        for name, text in table.items():
+            first, _, rest = text.partition(" ") if text[0] == "*" else ("*i32", "", text)
+            result = None if first == "*void" else _TYPES[first[1:]]
+            address = lookup(name.encode())
+            if not address:
+                raise VulkanError(name, "VK_ERROR_INCOMPATIBLE_DRIVER")
+            function = ctypes.CFUNCTYPE(result, *(_TYPES[kind] for kind in rest.split()))(address)
+            if result is ctypes.c_int32:
+                function.errcheck = _checked(name)
+            setattr(self, name, function)
 
     if TYPE_CHECKING:
 
@@ -345,11 +279,8 @@ def listed(call, kind: Any, *arguments) -> list:
     """The items of an enumerating function, which is called for their number first."""
     count = ctypes.c_uint32()
     call(*arguments, ctypes.byref(count), None)
-    items = (
-        (kind * count.value)(*(kind() for _ in range(count.value)))
-        if issubclass(kind, Chained)
-        else (kind * count.value)()
-    )
+    whole = kind * count.value
+    items = whole(*(kind() for _ in range(count.value))) if issubclass(kind, Chained) else whole()
     call(*arguments, ctypes.byref(count), items)
     return list(items)[: count.value]
 

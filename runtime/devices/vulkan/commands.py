@@ -5,6 +5,7 @@ Hazards are detected by address ranges; `CommandRecorder` keeps those accessed s
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlc_amd.runtime.devices.vulkan import api
@@ -13,16 +14,26 @@ from mlc_amd.runtime.devices.vulkan.context import Context
 
 @dataclass(frozen=True)
 class VulkanLaunch:
-    """One dispatch. push: its push constants; spans: (first byte, end, whether the kernel writes there) of its
-    arguments; symbol: of its kernel's module; base: the first workgroup, which pipelines for parts of a grid allow."""
+    """One dispatch."""
 
     kernel: str
     pipeline: int
     grid: tuple[int, ...]
-    push: ctypes.Array
-    spans: tuple[tuple[int, int, bool], ...]
-    symbol: str = ""
-    base: tuple[int, ...] | None = None
+    push: ctypes.Array  # its push constants
+    spans: tuple[tuple[int, int, bool], ...]  # (first byte, end, whether the kernel writes there) of its arguments
+    symbol: str = ""  # of its kernel's module
+    base: tuple[int, ...] | None = None  # the first workgroup, which pipelines for parts of a grid allow
+
+
+def prepare(
+    kernel: str, pipeline: int, step: dict, spans: Sequence[tuple[int, int]], table: int | None = None
+) -> VulkanLaunch:
+    """The launch of a step, as the manifest describes it. spans: (first byte, end) of its arguments; table: where their
+    addresses are, if they do not fit the push constants."""
+    begins = [begin for begin, _ in spans] if table is None else [table]
+    touched = tuple((begin, end, place in step["writes"]) for place, (begin, end) in enumerate(spans))
+    push = (ctypes.c_uint64 * len(begins))(*begins)
+    return VulkanLaunch(kernel, pipeline, tuple(step["grid"]), push, touched, step["symbol"])
 
 
 class Hazards:
@@ -47,11 +58,8 @@ class Hazards:
 
 
 class CommandRecorder:
-    """Records into one command buffer.
-
-    queries: (a pool of timestamps, the first one, their number); two are written for each launch: at the end of those
-    before it, and at its own.
-    """
+    """Records into one command buffer. queries: (a pool of timestamps, the first one, their number); two are written
+    for each launch: at the end of those before it, and at its own."""
 
     WORK = api.COMPUTE | api.TRANSFER
     READS = api.SHADER_READ | api.TRANSFER_READ
@@ -106,7 +114,8 @@ class CommandRecorder:
         region = api.BufferCopy(source_at, target_at, nbytes)
         self.context.calls.vkCmdCopyBuffer(self.commands, source.buffer, target.buffer, 1, ctypes.byref(region))
 
-    def end(self) -> None:
-        """Ends recording; makes copies visible to the host."""
+    def end(self) -> ctypes.Structure:
+        """Ends recording; makes copies visible to the host. Returns the submission of what is recorded."""
         self.context.barrier(self.commands, (self.WORK, api.HOST), (self.WRITES, api.HOST_READ))
         self.context.calls.vkEndCommandBuffer(self.commands)
+        return self.context.submission(self.commands)

@@ -1,8 +1,5 @@
-"""A logical device: one queue, its fences and its command buffers.
-
-In: an Instance and one of its Gpus. Out: `Context`, used by memory.py, pipelines.py and commands.py. All objects
-are registered with `held` and destroyed in reverse order when that closes.
-"""
+"""A logical device: one queue, its fences and its command buffers, on one of an Instance's GPUs. All objects are
+registered with `held` and destroyed in reverse order when that closes."""
 
 import ctypes
 import time
@@ -11,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from mlc_amd.runtime.devices.vulkan import api
-from mlc_amd.runtime.devices.vulkan.gpu import BUDGET, FEATURES, Instance, VulkanGpu
+from mlc_amd.runtime.devices.vulkan.gpu import BUDGET, FEATURES, Instance, VulkanGpu, offered
 from mlc_amd.runtime.devices.vulkan.reconvergence import MODES
 from mlc_amd.runtime.errors import UserError
 
@@ -31,10 +28,8 @@ POLL, POLL_UNIFIED = 0.01, 0.0
 
 class Context:
     """calls: Vulkan's functions of this device; device, queue, pool: handles; gpu: its description; family: the index
-    of the queue's family; clock_bits: valid bits of its timestamps, 0 without any.
-
-    `calls` and handles are for the thread that made it, except where Vulkan allows several.
-    """
+    of the queue's family; clock_bits: valid bits of its timestamps, 0 without any. `calls` and handles are for the
+    thread that made it, except where Vulkan allows several."""
 
     def __init__(self, instance: Instance, gpu: VulkanGpu, held: ExitStack):
         self.instance, self.gpu, self.held = instance, gpu, held
@@ -45,10 +40,8 @@ class Context:
         self._open()
         self.queue = api.create(self.calls.vkGetDeviceQueue, self.device, self.family, 0, kind=ctypes.c_void_p)
         # RESET_COMMAND_BUFFER: those for uploads are recorded again and again
-        self.pool = self.own(
-            "vkDestroyCommandPool",
-            self.create("vkCreateCommandPool", api.CommandPoolInfo(flags=2, family=self.family)),
-        )
+        pool = self.create("vkCreateCommandPool", api.CommandPoolInfo(flags=2, family=self.family))
+        self.pool = self.own("vkDestroyCommandPool", pool)
         fences = [self.own("vkDestroyFence", self.create("vkCreateFence", api.FenceInfo())) for _ in range(AHEAD)]
         self._free = [(ctypes.c_uint64 * 1)(fence) for fence in fences]
         self._running: deque[ctypes.Array] = deque()  # fences of pending submissions, the oldest first
@@ -56,14 +49,13 @@ class Context:
 
     def _open(self) -> None:
         gpu = self.gpu
-        structures = [kind for kind, (since, name) in FEATURES.items() if gpu.has(since, name)]
-        features = self.instance.features(self.physical, structures)
+        features = self.instance.features(self.physical, offered(FEATURES, gpu.api, gpu.extensions))
         for part in features:
             for name, kind, *_ in type(part)._fields_[2:]:
                 if name not in ENABLED:
                     setattr(part, name, 0 if kind is ctypes.c_uint32 else kind())
-        extensions = [name for since, name in FEATURES.values() if name in gpu.extensions and not gpu.has(since, "")]
-        names = api.strings(extensions + [BUDGET] * self.budget)
+        further = [name for since, name in FEATURES.values() if since is None or gpu.api < since]
+        names = api.strings([name for name in (*further, BUDGET) if name in gpu.extensions])
         priority = (ctypes.c_float * 1)(1.0)
         queue = api.QueueInfo(family=self.family, count=1, priorities=ctypes.addressof(priority))
         info = api.DeviceInfo(
@@ -122,8 +114,7 @@ class Context:
         self.enqueue(*submissions)
 
     def enqueue(self, *submissions: ctypes.Structure) -> None:
-        """The same after what runs: `wait` is still to be called for that, and then for these. At most AHEAD of these
-        calls may be pending."""
+        """The same after what runs, for which `wait` is to be called first. At most AHEAD calls may be pending."""
         self._running.append(self._free.pop())
         self._start(submissions, self._running[-1])
         self._unfenced = False
@@ -162,19 +153,23 @@ class Context:
                 timeout = SLICE
         self._release()
 
+    def run(self, submission: ctypes.Structure) -> None:
+        """Submits it and waits."""
+        self.submit(submission)
+        self.wait()
+
     def once(self, record) -> None:
         """Records commands with `record(command buffer)`, runs them and waits."""
         commands = self.command_buffer()
-        handles = (ctypes.c_void_p * 1)(commands)
+        submission = self.submission(commands)
         try:
             self.calls.vkBeginCommandBuffer(commands, ctypes.byref(api.BeginInfo(flags=1)))  # ONE_TIME_SUBMIT
             record(commands)
             self.calls.vkEndCommandBuffer(commands)
-            self.submit(self.submission(commands))
-            self.wait()
+            self.run(submission)
         finally:
             if not self.busy:
-                self.calls.vkFreeCommandBuffers(self.device, self.pool, 1, handles)
+                self.release(submission)
 
     def barrier(self, commands: int, stages: tuple[int, int], access: tuple[int, int]) -> None:
         """Memory barrier in a command buffer: later work at stages[1] waits for and sees that of stages[0]."""

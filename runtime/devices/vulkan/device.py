@@ -1,12 +1,9 @@
-"""The vulkan device: runs the SPIR-V kernels of an artifact on a GPU with a Vulkan driver.
-
-In: an artifact with what dist/README.md describes for target vulkan. Out: the protocol of runtime/devices/__init__.py.
+"""The vulkan device: runs the SPIR-V kernels of an artifact (dist/README.md) on a GPU with a Vulkan driver.
 
 Each function of the plan is recorded at load and submitted for every run (replays.py). GPUs that work in the host's
 memory get the weights there, once; others may leave experts there (n_cpu_moe).
 """
 
-import ctypes
 import logging
 import weakref
 from collections.abc import Iterator
@@ -17,6 +14,7 @@ import numpy as np
 
 from mlc_amd.runtime.artifact.io_buffers import launches_before_late
 from mlc_amd.runtime.artifact.memory import gib, host_shortage, of_manifest, on_host, shortage
+from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.choice import selection
@@ -24,10 +22,10 @@ from mlc_amd.runtime.devices.pieces import Pacer
 from mlc_amd.runtime.devices.placement import Range, cut, parts
 from mlc_amd.runtime.devices.run_queue import QueuedDevice, RunQueue
 from mlc_amd.runtime.devices.vulkan import api, fragments, timing
-from mlc_amd.runtime.devices.vulkan.commands import VulkanLaunch
+from mlc_amd.runtime.devices.vulkan.commands import VulkanLaunch, prepare
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
-from mlc_amd.runtime.devices.vulkan.io import Io, byte_count
+from mlc_amd.runtime.devices.vulkan.io import Io
 from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, MemoryBlock, OutOfMemory, VulkanMemory, places
 from mlc_amd.runtime.devices.vulkan.pipelines import BasedPipelines, Pipelines, cache_file
 from mlc_amd.runtime.devices.vulkan.replays import Replays
@@ -136,9 +134,8 @@ class VulkanDevice(QueuedDevice):
             for name, (at, nbytes) in weights.places.items()
             for one, first, _ in parts(self._ranges, at, nbytes)
         }
-        self._arena, self._scratch = (
-            memory.block(max(nbytes, ALIGN), "device") for nbytes in (manifest["arena_bytes"], scratch)
-        )
+        self._arena = memory.block(max(manifest["arena_bytes"], ALIGN), "device")
+        self._scratch = memory.block(max(scratch, ALIGN), "device")
         self.io = Io(self.context, memory, manifest["io"])
         self.kv_types = kv_types(manifest, self._kv_size.pages(manifest, memory.left(), memory.limit))
         self._kv_bytes = {name: byte_count(dtype, shape) for name, (shape, dtype) in self.kv_types.items()}
@@ -148,10 +145,8 @@ class VulkanDevice(QueuedDevice):
 
     def _scratch_bytes(self, function: dict) -> int:
         """RING times the largest scratch memory of the kernels of a function."""
-        needs = (
-            places(dict(enumerate(self._kernels[call["kernel"]]["scratch"])), api.FOREVER)[1][0]
-            for call in function["launches"]
-        )
+        sizes = [self._kernels[call["kernel"]]["scratch"] for call in function["launches"]]
+        needs = (places(dict(enumerate(buffers)), api.FOREVER)[1][0] for buffers in sizes)
         return RING * max(needs, default=0)
 
     def _upload(self) -> None:
@@ -196,21 +191,14 @@ class VulkanDevice(QueuedDevice):
                 f"{self.gpu.name} cannot launch {grid} workgroups, as {kernel} needs; compile the model for another "
                 "--arch"
             )
-        push = (ctypes.c_uint64 * (1 if step["table"] else len(spans)))(
-            *([0] if step["table"] else [begin for begin, _ in spans])
-        )
-        writes = set(step["writes"])
-        touched = tuple((begin, end, place in writes) for place, (begin, end) in enumerate(spans))
-        symbol = step["symbol"]
-        return VulkanLaunch(kernel, self._pipelines[symbol], tuple(step["grid"]), push, touched, symbol)
+        return prepare(kernel, self._pipelines[step["symbol"]], step, spans, 0 if step["table"] else None)
 
     def _write_tables(self, tables: list[tuple[VulkanLaunch, list[int]]]) -> None:
         """Addresses that do not fit the push constants, in one block."""
         if not tables:
             return
-        found, (block,) = self.memory.spread(
-            {i: 8 * len(addresses) for i, (_, addresses) in enumerate(tables)}, "device"
-        )
+        sizes = {i: 8 * len(addresses) for i, (_, addresses) in enumerate(tables)}
+        found, (block,) = self.memory.spread(sizes, "device")
         content = np.zeros(block.nbytes, np.uint8)
         for i, (launch, addresses) in enumerate(tables):
             offset = found[i][1]

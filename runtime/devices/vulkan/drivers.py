@@ -1,8 +1,5 @@
 """The Vulkan drivers that are installed, and why one of them does not start; Vulkan's loader ignores it silently.
 
-`manifests()` -> the files that name drivers. `failure(manifest)` -> why that driver does not start, None if it does;
-`failures()` -> those of all.
-
 A driver is a library that a manifest names (Vulkan-Loader's docs/LoaderDriverInterface.md). Its functions are called
 directly here, without the loader, so that the call that fails is known.
 """
@@ -26,14 +23,12 @@ _CALLS = ("vkEnumeratePhysicalDevices", "vkDestroyInstance")
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a driver does not start. manifest: its file; library: named there, "" if unreadable; reason: as text;
-    missing:
-    the shared library that was not found, "" for other reasons."""
+    """Why a driver does not start."""
 
     manifest: str
-    library: str
+    library: str  # named there, "" if unreadable
     reason: str
-    missing: str = ""
+    missing: str = ""  # the shared library that was not found, "" for other reasons
 
     def __str__(self) -> str:
         return f"the Vulkan driver of {self.manifest} does not start: {self.reason}"
@@ -67,8 +62,7 @@ def failures() -> list[Failure]:
 
 
 def failure(manifest: Path) -> Failure | None:
-    """Loads the driver of a manifest and lists its devices; None when that works, or the driver is for another
-    architecture than this process."""
+    """Loads the driver of a manifest and lists its devices; None when that works, or for another architecture."""
     try:
         described = json.loads(manifest.read_text())["ICD"]
         library = str(described["library_path"])
@@ -96,8 +90,7 @@ def failure(manifest: Path) -> Failure | None:
 
 
 def _start(driver: ctypes.CDLL) -> None:
-    """Creates an instance and lists its devices. AttributeError for a library that is no driver, VulkanError for a call
-    that fails."""
+    """Creates an instance and lists its devices. AttributeError: it is no driver; VulkanError: a call fails."""
     lookup = driver.vk_icdGetInstanceProcAddr
     lookup.restype, lookup.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]
     if hasattr(driver, "vk_icdNegotiateLoaderICDInterfaceVersion"):

@@ -2,12 +2,11 @@
 kernels (schedules/gpu/linear/gemm_lanes.py, attention_rows_matrix.py) rely on one. Artifacts with such kernels have one
 that writes the distribution, `fragment_probe`."""
 
-import ctypes
 from contextlib import ExitStack
 
 import numpy as np
 
-from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, VulkanLaunch
+from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, prepare
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
@@ -17,10 +16,8 @@ LANES, QUAD = 32, 4
 
 
 def known_order(base: Context, needs: dict, step: dict, module: tuple[bytes, tuple[int, ...]]) -> bool:
-    """Whether the driver of the GPU of `base` distributes matrices as `is_known` says.
-
-    needs: of the kernel's profile; step: of `fragment_probe`, as in the manifest; module: (SPIR-V, block).
-    """
+    """Whether the driver of the GPU of `base` distributes matrices as `is_known` says. needs: of the kernel's profile;
+    step: of `fragment_probe`, as in the manifest; module: (SPIR-V, block)."""
     with ExitStack() as held:
         context = Context(base.instance, base.gpu, held)
         memory, pipelines = VulkanMemory(context), Pipelines(context, needs["push_constants"], needs["subgroup_size"])
@@ -29,26 +26,21 @@ def known_order(base: Context, needs: dict, step: dict, module: tuple[bytes, tup
         found, blocks = memory.spread(dict(enumerate(sizes)), "device")
         memory.fill(blocks)
         memory.put(*found[0], index.view(np.uint8))
-        addresses = [found[arg][0].address + found[arg][1] for arg in step["args"]]
-        push = (ctypes.c_uint64 * len(addresses))(*addresses)
+        begins = [found[arg][0].address + found[arg][1] for arg in step["args"]]
+        spans = [(begin, begin + sizes[arg]) for begin, arg in zip(begins, step["args"], strict=True)]
         recorder = CommandRecorder(context, pipelines.layout)
         recorder.begin()
         pipeline = pipelines.build({"fragment_probe": module})["fragment_probe"]
-        recorder.launch(VulkanLaunch("fragment_probe", pipeline, tuple(step["grid"]), push, ()))
-        recorder.end()
-        context.submit(context.submission(recorder.commands))
-        context.wait()
+        recorder.launch(prepare("fragment_probe", pipeline, step, spans))
+        context.run(recorder.end())
         a, b = (np.frombuffer(memory.get(*found[i], sizes[i]), np.float32).reshape(LANES, -1) for i in (1, 2))
     return is_known(a.astype(int), b.astype(int))
 
 
 def is_known(a: np.ndarray, b: np.ndarray) -> bool:
     """a [lane, 8], b [lane, 4]: for the components that a lane has, in order, row * DEPTH + column of A and row *
-    COLUMNS + column of B.
-
-    Lane 4*r + q has four columns of A's row r, then the same ones of row r + 8; and the same four rows of B's column r,
-    in the same order. Which four depends on q alone.
-    """
+    COLUMNS + column of B. Lane 4*r + q has four columns of A's row r, then the same ones of row r + 8; and the same
+    four rows of B's column r, in the same order. Which four depends on q alone."""
     lanes = np.arange(LANES)[:, None]
     order = np.arange(2 * QUAD)
     (a_row, a_column), (b_row, b_column) = divmod(a, DEPTH), divmod(b, COLUMNS)

@@ -1,11 +1,11 @@
 """The Vulkan GPUs of this machine, their features and limits, and the choice of one for an artifact.
 
-`list_gpus()` -> list of VulkanGpu. `Instance` keeps Vulkan open, for the creation of logical devices. `missing(gpu,
-needs)` lists what a GPU lacks for an artifact, `choose` returns one, `profile_here()` the profile to compile for.
+`Instance` keeps Vulkan open. `missing(gpu, needs)` lists what a GPU lacks for an artifact, `choose` returns one.
 """
 
 import ctypes
 import os
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,42 +62,31 @@ class Heap:
 
 @dataclass(frozen=True)
 class VulkanGpu:
-    """One device as Vulkan reports it.
-
-    type        "discrete", "integrated", "virtual", "cpu" or "other"
-    pci         its address as in /sys/bus/pci/devices; "" where the driver does not report it, None of a CPU
-    driver      the driver's own text for its name and version
-    features    names of Vulkan's features that it has, of those that kernels may need
-    limits      shared_memory, threads, push_constants (bytes, invocations, bytes), groups (most of a launch, x, y, z),
-                allocation, buffer (most bytes of one), allocations (most of them), non_coherent (bytes), tick (ns of a
-                timestamp)
-    subgroup    (default, smallest, largest) size; `full`: whether a size can be required
-    matrices    ((m, n, k), types of a, b, c and the result) of cooperative matrices of a subgroup
-    memory      (property flags, heap) of each memory type
-    queue       (family, valid bits of its timestamps)
-    """
+    """One device as Vulkan reports it."""
 
     index: int
     name: str
-    type: str
-    pci: str | None
+    type: str  # of api.DEVICE_TYPES
+    pci: str | None  # address as in /sys/bus/pci/devices; "" where the driver does not report it, None of a CPU
     vendor: int
     device: int
-    driver: str
+    driver: str  # the driver's own text for its name and version
     driver_id: int
     driver_version: int
     api: int
-    features: frozenset[str]
+    features: frozenset[str]  # names of Vulkan's features that it has, of those that kernels may need
     extensions: frozenset[str]
+    # shared_memory, threads, push_constants (bytes, invocations, bytes), groups (most of a launch, x, y, z),
+    # allocation, buffer (most bytes of one), allocations (most of them), non_coherent (bytes), tick (ns of a timestamp)
     limits: dict
-    subgroup: tuple[int, int, int]
-    full: bool
+    subgroup: tuple[int, int, int]  # (default, smallest, largest) size
+    full: bool  # whether a size can be required
     subgroup_operations: int
     dot: bool
-    matrices: tuple[tuple, ...]
+    matrices: tuple[tuple, ...]  # ((m, n, k), types of a, b, c and the result) of cooperative matrices of a subgroup
     heaps: tuple[Heap, ...]
-    memory: tuple[tuple[int, int], ...]
-    queue: tuple[int, int] | None
+    memory: tuple[tuple[int, int], ...]  # (property flags, heap) of each memory type
+    queue: tuple[int, int] | None  # (family, valid bits of its timestamps)
     cache_uuid: bytes = field(repr=False)
 
     @property
@@ -110,19 +99,10 @@ class VulkanGpu:
         """(m, n, k) of its cooperative matrices of float16 with float32 sums."""
         return [shape for shape, types in self.matrices if types == ("float16", "float16", "float32", "float32")]
 
-    @property
-    def label(self) -> str:
-        return f"{self.index}: {self.name}"
-
-    def has(self, since: int | None, extension: str) -> bool:
-        return (since is not None and self.api >= since) or extension in self.extensions
-
 
 class Instance(Closing):
-    """Vulkan, open: `gpus`, and for each of them `handles`. A context manager; `close` may be called twice.
-
-    UserError when there is no loader, no driver or no device.
-    """
+    """Vulkan, open: `gpus`, and for each of them `handles`. A context manager; `close` may be called twice. UserError
+    when there is no loader, no driver or no device."""
 
     def __init__(self):
         get, library = api.open_loader()
@@ -181,30 +161,21 @@ class Instance(Closing):
         version = plain.properties.apiVersion
         if version < OLDEST:
             return None
-
-        def there(table: dict) -> list[type]:
-            return [
-                kind
-                for kind, (since, name) in table.items()
-                if (since is not None and version >= since) or name in extensions
-            ]
-
-        chain = _chain(there(PROPERTIES))
+        chain = _chain(offered(PROPERTIES, version, extensions))
         top = api.Properties2(next=chain[0])
         calls.vkGetPhysicalDeviceProperties2(handle, ctypes.byref(top))
         facts = {name: getattr(part, name) for part in chain for name in api.names_of(type(part))}
         features = frozenset(
             name
-            for part in self.features(handle, there(FEATURES))
+            for part in self.features(handle, offered(FEATURES, version, extensions))
             for name in api.names_of(type(part))
             if name[0] != "_" and getattr(part, name)
         )
         properties, limits = top.properties, top.properties.limits
         memory, free = self.budget(handle, BUDGET in extensions)
         allocation = facts["maxMemoryAllocationSize"]
-        driver = (
-            b" ".join(facts.get(name, b"") for name in ("driverName", "driverInfo")).decode(errors="replace").strip()
-        )
+        names = (facts.get(name, b"") for name in ("driverName", "driverInfo"))
+        driver = b" ".join(names).decode(errors="replace").strip()
         default, device_type = facts["subgroupSize"], api.DEVICE_TYPES[properties.deviceType]
         return VulkanGpu(
             index=index,
@@ -262,14 +233,18 @@ class Instance(Closing):
         )
 
     def _queue(self, handle: int) -> tuple[int, int] | None:
-        """The family that computes, preferably one without graphics, so that long kernels do not block the
-        desktop."""
-        families = list(
-            enumerate(api.listed(self.calls.vkGetPhysicalDeviceQueueFamilyProperties, api.QueueFamily, handle))
-        )
+        """The family that computes, preferably without graphics: long kernels would block the desktop."""
+        enumerate_families = self.calls.vkGetPhysicalDeviceQueueFamilyProperties
+        families = list(enumerate(api.listed(enumerate_families, api.QueueFamily, handle)))
         usable = [(i, family) for i, family in families if family.queueFlags & api.QUEUE_COMPUTE]
         usable.sort(key=lambda item: (item[1].timestampValidBits == 0, item[1].queueFlags & api.QUEUE_GRAPHICS))
         return (usable[0][0], usable[0][1].timestampValidBits) if usable else None
+
+
+def offered(table: dict, version: int, extensions: Collection[str]) -> list[type]:
+    """The structures of a table that a device has. version: of Vulkan."""
+    found = table.items()
+    return [kind for kind, (since, name) in found if (since is not None and version >= since) or name in extensions]
 
 
 def _pci(facts: dict[str, int]) -> str:
@@ -333,8 +308,7 @@ def missing(gpu: VulkanGpu, needs: dict) -> list[str]:
 
 
 def preferred(gpus: list[VulkanGpu], wanted: str | None = None) -> list[VulkanGpu]:
-    """The best first, of those that the user selects. wanted: as in `choice.selected`. UserError when there is no such
-    GPU."""
+    """Those that the user selects, the best first. wanted: as in `choice.selected`. UserError when there is none."""
     order = sorted(
         gpus, key=lambda gpu: (RANK[gpu.type], -sum(heap.size for heap in gpu.heaps if heap.device_local), gpu.index)
     )
@@ -342,11 +316,8 @@ def preferred(gpus: list[VulkanGpu], wanted: str | None = None) -> list[VulkanGp
 
 
 def choose(gpus: list[VulkanGpu], needs: dict[str, dict], wanted: str | None = None) -> tuple[VulkanGpu, str]:
-    """The GPU and the profile of an artifact to run there.
-
-    needs: of each profile of the artifact, in the order of preference; wanted: as in `preferred`. UserError when no GPU
-    meets them.
-    """
+    """The GPU and the profile of an artifact to run there. needs: of each profile of the artifact, in the order of
+    preference; wanted: as in `preferred`. UserError when no GPU meets them."""
     order = preferred(gpus, wanted)
     for gpu in order:
         for profile, needed in needs.items():
@@ -361,6 +332,5 @@ def choose(gpus: list[VulkanGpu], needs: dict[str, dict], wanted: str | None = N
 
 
 def profile_here(wanted: str | None = None) -> str:
-    """`profile_of` the GPU that would run a model compiled now; wanted: as in `preferred`. UserError when there is
-    none."""
+    """`profile_of` the GPU that would run a model compiled now; wanted: as in `preferred`. UserError without one."""
     return profile_of(preferred(list_gpus(), wanted)[0])

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from mlc_amd.runtime.artifact.io_buffers import CHOSEN, LATE, OUTPUTS, is_kept
+from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.devices.run_queue import SLOTS
 from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder
@@ -20,17 +21,8 @@ from mlc_amd.runtime.devices.vulkan.memory import MemoryBlock, VulkanMemory
 RECORDED = 2 << 20  # bytes of an output, at most, that every run of a function copies to the host
 
 
-def byte_count(dtype: str, shape) -> int:
-    return int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-
-
 class _Inputs:
-    """Memory that the host writes for a run: `block` for what each step has, `tables` for what is kept for many.
-
-    views     what the host writes: of `block` as bytes, and of each table
-    dirty     tables whose first rows the host has written since they were put here, and how many
-    renew     by table what copies it from here to where kernels find it, where that is elsewhere
-    """
+    """Memory that the host writes for a run: `block` for what each step has, `tables` for what is kept for many."""
 
     def __init__(self, memory: VulkanMemory, inputs: dict[str, int], tables: dict[str, int], entries: Mapping):
         self.places, (self.block,) = memory.spread(inputs, "input")
@@ -40,8 +32,9 @@ class _Inputs:
             name: self.tables.view(offset, entries[name]["dtype"], entries[name]["shape"])
             for name, (_, offset) in self.table_places.items()
         }
+        # tables whose first rows the host has written since they were put here, and how many
         self.dirty = {name: entries[name]["shape"][0] for name in tables}
-        self.renew: dict[str, ctypes.Structure] = {}
+        self.renew: dict[str, ctypes.Structure] = {}  # what copies tables to where kernels find them, where needed
 
     def put(self, inputs: np.ndarray, tables: Mapping[str, np.ndarray]) -> None:
         """What the host has written."""
@@ -57,10 +50,8 @@ class _Outputs:
     def __init__(self, memory: VulkanMemory, sizes: dict[str, int], entries: Mapping):
         places, (self.block,) = memory.spread(sizes, "output")
         self.at = {name: offset for name, (_, offset) in places.items()}
-        self.views = {
-            name: self.block.view(offset, entries[name]["dtype"], entries[name]["shape"])
-            for name, offset in self.at.items()
-        }
+        of = {name: (entries[name]["dtype"], entries[name]["shape"]) for name in self.at}
+        self.views = {name: self.block.view(offset, *of[name]) for name, offset in self.at.items()}
 
 
 class Io:
@@ -77,12 +68,11 @@ class Io:
         sizes = {name: byte_count(entry["dtype"], entry["shape"]) for name, entry in entries.items()}
         self._table_sizes = {name: size for name, size in sizes.items() if is_kept(name)}
         self._output_sizes = {name: size for name, size in sizes.items() if name in OUTPUTS}
-        self._input_sizes = {
-            name: size for name, size in sizes.items() if name not in self._table_sizes and name not in OUTPUTS
-        }
+        others = {*self._table_sizes, *OUTPUTS}
+        self._input_sizes = {name: size for name, size in sizes.items() if name not in others}
         results, (self._results,) = memory.spread(self._output_sizes, "device")
         own = _Inputs(memory, self._input_sizes, self._table_sizes, entries)
-        self._inputs = [own]  # that of slot None, then those of slots
+        self._inputs: dict[int | None, _Inputs] = {None: own}  # by slot
         self.copies = not context.gpu.unified and not own.block.flags & api.DEVICE_LOCAL
         self._input_copy = table_copy = None
         if self.copies:
@@ -99,10 +89,10 @@ class Io:
         for name, (_, offset) in own.places.items():
             written = self._written[offset : offset + sizes[name]]
             self._host[name] = written.view(entries[name]["dtype"]).reshape(entries[name]["shape"])
-        self._outputs = [_Outputs(memory, self._output_sizes, entries)]  # that of slot None, then those of slots
+        self._outputs: dict[int | None, _Outputs] = {None: _Outputs(memory, self._output_sizes, entries)}  # by slot
         self._stale: set[str] = set()  # tables of which kernels have an old copy
         self._rows: dict[str, int] = {}  # of outputs that the host has
-        self._read_from = self._outputs[0]
+        self._read_from = self._outputs[None]
         self._copied: dict[tuple[int, bool], dict[str, int]] = {}  # of `_recorded`
         own.put(self._written, self._host)
         self.blocks = [block for block in (self._results, self._input_copy, table_copy) if block]
@@ -127,20 +117,13 @@ class Io:
         recorder = CommandRecorder(self.context, 0)
         recorder.begin()
         recorder.copy(source, source_at, target, target_at, count)
-        recorder.end()
-        return self.context.submission(recorder.commands)
-
-    def _inputs_of(self, slot: int | None) -> _Inputs:
-        return self._inputs[0 if slot is None else 1 + slot]
-
-    def _outputs_of(self, slot: int | None) -> _Outputs:
-        return self._outputs[0 if slot is None else 1 + slot]
+        return recorder.end()
 
     # ---- parts of a function's command buffer
 
     def record_inputs(self, recorder: CommandRecorder, function: Mapping, slot: int | None) -> None:
         """With a slot, tokens are those that the run before of the function has sampled."""
-        inputs = self._inputs_of(slot)
+        inputs = self._inputs[slot]
         if slot is None:
             if self._input_copy:
                 recorder.copy(inputs.block, 0, self._input_copy, 0, self._input_copy.nbytes)
@@ -157,25 +140,24 @@ class Io:
         """Of LATE inputs, the rows that a function uses, where `record_inputs` and `before` came too early."""
         if slot is None and not self.copies:
             return
-        inputs = self._inputs_of(slot)
+        inputs = self._inputs[slot]
         for name in LATE:
             block, offset = (inputs.places | inputs.table_places)[name]
             recorder.copy(block, offset, *self.places[name], self._row_bytes(name, function["logits"]))
 
     def record_outputs(self, recorder: CommandRecorder, function: Mapping, slot: int | None) -> None:
-        target = self._outputs_of(slot)
+        target = self._outputs[slot]
         for name in self._recorded(function, target):
             block, offset = self.places[name]
             recorder.copy(block, offset, target.block, target.at[name], self.byte_count(name, function))
 
     def _recorded(self, function: Mapping, target: _Outputs) -> Mapping[str, int]:
         """Outputs that a run of a function copies there, with their rows."""
-        key = function["logits"], target is self._outputs[0]
+        key = function["logits"], target is self._outputs[None]
         if key not in self._copied:
             found = {name: self.byte_count(name, function) for name in target.at}
-            self._copied[key] = {
-                name: size // self._row_bytes(name, 1) for name, size in found.items() if size <= RECORDED
-            }
+            small = {name: size for name, size in found.items() if size <= RECORDED}
+            self._copied[key] = {name: size // self._row_bytes(name, 1) for name, size in small.items()}
         return self._copied[key]
 
     # ---- the host's side
@@ -183,49 +165,47 @@ class Io:
     def write(self, name: str, values) -> None:
         self._host[name][: len(values)] = values
         if name in self._table_sizes:
-            for inputs in self._inputs:
+            for inputs in self._inputs.values():
                 inputs.dirty[name] = max(inputs.dirty.get(name, 0), len(values))
             self._stale.add(name)
 
     def before(self, slot: int | None = None) -> list[ctypes.Structure]:
         """Puts what the host has written into memory of a run, which is not in progress. Returns what is to be
         submitted before it: copies of tables to where kernels read them."""
-        inputs = self._inputs_of(slot)
+        inputs = self._inputs[slot]
         inputs.put(self._written, self._host)
         found = [inputs.renew[name] for name in self._stale if name in inputs.renew]
         self._stale.clear()
         return found
 
     def late(self, slot: int | None = None) -> None:
-        """Puts the LATE inputs that the host has written since `before` into memory, for what `record_late`
-        recorded."""
-        self._inputs_of(slot).put(self._written, self._host)
+        """Puts LATE inputs, written since `before`, into memory, for what `record_late` recorded."""
+        self._inputs[slot].put(self._written, self._host)
         self._stale.difference_update(LATE)
 
     def add_slots(self) -> None:
         """Allocates memory of the slots, once. OutOfMemory."""
-        while len(self._inputs) <= SLOTS:
+        for slot in range(len(self._inputs) - 1, SLOTS):
             inputs = _Inputs(self.memory, self._input_sizes, self._table_sizes, self.entries)
             self._record_renewal(inputs)
             chosen = {name: self._output_sizes[name] for name in CHOSEN if name in self._output_sizes}
-            self._outputs.append(_Outputs(self.memory, chosen, self.entries))
-            self._inputs.append(inputs)
+            self._outputs[slot] = _Outputs(self.memory, chosen, self.entries)
+            self._inputs[slot] = inputs
 
     def finished(self, function: Mapping, slot: int | None = None) -> None:
         """A run is done: `read` returns its outputs."""
-        self._read_from = self._outputs_of(slot)
+        self._read_from = self._outputs[slot]
         self._rows = dict(self._recorded(function, self._read_from))
 
     def read(self, name: str, rows: int) -> np.ndarray:
         """The first rows of a buffer, once the run is done; valid until the next one."""
         if name not in OUTPUTS:
             return self._host[name][:rows]
-        target = self._read_from if name in self._read_from.at else self._outputs[0]
+        target = self._read_from if name in self._read_from.at else self._outputs[None]
         if rows > self._rows.get(name, 0):
             block, offset = self.places[name]
             copy = self._copy(block, offset, target.block, target.at[name], self._row_bytes(name, rows))
-            self.context.submit(copy)
-            self.context.wait()
+            self.context.run(copy)
             self.context.release(copy)
             self._rows[name] = rows
         self.memory.invalidate(target.block)

@@ -1,8 +1,7 @@
 """Memory of a Vulkan device: blocks that kernels reach by address, within the limits of heaps and drivers.
 
-`VulkanMemory.block(bytes, kind)` allocates; KINDS is the table of memory for each kind of block.
-`VulkanMemory.spread(sizes, kind)` allocates blocks for many buffers, none of which is split. `put` and `fill` write to
-them, `get` reads.
+`VulkanMemory.block` allocates one, of a kind of KINDS, `spread` some for many buffers, none of which is split. `put`
+and `fill` write to them, `get` reads.
 """
 
 import ctypes
@@ -38,10 +37,7 @@ FOR_READING = (MemoryFlags(MAPPED | api.HOST_CACHED), MemoryFlags(api.HOST_VISIB
 FOR_GPU = (MemoryFlags(MAPPED, api.DEVICE_LOCAL | api.HOST_CACHED), MemoryFlags(MAPPED, api.DEVICE_LOCAL))
 KINDS: dict[str, tuple[tuple[MemoryFlags, ...], tuple[MemoryFlags, ...]]] = {
     "device": ((MemoryFlags(api.DEVICE_LOCAL),), (LOCAL, ANYWHERE)),
-    "host": (
-        (MemoryFlags(MAPPED, api.DEVICE_LOCAL | api.HOST_CACHED), MemoryFlags(MAPPED, api.DEVICE_LOCAL)),
-        (LOCAL, ANYWHERE),
-    ),
+    "host": (FOR_GPU, (LOCAL, ANYWHERE)),
     "input": ((LOCAL, ANYWHERE), (LOCAL, ANYWHERE)),
     "output": (FOR_READING, FOR_READING),
     "staging": ((ANYWHERE,), (ANYWHERE,)),
@@ -82,10 +78,8 @@ class MemoryBlock:
 
 
 def places(sizes: dict, limit: int) -> tuple[dict, list[int]]:
-    """Buffers one after the other in blocks of at most `limit` bytes (more if one buffer alone is larger).
-
-    Returns {name: (block, offset)} and the blocks' sizes.
-    """
+    """Buffers one after the other in blocks of at most `limit` bytes (more if one buffer alone is larger). Returns
+    {name: (block, offset)} and the blocks' sizes."""
     found, blocks = {}, [0]
     for name, nbytes in sizes.items():
         nbytes = -(-max(nbytes, 1) // ALIGN) * ALIGN
@@ -126,9 +120,8 @@ class VulkanMemory:
         free = self.free()
         if nbytes > self.limit:
             raise OutOfMemory(nbytes, kind)
-        buffer = context.own(
-            "vkDestroyBuffer", context.create("vkCreateBuffer", api.BufferInfo(size=nbytes, usage=api.USAGE))
-        )
+        info = api.BufferInfo(size=nbytes, usage=api.USAGE)
+        buffer = context.own("vkDestroyBuffer", context.create("vkCreateBuffer", info))
         needs = api.MemoryRequirements()
         calls.vkGetBufferMemoryRequirements(device, buffer, ctypes.byref(needs))
         flags = api.AllocateFlagsInfo(flags=api.ALLOCATE_DEVICE_ADDRESS)
@@ -150,14 +143,10 @@ class VulkanMemory:
 
     def _types(self, wanted: tuple[MemoryFlags, ...], allowed: int) -> list[int]:
         """Memory types, the best first."""
-        kinds = [
-            (i, flags) for i, (flags, _) in enumerate(self.gpu.memory) if allowed >> i & 1 and not flags & ~KNOWN_FLAGS
-        ]
-        return list(
-            dict.fromkeys(
-                i for want in wanted for i, flags in kinds if flags & (want.flags | want.without) == want.flags
-            )
-        )
+        possible = [i for i in range(len(self.gpu.memory)) if allowed >> i & 1]
+        kinds = [(i, flags) for i in possible if not (flags := self.gpu.memory[i][0]) & ~KNOWN_FLAGS]
+        found = (i for of in wanted for i, flags in kinds if flags & (of.flags | of.without) == of.flags)
+        return list(dict.fromkeys(found))
 
     def _bound(self, buffer: int, memory: int, nbytes: int, flags: int, mapped: bool) -> MemoryBlock:
         calls, device, host = self.context.calls, self.context.device, None
@@ -209,9 +198,8 @@ class VulkanMemory:
         def record(commands: int) -> None:
             region = api.BufferCopy(offset, 0, nbytes)
             everything = api.COMPUTE | api.TRANSFER
-            self.context.barrier(
-                commands, (everything, api.TRANSFER), (api.SHADER_WRITE | api.TRANSFER_WRITE, api.TRANSFER_READ)
-            )
+            written = api.SHADER_WRITE | api.TRANSFER_WRITE
+            self.context.barrier(commands, (everything, api.TRANSFER), (written, api.TRANSFER_READ))
             self.context.calls.vkCmdCopyBuffer(commands, block.buffer, staging.buffer, 1, ctypes.byref(region))
             self.context.barrier(commands, (api.TRANSFER, api.HOST), (api.TRANSFER_WRITE, api.HOST_READ))
 

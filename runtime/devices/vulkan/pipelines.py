@@ -30,8 +30,7 @@ _Key = TypeVar("_Key", bound=Hashable)  # of a kernel, of the caller
 
 
 class Pipelines:
-    """Builds pipelines. layout: of all of them. push: bytes of push constants; subgroup: size that kernels require, 0:
-    any."""
+    """layout: of all pipelines. push: bytes of push constants; subgroup: size that kernels require, 0: any."""
 
     def __init__(self, context: Context, push: int, subgroup: int):
         self.context, self.subgroup = context, subgroup
@@ -68,13 +67,8 @@ class Pipelines:
         # Then lanes are consecutive in x, and no subgroup of a workgroup is partly empty.
         full = self.subgroup and block[0] % self.subgroup == 0 and "computeFullSubgroups" in self.context.gpu.features
         size = api.RequiredSubgroupSize(size=self.subgroup) if self.subgroup else None
-        stage = api.StageInfo(
-            next=size,
-            flags=api.REQUIRE_FULL_SUBGROUPS if full else 0,
-            stage=api.STAGE_COMPUTE,
-            module=module,
-            name=b"main",
-        )
+        full_flags = api.REQUIRE_FULL_SUBGROUPS if full else 0
+        stage = api.StageInfo(next=size, flags=full_flags, stage=api.STAGE_COMPUTE, module=module, name=b"main")
         flags = api.DISPATCH_BASE if based else 0
         info = api.ComputePipelineInfo(flags=flags, stage=stage, layout=self.layout, baseIndex=-1)
         try:
@@ -92,10 +86,8 @@ class Pipelines:
 
 
 class BasedPipelines:
-    """Pipelines of kernels whose launches may begin with any workgroup, each built at its first use.
-
-    modules: (SPIR-V, block) by symbol; file: of the driver's cache.
-    """
+    """Pipelines of kernels whose launches may begin with any workgroup, each built at its first use. modules: (SPIR-V,
+    block) by symbol; file: of the driver's cache."""
 
     def __init__(self, builder: Pipelines, modules: Mapping[str, tuple[bytes, tuple[int, ...]]], file: Path):
         self._builder, self._modules, self._file = builder, modules, file

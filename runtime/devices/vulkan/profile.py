@@ -1,7 +1,5 @@
 """The profile to compile for: a VulkanGpu -> a name of schedules/gpu/base/profiles.py, with the changes for its driver.
-
-It follows from vendor, driver, names and the features that the driver reports; the compiler is not needed.
-"""
+It follows from vendor, driver, names and the features that the driver reports; the compiler is not needed."""
 
 import re
 

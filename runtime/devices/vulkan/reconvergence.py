@@ -1,9 +1,6 @@
 """Reconvergence: lanes of a subgroup that take different branches continue together where these join. Vulkan guarantees
-it only for modules that require it.
-
-In: a SPIR-V module, the device's features. Out: the module, which requires it in the best way that the device supports.
-Kernels rely on it wherever lanes exchange values, or multiply matrices, after a branch.
-"""
+it only for modules that require it, which kernels do wherever lanes exchange values, or multiply matrices, after a
+branch."""
 
 import struct
 from collections.abc import Collection
@@ -19,8 +16,7 @@ _EXTENSION, _ENTRY_POINT, _EXECUTION_MODE, _CAPABILITY = 10, 15, 16, 17  # opcod
 
 
 def reconverging(code: bytes, features: Collection[str]) -> bytes:
-    """The module with that execution mode; unchanged for a device that has none of the features, or without an entry
-    point."""
+    """The module with that execution mode; unchanged if the device has no such feature, or without an entry point."""
     found = next((mode for feature, mode in MODES.items() if feature in features), None)
     if found is None:
         return code

@@ -1,10 +1,9 @@
 """Runs of a plan's functions: command buffers that are recorded once and submitted for every run.
 
-In: each function's launches, the io buffers, and a Pacer, which decides what one submission may compute. Usually that
-is the whole function. A longer step is recorded in pieces, each of which is submitted when the one before is done; the
-next long steps of the function use them again as long as the pacer does not change them. Out: `Replays`, the hooks of a
-RunQueue. Where LATE inputs come later, what does not read them is a command buffer of its own; runs that start while
-another one is in progress have recordings of their own, too.
+A Pacer decides what one submission may compute, usually the whole function. A longer step is recorded in pieces, each
+of which is submitted when the one before is done; the next long steps of the function use them again as long as the
+pacer does not change them. Where LATE inputs come later, what does not read them is a command buffer of its own; runs
+that start while another one is in progress have recordings of their own, too.
 """
 
 import ctypes
@@ -152,8 +151,7 @@ class Replays(RunHooks):
                 recorder.launch(launch)
             if i == len(groups) - 1:
                 self.io.record_outputs(recorder, function, slot)
-            recorder.end()
-            found.append(self.context.submission(recorder.commands))
+            found.append(recorder.end())
         return found
 
     def _launches(self, name: str, piece: WorkPiece) -> Iterator[VulkanLaunch]:

@@ -1,14 +1,11 @@
-"""Timestamps of a Vulkan GPU, and the bandwidth of its memory measured with them.
-
-A query pool holds timestamps that a CommandRecorder writes; `results` reads them, `seconds` converts their differences.
-The context's `clock_bits` are their valid bits.
-"""
+"""Timestamps of a Vulkan GPU, which a CommandRecorder writes to a query pool, and the bandwidth of its memory measured
+with them."""
 
 import ctypes
 from contextlib import ExitStack
 
 from mlc_amd.runtime.devices.vulkan import api
-from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, VulkanLaunch
+from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, prepare
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.memory import OutOfMemory, VulkanMemory
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
@@ -23,9 +20,8 @@ def query_pool(context: Context, count: int) -> int:
 
 def results(context: Context, pool: int, count: int) -> list[int]:
     data = (ctypes.c_uint64 * count)()
-    context.calls.vkGetQueryPoolResults(
-        context.device, pool, 0, count, 8 * count, data, 8, api.RESULT_64 | api.RESULT_WAIT
-    )
+    flags = api.RESULT_64 | api.RESULT_WAIT
+    context.calls.vkGetQueryPoolResults(context.device, pool, 0, count, 8 * count, data, 8, flags)
     return list(data)
 
 
@@ -35,11 +31,8 @@ def seconds(context: Context, begin: int, end: int) -> float:
 
 
 def copy_bandwidth(base: Context, nbytes: int, needs: dict, step: dict, module: tuple[bytes, tuple[int, ...]]) -> float:
-    """Bytes per second, reads plus writes, of a copy kernel on the GPU of `base`; 0.0 without enough memory.
-
-    nbytes: what a launch copies; needs: of the kernel's profile, step: its launch, as in the manifest; module: (SPIR-V,
-    block).
-    """
+    """Bytes per second, reads plus writes, of a copy kernel on the GPU of `base`; 0.0 without enough memory. nbytes: of
+    a launch; needs: of the kernel's profile; step: as in the manifest; module: (SPIR-V, block)."""
     with ExitStack() as held:
         context = Context(base.instance, base.gpu, held)
         memory = VulkanMemory(context)
@@ -54,14 +47,13 @@ def copy_bandwidth(base: Context, nbytes: int, needs: dict, step: dict, module: 
         pool = query_pool(context, 2 * copies)
         recorder = CommandRecorder(context, pipelines.layout, (pool, 0, 2 * copies))
         recorder.begin()
-        push = (ctypes.c_uint64 * 2)(*(blocks[i].address for i in step["args"]))
+        spans = [(blocks[i].address, blocks[i].address + nbytes) for i in step["args"]]
         for _ in range(copies):
-            recorder.launch(VulkanLaunch("copy", pipeline, tuple(step["grid"]), push, ()))
+            recorder.launch(prepare("copy", pipeline, step, spans))
             recorder.barrier()
-        recorder.end()
+        submission = recorder.end()
         for _ in range(2):  # the first is a warm-up
-            context.submit(context.submission(recorder.commands))
-            context.wait()
+            context.run(submission)
         stamps = results(context, pool, 2 * copies)
         spent = min(seconds(context, begin, end) for begin, end in zip(stamps[::2], stamps[1::2], strict=True))
         return 2 * nbytes / max(spent, 1e-9)

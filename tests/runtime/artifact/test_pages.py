@@ -97,15 +97,6 @@ class Histories(RuleBasedStateMachine):
         for sequence in step:
             sequence.advance(1)
 
-    @rule(which=WHICH)
-    def fork(self, which):
-        sequence = self.pick(which)
-        other = sequence.fork()
-        whole = sequence.computed // PAGE * PAGE
-        assert other.tokens == sequence.tokens
-        assert other.computed <= whole if self.cache.cells else other.computed == whole
-        self.live.append(other)
-
     @rule(which=WHICH, part=st.floats(0, 1))
     def truncate(self, which, part):
         sequence = self.pick(which)
@@ -313,7 +304,8 @@ def test_going_back_behind_a_window_keeps_what_is_still_there():
     for _ in range(5):
         compute(cache, sequence, PAGE)
     assert sequence.pages[PAGE] == [RELEASED] * 4 + sequence.pages[PAGE][4:]
-    back = sequence.fork()
+    back = cache.sequence(sequence.tokens)
+    back.match()
     back.truncate(2 * PAGE + 3)
     assert back.computed == 2 * PAGE  # the index has the window still
     back.free()

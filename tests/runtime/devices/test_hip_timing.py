@@ -6,7 +6,7 @@ from hip_model import KERNELS, artifact_in, check
 
 from mlc_amd.runtime.devices.hip import device as hip_device
 from mlc_amd.runtime.devices.hip import gpu as hip_gpu
-from mlc_amd.runtime.devices.hip import timing
+from mlc_amd.runtime.devices.hip import launches
 from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.errors import UserError
@@ -50,7 +50,7 @@ def test_events_time_each_launch(artifact):
 
 def test_copy_bandwidth(artifact, monkeypatch):
     """The fastest of several copies in the GPU's memory, read and written together; nothing stays allocated."""
-    monkeypatch.setattr(timing, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(launches, "COPY_BYTES", 1 << 20)
     bindings = Recorder(KERNELS)
     device = HipDevice(artifact("gfx1100"), bindings=bindings)
     used = bindings.used("device")
@@ -58,7 +58,7 @@ def test_copy_bandwidth(artifact, monkeypatch):
     rate, how = bandwidth.of_device(device)
     assert how == "copy"
     assert rate == pytest.approx(2 * (1 << 20) / ((1 << 20) / BYTES_PER_MS + EVENT_MS) * 1e3)
-    assert bindings.calls.count("hipMemcpyAsync") == timing.COPIES + 1
+    assert bindings.calls.count("hipMemcpyAsync") == launches.COPIES + 1
     assert bindings.calls.index("hipMemcpyAsync") < bindings.calls.index("hipEventRecord")  # the first is a warm-up
     assert bindings.used("device") == used
     bindings.memory = used

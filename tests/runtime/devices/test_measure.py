@@ -9,7 +9,7 @@ import pytest
 from candidates import ADD, STATE, made
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.measure import candidate, compare, inputs, routing, timing
+from mlc_amd.runtime.measure import candidate, compare, inputs, timing
 from mlc_amd.runtime.measure.timing import Bench
 from mlc_amd.schedules.gpu.base.pairs import in_lanes
 from mlc_amd.schedules.operators.experts import Experts
@@ -97,7 +97,7 @@ def test_no_row_writes_what_another_reads(tmp_path):
 @pytest.mark.parametrize("m", [1, 37])
 def test_rows_are_routed_to_experts(m):
     of = Experts(12, 3, 1 if m == 1 else 8)
-    found = routing.tables(asdict(of) | {"m": m, "tiles": of.tiles(m)})
+    found = inputs.routing_tables(asdict(of) | {"m": m, "tiles": of.tiles(m)})
     ids = found["Ids"].reshape(m, of.used)
     assert ids.shape == (m, of.used) and all(len(set(row)) == of.used for row in ids)
     if m == 1:

@@ -7,7 +7,7 @@ import pytest
 from ahead_harness import assert_nothing_is_held, computes_ahead
 
 from mlc_amd.runtime.engine.engine import Engine
-from mlc_amd.runtime.engine.limits import SchedulerLimits
+from mlc_amd.runtime.engine.scheduler import SchedulerLimits
 from mlc_amd.runtime.options import RunOptions
 
 REQUESTS = 200
@@ -114,7 +114,7 @@ def test_a_shared_prompt_is_computed_once(demo_artifact, prompts):
 def test_the_queue_is_bounded(demo_artifact):
     from mlc_amd.runtime.artifact.artifact import Artifact
     from mlc_amd.runtime.devices.opening import open_device
-    from mlc_amd.runtime.engine.limits import QueueFull
+    from mlc_amd.runtime.engine.scheduler import QueueFull
 
     artifact = Artifact.open(demo_artifact)
     with Engine(artifact, open_device(artifact), SchedulerLimits(queue=3)) as engine:

@@ -10,9 +10,8 @@ from paged_model import PagedModel, chains
 from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.pages import PAGE, STATE
 from mlc_amd.runtime.engine.generation import ContextFull
-from mlc_amd.runtime.engine.limits import QueueFull, SchedulerLimits
 from mlc_amd.runtime.engine.requests import Request
-from mlc_amd.runtime.engine.scheduler import Scheduler
+from mlc_amd.runtime.engine.scheduler import QueueFull, Scheduler, SchedulerLimits
 from mlc_amd.runtime.errors import UserError
 
 END = 0

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mlc_amd.runtime.engine.engine import Engine
-from mlc_amd.runtime.engine.limits import SchedulerLimits
 from mlc_amd.runtime.engine.requests import Request
+from mlc_amd.runtime.engine.scheduler import SchedulerLimits
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import RunOptions
 from tests.runtime.engine.test_scheduler import Driver

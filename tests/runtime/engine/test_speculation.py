@@ -10,7 +10,7 @@ from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.sampled_rows import GREEDY
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import RunOptions
-from mlc_amd.runtime.speculation.drafters import open_drafter
+from mlc_amd.runtime.speculation.draft_model import open_drafter
 from mlc_amd.runtime.speculation.prompt_lookup import PromptLookup
 from mlc_amd.runtime.speculation.speculation import MOST, Speculation, StepTimes, best_counts
 

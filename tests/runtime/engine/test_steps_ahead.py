@@ -10,12 +10,11 @@ from samples import sample
 from vulkan_harness import gpu
 
 from mlc_amd.runtime.cache.kv_cache import KvCache
+from mlc_amd.runtime.engine.batch import compute
 from mlc_amd.runtime.engine.engine import Engine
-from mlc_amd.runtime.engine.limits import SchedulerLimits
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.sampled_rows import GREEDY
-from mlc_amd.runtime.engine.scheduler import Scheduler
-from mlc_amd.runtime.engine.single_sequence import compute
+from mlc_amd.runtime.engine.scheduler import Scheduler, SchedulerLimits
 from mlc_amd.runtime.options import RunOptions
 
 PROMPTS = [[1, 2, 3], list(range(30)), [7] * 9]

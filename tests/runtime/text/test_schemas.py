@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlc_amd.runtime.grammars.schemas import closed
+from mlc_amd.runtime.grammars.lark import closed
 
 CLOSED = {"additionalProperties": False}
 OBJECT = {"type": "object", "properties": {"a": {"type": "string"}}}

@@ -13,7 +13,7 @@ from workloads import operator
 
 from mlc_amd.compiler.codegen.cpu import CpuTarget, build_module
 from mlc_amd.runtime.host import cpu_flags
-from mlc_amd.runtime.measure import routing
+from mlc_amd.runtime.measure.inputs import routing_tables
 from mlc_amd.schedules.cpu.base.arch import resolve
 from mlc_amd.schedules.space import space
 from mlc_amd.tools.reference.operators import used_slots
@@ -98,7 +98,7 @@ def filled(param, workload, rng):
     shape, dtype, m = [int(n) for n in param.shape], str(param.dtype), workload.m
     if param.name == "Groups":
         of = workload.of
-        return routing.tables(asdict(of) | {"m": m, "tiles": of.tiles(m)})["Groups"]
+        return routing_tables(asdict(of) | {"m": m, "tiles": of.tiles(m)})["Groups"]
     live, single = max(1, m - 4), getattr(workload, "single", 0)
     if param.name == "state":
         return np.array([min(single, live), live, 0, 0], np.int32)
