@@ -170,7 +170,7 @@ class Search:
 
     @property
     def pending(self) -> list:
-        """The plans that are to be measured before others, and are not measured or proposed yet: the default, `first`."""
+        """The plans to be measured before others, not yet measured or proposed: the default and `first`."""
         return [plan for plan in dict.fromkeys([self.space.default, *self.first]) if not self._known(plan)]
 
     def propose(self, count: int) -> list:
