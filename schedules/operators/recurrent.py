@@ -56,8 +56,11 @@ class Mixer(Operator):
 class CausalConv(Mixer, name="causal_conv"):
     """act(conv(x) + b), conv over the last `taps` positions of each column: (rows, cells, x.., w.., [b], states).
 
+        Y[p] = act(sum over t < taps of W[t] * X[p - taps + 1 + t] + B)
+
     gated: x is [B, C, X], and it is C * conv(B * X). parts: how many x and w there are, of as many columns each, side
-    by side.
+    by side, each x float32 [m, columns or 3 * columns], each w float32 [columns, taps] flat. states: float32 [cells,
+    taps - 1, channels], the last inputs, the oldest first.
     """
 
     channels: int
@@ -89,7 +92,15 @@ class CausalConv(Mixer, name="causal_conv"):
 @dataclass(frozen=True, kw_only=True)
 class DeltaNet(Mixer, name="delta_net"):
     """A gated delta rule (compiler/models/config.py: DeltaNetConfig): (rows, cells, qkv, beta, alpha, a, dt, states),
-    or by_channel (rows, cells, qkv, beta, decay, states). d: columns of a head; eps: of the lengths of q and k."""
+    or by_channel (rows, cells, qkv, beta, decay, states). d: columns of a head; eps: of the lengths of q and k.
+
+        decay = exp(a * softplus(alpha + dt)), k and q divided by sqrt(their squares' sum + eps), q by sqrt(d) too
+        M *= decay;  M += k t^T,  t = sigmoid(beta) * (v - M^T k);  y = M^T q
+
+    by_channel: each channel of k, a row of M, has a decay of its own, which is given. float32: qkv [m, q, k and v of
+    all heads], beta and alpha [m, value heads, padded], a and dt [value heads, padded], decay [m, value heads * d],
+    states [cells, value heads, d of k, d of v] on the CPU, where on the GPU M is transposed.
+    """
 
     key_heads: int
     value_heads: int
@@ -119,7 +130,13 @@ class DeltaNet(Mixer, name="delta_net"):
 
 @dataclass(frozen=True, kw_only=True)
 class SsmScan(Mixer, name="ssm_scan"):
-    """Mamba-2: (rows, cells, x, z, dt, a, d, bias of dt, states). d: columns of x of a head; size: of B and C."""
+    """Mamba-2: (rows, cells, x, z, t, a, d, bias, states). d: columns of x of a head; size: of B and C.
+
+        dt = softplus(t + bias);  S *= exp(a * dt);  S += dt * x B^T;  y = (S C + D * x) * silu(z)
+
+    float32: x [m, x of all heads, B and C of all groups], z [m, heads * d, padded], t [m, heads, padded], a, d and bias
+    [heads, padded], states [cells, heads, d * size] on the GPU; on the CPU S is transposed.
+    """
 
     heads: int
     d: int
@@ -145,8 +162,8 @@ class SsmScan(Mixer, name="ssm_scan"):
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelDecay(Operator, name="channel_decay"):
-    """exp(a * softplus(x + dt)), what a delta net keeps of each channel: (x, a, dt) -> float32 [m, heads * d]. heads
-    have an a each, and d columns."""
+    """exp(a * softplus(x + dt)), what a delta net keeps of each channel: (x float32 [m, heads * d, padded], a [heads,
+    padded], dt [heads * d, padded]) -> float32 [m, heads * d]. The d columns of a head share an a."""
 
     heads: int
     d: int
@@ -165,7 +182,8 @@ class ChannelDecay(Operator, name="channel_decay"):
 
 @dataclass(frozen=True, kw_only=True)
 class Gate(Operator, name="gate"):
-    """y * sigmoid(z), or y * silu(z): (x, z, [g]); y is x, or with eps its RMS norm over each `size` columns."""
+    """y * sigmoid(z), or y * silu(z): (x, z float32 [m, k], [g float32 [size]]); y is x, or with eps its RMS norm over
+    each `size` columns, times g."""
 
     k: int
     m: int

@@ -1,12 +1,6 @@
-"""The causal convolution of each column, over the rows of a sequence.
+"""The causal convolution of each column, over the rows of a sequence (schedules/operators/recurrent.py).
 
-    Y[p] = act(sum over t < taps of W[t] * X[p - taps + 1 + t] + B)
-    gated: X holds [B, C, X], columns side by side, and Y[p] = C[p] * (the same of B * X)
-    parts: the columns come from so many tensors of as many columns, each with weights of its own
-
-In: `state`, rows and cells (`schedules/runs.py`), X float32 [m, channels or 3 * channels], W float32 [channels,
-taps] flat, States float32 [cells, taps - 1, channels]: the last inputs, the oldest first. Out: Y float32 [m, channels],
-and States in place. A thread has 16 columns at a time, and goes through all rows.
+A thread has 16 columns at a time, and goes through all rows.
 """
 
 from tvm import tirx
@@ -18,27 +12,20 @@ from mlc_amd.schedules.cpu.base.arch import Arch
 from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows
 from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, registers, store
 from mlc_amd.schedules.operators import CausalConv
-from mlc_amd.schedules.runs import CELLS, RunCells, begins, check_parts, part_args, run_args, run_length, runs
+from mlc_amd.schedules.runs import RunCells, begins, conv_args, run_length, runs
 from mlc_amd.schedules.tir import Buffer, Expr
 
 
 @registry.builds(CausalConv)
 def causal_conv(op: CausalConv, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows, cells, X, W, B float32 [channels] if `bias`, States, Y). Several parts are X0, X1
-    .., W0, W1 .. ValueError unless 16 divides the channels of each, and for parts that are no such."""
+    """Kernel (state int32[4], those of `conv_args`). ValueError unless 16 divides the channels of each part."""
     channels, taps, m, gated, act = op.channels, op.taps, op.m, op.gated, op.act
     bias, parts, isa = op.bias, op.parts, arch.isa
     if channels % (LANES * parts):
         raise ValueError(f"a convolution of {channels} columns: they must be a multiple of {LANES * parts}")
-    check_parts(op)
     with kernel(name) as (builder, state):
-        rows, cells = run_args(m)
+        rows, cells, inputs, weight, B, States, Y = conv_args(op)
         own = channels // parts
-        inputs = part_args("X", parts, (m, own * (3 if gated else 1)))
-        weight = part_args("W", parts, (-(-own * taps // LANES) * LANES,))
-        B: Buffer = T.arg("B", T.buffer((channels,), "float32")) if bias else None
-        States = T.arg("States", T.buffer((CELLS, taps - 1, channels), "float32"))
-        Y = T.arg("Y", T.buffer((m, channels), "float32"))
         live = live_rows(state, m)
 
         def convolve(X: Buffer, W: Buffer, before: Expr, column: Expr) -> None:
