@@ -21,7 +21,7 @@ from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows, row_loop
 from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, splat, store, tree_add
 from mlc_amd.schedules.cpu.linear.quantize import BLOCK, Output
 from mlc_amd.schedules.operators import LayerNorm, Quantize, RmsNorm
-from mlc_amd.schedules.operators.rows import output_rows
+from mlc_amd.schedules.operators.layouts import output_rows
 from mlc_amd.schedules.tir import Buffer, Expr
 
 Columns = Callable[[Expr], Expr]  # from a vector of columns to their values, float32x16
@@ -76,7 +76,7 @@ def norm(op: RmsNorm | LayerNorm, arch: Arch, name: str, plan: None = None) -> t
     """Kernel (state int32[4], X float32 [m, k], G float32 [k], [B float32 [k] if a LayerNorm has a bias], then A, S of
     [n, k] in tiles if `layout`, else Y float32 [n, k]).
 
-    both: Y after A, S as well. rows: which rows are normalized, and so n: see `schedules.operators.rows`. UserError
+    both: Y after A, S as well. rows: which rows are normalized, and so n: see `layouts.output_rows`. UserError
     unless 32 divides k.
     """
     k, m, out_m, quantized = op.k, op.m, output_rows(op.rows, op.m), bool(op.layout)
