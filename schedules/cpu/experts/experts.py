@@ -24,8 +24,7 @@ from mlc_amd.schedules.cpu import registry
 from mlc_amd.schedules.cpu.base.arch import Arch
 from mlc_amd.schedules.cpu.base.kernel import kernel
 from mlc_amd.schedules.cpu.base.vector import at, f32, registers, splat, store
-from mlc_amd.schedules.cpu.linear.gate_up import TILES, Gated, emit_block
-from mlc_amd.schedules.cpu.linear.linear import Results, Rows, emit_rows
+from mlc_amd.schedules.cpu.linear.linear import TILES, Gated, Results, Rows, emit_block, emit_rows
 from mlc_amd.schedules.cpu.linear.linear_plan import AnyPlan, default_plan, row_tiles
 from mlc_amd.schedules.cpu.linear.linear_tile import (
     Matrix,

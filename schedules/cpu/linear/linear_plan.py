@@ -7,9 +7,8 @@ from mlc_amd.schedules.cpu import registry
 from mlc_amd.schedules.cpu.base.arch import Arch, tile_rows
 from mlc_amd.schedules.cpu.base.isa import Isa
 from mlc_amd.schedules.cpu.base.vector import largest_divisor
-from mlc_amd.schedules.cpu.linear.load import groups
+from mlc_amd.schedules.cpu.linear.load import groups, unpacked_bytes
 from mlc_amd.schedules.cpu.linear.planes import BLOCK, ROWS, plane_bytes
-from mlc_amd.schedules.cpu.linear.unpack import unpacked_bytes
 from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.operators import ExpertDown, ExpertGateUp, ExpertLinear, GateUp, HeadLinear, Linear
 from mlc_amd.schedules.space import Kernel, Space

@@ -30,10 +30,9 @@ from mlc_amd.schedules.cpu.linear.linear_plan import (
     token_tile,
     unpacks,
 )
-from mlc_amd.schedules.cpu.linear.load import Block, groups, load, step, zero_point
+from mlc_amd.schedules.cpu.linear.load import Block, Unpacked, UnpackedTile, groups, load, step, zero_point
 from mlc_amd.schedules.cpu.linear.planes import BLOCK, ROWS, emit_planes, planes
 from mlc_amd.schedules.cpu.linear.quantize import act_args
-from mlc_amd.schedules.cpu.linear.unpack import Unpacked, UnpackedTile
 from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.tir import Buffer, Expr
 

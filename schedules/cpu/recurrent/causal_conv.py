@@ -7,10 +7,9 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu import registry
-from mlc_amd.schedules.cpu.base.activation import ACTIVATIONS
 from mlc_amd.schedules.cpu.base.arch import Arch
 from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows
-from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, registers, store
+from mlc_amd.schedules.cpu.base.vector import ACTIVATIONS, LANES, at, f32, registers, store
 from mlc_amd.schedules.operators import CausalConv
 from mlc_amd.schedules.runs import RunCells, begins, conv_args, run_length, runs
 from mlc_amd.schedules.tir import Buffer, Expr

@@ -8,10 +8,9 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu import registry
-from mlc_amd.schedules.cpu.base.activation import times_sigmoid
 from mlc_amd.schedules.cpu.base.arch import Arch, tile_rows
 from mlc_amd.schedules.cpu.base.kernel import kernel, row_loop
-from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, local, registers, splat, store, tree_add
+from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, local, registers, splat, store, times_sigmoid, tree_add
 from mlc_amd.schedules.cpu.linear.quantize import BLOCK, Output
 from mlc_amd.schedules.operators import Gate
 from mlc_amd.schedules.tir import Buffer

@@ -12,10 +12,9 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu import registry
-from mlc_amd.schedules.cpu.base.activation import silu
 from mlc_amd.schedules.cpu.base.arch import Arch
 from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows
-from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, registers, splat, store, tree_add
+from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, registers, silu, splat, store, tree_add
 from mlc_amd.schedules.operators import ChannelDecay, DeltaNet, SsmScan
 from mlc_amd.schedules.runs import (
     RunCells,

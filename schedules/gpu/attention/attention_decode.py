@@ -1,7 +1,7 @@
 """Attention of single rows, one to SLOTS tokens of any sequences, against the cache on a GPU: split-KV ("flash
 decoding"), with RoPE and the cache write in the same launch.
 
-In: the token's q, k, v rows as the projections left them, or tokens' queries that `rope_kv_write.py` rotated, and the
+In: the token's q, k, v rows as the projections left them, or tokens' queries that `kv_write.py` rotated, and the
 cache. Out: the heads' outputs in an activation layout of `quantize.py`. A workgroup has a token's KV head, or a part of
 the query heads that share it, and a split of its visible keys; it rotates these queries into LDS itself. A wave
 processes blocks of 32 or 64 keys and keeps its own softmax (`attention_rows.py`), so nothing waits in the loop; K and V
@@ -39,7 +39,7 @@ from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import query_dtype, r
 from mlc_amd.schedules.gpu.attention.attention_splits import DecodePlan, Splits, default_plan, split_of, splits_of
 from mlc_amd.schedules.gpu.attention.attention_step import Step
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Pages, clamped_position, is_at, row_slot, store_valid, visible
-from mlc_amd.schedules.gpu.attention.rope_kv_write import Heads
+from mlc_amd.schedules.gpu.attention.kv_write import Heads
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, each, launch, uniform
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at

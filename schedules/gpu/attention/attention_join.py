@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.attention_scratch import stride_of
 from mlc_amd.schedules.gpu.attention.attention_splits import Splits
-from mlc_amd.schedules.gpu.attention.attention_step import Step
+from mlc_amd.schedules.gpu.attention.attention_step import Step, stride_of
 from mlc_amd.schedules.gpu.attention.softmax import LOWEST, Joined, with_sink
 from mlc_amd.schedules.gpu.base.arrival import Outbox, arrive, zero_after
 from mlc_amd.schedules.gpu.base.device import each, exp2, rcp, wave_max, wave_sum

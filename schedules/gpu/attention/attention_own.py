@@ -10,7 +10,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu.attention.attention_rows_matrix import MatrixRows
 from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import DotRows, query_dtype
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Cache, row_slot, store_valid
-from mlc_amd.schedules.gpu.attention.rope_kv_write import Elements, Heads
+from mlc_amd.schedules.gpu.attention.kv_write import Elements, Heads
 from mlc_amd.schedules.gpu.attention.softmax import P_SHIFT, soft_cap
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, dot2, exp2, fma, wave_meets, wave_min
 from mlc_amd.schedules.gpu.base.profiles import Device

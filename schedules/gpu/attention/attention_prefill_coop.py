@@ -24,11 +24,14 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.attention.attention_coop_blocks import Shared, SharedKeys, SharedValues, shared_units
 from mlc_amd.schedules.gpu.attention.attention_coop_tiles import (
+    Shared,
+    SharedKeys,
+    SharedValues,
     Tile,
     held_steps,
     lds_bytes,
+    shared_units,
     tile_of,
     wave_units,
     workgroups,

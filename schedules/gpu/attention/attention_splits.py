@@ -14,7 +14,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu.attention import attention_rows_matrix
 from mlc_amd.schedules.gpu.attention.attention_rows import STEP
 from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import LOADS, KeyLoads, key_loads, waves_of
-from mlc_amd.schedules.gpu.attention.attention_scratch import max_splits
+from mlc_amd.schedules.gpu.attention.attention_step import max_splits
 from mlc_amd.schedules.gpu.attention.cache import clamped_position, visible
 from mlc_amd.schedules.gpu.attention.softmax import MAX_GROUP, group_of
 from mlc_amd.schedules.gpu.base.device import uniform, wave_max, wave_scan, wave_sum

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.attention_scratch import scratch_shapes
 from mlc_amd.schedules.gpu.attention.attention_splits import FIELD, Splits, split_of, splits_of_rows
-from mlc_amd.schedules.gpu.attention.attention_step import Step
+from mlc_amd.schedules.gpu.attention.attention_step import Step, scratch_shapes
 from mlc_amd.schedules.gpu.attention.cache import clamped_position, row_slot, visible
 from mlc_amd.schedules.gpu.base.device import launch, uniform, wave_max
 from mlc_amd.schedules.gpu.base.profiles import Device, Profile

@@ -16,7 +16,7 @@ from math import gcd
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.attention_coop_blocks import SharedKeys
+from mlc_amd.schedules.gpu.attention.attention_coop_tiles import SharedKeys
 from mlc_amd.schedules.gpu.attention.attention_prefill_coop import LIMIT, START
 from mlc_amd.schedules.gpu.attention.attention_step import Step
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Cache, Pages, Visible
