@@ -22,6 +22,8 @@ LARGEST = (1 << 31) - 1
 SMALLEST = -(1 << 31)
 LOWEST_KEY = -0x7F800000  # `key_of` the least finite float32
 Visit = Callable[[Expr, Expr, Expr], None]  # (token, logit, whether there is such a token)
+Near = Callable[[], tuple[Expr, Expr]] | None
+Enough = Callable[[], Expr] | None
 
 
 class SampleArgs(NamedTuple):
@@ -105,12 +107,7 @@ class Machine(ABC):
 
     @abstractmethod
     def each_token(
-        self,
-        visit: Visit,
-        floor: Expr | None = None,
-        near: Callable[[], tuple[Expr, Expr]] | None = None,
-        enough: Callable[[], Expr] | None = None,
-        scratch: Buffer | None = None,
+        self, visit: Visit, floor: Expr = None, near: Near = None, enough: Enough = None, scratch: Buffer = None
     ) -> None:
         """Visits all tokens of the row; may leave out those whose logit is below `floor`, those outside of near(), a
         pair of logits, and the rest as soon as enough() holds. scratch: with a floor, a shared int32 buffer with an

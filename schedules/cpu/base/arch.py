@@ -15,18 +15,8 @@ from mlc_amd.schedules.cpu.base.isa import Avx2, AvxVnni, Isa, Portable, Vnni512
 
 # The names that `--help` and errors show; any other cpu that LLVM knows works too.
 LEVELS = ("x86-64-v4", "x86-64-v3", "x86-64-v2")
-NAMES = (
-    "native",
-    *reversed(LEVELS),
-    "znver1",
-    "znver2",
-    "znver3",
-    "znver4",
-    "znver5",
-    "haswell",
-    "alderlake",
-    "icelake-server",
-)
+CPUS = ("znver1", "znver2", "znver3", "znver4", "znver5", "haswell", "alderlake", "icelake-server")
+NAMES = ("native", *reversed(LEVELS), *CPUS)
 
 # Cpus whose best tile sizes differ from those of others with the same instructions.
 OWN = {"znver4": Zen4}

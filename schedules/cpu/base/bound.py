@@ -15,6 +15,8 @@ They leave out what depends on shapes: tails, unpacking, masks, results. They ar
 rates of a shared machine change by the minute.
 """
 
+import functools
+
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
@@ -184,9 +186,7 @@ def _start(state, isa):
 
 
 def _finish(sums, sink, task, lanes):
-    total = sums[0][at(0, lanes)]
-    for one in sums[1:]:
-        total = T.Bind(total + one[at(0, lanes)])
+    total = functools.reduce(lambda x, y: T.Bind(x + y), [one[at(0, lanes)] for one in sums])
     places = int(sink.shape[0]) // lanes
     store(sink, total, at(task % places * lanes, lanes))
 

@@ -26,19 +26,12 @@ from mlc_amd.schedules.cpu.base.kernel import kernel
 from mlc_amd.schedules.cpu.base.vector import at, f32, registers, splat, store
 from mlc_amd.schedules.cpu.linear.linear import TILES, Gated, Results, Rows, emit_block, emit_rows
 from mlc_amd.schedules.cpu.linear.linear_plan import AnyPlan, default_plan, row_tiles
-from mlc_amd.schedules.cpu.linear.linear_tile import (
-    Matrix,
-    Packed,
-    TokenTiles,
-    act_params,
-    emit_products,
-    weight_args,
-)
+from mlc_amd.schedules.cpu.linear.linear_tile import Matrix, Packed, TokenTiles, act_params, emit_products, weight_args
 from mlc_amd.schedules.cpu.linear.planes import BLOCK, ROWS
 from mlc_amd.schedules.cpu.linear.quantize import Output
 from mlc_amd.schedules.formats import Format, lookup
 from mlc_amd.schedules.operators import ExpertDown, ExpertGateUp, ExpertLinear
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 ExpertProduct = ExpertGateUp | ExpertLinear
 
@@ -144,9 +137,8 @@ def expert_down(op: ExpertDown, arch: Arch, name: str, plan: AnyPlan | None = No
         params, Groups = act_params(op, arch, used, op.k), _groups(op)
         matrix = _stack(op, lookup(op.fmt), "W_")
         WB = _bias(op, "WB") if op.bias else None
-        Weights = T.arg("Weights", T.buffer((1, used), "float32")) if op.weighted else None
-        R = T.arg("R", T.buffer((1, n), "float32")) if op.residual else None
-        Y = T.arg("Y", T.buffer((1, n), "float32"))
+        shapes = {"Weights": (1, used) if op.weighted else None, "R": (1, n) if op.residual else None, "Y": (1, n)}
+        Weights, R, Y = declared(**shapes)
         products = emit_products(op, arch, plan, params)
         with T.parallel(n // ROWS) as tile:
             total = registers(ROWS)

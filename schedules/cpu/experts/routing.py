@@ -11,7 +11,7 @@ from mlc_amd.schedules.cpu.base.vector import LANES, at, exp, f32, i32, local, r
 from mlc_amd.schedules.cpu.linear.quantize import BLOCK, Output
 from mlc_amd.schedules.operators import Combine, ExpertOrder, Gather, Route
 from mlc_amd.schedules.operators.experts import GATINGS, MIN_SUM, Experts
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 # Scores of experts that must not be chosen: those of other groups, which a row with NaNs may get; and those that are
 # chosen already, or are only the padding of vectors.
@@ -32,10 +32,8 @@ def route(op: Route, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
     if op.gating not in GATINGS or experts % op.groups:
         raise ValueError(f"no router with gating {op.gating} and {op.groups} groups of {experts} experts")
     with kernel(name) as (builder, state):
-        L = T.arg("L", T.buffer((m, n), "float32"))
-        B = T.arg("B", T.buffer((n,), "float32")) if op.bias else None
-        F = T.arg("F", T.buffer((n,), "float32")) if op.factors else None
-        Ids, Weights = T.arg("Ids", T.buffer((m, used), "int32")), T.arg("Weights", T.buffer((m, used), "float32"))
+        L, B, F = declared(L=(m, n), B=(n,) if op.bias else None, F=(n,) if op.factors else None)
+        Ids, Weights = *declared("int32", Ids=(m, used)), *declared(Weights=(m, used))
         with row_loop(state, m) as row:
             values, scores = local(n), local(n)  # probabilities, and what chooses
             _emit_probabilities(op, L, row, values, isa)
@@ -162,10 +160,8 @@ def expert_order(op: ExpertOrder, arch: Arch, name: str, plan: None = None) -> t
     of, m, used, count = op.of, op.m, op.used, op.experts
     tiles, tile = of.tiles(m), of.tile
     with kernel(name) as (builder, state):
-        Ids = T.arg("Ids", T.buffer((m, used), "int32"))
-        Slots = T.arg("Slots", T.buffer((m, used), "int32"))
-        Pairs = T.arg("Pairs", T.buffer((of.slots(m),), "int32"))
-        Groups = T.arg("Groups", T.buffer((of.groups(m),), "int32"))
+        shapes = {"Ids": (m, used), "Slots": (m, used), "Pairs": (of.slots(m),), "Groups": (of.groups(m),)}
+        Ids, Slots, Pairs, Groups = declared("int32", **shapes)
         next_slot, number, last = local(count, dtype="int32"), local(count, dtype="int32"), local(1, dtype="int32")
         live = live_rows(state, m)
         _fill(Pairs, -1)
@@ -243,9 +239,8 @@ def combine(op: Combine, arch: Arch, name: str, plan: None = None) -> tirx.PrimF
     with kernel(name) as (builder, state):
         X = T.arg("X", T.buffer((of.slots(m), n), "float32"))
         Slots = T.arg("Slots", T.buffer((m, of.used), "int32"))
-        Weights = T.arg("Weights", T.buffer((m, of.used), "float32")) if op.weighted else None
-        R = T.arg("R", T.buffer((m, n), "float32")) if op.residual else None
-        Y = T.arg("Y", T.buffer((m, n), "float32"))
+        shapes = {"Weights": (m, of.used) if op.weighted else None, "R": (m, n) if op.residual else None, "Y": (m, n)}
+        Weights, R, Y = declared(**shapes)
         with row_loop(state, m) as row, T.serial(n // LANES) as step:
             columns, total = at(step * LANES), f32(0.0)
             for j in range(of.used):

@@ -152,6 +152,7 @@ class Packed(NamedTuple):
 Tile = Packed | UnpackedTile
 Source = Callable[[Expr], Tile]  # the tile of a task of that number
 Epilogue = Callable[[Expr, int, Expr], None]
+EmitTask = Callable[[Sequence[Source], list[int]], None]
 
 
 @dataclass(frozen=True)
@@ -169,14 +170,7 @@ class Products:
     isa: Isa
     shared: bool = False
 
-    def emit_task(
-        self,
-        weights: list[Matrix],
-        first: Expr,
-        held: int,
-        tiles: TokenTiles,
-        emit: Callable[[Sequence[Source], list[int]], None],
-    ) -> None:
+    def emit_task(self, weights: list[Matrix], first: Expr, held: int, tiles: TokenTiles, emit: EmitTask) -> None:
         """Emits a task by emit(sources, sizes), where sources[i](t) is tile first + t of weights[i] in a form that
         `emit_tile` takes, and sizes are those of the parts of a tile of tokens that are worth their code.
 

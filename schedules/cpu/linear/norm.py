@@ -22,7 +22,7 @@ from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, splat, store, tree
 from mlc_amd.schedules.cpu.linear.quantize import BLOCK, Output
 from mlc_amd.schedules.operators import LayerNorm, Quantize, RmsNorm
 from mlc_amd.schedules.operators.layouts import output_rows
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 Columns = Callable[[Expr], Expr]  # from a vector of columns to their values, float32x16
 
@@ -83,8 +83,7 @@ def norm(op: RmsNorm | LayerNorm, arch: Arch, name: str, plan: None = None) -> t
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
     with kernel(name) as (builder, state):
-        X, G = T.arg("X", T.buffer((m, k), "float32")), T.arg("G", T.buffer((k,), "float32"))
-        B = T.arg("B", T.buffer((k,), "float32")) if isinstance(op, LayerNorm) and op.bias else None
+        X, G, B = declared(X=(m, k), G=(k,), B=(k,) if isinstance(op, LayerNorm) and op.bias else None)
         kinds, p = [quantized, False] if op.both else [quantized], tile_rows(out_m, arch)
         outputs = [Output(out_m, k, p, kind, "Y") for kind in kinds]
         loop = row_loop(state, out_m) if op.rows == "all" or out_m == 1 else T.parallel(answer_count(state, m, out_m))

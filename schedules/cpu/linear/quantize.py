@@ -31,21 +31,16 @@ TINY = 1e-30
 GROUP = 4  # tokens whose scalars are computed as one vector
 
 
-def act_shapes(m: int, k: int, p: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of A (int8) and S (float32) for `m` tokens of `k` columns in tiles of `p` tokens. UserError unless 32
-    divides k."""
+def act_args(m: int, k: int, p: int, suffix: str = "") -> tuple[Buffer, Buffer]:
+    """Declares the parameters A and S for `m` tokens of `k` columns in tiles of `p` tokens. UserError unless 32 divides
+    k."""
     if k % BLOCK:
         raise UserError(
             f"int8 activations need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer"
         )
     tiles, blocks = -(-m // p), k // BLOCK
-    return (tiles, blocks, p, BLOCK), (tiles, blocks, FIELDS, p)
-
-
-def act_args(m: int, k: int, p: int, suffix: str = "") -> tuple[Buffer, Buffer]:
-    """Declares the kernel parameters A and S of that shape and returns the two buffers."""
-    a, s = act_shapes(m, k, p)
-    return T.arg("A" + suffix, T.buffer(a, "int8")), T.arg("S" + suffix, T.buffer(s, "float32"))
+    A = T.arg("A" + suffix, T.buffer((tiles, blocks, p, BLOCK), "int8"))
+    return A, T.arg("S" + suffix, T.buffer((tiles, blocks, FIELDS, p), "float32"))
 
 
 class Output:
@@ -60,16 +55,19 @@ class Output:
 
     def store_block(self, x0: Expr, x1: Expr, row: Expr, block: Expr) -> None:
         """Stores columns 32*block .. of a row. x0, x1: float32x16, columns 0..15 and 16..31 of the block."""
-        if self.quantized:
-            A, S = self.buffers
-            emit_quantize_block(x0, x1, A, S, row // self.p, block, row % self.p)
+        if not self.quantized:
+            for half, x in enumerate((x0, x1)):
+                store(self.buffers[0], x, row, at(block * BLOCK + half * LANES))
             return
-        for half, x in enumerate((x0, x1)):
-            store(self.buffers[0], x, row, at(block * BLOCK + half * LANES))
-
-    def store_columns(self, x: Expr, n: int, row: Expr, column: Expr) -> None:
-        """Stores columns column .. column+n-1 of a row, not quantized: a float32 vector."""
-        store(self.buffers[0], x, row, at(column, n))
+        A, S = self.buffers
+        tile, place, x = row // self.p, row % self.p, [T.Bind(x0), T.Bind(x1)]
+        top = T.Bind(T.reinterpret("float32", reduce("smax", magnitudes(x))))
+        inverse = _inverse(top, 1)
+        low, high = (
+            reduce("add", _emit_steps(v, inverse, A, tile, block, place, at(half * LANES))) for half, v in enumerate(x)
+        )
+        for field, value in enumerate(_fields(top, low, high, 1)):
+            store(S, value, tile, block, field, place)
 
     def store_head(self, load: Load, row: Expr, head: Expr, d: int) -> None:
         """Stores columns head*d .. of a row, d of them. load(c, n): columns head*d+c .. of the row, n of them, a
@@ -77,22 +75,40 @@ class Output:
         if d % BLOCK:
             for c in range(0, d, LANES):
                 n = min(LANES, d - c)
-                self.store_columns(load(c, n), n, row, head * d + c)
+                store(self.buffers[0], load(c, n), row, at(head * d + c, n))
             return
         with T.serial(d // BLOCK) as block:
             low, high = (load(block * BLOCK + half, LANES) for half in (0, LANES))
             self.store_block(low, high, row, head * (d // BLOCK) + block)
 
     def store_tile(self, load: Load, tile: Expr, block: Expr, rows: Expr) -> None:
-        """Stores columns 32*block .. of the first `rows` of the p rows of a tile, and what it likes in the others.
+        """Stores columns 32*block .. of the first `rows` of the p rows of a tile, and what it likes in the others; int8
+        blocks have the same bits as of `store_block`, but the scalars of several tokens are computed as one vector.
         load(row, c): columns c .. c+15 of the block in the tile's row `row`, float32x16."""
-        if self.quantized:
-            A, S = self.buffers
-            emit_quantize_tile(load, A, S, tile, block, self.p, rows)
+        if not self.quantized:
+            with T.serial(rows) as row:
+                for c in range(0, BLOCK, LANES):
+                    store(self.buffers[0], load(row, c), tile * self.p + row, at(block * BLOCK + c))
             return
-        with T.serial(rows) as row:
-            for c in range(0, BLOCK, LANES):
-                store(self.buffers[0], load(row, c), tile * self.p + row, at(block * BLOCK + c))
+        A, S = self.buffers
+        n = math.gcd(self.p, GROUP)
+        inverses = registers(n)
+        with T.serial((rows + (n - 1)) // n) as i:
+            first = T.Bind(i * n)
+            large = join_lanes(
+                T.max, [magnitudes([T.Bind(load(first + j, c)) for c in range(0, BLOCK, LANES)]) for j in range(n)]
+            )
+            top = T.Bind(T.reinterpret(dtype("float32", n), large))
+            store(inverses, _inverse(top, n), at(0, n))
+            sums = [
+                join_lanes(
+                    operator.add,
+                    [_emit_steps(load(first + j, c), inverses[j], A, tile, block, first + j, at(c)) for j in range(n)],
+                )
+                for c in range(0, BLOCK, LANES)
+            ]
+            for field, value in enumerate(_fields(top, sums[0], sums[1], n)):
+                store(S, value, tile, block, field, at(first, n))
 
 
 def magnitudes(x: list[Expr]) -> Expr:
@@ -120,40 +136,3 @@ def _fields(top: Expr, low: Expr, high: Expr, n: int) -> tuple[Expr, ...]:
     scaled = [d * T.cast(s, dtype("float32", n)) for s in sums]
     negative = [T.reinterpret(dtype("float32", n), i32(0, n) - s) for s in sums]
     return d, scaled[0], negative[0], scaled[1], scaled[2], negative[1], negative[2]
-
-
-def emit_quantize_block(x0: Expr, x1: Expr, A: Buffer, S: Buffer, tile: Expr, block: Expr, row: Expr) -> None:
-    """Stores one block of one token. x0, x1: float32x16, columns 0..15 and 16..31 of the block; tile = m // P, row = m
-    % P of token m."""
-    x = [T.Bind(x0), T.Bind(x1)]
-    top = T.Bind(T.reinterpret("float32", reduce("smax", magnitudes(x))))
-    inverse = _inverse(top, 1)
-    low, high = (
-        reduce("add", _emit_steps(v, inverse, A, tile, block, row, at(half * LANES))) for half, v in enumerate(x)
-    )
-    for field, value in enumerate(_fields(top, low, high, 1)):
-        store(S, value, tile, block, field, row)
-
-
-def emit_quantize_tile(load: Load, A: Buffer, S: Buffer, tile: Expr, block: Expr, p: int, rows: Expr) -> None:
-    """Stores one block of the first `rows` of the p tokens of a tile, the same bits as `emit_quantize_block` for each:
-    the scalars of several tokens are computed as one vector, so that some tokens after these are loaded and stored too.
-    load(token, c): columns c .. c+15 of the block."""
-    n = math.gcd(p, GROUP)
-    inverses = registers(n)
-    with T.serial((rows + (n - 1)) // n) as i:
-        first = T.Bind(i * n)
-        large = join_lanes(
-            T.max, [magnitudes([T.Bind(load(first + j, c)) for c in range(0, BLOCK, LANES)]) for j in range(n)]
-        )
-        top = T.Bind(T.reinterpret(dtype("float32", n), large))
-        store(inverses, _inverse(top, n), at(0, n))
-        sums = [
-            join_lanes(
-                operator.add,
-                [_emit_steps(load(first + j, c), inverses[j], A, tile, block, first + j, at(c)) for j in range(n)],
-            )
-            for c in range(0, BLOCK, LANES)
-        ]
-        for field, value in enumerate(_fields(top, sums[0], sums[1], n)):
-            store(S, value, tile, block, field, at(first, n))

@@ -35,7 +35,7 @@ def causal_conv(op: CausalConv, arch: Arch, name: str, plan: None = None) -> tir
                 places = RunCells(rows, cells, first, op.single)
                 length = run_length(op, state, rows, first, live)
 
-                def keep(target: Expr, column: Expr = column, last: Expr = last) -> None:
+                def keep(target: Expr) -> None:
                     for t, cell in enumerate(last):
                         store(States, cell[at(0)], target, t, at(before + column))
 

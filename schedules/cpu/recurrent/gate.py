@@ -13,7 +13,7 @@ from mlc_amd.schedules.cpu.base.kernel import kernel, row_loop
 from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, local, registers, splat, store, times_sigmoid, tree_add
 from mlc_amd.schedules.cpu.linear.quantize import BLOCK, Output
 from mlc_amd.schedules.operators import Gate
-from mlc_amd.schedules.tir import Buffer
+from mlc_amd.schedules.tir import Buffer, declared
 
 
 @registry.builds(Gate)
@@ -24,8 +24,7 @@ def gate(op: Gate, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
     if k % BLOCK or (eps is not None and size % LANES):
         raise ValueError(f"a gate of {k} columns in heads of {size}: kernels take blocks of {BLOCK} and {LANES}")
     with kernel(name) as (builder, state):
-        X, Z = (T.arg(which, T.buffer((m, k), "float32")) for which in "XZ")
-        G: Buffer = T.arg("G", T.buffer((size,), "float32")) if eps is not None else None
+        X, Z, G = declared(X=(m, k), Z=(m, k), G=(size,) if eps is not None else None)
         output = Output(m, k, tile_rows(m, arch), bool(op.layout), "Y")
         with row_loop(state, m) as row:
             scales: Buffer = local(k // size) if eps is not None else None

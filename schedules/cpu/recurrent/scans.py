@@ -70,13 +70,13 @@ def delta_net(op: DeltaNet, arch: Arch, name: str, plan: None = None) -> tirx.Pr
             q_at = T.Bind(key_head(head, op) * d)
             k_at, v_at = q_at + keys, T.Bind(head * d + 2 * keys + column)
 
-            def clear(cell: Expr, head: Expr = head, column: Expr = column) -> None:
+            def clear(cell: Expr) -> None:
                 with T.serial(d) as i:
                     store(States, f32(0.0), cell, head, i, at(column))
 
             with _each_row(op, state, rows, cells, live, clear) as (row, source, target):
 
-                def dot(a: Expr, b: Expr, row: Expr = row) -> Expr:
+                def dot(a: Expr, b: Expr) -> Expr:
                     """Of the q or the k of the row, which begin at a and b."""
                     total = registers(LANES)
                     store(total, f32(0.0), at(0))
@@ -133,7 +133,7 @@ def ssm_scan(op: SsmScan, arch: Arch, name: str, plan: None = None) -> tirx.Prim
             b_at = T.Bind(heads * d + head // (heads // groups) * size)
             c_at, x_at = b_at + groups * size, T.Bind(head * d + column)
 
-            def clear(cell: Expr, head: Expr = head, column: Expr = column) -> None:
+            def clear(cell: Expr) -> None:
                 with T.serial(size) as i:
                     store(States, f32(0.0), cell, head, at(i * d + column))
 

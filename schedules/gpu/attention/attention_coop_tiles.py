@@ -120,29 +120,27 @@ def shared_units(units: int) -> Buffer:
     return T.alloc_buffer((units,), f"float16x{UNIT}", scope=WAVE_SHARED)
 
 
-class Block:
+class SharedBlock:
     """A block of keys or values on its way: from the cache to registers, from there to shared memory, `buffer`, which
-    has rows of `row_units` units. The threads of a workgroup, of which this is `tid`, have some units each; consecutive
-    units are consecutive in the cache. buffers: blocks that there is shared memory for."""
+    has rows of `row_units` units: of keys, or of columns of the values. The threads of a workgroup, of which this is
+    `tid`, have some units each; consecutive units are consecutive in the cache. kind: "key" or "value"; buffers: blocks
+    that there is shared memory for."""
 
-    kind: str  # of the units
-
-    def __init__(self, layer: Attention, keys: int, threads: int, tid: Expr, buffers: int = 1):
-        self.keys, self.d, self.threads, self.tid = keys, layer.width, threads, tid
+    def __init__(self, kind: str, layer: Attention, keys: int, threads: int, tid: Expr, buffers: int = 1):
+        self.kind, self.keys, self.d, self.threads, self.tid = kind, keys, layer.width, threads, tid
         self.units = keys * self.d // UNIT
         self.pieces = -(-self.units // threads)
-        rows, elements = (keys, self.d) if self.kind == "key" else (self.d, keys)
+        rows, elements = (keys, self.d) if kind == "key" else (self.d, keys)
         self.row_units = elements // UNIT + 1
         self.buffer = shared_units(buffers * rows * self.row_units)
-        self.loaded = Units(layer, self.pieces, self.kind)
-
-    def _load_unit(self, i: int, block: KeyBlock, unit: Expr) -> None:
-        """Starts the load of a unit into register number i of `loaded`."""
-        raise NotImplementedError
+        self.loaded = Units(layer, self.pieces, kind)
 
     def _target(self, unit: Expr) -> tuple[Expr, Expr]:
         """(row in shared memory, unit in the row) of a unit."""
-        raise NotImplementedError
+        if self.kind == "value":
+            return unit % self.d, unit // self.d
+        width, units = min(KEYS, self.keys), self.d // UNIT
+        return unit // (width * units) * KEYS + unit % width, unit // width % units
 
     def _unit(self, i: int) -> Expr:
         unit = i * self.threads + self.tid
@@ -152,7 +150,11 @@ class Block:
     def load(self, block: KeyBlock) -> None:
         """Starts the loads into registers."""
         for i in range(self.pieces):
-            self._load_unit(i, block, self._unit(i))
+            row, c = self._target(self._unit(i))
+            if self.kind == "key":
+                self.loaded.load_key(i, block, block.place0 + row, c)
+            else:
+                self.loaded.load_value(i, block, c, row)
 
     def store(self, first: Expr = 0) -> None:
         """Stores what was loaded into `buffer`, from unit `first` on."""
@@ -163,36 +165,10 @@ class Block:
             put(self.buffer, loaded, row * self.row_units + unit + first)
 
 
-class SharedKeys(Block):
-    """Rows are keys."""
-
-    kind = "key"
-
-    def _load_unit(self, i: int, block: KeyBlock, unit: Expr) -> None:
-        key, c = self._target(unit)
-        self.loaded.load_key(i, block, block.place0 + key, c)
-
-    def _target(self, unit: Expr) -> tuple[Expr, Expr]:
-        width, units = min(KEYS, self.keys), self.d // UNIT
-        return unit // (width * units) * KEYS + unit % width, unit // width % units
-
-
-class SharedValues(Block):
-    """Rows are columns of the values."""
-
-    kind = "value"
-
-    def _load_unit(self, i: int, block: KeyBlock, unit: Expr) -> None:
-        self.loaded.load_value(i, block, unit // self.d, unit % self.d)
-
-    def _target(self, unit: Expr) -> tuple[Expr, Expr]:
-        return unit % self.d, unit // self.d
-
-
 class Shared(NamedTuple):
     """A workgroup's shared memory: the block of keys and of values, the waves' weights, the numbers 0, 1, .."""
 
-    keys: SharedKeys
-    values: SharedValues
+    keys: SharedBlock
+    values: SharedBlock
     weights: Buffer
     numbers: Buffer

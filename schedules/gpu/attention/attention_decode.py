@@ -86,7 +86,7 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
             if splits.matrix:
                 rows = MatrixRows(arch, attention, group, lane, wave, splits.waves, size, ahead=m == 1)
             else:
-                rows = rows_of(arch, attention, group, lane, wave, splits.waves, size, splits.loads)
+                rows = rows_of(arch, attention, group, lane, wave, splits.waves, splits.loads)
             rows.start()
             stream, streams, mine = splits.share(steps - first_step, split, wave, active, m > 1)
             # on Vulkan, keys are loaded before the queries arrive, and those of a block with the values before it

@@ -137,7 +137,7 @@ def write_own(cache: Cache, heads: Heads, place: Place, own_key: Buffer) -> None
     """Writes the row's own key and value to the cache. own_key: the rotated key in shared memory."""
     kv, token, position, slot = place
     if heads.layer.quantized:
-        cache.store_key_codes(heads.arch, kv, slot, position, lambda e: T.cast(own_key[e], "float32"), heads.lane)
+        cache.store_codes(heads.arch, kv, slot, position, lambda e: T.cast(own_key[e], "float32"), heads.lane)
     else:
         cache.store_key(kv, slot, position, heads.key(token, kv, position))
     heads.store_value(cache, token, kv, slot, position, heads.value_scale(token, kv))
@@ -174,7 +174,7 @@ def add_rows(
         )
         with T.If((back == 0) & writes), T.Then():
             if rows.attention.quantized:
-                cache.store_key_codes(arch, kv, slot, position, element, lane)
+                cache.store_codes(arch, kv, slot, position, element, lane)
             else:
                 cache.store_key(kv, slot, position, pairs)
             heads.store_value(cache, row, kv, slot, position, scale)

@@ -26,8 +26,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.attention_coop_tiles import (
     Shared,
-    SharedKeys,
-    SharedValues,
+    SharedBlock,
     Tile,
     held_steps,
     lds_bytes,
@@ -329,8 +328,8 @@ def emit(step: Step, arch: Profile, plan: Tile | None = None) -> None:
         chunk = step.chunk()
         first = T.Bind((tiles - 1 - reverse) * per_tile)  # the longest first
         shared = Shared(
-            SharedKeys(attention, tile.keys, threads, tid),
-            SharedValues(attention, tile.keys, threads, tid),
+            SharedBlock("key", attention, tile.keys, threads, tid),
+            SharedBlock("value", attention, tile.keys, threads, tid),
             shared_units(tile.waves * wave_units(tile, arch.fragment)),
             T.alloc_buffer((max(arch.fragment) // WIDTH,), f"float32x{WIDTH}", scope=WAVE_SHARED),
         )

@@ -18,7 +18,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
 from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
-from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, Joined, join, soft_cap
+from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, Joined, Sees, join, soft_cap
 from mlc_amd.schedules.gpu.base.device import (
     dot2,
     each,
@@ -143,14 +143,7 @@ class WaveRows(Rows):
         self.key = Units(attention, self.keys * self.key_batch, "key")
         self.value = Units(attention, self.columns * self.batch, "value")
 
-    def step(
-        self,
-        block: KeyBlock,
-        queries: Buffer,
-        sees: Callable[[int, Expr], Expr],
-        zero: Expr,
-        following: KeyBlock | None = None,
-    ) -> None:
+    def step(self, block: KeyBlock, queries: Buffer, sees: Sees, zero: Expr, following: KeyBlock | None = None) -> None:
         """Processes a `KeyBlock` of STEP keys. queries: float16 [count, d] in LDS; sees(r, key): whether row r sees a
         key. following: unused.
 

@@ -186,7 +186,7 @@ def splits_of(attention: Attention, arch: Device, plan: DecodePlan | None = None
     count = min(-(-keys // (plan.step * waves)), fill, maximum, arch.wave)
     batch, alone = min(plan.batch, arch.wave), alone_of(arch)
     threads, value_d = waves * arch.wave, attention.value_d
-    loads = None if matrix or arch.api == "rocm" else KeyLoads(plan.loads, bool(plan.ahead))
+    loads = None if matrix or arch.api == "rocm" else KeyLoads(plan.loads, plan.step, bool(plan.ahead))
     return Splits(count, waves, threads, group, value_d, plan.step, batch, parts, maximum, alone, fill, matrix, loads)
 
 

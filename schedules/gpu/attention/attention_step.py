@@ -15,12 +15,12 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.cache import Cache, Chunk, pages_arg, rows_arg
-from mlc_amd.schedules.gpu.attention.kv_write import Sources, rope_args
 from mlc_amd.schedules.gpu.attention.softmax import output_args, sinks_arg
 from mlc_amd.schedules.gpu.base.arrival import LINE
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.base.step import kernel, state_arg
+from mlc_amd.schedules.kv_writes import Sources, rope_args
 from mlc_amd.schedules.operators.attention import SLOTS, Attention, CausalAttention, RopeAttention
 from mlc_amd.schedules.tir import Buffer, Expr
 

@@ -50,6 +50,7 @@ from mlc_amd.schedules.operators.attention import (
 )
 from mlc_amd.schedules.tir import Buffer, Expr
 
+Element = Callable[[Expr], Expr]
 DTYPE = "float16"
 CODE = "int8"
 KEYS, UNIT = 32, 8  # keys of a tile of Kc; elements of a unit
@@ -207,24 +208,11 @@ class Cache:
             ]
             store_valid(valid, self.Kc, stores)
 
-    def store_key_codes(
-        self, arch: Device, kv: Expr, slot: Expr, position: Expr, element: Callable[[Expr], Expr], lane: Expr
+    def store_codes(
+        self, arch: Device, kv: Expr, slot: Expr, position: Expr, element: Element, lane: Expr, which: int = 0
     ) -> None:
-        """`store_key` of a quantized cache, by the lanes of a wave. element(e): element e of the key, float32, for any
-        lane."""
-        self._store_codes(arch, 0, kv, slot, position, element, lane)
-
-    def _store_codes(
-        self,
-        arch: Device,
-        which: int,
-        kv: Expr,
-        slot: Expr,
-        position: Expr,
-        element: Callable[[Expr], Expr],
-        lane: Expr,
-    ) -> None:
-        """which: 0 for a key, 1 for a value."""
+        """`store_key` of a quantized cache, or with which = 1 `store_value`, by a wave's lanes. element(e): element
+        e of the head, float32, for any lane."""
         page, place = self._place(slot, position)
         count = self.d // WIDTH
         for first in range(0, count, arch.wave):
@@ -242,13 +230,11 @@ class Cache:
             where = begins if valid is None else valid & begins
             store_valid(where, self.scales[which], [((page, kv, e // KV_BLOCK, place), scale)])
 
-    def store_value(
-        self, arch: Device, kv: Expr, slot: Expr, position: Expr, element: Callable[[Expr], Expr], lane: Expr
-    ) -> None:
+    def store_value(self, arch: Device, kv: Expr, slot: Expr, position: Expr, element: Element, lane: Expr) -> None:
         """Stores the value of one head at `position`, by the lanes of a wave. element(e): element e, float32, for any
         lane."""
         if self.scales:
-            self._store_codes(arch, 1, kv, slot, position, element, lane)
+            self.store_codes(arch, kv, slot, position, element, lane, which=1)
             return
         page, place = self._place(slot, position)
         for valid, e in own_elements(arch, lane, 0, self.d):

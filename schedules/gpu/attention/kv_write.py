@@ -19,7 +19,6 @@ from typing import NamedTuple
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.attention.cache import (
     Cache,
@@ -34,7 +33,8 @@ from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, launch, rsqrt, wave_m
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.step import is_live, kernel, state_arg
 from mlc_amd.schedules.gpu.base.threads import WAVES
-from mlc_amd.schedules.operators.attention import Attention, LatentKvWrite, Rope, RopeKvWrite, padded_columns
+from mlc_amd.schedules.kv_writes import Sources, latent_args, rope_args
+from mlc_amd.schedules.operators.attention import Attention, LatentKvWrite, Rope, RopeKvWrite
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -52,32 +52,6 @@ class WavesPlan:
 def wave_heads(attention: Attention, rope: Rope) -> int:
     """Heads that a row has, one for a wave each."""
     return attention.heads + (2 * attention.kv_heads if rope.writes else 0)
-
-
-class Sources(NamedTuple):
-    """The parameters Q, K, V, QN, KN, CS of `rope_kv_write`; None: it has no such parameter."""
-
-    Q: Buffer
-    K: Buffer
-    V: Buffer
-    QN: Buffer
-    KN: Buffer
-    CS: Buffer
-
-
-def rope_args(attention: Attention, m: int, rope: Rope) -> Sources:
-    """Declares the parameters. UserError for a number of rotated elements that is odd or larger than the head."""
-    d, heads, kv_heads = attention.d, attention.heads, attention.kv_heads
-    if rope.rotary % 2 or not 0 <= rope.rotary <= d:
-        raise UserError(f"rotary embedding needs an even number of elements, at most the head's {d}, not {rope.rotary}")
-    rows = {"Q": heads} | ({"K": kv_heads, "V": kv_heads} if rope.writes else {})
-    shapes = {name: (m, padded_columns(count * d)) for name, count in rows.items()}
-    if rope.eps is not None:
-        shapes |= {name: (padded_columns(d),) for name in (("QN", "KN") if rope.writes else ("QN",))}
-    if rope.rotary:
-        shapes["CS"] = attention.ctx, rope.rotary
-    found = {name: T.arg(name, T.buffer(shape, "float32")) for name, shape in shapes.items()}
-    return Sources(*(found.get(name) for name in Sources._fields))
 
 
 Elements = tuple[Expr, tuple[tuple[Expr, Expr], ...]]  # (valid, ((element, value), ..)); valid: None, or a condition
@@ -196,14 +170,11 @@ class Heads:
 
 @registry.builds(RopeKvWrite)
 def rope_kv_write(op: RopeKvWrite, arch: Device, name: str, plan: WavesPlan | None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32[m, 2], pages of `pages_arg`, Q float32 [m, heads*d], K float32 [m,
-    kv_heads*d], V float32 [m, kv_heads*d], [QN float32 [d], KN float32 [d] when rope.eps is not None], [CS float32
-    [ctx, rotary] with CS[pos, 2i] = cos, CS[pos, 2i+1] = sin of pair i, unless rotary is 0], the cache as in
-    `cache.py` (in place), Qo float16 [m, heads, width], whose padding becomes 0).
+    """Kernel (state int32[4], rows int32[m, 2], pages of `pages_arg`, those of `rope_args`, the cache as in `cache.py`
+    (in place), Qo float16 [m, heads, width], whose padding becomes 0); without rope.writes no pages and no cache.
 
-    Without rope.writes there are no pages, K, V, KN, caches. Q, K, V and the norms' weights are padded to multiples of
-    16 columns, as linear layers and vectors are. Rows that are not live, or whose position is at or beyond ctx, write
-    nothing. UserError for shapes that `cache_types` or `rope_args` refuses.
+    Rows that are not live, or whose position is at or beyond ctx, write nothing. UserError for shapes that
+    `cache_types` or `rope_args` refuses.
     """
     attention, m, rope = op.layer, op.m, op.rope
     heads, kv_heads, d = attention.heads, attention.kv_heads, attention.d
@@ -235,7 +206,7 @@ def rope_kv_write(op: RopeKvWrite, arch: Device, name: str, plan: WavesPlan | No
                 for valid, values in key:
                     store_valid(valid, turned, [((wave * d + e,), T.cast(y, "float16")) for e, y in values])
                 wave_meets(arch)
-                cache.store_key_codes(arch, kv, slot, position, lambda e: T.cast(turned[wave * d + e], "float32"), lane)
+                cache.store_codes(arch, kv, slot, position, lambda e: T.cast(turned[wave * d + e], "float32"), lane)
 
             def write_key_or_value(cache: Cache) -> None:
                 slot = row_slot(rows, row)
@@ -277,15 +248,11 @@ def plans(op: RopeKvWrite, arch: Device) -> Space:
 
 @registry.builds(LatentKvWrite)
 def latent_kv_write(op: LatentKvWrite, arch: Device, name: str, plan: WavesPlan | None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32[m, 2], pages of `pages_arg`, Q float32 [m, heads*(d-values)], L float32 [m,
-    heads*values], K float32 [m, d], KN float32 [values], [CS float32 [ctx, rotary] with CS[pos, 2i] = cos, CS[pos,
-    2i+1] = sin of pair i, unless rotary is 0], Kc as in `cache.py` (in place), Qo float16 [m, heads, width], whose
-    padding becomes 0).
+    """Kernel (state int32[4], rows int32[m, 2], pages of `pages_arg`, those of `latent_args`, Kc as in `cache.py` (in
+    place), Qo float16 [m, heads, width], whose padding becomes 0).
 
-    A head's query is [L | rotated Q], a key [K's first columns normalized, times KN | the others rotated]. Q, K and KN
-    are padded to multiples of 16 columns. Rows that are not live, or whose position is at or beyond ctx, write nothing.
-    UserError for shapes that `cache_types` refuses, ValueError unless the key has values and others, of which all or
-    none rotate.
+    Rows that are not live, or whose position is at or beyond ctx, write nothing. UserError for shapes that
+    `cache_types` refuses, ValueError unless the key has values and others, of which all or none rotate.
     """
     attention, m, rope = op.layer, op.m, op.rope
     heads, values, width = attention.heads, attention.values, attention.width
@@ -295,10 +262,7 @@ def latent_kv_write(op: LatentKvWrite, arch: Device, name: str, plan: WavesPlan 
     waves, scale = (plan or WavesPlan()).fitted(arch), T.float32(attention.query_scale)
     with kernel(name) as ir:
         state, rows, pages = state_arg(), rows_arg(m), pages_arg(attention)
-        shapes = {"Q": padded_columns(heads * shared), "L": heads * values, "K": width}
-        Q, L, K = (T.arg(which, T.buffer((m, columns), "float32")) for which, columns in shapes.items())
-        KN = T.arg("KN", T.buffer((padded_columns(values),), "float32"))
-        CS = T.arg("CS", T.buffer((attention.ctx, shared), "float32")) if rope.rotary else None
+        Q, L, K, KN, CS = latent_args(op)
         cache = Cache(attention, pages)
         sources = Sources(Q, K, None, None, None, CS)
         Qo = T.arg("Qo", T.buffer((m, heads, width), "float16"))

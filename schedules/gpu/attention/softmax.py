@@ -6,6 +6,7 @@ by 2**P_SHIFT: as float16, those down to 2**-29 of the largest are normal number
 their own, see `attention_prefill_coop.py`.)
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -71,6 +72,9 @@ def output_args(attention: Attention, m: int, layout: str) -> list:
     return act_args(m, attention.heads * attention.value_d, layout)
 
 
+Sees = Callable[[int, Expr], Expr]  # whether a row sees a key
+
+
 class Joined(NamedTuple):
     """Four consecutive columns of a row, from all waves: weights are relative to `top`; out / total is attention's
     output."""
@@ -87,9 +91,7 @@ def join(
     out(wave, r, column): a wave's sums of WIDTH columns."""
 
     def quad(r: Expr, column: Expr) -> Joined:
-        top = T.float32(LOWEST)
-        for w in range(waves):
-            top = maximum(top, tops[r, w])
+        top = functools.reduce(maximum, [tops[r, w] for w in range(waves)], T.float32(LOWEST))
         total, sums = T.float32(0), [T.float32(0)] * WIDTH
         for w in range(waves):
             scale = exp2(tops[r, w] - top)

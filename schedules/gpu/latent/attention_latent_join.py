@@ -5,6 +5,7 @@ A part is what a workgroup has of its tile, float32: the outputs of its rows [ro
 Outputs and totals are sums of weights relative to `top`.
 """
 
+import functools
 from collections.abc import Callable
 
 from tvm.tirx.script import builder as T
@@ -18,6 +19,7 @@ from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile
 from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
+Part = Callable[[Expr], Expr]
 WAVES, BATCH = 4, 8  # of a workgroup that joins; splits that a wave loads at once
 
 
@@ -43,17 +45,9 @@ class Join:
     be, of which there are `active`; part(split): where its part begins in Parts; row: in the tile."""
 
     def __init__(
-        self,
-        arch: Profile,
-        attention: Attention,
-        tile: Tile,
-        Parts: Buffer,
-        most: int,
-        active: Expr,
-        part: Callable[[Expr], Expr],
-        row: Expr,
+        self, arch: Profile, layer: Attention, tile: Tile, Parts: Buffer, most: int, active: Expr, part: Part, row: Expr
     ):
-        self.arch, self.d, self.tile, self.Parts, self.row = arch, attention.value_d, tile, Parts, row
+        self.arch, self.d, self.tile, self.Parts, self.row = arch, layer.value_d, tile, Parts, row
         self.active, self.part = active, part
         self.weights = T.alloc_buffer((-(-most // arch.wave) * arch.wave,), "float32", scope="shared")
         self.sums = T.alloc_buffer((WAVES, arch.wave * WIDTH), "float32", scope="shared")
@@ -67,10 +61,7 @@ class Join:
             place = T.Bind(self.part(split) + self.tile.rows * self.d + self.row * 2)
             tops.append(T.Bind(T.Select(has, self.Parts[place], T.float32(LOWEST))))
             totals.append(T.Bind(T.Select(has, self.Parts[place + 1], T.float32(0))))
-        largest = tops[0]
-        for top in tops[1:]:
-            largest = maximum(largest, top)
-        largest = wave_max(arch, T.Bind(largest))
+        largest = wave_max(arch, T.Bind(functools.reduce(maximum, tops)))
         powers = [T.Bind(exp2(top - largest)) for top in tops]
         total = T.float32(0)
         for power, own in zip(powers, totals, strict=True):

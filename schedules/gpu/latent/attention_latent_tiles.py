@@ -80,12 +80,9 @@ def shape_of(tile: Tile, attention: Attention, arch: Profile) -> Shape | None:
     lanes = threads // tile.rows
     if attention.value_d % n or columns % tile.waves or steps % parts or threads % tile.rows:
         return None
-    if (
-        lanes > arch.wave
-        or tile.keys % lanes
-        or tile.keys // lanes > MOST
-        or lds_bytes(tile, attention, arch) > arch.lds
-    ):
+    if lanes > arch.wave or tile.keys % lanes or tile.keys // lanes > MOST:
+        return None
+    if lds_bytes(tile, attention, arch) > arch.lds:
         return None
     return Shape(row_fragments, parts, steps // parts, columns // tile.waves, lanes, tile.keys // lanes)
 

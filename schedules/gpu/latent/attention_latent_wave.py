@@ -11,12 +11,14 @@ Weights are 2**(score - top), as in `attention_prefill_coop.py`: `top` is renewe
 weight would exceed 2**LIMIT.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 from math import gcd
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.attention_coop_tiles import SharedKeys
+from mlc_amd.schedules.gpu.attention.attention_coop_tiles import SharedBlock
 from mlc_amd.schedules.gpu.attention.attention_prefill_coop import LIMIT, START
 from mlc_amd.schedules.gpu.attention.attention_step import Step
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Cache, Pages, Visible
@@ -159,9 +161,7 @@ class Wave:
 
     def rescale(self) -> None:
         """Multiplies the outputs by the rows' factors if one of them is not 1."""
-        changed = self.flags[0]
-        for i in range(1, self.tile.waves):
-            changed = changed + self.flags[i]
+        changed = functools.reduce(operator.add, [self.flags[i] for i in range(self.tile.waves)])
         with T.If(T.Bind(changed > T.float32(0))), T.Then():
             self._multiply()
 
@@ -237,7 +237,7 @@ def attend(wave: Wave, cache: Cache, slot: Expr, begin: Expr, end: Expr, tid: Ex
     """Lets the waves of a workgroup process the blocks of keys number begin .. end-1 of a slot, of which there is one
     at least."""
     attention, tile = wave.attention, wave.tile
-    keys, size = SharedKeys(attention, tile.keys, threads, tid, tile.buffers), key_units(tile, attention)
+    keys, size = SharedBlock("key", attention, tile.keys, threads, tid, tile.buffers), key_units(tile, attention)
 
     def first_key(number: Expr) -> Expr:
         """Of the block with that number; of the last one for those after it."""

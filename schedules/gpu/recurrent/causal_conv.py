@@ -56,7 +56,7 @@ def causal_conv(op: CausalConv, arch: Device, name: str, plan: None = None) -> t
                     some = T.min(length - block * ROWS, T.int32(ROWS))
                     count = T.Bind(T.Select(first < T.min(state[0], T.int32(op.single)), length, some))
 
-                def keep(target: Expr, column: Expr = column, last: list[Buffer] = last) -> None:
+                def keep(target: Expr) -> None:
                     for t, cell in enumerate(last):
                         T.buffer_store(States, cell[0], [target, t, before + column])
 

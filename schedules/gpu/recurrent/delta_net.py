@@ -31,7 +31,7 @@ from mlc_amd.schedules.runs import (
     softplus,
 )
 from mlc_amd.schedules.space import Space
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Expr
 
 BY_SLOT = 3  # (k[j] . q[i]) G(j, i); G(j, last); T[i, j]: of j, the row that the slot stands for
 ALONE = 3  # what S q and S k are multiplied with, G(-1, last)
@@ -75,13 +75,7 @@ def _delta_rows(op: DeltaNet, arch: Device, name: str) -> tirx.PrimFunc:
                 for cell, x in zip(matrix, load_row(States, (places.source, head, column), begin, count), strict=True):
                     put(cell, T.Select(rows[first, 0] > 0, x, T.float32(0)), 0)
 
-                def keep(
-                    target: Expr,
-                    head: Expr = head,
-                    column: Expr = column,
-                    begin: Expr = begin,
-                    matrix: list[Buffer] = matrix,
-                ) -> None:
+                def keep(target: Expr) -> None:
                     store_row(States, (target, head, column), begin, [T.Bind(cell[0]) for cell in matrix])
 
                 with T.serial(length) as step:

@@ -21,7 +21,7 @@ from mlc_amd.schedules.gpu.recurrent.scan_blocks import Pairs, Scan, ScanPlan, b
 from mlc_amd.schedules.operators import SsmScan
 from mlc_amd.schedules.runs import RunCells, begins, run_length, runs, softplus, ssm_args
 from mlc_amd.schedules.space import Space
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Expr
 
 BY_SLOT = 2  # (B[j] . C[i]) G(j, i); G(j, last): of j, the row that the slot stands for
 ALONE = 3  # what S C is multiplied with, dt, G(-1, last)
@@ -62,7 +62,7 @@ def _scan_rows(op: SsmScan, arch: Device, name: str) -> tirx.PrimFunc:
                 for cell, x in zip(matrix, load_row(States, (places.source, head), own, count), strict=True):
                     put(cell, T.Select(rows[first, 0] > 0, x, T.float32(0)), 0)
 
-                def keep(target: Expr, head: Expr = head, own: Expr = own, matrix: list[Buffer] = matrix) -> None:
+                def keep(target: Expr) -> None:
                     store_row(States, (target, head), own, [T.Bind(cell[0]) for cell in matrix])
 
                 with T.serial(length) as step:

@@ -125,13 +125,7 @@ def _survey(args: SampleArgs, vocab: int, found: Found, group: Group, part: Expr
 
 
 def _adjust(
-    args: SampleArgs,
-    group: Group,
-    row: Expr,
-    flags: Expr,
-    logits: tuple[Buffer, Buffer],
-    first: Expr,
-    starts: list[Expr],
+    args: SampleArgs, group: Group, row: Expr, flags: Expr, logits: tuple[Buffer, Buffer], first: Expr, starts: list
 ) -> None:
     """The second of `logits` becomes the first, after the row's changes and its mask. first: the part's first token,
     starts: those of this thread's vectors."""

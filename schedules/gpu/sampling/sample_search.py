@@ -14,7 +14,9 @@ from mlc_amd.schedules.sampling import Draw
 from mlc_amd.schedules.sampling_machine import (
     BINS,
     LOWEST_KEY,
+    Enough,
     Machine,
+    Near,
     Pieces,
     Var,
     Visit,
@@ -153,12 +155,7 @@ class Workgroup(Machine):
         return T.Bind(self.adjusted[self.row, at(T.Bind(T.min(column, T.int32(self.columns - WIDTH))), WIDTH)])
 
     def each_token(
-        self,
-        visit: Visit,
-        floor: Expr | None = None,
-        near: Callable[[], tuple[Expr, Expr]] | None = None,
-        enough: Callable[[], Expr] | None = None,
-        scratch: Buffer | None = None,
+        self, visit: Visit, floor: Expr = None, near: Near = None, enough: Enough = None, scratch: Buffer = None
     ) -> None:
         if floor is not None and enough is not None:
             self._each_above(visit, floor, enough, scratch)
