@@ -62,7 +62,7 @@ class Words:
 
 
 class Machine(ABC):
-    """What runs the search for one row: a workgroup, or a thread of a CPU.
+    """What runs the search for one row: a workgroup, or a thread of a CPU, for which most of this is.
 
     vocab: tokens of the row. threads, tid: how many there are, and which this one is. size: of the list. small: of
     lists in which each token is compared with all others. pieces: what is known of the row's pieces, if anything.
@@ -84,26 +84,28 @@ class Machine(ABC):
     @abstractmethod
     def barrier(self) -> None: ...
 
-    @abstractmethod
     def add(self, buffer: Buffer, index: Expr, amount: Expr) -> Expr:
         """Adds to an element of a shared buffer, atomically; what it was before, in a register."""
+        before = T.Bind(buffer[index])
+        put(buffer, before + amount, index)
+        return before
 
     @abstractmethod
     def exp2(self, x: Expr) -> Expr:
         """2**x, x <= 0."""
 
-    @abstractmethod
     def total(self, amount: Expr) -> Expr:
         """The sum of an int32 of all threads, in all of them."""
+        return amount
 
-    @abstractmethod
     def scan(self, amount: Expr) -> tuple[Expr, Expr]:
         """(the sum of an int32 of the threads before this one, that of all threads); a barrier comes before the next
         one."""
+        return T.int32(0), amount
 
-    @abstractmethod
     def least(self, amount: Expr) -> Expr:
         """The smallest int32 of all threads, in all of them."""
+        return amount
 
     @abstractmethod
     def each_token(

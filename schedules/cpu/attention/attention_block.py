@@ -21,7 +21,7 @@ from typing import NamedTuple
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.attention.cache import BLOCK, Cache, KeyRange, RowTable
-from mlc_amd.schedules.cpu.base.isa import Isa
+from mlc_amd.schedules.cpu.base.arch import Isa
 from mlc_amd.schedules.cpu.base.vector import (
     LANES,
     at,

@@ -26,7 +26,7 @@ from mlc_amd.schedules.cpu.attention.attention_block import (
     span_blocks,
 )
 from mlc_amd.schedules.cpu.attention.cache import CacheBlock, Rows, visible_keys
-from mlc_amd.schedules.cpu.base.isa import Isa
+from mlc_amd.schedules.cpu.base.arch import Isa
 from mlc_amd.schedules.cpu.base.kernel import live_rows
 from mlc_amd.schedules.cpu.base.vector import LANES, at, largest_divisor, opaque, registers, splat, store
 from mlc_amd.schedules.operators.attention import Attention

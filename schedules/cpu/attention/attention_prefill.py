@@ -24,7 +24,7 @@ from mlc_amd.schedules.cpu.attention.attention_block import (
     span_blocks,
 )
 from mlc_amd.schedules.cpu.attention.cache import CacheBlock, Rows, visible_keys
-from mlc_amd.schedules.cpu.base.isa import Isa
+from mlc_amd.schedules.cpu.base.arch import Isa
 from mlc_amd.schedules.cpu.base.kernel import live_rows
 from mlc_amd.schedules.cpu.base.vector import LANES, at, opaque, registers, splat, store
 from mlc_amd.schedules.cpu.linear.quantize import BLOCK as QUANT
@@ -57,7 +57,7 @@ class Plan:
 
 
 def default_plan(isa: Isa) -> Plan:
-    """The plan that suits an instruction set; see isa.py for what differs."""
+    """The plan that suits an instruction set; see arch.py for what differs."""
     return Plan(
         rows=isa.rows, blocks_per_pass=4, registers=isa.sums, convert=isa.convert, max_rows=192, min_rows=48, tasks=32
     )

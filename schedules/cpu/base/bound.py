@@ -20,7 +20,7 @@ import functools
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.base.isa import QUADS
+from mlc_amd.schedules.cpu.base.arch import QUADS
 from mlc_amd.schedules.cpu.base.kernel import kernel
 from mlc_amd.schedules.cpu.base.vector import (
     ACTIVATIONS,

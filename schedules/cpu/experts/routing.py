@@ -4,8 +4,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu import registry
-from mlc_amd.schedules.cpu.base.arch import Arch
-from mlc_amd.schedules.cpu.base.isa import Isa
+from mlc_amd.schedules.cpu.base.arch import Arch, Isa
 from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows, row_loop
 from mlc_amd.schedules.cpu.base.vector import LANES, at, exp, f32, i32, local, reduce, registers, splat, store
 from mlc_amd.schedules.cpu.linear.quantize import BLOCK, Output

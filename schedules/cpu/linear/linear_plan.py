@@ -4,8 +4,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from mlc_amd.schedules.cpu import registry
-from mlc_amd.schedules.cpu.base.arch import Arch, tile_rows
-from mlc_amd.schedules.cpu.base.isa import Isa
+from mlc_amd.schedules.cpu.base.arch import Arch, Isa, tile_rows
 from mlc_amd.schedules.cpu.base.vector import largest_divisor
 from mlc_amd.schedules.cpu.linear.load import groups, unpacked_bytes
 from mlc_amd.schedules.cpu.linear.planes import BLOCK, ROWS, plane_bytes

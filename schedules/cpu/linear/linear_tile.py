@@ -14,8 +14,7 @@ from tvm import DataType
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.base.arch import Arch
-from mlc_amd.schedules.cpu.base.isa import QUADS, Isa
+from mlc_amd.schedules.cpu.base.arch import QUADS, Arch, Isa
 from mlc_amd.schedules.cpu.base.kernel import live_rows
 from mlc_amd.schedules.cpu.base.vector import LINE, at, bf16, largest_divisor, local, prefetch, splat, store, widen
 from mlc_amd.schedules.cpu.linear.linear_plan import (

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.base.isa import QUADS, Isa
+from mlc_amd.schedules.cpu.base.arch import QUADS, Isa
 from mlc_amd.schedules.cpu.base.vector import at, dtype, pin, splat, store, widen
 from mlc_amd.schedules.cpu.linear.planes import BLOCK, ROWS
 from mlc_amd.schedules.decode import minifloat

@@ -60,22 +60,8 @@ class Thread(Machine):
     def barrier(self) -> None:
         """There is nobody to wait for."""
 
-    def add(self, buffer: Buffer, index: Expr, amount: Expr) -> Expr:
-        before = T.Bind(buffer[index])
-        store(buffer, before + amount, index)
-        return before
-
     def exp2(self, x: Expr) -> Expr:
         return exp2(x, 1)
-
-    def total(self, amount: Expr) -> Expr:
-        return amount
-
-    def scan(self, amount: Expr) -> tuple[Expr, Expr]:
-        return T.int32(0), amount
-
-    def least(self, amount: Expr) -> Expr:
-        return amount
 
     def each_token(
         self, visit: Visit, floor: Expr = None, near: Near = None, enough: Enough = None, scratch: Buffer = None

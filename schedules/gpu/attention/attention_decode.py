@@ -8,7 +8,7 @@ processes blocks of 32 or 64 keys and keeps its own softmax (`attention_rows.py`
 are loaded once for the whole group. The waves join through LDS at the end. Which split of which token
 a workgroup has: `attention_splits.py`.
 
-Splits join in device memory (`attention_join.py`): the last one to finish joins them all, without a second launch.
+Splits join in device memory (`attention_splits.Join`): the last one to finish joins them all, without a second launch.
 (On Vulkan a split that is alone stores the output itself.)
 
 With RoPE the token's own key and value never come from the cache: the first wave's softmax starts with them, as float16
@@ -22,7 +22,6 @@ from contextlib import nullcontext
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.attention_join import Join
 from mlc_amd.schedules.gpu.attention.attention_own import (
     Place,
     Takers,
@@ -36,7 +35,7 @@ from mlc_amd.schedules.gpu.attention.attention_own import (
 from mlc_amd.schedules.gpu.attention.attention_rows import WaveRows
 from mlc_amd.schedules.gpu.attention.attention_rows_matrix import MatrixRows
 from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import query_dtype, rows_of
-from mlc_amd.schedules.gpu.attention.attention_splits import DecodePlan, Splits, default_plan, split_of, splits_of
+from mlc_amd.schedules.gpu.attention.attention_splits import DecodePlan, Join, Splits, default_plan, split_of, splits_of
 from mlc_amd.schedules.gpu.attention.attention_step import Step
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Pages, clamped_position, is_at, row_slot, store_valid, visible
 from mlc_amd.schedules.gpu.attention.kv_write import Heads

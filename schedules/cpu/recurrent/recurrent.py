@@ -1,7 +1,7 @@
-"""The operators of recurrent layers whose state is a matrix for each head, and what a delta net keeps of each channel
-(schedules/operators/recurrent.py).
+"""The operators of recurrent layers (schedules/operators/recurrent.py): those whose state is a matrix for each head,
+what a delta net keeps of each channel, the causal convolution before them, and the gate after a mixer.
 
-A thread has 16 columns of a matrix at a time, which fit the cache, and goes through all rows.
+Of a matrix a thread has 16 columns at a time, which fit the cache, and goes through all rows; of a convolution, too.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,14 +12,28 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu import registry
-from mlc_amd.schedules.cpu.base.arch import Arch
-from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows
-from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, registers, silu, splat, store, tree_add
-from mlc_amd.schedules.operators import ChannelDecay, DeltaNet, SsmScan
+from mlc_amd.schedules.cpu.base.arch import Arch, tile_rows
+from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows, row_loop
+from mlc_amd.schedules.cpu.base.vector import (
+    ACTIVATIONS,
+    LANES,
+    at,
+    f32,
+    local,
+    registers,
+    silu,
+    splat,
+    store,
+    times_sigmoid,
+    tree_add,
+)
+from mlc_amd.schedules.cpu.linear.quantize import BLOCK, Output
+from mlc_amd.schedules.operators import CausalConv, ChannelDecay, DeltaNet, Gate, SsmScan
 from mlc_amd.schedules.runs import (
     RunCells,
     begins,
     channel_decay_args,
+    conv_args,
     delta_args,
     key_head,
     run_length,
@@ -27,7 +41,7 @@ from mlc_amd.schedules.runs import (
     softplus,
     ssm_args,
 )
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 STEP = 8  # rows of a delta net's matrix that are loaded together
 SSM_STEP = 4  # the same of a state space's
@@ -163,4 +177,93 @@ def channel_decay(op: ChannelDecay, arch: Arch, name: str, plan: None = None) ->
         with T.parallel(op.heads) as head, T.serial(live) as row, T.serial(op.d) as i:
             column = T.Bind(head * op.d + i)
             store(Y, T.exp(A[head] * softplus(X[row, column] + Dt[column])), row, column)
+    return builder.get()
+
+
+@registry.builds(CausalConv)
+def causal_conv(op: CausalConv, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], those of `conv_args`). ValueError unless 16 divides the channels of each part."""
+    channels, taps, m, gated, act = op.channels, op.taps, op.m, op.gated, op.act
+    bias, parts, isa = op.bias, op.parts, arch.isa
+    if channels % (LANES * parts):
+        raise ValueError(f"a convolution of {channels} columns: they must be a multiple of {LANES * parts}")
+    with kernel(name) as (builder, state):
+        rows, cells, inputs, weight, B, States, Y = conv_args(op)
+        own = channels // parts
+        live = live_rows(state, m)
+
+        def convolve(X: Buffer, W: Buffer, before: Expr, column: Expr) -> None:
+            """16 columns of a part, which `before` columns of others precede."""
+            weights = [T.Bind(W[T.ramp(column * taps + t, taps, LANES)]) for t in range(taps)]
+            last = [registers(LANES) for _ in range(taps - 1)]
+            with T.serial(T.min(live, T.int32(runs(m, op.single)))) as first, T.If(begins(rows, first)), T.Then():
+                places = RunCells(rows, cells, first, op.single)
+                length = run_length(op, state, rows, first, live)
+
+                def keep(target: Expr) -> None:
+                    for t, cell in enumerate(last):
+                        store(States, cell[at(0)], target, t, at(before + column))
+
+                for t, cell in enumerate(last):
+                    with T.If(rows[first, 0] > 0):
+                        with T.Then():
+                            store(cell, States[places.source, t, at(before + column)], at(0))
+                        with T.Else():
+                            store(cell, f32(0.0), at(0))
+                with T.serial(length) as step:
+                    row = T.Bind(first + step)
+                    x = X[row, at(column)]
+                    if gated:
+                        x = x * X[row, at(column + 2 * channels)]
+                    values = [*(T.Bind(cell[at(0)]) for cell in last), T.Bind(x)]
+                    total = values[0] * weights[0]
+                    for value, weight in zip(values[1:], weights[1:], strict=True):
+                        total = total + value * weight
+                    y = T.Bind(total + B[at(column)] if bias else total)
+                    if act:
+                        y = ACTIVATIONS[act](y, f32(1.0), isa, LANES)
+                    store(Y, y * X[row, at(column + channels)] if gated else y, row, at(before + column))
+                    for cell, value in zip(last, values[1:], strict=True):
+                        store(cell, value, at(0))
+                    places.keep(step, keep)
+                keep(places.after(length - 1))
+
+        blocks = own // LANES
+        for part, (X, W) in enumerate(zip(inputs, weight, strict=True)):
+            with T.serial(blocks) if m == 1 else T.parallel(blocks) as block:
+                convolve(X, W, part * own, T.Bind(block * LANES))
+    return builder.get()
+
+
+@registry.builds(Gate)
+def gate(op: Gate, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], X, Z, G if there is an eps, then A, S in tiles if `layout` says so, else Y).
+    eps: None: no norm. ValueError unless 32 divides k, and 16 the columns of a head."""
+    k, m, size, eps = op.k, op.m, op.size, op.eps
+    if k % BLOCK or (eps is not None and size % LANES):
+        raise ValueError(f"a gate of {k} columns in heads of {size}: kernels take blocks of {BLOCK} and {LANES}")
+    with kernel(name) as (builder, state):
+        X, Z, G = declared(X=(m, k), Z=(m, k), G=(size,) if eps is not None else None)
+        output = Output(m, k, tile_rows(m, arch), bool(op.layout), "Y")
+        with row_loop(state, m) as row:
+            scales: Buffer = local(k // size) if eps is not None else None
+            if eps is not None:
+                with T.serial(k // size) as head:
+                    total = registers(LANES)
+                    store(total, f32(0.0), at(0))
+                    with T.serial(size // LANES) as part:
+                        x = T.Bind(X[row, at(head * size + part * LANES)])
+                        store(total, total[at(0)] + x * x, at(0))
+                    mean = T.Bind(tree_add(T.Bind(total[at(0)]))) * T.float32(1 / size)
+                    store(scales, T.float32(1) / T.sqrt(mean + T.float32(eps)), head)
+            with T.serial(k // BLOCK) as block:
+                values = []
+                for half in (0, LANES):
+                    column = T.Bind(block * BLOCK + half)
+                    x, z = X[row, at(column)], T.Bind(Z[row, at(column)])
+                    if eps is not None:
+                        x = x * splat(scales[column // size]) * G[at(column % size)]
+                    values.append(times_sigmoid(x * z if op.silu else x, z, arch.isa, LANES))
+                low, high = values
+                output.store_block(low, high, row, block)
     return builder.get()
