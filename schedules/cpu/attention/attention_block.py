@@ -91,12 +91,6 @@ def capped(x: Expr, softcap: float, isa: Isa) -> Expr:
     return f32(limit, n) - f32(2 * limit, n) / (isa.exp2(x * f32(2 / softcap, n), n) + f32(1.0, n))
 
 
-def sink_score(sink: Expr) -> Expr:
-    """A sink's logit as an exponent of two. The maximum keeps the product from being fused with the subtraction that
-    follows, in one kernel and not in the other: they would round differently."""
-    return T.max(sink * T.float32(LOG2E), T.float32(LOWEST))
-
-
 def span_blocks(span: Expr, first_block: Expr, blocks: Expr) -> tuple[Expr, Expr]:
     """(first, number) of a span's blocks among first_block .. blocks-1, where it has one. first_block: the int 0 or an
     expression."""
@@ -273,7 +267,10 @@ class Joined(NamedTuple):
         """The state of rows 0 .. rows-1 before the first span. sink(row): the logit of the row's sink, which counts
         like a key with a value of zeros that comes before all others."""
         with T.serial(rows) as row:
-            store(self.tops, T.float32(LOWEST) if sink is None else sink_score(sink(row)), row)
+            # The maximum keeps the product from being fused with the subtraction that follows, in one kernel and not in
+            # the other: they would round differently.
+            top = T.float32(LOWEST) if sink is None else T.max(sink(row) * T.float32(LOG2E), T.float32(LOWEST))
+            store(self.tops, top, row)
             store(self.totals, T.float32(0 if sink is None else 1), row)
             with T.serial(int(self.outs.shape[1]) // LANES) as i:
                 store(self.outs, f32(0.0), row, at(i * LANES))

@@ -131,15 +131,6 @@ def _chains(isa):
     return isa.registers * 3 // 8
 
 
-def _emit_floats(steps, tasks, state, sink, isa):
-    """`steps` of a multiplication and addition for each chain, in each task."""
-    with T.parallel(tasks) as task:
-        sums, factor = _start(state, isa)
-        with T.serial(steps):
-            _emit_fma(sums, factor, isa.lanes)
-        _finish(sums, sink, task, isa.lanes)
-
-
 def _emit_fma(sums, factor, lanes):
     for one in sums:
         store(one, one[at(0, lanes)] * factor + f32(0.5, lanes), at(0, lanes))
@@ -197,7 +188,12 @@ def _emit_weights(fmt, vectors, k, state, acts, sink, isa):
     work = vectors * (k // BLOCK if fmt.kind == "int8" else k) // chains
     tasks = max(1, min(TASKS, work // STEPS))
     if fmt.kind == "float":
-        return _emit_floats(work // tasks, tasks, state, sink, isa)
+        with T.parallel(tasks) as task:
+            sums, factor = _start(state, isa)
+            with T.serial(work // tasks):
+                _emit_fma(sums, factor, lanes)
+            _finish(sums, sink, task, lanes)
+        return
     param, A = acts
     count = param.nbytes // 4
     quads = T.decl_buffer((count,), "int32", data=A.data)

@@ -15,21 +15,41 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.cache import Cache, Chunk, pages_arg, rows_arg
-from mlc_amd.schedules.gpu.attention.softmax import output_args, sinks_arg
+from mlc_amd.schedules.gpu.attention.softmax import output_args
 from mlc_amd.schedules.gpu.base.arrival import LINE
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.base.step import kernel, state_arg
 from mlc_amd.schedules.kv_writes import Sources, rope_args
 from mlc_amd.schedules.operators.attention import SLOTS, Attention, CausalAttention, RopeAttention
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Buffer, Expr, declared
 
-SCRATCH = ("Parts", "Arrived")
+MAX_SPLITS, SEVERAL = 32, 8  # of a row, at most: with up to SEVERAL rows; the others have SEVERAL at least
+MAX_PARTS = SEVERAL * max(SLOTS, MAX_SPLITS)  # rows times splits that there is memory for
+
+
+def max_splits(m: int) -> int:
+    """Splits that each of m rows may have: a launch with many rows has workgroups for all of them, most of which have
+    nothing to do."""
+    return max(SEVERAL, MAX_SPLITS * SEVERAL // max(m, SEVERAL))
+
+
+def stride_of(group: int, d: int) -> int:
+    """float32 of a split's results in Parts, whole cache lines: the rows' outputs, then (top, total, -, -) of each
+    row."""
+    return -(-group * (d + WIDTH) // LINE) * LINE
+
+
+def scratch_shapes(heads: int, d: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan and SLOTS
+    rows. d: columns of a head's output. "Arrived" must be zero before the first launch and is zero after each; "Parts"
+    may hold anything."""
+    return {"Parts": ((heads * MAX_PARTS * stride_of(1, d),), "float32"), "Arrived": ((SLOTS * heads,), "int32")}
 
 
 class Step(NamedTuple):
     """An operator and its kernel's parameters. Q: rotated queries, or `sources`; scratch: of
-    `attention_step.scratch_args`, empty where no row is single; sinks: None for layers without; out: of
+    `scratch_shapes`, empty where no row is single; sinks: None for layers without; out: of
     `output_args`."""
 
     op: CausalAttention | RopeAttention
@@ -72,41 +92,14 @@ def attention_step(op: CausalAttention | RopeAttention, name: str) -> Iterator[t
     """`with attention_step(..) as (ir, step):` declares and emits a kernel (state int32[4], rows int32[m, 2], pages of
     `pages_arg`, then Qo float16 [m, heads, width] or Q, K, V, [QN, KN], [CS] as for `rope_kv_write`, the cache as in
     `cache.py`, [Sinks float32 [heads]], where rows may be single ones Parts, Arrived of
-    `attention_step.scratch_shapes`, then the output [m, heads*value_d] in the operator's layout). UserError for
+    `scratch_shapes`, then the output [m, heads*value_d] in the operator's layout). UserError for
     shapes that `cache_types`, `rope_args` or `output_args` refuses."""
     layer, m = op.layer, op.m
-    with kernel(name, coherent=SCRATCH if op.single else ()) as ir:
+    shapes = scratch_shapes(layer.heads, layer.value_d) if op.single else {}
+    with kernel(name, coherent=tuple(shapes)) as ir:
         state, rows, pages = state_arg(), rows_arg(m), pages_arg(layer)
         sources = rope_args(layer, m, op.rope) if isinstance(op, RopeAttention) else None
         Q = None if sources else T.arg("Qo", T.buffer((m, layer.heads, layer.width), "float16"))
-        cache, sinks = Cache(layer, pages), sinks_arg(layer)
-        scratch = scratch_args(layer.heads, layer.value_d) if op.single else []
+        cache, sinks = Cache(layer, pages), declared(Sinks=(layer.heads,) if layer.sinks else None)[0]
+        scratch = [T.arg(name, T.buffer(*shape)) for name, shape in shapes.items()]
         yield ir, Step(op, state, rows, Q, sources, cache, sinks, scratch, output_args(layer, m, op.layout))
-
-
-MAX_SPLITS, SEVERAL = 32, 8  # of a row, at most: with up to SEVERAL rows; the others have SEVERAL at least
-MAX_PARTS = SEVERAL * max(SLOTS, MAX_SPLITS)  # rows times splits that there is memory for
-
-
-def max_splits(m: int) -> int:
-    """Splits that each of m rows may have: a launch with many rows has workgroups for all of them, most of which have
-    nothing to do."""
-    return max(SEVERAL, MAX_SPLITS * SEVERAL // max(m, SEVERAL))
-
-
-def stride_of(group: int, d: int) -> int:
-    """float32 of a split's results in Parts, whole cache lines: the rows' outputs, then (top, total, -, -) of each
-    row."""
-    return -(-group * (d + WIDTH) // LINE) * LINE
-
-
-def scratch_shapes(heads: int, d: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan and SLOTS
-    rows. d: columns of a head's output. "Arrived" must be zero before the first launch and is zero after each; "Parts"
-    may hold anything."""
-    return {"Parts": ((heads * MAX_PARTS * stride_of(1, d),), "float32"), "Arrived": ((SLOTS * heads,), "int32")}
-
-
-def scratch_args(heads: int, d: int) -> list[Buffer]:
-    """Declares the parameters Parts and Arrived."""
-    return [T.arg(name, T.buffer(*shape)) for name, shape in scratch_shapes(heads, d).items()]

@@ -47,11 +47,6 @@ def soft_cap(attention: Attention, score: Expr) -> Expr:
     return T.Bind(T.float32(cap * LOG2E) - inverse * T.float32(2 * cap * LOG2E))
 
 
-def sinks_arg(attention: Attention) -> Expr:
-    """Declares the parameter Sinks float32 [heads] after Kc and Vc; None for layers without sinks."""
-    return T.arg("Sinks", T.buffer((attention.heads,), "float32")) if attention.sinks else None
-
-
 def with_sink(sinks: Buffer, head: Expr, total: Expr, top: Expr, shift: int = P_SHIFT) -> Expr:
     """The softmax's denominator: `total`, relative to the maximum `top` and scaled by 2**shift, and the weight of the
     head's sink. To be used once per row, when all parts of its keys are joined."""

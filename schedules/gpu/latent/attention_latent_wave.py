@@ -31,7 +31,7 @@ from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, maximum, rcp, wave_barrier, wave_max, wave_sum
 from mlc_amd.schedules.gpu.base.profiles import Profile
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
-from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put, vector
+from mlc_amd.schedules.gpu.base.registers import at, elements, local, put, vector
 from mlc_amd.schedules.gpu.latent.attention_latent_tiles import PAD, Tile, key_units, scores, shape_of, weight_units
 from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
@@ -142,8 +142,7 @@ class Wave:
         for part in range(self.shape.parts):
             for v in range(own // vectors):
                 unit = T.Bind(self.scores[((part * tile.rows + self.row) * tile.keys + self.sub * own) // vectors + v])
-                for e in range(vectors):
-                    x = lane_of(unit, e) if vectors > 1 else unit
+                for e, x in enumerate(elements(unit)):
                     sums[v * vectors + e] = x if part == 0 else sums[v * vectors + e] + x
         key0 = T.Bind(key0 + self.sub * own)
         found, largest = [], T.float32(LOWEST)
@@ -218,7 +217,7 @@ class Wave:
                 for first in range(0, self.m * quads, self.arch.wave):
                     place = T.Bind(first + self.lane)
                     found = [T.Bind(self.scores[base + place * units + v]) for v in range(units)]
-                    y = [T.Bind(x) for unit in found for x in self._elements(unit)]
+                    y = [T.Bind(x) for unit in found for x in elements(unit)]
                     row = T.Bind(self.starts[i] + place // quads)
                     token, head = token_and_head(row, heads)
                     column = T.Bind(head * d + (self.number * columns + x) * self.n + place % quads * WIDTH)
@@ -238,9 +237,6 @@ class Wave:
             place = T.Bind(first + self.tile.rows * d + self.row * 2)
             put(Parts, self.top[0], place)
             put(Parts, total, place + 1)
-
-    def _elements(self, unit: Expr) -> list[Expr]:
-        return [lane_of(unit, e) for e in range(self.vectors)] if self.vectors > 1 else [unit]
 
 
 def attend(wave: Wave, cache: Cache, slot: Expr, begin: Expr, end: Expr, tid: Expr, threads: int) -> None:

@@ -165,7 +165,8 @@ class Workgroup(Machine):
             first = opaque(step * (width * batch) + self.tid * WIDTH)  # TVM unrolls loops that store nothing
             columns = [T.Bind(first + i * width) for i in range(batch)]
             for column, values in [(column, self.load(column)) for column in columns]:
-                self._visit(visit, column, self.lanes(values))
+                for k, value in enumerate(self.lanes(values)):
+                    visit(T.Bind(column + k), value, column + k < self.vocab)
 
     def lanes(self, values: Expr) -> list[Expr]:
         return [T.Bind(lane_of(values, k)) for k in range(WIDTH)]
@@ -198,10 +199,6 @@ class Workgroup(Machine):
                     for i, lane in enumerate(lanes[1:]):
                         value = T.Select(k > i, lane, value)
                     visit(T.Bind(column + k), T.Bind(value), column + k < self.vocab)
-
-    def _visit(self, visit: Visit, column: Expr, lanes: list[Expr]) -> None:
-        for k, value in enumerate(lanes):
-            visit(T.Bind(column + k), value, column + k < self.vocab)
 
 
 class RowDraw(Draw):
