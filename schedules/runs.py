@@ -64,7 +64,7 @@ def delta_args(op: DeltaNet) -> tuple[Buffer, Buffer, Buffer, Buffer, "Decays", 
     return rows, cells, X, Beta, Decays(op), *declared(States=(CELLS, heads, d, d), Y=(m, values))
 
 
-def channel_decay_args(op: ChannelDecay) -> list[Buffer]:
+def decay_args(op: ChannelDecay) -> list[Buffer]:
     """Declares X, A, Dt, Y."""
     m, columns = op.m, op.heads * op.d
     own = padded_columns(columns)

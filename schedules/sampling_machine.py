@@ -5,7 +5,7 @@ what differs between targets. Words and flags: runtime/sampling/layout.py.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -22,8 +22,7 @@ LARGEST = (1 << 31) - 1
 SMALLEST = -(1 << 31)
 LOWEST_KEY = -0x7F800000  # `key_of` the least finite float32
 Visit = Callable[[Expr, Expr, Expr], None]  # (token, logit, whether there is such a token)
-Near = Callable[[], tuple[Expr, Expr]] | None
-Enough = Callable[[], Expr] | None
+Asked = Callable[[], Any] | None  # near or enough of `Machine.each_token`
 
 
 class SampleArgs(NamedTuple):
@@ -109,7 +108,7 @@ class Machine(ABC):
 
     @abstractmethod
     def each_token(
-        self, visit: Visit, floor: Expr = None, near: Near = None, enough: Enough = None, scratch: Buffer = None
+        self, visit: Visit, floor: Expr = None, near: Asked = None, enough: Asked = None, scratch: Buffer = None
     ) -> None:
         """Visits all tokens of the row; may leave out those whose logit is below `floor`, those outside of near(), a
         pair of logits, and the rest as soon as enough() holds. scratch: with a floor, a shared int32 buffer with an

@@ -276,3 +276,6 @@ class RopeAttention(_AttentionOperator, name="rope_attention"):
     @property
     def variant(self) -> str:
         return self.span_label
+
+
+Attending = CausalAttention | RopeAttention  # operators that read the cache

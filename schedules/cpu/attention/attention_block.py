@@ -14,6 +14,7 @@ may be skipped or not.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,18 +23,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.attention.cache import BLOCK, Cache, KeyRange, RowTable
 from mlc_amd.schedules.cpu.base.arch import Isa
-from mlc_amd.schedules.cpu.base.vector import (
-    LANES,
-    at,
-    exp2,
-    f32,
-    largest_divisor,
-    registers,
-    splat,
-    store,
-    tree,
-    tree_add,
-)
+from mlc_amd.schedules.cpu.base.vector import LANES, at, exp2, f32, largest_divisor, registers, splat, store, tree
 from mlc_amd.schedules.cpu.linear.quantize import Output
 from mlc_amd.schedules.operators.attention import LOG2E, Attention
 from mlc_amd.schedules.tir import Buffer, Expr
@@ -62,14 +52,8 @@ def scratch(*shape: int) -> Buffer:
     return T.alloc_buffer(shape, "float32", scope="local")
 
 
-def accumulators(isa: Isa) -> int:
-    """Accumulator registers of a product: by default three quarters of the machine's, which leaves room for the
-    operands."""
-    return isa.registers * 3 // 4
-
-
-def accumulator_choices(isa: Isa) -> tuple[int, ...]:
-    """Other numbers of accumulator registers to try."""
+def limits(isa: Isa) -> tuple[int, ...]:
+    """Numbers of accumulator registers of a product to try."""
     return tuple(isa.registers * n // 8 for n in (2, 3, 4, 5, 6, 7))
 
 
@@ -247,7 +231,7 @@ class Softmax:
 
     def sum(self, row: Expr) -> Expr:
         """The sum of a row's weights, a scalar in a register."""
-        return tree_add(T.Bind(self.total[row, at(0, self.isa.lanes)]), self.isa.lanes)
+        return tree(operator.add, T.Bind(self.total[row, at(0, self.isa.lanes)]), self.isa.lanes)
 
 
 def _joined(before: Expr, top: Expr, n: int) -> tuple[Expr, Expr, Expr]:

@@ -13,17 +13,8 @@ from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.attention.attention_block import (
-    BLOCK,
-    SPAN,
-    Joined,
-    Softmax,
-    Step,
-    accumulator_choices,
-    scratch,
-    span_blocks,
-)
-from mlc_amd.schedules.cpu.attention.cache import CacheBlock, Rows, visible_keys
+from mlc_amd.schedules.cpu.attention.attention_block import SPAN, Joined, Softmax, Step, limits, scratch, span_blocks
+from mlc_amd.schedules.cpu.attention.cache import BLOCK, CacheBlock, Rows, visible_keys
 from mlc_amd.schedules.cpu.base.arch import Isa
 from mlc_amd.schedules.cpu.base.kernel import live_rows
 from mlc_amd.schedules.cpu.base.vector import LANES, at, opaque, registers, splat, store
@@ -68,7 +59,7 @@ def choices(isa: Isa) -> dict[str, tuple[int, ...]]:
     return {
         "rows": (2, 3, 4, 6, 8, 12),
         "blocks_per_pass": (1, 4),
-        "registers": accumulator_choices(isa),
+        "registers": limits(isa),
         "convert": (0, 1),
         "max_rows": (48, 96, 192, 384),
         "min_rows": (24, 48, 96),

@@ -20,22 +20,10 @@ import functools
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.cpu.base.activation import ACTIVATIONS
 from mlc_amd.schedules.cpu.base.arch import QUADS
 from mlc_amd.schedules.cpu.base.kernel import kernel
-from mlc_amd.schedules.cpu.base.vector import (
-    ACTIVATIONS,
-    LANES,
-    LINE,
-    at,
-    f32,
-    local,
-    pin,
-    prefetch,
-    reduce,
-    splat,
-    store,
-    widen,
-)
+from mlc_amd.schedules.cpu.base.vector import LANES, LINE, at, f32, local, pin, prefetch, reduce, splat, store, widen
 from mlc_amd.schedules.cpu.linear.load import groups, step
 from mlc_amd.schedules.cpu.linear.planes import BLOCK
 from mlc_amd.schedules.operators import CausalAttention, ExpertGateUp, ExpertLinear, GateUp, Linear, Operator

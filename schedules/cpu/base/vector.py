@@ -1,4 +1,4 @@
-"""Small building blocks of the CPU kernels: explicit vectors in TVMScript's builder, and activation functions on them.
+"""Small building blocks of the CPU kernels: explicit vectors in TVMScript's builder.
 
 Everything here is called while an IRBuilder prim_func is open and emits code there. `T.Bind` makes a register: a helper
 that returns a bound value computes it once. Vectors have 16 lanes unless `n` says otherwise (LLVM splits them where
@@ -200,47 +200,3 @@ def exp(x, isa, n=LANES):
     whole = T.Bind(T.floor(x * f32(LOG2E, n)))
     rest = T.Bind((x - whole * f32(LN2[0], n)) - whole * f32(LN2[1], n))
     return T.Bind(isa.exp2(rest * f32(LOG2E, n), n) * isa.exp2(whole, n))
-
-
-# ---- activation functions of feed-forward layers: act(gate) * up of `n` lanes of float32
-
-OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # of gpt-oss
-
-
-def times_sigmoid(x, t, isa, n):
-    """x * sigmoid(t) = x / (1 + 2**(-t * log2(e)))."""
-    return T.Bind(x / (f32(1.0, n) + isa.exp2(t * f32(-LOG2E, n), n)))
-
-
-def silu(gate, up, isa, n=LANES):
-    """gate * sigmoid(gate) * up."""
-    return times_sigmoid(gate, gate, isa, n) * up
-
-
-def gelu(gate, up, isa, n=LANES):
-    """GGML's tanh approximation 0.5 * x * (1 + tanh(u)), u = sqrt(2/pi) * (x + 0.044715 * x**3), as x * sigmoid(2u):
-    the same function without cancellation for negative x."""
-    x = T.Bind(gate)
-    u = f32(0.79788456, n) * (x + f32(0.044715, n) * x * x * x)
-    return times_sigmoid(x, f32(2.0, n) * u, isa, n) * up
-
-
-def relu(gate, up, isa, n=LANES):
-    """max(gate, 0) * up."""
-    return T.Bind(T.max(gate, f32(0.0, n))) * up
-
-
-def relu_sq(gate, up, isa, n=LANES):
-    """max(gate, 0)**2 * up."""
-    x = T.Bind(T.max(gate, f32(0.0, n)))
-    return T.Bind(x * x) * up
-
-
-def swiglu_oai(gate, up, isa, n=LANES):
-    """gpt-oss: g * sigmoid(1.702 g) * (u + 1), g = min(gate, 7) and u = up clamped to -7 .. 7."""
-    g = T.Bind(T.min(gate, f32(OAI_LIMIT, n)))
-    u = T.Bind(T.max(T.min(up, f32(OAI_LIMIT, n)), f32(-OAI_LIMIT, n)))
-    return times_sigmoid(g, f32(OAI_SLOPE, n) * g, isa, n) * (u + f32(1.0, n))
-
-
-ACTIVATIONS = {"silu": silu, "gelu": gelu, "relu": relu, "relu_sq": relu_sq, "swiglu_oai": swiglu_oai}

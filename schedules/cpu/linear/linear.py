@@ -24,9 +24,10 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu import registry
+from mlc_amd.schedules.cpu.base.activation import ACTIVATIONS
 from mlc_amd.schedules.cpu.base.arch import Arch
 from mlc_amd.schedules.cpu.base.kernel import kernel
-from mlc_amd.schedules.cpu.base.vector import ACTIVATIONS, LANES, at, local, opaque, registers, splat, store
+from mlc_amd.schedules.cpu.base.vector import LANES, at, local, opaque, registers, splat, store
 from mlc_amd.schedules.cpu.linear.linear_plan import AnyPlan, default_plan, row_tiles, token_tile
 from mlc_amd.schedules.cpu.linear.linear_tile import (
     Matrix,

@@ -12,28 +12,17 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu import registry
+from mlc_amd.schedules.cpu.base.activation import ACTIVATIONS, silu, times_sigmoid
 from mlc_amd.schedules.cpu.base.arch import Arch, tile_rows
 from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows, row_loop
-from mlc_amd.schedules.cpu.base.vector import (
-    ACTIVATIONS,
-    LANES,
-    at,
-    f32,
-    local,
-    registers,
-    silu,
-    splat,
-    store,
-    times_sigmoid,
-    tree_add,
-)
+from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, local, registers, splat, store, tree_add
 from mlc_amd.schedules.cpu.linear.quantize import BLOCK, Output
 from mlc_amd.schedules.operators import CausalConv, ChannelDecay, DeltaNet, Gate, SsmScan
 from mlc_amd.schedules.runs import (
     RunCells,
     begins,
-    channel_decay_args,
     conv_args,
+    decay_args,
     delta_args,
     key_head,
     run_length,
@@ -172,7 +161,7 @@ def channel_decay(op: ChannelDecay, arch: Arch, name: str, plan: None = None) ->
     """Kernel (state int32[4], X, A, Dt, Y). A thread has a head. Exponentials and logarithms are the C library's, which
     round best: states multiply their errors."""
     with kernel(name) as (builder, state):
-        X, A, Dt, Y = channel_decay_args(op)
+        X, A, Dt, Y = decay_args(op)
         live = live_rows(state, op.m)
         with T.parallel(op.heads) as head, T.serial(live) as row, T.serial(op.d) as i:
             column = T.Bind(head * op.d + i)

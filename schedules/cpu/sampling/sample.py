@@ -24,9 +24,8 @@ from mlc_amd.schedules.sampling import Draw
 from mlc_amd.schedules.sampling_machine import (
     LARGEST,
     LOWEST,
-    Enough,
+    Asked,
     Machine,
-    Near,
     SampleArgs,
     Var,
     Visit,
@@ -64,7 +63,7 @@ class Thread(Machine):
         return exp2(x, 1)
 
     def each_token(
-        self, visit: Visit, floor: Expr = None, near: Near = None, enough: Enough = None, scratch: Buffer = None
+        self, visit: Visit, floor: Expr = None, near: Asked = None, enough: Asked = None, scratch: Buffer = None
     ) -> None:
         if near is None:
             high = None if floor is None else T.float32(-LOWEST)

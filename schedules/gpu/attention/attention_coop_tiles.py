@@ -21,6 +21,12 @@ from mlc_amd.schedules.gpu.base.registers import at, put
 from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
+NARROW = 64  # columns of a head, at most, whose outputs take few registers
+SHARED = 4  # parts of a block, and waves, where workgroups would be fewer than compute units
+# Of a lane's registers, those for outputs, queries and what is loaded of the next block: with more, ACO of Mesa 25
+# spills.
+ROOM = 200
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -46,12 +52,31 @@ class Tile:
         """Fragments of rows that a workgroup has."""
         return self.waves // self.parts * self.fragments
 
+    def held_steps(self, width: int, arch: Profile) -> int:
+        """How many of the width / k fragments that a row of queries has stay in registers; the others are loaded for
+        each block."""
+        m, _, k = arch.fragment
+        all_steps = width // k
+        if not arch.query_registers:
+            return all_steps
+        outputs, loaded = self.fragments * width * m // arch.wave, self.keys * width // (self.waves * arch.wave)
+        return max(min(all_steps, (ROOM - outputs - loaded) // (self.fragments * arch.query_registers)), 0)
 
-NARROW = 64  # columns of a head, at most, whose outputs take few registers
-SHARED = 4  # parts of a block, and waves, where workgroups would be fewer than compute units
-# Of a lane's registers, those for outputs, queries and what is loaded of the next block: with more, ACO of Mesa 25
-# spills.
-ROOM = 200
+    def wave_units(self, fragment: tuple[int, ...]) -> int:
+        """Units of shared memory for a wave's weights, or for one fragment of float32."""
+        m, n, _ = fragment
+        return max(self.fragments * m * (self.own_keys // UNIT + 1), m * n // WIDTH)
+
+    def lds_bytes(self, width: int, fragment: tuple[int, ...]) -> int:
+        """Bytes of shared memory that a workgroup uses. width: of a head, with padding."""
+        units = (
+            self.keys * (width // UNIT + 1) + width * (self.keys // UNIT + 1) + self.waves * self.wave_units(fragment)
+        )
+        return units * UNIT * 2 + max(fragment) * 4
+
+    def workgroups(self, layer: Attention, m: int, arch: Profile) -> int:
+        """Of a chunk of m tokens."""
+        return layer.kv_heads * -(-(m // arch.fragment[0] * layer.group) // self.row_fragments)
 
 
 def _preferred(width: int, arch: Profile) -> Tile:
@@ -63,42 +88,14 @@ def _preferred(width: int, arch: Profile) -> Tile:
     return Tile(waves=8 if narrow else 4) if arch.registers else Tile(keys=32)
 
 
-def held_steps(tile: Tile, width: int, arch: Profile) -> int:
-    """How many of the width / k fragments that a row of queries has stay in registers; the others are loaded for each
-    block."""
-    m, _, k = arch.fragment
-    all_steps = width // k
-    if not arch.query_registers:
-        return all_steps
-    outputs, loaded = tile.fragments * width * m // arch.wave, tile.keys * width // (tile.waves * arch.wave)
-    return max(min(all_steps, (ROOM - outputs - loaded) // (tile.fragments * arch.query_registers)), 0)
-
-
-def wave_units(tile: Tile, fragment: tuple[int, ...]) -> int:
-    """Units of shared memory for a wave's weights, or for one fragment of float32."""
-    m, n, _ = fragment
-    return max(tile.fragments * m * (tile.own_keys // UNIT + 1), m * n // WIDTH)
-
-
-def lds_bytes(tile: Tile, width: int, fragment: tuple[int, ...]) -> int:
-    """Bytes of shared memory that a workgroup uses. width: of a head, with padding."""
-    units = tile.keys * (width // UNIT + 1) + width * (tile.keys // UNIT + 1) + tile.waves * wave_units(tile, fragment)
-    return units * UNIT * 2 + max(fragment) * 4
-
-
 def tile_of(layer: Attention, m: int, arch: Profile) -> Tile:
     """The tile for a chunk of m tokens, with fewer keys where wide heads would not fit the shared memory. A chunk of
     fewer workgroups than compute units divides each block among waves, if each has a whole fragment of its keys: 1.5 to
     1.8 times as fast after 2048 tokens on an H200. UserError if none fits."""
     tile = _largest_tile(layer.width, arch)
-    if tile.keys >= SHARED * max(arch.fragment) and workgroups(tile, layer, m, arch) < arch.units:
+    if tile.keys >= SHARED * max(arch.fragment) and tile.workgroups(layer, m, arch) < arch.units:
         return replace(tile, waves=SHARED, parts=SHARED)
     return tile
-
-
-def workgroups(tile: Tile, layer: Attention, m: int, arch: Profile) -> int:
-    """Of a chunk of m tokens."""
-    return layer.kv_heads * -(-(m // arch.fragment[0] * layer.group) // tile.row_fragments)
 
 
 def _largest_tile(width: int, arch: Profile) -> Tile:
@@ -106,7 +103,7 @@ def _largest_tile(width: int, arch: Profile) -> Tile:
     best = replace(best, waves=min(best.waves, arch.threads // arch.wave))
     for keys in (64, 32, 16):
         tile = replace(best, keys=keys)
-        if keys <= best.keys and lds_bytes(tile, width, arch.fragment) <= arch.lds:
+        if keys <= best.keys and tile.lds_bytes(width, arch.fragment) <= arch.lds:
             return tile
     raise UserError(
         f"attention with heads of {width} does not fit the shared memory of {arch.name}; compile for "

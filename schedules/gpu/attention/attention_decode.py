@@ -44,7 +44,7 @@ from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, dot2, each, exp2, fma
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, opaque, put
 from mlc_amd.schedules.gpu.base.step import kept, opaque_zero
-from mlc_amd.schedules.operators.attention import CausalAttention, RopeAttention
+from mlc_amd.schedules.operators.attention import Attending, RopeAttention
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -363,7 +363,7 @@ CHOICES = {
 }  # fmt: skip
 
 
-def space(op: CausalAttention | RopeAttention, arch: Device) -> Space:
+def space(op: Attending, arch: Device) -> Space:
     layer, m = op.layer, op.m
     default = default_plan(layer, arch, m)
 

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.attention.cache import Cache, Chunk, pages_arg, rows_arg
+from mlc_amd.schedules.gpu.attention.cache import Cache, Chunk, place_args
 from mlc_amd.schedules.gpu.attention.softmax import output_args
 from mlc_amd.schedules.gpu.base.arrival import LINE
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.base.step import kernel, state_arg
 from mlc_amd.schedules.kv_writes import Sources, rope_args
-from mlc_amd.schedules.operators.attention import SLOTS, Attention, CausalAttention, RopeAttention
+from mlc_amd.schedules.operators.attention import SLOTS, Attending, Attention, RopeAttention
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 MAX_SPLITS, SEVERAL = 32, 8  # of a row, at most: with up to SEVERAL rows; the others have SEVERAL at least
@@ -52,7 +52,7 @@ class Step(NamedTuple):
     `scratch_shapes`, empty where no row is single; sinks: None for layers without; out: of
     `output_args`."""
 
-    op: CausalAttention | RopeAttention
+    op: Attending
     state: Buffer
     rows: Buffer
     Q: Buffer
@@ -75,6 +75,11 @@ class Step(NamedTuple):
         live = self.state[1 if self.op.m == self.op.single else 0]
         return T.Bind(T.min(live, T.int32(self.op.single)))
 
+    def token_and_head(self, row: Expr) -> tuple[Expr, Expr]:
+        """Of a row that is counted by tokens and heads."""
+        heads = T.int32(self.layer.heads)
+        return T.Bind(T.truncdiv(row, heads)), T.Bind(T.truncmod(row, heads))
+
     def store(self, arch: Device, y: Sequence[Expr], row: Expr, column: Expr, valid: Expr | None) -> None:
         """Stores four columns of a row of the output where `valid` holds (None: always)."""
         emit_store(arch, self.op.layout, self.out, list(y), row, column, valid)
@@ -88,16 +93,16 @@ class Step(NamedTuple):
 
 
 @contextmanager
-def attention_step(op: CausalAttention | RopeAttention, name: str) -> Iterator[tuple[Any, Step]]:
-    """`with attention_step(..) as (ir, step):` declares and emits a kernel (state int32[4], rows int32[m, 2], pages of
-    `pages_arg`, then Qo float16 [m, heads, width] or Q, K, V, [QN, KN], [CS] as for `rope_kv_write`, the cache as in
+def attention_step(op: Attending, name: str) -> Iterator[tuple[Any, Step]]:
+    """`with attention_step(..) as (ir, step):` declares and emits a kernel (state int32[4], rows int32[m, 2], pages,
+    then Qo float16 [m, heads, width] or Q, K, V, [QN, KN], [CS] as for `rope_kv_write`, the cache as in
     `cache.py`, [Sinks float32 [heads]], where rows may be single ones Parts, Arrived of
     `scratch_shapes`, then the output [m, heads*value_d] in the operator's layout). UserError for
     shapes that `cache_types`, `rope_args` or `output_args` refuses."""
     layer, m = op.layer, op.m
     shapes = scratch_shapes(layer.heads, layer.value_d) if op.single else {}
     with kernel(name, coherent=tuple(shapes)) as ir:
-        state, rows, pages = state_arg(), rows_arg(m), pages_arg(layer)
+        state, (rows, pages) = state_arg(), place_args(m, layer)
         sources = rope_args(layer, m, op.rope) if isinstance(op, RopeAttention) else None
         Q = None if sources else T.arg("Qo", T.buffer((m, layer.heads, layer.width), "float16"))
         cache, sinks = Cache(layer, pages), declared(Sinks=(layer.heads,) if layer.sinks else None)[0]

@@ -20,15 +20,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu import registry
-from mlc_amd.schedules.gpu.attention.cache import (
-    Cache,
-    own_elements,
-    pages_arg,
-    row_position,
-    row_slot,
-    rows_arg,
-    store_valid,
-)
+from mlc_amd.schedules.gpu.attention.cache import Cache, own_elements, place_args, row_position, row_slot, store_valid
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, launch, rsqrt, wave_meets, wave_sum
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.step import is_live, kernel, state_arg
@@ -170,7 +162,7 @@ class Heads:
 
 @registry.builds(RopeKvWrite)
 def rope_kv_write(op: RopeKvWrite, arch: Device, name: str, plan: WavesPlan | None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32[m, 2], pages of `pages_arg`, those of `rope_args`, the cache as in `cache.py`
+    """Kernel (state int32[4], rows int32[m, 2], pages, those of `rope_args`, the cache as in `cache.py`
     (in place), Qo float16 [m, heads, width], whose padding becomes 0); without rope.writes no pages and no cache.
 
     Rows that are not live, or whose position is at or beyond ctx, write nothing. UserError for shapes that
@@ -180,8 +172,7 @@ def rope_kv_write(op: RopeKvWrite, arch: Device, name: str, plan: WavesPlan | No
     heads, kv_heads, d = attention.heads, attention.kv_heads, attention.d
     total, waves = wave_heads(attention, rope), (plan or WavesPlan()).fitted(arch)
     with kernel(name) as ir:
-        state, rows = state_arg(), rows_arg(m)
-        pages = pages_arg(attention) if rope.writes else None
+        state, (rows, pages) = state_arg(), place_args(m, attention if rope.writes else None)
         sources = rope_args(attention, m, rope)
         cache = Cache(attention, pages) if rope.writes else None
         Qo = T.arg("Qo", T.buffer((m, heads, attention.width), "float16"))
@@ -248,7 +239,7 @@ def plans(op: RopeKvWrite, arch: Device) -> Space:
 
 @registry.builds(LatentKvWrite)
 def latent_kv_write(op: LatentKvWrite, arch: Device, name: str, plan: WavesPlan | None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32[m, 2], pages of `pages_arg`, those of `latent_args`, Kc as in `cache.py` (in
+    """Kernel (state int32[4], rows int32[m, 2], pages, those of `latent_args`, Kc as in `cache.py` (in
     place), Qo float16 [m, heads, width], whose padding becomes 0).
 
     Rows that are not live, or whose position is at or beyond ctx, write nothing. UserError for shapes that
@@ -261,7 +252,7 @@ def latent_kv_write(op: LatentKvWrite, arch: Device, name: str, plan: WavesPlan 
         raise ValueError(f"keys of {attention.d} columns do not consist of {values} and {rope.rotary} that rotate")
     waves, scale = (plan or WavesPlan()).fitted(arch), T.float32(attention.query_scale)
     with kernel(name) as ir:
-        state, rows, pages = state_arg(), rows_arg(m), pages_arg(attention)
+        state, (rows, pages) = state_arg(), place_args(m, attention)
         Q, L, K, KN, CS = latent_args(op)
         cache = Cache(attention, pages)
         sources = Sources(Q, K, None, None, None, CS)

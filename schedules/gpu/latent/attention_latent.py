@@ -17,16 +17,9 @@ from mlc_amd.schedules.gpu.attention.attention_step import Step
 from mlc_amd.schedules.gpu.attention.cache import Chunk, Visible, visible
 from mlc_amd.schedules.gpu.base.device import launch, uniform
 from mlc_amd.schedules.gpu.base.profiles import Profile
-from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, checked_shape, shape_of, tile_of
+from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, checked_shape, part_size, shape_of, tile_of
 from mlc_amd.schedules.gpu.latent.attention_latent_wave import WAVES as JOIN_WAVES
-from mlc_amd.schedules.gpu.latent.attention_latent_wave import (
-    Join,
-    Wave,
-    attend,
-    chunks_of,
-    part_size,
-    place_in_tile,
-)
+from mlc_amd.schedules.gpu.latent.attention_latent_wave import Join, Wave, attend, chunks_of, place_in_tile
 from mlc_amd.schedules.operators.attention import Attention, CausalAttention
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Buffer, Expr

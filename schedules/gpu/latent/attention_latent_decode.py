@@ -17,16 +17,8 @@ from mlc_amd.schedules.gpu.base.device import launch, uniform, wave_max
 from mlc_amd.schedules.gpu.base.profiles import Device, Profile
 from mlc_amd.schedules.gpu.base.registers import opaque
 from mlc_amd.schedules.gpu.latent.attention_latent import CHOICES, rows_of
-from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, checked_shape, shape_of, suits
-from mlc_amd.schedules.gpu.latent.attention_latent_wave import (
-    WAVES,
-    Join,
-    Wave,
-    attend,
-    chunks_of,
-    part_size,
-    place_in_tile,
-)
+from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, checked_shape, part_size, shape_of, suits
+from mlc_amd.schedules.gpu.latent.attention_latent_wave import WAVES, Join, Wave, attend, chunks_of, place_in_tile
 from mlc_amd.schedules.operators.attention import Attention, CausalAttention
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Expr

@@ -109,6 +109,11 @@ def lds_bytes(tile: Tile, attention: Attention, arch: Profile) -> int:
     return units * UNIT * 2 + (scores(tile, arch) + tile.rows + tile.waves) * 4
 
 
+def part_size(tile: Tile, attention: Attention) -> int:
+    """float32 of a part."""
+    return tile.rows * (attention.value_d + 2)
+
+
 def suits(arch: Device, attention: Attention) -> TypeGuard[Profile]:
     """Whether there are kernels for such a layer at all."""
     return arch.matrix == "coop" and attention.values > 0 and not attention.quantized

@@ -37,11 +37,6 @@ from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
 
-def token_and_head(row: Expr, heads: int) -> tuple[Expr, Expr]:
-    """Of a row, counted by tokens and heads."""
-    return T.Bind(T.truncdiv(row, T.int32(heads))), T.Bind(T.truncmod(row, T.int32(heads)))
-
-
 class Wave:
     """What a wave has of a tile: fragments of some columns of the queries and of the values, and a row for each lane,
     whose weights it makes.
@@ -208,7 +203,7 @@ class Wave:
         put(self.factors, rcp(total), self.row)
         barrier()
         self._multiply()
-        columns, quads, heads, d = self.shape.columns, self.n // WIDTH, self.attention.heads, self.attention.value_d
+        columns, quads, d = self.shape.columns, self.n // WIDTH, self.attention.value_d
         base, units = T.Bind(self.number * (self.m * self.n // self.vectors)), WIDTH // self.vectors
         for i, fresh in enumerate(self.fresh):
             for x in range(columns):
@@ -219,7 +214,7 @@ class Wave:
                     found = [T.Bind(self.scores[base + place * units + v]) for v in range(units)]
                     y = [T.Bind(x) for unit in found for x in elements(unit)]
                     row = T.Bind(self.starts[i] + place // quads)
-                    token, head = token_and_head(row, heads)
+                    token, head = self.step.token_and_head(row)
                     column = T.Bind(head * d + (self.number * columns + x) * self.n + place % quads * WIDTH)
                     self.step.store(self.arch, y, token, column, (row >= fresh) & live(token))
                 wave_barrier()
@@ -280,11 +275,6 @@ def attend(wave: Wave, cache: Cache, slot: Expr, begin: Expr, end: Expr, tid: Ex
 
 Part = Callable[[Expr], Expr]
 WAVES, BATCH = 4, 8  # of a workgroup that joins; splits that a wave loads at once
-
-
-def part_size(tile: Tile, attention: Attention) -> int:
-    """float32 of a part."""
-    return tile.rows * (attention.value_d + 2)
 
 
 def chunks_of(attention: Attention, arch: Profile) -> int:

@@ -20,16 +20,7 @@ from mlc_amd.schedules.gpu.recurrent import scan_blocks
 from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, load_row, store_row, waves_of
 from mlc_amd.schedules.gpu.recurrent.scan_blocks import Pairs, Scan, ScanPlan, block_rows, blocks_of, fitted, weighed
 from mlc_amd.schedules.operators import ChannelDecay, DeltaNet
-from mlc_amd.schedules.runs import (
-    RunCells,
-    begins,
-    channel_decay_args,
-    delta_args,
-    key_head,
-    run_length,
-    runs,
-    softplus,
-)
+from mlc_amd.schedules.runs import RunCells, begins, decay_args, delta_args, key_head, run_length, runs, softplus
 from mlc_amd.schedules.space import Space
 from mlc_amd.schedules.tir import Expr
 
@@ -191,7 +182,7 @@ def channel_decay(op: ChannelDecay, arch: Device, name: str, plan: None = None) 
     d, m, columns, threads = op.d, op.m, op.heads * op.d, min(THREADS, arch.threads)
     with kernel(name) as ir:
         state = state_arg()
-        X, A, Dt, Y = channel_decay_args(op)
+        X, A, Dt, Y = decay_args(op)
         with launch((-(-columns // threads), m), (threads,)) as (part, row, thread), if_live(state, m, row):
             column = T.Bind(part * threads + thread)
             with when(column < columns if columns % threads else None):

@@ -14,9 +14,8 @@ from mlc_amd.schedules.sampling import Draw
 from mlc_amd.schedules.sampling_machine import (
     BINS,
     LOWEST_KEY,
-    Enough,
+    Asked,
     Machine,
-    Near,
     Pieces,
     Var,
     Visit,
@@ -155,7 +154,7 @@ class Workgroup(Machine):
         return T.Bind(self.adjusted[self.row, at(T.Bind(T.min(column, T.int32(self.columns - WIDTH))), WIDTH)])
 
     def each_token(
-        self, visit: Visit, floor: Expr = None, near: Near = None, enough: Enough = None, scratch: Buffer = None
+        self, visit: Visit, floor: Expr = None, near: Asked = None, enough: Asked = None, scratch: Buffer = None
     ) -> None:
         if floor is not None and enough is not None:
             self._each_above(visit, floor, enough, scratch)
