@@ -93,18 +93,14 @@ class Machine(ABC):
     def exp2(self, x: Expr) -> Expr:
         """2**x, x <= 0."""
 
-    def total(self, amount: Expr) -> Expr:
-        """The sum of an int32 of all threads, in all of them."""
+    def reduced(self, amount: Expr, how: str) -> Expr:
+        """The "sum" or the "least" of an int32 of all threads, in all of them."""
         return amount
 
     def scan(self, amount: Expr) -> tuple[Expr, Expr]:
         """(the sum of an int32 of the threads before this one, that of all threads); a barrier comes before the next
         one."""
         return T.int32(0), amount
-
-    def least(self, amount: Expr) -> Expr:
-        """The smallest int32 of all threads, in all of them."""
-        return amount
 
     @abstractmethod
     def each_token(

@@ -20,7 +20,7 @@ from mlc_amd.schedules.cpu.base.kernel import live_rows
 from mlc_amd.schedules.cpu.base.vector import LANES, at, opaque, registers, splat, store
 from mlc_amd.schedules.cpu.linear.quantize import BLOCK as QUANT
 from mlc_amd.schedules.operators.attention import Attention
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Expr
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,6 @@ class _Operands:
         return self.block.load_value(key, c, self.lanes)
 
 
-def _load_queries(step: Step, queries: Buffer, task: _Task, count: Expr) -> None:
-    """Copies the task's `count` queries into a contiguous buffer, in order of tokens."""
-    group, width = step.spec.group, step.spec.width
-    with T.serial(count) as r, T.serial(width // LANES) as i:
-        store(queries, step.Q[task.token0 + r // group, task.kv * group + r % group, at(i * LANES)], r, at(i * LANES))
-
-
 def _emit_results(step: Step, task: _Task, joined: Joined) -> None:
     """Divides each query's output by its total and stores it as row token0 + r // group, head kv*group + r % group."""
     output, group, out, done = step.output, step.spec.group, joined.outs, 0
@@ -171,7 +164,8 @@ def _emit_task(step: Step, plan: Plan, step_rows: Rows, task: _Task) -> None:
     scores, shrink = scratch(pass_rows, BLOCK), registers(pass_rows)  # scratch memory is aligned, the stack is not
     softmax = Softmax(spec, isa, plan.registers, top, total, out, scores, shrink)
     count = opaque(task.tokens * group)
-    _load_queries(step, queries, task, count)
+    with T.serial(count) as r, T.serial(spec.width // LANES) as i:  # contiguous, in order of tokens
+        store(queries, step.Q[task.token0 + r // group, task.kv * group + r % group, at(i * LANES)], r, at(i * LANES))
     joined.emit_start(padded, None if sinks is None else lambda r: sinks[task.kv * group + r % group])
     rows = step_rows.tile(task.chunk0)
     blocks = opaque((rows.position(task.tokens) - 1) // BLOCK + 1)

@@ -50,39 +50,30 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 
 class Results(NamedTuple):
-    """Where a matrix's results go: Y float32 [m, columns], after bias(column), of a register's rows from there on, and
-    the residual, of Y's shape, are added."""
+    """Where a task's results go: Y float32 [m, columns], the columns from tile `column` on, after bias(column), of a
+    register's rows from there on, and the residual, of Y's shape, are added."""
 
     Y: Buffer
+    column: Expr
     bias: Callable[[Expr], Expr] | None = None
     residual: Buffer = None
 
 
-class Rows(NamedTuple):
-    """The tiles of rows of a task: `held` ones of a matrix, from its tile `first` on; their results are Y's columns
-    from tile `column` on."""
-
-    matrix: Matrix
-    held: int
-    first: Expr
-    column: Expr
-
-
-def emit_rows(products: Products, rows: Rows, tiles: TokenTiles, results: Results) -> None:
-    """A task."""
+def emit_rows(products: Products, matrix: Matrix, first: Expr, held: int, tiles: TokenTiles, results: Results) -> None:
+    """A task: `held` tiles of rows of a matrix, from its tile `first` on."""
 
     def emit(sources: Sequence[Source], sizes: list[int]) -> None:
         def body(token_tile: Expr, live: Expr) -> None:
             def part(tokens: int) -> None:
-                with T.serial(rows.held) as t:
-                    column = T.Bind(rows.column + t)
+                with T.serial(held) as t:
+                    column = T.Bind(results.column + t)
                     _emit_results(products, sources[0](t), (token_tile, tokens), column, results)
 
             emit_part(live, sizes, part)
 
         tiles.each(body)
 
-    products.emit_task([rows.matrix], rows.first, rows.held, tiles, emit)
+    products.emit_task([matrix], first, held, tiles, emit)
 
 
 def _emit_results(products: Products, weights: Tile, place: tuple[Expr, int], tile: Expr, results: Results) -> None:
@@ -148,18 +139,16 @@ def linear(op: Linear, arch: Arch, name: str, plan: AnyPlan | None = None) -> ti
             for (_, n), (matrix, bias), Y, held, tasks in zip(op.weights, weights, outputs, helds, counts, strict=True):
                 with T.parallel(tasks) as task:
                     tiles, first = token_tiles(state, m, products.acts.p), T.Bind(task * held)
-                    results = Results(Y, _bias_of(bias, n, arch.isa.lanes), R)
-                    emit_rows(products, Rows(matrix, held, first, first), tiles, results)
+                    results = Results(Y, first, _bias_of(bias, n, arch.isa.lanes), R)
+                    emit_rows(products, matrix, first, held, tiles, results)
     return builder.get()
 
 
 @registry.builds(HeadLinear)
 def head_linear(op: HeadLinear, arch: Arch, name: str, plan: AnyPlan | None = None) -> tirx.PrimFunc:
     """PrimFunc (state, A, S | X of [m, heads * k], planes of the stack of `heads` matrices of n rows, Y f32 [m, heads *
-    n]): Y's columns of a head are the product of its columns of the activations and its matrix.
-
-    UserError unless 16 divides n.
-    """
+    n]): Y's columns of a head are the product of its columns of the activations and its matrix. UserError unless 16
+    divides n."""
     heads, n, k, m = op.heads, op.n, op.k, op.m
     if n % ROWS:
         raise UserError(f"heads need matrices of a multiple of {ROWS} rows, this model has {n}; use another model")
@@ -174,7 +163,7 @@ def head_linear(op: HeadLinear, arch: Arch, name: str, plan: AnyPlan | None = No
         with T.parallel(heads * tasks) as task:
             tiles, first = token_tiles(state, m, products.acts.p), T.Bind(task * held)
             acts = products.acts.columns(T.Bind(task // tasks * k), k)
-            emit_rows(replace(products, acts=acts), Rows(matrix, held, first, first), tiles, Results(Y))
+            emit_rows(replace(products, acts=acts), matrix, first, held, tiles, Results(Y, first))
     return builder.get()
 
 

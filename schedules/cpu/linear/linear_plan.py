@@ -78,11 +78,9 @@ def default_plan(op: MatrixProduct, arch: Arch) -> AnyPlan:
     return PrefillPlan(tokens=p, interleave=min(isa.interleave, p), task=isa.task, tasks=32, unpack=unpack)
 
 
-def prefetch_plan(op: MatrixProduct, arch: Arch, plan: AnyPlan) -> Plan:
+def prefetch_plan(op: MatrixProduct, isa: Isa, plan: AnyPlan) -> Plan:
     """The plan by which a kernel prefetches: with few live ones of many rows it is bound by memory as decode is."""
-    if isinstance(plan, Plan):
-        return plan
-    return _decode_plan(op, arch.isa, op.heads if isinstance(op, HeadLinear) else 1)
+    return plan if isinstance(plan, Plan) else _decode_plan(op, isa, op.heads if isinstance(op, HeadLinear) else 1)
 
 
 def parts(p: int) -> list[int]:

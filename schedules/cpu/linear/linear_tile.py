@@ -1,10 +1,10 @@
 """The tile routine of the CPU's linear layers: 16 rows of a weight by the rows of an activation tile.
 
 A lane is a row of the weight. Weight registers of a block of columns serve all rows of the activation tile, activations
-are broadcast from memory, accumulators stay in registers. Results go to an epilogue, which `linear.py` and `gate_up.py`
-each have.
+are broadcast from memory, accumulators stay in registers. Results go to an epilogue of `linear.py`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -182,8 +182,8 @@ class Products:
         with T.If(tiles.count >= self.plan.unpack):
             with T.Then():
                 # Of that many tiles, the last one's unused tokens do not count.
-                unpacked = [Unpacked(*matrix, first, held, self.acts.k, self.isa).at for matrix in weights]
-                emit(unpacked, [self.acts.p])
+                unpacked = [Unpacked(*matrix, first, held, self.acts.k, self.isa) for matrix in weights]
+                emit([functools.partial(UnpackedTile, all_) for all_ in unpacked], [self.acts.p])
             with T.Else():
                 emit(packed, parts(self.acts.p))
 
@@ -290,7 +290,7 @@ def emit_products(op: MatrixProduct, arch: Arch, plan: AnyPlan | None, params: S
         A, S = params
         quads = T.decl_buffer((*A.shape[:-1], QUADS), "int32", data=A.data)
         acts = Acts(p, int(A.shape[1]) * BLOCK, quads, S, T.decl_buffer(S.shape, "int32", data=S.data))
-    return Products(acts, plan, prefetch_plan(op, arch, plan), arch.isa)
+    return Products(acts, plan, prefetch_plan(op, arch.isa, plan), arch.isa)
 
 
 class _Sums:

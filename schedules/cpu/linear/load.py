@@ -146,10 +146,6 @@ class Unpacked:
                 for i, factor in enumerate([*block.scales, *block.offsets]):
                     store(self.factors, factor, t, b, i, at(r * lanes, lanes))
 
-    def at(self, t: Expr) -> "UnpackedTile":
-        """Tile first + t."""
-        return UnpackedTile(self, t)
-
 
 class UnpackedTile(NamedTuple):
     """One of an Unpacked's tiles."""

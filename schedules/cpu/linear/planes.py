@@ -41,10 +41,8 @@ ROWS, BLOCK = 16, 32
 
 
 def planes(fmt: str | Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name -> (shape, dtype) of the planes of an n x k matrix, in the order in which kernels take them.
-
-    UserError when k is not a multiple of the format's block.
-    """
+    """Name -> (shape, dtype) of the planes of an n x k matrix, in the order in which kernels take them. UserError when
+    k is not a multiple of the format's block."""
     fmt = lookup(fmt)
     if k % fmt.block:
         raise UserError(
@@ -139,11 +137,8 @@ QUAD = 4
 @registry.builds(Embed)
 def embed(op: Embed, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], tokens int32[m], planes of the [vocab, k] table, X float32 [m, k]): X[i] =
-    table[tokens[i]] * scale for live i.
-
-    Token ids outside the vocabulary read its first or last row (nothing out of bounds). UserError when the format does
-    not allow k.
-    """
+    table[tokens[i]] * scale for live i. Token ids outside the vocabulary read its first or last row (nothing out of
+    bounds). UserError when the format does not allow k."""
     k, m = op.k, op.m
     step, quad = (COLUMNS, QUAD) if k % COLUMNS == 0 else (1, 1)
     # tasks of a row: a single row keeps several threads busy

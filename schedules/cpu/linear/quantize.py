@@ -241,10 +241,8 @@ def norm(op: RmsNorm | LayerNorm, arch: Arch, name: str, plan: None = None) -> t
 
 @registry.builds(Quantize)
 def quantize(op: Quantize, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 [m, k], A, S): the live rows to int8 blocks in tiles.
-
-    UserError unless 32 divides k.
-    """
+    """Kernel (state int32[4], X float32 [m, k], A, S): the live rows to int8 blocks in tiles. UserError unless 32
+    divides k."""
     with kernel(name) as (builder, state):
         X = T.arg("X", T.buffer((op.m, op.k), "float32"))
         output = Output(op.m, op.k, tile_rows(op.m, arch), True, "")

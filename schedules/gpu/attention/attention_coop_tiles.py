@@ -69,10 +69,8 @@ class Tile:
 
     def lds_bytes(self, width: int, fragment: tuple[int, ...]) -> int:
         """Bytes of shared memory that a workgroup uses. width: of a head, with padding."""
-        units = (
-            self.keys * (width // UNIT + 1) + width * (self.keys // UNIT + 1) + self.waves * self.wave_units(fragment)
-        )
-        return units * UNIT * 2 + max(fragment) * 4
+        units = self.keys * (width // UNIT + 1) + width * (self.keys // UNIT + 1)
+        return (units + self.waves * self.wave_units(fragment)) * UNIT * 2 + max(fragment) * 4
 
     def workgroups(self, layer: Attention, m: int, arch: Profile) -> int:
         """Of a chunk of m tokens."""

@@ -63,18 +63,15 @@ class Unit(NamedTuple):
     tail: int = 0
 
 
+WMMA, MFMA = "llvm.amdgcn.wmma.f32.16x16x16.f16", "llvm.amdgcn.mfma.f32.16x16x16f16"
 UNITS = {
     # both half-waves hold all of an operand; element i of a result in half h is row 2 i + h, which the order of rows
     # undoes
-    "wmma11": Unit(
-        "llvm.amdgcn.wmma.f32.16x16x16.f16", 8, 8, 4, lambda part: ((0, 0), (1, 0)), lambda r: r // 2 + r % 2 * 8
-    ),
+    "wmma11": Unit(WMMA, 8, 8, 4, lambda part: ((0, 0), (1, 0)), lambda r: r // 2 + r % 2 * 8),
     # half h holds steps 8 h .. 8 h + 7
-    "wmma12": Unit("llvm.amdgcn.wmma.f32.16x16x16.f16", 8, 4, 4, lambda part: ((part, 0),), lambda r: r),
+    "wmma12": Unit(WMMA, 8, 4, 4, lambda part: ((part, 0),), lambda r: r),
     # quarter h holds steps 4 h .. 4 h + 3
-    "mfma": Unit(
-        "llvm.amdgcn.mfma.f32.16x16x16f16", 4, 2, 2, lambda part: ((part // 2, part % 2 * 2),), lambda r: r, 3
-    ),
+    "mfma": Unit(MFMA, 4, 2, 2, lambda part: ((part // 2, part % 2 * 2),), lambda r: r, 3),
 }
 
 

@@ -124,8 +124,8 @@ class VulkanRows(Rows):
                 self.key.load_key(c * self.keys + j, block, place, first + c)
 
     def step(self, block: KeyBlock, queries: Buffer, sees: Sees, zero: Expr, following: KeyBlock | None = None) -> None:
-        """Processes a `KeyBlock`. queries: [count, d] in shared memory; sees(r, key): whether row r sees a key. zero:
-        unused. following: the block of the next step, if this one's keys are loaded already."""
+        """Processes a `KeyBlock`. queries: [count, d] in shared memory; zero: unused; following: the block of the next
+        step, if this one's keys are loaded already."""
         keys = self._lane_keys(block.key0)
         self._score(block, queries, following is not None)
         self._cap_scores(self.scores)

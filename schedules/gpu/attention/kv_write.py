@@ -120,12 +120,11 @@ class Heads:
 
     def _normalized(self, pairs: list[Pair], weight: Buffer) -> list[Pair]:
         scale = norm_scale(self.arch, [(pair.valid, pair.values) for pair in pairs], self.d, self.rope.eps)
-        return [
-            pair._replace(
-                values=[T.Bind(x * scale * weight[e]) for e, x in zip(pair.elements, pair.values, strict=True)]
-            )
-            for pair in pairs
-        ]
+
+        def scaled(pair: Pair) -> list[Expr]:
+            return [T.Bind(x * scale * weight[e]) for e, x in zip(pair.elements, pair.values, strict=True)]
+
+        return [pair._replace(values=scaled(pair)) for pair in pairs]
 
     def _rotated(self, pair: Pair, position: Expr) -> Pair:
         half, (x, y) = self.rope.rotary // 2, pair.values
@@ -134,10 +133,8 @@ class Heads:
         place = T.Bind(T.min(pair.number, T.int32(half - 1)))
         cos, sin = (T.Bind(self.sources.CS[position, place * 2 + i]) for i in range(2))
         if self.rope.rotary < self.d:
-            cos, sin = (
-                T.Bind(T.Select(pair.number < half, cos, T.float32(1))),
-                T.Bind(T.Select(pair.number < half, sin, T.float32(0))),
-            )
+            cos = T.Bind(T.Select(pair.number < half, cos, T.float32(1)))
+            sin = T.Bind(T.Select(pair.number < half, sin, T.float32(0)))
         return pair._replace(values=[T.Bind(x * cos - y * sin), T.Bind(x * sin + y * cos)])
 
     def value_scale(self, row: Expr, kv: Expr) -> Expr:
@@ -146,9 +143,8 @@ class Heads:
         if not self.rope.value_norm:
             return None
         own = own_elements(self.arch, self.lane, 0, self.d)
-        return norm_scale(
-            self.arch, [(valid, [T.Bind(self.value(row, kv, e))]) for valid, e in own], self.d, self.rope.eps
-        )
+        values = [(valid, [T.Bind(self.value(row, kv, e))]) for valid, e in own]
+        return norm_scale(self.arch, values, self.d, self.rope.eps)
 
     def value(self, row: Expr, kv: Expr, e: Expr, scale: Expr = None) -> Expr:
         """Element e of a head of V, times `scale` (None: 1)."""

@@ -284,7 +284,7 @@ def chunks_of(attention: Attention, arch: Profile) -> int:
 
 def place_in_tile(row: Expr, first: Expr, rows: int, fragment: int) -> Expr:
     """The place that a row of the step has in the tile that begins with row `first`: the fragments of a tile after
-    the last of all `rows` begin earlier (`attention_latent.Wave`)."""
+    the last of all `rows` begin earlier (`Wave`)."""
     begin = T.Bind((row - first) // fragment * fragment)
     return T.Bind(begin + row - T.min(first + begin, T.int32(rows - fragment)))
 

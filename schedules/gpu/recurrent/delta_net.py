@@ -32,8 +32,7 @@ THREADS = 128  # of a workgroup that computes decays, at most: columns
 
 @registry.builds(DeltaNet)
 def delta_net(op: DeltaNet, arch: Device, name: str, plan: ScanPlan | None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], those of `delta_args`): by blocks of rows where these are for the step, else row by
-    row."""
+    """Kernel (state int32[4], those of `delta_args`): by blocks of rows where these suit the step, else row by row."""
     if not op.by_channel and scan_blocks.suits(op, op.d, op.d, arch):
         return _delta_blocks(op, arch, name, plan)
     return _delta_rows(op, arch, name)

@@ -136,18 +136,13 @@ class Workgroup(Machine):
     def exp2(self, x: Expr) -> Expr:
         return exp2(maximum(x, T.float32(-200)))
 
-    def total(self, amount: Expr) -> Expr:
-        (found,) = self.group.reduce((amount, "sum"))
+    def reduced(self, amount: Expr, how: str) -> Expr:
+        (found,) = self.group.reduce((amount, how))
         barrier()
         return found
 
     def scan(self, amount: Expr) -> tuple[Expr, Expr]:
         return self.group.scan(amount)
-
-    def least(self, amount: Expr) -> Expr:
-        (found,) = self.group.reduce((amount, "least"))
-        barrier()
-        return found
 
     def load(self, column: Expr) -> Expr:
         """The logits of a vector; what is after the row's end is anything."""
