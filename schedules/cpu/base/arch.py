@@ -230,6 +230,7 @@ class Portable:
 
 Isa = type[Vnni512] | type[Avx2] | type[Portable]  # an instruction set
 
+# ---- architectures
 
 # The names that `--help` and errors show; any other cpu that LLVM knows works too.
 LEVELS = ("x86-64-v4", "x86-64-v3", "x86-64-v2")

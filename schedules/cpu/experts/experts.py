@@ -142,7 +142,7 @@ def expert_down(op: ExpertDown, arch: Arch, name: str, plan: AnyPlan | None = No
                 store(total, f32(0.0, lanes), at(row, lanes))
             with T.serial(used) as slot:
                 expert = T.Bind(Groups[0, slot])
-                weights = Packed(matrix, T.Bind(expert * (n // ROWS) + tile), arch.isa)
+                weights = Packed(*matrix, T.Bind(expert * (n // ROWS) + tile), arch.isa)
 
                 def add(_: Expr, row: int, x: Expr, expert: Expr = expert, slot: Expr = slot) -> None:
                     if WB is not None:

@@ -129,22 +129,19 @@ def emit_part(live: Expr, sizes: list[int], emit: Callable[[int], None]) -> None
 class Packed(NamedTuple):
     """A tile of a weight in its planes."""
 
-    matrix: Matrix
+    fmt: Format
+    planes: dict[str, Buffer]
     tile: Expr
     isa: Isa
 
-    @property
-    def fmt(self) -> Format:
-        return self.matrix.fmt
-
     def load(self, row: int, b: Expr) -> Block:
         """The Block of the tile's rows `row`.. ."""
-        return load(*self.matrix, self.tile, row, b, self.isa)
+        return load(self.fmt, self.planes, self.tile, row, b, self.isa)
 
     def prefetch(self, b: Expr, plan: Plan) -> None:
         """Prefetches the codes plan.ahead bytes ahead of block b."""
         for plane in self.fmt.codes:
-            buffer = self.matrix.planes[plane]
+            buffer = self.planes[plane]
             _prefetch(buffer, self.tile, b, int(buffer.shape[2]), plan)
 
 
@@ -175,7 +172,7 @@ class Products:
 
         weights: all of one kind; held: tiles of rows of the task.
         """
-        packed = [lambda t, matrix=matrix: Packed(matrix, T.Bind(first + t), self.isa) for matrix in weights]
+        packed = [lambda t, matrix=matrix: Packed(*matrix, T.Bind(first + t), self.isa) for matrix in weights]
         if isinstance(self.plan, Plan) or not all(unpacks(matrix.fmt, self.plan) for matrix in weights):
             emit(packed, parts(self.acts.p))
             return
@@ -251,7 +248,7 @@ class Products:
 
     def _emit_float(self, weights: Tile, token_tile: Expr, tokens: range, rows: list[int], epilogue: Epilogue) -> None:
         assert isinstance(weights, Packed)
-        W, tile, acts = weights.matrix.planes["W"], weights.tile, self.acts
+        W, tile, acts = weights.planes["W"], weights.tile, self.acts
         lanes, count, name = self.isa.lanes, len(rows), weights.fmt.name
         # Independent sums hide the latency of additions. With float32 weights, as routers have, there is one sum: a
         # column is a cache line, which takes longer to come than an addition, and a row's sum is the same alone and in

@@ -48,6 +48,9 @@ from mlc_amd.schedules.operators.attention import Attending, RopeAttention
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
+# ---- what rows add to their softmax that is not in the cache yet: their own key and value, and those of rows before
+# them in the same step that are of the same sequence
+
 
 class Place(NamedTuple):
     """A row of the step: its KV head here, its number, which is the int 0 in a step of one row, its position, and the
@@ -218,6 +221,8 @@ def _product(arch: Device, x: Expr, y: Expr) -> Expr:
     x, y = ([lane_of(pair, i) for i in range(2)] for pair in (T.Bind(x), T.Bind(y)))
     return fma(x[1], y[1], x[0] * y[0])
 
+
+# ---- the launch
 
 # Rows of a step, at most, of which the waves of a row's first split share out the rows before it where these are not on
 # matrices. With more, one wave takes all: for 64 sequences of Qwen 3 0.6B, whose rows have none before them, that takes

@@ -23,7 +23,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu.attention.attention_prefill_coop import LIMIT, START
 from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
 from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
-from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, Joined, Sees, join, soft_cap
+from mlc_amd.schedules.gpu.attention.softmax import LOWEST, OTHER_BYTES, P_SHIFT, Joined, Sees, join, soft_cap
 from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, maximum, wave_barrier, wave_max, wave_sum
 from mlc_amd.schedules.gpu.base.profiles import Device
@@ -37,7 +37,6 @@ CHUNK = QUADS * UNIT  # columns, or keys, that two products sum over
 PRODUCTS = 2  # of a chunk
 HALF = UNIT // PRODUCTS  # elements that a lane has of a row in one product
 PAD = 1  # units of WIDTH float32 after a row in shared memory
-OTHER_BYTES = 1 << 10  # of shared memory for what is small and of a fixed size
 # Units of keys, at most, that stay in registers while values are multiplied. Heads of 128 have 16, and take 3 to 5 %
 # longer with them on an H100, behind 512 tokens as behind 16384.
 MOST_AHEAD = 8

@@ -16,7 +16,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.attention_rows import STEP, Rows, WaveRows
 from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
 from mlc_amd.schedules.gpu.attention.cache_units import Units
-from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, Joined, Sees, join
+from mlc_amd.schedules.gpu.attention.softmax import LOWEST, OTHER_BYTES, P_SHIFT, Joined, Sees, join
 from mlc_amd.schedules.gpu.base.device import (
     WAVE_SHARED,
     barrier,
@@ -37,7 +37,6 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 # 16-byte loads in flight per lane. Fewer loads make less code.
 LOADS, FEWER_LOADS = 8, 4
-OTHER_BYTES = 1 << 10  # of shared memory for what is small and of a fixed size
 SPLITS = 32  # maximum of splits whose weights are in shared memory
 
 

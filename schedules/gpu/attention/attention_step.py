@@ -95,10 +95,9 @@ class Step(NamedTuple):
 @contextmanager
 def attention_step(op: Attending, name: str) -> Iterator[tuple[Any, Step]]:
     """`with attention_step(..) as (ir, step):` declares and emits a kernel (state int32[4], rows int32[m, 2], pages,
-    then Qo float16 [m, heads, width] or Q, K, V, [QN, KN], [CS] as for `rope_kv_write`, the cache as in
-    `cache.py`, [Sinks float32 [heads]], where rows may be single ones Parts, Arrived of
-    `scratch_shapes`, then the output [m, heads*value_d] in the operator's layout). UserError for
-    shapes that `cache_types`, `rope_args` or `output_args` refuses."""
+    then Qo float16 [m, heads, width] or those of `rope_args`, the cache as in `cache.py`, [Sinks float32 [heads]],
+    where rows may be single ones Parts, Arrived of `scratch_shapes`, the output [m, heads*value_d] in the operator's
+    layout). UserError for shapes that `cache_types`, `rope_args` or `output_args` refuses."""
     layer, m = op.layer, op.m
     shapes = scratch_shapes(layer.heads, layer.value_d) if op.single else {}
     with kernel(name, coherent=tuple(shapes)) as ir:

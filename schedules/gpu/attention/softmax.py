@@ -22,6 +22,7 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 LOWEST = -1e30  # in place of minus infinity: may be subtracted from itself
 P_SHIFT = 15  # weights are scaled by 2**15
+OTHER_BYTES = 1 << 10  # of shared memory for what is small and of a fixed size
 MAX_GROUP = 16  # rows that fit the registers
 MAX_EXPONENT = 100  # of a sink's weight: the sum stays finite, and the outputs become 0 to within 2**-85
 

@@ -143,9 +143,7 @@ def _emit_join(step: Step, arch: Profile, tile: Tile, tiles: Tiles, Parts: Buffe
                 return (place * tiles.splits + split) * size
 
             join = Join(step, arch, tile, Parts, tiles.splits, active, found, there)
-            join.emit(
-                part, lane, wave, lambda: tuple(T.Bind(of(row, T.int32(heads))) for of in (T.truncdiv, T.truncmod))
-            )
+            join.emit(part, lane, wave, lambda: step.token_and_head(row))
 
 
 CHOICES = {

@@ -273,6 +273,8 @@ def attend(wave: Wave, cache: Cache, slot: Expr, begin: Expr, end: Expr, tid: Ex
             barrier()
 
 
+# ---- the join of splits
+
 Part = Callable[[Expr], Expr]
 WAVES, BATCH = 4, 8  # of a workgroup that joins; splits that a wave loads at once
 
