@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.runtime.artifact.io_buffers import OUTPUTS, ROWS
 from mlc_amd.runtime.artifact.manifest import CHAIN, FOLLOW
-from mlc_amd.schedules.operators.rows import output_rows
+from mlc_amd.schedules.operators.layouts import output_rows
 
 HIDDEN, DRAFTED = ROWS  # kept tensors: the decoder's rows before its last norm, and a predicting layer's output
 
@@ -18,7 +18,7 @@ class FunctionSpec:
     """One entry point of the compiled model.
 
     m: rows of a step. single: how many of them, at the front, may be of sequences of their own; the others are a chunk.
-    answers: of which rows it returns the logits, see `schedules.operators.rows`. drafts: it is the predicting layer's,
+    answers: of which rows it returns the logits, see `layouts.output_rows`. drafts: it is the predicting layer's,
     not the decoder's, after a step of the decoder, or, if chained, after itself.
     """
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from mlc_amd.schedules import operators
 from mlc_amd.schedules.operators.attention import SLOTS
-from mlc_amd.schedules.operators.rows import output_rows
+from mlc_amd.schedules.operators.layouts import output_rows
 
 # Tokens in the cache when attention is timed, as far as there is room for them: decoding, prefill. A plan that is the
 # fastest after 4096 tokens may be slow after many.

@@ -6,16 +6,16 @@ token before it in the cell cells[slot, 0], its i-th row leaves one in cells[slo
 rows in the last of these. So single rows whose tokens are guesses leave a state each. What a cell has that several rows
 share is the last one's state; a chunk's rows share one. The cell that a run reads may be its last row's, too, but none
 before. Position 0 begins with zeros. CPU and GPU kernels call these while an IRBuilder
-prim_func is open.
+prim_func is open. Parameters are those of schedules/operators/recurrent.py.
 """
 
 from collections.abc import Callable
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.operators import CausalConv, DeltaNet, SsmScan
+from mlc_amd.schedules.operators import CausalConv, ChannelDecay, DeltaNet, SsmScan
 from mlc_amd.schedules.operators.attention import SLOTS, padded_columns
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 RunOperator = CausalConv | DeltaNet | SsmScan
 
@@ -34,16 +34,41 @@ def run_args(m: int) -> tuple[Buffer, Buffer]:
     return T.arg("rows", T.buffer((m, 2), "int32")), T.arg("cells", T.buffer((SLOTS, COLUMNS), "int32"))
 
 
-def check_parts(op: CausalConv) -> None:
-    """ValueError unless a convolution can have its columns from so many tensors."""
-    if op.channels % op.parts or (op.parts > 1 and (op.gated or op.bias)):
-        raise ValueError(f"{op}: {op.parts} parts are not possible")
+def conv_args(op: CausalConv) -> tuple[Buffer, Buffer, list[Buffer], list[Buffer], Buffer, Buffer, Buffer]:
+    """Declares rows, cells, X and W of each part (several: X0, X1 .., W0, W1 ..), B (None: there is none), States, Y.
+    ValueError unless a convolution can have its columns from so many tensors."""
+    m, channels, parts, own = op.m, op.channels, op.parts, op.channels // op.parts
+    if channels % parts or (parts > 1 and (op.gated or op.bias)):
+        raise ValueError(f"{op}: {parts} parts are not possible")
+    rows, cells = run_args(m)
+    numbers = [""] if parts == 1 else list(range(parts))
+    inputs = declared(**{f"X{i}": (m, own * (3 if op.gated else 1)) for i in numbers})
+    weights = declared(**{f"W{i}": (padded_columns(own * op.taps),) for i in numbers})
+    states = (CELLS, op.taps - 1, channels)
+    return rows, cells, inputs, weights, *declared(B=(channels,) if op.bias else None, States=states, Y=(m, channels))
 
 
-def part_args(name: str, parts: int, shape: tuple[int, ...]) -> list[Buffer]:
-    """Declares a float32 parameter of each part: X, or of several X0, X1 and so on."""
-    names = [name] if parts == 1 else [f"{name}{i}" for i in range(parts)]
-    return [T.arg(own, T.buffer(shape, "float32")) for own in names]
+def ssm_args(op: SsmScan) -> list[Buffer]:
+    """Declares rows, cells, X, Z, Dt, A, D, Bias, States, Y."""
+    m, inner, each = op.m, op.heads * op.d, padded_columns(op.heads)
+    inputs = {"X": (m, inner + 2 * op.groups * op.size), "Z": (m, padded_columns(inner)), "Dt": (m, each)}
+    weights, states = {which: (each,) for which in ("A", "D", "Bias")}, (CELLS, op.heads, op.d * op.size)
+    return [*run_args(m), *declared(**inputs, **weights, States=states, Y=(m, inner))]
+
+
+def delta_args(op: DeltaNet) -> tuple[Buffer, Buffer, Buffer, Buffer, "Decays", Buffer, Buffer]:
+    """Declares rows, cells, X, Beta, Alpha, A, Dt or Decay, States, Y."""
+    m, heads, d, values = op.m, op.value_heads, op.d, op.value_heads * op.d
+    rows, cells = run_args(m)
+    X, Beta = declared(X=(m, 2 * op.key_heads * d + values), Beta=(m, padded_columns(heads)))
+    return rows, cells, X, Beta, Decays(op), *declared(States=(CELLS, heads, d, d), Y=(m, values))
+
+
+def decay_args(op: ChannelDecay) -> list[Buffer]:
+    """Declares X, A, Dt, Y."""
+    m, columns = op.m, op.heads * op.d
+    own = padded_columns(columns)
+    return declared(X=(m, own), A=(padded_columns(op.heads),), Dt=(own,), Y=(m, columns))
 
 
 class RunCells:
@@ -104,12 +129,12 @@ class Decays:
     """
 
     def __init__(self, op: DeltaNet):
-        heads, shape = op.value_heads, (op.m, op.value_heads * op.d)
-        self.channels: Buffer = T.arg("Decay", T.buffer(shape, "float32")) if op.by_channel else None
-        if not op.by_channel:
-            padded = padded_columns(heads)
-            self.Alpha = T.arg("Alpha", T.buffer((op.m, padded), "float32"))
-            self.A, self.Dt = (T.arg(which, T.buffer((padded,), "float32")) for which in ("A", "Dt"))
+        self.channels: Buffer = None
+        if op.by_channel:
+            (self.channels,) = declared(Decay=(op.m, op.value_heads * op.d))
+        else:
+            padded = padded_columns(op.value_heads)
+            self.Alpha, self.A, self.Dt = declared(Alpha=(op.m, padded), A=(padded,), Dt=(padded,))
 
     def of_head(self, row: Expr, head: Expr) -> Expr:
         """The factor on all rows of the head's matrix; 1 by channel."""

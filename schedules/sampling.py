@@ -237,7 +237,7 @@ class Draw(ABC):
         tops = [pieces.top(T.Bind(T.min(place, T.int32(pieces.count - 1)))) for place in places]
         counts = [T.Bind((place < pieces.count) & (top > LOWEST)) for place, top in zip(places, tops, strict=True)]
         keys = [T.Select(has, key_of(top), LARGEST) for has, top in zip(counts, tops, strict=True)]
-        lowest = T.Bind(value_of(m.least(T.Bind(functools.reduce(T.min, keys)))))
+        lowest = T.Bind(value_of(m.reduced(T.Bind(functools.reduce(T.min, keys)), "least")))
         width = T.Bind(T.max(self.top - lowest, T.float32(1e-6)) * T.float32(1 / (BINS - 1)))  # of a bin
         self.hist.clear()
         for has, top in zip(counts, tops, strict=True):
@@ -287,7 +287,7 @@ class Draw(ABC):
             mine.set(mine.get() + self._mass(value))
         with when(self.listed.get() == 0):
             self._add_up_row(mine)
-        self.sum.set(self.m.total(mine.get()))
+        self.sum.set(self.m.reduced(mine.get(), "sum"))
 
     # ---- short lists
 
@@ -310,7 +310,7 @@ class Draw(ABC):
             stays = T.Bind(no(self.has_k) | (rank.get() < self.top_k))
             put(self.above, T.Select(stays, above.get(), T.int32(LARGEST)), place)
             mine.set(mine.get() + T.Select(stays, self.hist.bins[place], T.int32(0)))
-        self.sum.set(m.total(mine.get()))
+        self.sum.set(m.reduced(mine.get(), "sum"))
         wanted = T.Bind(T.Select(self.has_p, T.min(self._mass_wanted(), self.sum.get()), T.int32(LARGEST)))
         mine.set(T.int32(0))
         self._weighs(T.bool(True))
@@ -319,7 +319,7 @@ class Draw(ABC):
             mass = T.Bind(T.Select(left, self._mass(value), T.int32(0)))
             put(self.hist.bins, mass, place)
             mine.set(mine.get() + mass)
-        self.sum.set(m.total(mine.get()))
+        self.sum.set(m.reduced(mine.get(), "sum"))
         self._aim()
         with self._own() as (place, token, _):
             reached = m.cell(T.int32(0))

@@ -5,7 +5,7 @@ what differs between targets. Words and flags: runtime/sampling/layout.py.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -22,6 +22,7 @@ LARGEST = (1 << 31) - 1
 SMALLEST = -(1 << 31)
 LOWEST_KEY = -0x7F800000  # `key_of` the least finite float32
 Visit = Callable[[Expr, Expr, Expr], None]  # (token, logit, whether there is such a token)
+Asked = Callable[[], Any] | None  # near or enough of `Machine.each_token`
 
 
 class SampleArgs(NamedTuple):
@@ -60,7 +61,7 @@ class Words:
 
 
 class Machine(ABC):
-    """What runs the search for one row: a workgroup, or a thread of a CPU.
+    """What runs the search for one row: a workgroup, or a thread of a CPU, for which most of this is.
 
     vocab: tokens of the row. threads, tid: how many there are, and which this one is. size: of the list. small: of
     lists in which each token is compared with all others. pieces: what is known of the row's pieces, if anything.
@@ -82,35 +83,28 @@ class Machine(ABC):
     @abstractmethod
     def barrier(self) -> None: ...
 
-    @abstractmethod
     def add(self, buffer: Buffer, index: Expr, amount: Expr) -> Expr:
         """Adds to an element of a shared buffer, atomically; what it was before, in a register."""
+        before = T.Bind(buffer[index])
+        put(buffer, before + amount, index)
+        return before
 
     @abstractmethod
     def exp2(self, x: Expr) -> Expr:
         """2**x, x <= 0."""
 
-    @abstractmethod
-    def total(self, amount: Expr) -> Expr:
-        """The sum of an int32 of all threads, in all of them."""
+    def reduced(self, amount: Expr, how: str) -> Expr:
+        """The "sum" or the "least" of an int32 of all threads, in all of them."""
+        return amount
 
-    @abstractmethod
     def scan(self, amount: Expr) -> tuple[Expr, Expr]:
         """(the sum of an int32 of the threads before this one, that of all threads); a barrier comes before the next
         one."""
-
-    @abstractmethod
-    def least(self, amount: Expr) -> Expr:
-        """The smallest int32 of all threads, in all of them."""
+        return T.int32(0), amount
 
     @abstractmethod
     def each_token(
-        self,
-        visit: Visit,
-        floor: Expr | None = None,
-        near: Callable[[], tuple[Expr, Expr]] | None = None,
-        enough: Callable[[], Expr] | None = None,
-        scratch: Buffer | None = None,
+        self, visit: Visit, floor: Expr = None, near: Asked = None, enough: Asked = None, scratch: Buffer = None
     ) -> None:
         """Visits all tokens of the row; may leave out those whose logit is below `floor`, those outside of near(), a
         pair of logits, and the rest as soon as enough() holds. scratch: with a floor, a shared int32 buffer with an

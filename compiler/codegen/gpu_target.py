@@ -22,7 +22,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.decode import float_weight
 from mlc_amd.schedules.formats import Format, lookup
 from mlc_amd.schedules.gpu import registry
-from mlc_amd.schedules.gpu.attention.attention_scratch import scratch_shapes
+from mlc_amd.schedules.gpu.attention.attention_step import scratch_shapes
 from mlc_amd.schedules.gpu.attention.cache import cache_types
 from mlc_amd.schedules.gpu.base.pairs import TOKENS
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, planes

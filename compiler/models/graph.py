@@ -40,9 +40,8 @@ from mlc_amd.schedules.operators import (
     Sample,
 )  # fmt: skip
 from mlc_amd.schedules.operators.attention import PAGE, SLOTS, Rope
-from mlc_amd.schedules.operators.layouts import padded
+from mlc_amd.schedules.operators.layouts import output_rows, padded
 from mlc_amd.schedules.operators.recurrent import Mixer
-from mlc_amd.schedules.operators.rows import output_rows
 from mlc_amd.schedules.runs import COLUMNS
 
 if TYPE_CHECKING:

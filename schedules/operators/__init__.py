@@ -1,18 +1,7 @@
 """The operators of decoders: what each takes, returns and costs, declared once (base.py) and without TVM."""
 
 from mlc_amd.schedules.operators.attention import CausalAttention, LatentKvWrite, RopeAttention, RopeKvWrite
-from mlc_amd.schedules.operators.base import (
-    FREE,
-    OPERATORS,
-    VERSION,
-    Costs,
-    Operator,
-    Parameter,
-    Slot,
-    costs,
-    from_json,
-    parameters,
-)
+from mlc_amd.schedules.operators.base import FREE, OPERATORS, VERSION, Operator, Parameter, costs, from_json, parameters
 from mlc_amd.schedules.operators.experts import (
     Combine,
     ExpertDown,
@@ -35,7 +24,6 @@ __all__ = [
     "CausalConv",
     "ChannelDecay",
     "Combine",
-    "Costs",
     "DeltaNet",
     "Embed",
     "ExpertDown",
@@ -59,7 +47,6 @@ __all__ = [
     "RopeKvWrite",
     "Route",
     "Sample",
-    "Slot",
     "SsmScan",
     "costs",
     "from_json",

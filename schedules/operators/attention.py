@@ -153,11 +153,11 @@ class _AttentionOperator(Operator):
 
     @property
     def most_keys(self) -> int:
-        return self.layer.span
+        return self.layer.span if self.reads_cache else 0
 
-    def scores(self) -> tuple[int, int]:
+    def operations(self) -> tuple[int, int]:
         """Two products for each head, of a key's and of a value's elements."""
-        return 0, 2 * self.layer.heads * (self.layer.d + self.layer.value_d)
+        return 0, 2 * self.layer.heads * (self.layer.d + self.layer.value_d) if self.reads_cache else 0
 
     @property
     def span_label(self) -> str:
@@ -190,12 +190,8 @@ class CausalAttention(_AttentionOperator, name="attention"):
         return activations(self.m, self.layer.heads * self.layer.value_d, self.layout)
 
     @property
-    def label(self) -> str:
-        what = "attention_rows" if self.m == self.single else "attention_mixed" if self.single else "attention"
-        return f"{what}{self.span_label}_m{self.m}"
-
-    def operations(self) -> tuple[int, int]:
-        return self.scores()
+    def variant(self) -> str:
+        return ("_rows" if self.m == self.single else "_mixed" if self.single else "") + self.span_label
 
 
 def _rotated(layer: Attention, rope: Rope) -> Iterator[Slot]:
@@ -221,10 +217,6 @@ class _Write(_AttentionOperator):
     @property
     def written(self) -> int:
         return len(self.layer.cache) if self.rope.writes else 0
-
-    @property
-    def most_keys(self) -> int:
-        return 0
 
     @property
     def workload(self) -> "_Write":
@@ -282,8 +274,8 @@ class RopeAttention(_AttentionOperator, name="rope_attention"):
         return activations(self.m, self.layer.heads * self.layer.d, self.layout)
 
     @property
-    def label(self) -> str:
-        return f"rope_attention{self.span_label}_m{self.m}"
+    def variant(self) -> str:
+        return self.span_label
 
-    def operations(self) -> tuple[int, int]:
-        return self.scores()
+
+Attending = CausalAttention | RopeAttention  # operators that read the cache

@@ -29,8 +29,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from mlc_amd.schedules.formats import Format, lookup
-from mlc_amd.schedules.operators.layouts import Tensor
-from mlc_amd.schedules.operators.rows import output_rows
+from mlc_amd.schedules.operators.layouts import Tensor, output_rows
 
 BYTES = {
     "int8": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "uint16": 2, "int16": 2, "int32": 4, "uint32": 4, "float32": 4,
@@ -144,11 +143,13 @@ class Operator(ABC):
     """
 
     name: ClassVar[str]
+    sizes: ClassVar[str] = ""  # in its kernel's name, as a template that is given the operator
     reads_cache: ClassVar[bool] = False  # the positions before its tokens, too
 
     m: int
 
-    def __init_subclass__(cls, name: str = ""):
+    def __init_subclass__(cls, name: str = "", sizes: str = ""):
+        cls.sizes = sizes or cls.sizes
         if name:
             cls.name = name
             OPERATORS[name] = cls
@@ -164,7 +165,12 @@ class Operator(ABC):
     @property
     def label(self) -> str:
         """The name of its kernel, the same for operators that differ in details only."""
-        return f"{self.name}_m{self.m}"
+        return "_".join(filter(None, (self.name + self.variant, self.sizes.format(self), f"m{self.m}")))
+
+    @property
+    def variant(self) -> str:
+        """The part of `label` after the operator's name."""
+        return ""
 
     def operations(self) -> tuple[int, int]:
         """(fixed, score) as in `Costs`."""
@@ -181,9 +187,14 @@ class Operator(ABC):
         return None
 
     @property
-    def weights(self) -> list[tuple[Format, int]]:
-        """(format, rows) of its weight matrices, of an expert where there are experts."""
+    def formats(self) -> list[str]:
+        """Of its weight matrices, of an expert where there are experts."""
         return []
+
+    @property
+    def weights(self) -> list[tuple[Format, int]]:
+        """(format, rows) of these matrices; by default they have the attribute `n` rows each."""
+        return [(lookup(fmt), vars(self)["n"]) for fmt in self.formats]
 
     @property
     def positions(self) -> int:
@@ -274,9 +285,9 @@ def from_text(name: str, attributes: str) -> Operator:
     return from_json({"op": name, "args": json.loads(attributes)})
 
 
-def matrix(fmt: str, rows: int) -> tuple[Format, int]:
-    """An entry of `Operator.weights`."""
-    return lookup(fmt), rows
+def named(role: str, share: float = 1.0, **names: bool) -> Iterator[Slot]:
+    """A slot for each of these names that the kernel has."""
+    return (Slot(role, (name,), share=share) for name, wanted in names.items() if wanted)
 
 
 # ---- parameters and costs

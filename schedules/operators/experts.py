@@ -17,11 +17,11 @@ needs one expert. `expert_order` makes
 All sizes are static: `tiles` is the maximum for any assignment of m rows.
 """
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mlc_amd.schedules.operators.base import ACTIVATIONS_SLOT, OUTPUT_SLOT, STATE_SLOT, Operator, Slot, matrix
+from mlc_amd.schedules.formats import lookup
+from mlc_amd.schedules.operators.base import ACTIVATIONS_SLOT, OUTPUT_SLOT, STATE_SLOT, Operator, Slot, named
 from mlc_amd.schedules.operators.layouts import Tensor, activations, padded
 
 GATINGS = (
@@ -95,14 +95,11 @@ class Routing(_ExpertsOperator):
     groups_used: int
 
     def routing_slots(self) -> Iterator[Slot]:
-        if self.bias:
-            yield Slot("weight", ("B",))
-        if self.factors:
-            yield Slot("weight", ("F",))
+        return named("weight", B=self.bias, F=self.factors)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Route(Routing, name="route"):
+class Route(Routing, name="route", sizes="{0.experts}"):
     """(logits [m, n], [selection bias], [experts' factors], workspace..) -> (ids int32 [m, used], weights [m, used]).
     The workspace is that of norm_route."""
 
@@ -121,13 +118,9 @@ class Route(Routing, name="route"):
     def arguments(self) -> int:
         return 2 + self.bias + self.factors
 
-    @property
-    def label(self) -> str:
-        return f"route_{self.experts}_m{self.m}"
-
 
 @dataclass(frozen=True, kw_only=True)
-class NormRoute(Routing, name="norm_route"):
+class NormRoute(Routing, name="norm_route", sizes="{0.fmt}_{0.experts}x{0.k}"):
     """An RMS norm of one row, and the route of its product with W: (x, g, W, [W's bias], [selection bias], [experts'
     factors], workspace..) -> (the norm's results.., ids, weights). fmt, router_bias: of W; eps, layout and both as of
     RmsNorm."""
@@ -143,28 +136,23 @@ class NormRoute(Routing, name="norm_route"):
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, Slot("input", ("X",)), Slot("weight", ("G",)))
         yield Slot("weight", prefix="W_", matrix=(self.fmt, self.k))
-        if self.router_bias:
-            yield Slot("weight", ("WB",))
+        yield from named("weight", WB=self.router_bias)
         yield from self.routing_slots()
         yield from (Slot("work", ("Logits",)), Slot("zero", ("Arrived",)), OUTPUT_SLOT, _CHOICE)
 
     def results(self) -> list[Tensor]:
         return activations(1, self.k, self.layout) + [((1, self.k), "float32")] * self.both + self.choice()
 
-    @property
-    def label(self) -> str:
-        return f"norm_route_{self.fmt}_{self.experts}x{self.k}_m1"
-
     def operations(self) -> tuple[int, int]:
         return 2 * self.k * self.experts, 0
 
     @property
     def weights(self):
-        return [matrix(self.fmt, self.experts)]
+        return [(lookup(self.fmt), self.experts)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertOrder(_ExpertsOperator, name="expert_order"):
+class ExpertOrder(_ExpertsOperator, name="expert_order", sizes="{0.experts}"):
     """Rows sorted by expert: (ids,) -> (slots, pairs, groups)."""
 
     def slots(self) -> Iterator[Slot]:
@@ -174,13 +162,9 @@ class ExpertOrder(_ExpertsOperator, name="expert_order"):
         of, m = self.of, self.m
         return [((m, of.used), "int32"), ((of.slots(m),), "int32"), ((of.groups(m),), "int32")]
 
-    @property
-    def label(self) -> str:
-        return f"expert_order_{self.experts}_m{self.m}"
-
 
 @dataclass(frozen=True, kw_only=True)
-class Gather(_ExpertsOperator, name="gather"):
+class Gather(_ExpertsOperator, name="gather", sizes="{0.k}"):
     """The rows of x in slots, times their weights: (x [m, k], [pairs], [weights]). Without pairs they are not
     sorted."""
 
@@ -192,16 +176,11 @@ class Gather(_ExpertsOperator, name="gather"):
         yield from (STATE_SLOT, Slot("input", ("X",)))
         if self.tile > 1:
             yield Slot("input", ("Pairs",), slots=True)
-        if self.weighted:
-            yield Slot("input", ("Weights",))
+        yield from named("input", Weights=self.weighted)
         yield replace(OUTPUT_SLOT, slots=True)
 
     def results(self) -> list[Tensor]:
         return activations(self.of.slots(self.m), self.k, self.layout)
-
-    @property
-    def label(self) -> str:
-        return f"gather_{self.k}_m{self.m}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,15 +189,6 @@ class _ExpertProduct(_ExpertsOperator):
 
     n: int
     k: int
-
-    @property
-    @abstractmethod
-    def formats(self) -> list[str]:
-        """Of the matrices of an expert that it multiplies with."""
-
-    @property
-    def weights(self):
-        return [matrix(fmt, self.n) for fmt in self.formats]
 
     def stack(self, prefix: str, fmt: str) -> Slot:
         return Slot("weight", prefix=prefix, matrix=(fmt, self.k), share=self.share)
@@ -278,14 +248,13 @@ class ExpertLinear(_ExpertProduct, name="expert_linear"):
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, ACTIVATIONS_SLOT, _GROUPS, self.stack("W_", self.fmt))
-        if self.bias:
-            yield Slot("weight", ("WB",), share=self.share)
+        yield from named("weight", self.share, WB=self.bias)
         yield from self.ends()
         yield Slot("output", ("Y",), columns=self.n, slots=self.tile > 1)
 
     def ends(self) -> Iterator[Slot]:
         """Further inputs."""
-        yield from ()
+        return iter(())
 
     def results(self) -> list[Tensor]:
         return [((self.of.slots(self.m), padded(self.n)), "float32")]
@@ -300,17 +269,14 @@ class ExpertDown(ExpertLinear, name="expert_down"):
     residual: bool
 
     def ends(self) -> Iterator[Slot]:
-        if self.weighted:
-            yield Slot("input", ("Weights",))
-        if self.residual:
-            yield Slot("input", ("R",))
+        return named("input", Weights=self.weighted, R=self.residual)
 
     def results(self) -> list[Tensor]:
         return [((self.m, padded(self.n)), "float32")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Combine(_ExpertsOperator, name="combine"):
+class Combine(_ExpertsOperator, name="combine", sizes="{0.n}"):
     """The sum of a row's slots, times their weights: (y, slots, [weights], [residual]) -> float32 [m, n]."""
 
     n: int
@@ -319,15 +285,8 @@ class Combine(_ExpertsOperator, name="combine"):
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, Slot("input", ("X",)), Slot("input", ("Slots",), slots=True))
-        if self.weighted:
-            yield Slot("input", ("Weights",))
-        if self.residual:
-            yield Slot("input", ("R",))
+        yield from named("input", Weights=self.weighted, R=self.residual)
         yield OUTPUT_SLOT
 
     def results(self) -> list[Tensor]:
         return [((self.m, self.n), "float32")]
-
-    @property
-    def label(self) -> str:
-        return f"combine_{self.n}_m{self.m}"

@@ -1,4 +1,5 @@
-"""How a linear layer's input is stored: the layouts of activations, which a target chooses and operators hand over.
+"""How a linear layer's input is stored: the layouts of activations, which a target chooses and operators hand over; and
+which rows of a step norms give.
 
 In: rows, columns, and a layout such as "rows" or "tiles:16" (16 tokens side by side). Out: (shape, dtype) of each
 tensor that the rows consist of.
@@ -37,3 +38,14 @@ def activations(m: int, k: int, layout: str) -> list[Tensor]:
     """The tensors of `m` rows of `k` columns in a layout."""
     name, _, number = layout.partition(":")
     return LAYOUTS[name](m, k, *([int(number)] if number else []))
+
+
+def output_rows(rows: str, m: int) -> int:
+    """How many rows the result of a norm of m rows has, whose attribute `rows` says which of them it gives:
+
+    all         all of them
+    last        the last live one
+    answers:N   those whose logits are wanted, at most N: the single rows, then the last row of the chunk
+    """
+    kind, _, count = rows.partition(":")
+    return {"all": m, "last": 1}[kind] if kind != "answers" else int(count)

@@ -7,22 +7,15 @@ A linear layer may compute the RMS norm of its input (`eps`), complete one whose
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mlc_amd.schedules.operators.base import (
-    ACTIVATIONS_SLOT,
-    OUTPUT_SLOT,
-    STATE_SLOT,
-    Operator,
-    Slot,
-    matrix,
-)
-from mlc_amd.schedules.operators.layouts import Tensor, activations, padded
-from mlc_amd.schedules.operators.rows import output_rows
+from mlc_amd.schedules.formats import lookup
+from mlc_amd.schedules.operators.base import ACTIVATIONS_SLOT, OUTPUT_SLOT, STATE_SLOT, Operator, Slot, named
+from mlc_amd.schedules.operators.layouts import Tensor, activations, output_rows, padded
 
 SCALE_SLOT = Slot("output", ("NewScale",))  # of a norm, for the layers that complete the next one
 
 
 @dataclass(frozen=True, kw_only=True)
-class Embed(Operator, name="embed"):
+class Embed(Operator, name="embed", sizes="{0.fmt}"):
     """Rows of the embedding table times `scale`: (tokens int32 [m], table) -> float32 [m, k]."""
 
     fmt: str
@@ -40,17 +33,13 @@ class Embed(Operator, name="embed"):
         return [((self.m, self.k), "float32")]
 
     @property
-    def label(self) -> str:
-        return f"embed_{self.fmt}_m{self.m}"
-
-    @property
     def weights(self):
-        return [matrix(self.fmt, self.vocab)]
+        return [(lookup(self.fmt), self.vocab)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Norm(Operator):
-    """What norms of rows share. rows: which ones the result has (rows.py); layout: of the result; both: after its
+    """What norms of rows share. rows: which ones the result has (`output_rows`); layout: of the result; both: after its
     tensors there is the float32 result."""
 
     k: int
@@ -98,7 +87,7 @@ class LayerNorm(Norm, name="layer_norm"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantize(Operator, name="quantize"):
+class Quantize(Operator, name="quantize", sizes="{0.k}"):
     """Rows in a layout: (x float32 [m, k],)."""
 
     k: int
@@ -110,10 +99,6 @@ class Quantize(Operator, name="quantize"):
 
     def results(self) -> list[Tensor]:
         return activations(self.m, self.k, self.layout)
-
-    @property
-    def label(self) -> str:
-        return f"quantize_{self.k}_m{self.m}"
 
 
 def _inputs(eps: float | None, norm_in: float | None) -> Iterator[Slot]:
@@ -165,8 +150,7 @@ class Linear(Operator, name="linear"):
             yield Slot("weight", prefix=f"W{i}_", matrix=(fmt, self.k))
             if biased:
                 yield Slot("weight", (f"bias{i}",))
-        if self.residual:
-            yield Slot("input", ("R",))
+        yield from named("input", R=self.residual)
         if self.norm_out:
             yield from (Slot("weight", ("NG",)), Slot("input", ("NS",)))
         for i, (_, n) in enumerate(self.segments):
@@ -193,11 +177,11 @@ class Linear(Operator, name="linear"):
 
     @property
     def weights(self):
-        return [matrix(fmt, n) for fmt, n in self.segments]
+        return [(lookup(fmt), n) for fmt, n in self.segments]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadLinear(Operator, name="head_linear"):
+class HeadLinear(Operator, name="head_linear", sizes="{0.fmt}_{0.heads}x{0.n}x{0.k}"):
     """x W^T with a matrix of a stack for each head's columns: (x [m, heads * k], W) -> float32 [m, heads * n]."""
 
     fmt: str
@@ -219,16 +203,8 @@ class HeadLinear(Operator, name="head_linear"):
     def results(self) -> list[Tensor]:
         return [((self.m, self.heads * self.n), "float32")]
 
-    @property
-    def label(self) -> str:
-        return f"head_linear_{self.fmt}_{self.heads}x{self.n}x{self.k}_m{self.m}"
-
     def operations(self) -> tuple[int, int]:
         return 2 * self.m * self.heads * self.k * self.n, 0
-
-    @property
-    def weights(self):
-        return [matrix(self.fmt, self.n)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,10 +246,6 @@ class GateUp(Operator, name="gate_up"):
 
     def operations(self) -> tuple[int, int]:
         return 4 * self.m * self.k * self.n, 0
-
-    @property
-    def weights(self):
-        return [matrix(fmt, self.n) for fmt in self.formats]
 
 
 def _formats(formats: list[str]) -> str:

@@ -1,7 +1,7 @@
 """Operators of mixers that keep a state for each sequence, and the gate after a mixer.
 
 Rows of one slot are consecutive tokens of one sequence; `cells` says which cell has a slot's state and where states go
-(schedules/runs.py). States are changed in place. single: how many rows may be single ones.
+(schedules/runs.py). States are changed in place.
 """
 
 from abc import abstractmethod
@@ -17,7 +17,7 @@ _Y, _STATES = Slot("output", ("Y",)), Slot("states", ("States",))
 @dataclass(frozen=True, kw_only=True)
 class Mixer(Operator):
     """What operators with states share: (rows, cells, inputs.., weights.., states) -> (float32 [m, columns],
-    states)."""
+    states). They have `single`: how many rows may be single ones."""
 
     @property
     @abstractmethod
@@ -27,11 +27,6 @@ class Mixer(Operator):
     @abstractmethod
     def own(self) -> Iterator[Slot]:
         """Inputs and weights."""
-
-    @property
-    @abstractmethod
-    def size_label(self) -> str:
-        """The sizes in the kernel's name."""
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, ROWS_SLOT, CELLS_SLOT)
@@ -46,18 +41,20 @@ class Mixer(Operator):
         return 1
 
     @property
-    def label(self) -> str:
-        single = getattr(self, "single", 0)
-        kind = "_rows" if single == self.m else "_mixed" if single else ""
-        return f"{self.name}{kind}_{self.size_label}_m{self.m}"
+    def variant(self) -> str:
+        single = vars(self)["single"]
+        return "_rows" if single == self.m else "_mixed" if single else ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CausalConv(Mixer, name="causal_conv"):
+class CausalConv(Mixer, name="causal_conv", sizes="{0.channels}x{0.taps}"):
     """act(conv(x) + b), conv over the last `taps` positions of each column: (rows, cells, x.., w.., [b], states).
 
+        Y[p] = act(sum over t < taps of W[t] * X[p - taps + 1 + t] + B)
+
     gated: x is [B, C, X], and it is C * conv(B * X). parts: how many x and w there are, of as many columns each, side
-    by side.
+    by side, each x float32 [m, columns or 3 * columns], each w float32 [columns, taps] flat. states: float32 [cells,
+    taps - 1, channels], the last inputs, the oldest first.
     """
 
     channels: int
@@ -78,18 +75,22 @@ class CausalConv(Mixer, name="causal_conv"):
     def columns(self) -> int:
         return self.channels
 
-    @property
-    def size_label(self) -> str:
-        return f"{self.channels}x{self.taps}"
-
     def operations(self) -> tuple[int, int]:
         return 2 * self.m * self.channels * self.taps, 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaNet(Mixer, name="delta_net"):
+class DeltaNet(Mixer, name="delta_net", sizes="{0.key_heads}x{0.value_heads}x{0.d}"):
     """A gated delta rule (compiler/models/config.py: DeltaNetConfig): (rows, cells, qkv, beta, alpha, a, dt, states),
-    or by_channel (rows, cells, qkv, beta, decay, states). d: columns of a head; eps: of the lengths of q and k."""
+    or by_channel (rows, cells, qkv, beta, decay, states). d: columns of a head; eps: of the lengths of q and k.
+
+        decay = exp(a * softplus(alpha + dt)), k and q divided by sqrt(their squares' sum + eps), q by sqrt(d) too
+        M *= decay;  M += k t^T,  t = sigmoid(beta) * (v - M^T k);  y = M^T q
+
+    by_channel: each channel of k, a row of M, has a decay of its own, which is given. float32: qkv [m, q, k and v of
+    all heads], beta and alpha [m, value heads, padded], a and dt [value heads, padded], decay [m, value heads * d],
+    states [cells, value heads, d of k, d of v] on the CPU, where on the GPU M is transposed.
+    """
 
     key_heads: int
     value_heads: int
@@ -109,17 +110,19 @@ class DeltaNet(Mixer, name="delta_net"):
     def columns(self) -> int:
         return self.value_heads * self.d
 
-    @property
-    def size_label(self) -> str:
-        return f"{self.key_heads}x{self.value_heads}x{self.d}"
-
     def operations(self) -> tuple[int, int]:
         return 8 * self.m * self.value_heads * self.d**2, 0  # two products, decay and update
 
 
 @dataclass(frozen=True, kw_only=True)
-class SsmScan(Mixer, name="ssm_scan"):
-    """Mamba-2: (rows, cells, x, z, dt, a, d, bias of dt, states). d: columns of x of a head; size: of B and C."""
+class SsmScan(Mixer, name="ssm_scan", sizes="{0.heads}x{0.d}x{0.size}"):
+    """Mamba-2: (rows, cells, x, z, t, a, d, bias, states). d: columns of x of a head; size: of B and C.
+
+        dt = softplus(t + bias);  S *= exp(a * dt);  S += dt * x B^T;  y = (S C + D * x) * silu(z)
+
+    float32: x [m, x of all heads, B and C of all groups], z [m, heads * d, padded], t [m, heads, padded], a, d and bias
+    [heads, padded], states [cells, heads, d * size] on the GPU; on the CPU S is transposed.
+    """
 
     heads: int
     d: int
@@ -135,18 +138,14 @@ class SsmScan(Mixer, name="ssm_scan"):
     def columns(self) -> int:
         return self.heads * self.d
 
-    @property
-    def size_label(self) -> str:
-        return f"{self.heads}x{self.d}x{self.size}"
-
     def operations(self) -> tuple[int, int]:
         return 6 * self.m * self.heads * self.d * self.size, 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChannelDecay(Operator, name="channel_decay"):
-    """exp(a * softplus(x + dt)), what a delta net keeps of each channel: (x, a, dt) -> float32 [m, heads * d]. heads
-    have an a each, and d columns."""
+class ChannelDecay(Operator, name="channel_decay", sizes="{0.heads}x{0.d}"):
+    """exp(a * softplus(x + dt)), what a delta net keeps of each channel: (x float32 [m, heads * d, padded], a [heads,
+    padded], dt [heads * d, padded]) -> float32 [m, heads * d]. The d columns of a head share an a."""
 
     heads: int
     d: int
@@ -158,14 +157,11 @@ class ChannelDecay(Operator, name="channel_decay"):
     def results(self) -> list[Tensor]:
         return [((self.m, self.heads * self.d), "float32")]
 
-    @property
-    def label(self) -> str:
-        return f"channel_decay_{self.heads}x{self.d}_m{self.m}"
-
 
 @dataclass(frozen=True, kw_only=True)
-class Gate(Operator, name="gate"):
-    """y * sigmoid(z), or y * silu(z): (x, z, [g]); y is x, or with eps its RMS norm over each `size` columns."""
+class Gate(Operator, name="gate", sizes="{0.k}"):
+    """y * sigmoid(z), or y * silu(z): (x, z float32 [m, k], [g float32 [size]]); y is x, or with eps its RMS norm over
+    each `size` columns, times g."""
 
     k: int
     m: int
@@ -184,6 +180,5 @@ class Gate(Operator, name="gate"):
         return activations(self.m, self.k, self.layout)
 
     @property
-    def label(self) -> str:
-        what = ("" if self.eps is None else "_norm") + ("_quantize" if self.layout else "")
-        return f"gate{what}_{self.k}_m{self.m}"
+    def variant(self) -> str:
+        return ("" if self.eps is None else "_norm") + ("_quantize" if self.layout else "")

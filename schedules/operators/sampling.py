@@ -8,7 +8,7 @@ from mlc_amd.schedules.operators.layouts import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample(Operator, name="sample"):
+class Sample(Operator, name="sample", sizes="{0.vocab}"):
     """(logits [m, columns], sampling, changes, allowed) -> (ids int32 [m], log-probabilities [m], workspace [m,
     columns]); all but the logits are those of runtime/sampling/layout.py. vocab: columns of the logits that count."""
 
@@ -23,7 +23,3 @@ class Sample(Operator, name="sample"):
 
     def results(self) -> list[Tensor]:
         return [((self.m,), "int32"), ((self.m,), "float32"), ((self.m, self.columns), "float32")]
-
-    @property
-    def label(self) -> str:
-        return f"sample_{self.vocab}_m{self.m}"

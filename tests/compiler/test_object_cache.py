@@ -4,7 +4,7 @@ import tvm
 
 from mlc_amd.compiler.codegen.object_cache import ObjectCache
 from mlc_amd.schedules.cpu.base.arch import resolve
-from mlc_amd.schedules.cpu.linear.norm import quantize
+from mlc_amd.schedules.cpu.linear.quantize import quantize
 from mlc_amd.schedules.operators import Quantize
 
 

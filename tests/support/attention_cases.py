@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlc_amd.schedules.gpu.attention.attention_scratch import scratch_shapes
+from mlc_amd.schedules.gpu.attention.attention_step import scratch_shapes
 from mlc_amd.schedules.operators.attention import (
     PAGE,
     SLOTS,

@@ -19,7 +19,7 @@ from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.schedules.gpu.attention.attention import attention
-from mlc_amd.schedules.gpu.attention.attention_scratch import scratch_shapes
+from mlc_amd.schedules.gpu.attention.attention_step import scratch_shapes
 from mlc_amd.schedules.gpu.base.arch import resolve
 from mlc_amd.schedules.gpu.linear import gemv_matrix
 from mlc_amd.schedules.gpu.linear.gemv_plan import linear_default

@@ -14,7 +14,7 @@ from mlc_amd.runtime.sampling.layout import FIELDS, LOGPROB
 from mlc_amd.schedules import operators as declared
 from mlc_amd.schedules.operators import Operator
 from mlc_amd.schedules.operators.attention import Attention, Rope
-from mlc_amd.schedules.operators.rows import output_rows
+from mlc_amd.schedules.operators.layouts import output_rows
 from mlc_amd.tools.reference import activations, experts, states, weights
 from mlc_amd.tools.reference.attention import (
     CACHES,
@@ -64,7 +64,7 @@ def _embed(c: Case) -> dict[str, Result]:
 
 
 def _norm_rows(c: Case) -> tuple[np.ndarray, np.ndarray]:
-    """(rows that a norm reads, rows that it writes), see schedules/operators/rows.py."""
+    """(rows that a norm reads, rows that it writes), see schedules/operators/layouts.py."""
     if c.op.rows == "all":
         return c.rows, c.rows
     if c.op.rows == "last":

@@ -1,7 +1,7 @@
 """Attention on the CPU: the kernel of a step's single rows, each of a sequence of its own (`attention_decode.py`), of a
 chunk of rows of one sequence (`attention_prefill.py`), or of both.
 
-They take the rotated and scaled queries and the caches that `rope_kv_write.py` wrote, and produce the heads' outputs,
+They take the rotated and scaled queries and the caches that `kv_write.py` wrote, and produce the heads' outputs,
 float32 or int8 blocks.
 """
 

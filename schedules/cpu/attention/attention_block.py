@@ -13,6 +13,8 @@ that a row does not see change nothing, to the bit, because 2**0 is exactly 1; s
 may be skipped or not.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,8 +22,8 @@ from typing import NamedTuple
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.attention.cache import BLOCK, Cache, KeyRange, RowTable
-from mlc_amd.schedules.cpu.base.isa import Isa
-from mlc_amd.schedules.cpu.base.vector import LANES, at, exp2, f32, largest_divisor, registers, splat, store, tree_add
+from mlc_amd.schedules.cpu.base.arch import Isa
+from mlc_amd.schedules.cpu.base.vector import LANES, at, exp2, f32, largest_divisor, registers, splat, store, tree
 from mlc_amd.schedules.cpu.linear.quantize import Output
 from mlc_amd.schedules.operators.attention import LOG2E, Attention
 from mlc_amd.schedules.tir import Buffer, Expr
@@ -50,14 +52,8 @@ def scratch(*shape: int) -> Buffer:
     return T.alloc_buffer(shape, "float32", scope="local")
 
 
-def accumulators(isa: Isa) -> int:
-    """Accumulator registers of a product: by default three quarters of the machine's, which leaves room for the
-    operands."""
-    return isa.registers * 3 // 4
-
-
-def accumulator_choices(isa: Isa) -> tuple[int, ...]:
-    """Other numbers of accumulator registers to try."""
+def limits(isa: Isa) -> tuple[int, ...]:
+    """Numbers of accumulator registers of a product to try."""
     return tuple(isa.registers * n // 8 for n in (2, 3, 4, 5, 6, 7))
 
 
@@ -79,22 +75,6 @@ def capped(x: Expr, softcap: float, isa: Isa) -> Expr:
     return f32(limit, n) - f32(2 * limit, n) / (isa.exp2(x * f32(2 / softcap, n), n) + f32(1.0, n))
 
 
-def sink_score(sink: Expr) -> Expr:
-    """A sink's logit as an exponent of two. The maximum keeps the product from being fused with the subtraction that
-    follows, in one kernel and not in the other: they would round differently."""
-    return T.max(sink * T.float32(LOG2E), T.float32(LOWEST))
-
-
-def tree_max(x: Expr, n: int) -> Expr:
-    """The largest lane of a float32 vector by comparing halves, as fast as `tree_add` (llvm.vector.reduce.fmax handles
-    NaNs, which costs instructions)."""
-    while n > 1:
-        n //= 2
-        low, high = (T.Shuffle([x], [T.int32(i + h * n) for i in range(n)]) for h in (0, 1))
-        x = T.Bind(T.max(low, high))
-    return x
-
-
 def span_blocks(span: Expr, first_block: Expr, blocks: Expr) -> tuple[Expr, Expr]:
     """(first, number) of a span's blocks among first_block .. blocks-1, where it has one. first_block: the int 0 or an
     expression."""
@@ -105,7 +85,8 @@ def span_blocks(span: Expr, first_block: Expr, blocks: Expr) -> tuple[Expr, Expr
     return first, T.min(blocks, start + SPAN) - first
 
 
-Sum = Callable[[int, Expr], Expr]  # of a product, by row and first column
+Number = Callable[[int, Expr], Expr]  # by row and number
+Vectors = Callable[[Expr, list[Expr]], list[Expr]]  # by row, from each of these columns on
 
 
 @dataclass(frozen=True)
@@ -136,37 +117,18 @@ class Softmax:
             with T.serial(self.spec.value_width // LANES) as i:
                 store(self.out, f32(0.0), row, at(i * LANES))
 
-    def emit_scores(
-        self,
-        rows: int,
-        query: Callable[[int, Expr], Expr],
-        keys: Callable[[Expr, list[Expr]], list[Expr]],
-        here: Expr = 0,
-        needed: Expr = None,
-    ) -> None:
+    def emit_scores(self, rows: int, query: Number, keys: Vectors, here: Expr = 0, needed: Expr = None) -> None:
         """The scores of `rows` rows at hand, from number `here` on. query(r, c): element c of a row's query; keys(c,
         columns): vectors of element c of the keys from each of these columns of scores on. needed: of how many keys the
         scores are needed; None: of all."""
         spec, isa = self.spec, self.isa
-        self._emit_product(
-            rows,
-            BLOCK,
-            spec.d,
-            query,
-            keys,
-            lambda r, key: f32(0.0, isa.lanes),
-            lambda r, key, x: store(self.scores, capped(x, spec.softcap, isa), here + r, at(key, isa.lanes)),
-            needed,
-        )
 
-    def emit_outputs(
-        self,
-        rows: int,
-        keys: Expr,
-        values: Callable[[Expr, list[Expr]], list[Expr]],
-        here: Expr = 0,
-        row0: Expr = 0,
-    ) -> None:
+        def keep(r: int, key: Expr, x: Expr) -> None:
+            store(self.scores, capped(x, spec.softcap, isa), here + r, at(key, isa.lanes))
+
+        self._emit_product(rows, BLOCK, spec.d, query, keys, lambda r, key: f32(0.0, isa.lanes), keep, needed)
+
+    def emit_outputs(self, rows: int, keys: Expr, values: Vectors, here: Expr = 0, row0: Expr = 0) -> None:
         """Adds the products of weights and values to the outputs of rows row0 .. row0+rows-1, of which the first is
         number `here` at hand. keys: how many are multiplied; values(key, columns): vectors of a value."""
         lanes = self.isa.lanes
@@ -178,6 +140,7 @@ class Softmax:
             values,
             lambda r, c: self.out[row0 + r, at(c, lanes)] * splat(self.shrink[here + r], lanes),
             lambda r, c, x: store(self.out, x, row0 + r, at(c, lanes)),
+            None,
         )
 
     def _emit_product(
@@ -185,11 +148,11 @@ class Softmax:
         rows: int,
         columns: int,
         inner: Expr,
-        left: Callable[[int, Expr], Expr],
-        right: Callable[[Expr, list[Expr]], list[Expr]],
-        start: Sum,
-        finish: Callable[[int, Expr, Expr], None],
-        needed: Expr = None,
+        left: Number,
+        right: Vectors,
+        start: Number,
+        finish: Callable,
+        needed: Expr,
     ) -> None:
         """A matrix product: finish(row, column, x) for all rows and columns, x = start(row, column) + sum of left(row,
         i) * right(i, column).
@@ -247,12 +210,10 @@ class Softmax:
         lanes = self.isa.lanes
         blocks = range(0, BLOCK, lanes)
         x = [T.Bind(keys.select(key0 + i, self.scores[row, at(i, lanes)], LOWEST, lanes)) for i in blocks]
-        largest = x[0]
-        for v in x[1:]:
-            largest = T.Bind(T.max(largest, v))
+        largest = functools.reduce(lambda a, b: T.Bind(T.max(a, b)), x)
         old = T.Bind(self.top[state_row])
         store(self.shrink, old, row)
-        store(self.top, T.max(old, tree_max(largest, lanes)), state_row)
+        store(self.top, T.max(old, tree(T.max, largest, lanes)), state_row)
 
     def _emit_row_weights(self, row: Expr, state_row: Expr, key0: Expr, keys: KeyRange) -> None:
         """Turns a row's scores into weights 2**(score - top), those of keys outside the KeyRange into zeros, and
@@ -270,7 +231,7 @@ class Softmax:
 
     def sum(self, row: Expr) -> Expr:
         """The sum of a row's weights, a scalar in a register."""
-        return tree_add(T.Bind(self.total[row, at(0, self.isa.lanes)]), self.isa.lanes)
+        return tree(operator.add, T.Bind(self.total[row, at(0, self.isa.lanes)]), self.isa.lanes)
 
 
 def _joined(before: Expr, top: Expr, n: int) -> tuple[Expr, Expr, Expr]:
@@ -290,7 +251,10 @@ class Joined(NamedTuple):
         """The state of rows 0 .. rows-1 before the first span. sink(row): the logit of the row's sink, which counts
         like a key with a value of zeros that comes before all others."""
         with T.serial(rows) as row:
-            store(self.tops, T.float32(LOWEST) if sink is None else sink_score(sink(row)), row)
+            # The maximum keeps the product from being fused with the subtraction that follows, in one kernel and not in
+            # the other: they would round differently.
+            top = T.float32(LOWEST) if sink is None else T.max(sink(row) * T.float32(LOG2E), T.float32(LOWEST))
+            store(self.tops, top, row)
             store(self.totals, T.float32(0 if sink is None else 1), row)
             with T.serial(int(self.outs.shape[1]) // LANES) as i:
                 store(self.outs, f32(0.0), row, at(i * LANES))

@@ -15,18 +15,9 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.attention.attention_block import (
-    BLOCK,
-    SPAN,
-    Joined,
-    Softmax,
-    Step,
-    accumulator_choices,
-    accumulators,
-    span_blocks,
-)
-from mlc_amd.schedules.cpu.attention.cache import CacheBlock, Rows, visible_keys
-from mlc_amd.schedules.cpu.base.isa import Isa
+from mlc_amd.schedules.cpu.attention.attention_block import SPAN, Joined, Softmax, Step, limits, span_blocks
+from mlc_amd.schedules.cpu.attention.cache import BLOCK, CacheBlock, Rows, visible_keys
+from mlc_amd.schedules.cpu.base.arch import Isa
 from mlc_amd.schedules.cpu.base.kernel import live_rows
 from mlc_amd.schedules.cpu.base.vector import LANES, at, largest_divisor, opaque, registers, splat, store
 from mlc_amd.schedules.operators.attention import Attention
@@ -48,13 +39,14 @@ class Plan:
 
 
 def default_plan(isa: Isa) -> Plan:
-    """The plan: the next block is prefetched while one is used, into L2: keys and values of both blocks fill an L1."""
-    return Plan(registers=accumulators(isa), ahead=1, locality=2)
+    """The plan: a quarter of the registers is for operands. The next block is prefetched while one is used, into L2:
+    keys and values of both blocks fill an L1."""
+    return Plan(registers=isa.registers * 3 // 4, ahead=1, locality=2)
 
 
 def choices(isa: Isa) -> dict[str, tuple[int, ...]]:
     """Values of the plan's fields to try, by name."""
-    return {"registers": accumulator_choices(isa), "ahead": (0, 1, 2), "locality": (2, 3)}
+    return {"registers": limits(isa), "ahead": (0, 1, 2), "locality": (2, 3)}
 
 
 MAX_HEADS = 16  # of a task of latent attention, whose heads all share the keys

@@ -13,23 +13,14 @@ from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.cpu.attention.attention_block import (
-    BLOCK,
-    SPAN,
-    Joined,
-    Softmax,
-    Step,
-    accumulator_choices,
-    scratch,
-    span_blocks,
-)
-from mlc_amd.schedules.cpu.attention.cache import CacheBlock, Rows, visible_keys
-from mlc_amd.schedules.cpu.base.isa import Isa
+from mlc_amd.schedules.cpu.attention.attention_block import SPAN, Joined, Softmax, Step, limits, scratch, span_blocks
+from mlc_amd.schedules.cpu.attention.cache import BLOCK, CacheBlock, Rows, visible_keys
+from mlc_amd.schedules.cpu.base.arch import Isa
 from mlc_amd.schedules.cpu.base.kernel import live_rows
 from mlc_amd.schedules.cpu.base.vector import LANES, at, opaque, registers, splat, store
 from mlc_amd.schedules.cpu.linear.quantize import BLOCK as QUANT
 from mlc_amd.schedules.operators.attention import Attention
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Expr
 
 
 @dataclass(frozen=True)
@@ -57,7 +48,7 @@ class Plan:
 
 
 def default_plan(isa: Isa) -> Plan:
-    """The plan that suits an instruction set; see isa.py for what differs."""
+    """The plan that suits an instruction set; see arch.py for what differs."""
     return Plan(
         rows=isa.rows, blocks_per_pass=4, registers=isa.sums, convert=isa.convert, max_rows=192, min_rows=48, tasks=32
     )
@@ -68,7 +59,7 @@ def choices(isa: Isa) -> dict[str, tuple[int, ...]]:
     return {
         "rows": (2, 3, 4, 6, 8, 12),
         "blocks_per_pass": (1, 4),
-        "registers": accumulator_choices(isa),
+        "registers": limits(isa),
         "convert": (0, 1),
         "max_rows": (48, 96, 192, 384),
         "min_rows": (24, 48, 96),
@@ -128,13 +119,6 @@ class _Operands:
         return self.block.load_value(key, c, self.lanes)
 
 
-def _load_queries(step: Step, queries: Buffer, task: _Task, count: Expr) -> None:
-    """Copies the task's `count` queries into a contiguous buffer, in order of tokens."""
-    group, width = step.spec.group, step.spec.width
-    with T.serial(count) as r, T.serial(width // LANES) as i:
-        store(queries, step.Q[task.token0 + r // group, task.kv * group + r % group, at(i * LANES)], r, at(i * LANES))
-
-
 def _emit_results(step: Step, task: _Task, joined: Joined) -> None:
     """Divides each query's output by its total and stores it as row token0 + r // group, head kv*group + r % group."""
     output, group, out, done = step.output, step.spec.group, joined.outs, 0
@@ -180,7 +164,8 @@ def _emit_task(step: Step, plan: Plan, step_rows: Rows, task: _Task) -> None:
     scores, shrink = scratch(pass_rows, BLOCK), registers(pass_rows)  # scratch memory is aligned, the stack is not
     softmax = Softmax(spec, isa, plan.registers, top, total, out, scores, shrink)
     count = opaque(task.tokens * group)
-    _load_queries(step, queries, task, count)
+    with T.serial(count) as r, T.serial(spec.width // LANES) as i:  # contiguous, in order of tokens
+        store(queries, step.Q[task.token0 + r // group, task.kv * group + r % group, at(i * LANES)], r, at(i * LANES))
     joined.emit_start(padded, None if sinks is None else lambda r: sinks[task.kv * group + r % group])
     rows = step_rows.tile(task.chunk0)
     blocks = opaque((rows.position(task.tokens) - 1) // BLOCK + 1)

@@ -30,7 +30,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.base.isa import Isa
+from mlc_amd.schedules.cpu.base.arch import Isa
 from mlc_amd.schedules.cpu.base.vector import (
     LANES,
     LINE,
@@ -175,11 +175,10 @@ class Cache:
         self.pages = T.arg("pages", T.buffer((SLOTS, self.spec.blocks), "int32"))
         return self
 
-    def declare(self) -> "Cache":
+    def declare(self) -> None:
         types = cache_types(self.spec)
         self.K, *rest = (T.arg(_NAMES[which], T.buffer(*of)) for which, of in types.items())
         self.V, *self.scales = rest or [self.K]
-        return self
 
     def page(self, slot: Expr, block: Expr) -> Expr:
         """The page of a slot's block, in a register. Blocks after the last one are clamped: they may be prefetched."""

@@ -15,11 +15,13 @@ They leave out what depends on shapes: tails, unpacking, masks, results. They ar
 rates of a shared machine change by the minute.
 """
 
+import functools
+
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.base.activation import ACTIVATIONS
-from mlc_amd.schedules.cpu.base.isa import QUADS
+from mlc_amd.schedules.cpu.base.arch import QUADS
 from mlc_amd.schedules.cpu.base.kernel import kernel
 from mlc_amd.schedules.cpu.base.vector import LANES, LINE, at, f32, local, pin, prefetch, reduce, splat, store, widen
 from mlc_amd.schedules.cpu.linear.load import groups, step
@@ -117,15 +119,6 @@ def _chains(isa):
     return isa.registers * 3 // 8
 
 
-def _emit_floats(steps, tasks, state, sink, isa):
-    """`steps` of a multiplication and addition for each chain, in each task."""
-    with T.parallel(tasks) as task:
-        sums, factor = _start(state, isa)
-        with T.serial(steps):
-            _emit_fma(sums, factor, isa.lanes)
-        _finish(sums, sink, task, isa.lanes)
-
-
 def _emit_fma(sums, factor, lanes):
     for one in sums:
         store(one, one[at(0, lanes)] * factor + f32(0.5, lanes), at(0, lanes))
@@ -172,9 +165,7 @@ def _start(state, isa):
 
 
 def _finish(sums, sink, task, lanes):
-    total = sums[0][at(0, lanes)]
-    for one in sums[1:]:
-        total = T.Bind(total + one[at(0, lanes)])
+    total = functools.reduce(lambda x, y: T.Bind(x + y), [one[at(0, lanes)] for one in sums])
     places = int(sink.shape[0]) // lanes
     store(sink, total, at(task % places * lanes, lanes))
 
@@ -185,7 +176,12 @@ def _emit_weights(fmt, vectors, k, state, acts, sink, isa):
     work = vectors * (k // BLOCK if fmt.kind == "int8" else k) // chains
     tasks = max(1, min(TASKS, work // STEPS))
     if fmt.kind == "float":
-        return _emit_floats(work // tasks, tasks, state, sink, isa)
+        with T.parallel(tasks) as task:
+            sums, factor = _start(state, isa)
+            with T.serial(work // tasks):
+                _emit_fma(sums, factor, lanes)
+            _finish(sums, sink, task, lanes)
+        return
     param, A = acts
     count = param.nbytes // 4
     quads = T.decl_buffer((count,), "int32", data=A.data)

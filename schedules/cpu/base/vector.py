@@ -6,6 +6,7 @@ registers are smaller); n = 1 is a scalar.
 """
 
 import math
+import operator
 
 from tvm.tirx.script import builder as T
 
@@ -136,13 +137,19 @@ def reduce(op, x):
     return intrin("float32" if op[0] == "f" else "int32", f"llvm.vector.reduce.{op}", *start, x)
 
 
-def tree_add(x, n=LANES):
-    """The sum of the lanes of a float32 vector, as a tree of log2(n) additions of halves."""
+def tree(join, x, n=LANES):
+    """The reduction of a float32 vector's lanes by `join`, as a tree of log2(n) operations on halves. For maximums,
+    too: llvm.vector.reduce.fmax handles NaNs, which costs instructions."""
     while n > 1:
         n //= 2
         low, high = (T.Shuffle([x], [T.int32(i + h * n) for i in range(n)]) for h in (0, 1))
-        x = T.Bind(low + high)
+        x = T.Bind(join(low, high))
     return x
+
+
+def tree_add(x, n=LANES):
+    """The sum of the lanes."""
+    return tree(operator.add, x, n)
 
 
 def join_lanes(join, vectors, n=LANES):

@@ -24,22 +24,14 @@ from mlc_amd.schedules.cpu import registry
 from mlc_amd.schedules.cpu.base.arch import Arch
 from mlc_amd.schedules.cpu.base.kernel import kernel
 from mlc_amd.schedules.cpu.base.vector import at, f32, registers, splat, store
-from mlc_amd.schedules.cpu.linear.gate_up import TILES, Gated, emit_block
-from mlc_amd.schedules.cpu.linear.linear import Results, Rows, emit_rows
+from mlc_amd.schedules.cpu.linear.linear import TILES, Gated, Results, emit_block, emit_rows
 from mlc_amd.schedules.cpu.linear.linear_plan import AnyPlan, default_plan, row_tiles
-from mlc_amd.schedules.cpu.linear.linear_tile import (
-    Matrix,
-    Packed,
-    TokenTiles,
-    act_params,
-    emit_products,
-    weight_args,
-)
+from mlc_amd.schedules.cpu.linear.linear_tile import Matrix, Packed, TokenTiles, act_params, emit_products, weight_args
 from mlc_amd.schedules.cpu.linear.planes import BLOCK, ROWS
 from mlc_amd.schedules.cpu.linear.quantize import Output
 from mlc_amd.schedules.formats import Format, lookup
 from mlc_amd.schedules.operators import ExpertDown, ExpertGateUp, ExpertLinear
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 ExpertProduct = ExpertGateUp | ExpertLinear
 
@@ -111,9 +103,7 @@ def expert_gate_up(op: ExpertGateUp, arch: Arch, name: str, plan: AnyPlan | None
 @registry.builds(ExpertLinear)
 def expert_linear(op: ExpertLinear, arch: Arch, name: str, plan: AnyPlan | None = None) -> tirx.PrimFunc:
     """PrimFunc (state, A, S | X, Groups, planes, [WB float32 [experts * n]], Y float32 [slots, n]) of several rows.
-
-    UserError unless 16 divides n.
-    """
+    UserError unless 16 divides n."""
     n, slots, fmt, plan = op.n, op.of.slots(op.m), lookup(op.fmt), plan or default_plan(op, arch)
     held = row_tiles(fmt, n, op.k, plan)
     with kernel(name) as (builder, _):
@@ -126,8 +116,8 @@ def expert_linear(op: ExpertLinear, arch: Arch, name: str, plan: AnyPlan | None 
         def emit(expert: Expr, block: Expr, tiles: TokenTiles) -> None:
             bias = (lambda column: WB[at(expert * n + column, arch.isa.lanes)]) if op.bias else None
             column = T.Bind(block * held)
-            rows = Rows(matrix, held, T.Bind(expert * (n // ROWS) + column), column)
-            emit_rows(products, rows, tiles, Results(Y, bias))
+            first = T.Bind(expert * (n // ROWS) + column)
+            emit_rows(products, matrix, first, held, tiles, Results(Y, column, bias))
 
         _emit_tasks(op, Groups, n // ROWS // held, emit)
     return builder.get()
@@ -136,18 +126,15 @@ def expert_linear(op: ExpertLinear, arch: Arch, name: str, plan: AnyPlan | None 
 @registry.builds(ExpertDown)
 def expert_down(op: ExpertDown, arch: Arch, name: str, plan: AnyPlan | None = None) -> tirx.PrimFunc:
     """PrimFunc (state, A, S | X, Groups, planes, [WB float32 [experts * n]], [Weights float32 [1, used]], [R float32
-    [1, n]], Y float32 [1, n]) of one row: Y = R + the sum over its slots of their results times Weights.
-
-    UserError unless 16 divides n.
-    """
+    [1, n]], Y float32 [1, n]) of one row: Y = R + the sum over its slots of their results times Weights. UserError
+    unless 16 divides n."""
     n, used, lanes = op.n, op.used, arch.isa.lanes
     with kernel(name) as (builder, _):
         params, Groups = act_params(op, arch, used, op.k), _groups(op)
         matrix = _stack(op, lookup(op.fmt), "W_")
         WB = _bias(op, "WB") if op.bias else None
-        Weights = T.arg("Weights", T.buffer((1, used), "float32")) if op.weighted else None
-        R = T.arg("R", T.buffer((1, n), "float32")) if op.residual else None
-        Y = T.arg("Y", T.buffer((1, n), "float32"))
+        shapes = {"Weights": (1, used) if op.weighted else None, "R": (1, n) if op.residual else None, "Y": (1, n)}
+        Weights, R, Y = declared(**shapes)
         products = emit_products(op, arch, plan, params)
         with T.parallel(n // ROWS) as tile:
             total = registers(ROWS)
@@ -155,7 +142,7 @@ def expert_down(op: ExpertDown, arch: Arch, name: str, plan: AnyPlan | None = No
                 store(total, f32(0.0, lanes), at(row, lanes))
             with T.serial(used) as slot:
                 expert = T.Bind(Groups[0, slot])
-                weights = Packed(matrix, T.Bind(expert * (n // ROWS) + tile), arch.isa)
+                weights = Packed(*matrix, T.Bind(expert * (n // ROWS) + tile), arch.isa)
 
                 def add(_: Expr, row: int, x: Expr, expert: Expr = expert, slot: Expr = slot) -> None:
                     if WB is not None:

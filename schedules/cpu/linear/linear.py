@@ -8,6 +8,10 @@ Decode is bound by memory: one pass over the weight with prefetches. In prefill 
 whose weights stay in the L2 cache while the activation tiles pass by. Of the last activation tile only a part is
 computed, the smallest of those in `linear_plan.parts` that holds its live rows: steps of a few rows are bound by memory
 too. A row's results are the same bits in any part.
+
+`gate_up` makes the first half of a feed-forward layer in one launch: y = act(gate(x)) * up(x), for the down projection.
+y leaves as the activation planes A and S of `quantize.py` or as float32. A task makes 32 columns of y (two tiles of
+gate, two of up) for a tile of tokens: one activation block.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +24,11 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu import registry
+from mlc_amd.schedules.cpu.base.activation import ACTIVATIONS
 from mlc_amd.schedules.cpu.base.arch import Arch
 from mlc_amd.schedules.cpu.base.kernel import kernel
-from mlc_amd.schedules.cpu.base.vector import at, opaque, registers, splat, store
-from mlc_amd.schedules.cpu.linear.linear_plan import AnyPlan, default_plan, row_tiles
+from mlc_amd.schedules.cpu.base.vector import LANES, at, local, opaque, registers, splat, store
+from mlc_amd.schedules.cpu.linear.linear_plan import AnyPlan, default_plan, row_tiles, token_tile
 from mlc_amd.schedules.cpu.linear.linear_tile import (
     Matrix,
     Products,
@@ -36,47 +41,39 @@ from mlc_amd.schedules.cpu.linear.linear_tile import (
     token_tiles,
     weight_args,
 )
-from mlc_amd.schedules.cpu.linear.planes import ROWS
+from mlc_amd.schedules.cpu.linear.planes import BLOCK, ROWS
+from mlc_amd.schedules.cpu.linear.quantize import Output
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.operators import HeadLinear, Linear
+from mlc_amd.schedules.operators import GateUp, HeadLinear, Linear
 from mlc_amd.schedules.operators.layouts import padded
 from mlc_amd.schedules.tir import Buffer, Expr
 
 
 class Results(NamedTuple):
-    """Where a matrix's results go: Y float32 [m, columns], after bias(column), of a register's rows from there on, and
-    the residual, of Y's shape, are added."""
+    """Where a task's results go: Y float32 [m, columns], the columns from tile `column` on, after bias(column), of a
+    register's rows from there on, and the residual, of Y's shape, are added."""
 
     Y: Buffer
+    column: Expr
     bias: Callable[[Expr], Expr] | None = None
     residual: Buffer = None
 
 
-class Rows(NamedTuple):
-    """The tiles of rows of a task: `held` ones of a matrix, from its tile `first` on; their results are Y's columns
-    from tile `column` on."""
-
-    matrix: Matrix
-    held: int
-    first: Expr
-    column: Expr
-
-
-def emit_rows(products: Products, rows: Rows, tiles: TokenTiles, results: Results) -> None:
-    """A task."""
+def emit_rows(products: Products, matrix: Matrix, first: Expr, held: int, tiles: TokenTiles, results: Results) -> None:
+    """A task: `held` tiles of rows of a matrix, from its tile `first` on."""
 
     def emit(sources: Sequence[Source], sizes: list[int]) -> None:
         def body(token_tile: Expr, live: Expr) -> None:
             def part(tokens: int) -> None:
-                with T.serial(rows.held) as t:
-                    column = T.Bind(rows.column + t)
+                with T.serial(held) as t:
+                    column = T.Bind(results.column + t)
                     _emit_results(products, sources[0](t), (token_tile, tokens), column, results)
 
             emit_part(live, sizes, part)
 
         tiles.each(body)
 
-    products.emit_task([rows.matrix], rows.first, rows.held, tiles, emit)
+    products.emit_task([matrix], first, held, tiles, emit)
 
 
 def _emit_results(products: Products, weights: Tile, place: tuple[Expr, int], tile: Expr, results: Results) -> None:
@@ -142,18 +139,16 @@ def linear(op: Linear, arch: Arch, name: str, plan: AnyPlan | None = None) -> ti
             for (_, n), (matrix, bias), Y, held, tasks in zip(op.weights, weights, outputs, helds, counts, strict=True):
                 with T.parallel(tasks) as task:
                     tiles, first = token_tiles(state, m, products.acts.p), T.Bind(task * held)
-                    results = Results(Y, _bias_of(bias, n, arch.isa.lanes), R)
-                    emit_rows(products, Rows(matrix, held, first, first), tiles, results)
+                    results = Results(Y, first, _bias_of(bias, n, arch.isa.lanes), R)
+                    emit_rows(products, matrix, first, held, tiles, results)
     return builder.get()
 
 
 @registry.builds(HeadLinear)
 def head_linear(op: HeadLinear, arch: Arch, name: str, plan: AnyPlan | None = None) -> tirx.PrimFunc:
     """PrimFunc (state, A, S | X of [m, heads * k], planes of the stack of `heads` matrices of n rows, Y f32 [m, heads *
-    n]): Y's columns of a head are the product of its columns of the activations and its matrix.
-
-    UserError unless 16 divides n.
-    """
+    n]): Y's columns of a head are the product of its columns of the activations and its matrix. UserError unless 16
+    divides n."""
     heads, n, k, m = op.heads, op.n, op.k, op.m
     if n % ROWS:
         raise UserError(f"heads need matrices of a multiple of {ROWS} rows, this model has {n}; use another model")
@@ -168,5 +163,80 @@ def head_linear(op: HeadLinear, arch: Arch, name: str, plan: AnyPlan | None = No
         with T.parallel(heads * tasks) as task:
             tiles, first = token_tiles(state, m, products.acts.p), T.Bind(task * held)
             acts = products.acts.columns(T.Bind(task // tasks * k), k)
-            emit_rows(replace(products, acts=acts), Rows(matrix, held, first, first), tiles, Results(Y))
+            emit_rows(replace(products, acts=acts), matrix, first, held, tiles, Results(Y, first))
+    return builder.get()
+
+
+TILES = BLOCK // ROWS  # tiles of a weight that make a block of the output
+
+
+class Gated(NamedTuple):
+    """What becomes of the results of gate and up.
+
+    act   a key of ACTIVATIONS
+    bias  (c, i) -> what is added to columns c .. c+15 of the block of gate (i = 0) or up (1)
+    """
+
+    output: Output
+    act: str
+    bias: Callable[[int, int], Expr] | None = None
+
+
+def emit_block(
+    products: Products, weights: list[Matrix], first: Expr, block: Expr, tiles: TokenTiles, gated: Gated
+) -> None:
+    """A task: block number `block` of 32 columns of y, of the live tokens of the tiles; the others' have no meaning.
+    weights: gate and up, their rows from tile `first` on."""
+    isa, activation = products.isa, ACTIVATIONS[gated.act]
+
+    def emit(sources: Sequence[Source], sizes: list[int]) -> None:
+        def body(tile: Expr, live: Expr) -> None:
+            found = local(2, products.acts.p, BLOCK)  # gate and up of the block
+            # One weight after the other: its two tiles are adjacent, so that the first one's prefetches serve the
+            # second.
+            for i, source in enumerate(sources):
+
+                def part(tokens: int, i: int = i, source: Source = source) -> None:
+                    with T.serial(TILES) as half:
+
+                        def keep(token: Expr, row: int, x: Expr) -> None:
+                            store(found, x, i, token, at(half * ROWS + row, isa.lanes))
+
+                        products.emit_tile(source(half), tile, tokens, keep)
+
+                emit_part(live, sizes, part)
+            # Short loops: the processor overlaps several rows, as far as it looks ahead.
+            with T.serial(live) as token:
+                for c in range(0, BLOCK, LANES):
+                    gate, up = (
+                        found[i, token, at(c)] + gated.bias(c, i) if gated.bias else found[i, token, at(c)]
+                        for i in range(2)
+                    )
+                    store(found, activation(gate, up, isa), 0, token, at(c))
+            gated.output.store_tile(lambda token, c: found[0, token, at(c)], tile, block, live)
+
+        tiles.each(body)
+
+    products.emit_task(weights, first, TILES, tiles, emit)
+
+
+@registry.builds(GateUp)
+def gate_up(op: GateUp, arch: Arch, name: str, plan: AnyPlan | None = None) -> tirx.PrimFunc:
+    """PrimFunc (state, A, S | X, planes of gate, planes of up, then A, S of [m, f] | Y f32 [m, f]).
+
+    The weights are f x k, f a multiple of 32, both int8 or both float formats. With a `layout` the output is int8
+    activation planes. With m > 1, only the parts of tiles that hold live rows are computed. ValueError for weights that
+    cannot share a launch.
+    """
+    m, f, k, p = op.m, op.n, op.k, token_tile(op, arch)
+    if f % BLOCK:
+        raise ValueError(f"gate and up of {f} rows do not make one launch")
+    with kernel(name) as (builder, state):
+        params = act_params(op, arch, m, k)
+        weights = [weight_args(fmt, f, k, prefix) for (fmt, _), prefix in zip(op.weights, ("G_", "U_"), strict=True)]
+        gated = Gated(Output(m, f, p, bool(op.layout), "Y", "_out"), op.act)
+        products = emit_products(op, arch, plan, params)
+        with T.parallel(f // BLOCK) as block:
+            tiles = token_tiles(state, m, p)
+            emit_block(products, weights, T.Bind(block * TILES), block, tiles, gated)
     return builder.get()

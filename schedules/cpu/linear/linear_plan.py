@@ -4,12 +4,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from mlc_amd.schedules.cpu import registry
-from mlc_amd.schedules.cpu.base.arch import Arch, tile_rows
-from mlc_amd.schedules.cpu.base.isa import Isa
+from mlc_amd.schedules.cpu.base.arch import Arch, Isa, tile_rows
 from mlc_amd.schedules.cpu.base.vector import largest_divisor
-from mlc_amd.schedules.cpu.linear.load import groups
+from mlc_amd.schedules.cpu.linear.load import groups, unpacked_bytes
 from mlc_amd.schedules.cpu.linear.planes import BLOCK, ROWS, plane_bytes
-from mlc_amd.schedules.cpu.linear.unpack import unpacked_bytes
 from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.operators import ExpertDown, ExpertGateUp, ExpertLinear, GateUp, HeadLinear, Linear
 from mlc_amd.schedules.space import Kernel, Space
@@ -80,11 +78,9 @@ def default_plan(op: MatrixProduct, arch: Arch) -> AnyPlan:
     return PrefillPlan(tokens=p, interleave=min(isa.interleave, p), task=isa.task, tasks=32, unpack=unpack)
 
 
-def prefetch_plan(op: MatrixProduct, arch: Arch, plan: AnyPlan) -> Plan:
+def prefetch_plan(op: MatrixProduct, isa: Isa, plan: AnyPlan) -> Plan:
     """The plan by which a kernel prefetches: with few live ones of many rows it is bound by memory as decode is."""
-    if isinstance(plan, Plan):
-        return plan
-    return _decode_plan(op, arch.isa, op.heads if isinstance(op, HeadLinear) else 1)
+    return plan if isinstance(plan, Plan) else _decode_plan(op, isa, op.heads if isinstance(op, HeadLinear) else 1)
 
 
 def parts(p: int) -> list[int]:

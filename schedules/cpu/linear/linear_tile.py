@@ -1,10 +1,10 @@
 """The tile routine of the CPU's linear layers: 16 rows of a weight by the rows of an activation tile.
 
 A lane is a row of the weight. Weight registers of a block of columns serve all rows of the activation tile, activations
-are broadcast from memory, accumulators stay in registers. Results go to an epilogue, which `linear.py` and `gate_up.py`
-each have.
+are broadcast from memory, accumulators stay in registers. Results go to an epilogue of `linear.py`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -14,8 +14,7 @@ from tvm import DataType
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.base.arch import Arch
-from mlc_amd.schedules.cpu.base.isa import QUADS, Isa
+from mlc_amd.schedules.cpu.base.arch import QUADS, Arch, Isa
 from mlc_amd.schedules.cpu.base.kernel import live_rows
 from mlc_amd.schedules.cpu.base.vector import LINE, at, bf16, largest_divisor, local, prefetch, splat, store, widen
 from mlc_amd.schedules.cpu.linear.linear_plan import (
@@ -30,10 +29,9 @@ from mlc_amd.schedules.cpu.linear.linear_plan import (
     token_tile,
     unpacks,
 )
-from mlc_amd.schedules.cpu.linear.load import Block, groups, load, step, zero_point
+from mlc_amd.schedules.cpu.linear.load import Block, Unpacked, UnpackedTile, groups, load, step, zero_point
 from mlc_amd.schedules.cpu.linear.planes import BLOCK, ROWS, emit_planes, planes
 from mlc_amd.schedules.cpu.linear.quantize import act_args
-from mlc_amd.schedules.cpu.linear.unpack import Unpacked, UnpackedTile
 from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -131,28 +129,26 @@ def emit_part(live: Expr, sizes: list[int], emit: Callable[[int], None]) -> None
 class Packed(NamedTuple):
     """A tile of a weight in its planes."""
 
-    matrix: Matrix
+    fmt: Format
+    planes: dict[str, Buffer]
     tile: Expr
     isa: Isa
 
-    @property
-    def fmt(self) -> Format:
-        return self.matrix.fmt
-
     def load(self, row: int, b: Expr) -> Block:
         """The Block of the tile's rows `row`.. ."""
-        return load(*self.matrix, self.tile, row, b, self.isa)
+        return load(self.fmt, self.planes, self.tile, row, b, self.isa)
 
     def prefetch(self, b: Expr, plan: Plan) -> None:
         """Prefetches the codes plan.ahead bytes ahead of block b."""
         for plane in self.fmt.codes:
-            buffer = self.matrix.planes[plane]
+            buffer = self.planes[plane]
             _prefetch(buffer, self.tile, b, int(buffer.shape[2]), plan)
 
 
 Tile = Packed | UnpackedTile
 Source = Callable[[Expr], Tile]  # the tile of a task of that number
 Epilogue = Callable[[Expr, int, Expr], None]
+EmitTask = Callable[[Sequence[Source], list[int]], None]
 
 
 @dataclass(frozen=True)
@@ -170,28 +166,21 @@ class Products:
     isa: Isa
     shared: bool = False
 
-    def emit_task(
-        self,
-        weights: list[Matrix],
-        first: Expr,
-        held: int,
-        tiles: TokenTiles,
-        emit: Callable[[Sequence[Source], list[int]], None],
-    ) -> None:
+    def emit_task(self, weights: list[Matrix], first: Expr, held: int, tiles: TokenTiles, emit: EmitTask) -> None:
         """Emits a task by emit(sources, sizes), where sources[i](t) is tile first + t of weights[i] in a form that
         `emit_tile` takes, and sizes are those of the parts of a tile of tokens that are worth their code.
 
         weights: all of one kind; held: tiles of rows of the task.
         """
-        packed = [lambda t, matrix=matrix: Packed(matrix, T.Bind(first + t), self.isa) for matrix in weights]
+        packed = [lambda t, matrix=matrix: Packed(*matrix, T.Bind(first + t), self.isa) for matrix in weights]
         if isinstance(self.plan, Plan) or not all(unpacks(matrix.fmt, self.plan) for matrix in weights):
             emit(packed, parts(self.acts.p))
             return
         with T.If(tiles.count >= self.plan.unpack):
             with T.Then():
                 # Of that many tiles, the last one's unused tokens do not count.
-                unpacked = [Unpacked(*matrix, first, held, self.acts.k, self.isa).at for matrix in weights]
-                emit(unpacked, [self.acts.p])
+                unpacked = [Unpacked(*matrix, first, held, self.acts.k, self.isa) for matrix in weights]
+                emit([functools.partial(UnpackedTile, all_) for all_ in unpacked], [self.acts.p])
             with T.Else():
                 emit(packed, parts(self.acts.p))
 
@@ -259,7 +248,7 @@ class Products:
 
     def _emit_float(self, weights: Tile, token_tile: Expr, tokens: range, rows: list[int], epilogue: Epilogue) -> None:
         assert isinstance(weights, Packed)
-        W, tile, acts = weights.matrix.planes["W"], weights.tile, self.acts
+        W, tile, acts = weights.planes["W"], weights.tile, self.acts
         lanes, count, name = self.isa.lanes, len(rows), weights.fmt.name
         # Independent sums hide the latency of additions. With float32 weights, as routers have, there is one sum: a
         # column is a cache line, which takes longer to come than an addition, and a row's sum is the same alone and in
@@ -298,7 +287,7 @@ def emit_products(op: MatrixProduct, arch: Arch, plan: AnyPlan | None, params: S
         A, S = params
         quads = T.decl_buffer((*A.shape[:-1], QUADS), "int32", data=A.data)
         acts = Acts(p, int(A.shape[1]) * BLOCK, quads, S, T.decl_buffer(S.shape, "int32", data=S.data))
-    return Products(acts, plan, prefetch_plan(op, arch, plan), arch.isa)
+    return Products(acts, plan, prefetch_plan(op, arch.isa, plan), arch.isa)
 
 
 class _Sums:

@@ -1,8 +1,8 @@
 """The CPU's weight layout "tile16": how the weights of a linear layer lie in memory, and how to read one of them.
 
 In: a format (name or Format) and the matrix's shape: N rows (outputs) by K columns (inputs). Out: shapes and dtypes of
-the planes (`planes`), a TensorIR expression for one weight (`decode`) and a kernel that decodes a whole matrix
-(`dequantize`).
+the planes (`planes`), a TensorIR expression for one weight (`decode`), and kernels that decode rows of an embedding
+table (`embed`) or a whole matrix (`dequantize`).
 
 Rows come in tiles of 16 (N is padded to a multiple of 16 with zeros), NT tiles; columns in blocks of 32, KB blocks. The
 tile is the outermost axis of every plane, so a matrix is the concatenation of its tiles. Lanes of a vector are rows: 64
@@ -29,18 +29,20 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.cpu import registry
+from mlc_amd.schedules.cpu.base.arch import Arch
+from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows
 from mlc_amd.schedules.decode import float_weight, int8_weight
 from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
+from mlc_amd.schedules.operators import Embed
 from mlc_amd.schedules.tir import Buffer, Expr
 
 ROWS, BLOCK = 16, 32
 
 
 def planes(fmt: str | Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name -> (shape, dtype) of the planes of an n x k matrix, in the order in which kernels take them.
-
-    UserError when k is not a multiple of the format's block.
-    """
+    """Name -> (shape, dtype) of the planes of an n x k matrix, in the order in which kernels take them. UserError when
+    k is not a multiple of the format's block."""
     fmt = lookup(fmt)
     if k % fmt.block:
         raise UserError(
@@ -124,3 +126,33 @@ def dequantize(fmt: str | Format, n: int, k: int, name: str = "dequantize") -> t
     func = builder.get()
     assert isinstance(func, tirx.PrimFunc)
     return func
+
+
+COLUMNS = 32  # of a block, of which four are adjacent in memory
+# Unrolled here, because a loop whose addresses contain column % 4 is miscompiled: LLVM 22's vectorizer takes eight
+# bytes in a row.
+QUAD = 4
+
+
+@registry.builds(Embed)
+def embed(op: Embed, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], tokens int32[m], planes of the [vocab, k] table, X float32 [m, k]): X[i] =
+    table[tokens[i]] * scale for live i. Token ids outside the vocabulary read its first or last row (nothing out of
+    bounds). UserError when the format does not allow k."""
+    k, m = op.k, op.m
+    step, quad = (COLUMNS, QUAD) if k % COLUMNS == 0 else (1, 1)
+    # tasks of a row: a single row keeps several threads busy
+    chunks = next(n for n in (16, 8, 4, 2, 1) if k // step % n == 0)
+    with kernel(name) as (builder, state):
+        tokens = T.arg("tokens", T.buffer((m,), "int32"))
+        table = emit_planes(op.fmt, op.vocab, k)
+        X = T.arg("X", T.buffer((m, k), "float32"))
+        with T.parallel(live_rows(state, m) * chunks) as task:
+            token, chunk = T.Bind(task // chunks), T.Bind(task % chunks)
+            row = T.Bind(T.max(T.min(tokens[token], T.int32(op.vocab - 1)), T.int32(0)))
+            with T.serial(k // step // chunks) as block, T.serial(step // quad) as j:
+                for i in range(quad):
+                    column = (chunk * (k // step // chunks) + block) * step + j * quad + i
+                    x = decode(op.fmt, table, row, column)
+                    T.buffer_store(X, x if op.scale == 1.0 else x * T.float32(op.scale), [token, column])
+    return builder.get()

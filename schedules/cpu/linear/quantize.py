@@ -1,5 +1,5 @@
-"""Quantizes activations: float32 in, int8 blocks of 32 columns out, in the one layout that every int8 format's linear
-kernel reads.
+"""Activations as int8 blocks of 32 columns, in the one layout that every int8 format's linear kernel reads; the kernels
+that quantize rows or norm them.
 
     A int8    [MT, KB, P, 32]   q = rint(x * (127 / amax)), amax = largest |x| of the 32 columns of one token
     S float32 [MT, KB, 8, P]    rows ("int32": the row holds an int32's bits, so that integer dot products can start
@@ -11,17 +11,43 @@ kernel reads.
 Token m of a chunk lives at [m // P, :, m % P]; KB = columns / 32, MT = ceil(M / P). Row 1 serves formats with a minimum
 per 32 columns, row 2 those with a zero point, rows 3 to 6 the same for formats with scales per 16 columns: one
 quantization serves weights of all formats.
+
+    rms_norm    y = x * G / sqrt(mean(x*x) + eps), as float32 or straight to int8 blocks, or both
+    layer_norm  y = z * G / sqrt(mean(z*z) + eps) + B, z = x - mean(x), likewise
+    quantize    x to int8 blocks
+
+Rows that are not live are left as they were. A single row takes less time than waking the other threads, so work is
+split by rows, never by columns.
 """
 
+import functools
 import math
 import operator
 from collections.abc import Callable
 
+from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.base.vector import LANES, at, dtype, f32, i32, join_lanes, reduce, registers, splat, store
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.cpu import registry
+from mlc_amd.schedules.cpu.base.arch import Arch, tile_rows
+from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows, row_loop
+from mlc_amd.schedules.cpu.base.vector import (
+    LANES,
+    at,
+    dtype,
+    f32,
+    i32,
+    join_lanes,
+    reduce,
+    registers,
+    splat,
+    store,
+    tree_add,
+)
+from mlc_amd.schedules.operators import LayerNorm, Quantize, RmsNorm
+from mlc_amd.schedules.operators.layouts import output_rows
+from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 Load = Callable[[Expr, Expr], Expr]  # a vector of float32 by two indices
 BLOCK = 32  # columns that share a scale
@@ -31,21 +57,16 @@ TINY = 1e-30
 GROUP = 4  # tokens whose scalars are computed as one vector
 
 
-def act_shapes(m: int, k: int, p: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of A (int8) and S (float32) for `m` tokens of `k` columns in tiles of `p` tokens. UserError unless 32
-    divides k."""
+def act_args(m: int, k: int, p: int, suffix: str = "") -> tuple[Buffer, Buffer]:
+    """Declares the parameters A and S for `m` tokens of `k` columns in tiles of `p` tokens. UserError unless 32 divides
+    k."""
     if k % BLOCK:
         raise UserError(
             f"int8 activations need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer"
         )
     tiles, blocks = -(-m // p), k // BLOCK
-    return (tiles, blocks, p, BLOCK), (tiles, blocks, FIELDS, p)
-
-
-def act_args(m: int, k: int, p: int, suffix: str = "") -> tuple[Buffer, Buffer]:
-    """Declares the kernel parameters A and S of that shape and returns the two buffers."""
-    a, s = act_shapes(m, k, p)
-    return T.arg("A" + suffix, T.buffer(a, "int8")), T.arg("S" + suffix, T.buffer(s, "float32"))
+    A = T.arg("A" + suffix, T.buffer((tiles, blocks, p, BLOCK), "int8"))
+    return A, T.arg("S" + suffix, T.buffer((tiles, blocks, FIELDS, p), "float32"))
 
 
 class Output:
@@ -60,16 +81,19 @@ class Output:
 
     def store_block(self, x0: Expr, x1: Expr, row: Expr, block: Expr) -> None:
         """Stores columns 32*block .. of a row. x0, x1: float32x16, columns 0..15 and 16..31 of the block."""
-        if self.quantized:
-            A, S = self.buffers
-            emit_quantize_block(x0, x1, A, S, row // self.p, block, row % self.p)
+        if not self.quantized:
+            for half, x in enumerate((x0, x1)):
+                store(self.buffers[0], x, row, at(block * BLOCK + half * LANES))
             return
-        for half, x in enumerate((x0, x1)):
-            store(self.buffers[0], x, row, at(block * BLOCK + half * LANES))
-
-    def store_columns(self, x: Expr, n: int, row: Expr, column: Expr) -> None:
-        """Stores columns column .. column+n-1 of a row, not quantized: a float32 vector."""
-        store(self.buffers[0], x, row, at(column, n))
+        A, S = self.buffers
+        tile, place, x = row // self.p, row % self.p, [T.Bind(x0), T.Bind(x1)]
+        top = T.Bind(T.reinterpret("float32", reduce("smax", magnitudes(x))))
+        inverse = _inverse(top, 1)
+        low, high = (
+            reduce("add", _emit_steps(v, inverse, A, tile, block, place, at(half * LANES))) for half, v in enumerate(x)
+        )
+        for field, value in enumerate(_fields(top, low, high, 1)):
+            store(S, value, tile, block, field, place)
 
     def store_head(self, load: Load, row: Expr, head: Expr, d: int) -> None:
         """Stores columns head*d .. of a row, d of them. load(c, n): columns head*d+c .. of the row, n of them, a
@@ -77,22 +101,40 @@ class Output:
         if d % BLOCK:
             for c in range(0, d, LANES):
                 n = min(LANES, d - c)
-                self.store_columns(load(c, n), n, row, head * d + c)
+                store(self.buffers[0], load(c, n), row, at(head * d + c, n))
             return
         with T.serial(d // BLOCK) as block:
             low, high = (load(block * BLOCK + half, LANES) for half in (0, LANES))
             self.store_block(low, high, row, head * (d // BLOCK) + block)
 
     def store_tile(self, load: Load, tile: Expr, block: Expr, rows: Expr) -> None:
-        """Stores columns 32*block .. of the first `rows` of the p rows of a tile, and what it likes in the others.
+        """Stores columns 32*block .. of the first `rows` of the p rows of a tile, and what it likes in the others; int8
+        blocks have the same bits as of `store_block`, but the scalars of several tokens are computed as one vector.
         load(row, c): columns c .. c+15 of the block in the tile's row `row`, float32x16."""
-        if self.quantized:
-            A, S = self.buffers
-            emit_quantize_tile(load, A, S, tile, block, self.p, rows)
+        if not self.quantized:
+            with T.serial(rows) as row:
+                for c in range(0, BLOCK, LANES):
+                    store(self.buffers[0], load(row, c), tile * self.p + row, at(block * BLOCK + c))
             return
-        with T.serial(rows) as row:
-            for c in range(0, BLOCK, LANES):
-                store(self.buffers[0], load(row, c), tile * self.p + row, at(block * BLOCK + c))
+        A, S = self.buffers
+        n = math.gcd(self.p, GROUP)
+        inverses = registers(n)
+        with T.serial((rows + (n - 1)) // n) as i:
+            first = T.Bind(i * n)
+            large = join_lanes(
+                T.max, [magnitudes([T.Bind(load(first + j, c)) for c in range(0, BLOCK, LANES)]) for j in range(n)]
+            )
+            top = T.Bind(T.reinterpret(dtype("float32", n), large))
+            store(inverses, _inverse(top, n), at(0, n))
+            sums = [
+                join_lanes(
+                    operator.add,
+                    [_emit_steps(load(first + j, c), inverses[j], A, tile, block, first + j, at(c)) for j in range(n)],
+                )
+                for c in range(0, BLOCK, LANES)
+            ]
+            for field, value in enumerate(_fields(top, sums[0], sums[1], n)):
+                store(S, value, tile, block, field, at(first, n))
 
 
 def magnitudes(x: list[Expr]) -> Expr:
@@ -122,38 +164,89 @@ def _fields(top: Expr, low: Expr, high: Expr, n: int) -> tuple[Expr, ...]:
     return d, scaled[0], negative[0], scaled[1], scaled[2], negative[1], negative[2]
 
 
-def emit_quantize_block(x0: Expr, x1: Expr, A: Buffer, S: Buffer, tile: Expr, block: Expr, row: Expr) -> None:
-    """Stores one block of one token. x0, x1: float32x16, columns 0..15 and 16..31 of the block; tile = m // P, row = m
-    % P of token m."""
-    x = [T.Bind(x0), T.Bind(x1)]
-    top = T.Bind(T.reinterpret("float32", reduce("smax", magnitudes(x))))
-    inverse = _inverse(top, 1)
-    low, high = (
-        reduce("add", _emit_steps(v, inverse, A, tile, block, row, at(half * LANES))) for half, v in enumerate(x)
-    )
-    for field, value in enumerate(_fields(top, low, high, 1)):
-        store(S, value, tile, block, field, row)
+Columns = Callable[[Expr], Expr]  # from a vector of columns to their values, float32x16
 
 
-def emit_quantize_tile(load: Load, A: Buffer, S: Buffer, tile: Expr, block: Expr, p: int, rows: Expr) -> None:
-    """Stores one block of the first `rows` of the p tokens of a tile, the same bits as `emit_quantize_block` for each:
-    the scalars of several tokens are computed as one vector, so that some tokens after these are loaded and stored too.
-    load(token, c): columns c .. c+15 of the block."""
-    n = math.gcd(p, GROUP)
-    inverses = registers(n)
-    with T.serial((rows + (n - 1)) // n) as i:
-        first = T.Bind(i * n)
-        large = join_lanes(
-            T.max, [magnitudes([T.Bind(load(first + j, c)) for c in range(0, BLOCK, LANES)]) for j in range(n)]
-        )
-        top = T.Bind(T.reinterpret(dtype("float32", n), large))
-        store(inverses, _inverse(top, n), at(0, n))
-        sums = [
-            join_lanes(
-                operator.add,
-                [_emit_steps(load(first + j, c), inverses[j], A, tile, block, first + j, at(c)) for j in range(n)],
-            )
-            for c in range(0, BLOCK, LANES)
-        ]
-        for field, value in enumerate(_fields(top, sums[0], sums[1], n)):
-            store(S, value, tile, block, field, at(first, n))
+def _mean(k: int, term: Columns) -> Expr:
+    """The mean of term(columns), float32x16, over the k columns, and what is to be added: a scalar. Independent sums
+    hide the latency of additions."""
+    sums = next(n for n in (4, 2) if k % (n * LANES) == 0)
+    acc = T.alloc_buffer((sums * LANES,), "float32", scope="local")
+    for i in range(sums):
+        store(acc, f32(0.0), at(i * LANES))
+    with T.serial(k // (sums * LANES)) as step:
+        for i in range(sums):
+            x = term(at((step * sums + i) * LANES))
+            store(acc, acc[at(i * LANES)] + x, at(i * LANES))
+    total = functools.reduce(operator.add, [acc[at(i * LANES)] for i in range(sums)])
+    return tree_add(T.Bind(total)) * T.float32(1 / k)
+
+
+def _inverse_deviation(k: int, eps: float, value: Columns) -> Expr:
+    """1 / sqrt(mean of the squares of value(columns) + eps), a scalar in a register."""
+
+    def square(columns: Expr) -> Expr:
+        x = T.Bind(value(columns))
+        return x * x
+
+    return T.Bind(T.float32(1) / T.sqrt(_mean(k, square) + T.float32(eps)))
+
+
+def _answer_count(state: Buffer, m: int, most: int) -> Expr:
+    """Answers of a step of m, at most `most`: one for each single row, and one for the chunk if there is one."""
+    live = live_rows(state, m)
+    single = T.Bind(T.max(T.min(state[0], live), T.int32(0)))
+    return T.Bind(T.min(single + T.Select(single < live, T.int32(1), T.int32(0)), T.int32(most)))
+
+
+@registry.builds(RmsNorm, LayerNorm)
+def norm(op: RmsNorm | LayerNorm, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], X float32 [m, k], G float32 [k], [B float32 [k] if a LayerNorm has a bias], then A, S of
+    [n, k] in tiles if `layout`, else Y float32 [n, k]).
+
+    both: Y after A, S as well. rows: which rows are normalized, and so n: see `layouts.output_rows`. UserError
+    unless 32 divides k.
+    """
+    k, m, out_m, quantized = op.k, op.m, output_rows(op.rows, op.m), bool(op.layout)
+    if k % BLOCK:
+        raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
+    with kernel(name) as (builder, state):
+        X, G, B = declared(X=(m, k), G=(k,), B=(k,) if isinstance(op, LayerNorm) and op.bias else None)
+        kinds, p = [quantized, False] if op.both else [quantized], tile_rows(out_m, arch)
+        outputs = [Output(out_m, k, p, kind, "Y") for kind in kinds]
+        loop = row_loop(state, out_m) if op.rows == "all" or out_m == 1 else T.parallel(_answer_count(state, m, out_m))
+        with loop as i:
+            # of an answer: of the single rows the i-th, then the chunk's last one
+            source = i if op.rows == "all" else T.Bind(T.Select(i < state[0], i, live_rows(state, m) - 1))
+            mean = None
+            if isinstance(op, LayerNorm):
+                mean = T.Bind(_mean(k, lambda columns: X[source, columns]))
+
+            def value(columns: Expr) -> Expr:
+                return X[source, columns] if mean is None else X[source, columns] - splat(mean)
+
+            scale = _inverse_deviation(k, op.eps, value)
+
+            def result(columns: Expr) -> Expr:
+                y = value(columns) * splat(scale) * G[columns]
+                return y if B is None else y + B[columns]
+
+            with T.serial(k // BLOCK) as block:
+                y = [result(at(block * BLOCK + half * LANES)) for half in range(2)]
+                y = [T.Bind(values) for values in y] if op.both else y
+                for output in outputs:
+                    output.store_block(y[0], y[1], i, block)
+    return builder.get()
+
+
+@registry.builds(Quantize)
+def quantize(op: Quantize, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], X float32 [m, k], A, S): the live rows to int8 blocks in tiles. UserError unless 32
+    divides k."""
+    with kernel(name) as (builder, state):
+        X = T.arg("X", T.buffer((op.m, op.k), "float32"))
+        output = Output(op.m, op.k, tile_rows(op.m, arch), True, "")
+        with row_loop(state, op.m) as row, T.serial(op.k // BLOCK) as block:
+            low, high = (X[row, at(block * BLOCK + half)] for half in (0, LANES))
+            output.store_block(low, high, row, block)
+    return builder.get()

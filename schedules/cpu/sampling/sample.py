@@ -5,6 +5,8 @@ and the logarithm of the probability that the logits as they are give them. A ro
 gets the id -1. A row of which the largest logit is wanted is read twice, the second time from the cache.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from mlc_amd.schedules.sampling import Draw
 from mlc_amd.schedules.sampling_machine import (
     LARGEST,
     LOWEST,
+    Asked,
     Machine,
     SampleArgs,
     Var,
@@ -56,30 +59,11 @@ class Thread(Machine):
     def barrier(self) -> None:
         """There is nobody to wait for."""
 
-    def add(self, buffer: Buffer, index: Expr, amount: Expr) -> Expr:
-        before = T.Bind(buffer[index])
-        store(buffer, before + amount, index)
-        return before
-
     def exp2(self, x: Expr) -> Expr:
         return exp2(x, 1)
 
-    def total(self, amount: Expr) -> Expr:
-        return amount
-
-    def scan(self, amount: Expr) -> tuple[Expr, Expr]:
-        return T.int32(0), amount
-
-    def least(self, amount: Expr) -> Expr:
-        return amount
-
     def each_token(
-        self,
-        visit: Visit,
-        floor: Expr | None = None,
-        near: Callable[[], tuple[Expr, Expr]] | None = None,
-        enough: Callable[[], Expr] | None = None,
-        scratch: Buffer | None = None,
+        self, visit: Visit, floor: Expr = None, near: Asked = None, enough: Asked = None, scratch: Buffer = None
     ) -> None:
         if near is None:
             high = None if floor is None else T.float32(-LOWEST)
@@ -144,10 +128,7 @@ class RowDraw(Draw):
 
         def block(first: Expr, i: Expr, counts: Sequence[int | None]) -> None:
             found = [weigh(T.Bind(first + j * LANES), count) for j, count in enumerate(counts)]
-            whole = found[0]
-            for mass in found[1:]:
-                whole = whole + mass
-            whole = reduce("add", T.Bind(whole))
+            whole = reduce("add", T.Bind(functools.reduce(operator.add, found)))
             store(self.blocks, whole, i)
             mine.set(mine.get() + whole)
 
@@ -237,10 +218,7 @@ def _accumulators(value: Expr, kind: str = "float32") -> list[Buffer]:
 
 
 def _joined(join: Callable[[Expr, Expr], Expr], buffers: list[Buffer]) -> Expr:
-    found = buffers[0][at(0)]
-    for buffer in buffers[1:]:
-        found = join(found, buffer[at(0)])
-    return T.Bind(found)
+    return T.Bind(functools.reduce(join, [buffer[at(0)] for buffer in buffers]))
 
 
 def _largest(buffer: Buffer, row: Expr, vocab: int) -> tuple[Expr, Expr]:
@@ -282,7 +260,7 @@ def _sum(buffer: Buffer, row: Expr, vocab: int, top: Expr, heat: Expr) -> Expr:
         store(total, total[at(0)] + _inside(count, power, f32(0.0)), at(0))
 
     _vectors(vocab, totals, step)
-    return reduce("fadd", _joined(lambda a, b: a + b, totals))
+    return reduce("fadd", _joined(operator.add, totals))
 
 
 def _copy(logits: Buffer, adjusted: Buffer, row: Expr, vocab: int) -> None:

@@ -21,7 +21,7 @@ from mlc_amd.schedules.gpu.attention.attention_step import attention_step
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.latent import attention_latent, attention_latent_decode
 from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, tile_of
-from mlc_amd.schedules.operators.attention import SLOTS, Attention, CausalAttention, RopeAttention
+from mlc_amd.schedules.operators.attention import SLOTS, Attending, Attention, CausalAttention, RopeAttention
 from mlc_amd.schedules.space import Space
 
 # by the arch's matrix units; AMD's own kinds share one
@@ -42,7 +42,7 @@ def _decode_of(layer: Attention, m: int, arch: Device, plan: Any = None) -> Modu
 
 
 @registry.builds(CausalAttention, RopeAttention)
-def attention(op: CausalAttention | RopeAttention, arch: Device, name: str, plan: Any = None) -> tirx.PrimFunc:
+def attention(op: Attending, arch: Device, name: str, plan: Any = None) -> tirx.PrimFunc:
     """Kernel of `attention_step`.
 
     Rows at the front of the step are single ones, op.single at most, the others a chunk: with both there are two
@@ -64,6 +64,6 @@ def attention(op: CausalAttention | RopeAttention, arch: Device, name: str, plan
 
 
 @registry.plans(CausalAttention, RopeAttention)
-def plans(op: CausalAttention | RopeAttention, arch: Device) -> Space:
+def plans(op: Attending, arch: Device) -> Space:
     module = _decode_of(op.layer, op.m, arch) if op.m == op.single else _prefill_of(op.layer, arch)
     return module.space(op, arch)

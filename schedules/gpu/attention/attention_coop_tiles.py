@@ -1,15 +1,31 @@
-"""The tiles of attention on cooperative matrices: how a chunk's rows and keys are divided among waves and workgroups.
+"""Attention on cooperative matrices: how a chunk's rows and keys are divided among waves and workgroups (`Tile`), and
+keys and values on their way from the cache to shared memory, a block of keys at a time.
 
-In: a chunk's shape and an arch. Out: a `Tile`, and what it takes of shared memory.
+In shared memory they have the layout of the operands of the two products, contiguous along what is summed: rows of keys
+with d elements, rows of columns of the values with an element per key. A row ends with 16 bytes of padding, so that
+neighbouring rows start in different banks.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.attention.cache import UNIT
+from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT, KeyBlock
+from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
+from mlc_amd.schedules.gpu.base.device import WAVE_SHARED
 from mlc_amd.schedules.gpu.base.profiles import Profile
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
+from mlc_amd.schedules.gpu.base.registers import at, put
 from mlc_amd.schedules.operators.attention import Attention
+from mlc_amd.schedules.tir import Buffer, Expr
+
+NARROW = 64  # columns of a head, at most, whose outputs take few registers
+SHARED = 4  # parts of a block, and waves, where workgroups would be fewer than compute units
+# Of a lane's registers, those for outputs, queries and what is loaded of the next block: with more, ACO of Mesa 25
+# spills.
+ROOM = 200
 
 
 @dataclass(frozen=True)
@@ -36,12 +52,29 @@ class Tile:
         """Fragments of rows that a workgroup has."""
         return self.waves // self.parts * self.fragments
 
+    def held_steps(self, width: int, arch: Profile) -> int:
+        """How many of the width / k fragments that a row of queries has stay in registers; the others are loaded for
+        each block."""
+        m, _, k = arch.fragment
+        all_steps = width // k
+        if not arch.query_registers:
+            return all_steps
+        outputs, loaded = self.fragments * width * m // arch.wave, self.keys * width // (self.waves * arch.wave)
+        return max(min(all_steps, (ROOM - outputs - loaded) // (self.fragments * arch.query_registers)), 0)
 
-NARROW = 64  # columns of a head, at most, whose outputs take few registers
-SHARED = 4  # parts of a block, and waves, where workgroups would be fewer than compute units
-# Of a lane's registers, those for outputs, queries and what is loaded of the next block: with more, ACO of Mesa 25
-# spills.
-ROOM = 200
+    def wave_units(self, fragment: tuple[int, ...]) -> int:
+        """Units of shared memory for a wave's weights, or for one fragment of float32."""
+        m, n, _ = fragment
+        return max(self.fragments * m * (self.own_keys // UNIT + 1), m * n // WIDTH)
+
+    def lds_bytes(self, width: int, fragment: tuple[int, ...]) -> int:
+        """Bytes of shared memory that a workgroup uses. width: of a head, with padding."""
+        units = self.keys * (width // UNIT + 1) + width * (self.keys // UNIT + 1)
+        return (units + self.waves * self.wave_units(fragment)) * UNIT * 2 + max(fragment) * 4
+
+    def workgroups(self, layer: Attention, m: int, arch: Profile) -> int:
+        """Of a chunk of m tokens."""
+        return layer.kv_heads * -(-(m // arch.fragment[0] * layer.group) // self.row_fragments)
 
 
 def _preferred(width: int, arch: Profile) -> Tile:
@@ -53,42 +86,14 @@ def _preferred(width: int, arch: Profile) -> Tile:
     return Tile(waves=8 if narrow else 4) if arch.registers else Tile(keys=32)
 
 
-def held_steps(tile: Tile, width: int, arch: Profile) -> int:
-    """How many of the width / k fragments that a row of queries has stay in registers; the others are loaded for each
-    block."""
-    m, _, k = arch.fragment
-    all_steps = width // k
-    if not arch.query_registers:
-        return all_steps
-    outputs, loaded = tile.fragments * width * m // arch.wave, tile.keys * width // (tile.waves * arch.wave)
-    return max(min(all_steps, (ROOM - outputs - loaded) // (tile.fragments * arch.query_registers)), 0)
-
-
-def wave_units(tile: Tile, fragment: tuple[int, ...]) -> int:
-    """Units of shared memory for a wave's weights, or for one fragment of float32."""
-    m, n, _ = fragment
-    return max(tile.fragments * m * (tile.own_keys // UNIT + 1), m * n // WIDTH)
-
-
-def lds_bytes(tile: Tile, width: int, fragment: tuple[int, ...]) -> int:
-    """Bytes of shared memory that a workgroup uses. width: of a head, with padding."""
-    units = tile.keys * (width // UNIT + 1) + width * (tile.keys // UNIT + 1) + tile.waves * wave_units(tile, fragment)
-    return units * UNIT * 2 + max(fragment) * 4
-
-
 def tile_of(layer: Attention, m: int, arch: Profile) -> Tile:
     """The tile for a chunk of m tokens, with fewer keys where wide heads would not fit the shared memory. A chunk of
     fewer workgroups than compute units divides each block among waves, if each has a whole fragment of its keys: 1.5 to
     1.8 times as fast after 2048 tokens on an H200. UserError if none fits."""
     tile = _largest_tile(layer.width, arch)
-    if tile.keys >= SHARED * max(arch.fragment) and workgroups(tile, layer, m, arch) < arch.units:
+    if tile.keys >= SHARED * max(arch.fragment) and tile.workgroups(layer, m, arch) < arch.units:
         return replace(tile, waves=SHARED, parts=SHARED)
     return tile
-
-
-def workgroups(tile: Tile, layer: Attention, m: int, arch: Profile) -> int:
-    """Of a chunk of m tokens."""
-    return layer.kv_heads * -(-(m // arch.fragment[0] * layer.group) // tile.row_fragments)
 
 
 def _largest_tile(width: int, arch: Profile) -> Tile:
@@ -96,9 +101,69 @@ def _largest_tile(width: int, arch: Profile) -> Tile:
     best = replace(best, waves=min(best.waves, arch.threads // arch.wave))
     for keys in (64, 32, 16):
         tile = replace(best, keys=keys)
-        if keys <= best.keys and lds_bytes(tile, width, arch.fragment) <= arch.lds:
+        if keys <= best.keys and tile.lds_bytes(width, arch.fragment) <= arch.lds:
             return tile
     raise UserError(
         f"attention with heads of {width} does not fit the shared memory of {arch.name}; compile for "
         f"{arch.name}:matrix=none"
     )
+
+
+def shared_units(units: int) -> Buffer:
+    """Shared memory in units of 16 bytes, which only barriers here order: TVM would see conflicts between waves where
+    there are none."""
+    return T.alloc_buffer((units,), f"float16x{UNIT}", scope=WAVE_SHARED)
+
+
+class SharedBlock:
+    """A block of keys or values on its way: from the cache to registers, from there to shared memory, `buffer`, which
+    has rows of `row_units` units: of keys, or of columns of the values. The threads of a workgroup, of which this is
+    `tid`, have some units each; consecutive units are consecutive in the cache. kind: "key" or "value"; buffers: blocks
+    that there is shared memory for."""
+
+    def __init__(self, kind: str, layer: Attention, keys: int, threads: int, tid: Expr, buffers: int = 1):
+        self.kind, self.keys, self.d, self.threads, self.tid = kind, keys, layer.width, threads, tid
+        self.units = keys * self.d // UNIT
+        self.pieces = -(-self.units // threads)
+        rows, elements = (keys, self.d) if kind == "key" else (self.d, keys)
+        self.row_units = elements // UNIT + 1
+        self.buffer = shared_units(buffers * rows * self.row_units)
+        self.loaded = Units(layer, self.pieces, kind)
+
+    def _target(self, unit: Expr) -> tuple[Expr, Expr]:
+        """(row in shared memory, unit in the row) of a unit."""
+        if self.kind == "value":
+            return unit % self.d, unit // self.d
+        width, units = min(KEYS, self.keys), self.d // UNIT
+        return unit // (width * units) * KEYS + unit % width, unit // width % units
+
+    def _unit(self, i: int) -> Expr:
+        unit = i * self.threads + self.tid
+        # surplus threads repeat the last unit
+        return T.Bind(unit if (i + 1) * self.threads <= self.units else T.min(unit, T.int32(self.units - 1)))
+
+    def load(self, block: KeyBlock) -> None:
+        """Starts the loads into registers."""
+        for i in range(self.pieces):
+            row, c = self._target(self._unit(i))
+            if self.kind == "key":
+                self.loaded.load_key(i, block, block.place0 + row, c)
+            else:
+                self.loaded.load_value(i, block, c, row)
+
+    def store(self, first: Expr = 0) -> None:
+        """Stores what was loaded into `buffer`, from unit `first` on."""
+        for i in range(self.pieces):
+            row, unit = self._target(self._unit(i))
+            words, word = self.loaded.pairs(i)
+            loaded = T.reinterpret(f"float16x{UNIT}", words[at(word, WORDS)])
+            put(self.buffer, loaded, row * self.row_units + unit + first)
+
+
+class Shared(NamedTuple):
+    """A workgroup's shared memory: the block of keys and of values, the waves' weights, the numbers 0, 1, .."""
+
+    keys: SharedBlock
+    values: SharedBlock
+    weights: Buffer
+    numbers: Buffer

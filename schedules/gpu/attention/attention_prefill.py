@@ -63,18 +63,15 @@ class Unit(NamedTuple):
     tail: int = 0
 
 
+WMMA, MFMA = "llvm.amdgcn.wmma.f32.16x16x16.f16", "llvm.amdgcn.mfma.f32.16x16x16f16"
 UNITS = {
     # both half-waves hold all of an operand; element i of a result in half h is row 2 i + h, which the order of rows
     # undoes
-    "wmma11": Unit(
-        "llvm.amdgcn.wmma.f32.16x16x16.f16", 8, 8, 4, lambda part: ((0, 0), (1, 0)), lambda r: r // 2 + r % 2 * 8
-    ),
+    "wmma11": Unit(WMMA, 8, 8, 4, lambda part: ((0, 0), (1, 0)), lambda r: r // 2 + r % 2 * 8),
     # half h holds steps 8 h .. 8 h + 7
-    "wmma12": Unit("llvm.amdgcn.wmma.f32.16x16x16.f16", 8, 4, 4, lambda part: ((part, 0),), lambda r: r),
+    "wmma12": Unit(WMMA, 8, 4, 4, lambda part: ((part, 0),), lambda r: r),
     # quarter h holds steps 4 h .. 4 h + 3
-    "mfma": Unit(
-        "llvm.amdgcn.mfma.f32.16x16x16f16", 4, 2, 2, lambda part: ((part // 2, part % 2 * 2),), lambda r: r, 3
-    ),
+    "mfma": Unit(MFMA, 4, 2, 2, lambda part: ((part // 2, part % 2 * 2),), lambda r: r, 3),
 }
 
 
@@ -85,13 +82,8 @@ class Wave:
     def __init__(self, arch: Device, source: Step, blocks: int, kv: Expr, tx: Expr, first_row: Expr, chunk: Chunk):
         attention = source.layer
         group, width = attention.group, attention.width
-        self.source, self.arch, self.attention, self.unit, self.blocks = (
-            source,
-            arch,
-            attention,
-            UNITS[arch.matrix],
-            blocks,
-        )
+        self.source, self.arch, self.attention, self.blocks = source, arch, attention, blocks
+        self.unit = UNITS[arch.matrix]
         self.parts = width // 16  # of a head, as wide as a matrix
         self.part, self.lane = T.Bind(tx // ROWS), T.Bind(tx % ROWS)
         row = T.Bind(first_row + self.lane)
@@ -100,11 +92,8 @@ class Wave:
         self.valid, self.step_row = row // group < chunk.count, T.Bind(chunk.row(self.token))
         self.supplies = T.Bind(self.unit.row(self.lane))
         n, words = self.unit.results, self.unit.words
-        self.query, self.operand, self.weights = (
-            local(self.parts * words, "uint32"),
-            local(words, "uint32"),
-            local(n, "float16"),
-        )
+        self.query, self.operand = local(self.parts * words, "uint32"), local(words, "uint32")
+        self.weights = local(n, "float16")
         self.out, self.scores, self.top, self.total = local(self.parts * n), local(blocks * n), local(1), local(1)
 
     def load(self, target: Expr, start: Expr, source: Callable[[Expr, Expr], Expr]) -> None:
@@ -136,11 +125,11 @@ class Wave:
         """Loads the queries; no key seen yet."""
         Q, n = self.source.Q, self.unit.results
         for c in range(self.parts):
-            self.load(
-                self.query,
-                c * self.unit.words,
-                lambda u, e, c=c: Q[self.step_row, self.head, T.ramp((c * 2 + u) * UNIT + e.base, 1, e.lanes)],
-            )
+
+            def query(u: Expr, e: Expr, c: int = c) -> Expr:
+                return Q[self.step_row, self.head, T.ramp((c * 2 + u) * UNIT + e.base, 1, e.lanes)]
+
+            self.load(self.query, c * self.unit.words, query)
             put(self.out, T.broadcast(T.float32(0), n), at(c * n, n))
         # A row that does not see all keys may see none of the wave's first blocks: until it sees one, its maximum is
         # above the scores of masked keys, whose weights are 0 then. Otherwise every row sees key 0.
@@ -186,9 +175,8 @@ class Wave:
         """The weights of block j as an operand; adds them to the total, rounded as the products use them."""
         n = self.unit.results
         for i in range(n):
-            weight = opaque(
-                T.cast(exp2(self.scores[j * n + i] - self.top[0] + T.float32(P_SHIFT)), "float16")
-            )  # 0 for masked scores
+            exponent = self.scores[j * n + i] - self.top[0] + T.float32(P_SHIFT)
+            weight = opaque(T.cast(exp2(exponent), "float16"))  # 0 for masked scores
             put(self.total, self.total[0] + T.cast(weight, "float32"), 0)
             put(self.weights, weight, i)
         packed = local(self.unit.words, "uint32")

@@ -24,15 +24,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.attention.attention_coop_blocks import Shared, SharedKeys, SharedValues, shared_units
-from mlc_amd.schedules.gpu.attention.attention_coop_tiles import (
-    Tile,
-    held_steps,
-    lds_bytes,
-    tile_of,
-    wave_units,
-    workgroups,
-)
+from mlc_amd.schedules.gpu.attention.attention_coop_tiles import Shared, SharedBlock, Tile, shared_units, tile_of
 from mlc_amd.schedules.gpu.attention.attention_step import Step
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Chunk, Pages, visible
 from mlc_amd.schedules.gpu.attention.softmax import LOWEST, group_of, soft_cap, with_sink
@@ -64,7 +56,7 @@ class Wave:
         self.arch, self.step, self.attention, self.tile, self.Q = arch, step, attention, tile, Q
         self.chunk, (self.keys, self.values, self.weights, self.numbers) = chunk, shared
         self.part, self.rows = T.Bind(number % tile.parts), T.Bind(number // tile.parts)
-        self.base, self.row_units = T.Bind(number * wave_units(tile, arch.fragment)), tile.own_keys // UNIT + 1
+        self.base, self.row_units = T.Bind(number * tile.wave_units(arch.fragment)), tile.own_keys // UNIT + 1
         first = T.Bind(first + self.rows * tile.fragments)
         self.m, self.n, self.k = arch.fragment
         # fragments beyond the chunk compute the same as the last one and are not stored
@@ -79,7 +71,7 @@ class Wave:
         self.valid = [first + i < count for i in range(tile.fragments)]
         self.score_columns, self.columns = tile.own_keys // self.n, width // self.n
         self.query_steps = width // self.k
-        self.held = held_steps(tile, width, arch)
+        self.held = tile.held_steps(width, arch)
         self.queries = self._new("a", tile.fragments * max(self.held, 1))
         self.operand, self.weight, self.ones = self._new("b", 1), self._new("a", tile.fragments), self._new("b", 1)
         self.scores, self.halves = self._new("sum", tile.fragments * self.score_columns), self._new("half", 1)
@@ -260,7 +252,7 @@ class Wave:
         fragments.store(i, self.weights[self.base], self.m * 2, "col_major")
         barrier()
         for part in range(self.tile.parts):
-            there = T.Bind((self.rows * self.tile.parts + part) * wave_units(self.tile, self.arch.fragment))
+            there = T.Bind((self.rows * self.tile.parts + part) * self.tile.wave_units(self.arch.fragment))
             self.other.load(0, self.weights[there], self.m * 2, "col_major")
             yield part
 
@@ -319,16 +311,16 @@ def emit(step: Step, arch: Profile, plan: Tile | None = None) -> None:
     if PAGE % tile.keys:
         raise ValueError(f"{tile} does not divide a page of {PAGE} keys")
     fragments, per_tile = m // rows * group, tile.row_fragments
-    tiles = workgroups(tile, attention, m, arch) // kv_heads
+    tiles = tile.workgroups(attention, m, arch) // kv_heads
     with launch((kv_heads, tiles), (arch.wave, tile.waves)) as (kv, reverse, lane, thread_wave):
         number = uniform(arch, thread_wave)
         tid, threads = T.Bind(number * arch.wave + lane), tile.waves * arch.wave
         chunk = step.chunk()
         first = T.Bind((tiles - 1 - reverse) * per_tile)  # the longest first
         shared = Shared(
-            SharedKeys(attention, tile.keys, threads, tid),
-            SharedValues(attention, tile.keys, threads, tid),
-            shared_units(tile.waves * wave_units(tile, arch.fragment)),
+            SharedBlock("key", attention, tile.keys, threads, tid),
+            SharedBlock("value", attention, tile.keys, threads, tid),
+            shared_units(tile.waves * tile.wave_units(arch.fragment)),
             T.alloc_buffer((max(arch.fragment) // WIDTH,), f"float32x{WIDTH}", scope=WAVE_SHARED),
         )
         keys, values = shared.keys, shared.values
@@ -385,10 +377,10 @@ def space(op: CausalAttention, arch: Profile) -> Space:
         whole = tile.waves % tile.parts == 0 and tile.keys % tile.parts == 0 and own % columns == 0 and own % step == 0
         threads = checked_threads(arch, tile.waves * arch.wave)
         whole = whole and PAGE % tile.keys == 0
-        if not whole or lds_bytes(tile, width, arch.fragment) > arch.lds:
+        if not whole or tile.lds_bytes(width, arch.fragment) > arch.lds:
             raise ValueError(f"{tile} does not fit {arch.name}")
         if tile.fragments * (own + width) * rows // arch.wave > SUMS:
             raise ValueError(f"{tile} takes more registers than {arch.name} has")
-        return Kernel(tile, workgroups(tile, layer, m, arch), threads, tile.keys * width * 4 / threads)
+        return Kernel(tile, tile.workgroups(layer, m, arch), threads, tile.keys * width * 4 / threads)
 
     return Space(Tile, CHOICES, tile_of(layer, m, arch), kernel)

@@ -12,13 +12,14 @@ wave keeps
 `join_waves` adds up the results of a workgroup's waves.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
 from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
-from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, Joined, join, soft_cap
+from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, Joined, Sees, join, soft_cap
 from mlc_amd.schedules.gpu.base.device import (
     dot2,
     each,
@@ -143,20 +144,10 @@ class WaveRows(Rows):
         self.key = Units(attention, self.keys * self.key_batch, "key")
         self.value = Units(attention, self.columns * self.batch, "value")
 
-    def step(
-        self,
-        block: KeyBlock,
-        queries: Buffer,
-        sees: Callable[[int, Expr], Expr],
-        zero: Expr,
-        following: KeyBlock | None = None,
-    ) -> None:
-        """Processes a `KeyBlock` of STEP keys. queries: float16 [count, d] in LDS; sees(r, key): whether row r sees a
-        key. following: unused.
-
-        zero: of `step.opaque_zero`; otherwise the compiler moves the loads of all queries out of the loop, into
-        registers that do not exist.
-        """
+    def step(self, block: KeyBlock, queries: Buffer, sees: Sees, zero: Expr, following: KeyBlock | None = None) -> None:
+        """Processes a `KeyBlock` of STEP keys. queries: float16 [count, d] in LDS; following: unused; zero: of
+        `step.opaque_zero`, otherwise the compiler moves the loads of all queries out of the loop, into registers that
+        do not exist."""
         keys = self._lane_keys(block.key0)
         self._score(block, self._lane_keys(block.place0), queries, zero)
         self._cap_scores(self.scores)
@@ -198,9 +189,8 @@ class WaveRows(Rows):
         """Turns a row's scores into weights, rescales its state. Returns, per key of a lane, a word: in even lanes the
         float16 weights of the lane's key and the next lane's."""
         scores = [self.scores[r * self.keys + j] for j in range(self.keys)]
-        largest = T.float32(LOWEST)
-        for s, valid in zip(scores, seen, strict=True):
-            largest = maximum(largest, T.Select(valid, s, T.float32(LOWEST)))
+        masked = [T.Select(valid, s, T.float32(LOWEST)) for s, valid in zip(scores, seen, strict=True)]
+        largest = functools.reduce(maximum, masked, T.float32(LOWEST))
         now = self.rescale(r, wave_max(self.arch, largest))
         words = []
         for s, valid in zip(scores, seen, strict=True):

@@ -15,6 +15,7 @@ through shared memory, as the outputs do in the end. A lane's state is that of r
     total   the sum of the weights of this lane's keys
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 from tvm.tirx.script import builder as T
@@ -22,7 +23,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu.attention.attention_prefill_coop import LIMIT, START
 from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
 from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
-from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, Joined, join, soft_cap
+from mlc_amd.schedules.gpu.attention.softmax import LOWEST, OTHER_BYTES, P_SHIFT, Joined, Sees, join, soft_cap
 from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, maximum, wave_barrier, wave_max, wave_sum
 from mlc_amd.schedules.gpu.base.profiles import Device
@@ -36,7 +37,6 @@ CHUNK = QUADS * UNIT  # columns, or keys, that two products sum over
 PRODUCTS = 2  # of a chunk
 HALF = UNIT // PRODUCTS  # elements that a lane has of a row in one product
 PAD = 1  # units of WIDTH float32 after a row in shared memory
-OTHER_BYTES = 1 << 10  # of shared memory for what is small and of a fixed size
 # Units of keys, at most, that stay in registers while values are multiplied. Heads of 128 have 16, and take 3 to 5 %
 # longer with them on an H100, behind 512 tokens as behind 16384.
 MOST_AHEAD = 8
@@ -158,14 +158,7 @@ class MatrixRows:
 
     # ---- blocks of keys
 
-    def step(
-        self,
-        block: KeyBlock,
-        queries: Buffer,
-        sees: Callable[[int, Expr], Expr],
-        zero: Expr,
-        following: KeyBlock | None = None,
-    ) -> None:
+    def step(self, block: KeyBlock, queries: Buffer, sees: Sees, zero: Expr, following: KeyBlock | None = None) -> None:
         """As `attention_rows_vulkan.VulkanRows.step`; queries and zero: unused. All rows see the same keys."""
         if following is None:
             self.load_keys(block)
@@ -199,7 +192,7 @@ class MatrixRows:
                 self.sums.store(i * self.tiles + t, place, self.row_units * WIDTH, "col_major")
         wave_barrier()
 
-    def _own_scores(self, block: KeyBlock, sees: Callable[[int, Expr], Expr]) -> list[list[Expr]]:
+    def _own_scores(self, block: KeyBlock, sees: Sees) -> list[list[Expr]]:
         """[tile][key of the lane], in registers: LOWEST for keys that are not seen."""
         keys = [block.key0 + (g * CHUNK + i) + self.quad * UNIT for g in range(self.groups) for i in range(UNIT)]
         seen, found = [T.Bind(sees(0, key)) for key in keys], []
@@ -215,10 +208,7 @@ class MatrixRows:
 
     @staticmethod
     def _largest(scores: Sequence[Expr]) -> Expr:
-        largest = scores[0]
-        for x in scores[1:]:
-            largest = maximum(largest, x)
-        return T.Bind(largest)
+        return T.Bind(functools.reduce(maximum, scores))
 
     def _renew(self, largest: Sequence[Expr]) -> None:
         """Rescales what came before if a weight would be too large. largest: the largest of the lane's scores, of each

@@ -16,7 +16,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.attention_rows import STEP, Rows, WaveRows
 from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
 from mlc_amd.schedules.gpu.attention.cache_units import Units
-from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, Joined, join
+from mlc_amd.schedules.gpu.attention.softmax import LOWEST, OTHER_BYTES, P_SHIFT, Joined, Sees, join
 from mlc_amd.schedules.gpu.base.device import (
     WAVE_SHARED,
     barrier,
@@ -37,7 +37,6 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 # 16-byte loads in flight per lane. Fewer loads make less code.
 LOADS, FEWER_LOADS = 8, 4
-OTHER_BYTES = 1 << 10  # of shared memory for what is small and of a fixed size
 SPLITS = 32  # maximum of splits whose weights are in shared memory
 
 
@@ -65,9 +64,11 @@ def waves_of(arch: Device, count: int, d: int, threads: int) -> int:
 
 
 class KeyLoads(NamedTuple):
-    """loads: of 16 bytes that a lane has in flight. ahead: whether registers hold the keys of the next block, too."""
+    """loads: of 16 bytes that a lane has in flight. step: keys of a block. ahead: whether registers hold the keys of
+    the next block, too."""
 
     loads: int
+    step: int = STEP
     ahead: bool = False
 
 
@@ -77,46 +78,34 @@ def key_loads(arch: Device) -> KeyLoads:
 
 
 def rows_of(
-    arch: Device,
-    attention: Attention,
-    count: int,
-    lane: Expr,
-    wave: Expr,
-    waves: int,
-    step: int = STEP,
-    loads: KeyLoads | None = None,
+    arch: Device, attention: Attention, count: int, lane: Expr, wave: Expr, waves: int, loads: KeyLoads | None = None
 ) -> "DotRows":
-    """The state of `count` rows of a wave, number `wave` of `waves` in its workgroup. step: keys of a block, on "rocm"
-    STEP; loads: None for those of the rule."""
+    """The state of `count` rows of a wave, number `wave` of `waves` in its workgroup. loads: of no effect on "rocm",
+    None for those of the rule."""
     if arch.api == "rocm":
         return WaveRows(arch, attention, count, lane)
-    return VulkanRows(arch, attention, count, lane, wave, waves, step, loads or key_loads(arch))
+    return VulkanRows(arch, attention, count, lane, wave, waves, loads or key_loads(arch))
 
 
 class VulkanRows(Rows):
     """`Rows` for Vulkan; weights are not rounded to float16."""
 
     def __init__(
-        self,
-        arch: Device,
-        attention: Attention,
-        count: int,
-        lane: Expr,
-        wave: Expr,
-        waves: int,
-        step: int,
-        loads: KeyLoads,
+        self, arch: Device, attention: Attention, count: int, lane: Expr, wave: Expr, waves: int, loads: KeyLoads
     ):
-        super().__init__(arch, attention, count, lane, step)
-        self.step_keys, self.ahead = step, loads.ahead
+        super().__init__(arch, attention, count, lane, loads.step)
+        self.loads = loads
         self.key_batch, self.batch = (
             gcd(units, max(1, loads.loads // share))
-            for units, share in ((self.d // UNIT, self.keys), (step // UNIT, 1 << (self.columns - 1).bit_length()))
+            for units, share in (
+                (self.d // UNIT, self.keys),
+                (loads.step // UNIT, 1 << (self.columns - 1).bit_length()),
+            )
         )
         self.scores = local(count * self.keys)
         self.key = Units(attention, self.keys * self.key_batch, "key")
         self.value = Units(attention, self.columns * self.batch, "value")
-        self.stride = max(self.value_d, step)  # of a row in shared memory: weights of keys, in the end outputs
+        self.stride = max(self.value_d, loads.step)  # of a row in shared memory: weights of keys, in the end outputs
         self.shared = T.alloc_buffer((waves * count * self.stride,), "float32", scope=WAVE_SHARED)
         self.place = T.Bind(wave * (count * self.stride))
 
@@ -124,7 +113,7 @@ class VulkanRows(Rows):
     def prefetches(self) -> bool:
         """Whether `load_keys` may be called before `step`: a block's keys are one batch of loads, which stay in
         registers for long."""
-        return self.ahead and self.key_batch == self.d // UNIT
+        return self.loads.ahead and self.key_batch == self.d // UNIT
 
     def load_keys(self, block: KeyBlock, first: Expr = 0) -> None:
         """Loads a batch of the block's keys, units first .."""
@@ -133,20 +122,13 @@ class VulkanRows(Rows):
             for j, place in enumerate(places):
                 self.key.load_key(c * self.keys + j, block, place, first + c)
 
-    def step(
-        self,
-        block: KeyBlock,
-        queries: Buffer,
-        sees: Callable[[int, Expr], Expr],
-        zero: Expr,
-        following: KeyBlock | None = None,
-    ) -> None:
-        """Processes a `KeyBlock`. queries: [count, d] in shared memory; sees(r, key): whether row r sees a key. zero:
-        unused. following: the block of the next step, if this one's keys are loaded already."""
+    def step(self, block: KeyBlock, queries: Buffer, sees: Sees, zero: Expr, following: KeyBlock | None = None) -> None:
+        """Processes a `KeyBlock`. queries: [count, d] in shared memory; zero: unused; following: the block of the next
+        step, if this one's keys are loaded already."""
         keys = self._lane_keys(block.key0)
         self._score(block, queries, following is not None)
         self._cap_scores(self.scores)
-        batches = self.step_keys // UNIT // self.batch
+        batches = self.loads.step // UNIT // self.batch
         if batches == 1:
             self._load_values(block, 0)
         if following is not None:

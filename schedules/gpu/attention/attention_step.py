@@ -2,6 +2,9 @@
 
 In: an operator. Out: `Step`. `attention_decode.py` has the launch for the single rows of a step,
 `attention_prefill*.py` those for its chunk; `attention.py` combines them.
+
+Splits of decode attention join through buffers in device memory, which are parameters, too: how many splits there may
+be, and how large that makes them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,25 +14,45 @@ from typing import Any, NamedTuple
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.attention.attention_scratch import scratch_args
-from mlc_amd.schedules.gpu.attention.cache import Cache, Chunk, pages_arg, rows_arg
-from mlc_amd.schedules.gpu.attention.rope_kv_write import Sources, rope_args
-from mlc_amd.schedules.gpu.attention.softmax import output_args, sinks_arg
+from mlc_amd.schedules.gpu.attention.cache import Cache, Chunk, place_args
+from mlc_amd.schedules.gpu.attention.softmax import output_args
+from mlc_amd.schedules.gpu.base.arrival import LINE
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import emit_store
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.base.step import kernel, state_arg
-from mlc_amd.schedules.operators.attention import Attention, CausalAttention, RopeAttention
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.kv_writes import Sources, rope_args
+from mlc_amd.schedules.operators.attention import SLOTS, Attending, Attention, RopeAttention
+from mlc_amd.schedules.tir import Buffer, Expr, declared
 
-SCRATCH = ("Parts", "Arrived")
+MAX_SPLITS, SEVERAL = 32, 8  # of a row, at most: with up to SEVERAL rows; the others have SEVERAL at least
+MAX_PARTS = SEVERAL * max(SLOTS, MAX_SPLITS)  # rows times splits that there is memory for
+
+
+def max_splits(m: int) -> int:
+    """Splits that each of m rows may have: a launch with many rows has workgroups for all of them, most of which have
+    nothing to do."""
+    return max(SEVERAL, MAX_SPLITS * SEVERAL // max(m, SEVERAL))
+
+
+def stride_of(group: int, d: int) -> int:
+    """float32 of a split's results in Parts, whole cache lines: the rows' outputs, then (top, total, -, -) of each
+    row."""
+    return -(-group * (d + WIDTH) // LINE) * LINE
+
+
+def scratch_shapes(heads: int, d: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Parameter name -> (shape, dtype) of the buffers that splits join through, large enough for every plan and SLOTS
+    rows. d: columns of a head's output. "Arrived" must be zero before the first launch and is zero after each; "Parts"
+    may hold anything."""
+    return {"Parts": ((heads * MAX_PARTS * stride_of(1, d),), "float32"), "Arrived": ((SLOTS * heads,), "int32")}
 
 
 class Step(NamedTuple):
     """An operator and its kernel's parameters. Q: rotated queries, or `sources`; scratch: of
-    `attention_scratch.scratch_args`, empty where no row is single; sinks: None for layers without; out: of
+    `scratch_shapes`, empty where no row is single; sinks: None for layers without; out: of
     `output_args`."""
 
-    op: CausalAttention | RopeAttention
+    op: Attending
     state: Buffer
     rows: Buffer
     Q: Buffer
@@ -52,6 +75,11 @@ class Step(NamedTuple):
         live = self.state[1 if self.op.m == self.op.single else 0]
         return T.Bind(T.min(live, T.int32(self.op.single)))
 
+    def token_and_head(self, row: Expr) -> tuple[Expr, Expr]:
+        """Of a row that is counted by tokens and heads."""
+        heads = T.int32(self.layer.heads)
+        return T.Bind(T.truncdiv(row, heads)), T.Bind(T.truncmod(row, heads))
+
     def store(self, arch: Device, y: Sequence[Expr], row: Expr, column: Expr, valid: Expr | None) -> None:
         """Stores four columns of a row of the output where `valid` holds (None: always)."""
         emit_store(arch, self.op.layout, self.out, list(y), row, column, valid)
@@ -65,17 +93,17 @@ class Step(NamedTuple):
 
 
 @contextmanager
-def attention_step(op: CausalAttention | RopeAttention, name: str) -> Iterator[tuple[Any, Step]]:
-    """`with attention_step(..) as (ir, step):` declares and emits a kernel (state int32[4], rows int32[m, 2], pages of
-    `pages_arg`, then Qo float16 [m, heads, width] or Q, K, V, [QN, KN], [CS] as for `rope_kv_write`, the cache as in
-    `cache.py`, [Sinks float32 [heads]], where rows may be single ones Parts, Arrived of
-    `attention_scratch.scratch_shapes`, then the output [m, heads*value_d] in the operator's layout). UserError for
-    shapes that `cache_types`, `rope_args` or `output_args` refuses."""
+def attention_step(op: Attending, name: str) -> Iterator[tuple[Any, Step]]:
+    """`with attention_step(..) as (ir, step):` declares and emits a kernel (state int32[4], rows int32[m, 2], pages,
+    then Qo float16 [m, heads, width] or those of `rope_args`, the cache as in `cache.py`, [Sinks float32 [heads]],
+    where rows may be single ones Parts, Arrived of `scratch_shapes`, the output [m, heads*value_d] in the operator's
+    layout). UserError for shapes that `cache_types`, `rope_args` or `output_args` refuses."""
     layer, m = op.layer, op.m
-    with kernel(name, coherent=SCRATCH if op.single else ()) as ir:
-        state, rows, pages = state_arg(), rows_arg(m), pages_arg(layer)
+    shapes = scratch_shapes(layer.heads, layer.value_d) if op.single else {}
+    with kernel(name, coherent=tuple(shapes)) as ir:
+        state, (rows, pages) = state_arg(), place_args(m, layer)
         sources = rope_args(layer, m, op.rope) if isinstance(op, RopeAttention) else None
         Q = None if sources else T.arg("Qo", T.buffer((m, layer.heads, layer.width), "float16"))
-        cache, sinks = Cache(layer, pages), sinks_arg(layer)
-        scratch = scratch_args(layer.heads, layer.value_d) if op.single else []
+        cache, sinks = Cache(layer, pages), declared(Sinks=(layer.heads,) if layer.sinks else None)[0]
+        scratch = [T.arg(name, T.buffer(*shape)) for name, shape in shapes.items()]
         yield ir, Step(op, state, rows, Q, sources, cache, sinks, scratch, output_args(layer, m, op.layout))

@@ -39,17 +39,10 @@ from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, local, put
 from mlc_amd.schedules.gpu.base.step import live_rows, when
-from mlc_amd.schedules.operators.attention import (
-    KV_BLOCK,
-    PAGE,
-    SLOTS,
-    Attention,
-    CausalAttention,
-    RopeAttention,
-    check_quantized,
-)
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.operators.attention import KV_BLOCK, PAGE, SLOTS, Attending, Attention, check_quantized
+from mlc_amd.schedules.tir import Buffer, Expr, declared
 
+Element = Callable[[Expr], Expr]
 DTYPE = "float16"
 CODE = "int8"
 KEYS, UNIT = 32, 8  # keys of a tile of Kc; elements of a unit
@@ -83,14 +76,9 @@ def cache_types(attention: Attention) -> dict:
     return {name: found[name] for name in attention.cache}
 
 
-def rows_arg(m: int) -> Expr:
-    """Declares the parameter `rows`."""
-    return T.arg("rows", T.buffer((m, 2), "int32"))
-
-
-def pages_arg(attention: Attention) -> Expr:
-    """Declares the parameter `pages`."""
-    return T.arg("pages", T.buffer((SLOTS, attention.blocks), "int32"))
+def place_args(m: int, attention: Attention | None) -> list[Buffer]:
+    """Declares the parameters `rows` and, of a layer that reads or writes the cache, `pages`, else None."""
+    return declared("int32", rows=(m, 2), pages=(SLOTS, attention.blocks) if attention else None)
 
 
 class KeyBlock(NamedTuple):
@@ -167,7 +155,7 @@ def _half_vector(codes: Expr, scales: Expr, e: Expr) -> Expr:
 
 class Cache:
     """Declares the parameters Kc, Vc (None: there are no values apart) and, if they are quantized, `scales`, of an
-    `Attention` layer; pages: of `pages_arg`."""
+    `Attention` layer; pages: of `place_args`."""
 
     def __init__(self, attention: Attention, pages: Buffer):
         self.d, self.pages, self.shifts = attention.d, pages, False
@@ -207,24 +195,11 @@ class Cache:
             ]
             store_valid(valid, self.Kc, stores)
 
-    def store_key_codes(
-        self, arch: Device, kv: Expr, slot: Expr, position: Expr, element: Callable[[Expr], Expr], lane: Expr
+    def store_codes(
+        self, arch: Device, kv: Expr, slot: Expr, position: Expr, element: Element, lane: Expr, which: int = 0
     ) -> None:
-        """`store_key` of a quantized cache, by the lanes of a wave. element(e): element e of the key, float32, for any
-        lane."""
-        self._store_codes(arch, 0, kv, slot, position, element, lane)
-
-    def _store_codes(
-        self,
-        arch: Device,
-        which: int,
-        kv: Expr,
-        slot: Expr,
-        position: Expr,
-        element: Callable[[Expr], Expr],
-        lane: Expr,
-    ) -> None:
-        """which: 0 for a key, 1 for a value."""
+        """`store_key` of a quantized cache, or with which = 1 `store_value`, by a wave's lanes. element(e): element
+        e of the head, float32, for any lane."""
         page, place = self._place(slot, position)
         count = self.d // WIDTH
         for first in range(0, count, arch.wave):
@@ -242,13 +217,11 @@ class Cache:
             where = begins if valid is None else valid & begins
             store_valid(where, self.scales[which], [((page, kv, e // KV_BLOCK, place), scale)])
 
-    def store_value(
-        self, arch: Device, kv: Expr, slot: Expr, position: Expr, element: Callable[[Expr], Expr], lane: Expr
-    ) -> None:
+    def store_value(self, arch: Device, kv: Expr, slot: Expr, position: Expr, element: Element, lane: Expr) -> None:
         """Stores the value of one head at `position`, by the lanes of a wave. element(e): element e, float32, for any
         lane."""
         if self.scales:
-            self._store_codes(arch, 1, kv, slot, position, element, lane)
+            self.store_codes(arch, kv, slot, position, element, lane, which=1)
             return
         page, place = self._place(slot, position)
         for valid, e in own_elements(arch, lane, 0, self.d):
@@ -321,7 +294,7 @@ class Chunk:
     """The rows of a step that are consecutive tokens of one sequence: those after the single rows. Of these tokens, row
     row0 + i has token i, `count` are live and fit the cache; it may be 0 or less."""
 
-    def __init__(self, op: CausalAttention | RopeAttention, state: Buffer, rows: Buffer):
+    def __init__(self, op: Attending, state: Buffer, rows: Buffer):
         single, ctx = op.single, op.layer.ctx
         self.row0 = T.Bind(T.max(T.min(state[0], T.int32(single)), T.int32(0))) if single else 0
         self.first, self.slot = clamped_position(rows, self.row0, ctx), row_slot(rows, self.row0)

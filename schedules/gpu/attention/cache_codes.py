@@ -5,6 +5,7 @@ which is exact (8 bits by 11), or float16 for packed products and matrix units, 
 the lanes that hold a block.
 """
 
+import functools
 from collections.abc import Sequence
 
 from tvm.tirx.script import builder as T
@@ -55,10 +56,7 @@ def halves(words: Sequence[Expr], scales: Expr) -> list[Expr]:
 def quantized(arch: Device, x: Sequence[Expr]) -> tuple[list[Expr], Expr]:
     """(codes, scale) of a lane's WIDTH float32 registers, where LANES neighbouring lanes hold a block: int32 registers,
     and a float16 register that is the same in all of them. All lanes of the wave must call this."""
-    top = T.fabs(x[0])
-    for v in x[1:]:
-        top = maximum(top, T.fabs(v))
-    top = wave_max(arch, top, LANES)
+    top = wave_max(arch, functools.reduce(maximum, [T.fabs(v) for v in x]), LANES)
     scale = T.Bind(T.cast(minimum(top * T.float32(1 / KV_STEPS), T.float32(HALF_MAX)), "float16"))
     real = T.Bind(T.cast(scale, "float32"))
     inverse = T.Bind(T.Select(real > T.float32(0), rcp(real), T.float32(0)))

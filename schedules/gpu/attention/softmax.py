@@ -6,6 +6,7 @@ by 2**P_SHIFT: as float16, those down to 2**-29 of the largest are normal number
 their own, see `attention_prefill_coop.py`.)
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 LOWEST = -1e30  # in place of minus infinity: may be subtracted from itself
 P_SHIFT = 15  # weights are scaled by 2**15
+OTHER_BYTES = 1 << 10  # of shared memory for what is small and of a fixed size
 MAX_GROUP = 16  # rows that fit the registers
 MAX_EXPONENT = 100  # of a sink's weight: the sum stays finite, and the outputs become 0 to within 2**-85
 
@@ -46,11 +48,6 @@ def soft_cap(attention: Attention, score: Expr) -> Expr:
     return T.Bind(T.float32(cap * LOG2E) - inverse * T.float32(2 * cap * LOG2E))
 
 
-def sinks_arg(attention: Attention) -> Expr:
-    """Declares the parameter Sinks float32 [heads] after Kc and Vc; None for layers without sinks."""
-    return T.arg("Sinks", T.buffer((attention.heads,), "float32")) if attention.sinks else None
-
-
 def with_sink(sinks: Buffer, head: Expr, total: Expr, top: Expr, shift: int = P_SHIFT) -> Expr:
     """The softmax's denominator: `total`, relative to the maximum `top` and scaled by 2**shift, and the weight of the
     head's sink. To be used once per row, when all parts of its keys are joined."""
@@ -71,6 +68,9 @@ def output_args(attention: Attention, m: int, layout: str) -> list:
     return act_args(m, attention.heads * attention.value_d, layout)
 
 
+Sees = Callable[[int, Expr], Expr]  # whether a row sees a key
+
+
 class Joined(NamedTuple):
     """Four consecutive columns of a row, from all waves: weights are relative to `top`; out / total is attention's
     output."""
@@ -87,9 +87,7 @@ def join(
     out(wave, r, column): a wave's sums of WIDTH columns."""
 
     def quad(r: Expr, column: Expr) -> Joined:
-        top = T.float32(LOWEST)
-        for w in range(waves):
-            top = maximum(top, tops[r, w])
+        top = functools.reduce(maximum, [tops[r, w] for w in range(waves)], T.float32(LOWEST))
         total, sums = T.float32(0), [T.float32(0)] * WIDTH
         for w in range(waves):
             scale = exp2(tops[r, w] - top)

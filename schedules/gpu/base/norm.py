@@ -22,7 +22,7 @@ from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store, loa
 from mlc_amd.schedules.gpu.base.step import if_live, kernel, live_rows, state_arg
 from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, threads_of, threads_space
 from mlc_amd.schedules.operators import LayerNorm, RmsNorm
-from mlc_amd.schedules.operators.rows import output_rows
+from mlc_amd.schedules.operators.layouts import output_rows
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Buffer, Expr, Frame
 

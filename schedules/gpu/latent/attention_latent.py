@@ -17,10 +17,9 @@ from mlc_amd.schedules.gpu.attention.attention_step import Step
 from mlc_amd.schedules.gpu.attention.cache import Chunk, Visible, visible
 from mlc_amd.schedules.gpu.base.device import launch, uniform
 from mlc_amd.schedules.gpu.base.profiles import Profile
-from mlc_amd.schedules.gpu.latent.attention_latent_join import WAVES as JOIN_WAVES
-from mlc_amd.schedules.gpu.latent.attention_latent_join import Join, chunks_of, part_size, place_in_tile
-from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, checked_shape, shape_of, tile_of
-from mlc_amd.schedules.gpu.latent.attention_latent_wave import Wave, attend
+from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, checked_shape, part_size, shape_of, tile_of
+from mlc_amd.schedules.gpu.latent.attention_latent_wave import WAVES as JOIN_WAVES
+from mlc_amd.schedules.gpu.latent.attention_latent_wave import Join, Wave, attend, chunks_of, place_in_tile
 from mlc_amd.schedules.operators.attention import Attention, CausalAttention
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Buffer, Expr
@@ -129,7 +128,7 @@ def _emit_tiles(step: Step, arch: Profile, tile: Tile, tiles: Tiles, Parts: Buff
 
 def _emit_join(step: Step, arch: Profile, tile: Tile, tiles: Tiles, Parts: Buffer) -> None:
     """A workgroup has some columns of a row of the tiles that were split."""
-    attention, heads, d = step.layer, step.layer.heads, step.layer.value_d
+    attention, heads = step.layer, step.layer.heads
     chunks, size = chunks_of(attention, arch), part_size(tile, attention)
     with launch((chunks, tile.rows, tiles.rest), (arch.wave, JOIN_WAVES)) as (part, within, place, lane, wave):
         chunk = step.chunk()
@@ -139,14 +138,12 @@ def _emit_join(step: Step, arch: Profile, tile: Tile, tiles: Tiles, Parts: Buffe
         with T.serial(T.cast(tirx.all(own < chunk.count * heads, active > 1), "int32")):
             row, first = (T.Bind(x + chunk.row(0) * heads) for x in (own, first_row))
             there = place_in_tile(row, first, rows_of(step), arch.fragment[0])
-            join = Join(
-                arch, attention, tile, Parts, tiles.splits, active,
-                lambda split: (place * tiles.splits + split) * size, there,
-            )  # fmt: skip
-            values, column, inside = join.columns(part, lane, wave)
-            with T.If(wave == 0), T.Then():
-                token, head = T.Bind(T.truncdiv(row, T.int32(heads))), T.Bind(T.truncmod(row, T.int32(heads)))
-                step.store(arch, values(), token, T.Bind(head * d + column), inside)
+
+            def found(split: Expr) -> Expr:
+                return (place * tiles.splits + split) * size
+
+            join = Join(step, arch, tile, Parts, tiles.splits, active, found, there)
+            join.emit(part, lane, wave, lambda: step.token_and_head(row))
 
 
 CHOICES = {

@@ -10,17 +10,15 @@ from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.attention_scratch import scratch_shapes
 from mlc_amd.schedules.gpu.attention.attention_splits import FIELD, Splits, split_of, splits_of_rows
-from mlc_amd.schedules.gpu.attention.attention_step import Step
+from mlc_amd.schedules.gpu.attention.attention_step import Step, scratch_shapes
 from mlc_amd.schedules.gpu.attention.cache import clamped_position, row_slot, visible
 from mlc_amd.schedules.gpu.base.device import launch, uniform, wave_max
 from mlc_amd.schedules.gpu.base.profiles import Device, Profile
 from mlc_amd.schedules.gpu.base.registers import opaque
 from mlc_amd.schedules.gpu.latent.attention_latent import CHOICES, rows_of
-from mlc_amd.schedules.gpu.latent.attention_latent_join import WAVES, Join, chunks_of, part_size, place_in_tile
-from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, checked_shape, shape_of, suits
-from mlc_amd.schedules.gpu.latent.attention_latent_wave import Wave, attend
+from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, checked_shape, part_size, shape_of, suits
+from mlc_amd.schedules.gpu.latent.attention_latent_wave import WAVES, Join, Wave, attend, chunks_of, place_in_tile
 from mlc_amd.schedules.operators.attention import Attention, CausalAttention
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Expr
@@ -106,7 +104,7 @@ def _emit_parts(step: Step, arch: Profile, plan: LatentDecodePlan, splits: Split
 def _emit_join(step: Step, arch: Profile, plan: LatentDecodePlan, splits: Splits) -> None:
     """A workgroup has some columns of a head."""
     attention, m = step.layer, step.op.single
-    heads, d, fragment = attention.heads, attention.value_d, arch.fragment[0]
+    heads, fragment = attention.heads, arch.fragment[0]
     chunks, size = chunks_of(attention, arch), part_size(plan, attention)
     with launch((heads * chunks, m), (arch.wave, WAVES)) as (place, token, lane, wave):
         head, chunk = T.Bind(place // chunks), T.Bind(place % chunks)
@@ -129,10 +127,8 @@ def _emit_join(step: Step, arch: Profile, plan: LatentDecodePlan, splits: Splits
             return ((before + split) * splits.parts + part) * size
 
         with T.serial(T.cast(active > 0, "int32")):
-            join = Join(arch, attention, plan, step.scratch[0], splits.count, active, found, row_place)
-            values, column, inside = join.columns(chunk, lane, wave)
-            with T.If(wave == 0), T.Then():
-                step.store(arch, values(), token, T.Bind(head * d + column), inside)
+            join = Join(step, arch, plan, step.scratch[0], splits.count, active, found, row_place)
+            join.emit(chunk, lane, wave, lambda: (token, head))
 
 
 def space(op: CausalAttention, arch: Profile) -> Space:

@@ -80,12 +80,9 @@ def shape_of(tile: Tile, attention: Attention, arch: Profile) -> Shape | None:
     lanes = threads // tile.rows
     if attention.value_d % n or columns % tile.waves or steps % parts or threads % tile.rows:
         return None
-    if (
-        lanes > arch.wave
-        or tile.keys % lanes
-        or tile.keys // lanes > MOST
-        or lds_bytes(tile, attention, arch) > arch.lds
-    ):
+    if lanes > arch.wave or tile.keys % lanes or tile.keys // lanes > MOST:
+        return None
+    if lds_bytes(tile, attention, arch) > arch.lds:
         return None
     return Shape(row_fragments, parts, steps // parts, columns // tile.waves, lanes, tile.keys // lanes)
 
@@ -110,6 +107,11 @@ def lds_bytes(tile: Tile, attention: Attention, arch: Profile) -> int:
     """Bytes of shared memory that a workgroup uses: keys, weights, scores, and a number for each row and each wave."""
     units = tile.buffers * key_units(tile, attention) + tile.rows * weight_units(tile)
     return units * UNIT * 2 + (scores(tile, arch) + tile.rows + tile.waves) * 4
+
+
+def part_size(tile: Tile, attention: Attention) -> int:
+    """float32 of a part."""
+    return tile.rows * (attention.value_d + 2)
 
 
 def suits(arch: Device, attention: Attention) -> TypeGuard[Profile]:

@@ -9,14 +9,20 @@ consecutive rows. A block of keys goes through shared memory once, as rows of ke
     values   a wave multiplies the weights of all rows by some columns of the values, which nobody else has
 Weights are 2**(score - top), as in `attention_prefill_coop.py`: `top` is renewed, and the outputs are rescaled, when a
 weight would exceed 2**LIMIT.
+
+Splits join in a launch of their own (`Join`): all rows' results of many splits are too much for one workgroup to load.
+A part is what a workgroup has of its tile, float32: the outputs of its rows [rows, value_d], then (top, total) of each.
+Outputs and totals are sums of weights relative to `top`.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 from math import gcd
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.attention_coop_blocks import SharedKeys
+from mlc_amd.schedules.gpu.attention.attention_coop_tiles import SharedBlock
 from mlc_amd.schedules.gpu.attention.attention_prefill_coop import LIMIT, START
 from mlc_amd.schedules.gpu.attention.attention_step import Step
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Cache, Pages, Visible
@@ -25,8 +31,9 @@ from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, maximum, rcp, wave_barrier, wave_max, wave_sum
 from mlc_amd.schedules.gpu.base.profiles import Profile
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
-from mlc_amd.schedules.gpu.base.registers import lane_of, local, put, vector
+from mlc_amd.schedules.gpu.base.registers import at, elements, local, put, vector
 from mlc_amd.schedules.gpu.latent.attention_latent_tiles import PAD, Tile, key_units, scores, shape_of, weight_units
+from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
 
@@ -130,8 +137,7 @@ class Wave:
         for part in range(self.shape.parts):
             for v in range(own // vectors):
                 unit = T.Bind(self.scores[((part * tile.rows + self.row) * tile.keys + self.sub * own) // vectors + v])
-                for e in range(vectors):
-                    x = lane_of(unit, e) if vectors > 1 else unit
+                for e, x in enumerate(elements(unit)):
                     sums[v * vectors + e] = x if part == 0 else sums[v * vectors + e] + x
         key0 = T.Bind(key0 + self.sub * own)
         found, largest = [], T.float32(LOWEST)
@@ -159,9 +165,7 @@ class Wave:
 
     def rescale(self) -> None:
         """Multiplies the outputs by the rows' factors if one of them is not 1."""
-        changed = self.flags[0]
-        for i in range(1, self.tile.waves):
-            changed = changed + self.flags[i]
+        changed = functools.reduce(operator.add, [self.flags[i] for i in range(self.tile.waves)])
         with T.If(T.Bind(changed > T.float32(0))), T.Then():
             self._multiply()
 
@@ -199,7 +203,7 @@ class Wave:
         put(self.factors, rcp(total), self.row)
         barrier()
         self._multiply()
-        columns, quads, heads, d = self.shape.columns, self.n // WIDTH, self.attention.heads, self.attention.value_d
+        columns, quads, d = self.shape.columns, self.n // WIDTH, self.attention.value_d
         base, units = T.Bind(self.number * (self.m * self.n // self.vectors)), WIDTH // self.vectors
         for i, fresh in enumerate(self.fresh):
             for x in range(columns):
@@ -208,16 +212,16 @@ class Wave:
                 for first in range(0, self.m * quads, self.arch.wave):
                     place = T.Bind(first + self.lane)
                     found = [T.Bind(self.scores[base + place * units + v]) for v in range(units)]
-                    y = [T.Bind(x) for unit in found for x in self._elements(unit)]
+                    y = [T.Bind(x) for unit in found for x in elements(unit)]
                     row = T.Bind(self.starts[i] + place // quads)
-                    token, head = T.Bind(T.truncdiv(row, T.int32(heads))), T.Bind(T.truncmod(row, T.int32(heads)))
+                    token, head = self.step.token_and_head(row)
                     column = T.Bind(head * d + (self.number * columns + x) * self.n + place % quads * WIDTH)
                     self.step.store(self.arch, y, token, column, (row >= fresh) & live(token))
                 wave_barrier()
 
     def store_parts(self, Parts: Buffer, first: Expr) -> None:
         """Stores what the workgroup has of its rows' outputs, maxima and sums of weights into the float32 of Parts from
-        `first` on, as `attention_latent_join.py` describes."""
+        `first` on."""
         columns, d = self.shape.columns, self.attention.value_d
         for i in range(self.shape.row_fragments):
             for x in range(columns):
@@ -229,15 +233,12 @@ class Wave:
             put(Parts, self.top[0], place)
             put(Parts, total, place + 1)
 
-    def _elements(self, unit: Expr) -> list[Expr]:
-        return [lane_of(unit, e) for e in range(self.vectors)] if self.vectors > 1 else [unit]
-
 
 def attend(wave: Wave, cache: Cache, slot: Expr, begin: Expr, end: Expr, tid: Expr, threads: int) -> None:
     """Lets the waves of a workgroup process the blocks of keys number begin .. end-1 of a slot, of which there is one
     at least."""
     attention, tile = wave.attention, wave.tile
-    keys, size = SharedKeys(attention, tile.keys, threads, tid, tile.buffers), key_units(tile, attention)
+    keys, size = SharedBlock("key", attention, tile.keys, threads, tid, tile.buffers), key_units(tile, attention)
 
     def first_key(number: Expr) -> Expr:
         """Of the block with that number; of the last one for those after it."""
@@ -270,3 +271,79 @@ def attend(wave: Wave, cache: Cache, slot: Expr, begin: Expr, end: Expr, tid: Ex
             barrier()
             keys.store()
             barrier()
+
+
+# ---- the join of splits
+
+Part = Callable[[Expr], Expr]
+WAVES, BATCH = 4, 8  # of a workgroup that joins; splits that a wave loads at once
+
+
+def chunks_of(attention: Attention, arch: Profile) -> int:
+    """Workgroups of a row: a lane has WIDTH columns."""
+    return -(-attention.value_d // (arch.wave * WIDTH))
+
+
+def place_in_tile(row: Expr, first: Expr, rows: int, fragment: int) -> Expr:
+    """The place that a row of the step has in the tile that begins with row `first`: the fragments of a tile after
+    the last of all `rows` begin earlier (`Wave`)."""
+    begin = T.Bind((row - first) // fragment * fragment)
+    return T.Bind(begin + row - T.min(first + begin, T.int32(rows - fragment)))
+
+
+class Join:
+    """Joins a row of a tile, in a workgroup of WAVES waves; all its threads must make one. most: splits that there may
+    be, of which there are `active`; part(split): where its part begins in Parts; row: in the tile."""
+
+    def __init__(
+        self, step: Step, arch: Profile, tile: Tile, Parts: Buffer, most: int, active: Expr, part: Part, row: Expr
+    ):
+        self.step, self.arch, self.d, self.row = step, arch, step.layer.value_d, row
+        self.tile, self.Parts, self.active, self.part = tile, Parts, active, part
+        self.weights = T.alloc_buffer((-(-most // arch.wave) * arch.wave,), "float32", scope="shared")
+        self.sums = T.alloc_buffer((WAVES, arch.wave * WIDTH), "float32", scope="shared")
+
+    def _weigh(self, lane: Expr, wave: Expr) -> None:
+        """The splits' weights, which add up to 1, in shared memory; a lane has a split or several."""
+        arch, tops, totals = self.arch, [], []
+        firsts = range(0, int(self.weights.shape[0]), arch.wave)
+        for first in firsts:
+            split, has = T.Bind(T.min(first + lane, self.active - 1)), first + lane < self.active
+            place = T.Bind(self.part(split) + self.tile.rows * self.d + self.row * 2)
+            tops.append(T.Bind(T.Select(has, self.Parts[place], T.float32(LOWEST))))
+            totals.append(T.Bind(T.Select(has, self.Parts[place + 1], T.float32(0))))
+        largest = wave_max(arch, T.Bind(functools.reduce(maximum, tops)))
+        powers = [T.Bind(exp2(top - largest)) for top in tops]
+        total = T.float32(0)
+        for power, own in zip(powers, totals, strict=True):
+            total = total + power * own
+        inverse = T.Bind(rcp(wave_sum(arch, T.Bind(total))))
+        with T.If(wave == 0), T.Then():
+            for first, power in zip(firsts, powers, strict=True):
+                put(self.weights, power * inverse, first + lane)
+        barrier()
+
+    def emit(self, chunk: Expr, lane: Expr, wave: Expr, place: Callable[[], tuple[Expr, Expr]]) -> None:
+        """Stores the row's columns number `chunk`, WIDTH of each lane. place(): its token and head, for the first
+        wave."""
+        count = self.arch.wave * WIDTH
+        column = T.Bind(chunk * count + lane * WIDTH)
+        inside = None if self.d % count == 0 else column < self.d
+        self._weigh(lane, wave)
+        y, safe = local(WIDTH), column if inside is None else T.Bind(T.min(column, T.int32(self.d - WIDTH)))
+        put(y, T.broadcast(T.float32(0), WIDTH), at(0, WIDTH))
+        with T.serial((self.active + (WAVES * BATCH - 1)) // (WAVES * BATCH)) as batch:
+            for i in range(BATCH):
+                split = T.Bind((batch * BATCH + i) * WAVES + wave)
+                there = T.Bind(T.min(split, self.active - 1))
+                weight = T.Bind(T.Select(split < self.active, self.weights[there], T.float32(0)))
+                found = self.Parts[at(T.Bind(self.part(there) + self.row * self.d + safe), WIDTH)]
+                put(y, y[at(0, WIDTH)] + found * T.broadcast(weight, WIDTH), at(0, WIDTH))
+        put(self.sums, y[at(0, WIDTH)], wave, at(lane * WIDTH, WIDTH))
+        barrier()
+        with T.If(wave == 0), T.Then():
+            token, head = place()
+            for n in range(1, WAVES):
+                put(y, y[at(0, WIDTH)] + self.sums[n, at(lane * WIDTH, WIDTH)], at(0, WIDTH))
+            values = [T.Bind(y[i]) for i in range(WIDTH)]
+            self.step.store(self.arch, values, token, T.Bind(head * self.d + column), inside)

@@ -1,13 +1,6 @@
-"""The causal convolution of each column, over the rows of a sequence.
+"""The causal convolution of each column, over the rows of a sequence (schedules/operators/recurrent.py).
 
-    Y[p] = act(sum over t < taps of W[t] * X[p - taps + 1 + t] + B)
-    gated: X holds [B, C, X], columns side by side, and Y[p] = C[p] * (the same of B * X)
-    parts: the columns come from so many tensors of as many columns, each with weights of its own
-
-In: `state`, rows and cells (`schedules/runs.py`), X float32 [m, channels or 3 * channels], W float32 [channels,
-taps] flat, States float32 [cells, taps - 1, channels]: the last inputs, the oldest first. Out: Y float32 [m, channels],
-and States in place. A thread has one column of one sequence, and goes through ROWS rows of it, or through all where
-they are single rows.
+A thread has one column of one sequence, and goes through ROWS rows of it, or through all where they are single rows.
 """
 
 from tvm import tirx
@@ -16,11 +9,10 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.activations import ACTIVATIONS
 from mlc_amd.schedules.gpu.base.device import fma, launch
-from mlc_amd.schedules.gpu.base.planes import padded
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.step import kernel, live_rows, state_arg, when
 from mlc_amd.schedules.operators import CausalConv
-from mlc_amd.schedules.runs import CELLS, RunCells, begins, check_parts, part_args, run_args, run_length, runs
+from mlc_amd.schedules.runs import RunCells, begins, conv_args, run_length, runs
 from mlc_amd.schedules.tir import Buffer, Expr
 
 THREADS = 64  # of a workgroup: columns; few, so that narrow models use several compute units
@@ -29,23 +21,16 @@ ROWS = 16  # of a chunk that a thread goes through; more than there are taps
 
 @registry.builds(CausalConv)
 def causal_conv(op: CausalConv, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows, cells, X, W, B float32 [channels] if `bias`, States, Y). Several parts are X0, X1
-    .., W0, W1 .. ValueError for more taps than ROWS, and for parts that are no such."""
+    """Kernel (state int32[4], those of `conv_args`). ValueError for more taps than ROWS."""
     channels, taps, m, gated, parts, bias = op.channels, op.taps, op.m, op.gated, op.parts, op.bias
     if taps > ROWS:
         raise ValueError(f"a convolution over {taps} positions: at most {ROWS} are possible")
-    check_parts(op)
     threads, firsts = min(THREADS, arch.threads), runs(m, op.single)
     blocks = -(-m // ROWS) if op.single < m else 1  # of the chunk; runs of single rows are short
     with kernel(name) as ir:
         state = state_arg()
-        rows, cells = run_args(m)
+        rows, cells, inputs, weight, B, States, Y = conv_args(op)
         own = channels // parts
-        inputs = part_args("X", parts, (m, own * (3 if gated else 1)))
-        weight = part_args("W", parts, (padded(own * taps),))
-        B: Buffer = T.arg("B", T.buffer((channels,), "float32")) if bias else None
-        States = T.arg("States", T.buffer((CELLS, taps - 1, channels), "float32"))
-        Y = T.arg("Y", T.buffer((m, channels), "float32"))
 
         def convolve(
             X: Buffer, W: Buffer, before: Expr, column: Expr, block: int, first: Expr, begin: Expr, live: Expr
@@ -71,7 +56,7 @@ def causal_conv(op: CausalConv, arch: Device, name: str, plan: None = None) -> t
                     some = T.min(length - block * ROWS, T.int32(ROWS))
                     count = T.Bind(T.Select(first < T.min(state[0], T.int32(op.single)), length, some))
 
-                def keep(target: Expr, column: Expr = column, last: list[Buffer] = last) -> None:
+                def keep(target: Expr) -> None:
                     for t, cell in enumerate(last):
                         T.buffer_store(States, cell[0], [target, t, before + column])
 

@@ -1,54 +1,41 @@
-"""Gated delta nets: the matrix of each value head over the rows of a sequence.
+"""Gated delta nets: the matrix of each value head over the rows of a sequence, and what it keeps of each channel
+(schedules/operators/recurrent.py).
 
-    decay = exp(a * softplus(alpha + dt)), k and q divided by sqrt(their squares' sum + eps), q by sqrt(d) too
-    M *= decay;  M += k t^T,  t = sigmoid(beta) * (v - M^T k);  y = M^T q
-
-by_channel: each channel of k, a row of M, has a decay of its own, which is given.
-
-In: `state`, rows and cells (`schedules/runs.py`), X float32 [m, q, k and v of all heads], Beta and Alpha float32
-[m, value heads, padded], A and Dt float32 [value heads, padded] or, by channel, Decay float32 [m, value heads * d],
-States float32 [cells, value heads, d of v, d of k].
-Out: Y float32 [m, value heads * d], and States in place.
-
-A few neighbouring lanes have a column of a matrix in their registers and go through the rows of a sequence; they meet
-in sums over their lanes, so waves never wait for one another. y = decay * M^T q + (q . k) t, so the sums of a row are
-independent.
+A few neighbouring lanes have a column of a matrix in their registers and go through the rows of a sequence, one by one
+or a block at a time (`scan_blocks.py`). Row by row they meet in sums over their lanes, so waves never wait for one
+another. y = decay * M^T q + (q . k) t, so the sums of a row are independent.
 """
 
-from collections.abc import Sequence
 from math import sqrt
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu import registry
-from mlc_amd.schedules.gpu.base.device import fma, launch, rsqrt, wave_sum
+from mlc_amd.schedules.gpu.base.device import fma, launch, rsqrt, shuffle, wave_sum
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import local, put
-from mlc_amd.schedules.gpu.base.step import kernel, live_rows, state_arg
-from mlc_amd.schedules.gpu.recurrent import delta_net_blocks, scan_blocks
+from mlc_amd.schedules.gpu.base.step import if_live, kernel, live_rows, state_arg, when
+from mlc_amd.schedules.gpu.recurrent import scan_blocks
 from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, load_row, store_row, waves_of
-from mlc_amd.schedules.gpu.recurrent.scan_blocks import ScanPlan
-from mlc_amd.schedules.operators import DeltaNet
-from mlc_amd.schedules.operators.attention import padded_columns
-from mlc_amd.schedules.runs import CELLS, Decays, RunCells, begins, key_head, run_args, run_length, runs
+from mlc_amd.schedules.gpu.recurrent.scan_blocks import Pairs, Scan, ScanPlan, block_rows, blocks_of, fitted, weighed
+from mlc_amd.schedules.operators import ChannelDecay, DeltaNet
+from mlc_amd.schedules.runs import RunCells, begins, decay_args, delta_args, key_head, run_length, runs, softplus
 from mlc_amd.schedules.space import Space
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Expr
 
-
-def _dot(a: Sequence[Expr], b: Sequence[Expr]) -> Expr:
-    total = T.float32(0)
-    for x, y in zip(a, b, strict=True):
-        total = fma(x, y, total)
-    return total
+BY_SLOT = 3  # (k[j] . q[i]) G(j, i); G(j, last); T[i, j]: of j, the row that the slot stands for
+ALONE = 3  # what S q and S k are multiplied with, G(-1, last)
+FACTORS = scan_blocks.factor_count(BY_SLOT, ALONE)
+THREADS = 128  # of a workgroup that computes decays, at most: columns
 
 
 @registry.builds(DeltaNet)
 def delta_net(op: DeltaNet, arch: Device, name: str, plan: ScanPlan | None) -> tirx.PrimFunc:
-    """By blocks of rows where these are for the step, else row by row."""
+    """Kernel (state int32[4], those of `delta_args`): by blocks of rows where these suit the step, else row by row."""
     if not op.by_channel and scan_blocks.suits(op, op.d, op.d, arch):
-        return delta_net_blocks.delta_net(op, arch, name, plan)
-    return delta_rows(op, arch, name)
+        return _delta_blocks(op, arch, name, plan)
+    return _delta_rows(op, arch, name)
 
 
 @registry.plans(DeltaNet)
@@ -56,21 +43,15 @@ def plans(op: DeltaNet, arch: Device) -> Space | None:
     return scan_blocks.plans(op, op.value_heads, op.d, op.d, arch)
 
 
-def delta_rows(op: DeltaNet, arch: Device, name: str) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows, cells, X, Beta, Alpha, A, Dt or Decay, States, Y). A workgroup has a part of one
-    matrix and one sequence. ValueError for heads whose columns do not fill waves."""
+def _delta_rows(op: DeltaNet, arch: Device, name: str) -> tirx.PrimFunc:
+    """A workgroup has a part of one matrix and one sequence. ValueError for heads whose columns do not fill waves."""
     key_heads, value_heads, d, single, m = op.key_heads, op.value_heads, op.d, op.single, op.m
-    keys, values, padded = key_heads * d, value_heads * d, padded_columns(value_heads)
+    keys = key_heads * d
     columns, waves = waves_of(d, d, arch)
     count = d // LANES
     with kernel(name) as ir:
         state = state_arg()
-        rows, cells = run_args(m)
-        X = T.arg("X", T.buffer((m, 2 * keys + values), "float32"))
-        Beta = T.arg("Beta", T.buffer((m, padded), "float32"))
-        decays = Decays(op)
-        States = T.arg("States", T.buffer((CELLS, value_heads, d, d), "float32"))
-        Y = T.arg("Y", T.buffer((m, values), "float32"))
+        rows, cells, X, Beta, decays, States, Y = delta_args(op)
         grid = d // (columns * waves), value_heads, runs(m, single)
         with launch(grid, (arch.wave, waves)) as (part, head, first, lane, wave):
             live = live_rows(state, m)
@@ -84,13 +65,7 @@ def delta_rows(op: DeltaNet, arch: Device, name: str) -> tirx.PrimFunc:
                 for cell, x in zip(matrix, load_row(States, (places.source, head, column), begin, count), strict=True):
                     put(cell, T.Select(rows[first, 0] > 0, x, T.float32(0)), 0)
 
-                def keep(
-                    target: Expr,
-                    head: Expr = head,
-                    column: Expr = column,
-                    begin: Expr = begin,
-                    matrix: list[Buffer] = matrix,
-                ) -> None:
+                def keep(target: Expr) -> None:
                     store_row(States, (target, head, column), begin, [T.Bind(cell[0]) for cell in matrix])
 
                 with T.serial(length) as step:
@@ -101,7 +76,7 @@ def delta_rows(op: DeltaNet, arch: Device, name: str) -> tirx.PrimFunc:
                         own = load_row(decays.channels, (row,), T.Bind(head * d + begin), count)
                         old = [T.Bind(x * factor) for x, factor in zip(old, own, strict=True)]
                     pairs = (k, k), (q, q), (q, k), (k, old), (q, old)
-                    kk, qq, qk, by_k, by_q = (wave_sum(arch, _dot(*pair), LANES) for pair in pairs)
+                    kk, qq, qk, by_k, by_q = (wave_sum(arch, weighed(*pair, T.float32(0)), LANES) for pair in pairs)
                     k_scale = rsqrt(kk + T.float32(op.eps))
                     q_scale = T.Bind(rsqrt(qq + T.float32(op.eps)) * T.float32(1 / sqrt(d)))
                     decay = decays.of_head(row, head)
@@ -115,4 +90,101 @@ def delta_rows(op: DeltaNet, arch: Device, name: str) -> tirx.PrimFunc:
                         put(cell, fma(x, factor, T.Bind(before * decay)), 0)
                     places.keep(step, keep)
                 keep(places.after(length - 1))
+    return ir.get()
+
+
+def _delta_blocks(op: DeltaNet, arch: Device, name: str, plan: ScanPlan | None) -> tirx.PrimFunc:
+    """With b = sigmoid(beta), S before a block and k, q as they are in the formulas, the changes of a block solve
+
+        t[i] = b[i] (v[i] - G(-1, i) S k[i] - sum over j < i of G(j, i) (k[j] . k[i]) t[j])
+
+    so t = T r with r[i] = v[i] - G(-1, i) S k[i] and T = (1 + A)^-1 diag(b), A the strictly lower triangle with
+    b[i] G(j, i) (k[j] . k[i]). The first launch inverts it. The scales of k and q are in the factors."""
+    key_heads, value_heads, d, single, m = op.key_heads, op.value_heads, op.d, op.single, op.m
+    keys = key_heads * d
+    plan = fitted(plan or ScanPlan(), d, d, arch)
+    columns = plan.columns * plan.waves * (arch.wave // LANES)
+    with kernel(name) as ir:
+        state = state_arg()
+        rows, cells, X, Beta, decays, States, Y = delta_args(op)
+        Factors = T.alloc_buffer((blocks_of(m, single), value_heads, LANES, FACTORS), "float32")
+        with launch((blocks_of(m, single), value_heads), (arch.wave,)) as (number, head, lane):
+            first, count = block_rows(state, rows, number, m, single)
+            with T.If(count > 0), T.Then():
+                q_at = T.Bind(key_head(head, op) * d)
+                pairs = Pairs(arch, X, (first, count), (q_at, q_at + keys), d, lane, norms=True)
+                decay = T.exp(decays.A[head] * softplus(decays.Alpha[pairs.row, head] + decays.Dt[head]))
+                beta = T.float32(1) / (T.float32(1) + T.exp(T.float32(0) - Beta[pairs.row, head]))
+                factors = _factors(arch, pairs, decay, beta, op.eps, d)
+                pairs.store(Factors, (number, head), *factors)
+        grid = d // columns, value_heads, runs(m, single)
+        with launch(grid, (arch.wave, plan.waves)) as (part, head, first, lane, wave):
+            scan = Scan(op, arch, plan, (state, rows, cells), first, d, (part, lane, wave), FACTORS)
+            scan.load(States, lambda column: ((head, column), 0))
+            q_at = T.Bind(key_head(head, op) * d)
+            place = T.Bind(head * d + scan.column)
+
+            def body(row: Expr, valid: Expr, own: list[Expr]) -> None:
+                from_qs, from_ks = scan.products(key=False), scan.products(key=True)
+                (to_y, to_state, solved), (by_q, by_k, keep) = scan.factor_lists(BY_SLOT, ALONE)
+                changes, results = [], []
+                for from_q, from_k, v in zip(from_qs, from_ks, own, strict=True):
+                    rest = T.Bind(v - by_k * from_k)
+                    change = scan.by_slot(weighed(solved, scan.by_slot(rest), T.float32(0)))
+                    results.append(weighed(to_y, change, T.Bind(by_q * from_q)))
+                    changes.append([T.Bind(factor * x) for factor, x in zip(to_state, change, strict=True)])
+                with T.If(valid), T.Then():
+                    store_row(Y, (row,), place, results)
+                scan.update(keep, changes)
+
+            def fetch(row: Expr) -> list[Expr]:
+                return load_row(X, (row,), 2 * keys + place, plan.columns)
+
+            scan.blocks(X, Factors, head, q_at, q_at + keys, fetch, body)
+            scan.store()
+    return ir.get()
+
+
+def _factors(arch: Device, pairs: Pairs, decay: Expr, beta: Expr, eps: float, d: int) -> tuple[Expr, Expr]:
+    """(lists of a row's factors by row j, those of the row alone), for `Pairs.store`."""
+    own_norm = local(1)
+    put(own_norm, T.float32(0), 0)
+    for j, x in enumerate(pairs.kk):
+        with T.If(pairs.i == j), T.Then():
+            put(own_norm, x, 0)
+    k_scale = rsqrt(T.Bind(own_norm[0] + T.float32(eps)))
+    q_scale = T.Bind(rsqrt(T.Bind(pairs.qq + T.float32(eps))) * T.float32(1 / sqrt(d)))
+    beta = T.Bind(T.Select(pairs.valid, beta, T.float32(0)))
+    before, upto, keep, to_last = pairs.decays(decay)
+    scales = pairs.of_rows(k_scale)
+    upto = [T.Bind(x * scale) for x, scale in zip(upto, scales, strict=True)]
+    row_scale = T.Bind(beta * k_scale)
+    lower = [
+        T.Bind(T.Select(pairs.i > j, row_scale * (x * kk), T.float32(0)))
+        for j, (x, kk) in enumerate(zip(upto, pairs.kk, strict=True))
+    ]
+    # a row is done when the rows above it have been taken off
+    solved = [T.Bind(T.Select(pairs.i == j, beta, T.float32(0))) for j in range(LANES)]
+    for j in range(LANES - 1):
+        source = T.Bind(pairs.base + j)
+        for c in range(j + 1):
+            above = shuffle(arch, solved[c], source)
+            solved[c] = fma(T.Bind(T.float32(0) - lower[j]), above, solved[c])
+    to_y = [T.Bind(q_scale * (x * qk)) for x, qk in zip(upto, pairs.qk, strict=True)]
+    to_state = [T.Bind(x * scale) for x, scale in zip(to_last, scales, strict=True)]
+    return (to_y, to_state, solved), (T.Bind(before * q_scale), T.Bind(before * k_scale), keep)
+
+
+@registry.builds(ChannelDecay)
+def channel_decay(op: ChannelDecay, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], X, A, Dt, Y). A thread has a column of a row."""
+    d, m, columns, threads = op.d, op.m, op.heads * op.d, min(THREADS, arch.threads)
+    with kernel(name) as ir:
+        state = state_arg()
+        X, A, Dt, Y = decay_args(op)
+        with launch((-(-columns // threads), m), (threads,)) as (part, row, thread), if_live(state, m, row):
+            column = T.Bind(part * threads + thread)
+            with when(column < columns if columns % threads else None):
+                x = softplus(X[row, column] + Dt[column])
+                T.buffer_store(Y, T.exp(A[T.Bind(column // d)] * x), [row, column])
     return ir.get()

@@ -15,6 +15,7 @@ from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, act_args, emit_sto
 from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg
 from mlc_amd.schedules.operators import Gate
 from mlc_amd.schedules.operators.attention import LOG2E
+from mlc_amd.schedules.tir import declared
 
 WAVES = 4  # of a workgroup, at most
 
@@ -40,8 +41,7 @@ def gate(op: Gate, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
     heads, steps = threads // lanes, size // (lanes * WIDTH)
     with kernel(name) as ir:
         state = state_arg()
-        X, Z = (T.arg(which, T.buffer((m, k), "float32")) for which in "XZ")
-        G = T.arg("G", T.buffer((size,), "float32")) if eps is not None else None
+        X, Z, G = declared(X=(m, k), Z=(m, k), G=(size,) if eps is not None else None)
         out = act_args(m, k, layout, None if layout else ["Y"])
         count = k // size
         with launch((-(-count // heads), m), (threads,)) as (part, row, thread), if_live(state, m, row):

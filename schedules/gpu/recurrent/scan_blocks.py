@@ -189,12 +189,13 @@ class Pairs:
     def store(
         self, Factors: Buffer, place: tuple[Expr, ...], by_slot: Sequence[Sequence[Expr]], alone: Sequence[Expr]
     ) -> None:
-        """Factors[place] of this lane's row: lists by row j go to the slots, then the others."""
-        for n, values in enumerate(by_slot):
-            for j, x in enumerate(values):
-                T.buffer_store(Factors, x, [*place, self.i, n * LANES + (self.i ^ j)])
-        for n, x in enumerate(alone):
-            T.buffer_store(Factors, x, [*place, self.i, len(by_slot) * LANES + n])
+        """Factors[place] of this lane's row, by the first group: lists by row j go to the slots, then the others."""
+        with T.If(self.lane < LANES), T.Then():
+            for n, values in enumerate(by_slot):
+                for j, x in enumerate(values):
+                    T.buffer_store(Factors, x, [*place, self.i, n * LANES + (self.i ^ j)])
+            for n, x in enumerate(alone):
+                T.buffer_store(Factors, x, [*place, self.i, len(by_slot) * LANES + n])
 
 
 def factor_count(by_slot: int, alone: int) -> int:
@@ -239,21 +240,24 @@ class Scan:
 
     def load(self, States: Buffer, place: Callable[[Expr], tuple[tuple[Expr, ...], Expr]]) -> None:
         """The columns, from States[source cell, *place(column)] and the index of a number in it."""
-        with T.If(self.active), T.Then():
-            for c, cells in enumerate(self.matrix):
-                before, begin = place(T.Bind(self.column + c))
-                for u in range(0, self.own, self.width):
-                    run = load_row(States, (self.source, *before), begin + self._key(u), self.width)
-                    for e, x in enumerate(run):
-                        put(cells[u + e], T.Select(self.fresh, T.float32(0), x), 0)
+        self.States, self.place = States, place
+        for cells, before, u, begin in self._pieces_of(self.source):
+            for e, x in enumerate(load_row(self.States, before, begin, self.width)):
+                put(cells[u + e], T.Select(self.fresh, T.float32(0), x), 0)
 
-    def store(self, States: Buffer, place: Callable[[Expr], tuple[tuple[Expr, ...], Expr]]) -> None:
+    def store(self) -> None:
+        """The columns into the target cell."""
+        for cells, before, u, begin in self._pieces_of(self.target):
+            store_row(self.States, before, begin, [T.Bind(cell[0]) for cell in cells[u : u + self.width]])
+
+    def _pieces_of(self, cell: Expr) -> Iterator[tuple[list[Buffer], tuple[Expr, ...], int, Expr]]:
+        """Yields (registers of a column, where it is in States, number of its register, index there) of what is loaded
+        at once, where there is a run."""
         with T.If(self.active), T.Then():
             for c, cells in enumerate(self.matrix):
-                before, begin = place(T.Bind(self.column + c))
+                before, begin = self.place(T.Bind(self.column + c))
                 for u in range(0, self.own, self.width):
-                    run = [T.Bind(cell[0]) for cell in cells[u : u + self.width]]
-                    store_row(States, (self.target, *before), begin + self._key(u), run)
+                    yield cells, (cell, *before), u, begin + self._key(u)
 
     def _key(self, u: int) -> Expr:
         """The number of the lane's element u along k: lanes alternate, so that they read side by side."""

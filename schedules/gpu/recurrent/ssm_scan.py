@@ -1,13 +1,9 @@
-"""Selective state spaces (Mamba-2): the matrix of each head over the rows of a sequence.
-
-    dt = softplus(t + bias);  S *= exp(a * dt);  S += dt * x B^T;  y = (S C + D * x) * silu(z)
-
-In: `state`, rows and cells (`schedules/runs.py`), X float32 [m, x of all heads, B and C of all groups], Z float32
-[m, heads * d, padded], Dt float32 [m, heads, padded], A, D and Bias float32 [heads, padded], States float32 [cells,
-heads, d * size]. Out: Y float32 [m, heads * d], and States in place.
+"""Selective state spaces (Mamba-2): the matrix of each head over the rows of a sequence
+(schedules/operators/recurrent.py).
 
 A few neighbouring lanes have a row of a matrix, which is a column of x, in their registers and go through the rows of a
-sequence; they meet in one sum over their lanes, so waves never wait for one another.
+sequence, one by one or a block at a time (`scan_blocks.py`). Row by row they meet in one sum over their lanes, so waves
+never wait for one another.
 """
 
 from tvm import tirx
@@ -19,22 +15,25 @@ from mlc_amd.schedules.gpu.base.device import fma, launch, wave_sum
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import local, put
 from mlc_amd.schedules.gpu.base.step import kernel, live_rows, state_arg
-from mlc_amd.schedules.gpu.recurrent import scan_blocks, ssm_scan_blocks
+from mlc_amd.schedules.gpu.recurrent import scan_blocks
 from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, load_row, store_row, waves_of
-from mlc_amd.schedules.gpu.recurrent.scan_blocks import ScanPlan
+from mlc_amd.schedules.gpu.recurrent.scan_blocks import Pairs, Scan, ScanPlan, block_rows, blocks_of, fitted, weighed
 from mlc_amd.schedules.operators import SsmScan
-from mlc_amd.schedules.operators.attention import padded_columns
-from mlc_amd.schedules.runs import CELLS, RunCells, begins, run_args, run_length, runs, softplus
+from mlc_amd.schedules.runs import RunCells, begins, run_length, runs, softplus, ssm_args
 from mlc_amd.schedules.space import Space
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Expr
+
+BY_SLOT = 2  # (B[j] . C[i]) G(j, i); G(j, last): of j, the row that the slot stands for
+ALONE = 3  # what S C is multiplied with, dt, G(-1, last)
+FACTORS = scan_blocks.factor_count(BY_SLOT, ALONE)
 
 
 @registry.builds(SsmScan)
 def ssm_scan(op: SsmScan, arch: Device, name: str, plan: ScanPlan | None) -> tirx.PrimFunc:
-    """By blocks of rows where these are for the step, else row by row."""
+    """Kernel (state int32[4], those of `ssm_args`): by blocks of rows where these are for the step, else row by row."""
     if scan_blocks.suits(op, op.d, op.size, arch):
-        return ssm_scan_blocks.ssm_scan(op, arch, name, plan)
-    return scan_rows(op, arch, name)
+        return _scan_blocks(op, arch, name, plan)
+    return _scan_rows(op, arch, name)
 
 
 @registry.plans(SsmScan)
@@ -42,22 +41,14 @@ def plans(op: SsmScan, arch: Device) -> Space | None:
     return scan_blocks.plans(op, op.heads, op.d, op.size, arch)
 
 
-def scan_rows(op: SsmScan, arch: Device, name: str) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows, cells, X, Z, Dt, A, D, Bias, States, Y). A workgroup
-    has a part of one matrix and one sequence. ValueError for heads whose columns do not fill waves."""
+def _scan_rows(op: SsmScan, arch: Device, name: str) -> tirx.PrimFunc:
+    """A workgroup has a part of one matrix and one sequence. ValueError for heads whose columns do not fill waves."""
     heads, d, size, groups, single, m = op.heads, op.d, op.size, op.groups, op.single, op.m
-    inner, padded = heads * d, padded_columns(heads)
     columns, waves = waves_of(d, size, arch)
     count = size // LANES
     with kernel(name) as ir:
         state = state_arg()
-        rows, cells = run_args(m)
-        X = T.arg("X", T.buffer((m, inner + 2 * groups * size), "float32"))
-        Z = T.arg("Z", T.buffer((m, padded_columns(inner)), "float32"))
-        Dt = T.arg("Dt", T.buffer((m, padded), "float32"))
-        A, D, Bias = (T.arg(which, T.buffer((padded,), "float32")) for which in ("A", "D", "Bias"))
-        States = T.arg("States", T.buffer((CELLS, heads, d * size), "float32"))
-        Y = T.arg("Y", T.buffer((m, inner), "float32"))
+        rows, cells, X, Z, Dt, A, D, Bias, States, Y = ssm_args(op)
         grid = d // (columns * waves), heads, runs(m, single)
         with launch(grid, (arch.wave, waves)) as (part, head, first, lane, wave):
             live = live_rows(state, m)
@@ -65,13 +56,13 @@ def scan_rows(op: SsmScan, arch: Device, name: str) -> tirx.PrimFunc:
                 places, length = RunCells(rows, cells, first, single), run_length(op, state, rows, first, live)
                 column = T.Bind((part * waves + wave) * columns + lane // LANES)
                 begin, x_at = T.Bind(lane % LANES * count), T.Bind(head * d + column)
-                b_at = T.Bind(inner + head // (heads // groups) * size + begin)
+                b_at = T.Bind(heads * d + head // (heads // groups) * size + begin)
                 own = T.Bind(column * size + begin)
                 matrix = [local(1) for _ in range(count)]
                 for cell, x in zip(matrix, load_row(States, (places.source, head), own, count), strict=True):
                     put(cell, T.Select(rows[first, 0] > 0, x, T.float32(0)), 0)
 
-                def keep(target: Expr, head: Expr = head, own: Expr = own, matrix: list[Buffer] = matrix) -> None:
+                def keep(target: Expr) -> None:
                     store_row(States, (target, head), own, [T.Bind(cell[0]) for cell in matrix])
 
                 with T.serial(length) as step:
@@ -87,4 +78,52 @@ def scan_rows(op: SsmScan, arch: Device, name: str) -> tirx.PrimFunc:
                         T.buffer_store(Y, y * ACTIVATIONS["silu"](T.Bind(Z[row, x_at])), [row, x_at])
                     places.keep(step, keep)
                 keep(places.after(length - 1))
+    return ir.get()
+
+
+def _scan_blocks(op: SsmScan, arch: Device, name: str, plan: ScanPlan | None) -> tirx.PrimFunc:
+    """B is k in `scan_blocks.py` and C is q; what is added along B[i] is t[i] = dt[i] * x[i]."""
+    heads, d, size, groups, single, m = op.heads, op.d, op.size, op.groups, op.single, op.m
+    plan = fitted(plan or ScanPlan(), d, size, arch)
+    columns = plan.columns * plan.waves * (arch.wave // LANES)
+    with kernel(name) as ir:
+        state = state_arg()
+        rows, cells, X, Z, Dt, A, D, Bias, States, Y = ssm_args(op)
+        Factors = T.alloc_buffer((blocks_of(m, single), heads, LANES, FACTORS), "float32")
+        with launch((blocks_of(m, single), heads), (arch.wave,)) as (number, head, lane):
+            first, count = block_rows(state, rows, number, m, single)
+            with T.If(count > 0), T.Then():
+                b_at = T.Bind(heads * d + head // (heads // groups) * size)
+                pairs = Pairs(arch, X, (first, count), (b_at + groups * size, b_at), size, lane, norms=False)
+                dt = softplus(Dt[pairs.row, head] + Bias[head])
+                before, upto, keep, to_last = pairs.decays(T.exp(A[head] * dt))
+                to_y = [T.Bind(x * product) for x, product in zip(upto, pairs.qk, strict=True)]
+                dt = T.Bind(T.Select(pairs.valid, dt, T.float32(0)))
+                pairs.store(Factors, (number, head), (to_y, to_last), (before, dt, keep))
+        grid = d // columns, heads, runs(m, single)
+        with launch(grid, (arch.wave, plan.waves)) as (part, head, first, lane, wave):
+            scan = Scan(op, arch, plan, (state, rows, cells), first, size, (part, lane, wave), FACTORS)
+            scan.load(States, lambda column: ((head,), T.Bind(column * size)))
+            b_at = T.Bind(heads * d + head // (heads // groups) * size)
+            place = T.Bind(head * d + scan.column)
+
+            def body(row: Expr, valid: Expr, own: list[Expr]) -> None:
+                products = scan.products(key=False)
+                (to_y, to_state), (by_c, dt, keep) = scan.factor_lists(BY_SLOT, ALONE)
+                xs, gates = own[: plan.columns], own[plan.columns :]
+                changes, results = [], []
+                for from_c, x, gate in zip(products, xs, gates, strict=True):
+                    change = scan.by_slot(T.Bind(x * dt))
+                    y = fma(x, D[head], weighed(to_y, change, T.Bind(by_c * from_c)))
+                    results.append(T.Bind(y * ACTIVATIONS["silu"](gate)))
+                    changes.append([T.Bind(factor * c) for factor, c in zip(to_state, change, strict=True)])
+                with T.If(valid), T.Then():
+                    store_row(Y, (row,), place, results)
+                scan.update(keep, changes)
+
+            def fetch(row: Expr) -> list[Expr]:
+                return [x for buffer in (X, Z) for x in load_row(buffer, (row,), place, plan.columns)]
+
+            scan.blocks(X, Factors, head, b_at + groups * size, b_at, fetch, body)
+            scan.store()
     return ir.get()

@@ -84,7 +84,8 @@ def _survey(args: SampleArgs, vocab: int, found: Found, group: Group, part: Expr
             put(y, value, i * WIDTH + k)
     with when((flags & ADJUST) > 0):
         _adjust(args, group, row, flags, (x, y), first, starts)
-    raw_tops, tops = group.of_waves(*(wave_max(arch, T.Bind(_fold(maximum, buffer))) for buffer in (x, y)))
+    largest = (functools.reduce(maximum, [values[i] for i in range(STEPS * WIDTH)]) for values in (x, y))
+    raw_tops, tops = group.of_waves(*(wave_max(arch, T.Bind(top)) for top in largest))
     top, changed_top = (group.joined(part, maximum) for part in (raw_tops, tops))
     token = T.int32(LARGEST)
     for i, start in reversed(list(enumerate(starts))):
@@ -125,13 +126,7 @@ def _survey(args: SampleArgs, vocab: int, found: Found, group: Group, part: Expr
 
 
 def _adjust(
-    args: SampleArgs,
-    group: Group,
-    row: Expr,
-    flags: Expr,
-    logits: tuple[Buffer, Buffer],
-    first: Expr,
-    starts: list[Expr],
+    args: SampleArgs, group: Group, row: Expr, flags: Expr, logits: tuple[Buffer, Buffer], first: Expr, starts: list
 ) -> None:
     """The second of `logits` becomes the first, after the row's changes and its mask. first: the part's first token,
     starts: those of this thread's vectors."""
@@ -160,10 +155,6 @@ def _adjust(
         for k in range(WIDTH):
             bit = T.shift_right(bits, (start & T.int32(31)) + k) & T.int32(1)
             put(y, T.Select(masked & (bit == 0), T.float32(LOWEST), held[start - first + k]), i * WIDTH + k)
-
-
-def _fold(op: Callable[[Expr, Expr], Expr], buffer: Buffer) -> Expr:
-    return functools.reduce(op, [buffer[i] for i in range(int(buffer.shape[0]))])
 
 
 def _power(x: Expr) -> Expr:

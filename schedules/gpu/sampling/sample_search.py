@@ -14,6 +14,7 @@ from mlc_amd.schedules.sampling import Draw
 from mlc_amd.schedules.sampling_machine import (
     BINS,
     LOWEST_KEY,
+    Asked,
     Machine,
     Pieces,
     Var,
@@ -135,30 +136,20 @@ class Workgroup(Machine):
     def exp2(self, x: Expr) -> Expr:
         return exp2(maximum(x, T.float32(-200)))
 
-    def total(self, amount: Expr) -> Expr:
-        (found,) = self.group.reduce((amount, "sum"))
+    def reduced(self, amount: Expr, how: str) -> Expr:
+        (found,) = self.group.reduce((amount, how))
         barrier()
         return found
 
     def scan(self, amount: Expr) -> tuple[Expr, Expr]:
         return self.group.scan(amount)
 
-    def least(self, amount: Expr) -> Expr:
-        (found,) = self.group.reduce((amount, "least"))
-        barrier()
-        return found
-
     def load(self, column: Expr) -> Expr:
         """The logits of a vector; what is after the row's end is anything."""
         return T.Bind(self.adjusted[self.row, at(T.Bind(T.min(column, T.int32(self.columns - WIDTH))), WIDTH)])
 
     def each_token(
-        self,
-        visit: Visit,
-        floor: Expr | None = None,
-        near: Callable[[], tuple[Expr, Expr]] | None = None,
-        enough: Callable[[], Expr] | None = None,
-        scratch: Buffer | None = None,
+        self, visit: Visit, floor: Expr = None, near: Asked = None, enough: Asked = None, scratch: Buffer = None
     ) -> None:
         if floor is not None and enough is not None:
             self._each_above(visit, floor, enough, scratch)
@@ -168,7 +159,8 @@ class Workgroup(Machine):
             first = opaque(step * (width * batch) + self.tid * WIDTH)  # TVM unrolls loops that store nothing
             columns = [T.Bind(first + i * width) for i in range(batch)]
             for column, values in [(column, self.load(column)) for column in columns]:
-                self._visit(visit, column, self.lanes(values))
+                for k, value in enumerate(self.lanes(values)):
+                    visit(T.Bind(column + k), value, column + k < self.vocab)
 
     def lanes(self, values: Expr) -> list[Expr]:
         return [T.Bind(lane_of(values, k)) for k in range(WIDTH)]
@@ -201,10 +193,6 @@ class Workgroup(Machine):
                     for i, lane in enumerate(lanes[1:]):
                         value = T.Select(k > i, lane, value)
                     visit(T.Bind(column + k), T.Bind(value), column + k < self.vocab)
-
-    def _visit(self, visit: Visit, column: Expr, lanes: list[Expr]) -> None:
-        for k, value in enumerate(lanes):
-            visit(T.Bind(column + k), value, column + k < self.vocab)
 
 
 class RowDraw(Draw):

@@ -13,8 +13,7 @@ from workloads import built, operator
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
-from mlc_amd.schedules.cpu.base.arch import resolve, tile_rows
-from mlc_amd.schedules.cpu.base.isa import Avx2, Portable
+from mlc_amd.schedules.cpu.base.arch import Avx2, Portable, resolve, tile_rows
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.tools.reference.experts import gate_up, linear, order, route

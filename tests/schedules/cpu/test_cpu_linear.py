@@ -18,10 +18,8 @@ from workloads import tiled
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
-from mlc_amd.schedules.cpu.base.arch import Arch, resolve
-from mlc_amd.schedules.cpu.base.isa import Avx2, AvxVnni, Isa, Portable, Vnni512
-from mlc_amd.schedules.cpu.linear.gate_up import gate_up
-from mlc_amd.schedules.cpu.linear.linear import linear
+from mlc_amd.schedules.cpu.base.arch import Arch, Avx2, AvxVnni, Isa, Portable, Vnni512, resolve
+from mlc_amd.schedules.cpu.linear.linear import gate_up, linear
 from mlc_amd.schedules.cpu.linear.linear_plan import default_plan, parts
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.operators import GateUp, Linear

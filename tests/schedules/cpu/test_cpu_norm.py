@@ -15,8 +15,8 @@ from mlc_amd.compiler.quant.pack import repack
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.schedules.cpu.base.arch import resolve
-from mlc_amd.schedules.cpu.linear.embed import embed
-from mlc_amd.schedules.cpu.linear.norm import norm, quantize
+from mlc_amd.schedules.cpu.linear.planes import embed
+from mlc_amd.schedules.cpu.linear.quantize import norm, quantize
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.operators import Embed, LayerNorm, Quantize, RmsNorm
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.cpu.attention.rope_kv_write import rope_kv_write
+from mlc_amd.schedules.cpu.attention.kv_write import rope_kv_write
 from mlc_amd.schedules.cpu.base.arch import resolve
 from mlc_amd.schedules.operators import RopeKvWrite
 from mlc_amd.schedules.operators.attention import KV_BLOCK, Attention, Rope

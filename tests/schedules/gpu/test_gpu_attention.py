@@ -17,7 +17,7 @@ from mlc_amd.schedules.gpu.attention import attention_prefill_dot
 from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.attention.attention_step import attention_step
 from mlc_amd.schedules.gpu.attention.cache import cache_types
-from mlc_amd.schedules.gpu.attention.rope_kv_write import rope_kv_write
+from mlc_amd.schedules.gpu.attention.kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.base.arch import resolve
 from mlc_amd.schedules.operators.attention import Attention, Rope
 from tests.dev.gfxemu import emulate

@@ -17,7 +17,7 @@ from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.compiler.codegen.spirv_reader import read
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.attention import attention
-from mlc_amd.schedules.gpu.attention.attention_coop_tiles import Tile, held_steps, lds_bytes, tile_of
+from mlc_amd.schedules.gpu.attention.attention_coop_tiles import Tile, tile_of
 from mlc_amd.schedules.gpu.attention.cache import cache_types
 from mlc_amd.schedules.gpu.base.pairs import from_pairs
 from mlc_amd.schedules.gpu.base.profiles import resolve
@@ -106,14 +106,14 @@ def test_queries_that_registers_do_not_hold(name, room):
     """As of wide heads on AMD's GPUs, most or all of their fragments are loaded for each block."""
     case, profile = CASES[name], replace(NVIDIA, query_registers=room)
     tile = TILES.get(name) or tile_of(case.layer, case.m, profile)
-    assert held_steps(tile, case.layer.width, profile) < case.layer.width // profile.fragment[2]
+    assert tile.held_steps(case.layer.width, profile) < case.layer.width // profile.fragment[2]
     compare(name, profile)
 
 
 def test_wide_heads_leave_room_for_their_outputs():
     held = {
         arch: [
-            held_steps(tile_of(Attention(24, 4, d, 4096), 512, resolve(arch)), d, resolve(arch)) for d in (64, 128, 256)
+            tile_of(Attention(24, 4, d, 4096), 512, resolve(arch)).held_steps(d, resolve(arch)) for d in (64, 128, 256)
         ]
         for arch in ("nvidia", "rdna3", "rdna4")
     }
@@ -145,7 +145,7 @@ def test_default_tiles_fit(shape, arch):
     for name, kernel in compile_spirv(kernels, profile).modules.items():
         facts, tile = read(kernel.binary), tile_of(layer, int(name[1:].partition("_")[0]), profile)
         assert facts.matrix and "CooperativeMatrixKHR" in kernel.capabilities
-        assert facts.lds == kernel.lds == lds_bytes(tile, shape[2], profile.fragment) <= profile.lds
+        assert facts.lds == kernel.lds == tile.lds_bytes(shape[2], profile.fragment) <= profile.lds
         assert np.prod(kernel.block) <= profile.threads
         assert len(kernel.binary) < 200_000
 

@@ -14,8 +14,8 @@ from samples import sample
 from vulkan_harness import gpu
 
 from mlc_amd.schedules.gpu.attention.attention import attention
-from mlc_amd.schedules.gpu.attention.attention_scratch import MAX_PARTS
 from mlc_amd.schedules.gpu.attention.attention_splits import splits_of
+from mlc_amd.schedules.gpu.attention.attention_step import MAX_PARTS
 from mlc_amd.schedules.gpu.base.profiles import resolve
 from mlc_amd.schedules.operators.attention import Attention, Rope
 from tests.schedules.gpu.test_vulkan_kernels import execute

@@ -17,7 +17,6 @@ from mlc_amd.compiler.codegen.spirv_reader import read
 from mlc_amd.schedules.gpu.attention import attention_splits
 from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.attention.attention_splits import MatrixDecodePlan, default_plan, splits_of, splits_of_rows
-from mlc_amd.schedules.gpu.attention.cache import rows_arg
 from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.profiles import resolve
 from mlc_amd.schedules.gpu.base.step import kernel
@@ -143,7 +142,7 @@ def test_no_more_splits_than_run_at_the_same_time(lengths):
     m = 8 if len(lengths) <= 8 else 16
     splits = splits_of(LLAMA, NVIDIA, m=m)
     with kernel("k") as ir:
-        rows, found = rows_arg(m), T.arg("found", T.buffer((m, 2), "int32"))
+        rows, found = (T.arg(which, T.buffer((m, 2), "int32")) for which in ("rows", "found"))
         with launch((1,), (NVIDIA.wave,)) as (_, lane):
             divided = splits_of_rows(NVIDIA, LLAMA, splits, rows, m, T.int32(len(lengths)), lane)
             for row, active, before in divided:

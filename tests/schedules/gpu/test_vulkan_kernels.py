@@ -20,7 +20,7 @@ from workloads import built
 
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.attention.attention import attention
-from mlc_amd.schedules.gpu.attention.rope_kv_write import rope_kv_write
+from mlc_amd.schedules.gpu.attention.kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.base.activations import gated
 from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.planes import padded

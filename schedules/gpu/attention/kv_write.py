@@ -7,6 +7,9 @@ rotated queries as float16, times `Attention.query_scale`, and the cache, update
 Models differ (`Rope`) in which elements form a pair, how many elements of a head rotate (the rest passes through, none
 is possible), and which heads are normalized, before or after that. A wave has one head of one row. Decode does without
 this kernel: `attention_decode.py` does the same work with the functions here.
+
+In latent attention (`schedules.operators.attention.Attention`) there are the queries' columns for the latent and those
+that rotate, the key's latent before its norm and its rotating columns. A wave has one head of one row, or its key.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,22 +19,14 @@ from typing import NamedTuple
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu import registry
-from mlc_amd.schedules.gpu.attention.cache import (
-    Cache,
-    own_elements,
-    pages_arg,
-    row_position,
-    row_slot,
-    rows_arg,
-    store_valid,
-)
+from mlc_amd.schedules.gpu.attention.cache import Cache, own_elements, place_args, row_position, row_slot, store_valid
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, launch, rsqrt, wave_meets, wave_sum
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.step import is_live, kernel, state_arg
 from mlc_amd.schedules.gpu.base.threads import WAVES
-from mlc_amd.schedules.operators.attention import Attention, Rope, RopeKvWrite, padded_columns
+from mlc_amd.schedules.kv_writes import Sources, latent_args, rope_args
+from mlc_amd.schedules.operators.attention import Attention, LatentKvWrite, Rope, RopeKvWrite
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -49,32 +44,6 @@ class WavesPlan:
 def wave_heads(attention: Attention, rope: Rope) -> int:
     """Heads that a row has, one for a wave each."""
     return attention.heads + (2 * attention.kv_heads if rope.writes else 0)
-
-
-class Sources(NamedTuple):
-    """The parameters Q, K, V, QN, KN, CS of `rope_kv_write`; None: it has no such parameter."""
-
-    Q: Buffer
-    K: Buffer
-    V: Buffer
-    QN: Buffer
-    KN: Buffer
-    CS: Buffer
-
-
-def rope_args(attention: Attention, m: int, rope: Rope) -> Sources:
-    """Declares the parameters. UserError for a number of rotated elements that is odd or larger than the head."""
-    d, heads, kv_heads = attention.d, attention.heads, attention.kv_heads
-    if rope.rotary % 2 or not 0 <= rope.rotary <= d:
-        raise UserError(f"rotary embedding needs an even number of elements, at most the head's {d}, not {rope.rotary}")
-    rows = {"Q": heads} | ({"K": kv_heads, "V": kv_heads} if rope.writes else {})
-    shapes = {name: (m, padded_columns(count * d)) for name, count in rows.items()}
-    if rope.eps is not None:
-        shapes |= {name: (padded_columns(d),) for name in (("QN", "KN") if rope.writes else ("QN",))}
-    if rope.rotary:
-        shapes["CS"] = attention.ctx, rope.rotary
-    found = {name: T.arg(name, T.buffer(shape, "float32")) for name, shape in shapes.items()}
-    return Sources(*(found.get(name) for name in Sources._fields))
 
 
 Elements = tuple[Expr, tuple[tuple[Expr, Expr], ...]]  # (valid, ((element, value), ..)); valid: None, or a condition
@@ -151,12 +120,11 @@ class Heads:
 
     def _normalized(self, pairs: list[Pair], weight: Buffer) -> list[Pair]:
         scale = norm_scale(self.arch, [(pair.valid, pair.values) for pair in pairs], self.d, self.rope.eps)
-        return [
-            pair._replace(
-                values=[T.Bind(x * scale * weight[e]) for e, x in zip(pair.elements, pair.values, strict=True)]
-            )
-            for pair in pairs
-        ]
+
+        def scaled(pair: Pair) -> list[Expr]:
+            return [T.Bind(x * scale * weight[e]) for e, x in zip(pair.elements, pair.values, strict=True)]
+
+        return [pair._replace(values=scaled(pair)) for pair in pairs]
 
     def _rotated(self, pair: Pair, position: Expr) -> Pair:
         half, (x, y) = self.rope.rotary // 2, pair.values
@@ -165,10 +133,8 @@ class Heads:
         place = T.Bind(T.min(pair.number, T.int32(half - 1)))
         cos, sin = (T.Bind(self.sources.CS[position, place * 2 + i]) for i in range(2))
         if self.rope.rotary < self.d:
-            cos, sin = (
-                T.Bind(T.Select(pair.number < half, cos, T.float32(1))),
-                T.Bind(T.Select(pair.number < half, sin, T.float32(0))),
-            )
+            cos = T.Bind(T.Select(pair.number < half, cos, T.float32(1)))
+            sin = T.Bind(T.Select(pair.number < half, sin, T.float32(0)))
         return pair._replace(values=[T.Bind(x * cos - y * sin), T.Bind(x * sin + y * cos)])
 
     def value_scale(self, row: Expr, kv: Expr) -> Expr:
@@ -177,9 +143,8 @@ class Heads:
         if not self.rope.value_norm:
             return None
         own = own_elements(self.arch, self.lane, 0, self.d)
-        return norm_scale(
-            self.arch, [(valid, [T.Bind(self.value(row, kv, e))]) for valid, e in own], self.d, self.rope.eps
-        )
+        values = [(valid, [T.Bind(self.value(row, kv, e))]) for valid, e in own]
+        return norm_scale(self.arch, values, self.d, self.rope.eps)
 
     def value(self, row: Expr, kv: Expr, e: Expr, scale: Expr = None) -> Expr:
         """Element e of a head of V, times `scale` (None: 1)."""
@@ -193,21 +158,17 @@ class Heads:
 
 @registry.builds(RopeKvWrite)
 def rope_kv_write(op: RopeKvWrite, arch: Device, name: str, plan: WavesPlan | None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32[m, 2], pages of `pages_arg`, Q float32 [m, heads*d], K float32 [m,
-    kv_heads*d], V float32 [m, kv_heads*d], [QN float32 [d], KN float32 [d] when rope.eps is not None], [CS float32
-    [ctx, rotary] with CS[pos, 2i] = cos, CS[pos, 2i+1] = sin of pair i, unless rotary is 0], the cache as in
-    `cache.py` (in place), Qo float16 [m, heads, width], whose padding becomes 0).
+    """Kernel (state int32[4], rows int32[m, 2], pages, those of `rope_args`, the cache as in `cache.py`
+    (in place), Qo float16 [m, heads, width], whose padding becomes 0); without rope.writes no pages and no cache.
 
-    Without rope.writes there are no pages, K, V, KN, caches. Q, K, V and the norms' weights are padded to multiples of
-    16 columns, as linear layers and vectors are. Rows that are not live, or whose position is at or beyond ctx, write
-    nothing. UserError for shapes that `cache_types` or `rope_args` refuses.
+    Rows that are not live, or whose position is at or beyond ctx, write nothing. UserError for shapes that
+    `cache_types` or `rope_args` refuses.
     """
     attention, m, rope = op.layer, op.m, op.rope
     heads, kv_heads, d = attention.heads, attention.kv_heads, attention.d
     total, waves = wave_heads(attention, rope), (plan or WavesPlan()).fitted(arch)
     with kernel(name) as ir:
-        state, rows = state_arg(), rows_arg(m)
-        pages = pages_arg(attention) if rope.writes else None
+        state, (rows, pages) = state_arg(), place_args(m, attention if rope.writes else None)
         sources = rope_args(attention, m, rope)
         cache = Cache(attention, pages) if rope.writes else None
         Qo = T.arg("Qo", T.buffer((m, heads, attention.width), "float16"))
@@ -232,7 +193,7 @@ def rope_kv_write(op: RopeKvWrite, arch: Device, name: str, plan: WavesPlan | No
                 for valid, values in key:
                     store_valid(valid, turned, [((wave * d + e,), T.cast(y, "float16")) for e, y in values])
                 wave_meets(arch)
-                cache.store_key_codes(arch, kv, slot, position, lambda e: T.cast(turned[wave * d + e], "float32"), lane)
+                cache.store_codes(arch, kv, slot, position, lambda e: T.cast(turned[wave * d + e], "float32"), lane)
 
             def write_key_or_value(cache: Cache) -> None:
                 slot = row_slot(rows, row)
@@ -270,3 +231,55 @@ def plans(op: RopeKvWrite, arch: Device) -> Space:
         return Kernel(waves, -(-heads // waves) * op.m, waves * arch.wave, op.layer.d * 4 / arch.wave)
 
     return Space(WavesPlan, {"waves": WAVES}, WavesPlan(), kernel)
+
+
+@registry.builds(LatentKvWrite)
+def latent_kv_write(op: LatentKvWrite, arch: Device, name: str, plan: WavesPlan | None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], rows int32[m, 2], pages, those of `latent_args`, Kc as in `cache.py` (in
+    place), Qo float16 [m, heads, width], whose padding becomes 0).
+
+    Rows that are not live, or whose position is at or beyond ctx, write nothing. UserError for shapes that
+    `cache_types` refuses, ValueError unless the key has values and others, of which all or none rotate.
+    """
+    attention, m, rope = op.layer, op.m, op.rope
+    heads, values, width = attention.heads, attention.values, attention.width
+    shared = attention.d - values
+    if rope.rotary not in (0, shared) or rope.eps is None:
+        raise ValueError(f"keys of {attention.d} columns do not consist of {values} and {rope.rotary} that rotate")
+    waves, scale = (plan or WavesPlan()).fitted(arch), T.float32(attention.query_scale)
+    with kernel(name) as ir:
+        state, (rows, pages) = state_arg(), place_args(m, attention)
+        Q, L, K, KN, CS = latent_args(op)
+        cache = Cache(attention, pages)
+        sources = Sources(Q, K, None, None, None, CS)
+        Qo = T.arg("Qo", T.buffer((m, heads, width), "float16"))
+        with launch((-(-(heads + 1) // waves), m), (arch.wave, waves)) as (block, row, lane, wave):
+            own = Heads(arch, attention, rope, sources, lane, shared)
+            head, position = T.Bind(block * waves + wave), T.Bind(row_position(rows, row))
+
+            def turned(X: Expr, column: Expr) -> Iterator[Expr]:
+                """The `rotated` columns of X from `column` on, as elements of a key."""
+                for valid, pair in own.rotated(X, row, column, position):
+                    yield valid, [(values + e, y) for e, y in pair]
+
+            def write_query() -> None:
+                for valid, e in own_elements(arch, lane, 0, values):
+                    store_valid(valid, Qo, [((row, head, e), T.cast(L[row, head * values + e] * scale, "float16"))])
+                for valid, pair in turned(Q, head * shared):
+                    store_valid(valid, Qo, [((row, head, e), T.cast(y * scale, "float16")) for e, y in pair])
+                for valid, e in own_elements(arch, lane, attention.d, width):
+                    store_valid(valid, Qo, [((row, head, e), T.float16(0))])
+
+            def write_key() -> None:
+                latent = [(valid, e, T.Bind(K[row, e])) for valid, e in own_elements(arch, lane, 0, values)]
+                factor = T.Bind(norm_scale(arch, [(valid, [x]) for valid, _, x in latent], values, rope.eps))
+                key = [(valid, [(e, x * factor * KN[e])]) for valid, e, x in latent]
+                cache.store_key(0, row_slot(rows, row), position, [*key, *turned(K, values)])
+
+            live = tirx.all(is_live(state, row), position >= 0, position < attention.ctx, head <= heads)
+            with T.If(live), T.Then(), T.If(head < heads):
+                with T.Then():
+                    write_query()
+                with T.Else():
+                    write_key()
+    return ir.get()

@@ -1,8 +1,10 @@
-"""Rotary position embedding, and the new keys and values into the cache: what comes between the q/k/v projections and
-attention.
+"""What comes between the projections of queries, keys and values and attention: rotary position embedding, and the new
+keys and values into the cache.
 
 Models differ in what `schedules.operators.attention.Rope` describes: which elements of a head form a pair, how many of
-them rotate (the rest passes through), and which heads are normalized, before or after that.
+them rotate (the rest passes through), and which heads are normalized, before or after that. In latent attention
+(`schedules.operators.attention.Attention`) there are the queries' columns for the latent and those that rotate, the
+key's latent before its norm and its rotating columns.
 """
 
 import math
@@ -11,14 +13,14 @@ from collections.abc import Callable, Iterator
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu import registry
 from mlc_amd.schedules.cpu.attention.cache import Cache, RowTable, is_position
 from mlc_amd.schedules.cpu.base.arch import Arch
 from mlc_amd.schedules.cpu.base.kernel import kernel, row_loop
 from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, splat, store, tree_add
-from mlc_amd.schedules.operators import RopeKvWrite
-from mlc_amd.schedules.operators.attention import Rope, padded_columns
+from mlc_amd.schedules.kv_writes import latent_args, rope_args
+from mlc_amd.schedules.operators import LatentKvWrite, RopeKvWrite
+from mlc_amd.schedules.operators.attention import Rope
 from mlc_amd.schedules.tir import Buffer, Expr
 
 Load = Callable[[Expr, int], Expr]  # load(e, n): elements e .. e+n-1 of a head
@@ -97,49 +99,75 @@ def _rotated(rotation: Rotation, load: Load, d: int, rope: Rope, weight: Buffer 
 
 @registry.builds(RopeKvWrite)
 def rope_kv_write(op: RopeKvWrite, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32 [m, 2], pages as in `cache.py`, Q float32 [m, heads*d], K float32 [m,
-    kv_heads*d], V float32 [m, kv_heads*d], [QN float32 [d], KN float32 [d] unless rope.eps is None], [CS float32 [ctx,
-    rotary] if rope.rotary, with CS[pos, 2i] = cos, CS[pos, 2i+1] = sin of pair i], Kc, Vc and, if spec.quantized, Ks,
-    Vs as in `cache.py` (in place), Qo float32 [m, heads, width], which is scaled by spec.query_scale and whose padding
-    is not written).
+    """Kernel (state int32[4], rows int32 [m, 2], pages as in `cache.py`, those of `rope_args`, Kc, Vc and, if
+    spec.quantized, Ks, Vs as in `cache.py` (in place), Qo float32 [m, heads, width], which is scaled by
+    spec.query_scale and whose padding is not written); without rope.writes no pages and no cache.
 
-    Without rope.writes there are no pages, K, V, KN, caches. Q, K, V and the norms' weights are padded to multiples of
-    16 columns, as linear layers and vectors are. Rows that are not live, or have no place in the cache, write nothing.
-    UserError for shapes that `cache_types` refuses and for an odd number of rotated elements.
+    Rows that are not live, or have no place in the cache, write nothing. UserError for shapes that `cache_types` or
+    `rope_args` refuses.
     """
     spec, rope, m = op.layer, op.rope, op.m
-    heads, kv_heads, d, ctx = spec.heads, spec.kv_heads, spec.d, spec.ctx
-    if rope.rotary % 2 or not 0 <= rope.rotary <= d:
-        raise UserError(f"rotary embedding needs an even number of elements, at most the head's {d}, not {rope.rotary}")
+    d = spec.d
     with kernel(name) as (builder, state):
         table = RowTable(m)
         cache = Cache(spec, arch.isa).declare_pages() if rope.writes else None
-        written = (("K", kv_heads), ("V", kv_heads)) if rope.writes else ()
-        sources = {n: T.arg(n, T.buffer((m, padded_columns(h * d)), "float32")) for n, h in (("Q", heads), *written)}
-        normed = () if rope.eps is None else ("QN", "KN") if rope.writes else ("QN",)
-        norms = {n: T.arg(n, T.buffer((padded_columns(d),), "float32")) for n in normed}
-        CS = T.arg("CS", T.buffer((ctx, rope.rotary), "float32")) if rope.rotary else None
+        sources = rope_args(spec, m, rope)
         if cache:
             cache.declare()
-        Qo = T.arg("Qo", T.buffer((m, heads, spec.width), "float32"))
+        Qo = T.arg("Qo", T.buffer((m, spec.heads, spec.width), "float32"))
         with row_loop(state, m) as row:
             position = T.Bind(table.position(row))
             with T.If(is_position(spec, position)), T.Then():
-                rotation = Rotation(CS, position, d, rope)
-                with T.serial(heads) as h:
-                    load = loader(sources["Q"], row, h, d)
-                    for e, n, y in _rotated(rotation, load, d, rope, norms.get("QN")):
+                rotation = Rotation(sources.CS, position, d, rope)
+                with T.serial(spec.heads) as h:
+                    load = loader(sources.Q, row, h, d)
+                    for e, n, y in _rotated(rotation, load, d, rope, sources.QN):
                         store(Qo, y * f32(spec.query_scale, n), row, h, at(e, n))
                 if cache:
                     place = cache.place(table.slot(row), position)
-                    with T.serial(kv_heads) as h:
+                    with T.serial(spec.kv_heads) as h:
                         with cache.key_writer(h, place) as write:
-                            load = loader(sources["K"], row, h, d)
-                            for e, n, y in _rotated(rotation, load, d, rope, norms.get("KN")):
+                            load = loader(sources.K, row, h, d)
+                            for e, n, y in _rotated(rotation, load, d, rope, sources.KN):
                                 write(e, n, y)
-                        value = loader(sources["V"], row, h, d)
+                        value = loader(sources.V, row, h, d)
                         value = normalized(value, d, rope.eps) if rope.value_norm and rope.eps is not None else value
                         with cache.value_writer(h, place) as write:
                             for e, n, y in vectors(value, d):
                                 write(e, n, y)
+    return builder.get()
+
+
+@registry.builds(LatentKvWrite)
+def latent_kv_write(op: LatentKvWrite, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], rows int32 [m, 2], pages and Kc as in `cache.py`, those of `latent_args` before Kc (in
+    place), Qo float32 [m, heads, width], scaled by spec.query_scale).
+
+    Rows that are not live, or have no place in the cache, write nothing. UserError for shapes that `cache_types`
+    refuses, ValueError unless the key has values and others, of which all or none rotate.
+    """
+    spec, rope, m = op.layer, op.rope, op.m
+    heads, values, shared = spec.heads, spec.values, spec.d - spec.values
+    if rope.rotary not in (0, shared) or rope.eps is None:
+        raise ValueError(f"keys of {spec.d} columns are not {values} normalized and {rope.rotary} rotating ones")
+    with kernel(name) as (builder, state):
+        table, cache = RowTable(m), Cache(spec, arch.isa).declare_pages()
+        Q, L, K, KN, CS = latent_args(op)
+        cache.declare()
+        Qo = T.arg("Qo", T.buffer((m, heads, spec.width), "float32"))
+        with row_loop(state, m) as row:
+            position = T.Bind(table.position(row))
+            with T.If(is_position(spec, position)), T.Then():
+                rotation = Rotation(CS, position, shared, rope)
+                with T.serial(heads) as h:
+                    for e, n, y in vectors(loader(L, row, h, values), values):
+                        store(Qo, y * f32(spec.query_scale, n), row, h, at(e, n))
+                    for e, n, y in rotation.vectors(loader(Q, row, h, shared)):
+                        store(Qo, y * f32(spec.query_scale, n), row, h, at(values + e, n))
+                latent = normalized(loader(K, row, 0, values), values, rope.eps, KN)
+                with cache.key_writer(0, cache.place(table.slot(row), position)) as write:
+                    for e, n, y in vectors(latent, values):
+                        write(e, n, y)
+                    for e, n, y in rotation.vectors(lambda e, n: K[row, at(values + e, n)]):
+                        write(values + e, n, y)
     return builder.get()

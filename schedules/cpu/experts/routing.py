@@ -1,21 +1,16 @@
-"""The router of a mixture of experts: each row's experts and their weights, from the logits.
-
-In: `state`, logits L float32 [m, n], of which `experts` columns count. Out: Ids int32 [m, used] and Weights float32 [m,
-used], the best expert first, of live rows (schedules/operators/experts.py). Experts with equal scores come in their
-order.
-"""
+"""Which experts take a row, and rows on their way to them and back (schedules/operators/experts.py): live rows only."""
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu import registry
-from mlc_amd.schedules.cpu.base.arch import Arch
-from mlc_amd.schedules.cpu.base.isa import Isa
-from mlc_amd.schedules.cpu.base.kernel import kernel, row_loop
-from mlc_amd.schedules.cpu.base.vector import LANES, at, exp, f32, i32, local, reduce, splat, store
-from mlc_amd.schedules.operators import Route
-from mlc_amd.schedules.operators.experts import GATINGS, MIN_SUM
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.cpu.base.arch import Arch, Isa
+from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows, row_loop
+from mlc_amd.schedules.cpu.base.vector import LANES, at, exp, f32, i32, local, reduce, registers, splat, store
+from mlc_amd.schedules.cpu.linear.quantize import BLOCK, Output
+from mlc_amd.schedules.operators import Combine, ExpertOrder, Gather, Route
+from mlc_amd.schedules.operators.experts import GATINGS, MIN_SUM, Experts
+from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 # Scores of experts that must not be chosen: those of other groups, which a row with NaNs may get; and those that are
 # chosen already, or are only the padding of vectors.
@@ -36,10 +31,8 @@ def route(op: Route, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
     if op.gating not in GATINGS or experts % op.groups:
         raise ValueError(f"no router with gating {op.gating} and {op.groups} groups of {experts} experts")
     with kernel(name) as (builder, state):
-        L = T.arg("L", T.buffer((m, n), "float32"))
-        B = T.arg("B", T.buffer((n,), "float32")) if op.bias else None
-        F = T.arg("F", T.buffer((n,), "float32")) if op.factors else None
-        Ids, Weights = T.arg("Ids", T.buffer((m, used), "int32")), T.arg("Weights", T.buffer((m, used), "float32"))
+        L, B, F = declared(L=(m, n), B=(n,) if op.bias else None, F=(n,) if op.factors else None)
+        Ids, Weights = *declared("int32", Ids=(m, used)), *declared(Weights=(m, used))
         with row_loop(state, m) as row:
             values, scores = local(n), local(n)  # probabilities, and what chooses
             _emit_probabilities(op, L, row, values, isa)
@@ -157,3 +150,100 @@ def _emit_factor(op: Route, weights: Buffer) -> Buffer:
             store(factor, factor[0] + weights[j], 0)
         store(factor, T.float32(op.scale) / T.max(factor[0], T.float32(MIN_SUM)), 0)
     return factor
+
+
+@registry.builds(ExpertOrder)
+def expert_order(op: ExpertOrder, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], Ids int32 [m, used], Slots, Pairs, Groups). It takes the time of a few thousand memory
+    accesses, in one thread. Slots of rows that are not live are 0."""
+    of, m, used, count = op.of, op.m, op.used, op.experts
+    tiles, tile = of.tiles(m), of.tile
+    with kernel(name) as (builder, state):
+        shapes = {"Ids": (m, used), "Slots": (m, used), "Pairs": (of.slots(m),), "Groups": (of.groups(m),)}
+        Ids, Slots, Pairs, Groups = declared("int32", **shapes)
+        next_slot, number, last = local(count, dtype="int32"), local(count, dtype="int32"), local(1, dtype="int32")
+        live = live_rows(state, m)
+        _fill(Pairs, -1)
+        _fill(number, 0)
+        with T.serial(live) as row, T.serial(used) as j:
+            store(number, number[Ids[row, j]] + 1, Ids[row, j])
+        store(last, T.int32(0), 0)
+        with T.serial(count) as e:
+            first = T.Bind(last[0])
+            T.buffer_store(Groups, first, [tiles + e])
+            T.buffer_store(Groups, number[e], [tiles + count + 1 + e])
+            store(next_slot, first * tile, e)
+            with T.serial((number[e] + (tile - 1)) // tile) as i:
+                T.buffer_store(Groups, e, [first + i])
+                store(last, first + i + 1, 0)
+        T.buffer_store(Groups, last[0], [tiles + count])
+        with T.serial(tiles - last[0]) as i:
+            T.buffer_store(Groups, T.int32(-1), [last[0] + i])
+        with T.serial(live) as row, T.serial(used) as j:
+            e = T.Bind(Ids[row, j])
+            slot = T.Bind(next_slot[e])
+            store(next_slot, slot + 1, e)
+            T.buffer_store(Slots, slot, [row, j])
+            T.buffer_store(Pairs, row * used + j, [slot])
+        with T.serial(m - live) as row, T.serial(used) as j:
+            T.buffer_store(Slots, T.int32(0), [live + row, j])
+    return builder.get()
+
+
+def _fill(buffer: Buffer, value: int) -> None:
+    with T.serial(int(buffer.shape[0])) as i:
+        T.buffer_store(buffer, T.int32(value), [i])
+
+
+@registry.builds(Gather)
+def gather(op: Gather, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], X float32 [m, k], [Pairs int32 [slots], for several rows], [Weights float32 [m, used], if
+    `weighted`], then A, S of [slots, k] in tiles of of.tile slots if `layout`, else Y float32 [slots, k])."""
+    k, m, of, tile, used = op.k, op.m, op.of, op.tile, op.used
+    slots = of.slots(m)
+    with kernel(name) as (builder, _):
+        X = T.arg("X", T.buffer((m, k), "float32"))
+        Pairs: Buffer = T.arg("Pairs", T.buffer((slots,), "int32")) if m > 1 else None
+        Weights = T.arg("Weights", T.buffer((m, used), "float32")) if op.weighted else None
+        output = Output(slots, k, tile, bool(op.layout), "Y")
+        if m == 1:
+            with T.parallel(used) as j, T.serial(k // BLOCK) as block:
+                columns = (at(block * BLOCK + half) for half in (0, LANES))
+                low, high = (X[0, c] if Weights is None else X[0, c] * splat(Weights[0, j]) for c in columns)
+                output.store_block(low, high, j, block)
+        else:
+            with T.parallel(of.tiles(m)) as t, T.If(Pairs[t * tile] >= 0), T.Then():
+                _emit_tile(X, Pairs, Weights, t, of, output)
+    return builder.get()
+
+
+def _emit_tile(X: Buffer, Pairs: Buffer, Weights: Buffer | None, t: Expr, of: Experts, output: Output) -> None:
+    rows, factors = registers(of.tile, kind="int32"), registers(of.tile)
+    with T.serial(of.tile) as i:
+        live = Pairs[t * of.tile + i] >= 0
+        pair = T.Bind(T.max(Pairs[t * of.tile + i], T.int32(0)))
+        weight = T.float32(1) if Weights is None else Weights[pair // of.used, pair % of.used]
+        store(rows, pair // of.used, i)
+        store(factors, T.Select(live, weight, T.float32(0)), i)
+    with T.serial(int(X.shape[1]) // BLOCK) as block:
+        output.store_tile(lambda i, c: X[rows[i], at(block * BLOCK + c)] * splat(factors[i]), t, block, of.tile)
+
+
+@registry.builds(Combine)
+def combine(op: Combine, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], X float32 [slots, n], Slots int32 [m, used], [Weights float32 [m, used], if `weighted`],
+    [R float32 [m, n], if `residual`], Y float32 [m, n]): Y = R + the sum of X[slot] * weight, in the order of a row's
+    slots."""
+    n, m, of = op.n, op.m, op.of
+    with kernel(name) as (builder, state):
+        X = T.arg("X", T.buffer((of.slots(m), n), "float32"))
+        Slots = T.arg("Slots", T.buffer((m, of.used), "int32"))
+        shapes = {"Weights": (m, of.used) if op.weighted else None, "R": (m, n) if op.residual else None, "Y": (m, n)}
+        Weights, R, Y = declared(**shapes)
+        with row_loop(state, m) as row, T.serial(n // LANES) as step:
+            columns, total = at(step * LANES), f32(0.0)
+            for j in range(of.used):
+                x = X[Slots[row, j], columns]
+                total = T.Bind(total + (x if Weights is None else x * splat(Weights[row, j])))
+            store(Y, total if R is None else R[row, columns] + total, row, columns)
+    return builder.get()

@@ -1,0 +1,47 @@
+"""Parameters of the kernels between projections and attention, which are the same on all targets. Q, K, V and the
+norms' weights are padded to multiples of 16 columns, as linear layers' results and vectors are."""
+
+from typing import NamedTuple
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.operators.attention import Attention, LatentKvWrite, Rope, padded_columns
+from mlc_amd.schedules.tir import Buffer, declared
+
+
+class Sources(NamedTuple):
+    """Q float32 [m, heads*d], K and V [m, kv_heads*d], the norms' weights QN and KN [d], CS [ctx, rotary] with CS[pos,
+    2i] = cos, CS[pos, 2i+1] = sin of pair i. None: the kernel has no such parameter."""
+
+    Q: Buffer
+    K: Buffer
+    V: Buffer
+    QN: Buffer
+    KN: Buffer
+    CS: Buffer
+
+
+def rope_args(attention: Attention, m: int, rope: Rope) -> Sources:
+    """Declares the parameters; K, V and KN with rope.writes only. UserError for a number of rotated elements that is
+    odd or larger than the head."""
+    d, normed = attention.d, rope.eps is not None
+    if rope.rotary % 2 or not 0 <= rope.rotary <= d:
+        raise UserError(f"rotary embedding needs an even number of elements, at most the head's {d}, not {rope.rotary}")
+    key = (m, padded_columns(attention.kv_heads * d)) if rope.writes else None
+    norm = (padded_columns(d),) if normed else None
+    shapes = {"Q": (m, padded_columns(attention.heads * d)), "K": key, "V": key, "QN": norm, "KN": key and norm}
+    return Sources(*declared(**shapes, CS=(attention.ctx, rope.rotary) if rope.rotary else None))
+
+
+def latent_args(op: LatentKvWrite) -> list[Buffer]:
+    """Declares Q float32 [m, heads*(d-values)], L [m, heads*values], K [m, d], KN [values] and, unless rotary is 0
+    (None), CS as of Sources. A head's query is [L | rotated Q], a key [K's first columns normalized, times KN | the
+    others rotated]."""
+    layer, m = op.layer, op.m
+    shared = layer.d - layer.values
+    inputs = {
+        "Q": (m, padded_columns(layer.heads * shared)),
+        "L": (m, layer.heads * layer.values),
+        "K": (m, layer.width),
+    }
+    table = (layer.ctx, shared) if op.rope.rotary else None
+    return declared(**inputs, KN=(padded_columns(layer.values),), CS=table)
