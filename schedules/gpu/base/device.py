@@ -148,35 +148,18 @@ def fma(a: Expr, b: Expr, c: Expr) -> Expr:
     return intrin(str(c.ty), "llvm.fma", a, b, c)
 
 
-def exp2(x: Expr) -> Expr:
-    """2**x, one instruction, relative error 2e-7; results below 2**-126 may be 0. float32."""
-    return intrin("float32", "llvm.amdgcn.exp2.f32", x)
+def _float32(name: str) -> Callable[..., Expr]:
+    """A function of float32 that is the LLVM intrinsic of that name, one instruction."""
+    return lambda *args: intrin("float32", name, *args)
 
 
-def maximum(x: Expr, y: Expr) -> Expr:
-    """The larger of two float32, the other one if one is not a number: one instruction, where T.max becomes a
-    comparison and a select."""
-    return intrin("float32", "llvm.maxnum", x, y)
-
-
-def minimum(x: Expr, y: Expr) -> Expr:
-    """The smaller of two float32, see `maximum`."""
-    return intrin("float32", "llvm.minnum", x, y)
-
-
-def rsqrt(x: Expr) -> Expr:
-    """1 / sqrt(x), one instruction, relative error 1.2e-7. float32."""
-    return intrin("float32", "llvm.amdgcn.rsq.f32", x)
-
-
-def rcp(x: Expr) -> Expr:
-    """1 / x, one instruction, relative error 1.2e-7. float32."""
-    return intrin("float32", "llvm.amdgcn.rcp.f32", x)
-
-
-def rint(x: Expr) -> Expr:
-    """x rounded to a whole number, ties to even. float32."""
-    return intrin("float32", "llvm.rint", x)
+exp2 = _float32("llvm.amdgcn.exp2.f32")  # 2**x, relative error 2e-7; results below 2**-126 may be 0
+rsqrt = _float32("llvm.amdgcn.rsq.f32")  # 1 / sqrt(x), relative error 1.2e-7
+rcp = _float32("llvm.amdgcn.rcp.f32")  # 1 / x, relative error 1.2e-7
+rint = _float32("llvm.rint")  # x rounded to a whole number, ties to even
+# The larger and the smaller of two, the other one if one is not a number; T.max becomes a comparison and a select.
+maximum = _float32("llvm.maxnum")
+minimum = _float32("llvm.minnum")
 
 
 def count_ones(x: Expr) -> Expr:
@@ -272,25 +255,26 @@ def wave_reduce(arch: Device, x: Expr, op: Callable[[Expr, Expr], Expr], width: 
     return x
 
 
+def _reduced(arch: Device, x: Expr, name: str, op: Callable[[Expr, Expr], Expr], width: int | None) -> Expr:
+    """`wave_reduce`, whose name on Vulkan for all lanes of a wave is `name`."""
+    if arch.api == "vulkan" and width in (None, arch.wave):
+        return _vk_across(x, f"reduce_{name}")
+    return wave_reduce(arch, x, op, width)
+
+
 def wave_sum(arch: Device, x: Expr, width: int | None = None) -> Expr:
     """The sum over `width` neighbouring lanes (default: the wave), the same bits in all of them."""
-    if arch.api == "vulkan" and width in (None, arch.wave):
-        return _vk_across(x, "reduce_add")
-    return wave_reduce(arch, x, lambda a, b: a + b, width)
+    return _reduced(arch, x, "add", lambda a, b: a + b, width)
 
 
 def wave_max(arch: Device, x: Expr, width: int | None = None) -> Expr:
     """The largest float32 or int32 of `width` neighbouring lanes (default: the wave), in all of them."""
-    if arch.api == "vulkan" and width in (None, arch.wave):
-        return _vk_across(x, "reduce_max")
-    return wave_reduce(arch, x, T.max if str(x.ty) == "int32" else maximum, width)
+    return _reduced(arch, x, "max", T.max if str(x.ty) == "int32" else maximum, width)
 
 
 def wave_min(arch: Device, x: Expr) -> Expr:
     """The smallest int32 of the wave, in all lanes."""
-    if arch.api == "vulkan":
-        return _vk_across(x, "reduce_min")
-    return wave_reduce(arch, x, T.min)
+    return _reduced(arch, x, "min", T.min, None)
 
 
 def wave_scan(arch: Device, x: Expr, lane: Expr) -> tuple[Expr, Expr]:

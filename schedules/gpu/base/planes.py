@@ -23,7 +23,7 @@ words of four bytes, lowest first:
 from collections.abc import Mapping
 from math import prod
 
-from tvm import DataType, tirx
+from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
@@ -69,11 +69,6 @@ def plane_args(fmt: str | Format, n: int, k: int, prefix: str = "") -> dict[str,
             f"a weight of {n} x {k} is too large as {fmt.name} for one kernel; use a smaller quantization of the model"
         )
     return {name: T.arg(prefix + name, T.buffer(shape, dtype)) for name, (shape, dtype) in planes(fmt, n, k).items()}
-
-
-def plane_bytes(fmt: str | Format, n: int, k: int) -> int:
-    """Bytes of all planes of an n x k matrix."""
-    return sum(prod(shape) * DataType(dtype).bits // 8 for shape, dtype in planes(fmt, n, k).values())
 
 
 def _bits(plane: str, j: Expr) -> tuple[tuple[Expr, ...], Expr]:

@@ -64,6 +64,13 @@ def load_columns(buf: Buffer, *index: Expr) -> list[Expr]:
     return [T.Bind(lane_of(x, i)) for i in range(WIDTH)]
 
 
+def own_columns(chunk: Expr, thread: Expr, threads: int, k: int) -> tuple[Expr, Expr | None]:
+    """(first column, `live` of `emit_store`) of a thread in a workgroup, number `chunk` of those that share out k
+    columns."""
+    column = T.Bind(chunk * (threads * WIDTH) + thread * WIDTH)
+    return T.Bind(T.min(column, T.int32(k - WIDTH))), None if k % (threads * WIDTH) == 0 else column < k
+
+
 def clamped(x: Expr) -> Expr:
     """A float32 as the nearest that float16 can hold."""
     return minimum(maximum(x, T.float32(-HALF_MAX)), T.float32(HALF_MAX))
@@ -122,10 +129,7 @@ def quantize_block(arch: Device, x: list[Expr]) -> tuple[list[Expr], list[Expr]]
 @registry.builds(Quantize)
 def quantize(op: Quantize, arch: Device, name: str, plan: ThreadsPlan | None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], X float32 [m, k], then A, S or H of [m, k]): the live tokens' rows in the layout "rows",
-    "half", "pairs" or "lanes".
-
-    UserError unless 32 divides k, ValueError for another layout.
-    """
+    "half", "pairs" or "lanes". UserError unless 32 divides k, ValueError for another layout."""
     k, m, layout = op.k, op.m, op.layout
     if not layout or layout not in NAMES:
         raise ValueError(f"nothing to convert to the layout {layout!r}")
@@ -134,14 +138,11 @@ def quantize(op: Quantize, arch: Device, name: str, plan: ThreadsPlan | None = N
             f"activations need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer"
         )
     threads = threads_of(arch, plan)
-    step = threads * WIDTH
     with kernel(name) as ir:
         state, X = state_arg(), T.arg("X", T.buffer((m, k), "float32"))
         out = act_args(m, k, layout)
-        with launch((-(-k // step), m), (threads,)) as (chunk, token, thread), if_live(state, m, token):
-            column = T.Bind(chunk * step + thread * WIDTH)
-            inside = T.Bind(T.min(column, T.int32(k - WIDTH)))
-            live = None if k % step == 0 else column < k
+        with launch((-(-k // (threads * WIDTH)), m), (threads,)) as (chunk, token, thread), if_live(state, m, token):
+            inside, live = own_columns(chunk, thread, threads, k)
             emit_store(arch, layout, out, load_columns(X, token, inside), token, inside, live)
     return ir.get()
 

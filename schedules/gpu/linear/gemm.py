@@ -1,7 +1,10 @@
 """Linear layers of several tokens on the GPU: y[m, n] = sum over k of w[n, k] * x[m, k].
 
 In: `state` int32[4] (position, live tokens, 0, 0), activations in a layout of `quantize.py`, weights in planes of the
-layout "rows" (`planes.py`). Out: Y float32 [m, n padded to 16], bias and residual added.
+layout "rows" (`planes.py`). Out: Y float32 [m, n padded to 16], bias and residual added. Of the first half of a
+feed-forward layer, y = f(gate(x)) * up(x), in a layout of `quantize.py`, as the down projection reads it: a workgroup
+computes the same tile of both weights, so that gate and up of an element meet in one thread. Of a mixture of experts
+with slots in the place of tokens, those of a workgroup part of one expert's tile (schedules/operators/experts.py).
 
 This file lays out the launch: a grid of token tiles (first axis: those that share a weight tile run side by side) by
 the row tiles of all segments. What a workgroup does to its tile is up to a `Gemm` (`gemm_tile.py`). Workgroups whose
@@ -14,19 +17,24 @@ from typing import Any
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules import operators
-from mlc_amd.schedules.gpu.base.device import launch
-from mlc_amd.schedules.gpu.base.pairs import TOKENS
-from mlc_amd.schedules.gpu.base.planes import BLOCK, padded
+from mlc_amd.schedules.gpu import registry
+from mlc_amd.schedules.gpu.base.activations import gated
+from mlc_amd.schedules.gpu.base.device import barrier, each, launch, rcp, rint, shuffle_xor, wave_max, wave_sum
+from mlc_amd.schedules.gpu.base.pairs import TOKENS, store_run
+from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.registers import at, elements, vector
-from mlc_amd.schedules.gpu.base.step import kernel, once, where
+from mlc_amd.schedules.gpu.base.quantize import FIELDS, RUNS_OF, TINY, WIDTH, act_args, clamped, emit_store
+from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of, vector
+from mlc_amd.schedules.gpu.base.step import kernel, once, state_arg, where
+from mlc_amd.schedules.gpu.experts.experts import bias_args, check_rows, expert_at, ids_arg
 from mlc_amd.schedules.gpu.linear import gemm_coop, gemm_dot, gemm_matrix, lane_tiles
 from mlc_amd.schedules.gpu.linear.deferred_norm import RowFactors
 from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Multiplied, Product, Tile, TileWork, Weight, product_of
 from mlc_amd.schedules.gpu.linear.lane_results import QUAD
-from mlc_amd.schedules.gpu.linear.linear_args import LinearBuffers, Segment, declare_linear
+from mlc_amd.schedules.gpu.linear.linear_args import LinearBuffers, Segment, declare_gate_up, declare_linear
 from mlc_amd.schedules.gpu.linear.load import QUADS
+from mlc_amd.schedules.operators import ExpertGateUp, ExpertLinear, GateUp, Linear
+from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -65,6 +73,7 @@ def _family(of: Product) -> tuple[Callable[[Product, Any], Gemm], Callable[[Prod
     )
 
 
+@registry.plans(ExpertLinear)
 def plans(op: Multiplied, arch: Device) -> Space:
     """The tiles worth measuring. For workloads with experts, slots stand in the place of tokens."""
     of = product_of(op, arch)
@@ -102,7 +111,7 @@ def check_deferred(gemm: Gemm, norm_in: float | None, prepared: int = 0) -> None
         raise ValueError(f"a norm of {prepared} columns, which are not whole blocks, cannot be prepared")
 
 
-def linear(op: operators.Linear, arch: Device, name: str, plan: Tile | None = None) -> tirx.PrimFunc:
+def linear(op: Linear, arch: Device, name: str, plan: Tile | None = None) -> tirx.PrimFunc:
     """Kernel with the parameters of `linear_args`. Token tiles without live tokens (state[1]) are left as they are. The
     columns of Y from n on are undefined. ValueError for what cannot share a launch or has no tiles, UserError for
     weights too large."""
@@ -193,3 +202,147 @@ class _Epilogue:
             T.buffer_store(self.segment.Y, x, [token, span(first, x)])
         if norm is not None and self.args.prepared is not None:
             self.args.prepared.store(self.arch, token, row, parts, norm)
+
+
+# ---- gate and up
+
+
+def _store_floats(layout: str, out: Buffer, token: Expr, row: Expr, y: list[Expr]) -> None:
+    """y, float32 elements of consecutive rows, in the layout "", "half" or, four of them, "pairs" or "lanes"."""
+    if layout:
+        y = [T.cast(clamped(x), "float16") for x in y]
+    if layout in RUNS_OF:
+        RUNS_OF[layout](out, token, row, y)
+        return
+    value = vector(y) if len(y) > 1 else y[0]
+    T.buffer_store(out, value, [token, span(row, value)])
+
+
+def _store_block(arch: Device, out: list[Buffer], token: Expr, row: Expr, y: Expr) -> None:
+    """y, one float32 of each of 32 neighbouring lanes, as a block in the layout "rows": see `quantize.py`."""
+    A, S = out
+    half, column = BLOCK // 2, T.Bind(row % BLOCK)
+    top = wave_max(arch, T.Bind(T.fabs(y)), BLOCK)
+    q = T.Bind(T.cast(rint(y * T.Select(top > T.float32(TINY), T.float32(127) * rcp(top), T.float32(0))), "int32"))
+    low = wave_sum(arch, q, half)
+    high = shuffle_xor(arch, low, half)
+    d = T.Bind(top * T.float32(1 / 127))
+    T.buffer_store(A, T.cast(q, "int8"), [token, row // BLOCK, column])
+    with T.If(column == 0), T.Then():  # the lane in whose half `low` is the first
+        fields = [d, *(d * T.cast(total, "float32") for total in (low + high, low, high))]
+        T.buffer_store(S, vector(fields), [token, row // BLOCK, T.ramp(0, 1, FIELDS)])
+
+
+def _store_staged(
+    gemm: Gemm, results: Buffer, out: list[Buffer], token0: Expr, row0: Expr, f: int, thread: Expr
+) -> None:
+    """A tile in the layout "rows" where a wave has fewer than 32 lanes: from shared memory, where all threads put their
+    results, eight lanes take a block."""
+    quads = gemm.tile.rows // WIDTH
+    barrier()
+    for i in each(gemm.arch, gemm.tile.tokens * quads // gemm.threads):
+        place = T.Bind(i * gemm.threads + thread)
+        four = T.Bind(results[at(place * WIDTH, WIDTH)])
+        row = T.Bind(row0 + place % quads * WIDTH)
+        y = [T.Bind(lane_of(four, e)) for e in range(WIDTH)]
+        emit_store(gemm.arch, "rows", out, y, token0 + place // quads, row, row < f)
+
+
+def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Tile | None = None) -> tirx.PrimFunc:
+    """Kernel with the parameters of `linear_args`: weights of f x k, f a multiple of 32. op.layout: "half", "pairs",
+    "lanes" (after cooperative matrices), "" or, where layout_in does not mean matrix units, "rows". Token tiles without
+    live tokens, or without an expert, are left as they are. ValueError for what cannot share a launch."""
+    of, f, layout = product_of(op, arch), op.n, op.layout
+    experts = isinstance(op, ExpertGateUp)
+    gemm = engine(of, plan)
+    if f % BLOCK or gemm.rows_side_by_side != {"rows": BLOCK, "pairs": 1, "lanes": 1}.get(
+        layout, gemm.rows_side_by_side
+    ):
+        raise ValueError(
+            f"{f} rows in layout {layout!r} from activations in layout {of.layout!r} do not make one launch"
+        )
+    norm_in = None if experts else op.norm_in
+    check_deferred(gemm, norm_in)
+    by_run, row_tiles = isinstance(gemm, lane_tiles.StagedPair), gemm.row_tiles(f)
+    quick = gemm.is_quick(gemm.token_tiles * row_tiles)
+    if experts and by_run:
+        raise ValueError(f"{gemm.tile} is none for experts")
+    with kernel(name) as ir:
+        state, params, groups, planes, biases, out, completed = declare_gate_up(op)
+        weights = [Weight(fmt, bufs, f) for fmt, bufs in zip(of.formats, planes, strict=True)]
+        acts = views(params, of)
+        with launch((gemm.token_tiles, row_tiles), (gemm.threads,)) as (token_tile, row_tile, thread):
+            gemm.allocate(thread)
+            token0, row0 = T.Bind(token_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
+            first, mine = tile_expert(groups, token0, f, op.of) if experts else (None, None)
+            factors = gemm.factors(completed, token0, row_tile == 0, quick)
+            through_lds = layout == "rows" and (arch.wave < BLOCK or not arch.subgroups)
+            tile = gemm.tile
+            staged = T.alloc_buffer((tile.tokens * tile.rows,), "float32", scope="shared") if through_lds else None
+
+            def store(token: Expr, row: Expr, values: list[Expr]) -> None:
+                if factors is not None:
+                    values = [factors.scaled(token, x) for x in values]
+                if biases:
+                    index = span(T.Bind(first + row), values[0])
+                    values = [T.Bind(x + bias[index]) for x, bias in zip(values, biases, strict=True)]
+                y = [gated(op.act, g, u) for g, u in zip(*map(elements, values), strict=True)]
+                if staged is not None:
+                    T.buffer_store(staged, y[0], [(token - token0) * tile.rows + (row - row0)])
+                elif layout == "rows":
+                    _store_block(arch, out, token, row, *y)
+                elif by_run and layout == "lanes":
+                    store_run(out[0], token, row, [T.cast(clamped(x), "float16") for x in y])
+                elif by_run:
+                    for half in range(2):
+                        _store_floats(layout, out[0], token, row + half * (BLOCK // 2), y[4 * half : 4 * half + 4])
+                else:
+                    _store_floats(layout, out[0], token, row, y)
+
+            mine, zero = (mine, gemm.zero(state)) if experts else gemm.live_and_zero(state, token0, quick)
+            with once(mine):
+                gemm.emit(TileWork(acts, weights, token0, row0, store, first, factors, zero))
+                if staged is not None:
+                    _store_staged(gemm, staged, out, token0, row0, f, thread)
+    return ir.get()
+
+
+# ---- experts
+
+
+def tile_expert(groups: Buffer, slot0: Expr, n: int, experts: Experts) -> tuple[Expr, Expr]:
+    """(the row of the stack that is row 0 of the expert of slot0's tile, whether the tile has one)."""
+    index = T.Bind(slot0 // experts.tile)
+    return T.Bind(expert_at(groups, [index], experts) * n), T.Bind(groups[index]) >= 0
+
+
+@registry.builds(ExpertLinear)
+def expert_linear(op: ExpertLinear, arch: Device, name: str, plan: Tile | None = None) -> tirx.PrimFunc:
+    """Kernel (state, A, S | H | X of [slots, k], Groups, planes of the [count * n, k] stack, [WB float32 [count * n]],
+    Y float32 [slots, n]). UserError unless n is a multiple of 16 or for weights too large, ValueError for what has no
+    tiles."""
+    n, experts, of = op.n, op.of, product_of(op, arch)
+    (fmt,) = of.formats
+    check_rows(n)
+    gemm = engine(of, plan)
+    with kernel(name) as ir:
+        state = state_arg()
+        params, groups = act_args(of.m, op.k, op.layout), ids_arg(experts, op.m)
+        weight = Weight(fmt, plane_args(fmt, experts.count * n, op.k, "W_"), n)
+        biases = bias_args(experts.count * n, "WB") if op.bias else []
+        Y = T.arg("Y", T.buffer((of.m, n), "float32"))
+        acts = views(params, of)
+        with launch((gemm.token_tiles, gemm.row_tiles(n)), (gemm.threads,)) as (slot_tile, row_tile, thread):
+            gemm.allocate(thread)
+            slot0, row0 = T.Bind(slot_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
+            first, mine = tile_expert(groups, slot0, n, experts)
+
+            def store(slot: Expr, row: Expr, values: list[Expr]) -> None:
+                (x,) = values
+                for bias in biases:
+                    x = x + bias[span(T.Bind(first + row), x)]
+                T.buffer_store(Y, x, [slot, span(row, values[0])])
+
+            with once(mine):
+                gemm.emit(TileWork(acts, [weight], slot0, row0, store, first, zero=gemm.zero(state)))
+    return ir.get()

@@ -20,18 +20,20 @@ from mlc_amd.schedules.gpu.base.pairs import RUN, RUNS
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.registers import at
 from mlc_amd.schedules.gpu.base.step import all_of, when
-from mlc_amd.schedules.gpu.linear import coop_load
-from mlc_amd.schedules.gpu.linear.gemm_steps import (
+from mlc_amd.schedules.gpu.linear import coop_load, load
+from mlc_amd.schedules.gpu.linear.gemm_tile import (
     CHUNKS,
     CODE,
     HELD,
     UNIT_CHOICES,
     Loaded,
+    Product,
+    TileWork,
     UnitGemm,
+    UnitTile,
     least_loaded,
     whole_tokens,
 )
-from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork, UnitTile
 from mlc_amd.schedules.tir import Expr
 
 PAD = 1  # units added to each row in shared memory: eight consecutive rows are then in different banks
@@ -157,7 +159,7 @@ class CoopGemm(UnitGemm[CoopTile]):
         self.sums = Fragments("sum", self.count, shape)
 
     def emit(self, work: TileWork) -> None:
-        views = [w._replace(planes=coop_load.views(w.fmt, w.planes, self.tile.span)) for w in work.weights]
+        views = [w._replace(planes=load.views(w.fmt, w.planes, self.tile.span)) for w in work.weights]
         work = replace(work, weights=views)
         for i in range(self.count):
             self.sums.fill(i, 0)

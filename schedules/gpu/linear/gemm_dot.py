@@ -23,8 +23,7 @@ from mlc_amd.schedules.gpu.base.quantize import FIELDS
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put
 from mlc_amd.schedules.gpu.base.step import when
 from mlc_amd.schedules.gpu.linear.gemm_load import byte_piece, columns_of, float_piece
-from mlc_amd.schedules.gpu.linear.gemm_steps import SUMS, Loaded, SteppedGemm
-from mlc_amd.schedules.gpu.linear.gemm_tile import Product, Tile, TileWork
+from mlc_amd.schedules.gpu.linear.gemm_tile import SUMS, Loaded, Product, SteppedGemm, Tile, TileWork
 from mlc_amd.schedules.gpu.linear.load import QUADS, block_bytes
 from mlc_amd.schedules.tir import Buffer, Expr
 

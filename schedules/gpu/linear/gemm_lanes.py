@@ -28,11 +28,10 @@ from mlc_amd.schedules.gpu.base.pairs import GROUP, LANES, RUN, RUNS, TOKENS, la
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.registers import Held, at, lane_of, vector
 from mlc_amd.schedules.gpu.base.step import kept, live_rows_and_zero, unknown_zero
-from mlc_amd.schedules.gpu.linear import coop_load
+from mlc_amd.schedules.gpu.linear import coop_load, load
 from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, RowFactors
 from mlc_amd.schedules.gpu.linear.gemm_tile import TileWork
 from mlc_amd.schedules.gpu.linear.lane_results import ROWS, SHAPE, WAVE, LaneResults
-from mlc_amd.schedules.gpu.linear.load import block_bytes
 from mlc_amd.schedules.tir import Buffer, Expr
 
 RUN_UNIT = LANES // RUNS  # halves of a subgroup's loads of a run
@@ -69,7 +68,7 @@ class LaneGemm(LaneResults):
         blocks = self.weights * self.tiles_n * 2 * (2 if self.tile.ahead else 1)
         if blocks > BLOCKS:
             raise ValueError(f"{self.tile}: a lane would load {blocks} blocks at once")
-        return blocks * block_bytes(self.of.formats[0])
+        return blocks * load.block_bytes(self.of.formats[0])
 
     def is_quick(self, workgroups: int) -> bool:
         """Of gate and up, which have no registers to spare, only those of staged tiles."""
@@ -107,7 +106,7 @@ class LaneGemm(LaneResults):
 
     def emit(self, work: TileWork) -> None:
         """The factors are computed after the products, a barrier before `store`."""
-        views = [w._replace(planes=coop_load.views(w.fmt, w.planes, 1)) for w in work.weights]
+        views = [w._replace(planes=load.views(w.fmt, w.planes, 1)) for w in work.weights]
         work = replace(work, weights=views)
         for fragments in (self.a, self.b, self.sums):
             for i in range(fragments.count):

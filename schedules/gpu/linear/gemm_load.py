@@ -22,7 +22,7 @@ from mlc_amd.schedules.gpu.base.device import fma, intrin
 from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
-from mlc_amd.schedules.gpu.base.tables import values
+from mlc_amd.schedules.gpu.linear.load import bytes_of, values
 from mlc_amd.schedules.tir import Expr
 
 Raw = dict[str, list[Expr]]  # what `fetch` loads: by plane
@@ -59,41 +59,19 @@ def fetch(fmt: Format, bufs: Planes, row: Expr, block: Expr, part: Expr) -> Raw:
 # ---- codes
 
 
-def _field(x: Expr, first: int, bits: int, to: int) -> Expr:
-    """Bits first .. first + bits - 1 of each byte of a word, moved to bit `to`."""
-    if first != to:
-        x = T.shift_right(x, T.uint32(first - to)) if first > to else T.shift_left(x, T.uint32(to - first))
-    return x & T.uint32(0x01010101 * ((1 << bits) - 1 << to))
-
-
-def _words(plane: str, raw: list[Expr], part: Expr) -> list[tuple[Expr, int]]:
-    """(word, first bit) that hold the plane's bits of each of the piece's four runs of four columns."""
-    if plane == "Q8":
-        return [(lane_of(raw[half], i), 0) for half in range(2) for i in range(2)]
-    if plane == "Q4":
-        return [(lane_of(raw[0], i), 4 * half) for half in range(2) for i in range(2)]
-    if plane == "Q2":
-        words = [T.Bind(T.shift_right(lane_of(raw[0], half), T.cast(4 * part, "uint32"))) for half in range(2)]
-        return [(words[half], 2 * i) for half in range(2) for i in range(2)]
-    word = T.Bind(T.shift_right(raw[0], T.cast(2 * part, "uint32")))
-    return [(word, 4 * half + i) for half in range(2) for i in range(2)]
-
-
 def _codes(fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
     """Four words of unsigned codes, one byte each; two words for each of the two runs of eight columns."""
-    words: list[Expr] = [None] * 4
-    filled = 0
+    words = {}
     for plane in fmt.codes:
-        bits = PLANE_BITS[plane]
-        for i, (word, first) in enumerate(_words(plane, raw[plane], part)):
-            field = word if bits == 8 else _field(word, first, bits, filled)
-            words[i] = field if words[i] is None else words[i] | field
-        filled += bits
-    return [T.Bind(word) for word in words]
+        found = raw[plane] if plane == "Q1" else [lane_of(x, i) for x in raw[plane] for i in range(2)]
+        if (bits := PLANE_BITS[plane]) <= 2:
+            found = [T.Bind(T.shift_right(x, T.cast(2 * bits * part, "uint32"))) for x in found]
+        words[plane] = found
+    return bytes_of(words, 2)
 
 
 def _table_values(arch: Device, fmt: Format, raw: Raw, part: Expr, flip: int = 0) -> list[Expr]:
-    """`tables.values` of the four words."""
+    """`load.values` of the four words."""
     nibbles = [lane_of(raw["Q4"][0], i) for i in range(2)] if "Q4" in raw else None
     return values(arch, fmt, nibbles, lambda: _codes(fmt, raw, part), flip)
 

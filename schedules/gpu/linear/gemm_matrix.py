@@ -19,17 +19,19 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.registers import at, local, put
 from mlc_amd.schedules.gpu.base.step import when
 from mlc_amd.schedules.gpu.linear.gemm_load import PIECE, columns_of, half_piece
-from mlc_amd.schedules.gpu.linear.gemm_steps import (
+from mlc_amd.schedules.gpu.linear.gemm_tile import (
     CODE,
     HELD,
     UNIT_CHOICES,
     Loaded,
+    Product,
+    TileWork,
     UnitGemm,
+    UnitTile,
     least_loaded,
     whole_tokens,
     workgroups,
 )
-from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork, UnitTile
 from mlc_amd.schedules.tir import Buffer, Expr
 
 PAD = 8  # halves added to each row of LDS: eight consecutive rows are then in different banks

@@ -12,9 +12,8 @@ bound: what matters is that enough 128-bit loads are in flight. So are a few tok
 once, then multiplied with each token's activations, which caches keep. All m tokens are computed, live or not.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable
+from contextlib import ExitStack
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -23,15 +22,14 @@ from mlc_amd.schedules.gpu.base.activations import gated
 from mlc_amd.schedules.gpu.base.device import barrier, launch, uniform
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, columns, emit_store
+from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, columns, emit_store, load_columns
 from mlc_amd.schedules.gpu.base.registers import lane_of
 from mlc_amd.schedules.gpu.base.step import FEW, if_live, is_live, kernel, when
 from mlc_amd.schedules.gpu.experts.experts import expert_at
 from mlc_amd.schedules.gpu.linear import gemv_plan, load
 from mlc_amd.schedules.gpu.linear.gemm_dot import EXACT_TILES
-from mlc_amd.schedules.gpu.linear.gemv_norm import emit_norm
 from mlc_amd.schedules.gpu.linear.gemv_plan import Plan, Split, gate_up_plan, gate_up_tokens, linear_splits
-from mlc_amd.schedules.gpu.linear.gemv_rows import Strip, Tokens, emit_acts, emit_products, span_of
+from mlc_amd.schedules.gpu.linear.gemv_rows import Strip, Tokens, emit_acts, emit_norm, emit_products, span_of
 from mlc_amd.schedules.gpu.linear.linear_args import Segment, check_blocks, declare_gate_up, declare_linear
 from mlc_amd.schedules.gpu.linear.load import Planes
 from mlc_amd.schedules.operators import ExpertDown, ExpertGateUp, GateUp, HeadLinear, Linear
@@ -73,18 +71,13 @@ def check(op: Linear | HeadLinear | GateUp | ExpertGateUp | ExpertDown) -> None:
         )
 
 
-class Thread(NamedTuple):
-    """workgroup: its number among those of the segment; lane, wave: within it."""
-
-    workgroup: Expr
-    lane: Expr
-    wave: Expr
+Thread = tuple[Expr, Expr, Expr]  # number of a workgroup among those of a segment; lane and wave within it
 
 
-def _group(thread: Thread, lanes: int, arch: Device, waves: int) -> Expr:
+def _group(arch: Device, lane: Expr, wave: Expr, lanes: int, waves: int) -> Expr:
     """Number of this lane's group of `lanes` in the workgroup."""
-    wave = uniform(arch, thread.wave) if waves > 1 else T.int32(0)
-    return wave if lanes == arch.wave else T.Bind(wave * (arch.wave // lanes) + thread.lane // lanes)
+    wave = uniform(arch, wave) if waves > 1 else T.int32(0)
+    return wave if lanes == arch.wave else T.Bind(wave * (arch.wave // lanes) + lane // lanes)
 
 
 def emit_segment(
@@ -94,11 +87,11 @@ def emit_segment(
     """A workgroup's rows of a segment. tokens(row): what a group of rows from `row` on is multiplied with; first_token:
     the number of the first of them."""
     fmt, n, _, bias, Y = segment
-    rows, count = padded(n), split.plan.rows
-    first = T.Bind(thread.workgroup * split.rows + _group(thread, split.lanes, arch, split.plan.waves) * count)
+    rows, count, (workgroup, lane, wave) = padded(n), split.plan.rows, thread
+    first = T.Bind(workgroup * split.rows + _group(arch, lane, wave, split.lanes, split.plan.waves) * count)
     inside = None if rows % split.rows == 0 else first < rows
     row = first if inside is None else T.Bind(T.min(first, T.int32(rows - count)))
-    part = T.Bind(thread.lane % split.lanes)
+    part = T.Bind(lane % split.lanes)
     strips = [Strip(fmt, views, row + i) for i in range(count)]
     y, writes = emit_products(strips, tokens(row), part, split.lanes, split.plan.unroll, arch)
     with T.If(writes if inside is None else writes & inside), T.Then():
@@ -139,23 +132,10 @@ def linear(op: Linear, arch: Device, name: str, plan: Plan | None = None) -> tir
                 here = (workgroup >= first) & (workgroup < last) if len(splits) > 1 else None
                 live = is_live(args.state, first_token) if part else None
                 with when(here), when(live):
-                    thread = Thread(workgroup - first, lane, wave)
+                    thread = workgroup - first, lane, wave
                     emit_segment(arch, split, segment, views, lambda _: tokens, thread, args.residual, first_token)
                 first = last
     return ir.get()
-
-
-@contextmanager
-def _if_slot_live(op: GateUp | ExpertGateUp, state: Buffer, index: Sequence[Expr]) -> Iterator[tuple[Expr, Expr]]:
-    """`with _if_slot_live(..) as (slot, token):` around what is done for slots of live tokens; (None, 0) without
-    experts. index: of the slot, of a workgroup."""
-    if isinstance(op, GateUp):
-        yield None, 0
-        return
-    (slot,) = index
-    token = slot if op.m == 1 else T.Bind(slot // op.used)
-    with if_live(state, op.m, token):
-        yield slot, token
 
 
 def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Plan | None = None) -> tirx.PrimFunc:
@@ -177,28 +157,25 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Pla
         grid = (n // BLOCK, *slots)
         # of several tokens: slots of one expert read its rows at the same time, all but the first from caches
         turn = -1 if slots and op.m > 1 else 1
-        with (
-            launch(grid[::turn], (arch.wave, waves)) as (*places, lane, wave),
-            _if_slot_live(op, args.state, places[::turn][1:]) as (slot, token),
-        ):
-            block = places[::turn][0]
+        with launch(grid[::turn], (arch.wave, waves)) as (*places, lane, wave), ExitStack() as if_slot_live:
+            (block, *slot), token = places[::turn], 0
+            if slot:
+                token = slot[0] if op.m == 1 else T.Bind(slot[0] // op.used)
+                if_slot_live.enter_context(if_live(args.state, op.m, token))
             acts = emit_acts(args.acts, k, x_rows) if eps is None else None
             views = [load.views(fmt, bufs, span_of(fmts, k)) for fmt, bufs in zip(fmts, args.planes, strict=True)]
             products = T.alloc_buffer((2 * m, BLOCK), "float32", scope="shared")  # gate and up of each token
-            group, part = _group(Thread(places[::turn][0], lane, wave), lanes, arch, waves), T.Bind(lane % lanes)
+            group, part = _group(arch, lane, wave, lanes, waves), T.Bind(lane % lanes)
             first = block * BLOCK
             if isinstance(op, ExpertGateUp):
-                own = [0, slot] if op.m == 1 else [token, T.Bind(slot % op.used)]
+                own = [0, *slot] if op.m == 1 else [token, T.Bind(slot[0] % op.used)]
                 first = T.Bind(expert_at(args.ids, own, op.of) * n + first)
-                acts = acts if acts is None or x_rows == 1 else acts.of(token if op.shared else slot)
+                acts = acts if acts is None or x_rows == 1 else acts.of(token if op.shared else slot[0])
             tokens = acts.first(m) if acts else [emit_norm(arch, args.acts, k, eps or 0.0, lane, wave, waves)]
             with T.serial(BLOCK // (groups * rows)) as i:
                 row = T.Bind((i * groups + group) * rows)
-                strips = [
-                    Strip(fmt, bufs, first + row + i)
-                    for fmt, bufs in zip(fmts, views, strict=True)
-                    for i in range(rows)
-                ]
+                weights = zip(fmts, views, strict=True)
+                strips = [Strip(*weight, first + row + i) for weight in weights for i in range(rows)]
                 found, writes = emit_products(strips, tokens, part, lanes, plan.unroll, arch)
                 with T.If(writes), T.Then():
                     for token, i, total in found:
@@ -211,18 +188,15 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Pla
                 if m > 1:
                     token = T.Bind((thread + wave * arch.wave + lane) // LANES)
                     live, token = T.Bind(token < m), T.Bind(T.min(token, T.int32(m - 1)))
-                gate, up = (
-                    [T.Bind(lane_of(x, i)) for i in range(WIDTH)]
-                    for x in (T.Bind(products[token * 2 + i, columns(column)]) for i in range(2))
-                )
+                gate, up = (load_columns(products, token * 2 + i, column) for i in range(2))
                 if args.biases:
+                    biases = [T.Bind(bias[columns(first + column)]) for bias in args.biases]
                     gate, up = (
-                        [T.Bind(v + lane_of(b, i)) for i, v in enumerate(values)]
-                        for values, b in zip(
-                            (gate, up), [T.Bind(b[columns(first + column)]) for b in args.biases], strict=True
-                        )
+                        [T.Bind(v + lane_of(bias, i)) for i, v in enumerate(x)]
+                        for x, bias in zip((gate, up), biases, strict=True)
                     )
                 y = [gated(op.act, g, u) for g, u in zip(gate, up, strict=True)]
-                out_row = token if slot is None else slot
-                emit_store(arch, op.layout, args.out, y, out_row, T.Bind(block * BLOCK + column), live)
+                emit_store(
+                    arch, op.layout, args.out, y, slot[0] if slot else token, T.Bind(block * BLOCK + column), live
+                )
     return ir.get()

@@ -22,7 +22,7 @@ from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, emit_store
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
 from mlc_amd.schedules.gpu.base.step import all_of, kernel, when
-from mlc_amd.schedules.gpu.linear import gemv_share
+from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.gpu.linear.gemv_matrix_tiles import (
     Meeting,
     Sums,
@@ -34,7 +34,6 @@ from mlc_amd.schedules.gpu.linear.gemv_matrix_tiles import (
     set_of,
 )
 from mlc_amd.schedules.gpu.linear.linear_args import Segment, check_blocks, declare_gate_up, declare_linear
-from mlc_amd.schedules.gpu.linear.load import block_bytes
 from mlc_amd.schedules.gpu.linear.matrix_int8 import SIDE, has_unit, unit_of
 from mlc_amd.schedules.operators import ExpertGateUp, GateUp, Linear
 from mlc_amd.schedules.space import Kernel, Space
@@ -113,7 +112,7 @@ def plans(op: Linear | GateUp, arch: Device) -> Space:
         if lds > min(arch.lds, MOST_LDS):
             raise ValueError(f"{plan} takes {lds} bytes of LDS")
         groups = sum(-(-n // (used.tiles * SIDE)) for n in rows)
-        loads = used.tiles * blocks * block_bytes(op.weights[0][0]) * SIDE / arch.wave
+        loads = used.tiles * blocks * load.block_bytes(op.weights[0][0]) * SIDE / arch.wave
         return Kernel(used, groups, used.waves * arch.wave, loads)
 
     return Space(Plan, choices, default_plan(op, arch), kernel)
@@ -154,7 +153,7 @@ def linear(op: Linear, arch: Device, name: str, plan: Plan | None = None) -> tir
             wave = _wave(arch, lane, number, plan.waves)
             work, places, first = _Work(op, args.acts, wave, plan.tiles, blocks), [], 0
             for segment, count in zip(args.segments, counts, strict=True):
-                views = gemv_share.views(segment.fmt, segment.planes, blocks)
+                views = load.views(segment.fmt, segment.planes, blocks)
                 here = (workgroup >= first) & (workgroup < first + count)
                 row0, high = T.Bind((workgroup - first) * rows), padded(segment.n)
                 places.append((here, row0))
@@ -208,9 +207,7 @@ def gate_up_swiglu(op: GateUp, arch: Device, name: str, plan: Plan | None = None
         with launch((op.n // BLOCK,), (arch.wave, plan.waves)) as (block, lane, number):
             wave = _wave(arch, lane, number, plan.waves)
             work = _Work(op, args.acts, wave, GATE_UP_TILES, blocks)
-            views = [
-                gemv_share.views(fmt, planes, blocks) for (fmt, _), planes in zip(op.weights, args.planes, strict=True)
-            ]
+            views = [load.views(fmt, planes, blocks) for (fmt, _), planes in zip(op.weights, args.planes, strict=True)]
             rows = [T.Bind(block * BLOCK + t * SIDE + lane % SIDE) for t in range(GATE_UP_TILES // 2)]
             parts = [(fmt, planes, row) for (fmt, _), planes in zip(op.weights, views, strict=True) for row in rows]
             emit_sums([Tile(*part, work.tokens, own) for part, own in zip(parts, work.sums, strict=True)], work.tokens)

@@ -1,8 +1,10 @@
 """The inner part of `gemv_matrix.py`: tiles of 16 rows of weights times sets of up to 16 tokens, on int8 matrix units.
 
 A wave holds, of each of its tiles and of each set of tokens, 16 rows by a set's sums. Weights become signed bytes right
-in the registers that the matrix instruction takes (`gemv_share.py`), tokens come from the caches. A lane has one row of
-weights, so a block's scales are scalars of the lane; the tokens' scales are what it has several of.
+in the registers that the matrix instruction takes, tokens come from the caches. A lane has one row of weights, so a
+block's scales are scalars of the lane; the tokens' scales are what it has several of. Of each half of a block of 32
+columns it has the words count*part .. count*part + count - 1 of four columns (`matrix_int8.py`). A step is some blocks
+of a row, of which scales and the planes of one and two bits are loaded in one go.
 """
 
 from collections.abc import Sequence
@@ -10,13 +12,13 @@ from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.formats import Format
+from mlc_amd.schedules.formats import PLANE_BITS, Format
 from mlc_amd.schedules.gpu.base.device import IN_ORDER, WAVE_SHARED, fma, lanes_meet, schedule_fence
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import FIELDS, WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
-from mlc_amd.schedules.gpu.linear import gemv_share, load
+from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.gpu.linear.load import Planes
 from mlc_amd.schedules.gpu.linear.matrix_int8 import SIDE, products, unit_of
 from mlc_amd.schedules.tir import Buffer, Expr
@@ -27,7 +29,6 @@ LOADED = 0x84  # for `schedule_fence`: as IN_ORDER, and loads may not cross
 # Words of tokens that a lane loads with a step's weights, and sums that it holds, at most: else tokens are loaded block
 # by block. So they are where both halves of a wave hold the same words (gfx11): registers would spill.
 AHEAD = 64
-
 
 Field = tuple[int, int]  # of S: its number, and the factor that it is wanted times
 
@@ -147,24 +148,66 @@ class Sums:
 
 
 class Tile:
-    """A tile of 16 rows of a weight of format `fmt`, whose products are added to `sums`."""
+    """A tile of 16 rows of a weight of format `fmt`, of which a lane has row `row`; its products are added to `sums`.
+    planes: of `load.views`."""
 
     def __init__(self, fmt: Format, planes: Planes, row: Expr, tokens: Tokens, sums: Sums):
         self.fmt, self.planes, self.row, self.tokens, self.sums = fmt, planes, row, tokens, sums
 
     def fetch(self, first: Expr) -> None:
-        tokens = self.tokens
-        self.share = gemv_share.fetch(self.fmt, self.planes, self.row, first, tokens.blocks, tokens.part, tokens.words)
+        """Loads a step, block `first` and the next ones. codes: plane -> words by block; held: plane -> registers, of S
+        and Z words of bytes."""
+        fmt, row, blocks, part, count = self.fmt, self.row, self.tokens.blocks, self.tokens.part, self.tokens.words
+        self.codes: dict[str, list[list[Expr]]] = {}
+        self.held: dict[str, list[Expr]] = {}
+        for plane in fmt.codes:
+            bits, buf = PLANE_BITS[plane], self.planes[plane]
+            if bits <= 2:  # bits of all columns are in the same word
+                found = load.wide(buf, row, first * bits, blocks * bits)
+                self.codes[plane] = [found[b * bits : (b + 1) * bits] for b in range(blocks)]
+                continue
+            starts = range(0, bits, 4)
+            self.codes[plane] = [
+                [x for start in starts for x in load.wide(buf, row, (first + b) * bits + start + part * count, count)]
+                for b in range(blocks)
+            ]
+        for name in fmt.scales:
+            if name in ("S", "Z"):
+                total = blocks * BLOCK // fmt.group
+                width = min(load.WORD, total)
+                found = load.wide(self.planes[name], row, first * (BLOCK // fmt.group) // width, total // width)
+                self.held[name] = [T.Bind(T.cast(x, "uint32")) for x in found] if width < load.WORD else found
+            elif fmt.block > BLOCK:
+                self.held[name] = [T.Bind(self.planes[name][row, first // (fmt.block // BLOCK)])]
+            else:
+                self.held[name] = load.wide(self.planes[name], row, first, blocks)
 
     def decode(self, arch: Device, block: int) -> None:
-        """Makes bytes and factors of a step's block number `block`, for `multiply`."""
-        fmt, tokens = self.fmt, self.tokens
-        self.words = gemv_share.words(arch, fmt, self.share, block, tokens.part, tokens.words)
-        scales = gemv_share.scales(fmt, self.share, block)
+        """Makes bytes and factors of a step's block number `block`, for `multiply`. words: int32 of signed bytes, those
+        of both halves."""
+        fmt, part, count = self.fmt, self.tokens.part, self.tokens.words
+        raw = {plane: self.codes[plane][block] for plane in fmt.codes}
+        for plane, bits in (("Q2", 2), ("Q1", 1)):
+            if plane in raw and count < load.WORD:
+                raw[plane] = [T.Bind(T.shift_right(x, T.cast(part * (count * bits), "uint32"))) for x in raw[plane]]
+        found = load.values(arch, fmt, None, lambda: load.bytes_of(raw, count))
+        found = [T.Bind(T.reinterpret("int32", x)) for x in found]
+        self.words = found[:count], found[count:]
+        scales = self._scales(block)
         self.factors, self.lows = scales.factors(), []
         if fmt.minimum:
             low = scales.minimum if fmt.minimum == "M" else T.Bind(T.float32(0) - scales.minimum)
             self.lows = [low if sub is None else T.Bind(low * sub) for sub in scales.sub_minimum]
+
+    def _scales(self, block: int) -> load.Scales:
+        own, number = {}, 0
+        for name, found in self.held.items():
+            if name in ("S", "Z"):
+                first = block * (BLOCK // self.fmt.group)
+                own[name], number = [found[first // load.WORD]], first % load.WORD // (BLOCK // self.fmt.group)
+            else:
+                own[name] = [found[block if self.fmt.block == BLOCK else 0]]
+        return load.scales(self.fmt, load.Unit({}, own), number)
 
     def multiply(self, number: int, acts: list[list[Expr]], fields: dict[Field, Expr]) -> None:
         """Adds the decoded block times set `number`. acts: the tokens' words; fields: of `Tokens.scales`."""

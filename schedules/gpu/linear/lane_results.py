@@ -40,7 +40,7 @@ class LaneTile(Tile):
             2: so are the activations of each next run
     hidden  1: what codes are or'ed with is in registers, as numbers that the compiler does not know. Of two constants
             NVIDIA's makes two instructions for two weights instead of one.
-    staged  1: activations go through shared memory (`gemm_staged.py`)
+    staged  1: activations go through shared memory (`lane_tiles.py`)
     """
 
     waves_m: int

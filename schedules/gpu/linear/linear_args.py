@@ -6,7 +6,7 @@
               [NewScale])
 
 Activations are A, S | H | X in a layout of `quantize.py`, or X, G of a norm that the kernel computes itself
-(`gemv_norm.py`), or H, Squares, Scale of a norm that it completes (`deferred_norm.py`, which has PreparedNorm, too).
+(`gemv_rows.py`), or H, Squares, Scale of a norm that it completes (`deferred_norm.py`, which has PreparedNorm, too).
 npad is n rounded up to a multiple of 16, a segment one of the weights that share the activations and the launch (q, k
 and v of a layer), Groups and biases of gate and up are of experts.
 """
