@@ -76,8 +76,7 @@ def weights_arg(experts: Experts, m: int) -> Buffer:
 
 @registry.builds(ExpertOrder)
 def expert_order(op: ExpertOrder, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state, Ids int32 [m, used], Slots int32 [m, used], Pairs int32 [slots], Groups int32 [tiles + 2 count +
-    1])."""
+    """Kernel (state, Ids, Slots int32 [m, used], Pairs int32 [slots], Groups int32 [tiles + 2 count + 1])."""
     m, experts = op.m, op.of
     threads, pairs, slots = arch.threads, m * experts.used, experts.slots(m)
     with kernel(name) as ir:
@@ -181,8 +180,7 @@ class _Sort:
             put(self.counts, self.counts[index] + total, index)
 
     def place(self, Groups: Buffer, Pairs: Buffer, tiles: int) -> Expr:
-        """Counts become first slots; stores all of Groups but its unused tiles, and -1 for padding. Returns the number
-        of used tiles."""
+        """Counts become first slots; stores Groups but for unused tiles, and -1 for padding. Returns the used tiles."""
         count, tile = self.experts.count, self.experts.tile
         mine = [T.Bind(self.thread * self.each + i) for i in range(self.each)]  # a thread's experts
         totals, firsts = [], []
@@ -244,9 +242,8 @@ def _threads(k: int, arch: Device, plan: ThreadsPlan | None) -> int:
 @registry.builds(Gather)
 def gather(op: Gather, arch: Device, name: str, plan: ThreadsPlan | None = None) -> tirx.PrimFunc:
     """Kernel (state, X float32 [m, k], [Pairs int32 [slots] of sorted ones], [Weights float32 [m, used]], then A, S | H
-    | Y of [slots, k], as `layout` says): the row of each slot, times its pair's weight if `weighted`. Slots of
-    padding are left as they are: what is computed of them, numbers or not, nobody reads. UserError if blocks cannot
-    hold k columns."""
+    | Y of [slots, k], as `layout` says): the row of each slot, times its pair's weight if `weighted`. Slots of padding
+    are left as they are: nobody reads what is computed of them. UserError if blocks cannot hold k columns."""
     k, m, experts, layout = op.k, op.m, op.of, op.layout
     slots, threads = experts.slots(m), _threads(k, arch, plan)
     with kernel(name) as ir:

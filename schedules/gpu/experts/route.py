@@ -21,20 +21,10 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu import registry
+from mlc_amd.schedules.gpu.base import device
 from mlc_amd.schedules.gpu.base.arrival import LINE, Outbox, arrive, zero_after
-from mlc_amd.schedules.gpu.base.device import (
-    barrier,
-    exp2,
-    fma,
-    launch,
-    maximum,
-    rcp,
-    rsqrt,
-    uniform,
-    wave_max,
-    wave_min,
-    wave_sum,
-)
+from mlc_amd.schedules.gpu.base.device import barrier, exp2, fma, launch, maximum, rcp, wave_max, wave_sum
+from mlc_amd.schedules.gpu.base.norm import row_scale
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store, load_columns
@@ -54,8 +44,7 @@ NONE = 1 << 30  # above all experts' numbers
 
 
 def check(routing: Routing) -> bool:
-    """Whether some groups of experts are left out. ValueError for a gating that is not known, and for groups that do
-    not fit."""
+    """Whether some groups of experts are left out. ValueError for an unknown gating, and for groups that do not fit."""
     count, used, groups = routing.experts, routing.used, routing.groups
     grouped = groups > 1 and routing.groups_used < groups
     if routing.gating not in GATINGS:
@@ -95,8 +84,7 @@ def route(op: Route, arch: Device, name: str, plan: None = None) -> tirx.PrimFun
 
 class Held:
     """What a wave holds of a row, in registers: for each of a lane's experts its number, its probability, the score
-    that chooses it, and its place among the chosen ones. B, F: parameters of `route`, or None. ValueError as of
-    `check`."""
+    that chooses it, and its place among the chosen. B, F: parameters of `route`, or None. ValueError as of `check`."""
 
     def __init__(self, arch: Device, routing: Routing, lane: Expr, B: Buffer | None, F: Buffer | None):
         self.arch, self.count, self.used, self.lane, self.routing = arch, routing.experts, routing.used, lane, routing
@@ -182,8 +170,7 @@ class Held:
             put(self.scores, T.Select(is_open, self.scores[i], T.float32(LOWEST)), i)
 
     def choose(self) -> None:
-        """Sets the places of the best experts, the best one 0; of equal ones the lower number is first. Others have the
-        place `used`."""
+        """Sets the places of the best experts, from 0, of equal ones the lower number first; `used` of others."""
         for i in range(self.steps):
             put(self.places, T.int32(self.used), i)
             put(self.keys, self._or(i, _key(self.scores[i]), T.int32(LAST)), i)
@@ -192,7 +179,7 @@ class Held:
             best, number = wave_max(self.arch, T.Bind(functools.reduce(T.max, keys))), T.int32(NONE)
             for mine, key in zip(reversed(self.numbers), reversed(keys), strict=True):
                 number = T.Select(key == best, mine, number)
-            number = wave_min(self.arch, T.Bind(number))
+            number = device.wave_min(self.arch, T.Bind(number))
             for i, key in enumerate(keys):
                 here = T.Bind(self.numbers[i] == number)
                 put(self.places, T.Select(here, place, self.places[i]), i)
@@ -305,14 +292,14 @@ def norm_route(op: NormRoute, arch: Device, name: str, plan: None = None) -> tir
             for first in range(0 if loops <= 1 else loops * STEPS, steps, STEPS):
                 add(first, min(STEPS, steps - first))
             squares, products = _workgroup_sums(arch, waves, (square, product), wave, lane)
-            scale = rsqrt(fma(squares, T.float32(1 / k), T.float32(op.eps)))
+            scale = row_scale(squares, k, op.eps)
 
             logit = T.Bind(products * scale if own_bias is None else products * scale + own_bias)
             outbox = Outbox(arch, tid, threads, (1,))
             outbox.send(tid == 0, Logits, ([logit], None, (expert, 0)))
             outbox.publish()
             old = arrive(arch, Arrived, 0, tid)
-            chooses = T.Bind(uniform(arch, wave) == 0)
+            chooses = T.Bind(device.uniform(arch, wave) == 0)
             last = old == count - 1
             with T.serial(T.cast(last if held.grouped else last & chooses, "int32")):
                 later = zero_after(arch, old)
@@ -338,10 +325,4 @@ def _workgroup_sums(arch: Device, waves: int, totals: Sequence[Expr], wave: Expr
         with T.If(lane == 0), T.Then():
             put(parts, mine, i, wave)
     barrier()
-    found = []
-    for i in range(len(totals)):
-        total = parts[i, 0]
-        for w in range(1, waves):
-            total = total + parts[i, w]
-        found.append(T.Bind(total))
-    return found
+    return [T.Bind(sum((parts[i, w] for w in range(1, waves)), parts[i, 0])) for i in range(len(totals))]

@@ -1,4 +1,4 @@
-"""Weights from their planes (layout "rows": `planes.py`) to runs of float16 in the order of `pairs.py`, for every
+"""Weights from their planes (layout "rows": `planes.py`) to runs of float16 in the order of `quantize.py`, for every
 format.
 
 The unit of work is `span` neighbouring blocks of 32 columns of a row. Fetching and decoding are apart, so that the
@@ -21,9 +21,9 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import FP4_VALUES, PLANE_BITS, Format
 from mlc_amd.schedules.gpu.base.device import fma
-from mlc_amd.schedules.gpu.base.pairs import RUN, RUN_COLUMNS, RUNS
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.quantize import RUN, RUN_COLUMNS, RUNS
 from mlc_amd.schedules.gpu.base.registers import at, chosen, elements, lane_of, opaque, vector
 from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.tir import Buffer, Expr
@@ -44,10 +44,8 @@ def fetch(fmt: Format, planes: load.Planes, row: Expr, unit: Expr, span: int) ->
     """The loads of unit number `unit` of a row, in registers."""
     if fmt.kind != "float":
         return load.fetch(fmt, planes, row, unit, span)
-    width = 4 if fmt.name == "f32" else RUN
-    return [
-        T.Bind(planes["W"][row, at(unit * (span * BLOCK) + first, width)]) for first in range(0, span * BLOCK, width)
-    ]
+    width, count = 4 if fmt.name == "f32" else RUN, span * BLOCK
+    return [T.Bind(planes["W"][row, at(unit * count + first, width)]) for first in range(0, count, width)]
 
 
 def runs(arch: Device, fmt: Format, fetched: Fetched, span: int) -> list[Expr]:
@@ -167,8 +165,7 @@ def _fields(codes: Words, j: Expr, t: int, exponent: Expr) -> Expr:
 
 
 def _nibbles(words: Sequence[Expr], j: Expr, exponents: Sequence[Expr]) -> list[Expr]:
-    """Four words, as of `_fields`, of codes that are nibbles only, but pairs 1 and 3 are 64 + the codes: one shift
-    instead of three."""
+    """As four times `_fields`, of nibbles only, but pairs 1 and 3 are 64 + the codes: one shift instead of three."""
     low = chosen(words, j)
     high = T.Bind(T.shift_right(low, T.uint32(8)))
     return [

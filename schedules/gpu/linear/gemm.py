@@ -19,11 +19,10 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.activations import gated
-from mlc_amd.schedules.gpu.base.device import barrier, each, launch, rcp, rint, shuffle_xor, wave_max, wave_sum
-from mlc_amd.schedules.gpu.base.pairs import TOKENS, store_run
+from mlc_amd.schedules.gpu.base.device import barrier, each, launch
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import FIELDS, RUNS_OF, TINY, WIDTH, act_args, clamped, emit_store
+from mlc_amd.schedules.gpu.base.quantize import TOKENS, WIDTH, act_args, emit_store, store_block, store_floats
 from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of, vector
 from mlc_amd.schedules.gpu.base.step import kernel, once, state_arg, where
 from mlc_amd.schedules.gpu.experts.experts import bias_args, check_rows, expert_at, ids_arg
@@ -136,17 +135,12 @@ def linear(op: Linear, arch: Device, name: str, plan: Tile | None = None) -> tir
                 with where(mine) if quick else once(mine):
                     row0 = T.Bind((row_tile - first) * gemm.tile.rows)
                     early = epilogue.early if quick else None
-                    gemm.emit(
-                        TileWork(
-                            acts, [weight], token0, row0, epilogue.store,
-                            factors=factors, zero=zero, early=early, runs=runs,
-                        )
-                    )  # fmt: skip
+                    gemm.emit(TileWork(acts, [weight], token0, row0, epilogue.store, None, factors, zero, early, runs))
                 first += count
     return ir.get()
 
 
-Loaded = tuple[list[Expr] | None, list[Expr] | None, Any]
+Loaded = tuple[list[Expr], list[Expr], Any]  # of `_Epilogue.load`
 
 
 class _Epilogue:
@@ -156,16 +150,13 @@ class _Epilogue:
         self.arch, self.args, self.segment, self.factors, self.runs = arch, args, segment, factors, runs
 
     def load(self, token: Expr, row: Expr, lanes: int) -> Loaded:
-        """What `store` reads from memory for `lanes` rows of a token, of each part of a run: bias, residual, what a
-        norm is prepared with."""
+        """What `store` reads for `lanes` rows of a token, of each part of a run: bias, residual, of a prepared norm."""
         segment, args = self.segment, self.args
         firsts = self._firsts(row)
         indices = [at(first, lanes) for first in firsts]
-        return (
-            None if segment.bias is None else [self._bias(index) for index in indices],
-            None if args.residual is None else [args.residual[token, index] for index in indices],
-            None if args.prepared is None else args.prepared.load(token, firsts),
-        )
+        bias = [] if segment.bias is None else [self._bias(index) for index in indices]
+        residual = [] if args.residual is None else [args.residual[token, index] for index in indices]
+        return bias, residual, None if args.prepared is None else args.prepared.load(token, firsts)
 
     def _bias(self, index: Expr) -> Expr:
         """bias[index]; the last rows' index stays inside the n biases."""
@@ -183,8 +174,7 @@ class _Epilogue:
     def early(self, token: Expr, row: Expr) -> Loaded:
         """The same in registers."""
         bias, residual, norm = self.load(token, row, QUAD)
-        bias, residual = (None if x is None else [T.Bind(part) for part in x] for x in (bias, residual))
-        return bias, residual, norm
+        return [T.Bind(x) for x in bias], [T.Bind(x) for x in residual], norm
 
     def store(self, token: Expr, row: Expr, values: list[Expr], loaded: Loaded | None = None) -> None:
         """loaded: of `early`; None: nothing is yet."""
@@ -193,44 +183,15 @@ class _Epilogue:
             x = self.factors.scaled(token, x)
         parts = [vector(elements(x)[i : i + QUAD]) for i in (0, QUAD)] if self.runs else [x]
         bias, residual, norm = loaded or self.load(token, row, parts[0].ty.dtype.lanes)
-        if bias is not None:
+        if bias:
             parts = [x + of for x, of in zip(parts, bias, strict=True)]
-        if residual is not None:
+        if residual:
             parts = [of + x for x, of in zip(parts, residual, strict=True)]
         parts = [T.Bind(x) for x in parts]
         for first, x in zip(self._firsts(row), parts, strict=True):
             T.buffer_store(self.segment.Y, x, [token, span(first, x)])
         if norm is not None and self.args.prepared is not None:
             self.args.prepared.store(self.arch, token, row, parts, norm)
-
-
-# ---- gate and up
-
-
-def _store_floats(layout: str, out: Buffer, token: Expr, row: Expr, y: list[Expr]) -> None:
-    """y, float32 elements of consecutive rows, in the layout "", "half" or, four of them, "pairs" or "lanes"."""
-    if layout:
-        y = [T.cast(clamped(x), "float16") for x in y]
-    if layout in RUNS_OF:
-        RUNS_OF[layout](out, token, row, y)
-        return
-    value = vector(y) if len(y) > 1 else y[0]
-    T.buffer_store(out, value, [token, span(row, value)])
-
-
-def _store_block(arch: Device, out: list[Buffer], token: Expr, row: Expr, y: Expr) -> None:
-    """y, one float32 of each of 32 neighbouring lanes, as a block in the layout "rows": see `quantize.py`."""
-    A, S = out
-    half, column = BLOCK // 2, T.Bind(row % BLOCK)
-    top = wave_max(arch, T.Bind(T.fabs(y)), BLOCK)
-    q = T.Bind(T.cast(rint(y * T.Select(top > T.float32(TINY), T.float32(127) * rcp(top), T.float32(0))), "int32"))
-    low = wave_sum(arch, q, half)
-    high = shuffle_xor(arch, low, half)
-    d = T.Bind(top * T.float32(1 / 127))
-    T.buffer_store(A, T.cast(q, "int8"), [token, row // BLOCK, column])
-    with T.If(column == 0), T.Then():  # the lane in whose half `low` is the first
-        fields = [d, *(d * T.cast(total, "float32") for total in (low + high, low, high))]
-        T.buffer_store(S, vector(fields), [token, row // BLOCK, T.ramp(0, 1, FIELDS)])
 
 
 def _store_staged(
@@ -255,9 +216,8 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Til
     of, f, layout = product_of(op, arch), op.n, op.layout
     experts = isinstance(op, ExpertGateUp)
     gemm = engine(of, plan)
-    if f % BLOCK or gemm.rows_side_by_side != {"rows": BLOCK, "pairs": 1, "lanes": 1}.get(
-        layout, gemm.rows_side_by_side
-    ):
+    side_by_side = gemm.rows_side_by_side
+    if f % BLOCK or side_by_side != {"rows": BLOCK, "pairs": 1, "lanes": 1}.get(layout, side_by_side):
         raise ValueError(
             f"{f} rows in layout {layout!r} from activations in layout {of.layout!r} do not make one launch"
         )
@@ -290,14 +250,9 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Til
                 if staged is not None:
                     T.buffer_store(staged, y[0], [(token - token0) * tile.rows + (row - row0)])
                 elif layout == "rows":
-                    _store_block(arch, out, token, row, *y)
-                elif by_run and layout == "lanes":
-                    store_run(out[0], token, row, [T.cast(clamped(x), "float16") for x in y])
-                elif by_run:
-                    for half in range(2):
-                        _store_floats(layout, out[0], token, row + half * (BLOCK // 2), y[4 * half : 4 * half + 4])
+                    store_block(arch, out, token, row, *y)
                 else:
-                    _store_floats(layout, out[0], token, row, y)
+                    store_floats(layout, out[0], token, row, y, by_run)
 
             mine, zero = (mine, gemm.zero(state)) if experts else gemm.live_and_zero(state, token0, quick)
             with once(mine):
@@ -305,9 +260,6 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Til
                 if staged is not None:
                     _store_staged(gemm, staged, out, token0, row0, f, thread)
     return ir.get()
-
-
-# ---- experts
 
 
 def tile_expert(groups: Buffer, slot0: Expr, n: int, experts: Experts) -> tuple[Expr, Expr]:
@@ -319,8 +271,7 @@ def tile_expert(groups: Buffer, slot0: Expr, n: int, experts: Experts) -> tuple[
 @registry.builds(ExpertLinear)
 def expert_linear(op: ExpertLinear, arch: Device, name: str, plan: Tile | None = None) -> tirx.PrimFunc:
     """Kernel (state, A, S | H | X of [slots, k], Groups, planes of the [count * n, k] stack, [WB float32 [count * n]],
-    Y float32 [slots, n]). UserError unless n is a multiple of 16 or for weights too large, ValueError for what has no
-    tiles."""
+    Y float32 [slots, n]). UserError unless 16 divides n or for weights too large, ValueError for what has no tiles."""
     n, experts, of = op.n, op.of, product_of(op, arch)
     (fmt,) = of.formats
     check_rows(n)

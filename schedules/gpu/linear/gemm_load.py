@@ -7,7 +7,7 @@ step can be in flight while the step before is multiplied:
     fetch           the global loads of a piece
     half_piece      a piece as 16 float16 weights, for matrix units
     byte_piece      a piece as 16 signed bytes with scales and offsets, for int8 dot products
-    float_piece     a piece of a float format as 16 float32 weights
+    real8           eight weights of a float format as float32
 
 Bytes become float16 by a byte permutation: with exponent byte 0x64 a byte b reads as 1024 + b. The rest is one fused
 multiply-add in float32 and one rounding per weight (`v_fma_mix` does both), scale * (1024 + code) + offset. The
@@ -70,7 +70,7 @@ def _codes(fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
     return bytes_of(words, 2)
 
 
-def _table_values(arch: Device, fmt: Format, raw: Raw, part: Expr, flip: int = 0) -> list[Expr]:
+def _values(arch: Device, fmt: Format, raw: Raw, part: Expr, flip: int = 0) -> list[Expr]:
     """`load.values` of the four words."""
     nibbles = [lane_of(raw["Q4"][0], i) for i in range(2)] if "Q4" in raw else None
     return values(arch, fmt, nibbles, lambda: _codes(fmt, raw, part), flip)
@@ -78,20 +78,16 @@ def _table_values(arch: Device, fmt: Format, raw: Raw, part: Expr, flip: int = 0
 
 def _unsigned(arch: Device, fmt: Format, raw: Raw, part: Expr) -> tuple[list[Expr], int]:
     """(four words of unsigned bytes, the byte that means 0)."""
-    if fmt.table:
-        return _table_values(arch, fmt, raw, part, 0x80), 128
-    words = _codes(fmt, raw, part)
-    if fmt.signed:
-        return [word ^ T.uint32(0x80808080) for word in words], 128
-    return words, fmt.zero
+    words = _values(arch, fmt, raw, part, 0x80)
+    if fmt.signed and not fmt.table:
+        words = [word ^ T.uint32(0x80808080) for word in words]
+    return words, 128 if fmt.table or fmt.signed else fmt.zero
 
 
 def _signed(arch: Device, fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
     """Four words of signed bytes: the weights in units of the scale."""
-    if fmt.table:
-        return _table_values(arch, fmt, raw, part)
-    words = _codes(fmt, raw, part)
-    if fmt.signed or not fmt.zero:
+    words = _values(arch, fmt, raw, part)
+    if fmt.table or fmt.signed or not fmt.zero:
         return words
     top, zero = T.uint32(0x80808080), T.uint32(0x01010101 * fmt.zero)  # the top bits keep borrows inside their byte
     return [((word | top) - zero) ^ top for word in words]
@@ -128,7 +124,7 @@ def scales(fmt: Format, raw: Raw) -> tuple[list[Expr], list[Expr] | None]:
 def half_piece(arch: Device, fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
     """The piece's two runs of eight columns as float16x8."""
     if fmt.kind == "float":
-        return [T.Bind(T.cast(_real8(fmt, w), "float16x8")) if fmt.name != "f16" else w for w in raw["W"]]
+        return [T.Bind(T.cast(real8(fmt, w), "float16x8")) if fmt.name != "f16" else w for w in raw["W"]]
     words, zero = _unsigned(arch, fmt, raw, part)
     factors, minimums = scales(fmt, raw)
     offsets = [s * T.float32(-1024 - zero) for s in factors]
@@ -151,18 +147,12 @@ def half_piece(arch: Device, fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
 
 
 def byte_piece(arch: Device, fmt: Format, raw: Raw, part: Expr) -> tuple[list[Expr], list[Expr], list[Expr] | None]:
-    """(runs, scales, minimums): the piece's two runs of eight columns as two words of signed bytes each (int32x2);
-    `scales` as above."""
+    """(runs, scales, minimums): the two runs of eight columns as int32x2, words of signed bytes; `scales` as above."""
     words = [T.Bind(T.reinterpret("int32", word)) for word in _signed(arch, fmt, raw, part)]
     return [vector(words[:2]), vector(words[2:])], *scales(fmt, raw)
 
 
-def float_piece(fmt: Format, raw: Raw) -> list[Expr]:
-    """The two runs of eight columns of a float format as float32x8."""
-    return [T.Bind(_real8(fmt, w)) for w in raw["W"]]
-
-
-def _real8(fmt: Format, w: Expr) -> Expr:
+def real8(fmt: Format, w: Expr) -> Expr:
     """Eight weights of a float format as float32x8."""
     if fmt.name == "bf16":
         return T.reinterpret("float32x8", T.shift_left(T.cast(w, "uint32x8"), T.broadcast(T.uint32(16), 8)))

@@ -105,8 +105,8 @@ class TileWork:
     factors  those of a norm that the kernel completes, or None
     zero     an int32 that is 0, which the compiler does not know, or None
     early    called with (token, row) as early as possible: what `store` gets after the values, or None: it gets no more
-    runs     whether values are runs (`pairs.py`), which `LaneGemm.has_runs` allows: a float32x8 of rows row.. and row +
-             16.., four each
+    runs     whether values are runs (`quantize.py`), as `LaneGemm.has_runs` allows: a float32x8 of rows row.. and
+             row + 16.., four each
     """
 
     acts: Sequence[Buffer]
@@ -158,6 +158,7 @@ class Gemm(ABC, Generic[TileT]):
 
     def __init__(self, of: Product, tile: TileT):
         self.of, self.tile, self.arch, self.k, self.weights = of, tile, of.arch, of.k, of.weights
+        self.token_tiles = -(-of.m // tile.tokens)
 
     @abstractmethod
     def allocate(self, thread: Expr) -> None:
@@ -171,10 +172,6 @@ class Gemm(ABC, Generic[TileT]):
     def loads(self) -> float:
         """Bytes that a thread has in flight. ValueError for a tile that is not worth measuring: a thread would hold or
         unroll too much."""
-
-    @property
-    def token_tiles(self) -> int:
-        return -(-self.of.m // self.tile.tokens)
 
     def row_tiles(self, rows: int) -> int:
         return -(-rows // self.tile.rows)
@@ -296,8 +293,7 @@ class SteppedGemm(Gemm[TileT]):
         return work.weight_row(work.row0 + row, weight, self.tile.rows)
 
     def _pieces(self, total: int) -> Iterator[Expr]:
-        """Numbers of the pieces that this thread stages, out of `total`; with too few, several threads stage the same
-        ones."""
+        """Numbers of the pieces that this thread stages, of `total`; with too few, several threads stage the same."""
         for i in range(-(-total // self.threads)):
             yield (self.thread + i * self.threads) % total
 
@@ -325,19 +321,11 @@ class UnitGemm(SteppedGemm[UnitT]):
         self.waves, self.columns, self.share = waves_m * waves_n * waves_k, tile.columns, tile.columns // waves_k
         self.threads = self.waves * of.arch.wave
         self.tiles_m, self.tiles_n = tile.tokens // waves_m // side_m, tile.rows // waves_n // side_n
-        if (
-            self.tiles_m * waves_m * side_m != tile.tokens
-            or self.tiles_n * waves_n * side_n != tile.rows
-            or of.k % self.columns
-        ):
+        self.count = self.weights * self.tiles_m * self.tiles_n  # matrices of sums of a wave
+        if tile.tokens % (waves_m * side_m) or tile.rows % (waves_n * side_n) or of.k % self.columns:
             raise ValueError(f"{tile} does not divide into {side_m} x {side_n} matrices of {of.k} columns")
         if self.share * waves_k != self.columns or self.share % side_k:
             raise ValueError(f"the {self.columns} columns of {tile} do not divide among its waves")
-
-    @property
-    def count(self) -> int:
-        """Matrices of sums of a wave."""
-        return self.weights * self.tiles_m * self.tiles_n
 
     def _loads(self, most: int, acc: int, columns: int) -> float:
         """`loads`. most: weights that a thread has on the way to shared memory; acc: sums of a lane in a matrix

@@ -102,16 +102,12 @@ class Block(NamedTuple):
 
 
 def emit_acts(params: Sequence[Buffer], k: int, m: int = 1) -> Acts:
-    """Acts of the parameters (A, S) or (X,) of m tokens, of the first one. To be called after the last parameter: it
-    declares views."""
+    """Acts of the parameters (A, S) or (X,) of m tokens, of the first one. Declares views: after the last parameter."""
     if len(params) == 1:
         return Acts(k, x=params[0])
     A, S = params
-    return Acts(
-        k,
-        T.decl_buffer((m, k // 4), "int32", data=A.data),
-        T.decl_buffer((m * (k // BLOCK), FIELDS), "float32", data=S.data),
-    )
+    quads = T.decl_buffer((m, k // 4), "int32", data=A.data)
+    return Acts(k, quads, T.decl_buffer((m * (k // BLOCK), FIELDS), "float32", data=S.data))
 
 
 def span_of(fmts: Sequence[Format], k: int) -> int:
@@ -128,12 +124,10 @@ def emit_products(
     strips: Sequence[Strip], tokens: Tokens, lane: Expr, lanes: int, unroll: int, arch: Device
 ) -> tuple[list[tuple[Expr, Expr, Expr]], Expr]:
     """The products of each strip's row with each token's activations: [(token, strip, float32 register)] of this lane,
-    and whether it is the first of the lanes that have the same ones.
-
-    lane: this lane's number in its group of `lanes`. Strips are all int8 or all float. Of one token every lane has all
-    products. Those of several are spread over the lanes, which exchange halves of their sums: c sums over l lanes take
-    about c shuffles instead of c * log2(l). The numbers of strips and tokens are then powers of two.
-    """
+    and whether it is the first of the lanes that have the same ones. lane: this lane's number in its group of `lanes`.
+    Strips are all int8 or all float. Of one token every lane has all products. Those of several are spread over the
+    lanes, which exchange halves of their sums: c sums over l lanes take about c shuffles instead of c * log2(l). The
+    numbers of strips and tokens are then powers of two."""
     sums = emit_sums(strips, tokens, lane, lanes, unroll, arch)
     if len(tokens) == 1:
         return [(0, i, wave_sum(arch, T.Bind(sums[i]), lanes)) for i in range(len(strips))], lane == 0
@@ -151,14 +145,12 @@ def emit_products(
         values = [wave_sum(arch, x, width) for x in values]
     places = [T.Bind(first + i) for i in range(len(values))]
     count = len(strips)
-    return [(T.Bind(i // count), T.Bind(i % count), x) for i, x in zip(places, values, strict=True)], (
-        lane & (width - 1)
-    ) == 0
+    found = [(T.Bind(i // count), T.Bind(i % count), x) for i, x in zip(places, values, strict=True)]
+    return found, (lane & (width - 1)) == 0
 
 
 def emit_sums(strips: Sequence[Strip], tokens: Tokens, lane: Expr, lanes: int, unroll: int, arch: Device) -> Buffer:
-    """This lane's part of the products of each strip's row with each token's activations: a local buffer, all strips of
-    a token side by side."""
+    """This lane's part of the products of strips and tokens: a local buffer, all strips of a token side by side."""
     fmts, k = [strip.fmt for strip in strips], tokens[0].k
     span, units = span_of(fmts, k), units_of(fmts, k)
     sums = T.alloc_buffer((len(strips) * len(tokens),), "float32", scope="local")
@@ -215,17 +207,14 @@ def _multiply(strips: Sequence[Strip], tokens: Tokens, places: Places, span: int
     fetch: Callable[..., Any] = load.fetch_float if floats else load.fetch
     acts_of: Callable[..., list] = _floats if floats else _blocks
     # One token's activations are loaded with the weights; those of several would take too many registers.
-    loaded = [
-        (
-            [fetch(s.fmt, s.planes, s.row, unit, span) for s in strips],
-            acts_of(tokens[0], unit, live, span) if len(tokens) == 1 else None,
-        )
-        for unit, live in places
-    ]
-    for step, ((unit, live), (units, ready)) in enumerate(zip(places, loaded, strict=True)):
+    loaded = []
+    for unit, live in places:
+        units = [fetch(s.fmt, s.planes, s.row, unit, span) for s in strips]
+        loaded.append((unit, live, units, acts_of(tokens[0], unit, live, span) if len(tokens) == 1 else None))
+    for step, (unit, live, units, ready) in enumerate(loaded):
         if step and arch.ordered_steps and not floats:
             schedule_fence(IN_ORDER)
-        weights = units if floats else [_decoder(fmt, of, arch) for fmt, of in zip(fmts, units, strict=True)]
+        weights: list = units if floats else [_decoder(fmt, of, arch) for fmt, of in zip(fmts, units, strict=True)]
         for t, token in enumerate(tokens):
             acts = ready or acts_of(token, unit, live, span)
             # d * dot - zero * d * sum(q): the products are shared by all rows
@@ -259,8 +248,7 @@ def _decoder(fmt: Format, unit: load.Unit, arch: Device) -> Decoder:
 def _terms(
     fmt: Format, decoded: Decoder, blocks: list[Block], zeros: list[list[Expr]] | None, arch: Device
 ) -> list[tuple[Expr, Expr]]:
-    """The pairs of factors whose products a unit of a row adds to its sum. Blocks of one super-block share them.
-    decoded: of `_decoder`."""
+    """The pairs of factors whose products a unit of a row adds to its sum; blocks of a super-block share them."""
     count, out = load.groups(fmt), []
     value = minimum = None
     for b, block in enumerate(blocks):
@@ -290,9 +278,6 @@ def _add(scale: Expr | None, x: Expr, total: Expr | None) -> Expr:
     return T.Bind(scale * x) if total is None else fma(scale, x, total)
 
 
-# ---- the norm
-
-
 def pays(workgroups: int, k: int, arch: Device) -> bool:
     """Whether so many workgroups read k columns of x and of g in less time than a launch takes, and can hold their
     norm. On an H200 a norm of 4096 columns takes 4 us among the launches of a step, and the kernels of q, k and v and
@@ -320,9 +305,7 @@ def emit_norm(arch: Device, acts: list[Buffer], k: int, eps: float, lane: Expr, 
             [x for c in range(0, COLUMNS, WIDTH) for x in load_columns(buf, *row, unit * COLUMNS + c)]
             for buf, row in ((X, (0,)), (G, ()))
         )))  # fmt: skip
-    total = T.float32(0)
-    for _, live, x, _ in steps:
-        total = total + square(x, live)
+    total = sum((square(x, live) for _, live, x, _ in steps), T.float32(0))
     scale = row_scale(workgroup_sum(arch, waves, total, part, wave, lane), k, eps)
     for unit, live, x, g in steps:
         words, own = quantize_block(arch, scaled(x, scale, g))

@@ -18,8 +18,8 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import FP4_VALUES, Format
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier
-from mlc_amd.schedules.gpu.base.pairs import GROUP, LANES, RUN, RUNS, TOKENS
 from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.quantize import GROUP, RUN, RUNS, TOKENS, UNIT
 from mlc_amd.schedules.gpu.base.registers import Held, at, lane_of, vector
 from mlc_amd.schedules.gpu.base.step import kept, when
 from mlc_amd.schedules.gpu.linear.gemm_lanes import UNIT_WORDS, LaneGemm
@@ -27,7 +27,7 @@ from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork
 from mlc_amd.schedules.gpu.linear.lane_results import PAD, QUAD, ROWS, UNIT_BYTES, WAVE, LaneTile, Place
 from mlc_amd.schedules.tir import Expr
 
-TILE_UNITS = LANES // RUN  # units of 16 bytes of eight tokens and a group
+TILE_UNITS = UNIT // RUN  # units of 16 bytes of eight tokens and a group
 AHEAD = 2  # groups of the loop's body
 # Subgroups of a workgroup, at most, of which each thread stages so many activations that no registers are left.
 SHORT_OF_REGISTERS = 4
@@ -84,9 +84,8 @@ class StagedGemm(LaneGemm):
             decoders = self._decoders(work, fetched)
             following = self._staged_run(number, 0)
             for j in range(RUNS):
-                units = following
                 runs = [[run(j) for run in each] for each in decoders]
-                self._add_products(runs, [T.Bind(T.reinterpret("float16x8", unit)) for unit in units])
+                self._add_products(runs, [T.Bind(T.reinterpret("float16x8", unit)) for unit in following])
                 if j + 1 < RUNS:
                     following = self._staged_run(number, j + 1)
             self._stage(x, 1 - number)
@@ -138,7 +137,7 @@ class StagedGemm(LaneGemm):
 
 class StagedPair(StagedGemm):
     """Of two weights. Values are a float32x8 for each, of rows row.. and row + 16.., four each: those of a run
-    (`pairs.py`), which a thread writes at once."""
+    (`quantize.py`), which a thread writes at once."""
 
     def __init__(self, of: Product, tile: LaneTile):
         super().__init__(of, tile)
@@ -154,10 +153,8 @@ class StagedPair(StagedGemm):
             row, target = T.Bind(work.row0 + block * BLOCK + run * QUAD), T.Bind(work.token0 + token)
 
             def values(weight: int) -> Expr:
-                parts = []
-                for half in range(2):
-                    place = T.Bind(self._sums_unit(block * 2 + half, weight, token) + run)
-                    parts.append(T.Bind(T.reinterpret("float32x4", T.Bind(self.lds[place]))))
+                places = (T.Bind(self._sums_unit(block * 2 + half, weight, token) + run) for half in range(2))
+                parts = [T.Bind(T.reinterpret("float32x4", T.Bind(self.lds[place]))) for place in places]
                 return T.Bind(vector([lane_of(part, e) for part in parts for e in range(QUAD)]))
 
             with when(self._exists(work, target, row)):
@@ -165,9 +162,8 @@ class StagedPair(StagedGemm):
 
 
 class StagedTiles(StagedGemm):
-    """Of two weights, with rows that make no whole blocks, or too many for shared memory: values are four rows as of
-    `LaneGemm`. Neighbouring threads have those of neighbouring tiles of ROWS, which the layout "lanes" has side by
-    side."""
+    """Of two weights, with rows that make no whole blocks, or too many for shared memory: values are four rows.
+    Neighbouring threads have those of neighbouring tiles of ROWS, which the layout "lanes" has side by side."""
 
     def _units(self, row_tiles: int, token_tiles: int) -> int:
         return super()._units(row_tiles, token_tiles) + self.waves * PAD

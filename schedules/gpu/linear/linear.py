@@ -50,18 +50,14 @@ def plans(op: Linear | GateUp | ExpertGateUp, arch: Device) -> Space:
     return _module(op, arch).plans(op, arch)
 
 
-# ---- a matrix for each head
-
-
 @registry.builds(HeadLinear)
 def head_linear(op: HeadLinear, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
     """Kernel (state, A, S | H | X of [m, heads * k], planes of the [heads * n, k] stack, Y float32 [m, heads * n]).
     UserError unless n is a multiple of 16 or for weights too large, ValueError for what has no tiles."""
-    rows = op.heads * op.n
+    rows, ((fmt, _),) = op.heads * op.n, op.weights
     check_rows(op.n)
     with kernel(name) as ir:
         state, acts = state_arg(), act_args(op.m, op.heads * op.k, op.layout)
-        ((fmt, _),) = op.weights
         planes = plane_args(fmt, rows, op.k, "W_")
         segment = Segment(fmt, rows, planes, None, T.arg("Y", T.buffer((op.m, rows), "float32")))
         if op.m <= FEW and op.layout in gemv.VECTORS:
@@ -107,13 +103,13 @@ class _HeadRows(NamedTuple):
 
 
 def _emit_gemm(op: HeadLinear, arch: Device, state: Buffer, acts: list[Buffer], segment: Segment) -> None:
-    fmt, n, k, m, heads, layout = segment.fmt, op.n, op.k, op.m, op.heads, op.layout
-    routine = gemm.engine(Product(arch, layout, (fmt,), m, k, segment.n))
+    n, k, m, heads = op.n, op.k, op.m, op.heads
+    routine = gemm.engine(Product(arch, op.layout, (segment.fmt,), m, k, segment.n))
     tiles, rows = routine.row_tiles(n), m * heads
     shapes = {
         "rows": [((rows, k // BLOCK, QUADS), "int32"), ((rows, k // BLOCK, FIELDS), "float32")],
         "": [((rows, k), "float32")],
-    }.get(layout, [((rows, k), "float16")])
+    }.get(op.layout, [((rows, k), "float16")])
     views = [T.decl_buffer(*shape, data=x.data) for shape, x in zip(shapes, acts, strict=True)]
     with launch((routine.token_tiles, heads * tiles), (routine.threads,)) as (token_tile, row_tile, thread):
         routine.allocate(thread)
@@ -125,6 +121,5 @@ def _emit_gemm(op: HeadLinear, arch: Device, state: Buffer, acts: list[Buffer], 
             T.buffer_store(segment.Y, x, [token, gemm.span(T.Bind(head * n + row), x)])
 
         with once(token0 < live):
-            mine = [_HeadRows(view, heads, head) for view in views]
-            weight = Weight(fmt, segment.planes, n)
+            mine, weight = [_HeadRows(view, heads, head) for view in views], Weight(segment.fmt, segment.planes, n)
             routine.emit(TileWork(mine, [weight], token0, row0, store, T.Bind(head * n)))

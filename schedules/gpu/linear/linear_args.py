@@ -75,10 +75,10 @@ def declare_linear(op: Linear) -> LinearBuffers:
         raise ValueError(f"segments {op.segments}, biases {op.biases}, residual {op.residual} do not make one launch")
     state, acts = state_arg(), _acts(m, k, op.layout, op.eps)
     completed = None if op.norm_in is None else CompletedNorm(op.norm_in, m, k)
-    weights: list[tuple[Format, int, Planes, Buffer | None]] = []
-    for i, ((fmt, n), biased) in enumerate(zip(op.weights, op.biases, strict=True)):
-        planes = plane_args(fmt, n, k, f"W{i}_")
-        weights.append((fmt, n, planes, T.arg(f"bias{i}", T.buffer((n,), "float32")) if biased else None))
+    weights = [
+        (fmt, n, plane_args(fmt, n, k, f"W{i}_"), T.arg(f"bias{i}", T.buffer((n,), "float32")) if biased else None)
+        for i, ((fmt, n), biased) in enumerate(zip(op.weights, op.biases, strict=True))
+    ]
     n = op.weights[0][1]
     residual = T.arg("R", T.buffer((m, padded(n)), "float32")) if op.residual else None
     prepared = PreparedNorm(m, n) if op.norm_out else None

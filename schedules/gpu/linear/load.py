@@ -62,8 +62,7 @@ class Scales(NamedTuple):
 
 
 def blocks(*fmts: Format) -> int:
-    """Blocks of a unit that these formats (int8) share: two where scales belong to 256 columns, so that lanes share
-    them."""
+    """Blocks of a unit that these int8 formats share: two where scales, which lanes then share, are of 256 columns."""
     return 2 if all(fmt.block % (2 * BLOCK) == 0 for fmt in fmts) else 1
 
 

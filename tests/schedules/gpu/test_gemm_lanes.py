@@ -13,9 +13,9 @@ from workloads import gate_up_op, linear_op, operator
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.runtime.devices.vulkan import fragments
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.gpu.base.pairs import GROUP, in_lanes, lanes_shape
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import resolve
+from mlc_amd.schedules.gpu.base.quantize import GROUP, in_lanes, lanes_shape
 from mlc_amd.schedules.gpu.linear import gemm, lane_tiles
 from mlc_amd.schedules.gpu.linear.deferred_norm import MARGIN
 from mlc_amd.schedules.gpu.linear.gemm import expert_linear, gate_up_swiglu

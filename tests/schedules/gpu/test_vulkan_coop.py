@@ -23,9 +23,9 @@ from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.compiler.codegen.spirv_reader import read
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.device import launch
-from mlc_amd.schedules.gpu.base.pairs import RUN, RUNS, from_pairs, in_pairs
 from mlc_amd.schedules.gpu.base.planes import BLOCK, plane_args
 from mlc_amd.schedules.gpu.base.profiles import resolve
+from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS, from_pairs, in_pairs
 from mlc_amd.schedules.gpu.base.registers import at
 from mlc_amd.schedules.gpu.linear import coop_load, load
 from mlc_amd.schedules.gpu.linear.gemm import gate_up_swiglu, linear
