@@ -24,14 +24,14 @@ from mlc_amd.schedules.formats import Format, lookup
 from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.attention.attention_step import scratch_shapes
 from mlc_amd.schedules.gpu.attention.cache import cache_types
-from mlc_amd.schedules.gpu.base.pairs import TOKENS
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, planes
+from mlc_amd.schedules.gpu.base.quantize import TOKENS
 from mlc_amd.schedules.gpu.base.step import FEW
-from mlc_amd.schedules.gpu.experts.norm_route import scratch_shapes as route_scratch
-from mlc_amd.schedules.gpu.linear import gemv_norm, lane_tiles
+from mlc_amd.schedules.gpu.experts.route import scratch_shapes as route_scratch
+from mlc_amd.schedules.gpu.linear import gemv_rows, lane_tiles
 from mlc_amd.schedules.gpu.linear.gemv_matrix import ROWS as INT8_ROWS
+from mlc_amd.schedules.gpu.linear.gemv_matrix_tiles import has_unit
 from mlc_amd.schedules.gpu.linear.gemv_plan import workgroups
-from mlc_amd.schedules.gpu.linear.matrix_int8 import has_unit
 from mlc_amd.schedules.operators import GateUp, HeadLinear, Linear
 from mlc_amd.schedules.operators.attention import SLOTS
 
@@ -142,7 +142,7 @@ class GpuTarget(Target):
     def fuses_norm(self, op: Linear | GateUp) -> bool:
         if op.m > 1 or op.layout_read != "rows":
             return False
-        return all(gemv_norm.pays(workgroups(op, arch), op.k, arch) for arch in self.archs)
+        return all(gemv_rows.pays(workgroups(op, arch), op.k, arch) for arch in self.archs)
 
     def defers_norm(self, op: Linear | GateUp) -> bool:
         return op.layout_read == "lanes" and op.m <= DEFERRED_ROWS

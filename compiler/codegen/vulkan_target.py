@@ -11,8 +11,7 @@ from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.runtime.artifact.manifest import ManifestTarget
 from mlc_amd.runtime.cache.kv_types import KV_TYPE
 from mlc_amd.schedules.gpu.base import profiles
-from mlc_amd.schedules.gpu.base.copy import copy
-from mlc_amd.schedules.gpu.base.fragment_probe import fragment_probe
+from mlc_amd.schedules.gpu.base.probes import copy, fragment_probe
 
 COPY_BYTES = 64 << 20  # more than caches hold, when read and written
 

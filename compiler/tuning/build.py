@@ -67,7 +67,7 @@ def build_copy(arch: str, folder: Path) -> Candidate:
     """A candidate that copies memory, for target vulkan: what the others' rates are measured against. Its bytes: read
     and written."""
     from mlc_amd.compiler.codegen.vulkan_target import COPY_BYTES
-    from mlc_amd.schedules.gpu.base.copy import copy
+    from mlc_amd.schedules.gpu.base.probes import copy
 
     words = COPY_BYTES // 4
     params = [{"name": name, "shape": [words], "dtype": "uint32", "role": "work"} for name in "XY"]

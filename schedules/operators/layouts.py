@@ -29,7 +29,7 @@ LAYOUTS: dict[str, Callable[..., list[Tensor]]] = {
     "tiles": _tiles,  # int8 blocks of 32 columns, p tokens side by side: schedules/cpu/linear/quantize.py
     "rows": lambda m, k: [((m, k // 32, 32), "int8"), ((m, k // 32, 4), "float32")],  # schedules/gpu/base/quantize.py
     "half": lambda m, k: [((m, k), "float16")],
-    "pairs": lambda m, k: [((m, k), "float16")],  # blocks of 32 columns in another order: schedules/gpu/base/pairs.py
+    "pairs": lambda m, k: [((m, k), "float16")],  # blocks of 32 columns in another order: gpu/base/quantize.py
     "lanes": lambda m, k: [((math.ceil(m / 8), math.ceil(k / 128), 1024), "float16")],  # there, too
 }
 

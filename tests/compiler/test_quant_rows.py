@@ -12,7 +12,7 @@ from tvm import te
 from mlc_amd.compiler.quant import repack
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
-from mlc_amd.schedules.gpu.base.planes import decode, plane_bytes, planes
+from mlc_amd.schedules.gpu.base.planes import decode, planes
 
 K = 512
 
@@ -57,7 +57,6 @@ def test_decode_is_gguf_bit_for_bit(name, rows):
     assert {p: (a.shape, str(a.dtype)) for p, a in parts.items()} == planes(name, rows, K)
     assert list(parts) == list(planes(name, rows, K)), "kernels take the planes in this order"
     assert all(a.flags.c_contiguous for a in parts.values())
-    assert sum(a.nbytes for a in parts.values()) == plane_bytes(name, rows, K)
     ours, theirs = decoded(name, parts, rows), oracle(name, raw)
     np.testing.assert_array_equal(ours.view(np.uint32), theirs.view(np.uint32))
 

@@ -3,7 +3,7 @@ and written in them.
 
     ""       float32 [m, k]
     "half"   float16 [m, k]
-    "pairs"  float16 [m, k] in another order of columns within a block: schedules/gpu/base/pairs.py
+    "pairs"  float16 [m, k] in another order of columns within a block: schedules/gpu/base/quantize.py
     "lanes"  float16 [tiles of 8 rows, groups of 128 columns, 4 runs, 8 rows, 4 blocks, 8 columns], the last four in one
              dimension: there, too. Rows and columns that fill up a tile or a group are read, too
     "rows"   A int8 [m, blocks, 32], S float32 [m, blocks, 4]: schedules/gpu/base/quantize.py

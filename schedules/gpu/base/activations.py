@@ -9,23 +9,18 @@ from mlc_amd.schedules.tir import Expr
 OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # of gpt-oss: transformers' GptOssExperts, llama.cpp's GGML_GLU_OP_SWIGLU_OAI
 
 
-def _silu(x: Expr) -> Expr:
-    """x / (1 + exp(-x))"""
-    return x * rcp(T.float32(1) + exp2(x * T.float32(-LOG2E)))
+def _sigmoid(x: Expr, factor: float = 1.0) -> Expr:
+    """1 / (1 + exp(-factor * x))"""
+    return rcp(T.float32(1) + exp2(x * T.float32(-factor * LOG2E)))
 
 
 def _gelu(x: Expr) -> Expr:
     """0.5 * x * (1 + tanh(z)), the approximation of GGML, which is x / (1 + exp(-2 * z))."""
-    z = T.Bind(T.float32(0.79788456) * (x + T.float32(0.044715) * x * x * x))
-    return x * rcp(T.float32(1) + exp2(z * T.float32(-2 * LOG2E)))
-
-
-def _relu(x: Expr) -> Expr:
-    return maximum(x, T.float32(0))
+    return x * _sigmoid(T.Bind(T.float32(0.79788456) * (x + T.float32(0.044715) * x * x * x)), 2)
 
 
 def _relu_sq(x: Expr) -> Expr:
-    x = _relu(x)
+    x = maximum(x, T.float32(0))
     return x * x
 
 
@@ -33,12 +28,15 @@ def _swiglu_oai(gate: Expr, up: Expr) -> Expr:
     """g * sigmoid(1.702 * g) * (u + 1), both limited: gpt-oss."""
     gate = minimum(gate, T.float32(OAI_LIMIT))
     up = maximum(minimum(up, T.float32(OAI_LIMIT)), T.float32(-OAI_LIMIT))
-    return gate * rcp(T.float32(1) + exp2(gate * T.float32(-OAI_SLOPE * LOG2E))) * (up + T.float32(1))
+    return gate * _sigmoid(gate, OAI_SLOPE) * (up + T.float32(1))
 
 
-ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "relu": _relu, "relu_sq": _relu_sq}
-
-
+ACTIVATIONS = {
+    "silu": lambda x: x * _sigmoid(x),
+    "gelu": _gelu,
+    "relu": lambda x: maximum(x, T.float32(0)),
+    "relu_sq": _relu_sq,
+}
 GATED = {"swiglu_oai": _swiglu_oai}  # those that are more than f(gate) * up
 
 

@@ -91,17 +91,9 @@ class GpuArch(Chip):
     def code(self) -> Family:
         return FAMILIES[self.family]
 
-    @property
-    def wave(self) -> int:
-        return self.code.wave
-
-    @property
-    def matrix(self) -> str:
-        return self.code.matrix
-
-    @property
-    def ordered_steps(self) -> bool:
-        return self.code.ordered_steps
+    wave = property(lambda self: self.code.wave)
+    matrix = property(lambda self: self.code.matrix)
+    ordered_steps = property(lambda self: self.code.ordered_steps)
 
     @property
     def dot2(self) -> bool:

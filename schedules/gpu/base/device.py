@@ -33,17 +33,11 @@ MIRROR = {4: 7}
 @contextmanager
 def launch(grid: Sequence[int], block: Sequence[int]) -> Iterator[tuple[Expr, ...]]:
     """`with launch((gx, gy), (tx, ty)) as (bx, by, tx, ty):` binds the grid's and the workgroup's axes (1 to 3 each, x
-    first).
-
-    One `launch` makes one kernel.
-    """
+    first). One `launch` makes one kernel."""
     with ExitStack() as stack:
-        axes = [
-            (f"{kind}.{axis}", extent)
-            for kind, extents in (("blockIdx", grid), ("threadIdx", block))
-            for axis, extent in zip(AXES, extents, strict=False)
-        ]
-        yield tuple(stack.enter_context(T.launch_thread(axis, extent)) for axis, extent in axes)
+        axes = [f"{kind}.{axis}" for kind, of in (("blockIdx", grid), ("threadIdx", block)) for axis in AXES[: len(of)]]
+        extents = zip(axes, (*grid, *block), strict=True)
+        yield tuple(stack.enter_context(T.launch_thread(axis, extent)) for axis, extent in extents)
 
 
 def each(arch: Device, count: int) -> Iterator[Expr]:
@@ -148,35 +142,18 @@ def fma(a: Expr, b: Expr, c: Expr) -> Expr:
     return intrin(str(c.ty), "llvm.fma", a, b, c)
 
 
-def exp2(x: Expr) -> Expr:
-    """2**x, one instruction, relative error 2e-7; results below 2**-126 may be 0. float32."""
-    return intrin("float32", "llvm.amdgcn.exp2.f32", x)
+def _float32(name: str) -> Callable[..., Expr]:
+    """A function of float32 that is the LLVM intrinsic of that name, one instruction."""
+    return lambda *args: intrin("float32", name, *args)
 
 
-def maximum(x: Expr, y: Expr) -> Expr:
-    """The larger of two float32, the other one if one is not a number: one instruction, where T.max becomes a
-    comparison and a select."""
-    return intrin("float32", "llvm.maxnum", x, y)
-
-
-def minimum(x: Expr, y: Expr) -> Expr:
-    """The smaller of two float32, see `maximum`."""
-    return intrin("float32", "llvm.minnum", x, y)
-
-
-def rsqrt(x: Expr) -> Expr:
-    """1 / sqrt(x), one instruction, relative error 1.2e-7. float32."""
-    return intrin("float32", "llvm.amdgcn.rsq.f32", x)
-
-
-def rcp(x: Expr) -> Expr:
-    """1 / x, one instruction, relative error 1.2e-7. float32."""
-    return intrin("float32", "llvm.amdgcn.rcp.f32", x)
-
-
-def rint(x: Expr) -> Expr:
-    """x rounded to a whole number, ties to even. float32."""
-    return intrin("float32", "llvm.rint", x)
+exp2 = _float32("llvm.amdgcn.exp2.f32")  # 2**x, relative error 2e-7; results below 2**-126 may be 0
+rsqrt = _float32("llvm.amdgcn.rsq.f32")  # 1 / sqrt(x), relative error 1.2e-7
+rcp = _float32("llvm.amdgcn.rcp.f32")  # 1 / x, relative error 1.2e-7
+rint = _float32("llvm.rint")  # x rounded to a whole number, ties to even
+# The larger and the smaller of two, the other one if one is not a number; T.max becomes a comparison and a select.
+maximum = _float32("llvm.maxnum")
+minimum = _float32("llvm.minnum")
 
 
 def count_ones(x: Expr) -> Expr:
@@ -188,8 +165,7 @@ def count_ones(x: Expr) -> Expr:
 
 
 def _across(x: Expr, call: Callable[[Expr], tuple[Expr, ...]]) -> Expr:
-    """What the intrinsic call(bits) -> (name, *arguments) makes of the bits of the word x, in a register of x's
-    type."""
+    """The intrinsic call(bits) -> (name, *arguments) of the bits of the word x, in a register of x's type."""
     dtype = str(x.ty)
     bits = intrin("int32", *call(word(x)))
     return bits if dtype == "int32" else T.Bind(T.reinterpret(dtype, bits))
@@ -209,8 +185,7 @@ def lane_id(arch: Device) -> Expr:
 
 
 def uniform(arch: Device, x: Expr) -> Expr:
-    """The first active lane's value of a word in all lanes, in a scalar register: for values that are the same in all
-    lanes anyway."""
+    """The first active lane's word in all lanes, in a scalar register: for what is the same in all lanes anyway."""
     if arch.api == "vulkan":
         return _vk_across(x, "broadcast_first") if arch.scalars else T.Bind(x)
     return _across(x, lambda bits: ("llvm.amdgcn.readfirstlane", bits))
@@ -229,8 +204,7 @@ def shuffle(arch: Device, x: Expr, lane: Expr) -> Expr:
 
 
 def shuffle_xor(arch: Device, x: Expr, mask: int) -> Expr:
-    """The word x of the lane whose number differs by `mask` (an int, 1..wave-1). Without the LDS unit: masks in DPP, on
-    RDNA also 16."""
+    """The word x of the lane whose number differs by `mask`, 1..wave-1. Without LDS: masks in DPP, on RDNA also 16."""
     if not 0 < mask < arch.wave:
         raise ValueError(f"no lane of a wave of {arch.wave} has a partner at distance {mask}")
     if arch.api == "vulkan":
@@ -261,12 +235,13 @@ def computed_here(x: Expr) -> Expr:
     return _permuted(x, DPP[0])
 
 
-def wave_reduce(arch: Device, x: Expr, op: Callable[[Expr, Expr], Expr], width: int | None = None) -> Expr:
+def _reduced(arch: Device, x: Expr, name: str, op: Callable[[Expr, Expr], Expr], width: int | None) -> Expr:
     """op over `width` (a power of two, default: the wave) neighbouring lanes, the same in all of them. `op(x, y)` is
-    commutative and associative, on float32, int32 or uint32 words. All lanes must be active."""
-    width = width or arch.wave
-    distance = 1
-    while distance < width:
+    commutative and associative, on float32, int32 or uint32 words; name: its on Vulkan. All lanes must be active."""
+    lanes, distance = width or arch.wave, 1
+    if arch.api == "vulkan" and lanes == arch.wave:
+        return _vk_across(x, f"reduce_{name}")
+    while distance < lanes:
         x = T.Bind(op(x, shuffle_xor(arch, x, MIRROR.get(distance, distance))))
         distance *= 2
     return x
@@ -274,23 +249,17 @@ def wave_reduce(arch: Device, x: Expr, op: Callable[[Expr, Expr], Expr], width: 
 
 def wave_sum(arch: Device, x: Expr, width: int | None = None) -> Expr:
     """The sum over `width` neighbouring lanes (default: the wave), the same bits in all of them."""
-    if arch.api == "vulkan" and width in (None, arch.wave):
-        return _vk_across(x, "reduce_add")
-    return wave_reduce(arch, x, lambda a, b: a + b, width)
+    return _reduced(arch, x, "add", lambda a, b: a + b, width)
 
 
 def wave_max(arch: Device, x: Expr, width: int | None = None) -> Expr:
     """The largest float32 or int32 of `width` neighbouring lanes (default: the wave), in all of them."""
-    if arch.api == "vulkan" and width in (None, arch.wave):
-        return _vk_across(x, "reduce_max")
-    return wave_reduce(arch, x, T.max if str(x.ty) == "int32" else maximum, width)
+    return _reduced(arch, x, "max", T.max if str(x.ty) == "int32" else maximum, width)
 
 
 def wave_min(arch: Device, x: Expr) -> Expr:
     """The smallest int32 of the wave, in all lanes."""
-    if arch.api == "vulkan":
-        return _vk_across(x, "reduce_min")
-    return wave_reduce(arch, x, T.min)
+    return _reduced(arch, x, "min", T.min, None)
 
 
 def wave_scan(arch: Device, x: Expr, lane: Expr) -> tuple[Expr, Expr]:

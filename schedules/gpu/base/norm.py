@@ -36,10 +36,7 @@ def workgroup_sum(arch: Device, waves: int, total: Expr, part: Buffer, wave: Exp
     with T.If(lane == 0), T.Then():
         T.buffer_store(part, total, [wave])
     barrier()
-    total = part[0]
-    for i in range(1, waves):
-        total = total + part[i]
-    return T.Bind(total)
+    return T.Bind(sum((part[i] for i in range(1, waves)), part[0]))
 
 
 def row_scale(total: Expr, k: int, eps: float) -> Expr:
@@ -49,11 +46,6 @@ def row_scale(total: Expr, k: int, eps: float) -> Expr:
 
 def scaled(values: Iterable[Expr], scale: Expr, factors: Iterable[Expr]) -> list[Expr]:
     return [T.Bind(v * scale * f) for v, f in zip(values, factors, strict=True)]
-
-
-def declare_scale(m: int) -> Buffer:
-    """Declares the output with the factors 1 / sqrt(..) of m rows."""
-    return T.arg("NewScale", T.buffer((m,), "float32"))
 
 
 def square(values: list[Expr], live: Expr | None) -> Expr:
@@ -70,23 +62,19 @@ def _total(values: list[Expr], live: Expr | None) -> Expr:
     return total if live is None else T.Select(live, total, T.float32(0))
 
 
-Sum = Callable[[list[Expr], Expr | None], Expr]  # `square` or `_total`
-
-
 @registry.builds(RmsNorm, LayerNorm)
 def norm(op: RmsNorm | LayerNorm, arch: Device, name: str, plan: ThreadsPlan | None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 [m, k], G float32 [k], [B float32 [k]], then A, S | H | Y of [m, k], as
-    `layout` says, [Y with `both`], [NewScale float32 [m] with `scale_out`]). A workgroup a token. UserError unless 32
-    divides k."""
+    """Kernel (state, X float32 [m, k], G float32 [k], [B float32 [k]], then A, S | H | Y of [m, k], as `layout` says,
+    [Y with `both`], [NewScale float32 [m] with `scale_out`]). A workgroup a token. UserError unless 32 divides k."""
     if op.k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {op.k}")
     threads = threads_of(arch, plan)
     rows, waves = output_rows(op.rows, op.m), threads // arch.wave
     with kernel(name) as ir:
         state = state_arg()
-        params = _Params(op)
+        own = _Norm(op, arch, waves)
         with launch((rows,), (arch.wave, waves)) as (token, lane, wave):
-            own = _Workgroup(op, arch, params, waves, wave, lane)
+            own.begin(wave, lane)
             source, live = _source(state, op, token)
             with live:
                 own.held(source, token) if arch.api == "rocm" or own.steps <= MAX_STEPS else own.reread(source, token)
@@ -117,47 +105,40 @@ def _source(state: Buffer, op: RmsNorm | LayerNorm, token: Expr) -> tuple[Expr, 
     return T.Bind(T.Select(token < state[0], token, last)), T.serial(T.cast(exists, "int32"))
 
 
-class _Params:
-    """Declares a norm's parameters after `state`. B, scales: None where there are none."""
+class _Norm:
+    """Declares a norm's parameters after `state` (B, scales: or None), then the work of a workgroup on a row."""
 
-    def __init__(self, op: RmsNorm | LayerNorm):
+    def __init__(self, op: RmsNorm | LayerNorm, arch: Device, waves: int):
         k, rows = op.k, output_rows(op.rows, op.m)
+        self.op, self.arch, self.waves = op, arch, waves
         self.X, self.G = T.arg("X", T.buffer((op.m, k), "float32")), T.arg("G", T.buffer((k,), "float32"))
         biased = isinstance(op, LayerNorm) and op.bias
         self.B: Buffer = T.arg("B", T.buffer((k,), "float32")) if biased else None
         self.layouts = [op.layout, ""] if op.both else [op.layout]
         self.outs = [act_args(rows, k, each, None if each else ["Y"]) for each in self.layouts]
-        self.scales: Buffer = declare_scale(rows) if isinstance(op, RmsNorm) and op.scale_out else None
-
-
-class _Workgroup:
-    """The work of a workgroup on one row."""
-
-    def __init__(self, op: RmsNorm | LayerNorm, arch: Device, params: _Params, waves: int, wave: Expr, lane: Expr):
-        self.op, self.arch, self.params, self.waves, self.wave, self.lane = op, arch, params, waves, wave, lane
+        self.scales: Buffer = (
+            T.arg("NewScale", T.buffer((rows,), "float32")) if isinstance(op, RmsNorm) and op.scale_out else None
+        )
         self.width = waves * arch.wave * WIDTH  # columns of a step
-        self.steps = -(-op.k // self.width)
+        self.steps = -(-k // self.width)
         self.centered = isinstance(op, LayerNorm)
-        self.part = T.alloc_buffer((waves,), "float32", scope="shared")
-        self.means: Buffer = T.alloc_buffer((waves,), "float32", scope="shared") if self.centered else None
 
-    @property
-    def thread(self) -> Expr:
-        return self.wave * self.arch.wave + self.lane
+    def begin(self, wave: Expr, lane: Expr) -> None:
+        """To be called in the launch."""
+        self.wave, self.lane, self.thread = wave, lane, wave * self.arch.wave + lane
+        self.part = T.alloc_buffer((self.waves,), "float32", scope="shared")
+        self.means: Buffer = T.alloc_buffer((self.waves,), "float32", scope="shared") if self.centered else None
 
     def held(self, source: Expr, token: Expr) -> None:
         """The row's columns stay in registers."""
         steps = [self._column(i) for i in range(self.steps)]
-        X, G, B = self.params.X, self.params.G, self.params.B
+        X, G, B = self.X, self.G, self.B
         x = [load_columns(X, source, column) for column, _ in steps]
         g = [load_columns(G, column) for column, _ in steps]
         b = [None if B is None else load_columns(B, column) for column, _ in steps]
 
-        def total_of(what: Sum) -> Expr:
-            total = T.float32(0)
-            for values, (_, live) in zip(x, steps, strict=True):
-                total = total + what(values, live)
-            return total
+        def total_of(what: Callable[..., Expr]) -> Expr:
+            return sum((what(values, live) for values, (_, live) in zip(x, steps, strict=True)), T.float32(0))
 
         if self.centered:
             mean = self._mean(total_of(_total))
@@ -168,7 +149,7 @@ class _Workgroup:
 
     def reread(self, source: Expr, token: Expr) -> None:
         """The row is read for each sum, and to store it."""
-        X, G, B = self.params.X, self.params.G, self.params.B
+        X, G, B = self.X, self.G, self.B
         mean = None
 
         def load(step: Expr) -> tuple[Expr, Expr | None, list[Expr]]:
@@ -176,7 +157,7 @@ class _Workgroup:
             values = load_columns(X, source, column)
             return column, live, values if mean is None else [T.Bind(v - mean) for v in values]
 
-        def total_of(what: Sum) -> Expr:
+        def total_of(what: Callable[..., Expr]) -> Expr:
             total = T.alloc_buffer((1,), "float32", scope="local")
             T.buffer_store(total, T.float32(0), [0])
             with T.serial(self.steps) as i:
@@ -208,13 +189,13 @@ class _Workgroup:
     def _scale(self, total: Expr, token: Expr) -> Expr:
         squares = workgroup_sum(self.arch, self.waves, total, self.part, self.wave, self.lane)
         scale = row_scale(squares, self.op.k, self.op.eps)
-        if self.params.scales is not None:
+        if self.scales is not None:
             with T.If(self.thread == 0), T.Then():
-                T.buffer_store(self.params.scales, scale, [token])
+                T.buffer_store(self.scales, scale, [token])
         return scale
 
     def _store(self, token: Expr, column: Expr, live: Expr | None, y: list[Expr], offsets: list[Expr] | None) -> None:
         if offsets is not None:
             y = [T.Bind(v + offset) for v, offset in zip(y, offsets, strict=True)]
-        for layout, out in zip(self.params.layouts, self.params.outs, strict=True):
+        for layout, out in zip(self.layouts, self.outs, strict=True):
             emit_store(self.arch, layout, out, y, token, column, live)

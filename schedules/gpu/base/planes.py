@@ -1,4 +1,5 @@
-"""The GPU's weight layout "rows": how the weights of a linear layer are stored, and how to read one of them.
+"""The GPU's weight layout "rows": how the weights of a linear layer are stored, how to read one of them, and the kernel
+that looks up rows of an embedding table.
 
 In: a format (name or Format) and the matrix's shape: N rows (outputs) by K columns (inputs). Out: shapes and dtypes of
 the planes (`planes`) and a TensorIR expression for one weight (`decode`).
@@ -23,12 +24,19 @@ words of four bytes, lowest first:
 from collections.abc import Mapping
 from math import prod
 
-from tvm import DataType, tirx
+from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.decode import float_weight, int8_weight
 from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
+from mlc_amd.schedules.gpu import registry
+from mlc_amd.schedules.gpu.base.device import launch
+from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.step import kernel, live_rows, state_arg
+from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, columns_space, threads_of
+from mlc_amd.schedules.operators import Embed
+from mlc_amd.schedules.space import Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
 ROWS, BLOCK = 16, 32
@@ -42,10 +50,8 @@ def padded(n: int) -> int:
 
 
 def planes(fmt: str | Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name -> (shape, dtype) of the planes of an n x k matrix, in the order in which kernels take them.
-
-    UserError when k is not a multiple of the format's block.
-    """
+    """Name -> (shape, dtype) of the planes of an n x k matrix, in the order in which kernels take them. UserError when
+    k is not a multiple of the format's block."""
     fmt, rows = lookup(fmt), padded(n)
     if k % fmt.block:
         raise UserError(
@@ -71,22 +77,14 @@ def plane_args(fmt: str | Format, n: int, k: int, prefix: str = "") -> dict[str,
     return {name: T.arg(prefix + name, T.buffer(shape, dtype)) for name, (shape, dtype) in planes(fmt, n, k).items()}
 
 
-def plane_bytes(fmt: str | Format, n: int, k: int) -> int:
-    """Bytes of all planes of an n x k matrix."""
-    return sum(prod(shape) * DataType(dtype).bits // 8 for shape, dtype in planes(fmt, n, k).values())
-
-
-def _bits(plane: str, j: Expr) -> tuple[tuple[Expr, ...], Expr]:
-    """(index of the word, first bit in the byte) of column 4*j + i (j: 0..7) in a block of a code plane."""
-    return {"Q1": ((), j), "Q2": ((j // 4,), j % 4 * 2), "Q4": ((j % 4,), j // 4 * 4), "Q8": ((j,), 0)}[plane]
-
-
 def _code(fmt: Format, bufs: Planes, n: Expr, k: Expr) -> Expr:
     """The integer code of weight (n, k) as int32."""
     code: Expr = None
-    filled = 0
+    filled, j = 0, k % BLOCK // 4
+    # (index of the word, first bit in the byte) of column 4*j + i in a block
+    places = {"Q1": ((), j), "Q2": ((j // 4,), j % 4 * 2), "Q4": ((j % 4,), j // 4 * 4), "Q8": ((j,), 0)}
     for plane in fmt.codes:
-        word, shift = _bits(plane, k % BLOCK // 4)
+        word, shift = places[plane]
         bits = bufs[plane][(n, k // BLOCK, *word)] >> tirx.Cast("uint32", k % 4 * 8 + shift)
         if fmt.signed:
             return bits.astype("int8").astype("int32")
@@ -105,11 +103,8 @@ def _lookup_table(table: tuple[int, ...], code: Expr) -> Expr:
 
 
 def decode(fmt: str | Format, bufs: Planes, n: Expr, k: Expr) -> Expr:
-    """Weight (n, k) as a float32 expression, bit for bit what gguf-py's `dequantize` returns.
-
-    bufs: name -> the plane of `planes`, a buffer of TVMScript's builder or a TE tensor; n, k: int32 or int64
-    expressions, or ints.
-    """
+    """Weight (n, k) as a float32 expression, bit for bit what gguf-py's `dequantize` returns. bufs: name -> the plane
+    of `planes`, a buffer of TVMScript's builder or a TE tensor; n, k: int32 or int64 expressions, or ints."""
     fmt = lookup(fmt)
     n, k = (tirx.const(x, "int32") if isinstance(x, int) else x for x in (n, k))
     if fmt.kind == "float":
@@ -117,3 +112,31 @@ def decode(fmt: str | Format, bufs: Planes, n: Expr, k: Expr) -> Expr:
     code = _code(fmt, bufs, n, k)
     value = _lookup_table(fmt.table, code) if fmt.table else code - fmt.zero
     return int8_weight(fmt, value, lambda plane, columns: bufs[plane][n, k // columns])
+
+
+# ---- the embedding lookup
+# A thread makes one column: a token is a few thousand, and its row's planes stay in the cache.
+
+
+@registry.builds(Embed)
+def embed(op: Embed, arch: Device, name: str, plan: ThreadsPlan | None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], tokens int32[m], planes of the [vocab, k] table, X float32 [m, k]): X[i] =
+    table[tokens[i]] * scale for live i. Token numbers outside the vocabulary read its first or last row (nothing out of
+    bounds). UserError when the format does not allow k."""
+    k, m, threads = op.k, op.m, threads_of(arch, plan)
+    with kernel(name) as ir:
+        state, tokens = state_arg(), T.arg("tokens", T.buffer((m,), "int32"))
+        table = plane_args(op.fmt, op.vocab, k)
+        X = T.arg("X", T.buffer((m, k), "float32"))
+        with launch((-(-k // threads), m), (threads,)) as (chunk, token, thread):
+            column = T.Bind(chunk * threads + thread)
+            with T.If((column < k) & (token < live_rows(state, m))), T.Then():
+                row = T.Bind(T.max(T.min(tokens[token], T.int32(op.vocab - 1)), T.int32(0)))
+                x = decode(op.fmt, table, row, column)
+                T.buffer_store(X, x if op.scale == 1.0 else x * T.float32(op.scale), [token, column])
+    return ir.get()
+
+
+@registry.plans(Embed)
+def plans(op: Embed, arch: Device) -> Space:
+    return columns_space(op.k, op.m, 1, arch)

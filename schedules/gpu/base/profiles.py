@@ -26,9 +26,8 @@ class Profile(DeviceKind):
     api = "vulkan"
     # no product of float16 pairs with a float32 sum: float32 multiply-adds, which AMD's compiler makes "mixed" ones
     dot2 = False
-    lane_threads = (
-        512  # most invocations of a workgroup of kernels of the layout "lanes" (schedules/gpu/linear/gemm_lanes.py)
-    )
+    # most invocations of a workgroup of kernels of the layout "lanes" (schedules/gpu/linear/gemm_lanes.py)
+    lane_threads = 512
 
     @property
     def scalars(self) -> bool:
@@ -83,10 +82,8 @@ DOTS = {"none": "", "dot4": "dot4"}
 
 
 def resolve(name: str) -> Profile:
-    """The profile of that name, alias, gfx name or product, changed as it says. UserError for one that is not known.
-
-    Changes: matrix=none or MxNxK, lane_matrix=none, wave=N, dot=none or dot4; the profile's name then tells them.
-    """
+    """The profile of that name, alias, gfx name or product, changed as it says: matrix=none or MxNxK, lane_matrix=none,
+    wave=N, dot=none or dot4; its name then tells them. UserError for one that is not known."""
     base, _, changes = name.partition(":")
     plain = re.sub(r"[\s_-]", "", base.lower())
     profile = PROFILES.get(plain) or PROFILES.get(ALIASES.get(plain, "")) or _of_gfx(base)
@@ -111,16 +108,13 @@ def _of_gfx(name: str) -> Profile:
 
 def _changed(profile: Profile, change: str, name: str) -> Profile:
     key, _, value = change.partition("=")
-    if key == "matrix" and value == "none":
-        changed = replace(profile, matrix="", lane_matrix=())
+    if key in ("matrix", "lane_matrix") and value == "none":
+        changed = replace(profile, matrix="" if key == "matrix" else profile.matrix, lane_matrix=())
     elif key == "matrix" and re.fullmatch(r"\d+x\d+x\d+", value):
         changed = replace(profile, matrix="coop", fragment=tuple(int(n) for n in value.split("x")))
-    elif key == "lane_matrix" and value == "none":
-        changed = replace(profile, lane_matrix=())
     elif key == "wave" and value in WAVES:
-        changed = replace(
-            profile, wave=int(value), lane_matrix=profile.lane_matrix if int(value) == profile.wave else ()
-        )
+        lanes = profile.lane_matrix if int(value) == profile.wave else ()
+        changed = replace(profile, wave=int(value), lane_matrix=lanes)
     elif key == "dot" and value in DOTS:
         changed = replace(profile, dot=DOTS[value])
     else:

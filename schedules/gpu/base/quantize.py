@@ -3,27 +3,42 @@ written, and the kernel that only does that.
 
     ""       float32 [m, k]
     "half"   H float16 [m, k], for matrix units; what float16 cannot hold becomes its largest number
-    "pairs"  the same in the order of columns of `pairs.py`, for cooperative matrices
-    "lanes"  the same in the order in which lanes load them (`pairs.py`), for `gemm_lanes.py`
+    "pairs"  the same in the order of columns in which packed arithmetic finds those of quantized weights, for
+             cooperative matrices (`gemm_coop.py`)
+    "lanes"  the same in the order in which lanes load them, for `gemm_lanes.py`
     "rows"   A int8 [m, KB, 32]    q = rint(x * (127 / amax)), amax = largest |x| of the 32 columns of a block
              S float32 [m, KB, 4]  d = amax / 127, d * sum(q), d * sum(q[:16]), d * sum(q[16:])
 
 KB = k / 32. The sums serve weights with a zero point or a minimum per 32 or 16 columns: one quantization serves weights
 of all formats.
+
+A word of a code plane (layout "rows": `planes.py`) holds one byte of each of columns 4*j .. 4*j + 3, and a nibble
+plane's byte those of columns 4*j + i and 16 + 4*j + i. Fields 16 bits apart become float16 two at a time, so what word
+j contains, but for shifts, is the run j:
+
+    4*j, 4*j + 2,    16 + 4*j, 16 + 4*j + 2,    4*j + 1, 4*j + 3,    16 + 4*j + 1, 16 + 4*j + 3
+
+of eight halves, 16 bytes. A product over columns may take them in any order, so activations are stored in this one: H
+float16 [m, k], each block of 32 columns being the runs 0 to 3. `gemm_coop.py` multiplies them.
+
+The layout "lanes" has the same runs so that a subgroup reads 512 bytes side by side:
+
+    H float16 [ceil(m / 8), ceil(k / 128), 1024]    eight tokens and a group of four blocks each: 1024 are
+              [run, token, block, column of the run]    4 x 8 x 4 x 8; tokens and blocks that do not exist are undefined
 """
 
 from collections.abc import Sequence
 
+import numpy as np
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import launch, maximum, minimum, rcp, rint, shuffle_xor, wave_max, wave_sum
-from mlc_amd.schedules.gpu.base.pairs import store_lanes, store_pairs
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.registers import lane_of, vector
+from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
 from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg, when
 from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, columns_space, threads_of
 from mlc_amd.schedules.operators import Quantize
@@ -33,12 +48,83 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 NAMES = {"": ["X"], "half": ["H"], "pairs": ["H"], "lanes": ["H"], "rows": ["A", "S"]}  # of parameters in each layout
 FIELDS = 4  # of S
-RUNS_OF = {"pairs": store_pairs, "lanes": store_lanes}  # layouts of runs: what writes columns of a token
 WIDTH = 4  # columns that a lane holds
 LANES = BLOCK // WIDTH  # that hold a block
 # Below this the quotient 127 / amax could overflow: such a block becomes zeros.
 TINY = 1e-30
 HALF_MAX = 65504.0
+RUN = 8  # columns of a run
+RUNS = BLOCK // RUN
+TOKENS = 8  # of a unit of the layout "lanes"
+GROUP = 4  # blocks of such a unit
+UNIT = RUNS * TOKENS * GROUP * RUN  # halves of such a unit
+# run j, element i: the column within the block
+RUN_COLUMNS = tuple(tuple(4 * j + 16 * (i // 2 % 2) + 2 * (i % 2) + i // 4 for i in range(RUN)) for j in range(RUNS))
+
+
+def in_pairs(x: np.ndarray) -> np.ndarray:
+    """A numpy array [..., k] with the columns of each block in this order; k is a multiple of 32."""
+    return x.reshape(*x.shape[:-1], -1, BLOCK)[..., np.ravel(RUN_COLUMNS)].reshape(x.shape)
+
+
+def from_pairs(x: np.ndarray) -> np.ndarray:
+    """The inverse of `in_pairs`."""
+    return x.reshape(*x.shape[:-1], -1, BLOCK)[..., np.argsort(np.ravel(RUN_COLUMNS))].reshape(x.shape)
+
+
+def lanes_shape(m: int, k: int) -> tuple[int, int, int]:
+    """Of H for m tokens of k columns in the layout "lanes"."""
+    return -(-m // TOKENS), -(-k // (GROUP * BLOCK)), UNIT
+
+
+def in_lanes(x: np.ndarray) -> np.ndarray:
+    """A numpy array [m, k], k a multiple of 32, in the layout "lanes"; what does not exist is 0."""
+    tiles, groups, _ = lanes_shape(*x.shape)
+    whole = np.zeros((tiles * TOKENS, groups * GROUP * BLOCK), x.dtype)
+    whole[: x.shape[0], : x.shape[1]] = in_pairs(x)
+    return whole.reshape(tiles, TOKENS, groups, GROUP, RUNS, RUN).transpose(0, 2, 4, 1, 3, 5).reshape(tiles, groups, -1)
+
+
+def store_pairs(out: Buffer, token: Expr, column: Expr, x: Sequence[Expr]) -> None:
+    """Writes columns `column`.. (a multiple of 4) of a token: x, float16 registers, fours of them, into out [m, k]."""
+    for start, values in _quads(column, x):
+        quad = T.Bind(start % BLOCK // 4)
+        place = T.Bind(start // BLOCK * BLOCK + quad % RUNS * RUN + quad // RUNS * 2)
+        for odd, pair in enumerate(_pairs(values)):
+            T.buffer_store(out, pair, [token, T.ramp(place + 4 * odd, 1, 2)])
+
+
+def store_lanes(out: Buffer, token: Expr, column: Expr, x: Sequence[Expr]) -> None:
+    """As `store_pairs`, into `out` in the layout "lanes"."""
+    for start, values in _quads(column, x):
+        quad, block = T.Bind(start % BLOCK // 4), T.Bind(start // BLOCK)
+        lane = T.Bind(token % TOKENS * GROUP + block % GROUP)
+        place = T.Bind((quad % RUNS * (TOKENS * GROUP) + lane) * RUN + quad // RUNS * 2)
+        for odd, pair in enumerate(_pairs(values)):
+            T.buffer_store(out, pair, [token // TOKENS, block // GROUP, T.ramp(place + 4 * odd, 1, 2)])
+
+
+def store_run(out: Buffer, token: Expr, column: Expr, x: Sequence[Expr]) -> None:
+    """As `store_lanes`, columns `column`.. and column + 16.., four each: a run. column: a multiple of 4 in the first
+    half of a block."""
+    block, run = T.Bind(column // BLOCK), T.Bind(column % BLOCK // 4)
+    lane = T.Bind(token % TOKENS * GROUP + block % GROUP)
+    place = T.ramp((run * (TOKENS * GROUP) + lane) * RUN, 1, RUN)
+    order = [x[i // 2 % 2 * 4 + 2 * (i % 2) + i // 4] for i in range(RUN)]
+    T.buffer_store(out, vector(order), [token // TOKENS, block // GROUP, place])
+
+
+def _quads(column: Expr, x: Sequence[Expr]) -> list[tuple[Expr, Sequence[Expr]]]:
+    """(first column, its values) of every four."""
+    return [(T.Bind(column + first), x[first : first + 4]) for first in range(0, len(x), 4)]
+
+
+def _pairs(x: Sequence[Expr]) -> list[Expr]:
+    """The even and the odd columns of four as float16x2."""
+    return [T.Shuffle([x[odd], x[odd + 2]], [T.int32(0), T.int32(1)]) for odd in (0, 1)]
+
+
+RUNS_OF = {"pairs": store_pairs, "lanes": store_lanes}  # layouts of runs: what writes columns of a token
 
 
 def act_args(m: int, k: int, layout: str, names: Sequence[str] | None = None) -> list[Buffer]:
@@ -64,6 +150,12 @@ def load_columns(buf: Buffer, *index: Expr) -> list[Expr]:
     return [T.Bind(lane_of(x, i)) for i in range(WIDTH)]
 
 
+def own_columns(chunk: Expr, thread: Expr, threads: int, k: int) -> tuple[Expr, Expr | None]:
+    """(first column, `live` of `emit_store`) of a thread in workgroup `chunk` of those that share out k columns."""
+    column = T.Bind(chunk * (threads * WIDTH) + thread * WIDTH)
+    return T.Bind(T.min(column, T.int32(k - WIDTH))), None if k % (threads * WIDTH) == 0 else column < k
+
+
 def clamped(x: Expr) -> Expr:
     """A float32 as the nearest that float16 can hold."""
     return minimum(maximum(x, T.float32(-HALF_MAX)), T.float32(HALF_MAX))
@@ -72,12 +164,9 @@ def clamped(x: Expr) -> Expr:
 def emit_store(
     arch: Device, layout: str, out: list[Buffer], x: list[Expr], token: Expr, column: Expr, live: Expr | None = None
 ) -> None:
-    """Writes a lane's columns of a token in that `layout`.
-
-    x: four float32 registers, columns `column`.. (a multiple of 4). For "rows" eight neighbouring lanes hold a block,
-    and all lanes of the wave must call this. live: a condition (the same in all lanes of a block), without which
-    nothing is written.
-    """
+    """Writes a lane's columns of a token in that `layout`. x: four float32 registers, columns `column`.. (a multiple of
+    4). For "rows" eight neighbouring lanes hold a block, and all lanes of the wave must call this. live: a condition
+    (the same in all lanes of a block), without which nothing is written."""
     word, fields = None, []
     if layout == "rows":
         (word,), fields = quantize_block(arch, x)
@@ -119,13 +208,40 @@ def quantize_block(arch: Device, x: list[Expr]) -> tuple[list[Expr], list[Expr]]
     return words, [d, *(d * T.cast(part, "float32") for part in (low + high, low, high))]
 
 
+def store_floats(layout: str, out: Buffer, token: Expr, row: Expr, y: list[Expr], run: bool = False) -> None:
+    """y, float32 of consecutive rows, in the layout "", "half" or, four of them, "pairs" or "lanes". run: eight,
+    columns as of `store_run`."""
+    if run and layout != "lanes":
+        for half in range(2):
+            store_floats(layout, out, token, row + half * (BLOCK // 2), y[4 * half : 4 * half + 4])
+        return
+    if layout:
+        y = [T.cast(clamped(x), "float16") for x in y]
+    if layout in RUNS_OF:
+        (store_run if run else RUNS_OF[layout])(out, token, row, y)
+    else:
+        T.buffer_store(out, vector(y), [token, at(row, len(y))])
+
+
+def store_block(arch: Device, out: list[Buffer], token: Expr, row: Expr, y: Expr) -> None:
+    """y, one float32 of each of 32 neighbouring lanes, as a block in the layout "rows"."""
+    A, S = out
+    half, column = BLOCK // 2, T.Bind(row % BLOCK)
+    top = wave_max(arch, T.Bind(T.fabs(y)), BLOCK)
+    q = T.Bind(T.cast(rint(y * T.Select(top > T.float32(TINY), T.float32(127) * rcp(top), T.float32(0))), "int32"))
+    low = wave_sum(arch, q, half)
+    high = shuffle_xor(arch, low, half)
+    d = T.Bind(top * T.float32(1 / 127))
+    T.buffer_store(A, T.cast(q, "int8"), [token, row // BLOCK, column])
+    with T.If(column == 0), T.Then():  # the lane in whose half `low` is the first
+        fields = [d, *(d * T.cast(total, "float32") for total in (low + high, low, high))]
+        T.buffer_store(S, vector(fields), [token, row // BLOCK, T.ramp(0, 1, FIELDS)])
+
+
 @registry.builds(Quantize)
 def quantize(op: Quantize, arch: Device, name: str, plan: ThreadsPlan | None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], X float32 [m, k], then A, S or H of [m, k]): the live tokens' rows in the layout "rows",
-    "half", "pairs" or "lanes".
-
-    UserError unless 32 divides k, ValueError for another layout.
-    """
+    "half", "pairs" or "lanes". UserError unless 32 divides k, ValueError for another layout."""
     k, m, layout = op.k, op.m, op.layout
     if not layout or layout not in NAMES:
         raise ValueError(f"nothing to convert to the layout {layout!r}")
@@ -134,14 +250,11 @@ def quantize(op: Quantize, arch: Device, name: str, plan: ThreadsPlan | None = N
             f"activations need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer"
         )
     threads = threads_of(arch, plan)
-    step = threads * WIDTH
     with kernel(name) as ir:
         state, X = state_arg(), T.arg("X", T.buffer((m, k), "float32"))
         out = act_args(m, k, layout)
-        with launch((-(-k // step), m), (threads,)) as (chunk, token, thread), if_live(state, m, token):
-            column = T.Bind(chunk * step + thread * WIDTH)
-            inside = T.Bind(T.min(column, T.int32(k - WIDTH)))
-            live = None if k % step == 0 else column < k
+        with launch((-(-k // (threads * WIDTH)), m), (threads,)) as (chunk, token, thread), if_live(state, m, token):
+            inside, live = own_columns(chunk, thread, threads, k)
             emit_store(arch, layout, out, load_columns(X, token, inside), token, inside, live)
     return ir.get()
 

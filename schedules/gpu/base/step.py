@@ -97,12 +97,6 @@ def unknown_zero(state: Buffer) -> Expr:
     return T.Bind(state[3])
 
 
-def live_rows_and_zero(state: Buffer, m: int) -> tuple[Expr, Expr]:
-    """(`live_rows`, `unknown_zero`), which the driver loads at once: the first one needs both."""
-    zero = unknown_zero(state)
-    return T.Bind(live_rows(state, m) + zero), zero
-
-
 def all_of(conditions: Iterable[Expr]) -> Expr | None:
     """All of these conditions, for `when`; None: there are none."""
     found = None

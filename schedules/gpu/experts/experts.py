@@ -1,17 +1,40 @@
-"""What the kernels of a mixture of experts share: how they find the rows of an expert in a stack of matrices.
+"""Rows on their way to a mixture of experts and back, in and out as in schedules/operators/experts.py: `expert_order`
+sorts pairs (row, expert) by expert, padded to whole tiles, `gather` copies rows to slots, `combine` adds up a row's
+slots. A thread of the last two has four columns of a slot or row.
+
+One workgroup makes the order of the live rows by a counting sort, without atomic operations: an expert's pairs stay in
+order.
+
+SEGMENT neighbouring threads work through a segment of neighbouring pairs, SEGMENT at a time: a thread compares its
+pair's expert with those of the others: so many equal ones come before it. Each segment has its own counts, which become
+the places where its pairs of each expert begin. The experts of BATCH steps are loaded together.
 
 A stack of `count` matrices of n rows is packed as one matrix of count * n rows: row e * n + i is row i of expert e.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
+from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu import registry
+from mlc_amd.schedules.gpu.base.device import barrier, count_ones, fma, launch
 from mlc_amd.schedules.gpu.base.planes import ROWS
+from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store, load_columns, own_columns
+from mlc_amd.schedules.gpu.base.registers import at, lane_of, put
+from mlc_amd.schedules.gpu.base.step import if_live, kernel, live_rows, state_arg
+from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, threads_of
+from mlc_amd.schedules.operators import Combine, ExpertOrder, Gather
 from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.schedules.tir import Buffer, Expr
+
+SEGMENT = 32
+FOUR = 4  # experts that a thread reads at once
+BATCH = 8
+NOBODY = -1  # the expert of a pair that does not exist
 
 
 def check_rows(n: int, multiple: int = ROWS) -> None:
@@ -46,3 +69,227 @@ def ids_arg(experts: Experts, m: int) -> Buffer:
 def weights_arg(experts: Experts, m: int) -> Buffer:
     """Declares the parameter Weights: of each row's experts."""
     return T.arg("Weights", T.buffer((m, experts.used), "float32"))
+
+
+# ---- the order
+
+
+@registry.builds(ExpertOrder)
+def expert_order(op: ExpertOrder, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state, Ids, Slots int32 [m, used], Pairs int32 [slots], Groups int32 [tiles + 2 count + 1])."""
+    m, experts = op.m, op.of
+    threads, pairs, slots = arch.threads, m * experts.used, experts.slots(m)
+    with kernel(name) as ir:
+        state = state_arg()
+        Ids, Slots = (T.arg(which, T.buffer((m, experts.used), "int32")) for which in ("Ids", "Slots"))
+        Pairs = T.arg("Pairs", T.buffer((slots,), "int32"))
+        Groups = T.arg("Groups", T.buffer((experts.groups(m),), "int32"))
+        ids, slot_of = flat(Ids), flat(Slots)
+        with launch((1,), (threads,)) as (_, thread):
+            live = T.Bind(live_rows(state, m) * experts.used)
+            sort = _Sort(arch, experts, pairs, thread)
+            sort.clear()
+
+            def count(pair: Expr, expert: Expr, before: Expr, total: Expr) -> None:
+                sort.add(expert, before, total)
+                barrier()
+
+            sort.each_pair(ids, live, count)
+            used_tiles = sort.place(Groups, Pairs, experts.tiles(m))
+            _fill_rest(Groups, used_tiles, experts.tiles(m), thread, threads)
+            _fill_rest(Pairs, T.Bind(used_tiles * experts.tile), slots, thread, threads)
+
+            def place(pair: Expr, expert: Expr, before: Expr, total: Expr) -> None:
+                exists = expert >= 0
+                slot = T.Bind(T.Select(exists, sort.counts[sort.count_of(expert)] + before, T.int32(0)))
+                barrier()
+                sort.add(expert, before, total)
+                with T.If(pair < pairs), T.Then():
+                    put(slot_of, slot, pair)
+                with T.If(exists), T.Then():
+                    put(Pairs, pair, slot)
+                barrier()
+
+            sort.each_pair(ids, live, place)
+    return ir.get()
+
+
+def _fill_rest(buffer: Buffer, first: Expr, count: int, thread: Expr, threads: int) -> None:
+    """buffer[first .. count - 1] = -1, by all threads."""
+    with T.serial(-(-count // threads)) as i:
+        index = T.Bind(i * threads + thread)
+        with T.If((index >= first) & (index < count)), T.Then():
+            put(buffer, T.int32(-1), index)
+
+
+class _Sort:
+    """The workgroup's shared memory. counts: of each segment, by expert, `row` of them; a thread places `each`."""
+
+    def __init__(self, arch: Device, experts: Experts, pairs: int, thread: Expr):
+        self.experts, self.thread, self.threads = experts, thread, arch.threads
+        self.segments = self.threads // SEGMENT
+        self.steps = -(-pairs // self.threads)
+        self.segment, self.lane = T.Bind(thread // SEGMENT), T.Bind(thread % SEGMENT)
+        self.each = -(-experts.count // self.threads)
+        self.row = self.each * self.threads
+        self.batch = min(BATCH, self.steps)
+        self.ids = T.alloc_buffer((self.batch * self.threads,), "int32", scope="shared")
+        self.counts = T.alloc_buffer((self.segments * self.row,), "int32", scope="shared")
+        self.tiles = T.alloc_buffer((self.threads,), "int32", scope="shared")
+
+    def count_of(self, expert: Expr) -> Expr:
+        """Where the segment's count of an expert is; of NOBODY: any."""
+        return T.Bind(self.segment * self.row + T.max(expert, T.int32(0)))
+
+    def clear(self) -> None:
+        with T.serial(self.segments * self.each) as i:
+            put(self.counts, T.int32(0), i * self.threads + self.thread)
+        barrier()
+
+    def each_pair(self, ids: Buffer, live: Expr, work: Callable[[Expr, Expr, Expr, Expr], None]) -> None:
+        """work(pair, expert, equal ones before it, equal ones) of this thread's pair in each step; equal among the
+        pairs of the step. It ends with a barrier."""
+        with T.serial(-(-self.steps // self.batch)) as outer:
+            first = T.Bind((self.segment * self.steps + outer * self.batch) * SEGMENT + self.lane)
+            pairs = [T.Bind(first + i * SEGMENT) for i in range(self.batch)]
+            inside = [T.Bind(T.min(pair, T.int32(int(ids.shape[0]) - 1))) for pair in pairs]
+            experts = [expert_at(ids, [index], self.experts) for index in inside]
+            for i, (pair, expert) in enumerate(zip(pairs, experts, strict=True)):
+                # the last batch may reach into the next segment
+                mine = (pair < live) & (outer * self.batch + i < self.steps)
+                put(self.ids, T.Select(mine, expert, T.int32(NOBODY)), i * self.threads + self.thread)
+            barrier()
+            with T.serial(T.Bind(T.min(self.steps - outer * self.batch, T.int32(self.batch)))) as i:
+                work(T.Bind(first + i * SEGMENT), *self._compare(T.Bind(i * self.threads)))
+
+    def _compare(self, start: Expr) -> tuple[Expr, Expr, Expr]:
+        """(expert, equal ones before it, equal ones) of this thread's pair, of experts from ids[start] on."""
+        expert, equal = T.Bind(self.ids[start + self.thread]), T.uint32(0)
+        for first in range(0, SEGMENT, FOUR):
+            four = T.Bind(self.ids[at(start + self.segment * SEGMENT + first, FOUR)])
+            for i in range(FOUR):
+                equal = equal | T.Select(lane_of(four, i) == expert, T.uint32(1 << (first + i)), T.uint32(0))
+            equal = T.Bind(equal)
+        below = T.Bind(T.shift_left(T.uint32(1), T.cast(self.lane, "uint32")) - T.uint32(1))
+        return expert, count_ones(equal & below), count_ones(equal)
+
+    def add(self, expert: Expr, before: Expr, total: Expr) -> None:
+        """Counts a step's pairs: the first one of each expert does."""
+        with T.If((expert >= 0) & (before == 0)), T.Then():
+            index = self.count_of(expert)
+            put(self.counts, self.counts[index] + total, index)
+
+    def place(self, Groups: Buffer, Pairs: Buffer, tiles: int) -> Expr:
+        """Counts become first slots; stores Groups but for unused tiles, and -1 for padding. Returns the used tiles."""
+        count, tile = self.experts.count, self.experts.tile
+        mine = [T.Bind(self.thread * self.each + i) for i in range(self.each)]  # a thread's experts
+        totals, firsts = [], []
+        for expert in mine:
+            places = [T.Bind(segment * self.row + expert) for segment in range(self.segments)]
+            found, total = [T.Bind(self.counts[place]) for place in places], T.int32(0)
+            for place, here in zip(places, found, strict=True):
+                put(self.counts, total, place)
+                total = T.Bind(total + here)
+            totals.append(total)
+            firsts.append(T.Bind(self._tiles_of(total) + firsts[-1]) if firsts else self._tiles_of(total))
+        self._scan(firsts[-1])
+        first = T.Bind(self.tiles[self.thread] - firsts[-1])
+        for expert, total in zip(mine, totals, strict=True):
+            wanted = self._tiles_of(total)
+            places = [T.Bind(segment * self.row + expert) for segment in range(self.segments)]
+            found = [T.Bind(self.counts[place]) for place in places]
+            for place, here in zip(places, found, strict=True):
+                put(self.counts, here + first * tile, place)
+            with T.If(expert < count), T.Then():
+                put(Groups, first, tiles + expert)
+                put(Groups, total, tiles + count + 1 + expert)
+                with T.serial(wanted) as t:
+                    put(Groups, expert, first + t)
+                with T.serial(T.Bind(wanted * tile - total)) as padding:
+                    put(Pairs, T.int32(-1), first * tile + total + padding)
+            first = T.Bind(first + wanted)
+        used_tiles = T.Bind(self.tiles[self.threads - 1])
+        with T.If(self.thread == 0), T.Then():
+            put(Groups, used_tiles, tiles + count)
+        barrier()
+        return used_tiles
+
+    def _tiles_of(self, pairs: Expr) -> Expr:
+        return T.Bind(T.truncdiv(pairs + (self.experts.tile - 1), T.int32(self.experts.tile)))
+
+    def _scan(self, value: Expr) -> None:
+        """self.tiles[t] = the sum of the values of threads 0 .. t."""
+        put(self.tiles, value, self.thread)
+        barrier()
+        distance = 1
+        while distance < self.threads:
+            below = T.Bind(self.tiles[T.max(self.thread - distance, T.int32(0))])
+            total = T.Bind(self.tiles[self.thread] + T.Select(self.thread >= distance, below, T.int32(0)))
+            barrier()
+            put(self.tiles, total, self.thread)
+            barrier()
+            distance *= 2
+
+
+# ---- to slots and back
+
+
+def _threads(k: int, arch: Device, plan: ThreadsPlan | None) -> int:
+    """Threads of a workgroup: whole waves, by default no more than have columns."""
+    return threads_of(arch, plan) if plan else min(arch.threads, -(-k // (WIDTH * arch.wave)) * arch.wave)
+
+
+@registry.builds(Gather)
+def gather(op: Gather, arch: Device, name: str, plan: ThreadsPlan | None = None) -> tirx.PrimFunc:
+    """Kernel (state, X float32 [m, k], [Pairs int32 [slots] of sorted ones], [Weights float32 [m, used]], then A, S | H
+    | Y of [slots, k], as `layout` says): the row of each slot, times its pair's weight if `weighted`. Slots of padding
+    are left as they are: nobody reads what is computed of them. UserError if blocks cannot hold k columns."""
+    k, m, experts, layout = op.k, op.m, op.of, op.layout
+    slots, threads = experts.slots(m), _threads(k, arch, plan)
+    with kernel(name) as ir:
+        state_arg()
+        X = T.arg("X", T.buffer((m, k), "float32"))
+        Pairs = T.arg("Pairs", T.buffer((slots,), "int32")) if experts.tile > 1 else None
+        Weights = weights_arg(experts, m) if op.weighted else None
+        out = act_args(slots, k, layout, None if layout else ["Y"])
+        weights = None if Weights is None else flat(Weights)
+        with (
+            launch((-(-k // (threads * WIDTH)), slots), (threads,)) as (chunk, slot, thread),
+            # a loop of 0 or 1 steps: lanes exchange values
+            T.serial(1 if Pairs is None else T.Bind(T.cast(Pairs[slot] >= 0, "int32"))),
+        ):
+            pair = slot if Pairs is None else T.Bind(T.max(Pairs[slot], T.int32(0)))
+            inside, live = own_columns(chunk, thread, threads, k)
+            x = load_columns(X, 0 if m == 1 else T.Bind(T.min(pair // experts.used, T.int32(m - 1))), inside)
+            if weights is not None:
+                x = [T.Bind(v * weights[pair]) for v in x]
+            emit_store(arch, layout, out, x, slot, inside, live)
+    return ir.get()
+
+
+@registry.builds(Combine)
+def combine(op: Combine, arch: Device, name: str, plan: ThreadsPlan | None = None) -> tirx.PrimFunc:
+    """Kernel (state, X float32 [slots, n], Slots int32 [m, used], [Weights float32 [m, used]], [R float32 [m, n]], Y
+    float32 [m, n]): the sum of a live row's slots, times their weights, plus R. n: a multiple of 4."""
+    n, m, experts = op.n, op.m, op.of
+    slots, threads = experts.slots(m), _threads(n, arch, plan)
+    with kernel(name) as ir:
+        state = state_arg()
+        X = T.arg("X", T.buffer((slots, n), "float32"))
+        Slots = T.arg("Slots", T.buffer((m, experts.used), "int32"))
+        Weights = weights_arg(experts, m) if op.weighted else None
+        R = T.arg("R", T.buffer((m, n), "float32")) if op.residual else None
+        Y = T.arg("Y", T.buffer((m, n), "float32"))
+        with launch((-(-n // (threads * WIDTH)), m), (threads,)) as (chunk, row, thread), if_live(state, m, row):
+            inside, live = own_columns(chunk, thread, threads, n)
+            total = load_columns(R, row, inside) if R is not None else [T.float32(0)] * WIDTH
+            places = [T.Bind(T.max(T.min(Slots[row, j], T.int32(slots - 1)), T.int32(0))) for j in range(experts.used)]
+            parts = [load_columns(X, place, inside) for place in places]
+            for j, x in enumerate(parts):
+                if Weights is not None:
+                    weight = T.Bind(Weights[row, j])
+                    total = [fma(v, weight, t) for v, t in zip(x, total, strict=True)]
+                else:
+                    total = [T.Bind(t + v) for v, t in zip(x, total, strict=True)]
+            emit_store(arch, "", [Y], total, row, inside, live)
+    return ir.get()

@@ -1,11 +1,10 @@
-"""Weights from their planes (layout "rows": `planes.py`) to runs of float16 in the order of `pairs.py`, for every
+"""Weights from their planes (layout "rows": `planes.py`) to runs of float16 in the order of `quantize.py`, for every
 format.
 
 The unit of work is `span` neighbouring blocks of 32 columns of a row. Fetching and decoding are apart, so that the
 loads of one step can be in flight while the step before is multiplied:
 
-    views       the planes as `fetch` reads them
-    fetch       the global loads of a unit
+    fetch       the global loads of a unit, from `load.views`
     runs        what was fetched as runs of eight float16 weights
     decoder     the same of codes, one run at a time
     activations the same of activations that are float32 in their natural order
@@ -22,11 +21,10 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import FP4_VALUES, PLANE_BITS, Format
 from mlc_amd.schedules.gpu.base.device import fma
-from mlc_amd.schedules.gpu.base.pairs import RUN, RUN_COLUMNS, RUNS
-from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes
+from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.quantize import RUN, RUN_COLUMNS, RUNS
 from mlc_amd.schedules.gpu.base.registers import at, chosen, elements, lane_of, opaque, vector
-from mlc_amd.schedules.gpu.base.tables import fp4_magnitudes, values
 from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -42,19 +40,12 @@ SIGN = 0x80808080  # turns signed bytes into bytes that count from 128
 SIGNS = 0x80008000  # of two float16
 
 
-def views(fmt: Format, bufs: Planes, span: int) -> Planes:
-    """The planes as `fetch` reads them. Declares views: call it inside the launch or after the last parameter."""
-    return bufs if fmt.kind == "float" else load.views(fmt, bufs, span)
-
-
-def fetch(fmt: Format, planes: Planes, row: Expr, unit: Expr, span: int) -> Fetched:
+def fetch(fmt: Format, planes: load.Planes, row: Expr, unit: Expr, span: int) -> Fetched:
     """The loads of unit number `unit` of a row, in registers."""
     if fmt.kind != "float":
         return load.fetch(fmt, planes, row, unit, span)
-    width = 4 if fmt.name == "f32" else RUN
-    return [
-        T.Bind(planes["W"][row, at(unit * (span * BLOCK) + first, width)]) for first in range(0, span * BLOCK, width)
-    ]
+    width, count = 4 if fmt.name == "f32" else RUN, span * BLOCK
+    return [T.Bind(planes["W"][row, at(unit * count + first, width)]) for first in range(0, count, width)]
 
 
 def runs(arch: Device, fmt: Format, fetched: Fetched, span: int) -> list[Expr]:
@@ -97,10 +88,7 @@ def decoder(
     `hidden`."""
     exponents = [T.uint32(bits) if isinstance(bits, int) else bits for bits in exponents]
     scales = load.scales(fmt, fetched, block)
-    codes = {
-        plane: fetched.codes[plane][block * PLANE_BITS[plane] : (block + 1) * PLANE_BITS[plane]] for plane in fmt.codes
-    }
-    codes, zero, signs = _unsigned(arch, fmt, codes)
+    codes, zero, signs = _unsigned(arch, fmt, load.block_words(fmt, fetched, block))
     factors = scales.factors()
     minimums = None
     if fmt.minimum:
@@ -132,9 +120,9 @@ def _unsigned(arch: Device, fmt: Format, codes: Words) -> tuple[Words, int, Sequ
     """(plane -> words of unsigned fields, the one that means 0, words of nibbles whose highest bits are signs or
     None)."""
     if fmt.table == FP4_VALUES:
-        return {"Q4": [fp4_magnitudes(word) for word in codes["Q4"]]}, 0, codes["Q4"]
+        return {"Q4": [load.fp4_magnitudes(word) for word in codes["Q4"]]}, 0, codes["Q4"]
     if fmt.table:
-        return {"Q8": values(arch, fmt, None, lambda: load.bytes_of(codes), 0x80)}, 128, None
+        return {"Q8": load.values(arch, fmt, None, lambda: load.bytes_of(codes), 0x80)}, 128, None
     if fmt.signed:
         return {"Q8": [T.Bind(word ^ T.uint32(SIGN)) for word in codes["Q8"]]}, 128, None
     return codes, fmt.zero, None
@@ -171,15 +159,13 @@ def _fields(codes: Words, j: Expr, t: int, exponent: Expr) -> Expr:
     for plane, words in codes.items():
         bits = PLANE_BITS[plane]
         places, first = _place(plane, j, t)
-        word = _shifted(chosen([words[i] for i in places], j), first, filled)
-        found = word & T.uint32(0x00010001 * ((1 << bits) - 1 << filled)) | found
+        found = load.field(chosen([words[i] for i in places], j), first, bits, filled, 0x00010001) | found
         filled += bits
     return T.Bind(found)
 
 
 def _nibbles(words: Sequence[Expr], j: Expr, exponents: Sequence[Expr]) -> list[Expr]:
-    """Four words, as of `_fields`, of codes that are nibbles only, but pairs 1 and 3 are 64 + the codes: one shift
-    instead of three."""
+    """As four times `_fields`, of nibbles only, but pairs 1 and 3 are 64 + the codes: one shift instead of three."""
     low = chosen(words, j)
     high = T.Bind(T.shift_right(low, T.uint32(8)))
     return [
@@ -187,12 +173,3 @@ def _nibbles(words: Sequence[Expr], j: Expr, exponents: Sequence[Expr]) -> list[
         for word in (low, high)
         for mask, exponent in zip((0x000F000F, 0x00F000F0), exponents, strict=True)
     ]
-
-
-def _shifted(word: Expr, first: Expr, filled: int) -> Expr:
-    """The word with bit `first`, an int or in a register, moved to place `filled`."""
-    if not isinstance(first, int):
-        return T.shift_left(T.shift_right(word, T.cast(first, "uint32")), T.uint32(filled))
-    if first > filled:
-        return T.shift_right(word, T.uint32(first - filled))
-    return T.shift_left(word, T.uint32(filled - first)) if first < filled else word

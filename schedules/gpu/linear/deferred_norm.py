@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import rcp, wave_sum
-from mlc_amd.schedules.gpu.base.norm import declare_scale, row_scale
-from mlc_amd.schedules.gpu.base.pairs import store_lanes, store_run
+from mlc_amd.schedules.gpu.base.norm import row_scale
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import act_args, clamped
+from mlc_amd.schedules.gpu.base.quantize import act_args, clamped, store_lanes, store_run
 from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.recurrent.lane_rows import width_of
 from mlc_amd.schedules.tir import Buffer, Expr
@@ -32,8 +31,7 @@ MARGIN = 2.0**-6
 
 
 class PreparedNorm:
-    """The norm of its result, m rows of n columns, that a layer prepares: what it reads and stores besides. Declares
-    the inputs."""
+    """The norm of its result, m rows of n columns, that a layer prepares: its parameters. Declares the inputs."""
 
     def __init__(self, m: int, n: int):
         self.m, self.n = m, n
@@ -51,8 +49,8 @@ class PreparedNorm:
     def store(
         self, arch: Device, token: Expr, row: Expr, parts: Sequence[Expr], loaded: tuple[Expr, list[Expr]]
     ) -> None:
-        """parts: a float32x4 of rows `row`.. of a token, or two of a run (`pairs.py`). The threads that have the other
-        rows of their 16 are neighbours, and must call this, too."""
+        """parts: a float32x4 of rows `row`.. of a token, or two of a run. The threads that have the other rows of their
+        16 are neighbours, and must call this, too."""
         values = [[T.Bind(value) for value in elements(x)] for x in parts]
         scale, g = loaded
         factor = T.Bind(scale * T.float32(MARGIN))
@@ -64,10 +62,8 @@ class PreparedNorm:
         (store_lanes if len(values) == 1 else store_run)(self.H, token, row, halves)
         totals = []
         for part in values:
-            total = part[0] * part[0]
-            for v in part[1:]:
-                total = total + v * v
-            totals.append(wave_sum(arch, T.Bind(total), TILE // 4))
+            squares = [v * v for v in part]
+            totals.append(wave_sum(arch, T.Bind(sum(squares[1:], squares[0])), TILE // 4))
         with T.If(row % TILE == 0), T.Then():
             T.buffer_store(self.squares, vector(totals), [token, at(row // TILE, len(totals))])
 
@@ -82,15 +78,12 @@ class CompletedNorm:
         self.scale = T.arg("Scale", T.buffer((m,), "float32"))
 
     def declare_outputs(self) -> None:
-        self.new_scale = declare_scale(self.m)
+        self.new_scale = T.arg("NewScale", T.buffer((self.m,), "float32"))
 
 
 class RowFactors:
-    """The factors of a workgroup's tokens, in shared memory.
-
-    tokens: of the workgroup, from token0 on; first: whether this workgroup stores their scales. ValueError for fewer
-    threads than tokens.
-    """
+    """The factors of a workgroup's tokens, in shared memory. tokens: of the workgroup, from token0 on; first: whether
+    this workgroup stores their scales. ValueError for fewer threads than tokens."""
 
     def __init__(
         self, arch: Device, norm: CompletedNorm, tokens: int, token0: Expr, thread: Expr, threads: int, first: Expr
@@ -98,18 +91,31 @@ class RowFactors:
         if threads < tokens:
             raise ValueError(f"{threads} threads cannot compute factors of {tokens} tokens")
         self.arch, self.norm, self.tokens, self.token0, self.first = arch, norm, tokens, token0, first
-        self.thread, self.threads, self.loaded = thread, threads, None
+        self.thread, self.threads = thread, threads
+        self.lanes = min(1 << (threads // tokens).bit_length() - 1, arch.wave)  # of a token: as `wave_sum` takes them
         self.total: Buffer = None  # of `begin`
+        self.loaded: tuple[Expr, ...] = ()  # of `load`
         self.factors = T.alloc_buffer((tokens,), "float32", scope="shared")
 
     def load(self) -> None:
-        """Loads what `compute` takes, which does that itself where neither this nor `begin` was called before."""
-        self.loaded = self._load()
+        """Loads what `compute` takes, the sum of a thread's part and the scale of the norm before; that does it itself
+        where neither this nor `begin` was called before."""
+        norm, lanes, row, part = self.norm, self.lanes, self._row(), self._part()
+        sums, total = norm.k // TILE, T.float32(0)
+        width = width_of(sums)
+        for first in range(0, sums, width * lanes):
+            place = T.Bind(first + part * width)
+            inside = first + width * lanes <= sums
+            x = T.Bind(norm.squares[row, at(place if inside else T.min(place, T.int32(sums - width)), width)])
+            for value in elements(x):
+                total = total + (value if inside else T.Select(place < sums, value, T.float32(0)))
+            total = T.Bind(total)  # a thread may have hundreds: code generation would nest as deep
+        self.loaded = T.Bind(total), T.Bind(norm.scale[row])
 
     def begin(self, columns: int) -> bool:
         """Whether the sums can be added up in a loop over the columns, so many in a step: `add` must be called in each.
         In front of the loop all of them are read at once, which takes as long as some steps."""
-        each, rest = divmod(columns // TILE, self._lanes())
+        each, rest = divmod(columns // TILE, self.lanes)
         if not each or rest or columns % TILE or self.norm.k % columns:
             return False
         self.each, self.total = each, local(1)
@@ -120,45 +126,29 @@ class RowFactors:
     def add(self, step: Expr) -> None:
         """Adds the sums of a step's columns, a part of them in each thread."""
         width = width_of(self.each)
-        first = T.Bind((step * self._lanes() + self._part()) * self.each)
+        first = T.Bind((step * self.lanes + self._part()) * self.each)
         total = self.total[0]
         for i in range(0, self.each, width):
-            x = T.Bind(self.norm.squares[self._row(), at(first + i, width)])
-            for value in elements(x):
-                total = total + value
+            total = sum(elements(T.Bind(self.norm.squares[self._row(), at(first + i, width)])), total)
         put(self.total, total, 0)
 
-    def _lanes(self) -> int:
-        """Of a token: a power of two, which `wave_sum` takes."""
-        return min(1 << (self.threads // self.tokens).bit_length() - 1, self.arch.wave)
-
     def _part(self) -> Expr:
-        return T.Bind(self.thread % self._lanes())
+        return T.Bind(self.thread % self.lanes)
 
     def _token(self) -> Expr:
-        return T.Bind(self.thread // self._lanes())
+        return T.Bind(self.thread // self.lanes)
 
     def _row(self) -> Expr:
         return T.Bind(T.min(self.token0 + self._token(), T.int32(self.norm.m - 1)))
 
-    def _load(self) -> tuple[Expr, Expr]:
-        """(sum of a thread's part, scale of the norm before)."""
-        norm, lanes, row, part = self.norm, self._lanes(), self._row(), self._part()
-        sums, total = norm.k // TILE, T.float32(0)
-        width = width_of(sums)
-        for first in range(0, sums, width * lanes):
-            place = T.Bind(first + part * width)
-            inside = first + width * lanes <= sums
-            x = T.Bind(norm.squares[row, at(place if inside else T.min(place, T.int32(sums - width)), width)])
-            for value in elements(x):
-                total = total + (value if inside else T.Select(place < sums, value, T.float32(0)))
-            total = T.Bind(total)  # a thread may have hundreds: code generation would nest as deep
-        return T.Bind(total), T.Bind(norm.scale[row])
-
     def compute(self) -> None:
         """All threads must call this; a barrier must follow before `scaled`."""
-        norm, lanes, token, part = self.norm, self._lanes(), self._token(), self._part()
-        total, before = (T.Bind(self.total[0]), self.scale) if self.total is not None else self.loaded or self._load()
+        norm, lanes, token, part = self.norm, self.lanes, self._token(), self._part()
+        if self.total is not None:
+            self.loaded = T.Bind(self.total[0]), self.scale
+        elif not self.loaded:
+            self.load()
+        total, before = self.loaded
         if lanes > 1:
             total = wave_sum(self.arch, total, lanes)
         scale = row_scale(total, norm.k, norm.eps)

@@ -1,7 +1,10 @@
 """Linear layers of several tokens on the GPU: y[m, n] = sum over k of w[n, k] * x[m, k].
 
 In: `state` int32[4] (position, live tokens, 0, 0), activations in a layout of `quantize.py`, weights in planes of the
-layout "rows" (`planes.py`). Out: Y float32 [m, n padded to 16], bias and residual added.
+layout "rows" (`planes.py`). Out: Y float32 [m, n padded to 16], bias and residual added. Of the first half of a
+feed-forward layer, y = f(gate(x)) * up(x), in a layout of `quantize.py`, as the down projection reads it: a workgroup
+computes the same tile of both weights, so that gate and up of an element meet in one thread. Of a mixture of experts
+with slots in the place of tokens, those of a workgroup part of one expert's tile (schedules/operators/experts.py).
 
 This file lays out the launch: a grid of token tiles (first axis: those that share a weight tile run side by side) by
 the row tiles of all segments. What a workgroup does to its tile is up to a `Gemm` (`gemm_tile.py`). Workgroups whose
@@ -14,19 +17,23 @@ from typing import Any
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules import operators
-from mlc_amd.schedules.gpu.base.device import launch
-from mlc_amd.schedules.gpu.base.pairs import TOKENS
-from mlc_amd.schedules.gpu.base.planes import BLOCK, padded
+from mlc_amd.schedules.gpu import registry
+from mlc_amd.schedules.gpu.base.activations import gated
+from mlc_amd.schedules.gpu.base.device import barrier, each, launch
+from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.registers import at, elements, vector
-from mlc_amd.schedules.gpu.base.step import kernel, once, where
+from mlc_amd.schedules.gpu.base.quantize import TOKENS, WIDTH, act_args, emit_store, store_block, store_floats
+from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of, vector
+from mlc_amd.schedules.gpu.base.step import kernel, once, state_arg, where
+from mlc_amd.schedules.gpu.experts.experts import bias_args, check_rows, expert_at, ids_arg
 from mlc_amd.schedules.gpu.linear import gemm_coop, gemm_dot, gemm_matrix, lane_tiles
 from mlc_amd.schedules.gpu.linear.deferred_norm import RowFactors
 from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Multiplied, Product, Tile, TileWork, Weight, product_of
 from mlc_amd.schedules.gpu.linear.lane_results import QUAD
-from mlc_amd.schedules.gpu.linear.linear_args import LinearBuffers, Segment, declare_linear
+from mlc_amd.schedules.gpu.linear.linear_args import LinearBuffers, Segment, declare_gate_up, declare_linear
 from mlc_amd.schedules.gpu.linear.load import QUADS
+from mlc_amd.schedules.operators import ExpertGateUp, ExpertLinear, GateUp, Linear
+from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -65,6 +72,7 @@ def _family(of: Product) -> tuple[Callable[[Product, Any], Gemm], Callable[[Prod
     )
 
 
+@registry.plans(ExpertLinear)
 def plans(op: Multiplied, arch: Device) -> Space:
     """The tiles worth measuring. For workloads with experts, slots stand in the place of tokens."""
     of = product_of(op, arch)
@@ -102,7 +110,7 @@ def check_deferred(gemm: Gemm, norm_in: float | None, prepared: int = 0) -> None
         raise ValueError(f"a norm of {prepared} columns, which are not whole blocks, cannot be prepared")
 
 
-def linear(op: operators.Linear, arch: Device, name: str, plan: Tile | None = None) -> tirx.PrimFunc:
+def linear(op: Linear, arch: Device, name: str, plan: Tile | None = None) -> tirx.PrimFunc:
     """Kernel with the parameters of `linear_args`. Token tiles without live tokens (state[1]) are left as they are. The
     columns of Y from n on are undefined. ValueError for what cannot share a launch or has no tiles, UserError for
     weights too large."""
@@ -127,17 +135,12 @@ def linear(op: operators.Linear, arch: Device, name: str, plan: Tile | None = No
                 with where(mine) if quick else once(mine):
                     row0 = T.Bind((row_tile - first) * gemm.tile.rows)
                     early = epilogue.early if quick else None
-                    gemm.emit(
-                        TileWork(
-                            acts, [weight], token0, row0, epilogue.store,
-                            factors=factors, zero=zero, early=early, runs=runs,
-                        )
-                    )  # fmt: skip
+                    gemm.emit(TileWork(acts, [weight], token0, row0, epilogue.store, None, factors, zero, early, runs))
                 first += count
     return ir.get()
 
 
-Loaded = tuple[list[Expr] | None, list[Expr] | None, Any]
+Loaded = tuple[list[Expr], list[Expr], Any]  # of `_Epilogue.load`
 
 
 class _Epilogue:
@@ -147,16 +150,13 @@ class _Epilogue:
         self.arch, self.args, self.segment, self.factors, self.runs = arch, args, segment, factors, runs
 
     def load(self, token: Expr, row: Expr, lanes: int) -> Loaded:
-        """What `store` reads from memory for `lanes` rows of a token, of each part of a run: bias, residual, what a
-        norm is prepared with."""
+        """What `store` reads for `lanes` rows of a token, of each part of a run: bias, residual, of a prepared norm."""
         segment, args = self.segment, self.args
         firsts = self._firsts(row)
         indices = [at(first, lanes) for first in firsts]
-        return (
-            None if segment.bias is None else [self._bias(index) for index in indices],
-            None if args.residual is None else [args.residual[token, index] for index in indices],
-            None if args.prepared is None else args.prepared.load(token, firsts),
-        )
+        bias = [] if segment.bias is None else [self._bias(index) for index in indices]
+        residual = [] if args.residual is None else [args.residual[token, index] for index in indices]
+        return bias, residual, None if args.prepared is None else args.prepared.load(token, firsts)
 
     def _bias(self, index: Expr) -> Expr:
         """bias[index]; the last rows' index stays inside the n biases."""
@@ -174,8 +174,7 @@ class _Epilogue:
     def early(self, token: Expr, row: Expr) -> Loaded:
         """The same in registers."""
         bias, residual, norm = self.load(token, row, QUAD)
-        bias, residual = (None if x is None else [T.Bind(part) for part in x] for x in (bias, residual))
-        return bias, residual, norm
+        return [T.Bind(x) for x in bias], [T.Bind(x) for x in residual], norm
 
     def store(self, token: Expr, row: Expr, values: list[Expr], loaded: Loaded | None = None) -> None:
         """loaded: of `early`; None: nothing is yet."""
@@ -184,12 +183,117 @@ class _Epilogue:
             x = self.factors.scaled(token, x)
         parts = [vector(elements(x)[i : i + QUAD]) for i in (0, QUAD)] if self.runs else [x]
         bias, residual, norm = loaded or self.load(token, row, parts[0].ty.dtype.lanes)
-        if bias is not None:
+        if bias:
             parts = [x + of for x, of in zip(parts, bias, strict=True)]
-        if residual is not None:
+        if residual:
             parts = [of + x for x, of in zip(parts, residual, strict=True)]
         parts = [T.Bind(x) for x in parts]
         for first, x in zip(self._firsts(row), parts, strict=True):
             T.buffer_store(self.segment.Y, x, [token, span(first, x)])
         if norm is not None and self.args.prepared is not None:
             self.args.prepared.store(self.arch, token, row, parts, norm)
+
+
+def _store_staged(
+    gemm: Gemm, results: Buffer, out: list[Buffer], token0: Expr, row0: Expr, f: int, thread: Expr
+) -> None:
+    """A tile in the layout "rows" where a wave has fewer than 32 lanes: from shared memory, where all threads put their
+    results, eight lanes take a block."""
+    quads = gemm.tile.rows // WIDTH
+    barrier()
+    for i in each(gemm.arch, gemm.tile.tokens * quads // gemm.threads):
+        place = T.Bind(i * gemm.threads + thread)
+        four = T.Bind(results[at(place * WIDTH, WIDTH)])
+        row = T.Bind(row0 + place % quads * WIDTH)
+        y = [T.Bind(lane_of(four, e)) for e in range(WIDTH)]
+        emit_store(gemm.arch, "rows", out, y, token0 + place // quads, row, row < f)
+
+
+def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Tile | None = None) -> tirx.PrimFunc:
+    """Kernel with the parameters of `linear_args`: weights of f x k, f a multiple of 32. op.layout: "half", "pairs",
+    "lanes" (after cooperative matrices), "" or, where layout_in does not mean matrix units, "rows". Token tiles without
+    live tokens, or without an expert, are left as they are. ValueError for what cannot share a launch."""
+    of, f, layout = product_of(op, arch), op.n, op.layout
+    experts = isinstance(op, ExpertGateUp)
+    gemm = engine(of, plan)
+    side_by_side = gemm.rows_side_by_side
+    if f % BLOCK or side_by_side != {"rows": BLOCK, "pairs": 1, "lanes": 1}.get(layout, side_by_side):
+        raise ValueError(
+            f"{f} rows in layout {layout!r} from activations in layout {of.layout!r} do not make one launch"
+        )
+    norm_in = None if experts else op.norm_in
+    check_deferred(gemm, norm_in)
+    by_run, row_tiles = isinstance(gemm, lane_tiles.StagedPair), gemm.row_tiles(f)
+    quick = gemm.is_quick(gemm.token_tiles * row_tiles)
+    if experts and by_run:
+        raise ValueError(f"{gemm.tile} is none for experts")
+    with kernel(name) as ir:
+        state, params, groups, planes, biases, out, completed = declare_gate_up(op)
+        weights = [Weight(fmt, bufs, f) for fmt, bufs in zip(of.formats, planes, strict=True)]
+        acts = views(params, of)
+        with launch((gemm.token_tiles, row_tiles), (gemm.threads,)) as (token_tile, row_tile, thread):
+            gemm.allocate(thread)
+            token0, row0 = T.Bind(token_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
+            first, mine = tile_expert(groups, token0, f, op.of) if experts else (None, None)
+            factors = gemm.factors(completed, token0, row_tile == 0, quick)
+            through_lds = layout == "rows" and (arch.wave < BLOCK or not arch.subgroups)
+            tile = gemm.tile
+            staged = T.alloc_buffer((tile.tokens * tile.rows,), "float32", scope="shared") if through_lds else None
+
+            def store(token: Expr, row: Expr, values: list[Expr]) -> None:
+                if factors is not None:
+                    values = [factors.scaled(token, x) for x in values]
+                if biases:
+                    index = span(T.Bind(first + row), values[0])
+                    values = [T.Bind(x + bias[index]) for x, bias in zip(values, biases, strict=True)]
+                y = [gated(op.act, g, u) for g, u in zip(*map(elements, values), strict=True)]
+                if staged is not None:
+                    T.buffer_store(staged, y[0], [(token - token0) * tile.rows + (row - row0)])
+                elif layout == "rows":
+                    store_block(arch, out, token, row, *y)
+                else:
+                    store_floats(layout, out[0], token, row, y, by_run)
+
+            mine, zero = (mine, gemm.zero(state)) if experts else gemm.live_and_zero(state, token0, quick)
+            with once(mine):
+                gemm.emit(TileWork(acts, weights, token0, row0, store, first, factors, zero))
+                if staged is not None:
+                    _store_staged(gemm, staged, out, token0, row0, f, thread)
+    return ir.get()
+
+
+def tile_expert(groups: Buffer, slot0: Expr, n: int, experts: Experts) -> tuple[Expr, Expr]:
+    """(the row of the stack that is row 0 of the expert of slot0's tile, whether the tile has one)."""
+    index = T.Bind(slot0 // experts.tile)
+    return T.Bind(expert_at(groups, [index], experts) * n), T.Bind(groups[index]) >= 0
+
+
+@registry.builds(ExpertLinear)
+def expert_linear(op: ExpertLinear, arch: Device, name: str, plan: Tile | None = None) -> tirx.PrimFunc:
+    """Kernel (state, A, S | H | X of [slots, k], Groups, planes of the [count * n, k] stack, [WB float32 [count * n]],
+    Y float32 [slots, n]). UserError unless 16 divides n or for weights too large, ValueError for what has no tiles."""
+    n, experts, of = op.n, op.of, product_of(op, arch)
+    (fmt,) = of.formats
+    check_rows(n)
+    gemm = engine(of, plan)
+    with kernel(name) as ir:
+        state = state_arg()
+        params, groups = act_args(of.m, op.k, op.layout), ids_arg(experts, op.m)
+        weight = Weight(fmt, plane_args(fmt, experts.count * n, op.k, "W_"), n)
+        biases = bias_args(experts.count * n, "WB") if op.bias else []
+        Y = T.arg("Y", T.buffer((of.m, n), "float32"))
+        acts = views(params, of)
+        with launch((gemm.token_tiles, gemm.row_tiles(n)), (gemm.threads,)) as (slot_tile, row_tile, thread):
+            gemm.allocate(thread)
+            slot0, row0 = T.Bind(slot_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
+            first, mine = tile_expert(groups, slot0, n, experts)
+
+            def store(slot: Expr, row: Expr, values: list[Expr]) -> None:
+                (x,) = values
+                for bias in biases:
+                    x = x + bias[span(T.Bind(first + row), x)]
+                T.buffer_store(Y, x, [slot, span(row, values[0])])
+
+            with once(mine):
+                gemm.emit(TileWork(acts, [weight], slot0, row0, store, first, zero=gemm.zero(state)))
+    return ir.get()

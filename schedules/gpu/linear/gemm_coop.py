@@ -1,8 +1,8 @@
 """The GEMM tile on cooperative matrices (KHR_cooperative_matrix of Vulkan): float16 operands, float32 sums.
 
 A workgroup computes `tokens` tokens by `rows` rows of each of its weights. Per step it stages `columns` columns of both
-in shared memory as float16, the weights dequantized on the way (`coop_load.py`) and columns in the order of `pairs.py`;
-each of its subgroups then multiplies its share of the tile.
+in shared memory as float16, the weights dequantized on the way (`coop_load.py`) and columns as in "pairs"; each of its
+subgroups then multiplies its share of the tile.
 
 Which lane holds which element of a matrix is implementation-defined: sums go through shared memory to the lanes that
 store them, four consecutive rows of a token each, in the memory that staging no longer needs. Everything in shared
@@ -16,22 +16,12 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import barrier, uniform
-from mlc_amd.schedules.gpu.base.pairs import RUN, RUNS
 from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS
 from mlc_amd.schedules.gpu.base.registers import at
 from mlc_amd.schedules.gpu.base.step import all_of, when
-from mlc_amd.schedules.gpu.linear import coop_load
-from mlc_amd.schedules.gpu.linear.gemm_steps import (
-    CHUNKS,
-    CODE,
-    HELD,
-    UNIT_CHOICES,
-    Loaded,
-    UnitGemm,
-    least_loaded,
-    whole_tokens,
-)
-from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork, UnitTile
+from mlc_amd.schedules.gpu.linear import coop_load, gemm_tile, load
+from mlc_amd.schedules.gpu.linear.gemm_tile import Loaded, Product, TileWork, UnitGemm, UnitTile
 from mlc_amd.schedules.tir import Expr
 
 PAD = 1  # units added to each row in shared memory: eight consecutive rows are then in different banks
@@ -71,7 +61,7 @@ TILES = {
 
 def _held(of: Product) -> int:
     """Weights of a step that a thread holds in registers, at most: in blocks of codes, or floats as they are."""
-    return HELD // 2 if of.has_floats else HELD
+    return gemm_tile.HELD // 2 if of.has_floats else gemm_tile.HELD
 
 
 def choose(of: Product) -> CoopTile:
@@ -79,8 +69,8 @@ def choose(of: Product) -> CoopTile:
     ValueError unless tokens are a multiple of 16 and columns of 32."""
     if tile := expert_tile(of):
         return tile
-    tiles = ((_fit(tile, of), speeds[of.weights - 1]) for tile, speeds in TILES[whole_tokens(of)])
-    if found := least_loaded(of, ((tile, speed) for tile, speed in tiles if tile)):
+    tiles = ((_fit(tile, of), speeds[of.weights - 1]) for tile, speeds in TILES[gemm_tile.whole_tokens(of)])
+    if found := gemm_tile.least_loaded(of, ((tile, speed) for tile, speed in tiles if tile)):
         return found
     raise ValueError(
         f"{of.arch.name} has no tile for {of.tokens} tokens: matrices of {of.arch.fragment}, {of.arch.lds} bytes of "
@@ -104,7 +94,7 @@ def _fit(tile: CoopTile, of: Product) -> CoopTile | None:
     rows = max(tile.rows // of.weights, of.arch.fragment[1] * tile.waves_n)
     threads = tile.waves_m * tile.waves_n * tile.waves_k * of.arch.wave
     most = max(_held(of) * threads // (of.weights * rows), BLOCK)
-    limit = min(tile.columns, most, CHUNKS * of.arch.fragment[2] * tile.waves_k)
+    limit = min(tile.columns, most, gemm_tile.CHUNKS * of.arch.fragment[2] * tile.waves_k)
     return _widest(replace(tile, rows=rows), of, [columns for columns in (512, 256, 128, 64, 32) if columns <= limit])
 
 
@@ -121,7 +111,7 @@ def _widest(tile: CoopTile, of: Product, columns: list[int]) -> CoopTile | None:
 class CoopGemm(UnitGemm[CoopTile]):
     """Activations: H [m, k] in the layout "pairs", or X [m, k] float32. Values are float32x4."""
 
-    choices = UNIT_CHOICES | {"waves_k": (1, 2, 4), "span": (1, 2, 4)}
+    choices = gemm_tile.UNIT_CHOICES | {"waves_k": (1, 2, 4), "span": (1, 2, 4)}
 
     def __init__(self, of: Product, tile: CoopTile):
         arch = of.arch
@@ -130,20 +120,19 @@ class CoopGemm(UnitGemm[CoopTile]):
         if tile.columns % (tile.span * BLOCK):
             raise ValueError(f"{tile}: {tile.columns} columns are no multiple of {tile.span} blocks")
         self.ld, self.sums_ld = tile.columns // RUN + PAD, self.tiles_n * self.fn // ROWS + PAD
-        self.units = max(
-            (tile.tokens + of.weights * tile.rows) * self.ld, self.waves * of.weights * self.fm * self.sums_ld
-        )
-        if self.units * UNIT_BYTES > arch.lds or self.threads > arch.threads:
-            raise ValueError(
-                f"{tile} takes {self.units * UNIT_BYTES} bytes of shared memory and {self.threads} threads"
-            )
+        sums = self.waves * of.weights * self.fm * self.sums_ld
+        self.units = max((tile.tokens + of.weights * tile.rows) * self.ld, sums)
+        size = self.units * UNIT_BYTES
+        if size > arch.lds or self.threads > arch.threads:
+            raise ValueError(f"{tile} takes {size} bytes of shared memory and {self.threads} threads")
 
     def loads(self) -> float:
         of, tile = self.of, self.tile
         scales = max((tile.span * BLOCK // fmt.group for fmt in of.formats if "S" in fmt.scales), default=0)
         if scales > SCALES:
             raise ValueError(f"{tile}: {scales} bytes of scales of a thread's blocks do not fit a word")
-        return self._loads(max(CODE * _held(of), of.weights * BLOCK), self.fm * self.fn // of.arch.wave, self.fk)
+        most = max(gemm_tile.CODE * _held(of), of.weights * BLOCK)
+        return self._loads(most, self.fm * self.fn // of.arch.wave, self.fk)
 
     def allocate(self, thread: Expr) -> None:
         tile, shape, self.thread = self.tile, self.arch.fragment, thread
@@ -157,7 +146,7 @@ class CoopGemm(UnitGemm[CoopTile]):
         self.sums = Fragments("sum", self.count, shape)
 
     def emit(self, work: TileWork) -> None:
-        views = [w._replace(planes=coop_load.views(w.fmt, w.planes, self.tile.span)) for w in work.weights]
+        views = [w._replace(planes=load.views(w.fmt, w.planes, self.tile.span)) for w in work.weights]
         work = replace(work, weights=views)
         for i in range(self.count):
             self.sums.fill(i, 0)
@@ -175,8 +164,7 @@ class CoopGemm(UnitGemm[CoopTile]):
     # ---- staging
 
     def _places(self, rows: int, per_row: int) -> Iterator[tuple[Expr, Expr]]:
-        """(row, number in the row) of each piece that this thread stages; what is left over several threads stage, the
-        same."""
+        """(row, number in the row) of each piece that this thread stages; what is left over several threads stage."""
         total, threads = rows * per_row, self.threads
         for i in range(-(-total // threads)):
             c = self.thread + i * threads
@@ -188,12 +176,12 @@ class CoopGemm(UnitGemm[CoopTile]):
         (X,) = work.acts
         floats, found = str(X.dtype) == "float32", []
         for row, i in list(self._places(self.tile.tokens, self.columns // (BLOCK if floats else RUN))):
+            token = work.token0 + row
             if floats:
-                block = step * (self.columns // BLOCK) + i
-                found.append((row * self.ld + i * RUNS, coop_load.activations(X, work.token0 + row, block)))
+                runs = coop_load.activations(X, token, step * (self.columns // BLOCK) + i)
             else:
-                run = X[work.token0 + row, at(step * self.columns + i * RUN, RUN)]
-                found.append((row * self.ld + i, [T.Bind(run)]))
+                runs = [T.Bind(X[token, at(step * self.columns + i * RUN, RUN)])]
+            found.append((row * self.ld + i * (RUNS if floats else 1), runs))
         return found
 
     def _fetch_weights(self, work: TileWork, step: Expr) -> list:
@@ -237,8 +225,7 @@ class CoopGemm(UnitGemm[CoopTile]):
     # ---- results
 
     def _sums_unit(self, wave_k: Expr, weight: int) -> Expr:
-        """First unit of this subgroup's sums of a weight, or those of the subgroup that has other columns of the same
-        tile."""
+        """First unit of this subgroup's sums of a weight, or of one's with other columns of the same tile."""
         wave = (wave_k * self.tile.waves_m + self.wave_m) * self.tile.waves_n + self.wave_n
         return (wave * self.weights + weight) * (self.fm * self.sums_ld)
 
@@ -261,10 +248,7 @@ class CoopGemm(UnitGemm[CoopTile]):
             with when(all_of(x for x in conditions if x is not None)):
                 values = []
                 for w in range(self.weights):
-                    parts = [
-                        T.Bind(self.lds[self._sums_unit(part, w) + token * self.sums_ld + unit])
-                        for part in range(tile.waves_k)
-                    ]
-                    parts = [T.reinterpret("float32x4", part) for part in parts]
+                    places = [self._sums_unit(k, w) + token * self.sums_ld + unit for k in range(tile.waves_k)]
+                    parts = [T.reinterpret("float32x4", T.Bind(self.lds[place])) for place in places]
                     values.append(T.Bind(sum(parts[1:], parts[0])))
                 work.store(T.Bind(work.token0 + (self.wave_m * self.tiles_m + i) * fm + token), row, values)

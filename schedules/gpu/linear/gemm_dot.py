@@ -12,7 +12,7 @@ or 32) and d, d*sum(q) of the activations' plane S:
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from tvm.tirx.script import builder as T
 
@@ -22,9 +22,8 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import FIELDS
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put
 from mlc_amd.schedules.gpu.base.step import when
-from mlc_amd.schedules.gpu.linear.gemm_load import byte_piece, columns_of, float_piece
-from mlc_amd.schedules.gpu.linear.gemm_steps import SUMS, Loaded, SteppedGemm
-from mlc_amd.schedules.gpu.linear.gemm_tile import Product, Tile, TileWork
+from mlc_amd.schedules.gpu.linear.gemm_load import byte_piece, columns_of, real8
+from mlc_amd.schedules.gpu.linear.gemm_tile import SUMS, Loaded, Product, SteppedGemm, Tile, TileWork
 from mlc_amd.schedules.gpu.linear.load import QUADS, block_bytes
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -88,14 +87,11 @@ class _RegisterGemm(SteppedGemm[DotTile]):
         self.threads, self.ld = tile.threads_m * LANES, self.row_words + PAD
         self.token_count, self.row_count = tile.tokens // tile.threads_m, tile.rows // LANES
         self.count = of.weights * self.token_count * self.row_count
+        # without those of an epilogue
+        self.lds_bytes = (tile.tokens + of.weights * tile.rows) * (self.ld * 4 + self.factors_bytes)
         whole = self.token_count * tile.threads_m == tile.tokens and self.row_count * LANES == tile.rows
         if not whole or of.k % BLOCK or self.threads > of.arch.threads:
             raise ValueError(f"{tile} does not divide {self.threads} threads and {of.k} columns")
-
-    @property
-    def lds_bytes(self) -> int:
-        """Bytes of LDS, without those of an epilogue."""
-        return (self.tile.tokens + self.weights * self.tile.rows) * (self.ld * 4 + self.factors_bytes)
 
     def loads(self) -> float:
         if self.count > SUMS // 2 or self.lds_bytes > self.arch.lds:
@@ -133,12 +129,8 @@ class _RegisterGemm(SteppedGemm[DotTile]):
             yield c // 2, 0, c % 2
 
 
-class _Operands(NamedTuple):
-    """A lane's rows of a weight, a list for each row: words of codes, scales and minimums of groups of columns."""
-
-    codes: list[list[Expr]]
-    scales: list[list[Expr]]
-    minimums: list[list[Expr]] | None
+# of a row: words of codes, scales and minimums of groups of columns
+Operands = tuple[list[Expr], list[Expr], list[Expr]]
 
 
 class DotGemm(_RegisterGemm):
@@ -186,32 +178,34 @@ class DotGemm(_RegisterGemm):
             for t in each(self.arch, self.token_count):
                 x = self._words(self.x_lds, self.token + t)
                 s = T.Bind(self.s_lds[at((self.token + t) * FIELDS, FIELDS)])
-                for w, own in operands.items():
-                    for i in range(self.row_count):
+                for w, rows in operands.items():
+                    for i, own in enumerate(rows):
                         where = self._sum(w, t, i)
-                        put(self.sums, self._added(self.sums[where], own, i, x, s), where)
+                        put(self.sums, self._added(self.sums[where], own, x, s), where)
 
-    def _operands(self, w: int, fmt: Format) -> _Operands:
-        """Of a weight."""
+    def _operands(self, w: int, fmt: Format) -> list[Operands]:
+        """Of each of this lane's rows of a weight."""
         rows, groups = [self.lane + i * LANES for i in range(self.row_count)], BLOCK // fmt.group
         codes = [self._words(self.w_lds[w], row) for row in rows]
 
         def factors(lds: Buffer) -> list[list[Expr]]:
             return [[T.Bind(lds[g * self.tile.rows + row]) for g in range(groups)] for row in rows]
 
-        return _Operands(codes, factors(self.scales[w]), factors(self.minimums[w]) if fmt.minimum else None)
+        scales = factors(self.scales[w])
+        return list(zip(codes, scales, factors(self.minimums[w]) if fmt.minimum else [[] for _ in rows], strict=True))
 
-    def _added(self, total: Expr, own: _Operands, i: int, x: list[Expr], s: Expr) -> Expr:
-        """The total plus the block's products of row i and a token. x: the token's words; s: its fields."""
-        groups = len(own.scales[i])
+    def _added(self, total: Expr, own: Operands, x: list[Expr], s: Expr) -> Expr:
+        """The total plus the block's products of a row and a token. x: the token's words; s: its fields."""
+        codes, scales, minimums = own
+        groups = len(scales)
         first_sum = groups  # field of S with d*sum(q) of the first group: 1 for all 32 columns, 2 and 3 for 16
         for g in range(groups):
             dot = T.int32(0)
             for j in range(g * QUADS // groups, (g + 1) * QUADS // groups):
-                dot = dot4(self.arch, own.codes[i][j], x[j], dot)
-            total = fma(T.cast(dot, "float32") * own.scales[i][g], lane_of(s, 0), total)
-            if own.minimums:
-                total = fma(own.minimums[i][g], lane_of(s, first_sum + g), total)
+                dot = dot4(self.arch, codes[j], x[j], dot)
+            total = fma(T.cast(dot, "float32") * scales[g], lane_of(s, 0), total)
+            if minimums:
+                total = fma(minimums[g], lane_of(s, first_sum + g), total)
         return total
 
     def _words(self, lds: Buffer, row: Expr) -> list[Expr]:
@@ -228,7 +222,8 @@ class FloatGemm(_RegisterGemm):
             put(self.x_lds, x, at(token * self.ld + column, 8))
         for weight, lds, pieces in zip(work.weights, self.w_lds, loaded[1], strict=True):
             for (row, block, part), raw in zip(self._w_pieces(), pieces, strict=True):
-                for column, run in zip(columns_of(part), float_piece(weight.fmt, raw), strict=True):
+                runs = [T.Bind(real8(weight.fmt, w)) for w in raw["W"]]
+                for column, run in zip(columns_of(part), runs, strict=True):
                     put(lds, run, at(row * self.ld + block * BLOCK + column, 8))
 
     def _multiply(self, work: TileWork, buffer: int) -> None:

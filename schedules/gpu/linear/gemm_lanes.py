@@ -7,15 +7,16 @@ lanes in a known way, which the runtime checks (runtime/devices/vulkan/fragments
 
 The columns are taken in an order of our own, which a sum over them allows. A subgroup takes `GROUP` blocks of 32
 columns at a time. Of its lanes lane 4*r + q has block q of rows r and r + 8 of every 16, and block q of the token r of
-every eight: the four runs (`pairs.py`) of a block are the lane's components of eight matrices. Weights are therefore
-read in 16 bytes a lane, and so are activations, which come in the order of the lanes ("lanes", `pairs.py`). The weights
-of a subgroup's next group are loaded while those of this one are multiplied.
+every eight: the four runs (`quantize.py`) of a block are the lane's components of eight matrices. Weights are therefore
+read in 16 bytes a lane, and so are activations, which come in the order of the lanes ("lanes"). The weights of
+a subgroup's next group are loaded while those of this one are multiplied.
 
 The subgroups of a workgroup share out its rows, its tokens and the columns; at the end the sums meet in shared memory
 (`lane_results.py`). Which tile a kernel has: `lane_tiles.py`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import ClassVar
 
@@ -24,18 +25,17 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import uniform
-from mlc_amd.schedules.gpu.base.pairs import GROUP, LANES, RUN, RUNS, TOKENS, lanes_shape
 from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.quantize import GROUP, RUN, RUNS, TOKENS, UNIT, lanes_shape
 from mlc_amd.schedules.gpu.base.registers import Held, at, lane_of, vector
-from mlc_amd.schedules.gpu.base.step import kept, live_rows_and_zero, unknown_zero
-from mlc_amd.schedules.gpu.linear import coop_load
+from mlc_amd.schedules.gpu.base.step import kept, live_rows, unknown_zero
+from mlc_amd.schedules.gpu.linear import coop_load, load
 from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, RowFactors
 from mlc_amd.schedules.gpu.linear.gemm_tile import TileWork
 from mlc_amd.schedules.gpu.linear.lane_results import ROWS, SHAPE, WAVE, LaneResults
-from mlc_amd.schedules.gpu.linear.load import block_bytes
 from mlc_amd.schedules.tir import Buffer, Expr
 
-RUN_UNIT = LANES // RUNS  # halves of a subgroup's loads of a run
+RUN_UNIT = UNIT // RUNS  # halves of a subgroup's loads of a run
 UNIT_WORDS = 4
 BLOCKS = 16  # of 32 columns that a lane has loaded, at most
 RESIDENT = 4  # workgroups that a compute unit holds at once
@@ -60,16 +60,11 @@ class LaneGemm(LaneResults):
     step_columns = 0
     scope = "shared"
 
-    @property
-    def groups(self) -> int:
-        """Of GROUP blocks of a row."""
-        return -(-self.k // (GROUP * BLOCK))
-
     def loads(self) -> float:
         blocks = self.weights * self.tiles_n * 2 * (2 if self.tile.ahead else 1)
         if blocks > BLOCKS:
             raise ValueError(f"{self.tile}: a lane would load {blocks} blocks at once")
-        return blocks * block_bytes(self.of.formats[0])
+        return blocks * load.block_bytes(self.of.formats[0])
 
     def is_quick(self, workgroups: int) -> bool:
         """Of gate and up, which have no registers to spare, only those of staged tiles."""
@@ -81,7 +76,8 @@ class LaneGemm(LaneResults):
     def live_and_zero(self, state: Buffer, token0: Expr, quick: bool) -> tuple[Expr, Expr]:
         if not quick:
             return super().live_and_zero(state, token0, quick)
-        live, zero = live_rows_and_zero(state, self.m)
+        zero = unknown_zero(state)
+        live = T.Bind(live_rows(state, self.m) + zero)  # the driver loads both at once
         # of all tokens some are always live
         return T.bool(True) if self.token_tiles == 1 else token0 < live, zero
 
@@ -107,7 +103,7 @@ class LaneGemm(LaneResults):
 
     def emit(self, work: TileWork) -> None:
         """The factors are computed after the products, a barrier before `store`."""
-        views = [w._replace(planes=coop_load.views(w.fmt, w.planes, 1)) for w in work.weights]
+        views = [w._replace(planes=load.views(w.fmt, w.planes, 1)) for w in work.weights]
         work = replace(work, weights=views)
         for fragments in (self.a, self.b, self.sums):
             for i in range(fragments.count):
@@ -117,16 +113,14 @@ class LaneGemm(LaneResults):
         self._sum_up(work)
         if work.factors is not None:
             work.factors.compute()
-        if work.runs:
-            self._finish_runs(work)
-        else:
-            self._results(work)
+        self._results(work)
 
     def _sum_up(self, work: TileWork) -> None:
         ahead = self.tile.ahead
         row, block = T.Bind(self.lane // GROUP), T.Bind(self.lane % GROUP)
         rows = self._rows(work, row)
-        tokens = [self._token_tile(work.token0, i) for i in range(self.tiles_m)]
+        first = work.token0 // TOKENS
+        tokens = [T.Bind(self._existing(first + (self.wave_m * self.tiles_m + i))) for i in range(self.tiles_m)]
 
         def fetch(step: Expr) -> tuple[Unit, list]:
             unit = self._unit(step, block)
@@ -195,18 +189,14 @@ class LaneGemm(LaneResults):
     def _rows(self, work: TileWork, row: Expr) -> list[list[Expr]]:
         """Of each weight the rows that a lane reads: two of each matrix. row: its first one in a matrix."""
         first, halves = self.wave_n * (self.tiles_n * ROWS), range(0, self.tiles_n * ROWS, ROWS // 2)
-        return [
-            [work.weight_row(work.row0 + first + (half + row), weight, self.tile.rows) for half in halves]
-            for weight in work.weights
-        ]
+        first, height = work.row0 + first, self.tile.rows
+        return [[work.weight_row(first + (half + row), w, height) for half in halves] for w in work.weights]
 
     @staticmethod
     def _fetch(work: TileWork, rows: list[list[Expr]], unit: Expr) -> list[list]:
         """The loads of a block of these rows."""
-        return [
-            [coop_load.fetch(weight.fmt, weight.planes, r, unit, 1) for r in own]
-            for weight, own in zip(work.weights, rows, strict=True)
-        ]
+        weights = zip(work.weights, rows, strict=True)
+        return [[coop_load.fetch(w.fmt, w.planes, row, unit, 1) for row in own] for w, own in weights]
 
     def _unit(self, step: Expr, block: Expr) -> Unit:
         """What a lane takes in that step. A lane without a block reads the last one."""
@@ -217,10 +207,6 @@ class LaneGemm(LaneResults):
         # a subgroup without any group loads one ahead, too
         return T.Bind(T.min(unit, T.int32(last))), None if whole else T.Bind(unit <= last)
 
-    def _token_tile(self, token0: Expr, i: int) -> Expr:
-        """The eight tokens of number i of the subgroup's matrices."""
-        return T.Bind(self._existing(token0 // TOKENS + (self.wave_m * self.tiles_m + i)))
-
     def _existing(self, tile: Expr) -> Expr:
         """The eight tokens; after the last ones of the activations, those."""
         last = lanes_shape(self.m, self.k)[0] - 1
@@ -229,20 +215,12 @@ class LaneGemm(LaneResults):
     def _multiply(self, work: TileWork, fetched: list[list], tokens: list[Expr], unit: Unit) -> None:
         """Adds the products of a group of columns to the sums."""
         (X,), decoders = work.acts, self._decoders(work, fetched)
-        for j in self._each_run(work):
-            x = self._run_of(X, tokens, unit[0], j)
-            runs = [[run(j) for run in each] for each in decoders]
-            self._add_products(runs, self._counted(x, unit[1]))
-
-    @staticmethod
-    def _each_run(work: TileWork) -> Iterator[Expr]:
-        """The runs of a block, in a loop of the kernel, which has a fourth of the code; of float formats, whose runs
-        are loaded vectors, in copies of the body."""
-        if work.has_floats:
-            yield from range(RUNS)
-            return
-        with T.serial(RUNS) as j:
-            yield j
+        with ExitStack() as loop:
+            # a loop of the kernel has a fourth of the code; of float formats runs are loaded vectors
+            for j in range(RUNS) if work.has_floats else [loop.enter_context(T.serial(RUNS))]:
+                x = self._run_of(X, tokens, unit[0], j)
+                runs = [[run(j) for run in each] for each in decoders]
+                self._add_products(runs, self._counted(x, unit[1]))
 
     def _add_products(self, runs: Sequence[Sequence[Expr]], x: Iterable[Expr]) -> None:
         """Those of a run. runs: of the rows of each weight; x: of the tokens of each matrix."""
@@ -263,9 +241,10 @@ class LaneGemm(LaneResults):
 
     def _decoders(self, work: TileWork, fetched: list[list]) -> list[list[Decoder]]:
         """Of each fetched block of each weight."""
-        return [[self._decoder(w.fmt, raw) for raw in each] for w, each in zip(work.weights, fetched, strict=True)]
 
-    def _decoder(self, fmt: Format, raw: coop_load.Fetched) -> Decoder:
-        if isinstance(raw, list):
-            return coop_load.runs(self.arch, fmt, raw, 1).__getitem__
-        return coop_load.decoder(self.arch, fmt, raw, exponents=self.exponents)
+        def decoder(fmt: Format, raw: coop_load.Fetched) -> Decoder:
+            if isinstance(raw, list):
+                return coop_load.runs(self.arch, fmt, raw, 1).__getitem__
+            return coop_load.decoder(self.arch, fmt, raw, exponents=self.exponents)
+
+        return [[decoder(w.fmt, raw) for raw in each] for w, each in zip(work.weights, fetched, strict=True)]

@@ -7,7 +7,7 @@ step can be in flight while the step before is multiplied:
     fetch           the global loads of a piece
     half_piece      a piece as 16 float16 weights, for matrix units
     byte_piece      a piece as 16 signed bytes with scales and offsets, for int8 dot products
-    float_piece     a piece of a float format as 16 float32 weights
+    real8           eight weights of a float format as float32
 
 Bytes become float16 by a byte permutation: with exponent byte 0x64 a byte b reads as 1024 + b. The rest is one fused
 multiply-add in float32 and one rounding per weight (`v_fma_mix` does both), scale * (1024 + code) + offset. The
@@ -22,7 +22,7 @@ from mlc_amd.schedules.gpu.base.device import fma, intrin
 from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
-from mlc_amd.schedules.gpu.base.tables import values
+from mlc_amd.schedules.gpu.linear.load import bytes_of, values
 from mlc_amd.schedules.tir import Expr
 
 Raw = dict[str, list[Expr]]  # what `fetch` loads: by plane
@@ -59,61 +59,35 @@ def fetch(fmt: Format, bufs: Planes, row: Expr, block: Expr, part: Expr) -> Raw:
 # ---- codes
 
 
-def _field(x: Expr, first: int, bits: int, to: int) -> Expr:
-    """Bits first .. first + bits - 1 of each byte of a word, moved to bit `to`."""
-    if first != to:
-        x = T.shift_right(x, T.uint32(first - to)) if first > to else T.shift_left(x, T.uint32(to - first))
-    return x & T.uint32(0x01010101 * ((1 << bits) - 1 << to))
-
-
-def _words(plane: str, raw: list[Expr], part: Expr) -> list[tuple[Expr, int]]:
-    """(word, first bit) that hold the plane's bits of each of the piece's four runs of four columns."""
-    if plane == "Q8":
-        return [(lane_of(raw[half], i), 0) for half in range(2) for i in range(2)]
-    if plane == "Q4":
-        return [(lane_of(raw[0], i), 4 * half) for half in range(2) for i in range(2)]
-    if plane == "Q2":
-        words = [T.Bind(T.shift_right(lane_of(raw[0], half), T.cast(4 * part, "uint32"))) for half in range(2)]
-        return [(words[half], 2 * i) for half in range(2) for i in range(2)]
-    word = T.Bind(T.shift_right(raw[0], T.cast(2 * part, "uint32")))
-    return [(word, 4 * half + i) for half in range(2) for i in range(2)]
-
-
 def _codes(fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
     """Four words of unsigned codes, one byte each; two words for each of the two runs of eight columns."""
-    words: list[Expr] = [None] * 4
-    filled = 0
+    words = {}
     for plane in fmt.codes:
-        bits = PLANE_BITS[plane]
-        for i, (word, first) in enumerate(_words(plane, raw[plane], part)):
-            field = word if bits == 8 else _field(word, first, bits, filled)
-            words[i] = field if words[i] is None else words[i] | field
-        filled += bits
-    return [T.Bind(word) for word in words]
+        found = raw[plane] if plane == "Q1" else [lane_of(x, i) for x in raw[plane] for i in range(2)]
+        if (bits := PLANE_BITS[plane]) <= 2:
+            found = [T.Bind(T.shift_right(x, T.cast(2 * bits * part, "uint32"))) for x in found]
+        words[plane] = found
+    return bytes_of(words, 2)
 
 
-def _table_values(arch: Device, fmt: Format, raw: Raw, part: Expr, flip: int = 0) -> list[Expr]:
-    """`tables.values` of the four words."""
+def _values(arch: Device, fmt: Format, raw: Raw, part: Expr, flip: int = 0) -> list[Expr]:
+    """`load.values` of the four words."""
     nibbles = [lane_of(raw["Q4"][0], i) for i in range(2)] if "Q4" in raw else None
     return values(arch, fmt, nibbles, lambda: _codes(fmt, raw, part), flip)
 
 
 def _unsigned(arch: Device, fmt: Format, raw: Raw, part: Expr) -> tuple[list[Expr], int]:
     """(four words of unsigned bytes, the byte that means 0)."""
-    if fmt.table:
-        return _table_values(arch, fmt, raw, part, 0x80), 128
-    words = _codes(fmt, raw, part)
-    if fmt.signed:
-        return [word ^ T.uint32(0x80808080) for word in words], 128
-    return words, fmt.zero
+    words = _values(arch, fmt, raw, part, 0x80)
+    if fmt.signed and not fmt.table:
+        words = [word ^ T.uint32(0x80808080) for word in words]
+    return words, 128 if fmt.table or fmt.signed else fmt.zero
 
 
 def _signed(arch: Device, fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
     """Four words of signed bytes: the weights in units of the scale."""
-    if fmt.table:
-        return _table_values(arch, fmt, raw, part)
-    words = _codes(fmt, raw, part)
-    if fmt.signed or not fmt.zero:
+    words = _values(arch, fmt, raw, part)
+    if fmt.table or fmt.signed or not fmt.zero:
         return words
     top, zero = T.uint32(0x80808080), T.uint32(0x01010101 * fmt.zero)  # the top bits keep borrows inside their byte
     return [((word | top) - zero) ^ top for word in words]
@@ -150,7 +124,7 @@ def scales(fmt: Format, raw: Raw) -> tuple[list[Expr], list[Expr] | None]:
 def half_piece(arch: Device, fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
     """The piece's two runs of eight columns as float16x8."""
     if fmt.kind == "float":
-        return [T.Bind(T.cast(_real8(fmt, w), "float16x8")) if fmt.name != "f16" else w for w in raw["W"]]
+        return [T.Bind(T.cast(real8(fmt, w), "float16x8")) if fmt.name != "f16" else w for w in raw["W"]]
     words, zero = _unsigned(arch, fmt, raw, part)
     factors, minimums = scales(fmt, raw)
     offsets = [s * T.float32(-1024 - zero) for s in factors]
@@ -173,18 +147,12 @@ def half_piece(arch: Device, fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
 
 
 def byte_piece(arch: Device, fmt: Format, raw: Raw, part: Expr) -> tuple[list[Expr], list[Expr], list[Expr] | None]:
-    """(runs, scales, minimums): the piece's two runs of eight columns as two words of signed bytes each (int32x2);
-    `scales` as above."""
+    """(runs, scales, minimums): the two runs of eight columns as int32x2, words of signed bytes; `scales` as above."""
     words = [T.Bind(T.reinterpret("int32", word)) for word in _signed(arch, fmt, raw, part)]
     return [vector(words[:2]), vector(words[2:])], *scales(fmt, raw)
 
 
-def float_piece(fmt: Format, raw: Raw) -> list[Expr]:
-    """The two runs of eight columns of a float format as float32x8."""
-    return [T.Bind(_real8(fmt, w)) for w in raw["W"]]
-
-
-def _real8(fmt: Format, w: Expr) -> Expr:
+def real8(fmt: Format, w: Expr) -> Expr:
     """Eight weights of a float format as float32x8."""
     if fmt.name == "bf16":
         return T.reinterpret("float32x8", T.shift_left(T.cast(w, "uint32x8"), T.broadcast(T.uint32(16), 8)))

@@ -10,7 +10,6 @@ are placed in LDS in the order that undoes it (`slot`).
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from tvm.tirx.script import builder as T
 
@@ -18,21 +17,13 @@ from mlc_amd.schedules.gpu.base.device import IN_ORDER, barrier, schedule_fence
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.registers import at, local, put
 from mlc_amd.schedules.gpu.base.step import when
+from mlc_amd.schedules.gpu.linear import gemm_tile
 from mlc_amd.schedules.gpu.linear.gemm_load import PIECE, columns_of, half_piece
-from mlc_amd.schedules.gpu.linear.gemm_steps import (
-    CODE,
-    HELD,
-    UNIT_CHOICES,
-    Loaded,
-    UnitGemm,
-    least_loaded,
-    whole_tokens,
-    workgroups,
-)
-from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork, UnitTile
+from mlc_amd.schedules.gpu.linear.gemm_tile import Loaded, Product, TileWork, UnitGemm, UnitTile
 from mlc_amd.schedules.tir import Buffer, Expr
 
 PAD = 8  # halves added to each row of LDS: eight consecutive rows are then in different banks
+SIDE = 16  # rows and columns of an instruction's product
 LDS = 64 << 10  # bytes of a workgroup, at most: LLVM ends the process above that
 
 
@@ -52,7 +43,6 @@ class MatrixUnit:
     instruction: str
     zeros: int = 0
     whole: bool = False
-    side: ClassVar = 16
 
     def slot(self, n: Expr) -> Expr:
         """The row of LDS for row n of a tile: so that accumulators are of consecutive rows."""
@@ -130,8 +120,8 @@ def lds_bytes(tile: MatrixTile, weights: int = 1) -> int:
 
 def choose(of: Product) -> MatrixTile:
     """The default tile. ValueError unless tokens are a multiple of 16 and columns of 32."""
-    tiles = TILES[of.arch.wave, whole_tokens(of)]
-    tile = expert_tile(of) or least_loaded(of, ((_fit(tile, of), speed) for tile, speed in tiles))
+    tiles = TILES[of.arch.wave, gemm_tile.whole_tokens(of)]
+    tile = expert_tile(of) or gemm_tile.least_loaded(of, ((_fit(tile, of), speed) for tile, speed in tiles))
     assert tile
     return tile
 
@@ -144,7 +134,7 @@ def _fit(tile: MatrixTile, of: Product) -> MatrixTile:
         held, limit = tile.rows, max(BLOCK, tile.columns // of.weights)
     fewer = replace(tile, rows=held, columns=limit)
     # more than one workgroup per compute unit: two run at once with half the columns, else one after the other
-    if workgroups(fewer, of) > of.arch.units and lds_bytes(fewer, of.weights) > of.arch.lds // 2:
+    if gemm_tile.workgroups(fewer, of) > of.arch.units and lds_bytes(fewer, of.weights) > of.arch.lds // 2:
         limit = max(BLOCK, limit // 2)
     columns = next(c for c in (512, 256, 128, 64, 32) if c <= limit and of.k % c == 0)
     return replace(fewer, columns=columns, waves_k=min(tile.waves_k, columns // UNITS[of.arch.matrix].columns))
@@ -153,11 +143,11 @@ def _fit(tile: MatrixTile, of: Product) -> MatrixTile:
 class MatrixGemm(UnitGemm[MatrixTile]):
     """Activations: X [m, k], float16 or float32. Values are vectors of `unit.acc` rows."""
 
-    choices = UNIT_CHOICES | {"buffers": (1, 2), "waves_k": (1, 2, 4)}
+    choices = gemm_tile.UNIT_CHOICES | {"buffers": (1, 2), "waves_k": (1, 2, 4)}
 
     def __init__(self, of: Product, tile: MatrixTile):
         self.unit = UNITS[of.arch.matrix]
-        super().__init__(of, tile, tile.waves_k, (self.unit.side, self.unit.side, self.unit.columns))
+        super().__init__(of, tile, tile.waves_k, (SIDE, SIDE, self.unit.columns))
         self.ld, size = tile.columns + PAD, lds_bytes(tile, of.weights)
         if size > min(of.arch.lds, LDS) or self.threads > of.arch.threads:
             raise ValueError(f"{tile} takes {size} bytes of LDS and {self.threads} threads")
@@ -166,13 +156,13 @@ class MatrixGemm(UnitGemm[MatrixTile]):
         pieces = [self.tile.tokens * (self.columns // 8), self.tile.rows * (self.columns // PIECE)]
         if any(total % self.threads and self.threads % total for total in pieces):
             raise ValueError(f"{self.tile}: {pieces} pieces do not divide among {self.threads} threads")
-        return self._loads(CODE * HELD * 2, self.unit.acc, self.unit.columns)
+        return self._loads(gemm_tile.CODE * gemm_tile.HELD * 2, self.unit.acc, self.unit.columns)
 
     def allocate(self, thread: Expr) -> None:
         tile, unit, lanes = self.tile, self.unit, self.arch.wave
         self.thread, self.lane, wave = thread, T.Bind(thread % lanes), thread // lanes
-        self.wave_m = T.Bind(wave % tile.waves_m * (self.tiles_m * unit.side))
-        self.wave_n = T.Bind(wave // tile.waves_m % tile.waves_n * (self.tiles_n * unit.side))
+        self.wave_m = T.Bind(wave % tile.waves_m * (self.tiles_m * SIDE))
+        self.wave_n = T.Bind(wave // tile.waves_m % tile.waves_n * (self.tiles_n * SIDE))
         self.wave_k = T.Bind(wave // (tile.waves_m * tile.waves_n))
 
         self.sums = local(self.count * unit.acc)
@@ -226,10 +216,9 @@ class MatrixGemm(UnitGemm[MatrixTile]):
         (lds, start), *places = self.staged[buffer]
         for (row, column), x in zip(self._x_pieces(), loaded[0], strict=True):
             put(lds, T.cast(x, "float16x8"), at(start + row * self.ld + column, 8))
-        side = self.unit.side
         for weight, (lds, start), pieces in zip(work.weights, places, loaded[1], strict=True):
             for (row, block, part), raw in zip(self._w_pieces(), pieces, strict=True):
-                place = row // side * side + self.unit.slot(row % side)
+                place = row // SIDE * SIDE + self.unit.slot(row % SIDE)
                 base = T.Bind(start + place * self.ld + block * BLOCK)
                 for column, run in zip(columns_of(part), half_piece(self.arch, weight.fmt, raw, part), strict=True):
                     put(lds, run, at(base + column, 8))
@@ -246,7 +235,7 @@ class MatrixGemm(UnitGemm[MatrixTile]):
             def operands(place: tuple[Buffer, int], row: Expr, tiles: int, column: int = column) -> list[list[Expr]]:
                 lds, start = place
                 first = start + self.wave_k * self.share + column
-                return [unit.load(lds, row + i * unit.side, self.ld, first, self.lane) for i in range(tiles)]
+                return [unit.load(lds, row + i * SIDE, self.ld, first, self.lane) for i in range(tiles)]
 
             a = [operand for place in w_places for operand in operands(place, self.wave_n, self.tiles_n)]
             b = operands(x_place, self.wave_m, self.tiles_m)
@@ -260,10 +249,10 @@ class MatrixGemm(UnitGemm[MatrixTile]):
         """Stores the accumulators; tiles of 16 rows beyond the weight's are left out."""
         unit, lane = self.unit, self.lane
         for j in range(self.tiles_n):
-            first = T.Bind(work.row0 + self.wave_n + j * unit.side)
+            first = T.Bind(work.row0 + self.wave_n + j * SIDE)
             with when(work.if_row(first, self.tile.rows)):
                 for i in range(self.tiles_m):
-                    token = T.Bind(work.token0 + self.wave_m + i * unit.side + lane % unit.side)
+                    token = T.Bind(work.token0 + self.wave_m + i * SIDE + lane % SIDE)
                     tiles = [(i * self.weights + w) * self.tiles_n + j for w in range(self.weights)]
                     values = [T.Bind(self.sums[self._slice(tile)]) for tile in tiles]
-                    work.store(token, T.Bind(first + lane // unit.side * unit.acc), values)
+                    work.store(token, T.Bind(first + lane // SIDE * unit.acc), values)

@@ -10,43 +10,53 @@ memory; their sums are reduced by lane shuffles at the end. A group of lanes wor
 the activations' registers. Nothing goes through LDS but the block of results that `gate_up_swiglu` quantizes. Memory
 bound: what matters is that enough 128-bit loads are in flight. So are a few tokens: weights are loaded and decoded
 once, then multiplied with each token's activations, which caches keep. All m tokens are computed, live or not.
+
+The second half of a mixture of experts is y = R + the sum over a token's slots of weight * (D h + bias), D being the
+down projection of the slot's expert. Each token has workgroups of its own: the experts of a few tokens are different
+ones, mostly. Workgroups of the same rows run side by side, so where experts are the same, their rows come from memory
+once. Slots side by side belong to different waves of a workgroup, whose sums meet in LDS and are added in the order of
+slots.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.activations import gated
-from mlc_amd.schedules.gpu.base.device import barrier, launch, uniform
-from mlc_amd.schedules.gpu.base.planes import BLOCK, padded
+from mlc_amd.schedules.gpu.base.device import barrier, fma, launch, uniform, wave_sum
+from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, columns, emit_store
-from mlc_amd.schedules.gpu.base.registers import lane_of
-from mlc_amd.schedules.gpu.base.step import FEW, if_live, is_live, kernel, when
-from mlc_amd.schedules.gpu.experts.experts import expert_at
-from mlc_amd.schedules.gpu.linear import gemv_plan, load
+from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, act_args, columns, emit_store, load_columns
+from mlc_amd.schedules.gpu.base.registers import lane_of, local, put
+from mlc_amd.schedules.gpu.base.step import FEW, if_live, is_live, kernel, state_arg, when
+from mlc_amd.schedules.gpu.experts.experts import bias_args, check_rows, expert_at, ids_arg, weights_arg
+from mlc_amd.schedules.gpu.linear import gemv_plan, gemv_rows, load
 from mlc_amd.schedules.gpu.linear.gemm_dot import EXACT_TILES
-from mlc_amd.schedules.gpu.linear.gemv_norm import emit_norm
-from mlc_amd.schedules.gpu.linear.gemv_plan import Plan, Split, gate_up_plan, gate_up_tokens, linear_splits
+from mlc_amd.schedules.gpu.linear.gemv_plan import CHOICES, Plan, Split
 from mlc_amd.schedules.gpu.linear.gemv_rows import Strip, Tokens, emit_acts, emit_products, span_of
 from mlc_amd.schedules.gpu.linear.linear_args import Segment, check_blocks, declare_gate_up, declare_linear
 from mlc_amd.schedules.gpu.linear.load import Planes
 from mlc_amd.schedules.operators import ExpertDown, ExpertGateUp, GateUp, HeadLinear, Linear
+from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
 VECTORS = ("rows", "")  # layouts of activations that it multiplies; others of few tokens are for matrix units
 SOME = 64  # tokens of float weights that do not fill the GPU as a GEMM
+
+# Of `expert_down`: workgroups for each compute unit, with fewer an H200 is slower; rows of a plan, where these are
+# enough; waves that compute different slots' parts of the same rows.
+DOWN_FULL, DOWN_ROWS, DOWN_WAVES = 2, 2, 8
 
 plans = gemv_plan.plans
 
 
 def suits(op: Linear | GateUp | ExpertGateUp, arch: Device) -> bool:
     """Whether the operator is a GEMV: of few tokens, or a linear of float weights whose GEMM has fewer tiles than the
-    GPU has compute units. Each of these would go through all columns alone: on an H100, a router of 128 x 2048 takes 31
-    us."""
+    GPU compute units, each to go through all columns alone: on an H100, a router of 128 x 2048 takes 31 us."""
     if isinstance(op, ExpertGateUp):
         return op.tile == 1
     if op.m <= FEW:
@@ -73,32 +83,24 @@ def check(op: Linear | HeadLinear | GateUp | ExpertGateUp | ExpertDown) -> None:
         )
 
 
-class Thread(NamedTuple):
-    """workgroup: its number among those of the segment; lane, wave: within it."""
-
-    workgroup: Expr
-    lane: Expr
-    wave: Expr
-
-
-def _group(thread: Thread, lanes: int, arch: Device, waves: int) -> Expr:
+def _group(arch: Device, lane: Expr, wave: Expr, lanes: int, waves: int) -> Expr:
     """Number of this lane's group of `lanes` in the workgroup."""
-    wave = uniform(arch, thread.wave) if waves > 1 else T.int32(0)
-    return wave if lanes == arch.wave else T.Bind(wave * (arch.wave // lanes) + thread.lane // lanes)
+    wave = uniform(arch, wave) if waves > 1 else T.int32(0)
+    return wave if lanes == arch.wave else T.Bind(wave * (arch.wave // lanes) + lane // lanes)
 
 
 def emit_segment(
-    arch: Device, split: Split, segment: Segment, views: Planes, tokens: Callable[[Expr], Tokens], thread: Thread,
-    residual: Buffer | None = None, first_token: Expr = 0,
+    arch: Device, split: Split, segment: Segment, views: Planes, tokens: Callable[[Expr], Tokens],
+    thread: tuple[Expr, ...], residual: Buffer | None = None, first_token: Expr = 0,
 ) -> None:  # fmt: skip
-    """A workgroup's rows of a segment. tokens(row): what a group of rows from `row` on is multiplied with; first_token:
-    the number of the first of them."""
+    """A workgroup's rows of a segment. tokens(row): what a group of rows from `row` on is multiplied with; thread:
+    number of the workgroup among those of the segment, lane, wave; first_token: number of the first of the tokens."""
     fmt, n, _, bias, Y = segment
-    rows, count = padded(n), split.plan.rows
-    first = T.Bind(thread.workgroup * split.rows + _group(thread, split.lanes, arch, split.plan.waves) * count)
+    rows, count, (workgroup, lane, wave) = padded(n), split.plan.rows, thread
+    first = T.Bind(workgroup * split.rows + _group(arch, lane, wave, split.lanes, split.plan.waves) * count)
     inside = None if rows % split.rows == 0 else first < rows
     row = first if inside is None else T.Bind(T.min(first, T.int32(rows - count)))
-    part = T.Bind(thread.lane % split.lanes)
+    part = T.Bind(lane % split.lanes)
     strips = [Strip(fmt, views, row + i) for i in range(count)]
     y, writes = emit_products(strips, tokens(row), part, split.lanes, split.plan.unroll, arch)
     with T.If(writes if inside is None else writes & inside), T.Then():
@@ -112,15 +114,13 @@ def emit_segment(
 
 
 def linear(op: Linear, arch: Device, name: str, plan: Plan | None = None) -> tirx.PrimFunc:
-    """Kernel with the parameters of `linear_args`.
-
-    Segments are all int8 (layout "rows") or all float (layout ""). m: 1, 2, 4 or FEW, of float segments also a multiple
-    of FEW up to SOME, of which those after the live ones are left as they are. The columns of Y from n on are
-    undefined. eps: for one token, in int8 formats. ValueError for segments that cannot share a launch.
-    """
+    """Kernel with the parameters of `linear_args`. Segments are all int8 (layout "rows") or all float (layout ""). m:
+    1, 2, 4 or FEW, of float segments also a multiple of FEW up to SOME, of which those after the live ones are left as
+    they are. The columns of Y from n on are undefined. eps: for one token, in int8 formats. ValueError for segments
+    that cannot share a launch."""
     check(op)
     k, m = op.k, op.m
-    splits = linear_splits(op, arch, plan)
+    splits = gemv_plan.linear_splits(op, arch, plan)
     waves = splits[0].plan.waves
     with kernel(name) as ir:
         args = declare_linear(op)
@@ -131,7 +131,7 @@ def linear(op: Linear, arch: Device, name: str, plan: Plan | None = None) -> tir
                 acts = emit_acts(args.acts, k, m)
                 tokens = [acts.of(first_token + i) for i in range(FEW)] if part else acts.first(m)
             else:
-                tokens = [emit_norm(arch, args.acts, k, op.eps, lane, wave, waves)]
+                tokens = [gemv_rows.emit_norm(arch, args.acts, k, op.eps, lane, wave, waves)]
             first = 0
             for segment, split in zip(args.segments, splits, strict=True):
                 last = first + split.groups
@@ -139,37 +139,22 @@ def linear(op: Linear, arch: Device, name: str, plan: Plan | None = None) -> tir
                 here = (workgroup >= first) & (workgroup < last) if len(splits) > 1 else None
                 live = is_live(args.state, first_token) if part else None
                 with when(here), when(live):
-                    thread = Thread(workgroup - first, lane, wave)
+                    thread = workgroup - first, lane, wave
                     emit_segment(arch, split, segment, views, lambda _: tokens, thread, args.residual, first_token)
                 first = last
     return ir.get()
 
 
-@contextmanager
-def _if_slot_live(op: GateUp | ExpertGateUp, state: Buffer, index: Sequence[Expr]) -> Iterator[tuple[Expr, Expr]]:
-    """`with _if_slot_live(..) as (slot, token):` around what is done for slots of live tokens; (None, 0) without
-    experts. index: of the slot, of a workgroup."""
-    if isinstance(op, GateUp):
-        yield None, 0
-        return
-    (slot,) = index
-    token = slot if op.m == 1 else T.Bind(slot // op.used)
-    with if_live(state, op.m, token):
-        yield slot, token
-
-
 def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Plan | None = None) -> tirx.PrimFunc:
-    """Kernel with the parameters of `linear_args`.
-
-    y = f(gate * x) * (up * x). n: a multiple of 32; both weights int8 (layout_in "rows") or both float (layout_in "").
-    m: 1, 2, 4 or FEW. A workgroup makes one block of 32 columns of y. eps: as of `linear`. Experts are not sorted: each
-    slot is a GEMV of one token and a row of the outputs. ValueError for weights that cannot share a launch.
-    """
+    """Kernel with the parameters of `linear_args`. y = f(gate * x) * (up * x). n: a multiple of 32; both weights int8
+    (layout_in "rows") or both float (layout_in ""). m: 1, 2, 4 or FEW. A workgroup makes one block of 32 columns of y.
+    eps: as of `linear`. Experts are not sorted: each slot is a GEMV of one token and a row of the outputs. ValueError
+    for weights that cannot share a launch."""
     check(op)
     check_blocks(op.n)
-    fmts, n, k, m = [fmt for fmt, _ in op.weights], op.n, op.k, gate_up_tokens(op)
+    fmts, n, k, m = [fmt for fmt, _ in op.weights], op.n, op.k, gemv_plan.gate_up_tokens(op)
     eps, x_rows, slots = (op.eps, m, []) if isinstance(op, GateUp) else (None, op.x_rows, [op.of.slots(op.m)])
-    plan = gate_up_plan(op, arch, plan)
+    plan = gemv_plan.gate_up_plan(op, arch, plan)
     rows, waves, lanes = plan.rows, plan.waves, plan.lanes
     groups = waves * arch.wave // lanes
     with kernel(name) as ir:
@@ -177,28 +162,25 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Pla
         grid = (n // BLOCK, *slots)
         # of several tokens: slots of one expert read its rows at the same time, all but the first from caches
         turn = -1 if slots and op.m > 1 else 1
-        with (
-            launch(grid[::turn], (arch.wave, waves)) as (*places, lane, wave),
-            _if_slot_live(op, args.state, places[::turn][1:]) as (slot, token),
-        ):
-            block = places[::turn][0]
+        with launch(grid[::turn], (arch.wave, waves)) as (*places, lane, wave), ExitStack() as if_slot_live:
+            (block, *slot), token = places[::turn], 0
+            if isinstance(op, ExpertGateUp):
+                token = slot[0] if op.m == 1 else T.Bind(slot[0] // op.used)
+                if_slot_live.enter_context(if_live(args.state, op.m, token))
             acts = emit_acts(args.acts, k, x_rows) if eps is None else None
             views = [load.views(fmt, bufs, span_of(fmts, k)) for fmt, bufs in zip(fmts, args.planes, strict=True)]
             products = T.alloc_buffer((2 * m, BLOCK), "float32", scope="shared")  # gate and up of each token
-            group, part = _group(Thread(places[::turn][0], lane, wave), lanes, arch, waves), T.Bind(lane % lanes)
+            group, part = _group(arch, lane, wave, lanes, waves), T.Bind(lane % lanes)
             first = block * BLOCK
             if isinstance(op, ExpertGateUp):
-                own = [0, slot] if op.m == 1 else [token, T.Bind(slot % op.used)]
+                own = [0, *slot] if op.m == 1 else [token, T.Bind(slot[0] % op.used)]
                 first = T.Bind(expert_at(args.ids, own, op.of) * n + first)
-                acts = acts if acts is None or x_rows == 1 else acts.of(token if op.shared else slot)
-            tokens = acts.first(m) if acts else [emit_norm(arch, args.acts, k, eps or 0.0, lane, wave, waves)]
+                acts = acts if acts is None or x_rows == 1 else acts.of(token if op.shared else slot[0])
+            tokens = acts.first(m) if acts else [gemv_rows.emit_norm(arch, args.acts, k, eps or 0.0, lane, wave, waves)]
             with T.serial(BLOCK // (groups * rows)) as i:
                 row = T.Bind((i * groups + group) * rows)
-                strips = [
-                    Strip(fmt, bufs, first + row + i)
-                    for fmt, bufs in zip(fmts, views, strict=True)
-                    for i in range(rows)
-                ]
+                weights = zip(fmts, views, strict=True)
+                strips = [Strip(*weight, first + row + i) for weight in weights for i in range(rows)]
                 found, writes = emit_products(strips, tokens, part, lanes, plan.unroll, arch)
                 with T.If(writes), T.Then():
                     for token, i, total in found:
@@ -211,18 +193,126 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Pla
                 if m > 1:
                     token = T.Bind((thread + wave * arch.wave + lane) // LANES)
                     live, token = T.Bind(token < m), T.Bind(T.min(token, T.int32(m - 1)))
-                gate, up = (
-                    [T.Bind(lane_of(x, i)) for i in range(WIDTH)]
-                    for x in (T.Bind(products[token * 2 + i, columns(column)]) for i in range(2))
-                )
+                gate, up = (load_columns(products, token * 2 + i, column) for i in range(2))
                 if args.biases:
-                    gate, up = (
-                        [T.Bind(v + lane_of(b, i)) for i, v in enumerate(values)]
-                        for values, b in zip(
-                            (gate, up), [T.Bind(b[columns(first + column)]) for b in args.biases], strict=True
-                        )
-                    )
+                    biases = [T.Bind(bias[columns(first + column)]) for bias in args.biases]
+                    pairs = zip((gate, up), biases, strict=True)
+                    gate, up = ([T.Bind(v + lane_of(b, i)) for i, v in enumerate(x)] for x, b in pairs)
                 y = [gated(op.act, g, u) for g, u in zip(gate, up, strict=True)]
-                out_row = token if slot is None else slot
-                emit_store(arch, op.layout, args.out, y, out_row, T.Bind(block * BLOCK + column), live)
+                row = slot[0] if slot else token
+                emit_store(arch, op.layout, args.out, y, row, T.Bind(block * BLOCK + column), live)
+    return ir.get()
+
+
+def down_default(op: ExpertDown, arch: Device) -> Plan:
+    """The plan with fewer rows at once where there would be too few workgroups to fill the GPU."""
+    plan = gemv_plan.full_plan(arch, DOWN_ROWS, DOWN_WAVES)
+    while plan.rows > 1 and down_split(op, arch, plan).groups < DOWN_FULL * arch.units:
+        plan = replace(plan, rows=plan.rows // 2)
+    return plan
+
+
+def down_split(op: ExpertDown, arch: Device, plan: Plan | None = None) -> Split:
+    """How `expert_down` is spread over the GPU; two plans that give the same make the same kernel. Waves of a workgroup
+    are a multiple of the slots side by side."""
+    fmts = [fmt for fmt, _ in op.weights]
+    plan = gemv_plan.fitted(plan or down_default(op, arch), fmts, op.k, arch)
+    lanes = gemv_plan.lanes_of(gemv_rows.units_of(fmts, op.k), min(plan.lanes, arch.wave))
+    waves = min(plan.waves, arch.threads // arch.wave)
+    side, _ = _slots(op, waves)
+    rows = waves // side * (arch.wave // lanes) * plan.rows
+    return Split(replace(plan, waves=waves - waves % side), lanes, rows, -(-op.n // rows))
+
+
+def _slots(op: ExpertDown, waves: int) -> tuple[int, int]:
+    """(slots side by side, steps of a wave, each with a slot)."""
+    steps = -(-op.used // waves)
+    return -(-op.used // steps), steps
+
+
+@registry.plans(ExpertDown)
+def down_plans(op: ExpertDown, arch: Device) -> Space:
+    fmts = [fmt for fmt, _ in op.weights]
+
+    def kernel(plan: Plan) -> Kernel:
+        split = down_split(op, arch, plan)
+        unroll = gemv_plan.steps_at_once(fmts, op.k, split.lanes, split.plan.unroll)
+        same = split._replace(plan=replace(split.plan, lanes=0, unroll=unroll))
+        loads = gemv_plan.loads(fmts, op.k, replace(split.plan, waves=plan.waves))
+        return Kernel(same, split.groups * op.m, split.plan.waves * arch.wave, loads)
+
+    return Space(Plan, CHOICES, down_default(op, arch), kernel)
+
+
+@registry.builds(ExpertDown)
+def expert_down(op: ExpertDown, arch: Device, name: str, plan: Plan | None = None) -> tirx.PrimFunc:
+    """Kernel (state, A, S | X of m * used rows, Groups int32 [m, used], planes of the [count * n, k] stack, [WB
+    float32 [count * n]], [Weights float32 [m, used]], [R float32 [m, n]], Y float32 [m, n]). UserError unless n is a
+    multiple of 16, ValueError for activations in another layout than the format's."""
+    ((fmt, n),), k, experts, used, m = op.weights, op.k, op.of, op.used, op.m
+    check_rows(n)
+    check(op)
+    plan, lanes, rows, groups = down_split(op, arch, plan)
+    waves, (side, steps) = plan.waves, _slots(op, plan.waves)
+    with kernel(name) as ir:
+        state = state_arg()
+        params, ids = act_args(m * used, k, op.layout), ids_arg(experts, m)
+        bufs = plane_args(fmt, op.experts * n, k, "W_")
+        biases = bias_args(op.experts * n, "WB") if op.bias else []
+        Weights = weights_arg(experts, m) if op.weighted else None
+        R = T.arg("R", T.buffer((m, n), "float32")) if op.residual else None
+        Y = T.arg("Y", T.buffer((m, n), "float32"))
+        with (
+            launch((m, groups) if m > 1 else (groups,), (arch.wave, waves)) as (*rest, workgroup, lane, wave),
+            if_live(state, m, *rest or [0]),
+        ):
+            token = rest[0] if rest else 0
+            acts, views = emit_acts(params, k, m * used), load.views(fmt, bufs, span_of([fmt], k))
+            wave = uniform(arch, wave) if waves > 1 else T.int32(0)
+            beside = T.Bind(wave % side)
+            group = T.Bind(wave // side * (arch.wave // lanes) + lane // lanes)
+            row = T.Bind(T.min(workgroup * rows + group * plan.rows, T.int32(n - plan.rows)))
+            part, sums = T.Bind(lane % lanes), local(plan.rows)
+            for i in range(plan.rows):
+                put(sums, T.float32(0), i)
+            # the last step has a slot for some of the waves only
+            count = steps if side * steps == used else T.Bind((used - 1 - beside) // side + 1)
+            with T.serial(count) as step:
+                slot = T.Bind(step * side + beside)
+                first = T.Bind(expert_at(ids, [token, slot], experts) * n)
+                strips = [Strip(fmt, views, first + row + i) for i in range(plan.rows)]
+                found = gemv_rows.emit_sums(strips, [acts.of(token * used + slot)], part, lanes, plan.unroll, arch)
+                for i in range(plan.rows):
+                    weight = Weights[token, slot] if Weights is not None else T.float32(1)
+                    put(sums, fma(T.Bind(found[i]), weight, sums[i]), i)
+            totals = [wave_sum(arch, T.Bind(sums[i]), lanes) for i in range(plan.rows)]
+
+            def store(row: Expr, total: Expr) -> None:
+                """One row's result."""
+                for bias in biases:
+                    for j in range(used):
+                        own = bias[expert_at(ids, [token, j], experts) * n + row]
+                        total = fma(own, Weights[token, j], total) if Weights is not None else T.Bind(total + own)
+                T.buffer_store(Y, total if R is None else R[token, row] + total, [token, row])
+
+            if side == 1:
+                with T.If(part == 0), T.Then():
+                    for i, total in enumerate(totals):
+                        store(row + i, total)
+            else:
+                parts = T.alloc_buffer((side, rows), "float32", scope="shared")
+                with T.If(part == 0), T.Then():
+                    for i, total in enumerate(totals):
+                        put(parts, total, beside, group * plan.rows + i)
+                barrier()
+                for c in range(0, rows, waves * arch.wave):
+                    own = T.Bind(wave * arch.wave + lane + c)
+                    # the last workgroup's rows were moved to the last ones, as groups of lanes computed them
+                    last = T.int32(n - plan.rows)
+                    moved = T.Bind(T.min(workgroup * rows + own // plan.rows * plan.rows, last) + own % plan.rows)
+                    with T.If(own < rows), T.Then():
+                        total = T.Bind(parts[0, own])
+                        for j in range(1, side):
+                            total = T.Bind(total + parts[j, own])
+                        store(moved, total)
     return ir.get()

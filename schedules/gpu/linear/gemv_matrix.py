@@ -8,7 +8,6 @@ A workgroup computes all tokens' results of a few tiles of 16 rows; its waves sh
 blocks of 32 at a time (`gemv_matrix_tiles.py`), and their sums meet in LDS. All m tokens are computed, live or not.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tvm import tirx
@@ -16,26 +15,15 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import PLANE_BITS, Format
 from mlc_amd.schedules.gpu.base.activations import gated
-from mlc_amd.schedules.gpu.base.device import barrier, launch, uniform
+from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, emit_store
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
 from mlc_amd.schedules.gpu.base.step import all_of, kernel, when
-from mlc_amd.schedules.gpu.linear import gemv_share
-from mlc_amd.schedules.gpu.linear.gemv_matrix_tiles import (
-    Meeting,
-    Sums,
-    Tile,
-    Tokens,
-    Wave,
-    emit_sums,
-    fields_of,
-    set_of,
-)
+from mlc_amd.schedules.gpu.linear import load
+from mlc_amd.schedules.gpu.linear.gemv_matrix_tiles import SIDE, Tile, Work, fields_of, has_unit, unit_of
 from mlc_amd.schedules.gpu.linear.linear_args import Segment, check_blocks, declare_gate_up, declare_linear
-from mlc_amd.schedules.gpu.linear.load import block_bytes
-from mlc_amd.schedules.gpu.linear.matrix_int8 import SIDE, has_unit, unit_of
 from mlc_amd.schedules.operators import ExpertGateUp, GateUp, Linear
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Buffer, Expr
@@ -82,7 +70,7 @@ def default_plan(op: Linear | GateUp, arch: Device) -> Plan:
 def fitted(plan: Plan, op: Linear | GateUp, arch: Device) -> tuple[Plan, int]:
     """(the plan with as many waves as there is work for, blocks of a step: as many as fit registers beside the sums of
     all tokens)."""
-    words = plan.tiles * (op.m // set_of(op.m)) * max(_words(fmt, arch) for fmt, _ in op.weights)
+    words = plan.tiles * (op.m // min(op.m, SIDE)) * max(_words(fmt, arch) for fmt, _ in op.weights)
     most, count = max(1, HELD // words), op.k // BLOCK
     blocks = next(n for n in STEPS if count % n == 0 and n <= most)
     waves = min(plan.waves, arch.threads // arch.wave)
@@ -100,7 +88,7 @@ def _words(fmt: Format, arch: Device) -> int:
 def lds_bytes(op: Linear | GateUp, plan: Plan, blocks: int) -> int:
     """LDS of a workgroup, for a plan and blocks of `fitted`."""
     fields = fields_of([fmt for fmt, _ in op.weights])
-    return plan.waves * 4 * (len(fields) * blocks * op.m + plan.tiles * SIDE * set_of(op.m))
+    return plan.waves * 4 * (len(fields) * blocks * op.m + plan.tiles * SIDE * min(op.m, SIDE))
 
 
 def plans(op: Linear | GateUp, arch: Device) -> Space:
@@ -113,83 +101,54 @@ def plans(op: Linear | GateUp, arch: Device) -> Space:
         if lds > min(arch.lds, MOST_LDS):
             raise ValueError(f"{plan} takes {lds} bytes of LDS")
         groups = sum(-(-n // (used.tiles * SIDE)) for n in rows)
-        loads = used.tiles * blocks * block_bytes(op.weights[0][0]) * SIDE / arch.wave
+        loads = used.tiles * blocks * load.block_bytes(op.weights[0][0]) * SIDE / arch.wave
         return Kernel(used, groups, used.waves * arch.wave, loads)
 
     return Space(Plan, choices, default_plan(op, arch), kernel)
-
-
-class _Work:
-    """What the waves of a workgroup do for a number of tiles: each wave's part of the columns, then sums meet."""
-
-    def __init__(self, op: Linear | GateUp, acts: list[Buffer], wave: Wave, tiles: int, blocks: int):
-        self.tokens = Tokens(acts, op.m, op.k, fields_of([fmt for fmt, _ in op.weights]), blocks, wave)
-        self.meeting = Meeting(wave.count, self.tokens.size, tiles)
-        self.sums = [Sums(self.tokens) for _ in range(tiles)]
-
-    def sets(self) -> Iterator[int]:
-        """For each set of tokens: the number of its first one, when its sums have met."""
-        for number in range(self.tokens.sets):
-            if number:
-                barrier()
-            self.meeting.keep(self.sums, self.tokens, number)
-            barrier()
-            yield number * self.tokens.size
-
-
-def _wave(arch: Device, lane: Expr, number: Expr, count: int) -> Wave:
-    """number: a scalar then that LLVM knows to be no less than 0."""
-    return Wave(arch, lane, T.Bind(uniform(arch, number) & T.int32(count - 1)) if count > 1 else T.int32(0), count)
 
 
 def linear(op: Linear, arch: Device, name: str, plan: Plan | None = None) -> tirx.PrimFunc:
     """Kernel with the parameters of `linear_args`. ValueError for what `suits` refuses, or cannot share a launch."""
     _check(op, arch)
     plan, blocks = fitted(plan or default_plan(op, arch), op, arch)
-    rows, threads = plan.tiles * SIDE, plan.waves * arch.wave
+    rows = plan.tiles * SIDE
     counts = [-(-padded(n) // rows) for _, n in op.segments]
     with kernel(name) as ir:
         args = declare_linear(op)
         with launch((sum(counts),), (arch.wave, plan.waves)) as (workgroup, lane, number):
-            wave = _wave(arch, lane, number, plan.waves)
-            work, places, first = _Work(op, args.acts, wave, plan.tiles, blocks), [], 0
+            work = Work(op, args.acts, arch, (lane, number), plan.waves, plan.tiles, blocks)
+            places, first = [], 0
             for segment, count in zip(args.segments, counts, strict=True):
-                views = gemv_share.views(segment.fmt, segment.planes, blocks)
+                views = load.views(segment.fmt, segment.planes, blocks)
                 here = (workgroup >= first) & (workgroup < first + count)
                 row0, high = T.Bind((workgroup - first) * rows), padded(segment.n)
                 places.append((here, row0))
                 with when(here if len(counts) > 1 else None):
                     starts = [row0 + t * SIDE if high % rows == 0 else T.min(row0 + t * SIDE, T.int32(high - SIDE))
                               for t in range(plan.tiles)]  # fmt: skip
-                    tiles = [
-                        Tile(segment.fmt, views, T.Bind(start + lane % SIDE), work.tokens, own)
-                        for start, own in zip(starts, work.sums, strict=True)
-                    ]
-                    emit_sums(tiles, work.tokens)
+                    rows_of = [(T.Bind(start + lane % SIDE), own) for start, own in zip(starts, work.sums, strict=True)]
+                    work.sum_up([Tile(segment.fmt, views, row, work, own) for row, own in rows_of])
                 first += count
-            for token0 in work.sets():
+            for token0 in work.meet():
                 for segment, (here, row0) in zip(args.segments, places, strict=True):
                     with when(here if len(counts) > 1 else None):
-                        thread = wave.number * arch.wave + lane
-                        _finish(work, segment, args.residual, token0, row0, thread, threads)
+                        _finish(work, segment, args.residual, token0, row0)
     return ir.get()
 
 
-def _finish(
-    work: _Work, segment: Segment, residual: Buffer | None, token0: int, row0: Expr, thread: Expr, threads: int
-) -> None:
+def _finish(work: Work, segment: Segment, residual: Buffer | None, token0: int, row0: Expr) -> None:
     """Writes a segment's results of a set of tokens from token0 on, four rows of a token at a time."""
-    meeting = work.meeting
-    n, high, quads = segment.n, padded(segment.n), meeting.rows // WIDTH
-    count = work.tokens.size * quads
+    n, high, quads = segment.n, padded(segment.n), work.rows // WIDTH
+    count, wave = work.size * quads, work.arch.wave
+    thread, threads = work.wave * wave + work.lane, work.waves * wave
     for start in range(0, count, threads):
         item = T.Bind(start + thread)
         token, row = T.Bind(item // quads), T.Bind(item % quads * WIDTH)
         conditions = [item < count] if start + threads > count else []
-        conditions += [row0 + row < high] if high % meeting.rows else []
+        conditions += [row0 + row < high] if high % work.rows else []
         with when(all_of(conditions)):
             first, bias = T.Bind(row0 + row), segment.bias
-            y, token = meeting.take(token, row), token + token0
+            y, token = work.take(token, row), token + token0
             if bias is not None:
                 own = [bias[first + i if n == high else T.min(first + i, T.int32(n - 1))] for i in range(WIDTH)]
                 y = y + (bias[at(first, WIDTH)] if n == high else vector(own))
@@ -206,22 +165,19 @@ def gate_up_swiglu(op: GateUp, arch: Device, name: str, plan: Plan | None = None
     with kernel(name) as ir:
         args = declare_gate_up(op)
         with launch((op.n // BLOCK,), (arch.wave, plan.waves)) as (block, lane, number):
-            wave = _wave(arch, lane, number, plan.waves)
-            work = _Work(op, args.acts, wave, GATE_UP_TILES, blocks)
-            views = [
-                gemv_share.views(fmt, planes, blocks) for (fmt, _), planes in zip(op.weights, args.planes, strict=True)
-            ]
+            work = Work(op, args.acts, arch, (lane, number), plan.waves, GATE_UP_TILES, blocks)
+            views = [load.views(fmt, planes, blocks) for (fmt, _), planes in zip(op.weights, args.planes, strict=True)]
             rows = [T.Bind(block * BLOCK + t * SIDE + lane % SIDE) for t in range(GATE_UP_TILES // 2)]
             parts = [(fmt, planes, row) for (fmt, _), planes in zip(op.weights, views, strict=True) for row in rows]
-            emit_sums([Tile(*part, work.tokens, own) for part, own in zip(parts, work.sums, strict=True)], work.tokens)
-            for token0 in work.sets():
+            work.sum_up([Tile(*part, work, own) for part, own in zip(parts, work.sums, strict=True)])
+            for token0 in work.meet():
                 # eight lanes have a token's block; all lanes of a wave have one
-                steps = work.tokens.size * LANES // arch.wave
+                steps = work.size * LANES // arch.wave
                 for start in range(0, steps, plan.waves):
-                    with T.If(wave.number + start < steps), T.Then():
-                        item = T.Bind((wave.number + start) * arch.wave + lane)
+                    with T.If(work.wave + start < steps), T.Then():
+                        item = T.Bind((work.wave + start) * arch.wave + lane)
                         token, column = T.Bind(item // LANES), T.Bind(item % LANES * WIDTH)
-                        gate, up = (work.meeting.take(token, column + own) for own in (0, BLOCK))
+                        gate, up = (work.take(token, column + own) for own in (0, BLOCK))
                         y = [gated(op.act, T.Bind(lane_of(gate, i)), T.Bind(lane_of(up, i))) for i in range(WIDTH)]
                         place = T.Bind(token + token0)
                         emit_store(arch, op.layout, args.out, y, place, T.Bind(block * BLOCK + column))

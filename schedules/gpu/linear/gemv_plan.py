@@ -8,8 +8,7 @@ from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.step import FEW
-from mlc_amd.schedules.gpu.linear.gemv_norm import NORM_WAVES
-from mlc_amd.schedules.gpu.linear.gemv_rows import span_of, units_of
+from mlc_amd.schedules.gpu.linear.gemv_rows import NORM_WAVES, span_of, units_of
 from mlc_amd.schedules.gpu.linear.load import block_bytes
 from mlc_amd.schedules.operators import ExpertGateUp, GateUp, Linear
 from mlc_amd.schedules.space import Kernel, Space

@@ -3,24 +3,34 @@
 A group of lanes processes the units (`load.py`) of several rows of weights, interleaved, so that a load instruction
 reads contiguous memory; the lanes' sums are reduced by lane shuffles at the end. Each weight is loaded and decoded once
 for all tokens.
+
+The norm of one token's activations may be computed here, too (`emit_norm`): `norm.rms_norm` and a GEMV in one launch.
+Every workgroup computes all of it, which takes less time than a launch of its own where workgroups are few, caches fast
+and launches slow (`pays`).
 """
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import Format
-from mlc_amd.schedules.gpu.base.device import IN_ORDER, dot4, fma, schedule_fence, shuffle_xor, wave_sum
+from mlc_amd.schedules.gpu.base.device import IN_ORDER, barrier, dot4, fma, schedule_fence, shuffle_xor, wave_sum
+from mlc_amd.schedules.gpu.base.norm import row_scale, scaled, square, workgroup_sum
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import FIELDS
-from mlc_amd.schedules.gpu.base.registers import at, lane_of
+from mlc_amd.schedules.gpu.base.quantize import FIELDS, WIDTH, load_columns, quantize_block
+from mlc_amd.schedules.gpu.base.registers import at, lane_of, put, vector
+from mlc_amd.schedules.gpu.base.step import when
 from mlc_amd.schedules.gpu.linear import load
-from mlc_amd.schedules.gpu.linear.gemv_norm import Normed
 from mlc_amd.schedules.gpu.linear.load import QUADS, Planes
 from mlc_amd.schedules.tir import Buffer, Expr
+
+COLUMNS = 16  # that a thread has at a time: 16 bytes of its results
+NORM_WAVES = 8  # waves of a workgroup, at least, where the arch has as many
+STEPS = 4  # of a thread at most, whose columns stay in registers
+CACHE = 1.5  # how much faster its caches are than its memory
 
 
 class Strip(NamedTuple):
@@ -63,6 +73,22 @@ class Acts(NamedTuple):
         return [lane_of(found, j) for j in range(FIELDS)]
 
 
+class Normed(NamedTuple):
+    """`Acts` of one token in shared memory: uint32x4 [k / 16], and float32x4 [KB]."""
+
+    k: int
+    quads: Buffer
+    s: Buffer
+
+    def words(self, block: Expr) -> list[Expr]:
+        found = [T.Bind(self.quads[block * 2 + j]) for j in range(2)]
+        return [T.Bind(lane_of(x, j)) for x in found for j in range(4)]
+
+    def fields(self, block: Expr) -> list[Expr]:
+        found = T.Bind(self.s[block])
+        return [lane_of(found, j) for j in range(FIELDS)]
+
+
 Tokens = Sequence[Acts | Normed]
 Places = Sequence[tuple[Expr, Expr | None]]  # (unit, whether this lane has it; None: all do)
 
@@ -76,16 +102,12 @@ class Block(NamedTuple):
 
 
 def emit_acts(params: Sequence[Buffer], k: int, m: int = 1) -> Acts:
-    """Acts of the parameters (A, S) or (X,) of m tokens, of the first one. To be called after the last parameter: it
-    declares views."""
+    """Acts of the parameters (A, S) or (X,) of m tokens, of the first one. Declares views: after the last parameter."""
     if len(params) == 1:
         return Acts(k, x=params[0])
     A, S = params
-    return Acts(
-        k,
-        T.decl_buffer((m, k // 4), "int32", data=A.data),
-        T.decl_buffer((m * (k // BLOCK), FIELDS), "float32", data=S.data),
-    )
+    quads = T.decl_buffer((m, k // 4), "int32", data=A.data)
+    return Acts(k, quads, T.decl_buffer((m * (k // BLOCK), FIELDS), "float32", data=S.data))
 
 
 def span_of(fmts: Sequence[Format], k: int) -> int:
@@ -102,12 +124,10 @@ def emit_products(
     strips: Sequence[Strip], tokens: Tokens, lane: Expr, lanes: int, unroll: int, arch: Device
 ) -> tuple[list[tuple[Expr, Expr, Expr]], Expr]:
     """The products of each strip's row with each token's activations: [(token, strip, float32 register)] of this lane,
-    and whether it is the first of the lanes that have the same ones.
-
-    lane: this lane's number in its group of `lanes`. Strips are all int8 or all float. Of one token every lane has all
-    products. Those of several are spread over the lanes, which exchange halves of their sums: c sums over l lanes take
-    about c shuffles instead of c * log2(l). The numbers of strips and tokens are then powers of two.
-    """
+    and whether it is the first of the lanes that have the same ones. lane: this lane's number in its group of `lanes`.
+    Strips are all int8 or all float. Of one token every lane has all products. Those of several are spread over the
+    lanes, which exchange halves of their sums: c sums over l lanes take about c shuffles instead of c * log2(l). The
+    numbers of strips and tokens are then powers of two."""
     sums = emit_sums(strips, tokens, lane, lanes, unroll, arch)
     if len(tokens) == 1:
         return [(0, i, wave_sum(arch, T.Bind(sums[i]), lanes)) for i in range(len(strips))], lane == 0
@@ -125,17 +145,14 @@ def emit_products(
         values = [wave_sum(arch, x, width) for x in values]
     places = [T.Bind(first + i) for i in range(len(values))]
     count = len(strips)
-    return [(T.Bind(i // count), T.Bind(i % count), x) for i, x in zip(places, values, strict=True)], (
-        lane & (width - 1)
-    ) == 0
+    found = [(T.Bind(i // count), T.Bind(i % count), x) for i, x in zip(places, values, strict=True)]
+    return found, (lane & (width - 1)) == 0
 
 
 def emit_sums(strips: Sequence[Strip], tokens: Tokens, lane: Expr, lanes: int, unroll: int, arch: Device) -> Buffer:
-    """This lane's part of the products of each strip's row with each token's activations: a local buffer, all strips of
-    a token side by side."""
+    """This lane's part of the products of strips and tokens: a local buffer, all strips of a token side by side."""
     fmts, k = [strip.fmt for strip in strips], tokens[0].k
     span, units = span_of(fmts, k), units_of(fmts, k)
-    multiply: Callable[..., None] = _multiply_int8 if fmts[0].kind == "int8" else _multiply_float
     sums = T.alloc_buffer((len(strips) * len(tokens),), "float32", scope="local")
     for i in range(len(strips) * len(tokens)):
         T.buffer_store(sums, T.float32(0), [i])
@@ -147,7 +164,7 @@ def emit_sums(strips: Sequence[Strip], tokens: Tokens, lane: Expr, lanes: int, u
             unit = (first + i) * lanes + lane
             whole = not partial or i < count - 1
             places.append((T.Bind(unit if whole else T.min(unit, T.int32(units - 1))), None if whole else unit < units))
-        multiply(strips, tokens, places, span, sums, arch)
+        _multiply(strips, tokens, places, span, sums, arch)
 
     total = -(-units // lanes)
     partial = units % lanes != 0
@@ -166,53 +183,52 @@ def _zero_unless(live: Expr | None, x: Expr) -> Expr:
     return T.Bind(x if live is None else T.Select(live, x, T.float32(0)))
 
 
-def _act_blocks(acts: Acts | Normed, unit: Expr, live: Expr | None, span: int, halves: bool) -> list[Block]:
-    """The unit's activations. halves: whether the sums of 16 columns are wanted. Without `live` factors are 0, and so
-    is what they make."""
+def _floats(token: Acts, unit: Expr, live: Expr | None, width: int) -> list[Expr]:
+    """A unit's float32 activations; 0 without `live`."""
+    step = min(width, load.LOAD_WORDS)
+    x = [T.Bind(token.x[token.token, at(unit * width + j, step)]) for j in range(0, width, step)]
+    return [_zero_unless(live, lane_of(v, j) if step > 1 else v) for v in x for j in range(step)]
+
+
+def _blocks(token: Acts | Normed, unit: Expr, live: Expr | None, span: int) -> list[Block]:
+    """A unit's activations. Without `live` factors are 0, and so is what they make."""
     out = []
-    for i in range(span):
-        words = acts.words(unit * span + i)
-        d, whole, low, high = (_zero_unless(live, x) for x in acts.fields(unit * span + i))
-        sums = {1: [whole]} | ({2: [low, high]} if halves else {})
-        out.append(Block(words, d, sums))
+    for block in (unit * span + i for i in range(span)):
+        words = token.words(block)
+        d, whole, *halves = (_zero_unless(live, x) for x in token.fields(block))
+        out.append(Block(words, d, {1: [whole], 2: halves}))
     return out
 
 
-def _multiply_int8(
-    strips: Sequence[Strip], tokens: Tokens, places: Places, span: int, sums: Buffer, arch: Device
-) -> None:
+def _multiply(strips: Sequence[Strip], tokens: Tokens, places: Places, span: int, sums: Buffer, arch: Device) -> None:
     """Adds to `sums` what strips and tokens make of the units of `places`."""
     fmts = [strip.fmt for strip in strips]
-    halves = any(load.groups(fmt) == 2 for fmt in fmts)
-
-    def acts_of(token: Acts | Normed, unit: Expr, live: Expr | None) -> list[Block]:
-        return _act_blocks(token, unit, live, span, halves)
-
+    floats = fmts[0].kind == "float"
+    fetch: Callable[..., Any] = load.fetch_float if floats else load.fetch
+    acts_of: Callable[..., list] = _floats if floats else _blocks
     # One token's activations are loaded with the weights; those of several would take too many registers.
-    loaded = [
-        (
-            [load.fetch(s.fmt, s.planes, s.row, unit, span) for s in strips],
-            acts_of(tokens[0], unit, live) if len(tokens) == 1 else None,
-        )
-        for unit, live in places
-    ]
-    for step, ((unit, live), (units, ready)) in enumerate(zip(places, loaded, strict=True)):
-        if step and arch.ordered_steps:
+    loaded = []
+    for unit, live in places:
+        units = [fetch(s.fmt, s.planes, s.row, unit, span) for s in strips]
+        loaded.append((unit, live, units, acts_of(tokens[0], unit, live, span) if len(tokens) == 1 else None))
+    for step, (unit, live, units, ready) in enumerate(loaded):
+        if step and arch.ordered_steps and not floats:
             schedule_fence(IN_ORDER)
-        decoded = [_decoder(strip.fmt, fetched, arch) for strip, fetched in zip(strips, units, strict=True)]
+        weights: list = units if floats else [_decoder(fmt, of, arch) for fmt, of in zip(fmts, units, strict=True)]
         for t, token in enumerate(tokens):
-            blocks = ready or acts_of(token, unit, live)
+            acts = ready or acts_of(token, unit, live, span)
             # d * dot - zero * d * sum(q): the products are shared by all rows
             zeros = {
-                fmt.name: [[T.Bind(x * T.float32(-fmt.zero)) for x in block.sums[load.groups(fmt)]] for block in blocks]
+                fmt.name: [[T.Bind(x * T.float32(-fmt.zero)) for x in block.sums[load.groups(fmt)]] for block in acts]
                 for fmt in fmts
                 if fmt.zero
             }
-            for i, (strip, block) in enumerate(zip(strips, decoded, strict=True)):
+            for i, (fmt, own) in enumerate(zip(fmts, weights, strict=True)):
                 place = t * len(strips) + i
                 total = sums[place]
-                for term in _terms(strip.fmt, block, blocks, zeros.get(strip.fmt.name), arch):
-                    total = fma(*term, total)
+                terms = zip(own, acts, strict=True) if floats else _terms(fmt, own, acts, zeros.get(fmt.name), arch)
+                for a, b in terms:
+                    total = fma(a, b, total)
                 T.buffer_store(sums, total, [place])
 
 
@@ -232,8 +248,7 @@ def _decoder(fmt: Format, unit: load.Unit, arch: Device) -> Decoder:
 def _terms(
     fmt: Format, decoded: Decoder, blocks: list[Block], zeros: list[list[Expr]] | None, arch: Device
 ) -> list[tuple[Expr, Expr]]:
-    """The pairs of factors whose products a unit of a row adds to its sum. Blocks of one super-block share them.
-    decoded: of `_decoder`."""
+    """The pairs of factors whose products a unit of a row adds to its sum; blocks of a super-block share them."""
     count, out = load.groups(fmt), []
     value = minimum = None
     for b, block in enumerate(blocks):
@@ -263,29 +278,40 @@ def _add(scale: Expr | None, x: Expr, total: Expr | None) -> Expr:
     return T.Bind(scale * x) if total is None else fma(scale, x, total)
 
 
-def _multiply_float(
-    strips: Sequence[Strip], tokens: Sequence[Acts], places: Places, width: int, sums: Buffer, arch: Device
-) -> None:
-    """As `_multiply_int8`, for float formats."""
-    step = min(width, load.LOAD_WORDS)
+def pays(workgroups: int, k: int, arch: Device) -> bool:
+    """Whether so many workgroups read k columns of x and of g in less time than a launch takes, and can hold their
+    norm. On an H200 a norm of 4096 columns takes 4 us among the launches of a step, and the kernels of q, k and v and
+    of gate and up take 1.5 and 2.8 us longer with it."""
+    threads = min(NORM_WAVES * arch.wave, arch.threads)
+    shared = k + k // BLOCK * FIELDS * 4  # bytes
+    fits = shared <= arch.lds // 2 and k <= STEPS * threads * COLUMNS
+    return fits and workgroups * k * 8 <= arch.launch_us * 1e-6 * CACHE * arch.bandwidth * 1e9
 
-    def acts_of(token: Acts, unit: Expr, live: Expr | None) -> list[Expr]:
-        x = [T.Bind(token.x[token.token, at(unit * width + j, step)]) for j in range(0, width, step)]
-        return [_zero_unless(live, lane_of(v, j) if step > 1 else v) for v in x for j in range(step)]
 
-    loaded = [
-        (
-            [load.fetch_float(s.fmt, s.planes, s.row, unit, width) for s in strips],
-            acts_of(tokens[0], unit, live) if len(tokens) == 1 else None,
-        )
-        for unit, live in places
-    ]
-    for (unit, live), (weights, ready) in zip(places, loaded, strict=True):
-        for t, token in enumerate(tokens):
-            x = ready or acts_of(token, unit, live)
-            for i, w in enumerate(weights):
-                place = t * len(strips) + i
-                total = sums[place]
-                for a, b in zip(w, x, strict=True):
-                    total = fma(a, b, total)
-                T.buffer_store(sums, total, [place])
+def emit_norm(arch: Device, acts: list[Buffer], k: int, eps: float, lane: Expr, wave: Expr, waves: int) -> Normed:
+    """The normed activations; all threads of the workgroup, `waves` waves, must call this. acts: X, G."""
+    X, G = acts
+    threads, units = waves * arch.wave, k // COLUMNS
+    quads = T.alloc_buffer((units,), "uint32x4", scope="shared")
+    fields = T.alloc_buffer((k // BLOCK,), "float32x4", scope="shared")
+    part = T.alloc_buffer((waves,), "float32", scope="shared")
+    thread, steps = T.Bind(wave * arch.wave + lane), []
+    for i in range(-(-units // threads)):
+        unit, live = thread + i * threads, None
+        if (i + 1) * threads > units:  # after the last unit lanes repeat it
+            unit, live = T.min(unit, T.int32(units - 1)), unit < units
+        unit = T.Bind(unit)
+        steps.append((unit, live, *(
+            [x for c in range(0, COLUMNS, WIDTH) for x in load_columns(buf, *row, unit * COLUMNS + c)]
+            for buf, row in ((X, (0,)), (G, ()))
+        )))  # fmt: skip
+    total = sum((square(x, live) for _, live, x, _ in steps), T.float32(0))
+    scale = row_scale(workgroup_sum(arch, waves, total, part, wave, lane), k, eps)
+    for unit, live, x, g in steps:
+        words, own = quantize_block(arch, scaled(x, scale, g))
+        with when(live):
+            put(quads, vector([T.reinterpret("uint32", word) for word in words]), unit)
+            with T.If(unit % (BLOCK // COLUMNS) == 0), T.Then():
+                put(fields, vector(own), T.shift_right(unit, T.int32(1)))
+    barrier()
+    return Normed(k, quads, fields)

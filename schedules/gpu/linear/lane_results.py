@@ -1,7 +1,7 @@
 """How the sums of a tile of `gemm_lanes.py` become results: through shared memory, in passes of as many as there is
 room for, where those of the subgroups that share out the columns are added up, to `TileWork.store`.
 
-That is called by each thread with (token, row, values of each weight): four rows, or a run (`pairs.py`).
+That is called by each thread with (token, row, values of each weight): four rows, or a run (`quantize.py`).
 """
 
 from abc import abstractmethod
@@ -11,8 +11,8 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import barrier
-from mlc_amd.schedules.gpu.base.pairs import TOKENS
 from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.quantize import GROUP, TOKENS
 from mlc_amd.schedules.gpu.base.registers import chosen, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.base.step import all_of, when
 from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Product, Tile, TileWork
@@ -40,7 +40,7 @@ class LaneTile(Tile):
             2: so are the activations of each next run
     hidden  1: what codes are or'ed with is in registers, as numbers that the compiler does not know. Of two constants
             NVIDIA's makes two instructions for two weights instead of one.
-    staged  1: activations go through shared memory (`gemm_staged.py`)
+    staged  1: activations go through shared memory (`lane_tiles.py`)
     """
 
     waves_m: int
@@ -62,13 +62,10 @@ class LaneResults(Gemm[LaneTile]):
     def __init__(self, of: Product, tile: LaneTile):
         super().__init__(of, tile)
         self.m, self.waves = of.m, tile.waves_m * tile.waves_n * tile.waves_k
+        self.groups = -(-of.k // (GROUP * BLOCK))  # of GROUP blocks of a row
         self.threads = self.waves * WAVE
         self.tiles_m, self.tiles_n = tile.tokens // tile.waves_m // TOKENS, tile.rows // tile.waves_n // ROWS
-        if (
-            self.tiles_m * tile.waves_m * TOKENS != tile.tokens
-            or self.tiles_n * tile.waves_n * ROWS != tile.rows
-            or of.k % BLOCK
-        ):
+        if tile.tokens % (tile.waves_m * TOKENS) or tile.rows % (tile.waves_n * ROWS) or of.k % BLOCK:
             raise ValueError(f"{tile} does not divide into {ROWS} x {TOKENS} matrices of {of.k} columns")
         if self.weights * self.tiles_n * self.tiles_m * (ROWS * TOKENS // WAVE) > SUMS:
             raise ValueError(f"{tile} has more than {SUMS} sums of a lane")
@@ -79,6 +76,8 @@ class LaneResults(Gemm[LaneTile]):
             raise ValueError(f"{tile} takes more shared memory or threads than {of.arch.name} has")
         self.rows_at_once, self.at_once = max(parts, key=lambda part: part[0] * part[1])
         self.quads = self.rows_at_once * (ROWS // QUAD)  # of a token of a subgroup
+        # units of four rows that are in shared memory at once
+        self.per_pass = tile.waves_m * tile.waves_n * self.at_once * TOKENS * self.quads
         self.ld = self.quads + PAD
         self.units = self._units(self.rows_at_once, self.at_once)
 
@@ -111,12 +110,12 @@ class LaneResults(Gemm[LaneTile]):
 
     def _results(self, work: TileWork) -> None:
         """Adds up the sums and stores them."""
-        passes = [
-            (i, j) for i in range(0, self.tiles_n, self.rows_at_once) for j in range(0, self.tiles_m, self.at_once)
-        ]
-        if work.early and self._is_whole(work.rows) and len(passes) * self._of_a_pass() == self.threads:
-            self._finish_one(work, passes)
-            return
+        rows, tokens = range(0, self.tiles_n, self.rows_at_once), range(0, self.tiles_m, self.at_once)
+        passes = [(i, j) for i in rows for j in tokens]
+        if work.runs:
+            return self._finish_runs(work)
+        if work.early and self._is_whole(work.rows) and len(passes) * self.per_pass == self.threads:
+            return self._finish_one(work, passes)
         for number, (i, j) in enumerate(passes):
             if number:
                 barrier()
@@ -126,10 +125,6 @@ class LaneResults(Gemm[LaneTile]):
     def _is_whole(self, rows: int) -> bool:
         """Whether all rows and tokens of every tile exist."""
         return not (rows % self.tile.rows or self.m % self.tile.tokens)
-
-    def _of_a_pass(self) -> int:
-        """Units of four rows that are in shared memory at once."""
-        return self.tile.waves_m * self.tile.waves_n * self.at_once * TOKENS * self.quads
 
     def _place(self, work: TileWork, c: Expr, first_row: Expr, first: Expr) -> tuple[Place, Expr, Expr]:
         """Of number c of these units (its place, its token, its row)."""
@@ -152,10 +147,9 @@ class LaneResults(Gemm[LaneTile]):
 
     def _finish_one(self, work: TileWork, passes: list[tuple[int, int]]) -> None:
         """Each thread has one result, of one of the passes. What it loads besides need not wait for the sums."""
-        per_pass = self._of_a_pass()
-        mine = T.Bind(self.thread // per_pass)
+        mine = T.Bind(self.thread // self.per_pass)
         first_row, first = (chosen([T.int32(x) for x in each], mine) for each in zip(*passes, strict=True))
-        place, target, row = self._place(work, T.Bind(self.thread % per_pass), first_row, first)
+        place, target, row = self._place(work, T.Bind(self.thread % self.per_pass), first_row, first)
         loaded = _early(work, target, row)
         cells = [[local(1) for _ in range(QUAD)] for _ in range(self.weights)]
         for number, (i, j) in enumerate(passes):
@@ -172,7 +166,7 @@ class LaneResults(Gemm[LaneTile]):
     def has_runs(self, rows: int) -> bool:
         """Each thread has the results of two passes, one for each half of a block of rows."""
         passes = self.weights == 1 and (self.rows_at_once, self.at_once) == (1, self.tiles_m)
-        return passes and self.tiles_n * ROWS == BLOCK and self._is_whole(rows) and self._of_a_pass() == self.threads
+        return passes and self.tiles_n * ROWS == BLOCK and self._is_whole(rows) and self.per_pass == self.threads
 
     def _finish_runs(self, work: TileWork) -> None:
         """Adds up the sums and stores them, a run in each thread."""
@@ -188,7 +182,7 @@ class LaneResults(Gemm[LaneTile]):
 
     def _finish(self, work: TileWork, first_row: int, first: int) -> None:
         """Stores the sums that are in shared memory; rows beyond the weight's and tokens beyond the m are left out."""
-        total = self._of_a_pass()
+        total = self.per_pass
         with T.serial(-(-total // self.threads)) as step:
             c = T.Bind(step * self.threads + self.thread)
             place, target, row = self._place(work, c, first_row, first)

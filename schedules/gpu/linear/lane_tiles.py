@@ -1,21 +1,185 @@
-"""Which tile a kernel of `gemm_lanes.py` or `gemm_staged.py` has: one rule, with constants as measured on an H200 with
-the layers of models of 8 and 30 billion weights in four formats.
+"""Tiles of `gemm_lanes.py` whose activations go through shared memory, for many tokens; and which tile a kernel has.
 
-Few tokens wait for weights: a workgroup has few rows, whose columns its subgroups share out, so that each compute unit
-has as many subgroups as hide the latency of memory. Many tokens wait for matrices: tiles of 64 tokens by 64 rows, or by
-128 whose activations are staged in shared memory where there are workgroups enough.
+In a staged tile each subgroup of a workgroup has rows of its own and all columns: ROWS rows of two weights, gate and
+up, or twice as many of one. All of them read the same activations, which the workgroup stages in shared memory, a group
+of columns at a time and one ahead; the weights are loaded one group ahead, too. The loop's body has two groups, so that
+none of these registers is copied, which would wait for its load.
+
+Which tile a kernel has is one rule, with constants as measured on an H200 with the layers of models of 8 and 30 billion
+weights in four formats. Few tokens wait for weights: a workgroup has few rows, whose columns its subgroups share out,
+so that each compute unit has as many subgroups as hide the latency of memory. Many tokens wait for matrices: tiles of
+64 tokens by 64 rows, or by 128 whose activations are staged in shared memory where there are workgroups enough.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mlc_amd.schedules.formats import Format
-from mlc_amd.schedules.gpu.base.pairs import GROUP, TOKENS
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.formats import FP4_VALUES, Format
+from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier
 from mlc_amd.schedules.gpu.base.planes import BLOCK
-from mlc_amd.schedules.gpu.linear.gemm_lanes import LaneGemm
-from mlc_amd.schedules.gpu.linear.gemm_staged import StagedGemm, StagedPair, StagedTiles, smallness, suits
-from mlc_amd.schedules.gpu.linear.gemm_tile import Product
-from mlc_amd.schedules.gpu.linear.lane_results import ROWS, LaneTile
+from mlc_amd.schedules.gpu.base.quantize import GROUP, RUN, RUNS, TOKENS, UNIT
+from mlc_amd.schedules.gpu.base.registers import Held, at, lane_of, vector
+from mlc_amd.schedules.gpu.base.step import kept, when
+from mlc_amd.schedules.gpu.linear.gemm_lanes import UNIT_WORDS, LaneGemm
+from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork
+from mlc_amd.schedules.gpu.linear.lane_results import PAD, QUAD, ROWS, UNIT_BYTES, WAVE, LaneTile, Place
+from mlc_amd.schedules.tir import Expr
+
+TILE_UNITS = UNIT // RUN  # units of 16 bytes of eight tokens and a group
+AHEAD = 2  # groups of the loop's body
+# Subgroups of a workgroup, at most, of which each thread stages so many activations that no registers are left.
+SHORT_OF_REGISTERS = 4
+TILES = 2  # of ROWS rows that a subgroup has: with more, registers would hold no activations for them
+
+
+def smallness(formats: Sequence[Format]) -> int:
+    """How few registers a block of weights of these formats takes, 0 to 3."""
+    if any(fmt.table not in (None, FP4_VALUES) for fmt in formats):
+        return 0
+    if any(len(fmt.codes) != 1 or fmt.table for fmt in formats):
+        return 1
+    return 3 if _nibbles(formats) and all(tuple(fmt.scales) == ("D",) for fmt in formats) else 2
+
+
+def _nibbles(formats: Sequence[Format]) -> bool:
+    """Whether codes are nibbles, which no table gives values."""
+    return all(tuple(fmt.codes) == ("Q4",) and not fmt.table for fmt in formats)
+
+
+class StagedGemm(LaneGemm):
+    """Of one weight, or what those of two share."""
+
+    scope = WAVE_SHARED  # TVM would add a barrier after each store of activations
+
+    def __init__(self, of: Product, tile: LaneTile):
+        super().__init__(of, tile)
+        self.whole = of.k % (AHEAD * GROUP * BLOCK) == 0  # bodies of the loop; else activations after the columns are 0
+        # whether the loop has registers left to add up something in each step
+        enough = smallness(of.formats) > 2 or (_nibbles(of.formats) and tile.waves_n > SHORT_OF_REGISTERS)
+        self.step_columns = GROUP * BLOCK if self.whole and enough else 0
+        if tile.waves_m * tile.waves_k * tile.ahead != 1 or of.weights * self.tiles_n != TILES:
+            raise ValueError(
+                f"{tile} shares out other things than rows of {of.weights} weights, or loads no weights ahead"
+            )
+        self.buffer = self.tiles_m * TILE_UNITS
+        self.units = max(self.units, 2 * self.buffer)
+        if self.units * UNIT_BYTES + 4 * tile.tokens > of.arch.lds:
+            raise ValueError(f"{tile} takes too much shared memory")
+
+    def _sum_up(self, work: TileWork) -> None:
+        row, block = T.Bind(self.lane // GROUP), T.Bind(self.lane % GROUP)
+        rows, last = self._rows(work, row), T.int32(self.groups - 1)
+
+        def fetch(group: Expr) -> list[list]:
+            unit = group * GROUP + block
+            return self._fetch(work, rows, T.Bind(unit if self.whole else T.min(unit, self.k // BLOCK - 1)))
+
+        def multiply(number: int, group: Expr, fetched: list[list]) -> None:
+            """The products of a group, number 0 or 1 of the body; stages the activations of the next one."""
+            x = self._activations(work, T.Bind(group + 1))
+            if work.factors is not None and work.factors.total is not None:
+                work.factors.add(group)
+            decoders = self._decoders(work, fetched)
+            following = self._staged_run(number, 0)
+            for j in range(RUNS):
+                runs = [[run(j) for run in each] for each in decoders]
+                self._add_products(runs, [T.Bind(T.reinterpret("float16x8", unit)) for unit in following])
+                if j + 1 < RUNS:
+                    following = self._staged_run(number, j + 1)
+            self._stage(x, 1 - number)
+            barrier()
+
+        self._stage(self._activations(work, T.int32(0)), 0)
+        held = Held(fetch(T.int32(0)))
+        barrier()
+        with kept(-(-self.groups // AHEAD)) as step:
+            group = T.Bind(step * AHEAD)
+            one, fetched = T.Bind(group + 1), held.values()
+            following = fetch(one)
+            multiply(0, group, fetched)
+            after = fetch(T.Bind(T.min(one + 1, last)))
+            multiply(1, one, following)
+            held.keep(after)
+
+    def _staged_run(self, number: int, j: int) -> list[Expr]:
+        """Run j of the activations in buffer number 0 or 1, of each of the token tiles."""
+        place = T.Bind(self.lane + (number * self.buffer + j * WAVE))
+        return [T.Bind(self.lds[place + t * TILE_UNITS]) for t in range(self.tiles_m)]
+
+    def _pieces(self) -> list[Expr]:
+        """Units of a group's activations that this thread stages; the last one of several threads may be the same."""
+        pieces = [self.thread + i * self.threads for i in range(-(-self.buffer // self.threads))]
+        if self.buffer % self.threads:
+            pieces[-1] = T.min(pieces[-1], T.int32(self.buffer - 1))
+        return [T.Bind(c) for c in pieces]
+
+    def _activations(self, work: TileWork, group: Expr) -> list[Expr]:
+        """The loads of these units. After the columns they are 0; anything where bodies are whole: none has these."""
+        ((X,), tile0) = work.acts, work.token0 // TOKENS
+        held, loaded = T.Bind(T.min(group, T.int32(self.groups - 1))), []
+        for c in self._pieces():
+            tile = self._existing(tile0 + c // TILE_UNITS)
+            x = T.Bind(X[T.Bind(tile), held, at(T.Bind(c % TILE_UNITS * RUN), RUN)])
+            x = T.Bind(T.reinterpret("uint32x4", x))
+            if not self.whole:
+                counts = group * GROUP + c % GROUP < self.k // BLOCK
+                x = T.Bind(T.Select(T.broadcast(counts, UNIT_WORDS), x, T.broadcast(T.uint32(0), UNIT_WORDS)))
+            loaded.append(x)
+        return loaded
+
+    def _stage(self, loaded: list[Expr], number: int) -> None:
+        """To buffer number 0 or 1."""
+        for c, unit in zip(self._pieces(), loaded, strict=True):
+            T.buffer_store(self.lds, unit, [c + number * self.buffer])
+
+
+class StagedPair(StagedGemm):
+    """Of two weights. Values are a float32x8 for each, of rows row.. and row + 16.., four each: those of a run
+    (`quantize.py`), which a thread writes at once."""
+
+    def __init__(self, of: Product, tile: LaneTile):
+        super().__init__(of, tile)
+        if of.weights != TILES or tile.rows % BLOCK or self.at_once != self.tiles_m:
+            raise ValueError(f"{tile} has no whole blocks of rows, or too many for shared memory")
+
+    def _finish(self, work: TileWork, first_row: int, first: int) -> None:
+        tile, blocks = self.tile, self.tile.rows // BLOCK
+        with kept(tile.tokens * blocks * RUNS // self.threads) as step:
+            c = T.Bind(step * self.threads + self.thread)
+            block, run = T.Bind(c % blocks), T.Bind(c // blocks % RUNS)
+            token = T.Bind(c // (blocks * RUNS))
+            row, target = T.Bind(work.row0 + block * BLOCK + run * QUAD), T.Bind(work.token0 + token)
+
+            def values(weight: int) -> Expr:
+                places = (T.Bind(self._sums_unit(block * 2 + half, weight, token) + run) for half in range(2))
+                parts = [T.Bind(T.reinterpret("float32x4", T.Bind(self.lds[place]))) for place in places]
+                return T.Bind(vector([lane_of(part, e) for part in parts for e in range(QUAD)]))
+
+            with when(self._exists(work, target, row)):
+                work.store(target, row, [values(w) for w in range(self.weights)])
+
+
+class StagedTiles(StagedGemm):
+    """Of two weights, with rows that make no whole blocks, or too many for shared memory: values are four rows.
+    Neighbouring threads have those of neighbouring tiles of ROWS, which the layout "lanes" has side by side."""
+
+    def _units(self, row_tiles: int, token_tiles: int) -> int:
+        return super()._units(row_tiles, token_tiles) + self.waves * PAD
+
+    def _sums_unit(self, wave: Expr, weight: int, token: Expr) -> Expr:
+        """Those of neighbouring threads are in different banks."""
+        return super()._sums_unit(wave, weight, token) + wave * PAD
+
+    def _place(self, work: TileWork, c: Expr, first_row: Expr, first: Expr) -> tuple[Place, Expr, Expr]:
+        wave, own = T.Bind(c % self.tile.waves_n), T.Bind(c // self.tile.waves_n)
+        quad, token = T.Bind(own % self.quads), T.Bind(own // self.quads)
+        row = T.Bind(work.row0 + wave * ROWS + quad * QUAD)
+        return (wave, token, quad), T.Bind(work.token0 + first * TOKENS + token), row
+
+
+# ---- the rule
 
 FEW, MANY = (TOKENS, 16, 32), 64  # tokens of a tile
 MOST_WAVES = 16  # of a workgroup
@@ -84,7 +248,8 @@ def _workgroups(of: Product, height: int) -> int:
 
 
 def _is_stageable(formats: Sequence[Format]) -> bool:
-    return suits(formats) and smallness(formats) > 0
+    """Whether weights of these formats can have staged tiles: registers hold codes only."""
+    return all(fmt.kind != "float" for fmt in formats) and smallness(formats) > 0
 
 
 def _fitting(of: Product, tile: LaneTile, most: int) -> LaneTile:

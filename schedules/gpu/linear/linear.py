@@ -1,37 +1,125 @@
 """Which kernels compute a linear layer, and the first half of a feed-forward layer: GEMVs for few tokens, on matrix
-units where the arch has some for them, else GEMMs."""
+units where the arch has some for them, else GEMMs. And linear layers with a matrix for each head, y[m, h, n] = sum over
+k of w[h, n, k] * x[m, h, k], whose launches are those of `gemv.py` for up to FEW tokens, else those of `gemm.py` with
+as many rows of activations as there are tokens and heads."""
 
+from collections.abc import Sequence
 from types import ModuleType
+from typing import NamedTuple
 
 from tvm import tirx
+from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu import registry
-from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.device import launch
+from mlc_amd.schedules.gpu.base.planes import BLOCK, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.quantize import FIELDS, act_args
+from mlc_amd.schedules.gpu.base.step import FEW, kernel, live_rows, once, state_arg
 from mlc_amd.schedules.gpu.experts.experts import check_rows
-from mlc_amd.schedules.gpu.linear import gate_up_gemm, gemm, gemv, gemv_matrix
-from mlc_amd.schedules.operators import ExpertGateUp, GateUp, Linear
+from mlc_amd.schedules.gpu.linear import gemm, gemv, gemv_matrix, load
+from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork, Weight
+from mlc_amd.schedules.gpu.linear.gemv_plan import linear_splits
+from mlc_amd.schedules.gpu.linear.gemv_rows import Acts, emit_acts, span_of
+from mlc_amd.schedules.gpu.linear.linear_args import Segment
+from mlc_amd.schedules.gpu.linear.load import QUADS
+from mlc_amd.schedules.operators import ExpertGateUp, GateUp, HeadLinear, Linear
 from mlc_amd.schedules.space import Space
+from mlc_amd.schedules.tir import Buffer, Expr
 
 
-def _gemv(op: Linear | GateUp | ExpertGateUp, arch: Device) -> ModuleType | None:
-    """The module of the GEMV that computes the operator; None: a GEMM does."""
-    return next((family for family in (gemv_matrix, gemv) if family.suits(op, arch)), None)
+def _module(op: Linear | GateUp | ExpertGateUp, arch: Device) -> ModuleType:
+    """That computes the operator."""
+    return next((gemvs for gemvs in (gemv_matrix, gemv) if gemvs.suits(op, arch)), gemm)
 
 
 @registry.builds(Linear)
 def linear(op: Linear, arch: Device, name: str, plan=None) -> tirx.PrimFunc:
-    return (_gemv(op, arch) or gemm).linear(op, arch, name, plan)
+    return _module(op, arch).linear(op, arch, name, plan)
 
 
 @registry.builds(GateUp, ExpertGateUp)
 def gate_up(op: GateUp | ExpertGateUp, arch: Device, name: str, plan=None) -> tirx.PrimFunc:
     if isinstance(op, ExpertGateUp):
         check_rows(op.n, BLOCK)
-    return (_gemv(op, arch) or gate_up_gemm).gate_up_swiglu(op, arch, name, plan)
+    return _module(op, arch).gate_up_swiglu(op, arch, name, plan)
 
 
 @registry.plans(Linear, GateUp, ExpertGateUp)
 def plans(op: Linear | GateUp | ExpertGateUp, arch: Device) -> Space:
-    family = _gemv(op, arch)
-    return family.plans(op, arch) if family else gemm.plans(op, arch)
+    return _module(op, arch).plans(op, arch)
+
+
+@registry.builds(HeadLinear)
+def head_linear(op: HeadLinear, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state, A, S | H | X of [m, heads * k], planes of the [heads * n, k] stack, Y float32 [m, heads * n]).
+    UserError unless n is a multiple of 16 or for weights too large, ValueError for what has no tiles."""
+    rows, ((fmt, _),) = op.heads * op.n, op.weights
+    check_rows(op.n)
+    with kernel(name) as ir:
+        state, acts = state_arg(), act_args(op.m, op.heads * op.k, op.layout)
+        planes = plane_args(fmt, rows, op.k, "W_")
+        segment = Segment(fmt, rows, planes, None, T.arg("Y", T.buffer((op.m, rows), "float32")))
+        if op.m <= FEW and op.layout in gemv.VECTORS:
+            _emit_gemv(op, arch, acts, segment)
+        else:
+            _emit_gemm(op, arch, state, acts, segment)
+    return ir.get()
+
+
+def _emit_gemv(op: HeadLinear, arch: Device, acts: list[Buffer], segment: Segment) -> None:
+    gemv.check(op)
+    n, k, heads = op.n, op.k, op.heads
+    stack = Linear(segments=((op.fmt, segment.n),), k=k, m=op.m, layout=op.layout, biases=(False,))
+    (split,) = linear_splits(stack, arch)
+    acts = [T.decl_buffer((op.m * heads, k), "float32", data=acts[0].data)] if op.layout == "" else acts
+    with launch((split.groups,), (arch.wave, split.plan.waves)) as place:
+        found = emit_acts(acts, k, op.m * heads)
+        views = load.views(segment.fmt, segment.planes, span_of([segment.fmt], k))
+
+        def tokens(row: Expr) -> list[Acts]:
+            """A group's rows are of one head: at most 16, which divides n. The limit, which no row reaches, keeps TVM's
+            bounds of what is made of it within int32."""
+            head = T.Bind(T.min(row // n, T.int32(heads - 1)))
+            return [found.of(T.Bind(token * heads + head)) for token in range(op.m)]
+
+        gemv.emit_segment(arch, split, segment, views, tokens, place)
+
+
+class _HeadRows(NamedTuple):
+    """A head's rows of a buffer [m * heads, ..] of activations: row `token` is that of the head."""
+
+    buffer: Buffer
+    heads: int
+    head: Expr
+
+    @property
+    def dtype(self) -> str:
+        return self.buffer.dtype
+
+    def __getitem__(self, index: tuple[Expr, ...]) -> Expr:  # type: ignore[override]  # as a buffer's
+        token, *rest = index
+        return self.buffer[(token * self.heads + self.head, *rest)]
+
+
+def _emit_gemm(op: HeadLinear, arch: Device, state: Buffer, acts: list[Buffer], segment: Segment) -> None:
+    n, k, m, heads = op.n, op.k, op.m, op.heads
+    routine = gemm.engine(Product(arch, op.layout, (segment.fmt,), m, k, segment.n))
+    tiles, rows = routine.row_tiles(n), m * heads
+    shapes = {
+        "rows": [((rows, k // BLOCK, QUADS), "int32"), ((rows, k // BLOCK, FIELDS), "float32")],
+        "": [((rows, k), "float32")],
+    }.get(op.layout, [((rows, k), "float16")])
+    views = [T.decl_buffer(*shape, data=x.data) for shape, x in zip(shapes, acts, strict=True)]
+    with launch((routine.token_tiles, heads * tiles), (routine.threads,)) as (token_tile, row_tile, thread):
+        routine.allocate(thread)
+        token0, live = T.Bind(token_tile * routine.tile.tokens), live_rows(state, m)
+        head, row0 = T.Bind(row_tile // tiles), T.Bind(row_tile % tiles * routine.tile.rows)
+
+        def store(token: Expr, row: Expr, values: Sequence[Expr]) -> None:
+            (x,) = values
+            T.buffer_store(segment.Y, x, [token, gemm.span(T.Bind(head * n + row), x)])
+
+        with once(token0 < live):
+            mine, weight = [_HeadRows(view, heads, head) for view in views], Weight(segment.fmt, segment.planes, n)
+            routine.emit(TileWork(mine, [weight], token0, row0, store, T.Bind(head * n)))

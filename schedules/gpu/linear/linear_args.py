@@ -6,7 +6,7 @@
               [NewScale])
 
 Activations are A, S | H | X in a layout of `quantize.py`, or X, G of a norm that the kernel computes itself
-(`gemv_norm.py`), or H, Squares, Scale of a norm that it completes (`deferred_norm.py`, which has PreparedNorm, too).
+(`gemv_rows.py`), or H, Squares, Scale of a norm that it completes (`deferred_norm.py`, which has PreparedNorm, too).
 npad is n rounded up to a multiple of 16, a segment one of the weights that share the activations and the launch (q, k
 and v of a layer), Groups and biases of gate and up are of experts.
 """
@@ -75,10 +75,10 @@ def declare_linear(op: Linear) -> LinearBuffers:
         raise ValueError(f"segments {op.segments}, biases {op.biases}, residual {op.residual} do not make one launch")
     state, acts = state_arg(), _acts(m, k, op.layout, op.eps)
     completed = None if op.norm_in is None else CompletedNorm(op.norm_in, m, k)
-    weights: list[tuple[Format, int, Planes, Buffer | None]] = []
-    for i, ((fmt, n), biased) in enumerate(zip(op.weights, op.biases, strict=True)):
-        planes = plane_args(fmt, n, k, f"W{i}_")
-        weights.append((fmt, n, planes, T.arg(f"bias{i}", T.buffer((n,), "float32")) if biased else None))
+    weights = [
+        (fmt, n, plane_args(fmt, n, k, f"W{i}_"), T.arg(f"bias{i}", T.buffer((n,), "float32")) if biased else None)
+        for i, ((fmt, n), biased) in enumerate(zip(op.weights, op.biases, strict=True))
+    ]
     n = op.weights[0][1]
     residual = T.arg("R", T.buffer((m, padded(n)), "float32")) if op.residual else None
     prepared = PreparedNorm(m, n) if op.norm_out else None

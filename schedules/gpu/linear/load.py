@@ -8,9 +8,14 @@ can have many loads in flight:
     fetch      the loads of a unit (layout "rows": `planes.py`)
     codes      of what was fetched: eight words of one block, four columns each, as signed bytes
     scales     of what was fetched: float32 factors of one block
+
+Codes that stand for the entries of a table become signed bytes without memory (`values`). AMD's own API has byte
+permutes for it. On Vulkan each bit of the codes selects between constants, which takes two to three instructions for
+every entry; so the sign of tables that are symmetric, and FP4's magnitudes, come from arithmetic on packed bytes and
+nibbles.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -18,16 +23,16 @@ from tvm import DataType
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.decode import minifloat
-from mlc_amd.schedules.formats import MINIFLOATS, PLANE_BITS, Format
+from mlc_amd.schedules.formats import FP4_VALUES, MINIFLOATS, PLANE_BITS, Format
+from mlc_amd.schedules.gpu.base.device import intrin
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of
-from mlc_amd.schedules.gpu.base.tables import values
 from mlc_amd.schedules.tir import Buffer, Expr
 
 QUADS = 8  # words of four codes in a block
 LOAD_WORDS = 4  # of the widest load: 128 bits
-
+WORD = 4  # bytes
 
 Planes = Mapping[str, Buffer]  # of a weight, by name
 
@@ -57,8 +62,7 @@ class Scales(NamedTuple):
 
 
 def blocks(*fmts: Format) -> int:
-    """Blocks of a unit that these formats (int8) share: two where scales belong to 256 columns, so that lanes share
-    them."""
+    """Blocks of a unit that these int8 formats share: two where scales, which lanes then share, are of 256 columns."""
     return 2 if all(fmt.block % (2 * BLOCK) == 0 for fmt in fmts) else 1
 
 
@@ -87,13 +91,13 @@ def wide(buf: Buffer, row: Expr, first: Expr, count: int) -> list[Expr]:
 
 
 def views(fmt: Format, bufs: Planes, span: int) -> Planes:
-    """The planes as `fetch` reads them, rows first: codes as words, S and Z as words of a unit's bytes. Declares views;
-    call it after the last parameter."""
+    """The planes as `fetch` reads them, rows first: codes as words, S and Z as words of a unit's bytes, at most four.
+    Declares views; call it after the last parameter."""
     out = {}
     for name, buf in bufs.items():
         rows, dtype, size = int(buf.shape[0]), buf.dtype, prod(int(extent) for extent in buf.shape[1:])
         if name in ("S", "Z"):
-            count = span * BLOCK // fmt.group
+            count = min(WORD, span * BLOCK // fmt.group)
             size, dtype = size // count, f"uint{8 * count}"
         same = str(dtype) == str(buf.dtype) and len(buf.shape) == 2
         out[name] = buf if same else T.decl_buffer((rows, size), dtype, data=buf.data)
@@ -123,34 +127,41 @@ def fetch_float(fmt: Format, planes: Planes, row: Expr, unit: Expr, width: int) 
     return [T.cast(x, "float32") for x in parts]
 
 
+def block_words(fmt: Format, unit: Unit, block: int) -> dict[str, list[Expr]]:
+    """Plane -> words of a unit's block number `block`."""
+    return {p: unit.codes[p][block * PLANE_BITS[p] : (block + 1) * PLANE_BITS[p]] for p in fmt.codes}
+
+
 def codes(arch: Device, fmt: Format, unit: Unit, block: int) -> list[Expr]:
     """The eight words of codes of a unit's block number `block`: columns 4*j .. 4*j+3 in word j, signed bytes."""
-    words = {p: unit.codes[p][block * PLANE_BITS[p] : (block + 1) * PLANE_BITS[p]] for p in fmt.codes}
-    return values(arch, fmt, words.get("Q4"), lambda: bytes_of(words)) if fmt.table else bytes_of(words)
+    words = block_words(fmt, unit, block)
+    return values(arch, fmt, words.get("Q4"), lambda: bytes_of(words))
 
 
-def bytes_of(codes: Mapping[str, Sequence[Expr]]) -> list[Expr]:
-    """The codes of a block as eight words of bytes, in the order of `codes`, from the words of its planes by name."""
-    parts: list[Expr] = [None] * QUADS
+def bytes_of(codes: Mapping[str, Sequence[Expr]], count: int = QUADS // 2) -> list[Expr]:
+    """Codes as words of bytes, `count` neighbouring ones of either half of a block, from the words of its planes by
+    name: those of Q1 and Q2 shifted so that the first of these codes is in their lowest bits."""
+    parts: list[Expr] = [None] * (2 * count)
     filled = 0
     for plane, words in codes.items():
         bits = PLANE_BITS[plane]
-        for j in range(QUADS):
-            # a nibble plane holds columns 4*j.. and 16+4*j.. in one byte, the others neighbours
-            index, first = (j % 4, j // 4 * 4) if plane == "Q4" else (j * bits // 8, j * bits % 8)
+        for i in range(2 * count):
+            half, j = divmod(i, count)
+            index, first = {"Q8": (i, 0), "Q4": (j, 4 * half), "Q2": (half, 2 * j), "Q1": (0, 4 * half + j)}[plane]
             part = words[index] if bits == 8 else field(words[index], first, bits, filled)
-            parts[j] = part if parts[j] is None else parts[j] | part
+            parts[i] = part if parts[i] is None else parts[i] | part
         filled += bits
     return [T.Bind(part) for part in parts]
 
 
-def field(x: Expr, first: int, bits: int, to: int) -> Expr:
-    """Bits first..first+bits of each byte of x, moved to bit `to`."""
-    if first > to:
-        x = T.shift_right(x, T.uint32(first - to))
-    elif first < to:
-        x = T.shift_left(x, T.uint32(to - first))
-    return x & T.uint32(0x01010101 * ((1 << bits) - 1 << to))
+def field(x: Expr, first: Expr, bits: int, to: int, ones: int = 0x01010101) -> Expr:
+    """Bits first .. first + bits - 1 of each byte of a word, moved to bit `to`. first: an int or in a register; ones:
+    the lowest bits of what the word is made of."""
+    if not isinstance(first, int):
+        x = T.shift_left(T.shift_right(x, T.cast(first, "uint32")), T.uint32(to))
+    elif first != to:
+        x = T.shift_right(x, T.uint32(first - to)) if first > to else T.shift_left(x, T.uint32(to - first))
+    return x & T.uint32(ones * ((1 << bits) - 1 << to))
 
 
 def _byte(word: Expr, i: int, kind: str = "uint8") -> Expr:
@@ -183,3 +194,85 @@ def scales(fmt: Format, unit: Unit, block: int) -> Scales:
     mins: list[Expr | None] = [None] * count if zub is None else [_byte(zub, i) for i in indices]
     d = half("D") if fmt.unit == 1 else T.Bind(half("D") * T.float32(fmt.unit))
     return Scales(d, [_byte(sub, i, fmt.dtype) for i in indices], minimum, mins)
+
+
+# ---- tables
+
+Table = tuple[int, ...]  # signed bytes, 8 or 16
+
+BYTE_SELECT = 0x03020100  # of a byte permute: the bytes where they are
+
+
+def values(
+    arch: Device, fmt: Format, nibbles: list[Expr] | None, codes: Callable[[], Sequence[Expr]], flip: int = 0
+) -> list[Expr]:
+    """codes(), words of a byte for each of four codes, or for a format with a table the words of signed bytes ^ flip
+    that these stand for. nibbles: for formats with one plane of nibbles its words, whose low nibbles are the codes of
+    the first half of the words. flip: 0, or 0x80 for bytes that count from -128."""
+    if not fmt.table:
+        return list(codes())
+    if arch.api == "vulkan" and fmt.table == FP4_VALUES and nibbles:
+        return _fp4(nibbles, flip)
+    return [_lookup(arch, fmt.table, x, flip) for x in codes()]
+
+
+def _bits(x: Expr, mask: int) -> Expr:
+    """Those bits of each byte."""
+    return x & T.uint32(0x01010101 * mask)
+
+
+def _words(table: Table, flip: int = 0) -> list[Expr]:
+    packed = bytes((v ^ flip) & 255 for v in table)
+    return [T.uint32(int.from_bytes(packed[i : i + 4], "little")) for i in range(0, len(packed), 4)]
+
+
+def _lookup(arch: Device, table: Table, x: Expr, flip: int) -> Expr:
+    """table[code] ^ flip of a word of four codes. The table has 8 or 16 entries."""
+    words = _words(table, flip)
+    if arch.api == "vulkan":
+        return _selected(table, x, flip)
+    if len(table) == 8:  # a byte permute picks from eight bytes
+        return intrin("uint32", "llvm.amdgcn.perm", words[1], words[0], x)
+    # two of them; then byte i of `low`, or of `high` where bit 3 is set
+    low3 = T.Bind(_bits(x, 7))
+    low, high = (intrin("uint32", "llvm.amdgcn.perm", words[i + 1], words[i], low3) for i in (0, 2))
+    pick = T.shift_right(_bits(x, 8), T.uint32(1)) | T.uint32(BYTE_SELECT)
+    return intrin("uint32", "llvm.amdgcn.perm", high, low, pick)
+
+
+def _selected(table: Table, x: Expr, flip: int) -> Expr:
+    half = len(table) // 2
+    if table[half:] != tuple(-v for v in table[:half]) or min(table[:half]) < 0:
+        return T.Bind(T.call_extern("uint32", "vk.lookup", x, *_words(table, flip)))
+    magnitude = T.Bind(T.call_extern("uint32", "vk.lookup", x, *_words(table[:half])))
+    sign_bit = half.bit_length() - 1
+    return _negated(magnitude, _bits(T.shift_left(x, T.uint32(7 - sign_bit)), 0x80), flip)
+
+
+def _negated(magnitude: Expr, top: Expr, flip: int) -> Expr:
+    """Bytes 0..127, negated where the byte in `top` is 0x80 and not 0, ^ flip."""
+    top = T.Bind(top)
+    sign = T.Bind(T.shift_right(top, T.uint32(7)))
+    # 127 - magnitude, plus 1: never a carry into the next byte, also for 0
+    return T.Bind(((magnitude ^ (top - sign)) + sign) ^ (top ^ T.uint32(0x01010101 * flip)))
+
+
+def fp4_magnitudes(w: Expr) -> Expr:
+    """The words of eight codes of FP4_VALUES, in nibbles, as nibbles too: of a code's bits s, c, b, a the magnitude is
+    4c + 2b + a, for c = 1 plus 2b + a, plus 2 if both."""
+    # c at the places of a and of b
+    c_of_a = T.shift_right(w, T.uint32(2)) & T.uint32(0x11111111)
+    c_of_b = T.shift_right(w, T.uint32(1)) & T.uint32(0x22222222)
+    more = T.Bind(w & (c_of_a | c_of_b))
+    both = T.shift_left(more, T.uint32(1)) & more
+    return T.Bind((w & T.uint32(0x77777777)) + more + both)
+
+
+def _fp4(nibbles: Sequence[Expr], flip: int) -> list[Expr]:
+    """FP4_VALUES."""
+    low, high = [], []
+    for w in nibbles:
+        magnitudes = fp4_magnitudes(w)
+        low.append(_negated(_bits(magnitudes, 15), _bits(T.shift_left(w, T.uint32(4)), 0x80), flip))
+        high.append(_negated(_bits(T.shift_right(magnitudes, T.uint32(4)), 15), _bits(w, 0x80), flip))
+    return low + high

@@ -13,13 +13,12 @@ from workloads import gate_up_op, linear_op, operator
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.runtime.devices.vulkan import fragments
 from mlc_amd.schedules.formats import lookup
-from mlc_amd.schedules.gpu.base.pairs import GROUP, in_lanes, lanes_shape
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import resolve
-from mlc_amd.schedules.gpu.experts.expert_gemm import expert_linear
+from mlc_amd.schedules.gpu.base.quantize import GROUP, in_lanes, lanes_shape
 from mlc_amd.schedules.gpu.linear import gemm, lane_tiles
 from mlc_amd.schedules.gpu.linear.deferred_norm import MARGIN
-from mlc_amd.schedules.gpu.linear.gate_up_gemm import gate_up_swiglu
+from mlc_amd.schedules.gpu.linear.gemm import expert_linear, gate_up_swiglu
 from mlc_amd.schedules.gpu.linear.gemm_tile import Product
 from mlc_amd.schedules.gpu.linear.lane_results import LaneTile
 from mlc_amd.schedules.operators.experts import Experts

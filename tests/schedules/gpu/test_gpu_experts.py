@@ -13,7 +13,7 @@ from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.arch import resolve
-from mlc_amd.schedules.gpu.base.pairs import from_pairs, in_pairs
+from mlc_amd.schedules.gpu.base.quantize import from_pairs, in_pairs
 from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.tools.reference import experts as reference
 from tests.dev.gfxemu import emulate

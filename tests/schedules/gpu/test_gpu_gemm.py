@@ -18,8 +18,7 @@ from samples import sample
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.arch import resolve
-from mlc_amd.schedules.gpu.linear.gate_up_gemm import gate_up_swiglu
-from mlc_amd.schedules.gpu.linear.gemm import linear
+from mlc_amd.schedules.gpu.linear.gemm import gate_up_swiglu, linear
 from mlc_amd.schedules.gpu.linear.gemm_dot import DotTile
 from mlc_amd.schedules.gpu.linear.gemm_matrix import MatrixTile, choose, lds_bytes
 from mlc_amd.schedules.gpu.linear.gemm_tile import Product

@@ -6,7 +6,7 @@ import pytest
 from vulkan_harness import PROFILES, on_both
 
 from mlc_amd.schedules.gpu.base.arch import resolve
-from mlc_amd.schedules.gpu.experts.norm_route import scratch_shapes
+from mlc_amd.schedules.gpu.experts.route import scratch_shapes
 from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.tools.reference import experts as reference
 from tests.schedules.gpu.test_gpu_experts import LEFT, build, emulated, execute, left, of, profile, stack, state

@@ -19,8 +19,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.attention.attention_coop_tiles import Tile, tile_of
 from mlc_amd.schedules.gpu.attention.cache import cache_types
-from mlc_amd.schedules.gpu.base.pairs import from_pairs
 from mlc_amd.schedules.gpu.base.profiles import resolve
+from mlc_amd.schedules.gpu.base.quantize import from_pairs
 from mlc_amd.schedules.operators.attention import SLOTS, Attention, CausalAttention
 
 NVIDIA = resolve("nvidia")

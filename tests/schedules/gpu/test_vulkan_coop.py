@@ -23,13 +23,12 @@ from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.compiler.codegen.spirv_reader import read
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.device import launch
-from mlc_amd.schedules.gpu.base.pairs import RUN, RUNS, from_pairs, in_pairs
 from mlc_amd.schedules.gpu.base.planes import BLOCK, plane_args
 from mlc_amd.schedules.gpu.base.profiles import resolve
+from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS, from_pairs, in_pairs
 from mlc_amd.schedules.gpu.base.registers import at
-from mlc_amd.schedules.gpu.linear import coop_load
-from mlc_amd.schedules.gpu.linear.gate_up_gemm import gate_up_swiglu
-from mlc_amd.schedules.gpu.linear.gemm import linear
+from mlc_amd.schedules.gpu.linear import coop_load, load
+from mlc_amd.schedules.gpu.linear.gemm import gate_up_swiglu, linear
 from mlc_amd.schedules.gpu.linear.gemm_coop import CoopTile, choose
 from mlc_amd.schedules.gpu.linear.gemm_tile import Product
 from mlc_amd.schedules.operators import Quantize
@@ -66,7 +65,7 @@ def decoder(name, n, k, span, profile):
         T.func_attr({"tirx.noalias": True, "global_symbol": "k"})
         bufs = plane_args(fmt, n, k, "W_")
         out = T.arg("H", T.buffer((n, k), "float16"))
-        views = coop_load.views(fmt, bufs, span)
+        views = load.views(fmt, bufs, span)
         with launch((k // (span * BLOCK),), (n,)) as (unit, row):
             found = coop_load.runs(profile, fmt, coop_load.fetch(fmt, views, row, unit, span), span)
             for i, run_ in enumerate(found):

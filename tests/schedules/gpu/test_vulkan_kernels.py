@@ -26,7 +26,6 @@ from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.planes import padded
 from mlc_amd.schedules.gpu.base.step import kernel
 from mlc_amd.schedules.gpu.linear import gemm, gemv
-from mlc_amd.schedules.gpu.linear.gate_up_gemm import gate_up_swiglu as gate_up_gemm
 from mlc_amd.schedules.gpu.linear.gemm_dot import choose
 from mlc_amd.schedules.gpu.linear.gemm_tile import product_of
 from mlc_amd.schedules.gpu.linear.gemv_plan import Plan
@@ -255,7 +254,7 @@ def check_gate_up(profile, case, act="silu"):
     arrays = {"state": gemm_cases.state(m), **inputs, **outputs}
     arrays |= {prefix + p: a for prefix, planes in (("G_", gate_planes), ("U_", up_planes)) for p, a in planes.items()}
     op = workloads.gate_up_op(gate, up, f, k, m, layout_in, layout, act=act)
-    make = gemv.gate_up_swiglu if m <= gemv.FEW else gate_up_gemm
+    make = gemv.gate_up_swiglu if m <= gemv.FEW else gemm.gate_up_swiglu
     execute(make(op, profile, "gate_up"), arrays, profile)
     if layout != "rows":
         assert error(next(iter(outputs.values())), expected) < {"half": 6e-4, "": TOLERANCE}[layout]

@@ -14,8 +14,8 @@ from spirv_emulation import execute
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.compiler.codegen.spirv_reader import read
 from mlc_amd.schedules.gpu.attention.attention import attention
-from mlc_amd.schedules.gpu.base.pairs import from_pairs
 from mlc_amd.schedules.gpu.base.profiles import resolve
+from mlc_amd.schedules.gpu.base.quantize import from_pairs
 from mlc_amd.schedules.gpu.latent.attention_latent import tiles_of
 from mlc_amd.schedules.gpu.latent.attention_latent_decode import LatentDecodePlan
 from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, lds_bytes, shape_of, tile_of
