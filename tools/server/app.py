@@ -19,15 +19,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from mlc_amd.tools.server import info, metrics, middleware
-from mlc_amd.tools.server.apis import (
-    anthropic_messages,
-    llama_completion,
-    llama_server,
-    ollama,
-    openai_chat,
-    openai_completions,
-    responses,
-)
+from mlc_amd.tools.server.apis import anthropic, llama_server, ollama, openai_chat, openai_completions, responses
 from mlc_amd.tools.server.apis.response_objects import ResponseStore
 from mlc_amd.tools.server.service import Service
 
@@ -49,8 +41,8 @@ ROUTES = (
     ("/v1/responses", "POST", responses.create),
     ("/v1/responses/{id}", "GET", responses.retrieve),
     ("/v1/responses/{id}", "DELETE", responses.delete),
-    ("/v1/messages", "POST", anthropic_messages.messages),
-    ("/v1/messages/count_tokens", "POST", anthropic_messages.count_tokens),
+    ("/v1/messages", "POST", anthropic.messages),
+    ("/v1/messages/count_tokens", "POST", anthropic.count_tokens),
     ("/api/chat", "POST", ollama.chat),
     ("/api/generate", "POST", ollama.generate),
     ("/api/tags", "GET", ollama.tags),
@@ -61,7 +53,7 @@ ROUTES = (
     ("/detokenize", "POST", llama_server.detokenize),
     ("/apply-template", "POST", llama_server.apply_template),
     ("/props", "GET", llama_server.props),
-    ("/completion", "POST", llama_completion.completion),
+    ("/completion", "POST", llama_server.completion),
     # OpenAI's, for clients whose address has no /v1, as llama-server takes them.
     ("/models", "GET", info.models),
     ("/chat/completions", "POST", openai_chat.chat_completions),

@@ -1,7 +1,7 @@
 """The events of a whole answer as blocks: what the model thought, what it said, what it called, in order."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -54,6 +54,12 @@ def blocks_of(events: Iterable[Event]) -> list[Block]:
             if isinstance(event, Text):
                 found[-1].logprobs += event.logprobs
     return found
+
+
+def parts_of(blocks: Sequence[Block]) -> tuple[str, str, list[Block]]:
+    """(what was said, what was thought, the calls)."""
+    text, thought = ("".join(block.text for block in blocks if block.kind == kind) for kind in ("text", "thinking"))
+    return text, thought, [block for block in blocks if block.kind == "call"]
 
 
 def finish_of(events: Iterable[Event]) -> Finish:

@@ -160,14 +160,6 @@ class Usage:
     cached: int = 0
     reasoning: int = 0
 
-    def __add__(self, other: "Usage") -> "Usage":
-        return Usage(
-            self.prompt + other.prompt,
-            self.completion + other.completion,
-            self.cached + other.cached,
-            self.reasoning + other.reasoning,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Timings:

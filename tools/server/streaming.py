@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -32,21 +32,31 @@ PING_INTERVAL = 10.0
 WRITE_LIMIT = 60.0
 
 
-class Encoder(Protocol):
-    """What an API writes for an answer, one method after the other."""
+class Encoder:
+    """What an API writes for an answer, one method after the other: by itself server-sent events, with OpenAI's
+    errors."""
 
-    media_type: str
+    media_type = "text/event-stream; charset=utf-8"
 
-    def begin(self) -> bytes: ...
-    def events(self, events: Sequence[Event]) -> bytes: ...
-    def end(self) -> bytes: ...
+    def begin(self) -> bytes:
+        return b""
+
+    def events(self, events: Sequence[Event]) -> bytes:
+        return b"".join(self._encoded(event) for event in merged(events))
+
+    def _encoded(self, event: Event) -> bytes:
+        raise NotImplementedError
+
+    def end(self) -> bytes:
+        return b""
+
     def error(self, error: ApiError) -> bytes:
         """Instead of `end`, after any of the others."""
-        ...
+        return sse(errors.openai_body(error))
 
     def ping(self) -> bytes:
         """What a client ignores."""
-        ...
+        return b": ping\n\n"
 
 
 class ClientGone(Exception):
@@ -176,12 +186,10 @@ def merged(events: Sequence[Event]) -> list[Event]:
             found[-1] = Text(last.text + event.text, event.index, last.logprobs + event.logprobs)
         elif isinstance(event, Thinking) and isinstance(last, Thinking):
             found[-1] = Thinking(last.text + event.text, event.index)
-        elif isinstance(event, ToolCallArguments) and isinstance(last, ToolCallArguments):
-            found[-1:] = (
-                [ToolCallArguments(last.text + event.text, event.number, event.index)]
-                if last.number == event.number
-                else [last, event]
-            )
+        elif (
+            isinstance(last, ToolCallArguments) and isinstance(event, ToolCallArguments) and last.number == event.number
+        ):
+            found[-1] = ToolCallArguments(last.text + event.text, event.number, event.index)
         else:
             found.append(event)
     return found
