@@ -93,23 +93,14 @@ class Answering(AsyncIterator[list[Event]]):
         request, model = self.request, self.model
         made = await asyncio.to_thread(self._prepare)
         self.prompt_tokens = sum(map(len, made.prompts))
-        stops = (*(model.prompter.stops if isinstance(request, ChatRequest) else ()), *request.stop)
+        ends = model.engine.chat_template.stop_strings() if isinstance(request, ChatRequest) else ()
         count = request.n * len(made.prompts)
         self._events = [AnswerEvents(model, request, index, made.text, made.tools) for index in range(count)]
         self._begun = model.engine.agenerate(
-            made.prompts,
-            None,
-            request.max_tokens,
-            stops,
-            made.shown,
-            n=request.n,
-            client=request.client,
-            logprobs=request.logprobs,
-            constraint=made.grammar,
-            min_tokens=request.min_tokens,
-            progress=self._progress.append if request.progress else None,
-            **request.sampling,
-        )
+            made.prompts, None, request.max_tokens, (*ends, *request.stop), made.shown, n=request.n,
+            client=request.client, logprobs=request.logprobs, constraint=made.grammar, min_tokens=request.min_tokens,
+            progress=self._progress.append if request.progress else None, **request.sampling,
+        )  # fmt: skip
         await self._stream.start()
 
     @property
@@ -202,7 +193,8 @@ class AnswerEvents:
         self._parser = None if prompt is None else model.reasoning.parser(prompt)
         self._calls = CallParser(model.calls, tools) if tools else None
         self._called = False
-        self._strips = prompt is not None and model.prompter.strips  # white space until the first text
+        # The white space until the first text is the fallback template's.
+        self._strips = prompt is not None and model.engine.chat_template.is_fallback
         self._thought = 0  # tokens
         self._logprobs: list[TokenLogprob] = []  # of tokens whose text is still to come
 

@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
-from mlc_amd.tools.server import info, metrics, middleware
+from mlc_amd.tools.server import metrics, middleware
 from mlc_amd.tools.server.apis import anthropic, llama_server, ollama, openai_chat, openai_completions, responses
 from mlc_amd.tools.server.apis.response_objects import ResponseStore
 from mlc_amd.tools.server.service import Service
@@ -32,10 +32,10 @@ PAGE_HEADERS = {
 }
 # path, method, handler
 ROUTES = (
-    ("/health", "GET", info.health),
+    ("/health", "GET", llama_server.health),
     ("/metrics", "GET", metrics.metrics),
-    ("/v1/models", "GET", info.models),
-    ("/v1/models/{name:path}", "GET", info.model),
+    ("/v1/models", "GET", llama_server.models),
+    ("/v1/models/{name:path}", "GET", llama_server.model),
     ("/v1/chat/completions", "POST", openai_chat.chat_completions),
     ("/v1/completions", "POST", openai_completions.completions),
     ("/v1/responses", "POST", responses.create),
@@ -55,7 +55,7 @@ ROUTES = (
     ("/props", "GET", llama_server.props),
     ("/completion", "POST", llama_server.completion),
     # OpenAI's, for clients whose address has no /v1, as llama-server takes them.
-    ("/models", "GET", info.models),
+    ("/models", "GET", llama_server.models),
     ("/chat/completions", "POST", openai_chat.chat_completions),
     ("/responses", "POST", responses.create),
 )
@@ -88,24 +88,17 @@ def make_app(service: Service) -> Starlette:
     if page.is_dir():
         routes.append(Mount("/", _Page(directory=page, html=True)))
     options = service.options
-    layers = []
-    if options.cors_origins:
-        layers.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=list(options.cors_origins),
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],
-                expose_headers=["x-request-id"],
-            )
-        )
-    layers += [
+    cors = Middleware(
+        CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"],
+        expose_headers=["x-request-id"],
+    )  # fmt: skip
+    layers = [
+        *([cors] if options.cors_origins else []),
         Middleware(middleware.Gate, service=service, paths=[path for path, *_ in ROUTES]),
         Middleware(middleware.Access, keys=options.api_key, origins=options.cors_origins, hosts=options.hosts),
     ]
-    app = Starlette(
-        routes=routes, middleware=layers, lifespan=_lifespan, exception_handlers={HTTPException: middleware.http_error}
-    )
+    handlers = {HTTPException: middleware.http_error}
+    app = Starlette(routes=routes, middleware=layers, lifespan=_lifespan, exception_handlers=handlers)
     app.state.service, app.state.responses = service, ResponseStore()
     return app
 

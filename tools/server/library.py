@@ -75,10 +75,8 @@ class LoadedModel:
 class Library:
     """loaders: name -> what loads its engine, called in a thread; the first is the default model. most: models that are
     loaded at a time; idle: seconds after which an unused one is unloaded, None: never; patience: seconds that a request
-    waits for a place.
-
-    names: of all models, the default one first; loaded: those that are loaded now, by name; created: seconds since the
-    epoch."""
+    waits for a place. names: of all models, the default one first; loaded: those that are loaded now, by name; created:
+    seconds since the epoch."""
 
     def __init__(
         self,

@@ -49,9 +49,8 @@ class Metrics:
             return Counter(name, text, labels, registry=registry)
 
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Time to the first token.", _TTFT)
-        self._token = histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time of an answer's tokens after the first.", _TOKEN
-        )
+        mean = "Mean time of an answer's tokens after the first."
+        self._token = histogram("vllm:request_time_per_output_token_seconds", mean, _TOKEN)
         self._whole = histogram("vllm:e2e_request_latency_seconds", "Time of whole answers.", _WHOLE)
         self._counters = {name: counter(*about) for name, about in _COUNTERS.items()}
         reasons = (*_LABELS, "finished_reason")

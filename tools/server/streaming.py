@@ -7,9 +7,7 @@ written together: a client sees no difference, and the event loop has less to do
 import asyncio
 import json
 import math
-import sys
 import time
-import traceback
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -147,7 +145,7 @@ class AnswerStream(Response):
                         await self._answering.pause(_pause(asyncio.get_running_loop().time(), AnswerStream.open))
                 return encoder.end()
         except Exception as error:
-            return encoder.error(reported(error))
+            return encoder.error(errors.reported(error))
 
 
 def _pause(now: float, streams: int) -> float:
@@ -156,14 +154,6 @@ def _pause(now: float, streams: int) -> float:
     interval = min(_WRITE_INTERVAL + _INTERVAL_OF_STREAM * streams, _LONGEST_INTERVAL)
     tick = interval / _TICKS
     return math.ceil((now + interval) / tick) * tick - now
-
-
-def reported(error: Exception) -> ApiError:
-    """What the client is told of an exception within an answer; a bug is written to stderr."""
-    known = errors.of(error)
-    if known is None:
-        traceback.print_exception(error, file=sys.stderr)
-    return known or errors.bug(error)
 
 
 async def collect(answering: Answering, receive: Receive, limit: float | None) -> list[Event]:

@@ -8,7 +8,6 @@ pytest.importorskip("starlette")
 from mlc_amd.runtime.engine.generation import Piece, Stats
 from mlc_amd.tools.server.answering import AnswerEvents, Answering
 from mlc_amd.tools.server.apis import anthropic, ollama, openai_chat, response_objects
-from mlc_amd.tools.server.blocks import blocks_of
 from mlc_amd.tools.server.chat_request import (
     ChatRequest,
     Finish,
@@ -18,6 +17,7 @@ from mlc_amd.tools.server.chat_request import (
     ToolCallArguments,
     ToolCallBegin,
     Usage,
+    blocks_of,
 )
 from mlc_amd.tools.server.streaming import merged
 

@@ -16,9 +16,10 @@ from starlette.responses import Response
 
 from mlc_amd.tools.server import errors
 from mlc_amd.tools.server.answering import Answering
+from mlc_amd.tools.server.apis.openai_chat import LEVELS
 from mlc_amd.tools.server.apis.openai_fields import checked
-from mlc_amd.tools.server.blocks import Block, blocks_of, finish_of
 from mlc_amd.tools.server.chat_request import (
+    Block,
     ChatRequest,
     Event,
     Finish,
@@ -28,6 +29,9 @@ from mlc_amd.tools.server.chat_request import (
     ToolCallArguments,
     ToolCallBegin,
     Usage,
+    blocks_of,
+    finish_of,
+    tool_call,
 )
 from mlc_amd.tools.server.errors import ApiError, invalid
 from mlc_amd.tools.server.fields import Fields
@@ -38,13 +42,7 @@ from mlc_amd.tools.server.streaming import Encoder, Json, sse
 # Anthropic's `thinking.type` -> ours, by preference.
 _THINKING = {"enabled": ("on", "high"), "adaptive": (), "disabled": ("off", "low")}
 # Its `output_config.effort`, likewise, where `thinking` does not say it.
-_EFFORTS = {
-    "low": ("low", "on"),
-    "medium": ("medium", "on"),
-    "high": ("high", "on"),
-    "xhigh": ("high", "on"),
-    "max": ("high", "on"),
-}
+_EFFORTS = LEVELS | {"max": ("high", "on")}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _TEXT = {"type": "text", "text": "", "citations": None}
 # Parts of the usage that this server has not.
@@ -166,8 +164,7 @@ def _assistant(message: Fields, role: str) -> list[dict[str, Any]]:
         kind = block.text("type")
         if kind == "tool_use":
             block.required("name")
-            function = {"name": block.text("name"), "arguments": block.values("input")}
-            calls.append({"id": block.text("id"), "type": "function", "function": function})
+            calls.append(tool_call(block.text("id"), block.text("name"), block.values("input")))
         elif kind == "thinking":
             thoughts.append(block.text("thinking"))
         elif kind != "redacted_thinking":

@@ -1,5 +1,5 @@
-"""`POST /tokenize`, `/detokenize`, `/apply-template` and `/completion`, and `GET /props`, as llama-server has them
-(https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md).
+"""`POST /tokenize`, `/detokenize`, `/apply-template` and `/completion`, `GET /props`, `/health` and `/v1/models`, as
+llama-server has them (https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md).
 
 `model` says whose they are, which llama-server's do not need. /completion continues a prompt: a text, a list of token
 ids and texts with at least one id, {"prompt_string": text}, or a list of these, which gives a list of answers.
@@ -28,6 +28,7 @@ from mlc_amd.tools.server.apis.openai_fields import finishes_of, progress_body, 
 from mlc_amd.tools.server.chat_request import ENDLESS, Event, Finish, Text, TextRequest, TokenLogprob
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
+from mlc_amd.tools.server.library import Library
 from mlc_amd.tools.server.service import client_of, read_fields, respond, service_of
 from mlc_amd.tools.server.streaming import Encoder, Json, sse
 
@@ -94,6 +95,39 @@ async def props(request: Request) -> Response:
                 "is_sleeping": False,
             }
         )
+
+
+# ---- what the server tells about itself
+
+
+async def models(request: Request) -> Response:
+    """OpenAI's form."""
+    library = service_of(request).library
+    return Json({"object": "list", "data": [_model(library, name) for name in library.names]})
+
+
+async def model(request: Request) -> Response:
+    library = service_of(request).library
+    return Json(_model(library, library.name(request.path_params["name"])))
+
+
+def _model(library: Library, name: str) -> dict[str, Any]:
+    """OpenAI's fields; `status` as llama-server's router has it; `meta` of a loaded model, as llama-server's."""
+    loaded = library.loaded.get(name)
+    made: dict[str, Any] = {"id": name, "object": "model", "created": library.created, "owned_by": "mlc-amd"}
+    made["status"] = {"value": "loaded" if loaded else "unloaded"}
+    if loaded:
+        config, context = loaded.engine.config, loaded.engine.context
+        made["meta"] = {"n_vocab": loaded.engine.vocab, "n_ctx": context, "n_ctx_train": config["context"]}
+        made["max_model_len"] = context  # vLLM's name for it
+    return made
+
+
+async def health(request: Request) -> Response:
+    """200 once requests are taken, 503 while the server is stopping."""
+    if service_of(request).stopping:
+        return Json({"status": "stopping"}, 503)
+    return Json({"status": "ok"})
 
 
 # ---- /completion
@@ -168,9 +202,8 @@ def _said(index: int, texts: Sequence[Text], wanted: Wanted) -> dict[str, Any]:
     made: dict[str, Any] = {"index": index, "content": "".join(text.text for text in texts), "stop": False}
     made |= {"id_slot": index, "tokens": [one.id for one in logprobs] if ids else []}
     if probabilities:
-        made["completion_probabilities"] = [
-            _token(one) | {"top_logprobs": list(map(_token, one.top))} for one in logprobs
-        ]
+        told = [_token(one) | {"top_logprobs": list(map(_token, one.top))} for one in logprobs]
+        made["completion_probabilities"] = told
     return made
 
 

@@ -21,10 +21,10 @@ from mlc_amd.tools.server import errors
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.apis.openai_chat import check_tools
 from mlc_amd.tools.server.apis.openai_fields import least_tokens, logprob_body, sampling, stops
-from mlc_amd.tools.server.blocks import Block, blocks_of, finish_of, parts_of
 from mlc_amd.tools.server.chat_request import (
     ANY_OBJECT,
     AnswerRequest,
+    Block,
     ChatRequest,
     Event,
     Finish,
@@ -32,6 +32,9 @@ from mlc_amd.tools.server.chat_request import (
     TextRequest,
     ToolCallArguments,
     ToolCallBegin,
+    blocks_of,
+    finish_of,
+    parts_of,
 )
 from mlc_amd.tools.server.errors import ApiError, invalid
 from mlc_amd.tools.server.fields import Fields
@@ -180,9 +183,8 @@ def _whole_chat(answering: Answering, events: Sequence[Event]) -> dict[str, Any]
     made = _said(blocks_of(events), "content")
     logprobs = made.pop("logprobs", None)
     end = _end(answering, finish_of(events))
-    return {**_head(answering.model.name), "message": {"role": "assistant", **made}, **end} | (
-        {"logprobs": logprobs} if logprobs else {}
-    )
+    body = {**_head(answering.model.name), "message": {"role": "assistant", **made}, **end}
+    return body | ({"logprobs": logprobs} if logprobs else {})
 
 
 def _whole_text(answering: Answering, events: Sequence[Event]) -> dict[str, Any]:

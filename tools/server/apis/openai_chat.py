@@ -18,7 +18,6 @@ from mlc_amd.runtime.engine.generation import MOST_LOGPROBS, PromptProgress
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.apis import openai_fields
 from mlc_amd.tools.server.apis.openai_fields import logprob_body, progress_body, timings_body
-from mlc_amd.tools.server.blocks import blocks_of, parts_of
 from mlc_amd.tools.server.chat_request import (
     ChatRequest,
     Event,
@@ -27,6 +26,9 @@ from mlc_amd.tools.server.chat_request import (
     Thinking,
     ToolCallArguments,
     ToolCallBegin,
+    blocks_of,
+    parts_of,
+    tool_call,
 )
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
@@ -35,14 +37,8 @@ from mlc_amd.tools.server.service import client_of, read_fields, respond
 from mlc_amd.tools.server.streaming import dumps
 
 # OpenAI's words for how much to think -> ours, by preference (ChatRequest.thinking).
-EFFORTS = {
-    "none": ("off", "low"),
-    "minimal": ("off", "low"),
-    "low": ("low", "on"),
-    "medium": ("medium", "on"),
-    "high": ("high", "on"),
-    "xhigh": ("high", "on"),
-}
+LEVELS = {"low": ("low", "on"), "medium": ("medium", "on"), "high": ("high", "on"), "xhigh": ("high", "on")}
+EFFORTS = dict.fromkeys(("none", "minimal"), ("off", "low")) | LEVELS
 
 
 async def chat_completions(request: Request) -> Response:
@@ -114,9 +110,7 @@ def choice(events: Sequence[Event], end: Finish) -> dict[str, Any]:
     """A whole answer."""
     blocks = blocks_of(events)
     text, thought, called = parts_of(blocks)
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}} for call in called
-    ]
+    calls = [tool_call(call.id, call.name, call.text) for call in called]
     message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
     message |= {"refusal": None, "annotations": []}
     message |= {"reasoning_content": thought} if thought else {}

@@ -31,9 +31,8 @@ async def completions(request: Request) -> Response:
     stream, usage = openai_fields.streamed(fields)
     before = partial(_before, asked, fields.flag("echo"))
     encoder = partial(TextChunks, usage=usage, before=before) if stream else None
-    return await respond(
-        request, asked, encoder, partial(openai_fields.whole, "cmpl", "text_completion", partial(_choice, before))
-    )
+    whole = partial(openai_fields.whole, "cmpl", "text_completion", partial(_choice, before))
+    return await respond(request, asked, encoder, whole)
 
 
 def text_request(fields: Fields, client: str) -> TextRequest:

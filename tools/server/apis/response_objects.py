@@ -9,8 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlc_amd.tools.server.apis.openai_fields import logprob_body
-from mlc_amd.tools.server.blocks import Block, parts_of
-from mlc_amd.tools.server.chat_request import Event, Finish, Text, Thinking, ToolCallArguments, ToolCallBegin, Usage
+from mlc_amd.tools.server.chat_request import (
+    Block,
+    Event,
+    Finish,
+    Text,
+    Thinking,
+    ToolCallArguments,
+    ToolCallBegin,
+    Usage,
+    parts_of,
+    tool_call,
+)
 from mlc_amd.tools.server.errors import ApiError
 from mlc_amd.tools.server.streaming import Encoder, sse
 
@@ -92,10 +102,7 @@ def part(block: Block) -> dict[str, Any]:
 def as_message(blocks: Sequence[Block]) -> dict[str, Any]:
     """The answer as a message that the next request continues."""
     text, thought, called = parts_of(blocks)
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in called
-    ]
+    calls = [tool_call(call.id, call.name, call.arguments) for call in called]
     made: dict[str, Any] = {"role": "assistant", "content": text}
     return made | ({"reasoning_content": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
 
@@ -202,9 +209,8 @@ class ResponseEvents(Encoder):
         made = self._close()
         self._id = item_id(block)
         self._blocks.append(block)
-        made += self._event(
-            "response.output_item.added", output_index=len(self._items), item=item(block, self._id, "in_progress")
-        )
+        added = item(block, self._id, "in_progress")
+        made += self._event("response.output_item.added", output_index=len(self._items), item=added)
         if block.kind == "call":
             return made
         return made + self._event("response.content_part.added", **self._where(), content_index=0, part=part(block))

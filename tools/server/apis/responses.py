@@ -20,8 +20,16 @@ from mlc_amd.tools.server.apis import openai_fields
 from mlc_amd.tools.server.apis import response_objects as objects
 from mlc_amd.tools.server.apis.openai_chat import EFFORTS, function_tool, tool_choice
 from mlc_amd.tools.server.apis.response_objects import ResponseEvents, ResponseStore
-from mlc_amd.tools.server.blocks import Block, blocks_of, finish_of
-from mlc_amd.tools.server.chat_request import ANY_OBJECT, ChatRequest, Event, ResponseFormat
+from mlc_amd.tools.server.chat_request import (
+    ANY_OBJECT,
+    Block,
+    ChatRequest,
+    Event,
+    ResponseFormat,
+    blocks_of,
+    finish_of,
+    tool_call,
+)
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.prompts import content_text, parse_arguments
@@ -66,9 +74,8 @@ async def create(request: Request) -> Response:
         """The settings that the request leaves out are the model's."""
         sampling = answering.model.engine.sampling
         echo = {name: getattr(sampling, name) if value is None else value for name, value in asked.numbers.items()}
-        return objects.response(
-            objects.new_id("resp", store.maker), int(time.time()), answering.model.name, asked.echo | echo
-        )
+        id = objects.new_id("resp", store.maker)
+        return objects.response(id, int(time.time()), answering.model.name, asked.echo | echo)
 
     def encoder(answering: Answering) -> ResponseEvents:
         return ResponseEvents(begin(answering), keep)
@@ -186,8 +193,7 @@ def _add(messages: list[dict[str, Any]], item: Fields) -> None:
     elif kind == "function_call":
         item.required("name")
         arguments = parse_arguments(item.raw("arguments"), item.path("arguments"))
-        function = {"name": item.text("name"), "arguments": arguments}
-        call = {"id": item.text("call_id"), "type": "function", "function": function}
+        call = tool_call(item.text("call_id"), item.text("name"), arguments)
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         item.required("call_id")
