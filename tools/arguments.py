@@ -28,7 +28,9 @@ from mlc_amd.runtime.errors import UsageError
 from mlc_amd.runtime.options import Option, described
 from mlc_amd.tools.options import Without
 
-_BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+_BOOLEANS: dict[str, bool] = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
+    ("false", "no", "off", "0"), False
+)
 
 
 def _integer(text: str) -> int:

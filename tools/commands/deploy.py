@@ -57,12 +57,8 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 @dataclass(frozen=True)
 class Destination:
-    """A kind of machine that bundles are made for.
-
-    kinds: targets that run there; archs: profiles, of which the artifact must have one (empty: the device decides when
-        it loads it);
-    templates: files of dist/bundle that its bundles have
-    """
+    """A kind of machine that bundles are made for. kinds: targets that run there; archs: profiles, of which the
+    artifact must have one (empty: the device decides when it loads it); templates: files of dist/bundle."""
 
     title: str
     kinds: tuple[str, ...]

@@ -40,11 +40,6 @@ class Unreachable(Unavailable):
     """The hub cannot be asked: there is no network, or HF_HUB_OFFLINE forbids it."""
 
 
-def find(name: Name) -> Path:
-    """The model's file: of the cache, else downloaded. Raises what `pull` does."""
-    return cached(name) or pull(name)
-
-
 def cached(name: Name) -> Path | None:
     """The model's file if the cache has all of it, whether or not the hub has a newer one. Without a QUANT, what the
     cache has of the repository counts."""

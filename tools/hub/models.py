@@ -50,7 +50,7 @@ def find(model: str | os.PathLike[str]) -> Path:
     if name is None:
         return path
     try:
-        return hub.find(name)
+        return hub.cached(name) or hub.pull(name)
     except hub.Unavailable as error:
         raise UserError(f"{model}: no such file or folder here; {error}") from error
 

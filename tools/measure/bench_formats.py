@@ -35,7 +35,9 @@ _COLUMNS: tuple[tuple[str, int, bool, Callable[[dict], object]], ...] = (
 
 def writer(name: str, hidden: Collection[str] = ()) -> Writer:
     """The writer of format `name`; hidden: titles of columns that Markdown leaves out."""
-    return {"md": partial(_markdown, hidden), "json": _json, "jsonl": _jsonl, "csv": _csv}[name]()
+    if name == "jsonl":
+        return "", lambda result: dumps(result) + "\n", ""
+    return {"md": partial(_markdown, hidden), "json": _json, "csv": _csv}[name]()
 
 
 def _share(result: dict, share: str, of: str) -> str:
@@ -60,10 +62,6 @@ def _markdown(hidden: Collection[str]) -> Writer:
 def _json() -> Writer:
     between = chain([""], repeat(",\n"))
     return "[\n", lambda result: next(between) + dumps(result, indent=1), "\n]\n"
-
-
-def _jsonl() -> Writer:
-    return "", lambda result: dumps(result) + "\n", ""
 
 
 def _csv() -> Writer:

@@ -19,14 +19,9 @@ ROUNDS = 7
 
 def decode_bytes(artifact, depth: float) -> float:
     """Bytes that decoding one token reads when the cache holds `depth` tokens before it: weights, keys and values."""
-    costs = _costs(artifact)
+    costs = {entry["name"]: entry for entry in artifact.manifest["kernels"]}
     launches = artifact.manifest["functions"]["decode"]["launches"]
     return sum(traffic(costs[launch["kernel"]], 1, depth) for launch in launches)
-
-
-def _costs(artifact) -> dict[str, dict]:
-    """The manifest's entry of each kernel."""
-    return {entry["name"]: entry for entry in artifact.manifest["kernels"]}
 
 
 def traffic(kernel: dict, tokens: int, depth: float) -> float:
@@ -56,7 +51,7 @@ def measure(engine, ids, peak: float | None, rounds: int = ROUNDS) -> dict[str, 
     spent: dict[str, float] = defaultdict(float)  # a kernel's call may be several steps
     for (kernel, *_), (took, _) in zip(steps, seconds, strict=True):
         spent[kernel] += float(took)
-    rows, costs = [], _costs(engine.artifact)
+    rows, costs = [], {entry["name"]: entry for entry in engine.artifact.manifest["kernels"]}
     for kernel, took in sorted(spent.items(), key=lambda item: -item[1]):
         calls = costs[kernel]["calls"][name]
         moved = calls * traffic(costs[kernel], tokens, engine.position) / took

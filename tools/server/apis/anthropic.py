@@ -14,25 +14,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlc_amd.tools.server import chat_request as forms
 from mlc_amd.tools.server import errors
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.apis.openai_chat import LEVELS
 from mlc_amd.tools.server.apis.openai_fields import checked
-from mlc_amd.tools.server.chat_request import (
-    Block,
-    ChatRequest,
-    Event,
-    Finish,
-    ResponseFormat,
-    Text,
-    Thinking,
-    ToolCallArguments,
-    ToolCallBegin,
-    Usage,
-    blocks_of,
-    finish_of,
-    tool_call,
-)
 from mlc_amd.tools.server.errors import ApiError, invalid
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.prompts import content_text
@@ -66,7 +52,7 @@ async def count_tokens(request: Request) -> Response:
 # ---- requests
 
 
-def messages_request(fields: Fields, client: str, counting: bool = False) -> ChatRequest:
+def messages_request(fields: Fields, client: str, counting: bool = False) -> forms.ChatRequest:
     """counting: the tokens are only counted: there is no max_tokens."""
     if not counting:
         fields.required("max_tokens")
@@ -74,7 +60,7 @@ def messages_request(fields: Fields, client: str, counting: bool = False) -> Cha
     tools = [_tool(tool) for tool in fields.objects("tools")]
     choice, parallel = _tool_choice(fields, [tool["function"]["name"] for tool in tools])
     given = {name: fields.number(name) for name in ("temperature", "top_p")} | {"top_k": fields.whole("top_k")}
-    return ChatRequest(
+    return forms.ChatRequest(
         model=fields.text("model"),
         messages=_messages(fields),
         tools=tools,
@@ -96,13 +82,13 @@ def _thinking(fields: Fields, output: Fields) -> tuple[str, ...]:
     return _EFFORTS[output.choice("effort", tuple(_EFFORTS), "high")] if output.has("effort") else ()
 
 
-def _format(given: Fields | None) -> ResponseFormat | None:
+def _format(given: Fields | None) -> forms.ResponseFormat | None:
     """output_config.format: {"type": "json_schema", "schema": ..}; its older name is output_format."""
     if given is None:
         return None
     given.required("schema")
     given.choice("type", ("json_schema",), "json_schema")
-    return ResponseFormat(schema=given.values("schema"))
+    return forms.ResponseFormat(schema=given.values("schema"))
 
 
 def _tool(tool: Fields) -> dict[str, Any]:
@@ -164,7 +150,7 @@ def _assistant(message: Fields, role: str) -> list[dict[str, Any]]:
         kind = block.text("type")
         if kind == "tool_use":
             block.required("name")
-            calls.append(tool_call(block.text("id"), block.text("name"), block.values("input")))
+            calls.append(forms.tool_call(block.text("id"), block.text("name"), block.values("input")))
         elif kind == "thinking":
             thoughts.append(block.text("thinking"))
         elif kind != "redacted_thinking":
@@ -183,13 +169,13 @@ def _text_of(block: Fields) -> str:
 # ---- answers
 
 
-def _whole(answering: Answering, events: Sequence[Event]) -> dict[str, Any]:
-    end = finish_of(events)
-    content = [_block(block) for block in blocks_of(events)]
+def _whole(answering: Answering, events: Sequence[forms.Event]) -> dict[str, Any]:
+    end = forms.finish_of(events)
+    content = [_block(block) for block in forms.blocks_of(events)]
     return {**_message(answering, end.usage), "content": content, **_stop(end)}
 
 
-def _message(answering: Answering, usage: Usage) -> dict[str, Any]:
+def _message(answering: Answering, usage: forms.Usage) -> dict[str, Any]:
     return {
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
@@ -204,7 +190,7 @@ def _message(answering: Answering, usage: Usage) -> dict[str, Any]:
     }
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: forms.Usage) -> dict[str, Any]:
     """Anthropic's input tokens are those that were not cached."""
     return {
         **_NO_USAGE,
@@ -216,11 +202,11 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _stop(end: Finish) -> dict[str, Any]:
+def _stop(end: forms.Finish) -> dict[str, Any]:
     return {"stop_reason": "stop_sequence" if end.stop else _REASONS[end.reason], "stop_sequence": end.stop}
 
 
-def _block(block: Block) -> dict[str, Any]:
+def _block(block: forms.Block) -> dict[str, Any]:
     if block.kind == "text":
         return {**_TEXT, "text": block.text}
     if block.kind == "thinking":
@@ -241,21 +227,21 @@ class MessageEvents(Encoder):
         self._open: tuple[str, int] | None = None  # its kind, and its number if it is a call
 
     def begin(self) -> bytes:
-        message = _message(self._answering, Usage(prompt=self._answering.prompt_tokens))
+        message = _message(self._answering, forms.Usage(prompt=self._answering.prompt_tokens))
         return _event("message_start", message=message) + self.ping()
 
-    def _encoded(self, event: Event) -> bytes:
-        if isinstance(event, Text):
+    def _encoded(self, event: forms.Event) -> bytes:
+        if isinstance(event, forms.Text):
             begun = self._begin(("text", 0), _TEXT)
             return begun + self._delta({"type": "text_delta", "text": event.text})
-        if isinstance(event, Thinking):
+        if isinstance(event, forms.Thinking):
             begun = self._begin(("thinking", 0), {"type": "thinking", "thinking": "", "signature": ""})
             return begun + self._delta({"type": "thinking_delta", "thinking": event.text})
-        if isinstance(event, ToolCallBegin):
+        if isinstance(event, forms.ToolCallBegin):
             return self._begin(("call", event.number), _tool_use(event.id, event.name, {}))
-        if isinstance(event, ToolCallArguments):
+        if isinstance(event, forms.ToolCallArguments):
             return self._delta({"type": "input_json_delta", "partial_json": event.text})
-        if isinstance(event, Finish):
+        if isinstance(event, forms.Finish):
             return self._close() + _event("message_delta", delta=_stop(event), usage=_usage(event.usage))
         return b""  # this API has no progress of prompts
 

@@ -138,7 +138,7 @@ async def completion(request: Request) -> Response:
     asked, stream = _text_request(fields, client_of(request)), fields.flag("stream")
     wanted = fields.flag("return_tokens") or stream, bool(fields.whole("n_probs"))
     shown = fields.texts("response_fields")
-    encoder = partial(_Chunks, wanted=wanted, shown=shown, timed=openai_fields.timed(fields)) if stream else None
+    encoder = partial(_Chunks, wanted=wanted, shown=shown, timed=fields.flag("timings_per_token")) if stream else None
     return await respond(request, asked, encoder, partial(_whole, _are_several(fields.raw("prompt")), wanted, shown))
 
 

@@ -17,25 +17,11 @@ from starlette.responses import Response
 import mlc_amd
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.engine.generation import MOST_LOGPROBS
+from mlc_amd.tools.server import chat_request as forms
 from mlc_amd.tools.server import errors
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.apis.openai_chat import check_tools
 from mlc_amd.tools.server.apis.openai_fields import least_tokens, logprob_body, sampling, stops
-from mlc_amd.tools.server.chat_request import (
-    ANY_OBJECT,
-    AnswerRequest,
-    Block,
-    ChatRequest,
-    Event,
-    Finish,
-    ResponseFormat,
-    TextRequest,
-    ToolCallArguments,
-    ToolCallBegin,
-    blocks_of,
-    finish_of,
-    parts_of,
-)
 from mlc_amd.tools.server.errors import ApiError, invalid
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.prompts import check_messages
@@ -43,6 +29,7 @@ from mlc_amd.tools.server.service import client_of, read_fields, respond, servic
 from mlc_amd.tools.server.streaming import Encoder, Json, dumps
 
 _EFFORTS = {"low": ("low", "on"), "medium": ("medium", "on"), "high": ("high", "on")}
+_OF_CALLS = (forms.ToolCallBegin, forms.ToolCallArguments)
 _NANOSECONDS = 1_000_000_000
 
 
@@ -71,19 +58,19 @@ async def _load(request: Request, name: str, answer: dict[str, Any]) -> Response
 # ---- requests
 
 
-def chat_request(fields: Fields, client: str) -> ChatRequest | None:
+def chat_request(fields: Fields, client: str) -> forms.ChatRequest | None:
     """None: there are no messages, the model shall only be loaded."""
     if not fields.raw("messages"):
         return None
     for message in fields.objects("messages"):
         _refuse_images(message)
-    return ChatRequest(
+    return forms.ChatRequest(
         messages=_with_ids(check_messages(fields)), tools=check_tools(fields), thinking=_thinking(fields),
         **_common(fields, client),
     )  # fmt: skip
 
 
-def generate_request(fields: Fields, client: str) -> AnswerRequest | None:
+def generate_request(fields: Fields, client: str) -> forms.AnswerRequest | None:
     """None: there is no prompt, the model shall only be loaded."""
     _refuse_images(fields)
     for name in ("suffix", "context"):
@@ -93,10 +80,10 @@ def generate_request(fields: Fields, client: str) -> AnswerRequest | None:
     if not prompt:
         return None
     if fields.flag("raw"):
-        return TextRequest(prompts=[prompt], **_common(fields, client))
+        return forms.TextRequest(prompts=[prompt], **_common(fields, client))
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
-    return ChatRequest(messages=messages, thinking=_thinking(fields), **_common(fields, client))
+    return forms.ChatRequest(messages=messages, thinking=_thinking(fields), **_common(fields, client))
 
 
 def _common(fields: Fields, client: str) -> dict[str, Any]:
@@ -115,16 +102,16 @@ def _common(fields: Fields, client: str) -> dict[str, Any]:
     }
 
 
-def _format(fields: Fields) -> ResponseFormat | None:
+def _format(fields: Fields) -> forms.ResponseFormat | None:
     """ "json", or a schema."""
     given = fields.raw("format")
     if not given:
         return None
     if given == "json":
-        return ANY_OBJECT
+        return forms.ANY_OBJECT
     if not isinstance(given, dict):
         raise fields.wrong("format", '"json" or a JSON schema')
-    return ResponseFormat(schema=given)
+    return forms.ResponseFormat(schema=given)
 
 
 def _thinking(fields: Fields) -> tuple[str, ...]:
@@ -165,7 +152,7 @@ def _head(model: str) -> dict[str, Any]:
     return {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
 
 
-def _end(answering: Answering, end: Finish) -> dict[str, Any]:
+def _end(answering: Answering, end: forms.Finish) -> dict[str, Any]:
     first, later = (int(seconds * _NANOSECONDS) for seconds in (end.timings.ttft, end.timings.decode))
     return {
         "done": True,
@@ -179,22 +166,22 @@ def _end(answering: Answering, end: Finish) -> dict[str, Any]:
     }
 
 
-def _whole_chat(answering: Answering, events: Sequence[Event]) -> dict[str, Any]:
-    made = _said(blocks_of(events), "content")
+def _whole_chat(answering: Answering, events: Sequence[forms.Event]) -> dict[str, Any]:
+    made = _said(forms.blocks_of(events), "content")
     logprobs = made.pop("logprobs", None)
-    end = _end(answering, finish_of(events))
+    end = _end(answering, forms.finish_of(events))
     body = {**_head(answering.model.name), "message": {"role": "assistant", **made}, **end}
     return body | ({"logprobs": logprobs} if logprobs else {})
 
 
-def _whole_text(answering: Answering, events: Sequence[Event]) -> dict[str, Any]:
-    made = _said(blocks_of(events), "response")
-    return {**_head(answering.model.name), **made, **_end(answering, finish_of(events))}
+def _whole_text(answering: Answering, events: Sequence[forms.Event]) -> dict[str, Any]:
+    made = _said(forms.blocks_of(events), "response")
+    return {**_head(answering.model.name), **made, **_end(answering, forms.finish_of(events))}
 
 
-def _said(blocks: Sequence[Block], name: str) -> dict[str, Any]:
+def _said(blocks: Sequence[forms.Block], name: str) -> dict[str, Any]:
     """What blocks hold; the text in the field `name`."""
-    text, thought, calls = parts_of(blocks)
+    text, thought, calls = forms.parts_of(blocks)
     found: dict[str, Any] = {name: text} | ({"thinking": thought} if thought else {})
     if calls:
         found["tool_calls"] = [
@@ -215,21 +202,17 @@ class TextLines(Encoder):
 
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
-        self._calls: list[Event] = []  # the events of calls, which are written at the end
+        self._calls: list[forms.Event] = []  # the events of calls, which are written at the end
 
-    def events(self, events: Sequence[Event]) -> bytes:
-        made, end = b"", None
-        for event in events:
-            if isinstance(event, ToolCallBegin | ToolCallArguments):
-                self._calls.append(event)
-            elif isinstance(event, Finish):
-                end = event
-        if blocks := blocks_of(event for event in events if not isinstance(event, ToolCallBegin | ToolCallArguments)):
-            made += self._line(_said(blocks, self.field))
+    def events(self, events: Sequence[forms.Event]) -> bytes:
+        end = next((event for event in events if isinstance(event, forms.Finish)), None)
+        self._calls += [event for event in events if isinstance(event, _OF_CALLS)]
+        blocks = forms.blocks_of(event for event in events if not isinstance(event, _OF_CALLS))
+        made = self._line(_said(blocks, self.field)) if blocks else b""
         if end is None:
             return made
         if self._calls:
-            made += self._line(_said(blocks_of(self._calls), self.field))
+            made += self._line(_said(forms.blocks_of(self._calls), self.field))
         return made + self._line({self.field: ""}, _end(self._answering, end))
 
     def _line(self, said: dict[str, Any], end: dict[str, Any] | None = None) -> bytes:

@@ -15,21 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlc_amd.runtime.engine.generation import MOST_LOGPROBS, PromptProgress
+from mlc_amd.tools.server import chat_request as forms
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.apis import openai_fields
 from mlc_amd.tools.server.apis.openai_fields import logprob_body, progress_body, timings_body
-from mlc_amd.tools.server.chat_request import (
-    ChatRequest,
-    Event,
-    Finish,
-    Text,
-    Thinking,
-    ToolCallArguments,
-    ToolCallBegin,
-    blocks_of,
-    parts_of,
-    tool_call,
-)
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.prompts import check_messages
@@ -45,17 +34,17 @@ async def chat_completions(request: Request) -> Response:
     fields = await read_fields(request)
     asked = chat_request(fields, client_of(request))
     stream, usage = openai_fields.streamed(fields)
-    encoder = partial(ChatChunks, usage=usage, timed=openai_fields.timed(fields)) if stream else None
+    encoder = partial(ChatChunks, usage=usage, timed=fields.flag("timings_per_token")) if stream else None
     whole = partial(openai_fields.whole, "chatcmpl", "chat.completion", choice)
     return await respond(request, asked, encoder, whole)
 
 
-def chat_request(fields: Fields, client: str) -> ChatRequest:
+def chat_request(fields: Fields, client: str) -> forms.ChatRequest:
     effort = fields.choice("reasoning_effort", tuple(EFFORTS), "") if fields.has("reasoning_effort") else ""
     logprobs = None
     if fields.flag("logprobs"):
         logprobs = fields.whole("top_logprobs", 0, MOST_LOGPROBS) or 0
-    return ChatRequest(
+    return forms.ChatRequest(
         messages=check_messages(fields),
         tools=check_tools(fields),
         tool_choice=tool_choice(fields),
@@ -106,11 +95,11 @@ def tool_choice(fields: Fields) -> Any:
 # ---- answers
 
 
-def choice(events: Sequence[Event], end: Finish) -> dict[str, Any]:
+def choice(events: Sequence[forms.Event], end: forms.Finish) -> dict[str, Any]:
     """A whole answer."""
-    blocks = blocks_of(events)
-    text, thought, called = parts_of(blocks)
-    calls = [tool_call(call.id, call.name, call.text) for call in called]
+    blocks = forms.blocks_of(events)
+    text, thought, called = forms.parts_of(blocks)
+    calls = [forms.tool_call(call.id, call.name, call.text) for call in called]
     message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
     message |= {"refusal": None, "annotations": []}
     message |= {"reasoning_content": thought} if thought else {}
@@ -134,14 +123,14 @@ class ChatChunks(openai_fields.Chunks):
     def begin(self) -> bytes:
         return b"".join(self._with(index, {"role": "assistant", "content": ""}) for index in range(self._n))
 
-    def _encoded(self, event: Event) -> bytes:
-        if isinstance(event, Text | Thinking):
+    def _encoded(self, event: forms.Event) -> bytes:
+        if isinstance(event, forms.Text | forms.Thinking):
             return self._text(event)
-        if isinstance(event, ToolCallBegin):
+        if isinstance(event, forms.ToolCallBegin):
             function = {"name": event.name, "arguments": ""}
             call = {"index": event.number, "id": event.id, "type": "function", "function": function}
             return self._with(event.index, {"tool_calls": [call]})
-        if isinstance(event, ToolCallArguments):
+        if isinstance(event, forms.ToolCallArguments):
             call = {"index": event.number, "function": {"arguments": event.text}}
             return self._with(event.index, {"tool_calls": [call]})
         if isinstance(event, PromptProgress):
@@ -149,8 +138,8 @@ class ChatChunks(openai_fields.Chunks):
         self._finishes.append(event)
         return self._with(event.index, {}, event.reason, {"timings": timings_body(event)})
 
-    def _text(self, event: Text | Thinking) -> bytes:
-        field, logprobs = ("content", event.logprobs) if isinstance(event, Text) else ("reasoning_content", ())
+    def _text(self, event: forms.Text | forms.Thinking) -> bytes:
+        field, logprobs = ("content", event.logprobs) if isinstance(event, forms.Text) else ("reasoning_content", ())
         about = dumps({"content": [logprob_body(one) for one in logprobs]}).decode() if logprobs else "null"
         choice = (
             f'{{"index":{event.index},"delta":{{"{field}":{encode_basestring_ascii(event.text)}}},'

@@ -110,11 +110,6 @@ def answers(fields: Fields) -> int:
     return fields.whole("n", 1, _MOST_ANSWERS) or 1
 
 
-def timed(fields: Fields) -> bool:
-    """Whether each chunk of text has `timings`, as llama-server's."""
-    return fields.flag("timings_per_token")
-
-
 def streamed(fields: Fields) -> tuple[bool, bool]:
     """Whether to stream, and whether with the usage."""
     options = fields.object("stream_options")

@@ -8,19 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlc_amd.tools.server import chat_request as forms
 from mlc_amd.tools.server.apis.openai_fields import logprob_body
-from mlc_amd.tools.server.chat_request import (
-    Block,
-    Event,
-    Finish,
-    Text,
-    Thinking,
-    ToolCallArguments,
-    ToolCallBegin,
-    Usage,
-    parts_of,
-    tool_call,
-)
 from mlc_amd.tools.server.errors import ApiError
 from mlc_amd.tools.server.streaming import Encoder, sse
 
@@ -58,7 +47,9 @@ def response(id: str, created: int, model: str, echo: Mapping[str, Any], status:
     }
 
 
-def ended(begun: Mapping[str, Any], output: Sequence[Mapping[str, Any]], usage: Usage, cut: bool) -> dict[str, Any]:
+def ended(
+    begun: Mapping[str, Any], output: Sequence[Mapping[str, Any]], usage: forms.Usage, cut: bool
+) -> dict[str, Any]:
     """The response with its output. cut: it was cut off at the limit of tokens."""
     return {
         **begun,
@@ -76,7 +67,7 @@ def ended(begun: Mapping[str, Any], output: Sequence[Mapping[str, Any]], usage: 
     }
 
 
-def item(block: Block, id: str, status: str = "completed") -> dict[str, Any]:
+def item(block: forms.Block, id: str, status: str = "completed") -> dict[str, Any]:
     """A block of the answer as an item of the output."""
     made: dict[str, Any] = {"id": id, "status": status}
     if block.kind == "call":
@@ -87,11 +78,11 @@ def item(block: Block, id: str, status: str = "completed") -> dict[str, Any]:
     return {**made, "type": "message", "role": "assistant", "content": content}
 
 
-def item_id(block: Block) -> str:
+def item_id(block: forms.Block) -> str:
     return new_id(_PREFIXES[block.kind])
 
 
-def part(block: Block) -> dict[str, Any]:
+def part(block: forms.Block) -> dict[str, Any]:
     """The content of a message, or of reasoning."""
     if block.kind == "thinking":
         return {"type": "reasoning_text", "text": block.text}
@@ -99,10 +90,10 @@ def part(block: Block) -> dict[str, Any]:
     return {"type": "output_text", "annotations": [], "logprobs": logprobs, "text": block.text}
 
 
-def as_message(blocks: Sequence[Block]) -> dict[str, Any]:
+def as_message(blocks: Sequence[forms.Block]) -> dict[str, Any]:
     """The answer as a message that the next request continues."""
-    text, thought, called = parts_of(blocks)
-    calls = [tool_call(call.id, call.name, call.arguments) for call in called]
+    text, thought, called = forms.parts_of(blocks)
+    calls = [forms.tool_call(call.id, call.name, call.arguments) for call in called]
     made: dict[str, Any] = {"role": "assistant", "content": text}
     return made | ({"reasoning_content": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
 
@@ -162,13 +153,13 @@ class ResponseEvents(Encoder):
         response.completed or response.incomplete; error and response.failed where it fails
     """
 
-    def __init__(self, begun: dict[str, Any], keep: Callable[[dict[str, Any], Sequence[Block]], None]) -> None:
+    def __init__(self, begun: dict[str, Any], keep: Callable[[dict[str, Any], Sequence[forms.Block]], None]) -> None:
         self._response, self._keep = begun, keep
         self._number = 0  # of the next event
-        self._blocks: list[Block] = []
+        self._blocks: list[forms.Block] = []
         self._items: list[dict[str, Any]] = []  # that are complete
         self._id = ""  # of the item that is open
-        self._end: Finish | None = None
+        self._end: forms.Finish | None = None
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         made = sse({"type": kind, "sequence_number": self._number, **fields}, kind)
@@ -179,22 +170,22 @@ class ResponseEvents(Encoder):
         created = self._event("response.created", response=self._response)
         return created + self._event("response.in_progress", response=self._response)
 
-    def _encoded(self, event: Event) -> bytes:
-        if isinstance(event, Text | Thinking):
-            kind = "text" if isinstance(event, Text) else "thinking"
-            begun = b"" if self._id and self._blocks[-1].kind == kind else self._open(Block(kind))
+    def _encoded(self, event: forms.Event) -> bytes:
+        if isinstance(event, forms.Text | forms.Thinking):
+            kind = "text" if isinstance(event, forms.Text) else "thinking"
+            begun = b"" if self._id and self._blocks[-1].kind == kind else self._open(forms.Block(kind))
             block = self._blocks[-1]
             block.text += event.text
-            logprobs = event.logprobs if isinstance(event, Text) else ()
+            logprobs = event.logprobs if isinstance(event, forms.Text) else ()
             block.logprobs += logprobs
             about = {"logprobs": [logprob_body(one) for one in logprobs]} if kind == "text" else {}
             return begun + self._delta(event.text, content_index=0, **about)
-        if isinstance(event, ToolCallBegin):
-            return self._open(Block("call", id=event.id, name=event.name))
-        if isinstance(event, ToolCallArguments):
+        if isinstance(event, forms.ToolCallBegin):
+            return self._open(forms.Block("call", id=event.id, name=event.name))
+        if isinstance(event, forms.ToolCallArguments):
             self._blocks[-1].text += event.text
             return self._delta(event.text)
-        if isinstance(event, Finish):
+        if isinstance(event, forms.Finish):
             self._end = event
             return self._close()
         return b""  # this API has no progress of prompts
@@ -205,7 +196,7 @@ class ResponseEvents(Encoder):
     def _delta(self, text: str, **more: Any) -> bytes:
         return self._event(f"{_DELTAS[self._blocks[-1].kind]}.delta", **self._where(), **more, delta=text)
 
-    def _open(self, block: Block) -> bytes:
+    def _open(self, block: forms.Block) -> bytes:
         made = self._close()
         self._id = item_id(block)
         self._blocks.append(block)

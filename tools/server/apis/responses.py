@@ -15,21 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlc_amd.runtime.engine.generation import MOST_LOGPROBS
+from mlc_amd.tools.server import chat_request as forms
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.apis import openai_fields
 from mlc_amd.tools.server.apis import response_objects as objects
 from mlc_amd.tools.server.apis.openai_chat import EFFORTS, function_tool, tool_choice
 from mlc_amd.tools.server.apis.response_objects import ResponseEvents, ResponseStore
-from mlc_amd.tools.server.chat_request import (
-    ANY_OBJECT,
-    Block,
-    ChatRequest,
-    Event,
-    ResponseFormat,
-    blocks_of,
-    finish_of,
-    tool_call,
-)
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.prompts import content_text, parse_arguments
@@ -49,7 +40,7 @@ class Asked:
     fields of the request that the response repeats; numbers: those of which the model has values, where they are left
     out; store: whether later requests may continue the response."""
 
-    request: ChatRequest
+    request: forms.ChatRequest
     messages: list[dict[str, Any]]
     echo: dict[str, Any]
     numbers: dict[str, float | None]
@@ -66,7 +57,7 @@ async def create(request: Request) -> Response:
         earlier = store.find(fields.text("previous_response_id"), client, "previous_response_id").messages
     asked = asked_of(fields, earlier, client)
 
-    def keep(body: dict[str, Any], blocks: Sequence[Block]) -> None:
+    def keep(body: dict[str, Any], blocks: Sequence[forms.Block]) -> None:
         if asked.store:
             store.add(client, body, [*asked.messages, objects.as_message(blocks)])
 
@@ -80,8 +71,8 @@ async def create(request: Request) -> Response:
     def encoder(answering: Answering) -> ResponseEvents:
         return ResponseEvents(begin(answering), keep)
 
-    def whole(answering: Answering, events: Sequence[Event]) -> dict[str, Any]:
-        end, blocks = finish_of(events), blocks_of(events)
+    def whole(answering: Answering, events: Sequence[forms.Event]) -> dict[str, Any]:
+        end, blocks = forms.finish_of(events), forms.blocks_of(events)
         output = [objects.item(block, objects.item_id(block)) for block in blocks]
         body = objects.ended(begin(answering), output, end.usage, end.reason == "length")
         keep(body, blocks)
@@ -115,7 +106,7 @@ def asked_of(fields: Fields, earlier: Sequence[Mapping[str, Any]], client: str) 
     instructions = fields.text("instructions")
     text = fields.object("text") or Fields({}, "text")
     wants_logprobs = _LOGPROBS in fields.texts("include") or fields.has("top_logprobs")
-    request = ChatRequest(
+    request = forms.ChatRequest(
         model=fields.text("model"),
         messages=[{"role": "system", "content": instructions}, *messages] if instructions else messages,
         tools=[_tool(tool) for tool in fields.objects("tools")],
@@ -158,14 +149,14 @@ def _tool(tool: Fields) -> dict[str, Any]:
     return function_tool(tool)
 
 
-def _format(text: Fields) -> ResponseFormat | None:
+def _format(text: Fields) -> forms.ResponseFormat | None:
     given = text.object("format")
     if given is None or given.choice("type", ("text", "json_object", "json_schema"), "text") == "text":
         return None
     if given.text("type") == "json_object":
-        return ANY_OBJECT
+        return forms.ANY_OBJECT
     given.required("schema")
-    return ResponseFormat(schema=given.values("schema"), strict=given.flag("strict"))
+    return forms.ResponseFormat(schema=given.values("schema"), strict=given.flag("strict"))
 
 
 def input_messages(fields: Fields) -> list[dict[str, Any]]:
@@ -193,7 +184,7 @@ def _add(messages: list[dict[str, Any]], item: Fields) -> None:
     elif kind == "function_call":
         item.required("name")
         arguments = parse_arguments(item.raw("arguments"), item.path("arguments"))
-        call = tool_call(item.text("call_id"), item.text("name"), arguments)
+        call = forms.tool_call(item.text("call_id"), item.text("name"), arguments)
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         item.required("call_id")
