@@ -39,12 +39,13 @@ def text_request(fields: Fields, client: str) -> TextRequest:
     for name in ("suffix", "best_of"):
         if fields.has(name) and fields.raw(name) not in ("", 1):
             raise fields.wrong(name, "left out: this server has no such function")
+    prompts = prompts_of(fields, fields.required("prompt"))
     common = openai_fields.common(fields, client)
     if not any(map(fields.has, openai_fields.LIMITS)):
         common["max_tokens"] = _DEFAULT_TOKENS
     return TextRequest(
         **common,
-        prompts=prompts_of(fields, fields.required("prompt")),
+        prompts=prompts,
         n=openai_fields.answers(fields),
         logprobs=fields.whole("logprobs", 0, MOST_LOGPROBS),
     )
