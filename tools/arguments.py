@@ -28,9 +28,10 @@ from mlc_amd.runtime.errors import UsageError
 from mlc_amd.runtime.options import Option, described
 from mlc_amd.tools.options import Without
 
-_BOOLEANS: dict[str, bool] = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
-    ("false", "no", "off", "0"), False
-)
+_BOOLEANS: dict[str, bool] = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
 
 
 def _integer(text: str) -> int:
