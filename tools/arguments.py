@@ -28,7 +28,10 @@ from mlc_amd.runtime.errors import UsageError
 from mlc_amd.runtime.options import Option, described
 from mlc_amd.tools.options import Without
 
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_BOOLEANS: dict[str, bool] = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
 
 
 def _integer(text: str) -> int:
@@ -42,12 +45,6 @@ def _integer(text: str) -> int:
         return int(number)
 
 
-def _boolean(text: str) -> bool:
-    if text.lower() in _TRUE + _FALSE:
-        return text.lower() in _TRUE
-    raise ValueError(text)
-
-
 # type -> (how its text is read, what it is called in help and in errors)
 _READERS: dict[object, tuple[Callable[[str], object], str]] = {
     str: (str, "TEXT"),
@@ -55,7 +52,7 @@ _READERS: dict[object, tuple[Callable[[str], object], str]] = {
     int | str: (str, "TEXT"),
     int: (_integer, "N"),
     float: (float, "X"),
-    bool: (_boolean, "true|false"),
+    bool: (lambda text: _BOOLEANS[text.lower()], "true|false"),
     tuple[int, ...]: (lambda text: tuple(_integer(part) for part in text.split(",")), "N,N,..."),
     tuple[float, ...]: (lambda text: tuple(float(part) for part in text.split(",")), "X,X,..."),
     tuple[str, ...]: (lambda text: tuple(json.loads(text)), "TEXT"),
@@ -105,7 +102,7 @@ class Parameter:
             if self.option.read:
                 return self.option.read(text)
             value = self.choices[self.choices.index(text)] if self.choices else _READERS[self.type][0](text)
-        except (ValueError, OverflowError):
+        except (ValueError, KeyError, OverflowError):
             raise UsageError(f"{self.spelling} must be {self.metavar}, not {text!r}") from None
         if problem := self.option.problem(self.spelling, value):
             raise UsageError(problem)
@@ -115,7 +112,9 @@ class Parameter:
 @cache
 def parameters(run: Callable) -> dict[str, Parameter]:
     """The arguments and flags of a verb, those of its groups included."""
-    help_of, found = _described(run), {}
+    documented = docstrings.parse(inspect.getdoc(run)).args or ()
+    help_of = {one.name: " ".join(one.description.split()).removesuffix(".") for one in documented}
+    found = {}
     for name, parameter in inspect.signature(run).parameters.items():
         hint, metadata = _hints(run)[name]
         if _is_group(hint):
@@ -161,12 +160,6 @@ def _plain(hint: object) -> object:
     return hint
 
 
-def _described(run: Callable) -> dict[str, str]:
-    """What the docstring says of each parameter."""
-    found = docstrings.parse(inspect.getdoc(run)).args or ()
-    return {argument.name: " ".join(argument.description.split()).removesuffix(".") for argument in found}
-
-
 def for_fire(run: Callable) -> Callable:
     """`run` with a keyword argument for each of `parameters`, and how fire reads its text."""
     known = parameters(run)
@@ -183,12 +176,10 @@ def for_fire(run: Callable) -> Callable:
 
 
 def normalize(run: Callable, short: Mapping[str, str], tokens: Sequence[str]) -> list[str]:
-    """Rewrites what was typed after the verb as one `--name=text` for each of `parameters`.
-
-    `short` maps one-letter flags to parameter names. Flags take their value after `=` or as the next token; boolean
-    flags stand alone; `tuple[str, ...]` flags and arguments may be repeated; after `--` everything is positional.
-    Raises UsageError for whatever does not fit.
-    """
+    """Rewrites what was typed after the verb as one `--name=text` for each of `parameters`. `short` maps one-letter
+    flags to parameter names. Flags take their value after `=` or as the next token; boolean flags stand alone;
+    `tuple[str, ...]` flags and arguments may be repeated; after `--` everything is positional. Raises UsageError for
+    whatever does not fit."""
     known = parameters(run)
     flags = {flag: one for one in known.values() for flag in _flags(one, short)}
     values: dict[str, list[str]] = {}
@@ -216,11 +207,8 @@ def normalize(run: Callable, short: Mapping[str, str], tokens: Sequence[str]) ->
             else:
                 value = waiting.pop(0)
         if flag in _LAYERS and value != "0":
-            warnings.warn(
-                f"{flag} {value} has no effect: a GPU takes all layers of a model that fits it (--n-cpu-moe leaves "
-                "experts in host memory; 0 means --target cpu)",
-                stacklevel=2,
-            )
+            why = "a GPU takes all layers of a model that fits it (--n-cpu-moe leaves experts in host memory; 0 means"
+            warnings.warn(f"{flag} {value} has no effect: {why} --target cpu)", stacklevel=2)
             continue
         if flag in _HALVES:
             if _HALVES[flag] in halves.setdefault(parameter.name, {}):
@@ -323,8 +311,6 @@ def help_page(verb: str, run: Callable, short: Mapping[str, str]) -> str:
     for kind, entries in rows.items():
         lines += ["", kind + ":"] if entries else []
         for left, right in entries:
-            first = f"  {left}".ljust(column)
-            lines += textwrap.wrap(
-                right, width, initial_indent=first, subsequent_indent=" " * column, break_on_hyphens=False
-            )
+            first, later = f"  {left}".ljust(column), " " * column
+            lines += textwrap.wrap(right, width, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
     return "\n".join(lines) + "\n"

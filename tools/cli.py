@@ -87,23 +87,22 @@ def spoken(text: str) -> str:
 def overview() -> str:
     """The text of `mlc-amd --help`."""
     width, compiles = max(map(len, verbs())) + 2, "compile" in verbs()
-    lines = [
-        "usage: mlc-amd COMMAND [arguments] [flags]",
-        "",
-        "Compiles GGUF language models with TVM and runs them." if compiles else "Runs compiled language models.",
-        "",
-        "commands:",
-    ]
-    lines += [f"  {verb.ljust(width)}{summary}" for verb, summary in verbs().items()]
-    lines += [
-        "",
-        "`mlc-amd COMMAND --help` explains a command. `--debug` shows log messages and the traceback of an error; "
-        "`--version` the versions of mlc-amd, TVM and drivers.",
-        "",
-    ]
+    commands = "\n".join(f"  {verb.ljust(width)}{summary}" for verb, summary in verbs().items())
+    does = "Compiles GGUF language models with TVM and runs them." if compiles else "Runs compiled language models."
     default = "a small bundled model" if compiles else "the model of this folder"
-    lines += [f"Start with `mlc-amd chat`: it runs {default}.", ""]
-    return spoken("\n".join(lines))
+    return spoken(f"""\
+usage: mlc-amd COMMAND [arguments] [flags]
+
+{does}
+
+commands:
+{commands}
+
+`mlc-amd COMMAND --help` explains a command. `--debug` shows log messages and the traceback of an error; `--version` \
+the versions of mlc-amd, TVM and drivers.
+
+Start with `mlc-amd chat`: it runs {default}.
+""")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,19 +134,16 @@ def _run(argv: Sequence[str] | None) -> int:
         # Python flushes stdout once more at exit; the pipe is gone, so let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_BROKEN_PIPE
-    except UsageError as error:
-        _fail(str(error), debug)
-        return _EXIT_USAGE
     except UserError as error:
-        return _fail(str(error), debug)
+        return _fail(str(error), debug, _EXIT_USAGE if isinstance(error, UsageError) else 1)
     except OSError as error:
-        return _fail(_os_error(error), debug)
+        where = error.filename if isinstance(error.filename, str) else "the output"
+        return _fail(f"{where}: {_ADVICE.get(error.errno or 0, error.strerror or str(error))}", debug)
     except MemoryError:
         return _fail("not enough memory: use a smaller model, a smaller --ctx, or close other programs", debug)
     except Exception as error:
         hint = "" if debug else " (run with --debug for the traceback)"
-        _fail(f"this is a bug in mlc-amd: {type(error).__name__}: {error}{hint}", debug)
-        return _EXIT_BUG
+        return _fail(f"this is a bug in mlc-amd: {type(error).__name__}: {error}{hint}", debug, _EXIT_BUG)
 
 
 def _open_closed() -> None:
@@ -176,10 +172,8 @@ def _dispatch(tokens: list[str], literal: list[str]) -> None:
         return
     if verb not in verbs():
         near = difflib.get_close_matches(verb, verbs(), 1)
-        raise UsageError(
-            f"unknown command {verb!r}: "
-            + (f"did you mean {near[0]}?" if near else f"choose from {', '.join(verbs())}")
-        )
+        advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(verbs())}"
+        raise UsageError(f"unknown command {verb!r}: {advice}")
     module = importlib.import_module(module_of(verb))
     short = getattr(module, "SHORT", {})
     if "--help" in rest or "-h" in rest:
@@ -226,15 +220,10 @@ def _warn(show: Callable[..., None], message: Warning | str, category: type[Warn
         show(message, category, *where)
 
 
-def _os_error(error: OSError) -> str:
-    where = error.filename if isinstance(error.filename, str) else "the output"
-    return f"{where}: {_ADVICE.get(error.errno or 0, error.strerror or str(error))}"
-
-
-def _fail(message: str, debug: bool) -> int:
+def _fail(message: str, debug: bool, code: int = 1) -> int:
     _report_traceback(debug)
     sys.stderr.write(f"error: {spoken(' '.join(message.split()))}\n")
-    return 1
+    return code
 
 
 def _report_traceback(debug: bool) -> None:

@@ -27,7 +27,7 @@ from mlc_amd.runtime.measure.inputs import fill
 from mlc_amd.runtime.measure.timing import Bench
 from mlc_amd.runtime.measure.vulkan import VulkanBackend
 from mlc_amd.tools import cli
-from mlc_amd.tools.checks import amdgpu, selftest_kernels, selftest_model
+from mlc_amd.tools.checks import machine, selftest_kernels, selftest_model
 from tests.dev import resealing
 from tests.dev.hip_recorder import Recorder
 
@@ -369,8 +369,8 @@ def test_clocks_and_firmware(tmp_path):
         "fw_version/smc_fw_version": "0x004e8100\n",
     }.items():
         (device / name).write_text(text)
-    (card,) = amdgpu.cards(tmp_path)
+    (card,) = machine.amd_cards(tmp_path)
     assert card["clocks"] == {"sclk": {"levels": [500, 2124, 2482], "now": 2124}}
     assert card["firmware"] == {"mec": "0x00000216", "smc": "0x004e8100"}
     assert (card["card"], card["id"], card["vbios"], card["level"]) == ("card1", "0x744c", "113-D70401XT", "auto")
-    assert amdgpu.cards(tmp_path / "none") == []
+    assert machine.amd_cards(tmp_path / "none") == []

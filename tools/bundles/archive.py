@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from mlc_amd.runtime.errors import UserError
 
@@ -52,14 +52,7 @@ class _Counted:
         return data
 
 
-class _Frame(Protocol):
-    """A compressor of one zstd frame."""
-
-    def compress(self, data: bytes, /) -> bytes: ...
-    def flush(self) -> bytes: ...
-
-
-def compressor() -> Callable[[int], _Frame]:
+def compressor() -> Callable[[int], Any]:
     """level -> an object whose compress(data) and flush() make one frame. UserError without a zstd library."""
     try:
         from compression import zstd  # pyright: ignore[reportMissingImports]  (Python 3.14)
@@ -67,9 +60,8 @@ def compressor() -> Callable[[int], _Frame]:
         try:
             import zstandard
         except ImportError as e:
-            raise UserError(
-                ".tar.zst needs the package zstandard; install it with: pip install zstandard, or give -o a folder"
-            ) from e
+            advice = "install it with: pip install zstandard, or give -o a folder"
+            raise UserError(f".tar.zst needs the package zstandard; {advice}") from e
         return lambda level: zstandard.ZstdCompressor(level=level).compressobj()
     return lambda level: zstd.ZstdCompressor(level=level)
 
@@ -77,9 +69,9 @@ def compressor() -> Callable[[int], _Frame]:
 class _Frames(io.RawIOBase):
     """A file for tarfile that compresses what is written at the current level; setting a level begins a new frame."""
 
-    def __init__(self, file, make: Callable[[int], _Frame]):
+    def __init__(self, file, make: Callable[[int], Any]):
         self._file, self._make, self._position = file, make, 0
-        self._frame: _Frame | None = None
+        self._frame: Any = None
 
     def level(self, level: int) -> None:
         self.finish()
@@ -124,10 +116,8 @@ def write_archive(
         frames, level = _Frames(file, make), 0
         with tarfile.TarFile(fileobj=frames, mode="w", format=tarfile.GNU_FORMAT, copybufsize=PIECE) as tar:
             for entry in entries:
-                wanted = FAST if fast(entry) else HARD
-                if wanted != level:
-                    level = wanted
-                    frames.level(level)
+                if (wanted := FAST if fast(entry) else HARD) != level:
+                    frames.level(level := wanted)
                 member = tarfile.TarInfo(f"{folder}/{entry.path}")
                 member.size, member.mtime, member.mode = entry.nbytes, TIME, entry.mode
                 with entry.open() as source:
@@ -147,9 +137,8 @@ def _renamed(path: Path) -> Iterator[Path]:
             path.rename(old)
         temporary.rename(path)
     except OSError as e:
-        raise UserError(
-            f"cannot write {path}: {e.strerror or e}; free some space or choose another output with -o"
-        ) from e
+        advice = "free some space or choose another output with -o"
+        raise UserError(f"cannot write {path}: {e.strerror or e}; {advice}") from e
     finally:
         for place in (temporary, old):
             if place.is_dir():

@@ -26,17 +26,9 @@ from mlc_amd.tools.terminal import display
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 # Nothing that runs a model needs these: type stubs, headers, sources, tests, installers' records.
 LEAVE_OUT = (
-    "*.pyi",
-    "*.pyx",
-    "*.pxd",
-    "*.h",
-    "*.a",
-    "*.typed",
-    "*/tests/*",
-    "*.data/*",
-    "*.dist-info/RECORD",
+    "*.pyi", "*.pyx", "*.pxd", "*.h", "*.a", "*.typed", "*/tests/*", "*.data/*", "*.dist-info/RECORD",
     "*.dist-info/WHEEL",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,7 +71,11 @@ def site_packages(names: Sequence[str], pythons: Sequence[str], cache: Path) -> 
     nor to be had."""
     files: dict[str, bytes] = {}
     for name in names:
-        package, taken = VENDORED[name], dict.fromkeys(_wheel(name, python, cache) for python in pythons)
+        package, taken = VENDORED[name], {}
+        for python in pythons:
+            if (wheel := _find(name, python, cache)) is None:
+                raise UserError(f"no wheel of {name} {package.version} for Python {python} in {cache}")
+            taken[wheel] = python
         for wheel in taken:
             for path, data in _members(wheel, (*LEAVE_OUT, *package.leave_out)):
                 if files.setdefault(path, data) != data and path not in package.differs:
@@ -98,9 +94,8 @@ def fetch(names: Sequence[str], pythons: Sequence[str], cache: Path) -> None:
 def _download(names: Sequence[str], python: str, cache: Path) -> None:
     wanted = [f"{name}=={VENDORED[name].version}" for name in names]
     if importlib.util.find_spec("pip") is None:
-        raise UserError(
-            f"deploy needs pip to download {', '.join(wanted)}; install it with: {sys.executable} -m ensurepip"
-        )
+        advice = f"install it with: {sys.executable} -m ensurepip"
+        raise UserError(f"deploy needs pip to download {', '.join(wanted)}; {advice}")
     display.message(f"downloading for Python {python}: {', '.join(wanted)} ...")
     cache.mkdir(parents=True, exist_ok=True)
     platforms = [f"--platform={platform}" for platform in PLATFORMS]
@@ -113,46 +108,27 @@ def _download(names: Sequence[str], python: str, cache: Path) -> None:
         "--timeout=30",
     ]
     kind = ["--implementation=cp", f"--python-version={python}", *platforms, f"--dest={cache}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", *options, *kind, *wanted], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "pip", "download", *options, *kind, *wanted]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        reason = next(
-            (line for line in reversed(done.stderr.splitlines()) if line.startswith("ERROR")), "ERROR: pip failed"
-        )
-        raise UserError(
-            f"cannot download {', '.join(wanted)} ({reason[7:]}); with a network, deploy once: wheels are kept in "
-            f"{cache}"
-        )
-
-
-def _wheel(name: str, python: str, cache: Path) -> Path:
-    found = _find(name, python, cache)
-    if found is None:
-        raise UserError(f"no wheel of {name} {VENDORED[name].version} for Python {python} in {cache}")
-    return found
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["ERROR: pip failed"]
+        advice = f"with a network, deploy once: wheels are kept in {cache}"
+        raise UserError(f"cannot download {', '.join(wanted)} ({errors[-1][7:]}); {advice}")
 
 
 def _find(name: str, python: str, cache: Path) -> Path | None:
     """The wheel in the cache that pip would take."""
-    best: dict[Tag, int] = {tag: i for i, tag in reversed(list(enumerate(_tags(python))))}
+    version, interpreter = tuple(map(int, python.split("."))), f"cp{python.replace('.', '')}"
+    # What a CPython of that version can load, best first.
+    loaded = (*cpython_tags(version, platforms=PLATFORMS), *compatible_tags(version, interpreter, PLATFORMS))
+    best: dict[Tag, int] = {tag: i for i, tag in reversed(list(enumerate(loaded)))}
     found = []
     for path in sorted(cache.glob("*.whl")):
-        project, version, _, tags = parse_wheel_filename(path.name)
-        if (
-            project == canonicalize_name(name)
-            and str(version) == VENDORED[name].version
-            and (fits := tags & best.keys())
-        ):
+        project, release, _, tags = parse_wheel_filename(path.name)
+        same = project == canonicalize_name(name) and str(release) == VENDORED[name].version
+        if same and (fits := tags & best.keys()):
             found.append((min(best[tag] for tag in fits), path))
     return min(found)[1] if found else None
-
-
-def _tags(python: str) -> Iterator[Tag]:
-    """What a CPython of that version can load, best first."""
-    version = tuple(map(int, python.split(".")))
-    yield from cpython_tags(version, platforms=PLATFORMS)
-    yield from compatible_tags(version, f"cp{python.replace('.', '')}", PLATFORMS)
 
 
 def _members(wheel: Path, leave_out: Sequence[str]) -> Iterator[tuple[str, bytes]]:

@@ -1,14 +1,13 @@
-"""What `mlc-amd doctor` says about Vulkan: the loader, the drivers and the devices.
+"""What `mlc-amd doctor` says about Vulkan: the loader, the drivers and the devices. In: facts of
+tools/checks/machine.py."""
 
-In: facts of tools/checks/machine.py. Out: checks as those of `doctor.judge`.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlc_amd.tools.terminal import display
 
+# ("ok", "missing" (not needed) or "problem"; a finding; what to do about it or "")
 Check = tuple[str, str, str]
 
 
@@ -30,9 +29,8 @@ def judge(facts: dict) -> list[Check]:
     its = [path for path in found["drivers"] if _DRIVERS[vendor].names(path)]
     failed = [one for one in found["failed"] if not hardware or one["manifest"] in its or not one["library"]]
     if failed:
-        return devices + [
-            (missing, f"target vulkan: {one['text']}", _advice(one, vendor, distribution)) for one in failed
-        ]
+        told = ((missing, f"target vulkan: {one['text']}", _advice(one, vendor, distribution)) for one in failed)
+        return [*devices, *told]
     if not found["devices"]:
         what, _, advice = found["problem"].partition("; ")
         return [(missing, f"target vulkan cannot run here: {what}", advice or install)]
@@ -40,22 +38,17 @@ def judge(facts: dict) -> list[Check]:
     return [*devices, ("problem", f"Vulkan does not show the {vendor} GPU, only the CPU", advice)]
 
 
-def _device(device: dict) -> list[Check]:
+def _device(device: dict) -> Iterator[Check]:
     kind = _TYPES.get(device["type"], "GPU")
     what = f"{kind} {device['name']}, {display.size(device['memory'])}"
     what += f" (and {display.size(device['host_memory'])} of the host's for experts)" if device["host_memory"] else ""
-    what += f", profile {device['profile']}"
-    checks = [
-        ("ok", f"target vulkan: device {device['index']}, {what} ({device['driver']}, Vulkan {device['api']})", "")
-    ]
+    what += f", profile {device['profile']} ({device['driver']}, Vulkan {device['api']})"
+    yield "ok", f"target vulkan: device {device['index']}, {what}", ""
     base, _, changes = device["profile"].partition(":")
     # The chips of these profiles have what is missing: it is the driver that does not show it.
-    hidden = device["lacks"] if device["vendor"] in _UPDATES and (base == "generic" or "matrix=none" in changes) else []
-    if hidden:
-        checks.append(
-            ("missing", f"{device['name']} would be faster with {', '.join(hidden)}", _UPDATES[device["vendor"]])
-        )
-    return checks
+    if device["lacks"] and device["vendor"] in _UPDATES and (base == "generic" or "matrix=none" in changes):
+        lacks = ", ".join(device["lacks"])
+        yield "missing", f"{device['name']} would be faster with {lacks}", _UPDATES[device["vendor"]]
 
 
 def _advice(failure: dict, vendor: str, distribution: list[str]) -> str:
@@ -79,19 +72,15 @@ def _debian(library: str) -> str:
 
 # os-release's name of a distribution -> what installs a shared library by its name
 _LIBRARIES: dict[str, Callable[[str], str]] = {
-    "debian": _debian,
-    "ubuntu": _debian,
-    "fedora": lambda library: f"sudo dnf install '{library}()(64bit)'",
-    "rhel": lambda library: f"sudo dnf install '{library}()(64bit)'",
+    **dict.fromkeys(("debian", "ubuntu"), _debian),
+    **dict.fromkeys(("fedora", "rhel"), lambda library: f"sudo dnf install '{library}()(64bit)'"),
     "suse": lambda library: f"sudo zypper install --capability '{library}()(64bit)'",
     "arch": lambda library: f"install the package that `pacman -F {library}` names",
 }
 # os-release's name of a distribution -> what installs Vulkan there
 _MESA = {
-    "debian": "sudo apt install libvulkan1 mesa-vulkan-drivers",
-    "ubuntu": "sudo apt install libvulkan1 mesa-vulkan-drivers",
-    "fedora": "sudo dnf install vulkan-loader mesa-vulkan-drivers",
-    "rhel": "sudo dnf install vulkan-loader mesa-vulkan-drivers",
+    **dict.fromkeys(("debian", "ubuntu"), "sudo apt install libvulkan1 mesa-vulkan-drivers"),
+    **dict.fromkeys(("fedora", "rhel"), "sudo dnf install vulkan-loader mesa-vulkan-drivers"),
     "arch": "sudo pacman -S vulkan-icd-loader vulkan-radeon (Intel: vulkan-intel)",
     "suse": "sudo zypper install libvulkan1 libvulkan_radeon (Intel: libvulkan_intel)",
     "alpine": "sudo apk add vulkan-loader mesa-vulkan-ati (Intel: mesa-vulkan-intel)",
@@ -100,11 +89,8 @@ _MESA = {
 
 def _mesa(distribution: list[str]) -> str:
     """The command that installs Vulkan's loader and Mesa's drivers."""
-    command = next((_MESA[name] for name in distribution if name in _MESA), None)
-    return (
-        command
-        or "install your distribution's packages of the Vulkan loader and of Mesa's Vulkan drivers (for AMD: RADV)"
-    )
+    other = "install your distribution's packages of the Vulkan loader and of Mesa's Vulkan drivers (for AMD: RADV)"
+    return next((_MESA[name] for name in distribution if name in _MESA), other)
 
 
 @dataclass(frozen=True)
@@ -120,21 +106,15 @@ class _Vendor:
         return any(word in Path(manifest).name.lower() for word in self.words)
 
 
+_OPEN = "runs, and who may open /dev/dri/renderD*"
+_CONTAINER = "in a container, set NVIDIA_DRIVER_CAPABILITIES=all"
 _DRIVERS = {
-    "AMD": _Vendor(
-        ("radeon", "amd"), _mesa, "check that the kernel driver amdgpu runs, and who may open /dev/dri/renderD*"
-    ),
-    "Intel": _Vendor(
-        ("intel",), _mesa, "check that the kernel driver i915 or xe runs, and who may open /dev/dri/renderD*"
-    ),
+    "AMD": _Vendor(("radeon", "amd"), _mesa, f"check that the kernel driver amdgpu {_OPEN}"),
+    "Intel": _Vendor(("intel",), _mesa, f"check that the kernel driver i915 or xe {_OPEN}"),
     "NVIDIA": _Vendor(
         ("nvidia", "nouveau"),
-        lambda distribution: (
-            "install NVIDIA's driver with its graphics part and the Vulkan loader; in a container, set "
-            "NVIDIA_DRIVER_CAPABILITIES=all"
-        ),
-        "check with nvidia-smi that the kernel module runs and has the version of the libraries; in a container, set "
-        "NVIDIA_DRIVER_CAPABILITIES=all",
+        lambda _: f"install NVIDIA's driver with its graphics part and the Vulkan loader; {_CONTAINER}",
+        f"check with nvidia-smi that the kernel module runs and has the version of the libraries; {_CONTAINER}",
     ),
 }
 _DEBUG = "VK_LOADER_DEBUG=all vulkaninfo --summary shows more"

@@ -1,4 +1,5 @@
-"""What this machine has: CPU, memory, GPUs, compilers, packages. Facts only; `doctor` judges them."""
+"""What this machine has: CPU, memory, GPUs with their clocks and firmware, compilers, packages. Facts only; `doctor`
+judges them."""
 
 import importlib.util
 import os
@@ -27,6 +28,9 @@ _ISA_FLAGS = {
     "AVX512-BF16": "avx512_bf16",
     "AMX-INT8": "amx_int8",
 }
+CARDS, AMD = Path("/sys/class/drm"), "0x1002"
+# Of amdgpu, the clocks of the shaders and of the memory (the kernel's documentation: gpu/amdgpu/thermal).
+CLOCKS = {"sclk": "pp_dpm_sclk", "mclk": "pp_dpm_mclk"}
 _VENDORS = {"0x1002": "AMD", "0x10de": "NVIDIA", "0x8086": "Intel", "0x1af4": "virtio"}
 # What Vulkan kernels make use of where a device has it, in the form of a profile's needs.
 _ALL = {
@@ -40,9 +44,7 @@ _ALL = {
 
 def packages() -> list[dict[str, object]]:
     """This package's requirements: name, wanted versions, found version (None: not installed), whether it satisfies.
-
-    None of them where this is not an installed package but a copy that only runs compiled models.
-    """
+    None of them where this is not an installed package but a copy that only runs compiled models."""
     try:
         wanted = metadata.requires("mlc-amd") or ()
     except metadata.PackageNotFoundError:
@@ -125,9 +127,9 @@ def gpus() -> list[dict[str, object]]:
     """The graphics cards that the kernel shows: vendor, PCI id, driver, render node and whether this user may open
     it."""
     found = []
-    for card in sorted(Path("/sys/class/drm").glob("card[0-9]*")):
+    for card in _cards(CARDS):
         vendor = card / "device" / "vendor"
-        if "-" in card.name or not vendor.exists():
+        if not vendor.exists():
             continue
         vendor_id, device_id = vendor.read_text().strip(), (card / "device" / "device").read_text().strip()
         driver = card / "device" / "driver"
@@ -143,6 +145,54 @@ def gpus() -> list[dict[str, object]]:
     return found
 
 
+def _cards(root: Path) -> list[Path]:
+    """Without their connectors, as card0-DP-1."""
+    return [card for card in sorted(root.glob("card[0-9]*")) if "-" not in card.name]
+
+
+def amd_cards(root: Path = CARDS) -> list[dict]:
+    """What amdgpu tells of each card of AMD's: {"card", "id", "pci", "vbios", "clocks": {name: {"levels": [MHz], "now":
+    MHz or None}}, "level": of power management, "firmware": {name: version}}; what is not there is left out."""
+    found = []
+    for card in _cards(root):
+        device = card / "device"
+        if _text(device / "vendor") != AMD:
+            continue
+        clocks = {name: _clock(_text(device / file)) for name, file in CLOCKS.items()}
+        files = sorted((device / "fw_version").glob("*_fw_version"))
+        firmware = {file.name.removesuffix("_fw_version"): _text(file) for file in files}
+        found.append({
+            "card": card.name,
+            "id": _text(device / "device"),
+            "pci": device.resolve().name,
+            "vbios": _text(device / "vbios_version"),
+            "level": _text(device / "power_dpm_force_performance_level"),
+            "clocks": {name: clock for name, clock in clocks.items() if clock["levels"]},
+            "firmware": {name: version for name, version in firmware.items() if version},
+        })  # fmt: skip
+    return found
+
+
+def _text(file: Path) -> str | None:
+    try:
+        return file.read_text().strip() or None
+    except OSError:  # not there, or not for this user
+        return None
+
+
+def _clock(text: str | None) -> dict:
+    """Of lines such as "1: 2124Mhz *", where the asterisk is at the current level."""
+    levels, now = [], None
+    for line in (text or "").splitlines():
+        _, _, rest = line.partition(":")
+        digits = rest.strip().lower().partition("mhz")[0]
+        if not digits.isdecimal():
+            continue
+        levels.append(int(digits))
+        now = levels[-1] if rest.rstrip().endswith("*") else now
+    return {"levels": levels, "now": now}
+
+
 def kfd() -> dict[str, bool]:
     """AMD's compute device, which ROCm needs: present, and open to this user."""
     return {"present": Path("/dev/kfd").exists(), "usable": os.access("/dev/kfd", os.R_OK | os.W_OK)}
@@ -150,19 +200,10 @@ def kfd() -> dict[str, bool]:
 
 def rocm() -> dict[str, object]:
     """AMD's HIP runtime: the bindings' version, the runtime's, its GPUs, the chips that the kernel shows,
-    HSA_OVERRIDE_GFX_VERSION.
-
-    `problem` is the line that says why nothing can run (None: it can).
-    """
-    found: dict[str, object] = {
-        "bindings": None,
-        "runtime": None,
-        "gpus": [],
-        "chips": kfd_gpus(),
-        "problem": None,
-    }
-    found["override"] = os.environ.get(diagnosis.OVERRIDE)
-    found["bindings"] = next((d.version for d in metadata.distributions(name="rocm-bindings-hip")), None)
+    HSA_OVERRIDE_GFX_VERSION. `problem` is the line that says why nothing can run (None: it can)."""
+    installed = next((d.version for d in metadata.distributions(name="rocm-bindings-hip")), None)
+    found: dict[str, object] = {"bindings": installed, "runtime": None, "gpus": [], "chips": kfd_gpus()}
+    found |= {"problem": None, "override": os.environ.get(diagnosis.OVERRIDE)}
     try:
         bindings = hip.open_bindings()
     except UserError as error:
@@ -199,19 +240,11 @@ def distribution() -> list[str]:
 
 def vulkan() -> dict[str, object]:
     """Vulkan: whether its loader is here, the installed drivers (their manifests), the devices with the profile to
-    compile for.
-
-    A device's `lacks` are the things that some profile makes use of and it has not. `problem` is the line that says why
-    there is no device (None: there is one). `failed` are the drivers that do not start, of drivers.Failure with the
-    whole message as `text`: where Vulkan shows no GPU, otherwise they do not matter.
-    """
-    found = {
-        "loader": False,
-        "drivers": [str(manifest) for manifest in drivers.manifests()],
-        "devices": [],
-        "failed": [],
-        "problem": None,
-    }
+    compile for. A device's `lacks` are the things that some profile makes use of and it has not. `problem` is the line
+    that says why there is no device (None: there is one). `failed` are the drivers that do not start, of
+    drivers.Failure with the whole message as `text`: where Vulkan shows no GPU, otherwise they do not matter."""
+    installed = [str(manifest) for manifest in drivers.manifests()]
+    found = {"loader": False, "drivers": installed, "devices": [], "failed": [], "problem": None}
     try:
         api.open_loader()
         found["loader"] = True

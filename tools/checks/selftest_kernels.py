@@ -59,24 +59,21 @@ def _few_pages(entry: dict) -> list[dict]:
     """A kernel's parameters with few pages in its caches, which page tables name again and again."""
     count = max(PAGES, entry["args"].get("m", 1) // PAGE + 2)
     count = min([count, *(param["shape"][0] for param in entry["params"] if param["role"] == "cache")])
-    changes = {
-        "cache": lambda param: {"shape": [count, *param["shape"][1:]]},
-        "pages": lambda param: {"pages": count},
-    }
+    changes = {"cache": lambda param: {"shape": [count, *param["shape"][1:]]}, "pages": lambda param: {"pages": count}}
     return [param | changes[param["role"]](param) if param["role"] in changes else param for param in entry["params"]]
 
 
 def in_turn(kernels: list[dict]) -> list[dict]:
     """The manifest's kernels so that most are checked in little time: first one of each operator, then the others;
     small ones come first."""
-    small = sorted(kernels, key=_cost)
+
+    def cost(entry: dict) -> int:
+        """Elements that a kernel's parameters have, in all of its states."""
+        return sum(math.prod(param["shape"]) for param in _few_pages(entry)) * max(len(entry["states"]), 1)
+
+    small = sorted(kernels, key=cost)
     firsts = {entry["operator"]: entry["name"] for entry in reversed(small)}
     return sorted(small, key=lambda entry: entry["name"] != firsts[entry["operator"]])
-
-
-def _cost(entry: dict) -> int:
-    """Elements that a kernel's parameters have, in all of its states."""
-    return sum(math.prod(param["shape"]) for param in _few_pages(entry)) * max(len(entry["states"]), 1)
 
 
 def check_all(
@@ -135,7 +132,9 @@ class Check:
             worst, wrong, states = self._deviation(layout)
             found |= {"deviation": worst if np.isfinite(worst) else None, "problem": wrong or None, "states": states}
             if runs and any(param.role == "zero" for param in candidate.params):
-                joins = [self._join(depth, runs) for depth in _depths(candidate) if not self.budget.over]
+                op = from_json(candidate.facts["workload"])
+                depths = dict.fromkeys(min(depth, max(op.positions - op.m, 0)) for depth in DEPTHS)
+                joins = [self._join(depth, runs) for depth in depths if not self.budget.over]
                 failed = sum(join["failed"] for join in joins)
                 found["joins"] = joins
                 if failed and not wrong:
@@ -208,12 +207,6 @@ def _columns(n: int) -> np.ndarray:
     """Whole blocks of columns."""
     columns = _some(np.arange(-(-n // BLOCK)), BLOCKS)[:, None] * BLOCK + np.arange(BLOCK)
     return columns[columns < n]
-
-
-def _depths(candidate: Candidate) -> list[int]:
-    op = from_json(candidate.facts["workload"])
-    last = max(op.positions - op.m, 0)
-    return list(dict.fromkeys(min(depth, last) for depth in DEPTHS))
 
 
 def _bytes_of(param: Param, rows: int, m: int) -> int:

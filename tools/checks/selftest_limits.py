@@ -30,11 +30,9 @@ class Budget:
 
 class Watch:
     """Ends the process when a device does not answer. A call of a driver that hangs cannot be interrupted, nor can the
-    device be closed then, so the process ends at once, with a line on stderr and exit code 1.
-
-    device: its name; status: the line that is shown meanwhile; seconds: until a call counts as hanging, None: no call
-    does (of kernels that run on the CPU, however long they take).
-    """
+    device be closed then, so the process ends at once, with a line on stderr and exit code 1. device: its name; status:
+    the line that is shown meanwhile; seconds: until a call counts as hanging, None: no call does (of kernels that run
+    on the CPU, however long they take)."""
 
     def __init__(self, device: str, status: terminal.Status, seconds: float | None = HANG):
         self._device, self._status, self._seconds = device, status, seconds

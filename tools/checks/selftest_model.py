@@ -73,7 +73,13 @@ class Sequences:
         random, vocab = np.random.default_rng(1), self.manifest["model"]["vocab"]
         functions = self.manifest["functions"]
         found, position, age = [], 0, 0
-        for name in sorted(functions, key=lambda name: (_scores(functions[name]), -functions[name]["rows"])):
+
+        def order(name: str) -> tuple[bool, int]:
+            """Last those that give the logits of all tokens of a chunk."""
+            function = functions[name]
+            return function["logits"] > 1 and not function["single"], -function["rows"]
+
+        for name in sorted(functions, key=order):
             rows, single = functions[name]["rows"], functions[name]["single"]
             for _ in range(DECODED if rows == 1 else 1):
                 count = min(rows - min(single, self.short), most, self.room) if rows > single else 1
@@ -98,11 +104,6 @@ class Sequences:
         return found
 
 
-def _scores(function: dict) -> bool:
-    """Whether it gives the logits of all tokens of a chunk."""
-    return function["logits"] > 1 and not function["single"]
-
-
 def pace(engine) -> float:
     """Seconds that a token of a prompt takes."""
     ids = np.zeros(min(PROMPT, engine.context), np.int64)
@@ -115,11 +116,9 @@ def pace(engine) -> float:
 def replays(device, artifact, rounds: int, token: float = 0, budget: Budget | None = None) -> dict:
     """{"rounds", "functions", "wrong"}: functions whose replays differ, bit for bit, from launches one by one, in any
     of the rounds of the same sequence of steps. token: seconds of one, as `pace` gives; steps are as large as the
-    budget allows, and there are as many of the `rounds`.
-
-    Rows that are not in use hold what is left of other steps, and they may decide with the others when attention
-    rescales its sums, which changes how these round: the sequence runs once before results count.
-    """
+    budget allows, and there are as many of the `rounds`. Rows that are not in use hold what is left of other steps, and
+    they may decide with the others when attention rescales its sums, which changes how these round: the sequence runs
+    once before results count."""
     functions, budget = artifact.manifest["functions"], budget or Budget()
     sequences, share = Sequences(device, artifact.manifest), Budget(REPLAYED * budget.left)
     longest = max(function["rows"] for function in functions.values())
@@ -152,15 +151,10 @@ def logits(device, artifact, always: bool = False) -> dict:
     sequence = [step for step in sequences.steps(PROMPT) if not is_draft(step.function)]
     found = sequences.run(device, sequence, device.run)
     expected = sequences.run(plan, sequence, plan.run)
-    told = [
-        {
-            "function": step.function,
-            "position": step.position,
-            "tokens": step.rows,
-            "deviation": _apart(rows[:, :vocab], wanted[:, :vocab]),
-        }
-        for step, rows, wanted in zip(sequence, found, expected, strict=True)
-    ]
+    told = []
+    for step, rows, wanted in zip(sequence, found, expected, strict=True):
+        facts = {"function": step.function, "position": step.position, "tokens": step.rows}
+        told.append(facts | {"deviation": _apart(rows[:, :vocab], wanted[:, :vocab])})
     wrong = _wrong(told, mixture=_mixture(artifact.manifest))
     problem = f"logits of {', '.join(wrong)} are wrong" if wrong else None
     return {"steps": told, "problem": problem, "note": None}

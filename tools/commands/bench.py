@@ -67,28 +67,24 @@ def run(
     kv_tokens = None if load.kv_memory else _cache_tokens(tests)
     load = replace(load, ctx=_context(load, synthetic, needed), kv_tokens=kv_tokens)
     engine = models.load_engine(load, synthetic)
-    if needed > engine.cache.longest and load.kv_memory:
-        raise UserError(
-            f"the tests need {needed} tokens, the KV cache holds {engine.cache.longest}: give a larger --kv-memory"
-        )
+    if needed > (held := engine.cache.longest) and load.kv_memory:
+        raise UserError(f"the tests need {needed} tokens, the KV cache holds {held}: give a larger --kv-memory")
     if needed > engine.context:
         longest = engine.config["context"]
-        raise UserError(
-            f"the tests need a context of {needed} tokens, this artifact has {engine.context}: "
-            + (f"compile it with --ctx {needed}" if needed <= longest else f"the model was made for {longest} at most")
-        )
+        fits = f"compile it with --ctx {needed}" if needed <= longest else f"the model was made for {longest} at most"
+        raise UserError(f"the tests need a context of {needed} tokens, this artifact has {engine.context}: {fits}")
     if per_kernel and not hasattr(engine.device, "time"):
         raise UserError(f"--per-kernel: the device of target '{engine.device.kind}' cannot time single kernels")
     decodes = any(test.n_gen for test in tests)
-    if (
-        decodes
-        and engine.device.kind == "cpu"
-        and kernel_table.decode_bytes(engine.artifact, 0) < bandwidth.last_level_cache()
-    ):
-        display.message("this model fits into the CPU's cache: memory bandwidth says little about its speed")
     if engine.device.kind != "cpu":
         display.message(f"on {engine.device.name}")
-    sensors = _sensors(engine.device)
+    elif decodes and kernel_table.decode_bytes(engine.artifact, 0) < bandwidth.last_level_cache():
+        display.message("this model fits into the CPU's cache: memory bandwidth says little about its speed")
+    try:
+        sensors = power.sensors(engine.device)
+    except power.NoSensor as why:
+        display.message(f"no watts: {why}")
+        sensors = []
     hidden = [] if load.n_cpu_moe else ["n_cpu_moe"]  # as llama-bench
     hidden += [] if sensors else ["W", "J/token"]
     begin, write, end = bench_formats.writer(output, hidden)
@@ -125,14 +121,10 @@ def plan_tests(
         raise UsageError(f"-np must be 1 to {_MOST_SEQUENCES}")
     if not all(0 <= share <= 1 for share in speculate):
         raise UsageError("--speculate must be a share from 0 to 1")
-    tests = [
-        t
-        for d in n_depth
-        for t in (
-            *(Test(p, 0, d) for p in n_prompt if p),
-            *(Test(0, n, d, count, right) for n in n_gen if n for count in n_seqs for right in (None, *speculate)),
-        )
-    ]
+    tests, guesses = [], (None, *speculate)
+    for depth in n_depth:
+        tests += [Test(n, 0, depth) for n in n_prompt if n]
+        tests += [Test(0, n, depth, count, right) for n in n_gen if n for count in n_seqs for right in guesses]
     if not tests:
         raise UsageError("nothing to measure: give -p or -n a number above 0")
     return tests
@@ -146,32 +138,20 @@ def _cache_tokens(tests: Sequence[Test]) -> int | None:
 
 
 def _context(load: LoadOptions, synthetic: str | None, needed: int) -> int | None:
-    """The context to compile for; what is given for an artifact, which has one.
-
-    A power of two, so that few different copies of a model fill the cache, or the model's own when that is less.
-    UserError where the tests need more than that, or than the user gives: before anything is compiled.
-    """
+    """The context to compile for; what is given for an artifact, which has one. A power of two, so that few different
+    copies of a model fill the cache, or the model's own when that is less. UserError where the tests need more than
+    that, or than the user gives: before anything is compiled."""
     path, ctx = models.source_path(load.model, synthetic), load.ctx
     if path and models.is_artifact(path):
         return ctx
     with models.open_source(path, synthetic) as source:
         longest = source.config.context
+    wanted = f"the tests need a context of {needed} tokens"
     if needed > longest:
-        raise UserError(
-            f"the tests need a context of {needed} tokens, this model was made for {longest}: give smaller -d, -p or -n"
-        )
+        raise UserError(f"{wanted}, this model was made for {longest}: give smaller -d, -p or -n")
     if ctx is not None and needed > ctx:
-        raise UserError(f"the tests need a context of {needed} tokens: give --ctx {needed} or more, or leave it out")
+        raise UserError(f"{wanted}: give --ctx {needed} or more, or leave it out")
     return ctx or min(max(_MIN_CONTEXT, 1 << (needed - 1).bit_length()), longest)
-
-
-def _sensors(device) -> list[power.Sensor]:
-    """The device's sensors of power; without any, says why."""
-    try:
-        return power.sensors(device)
-    except power.NoSensor as why:
-        display.message(f"no watts: {why}")
-        return []
 
 
 def _per_kernel(engine, test: Test, result: dict) -> dict[str, object]:
@@ -200,14 +180,15 @@ def _result(
     seconds = [one.seconds for one in found]
     rates = [test.tokens / s for s in seconds]
     manifest = engine.artifact.manifest
+    bandwidths = manifest["target"].get("bandwidth", {})
     largest = max(manifest["formats"], key=lambda name: manifest["formats"][name]["bytes"], default="")
     result = {
         "model_filename": str(engine.artifact.path),
         "model_type": f"{manifest['name']} {largest.upper()}",
         "model_size": sum(entry["bytes"] for entry in manifest["formats"].values()),
         "model_n_params": _parameters(manifest["formats"]),
-        "backends": f"{manifest['target']['kind'].upper()}",
-        "arch": f"{manifest['target']['arch']}",
+        "backends": manifest["target"]["kind"].upper(),
+        "arch": manifest["target"]["arch"],
         "n_threads": engine.device.threads,
         "n_prompt": test.n_prompt,
         "n_gen": test.n_gen,
@@ -226,7 +207,8 @@ def _result(
         "machine_gbps": measured and measured[0] / 1e9,
         "machine_how": measured and measured[1],
         "read_share": None,
-        "peak_gbps": _peak(engine),
+        # Of the fastest usual product that the kernels in use are for.
+        "peak_gbps": bandwidths.get(getattr(engine.device, "code_arch", None)) or None,
         "peak_share": None,
         "host_us": None,
         "power_sensor": ", ".join(sensor.name for sensor in sensors) or None,
@@ -243,13 +225,6 @@ def _result(
         for of, share in (("machine_gbps", "read_share"), ("peak_gbps", "peak_share")):
             result[share] = read / result[of] if result[of] else None
     return result
-
-
-def _peak(engine) -> float | None:
-    """GB/s of device memory that the table of GPUs has for the kernels in use: of the fastest usual product; None for
-    an unknown one."""
-    table = engine.artifact.manifest["target"].get("bandwidth", {})
-    return table.get(getattr(engine.device, "code_arch", None)) or None
 
 
 def _deviation(values: Sequence[float]) -> float:

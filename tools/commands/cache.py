@@ -76,11 +76,10 @@ def _named(found: list[Entry], name: str | None, all: bool) -> list[Entry]:
 
 
 def _facts(entry: Entry) -> dict[str, object]:
-    recipe = asdict(entry.recipe) if entry.recipe else None
     return {
         "name": entry.name,
         "path": str(entry.folder),
-        "recipe": recipe,
+        "recipe": asdict(entry.recipe) if entry.recipe else None,
         "used": entry.used,
         "bytes": entry.nbytes,
         "weights_bytes": entry.shared,

@@ -31,15 +31,14 @@ def run(
     """
     text = texts.given(prompt, file)
     engine = models.load_engine(load)
-    from mlc_amd.tools.terminal import repl
-    from mlc_amd.tools.terminal.session import Session
+    from mlc_amd.tools.terminal import session as sessions
 
     conversation = engine.conversation(system, None, options.on_full, options.thinking, **sampling)
     interactive = text is None and terminal.is_terminal(sys.stdin) and terminal.is_terminal(sys.stdout)
-    session = Session(conversation, options, interactive)
+    session = sessions.Session(conversation, options, interactive)
     if interactive:
-        repl.interact(session)
+        sessions.interact(session)
     elif text is None:
-        repl.follow(session, texts.stdin())
+        sessions.follow(session, texts.stdin())
     else:
         session.answer(text)

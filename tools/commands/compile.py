@@ -40,11 +40,9 @@ def run(
     summary = models.compile_artifact(model, output, options, synthetic, weights != "none")
     seconds = time.perf_counter() - start
     stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in summary.seconds.items())
+    random = " (weights are random, made when it is loaded)" if weights == "none" else ""
     rows = [
-        (
-            "artifact",
-            f"{summary.path}" + (" (weights are random, made when it is loaded)" if weights == "none" else ""),
-        ),
+        ("artifact", f"{summary.path}{random}"),
         ("kernels", f"{summary.kernels} ({display.size(summary.kernel_bytes)})"),
         ("plans", ", ".join(f"{count} {source}" for source, count in sorted(summary.tuned.items()))),
         ("launches", ", ".join(f"{function} {count}" for function, count in summary.launches.items())),
@@ -52,9 +50,8 @@ def run(
     ]
     manifest = Artifact.open(summary.path).manifest
     if options.ctx not in (None, manifest["context"]):
-        display.message(
-            f"--ctx {options.ctx} is rounded up to {manifest['context']}: caches hold a multiple of {CONTEXT_STEP}"
-        )
+        rounded = f"is rounded up to {manifest['context']}: caches hold a multiple of {CONTEXT_STEP}"
+        display.message(f"--ctx {options.ctx} {rounded}")
     rows += inspect_memory.lines(inspect_memory.plan(of_manifest(manifest), manifest["target"]["kind"], options.arch))
     for note in summary.notes[:NOTES]:
         display.message(note)

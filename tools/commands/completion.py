@@ -2,7 +2,6 @@
 
 import importlib
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +20,12 @@ def run(shell: Literal["bash", "zsh", "fish"]) -> None:
     Args:
         shell: bash, zsh or fish.
     """
-    print("\n".join(_SHELLS[shell](list(_verbs()))))
+    verbs = []
+    for name, summary in cli.verbs().items():
+        module = importlib.import_module(cli.module_of(name))
+        flags = arguments.flags(module.run, getattr(module, "SHORT", {}))
+        verbs.append(_Verb(name, summary, flags, arguments.operand_choices(module.run)))
+    print("\n".join(_SHELLS[shell](verbs)))
 
 
 @dataclass(frozen=True)
@@ -32,13 +36,6 @@ class _Verb:
     summary: str
     flags: list[arguments.Flag]
     choices: tuple[str, ...]
-
-
-def _verbs() -> Iterator[_Verb]:
-    for name, summary in cli.verbs().items():
-        module = importlib.import_module(cli.module_of(name))
-        flags = arguments.flags(module.run, getattr(module, "SHORT", {}))
-        yield _Verb(name, summary, flags, arguments.operand_choices(module.run))
 
 
 def _bash(verbs: list[_Verb]) -> list[str]:
@@ -78,10 +75,6 @@ def _bash(verbs: list[_Verb]) -> list[str]:
     ]
 
 
-def _zsh(verbs: list[_Verb]) -> list[str]:
-    return ["autoload -U +X bashcompinit && bashcompinit", *_bash(verbs)]
-
-
 def _fish(verbs: list[_Verb]) -> list[str]:
     def line(condition: str, *words: str) -> str:
         quoted = (word if word.startswith("-") else shlex.quote(word) for word in words)
@@ -105,4 +98,8 @@ def _fish_flag(flag: str) -> tuple[str, str]:
     return ("-l", flag[2:]) if flag.startswith("--") else ("-s" if len(flag) == 2 else "-o", flag[1:])
 
 
-_SHELLS = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+_SHELLS = {
+    "bash": _bash,
+    "zsh": lambda verbs: ["autoload -U +X bashcompinit && bashcompinit", *_bash(verbs)],
+    "fish": _fish,
+}

@@ -36,6 +36,7 @@ from mlc_amd.tools.terminal import display, terminal
 SHORT = {"o": "output"}
 MARK = "bundle.json"  # a folder that has it is a bundle and may be replaced
 SUFFIX = ".tar.zst"
+_LEFT_OUT = ("cache", "compile", "completion", "deploy", "inspect", "pull", "serve")
 # The sources of each package of ours that a bundle holds, and those that it does not: patterns below the package's
 # folder.
 SOURCES = {
@@ -44,39 +45,20 @@ SOURCES = {
     "tools": (
         ("*.py", "commands/*.py", "hub/*.py", "terminal/*.py", "measure/*.py", "checks/*.py", "reference/*.py"),
         (
-            *(
-                f"commands/{verb}.py"
-                for verb in ("cache", "compile", "completion", "deploy", "inspect", "pull", "serve")
-            ),
+            *(f"commands/{verb}.py" for verb in _LEFT_OUT),
             *("commands/tune*.py", "hub/hub*.py", "measure/tune_report.py"),
         ),
     ),
 }
-PACKAGES = (
-    "numpy",
-    "tokenizers",
-    "jinja2",
-    "markupsafe",
-    "rich",
-    "prompt_toolkit",
-    "wcwidth",
-    "fire",
-    "termcolor",
-    "packaging",
-    "msgspec",
-)
 TARGET_PACKAGES = {"vulkan": (), "rocm": ("rocm-bindings-hip", "rocm-bindings-core")}
+PACKAGES = tuple(name for name in wheels.VENDORED if name not in TARGET_PACKAGES["rocm"])
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 
 @dataclass(frozen=True)
 class Destination:
-    """A kind of machine that bundles are made for.
-
-    kinds: targets that run there; archs: profiles, of which the artifact must have one (empty: the device decides when
-        it loads it);
-    templates: files of dist/bundle that its bundles have
-    """
+    """A kind of machine that bundles are made for. kinds: targets that run there; archs: profiles, of which the
+    artifact must have one (empty: the device decides when it loads it); templates: files of dist/bundle."""
 
     title: str
     kinds: tuple[str, ...]
@@ -119,9 +101,8 @@ def run(
     check(model, destination)
     out = Path(output).expanduser() if output else Path("dist") / f"{model.path.resolve().name}-{to}{SUFFIX}"
     check_output(out)
-    entries = sorted(
-        contents(model, destination, weights == "none", pythons), key=lambda e: (e.path == f"model/{WEIGHTS}", e.path)
-    )
+    found = contents(model, destination, weights == "none", pythons)
+    entries = sorted(found, key=lambda entry: (_holds_weights(entry), entry.path))
     total = sum(entry.nbytes for entry in entries)
     with display.compile_progress(f"writing {out}") as progress:
         done = 0
@@ -132,18 +113,18 @@ def run(
             progress("write", done, total)
 
         if out.name.endswith(SUFFIX):
-            archive.write_archive(
-                out, out.name.removesuffix(SUFFIX), entries, lambda entry: entry.path == f"model/{WEIGHTS}", wrote
-            )
+            archive.write_archive(out, out.name.removesuffix(SUFFIX), entries, _holds_weights, wrote)
         else:
             archive.write_folder(out, entries, wrote)
-    packed = (
-        sum(file.stat().st_size for file in out.rglob("*") if file.is_file()) if out.is_dir() else out.stat().st_size
-    )
-    held = sum(entry.nbytes for entry in entries if entry.path == f"model/{WEIGHTS}")
+    packed = sum(file.stat().st_size for file in (out.rglob("*") if out.is_dir() else [out]) if file.is_file())
+    held = sum(entry.nbytes for entry in entries if _holds_weights(entry))
     sizes = ("size", display.size(packed)), ("weights", display.size(held))
     for left, right in (("bundle", out), *sizes, ("files", len(entries)), ("for", destination.title)):
         print(f"{left:10}{right}")
+
+
+def _holds_weights(entry: Entry) -> bool:
+    return entry.path == f"model/{WEIGHTS}"
 
 
 def pythons_of(text: str) -> tuple[str, ...]:
@@ -169,9 +150,8 @@ def check(model: Artifact, destination: Destination) -> None:
         raise UserError(f"{model.path} was compiled for target {kind}, which {_REFUSED[kind]}; {again}")
     archs = list(model.manifest["libraries"])
     if destination.archs and not any(arch.split(":")[0] in destination.archs for arch in archs):
-        raise UserError(
-            f"{model.path} was compiled for {', '.join(archs)}, which does not run on {destination.title}; {again}"
-        )
+        why = f"was compiled for {', '.join(archs)}, which does not run on {destination.title}"
+        raise UserError(f"{model.path} {why}; {again}")
 
 
 def check_output(out: Path) -> None:
@@ -181,9 +161,8 @@ def check_output(out: Path) -> None:
     archived = out.name.endswith(SUFFIX)
     if archived:
         archive.compressor()  # better now than after the downloads
-    if out.exists() and (
-        out.is_dir() == archived or (out.is_dir() and any(out.iterdir()) and not (out / MARK).exists())
-    ):
+    other = out.is_dir() and any(out.iterdir()) and not (out / MARK).exists()
+    if out.exists() and (out.is_dir() == archived or other):
         raise UserError(f"{out} exists and is not a bundle; choose another output with -o")
 
 
@@ -239,14 +218,8 @@ def _sources(names: tuple[str, ...]) -> dict[str, bytes]:
                 files[f"mlc_amd/{package}/{file.relative_to(root).as_posix()}"] = file.read_bytes()
     version = mlc_amd.__version__
     needs = [f"Requires-Dist: {name}=={wheels.VENDORED[name].version}" for name in names]
-    lines = [
-        "Metadata-Version: 2.1",
-        "Name: mlc-amd",
-        f"Version: {version}",
-        f"Requires-Python: >={PYTHONS[0]}",
-        *needs,
-    ]
-    files[f"mlc_amd-{version}.dist-info/METADATA"] = "\n".join((*lines, "")).encode()
+    lines = ["Metadata-Version: 2.1", "Name: mlc-amd", f"Version: {version}", f"Requires-Python: >={PYTHONS[0]}"]
+    files[f"mlc_amd-{version}.dist-info/METADATA"] = "\n".join((*lines, *needs, "")).encode()
     return files
 
 
@@ -271,9 +244,8 @@ def _vectors(model: Artifact) -> tuple[bytes, manifests.FileFacts]:
         place = Path(directory) / WEIGHTS
         held = Weights(model.path / WEIGHTS)
         arrays = {name: held[name] for name in held.places if name not in model.manifest["tensors"]}
-        writer = WeightsWriter(
-            place, [TensorSpec(name, array.dtype.name, array.shape) for name, array in arrays.items()]
-        )
+        specs = [TensorSpec(name, array.dtype.name, array.shape) for name, array in arrays.items()]
+        writer = WeightsWriter(place, specs)
         for name, array in arrays.items():
             writer.write(name, 0, array)
         writer.close()

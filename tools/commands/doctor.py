@@ -7,6 +7,7 @@ what concerns them.
 import platform
 import sys
 import tempfile
+from collections.abc import Iterator
 from json import dumps
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.tools.checks import doctor_vulkan, machine
+from mlc_amd.tools.checks.doctor_vulkan import Check
 from mlc_amd.tools.hub import model_cache
 from mlc_amd.tools.measure import bandwidth
 from mlc_amd.tools.options import Json
@@ -46,12 +48,8 @@ def run(*, json: Json = False) -> None:
         facts |= {"cpu_target": _try_cpu_target(), "rocm_linker": machine.rocm_linker()}
     checks = judge(facts)
     if json:
-        print(
-            dumps(
-                facts | {"checks": [dict(zip(("status", "what", "advice"), check, strict=True)) for check in checks]},
-                indent=1,
-            )
-        )
+        told = [{"status": status, "what": what, "advice": advice} for status, what, advice in checks]
+        print(dumps(facts | {"checks": told}, indent=1))
     else:
         for status, what, advice in checks:
             print(f"{_MARKS[status]} {what}" + (f"\n      {advice}" if advice else ""))
@@ -59,12 +57,8 @@ def run(*, json: Json = False) -> None:
         raise UserError(f"the cpu target does not work here: {facts['cpu_target']}")
 
 
-def judge(facts: dict[str, object]) -> list[tuple[str, str, str]]:
-    """What the facts mean: (status, finding, what to do about it or ""), status "ok", "missing" (not needed) or
-    "problem".
-
-    Facts that could not be found out may be left out.
-    """
+def judge(facts: dict[str, object]) -> list[Check]:
+    """What the facts mean. Those that could not be found out may be left out."""
     return [check for fact, part in _PARTS.items() if fact in facts for check in part(facts)]
 
 
@@ -98,151 +92,120 @@ def _cache_facts() -> dict[str, object]:
     return {"path": str(place), "bytes": sum({status.st_ino: status.st_size for status in files}.values())}
 
 
-def _python(facts: dict) -> list[tuple[str, str, str]]:
+def _python(facts: dict) -> Iterator[Check]:
     good = sys.version_info[:2] >= _OLDEST_PYTHON
     advice = "" if good else f"install Python {'.'.join(map(str, _OLDEST_PYTHON))} or newer"
-    return [
-        ("ok" if good else "problem", f"Python {facts['python']} on {platform.system()} {platform.machine()}", advice)
-    ]
+    what = f"Python {facts['python']} on {platform.system()} {platform.machine()}"
+    yield "ok" if good else "problem", what, advice
 
 
-def _packages(facts: dict) -> list[tuple[str, str, str]]:
-    if not facts["packages"]:
-        return []
+def _packages(facts: dict) -> Iterator[Check]:
     bad = [package for package in facts["packages"] if not package["ok"]]
-    if not bad:
-        return [("ok", f"{len(facts['packages'])} required packages are installed in the right versions", "")]
-    return [
-        (
-            "problem",
-            f"package {p['name']} {p['found'] or 'is not installed'}",
-            f"pip install '{p['name']}{p['wanted']}'",
-        )
-        for p in bad
-    ]
+    if facts["packages"] and not bad:
+        yield "ok", f"{len(facts['packages'])} required packages are installed in the right versions", ""
+    for p in bad:
+        what = f"package {p['name']} {p['found'] or 'is not installed'}"
+        yield "problem", what, f"pip install '{p['name']}{p['wanted']}'"
 
 
-def _extras(facts: dict) -> list[tuple[str, str, str]]:
-    checks = []
+def _extras(facts: dict) -> Iterator[Check]:
     for found in facts["extras"]:
-        if not found["missing"]:
-            checks.append(("ok", f"extra {found['extra']} is installed: {', '.join(found['packages'])}", ""))
-            continue
-        lacks = ", ".join(f"{name} (for {purpose})" for name, purpose in found["missing"].items())
-        checks.append(("missing", f"extra {found['extra']} lacks {lacks}", extras.install(found["extra"])))
-    return checks
+        if found["missing"]:
+            lacks = ", ".join(f"{name} (for {purpose})" for name, purpose in found["missing"].items())
+            yield "missing", f"extra {found['extra']} lacks {lacks}", extras.install(found["extra"])
+        else:
+            yield "ok", f"extra {found['extra']} is installed: {', '.join(found['packages'])}", ""
 
 
-def _tvm(facts: dict) -> list[tuple[str, str, str]]:
+def _tvm(facts: dict) -> Iterator[Check]:
     found = facts["tvm"]
     if not found:
-        return [
-            ("missing", "no compiler: this installation runs compiled models only", "to compile: pip install mlc-amd")
-        ]
-    if "error" in found:
-        return [
-            (
-                "problem",
-                f"TVM does not load: {found['error']}",
-                "pip install --force-reinstall apache-tvm==0.27.0.post1",
-            )
-        ]
-    generators = ", ".join(name for name, present in (("x86", found["x86"]), ("AMDGPU", found["amdgpu"])) if present)
-    return [
-        ("ok", f"TVM {found['version']} with LLVM {found['llvm']}: {generators} (loads in {found['seconds']} s)", "")
-    ]
+        yield "missing", "no compiler: this installation runs compiled models only", "to compile: pip install mlc-amd"
+    elif "error" in found:
+        again = "pip install --force-reinstall apache-tvm==0.27.0.post1"
+        yield "problem", f"TVM does not load: {found['error']}", again
+    else:
+        targets = ", ".join(name for name, present in (("x86", found["x86"]), ("AMDGPU", found["amdgpu"])) if present)
+        what = f"TVM {found['version']} with LLVM {found['llvm']}: {targets} (loads in {found['seconds']} s)"
+        yield "ok", what, ""
 
 
-def _linker(facts: dict) -> list[tuple[str, str, str]]:
+def _linker(facts: dict) -> Iterator[Check]:
     usable = [name for name in ("cc", "gcc", "clang", "ziglang") if facts["linkers"][name]]
     if usable:
-        return [("ok", f"linker for cpu kernels: {usable[0]}", "")]
-    return [("problem", "no C compiler to link cpu kernels", "install gcc or clang, or: pip install ziglang")]
+        yield "ok", f"linker for cpu kernels: {usable[0]}", ""
+    else:
+        yield "problem", "no C compiler to link cpu kernels", "install gcc or clang, or: pip install ziglang"
 
 
-def _cpu(facts: dict) -> list[tuple[str, str, str]]:
+def _cpu(facts: dict) -> Iterator[Check]:
     cpu = facts["cpu"]
     memory = f"{display.size(cpu['memory'])} of memory ({display.size(cpu['available'])} free)"
     isa = " ".join(cpu["isa"]) or "no vector extensions known"
-    return [
-        ("ok", f"CPU {cpu['name']}, {cpu['cores']} cores, {isa}", ""),
-        ("ok", f"{memory}, read at {cpu['read_bytes_per_second'] / 1e9:.1f} GB/s", ""),
-    ]
+    yield "ok", f"CPU {cpu['name']}, {cpu['cores']} cores, {isa}", ""
+    yield "ok", f"{memory}, read at {cpu['read_bytes_per_second'] / 1e9:.1f} GB/s", ""
 
 
-def _cpu_target(facts: dict) -> list[tuple[str, str, str]]:
+def _cpu_target(facts: dict) -> Iterator[Check]:
     if facts["cpu_target"] is None:
-        return [("ok", "target cpu: a test model compiles, loads and computes", "")]
-    return [("problem", f"target cpu: {facts['cpu_target']}", "mend what is marked above; --debug shows more")]
+        yield "ok", "target cpu: a test model compiles, loads and computes", ""
+    else:
+        yield "problem", f"target cpu: {facts['cpu_target']}", "mend what is marked above; --debug shows more"
 
 
-def _gpus(facts: dict) -> list[tuple[str, str, str]]:
+def _gpus(facts: dict) -> Iterator[Check]:
     if not facts["gpus"]:
-        return [
-            ("missing", "no GPU in /sys/class/drm", "models run on the CPU; in a container, pass --device /dev/dri")
-        ]
-    checks = []
+        yield "missing", "no GPU in /sys/class/drm", "models run on the CPU; in a container, pass --device /dev/dri"
     for gpu in facts["gpus"]:
         what = f"GPU {gpu['card']}: {gpu['vendor']} {gpu['id']}, driver {gpu['driver'] or 'none'}"
         if gpu["node"] is None:
-            checks.append(("missing", what, "it has no render node: load its kernel driver (AMD: amdgpu)"))
+            yield "missing", what, "it has no render node: load its kernel driver (AMD: amdgpu)"
         elif not gpu["usable"]:
-            checks.append(
-                ("problem", what, f"you may not open {gpu['node']}: sudo usermod -aG render $USER, then log in again")
-            )
+            yield "problem", what, f"you may not open {gpu['node']}: {_JOIN}"
         else:
-            checks.append(("ok", what, ""))
-    return checks
+            yield "ok", what, ""
 
 
-def _kfd(facts: dict) -> list[tuple[str, str, str]]:
+_JOIN = "sudo usermod -aG render $USER, then log in again"
+
+
+def _kfd(facts: dict) -> Iterator[Check]:
     if facts["kfd"]["usable"]:
-        return [("ok", "/dev/kfd: ROCm programs can use the GPU", "")]
-    if facts["kfd"]["present"]:
-        return [("problem", "/dev/kfd is here but not for you", "sudo usermod -aG render $USER, then log in again")]
-    return [
-        (
-            "missing",
-            "no /dev/kfd: no AMD GPU for ROCm",
-            "load the kernel driver amdgpu; in a container, pass --device /dev/kfd",
-        )
-    ]
+        yield "ok", "/dev/kfd: ROCm programs can use the GPU", ""
+    elif facts["kfd"]["present"]:
+        yield "problem", "/dev/kfd is here but not for you", _JOIN
+    else:
+        advice = "load the kernel driver amdgpu; in a container, pass --device /dev/kfd"
+        yield "missing", "no /dev/kfd: no AMD GPU for ROCm", advice
 
 
-def _rocm(facts: dict) -> list[tuple[str, str, str]]:
-    rocm, checks = facts["rocm"], []
+def _rocm(facts: dict) -> Iterator[Check]:
+    rocm = facts["rocm"]
     if rocm["runtime"]:
-        checks.append(("ok", f"HIP runtime {rocm['runtime']} (rocm-bindings-hip {rocm['bindings']})", ""))
+        yield "ok", f"HIP runtime {rocm['runtime']} (rocm-bindings-hip {rocm['bindings']})", ""
     if rocm["problem"]:  # a problem only where there is a GPU that could be used
         what, _, advice = rocm["problem"].partition("; ")
-        checks.append(("problem" if rocm["chips"] else "missing", f"target rocm cannot run here: {what}", advice))
+        yield "problem" if rocm["chips"] else "missing", f"target rocm cannot run here: {what}", advice
     for gpu in rocm["gpus"]:
         what = f"{'APU' if gpu['integrated'] else 'GPU'} {gpu['name']}, {gpu['arch']}, {display.size(gpu['memory'])}"
-        checks.append(("ok", f"target rocm: device {gpu['index']}, {what}", ""))
+        yield "ok", f"target rocm: device {gpu['index']}, {what}", ""
     if rocm["override"]:
         chips = ", ".join(chip["arch"] for chip in rocm["chips"]) or "unknown"
-        checks.append(("ok", f"HSA_OVERRIDE_GFX_VERSION={rocm['override']} is set; the chip is {chips}", ""))
-    return checks
+        yield "ok", f"HSA_OVERRIDE_GFX_VERSION={rocm['override']} is set; the chip is {chips}", ""
 
 
-def _rocm_linker(facts: dict) -> list[tuple[str, str, str]]:
+def _rocm_linker(facts: dict) -> Iterator[Check]:
     found = facts["rocm_linker"]
     if found["problem"] is None:
-        return [("ok", f"linker for rocm kernels: {found['command']}", "")]
-    what, _, advice = found["problem"].partition("; ")
-    return [("missing", f"cannot compile for target rocm: {what}", advice)]
+        yield "ok", f"linker for rocm kernels: {found['command']}", ""
+    else:
+        what, _, advice = found["problem"].partition("; ")
+        yield "missing", f"cannot compile for target rocm: {what}", advice
 
 
-def _cache(facts: dict) -> list[tuple[str, str, str]]:
-    cache = facts["cache"]
-    return [
-        (
-            "ok",
-            f"compiled models are kept in {cache['path']} ({display.size(cache['bytes'])}), which may be deleted any "
-            "time",
-            "",
-        )
-    ]
+def _cache(facts: dict) -> Iterator[Check]:
+    place, size = facts["cache"]["path"], display.size(facts["cache"]["bytes"])
+    yield "ok", f"compiled models are kept in {place} ({size}), which may be deleted any time", ""
 
 
 # By the fact that each part needs, in the order of the report.

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from mlc_amd.runtime.artifact.manifest import is_draft
 from mlc_amd.runtime.artifact.memory import of_manifest, on_host
@@ -15,9 +15,6 @@ from mlc_amd.tools.hub import models
 from mlc_amd.tools.inspection import inspect_header, inspect_kernels, inspect_memory, inspect_vulkan
 from mlc_amd.tools.options import Json, Without
 from mlc_amd.tools.terminal import display
-
-if TYPE_CHECKING:
-    from mlc_amd.compiler.gguf.reader import GGUFModel
 
 
 def run(
@@ -67,17 +64,14 @@ def run(
             raise UserError(f"{path} is GPU code: --plan and --tensors apply to artifacts; --asm shows its assembly")
         report, codes, kernels = {"file": str(path)}, [inspect_kernels.GpuCode(path)], True
     elif plan or kernels or asm is not None:
-        raise UserError(
-            f"{path} is a GGUF file: --plan, --kernels and --asm apply to artifacts (`mlc-amd compile` makes one)"
-        )
+        what = "--plan, --kernels and --asm apply to artifacts (`mlc-amd compile` makes one)"
+        raise UserError(f"{path} is a GGUF file: {what}")
     else:
         report, codes = _gguf(path, options, n_cpu_moe), []
     if asm is not None:
         if not codes:
-            raise UserError(
-                f"{path} has no GPU code: --asm applies to artifacts of `mlc-amd compile --target rocm|vulkan` and "
-                ".hsaco files"
-            )
+            what = "--asm applies to artifacts of `mlc-amd compile --target rocm|vulkan` and .hsaco files"
+            raise UserError(f"{path} has no GPU code: {what}")
         report["assembly"] = {code.machine: code.assembly(asm) for code in codes}
         if not json:
             for machine, functions in report["assembly"].items():
@@ -104,33 +98,27 @@ def _gguf(path: Path, options: CompileOptions, n_cpu_moe: int) -> dict[str, obje
         opened = GGUFModel.open(path)
     except UserError as error:
         return inspect_header.report(path, error)
-    with opened as model:
-        return _model_file(model, options, n_cpu_moe)
-
-
-def _model_file(model: "GGUFModel", options: CompileOptions, n_cpu_moe: int) -> dict[str, object]:
     from mlc_amd.compiler.codegen.targets import make_target
     from mlc_amd.compiler.lowering import capacity
     from mlc_amd.compiler.manifest import format_totals
     from mlc_amd.compiler.memory import needs
     from mlc_amd.compiler.sampling import defaults
 
-    config = dataclasses.asdict(model.config)
-    listing = [
-        {"name": t.name, "dtype": t.format, "shape": list(t.shape), "bytes": t.nbytes} for t in model.tensors.values()
-    ]
-    on_host(model.tensors, n_cpu_moe)
-    made = options.resolved(*targets.resolve(options.target, options.arch))
-    needed = needs(model, make_target(made.target, made.arch, made.cache_type), capacity(model.config, made.ctx))
-    return {
-        "file": model.path,
-        "name": model.config.name,
-        "model": config,
-        "sampling": defaults(model.metadata, model.config.context),
-        "formats": _stored(format_totals(model.tensors)),
-        "memory": inspect_memory.plan(needed, made.target, options.arch, n_cpu_moe),
-        "tensors": listing,
-    }
+    with opened as model:
+        tensors = model.tensors.values()
+        listing = [{"name": t.name, "dtype": t.format, "shape": list(t.shape), "bytes": t.nbytes} for t in tensors]
+        on_host(model.tensors, n_cpu_moe)
+        made = options.resolved(*targets.resolve(options.target, options.arch))
+        needed = needs(model, make_target(made.target, made.arch, made.cache_type), capacity(model.config, made.ctx))
+        return {
+            "file": model.path,
+            "name": model.config.name,
+            "model": dataclasses.asdict(model.config),
+            "sampling": defaults(model.metadata, model.config.context),
+            "formats": _stored(format_totals(model.tensors)),
+            "memory": inspect_memory.plan(needed, made.target, options.arch, n_cpu_moe),
+            "tensors": listing,
+        }
 
 
 def _stored(formats: Mapping[str, Any]) -> dict[str, dict]:
@@ -138,51 +126,33 @@ def _stored(formats: Mapping[str, Any]) -> dict[str, dict]:
     multiples of 16), and whether the codes in memory are other ones than those of the file."""
     from mlc_amd.schedules.formats import lookup
 
-    return {
-        name: entry
-        | {
-            "file_bits": lookup(name).file_bits,
-            "memory_bits": lookup(name).memory_bits,
-            "repacked_to_bits": lookup(name).code_bits if lookup(name).expanded else None,
-        }
-        for name, entry in formats.items()
-    }
+    found = {}
+    for name, entry in formats.items():
+        form = lookup(name)
+        bits = {"file_bits": form.file_bits, "memory_bits": form.memory_bits}
+        found[name] = entry | bits | {"repacked_to_bits": form.code_bits if form.expanded else None}
+    return found
 
 
 def _artifact(artifact, n_cpu_moe: int) -> dict[str, object]:
     manifest, target = artifact.manifest, artifact.manifest["target"]
     on_host(manifest["tensors"], n_cpu_moe)
-    listing = [
-        {
-            "name": name,
-            "dtype": entry["dtype"],
-            "shape": entry["shape"],
-            "bytes": entry["data_offsets"][1] - entry["data_offsets"][0],
-        }
-        for name, entry in artifact.weights.header.items()
-        if not name.startswith("__pad_")
-    ]
+    listing = []
+    for name, entry in artifact.weights.header.items():
+        if not name.startswith("__pad_"):
+            begin, end = entry["data_offsets"]
+            listing.append({"name": name, "dtype": entry["dtype"], "shape": entry["shape"], "bytes": end - begin})
     layers = sum(not layer.get("predictor") for layer in manifest["model"]["layers"])
-    launches = {
-        name: {
-            "rows": function["rows"],
-            "single": function["single"],
-            "logits": function["logits"],
-            "launches": len(function["launches"]),
-            "per_layer": float(len(function["launches"]))
-            if is_draft(name)
-            else per_layer(function["launches"], layers),
-        }
-        for name, function in manifest["functions"].items()
-    }
+    launches = {}
+    for name, function in manifest["functions"].items():
+        made = function["launches"]
+        each = float(len(made)) if is_draft(name) else per_layer(made, layers)
+        known = {key: function[key] for key in ("rows", "single", "logits")}
+        launches[name] = known | {"launches": len(made), "per_layer": each}
+    same = {key: manifest[key] for key in ("name", "target", "context", "kv_type", "model", "sampling")}
     return {
         "file": str(artifact.path),
-        "name": manifest["name"],
-        "target": target,
-        "context": manifest["context"],
-        "kv_type": manifest["kv_type"],
-        "model": manifest["model"],
-        "sampling": manifest["sampling"],
+        **same,
         "formats": _stored(manifest["formats"]),
         "memory": inspect_memory.plan(of_manifest(manifest), target["kind"], target["arch"], n_cpu_moe),
         "launches": launches,
@@ -200,11 +170,10 @@ def per_layer(launches: list[dict], layers: int) -> float:
         names = ([str(arg[1]) for arg in launch["args"]] for launch in launches)
         return next((i for i, held in enumerate(names) if any(name.startswith(f"blk.{layer}.") for name in held)), 0)
 
-    # A model of one layer has nothing between; what follows its first launch, without the last norm and the logits, is
-    # the layer.
-    return (
-        round((first(layers - 1) - first(0)) / (layers - 1), 2) if layers > 1 else float(len(launches) - first(0) - 2)
-    )
+    if layers > 1:
+        return round((first(layers - 1) - first(0)) / (layers - 1), 2)
+    # Nothing is between; what follows the first launch, without the last norm and the logits, is the layer.
+    return float(len(launches) - first(0) - 2)
 
 
 # target -> what reads its GPU code; what of it cannot be told when something is missing
@@ -212,12 +181,13 @@ _CODES = {"rocm": inspect_kernels.of_artifact, "vulkan": inspect_vulkan.of_artif
 _ABSENT = {inspect_kernels.GpuCode: "no instruction counts", inspect_vulkan.SpirvCode: "no registers and instructions"}
 
 
-def _code(codes: list[dict]) -> str:
-    return (inspect_vulkan if "compiler" in codes[0] else inspect_kernels).tables(codes)
-
-
 def _line(title: str):
     return lambda content: f"{title:10}{content}"
+
+
+def _target(target: dict) -> str:
+    cpu = f" ({target['mcpu']}, {target['isa']})" if target["kind"] == "cpu" else ""
+    return f"{'target':10}{target['kind']} {target['arch']}{cpu}"
 
 
 def _model(config: dict) -> str:
@@ -258,22 +228,12 @@ def _sampling(sampling: dict) -> str:
 
 def _formats(formats: dict) -> str:
     largest_first = sorted(formats.items(), key=lambda item: -item[1]["bytes"])
-    rows = [
-        (
-            name,
-            entry["tensors"],
-            display.size(entry["bytes"]),
-            f"{entry['file_bits']:.4g}",
-            f"{entry['memory_bits']:.4g}",
-            f"repacked to codes of {codes} bits" if (codes := entry["repacked_to_bits"]) else "own layout",
-        )
-        for name, entry in largest_first
-    ]
+    rows = []
+    for name, entry in largest_first:
+        bits = (f"{entry[key]:.4g}" for key in ("file_bits", "memory_bits"))
+        layout = f"repacked to codes of {codes} bits" if (codes := entry["repacked_to_bits"]) else "own layout"
+        rows.append((name, entry["tensors"], display.size(entry["bytes"]), *bits, layout))
     return display.table(("type", "tensors", "size", "bits in file", "in memory", "kernels"), rows, right=(1, 2, 3, 4))
-
-
-def _memory(memory: dict) -> str:
-    return "".join(f"{label:10}{text}\n" for label, text in inspect_memory.lines(memory))
 
 
 def _launches(launches: dict) -> str:
@@ -284,14 +244,10 @@ def _launches(launches: dict) -> str:
 
 
 def _kernels(kernels: list) -> str:
-    rows = [
-        (
-            entry["name"],
-            ", ".join(f"{function} {count}" for function, count in entry["calls"].items()),
-            _tuned(entry.get("tuned", {})),
-        )
-        for entry in kernels
-    ]
+    rows = []
+    for entry in kernels:
+        calls = ", ".join(f"{function} {count}" for function, count in entry["calls"].items())
+        rows.append((entry["name"], calls, _tuned(entry.get("tuned", {}))))
     return display.table(("kernel", "calls", "plan"), rows)
 
 
@@ -307,14 +263,8 @@ def _tuned(origins: dict) -> str:
 
 
 def _plan(plan: dict) -> str:
-    rows = [
-        (i, launch["kernel"], " ".join(_argument(a) for a in launch["args"])) for i, launch in enumerate(plan["decode"])
-    ]
+    rows = [(i, one["kernel"], " ".join(map(_argument, one["args"]))) for i, one in enumerate(plan["decode"])]
     return display.table(("", "launch of one token", "arguments"), rows, right=(0,))
-
-
-def _cpu(target: dict) -> str:
-    return f" ({target['mcpu']}, {target['isa']})" if target["kind"] == "cpu" else ""
 
 
 def _argument(argument: list) -> str:
@@ -323,10 +273,10 @@ def _argument(argument: list) -> str:
 
 
 def _tensors(listing: list) -> str:
-    sizes = ("?" if t["bytes"] is None else display.size(t["bytes"]) for t in listing)
-    rows = [
-        (t["name"], t["dtype"], "x".join(map(str, t["shape"])), size) for t, size in zip(listing, sizes, strict=True)
-    ]
+    rows = []
+    for tensor in listing:
+        size = "?" if tensor["bytes"] is None else display.size(tensor["bytes"])
+        rows.append((tensor["name"], tensor["dtype"], "x".join(map(str, tensor["shape"])), size))
     return display.table(("tensor", "type", "shape", "size"), rows, right=(3,))
 
 
@@ -334,16 +284,16 @@ def _tensors(listing: list) -> str:
 _SECTIONS = {
     "file": _line("file"),
     "name": _line("name"),
-    "target": lambda target: f"{'target':10}{target['kind']} {target['arch']}{_cpu(target)}",
+    "target": _target,
     "context": _line("context"),
     "kv_type": lambda kv_type: f"{'KV type':10}{kv_type}",
     "model": _model,
     "sampling": _sampling,
     "formats": _formats,
-    "memory": _memory,
+    "memory": lambda memory: "".join(f"{label:10}{text}\n" for label, text in inspect_memory.lines(memory)),
     "launches": _launches,
     "kernels": _kernels,
     "plan": _plan,
     "tensors": _tensors,
-    "code": _code,
+    "code": lambda codes: (inspect_vulkan if "compiler" in codes[0] else inspect_kernels).tables(codes),
 } | inspect_header.SECTIONS

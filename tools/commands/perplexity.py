@@ -67,17 +67,8 @@ def run(
     perplexity = float(np.exp(nll.mean()))
     error = perplexity * float(nll.std(ddof=1)) / len(nll) ** 0.5 if len(nll) > 1 else float("nan")
     if json:
-        print(
-            dumps(
-                {
-                    "perplexity": perplexity,
-                    "error": error,
-                    "nll": float(nll.mean()),
-                    "tokens": count,
-                    "seconds": round(seconds, 3),
-                }
-            )
-        )
+        told = {"perplexity": perplexity, "error": error, "nll": float(nll.mean())}
+        print(dumps(told | {"tokens": count, "seconds": round(seconds, 3)}))
     else:
         print(f"perplexity {perplexity:.4f} ± {error:.4f} over {count} tokens")
     display.message(f"{count / seconds:.1f} tok/s")
@@ -115,9 +106,8 @@ def _read_ids(path: Path) -> np.ndarray:
         with np.load(path, allow_pickle=False) as data:
             found = data["ids"]
     except (KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise UserError(
-            f"{path} has no readable array `ids` ({error}); write one with numpy.savez(file, ids=...)"
-        ) from error
+        why = f"has no readable array `ids` ({error}); write one with numpy.savez(file, ids=...)"
+        raise UserError(f"{path} {why}") from error
     if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
         raise UserError(f"{path}: `ids` must be one row of whole numbers, not {found.dtype} of shape {found.shape}")
     return found.astype(np.int64)

@@ -16,7 +16,7 @@ import mlc_amd
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import LoadOptions, Option
-from mlc_amd.tools.checks import amdgpu, machine, selftest_kernels, selftest_model
+from mlc_amd.tools.checks import machine, selftest_kernels, selftest_model
 from mlc_amd.tools.checks.selftest_limits import Budget, Watch
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.measure import bandwidth
@@ -70,8 +70,9 @@ def run(
         temporary.write_text(json.dumps(found, indent=1) + "\n")
         temporary.replace(out)
         display.message(f"wrote {out}")
-    if found["problems"]:
-        raise UserError(f"{engine.device.name} does not pass: {found['problems'][0]}{_more(found['problems'])}")
+    if problems := found["problems"]:
+        more = f" (and {len(problems) - 1} more, see above)" if len(problems) > 1 else ""
+        raise UserError(f"{engine.device.name} does not pass: {problems[0]}{more}")
 
 
 def measure(engine: Engine, device: str | None, runs: int, whole_model: bool, seconds: float) -> dict:
@@ -98,15 +99,11 @@ def measure(engine: Engine, device: str | None, runs: int, whole_model: bool, se
     engine.close()  # its memory is for the kernels now
     asked = str(used.threads) if used.kind == "cpu" else device
     count, kernels = len(artifact.manifest["kernels"]), []
-    for result in selftest_kernels.check_all(
-        artifact,
-        where,
-        asked,
-        runs,
-        lambda name: status.show(f"kernel {len(kernels) + 1} of {count}: {name}"),
-        budget,
-        watch,
-    ):
+
+    def doing(name: str) -> None:
+        status.show(f"kernel {len(kernels) + 1} of {count}: {name}")
+
+    for result in selftest_kernels.check_all(artifact, where, asked, runs, doing, budget, watch):
         kernels.append(result | found["times"].get(result["kernel"], {}))
     status.clear()
     order = {entry["name"]: i for i, entry in enumerate(artifact.manifest["kernels"])}
@@ -161,42 +158,26 @@ def about_machine() -> dict:
         "distribution": machine.distribution(),
         "python": platform.python_version(),
         "cpu": machine.cpu(),
-        "amdgpu": amdgpu.cards(),
+        "amdgpu": machine.amd_cards(),
     }
 
 
 # ---- output
 
 
-def _more(problems: list[str]) -> str:
-    return f" (and {len(problems) - 1} more, see above)" if len(problems) > 1 else ""
-
-
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
-
-
-def _outcome(passed: bool, left: int) -> str:
-    return "FAILED" if not passed else "passed" if not left else f"passed, without {left} kernels that were not run"
-
-
-def _verdict(kernel: dict) -> str:
-    return "WRONG" if kernel["problem"] else kernel.get("note") or "ok"
 
 
 def text(found: dict) -> str:
     """The findings as tables."""
     header = ("kernel", "result", "deviation", "runs", "us", "GB/s", "TFLOP/s")
-    rows = [
-        (
-            kernel["kernel"],
-            _verdict(kernel),
-            _number(kernel["deviation"], ".0%"),
-            sum(join["runs"] for join in kernel.get("joins", ())) or kernel["states"] or "",
-            *(_number(kernel.get(key), form) for key, form in (("us", ".1f"), ("gbps", ".1f"), ("tops", ".3f"))),
-        )
-        for kernel in found["kernels"]
-    ]
+    rows = []
+    for kernel in found["kernels"]:
+        verdict = "WRONG" if kernel["problem"] else kernel.get("note") or "ok"
+        runs = sum(join["runs"] for join in kernel.get("joins", ())) or kernel["states"] or ""
+        speed = (_number(kernel.get(key), form) for key, form in (("us", ".1f"), ("gbps", ".1f"), ("tops", ".3f")))
+        rows.append((kernel["kernel"], verdict, _number(kernel["deviation"], ".0%"), runs, *speed))
     lines = [display.table(header, rows, range(2, 7)), ""]
     lines += [f"{'':2}{problem}\n" for problem in found["problems"]] + ["\n"] * bool(found["problems"])
     return "".join(lines) + display.table(("check", "result"), _checks(found))
@@ -209,37 +190,24 @@ def _checks(found: dict) -> list[tuple[str, str]]:
     notes = Counter(kernel["note"] for kernel in found["kernels"] if kernel.get("note"))
     joins = [join for kernel in found["kernels"] for join in kernel.get("joins", ())]
     worst = max((step["deviation"] or 0 for step in logits["steps"]), default=None)
+    counts = [f"{good} of {len(found['kernels'])} ok", *(f"{n} {_NOTES[note]}" for note, n in notes.items())]
+    met = f"{sum(join['runs'] for join in joins)} runs, {sum(join['failed'] for join in joins)} wrong"
+    replayed = f"ok, {replays['rounds']} rounds of {len(replays['functions'])} functions"
+    share = "ok, {} of what may differ".format
+    left = notes[selftest_kernels.NO_TIME]
+    passed = f"passed, without {left} kernels that were not run" if left else "passed"
     verdicts = [
-        (
-            "kernels",
-            f"{good} of {len(found['kernels'])} ok" + "".join(f", {n} {_NOTES[note]}" for note, n in notes.items()),
-        ),
-        (
-            "workgroups that meet",
-            f"{sum(join['runs'] for join in joins)} runs, {sum(join['failed'] for join in joins)} wrong"
-            if joins
-            else "none here",
-        ),
-        (
-            "replays",
-            f"WRONG: {', '.join(replays['wrong'])}"
-            if replays["wrong"]
-            else f"ok, {replays['rounds']} rounds of {len(replays['functions'])} functions",
-        ),
+        ("kernels", ", ".join(counts)),
+        ("workgroups that meet", met if joins else "none here"),
+        ("replays", f"WRONG: {', '.join(replays['wrong'])}" if replays["wrong"] else replayed),
         ("steps ahead", ahead["problem"] or (f"ok, {ahead['steps']} steps" if ahead["steps"] else "none here")),
-        ("logits", logits["problem"] or logits["note"] or f"ok, {_number(worst, '.0%')} of what may differ"),
-        (
-            "functions agree",
-            agreement["problem"]
-            or agreement["note"]
-            or f"ok, {_number(agreement['deviation'], '.0%')} of what may differ",
-        ),
+        ("logits", logits["problem"] or logits["note"] or share(_number(worst, ".0%"))),
+        ("functions agree", agreement["problem"] or agreement["note"] or share(_number(agreement["deviation"], ".0%"))),
         ("device", f"{found['device']['name']}, {found['device']['driver']}"),
-        ("all", _outcome(found["passed"], notes[selftest_kernels.NO_TIME])),
+        ("all", passed if found["passed"] else "FAILED"),
     ]
     for card in found["machine"]["amdgpu"]:
-        clocks = ", ".join(
-            f"{name} {clock['now']} of {max(clock['levels'])} MHz" for name, clock in card["clocks"].items()
-        )
+        told = (f"{name} {clock['now']} of {max(clock['levels'])} MHz" for name, clock in card["clocks"].items())
+        clocks = ", ".join(told)
         verdicts.insert(-1, (card["card"], f"{card['id']}, {clocks}, {len(card['firmware'])} firmware versions"))
     return verdicts

@@ -25,10 +25,7 @@ _KEY_VARIABLE = "MLC_AMD_API_KEY"
 
 
 def run(
-    model: tuple[str, ...] = (),
-    *,
-    options: ServeOptions,
-    load: Annotated[LoadOptions, Without("model", "tuned")],
+    model: tuple[str, ...] = (), *, options: ServeOptions, load: Annotated[LoadOptions, Without("model", "tuned")]
 ) -> None:
     """Serves models over HTTP, with the APIs of OpenAI, Anthropic and ollama, and a chat page for browsers.
 
@@ -89,9 +86,7 @@ def _absolute(sources: Mapping[str, str | None]) -> dict[str, str | None]:
     """What models of this machine are called in other folders, and where $MLC_AMD_MODEL is not set."""
     given = {name: source or os.environ.get("MLC_AMD_MODEL") for name, source in sources.items()}
     paths = {name: Path(source).expanduser() for name, source in given.items() if source}
-    return {
-        name: str(paths[name].resolve()) if name in paths and paths[name].exists() else given[name] for name in given
-    }
+    return given | {name: str(path.resolve()) for name, path in paths.items() if path.exists()}
 
 
 def named(given: tuple[str, ...]) -> dict[str, str | None]:

@@ -44,9 +44,8 @@ def run(
     *,
     synthetic: Synthetic = None,
     budget: str | None = None,
-    trials: Annotated[
-        int | None, Option("measure so many plans; for a kit, its size", default="for a kit: 64", low=1)
-    ] = None,
+    trials: Annotated[int | None, Option(
+        "measure so many plans; for a kit, its size", default="for a kit: 64", low=1)] = None,
     runner: Literal["local", "rpc"] = "local",
     tracker: Tracker = None,
     key: Key = None,
@@ -60,7 +59,7 @@ def run(
     plans: str | None = None,
     ship: str | None = None,
     options: TargetOptions,
-) -> None:
+) -> None:  # fmt: skip
     """Finds the fastest way to build each kernel that a model needs on one machine. `mlc-amd compile` then uses what
     was found.
 
@@ -89,9 +88,8 @@ def run(
     if seed < 1:
         raise UsageError(f"--seed is {seed}: it must be at least 1")
     if output and not report:
-        raise UsageError(
-            "-o is the plot's file, for --report; results of tuning need none: `mlc-amd compile` finds them"
-        )
+        why = "results of tuning need none: `mlc-amd compile` finds them"
+        raise UsageError(f"-o is the plot's file, for --report; {why}")
     if (tracker or key) and runner != "rpc":
         raise UsageError("--tracker and --key are for --runner rpc")
     if runner == "rpc" and not tracker and not (list or report or export_kit or import_kit):
@@ -138,9 +136,8 @@ def time_limit(budget: str | None, trials: int | None) -> float | None:
         return None
     text = budget or BUDGET
     parts = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip().lower())
-    seconds = (
-        sum(float(part or 0) * unit for part, unit in zip(parts.groups(), (3600, 60, 1), strict=True)) if parts else 0.0
-    )
+    given = parts.groups() if parts else (0, 0, 0)
+    seconds = sum(float(part or 0) * unit for part, unit in zip(given, (3600, 60, 1), strict=True))
     if seconds <= 0:
         raise UsageError(f"--budget {text!r} is not a time: write 90s, 10m or 1h30m")
     return seconds
@@ -181,13 +178,8 @@ class Subject:
             if len(backend.archs) > 1:
                 raise UserError(f"--arch {arch}: tune for one of them at a time")
             threads = selected_threads(device) if kind == "cpu" else None
-            return cls(
-                path.name if path else synthetic or "",
-                kind,
-                backend.archs[0],
-                extract(source, backend, options.ctx),
-                threads,
-            )
+            name, tasks = path.name if path else synthetic or "", extract(source, backend, options.ctx)
+            return cls(name, kind, backend.archs[0], tasks, threads)
 
     @property
     def shape(self) -> str:
@@ -271,14 +263,9 @@ def _tune(subject: Subject, make: Callable, seconds: float | None, trials: int |
                 raise UserError(f"no kernel of {subject.shape} has anything to choose")
             try:
                 run(
-                    session,
-                    measuring.measure,
-                    lambda workload, plan: measuring.runner.verify(workload, plan),
-                    trials,
-                    seconds,
-                    measuring.runner.batch,
-                    lambda session: progress(session.trials),
-                )
+                    session, measuring.measure, lambda workload, plan: measuring.runner.verify(workload, plan), trials,
+                    seconds, measuring.runner.batch, lambda session: progress(session.trials),
+                )  # fmt: skip
             except KeyboardInterrupt:
                 measuring.stopped = True
     rows = subject.rows()

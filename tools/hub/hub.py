@@ -40,11 +40,6 @@ class Unreachable(Unavailable):
     """The hub cannot be asked: there is no network, or HF_HUB_OFFLINE forbids it."""
 
 
-def find(name: Name) -> Path:
-    """The model's file: of the cache, else downloaded. Raises what `pull` does."""
-    return cached(name) or pull(name)
-
-
 def cached(name: Name) -> Path | None:
     """The model's file if the cache has all of it, whether or not the hub has a newer one. Without a QUANT, what the
     cache has of the repository counts."""
@@ -63,13 +58,9 @@ def cached(name: Name) -> Path | None:
 
 def pull(name: Name) -> Path:
     """Downloads the hub's current model into the cache, as far as it is not there, and returns its file. Where the hub
-    cannot be asked, what the cache has is taken.
-
-    Raises:
-        Unavailable: the hub has no such repository, or cannot be asked.
-        UserError: the name fits no model or several, parts of it are missing, access is denied, the disk is full, the
-            connection broke (another call continues), or the hub's file is damaged.
-    """
+    cannot be asked, what the cache has is taken. Unavailable where the hub has no such repository, or cannot be asked;
+    UserError if the name fits no model or several, parts of it are missing, access is denied, the disk is full, the
+    connection broke (another call continues), or the hub's file is damaged."""
     try:
         available = listing(name.repo)
     except Unreachable as error:
@@ -79,11 +70,8 @@ def pull(name: Name) -> Path:
         return path
     model = choose(name, available)
     if model.missing:
-        numbers = ", ".join(str(number + 1) for number in model.missing)
-        raise UserError(
-            f"{name.repo} is incomplete: of the {model.count} parts of {model.title}, it lacks {numbers}; "
-            "choose another model or repository"
-        )
+        lacks = f"of the {model.count} parts of {model.title}, it lacks {', '.join(str(n + 1) for n in model.missing)}"
+        raise UserError(f"{name.repo} is incomplete: {lacks}; choose another model or repository")
     parts = [model.parts[number] for number in range(model.count)]
     _check_space(name.repo, parts)
     paths = [_fetch(name.repo, file) for file in parts]
@@ -99,11 +87,11 @@ def listing(repo: str) -> list[Model]:
             info = HfApi(**_CLIENT).model_info(repo, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{constants.ENDPOINT} does not answer as a hub does: check HF_ENDPOINT and proxies") from error
-    return models(
-        File(one.rfilename, one.size or 0, one.lfs.sha256 if one.lfs and _SHA256.fullmatch(one.lfs.sha256) else None)
-        for one in info.siblings or ()
-        if one.rfilename.isprintable()
-    )
+    found = []
+    for one in info.siblings or ():
+        digest = one.lfs.sha256 if one.lfs and _SHA256.fullmatch(one.lfs.sha256) else None
+        found += [File(one.rfilename, one.size or 0, digest)] if one.rfilename.isprintable() else []
+    return models(found)
 
 
 def cache() -> Path:
@@ -125,12 +113,10 @@ def _partial(blob: Path) -> Path:
 
 def _check_space(repo: str, files: list[File]) -> None:
     """UserError if the disk has no room for what is still to come."""
-    blobs = [(_folder(repo) / "blobs" / file.sha256, file) for file in files if file.sha256]
-    to_come = sum(
-        file.size - (_partial(blob).stat().st_size if _partial(blob).exists() else 0)
-        for blob, file in blobs
-        if not blob.exists()
-    )
+    to_come = 0
+    for file in files:
+        if file.sha256 and not (blob := _folder(repo) / "blobs" / file.sha256).exists():
+            to_come += file.size - (_partial(blob).stat().st_size if _partial(blob).exists() else 0)
     place = next(path for path in (cache(), *cache().absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if to_come > free:
@@ -186,9 +172,8 @@ def _download(repo: str, file: File, blob: Path) -> None:
                 out.seek(0)
             try:
                 if out.tell() < file.size:
-                    http_get(
-                        hf_hub_url(repo, file.path), out, resume_size=out.tell(), headers=build_hf_headers(**_CLIENT)
-                    )
+                    url, headers = hf_hub_url(repo, file.path), build_hf_headers(**_CLIENT)
+                    http_get(url, out, resume_size=out.tell(), headers=headers)
             except HfHubHTTPError:
                 raise
             except _http_error() as error:
@@ -280,8 +265,5 @@ _STATUS = {
     403: "the token in HF_TOKEN does not allow it",
     404: "the file is not there any more; try again",
     429: "too many requests: wait a few minutes, or set HF_TOKEN",
-    500: "it has a problem: try again later",
-    502: "it has a problem: try again later",
-    503: "it has a problem: try again later",
-    504: "it has a problem: try again later",
+    **dict.fromkeys((500, 502, 503, 504), "it has a problem: try again later"),
 }

@@ -162,14 +162,11 @@ def _entry(folder: Path) -> Entry | None:
     weights = files.pop(WEIGHTS, None)
     own = sum(status.st_blocks * 512 for status in files.values())
     shared, inode = (weights.st_blocks * 512, weights.st_ino) if weights else (0, 0)
-    return Entry(folder, _recipe(note), used, own, shared, inode)
-
-
-def _recipe(note: Path) -> Recipe | None:
     try:
-        return Recipe(**json.loads(note.read_text()))
+        recipe = Recipe(**json.loads(note.read_text()))
     except (OSError, ValueError, TypeError):
-        return None
+        recipe = None
+    return Entry(folder, recipe, used, own, shared, inode)
 
 
 def total(found: list[Entry]) -> int:
@@ -203,11 +200,10 @@ def unused_weights() -> Iterator[tuple[Path, int]]:
 
 def drop_unused_weights() -> int:
     """Removes packed weights that no artifact has; returns their bytes."""
-    freed = 0
-    for home, nbytes in list(unused_weights()):
+    found = list(unused_weights())
+    for home, _ in found:
         shutil.rmtree(home, ignore_errors=True)
-        freed += nbytes
-    return freed
+    return sum(nbytes for _, nbytes in found)
 
 
 def to_prune(found: list[Entry], now: float, older: float | None = None, limit: float | None = None) -> list[Entry]:
@@ -246,12 +242,8 @@ def _sources() -> list[tuple[str, int, int]]:
     """Size and time of the files that kernels are made from: who changes them must not get cached kernels of older
     ones."""
     found = []
-    for package, pattern in (
-        ("mlc_amd.compiler", "*.py"),
-        ("mlc_amd.schedules", "*.py"),
-        ("mlc_amd.runtime.devices", "*.c"),
-    ):
-        root = Path(str(resources.files(package)))
+    for package, pattern in (("compiler", "*.py"), ("schedules", "*.py"), ("runtime.devices", "*.c")):
+        root = Path(str(resources.files(f"mlc_amd.{package}")))
         for file in sorted(root.rglob(pattern)):
             status = file.stat()
             found.append((str(file.relative_to(root)), status.st_size, status.st_mtime_ns))

@@ -29,7 +29,6 @@ from mlc_amd.tools.terminal import display
 if TYPE_CHECKING:
     from mlc_amd.compiler.gguf.reader import GGUFModel
     from mlc_amd.compiler.pipeline import Summary
-    from mlc_amd.compiler.weight_store import WeightStore
     from mlc_amd.runtime.engine.engine import Engine
 
 
@@ -51,7 +50,7 @@ def find(model: str | os.PathLike[str]) -> Path:
     if name is None:
         return path
     try:
-        return hub.find(name)
+        return hub.cached(name) or hub.pull(name)
     except hub.Unavailable as error:
         raise UserError(f"{model}: no such file or folder here; {error}") from error
 
@@ -76,11 +75,7 @@ def open_source(path: Path | None, synthetic: str | None) -> AbstractContextMana
 
 
 def compile_artifact(
-    model: str | None,
-    output: str | None,
-    options: CompileOptions,
-    synthetic: str | None = None,
-    weights: bool = True,
+    model: str | None, output: str | None, options: CompileOptions, synthetic: str | None = None, weights: bool = True
 ) -> Summary:
     """Compiles a GGUF file, or the `synthetic` model of that spec, into the folder `output` (None:
     dist/MODEL-TARGET-ARCH in the current directory)."""
@@ -93,24 +88,19 @@ def compile_artifact(
         raise UserError(f"{path} is a folder: give a GGUF file")
     resolved = options.resolved(*targets.resolve(options.target, options.arch))
     out = Path(output).expanduser() if output else _default_output(path, synthetic, f"{resolved.target}-{options.arch}")
-    return _compile(path, synthetic, resolved, out, _store(keep=False, verify=True), weights)
+    return _compile(path, synthetic, resolved, out, keep=False, weights=weights)
 
 
 def _default_output(path: Path | None, synthetic: str | None, settings: str) -> Path:
     """dist/MODEL-TARGET-ARCH. UserError where that was made from another file of the same name."""
     out = Path("dist") / model_cache.file_name(f"{synthetic or (path and path.stem)}-{settings}")
-    made_from = _made_from(out)
+    try:
+        made_from = json.loads((out / "manifest.json").read_text())["source"]["id"]
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it does not say
+        return out
     if path and made_from not in (None, source_id(path)):
         raise UserError(f"{out} was made from another {path.name}; choose another output with -o")
     return out
-
-
-def _made_from(artifact: Path) -> str | None:
-    """`source_id` of the file that an artifact was made from; None where there is none, or it does not say."""
-    try:
-        return json.loads((artifact / "manifest.json").read_text())["source"]["id"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def source_path(model: str | os.PathLike[str] | None, synthetic: str | None) -> Path | None:
@@ -134,7 +124,7 @@ def artifact_path(options: LoadOptions, synthetic: str | None = None) -> Path:
         return out
     model_cache.check_writable()
     try:
-        _compile(path, synthetic, resolved, recipe.folder, _store())
+        _compile(path, synthetic, resolved, recipe.folder)
     except CannotWrite as error:
         raise UserError(f"cannot write {error.path}: {error.reason}; {model_cache.ADVICE}") from error
     model_cache.record(recipe)
@@ -156,20 +146,12 @@ def load_engine(options: LoadOptions, synthetic: str | None = None) -> Engine:
 def check_compiler(source: Path | str | None) -> None:
     """UserError in a bundle (tools/commands/deploy.py), which has no compiler."""
     if not _has_compiler():
-        raise UserError(
-            f"cannot compile {source} here: a bundle has no compiler; give a folder made by `mlc-amd compile`"
-        )
+        what = "a bundle has no compiler; give a folder made by `mlc-amd compile`"
+        raise UserError(f"cannot compile {source} here: {what}")
 
 
 def _has_compiler() -> bool:
     return importlib.util.find_spec("mlc_amd.compiler") is not None
-
-
-def _store(keep: bool = True, verify: bool = False) -> WeightStore:
-    """Packed weights in the user's cache."""
-    from mlc_amd.compiler.weight_store import WeightStore
-
-    return WeightStore(model_cache.weights_directory(), keep, verify)
 
 
 def _compile(
@@ -177,13 +159,16 @@ def _compile(
     synthetic: str | None,
     options: CompileOptions,
     out: Path,
-    store: WeightStore,
+    keep: bool = True,
     weights: bool = True,
 ) -> Summary:
+    """keep: packed weights are added to the user's cache; otherwise those that it has are verified."""
     title = f"compiling {synthetic or (path.name if path else '')} for {options.target} {options.arch}"
     with open_source(path, synthetic) as source, display.compile_progress(title) as progress:
         from mlc_amd.compiler.pipeline import compile_model  # takes a second to import: only once the model is readable
+        from mlc_amd.compiler.weight_store import WeightStore
 
+        store = WeightStore(model_cache.weights_directory(), keep, verify=not keep)
         return compile_model(source, out, options, progress, weights, store)
 
 
@@ -204,8 +189,6 @@ def _check_compiled(path: Path, options: CompileOptions) -> None:
     made = {name: [manifest[name]] for name in given if name in manifest} | made
     for name, value in given.items():
         if value not in made.get(name, [value]):
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(
-                f"{flag} {value}: {path} was compiled with {flag} {', '.join(map(str, made[name]))}; compile the "
-                f"GGUF file again, or leave {flag} out"
-            )
+            flag, had = f"--{name.replace('_', '-')}", ", ".join(map(str, made[name]))
+            advice = f"compile the GGUF file again, or leave {flag} out"
+            raise UserError(f"{flag} {value}: {path} was compiled with {flag} {had}; {advice}")

@@ -88,10 +88,7 @@ def _pairs(title: str):
 
 def _types(types: dict[str, dict[str, int]]) -> str:
     largest_first = sorted(types.items(), key=lambda item: -item[1]["bytes"])
-    rows = [
-        (name, entry["tensors"], display.parameters(entry["weights"]), display.size(entry["bytes"]))
-        for name, entry in largest_first
-    ]
+    rows = [(n, e["tensors"], display.parameters(e["weights"]), display.size(e["bytes"])) for n, e in largest_first]
     return display.table(("type", "tensors", "weights", "size"), rows, right=(1, 2, 3))
 
 

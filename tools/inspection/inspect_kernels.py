@@ -7,7 +7,7 @@ LLVM's assembly), else from llvm-objdump; without both they are None, and `missi
 
 import gzip
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from math import prod
@@ -35,11 +35,9 @@ def is_code_object(path: Path) -> bool:
 
 
 class GpuCode:
-    """One code object and its assembly.
-
-    machine: gfx name. kernels: hsaco.KernelCode by name; occupancies likewise (see `describe`). functions: assembly
-    lines by label, None if there is no way to get any. missing: why there is none, what to install; "" otherwise.
-    """
+    """One code object and its assembly. machine: gfx name. kernels: hsaco.KernelCode by name; occupancies likewise (see
+    `describe`). functions: assembly lines by label, None if there is no way to get any. missing: why there is none,
+    what to install; "" otherwise."""
 
     def __init__(self, path: Path, launched: dict[str, int] | None = None):
         """launched: threads of a workgroup by kernel, where they are known. UserError if the file is no code object, or
@@ -53,9 +51,8 @@ class GpuCode:
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
         except (KeyError, TypeError, AttributeError, RecursionError, ArithmeticError) as error:
-            raise UserError(
-                f"{path}: damaged AMD code object ({type(error).__name__}: {error}); make it again"
-            ) from error
+            why = f"{type(error).__name__}: {error}"
+            raise UserError(f"{path}: damaged AMD code object ({why}); make it again") from error
         try:
             self.functions = split(_kept(path) or hsaco.disassemble(data))
         except UserError as error:
@@ -64,15 +61,11 @@ class GpuCode:
 
     def describe(self) -> dict:
         """{"file", "machine", "kernels": [fields of hsaco.KernelCode, "workgroup", "occupancy", "instructions"]}."""
-        kernels = [
-            asdict(kernel)
-            | {
-                "workgroup": self.launched.get(name),
-                "occupancy": self.occupancies[name],
-                "instructions": self._instructions(name),
-            }
-            for name, kernel in self.kernels.items()
-        ]
+        kernels = []
+        for name, kernel in self.kernels.items():
+            found = asdict(kernel) | {"workgroup": self.launched.get(name), "occupancy": self.occupancies[name]}
+            lines = (self.functions or {}).get(name)
+            kernels.append(found | {"instructions": lines and counted("\n".join(lines), name)})
         return {"file": str(self.path), "machine": self.machine, "kernels": kernels}
 
     def _occupancy(self, kernel: hsaco.KernelCode) -> dict | None:
@@ -82,20 +75,14 @@ class GpuCode:
         waves, limit = hsaco.occupancy(kernel, ARCHS[self.machine], self.launched.get(kernel.name))
         return {"waves": waves, "limit": limit}
 
-    def _instructions(self, name: str) -> dict | None:
-        if self.functions is None or name not in self.functions:
-            return None
-        return counted("\n".join(self.functions[name]), name)
-
     def assembly(self, pattern: str) -> dict[str, str]:
         """The assembly of the kernels that a shell pattern names (see `chosen`). UserError if there is none."""
         wanted = chosen(self.kernels, pattern, self.path)
         if self.functions is None:
             raise UserError(f"{self.path}: no assembly to show: {self.missing}")
         if absent := [name for name in wanted if name not in self.functions]:
-            raise UserError(
-                f"{self.path}: the disassembly has no function {absent[0]}; llvm-objdump -d shows what is there"
-            )
+            shown = "llvm-objdump -d shows what is there"
+            raise UserError(f"{self.path}: the disassembly has no function {absent[0]}; {shown}")
         return {name: "\n".join(self.functions[name]) + "\n" for name in wanted}
 
 
@@ -108,9 +95,7 @@ def counted(assembly: str, name: str) -> dict:
 
 def chosen(names: Iterable[str], pattern: str, path: Path) -> list[str]:
     """The kernels that a shell pattern names; "_kernel" at a name's end may be left out. UserError if there is none."""
-    wanted = [
-        name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix("_kernel"), pattern)
-    ]
+    wanted = [name for name in names if any(fnmatchcase(one, pattern) for one in (name, name.removesuffix("_kernel")))]
     if not wanted:
         raise UserError(f"{path}: no kernel is called {pattern!r}; --kernels lists them, --asm '*' means all")
     return wanted
@@ -158,23 +143,35 @@ def split(assembly: str) -> dict[str, list[str]]:
 # ---- text
 
 
-HEADER = (
-    "VGPRs",
-    "SGPRs",
-    "AGPRs",
-    "LDS",
-    "scratch",
-    "spills",
-    "threads",
-    "waves",
-    "limit",
-    "code",
-    "dot",
-    "matrix",
-    "loads",
-    "LDS loads",
-)
-LEFT = ("limit", "loads", "LDS loads")
+# column -> its cell for a kernel that is described, here or in inspect_vulkan.py
+CELLS = {
+    "VGPRs": lambda kernel: kernel["vgprs"],
+    "SGPRs": lambda kernel: kernel["sgprs"],
+    "AGPRs": lambda kernel: kernel["agprs"],
+    "LDS": lambda kernel: kernel["lds"],
+    "scratch": lambda kernel: kernel["scratch"],
+    "spills": lambda kernel: kernel["vgpr_spills"] + kernel["sgpr_spills"],
+    "threads": lambda kernel: kernel["workgroup"] or kernel["threads"],
+    "waves": lambda kernel: (kernel["occupancy"] or NOTHING)["waves"],
+    "limit": lambda kernel: (kernel["occupancy"] or NOTHING)["limit"],
+    "code": lambda kernel: kernel["code"],
+    "latency": lambda kernel: kernel["latency"],
+    "throughput": lambda kernel: kernel["throughput"],
+}
+NOTHING = {"waves": "-", "limit": "-"}
+MEMORY = ("global", "flat", "buffer")
+# likewise, for the counts of its instructions
+COUNTED = {
+    "dot": lambda counts: counts["dot"],
+    "matrix": lambda counts: counts["matrix"],
+    "loads": lambda counts: loads(counts, MEMORY),
+    "scalar loads": lambda counts: sum(
+        n for name, n in counts["by_mnemonic"].items() if name.startswith(("s_load", "s_buffer_load"))
+    ),
+    "LDS loads": lambda counts: loads(counts, ("ds",)),
+}
+HEADER = [name for name in (*CELLS, *COUNTED) if name not in ("latency", "throughput", "scalar loads")]
+LEFT = ("limit", "loads", "scalar loads", "LDS loads", "capabilities")
 LEGEND = """LDS, scratch and code in bytes. threads: of a workgroup (for a lone file, the maximum).
 waves: held by a SIMD at once, and what limits them. matrix: WMMA and MFMA instructions.
 loads: instructions x bytes a lane reads."""
@@ -183,34 +180,19 @@ loads: instructions x bytes a lane reads."""
 def tables(codes: list[dict]) -> str:
     """What `GpuCode.describe` gives, as text: a table for each code object. Names come last, as they can be
     very long."""
-    right, parts = [i for i, title in enumerate(HEADER) if title not in LEFT], []
-    for code in codes:
-        rows = [(*_row(kernel), kernel["name"]) for kernel in code["kernels"]]
-        parts.append(f"code of {code['machine']}\n" + display.table((*HEADER, "kernel"), rows, right))
+    parts = [f"code of {code['machine']}\n{table(HEADER, code['kernels'], row)}" for code in codes]
     return "\n".join([*parts, LEGEND])
 
 
-def _row(kernel: dict) -> tuple:
-    counts, fits = kernel["instructions"], kernel["occupancy"] or {"waves": "-", "limit": "-"}
-    instructions = (
-        (counts["dot"], counts["matrix"], loads(counts, MEMORY), loads(counts, LDS)) if counts else ("-",) * 4
-    )
-    spills, threads = kernel["vgpr_spills"] + kernel["sgpr_spills"], kernel["workgroup"] or kernel["threads"]
-    registers = (kernel["vgprs"], kernel["sgprs"], kernel["agprs"])
-    return (
-        *registers,
-        kernel["lds"],
-        kernel["scratch"],
-        spills,
-        threads,
-        fits["waves"],
-        fits["limit"],
-        kernel["code"],
-        *instructions,
-    )
+def table(header: Sequence[str], kernels: list[dict], row: Callable[[dict, Sequence[str]], list]) -> str:
+    """A row for each kernel, with its name at the end."""
+    right = [i for i, title in enumerate(header) if title not in LEFT]
+    return display.table((*header, "kernel"), [(*row(kernel, header), kernel["name"]) for kernel in kernels], right)
 
 
-MEMORY, LDS = ("global", "flat", "buffer"), ("ds",)
+def row(kernel: dict, header: Sequence[str]) -> list:
+    counts = kernel["instructions"]
+    return [CELLS[title](kernel) if title in CELLS else COUNTED[title](counts) if counts else "-" for title in header]
 
 
 def loads(counts: dict, spaces: tuple[str, ...]) -> str:

@@ -18,18 +18,13 @@ from mlc_amd.tools.terminal import display
 
 def plan(needs: Needs, kind: str, arch: str, layers: int = 0) -> dict:
     """Bytes by part, and for each device that the arch stands for how many tokens fit it. layers: of --n-cpu-moe."""
-    host = needs.host(layers)
-    parts = {"weights": needs.weights - host, "kv": needs.kv, "buffers": needs.buffers}
-    parts |= {"states": needs.states, "cells": needs.cells}
-    found = parts | {"total": needs.device(layers), "host": host, "n_cpu_moe": layers, "token": needs.token}
-    return found | {
-        "context": needs.context,
-        "devices": [
-            asdict(room)
-            | {"tokens": needs.tokens(room.usable, layers), "advice": needs.advice(room.usable, layers, room.shared)}
-            for room in rooms(kind, arch)
-        ],
-    }
+    host, devices = needs.host(layers), []
+    for room in rooms(kind, arch):
+        advice = needs.advice(room.usable, layers, room.shared)
+        devices.append(asdict(room) | {"tokens": needs.tokens(room.usable, layers), "advice": advice})
+    found = {"weights": needs.weights - host, "kv": needs.kv, "buffers": needs.buffers}
+    found |= {"states": needs.states, "cells": needs.cells, "total": needs.device(layers), "host": host}
+    return found | {"n_cpu_moe": layers, "token": needs.token, "context": needs.context, "devices": devices}
 
 
 def rooms(kind: str, arch: str) -> list[Room]:

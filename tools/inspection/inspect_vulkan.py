@@ -5,7 +5,7 @@ driver RADV compiles the modules (compiler/codegen/radv.py), no such GPU needed,
 ISA. Without it, and for other GPUs, there is what the modules tell of themselves, and `missing` says why.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
@@ -15,16 +15,12 @@ from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.base.profiles import ADDRESS, Profile
-from mlc_amd.tools.inspection.inspect_kernels import LDS, MEMORY, chosen, counted, loads
-from mlc_amd.tools.terminal import display
+from mlc_amd.tools.inspection.inspect_kernels import CELLS, COUNTED, chosen, counted, row, table
 
 
 class SpirvCode:
-    """The modules of one profile, and what RADV makes of them.
-
-    machine: the profile's name. shaders: radv.Shader by symbol. missing: why there is nothing of RADV's, or not of all;
-    "" otherwise.
-    """
+    """The modules of one profile, and what RADV makes of them. machine: the profile's name. shaders: radv.Shader by
+    symbol. missing: why there is nothing of RADV's, or not of all; "" otherwise."""
 
     def __init__(self, path: Path, profile: Profile, launches: Mapping[str, Mapping]):
         """path: the file of modules; launches: the manifest's launches of the profile. UserError if a module is
@@ -51,13 +47,8 @@ class SpirvCode:
         """{"file", "machine", "compiler": RADV's name and version or None, "kernels": [{"name", "workgroup": threads,
         "spirv": bytes and spirv_reader.ModuleFacts, and of those that it compiled: the fields of hsaco.KernelCode,
         "occupancy", "latency", "throughput" and "instructions"}]}."""
-        compiler = self.report.device if self.report else None
-        return {
-            "file": str(self.path),
-            "machine": self.machine,
-            "compiler": compiler,
-            "kernels": [self._kernel(n) for n in self.shaders],
-        }
+        found = {"file": str(self.path), "machine": self.machine, "compiler": self.report and self.report.device}
+        return found | {"kernels": [self._kernel(name) for name in self.shaders]}
 
     def _kernel(self, name: str) -> dict:
         shader, facts = self.shaders[name], self.facts[name]
@@ -84,10 +75,8 @@ class SpirvCode:
 def of_artifact(artifact: Artifact) -> list[SpirvCode]:
     """The modules of an artifact for target vulkan. UserError if one is damaged."""
     manifest = artifact.manifest
-    return [
-        SpirvCode(artifact.path / file, profiles.resolve(name), manifest["launches"][name])
-        for name, file in manifest["libraries"].items()
-    ]
+    files = {name: artifact.path / file for name, file in manifest["libraries"].items()}
+    return [SpirvCode(file, profiles.resolve(name), manifest["launches"][name]) for name, file in files.items()]
 
 
 def _shader(step: dict, data: bytes) -> radv.Shader:
@@ -99,7 +88,6 @@ def _shader(step: dict, data: bytes) -> radv.Shader:
 # ---- text
 
 
-LEFT = ("limit", "loads", "scalar loads", "LDS loads", "capabilities")
 # column -> its cell for a kernel of `describe`
 SPIRV = {
     "bytes": lambda kernel: kernel["spirv"]["bytes"],
@@ -110,27 +98,7 @@ SPIRV = {
     "matrix": lambda kernel: kernel["spirv"]["matrix"],
     "capabilities": lambda kernel: " ".join(kernel["spirv"]["capabilities"]),
 }
-COMPILED = {
-    "VGPRs": lambda kernel: kernel["vgprs"],
-    "LDS": lambda kernel: kernel["lds"],
-    "scratch": lambda kernel: kernel["scratch"],
-    "spills": lambda kernel: kernel["vgpr_spills"] + kernel["sgpr_spills"],
-    "threads": lambda kernel: kernel["workgroup"],
-    "waves": lambda kernel: kernel["occupancy"]["waves"],
-    "limit": lambda kernel: kernel["occupancy"]["limit"],
-    "code": lambda kernel: kernel["code"],
-    "latency": lambda kernel: kernel["latency"],
-    "throughput": lambda kernel: kernel["throughput"],
-}
-COUNTED = {
-    "dot": lambda counts: counts["dot"],
-    "matrix": lambda counts: counts["matrix"],
-    "loads": lambda counts: loads(counts, MEMORY),
-    "scalar loads": lambda counts: sum(
-        n for name, n in counts["by_mnemonic"].items() if name.startswith(("s_load", "s_buffer_load"))
-    ),
-    "LDS loads": lambda counts: loads(counts, LDS),
-}
+COMPILED = [title for title in (*CELLS, *COUNTED) if title not in ("SGPRs", "AGPRs")]
 LEGEND = {
     True: """LDS, scratch (of a lane) and code in bytes. threads: of a workgroup.
 waves: held by a SIMD at once, and what limits them.
@@ -146,20 +114,15 @@ def tables(codes: list[dict]) -> str:
     parts = []
     for code in codes:
         compiled = code["compiler"] is not None
-        header = (*COMPILED, *COUNTED) if compiled else (*SPIRV,)
-        rows = [(*(_compiled if compiled else _spirv)(kernel), kernel["name"]) for kernel in code["kernels"]]
-        right = [i for i, title in enumerate(header) if title not in LEFT]
         by = f", compiled by {code['compiler']}" if compiled else ", not compiled"
-        parts.append(f"code for {code['machine']}{by}\n" + display.table((*header, "kernel"), rows, right))
+        shown = table(COMPILED, code["kernels"], _compiled) if compiled else table([*SPIRV], code["kernels"], _spirv)
+        parts.append(f"code for {code['machine']}{by}\n{shown}")
     return "\n".join([*parts, *(LEGEND[kind] for kind in sorted({code["compiler"] is not None for code in codes}))])
 
 
-def _spirv(kernel: dict) -> list:
-    return [cell(kernel) for cell in SPIRV.values()]
+def _spirv(kernel: dict, header: Sequence[str]) -> list:
+    return [SPIRV[title](kernel) for title in header]
 
 
-def _compiled(kernel: dict) -> list:
-    if "vgprs" not in kernel:
-        return ["-"] * len((*COMPILED, *COUNTED))
-    counts = kernel["instructions"]
-    return [cell(kernel) for cell in COMPILED.values()] + [cell(counts) if counts else "-" for cell in COUNTED.values()]
+def _compiled(kernel: dict, header: Sequence[str]) -> list:
+    return row(kernel, header) if "vgprs" in kernel else ["-"] * len(header)

@@ -19,10 +19,8 @@ _ROUNDS = 5
 
 def of_device(device) -> tuple[float, str] | None:
     """(bytes per second, how measured) of the memory that a device's weights are in; None where nothing measures it.
-
     "read": this module's reading, by as many threads as the cpu device has; "copy": a GPU's own copy, bytes read and
-    written together.
-    """
+    written together."""
     if device.kind == "cpu":
         return measure(device.threads), "read"
     copied = device.copy_bandwidth() if hasattr(device, "copy_bandwidth") else 0.0

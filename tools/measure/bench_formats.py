@@ -6,6 +6,8 @@ In: the result of one test, a dict of `bench`'s fields. Out: text. `writer` make
 import csv
 import io
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from itertools import chain, repeat
 from json import dumps
 
 from mlc_amd.tools.terminal import display
@@ -33,7 +35,9 @@ _COLUMNS: tuple[tuple[str, int, bool, Callable[[dict], object]], ...] = (
 
 def writer(name: str, hidden: Collection[str] = ()) -> Writer:
     """The writer of format `name`; hidden: titles of columns that Markdown leaves out."""
-    return _markdown(hidden) if name == "md" else _WRITERS[name]()
+    if name == "jsonl":
+        return "", lambda result: dumps(result) + "\n", ""
+    return {"md": partial(_markdown, hidden), "json": _json, "csv": _csv}[name]()
 
 
 def _share(result: dict, share: str, of: str) -> str:
@@ -44,10 +48,8 @@ def _markdown(hidden: Collection[str]) -> Writer:
     columns = [column for column in _COLUMNS if column[0] not in hidden]
 
     def line(cells: Sequence[object]) -> str:
-        aligned = (
-            str(cell).rjust(width) if right else str(cell).ljust(width)
-            for cell, (_, width, right, _) in zip(cells, columns, strict=True)
-        )
+        placed = zip(cells, columns, strict=True)
+        aligned = (f"{cell!s:>{width}}" if right else f"{cell!s:<{width}}" for cell, (_, width, right, _) in placed)
         return "| " + " | ".join(aligned) + " |\n"
 
     def write(result: dict) -> str:
@@ -58,35 +60,20 @@ def _markdown(hidden: Collection[str]) -> Writer:
 
 
 def _json() -> Writer:
-    count = 0
-
-    def write(result: dict) -> str:
-        nonlocal count
-        count += 1
-        return ("" if count == 1 else ",\n") + dumps(result, indent=1)
-
-    return "[\n", write, "\n]\n"
-
-
-def _jsonl() -> Writer:
-    return "", lambda result: dumps(result) + "\n", ""
+    between = chain([""], repeat(",\n"))
+    return "[\n", lambda result: next(between) + dumps(result, indent=1), "\n]\n"
 
 
 def _csv() -> Writer:
-    first = True
+    titles = chain([True], repeat(False))
 
     def write(result: dict) -> str:
-        nonlocal first
         flat = {name: value for name, value in result.items() if not isinstance(value, list | dict)}
         text = io.StringIO()
         writer = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
-        if first:
+        if next(titles):
             writer.writerow(flat)
         writer.writerow("" if value is None else value for value in flat.values())
-        first = False
         return text.getvalue()
 
     return "", write, ""
-
-
-_WRITERS: dict[str, Callable[[], Writer]] = {"json": _json, "jsonl": _jsonl, "csv": _csv}

@@ -6,8 +6,10 @@ Of guesses (`Test.right`) as many count as right as the test says, whatever the 
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,16 +22,14 @@ from mlc_amd.tools.measure import power
 _WARM_SECONDS = 0.25
 
 
-@dataclass(frozen=True)
-class Repetition:
+class Repetition(NamedTuple):
     """Seconds of one run of a test, and of these the seconds that the host did not spend waiting for the device."""
 
     seconds: float
     host: float
 
 
-@dataclass(frozen=True)
-class Power:
+class Power(NamedTuple):
     """Watts and joules per token of a test; None where no sensor tells."""
 
     watts: float | None
@@ -70,30 +70,32 @@ def measure(
     engine, test: Test, repetitions: int, sensors: Sequence[power.Sensor] = ()
 ) -> tuple[list[Repetition], Power]:
     """The repetitions, after one that is not counted, and the power that the sensors told meanwhile."""
-    return (_measure_prefill if test.n_prompt else _measure_decode)(engine, test, repetitions, sensors)
+    with (_prefill if test.n_prompt else _decode)(engine, test) as run:
+        run()
+        with power.Meter(sensors) as meter:
+            found, runs = [run() for _ in range(repetitions)], repetitions
+            while not meter.satisfied:
+                run()
+                runs += 1
+    return found, Power(meter.watts, meter.joules and meter.joules / (runs * test.tokens))
 
 
-def _measure_prefill(
-    engine, test: Test, repetitions: int, sensors: Sequence[power.Sensor]
-) -> tuple[list[Repetition], Power]:
+@contextmanager
+def _prefill(engine, test: Test) -> Iterator[Callable[[], Repetition]]:
     random = np.random.default_rng(0)
 
-    def repeat() -> Repetition:
+    def run() -> Repetition:
         engine.truncate(test.n_depth)
         ids = random.integers(0, engine.vocab, test.n_prompt)
-        waited, start = engine.device.waited, time.perf_counter()
-        engine.advance(ids)
-        seconds = time.perf_counter() - start
-        return Repetition(seconds, seconds - (engine.device.waited - waited))
+        return _timed(engine.device, lambda: engine.advance(ids))
 
     fill(engine, test.n_depth)
     warm(engine)
-    return _repeated(repeat, test, repetitions, sensors)
+    yield run
 
 
-def _measure_decode(
-    engine, test: Test, repetitions: int, sensors: Sequence[power.Sensor]
-) -> tuple[list[Repetition], Power]:
+@contextmanager
+def _decode(engine, test: Test) -> Iterator[Callable[[], Repetition]]:
     """Each sequence follows n_depth tokens of its own."""
     random = np.random.default_rng(0)
     engine.reset()
@@ -104,32 +106,24 @@ def _measure_decode(
         speculation = Speculation(known, batch.rows)
         batch.prefill(random.integers(0, engine.vocab, (test.n_seqs, test.n_depth)))
 
-        def repeat() -> Repetition:
+        def guess(ids: list[list[int]], right: float) -> None:
+            known.texts = {Request(list(text)): list(text) for text in zip(*ids, strict=True)}
+            _guess(batch, speculation, known.texts, right)
+
+        def run() -> Repetition:
             batch.truncate(test.n_depth)
-            ids = random.integers(0, engine.vocab, (test.n_gen, test.n_seqs)).tolist()
-            waited, start = engine.device.waited, time.perf_counter()
-            if test.right is None:
-                batch.decode(ids[0], test.n_gen)
-            else:
-                known.texts = {Request(list(text)): list(text) for text in zip(*ids, strict=True)}
-                _guess(batch, speculation, known.texts, test.right)
-            seconds = time.perf_counter() - start
-            return Repetition(seconds, seconds - (engine.device.waited - waited))
+            ids, right = random.integers(0, engine.vocab, (test.n_gen, test.n_seqs)).tolist(), test.right
+            work = (lambda: batch.decode(ids[0], test.n_gen)) if right is None else (lambda: guess(ids, right))
+            return _timed(engine.device, work)
 
-        return _repeated(repeat, test, repetitions, sensors)
+        yield run
 
 
-def _repeated(
-    repeat: Callable[[], Repetition], test: Test, repetitions: int, sensors: Sequence[power.Sensor]
-) -> tuple[list[Repetition], Power]:
-    repeat()
-    with power.Meter(sensors) as meter:
-        found = [repeat() for _ in range(repetitions)]
-        runs = repetitions
-        while not meter.satisfied:
-            repeat()
-            runs += 1
-    return found, Power(meter.watts, meter.joules and meter.joules / (runs * test.tokens))
+def _timed(device, work: Callable[[], object]) -> Repetition:
+    waited, start = device.waited, time.perf_counter()
+    work()
+    seconds = time.perf_counter() - start
+    return Repetition(seconds, seconds - (device.waited - waited))
 
 
 class _Known:

@@ -5,8 +5,6 @@ engine's own: a token id in, the device's step, the most probable next token, it
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from mlc_amd.runtime.sampling.sampler import Sampler
 from mlc_amd.runtime.sampling.settings import Sampling
@@ -33,26 +31,15 @@ class _Stopwatch:
         return call
 
 
-@contextmanager
-def _stopped(engine) -> Iterator[_Stopwatch]:
-    device = engine.device
-    engine.device = _Stopwatch(device)
-    try:
-        yield engine.device
-    finally:
-        engine.device = device
-
-
 def measure(engine, tokens: int) -> dict[str, float]:
-    """Generates `tokens` tokens greedily from the engine's position; microseconds per token by part.
-
-    The parts: engine (checks, bookkeeping), write, run, read (the device's calls, without waiting), sampling, text;
-    their total; and waiting.
-    """
+    """Generates `tokens` tokens greedily from the engine's position; microseconds per token by part: engine (checks,
+    bookkeeping), write, run, read (the device's calls, without waiting), sampling, text; their total; and waiting."""
     sampler, stream, token, recent = Sampler(Sampling()), engine.tokenizer.stream(), 0, []
     decoding = sampling = text = 0.0
-    with _stopped(engine) as watch:
-        waited = watch.device.waited
+    device = engine.device
+    engine.device = watch = _Stopwatch(device)
+    waited = device.waited
+    try:
         for _ in range(tokens):
             begin = time.perf_counter()
             logits = engine.advance([token])
@@ -63,18 +50,17 @@ def measure(engine, tokens: int) -> dict[str, float]:
             stream.push(token)
             end = time.perf_counter()
             decoding, sampling, text = decoding + decoded - begin, sampling + sampled - decoded, text + end - sampled
-        waited = watch.device.waited - waited
+    finally:
+        engine.device = device
+    waited = device.waited - waited
     engine_alone = decoding - waited - sum(watch.seconds.values())
     parts = {"engine": engine_alone, **watch.seconds, "sampling": sampling, "text": text}
-    return {
-        name: seconds / tokens * 1e6
-        for name, seconds in (parts | {"total": sum(parts.values()), "waiting": waited}).items()
-    }
+    parts |= {"total": sum(parts.values()), "waiting": waited}
+    return {name: seconds / tokens * 1e6 for name, seconds in parts.items()}
 
 
 def text(parts: dict[str, float]) -> str:
     """`measure`'s result as a table."""
     what = {"write": "device.write", "run": "device.run", "read": "device.read", "waiting": "(waiting for the device)"}
-    return display.table(
-        ("host, one token", "us"), [(what.get(name, name), f"{us:.1f}") for name, us in parts.items()], right=(1,)
-    )
+    rows = [(what.get(name, name), f"{us:.1f}") for name, us in parts.items()]
+    return display.table(("host, one token", "us"), rows, right=(1,))

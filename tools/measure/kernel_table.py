@@ -19,22 +19,14 @@ ROUNDS = 7
 
 def decode_bytes(artifact, depth: float) -> float:
     """Bytes that decoding one token reads when the cache holds `depth` tokens before it: weights, keys and values."""
-    costs = _costs(artifact)
+    costs = {entry["name"]: entry for entry in artifact.manifest["kernels"]}
     launches = artifact.manifest["functions"]["decode"]["launches"]
     return sum(traffic(costs[launch["kernel"]], 1, depth) for launch in launches)
 
 
-def _costs(artifact) -> dict[str, dict]:
-    """The manifest's entry of each kernel."""
-    return {entry["name"]: entry for entry in artifact.manifest["kernels"]}
-
-
 def traffic(kernel: dict, tokens: int, depth: float) -> float:
     """Bytes of weights and cache that a call must move for `tokens` tokens after `depth` others. kernel: its entry in
-    the manifest.
-
-    Of the embedding and RoPE's table a token needs one row, which does not count.
-    """
+    the manifest. Of the embedding and RoPE's table a token needs one row, which does not count."""
     moved = kernel["bytes"]
     return moved["call"] + moved["token"] * tokens + moved["key"] * min(depth, kernel["keys"])
 
@@ -47,13 +39,11 @@ def operations(kernel: dict, tokens: int, depth: int) -> int:
 
 
 def measure(engine, ids, peak: float | None, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Times the kernels of the first step of `engine.prefill(ids)`, at the engine's position, which stays.
-
-    peak: bytes per second that shares are of. rounds: timings of the step, of which each launch takes its median.
-    Returns function, tokens, depth, `kernels` (each a dict: kernel, calls, us of one call, share of the kernels' time,
-    gbps, tops, peak_share; None where there is nothing to tell), and over all launches: launches, kernels_us, gaps_us,
-    gap_us (the mean gap). UserError if the device cannot time kernels.
-    """
+    """Times the kernels of the first step of `engine.prefill(ids)`, at the engine's position, which stays. peak: bytes
+    per second that shares are of. rounds: timings of the step, of which each launch takes its median. Returns function,
+    tokens, depth, `kernels` (each a dict: kernel, calls, us of one call, share of the kernels' time, gbps, tops,
+    peak_share; None where there is nothing to tell), and over all launches: launches, kernels_us, gaps_us, gap_us (the
+    mean gap). UserError if the device cannot time kernels."""
     found = [engine.time(ids) for _ in range(rounds)]
     name, tokens, steps = found[0]
     seconds = np.median([[step[1:] for step in timed] for _, _, timed in found], axis=0)  # [steps, (kernel, gap)]
@@ -61,7 +51,7 @@ def measure(engine, ids, peak: float | None, rounds: int = ROUNDS) -> dict[str, 
     spent: dict[str, float] = defaultdict(float)  # a kernel's call may be several steps
     for (kernel, *_), (took, _) in zip(steps, seconds, strict=True):
         spent[kernel] += float(took)
-    rows, costs = [], _costs(engine.artifact)
+    rows, costs = [], {entry["name"]: entry for entry in engine.artifact.manifest["kernels"]}
     for kernel, took in sorted(spent.items(), key=lambda item: -item[1]):
         calls = costs[kernel]["calls"][name]
         moved = calls * traffic(costs[kernel], tokens, engine.position) / took
@@ -75,12 +65,8 @@ def measure(engine, ids, peak: float | None, rounds: int = ROUNDS) -> dict[str, 
             "tops": worked / 1e12 or None,
             "peak_share": moved / peak or None if peak else None,
         })  # fmt: skip
-    all_gaps = {
-        "launches": len(steps),
-        "kernels_us": total * 1e6,
-        "gaps_us": gaps * 1e6,
-        "gap_us": gaps / max(len(steps) - 1, 1) * 1e6,
-    }
+    all_gaps = {"launches": len(steps), "kernels_us": total * 1e6, "gaps_us": gaps * 1e6}
+    all_gaps |= {"gap_us": gaps / max(len(steps) - 1, 1) * 1e6}
     return {"function": name, "tokens": tokens, "depth": engine.position, "kernels": rows} | all_gaps
 
 
@@ -92,22 +78,13 @@ def text(found: dict, peak: str) -> str:
         return "" if value is None else format(value, form)
 
     header = ("kernel", "calls", "us a call", "share", "GB/s", "TOPS", *([f"of {peak}"] if peak else []))
-    rows = [
-        (
-            row["kernel"],
-            row["calls"],
-            f"{row['us']:.2f}",
-            f"{row['share']:.1%}",
-            number(row["gbps"], ".1f"),
-            number(row["tops"], ".2f"),
-            *([number(row["peak_share"], ".0%")] if peak else []),
-        )
-        for row in found["kernels"]
-    ]
+    rows = []
+    for row in found["kernels"]:
+        speed = number(row["gbps"], ".1f"), number(row["tops"], ".2f"), number(row["peak_share"], ".0%")
+        cells = (row["kernel"], row["calls"], f"{row['us']:.2f}", f"{row['share']:.1%}", *speed)
+        rows.append(cells[: len(header)])
     title = f"{found['function']}, {found['tokens']} tokens @ d{found['depth']}"
-    sums = (
-        f"{found['launches']} launches: kernels {found['kernels_us']:.1f} us, gaps between them {found['gaps_us']:.1f} "
-        f"us"
-    )
-    total_time = f"{found['kernels_us'] + found['gaps_us']:.1f} us in total"
-    return f"{title}\n{display.table(header, rows, range(1, 7))}{sums} ({found['gap_us']:.2f} us each), {total_time}\n"
+    kernels, gaps = found["kernels_us"], found["gaps_us"]
+    sums = f"{found['launches']} launches: kernels {kernels:.1f} us, gaps between them {gaps:.1f} us"
+    sums += f" ({found['gap_us']:.2f} us each), {kernels + gaps:.1f} us in total"
+    return f"{title}\n{display.table(header, rows, range(1, 7))}{sums}\n"

@@ -68,11 +68,8 @@ _NVML: dict[str, tuple[Any, float, bool]] = {
 
 
 def sensors(device, root: Path = SYS, nvml: str = NVML) -> list[Sensor]:
-    """The sensors of a device of runtime/devices: their sum is its power. NoSensor if there are none, or this user may
-    not read them. root: what is mounted at /sys; nvml: the library's name.
-
-    A GPU's sensor is found by its PCI address. What runs on the CPU through a Vulkan driver has the CPU's sensors.
-    """
+    """The sensors of a device of runtime/devices: their sum is its power. A GPU's is found by its PCI address. NoSensor
+    if there are none, or this user may not read them. root: what is mounted at /sys; nvml: the library's name."""
     pci = None if device.kind == "cpu" else device.gpu.pci
     if pci == "":
         raise NoSensor(f"the driver of {device.gpu.name} does not tell its PCI address")
@@ -144,11 +141,9 @@ Reading = tuple[float, float]  # seconds on some clock, what a sensor told
 
 
 def mean_power(sensor: Sensor, readings: Sequence[Reading]) -> float | None:
-    """Watts over the readings, in order of time; None for too few of them.
-
-    Of a counter: the differences of all readings, since it may begin again at 0 in between. Of power: the mean of the
-    readings that do not look back to the time before the first.
-    """
+    """Watts over the readings, in order of time; None for too few of them. Of a counter: the differences of all
+    readings, since it may begin again at 0 in between. Of power: the mean of the readings that do not look back to the
+    time before the first."""
     if len(readings) < 2 or readings[-1][0] <= readings[0][0]:
         return None
     start, end = readings[0][0], readings[-1][0]
@@ -160,10 +155,8 @@ def mean_power(sensor: Sensor, readings: Sequence[Reading]) -> float | None:
 
 
 class Meter:
-    """Reads sensors while a `with` block runs; without sensors it does nothing.
-
-    watts: the mean of the sensors' sum, None before the end and where they told too little; seconds: the block's.
-    """
+    """Reads sensors while a `with` block runs; without sensors it does nothing. watts: the mean of the sensors' sum,
+    None before the end and where they told too little; seconds: the block's."""
 
     def __init__(self, sensors: Sequence[Sensor]):
         self._readings: list[tuple[Sensor, list[Reading]]] = [(sensor, []) for sensor in sensors]

@@ -23,12 +23,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Case:
-    """op: an Operator; arrays: its kernel's parameters by name, before the call.
-
-    layout: of weights and caches, "cpu" or "gpu". rows: which rows are wanted, live ones or used slots
-    (`wanted_rows` has all). pick(n): which of n columns. decoded: keeps whole matrices as numbers between calls; None:
-    does not.
-    """
+    """op: an Operator; arrays: its kernel's parameters by name, before the call. layout: of weights and caches, "cpu"
+    or "gpu". rows: which rows are wanted, live ones or used slots (`wanted_rows` has all). pick(n): which of n columns.
+    decoded: keeps whole matrices as numbers between calls; None: does not."""
 
     op: Any
     arrays: dict[str, np.ndarray]

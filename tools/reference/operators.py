@@ -16,24 +16,12 @@ from mlc_amd.schedules.operators import Operator
 from mlc_amd.schedules.operators.attention import Attention, Rope
 from mlc_amd.schedules.operators.layouts import output_rows
 from mlc_amd.tools.reference import activations, experts, states, weights
-from mlc_amd.tools.reference.attention import (
-    CACHES,
-    attention_reference,
-    of_slot,
-    places_of,
-    pools_of,
-    rope_reference,
-    stored,
-    value_reference,
-)
+from mlc_amd.tools.reference import attention as kv
 from mlc_amd.tools.reference.case import Case, Result, live_rows, rms
 
 NORM_MARGIN, NORM_TILE = 2.0**-6, 16  # schedules/gpu/linear/deferred_norm.py
-OF_SLOTS = (
-    declared.Gather,
-    declared.ExpertGateUp,
-    declared.ExpertLinear,
-)  # their rows are slots of schedules/operators/experts.py
+# Their rows are slots of schedules/operators/experts.py.
+OF_SLOTS = (declared.Gather, declared.ExpertGateUp, declared.ExpertLinear)
 
 
 def results(case: Case) -> dict[str, Result]:
@@ -118,11 +106,8 @@ def _prepared(c: Case, y: np.ndarray, columns: np.ndarray) -> dict[str, Result]:
         return {}
     factor = c.arrays["NS"][c.rows].astype(np.float64)[:, None] * NORM_MARGIN
     squares = (y.astype(np.float64) ** 2).reshape(len(y), -1, NORM_TILE).sum(-1)
-    tiles = columns[::NORM_TILE] // NORM_TILE
-    return {
-        "Hn": Result(y * c.arrays["NG"][columns] * factor, c.rows, columns),
-        "NewSquares": Result(squares, c.rows, tiles),
-    }
+    found = {"NewSquares": Result(squares, c.rows, columns[::NORM_TILE] // NORM_TILE)}
+    return found | {"Hn": Result(y * c.arrays["NG"][columns] * factor, c.rows, columns)}
 
 
 def _linear(c: Case) -> dict[str, Result]:
@@ -167,24 +152,24 @@ def _rotated(c: Case, rows: np.ndarray, layer: Attention, rope: Rope, name: str,
     positions, _ = c.places(rows)
     cs = c.arrays["CS"][positions] if rope.rotary else np.zeros((len(rows), 0))
     weight = c.arrays[name + "N"][: layer.d] if rope.eps is not None else None
-    return rope_reference(_heads(c, name, rows, layer.d, count), cs, rope, weight)
+    return kv.rope_reference(_heads(c, name, rows, layer.d, count), cs, rope, weight)
 
 
 def _caches(c: Case) -> dict[str, np.ndarray]:
-    return {name: c.arrays[name] for name in CACHES if name in c.arrays}
+    return {name: c.arrays[name] for name in kv.CACHES if name in c.arrays}
 
 
 def _own(c: Case, layer: Attention, rope: Rope, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The keys and values of these rows."""
     k = _rotated(c, rows, layer, rope, "K", layer.kv_heads)
-    return k, value_reference(_heads(c, "V", rows, layer.d, layer.kv_heads), rope)
+    return k, kv.value_reference(_heads(c, "V", rows, layer.d, layer.kv_heads), rope)
 
 
 def _written(c: Case, layer: Attention, rope: Rope) -> dict[str, np.ndarray]:
     """The caches with the keys and values of all live rows."""
     rows = _placed(c, layer, np.arange(c.live))
     k, v = _own(c, layer, rope, rows)
-    return stored(c.layout, _caches(c), places_of(c.arrays["pages"], *c.places(rows)), k, v)
+    return kv.stored(c.layout, _caches(c), kv.places_of(c.arrays["pages"], *c.places(rows)), k, v)
 
 
 def _of_caches(caches: dict[str, np.ndarray]) -> dict[str, Result]:
@@ -207,17 +192,15 @@ def _latent_kv_write(c: Case) -> dict[str, Result]:
         """(queries, keys) of these rows, [rows, heads, d]."""
         cs = c.arrays["CS"][c.places(rows)[0]] if rope.rotary else np.zeros((len(rows), 0))
         key = c.arrays["K"][rows][:, None, : layer.d]
-        q = rope_reference(_heads(c, "Q", rows, layer.d - layer.values, layer.heads), cs, plain, None)
-        k = rope_reference(key[..., layer.values :], cs, plain, None)
+        q = kv.rope_reference(_heads(c, "Q", rows, layer.d - layer.values, layer.heads), cs, plain, None)
+        k = kv.rope_reference(key[..., layer.values :], cs, plain, None)
         latent = rms(key[..., : layer.values], eps) * weight
-        return (
-            np.concatenate([_heads(c, "L", rows, layer.values, layer.heads), q], -1) * layer.query_scale,
-            np.concatenate([latent, k], -1),
-        )
+        queries = np.concatenate([_heads(c, "L", rows, layer.values, layer.heads), q], -1)
+        return queries * layer.query_scale, np.concatenate([latent, k], -1)
 
     rows, live = _placed(c, layer, c.rows), _placed(c, layer, np.arange(c.live))
-    places = places_of(c.arrays["pages"], *c.places(live))
-    caches = stored(c.layout, _caches(c), places, written(live)[1], None)
+    places = kv.places_of(c.arrays["pages"], *c.places(live))
+    caches = kv.stored(c.layout, _caches(c), places, written(live)[1], None)
     return {"Qo": Result(written(rows)[0], rows)} | _of_caches(caches)
 
 
@@ -225,19 +208,16 @@ def _attended(c: Case, layer: Attention, rows: np.ndarray, q: np.ndarray, caches
     """Of the queries q [rows, heads, d] of these rows, each in its own sequence. own: keys and values [rows, kv_heads,
     d] that stand in for those of the rows' own positions."""
     sinks = c.arrays["Sinks"][: layer.heads].astype(np.float64) if layer.sinks else None
-    pools = pools_of(c.layout, caches)
+    pools = kv.pools_of(c.layout, caches)
     (positions, slots), found = c.places(rows), np.empty((len(rows), layer.heads * layer.value_d))
     for slot in np.unique(slots):
         mine = slots == slot
         end = int(positions[mine].max()) + 1
-        columns = layer.d, layer.value_d
-        k, v = (
-            of_slot(x, c.arrays["pages"], slot, end)[:, :end, :d].astype(np.float64)
-            for x, d in zip(pools, columns, strict=True)
-        )
+        pooled = zip(pools, (layer.d, layer.value_d), strict=True)
+        k, v = (kv.of_slot(x, c.arrays["pages"], slot, end)[:, :end, :d].astype(np.float64) for x, d in pooled)
         for pool, exact in zip((k, v), own or (), strict=False):
             pool[:, positions[mine]] = exact[mine].transpose(1, 0, 2)
-        found[mine] = attention_reference(layer, q[mine], k, v, positions[mine], sinks)
+        found[mine] = kv.attention_reference(layer, q[mine], k, v, positions[mine], sinks)
     return {"": Result(found, rows)}
 
 

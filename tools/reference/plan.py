@@ -62,8 +62,7 @@ class Plan:
     def _call(self, kernel: dict, args: list) -> None:
         arrays = {p["name"]: self._array(p, arg) for p, arg in zip(kernel["params"], args, strict=True)}
         op = from_json({"op": kernel["operator"], "args": kernel["args"]})
-        rows = wanted_rows(op, arrays)
-        case = Case(op, arrays, layout_of(self.artifact), rows, decoded=self._decoded)
+        case = Case(op, arrays, layout_of(self.artifact), wanted_rows(op, arrays), decoded=self._decoded)
         found, layout = results(case), getattr(op, "layout", "")
         for param in kernel["params"]:
             name = param["name"]
@@ -71,7 +70,8 @@ class Plan:
             if wanted is None:
                 continue
             if param["dtype"] == "int8" and param["role"] == "output":
-                activations.write(layout, wanted.value, arrays, name[1:], _rows(wanted))
+                rows = np.arange(len(wanted.value)) if wanted.rows is None else wanted.rows
+                activations.write(layout, wanted.value, arrays, name[1:], rows)
             elif not (name[0] == "S" and "A" + name[1:] in arrays):
                 _store(arrays[name], wanted, layout if arrays[name].dtype == np.float16 else "", param["role"])
 
@@ -91,10 +91,6 @@ class Plan:
         return self._io[where][: shape[0]]
 
 
-def _rows(wanted: Result) -> np.ndarray:
-    return np.arange(len(wanted.value)) if wanted.rows is None else wanted.rows
-
-
 def _store(array: np.ndarray, wanted: Result, layout: str, role: str) -> None:
     if role != "output" or wanted.rows is None:
         array.reshape(-1)[: wanted.value.size] = wanted.value.reshape(-1)
@@ -109,7 +105,5 @@ def _store(array: np.ndarray, wanted: Result, layout: str, role: str) -> None:
         array[wanted.rows] = value
     elif array.ndim == 2 and wanted.columns is not None:
         array[np.ix_(wanted.rows, wanted.columns)] = value
-    elif array.ndim == 1:
-        array[wanted.rows] = value
     else:
         array[wanted.rows, ..., : value.shape[-1]] = value

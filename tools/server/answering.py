@@ -8,34 +8,29 @@ Templates, tokenizers and grammars run in threads.
 """
 
 import asyncio
+import secrets
+import string
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
+from mlc_amd.runtime.calls.call_formats import CallArguments, CallBegin, CallEnd, CallEvent
+from mlc_amd.runtime.calls.tool_calls import CallParser
 from mlc_amd.runtime.calls.tools import Tool, read_tools
-from mlc_amd.runtime.engine.generation import Stats
+from mlc_amd.runtime.engine.generation import Piece, Stats
 from mlc_amd.runtime.engine.generations import AsyncGeneration
 from mlc_amd.runtime.grammars.grammars import Grammar
-from mlc_amd.tools.server.answer_events import AnswerEvents
-from mlc_amd.tools.server.chat_request import (
-    AnswerFormat,
-    AnswerRequest,
-    ChatRequest,
-    Event,
-    Pattern,
-    Progress,
-    ResponseFormat,
-    TextRequest,
-    Timings,
-    Usage,
-)
+from mlc_amd.runtime.text.reasoning import AnswerPart
+from mlc_amd.tools.server import chat_request as forms
 from mlc_amd.tools.server.errors import invalid
-from mlc_amd.tools.server.library import Library
-from mlc_amd.tools.server.loaded_model import LoadedModel
+from mlc_amd.tools.server.library import Library, LoadedModel
+
+# Letters and digits of a call's id: Mistral's chat templates take no others.
+_ID_LENGTH, _ID_CHARACTERS = 9, string.ascii_letters + string.digits
 
 
 async def answer(
-    library: Library, request: AnswerRequest, told: Callable[[str, Stats], None] = lambda model, stats: None
+    library: Library, request: forms.AnswerRequest, told: Callable[[str, Stats], None] = lambda model, stats: None
 ) -> "Answering":
     """Begins the answers to a request. told: is told the model and the statistics of each answer at its end. Raises
     what the request gets instead: ApiError, UserError (400), QueueFull."""
@@ -60,19 +55,19 @@ class _Prepared:
     shown: tuple[str, ...] = ()
 
 
-class Answering(AsyncIterator[list[Event]]):
+class Answering(AsyncIterator[list[forms.Event]]):
     """See the module's docstring. model: the one that answers. prompt_tokens: of all prompts. begun: when it was asked
     for, by time.perf_counter."""
 
     def __init__(
-        self, library: Library, model: LoadedModel, request: AnswerRequest, told: Callable[[str, Stats], None]
+        self, library: Library, model: LoadedModel, request: forms.AnswerRequest, told: Callable[[str, Stats], None]
     ) -> None:
         self.model, self.request, self._told = model, request, told
         self.prompt_tokens, self.begun = 0, time.perf_counter()
         self._library = library
-        self._stream: AsyncGeneration | None = None
+        self._generation: AsyncGeneration | None = None
         self._events: list[AnswerEvents] = []
-        self._progress: list[Event] = []  # that came since the last events
+        self._progress: list[forms.Event] = []  # that came since the last events
         self._ended = False
 
     async def begin(self) -> None:
@@ -80,62 +75,46 @@ class Answering(AsyncIterator[list[Event]]):
         request, model = self.request, self.model
         made = await asyncio.to_thread(self._prepare)
         self.prompt_tokens = sum(map(len, made.prompts))
-        stops = (*(model.prompter.stops if isinstance(request, ChatRequest) else ()), *request.stop)
+        ends = model.engine.chat_template.stop_strings() if isinstance(request, forms.ChatRequest) else ()
         count = request.n * len(made.prompts)
         self._events = [AnswerEvents(model, request, index, made.text, made.tools) for index in range(count)]
-        self._stream = model.engine.agenerate(
-            made.prompts,
-            None,
-            request.max_tokens,
-            stops,
-            made.shown,
-            n=request.n,
-            client=request.client,
-            logprobs=request.logprobs,
-            constraint=made.grammar,
-            min_tokens=request.min_tokens,
-            progress=self._progress.append if request.progress else None,
-            **request.sampling,
-        )
+        self._generation = model.engine.agenerate(
+            made.prompts, None, request.max_tokens, (*ends, *request.stop), made.shown, n=request.n,
+            client=request.client, logprobs=request.logprobs, constraint=made.grammar, min_tokens=request.min_tokens,
+            progress=self._progress.append if request.progress else None, **request.sampling,
+        )  # fmt: skip
         await self._stream.start()
+
+    @property
+    def _stream(self) -> AsyncGeneration:
+        assert self._generation is not None, "begin() has run"
+        return self._generation
 
     def _prepare(self) -> "_Prepared":
         request, model = self.request, self.model
         wanted = request.response_format
-        if isinstance(request, TextRequest):
-            return _Prepared(self._encode(request), self._grammar(wanted, None))
-        assert isinstance(request, ChatRequest), "there are two kinds"
+        if isinstance(request, forms.TextRequest):
+            return _Prepared([self._ids(prompt) for prompt in request.prompts], self._grammar(wanted, None))
+        assert isinstance(request, forms.ChatRequest), "there are two kinds"
         tools = read_tools(request.callable_tools)
         text, ids = model.prompter.prompt(request)
-        shown, grammar = model.reasoning.marks, None
-        if tools:
-            if isinstance(wanted, Pattern):
-                raise invalid(
-                    "with tools an answer can be JSON by a schema, but match no grammar or regular expression"
-                )
-            shown += model.calls.marks
-            grammar = model.grammars.tool_calls(
-                model.calls,
-                tools,
-                request.tool_choice,
-                request.parallel_tool_calls,
-                text,
-                wanted.schema if isinstance(wanted, ResponseFormat) else None,
-            )
-        else:
-            grammar = self._grammar(wanted, text)
-        return _Prepared([ids], grammar, text, tools, shown)
+        if not tools:
+            return _Prepared([ids], self._grammar(wanted, text), text, shown=model.reasoning.marks)
+        if isinstance(wanted, forms.Pattern):
+            raise invalid("with tools an answer can be JSON by a schema, but match no grammar or regular expression")
+        schema = wanted.schema if isinstance(wanted, forms.ResponseFormat) else None
+        grammar = model.grammars.tool_calls(
+            model.calls, tools, request.tool_choice, request.parallel_tool_calls, text, schema
+        )
+        return _Prepared([ids], grammar, text, tools, model.reasoning.marks + model.calls.marks)
 
-    def _grammar(self, wanted: AnswerFormat | None, prompt: str | None) -> Grammar | None:
+    def _grammar(self, wanted: forms.AnswerFormat | None, prompt: str | None) -> Grammar | None:
         if wanted is None:
             return None
         grammars = self.model.grammars
-        if isinstance(wanted, ResponseFormat):
+        if isinstance(wanted, forms.ResponseFormat):
             return grammars.json_schema(wanted.schema, prompt, not wanted.strict)
         return {"regex": grammars.regex, "grammar": grammars.grammar}[wanted.kind](wanted.text, prompt)
-
-    def _encode(self, request: TextRequest) -> list[list[int]]:
-        return [self._ids(prompt) for prompt in request.prompts]
 
     def _ids(self, prompt: str | Sequence[int | str]) -> list[int]:
         tokenizer, ids = self.model.engine.tokenizer, []
@@ -146,10 +125,9 @@ class Answering(AsyncIterator[list[Event]]):
                 ids += tokenizer.encode(part, add_special=False) if place else tokenizer.encode_prompt(part)
         return ids
 
-    async def __anext__(self) -> list[Event]:
+    async def __anext__(self) -> list[forms.Event]:
         if self._ended:
             raise StopAsyncIteration
-        assert self._stream is not None, "begin() has run"
         while True:
             try:
                 pieces = await self._stream.batch()
@@ -162,24 +140,101 @@ class Answering(AsyncIterator[list[Event]]):
             if found:
                 return found
 
-    def progress(self, index: int) -> Progress:
+    def progress(self, index: int) -> forms.Progress:
         """Of an answer that was begun."""
-        assert self._stream is not None, "begin() has run"
         stats = self._stream.answers[index]
-        usage = Usage(stats.prompt_tokens, stats.generated, stats.cached_tokens)
-        return Progress(usage, Timings(stats.ttft_s, stats.decode_s))
+        usage = forms.Usage(stats.prompt_tokens, stats.generated, stats.cached_tokens)
+        return forms.Progress(usage, forms.Timings(stats.ttft_s, stats.decode_s))
 
     async def pause(self, seconds: float) -> None:
         """Waits between two lists of events: so long, or until the answers are complete."""
-        assert self._stream is not None, "begin() has run"
         await self._stream.pause(seconds)
 
     async def aclose(self) -> None:
         """Ends the answers, and gives the model back."""
         try:
-            if self._stream is not None:
-                await self._stream.aclose()
-                for stats in self._stream.answers:
+            if self._generation is not None:
+                await self._generation.aclose()
+                for stats in self._generation.answers:
                     self._told(self.model.name, stats)
         finally:
             await self._library.release(self.model)
+
+
+# ---- events
+
+
+class AnswerEvents:
+    """`feed` the pieces of the answer `index`, then `finish`. prompt: the text that was rendered for a chat; None: a
+    text is continued, all of which is text. tools: that the model may call."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        request: forms.AnswerRequest,
+        index: int,
+        prompt: str | None,
+        tools: Sequence[Tool] = (),
+    ) -> None:
+        self._model, self._index, self._stops = model, index, request.stop
+        self._parser = None if prompt is None else model.reasoning.parser(prompt)
+        self._calls = CallParser(model.calls, tools) if tools else None
+        self._called = False
+        # The white space until the first text is the fallback template's.
+        self._strips = prompt is not None and model.engine.chat_template.is_fallback
+        self._thought = 0  # tokens
+        self._logprobs: list[forms.TokenLogprob] = []  # of tokens whose text is still to come
+
+    def feed(self, piece: Piece) -> list[forms.Event]:
+        if piece.logprob is not None:
+            self._logprobs.append(self._model.token_logprob(piece.id, piece.logprob, piece.top))
+        if not piece.text:
+            return []
+        if self._parser is None:
+            return [self._text(piece.text)]
+        return self._converted(self._parser.feed(piece.text))
+
+    def finish(self, stats: Stats) -> list[forms.Event]:
+        """What was held back, and the end."""
+        events = self._converted(self._parser.finish()) if self._parser else []
+        if self._calls:
+            events += self._events(self._calls.finish())
+        events += [self._text("")] if self._logprobs else []  # of tokens without a text of their own
+        reason: forms.FinishReason = "stop" if stats.finish == "stop" else "length"
+        if self._called and reason == "stop":
+            reason = "tool_calls"
+        usage = forms.Usage(stats.prompt_tokens, stats.generated, stats.cached_tokens, self._thought)
+        stop = stats.stop if stats.stop in self._stops else None
+        return [*events, forms.Finish(reason, usage, forms.Timings(stats.ttft_s, stats.decode_s), self._index, stop)]
+
+    def _converted(self, parts: Sequence[AnswerPart]) -> list[forms.Event]:
+        if parts and parts[-1].kind == "thinking":
+            self._thought += 1
+        if not self._calls:
+            return self._events(parts)
+        return self._events([found for part in parts for found in self._calls.feed(part)])
+
+    def _events(self, parts: Sequence[AnswerPart | CallEvent]) -> list[forms.Event]:
+        events: list[forms.Event] = []
+        for part in parts:
+            if isinstance(part, CallBegin):
+                self._called = True
+                call = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
+                events.append(forms.ToolCallBegin(call, part.name, part.number, self._index))
+            elif isinstance(part, CallArguments):
+                events.append(forms.ToolCallArguments(part.text, part.number, self._index))
+            elif isinstance(part, CallEnd):
+                continue  # the next event says it, or the end
+            elif part.kind == "thinking":
+                events.append(forms.Thinking(part.text, self._index))
+            elif text := part.text.lstrip() if self._strips else part.text:
+                self._strips = False
+                events.append(self._text(text))
+                continue
+            self._logprobs.clear()  # OpenAI's are of the answer's text alone
+        return events
+
+    def _text(self, text: str) -> forms.Text:
+        """With the log probabilities of the tokens since the last text."""
+        logprobs, self._logprobs = tuple(self._logprobs), []
+        return forms.Text(text, self._index, logprobs)

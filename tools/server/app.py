@@ -18,16 +18,8 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
-from mlc_amd.tools.server import info, metrics, middleware
-from mlc_amd.tools.server.apis import (
-    anthropic_messages,
-    llama_completion,
-    llama_server,
-    ollama,
-    openai_chat,
-    openai_completions,
-    responses,
-)
+from mlc_amd.tools.server import metrics, middleware
+from mlc_amd.tools.server.apis import anthropic, llama_server, ollama, openai_chat, openai_completions, responses
 from mlc_amd.tools.server.apis.response_objects import ResponseStore
 from mlc_amd.tools.server.service import Service
 
@@ -40,17 +32,17 @@ PAGE_HEADERS = {
 }
 # path, method, handler
 ROUTES = (
-    ("/health", "GET", info.health),
+    ("/health", "GET", llama_server.health),
     ("/metrics", "GET", metrics.metrics),
-    ("/v1/models", "GET", info.models),
-    ("/v1/models/{name:path}", "GET", info.model),
+    ("/v1/models", "GET", llama_server.models),
+    ("/v1/models/{name:path}", "GET", llama_server.model),
     ("/v1/chat/completions", "POST", openai_chat.chat_completions),
     ("/v1/completions", "POST", openai_completions.completions),
     ("/v1/responses", "POST", responses.create),
     ("/v1/responses/{id}", "GET", responses.retrieve),
     ("/v1/responses/{id}", "DELETE", responses.delete),
-    ("/v1/messages", "POST", anthropic_messages.messages),
-    ("/v1/messages/count_tokens", "POST", anthropic_messages.count_tokens),
+    ("/v1/messages", "POST", anthropic.messages),
+    ("/v1/messages/count_tokens", "POST", anthropic.count_tokens),
     ("/api/chat", "POST", ollama.chat),
     ("/api/generate", "POST", ollama.generate),
     ("/api/tags", "GET", ollama.tags),
@@ -61,9 +53,9 @@ ROUTES = (
     ("/detokenize", "POST", llama_server.detokenize),
     ("/apply-template", "POST", llama_server.apply_template),
     ("/props", "GET", llama_server.props),
-    ("/completion", "POST", llama_completion.completion),
+    ("/completion", "POST", llama_server.completion),
     # OpenAI's, for clients whose address has no /v1, as llama-server takes them.
-    ("/models", "GET", info.models),
+    ("/models", "GET", llama_server.models),
     ("/chat/completions", "POST", openai_chat.chat_completions),
     ("/responses", "POST", responses.create),
 )
@@ -96,24 +88,17 @@ def make_app(service: Service) -> Starlette:
     if page.is_dir():
         routes.append(Mount("/", _Page(directory=page, html=True)))
     options = service.options
-    layers = []
-    if options.cors_origins:
-        layers.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=list(options.cors_origins),
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],
-                expose_headers=["x-request-id"],
-            )
-        )
-    layers += [
+    cors = Middleware(
+        CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"],
+        expose_headers=["x-request-id"],
+    )  # fmt: skip
+    layers = [
+        *([cors] if options.cors_origins else []),
         Middleware(middleware.Gate, service=service, paths=[path for path, *_ in ROUTES]),
         Middleware(middleware.Access, keys=options.api_key, origins=options.cors_origins, hosts=options.hosts),
     ]
-    app = Starlette(
-        routes=routes, middleware=layers, lifespan=_lifespan, exception_handlers={HTTPException: middleware.http_error}
-    )
+    handlers = {HTTPException: middleware.http_error}
+    app = Starlette(routes=routes, middleware=layers, lifespan=_lifespan, exception_handlers=handlers)
     app.state.service, app.state.responses = service, ResponseStore()
     return app
 

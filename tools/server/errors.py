@@ -7,6 +7,8 @@ In: exceptions of handlers and of the engine. Out: `ApiError`, and its body for 
     ollama      {"error": message}                                https://github.com/ollama/ollama/blob/main/docs/api.md
 """
 
+import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -32,28 +34,15 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A request that is answered with an error.
-
-    status: of HTTP. param: the field of the body that is wrong. code: OpenAI's word for programs, if there is one.
-    retry_after: seconds.
-    """
+    """A request that is answered with an error. status: of HTTP; param: the field of the body that is wrong; code:
+    OpenAI's word for programs, if there is one; headers: of the response."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
+        self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Of the response."""
-        found = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
-        return found | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:
@@ -61,11 +50,11 @@ def invalid(message: str, param: str | None = None) -> ApiError:
 
 
 def overloaded(message: str) -> ApiError:
-    return ApiError(503, message, code="overloaded", retry_after=RETRY_AFTER)
+    return ApiError(503, message, code="overloaded", retry_after=str(RETRY_AFTER))
 
 
-def of(error: BaseException) -> ApiError | None:
-    """What an exception means for the client; None: it is a bug."""
+def reported(error: BaseException) -> ApiError:
+    """What a client is told of an exception; a bug's traceback goes to stderr, the server's log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
@@ -76,11 +65,7 @@ def of(error: BaseException) -> ApiError | None:
         return ApiError(400, str(error))
     if isinstance(error, TimeoutError):
         return ApiError(504, "the request took longer than this server allows")
-    return None
-
-
-def bug(error: BaseException) -> ApiError:
-    """For an exception that is a bug; its details are for the server's log."""
+    traceback.print_exception(error, file=sys.stderr)
     return ApiError(500, f"internal error ({type(error).__name__}): the server's log has the details")
 
 
@@ -105,13 +90,9 @@ def _types(error: ApiError) -> tuple[str, str]:
 
 
 # path prefix -> the body of its API's errors; OpenAI's for all others
-_BODIES: dict[str, Callable[[ApiError], dict[str, Any]]] = {
-    "/v1/messages": anthropic_body,
-    "/api/": ollama_body,
-}
+_BODIES: dict[str, Callable[[ApiError], dict[str, Any]]] = {"/v1/messages": anthropic_body, "/api/": ollama_body}
 
 
 def body_for(path: str, error: ApiError) -> dict[str, Any]:
     """The body for an error of a request to this path."""
-    make = next((make for prefix, make in _BODIES.items() if path.startswith(prefix)), openai_body)
-    return make(error)
+    return next((make for prefix, make in _BODIES.items() if path.startswith(prefix)), openai_body)(error)

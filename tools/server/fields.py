@@ -40,21 +40,20 @@ class Fields:
             raise invalid(f"{self.path(name)} is missing", self.path(name))
         return self._values[name]
 
-    def text(self, name: str, default: str = "") -> str:
+    def _typed(self, name: str, kind: type, must: str) -> Any:
+        """The value; None if it is absent."""
         value = self._values.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise self.wrong(name, "a string")
+        if value is not None and not isinstance(value, kind):
+            raise self.wrong(name, must)
         return value
 
+    def text(self, name: str, default: str = "") -> str:
+        value = self._typed(name, str, "a string")
+        return default if value is None else value
+
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self._values.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
-        return value
+        value = self._typed(name, bool, "true or false")
+        return default if value is None else value
 
     def number(self, name: str) -> float | None:
         value = self._values.get(name)
@@ -72,49 +71,32 @@ class Fields:
         if value != int(value):
             raise self.wrong(name, "a whole number")
         if (low is not None and value < low) or (high is not None and value > high):
-            limits = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise self.wrong(name, limits)
+            raise self.wrong(name, f"at least {low}" if high is None else f"between {low} and {high}")
         return int(value)
 
     def choice(self, name: str, choices: Sequence[str], default: str) -> str:
         value = self._values.get(name)
-        if value is None:
-            return default
-        if value not in choices:
+        if value is not None and value not in choices:
             raise self.wrong(name, f"one of {', '.join(choices)}")
-        return value
+        return default if value is None else value
 
     def texts(self, name: str) -> tuple[str, ...]:
         """A string or a list of strings."""
         value = self._values.get(name)
-        if value is None:
-            return ()
-        if isinstance(value, str):
-            return (value,)
+        value = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
             raise self.wrong(name, "a string or a list of strings")
         return tuple(value)
 
     def object(self, name: str) -> "Fields | None":
-        value = self._values.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, Mapping):
-            raise self.wrong(name, "an object")
-        return Fields(value, self.path(name))
+        value = self._typed(name, Mapping, "an object")
+        return None if value is None else Fields(value, self.path(name))
 
     def objects(self, name: str) -> "list[Fields]":
         """A list of objects; none if it is absent."""
-        value = self._values.get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list):
-            raise self.wrong(name, "a list of objects")
-        return [Fields(one, f"{self.path(name)}[{place}]") for place, one in enumerate(value)]
+        values = self._typed(name, list, "a list of objects") or ()
+        return [Fields(one, f"{self.path(name)}[{place}]") for place, one in enumerate(values)]
 
     def values(self, name: str) -> dict[str, Any]:
         """An object as it was sent; empty if it is absent."""
-        value = self._values.get(name)
-        if value is not None and not isinstance(value, Mapping):
-            raise self.wrong(name, "an object")
-        return dict(value or {})
+        return dict(self._typed(name, Mapping, "an object") or {})

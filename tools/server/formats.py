@@ -12,7 +12,7 @@ Out: `answer_format`. Grammars may be in GBNF or in llguidance's dialect of Lark
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from mlc_amd.tools.server.chat_request import ANY_OBJECT, AnswerFormat, Pattern, ResponseFormat
 from mlc_amd.tools.server.errors import invalid
@@ -54,16 +54,8 @@ def _schema(fields: Fields, name: str) -> ResponseFormat:
     return ResponseFormat(schema=given)
 
 
-def _any_object(fields: Fields, name: str) -> ResponseFormat | None:
-    return ANY_OBJECT if fields.flag(name) else None
-
-
-def _regex(fields: Fields, name: str) -> Pattern | None:
-    return Pattern("regex", fields.text(name)) if fields.text(name) else None
-
-
-def _grammar(fields: Fields, name: str) -> Pattern | None:
-    return Pattern("grammar", fields.text(name)) if fields.text(name) else None
+def _pattern(kind: Literal["regex", "grammar"]) -> "Reader":
+    return lambda fields, name: Pattern(kind, fields.text(name)) if fields.text(name) else None
 
 
 def _choice(fields: Fields, name: str) -> Pattern:
@@ -82,15 +74,15 @@ def _structured(fields: Fields, name: str) -> AnswerFormat | None:
 Reader = Callable[[Fields, str], Any]
 _STRUCTURED: dict[str, Reader] = {
     "json": _schema,
-    "regex": _regex,
+    "regex": _pattern("regex"),
     "choice": _choice,
-    "grammar": _grammar,
-    "json_object": _any_object,
+    "grammar": _pattern("grammar"),
+    "json_object": lambda fields, name: ANY_OBJECT if fields.flag(name) else None,
 }
 _READERS: dict[str, Reader] = {
     "response_format": _response_format,
     "json_schema": _schema,
-    "grammar": _grammar,
+    "grammar": _pattern("grammar"),
     "structured_outputs": _structured,
     **{f"guided_{name}": read for name, read in _STRUCTURED.items()},
 }

@@ -8,26 +8,75 @@ is loaded at a time, and requests for others go on meanwhile.
 """
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
+from mlc_amd.runtime.calls import tool_calls
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.grammars.grammars import Grammars
+from mlc_amd.runtime.text import reasoning
+from mlc_amd.runtime.text.chat_template import ChatTemplate
+from mlc_amd.tools.server.chat_request import TokenLogprob
 from mlc_amd.tools.server.errors import ApiError, overloaded
-from mlc_amd.tools.server.loaded_model import LoadedModel
+from mlc_amd.tools.server.prompts import Prompter
 from mlc_amd.tools.terminal import display
 
 # What the errors of too little memory begin with (runtime/artifact/memory.py).
 _SHORTAGES = ("out of GPU memory", "out of host memory")
 # How often idle models are looked for, in parts of the time after which they are unloaded, and at most, in seconds.
 _LOOKS, _LONGEST_LOOK = 4, 30.0
+# The log probability of tokens that are next to impossible: JSON has no infinity. OpenAI's API has the same.
+_LOWEST = -9999.0
+
+
+class LoadedModel:
+    """name: in the API. users: requests that use it now; used: when the last one ended (time.monotonic)."""
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name, self.engine = name, engine
+        self.users, self.used = 0, time.monotonic()
+        self.reasoning = reasoning.detect(engine.tokenizer.has_token)
+        try:  # some models have a chat template of its own for requests with tools
+            self.tool_template = ChatTemplate.load(engine.artifact.path, "tool_use")
+        except UserError:
+            self.tool_template = engine.chat_template
+        self.calls = tool_calls.detect(engine.tokenizer.has_token, self.tool_template.source)
+        self.prompter = Prompter(engine.tokenizer, engine.chat_template, self.tool_template, self.calls.instructed)
+        for template in (engine.chat_template, self.tool_template):
+            template.start()
+        self._lock = threading.Lock()
+        self._grammars: Grammars | None = None
+
+    @property
+    def grammars(self) -> Grammars:
+        """Made when it is first needed, by whichever thread that is. UserError if this model cannot have grammars."""
+        with self._lock:
+            if self._grammars is None:
+                self._grammars = Grammars(self.engine.tokenizer, self.engine.vocab, self.reasoning)
+            return self._grammars
+
+    def close(self) -> None:
+        """Unloads it."""
+        if self._grammars is not None:
+            self._grammars.close()
+        self.tool_template.close()
+        self.engine.close()
+
+    def token_logprob(self, token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> TokenLogprob:
+        """A token with its alternatives, as answers have them. Control tokens have their texts, too."""
+        piece = self.engine.tokenizer.token_bytes(token)
+        others = tuple(self.token_logprob(*one) for one in top)
+        return TokenLogprob(token, piece.decode("utf-8", "replace"), piece, max(logprob, _LOWEST), others)
 
 
 class Library:
     """loaders: name -> what loads its engine, called in a thread; the first is the default model. most: models that are
     loaded at a time; idle: seconds after which an unused one is unloaded, None: never; patience: seconds that a request
-    waits for a place."""
+    waits for a place. names: of all models, the default one first; loaded: those that are loaded now, by name; created:
+    seconds since the epoch."""
 
     def __init__(
         self,
@@ -37,22 +86,12 @@ class Library:
         patience: float = 60.0,
     ) -> None:
         self._loaders, self._most, self._idle, self._patience = dict(loaders), most, idle, patience
-        self.created = int(time.time())
-        self._loaded: dict[str, LoadedModel] = {}
+        self.names, self.created = list(loaders), int(time.time())
+        self.loaded: dict[str, LoadedModel] = {}
         self._loading: dict[str, asyncio.Task[LoadedModel]] = {}
         self._one_load = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._sweeper: asyncio.Task[None] | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """Of all models, the default one first."""
-        return list(self._loaders)
-
-    @property
-    def loaded(self) -> Mapping[str, LoadedModel]:
-        """Those that are loaded now, by name."""
-        return self._loaded
 
     def name(self, given: str) -> str:
         """The model that a client means: "" is the default one; ":latest", which ollama's clients add, has no meaning.
@@ -60,16 +99,15 @@ class Library:
         if not given:
             return self.names[0]
         short = given.removesuffix(":latest").lower()
-        for name in self._loaders:
+        for name in self.names:
             if given == name or short == name.lower():
                 return name
-        raise ApiError(
-            404, f"there is no model {given!r} here: choose from {', '.join(self._loaders)}", "model", "model_not_found"
-        )
+        what = f"there is no model {given!r} here: choose from {', '.join(self.names)}"
+        raise ApiError(404, what, "model", "model_not_found")
 
     def add(self, name: str, engine: Engine) -> LoadedModel:
         """A model that is loaded already."""
-        model = self._loaded[name] = LoadedModel(name, engine)
+        model = self.loaded[name] = LoadedModel(name, engine)
         return model
 
     @asynccontextmanager
@@ -85,7 +123,7 @@ class Library:
     async def acquire(self, given: str) -> LoadedModel:
         """`use` without a block: `release` follows."""
         name = self.name(given)
-        while (model := self._loaded.get(name)) is None:
+        while (model := self.loaded.get(name)) is None:
             task = self._loading.get(name)
             if task is None:
                 task = self._loading[name] = asyncio.create_task(self._load(name))
@@ -106,14 +144,15 @@ class Library:
     async def _load(self, name: str) -> LoadedModel:
         try:
             async with self._one_load:
-                while len(self._loaded) >= self._most:
+                while len(self.loaded) >= self._most:
                     await self._unload_one()
                 while True:
                     try:
                         engine = await asyncio.to_thread(self._loaders[name])
                         break
                     except (UserError, MemoryError) as error:
-                        if self._unused() and _is_shortage(error):
+                        is_shortage = isinstance(error, MemoryError) or str(error).startswith(_SHORTAGES)
+                        if is_shortage and self._unused():
                             await self._unload_one()
                             continue
                         raise ApiError(500, f"the model {name} cannot be loaded: {error}", "model") from error
@@ -123,7 +162,7 @@ class Library:
 
     def _unused(self) -> list[LoadedModel]:
         """The models that nobody uses, the one that was not used for the longest time first."""
-        return sorted((m for m in self._loaded.values() if not m.users), key=lambda m: m.used)
+        return sorted((m for m in self.loaded.values() if not m.users), key=lambda m: m.used)
 
     async def _unload_one(self) -> None:
         """Waits until a model is unused, and unloads it. ApiError 503 if that takes too long."""
@@ -136,7 +175,7 @@ class Library:
         await self._unload(self._unused()[0])
 
     async def _unload(self, model: LoadedModel) -> None:
-        del self._loaded[model.name]
+        del self.loaded[model.name]
         await asyncio.to_thread(model.close)
         display.message(f"unloaded {model.name}")
 
@@ -163,10 +202,6 @@ class Library:
         for task in tasks:
             with suppress(asyncio.CancelledError, ApiError):
                 await task
-        for model in list(self._loaded.values()):
-            del self._loaded[model.name]
+        for model in list(self.loaded.values()):
+            del self.loaded[model.name]
             await asyncio.to_thread(model.close)
-
-
-def _is_shortage(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or str(error).startswith(_SHORTAGES)

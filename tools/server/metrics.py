@@ -8,7 +8,7 @@ The names are those of vLLM's server where it has such a metric: load balancers 
 Queue and cache are read from the engines when somebody asks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
@@ -20,11 +20,19 @@ from mlc_amd.runtime.cache.pages import PAGE
 from mlc_amd.runtime.engine.generation import Stats
 from mlc_amd.tools.server.library import Library
 
-# Seconds: of vLLM's histograms.
+_LABELS = ("model_name",)
+# Buckets in seconds: of vLLM's histograms.
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 _WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
-_LABELS = ("model_name",)
+# Of `Stats` -> the counter that adds it up.
+_COUNTERS = {
+    "prompt_tokens": ("vllm:prompt_tokens", "Tokens of prompts."),
+    "cached_tokens": ("vllm:prefix_cache_hits", "Tokens of prompts found in the KV cache."),
+    "generated": ("vllm:generation_tokens", "Tokens of answers."),
+    "guessed": ("vllm:spec_decode_num_draft_tokens", "Tokens that were guessed and verified."),
+    "accepted": ("vllm:spec_decode_num_accepted_tokens", "Guessed tokens that were right."),
+}
 
 
 class Metrics:
@@ -33,45 +41,26 @@ class Metrics:
     def __init__(self, library: Library) -> None:
         registry = self.registry = CollectorRegistry()
         registry.register(_Engines(library))
-        self._ttft = Histogram(
-            "vllm:time_to_first_token_seconds", "Time to the first token.", _LABELS, buckets=_TTFT, registry=registry
-        )
-        self._token = Histogram(
-            "vllm:request_time_per_output_token_seconds",
-            "Mean time of an answer's tokens after the first.",
-            _LABELS,
-            buckets=_TOKEN,
-            registry=registry,
-        )
-        self._whole = Histogram(
-            "vllm:e2e_request_latency_seconds", "Time of whole answers.", _LABELS, buckets=_WHOLE, registry=registry
-        )
-        self._prompt = Counter("vllm:prompt_tokens", "Tokens of prompts.", _LABELS, registry=registry)
-        self._cached = Counter(
-            "vllm:prefix_cache_hits", "Tokens of prompts found in the KV cache.", _LABELS, registry=registry
-        )
-        self._generated = Counter("vllm:generation_tokens", "Tokens of answers.", _LABELS, registry=registry)
-        self._guessed = Counter(
-            "vllm:spec_decode_num_draft_tokens", "Tokens that were guessed and verified.", _LABELS, registry=registry
-        )
-        self._accepted = Counter(
-            "vllm:spec_decode_num_accepted_tokens", "Guessed tokens that were right.", _LABELS, registry=registry
-        )
-        self._answers = Counter(
-            "vllm:request_success", "Answers by the reason why they ended.", (*_LABELS, "finished_reason"),
-            registry=registry,
-        )  # fmt: skip
-        self._requests = Counter(
-            "mlc_amd:http_requests", "HTTP requests by path and status.", ("path", "status"), registry=registry
-        )
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(name, text, _LABELS, buckets=buckets, registry=registry)
+
+        def counter(name: str, text: str, labels: Sequence[str] = _LABELS) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        self._ttft = histogram("vllm:time_to_first_token_seconds", "Time to the first token.", _TTFT)
+        mean = "Mean time of an answer's tokens after the first."
+        self._token = histogram("vllm:request_time_per_output_token_seconds", mean, _TOKEN)
+        self._whole = histogram("vllm:e2e_request_latency_seconds", "Time of whole answers.", _WHOLE)
+        self._counters = {name: counter(*about) for name, about in _COUNTERS.items()}
+        reasons = (*_LABELS, "finished_reason")
+        self._answers = counter("vllm:request_success", "Answers by the reason why they ended.", reasons)
+        self._requests = counter("mlc_amd:http_requests", "HTTP requests by path and status.", ("path", "status"))
 
     def answered(self, model: str, stats: Stats) -> None:
         """An answer of this model has ended, or was ended."""
-        self._prompt.labels(model).inc(stats.prompt_tokens)
-        self._cached.labels(model).inc(stats.cached_tokens)
-        self._generated.labels(model).inc(stats.generated)
-        self._guessed.labels(model).inc(stats.guessed)
-        self._accepted.labels(model).inc(stats.accepted)
+        for name, counter in self._counters.items():
+            counter.labels(model).inc(getattr(stats, name))
         self._answers.labels(model, "abort" if stats.finish == "interrupted" else stats.finish).inc()
         if stats.ttft_s:
             self._ttft.labels(model).observe(stats.ttft_s)
@@ -91,9 +80,9 @@ class _Engines(Collector):
         waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Answers that wait.", labels=_LABELS)
         running = GaugeMetricFamily("vllm:num_requests_running", "Answers that are generated.", labels=_LABELS)
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1.", labels=_LABELS)
+        loaded = GaugeMetricFamily("mlc_amd:model_loaded", "Whether a model is loaded.", labels=_LABELS)
         names = (*_LABELS, "block_size", "num_gpu_blocks")
         config = GaugeMetricFamily("vllm:cache_config_info", "Tokens of a page, and number of pages.", labels=names)
-        loaded = GaugeMetricFamily("mlc_amd:model_loaded", "Whether a model is loaded.", labels=_LABELS)
         for name in self._library.names:
             model = self._library.loaded.get(name)
             loaded.add_metric([name], bool(model))

@@ -11,7 +11,6 @@ import ipaddress
 import re
 import sys
 import time
-import traceback
 import uuid
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -63,9 +62,8 @@ class Gate:
                     MutableHeaders(scope=message)["connection"] = "close"
             await send(message)
 
-        counted = scope["path"].startswith(_KEYED)
         try:
-            if counted:
+            if scope["path"].startswith(_KEYED):
                 self._admit()
             service.running += 1
             try:
@@ -86,19 +84,15 @@ class Gate:
                 _log(scope, status, time.perf_counter() - begun)
 
     def _admit(self) -> None:
-        service = self._service
-        if service.stopping:
+        if self._service.stopping:
             raise errors.overloaded("this server is stopping")
-        if service.running >= service.options.max_requests:
-            raise errors.overloaded(f"{service.running} requests are being answered already: try again later")
+        if (running := self._service.running) >= self._service.options.max_requests:
+            raise errors.overloaded(f"{running} requests are being answered already: try again later")
 
 
 def error_response(path: str, error: Exception) -> Json:
-    """In the form of the path's API; a bug's traceback goes to stderr."""
-    known = errors.of(error)
-    if known is None:
-        traceback.print_exception(error, file=sys.stderr)
-        known = errors.bug(error)
+    """In the form of the path's API."""
+    known = errors.reported(error)
     return Json(errors.body_for(path, known), known.status, known.headers)
 
 
@@ -114,10 +108,9 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
 
 class Access:
     """Lets requests pass that have one of the keys; without keys, those of programs and of pages of this server, not of
-    other web pages: any page that a user of this machine visits can reach a server on it.
-
-    A browser names the page's origin where the page is of another site, but a page whose name was made to point to
-    this machine (DNS rebinding) is of the same site: such names are refused, too."""
+    other web pages: any page that a user of this machine visits can reach a server on it. A browser names the page's
+    origin where the page is of another site, but a page whose name was made to point to this machine (DNS rebinding) is
+    of the same site: such names are refused, too."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], origins: Sequence[str], hosts: Sequence[str] | None) -> None:
         self._app, self._origins, self._hosts = app, origins, hosts
@@ -140,7 +133,7 @@ class Access:
         found = [n for n, key in enumerate(self._keys, 1) if hmac.compare_digest(key, given.encode("utf-8", "replace"))]
         if not found:
             what = "is wrong" if given else "is missing: send the header Authorization: Bearer KEY"
-            raise ApiError(401, f"the API key {what}", code="invalid_api_key")
+            raise ApiError(401, f"the API key {what}", code="invalid_api_key", www_authenticate="Bearer")
         return found[0]
 
     def _check_browser(self, headers: Headers) -> None:

@@ -17,19 +17,13 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.text.chat_template import ChatTemplate
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 from mlc_amd.runtime.text.traced_text import Traced
-from mlc_amd.tools.server.chat_request import ChatRequest
+from mlc_amd.tools.server.chat_request import ChatRequest, tool_call
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
 
-# OpenAI's roles -> those of chat templates.
-_ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
-}
+# OpenAI's roles, and those that chat templates call otherwise.
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_RENAMED = {"developer": "system", "function": "tool"}
 # Names that clients give to an assistant message's thinking.
 _THINKING = ("reasoning_content", "reasoning", "thinking")
 # Parts of a content that hold text, each in a field of its type's own name or "text".
@@ -47,7 +41,8 @@ def check_messages(fields: Fields, name: str = "messages") -> list[dict[str, Any
 
 def _message(message: Fields) -> dict[str, Any]:
     message.required("role")
-    role = _ROLES[message.choice("role", tuple(_ROLES), "user")]
+    role = message.choice("role", _ROLES, "user")
+    role = _RENAMED.get(role, role)
     made: dict[str, Any] = {"role": role, "content": content_text(message, "content", required=role != "assistant")}
     made |= {key: message.text(key) for key in ("name", "tool_call_id") if message.has(key)}
     if role != "assistant":
@@ -85,12 +80,8 @@ def _call(call: Fields) -> dict[str, Any]:
     function = call.object("function")
     assert function is not None, "required() has found it"
     function.required("name")
-    given = function.raw("arguments")
-    return {
-        "id": call.text("id"),
-        "type": "function",
-        "function": {"name": function.text("name"), "arguments": parse_arguments(given, function.path("arguments"))},
-    }
+    arguments = parse_arguments(function.raw("arguments"), function.path("arguments"))
+    return tool_call(call.text("id"), function.text("name"), arguments)
 
 
 def parse_arguments(given: Any, path: str) -> dict[str, Any]:
@@ -113,16 +104,6 @@ class Prompter:
     ) -> None:
         self._tokenizer, self._template, self._tool_template = tokenizer, template, tool_template
         self._instructed = instructed
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Texts that end each answer, of models without a chat template."""
-        return self._template.stop_strings()
-
-    @property
-    def strips(self) -> bool:
-        """Whether the white space that an answer begins with is the template's."""
-        return self._template.is_fallback
 
     def prompt(self, request: ChatRequest) -> tuple[str, list[int]]:
         """The rendered text and its ids. UserError for what the template refuses."""

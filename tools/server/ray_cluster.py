@@ -37,6 +37,7 @@ from mlc_amd.tools.server.ray_replicas import Gateway, Replica, Router
 from mlc_amd.tools.terminal import display
 
 APPLICATION = "mlc-amd"
+_LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Requests besides those that the server's own limit counts: pages, metrics, and those that it answers with 503.
 _UNCOUNTED = 64
@@ -58,11 +59,6 @@ class Deployment:
     @property
     def replicas(self) -> int:
         return self.options.replicas or 1
-
-    @property
-    def load(self) -> LoadOptions:
-        """Of the default model."""
-        return next(iter(self.models.values()))
 
 
 def run(deployment: Deployment) -> None:
@@ -152,11 +148,8 @@ def _start(host: str, port: int) -> str:
     """Starts Ray Serve where it does not run. The address at which it takes requests: where it runs already, that is
     not the given one."""
     try:
-        serve.start(
-            proxy_location="HeadOnly",
-            http_options=HTTPOptions(host=host, port=port),
-            logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
-        )
+        where = HTTPOptions(host=host, port=port)
+        serve.start(proxy_location="HeadOnly", http_options=where, logging_config=_LOGGING)
     except (RayError, TimeoutError, RuntimeError) as error:
         raise UserError(f"Ray Serve cannot listen on {host} port {port}: choose another with --port") from error
     client = _get_global_client()
@@ -176,7 +169,7 @@ def _deploy(deployment: Deployment) -> DeploymentHandle:
         "graceful_shutdown_timeout_s": limit,
         "graceful_shutdown_wait_loop_s": 0.2,
         "max_constructor_retry_count": _TRIES,
-        "logging_config": LoggingConfig(log_level="WARNING", enable_access_log=False),
+        "logging_config": _LOGGING,
     }
     replicas = serve.deployment(Replica).options(
         num_replicas=deployment.replicas,
@@ -216,7 +209,8 @@ def _load(known: Mapping[str, LoadOptions], name: str, gpu: str | None) -> Engin
 def _share(deployment: Deployment) -> tuple[dict[str, float], dict[str, Any]]:
     """What a replica takes of the cluster, in Ray's words, and what that changes of how models are loaded: one GPU
     where the cluster has some, else as many CPUs as each can have."""
-    load, nodes = deployment.load, [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    load = next(iter(deployment.models.values()))
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     target, threads, count = load.target, load.threads, deployment.replicas
     gpus = sum(int(node.get("GPU", 0)) for node in nodes)
     if target not in ("auto", "cpu") or (target == "auto" and gpus):

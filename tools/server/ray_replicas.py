@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -65,18 +66,12 @@ class Call:
 class Replica:
     """The server's application. load: (name, number of the GPU that Ray gave this replica, if any) -> its engine."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        load: Callable[[str, str | None], Engine],
-        options: ServeOptions,
-    ) -> None:
+    def __init__(self, names: Sequence[str], load: Callable[[str, str | None], Engine], options: ServeOptions) -> None:
         terminal.clean_process()
         gpus = ray.get_gpu_ids()
         gpu = str(gpus[0]) if gpus else None
-        library = Library(
-            {name: lambda name=name: load(name, gpu) for name in names}, options.models_max, options.idle_unload
-        )
+        loaders = {name: lambda name=name: load(name, gpu) for name in names}
+        library = Library(loaders, options.models_max, options.idle_unload)
         library.add(names[0], load(names[0], gpu))
         library.start()
         self._name = serve.get_replica_context().replica_id.unique_id
@@ -236,7 +231,7 @@ class Gateway:
         """The metrics of all replicas, with one more label: `replica`."""
         answers = await self._replicas.broadcast("whole", call).results_async(timeout_s=_METRICS_LIMIT)
         refused = [messages for _, messages in answers if messages[0]["status"] != 200]
-        yield refused[0] if refused else _merged({name: _body(messages) for name, messages in answers})
+        yield refused[0] if refused else _merged(dict(answers))
 
 
 class _Asgi(Response):
@@ -250,29 +245,17 @@ class _Asgi(Response):
         await self._app(scope, receive, send)
 
 
-def _body(messages: Iterable[Message]) -> str:
-    return b"".join(message.get("body", b"") for message in messages).decode()
-
-
-class _Families:
-    """What prometheus_client takes for a registry."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = list(families)
-
-    def collect(self) -> list[Metric]:
-        return self._families
-
-
-def _merged(texts: Mapping[str, str]) -> list[Message]:
-    """The answer with the metrics of several replicas, of which each text has those of one."""
+def _merged(answers: Mapping[str, Iterable[Message]]) -> list[Message]:
+    """The answer with the metrics of several replicas, of which each answer has those of one."""
     families: dict[str, Metric] = {}
-    for replica, text in sorted(texts.items()):
+    for replica, messages in sorted(answers.items()):
+        text = b"".join(message.get("body", b"") for message in messages).decode()
         for family in text_string_to_metric_families(text):
             whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             whole.samples += [one._replace(labels={**one.labels, "replica": replica}) for one in family.samples]
     headers = [(b"content-type", CONTENT_TYPE_LATEST.encode())]
+    registry: Any = SimpleNamespace(collect=families.values)  # what prometheus_client takes for one
     return [
         {"type": "http.response.start", "status": 200, "headers": headers},
-        {"type": "http.response.body", "body": generate_latest(_Families(families.values()))},  # type: ignore[arg-type]
+        {"type": "http.response.body", "body": generate_latest(registry)},
     ]

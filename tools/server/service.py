@@ -48,11 +48,6 @@ def client_of(request: Request) -> str:
     return f"key {key}" if key else f"host {request.client.host if request.client else 'local'}"
 
 
-def note(request: Request, text: str) -> None:
-    """Adds to the request's line in the log."""
-    request.scope["state"]["note"] = text
-
-
 async def read_fields(request: Request) -> Fields:
     """The body, a JSON object. ApiError 400, 408 and 413."""
     return Fields(await parse_body(await read_body(request, service_of(request).options)))
@@ -80,16 +75,15 @@ async def parse_body(body: bytes | bytearray) -> Any:
 
 
 def _parse(body: bytes | bytearray) -> Any:
+    def refused(name: str) -> NoReturn:
+        raise ValueError(f"{name} is no JSON number")
+
     try:
-        return json.loads(body or b"{}", parse_constant=_no_constant)
+        return json.loads(body or b"{}", parse_constant=refused)
     except RecursionError:
         raise invalid("the body is nested too deeply") from None
     except ValueError as error:
         raise invalid(f"the body is not JSON: {error}") from None
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
 
 
 async def respond(

@@ -7,12 +7,10 @@ written together: a client sees no difference, and the event loop has less to do
 import asyncio
 import json
 import math
-import sys
 import time
-import traceback
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -32,21 +30,31 @@ PING_INTERVAL = 10.0
 WRITE_LIMIT = 60.0
 
 
-class Encoder(Protocol):
-    """What an API writes for an answer, one method after the other."""
+class Encoder:
+    """What an API writes for an answer, one method after the other: by itself server-sent events, with OpenAI's
+    errors."""
 
-    media_type: str
+    media_type = "text/event-stream; charset=utf-8"
 
-    def begin(self) -> bytes: ...
-    def events(self, events: Sequence[Event]) -> bytes: ...
-    def end(self) -> bytes: ...
+    def begin(self) -> bytes:
+        return b""
+
+    def events(self, events: Sequence[Event]) -> bytes:
+        return b"".join(self._encoded(event) for event in merged(events))
+
+    def _encoded(self, event: Event) -> bytes:
+        raise NotImplementedError
+
+    def end(self) -> bytes:
+        return b""
+
     def error(self, error: ApiError) -> bytes:
         """Instead of `end`, after any of the others."""
-        ...
+        return sse(errors.openai_body(error))
 
     def ping(self) -> bytes:
         """What a client ignores."""
-        ...
+        return b": ping\n\n"
 
 
 class ClientGone(Exception):
@@ -137,7 +145,7 @@ class AnswerStream(Response):
                         await self._answering.pause(_pause(asyncio.get_running_loop().time(), AnswerStream.open))
                 return encoder.end()
         except Exception as error:
-            return encoder.error(reported(error))
+            return encoder.error(errors.reported(error))
 
 
 def _pause(now: float, streams: int) -> float:
@@ -146,14 +154,6 @@ def _pause(now: float, streams: int) -> float:
     interval = min(_WRITE_INTERVAL + _INTERVAL_OF_STREAM * streams, _LONGEST_INTERVAL)
     tick = interval / _TICKS
     return math.ceil((now + interval) / tick) * tick - now
-
-
-def reported(error: Exception) -> ApiError:
-    """What the client is told of an exception within an answer; a bug is written to stderr."""
-    known = errors.of(error)
-    if known is None:
-        traceback.print_exception(error, file=sys.stderr)
-    return known or errors.bug(error)
 
 
 async def collect(answering: Answering, receive: Receive, limit: float | None) -> list[Event]:
@@ -176,12 +176,10 @@ def merged(events: Sequence[Event]) -> list[Event]:
             found[-1] = Text(last.text + event.text, event.index, last.logprobs + event.logprobs)
         elif isinstance(event, Thinking) and isinstance(last, Thinking):
             found[-1] = Thinking(last.text + event.text, event.index)
-        elif isinstance(event, ToolCallArguments) and isinstance(last, ToolCallArguments):
-            found[-1:] = (
-                [ToolCallArguments(last.text + event.text, event.number, event.index)]
-                if last.number == event.number
-                else [last, event]
-            )
+        elif (
+            isinstance(last, ToolCallArguments) and isinstance(event, ToolCallArguments) and last.number == event.number
+        ):
+            found[-1] = ToolCallArguments(last.text + event.text, event.number, event.index)
         else:
             found.append(event)
     return found

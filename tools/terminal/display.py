@@ -6,17 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from rich import progress as rich_progress
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, Progress, TextColumn
 
 from mlc_amd.tools.terminal import terminal
 
@@ -60,11 +53,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], right: Sequen
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = []
     for row in cells:
-        aligned = [
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(aligned).rstrip())
+        placed = enumerate(zip(row, widths, strict=True))
+        lines.append("  ".join(c.rjust(width) if i in right else c.ljust(width) for i, (c, width) in placed).rstrip())
     return "\n".join(lines) + "\n"
 
 
@@ -73,52 +63,38 @@ def compile_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
     """A progress(stage, done, total) for the compiler: bars when stderr is a terminal, otherwise two lines, one before
     and one after."""
     start = time.perf_counter()
-    if not sys.stderr.isatty():
-        message(f"{title} ...")
-        yield lambda stage, done, total: None
-        message(f"{title}: done in {time.perf_counter() - start:.1f} s")
-        return
-    columns = (
-        TextColumn("{task.description:16}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeElapsedColumn(),
-    )
-    message(title)
-    with terminal.silent_keyboard(), Progress(*columns, console=_console(), transient=True) as bars:
-        tasks = {}
-
-        def progress(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(_STAGES.get(stage, stage), total=total)
-            bars.update(tasks[stage], completed=done, total=total)
-
+    with _stages(title, TextColumn("{task.percentage:>3.0f} %"), rich_progress.TimeElapsedColumn()) as progress:
         yield progress
+    if not sys.stderr.isatty():
+        message(f"{title}: done in {time.perf_counter() - start:.1f} s")
 
 
 @contextmanager
 def transfer_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
     """A progress(stage, done, total) in bytes: a bar for each stage, with speed and time left, when stderr is a
     terminal, otherwise one line before."""
+    size, speed = rich_progress.DownloadColumn(binary_units=True), rich_progress.TransferSpeedColumn()
+    with _stages(title, size, speed, rich_progress.TimeRemainingColumn()) as progress:
+        yield progress
+
+
+@contextmanager
+def _stages(title: str, *columns: rich_progress.ProgressColumn) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress(stage, done, total): bars with these columns when stderr is a terminal, otherwise one line."""
     if not sys.stderr.isatty():
         message(f"{title} ...")
         yield lambda stage, done, total: None
         return
-    columns = (
-        TextColumn("{task.description:16}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
     message(title)
-    with terminal.silent_keyboard(), Progress(*columns, console=_console(), transient=True) as bars:
+    named = TextColumn("{task.description:16}")
+    with terminal.silent_keyboard(), Progress(named, BarColumn(), *columns, console=_console(), transient=True) as bars:
         tasks = {}
 
         def progress(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
-                tasks[stage] = bars.add_task(escape(terminal.clean(stage)), total=total, completed=done)
-            bars.update(tasks[stage], completed=done)
+                name = escape(terminal.clean(_STAGES.get(stage, stage)))
+                tasks[stage] = bars.add_task(name, total=total, completed=done)
+            bars.update(tasks[stage], completed=done, total=total)
 
         yield progress
 
@@ -163,13 +139,8 @@ def budget_progress(title: str, seconds: float | None, count: int | None) -> Ite
         done = measured
         bars.update(task, left=left())
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TextColumn("{task.fields[left]}"),
-    )
-    with terminal.silent_keyboard(), _Clocked(*columns, share=share) as bars:
+    texts = [TextColumn(text) for text in ("{task.description}", "{task.percentage:>3.0f} %", "{task.fields[left]}")]
+    with terminal.silent_keyboard(), _Clocked(texts[0], BarColumn(), *texts[1:], share=share) as bars:
         task = bars.add_task(escape(terminal.clean(title)), total=1.0, left=left())
         yield progress
 

@@ -22,12 +22,8 @@ _PATIENCE = 1.0  # seconds after which a prompt counts as long
 class Monitor:
     """Within its `with` block the first Ctrl-C is acknowledged at once and ends the generation after its current step:
     a token, or a chunk of the prompt, which may take seconds. The next one after that raises KeyboardInterrupt.
-
-    stopped: whether Ctrl-C was pressed.
-
-    Python handles signals between two steps only, when the call that computes returns. So a thread listens to the file
-    that Python's own handler writes to at once (`signal.set_wakeup_fd`).
-    """
+    stopped: whether Ctrl-C was pressed. Python handles signals between two steps only, when the call that computes
+    returns. So a thread listens to the file that Python's own handler writes to at once (`signal.set_wakeup_fd`)."""
 
     def __init__(self, engine: "TextEngine") -> None:
         self.stopped = False

@@ -1,9 +1,11 @@
 """The interactive chat: messages and commands in, streamed answers and lines for the user out.
 
-A `Session` runs what is typed, wherever the lines come from (repl.py). Answers go to stdout, everything else to stderr.
+A `Session` runs what is typed: `interact` reads it on a terminal, `follow` from a pipe. Answers go to stdout,
+everything else to stderr.
 """
 
 import sys
+from collections.abc import Iterable, Iterator
 
 from mlc_amd.runtime.engine.chat import Conversation
 from mlc_amd.runtime.engine.generation import ContextFull
@@ -11,7 +13,7 @@ from mlc_amd.runtime.errors import UserError, shorten
 from mlc_amd.runtime.text.reasoning import AnswerPart
 from mlc_amd.tools.options import ChatOptions
 from mlc_amd.tools.terminal import display, settings, terminal
-from mlc_amd.tools.terminal.line_editor import KEYS, unwrap
+from mlc_amd.tools.terminal.line_editor import KEYS, complete, line_editor, unwrap
 from mlc_amd.tools.terminal.monitor import Monitor
 
 # command -> (its arguments, what it does); the method is `Session._<command>`.
@@ -46,10 +48,8 @@ class Leave(Exception):
 
 
 class Session:
-    """A conversation, the options of its answers, and the commands that change both.
-
-    interactive: a person types: Ctrl-C ends an answer, not the program.
-    """
+    """A conversation, the options of its answers, and the commands that change both. interactive: a person types:
+    Ctrl-C ends an answer, not the program."""
 
     def __init__(self, conversation: Conversation, options: ChatOptions, interactive: bool = False) -> None:
         self.conversation, self.options, self.interactive = conversation, options, interactive
@@ -66,11 +66,8 @@ class Session:
 
     def answer(self, text: str) -> None:
         """Streams the answer to `text` to stdout and ends it with a newline; what the model thinks goes to stderr, if
-        it is shown. Statistics follow on a terminal.
-
-        Raises UserError if the context is too small for the message or the answer, and KeyboardInterrupt after Ctrl-C
-        unless it is interactive.
-        """
+        it is shown. Statistics follow on a terminal. Raises UserError if the context is too small for the message or
+        the answer, and KeyboardInterrupt after Ctrl-C unless it is interactive."""
         conversation, options, last, answered = self.conversation, self.options, None, False
         self._open = text
         try:
@@ -201,3 +198,58 @@ class Session:
 
     def _exit(self, _: str) -> None:
         raise Leave
+
+
+# ---- where lines come from
+
+
+def follow(session: Session, lines: Iterable[str]) -> None:
+    """Runs a stream of lines. An error is a line on stderr, and the next line follows; in the end it is a UserError."""
+    count = failed = 0
+    for text in _messages(lines):
+        count += 1
+        try:
+            session.handle(text)
+        except Leave:
+            break
+        except UserError as error:
+            failed += 1
+            display.message(f"error: {error}")
+    if failed:
+        raise UserError(f"{failed} of {count} messages and commands failed")
+
+
+def _messages(lines: Iterable[str]) -> Iterator[str]:
+    """What is sent, of one line or several; blank lines are nothing."""
+    waiting = ""
+    for line in lines:
+        waiting += line.rstrip("\r\n")
+        if not complete(waiting):
+            waiting += "\n"
+            continue
+        if waiting.strip():
+            yield waiting
+        waiting = ""
+    if waiting.strip():
+        yield waiting
+
+
+def interact(session: Session) -> None:
+    """The conversation on a terminal, until Ctrl-D or /exit. Errors are shown and the session goes on."""
+    engine = session.conversation.engine
+    read = line_editor([*(f"/{name}" for name in COMMANDS), *(f"/set {name}" for name in settings.NAMES)])
+    if not session.options.quiet:
+        name, size = engine.artifact.manifest["name"], engine.context
+        display.message(f"{name} on {engine.device.name}, {size} tokens of context")
+        display.message("/help lists the commands, Ctrl-D leaves")
+    while True:
+        try:
+            line = read()
+            with terminal.silent_keyboard():
+                session.handle(line)
+        except (EOFError, Leave):
+            return
+        except UserError as error:
+            display.message(f"error: {error}")
+        except KeyboardInterrupt:
+            display.message("(Ctrl-D or /exit to leave)")

@@ -6,10 +6,8 @@ import pytest
 
 pytest.importorskip("starlette")
 from mlc_amd.runtime.engine.generation import Piece, Stats
-from mlc_amd.tools.server.answer_events import AnswerEvents
-from mlc_amd.tools.server.answering import Answering
-from mlc_amd.tools.server.apis import anthropic_messages, ollama, openai_chat, response_objects, responses_stream
-from mlc_amd.tools.server.blocks import blocks_of
+from mlc_amd.tools.server.answering import AnswerEvents, Answering
+from mlc_amd.tools.server.apis import anthropic, ollama, openai_chat, response_objects
 from mlc_amd.tools.server.chat_request import (
     ChatRequest,
     Finish,
@@ -19,6 +17,7 @@ from mlc_amd.tools.server.chat_request import (
     ToolCallArguments,
     ToolCallBegin,
     Usage,
+    blocks_of,
 )
 from mlc_amd.tools.server.streaming import merged
 
@@ -71,7 +70,7 @@ def test_pieces_become_events(answering):
 
 
 def test_openai(answering):
-    message = openai_chat.whole(answering, EVENTS)["choices"][0]["message"]
+    message = openai_chat.choice(EVENTS, END)["message"]
     assert (message["content"], message["reasoning_content"]) == ("ab", "hmm")
     assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"x":1}', "{}"]
     deltas = [chunk["choices"][0]["delta"] for chunk in sent(openai_chat.ChatChunks(answering, False).events(EVENTS))]
@@ -80,7 +79,7 @@ def test_openai(answering):
 
 
 def test_anthropic(answering):
-    events = sent(anthropic_messages.MessageEvents(answering).events(EVENTS))
+    events = sent(anthropic.MessageEvents(answering).events(EVENTS))
     begun = [(event["index"], event["content_block"]["type"]) for event in events if "content_block" in event]
     assert begun == [(0, "thinking"), (1, "text"), (2, "tool_use"), (3, "tool_use")]
     assert [event["index"] for event in events if event["type"] == "content_block_stop"] == [0, 1, 2, 3]
@@ -97,7 +96,7 @@ def test_ollama(answering):
 def test_responses():
     kept = []
     begun = response_objects.response("resp_1", 0, "demo", {})
-    encoder = responses_stream.ResponseEvents(begun, lambda body, blocks: kept.append(body))
+    encoder = response_objects.ResponseEvents(begun, lambda body, blocks: kept.append(body))
     events = sent(encoder.begin() + encoder.events(EVENTS) + encoder.end())
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]

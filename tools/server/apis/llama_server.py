@@ -1,22 +1,39 @@
-"""`POST /tokenize`, `POST /detokenize`, `POST /apply-template` and `GET /props`, as llama-server has them
-(https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md).
+"""`POST /tokenize`, `/detokenize`, `/apply-template` and `/completion`, `GET /props`, `/health` and `/v1/models`, as
+llama-server has them (https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md).
 
-`model` says whose they are, which llama-server's do not need.
+`model` says whose they are, which llama-server's do not need. /completion continues a prompt: a text, a list of token
+ids and texts with at least one id, {"prompt_string": text}, or a list of these, which gives a list of answers.
+`n_predict` is unlimited unless the request says otherwise, as there. `response_fields` chooses fields of whole answers
+and of the last chunk, "a/b" the field b of a; those that there are not are left out. Fields of sampling are in
+openai_fields.py, formats in formats.py. Not supported: `multimodal_data` (400).
 """
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 import mlc_amd
+from mlc_amd.runtime.engine.generation import MOST_LOGPROBS, PromptProgress
 from mlc_amd.runtime.text.tokenizer import Tokenizer
+from mlc_amd.tools.server.answering import Answering
+from mlc_amd.tools.server.apis import openai_fields
 from mlc_amd.tools.server.apis.openai_chat import chat_request
+from mlc_amd.tools.server.apis.openai_completions import prompts_of
+from mlc_amd.tools.server.apis.openai_fields import finishes_of, progress_body, timings_body
+from mlc_amd.tools.server.chat_request import ENDLESS, Event, Finish, Text, TextRequest, TokenLogprob
 from mlc_amd.tools.server.errors import invalid
-from mlc_amd.tools.server.service import client_of, read_fields, service_of
-from mlc_amd.tools.server.streaming import Json
+from mlc_amd.tools.server.fields import Fields
+from mlc_amd.tools.server.library import Library
+from mlc_amd.tools.server.service import client_of, read_fields, respond, service_of
+from mlc_amd.tools.server.streaming import Encoder, Json, sse
+
+# Our names of sampling parameters -> llama-server's.
+_SETTINGS = {"repetition_penalty": "repeat_penalty", "repetition_window": "repeat_last_n"}
 
 
 async def tokenize(request: Request) -> Response:
@@ -78,3 +95,172 @@ async def props(request: Request) -> Response:
                 "is_sleeping": False,
             }
         )
+
+
+# ---- what the server tells about itself
+
+
+async def models(request: Request) -> Response:
+    """OpenAI's form."""
+    library = service_of(request).library
+    return Json({"object": "list", "data": [_model(library, name) for name in library.names]})
+
+
+async def model(request: Request) -> Response:
+    library = service_of(request).library
+    return Json(_model(library, library.name(request.path_params["name"])))
+
+
+def _model(library: Library, name: str) -> dict[str, Any]:
+    """OpenAI's fields; `status` as llama-server's router has it; `meta` of a loaded model, as llama-server's."""
+    loaded = library.loaded.get(name)
+    made: dict[str, Any] = {"id": name, "object": "model", "created": library.created, "owned_by": "mlc-amd"}
+    made["status"] = {"value": "loaded" if loaded else "unloaded"}
+    if loaded:
+        config, context = loaded.engine.config, loaded.engine.context
+        made["meta"] = {"n_vocab": loaded.engine.vocab, "n_ctx": context, "n_ctx_train": config["context"]}
+        made["max_model_len"] = context  # vLLM's name for it
+    return made
+
+
+async def health(request: Request) -> Response:
+    """200 once requests are taken, 503 while the server is stopping."""
+    if service_of(request).stopping:
+        return Json({"status": "stopping"}, 503)
+    return Json({"status": "ok"})
+
+
+# ---- /completion
+
+
+async def completion(request: Request) -> Response:
+    fields = await read_fields(request)
+    asked, stream = _text_request(fields, client_of(request)), fields.flag("stream")
+    wanted = fields.flag("return_tokens") or stream, bool(fields.whole("n_probs"))
+    shown = fields.texts("response_fields")
+    encoder = partial(_Chunks, wanted=wanted, shown=shown, timed=fields.flag("timings_per_token")) if stream else None
+    return await respond(request, asked, encoder, partial(_whole, _are_several(fields.raw("prompt")), wanted, shown))
+
+
+def _text_request(fields: Fields, client: str) -> TextRequest:
+    probabilities = fields.whole("n_probs", 0, MOST_LOGPROBS) or 0
+    ids = probabilities or fields.flag("return_tokens") or fields.flag("stream")
+    given = fields.required("prompt")
+    prompts = [_plain(fields, one) for one in (given if _are_several(given) else [given])]
+    return TextRequest(
+        **openai_fields.common(fields, client),
+        prompts=prompts_of(fields, prompts, (int, str)),
+        logprobs=probabilities if ids else None,
+    )
+
+
+def _are_several(prompt: Any) -> bool:
+    """Whether it is a list of prompts."""
+    return isinstance(prompt, list) and not any(type(one) is int for one in prompt)
+
+
+def _plain(fields: Fields, prompt: Any) -> Any:
+    """A prompt that may be an object with its text."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    if prompt.get("multimodal_data") or not isinstance(prompt.get("prompt_string"), str):
+        raise fields.wrong("prompt", 'a text, or an object with a "prompt_string" alone: this server takes text only')
+    return prompt["prompt_string"]
+
+
+# ---- of answers
+
+# Whether ids of tokens are wanted, and whether probabilities are.
+Wanted = tuple[bool, bool]
+
+
+def _chosen(body: Mapping[str, Any], fields: Sequence[str]) -> Mapping[str, Any]:
+    """See `response_fields` above."""
+    if not fields:
+        return body
+    found = {}
+    for field in fields:
+        value: Any = body
+        for name in field.split("/"):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        found |= {} if value is None else {field: value}
+    return found
+
+
+def _whole(several: bool, wanted: Wanted, shown: Sequence[str], answering: Answering, events: Sequence[Event]) -> Any:
+    made = []
+    for end in finishes_of(events):
+        texts = [event for event in events if isinstance(event, Text) and event.index == end.index]
+        body = _said(end.index, texts, wanted) | _ended(answering, end, "".join(text.text for text in texts))
+        made.append(_chosen(body, shown))
+    return made if several else made[0]
+
+
+def _said(index: int, texts: Sequence[Text], wanted: Wanted) -> dict[str, Any]:
+    logprobs = [one for text in texts for one in text.logprobs]
+    ids, probabilities = wanted
+    made: dict[str, Any] = {"index": index, "content": "".join(text.text for text in texts), "stop": False}
+    made |= {"id_slot": index, "tokens": [one.id for one in logprobs] if ids else []}
+    if probabilities:
+        told = [_token(one) | {"top_logprobs": list(map(_token, one.top))} for one in logprobs]
+        made["completion_probabilities"] = told
+    return made
+
+
+def _token(token: TokenLogprob) -> dict[str, Any]:
+    return {"id": token.id, "token": token.text, "bytes": list(token.bytes), "logprob": token.logprob}
+
+
+def _ended(answering: Answering, end: Finish, text: str) -> dict[str, Any]:
+    """text: of the whole answer."""
+    request, engine = answering.request, answering.model.engine
+    assert isinstance(request, TextRequest), "it was asked for"
+    limited = end.reason == "length"
+    settings = asdict(engine.sampling.changed(**request.sampling))
+    settings = {_SETTINGS.get(name, name): value for name, value in settings.items()}
+    settings["logit_bias"] = [{"token": token, "bias": bias} for token, bias in settings["logit_bias"].items()]
+    limit = -1 if request.max_tokens is None else request.max_tokens
+    return {
+        "stop": True,
+        "model": answering.model.name,
+        "prompt": request.prompts[end.index],
+        "stop_type": "limit" if limited else "eos" if end.stop is None else "word",
+        "stopping_word": end.stop or "",
+        "has_new_line": "\n" in text,
+        "truncated": limited and end.usage.completion != request.max_tokens,
+        "tokens_predicted": end.usage.completion,
+        "tokens_evaluated": end.usage.prompt,
+        "tokens_cached": end.usage.cached,
+        "generation_settings": {
+            **settings,
+            "n_ctx": engine.context,
+            "n_predict": limit,
+            "max_tokens": limit,
+            "stop": list(request.stop),
+            "ignore_eos": request.min_tokens == ENDLESS,
+            "n_probs": request.logprobs or 0,
+        },
+        "timings": timings_body(end),
+    }
+
+
+class _Chunks(Encoder):
+    """The encoder of streamed answers."""
+
+    def __init__(self, answering: Answering, wanted: Wanted, shown: Sequence[str], timed: bool) -> None:
+        self._answering, self._wanted, self._shown, self._timed = answering, wanted, shown, timed
+        self._texts: dict[int, str] = {}  # so far, by index
+
+    def events(self, events: Sequence[Event]) -> bytes:
+        return b"".join(self._encoded(event) for event in events if isinstance(event, Text | PromptProgress | Finish))
+
+    def _encoded(self, event: Text | PromptProgress | Finish) -> bytes:
+        if isinstance(event, PromptProgress):
+            return sse(_said(event.index, [], self._wanted) | progress_body(event))
+        before = self._texts.get(event.index, "")
+        if isinstance(event, Text):
+            self._texts[event.index] = before + event.text
+            timings = {"timings": timings_body(self._answering.progress(event.index))} if self._timed else {}
+            return sse(_said(event.index, [event], self._wanted) | timings)
+        body = _said(event.index, [], self._wanted) | _ended(self._answering, event, before)
+        return sse(_chosen(body, self._shown))

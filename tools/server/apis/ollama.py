@@ -2,29 +2,34 @@
 (https://github.com/ollama/ollama/blob/main/docs/api.md).
 
 Answers are streamed as lines of JSON unless the request says otherwise. `load_duration` is always 0: it is the time of
-a request that waits for its model.
+a request that waits for its model. Without effect here: `keep_alive` (see --idle-unload), `options` about memory and
+devices (num_ctx, num_gpu, ..). Refused: images, `suffix`, `context`.
 """
 
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 import mlc_amd
 from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.engine.generation import MOST_LOGPROBS
+from mlc_amd.tools.server import chat_request as forms
 from mlc_amd.tools.server import errors
 from mlc_amd.tools.server.answering import Answering
-from mlc_amd.tools.server.apis.ollama_fields import chat_request, generate_request
-from mlc_amd.tools.server.apis.response_objects import logprob_body
-from mlc_amd.tools.server.blocks import Block, blocks_of, finish_of
-from mlc_amd.tools.server.chat_request import Event, Finish, ToolCallArguments, ToolCallBegin
-from mlc_amd.tools.server.errors import ApiError
+from mlc_amd.tools.server.apis.openai_chat import check_tools
+from mlc_amd.tools.server.apis.openai_fields import least_tokens, logprob_body, sampling, stops
+from mlc_amd.tools.server.errors import ApiError, invalid
+from mlc_amd.tools.server.fields import Fields
+from mlc_amd.tools.server.prompts import check_messages
 from mlc_amd.tools.server.service import client_of, read_fields, respond, service_of
-from mlc_amd.tools.server.streaming import Json, dumps
+from mlc_amd.tools.server.streaming import Encoder, Json, dumps
 
+_EFFORTS = {"low": ("low", "on"), "medium": ("medium", "on"), "high": ("high", "on")}
+_OF_CALLS = (forms.ToolCallBegin, forms.ToolCallArguments)
 _NANOSECONDS = 1_000_000_000
 
 
@@ -50,11 +55,104 @@ async def _load(request: Request, name: str, answer: dict[str, Any]) -> Response
         return Json({**_head(model.name), **answer, "done": True, "done_reason": "load"})
 
 
+# ---- requests
+
+
+def chat_request(fields: Fields, client: str) -> forms.ChatRequest | None:
+    """None: there are no messages, the model shall only be loaded."""
+    if not fields.raw("messages"):
+        return None
+    for message in fields.objects("messages"):
+        _refuse_images(message)
+    return forms.ChatRequest(
+        messages=_with_ids(check_messages(fields)), tools=check_tools(fields), thinking=_thinking(fields),
+        **_common(fields, client),
+    )  # fmt: skip
+
+
+def generate_request(fields: Fields, client: str) -> forms.AnswerRequest | None:
+    """None: there is no prompt, the model shall only be loaded."""
+    _refuse_images(fields)
+    for name in ("suffix", "context"):
+        if fields.raw(name):
+            raise fields.wrong(name, "left out: this server has no such function")
+    prompt, system = fields.text("prompt"), fields.text("system")
+    if not prompt:
+        return None
+    if fields.flag("raw"):
+        return forms.TextRequest(prompts=[prompt], **_common(fields, client))
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": prompt})
+    return forms.ChatRequest(messages=messages, thinking=_thinking(fields), **_common(fields, client))
+
+
+def _common(fields: Fields, client: str) -> dict[str, Any]:
+    options = fields.object("options") or Fields({}, "options")
+    limit = options.whole("num_predict")
+    logprobs = fields.whole("top_logprobs", 0, MOST_LOGPROBS) or 0 if fields.flag("logprobs") else None
+    return {
+        "model": fields.text("model"),
+        "sampling": sampling(options),
+        "max_tokens": limit if limit is not None and limit > 0 else None,  # -1: no limit
+        "min_tokens": least_tokens(options),
+        "stop": stops(options),
+        "logprobs": logprobs,
+        "response_format": _format(fields),
+        "client": client,
+    }
+
+
+def _format(fields: Fields) -> forms.ResponseFormat | None:
+    """ "json", or a schema."""
+    given = fields.raw("format")
+    if not given:
+        return None
+    if given == "json":
+        return forms.ANY_OBJECT
+    if not isinstance(given, dict):
+        raise fields.wrong("format", '"json" or a JSON schema')
+    return forms.ResponseFormat(schema=given)
+
+
+def _thinking(fields: Fields) -> tuple[str, ...]:
+    given = fields.raw("think")
+    if given is None:
+        return ()
+    if isinstance(given, bool):
+        return ("on", "medium") if given else ("off", "low")
+    if given not in _EFFORTS:
+        raise fields.wrong("think", "true, false, low, medium or high")
+    return _EFFORTS[cast(str, given)]
+
+
+def _refuse_images(fields: Fields) -> None:
+    if fields.raw("images"):
+        raise invalid(f"{fields.path('images')} is given: this server takes text only", fields.path("images"))
+
+
+def _with_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with ids of calls, which ollama's have not but chat templates want: results are in the order of the
+    calls."""
+    waiting: list[str] = []
+    count = 0
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            call["id"] = call["id"] or f"call{count:05d}"  # nine letters and digits, as Mistral's templates want them
+            count += 1
+            waiting.append(call["id"])
+        if message["role"] == "tool" and "tool_call_id" not in message and waiting:
+            message["tool_call_id"] = waiting.pop(0)
+    return messages
+
+
+# ---- answers
+
+
 def _head(model: str) -> dict[str, Any]:
     return {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
 
 
-def _end(answering: Answering, end: Finish) -> dict[str, Any]:
+def _end(answering: Answering, end: forms.Finish) -> dict[str, Any]:
     first, later = (int(seconds * _NANOSECONDS) for seconds in (end.timings.ttft, end.timings.decode))
     return {
         "done": True,
@@ -68,26 +166,24 @@ def _end(answering: Answering, end: Finish) -> dict[str, Any]:
     }
 
 
-def _whole_chat(answering: Answering, events: Sequence[Event]) -> dict[str, Any]:
-    made = _said(blocks_of(events), "content")
+def _whole_chat(answering: Answering, events: Sequence[forms.Event]) -> dict[str, Any]:
+    made = _said(forms.blocks_of(events), "content")
     logprobs = made.pop("logprobs", None)
-    end = _end(answering, finish_of(events))
-    return {**_head(answering.model.name), "message": {"role": "assistant", **made}, **end} | (
-        {"logprobs": logprobs} if logprobs else {}
-    )
+    end = _end(answering, forms.finish_of(events))
+    body = {**_head(answering.model.name), "message": {"role": "assistant", **made}, **end}
+    return body | ({"logprobs": logprobs} if logprobs else {})
 
 
-def _whole_text(answering: Answering, events: Sequence[Event]) -> dict[str, Any]:
-    made = _said(blocks_of(events), "response")
-    return {**_head(answering.model.name), **made, **_end(answering, finish_of(events))}
+def _whole_text(answering: Answering, events: Sequence[forms.Event]) -> dict[str, Any]:
+    made = _said(forms.blocks_of(events), "response")
+    return {**_head(answering.model.name), **made, **_end(answering, forms.finish_of(events))}
 
 
-def _said(blocks: Sequence[Block], name: str) -> dict[str, Any]:
+def _said(blocks: Sequence[forms.Block], name: str) -> dict[str, Any]:
     """What blocks hold; the text in the field `name`."""
-    found: dict[str, Any] = {name: "".join(block.text for block in blocks if block.kind == "text")}
-    if thought := "".join(block.text for block in blocks if block.kind == "thinking"):
-        found["thinking"] = thought
-    if calls := [block for block in blocks if block.kind == "call"]:
+    text, thought, calls = forms.parts_of(blocks)
+    found: dict[str, Any] = {name: text} | ({"thinking": thought} if thought else {})
+    if calls:
         found["tool_calls"] = [
             {"id": call.id, "function": {"index": number, "name": call.name, "arguments": call.arguments}}
             for number, call in enumerate(calls)
@@ -97,32 +193,26 @@ def _said(blocks: Sequence[Block], name: str) -> dict[str, Any]:
     return found
 
 
-class _Lines:
-    """The encoder of streamed answers (streaming.Encoder). Calls are whole: their arguments are objects."""
+class TextLines(Encoder):
+    """The encoder of streamed answers of `/api/generate`. Calls are whole: their arguments are objects. field: that
+    holds the text."""
 
     media_type = "application/x-ndjson"
-    field = ""
+    field = "response"
 
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
-        self._calls: list[Event] = []  # the events of calls, which are written at the end
+        self._calls: list[forms.Event] = []  # the events of calls, which are written at the end
 
-    def begin(self) -> bytes:
-        return b""
-
-    def events(self, events: Sequence[Event]) -> bytes:
-        made, end = b"", None
-        for event in events:
-            if isinstance(event, ToolCallBegin | ToolCallArguments):
-                self._calls.append(event)
-            elif isinstance(event, Finish):
-                end = event
-        if blocks := blocks_of(event for event in events if not isinstance(event, ToolCallBegin | ToolCallArguments)):
-            made += self._line(_said(blocks, self.field))
+    def events(self, events: Sequence[forms.Event]) -> bytes:
+        end = next((event for event in events if isinstance(event, forms.Finish)), None)
+        self._calls += [event for event in events if isinstance(event, _OF_CALLS)]
+        blocks = forms.blocks_of(event for event in events if not isinstance(event, _OF_CALLS))
+        made = self._line(_said(blocks, self.field)) if blocks else b""
         if end is None:
             return made
         if self._calls:
-            made += self._line(_said(blocks_of(self._calls), self.field))
+            made += self._line(_said(forms.blocks_of(self._calls), self.field))
         return made + self._line({self.field: ""}, _end(self._answering, end))
 
     def _line(self, said: dict[str, Any], end: dict[str, Any] | None = None) -> bytes:
@@ -131,9 +221,6 @@ class _Lines:
     def _shaped(self, said: dict[str, Any]) -> dict[str, Any]:
         return said
 
-    def end(self) -> bytes:
-        return b""
-
     def error(self, error: ApiError) -> bytes:
         return dumps(errors.ollama_body(error)) + b"\n"
 
@@ -141,14 +228,8 @@ class _Lines:
         return b""
 
 
-class TextLines(_Lines):
-    """Of `/api/generate`."""
-
-    field = "response"
-
-
-class ChatLines(_Lines):
-    """Of `/api/chat`."""
+class ChatLines(TextLines):
+    """The same of `/api/chat`."""
 
     field = "content"
 
@@ -161,14 +242,12 @@ class ChatLines(_Lines):
 
 
 async def tags(request: Request) -> Response:
-    library = service_of(request).library
-    return Json({"models": [_model(request, name) for name in library.names]})
+    return Json({"models": [_model(request, name) for name in service_of(request).library.names]})
 
 
 async def running(request: Request) -> Response:
-    library = service_of(request).library
     found = []
-    for name, model in library.loaded.items():
+    for name, model in service_of(request).library.loaded.items():
         memory = model.engine.artifact.manifest["weight_bytes"]
         found.append({**_model(request, name), "size_vram": memory, "context_length": model.engine.context})
     return Json({"models": found})

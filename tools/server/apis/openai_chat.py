@@ -6,9 +6,7 @@ chunk of text, and its `return_progress`. The fields of sampling are in openai_f
 (400).
 """
 
-import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from json.encoder import encode_basestring_ascii
 from typing import Any
@@ -17,78 +15,45 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlc_amd.runtime.engine.generation import MOST_LOGPROBS, PromptProgress
-from mlc_amd.tools.server import errors
+from mlc_amd.tools.server import chat_request as forms
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.apis import openai_fields
-from mlc_amd.tools.server.apis.openai_fields import (
-    FINGERPRINT,
-    finishes_of,
-    progress_body,
-    timings_body,
-    total_usage,
-    usage_body,
-)
-from mlc_amd.tools.server.apis.response_objects import logprob_body
-from mlc_amd.tools.server.blocks import blocks_of
-from mlc_amd.tools.server.chat_request import (
-    ChatRequest,
-    Event,
-    Finish,
-    Progress,
-    Text,
-    Thinking,
-    ToolCallArguments,
-    ToolCallBegin,
-)
-from mlc_amd.tools.server.errors import ApiError, invalid
+from mlc_amd.tools.server.apis.openai_fields import logprob_body, progress_body, timings_body
+from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
-from mlc_amd.tools.server.formats import answer_format
 from mlc_amd.tools.server.prompts import check_messages
 from mlc_amd.tools.server.service import client_of, read_fields, respond
-from mlc_amd.tools.server.streaming import dumps, merged, sse
+from mlc_amd.tools.server.streaming import dumps
 
 # OpenAI's words for how much to think -> ours, by preference (ChatRequest.thinking).
-EFFORTS = {
-    "none": ("off", "low"),
-    "minimal": ("off", "low"),
-    "low": ("low", "on"),
-    "medium": ("medium", "on"),
-    "high": ("high", "on"),
-    "xhigh": ("high", "on"),
-}
-DONE = b"data: [DONE]\n\n"
+LEVELS = {"low": ("low", "on"), "medium": ("medium", "on"), "high": ("high", "on"), "xhigh": ("high", "on")}
+EFFORTS = dict.fromkeys(("none", "minimal"), ("off", "low")) | LEVELS
 
 
 async def chat_completions(request: Request) -> Response:
     fields = await read_fields(request)
     asked = chat_request(fields, client_of(request))
     stream, usage = openai_fields.streamed(fields)
-    encoder = partial(ChatChunks, usage=usage, timed=openai_fields.timed(fields)) if stream else None
+    encoder = partial(ChatChunks, usage=usage, timed=fields.flag("timings_per_token")) if stream else None
+    whole = partial(openai_fields.whole, "chatcmpl", "chat.completion", choice)
     return await respond(request, asked, encoder, whole)
 
 
-def chat_request(fields: Fields, client: str) -> ChatRequest:
+def chat_request(fields: Fields, client: str) -> forms.ChatRequest:
     effort = fields.choice("reasoning_effort", tuple(EFFORTS), "") if fields.has("reasoning_effort") else ""
     logprobs = None
     if fields.flag("logprobs"):
         logprobs = fields.whole("top_logprobs", 0, MOST_LOGPROBS) or 0
-    return ChatRequest(
-        model=fields.text("model"),
+    return forms.ChatRequest(
         messages=check_messages(fields),
         tools=check_tools(fields),
         tool_choice=tool_choice(fields),
         parallel_tool_calls=fields.flag("parallel_tool_calls", True),
-        sampling=openai_fields.sampling(fields),
-        max_tokens=openai_fields.most_tokens(fields),
-        min_tokens=openai_fields.least_tokens(fields),
-        stop=openai_fields.stops(fields),
+        **openai_fields.common(fields, client),
         n=openai_fields.answers(fields),
         logprobs=logprobs,
-        response_format=answer_format(fields),
-        progress=openai_fields.progress_wanted(fields),
         thinking=EFFORTS.get(effort, ()),
         template_variables=fields.values("chat_template_kwargs"),
-        client=client,
     )
 
 
@@ -127,32 +92,14 @@ def tool_choice(fields: Fields) -> Any:
     return {"name": name}
 
 
-# ---- the whole answer
+# ---- answers
 
 
-def whole(answering: Answering, events: Sequence[Event]) -> dict[str, Any]:
-    finishes = finishes_of(events)
-    return {
-        "id": _id(),
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": answering.model.name,
-        **FINGERPRINT,
-        "choices": [_choice([event for event in events if event.index == end.index], end) for end in finishes],
-        "usage": usage_body(total_usage(finishes, len(finishes))),
-        "timings": timings_body(finishes[0]),
-    }
-
-
-def _choice(events: Sequence[Event], end: Finish) -> dict[str, Any]:
-    blocks = blocks_of(events)
-    text = "".join(block.text for block in blocks if block.kind == "text")
-    thought = "".join(block.text for block in blocks if block.kind == "thinking")
-    calls = [
-        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.text}}
-        for block in blocks
-        if block.kind == "call"
-    ]
+def choice(events: Sequence[forms.Event], end: forms.Finish) -> dict[str, Any]:
+    """A whole answer."""
+    blocks = forms.blocks_of(events)
+    text, thought, called = forms.parts_of(blocks)
+    calls = [forms.tool_call(call.id, call.name, call.text) for call in called]
     message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
     message |= {"refusal": None, "annotations": []}
     message |= {"reasoning_content": thought} if thought else {}
@@ -166,88 +113,48 @@ def _choice(events: Sequence[Event], end: Finish) -> dict[str, Any]:
     }
 
 
-def _id() -> str:
-    return f"chatcmpl-{uuid.uuid4().hex}"
-
-
-# ---- the answer in chunks
-
-
-def _timed(stats: Finish | Progress) -> dict[str, Any]:
-    return {"timings": timings_body(stats)}
-
-
-class ChatChunks:
-    """The encoder of streamed answers (streaming.Encoder). usage: a last chunk says how many tokens there were. timed:
-    chunks of text have timings."""
-
-    media_type = "text/event-stream; charset=utf-8"
+class ChatChunks(openai_fields.Chunks):
+    """The encoder of streamed answers. timed: chunks of text have timings."""
 
     def __init__(self, answering: Answering, usage: bool, timed: bool = False) -> None:
-        self._n, self._usage, model = answering.request.n, usage, answering.model.name
-        self._answering, self._timed = answering, timed
-        head: dict[str, Any] = {"id": _id(), "object": "chat.completion.chunk", "created": int(time.time())}
-        head |= {"model": model, **FINGERPRINT}
-        # Most chunks differ in their text alone: the rest of them is written once.
-        self._open = b"data: " + dumps(head)[:-1] + b',"choices":['
-        self._close = (b'],"usage":null}' if usage else b"]}") + b"\n\n"
-        self._finishes: list[Finish] = []
+        super().__init__("chatcmpl", "chat.completion.chunk", answering, usage)
+        self._timed = timed
 
     def begin(self) -> bytes:
-        return b"".join(self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self._n))
+        return b"".join(self._with(index, {"role": "assistant", "content": ""}) for index in range(self._n))
 
-    def events(self, events: Sequence[Event]) -> bytes:
-        return b"".join(self._encoded(event) for event in merged(events))
-
-    def _encoded(self, event: Event) -> bytes:
-        if isinstance(event, Text | Thinking):
+    def _encoded(self, event: forms.Event) -> bytes:
+        if isinstance(event, forms.Text | forms.Thinking):
             return self._text(event)
-        if isinstance(event, ToolCallBegin):
+        if isinstance(event, forms.ToolCallBegin):
             function = {"name": event.name, "arguments": ""}
             call = {"index": event.number, "id": event.id, "type": "function", "function": function}
-            return self._chunk(event.index, {"tool_calls": [call]})
-        if isinstance(event, ToolCallArguments):
+            return self._with(event.index, {"tool_calls": [call]})
+        if isinstance(event, forms.ToolCallArguments):
             call = {"index": event.number, "function": {"arguments": event.text}}
-            return self._chunk(event.index, {"tool_calls": [call]})
+            return self._with(event.index, {"tool_calls": [call]})
         if isinstance(event, PromptProgress):
-            return self._chunk(event.index, {"role": "assistant", "content": None}, about=progress_body(event))
+            return self._with(event.index, {"role": "assistant", "content": None}, about=progress_body(event))
         self._finishes.append(event)
-        return self._chunk(event.index, {}, event.reason, _timed(event))
+        return self._with(event.index, {}, event.reason, {"timings": timings_body(event)})
 
-    def _text(self, event: Text | Thinking) -> bytes:
-        field, logprobs = ("content", event.logprobs) if isinstance(event, Text) else ("reasoning_content", ())
+    def _text(self, event: forms.Text | forms.Thinking) -> bytes:
+        field, logprobs = ("content", event.logprobs) if isinstance(event, forms.Text) else ("reasoning_content", ())
         about = dumps({"content": [logprob_body(one) for one in logprobs]}).decode() if logprobs else "null"
         choice = (
             f'{{"index":{event.index},"delta":{{"{field}":{encode_basestring_ascii(event.text)}}},'
             f'"logprobs":{about},"finish_reason":null}}'
         )
-        timings = _timed(self._answering.progress(event.index)) if self._timed else None
-        return self._open + choice.encode() + self._closed(timings)
+        timings = {"timings": timings_body(self._answering.progress(event.index))} if self._timed else None
+        return self._chunk(choice.encode(), timings)
 
-    def _chunk(
-        self,
-        index: int,
-        delta: Mapping[str, Any],
-        reason: str | None = None,
-        about: Mapping[str, Any] | None = None,
+    def _with(
+        self, index: int, delta: dict[str, Any], reason: str | None = None, about: dict[str, Any] | None = None
     ) -> bytes:
-        """about: further fields of the chunk."""
-        choice = dumps({"index": index, "delta": delta, "logprobs": None, "finish_reason": reason})
-        return self._open + choice + self._closed(about)
+        """A chunk with this delta. about: further fields."""
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return self._chunk(dumps(choice), about)
 
-    def _closed(self, about: Mapping[str, Any] | None) -> bytes:
-        return self._close if about is None else b"]," + dumps(about)[1:-1] + self._close[1:]
-
-    def end(self) -> bytes:
-        usage = b""
-        if self._usage:
-            total = usage_body(total_usage(self._finishes, self._n))
-            timings = b',"timings":' + dumps(timings_body(self._finishes[0])) if self._n == 1 else b""
-            usage = self._open + b'],"usage":' + dumps(total) + timings + b"}\n\n"
-        return usage + DONE
-
-    def error(self, error: ApiError) -> bytes:
-        return sse(errors.openai_body(error)) + DONE
-
-    def ping(self) -> bytes:
-        return b": ping\n\n"
+    def _about_all(self) -> dict[str, Any]:
+        timings = {"timings": timings_body(self._finishes[0])} if self._n == 1 else {}
+        return super()._about_all() | timings

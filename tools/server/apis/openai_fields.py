@@ -5,7 +5,9 @@ top_k, min_p, repetition_penalty (repeat_penalty), repetition_window (repeat_las
 (max_tokens). Fields that choose how a server works, such as cache_prompt or id_slot, have no effect.
 """
 
-from collections.abc import Iterable, Mapping
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import mlc_amd
@@ -13,9 +15,12 @@ from mlc_amd.runtime.engine.generation import PromptProgress, check_stop
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling.philox import SEED_BITS
 from mlc_amd.runtime.sampling.settings import LARGEST_BIAS, Sampling, SamplingChanges
-from mlc_amd.tools.server.chat_request import ENDLESS, Event, Finish, Progress, Usage
-from mlc_amd.tools.server.errors import invalid
+from mlc_amd.tools.server.answering import Answering
+from mlc_amd.tools.server.chat_request import ENDLESS, Event, Finish, Progress, TokenLogprob
+from mlc_amd.tools.server.errors import ApiError, invalid
 from mlc_amd.tools.server.fields import Fields
+from mlc_amd.tools.server.formats import answer_format
+from mlc_amd.tools.server.streaming import Encoder, dumps
 
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
 _PENALTY, _WINDOW = ("repetition_penalty", "repeat_penalty"), ("repetition_window", "repeat_last_n")
@@ -27,6 +32,22 @@ _MOST_STOPS = 16
 # Names of the limit of tokens.
 LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
 _NEVER = -LARGEST_BIAS
+_DONE = b"data: [DONE]\n\n"
+
+
+def common(fields: Fields, client: str) -> dict[str, Any]:
+    """What requests of all of these APIs have, as arguments of an `AnswerRequest`."""
+    return {
+        "model": fields.text("model"),
+        "sampling": sampling(fields),
+        "max_tokens": most_tokens(fields),
+        "min_tokens": least_tokens(fields),
+        "stop": stops(fields),
+        "response_format": answer_format(fields),
+        # Whether chunks say how far the prompt is, as llama-server's.
+        "progress": fields.flag("return_progress") and fields.flag("stream"),
+        "client": client,
+    }
 
 
 def sampling(fields: Fields) -> SamplingChanges:
@@ -89,16 +110,6 @@ def answers(fields: Fields) -> int:
     return fields.whole("n", 1, _MOST_ANSWERS) or 1
 
 
-def timed(fields: Fields) -> bool:
-    """Whether each chunk of text has `timings`, as llama-server's."""
-    return fields.flag("timings_per_token")
-
-
-def progress_wanted(fields: Fields) -> bool:
-    """Whether chunks say how far the prompt is, as llama-server's."""
-    return fields.flag("return_progress") and fields.flag("stream")
-
-
 def streamed(fields: Fields) -> tuple[bool, bool]:
     """Whether to stream, and whether with the usage."""
     options = fields.object("stream_options")
@@ -107,27 +118,73 @@ def streamed(fields: Fields) -> tuple[bool, bool]:
 
 # ---- of answers
 
-# Of OpenAI's bodies: which program answered.
-FINGERPRINT = {"system_fingerprint": f"mlc-amd-{mlc_amd.__version__}"}
 
-
-def usage_body(usage: Usage) -> dict[str, Any]:
+def _head(name: str, kind: str, model: str) -> dict[str, Any]:
+    """What bodies begin with. name: what their ids begin with."""
     return {
-        "prompt_tokens": usage.prompt,
-        "completion_tokens": usage.completion,
-        "total_tokens": usage.prompt + usage.completion,
-        "prompt_tokens_details": {"cached_tokens": usage.cached},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "id": f"{name}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": f"mlc-amd-{mlc_amd.__version__}",
     }
 
 
-def total_usage(finishes: list[Finish], n: int) -> Usage:
+def whole(
+    name: str, kind: str, choice: Callable[[Sequence[Event], Finish], object], answering: Answering,
+    events: Sequence[Event],
+) -> dict[str, Any]:  # fmt: skip
+    """The body of whole answers. choice: makes the part of one, of its events and its end."""
+    finishes = finishes_of(events)
+    return {
+        **_head(name, kind, answering.model.name),
+        "choices": [choice([event for event in events if event.index == end.index], end) for end in finishes],
+        "usage": usage_body(finishes, answering.request.n),
+        "timings": timings_body(finishes[0]),
+    }
+
+
+class Chunks(Encoder):
+    """What encoders of the chat and the text API have in common. usage: a last chunk says how many tokens there
+    were."""
+
+    def __init__(self, name: str, kind: str, answering: Answering, usage: bool) -> None:
+        self._answering, self._usage, self._n = answering, usage, answering.request.n
+        # Most chunks differ in their text alone: the rest of them is written once.
+        self._open = b"data: " + dumps(_head(name, kind, answering.model.name))[:-1] + b',"choices":['
+        self._close = (b'],"usage":null}' if usage else b"]}") + b"\n\n"
+        self._finishes: list[Finish] = []
+
+    def _chunk(self, choice: bytes, about: Mapping[str, Any] | None = None) -> bytes:
+        """about: further fields."""
+        close = self._close if about is None else b"]," + dumps(about)[1:-1] + self._close[1:]
+        return self._open + choice + close
+
+    def _about_all(self) -> dict[str, Any]:
+        """Fields of the last chunk."""
+        return {"usage": usage_body(self._finishes, self._n)}
+
+    def end(self) -> bytes:
+        usage = self._open + b"]," + dumps(self._about_all())[1:] + b"\n\n" if self._usage else b""
+        return usage + _DONE
+
+    def error(self, error: ApiError) -> bytes:
+        return super().error(error) + _DONE
+
+
+def usage_body(finishes: Sequence[Finish], n: int) -> dict[str, Any]:
     """Of all answers. The prompt of n answers counts once."""
-    found = Usage()
-    for finish in finishes:
-        usage = finish.usage
-        found += usage if finish.index % n == 0 else Usage(0, usage.completion, 0, usage.reasoning)
-    return found
+    prompts = [finish.usage for finish in finishes if finish.index % n == 0]
+    prompt, cached = sum(usage.prompt for usage in prompts), sum(usage.cached for usage in prompts)
+    completion = sum(finish.usage.completion for finish in finishes)
+    reasoning = sum(finish.usage.reasoning for finish in finishes)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
+    }
 
 
 def progress_body(progress: PromptProgress) -> dict[str, Any]:
@@ -157,3 +214,12 @@ def timings_body(stats: Finish | Progress) -> dict[str, Any]:
 def finishes_of(events: Iterable[Event]) -> list[Finish]:
     """The ends of all answers, by index."""
     return sorted((event for event in events if isinstance(event, Finish)), key=lambda finish: finish.index)
+
+
+def logprob_body(token: TokenLogprob) -> dict[str, Any]:
+    """As OpenAI's chat and Responses APIs have it."""
+    return {**_token(token), "top_logprobs": [_token(other) for other in token.top]}
+
+
+def _token(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}

@@ -1,19 +1,27 @@
-"""The objects of OpenAI's Responses API: responses, their items, and the store of those that can be continued."""
+"""The objects of OpenAI's Responses API: responses, their items, the store of those that can be continued, and the
+events of streamed ones (https://platform.openai.com/docs/api-reference/responses-streaming)."""
 
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlc_amd.tools.server.blocks import Block
-from mlc_amd.tools.server.chat_request import TokenLogprob, Usage
+from mlc_amd.tools.server import chat_request as forms
+from mlc_amd.tools.server.apis.openai_fields import logprob_body
 from mlc_amd.tools.server.errors import ApiError
+from mlc_amd.tools.server.streaming import Encoder, sse
 
 # Responses that are kept, and characters of all of them.
 _MOST_RESPONSES, _MOST_CHARACTERS = 1000, 64_000_000
 _PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc"}
+# kind of a block -> what its deltas are called
+_DELTAS = {
+    "text": "response.output_text",
+    "thinking": "response.reasoning_text",
+    "call": "response.function_call_arguments",
+}
 
 
 def new_id(kind: str, maker: str = "") -> str:
@@ -39,7 +47,9 @@ def response(id: str, created: int, model: str, echo: Mapping[str, Any], status:
     }
 
 
-def ended(begun: Mapping[str, Any], output: Sequence[Mapping[str, Any]], usage: Usage, cut: bool) -> dict[str, Any]:
+def ended(
+    begun: Mapping[str, Any], output: Sequence[Mapping[str, Any]], usage: forms.Usage, cut: bool
+) -> dict[str, Any]:
     """The response with its output. cut: it was cut off at the limit of tokens."""
     return {
         **begun,
@@ -57,7 +67,7 @@ def ended(begun: Mapping[str, Any], output: Sequence[Mapping[str, Any]], usage: 
     }
 
 
-def item(block: Block, id: str, status: str = "completed") -> dict[str, Any]:
+def item(block: forms.Block, id: str, status: str = "completed") -> dict[str, Any]:
     """A block of the answer as an item of the output."""
     made: dict[str, Any] = {"id": id, "status": status}
     if block.kind == "call":
@@ -68,11 +78,11 @@ def item(block: Block, id: str, status: str = "completed") -> dict[str, Any]:
     return {**made, "type": "message", "role": "assistant", "content": content}
 
 
-def item_id(block: Block) -> str:
+def item_id(block: forms.Block) -> str:
     return new_id(_PREFIXES[block.kind])
 
 
-def part(block: Block) -> dict[str, Any]:
+def part(block: forms.Block) -> dict[str, Any]:
     """The content of a message, or of reasoning."""
     if block.kind == "thinking":
         return {"type": "reasoning_text", "text": block.text}
@@ -80,26 +90,12 @@ def part(block: Block) -> dict[str, Any]:
     return {"type": "output_text", "annotations": [], "logprobs": logprobs, "text": block.text}
 
 
-def logprob_body(token: TokenLogprob) -> dict[str, Any]:
-    """As OpenAI's chat API and this one have it."""
-    return {**_token(token), "top_logprobs": [_token(other) for other in token.top]}
-
-
-def _token(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
-
-
-def as_message(blocks: Sequence[Block]) -> dict[str, Any]:
+def as_message(blocks: Sequence[forms.Block]) -> dict[str, Any]:
     """The answer as a message that the next request continues."""
-    made: dict[str, Any] = {"role": "assistant", "content": "".join(b.text for b in blocks if b.kind == "text")}
-    if thought := "".join(block.text for block in blocks if block.kind == "thinking"):
-        made["reasoning_content"] = thought
-    calls = [
-        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.arguments}}
-        for block in blocks
-        if block.kind == "call"
-    ]
-    return made | ({"tool_calls": calls} if calls else {})
+    text, thought, called = forms.parts_of(blocks)
+    calls = [forms.tool_call(call.id, call.name, call.arguments) for call in called]
+    made: dict[str, Any] = {"role": "assistant", "content": text}
+    return made | ({"reasoning_content": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
 
 
 # ---- the store
@@ -140,3 +136,103 @@ class ResponseStore:
     def remove(self, id: str, client: object) -> None:
         self._size -= self.find(id, client).size
         del self._kept[id]
+
+
+# ---- events
+
+
+class ResponseEvents(Encoder):
+    """The encoder of streamed responses. begun: the response without output. keep: is told the whole response and its
+    blocks.
+
+        response.created, response.in_progress
+        for each item: response.output_item.added
+            of messages and reasoning: response.content_part.added, .. .delta, .. .done, response.content_part.done
+            of calls: response.function_call_arguments.delta, .done
+          response.output_item.done
+        response.completed or response.incomplete; error and response.failed where it fails
+    """
+
+    def __init__(self, begun: dict[str, Any], keep: Callable[[dict[str, Any], Sequence[forms.Block]], None]) -> None:
+        self._response, self._keep = begun, keep
+        self._number = 0  # of the next event
+        self._blocks: list[forms.Block] = []
+        self._items: list[dict[str, Any]] = []  # that are complete
+        self._id = ""  # of the item that is open
+        self._end: forms.Finish | None = None
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        made = sse({"type": kind, "sequence_number": self._number, **fields}, kind)
+        self._number += 1
+        return made
+
+    def begin(self) -> bytes:
+        created = self._event("response.created", response=self._response)
+        return created + self._event("response.in_progress", response=self._response)
+
+    def _encoded(self, event: forms.Event) -> bytes:
+        if isinstance(event, forms.Text | forms.Thinking):
+            kind = "text" if isinstance(event, forms.Text) else "thinking"
+            begun = b"" if self._id and self._blocks[-1].kind == kind else self._open(forms.Block(kind))
+            block = self._blocks[-1]
+            block.text += event.text
+            logprobs = event.logprobs if isinstance(event, forms.Text) else ()
+            block.logprobs += logprobs
+            about = {"logprobs": [logprob_body(one) for one in logprobs]} if kind == "text" else {}
+            return begun + self._delta(event.text, content_index=0, **about)
+        if isinstance(event, forms.ToolCallBegin):
+            return self._open(forms.Block("call", id=event.id, name=event.name))
+        if isinstance(event, forms.ToolCallArguments):
+            self._blocks[-1].text += event.text
+            return self._delta(event.text)
+        if isinstance(event, forms.Finish):
+            self._end = event
+            return self._close()
+        return b""  # this API has no progress of prompts
+
+    def _where(self) -> dict[str, Any]:
+        return {"item_id": self._id, "output_index": len(self._items)}
+
+    def _delta(self, text: str, **more: Any) -> bytes:
+        return self._event(f"{_DELTAS[self._blocks[-1].kind]}.delta", **self._where(), **more, delta=text)
+
+    def _open(self, block: forms.Block) -> bytes:
+        made = self._close()
+        self._id = item_id(block)
+        self._blocks.append(block)
+        added = item(block, self._id, "in_progress")
+        made += self._event("response.output_item.added", output_index=len(self._items), item=added)
+        if block.kind == "call":
+            return made
+        return made + self._event("response.content_part.added", **self._where(), content_index=0, part=part(block))
+
+    def _close(self) -> bytes:
+        """Ends the item that is open."""
+        if not self._id:
+            return b""
+        block, where = self._blocks[-1], self._where()
+        done = f"{_DELTAS[block.kind]}.done"
+        if block.kind == "call":
+            made = self._event(done, **where, name=block.name, arguments=block.text)
+        else:
+            whole = part(block)
+            more = {"logprobs": whole["logprobs"]} if block.kind == "text" else {}
+            made = self._event(done, **where, content_index=0, text=block.text, **more)
+            made += self._event("response.content_part.done", **where, content_index=0, part=whole)
+        finished = item(block, self._id)
+        made += self._event("response.output_item.done", output_index=len(self._items), item=finished)
+        self._items.append(finished)
+        self._id = ""
+        return made
+
+    def end(self) -> bytes:
+        assert self._end is not None, "answers end with a Finish"
+        body = ended(self._response, self._items, self._end.usage, self._end.reason == "length")
+        self._keep(body, self._blocks)
+        return self._event(f"response.{body['status']}", response=body)
+
+    def error(self, error: ApiError) -> bytes:
+        code = error.code or "server_error"
+        failed = {**self._response, "status": "failed", "error": {"code": code, "message": error.message}}
+        made = self._event("error", code=code, message=error.message, param=error.param)
+        return made + self._event("response.failed", response=failed)
