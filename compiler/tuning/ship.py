@@ -4,7 +4,7 @@ In: an arch's database, after a run or the import of a kit, and a folder of ship
 Out: DIR/<arch>.json, which `compile` reads for every user of such a GPU. It has, for each workload whose fastest plan
 is worth it, the Record (compiler/tuning/database.py) and the command that made it. A record replaces a shipped one of
 the same workload if its gain is larger; shipped ones that today's kernels cannot be built with, or whose plan is the
-rule's own by now, are pruned.
+rule's own by now or faster than an earlier rule's, are pruned.
 """
 
 import json
@@ -73,10 +73,12 @@ def _keyed(line: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _differs(line: dict[str, Any], arch: Any) -> bool:
-    """Whether the plan is one of today's space, and not the rule's."""
+    """Whether the plan is one of today's space, and not the rule's, over which its gain is."""
     found = space(from_json(line), arch)
     try:
-        return found is not None and found.equal(found.parse(line["plan"])) != found.default
+        if found is None or found.equal(found.parse(line["plan"])) == found.default:
+            return False
+        return line.get("over") in (None, asdict(found.default))
     except (ValueError, KeyError):
         return False
 
