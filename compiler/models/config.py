@@ -81,9 +81,7 @@ class AttentionConfig:
     value_is_key: bool = False  # no attn_v: values are the projected keys, before norm and RoPE
     temperature: "TemperatureConfig | None" = None
     latent: LatentConfig | None = None  # kv_heads is 1, and head_dim the columns of attention's keys
-    output_gate: bool = (
-        False  # attn_q holds each head's rows of Q, then those of a gate; the output times sigmoid(gate)
-    )
+    output_gate: bool = False  # attn_q holds each head's rows of Q, then of a gate: the output times sigmoid(gate)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ In: `Keys`. Out: configurations; a `UserError` names the key of what is missing,
 and defaults are llama.cpp's (src/llama-arch.cpp, src/llama-model.cpp).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,9 +13,12 @@ from mlc_amd.compiler.models.config import (
     ExpertsConfig,
     FeedForwardConfig,
     LayerConfig,
+    Mixer,
     ModelConfig,
+    Norms,
     PredictorConfig,
     RopeConfig,
+    SharedExpertConfig,
 )
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.runtime.errors import shorten
@@ -27,6 +31,14 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 PREDICTOR = "attn_norm", "nextn.eh_proj", "nextn.enorm", "nextn.hnorm"  # tensors of a predicting layer
 SCALINGS = ("none", "linear", "yarn", "longrope")
+# Fields of LayerConfig: RMS norms before both blocks, but not by their usual names; around them; after them only
+NORMS_BEFORE: dict[str, Any] = {"feed_forward_norms": Norms(before="post_attention_norm")}
+NORMS_AROUND: dict[str, Any] = {
+    "mixer_norms": Norms("attn_norm", "post_attention_norm"), "feed_forward_norms": Norms("ffn_norm", "post_ffw_norm"),
+}  # fmt: skip
+NORMS_AFTER: dict[str, Any] = {
+    "mixer_norms": Norms(after="post_attention_norm"), "feed_forward_norms": Norms(after="post_ffw_norm"),
+}  # fmt: skip
 GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax_used"}  # of expert_gating_func
 
 
@@ -90,6 +102,14 @@ def attention(keys: Keys, heads: int, kv_heads: int, head_dim: int, rope: str, *
         "merged_qkv": "blk.0.attn_qkv.weight" in keys.tensors,
     }
     return AttentionConfig(heads, kv_heads, head_dim, rope, **(fields | variant))
+
+
+def attention_or(keys: Keys, other: Mixer, rope: str, **variant) -> tuple[list[Mixer], int]:
+    """The mixer of each layer, `other` where it has no KV heads, and the head size. `variant`: as of `attention`."""
+    heads = keys.integer("attention.head_count")
+    head_dim = keys.integer("attention.key_length", max(1, keys.integer("embedding_length") // heads))
+    kv_heads = keys.integers("attention.head_count_kv", read_layers(keys), minimum=0)
+    return [attention(keys, heads, kv, head_dim, rope, **variant) if kv else other for kv in kv_heads], head_dim
 
 
 def local_layers(keys: Keys, layers: int, pattern: int) -> list[bool]:
@@ -183,6 +203,28 @@ def read_experts(keys: Keys, size: int, gating: str = "", **variant) -> ExpertsC
     return ExpertsConfig(count, used, size, gating=gating, merged=merged, **variant)
 
 
+def experts_weighting(keys: Keys) -> dict[str, Any]:
+    """Fields of ExpertsConfig that say how the chosen experts are weighted."""
+    return {
+        "normalize": keys.flag("expert_weights_norm", False),
+        "scale": keys.number("expert_weights_scale", 1.0, minimum=0.0) or 1.0,
+    }
+
+
+def shared_expert(size: int, **variant) -> SharedExpertConfig | None:
+    """None for a size of 0."""
+    return SharedExpertConfig(size, **variant) if size else None
+
+
+def dense_then(
+    keys: Keys, count: int, experts: Callable[[Keys, int], ExpertsConfig]
+) -> list[FeedForwardConfig | ExpertsConfig]:
+    """The block of each of `count` layers: dense ones, then experts(keys, number of dense ones)."""
+    leading = min(keys.integer("leading_dense_block_count", 0, minimum=0), count)
+    dense = [feed_forward(keys, keys.integer("feed_forward_length"))] * leading if leading else []
+    return dense + ([experts(keys, leading)] * (count - leading) if leading < count else [])
+
+
 # ---- the model
 
 
@@ -209,12 +251,12 @@ def read_model(keys: Keys, layers: list[LayerConfig], ropes: dict[str, RopeConfi
     return ModelConfig(**(fields | variant))
 
 
-def read_uniform(keys: Keys, neox: bool, feed_forward=None, **variant) -> ModelConfig:
-    """A model whose layers are all the same. feed_forward: by default the file's dense block. `variant`: further fields
-    of AttentionConfig."""
-    mixer = read_attention(keys, **variant)
-    layers = [LayerConfig(mixer, feed_forward or read_feed_forward(keys))] * read_layers(keys)
-    return read_model(keys, layers, {ROPE: read_rope(keys, mixer.head_dim, neox)})
+def read_uniform(keys: Keys, neox: bool, mixer=None, block=None, norms=None, **variant) -> ModelConfig:
+    """A model whose layers are all the same. mixer, block: by default the file's attention and dense block. norms:
+    further fields of LayerConfig. `variant`: as of `read_model`."""
+    mixer = mixer or read_attention(keys)
+    layers = [LayerConfig(mixer, block or read_feed_forward(keys), **(norms or {}))] * read_layers(keys)
+    return read_model(keys, layers, {ROPE: read_rope(keys, mixer.head_dim, neox)}, **variant)
 
 
 def check_multiple(keys: Keys, what: str, size: int, of: int = 32) -> None:

@@ -1,9 +1,9 @@
 """The architectures that can be compiled, by GGUF's `general.architecture`.
 
-Files of compiler/models/architectures register themselves:
+Functions in compiler/models/architectures register themselves:
 
     @architecture("qwen3")
-    def read(keys: Keys) -> ModelConfig: ...
+    def qwen3(keys: Keys) -> ModelConfig: ...
 """
 
 import functools

@@ -5,10 +5,11 @@ of each token for each layer, in some models."""
 from collections.abc import Iterator
 from math import sqrt
 
-from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig, Norms
+from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import (
     LOCAL_ROPE,
+    NORMS_AROUND,
     ROPE,
     attention,
     feed_forward,
@@ -40,10 +41,9 @@ def read(keys: Keys) -> ModelConfig:
         LayerConfig(
             mixer=mixer,
             feed_forward=feed_forward(keys, size, act="gelu"),
-            mixer_norms=Norms("attn_norm", "post_attention_norm"),
-            feed_forward_norms=Norms("ffn_norm", "post_ffw_norm"),
             experts=experts if f"blk.{i}.ffn_gate_inp.weight" in keys.tensors else None,
             output_scale=f"blk.{i}.layer_output_scale.weight" in keys.tensors,
+            **NORMS_AROUND,
         )
         for i, (mixer, size) in enumerate(zip(_read_attention(keys, local, count - shared), sizes, strict=True))
     ]

@@ -1,12 +1,14 @@
-"""lfm2: LFM2 and LFM2.5. Most layers mix by short gated convolutions, the others by attention with head norms; which,
-the number of KV heads says layer by layer."""
+"""LFM2 and LFM2.5: most layers mix by short gated convolutions, the others by attention with head norms; which, the
+number of KV heads says layer by layer."""
 
-from mlc_amd.compiler.models.config import LayerConfig, Mixer, ModelConfig, RopeConfig, ShortConvConfig
+from mlc_amd.compiler.models.config import LayerConfig, ModelConfig, ShortConvConfig
 from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import (
     ROPE,
-    attention,
+    attention_or,
     check_multiple,
+    dense_then,
+    read_experts,
     read_feed_forward,
     read_layers,
     read_model,
@@ -15,25 +17,26 @@ from mlc_amd.compiler.models.metadata import (
 )
 from mlc_amd.compiler.models.registry import architecture
 
-OUTPUT_NORM = "token_embd_norm"
-
 
 @architecture("lfm2")
-def read(keys: Keys) -> ModelConfig:
-    mixers, ropes = read_mixers(keys)
-    block = read_feed_forward(keys)
-    return read_model(keys, [LayerConfig(mixer, block) for mixer in mixers], ropes, output_norm=OUTPUT_NORM)
+def lfm2(keys: Keys) -> ModelConfig:
+    """Dense blocks."""
+    return _read(keys, [read_feed_forward(keys)] * read_layers(keys))
 
 
-def read_mixers(keys: Keys) -> tuple[list[Mixer], dict[str, RopeConfig]]:
-    """Of each layer, and the rotation of those with attention."""
-    heads = keys.integer("attention.head_count")
-    head_dim = keys.integer("attention.key_length", max(1, keys.integer("embedding_length") // heads))
+@architecture("lfm2moe")
+def lfm2moe(keys: Keys) -> ModelConfig:
+    """Experts after the leading dense layers, chosen by sigmoid (which the file says) and a bias."""
+    experts = read_experts(keys, keys.integer("expert_feed_forward_length"), selection_bias=True)
+    return _read(keys, dense_then(keys, read_layers(keys), lambda keys, leading: experts))
+
+
+def _read(keys: Keys, blocks: list) -> ModelConfig:
     window = keys.integer("attention.sliding_window", 0, minimum=0)
     conv = ShortConvConfig(read_taps(keys, "shortconv.l_cache"))
     check_multiple(keys, "hidden size", keys.integer("embedding_length"))
-    mixers: list[Mixer] = [
-        attention(keys, heads, kv, head_dim, ROPE, head_norms=True, window=window) if kv else conv
-        for kv in keys.integers("attention.head_count_kv", read_layers(keys), minimum=0)
-    ]
-    return mixers, {ROPE: read_rope(keys, head_dim, neox=True)} if any(mixer is not conv for mixer in mixers) else {}
+    mixers, head_dim = attention_or(keys, conv, ROPE, head_norms=True, window=window)
+    rotates = any(mixer is not conv for mixer in mixers)
+    ropes = {ROPE: read_rope(keys, head_dim, neox=True)} if rotates else {}
+    layers = [LayerConfig(mixer, block) for mixer, block in zip(mixers, blocks, strict=True)]
+    return read_model(keys, layers, ropes, output_norm="token_embd_norm")
