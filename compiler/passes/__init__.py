@@ -1,17 +1,18 @@
-"""Graph fusion, one pass per file. `fuse` runs them in the order that lets each see what it matches."""
+"""Graph fusion. `fuse` runs them in the order that lets each see what it matches."""
 
 from tvm import relax
 
 from mlc_amd.compiler.passes.defer_norms import defer_norms
-from mlc_amd.compiler.passes.fuse_gate_up import fuse_gate_up
 from mlc_amd.compiler.passes.fuse_norm_linear import fuse_norm_linear
-from mlc_amd.compiler.passes.fuse_norms import fuse_norms
-from mlc_amd.compiler.passes.fuse_quantize import fuse_quantize
-from mlc_amd.compiler.passes.fuse_residual import fuse_residual
-from mlc_amd.compiler.passes.fuse_rope import fuse_rope
+from mlc_amd.compiler.passes.fuse_producers import (
+    fuse_gate_up,
+    fuse_quantize,
+    fuse_residual,
+    fuse_rope,
+    quantize_activations,
+)
 from mlc_amd.compiler.passes.fuse_route import fuse_route
-from mlc_amd.compiler.passes.fuse_siblings import fuse_siblings
-from mlc_amd.compiler.passes.quantize_activations import quantize_activations
+from mlc_amd.compiler.passes.fuse_siblings import fuse_norms, fuse_siblings
 
 
 def fuse(mod, target):

@@ -9,12 +9,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.nodes import parts_of
 from mlc_amd.compiler.passes.fuse_norm_linear import is_norm, reads_norms
-from mlc_amd.compiler.passes.rewrite import bound_in, each_function, readers_in
+from mlc_amd.compiler.passes.rewrite import bound_in, readers_in, rewrite_functions
 from mlc_amd.schedules.operators import Linear, Operator
 
 
@@ -80,40 +79,37 @@ def _rows(norm) -> tuple:
     return tuple(ops.shape_of(norm.args[1]))
 
 
-@mutator
-class _Deferrer(PyExprMutator):
-    def __init__(self, mod, plan: _Plan):
-        super().__init__(mod)
+class _Deferrer:
+    def __init__(self, plan: _Plan):
         self.plan = plan
         self.scales = {}  # of calls that give them
         self.made = {}  # norm to what its input's linear prepared: x * g, squares
 
-    def visit_call_(self, call):
-        plan = self.plan
+    def __call__(self, call, rewriter):
+        plan, visit = self.plan, rewriter.visit_expr
+
+        def emit(op: Operator, args) -> list:
+            """The parts of its result."""
+            var = rewriter.builder_.emit(ops.call(op, args))
+            return [rewriter.builder_.emit(relax.TupleGetItem(var, i)) for i in range(len(parts_of(var.ty)))]
+
         if call in plan.prepared:
             norm, scaled_by = plan.prepared[call]
-            args = [self.visit_expr(arg) for arg in call.args]
-            g = self.visit_expr(norm.args[2])
-            y, *self.made[norm] = self._emit(_op(call, norm_out=True), [*args, g, self.scales[scaled_by]])
+            args = map(visit, [*call.args, norm.args[2]])
+            y, *self.made[norm] = emit(_op(call, norm_out=True), [*args, self.scales[scaled_by]])
             return y
         if call in plan.completed:
             norm, scaled_by = plan.completed[call]
             h, squares = self.made[norm]
             state, _, *rest = call.args
-            args = [self.visit_expr(state), h, squares, self.scales[scaled_by], *map(self.visit_expr, rest)]
-            *parts, self.scales[call] = self._emit(_op(call, norm_in=_eps(norm)), args)
+            args = [visit(state), h, squares, self.scales[scaled_by], *map(visit, rest)]
+            *parts, self.scales[call] = emit(_op(call, norm_in=_eps(norm)), args)
             return relax.Tuple(list[relax.Expr](parts)) if len(parts) > 1 else parts[0]
         if call in plan.giving:
-            args = [self.visit_expr(arg) for arg in call.args]
-            y, self.scales[call] = self._emit(_op(call, scale_out=True), args)
+            y, self.scales[call] = emit(_op(call, scale_out=True), map(visit, call.args))
             return y
-        return super().visit_call_(call)
-
-    def _emit(self, op: Operator, args) -> list:
-        """The parts of its result."""
-        var = self.builder_.emit(ops.call(op, args))
-        return [self.builder_.emit(relax.TupleGetItem(var, i)) for i in range(len(parts_of(var.ty)))]
+        return None
 
 
 def defer_norms(mod, target):
-    return each_function(mod, lambda func: _Deferrer(mod, _plan(func, target)).visit_expr(func))
+    return rewrite_functions(mod, lambda func: _Deferrer(_plan(func, target)))

@@ -5,10 +5,9 @@ from dataclasses import replace
 from typing import cast
 
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mlc_amd.compiler import ops
-from mlc_amd.compiler.passes.rewrite import bound_in, each_function, readers_in
+from mlc_amd.compiler.passes.rewrite import bound_in, readers_in, rewrite_functions
 from mlc_amd.schedules.operators import GateUp, Linear, RmsNorm
 
 
@@ -35,20 +34,18 @@ def _norms_of_readers(func, target) -> dict[relax.Call, relax.Call]:
     }
 
 
-@mutator
-class _Fuser(PyExprMutator):
-    def __init__(self, mod, norms):
-        super().__init__(mod)
-        self.norms = norms
-
-    def visit_call_(self, call):
-        if call not in self.norms:
-            return super().visit_call_(call)
-        norm, (state, _, *rest) = self.norms[call], call.args
-        args = [self.visit_expr(arg) for arg in (state, *norm.args[1:], *rest)]
-        op, normed = cast(Linear, ops.operator_of(call)), cast(RmsNorm, ops.operator_of(norm))
-        return ops.call(replace(op, eps=normed.eps), args)
-
-
 def fuse_norm_linear(mod, target):
-    return each_function(mod, lambda func: _Fuser(mod, _norms_of_readers(func, target)).visit_expr(func))
+    def rule_of(func):
+        norms = _norms_of_readers(func, target)
+
+        def rule(call, rewriter):
+            if call not in norms:
+                return None
+            norm, (state, _, *rest) = norms[call], call.args
+            args = [rewriter.visit_expr(arg) for arg in (state, *norm.args[1:], *rest)]
+            op, normed = cast(Linear, ops.operator_of(call)), cast(RmsNorm, ops.operator_of(norm))
+            return ops.call(replace(op, eps=normed.eps), args)
+
+        return rule
+
+    return rewrite_functions(mod, rule_of)

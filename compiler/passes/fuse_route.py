@@ -5,11 +5,10 @@ from dataclasses import fields
 from typing import Any, cast
 
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.nodes import fields_of
-from mlc_amd.compiler.passes.rewrite import bound_in, each_function
+from mlc_amd.compiler.passes.rewrite import bound_in, rewrite_functions
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.operators import Linear, NormRoute, RmsNorm, Route
 from mlc_amd.schedules.operators.experts import Routing
@@ -44,35 +43,33 @@ def _is_plain(op) -> bool:
     return isinstance(op, Linear) and op.plain and FORMATS[op.formats[0]].kind == "float"
 
 
-@mutator
-class _Fuser(PyExprMutator):
+class _Fuser:
     """The fused call stands where the norm stood: everything else that it takes is a parameter."""
 
-    def __init__(self, mod, chains):
-        super().__init__(mod)
-        self.norms = {norm: (norm, linear, route) for norm, linear, route in chains}
-        self.routes = {route: norm for norm, _, route in chains}
+    def __init__(self, func):
+        self.chains = {chain[0]: chain for chain in _chains(func)}
+        self.routes = {route: norm for norm, _, route in self.chains.values()}
         self.fused = {}
 
-    def visit_call_(self, call):
-        if call in self.norms:
-            fused = self.fused[call] = self.builder_.emit(self._fused(*self.norms[call]))
+    def __call__(self, call, rewriter):
+        if call in self.chains:
+            args, op = _fused(*self.chains[call])
+            fused = self.fused[call] = rewriter.builder_.emit(ops.call(op, map(rewriter.visit_expr, args)))
             return fused if cast(RmsNorm, ops.operator_of(call)).both else relax.TupleGetItem(fused, 0)
         if call in self.routes:
             fused = self.fused[self.routes[call]]
             last = len(fields_of(fused.ty))
             return relax.Tuple([relax.TupleGetItem(fused, i) for i in (last - 2, last - 1)])
-        return super().visit_call_(call)
+        return None
 
-    def _fused(self, norm, linear, route):
-        args = [*norm.args, *linear.args[2:], *route.args[2:]]
-        n, w, r = cast(RmsNorm, ops.operator_of(norm)), cast(Linear, ops.operator_of(linear)), ops.operator_of(route)
-        routing: Any = {of.name: getattr(r, of.name) for of in fields(Routing) if of.name != "m"}
-        own = {"eps": n.eps, "layout": n.layout, "both": n.both, "fmt": w.formats[0], "router_bias": w.biases[0]}
-        return ops.call(NormRoute(k=n.k, **own, **routing), [self.visit_expr(arg) for arg in args])
+
+def _fused(norm, linear, route) -> tuple[list, NormRoute]:
+    """(inputs, operator)."""
+    n, w, r = cast(RmsNorm, ops.operator_of(norm)), cast(Linear, ops.operator_of(linear)), ops.operator_of(route)
+    routing: Any = {of.name: getattr(r, of.name) for of in fields(Routing) if of.name != "m"}
+    own = {"eps": n.eps, "layout": n.layout, "both": n.both, "fmt": w.formats[0], "router_bias": w.biases[0]}
+    return [*norm.args, *linear.args[2:], *route.args[2:]], NormRoute(k=n.k, **own, **routing)
 
 
 def fuse_route(mod, target):
-    if not target.fuses_route:
-        return mod
-    return each_function(mod, lambda func: _Fuser(mod, _chains(func)).visit_expr(func))
+    return rewrite_functions(mod, _Fuser) if target.fuses_route else mod
