@@ -35,10 +35,8 @@ GPUS = {
     "rdna4": ("gfx1201", ("GFX1201",)),
     "gfx90c": ("gfx906", ("RENOIR",)),
 }
-DRIVER_VARIABLES = (
-    "VK_DRIVER_FILES",
-    "VK_ICD_FILENAMES",
-)  # of the Vulkan loader; the second for loaders before 1.3.234
+# of the Vulkan loader; the second for loaders before 1.3.234
+DRIVER_VARIABLES = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")
 DRIVER_FOLDERS = ("/etc", "/usr/local/share", "/usr/share")
 START_S, KERNEL_S = 60, 60  # time limits of the child: to load the driver, for each kernel
 INSTALL = "install Mesa 22.3 to 25 (package mesa-vulkan-drivers of Debian 12 or 13, vulkan-radeon of Arch)"

@@ -53,8 +53,7 @@ Representation = _chained(
 )
 FEATURES = (
     api.Storage16Features, api.Storage8Features, api.SmallFeatures, api.AddressFeatures, api.MemoryModelFeatures,
-    api.DotFeatures,
-    api.SubgroupSizeFeatures, api.MatrixFeatures, ExecutableFeatures,
+    api.DotFeatures, api.SubgroupSizeFeatures, api.MatrixFeatures, ExecutableFeatures,
 )  # fmt: skip
 
 

@@ -224,19 +224,5 @@ def tq2_0(b: Blocks):
 
 
 UNPACK: dict[str, Callable[[Blocks], tuple[np.ndarray, dict[str, np.ndarray]]]] = {
-    "q4_0": q4_0,
-    "q4_1": q4_1,
-    "q5_0": q5_0,
-    "q5_1": q5_1,
-    "q8_0": q8_0,
-    "q2_k": q2_k,
-    "q3_k": q3_k,
-    "q4_k": q4_k,
-    "q5_k": q5_k,
-    "q6_k": q6_k,
-    "iq4_nl": q4_0,
-    "iq4_xs": iq4_xs,
-    "mxfp4": mxfp4,
-    "nvfp4": nvfp4,
-    "tq2_0": tq2_0,
-}
+    f.__name__: f for f in (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, mxfp4, nvfp4, tq2_0)
+} | {"iq4_nl": q4_0}

@@ -21,11 +21,8 @@ from mlc_amd.schedules.gpu.base import planes as gpu
 
 LAYOUTS = {"tile16": cpu.planes, "rows": gpu.planes}  # name -> planes(fmt, n, k): shapes and dtypes
 UNPACK = plain.UNPACK | codebooks.UNPACK
-PIECE = (
-    256 << 10
-)  # bytes of GGUF blocks worked on at once: the intermediate arrays (about six times that) stay in the L2 cache
-
-
+# bytes of GGUF blocks worked on at once: the intermediate arrays (about six times that) stay in the L2 cache
+PIECE = 256 << 10
 # The words (4 columns, `blocks`) of a block that share a code plane's bytes, lowest bits first
 WORDS = {
     "Q8": (slice(0, 8),),

@@ -25,16 +25,9 @@ ALIGNMENT = 16  # of what Vulkan's instructions can make use of; parameters star
 ARRAYS = {"local": "Function", "shared": "Workgroup", "shared.wave": "Workgroup"}  # scopes of arrays
 # calls whose value depends on their arguments only
 PLAIN = {
-    "shift_left",
-    "shift_right",
-    "bitwise_and",
-    "bitwise_or",
-    "bitwise_xor",
-    "bitwise_not",
-    "reinterpret",
-    "likely",
+    "shift_left", "shift_right", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "reinterpret", "likely",
     "if_then_else",
-}
+}  # fmt: skip
 
 
 class Array(NamedTuple):

@@ -8,11 +8,8 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
-FRAGMENTS = {
-    "wmma.matrix_a": 0,
-    "wmma.matrix_b": 1,
-    "wmma.accumulator": 2,
-}  # scope: SPIR-V's use of a cooperative matrix
+# scope: SPIR-V's use of a cooperative matrix
+FRAGMENTS = {"wmma.matrix_a": 0, "wmma.matrix_b": 1, "wmma.accumulator": 2}
 LEAVES = (tvm.ir.Var, tvm.ir.TensorLoad, tvm.ir.Call)
 
 
