@@ -5,6 +5,7 @@ In: a module whose functions call kernels of ours and PrimFuncs of blocks. Out: 
 one PrimFunc each, under names that say what they compute and on what: multiply_tanh_multiply_1024_m16.
 """
 
+from itertools import chain, count
 from math import prod
 from typing import cast
 
@@ -42,7 +43,8 @@ def fuse(mod: tvm.IRModule, kernels: dict[str, tirx.PrimFunc]) -> tuple[tvm.IRMo
     for old in sorted(_primitive(mod) - kernels.keys()):
         func = mod[old].without_attr("op_pattern") if "op_pattern" in mod[old].attrs else mod[old]
         label = _label(old, func, parts)
-        new = next(name for name in _numbered(label) if name not in kernels and name not in found)
+        numbered = chain([label], (f"{label}_{number}" for number in count(1)))
+        new = next(name for name in numbered if name not in kernels and name not in found)
         names[old], found[new] = new, func.with_attr(SYMBOL, new)
     return _renamed(
         replaced(mod, {name: kernels[name] for name in _primitive(mod) & kernels.keys()}), names, found
@@ -108,14 +110,6 @@ def roles(func: tirx.PrimFunc) -> list[str]:
 
 
 # ---- names
-
-
-def _numbered(label: str):
-    yield label
-    number = 1
-    while True:
-        yield f"{label}_{number}"
-        number += 1
 
 
 def _label(name: str, func: tirx.PrimFunc, parts: set[str]) -> str:

@@ -2,8 +2,7 @@
 
 from tvm import relax
 
-from mlc_amd.compiler.passes.defer_norms import defer_norms
-from mlc_amd.compiler.passes.fuse_norm_linear import fuse_norm_linear
+from mlc_amd.compiler.passes.fuse_norms import defer_norms, fuse_norm_linear
 from mlc_amd.compiler.passes.fuse_producers import (
     fuse_gate_up,
     fuse_quantize,
@@ -11,8 +10,7 @@ from mlc_amd.compiler.passes.fuse_producers import (
     fuse_rope,
     quantize_activations,
 )
-from mlc_amd.compiler.passes.fuse_route import fuse_route
-from mlc_amd.compiler.passes.fuse_siblings import fuse_norms, fuse_siblings
+from mlc_amd.compiler.passes.fuse_siblings import fuse_route, fuse_sibling_norms, fuse_siblings
 
 
 def fuse(mod, target):
@@ -23,7 +21,7 @@ def fuse(mod, target):
     mod = fuse_siblings(mod)
     mod = fuse_residual(mod)
     mod = fuse_quantize(mod)
-    mod = fuse_norms(mod)
+    mod = fuse_sibling_norms(mod)
     mod = fuse_route(mod, target)
     mod = fuse_norm_linear(mod, target)
     mod = fuse_rope(mod, target)

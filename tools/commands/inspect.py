@@ -109,7 +109,7 @@ def _gguf(path: Path, options: CompileOptions, n_cpu_moe: int) -> dict[str, obje
 
 
 def _model_file(model: "GGUFModel", options: CompileOptions, n_cpu_moe: int) -> dict[str, object]:
-    from mlc_amd.compiler.codegen.targets import make_target
+    from mlc_amd.compiler.codegen.target import make_target
     from mlc_amd.compiler.lowering import capacity
     from mlc_amd.compiler.manifest import format_totals
     from mlc_amd.compiler.memory import needs

@@ -102,22 +102,18 @@ class Asm:
         """An array type."""
         return self.unique("TypeArray", element, self.const("i32", count))
 
-    def array_in_memory(self, element, count, stride):
-        """A type of arrays of known length in buffers."""
-        if ("memory", element, count) not in self.known:
-            made = self.known["memory", element, count] = self.new()
-            length = self.const("i32", count)
-            self.globals += instruction("TypeArray", made, element, length)
+    def array_in_memory(self, element, stride, count=None):
+        """A type of arrays in buffers, of known length or, for None, any."""
+        key = ("memory", element, count)
+        if key not in self.known:
+            made = self.new()
+            if count is None:
+                self.globals += instruction("TypeRuntimeArray", made, element)
+            else:
+                self.globals += instruction("TypeArray", made, element, self.const("i32", count))
+            self.known[key] = made
             self.decorate(made, "ArrayStride", stride)
-        return self.known["memory", element, count]
-
-    def runtime_array(self, element, stride):
-        """A type of arrays in buffers."""
-        fresh = ("TypeRuntimeArray", element) not in self.known
-        made = self.unique("TypeRuntimeArray", element)
-        if fresh:
-            self.decorate(made, "ArrayStride", stride)
-        return made
+        return self.known[key]
 
     def block(self, members, offsets, *decorations):
         """A struct type that lies in memory at these offsets; `decorations` of all members."""

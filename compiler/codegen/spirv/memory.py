@@ -217,7 +217,7 @@ class Memory(Expressions):
         asm, root = self.asm, self.root(buffer)
         address = self._address(buffer, root, index, k, size(unit) // step)
         target = asm.type(unit) if isinstance(unit, tuple) else asm.storage_type(unit)
-        member = asm.runtime_array(target, size(unit)) if array else target
+        member = asm.array_in_memory(target, size(unit)) if array else target
         marks = []
         if root not in self.written:
             marks.append("NonWritable")

@@ -25,10 +25,6 @@ class Type(NamedTuple):
     lanes: int
 
     @property
-    def scalar(self):
-        return Type(self.code, self.bits, 1)
-
-    @property
     def small(self) -> bool:
         """An integer narrower than the register that holds it."""
         return self.code in ("int", "uint") and self.bits < 32

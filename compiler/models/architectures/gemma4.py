@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from math import sqrt
 
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
-from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import (
     LOCAL_ROPE,
     NORMS_AROUND,
     ROPE,
+    Keys,
     attention,
     feed_forward,
     read_experts,
@@ -47,6 +47,7 @@ def read(keys: Keys) -> ModelConfig:
         )
         for i, (mixer, size) in enumerate(zip(_read_attention(keys, local, count - shared), sizes, strict=True))
     ]
+    of_others = (f"blk.{i}.{kind}" for i in range(count - shared, count) for kind in KV_TENSORS)
     heads = {which: keys.integer(f"attention.key_length{which}") for which in ("", "_swa")}
     bases = {which: keys.number(f"rope.freq_base{which}", 10000.0) for which in heads}
     dims = {which: keys.integer(f"rope.dimension_count{which}", heads[which]) for which in heads}
@@ -60,12 +61,7 @@ def read(keys: Keys) -> ModelConfig:
         embedding_scale=hidden**0.5,
         logit_softcap=keys.number("final_logit_softcapping", 30.0),
         layer_embedding=keys.integer("embedding_length_per_layer_input", 0, minimum=0),
-        unused=tuple(
-            name
-            for i in range(count - shared, count)
-            for name in (f"blk.{i}.{kind}" for kind in KV_TENSORS)
-            if name in keys.tensors
-        ),
+        unused=tuple(name for name in of_others if name in keys.tensors),
     )
 
 

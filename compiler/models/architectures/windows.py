@@ -5,20 +5,19 @@ from typing import Any
 
 from mlc_amd.compiler.models.config import (
     AttentionConfig,
-    ExpertsConfig,
-    FeedForwardConfig,
+    Block,
     LayerConfig,
     ModelConfig,
     SharedExpertConfig,
     TemperatureConfig,
 )
-from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.metadata import (
     LOCAL_ROPE,
     NORMS_AFTER,
     NORMS_AROUND,
     NORMS_BEFORE,
     ROPE,
+    Keys,
     feed_forward,
     local_layers,
     read_attention,
@@ -39,7 +38,7 @@ NOPE_STEP = 4  # llama4: of every four layers the last one has no RoPE
 
 def _layers(
     keys: Keys, pattern: int, mixer: AttentionConfig, local: AttentionConfig | None,
-    block: FeedForwardConfig | ExpertsConfig, **norms: Any,
+    block: Block, **norms: Any,
 ) -> list[LayerConfig]:  # fmt: skip
     """Of every `pattern` layers the last one has `mixer`, the others `local`; None: all have `mixer`."""
     count = read_layers(keys)

@@ -1,20 +1,57 @@
-"""An rms_norm between linears of few tokens leaves no launch: the linear that computes its input prepares it, and those
-that read it complete it (schedules/gpu/linear/deferred_norm.py), for targets whose kernels do.
-
-What is prepared is scaled like the norm before, of the same residual stream. So the first norm of a function stays, and
-gives its scales; each one that a linear completes gives the next one's.
-"""
+"""Norms become part of the linears around them: `fuse_norm_linear` and `defer_norms`."""
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from tvm import relax
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.nodes import parts_of
-from mlc_amd.compiler.passes.fuse_norm_linear import is_norm, reads_norms
 from mlc_amd.compiler.passes.rewrite import bound_in, readers_in, rewrite_functions
-from mlc_amd.schedules.operators import Linear, Operator
+from mlc_amd.schedules.operators import GateUp, Linear, Operator, RmsNorm
+
+
+def _reads_norms(value) -> bool:
+    """Whether a value is a call whose kernel may compute or complete the norm of its input."""
+    return isinstance(ops.operator_of(value), (Linear, GateUp))
+
+
+def _is_norm(value) -> bool:
+    """Whether a value is an rms_norm of all rows that has one result."""
+    op = ops.operator_of(value)
+    return isinstance(op, RmsNorm) and op.rows == "all" and not op.both
+
+
+def _norms_of_readers(func, target) -> dict[relax.Call, relax.Call]:
+    """Linears and gate_ups that compute their norm, with it."""
+    readers = readers_in(func)
+    return {
+        reader: norm
+        for var, norm in bound_in(func).items()
+        if _is_norm(norm)
+        if all(_reads_norms(reader) and target.fuses_norm(ops.operator_of(reader)) for reader in readers.get(var, ()))
+        for reader in readers.get(var, ())
+    }
+
+
+def fuse_norm_linear(mod, target):
+    """linear(rms_norm(x)), or gate_up of it, becomes one operator that computes the norm for itself, for targets whose
+    kernels do: where all that reads the norm can, so that it is no launch of its own any more."""
+
+    def rule_of(func):
+        norms = _norms_of_readers(func, target)
+
+        def rule(call, rewriter):
+            if call not in norms:
+                return None
+            norm, (state, _, *rest) = norms[call], call.args
+            args = [rewriter.visit_expr(arg) for arg in (state, *norm.args[1:], *rest)]
+            op, normed = cast(Linear, ops.operator_of(call)), cast(RmsNorm, ops.operator_of(norm))
+            return ops.call(replace(op, eps=normed.eps), args)
+
+        return rule
+
+    return rewrite_functions(mod, rule_of)
 
 
 class _Deferred(NamedTuple):
@@ -44,7 +81,7 @@ def _plan(func, target) -> _Plan:
         var = variable[norm]
         found = readers.get(var, [])
         able = all(
-            reads_norms(reader) and reader.args[1].same_as(var) and target.defers_norm(ops.operator_of(reader))
+            _reads_norms(reader) and reader.args[1].same_as(var) and target.defers_norm(ops.operator_of(reader))
             for reader in found
         )
         return found if able and len(set(found)) == len(found) else []
@@ -52,27 +89,22 @@ def _plan(func, target) -> _Plan:
     for var, value in bound.items():
         if value in completed:
             last[_rows(completed[value].norm)] = value
-        elif is_norm(value) and not any(value.same_as(deferred.norm) for deferred in prepared.values()):
+        elif _is_norm(value) and not any(value.same_as(deferred.norm) for deferred in prepared.values()):
             last[_rows(value)] = value
         elif isinstance(op := ops.operator_of(value), Linear) and len(op.segments) == 1 and target.defers_norm(op):
-            for norm in filter(is_norm, readers.get(var, ())):
+            for norm in filter(_is_norm, readers.get(var, ())):
                 scaled_by, completing = last.get(_rows(norm)), completes(norm)
                 if norm.args[1].same_as(var) and scaled_by is not None and completing:
                     prepared[value] = deferred = _Deferred(norm, scaled_by)
                     completed |= dict.fromkeys(completing, deferred)
                     break
-    giving = {deferred.scaled_by for deferred in prepared.values() if is_norm(deferred.scaled_by)}
+    giving = {deferred.scaled_by for deferred in prepared.values() if _is_norm(deferred.scaled_by)}
     return _Plan(prepared, completed, giving)
 
 
 def _op(call, **changes: Any) -> Operator:
     op: Any = ops.operator_of(call)
     return replace(op, **changes)
-
-
-def _eps(norm) -> float:
-    op: Any = ops.operator_of(norm)
-    return op.eps
 
 
 def _rows(norm) -> tuple:
@@ -103,7 +135,7 @@ class _Deferrer:
             h, squares = self.made[norm]
             state, _, *rest = call.args
             args = [visit(state), h, squares, self.scales[scaled_by], *map(visit, rest)]
-            *parts, self.scales[call] = emit(_op(call, norm_in=_eps(norm)), args)
+            *parts, self.scales[call] = emit(_op(call, norm_in=cast(RmsNorm, ops.operator_of(norm)).eps), args)
             return relax.Tuple(list[relax.Expr](parts)) if len(parts) > 1 else parts[0]
         if call in plan.giving:
             y, self.scales[call] = emit(_op(call, scale_out=True), map(visit, call.args))
@@ -112,4 +144,10 @@ class _Deferrer:
 
 
 def defer_norms(mod, target):
+    """An rms_norm between linears of few tokens leaves no launch: the linear that computes its input prepares it, and
+    those that read it complete it (schedules/gpu/linear/deferred_norm.py), for targets whose kernels do.
+
+    What is prepared is scaled like the norm before, of the same residual stream. So the first norm of a function stays,
+    and gives its scales; each one that a linear completes gives the next one's.
+    """
     return rewrite_functions(mod, lambda func: _Deferrer(_plan(func, target)))
