@@ -54,15 +54,12 @@ def fuse(mod: tvm.IRModule, kernels: dict[str, tirx.PrimFunc]) -> tuple[tvm.IRMo
 def scheduled(name: str, func: tirx.PrimFunc, arch) -> tirx.PrimFunc:
     """The generic kernel of that name for an arch. UserError where there is no schedule for it."""
     try:
-        made = cast(tirx.PrimFunc, schedules.schedule(func, arch).with_attr(SYMBOL, name))
-        return made if arch.api == "cpu" else _narrow(made)
+        made = schedules.schedule(func, arch).with_attr(SYMBOL, name)
+        if arch.api != "cpu":  # int32 for indices, which TVM lowers to int32 only where they depend on no data
+            made = tirx.transform.ForceNarrowIndexToInt32()(tvm.IRModule({"main": made}))["main"]
+        return cast(tirx.PrimFunc, made)
     except ValueError as error:
         raise UserError(f"no kernel for this model's operator {name}: {error}") from error
-
-
-def _narrow(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """With int32 for indices, which TVM lowers to int32 only where they depend on no data."""
-    return cast(tirx.PrimFunc, tirx.transform.ForceNarrowIndexToInt32()(tvm.IRModule({"main": func}))["main"])
 
 
 def replaced(mod: tvm.IRModule, functions: dict[str, tirx.PrimFunc]) -> tvm.IRModule:

@@ -88,13 +88,9 @@ def lower(name: str, func: tirx.PrimFunc, arch, target, leave_out=()) -> tuple[F
 
 def check_lds(name, device, arch):
     """ValueError if the kernel's LDS buffers exceed what a workgroup of the arch may have."""
-    sizes = []
-
-    def visit(node):
-        if node.buffer.scope().startswith("shared"):
-            sizes.append(bytes_of(node.buffer))
-
-    walk(device.body, tirx.AllocBuffer, visit)
+    found = []
+    walk(device.body, tirx.AllocBuffer, lambda node: found.append(node.buffer))
+    sizes = [bytes_of(buffer) for buffer in found if buffer.scope().startswith("shared")]
     if sum(sizes) > arch.lds:
         buffers = " + ".join(map(str, sizes))
         raise ValueError(

@@ -115,12 +115,8 @@ def statistics(shaders: list[Shader], profile: Profile) -> Report:
 
 def find_driver() -> Path:
     """RADV's manifest file: the one that the environment chooses, else an installed one. UserError if there is none."""
-    chosen = [
-        Path(name)
-        for variable in DRIVER_VARIABLES
-        for name in os.environ.get(variable, "").split(":")
-        if "radeon" in name
-    ]
+    named = (name for variable in DRIVER_VARIABLES for name in os.environ.get(variable, "").split(":"))
+    chosen = [Path(name) for name in named if "radeon" in name]
     installed = [
         file for folder in DRIVER_FOLDERS for file in sorted(Path(folder, "vulkan/icd.d").glob("radeon_icd*.json"))
     ]

@@ -89,13 +89,8 @@ class Compiler:
         features._0[0] = 0  # robustBufferAccess, which changes code; all else that there is stays on
         priority, names = ctypes.c_float(1), api.strings(extensions)
         queue = api.QueueInfo(family=0, count=1, priorities=addressof(priority))
-        info = api.DeviceInfo(
-            next=features,
-            queueCount=1,
-            queues=addressof(queue),
-            extensionCount=len(extensions),
-            extensions=addressof(names),
-        )
+        enabled = {"extensionCount": len(extensions), "extensions": addressof(names)}
+        info = api.DeviceInfo(next=features, queueCount=1, queues=addressof(queue), **enabled)
         return api.create(calls.vkCreateDevice, gpu, byref(info), None, kind=ctypes.c_void_p)
 
     def compile(self, code: bytes, block: list[int], push: int, wave: int) -> dict:

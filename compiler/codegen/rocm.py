@@ -156,7 +156,7 @@ def wait_before_barriers(arch):
 
     def before(node, _):
         call: Any = node.value
-        is_barrier = isinstance(call, tvm.ir.Call) and getattr(call.op, "name", "") == "tirx.tvm_storage_sync"
+        is_barrier = getattr(getattr(call, "op", None), "name", "") == "tirx.tvm_storage_sync"
         return tirx.SeqStmt([wait, node]) if is_barrier and call.args[0].value.startswith("shared") else node
 
     @tirx.transform.prim_func_pass(opt_level=0, name="WaitBeforeBarriers")

@@ -35,11 +35,7 @@ from mlc_amd.schedules.runs import CELLS
 TensorTypes = dict[str, tuple[tuple[int, ...], str]]  # name: (shape, dtype)
 DEFAULT = "default"  # the origin of a plan that was not tuned
 # module and class, imported on demand
-TARGETS = {
-    "cpu": ("cpu", "CpuTarget"),
-    "rocm": ("rocm", "RocmTarget"),
-    "vulkan": ("vulkan_target", "VulkanTarget"),
-}
+TARGETS = {"cpu": ("cpu", "CpuTarget"), "rocm": ("rocm", "RocmTarget"), "vulkan": ("vulkan_target", "VulkanTarget")}
 GENERIC = "generic"  # the operator of kernels that no operator of ours has
 
 
@@ -129,7 +125,6 @@ class Target(ABC):
         }
 
     fuses_rope = False  # decode attention rotates and writes the cache itself
-
     fuses_route = False  # one kernel makes the norm, the logits and the choice of a token's experts
 
     def fuses_norm(self, op: Operator) -> bool:

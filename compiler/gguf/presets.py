@@ -60,7 +60,7 @@ def _experts(count: int, used: int, size: int) -> dict[str, object]:
     return {"expert_count": count, "expert_used_count": used, "expert_feed_forward_length": size}
 
 
-def _states(size: int, groups: int, heads: int, head_dim: int) -> dict[str, object]:
+def _states(size: int, groups: int, heads: int, head_dim: int) -> dict[str, int]:
     """Of state spaces and delta nets."""
     sizes = {"ssm.state_size": size, "ssm.group_count": groups, "ssm.conv_kernel": 4}
     return sizes | {"ssm.time_step_rank": heads, "ssm.inner_size": heads * head_dim}
@@ -153,10 +153,7 @@ _NEMOTRON3_NANO = (
     }
     | _states(128, 8, 64, 64)
 )
-_LFM2 = {
-    "attention.head_count_kv": [8 if i in (2, 5, 8, 10, 12, 14) else 0 for i in range(16)],
-    "shortconv.l_cache": 3,
-}
+_LFM2 = {"attention.head_count_kv": [8 if i in (2, 5, 8, 10, 12, 14) else 0 for i in range(16)], "shortconv.l_cache": 3}
 _GEMMA3 = {"attention.sliding_window": 1024, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
 _PHI4 = {
     "rope.dimension_count": 96,

@@ -229,8 +229,7 @@ class _File:
         if columns % supported.block:
             raise UserError(
                 f"{self.path}: tensor {entry.name!r} has {columns} columns, not a multiple of {supported.name}'s "
-                "block of "
-                f"{supported.block}; {FETCH_AGAIN}"
+                f"block of {supported.block}; {FETCH_AGAIN}"
             )
         size = row_bytes(supported.name, columns)
         tensor = Tensor(
@@ -290,8 +289,7 @@ def _open_parts(path: str) -> list[_File]:
     if not match or int(match[3]) != count:
         raise UserError(
             f"{path}: this is a part of a model split in {count}, but its name does not end in "
-            f"-0000N-of-{count:05d}.gguf; "
-            "give all parts their original names"
+            f"-0000N-of-{count:05d}.gguf; give all parts their original names"
         )
     parts = []
     for number in range(1, count + 1):

@@ -335,12 +335,12 @@ def read_model(keys: Keys, layers: list[LayerConfig], ropes: dict[str, RopeConfi
     return ModelConfig(**(fields | variant))
 
 
-def read_uniform(keys: Keys, neox: bool, mixer=None, block=None, norms=None, **variant) -> ModelConfig:
-    """A model whose layers are all the same. mixer, block: by default the file's attention and dense block. norms:
-    further fields of LayerConfig. `variant`: as of `read_model`."""
+def read_uniform(keys: Keys, neox: bool, mixer=None, block=None, norms=None, base=None, **variant) -> ModelConfig:
+    """A model whose layers are all the same. mixer, block, base (of RoPE): by default the file's. norms: further fields
+    of LayerConfig. `variant`: as of `read_model`."""
     mixer = mixer or read_attention(keys)
     layers = [LayerConfig(mixer, block or read_feed_forward(keys), **(norms or {}))] * read_layers(keys)
-    return read_model(keys, layers, {ROPE: read_rope(keys, mixer.head_dim, neox)}, **variant)
+    return read_model(keys, layers, {ROPE: read_rope(keys, mixer.head_dim, neox, base=base)}, **variant)
 
 
 def check_multiple(keys: Keys, what: str, size: int, of: int = 32) -> None:

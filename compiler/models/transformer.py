@@ -167,9 +167,8 @@ def predictor(g: Graph):
     output = "token_embd.weight" if c.tied else "output.weight"
     h = g.gathered(DRAFTED) if g.spec.chained else g.norm(g.kept_hidden, c.output_norm)
     e = g.embed(own + "embed_tokens.weight" if has.embedding else "token_embd.weight", c.embedding_scale)
-    x = g.linear(
-        g.joined(g.rms_norm(e, own + "enorm.weight"), g.rms_norm(h, own + "hnorm.weight")), own + "eh_proj.weight"
-    )
+    both = g.joined(g.rms_norm(e, own + "enorm.weight"), g.rms_norm(h, own + "hnorm.weight"))
+    x = g.linear(both, own + "eh_proj.weight")
     x = decoder_layer(g, x, i, layer)
     norm = own + "shared_head_norm" if has.norm else c.output_norm
     g.drafted = g.norm(x, norm)

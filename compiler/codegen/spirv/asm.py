@@ -237,8 +237,6 @@ class Asm:
         words += instruction("EntryPoint", GL_COMPUTE, main, *string(name), *self.interface)
         words += instruction("ExecutionMode", main, LOCAL_SIZE, *block)
         words += self.decorations + self.globals
-        words += (
-            instruction("Function", void, main, 0, function) + instruction("Label", entry) + self.locals + self.body
-        )
-        words += instruction("Return") + instruction("FunctionEnd")
+        words += instruction("Function", void, main, 0, function) + instruction("Label", entry)
+        words += self.locals + self.body + instruction("Return") + instruction("FunctionEnd")
         return struct.pack(f"<{len(words)}I", *words)

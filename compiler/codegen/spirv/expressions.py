@@ -1,6 +1,5 @@
 """TIR expressions to SPIR-V: `value(e)` is an id, or a list of ids for a vector."""
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 from tvm import tirx
@@ -19,12 +18,8 @@ BITWISE = {"BitwiseAnd": "LogicalAnd", "BitwiseOr": "LogicalOr", "BitwiseXor": "
 SIGNS = {"float": "F", "int": "S", "uint": "U", "bool": "U"}
 
 
-class Expressions(Values, ABC):
+class Expressions(Values):
     """Part of the emitter."""
-
-    @abstractmethod
-    def lane_indices(self, ramp) -> list[int]:
-        """Ids of a Ramp's lanes (memory.py)."""
 
     def value(self, e) -> Any:
         """The id of an expression's value; a list of ids if it is a vector."""

@@ -5,7 +5,6 @@ all of them.
 """
 
 import functools
-from abc import abstractmethod
 
 from mlc_amd.compiler.codegen.spirv.intrinsics import Intrinsics, name_of
 from mlc_amd.compiler.codegen.spirv.opcodes import ACQUIRE_RELEASE, SUBGROUP, WORKGROUP_MEMORY
@@ -33,10 +32,6 @@ UNIFORM = {
 
 class Subgroup(Intrinsics):
     """Part of the emitter."""
-
-    @abstractmethod
-    def thread(self, axis: str) -> int:
-        """threadIdx of an axis (emitter.py)."""
 
     def vk_lane(self, *_):
         """This lane's number in its subgroup."""

@@ -75,8 +75,8 @@ def contains(e, test) -> bool:
 
 def has_load(node) -> bool:
     """Whether an expression reads memory. A local buffer at a constant index is a register."""
-    return contains(node, lambda n: kind(n) == "TensorLoad" and not _is_register(n))
 
+    def in_memory(n) -> bool:
+        return scope(n.source) != "local" or not all(isinstance(index, tirx.IntImm) for index in n.indices)
 
-def _is_register(load) -> bool:
-    return scope(load.source) == "local" and all(isinstance(index, tirx.IntImm) for index in load.indices)
+    return contains(node, lambda n: kind(n) == "TensorLoad" and in_memory(n))

@@ -5,6 +5,7 @@ A TIR vector is a Python list of scalar ids: vectors exist only in loads and sto
 where the device cannot compute with it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import tvm
@@ -24,6 +25,8 @@ class Base:
 
     table: bool  # whether arguments come from a table in memory
     by_subgroup: bool  # whether thread numbers are those of lanes and subgroups
+    lane_indices: Callable[[Any], list[int]]  # ids of a Ramp's lanes (memory.py)
+    thread: Callable[[str], int]  # threadIdx of an axis (emitter.py)
 
     def __init__(self, func: tvm.tirx.PrimFunc, profile: Profile, block: tuple[int, int, int], coherent=()):
         self.func: Any = func
@@ -185,9 +188,8 @@ class Values(Base):
         usual = asm.op("Bitcast", "f32", asm.op("BitwiseAnd", "i32", up, const(-1 << DROPPED_BITS)))
         steps = asm.glsl_op("RoundEven", "f32", asm.op("FMul", "f32", value, asm.const("f32", 1 / SMALLEST_HALF)))
         subnormal = asm.op("FMul", "f32", steps, asm.const("f32", SMALLEST_HALF))
-        small = asm.op(
-            "FOrdLessThan", "bool", asm.glsl_op("FAbs", "f32", value), asm.const("f32", SMALLEST_NORMAL_HALF)
-        )
+        size, normal = asm.glsl_op("FAbs", "f32", value), asm.const("f32", SMALLEST_NORMAL_HALF)
+        small = asm.op("FOrdLessThan", "bool", size, normal)
         return asm.op("Select", "f32", small, subnormal, usual)
 
     def from_storage(self, value, ty):

@@ -5,6 +5,7 @@ of each token for each layer, in some models."""
 from collections.abc import Iterator
 from math import sqrt
 
+from mlc_amd.compiler.models import transformer
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
 from mlc_amd.compiler.models.metadata import (
     LOCAL_ROPE,
@@ -22,8 +23,6 @@ from mlc_amd.compiler.models.registry import architecture
 from mlc_amd.compiler.models.tensors import Shape, expert_tensors
 from mlc_amd.compiler.models.tensors import tensors as common_tensors
 from mlc_amd.compiler.models.transformer import add_all, dense, logits, mixture, residual_block
-from mlc_amd.compiler.models.transformer import attention as attention_block
-from mlc_amd.compiler.models.transformer import feed_forward as feed_forward_block
 
 PER_LAYER = "per_layer_token_embd.weight"
 KV_TENSORS = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
@@ -124,12 +123,12 @@ def decoder(g):
     x = g.embed("token_embd.weight", g.config.embedding_scale)
     inputs = layer_inputs(g, x) if g.config.layer_embedding else None
     for i, layer in enumerate(g.config.layers):
-        x = residual_block(g, x, i, layer.mixer_norms, attention_block)
+        x = residual_block(g, x, i, layer.mixer_norms, transformer.attention)
         if layer.experts:
             y = dense_and_experts(g, x, i, layer, layer.experts)
             x = g.add(x, g.norm(y, f"blk.{i}.{layer.feed_forward_norms.after}"))
         else:
-            x = residual_block(g, x, i, layer.feed_forward_norms, feed_forward_block)
+            x = residual_block(g, x, i, layer.feed_forward_norms, transformer.feed_forward)
         if inputs is not None:
             x = g.add(x, layer_input(g, x, inputs, i))
         if layer.output_scale:

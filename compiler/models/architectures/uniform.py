@@ -128,8 +128,7 @@ def hunyuan_dense(keys: Keys) -> ModelConfig:
     base, alpha = keys.number("rope.freq_base", 10000.0), keys.number("rope.scaling.alpha", 0.0, minimum=0.0)
     if alpha:
         base *= alpha ** (mixer.head_dim / (mixer.head_dim - 2))
-    layers = [LayerConfig(mixer, read_feed_forward(keys))] * read_layers(keys)
-    return read_model(keys, layers, {ROPE: read_rope(keys, mixer.head_dim, neox=True, base=base)})
+    return read_uniform(keys, neox=True, mixer=mixer, base=base)
 
 
 @architecture("mistral3")
