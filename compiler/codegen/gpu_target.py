@@ -234,7 +234,6 @@ class GpuTarget(Target):
         return {"libraries": libraries, "launches": launches}
 
     def compile_arch(self, arch, kernels, directory, step=lambda name: None, workers=1):
-        """As `Target.compile_arch`."""
         library, functions, facts = self.compile_for(arch, kernels, directory, step)
         return library, {
             name: {

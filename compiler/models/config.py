@@ -294,7 +294,6 @@ class LayerConfig:
 
     @property
     def attention(self) -> AttentionConfig | None:
-        """Its mixer, if that is attention."""
         return self.mixer if isinstance(self.mixer, AttentionConfig) else None
 
     @property
@@ -304,7 +303,6 @@ class LayerConfig:
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        """All that it has."""
         return tuple(mixer for mixer in (self.mixer, self.beside) if mixer)
 
 

@@ -51,7 +51,6 @@ def architecture(
 
 @functools.cache
 def architectures() -> Mapping[str, Architecture]:
-    """All of them, by name."""
     for module in pkgutil.iter_modules(importlib.import_module(FILES).__path__, f"{FILES}."):
         importlib.import_module(module.name)
     return dict(sorted(_registered.items()))

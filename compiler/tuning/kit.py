@@ -130,10 +130,15 @@ class _Check(TypedDict):
     gain: lines.Ratio | None
 
 
+class _Facts(TypedDict):
+    device: NotRequired[str]
+    driver: NotRequired[str]
+
+
 class _Results(TypedDict):
     format: int
     kit: str
-    facts: dict[Literal["device", "driver"], str]
+    facts: _Facts
     results: dict[str, _Result]
     checks: dict[str, _Check]
 
