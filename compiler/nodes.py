@@ -29,8 +29,3 @@ def fields_of(ty: tvm.relax.TupleType) -> list[Any]:
 def parts_of(ty) -> list[Any]:
     """A tuple type's fields; the type itself, if it is none."""
     return list(fields_of(ty)) if isinstance(ty, tvm.relax.TupleType) else [ty]
-
-
-def span(node: Any) -> Any:
-    """Where a node comes from."""
-    return node.span

@@ -8,13 +8,13 @@ Memory stays small whatever the model's size: tensors are read, repacked and wri
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from mlc_amd.compiler import tokenizer
 from mlc_amd.compiler import weights as packing
-from mlc_amd.compiler.codegen.targets import make_target
+from mlc_amd.compiler.codegen.target import make_target
 from mlc_amd.compiler.lowering import Lowered, lower
 from mlc_amd.compiler.manifest import manifest_body
 from mlc_amd.compiler.tuning.database import Lookup
@@ -24,9 +24,7 @@ from mlc_amd.runtime.artifact.manifest import check_described
 from mlc_amd.runtime.host import available_threads
 from mlc_amd.runtime.options import CompileOptions
 
-
-class StageProgress(Protocol):
-    def __call__(self, stage: str, done: int, total: int, /) -> None: ...
+StageProgress = Callable[[str, int, int], None]  # (stage, done, total)
 
 
 @dataclass
@@ -52,7 +50,7 @@ def compile_model(
 ) -> Summary:
     """Compiles `model` (a GGUFModel or a synthetic one) into the folder `out`.
 
-    options: with a target of codegen/targets.py. weights: whether the artifact has the matrices; without them a device
+    options: with a target of codegen/target.py. weights: whether the artifact has the matrices; without them a device
     fills them at random. store: where packed weights may be that need not be made again. UserError for everything that
     the user can fix.
     """

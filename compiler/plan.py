@@ -78,10 +78,10 @@ class _Walker:
     """One lowered function, binding by binding. `env` maps a variable to its argument form."""
 
     def __init__(self, func, parameters, tensors, outputs):
-        self.env: dict[Any, Any] = {
-            var: self.parameter(var, kind, name, tensors)
-            for var, (kind, name) in zip(func.params, parameters, strict=True)
-        }
+        self.env: dict[Any, Any] = {}
+        for var, (kind, name) in zip(func.params, parameters, strict=True):
+            arguments = [[kind, part] for part in (tensors[name] if kind == "weight" else [name])]
+            self.env[var] = arguments if isinstance(var.ty, relax.TupleType) else arguments[0]
         self.arena = 0
         self.launches: list[ManifestLaunch] = []
         for block in func.body.blocks:
@@ -96,12 +96,6 @@ class _Walker:
             if argument != ["io", None]:
                 raise ValueError(f"the output {place[1]} is {argument}, not a tensor that a kernel wrote for it alone")
             argument[:] = place
-
-    @staticmethod
-    def parameter(var, kind, name, tensors):
-        names = tensors[name] if kind == "weight" else [name]
-        arguments = [[kind, name] for name in names]
-        return arguments if isinstance(var.ty, relax.TupleType) else arguments[0]
 
     def value(self, value) -> Any:
         if isinstance(value, relax.Var):

@@ -21,10 +21,10 @@ exceptions:
 import json
 import warnings
 from collections.abc import Mapping
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from gguf import TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from mlc_amd.runtime.errors import UserError, shorten
@@ -32,18 +32,6 @@ from mlc_amd.runtime.text.chat_template import ChatTemplate
 from mlc_amd.runtime.text.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
 from mlc_amd.runtime.text.text_pipeline import set_pipeline
 from mlc_amd.runtime.text.tokenizer import MARK
-
-
-class TokenType(IntEnum):
-    """Values of `tokenizer.ggml.token_type` (the GGUF specification)."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
-
 
 _MAX_CHARACTERS = 1024  # of a token: several times as many as any vocabulary's longest one, 128 spaces, has
 # Tokens that no text becomes unless it says so.

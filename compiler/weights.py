@@ -30,7 +30,7 @@ from mlc_amd.schedules.operators.layouts import padded
 CHUNK_BYTES = 4 << 20  # packed GGUF bytes that one worker repacks at a time
 # What the bytes of packed weights follow from, besides the file: weights that older versions of it packed are others.
 _PACKING = (
-    ("mlc_amd.compiler", ("weights.py", "quant/blocks.py", "quant/codebooks.py", "quant/pack.py")),
+    ("mlc_amd.compiler", ("weights.py", "quant/blocks.py", "quant/pack.py")),
     ("mlc_amd.compiler", ("gguf/reader.py", "gguf/tensor.py", "gguf/synthetic.py", "models/tensors.py")),
     ("mlc_amd.schedules", ("formats.py", "cpu/linear/planes.py", "gpu/base/planes.py")),
 )

@@ -4,9 +4,9 @@ In: a workload and its kernel. Out: JSON values, as runtime/measure/candidate.py
 candidate's folder and an artifact's manifest have them.
 """
 
-import functools
 from dataclasses import asdict
 
+from mlc_amd.compiler.quant.draws import draws
 from mlc_amd.schedules import operators
 from mlc_amd.schedules.operators.attention import SLOTS
 from mlc_amd.schedules.operators.layouts import output_rows
@@ -35,28 +35,17 @@ def _facts(workload, param) -> dict:
     """One entry of "params"."""
     facts = {"name": param.name, "shape": list(param.shape), "dtype": param.dtype, "role": param.role}
     if param.slot.matrix:
-        facts["draw"] = _draws(*param.slot.matrix)[param.name.rpartition("_")[2]]
+        facts["draw"] = draws(*param.slot.matrix)[param.name.rpartition("_")[2]]
     if param.name == "tokens":
         facts["vocab"] = workload.vocab
     if param.slot.share < 1:
         facts["share"] = param.slot.share
     if param.slot.slots:
-        facts["experts"] = experts_facts(workload)
+        # facts "experts" of schedules/operators/experts.py
+        facts["experts"] = asdict(workload.of) | {"m": workload.m, "tiles": workload.of.tiles(workload.m)}
     if param.slot.columns:
         facts["columns"] = param.slot.columns
     return facts
-
-
-def experts_facts(op) -> dict:
-    """Facts "experts" of schedules/operators/experts.py."""
-    return asdict(op.of) | {"m": op.m, "tiles": op.of.tiles(op.m)}
-
-
-@functools.lru_cache(maxsize=64)
-def _draws(fmt: str, columns: int) -> dict[str, list]:
-    from mlc_amd.compiler.quant.draws import draws
-
-    return draws(fmt, columns)
 
 
 def _single(workload, live: int) -> int:

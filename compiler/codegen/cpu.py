@@ -14,7 +14,7 @@ from tvm import s_tir, tirx
 
 from mlc_amd.compiler.codegen.lower import has_blocks
 from mlc_amd.compiler.codegen.object_cache import ObjectCache
-from mlc_amd.compiler.codegen.target import Target
+from mlc_amd.compiler.codegen.target import Target, TensorTypes
 from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig
 from mlc_amd.compiler.nodes import functions, params
@@ -66,7 +66,7 @@ class CpuTarget(Target):
     def expert_tile(self, m: int) -> int:
         return tile_rows(m, self.arch)
 
-    def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    def cache_types(self, attention: AttentionConfig, ctx: int) -> TensorTypes:
         return cache_types(self.layer(attention, ctx))
 
     @property

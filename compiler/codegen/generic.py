@@ -5,6 +5,7 @@ In: a module whose functions call kernels of ours and PrimFuncs of blocks. Out: 
 one PrimFunc each, under names that say what they compute and on what: multiply_tanh_multiply_1024_m16.
 """
 
+from itertools import chain, count
 from math import prod
 from typing import cast
 
@@ -42,7 +43,8 @@ def fuse(mod: tvm.IRModule, kernels: dict[str, tirx.PrimFunc]) -> tuple[tvm.IRMo
     for old in sorted(_primitive(mod) - kernels.keys()):
         func = mod[old].without_attr("op_pattern") if "op_pattern" in mod[old].attrs else mod[old]
         label = _label(old, func, parts)
-        new = next(name for name in _numbered(label) if name not in kernels and name not in found)
+        numbered = chain([label], (f"{label}_{number}" for number in count(1)))
+        new = next(name for name in numbered if name not in kernels and name not in found)
         names[old], found[new] = new, func.with_attr(SYMBOL, new)
     return _renamed(
         replaced(mod, {name: kernels[name] for name in _primitive(mod) & kernels.keys()}), names, found
@@ -52,15 +54,12 @@ def fuse(mod: tvm.IRModule, kernels: dict[str, tirx.PrimFunc]) -> tuple[tvm.IRMo
 def scheduled(name: str, func: tirx.PrimFunc, arch) -> tirx.PrimFunc:
     """The generic kernel of that name for an arch. UserError where there is no schedule for it."""
     try:
-        made = cast(tirx.PrimFunc, schedules.schedule(func, arch).with_attr(SYMBOL, name))
-        return made if arch.api == "cpu" else _narrow(made)
+        made = schedules.schedule(func, arch).with_attr(SYMBOL, name)
+        if arch.api != "cpu":  # int32 for indices, which TVM lowers to int32 only where they depend on no data
+            made = tirx.transform.ForceNarrowIndexToInt32()(tvm.IRModule({"main": made}))["main"]
+        return cast(tirx.PrimFunc, made)
     except ValueError as error:
         raise UserError(f"no kernel for this model's operator {name}: {error}") from error
-
-
-def _narrow(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """With int32 for indices, which TVM lowers to int32 only where they depend on no data."""
-    return cast(tirx.PrimFunc, tirx.transform.ForceNarrowIndexToInt32()(tvm.IRModule({"main": func}))["main"])
 
 
 def replaced(mod: tvm.IRModule, functions: dict[str, tirx.PrimFunc]) -> tvm.IRModule:
@@ -108,14 +107,6 @@ def roles(func: tirx.PrimFunc) -> list[str]:
 
 
 # ---- names
-
-
-def _numbered(label: str):
-    yield label
-    number = 1
-    while True:
-        yield f"{label}_{number}"
-        number += 1
 
 
 def _label(name: str, func: tirx.PrimFunc, parts: set[str]) -> str:

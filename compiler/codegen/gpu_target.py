@@ -5,6 +5,7 @@ share its plan and its weights, so they must take activations in the same layout
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import tvm
 from tvm import relax, te
 
 from mlc_amd.compiler import nodes, ops
-from mlc_amd.compiler.codegen.target import Target
+from mlc_amd.compiler.codegen.target import Target, TensorTypes
 from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig
 from mlc_amd.runtime.artifact.manifest import ManifestTarget
@@ -48,8 +49,9 @@ DEFERRED_ROWS = 64
 
 
 class GpuTarget(Target):
-    """`archs`: GpuArchs or Profiles. UserError if they cannot share an artifact. Subclasses have `matrix_layout`, that
-    of activations for matrix units, and `compile_for`."""
+    """`arch`: names of GpuArchs or Profiles, separated by commas, or "auto" for this machine's GPU. UserError if one is
+    unknown, or they cannot share an artifact. Subclasses have `matrix_layout`, that of activations for matrix units,
+    `here`, the name of this machine's GPU, `resolve`, which gives the arch of a name, and `compile_for`."""
 
     query_dtype = "float16"
     layout = "rows"
@@ -58,9 +60,12 @@ class GpuTarget(Target):
     planes = staticmethod(planes)
     registry = registry
     matrix_layout: str
+    here: Callable[[], str]
+    resolve: Callable[[str], Any]
 
-    def __init__(self, archs: list, kv: str = KV_TYPE):
-        super().__init__(list(dict.fromkeys(archs)), kv)
+    def __init__(self, arch: str, kv: str = KV_TYPE):
+        names = [self.here()] if arch in ("native", "auto") else arch.split(",")
+        super().__init__(list(dict.fromkeys(map(self.resolve, names))), kv)
         first, *others = self.archs
         for other in others:
             if (bool(other.matrix), bool(other.lane_matrix)) != (bool(first.matrix), bool(first.lane_matrix)):
@@ -122,12 +127,10 @@ class GpuTarget(Target):
         lanes = self._takes_lanes
         return 1 if m <= SINGLE_ROWS[lanes] else EXPERT_TILES[lanes][m > SOME]
 
-    def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    def cache_types(self, attention: AttentionConfig, ctx: int) -> TensorTypes:
         return cache_types(self.layer(attention, ctx))
 
-    def attention_workspace(
-        self, attention: AttentionConfig, ctx: int, single: int
-    ) -> dict[str, tuple[tuple[int, ...], str]]:
+    def attention_workspace(self, attention: AttentionConfig, ctx: int, single: int) -> TensorTypes:
         """What the splits of decode attention join through; layers of the same shape share it."""
         if not single:
             return {}
@@ -135,7 +138,7 @@ class GpuTarget(Target):
         shapes = scratch_shapes(a.heads, a.value_d)
         return {f"attention.{a.heads}x{a.kv_heads}x{a.d}.{name.lower()}": of for name, of in shapes.items()}
 
-    def route_workspace(self, experts: ExpertsConfig) -> dict[str, tuple[tuple[int, ...], str]]:
+    def route_workspace(self, experts: ExpertsConfig) -> TensorTypes:
         """What the workgroups of `norm_route` meet in; layers of as many experts share it."""
         return {f"route.{experts.count}.{name.lower()}": of for name, of in route_scratch(experts.count).items()}
 
@@ -231,7 +234,6 @@ class GpuTarget(Target):
         return {"libraries": libraries, "launches": launches}
 
     def compile_arch(self, arch, kernels, directory, step=lambda name: None, workers=1):
-        """As `Target.compile_arch`."""
         library, functions, facts = self.compile_for(arch, kernels, directory, step)
         return library, {
             name: {

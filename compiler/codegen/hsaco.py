@@ -15,6 +15,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import KIB
 from mlc_amd.schedules.gpu.base.arch import GpuArch
@@ -22,12 +24,9 @@ from mlc_amd.schedules.gpu.base.arch import GpuArch
 # EF_AMDGPU_MACH: the low byte of e_flags
 MACHINES = {
     0x02F: "gfx906", 0x030: "gfx908", 0x03F: "gfx90a", 0x04C: "gfx942", 0x04F: "gfx950", 0x033: "gfx1010",
-    0x034: "gfx1011",
-    0x035: "gfx1012", 0x036: "gfx1030", 0x037: "gfx1031", 0x038: "gfx1032", 0x039: "gfx1033", 0x03E: "gfx1034",
-    0x03D: "gfx1035",
-    0x045: "gfx1036", 0x041: "gfx1100", 0x046: "gfx1101", 0x047: "gfx1102", 0x044: "gfx1103", 0x043: "gfx1150",
-    0x04A: "gfx1151",
-    0x055: "gfx1152", 0x048: "gfx1200", 0x04E: "gfx1201",
+    0x034: "gfx1011", 0x035: "gfx1012", 0x036: "gfx1030", 0x037: "gfx1031", 0x038: "gfx1032", 0x039: "gfx1033",
+    0x03E: "gfx1034", 0x03D: "gfx1035", 0x045: "gfx1036", 0x041: "gfx1100", 0x046: "gfx1101", 0x047: "gfx1102",
+    0x044: "gfx1103", 0x043: "gfx1150", 0x04A: "gfx1151", 0x055: "gfx1152", 0x048: "gfx1200", 0x04E: "gfx1201",
 }  # fmt: skip
 EM_AMDGPU, PT_NOTE, SHT_SYMTAB, SHT_DYNSYM, NT_AMDGPU_METADATA = 224, 4, 2, 11, 32
 
@@ -80,7 +79,7 @@ def parse(data: bytes) -> CodeObject:
     try:
         (flags,) = struct.unpack_from("<I", data, 48)
         metadata, code = _metadata(data), _symbols(data)
-    except (struct.error, IndexError, ValueError) as error:
+    except (struct.error, IndexError, ValueError, msgspec.MsgspecError) as error:
         raise UserError(f"damaged AMD code object ({error}); make it again") from error
     if metadata is None:
         raise UserError(
@@ -123,7 +122,7 @@ def _metadata(data) -> dict | None:
             name_size, size_, note = struct.unpack_from("<III", data, offset)
             body = offset + 12 + _align4(name_size)
             if note == NT_AMDGPU_METADATA and data[offset + 12 : offset + 18] == b"AMDGPU":
-                found, _ = unpack(data, body)
+                found = msgspec.msgpack.decode(data[body : body + size_])
                 if not isinstance(found, dict):
                     raise ValueError("its metadata is no map")
                 return found
@@ -147,53 +146,6 @@ def _symbols(data) -> dict[str, int]:
 
 def _align4(n):
     return (n + 3) // 4 * 4
-
-
-def unpack(data: bytes, at: int = 0):
-    """(value, position after it) of the MessagePack value at data[at]; no extension types. ValueError for those."""
-    tag, at = data[at], at + 1
-    if tag <= 0x7F or tag >= 0xE0:
-        return (tag if tag <= 0x7F else tag - 0x100), at
-    if tag in CONSTANTS:
-        return CONSTANTS[tag], at
-    if tag in NUMBERS:
-        return struct.unpack_from(NUMBERS[tag], data, at)[0], at + struct.calcsize(NUMBERS[tag])
-    if tag in COUNTED:
-        kind, form = COUNTED[tag]
-        (n,), at = struct.unpack_from(form, data, at), at + struct.calcsize(form)
-    else:
-        kind, n = next(((kind, tag & mask) for kind, first, mask in SHORT if tag & ~mask == first), (None, 0))
-    if kind in ("str", "bin"):
-        body = data[at : at + n]
-        return (body.decode() if kind == "str" else body), at + n
-    if kind is None:
-        raise ValueError(f"MessagePack type {tag:#x}")
-    items = []
-    for _ in range(n if kind == "array" else 2 * n):
-        item, at = unpack(data, at)
-        items.append(item)
-    return (items if kind == "array" else dict(zip(items[::2], items[1::2], strict=True))), at
-
-
-CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-NUMBERS = {
-    0xCA: ">f",
-    0xCB: ">d",
-    0xCC: ">B",
-    0xCD: ">H",
-    0xCE: ">I",
-    0xCF: ">Q",
-    0xD0: ">b",
-    0xD1: ">h",
-    0xD2: ">i",
-    0xD3: ">q",
-}
-SHORT = (("map", 0x80, 0x0F), ("array", 0x90, 0x0F), ("str", 0xA0, 0x1F))  # (type, first tag, bits of the length)
-COUNTED = {
-    0xC4: ("bin", ">B"), 0xC5: ("bin", ">H"), 0xC6: ("bin", ">I"), 0xD9: ("str", ">B"), 0xDA: ("str", ">H"),
-    0xDB: ("str", ">I"),
-    0xDC: ("array", ">H"), 0xDD: ("array", ">I"), 0xDE: ("map", ">H"), 0xDF: ("map", ">I"),
-}  # fmt: skip
 
 
 # ---- occupancy

@@ -53,18 +53,15 @@ def _passes():
     t, x = s_tir.transform, tirx.transform
     return [
         t.CanonicalizeLoop(), t.LowerCrossThreadReduction(), t.LowerInitBlock(),
-        t.PlanAndUpdateBufferAllocationLocation(),
-        t.ConvertBlocksToOpaque(), t.LiftThreadBinding(), t.ManifestSharedMemoryLocalStage(),
-        t.CompactBufferAllocation(),
-        t.LowerAutoCopy(), t.UnifyThreadBinding(), t.LowerMatchBuffer(), t.StmtSimplify(),
-        t.AnnotateIrregularLoop(), t.InjectSoftwarePipeline(), t.TransformMmaBufferLayout(), t.LowerOpaqueBlock(),
-        x.FlattenBuffer(), x.BF16ComputeLegalize(), x.NarrowDataType(32), t.LoopPartition(), x.VectorizeLoop(True),
-        t.InjectDoubleBuffer(), x.UnrollLoop(), t.RenormalizeSplitPattern(),
-        x.StmtSimplify(), t.RewriteUnsafeSelect(), x.CommonSubexprElim(), x.FP8ComputeLegalize(),
-        x.VerifyMemory(),
-        x.AnnotateEntryFunc(), t.ThreadSync("shared"), t.ThreadSync("shared.dyn"), t.ThreadSync("warp"),
-        t.InferFragment(),
-        t.LowerThreadAllreduce(), t.MergeSharedMemoryAllocations(), x.SplitHostDevice(),
+        t.PlanAndUpdateBufferAllocationLocation(), t.ConvertBlocksToOpaque(), t.LiftThreadBinding(),
+        t.ManifestSharedMemoryLocalStage(), t.CompactBufferAllocation(), t.LowerAutoCopy(), t.UnifyThreadBinding(),
+        t.LowerMatchBuffer(), t.StmtSimplify(), t.AnnotateIrregularLoop(), t.InjectSoftwarePipeline(),
+        t.TransformMmaBufferLayout(), t.LowerOpaqueBlock(), x.FlattenBuffer(), x.BF16ComputeLegalize(),
+        x.NarrowDataType(32), t.LoopPartition(), x.VectorizeLoop(True), t.InjectDoubleBuffer(), x.UnrollLoop(),
+        t.RenormalizeSplitPattern(), x.StmtSimplify(), t.RewriteUnsafeSelect(), x.CommonSubexprElim(),
+        x.FP8ComputeLegalize(), x.VerifyMemory(), x.AnnotateEntryFunc(), t.ThreadSync("shared"),
+        t.ThreadSync("shared.dyn"), t.ThreadSync("warp"), t.InferFragment(), t.LowerThreadAllreduce(),
+        t.MergeSharedMemoryAllocations(), x.SplitHostDevice(),
     ]  # fmt: skip
 
 
@@ -91,13 +88,9 @@ def lower(name: str, func: tirx.PrimFunc, arch, target, leave_out=()) -> tuple[F
 
 def check_lds(name, device, arch):
     """ValueError if the kernel's LDS buffers exceed what a workgroup of the arch may have."""
-    sizes = []
-
-    def visit(node):
-        if node.buffer.scope().startswith("shared"):
-            sizes.append(bytes_of(node.buffer))
-
-    walk(device.body, tirx.AllocBuffer, visit)
+    found = []
+    walk(device.body, tirx.AllocBuffer, lambda node: found.append(node.buffer))
+    sizes = [bytes_of(buffer) for buffer in found if buffer.scope().startswith("shared")]
     if sum(sizes) > arch.lds:
         buffers = " + ".join(map(str, sizes))
         raise ValueError(

@@ -35,10 +35,8 @@ GPUS = {
     "rdna4": ("gfx1201", ("GFX1201",)),
     "gfx90c": ("gfx906", ("RENOIR",)),
 }
-DRIVER_VARIABLES = (
-    "VK_DRIVER_FILES",
-    "VK_ICD_FILENAMES",
-)  # of the Vulkan loader; the second for loaders before 1.3.234
+# of the Vulkan loader; the second for loaders before 1.3.234
+DRIVER_VARIABLES = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")
 DRIVER_FOLDERS = ("/etc", "/usr/local/share", "/usr/share")
 START_S, KERNEL_S = 60, 60  # time limits of the child: to load the driver, for each kernel
 INSTALL = "install Mesa 22.3 to 25 (package mesa-vulkan-drivers of Debian 12 or 13, vulkan-radeon of Arch)"
@@ -117,12 +115,8 @@ def statistics(shaders: list[Shader], profile: Profile) -> Report:
 
 def find_driver() -> Path:
     """RADV's manifest file: the one that the environment chooses, else an installed one. UserError if there is none."""
-    chosen = [
-        Path(name)
-        for variable in DRIVER_VARIABLES
-        for name in os.environ.get(variable, "").split(":")
-        if "radeon" in name
-    ]
+    named = (name for variable in DRIVER_VARIABLES for name in os.environ.get(variable, "").split(":"))
+    chosen = [Path(name) for name in named if "radeon" in name]
     installed = [
         file for folder in DRIVER_FOLDERS for file in sorted(Path(folder, "vulkan/icd.d").glob("radeon_icd*.json"))
     ]

@@ -35,26 +35,17 @@ def _chained(structure, stype, /, **fields):
     return type(structure, (api.Chained,), {"_fields_": members, "stype": stype})
 
 
-_TEXT = ctypes.c_char * 256
-ExecutableFeatures = _chained("ExecutableFeatures", 1000269000, pipelineExecutableInfo=ctypes.c_uint32)
-ExecutableInfo = _chained("ExecutableInfo", 1000269003, pipeline=ctypes.c_uint64, index=ctypes.c_uint32)
+_TEXT, _U32 = ctypes.c_char * 256, ctypes.c_uint32
+ExecutableFeatures = _chained("ExecutableFeatures", 1000269000, pipelineExecutableInfo=_U32)
+ExecutableInfo = _chained("ExecutableInfo", 1000269003, pipeline=ctypes.c_uint64, index=_U32)
 # value: a union of VkBool32, int64, uint64 and double; RADV's numbers are all uint64
-Statistic = _chained(
-    "Statistic", 1000269004, name=_TEXT, description=_TEXT, format=ctypes.c_uint32, value=ctypes.c_uint64
-)
+Statistic = _chained("Statistic", 1000269004, name=_TEXT, description=_TEXT, format=_U32, value=ctypes.c_uint64)
 Representation = _chained(
-    "Representation",
-    1000269005,
-    name=_TEXT,
-    description=_TEXT,
-    text=ctypes.c_uint32,
-    size=ctypes.c_size_t,
-    data=ctypes.c_void_p,
+    "Representation", 1000269005, name=_TEXT, description=_TEXT, text=_U32, size=ctypes.c_size_t, data=ctypes.c_void_p
 )
 FEATURES = (
     api.Storage16Features, api.Storage8Features, api.SmallFeatures, api.AddressFeatures, api.MemoryModelFeatures,
-    api.DotFeatures,
-    api.SubgroupSizeFeatures, api.MatrixFeatures, ExecutableFeatures,
+    api.DotFeatures, api.SubgroupSizeFeatures, api.MatrixFeatures, ExecutableFeatures,
 )  # fmt: skip
 
 
@@ -69,7 +60,8 @@ class Compiler:
         instance = api.create(loader.vkCreateInstance, byref(info), None, kind=ctypes.c_void_p)
         calls = api.Calls(lambda name: get(instance, name), api.INSTANCE)
         gpu, self.name = self._find(calls, instance, family)
-        offered = {extension.extensionName.decode() for extension in _extensions(calls, gpu)}
+        found = api.listed(lambda *rest: calls.vkEnumerateDeviceExtensionProperties(gpu, None, *rest), api.Extension)
+        offered = {extension.extensionName.decode() for extension in found}
         if EXTENSION not in offered:
             raise UserError(f"the driver has no {EXTENSION}")
         self.device = self._device(calls, gpu, sorted(offered & {EXTENSION, MATRICES}))
@@ -97,13 +89,8 @@ class Compiler:
         features._0[0] = 0  # robustBufferAccess, which changes code; all else that there is stays on
         priority, names = ctypes.c_float(1), api.strings(extensions)
         queue = api.QueueInfo(family=0, count=1, priorities=addressof(priority))
-        info = api.DeviceInfo(
-            next=features,
-            queueCount=1,
-            queues=addressof(queue),
-            extensionCount=len(extensions),
-            extensions=addressof(names),
-        )
+        enabled = {"extensionCount": len(extensions), "extensions": addressof(names)}
+        info = api.DeviceInfo(next=features, queueCount=1, queues=addressof(queue), **enabled)
         return api.create(calls.vkCreateDevice, gpu, byref(info), None, kind=ctypes.c_void_p)
 
     def compile(self, code: bytes, block: list[int], push: int, wave: int) -> dict:
@@ -135,21 +122,11 @@ class Compiler:
         for item, text in zip(items, texts, strict=True):
             item.data = addressof(text)
         call(self.device, byref(of), byref(count), items)
-        return next(
-            (
-                text.value.decode(errors="replace")
-                for item, text in zip(items, texts, strict=True)
-                if item.name == ASSEMBLY
-            ),
-            "",
-        )
+        found = (text for item, text in zip(items, texts, strict=True) if item.name == ASSEMBLY)
+        return next((text.value.decode(errors="replace") for text in found), "")
 
     def _create(self, call: str, info) -> int:
         return api.create(getattr(self.calls, call), self.device, byref(info), None)
-
-
-def _extensions(calls, gpu):
-    return api.listed(lambda *rest: calls.vkEnumerateDeviceExtensionProperties(gpu, None, *rest), api.Extension)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""TensorIR kernels to an AMD code object (HSACO), with TVM's LLVM and no ROCm installation.
+"""The rocm target: TensorIR kernels to AMD code objects (HSACO), with TVM's LLVM and no ROCm installation.
 
 In: PrimFuncs with bound threads, and a `GpuArch`. Out: an `HsacoModule`: one code object with all kernels, and for each
 PrimFunc what to launch. `lower.py` makes device functions of them, which go to LLVM and the linker; before each barrier
@@ -6,6 +6,7 @@ comes the wait for LDS operations that TVM's code generator forgets. Thread-safe
 """
 
 import functools
+import gzip
 import importlib.util
 import os
 import re
@@ -26,10 +27,12 @@ from tvm.tirx.build import codegen_build
 from tvm.tirx.op import call_llvm_intrin
 
 from mlc_amd.compiler.codegen.functions import expand
+from mlc_amd.compiler.codegen.gpu_target import GpuTarget
 from mlc_amd.compiler.codegen.lower import Function, lower
-from mlc_amd.compiler.nodes import span
 from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.host import kfd_gpus
+from mlc_amd.schedules.gpu.base import arch as archs
 from mlc_amd.schedules.gpu.base.arch import MAX_THREADS, GpuArch
 
 LINKERS = ("/opt/rocm/llvm/bin/ld.lld", "ld.lld", *(f"ld.lld-{version}" for version in range(22, 14, -1)))
@@ -40,6 +43,29 @@ EI_ABIVERSION, CODE_OBJECT_V5 = 8, 3
 NO_NEWS = (b"Unable to detect ROCm version", b"Cannot get maximum number of threads")
 _STDERR = threading.Lock()  # of this process, while it is redirected
 OCML = "__ocml_"  # prefix of the functions of ROCm's device library
+
+
+class RocmTarget(GpuTarget):
+    """Names are those of schedules/gpu/base/arch.py. RDNA3 and RDNA4 go together in an artifact, CDNA's go together,
+    GPUs without matrix units go together."""
+
+    kind = "rocm"
+    matrix_layout = "half"
+    resolve = staticmethod(archs.resolve)
+
+    @staticmethod
+    def here() -> str:
+        if not (found := kfd_gpus()):
+            raise UserError("this machine shows no AMD GPU to compile for; name one with --arch, as gfx1100 or 7900xtx")
+        return found[0]["arch"]
+
+    def compile_for(self, arch, kernels, directory, lowered):
+        module = compile_hsaco(kernels, arch, lowered=lowered)
+        library = f"kernels-{arch.name}.hsaco"
+        (directory / library).write_bytes(module.hsaco)
+        # for `inspect`: most machines have no disassembler for these
+        (directory / f"kernels-{arch.name}.s.gz").write_bytes(gzip.compress(module.assembly.encode(), mtime=0))
+        return library, module.functions, {}
 
 
 @dataclass(frozen=True)
@@ -126,39 +152,18 @@ def wait_before_barriers(arch):
     orders waves but not their memory operations: others could read LDS before the writes are there. Last pass before
     code generation."""
     name, operand, dtype = arch.code.wait
+    wait = tirx.Evaluate(call_llvm_intrin("void", name, tirx.const(operand, dtype)))
+
+    def before(node, _):
+        call: Any = node.value
+        is_barrier = getattr(getattr(call, "op", None), "name", "") == "tirx.tvm_storage_sync"
+        return tirx.SeqStmt([wait, node]) if is_barrier and call.args[0].value.startswith("shared") else node
 
     @tirx.transform.prim_func_pass(opt_level=0, name="WaitBeforeBarriers")
     def insert(func, _module, _context):
-        return func.with_body(
-            _insert(func.body, tirx.Evaluate(call_llvm_intrin("void", name, tirx.const(operand, dtype))))
-        )
+        return func.with_body(tvm_ffi.structural_mutate(func.body, [(tirx.Evaluate, before)]))
 
     return insert
-
-
-def _insert(s, wait):
-    """The statement `s` with `wait` before each barrier over shared memory."""
-    if isinstance(s, tirx.Evaluate):
-        if not isinstance(s.value, tvm.ir.Call) or getattr(s.value.op, "name", "") != "tirx.tvm_storage_sync":
-            return s
-        scope: Any = s.value.args[0]  # a string's node
-        return tirx.SeqStmt([wait, s]) if scope.value.startswith("shared") else s
-    if isinstance(s, tirx.SeqStmt):
-        return tirx.SeqStmt([_insert(part, wait) for part in s.seq])
-    if isinstance(s, tirx.IfThenElse):
-        otherwise = None if s.else_case is None else _insert(s.else_case, wait)
-        return tirx.IfThenElse(s.condition, _insert(s.then_case, wait), otherwise, span(s))
-    if isinstance(s, tirx.For):
-        return tirx.For(
-            s.loop_var, s.min, s.extent, s.kind, _insert(s.body, wait), s.thread_binding, s.annotations, s.step, s.span
-        )
-    if isinstance(s, tirx.While):
-        return tirx.While(s.condition, _insert(s.body, wait), s.span)
-    if isinstance(s, tirx.AttrStmt):
-        return tirx.AttrStmt(s.node, s.attr_key, s.value, _insert(s.body, wait), s.span)
-    if hasattr(s, "body"):
-        raise TypeError(f"statement {type(s).__name__} has a body that may hold barriers")
-    return s
 
 
 # ---- finalization: values that TVM's simplifier does not need

@@ -23,14 +23,11 @@ BOOL, INT, FLOAT, VECTOR, ARRAY, STRUCT = 20, 21, 22, 23, 28, 30
 DOTS, MATRIX = range(4450, 4456), 4459
 CAPABILITIES = {
     1: "Shader", 9: "Float16", 10: "Float64", 11: "Int64", 12: "Int64Atomics", 22: "Int16", 39: "Int8",
-    61: "GroupNonUniform",
-    62: "GroupNonUniformVote", 63: "GroupNonUniformArithmetic", 64: "GroupNonUniformBallot",
-    65: "GroupNonUniformShuffle",
-    66: "GroupNonUniformShuffleRelative", 67: "GroupNonUniformClustered", 68: "GroupNonUniformQuad",
-    4433: "StorageBuffer16BitAccess",
-    4434: "UniformAndStorageBuffer16BitAccess", 4448: "StorageBuffer8BitAccess",
-    4449: "UniformAndStorageBuffer8BitAccess",
-    4464: "DenormPreserve", 4466: "SignedZeroInfNanPreserve", 4467: "RoundingModeRTE", 5345: "VulkanMemoryModel",
+    61: "GroupNonUniform", 62: "GroupNonUniformVote", 63: "GroupNonUniformArithmetic", 64: "GroupNonUniformBallot",
+    65: "GroupNonUniformShuffle", 66: "GroupNonUniformShuffleRelative", 67: "GroupNonUniformClustered",
+    68: "GroupNonUniformQuad", 4433: "StorageBuffer16BitAccess", 4434: "UniformAndStorageBuffer16BitAccess",
+    4448: "StorageBuffer8BitAccess", 4449: "UniformAndStorageBuffer8BitAccess", 4464: "DenormPreserve",
+    4466: "SignedZeroInfNanPreserve", 4467: "RoundingModeRTE", 5345: "VulkanMemoryModel",
     5346: "VulkanMemoryModelDeviceScope", 5347: "PhysicalStorageBufferAddresses", 6016: "DotProductInputAll",
     6017: "DotProductInput4x8Bit", 6018: "DotProductInput4x8BitPacked", 6019: "DotProduct",
     6022: "CooperativeMatrixKHR",
@@ -76,11 +73,8 @@ def instructions(code: bytes) -> list[tuple[int, tuple[int, ...]]]:
 
 def _facts(instructions) -> ModuleFacts:
     capabilities, extensions, block, lds = [], [], (1, 1, 1), 0
-    sizes, constants, pointers = (
-        {},
-        {},
-        {},
-    )  # type id: bytes; constant id: value; pointer type id: (storage class, type)
+    # type id: bytes; constant id: value; pointer type id: (storage class, type)
+    sizes, constants, pointers = {}, {}, {}
     for opcode, operands in instructions:
         if opcode == CAPABILITY:
             capabilities.append(CAPABILITIES.get(operands[0], str(operands[0])))

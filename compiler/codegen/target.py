@@ -5,6 +5,7 @@ An operator and an arch become a TensorIR kernel, by the target's `registry`. Ca
 and types share one. `plans` says which plan a workload has on an arch.
 """
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -21,8 +22,9 @@ from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, Layer
 from mlc_amd.compiler.nodes import fields_of, parts_of
 from mlc_amd.compiler.work import buffers, work
 from mlc_amd.runtime.artifact.manifest import ManifestTarget
-from mlc_amd.runtime.cache.kv_types import KV_TYPE
+from mlc_amd.runtime.cache.kv_types import KV_TENSORS, KV_TYPE
 from mlc_amd.runtime.cache.pages import STATE
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules import operators
 from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.operators import Operator
@@ -30,7 +32,10 @@ from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.registry import Registry
 from mlc_amd.schedules.runs import CELLS
 
+TensorTypes = dict[str, tuple[tuple[int, ...], str]]  # name: (shape, dtype)
 DEFAULT = "default"  # the origin of a plan that was not tuned
+# module and class, imported on demand
+TARGETS = {"cpu": ("cpu", "CpuTarget"), "rocm": ("rocm", "RocmTarget"), "vulkan": ("vulkan_target", "VulkanTarget")}
 GENERIC = "generic"  # the operator of kernels that no operator of ours has
 
 
@@ -60,7 +65,7 @@ class Target(ABC):
 
     @staticmethod
     @abstractmethod
-    def planes(fmt: str, n: int, k: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    def planes(fmt: str, n: int, k: int) -> TensorTypes:
         """Plane name to (shape, dtype) of a packed n x k weight, in the order in which kernels take them."""
 
     @abstractmethod
@@ -100,17 +105,17 @@ class Target(ABC):
         are few enough to be computed slot by slot, without sorting them."""
 
     @abstractmethod
-    def cache_types(self, attention: AttentionConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    def cache_types(self, attention: AttentionConfig, ctx: int) -> TensorTypes:
         """{"k": .., "v": ..}: (shape, dtype) of the tensors of `Attention.cache`, of a layer with that attention."""
 
-    def kv_types(self, config: ModelConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    def kv_types(self, config: ModelConfig, ctx: int) -> TensorTypes:
         """Cache tensor name ("k.0", "v.0" .., those of `state_types`) to (shape, dtype). Layers that attend to another
         one's have none."""
         caches = {f"{which}.{i}": of for i, a in _own_caches(config) for which, of in self.cache_types(a, ctx).items()}
         return caches | self.state_types(config)
 
     @staticmethod
-    def state_types(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], str]]:
+    def state_types(config: ModelConfig) -> TensorTypes:
         """The states of layers that keep one for each sequence, name to (shape, dtype): "conv.3" .., by cell."""
         return {
             f"{name}.{i}": ((CELLS, *shape), "float32")
@@ -120,7 +125,6 @@ class Target(ABC):
         }
 
     fuses_rope = False  # decode attention rotates and writes the cache itself
-
     fuses_route = False  # one kernel makes the norm, the logits and the choice of a token's experts
 
     def fuses_norm(self, op: Operator) -> bool:
@@ -129,23 +133,21 @@ class Target(ABC):
 
     def defers_norm(self, op: Operator) -> bool:
         """Whether the kernel of a linear or gate_up is to prepare norms of its result and to complete those of its
-        input (compiler/passes/defer_norms.py)."""
+        input (compiler/passes/fuse_norms.py)."""
         return False
 
-    def attention_workspace(
-        self, attention: AttentionConfig, ctx: int, single: int
-    ) -> dict[str, tuple[tuple[int, ...], str]]:
+    def attention_workspace(self, attention: AttentionConfig, ctx: int, single: int) -> TensorTypes:
         """Further tensors that attention of that kind takes for up to `single` single rows, and that live as long as
         the cache: name to (shape, dtype). Zero at the start."""
         return {}
 
-    def route_workspace(self, experts: ExpertsConfig) -> dict[str, tuple[tuple[int, ...], str]]:
+    def route_workspace(self, experts: ExpertsConfig) -> TensorTypes:
         """The same of one token's choice among experts."""
         return {}
 
-    def workspace(self, layer: LayerConfig, ctx: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    def workspace(self, layer: LayerConfig, ctx: int) -> TensorTypes:
         """All of a layer's, in all functions: the largest of each name."""
-        found: dict[str, tuple[tuple[int, ...], str]] = {}
+        found: TensorTypes = {}
         for spec in self.functions(ctx):
             workspace = self.attention_workspace(layer.attention, ctx, spec.single) if layer.attention else {}
             for name, of in workspace.items():
@@ -268,3 +270,14 @@ def _fields(bb, arg) -> list:
     if not isinstance(arg.ty, relax.TupleType):
         return [arg]
     return [bb.emit(relax.TupleGetItem(arg, i)) for i in range(len(fields_of(arg.ty)))]
+
+
+def make_target(target: str, arch: str, kv: str = KV_TYPE) -> Target:
+    """The Target of a name in TARGETS, for an arch as in --arch and a type of the KV cache. UserError for unknown
+    ones."""
+    if target not in TARGETS:
+        raise UserError(f"unknown target '{target}'; known: {', '.join(TARGETS)}")
+    if kv not in KV_TENSORS:
+        raise UserError(f"unknown type '{kv}' of the KV cache; known: {', '.join(KV_TENSORS)}")
+    module_name, class_name = TARGETS[target]
+    return getattr(importlib.import_module(f"mlc_amd.compiler.codegen.{module_name}"), class_name)(arch, kv)

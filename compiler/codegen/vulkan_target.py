@@ -9,7 +9,6 @@ from typing import Any
 from mlc_amd.compiler.codegen.gpu_target import GpuTarget
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.runtime.artifact.manifest import ManifestTarget
-from mlc_amd.runtime.cache.kv_types import KV_TYPE
 from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.base.probes import copy, fragment_probe
 
@@ -17,16 +16,18 @@ COPY_BYTES = 64 << 20  # more than caches hold, when read and written
 
 
 class VulkanTarget(GpuTarget):
-    """`arch`: profiles of schedules/gpu/base/profiles.py or GPUs, separated by commas (changes of a profile by "+":
-    rdna3:matrix=none+wave=64), or "auto" for this machine's GPU. UserError if one is unknown, or they cannot share an
-    artifact."""
+    """Names are profiles of schedules/gpu/base/profiles.py or GPUs; changes of a profile by "+":
+    rdna3:matrix=none+wave=64."""
 
     kind = "vulkan"
     matrix_layout = "pairs"
+    resolve = staticmethod(profiles.resolve)
 
-    def __init__(self, arch: str, kv: str = KV_TYPE):
-        names = [_here()] if arch in ("native", "auto") else arch.split(",")
-        super().__init__([profiles.resolve(name) for name in names], kv)
+    @staticmethod
+    def here() -> str:
+        from mlc_amd.runtime.devices.vulkan.gpu import profile_here  # queries the driver, so only when needed
+
+        return profile_here()
 
     @property
     def description(self) -> ManifestTarget:
@@ -55,10 +56,3 @@ class VulkanTarget(GpuTarget):
                 }
                 place += len(kernel.binary)
         return library, module.functions, facts
-
-
-def _here() -> str:
-    """The profile of this machine's GPU. UserError without one."""
-    from mlc_amd.runtime.devices.vulkan.gpu import profile_here  # queries the driver, so only when needed
-
-    return profile_here()

@@ -6,11 +6,4 @@ from mlc_amd.compiler.gguf.synthetic import synthetic
 from mlc_amd.compiler.gguf.tensor import Tensor
 from mlc_amd.compiler.gguf.writer import write_gguf
 
-__all__ = [
-    "PRESETS",
-    "GGUFModel",
-    "Tensor",
-    "read_metadata",
-    "synthetic",
-    "write_gguf",
-]
+__all__ = ["PRESETS", "GGUFModel", "Tensor", "read_metadata", "synthetic", "write_gguf"]

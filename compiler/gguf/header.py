@@ -9,7 +9,7 @@ is checked against the remaining bytes before anything is read, so damaged input
 """
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import numpy as np
@@ -100,9 +100,7 @@ def parse_header(data: memoryview, path: str) -> Header:
         if entry.offset % alignment:
             cursor.fail(f"tensor {entry.name!r} is not aligned to {alignment} bytes")
     start = -(-cursor.position // alignment) * alignment
-    return Header(
-        metadata, tuple(TensorEntry(e.name, e.gguf_type, e.shape, start + e.offset) for e in entries), alignment
-    )
+    return Header(metadata, tuple(replace(entry, offset=start + entry.offset) for entry in entries), alignment)
 
 
 def _tensor_entry(cursor: "_Cursor") -> TensorEntry:

@@ -8,6 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# keys that all presets have: place of the value among the arguments of `_sizes`
+SIZES = {
+    "block_count": 0, "embedding_length": 1, "feed_forward_length": 2, "attention.head_count": 3,
+    "attention.head_count_kv": 4, "attention.key_length": 5, "attention.value_length": 5, "vocab_size": 6,
+    "context_length": 7, "attention.layer_norm_rms_epsilon": 8, "attention.layer_norm_epsilon": 8, "rope.freq_base": 9,
+    "rope.dimension_count": 5,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -27,31 +35,16 @@ class Preset:
         return names | ({"rope_freqs.weight"} if self.rope_freqs else set())
 
 
-def _sizes(layers, hidden, ffn, heads, kv_heads, head_dim, vocab, context, eps, base, more=None) -> dict[str, object]:
-    """Keys that all presets have, and `more`."""
-    return {
-        "block_count": layers,
-        "embedding_length": hidden,
-        "feed_forward_length": ffn,
-        "attention.head_count": heads,
-        "attention.head_count_kv": kv_heads,
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-        "vocab_size": vocab,
-        "context_length": context,
-        "attention.layer_norm_rms_epsilon": eps,
-        "attention.layer_norm_epsilon": eps,
-        "rope.freq_base": base,
-        "rope.dimension_count": head_dim,
-    } | (more or {})
+def _sizes(*sizes, more: Mapping[str, object] | None = None) -> dict[str, object]:
+    return {key: sizes[place] for key, place in SIZES.items()} | dict(more or {})
 
 
-def _llama3_factors(base: float, factor: float) -> Callable[[int], np.ndarray]:
+def _llama3(factor: float) -> Callable[[int], np.ndarray]:
     """Llama 3.1's frequency factors, as llama.cpp's converter writes them (low_freq_factor 1, high_freq_factor 4, 8192
     tokens before): 1 for wavelengths below 8192/4, `factor` above 8192, between them a blend of the two."""
 
     def factors(pairs: int) -> np.ndarray:
-        wavelength = 2 * np.pi * base ** (np.arange(pairs) / pairs)
+        wavelength = 2 * np.pi * 5e5 ** (np.arange(pairs) / pairs)
         smooth = np.clip((8192 / wavelength - 1.0) / (4.0 - 1.0), 0.0, 1.0)
         return (1.0 / ((1.0 - smooth) / factor + smooth)).astype(np.float32)
 
@@ -67,6 +60,12 @@ def _experts(count: int, used: int, size: int) -> dict[str, object]:
     return {"expert_count": count, "expert_used_count": used, "expert_feed_forward_length": size}
 
 
+def _states(size: int, groups: int, heads: int, head_dim: int) -> dict[str, int]:
+    """Of state spaces and delta nets."""
+    sizes = {"ssm.state_size": size, "ssm.group_count": groups, "ssm.conv_kernel": 4}
+    return sizes | {"ssm.time_step_rank": heads, "ssm.inner_size": heads * head_dim}
+
+
 def _gpt_oss(layers: int, experts: int) -> Preset:
     more = _experts(experts, 4, 2880) | {
         "attention.sliding_window": 128,
@@ -74,7 +73,7 @@ def _gpt_oss(layers: int, experts: int) -> Preset:
         "rope.scaling.factor": 32.0,
         "rope.scaling.original_context_length": 4096,
     }
-    keys = _sizes(layers, 2880, 2880, 64, 8, 64, 201088, 131072, 1e-5, 150000.0, more)
+    keys = _sizes(layers, 2880, 2880, 64, 8, 64, 201088, 131072, 1e-5, 150000.0, more=more)
     return Preset("gpt-oss", keys, ("output.weight", "blk.*.attn_q.bias", "blk.*.attn_output.bias"))
 
 
@@ -118,12 +117,11 @@ _KIMI_LINEAR = (
     | {"expert_weights_scale": 2.446}
 )
 _QWEN3_MOE = _experts(128, 8, 768)
-_DELTA_NET = {"ssm.state_size": 128, "ssm.group_count": 16, "ssm.conv_kernel": 4, "rope.dimension_count": 64}
-_QWEN35 = _DELTA_NET | {"ssm.time_step_rank": 48, "ssm.inner_size": 48 * 128}
+_QWEN35 = _states(128, 16, 48, 128) | {"rope.dimension_count": 64}
 _QWEN35_MOE = (
     _experts(256, 8, 512)
-    | _DELTA_NET
-    | {"ssm.time_step_rank": 32, "ssm.inner_size": 32 * 128, "expert_shared_feed_forward_length": 512}
+    | _states(128, 16, 32, 128)
+    | {"rope.dimension_count": 64, "expert_shared_feed_forward_length": 512}
 )
 _LFM2_MOE = (
     _experts(32, 4, 1792)
@@ -141,30 +139,21 @@ _GRANITE4_H_SMALL = {
     "embedding_scale": 12.0,
     "residual_scale": 0.22,
     "logit_scale": 16.0,
-    "ssm.state_size": 128,
-    "ssm.group_count": 1,
-    "ssm.conv_kernel": 4,
-    "ssm.time_step_rank": 128,
-    "ssm.inner_size": 128 * 64,
-}
+} | _states(128, 1, 128, 64)
 _NEMOTRON3_NANO_LAYERS = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"  # state space, experts, attention
-_NEMOTRON3_NANO = _experts(128, 6, 1856) | {
-    "feed_forward_length": [1856 if layer == "E" else 0 for layer in _NEMOTRON3_NANO_LAYERS],
-    "attention.head_count_kv": [2 if layer == "*" else 0 for layer in _NEMOTRON3_NANO_LAYERS],
-    "expert_shared_feed_forward_length": 3712,
-    "expert_shared_count": 1,
-    "expert_weights_norm": True,
-    "expert_weights_scale": 2.5,
-    "ssm.state_size": 128,
-    "ssm.group_count": 8,
-    "ssm.conv_kernel": 4,
-    "ssm.time_step_rank": 64,
-    "ssm.inner_size": 64 * 64,
-}
-_LFM2 = {
-    "attention.head_count_kv": [8 if i in (2, 5, 8, 10, 12, 14) else 0 for i in range(16)],
-    "shortconv.l_cache": 3,
-}
+_NEMOTRON3_NANO = (
+    _experts(128, 6, 1856)
+    | {
+        "feed_forward_length": [1856 if layer == "E" else 0 for layer in _NEMOTRON3_NANO_LAYERS],
+        "attention.head_count_kv": [2 if layer == "*" else 0 for layer in _NEMOTRON3_NANO_LAYERS],
+        "expert_shared_feed_forward_length": 3712,
+        "expert_shared_count": 1,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 2.5,
+    }
+    | _states(128, 8, 64, 64)
+)
+_LFM2 = {"attention.head_count_kv": [8 if i in (2, 5, 8, 10, 12, 14) else 0 for i in range(16)], "shortconv.l_cache": 3}
 _GEMMA3 = {"attention.sliding_window": 1024, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
 _PHI4 = {
     "rope.dimension_count": 96,
@@ -178,53 +167,45 @@ PRESETS = {
     "tiny": Preset("llama", _sizes(2, 256, 768, 4, 2, 64, 1024, 2048, 1e-5, 10000.0)),
     "tiny-qwen2": Preset("qwen2", _sizes(2, 256, 768, 4, 2, 64, 1024, 2048, 1e-6, 1e6), ()),
     "tiny-qwen3": Preset("qwen3", _sizes(2, 256, 768, 4, 2, 128, 1024, 2048, 1e-6, 1e6), ()),
-    "llama3-1b": Preset(
-        "llama",
-        _sizes(16, 2048, 8192, 32, 8, 64, 128256, 131072, 1e-5, 5e5),
-        rope_freqs=_llama3_factors(5e5, 32.0),
-    ),
-    "llama3-8b": Preset(
-        "llama",
-        _sizes(32, 4096, 14336, 32, 8, 128, 128256, 131072, 1e-5, 5e5),
-        rope_freqs=_llama3_factors(5e5, 8.0),
-    ),
+    "llama3-1b": Preset("llama", _sizes(16, 2048, 8192, 32, 8, 64, 128256, 131072, 1e-5, 5e5), rope_freqs=_llama3(32)),
+    "llama3-8b": Preset("llama", _sizes(32, 4096, 14336, 32, 8, 128, 128256, 131072, 1e-5, 5e5), rope_freqs=_llama3(8)),
     "llama2-7b": Preset("llama", _sizes(32, 4096, 11008, 32, 32, 128, 32000, 4096, 1e-5, 10000.0)),
     "qwen3-8b": Preset("qwen3", _sizes(36, 4096, 12288, 32, 8, 128, 151936, 40960, 1e-6, 1e6)),
     "qwen3-0.6b": Preset("qwen3", _sizes(28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e-6, 1e6), ()),
-    "qwen3-30b-a3b": Preset("qwen3moe", _sizes(48, 2048, 6144, 32, 4, 128, 151936, 40960, 1e-6, 1e6, _QWEN3_MOE)),
-    "lfm2-1.2b": Preset("lfm2", _sizes(16, 2048, 8192, 32, 8, 64, 65536, 128000, 1e-5, 1e6, _LFM2), ()),
+    "qwen3-30b-a3b": Preset("qwen3moe", _sizes(48, 2048, 6144, 32, 4, 128, 151936, 40960, 1e-6, 1e6, more=_QWEN3_MOE)),
+    "lfm2-1.2b": Preset("lfm2", _sizes(16, 2048, 8192, 32, 8, 64, 65536, 128000, 1e-5, 1e6, more=_LFM2), ()),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
-    "gemma3-12b": Preset("gemma3", _sizes(48, 3840, 15360, 16, 8, 256, 262144, 131072, 1e-6, 1e6, _GEMMA3), ()),
+    "gemma3-12b": Preset("gemma3", _sizes(48, 3840, 15360, 16, 8, 256, 262144, 131072, 1e-6, 1e6, more=_GEMMA3), ()),
     "gemma4-26b-a4b": Preset(
         "gemma4",
-        _sizes(30, 2816, 2112, 16, 8, 512, 262144, 262144, 1e-6, 1e6, _GEMMA4 | _experts(128, 8, 704)),
+        _sizes(30, 2816, 2112, 16, 8, 512, 262144, 262144, 1e-6, 1e6, more=_GEMMA4 | _experts(128, 8, 704)),
         _GEMMA4_TENSORS,
         _partial_factors(0.25),
     ),
     "glm-4.7-flash": Preset(
         "deepseek2",
-        _sizes(47, 2048, 10240, 20, 1, 256, 154880, 202752, 1e-5, 1e6, _GLM47_FLASH),
+        _sizes(47, 2048, 10240, 20, 1, 256, 154880, 202752, 1e-5, 1e6, more=_GLM47_FLASH),
         ("output.weight", "blk.1.exp_probs_b.bias"),
     ),
     "kimi-linear-48b-a3b": Preset(
         "kimi-linear",
-        _sizes(27, 2304, 9216, 32, 1, 576, 163840, 1048576, 1e-5, 10000.0, _KIMI_LINEAR),
+        _sizes(27, 2304, 9216, 32, 1, 576, 163840, 1048576, 1e-5, 10000.0, more=_KIMI_LINEAR),
         ("output.weight", "blk.1.exp_probs_b.bias"),
     ),
-    "lfm2-8b-a1b": Preset("lfm2moe", _sizes(24, 2048, 7168, 32, 8, 64, 65536, 128000, 1e-5, 1e6, _LFM2_MOE), ()),
-    "qwen35-27b": Preset("qwen35", _sizes(64, 5120, 17408, 24, 4, 256, 248320, 262144, 1e-6, 1e7, _QWEN35)),
-    "qwen35-35b-a3b": Preset("qwen35moe", _sizes(40, 2048, 0, 16, 2, 256, 248320, 262144, 1e-6, 1e7, _QWEN35_MOE)),
+    "lfm2-8b-a1b": Preset("lfm2moe", _sizes(24, 2048, 7168, 32, 8, 64, 65536, 128000, 1e-5, 1e6, more=_LFM2_MOE), ()),
+    "qwen35-27b": Preset("qwen35", _sizes(64, 5120, 17408, 24, 4, 256, 248320, 262144, 1e-6, 1e7, more=_QWEN35)),
+    "qwen35-35b-a3b": Preset("qwen35moe", _sizes(40, 2048, 0, 16, 2, 256, 248320, 262144, 1e-6, 1e7, more=_QWEN35_MOE)),
     "granite-4-h-small": Preset(
-        "granitehybrid", _sizes(40, 4096, 768, 32, 8, 128, 100352, 131072, 1e-5, 10000.0, _GRANITE4_H_SMALL), ()
+        "granitehybrid", _sizes(40, 4096, 768, 32, 8, 128, 100352, 131072, 1e-5, 10000.0, more=_GRANITE4_H_SMALL), ()
     ),
     "nemotron-3-nano": Preset(
         "nemotron_h_moe",
-        _sizes(52, 2688, 1856, 32, 2, 128, 131072, 262144, 1e-5, 10000.0, _NEMOTRON3_NANO),
+        _sizes(52, 2688, 1856, 32, 2, 128, 131072, 262144, 1e-5, 10000.0, more=_NEMOTRON3_NANO),
         ("output.weight", "blk.1.exp_probs_b.bias"),
     ),
     "mistral-small-24b": Preset("llama", _sizes(40, 5120, 32768, 32, 8, 128, 131072, 131072, 1e-5, 1e9)),
     "phi4-mini": Preset(
-        "phi3", _sizes(32, 3072, 8192, 24, 8, 128, 200064, 131072, 1e-5, 10000.0, _PHI4), _PHI4_TENSORS
+        "phi3", _sizes(32, 3072, 8192, 24, 8, 128, 200064, 131072, 1e-5, 10000.0, more=_PHI4), _PHI4_TENSORS
     ),
 }

@@ -13,24 +13,63 @@ import os
 import re
 import stat
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 
-from mlc_amd.compiler.gguf.check import check_tensors
 from mlc_amd.compiler.gguf.header import FETCH_AGAIN, HEADER_LIMIT, Header, TensorEntry, parse_header
 from mlc_amd.compiler.gguf.tensor import Tensor, row_bytes
 from mlc_amd.compiler.models.config import ModelConfig
-from mlc_amd.compiler.models.registry import read_config
-from mlc_amd.compiler.models.tensors import merged_parts
+from mlc_amd.compiler.models.registry import expected_tensors, read_config
+from mlc_amd.compiler.models.tensors import is_vector, merged_parts
 from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS, by_gguf_type
 
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)  # llama.cpp's LLAMA_SPLIT_PREFIX format
 _HEADER_READS = (1 << 20, 1 << 23, HEADER_LIMIT)  # bytes; vocabularies of small models fit the first
+MATRIX_SCALES = (".scale", ".input_scale")  # beside a matrix' .weight: llama.cpp's src/llama-model.cpp
+
+
+def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without dimensions of 1, which programs that write files keep or leave out."""
+    return tuple(size for size in shape if size != 1)
+
+
+def check_tensors(config: ModelConfig, tensors: Mapping[str, Any], path: str) -> None:
+    """UserError (with `path` in front) unless `tensors` are exactly those of `expected_tensors`, vectors as floats. An
+    additional tensor is an error, too, as in llama.cpp: it belongs to a variant whose results would be wrong without
+    it."""
+    known = set()
+    for name, shape in expected_tensors(config):
+        if name not in tensors:
+            raise UserError(f"{path}: tensor {name} is missing; {FETCH_AGAIN}")
+        tensor = tensors[name]
+        if tensor.shape != shape and not (is_vector(name, shape) and _plain(tensor.shape) == _plain(shape)):
+            raise UserError(
+                f"{path}: tensor {name} has shape {tensor.shape}, expected {shape}; its metadata and tensors "
+                "do not match: convert the model again"
+            )
+        if is_vector(name, shape) and FORMATS[tensor.format].kind != "float":
+            raise UserError(
+                f"{path}: tensor {name} is {tensor.format}, but norms, biases and convolutions must be floats; "
+                "quantize the model again"
+            )
+        known.add(name)
+    extra = next((name for name in tensors if name not in known.union(config.unused)), None)
+    if extra is not None and extra.endswith(MATRIX_SCALES):
+        raise UserError(
+            f"{path}: tensor {extra!r} is a scale of a whole matrix, as files converted from NVFP4 checkpoints have: "
+            "these are not supported; use another quantization of this model"
+        )
+    if extra is not None:
+        raise UserError(
+            f"{path}: tensor {extra!r} is not part of a {config.architecture} model as supported here; "
+            "use a model of the plain architecture"
+        )
 
 
 def _with_parts(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -190,8 +229,7 @@ class _File:
         if columns % supported.block:
             raise UserError(
                 f"{self.path}: tensor {entry.name!r} has {columns} columns, not a multiple of {supported.name}'s "
-                "block of "
-                f"{supported.block}; {FETCH_AGAIN}"
+                f"block of {supported.block}; {FETCH_AGAIN}"
             )
         size = row_bytes(supported.name, columns)
         tensor = Tensor(
@@ -251,8 +289,7 @@ def _open_parts(path: str) -> list[_File]:
     if not match or int(match[3]) != count:
         raise UserError(
             f"{path}: this is a part of a model split in {count}, but its name does not end in "
-            f"-0000N-of-{count:05d}.gguf; "
-            "give all parts their original names"
+            f"-0000N-of-{count:05d}.gguf; give all parts their original names"
         )
     parts = []
     for number in range(1, count + 1):

@@ -15,9 +15,8 @@ from math import prod
 import gguf
 import numpy as np
 
-from mlc_amd.compiler.gguf.check import check_tensors
 from mlc_amd.compiler.gguf.presets import PRESETS, Preset
-from mlc_amd.compiler.gguf.reader import GGUFModel
+from mlc_amd.compiler.gguf.reader import GGUFModel, check_tensors
 from mlc_amd.compiler.gguf.tensor import Tensor, row_bytes
 from mlc_amd.compiler.models.registry import expected_tensors, read_config
 from mlc_amd.compiler.models.tensors import STATE_SPACE, is_vector
@@ -28,28 +27,11 @@ from mlc_amd.schedules.formats import FORMATS
 # float16 fields of a GGUF block: {byte offset: factor}. All other bytes are random (every code and sub-scale is
 # valid). The factors of minimums center the weights: minimum = mean(code) * mean(sub-scale) / mean(sub-minimum).
 # Layouts: ggml/src/ggml-common.h.
-SCALE_FIELDS = {
-    "q4_0": {0: 1.0},
-    "q4_1": {0: 1.0, 2: -7.5},
-    "q5_0": {0: 1.0},
-    "q5_1": {0: 1.0, 2: -15.5},
-    "q8_0": {0: 1.0},
-    "q2_k": {80: 1.0, 82: 1.5},
-    "q3_k": {108: 1.0},
-    "q4_k": {0: 1.0, 2: 7.5},
-    "q5_k": {0: 1.0, 2: 15.5},
-    "q6_k": {208: 1.0},
-    "iq4_nl": {0: 1.0},
-    "iq4_xs": {0: 1.0},
-    "tq1_0": {52: 1.0},
-    "tq2_0": {64: 1.0},
-    "iq1_s": {0: 1.0},
-    "iq2_xxs": {0: 1.0},
-    "iq2_xs": {0: 1.0},
-    "iq2_s": {0: 1.0},
-    "iq3_xxs": {0: 1.0},
-    "iq3_s": {0: 1.0},
-}
+FIRST = ("q4_0", "q5_0", "q8_0", "iq4_nl", "iq4_xs", "iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")
+SCALE_FIELDS = {name: {0: 1.0} for name in FIRST} | {
+    "q4_1": {0: 1.0, 2: -7.5}, "q5_1": {0: 1.0, 2: -15.5}, "q4_k": {0: 1.0, 2: 7.5}, "q5_k": {0: 1.0, 2: 15.5},
+    "q2_k": {80: 1.0, 82: 1.5}, "q3_k": {108: 1.0}, "q6_k": {208: 1.0}, "tq1_0": {52: 1.0}, "tq2_0": {64: 1.0},
+}  # fmt: skip
 SPREAD_SCALE = {"iq1_m": 48}  # byte offset of four uint16, whose top nibbles are one float16
 # Bytes at the beginning of a block that are its scales: how many, and the numbers that they stand for, ascending
 _BYTE_SCALES = {

@@ -5,7 +5,7 @@ stacks transposed, rows and columns filled with zeros.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import gguf
 import numpy as np
@@ -16,6 +16,12 @@ from mlc_amd.schedules.formats import FORMATS
 def row_bytes(format: str, columns: int) -> int:
     """Bytes of one row of GGUF blocks; `columns` is a multiple of the format's block."""
     return columns // FORMATS[format].block * FORMATS[format].block_bytes
+
+
+def _matrices(start: int, stop: int, rows: int) -> Iterator[tuple[int, int, int]]:
+    """(number, first row, end) of each matrix of so many rows that the rows start .. stop of a stack are of."""
+    for index in range(start // rows, -(-stop // rows)):
+        yield index, max(start - index * rows, 0), min(stop - index * rows, rows)
 
 
 class Tensor:
@@ -61,13 +67,10 @@ class Tensor:
         def fetch(start: int, stop: int) -> np.ndarray:
             if count == 1:
                 return self.blocks(first + start, first + stop)
-            pieces = []
-            while start < stop:
-                index, row = divmod(start, of_each)
-                end = min(of_each, row + stop - start)
-                begin = index * matrix + first
-                pieces.append(self.blocks(begin + row, begin + end))
-                start += end - row
+            pieces = [
+                self.blocks(index * matrix + first + row, index * matrix + first + end)
+                for index, row, end in _matrices(start, stop, of_each)
+            ]
             return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
         return Tensor(name, self.format, shape, fetch)
@@ -81,9 +84,7 @@ class Tensor:
 
         def fetch(start: int, stop: int) -> np.ndarray:
             pieces = []
-            while start < stop:
-                index, row = divmod(start, columns)
-                end = min(columns, row + stop - start)
+            for index, row, end in _matrices(start, stop, columns):
                 begin = index * matrix + first
                 if float_format:
                     dtype = FORMATS[self.format].dtype
@@ -91,7 +92,6 @@ class Tensor:
                 else:
                     source = self.dequantize(begin, begin + rows).astype(np.float16)
                 pieces.append(np.ascontiguousarray(source[:, row:end].T).view(np.uint8))
-                start += end - row
             return np.concatenate(pieces)
 
         return Tensor(name, self.format if float_format else "f16", shape, fetch)
@@ -120,9 +120,8 @@ class Tensor:
 
         def fetch(start: int, stop: int) -> np.ndarray:
             found = np.zeros((stop - start, size), np.uint8)
-            for index in range(start // whole, -(-stop // whole)):
-                begin, end = (min(max(row - index * whole, 0), rows) for row in (start, stop))
-                if begin < end:
+            for index, begin, end in _matrices(start, stop, whole):
+                if begin < (end := min(end, rows)):
                     place = index * whole + begin - start
                     own = self.blocks(index * rows + begin, index * rows + end)
                     found[place : place + end - begin, : self.row_bytes] = own

@@ -9,8 +9,8 @@ from tvm import relax
 
 from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models.graph import Graph
-from mlc_amd.compiler.models.predictor import predictor
 from mlc_amd.compiler.models.registry import architectures
+from mlc_amd.compiler.models.transformer import predictor
 
 
 def build_module(

@@ -1,6 +1,6 @@
 """What a decoder is: sizes and variants, layer by layer.
 
-An architecture's file (llama.py, gemma2.py ...) makes a `ModelConfig` of a GGUF file's metadata; tensor lists, graphs,
+An architecture's function makes a `ModelConfig` of a GGUF file's metadata; tensor lists, graphs,
 caches and RoPE tables follow from it. JSON-serializable with `dataclasses.asdict`: the artifact's manifest keeps it.
 """
 
@@ -81,9 +81,7 @@ class AttentionConfig:
     value_is_key: bool = False  # no attn_v: values are the projected keys, before norm and RoPE
     temperature: "TemperatureConfig | None" = None
     latent: LatentConfig | None = None  # kv_heads is 1, and head_dim the columns of attention's keys
-    output_gate: bool = (
-        False  # attn_q holds each head's rows of Q, then those of a gate; the output times sigmoid(gate)
-    )
+    output_gate: bool = False  # attn_q holds each head's rows of Q, then of a gate: the output times sigmoid(gate)
 
 
 @dataclass(frozen=True)
@@ -94,11 +92,9 @@ class ShortConvConfig:
     taps: int  # positions that a row sees, its own included
 
     def states(self, hidden: int) -> dict[str, Shape]:
-        """What a sequence keeps from step to step: name to shape, float32."""
         return {"conv": (self.taps - 1, hidden)}
 
     def width(self, hidden: int) -> int:
-        """Columns of its widest intermediate tensor."""
         return 3 * hidden
 
 
@@ -136,13 +132,11 @@ class DeltaNetConfig:
         return 2 * self.keys + self.values
 
     def states(self, hidden: int) -> dict[str, Shape]:
-        """As of ShortConvConfig."""
         head = self.head_dim, self.head_dim
         return {"conv": (self.taps - 1, self.channels), "delta": (self.value_heads, *head)}
 
     def width(self, hidden: int) -> int:
-        """Columns of its widest intermediate tensors: those of the projections."""
-        return self.channels + 2 * self.values
+        return self.channels + 2 * self.values  # of the projections
 
 
 @dataclass(frozen=True)
@@ -166,12 +160,10 @@ class ChannelDeltaConfig:
         return self.heads * self.head_dim
 
     def states(self, hidden: int) -> dict[str, Shape]:
-        """As of ShortConvConfig."""
         return {"conv": (self.taps - 1, 3 * self.columns), "delta": (self.heads, self.head_dim, self.head_dim)}
 
     def width(self, hidden: int) -> int:
-        """Columns of its widest intermediate tensors: q, k and v, their convolution, decays and gates."""
-        return 8 * self.columns
+        return 8 * self.columns  # q, k and v, their convolution, decays and gates
 
 
 @dataclass(frozen=True)
@@ -202,15 +194,14 @@ class Mamba2Config:
         return self.inner + 2 * self.groups * self.state
 
     def states(self, hidden: int) -> dict[str, Shape]:
-        """As of ShortConvConfig."""
         return {"conv": (self.taps - 1, self.channels), "ssm": (self.heads, self.head_dim * self.state)}
 
     def width(self, hidden: int) -> int:
-        """Columns of its widest intermediate tensors: of the projection, and of the convolution."""
-        return self.inner + 2 * self.channels
+        return self.inner + 2 * self.channels  # of the projection, and of the convolution
 
 
-# What mixes the rows of a sequence. All but attention keep a state of fixed size for each sequence, which has `states`.
+# What mixes the rows of a sequence. All but attention keep a state of fixed size for each sequence from step to step:
+# `states`, name to shape, of float32. width: columns of the widest intermediate tensors.
 Recurrent = ShortConvConfig | DeltaNetConfig | ChannelDeltaConfig | Mamba2Config
 Mixer = AttentionConfig | Recurrent
 
@@ -264,6 +255,9 @@ class ExpertsConfig:
     shared: SharedExpertConfig | None = None
 
 
+Block = FeedForwardConfig | ExpertsConfig
+
+
 @dataclass(frozen=True)
 class Norms:
     """Norms around a block, by the name of their weight within the layer: x + after(block(before(x))). "": none."""
@@ -275,8 +269,8 @@ class Norms:
 
 @dataclass(frozen=True)
 class PredictorConfig:
-    """Makes a layer one of multi-token prediction: `models/predictor.py` has the formula. Which tensors of its own the
-    file has; what it lacks it shares with the decoder."""
+    """Makes a layer one of multi-token prediction (`transformer.predictor` has the formula). Which tensors of its own
+    the file has; what it lacks it shares with the decoder."""
 
     embedding: bool = False  # nextn.embed_tokens
     head: bool = False  # nextn.shared_head_head
@@ -289,7 +283,7 @@ class LayerConfig:
     the same norm."""
 
     mixer: Mixer | None
-    feed_forward: FeedForwardConfig | ExpertsConfig | None
+    feed_forward: Block | None
     mixer_norms: Norms = Norms(before="attn_norm")
     feed_forward_norms: Norms = Norms(before="ffn_norm")
     experts: ExpertsConfig | None = None  # beside the feed-forward block (gemma4)
@@ -300,7 +294,6 @@ class LayerConfig:
 
     @property
     def attention(self) -> AttentionConfig | None:
-        """Its mixer, if that is attention."""
         return self.mixer if isinstance(self.mixer, AttentionConfig) else None
 
     @property
@@ -310,7 +303,6 @@ class LayerConfig:
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        """All that it has."""
         return tuple(mixer for mixer in (self.mixer, self.beside) if mixer)
 
 

@@ -73,7 +73,7 @@ class Graph:
     bb: relax.BlockBuilder
     parameters: dict[str, tuple] = field(default_factory=dict)  # name: (Var, kind)
     hidden: relax.Var | None = None  # the rows before the last norm, once they are emitted
-    drafted: relax.Var | None = None  # of predictor.py
+    drafted: relax.Var | None = None  # of transformer.predictor
 
     def __post_init__(self):
         self.config: ModelConfig = self.model.config
@@ -215,9 +215,6 @@ class Graph:
         op = Gate(k=k, m=m, size=size, eps=self.config.norm_eps if norm else None, silu=silu, layout="")
         return self.emit(op, [x, z, *g])
 
-    def sigmoid(self, x) -> relax.Var:
-        return self.bb.emit(relax.op.sigmoid(x))
-
     def columns(self, x, first: int, count: int) -> relax.Var:
         """Columns first .. of x."""
         if first == 0 and count == shape_of(x)[1]:
@@ -247,7 +244,7 @@ class Graph:
 
     def times_sigmoid(self, x, logit) -> relax.Var:
         """x * sigmoid(column 0 of logit), row by row."""
-        return self.multiply(x, self.sigmoid(self.columns(logit, 0, 1)))
+        return self.multiply(x, self.bb.emit(relax.op.sigmoid(self.columns(logit, 0, 1))))
 
     def scaled_by_position(self, x, table: str) -> relax.Var:
         """x times the entry of its position in a table float32 [ctx, 1]."""

@@ -4,20 +4,25 @@ In: `Keys`. Out: configurations; a `UserError` names the key of what is missing,
 and defaults are llama.cpp's (src/llama-arch.cpp, src/llama-model.cpp).
 """
 
+import math
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mlc_amd.compiler.models.config import (
     AttentionConfig,
+    Block,
     ExpertsConfig,
     FeedForwardConfig,
     LayerConfig,
+    Mixer,
     ModelConfig,
+    Norms,
     PredictorConfig,
     RopeConfig,
+    SharedExpertConfig,
 )
-from mlc_amd.compiler.models.keys import Keys
-from mlc_amd.runtime.errors import shorten
+from mlc_amd.runtime.errors import UserError, shorten
 
 MAX_LAYERS = 1024  # the largest known models have about 130: more means a damaged file
 MAX_EXPERTS = 1024  # llama.cpp takes up to 512
@@ -27,7 +32,100 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 PREDICTOR = "attn_norm", "nextn.eh_proj", "nextn.enorm", "nextn.hnorm"  # tensors of a predicting layer
 SCALINGS = ("none", "linear", "yarn", "longrope")
+# Fields of LayerConfig: RMS norms before both blocks, but not by their usual names; around them; after them only
+NORMS_BEFORE: dict[str, Any] = {"feed_forward_norms": Norms(before="post_attention_norm")}
+NORMS_AROUND: dict[str, Any] = {
+    "mixer_norms": Norms("attn_norm", "post_attention_norm"), "feed_forward_norms": Norms("ffn_norm", "post_ffw_norm"),
+}  # fmt: skip
+NORMS_AFTER: dict[str, Any] = {
+    "mixer_norms": Norms(after="post_attention_norm"), "feed_forward_norms": Norms(after="post_ffw_norm"),
+}  # fmt: skip
 GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax_used"}  # of expert_gating_func
+
+
+class Keys:
+    """Typed access to a file's metadata and to the names of its tensors. `prefix` (the architecture) goes in front of
+    every key except `general.*`. A value that is missing, of another type or impossible is a `UserError` of one line
+    with the file's path in front."""
+
+    def __init__(self, metadata: dict[str, object], tensors: Collection[str], path: str, prefix: str = ""):
+        self.metadata, self.tensors, self.path, self.prefix = metadata, tensors, path, prefix
+
+    def full(self, key: str) -> str:
+        return key if key.startswith(("general.", "tokenizer.")) else f"{self.prefix}.{key}"
+
+    def has(self, key: str) -> bool:
+        """Whether the metadata has the key."""
+        return self.full(key) in self.metadata
+
+    def error(self, message: str) -> UserError:
+        return UserError(f"{self.path}: {message}")
+
+    def _get(self, key: str, default: object) -> object:
+        value = self.metadata.get(self.full(key), default)
+        if value is None:
+            raise self.error(f"metadata key {self.full(key)} is missing; convert the model again")
+        return value
+
+    def _wrong(self, key: str, value: object, expected: str) -> UserError:
+        what = f"metadata key {self.full(key)} is {shorten(value)}, expected {expected}"
+        return self.error(f"{what}; convert the model again")
+
+    def string(self, key: str, default: str | None = None) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a string")
+        return value
+
+    def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = (1 << 31) - 1) -> int:
+        """One integer; a list with one entry per layer is taken if all entries are equal."""
+        value = self._get(key, default)
+        if isinstance(value, list) and value and all(v == value[0] for v in value):
+            value = value[0]
+        if isinstance(value, list) and value:
+            raise self.error(f"{self.full(key)} differs between layers; only models with equal layers are supported")
+        return self._checked(key, value, minimum, maximum)
+
+    def integers(self, key: str, layers: int, default: int | None = None, minimum: int = 1) -> list[int]:
+        """One integer per layer: the list in the file, or its one number for every layer."""
+        value = self._get(key, default)
+        if not isinstance(value, list):
+            return [self._checked(key, value, minimum)] * layers
+        if len(value) != layers:
+            raise self.error(
+                f"{self.full(key)} has {len(value)} entries, the model has {layers} layers; convert the model again"
+            )
+        return [self._checked(key, entry, minimum) for entry in value]
+
+    def flags(self, key: str, layers: int) -> list[bool]:
+        """One flag per layer: the list in the file."""
+        value = self._get(key, None)
+        if not isinstance(value, list) or len(value) != layers or not all(isinstance(flag, bool) for flag in value):
+            raise self._wrong(key, value, f"a list of {layers} flags")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def _checked(self, key: str, value: object, minimum: int, maximum: int = (1 << 31) - 1) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            limit = f" and <= {maximum}" if isinstance(value, int) and value > maximum and maximum < 1 << 30 else ""
+            raise self._wrong(key, value, f"an integer >= {minimum}{limit}")
+        return value
+
+    def number(self, key: str, default: float | None = None, minimum: float | None = None) -> float:
+        """A finite number, above 0 unless `minimum` is given."""
+        value = self._get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            valid = False
+        else:
+            valid = value > 0 if minimum is None else value >= minimum
+        if not valid:
+            raise self._wrong(key, value, "a number above 0" if minimum is None else f"a number >= {minimum:g}")
+        return float(value)  # type: ignore[arg-type]  # checked above
 
 
 def read_layers(keys: Keys) -> int:
@@ -90,6 +188,14 @@ def attention(keys: Keys, heads: int, kv_heads: int, head_dim: int, rope: str, *
         "merged_qkv": "blk.0.attn_qkv.weight" in keys.tensors,
     }
     return AttentionConfig(heads, kv_heads, head_dim, rope, **(fields | variant))
+
+
+def attention_or(keys: Keys, other: Mixer, rope: str, **variant) -> tuple[list[Mixer], int]:
+    """The mixer of each layer, `other` where it has no KV heads, and the head size. `variant`: as of `attention`."""
+    heads = keys.integer("attention.head_count")
+    head_dim = keys.integer("attention.key_length", max(1, keys.integer("embedding_length") // heads))
+    kv_heads = keys.integers("attention.head_count_kv", read_layers(keys), minimum=0)
+    return [attention(keys, heads, kv, head_dim, rope, **variant) if kv else other for kv in kv_heads], head_dim
 
 
 def local_layers(keys: Keys, layers: int, pattern: int) -> list[bool]:
@@ -183,6 +289,26 @@ def read_experts(keys: Keys, size: int, gating: str = "", **variant) -> ExpertsC
     return ExpertsConfig(count, used, size, gating=gating, merged=merged, **variant)
 
 
+def experts_weighting(keys: Keys) -> dict[str, Any]:
+    """Fields of ExpertsConfig that say how the chosen experts are weighted."""
+    return {
+        "normalize": keys.flag("expert_weights_norm", False),
+        "scale": keys.number("expert_weights_scale", 1.0, minimum=0.0) or 1.0,
+    }
+
+
+def shared_expert(size: int, **variant) -> SharedExpertConfig | None:
+    """None for a size of 0."""
+    return SharedExpertConfig(size, **variant) if size else None
+
+
+def dense_then(keys: Keys, count: int, experts: Callable[[Keys, int], ExpertsConfig]) -> list[Block]:
+    """The block of each of `count` layers: dense ones, then experts(keys, number of dense ones)."""
+    leading = min(keys.integer("leading_dense_block_count", 0, minimum=0), count)
+    dense = [feed_forward(keys, keys.integer("feed_forward_length"))] * leading if leading else []
+    return dense + ([experts(keys, leading)] * (count - leading) if leading < count else [])
+
+
 # ---- the model
 
 
@@ -209,12 +335,12 @@ def read_model(keys: Keys, layers: list[LayerConfig], ropes: dict[str, RopeConfi
     return ModelConfig(**(fields | variant))
 
 
-def read_uniform(keys: Keys, neox: bool, feed_forward=None, **variant) -> ModelConfig:
-    """A model whose layers are all the same. feed_forward: by default the file's dense block. `variant`: further fields
-    of AttentionConfig."""
-    mixer = read_attention(keys, **variant)
-    layers = [LayerConfig(mixer, feed_forward or read_feed_forward(keys))] * read_layers(keys)
-    return read_model(keys, layers, {ROPE: read_rope(keys, mixer.head_dim, neox)})
+def read_uniform(keys: Keys, neox: bool, mixer=None, block=None, norms=None, base=None, **variant) -> ModelConfig:
+    """A model whose layers are all the same. mixer, block, base (of RoPE): by default the file's. norms: further fields
+    of LayerConfig. `variant`: as of `read_model`."""
+    mixer = mixer or read_attention(keys)
+    layers = [LayerConfig(mixer, block or read_feed_forward(keys), **(norms or {}))] * read_layers(keys)
+    return read_model(keys, layers, {ROPE: read_rope(keys, mixer.head_dim, neox, base=base)}, **variant)
 
 
 def check_multiple(keys: Keys, what: str, size: int, of: int = 32) -> None:

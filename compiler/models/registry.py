@@ -1,9 +1,9 @@
 """The architectures that can be compiled, by GGUF's `general.architecture`.
 
-Files of compiler/models/architectures register themselves:
+Functions in compiler/models/architectures register themselves:
 
     @architecture("qwen3")
-    def read(keys: Keys) -> ModelConfig: ...
+    def qwen3(keys: Keys) -> ModelConfig: ...
 """
 
 import functools
@@ -16,10 +16,12 @@ from typing import Any
 from mlc_amd.compiler.models import tensors as common
 from mlc_amd.compiler.models import transformer
 from mlc_amd.compiler.models.config import ModelConfig, Shape
-from mlc_amd.compiler.models.keys import Keys
+from mlc_amd.compiler.models.metadata import Keys
 from mlc_amd.runtime.errors import shorten
 
 FILES = "mlc_amd.compiler.models.architectures"
+Reader = Callable[[Keys], ModelConfig]
+Tensors = Callable[[ModelConfig], Iterator[tuple[str, Shape]]]
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class Architecture:
     """read: metadata to the model's configuration, checked. tensors: (name, shape) of every tensor that a model of a
     configuration has, in file order. decoder: emits it through a Graph, and returns the logits."""
 
-    read: Callable[[Keys], ModelConfig]
-    tensors: Callable[[ModelConfig], Iterator[tuple[str, Shape]]]
+    read: Reader
+    tensors: Tensors
     decoder: Callable[[Any], Any]
 
 
@@ -36,13 +38,11 @@ _registered: dict[str, Architecture] = {}
 
 
 def architecture(
-    name: str,
-    tensors: Callable[[ModelConfig], Iterator[tuple[str, Shape]]] = common.tensors,
-    decoder: Callable[[Any], Any] = transformer.decoder,
-) -> Callable[[Callable[[Keys], ModelConfig]], Callable[[Keys], ModelConfig]]:
+    name: str, tensors: Tensors = common.tensors, decoder=transformer.decoder
+) -> Callable[[Reader], Reader]:
     """Registers an architecture by the function that reads its metadata."""
 
-    def register(read: Callable[[Keys], ModelConfig]) -> Callable[[Keys], ModelConfig]:
+    def register(read: Reader) -> Reader:
         _registered[name] = Architecture(read, tensors, decoder)
         return read
 
@@ -51,7 +51,6 @@ def architecture(
 
 @functools.cache
 def architectures() -> Mapping[str, Architecture]:
-    """All of them, by name."""
     for module in pkgutil.iter_modules(importlib.import_module(FILES).__path__, f"{FILES}."):
         importlib.import_module(module.name)
     return dict(sorted(_registered.items()))
@@ -59,7 +58,7 @@ def architectures() -> Mapping[str, Architecture]:
 
 def read_config(metadata: dict[str, object], tensor_names: Collection[str], path: str) -> ModelConfig:
     """The configuration of a model with that metadata and those tensors. UserError (with `path` in front) for a
-    missing, mistyped or impossible value and for what is not supported. `gguf.check` compares it with the tensors'
+    missing, mistyped or impossible value and for what is not supported. `gguf.reader` compares it with the tensors'
     shapes."""
     keys = Keys(metadata, tensor_names, path)
     name = keys.string("general.architecture")

@@ -241,7 +241,8 @@ class Part(NamedTuple):
 def merged_parts(config: ModelConfig) -> Iterator[Part]:
     """The parts that replace merged tensors."""
     for i, layer in enumerate(config.layers):
-        mixer = (part for own in layer.mixers for part in _MIXER_PARTS.get(type(own), _no_parts)(config.hidden, own))
+        merging = (own for own in layer.mixers if type(own) in _MIXER_PARTS)
+        mixer = (part for own in merging for part in _MIXER_PARTS[type(own)](config.hidden, own))
         blocks = *_block_parts(config.hidden, layer.feed_forward), *_block_parts(config.hidden, layer.experts)
         for part in (*mixer, *blocks):
             yield part._replace(name=f"blk.{i}.{part.name}", source=f"blk.{i}.{part.source}")
@@ -295,10 +296,6 @@ def _mamba2_parts(hidden: int, s: Mamba2Config) -> Iterator[Part]:
     for which, rows in (("z", s.inner), ("x", s.channels), ("dt", s.heads)):
         yield Part(f"ssm_in_{which}.weight", "ssm_in.weight", first, (rows, hidden))
         first += rows
-
-
-def _no_parts(hidden: int, mixer) -> Iterator[Part]:
-    yield from ()
 
 
 _MIXER_PARTS: dict[type, Callable[[int, Any], Iterator[Part]]] = {

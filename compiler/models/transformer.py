@@ -8,13 +8,14 @@ mixture of experts.
 
     attention = W_o attention(rope(W_q h), rope(W_k h), W_v h); the other mixers are those of recurrent.py
 
-Everything follows the `ModelConfig` that an architecture's file makes.
+Everything follows the `ModelConfig` that an architecture's function makes.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mlc_amd.compiler.functions import DRAFTED
 from mlc_amd.compiler.models import recurrent
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LatentConfig, LayerConfig, Norms
 
@@ -138,3 +139,37 @@ def head(g: Graph, x, norm: str, matrix: str):
     y = g.linear(g.answers(x, norm), matrix)
     y = g.scaled(y, c.logit_scale) if c.logit_scale != 1.0 else y
     return g.softcap(y, c.logit_softcap) if c.logit_softcap else y
+
+
+def predictor(g: Graph):
+    """Multi-token prediction (MTP): a further layer of a model that guesses the token after the next one.
+
+    Of a row with the token at position p, the decoder's x_p and the next token t:
+
+        h' = eh_proj [norm(embedding of t) | norm(h)]      norms enorm and hnorm; h = output_norm(x_p)
+        y = shared_head_norm(layer(h'))                    attention among the rows of this layer, at position p
+        logits of the token after t = shared_head_head y
+
+    where the embedding, the last norm and the last matrix are the decoder's if the layer has none of its own. For a
+    guess after that one, y takes the place of h, and the guessed token that of t.
+
+    So llama.cpp computes it (graph_mtp in src/models/qwen35.cpp, glm4-moe.cpp, deepseek2.cpp): the decoder's h is the
+    one after its last norm, and so is the output of a guess. There the row of t stands at the position of t instead of
+    p, which is the same, as RoPE knows distances only.
+
+    Returns the logits of the rows that the function answers; g.drafted is y of all rows.
+    """
+    c, i = g.config, g.config.predictor
+    assert i is not None, "a model with a layer that predicts"
+    layer, own = c.layers[i], f"blk.{i}.nextn."
+    has = layer.predictor
+    assert has
+    output = "token_embd.weight" if c.tied else "output.weight"
+    h = g.gathered(DRAFTED) if g.spec.chained else g.norm(g.kept_hidden, c.output_norm)
+    e = g.embed(own + "embed_tokens.weight" if has.embedding else "token_embd.weight", c.embedding_scale)
+    both = g.joined(g.rms_norm(e, own + "enorm.weight"), g.rms_norm(h, own + "hnorm.weight"))
+    x = g.linear(both, own + "eh_proj.weight")
+    x = decoder_layer(g, x, i, layer)
+    norm = own + "shared_head_norm" if has.norm else c.output_norm
+    g.drafted = g.norm(x, norm)
+    return head(g, x, norm, own + "shared_head_head.weight" if has.head else output)

@@ -1,56 +1,153 @@
-"""Two norms of the same x that differ in the layout of their result, as experts and their router need it, become one
-with both results."""
+"""Norms become part of the linears around them: `fuse_norm_linear` and `defer_norms`."""
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from mlc_amd.compiler import ops
-from mlc_amd.compiler.nodes import fields_of
-from mlc_amd.compiler.passes.rewrite import each_function
-from mlc_amd.schedules.operators import Norm
+from mlc_amd.compiler.nodes import parts_of
+from mlc_amd.compiler.passes.rewrite import bound_in, readers_in, rewrite_functions
+from mlc_amd.schedules.operators import GateUp, Linear, Operator, RmsNorm
 
 
-def _pairs(func) -> list[tuple[relax.Call, relax.Call]]:
-    """(norm with a layout, norm with the float32 result) of the same arguments and attributes."""
-    found = {}
-    for block in func.body.blocks:
-        for call in (binding.value for binding in block.bindings):
-            if isinstance(op := ops.operator_of(call), Norm) and not op.both:
-                group = found.setdefault((replace(op, layout=""), tuple(call.args)), {})
-                group.setdefault(op.layout, call)
-    return [
-        (call, group[""]) for group in found.values() if len(group) == 2 and "" in group
-        for layout, call in group.items() if layout
-    ]  # fmt: skip
+def _reads_norms(value) -> bool:
+    """Whether a value is a call whose kernel may compute or complete the norm of its input."""
+    return isinstance(ops.operator_of(value), (Linear, GateUp))
 
 
-@mutator
-class _Fuser(PyExprMutator):
-    """The fused call stands where the first of the two stood: both have the same arguments."""
-
-    def __init__(self, mod, pairs):
-        super().__init__(mod)
-        self.pair = {call: pair for pair in pairs for call in pair}
-        self.fused = {}
-
-    def visit_call_(self, call):
-        if call not in self.pair:
-            return super().visit_call_(call)
-        pair = self.pair[call]
-        if pair not in self.fused:
-            args = [self.visit_expr(arg) for arg in pair[0].args]
-            self.fused[pair] = self.builder_.emit(
-                ops.call(replace(cast(Norm, ops.operator_of(pair[0])), both=True), args)
-            )
-        both = self.fused[pair]
-        *parts, plain = (relax.TupleGetItem(both, i) for i in range(len(fields_of(both.ty))))
-        if call.same_as(pair[1]):
-            return plain
-        return relax.Tuple(list[relax.Expr](parts)) if len(parts) > 1 else parts[0]
+def _is_norm(value) -> bool:
+    """Whether a value is an rms_norm of all rows that has one result."""
+    op = ops.operator_of(value)
+    return isinstance(op, RmsNorm) and op.rows == "all" and not op.both
 
 
-def fuse_norms(mod):
-    return each_function(mod, lambda func: _Fuser(mod, _pairs(func)).visit_expr(func))
+def _norms_of_readers(func, target) -> dict[relax.Call, relax.Call]:
+    """Linears and gate_ups that compute their norm, with it."""
+    readers = readers_in(func)
+    return {
+        reader: norm
+        for var, norm in bound_in(func).items()
+        if _is_norm(norm)
+        if all(_reads_norms(reader) and target.fuses_norm(ops.operator_of(reader)) for reader in readers.get(var, ()))
+        for reader in readers.get(var, ())
+    }
+
+
+def fuse_norm_linear(mod, target):
+    """linear(rms_norm(x)), or gate_up of it, becomes one operator that computes the norm for itself, for targets whose
+    kernels do: where all that reads the norm can, so that it is no launch of its own any more."""
+
+    def rule_of(func):
+        norms = _norms_of_readers(func, target)
+
+        def rule(call, rewriter):
+            if call not in norms:
+                return None
+            norm, (state, _, *rest) = norms[call], call.args
+            args = [rewriter.visit_expr(arg) for arg in (state, *norm.args[1:], *rest)]
+            op, normed = cast(Linear, ops.operator_of(call)), cast(RmsNorm, ops.operator_of(norm))
+            return ops.call(replace(op, eps=normed.eps), args)
+
+        return rule
+
+    return rewrite_functions(mod, rule_of)
+
+
+class _Deferred(NamedTuple):
+    """norm: the call; scaled_by: the call that gives the scales of the norm before."""
+
+    norm: Any
+    scaled_by: Any
+
+
+class _Plan(NamedTuple):
+    """prepared: linear to the norm that it prepares; completed: reader to the norm that it completes; giving: norms
+    that stay and give their scales."""
+
+    prepared: dict[relax.Call, _Deferred]
+    completed: dict[relax.Call, _Deferred]
+    giving: set[relax.Call]
+
+
+def _plan(func, target) -> _Plan:
+    bound, readers = bound_in(func), readers_in(func)
+    variable: dict[Any, Any] = {value: var for var, value in bound.items()}
+    prepared, completed = {}, {}
+    last: dict[tuple, Any] = {}  # (rows, columns) of a norm's input to the last call that gives its scales
+
+    def completes(norm) -> list:
+        """The readers of a norm, if all of them complete it."""
+        var = variable[norm]
+        found = readers.get(var, [])
+        able = all(
+            _reads_norms(reader) and reader.args[1].same_as(var) and target.defers_norm(ops.operator_of(reader))
+            for reader in found
+        )
+        return found if able and len(set(found)) == len(found) else []
+
+    for var, value in bound.items():
+        if value in completed:
+            last[_rows(completed[value].norm)] = value
+        elif _is_norm(value) and not any(value.same_as(deferred.norm) for deferred in prepared.values()):
+            last[_rows(value)] = value
+        elif isinstance(op := ops.operator_of(value), Linear) and len(op.segments) == 1 and target.defers_norm(op):
+            for norm in filter(_is_norm, readers.get(var, ())):
+                scaled_by, completing = last.get(_rows(norm)), completes(norm)
+                if norm.args[1].same_as(var) and scaled_by is not None and completing:
+                    prepared[value] = deferred = _Deferred(norm, scaled_by)
+                    completed |= dict.fromkeys(completing, deferred)
+                    break
+    giving = {deferred.scaled_by for deferred in prepared.values() if _is_norm(deferred.scaled_by)}
+    return _Plan(prepared, completed, giving)
+
+
+def _op(call, **changes: Any) -> Operator:
+    op: Any = ops.operator_of(call)
+    return replace(op, **changes)
+
+
+def _rows(norm) -> tuple:
+    return tuple(ops.shape_of(norm.args[1]))
+
+
+class _Deferrer:
+    def __init__(self, plan: _Plan):
+        self.plan = plan
+        self.scales = {}  # of calls that give them
+        self.made = {}  # norm to what its input's linear prepared: x * g, squares
+
+    def __call__(self, call, rewriter):
+        plan, visit = self.plan, rewriter.visit_expr
+
+        def emit(op: Operator, args) -> list:
+            """The parts of its result."""
+            var = rewriter.builder_.emit(ops.call(op, args))
+            return [rewriter.builder_.emit(relax.TupleGetItem(var, i)) for i in range(len(parts_of(var.ty)))]
+
+        if call in plan.prepared:
+            norm, scaled_by = plan.prepared[call]
+            args = map(visit, [*call.args, norm.args[2]])
+            y, *self.made[norm] = emit(_op(call, norm_out=True), [*args, self.scales[scaled_by]])
+            return y
+        if call in plan.completed:
+            norm, scaled_by = plan.completed[call]
+            h, squares = self.made[norm]
+            state, _, *rest = call.args
+            args = [visit(state), h, squares, self.scales[scaled_by], *map(visit, rest)]
+            *parts, self.scales[call] = emit(_op(call, norm_in=cast(RmsNorm, ops.operator_of(norm)).eps), args)
+            return relax.Tuple(list[relax.Expr](parts)) if len(parts) > 1 else parts[0]
+        if call in plan.giving:
+            y, self.scales[call] = emit(_op(call, scale_out=True), map(visit, call.args))
+            return y
+        return None
+
+
+def defer_norms(mod, target):
+    """An rms_norm between linears of few tokens leaves no launch: the linear that computes its input prepares it, and
+    those that read it complete it (schedules/gpu/linear/deferred_norm.py), for targets whose kernels do.
+
+    What is prepared is scaled like the norm before, of the same residual stream. So the first norm of a function stays,
+    and gives its scales; each one that a linear completes gives the next one's.
+    """
+    return rewrite_functions(mod, lambda func: _Deferrer(_plan(func, target)))

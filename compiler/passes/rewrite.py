@@ -1,12 +1,12 @@
-"""How a fusion pass rewrites: one rule, tried on every call of every Relax function, in order.
+"""How a fusion pass rewrites: one rule, tried on every call of every Relax function, in order. What a rewrite leaves
+unused goes away with dead code elimination.
 
-A rule gets the call (its arguments already rewritten) and `producer`, which gives the expression that a variable is
-bound to, and returns the new expression or None. What a rewrite leaves unused goes away with dead code elimination.
-`each_function`, `bound_in` and `readers_in` are for passes that must see a whole function before they rewrite it.
+`rewrite` is for rules that look at a call and at what it reads; `rewrite_functions` for those that must see a whole
+function (`bound_in`, `readers_in`) before they rewrite it.
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import tvm
 from tvm import relax
@@ -22,12 +22,8 @@ class _Rewriter(PyExprMutator):
         self.rule = rule
 
     def visit_call_(self, call):
-        call = self.visit_expr_post_order(call)
-        replacement = self.rule(call, self._producer)
-        return call if replacement is None else replacement
-
-    def _producer(self, value):
-        return self.lookup_binding(value) if isinstance(value, relax.Var) else None
+        made = self.rule(call, self)
+        return super().visit_call_(call) if made is None else made
 
 
 def bound_in(func: relax.Function) -> dict[Any, Any]:
@@ -51,18 +47,23 @@ def readers_in(func: relax.Function) -> dict[Any, list]:
     return readers
 
 
-def each_function(mod: tvm.IRModule, rewritten: Callable[[relax.Function], Any]) -> tvm.IRModule:
-    """Replaces every Relax function, and removes what is no longer used."""
+def rewrite_functions(mod: tvm.IRModule, rule_of: Callable[[relax.Function], Callable]) -> tvm.IRModule:
+    """Applies rule_of(function)(call, rewriter) -> Expr | None to all calls of each Relax function. The call's
+    arguments are as they were: `rewriter.visit_expr` rewrites them, `rewriter.builder_` emits further values."""
+    made = mod.clone()
     for gv, func in functions(mod).items():
         if isinstance(func, relax.Function):
-            mod[gv] = rewritten(func)
-    return relax.transform.DeadCodeElimination()(mod)
+            made[gv] = _Rewriter(mod, rule_of(func)).visit_expr(func)
+    return relax.transform.DeadCodeElimination()(made)
 
 
-def rewrite(mod: tvm.IRModule, rule) -> tvm.IRModule:
-    """Applies `rule(call, producer) -> Expr | None` to all calls and removes what is no longer used."""
-    rewriter = _Rewriter(mod, rule)
-    for gv, func in functions(mod).items():
-        if isinstance(func, relax.Function):
-            rewriter.builder_.update_func(gv, cast(relax.Function, rewriter.visit_expr(func)))
-    return relax.transform.DeadCodeElimination()(rewriter.builder_.get())
+def rewrite(mod: tvm.IRModule, rule: Callable) -> tvm.IRModule:
+    """Applies rule(call, producer) -> Expr | None to all calls. The call's arguments are already rewritten; `producer`
+    gives the expression that a variable is bound to."""
+
+    def apply(call, rewriter):
+        call = rewriter.visit_expr_post_order(call)
+        made = rule(call, lambda value: rewriter.lookup_binding(value) if isinstance(value, relax.Var) else None)
+        return call if made is None else made
+
+    return rewrite_functions(mod, lambda func: apply)

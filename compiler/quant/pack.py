@@ -11,8 +11,7 @@ the other. Work is done in the order of "tile16"; for "rows" the arrays it is wr
 
 import numpy as np
 
-from mlc_amd.compiler.quant import blocks as plain
-from mlc_amd.compiler.quant import codebooks
+from mlc_amd.compiler.quant.blocks import UNPACK, Blocks
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu.linear import planes as cpu
 from mlc_amd.schedules.cpu.linear.planes import BLOCK, ROWS
@@ -20,12 +19,8 @@ from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
 from mlc_amd.schedules.gpu.base import planes as gpu
 
 LAYOUTS = {"tile16": cpu.planes, "rows": gpu.planes}  # name -> planes(fmt, n, k): shapes and dtypes
-UNPACK = plain.UNPACK | codebooks.UNPACK
-PIECE = (
-    256 << 10
-)  # bytes of GGUF blocks worked on at once: the intermediate arrays (about six times that) stay in the L2 cache
-
-
+# bytes of GGUF blocks worked on at once: the intermediate arrays (about six times that) stay in the L2 cache
+PIECE = 256 << 10
 # The words (4 columns, `blocks`) of a block that share a code plane's bytes, lowest bits first
 WORDS = {
     "Q8": (slice(0, 8),),
@@ -91,7 +86,7 @@ def repack(fmt: str | Format, blocks: np.ndarray, k: int, layout: str = "tile16"
         if fmt.kind == "float":
             tiled["W"][tiles] = piece.view(fmt.dtype).reshape(-1, ROWS, k).transpose(0, 2, 1)
             continue
-        codes, scales = UNPACK[fmt.name](plain.Blocks(piece, fmt.block_bytes))
+        codes, scales = UNPACK[fmt.name](Blocks(piece, fmt.block_bytes))
         _pack_codes(fmt, codes, {p: tiled[p][tiles] for p in fmt.codes})
         for name, values in scales.items():
             tiled[name][tiles] = values

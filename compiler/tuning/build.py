@@ -33,7 +33,7 @@ KERNEL = "kernel"
 @functools.lru_cache(maxsize=8)
 def target(kind: str, arch: str):
     """`make_target`, cached."""
-    from mlc_amd.compiler.codegen.targets import make_target  # takes a moment, which importing this module must not
+    from mlc_amd.compiler.codegen.target import make_target  # takes a moment, which importing this module must not
 
     return make_target(kind, arch)
 
@@ -179,13 +179,9 @@ def _handle(request: dict, answer) -> None:
     answer({"error": error})
 
 
-def _limit(memory: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    os.nice(5)  # what is measured meanwhile, and the user, come first
-
-
 if __name__ == "__main__":
     import sys
 
-    _limit(int(sys.argv[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
+    os.nice(5)  # what is measured meanwhile, and the user, come first
     serve(_handle)

@@ -313,9 +313,9 @@ class Lookup:
         self.arch, self.notes = arch, []
         self._found: dict[str, list[tuple[str, WorkloadRecords]]] = {}
         if mode in ("user", "auto"):
-            self._add("user", self._user, user or folder_of(arch))
+            self._add("user", self._user_lines, user or folder_of(arch))
         if mode in ("shipped", "auto"):
-            self._add("shipped", self._shipped, shipped or SHIPPED / f"{file_name(arch.name)}.json")
+            self._add("shipped", shipped_lines, shipped or SHIPPED / f"{file_name(arch.name)}.json")
 
     def find(self, workload: Operator) -> tuple[object | None, str]:
         """(plan, "user" or "shipped"), or (None, "default"): the kernel's own default."""
@@ -332,28 +332,22 @@ class Lookup:
                         raise ValueError("there is only one plan today")
                     plan = found.parse(record.plan)
                 except ValueError as reason:
-                    self._note(source, workload, reason)
+                    self.notes.append(f"{source} record of {workload.key} for {self.arch.name} ignored: {reason}")
                     continue
                 return (None, DEFAULT) if record.default else (plan, source)
         return None, DEFAULT
 
-    def _note(self, source: str, workload: Operator, reason) -> None:
-        self.notes.append(f"{source} record of {workload.key} for {self.arch.name} ignored: {reason}")
-
     def _add(self, source: str, read, path: Path) -> None:
         try:
-            found, notes = entries_of(read(path))
+            found, notes = entries_of(read(path, self.arch))
             self.notes += [f"{source} records for {self.arch.name}: {note}" for note in notes]
             for entry in found.values():
                 self._found.setdefault(entry.workload.key, []).append((source, entry))
         except UserError as error:
             self.notes.append(str(error))
 
-    def _user(self, folder: Path) -> list[lines.Line]:
-        _check_header(folder, self.arch)
+    def _user_lines(self, folder: Path, arch) -> list[lines.Line]:
+        _check_header(folder, arch)
         good, notes = lines.read(folder / LOG)
         self.notes += notes
         return good
-
-    def _shipped(self, path: Path) -> list[dict]:
-        return shipped_lines(path, self.arch)

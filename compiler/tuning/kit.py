@@ -22,7 +22,7 @@ import tvm
 from msgspec import Meta
 
 from mlc_amd import runtime
-from mlc_amd.compiler.codegen.targets import make_target
+from mlc_amd.compiler.codegen.target import make_target
 from mlc_amd.compiler.tuning import lines
 from mlc_amd.compiler.tuning.build import Builder, build_copy, folder_name
 from mlc_amd.compiler.tuning.database import Checked, Measured, plan_text
@@ -203,16 +203,16 @@ def export(
         _copy_sources(folder / "lib")
         (folder / "run.py").write_text(START)
         facts = {"format": FORMAT, "id": uuid.uuid4().hex, "target": kind, "arch": arch, "model": model}
-        facts |= {"tvm": tvm.__version__, "version": VERSION, "tasks": [_task_entry(task) for task in session.tasks]}
+        tasks = [
+            {name: getattr(task, name) for name in TASK} | {"op": task.workload.name, "args": task.workload.args}
+            for task in session.tasks
+        ]
+        facts |= {"tvm": tvm.__version__, "version": VERSION, "tasks": tasks}
         (folder / KIT).write_text(json.dumps(facts | {"candidates": candidates}, indent=1))
     except OSError as e:
         raise UserError(f"cannot write {folder}: {e.strerror or e}; free some space or choose another place") from e
     nbytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return Exported(folder, len(candidates), len(errors), nbytes)
-
-
-def _task_entry(task: Task) -> dict:
-    return {name: getattr(task, name) for name in TASK} | {"op": task.workload.name, "args": task.workload.args}
 
 
 def _copy_sources(folder: Path) -> None:

@@ -49,10 +49,6 @@ class Local(Closing):
         self.measurer.close()
         self._held.close()
 
-    def serves(self, workload: Operator) -> bool:
-        """Whether it can time that workload's plans."""
-        return True
-
     def batch(self) -> int:
         """How many plans to measure together."""
         return BATCH

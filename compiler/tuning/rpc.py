@@ -308,7 +308,6 @@ class Remote(Local):
         return max(PART * self.measurer.count(), super().batch())
 
     def measure(self, jobs, progress=lambda done, total: None) -> list[Measured | None]:
-        """As `Local.measure`."""
         self.measurer.recruit()  # while it builds
         return super().measure(jobs, progress)
 

@@ -48,11 +48,8 @@ TRACKER_PORT = 9190
 PORTS = range(9091, 9190)  # of servers, as TVM has them
 POLL = 2.0  # seconds that `news` waits
 AGAIN = 1.0  # seconds between two attempts to serve
-KEEPALIVE = {
-    "TCP_KEEPIDLE": 20,
-    "TCP_KEEPINTVL": 5,
-    "TCP_KEEPCNT": 4,
-}  # a peer that is gone without a word is noticed after 40 s
+# a peer that is gone without a word is noticed after 40 s
+KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 # ---- addresses

@@ -67,13 +67,6 @@ def draw(schedule: s_tir.Schedule, space: Space, plan=None) -> None:
         schedule.annotate(block, PREFIX + name, drawn)
 
 
-def schedule_of(mod: tvm.IRModule, space: Space, plan) -> s_tir.Schedule:
-    """A schedule of a reference whose trace draws that plan."""
-    schedule = s_tir.Schedule(mod)
-    draw(schedule, space, plan)
-    return schedule
-
-
 def plan_of(schedule: s_tir.Schedule, space: Space):
     """The plan that a schedule's annotations say."""
     found: Any = schedule.get(schedule.get_sblock(BLOCK))
@@ -244,7 +237,9 @@ class Search:
             )  # fmt: skip
 
     def _candidate(self, plan) -> MeasureCandidate:
-        return MeasureCandidate(schedule_of(self._mod, self.space, plan), [])
+        schedule = s_tir.Schedule(self._mod)
+        draw(schedule, self.space, plan)
+        return MeasureCandidate(schedule, [])
 
     def _rank(self, count: int) -> list:
         """The `count` unmeasured plans, less EPSILON of them, that the cost model ranks first; of more than RANKED, a

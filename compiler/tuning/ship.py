@@ -67,9 +67,8 @@ def _keyed(line: dict[str, Any]) -> dict[str, Any] | None:
     """The line with its workload's key; None for one that is of other kernels than today's."""
     if line.get("version") != VERSION or line["tvm"] != tvm.__version__ or lines.fault(line):
         return None
-    return {name: value for name, value in line.items() if name not in ("tvm", "version")} | {
-        "key": from_json(line).key
-    }
+    facts = {name: value for name, value in line.items() if name not in ("tvm", "version")}
+    return facts | {"key": from_json(line).key}
 
 
 def _differs(line: dict[str, Any], arch: Any) -> bool:

@@ -62,7 +62,7 @@ def _used(param: Param, array: np.ndarray, live: int) -> np.ndarray:
     """The defined part of an output; of caches all, as nothing may be written outside the live tokens."""
     if param.role == "cache":
         return array
-    if array.dtype == np.float16 and array.ndim == 3:  # "lanes" of schedules/gpu/base/pairs.py: groups of 128 columns
+    if array.dtype == np.float16 and array.ndim == 3:  # "lanes" of gpu/base/quantize.py: groups of 128 columns
         tiles, groups, _ = array.shape
         array = array.reshape(tiles, groups, 4, 8, 32).transpose(0, 3, 1, 2, 4).reshape(tiles * 8, groups, 128)
     rows = array[: routed_slots(param.facts["experts"], live) if "experts" in param.facts else min(live, len(array))]

@@ -1,5 +1,5 @@
 """Guesses by a layer of the model itself that was trained for them (multi-token prediction; the formula is in
-compiler/models/predictor.py).
+compiler/models/transformer.py).
 
 The layer has keys of its own in the pages of the model's, computed from the decoder's last row at a position and the
 token that follows. So it is computed after steps, for the same rows (`follow`), which guesses one token after each

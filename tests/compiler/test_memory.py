@@ -10,7 +10,7 @@ import pytest
 from architectures import tiny
 
 from mlc_amd.compiler import memory
-from mlc_amd.compiler.codegen.targets import make_target
+from mlc_amd.compiler.codegen.target import make_target
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.gguf.presets import PRESETS
 from mlc_amd.compiler.pipeline import compile_model

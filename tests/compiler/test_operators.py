@@ -7,7 +7,7 @@ import architectures
 import pytest
 from samples import sample
 
-from mlc_amd.compiler.codegen.targets import make_target
+from mlc_amd.compiler.codegen.target import make_target
 from mlc_amd.compiler.lowering import lower
 from mlc_amd.compiler.work import buffers
 from mlc_amd.schedules.cpu import registry as on_cpu

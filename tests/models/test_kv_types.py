@@ -9,7 +9,7 @@ from architectures import tiny
 from vulkan_harness import gpu
 
 from mlc_amd.compiler import memory
-from mlc_amd.compiler.codegen.targets import make_target
+from mlc_amd.compiler.codegen.target import make_target
 from mlc_amd.compiler.gguf.synthetic import synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import vulkan_harness
 
-from mlc_amd.compiler.gguf.check import check_tensors
+from mlc_amd.compiler.gguf.reader import check_tensors
 from mlc_amd.compiler.gguf.tensor import Tensor
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine.engine import Engine

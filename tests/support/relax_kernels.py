@@ -14,7 +14,7 @@ from tvm import relax
 from mlc_amd.compiler import plan as planning
 from mlc_amd.compiler.codegen.lower import Function, Launch
 from mlc_amd.compiler.codegen.rocm import HsacoModule
-from mlc_amd.compiler.codegen.targets import make_target
+from mlc_amd.compiler.codegen.target import make_target
 from mlc_amd.runtime.devices.cpu import Kernels
 from mlc_amd.schedules.gpu.base import profiles
 from tests.dev import gfxemu

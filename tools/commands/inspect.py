@@ -98,7 +98,7 @@ def _gguf(path: Path, options: CompileOptions, n_cpu_moe: int) -> dict[str, obje
         opened = GGUFModel.open(path)
     except UserError as error:
         return inspect_header.report(path, error)
-    from mlc_amd.compiler.codegen.targets import make_target
+    from mlc_amd.compiler.codegen.target import make_target
     from mlc_amd.compiler.lowering import capacity
     from mlc_amd.compiler.manifest import format_totals
     from mlc_amd.compiler.memory import needs

@@ -171,7 +171,7 @@ class Subject:
             raise UserError(f"{path} is a folder: give the GGUF file that it was made from")
         kind, arch = targets.resolve(options.target, options.arch, device)
         with models.open_source(path, synthetic) as source:
-            from mlc_amd.compiler.codegen.targets import make_target
+            from mlc_amd.compiler.codegen.target import make_target
             from mlc_amd.compiler.tuning.tasks import extract
 
             backend = make_target(kind, arch)
@@ -256,18 +256,22 @@ def _tune(subject: Subject, make: Callable, seconds: float | None, trials: int |
     with (
         display.budget_progress(title, seconds, trials) as progress,
         Interruptible(make, display.message, progress) as measuring,
+        subject.session(seed) as session,
     ):
-        subject.tasks = [task for task in subject.tasks if measuring.runner.serves(task.workload)]
-        with subject.session(seed) as session:
-            if not session.tasks:
-                raise UserError(f"no kernel of {subject.shape} has anything to choose")
-            try:
-                run(
-                    session, measuring.measure, lambda workload, plan: measuring.runner.verify(workload, plan), trials,
-                    seconds, measuring.runner.batch, lambda session: progress(session.trials),
-                )  # fmt: skip
-            except KeyboardInterrupt:
-                measuring.stopped = True
+        if not session.tasks:
+            raise UserError(f"no kernel of {subject.shape} has anything to choose")
+        try:
+            run(
+                session,
+                measuring.measure,
+                lambda workload, plan: measuring.runner.verify(workload, plan),
+                trials,
+                seconds,
+                measuring.runner.batch,
+                lambda session: progress(session.trials),
+            )
+        except KeyboardInterrupt:
+            measuring.stopped = True
     rows = subject.rows()
     failed, known = sum(row.failed for row in rows), sum(len(row.history) for row in rows)
     left = len(session.unchecked())
@@ -293,7 +297,7 @@ def _unverified(session) -> str:
 
 def _import_kit(folder: Path, onward: Path | None, count: int, seed: int) -> Subject:
     """Takes a kit's measurements; writes the next round into `onward`."""
-    from mlc_amd.compiler.codegen.targets import make_target
+    from mlc_amd.compiler.codegen.target import make_target
     from mlc_amd.compiler.tuning import kit as kits
     from mlc_amd.compiler.tuning.summary import gain
 

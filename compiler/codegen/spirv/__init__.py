@@ -87,19 +87,14 @@ def compile_spirv(kernels: dict[str, tirx.PrimFunc], profile: Profile, lowered=l
             params = functions[name].params
             shared = [i for i, arg in enumerate(launch.args) if arg < len(params) and params[arg] in coherent]
             try:
-                modules[launch.symbol] = _emit(by_symbol[launch.symbol], profile, launch, shared)
+                done = Emitter(by_symbol[launch.symbol], profile, launch.block, shared).run()
             except Unsupported as error:
                 raise ValueError(f"kernel {name}: no SPIR-V for {error}") from error
+            facts = done.local_size, done.reads, done.writes, done.table, done.lds
+            capabilities = tuple(sorted(done.asm.capabilities))
+            modules[launch.symbol] = SpirvKernel(done.binary, launch.grid, *facts, capabilities)
         lowered(name)
     return SpirvModule(modules, functions)
-
-
-def _emit(device, profile, launch, coherent) -> SpirvKernel:
-    done = Emitter(device, profile, launch.block, coherent).run()
-    capabilities = tuple(sorted(done.asm.capabilities))
-    return SpirvKernel(
-        done.binary, launch.grid, done.local_size, done.reads, done.writes, done.table, done.lds, capabilities
-    )
 
 
 @functools.cache

@@ -7,16 +7,8 @@ constants are made once, so are pure instructions where their value is known alr
 import struct
 from contextlib import contextmanager
 
-from mlc_amd.compiler.codegen.spirv.opcodes import (
-    BUILTINS,
-    CAPABILITIES,
-    DECORATIONS,
-    EXTENSIONS,
-    GLSL,
-    OP,
-    STORAGE,
-    UNTYPED,
-)
+from mlc_amd.compiler.codegen.spirv import opcodes
+from mlc_amd.compiler.codegen.spirv.opcodes import DECORATIONS, GLSL, OP, STORAGE, UNTYPED
 
 MAGIC, VERSION = 0x07230203, 0x00010500  # 1.5: what Vulkan 1.2 takes
 PHYSICAL_64, GLSL450, VULKAN, GL_COMPUTE, LOCAL_SIZE = 5348, 1, 3, 5, 17
@@ -110,23 +102,18 @@ class Asm:
         """An array type."""
         return self.unique("TypeArray", element, self.const("i32", count))
 
-    def array_in_memory(self, element, count, stride):
-        """A type of arrays of known length in buffers."""
-        fresh = ("memory", element, count) not in self.known
-        if fresh:
-            made = self.known["memory", element, count] = self.new()
-            length = self.const("i32", count)
-            self.globals += instruction("TypeArray", made, element, length)
+    def array_in_memory(self, element, stride, count=None):
+        """A type of arrays in buffers, of known length or, for None, any."""
+        key = ("memory", element, count)
+        if key not in self.known:
+            made = self.new()
+            if count is None:
+                self.globals += instruction("TypeRuntimeArray", made, element)
+            else:
+                self.globals += instruction("TypeArray", made, element, self.const("i32", count))
+            self.known[key] = made
             self.decorate(made, "ArrayStride", stride)
-        return self.known["memory", element, count]
-
-    def runtime_array(self, element, stride):
-        """A type of arrays in buffers."""
-        fresh = ("TypeRuntimeArray", element) not in self.known
-        made = self.unique("TypeRuntimeArray", element)
-        if fresh:
-            self.decorate(made, "ArrayStride", stride)
-        return made
+        return self.known[key]
 
     def block(self, members, offsets, *decorations):
         """A struct type that lies in memory at these offsets; `decorations` of all members."""
@@ -159,7 +146,7 @@ class Asm:
         """The value of a built-in input variable."""
         if ("builtin", name) not in self.known:
             made = self.known["builtin", name] = self.variable("Input", self.type(of))
-            self.decorate(made, "BuiltIn", BUILTINS[name])
+            self.decorate(made, "BuiltIn", opcodes.BUILTINS[name])
         return self.op("Load", of, self.known["builtin", name])
 
     # ---- the function's body
@@ -239,10 +226,10 @@ class Asm:
         main, entry, void = self.new(), self.new(), self.type("void")
         function = self.unique("TypeFunction", void)
         vulkan = "VulkanMemoryModel" in self.capabilities
-        extensions = sorted(EXTENSIONS[name] for name in self.capabilities & EXTENSIONS.keys())
+        extensions = sorted(opcodes.EXTENSIONS[name] for name in self.capabilities & opcodes.EXTENSIONS.keys())
         words = [MAGIC, VERSION, 0, self.bound, 0]
         for capability in sorted(self.capabilities):
-            words += instruction("Capability", CAPABILITIES[capability])
+            words += instruction("Capability", opcodes.CAPABILITIES[capability])
         for extension in extensions:
             words += instruction("Extension", *string(extension))
         words += instruction("ExtInstImport", self.glsl, *string("GLSL.std.450"))
@@ -250,8 +237,6 @@ class Asm:
         words += instruction("EntryPoint", GL_COMPUTE, main, *string(name), *self.interface)
         words += instruction("ExecutionMode", main, LOCAL_SIZE, *block)
         words += self.decorations + self.globals
-        words += (
-            instruction("Function", void, main, 0, function) + instruction("Label", entry) + self.locals + self.body
-        )
-        words += instruction("Return") + instruction("FunctionEnd")
+        words += instruction("Function", void, main, 0, function) + instruction("Label", entry)
+        words += self.locals + self.body + instruction("Return") + instruction("FunctionEnd")
         return struct.pack(f"<{len(words)}I", *words)

@@ -123,7 +123,7 @@ class Emitter(Subgroup, Matrix):
         if not self.table:
             self.parameters = dict(zip(params, pushed, strict=True))
             return
-        block = asm.block([asm.array_in_memory(address, len(params), ADDRESS)], [0], "NonWritable")
+        block = asm.block([asm.array_in_memory(address, ADDRESS, len(params))], [0], "NonWritable")
         table = asm.op("ConvertUToPtr", asm.pointer("PhysicalStorageBuffer", block), pushed[0])
         element = asm.pointer("PhysicalStorageBuffer", address)
         for i, param in enumerate(params):

@@ -1,6 +1,5 @@
 """TIR expressions to SPIR-V: `value(e)` is an id, or a list of ids for a vector."""
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 from tvm import tirx
@@ -14,20 +13,13 @@ EQUALITY = {  # by the register's first letter
     "EQ": {"f": "FOrdEqual", "i": "IEqual", "b": "LogicalEqual"},
     "NE": {"f": "FUnordNotEqual", "i": "INotEqual", "b": "LogicalNotEqual"},
 }
-BITWISE = {
-    "BitwiseAnd": "LogicalAnd",
-    "BitwiseOr": "LogicalOr",
-    "BitwiseXor": "LogicalNotEqual",
-}  # on integers: on booleans
+# on integers: on booleans
+BITWISE = {"BitwiseAnd": "LogicalAnd", "BitwiseOr": "LogicalOr", "BitwiseXor": "LogicalNotEqual"}
 SIGNS = {"float": "F", "int": "S", "uint": "U", "bool": "U"}
 
 
-class Expressions(Values, ABC):
+class Expressions(Values):
     """Part of the emitter."""
-
-    @abstractmethod
-    def lane_indices(self, ramp) -> list[int]:
-        """Ids of a Ramp's lanes (memory.py)."""
 
     def value(self, e) -> Any:
         """The id of an expression's value; a list of ids if it is a vector."""
@@ -79,13 +71,8 @@ class Expressions(Values, ABC):
 
     def expr_Select(self, e):
         ty = parse(e.ty)
-        return self.map(
-            lambda c, x, y: self.asm.op("Select", self.register(ty), c, x, y),
-            ty,
-            e.condition,
-            e.true_value,
-            e.false_value,
-        )
+        operands = e.condition, e.true_value, e.false_value
+        return self.map(lambda c, x, y: self.asm.op("Select", self.register(ty), c, x, y), ty, *operands)
 
     def expr_Cast(self, e):
         source, target = parse(e.value.ty), parse(e.ty)
@@ -130,12 +117,10 @@ class Expressions(Values, ABC):
             return asm.op("Logical" + name, "bool", x, y)
         if name == "Div":
             return self.wrap(asm.op(sign + "Div", register, x, y), ty)
+        if name == "Mod" and sign == "S":
+            return self.remainder(register, x, y)
         if name == "Mod":
-            return (
-                self.remainder(register, x, y)
-                if sign == "S"
-                else asm.op({"F": "FRem", "U": "UMod"}[sign], register, x, y)
-            )
+            return asm.op("FRem" if sign == "F" else "UMod", register, x, y)
         raise Unsupported(name)
 
     def shift(self, left, ty, x, by):
@@ -167,9 +152,8 @@ class Expressions(Values, ABC):
     def _floor_signed(self, divide, ty, x, y):
         asm, register = self.asm, self.register(ty)
         zero, rest = asm.const(register, 0), self.remainder(register, x, y)
-        opposite = asm.op(
-            "SLessThan", "bool", asm.op("BitwiseXor", register, rest, y), zero
-        )  # signs of rest and y differ
+        # signs of rest and y differ
+        opposite = asm.op("SLessThan", "bool", asm.op("BitwiseXor", register, rest, y), zero)
         fix = asm.op("LogicalAnd", "bool", asm.op("INotEqual", "bool", rest, zero), opposite)
         if divide:
             one_less = asm.op("Select", register, fix, asm.const(register, 1), zero)

@@ -1,5 +1,5 @@
 """Calls: TIR's own functions, LLVM's names for what AMD's vector unit does, and the externs "vk.*" of
-schedules/gpu/base/device.py.
+schedules/gpu/base/device.py, which are methods of their names here (vk_dot4).
 
 Externs (words: 32-bit scalars):
     vk.dot4(a, b)                   int32: the sum of the four products of the signed bytes of two words
@@ -26,10 +26,8 @@ from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, has_load, ki
 INT8 = Type("int", 8, 1)
 LLVM_MATH = {
     "llvm.fma": "Fma", "llvm.maxnum": "NMax", "llvm.minnum": "NMin", "llvm.rint": "RoundEven", "llvm.fabs": "FAbs",
-    "llvm.sqrt": "Sqrt",
-    "llvm.floor": "Floor", "llvm.ceil": "Ceil", "llvm.trunc": "Trunc", "llvm.amdgcn.exp2": "Exp2",
-    "llvm.amdgcn.rsq": "InverseSqrt",
-    "llvm.amdgcn.sqrt": "Sqrt", "llvm.amdgcn.log": "Log2",
+    "llvm.sqrt": "Sqrt", "llvm.floor": "Floor", "llvm.ceil": "Ceil", "llvm.trunc": "Trunc", "llvm.amdgcn.exp2": "Exp2",
+    "llvm.amdgcn.rsq": "InverseSqrt", "llvm.amdgcn.sqrt": "Sqrt", "llvm.amdgcn.log": "Log2",
 }  # fmt: skip
 PACKED = {"Fma", "NMax", "NMin"}  # two float16 at a time
 # LLVM name, without its type -> method
@@ -38,33 +36,14 @@ LLVM = {
     "llvm.amdgcn.rcp": "reciprocal",
     "llvm.amdgcn.perm": "byte_permute",
     "llvm.amdgcn.sched.barrier": "nothing",
-    "llvm.amdgcn.readfirstlane": "broadcast_first",
-    "llvm.amdgcn.readlane": "broadcast",
+    "llvm.amdgcn.readfirstlane": "vk_broadcast_first",
+    "llvm.amdgcn.readlane": "vk_broadcast",
     "llvm.amdgcn.ds.bpermute": "shuffle_bytes",
-    "llvm.amdgcn.mbcnt.lo": "lane_number",
-    "llvm.amdgcn.mbcnt.hi": "lane_number",
+    "llvm.amdgcn.mbcnt.lo": "vk_lane",
+    "llvm.amdgcn.mbcnt.hi": "vk_lane",
 }
-EXTERNS = {
-    "vk.dot4": "dot4",
-    "vk.lookup": "lookup",
-    "vk.shuffle_xor": "shuffle_xor",
-    "vk.shuffle": "shuffle",
-    "vk.broadcast": "broadcast",
-    "vk.broadcast_first": "broadcast_first",
-    "vk.reduce_add": "reduce_add",
-    "vk.reduce_max": "reduce_max",
-    "vk.reduce_min": "reduce_min",
-    "vk.lane": "lane_number",
-    "vk.any": "any_lane",
-    "vk.wave_barrier": "wave_barrier",
-    "vk.memory_barrier": "memory_barrier",
-    "fragment_length": "fragment_length",
-    "fragment_get": "fragment_get",
-    "fragment_set": "fragment_set",
-    "fragment_scale": "fragment_scale",
-    "fragment_cast": "fragment_cast",
-}
-NAMED = {"call_extern": EXTERNS, "call_pure_extern": EXTERNS, "call_llvm_intrin": LLVM, "call_llvm_pure_intrin": LLVM}
+LLVM_CALLS, EXTERN_CALLS = ("call_llvm_intrin", "call_llvm_pure_intrin"), ("call_extern", "call_pure_extern")
+NAMED = LLVM_CALLS + EXTERN_CALLS
 
 
 def name_of(call) -> str:
@@ -84,14 +63,17 @@ class Intrinsics(Memory):
     def expr_Call(self, e):
         op, name = e.op.name.split(".", 1)[1], name_of(e)
         args = list(e.args)[1 if op in NAMED else 0 :]
-        glsl = LLVM_MATH.get(name) if op.startswith("call_llvm") else None
+        glsl = LLVM_MATH.get(name) if op in LLVM_CALLS else None
         if glsl:
             ty = parse(e.ty)
             if glsl in PACKED and (ty.code, ty.bits) == ("float", 16) and ty.lanes % 2 == 0 and self.profile.float16:
                 return self.packed_halves(lambda of, *x: self.asm.glsl_op(glsl, of, *x), ty, *args)
             return self.map(lambda *x: self.asm.glsl_op(glsl, self.register(ty), *x), ty, *args)
-        method = NAMED[op].get(name) if op in NAMED else f"call_{name}"
-        if method is None or not hasattr(self, method):
+        if op in EXTERN_CALLS:
+            method = name.replace(".", "_") if name.startswith(("vk.", "fragment_")) else ""
+        else:
+            method = LLVM.get(name, "") if op in LLVM_CALLS else f"call_{name}"
+        if not hasattr(self, method):
             raise Unsupported(f"call of {name}")
         return getattr(self, method)(e, *args)
 
@@ -154,7 +136,7 @@ class Intrinsics(Memory):
 
     def call_atomic_add(self, e, address, value):
         """The value before; int32 or uint32 in a parameter or a shared buffer. It orders no other accesses:
-        `memory_barrier` and barriers do."""
+        `vk_memory_barrier` and barriers do."""
         load, ty = address.args[0], parse(e.ty)
         array = self.arrays.get(load.source)
         if ty.bits != 32 or ty.code == "float" or (array and array.storage != "Workgroup"):
@@ -166,7 +148,7 @@ class Intrinsics(Memory):
         relaxed = self.int_const(opcodes.RELAXED)
         return self.asm.op("AtomicIAdd", "i32", pointer, scope, relaxed, self.value(value), pure=False)
 
-    def memory_barrier(self, e):
+    def vk_memory_barrier(self, e):
         semantics = self.ordering(opcodes.ACQUIRE_RELEASE | opcodes.BUFFER_MEMORY)
         self.asm.emit("MemoryBarrier", self.device_scope(), self.int_const(semantics))
 
@@ -215,7 +197,7 @@ class Intrinsics(Memory):
             out = byte if out is None else asm.op("BitFieldInsert", "i32", out, byte, const(8 * i), const(8))
         return out
 
-    def lookup(self, e, x, *words):
+    def vk_lookup(self, e, x, *words):
         """Each bit of the codes halves what may be meant, four bytes at a time."""
         asm, const, x = self.asm, self.int_const, self.value(x)
         table = b"".join(int(word).to_bytes(4, "little") for word in words)
@@ -231,7 +213,7 @@ class Intrinsics(Memory):
             ]
         return found[0]
 
-    def dot4(self, e, a, b):
+    def vk_dot4(self, e, a, b):
         asm, (a, b) = self.asm, (self.word(a), self.word(b))
         if self.profile.dot:
             asm.capabilities |= {"DotProduct", "DotProductInput4x8BitPacked"}

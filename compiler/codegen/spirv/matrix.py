@@ -60,11 +60,8 @@ class Matrix(Memory):
             scalar = asm.unique("Constant", asm.unique("TypeInt", 32, 1), int(value) & 0xFFFFFFFF)
         else:
             scalar = self.value(value)
-        asm.emit(
-            "Store",
-            variable,
-            asm.unique("ConstantComposite", of, scalar) if constant else asm.op("CompositeConstruct", of, scalar),
-        )
+        filled = asm.unique("ConstantComposite", of, scalar) if constant else asm.op("CompositeConstruct", of, scalar)
+        asm.emit("Store", variable, filled)
 
     def _matrix_memory(self, address, stride, layout, store=False):
         """(pointer, layout, stride in elements of what the pointer points to, *memory operands)."""
@@ -74,10 +71,8 @@ class Matrix(Memory):
             array = self.arrays[buffer]
             pointer, operands = self.element(array, self.value(index)), self.order(array)
         else:
-            pointer, operands = (
-                self.pointer(buffer, storage(ty), index, 0, 1, array=True),
-                self.operands(buffer, index, 0, ty, store),
-            )
+            pointer = self.pointer(buffer, storage(ty), index, 0, 1, array=True)
+            operands = self.operands(buffer, index, 0, ty, store)
         if ty.lanes > 1 and self.known_multiple(stride, 0) % ty.lanes:
             raise Unsupported(f"stride {stride} in a buffer of {buffer.dtype}")
         in_units = self.value(self.analyzer.simplify(tirx.floordiv(stride, ty.lanes)))
@@ -85,11 +80,8 @@ class Matrix(Memory):
 
     def call_tvm_load_matrix_sync(self, e, data, m, n, k, index, address, stride, layout):
         asm, (variable, of) = self.asm, self._fragment(data, index, (m, n, k))
-        asm.emit(
-            "Store",
-            variable,
-            asm.op("CooperativeMatrixLoadKHR", of, *self._matrix_memory(address, stride, layout), pure=False),
-        )
+        operands = self._matrix_memory(address, stride, layout)
+        asm.emit("Store", variable, asm.op("CooperativeMatrixLoadKHR", of, *operands, pure=False))
 
     def call_tvm_store_matrix_sync(self, e, data, m, n, k, index, address, stride, layout):
         fragment = self._fragment(data, index)
@@ -108,11 +100,9 @@ class Matrix(Memory):
         asm.emit("Store", self._fragment(result, result_index)[0], value)
 
     def fragment_scale(self, e, data, index, scalar):
-        fragment = self._fragment(data, index)
-        scaled = self.asm.op(
-            "MatrixTimesScalar", fragment[1], self._load_fragment(fragment), self.value(scalar), pure=False
-        )
-        self.asm.emit("Store", fragment[0], scaled)
+        variable, of = fragment = self._fragment(data, index)
+        factors = self._load_fragment(fragment), self.value(scalar)
+        self.asm.emit("Store", variable, self.asm.op("MatrixTimesScalar", of, *factors, pure=False))
 
     def fragment_length(self, e, data, index):
         return self.asm.op("CooperativeMatrixLengthKHR", "i32", self._fragment(data, index)[1])
@@ -128,9 +118,8 @@ class Matrix(Memory):
         loaded = self.asm.op("Load", self._component_type(ty), self._place_in_fragment(data, index, place), pure=False)
         if ty.code == "float":
             return self.from_storage(loaded, ty)
-        return self.asm.op(
-            "Bitcast" if ty.bits == 32 else "SConvert" if ty.code == "int" else "UConvert", "i32", loaded
-        )
+        op = "Bitcast" if ty.bits == 32 else "SConvert" if ty.code == "int" else "UConvert"
+        return self.asm.op(op, "i32", loaded)
 
     def fragment_set(self, e, data, index, place, value):
         ty = parse(data.args[0].dtype)

@@ -25,16 +25,9 @@ ALIGNMENT = 16  # of what Vulkan's instructions can make use of; parameters star
 ARRAYS = {"local": "Function", "shared": "Workgroup", "shared.wave": "Workgroup"}  # scopes of arrays
 # calls whose value depends on their arguments only
 PLAIN = {
-    "shift_left",
-    "shift_right",
-    "bitwise_and",
-    "bitwise_or",
-    "bitwise_xor",
-    "bitwise_not",
-    "reinterpret",
-    "likely",
+    "shift_left", "shift_right", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "reinterpret", "likely",
     "if_then_else",
-}
+}  # fmt: skip
 
 
 class Array(NamedTuple):
@@ -86,16 +79,14 @@ class Memory(Expressions):
         if kind(index) != "Ramp":
             value = self.value(index)
             return value if isinstance(value, list) else [value]
-        base = self.value(index.base)
-        return [
-            base if k == 0 else self.asm.op("IAdd", "i32", base, self._times(index.stride, k))
-            for k in range(int(index.lanes))
-        ]
+        base, stride = self.value(index.base), index.stride
 
-    def _times(self, stride, k):
-        if isinstance(stride, tirx.IntImm):
-            return self.int_const(int(stride) * k)
-        return self.asm.op("IMul", "i32", self.value(stride), self.int_const(k))
+        def distance(k):
+            if isinstance(stride, tirx.IntImm):
+                return self.int_const(int(stride) * k)
+            return self.asm.op("IMul", "i32", self.value(stride), self.int_const(k))
+
+        return [base, *(self.asm.op("IAdd", "i32", base, distance(k)) for k in range(1, int(index.lanes)))]
 
     # ---- loads and stores
 
@@ -224,7 +215,7 @@ class Memory(Expressions):
         asm, root = self.asm, self.root(buffer)
         address = self._address(buffer, root, index, k, size(unit) // step)
         target = asm.type(unit) if isinstance(unit, tuple) else asm.storage_type(unit)
-        member = asm.runtime_array(target, size(unit)) if array else target
+        member = asm.array_in_memory(target, size(unit)) if array else target
         marks = []
         if root not in self.written:
             marks.append("NonWritable")
@@ -247,7 +238,8 @@ class Memory(Expressions):
         for terms in filter(None, (shared, own)):
             total = None
             for expression, factor in terms:
-                term = self._offset(expression)
+                term = self.value(expression)
+                term = asm.op("UConvert", "i32", term) if parse(expression.ty).bits == 64 else term
                 term = term if factor == 1 else asm.op("IMul", "i32", term, self.int_const(factor))
                 total = term if total is None else asm.op("IAdd", "i32", total, term)
             if shift and not far:
@@ -259,10 +251,6 @@ class Memory(Expressions):
         if constant + k:
             address = asm.op("IAdd", "i64", address, asm.const("i64", (constant + k) * element))
         return address
-
-    def _offset(self, expression):
-        value = self.value(expression)
-        return self.asm.op("UConvert", "i32", value) if parse(expression.ty).bits == 64 else value
 
     def _split(self, index):
         """index -> (terms that a subgroup shares, other terms, constant); a term is (expression, factor)."""

@@ -5,9 +5,8 @@ all of them.
 """
 
 import functools
-from abc import abstractmethod
 
-from mlc_amd.compiler.codegen.spirv.intrinsics import Intrinsics
+from mlc_amd.compiler.codegen.spirv.intrinsics import Intrinsics, name_of
 from mlc_amd.compiler.codegen.spirv.opcodes import ACQUIRE_RELEASE, SUBGROUP, WORKGROUP_MEMORY
 from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, parse
 
@@ -20,11 +19,9 @@ LOCKSTEP = {"lavapipe"}
 # what makes a kernel's thread numbers those of lanes and subgroups
 EXCHANGES = {
     "vk.shuffle_xor", "vk.shuffle", "vk.broadcast", "vk.broadcast_first", "vk.reduce_add", "vk.reduce_max",
-    "vk.reduce_min", "vk.lane",
-    "vk.any", "vk.wave_barrier",
-    "llvm.amdgcn.readfirstlane", "llvm.amdgcn.readlane", "llvm.amdgcn.ds.bpermute", "llvm.amdgcn.mbcnt.lo",
-    "llvm.amdgcn.mbcnt.hi",
-    "tvm_load_matrix_sync", "tvm_fill_fragment",
+    "vk.reduce_min", "vk.lane", "vk.any", "vk.wave_barrier", "llvm.amdgcn.readfirstlane", "llvm.amdgcn.readlane",
+    "llvm.amdgcn.ds.bpermute", "llvm.amdgcn.mbcnt.lo", "llvm.amdgcn.mbcnt.hi", "tvm_load_matrix_sync",
+    "tvm_fill_fragment",
 }  # fmt: skip
 # exchanges whose result all lanes share
 UNIFORM = {
@@ -36,70 +33,57 @@ UNIFORM = {
 class Subgroup(Intrinsics):
     """Part of the emitter."""
 
-    @abstractmethod
-    def thread(self, axis: str) -> int:
-        """threadIdx of an axis (emitter.py)."""
-
-    def lane_number(self, e, *_):
-        return self.lane()
-
-    def lane(self):
+    def vk_lane(self, *_):
         """This lane's number in its subgroup."""
         if self.profile.subgroups:
             self.asm.capabilities.add("GroupNonUniform")
             return self.asm.builtin("SubgroupLocalInvocationId")
         return self.thread("x")
 
-    def broadcast_first(self, e, x):
+    def vk_broadcast_first(self, e, x):
         # "the same in all lanes anyway": a scalar register for it exists on AMD only
         if not (self.profile.scalars and self.profile.subgroups):
             return self.value(x)
         return self._exchange("BroadcastFirst", "Ballot", parse(e.ty), self.value(x))
 
-    def broadcast(self, e, x, lane):
-        ty = parse(e.ty)
-        if not self.profile.subgroups:
-            return self._through_memory(ty, self.value(x), self.value(lane))
-        return self._exchange("Broadcast", "Ballot", ty, self.value(x), self.value(lane))
+    def vk_broadcast(self, e, x, lane):
+        return self._of_lane("Broadcast", "Ballot", parse(e.ty), self.value(x), self.value(lane))
 
-    def shuffle(self, e, x, lane):
-        ty = parse(e.ty)
-        if not self.profile.subgroups:
-            return self._through_memory(ty, self.value(x), self.value(lane))
-        return self._exchange("Shuffle", "Shuffle", ty, self.value(x), self.value(lane))
+    def vk_shuffle(self, e, x, lane):
+        return self._of_lane("Shuffle", "Shuffle", parse(e.ty), self.value(x), self.value(lane))
 
     def shuffle_bytes(self, e, place, x):
         """LLVM's ds.bpermute: four times the lane's number comes first."""
-        ty, lane = parse(e.ty), self.asm.op("ShiftRightLogical", INT32, self.value(place), self.int_const(2))
+        lane = self.asm.op("ShiftRightLogical", INT32, self.value(place), self.int_const(2))
+        return self._of_lane("Shuffle", "Shuffle", parse(e.ty), self.value(x), lane)
+
+    def _of_lane(self, op, capability, ty, value, lane):
+        """The value of lane number `lane`."""
         if not self.profile.subgroups:
-            return self._through_memory(ty, self.value(x), lane)
-        return self._exchange("Shuffle", "Shuffle", ty, self.value(x), lane)
+            return self._through_memory(ty, value, lane)
+        return self._exchange(op, capability, ty, value, lane)
 
-    def shuffle_xor(self, e, x, mask):
-        return self._shuffle_xor(parse(e.ty), self.value(x), int(mask))
-
-    def _shuffle_xor(self, ty, value, mask):
+    def vk_shuffle_xor(self, e, x, mask):
+        ty, value, mask = parse(e.ty), self.value(x), int(mask)
         if not 0 < mask < self.profile.wave:
             raise Unsupported(f"an exchange with lanes at distance {mask} in subgroups of {self.profile.wave}")
         if not self.profile.subgroups:
-            lane = self.asm.op("BitwiseXor", INT32, self.lane(), self.int_const(mask))
+            lane = self.asm.op("BitwiseXor", INT32, self.vk_lane(), self.int_const(mask))
             return self._through_memory(ty, value, lane)
         return self._exchange("ShuffleXor", "Shuffle", ty, value, self.int_const(mask))
 
-    def wave_barrier(self, e):
+    def vk_wave_barrier(self, e):
         if not self.profile.subgroups:
             self.barrier()
             return
-        subgroup, semantics = (
-            self.int_const(SUBGROUP),
-            self.int_const(self.ordering(ACQUIRE_RELEASE | WORKGROUP_MEMORY)),
-        )
+        subgroup = self.int_const(SUBGROUP)
+        semantics = self.int_const(self.ordering(ACQUIRE_RELEASE | WORKGROUP_MEMORY))
         if self.profile.name.partition(":")[0] in LOCKSTEP:
             self.asm.emit("MemoryBarrier", subgroup, semantics)
         else:
             self.asm.emit("ControlBarrier", subgroup, subgroup, semantics)
 
-    def any_lane(self, e, x):
+    def vk_any(self, e, x):
         asm, value = self.asm, self.value(x)
         if self.profile.subgroups:
             asm.capabilities |= {"GroupNonUniform", "GroupNonUniformVote"}
@@ -107,14 +91,10 @@ class Subgroup(Intrinsics):
         one = asm.op("Select", INT32, value, self.int_const(1), self.int_const(0))
         return asm.op("INotEqual", "bool", self._reduce("Max", Type("int", 32, 1), one), self.int_const(0))
 
-    def reduce_add(self, e, x):
-        return self._reduce("Add", parse(e.ty), self.value(x))
+    def _reduce_lanes(self, e, x):
+        return self._reduce(name_of(e).removeprefix("vk.reduce_").capitalize(), parse(e.ty), self.value(x))
 
-    def reduce_max(self, e, x):
-        return self._reduce("Max", parse(e.ty), self.value(x))
-
-    def reduce_min(self, e, x):
-        return self._reduce("Min", parse(e.ty), self.value(x))
+    vk_reduce_add = vk_reduce_max = vk_reduce_min = _reduce_lanes
 
     def _reduce(self, name, ty, value):
         if not self.profile.subgroups:
@@ -148,7 +128,7 @@ class Subgroup(Intrinsics):
         asm, stride = self.asm, 1
         while stride < self.profile.wave:
             count = min(AT_ONCE, self.profile.wave // stride)
-            first = asm.op("BitwiseAnd", INT32, self.lane(), self.int_const(~((count - 1) * stride)))
+            first = asm.op("BitwiseAnd", INT32, self.vk_lane(), self.int_const(~((count - 1) * stride)))
             lanes = [first, *(asm.op("IAdd", INT32, first, self.int_const(i * stride)) for i in range(1, count))]
             self._store_word(ty, value)
             found = [self._load_word(ty, lane) for lane in lanes]
@@ -165,7 +145,7 @@ class Subgroup(Intrinsics):
             self.exchange = asm.variable("Workgroup", asm.array(asm.type(INT32), self.profile.wave))
             self.lds += 4 * self.profile.wave
         word = value if self.register(ty) == INT32 else asm.op("Bitcast", INT32, value)
-        asm.emit("Store", self._exchanged(self.lane()), word)
+        asm.emit("Store", self._exchanged(self.vk_lane()), word)
         self.barrier()
 
     def _load_word(self, ty, lane):

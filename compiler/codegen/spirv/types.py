@@ -8,11 +8,8 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
-FRAGMENTS = {
-    "wmma.matrix_a": 0,
-    "wmma.matrix_b": 1,
-    "wmma.accumulator": 2,
-}  # scope: SPIR-V's use of a cooperative matrix
+# scope: SPIR-V's use of a cooperative matrix
+FRAGMENTS = {"wmma.matrix_a": 0, "wmma.matrix_b": 1, "wmma.accumulator": 2}
 LEAVES = (tvm.ir.Var, tvm.ir.TensorLoad, tvm.ir.Call)
 
 
@@ -26,10 +23,6 @@ class Type(NamedTuple):
     code: str
     bits: int
     lanes: int
-
-    @property
-    def scalar(self):
-        return Type(self.code, self.bits, 1)
 
     @property
     def small(self) -> bool:
@@ -82,8 +75,8 @@ def contains(e, test) -> bool:
 
 def has_load(node) -> bool:
     """Whether an expression reads memory. A local buffer at a constant index is a register."""
-    return contains(node, lambda n: kind(n) == "TensorLoad" and not _is_register(n))
 
+    def in_memory(n) -> bool:
+        return scope(n.source) != "local" or not all(isinstance(index, tirx.IntImm) for index in n.indices)
 
-def _is_register(load) -> bool:
-    return scope(load.source) == "local" and all(isinstance(index, tirx.IntImm) for index in load.indices)
+    return contains(node, lambda n: kind(n) == "TensorLoad" and in_memory(n))

@@ -5,11 +5,58 @@ A TIR vector is a Python list of scalar ids: vectors exist only in loads and sto
 where the device cannot compute with it.
 """
 
-from mlc_amd.compiler.codegen.spirv.base import Base
-from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, storage
+from collections.abc import Callable
+from typing import Any
+
+import tvm
+
+from mlc_amd.compiler.codegen.spirv.asm import Asm
+from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, kind, storage
+from mlc_amd.schedules.gpu.base.profiles import Profile
 
 DROPPED_BITS = 13  # of a float32's mantissa in float16
 SMALLEST_HALF, SMALLEST_NORMAL_HALF = 2.0**-24, 2.0**-14
+
+
+class Base:
+    """The state of an `Emitter`, whose docstring says what the arguments are. Each part of the emitter is a class of
+    its own on top of those whose methods it uses: values, expressions, memory, intrinsics and subgroup in this order,
+    matrix next to intrinsics. TIR nodes are Any here: TVM makes their classes at run time."""
+
+    table: bool  # whether arguments come from a table in memory
+    by_subgroup: bool  # whether thread numbers are those of lanes and subgroups
+    lane_indices: Callable[[Any], list[int]]  # ids of a Ramp's lanes (memory.py)
+    thread: Callable[[str], int]  # threadIdx of an axis (emitter.py)
+
+    def __init__(self, func: tvm.tirx.PrimFunc, profile: Profile, block: tuple[int, int, int], coherent=()):
+        self.func: Any = func
+        self.profile, self.block, self.asm = profile, block, Asm()
+        self.analyzer = tvm.sym.Analyzer()
+        self.environment: dict[Any, Any] = {}  # TIR variable -> id or ids
+        self.definitions: dict[Any, Any] = {}  # bound integer variable -> its expression
+        self.varying: set[Any] = set()  # variables that differ between the lanes of a subgroup
+        self.arrays: dict[Any, Any] = {}  # shared or local buffer -> Array
+        self.fragments: dict[Any, dict[int, tuple[int, int]]] = {}  # buffer -> {index: (variable, matrix type)}
+        self.roots: dict[Any, Any] = {}  # view of a parameter -> the parameter
+        self.parameters: dict[Any, int] = {}  # parameter -> its address
+        self.used: set[Any] = set()  # parameters
+        self.written: set[Any] = set()
+        self.targets: set[Any] = set()  # "loads" whose address alone counts, to write to
+        self.coherent = {self.func.params[i] for i in coherent}
+        self.indexing: set[Any] = set()  # variables that index local arrays: their loops should be unrolled
+        self.bound: dict[Any, Any] = {}  # variable -> the expression that it is bound to
+        self.lengths: set[Any] = set()  # variables that are the length of a fragment
+        self.pairs: dict[tuple[int, ...], int] = {}  # ids of a word's or a vector's parts -> its id
+        self.exchange: int | None = None  # the shared words through which lanes exchange theirs, without subgroups
+        self.lds = 0  # bytes
+        self.exchanges = self.vulkan_model = False
+
+    def dispatch(self, prefix: str, node) -> Any:
+        """Runs the method for a node's class. Unsupported where there is none."""
+        method = getattr(self, prefix + kind(node), None)
+        if method is None:
+            raise Unsupported(kind(node))
+        return method(node)
 
 
 class Values(Base):
@@ -38,12 +85,10 @@ class Values(Base):
             if ty.bits == 32:
                 out.append(word if register == "i32" else asm.op("Bitcast", register, word))
             elif ty.code == "float":
-                half = register == "f16"
-                pair = (
-                    asm.op("Bitcast", ("vec", "f16", 2), word)
-                    if half
-                    else asm.glsl_op("UnpackHalf2x16", ("vec", "f32", 2), word)
-                )
+                if register == "f16":
+                    pair = asm.op("Bitcast", ("vec", "f16", 2), word)
+                else:
+                    pair = asm.glsl_op("UnpackHalf2x16", ("vec", "f32", 2), word)
                 out += self.split_pair(register, pair)
             else:
                 part = [self.field(word, ty, first) for first in range(0, 32, ty.bits)]
@@ -105,7 +150,7 @@ class Values(Base):
         """A scalar of one type as another. Floats become integers towards zero; what does not fit is undefined, as in
         TIR."""
         asm, have, want = self.asm, self.register(source), self.register(target)
-        if source.scalar == target.scalar:
+        if source[:2] == target[:2]:  # but for lanes
             return value
         if have == "bool":
             return asm.op("Select", want, value, asm.const(want, 1), asm.const(want, 0))
@@ -143,9 +188,8 @@ class Values(Base):
         usual = asm.op("Bitcast", "f32", asm.op("BitwiseAnd", "i32", up, const(-1 << DROPPED_BITS)))
         steps = asm.glsl_op("RoundEven", "f32", asm.op("FMul", "f32", value, asm.const("f32", 1 / SMALLEST_HALF)))
         subnormal = asm.op("FMul", "f32", steps, asm.const("f32", SMALLEST_HALF))
-        small = asm.op(
-            "FOrdLessThan", "bool", asm.glsl_op("FAbs", "f32", value), asm.const("f32", SMALLEST_NORMAL_HALF)
-        )
+        size, normal = asm.glsl_op("FAbs", "f32", value), asm.const("f32", SMALLEST_NORMAL_HALF)
+        small = asm.op("FOrdLessThan", "bool", size, normal)
         return asm.op("Select", "f32", small, subnormal, usual)
 
     def from_storage(self, value, ty):

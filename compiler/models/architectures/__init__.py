@@ -1,5 +1,5 @@
-"""Decoders, one file per architecture, named as GGUF's `general.architecture`.
+"""Decoders by family: a function for each architecture, registered under GGUF's `general.architecture`.
 
-A file says what its metadata means: `read(keys)` returns the ModelConfig, UserError for what the compiler cannot run.
-Most have the tensors of tensors.py and the decoder of transformer.py; others define theirs (gemma4.py).
+It says what a file's metadata means: returns the ModelConfig, UserError for what the compiler cannot run. Most have the
+tensors of tensors.py and the decoder of transformer.py; others define theirs (gemma4.py).
 """

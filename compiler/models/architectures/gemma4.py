@@ -5,11 +5,13 @@ of each token for each layer, in some models."""
 from collections.abc import Iterator
 from math import sqrt
 
-from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig, Norms
-from mlc_amd.compiler.models.keys import Keys
+from mlc_amd.compiler.models import transformer
+from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
 from mlc_amd.compiler.models.metadata import (
     LOCAL_ROPE,
+    NORMS_AROUND,
     ROPE,
+    Keys,
     attention,
     feed_forward,
     read_experts,
@@ -21,8 +23,6 @@ from mlc_amd.compiler.models.registry import architecture
 from mlc_amd.compiler.models.tensors import Shape, expert_tensors
 from mlc_amd.compiler.models.tensors import tensors as common_tensors
 from mlc_amd.compiler.models.transformer import add_all, dense, logits, mixture, residual_block
-from mlc_amd.compiler.models.transformer import attention as attention_block
-from mlc_amd.compiler.models.transformer import feed_forward as feed_forward_block
 
 PER_LAYER = "per_layer_token_embd.weight"
 KV_TENSORS = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
@@ -40,13 +40,13 @@ def read(keys: Keys) -> ModelConfig:
         LayerConfig(
             mixer=mixer,
             feed_forward=feed_forward(keys, size, act="gelu"),
-            mixer_norms=Norms("attn_norm", "post_attention_norm"),
-            feed_forward_norms=Norms("ffn_norm", "post_ffw_norm"),
             experts=experts if f"blk.{i}.ffn_gate_inp.weight" in keys.tensors else None,
             output_scale=f"blk.{i}.layer_output_scale.weight" in keys.tensors,
+            **NORMS_AROUND,
         )
         for i, (mixer, size) in enumerate(zip(_read_attention(keys, local, count - shared), sizes, strict=True))
     ]
+    of_others = (f"blk.{i}.{kind}" for i in range(count - shared, count) for kind in KV_TENSORS)
     heads = {which: keys.integer(f"attention.key_length{which}") for which in ("", "_swa")}
     bases = {which: keys.number(f"rope.freq_base{which}", 10000.0) for which in heads}
     dims = {which: keys.integer(f"rope.dimension_count{which}", heads[which]) for which in heads}
@@ -60,12 +60,7 @@ def read(keys: Keys) -> ModelConfig:
         embedding_scale=hidden**0.5,
         logit_softcap=keys.number("final_logit_softcapping", 30.0),
         layer_embedding=keys.integer("embedding_length_per_layer_input", 0, minimum=0),
-        unused=tuple(
-            name
-            for i in range(count - shared, count)
-            for name in (f"blk.{i}.{kind}" for kind in KV_TENSORS)
-            if name in keys.tensors
-        ),
+        unused=tuple(name for name in of_others if name in keys.tensors),
     )
 
 
@@ -128,12 +123,12 @@ def decoder(g):
     x = g.embed("token_embd.weight", g.config.embedding_scale)
     inputs = layer_inputs(g, x) if g.config.layer_embedding else None
     for i, layer in enumerate(g.config.layers):
-        x = residual_block(g, x, i, layer.mixer_norms, attention_block)
+        x = residual_block(g, x, i, layer.mixer_norms, transformer.attention)
         if layer.experts:
             y = dense_and_experts(g, x, i, layer, layer.experts)
             x = g.add(x, g.norm(y, f"blk.{i}.{layer.feed_forward_norms.after}"))
         else:
-            x = residual_block(g, x, i, layer.feed_forward_norms, feed_forward_block)
+            x = residual_block(g, x, i, layer.feed_forward_norms, transformer.feed_forward)
         if inputs is not None:
             x = g.add(x, layer_input(g, x, inputs, i))
         if layer.output_scale:

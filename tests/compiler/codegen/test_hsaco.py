@@ -9,7 +9,7 @@ import pytest
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from mlc_amd.compiler.codegen.hsaco import KernelCode, disassemble, instructions, occupancy, parse, unpack
+from mlc_amd.compiler.codegen.hsaco import KernelCode, disassemble, instructions, occupancy, parse
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base import device
@@ -145,14 +145,3 @@ def test_foreign_and_damaged_files(modules):
     no_segments = hsaco[:56] + struct.pack("<H", 0) + hsaco[58:]
     with pytest.raises(UserError, match="no kernel metadata"):
         parse(no_segments)
-
-
-def test_unpack():
-    document = (
-        b"\x84\xa1a\x01\xa1b\xff\xa3xyz\x93\xc0\xc2\xc3\xd9\x04list\xdc\x00\x02"
-        b"\xcd\x01\x00\xcb?\xf8\x00\x00\x00\x00\x00\x00"
-    )
-    assert unpack(document) == ({"a": 1, "b": -1, "xyz": [None, False, True], "list": [256, 1.5]}, len(document))
-    assert unpack(b"\xc4\x02\x00\x01") == (b"\x00\x01", 4)
-    with pytest.raises(ValueError, match="MessagePack type 0xd4"):
-        unpack(b"\xd4\x00\x00")

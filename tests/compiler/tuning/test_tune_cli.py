@@ -187,9 +187,6 @@ def test_what_could_not_be_verified_is_said_and_not_called_wrong(command, cache,
         def verify(self, workload, plan):
             return Checked("", False, error="there is no GPU here")
 
-        def serves(self, workload):
-            return True
-
         def batch(self):
             return 8
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from mlc_amd.compiler.codegen.targets import make_target
+from mlc_amd.compiler.codegen.target import make_target
 from mlc_amd.compiler.gguf import GGUFModel, synthetic, write_gguf
 from mlc_amd.compiler.lowering import lower
 from mlc_amd.compiler.pipeline import compile_model

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from vulkan_harness import gpu
 
-from mlc_amd.compiler.codegen.targets import make_target
+from mlc_amd.compiler.codegen.target import make_target
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.tuning import kit as kits
 from mlc_amd.compiler.tuning.database import Database, Measured

@@ -20,7 +20,7 @@ from mlc_amd.schedules.space import space
 pytest.importorskip("xgboost")
 from vulkan_harness import gpu  # (lets Vulkan see Mesa's CPU driver only, here and in the servers)
 
-from mlc_amd.compiler.codegen.targets import make_target
+from mlc_amd.compiler.codegen.target import make_target
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.tuning import rpc, rpc_client, rpc_server
 from mlc_amd.compiler.tuning.tasks import extract

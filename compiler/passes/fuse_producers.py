@@ -1,0 +1,141 @@
+"""Passes whose rule looks at a call and at what makes its arguments."""
+
+from dataclasses import replace
+from typing import cast
+
+from mlc_amd.compiler import ops
+from mlc_amd.compiler.passes.rewrite import rewrite
+from mlc_amd.schedules.formats import FORMATS
+from mlc_amd.schedules.operators import (
+    CausalAttention,
+    Combine,
+    ExpertDown,
+    ExpertGateUp,
+    ExpertLinear,
+    Gate,
+    GateUp,
+    Gather,
+    HeadLinear,
+    Linear,
+    Norm,
+    Quantize,
+    RopeAttention,
+    RopeKvWrite,
+)
+
+BLOCK = 32  # columns
+LINEARS = (Linear, HeadLinear, ExpertGateUp, ExpertLinear, ExpertDown)
+ADDING = (Linear, ExpertDown, Combine)
+QUANTIZING = (Norm, CausalAttention, Gate, GateUp, Gather, ExpertGateUp)
+BLOCKS = ("tiles", "rows")  # layouts of int8 blocks
+# Relax operator of an activation: its name in schedules
+ACTIVATIONS = {"relax.nn.silu": "silu", "relax.nn.gelu_tanh": "gelu"}
+
+
+def quantize_activations(mod, target):
+    """Inserts `quantize` before every linear that does not take float32 activations, in the layout that the target's
+    linears want."""
+
+    def rule(call, producer):
+        op = ops.operator_of(call)
+        if not isinstance(op, LINEARS) or (isinstance(op, Linear) and op.exact):
+            return None
+        layout_of = {Linear: target.act_layout, HeadLinear: target.head_layout}.get(type(op))
+        if layout_of and op.k % BLOCK:
+            return None  # float weights: no layout of ours has part of a block
+        formats = [FORMATS[fmt] for fmt in op.formats]
+        layout = layout_of(op.m, formats[0].kind) if layout_of else target.expert_layout(op.m, formats)
+        if not layout:
+            return None
+        state, x, *rest = call.args
+        m, k = ops.shape_of(x)
+        quantized = ops.call(Quantize(m=m, k=k, layout=layout), [state, x])
+        takes = replace(op, layout_in=layout) if isinstance(op, ExpertGateUp) else replace(op, layout=layout)
+        return ops.call(takes, [state, quantized, *rest])
+
+    return rewrite(mod, rule)
+
+
+def fuse_gate_up(mod):
+    """act(linear(h, gate)) * linear(h, up) becomes one `gate_up`, so that gate and up never reach memory."""
+
+    def rule(call, producer):
+        if getattr(call.op, "name", "") != "relax.multiply":
+            return None
+        activated, up = (producer(arg) for arg in call.args)
+        act = ACTIVATIONS.get(getattr(getattr(activated, "op", None), "name", ""))
+        if act is None:
+            return None
+        gate = producer(activated.args[0])
+        g, u = ops.operator_of(gate), ops.operator_of(up)
+        if not (isinstance(g, Linear) and isinstance(u, Linear) and gate.args[1].same_as(up.args[1])):
+            return None
+        if g.biases[0] or u.biases[0]:
+            return None
+        state, x, gate_weight = gate.args
+        ((gate_format, n),), ((up_format, _),) = g.segments, u.segments
+        fused = GateUp(gate=gate_format, up=up_format, n=n, k=g.k, m=g.m, act=act, layout_in=g.layout, layout="")
+        return ops.call(fused, [state, x, gate_weight, up.args[2]])
+
+    return rewrite(mod, rule)
+
+
+def fuse_residual(mod):
+    """add(x, linear(h)) becomes a linear (or another of ADDING) with the residual as its last input."""
+
+    def rule(call, producer):
+        if getattr(call.op, "name", "") != "relax.add":
+            return None
+        for residual, other in (call.args, reversed(call.args)):
+            linear = producer(other)
+            op = ops.operator_of(linear)
+            if isinstance(op, ADDING) and not op.residual and not (isinstance(op, Linear) and len(op.segments) > 1):
+                return ops.call(replace(op, residual=True), [*linear.args, residual])
+        return None
+
+    return rewrite(mod, rule)
+
+
+def fuse_quantize(mod):
+    """quantize(f(x)) becomes f with a quantized output, for the producers that can; attention and gates can if their
+    heads are whole blocks."""
+
+    def rule(call, producer):
+        quantize = ops.operator_of(call)
+        if not isinstance(quantize, Quantize):
+            return None
+        value = producer(call.args[1])
+        op = ops.operator_of(value)
+        if not isinstance(op, QUANTIZING):
+            return None
+        if isinstance(op, Gate) and op.eps is not None and op.size % BLOCK:
+            return None
+        if isinstance(op, CausalAttention) and quantize.layout.startswith(BLOCKS) and op.layer.value_d % BLOCK:
+            return None
+        return ops.call(replace(op, layout=quantize.layout), value.args)
+
+    return rewrite(mod, rule)
+
+
+def fuse_rope(mod, target):
+    """attention(rope_kv_write(q, k, v)) of single rows becomes one `rope_attention`, for targets whose decode attention
+    rotates for itself. Latent attention has a kernel of its own for that."""
+
+    def rule(call, producer):
+        op = ops.operator_of(call)
+        if not isinstance(op, CausalAttention) or not target.fuses_rope or op.m != op.single or op.layer.values:
+            return None
+        state, rows, pages, rotated, *rest = call.args
+        caches = len(op.layer.cache)
+        cache, rest = rest[:caches], rest[caches:]  # [sinks], workspace
+        rope = producer(rotated)
+        if isinstance(ops.operator_of(rope), RopeKvWrite):
+            inputs = [*rope.args[2:], *cache]
+        else:  # q is the first of its outputs, and the caches are its last inputs
+            rope = producer(rope.tuple_value)
+            inputs = rope.args[3:]
+        rotation = cast(RopeKvWrite, ops.operator_of(rope)).rope
+        fused = RopeAttention(layer=op.layer, rope=rotation, layout=op.layout, m=op.m)
+        return ops.call(fused, [state, rows, pages, *inputs, *rest])
+
+    return rewrite(mod, rule)
