@@ -39,11 +39,10 @@ from mlc_amd.schedules.sampling_machine import (
     Pieces,
     Var,
     Words,
-    high_product,
+    drawn_number,
     key_of,
     no,
     put,
-    random_word,
     signed,
     unsigned,
     value_of,
@@ -66,14 +65,12 @@ class Draw(ABC):
     temperature, of all its tokens; approximate. chosen: for the token."""
 
     def __init__(self, machine: Machine, words: Words, top: Expr, sums: tuple[Expr, Expr], chosen: Var):
-        vocab = machine.vocab
-        self.m, self.words, self.vocab, self.top, self.chosen = machine, words, vocab, top, chosen
-        self.sums = sums
+        self.m, self.words, self.vocab = machine, words, machine.vocab
+        self.top, self.sums, self.chosen = top, sums, chosen
         self.top_k, self.top_p, self.heat = words.int("top_k"), words.float("top_p"), words.float("heat")
-        self.has_k = T.Bind((self.top_k > 0) & (self.top_k < vocab))
+        self.has_k = T.Bind((self.top_k > 0) & (self.top_k < self.vocab))
         self.has_p = T.Bind(self.top_p < T.float32(1))
-        # the threshold of min-p
-        self.least = T.Bind(key_of(T.Bind(self.top + words.float("min_p"))))
+        self.least = T.Bind(key_of(T.Bind(self.top + words.float("min_p"))))  # the threshold of min-p
         self.has_m = T.Bind(words.float("min_p") > T.float32(LOWEST))
         self.largest = T.Bind(key_of(top))
         cell = machine.cell
@@ -84,8 +81,7 @@ class Draw(ABC):
         self.ties = cell(T.int32(0))  # whether an odd stage has work
         self.factor, self.scale = cell(T.float32(0), "float32"), cell(T.float32(0), "float32")  # of `_mass`
         self.sum = cell(T.int32(0))  # of the masses of what is left
-        self.values = machine.shared(machine.size, "float32")
-        self.ids = machine.shared(machine.size)
+        self.values, self.ids = machine.shared(machine.size, "float32"), machine.shared(machine.size)
         self.counter = machine.shared(1)
         self.hist = Histogram(machine, machine.pieces.count if machine.pieces else 0)
         self.found, self.target = self.hist.found, self.hist.target
@@ -126,8 +122,7 @@ class Draw(ABC):
 
     def _aim(self) -> None:
         """The draw's target among masses with the sum `sum`."""
-        point = high_product(random_word(self.m, self.words), T.Bind(unsigned(self.sum.get())))
-        self.target.set(signed(point) + 1)
+        self.target.set(drawn_number(self.m, self.words, self.sum.get()))
 
     def _each(self, visit: WeighedVisit, near: Callable[[], tuple[Expr, Expr]]) -> None:
         """Visits the tokens of the list, or else all; see `each_token`. visits get what makes the token's mass, too."""
@@ -253,8 +248,7 @@ class Draw(ABC):
 
     def _list(self, bound: Expr) -> None:
         """Lists what is left, of keys from `bound` on; `count` may exceed what fits."""
-        m = self.m
-        place = m.cell(T.int32(0))
+        m, place = self.m, self.m.cell(T.int32(0))
         with T.If(m.tid == 0), T.Then():
             put(self.counter, T.int32(0), 0)
             if m.pieces:

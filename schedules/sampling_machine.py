@@ -245,3 +245,8 @@ def random_word(machine: Machine, words: Words) -> Expr:
         for cell, step in zip(k, WEYL, strict=True):
             cell.set(cell.get() + T.uint32(step))
     return c[0].get()
+
+
+def drawn_number(machine: Machine, words: Words, most: Expr) -> Expr:
+    """A random number from 1 to `most`, both int32."""
+    return signed(high_product(random_word(machine, words), T.Bind(unsigned(most)))) + 1

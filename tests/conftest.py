@@ -55,7 +55,7 @@ LONG = (
     "test_gpu_gemm.py", "test_cpu_sample.py", "test_reference.py", "test_tuning_rooflines.py", "test_engine_many.py",
     "test_vulkan_attention_decode.py", "test_cpu_plans.py", "test_gpu_gemv.py", "test_tuning_session.py",
     "test_tuning_kit.py", "test_tuning_compile.py", "test_gpu_experts.py", "test_model_cache.py",
-    "test_vulkan_kernels.py", "test_predictor.py", "test_cpu_norm.py", "test_latent.py",
+    "test_vulkan_kernels.py", "test_vulkan_rows.py", "test_predictor.py", "test_cpu_norm.py", "test_latent.py",
     "test_artifact.py", "test_radv.py", "test_cpu_linear.py", "test_fuzz_inputs.py", "test_cpu_experts.py",
     "test_windows.py", "test_gpu_sample.py", "test_kv_types.py", "test_inspect_kernels.py", "test_api.py",
     "test_bench_gpu.py", "test_vulkan_latent.py", "test_serve_limits.py", "test_rocm_models.py",

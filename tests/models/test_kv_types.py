@@ -1,5 +1,5 @@
 """Types of the KV cache: what the command line understands, the memory that they need, and a whole model with a
-quantized cache against numpy. (Kernels: test_cpu_attention.py, test_gpu_attention.py, test_vulkan_kernels.py.)"""
+quantized cache against numpy. (Kernels: test_cpu_attention.py, test_gpu_attention.py, test_vulkan_rows.py.)"""
 
 import json
 
@@ -99,7 +99,7 @@ def test_elements_are_rounded_to_steps_of_their_block():
     assert (apart[1] <= 2.0**-25 * 128).all()  # where the scale is one of the smallest float16
 
 
-# On vulkan, test_vulkan_kernels.py has the kernels of such caches in every run.
+# On vulkan, test_vulkan_rows.py has the kernels of such caches in every run.
 @pytest.mark.parametrize(
     ("target", "arch"),
     [("cpu", "native"), pytest.param("vulkan", "lavapipe", marks=pytest.mark.full)],

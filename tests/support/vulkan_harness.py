@@ -159,3 +159,11 @@ def resident() -> int:
         return total
     state.restype = MallocState
     return total - (state().fordblks >> 10)
+
+
+def execute(kernel, arrays, profile):
+    """Runs the kernel on the arrays of its parameters' names; they hold what it wrote afterwards."""
+    names = [param.name for param in kernel.params]
+    results = run(kernel, [arrays[name] for name in names], profile)
+    for name, result in zip(names, results, strict=True):
+        arrays[name][...] = result

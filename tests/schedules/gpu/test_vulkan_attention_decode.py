@@ -11,14 +11,13 @@ from dataclasses import replace
 import pytest
 from attention_cases import CTX, Case, Rows, check_attention
 from samples import sample
-from vulkan_harness import gpu
+from vulkan_harness import execute, gpu
 
 from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.attention.attention_splits import splits_of
 from mlc_amd.schedules.gpu.attention.attention_step import MAX_PARTS
 from mlc_amd.schedules.gpu.base.profiles import resolve
 from mlc_amd.schedules.operators.attention import Attention, Rope
-from tests.schedules.gpu.test_vulkan_kernels import execute
 
 STATES = tuple((position, 1) for position in (0, 128, 256, 257, CTX - 1))
 CASES = {
