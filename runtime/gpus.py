@@ -100,7 +100,7 @@ class DeviceKind:
     """A kind of Vulkan device: what kernels compiled for it may count on."""
 
     name: str  # as in --arch
-    family: str  # the row of the kernels' tables of tile sizes that it takes
+    family: str  # as of `Chip` where it is AMD's
     wave: int  # invocations of a subgroup, which pipelines ask for; without `subgroups` that a workgroup stands for
     units: int  # compute units: how many workgroups fill the GPU
     bandwidth: float  # GB/s, as of `Chip`; 0: not known
