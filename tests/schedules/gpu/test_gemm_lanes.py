@@ -314,6 +314,7 @@ def test_segments_load_nothing_ahead():
 
 
 STAGED, STAGED_PAIR = LaneTile(64, 128, 1, 4, 1, 1, 1, 1), LaneTile(64, 64, 1, 4, 1, 1, 1, 1)
+WIDE, WIDE_PAIR = LaneTile(64, 256, 1, 8, 1, 1, 1, 1), LaneTile(64, 128, 1, 8, 1, 1, 1, 1)  # they fill the units
 
 
 @pytest.mark.parametrize(
@@ -325,8 +326,9 @@ STAGED, STAGED_PAIR = LaneTile(64, 128, 1, 4, 1, 1, 1, 1), LaneTile(64, 64, 1, 4
         (64, "q4_k", 6144, LaneTile(64, 64, 1, 2, 4, 2, 1)),  # a workgroup for each unit
         (128, "q4_k", 6144, LaneTile(64, 64, 1, 2, 2, 2, 1)),  # more
         (512, "q4_0", 6144, LaneTile(64, 64, 1, 2, 2, 2, 1)),
-        (64, "q4_0", 128256, STAGED),  # many
-        (64, "q6_k", 128256, STAGED),
+        (512, "q4_0", 4096, WIDE),
+        (64, "q4_0", 128256, WIDE),  # many
+        (64, "q6_k", 128256, WIDE),
         (512, "q8_0", 14336, STAGED),
         (64, "f16", 128256, LaneTile(64, 64, 1, 2, 2, 2, 1)),  # registers hold no float weights beside
         (64, "iq4_nl", 128256, LaneTile(64, 64, 1, 2, 2, 1, 1)),
@@ -340,7 +342,8 @@ def test_tiles_of_many_tokens(m, fmt, rows, tile):
     ("m", "fmt", "rows", "tile"),
     [
         (64, "q4_0", 14336, STAGED_PAIR),
-        (512, "q8_0", 14336, STAGED_PAIR),
+        (512, "q8_0", 14336, WIDE_PAIR),
+        (512, "q5_k", 14336, STAGED_PAIR),  # two weights of several planes take too many registers
         (128, "q5_k", 14336, STAGED_PAIR),
         (64, "mxfp4", 8448, STAGED_PAIR),  # as many as compute units
         (64, "q4_0", 8192, LaneTile(64, 32, 1, 2, 2, 1, 1)),
