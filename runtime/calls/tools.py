@@ -72,11 +72,11 @@ def resolved(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
         reference = schema.get("$ref")
         if not isinstance(reference, str):
             return schema
-        schema = _target(reference, root)
+        schema = target(reference, root)
     return {}
 
 
-def _target(reference: str, root: Mapping[str, Any]) -> object:
+def target(reference: str, root: Mapping[str, Any]) -> object:
     """The target of a reference within a schema (JSON pointer, RFC 6901)."""
     if not reference.startswith("#"):
         return {}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlc_amd.runtime.engine.generation import (
+    ENDLESS,
     Piece,
     ProgressCallback,
     Stats,
@@ -17,11 +18,13 @@ from mlc_amd.runtime.engine.generation import (
     check_max_tokens,
     check_min_tokens,
     check_stop,
+    check_stop_ids,
 )
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, UNKNOWN, ChosenToken, TokenChoice
 from mlc_amd.runtime.errors import UserError, shorten
 from mlc_amd.runtime.grammars.constraints import Constraint, check_chosen, mask_of
+from mlc_amd.runtime.sampling.philox import seed_of
 from mlc_amd.runtime.sampling.sampler import Sampler, not_finite
 from mlc_amd.runtime.sampling.settings import Sampling, without_ends
 from mlc_amd.runtime.text.marks import split_at
@@ -40,7 +43,10 @@ class Answer:
         self.constraint = call.constraint() if call.constraint else None
         self._logprobs, self._min_tokens = call.logprobs, call.min_tokens
         self._mask: np.ndarray | None = None  # of the token that is chosen next
-        self._endless = without_ends(sampling, tokenizer.end_ids) if call.min_tokens else sampling
+        ends = tokenizer.end_ids.union(call.stop_ids)
+        if call.min_tokens >= ENDLESS:  # then the caller's tokens end it
+            ends = ends.difference(call.stop_ids)
+        self._endless = without_ends(sampling, ends) if call.min_tokens else sampling
         self._seed = Sampler(sampling).seed
         self.stats = Stats(prompt_tokens=len(request.prompt))
         self.error: BaseException | None = None
@@ -48,7 +54,10 @@ class Answer:
         self.listener: Callable[[], None] | None = None
         self._limited = request.max_tokens is not None  # the caller's limit, not the context's, ends it
         self._end_ids, self._vocab, self._stop = tokenizer.end_ids, tokenizer.vocab_size, call.stop
-        self._decoder = tokenizer.stream(shown=call.shown)
+        self._stop_ids, self._include_stop = call.stop_ids, call.include_stop
+        named = tokenizer.controls_in(call.stop)  # their texts are searched for stop texts, and not part of the result
+        self._hidden = {token: len(text) for text, token in named.items() if text not in call.shown}
+        self._decoder = tokenizer.stream(shown=named.keys() | set(call.shown))
         self._lock = threading.Lock()  # of all below, which both threads change
         self._tokens: deque[ChosenToken] = deque()  # whose text is not decoded yet
         # whose text may be part of a stop text, or ends inside a character
@@ -130,6 +139,8 @@ class Answer:
         try:
             if self._mask is not None:
                 check_chosen(self._mask, chosen.token)
+            if chosen.token in self._stop_ids:
+                return self._end_at(chosen)
             if chosen.token in self._end_ids:
                 return self._end("stop")
             if self.constraint:
@@ -170,6 +181,14 @@ class Answer:
         self._notify()
         return reason
 
+    def _end_at(self, chosen: ChosenToken) -> str:
+        """Ends it at one of the caller's tokens."""
+        if self._include_stop:
+            self.stats.generated += 1
+            with self._lock:
+                self._tokens.append(chosen)
+        return self._end("stop")
+
     def _notify(self) -> None:
         if listener := self.listener:  # the consumer may remove it
             listener()
@@ -183,18 +202,14 @@ class Answer:
 
     @property
     def complete(self) -> bool:
-        """Whether it is done and all its pieces, or its error, are taken."""
-        return self.done and not (self._tokens or self._pieces or self.error)
+        """Whether it is done and all its pieces are taken: it then ended with its error, if it has one."""
+        return self.done and not (self._tokens or self._pieces)
 
     def take(self) -> list[Piece]:
-        """The pieces since the last call. The error that ended it, once all are taken."""
+        """The pieces since the last call."""
         with self._lock:
             self._decode()
-            pieces = [self._pieces.popleft() for _ in range(len(self._pieces))]
-        if not pieces and self.error:
-            error, self.error = self.error, None
-            raise error
-        return pieces
+            return [self._pieces.popleft() for _ in range(len(self._pieces))]
 
     # ---- with the lock
 
@@ -211,11 +226,13 @@ class Answer:
         """Makes pieces of the held tokens with certain texts; last: of all. Returns whether there is a stop text."""
         text, stopped, _ = split_at("".join(text for _, text in self._held), self._stop, last)
         every, left, count = last or stopped is not None, len(text), 0
+        stop = len(stopped) if stopped and self._include_stop else 0  # characters of it that are still to be shown
         for chosen, own in self._held if every or not self._decoder.incomplete else self._held[:-1]:
             if len(own) > left and not every:
                 break
-            self._pieces.append(Piece(chosen.token, own[:left], self.index, chosen.logprob, chosen.top))
-            left, count = max(left - len(own), 0), count + 1
+            before, rest = own[: min(left, len(own) - self._hidden.get(chosen.token, 0))], own[left:][:stop]
+            self._pieces.append(Piece(chosen.token, before + rest, self.index, chosen.logprob, chosen.top))
+            left, stop, count = max(left - len(own), 0), stop - len(rest), count + 1
         del self._held[:count]
         self.stats.stop = stopped
         return stopped is not None
@@ -235,11 +252,14 @@ class GenerateCall:
     logprobs: int | None
     constraint: Callable[[], Constraint] | None
     min_tokens: int
+    stop_ids: Collection[int]
+    include_stop: bool
     progress: ProgressCallback | None
 
     def __post_init__(self) -> None:
         self.max_tokens, self.stop = check_max_tokens(self.max_tokens), check_stop(self.stop)
         self.logprobs, self.min_tokens = check_logprobs(self.logprobs), check_min_tokens(self.min_tokens)
+        self.stop_ids = check_stop_ids(self.stop_ids)
         if not isinstance(self.n, int) or self.n < 1:
             raise UserError(f"n is {shorten(self.n)}: it must be a whole number of at least 1")
         if self.constraint is not None and not callable(self.constraint):
@@ -253,8 +273,8 @@ class GenerateCall:
             most = longest - len(ids) + 1  # the last token is not computed
             limit = self.max_tokens if self.max_tokens and self.max_tokens <= most else None
             first = Request(ids, limit, self.client)
-            for j, request in enumerate([first, *(first.fork() for _ in range(self.n - 1))]):
-                seed = self.sampling.seed
-                sampling = self.sampling if seed is None else self.sampling.changed(seed=seed + j)
-                found.append(Answer(tokenizer, self, request, sampling, len(found)))
+            for request in [first, *(first.fork() for _ in range(self.n - 1))]:
+                index, seed = len(found), self.sampling.seed
+                sampling = self.sampling if seed is None else self.sampling.changed(seed=seed_of(seed, index))
+                found.append(Answer(tokenizer, self, request, sampling, index))
         return found

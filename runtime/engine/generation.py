@@ -2,7 +2,7 @@
 `max_tokens` and `stop` (sampling: sampling/settings.py; messages: text/messages.py), `Piece` and `Stats`, errors."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -13,6 +13,7 @@ from mlc_amd.runtime.errors import UserError, shorten
 Ids = Sequence[int] | np.ndarray  # token ids
 ProgressCallback = Callable[[int, int], None]  # (tokens of the prompt that are computed, tokens to compute)
 
+ENDLESS = 1 << 30  # as `min_tokens`, more than any context has: no end token of the model is chosen
 MOST_LOGPROBS = 20  # alternatives to a token: the limit of OpenAI's API
 
 
@@ -115,3 +116,10 @@ def check_stop(value: object) -> tuple[str, ...]:
     if "" in texts:
         raise UserError("a stop text is empty: leave it out")
     return tuple(texts)
+
+
+def check_stop_ids(value: object) -> frozenset[int]:
+    """The tokens that end a generation. UserError for anything but token ids."""
+    if not isinstance(value, Collection) or not all(isinstance(one, Integral) and int(one) >= 0 for one in value):
+        raise UserError(f"stop_ids is {shorten(value)}: it must be a list of token ids")
+    return frozenset(map(int, value))

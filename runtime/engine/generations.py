@@ -89,9 +89,16 @@ def _pieces(loop: StepLoop, results: Results) -> Generator[Piece, None, None]:
                 yield from answer.take()
                 if answer.complete:
                     left.remove(answer)
+                    _check([answer])
     finally:
         if left:
             loop.cancel(left)
+
+
+def _check(ended: Sequence[Answer]) -> None:
+    """Raises the error of the first answer that failed."""
+    if error := next((answer.error for answer in ended if answer.error), None):
+        raise error
 
 
 class AsyncGeneration(_WithResults, AsyncIterator[Piece]):
@@ -152,9 +159,11 @@ async def _batches(loop: StepLoop, results: Results, events: "_LoopEvents") -> A
             await events.wait()
             reported = events.report_progress()
             pieces = [piece for answer in left for piece in answer.take()]
-            left = [answer for answer in left if not answer.complete]
+            ended = [answer for answer in left if answer.complete]
+            left = [answer for answer in left if answer not in ended]
             if pieces or reported:
                 yield pieces
+            _check(ended)  # after the pieces, without a wait: nothing more will happen to them
     finally:
         for answer in answers:
             answer.listener = answer.progress = None

@@ -54,25 +54,29 @@ class TextEngine(LogitsEngine):
         logprobs: int | None = None,
         constraint: Callable[[], Constraint] | None = None,
         min_tokens: int = 0,
+        stop_ids: Collection[int] = (),
+        include_stop: bool = False,
         **changes: Unpack[SamplingChanges],
     ) -> Generation:
         """Continues a text, or token ids, one token at a time; a prefix that is in the cache is not computed again.
 
         prompt: several texts, or several lists of ids, are continued together: `Piece.index` has the number of a
         piece's answer. sampling: None: the model's defaults. changes: single parameters of it, such as temperature=0.7.
-        stop: texts that end the text before them. shown: control tokens whose text is part of the result. progress:
-        called with how much of the (first) prompt is computed, before the first chunk and after each one, by the thread
-        that computes: it must not use the engine, but may `cancel`. n: answers to each prompt; with a seed, answer j
-        takes seed + j. client: the caller; the scheduler is fair between clients. logprobs: log-probabilities of each
-        token and of so many alternatives (0 to 20), `Piece.logprob` and `top`; None: none. constraint: called once for
-        each answer, returns its constraint; an answer that its constraint leaves no token, or whose constraint raises,
-        fails alone. min_tokens: as long as an answer has fewer, no end token is chosen unless its constraint leaves no
-        other. An answer ends at an end token, a stop text, where its constraint is complete, at `max_tokens`, a full
-        context or by `cancel`: `Stats.finish`.
+        stop: texts that end the text before them; they may name control tokens. shown: control tokens whose text is
+        part of the result. progress: called with how much of the (first) prompt is computed, before the first chunk and
+        after each one, by the thread that computes: it must not use the engine, but may `cancel`. n: answers to each
+        prompt; with a seed, answer 0 has its random numbers, answer j others that follow from the seed and j. client:
+        the caller; the scheduler is fair between clients. logprobs: log-probabilities of each token and of so many
+        alternatives (0 to 20), `Piece.logprob` and `top`; None: none. constraint: called once for each answer, returns
+        its constraint; an answer that its constraint leaves no token, or whose constraint raises, fails alone.
+        min_tokens: as long as an answer has fewer, no end token is chosen unless its constraint leaves no other.
+        stop_ids: further tokens that end an answer. include_stop: the stop text, or the token of `stop_ids`, is part of
+        the result. An answer ends at an end token, a stop text, where its constraint is complete, at `max_tokens`, a
+        full context or by `cancel`: `Stats.finish`.
 
         Raises UserError for arguments out of range and ContextFull at once, QueueFull at the first step.
         """
-        options = max_tokens, stop, shown, n, client, logprobs, constraint, min_tokens
+        options = max_tokens, stop, shown, n, client, logprobs, constraint, min_tokens, stop_ids, include_stop
         found = Generation(self._loop, self._call(prompt, sampling, changes, *options, progress))
         self._last = found.results
         return found
@@ -89,12 +93,14 @@ class TextEngine(LogitsEngine):
         logprobs: int | None = None,
         constraint: Callable[[], Constraint] | None = None,
         min_tokens: int = 0,
+        stop_ids: Collection[int] = (),
+        include_stop: bool = False,
         progress: Callable[[PromptProgress], None] | None = None,
         **changes: Unpack[SamplingChanges],
     ) -> AsyncGeneration:
         """`generate` for asyncio: `async for piece in engine.agenerate(..)`. A thread of the engine computes. progress:
         called in the event loop, for each prompt when it is begun and after each chunk."""
-        options = max_tokens, stop, shown, n, client, logprobs, constraint, min_tokens
+        options = max_tokens, stop, shown, n, client, logprobs, constraint, min_tokens, stop_ids, include_stop
         found = AsyncGeneration(self._loop, self._call(prompt, sampling, changes, *options, None), progress)
         self._last = found.results
         return found
@@ -108,6 +114,8 @@ class TextEngine(LogitsEngine):
         if (token := max(chosen.logit_bias, default=0)) >= self.vocab:
             raise UserError(f"logit_bias has the token {token}: the vocabulary has {self.vocab}")
         call = GenerateCall(prompts, chosen, *options)
+        if (token := max(call.stop_ids, default=0)) >= self.vocab:
+            raise UserError(f"stop_ids has the token {token}: the vocabulary has {self.vocab}")
         return lambda: call.answers(self.tokenizer, self.cache.longest)
 
     def _prompts(self, prompt) -> list[Ids]:

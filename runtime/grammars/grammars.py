@@ -32,7 +32,7 @@ from mlc_amd.runtime.extras import require
 from mlc_amd.runtime.grammars.call_grammars import call_grammar
 from mlc_amd.runtime.grammars.constraints import Grammar, shown
 from mlc_amd.runtime.grammars.grammar_trial import TOO_MUCH, ByteVocabulary, GrammarTrial, limits
-from mlc_amd.runtime.grammars.lark import ControlTokens, Rules
+from mlc_amd.runtime.grammars.lark import ControlTokens, Rules, check_references
 from mlc_amd.runtime.text import reasoning
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 
@@ -171,7 +171,7 @@ class Grammars:
         else:
             start = f"{rules.until(found.opening)} {calls.calls} {calls.more} | {rules.TEXT}"
             start += f" | {calls.trigger} {calls.begun}" if calls.trigger else ""
-        return self._grammar(rules, start, prompt, what)
+        return self._grammar(rules, start, prompt, what, free=auto and answer is None)
 
     def _usable(self, tool: Tool) -> Mapping[str, Any]:
         """The tool's schema, or that of any object if it cannot be used. UserError for that of a strict tool."""
@@ -187,8 +187,10 @@ class Grammars:
 
     # ---- after the model's thinking
 
-    def _grammar(self, rules: Rules, answer: str, prompt: str | None, what: str, nested: str = "") -> Grammar:
-        """The grammar of `answer`, after thinking if the model may think."""
+    def _grammar(
+        self, rules: Rules, answer: str, prompt: str | None, what: str, nested: str = "", free: bool = False
+    ) -> Grammar:
+        """The grammar of `answer`, after thinking if the model may think; free: which may be all."""
         if prompt is None:
             return self._compile(rules, answer, what, nested)
         if isinstance(self._thinking, reasoning.Harmony):
@@ -196,13 +198,14 @@ class Grammars:
             return self._compile(rules, start, what, nested)
         assert isinstance(self._thinking, reasoning.Tags)
         opening, closing = self._thinking.marks[0] + self._thinking.label, self._thinking.marks[1]
-        rest = f"{rules.until(closing)} {rules.SPACE}"
+        after = f"{rules.spelled(closing, rules.TEXT)} {rules.SPACE} {rules.rule(answer)}"
+        after += f" | {rules.TEXT}" if free else ""
         end = prompt.rstrip()
         if end.endswith(opening):
-            answer = f"{rest} {rules.rule(answer)}"
+            answer = after
         elif not end.endswith(closing) and self._tokenizer.has_token(self._thinking.marks[0]):
-            begun = rules.mark(opening, rules.SPACE)
-            answer = f"({begun} {rest})? {rules.rule(answer)}"
+            begun = (rules.spelled if free else rules.mark)(opening, rules.SPACE)
+            answer = f"{begun} {rules.rule(after)} | {rules.rule(answer)}"
         return self._compile(rules, answer, what, nested)
 
     @staticmethod
@@ -288,6 +291,7 @@ def _json(rules: Rules, schema: object, lenient: bool = False) -> str:
     if not isinstance(schema, Mapping):
         raise UserError("the JSON schema cannot be used: it must be an object")
     try:
+        check_references(schema)
         return rules.json(schema, lenient)
     except RecursionError as error:
         raise UserError("the JSON schema cannot be used: it is nested too deeply") from error

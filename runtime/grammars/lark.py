@@ -9,6 +9,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from mlc_amd.runtime.calls.tools import target
+from mlc_amd.runtime.errors import shorten
+
 # White space in JSON: that of indented text, as in llama.cpp. Without a limit a model could fill the context with it.
 JSON_SPACE = r" |\n{1,2}[ \t]{0,20}"
 # no_forcing: else the tokenizer encodes text that must follow, which is not the inverse of decoding where it adds a
@@ -57,6 +60,11 @@ class Rules:
         lazy = not any(part in self._control.ids for part in self._control.split(text))
         return self.rule(f"{before} {self.literal(text)}", "[lazy]" if lazy else "")
 
+    def spelled(self, text: str, before: str = "") -> str:
+        """`mark`, whose control tokens may also be written with ordinary tokens, as parsers of answers read them."""
+        ordinary = self.rule(f"{before} {json.dumps(text, ensure_ascii=False)}", "[lazy]")
+        return self.choice((self.mark(text, before), ordinary))
+
     def until(self, text: str) -> str:
         """Any text up to the first mark, and the mark."""
         return self.mark(text, self.TEXT)
@@ -92,6 +100,22 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema with `additionalProperties: false` in each object that lists properties without a keyword for others.
     Unchanged where schemas are combined: an object's properties may be listed in several."""
     return dict(schema) if any(map(_combines, _all(schema))) else _closed(schema)
+
+
+def check_references(schema: Mapping[str, Any]) -> None:
+    """ValueError for a reference that only leads to other references, which no value matches."""
+    checked: set[str] = set()
+    for one in _all(schema):
+        found: object = one
+        chain: set[str] = set()
+        while isinstance(found, Mapping) and isinstance(reference := found.get("$ref"), str):
+            if reference in chain:
+                raise ValueError(f"its reference {shorten(reference)} leads back to itself")
+            if reference in checked:
+                break
+            chain.add(reference)
+            found = target(reference, schema)
+        checked |= chain
 
 
 def _combines(schema: Mapping[str, Any]) -> bool:

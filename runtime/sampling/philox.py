@@ -22,3 +22,10 @@ def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[in
 def uniform(seed: int, position: int) -> float:
     """A number of 0 <= x < 1 for a seed of up to SEED_BITS bits and a position of up to 32."""
     return philox((seed & _WORD, seed >> 32), (position, 0, 0, 0))[0] / (_WORD + 1)
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of the answer `index` to a request with this seed: itself for the first one, else a number from counters
+    that `uniform` does not use. So answers share no random numbers, whatever the seeds of their requests."""
+    low, high, *_ = philox((seed & _WORD, seed >> 32), (index, 0, 0, 1))
+    return high << 32 | low if index else seed

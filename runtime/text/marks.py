@@ -12,6 +12,7 @@ def split_at(text: str, marks: Sequence[str], last: bool = False) -> tuple[str, 
         return text[:place], mark, text[place + len(mark) :]
     if last:
         return text, None, ""
-    ends = (n for mark in marks for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n]))
-    hold = len(text) - max(ends, default=0)
+    first = {mark[0] for mark in marks if mark}  # there may be many marks, few of which begin here
+    places = (i for i, char in enumerate(text) if char in first and any(mark.startswith(text[i:]) for mark in marks))
+    hold = next(places, len(text))
     return text[:hold], None, text[hold:]

@@ -71,6 +71,7 @@ class Tokenizer:
         self._added = {i: token.content.removeprefix(MARK).encode() for i, token in added.items()}
         self._special = frozenset(i for i, token in added.items() if token.special)
         self._controls = _Controls(added.values())
+        self.control_ids = {self._added[i].decode(): i for i in sorted(self._special)}  # of control tokens, by text
         self._pieces: dict[int, bytes] = {}  # cache of `token_bytes`
 
     @classmethod
@@ -140,6 +141,11 @@ class Tokenizer:
     def stream(self, skip_special: bool = True, continues: bool = True, shown: Collection[str] = ()) -> "TextStream":
         """A decoder for ids that arrive one at a time; arguments: of `decode`. shown: control tokens with a text."""
         return TextStream(self, skip_special, continues, shown)
+
+    def controls_in(self, texts: Iterable[str]) -> dict[str, int]:
+        """The control tokens that texts name: ids by text."""
+        joined = "\n".join(texts)
+        return {text: i for text, i in self.control_ids.items() if text in joined} if joined else {}
 
     def has_token(self, text: str) -> bool:
         """Whether the vocabulary has a token with this text."""

@@ -77,10 +77,12 @@ class Answering(AsyncIterator[list[forms.Event]]):
         self.prompt_tokens = sum(map(len, made.prompts))
         ends = model.engine.chat_template.stop_strings() if isinstance(request, forms.ChatRequest) else ()
         count = request.n * len(made.prompts)
+        shown = model.engine.tokenizer.control_ids if request.control_tokens else made.shown
         self._events = [AnswerEvents(model, request, index, made.text, made.tools) for index in range(count)]
         self._generation = model.engine.agenerate(
-            made.prompts, None, request.max_tokens, (*ends, *request.stop), made.shown, n=request.n,
+            made.prompts, None, request.max_tokens, (*ends, *request.stop), shown, n=request.n,
             client=request.client, logprobs=request.logprobs, constraint=made.grammar, min_tokens=request.min_tokens,
+            stop_ids=request.stop_ids, include_stop=request.include_stop,
             progress=self._progress.append if request.progress else None, **request.sampling,
         )  # fmt: skip
         await self._stream.start()

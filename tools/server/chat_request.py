@@ -35,10 +35,6 @@ AnswerFormat = ResponseFormat | Pattern
 ANY_OBJECT = ResponseFormat(schema={"type": "object"})
 
 
-# More tokens than any context has.
-ENDLESS = 1 << 30
-
-
 @dataclass(frozen=True, kw_only=True)
 class AnswerRequest:
     """What requests for chats and for texts have in common.
@@ -46,8 +42,9 @@ class AnswerRequest:
     model           its name, "" for the default one
     sampling        changes of the model's own sampling parameters
     max_tokens      None: as many as fit the context
-    min_tokens      no end token is chosen before the answer has so many; ENDLESS: at all
-    stop            texts that end the answer, which do not become part of it
+    min_tokens      no end token is chosen before the answer has so many; generation.ENDLESS: at all
+    stop, stop_ids  texts and tokens that end the answer; include_stop: they become part of it
+    control_tokens  these have their texts in the answer
     n               answers to each prompt
     logprobs        None: none; k: of each token its own and those of the k most likely ones
     response_format what it must look like; None: any text
@@ -60,6 +57,9 @@ class AnswerRequest:
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    control_tokens: bool = False
     n: int = 1
     logprobs: int | None = None
     response_format: AnswerFormat | None = None

@@ -222,11 +222,20 @@ def test_a_list_of_prompts_is_answered_together(engine):
         assert [piece.id for piece in pieces if piece.index == i] == [piece.id for piece in alone[0]]
     ids = [[1, 2, 3], [4]]
     assert {piece.index for piece in engine.generate(ids, max_tokens=1)} <= {0, 1}
-    seeded = list(engine.generate(PROMPT, max_tokens=8, n=2, temperature=3.0, seed=5))
-    other = [piece.id for piece in engine.generate(PROMPT, max_tokens=8, temperature=3.0, seed=6)]
-    assert [piece.id for piece in seeded if piece.index == 1] == other
     with pytest.raises(UserError, match="n is 0"):
         engine.generate(PROMPT, n=0)
+
+
+def test_answers_share_random_numbers_with_no_others(engine):
+    def answers(prompt, seed: int, n: int = 1) -> list[tuple[int, ...]]:
+        pieces = list(engine.generate(prompt, max_tokens=8, n=n, temperature=3.0, seed=seed))
+        count = max(piece.index for piece in pieces) + 1
+        return [tuple(piece.id for piece in pieces if piece.index == i) for i in range(count)]
+
+    several = [answers(PROMPT, seed, 8) for seed in (5, 6, (1 << 64) - 1)]
+    assert len({one for found in several for one in found}) == 24
+    assert several[0] == answers(PROMPT, 5, 8) and [several[0][0]] == answers(PROMPT, 5)
+    assert answers([PROMPT] * 4, 5, 2) == several[0]
 
 
 def test_asyncio(engine):

@@ -7,7 +7,7 @@ import pytest
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling.logit_changes import CHANGES, changes_of
-from mlc_amd.runtime.sampling.philox import philox
+from mlc_amd.runtime.sampling.philox import philox, seed_of
 from mlc_amd.runtime.sampling.sampler import Sampler
 from mlc_amd.runtime.sampling.settings import Sampling
 
@@ -194,6 +194,12 @@ def test_a_large_vocabulary_takes_less_time_than_sorting_it(settings):
 def test_random_numbers_are_those_of_philox(key, counter, words):
     """The answers of Random123's kat_vectors."""
     assert philox(key, counter) == words
+
+
+def test_seeds_of_answers_are_others_for_each_seed_and_index():
+    seeds = [0, 1, 5, 6, 1 << 32, (1 << 64) - 1]
+    found = {seed_of(seed, index) for seed in seeds for index in range(100)}
+    assert len(found) == 600 and max(found) < 1 << 64 and [seed_of(seed, 0) for seed in seeds] == seeds
 
 
 def test_presence_and_frequency_are_subtracted_from_recent_tokens():

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from mlc_amd.runtime.engine.sampled_rows import SampledRows
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.grammars.constraints import mask_of
 from mlc_amd.runtime.sampling.device_rows import mask_words
@@ -96,6 +97,45 @@ def test_failing_answers_fail_alone(engine):
 
     with pytest.raises(UserError, match="no such grammar"):
         next(engine.generate(PROMPT, constraint=broken))
+
+
+def test_errors_after_the_first_pieces_reach_asyncio(engine, monkeypatch):
+    read, left = SampledRows.read, [0]
+
+    def damaged(rows, wanted, choices):
+        """The device reports a logit that is not a number, after some steps."""
+        left[0] -= 1
+        return [one._replace(token=-1) if left[0] == 0 else one for one in read(rows, wanted, choices)]
+
+    async def error_of(fails: int | None, n: int, taken: int | None) -> tuple[BaseException | None, int]:
+        made = iter([None] * (n - 1) + [fails])
+        answers = engine.agenerate(
+            PROMPT, max_tokens=40, min_tokens=40, n=n,
+            constraint=lambda: Only(engine.vocab, "any", fails=next(made)) if fails is not None else None,
+        )  # fmt: skip
+        pieces = 0
+        try:
+            async with asyncio.timeout(60):
+                async for _ in answers:
+                    pieces += 1
+                    if pieces == taken:
+                        await asyncio.sleep(0.05)  # it fails meanwhile
+                        return None, pieces
+        except Exception as error:
+            return error, pieces
+        finally:
+            await answers.aclose()
+
+    for fails in (0, 1, 3):
+        for n in (1, 3):
+            error, pieces = asyncio.run(error_of(fails, n, None))
+            assert isinstance(error, ZeroDivisionError) and pieces >= fails
+            assert asyncio.run(error_of(fails, n, 1))[1] == (1 if fails or n > 1 else 0)
+    monkeypatch.setattr(SampledRows, "read", damaged)
+    left[0] = 4
+    error, pieces = asyncio.run(error_of(None, 1, None))
+    assert isinstance(error, UserError) and "not a finite number" in str(error) and pieces == 3
+    assert engine.queue == (0, 0) and engine.kv_usage.used == 0
 
 
 def test_constrained_and_other_answers_share_steps(engine):

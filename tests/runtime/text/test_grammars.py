@@ -152,6 +152,11 @@ def test_json_object_and_the_choice_of_an_end(plain):
         other.accept(tokenizer.encode("x", add_special=False)[0])
 
 
+def written(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The text as tokens; a zero-width space, left out, keeps what is around it from being one."""
+    return [token for part in text.split("\u200b") for token in tokenizer.encode(part, add_special=False)]
+
+
 def accepts(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
     """Whether the text is an answer: each token is allowed, and it may end."""
     constraint = grammar()
@@ -159,7 +164,7 @@ def accepts(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
     def allowed(token: int) -> bool:
         return bool(constraint.allowed()[token // 32] >> (token % 32) & 1)
 
-    for token in tokenizer.encode(text, add_special=False):
+    for token in written(tokenizer, text):
         if constraint.complete or not allowed(token):
             return False
         constraint.accept(token)
@@ -204,6 +209,36 @@ def test_a_grammar_applies_behind_the_thinking(make, control, added, prompt, rig
         assert not accepts(grammar, tokenizer, begin + '{"town": "Rome"}')
     for begin in wrong:
         assert not accepts(grammar, tokenizer, begin + '{"city": "Rome"}'), begin
+
+
+THINK, SPELLED = ("<think>", "</think>"), ("</think>", "</think\u200b>")  # the latter with ordinary tokens
+
+
+@pytest.mark.parametrize(
+    ("control", "begun", "opening", "closing"),
+    [
+        (THINK, "<think>\n", "", SPELLED),
+        (THINK, "", "<think>", SPELLED),
+        (THINK, "", "<think\u200b>", SPELLED),
+        ((), "<think>\n", "", SPELLED[:1]),
+    ],
+)
+def test_an_answer_with_tools_may_end_in_its_thinking(make, control, begun, opening, closing):
+    grammars, tokenizer = make(bytes_with((*control, "<tool_call>", "</tool_call>")))
+    prompt, found = "assistant" + begun, HERMES
+    strict = [grammars.json_schema(CITY, prompt), grammars.tool_calls(found, TOOLS, "required", prompt=prompt)]
+    auto, either = (grammars.tool_calls(found, TOOLS, prompt=prompt, answer=answer) for answer in (None, CITY))
+    for thought in (opening, opening + "Hm </thi <b>"):
+        assert accepts(auto, tokenizer, thought)
+        assert not any(accepts(grammar, tokenizer, thought) for grammar in (*strict, either))
+        for end in closing:
+            call = thought + end + '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+            for answer in (thought + end, thought + end + "It is late.", call):
+                assert accepts(auto, tokenizer, answer), answer
+                assert not accepts(auto, tokenizer, answer + "<tool_call>")
+            if "\u200b" not in opening:
+                right = [accepts(one, tokenizer, thought + end + '{"city": "Rome"}') for one in (*strict, either)]
+                assert right == [True, False, True] and accepts(strict[1], tokenizer, call)
 
 
 def mark_of(found: CallFormat) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlc_amd.runtime.grammars.lark import closed
+from mlc_amd.runtime.grammars.lark import check_references, closed
 
 CLOSED = {"additionalProperties": False}
 OBJECT = {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -54,3 +54,15 @@ def test_references_are_followed_where_nothing_is_beside_them():
 )
 def test_what_stays_as_it_is(schema):
     assert closed(schema) == schema
+
+
+@pytest.mark.parametrize("place", [lambda ref: ref, lambda ref: {"properties": {"x": ref}}], ids=["root", "within"])
+def test_references_that_go_round_are_refused(place):
+    def schema(last: object) -> dict:
+        return place({"$ref": "#/$defs/a"}) | {"$defs": {"a": {"$ref": "#/$defs/b~1c"}, "b/c": last}}
+
+    check_references(schema({"type": "object", "properties": {"next": {"$ref": "#/$defs/a"}}}))
+    check_references(schema({"$ref": "#/$defs/none"}))
+    for reference in ("#/$defs/a", "#/$defs/b~1c"):
+        with pytest.raises(ValueError, match="leads back to itself"):
+            check_references(schema({"$ref": reference}))

@@ -4,6 +4,10 @@ import json
 import re
 
 import pytest
+from servers.serving import waiting
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.grammars.constraints import AnswerConstraint
 
 pytest.importorskip("llguidance")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -97,6 +101,11 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ({"min_tokens": -1}, "min_tokens"),
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"max_tokens": -2}, "max_tokens"),
+        ({"stop": [str(i) for i in range(2000)]}, "stop"),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": [1 << 20]}, "the vocabulary has"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens"),
         ({"logit_bias": [[1]]}, "logit_bias"),
         ({"logit_bias": 5}, "logit_bias"),
         ({"logit_bias": [[1, "x"]]}, "logit_bias"),
@@ -105,3 +114,99 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 def test_wrong_fields(served, body, named):
     status, _, error = served.request(CHAT, {"messages": QUESTION, "max_tokens": 4, **body})
     assert status == 400 and named in error["error"]["message"]
+
+
+# An answer of control tokens and text: `x` are the ids of two control tokens.
+MARK, END = "<|im_start|>", "<|im_end|>"
+SCRIPT = 'start: "ab" <[{0}]> "cd"'
+BODIES = [
+    (CHAT, {"messages": QUESTION}, lambda made: made["choices"][0]["message"]["content"]),
+    (TEXT, {"prompt": "a"}, lambda made: made["choices"][0]["text"]),
+    ("/completion", {"prompt": "a"}, lambda made: made["content"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "abcd"),
+        ({"stop": [MARK]}, "ab"),
+        ({"stop": ["b" + MARK + "c", "zzz"]}, "a"),
+        ({"stop": ["start|>c"]}, "abcd"),
+        ({"stop": [MARK + "x"]}, "abcd"),
+        ({"stop": [f"{i}" for i in range(200)] + ["c"]}, "ab"),
+        ({"stop": ["b"], "include_stop_str_in_output": True}, "ab"),
+        ({"stop": ["b" + MARK], "include_stop_str_in_output": True}, "ab" + MARK),
+        ({"skip_special_tokens": False}, f"ab{MARK}cd"),
+        ({"skip_special_tokens": False, "stop": ["d"]}, f"ab{MARK}c"),
+        ({"stop_token_ids": [0]}, "ab"),
+        ({"stop_token_ids": [0], "ignore_eos": True}, "ab"),
+        ({"stop_token_ids": [0], "skip_special_tokens": False, "include_stop_str_in_output": True}, "ab" + MARK),
+    ],
+)
+def test_what_ends_an_answer(served, fields, expected):
+    token = served.post("/tokenize", {"content": MARK})["tokens"][0]
+    fields = {**fields, **({"stop_token_ids": [token]} if "stop_token_ids" in fields else {})}
+    for path, body, text in BODIES:
+        asked = {**body, "grammar": SCRIPT.format(token), "max_tokens": 40, **fields}
+        assert text(served.post(path, asked)) == expected, path
+        if path != CHAT:
+            assert (
+                "".join(
+                    chunk.get("content") or chunk["choices"][0]["text"] if "choices" in chunk else chunk["content"]
+                    for chunk in served.stream(path, asked)
+                )
+                == expected
+            )
+
+
+def test_stop_texts_of_other_apis_may_name_control_tokens(served):
+    token = served.post("/tokenize", {"content": MARK})["tokens"][0]
+    bias = {str(token): 1000}
+    chat = {"messages": QUESTION, "options": {"stop": [MARK], "logit_bias": bias, "num_predict": 4}, "stream": False}
+    made = served.post("/api/chat", chat)
+    assert (made["done_reason"], made["eval_count"]) == ("stop", 1)
+    asked = {"input": "x", "stop": [MARK], "logit_bias": bias, "max_output_tokens": 4}
+    assert served.post("/v1/responses", asked)["status"] == "completed"
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["red"]}}, "required": ["a"]}
+FAILING = [
+    (CHAT, {"messages": QUESTION, "json_schema": SCHEMA, "n": 2}, lambda last: last["error"]["message"]),
+    (TEXT, {"prompt": "a", "json_schema": SCHEMA}, lambda last: last["error"]["message"]),
+    ("/completion", {"prompt": "a", "json_schema": SCHEMA}, lambda last: last["error"]["message"]),
+    ("/api/chat", {"messages": QUESTION, "format": SCHEMA}, lambda last: last["error"]),
+    ("/api/generate", {"prompt": "a", "format": SCHEMA}, lambda last: last["error"]),
+    (
+        "/v1/messages",
+        {"messages": QUESTION, "max_tokens": 40, "output_config": {"format": {"schema": SCHEMA}}},
+        lambda last: last["error"]["message"],
+    ),
+    (
+        "/v1/responses",
+        {"input": "x", "text": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        lambda last: (last.get("response") or last)["error"]["message"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "message"), FAILING, ids=[path for path, *_ in FAILING])
+def test_an_answer_that_fails_ends_in_the_form_of_its_api(served, monkeypatch, path, body, message):
+    """After its first piece: streamed or whole, and nothing is left of it."""
+    accept, calls = AnswerConstraint.accept, []
+
+    def accept_some(constraint, token):
+        calls.append(token)
+        if len(calls) > 3:
+            raise UserError("the grammar fails")
+        accept(constraint, token)
+
+    monkeypatch.setattr(AnswerConstraint, "accept", accept_some)
+    for _ in range(3):
+        calls.clear()
+        status, _, whole = served.request(path, {**body, "stream": False})
+        assert status == 400 and message(whole) == "the grammar fails"
+        calls.clear()
+        assert message(served.stream(path, body)[-1]) == "the grammar fails"
+    model = served.service.library.loaded["demo"]
+    assert waiting(lambda: model.engine.queue == (0, 0) and not model.users)

@@ -18,14 +18,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import mlc_amd
-from mlc_amd.runtime.engine.generation import MOST_LOGPROBS, PromptProgress
+from mlc_amd.runtime.engine.generation import ENDLESS, MOST_LOGPROBS, PromptProgress
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.apis import openai_fields
 from mlc_amd.tools.server.apis.openai_chat import chat_request
 from mlc_amd.tools.server.apis.openai_completions import prompts_of
 from mlc_amd.tools.server.apis.openai_fields import finishes_of, progress_body, timings_body
-from mlc_amd.tools.server.chat_request import ENDLESS, Event, Finish, Text, TextRequest, TokenLogprob
+from mlc_amd.tools.server.chat_request import Event, Finish, Text, TextRequest, TokenLogprob
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.library import Library

@@ -21,7 +21,7 @@ from mlc_amd.tools.server import chat_request as forms
 from mlc_amd.tools.server import errors
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.apis.openai_chat import check_tools
-from mlc_amd.tools.server.apis.openai_fields import least_tokens, logprob_body, sampling, stops
+from mlc_amd.tools.server.apis.openai_fields import endings, logprob_body, sampling
 from mlc_amd.tools.server.errors import ApiError, invalid
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.prompts import check_messages
@@ -94,8 +94,7 @@ def _common(fields: Fields, client: str) -> dict[str, Any]:
         "model": fields.text("model"),
         "sampling": sampling(options),
         "max_tokens": limit if limit is not None and limit > 0 else None,  # -1: no limit
-        "min_tokens": least_tokens(options),
-        "stop": stops(options),
+        **endings(options),
         "logprobs": logprobs,
         "response_format": _format(fields),
         "client": client,

@@ -2,7 +2,8 @@
 
 Sampling parameters that a request leaves out are the model's own. Extensions, by their names in llama.cpp and vLLM:
 top_k, min_p, repetition_penalty (repeat_penalty), repetition_window (repeat_last_n), min_tokens, ignore_eos, n_predict
-(max_tokens). Fields that choose how a server works, such as cache_prompt or id_slot, have no effect.
+(max_tokens), stop_token_ids, include_stop_str_in_output, skip_special_tokens. Fields that choose how a server works,
+such as cache_prompt or id_slot, have no effect.
 """
 
 import time
@@ -11,12 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import mlc_amd
-from mlc_amd.runtime.engine.generation import PromptProgress, check_stop
+from mlc_amd.runtime.engine.generation import ENDLESS, PromptProgress, check_stop
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling.philox import SEED_BITS
 from mlc_amd.runtime.sampling.settings import LARGEST_BIAS, Sampling, SamplingChanges
 from mlc_amd.tools.server.answering import Answering
-from mlc_amd.tools.server.chat_request import ENDLESS, Event, Finish, Progress, TokenLogprob
+from mlc_amd.tools.server.chat_request import Event, Finish, Progress, TokenLogprob
 from mlc_amd.tools.server.errors import ApiError, invalid
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.formats import answer_format
@@ -28,7 +29,8 @@ _PENALTY, _WINDOW = ("repetition_penalty", "repeat_penalty"), ("repetition_windo
 _WHOLE_CONTEXT = 1 << 20
 # Answers to one prompt, as OpenAI's API limits them.
 _MOST_ANSWERS = 128
-_MOST_STOPS = 16
+_MOST_STOPS, _MOST_STOP_CHARACTERS = 1024, 16384
+_MOST_STOP_IDS = 128
 # Names of the limit of tokens.
 LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
 _NEVER = -LARGEST_BIAS
@@ -41,8 +43,7 @@ def common(fields: Fields, client: str) -> dict[str, Any]:
         "model": fields.text("model"),
         "sampling": sampling(fields),
         "max_tokens": most_tokens(fields),
-        "min_tokens": least_tokens(fields),
-        "stop": stops(fields),
+        **endings(fields),
         "response_format": answer_format(fields),
         # Whether chunks say how far the prompt is, as llama-server's.
         "progress": fields.flag("return_progress") and fields.flag("stream"),
@@ -92,18 +93,33 @@ def most_tokens(fields: Fields) -> int | None:
     return None if fields.raw(name) == -1 else fields.whole(name, 1)
 
 
-def least_tokens(fields: Fields) -> int:
-    return ENDLESS if fields.flag("ignore_eos") else fields.whole("min_tokens", 0, ENDLESS) or 0
+def endings(fields: Fields) -> dict[str, Any]:
+    """What ends answers, and whether that is shown, as arguments of an `AnswerRequest`."""
+    return {
+        "min_tokens": ENDLESS if fields.flag("ignore_eos") else fields.whole("min_tokens", 0, ENDLESS) or 0,
+        "stop": _stops(fields),
+        "stop_ids": _stop_ids(fields),
+        "include_stop": fields.flag("include_stop_str_in_output"),
+        "control_tokens": not fields.flag("skip_special_tokens", True),
+    }
 
 
-def stops(fields: Fields) -> tuple[str, ...]:
+def _stops(fields: Fields) -> tuple[str, ...]:
     texts = fields.texts("stop")
-    if len(texts) > _MOST_STOPS:
-        raise fields.wrong("stop", f"at most {_MOST_STOPS} strings")
+    if len(texts) > _MOST_STOPS or sum(map(len, texts)) > _MOST_STOP_CHARACTERS:
+        raise fields.wrong("stop", f"at most {_MOST_STOPS} strings of {_MOST_STOP_CHARACTERS} characters in all")
     try:
         return check_stop(texts)
     except UserError as error:
         raise invalid(str(error), "stop") from error
+
+
+def _stop_ids(fields: Fields) -> tuple[int, ...]:
+    given = fields.raw("stop_token_ids") or []
+    valid = isinstance(given, list) and all(type(one) is int and one >= 0 for one in given)
+    if not valid or len(given) > _MOST_STOP_IDS:
+        raise fields.wrong("stop_token_ids", f"a list of at most {_MOST_STOP_IDS} token ids")
+    return tuple(given)
 
 
 def answers(fields: Fields) -> int:
