@@ -131,6 +131,8 @@ class Answer:
             if self._mask is not None:
                 check_chosen(self._mask, chosen.token)
             if chosen.token in self._end_ids:
+                if chosen.logprob is not None:
+                    self.stats.end = Piece(chosen.token, "", self.index, chosen.logprob, chosen.top)
                 return self._end("stop")
             if self.constraint:
                 self.constraint.accept(chosen.token)

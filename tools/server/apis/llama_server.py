@@ -148,7 +148,7 @@ def _text_request(fields: Fields, client: str) -> TextRequest:
     given = fields.required("prompt")
     prompts = [_plain(fields, one) for one in (given if _are_several(given) else [given])]
     return TextRequest(
-        **openai_fields.common(fields, client),
+        **openai_fields.common(fields, client, least=0),
         prompts=prompts_of(fields, prompts, (int, str)),
         logprobs=probabilities if ids else None,
     )
