@@ -125,7 +125,7 @@ def logprobs_body(logprobs: Sequence[TokenLogprob], places: Sequence[int]) -> di
 
 
 def _top(token: TokenLogprob) -> dict[str, float | None] | None:
-    """The most likely tokens and the token itself; of those with one text the most likely. None: nothing predicts it."""
+    """The most likely tokens and the token itself; of those with one text the likeliest. None: nothing predicts it."""
     if token.logprob is None:
         return None
     upwards = (token, *(token if one.id == token.id else one for one in reversed(token.top)))
