@@ -23,9 +23,12 @@ Group = TypeVar("Group")
 Result = TypeVar("Result")
 
 
+MANY = (1 << 31) - 1  # more than anybody needs of anything that is counted
+
+
 @dataclass(frozen=True)
 class Option:
-    """What help and errors say of an option."""
+    """What help and errors say of an option. Every number has a range: from `low` or `above` to `high` or `most`."""
 
     help: str  # what it does
     unit: str = ""  # of its value
@@ -33,6 +36,7 @@ class Option:
     low: float = -math.inf
     high: float = math.inf
     above: float = -math.inf  # values must be greater
+    most: float = math.inf  # a limit that only mistakes exceed
     read: Callable[[str], object] | None = None  # makes the value of a text, if its type does not say how
     also: tuple[str, ...] = ()  # other names of its flag, those of llama.cpp
 
@@ -45,10 +49,16 @@ class Option:
         return f"{self.help} ({'; '.join(notes)})" if notes else self.help
 
     def problem(self, name: str, value: object) -> str | None:
-        """What is wrong with a number that is out of range."""
+        """What is wrong with a number that is out of range, or with one of several."""
+        if isinstance(value, tuple):
+            return next(filter(None, (self.problem(name, one) for one in value)), None)
         number = cast(float, value)
-        if not isinstance(value, Real) or (self.low <= number <= self.high and self.above < number < math.inf):
+        if not isinstance(value, Real) or (
+            self.low <= number <= min(self.high, self.most) and self.above < number < math.inf
+        ):
             return None
+        if self.most < number < math.inf:
+            return f"{name} is {value}: it must be at most {self.most}"
         least = f"at least {self.low}" if math.isinf(self.above) else f"greater than {self.above}"
         limits = least if math.isinf(self.high) else f"between {self.low} and {self.high}"
         return f"{name} is {value}: it must be {limits}"
@@ -110,7 +120,7 @@ class TargetOptions(Checked):
     ctx: Annotated[int | None, Option(
         "KV cache size, for a GGUF file",
         default="the model's context length, at most 4096; of bench: what the tests need",
-        unit="tokens", low=1, also=("-c", "--ctx-size"))] = None  # fmt: skip
+        unit="tokens", low=1, most=MANY, also=("-c", "--ctx-size"))] = None  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +154,8 @@ class CompileOptions(TargetOptions):
 class RunOptions(Checked):
     """What an artifact is run with."""
 
-    threads: Annotated[int | None, Option("number of CPU threads", default="all cores", low=1, also=("-t",))] = None
+    threads: Annotated[int | None, Option(
+        "number of CPU threads", default="all cores", low=1, most=4096, also=("-t",))] = None  # fmt: skip
     device: Annotated[str | None, Option(
         "GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name; for tuning on a CPU: "
         "the number of threads",
@@ -152,13 +163,15 @@ class RunOptions(Checked):
     verify: Annotated[bool, Option("also verify the checksum of the weights, which reads all of them")] = False
     n_cpu_moe: Annotated[int, Option(
         "keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for "
-        "mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough)")] = 0  # fmt: skip
-    kv_tokens: Annotated[int | None, Option("tokens that the KV cache holds, of all sequences together")] = None
+        "mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough)",
+        low=0, most=MANY)] = 0  # fmt: skip
+    kv_tokens: Annotated[int | None, Option(
+        "tokens that the KV cache holds, of all sequences together", low=1, most=MANY)] = None  # fmt: skip
     kv_memory: Annotated[int | str | None, Option(
         "instead, how much memory the KV cache takes: bytes, a size such as 4G or 512M, or auto: what the device has "
         "left, of the host's memory half of what is available",
         default="one sequence of full length; of bench: what the tests need; of serve with one model: auto",
-    )] = None  # fmt: skip
+        low=1, most=1 << 60)] = None  # fmt: skip
     draft: Annotated[str | os.PathLike[str] | None, Option(
         "decode several tokens a step, guessed by a smaller model with the same vocabulary (named as a model is), "
         'or, for "lookup", taken from the text so far, or, for "mtp", by the model\'s own layer for that, if it has '

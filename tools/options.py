@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mlc_amd.runtime.options import Option
+from mlc_amd.runtime.options import MANY, Option
 from mlc_amd.runtime.sampling.settings import SamplingChanges
 
 
@@ -18,7 +18,9 @@ SamplingFlags = Annotated[SamplingChanges, Without("logit_bias", "presence_penal
 
 Prompt = Annotated[str | None, Option('the text for the model; "-" reads it from stdin')]
 File = Annotated[str | None, Option('take the text from this UTF-8 file; "-" is stdin')]
-MaxTokens = Annotated[int | None, Option("maximum number of tokens to generate", low=1, also=("--n-predict",))]
+MaxTokens = Annotated[int | None, Option(
+    "maximum number of tokens to generate", low=1, most=MANY, also=("--n-predict",),
+)]  # fmt: skip
 Stop = Annotated[tuple[str, ...], Option("end the text before this one; may be repeated")]
 Quiet = Annotated[bool, Option("print results only: no greeting, notes, statistics or log of requests")]
 Json = Annotated[bool, Option("print everything as one JSON object")]

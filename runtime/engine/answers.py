@@ -142,6 +142,8 @@ class Answer:
             if chosen.token in self._stop_ids:
                 return self._end_at(chosen)
             if chosen.token in self._end_ids:
+                if chosen.logprob is not None:
+                    self.stats.end = Piece(chosen.token, "", self.index, chosen.logprob, chosen.top)
                 return self._end("stop")
             if self.constraint:
                 self.constraint.accept(chosen.token)

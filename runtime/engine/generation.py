@@ -67,6 +67,7 @@ class Stats:
     accepted: int = 0  # of these, those that were right
     finish: str = "interrupted"  # "stop", "length", "context" or "interrupted"
     stop: str | None = None  # the stop text that ended it
+    end: Piece | None = None  # the end token that ended it, if log-probabilities were requested; it has no text
 
     @property
     def tokens(self) -> int:

@@ -226,7 +226,7 @@ class _LoopEvents:
     async def pause(self, seconds: float) -> None:
         """Returns after that time, or once all answers are done."""
         self._pausing = True
-        timer = self.loop.call_later(seconds, self._event.set)
+        timer = asyncio.get_running_loop().call_later(seconds, self._event.set)
         try:
             if self._unfinished:
                 await self._event.wait()

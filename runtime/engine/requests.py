@@ -25,8 +25,8 @@ class Request:
     # For a request that generates nothing: the first token of the prompt whose logits are still to be computed, with
     # those of all later ones; the scheduler updates it.
     scored: int | None = None
-    # Of a request that generates nothing the caller's own, of which `prompt` are the tokens; it keeps its pages when
-    # the request is done. Otherwise the scheduler makes it.
+    # Of a request that generates nothing perhaps the caller's own, of which `prompt` are the tokens. Otherwise the
+    # scheduler makes it. That of a request that generates nothing keeps its pages when the request is done.
     sequence: Sequence | None = None
 
     state: RequestState = "waiting"
@@ -106,6 +106,9 @@ class Scoring:
     @property
     def ready(self) -> bool:
         return self.done
+
+    def ended(self) -> None:
+        """Called once no further step has rows of it. The sequence stays as it is: it is the caller's."""
 
     def take(self, start: int, logits: np.ndarray) -> None:
         """The rows of the tokens from number `start` on."""

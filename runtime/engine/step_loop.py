@@ -68,14 +68,12 @@ class StepLoop:
 
     @property
     def busy(self) -> bool:
-        """Whether there are answers that are not complete."""
-        return bool(self._answers)
+        """Whether there are answers or scorings that are not complete."""
+        return bool(self._answers or self._scorings)
 
     def score(self, scoring: Scoring) -> None:
         """Computes steps until it is done. QueueFull and ContextFull."""
-        with self.exclusive():
-            self.scheduler.add(scoring.request)
-            self._scorings[scoring.request] = scoring
+        self.start_scoring(scoring, watched=False)
         try:
             self.wait([scoring])
         finally:
@@ -83,6 +81,13 @@ class StepLoop:
                 self._drop_scoring(scoring.request)
         if scoring.error:
             raise scoring.error
+
+    def start_scoring(self, scoring: Scoring, watched: bool = True) -> None:
+        """Queues it; watched: the background thread computes it. QueueFull and ContextFull."""
+        with self.exclusive():
+            self.scheduler.add(scoring.request)
+            self._scorings[scoring.request] = scoring
+            self._watch([scoring.request] if watched else [])
 
     def start(self, answers: SequenceOf[Answer], watched: bool = False) -> None:
         """Queues them; watched: the background thread computes them. QueueFull, ContextFull: none is queued."""
@@ -97,11 +102,9 @@ class StepLoop:
                     self.scheduler.finish(answer.request, "refused")
                 raise
             self._answers |= {answer.request: answer for answer in answers}
-            if watched:
-                self._watched.update(answer.request for answer in answers)
-                self._background = self._background or self._start_thread()
+            self._watch([answer.request for answer in answers] if watched else [])
 
-    def cancel(self, answers: Iterable[Answer]) -> None:
+    def cancel(self, answers: Iterable[Answer | Scoring]) -> None:
         """Ends answers after the step in progress; their pages are free then."""
         for answer in answers:
             self.scheduler.cancel(answer.request)
@@ -116,6 +119,11 @@ class StepLoop:
 
     def cancel_all(self) -> None:
         self.cancel(list(self._answers.values()))
+
+    def _watch(self, requests: SequenceOf[Request]) -> None:
+        self._watched.update(requests)
+        if requests:
+            self._background = self._background or self._start_thread()
 
     def wait(self, answers: SequenceOf[Answer | Scoring]) -> None:
         """Computes steps until one of `answers` is ready."""
@@ -309,6 +317,8 @@ class StepLoop:
             if request.cancelled or answer.done:
                 answer.interrupt()
                 self._forget(request, "cancelled" if request.cancelled else answer.stats.finish)
+        for request in [request for request in self._scorings if request.cancelled]:
+            self._drop_scoring(request)
 
     def _forget(self, request: Request, reason: str) -> None:
         self.scheduler.finish(request, reason)
@@ -319,7 +329,9 @@ class StepLoop:
 
     def _drop_scoring(self, request: Request) -> None:
         self.scheduler.finish(request, "scored")
-        self._scorings.pop(request, None)
+        self._watched.discard(request)
+        if scoring := self._scorings.pop(request, None):
+            scoring.ended()
 
     # ---- in the background
 
@@ -352,8 +364,9 @@ class StepLoop:
         self.cancel_all()
         with self.exclusive():
             self._drop_ended()
-            for scoring in self._scorings.values():
+            for scoring in list(self._scorings.values()):
                 scoring.fail(UserError(CLOSED))
+                self._drop_scoring(scoring.request)
             self._lock.closed = True
         if self._background and self._background is not threading.current_thread():
             self._background.join()

@@ -8,10 +8,11 @@ import numpy as np
 
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.engine.answers import Answer, GenerateCall
-from mlc_amd.runtime.engine.generation import Ids, ProgressCallback, PromptProgress, Stats
+from mlc_amd.runtime.engine.generation import Ids, ProgressCallback, PromptProgress, Stats, check_logprobs
 from mlc_amd.runtime.engine.generations import AsyncGeneration, Generation, Results
 from mlc_amd.runtime.engine.logits_engine import LogitsEngine
 from mlc_amd.runtime.engine.scheduler import RequestCounts, SchedulerLimits
+from mlc_amd.runtime.engine.token_scores import TokenScore, computed
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.grammars.constraints import Constraint
 from mlc_amd.runtime.sampling.settings import Sampling, SamplingChanges
@@ -104,6 +105,12 @@ class TextEngine(LogitsEngine):
         found = AsyncGeneration(self._loop, self._call(prompt, sampling, changes, *options, None), progress)
         self._last = found.results
         return found
+
+    async def ascore(self, ids: Ids, logprobs: int = 0, client: Hashable = None) -> list[TokenScore]:
+        """How likely each token of a prompt but the first is after those before it; logprobs: with so many of the most
+        likely ones. A thread of the engine computes. ContextFull, QueueFull, UserError."""
+        checked, count = self._check(ids, 0).tolist(), check_logprobs(logprobs)
+        return await computed(self._loop, checked, count or 0, client)
 
     def _call(
         self, prompt, sampling: Sampling | None, changes: SamplingChanges, *options

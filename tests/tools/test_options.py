@@ -4,6 +4,8 @@ has all of them."""
 import ast
 import importlib
 import inspect
+import math
+import typing
 from collections import defaultdict
 from pathlib import Path
 
@@ -98,6 +100,41 @@ def test_numbers_out_of_range_are_refused():
     ):
         with pytest.raises(UsageError, match=error):
             mlc_amd.load(**options)
+
+
+def test_every_number_of_every_command_has_a_range(verbs):
+    numbers, open_ended = 0, []
+    for verb, run in verbs.items():
+        for name, one in arguments.parameters(run).items():
+            kinds = {one.type, *typing.get_args(one.type)}
+            if kinds & {int, float} and not one.choices:
+                numbers += 1
+                least, most = max(one.option.low, one.option.above), min(one.option.high, one.option.most)
+                open_ended += [] if math.isfinite(least) and math.isfinite(most) else [(verb, name)]
+                for bad in (least - 1, most + (1 << 20)):
+                    assert one.option.problem(one.spelling, bad) and one.option.problem(one.spelling, (bad,))
+    assert numbers > 40 and open_ended == []
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        (["serve", "--port", "99999"], "--port is 99999: it must be between 0 and 65535"),
+        (["serve", "--timeout", "-5"], "--timeout is -5.0: it must be at least 0"),
+        (["serve", "--idle-unload", "0"], "--idle-unload is 0.0: it must be at least 1"),
+        (["serve", "--kv-tokens", "-1"], "--kv-tokens is -1: it must be at least 1"),
+        (["chat", "--threads", "100000"], "--threads is 100000: it must be at most 4096"),
+        (["inspect", "x", "--n-cpu-moe", "-1"], "--n-cpu-moe is -1: it must be at least 0"),
+        (["bench", "-p", "8,-1"], "--n-prompt is -1: it must be at least 0"),
+        (["bench", "-np", "65"], "--n-seqs is 65: it must be between 1 and 64"),
+        (["bench", "--speculate", "0.5,nan"], "--speculate is nan: it must be between 0 and 1"),
+        (["perplexity", "x", "--tokens", "1"], "--tokens is 1: it must be at least 2"),
+    ],
+    ids=" ".join,
+)
+def test_a_command_refuses_numbers_out_of_range(command, error, capsys):
+    assert cli.main(command) == 2
+    assert error in capsys.readouterr().err
 
 
 def test_an_artifact_is_made_from_resolved_options():

@@ -16,7 +16,7 @@ import numpy as np
 
 from mlc_amd.runtime.cache.pages import PAGE
 from mlc_amd.runtime.errors import UsageError, UserError
-from mlc_amd.runtime.options import LoadOptions, Option
+from mlc_amd.runtime.options import MANY, LoadOptions, Option
 from mlc_amd.runtime.speculation.speculation import MOST
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.measure import bandwidth, bench_formats, host_profile, kernel_table, power
@@ -31,18 +31,23 @@ _MOST_SEQUENCES = 64  # of a step
 
 def run(
     *,
-    n_prompt: tuple[int, ...] = (512,),
-    n_gen: tuple[int, ...] = (128,),
-    n_depth: tuple[int, ...] = (0,),
-    n_seqs: tuple[int, ...] = (1,),
-    speculate: tuple[float, ...] = (),
-    repetitions: Annotated[int, Option("number of measured runs of each test", low=1)] = 5,
+    n_prompt: Annotated[tuple[int, ...], Option(
+        "number of tokens to prefill; 0 skips prefill", low=0, most=MANY)] = (512,),
+    n_gen: Annotated[tuple[int, ...], Option("number of tokens to decode; 0 skips decode", low=0, most=MANY)] = (128,),
+    n_depth: Annotated[tuple[int, ...], Option(
+        "number of tokens in the KV cache before each test", low=0, most=MANY)] = (0,),
+    n_seqs: Annotated[tuple[int, ...], Option(
+        "number of sequences that decode together; t/s is that of all of them", low=1, high=_MOST_SEQUENCES)] = (1,),
+    speculate: Annotated[tuple[float, ...], Option(
+        "decode also with guesses of the next tokens, of which this share is right, as 0.7: what a draft would gain "
+        "that takes no time itself", low=0, high=1)] = (),
+    repetitions: Annotated[int, Option("number of measured runs of each test", low=1, most=MANY)] = 5,
     output: Literal["md", "json", "jsonl", "csv"] = "md",
     synthetic: Synthetic = None,
     per_kernel: bool = False,
     profile_host: bool = False,
     load: Annotated[LoadOptions, Without("tuned", "verify", "kv_tokens", "draft")],
-) -> None:
+) -> None:  # fmt: skip
     """Measures prefill (pp) and decode (tg) speed in tokens per second, with llama-bench's columns.
 
     For decode it adds the memory traffic of weights and KV cache in GB/s, and as fractions of the read (cpu) or copy
@@ -50,12 +55,6 @@ def run(
     token, without waiting. Where sensors tell the power of the device: watts, and joules per token.
 
     Args:
-        n_prompt: number of tokens to prefill; 0 skips prefill.
-        n_gen: number of tokens to decode; 0 skips decode.
-        n_depth: number of tokens in the KV cache before each test.
-        n_seqs: number of sequences that decode together; t/s is that of all of them.
-        speculate: decode also with guesses of the next tokens, of which this share is right, as 0.7: what a draft would
-            gain that takes no time itself.
         output: format of the result.
         per_kernel: for each test, the time of every kernel of one step, with its memory and arithmetic throughput (md
             and json).
@@ -115,12 +114,6 @@ def plan_tests(
 ) -> list[Test]:
     """The tests in llama-bench's order: for each depth the prefills, then the decodings by fewer and by more sequences,
     each without guesses, then with them."""
-    if min((*n_prompt, *n_gen, *n_depth)) < 0:
-        raise UsageError("-p, -n and -d must not be negative")
-    if not all(1 <= count <= _MOST_SEQUENCES for count in n_seqs):
-        raise UsageError(f"-np must be 1 to {_MOST_SEQUENCES}")
-    if not all(0 <= share <= 1 for share in speculate):
-        raise UsageError("--speculate must be a share from 0 to 1")
     tests, guesses = [], (None, *speculate)
     for depth in n_depth:
         tests += [Test(n, 0, depth) for n in n_prompt if n]

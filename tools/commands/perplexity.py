@@ -10,7 +10,7 @@ from typing import Annotated
 import numpy as np
 
 from mlc_amd.runtime.errors import UsageError, UserError
-from mlc_amd.runtime.options import LoadOptions
+from mlc_amd.runtime.options import MANY, LoadOptions, Option
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.options import Json, Without
 from mlc_amd.tools.terminal import display
@@ -24,11 +24,12 @@ def run(
     *,
     text: str | None = None,
     ids: str | None = None,
-    tokens: int | None = None,
+    tokens: Annotated[int | None, Option(
+        "use only the first N tokens", default="as many as the context holds", low=2, most=MANY)] = None,
     logits: str | None = None,
     json: Json = False,
     load: Annotated[LoadOptions, Without("model", "tuned", "kv_tokens", "draft")],
-) -> None:
+) -> None:  # fmt: skip
     """Measures the perplexity of a model on the tokens of a text, in one window.
 
     Every token but the first is predicted from all before it; perplexity is the exponential of the mean of
@@ -39,7 +40,6 @@ def run(
         model: artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use).
         text: UTF-8 text file.
         ids: instead of a text, an .npz file with the token ids in its array `ids`.
-        tokens: use only the first N tokens (default: as many as the context holds).
         logits: write `logits` (float32 [tokens, vocab]) and `ids` to this .npz file.
     """
     if (text is None) == (ids is None):

@@ -15,7 +15,7 @@ from typing import Annotated
 import mlc_amd
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.options import LoadOptions, Option
+from mlc_amd.runtime.options import MANY, LoadOptions, Option
 from mlc_amd.tools.checks import machine, selftest_kernels, selftest_model
 from mlc_amd.tools.checks.selftest_limits import Budget, Watch
 from mlc_amd.tools.hub import models
@@ -40,10 +40,10 @@ def run(
     output: str | None = None,
     runs: Annotated[int, Option(
         "how often each kernel runs whose workgroups wait for one another, at each of several depths; 0 skips this",
-        low=0)] = 1000,
+        low=0, most=MANY)] = 1000,
     seconds: Annotated[float, Option(
         "how long the test takes, about; kernels for which there is no time are listed as not run. 0: no limit",
-        unit="seconds", low=0)] = 60,
+        unit="seconds", low=0, most=MANY)] = 60,
     whole_model: bool = False,
     load: Annotated[LoadOptions, Without("tuned", "verify", "n_cpu_moe", "kv_tokens", "kv_memory", "draft")],
 ) -> None:  # fmt: skip

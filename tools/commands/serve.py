@@ -1,8 +1,10 @@
 """`mlc-amd serve`: models over HTTP."""
 
+import errno
 import os
 import socket
 import stat
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -29,8 +31,9 @@ def run(
 ) -> None:
     """Serves models over HTTP, with the APIs of OpenAI, Anthropic and ollama, and a chat page for browsers.
 
-    The first model is loaded at once and is the default; others are loaded when a request names them. SIGTERM or Ctrl-C
-    ends the server after the answers in progress, the second one at once.
+    The first model is loaded at once and is the default; until it is there, requests get the status 503. Others are
+    loaded when a request names them. SIGTERM or Ctrl-C ends the server after the answers in progress, the second one at
+    once.
 
     Args:
         model: artifact folders, GGUF files, or OWNER/REPO:QUANT of huggingface.co (compiled on first use), each with
@@ -70,16 +73,23 @@ def _serve_here(loaders: Mapping[str, Callable[[], "Engine"]], options: ServeOpt
 
     allow_connections(options.max_requests)
     library = Library(loaders, options.models_max, options.idle_unload)
-    service = Service(library, options)
+    service, first = Service(library, options), library.names[0]
+    where = f"unix:{options.uds}" if options.uds else url(listener)
+    ready = partial(display.message, f"serving {', '.join(loaders)} at {where}")
+    server = make_server(make_app(service), service, ready, lambda: library.add(first, loaders[first]()))
     try:
-        library.add(library.names[0], loaders[library.names[0]]())
-        where = f"unix:{options.uds}" if options.uds else url(listener)
-        ready = partial(display.message, f"serving {', '.join(loaders)} at {where}")
-        make_server(make_app(service), service, ready).run(sockets=[listener])
+        display.message(f"loading {first}; until then requests at {where} get the status 503")
+        server.run(sockets=[listener])
     finally:
         listener.close()
         if options.uds:
             Path(options.uds).unlink(missing_ok=True)
+    if server.failure:
+        raise server.failure
+    if service.loading:  # a signal came first: the thread that loads cannot be interrupted
+        display.message("stopped while loading")
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _absolute(sources: Mapping[str, str | None]) -> dict[str, str | None]:
@@ -137,8 +147,17 @@ def listen(host: str, port: int, uds: str | None) -> socket.socket:
         listener.bind(where)
         return listener
     except OSError as error:
-        place = uds or f"{host} port {port}"
-        raise UserError(f"cannot listen on {place}: {error.strerror or error}; choose another with --port") from error
+        raise UserError(f"cannot listen on {uds or f'{host} port {port}'}: {_advice(error, host, uds)}") from error
+
+
+def _advice(error: OSError, host: str, uds: str | None) -> str:
+    """What is wrong with a place to listen on, and which option changes that."""
+    if uds is not None:
+        return f"{error.strerror or error}; choose another file with --uds"
+    if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+        what = f"{host} is no address of this machine"
+        return f"{what}; give --host 127.0.0.1 for this machine alone, --host 0.0.0.0 for all of its addresses"
+    return f"{error.strerror or error}; choose another with --port"
 
 
 def _listen_locally(path: Path) -> socket.socket:

@@ -21,7 +21,7 @@ from mlc_amd.runtime import extras
 from mlc_amd.runtime.artifact import json_files
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.host import cpu_flags, selected_threads
-from mlc_amd.runtime.options import Option, RunOptions, TargetOptions, option_of
+from mlc_amd.runtime.options import MANY, Option, RunOptions, TargetOptions, option_of
 from mlc_amd.runtime.sampling.settings import SamplingChanges
 from mlc_amd.tools import target as targets
 from mlc_amd.tools.hub import models
@@ -45,7 +45,7 @@ def run(
     synthetic: Synthetic = None,
     budget: str | None = None,
     trials: Annotated[int | None, Option(
-        "measure so many plans; for a kit, its size", default="for a kit: 64", low=1)] = None,
+        "measure so many plans; for a kit, its size", default="for a kit: 64", low=1, most=MANY)] = None,
     runner: Literal["local", "rpc"] = "local",
     tracker: Tracker = None,
     key: Key = None,

@@ -53,6 +53,7 @@ class _Prepared:
     text: str | None = None
     tools: tuple[Tool, ...] = ()
     shown: tuple[str, ...] = ()
+    echoed: tuple[str, ...] = ()  # texts of the prompts, if they are wanted
 
 
 class Answering(AsyncIterator[list[forms.Event]]):
@@ -68,6 +69,7 @@ class Answering(AsyncIterator[list[forms.Event]]):
         self._generation: AsyncGeneration | None = None
         self._events: list[AnswerEvents] = []
         self._progress: list[forms.Event] = []  # that came since the last events
+        self._prepared: _Prepared | None = None  # while prompts are to be echoed or scored
         self._ended = False
 
     async def begin(self) -> None:
@@ -79,13 +81,17 @@ class Answering(AsyncIterator[list[forms.Event]]):
         count = request.n * len(made.prompts)
         shown = model.engine.tokenizer.control_ids if request.control_tokens else made.shown
         self._events = [AnswerEvents(model, request, index, made.text, made.tools) for index in range(count)]
+        most = 1 if request.max_tokens == 0 else request.max_tokens
         self._generation = model.engine.agenerate(
-            made.prompts, None, request.max_tokens, (*ends, *request.stop), shown, n=request.n,
+            made.prompts, None, most, (*ends, *request.stop), shown, n=request.n,
             client=request.client, logprobs=request.logprobs, constraint=made.grammar, min_tokens=request.min_tokens,
             stop_ids=request.stop_ids, include_stop=request.include_stop,
             progress=self._progress.append if request.progress else None, **request.sampling,
         )  # fmt: skip
-        await self._stream.start()
+        if isinstance(request, forms.TextRequest) and (request.echo or request.prompt_logprobs is not None):
+            self._prepared = made
+        else:
+            await self._stream.start()
 
     @property
     def _stream(self) -> AsyncGeneration:
@@ -96,7 +102,11 @@ class Answering(AsyncIterator[list[forms.Event]]):
         request, model = self.request, self.model
         wanted = request.response_format
         if isinstance(request, forms.TextRequest):
-            return _Prepared([self._ids(prompt) for prompt in request.prompts], self._grammar(wanted, None))
+            prompts = [self._ids(prompt) for prompt in request.prompts]
+            pairs = zip(request.prompts, prompts, strict=True) if request.echo else ()
+            decode = model.engine.tokenizer.decode
+            echoed = tuple(one if isinstance(one, str) else decode(ids, skip_special=False) for one, ids in pairs)
+            return _Prepared(prompts, self._grammar(wanted, None), echoed=echoed)
         assert isinstance(request, forms.ChatRequest), "there are two kinds"
         tools = read_tools(request.callable_tools)
         text, ids = model.prompter.prompt(request)
@@ -130,6 +140,9 @@ class Answering(AsyncIterator[list[forms.Event]]):
     async def __anext__(self) -> list[forms.Event]:
         if self._ended:
             raise StopAsyncIteration
+        if made := self._prepared:
+            self._prepared = None
+            return await self._echoes(made)
         while True:
             try:
                 pieces = await self._stream.batch()
@@ -141,6 +154,18 @@ class Answering(AsyncIterator[list[forms.Event]]):
             found += [event for piece in pieces for event in self._events[piece.index].feed(piece)]
             if found:
                 return found
+
+    async def _echoes(self, made: _Prepared) -> list[forms.Event]:
+        """The prompts, scored before the answers are queued: these find them in the cache."""
+        request, events = self.request, list[forms.Event]()
+        assert isinstance(request, forms.TextRequest), "others have no such events"
+        for place, ids in enumerate(made.prompts):
+            most, logprobs = request.prompt_logprobs, ()
+            if most is not None:
+                logprobs = await self.model.prompt_logprobs(ids, most, request.client)
+            text, first = made.echoed[place] if made.echoed else "", place * request.n
+            events += [forms.PromptEcho(text, index, logprobs) for index in range(first, first + request.n)]
+        return events
 
     def progress(self, index: int) -> forms.Progress:
         """Of an answer that was begun."""
@@ -179,6 +204,7 @@ class AnswerEvents:
         tools: Sequence[Tool] = (),
     ) -> None:
         self._model, self._index, self._stops = model, index, request.stop
+        self._silent = request.max_tokens == 0  # its only token is for the cache
         self._parser = None if prompt is None else model.reasoning.parser(prompt)
         self._calls = CallParser(model.calls, tools) if tools else None
         self._called = False
@@ -188,6 +214,8 @@ class AnswerEvents:
         self._logprobs: list[forms.TokenLogprob] = []  # of tokens whose text is still to come
 
     def feed(self, piece: Piece) -> list[forms.Event]:
+        if self._silent:
+            return []
         if piece.logprob is not None:
             self._logprobs.append(self._model.token_logprob(piece.id, piece.logprob, piece.top))
         if not piece.text:
@@ -205,9 +233,13 @@ class AnswerEvents:
         reason: forms.FinishReason = "stop" if stats.finish == "stop" else "length"
         if self._called and reason == "stop":
             reason = "tool_calls"
-        usage = forms.Usage(stats.prompt_tokens, stats.generated, stats.cached_tokens, self._thought)
-        stop = stats.stop if stats.stop in self._stops else None
-        return [*events, forms.Finish(reason, usage, forms.Timings(stats.ttft_s, stats.decode_s), self._index, stop)]
+        generated, end = (0, None) if self._silent else (stats.generated, stats.end)
+        reason = "length" if self._silent else reason
+        usage = forms.Usage(stats.prompt_tokens, generated, stats.cached_tokens, self._thought)
+        stop = stats.stop if stats.stop in self._stops and not self._silent else None
+        last = self._model.token_logprob(end.id, end.logprob, end.top) if end else None
+        timings = forms.Timings(stats.ttft_s, stats.decode_s)
+        return [*events, forms.Finish(reason, usage, timings, self._index, stop, last)]
 
     def _converted(self, parts: Sequence[AnswerPart]) -> list[forms.Event]:
         if parts and parts[-1].kind == "thinking":

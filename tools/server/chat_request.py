@@ -97,9 +97,12 @@ class ChatRequest(AnswerRequest):
 @dataclass(frozen=True, kw_only=True)
 class TextRequest(AnswerRequest):
     """Texts, or lists of token ids and texts, that the model shall continue. The answers to prompt i have the indices
-    i * n .. i * n + n - 1."""
+    i * n .. i * n + n - 1. max_tokens may be 0. echo: each answer begins with its prompt. prompt_logprobs: None: none;
+    k: of each token of the prompt its own and those of the k most likely ones in its place."""
 
     prompts: Sequence[str | Sequence[int | str]]
+    echo: bool = False
+    prompt_logprobs: int | None = None
 
 
 # ---- events of an answer
@@ -107,13 +110,24 @@ class TextRequest(AnswerRequest):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token, its text and bytes, its natural log probability, and the same of the most likely tokens."""
+    """A token, its text and bytes, its natural log probability (None: nothing predicts it), and the same of the most
+    likely tokens. rank: of a token of a prompt in its place, 1: the most likely one."""
 
     id: int
     text: str
     bytes: bytes
-    logprob: float
+    logprob: float | None
     top: tuple["TokenLogprob", ...] = ()
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEcho:
+    """The prompt, once, before all else of an answer, if its text or its log probabilities are wanted."""
+
+    text: str = ""
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,16 +197,18 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of the answer with this index. stop: the stop text that ended it, if it was one of the request's."""
+    """The end of the answer with this index. stop: the stop text that ended it, if it was one of the request's. last:
+    the end token, if log probabilities are wanted."""
 
     reason: FinishReason
     usage: Usage
     timings: Timings
     index: int = 0
     stop: str | None = None
+    last: TokenLogprob | None = None
 
 
-Event = Text | Thinking | ToolCallBegin | ToolCallArguments | PromptProgress | Finish
+Event = PromptEcho | Text | Thinking | ToolCallBegin | ToolCallArguments | PromptProgress | Finish
 
 
 # ---- whole answers

@@ -16,7 +16,7 @@ from mlc_amd.runtime.engine.generation import ContextFull
 from mlc_amd.runtime.engine.scheduler import QueueFull
 from mlc_amd.runtime.errors import UserError
 
-# Seconds after which a client that met a full queue may try again.
+# Seconds after which a client that met a full queue, or a model that is still being loaded, may try again.
 RETRY_AFTER = 2
 # status -> (OpenAI's type, Anthropic's type)
 _TYPES = {
@@ -51,6 +51,11 @@ def invalid(message: str, param: str | None = None) -> ApiError:
 
 def overloaded(message: str) -> ApiError:
     return ApiError(503, message, code="overloaded", retry_after=str(RETRY_AFTER))
+
+
+def loading() -> ApiError:
+    """Until the default model is there."""
+    return ApiError(503, "loading model: try again later", code="loading_model", retry_after=str(RETRY_AFTER))
 
 
 def reported(error: BaseException) -> ApiError:

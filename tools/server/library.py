@@ -10,7 +10,7 @@ is loaded at a time, and requests for others go on meanwhile.
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from mlc_amd.runtime.calls import tool_calls
@@ -65,11 +65,21 @@ class LoadedModel:
         self.tool_template.close()
         self.engine.close()
 
-    def token_logprob(self, token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> TokenLogprob:
+    def token_logprob(
+        self, token: int, logprob: float | None, top: Sequence[tuple[int, float]] = (), rank: int = 0
+    ) -> TokenLogprob:
         """A token with its alternatives, as answers have them. Control tokens have their texts, too."""
         piece = self.engine.tokenizer.token_bytes(token)
         others = tuple(self.token_logprob(*one) for one in top)
-        return TokenLogprob(token, piece.decode("utf-8", "replace"), piece, max(logprob, _LOWEST), others)
+        known = None if logprob is None else max(logprob, _LOWEST)
+        return TokenLogprob(token, piece.decode("utf-8", "replace"), piece, known, others, rank)
+
+    async def prompt_logprobs(self, ids: list[int], most: int, client: Hashable) -> tuple[TokenLogprob, ...]:
+        """Of each token of a prompt, with the `most` most likely ones in its place; the first one has none."""
+        scores = await self.engine.ascore(ids, most, client)
+        found = [self.token_logprob(ids[0], None)]
+        found += [self.token_logprob(i, one.logprob, one.top, one.rank) for i, one in zip(ids[1:], scores, strict=True)]
+        return tuple(found)
 
 
 class Library:

@@ -1,5 +1,7 @@
 """From an application to a process that serves it, until it is told to stop.
 
+The port is open while the first model is loaded; a server whose model cannot be loaded stops.
+
 The first SIGINT or SIGTERM stops it: new requests get 503, answers in progress are finished, then it ends. The second
 one ends the process at once.
 """
@@ -12,7 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -65,16 +67,40 @@ class Protocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, with the signals described above. ready: called once it takes requests."""
+    """uvicorn's, with the signals described above. load: makes the models that must be there before requests are taken;
+    ready: called once they are. failure: why `load` failed."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
+    failure: BaseException | None = None
+
+    def __init__(
+        self, config: uvicorn.Config, service: Service, ready: Callable[[], None], load: Callable[[], object] | None
+    ) -> None:
         super().__init__(config)
-        self._service, self._ready = service, ready
+        self._service, self._ready, self._load = service, ready, load
+        service.loading = load is not None
         service.on_idle = self._end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._ready()
+        if self._load is None:
+            self._ready()
+        else:  # a daemon: a signal that ends the server need not wait for it
+            threading.Thread(target=self._run_load, args=(asyncio.get_running_loop(), self._load), daemon=True).start()
+
+    def _run_load(self, loop: asyncio.AbstractEventLoop, load: Callable[[], object]) -> None:
+        try:
+            load()
+        except BaseException as error:
+            self.failure = error
+        with suppress(RuntimeError):  # the loop is closed: the server was stopped
+            loop.call_soon_threadsafe(self._loaded)
+
+    def _loaded(self) -> None:
+        if self.failure:
+            self._end()
+        else:
+            self._service.loading = False
+            self._ready()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -115,7 +141,9 @@ def allow_connections(requests: int) -> None:
         )
 
 
-def make_server(app: ASGIApp, service: Service, ready: Callable[[], None]) -> Server:
+def make_server(
+    app: ASGIApp, service: Service, ready: Callable[[], None], load: Callable[[], object] | None = None
+) -> Server:
     """Its `run(sockets=[..])` serves until a signal has stopped it, in the main thread; in another one, until
     `should_exit` is set."""
     config = uvicorn.Config(
@@ -130,4 +158,4 @@ def make_server(app: ASGIApp, service: Service, ready: Callable[[], None]) -> Se
         timeout_graceful_shutdown=_LAST_CONNECTIONS,
         server_header=False,
     )
-    return Server(config, service, ready)
+    return Server(config, service, ready, load)

@@ -1,8 +1,8 @@
 """What happens to every request before and after its handler, outermost first:
 
 (CORS)      Starlette's, if origins are allowed
-Gate        a request id, a line in the log, 503 while the server is stopping or has too many requests, and error
-            bodies for exceptions
+Gate        a request id, a line in the log, 503 while the server is stopping, loads its first model or has too
+            many requests, and error bodies for exceptions
 Access      API keys; without keys, who may ask from a browser
 """
 
@@ -86,6 +86,8 @@ class Gate:
     def _admit(self) -> None:
         if self._service.stopping:
             raise errors.overloaded("this server is stopping")
+        if self._service.loading:
+            raise errors.loading()
         if (running := self._service.running) >= self._service.options.max_requests:
             raise errors.overloaded(f"{running} requests are being answered already: try again later")
 

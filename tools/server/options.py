@@ -4,7 +4,7 @@ import ipaddress
 from dataclasses import dataclass
 from typing import Annotated
 
-from mlc_amd.runtime.options import Checked, Option
+from mlc_amd.runtime.options import MANY, Checked, Option
 from mlc_amd.tools.options import Quiet
 
 
@@ -13,7 +13,7 @@ class ServeOptions(Checked):
     """body_timeout: seconds in which a request's body must arrive."""
 
     host: Annotated[str, Option("address to listen on; 0.0.0.0 for all of this machine's")] = "127.0.0.1"
-    port: Annotated[int, Option("port to listen on; 0 takes a free one", low=0)] = 8080
+    port: Annotated[int, Option("port to listen on; 0 takes a free one", low=0, high=65535)] = 8080
     uds: Annotated[str | None, Option("listen on this Unix domain socket instead")] = None
     api_key: Annotated[tuple[str, ...], Option(
         "key that clients must send; may be repeated. Others can read command lines: better use $MLC_AMD_API_KEY or "
@@ -23,13 +23,15 @@ class ServeOptions(Checked):
         "origin of web pages that may use the server from a browser, such as https://example.com, or *; may be "
         "repeated")] = ()  # fmt: skip
     models_max: Annotated[int, Option(
-        "models that are loaded at a time; the least recently used one makes room", low=1)] = 1  # fmt: skip
+        "models that are loaded at a time; the least recently used one makes room", low=1, most=MANY)] = 1  # fmt: skip
     idle_unload: Annotated[float | None, Option(
-        "time after which a model that nobody uses is unloaded", unit="seconds", default="never")] = None  # fmt: skip
+        "time after which a model that nobody uses is unloaded", unit="seconds", default="never",
+        low=1, most=MANY)] = None  # fmt: skip
     max_requests: Annotated[int, Option(
-        "requests that are answered or wait at a time; more get the status 503", low=1)] = 256  # fmt: skip
-    max_body: Annotated[int, Option("largest request", unit="MiB", low=1)] = 16
-    timeout: Annotated[float, Option("time that an answer may take; 0: any time", unit="seconds")] = 600.0
+        "requests that are answered or wait at a time; more get the status 503", low=1, most=MANY)] = 256  # fmt: skip
+    max_body: Annotated[int, Option("largest request", unit="MiB", low=1, most=MANY)] = 16
+    timeout: Annotated[float, Option(
+        "time that an answer may take; 0: any time", unit="seconds", low=0, most=MANY)] = 600.0  # fmt: skip
     quiet: Quiet = False
     ray: Annotated[str | None, Option(
         "deploy the server on this Ray cluster: auto (the one that this machine belongs to), HOST:PORT, "
@@ -37,7 +39,7 @@ class ServeOptions(Checked):
     )] = None  # fmt: skip
     replicas: Annotated[int | None, Option(
         "with --ray: how many servers share the requests, each with a GPU or CPUs of its own",
-        default="1", low=1)] = None  # fmt: skip
+        default="1", low=1, most=MANY)] = None  # fmt: skip
     body_timeout: float = 30.0
 
     @property

@@ -24,11 +24,12 @@ _LARGE = 1 << 18
 
 @dataclass
 class Service:
-    """The state of a running server, at `app.state.service`. stopping: it takes no new requests; running: requests that
-    are being answered."""
+    """The state of a running server, at `app.state.service`. loading: the default model is not there yet; stopping: it
+    takes no new requests; running: requests that are being answered."""
 
     library: Library
     options: ServeOptions
+    loading: bool = False
     stopping: bool = False
     running: int = 0
     on_idle: Callable[[], None] | None = None  # called when it is stopping and the last request ends

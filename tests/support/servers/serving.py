@@ -118,14 +118,14 @@ def stacks() -> str:
 
 
 @contextmanager
-def serving(library: Library, **options: Any) -> Iterator[Served]:
+def serving(library: Library, load: Callable[[], object] | None = None, **options: Any) -> Iterator[Served]:
     listener = serve.listen("127.0.0.1", 0, None)
-    service, ready = Service(library, ServeOptions(**{"quiet": True, **options})), threading.Event()
-    server = make_server(make_app(service), service, ready.set)
+    service = Service(library, ServeOptions(**{"quiet": True, **options}))
+    server = make_server(make_app(service), service, lambda: None, load)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
-        assert ready.wait(120)
+        assert waiting(lambda: server.started)
         yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", service)
     finally:
         server.should_exit = True

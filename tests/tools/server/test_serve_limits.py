@@ -1,6 +1,7 @@
 """Who may use a server, how much, and until when: keys, limits, clients that go away, models on demand, signals."""
 
 import http.client
+import os
 import signal
 import socket
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, closing
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -19,7 +21,7 @@ from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.options import RunOptions
 from mlc_amd.tools.commands import serve
-from mlc_amd.tools.server import lifecycle
+from mlc_amd.tools.server import errors, lifecycle
 from mlc_amd.tools.server.app import ROUTES
 from mlc_amd.tools.server.library import Library
 from mlc_amd.tools.server.options import ServeOptions
@@ -167,6 +169,47 @@ def test_a_model_that_cannot_be_loaded():
             assert status == 500 and "its file is damaged" in answer["error"]["message"]
 
 
+def test_requests_while_the_first_model_is_loaded(library):
+    models, gate = library(), threading.Event()
+    with serving(models, lambda: gate.wait(120) and models.add("one", models._loaders["one"]())) as served:
+        status, headers, answer = served.request("/health")
+        assert (status, answer) == (503, {"status": "loading model"}) and int(headers["retry-after"]) > 0
+        for path, method, _ in ROUTES[1:]:
+            status, headers, answer = served.request(path, {} if method == "POST" else None)
+            assert (status, answer) == (503, errors.body_for(path, errors.loading())) and int(
+                headers["retry-after"]
+            ) > 0
+        gate.set()
+        assert waiting(lambda: served.request("/health")[0] == 200)
+        served.post(TEXT, {"prompt": "x", "max_tokens": 1})
+
+
+def test_a_first_model_that_cannot_be_loaded_ends_the_server(tmp_path):
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(b"GGUF")
+    command = [Path(sys.executable).with_name("mlc-amd"), "serve", damaged, "--port", "0", "--target", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ") and "damaged.gguf" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_server_that_loads(tmp_path, number):
+    os.mkfifo(tmp_path / "m.gguf")  # reading waits for a writer
+    command = [Path(sys.executable).with_name("mlc-amd"), "serve", "m.gguf", "--uds", "socket", "--target", "cpu"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        try:
+            assert process.stderr and "loading m" in process.stderr.readline()
+            with socket.socket(socket.AF_UNIX) as client:
+                assert waiting(lambda: client.connect_ex(str(tmp_path / "socket")) == 0)
+                client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                assert client.recv(12) == b"HTTP/1.1 503"
+            process.send_signal(number)
+            assert process.wait(120) == 0 and not (tmp_path / "socket").exists()
+        finally:
+            process.kill()
+
+
 @pytest.fixture
 def process(demo_artifact, tmp_path):
     """process(arguments) -> a server in a process of its own."""
@@ -224,8 +267,13 @@ def test_arguments(tmp_path, monkeypatch):
     assert [host for host, is_local in local.items() if is_local] == ["127.0.0.1", "::1", "localhost"]
     with closing(serve.listen("127.0.0.1", 0, None)) as taken:
         taken.listen()
-        with pytest.raises(UserError, match="cannot listen"):
+        with pytest.raises(UserError, match="in use; choose another with --port"):
             serve.listen("127.0.0.1", taken.getsockname()[1], None)
+    for host in ("192.0.2.1", "no.such.name.invalid"):
+        with pytest.raises(UserError, match=f"{host} is no address of this machine; give --host 127.0.0.1"):
+            serve.listen(host, 0, None)
+    with pytest.raises(UserError, match="choose another file with --uds"):
+        serve.listen("", 0, str(tmp_path / "nowhere" / "socket"))
     local = tmp_path / "socket"
     with closing(serve.listen("", 0, str(local))):
         assert local.stat().st_mode & 0o777 == 0o600

@@ -4,6 +4,7 @@ import json
 import math
 from typing import Literal
 
+import numpy as np
 import pytest
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -99,9 +100,75 @@ def test_logprobs(served):
         assert sum(math.exp(other["logprob"]) for other in one["top_logprobs"]) <= 1.0001
     streamed = [one["choices"][0] for one in served.stream(CHAT, body) if one["choices"][0]["logprobs"]]
     assert [t["token"] for one in streamed for t in one["logprobs"]["content"]] == [one["token"] for one in found]
-    text = served.post(TEXT, {"prompt": "def f(", "max_tokens": 3, "logprobs": 2, "echo": True})["choices"][0]
-    assert text["text"] == "def f(" + "".join(text["logprobs"]["tokens"])
-    assert text["logprobs"]["text_offset"][0] == 6 and len(text["logprobs"]["top_logprobs"][0]) == 2
+
+
+@pytest.mark.parametrize(
+    "prompt", ["def f(x):\n    return 'ä€😀'", [17, 300, 4000, 21], ["import os", [9, 10]]], ids=str
+)
+@pytest.mark.parametrize("most", [0, 3])
+def test_echoed_prompts_have_the_scores_of_the_engine(served, prompt, most):
+    body = {"prompt": prompt, "logprobs": 2, "echo": True, "max_tokens": most, "n": 2, "temperature": 0}
+    answer, plain = served.post(TEXT, body), served.post(TEXT, body | {"echo": False})
+    engine = served.service.library.loaded["demo"].engine
+    prompts = prompt if isinstance(prompt[0], list | str) and not isinstance(prompt, str) else [prompt]
+    streamed = served.stream(TEXT, body)
+    for choice, new in zip(answer["choices"], plain["choices"], strict=True):
+        given, found = prompts[choice["index"] // 2], choice["logprobs"]
+        ids = engine.tokenizer.encode_prompt(given) if isinstance(given, str) else given
+        exact = scores(engine, ids)
+        assert (
+            len(found["tokens"]) == len(ids) + most and found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        )
+        for i, row in enumerate(exact, 1):
+            assert found["token_logprobs"][i] == pytest.approx(row[ids[i]], abs=2e-3)
+            top = found["top_logprobs"][i]
+            assert max(top.values()) == pytest.approx(row.max(), abs=2e-3) and 1 <= len(top) <= 3
+            assert top[found["tokens"][i]] >= found["token_logprobs"][i]
+        echoed = given if isinstance(given, str) else engine.tokenizer.decode(ids, False)
+        assert choice["text"] == echoed + new["text"] and choice["finish_reason"] == "length"
+        rest = new["logprobs"]["tokens"] if most else []
+        assert found["tokens"][len(ids) :] == rest
+        offsets = found["text_offset"]
+        assert offsets == sorted(offsets) and (not most or offsets[len(ids)] == len(echoed))
+        spans = zip(found["tokens"], offsets, strict=True)
+        assert all(choice["text"].startswith(text, at) for text, at in spans if "\ufffd" not in text)
+        parts = [one["choices"][0] for one in streamed if one["choices"][0]["index"] == choice["index"]]
+        assert "".join(one["text"] for one in parts) == choice["text"]
+        kept = [one["logprobs"] for one in parts if one["logprobs"]]
+        assert [at for one in kept for at in one["text_offset"]] == offsets
+        assert [text for one in kept for text in one["tokens"]] == found["tokens"]
+    assert answer["usage"]["completion_tokens"] == most * len(answer["choices"])
+
+
+def scores(engine, ids: list[int]) -> np.ndarray:
+    """Log probabilities of what follows each token but the last, by the engine's own scoring."""
+    engine.reset()
+    logits = engine.score(ids)[:-1].astype(np.float64)
+    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+
+def test_log_probabilities_of_the_prompt_alone(served):
+    ids = served.post("/tokenize", {"content": "import os"})["tokens"]
+    choice = served.post(TEXT, {"prompt": ids, "prompt_logprobs": 2, "max_tokens": 0})["choices"][0]
+    exact = scores(served.service.library.loaded["demo"].engine, ids)
+    assert choice["text"] == "" and choice["prompt_logprobs"][0] is None
+    assert len(choice["prompt_logprobs"]) == len(choice["logprobs"]["tokens"]) == len(ids)
+    for token, row, found in zip(ids[1:], exact, choice["prompt_logprobs"][1:], strict=True):
+        own = found[str(token)]
+        assert own["logprob"] == pytest.approx(row[token], abs=2e-3) and own["rank"] == (row > row[token]).sum() + 1
+        assert {one["rank"] for one in found.values()} == {1, 2, own["rank"]}
+    both = served.post(TEXT, {"prompt": ids, "prompt_logprobs": 0, "logprobs": 1, "max_tokens": 2})["choices"][0]
+    assert len(both["logprobs"]["tokens"]) == 2 and all(len(one) == 1 for one in both["prompt_logprobs"][1:])
+
+
+def test_an_end_token_has_a_log_probability(served):
+    engine = served.service.library.loaded["demo"].engine
+    end = min(engine.tokenizer.end_ids)
+    body = {"prompt": "x", "max_tokens": 1, "logprobs": 1, "logit_bias": {str(end): 100}, "temperature": 0}
+    for more, count in ({}, 1), ({"echo": True}, 1 + len(engine.tokenizer.encode_prompt("x"))):
+        choice = served.post(TEXT, body | more)["choices"][0]
+        assert len(choice["logprobs"]["tokens"]) == count and choice["finish_reason"] == "stop"
+        assert choice["text"] == ("x" if more else "")
 
 
 def test_texts(served):
@@ -193,6 +260,10 @@ def test_tools(served):
         (CHAT, {"messages": QUESTION, "stop": [""]}, "stop"),
         (CHAT, {"messages": QUESTION, "logit_bias": {"x": 1}}, "logit_bias"),
         (CHAT, {"messages": QUESTION, "logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+        (CHAT, {"messages": QUESTION, "prompt_logprobs": 1}, "prompt_logprobs"),
+        (TEXT, {"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs"),
+        (TEXT, {"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (TEXT, {"prompt": "x", "max_tokens": -2}, "max_tokens"),
         (CHAT, {"messages": QUESTION, "stream": "yes"}, "stream"),
         (CHAT, {"messages": QUESTION, "reasoning_effort": "huge"}, "reasoning_effort"),
         (CHAT, {"messages": QUESTION, "response_format": {"type": "xml"}}, "response_format.type"),

@@ -26,7 +26,7 @@ from mlc_amd.tools.server.apis.openai_chat import chat_request
 from mlc_amd.tools.server.apis.openai_completions import prompts_of
 from mlc_amd.tools.server.apis.openai_fields import finishes_of, progress_body, timings_body
 from mlc_amd.tools.server.chat_request import Event, Finish, Text, TextRequest, TokenLogprob
-from mlc_amd.tools.server.errors import invalid
+from mlc_amd.tools.server.errors import invalid, loading
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.library import Library
 from mlc_amd.tools.server.service import client_of, read_fields, respond, service_of
@@ -124,9 +124,10 @@ def _model(library: Library, name: str) -> dict[str, Any]:
 
 
 async def health(request: Request) -> Response:
-    """200 once requests are taken, 503 while the server is stopping."""
-    if service_of(request).stopping:
-        return Json({"status": "stopping"}, 503)
+    """200 once requests are taken; 503 until the default model is loaded, and while the server is stopping."""
+    service = service_of(request)
+    if service.stopping or service.loading:
+        return Json({"status": "stopping" if service.stopping else "loading model"}, 503, loading().headers)
     return Json({"status": "ok"})
 
 
@@ -148,7 +149,7 @@ def _text_request(fields: Fields, client: str) -> TextRequest:
     given = fields.required("prompt")
     prompts = [_plain(fields, one) for one in (given if _are_several(given) else [given])]
     return TextRequest(
-        **openai_fields.common(fields, client),
+        **openai_fields.common(fields, client, least=0),
         prompts=prompts_of(fields, prompts, (int, str)),
         logprobs=probabilities if ids else None,
     )

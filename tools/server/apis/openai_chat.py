@@ -42,6 +42,9 @@ async def chat_completions(request: Request) -> Response:
 def chat_request(fields: Fields, client: str) -> forms.ChatRequest:
     effort = fields.choice("reasoning_effort", tuple(EFFORTS), "") if fields.has("reasoning_effort") else ""
     logprobs = None
+    for name in ("echo", "prompt_logprobs"):
+        if fields.raw(name) not in (None, False):
+            raise fields.wrong(name, "left out: it is for /v1/completions")
     if fields.flag("logprobs"):
         logprobs = fields.whole("top_logprobs", 0, MOST_LOGPROBS) or 0
     return forms.ChatRequest(

@@ -1,12 +1,16 @@
 """`POST /v1/completions`, OpenAI's text API (https://platform.openai.com/docs/api-reference/completions).
 
 The prompt is continued as it is, without a chat template; control tokens in it are parsed. Several prompts, as texts or
-as lists of token ids, are answered together. `max_tokens` is 16 unless the request says otherwise, as there. `echo`
-puts the prompt before the text (without log probabilities). Not supported: `suffix`, `best_of` (400).
+as lists of token ids, are answered together. `max_tokens` is 16 unless the request says otherwise, as there; 0 computes
+the prompt alone. `echo` puts the prompt before the text, with `logprobs` also its tokens before the new ones.
+`prompt_logprobs`, vLLM's, is a list of those of the prompt; without `logprobs`, that field has those of all tokens. An
+end token has an entry among the log probabilities, but no text. Not supported: `suffix`, `best_of` (400).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from starlette.requests import Request
@@ -16,7 +20,7 @@ from mlc_amd.runtime.engine.generation import MOST_LOGPROBS, PromptProgress
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.apis import openai_fields
 from mlc_amd.tools.server.apis.openai_fields import progress_body, timings_body
-from mlc_amd.tools.server.chat_request import Event, Finish, Text, TextRequest, TokenLogprob
+from mlc_amd.tools.server.chat_request import Event, Finish, PromptEcho, Text, TextRequest, TokenLogprob
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.service import client_of, read_fields, respond
 from mlc_amd.tools.server.streaming import dumps
@@ -29,9 +33,13 @@ async def completions(request: Request) -> Response:
     fields = await read_fields(request)
     asked = text_request(fields, client_of(request))
     stream, usage = openai_fields.streamed(fields)
-    before = partial(_before, asked, fields.flag("echo"))
-    encoder = partial(TextChunks, usage=usage, before=before) if stream else None
-    whole = partial(openai_fields.whole, "cmpl", "text_completion", partial(_choice, before))
+    if stream and fields.has("prompt_logprobs"):
+        raise fields.wrong(
+            "prompt_logprobs", "left out of streamed requests, which have those of `echo` and `logprobs`"
+        )
+    encoder = partial(TextChunks, usage=usage) if stream else None
+    choice = partial(_choice, asked.echo or not fields.has("logprobs"), fields.whole("prompt_logprobs"))
+    whole = partial(openai_fields.whole, "cmpl", "text_completion", choice)
     return await respond(request, asked, encoder, whole)
 
 
@@ -40,14 +48,18 @@ def text_request(fields: Fields, client: str) -> TextRequest:
         if fields.has(name) and fields.raw(name) not in ("", 1):
             raise fields.wrong(name, "left out: this server has no such function")
     prompts = prompts_of(fields, fields.required("prompt"))
-    common = openai_fields.common(fields, client)
+    common = openai_fields.common(fields, client, least=0)
     if not any(map(fields.has, openai_fields.LIMITS)):
         common["max_tokens"] = _DEFAULT_TOKENS
+    echo, logprobs = fields.flag("echo"), fields.whole("logprobs", 0, MOST_LOGPROBS)
+    of_prompt = fields.whole("prompt_logprobs", 0, MOST_LOGPROBS)
     return TextRequest(
         **common,
         prompts=prompts,
         n=openai_fields.answers(fields),
-        logprobs=fields.whole("logprobs", 0, MOST_LOGPROBS),
+        logprobs=of_prompt if logprobs is None else logprobs,
+        echo=echo,
+        prompt_logprobs=max((one for one in (of_prompt, logprobs if echo else None) if one is not None), default=None),
     )
 
 
@@ -66,50 +78,77 @@ def _is_ids(value: Any, parts: tuple[type, ...] = (int,)) -> bool:
     return isinstance(value, list) and bool(value) and all(type(one) in parts for one in value)
 
 
-def _before(asked: TextRequest, echo: bool, index: int) -> str:
-    """The text that comes before the answer of this index: with `echo` its prompt."""
-    prompt = asked.prompts[index // asked.n]
-    return prompt if echo and isinstance(prompt, str) else ""
-
-
-def _choice(before: Callable[[int], str], events: Sequence[Event], end: Finish) -> dict[str, Any]:
-    """A whole answer."""
+def _choice(every: bool, of_prompt: int | None, events: Sequence[Event], end: Finish) -> dict[str, Any]:
+    """A whole answer. every: `logprobs` has those of the prompt, too; of_prompt: `prompt_logprobs`."""
     texts = [event for event in events if isinstance(event, Text)]
-    begun = before(end.index)
-    return _part(end.index, begun + "".join(text.text for text in texts), texts, len(begun), end)
+    prompt = next((event for event in events if isinstance(event, PromptEcho)), PromptEcho())
+    shown = prompt if every else replace(prompt, logprobs=())
+    made = _part(end.index, texts, len(prompt.text), end, shown)
+    if of_prompt is not None:
+        made["prompt_logprobs"] = [_vllm(one, of_prompt) for one in prompt.logprobs]
+    return made
 
 
-def _part(index: int, text: str, events: Sequence[Text], offset: int, end: Finish | None) -> dict[str, Any]:
-    """A choice in a body. text: with what comes before; offset: of the first event's text in the whole answer."""
+def _vllm(token: TokenLogprob, most: int) -> dict[str, Any] | None:
+    """A token of a prompt and the most likely ones in its place, by id, as vLLM has them."""
+    if token.logprob is None:
+        return None
+    ranked = [*(replace(one, rank=rank) for rank, one in enumerate(token.top[:most], 1)), token]
+    return {str(one.id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.text} for one in ranked}
+
+
+def _part(
+    index: int, events: Sequence[Text], offset: int, end: Finish | None, prompt: PromptEcho | None = None
+) -> dict[str, Any]:
+    """A choice in a body. offset: of the first event's text in the whole answer; prompt: that this part begins with."""
+    prompt = prompt or PromptEcho()
     logprobs = [one for event in events for one in event.logprobs]
+    logprobs += [end.last] if end and end.last else []
+    places = [*_places(prompt), *(offset + at for at in accumulate((len(one.text) for one in logprobs), initial=0))]
+    every = [*prompt.logprobs, *logprobs]
     return {
         "index": index,
-        "text": text,
-        "logprobs": logprobs_body(logprobs, offset) if logprobs else None,
+        "text": prompt.text + "".join(event.text for event in events),
+        "logprobs": logprobs_body(every, places[: len(every)]) if every else None,
         "finish_reason": end.reason if end else None,
     }
 
 
-def logprobs_body(logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-    """offset: of the first token in the text."""
-    offsets = []
-    for one in logprobs:
-        offsets.append(offset)
-        offset += len(one.text)
+def logprobs_body(logprobs: Sequence[TokenLogprob], places: Sequence[int]) -> dict[str, Any]:
+    """places: of the tokens in the text."""
     return {
         "tokens": [one.text for one in logprobs],
         "token_logprobs": [one.logprob for one in logprobs],
-        "top_logprobs": [{other.text: other.logprob for other in one.top} for one in logprobs],
-        "text_offset": offsets,
+        "top_logprobs": [_top(one) for one in logprobs],
+        "text_offset": list(places),
     }
 
 
-class TextChunks(openai_fields.Chunks):
-    """The encoder of streamed texts. before: an answer's index -> the text before it."""
+def _top(token: TokenLogprob) -> dict[str, float | None] | None:
+    """The most likely tokens and the token itself; of those with one text the likeliest. None: nothing predicts it."""
+    if token.logprob is None:
+        return None
+    upwards = (token, *(token if one.id == token.id else one for one in reversed(token.top)))
+    return {one.text: one.logprob for one in upwards}
 
-    def __init__(self, answering: Answering, usage: bool, before: Callable[[int], str]) -> None:
+
+def _places(prompt: PromptEcho) -> list[int]:
+    """Where the tokens of a prompt begin in its text, which may lack the first ones or a space that tokenizing adds."""
+    text, at, characters, found = prompt.text.encode("utf-8", "surrogatepass"), 0, 0, []
+    for token in prompt.logprobs:
+        found.append(characters)
+        piece = token.bytes if text.startswith(token.bytes, at) else token.bytes.removeprefix(b" ")
+        if text.startswith(piece, at):
+            at += len(piece)
+            characters += sum(byte & 0xC0 != 0x80 for byte in piece)
+    return found
+
+
+class TextChunks(openai_fields.Chunks):
+    """The encoder of streamed texts."""
+
+    def __init__(self, answering: Answering, usage: bool) -> None:
         super().__init__("cmpl", "text_completion", answering, usage)
-        self._before = before
         self._lengths: dict[int, int] = {}  # of the texts so far, by index
 
     def events(self, events: Sequence[Event]) -> bytes:
@@ -118,8 +157,11 @@ class TextChunks(openai_fields.Chunks):
         for event in events:
             if isinstance(event, Text):
                 parts.setdefault(event.index, []).append(event)
+            elif isinstance(event, PromptEcho):
+                self._lengths[event.index] = len(event.text)
+                made.append(self._chunk(dumps(_part(event.index, (), 0, None, event))))
             elif isinstance(event, PromptProgress):
-                made.append(self._chunk(dumps(_part(event.index, "", (), 0, None)), progress_body(event)))
+                made.append(self._chunk(dumps(_part(event.index, (), 0, None)), progress_body(event)))
             elif isinstance(event, Finish):
                 made += [self._texts(event.index, parts.pop(event.index))] if event.index in parts else []
                 self._finishes.append(event)
@@ -127,9 +169,7 @@ class TextChunks(openai_fields.Chunks):
         return b"".join(made + [self._texts(index, texts) for index, texts in parts.items()])
 
     def _texts(self, index: int, texts: Sequence[Text], end: Finish | None = None) -> bytes:
-        text = "" if index in self._lengths else self._before(index)
-        at = self._lengths.get(index, len(text))
-        text += "".join(one.text for one in texts)
-        self._lengths[index] = self._lengths.get(index, 0) + len(text)
+        at = self._lengths.get(index, 0)
+        self._lengths[index] = at + sum(len(one.text) for one in texts)
         about = {"timings": timings_body(end)} if end else None
-        return self._chunk(dumps(_part(index, text, texts, at, end)), about)
+        return self._chunk(dumps(_part(index, texts, at, end)), about)

@@ -37,12 +37,12 @@ _NEVER = -LARGEST_BIAS
 _DONE = b"data: [DONE]\n\n"
 
 
-def common(fields: Fields, client: str) -> dict[str, Any]:
-    """What requests of all of these APIs have, as arguments of an `AnswerRequest`."""
+def common(fields: Fields, client: str, least: int = 1) -> dict[str, Any]:
+    """What requests of all of these APIs have, as arguments of an `AnswerRequest`. least: of max_tokens."""
     return {
         "model": fields.text("model"),
         "sampling": sampling(fields),
-        "max_tokens": most_tokens(fields),
+        "max_tokens": most_tokens(fields, least),
         **endings(fields),
         "response_format": answer_format(fields),
         # Whether chunks say how far the prompt is, as llama-server's.
@@ -87,10 +87,10 @@ def logit_bias(fields: Fields) -> dict[int, Any]:
         raise fields.wrong("logit_bias", "an object of token ids and numbers, or a list of such pairs") from None
 
 
-def most_tokens(fields: Fields) -> int | None:
+def most_tokens(fields: Fields, least: int = 1) -> int | None:
     """The limit of an answer's tokens, by the first of its names that is given. None: the context, also for -1."""
     name = next((name for name in LIMITS if fields.has(name)), LIMITS[0])
-    return None if fields.raw(name) == -1 else fields.whole(name, 1)
+    return None if fields.raw(name) == -1 else fields.whole(name, least)
 
 
 def endings(fields: Fields) -> dict[str, Any]:
