@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import tvm_ffi
+
 from mlc_amd.compiler import tokenizer
 from mlc_amd.compiler import weights as packing
 from mlc_amd.compiler.codegen.target import make_target
@@ -21,10 +23,14 @@ from mlc_amd.compiler.tuning.database import Lookup
 from mlc_amd.compiler.weight_store import WeightStore
 from mlc_amd.runtime.artifact import artifact
 from mlc_amd.runtime.artifact.manifest import check_described
+from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.host import available_threads
 from mlc_amd.runtime.options import CompileOptions
 
 StageProgress = Callable[[str, int, int], None]  # (stage, done, total)
+
+for error in (KeyboardInterrupt, UserError, UsageError):  # others become RuntimeErrors on their way through TVM
+    tvm_ffi.register_error(error)
 
 
 @dataclass

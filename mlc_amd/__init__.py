@@ -13,16 +13,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mlc_amd.runtime.options import CompileRequest, LoadOptions, keywords
-
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from mlc_amd.runtime.engine.engine import Engine
     from mlc_amd.runtime.engine.generation import ContextFull
     from mlc_amd.runtime.engine.scheduler import QueueFull
     from mlc_amd.runtime.errors import UserError
     from mlc_amd.runtime.sampling.settings import Sampling
+    from mlc_amd.tools.api import compile, load
 
 __version__ = "0.1.0"
 __all__ = ["ContextFull", "Engine", "QueueFull", "Sampling", "UserError", "__version__", "compile", "load"]
@@ -33,6 +30,8 @@ _MODULES = {
     "QueueFull": "mlc_amd.runtime.engine.scheduler",
     "Sampling": "mlc_amd.runtime.sampling.settings",
     "UserError": "mlc_amd.runtime.errors",
+    "compile": "mlc_amd.tools.api",
+    "load": "mlc_amd.tools.api",
 }
 
 
@@ -42,26 +41,3 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'mlc_amd' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)
-
-
-@keywords(LoadOptions)
-def load(options: LoadOptions) -> Engine:
-    """Loads an artifact, or a GGUF file, which is compiled into the user's cache on first use.
-
-    Raises UserError if the model cannot be compiled or run here; the message says why. Where it names a flag of the
-    commands, such as --n-cpu-moe, it means the argument of that name.
-    """
-    from mlc_amd.tools.hub import models
-
-    return models.load_engine(options)
-
-
-@keywords(CompileRequest)
-def compile(options: CompileRequest) -> Path:
-    """Compiles a GGUF file into an artifact, and returns its path.
-
-    Raises UserError if the model cannot be compiled; the message says why.
-    """
-    from mlc_amd.tools.hub import models
-
-    return models.compile_artifact(str(options.model), str(options.output), options).path

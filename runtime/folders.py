@@ -6,15 +6,19 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 import uuid
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
+from mlc_amd.runtime import leftovers
 from mlc_amd.runtime.errors import UserError
 
 SUFFIX = ".mlc-amd-tmp"  # of the names of temporary folders
+_TRIES = 100  # of removing a folder that threads still write to, 10 ms apart
 
 
 class Lock:
@@ -44,12 +48,23 @@ def scratch(parent: Path, name: str) -> Iterator[Path]:
     parent.mkdir(parents=True, exist_ok=True)
     sweep(parent)
     folder, held = _owned(parent, name)
+    gone = leftovers.note(partial(_remove, folder))
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        gone()
         if held:
             held.close()
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder in which other threads may be making files."""
+    for _ in range(_TRIES):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.01)
 
 
 def _owned(parent: Path, name: str) -> tuple[Path, Lock | None]:
@@ -74,6 +89,34 @@ def sweep(parent: Path) -> int:
             held.close()
             removed += not folder.exists()  # another user's cannot be removed
     return removed
+
+
+@contextmanager
+def alone(parent: Path, name: str, wait: Callable[[], object]) -> Iterator[None]:
+    """The block runs in one process, and one of its threads, at a time: the others call `wait`, and wait. On file
+    systems without locks they do not."""
+    folder = parent / f".{name}{SUFFIX}"
+    held = None
+    while held is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            held = Lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            wait()
+            with suppress(FileNotFoundError):
+                Lock(folder, fcntl.LOCK_EX).close()  # until it was released, and the folder is gone
+        except FileNotFoundError:  # swept between the two calls
+            continue
+        except OSError:
+            break
+    gone = leftovers.note(partial(_remove, folder))
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        gone()
+        if held:
+            held.close()
 
 
 @contextmanager

@@ -20,6 +20,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
+from mlc_amd.runtime import leftovers
+
 # The elapsed time of a request on a busy machine, as a multiple of its limit of processor time, and of the start.
 _PATIENCE, _START_SECONDS = 10.0, 30.0
 _PROGRAM = "from mlc_amd.runtime.limited_process import main; main()"
@@ -92,7 +94,7 @@ class LimitedProcess:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
             start_new_session=True,  # Ctrl-C is for this process
         )  # fmt: skip
-        self._ended = weakref.finalize(self, _end, self._process)
+        self._ended = weakref.finalize(self, _end, self._process, leftovers.note(self._process.kill))
         self._send(self._opening)
         self._opening_sent = True
 
@@ -115,9 +117,10 @@ class LimitedProcess:
         return json.loads(answer)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], ended: Callable[[], object]) -> None:
     process.kill()
     process.wait()
+    ended()
     for stream in (process.stdin, process.stdout):
         if stream is not None:
             with contextlib.suppress(BrokenPipeError):

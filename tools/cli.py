@@ -6,6 +6,11 @@ Results go to stdout; messages, progress and errors go to stderr. Exit codes: 0 
 of stdout went away. `--debug` anywhere adds the traceback, and what the package logs.
 """
 
+if __name__ == "__main__":  # before the other imports, which take most of a start
+    from mlc_amd.tools import interrupts
+
+    interrupts.install()
+
 import difflib
 import errno
 import importlib
@@ -25,7 +30,7 @@ from typing import Any
 import fire
 
 from mlc_amd.runtime.errors import UsageError, UserError
-from mlc_amd.tools import arguments, bus_error
+from mlc_amd.tools import arguments, bus_error, interrupts
 from mlc_amd.tools.terminal import terminal
 
 # verb -> what it does. Each is the function `run` of its module, imported only when it is asked for.
@@ -107,12 +112,17 @@ Start with `mlc-amd chat`: it runs {default}.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (default: the process's own) and returns the exit code."""
+    if argv is None:
+        interrupts.install()
     _open_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 still shows what it can
     bus_error.install()
     with terminal.clean_output():
-        return _run(argv)
+        code = _run(argv)
+    if code == _EXIT_INTERRUPTED and argv is None:
+        interrupts.end(code)
+    return code
 
 
 def _run(argv: Sequence[str] | None) -> int:

@@ -31,7 +31,7 @@ from mlc_amd.compiler.tuning import lines
 from mlc_amd.runtime.artifact import json_files
 from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.operators import VERSION, Operator, from_json
+from mlc_amd.schedules.operators import OPERATORS, VERSION, Operator, from_json
 from mlc_amd.schedules.space import Space, space
 
 MODES = ("none", "shipped", "user", "auto")
@@ -351,3 +351,16 @@ class Lookup:
         good, notes = lines.read(folder / LOG)
         self.notes += notes
         return good
+
+
+def plans_hold(kernels: Iterable[Mapping[str, Any]], archs: Iterable[Any], mode: str) -> bool:
+    """Whether a compile would choose the plans that a manifest's kernels have."""
+    for arch in archs:
+        lookup = Lookup(arch, mode)
+        for kernel in kernels:
+            if kernel["operator"] in OPERATORS:
+                plan = lookup.find(from_json({"op": kernel["operator"], "args": kernel["args"]}))[0]
+                had = kernel["tuned"][arch.name]["plan"]
+                if (had is None) != (plan is None) or (plan and plan_text(asdict(plan)) != plan_text(had)):
+                    return False
+    return True

@@ -18,6 +18,7 @@ def command(words: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    from mlc_amd.tools.cli import main
+    from mlc_amd.tools.start import main
 
-    sys.exit(main(command(sys.argv[1:])))
+    sys.argv[1:] = command(sys.argv[1:])
+    sys.exit(main())

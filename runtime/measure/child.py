@@ -13,8 +13,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import IO
 
+from mlc_amd.runtime import leftovers
 from mlc_amd.runtime.errors import UserError
 
 STDERR = 400  # bytes of standard error that an error quotes
@@ -80,6 +82,7 @@ class Child:
         assert process.stdout is not None  # a pipe
         self._selector.register(process.stdout, selectors.EVENT_READ)
         self._process = process
+        self._ended = leftovers.note(partial(os.killpg, process.pid, signal.SIGKILL))
         return process
 
     def _why(self) -> str:
@@ -100,6 +103,7 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._ended()
         for file in (self._process.stdin, self._process.stdout, self._errors, self._selector):
             with contextlib.suppress(BrokenPipeError):
                 if file is not None:

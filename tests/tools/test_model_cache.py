@@ -8,17 +8,22 @@ import resource
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from mlc_amd.compiler import pipeline, weights
+from mlc_amd.compiler.codegen.target import make_target
 from mlc_amd.compiler.gguf import synthetic, write_gguf
+from mlc_amd.compiler.tuning.database import Database, Record
 from mlc_amd.compiler.weight_store import WeightStore
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.devices.hip import gpu
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions, LoadOptions
+from mlc_amd.schedules.operators import from_json
+from mlc_amd.schedules.space import space
 from mlc_amd.tools import cli
 from mlc_amd.tools.hub import model_cache, models
 
@@ -225,3 +230,59 @@ def test_errors(cache, capsys, tokens, text):
     assert cli.main(["cache", *tokens]) in (1, 2)
     shown = capsys.readouterr()
     assert shown.out == "" and text in shown.err and shown.err.count("\n") == 1
+
+
+# ---- what does not change a model
+
+
+def test_a_new_installation_finds_what_the_last_one_compiled(builds, monkeypatch, tmp_path):
+    """Its sources have other times, and the same contents."""
+    places, real = {}, model_cache.resources.files
+    for package in ("compiler", "schedules", "runtime.devices"):
+        places[f"mlc_amd.{package}"] = shutil.copytree(str(real(f"mlc_amd.{package}")), tmp_path / package)
+    monkeypatch.setattr(model_cache.resources, "files", lambda name: places.get(name) or real(name))
+    first = models.artifact_path(LoadOptions(target="cpu"), SPEC)
+    changed = places["mlc_amd.compiler"] / "pipeline.py"
+    os.utime(changed, (0, 0))
+    assert models.artifact_path(LoadOptions(target="cpu"), SPEC) == first and len(builds) == 1
+    changed.write_text(changed.read_text() + "\n")
+    assert models.artifact_path(LoadOptions(target="cpu"), SPEC) != first and len(builds) == 2
+
+
+def test_only_records_that_change_its_plans_compile_a_model_again(cache, monkeypatch):
+    made, real = [], pipeline.compile_model
+    monkeypatch.setattr(pipeline, "compile_model", lambda *args: made.append(args) or real(*args))
+    options = LoadOptions(target="vulkan", arch="rdna3", ctx=64)
+    first = models.artifact_path(options, SPEC)
+    kernels = json.loads((first / "manifest.json").read_text())["kernels"]
+    (arch,) = make_target("vulkan", "rdna3").archs
+    workloads = (from_json({"op": kernel["operator"], "args": kernel["args"]}) for kernel in kernels if kernel["args"])
+    workload, found = next((one, found) for one in workloads if (found := space(one, arch)))
+    other = next(plan for plan in found.plans if plan != found.default)
+    with Database(arch) as database:  # tuning that found nothing
+        database.add(workload, Record(1e-5, plan=asdict(found.default), default=True))
+    assert models.artifact_path(options, SPEC) == first and len(made) == 1
+    (entry,) = model_cache.entries()
+    assert not entry.outdated
+    with Database(arch) as database:
+        database.add(workload, Record(5e-6, plan=asdict(other), checked="device", passed=True))
+    (entry,) = model_cache.entries()
+    assert entry.outdated
+    assert models.artifact_path(options, SPEC) == first and len(made) == 2
+    plans = [
+        kernel["tuned"]["rdna3"]["from"] for kernel in json.loads((first / "manifest.json").read_text())["kernels"]
+    ]
+    assert "user" in plans and models.artifact_path(options, SPEC) == first and len(made) == 2
+
+
+def test_two_processes_compile_a_model_once(cache):
+    line = [sys.executable, "-m", "mlc_amd.tools.cli", "bench", "--synthetic", SPEC, "--target", "cpu", "--ctx", "64"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    flags = ["-p", "8", "-n", "2", "-r", "1"]
+    both = [subprocess.Popen([*line, *flags], env=environment, **pipes) for _ in range(2)]
+    errors = [process.communicate(timeout=300)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], errors
+    assert sum("compiling" in text for text in errors) == 1
+    assert sum("waiting for another process" in text for text in errors) == 1
+    assert not list((cache / "models").glob(".*"))

@@ -13,7 +13,6 @@ Python that the machine may have, or those that the user names. What it does not
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -27,6 +26,7 @@ from mlc_amd.runtime.artifact.manifest import MANIFEST
 from mlc_amd.runtime.artifact.weight_block import TensorSpec
 from mlc_amd.runtime.artifact.weights_file import Weights, WeightsWriter
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.folders import temporary
 from mlc_amd.tools.bundles import archive, wheels
 from mlc_amd.tools.bundles.archive import Entry
 from mlc_amd.tools.hub import model_cache
@@ -240,8 +240,8 @@ def model_files(model: Artifact, weightless: bool) -> dict[str, bytes | Path]:
 
 def _vectors(model: Artifact) -> tuple[bytes, manifests.FileFacts]:
     """The weights file without the matrices, and what the manifest says of it."""
-    with tempfile.TemporaryDirectory(prefix="mlc-amd-") as directory:
-        place = Path(directory) / WEIGHTS
+    with temporary("deploy") as directory:
+        place = directory / WEIGHTS
         held = Weights(model.path / WEIGHTS)
         arrays = {name: held[name] for name in held.places if name not in model.manifest["tensors"]}
         specs = [TensorSpec(name, array.dtype.name, array.shape) for name, array in arrays.items()]

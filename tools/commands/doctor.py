@@ -6,13 +6,12 @@ what concerns them.
 
 import platform
 import sys
-import tempfile
 from collections.abc import Iterator
 from json import dumps
-from pathlib import Path
 
 from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.folders import temporary
 from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.tools.checks import doctor_vulkan, machine
 from mlc_amd.tools.checks.doctor_vulkan import Check
@@ -75,8 +74,8 @@ def _try_cpu_target() -> str | None:
     from mlc_amd.runtime.engine.engine import Engine
 
     display.message("compiling and running a test model ...")
-    with tempfile.TemporaryDirectory(prefix="mlc-amd-") as directory:
-        place = Path(directory) / "model"
+    with temporary("doctor") as directory:
+        place = directory / "model"
         try:
             compile_model(synthetic("tiny:q4_0"), place, CompileOptions(target="cpu", ctx=64))
             finite = bool(np.isfinite(Engine.load(place).decode(1)).all())

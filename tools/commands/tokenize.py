@@ -1,10 +1,10 @@
 """`mlc-amd tokenize`: how a model's tokenizer splits a text."""
 
-import tempfile
 from json import dumps
 from pathlib import Path
 
 from mlc_amd.runtime.errors import UsageError
+from mlc_amd.runtime.folders import temporary
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.options import File, Json
@@ -58,6 +58,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
     from mlc_amd.compiler import tokenizer
     from mlc_amd.compiler.gguf.reader import read_metadata
 
-    with tempfile.TemporaryDirectory(prefix="mlc-amd-") as directory:
-        tokenizer.export(read_metadata(path), Path(directory))
+    with temporary("tokenize") as directory:
+        tokenizer.export(read_metadata(path), directory)
         return Tokenizer.load(directory)

@@ -1,7 +1,8 @@
 """The user's cache of compiled models: `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`).
 
     models/NAME-TARGET-ARCH-KEY/        an artifact
-    models/NAME-TARGET-ARCH-KEY.json    its `Recipe`; the file's time of change is when the artifact was used last
+    models/NAME-TARGET-ARCH-KEY.json    its `Recipe`, and the state of the tuned records that its plans were compared to
+                                        last; the file's time of change is when the artifact was used last
     weights/KEY/                        packed weights, to which artifacts have hard links (compiler/weight_store.py)
 
 Beside these lie the caches of other modules. In: recipes. Out: where their artifacts are, or are to be compiled to
@@ -15,7 +16,8 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib import metadata, resources
@@ -26,7 +28,7 @@ from mlc_amd.runtime.artifact.artifact import WEIGHTS
 from mlc_amd.runtime.artifact.manifest import MANIFEST
 from mlc_amd.runtime.artifact.memory import CONTEXT_STEP
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.folders import lock, scratch, sweep
+from mlc_amd.runtime.folders import alone, lock, scratch, sweep
 from mlc_amd.runtime.host import cpu_flags
 from mlc_amd.runtime.options import CompileOptions
 
@@ -69,12 +71,11 @@ class Recipe(CompileOptions):
 
     @cached_property
     def key(self) -> str:
-        """Changes whenever the compiled result might: the file, the settings, this program and its compiler, the tuned
-        records, and for "native" the CPU. OSError where the file is gone."""
+        """Changes whenever the compiled result might: the file, the settings, this program and its compiler, and for
+        "native" the CPU; not with tuned records (`_plans_hold`). OSError where the file is gone."""
         ctx = self.ctx and -(-self.ctx // CONTEXT_STEP) * CONTEXT_STEP
         parts: list[object] = [asdict(self) | {"path": "", "ctx": ctx}]
         parts += [mlc_amd.__version__, metadata.version("apache-tvm"), _sources()]
-        parts += [_tuned(self.target) if self.tuned != "none" else []]
         if self.path:
             status = Path(self.path).stat()
             parts += [str(Path(self.path).resolve()), status.st_size, status.st_mtime_ns]
@@ -82,22 +83,29 @@ class Recipe(CompileOptions):
             parts += [platform.machine(), sorted(cpu_flags())]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
+    @cached_property
+    def records(self) -> list[list]:
+        """The state of the tuned records that a compilation may use, when this was first asked for."""
+        return _tuned(self.target) if self.tuned != "none" else []
+
 
 def find(recipe: Recipe) -> Path | None:
-    """The recipe's artifact, which counts as used now; None where it is not compiled yet."""
-    if not (recipe.folder / MANIFEST).exists():
+    """The recipe's artifact, which counts as used now; None where it is not compiled yet, or tuning has found better
+    plans since."""
+    if not (recipe.folder / MANIFEST).exists() or not _plans_hold(recipe):
         return None
     record(recipe)
     return recipe.folder
 
 
 def record(recipe: Recipe) -> None:
-    """Notes what the recipe's artifact was made from, and that it is used now."""
+    """Notes what the recipe's artifact was made from, that its plans hold with `recipe.records`, and that it is used
+    now."""
     made = replace(recipe, path=recipe.path and os.path.abspath(recipe.path))
     note = _note(recipe.folder)
     temporary = note.with_name(f".{note.name}.{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(asdict(made)))
+        temporary.write_text(json.dumps({"recipe": asdict(made), "records": recipe.records}))
         temporary.replace(note)
     except OSError:
         temporary.unlink(missing_ok=True)  # a cache that cannot be written serves all the same
@@ -105,6 +113,29 @@ def record(recipe: Recipe) -> None:
 
 def _note(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.json")
+
+
+def _plans_hold(recipe: Recipe) -> bool:
+    """Whether a compilation would choose the plans that the recipe's artifact has. Other records than at the last use
+    are rarely records of its kernels that change anything: only then plans are looked up, which takes a second."""
+    try:
+        if json.loads(_note(recipe.folder).read_text())["records"] == recipe.records:
+            return True
+        kernels = json.loads((recipe.folder / MANIFEST).read_text())["kernels"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    from mlc_amd.compiler.codegen.target import make_target
+    from mlc_amd.compiler.tuning.database import plans_hold
+
+    return plans_hold(kernels, make_target(recipe.target, recipe.arch, recipe.cache_type).archs, recipe.tuned)
+
+
+@contextmanager
+def compiling(recipe: Recipe, wait: Callable[[], object]) -> Iterator[None]:
+    """The block compiles the recipe, or finds that another process just did: one does so at a time. `wait` is called
+    before this one has to wait."""
+    with alone(models_directory(), f"{recipe.folder.name}.compiling", wait):
+        yield
 
 
 # ---- what is there
@@ -131,8 +162,8 @@ class Entry:
         """Whether no command finds it any more: its file has changed or is gone, another version or a CPU with other
         instructions made it, or tuning has found better plans since."""
         try:
-            return self.recipe is None or self.recipe.folder.name != self.name
-        except OSError:
+            return self.recipe is None or self.recipe.folder.name != self.name or not _plans_hold(self.recipe)
+        except (OSError, UserError):
             return True
 
     @property
@@ -163,8 +194,8 @@ def _entry(folder: Path) -> Entry | None:
     own = sum(status.st_blocks * 512 for status in files.values())
     shared, inode = (weights.st_blocks * 512, weights.st_ino) if weights else (0, 0)
     try:
-        recipe = Recipe(**json.loads(note.read_text()))
-    except (OSError, ValueError, TypeError):
+        recipe = Recipe(**json.loads(note.read_text())["recipe"])
+    except (OSError, ValueError, LookupError, TypeError):
         recipe = None
     return Entry(folder, recipe, used, own, shared, inode)
 
@@ -221,7 +252,7 @@ def to_prune(found: list[Entry], now: float, older: float | None = None, limit: 
 # ---- the key
 
 
-def _tuned(target: str) -> list[tuple[str, int, int]]:
+def _tuned(target: str) -> list[list]:
     """Size and time of the tuned records that a compilation for this target may use. The file names are those of
     compiler/tuning/database.py, which imports TVM: too slow for a model that is already compiled."""
     found = []
@@ -234,20 +265,20 @@ def _tuned(target: str) -> list[tuple[str, int, int]]:
             other = False
         if not other:
             status = file.stat()
-            found.append((str(file), status.st_size, status.st_mtime_ns))
+            found.append([str(file), status.st_size, status.st_mtime_ns])
     return found
 
 
-def _sources() -> list[tuple[str, int, int]]:
-    """Size and time of the files that kernels are made from: who changes them must not get cached kernels of older
-    ones."""
-    found = []
+def _sources() -> str:
+    """A digest of the files that kernels are made from: who changes them must not get cached kernels of older ones, but
+    who installs them again gets those. It takes 5 ms."""
+    digest = hashlib.sha256()
     for package, pattern in (("compiler", "*.py"), ("schedules", "*.py"), ("runtime.devices", "*.c")):
         root = Path(str(resources.files(f"mlc_amd.{package}")))
         for file in sorted(root.rglob(pattern)):
-            status = file.stat()
-            found.append((str(file.relative_to(root)), status.st_size, status.st_mtime_ns))
-    return found
+            digest.update(f"{package}/{file.relative_to(root)}".encode())
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def check_writable() -> None:

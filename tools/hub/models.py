@@ -12,6 +12,7 @@ import json
 import os
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,11 +124,15 @@ def artifact_path(options: LoadOptions, synthetic: str | None = None) -> Path:
     if out := model_cache.find(recipe):
         return out
     model_cache.check_writable()
-    try:
-        _compile(path, synthetic, resolved, recipe.folder)
-    except CannotWrite as error:
-        raise UserError(f"cannot write {error.path}: {error.reason}; {model_cache.ADVICE}") from error
-    model_cache.record(recipe)
+    wait = partial(display.message, f"waiting for another process, which compiles {recipe.title} ...")
+    with model_cache.compiling(recipe, wait):
+        if out := model_cache.find(recipe):
+            return out
+        try:
+            _compile(path, synthetic, resolved, recipe.folder)
+        except CannotWrite as error:
+            raise UserError(f"cannot write {error.path}: {error.reason}; {model_cache.ADVICE}") from error
+        model_cache.record(recipe)
     return recipe.folder
 
 

@@ -11,11 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
+from mlc_amd.runtime import leftovers
 from mlc_amd.tools.terminal import terminal
 
 if TYPE_CHECKING:
     from mlc_amd.runtime.engine.generation import Stats
 
+_INTERVAL = 10.0  # seconds between two lines of progress, at least
 _STAGES = {"import": "import graph", "kernels": "compile kernels", "weights": "pack weights", "write": "write"}
 
 
@@ -60,8 +62,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], right: Sequen
 
 @contextmanager
 def compile_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress(stage, done, total) for the compiler: bars when stderr is a terminal, otherwise two lines, one before
-    and one after."""
+    """A progress(stage, done, total) for the compiler: bars when stderr is a terminal, otherwise lines: one before, one
+    after, and at times one between."""
     start = time.perf_counter()
     with _stages(title, TextColumn("{task.percentage:>3.0f} %"), rich_progress.TimeElapsedColumn()) as progress:
         yield progress
@@ -72,7 +74,7 @@ def compile_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
 @contextmanager
 def transfer_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
     """A progress(stage, done, total) in bytes: a bar for each stage, with speed and time left, when stderr is a
-    terminal, otherwise one line before."""
+    terminal, otherwise one line before, and at times one of how far it is."""
     size, speed = rich_progress.DownloadColumn(binary_units=True), rich_progress.TransferSpeedColumn()
     with _stages(title, size, speed, rich_progress.TimeRemainingColumn()) as progress:
         yield progress
@@ -80,14 +82,18 @@ def transfer_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def _stages(title: str, *columns: rich_progress.ProgressColumn) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress(stage, done, total): bars with these columns when stderr is a terminal, otherwise one line."""
+    """A progress(stage, done, total): bars with these columns when stderr is a terminal, otherwise lines."""
     if not sys.stderr.isatty():
         message(f"{title} ...")
-        yield lambda stage, done, total: None
+        say = _now_and_then(title)
+        yield lambda stage, done, total: say(f"{_STAGES.get(stage, stage)} {100 * done // max(total, 1)} %")
         return
     message(title)
     named = TextColumn("{task.description:16}")
-    with terminal.silent_keyboard(), Progress(named, BarColumn(), *columns, console=_console(), transient=True) as bars:
+    with (
+        terminal.silent_keyboard(),
+        _shown(Progress(named, BarColumn(), *columns, console=_console(), transient=True)) as bars,
+    ):
         tasks = {}
 
         def progress(stage: str, done: int, total: int) -> None:
@@ -97,6 +103,30 @@ def _stages(title: str, *columns: rich_progress.ProgressColumn) -> Iterator[Call
             bars.update(tasks[stage], completed=done, total=total)
 
         yield progress
+
+
+def _now_and_then(title: str) -> Callable[[str], None]:
+    """A function that writes what is being done as a line, unless it wrote one a few seconds ago."""
+    last = time.monotonic()
+
+    def say(what: str) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last >= _INTERVAL:
+            last = now
+            message(f"{title}: {what}")
+
+    return say
+
+
+@contextmanager
+def _shown(bars: Progress) -> Iterator[Progress]:
+    """Bars on the terminal, which are gone at the end, however the process ends."""
+    gone = leftovers.note(bars.stop)
+    try:
+        with bars:
+            yield bars
+    finally:
+        gone()
 
 
 class _Clocked(Progress):
@@ -115,14 +145,15 @@ class _Clocked(Progress):
 @contextmanager
 def budget_progress(title: str, seconds: float | None, count: int | None) -> Iterator[Callable[[int], None]]:
     """A progress(done) for work that ends after `seconds` or `count` pieces (None: no such limit), whichever comes
-    first: a bar with the time left when stderr is a terminal, else one line at the beginning."""
+    first: a bar with the time left when stderr is a terminal, otherwise lines."""
     limits = [f"{count} measurements"] if count else []
     limits += [clock(seconds)] if seconds else []
     start, done = time.perf_counter(), 0
     title = f"{title}: {', at most '.join(limits)}"
     if not sys.stderr.isatty():
         message(f"{title} ...")
-        yield lambda measured: None
+        say = _now_and_then(title)
+        yield lambda measured: say(f"{measured} measured")
         return
 
     def share() -> float:
@@ -140,7 +171,7 @@ def budget_progress(title: str, seconds: float | None, count: int | None) -> Ite
         bars.update(task, left=left())
 
     texts = [TextColumn(text) for text in ("{task.description}", "{task.percentage:>3.0f} %", "{task.fields[left]}")]
-    with terminal.silent_keyboard(), _Clocked(texts[0], BarColumn(), *texts[1:], share=share) as bars:
+    with terminal.silent_keyboard(), _shown(_Clocked(texts[0], BarColumn(), *texts[1:], share=share)) as bars:
         task = bars.add_task(escape(terminal.clean(title)), total=1.0, left=left())
         yield progress
 

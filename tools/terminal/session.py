@@ -11,6 +11,7 @@ from mlc_amd.runtime.engine.chat import Conversation
 from mlc_amd.runtime.engine.generation import ContextFull
 from mlc_amd.runtime.errors import UserError, shorten
 from mlc_amd.runtime.text.reasoning import AnswerPart
+from mlc_amd.tools import interrupts
 from mlc_amd.tools.options import ChatOptions
 from mlc_amd.tools.terminal import display, settings, terminal
 from mlc_amd.tools.terminal.line_editor import KEYS, complete, line_editor, unwrap
@@ -244,9 +245,10 @@ def interact(session: Session) -> None:
         display.message("/help lists the commands, Ctrl-D leaves")
     while True:
         try:
-            line = read()
-            with terminal.silent_keyboard():
-                session.handle(line)
+            with interrupts.raising():
+                line = read()
+                with terminal.silent_keyboard():
+                    session.handle(line)
         except (EOFError, Leave):
             return
         except UserError as error:

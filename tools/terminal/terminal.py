@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
+from mlc_amd.runtime import leftovers
+
 # Everything below space but tab and newline, and DEL, and the C1 codes.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -137,12 +139,18 @@ def silent_keyboard() -> Iterator[None]:
         return
     keyboard = sys.stdin.fileno()
     before = termios.tcgetattr(keyboard)
+
+    def restore() -> None:
+        if _has_keyboard():
+            termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+
+    restored = leftovers.note(restore)
     termios.tcsetattr(keyboard, termios.TCSADRAIN, [*before[:3], before[3] & ~termios.ECHO, *before[4:]])
     try:
         yield
     finally:
-        if _has_keyboard():
-            termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+        restore()
+        restored()
 
 
 def _has_keyboard() -> bool:
