@@ -44,6 +44,10 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_MODULES[name]), name)
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 @keywords(LoadOptions)
 def load(options: LoadOptions) -> Engine:
     """Loads an artifact, or a GGUF file, which is compiled into the user's cache on first use.

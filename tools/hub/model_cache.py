@@ -164,7 +164,7 @@ def _entry(folder: Path) -> Entry | None:
     shared, inode = (weights.st_blocks * 512, weights.st_ino) if weights else (0, 0)
     try:
         recipe = Recipe(**json.loads(note.read_text()))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, UserError):
         recipe = None
     return Entry(folder, recipe, used, own, shared, inode)
 
