@@ -41,9 +41,7 @@ class Lowered:
 def lower(model, target: Target, ctx: int | None = None) -> Lowered:
     """Builds, fuses and plans the functions of `model` (a GGUFModel or a synthetic one). ctx: tokens of KV cache, by
     default the model's context up to 4096. UserError if it is too large for the model or for kernels."""
-    ctx = capacity(model.config, ctx)
-    kept = memory.kept(model.config, target, ctx)
-    memory.check_capacity(kept, ctx)
+    ctx, kept = sizes(model.config, target, ctx)
     functions = with_drafts(target.functions(ctx), model.config)
     module, parameters = build_module(model, target, functions, ctx)
     module = target.select_kernels(fuse(module, target))
@@ -52,6 +50,14 @@ def lower(model, target: Target, ctx: int | None = None) -> Lowered:
     outputs = {spec.name: spec.outputs(model.config) for spec in functions}
     plan = make_plan(module, parameters, tensors, outputs)
     return Lowered(model, target, ctx, functions, module, kept, weights, plan)
+
+
+def sizes(config, target: Target, ctx: int | None) -> tuple[int, list[KvTensor]]:
+    """Tokens of KV cache, and what lives from step to step. UserError as `lower`."""
+    ctx = capacity(config, ctx)
+    kept = memory.kept(config, target, ctx)
+    memory.check_capacity(kept, ctx)
+    return ctx, kept
 
 
 def capacity(config, ctx: int | None) -> int:

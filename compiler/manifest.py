@@ -22,6 +22,7 @@ from mlc_amd.runtime.artifact.manifest import (
     ManifestModel,
 )
 from mlc_amd.runtime.cache.kv_types import KvType
+from mlc_amd.runtime.errors import one_line
 from mlc_amd.schedules.operators.attention import PAGE
 from mlc_amd.schedules.operators.layouts import padded
 
@@ -29,9 +30,10 @@ from mlc_amd.schedules.operators.layouts import padded
 def manifest_body(lowered: Lowered, compiled: Mapping[str, Any], weights: bool) -> ManifestBody:
     """compiled: of `Target.compile_kernels`. weights: whether the artifact has the matrices."""
     model, target, ctx, plan = lowered.model, lowered.target, lowered.context, lowered.plan
+    path = Path(one_line(str(model.path)))  # JSON has no place for bytes that are not UTF-8
     return {
-        "name": model.config.name or Path(model.path).stem,
-        "source": {"file": Path(model.path).name, "id": source_id(model.path)},
+        "name": model.config.name or path.stem,
+        "source": {"file": path.name, "id": source_id(model.path)},
         "model": cast(ManifestModel, dataclasses.asdict(model.config)),
         "target": target.description,
         "context": ctx,

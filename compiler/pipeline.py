@@ -17,7 +17,7 @@ import tvm_ffi
 from mlc_amd.compiler import tokenizer
 from mlc_amd.compiler import weights as packing
 from mlc_amd.compiler.codegen.target import make_target
-from mlc_amd.compiler.lowering import Lowered, lower
+from mlc_amd.compiler.lowering import Lowered, lower, sizes
 from mlc_amd.compiler.manifest import manifest_body
 from mlc_amd.compiler.tuning.database import Lookup
 from mlc_amd.compiler.weight_store import WeightStore
@@ -44,6 +44,12 @@ class Summary:
     tuned: dict[str, int]  # kernels by where their plan comes from: default, shipped, user; one for each arch
     notes: list[str] = field(default_factory=list)  # tuned records that were ignored, and why
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
+
+
+def check(model, out: Path, options: CompileOptions) -> None:
+    """UserError for what `compile_model` refuses, as far as that is known without compiling."""
+    artifact.check_output(out)
+    sizes(model.config, make_target(options.target, options.arch, options.cache_type), options.ctx)
 
 
 def compile_model(

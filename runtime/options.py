@@ -9,11 +9,11 @@ import inspect
 import math
 import os
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, wraps
 from numbers import Real
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from mlc_amd.runtime.cache.kv_types import KV_TYPE, KvType
 from mlc_amd.runtime.errors import UsageError
@@ -21,6 +21,8 @@ from mlc_amd.runtime.errors import UsageError
 P = ParamSpec("P")
 Group = TypeVar("Group")
 Result = TypeVar("Result")
+
+MODEL_FLAGS = ("-m", "-hf", "-hfr", "--hf-repo", "-mu", "--model-url")  # llama.cpp's, of a model
 
 
 MANY = (1 << 31) - 1  # more than anybody needs of anything that is counted
@@ -39,6 +41,7 @@ class Option:
     most: float = math.inf  # a limit that only mistakes exceed
     read: Callable[[str], object] | None = None  # makes the value of a text, if its type does not say how
     also: tuple[str, ...] = ()  # other names of its flag, those of llama.cpp
+    unset: str = ""  # the text that stands for None, if there is one
 
     def text(self, default: object) -> str:
         """The help, the unit and the default value."""
@@ -62,6 +65,12 @@ class Option:
         least = f"at least {self.low}" if math.isinf(self.above) else f"greater than {self.above}"
         limits = least if math.isinf(self.high) else f"between {self.low} and {self.high}"
         return f"{name} is {value}: it must be {limits}"
+
+
+def one_of(choices: Sequence[object]) -> str:
+    """Values that are possible, in words."""
+    *before, last = map(str, choices)
+    return f"{', '.join(before)} or {last}" if before else last
 
 
 @cache
@@ -99,12 +108,19 @@ def keywords(group: Callable[P, Group]) -> Callable[[Callable[[Group], Result]],
 
 
 class Checked:
-    """A group whose numbers are in range. UsageError otherwise."""
+    """A group whose numbers are in range and whose names are known. UsageError otherwise."""
 
     def __post_init__(self) -> None:
-        for name, (_, option) in described(type(self)).items():
-            if problem := option.problem(f"--{name.replace('_', '-')}", getattr(self, name)):
+        for name, (kind, option) in described(type(self)).items():
+            flag, value = f"--{name.replace('_', '-')}", getattr(self, name)
+            if problem := option.problem(flag, value):
                 raise UsageError(problem)
+            known = [one for part in (kind, *get_args(kind)) if get_origin(part) is Literal for one in get_args(part)]
+            if known and value is not None and value not in known:
+                raise UsageError(f"{flag} must be {one_of(known)}, not {value!r}")
+
+
+_OTHER_TARGETS = {"cuda": "vulkan", "hip": "rocm"}  # what other programs call targets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +137,11 @@ class TargetOptions(Checked):
         "KV cache size, for a GGUF file",
         default="the model's context length, at most 4096; of bench: what the tests need",
         unit="tokens", low=1, most=MANY, also=("-c", "--ctx-size"))] = None  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if other := _OTHER_TARGETS.get(self.target):
+            raise UsageError(f"there is no --target {self.target}: such GPUs run with --target {other}")
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +187,11 @@ class RunOptions(Checked):
         "mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough)",
         low=0, most=MANY)] = 0  # fmt: skip
     kv_tokens: Annotated[int | None, Option(
-        "tokens that the KV cache holds, of all sequences together", low=1, most=MANY)] = None  # fmt: skip
+        "tokens that the KV cache holds, of all sequences together; --kv-memory says it in bytes",
+        low=1, most=MANY)] = None  # fmt: skip
     kv_memory: Annotated[int | str | None, Option(
-        "instead, how much memory the KV cache takes: bytes, a size such as 4G or 512M, or auto: what the device has "
-        "left, of the host's memory half of what is available",
+        "memory that the KV cache takes: bytes, a size such as 4G or 512M, or auto, which is all that the device has "
+        "left, or half of the available memory of the host",
         default="one sequence of full length; of bench: what the tests need; of serve with one model: auto",
         low=1, most=1 << 60)] = None  # fmt: skip
     draft: Annotated[str | os.PathLike[str] | None, Option(
@@ -185,7 +207,7 @@ class LoadOptions(RunOptions, CompileOptions):
 
     model: Annotated[str | os.PathLike[str] | None, Option(
         "artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use)",
-        default="the bundled demo model", also=("-m",))] = None  # fmt: skip
+        default="the bundled demo model", also=MODEL_FLAGS)] = None  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -193,6 +215,6 @@ class CompileRequest(CompileOptions):
     """A GGUF file to compile, and where to."""
 
     model: Annotated[str | os.PathLike[str], Option(
-        "GGUF file, any part of a split model, or OWNER/REPO:QUANT of huggingface.co", also=("-m",))]  # fmt: skip
+        "GGUF file, any part of a split model, or OWNER/REPO:QUANT of huggingface.co", also=MODEL_FLAGS)]  # fmt: skip
     output: Annotated[str | os.PathLike[str], Option(
         "folder to write: an artifact already there is replaced, no other folder is")]  # fmt: skip

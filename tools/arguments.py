@@ -8,7 +8,6 @@ and the Google-style docstring is the help of those without an `Option`. A param
 `for_fire` says how it reads each text.
 """
 
-import difflib
 import inspect
 import json
 import operator
@@ -25,7 +24,8 @@ from functools import cache, reduce
 from fire import decorators, docstrings
 
 from mlc_amd.runtime.errors import UsageError
-from mlc_amd.runtime.options import Option, described
+from mlc_amd.runtime.options import MODEL_FLAGS, Option, described, one_of
+from mlc_amd.tools import familiar
 from mlc_amd.tools.options import Without
 
 _BOOLEANS: dict[str, bool] = {
@@ -45,17 +45,25 @@ def _integer(text: str) -> int:
         return int(number)
 
 
-# type -> (how its text is read, what it is called in help and in errors)
-_READERS: dict[object, tuple[Callable[[str], object], str]] = {
-    str: (str, "TEXT"),
-    str | os.PathLike[str]: (str, "TEXT"),
-    int | str: (str, "TEXT"),
-    int: (_integer, "N"),
-    float: (float, "X"),
-    bool: (lambda text: _BOOLEANS[text.lower()], "true|false"),
-    tuple[int, ...]: (lambda text: tuple(_integer(part) for part in text.split(",")), "N,N,..."),
-    tuple[float, ...]: (lambda text: tuple(float(part) for part in text.split(",")), "X,X,..."),
-    tuple[str, ...]: (lambda text: tuple(json.loads(text)), "TEXT"),
+# type -> (how its text is read, what it is called in help, and in errors)
+_READERS: dict[object, tuple[Callable[[str], object], str, str]] = {
+    str: (str, "TEXT", "a text"),
+    str | os.PathLike[str]: (str, "TEXT", "a text"),
+    int | str: (str, "TEXT", "a text"),
+    int: (_integer, "N", "a whole number"),
+    float: (float, "X", "a number"),
+    bool: (lambda text: _BOOLEANS[text.lower()], "true|false", "true or false"),
+    tuple[int, ...]: (
+        lambda text: tuple(_integer(part) for part in text.split(",")),
+        "N,N,...",
+        "whole numbers with commas between them",
+    ),
+    tuple[float, ...]: (
+        lambda text: tuple(float(part) for part in text.split(",")),
+        "X,X,...",
+        "numbers with commas between them",
+    ),
+    tuple[str, ...]: (lambda text: tuple(json.loads(text)), "TEXT", "a text"),
 }
 # Flags of llama.cpp for a number of layers; and for a half of an option, whose halves must have the same value.
 _LAYERS = ("-ngl", "--n-gpu-layers")
@@ -96,14 +104,22 @@ class Parameter:
     def metavar(self) -> str:
         return "|".join(self.choices) or _READERS[self.type][1]
 
+    @property
+    def title(self) -> str:
+        """What errors call it."""
+        return self.name.upper() if self.positional else self.spelling
+
     def read(self, text: str) -> object:
         """The value of a text. UsageError for one that does not fit."""
+        if text and text == self.option.unset:
+            return None
         try:
             if self.option.read:
                 return self.option.read(text)
             value = self.choices[self.choices.index(text)] if self.choices else _READERS[self.type][0](text)
         except (ValueError, KeyError, OverflowError):
-            raise UsageError(f"{self.spelling} must be {self.metavar}, not {text!r}") from None
+            what = one_of(self.choices) if self.choices else _READERS[self.type][2]
+            raise UsageError(f"{self.title} must be {what}, not {text!r}") from None
         if problem := self.option.problem(self.spelling, value):
             raise UsageError(problem)
         return value
@@ -122,7 +138,7 @@ def parameters(run: Callable) -> dict[str, Parameter]:
             found |= {one.name: one for one in _members(name, hint) if one.name not in without}
         else:
             own = (one for one in metadata if isinstance(one, Option))
-            option = next(own, None) or Option(help_of[name], also=("-m",) if name == "model" else ())
+            option = next(own, None) or Option(help_of[name], also=MODEL_FLAGS if name == "model" else ())
             found[name] = _parameter(parameter, hint, option)
     return found
 
@@ -193,12 +209,19 @@ def normalize(run: Callable, short: Mapping[str, str], tokens: Sequence[str]) ->
             continue
         if only_positional or token == "-" or not token.startswith("-") or _is_number(token):
             free = [one for one in known.values() if one.positional and (one.name not in values or one.repeats)]
+            free += [one for one in known.values() if one.name == "prompt" and one.name not in values]
             if not free:
                 raise UsageError(f"unexpected argument {token!r}: see --help (text with spaces needs quotes)")
             values.setdefault(free[0].name, []).append(token)
             continue
         flag, equals, value = token.partition("=")
-        parameter = flags.get(flag) or flags.get(flag.replace("_", "-")) or _unknown(flag, flags)
+        parameter = flags.get(flag) or flags.get(flag.replace("_", "-"))
+        if parameter is None and flag in familiar.IGNORED and "threads" in known:
+            count, note = familiar.ignored(flag, bool(equals), waiting)
+            del waiting[:count]
+            warnings.warn(note, stacklevel=2)
+            continue
+        parameter = parameter or _unknown(flag, flags)
         if not equals:
             if parameter.type is bool:
                 value = "true"
@@ -224,7 +247,7 @@ def normalize(run: Callable, short: Mapping[str, str], tokens: Sequence[str]) ->
         values[name] = [_whole(known[name], given)]
     for name, one in known.items():
         if one.required and name not in values:
-            raise UsageError(f"{name.upper() if one.positional else one.spelling} is missing: see --help")
+            raise UsageError(f"{one.title} is missing: see --help")
     texts = {name: json.dumps(given) if known[name].repeats else given[0] for name, given in values.items()}
     return [f"--{name}={text}" for name, text in texts.items()]
 
@@ -254,8 +277,8 @@ def _is_number(token: str) -> bool:
 
 def _unknown(flag: str, known: Iterable[str]) -> typing.NoReturn:
     """Raises UsageError with the nearest flag."""
-    near = difflib.get_close_matches(flag, known, 1)
-    raise UsageError(f"unknown flag {flag}" + (f": did you mean {near[0]}?" if near else ": see --help"))
+    near = familiar.nearest(flag, (*known, *_HELP.spellings, *_DEBUG.spellings, "--version"))
+    raise UsageError(f"unknown flag {flag}" + (f": did you mean {near}?" if near else ": see --help"))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ if __name__ == "__main__":  # before the other imports, which take most of a sta
 
     interrupts.install()
 
-import difflib
 import errno
 import importlib
 import importlib.util
@@ -30,7 +29,7 @@ from typing import Any
 import fire
 
 from mlc_amd.runtime.errors import UsageError, UserError
-from mlc_amd.tools import arguments, bus_error, interrupts
+from mlc_amd.tools import arguments, bus_error, familiar, interrupts
 from mlc_amd.tools.terminal import terminal
 
 # verb -> what it does. Each is the function `run` of its module, imported only when it is asked for.
@@ -95,6 +94,7 @@ def overview() -> str:
     commands = "\n".join(f"  {verb.ljust(width)}{summary}" for verb, summary in verbs().items())
     does = "Compiles GGUF language models with TVM and runs them." if compiles else "Runs compiled language models."
     default = "a small bundled model" if compiles else "the model of this folder"
+    ollama = " ollama's run, list, ps, rm and show are understood, too." if compiles else ""
     return spoken(f"""\
 usage: mlc-amd COMMAND [arguments] [flags]
 
@@ -106,7 +106,7 @@ commands:
 `mlc-amd COMMAND --help` explains a command. `--debug` shows log messages and the traceback of an error; `--version` \
 the versions of mlc-amd, TVM and drivers.
 
-Start with `mlc-amd chat`: it runs {default}.
+Start with `mlc-amd chat`: it runs {default}.{ollama}
 """)
 
 
@@ -149,11 +149,14 @@ def _run(argv: Sequence[str] | None) -> int:
     except OSError as error:
         where = error.filename if isinstance(error.filename, str) else "the output"
         return _fail(f"{where}: {_ADVICE.get(error.errno or 0, error.strerror or str(error))}", debug)
+    except UnicodeEncodeError as error:  # of bytes of the command line that are not UTF-8
+        if not any("\udc80" <= char <= "\udcff" for char in error.object):
+            return _bug(error, debug)
+        return _fail(f"{error.object!r} is not UTF-8: write it otherwise, or rename the file", debug)
     except MemoryError:
         return _fail("not enough memory: use a smaller model, a smaller --ctx, or close other programs", debug)
     except Exception as error:
-        hint = "" if debug else " (run with --debug for the traceback)"
-        return _fail(f"this is a bug in mlc-amd: {type(error).__name__}: {error}{hint}", debug, _EXIT_BUG)
+        return _bug(error, debug)
 
 
 def _open_closed() -> None:
@@ -171,19 +174,19 @@ def _dispatch(tokens: list[str], literal: list[str]) -> None:
     """tokens: what may hold flags; literal: "--" and what follows it, or nothing."""
     if not tokens or tokens[0] in ("--help", "-h", "help"):
         tokens = [*tokens[1:2], "--help"]
-    verb, rest = tokens[0], tokens[1:]
+    verb, *rest = (*familiar.COMMANDS.get(tokens[0], tokens[:1]), *tokens[1:])
     if verb == "--help":
         sys.stdout.write(overview())
         return
-    if verb == "--version":
+    if verb == "--version" or "--version" in rest:
         from mlc_amd.tools import version
 
         sys.stdout.write(version.text())
         return
     if verb not in verbs():
-        near = difflib.get_close_matches(verb, verbs(), 1)
-        advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(verbs())}"
-        raise UsageError(f"unknown command {verb!r}: {advice}")
+        near = familiar.nearest(verb, (*verbs(), *familiar.COMMANDS, "--version", "--help", "--debug"))
+        advice = f"did you mean {near}?" if near else f"choose from {', '.join(verbs())}"
+        raise UsageError(f"unknown command {verb!r}: {familiar.ABSENT.get(verb, advice)}")
     module = importlib.import_module(module_of(verb))
     short = getattr(module, "SHORT", {})
     if "--help" in rest or "-h" in rest:
@@ -234,6 +237,11 @@ def _fail(message: str, debug: bool, code: int = 1) -> int:
     _report_traceback(debug)
     sys.stderr.write(f"error: {spoken(' '.join(message.split()))}\n")
     return code
+
+
+def _bug(error: Exception, debug: bool) -> int:
+    hint = "" if debug else " (run with --debug for the traceback)"
+    return _fail(f"this is a bug in mlc-amd: {type(error).__name__}: {error}{hint}", debug, _EXIT_BUG)
 
 
 def _report_traceback(debug: bool) -> None:

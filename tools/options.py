@@ -16,10 +16,12 @@ class Without:
 
 SamplingFlags = Annotated[SamplingChanges, Without("logit_bias", "presence_penalty", "frequency_penalty")]
 
-Prompt = Annotated[str | None, Option('the text for the model; "-" reads it from stdin')]
+Prompt = Annotated[
+    str | None, Option('the text for the model, also without a flag after MODEL; "-" reads it from stdin')
+]
 File = Annotated[str | None, Option('take the text from this UTF-8 file; "-" is stdin')]
 MaxTokens = Annotated[int | None, Option(
-    "maximum number of tokens to generate", low=1, most=MANY, also=("--n-predict",),
+    "maximum number of tokens to generate", low=1, most=MANY, also=("--n-predict",), unset="-1",
 )]  # fmt: skip
 Stop = Annotated[tuple[str, ...], Option("end the text before this one; may be repeated")]
 Quiet = Annotated[bool, Option("print results only: no greeting, notes, statistics or log of requests")]

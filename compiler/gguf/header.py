@@ -15,6 +15,7 @@ from typing import NoReturn
 import numpy as np
 from gguf.constants import GGUF_DEFAULT_ALIGNMENT, GGUF_MAGIC, GGUF_VERSION, GGUFValueType
 
+from mlc_amd.compiler.gguf import foreign
 from mlc_amd.runtime.errors import UserError, shorten
 
 HEADER_LIMIT = 64 << 20  # bytes; the largest real headers (vocabularies of 262 144 tokens with merges) take 16 MiB
@@ -62,10 +63,7 @@ def parse_header(data: memoryview, path: str) -> Header:
     in there."""
     cursor = _Cursor(data, path)
     if len(data) < 4 or cursor.u32("the magic number") != GGUF_MAGIC:
-        raise UserError(
-            f"{path}: this is not a GGUF file (it starts with {bytes(data[:4])!r}, not b'GGUF'); give a model in GGUF "
-            "format"
-        )
+        raise UserError(f"{path}: {foreign.problem(bytes(data[:512]))}")
     version = cursor.u32("the version")
     if version & 0xFFFF == 0:
         raise UserError(

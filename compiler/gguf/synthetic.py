@@ -64,6 +64,8 @@ def synthetic(
     name, _, format = spec.partition(":")
     if name not in PRESETS:
         raise UserError(f"{spec}: unknown preset {name!r}; use preset:format with one of {', '.join(PRESETS)}")
+    if not format:
+        raise UserError(f"{spec}: the format is missing; write {spec}:q4_0, or another of {', '.join(FORMATS)}")
     if format not in FORMATS:
         raise UserError(f"{spec}: unknown format {format!r}; use preset:format with one of {', '.join(FORMATS)}")
     preset, keys = PRESETS[name], keys or {}

@@ -34,7 +34,7 @@ _FILES = (MANIFEST, WEIGHTS, TABLES, "kernels[.-]*", "tokenizer.json", "tokenize
 
 def source_id(path: str | Path) -> str:
     """The id of a source file in the manifest's `source`: a digest of its path, as several may have the same name."""
-    return hashlib.sha256(str(Path(path).resolve()).encode()).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode(Path(path).resolve())).hexdigest()[:16]
 
 
 class CannotWrite(UserError):
@@ -54,7 +54,7 @@ def sha256(path: Path) -> str:
 def new_artifact(path: Path) -> Iterator[Path]:
     """A temporary folder that becomes `path` if the `with` block succeeds, and is deleted otherwise. Only an older
     artifact is replaced; of a link, its target. CannotWrite for errors of the file system."""
-    _check_output(Path(path))
+    check_output(Path(path))
     path = Path(os.path.realpath(path))
     try:
         with scratch(path.parent, path.name) as temporary:
@@ -78,8 +78,9 @@ def _replace(path: Path, new: Path) -> None:
             raise
 
 
-def _check_output(path: Path) -> None:
+def check_output(path: Path) -> None:
     """UserError where an artifact must not be written: only the result of an earlier compilation is replaced."""
+    _check_name(path)
     if not path.exists():
         return
     if not path.is_dir() or (not (path / MANIFEST).exists() and any(path.iterdir())):
@@ -92,6 +93,14 @@ def _check_output(path: Path) -> None:
             f"{path} also holds {', '.join(others[:3])}{' ..' if len(others) > 3 else ''}, which no compilation wrote; "
             "move that away, or choose another output with -o"
         )
+
+
+def _check_name(path: Path) -> None:
+    """UserError for a path that libraries which read and write an artifact's files do not take."""
+    try:
+        os.path.realpath(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{path}: the path of a compiled model must be UTF-8; choose another one") from None
 
 
 def write_manifest(directory: Path, manifest: ManifestBody, known: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -148,8 +157,12 @@ class Artifact:
         """Checks manifest, presence, sizes and checksums of all files; that of the weights only with `verify`, as it
         reads all of them. UserError for a folder that is no artifact, of another version, or damaged."""
         path = Path(path)
+        if path.is_file():
+            made = f"a folder made by `mlc-amd compile {path.name}`" if path.suffix == ".gguf" else "such a folder"
+            raise UserError(f"{path} is a file, and a compiled model is a folder; give {made}")
         if not path.is_dir():
             raise UserError(f"{path}: no such compiled model; make one with: mlc-amd compile MODEL.gguf")
+        _check_name(path)
         held = lock(path)
         if not (path / MANIFEST).exists():
             raise UserError(

@@ -8,7 +8,7 @@ failed before its first word is not. The model's thinking is no part of the mess
 import json
 import os
 import tempfile
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -17,6 +17,7 @@ from mlc_amd.runtime.engine.generation import ContextFull, Piece, ProgressCallba
 from mlc_amd.runtime.engine.generations import Generation
 from mlc_amd.runtime.engine.text_engine import TextEngine
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.grammars.constraints import Constraint
 from mlc_amd.runtime.sampling.settings import Sampling, SamplingChanges
 from mlc_amd.runtime.text import reasoning
 from mlc_amd.runtime.text.messages import Message, check_content, check_messages
@@ -35,8 +36,10 @@ class Conversation:
     between turns). on_full: when the conversation exceeds the context, "error" raises ContextFull, "drop" removes the
     oldest turns but never the system message. thinking: a value of `chat_template.THINKING`, UserError for one that the
     model's template does not support. format: the marks of the parts of an answer. dropped: number of messages removed
-    so far.
+    so far. constrain: a function from a rendered prompt to the `constraint` of the answer (`Engine.generate`).
     """
+
+    constrain: Callable[[str], Callable[[], Constraint]] | None = None
 
     def __init__(
         self,
@@ -163,7 +166,10 @@ class Conversation:
         messages, prompt, ids = self._fit([*self.messages, question], max_tokens, variables)
         template, parser = self.engine.chat_template, self.format.parser(prompt)
         shown, hidden, generated = "", False, []
-        pieces = self._generation = self.engine.generate(ids, sampling, max_tokens, stops, self.format.marks, progress)
+        constraint = self.constrain(prompt) if self.constrain else None
+        pieces = self._generation = self.engine.generate(
+            ids, sampling, max_tokens, stops, self.format.marks, progress, constraint=constraint
+        )
         try:
             for part in _parts(pieces, parser, generated):
                 if part.kind != "final":

@@ -41,6 +41,9 @@ class Piece:
     logprob: float | None = None  # if requested: the token's natural log-probability
     top: tuple[tuple[int, float], ...] = ()  # the most likely tokens in its place and theirs, the most likely first
 
+    def __str__(self) -> str:
+        return self.text
+
 
 @dataclass(frozen=True)
 class PromptProgress:

@@ -44,6 +44,16 @@ def chosen(files: list[str], name: str) -> list[str]:
         ("a/b--c", None),
         ("a/" + "b" * 95, None),
         ("a/b c", None),
+        ("hf.co/a/b:Q4_K_M", Name("a/b", "Q4_K_M")),
+        ("hf.co/a/b:latest", Name("a/b")),
+        ("huggingface.co/a/b", Name("a/b")),
+        ("hf://a/b/BF16/x.gguf", Name("a/b", "BF16/x.gguf")),
+        ("https://huggingface.co/a/b", Name("a/b")),
+        ("https://huggingface.co/a/b/", Name("a/b")),
+        ("https://huggingface.co/a/b/tree/main", Name("a/b")),
+        ("https://huggingface.co/a/b/blob/main/x.gguf", Name("a/b", "x.gguf")),
+        ("https://hf.co/a/b/resolve/main/BF16/x.gguf?download=true", Name("a/b", "BF16/x.gguf")),
+        ("https://example.com/a/b", None),
     ],
 )
 def test_names(text, name):

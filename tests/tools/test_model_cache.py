@@ -223,7 +223,7 @@ def test_what_a_process_uses_stays(two, cache, capsys):
         (("ls", "--older", "1d"), "--older is for `mlc-amd cache prune`"),
         (("prune", "--older", "soon"), "--older 'soon': give a number and a unit, as 30d"),
         (("prune", "--max-size", "3X"), "as 20G"),
-        (("clean",), "ls|rm|prune"),
+        (("clean",), "ls, ps, rm or prune"),
     ],
 )
 def test_errors(cache, capsys, tokens, text):

@@ -1,17 +1,19 @@
 """`mlc-amd cache`: the compiled models in the user's cache, and their removal."""
 
+import os
 import time
 from collections import Counter
 from dataclasses import asdict
 from datetime import datetime
 from fnmatch import fnmatch
 from json import dumps
+from pathlib import Path
 from typing import Literal
 
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.quantities import BYTES, number
-from mlc_amd.tools.hub import model_cache
-from mlc_amd.tools.hub.model_cache import Entry
+from mlc_amd.tools.hub import hub, model_cache, models
+from mlc_amd.tools.hub.model_cache import Entry, Recipe
 from mlc_amd.tools.options import Json
 from mlc_amd.tools.terminal import display
 
@@ -19,7 +21,7 @@ _TIMES = {"h": 3600, "d": 86400, "w": 604800}
 
 
 def run(
-    action: Literal["ls", "rm", "prune"] = "ls",
+    action: Literal["ls", "ps", "rm", "prune"] = "ls",
     name: str | None = None,
     *,
     older: str | None = None,
@@ -34,29 +36,31 @@ def run(
     What a running process uses is never removed.
 
     Args:
-        action: ls lists the models; rm removes those of that name; prune removes those that no command would find any
-            more (their file has changed or is gone, another version compiled them), and what --older and --max-size
+        action: ls lists the models; ps those in use; rm removes those of that name; prune removes those that no
+            command would find any more (their file has changed or is gone, another version compiled them), and what
+            --older and --max-size
             say.
-        name: for rm: a name as ls shows it, or a pattern such as 'llama-*'.
+        name: for rm: a name as ls shows it, a pattern such as 'llama-*', or what the model was compiled from.
         older: for prune: also those that were not used for so long, as 12h, 30d or 8w.
         max_size: for prune: also the least recently used ones, until the others take at most so much, as 500M or 20G.
         all: for rm: all models.
         dry_run: only say what would be removed.
     """
     for flag, given, of in (
-        ("NAME", name is not None, "rm"),
-        ("--all", all, "rm"),
-        ("--older", older is not None, "prune"),
-        ("--max-size", max_size is not None, "prune"),
-        ("--json", json, "ls"),
+        ("NAME", name is not None, ("rm",)),
+        ("--all", all, ("rm",)),
+        ("--older", older is not None, ("prune",)),
+        ("--max-size", max_size is not None, ("prune",)),
+        ("--json", json, ("ls", "ps")),
     ):
-        if given and action != of:
-            raise UsageError(f"{flag} is for `mlc-amd cache {of}`")
+        if given and action not in of:
+            raise UsageError(f"{flag} is for `mlc-amd cache {of[0]}`")
     age = None if older is None else number(older, "--older", _TIMES, "30d")
     limit = None if max_size is None else number(max_size, "--max-size", BYTES, "20G")
     found = model_cache.entries()
-    if action == "ls":
-        print(dumps([_facts(entry) for entry in found], indent=1) if json else _listing(found))
+    if action in ("ls", "ps"):
+        found = [entry for entry in found if action == "ls" or entry.in_use]
+        print(dumps([_facts(entry) for entry in found], indent=1) if json else _listing(found, action == "ls"))
     elif action == "rm":
         _remove(_named(found, name, all), dry_run)
     else:
@@ -66,10 +70,23 @@ def run(
 def _named(found: list[Entry], name: str | None, all: bool) -> list[Entry]:
     if all == (name is not None):
         raise UsageError("give the NAME of a model as `mlc-amd cache ls` shows it, or --all")
-    chosen = [entry for entry in found if all or fnmatch(entry.name, name or "")]
-    if not chosen and not all:
+    if all:
+        return found
+    assert name is not None, "one of both is given"
+    if chosen := [entry for entry in found if fnmatch(entry.name, name)]:
+        return chosen
+    file = models.local(name)
+    chosen = [entry for entry in found if entry.recipe and _made_from(entry.recipe, name, file)]
+    if file and not file.is_dir():
+        display.message(f"only what was compiled is removed; the model's file stays: {file}")
+    elif not chosen:
         raise UserError(f"no model in the cache is called {name}; `mlc-amd cache ls` lists them")
     return chosen
+
+
+def _made_from(recipe: Recipe, name: str, file: Path | None) -> bool:
+    """Whether a model was compiled from that file, or the synthetic one of that name."""
+    return recipe.title == name or (file is not None and recipe.path == os.path.abspath(file))
 
 
 # ---- ls
@@ -89,10 +106,13 @@ def _facts(entry: Entry) -> dict[str, object]:
     }
 
 
-def _listing(found: list[Entry]) -> str:
+def _listing(found: list[Entry], whole: bool) -> str:
+    """whole: of all models, not only of some."""
     place = model_cache.models_directory()
+    if not whole and not found:
+        return "no model is in use"
     if not found:
-        return f"{place}: no models"
+        return f"{place}: no models{_downloads()}"
     links = Counter(entry.inode for entry in found)
     rows = []
     for entry in found:
@@ -103,10 +123,17 @@ def _listing(found: list[Entry]) -> str:
         weights = display.size(entry.shared) + shared
         rows.append([entry.name, ctx, weights, display.size(entry.nbytes), used, state])
     table = display.table(["model", "ctx", "weights", "kernels etc.", "last use", ""], rows, right=(1, 3))
-    unused = sum(nbytes for _, nbytes in model_cache.unused_weights())
+    unused = whole and sum(nbytes for _, nbytes in model_cache.unused_weights())
     more = f", {display.size(unused)} of weights that no model has (prune removes them)" if unused else ""
     models = f"{len(found)} model{'s' * (len(found) > 1)}"
-    return f"{table}{models}, {display.size(model_cache.total(found))}{more}, in {place}"
+    return f"{table}{models}, {display.size(model_cache.total(found))}{more}, in {place}{_downloads() if whole else ''}"
+
+
+def _downloads() -> str:
+    """What the hub's cache has, compiled or not: lines after the others."""
+    found = hub.downloaded()
+    rows = "".join(f"\n  {name} ({display.size(nbytes)})" for name, nbytes in found)
+    return f"\ndownloaded, in {hub.cache()}:{rows}" if found else ""
 
 
 # ---- rm, prune

@@ -3,7 +3,8 @@
 import sys
 from typing import Annotated
 
-from mlc_amd.runtime.options import LoadOptions
+from mlc_amd.runtime.options import LoadOptions, Option
+from mlc_amd.tools.answer_grammar import AnswerGrammar, GrammarOptions
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.options import ChatOptions, File, Prompt, SamplingFlags, Without
 from mlc_amd.tools.terminal import terminal, texts
@@ -15,30 +16,30 @@ def run(
     *,
     prompt: Prompt = None,
     file: File = None,
-    system: str | None = None,
+    system: Annotated[str | None, Option(
+        "system message, placed before the conversation", also=("-sys", "--system-prompt"))] = None,
     options: ChatOptions,
+    grammar: GrammarOptions,
     sampling: SamplingFlags,
     load: Annotated[LoadOptions, Without("tuned", "kv_tokens")],
-) -> None:
+) -> None:  # fmt: skip
     """Talks with a model: type a message, Enter sends it, Ctrl-C stops an answer, Ctrl-D leaves; /help lists the rest.
 
     Each turn computes only what is new: the KV cache keeps the conversation. With --prompt or --file, it answers that
     text and exits. Without a terminal every line of stdin is a message and only answers go to stdout; a line that
     cannot be answered is an error, and the next one follows.
-
-    Args:
-        system: system message, placed before the conversation.
     """
-    text = texts.given(prompt, file)
+    text, wanted = texts.given(prompt, file), AnswerGrammar(grammar)
     engine = models.load_engine(load)
     from mlc_amd.tools.terminal import session as sessions
 
     conversation = engine.conversation(system, None, options.on_full, options.thinking, **sampling)
     interactive = text is None and terminal.is_terminal(sys.stdin) and terminal.is_terminal(sys.stdout)
     session = sessions.Session(conversation, options, interactive)
-    if interactive:
-        sessions.interact(session)
-    elif text is None:
-        sessions.follow(session, texts.stdin())
-    else:
-        session.answer(text)
+    with wanted.of(engine) as conversation.constrain:
+        if interactive:
+            sessions.interact(session)
+        elif text is None:
+            sessions.follow(session, texts.stdin())
+        else:
+            session.answer(text)

@@ -1,10 +1,11 @@
 """`mlc-amd generate`: continues a text, as it is, without a chat template."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import LoadOptions
+from mlc_amd.tools.answer_grammar import AnswerGrammar, GrammarOptions
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.options import File, MaxTokens, Prompt, Quiet, SamplingFlags, Stop, Without
 from mlc_amd.tools.terminal import display, terminal, texts
@@ -20,6 +21,7 @@ def run(
     max_tokens: MaxTokens = 256,
     stop: Stop = (),
     quiet: Quiet = False,
+    grammar: GrammarOptions,
     sampling: SamplingFlags,
     load: Annotated[LoadOptions, Without("tuned", "kv_tokens")],
 ) -> None:
@@ -28,13 +30,14 @@ def run(
     Without --prompt and --file, the text is what is piped into the command. Control tokens in it, such as
     <|im_start|>, are parsed. A newline at the end of stdin or of a file is no part of it.
     """
-    text = texts.required(prompt, file)
+    text, wanted = texts.required(prompt, file), AnswerGrammar(grammar)
     engine = models.load_engine(load)
     from mlc_amd.runtime.engine.generation import ContextFull
 
     try:
-        with Monitor(engine) as monitor:
-            for piece in engine.generate(text, None, max_tokens, stop, progress=monitor.progress, **sampling):
+        with Monitor(engine) as monitor, wanted.of(engine) as constrain:
+            options: Any = sampling | {"constraint": constrain and constrain(None)}
+            for piece in engine.generate(text, None, max_tokens, stop, progress=monitor.progress, **options):
                 monitor.begin()
                 terminal.stream(piece.text)
     except ContextFull as error:

@@ -65,12 +65,12 @@ def run(
             np.savez(file, logits=kept, ids=sequence.astype(np.int32))
     # The standard error of the mean, carried through the exponential, as llama-perplexity reports it.
     perplexity = float(np.exp(nll.mean()))
-    error = perplexity * float(nll.std(ddof=1)) / len(nll) ** 0.5 if len(nll) > 1 else float("nan")
+    error = perplexity * float(nll.std(ddof=1)) / len(nll) ** 0.5 if len(nll) > 1 else None  # of one: not known
     if json:
         told = {"perplexity": perplexity, "error": error, "nll": float(nll.mean())}
         print(dumps(told | {"tokens": count, "seconds": round(seconds, 3)}))
     else:
-        print(f"perplexity {perplexity:.4f} ± {error:.4f} over {count} tokens")
+        print(f"perplexity {perplexity:.4f}{'' if error is None else f' ± {error:.4f}'} over {count} tokens")
     display.message(f"{count / seconds:.1f} tok/s")
 
 

@@ -1,11 +1,13 @@
 """`mlc-amd pull`: a model of a hub in, its GGUF file in the hub's cache out."""
 
-from mlc_amd.runtime.errors import UserError
+import re
+
+from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.tools.hub import hub, hub_files
 from mlc_amd.tools.terminal import display
 
 
-def run(model: str, *, list: bool = False) -> None:
+def run(model: str | None = None, *, list: bool = False) -> None:
     """Downloads a model from huggingface.co and prints the path of its GGUF file, for a split one that of its first
     part.
 
@@ -20,9 +22,15 @@ def run(model: str, *, list: bool = False) -> None:
             Q8_0, else the first model. QUANT may be any part of the file's name.
         list: list the repository's models and their sizes instead.
     """
+    if model is None:
+        what = (
+            "lists what a repository has: write `mlc-amd pull OWNER/REPO --list`" if list else "needs OWNER/REPO:QUANT"
+        )
+        raise UsageError(f"{'--list' if list else 'pull'} {what}; `mlc-amd list` shows what was downloaded")
     name = hub_files.parse(model)
     if name is None:
-        raise UserError(f"{model} is no model of a hub: write OWNER/REPO or OWNER/REPO:QUANT")
+        why = "models of ollama's registry come with `ollama pull`, and are found then; " * _of_ollama(model)
+        raise UserError(f"{model} is no model of huggingface.co: {why}write OWNER/REPO or OWNER/REPO:QUANT")
     if not list:
         print(hub.pull(name))
         return
@@ -32,3 +40,8 @@ def run(model: str, *, list: bool = False) -> None:
     if not rows:
         hub_files.choose(name, available)  # says what there is
     print(display.table(("quant", "size", "files", "name"), rows, right=(1, 2)), end="")
+
+
+def _of_ollama(text: str) -> bool:
+    """Whether it looks like a name of ollama's: llama3, llama3:8b."""
+    return re.fullmatch(r"[\w.-]+(:[\w.-]+)?", text) is not None and not text.endswith(".gguf")

@@ -48,7 +48,7 @@ def run(
         raise UsageError("--ray needs a --port: Ray's server takes no Unix domain socket, and chooses no port")
     if load.kv_tokens is None and load.kv_memory is None and options.models_max == 1:
         load = replace(load, kv_memory="auto")
-    sources = named(model)
+    sources = named(model, options.alias)
     options = replace(options, api_key=read_keys(options.api_key, options.api_key_file))
     if not options.api_key and not options.local:
         display.message("warning: everybody who reaches this address can use the server: give it an --api-key-file")
@@ -99,13 +99,18 @@ def _absolute(sources: Mapping[str, str | None]) -> dict[str, str | None]:
     return given | {name: str(path.resolve()) for name, path in paths.items() if path.exists()}
 
 
-def named(given: tuple[str, ...]) -> dict[str, str | None]:
+def named(given: tuple[str, ...], alias: str | None = None) -> dict[str, str | None]:
     """The models by the names that clients use, each with what `models.load_engine` takes: of paths the file's or the
-    folder's name is the name, of a hub's model what the user wrote. NAME=MODEL names it otherwise."""
+    folder's name is the name, of a hub's model what the user wrote. NAME=MODEL, or the alias of the only
+    one, names it otherwise."""
+    if alias and len(given) < 2:
+        return {alias: given[0] if given else None}
+    if alias:
+        raise UsageError("--alias is for one model: name each of several with NAME=MODEL")
     found: dict[str, str | None] = {}
     for one in given or (None,):
         name, equals, source = (one or "").partition("=")
-        if not equals or Path(one or "").expanduser().exists():
+        if not equals or "://" in name or Path(one or "").expanduser().exists():
             source = one
             name = models.default_model().stem if one is None else one
             if one is not None and Path(one).expanduser().exists():

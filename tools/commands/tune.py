@@ -85,8 +85,8 @@ def run(
             checkout; records there that are no longer of use are removed.
     """
     seconds = time_limit(budget, trials)
-    if seed < 1:
-        raise UsageError(f"--seed is {seed}: it must be at least 1")
+    if not seed or seed < 1:  # None is a new one each time, of other commands
+        raise UsageError("--seed of tune must be at least 1: the same one tries the same plans")
     if output and not report:
         why = "results of tuning need none: `mlc-amd compile` finds them"
         raise UsageError(f"-o is the plot's file, for --report; {why}")

@@ -43,17 +43,37 @@ class Unreachable(Unavailable):
 def cached(name: Name) -> Path | None:
     """The model's file if the cache has all of it, whether or not the hub has a newer one. Without a QUANT, what the
     cache has of the repository counts."""
-    folder = _folder(name.repo)
-    ref = folder / "refs" / "main"
-    main = ref.read_text().strip() if ref.exists() else ""
-    snapshots = (folder / "snapshots").glob("*")
-    for snapshot in sorted(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True):
-        paths = [path for path in snapshot.rglob("*.gguf") if path.exists()]
-        files = [File(path.relative_to(snapshot).as_posix(), path.stat().st_size) for path in paths]
-        found = candidates(name.quant, [model for model in models(files) if not model.missing])
+    for snapshot in _snapshots(_folder(name.repo)):
+        found = candidates(name.quant, _whole(snapshot))
         if len(found) == 1:
             return snapshot / found[0].parts[0].path
     return None
+
+
+def downloaded() -> list[tuple[Name, int]]:
+    """The models that the cache has, with their bytes."""
+    found: dict[Name, int] = {}
+    for folder in sorted(cache().glob("models--*--*")):
+        repo = folder.name.removeprefix("models--").replace("--", "/", 1)
+        for snapshot in _snapshots(folder):
+            for model in _whole(snapshot):
+                found.setdefault(Name(repo, model.quant), model.size)
+    return list(found.items())
+
+
+def _snapshots(folder: Path) -> list[Path]:
+    """A repository's snapshots, that of its main branch first, then the newest."""
+    ref = folder / "refs" / "main"
+    main = ref.read_text().strip() if ref.exists() else ""
+    snapshots = (folder / "snapshots").glob("*")
+    return sorted(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
+
+
+def _whole(snapshot: Path) -> list[Model]:
+    """The models of which all parts are there."""
+    paths = [path for path in snapshot.rglob("*.gguf") if path.exists()]
+    files = [File(path.relative_to(snapshot).as_posix(), path.stat().st_size) for path in paths]
+    return [model for model in models(files) if not model.missing]
 
 
 def pull(name: Name) -> Path:

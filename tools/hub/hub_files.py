@@ -1,6 +1,7 @@
 """Which file of a hub's repository a name means.
 
-In: a name, OWNER/REPO or OWNER/REPO:QUANT, and the repository's files. Out: its models, and the one of them that is
+In: a name, OWNER/REPO or OWNER/REPO:QUANT, also with what browsers and other programs put around it, and the
+repository's files. Out: its models, and the one of them that is
 meant. Nothing here reads a disk or a network. The rules are those of llama.cpp's `-hf` (common/download.cpp), which
 takes the first of several models that a QUANT fits, where this is a UserError.
 """
@@ -9,12 +10,16 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from urllib.parse import unquote
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools.terminal import display
 
 # huggingface_hub's rules for repositories: 96 characters at most, no "--" and no ".." in them.
 _NAME = re.compile(r"(?!.{97})(?![^:]*(?:--|\.\.))([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w./-]+))?", re.ASCII)
+# Before OWNER/REPO in addresses and in other programs; after it, before a file's path.
+_HOST = re.compile(r"(?:hf://|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)", re.IGNORECASE)
+_FILE = re.compile(r"([^/]+/[^/:]+)/(?:(?:blob|resolve|raw|tree)/[^/]+/?)?(.*)")
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")  # llama.cpp's LLAMA_SPLIT_PREFIX format
 _QUANT = re.compile(r"[-.]((?:UD-)?[A-Z0-9_]+)$", re.IGNORECASE)  # UD: the "dynamic" files of unsloth
 _NO_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")  # parts of file names, as in llama.cpp
@@ -75,9 +80,15 @@ class Model:
 
 
 def parse(text: str) -> Name | None:
-    """The name that `text` is; None for what can only be a path."""
+    """The name that `text` is, which may be an address of a repository's page or file; None for what can only be a
+    path."""
+    host = _HOST.match(text)
+    if host:
+        text = unquote(re.split(r"[?#]", text[host.end() :])[0]).rstrip("/").removesuffix(":latest")
+        file = _FILE.fullmatch(text)
+        text = f"{file[1]}:{file[2]}".rstrip(":") if file else text
     match = _NAME.fullmatch(text)
-    if not match or (match[2] is None and text.lower().endswith(".gguf")):
+    if not match or (not host and match[2] is None and text.lower().endswith(".gguf")):
         return None
     return Name(match[1], match[2])
 

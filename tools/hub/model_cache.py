@@ -195,7 +195,7 @@ def _entry(folder: Path) -> Entry | None:
     shared, inode = (weights.st_blocks * 512, weights.st_ino) if weights else (0, 0)
     try:
         recipe = Recipe(**json.loads(note.read_text())["recipe"])
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, UserError):
         recipe = None
     return Entry(folder, recipe, used, own, shared, inode)
 

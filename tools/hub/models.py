@@ -1,7 +1,8 @@
 """What the user calls a model -> an artifact or a running engine.
 
-A model is an artifact folder, a GGUF file, the name of a hub's model (OWNER/REPO or OWNER/REPO:QUANT, downloaded on
-first use), or nothing ($MLC_AMD_MODEL, else the bundled demo). GGUF files and synthetic models are compiled on first
+A model is an artifact folder, a GGUF file, a folder with one, the name of a hub's model (OWNER/REPO or
+OWNER/REPO:QUANT, downloaded on first use), the name of one that ollama has here, or nothing ($MLC_AMD_MODEL, else the
+bundled demo). GGUF files and synthetic models are compiled on first
 use into the user's cache (model_cache.py), and found there later.
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlc_amd.runtime.artifact.artifact import CannotWrite, source_id
+from mlc_amd.runtime.artifact.manifest import MANIFEST
 from mlc_amd.runtime.artifact.memory import CONTEXT_STEP
 from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.errors import UsageError, UserError
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from mlc_amd.compiler.pipeline import Summary
     from mlc_amd.runtime.engine.engine import Engine
 
+_LISTED = 6  # files that a message lists
+
 
 def default_model() -> Path:
     """The model when none is given: the value of $MLC_AMD_MODEL (a bundle sets it), else the bundled demo."""
@@ -40,26 +44,72 @@ def default_model() -> Path:
 
 
 def find(model: str | os.PathLike[str]) -> Path:
-    """Where the model of that name lies: that path, else, if it reads as a hub's model (OWNER/REPO[:QUANT]), its file
-    in the hub's cache, downloaded on first use. UserError if the hub's model cannot be had; a path is not checked."""
-    path = Path(model).expanduser()
-    if path.exists() or not _has_compiler():  # only a compiler can do something with GGUF files
-        return path
+    """Where the model of that name lies: that path, or the file in that folder, else (`local`) a file that the hub's
+    cache or ollama has, else the hub's, which is downloaded. UserError if there is none."""
+    if found := local(model):
+        return found
+    if not _has_compiler():
+        raise _missing(model)
     from mlc_amd.tools.hub import hub, hub_files
 
     name = hub_files.parse(str(model))
     if name is None:
-        return path
+        raise _missing(model)
     try:
-        return hub.cached(name) or hub.pull(name)
+        return hub.pull(name)
     except hub.Unavailable as error:
         raise UserError(f"{model}: no such file or folder here; {error}") from error
+
+
+def local(model: str | os.PathLike[str]) -> Path | None:
+    """Where the model of that name lies on this machine. UserError for a folder without a model, or with several."""
+    path = Path(os.path.expanduser(model))
+    if not _has_compiler():  # only a compiler can do something with GGUF files
+        return path if path.exists() else None
+    from mlc_amd.tools.hub import hub, hub_files, hub_ollama
+
+    if path.exists():
+        return path if not path.is_dir() or (path / MANIFEST).exists() else _only_file(path)
+    name = hub_files.parse(str(model))
+    return (name and hub.cached(name)) or hub_ollama.find(str(model))
+
+
+def _only_file(folder: Path) -> Path:
+    """The GGUF file, or the first part of the split one, of a folder that is no artifact; the folder where there is
+    none of any model. UserError where there are several, or a checkpoint."""
+    from mlc_amd.tools.hub import hub_files
+
+    files = [path for path in folder.iterdir() if path.is_file()]
+    found = hub_files.models(hub_files.File(path.name, path.stat().st_size) for path in files)
+    if len(found) > 1:
+        names = ", ".join(model.parts[min(model.parts)].path for model in found[:_LISTED])
+        names += " .." * (len(found) > _LISTED)
+        raise UserError(f"{folder} has several models: {names}; give the path of one of them")
+    if found:
+        return folder / found[0].parts[min(found[0].parts)].path
+    if any(path.suffix in (".safetensors", ".bin", ".pth") for path in files):
+        how = "convert it with llama.cpp's convert_hf_to_gguf.py, or take a repository with GGUF in its name"
+        raise UserError(f"{folder} is a checkpoint without a GGUF file: {how}")
+    return folder
+
+
+def _missing(model: str | os.PathLike[str]) -> UserError:
+    """The error for a name that fits nothing."""
+    text = str(model)
+    advice = "give a GGUF file or a folder made by `mlc-amd compile`"
+    if "://" in text:
+        advice = f"of web addresses only those of huggingface.co are understood: download the file, and {advice}"
+    elif " " in text:
+        advice += "; a text for the model follows it, or --prompt"
+    elif _has_compiler() and not text.endswith(".gguf") and not text.startswith((".", "/", "~")):
+        advice = "ollama has no such model here either; models of huggingface.co are called OWNER/REPO:QUANT"
+    return UserError(f"{text}: no such file or folder; {advice}")
 
 
 def is_artifact(path: Path) -> bool:
     """Folders are taken for artifacts, files for GGUF; UserError when there is neither."""
     if not path.exists():
-        raise UserError(f"{path}: no such file or folder; give a GGUF file or a folder made by `mlc-amd compile`")
+        raise _missing(path)
     return path.is_dir()
 
 
@@ -169,12 +219,14 @@ def _compile(
 ) -> Summary:
     """keep: packed weights are added to the user's cache; otherwise those that it has are verified."""
     title = f"compiling {synthetic or (path.name if path else '')} for {options.target} {options.arch}"
-    with open_source(path, synthetic) as source, display.compile_progress(title) as progress:
-        from mlc_amd.compiler.pipeline import compile_model  # takes a second to import: only once the model is readable
+    with open_source(path, synthetic) as source:
+        from mlc_amd.compiler import pipeline  # takes a second to import: only once the model is readable
         from mlc_amd.compiler.weight_store import WeightStore
 
+        pipeline.check(source, out, options)
         store = WeightStore(model_cache.weights_directory(), keep, verify=not keep)
-        return compile_model(source, out, options, progress, weights, store)
+        with display.compile_progress(title) as progress:
+            return pipeline.compile_model(source, out, options, progress, weights, store)
 
 
 def _check_compiled(path: Path, options: CompileOptions) -> None:

@@ -15,6 +15,8 @@ class ServeOptions(Checked):
     host: Annotated[str, Option("address to listen on; 0.0.0.0 for all of this machine's")] = "127.0.0.1"
     port: Annotated[int, Option("port to listen on; 0 takes a free one", low=0, high=65535)] = 8080
     uds: Annotated[str | None, Option("listen on this Unix domain socket instead")] = None
+    alias: Annotated[str | None, Option(
+        "name that clients know the model by, if there is one model", also=("-a",))] = None  # fmt: skip
     api_key: Annotated[tuple[str, ...], Option(
         "key that clients must send; may be repeated. Others can read command lines: better use $MLC_AMD_API_KEY or "
         "--api-key-file")] = ()  # fmt: skip

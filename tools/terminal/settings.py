@@ -50,7 +50,7 @@ def _value(name: str, kind: object, option: Option, text: str) -> object:
     """A text as a value of that type."""
     if kind == tuple[str, ...]:
         return _texts(name, text)
-    if kind == int | None and text == UNSET:
+    if kind == int | None and text in (UNSET, option.unset):
         return None
     read, what = _READERS.get(kind, (str, "a text"))
     try:

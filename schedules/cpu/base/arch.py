@@ -294,6 +294,8 @@ def resolve(name: str = "native") -> Arch:
         return next((arch for arch in candidates if host.issuperset(arch.flags)), candidates[-1])
     if not codegen.llvm_is_valid_cpu(name, triple):
         raise UserError(f"unknown CPU arch '{name}'; use one of {', '.join(NAMES)} or another cpu name of LLVM")
+    if not codegen.llvm_cpu_has_features(["64bit"], tvm.target.Target({"kind": "llvm", "mcpu": name})):
+        raise UserError(f"CPU arch '{name}' has 32 bits only, kernels need 64; use one of {', '.join(NAMES)}")
     return _arch(name, name)
 
 
