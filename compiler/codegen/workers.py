@@ -17,7 +17,8 @@ from typing import Any, NoReturn, TypeVar
 
 from mlc_amd.runtime import leftovers
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 _PR_SET_PDEATHSIG = 1
 _NUMBER, _SIZE = struct.Struct("H"), struct.Struct("Q")
 

@@ -359,7 +359,7 @@ def plans_hold(kernels: Iterable[Mapping[str, Any]], archs: Iterable[Any], mode:
         lookup = Lookup(arch, mode)
         for kernel in kernels:
             if kernel["operator"] in OPERATORS:
-                plan = lookup.find(from_json({"op": kernel["operator"], "args": kernel["args"]}))[0]
+                plan: Any = lookup.find(from_json({"op": kernel["operator"], "args": kernel["args"]}))[0]
                 had = kernel["tuned"][arch.name]["plan"]
                 if (had is None) != (plan is None) or (plan and plan_text(asdict(plan)) != plan_text(had)):
                     return False

@@ -138,6 +138,7 @@ class ChatChunks(openai_fields.Chunks):
             return self._with(event.index, {"tool_calls": [call]})
         if isinstance(event, PromptProgress):
             return self._with(event.index, {"role": "assistant", "content": None}, about=progress_body(event))
+        assert isinstance(event, forms.Finish), "chat refuses echo"
         self._finishes.append(event)
         return self._with(event.index, {}, event.reason, {"timings": timings_body(event)})
 
