@@ -22,7 +22,7 @@ from mlc_amd.runtime.engine.generations import AsyncGeneration
 from mlc_amd.runtime.grammars.grammars import Grammar
 from mlc_amd.runtime.text.reasoning import AnswerPart
 from mlc_amd.tools.server import chat_request as forms
-from mlc_amd.tools.server.errors import invalid
+from mlc_amd.tools.server.errors import ApiError, invalid
 from mlc_amd.tools.server.library import Library, LoadedModel
 
 # Letters and digits of a call's id: Mistral's chat templates take no others.
@@ -79,11 +79,23 @@ class Answering(AsyncIterator[list[forms.Event]]):
         count = request.n * len(made.prompts)
         self._events = [AnswerEvents(model, request, index, made.text, made.tools) for index in range(count)]
         self._generation = model.engine.agenerate(
-            made.prompts, None, request.max_tokens, (*ends, *request.stop), made.shown, n=request.n,
+            made.prompts, None, self._limit(made.prompts), (*ends, *request.stop), made.shown, n=request.n,
             client=request.client, logprobs=request.logprobs, constraint=made.grammar, min_tokens=request.min_tokens,
             progress=self._progress.append if request.progress else None, **request.sampling,
         )  # fmt: skip
         await self._stream.start()
+
+    def _limit(self, prompts: Sequence[Sequence[int]]) -> int | None:
+        """Of an answer's tokens; see AnswerRequest.context."""
+        most, context, there = self.request.max_tokens, self.request.context, self.model.engine.context
+        if context is None:
+            return most
+        if context > there:
+            raise invalid(f"num_ctx is {context}: this model's context has {there} tokens (--ctx)", "num_ctx")
+        room = context - max(map(len, prompts))
+        if room < 1:
+            raise ApiError(400, f"the prompt fills num_ctx, {context} tokens", code="context_length_exceeded")
+        return room if most is None else min(most, room)
 
     @property
     def _stream(self) -> AsyncGeneration:
