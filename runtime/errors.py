@@ -28,4 +28,7 @@ def one_line(text: str, most: int | None = None) -> str:
 
 def shorten(value: object) -> str:
     """A value of unknown size, for a one-line message."""
-    return one_line(repr(value), 60)
+    try:
+        return one_line(repr(value), 60)
+    except (ValueError, RecursionError):  # a number of thousands of digits, deep nesting
+        return f"a {type(value).__name__} that is too large"

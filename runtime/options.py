@@ -16,7 +16,7 @@ from numbers import Real
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from mlc_amd.runtime.cache.kv_types import KV_TYPE, KvType
-from mlc_amd.runtime.errors import UsageError
+from mlc_amd.runtime.errors import UsageError, shorten
 
 P = ParamSpec("P")
 Group = TypeVar("Group")
@@ -64,7 +64,7 @@ class Option:
             return f"{name} is {value}: it must be at most {self.most}"
         least = f"at least {self.low}" if math.isinf(self.above) else f"greater than {self.above}"
         limits = least if math.isinf(self.high) else f"between {self.low} and {self.high}"
-        return f"{name} is {value}: it must be {limits}"
+        return f"{name} is {shorten(value)}: it must be {limits}"
 
 
 def one_of(choices: Sequence[object]) -> str:

@@ -15,7 +15,9 @@ last addition rounds, and every order of evaluation, with fused multiply-add or 
 gguf-py's references give.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mlc_amd.runtime.errors import UserError
 
@@ -154,3 +156,8 @@ def lookup(fmt: "str | Format") -> Format:
     if fmt not in FORMATS:
         raise UserError(f"unknown weight format {fmt!r}; use one of {', '.join(FORMATS)}")
     return FORMATS[fmt]
+
+
+def parameters(totals: Mapping[str, Any]) -> int:
+    """How many weights a model has, by the manifest's `formats`."""
+    return sum(entry["bytes"] // lookup(name).block_bytes * lookup(name).block for name, entry in totals.items())

@@ -1,5 +1,6 @@
 """Constraints on the tokens of answers: grammars, schemas; rows of the io buffer `allowed` (sampling/layout.py)."""
 
+import re
 import threading
 from typing import Any, Protocol
 
@@ -8,6 +9,7 @@ import numpy as np
 from mlc_amd.runtime.errors import QUOTED, UserError, one_line
 
 _WORD = np.dtype(np.int32)
+_QUOTE = re.compile(r"^(at )?[0-9]+\([0-9]+\): |^ +([0-9]+ \|.*|\^)\n?", re.MULTILINE)
 
 
 class Constraint(Protocol):
@@ -49,8 +51,10 @@ def check_chosen(mask: np.ndarray, token: int) -> None:
         raise UserError("the answer cannot continue: its grammar allows no token of this model's vocabulary here")
 
 
-def shown(message: str) -> str:
-    """A message of llguidance's."""
+def shown(message: str, quoting: bool = True) -> str:
+    """A message of llguidance's. quoting: with lines of the grammar, which are of use where a user wrote them."""
+    if not quoting:
+        message = _QUOTE.sub("", message).rpartition("\nerror: ")[2]  # of an error in a regular expression its reason
     return one_line(message.replace("<non-verbose/>", ""), QUOTED)
 
 

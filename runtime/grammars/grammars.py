@@ -20,6 +20,7 @@ may then have the same name twice.
 
 import hashlib
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from mlc_amd.runtime.calls.call_formats import CallFormat, HarmonyCalls
 from mlc_amd.runtime.calls.tools import Tool
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.extras import require
+from mlc_amd.runtime.grammars import gbnf
 from mlc_amd.runtime.grammars.call_grammars import call_grammar
 from mlc_amd.runtime.grammars.constraints import Grammar, shown
 from mlc_amd.runtime.grammars.grammar_trial import TOO_MUCH, ByteVocabulary, GrammarTrial, limits
@@ -45,7 +47,10 @@ _CACHED = 32  # compiled grammars, of up to 100 MB each, most of them below 1 MB
 _CHECKED = 1024  # remembered results of trials
 _MAX_CHARACTERS = 1 << 20  # of a grammar
 _ANY = {"type": "object"}
-_SCHEMA = "the JSON schema"  # in messages
+_LARK = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)  # what GBNF has not
+_SCHEMA, _GRAMMAR = "the JSON schema", "the grammar"  # in messages
+# The beginning and the end of a regular expression; not "\\$".
+_ANCHORS = re.compile(r"\A\^|(?<!\\)((?:\\\\)*)\$\Z")
 
 ToolChoice = Literal["auto", "required", "none"] | Mapping[str, str]
 
@@ -86,24 +91,20 @@ class Grammars:
         import llguidance
 
         rules = Rules(self._control)
-        terminal = llguidance.regex_to_lark(text.removeprefix("^").removesuffix("$"), "")
-        return self._grammar(rules, rules.rule(f"/{terminal}/"), prompt, "the regular expression")
+        terminal = llguidance.regex_to_lark(_ANCHORS.sub(r"\1", text), "")
+        return self._grammar(rules, rules.rule(f"/{terminal}/" if terminal else '""'), prompt, "the regular expression")
 
     def grammar(self, text: str, prompt: str | None = None) -> Grammar:
-        """The first rule of a grammar in GBNF (llama.cpp's), or the rule `start` of one in Lark."""
-        from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
-
+        """The rule `root` of a grammar in GBNF (llama.cpp's), or the rule `start` of one in Lark."""
         if len(text) > _MAX_CHARACTERS:
             raise UserError(f"the grammar cannot be used: it is larger than {_MAX_CHARACTERS} characters")
-        try:
-            converted = any_to_lark(text)
-        except (GbnfToLarkError, RecursionError) as error:
-            raise UserError(f"the grammar cannot be used: {shown(str(error))}") from error
-        return self.lark(converted, prompt)
+        if _LARK.search(text):
+            return self.lark(text, prompt)
+        return self._grammar(Rules(self._control), "@answer", prompt, "the grammar in GBNF", gbnf.to_lark(text))
 
     def lark(self, text: str, prompt: str | None = None) -> Grammar:
         """The rule `start` of a grammar in llguidance's dialect of Lark."""
-        return self._grammar(Rules(self._control), "@answer", prompt, "the grammar", text)
+        return self._grammar(Rules(self._control), "@answer", prompt, _GRAMMAR, text)
 
     def tool_calls(
         self,
@@ -251,7 +252,7 @@ class Grammars:
                     while len(self._problems) > _CHECKED:
                         self._problems.popitem(last=False)
         if problem:
-            raise UserError(f"{what} cannot be used: {shown(problem)}")
+            raise UserError(f"{what} cannot be used: {shown(problem, what == _GRAMMAR)}")
 
     def _matcher(self, source: str, what: str) -> Any:
         import llguidance
@@ -262,7 +263,7 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._tables, source, log_level=0, limits=limits())
         matcher.compute_bitmask()  # the first one takes longest, and is copied
         if matcher.is_error():
-            raise UserError(f"{what} cannot be used: {shown(matcher.get_error())}")
+            raise UserError(f"{what} cannot be used: {shown(matcher.get_error(), what == _GRAMMAR)}")
         return matcher
 
     def _read_vocabulary(self) -> Any:

@@ -6,7 +6,7 @@ Out: expressions, as strings, to be combined (" " sequence, "|" choice, "?", "*"
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from mlc_amd.runtime.calls.tools import target
@@ -75,7 +75,10 @@ class Rules:
     def json(self, schema: Mapping[str, Any], lenient: bool = False) -> str:
         """A JSON value of that schema (`closed`). lenient: keywords that cannot be enforced are ignored."""
         settings = {"whitespace_pattern": JSON_SPACE, "lenient": lenient}
-        return self.rule("%json " + json.dumps({**closed(schema), "x-guidance": settings}, ensure_ascii=False))
+        possible = _mapped(schema, _possible)
+        if possible is False:
+            raise ValueError("no value matches it")
+        return self.rule("%json " + json.dumps({**closed(possible), "x-guidance": settings}, ensure_ascii=False))
 
     def source(self, start: str) -> str:
         """The grammar with the expression `start`."""
@@ -99,7 +102,7 @@ _OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties", "
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema with `additionalProperties: false` in each object that lists properties without a keyword for others.
     Unchanged where schemas are combined: an object's properties may be listed in several."""
-    return dict(schema) if any(map(_combines, _all(schema))) else _closed(schema)
+    return dict(schema) if any(map(_combines, _all(schema))) else _mapped(schema, _close)
 
 
 def check_references(schema: Mapping[str, Any]) -> None:
@@ -123,19 +126,30 @@ def _combines(schema: Mapping[str, Any]) -> bool:
     return bool(found) and ("allOf" in found or len(schema.keys() - _SILENT) > 1)
 
 
-def _closed(schema: Any) -> Any:
+def _mapped(schema: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
+    """What `change` makes of the schema, once it was applied to those within it."""
     if not isinstance(schema, Mapping):
         return schema
     result = dict(schema)
     for keyword in _ONE:
         if isinstance(result.get(keyword), Mapping):
-            result[keyword] = _closed(result[keyword])
+            result[keyword] = _mapped(result[keyword], change)
     for keyword in _LISTS:
         if isinstance(result.get(keyword), list):
-            result[keyword] = [_closed(one) for one in result[keyword]]
+            result[keyword] = [_mapped(one, change) for one in result[keyword]]
     for keyword in _NAMED:
         if isinstance(result.get(keyword), Mapping):
-            result[keyword] = {name: _closed(one) for name, one in result[keyword].items()}
+            result[keyword] = {name: _mapped(one, change) for name, one in result[keyword].items()}
+    return change(result)
+
+
+def _possible(schema: dict[str, Any]) -> Any:
+    """False for a schema that no value matches, as `not` of any value, which llguidance does not know."""
+    never = schema.get("not", False)
+    return False if never is True or (isinstance(never, Mapping) and not never.keys() - _SILENT) else schema
+
+
+def _close(result: dict[str, Any]) -> dict[str, Any]:
     listed, required = result.get("properties"), result.get("required", [])
     if not isinstance(listed, Mapping) or not listed or not isinstance(required, list):
         return result

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
+from sys import float_info
 from typing import Annotated, TypedDict, Unpack
 
 from mlc_amd.runtime.errors import UserError, shorten
@@ -69,7 +70,7 @@ class Sampling:
             if name == "logit_bias" or (name == "seed" and value is None):
                 continue
             number, what = _KINDS[kind]
-            if not isinstance(value, number):
+            if not isinstance(value, number) or not _fits(value):
                 raise UserError(f"{name} is {shorten(value)}: it must be {what}")
             if problem := option.problem(name, value):
                 raise UserError(problem)
@@ -99,6 +100,11 @@ def without_ends(sampling: Sampling, ends: Iterable[int]) -> Sampling:
     return sampling.changed(logit_bias={**sampling.logit_bias, **dict.fromkeys(ends, -LARGEST_BIAS)})
 
 
+def _fits(value: object) -> bool:
+    """Whether a float can hold a whole number."""
+    return not isinstance(value, Integral) or abs(int(value)) <= float_info.max
+
+
 def _check_bias(bias: object) -> None:
     if not isinstance(bias, Mapping):
         raise UserError(f"logit_bias is {shorten(bias)}: it must be a mapping of token ids to numbers")
@@ -107,7 +113,7 @@ def _check_bias(bias: object) -> None:
     for token, value in bias.items():
         if not isinstance(token, Integral) or not 0 <= int(token) < 1 << 30:
             raise UserError(f"logit_bias has {shorten(token)}: it must be a token id")
-        if not isinstance(value, Real) or not abs(float(value)) <= LARGEST_BIAS:
+        if not (isinstance(value, Real) and _fits(value) and abs(float(value)) <= LARGEST_BIAS):
             raise UserError(
                 f"logit_bias of token {token} is {shorten(value)}: it must be a number between -{LARGEST_BIAS:.0f} "
                 f"and {LARGEST_BIAS:.0f}"

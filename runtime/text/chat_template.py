@@ -99,7 +99,7 @@ class ChatTemplate:
         return frozenset(opened["variables"])
 
     def render(
-        self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True, **variables: object
+        self, messages: Sequence[Mapping[str, object]], /, add_generation_prompt: bool = True, **variables: object
     ) -> Traced:
         """The prompt's text.
 

@@ -172,6 +172,8 @@ def _result(
     found, taken = measure(engine, test, repetitions, sensors)
     seconds = [one.seconds for one in found]
     rates = [test.tokens / s for s in seconds]
+    from mlc_amd.schedules.formats import parameters
+
     manifest = engine.artifact.manifest
     bandwidths = manifest["target"].get("bandwidth", {})
     largest = max(manifest["formats"], key=lambda name: manifest["formats"][name]["bytes"], default="")
@@ -179,7 +181,7 @@ def _result(
         "model_filename": str(engine.artifact.path),
         "model_type": f"{manifest['name']} {largest.upper()}",
         "model_size": sum(entry["bytes"] for entry in manifest["formats"].values()),
-        "model_n_params": _parameters(manifest["formats"]),
+        "model_n_params": parameters(manifest["formats"]),
         "backends": manifest["target"]["kind"].upper(),
         "arch": manifest["target"]["arch"],
         "n_threads": engine.device.threads,
@@ -223,9 +225,3 @@ def _result(
 def _deviation(values: Sequence[float]) -> float:
     """Standard deviation of a sample; 0 for a single value, as llama-bench."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-
-
-def _parameters(formats: dict[str, dict[str, int]]) -> int:
-    from mlc_amd.schedules.formats import lookup
-
-    return sum(entry["bytes"] // lookup(name).block_bytes * lookup(name).block for name, entry in formats.items())

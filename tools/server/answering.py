@@ -22,7 +22,7 @@ from mlc_amd.runtime.engine.generations import AsyncGeneration
 from mlc_amd.runtime.grammars.grammars import Grammar
 from mlc_amd.runtime.text.reasoning import AnswerPart
 from mlc_amd.tools.server import chat_request as forms
-from mlc_amd.tools.server.errors import invalid
+from mlc_amd.tools.server.errors import ApiError, invalid
 from mlc_amd.tools.server.library import Library, LoadedModel
 
 # Letters and digits of a call's id: Mistral's chat templates take no others.
@@ -81,9 +81,8 @@ class Answering(AsyncIterator[list[forms.Event]]):
         count = request.n * len(made.prompts)
         shown = model.engine.tokenizer.control_ids if request.control_tokens else made.shown
         self._events = [AnswerEvents(model, request, index, made.text, made.tools) for index in range(count)]
-        most = 1 if request.max_tokens == 0 else request.max_tokens
         self._generation = model.engine.agenerate(
-            made.prompts, None, most, (*ends, *request.stop), shown, n=request.n,
+            made.prompts, None, self._limit(made.prompts), (*ends, *request.stop), shown, n=request.n,
             client=request.client, logprobs=request.logprobs, constraint=made.grammar, min_tokens=request.min_tokens,
             stop_ids=request.stop_ids, include_stop=request.include_stop,
             progress=self._progress.append if request.progress else None, **request.sampling,
@@ -92,6 +91,19 @@ class Answering(AsyncIterator[list[forms.Event]]):
             self._prepared = made
         else:
             await self._stream.start()
+
+    def _limit(self, prompts: Sequence[Sequence[int]]) -> int | None:
+        """Of an answer's tokens; see AnswerRequest.context."""
+        request, there = self.request, self.model.engine.context
+        most, context = 1 if request.max_tokens == 0 else request.max_tokens, request.context
+        if context is None:
+            return most
+        if context > there:
+            raise invalid(f"num_ctx is {context}: this model's context has {there} tokens (--ctx)", "num_ctx")
+        room = context - max(map(len, prompts))
+        if room < 1:
+            raise ApiError(400, f"the prompt fills num_ctx, {context} tokens", code="context_length_exceeded")
+        return room if most is None else min(most, room)
 
     @property
     def _stream(self) -> AsyncGeneration:

@@ -12,9 +12,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute, Mount, Route, compile_path
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
@@ -48,6 +46,8 @@ ROUTES = (
     ("/api/tags", "GET", ollama.tags),
     ("/api/ps", "GET", ollama.running),
     ("/api/show", "POST", ollama.show),
+    ("/api/pull", "POST", ollama.pull),
+    ("/api/delete", "DELETE", ollama.delete),
     ("/api/version", "GET", ollama.version),
     ("/tokenize", "POST", llama_server.tokenize),
     ("/detokenize", "POST", llama_server.detokenize),
@@ -59,20 +59,19 @@ ROUTES = (
     ("/chat/completions", "POST", openai_chat.chat_completions),
     ("/responses", "POST", responses.create),
 )
-
-
-_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-
-
-async def _unknown(request: Request) -> Response:
-    """Of paths that look like an API's. The page's files would answer 405 to all of them."""
-    raise HTTPException(405 if any(request.url.path == path for path, _, _ in ROUTES) else 404)
+_PATHS = [(compile_path(path)[0], method) for path, method, _ in ROUTES]
 
 
 class _Page(StaticFiles):
-    """The chat page's files, with headers that keep browsers from running anything else."""
+    """The chat page's files, with headers that keep browsers from running anything else. What is no file is unknown,
+    whatever the method; paths of an API take others."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if taken := [method for path, method in _PATHS if path.fullmatch(scope["path"])]:
+            raise HTTPException(405, headers={"Allow": ", ".join(taken)})
+        if scope["method"] not in ("GET", "HEAD") and not self.lookup_path(self.get_path(scope))[1]:
+            raise HTTPException(404)
+
         async def send_with_headers(message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] += [(name.encode(), value.encode()) for name, value in PAGE_HEADERS.items()]
@@ -83,7 +82,6 @@ class _Page(StaticFiles):
 
 def make_app(service: Service) -> Starlette:
     routes: list[BaseRoute] = [Route(path, handler, methods=[method]) for path, method, handler in ROUTES]
-    routes += [Route(f"{prefix}{{rest:path}}", _unknown, methods=_METHODS) for prefix in ("/v1/", "/api/")]
     page = Path(str(resources.files("mlc_amd.tools.server").joinpath("page")))
     if page.is_dir():
         routes.append(Mount("/", _Page(directory=page, html=True)))

@@ -4,13 +4,13 @@ Every API converts its requests to a `ChatRequest` or a `TextRequest`, and the e
 Values are checked where they are converted; what the engine refuses is a UserError (400).
 """
 
-import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mlc_amd.runtime.engine.generation import PromptProgress
 from mlc_amd.runtime.sampling.settings import SamplingChanges
+from mlc_amd.tools.server.fields import parse_json
 
 # ---- requests
 
@@ -48,6 +48,7 @@ class AnswerRequest:
     n               answers to each prompt
     logprobs        None: none; k: of each token its own and those of the k most likely ones
     response_format what it must look like; None: any text
+    context         tokens of a prompt and its answer together; None: as many as the model's context has
     progress        there are events that say how far prompts are
     client          whoever asks: the scheduler is fair between clients
     """
@@ -63,6 +64,7 @@ class AnswerRequest:
     n: int = 1
     logprobs: int | None = None
     response_format: AnswerFormat | None = None
+    context: int | None = None
     progress: bool = False
     client: Hashable = None
 
@@ -219,6 +221,21 @@ def tool_call(id: str, name: str, arguments: object) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def parsed_arguments(given: Any) -> dict[str, Any]:
+    """The arguments of a call, an object, its JSON text, or the text of that text, as an object. What was cut off, or
+    is no object, is in the field "arguments"."""
+    value = given
+    for _ in range(3):
+        if isinstance(value, str) and value:
+            try:
+                value = parse_json(value)
+            except ValueError:
+                break
+    if value in (None, ""):
+        return {}
+    return dict(value) if isinstance(value, Mapping) else {"arguments": given}
+
+
 @dataclass
 class Block:
     """text: of a call the JSON of its arguments; id, name: of a call."""
@@ -231,12 +248,8 @@ class Block:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of a call, as an object. What was cut off, or is no object, is in the field "arguments" as text."""
-        try:
-            parsed = json.loads(self.text or "{}")
-        except ValueError:
-            parsed = None
-        return parsed if isinstance(parsed, dict) else {"arguments": self.text}
+        """Of a call, as an object."""
+        return parsed_arguments(self.text)
 
 
 def blocks_of(events: Iterable[Event]) -> list[Block]:

@@ -27,6 +27,7 @@ _TYPES = {
     405: ("invalid_request_error", "invalid_request_error"),
     408: ("timeout_error", "timeout_error"),
     413: ("invalid_request_error", "request_too_large"),
+    415: ("invalid_request_error", "invalid_request_error"),
     500: ("server_error", "api_error"),
     503: ("overloaded_error", "overloaded_error"),
     504: ("timeout_error", "timeout_error"),

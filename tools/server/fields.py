@@ -1,15 +1,57 @@
 """The fields of a JSON object that a client sent, each with the type that is wanted.
 
 In: a parsed JSON object. Out: values; ApiError 400 that names the field for a value of another type. Fields that nobody
-reads are ignored, and null counts as absent, as other servers have it.
+reads are ignored, and null counts as absent, as other servers have it. `parse_json` reads all JSON of clients.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import Any
+from typing import Any, NoReturn
 
 from mlc_amd.runtime.errors import shorten
 from mlc_amd.tools.server.errors import ApiError, invalid
+
+# Lists and objects within one another: less than any of Python's own functions fails at.
+_DEEPEST = 200
+# Digits of a whole number: less than a float has no room for.
+_LONGEST = 300
+
+
+def parse_json(text: str | bytes | bytearray) -> Any:
+    """ValueError for what is no JSON, for numbers that no float holds, and for too deep nesting."""
+    try:
+        value = json.loads(text, parse_constant=_constant, parse_float=_float, parse_int=_int)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level, depth = [value], 0
+    while level := [
+        one
+        for holder in level
+        for one in (holder.values() if isinstance(holder, dict) else holder if isinstance(holder, list) else ())
+        if isinstance(one, list | dict)
+    ]:
+        depth += 1
+        if depth >= _DEEPEST:
+            raise ValueError(f"it is nested too deeply: there may be {_DEEPEST} lists and objects in one another")
+    return value
+
+
+def _constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError(f"the number {shorten(text)} is too large")
+    return value
+
+
+def _int(text: str) -> int:
+    if len(text) > _LONGEST:
+        raise ValueError(f"a whole number has {len(text)} digits: it is too large")
+    return int(text)
 
 
 class Fields:
@@ -27,6 +69,10 @@ class Fields:
     def wrong(self, name: str, must: str) -> ApiError:
         """The error for a field that must be something else."""
         return invalid(f"{self.path(name)} is {shorten(self._values.get(name))}: it must be {must}", self.path(name))
+
+    def given(self, name: str) -> bool:
+        """Whether it is there, if only as null."""
+        return name in self._values
 
     def has(self, name: str) -> bool:
         return self._values.get(name) is not None

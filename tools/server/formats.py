@@ -7,21 +7,24 @@ In: a request's fields, one of which at most may be given:
     structured_outputs          vLLM: {"json", "regex", "choice", "grammar" or "json_object": ..}
     guided_json, _regex, ..     vLLM before 0.12: the same, as fields of their own
 
-Out: `answer_format`. Grammars may be in GBNF or in llguidance's dialect of Lark.
+Out: `answer_format`. Grammars may be in GBNF or in llguidance's dialect of Lark. All APIs take these fields, some
+beside one of their own.
 """
 
 import json
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, NoReturn
 
 from mlc_amd.tools.server.chat_request import ANY_OBJECT, AnswerFormat, Pattern, ResponseFormat
 from mlc_amd.tools.server.errors import invalid
-from mlc_amd.tools.server.fields import Fields
+from mlc_amd.tools.server.fields import Fields, parse_json
 
 
-def answer_format(fields: Fields) -> AnswerFormat | None:
-    """None: any text. ApiError 400 for what is no format, and for several of them."""
-    found = [(name, made) for name, read in _READERS.items() if fields.has(name) and (made := read(fields, name))]
+def answer_format(fields: Fields, own: str = "", made: AnswerFormat | None = None) -> AnswerFormat | None:
+    """None: any text. own, made: the API's own field, and what it says. ApiError 400 for what is no format, and for
+    several of them."""
+    found = [(own, made)] if made else []
+    found += [(name, made) for name, read in _READERS.items() if fields.has(name) and (made := read(fields, name))]
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         raise invalid(f"{names} are given: an answer can have one format", found[1][0])
@@ -46,7 +49,7 @@ def _schema(fields: Fields, name: str) -> ResponseFormat:
     given = fields.raw(name)
     if isinstance(given, str):
         try:
-            given = json.loads(given)
+            given = parse_json(given)
         except ValueError as error:
             raise invalid(f"{fields.path(name)} is not JSON: {error}", fields.path(name)) from error
     if not isinstance(given, dict):
@@ -54,8 +57,14 @@ def _schema(fields: Fields, name: str) -> ResponseFormat:
     return ResponseFormat(schema=given)
 
 
-def _pattern(kind: Literal["regex", "grammar"]) -> "Reader":
-    return lambda fields, name: Pattern(kind, fields.text(name)) if fields.text(name) else None
+def _grammar(fields: Fields, name: str) -> Pattern:
+    if not fields.text(name).strip():
+        raise fields.wrong(name, "a grammar")
+    return Pattern("grammar", fields.text(name))
+
+
+def _refused(fields: Fields, name: str) -> NoReturn:
+    raise fields.wrong(name, "left out: this server has no such function")
 
 
 def _choice(fields: Fields, name: str) -> Pattern:
@@ -68,21 +77,26 @@ def _choice(fields: Fields, name: str) -> Pattern:
 def _structured(fields: Fields, name: str) -> AnswerFormat | None:
     given = fields.object(name)
     assert given is not None, "it is there"
-    return next((read(given, one) for one, read in _STRUCTURED.items() if given.has(one)), None)
+    found = [one for one in _STRUCTURED if given.has(one)]
+    if len(found) != 1:
+        raise fields.wrong(name, f"an object with one of {', '.join(_STRUCTURED)}")
+    return _STRUCTURED[found[0]](given, found[0])
 
 
 Reader = Callable[[Fields, str], Any]
 _STRUCTURED: dict[str, Reader] = {
     "json": _schema,
-    "regex": _pattern("regex"),
+    "regex": lambda fields, name: Pattern("regex", fields.text(name)),
     "choice": _choice,
-    "grammar": _pattern("grammar"),
+    "grammar": _grammar,
     "json_object": lambda fields, name: ANY_OBJECT if fields.flag(name) else None,
+    "structural_tag": _refused,
 }
 _READERS: dict[str, Reader] = {
     "response_format": _response_format,
     "json_schema": _schema,
-    "grammar": _pattern("grammar"),
+    "grammar": lambda fields, name: _grammar(fields, name) if fields.text(name) else None,  # llama-server's default
     "structured_outputs": _structured,
     **{f"guided_{name}": read for name, read in _STRUCTURED.items()},
+    "guided_whitespace_pattern": _refused,
 }

@@ -17,7 +17,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.text.chat_template import ChatTemplate
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 from mlc_amd.runtime.text.traced_text import Traced
-from mlc_amd.tools.server.chat_request import ChatRequest, tool_call
+from mlc_amd.tools.server.chat_request import ChatRequest, parsed_arguments, tool_call
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
 
@@ -26,6 +26,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _RENAMED = {"developer": "system", "function": "tool"}
 # Names that clients give to an assistant message's thinking.
 _THINKING = ("reasoning_content", "reasoning", "thinking")
+# Fields of which an assistant message has at least one, which may be null or empty.
+_ANSWERS = ("content", "tool_calls", "function_call", "refusal", *_THINKING)
 # Parts of a content that hold text, each in a field of its type's own name or "text".
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
@@ -36,22 +38,27 @@ def check_messages(fields: Fields, name: str = "messages") -> list[dict[str, Any
     found = [_message(message) for message in fields.objects(name)]
     if not found:
         raise fields.wrong(name, "a list of at least one message")
-    return found
+    return _with_ids(found)
 
 
 def _message(message: Fields) -> dict[str, Any]:
     message.required("role")
     role = message.choice("role", _ROLES, "user")
     role = _RENAMED.get(role, role)
-    made: dict[str, Any] = {"role": role, "content": content_text(message, "content", required=role != "assistant")}
+    required = role not in ("assistant", "tool")
+    made: dict[str, Any] = {"role": role, "content": content_text(message, "content", required)}
     made |= {key: message.text(key) for key in ("name", "tool_call_id") if message.has(key)}
     if role != "assistant":
         return made
-    if calls := [_call(call) for call in message.objects("tool_calls")]:
+    made["content"] = made["content"] or message.text("refusal")
+    calls = [_call(call) for call in message.objects("tool_calls")]
+    if function := message.object("function_call"):  # OpenAI's old form
+        calls.append(_called(function, ""))
+    if calls:
         made["tool_calls"] = calls
     if thought := next((message.text(key) for key in _THINKING if message.has(key)), ""):
         made["reasoning_content"] = thought
-    if not made["content"] and not calls and not thought and not message.has("content"):
+    if not any(map(message.given, _ANSWERS)):
         raise invalid(f"{message.path('content')} is missing", message.path("content"))
     return made
 
@@ -79,20 +86,35 @@ def _call(call: Fields) -> dict[str, Any]:
     call.required("function")
     function = call.object("function")
     assert function is not None, "required() has found it"
+    return _called(function, call.text("id"))
+
+
+def _called(function: Fields, id: str) -> dict[str, Any]:
     function.required("name")
-    arguments = parse_arguments(function.raw("arguments"), function.path("arguments"))
-    return tool_call(call.text("id"), function.text("name"), arguments)
+    return tool_call(id, function.text("name"), arguments_of(function, "arguments"))
 
 
-def parse_arguments(given: Any, path: str) -> dict[str, Any]:
-    """A call's arguments, which are an object or its JSON text, as the object."""
-    try:
-        parsed = json.loads(given or "{}") if isinstance(given, str) or given is None else given
-    except ValueError as error:
-        raise invalid(f"{path} is not JSON: {error}", path) from error
-    if not isinstance(parsed, Mapping):
-        raise invalid(f"{path} is not an object", path)
-    return dict(parsed)
+def arguments_of(fields: Fields, name: str) -> dict[str, Any]:
+    """A call's arguments, an object or its JSON text, as the object; see chat_request.parsed_arguments."""
+    given = fields.raw(name)
+    if not isinstance(given, str | Mapping | list | None):
+        raise fields.wrong(name, "an object or its JSON text")
+    return parsed_arguments(given)
+
+
+def _with_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with ids of calls, which ollama's and OpenAI's old form have not but chat templates want: results
+    are in the order of the calls."""
+    waiting: list[str] = []
+    count = 0
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            call["id"] = call["id"] or f"call{count:05d}"  # nine letters and digits, as Mistral's templates want them
+            count += 1
+            waiting.append(call["id"])
+        if message["role"] == "tool" and "tool_call_id" not in message and waiting:
+            message["tool_call_id"] = waiting.pop(0)
+    return messages
 
 
 class Prompter:

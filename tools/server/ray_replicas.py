@@ -211,6 +211,7 @@ class Gateway:
         """ApiError for a body that does not arrive or is too large; what else is wrong with it the replica says."""
         body = bytes(await read_body(Request(scope, receive), self._options))
         made, path = {name: scope[name] for name in _SCOPE if name in scope}, scope["path"]
+        made["headers"] = [header for header in scope["headers"] if header[0] != b"content-encoding"]  # it is decoded
         blocks, response = (), path.removeprefix(f"{_RESPONSES}/") if path.startswith(f"{_RESPONSES}/") else ""
         if body:
             with suppress(ApiError):

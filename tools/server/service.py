@@ -1,18 +1,19 @@
 """What the handlers of all APIs share: the models, the options, and the way from a request's body to its answer."""
 
 import asyncio
-import json
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from mlc_amd.runtime.errors import shorten
 from mlc_amd.tools.server.answering import Answering, answer
 from mlc_amd.tools.server.chat_request import AnswerRequest, Event
 from mlc_amd.tools.server.errors import ApiError, invalid
-from mlc_amd.tools.server.fields import Fields
+from mlc_amd.tools.server.fields import Fields, parse_json
 from mlc_amd.tools.server.library import Library
 from mlc_amd.tools.server.metrics import Metrics
 from mlc_amd.tools.server.options import ServeOptions
@@ -61,13 +62,33 @@ async def read_body(request: Request, options: ServeOptions) -> bytearray:
         async with asyncio.timeout(options.body_timeout):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > options.body:
-                    raise ApiError(413, f"the body is larger than {options.body} bytes, the limit of this server")
+                _check_size(body, options)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {options.body_timeout:g} s") from None
     except ClientDisconnect:
         raise invalid("the body is incomplete") from None
-    return body
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    return body if encoding in ("identity", "") else await asyncio.to_thread(_decoded, body, encoding, options)
+
+
+def _check_size(body: bytes | bytearray, options: ServeOptions) -> None:
+    if len(body) > options.body:
+        raise ApiError(413, f"the body is larger than {options.body} bytes, the limit of this server")
+
+
+def _decoded(body: bytearray, encoding: str, options: ServeOptions) -> bytearray:
+    """ApiError 400, 413, and 415 for other encodings than gzip and deflate."""
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise ApiError(415, f"the body's encoding is {shorten(encoding)}: this server decodes gzip and deflate")
+    decoder = zlib.decompressobj(zlib.MAX_WBITS | 32)  # both have a header
+    try:
+        decoded = bytearray(decoder.decompress(body, options.body + 1))
+    except zlib.error as error:
+        raise invalid(f"the body is not {encoding}: {error}") from None
+    _check_size(decoded, options)
+    if not decoder.eof or decoder.unused_data:
+        raise invalid(f"the body is not {encoding}: it ends too early or goes on after its end")
+    return decoded
 
 
 async def parse_body(body: bytes | bytearray) -> Any:
@@ -76,15 +97,10 @@ async def parse_body(body: bytes | bytearray) -> Any:
 
 
 def _parse(body: bytes | bytearray) -> Any:
-    def refused(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no JSON number")
-
     try:
-        return json.loads(body or b"{}", parse_constant=refused)
-    except RecursionError:
-        raise invalid("the body is nested too deeply") from None
+        return parse_json(body or b"{}")
     except ValueError as error:
-        raise invalid(f"the body is not JSON: {error}") from None
+        raise invalid(f"the body cannot be read as JSON: {error}") from None
 
 
 async def respond(

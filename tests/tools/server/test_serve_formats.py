@@ -71,6 +71,7 @@ def test_biases(served):
         {"guided_choice": ['"red"', '"blue"']},
         {"grammar": 'root ::= "\\"" color "\\""\ncolor ::= "red" | "blue"'},
         {"grammar": 'start: "\\"red\\"" | "\\"blue\\""'},
+        {"grammar": 'root ::= start\nstart ::= 1a\n1a ::= "\\x22" ("red" | [b] "lue"{1}) "\\u0022"'},
     ],
 )
 def test_formats(served, form):
@@ -81,6 +82,11 @@ def test_formats(served, form):
 
 def test_a_repetition_in_gbnf(served):
     assert re.fullmatch("[ab]{5}c?", said(served, grammar='root ::= [ab]{5} "c"?', temperature=1.0))
+
+
+def test_formats_of_the_empty_text_and_of_escaped_letters(served):
+    assert said(served, structured_outputs={"regex": ""}) == ""
+    assert said(served, grammar='root ::= "\\u00e9a"') == "\u00e9a"
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -109,6 +115,20 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ({"logit_bias": [[1]]}, "logit_bias"),
         ({"logit_bias": 5}, "logit_bias"),
         ({"logit_bias": [[1, "x"]]}, "logit_bias"),
+        ({"logit_bias": {"5": 10**400}}, "number"),
+        ({"logit_bias": [[1.5, 1]]}, "logit_bias"),
+        ({"temperature": 10**400}, "number"),
+        ({"chat_template_kwargs": {"messages": 5}}, "chat_template_kwargs"),
+        ({"grammar": "root ::= foo"}, "line 1: there is no rule named 'foo'"),
+        ({"grammar": 'foo ::= "a"'}, "no rule named root"),
+        ({"grammar": "# only a comment"}, "no rule named root"),
+        ({"grammar": "root ::= [z-a]"}, "ends before it begins"),
+        ({"guided_regex": "(a"}, "the regular expression cannot be used: unclosed group"),
+        ({"json_schema": {"not": {}}}, "no value matches it"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"guided_grammar": ""}, "guided_grammar"),
+        ({"functions": [{"name": "f"}]}, "tools"),
     ],
 )
 def test_wrong_fields(served, body, named):

@@ -1,6 +1,8 @@
 """Who may use a server, how much, and until when: keys, limits, clients that go away, models on demand, signals."""
 
+import gzip
 import http.client
+import json
 import os
 import signal
 import socket
@@ -289,3 +291,17 @@ def test_the_limit_of_open_files_is_raised_and_a_small_one_is_told():
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert done.stdout == f"({most}, {most})\n"
         assert warning == (f"may open {most} files, too few for 256 requests" in done.stderr) == bool(done.stderr)
+
+
+def test_encoded_bodies(served):
+    body, headers = json.dumps({"prompt": "x", "max_tokens": 1}).encode(), {"content-encoding": "gzip"}
+    assert served.request(TEXT, gzip.compress(body), headers)[0] == 200
+    sent = [(gzip.compress(b" " * (17 << 20)), 413), (gzip.compress(body)[:-4], 400), (body, 400)]
+    assert [served.request(TEXT, data, headers)[0] for data, _ in sent] == [status for _, status in sent]
+    assert served.request(TEXT, body, {"content-encoding": "br"})[0] == 415
+
+
+def test_unknown_paths(served):
+    for path, body, status in (("/infill", {}, 404), ("/nothing", None, 404), ("/health", {}, 405), (TEXT, None, 405)):
+        found, headers, _ = served.request(path, body)
+        assert found == status and ("allow" in headers) == (status == 405)

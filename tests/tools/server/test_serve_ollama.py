@@ -39,12 +39,29 @@ def test_format_and_tools(served):
 def test_models_and_errors(served):
     assert served.request("/api/tags")[2]["models"][0]["name"] == "demo"
     assert served.post("/api/show", {"model": "demo:latest"})["details"]["family"] == "llama"
+    details = served.post("/api/show", {"model": "demo"})["details"]
+    assert details["parameter_size"].endswith("M") and details["quantization_level"] == "Q4_K_M"
     assert served.request("/api/version")[2]["version"]
     assert served.request("/api/ps")[2]["models"][0]["context_length"] == 2048
     status, _, answer = served.request("/api/chat", {"model": "none", "messages": QUESTION})
     assert status == 404 and "none" in answer["error"]
     assert served.request("/api/chat", {"messages": [{**QUESTION[0], "images": ["x"]}]})[0] == 400
     assert served.request("/api/generate", {"prompt": "x", "options": {"top_p": "x"}})[0] == 400
+
+
+def test_contexts(served):
+    body = {"messages": QUESTION, "stream": False}
+    whole = served.post("/api/chat", body | {"options": {"num_ctx": 40}})
+    assert whole["prompt_eval_count"] + whole["eval_count"] == 40 and whole["done_reason"] == "length"
+    for context, named in ((1 << 20, "--ctx"), (2, "num_ctx")):
+        status, _, answer = served.request("/api/chat", body | {"options": {"num_ctx": context}})
+        assert status == 400 and named in answer["error"]
+
+
+def test_models_that_are_not_here(served):
+    assert served.post("/api/pull", {"model": "demo", "stream": False})["status"] == "success"
+    status, _, answer = served.request("/api/pull", {"model": "llama3.2:3b"})
+    assert status == 404 and "mlc-amd serve" in answer["error"]
 
 
 def test_client_library(served):

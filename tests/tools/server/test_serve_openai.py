@@ -312,3 +312,32 @@ def test_client_library(served):
         assert isinstance(parsed.choices[0].message.parsed, trip)
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(model="none", messages=QUESTION)
+
+
+CUT, ASKED = '{"path": "a', {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize("arguments", [CUT, "null", None, "", [1], "[1]", '"{\\"a\\": 1}"', {"a": 1}])
+def test_arguments_of_calls_that_clients_send(served, arguments):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "c", "content": None}
+    old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": arguments}}
+    for messages in (
+        [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, result, ASKED],
+        [ASKED, old, {"role": "function", "name": "f", "content": None}, ASKED],
+    ):
+        served.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+        served.post("/api/chat", {"messages": messages, "stream": False, "options": {"num_predict": 1}})
+    items = [{"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}]
+    items.append({"type": "function_call_output", "call_id": "c", "output": None})
+    served.post("/v1/responses", {"input": [{**ASKED, "type": "message"}, *items], "max_output_tokens": 1})
+    blocks = [{"type": "tool_use", "id": "c", "name": "f", "input": arguments}]
+    results = [{"type": "tool_result", "tool_use_id": "c", "content": None}]
+    messages = [ASKED, {"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
+    served.post("/v1/messages", {"messages": messages, "max_tokens": 1})
+
+
+@pytest.mark.parametrize("more", [{"tool_calls": []}, {"refusal": "no"}, {"refusal": None}, {"tool_calls": None}])
+def test_assistant_messages_without_content(served, more):
+    messages = [ASKED, {"role": "assistant", "content": None, **more}, ASKED]
+    served.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})

@@ -21,7 +21,8 @@ from mlc_amd.tools.server.apis.openai_chat import LEVELS
 from mlc_amd.tools.server.apis.openai_fields import checked
 from mlc_amd.tools.server.errors import ApiError, invalid
 from mlc_amd.tools.server.fields import Fields
-from mlc_amd.tools.server.prompts import content_text
+from mlc_amd.tools.server.formats import answer_format
+from mlc_amd.tools.server.prompts import arguments_of, content_text
 from mlc_amd.tools.server.service import client_of, read_fields, respond, service_of
 from mlc_amd.tools.server.streaming import Encoder, Json, sse
 
@@ -70,7 +71,9 @@ def messages_request(fields: Fields, client: str, counting: bool = False) -> for
         max_tokens=fields.whole("max_tokens", 1),
         stop=tuple(text for text in fields.texts("stop_sequences") if text),
         thinking=_thinking(fields, output),
-        response_format=_format(output.object("format") or fields.object("output_format")),
+        response_format=answer_format(
+            fields, "output_config.format", _format(output.object("format") or fields.object("output_format"))
+        ),
         client=client,
     )
 
@@ -122,7 +125,7 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
     for message in fields.objects("messages"):
         message.required("role")
         role = message.choice("role", ("user", "assistant", "system"), "user")
-        if isinstance(message.required("content"), str):
+        if isinstance(message.raw("content") if role == "assistant" else message.required("content"), str):
             found.append({"role": role, "content": message.text("content")})
         else:
             found += (_assistant if role == "assistant" else _user)(message, role)
@@ -150,7 +153,7 @@ def _assistant(message: Fields, role: str) -> list[dict[str, Any]]:
         kind = block.text("type")
         if kind == "tool_use":
             block.required("name")
-            calls.append(forms.tool_call(block.text("id"), block.text("name"), block.values("input")))
+            calls.append(forms.tool_call(block.text("id"), block.text("name"), arguments_of(block, "input")))
         elif kind == "thinking":
             thoughts.append(block.text("thinking"))
         elif kind != "redacted_thinking":

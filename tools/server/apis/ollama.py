@@ -1,22 +1,26 @@
-"""`/api/chat`, `/api/generate`, `/api/tags`, `/api/ps`, `/api/show` and `/api/version`, ollama's API
-(https://github.com/ollama/ollama/blob/main/docs/api.md).
+"""`/api/chat`, `/api/generate`, `/api/tags`, `/api/ps`, `/api/show`, `/api/pull`, `/api/delete` and `/api/version`,
+ollama's API (https://github.com/ollama/ollama/blob/main/docs/api.md).
 
 Answers are streamed as lines of JSON unless the request says otherwise. `load_duration` is always 0: it is the time of
-a request that waits for its model. Without effect here: `keep_alive` (see --idle-unload), `options` about memory and
-devices (num_ctx, num_gpu, ..). Refused: images, `suffix`, `context`.
+a request that waits for its model. Without effect here: `keep_alive` (see --idle-unload), `options` about devices
+(num_gpu, ..). `num_ctx` limits the tokens of prompt and answer. Refused: images, `suffix`, `context`, models that the
+server was not started with.
 """
 
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 import mlc_amd
 from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.artifact.manifest import Manifest
 from mlc_amd.runtime.engine.generation import MOST_LOGPROBS
+from mlc_amd.schedules.formats import parameters
+from mlc_amd.tools.hub import hub_files
 from mlc_amd.tools.server import chat_request as forms
 from mlc_amd.tools.server import errors
 from mlc_amd.tools.server.answering import Answering
@@ -24,6 +28,7 @@ from mlc_amd.tools.server.apis.openai_chat import check_tools
 from mlc_amd.tools.server.apis.openai_fields import endings, logprob_body, sampling
 from mlc_amd.tools.server.errors import ApiError, invalid
 from mlc_amd.tools.server.fields import Fields
+from mlc_amd.tools.server.formats import answer_format
 from mlc_amd.tools.server.prompts import check_messages
 from mlc_amd.tools.server.service import client_of, read_fields, respond, service_of
 from mlc_amd.tools.server.streaming import Encoder, Json, dumps
@@ -65,7 +70,7 @@ def chat_request(fields: Fields, client: str) -> forms.ChatRequest | None:
     for message in fields.objects("messages"):
         _refuse_images(message)
     return forms.ChatRequest(
-        messages=_with_ids(check_messages(fields)), tools=check_tools(fields), thinking=_thinking(fields),
+        messages=check_messages(fields), tools=check_tools(fields), thinking=_thinking(fields),
         **_common(fields, client),
     )  # fmt: skip
 
@@ -96,7 +101,8 @@ def _common(fields: Fields, client: str) -> dict[str, Any]:
         "max_tokens": limit if limit is not None and limit > 0 else None,  # -1: no limit
         **endings(options),
         "logprobs": logprobs,
-        "response_format": _format(fields),
+        "response_format": answer_format(fields, "format", _format(fields)),
+        "context": options.whole("num_ctx", 1),
         "client": client,
     }
 
@@ -119,29 +125,14 @@ def _thinking(fields: Fields) -> tuple[str, ...]:
         return ()
     if isinstance(given, bool):
         return ("on", "medium") if given else ("off", "low")
-    if given not in _EFFORTS:
+    if not isinstance(given, str) or given not in _EFFORTS:
         raise fields.wrong("think", "true, false, low, medium or high")
-    return _EFFORTS[cast(str, given)]
+    return _EFFORTS[given]
 
 
 def _refuse_images(fields: Fields) -> None:
     if fields.raw("images"):
         raise invalid(f"{fields.path('images')} is given: this server takes text only", fields.path("images"))
-
-
-def _with_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with ids of calls, which ollama's have not but chat templates want: results are in the order of the
-    calls."""
-    waiting: list[str] = []
-    count = 0
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            call["id"] = call["id"] or f"call{count:05d}"  # nine letters and digits, as Mistral's templates want them
-            count += 1
-            waiting.append(call["id"])
-        if message["role"] == "tool" and "tool_call_id" not in message and waiting:
-            message["tool_call_id"] = waiting.pop(0)
-    return messages
 
 
 # ---- answers
@@ -269,14 +260,25 @@ def _model(request: Request, name: str) -> dict[str, Any]:
 
 def _details(artifact: Artifact | None) -> dict[str, Any]:
     family = artifact.manifest["model"]["architecture"] if artifact else ""
+    size, level = _weights(artifact.manifest) if artifact else ("", "")
     return {
         "parent_model": "",
         "format": "gguf",
         "family": family,
         "families": [family] if family else [],
-        "parameter_size": "",
-        "quantization_level": "",
+        "parameter_size": size,
+        "quantization_level": level,
     }
+
+
+def _weights(manifest: Manifest) -> tuple[str, str]:
+    """How many there are, as ollama writes it ("8.0B"), and how they are quantized: what the file's name says, else
+    the format of most of them."""
+    formats, title = manifest["formats"], manifest["source"]["file"].removesuffix(".gguf")
+    count, quant = parameters(formats), hub_files.Model(title, {}, 1).quant
+    largest = max(formats, key=lambda name: formats[name]["bytes"], default="")
+    size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
+    return size, largest.upper() if quant == title else quant
 
 
 async def show(request: Request) -> Response:
@@ -300,6 +302,30 @@ async def show(request: Request) -> Response:
                 "modified_at": _model(request, model.name)["modified_at"],
             }
         )
+
+
+async def pull(request: Request) -> Response:
+    """Succeeds for the models that are here."""
+    fields = await read_fields(request)
+    name = _named(fields)
+    try:
+        service_of(request).library.name(name)
+    except ApiError as error:
+        advice = "this server loads no others while it runs: start it with `mlc-amd serve OWNER/REPO:QUANT`, a model of"
+        raise ApiError(404, f"{error.message}; {advice} huggingface.co", error.param, error.code) from None
+    done = dumps({"status": "success"})
+    return Response(done + b"\n", media_type=TextLines.media_type if fields.flag("stream", True) else Json.media_type)
+
+
+async def delete(request: Request) -> Response:
+    name = service_of(request).library.name(_named(await read_fields(request)))
+    advice = "start it without the model, and delete the file; `mlc-amd cache rm` deletes what was compiled of it"
+    raise ApiError(403, f"this server deletes no models, {name} neither: {advice}", "model")
+
+
+def _named(fields: Fields) -> str:
+    name = fields.text("model") or fields.text("name")
+    return name or fields.required("model")
 
 
 async def version(request: Request) -> Response:

@@ -6,7 +6,7 @@ chunk of text, and its `return_progress`. The fields of sampling are in openai_f
 (400).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from json.encoder import encode_basestring_ascii
 from typing import Any
@@ -40,6 +40,9 @@ async def chat_completions(request: Request) -> Response:
 
 
 def chat_request(fields: Fields, client: str) -> forms.ChatRequest:
+    for name in ("functions", "function_call"):
+        if fields.raw(name):
+            raise fields.wrong(name, "left out: tools and tool_choice are the form that replaced it")
     effort = fields.choice("reasoning_effort", tuple(EFFORTS), "") if fields.has("reasoning_effort") else ""
     logprobs = None
     for name in ("echo", "prompt_logprobs"):
@@ -47,17 +50,25 @@ def chat_request(fields: Fields, client: str) -> forms.ChatRequest:
             raise fields.wrong(name, "left out: it is for /v1/completions")
     if fields.flag("logprobs"):
         logprobs = fields.whole("top_logprobs", 0, MOST_LOGPROBS) or 0
+    tools = check_tools(fields)
     return forms.ChatRequest(
         messages=check_messages(fields),
-        tools=check_tools(fields),
-        tool_choice=tool_choice(fields),
+        tools=tools,
+        tool_choice=tool_choice(fields, tools),
         parallel_tool_calls=fields.flag("parallel_tool_calls", True),
         **openai_fields.common(fields, client),
         n=openai_fields.answers(fields),
         logprobs=logprobs,
         thinking=EFFORTS.get(effort, ()),
-        template_variables=fields.values("chat_template_kwargs"),
+        template_variables=_variables(fields),
     )
+
+
+def _variables(fields: Fields) -> dict[str, Any]:
+    found = fields.values("chat_template_kwargs")
+    if "messages" in found:
+        raise invalid("chat_template_kwargs has messages: the request's own are used", "chat_template_kwargs")
+    return found
 
 
 def check_tools(fields: Fields) -> list[dict[str, Any]]:
@@ -80,7 +91,7 @@ def function_tool(function: Fields) -> dict[str, Any]:
     return {"type": "function", "function": made}
 
 
-def tool_choice(fields: Fields) -> Any:
+def tool_choice(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> Any:
     """See ChatRequest.tool_choice."""
     given = fields.raw("tool_choice")
     if given is None or isinstance(given, str):
@@ -90,7 +101,7 @@ def tool_choice(fields: Fields) -> Any:
     function = chosen.object("function") or chosen
     function.required("name")
     name = function.text("name")
-    if name not in [tool.get("function", tool).get("name") for tool in fields.raw("tools") or []]:
+    if name not in [tool["function"]["name"] for tool in tools]:
         raise invalid(f"tool_choice names {name!r}, which is not among the tools", "tool_choice")
     return {"name": name}
 

@@ -79,12 +79,19 @@ def checked(changes: Mapping[str, Any]) -> SamplingChanges:
 
 def logit_bias(fields: Fields) -> dict[int, Any]:
     """{id: number}, or as llama-server has it: [[id, number], ..]. false instead of a number: never this token."""
-    given = fields.raw("logit_bias")
+    given = [] if fields.raw("logit_bias") is None else fields.raw("logit_bias")
     try:
-        pairs = given.items() if isinstance(given, Mapping) else [(token, value) for token, value in given or ()]
-        return {int(token): _NEVER if value is False else value for token, value in pairs}
+        pairs = given.items() if isinstance(given, Mapping) else [(token, value) for token, value in given]
+        return {_id(token): _NEVER if value is False else value for token, value in pairs}
     except (TypeError, ValueError):
         raise fields.wrong("logit_bias", "an object of token ids and numbers, or a list of such pairs") from None
+
+
+def _id(token: Any) -> int:
+    """Of a number or its text. TypeError, ValueError."""
+    if not isinstance(token, str) and type(token) is not int:
+        raise TypeError
+    return int(token)
 
 
 def most_tokens(fields: Fields, least: int = 1) -> int | None:

@@ -23,7 +23,8 @@ from mlc_amd.tools.server.apis.openai_chat import EFFORTS, function_tool, tool_c
 from mlc_amd.tools.server.apis.response_objects import ResponseEvents, ResponseStore
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
-from mlc_amd.tools.server.prompts import content_text, parse_arguments
+from mlc_amd.tools.server.formats import answer_format
+from mlc_amd.tools.server.prompts import arguments_of, content_text
 from mlc_amd.tools.server.service import client_of, read_fields, respond
 from mlc_amd.tools.server.streaming import Json
 
@@ -106,17 +107,18 @@ def asked_of(fields: Fields, earlier: Sequence[Mapping[str, Any]], client: str) 
     instructions = fields.text("instructions")
     text = fields.object("text") or Fields({}, "text")
     wants_logprobs = _LOGPROBS in fields.texts("include") or fields.has("top_logprobs")
+    tools = [_tool(tool) for tool in fields.objects("tools")]
     request = forms.ChatRequest(
         model=fields.text("model"),
         messages=[{"role": "system", "content": instructions}, *messages] if instructions else messages,
-        tools=[_tool(tool) for tool in fields.objects("tools")],
-        tool_choice=tool_choice(fields),
+        tools=tools,
+        tool_choice=tool_choice(fields, tools),
         parallel_tool_calls=fields.flag("parallel_tool_calls", True),
         sampling=openai_fields.sampling(fields),
         max_tokens=fields.whole("max_output_tokens", 1),
         **openai_fields.endings(fields),
         logprobs=(fields.whole("top_logprobs", 0, MOST_LOGPROBS) or 0) if wants_logprobs else None,
-        response_format=_format(text),
+        response_format=answer_format(fields, "text.format", _format(text)),
         thinking=EFFORTS.get(effort, ()),
         client=client,
     )
@@ -174,7 +176,8 @@ def _add(messages: list[dict[str, Any]], item: Fields) -> None:
     kind = item.text("type", "message")
     if kind == "message":
         item.required("role")
-        role, text = item.choice("role", _ROLES, "user"), content_text(item, "content")
+        role = item.choice("role", _ROLES, "user")
+        text = content_text(item, "content", required=role != "assistant")
         if role == "assistant":
             message = _assistant(messages)
             message["content"] += text
@@ -182,12 +185,11 @@ def _add(messages: list[dict[str, Any]], item: Fields) -> None:
             messages.append({"role": "system" if role == "developer" else role, "content": text})
     elif kind == "function_call":
         item.required("name")
-        arguments = parse_arguments(item.raw("arguments"), item.path("arguments"))
-        call = forms.tool_call(item.text("call_id"), item.text("name"), arguments)
+        call = forms.tool_call(item.text("call_id"), item.text("name"), arguments_of(item, "arguments"))
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         item.required("call_id")
-        text = content_text(item, "output")
+        text = content_text(item, "output", required=False)
         messages.append({"role": "tool", "tool_call_id": item.text("call_id"), "content": text})
     elif kind == "reasoning":
         thought = "".join(part.text("text") for part in item.objects("content"))
