@@ -212,7 +212,7 @@ class GpuTarget(Target):
 
     @abstractmethod
     def compile_for(
-        self, arch, kernels: dict[str, tvm.tirx.PrimFunc], directory: Path, lowered, workers: int
+        self, arch, kernels: dict[str, tvm.tirx.PrimFunc], directory: Path, lowered
     ) -> tuple[str, dict, dict]:
         """Compiles one arch's kernels. Returns the file in `directory`, `lower.Function` by kernel, and by symbol what
         a launch's entry in the manifest says besides symbol, grid, block and args."""
@@ -229,12 +229,12 @@ class GpuTarget(Target):
 
         for arch in self.archs:
             kernels = {name: self.kernel(name, arch) for name in names} | (own := self.own_kernels(arch))
-            libraries[arch.name], launches[arch.name] = self.compile_arch(arch, kernels, directory, step, workers)
+            libraries[arch.name], launches[arch.name] = self.compile_arch(arch, kernels, directory, step)
             step("")
         return {"libraries": libraries, "launches": launches}
 
     def compile_arch(self, arch, kernels, directory, step=lambda name: None, workers=1):
-        library, functions, facts = self.compile_for(arch, kernels, directory, step, workers)
+        library, functions, facts = self.compile_for(arch, kernels, directory, step)
         return library, {
             name: {
                 "scratch": list(function.scratch),

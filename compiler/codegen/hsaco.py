@@ -10,14 +10,14 @@ import re
 import shutil
 import struct
 import subprocess
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.folders import temporary
 from mlc_amd.runtime.gpus import KIB
 from mlc_amd.schedules.gpu.base.arch import GpuArch
 
@@ -28,7 +28,7 @@ MACHINES = {
     0x03E: "gfx1034", 0x03D: "gfx1035", 0x045: "gfx1036", 0x041: "gfx1100", 0x046: "gfx1101", 0x047: "gfx1102",
     0x044: "gfx1103", 0x043: "gfx1150", 0x04A: "gfx1151", 0x055: "gfx1152", 0x048: "gfx1200", 0x04E: "gfx1201",
 }  # fmt: skip
-EM_AMDGPU, PT_NOTE, SHT_NOTE, SHT_SYMTAB, SHT_DYNSYM, NT_AMDGPU_METADATA = 224, 4, 7, 2, 11, 32
+EM_AMDGPU, PT_NOTE, SHT_SYMTAB, SHT_DYNSYM, NT_AMDGPU_METADATA = 224, 4, 2, 11, 32
 
 
 @dataclass(frozen=True)
@@ -117,58 +117,17 @@ def _metadata(data) -> dict | None:
     size, count = struct.unpack_from("<HH", data, 54)
     for i in range(count):
         kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", data, start + i * size)
-        if kind == PT_NOTE and (found := next(_documents(data, offset, offset + length), None)):
-            return found
+        end = offset + length
+        while kind == PT_NOTE and offset < end:
+            name_size, size_, note = struct.unpack_from("<III", data, offset)
+            body = offset + 12 + _align4(name_size)
+            if note == NT_AMDGPU_METADATA and data[offset + 12 : offset + 18] == b"AMDGPU":
+                found = msgspec.msgpack.decode(data[body : body + size_])
+                if not isinstance(found, dict):
+                    raise ValueError("its metadata is no map")
+                return found
+            offset = body + _align4(size_)
     return None
-
-
-def _documents(data, offset: int, end: int) -> Iterator[dict]:
-    """Those of the notes in these bytes."""
-    while offset < end:
-        name_size, size, note = struct.unpack_from("<III", data, offset)
-        body = offset + 12 + _align4(name_size)
-        if note == NT_AMDGPU_METADATA and data[offset + 12 : offset + 18] == b"AMDGPU":
-            found = msgspec.msgpack.decode(data[body : body + size])
-            if not isinstance(found, dict):
-                raise ValueError("its metadata is no map")
-            yield found
-        offset = body + _align4(size)
-
-
-def join_metadata(data: bytes) -> bytes:
-    """A code object with one note for the kernels of all, where it was linked of several objects, whose notes the
-    linker lays side by side: readers take the first one only."""
-    found = bytearray(data)
-    (programs, sections), (size, count, size_, count_) = (
-        struct.unpack_from("<QQ", data, 32),
-        struct.unpack_from("<4H", data, 54),
-    )
-    for i in range(count):
-        entry = programs + i * size
-        kind, _, start, _, _, length = struct.unpack_from("<IIQQQQ", data, entry)
-        if kind != PT_NOTE:
-            continue
-        documents = list(_documents(data, start, start + length))
-        if len(documents) < 2:
-            continue
-        joined = documents[0] | {"amdhsa.kernels": [kernel for one in documents for kernel in one["amdhsa.kernels"]]}
-        body = msgspec.msgpack.encode(joined)
-        note = (
-            struct.pack("<III", 7, len(body), NT_AMDGPU_METADATA)
-            + b"AMDGPU\0\0"
-            + body.ljust(_align4(len(body)), b"\0")
-        )
-        assert len(note) <= length, "several documents are longer than one"
-        found[start : start + length] = note.ljust(length, b"\0")
-        struct.pack_into("<QQ", found, entry + 32, len(note), len(note))
-        for j in range(count_):
-            header = sections + j * size_
-            if (
-                struct.unpack_from("<Q", data, header + 24)[0] == start
-                and struct.unpack_from("<I", data, header + 4)[0] == SHT_NOTE
-            ):
-                struct.pack_into("<Q", found, header + 32, len(note))
-    return bytes(found)
 
 
 def _symbols(data) -> dict[str, int]:
@@ -297,8 +256,8 @@ def disassemble(data: bytes) -> str:
     tool = next((path for name in OBJDUMPS if (path := shutil.which(name))), None)
     if tool is None:
         raise UserError("no llvm-objdump found to disassemble GPU code; install LLVM 18 or newer, or ROCm")
-    with temporary("disassemble") as folder:
-        path = folder / "kernels.hsaco"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernels.hsaco"
         path.write_bytes(data)
         machine = parse(data).machine
         result = subprocess.run([tool, "-d", f"--mcpu={machine}", str(path)], capture_output=True, text=True)

@@ -17,6 +17,7 @@ import tempfile
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tvm
@@ -27,12 +28,9 @@ from tvm.tirx.op import call_llvm_intrin
 
 from mlc_amd.compiler.codegen.functions import expand
 from mlc_amd.compiler.codegen.gpu_target import GpuTarget
-from mlc_amd.compiler.codegen.hsaco import join_metadata
 from mlc_amd.compiler.codegen.lower import Function, lower
-from mlc_amd.compiler.codegen.workers import spread
 from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.folders import temporary
 from mlc_amd.runtime.host import kfd_gpus
 from mlc_amd.schedules.gpu.base import arch as archs
 from mlc_amd.schedules.gpu.base.arch import MAX_THREADS, GpuArch
@@ -61,8 +59,8 @@ class RocmTarget(GpuTarget):
             raise UserError("this machine shows no AMD GPU to compile for; name one with --arch, as gfx1100 or 7900xtx")
         return found[0]["arch"]
 
-    def compile_for(self, arch, kernels, directory, lowered, workers):
-        module = compile_hsaco(kernels, arch, lowered, workers)
+    def compile_for(self, arch, kernels, directory, lowered):
+        module = compile_hsaco(kernels, arch, lowered=lowered)
         library = f"kernels-{arch.name}.hsaco"
         (directory / library).write_bytes(module.hsaco)
         # for `inspect`: most machines have no disassembler for these
@@ -79,11 +77,9 @@ class HsacoModule:
     assembly: str
 
 
-def compile_hsaco(
-    kernels: dict[str, tirx.PrimFunc], arch: GpuArch, lowered=lambda name: None, workers: int = 1
-) -> HsacoModule:
+def compile_hsaco(kernels: dict[str, tirx.PrimFunc], arch: GpuArch, lowered=lambda name: None) -> HsacoModule:
     """One code object for all of `kernels` (name: PrimFunc with bound threads, static extents, buffers as parameters).
-    `lowered` is called as each one is compiled. workers: processes.
+    `lowered` is called as each one is lowered; then LLVM compiles all of them.
 
     UserError without a linker. ValueError for a kernel that the arch cannot run: too many threads or too much LDS (LLVM
     would end the process), extents unknown at compile time, functions of ROCm's device library.
@@ -91,23 +87,20 @@ def compile_hsaco(
     linker = find_linker()
     with _without_warnings():
         target = rocm_target(arch)
-    names = list(kernels)
-    compiled = spread(lambda name: _compile(name, kernels[name], arch, target), names, workers, lowered)
-    functions = {name: function for name, (function, _, _) in zip(names, compiled, strict=True)}
-    hsaco = link([obj for _, obj, _ in compiled], linker)
-    return HsacoModule(hsaco, functions, "".join(assembly for _, _, assembly in compiled))
-
-
-def _compile(name: str, func: tirx.PrimFunc, arch: GpuArch, target) -> tuple[Function, bytes, str]:
-    """What a call of a kernel launches, its relocatable object, and its assembly."""
-    function, devices = lower(name, func, arch, target)
+    functions, devices = {}, {}
+    for name, func in kernels.items():
+        functions[name], device = lower(name, func, arch, target)
+        devices.update(device)
+        lowered(name)
     module = _finalize(arch)(tvm.IRModule(devices))
+    _LINKED.linker = linker
     try:
         with _without_warnings():
             built = codegen_build(module, target.with_host("llvm"))
-        return function, _COMPILED.obj, built.inspect_source("asm")
+        hsaco = _LINKED.hsaco
     finally:
-        _COMPILED.__dict__.clear()
+        _LINKED.__dict__.clear()
+    return HsacoModule(hsaco, functions, built.inspect_source("asm"))
 
 
 @contextmanager
@@ -225,28 +218,27 @@ def linker_version(command: tuple[str, ...]) -> int:
     return int(found[1]) if found else 0
 
 
-def link(objects: list[bytes], linker: list[str]) -> bytes:
-    """The code object of relocatable objects. ValueError with the linker's message if symbols are missing."""
-    with temporary("link") as folder:
-        sources, output = [folder / f"{i}.o" for i in range(len(objects))], folder / "kernels.hsaco"
-        for source, obj in zip(sources, objects, strict=True):
-            source.write_bytes(obj[:EI_ABIVERSION] + bytes([CODE_OBJECT_V5]) + obj[EI_ABIVERSION + 1 :])
-        command = [*linker, "--no-undefined", "-shared", *map(str, sources), "-o", str(output)]
+def link(obj: bytes, linker: list[str]) -> bytes:
+    """The code object of a relocatable object. ValueError with the linker's message if symbols are missing."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, output = Path(folder) / "kernels.o", Path(folder) / "kernels.hsaco"
+        source.write_bytes(obj[:EI_ABIVERSION] + bytes([CODE_OBJECT_V5]) + obj[EI_ABIVERSION + 1 :])
+        command = [*linker, "--no-undefined", "-shared", str(source), "-o", str(output)]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
             why = " (kernels cannot use functions of ROCm's device library)" if OCML in result.stderr else ""
             raise ValueError(f"linking GPU kernels failed{why}: {result.stderr.strip()}")
-        return join_metadata(output.read_bytes())
+        return output.read_bytes()
 
 
-_COMPILED = threading.local()  # of the `_compile` on this thread: obj
+_LINKED = threading.local()  # of the compile_hsaco on this thread: linker, then hsaco
 
 
 @tvm_ffi.register_global_func("tvm_callback_rocm_link", override=True)
 def _link_callback(obj):
     """TVM hands over the object file here. What it gets back it would only load on a GPU."""
-    _COMPILED.obj = bytes(obj)
-    return obj
+    _LINKED.hsaco = link(bytes(obj), _LINKED.linker)
+    return _LINKED.hsaco
 
 
 @tvm_ffi.register_global_func("tvm_callback_rocm_bitcode_path", override=True)

@@ -26,7 +26,6 @@ from mlc_amd.compiler.codegen.functions import expand
 from mlc_amd.compiler.codegen.lower import Function, lower
 from mlc_amd.compiler.codegen.spirv.emitter import Emitter
 from mlc_amd.compiler.codegen.spirv.types import Unsupported
-from mlc_amd.compiler.codegen.workers import spread
 from mlc_amd.schedules.gpu.base.profiles import Profile
 
 COHERENT = "mlc_amd.coherent"  # attribute: names of parameters that a launch's workgroups exchange data through
@@ -71,39 +70,31 @@ class SpirvModule:
     functions: dict[str, Function]
 
 
-def compile_spirv(
-    kernels: dict[str, tirx.PrimFunc], profile: Profile, lowered=lambda name: None, workers: int = 1
-) -> SpirvModule:
+def compile_spirv(kernels: dict[str, tirx.PrimFunc], profile: Profile, lowered=lambda name: None) -> SpirvModule:
     """SPIR-V for all of `kernels` (name: PrimFunc with bound threads, static extents, buffers as parameters). `lowered`
-    is called as each one is done. workers: processes.
+    is called as each one is done.
 
     ValueError for a kernel that the profile cannot run (too many threads, too much shared memory, extents unknown at
     compile time) or that has something in it for which there is no SPIR-V; it names the kernel.
     """
-    vulkan_target(profile)  # before processes are made, which all need it
-    names = list(kernels)
-    compiled = spread(lambda name: _compile(name, kernels[name], profile), names, workers, lowered)
-    functions = dict(zip(names, (function for function, _ in compiled), strict=True))
-    return SpirvModule({symbol: kernel for _, modules in compiled for symbol, kernel in modules.items()}, functions)
-
-
-def _compile(name: str, func: tirx.PrimFunc, profile: Profile) -> tuple[Function, dict[str, SpirvKernel]]:
-    """What a call of a kernel launches, and the modules by symbol."""
-    function, devices = lower(name, func, profile, vulkan_target(profile), LEAVE_OUT)
-    coherent = {str(param) for param in func.attrs[COHERENT]} if COHERENT in func.attrs else set()
-    devices = _finalize(tvm.IRModule(devices))
-    by_symbol, modules = {gv.name_hint: device for gv, device in devices.functions.items()}, {}
-    for launch in function.launches:
-        params = function.params
-        shared = [i for i, arg in enumerate(launch.args) if arg < len(params) and params[arg] in coherent]
-        try:
-            done = Emitter(by_symbol[launch.symbol], profile, launch.block, shared).run()
-        except Unsupported as error:
-            raise ValueError(f"kernel {name}: no SPIR-V for {error}") from error
-        facts = done.local_size, done.reads, done.writes, done.table, done.lds
-        capabilities = tuple(sorted(done.asm.capabilities))
-        modules[launch.symbol] = SpirvKernel(done.binary, launch.grid, *facts, capabilities)
-    return function, modules
+    target, modules, functions = vulkan_target(profile), {}, {}
+    for name, func in kernels.items():
+        functions[name], devices = lower(name, func, profile, target, LEAVE_OUT)
+        coherent = {str(param) for param in func.attrs[COHERENT]} if COHERENT in func.attrs else set()
+        devices = _finalize(tvm.IRModule(devices))
+        by_symbol = {gv.name_hint: device for gv, device in devices.functions.items()}
+        for launch in functions[name].launches:
+            params = functions[name].params
+            shared = [i for i, arg in enumerate(launch.args) if arg < len(params) and params[arg] in coherent]
+            try:
+                done = Emitter(by_symbol[launch.symbol], profile, launch.block, shared).run()
+            except Unsupported as error:
+                raise ValueError(f"kernel {name}: no SPIR-V for {error}") from error
+            facts = done.local_size, done.reads, done.writes, done.table, done.lds
+            capabilities = tuple(sorted(done.asm.capabilities))
+            modules[launch.symbol] = SpirvKernel(done.binary, launch.grid, *facts, capabilities)
+        lowered(name)
+    return SpirvModule(modules, functions)
 
 
 @functools.cache
