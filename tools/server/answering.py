@@ -93,14 +93,11 @@ class Answering(AsyncIterator[list[forms.Event]]):
             await self._stream.start()
 
     def _limit(self, prompts: Sequence[Sequence[int]]) -> int | None:
-        """Of an answer's tokens; see AnswerRequest.context."""
-        request, there = self.request, self.model.engine.context
-        most, context = 1 if request.max_tokens == 0 else request.max_tokens, request.context
+        """Of an answer's tokens; see AnswerRequest.context, of which a model has no more than its own, as in ollama."""
+        most, context = 1 if self.request.max_tokens == 0 else self.request.max_tokens, self.request.context
         if context is None:
             return most
-        if context > there:
-            raise invalid(f"num_ctx is {context}: this model's context has {there} tokens (--ctx)", "num_ctx")
-        room = context - max(map(len, prompts))
+        room = min(context, self.model.engine.context) - max(map(len, prompts))
         if room < 1:
             raise ApiError(400, f"the prompt fills num_ctx, {context} tokens", code="context_length_exceeded")
         return room if most is None else min(most, room)
