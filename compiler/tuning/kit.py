@@ -39,7 +39,7 @@ TASK = ("name", "calls", "weight", "bytes", "flops")  # what kit.json has of a T
 ASSEMBLY = "*.s.gz"  # which targets add for readers
 KINDS = ("vulkan", "rocm")  # targets whose kernels run without TVM
 SOURCES = (
-    "__init__.py", "closing.py", "errors.py", "extras.py", "gpus.py", "host.py", "artifact/__init__.py",
+    "__init__.py", "closing.py", "errors.py", "extras.py", "gpus.py", "host.py", "leftovers.py", "artifact/__init__.py",
     "artifact/random_weights.py", "artifact/weight_block.py", "cache/__init__.py", "cache/pages.py",
     "devices/__init__.py", "devices/choice.py", "devices/hip/*.py", "devices/vulkan/*.py", "measure/*.py",
     "sampling/__init__.py", "sampling/layout.py",

@@ -385,4 +385,4 @@ def test_outputs(tmp_path):
 def test_the_command_names_its_destinations():
     command = [sys.executable, "-m", "mlc_amd.tools.cli", "deploy", "x", "--to", "xbox"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr == "error: --to must be steamdeck|linux, not 'xbox'\n"
+    assert done.returncode == 2 and done.stderr == "error: --to must be steamdeck or linux, not 'xbox'\n"

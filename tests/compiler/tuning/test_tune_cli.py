@@ -21,7 +21,6 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import TargetOptions
 from mlc_amd.tools import cli
 from mlc_amd.tools.commands import tune
-from mlc_amd.tools.hub import model_cache
 from mlc_amd.tools.measure import tune_report
 
 pytest.importorskip("xgboost")
@@ -66,19 +65,19 @@ def measurements(cache: Path) -> list[tuple[str, str]]:
         (("nothing.gguf",), "no such file"),
         (("--synthetic", "llama9:q4_0"), "unknown preset"),
         (("--synthetic", "tiny:q9"), "unknown format"),
-        ((*SPEC, "--target", "npu"), "unknown target"),
+        ((*SPEC, "--target", "npu"), "--target must be"),
         ((*SPEC, "--target", "rocm", "--arch", "gfx1"), "unknown AMD GPU"),
         ((*SPEC, "--target", "vulkan", "--arch", "voodoo"), "unknown Vulkan profile"),
         ((*SPEC, "--target", "rocm", "--arch", "gfx1100,gfx1101", "--list"), "one of them at a time"),
         ((*SPEC, "--arch", "i386sx"), "unknown CPU arch"),
         ((*SPEC, "--device", "all"), "number of threads"),
-        ((*SPEC, "--runner", "cloud"), "--runner must be local|rpc"),
+        ((*SPEC, "--runner", "cloud"), "--runner must be local or rpc"),
         ((*SPEC, "--runner", "rpc"), "needs --tracker"),
         ((*SPEC, "--tracker", "a:1"), "--runner rpc"),
         ((*SPEC, "--budget", "soon"), "--budget 'soon' is not a time"),
         ((*SPEC, "--budget", "0s"), "--budget '0s' is not a time"),
         ((*SPEC, "--trials", "0"), "--trials is 0"),
-        ((*SPEC, "--seed", "0"), "--seed is 0"),
+        ((*SPEC, "--seed", "0"), "--seed of tune must be at least 1"),
         ((*SPEC, "-o", "plot.svg"), "for --report"),
         ((*SPEC, "--report", "-o", "plot.doc"), "must end with"),
         ((*SPEC, "--export-kit", "kit"), "holds no TVM"),
@@ -141,24 +140,13 @@ def test_the_list_tells_calls_and_shares(command):
     assert gate_up.split()[1] == "2"  # layers
 
 
-def test_a_run_goes_on_and_compile_uses_it(command, cache, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(model_cache, "_sources", list)
-
-    def key(target: str, tuned: str) -> str:
-        return model_cache.Recipe(path=None, synthetic=QUICK[1], target=target, arch="native", ctx=64, tuned=tuned).key
-
+def test_a_run_goes_on_and_compile_uses_it(command, cache, capsys, tmp_path):
     tokens = (*QUICK, "--target", "cpu")
     out, err = command(*tokens, "--trials", 2)
     assert out.count("\n") == 1 and "2 plans measured" in out and err.count("\n") <= 2
-    keys = {target: key(target, "auto") for target in ("cpu", "vulkan")}
-    none = key("cpu", "none")
     assert "4 plans measured, 0 wrong; 6 so far" in command(*tokens, "--trials", 4).out
     found = measurements(cache)
     assert len(found) == len(set(found)) == 6
-    # what was measured makes other artifacts, unless tuned plans are switched off
-    assert key("cpu", "auto") not in (keys["cpu"], none)
-    assert key("cpu", "none") == none
-    assert key("vulkan", "auto") == keys["vulkan"]
     table = command(*tokens, "--report").out
     rows = [
         line for line in table.splitlines() if line.startswith(("linear", "gate_up", "attention", "rms_norm", "embed"))
