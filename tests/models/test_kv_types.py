@@ -51,7 +51,7 @@ def test_keys_and_values_have_the_same_type(tokens, message):
 
 def test_unknown_types_are_refused(capsys):
     assert cli.main(["chat", "-ctk", "q4_0", "-ctv", "q4_0"]) == 2
-    assert "--kv-type must be f16|q8_0, not 'q4_0'" in capsys.readouterr().err
+    assert "--kv-type must be f16 or q8_0, not 'q4_0'" in capsys.readouterr().err
     with pytest.raises(UserError, match="unknown type 'q4_0' of the KV cache; known: f16, q8_0"):
         make_target("cpu", "x86-64-v3", "q4_0")
 
