@@ -141,7 +141,7 @@ CASES = {
     # the file as a whole
     "empty": (b"", "the file is empty"),
     "short": (b"GG", r"not a GGUF file \(it starts with b'GG'"),
-    "magic": (b"PK\x03\x04" + bytes(100), r"not a GGUF file \(it starts with b'PK"),
+    "magic": (b"PK\x03\x04" + bytes(100), "this is a PyTorch checkpoint or a zip archive, not GGUF"),
     "only magic": (b"GGUF", "ends inside the version"),
     "version 1": (make(version=1), r"version 1 is not supported \(2 and 3 are\)"),
     "version 9": (make(version=9), "version 9 is not supported"),

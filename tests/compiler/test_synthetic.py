@@ -71,7 +71,7 @@ def test_rows_do_not_depend_on_how_they_are_asked_for(format):
     [
         ("llama9:q4_0", r"llama9:q4_0: unknown preset 'llama9'; .*llama3-8b, .*qwen3-0.6b"),
         ("tiny:q9_9", r"tiny:q9_9: unknown format 'q9_9'; .*q4_k, .*iq4_xs"),
-        ("tiny", r"tiny: unknown format ''"),
+        ("tiny", r"tiny: the format is missing; write tiny:q4_0"),
         ("", r": unknown preset ''"),
     ],
 )

@@ -80,7 +80,7 @@ def test_switches(engine, monkeypatch, capsys):
     source = engine.chat_template.source + "{% if enable_thinking is false %}None.{% endif %}"
     monkeypatch.setattr(engine, "chat_template", ChatTemplate(source, {}))
     prompts, generate = [], engine.generate
-    monkeypatch.setattr(engine, "generate", lambda ids, *options: (prompts.append(ids), generate(ids, *options))[1])
+    monkeypatch.setattr(engine, "generate", lambda ids, *a, **k: (prompts.append(ids), generate(ids, *a, **k))[1])
     session = Session(Conversation(engine), ChatOptions(max_tokens=1))
     for command in ("/set thinking off", "/set show_thinking on", "/set"):
         session.handle(command)
