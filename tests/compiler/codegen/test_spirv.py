@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from spirv_kernels import (
     RNG,
-    RUN,
     THREADS,
     compiled,
     counts,
@@ -20,12 +19,6 @@ from tvm.tirx.script import builder as T
 from mlc_amd.compiler.codegen.spirv import opcodes
 from mlc_amd.schedules.gpu.base import device, profiles
 from mlc_amd.schedules.gpu.base.step import kept
-
-
-@pytest.fixture(params=RUN)
-def profile(request):
-    return profiles.resolve(request.param)
-
 
 # ---- memory and control
 

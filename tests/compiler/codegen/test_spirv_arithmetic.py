@@ -2,17 +2,11 @@
 
 import numpy as np
 import pytest
-from spirv_kernels import RNG, RUN, THREADS, dtype_of, elementwise, execute, integers, kernel
+from spirv_kernels import RNG, THREADS, dtype_of, elementwise, execute, integers, kernel
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base import device, profiles
-
-
-@pytest.fixture(params=RUN)
-def profile(request):
-    return profiles.resolve(request.param)
-
 
 # ---- arithmetic
 

@@ -4,18 +4,12 @@ import numpy as np
 import pytest
 from spirv_kernels import (
     RNG,
-    RUN,
     execute,
     kernel,
 )
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base import device, profiles
-
-
-@pytest.fixture(params=RUN)
-def profile(request):
-    return profiles.resolve(request.param)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint32])

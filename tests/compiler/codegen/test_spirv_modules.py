@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 from spirv_kernels import (
-    RUN,
     counts,
     instructions,
     kernel,
@@ -18,12 +17,6 @@ from mlc_amd.schedules.gpu.base import device, profiles
 from mlc_amd.schedules.gpu.linear import gemm, gemv
 from mlc_amd.schedules.operators import Embed, Quantize, RmsNorm
 from mlc_amd.schedules.operators.attention import Attention, CausalAttention, Rope, RopeAttention, RopeKvWrite
-
-
-@pytest.fixture(params=RUN)
-def profile(request):
-    return profiles.resolve(request.param)
-
 
 # ---- modules
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import workloads
 from tvm.tirx.script import builder as T
-from vulkan_harness import PROFILES, execute, gpu, on_both
+from vulkan_harness import PROFILES, execute, on_both
 from workloads import built
 
 from mlc_amd.schedules.formats import FORMATS
@@ -30,17 +30,9 @@ from mlc_amd.tools.reference.case import Case as Call
 from tests.schedules.gpu import test_gpu_gemm as gemm_cases
 from tests.schedules.gpu.test_gpu_gemm import error
 
+pytestmark = pytest.mark.usefixtures("vulkan")
+
 TOLERANCE = 2e-5  # of the largest result
-
-
-@pytest.fixture(autouse=True, scope="module")
-def device():
-    gpu()
-
-
-@pytest.fixture(params=PROFILES)
-def profile(request):
-    return PROFILES[request.param]
 
 
 # ---- linear layers

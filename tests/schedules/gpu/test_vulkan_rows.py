@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from attention_cases import CTX, Case, Rows, check_attention, check_rope
 from samples import sample
-from vulkan_harness import PROFILES, execute, gpu, on_both
+from vulkan_harness import PROFILES, execute, on_both
 from workloads import built
 
 from mlc_amd.schedules.gpu.attention.attention import attention
@@ -18,15 +18,7 @@ from tests.schedules.gpu import test_gpu_gemm as gemm_cases
 from tests.schedules.gpu import test_gpu_norm as norm_cases
 from tests.schedules.gpu.test_gpu_gemm import error
 
-
-@pytest.fixture(autouse=True, scope="module")
-def device():
-    gpu()
-
-
-@pytest.fixture(params=PROFILES)
-def profile(request):
-    return PROFILES[request.param]
+pytestmark = pytest.mark.usefixtures("vulkan")
 
 
 # ---- token vectors
