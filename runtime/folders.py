@@ -48,9 +48,16 @@ def scratch(parent: Path, name: str) -> Iterator[Path]:
     parent.mkdir(parents=True, exist_ok=True)
     sweep(parent)
     folder, held = _owned(parent, name)
+    with _removed_after(folder, held):
+        yield folder
+
+
+@contextmanager
+def _removed_after(folder: Path, held: Lock | None) -> Iterator[None]:
+    """The folder is removed, and its lock released, after the block or where the process ends within it."""
     gone = leftovers.note(partial(_remove, folder))
     try:
-        yield folder
+        yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         gone()
@@ -109,14 +116,8 @@ def alone(parent: Path, name: str, wait: Callable[[], object]) -> Iterator[None]
             continue
         except OSError:
             break
-    gone = leftovers.note(partial(_remove, folder))
-    try:
+    with _removed_after(folder, held):
         yield
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        gone()
-        if held:
-            held.close()
 
 
 @contextmanager

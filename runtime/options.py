@@ -23,8 +23,6 @@ Group = TypeVar("Group")
 Result = TypeVar("Result")
 
 MODEL_FLAGS = ("-m", "-hf", "-hfr", "--hf-repo", "-mu", "--model-url")  # llama.cpp's, of a model
-
-
 MANY = (1 << 31) - 1  # more than anybody needs of anything that is counted
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mlc_amd.runtime.engine.requests import Request, Scoring
 from mlc_amd.runtime.engine.step_loop import StepLoop
-from mlc_amd.runtime.sampling.sampler import most_likely, not_finite
+from mlc_amd.runtime.sampling.sampler import log_sums, most_likely, not_finite
 
 
 class TokenScore(NamedTuple):
@@ -52,12 +52,10 @@ def score(logits: np.ndarray, token: int, count: int) -> TokenScore:
     """Of a token in the place that these logits, float32 [vocab], predict. UserError for one that is not finite."""
     if not np.isfinite(logits).all():
         raise not_finite()
-    values = logits.astype(np.float64)
-    largest = values.max()
-    total = largest + np.log(np.exp(values - largest).sum())
+    total = float(log_sums(logits))
     top = most_likely(logits, min(count, len(logits))) if count else ()
     rank = int((logits > logits[token]).sum()) + 1
-    return TokenScore(float(values[token] - total), rank, tuple((int(one), float(values[one] - total)) for one in top))
+    return TokenScore(float(logits[token]) - total, rank, tuple((int(one), float(logits[one]) - total) for one in top))
 
 
 async def computed(loop: StepLoop, ids: list[int], count: int, client: Hashable) -> list[TokenScore]:

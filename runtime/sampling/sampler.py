@@ -144,6 +144,13 @@ def most_likely(logits: np.ndarray, k: int) -> np.ndarray:
     return found if candidates is None else candidates[found]
 
 
+def log_sums(logits: np.ndarray) -> np.ndarray:
+    """float64 [..]: the logarithm of the sum of e**logit of each row of float32 [.., vocab]."""
+    values = logits.astype(np.float64)
+    largest = values.max(-1, keepdims=True)
+    return np.log(np.exp(values - largest).sum(-1)) + largest[..., 0]
+
+
 def _nucleus(logits: np.ndarray, top_p: float, largest: float) -> np.ndarray:
     """Indices of the smallest set of most probable tokens whose probabilities sum to at least `top_p`."""
     total = float(np.exp(logits - largest).sum(dtype=np.float64))

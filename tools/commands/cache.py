@@ -38,8 +38,7 @@ def run(
     Args:
         action: ls lists the models; ps those in use; rm removes those of that name; prune removes those that no
             command would find any more (their file has changed or is gone, another version compiled them), and what
-            --older and --max-size
-            say.
+            --older and --max-size say.
         name: for rm: a name as ls shows it, a pattern such as 'llama-*', or what the model was compiled from.
         older: for prune: also those that were not used for so long, as 12h, 30d or 8w.
         max_size: for prune: also the least recently used ones, until the others take at most so much, as 500M or 20G.

@@ -11,6 +11,7 @@ import numpy as np
 
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.options import MANY, LoadOptions, Option
+from mlc_amd.runtime.sampling.sampler import log_sums
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.options import Json, Without
 from mlc_amd.tools.terminal import display
@@ -77,9 +78,8 @@ def run(
 def negative_log_likelihoods(logits: np.ndarray, following: np.ndarray) -> np.ndarray:
     """float64 [len(following)]: -log softmax(logits[i])[following[i]], in nats. logits: f32 [n, vocab], n >=
     len(following)."""
-    rows = logits[: len(following)].astype(np.float64)
-    rows -= rows.max(axis=1, keepdims=True)
-    return np.log(np.exp(rows).sum(axis=1)) - rows[np.arange(len(following)), following]
+    rows = logits[: len(following)]
+    return log_sums(rows) - rows[np.arange(len(following)), following]
 
 
 def _count(available: int, wanted: int | None, context: int) -> int:

@@ -1,9 +1,9 @@
 """Which file of a hub's repository a name means.
 
 In: a name, OWNER/REPO or OWNER/REPO:QUANT, also with what browsers and other programs put around it, and the
-repository's files. Out: its models, and the one of them that is
-meant. Nothing here reads a disk or a network. The rules are those of llama.cpp's `-hf` (common/download.cpp), which
-takes the first of several models that a QUANT fits, where this is a UserError.
+repository's files. Out: its models, and the one of them that is meant. Nothing here reads a disk or a network. The
+rules are those of llama.cpp's `-hf` (common/download.cpp), which takes the first of several models that a QUANT fits,
+where this is a UserError.
 """
 
 import re

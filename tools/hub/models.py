@@ -2,8 +2,8 @@
 
 A model is an artifact folder, a GGUF file, a folder with one, the name of a hub's model (OWNER/REPO or
 OWNER/REPO:QUANT, downloaded on first use), the name of one that ollama has here, or nothing ($MLC_AMD_MODEL, else the
-bundled demo). GGUF files and synthetic models are compiled on first
-use into the user's cache (model_cache.py), and found there later.
+bundled demo). GGUF files and synthetic models are compiled on first use into the user's cache (model_cache.py), and
+found there later.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _ID_LENGTH, _ID_CHARACTERS = 9, string.ascii_letters + string.digits
 async def answer(
     library: Library, request: forms.AnswerRequest, told: Callable[[str, Stats], None] = lambda model, stats: None
 ) -> "Answering":
-    """Begins the answers to a request. told: is told the model and the statistics of each answer at its end. Raises
+    """Begins the answers to a request. told: called with the model and the statistics of each answer at its end. Raises
     what the request gets instead: ApiError, UserError (400), QueueFull."""
     model = await library.acquire(request.model)
     try:

@@ -60,7 +60,7 @@ def loading() -> ApiError:
 
 
 def reported(error: BaseException) -> ApiError:
-    """What a client is told of an exception; a bug's traceback goes to stderr, the server's log."""
+    """What the response says of an exception; a bug's traceback goes to stderr, the server's log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):

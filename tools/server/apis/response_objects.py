@@ -142,8 +142,8 @@ class ResponseStore:
 
 
 class ResponseEvents(Encoder):
-    """The encoder of streamed responses. begun: the response without output. keep: is told the whole response and its
-    blocks.
+    """The encoder of streamed responses. begun: the response without output. keep: called with the whole response and
+    its blocks.
 
         response.created, response.in_progress
         for each item: response.output_item.added
