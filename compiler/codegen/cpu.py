@@ -6,14 +6,16 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import tvm
 from tvm import s_tir, tirx
 
-from mlc_amd.compiler.codegen.lower import has_blocks
+from mlc_amd.compiler.codegen.lower import has_blocks, in_threads
 from mlc_amd.compiler.codegen.object_cache import ObjectCache
+from mlc_amd.compiler.codegen.shared_code import representatives
 from mlc_amd.compiler.codegen.target import Target, TensorTypes
 from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig
@@ -33,6 +35,7 @@ from mlc_amd.schedules.operators.attention import SLOTS
 COMPILERS = ("cc", "gcc", "clang")  # any of them will do; else the ziglang package's
 NATIVE = Path(devices.__file__).parent / "cpu.c"
 LIBRARY = "kernels.so"
+SYMBOL = "__tvm_ffi_"  # before a kernel's name in an object file
 LONG = 512  # rows of a chunk
 OBJECTS = ObjectCache()
 
@@ -95,7 +98,7 @@ class CpuTarget(Target):
 
     def compile_arch(self, arch, kernels, directory, step=lambda name: None, workers=1):
         """As `Target.compile_arch`. Nothing is launched but the functions themselves."""
-        names = sorted(kernels)
+        codes = representatives(kernels)
 
         def build(name: str) -> str:
             path = directory / f"{name}.o"
@@ -108,16 +111,15 @@ class CpuTarget(Target):
             step(name)
             return str(path)
 
-        with ThreadPoolExecutor(workers) as pool:
-            try:
-                objects = list(pool.map(build, names))
-            finally:  # after an error or Ctrl-C, what has not begun is not wanted
-                pool.shutdown(wait=True, cancel_futures=True)
-        link_shared(objects, directory / LIBRARY)
+        objects = in_threads(build, sorted({*codes.values()}), workers)
+        others = {name: code for name, code in sorted(codes.items()) if name != code}
+        link_shared(objects, directory / LIBRARY, others)
+        for name in others:
+            step(name)
         for path in objects:
             Path(path).unlink()
-        steps = {name: [{"symbol": name, "args": list(range(len(params(kernels[name]))))}] for name in names}
-        return LIBRARY, {name: {"scratch": [], "steps": steps[name]} for name in names}
+        steps = {name: [{"symbol": name, "args": list(range(len(params(kernels[name]))))}] for name in sorted(kernels)}
+        return LIBRARY, {name: {"scratch": [], "steps": steps[name]} for name in steps}
 
 
 # What kernels need of TVM's default pipeline. Most of that one's time goes into what LLVM does again (common
@@ -159,12 +161,14 @@ def build_module(kernels: dict[str, tirx.PrimFunc], target: tvm.target.Target) -
     return tvm.get_global_func("target.build.llvm")(_LOWERING(mod), target)
 
 
-def link_shared(objects: list[str], output: Path) -> None:
-    """Links object files of kernels, and what they run on, to a shared library. UserError without a C compiler."""
+def link_shared(objects: list[str], output: Path, others: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Links object files of kernels, and what they run on, to a shared library. others: further names of kernels, and
+    the kernels' own. UserError without a C compiler."""
+    names = [f"-Wl,--defsym,{SYMBOL}{name}={SYMBOL}{own}" for name, own in others.items()]
     with temporary("link") as folder:
         native = folder / "native.o"
         native.write_bytes(_native())
-        compile_c("-shared", "-pthread", "-o", str(output), *objects, str(native), "-lm")
+        compile_c("-shared", "-pthread", "-o", str(output), *names, *objects, str(native), "-lm")
 
 
 @functools.lru_cache(maxsize=1)

@@ -14,6 +14,7 @@ import tvm
 from tvm import relax, te
 
 from mlc_amd.compiler import nodes, ops
+from mlc_amd.compiler.codegen.shared_code import relaunched, representatives
 from mlc_amd.compiler.codegen.target import Target, TensorTypes
 from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig
@@ -212,7 +213,7 @@ class GpuTarget(Target):
 
     @abstractmethod
     def compile_for(
-        self, arch, kernels: dict[str, tvm.tirx.PrimFunc], directory: Path, lowered
+        self, arch, kernels: dict[str, tvm.tirx.PrimFunc], directory: Path, lowered, workers: int
     ) -> tuple[str, dict, dict]:
         """Compiles one arch's kernels. Returns the file in `directory`, `lower.Function` by kernel, and by symbol what
         a launch's entry in the manifest says besides symbol, grid, block and args."""
@@ -229,12 +230,18 @@ class GpuTarget(Target):
 
         for arch in self.archs:
             kernels = {name: self.kernel(name, arch) for name in names} | (own := self.own_kernels(arch))
-            libraries[arch.name], launches[arch.name] = self.compile_arch(arch, kernels, directory, step)
+            libraries[arch.name], launches[arch.name] = self.compile_arch(arch, kernels, directory, step, workers)
             step("")
         return {"libraries": libraries, "launches": launches}
 
     def compile_arch(self, arch, kernels, directory, step=lambda name: None, workers=1):
-        library, functions, facts = self.compile_for(arch, kernels, directory, step)
+        codes = representatives(kernels)
+        compiled = {name: kernel for name, kernel in kernels.items() if codes[name] == name}
+        library, made, facts = self.compile_for(arch, compiled, directory, step, workers)
+        functions = {name: made[name] for name in compiled}
+        for name in kernels.keys() - compiled.keys():
+            functions[name] = relaunched(made[codes[name]], kernels[name])
+            step(name)
         return library, {
             name: {
                 "scratch": list(function.scratch),

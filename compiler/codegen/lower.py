@@ -7,12 +7,16 @@ the host function is only read (for grids, scratch buffers and the kernels' argu
 Differences from TVM's pipeline: StorageRewrite is left out (it makes LDS buffers of different types share memory
 through global addresses), CompactBufferAllocation for kernels without blocks (all of ours: it took most of the time,
 and cut no more than the padding after an LDS buffer's last row), what takes long and changes no kernel
-(InjectPermutedLayout, InjectVirtualThread, RemoveNoOp) or none of LLVM's code (HoistIfThenElse; it also took loads of
-fragments for loads of nothing), and whatever the generator names (`lower`).
+(InjectPermutedLayout, InjectVirtualThread, RemoveNoOp, RenormalizeSplitPattern, the first of two StmtSimplify) or none
+of LLVM's code (HoistIfThenElse; it also took loads of fragments for loads of nothing), and whatever the generator names
+(`lower`).
 """
 
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
+from typing import TypeVar
 
 import tvm
 import tvm.s_tir.pipeline  # registers the passes' options
@@ -21,6 +25,7 @@ from tvm import s_tir, tirx
 
 from mlc_amd.compiler import nodes
 
+Result = TypeVar("Result")
 AXES = "xyz"
 LAUNCH_AXES = tuple(f"{kind}.{axis}" for kind in ("blockIdx", "threadIdx") for axis in AXES)
 
@@ -55,14 +60,22 @@ def _passes():
         t.CanonicalizeLoop(), t.LowerCrossThreadReduction(), t.LowerInitBlock(),
         t.PlanAndUpdateBufferAllocationLocation(), t.ConvertBlocksToOpaque(), t.LiftThreadBinding(),
         t.ManifestSharedMemoryLocalStage(), t.CompactBufferAllocation(), t.LowerAutoCopy(), t.UnifyThreadBinding(),
-        t.LowerMatchBuffer(), t.StmtSimplify(), t.AnnotateIrregularLoop(), t.InjectSoftwarePipeline(),
+        t.LowerMatchBuffer(), t.AnnotateIrregularLoop(), t.InjectSoftwarePipeline(),
         t.TransformMmaBufferLayout(), t.LowerOpaqueBlock(), x.FlattenBuffer(), x.BF16ComputeLegalize(),
         x.NarrowDataType(32), t.LoopPartition(), x.VectorizeLoop(True), t.InjectDoubleBuffer(), x.UnrollLoop(),
-        t.RenormalizeSplitPattern(), x.StmtSimplify(), t.RewriteUnsafeSelect(), x.CommonSubexprElim(),
-        x.FP8ComputeLegalize(), x.VerifyMemory(), x.AnnotateEntryFunc(), t.ThreadSync("shared"),
-        t.ThreadSync("shared.dyn"), t.ThreadSync("warp"), t.InferFragment(), t.LowerThreadAllreduce(),
-        t.MergeSharedMemoryAllocations(), x.SplitHostDevice(),
+        x.StmtSimplify(), t.RewriteUnsafeSelect(), x.CommonSubexprElim(), x.FP8ComputeLegalize(), x.VerifyMemory(),
+        x.AnnotateEntryFunc(), t.ThreadSync("shared"), t.ThreadSync("shared.dyn"), t.ThreadSync("warp"),
+        t.InferFragment(), t.LowerThreadAllreduce(), t.MergeSharedMemoryAllocations(), x.SplitHostDevice(),
     ]  # fmt: skip
+
+
+def in_threads(work: Callable[[str], Result], names: Iterable[str], workers: int) -> list[Result]:
+    """work(name) of each, by so many threads. After an error or Ctrl-C, what has not begun is not begun."""
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            return list(pool.map(work, names))
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def lower(name: str, func: tirx.PrimFunc, arch, target, leave_out=()) -> tuple[Function, dict[str, tirx.PrimFunc]]:

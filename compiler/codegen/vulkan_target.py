@@ -43,8 +43,8 @@ class VulkanTarget(GpuTarget):
             kernels["fragment_probe"] = fragment_probe(arch.lane_matrix, arch.wave, "fragment_probe")
         return kernels
 
-    def compile_for(self, profile, kernels, directory, lowered):
-        module = compile_spirv(kernels, profile, lowered=lowered)
+    def compile_for(self, profile, kernels, directory, lowered, workers):
+        module = compile_spirv(kernels, profile, lowered, workers)
         library, facts, place = f"kernels-{re.sub(r'[^a-z0-9]+', '-', profile.name)}.spv", {}, 0
         with open(directory / library, "wb") as file:
             for symbol, kernel in module.modules.items():

@@ -23,7 +23,7 @@ import tvm
 from tvm import tirx
 
 from mlc_amd.compiler.codegen.functions import expand
-from mlc_amd.compiler.codegen.lower import Function, lower
+from mlc_amd.compiler.codegen.lower import Function, in_threads, lower
 from mlc_amd.compiler.codegen.spirv.emitter import Emitter
 from mlc_amd.compiler.codegen.spirv.types import Unsupported
 from mlc_amd.schedules.gpu.base.profiles import Profile
@@ -33,9 +33,7 @@ LEAVE_OUT = (
     # the generator's matter
     "s_tir.LowerThreadAllreduce",
     # put bound values back into the expressions that use them, which can make huge ones, and take them out again
-    "s_tir.StmtSimplify", "tirx.StmtSimplify", "tirx.CommonSubexprElim",
-    # takes seconds to find what kernels use of buffers that have the right size already
-    "s_tir.CompactBufferAllocation",
+    "tirx.StmtSimplify", "tirx.CommonSubexprElim",
 )  # fmt: skip
 
 
@@ -70,21 +68,25 @@ class SpirvModule:
     functions: dict[str, Function]
 
 
-def compile_spirv(kernels: dict[str, tirx.PrimFunc], profile: Profile, lowered=lambda name: None) -> SpirvModule:
-    """SPIR-V for all of `kernels` (name: PrimFunc with bound threads, static extents, buffers as parameters). `lowered`
-    is called as each one is done.
+def compile_spirv(
+    kernels: dict[str, tirx.PrimFunc], profile: Profile, lowered=lambda name: None, workers: int = 1
+) -> SpirvModule:
+    """SPIR-V for all of `kernels` (name: PrimFunc with bound threads, static extents, buffers as parameters), made by
+    `workers` threads. `lowered` is called as each one is done.
 
     ValueError for a kernel that the profile cannot run (too many threads, too much shared memory, extents unknown at
     compile time) or that has something in it for which there is no SPIR-V; it names the kernel.
     """
-    target, modules, functions = vulkan_target(profile), {}, {}
-    for name, func in kernels.items():
-        functions[name], devices = lower(name, func, profile, target, LEAVE_OUT)
+    target = vulkan_target(profile)
+
+    def emit(name: str) -> tuple[Function, dict[str, SpirvKernel]]:
+        func, modules = kernels[name], {}
+        function, devices = lower(name, func, profile, target, LEAVE_OUT)
         coherent = {str(param) for param in func.attrs[COHERENT]} if COHERENT in func.attrs else set()
         devices = _finalize(tvm.IRModule(devices))
         by_symbol = {gv.name_hint: device for gv, device in devices.functions.items()}
-        for launch in functions[name].launches:
-            params = functions[name].params
+        for launch in function.launches:
+            params = function.params
             shared = [i for i, arg in enumerate(launch.args) if arg < len(params) and params[arg] in coherent]
             try:
                 done = Emitter(by_symbol[launch.symbol], profile, launch.block, shared).run()
@@ -94,7 +96,11 @@ def compile_spirv(kernels: dict[str, tirx.PrimFunc], profile: Profile, lowered=l
             capabilities = tuple(sorted(done.asm.capabilities))
             modules[launch.symbol] = SpirvKernel(done.binary, launch.grid, *facts, capabilities)
         lowered(name)
-    return SpirvModule(modules, functions)
+        return function, modules
+
+    made = dict(zip(kernels, in_threads(emit, kernels, workers), strict=True))
+    modules = {symbol: module for _, of_one in made.values() for symbol, module in of_one.items()}
+    return SpirvModule(modules, {name: function for name, (function, _) in made.items()})
 
 
 @functools.cache

@@ -70,10 +70,12 @@ def live_rows(state: Buffer, m: int, minimum: int = 1) -> Expr:
     return T.int32(1) if m == 1 else T.Bind(T.max(T.min(state[1], T.int32(m)), T.int32(1)))
 
 
-def if_live(state: Buffer, m: int, row: Expr) -> Frame:
+def if_live(state: Buffer, m: int | None, row: Expr) -> Frame:
     """`with if_live(..):` around what is done for live rows only: a loop of 0 or 1 iterations, since TVM refuses
-    barriers in an `if`."""
-    return T.serial(1) if m == 1 else T.serial(T.Select(row < live_rows(state, m), T.int32(1), T.int32(0)))
+    barriers in an `if`. row: of the m that the launch has, of which at least one is live; m=None: of any number."""
+    if m == 1:
+        return T.serial(1)
+    return T.serial(T.Select(row < T.Bind(T.max(state[1], T.int32(1))), T.int32(1), T.int32(0)))
 
 
 @contextmanager

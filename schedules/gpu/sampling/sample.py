@@ -58,9 +58,9 @@ def sample(op: Sample, arch: Device, name: str, plan: None = None) -> tirx.PrimF
         args = sample_args(op)
         Parts = T.alloc_buffer((n, parts, FACTS), "float32")
         found = Found(Parts, T.alloc_buffer((n, parts * (arch.threads // team_of(arch))), "float32"))
-        with launch((parts, n), (arch.wave, waves)) as (part, row, lane, wave), if_live(state, n, row):
+        with launch((parts, n), (arch.wave, waves)) as (part, row, lane, wave), if_live(state, None, row):
             _survey(args, op.vocab, found, Group(arch, lane, wave, waves), part, row)
-        with launch((n,), (arch.wave, most)) as (row, lane, wave), if_live(state, n, row):
+        with launch((n,), (arch.wave, most)) as (row, lane, wave), if_live(state, None, row):
             _choose(args, op.vocab, found, Group(arch, lane, wave, most), row)
     return ir.get()
 
