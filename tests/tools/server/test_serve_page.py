@@ -123,6 +123,15 @@ def test_conversation(visit, address):
     assert re.search(r"tokens/s · \d+ tokens · first after [\d.]+ s", said.locator(".figures").inner_text())
     assert page.title().startswith(QUESTION)
 
+    used = page.locator(".context").get_by_text(re.compile(r"^\d+ of 2,048 tokens$"))
+    used.wait_for()
+    before = int(used.inner_text().split()[0])
+    page.get_by_label("Message", exact=True).fill("What does os.path.split do?")
+    page.wait_for_function(
+        "before => parseInt(document.querySelector('.context').textContent.match(/\\d+/)[0]) > before", arg=before
+    )
+    page.get_by_label("Message", exact=True).fill("")
+
     page.keyboard.press("ArrowUp")
     page.get_by_role("textbox", name="Edit the message").fill("What does os.path.split do?")
     page.keyboard.press("Enter")
