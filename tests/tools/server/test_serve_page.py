@@ -111,6 +111,8 @@ def test_policy(browser, address):
 def test_conversation(visit, address):
     page = visit(key=None)
     page.get_by_label("Key", exact=True).fill(KEY)
+    assert page.locator("#model").inner_text() == "This server needs an API key."
+    assert page.locator("#model.failed").count() == page.get_by_role("alert").count() == 0
     page.get_by_role("button", name="Use key").click()
     page.wait_for_function("() => document.querySelector('#model')?.value === 'one'")
     assert visit.wrong == ["Failed to load resource: the server responded with a status of 401 (Unauthorized)"]
