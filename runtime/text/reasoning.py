@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mlc_amd.runtime.text.marks import split_at
+from mlc_amd.runtime.text.traced_text import Traced
 
 Kind = Literal["thinking", "final", "tool"]
 
@@ -52,8 +53,12 @@ class ReasoningFormat(ABC):
     marks: tuple[str, ...]
 
     @abstractmethod
-    def parser(self, prompt: str) -> Parser:
-        """A parser of the answer to this rendered prompt."""
+    def begun(self, prompt: Traced, thought: str, text: str) -> Traced:
+        """The prompt of an answer that begins with these: after the thinking, in the answer itself."""
+
+    @abstractmethod
+    def parser(self, prompt: str, continued: bool = False) -> Parser:
+        """A parser of the answer to this rendered prompt. continued: of one that `begun` made."""
 
 
 # ---- thinking between two marks, then the answer
@@ -65,16 +70,25 @@ class Tags(ReasoningFormat):
 
     label: str = ""
 
-    def parser(self, prompt: str) -> Parser:
+    def begun(self, prompt: Traced, thought: str, text: str) -> Traced:
         opening, closing = self.marks[0] + self.label, self.marks[1]
-        return _TagParser(opening, closing, prompt.rstrip().endswith(opening))
+        end = prompt.rstrip()
+        if not end.endswith(opening) and thought and not end.endswith(closing):
+            prompt, end = prompt + Traced.all_own(f"{opening}\n"), opening
+        if end.endswith(opening):
+            prompt += thought.strip() + Traced.all_own(f"\n{closing}\n\n")
+        return prompt + text
+
+    def parser(self, prompt: str, continued: bool = False) -> Parser:
+        opening, closing = self.marks[0] + self.label, self.marks[1]
+        thinking = prompt.rstrip().endswith(opening)
+        return _TagParser(opening, closing, "final" if continued else "thinking" if thinking else "start")
 
 
 class _TagParser(Parser):
-    def __init__(self, opening: str, closing: str, thinking: bool):
+    def __init__(self, opening: str, closing: str, state: Literal["start", "thinking", "between", "final"]):
         super().__init__()
-        self._opening, self._closing = opening, closing
-        self._state: Literal["start", "thinking", "between", "final"] = "thinking" if thinking else "start"
+        self._opening, self._closing, self._state = opening, closing, state
         self._thought = False  # there was some thinking
 
     def _scan(self, text: str, last: bool) -> list[AnswerPart]:
@@ -114,15 +128,23 @@ class Harmony(ReasoningFormat):
     """`<|start|>assistant to=RECIPIENT<|channel|>CHANNEL <|constrain|>TYPE<|message|>TEXT<|end|>`, several in an answer
     (https://cookbook.openai.com/articles/openai-harmony). The prompt ends within the first message's header."""
 
-    def parser(self, prompt: str) -> Parser:
-        return _HarmonyParser(self.marks)
+    def begun(self, prompt: Traced, thought: str, text: str) -> Traced:
+        start, channel, _, message, end = map(Traced.all_own, self.marks)
+        if thought:
+            prompt += channel + Traced.all_own("analysis") + message + thought + end
+            prompt += start + Traced.all_own("assistant")
+        return prompt + channel + Traced.all_own("final") + message + text
+
+    def parser(self, prompt: str, continued: bool = False) -> Parser:
+        return _HarmonyParser(self.marks, None if continued else "")
 
 
 class _HarmonyParser(Parser):
-    def __init__(self, marks: tuple[str, ...]):
+    def __init__(self, marks: tuple[str, ...], header: str | None):
+        """header: None: within the text of a message."""
         super().__init__()
         self._start, self._channel, _, self._message, self._end = marks
-        self._header: str | None = ""  # None: within the text of a message
+        self._header = header
         self._kind: Kind = "final"
         self._recipient = ""
         self._messages = 0

@@ -119,13 +119,14 @@ class Answering(AsyncIterator[list[forms.Event]]):
         assert isinstance(request, forms.ChatRequest), "there are two kinds"
         tools = read_tools(request.callable_tools)
         text, ids = model.prompter.prompt(request)
+        asked = None if request.continues else text  # what is left of a begun answer has no thinking
         if not tools:
-            return _Prepared([ids], self._grammar(wanted, text), text, shown=model.reasoning.marks)
+            return _Prepared([ids], self._grammar(wanted, asked), text, shown=model.reasoning.marks)
         if isinstance(wanted, forms.Pattern):
             raise invalid("with tools an answer can be JSON by a schema, but match no grammar or regular expression")
         schema = wanted.schema if isinstance(wanted, forms.ResponseFormat) else None
         grammar = model.grammars.tool_calls(
-            model.calls, tools, request.tool_choice, request.parallel_tool_calls, text, schema
+            model.calls, tools, request.tool_choice, request.parallel_tool_calls, asked, schema
         )
         return _Prepared([ids], grammar, text, tools, model.reasoning.marks + model.calls.marks)
 
@@ -214,11 +215,12 @@ class AnswerEvents:
     ) -> None:
         self._model, self._index, self._stops = model, index, request.stop
         self._silent = request.max_tokens == 0  # its only token is for the cache
-        self._parser = None if prompt is None else model.reasoning.parser(prompt)
+        continued = isinstance(request, forms.ChatRequest) and request.continues
+        self._parser = None if prompt is None else model.reasoning.parser(prompt, continued)
         self._calls = CallParser(model.calls, tools) if tools else None
         self._called = False
         # The white space until the first text is the fallback template's.
-        self._strips = prompt is not None and model.engine.chat_template.is_fallback
+        self._strips = prompt is not None and not continued and model.engine.chat_template.is_fallback
         self._thought = 0  # tokens
         self._logprobs: list[forms.TokenLogprob] = []  # of tokens whose text is still to come
 

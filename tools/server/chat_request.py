@@ -76,7 +76,7 @@ class ChatRequest(AnswerRequest):
     messages            in the form of chat templates: {"role", "content": str}, assistant messages with "tool_calls"
                         ({"id", "type": "function", "function": {"name", "arguments": object}}) and
                         "reasoning_content", tool messages with "tool_call_id"; see prompts.py. If the last one is the
-                        assistant's, the answer continues it
+                        assistant's, the answer continues its text (without a text, there is a new one)
     tools               OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}
     tool_choice         "auto", "none", "required", or the name of a function as {"name": ..}
     thinking            values of `chat_template.THINKING` by preference: the first that the template has a switch for
@@ -94,6 +94,16 @@ class ChatRequest(AnswerRequest):
     def callable_tools(self) -> Sequence[Mapping[str, Any]]:
         """The tools, unless none may be called."""
         return () if self.tool_choice == "none" else self.tools
+
+    @property
+    def is_begun(self) -> bool:
+        """The last message is the beginning of the answer."""
+        return self.messages[-1]["role"] == "assistant" and not self.messages[-1].get("tool_calls")
+
+    @property
+    def continues(self) -> bool:
+        """The answer continues a text."""
+        return self.is_begun and bool(self.messages[-1]["content"])
 
 
 @dataclass(frozen=True, kw_only=True)

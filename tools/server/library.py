@@ -44,7 +44,9 @@ class LoadedModel:
         except UserError:
             self.tool_template = engine.chat_template
         self.calls = tool_calls.detect(engine.tokenizer.has_token, self.tool_template.source)
-        self.prompter = Prompter(engine.tokenizer, engine.chat_template, self.tool_template, self.calls.instructed)
+        self.prompter = Prompter(
+            engine.tokenizer, engine.chat_template, self.tool_template, self.calls.instructed, self.reasoning
+        )  # fmt: skip
         for template in (engine.chat_template, self.tool_template):
             template.start()
         self._lock = threading.Lock()

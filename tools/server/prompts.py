@@ -15,6 +15,7 @@ from typing import Any
 from mlc_amd.runtime.calls.call_messages import with_tools
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.text.chat_template import ChatTemplate
+from mlc_amd.runtime.text.reasoning import ReasoningFormat
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 from mlc_amd.runtime.text.traced_text import Traced
 from mlc_amd.tools.server.chat_request import ChatRequest, parsed_arguments, tool_call
@@ -119,13 +120,18 @@ def _with_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 class Prompter:
     """Makes the prompts of one model. Thread-safe. tool_template: for requests with tools. instructed: it knows none:
-    an instruction explains them (runtime/calls/call_messages.py)."""
+    an instruction explains them (runtime/calls/call_messages.py). thinking: its format, for answers that continue."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate, tool_template: ChatTemplate, instructed: bool
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        tool_template: ChatTemplate,
+        instructed: bool,
+        thinking: ReasoningFormat,
     ) -> None:
         self._tokenizer, self._template, self._tool_template = tokenizer, template, tool_template
-        self._instructed = instructed
+        self._instructed, self._thinking = instructed, thinking
 
     def prompt(self, request: ChatRequest) -> tuple[str, list[int]]:
         """The rendered text and its ids. UserError for what the template refuses."""
@@ -137,10 +143,11 @@ class Prompter:
             variables |= {"tools": tools} if tools else {}
         elif tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
             messages = with_tools(messages, tools)
-        begun = ""
-        if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
-            begun = messages.pop()["content"]
-        text = _rendered(template, messages, variables) + begun
+        begun = messages.pop() if request.is_begun else None
+        text = _rendered(template, messages, variables)
+        if begun and begun["content"]:
+            thought = begun.get("reasoning_content", "") if self._tokenizer.has_token(self._thinking.marks[0]) else ""
+            text = self._thinking.begun(text, thought, begun["content"])
         return text, self._tokenizer.encode_prompt(text)
 
     def _switch(self, thinking: Sequence[str]) -> dict[str, Any]:

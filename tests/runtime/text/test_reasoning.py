@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from mlc_amd.runtime.text.reasoning import DEFAULT, FORMATS, ReasoningFormat, detect
+from mlc_amd.runtime.text.traced_text import Traced
 
 HARMONY = FORMATS[0]
 # (format, end of the prompt, answer, its parts as (kind, recipient, text))
@@ -79,6 +80,37 @@ def test_parts(found, prompt, answer, expected):
     assert parts(found, prompt, list(answer)) == expected
     for at in range(len(answer)):
         assert parts(found, prompt, [answer[:at], "", answer[at:]]) == expected
+
+
+# (format, end of the prompt, thought, the prompt after it with the answer's text TEXT)
+TEXT = "Write <think>"
+BEGUN = [
+    (DEFAULT, "A", "", "A{}"),
+    (DEFAULT, "A", "</think>", "A<think>\n{}\n</think>\n\n{}"),
+    (DEFAULT, "A<think>\n", "", "A<think>\n\n</think>\n\n{}"),
+    (DEFAULT, "A<think>\n", "Hm.", "A<think>\n{}\n</think>\n\n{}"),
+    (DEFAULT, "A<think>\n\n</think>\n\n", "Hm.", "A<think>\n\n</think>\n\n{}"),
+    (HARMONY, "<|start|>assistant", "", "<|start|>assistant<|channel|>final<|message|>{}"),
+    (
+        HARMONY,
+        "<|start|>assistant",
+        "<|end|>",
+        "<|start|>assistant<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("found", "prompt", "thought", "expected"), BEGUN)
+def test_begun_answers_are_continued_in_their_text(found, prompt, thought, expected):
+    """What the client says of the answer's beginning becomes no mark, and what follows is no thinking."""
+    made = found.begun(Traced.all_own(prompt), thought, TEXT)
+    assert made == expected.format(*[thought, TEXT][-expected.count("{}") :])
+    own = "".join(made[start:stop] for start, stop in made.spans())
+    assert own == expected.replace("{}", "")
+    parser = found.parser(made, continued=True)
+    assert [(part.kind, part.text) for part in [*parser.feed(" <think>x"), *parser.finish()]] == [
+        ("final", " <think>x")
+    ]
 
 
 def test_parts_come_as_early_as_they_are_certain():

@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,7 +26,8 @@ WAIT = 30.0  # seconds that an answer waits for an Event: then its test has fail
 @dataclass
 class ScriptedAnswer:
     """thinking, text: what the model says; at an Event it waits until that is set. rate: tokens per second, 0: all at
-    once. status, error: of a refusal. cut: the connection ends before the answer does."""
+    once. status, error, code: of a refusal. cut: the connection ends before the answer does. finish, prompt_tokens: of
+    its end."""
 
     text: str | Sequence[str | Event] = ""
     thinking: str = ""
@@ -34,12 +35,16 @@ class ScriptedAnswer:
     status: int = 200
     error: str = ""
     cut: bool = False
+    code: str | None = None
+    finish: str = "stop"
+    prompt_tokens: int = 20
 
 
 class ScriptedServer:
     def __init__(self) -> None:
         self.answers: deque[ScriptedAnswer] = deque()
         self.requests: list[dict[str, Any]] = []
+        self.loading = 0  # so many requests for the list of models are too early
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._http.daemon_threads = True
         self._http.script = self  # type: ignore[attr-defined]
@@ -60,6 +65,10 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
+        script: ScriptedServer = self.server.script  # type: ignore[attr-defined]
+        if self.path == "/v1/models" and script.loading:
+            script.loading -= 1
+            return self._refuse(503, "loading model: try again later", "loading_model")
         if self.path == "/v1/models":
             models = [{"id": name, "object": "model", "meta": {"n_ctx": 8192}} for name in ("one", "two")]
             return self._whole(200, "application/json", json.dumps({"object": "list", "data": models}).encode())
@@ -70,11 +79,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         script: ScriptedServer = self.server.script  # type: ignore[attr-defined]
-        script.requests.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/tokenize":
+            ids = list(range(len(body["content"].split())))
+            return self._whole(200, "application/json", json.dumps({"tokens": ids}).encode())
+        script.requests.append(body)
         answer = script.answers.popleft()
         if answer.status != 200:
-            body = json.dumps({"error": {"message": answer.error, "code": answer.status}}).encode()
-            return self._whole(answer.status, "application/json", body)
+            return self._refuse(answer.status, answer.error, answer.code)
         self._begin(200, "text/event-stream")
         self.end_headers()
         with suppress(BrokenPipeError, ConnectionResetError):  # the page stopped the answer
@@ -94,8 +106,8 @@ class _Handler(BaseHTTPRequestHandler):
                 count += 1
         if answer.cut:
             return
-        self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-        usage = {"prompt_tokens": 20, "completion_tokens": count}
+        self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish}]})
+        usage = {"prompt_tokens": answer.prompt_tokens, "completion_tokens": count}
         rate = count / max(time.monotonic() - begin, 1e-3)
         self._event({"choices": [], "usage": usage, "timings": {"predicted_per_second": rate}})
         self.wfile.write(b"data: [DONE]\n\n")
@@ -110,8 +122,14 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in PAGE_HEADERS.items():
             self.send_header(name, value)
 
-    def _whole(self, status: int, kind: str, body: bytes) -> None:
+    def _refuse(self, status: int, message: str, code: str | None) -> None:
+        body = json.dumps({"error": {"message": message, "code": code}}).encode()
+        self._whole(status, "application/json", body, {"retry-after": "1"} if status == 503 else {})
+
+    def _whole(self, status: int, kind: str, body: bytes, headers: Mapping[str, str] = {}) -> None:
         self._begin(status, kind)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -211,6 +211,15 @@ def test_the_last_message_may_be_continued(served):
     assert rest[:4] == whole[12:16]
 
 
+def test_what_continues_a_text_is_no_thinking(served):
+    """Also after a text about the mark of thinking."""
+    begun = {"role": "assistant", "content": "The mark is <think>", "reasoning_content": "Hm."}
+    for constraint in ({}, {"response_format": {"type": "json_object"}}):
+        body = {"messages": [*QUESTION, begun], "max_tokens": 8, **constraint}
+        message = served.post(CHAT, body)["choices"][0]["message"]
+        assert message["content"] and "reasoning_content" not in message
+
+
 def test_schemas(served):
     schema = TOOLS[0]["function"]["parameters"]
     body = {"messages": QUESTION, "max_tokens": 300, "temperature": 1.2, "seed": 3}

@@ -111,6 +111,8 @@ def test_policy(browser, address):
 def test_conversation(visit, address):
     page = visit(key=None)
     page.get_by_label("Key", exact=True).fill(KEY)
+    assert page.locator("#model").inner_text() == "This server needs an API key."
+    assert page.locator("#model.failed").count() == page.get_by_role("alert").count() == 0
     page.get_by_role("button", name="Use key").click()
     page.wait_for_function("() => document.querySelector('#model')?.value === 'one'")
     assert visit.wrong == ["Failed to load resource: the server responded with a status of 401 (Unauthorized)"]
@@ -122,6 +124,15 @@ def test_conversation(visit, address):
     assert first
     assert re.search(r"tokens/s · \d+ tokens · first after [\d.]+ s", said.locator(".figures").inner_text())
     assert page.title().startswith(QUESTION)
+
+    used = page.locator(".context").get_by_text(re.compile(r"^\d+ of 2,048 tokens$"))
+    used.wait_for()
+    before = int(used.inner_text().split()[0])
+    page.get_by_label("Message", exact=True).fill("What does os.path.split do?")
+    page.wait_for_function(
+        "before => parseInt(document.querySelector('.context').textContent.match(/\\d+/)[0]) > before", arg=before
+    )
+    page.get_by_label("Message", exact=True).fill("")
 
     page.keyboard.press("ArrowUp")
     page.get_by_role("textbox", name="Edit the message").fill("What does os.path.split do?")

@@ -7,7 +7,7 @@ import json
 from threading import Event
 
 import pytest
-from servers.page_browser import PHONE, answer, ask, chromium, set_parameters, visits
+from servers.page_browser import PHONE, answer, ask, set_parameters
 
 ATTACKS = (
     "<img src=x onerror=\"document.title='broken'; window.broken = 1\">",
@@ -34,34 +34,6 @@ LISTS = "1. one\n   - two\n2. three\n\n- [x] done\n"
 RICH = f"## A heading\n\n{WORDS * 6}\n\n{TABLE}\n{FORMULA}\n{LISTS}\n> {WORDS}\n\n{CODE}\n"
 # Milliseconds of CPU time that the page may need at once: a task beyond them is called long by browsers.
 LONG_TASK = 50
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture
-def server(browser):
-    from servers.scripted_server import ScriptedServer
-
-    with ScriptedServer() as server:
-        yield server
-
-
-@pytest.fixture
-def visit(browser, server):
-    with visits(browser, server.address) as visit:
-        yield visit
-
-
-@pytest.fixture
-def says(server):
-    """says(fields of an Answer) has the server give that answer next."""
-    from servers.scripted_server import ScriptedAnswer
-
-    return lambda **fields: server.answers.append(ScriptedAnswer(**fields))
 
 
 def distance(page, box: str = ".scroll") -> float:

@@ -3,6 +3,7 @@
  * An answer goes on when another conversation is shown. Whatever arrived is kept, however it ends. */
 
 import { ApiError, chat, type ChatMessage, type Piece } from "./api";
+import { withFiles } from "./files";
 import { effort, sampling } from "./settings";
 import type { Store } from "./store";
 import type { Figures, Message } from "./types";
@@ -19,6 +20,9 @@ export class Answers {
   private readonly running = new Map<string, Running>();
   /** The messages that this tab wrote: what is read from the store may be older. */
   private readonly written = new Map<string, Message>();
+  private readonly removed = new Set<string>();
+  /** A model is being loaded for these. */
+  private readonly loading = new Set<string>();
 
   /** `onChange`: the message grew or ended. `onUnauthorized`: the server wants a key. */
   constructor(
@@ -62,11 +66,19 @@ export class Answers {
     for (const { message, controller } of this.running.values()) if (message.conversation === conversation) controller.abort();
   }
 
+  /** Ends an answer that is removed. */
+  remove(id: string): void {
+    this.removed.add(id);
+    this.written.delete(id);
+    this.stop(id);
+  }
+
   /** Answers the branch that ends before `message`, or continues the text that it has. */
   async start(path: Message[], system: string, message: Message): Promise<void> {
     const controller = new AbortController();
     this.running.set(message.id, { controller, message });
     this.written.set(message.id, message);
+    this.removed.delete(message.id);
     Object.assign(message, { state: "partial", finish: null, error: null });
     const clock = new Clock();
     let saved = performance.now();
@@ -75,7 +87,9 @@ export class Answers {
     try {
       const chosen = effort();
       const options = { ...sampling(), ...(chosen ? { reasoning_effort: chosen } : {}) };
-      for await (const piece of chat(request(path, system, message), message.model, options, controller.signal)) {
+      const messages = request(path, system, message);
+      const asked = () => chat(messages, message.model, options, controller.signal);
+      for await (const piece of loaded(asked, controller.signal, (loading) => this.wait(message, loading))) {
         clock.add(piece);
         message.text += piece.text;
         message.thinking += piece.thinking;
@@ -94,13 +108,25 @@ export class Answers {
     }
     message.figures = clock.figures();
     this.running.delete(message.id);
+    this.loading.delete(message.id);
     this.save(message);
     this.onChange(message, true);
     if (unauthorized) this.onUnauthorized(message);
   }
 
+  isLoading(id: string): boolean {
+    return this.loading.has(id);
+  }
+
+  private wait(message: Message, loading: boolean): void {
+    if (this.loading.has(message.id) === loading) return;
+    if (loading) this.loading.add(message.id);
+    else this.loading.delete(message.id);
+    this.onChange(message, false);
+  }
+
   private save(message: Message): void {
-    this.store.save(message).catch(this.onUnsaved);
+    if (!this.removed.has(message.id)) this.store.save(message).catch(this.onUnsaved);
   }
 }
 
@@ -135,15 +161,39 @@ class Clock {
   }
 }
 
+/** The pieces of an answer, asked for again until the server has loaded its model; `wait` says whether it is waited for. */
+async function* loaded(asked: () => AsyncGenerator<Piece>, signal: AbortSignal, wait: (loading: boolean) => void): AsyncGenerator<Piece> {
+  for (;;) {
+    try {
+      for await (const piece of asked()) {
+        wait(false);
+        yield piece;
+      }
+      return;
+    } catch (error) {
+      if (!(error instanceof ApiError) || error.loading === null) throw error;
+      wait(true);
+      await new Promise((resolve) => {
+        setTimeout(resolve, error.loading ?? 0);
+        signal.addEventListener("abort", resolve, { once: true });
+      });
+      signal.throwIfAborted();
+    }
+  }
+}
+
 /** The messages of a request. Chat templates want users and assistants in turns, so what is empty is left out, and what
  * follows a message of the same side becomes part of it. */
 function request(path: Message[], system: string, message: Message): ChatMessage[] {
   const made: ChatMessage[] = system.trim() ? [{ role: "system", content: system }] : [];
-  for (const { role, text } of message.text ? [...path, message] : path) {
+  for (const { role, text: said, files } of message.text ? [...path, message] : path) {
     const last = made.at(-1);
+    const text = withFiles(said, files);
     if (!text) continue;
     if (last?.role === role) last.content += `\n\n${text}`;
     else made.push({ role, content: text });
   }
+  const last = made.at(-1);
+  if (message.text && last?.role === "assistant" && message.thinking) last.reasoning_content = message.thinking;
   return made;
 }

@@ -13,6 +13,8 @@ export interface Model {
 export interface ChatMessage {
   role: "system" | "user" | "assistant";
   content: string;
+  /** Of an answer that is continued. */
+  reasoning_content?: string;
 }
 
 /** A piece of an answer; `usage` and `timings` come with the last one. */
@@ -45,12 +47,18 @@ export class ApiError extends Error {
   constructor(
     readonly status: number,
     message: string,
+    /** Milliseconds until a model that is being loaded is asked for again; null: it is another error. */
+    readonly loading: number | null = null,
   ) {
     super(message);
   }
 }
 
+export const KEY_WANTED = "This server needs an API key.";
 const UNREACHABLE = "Server not reachable.";
+const TOO_LONG = "This conversation is too long for the model: start a new one, or delete or shorten messages and files.";
+const LOADING = "Loading model…";
+const RETRY_S = 2;
 const BROKEN = "The connection to the server was lost.";
 
 /** The models that the server has. */
@@ -58,6 +66,12 @@ export async function models(): Promise<Model[]> {
   const response = await send("v1/models", {});
   const { data } = (await response.json()) as { data?: { id: string; status?: { value?: string }; meta?: { n_ctx?: number } }[] };
   return (data ?? []).map(({ id, status, meta }) => ({ id, loaded: status?.value !== "unloaded", context: meta?.n_ctx ?? null }));
+}
+
+/** How many tokens a text has. The server loads the model if it is not. */
+export async function tokenize(content: string, model: string | null): Promise<number> {
+  const response = await post("tokenize", { ...(model ? { model } : {}), content, parse_special: false });
+  return ((await response.json()) as { tokens: number[] }).tokens.length;
 }
 
 /** Streams the answer to `messages`. Throws an ApiError; an aborted `signal` ends it with an AbortError. */
@@ -68,12 +82,7 @@ export async function* chat(
   signal: AbortSignal,
 ): AsyncGenerator<Piece> {
   const body = { ...(model ? { model } : {}), messages, ...options, stream: true, stream_options: { include_usage: true } };
-  const response = await send("v1/chat/completions", {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify(body),
-    signal,
-  });
+  const response = await post("v1/chat/completions", body, signal);
   if (!response.body) throw new ApiError(0, BROKEN);
   let ended = false;
   try {
@@ -90,6 +99,10 @@ export async function* chat(
   if (!ended) throw new ApiError(0, BROKEN);
 }
 
+function post(path: string, body: object, signal?: AbortSignal): Promise<Response> {
+  return send(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), ...(signal ? { signal } : {}) });
+}
+
 async function send(path: string, init: RequestInit): Promise<Response> {
   const headers = new Headers(init.headers);
   const key = apiKey();
@@ -101,19 +114,30 @@ async function send(path: string, init: RequestInit): Promise<Response> {
     if (init.signal?.aborted) throw error;
     throw new ApiError(0, UNREACHABLE);
   }
-  if (!response.ok) throw new ApiError(response.status, await refusal(response));
+  if (!response.ok) throw await refusal(response);
   return response;
 }
 
-/** What the server says about a request that it refused. */
-async function refusal(response: Response): Promise<string> {
+/** What a request that the server refused means to people. */
+async function refusal(response: Response): Promise<ApiError> {
   const text = await response.text().catch(() => "");
+  let error: { message?: unknown; code?: unknown } | undefined;
   try {
-    const { error } = JSON.parse(text) as { error?: { message?: unknown } };
-    if (typeof error?.message === "string") return error.message;
+    ({ error } = JSON.parse(text) as { error?: typeof error });
   } catch {
     // not JSON: a proxy's page, or nothing
   }
+  const { status } = response;
+  if (status === 503 && error?.code === "loading_model") {
+    return new ApiError(status, LOADING, 1000 * (Number(response.headers.get("Retry-After")) || RETRY_S));
+  }
+  return new ApiError(status, sentence(response, error?.code, error?.message));
+}
+
+function sentence(response: Response, code: unknown, message: unknown): string {
+  if (response.status === 401) return KEY_WANTED;
+  if (response.status === 413 || code === "context_length_exceeded") return TOO_LONG;
+  if (typeof message === "string") return message;
   return `The server answered ${response.status}${response.statusText ? ` (${response.statusText})` : ""}.`;
 }
 
@@ -126,7 +150,7 @@ interface Chunk {
 
 function readPiece(data: string): Piece {
   const { choices, usage, timings, error } = JSON.parse(data) as Chunk;
-  if (error) throw new ApiError(500, error.message ?? "The server could not finish the answer.");
+  if (error) throw new ApiError(500, error.code === "context_length_exceeded" ? TOO_LONG : error.message ?? "The server could not finish the answer.");
   const choice = choices?.[0];
   return {
     text: choice?.delta?.content ?? "",

@@ -1,11 +1,16 @@
-/* Where the user writes: Enter sends, Shift+Enter begins a line, the arrow up edits the last message. */
+/* Where the user writes and attaches files: Enter sends, Shift+Enter begins a line, the arrow up edits the last message. */
 
-import { h, icon } from "./dom";
+import { h, icon, iconButton } from "./dom";
+import { chip, readFile } from "./files";
+import type { TextFile } from "./types";
 
 export interface ComposerActions {
-  send(text: string): void;
+  send(text: string, files: TextFile[]): void;
   stop(): void;
   editLast(): void;
+  changed(): void;
+  /** How much of the context a file takes, in words. */
+  share(file: TextFile): Promise<string>;
 }
 
 /** Unsent text survives a reload, in this tab. */
@@ -14,19 +19,46 @@ const DRAFT = "mlc-amd.draft";
 export class Composer {
   private readonly area = h("textarea", { id: "composer", rows: "1", dir: "auto", placeholder: "Message", "aria-label": "Message", enterkeyhint: "send" });
   private readonly button = h("button", { type: "submit", class: "send" });
-  readonly element = h("form", { class: "composer" }, this.area, this.button);
+  private readonly chooser = h("input", { type: "file", multiple: true, hidden: true, "aria-label": "Files to attach" });
+  private readonly chips = h("ul", { class: "chips", "aria-label": "Attached files", hidden: true });
+  private readonly refusals = h("div", { class: "refusals", role: "alert", hidden: true });
+  readonly element: HTMLFormElement;
   private busy: boolean | null = null;
+  private attached: { file: TextFile; share: string }[] = [];
 
   constructor(private readonly actions: ComposerActions) {
+    const attach = iconButton("attach", "Attach text files", () => this.chooser.click());
+    const row = h("div", { class: "writing" }, attach, this.chooser, this.area, this.button);
+    this.element = h("form", { class: "composer" }, this.refusals, this.chips, row);
     this.area.value = sessionStorage.getItem(DRAFT) ?? "";
     this.area.addEventListener("input", () => this.changed());
     this.area.addEventListener("keydown", (event) => this.key(event));
+    this.chooser.addEventListener("change", () => {
+      void this.attach([...(this.chooser.files ?? [])]);
+      this.chooser.value = "";
+    });
+    this.area.addEventListener("paste", (event) => this.takeFiles(event, event.clipboardData));
+    addEventListener("dragover", (event) => {
+      if (!event.dataTransfer?.types.includes("Files")) return;
+      event.preventDefault();
+      this.element.classList.add("dropping");
+    });
+    for (const name of ["dragleave", "drop"]) addEventListener(name, () => this.element.classList.remove("dropping"));
+    addEventListener("drop", (event) => this.takeFiles(event, event.dataTransfer));
     this.element.addEventListener("submit", (event) => {
       event.preventDefault();
       if (this.busy) this.actions.stop();
       else this.send();
     });
     this.setBusy(false);
+  }
+
+  get text(): string {
+    return this.area.value.trim();
+  }
+
+  get files(): TextFile[] {
+    return this.attached.map(({ file }) => file);
   }
 
   /** Busy: an answer is being written, and the button stops it. */
@@ -47,21 +79,65 @@ export class Composer {
   }
 
   private send(): void {
-    const text = this.area.value.trim();
-    if (!text) return;
+    const { text, files } = this;
+    if (!text && files.length === 0) return;
     this.area.value = "";
+    this.attached = [];
+    this.refuse([]);
+    this.drawChips();
+    this.actions.send(text, files);
+  }
+
+  /** Files that are pasted or dropped; text, which some programs copy with its image, is the field's. */
+  private takeFiles(event: Event, data: DataTransfer | null): void {
+    if (!data?.files.length || data.types.includes("text/plain")) return;
+    event.preventDefault();
+    if (!document.querySelector("dialog[open]")) void this.attach([...data.files]);
+  }
+
+  private async attach(files: File[]): Promise<void> {
+    const refused: Node[] = [];
+    for (const file of files) {
+      try {
+        const added = { file: await readFile(file), share: "" };
+        this.attached.push(added);
+        void this.actions.share(added.file).then((share) => {
+          added.share = share;
+          this.drawChips();
+        });
+      } catch (error) {
+        refused.push(h("p", {}, error instanceof Error ? error.message : String(error)));
+      }
+    }
+    this.refuse(refused);
+    this.drawChips();
+    this.focus();
+  }
+
+  private refuse(lines: Node[]): void {
+    this.refusals.hidden = lines.length === 0;
+    this.refusals.replaceChildren(...lines);
+  }
+
+  private drawChips(): void {
+    const remove = (one: { file: TextFile }) => {
+      this.attached = this.attached.filter((other) => other !== one);
+      this.drawChips();
+      this.focus();
+    };
+    this.chips.replaceChildren(...this.attached.map((one) => chip(one.file, one.share, () => remove(one))));
+    this.chips.hidden = this.attached.length === 0;
     this.changed();
-    this.actions.send(text);
   }
 
   private changed(): void {
-    const empty = !this.area.value.trim();
-    this.button.disabled = !this.busy && empty;
+    this.button.disabled = !this.busy && !this.text && this.attached.length === 0;
     sessionStorage.setItem(DRAFT, this.area.value);
     if (!CSS.supports("field-sizing", "content")) {
       this.area.style.height = "auto";
       this.area.style.height = `${this.area.scrollHeight}px`;
     }
+    this.actions.changed();
   }
 
   private key(event: KeyboardEvent): void {

@@ -29,6 +29,6 @@ export function seconds(milliseconds: number): string {
   return value < 60 ? `${value.toFixed(value < 10 ? 1 : 0)} s` : `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
 }
 
-function count(value: number): string {
+export function count(value: number): string {
   return value.toLocaleString("en");
 }

@@ -16,6 +16,12 @@ export class Library {
     if (record) this.offerUndo(`“${record.conversation.title}” was deleted.`, [record]);
   }
 
+  /** Removes messages of a conversation; `undone` is called when they are back. */
+  async removeMessages(record: Record, leaf: string, undone: () => void): Promise<void> {
+    await this.store.removeMessages(record.conversation.id, record.messages, leaf);
+    this.offerUndo(record.messages.length === 1 ? "The message was deleted." : "The message and what followed it were deleted.", [record], undone);
+  }
+
   async removeAll(): Promise<void> {
     const records = await this.store.records();
     for (const { conversation } of records) await this.store.remove(conversation.id);
@@ -36,7 +42,7 @@ export class Library {
     }
   }
 
-  private offerUndo(text: string, removed: Record[]): void {
-    this.toasts.show(text, { label: "Undo", run: () => void this.store.restore(removed) });
+  private offerUndo(text: string, removed: Record[], then: () => void = () => undefined): void {
+    this.toasts.show(text, { label: "Undo", run: () => void this.store.restore(removed).then(then) });
   }
 }

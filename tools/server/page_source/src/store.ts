@@ -3,6 +3,7 @@
  * Messages are records of their own and every change of a conversation reads it in the same transaction, so tabs cannot
  * overwrite what others wrote: a message that two tabs add to the same place makes two branches. */
 
+import { withFiles } from "./files";
 import type { Conversation, Message, Record } from "./types";
 
 const NAME = "mlc-amd";
@@ -107,6 +108,15 @@ export class Store {
     return conversation ? { conversation, messages } : null;
   }
 
+  /** Removes messages; the branch that ends with `leaf` is shown then. */
+  async removeMessages(id: string, messages: Message[], leaf: string): Promise<void> {
+    await this.write((stores) => {
+      for (const message of messages) stores.messages.delete(message.id);
+      change(stores.conversations, id, (conversation) => Object.assign(conversation, { leaf }));
+    });
+    this.tell({ conversation: id });
+  }
+
   /** Every conversation with its messages. */
   async records(): Promise<Record[]> {
     const conversations = await this.conversations();
@@ -135,7 +145,7 @@ export class Store {
         const cursor = request.result;
         if (!cursor) return resolve();
         const message = cursor.value as Message;
-        if (message.text.toLowerCase().includes(wanted)) found.add(message.conversation);
+        if (withFiles(message.text, message.files).toLowerCase().includes(wanted)) found.add(message.conversation);
         cursor.continue();
       };
     });

@@ -1,6 +1,6 @@
 /* Conversations as a JSON file, written and read. What is read may come from anywhere: every field is checked. */
 
-import type { Conversation, Figures, Message, Record } from "./types";
+import type { Conversation, Figures, Message, Record, TextFile } from "./types";
 
 const FORMAT = "mlc-amd conversations";
 const VERSION = 1;
@@ -62,6 +62,7 @@ function readMessage(fields: { [name: string]: unknown }, conversation: string):
     parent: optional(fields.parent, "parent", text),
     role,
     text: text(fields.text, "text"),
+    files: Array.isArray(fields.files) ? fields.files.map(readTextFile) : [],
     thinking: text(fields.thinking, "thinking"),
     created: number(fields.created, "created"),
     model: optional(fields.model, "model", text),
@@ -70,6 +71,11 @@ function readMessage(fields: { [name: string]: unknown }, conversation: string):
     error: optional(fields.error, "error", text),
     figures: fields.figures == null ? null : readFigures(object(fields.figures)),
   };
+}
+
+function readTextFile(value: unknown): TextFile {
+  const fields = object(value);
+  return { name: text(fields.name, "name"), text: text(fields.text, "text") };
 }
 
 function readFigures(fields: { [name: string]: unknown }): Figures {

@@ -34,6 +34,19 @@ export function newestLeaf(messages: Messages, message: Message): Message {
   }
 }
 
+/** The message that the conversation ends with when `message` is removed: of another version, or the one before. */
+export function leafWithout(messages: Messages, message: Message): string | null {
+  const other = siblings(messages, message).findLast(({ id }) => id !== message.id);
+  return other ? newestLeaf(messages, other).id : message.parent;
+}
+
+/** `message` and all that follow it, on any branch. */
+export function descendants(messages: Messages, message: Message): Message[] {
+  const found = new Set([message]);
+  for (const one of found) for (const child of children(messages, one.id)) found.add(child);
+  return [...found];
+}
+
 function children(messages: Messages, parent: string | null): Message[] {
   return [...messages.values()]
     .filter((other) => other.parent === parent)

@@ -1,5 +1,11 @@
 /* The shapes of what the page keeps and shows: conversations, their messages, figures of an answer. */
 
+/** A text file of a message. */
+export interface TextFile {
+  name: string;
+  text: string;
+}
+
 /** A message is one node of its conversation's tree: editing and regenerating add siblings, so nothing is lost. */
 export interface Message {
   id: string;
@@ -7,6 +13,8 @@ export interface Message {
   parent: string | null;
   role: "user" | "assistant";
   text: string;
+  /** Attached; older messages have none. */
+  files?: TextFile[];
   /** What the model thought before it answered. */
   thinking: string;
   /** Milliseconds since 1970. */
