@@ -91,13 +91,13 @@ class Grammars:
         import llguidance
 
         rules = Rules(self._control)
+        _check_text(text, "the regular expression")
         terminal = llguidance.regex_to_lark(_ANCHORS.sub(r"\1", text), "")
         return self._grammar(rules, rules.rule(f"/{terminal}/" if terminal else '""'), prompt, "the regular expression")
 
     def grammar(self, text: str, prompt: str | None = None) -> Grammar:
         """The rule `root` of a grammar in GBNF (llama.cpp's), or the rule `start` of one in Lark."""
-        if len(text) > _MAX_CHARACTERS:
-            raise UserError(f"the grammar cannot be used: it is larger than {_MAX_CHARACTERS} characters")
+        _check_text(text, _GRAMMAR)
         if _LARK.search(text):
             return self.lark(text, prompt)
         return self._grammar(Rules(self._control), "@answer", prompt, "the grammar in GBNF", gbnf.to_lark(text))
@@ -273,6 +273,16 @@ class Grammars:
         tokens = self._tokenizer.vocabulary() + [b""] * (self._vocab - self._tokenizer.vocab_size)
         vocabulary: Any = ByteVocabulary(tokens, self._ends, list(self._control.ids.values()))
         return llguidance.LLTokenizer(vocabulary, eos_token=self._ends, slices=_SLICES)
+
+
+def _check_text(text: str, what: str) -> None:
+    """UserError for a text that is too large, or none: JSON allows half a character."""
+    if len(text) > _MAX_CHARACTERS:
+        raise UserError(f"{what} cannot be used: it is larger than {_MAX_CHARACTERS} characters")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{what} cannot be used: it has an unpaired surrogate at {error.start}") from None
 
 
 def _source(rules: Rules, start: str, what: str, nested: str = "") -> str:

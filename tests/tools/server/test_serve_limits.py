@@ -66,6 +66,7 @@ def test_browsers(library):
             return served.request("/v1/models", headers=headers)[0]
 
         assert status() == status(origin=served.url) == status(origin="https://ours.example") == 200
+        assert status(origin="http://[") == status(host="[") == 400
         assert status(origin="https://evil.example") == status(host="evil.example") == 403
         assert status(host="localhost:1") == 200
         found = served.request("/v1/models", headers={"origin": "https://ours.example"})[1]
@@ -302,6 +303,10 @@ def test_encoded_bodies(served):
 
 
 def test_unknown_paths(served):
+    for path in ("/" + "a" * 5000, "/a%00"):
+        for body in (None, {}):
+            status, _, answer = served.request(path, body)
+            assert status == 404 and len(answer["error"]["message"]) < 200
     for path, body, status in (("/infill", {}, 404), ("/nothing", None, 404), ("/health", {}, 405), (TEXT, None, 405)):
         found, headers, _ = served.request(path, body)
         assert found == status and ("allow" in headers) == (status == 405)
