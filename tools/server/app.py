@@ -69,6 +69,8 @@ class _Page(StaticFiles):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if taken := [method for path, method in _PATHS if path.fullmatch(scope["path"])]:
             raise HTTPException(405, headers={"Allow": ", ".join(taken)})
+        if self.get_path(scope) == "." and scope["path"] != "/":  # it leads back to the page
+            raise HTTPException(404)
         try:
             found = self.lookup_path(self.get_path(scope))[1]
         except (OSError, ValueError):  # it cannot be the path of a file
