@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from tests.dev.request_fields import EXAMPLES, HOSTILE, METHODS, Field, changed, fields
+from tests.dev.request_fields import EXAMPLES, HOSTILE, METHODS, Field, Place, changed, fields
 from tests.dev.server_replies import wrong
 
 SECONDS = 60  # without a byte of the reply: a hang
@@ -62,7 +62,7 @@ _VALID = [json.dumps(one) for examples in EXAMPLES.values() for body in examples
 def _body(draw: random.Random, path: str) -> bytes:
     """An example with up to four other values, some of which belong to other fields."""
     example = draw.choice(EXAMPLES[path])
-    values = {("stream",): draw.choice(("true", "false"))} if draw.random() < 0.7 else {}
+    values: dict[Place, str] = {("stream",): draw.choice(("true", "false"))} if draw.random() < 0.7 else {}
     if draw.random() < 0.1:
         values[("n",)] = draw.choice(("2", "3", "5"))
     for chosen in draw.choices(_FIELDS[path], k=draw.choice((0, 1, 1, 1, 2, 2, 3, 4))):
