@@ -80,9 +80,9 @@ def target(reference: str, root: Mapping[str, Any]) -> object:
     """The target of a reference within a schema (JSON pointer, RFC 6901)."""
     if not reference.startswith("#"):
         return {}
-    found: object = root
+    found: Any = root
     for step in reference[1:].split("/")[1:]:
-        if isinstance(found, list) and step.isdecimal() and len(step) < 9:
+        if isinstance(found, list | tuple) and step.isdecimal() and len(step) < 9:
             found = found[int(step)] if int(step) < len(found) else {}
         else:
             found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else {}

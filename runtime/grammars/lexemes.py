@@ -186,8 +186,8 @@ def _edges(node: Node, leaf: Callable[[Leaf], Edges], after: dict[Any, set]) -> 
         return empty or node.low == 0, first, last
     if isinstance(node, Choice):
         options = [_edges(option, leaf, after) for option in node.options]
-        first, last = (frozenset[Any]().union(*(option[i] for option in options)) for i in (1, 2))
-        return any(option[0] for option in options), first, last
+        first, last = (frozenset[Any]().union(*sets) for sets in list(zip(*options, strict=True))[1:])
+        return any(empty for empty, _, _ in options), first, last
     if isinstance(node, Series):
         empty, first, last = _EMPTY
         for part in node.parts:

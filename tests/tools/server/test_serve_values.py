@@ -19,11 +19,12 @@ from mlc_amd.tools.server.library import Library
 from mlc_amd.tools.server.options import ServeOptions
 from mlc_amd.tools.server.service import Service
 from tests.dev.request_fields import EXAMPLES, HOSTILE, METHODS, TYPES, ask, fields
+from tests.dev.server_fuzz import fuzz
 from tests.dev.server_replies import wrong
 
 SECONDS = 60  # of a reply, on a slow machine
 KINDS = (("null",), ("true", "false"), ("0", "1", "-1"), ("1.5",), ('""', '"x"'), ("[",), ("{",))
-SAMPLE = 1500  # of the other values
+SAMPLE = 800  # of the other values
 GOOD = "/v1/completions", b'{"prompt": "def f(", "max_tokens": 4, "temperature": 0}'
 
 Request = tuple[str, str, bytes]  # method, path, body
@@ -102,3 +103,9 @@ def test_a_value_of_any_type_in_any_field(replies):
             yield METHODS[field.path], field.path, field.body(draw.choice(HOSTILE))
 
     assert not replies(requests(), range(200, 500))
+
+
+def test_random_requests(served):
+    """A short run of `python -m tests.dev.server_abuse URL --requests`."""
+    counts, found = fuzz(served.url, 300, seed=1)
+    assert not found and counts.total() == 300
