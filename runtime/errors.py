@@ -13,6 +13,10 @@ class UserError(Exception):
         super().__init__(one_line(message))
 
 
+class MachineError(UserError):
+    """The model, its device or the installation fails, whatever was asked of it: a server's client cannot fix it."""
+
+
 class UsageError(UserError):
     """A command line with an unknown command or flag, or an invalid value."""
 

@@ -38,7 +38,7 @@ class Tool:
 
     def types(self, argument: str) -> frozenset[str]:
         """The JSON types that an argument may have; "integer" is "number". All, where the schema says nothing."""
-        return _types(self.properties.get(argument), self.parameters, 0)
+        return _types(self.properties.get(argument), self.parameters, 0, {}) or ALL_TYPES
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
@@ -80,26 +80,43 @@ def target(reference: str, root: Mapping[str, Any]) -> object:
     """The target of a reference within a schema (JSON pointer, RFC 6901)."""
     if not reference.startswith("#"):
         return {}
-    found: object = root
+    found: Any = root
     for step in reference[1:].split("/")[1:]:
-        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else {}
+        if isinstance(found, list | tuple) and step.isdecimal() and len(step) < 9:
+            found = found[int(step)] if int(step) < len(found) else {}
+        else:
+            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else {}
     return found
 
 
-def _types(schema: object, root: Mapping[str, Any], depth: int) -> frozenset[str]:
+def _types(schema: object, root: Mapping[str, Any], depth: int, known: dict[int, frozenset[str]]) -> frozenset[str]:
+    """known: by the ids of schemas, to each of which many references may lead; those that are being looked at add
+    nothing."""
     schema = resolved(schema, root)
     if depth > _MAX_REFERENCES:
         return ALL_TYPES
+    if id(schema) not in known:
+        known[id(schema)] = frozenset()
+        options = next(
+            (listed for key in ("anyOf", "oneOf") if isinstance(listed := schema.get(key), list | tuple)), ()
+        )
+        found = _named_types(schema)
+        if found is None:
+            found = frozenset[str]().union(*(_types(one, root, depth + 1, known) for one in options))
+            found = found if options else ALL_TYPES
+        known[id(schema)] = found
+    return known[id(schema)]
+
+
+def _named_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
+    """By the schema's own keywords; None if it has none of them."""
     if kinds := schema.get("type"):
         names = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list | tuple) else []
         return frozenset("number" if of == "integer" else of for of in names if isinstance(of, str)) or ALL_TYPES
     if "const" in schema or isinstance(schema.get("enum"), list | tuple):
         values = [schema["const"]] if "const" in schema else schema["enum"]
         return frozenset(map(json_type, values)) or ALL_TYPES
-    for key in ("anyOf", "oneOf"):
-        if isinstance(options := schema.get(key), list | tuple):
-            return frozenset[str]().union(*(_types(option, root, depth + 1) for option in options)) or ALL_TYPES
-    return ALL_TYPES
+    return None
 
 
 def json_type(value: object) -> str:

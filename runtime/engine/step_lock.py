@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import MachineError
 
 CLOSED = "this engine is closed: load the model again"
 
@@ -40,7 +40,7 @@ class StepLock:
                 if ready():
                     return False
                 if self.closed:
-                    raise UserError(CLOSED)
+                    raise MachineError(CLOSED)
                 self._held = True
                 return True
             finally:

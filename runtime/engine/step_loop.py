@@ -22,7 +22,7 @@ from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, ChosenToken, TokenChoice
 from mlc_amd.runtime.engine.scheduler import RequestCounts, Scheduler, SchedulerLimits
 from mlc_amd.runtime.engine.step_lock import CLOSED, StepLock
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import MachineError
 from mlc_amd.runtime.speculation.own_draft import OwnDraft
 from mlc_amd.runtime.speculation.speculation import Speculation
 
@@ -365,7 +365,7 @@ class StepLoop:
         with self.exclusive():
             self._drop_ended()
             for scoring in list(self._scorings.values()):
-                scoring.fail(UserError(CLOSED))
+                scoring.fail(MachineError(CLOSED))
                 self._drop_scoring(scoring.request)
             self._lock.closed = True
         if self._background and self._background is not threading.current_thread():

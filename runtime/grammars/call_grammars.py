@@ -6,7 +6,7 @@ values of enums. They have the order of the schema (Gemma: of the alphabet), as 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlc_amd.runtime.calls.call_arguments import BareCalls, TaggedCalls
@@ -187,11 +187,13 @@ def _texts(schema: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class _BareValues:
-    """Expressions for the values of a tool's arguments. root: their schema."""
+    """Expressions for the values of a tool's arguments. root: their schema; made: those of its parts, by id and depth:
+    references may lead to one in many ways."""
 
     rules: Rules
     quote: str
     root: Mapping[str, Any]
+    made: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def _string(self) -> str:
         return self.rules.rule(f"{self.rules.literal(self.quote)} {self.rules.until(self.quote)}")
@@ -216,7 +218,7 @@ class _BareValues:
             closed = described.get("additionalProperties") is False
             return rules.rule('"{" "}"') if closed else self._open_object(self._any(depth))
         names = described.get("required")
-        required = set(names) if isinstance(names, list | tuple) else set()
+        required = [name for name in names if isinstance(name, str)] if isinstance(names, list | tuple) else []
         later, first = '""', '""'  # the remaining arguments: after one, and at the beginning
         for name in sorted(properties, reverse=True):
             value = f"{rules.literal(name + ':')} {self._value(properties[name], depth + 1)}"
@@ -228,7 +230,13 @@ class _BareValues:
         return rules.rule(f'"{{" {rules.rule(first)} "}}"')
 
     def _value(self, schema: object, depth: int) -> str:
-        rules, described = self.rules, resolved(schema, self.root)
+        described = resolved(schema, self.root)
+        if (place := (id(described), depth)) not in self.made:
+            self.made[place] = self._own_value(described, depth)
+        return self.made[place]
+
+    def _own_value(self, described: Mapping[str, Any], depth: int) -> str:
+        rules = self.rules
         values = [described["const"]] if "const" in described else described.get("enum")
         if isinstance(values, list | tuple) and all(isinstance(value, str) for value in values) and values:
             return rules.choice(rules.literal(self.quote + value + self.quote) for value in values)
@@ -248,5 +256,5 @@ class _BareValues:
             "array": lambda: self._list(self._value(described.get("items"), depth + 1)),
         }
         names = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list | tuple) else []
-        known = [makers[name]() for name in names if name in makers]
+        known = [makers[name]() for name in names if isinstance(name, str) and name in makers]
         return rules.choice(known) if known else self._any(depth)

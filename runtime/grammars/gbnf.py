@@ -3,16 +3,15 @@
 In: a grammar's text. Out: `to_lark(text)`, whose rule `start` is the grammar's `root`. UserError, with the line, for
 what is no grammar.
 Rules get names of their own: GBNF's may be words that mean something in Lark, begin with a digit, or differ in case
-only. A rule that refers to no others than such rules is a terminal (a name in capitals), which llguidance matches
-faster.
+only. Which rules are terminals (names in capitals): lexemes.py.
 """
 
-import json
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import NamedTuple
 
 from mlc_amd.runtime.errors import UserError, shorten
+from mlc_amd.runtime.grammars.lexemes import Chars, Choice, Name, Node, Ranges, Repeat, Series, Special, divided, merged
 
 _TOKENS = re.compile(
     r"""(?P<space>(?:[ \t\r\n]|\#[^\r\n]*)+)
@@ -27,7 +26,9 @@ _TOKENS = re.compile(
 )
 _CHARACTER = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\(.)|([^\\])", re.DOTALL)
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "[": "[", "]": "]"}
-_ANY = r"/(.|\n)/"
+_LAST = 0x10FFFF
+_ANY = Chars((((0, _LAST),),), r"/(.|\n)/")
+_COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 _DEEPEST = 100  # parentheses
 
 
@@ -39,31 +40,37 @@ class _Token(NamedTuple):
 
 def to_lark(text: str) -> str:
     """See the module's docstring."""
-    rules = _Parser(list(_tokens(text))).rules()
+    parser = _Parser(list(_tokens(text)))
+    rules = parser.rules()
     if "root" not in rules:
         raise _wrong("there is no rule named root, which grammars begin with")
-    for body in rules.values():
-        for part in body:
-            if part.kind == "name" and part.text not in rules:
-                raise _wrong(f"there is no rule named {shorten(part.text)}", part.line)
-    terminals = _terminals(rules)
-    names = {name: f"{'R' if name in terminals else 'r'}{number}" for number, name in enumerate(rules)}
-    names["root"] = "start"
-    written = (
-        " ".join(names[part.text] if part.kind == "name" else part.text for part in body) for body in rules.values()
-    )
-    return "\n".join(f"{names[name]}: {body}" for name, body in zip(rules, written, strict=True))
+    for name, line in parser.used:
+        if name not in rules:
+            raise _wrong(f"there is no rule named {shorten(name)}", line)
+    numbers = {name: number for number, name in enumerate(rules)}
+    found = divided(rules)
+    lines = [f"r{numbers[name]}: {_lark(body, numbers, found.named)}" for name, body in found.rules.items()]
+    lines += [f"R{numbers[name]}: {_lark(body, numbers, found.terminals)}" for name, body in found.terminals.items()]
+    return "\n".join([f"start: {'R' if 'root' in found.named else 'r'}{numbers['root']}", *lines])
 
 
-def _terminals(rules: dict[str, list[_Token]]) -> set[str]:
-    found: set[str] = set()
-    size = -1
-    while len(found) > size:
-        size = len(found)
-        for name, body in rules.items():
-            if name != "root" and all(part.text in found for part in body if part.kind in ("name", "token")):
-                found.add(name)
-    return found
+def _lark(node: Node, numbers: dict[str, int], terminals: Container[str]) -> str:
+    """terminals: the names that are written in capitals."""
+
+    def written(node: Node) -> str:
+        if isinstance(node, Name):
+            return f"{'R' if node.text in terminals else 'r'}{numbers[node.text]}"
+        if isinstance(node, Series):
+            return " ".join(written(part) if isinstance(part, Repeat) else grouped(part) for part in node.parts) or '""'
+        if isinstance(node, Choice):
+            return " | ".join(map(written, node.options))
+        return f"{grouped(node.body)}{node.text}" if isinstance(node, Repeat) else node.text
+
+    def grouped(node: Node) -> str:
+        text = written(node)
+        return text if isinstance(node, Chars | Special | Name) else f"({text})"
+
+    return written(node)
 
 
 def _wrong(what: str, line: int | None = None) -> UserError:
@@ -83,14 +90,15 @@ def _tokens(text: str) -> Iterator[_Token]:
 
 
 class _Parser:
-    """Line ends need no care: a rule ends where a name and ::= follow."""
+    """Line ends need no care: a rule ends where a name and ::= follow. used: the names in rules, with their lines."""
 
     def __init__(self, tokens: list[_Token]) -> None:
         self._tokens, self._at = tokens, 0
+        self.used: list[tuple[str, int]] = []
 
-    def rules(self) -> dict[str, list[_Token]]:
-        """The parts of each rule, as Lark has them; names are still GBNF's. Of two of a name the last counts."""
-        found: dict[str, list[_Token]] = {}
+    def rules(self) -> dict[str, Node]:
+        """Of two of a name the last counts."""
+        found: dict[str, Node] = {}
         while self._next.kind != "end":
             if not self._at_rule():
                 raise _wrong(f"{shorten(self._next.text)} is where a rule (name ::= ..) should begin", self._next.line)
@@ -106,45 +114,49 @@ class _Parser:
     def _at_rule(self) -> bool:
         return self._next.kind == "name" and self._tokens[self._at + 1].kind == "define"
 
-    def _alternatives(self, depth: int) -> list[_Token]:
+    def _alternatives(self, depth: int) -> Node:
         if depth > _DEEPEST:
             raise _wrong("its parentheses are nested too deeply", self._next.line)
-        parts = self._sequence(depth)
+        options = [self._sequence(depth)]
         while self._next.text == "|":
             self._at += 1
-            parts += [_Token("mark", "|", 0), *self._sequence(depth)]
-        return parts
+            options.append(self._sequence(depth))
+        return options[0] if len(options) == 1 else Choice(tuple(options))
 
-    def _sequence(self, depth: int) -> list[_Token]:
-        parts: list[_Token] = []
-        last = 0  # where the last item begins
+    def _sequence(self, depth: int) -> Node:
+        parts: list[Node] = []
+        repeatable = False
         while self._next.kind != "end" and self._next.text not in ("|", ")") and not self._at_rule():
             token = self._next
             self._at += 1
-            if token.kind == "repeat" and parts and parts[-1].kind != "repeat":
-                parts[last:] = _repeated(parts[last:], token)
+            if token.kind == "repeat" and repeatable:
+                parts[-1], repeatable = _repeated(parts[-1], token), False
                 continue
-            last = len(parts)
+            repeatable = True
             if token.text == "(":
-                inner = self._alternatives(depth + 1)
+                parts.append(self._alternatives(depth + 1))
                 if self._next.text != ")":
                     raise _wrong("a parenthesis is not closed", token.line)
                 self._at += 1
-                parts += [_Token("mark", "(", 0), *inner, _Token("mark", ")", 0)]
-            elif token.kind in _WRITERS:
-                parts.append(token._replace(text=_WRITERS[token.kind](token)))
+            elif token.kind == "name":
+                self.used.append((token.text, token.line))
+                parts.append(Name(token.text))
+            elif token.kind in _READERS:
+                parts.append(_READERS[token.kind](token))
             else:
                 raise _wrong(f"{shorten(token.text)} has nothing before it that it applies to", token.line)
-        return parts or [_Token("literal", '""', 0)]
+        return parts[0] if len(parts) == 1 else Series(tuple(parts))
 
 
-def _repeated(item: list[_Token], token: _Token) -> list[_Token]:
-    counts = [int(count) for count in re.findall("[0-9]+", token.text)]
-    if len(counts) == 2 and counts[0] > counts[1]:
+def _repeated(item: Node, token: _Token) -> Repeat:
+    text = "".join(token.text.split())
+    if text in _COUNTS:
+        return Repeat(item, *_COUNTS[text], text)
+    first, comma, second = text[1:-1].partition(",")
+    low, high = int(first), int(second or first) if second or not comma else None
+    if high is not None and low > high:
         raise _wrong(f"{token.text} ends before it begins", token.line)
-    if counts and not counts[-1] and not token.text.rstrip("} ").endswith(","):  # which Lark has not
-        return [_Token("repeat", '""', token.line)]
-    return [*item, token._replace(text="".join(token.text.split()))]
+    return Repeat(Series(()) if high == 0 else item, low, high, text if high != 0 else "?")  # Lark has no {0}
 
 
 def _characters(token: _Token) -> list[tuple[str, bool]]:
@@ -163,12 +175,12 @@ def _characters(token: _Token) -> list[tuple[str, bool]]:
     return found
 
 
-def _literal(token: _Token) -> str:
-    return json.dumps("".join(char for char, _ in _characters(token)), ensure_ascii=False)
+def _literal(token: _Token) -> Chars:
+    return Chars.literal("".join(char for char, _ in _characters(token)))
 
 
-def _set(token: _Token) -> str:
-    """A regular expression in which all characters but letters and digits are escaped."""
+def _set(token: _Token) -> Chars:
+    """As a regular expression, in which all characters but letters and digits are escaped."""
     chars = _characters(token)
     negated = bool(chars) and chars[0] == ("^", False)
     chars = chars[negated:]
@@ -176,25 +188,35 @@ def _set(token: _Token) -> str:
         if negated:
             return _ANY
         raise _wrong("[] matches no character", token.line)
-    ranges, at = [], 0
+    ranges: list[tuple[int, int]] = []
+    at = 0
     while at < len(chars):
         is_range = at + 2 < len(chars) and chars[at + 1] == ("-", False)
         low, high = chars[at][0], chars[at + 2 * is_range][0]
         if low > high:
             raise _wrong(f"{shorten(low + '-' + high)} ends before it begins", token.line)
-        ranges.append(_escaped(low) + (f"-{_escaped(high)}" if is_range else ""))
+        ranges.append((ord(low), ord(high)))
         at += 3 if is_range else 1
-    return f"/[{'^' * negated}{''.join(ranges)}]/"
+    written = "".join(_escaped(low) + (f"-{_escaped(high)}" if low < high else "") for low, high in ranges)
+    plain = merged(ranges)
+    return Chars((_others(plain) if negated else plain,), f"/[{'^' * negated}{written}]/")
 
 
-def _escaped(char: str) -> str:
-    return char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}"
+def _others(ranges: Ranges) -> Ranges:
+    """All other characters."""
+    bounds = [-1, *(bound for pair in ranges for bound in pair), _LAST + 1]
+    gaps = ((low + 1, high - 1) for low, high in zip(bounds[::2], bounds[1::2], strict=True))
+    return tuple(gap for gap in gaps if gap[0] <= gap[1])
 
 
-_WRITERS = {
+def _escaped(code: int) -> str:
+    char = chr(code)
+    return char if char.isascii() and char.isalnum() else f"\\x{{{code:x}}}"
+
+
+_READERS = {
     "literal": _literal,
     "set": _set,
-    "token": lambda token: token.text,
-    "name": lambda token: token.text,
+    "token": lambda token: Special(token.text),
     "mark": lambda token: _ANY,  # "."
 }

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import MachineError
 from mlc_amd.runtime.limited_process import LimitedProcess, LimitExceeded
 
 TOO_MUCH = "it takes too much time or memory: make it smaller"
@@ -49,11 +49,11 @@ class GrammarTrial:
         self._process = LimitedProcess(__name__, opening, SECONDS, _MEMORY, _OPENING_SECONDS)
 
     def problem(self, grammar: str) -> str:
-        """Why the grammar cannot be used; "" if it can. UserError if the child process does not start."""
+        """Why the grammar cannot be used; "" if it can. MachineError if the child process does not start."""
         try:
             self._process.open()
         except LimitExceeded:
-            raise UserError(
+            raise MachineError(
                 "grammars and schemas cannot be used: the process that tries them does not start; see what "
                 f"`{sys.executable} -c 'import llguidance'` says"
             ) from None

@@ -91,13 +91,13 @@ class Grammars:
         import llguidance
 
         rules = Rules(self._control)
+        _check_text(text, "the regular expression")
         terminal = llguidance.regex_to_lark(_ANCHORS.sub(r"\1", text), "")
         return self._grammar(rules, rules.rule(f"/{terminal}/" if terminal else '""'), prompt, "the regular expression")
 
     def grammar(self, text: str, prompt: str | None = None) -> Grammar:
         """The rule `root` of a grammar in GBNF (llama.cpp's), or the rule `start` of one in Lark."""
-        if len(text) > _MAX_CHARACTERS:
-            raise UserError(f"the grammar cannot be used: it is larger than {_MAX_CHARACTERS} characters")
+        _check_text(text, _GRAMMAR)
         if _LARK.search(text):
             return self.lark(text, prompt)
         return self._grammar(Rules(self._control), "@answer", prompt, "the grammar in GBNF", gbnf.to_lark(text))
@@ -155,12 +155,14 @@ class Grammars:
         answer: Mapping[str, Any] | None,
     ) -> Grammar:
         """schemas: of the arguments, by the tool's name."""
-        rules = Rules(self._control)
-        calls = call_grammar(
-            found, rules, tools, not single, lambda tool: _json(rules, schemas[tool.name], not tool.strict)
-        )
+        rules, what = Rules(self._control), "the schema of a tool"
+        try:
+            calls = call_grammar(
+                found, rules, tools, not single, lambda tool: _json(rules, schemas[tool.name], not tool.strict)
+            )
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"{what} cannot be used: {error}") from error
         text = rules.TEXT if answer is None else f"{rules.SPACE} {_json(rules, answer)}"
-        what = "the schema of a tool"
         if isinstance(found, HarmonyCalls):
             final = f" | {self._final(rules, text)}" if auto else ""
             return self._compile(rules, f"{self._messages(rules)} ({calls.calls}{final})", what)
@@ -172,7 +174,7 @@ class Grammars:
         else:
             start = f"{rules.until(found.opening)} {calls.calls} {calls.more} | {rules.TEXT}"
             start += f" | {calls.trigger} {calls.begun}" if calls.trigger else ""
-        return self._grammar(rules, start, prompt, what, free=auto and answer is None)
+        return self._grammar(rules, start, prompt, what, free=answer is None)
 
     def _usable(self, tool: Tool) -> Mapping[str, Any]:
         """The tool's schema, or that of any object if it cannot be used. UserError for that of a strict tool."""
@@ -191,7 +193,8 @@ class Grammars:
     def _grammar(
         self, rules: Rules, answer: str, prompt: str | None, what: str, nested: str = "", free: bool = False
     ) -> Grammar:
-        """The grammar of `answer`, after thinking if the model may think; free: which may be all."""
+        """The grammar of `answer`, after thinking if the model may think; free: which may be all, and its
+        marks may be spelled."""
         if prompt is None:
             return self._compile(rules, answer, what, nested)
         if isinstance(self._thinking, reasoning.Harmony):
@@ -200,7 +203,7 @@ class Grammars:
         assert isinstance(self._thinking, reasoning.Tags)
         opening, closing = self._thinking.marks[0] + self._thinking.label, self._thinking.marks[1]
         after = f"{rules.spelled(closing, rules.TEXT)} {rules.SPACE} {rules.rule(answer)}"
-        after += f" | {rules.TEXT}" if free else ""
+        after += f" | {rules.without(closing)}" if free else ""
         end = prompt.rstrip()
         if end.endswith(opening):
             answer = after
@@ -273,6 +276,16 @@ class Grammars:
         tokens = self._tokenizer.vocabulary() + [b""] * (self._vocab - self._tokenizer.vocab_size)
         vocabulary: Any = ByteVocabulary(tokens, self._ends, list(self._control.ids.values()))
         return llguidance.LLTokenizer(vocabulary, eos_token=self._ends, slices=_SLICES)
+
+
+def _check_text(text: str, what: str) -> None:
+    """UserError for a text that is too large, or none: JSON allows half a character."""
+    if len(text) > _MAX_CHARACTERS:
+        raise UserError(f"{what} cannot be used: it is larger than {_MAX_CHARACTERS} characters")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{what} cannot be used: it has an unpaired surrogate at {error.start}") from None
 
 
 def _source(rules: Rules, start: str, what: str, nested: str = "") -> str:

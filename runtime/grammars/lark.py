@@ -65,6 +65,11 @@ class Rules:
         ordinary = self.rule(f"{before} {json.dumps(text, ensure_ascii=False)}", "[lazy]")
         return self.choice((self.mark(text, before), ordinary))
 
+    def without(self, text: str) -> str:
+        """Any text in which this one is not."""
+        pattern = "".join(f"\\x{{{ord(char):x}}}" for char in text)
+        return self._names.setdefault(f": {self.TEXT} & ~/(.|\\n)*{pattern}(.|\\n)*/", f"R{len(self._names)}")
+
     def until(self, text: str) -> str:
         """Any text up to the first mark, and the mark."""
         return self.mark(text, self.TEXT)
@@ -90,6 +95,8 @@ _ONE = ("additionalProperties", "additionalItems", "contains", "else", "if", "it
         "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+# Keywords whose schemas are for the same value.
+_SAME = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 # Keywords that combine schemas, and keywords that do not restrict values.
 _COMBINING = ("$ref", "$dynamicRef", "anyOf", "oneOf", "allOf", "if")
 _SILENT = {"$defs", "definitions", "$schema", "$id", "$anchor", "$comment", "title", "description", "default",
@@ -106,19 +113,34 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_references(schema: Mapping[str, Any]) -> None:
-    """ValueError for a reference that only leads to other references, which no value matches."""
-    checked: set[str] = set()
-    for one in _all(schema):
-        found: object = one
-        chain: set[str] = set()
-        while isinstance(found, Mapping) and isinstance(reference := found.get("$ref"), str):
-            if reference in chain:
+    """ValueError for a reference that leads back to itself for one value: by references alone, or by schemas that are
+    combined."""
+    checked: set[int] = set()  # ids of schemas; those of the path to the last one are in `path`
+    for begin in _all(schema):
+        path, left = {id(begin): begin}, [_same_value(begin, schema)]
+        while left:
+            found, reference = next(left[-1], (None, ""))
+            if found is None:
+                left.pop()
+                checked.add(path.popitem()[0])
+            elif id(found) in path:
                 raise ValueError(f"its reference {shorten(reference)} leads back to itself")
-            if reference in checked:
-                break
-            chain.add(reference)
-            found = target(reference, schema)
-        checked |= chain
+            elif id(found) not in checked:
+                path[id(found)] = found
+                left.append(_same_value(found, schema, reference))
+
+
+def _same_value(
+    schema: Mapping[str, Any], root: Mapping[str, Any], reference: str = ""
+) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The schemas that a value of this one is checked with, too, and the last reference that led there."""
+    if isinstance(own := schema.get("$ref"), str) and isinstance(found := target(own, root), Mapping):
+        yield found, own
+    for keyword in _SAME:
+        value = schema.get(keyword)
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, Mapping):
+                yield one, reference
 
 
 def _combines(schema: Mapping[str, Any]) -> bool:

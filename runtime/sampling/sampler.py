@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import MachineError, UserError
 from mlc_amd.runtime.sampling.logit_changes import changes_of
 from mlc_amd.runtime.sampling.philox import SEED_BITS, uniform
 from mlc_amd.runtime.sampling.settings import Sampling
@@ -24,10 +24,10 @@ _SLICE = 512
 LOWEST = np.float32(-3.0e38)
 
 
-def not_finite(near: int | None = None) -> UserError:
+def not_finite(near: int | None = None) -> MachineError:
     """The error for a logit that is NaN or infinite. near: a token near it, if known."""
     where = "" if near is None else f" (near token {near})"
-    return UserError(f"the model computed a logit that is not a finite number{where}: the model file is damaged")
+    return MachineError(f"the model computed a logit that is not a finite number{where}: the model file is damaged")
 
 
 class Sampler:
@@ -50,7 +50,7 @@ class Sampler:
         position: of the token in its sequence, which determines its random number; None: the number of samples before.
         allowed: bool [vocab], the tokens that may be chosen, at least one.
 
-        Raises UserError when a logit is NaN or infinite.
+        Raises MachineError when a logit is NaN or infinite.
         """
         position = self._samples if position is None else position
         self._samples += 1

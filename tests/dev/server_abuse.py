@@ -1,5 +1,6 @@
 """Abuses a running `mlc-amd serve`, for minutes or hours, beside a client that behaves: python -m
-tests.dev.server_abuse URL --pid PID [--seconds N].
+tests.dev.server_abuse URL --pid PID [--seconds N]; or sends it random requests (server_fuzz.py): .. URL --requests N
+[--seed S] [--first NUMBER].
 
 In: the address of a server with the bundled model and without API keys, and its process, on this machine. Out: what
 was wrong, nothing if all is well: an abuse that got something else than a 4xx or 503, an answer of the good client that
@@ -23,6 +24,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from tests.dev import server_fuzz
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "What does os.path.join do?"}]
@@ -297,11 +300,19 @@ def _memory(pid: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Abuses a running server beside a client that behaves.")
     parser.add_argument("url")
-    parser.add_argument("--pid", type=int, required=True)
+    parser.add_argument("--pid", type=int, help="of the server: its memory and files are watched")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--requests", type=int, default=0, help="random ones, instead of the kinds of abuse")
+    parser.add_argument("--first", type=int, default=0, help="number of the first random request")
     given = parser.parse_args()
-    found = abuse(given.url, given.pid, given.seconds, given.seed)
+    if given.requests:
+        counts, found = server_fuzz.fuzz(given.url, given.requests, given.seed, given.first)
+        print(server_fuzz.table(counts))
+    elif given.pid is None:
+        parser.error("--pid or --requests is needed")
+    else:
+        found = abuse(given.url, given.pid, given.seconds, given.seed)
     for line in found[:50]:
         print(line)
     print(f"{len(found)} problems")

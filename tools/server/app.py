@@ -69,7 +69,13 @@ class _Page(StaticFiles):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if taken := [method for path, method in _PATHS if path.fullmatch(scope["path"])]:
             raise HTTPException(405, headers={"Allow": ", ".join(taken)})
-        if scope["method"] not in ("GET", "HEAD") and not self.lookup_path(self.get_path(scope))[1]:
+        if self.get_path(scope) == "." and scope["path"] != "/":  # it leads back to the page
+            raise HTTPException(404)
+        try:
+            found = self.lookup_path(self.get_path(scope))[1]
+        except (OSError, ValueError):  # it cannot be the path of a file
+            raise HTTPException(404) from None
+        if scope["method"] not in ("GET", "HEAD") and not found:
             raise HTTPException(404)
 
         async def send_with_headers(message) -> None:

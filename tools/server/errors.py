@@ -14,7 +14,7 @@ from typing import Any
 
 from mlc_amd.runtime.engine.generation import ContextFull
 from mlc_amd.runtime.engine.scheduler import QueueFull
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import MachineError, UserError
 
 # Seconds after which a client that met a full queue, or a model that is still being loaded, may try again.
 RETRY_AFTER = 2
@@ -67,6 +67,8 @@ def reported(error: BaseException) -> ApiError:
         return overloaded(str(error))
     if isinstance(error, ContextFull):
         return ApiError(400, str(error), code="context_length_exceeded")
+    if isinstance(error, MachineError):
+        return ApiError(500, str(error))
     if isinstance(error, UserError):
         return ApiError(400, str(error))
     if isinstance(error, TimeoutError):

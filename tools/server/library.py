@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 
 from mlc_amd.runtime.calls import tool_calls
 from mlc_amd.runtime.engine.engine import Engine
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UserError, shorten
 from mlc_amd.runtime.grammars.grammars import Grammars
 from mlc_amd.runtime.text import reasoning
 from mlc_amd.runtime.text.chat_template import ChatTemplate
@@ -114,7 +114,7 @@ class Library:
         for name in self.names:
             if given == name or short == name.lower():
                 return name
-        what = f"there is no model {given!r} here: choose from {', '.join(self.names)}"
+        what = f"there is no model {shorten(given)} here: choose from {', '.join(self.names)}"
         raise ApiError(404, what, "model", "model_not_found")
 
     def add(self, name: str, engine: Engine) -> LoadedModel:

@@ -13,12 +13,13 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlc_amd.runtime.errors import one_line, shorten
 from mlc_amd.tools.server import errors
 from mlc_amd.tools.server.errors import ApiError
 from mlc_amd.tools.server.service import Service
@@ -34,6 +35,7 @@ _KEYED = (
 )  # fmt: skip
 # What is asked for often and computes nothing: no line in the log.
 _SILENT = ("/health", "/metrics")
+_SHOWN = 100  # characters of a request's line in an error
 # HTTP's unofficial code for "the client closed the connection", in the log alone.
 _GONE = 499
 
@@ -142,15 +144,25 @@ class Access:
         host = headers.get("host", "")
         origin = headers.get("origin")
         if self._hosts is not None and not _is_local(host, self._hosts):
-            raise ApiError(403, f"the host {host!r} is not known here: start the server with an API key to allow any")
+            raise ApiError(
+                403, f"the host {shorten(host)} is not known here: start the server with an API key to allow any"
+            )
         if origin is None or "*" in self._origins or origin in self._origins:
             return
-        if urlsplit(origin).netloc != host:
-            raise ApiError(403, f"pages of {origin!r} may not use this server: allow it with --cors-origins")
+        if _split(origin).netloc != host:
+            raise ApiError(403, f"pages of {shorten(origin)} may not use this server: allow it with --cors-origins")
+
+
+def _split(address: str) -> SplitResult:
+    """ApiError 400 for what is no address, such as half an IPv6 one."""
+    try:
+        return urlsplit(address)
+    except ValueError:
+        raise errors.invalid(f"{shorten(address)} in a header is no address") from None
 
 
 def _is_local(host: str, names: Sequence[str]) -> bool:
-    name = urlsplit(f"//{host}").hostname or ""
+    name = _split(f"//{host}").hostname or ""
     if name in names or name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -162,7 +174,7 @@ def _is_local(host: str, names: Sequence[str]) -> bool:
 
 def http_error(request: Request, error: Exception) -> Json:
     """For what Starlette raises itself: 404 for unknown paths, 405 for other methods."""
-    status = getattr(error, "status_code", 500)
-    text = {404: f"there is no {request.url.path} here", 405: f"{request.url.path} does not take {request.method}"}
+    status, path = getattr(error, "status_code", 500), one_line(request.url.path, _SHOWN)
+    text = {404: f"there is no {path} here", 405: f"{path} does not take {one_line(request.method, _SHOWN)}"}
     known = ApiError(status, text.get(status, str(getattr(error, "detail", error))))
     return Json(errors.body_for(request.url.path, known), status, getattr(error, "headers", None))

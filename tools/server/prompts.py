@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlc_amd.runtime.calls.call_messages import with_tools
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UserError, shorten
 from mlc_amd.runtime.text.chat_template import ChatTemplate
 from mlc_amd.runtime.text.reasoning import ReasoningFormat
 from mlc_amd.runtime.text.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ def content_text(fields: Fields, name: str, required: bool = True) -> str:
 def _part(part: Fields) -> str:
     kind = part.text("type")
     if kind not in _TEXT_PARTS:
-        raise invalid(f"{part.path('type')} is {kind!r}: this server takes text only", part.path("type"))
+        raise invalid(f"{part.path('type')} is {shorten(kind)}: this server takes text only", part.path("type"))
     return part.text(kind if part.has(kind) else "text")
 
 

@@ -15,7 +15,7 @@ from mlc_amd.runtime.devices.hip.api import NO_MEMORY, Hip, HipError
 from mlc_amd.runtime.devices.hip.launches import HipLaunch, capture, enqueue
 from mlc_amd.runtime.devices.hip.memory import HipMemory, host_block
 from mlc_amd.runtime.devices.run_queue import SLOTS, QueuedRun, RunHooks
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import MachineError
 
 
 class _Slot:
@@ -105,4 +105,4 @@ class HipRuns(RunHooks):
         except HipError as e:
             if e.code not in NO_MEMORY:
                 raise
-            raise UserError(f"no pinned host memory is left for steps ({e.code}); close other programs") from e
+            raise MachineError(f"no pinned host memory is left for steps ({e.code}); close other programs") from e

@@ -29,7 +29,7 @@ from mlc_amd.runtime.devices.vulkan.io import Io
 from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, MemoryBlock, OutOfMemory, VulkanMemory, places
 from mlc_amd.runtime.devices.vulkan.pipelines import BasedPipelines, Pipelines, cache_file
 from mlc_amd.runtime.devices.vulkan.replays import Replays
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import MachineError, UserError
 
 RING = 4  # copies of the scratch buffers, as independent kernels may overlap
 CLOSED = "this device is closed; load the model again"
@@ -268,7 +268,7 @@ class VulkanDevice(QueuedDevice):
 
     def _alive(self) -> None:
         if not self.close.alive:
-            raise UserError(CLOSED)
+            raise MachineError(CLOSED)
 
     def _failure(self, error: api.VulkanError | OutOfMemory, doing: str) -> Exception:
         """The exception to raise for an error after which the device is unusable; closes it."""
@@ -284,7 +284,7 @@ class VulkanDevice(QueuedDevice):
                 "see the kernel log (dmesg)"
             )
         self.close()
-        return UserError(message) if message else error
+        return MachineError(message) if message else error
 
     def _out_of_memory(self, wanted: int, kind: str) -> str:
         """The error message for an allocation of `wanted` bytes of a kind that failed."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlc_amd.runtime.engine.sampled_rows import SampledRows
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import MachineError, UserError
 from mlc_amd.runtime.grammars.constraints import mask_of
 from mlc_amd.runtime.sampling.device_rows import mask_words
 from mlc_amd.runtime.sampling.layout import FIELDS
@@ -135,7 +135,7 @@ def test_errors_after_the_first_pieces_reach_asyncio(engine, monkeypatch):
     monkeypatch.setattr(SampledRows, "read", damaged)
     left[0] = 4
     error, pieces = asyncio.run(error_of(None, 1, None))
-    assert isinstance(error, UserError) and "not a finite number" in str(error) and pieces == 3
+    assert isinstance(error, MachineError) and "not a finite number" in str(error) and pieces == 3
     assert engine.queue == (0, 0) and engine.kv_usage.used == 0
 
 

@@ -56,6 +56,31 @@ def test_what_stays_as_it_is(schema):
     assert closed(schema) == schema
 
 
+A, WITHIN = {"$ref": "#/$defs/a"}, {"properties": {"x": {"$ref": "#/$defs/a"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "refused"),
+    [
+        ({"allOf": [A]}, True),
+        ({"anyOf": [{"type": "string"}, {"oneOf": [A]}]}, True),
+        ({"not": {"if": A}}, True),
+        ({"anyOf": [{"$ref": "#/$defs/a/anyOf/0"}]}, True),
+        ({"items": {"allOf": [{"$ref": "#/$defs/a/items"}]}}, True),
+        ({"anyOf": [{"type": "null"}, WITHIN]}, False),
+        ({"allOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/b"}], "items": A}, False),
+        ({"anyOf": [{"$ref": "#/$defs/a/anyOf/1"}, {"type": "null"}]}, False),
+    ],
+)
+def test_combined_schemas_that_go_round_are_refused(schema, refused):
+    whole = WITHIN | {"$defs": {"a": schema, "b": {"type": "object"}}}
+    if refused:
+        with pytest.raises(ValueError, match="leads back to itself"):
+            check_references(whole)
+    else:
+        check_references(whole)
+
+
 @pytest.mark.parametrize("place", [lambda ref: ref, lambda ref: {"properties": {"x": ref}}], ids=["root", "within"])
 def test_references_that_go_round_are_refused(place):
     def schema(last: object) -> dict:

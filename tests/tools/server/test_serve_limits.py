@@ -20,6 +20,7 @@ pytest.importorskip("starlette")
 from servers.serving import Served, serving, started, waiting
 
 from mlc_amd.runtime.engine.engine import Engine
+from mlc_amd.runtime.engine.sampled_rows import SampledRows
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.options import RunOptions
 from mlc_amd.tools.commands import serve
@@ -66,6 +67,7 @@ def test_browsers(library):
             return served.request("/v1/models", headers=headers)[0]
 
         assert status() == status(origin=served.url) == status(origin="https://ours.example") == 200
+        assert status(origin="http://[") == status(host="[") == 400
         assert status(origin="https://evil.example") == status(host="evil.example") == 403
         assert status(host="localhost:1") == 200
         found = served.request("/v1/models", headers={"origin": "https://ours.example"})[1]
@@ -169,6 +171,30 @@ def test_a_model_that_cannot_be_loaded():
         for _ in range(2):
             status, _, answer = served.request(TEXT, {"prompt": "x"})
             assert status == 500 and "its file is damaged" in answer["error"]["message"]
+
+
+def test_a_model_that_fails(library, monkeypatch):
+    """A logit that is no number is the server's error, in the form of each API."""
+    read = SampledRows.read
+
+    def damaged(rows, wanted, choices):
+        return [one._replace(token=-1) for one in read(rows, wanted, choices)]
+
+    monkeypatch.setattr(SampledRows, "read", damaged)
+    message = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    with serving(library()) as served:
+        for path in (TEXT, "/v1/chat/completions", "/v1/messages", "/api/chat", "/completion"):
+            body = message | {"prompt": "x"}
+            status, _, answer = served.request(path, body | {"stream": False})
+            assert status == 500 and "not a finite number" in json.dumps(answer)
+            assert answer == errors.body_for(path, errors.ApiError(500, errors_message(answer)))
+            status, _, text = served.request(path, body | {"stream": True})
+            assert status == 200 and "not a finite number" in text
+
+
+def errors_message(answer: dict) -> str:
+    found = answer["error"]
+    return found if isinstance(found, str) else found["message"]
 
 
 def test_requests_while_the_first_model_is_loaded(library):
@@ -302,6 +328,10 @@ def test_encoded_bodies(served):
 
 
 def test_unknown_paths(served):
+    for path in ("/" + "a" * 5000, "/a%00", "/completion/%2e%2e"):
+        for body in (None, {}):
+            status, _, answer = served.request(path, body)
+            assert status == 404 and len(answer["error"]["message"]) < 200
     for path, body, status in (("/infill", {}, 404), ("/nothing", None, 404), ("/health", {}, 405), (TEXT, None, 405)):
         found, headers, _ = served.request(path, body)
         assert found == status and ("allow" in headers) == (status == 405)

@@ -19,7 +19,7 @@ from mlc_amd.tools.server import errors
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.apis.openai_chat import LEVELS
 from mlc_amd.tools.server.apis.openai_fields import checked
-from mlc_amd.tools.server.errors import ApiError, invalid
+from mlc_amd.tools.server.errors import ApiError
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.formats import answer_format
 from mlc_amd.tools.server.prompts import arguments_of, content_text
@@ -165,7 +165,7 @@ def _assistant(message: Fields, role: str) -> list[dict[str, Any]]:
 
 def _text_of(block: Fields) -> str:
     if block.text("type") != "text":
-        raise invalid(f"{block.path('type')} is {block.raw('type')!r}: this server takes text only", block.path("type"))
+        raise block.wrong("type", "text: this server takes text only")
     return block.text("text")
 
 

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlc_amd.runtime.engine.generation import MOST_LOGPROBS, PromptProgress
+from mlc_amd.runtime.errors import shorten
 from mlc_amd.tools.server import chat_request as forms
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.apis import openai_fields
@@ -102,7 +103,7 @@ def tool_choice(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> Any:
     function.required("name")
     name = function.text("name")
     if name not in [tool["function"]["name"] for tool in tools]:
-        raise invalid(f"tool_choice names {name!r}, which is not among the tools", "tool_choice")
+        raise invalid(f"tool_choice names {shorten(name)}, which is not among the tools", "tool_choice")
     return {"name": name}
 
 

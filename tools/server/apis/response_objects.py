@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlc_amd.runtime.errors import shorten
 from mlc_amd.tools.server import chat_request as forms
 from mlc_amd.tools.server.apis.openai_fields import logprob_body
 from mlc_amd.tools.server.errors import ApiError
@@ -130,7 +131,7 @@ class ResponseStore:
         """ApiError 404 where it is not, not any more, or another client's."""
         found = self._kept.get(id)
         if found is None or found.client != client:
-            raise ApiError(404, f"there is no response {id!r} here", param, "response_not_found")
+            raise ApiError(404, f"there is no response {shorten(id)} here", param, "response_not_found")
         return found
 
     def remove(self, id: str, client: object) -> None:

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlc_amd.runtime.engine.generation import MOST_LOGPROBS
+from mlc_amd.runtime.errors import shorten
 from mlc_amd.tools.server import chat_request as forms
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.apis import openai_fields
@@ -197,7 +198,7 @@ def _add(messages: list[dict[str, Any]], item: Fields) -> None:
         messages[-1]["reasoning_content"] += thought
     else:
         path = item.path("type")
-        raise invalid(f"{path} is {kind!r}: this server takes messages, function calls and reasoning", path)
+        raise invalid(f"{path} is {shorten(kind)}: this server takes messages, function calls and reasoning", path)
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:

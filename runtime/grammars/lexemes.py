@@ -1,0 +1,296 @@
+"""Which rules of a context-free grammar can be terminals.
+
+In: rules, as trees of nodes. Out: `divided(rules)`. llguidance reads an answer as lexemes (terminals, and the texts in
+rules), each as long as possible. That is fast, but another language where an earlier end is right: `w ::= [a-z]+` takes
+the "s" of `w "s"`. Rules without recursion are terminals unless that happens: one lexeme may end where another, or
+itself, may go on with a character that what follows begins with. The longer one then becomes a rule, and a text
+characters, all of whose readings llguidance follows; a whole grammar without recursion becomes one terminal.
+
+What may go on is found with the lexemes' automata (Glushkov's; a repetition may have any length in them).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from json import dumps
+from typing import Any
+
+Ranges = tuple[tuple[int, int], ...]  # of characters, both ends included
+
+# Larger grammars, by the characters of their rules and by states of the automaton, keep all terminals.
+_MOST_CHARACTERS, _MOST_STATES = 5000, 5000
+_ROUNDS = 50  # each makes some lexemes shorter
+
+
+@dataclass(frozen=True)
+class Chars:
+    """Characters of these classes in a row. text: in Lark."""
+
+    classes: tuple[Ranges, ...]
+    text: str
+
+    @classmethod
+    def literal(cls, text: str) -> "Chars":
+        return cls(tuple(((ord(char), ord(char)),) for char in text), dumps(text, ensure_ascii=False))
+
+
+@dataclass(frozen=True)
+class Special:
+    """A token. text: in Lark."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Name:
+    """A reference to a rule."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Series:
+    parts: tuple["Node", ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    options: tuple["Node", ...]
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """high: None: no limit. text: what follows the body in Lark."""
+
+    body: "Node"
+    low: int
+    high: int | None
+    text: str
+
+
+Node = Chars | Special | Name | Series | Choice | Repeat
+Leaf = Chars | Special | Name
+
+
+@dataclass(frozen=True)
+class Divided:
+    """rules: bodies by name; named: the names in them that are terminals; terminals: bodies of these, and of those that
+    they refer to, which are terminals all."""
+
+    rules: dict[str, Node]
+    named: frozenset[str]
+    terminals: dict[str, Node]
+
+
+class _TooLarge(Exception):
+    """A grammar that is not looked at."""
+
+
+def divided(rules: Mapping[str, Node]) -> Divided:
+    """See the module's docstring. The grammar begins with the rule `root`; those that it does not use are left out."""
+    made = {name: rules[name] for name in _used(["root"], rules)}
+    regular = _regular(made)
+    named = regular.keys() - {"root"}
+    try:
+        if sum(regular.values()) + sum(map(_size, made.values())) > _MOST_CHARACTERS:
+            raise _TooLarge
+        for _ in range(_ROUNDS):
+            longer = _Lexemes({name: body for name, body in made.items() if name not in named}, rules, named).longer()
+            if longer and "root" in regular:
+                named = set(regular)
+            if not longer or "root" in regular:
+                break
+            named = named - {leaf.text for leaf in longer}
+            made = {name: _split(body, longer) for name, body in made.items()}
+    except (_TooLarge, RecursionError):
+        made, named = {name: rules[name] for name in made}, regular.keys() - {"root"}
+    left = {name: body for name, body in made.items() if name not in named}
+    seeds = [leaf.text for body in left.values() for leaf in _leaves(body) if isinstance(leaf, Name)]
+    found = _used([name for name in ("root", *seeds) if name in named], rules)
+    return Divided(left, frozenset(named), {name: rules[name] for name in found})
+
+
+def _leaves(node: Node) -> Iterator[Leaf]:
+    left = [node]
+    while left:
+        node = left.pop()
+        if isinstance(node, Series | Choice):
+            left += reversed(node.parts if isinstance(node, Series) else node.options)
+        elif isinstance(node, Repeat):
+            left.append(node.body)
+        else:
+            yield node
+
+
+def _size(body: Node) -> int:
+    """Characters."""
+    return sum(len(leaf.classes) for leaf in _leaves(body) if isinstance(leaf, Chars))
+
+
+def _used(names: list[str], rules: Mapping[str, Node]) -> list[str]:
+    """These, and all that they refer to."""
+    found, left = dict.fromkeys(names), list(names)
+    while left:
+        for leaf in _leaves(rules[left.pop()]):
+            if isinstance(leaf, Name) and leaf.text not in found:
+                found[leaf.text] = None
+                left.append(leaf.text)
+    return list(found)
+
+
+def _regular(rules: Mapping[str, Node]) -> dict[str, int]:
+    """The rules without recursion and tokens; their characters, with those of the rules that they refer to."""
+    refers = {name: [leaf for leaf in _leaves(body) if not isinstance(leaf, Chars)] for name, body in rules.items()}
+    users = defaultdict[str, list[str]](list)
+    waits = {name: len(leaves) for name, leaves in refers.items()}
+    for name, leaves in refers.items():
+        for leaf in leaves:
+            users[leaf.text].append(name)
+    ready, sizes = [name for name, count in waits.items() if not count], dict[str, int]()
+    while ready:
+        name = ready.pop()
+        sizes[name] = min(_size(rules[name]) + sum(sizes[leaf.text] for leaf in refers[name]), 1 << 30)
+        for user in users[name]:
+            waits[user] -= 1
+            ready += [] if waits[user] else [user]
+    return sizes
+
+
+def _split(node: Node, texts: Collection[Leaf]) -> Node:
+    """With these texts as one of each of their characters."""
+    if isinstance(node, Series):
+        return Series(tuple(_split(part, texts) for part in node.parts))
+    if isinstance(node, Choice):
+        return Choice(tuple(_split(option, texts) for option in node.options))
+    if isinstance(node, Repeat):
+        return replace(node, body=_split(node.body, texts))
+    if isinstance(node, Chars) and node in texts:
+        return Series(tuple(Chars.literal(chr(ranges[0][0])) for ranges in node.classes))
+    return node
+
+
+# ---- what lexemes have in common
+
+Edges = tuple[
+    bool, frozenset, frozenset
+]  # of a node: whether it may be empty, the leaves that it may begin and end with
+_EMPTY: Edges = (True, frozenset(), frozenset())
+
+
+def _edges(node: Node, leaf: Callable[[Leaf], Edges], after: dict[Any, set]) -> Edges:
+    """leaf: those of a leaf; after: what may follow each, to which this adds."""
+    if isinstance(node, Repeat):
+        empty, first, last = _edges(node.body, leaf, after)
+        for one in last if node.high != 1 else ():
+            after[one] |= first
+        return empty or node.low == 0, first, last
+    if isinstance(node, Choice):
+        options = [_edges(option, leaf, after) for option in node.options]
+        first, last = (frozenset[Any]().union(*sets) for sets in list(zip(*options, strict=True))[1:])
+        return any(empty for empty, _, _ in options), first, last
+    if isinstance(node, Series):
+        empty, first, last = _EMPTY
+        for part in node.parts:
+            skips, begins, ends = _edges(part, leaf, after)
+            for one in last:
+                after[one] |= begins
+            first, last = first | begins if empty else first, last | ends if skips else ends
+            empty = empty and skips
+        return empty, first, last
+    return leaf(node)
+
+
+class _Lexemes:
+    """rules: of the grammar, without terminals; bodies: of all rules; named: those that are terminals."""
+
+    def __init__(self, rules: Mapping[str, Node], bodies: Mapping[str, Node], named: Collection[str]) -> None:
+        self._bodies, self._classes, self._owners = bodies, list[Ranges](), list[Leaf]()
+        self._after = defaultdict[int, set[int]](set)  # of characters in lexemes, by number
+        leaves = {leaf for body in rules.values() for leaf in _leaves(body)}
+        self._lexemes = {leaf: self._edges(leaf) for leaf in leaves if isinstance(leaf, Chars) or leaf.text in named}
+        self._follow = self._follows(rules)
+
+    def _edges(self, lexeme: Leaf) -> Edges:
+        """By numbers of characters."""
+
+        def leaf(node: Leaf) -> Edges:
+            if isinstance(node, Name):
+                return _edges(self._bodies[node.text], leaf, self._after)
+            if not isinstance(node, Chars) or not node.classes:
+                return _EMPTY
+            first, count = len(self._classes), len(node.classes)
+            self._classes += node.classes
+            self._owners += [lexeme] * count
+            for number in range(first, first + count - 1):
+                self._after[number].add(number + 1)
+            return False, frozenset((first,)), frozenset((first + count - 1,))
+
+        return leaf(lexeme)
+
+    def _follows(self, rules: Mapping[str, Node]) -> dict[Leaf, Ranges]:
+        """The characters that may come after each lexeme."""
+        after = defaultdict[Leaf, set[Leaf]](set)
+        known: dict[str, Edges] = dict.fromkeys(rules, (False, frozenset(), frozenset()))
+
+        def leaf(node: Leaf) -> Edges:
+            if isinstance(node, Name) and node.text in rules:
+                return known[node.text]
+            own = frozenset((node,))
+            return self._lexemes[node][0] if node in self._lexemes else False, own, own
+
+        before = None
+        while before != (before := (dict(known), sum(map(len, after.values())))):
+            for name, body in rules.items():
+                known[name] = _edges(body, leaf, after)
+        firsts = {one: [self._classes[i] for i in edges[1]] for one, edges in self._lexemes.items()}
+        return {
+            one: merged(pair for other in after[one] for ranges in firsts.get(other, ()) for pair in ranges)
+            for one in self._lexemes
+        }
+
+    def longer(self) -> set[Leaf]:
+        """The lexemes that are read too far."""
+        lasts = {i for _, _, last in self._lexemes.values() for i in last}
+        found, known = set[Leaf](), set[frozenset[int]]()
+        left = [frozenset(i for _, first, _ in self._lexemes.values() for i in first)]
+        while left:
+            for read in self._read(left.pop()):
+                if read in known:
+                    continue
+                known.add(read)
+                if len(known) > _MOST_STATES:
+                    raise _TooLarge
+                more = frozenset(after for i in read for after in self._after[i])
+                left.append(more)
+                for owner in {self._owners[i] for i in read & lasts}:
+                    follow = self._follow[owner]
+                    found |= {self._owners[i] for i in more if _overlap(self._classes[i], follow)}
+        return found
+
+    def _read(self, numbers: frozenset[int]) -> Iterator[frozenset[int]]:
+        """Which of these characters are read together, by one character or another."""
+        begins, ends = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
+        for number in numbers:
+            for low, high in self._classes[number]:
+                begins[low].add(number)
+                ends[high + 1].add(number)
+        active = set[int]()
+        for place in sorted(begins.keys() | ends.keys()):
+            active = (active - ends[place]) | begins[place]
+            if active:
+                yield frozenset(active)
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """In order, without overlaps and neighbours."""
+    found: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if found and low <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(found[-1][1], high))
+        else:
+            found.append((low, high))
+    return tuple(found)
+
+
+def _overlap(one: Ranges, other: Ranges) -> bool:
+    return any(low <= last and first <= high for low, high in one for first, last in other)
