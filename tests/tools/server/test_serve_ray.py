@@ -206,6 +206,7 @@ def test_a_signal_lets_answers_finish_and_deletes_the_application(deployed):
         thread.join(60)
     assert [(status, body["usage"]["completion_tokens"]) for status, _, body in results] == [(200, 1900)] * 2
     assert deployed.process.wait(60) == 0, deployed.log.read_text()
+    assert deployed.log.read_text().endswith("stopping after 2 requests (once more: at once)\n")  # and nothing of Ray's
     assert waiting(lambda: not replica_processes())
     with pytest.raises(OSError):
         deployed.request("/health")
