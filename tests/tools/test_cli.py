@@ -208,6 +208,15 @@ def test_perplexity_of_text_and_of_ids_agree_and_logits_explain_it(mlc_amd, arti
     assert by_ids.stdout.startswith(f"perplexity {result['perplexity']:.4f} ± ")
 
 
+def test_perplexity_of_two_tokens_has_no_error(mlc_amd, artifact, tmp_path):
+    """Of one prediction there is no deviation: none is shown, and JSON has null, not NaN."""
+    (tmp_path / "text").write_text("Return a new list")
+    command = ("perplexity", artifact, "--text", tmp_path / "text", "--tokens", "2")
+    assert re.fullmatch(r"perplexity [\d.]+ over 2 tokens\n", mlc_amd(*command).stdout)
+    found = json.loads(mlc_amd(*command, "--json").stdout, parse_constant=pytest.fail)
+    assert found["error"] is None and found["perplexity"] > 0 and found["tokens"] == 2
+
+
 def test_perplexity_matches_the_reference(mlc_amd, artifact, shared):
     expected = json.loads((shared / "refs" / "llama-q4_k_m.json").read_text())["summary"]["ppl_exact"]
     done = mlc_amd("perplexity", artifact, "--ids", shared / "refs" / "llama-q4_k_m.npz", "--json")

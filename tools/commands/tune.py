@@ -45,7 +45,8 @@ def run(
     synthetic: Synthetic = None,
     budget: str | None = None,
     trials: Annotated[int | None, Option(
-        "measure so many plans; for a kit, its size", default="for a kit: 64", low=1, most=MANY)] = None,
+        "measure at most so many plans; of a kit: how many it holds",
+        default="no limit; of a kit: 64", low=1, most=MANY)] = None,
     runner: Literal["local", "rpc"] = "local",
     tracker: Tracker = None,
     key: Key = None,

@@ -133,7 +133,7 @@ def _check_address(address: str) -> None:
         raise UsageError(f"--ray is {address!r}: give auto, local, HOST:PORT or ray://HOST:PORT")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _REACHABLE).close()
-    except (OSError, OverflowError) as error:  # OverflowError: no port has that number
+    except (OSError, OverflowError, UnicodeError) as error:  # the latter: no port has that number, no host that name
         raise UserError(f"no Ray cluster at {address}: {getattr(error, 'strerror', None) or error}") from error
 
 

@@ -224,6 +224,7 @@ def test_a_model_that_is_not_there(cluster, capsys):
     [
         (["--ray", "127.0.0.1:1"], 1, "no Ray cluster at 127.0.0.1:1: Connection refused"),
         (["--ray", "ray://127.0.0.1:1"], 1, "no Ray cluster at ray://127.0.0.1:1: Connection refused"),
+        (["--ray", "a..b:1"], 1, "no Ray cluster at a..b:1: "),
         (["--ray", "cluster"], 2, "give auto, local, HOST:PORT or ray://HOST:PORT"),
         (["--ray", "auto", "--replicas", "0"], 2, "--replicas is 0: it must be at least 1"),
         (["--replicas", "2"], 2, "--replicas is for --ray"),
