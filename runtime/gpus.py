@@ -7,6 +7,7 @@ memory, compute units, clocks); Vulkan's registry of required limits; reports of
 (gpuinfo.org).
 """
 
+import re
 from dataclasses import dataclass
 
 KIB = 1024
@@ -84,6 +85,34 @@ MEMORY: dict[str, tuple[int, ...]] = {
     "7700xt": (12,), "7700": (16,), "w7700": (16,), "7600xt": (16,), "7600": (8,), "8060s": (128,), "strixhalo": (128,),
     "9070xt": (16,), "9070": (16,), "9070gre": (12,), "r9700": (32,), "9060xt": (8, 16), "9060": (8,),
 }  # fmt: skip
+
+# GB/s of device memory by product: what decoding, which reads every weight for each token, can reach at best. Only
+# products that come with one kind of memory: of most APUs it is whatever the machine has. The Steam Deck's chips have
+# no other names. Source: AMD's and NVIDIA's product pages; of an MI250 one of its two dies.
+BANDWIDTH: dict[str, int] = {
+    "vii": 1024, "mi50": 1024, "mi60": 1024, "mi100": 1229, "mi210": 1638, "mi250": 1638, "mi250x": 1638,
+    "mi300x": 5300, "mi300a": 5300, "mi325x": 6000, "mi350x": 8000, "mi355x": 8000,
+    "5700xt": 448, "5700": 448, "5600xt": 336, "v520": 512, "5500xt": 224, "5500": 224,
+    "6950xt": 576, "6900xt": 512, "6800xt": 512, "6800": 512, "w6800": 512, "6750xt": 432, "6700xt": 384, "6700": 320,
+    "6650xt": 280, "6600xt": 256, "6600": 224, "6500xt": 144, "6400": 128, "customgpu0405": 88, "customgpu0932": 102,
+    "7900xtx": 960, "7900xt": 800, "7900gre": 576, "w7900": 864, "w7800": 576, "7800xt": 624, "7700xt": 432,
+    "7700": 624, "w7700": 576, "7600xt": 288, "7600": 288, "8060s": 256, "8050s": 256,
+    "9070xt": 640, "9070": 640, "9070gre": 432, "r9700": 640, "9060xt": 322, "9060": 288,
+    "h100": 3352, "h100pcie": 2039, "h100nvl": 3938, "h200": 4800,
+}  # fmt: skip
+VENDORS = {"amd", "radeon", "nvidia"}  # one of them is a word of a product's name
+
+
+def peak_bandwidth(name: str) -> tuple[str, int] | None:
+    """(product, GB/s) of a device, by the name that its driver reports: the longest of BANDWIDTH of which the words
+    follow one another in it. None for others."""
+    words = re.findall(r"[A-Za-z0-9]+", name)
+    runs = [words[i:j] for j in range(1, len(words) + 1) for i in range(max(j - 3, 0), j)]
+    known = [run for run in runs if "".join(run).lower() in BANDWIDTH]
+    if not known or VENDORS.isdisjoint(map(str.lower, words)):
+        return None
+    product = max(known, key=lambda run: len("".join(run)))
+    return " ".join(product), BANDWIDTH["".join(product).lower()]
 
 
 def same_isa() -> tuple[dict[str, int], ...]:

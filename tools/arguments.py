@@ -70,6 +70,13 @@ _LAYERS = ("-ngl", "--n-gpu-layers")
 _HALVES = {"-ctk": "keys", "--cache-type-k": "keys", "-ctv": "values", "--cache-type-v": "values"}
 
 
+# Flags whose texts are files or folders; --text is perplexity's.
+_PATHS = {
+    "api_key_file", "export_kit", "file", "grammar_file", "ids", "import_kit", "json_schema_file", "logits", "output",
+    "plans", "ship", "text", "uds",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Parameter:
     """An argument or a flag of a verb. type: without None. group: the parameter of `run` that it is a part of, "" for
@@ -102,7 +109,7 @@ class Parameter:
 
     @property
     def metavar(self) -> str:
-        return "|".join(self.choices) or _READERS[self.type][1]
+        return "|".join(self.choices) or ("PATH" if self.name in _PATHS else _READERS[self.type][1])
 
     @property
     def title(self) -> str:

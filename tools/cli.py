@@ -28,7 +28,7 @@ from typing import Any
 
 import fire
 
-from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.errors import UsageError, UserError, one_line
 from mlc_amd.tools import arguments, bus_error, familiar, interrupts
 from mlc_amd.tools.terminal import terminal
 
@@ -235,7 +235,7 @@ def _warn(show: Callable[..., None], message: Warning | str, category: type[Warn
 
 def _fail(message: str, debug: bool, code: int = 1) -> int:
     _report_traceback(debug)
-    sys.stderr.write(f"error: {spoken(' '.join(message.split()))}\n")
+    sys.stderr.write(f"error: {spoken(one_line(message))}\n")
     return code
 
 

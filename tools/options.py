@@ -17,7 +17,7 @@ class Without:
 SamplingFlags = Annotated[SamplingChanges, Without("logit_bias", "presence_penalty", "frequency_penalty")]
 
 Prompt = Annotated[
-    str | None, Option('the text for the model, also without a flag after MODEL; "-" reads it from stdin')
+    str | None, Option('the text for the model; may also follow MODEL without a flag; "-" reads it from stdin')
 ]
 File = Annotated[str | None, Option('take the text from this UTF-8 file; "-" is stdin')]
 MaxTokens = Annotated[int | None, Option(
@@ -32,10 +32,10 @@ Synthetic = Annotated[str | None, Option(
 KeptWeights = Annotated[Literal["file", "none"], Option(
     "none leaves the weights out, for benchmarks: the result is small, and the model runs with random weights",
 )]  # fmt: skip
-Tracker = Annotated[str | None, Option("HOST:PORT of the tracker of tuning machines, for --runner rpc")]
+Tracker = Annotated[str | None, Option("HOST:PORT of the tracker of tuning machines (of tune: for --runner rpc)")]
 Key = Annotated[str | None, Option(
     "the kind of machine that measures, as gfx1100: the name by which tuning runs ask the tracker for it",
-    default="of tune: the arch's name",
+    default="for `mlc-amd tune`: the arch's name",
 )]  # fmt: skip
 
 

@@ -132,6 +132,11 @@ class GGUFModel(Closing):
         model._opened = files
         return model
 
+    @property
+    def size(self) -> int:
+        """Bytes of all parts; 0 of a synthetic model."""
+        return sum(file.size for file in self._opened)
+
     def close(self) -> None:
         """Releases the file. Blocks that were read stay valid; reading more raises ValueError. May be called again."""
         for file in self._opened:
@@ -151,13 +156,14 @@ def read_metadata(path: str | Path) -> dict[str, object]:
     return file.header.metadata
 
 
-def read_header(path: str | Path) -> tuple[dict[str, object], list[TensorEntry]]:
-    """The metadata and the tensor directory of any valid GGUF file, of all parts of a split one, whatever its
-    architecture."""
+def read_header(path: str | Path) -> tuple[dict[str, object], list[TensorEntry], int]:
+    """The metadata, the tensor directory and the bytes of any valid GGUF file, of all parts of a split one, whatever
+    its architecture."""
     files = _open_parts(str(path))
     for file in files:
         file.close()
-    return files[0].header.metadata, [entry for file in files for entry in file.header.tensors]
+    entries = [entry for file in files for entry in file.header.tensors]
+    return files[0].header.metadata, entries, sum(file.size for file in files)
 
 
 class _File:

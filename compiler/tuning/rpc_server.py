@@ -59,7 +59,12 @@ def address(text: str) -> tuple[str, int]:
     """(host, port) of "host:port", "[::1]:port" or "host". UserError for what is none."""
     host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
     host, port = (host, port) if colon else (text, str(TRACKER_PORT))
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    try:
+        host.strip("[]").encode("idna")
+        right = bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
+    except UnicodeError:  # no host can have that name
+        right = False
+    if not right:
         raise UserError(f"'{text}' is no address: write HOST:PORT")
     return host.strip("[]"), int(port)
 

@@ -57,6 +57,11 @@ class TuningSession:
         """Of one of `tasks`."""
         return self._searches[task].space
 
+    @property
+    def unmeasured(self) -> int:
+        """Plans of all tasks that were not measured yet."""
+        return sum(search.unmeasured for search in self._searches.values())
+
     # ---- what to measure
 
     def next(self, count: int) -> list[tuple[Task, Any]]:

@@ -71,6 +71,13 @@ class KvCache:
         pages = self.pools[span].pages
         return self.context if span and pages >= seen_pages(span) else pages * PAGE
 
+    def holds(self, count: int, tokens: int) -> bool:
+        """Whether an empty cache has pages, and cells, for so many sequences of so many tokens that decode together."""
+        whole = -(-tokens // PAGE)
+        needed = {span: min(whole, seen_pages(span) + 1) if span else whole for span in self.pools}
+        fits = all(count * needed[span] <= pool.pages for span, pool in self.pools.items())
+        return fits and (self.cells is None or count <= self.cells.pages)
+
     def has_room(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether the pools have pages for the tokens of `sequences` that have none yet (in windowed groups only as
         many as are needed at a time), and one more for each sequence; and cells for those that have none."""

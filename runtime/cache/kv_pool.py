@@ -20,12 +20,14 @@ log = logging.getLogger("mlc_amd")
 
 @dataclass(frozen=True)
 class KvSize:
-    """tokens: of all sequences together. memory: bytes. auto: the free memory of the device, but at most what the
-    sequences of a step need at full length. None of them: one sequence of full length."""
+    """tokens: of all sequences together; sequences: of how many, 0: not known. memory: bytes. auto: the free memory of
+    the device, but at most what the sequences of a step need at full length. None of them: one sequence of full
+    length."""
 
     tokens: int | None = None
     memory: int | None = None
     auto: bool = False
+    sequences: int = 0
 
     @classmethod
     def of(cls, tokens: int | None = None, memory: int | str | None = None) -> "KvSize":
@@ -54,7 +56,7 @@ class KvSize:
         if self.auto or self.memory is not None:
             useful = manifest["context"] * max(entry["single"] for entry in manifest["functions"].values())
             bound = min(most, useful) if self.auto else most + PAGE
-            tokens = _tokens(manifest, limits, room if self.auto else self.memory or 0, bound)
+            tokens = _tokens(manifest, limits, room if self.auto else self.memory or 0, bound, self.sequences)
         else:
             tokens = manifest["context"] if self.tokens is None else self.tokens
         if tokens > most:
@@ -64,7 +66,7 @@ class KvSize:
             least = kv_bytes(kv_types(manifest, _spread(manifest, limits, PAGE)))
             place = "what the device has left" if self.auto else "--kv-memory"
             raise UserError(f"{place} is too small for a KV cache of {PAGE} tokens, which takes {_size(least)}")
-        return _spread(manifest, limits, tokens)
+        return _spread(manifest, limits, tokens, self.sequences)
 
 
 ONE_SEQUENCE = KvSize()
@@ -84,24 +86,25 @@ def _limits(manifest: Mapping, largest: int | None) -> tuple[dict[int, int], str
     return found, why
 
 
-def _spread(manifest: Mapping, limits: Mapping[int, int], tokens: int) -> dict[int, int]:
-    """Pages by span for a cache of so many tokens. For each full context among them, layers with a window get the pages
-    of four sequences, at most as many as layers that see all keys, and there are as many cells as in the manifest, up
-    to MOST_CELLS."""
-    whole, sequences = -(-tokens // PAGE), -(-4 * tokens // manifest["context"])
+def _spread(manifest: Mapping, limits: Mapping[int, int], tokens: int, sequences: int = 0) -> dict[int, int]:
+    """Pages by span for a cache of so many tokens. For each sequence, layers with a window get the pages of one, at
+    most as many as layers that see all keys, and there are as many cells as in the manifest, up to MOST_CELLS. Where
+    the number of sequences is not known, each full context counts as one, as four for layers with a window."""
+    whole, full = -(-tokens // PAGE), -(-tokens // manifest["context"])
+    windows, states = sequences or -(-4 * tokens // manifest["context"]), sequences or full
     found = {entry["span"]: entry["shape"][0] for entry in manifest["kv"] if "span" in entry}
-    pages = {span: min(whole, pages * sequences) if span else whole for span, pages in found.items()}
+    pages = {span: min(whole, pages * windows) if span else whole for span, pages in found.items()}
     if STATE in found:
-        pages[STATE] = max(found[STATE], min(found[STATE] * -(-tokens // manifest["context"]), MOST_CELLS))
+        pages[STATE] = max(found[STATE], min(found[STATE] * states, MOST_CELLS))
     return {span: min(count, limits[span]) for span, count in pages.items()}
 
 
-def _tokens(manifest: Mapping, limits: Mapping[int, int], nbytes: int, most: int) -> int:
+def _tokens(manifest: Mapping, limits: Mapping[int, int], nbytes: int, most: int, sequences: int) -> int:
     """The largest number of tokens up to `most` whose cache fits so many bytes."""
     low, high = 0, most // PAGE
     while low < high:
         middle = (low + high + 1) // 2
-        fits = kv_bytes(kv_types(manifest, _spread(manifest, limits, middle * PAGE))) <= nbytes
+        fits = kv_bytes(kv_types(manifest, _spread(manifest, limits, middle * PAGE, sequences))) <= nbytes
         low, high = (middle, high) if fits else (low, middle - 1)
     return low * PAGE
 

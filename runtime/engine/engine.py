@@ -29,11 +29,12 @@ class Engine(TextEngine):
         self._conversation: Conversation | None = None
 
     @classmethod
-    def load(cls, path: str | Path, options: RunOptions = _DEFAULTS) -> "Engine":
-        """Loads an artifact. The options' draft: "lookup", "mtp" or a draft model's. UserError if it cannot run."""
+    def load(cls, path: str | Path, options: RunOptions = _DEFAULTS, kv: KvSize | None = None) -> "Engine":
+        """Loads an artifact. The options' draft: "lookup", "mtp" or a draft model's. kv: the cache's size, in place of
+        the options'. UserError if it cannot run."""
         if Path(path).suffix == ".gguf" and not Path(path).is_dir():
             raise UserError(f"{path} is not compiled yet: mlc_amd.load() and `mlc-amd compile` do that")
-        size = KvSize.of(options.kv_tokens, options.kv_memory)
+        size = kv or KvSize.of(options.kv_tokens, options.kv_memory)
         artifact = Artifact.open(path, options.verify)
         engine = cls(artifact, open_device(artifact, options.device, options.threads, options.n_cpu_moe, size))
         try:

@@ -168,5 +168,8 @@ def main(folder: Path, arguments: list[str]) -> int:
         print(f"stopped: {run.summary()}; run it again to resume", file=sys.stderr)
         return 130
     print(run.summary())
+    if not any(result["error"] is None for result in run.found["results"].values()):
+        print("error: no kernel could be measured: the lines above say why", file=sys.stderr)
+        return 1
     print(f"take {folder / RESULTS} back into this folder where it was made, and: mlc-amd tune --import-kit FOLDER")
     return 0

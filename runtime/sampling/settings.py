@@ -45,7 +45,7 @@ class SamplingChanges(TypedDict, total=False):
     logit_bias: Annotated[Mapping[int, float], Option("token id to what is added to its logit")]
     seed: Annotated[int | None, Option(
         "seed of the random numbers: the same one makes the same choices",
-        default="a new one each time; of tune: 1", low=0, high=(1 << SEED_BITS) - 1, unset="-1")]  # fmt: skip
+        default="a new one each time", low=0, high=(1 << SEED_BITS) - 1, unset="-1")]  # fmt: skip
 
 
 @dataclass(frozen=True)

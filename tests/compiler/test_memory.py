@@ -56,6 +56,11 @@ def test_products_of_an_arch():
     assert [room.bytes // GIB for room in chip] == [48, 32, 24, 20, 16]
     family = {room.name for room in inspect_memory.rooms("vulkan", "rdna3:matrix=none")}
     assert {"7900xtx", "7600", "8060s, strixhalo"} <= family
+    assert "8060s" not in inspect_memory.apus("vulkan", "rdna3") and not inspect_memory.apus("rocm", "7900xtx")
+    assert inspect_memory.rooms("vulkan", "vangogh,gfx90c") == inspect_memory.rooms("vulkan", "vangogh") == [deck]
+    assert inspect_memory.apus("vulkan", "vangogh,gfx90c") == inspect_memory.apus("vulkan", "renoir")
+    assert {"renoir", "cezanne"} <= set(inspect_memory.apus("vulkan", "gfx90c"))
+    assert inspect_memory.apus("vulkan", "780m") == ["780m"] and inspect_memory.apus("rocm", "gfx1103")[0] == "780m"
     assert inspect_memory.rooms("vulkan", "generic") == inspect_memory.rooms("cpu", "x86-64-v3") == []
     assert MEMORY.keys() <= {product for chip in CHIPS.values() for product in chip.products}
 
@@ -128,7 +133,9 @@ def test_a_cache_that_kernels_cannot_address_is_refused_at_once(monkeypatch, tmp
 def test_commands(demo_gguf, monkeypatch, capsys):
     """`inspect` of a file prints the plan of another machine; the flag counts, and needs experts."""
     assert cli.main(["inspect", str(demo_gguf), "--target", "rocm", "--arch", "7900xt", "--ctx", "512"]) == 0
-    assert "fits      7900xt (20.00 GiB; 19.00 GiB usable) up to 2048 tokens" in capsys.readouterr().out
+    assert "fits          7900xt (20.00 GiB; 19.00 GiB usable) up to 2048 tokens" in capsys.readouterr().out
+    assert cli.main(["inspect", str(demo_gguf), "--target", "vulkan", "--arch", "renoir", "--ctx", "512"]) == 0
+    assert "fits          APUs (vega, renoir," in (shown := capsys.readouterr().out) and "vii" not in shown
     monkeypatch.setitem(MEMORY, "7900xt", (1,))
     assert cli.main(["inspect", str(demo_gguf), "--target", "rocm", "--arch", "7900xt", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["memory"]["devices"]

@@ -9,23 +9,24 @@ from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.options import CompileOptions
+from mlc_amd.tools import cli
 from tests.dev.quality import kl_divergence
 
 MAX_KL = 2e-5  # nats: float weights and activations
-CONTEXT, WINDOW = 2048, 24
+CONTEXT, TOKENS, WINDOW = 8192, 2008, 24
 PAGES = 11  # of layers with the window: two for it, eight for the longest chunk's own keys, one for a part of a page
 KEYS: dict[str, object] = {
     "general.architecture": "gemma2", "attention.sliding_window": WINDOW, "attention.key_length": 48,
-    "attention.value_length": 48, "rope.dimension_count": 48,
+    "attention.value_length": 48, "rope.dimension_count": 48, "context_length": CONTEXT,
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """(engine, ids that nearly fill the context, exact logits after each id)"""
+    """(engine, ids, exact logits after each id)"""
     model, out = synthetic("tiny:f16", keys=KEYS), tmp_path_factory.mktemp("ring") / "model"
     compile_model(model, out, CompileOptions(target="cpu", ctx=CONTEXT, tuned="none"))
-    ids = np.random.default_rng(5).integers(0, 1024, CONTEXT - 40)
+    ids = np.random.default_rng(5).integers(0, 1024, TOKENS)
     return Engine.load(out), ids, reference.forward(model, ids)
 
 
@@ -38,6 +39,16 @@ def test_layers_with_a_window_have_few_pages(case):
     engine, _, _ = case
     pages = {(entry["span"], entry["shape"][0]) for entry in engine.artifact.manifest["kv"]}
     assert pages == {(0, CONTEXT // 64), (WINDOW, PAGES)}
+
+
+def test_measurements_make_room_for_all_sequences(case, capsys):
+    """Each has its own window, however short it is beside the context."""
+    folder = str(case[0].artifact.path)
+    command = ["bench", folder, "-p", "0", "-n", "2", "-d", "70", "-r", "1", "-np", "24"]
+    assert cli.main(command) == 0
+    assert "tg2 x 24 @ d70" in capsys.readouterr().out
+    assert cli.main([*command, "--kv-memory", "1M"]) == 1
+    assert "tg2 x 24 @ d70 needs a KV cache of 3072 tokens of 24 sequences" in capsys.readouterr().err
 
 
 def test_scores(case):

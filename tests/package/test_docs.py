@@ -1,6 +1,7 @@
 """The documents: their links resolve, and README stays short."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,19 @@ def test_links_resolve(page):
             target = (page.parent / path) if path else page
             assert target.exists(), link
             assert not anchor or anchor in anchors(target), link
+
+
+def test_installing_is_described_as_it_is():
+    """Every extra with its packages; and no other page names a package that is on no index."""
+    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", (REPO / "docs/install.md").read_text(), flags=re.M)
+    told = {extra: packages for extra, packages in rows}
+    assert told.keys() == extras.keys()
+    for extra in extras.keys() - {"test"}:
+        names = {re.split(r"[^\w-]", package)[0] for package in extras[extra]}
+        assert names <= set(re.findall(r"[\w-]+", told[extra])), extra
+    pages = [page for page in PAGES if page.name != "install.md"]
+    assert not [page.name for page in pages if re.search(r"pip install '?mlc-amd", page.read_text())]
 
 
 def test_readme_is_short():

@@ -2,19 +2,18 @@
 the host does."""
 
 import json
-import shutil
 import time
 
 import pytest
 from vulkan_harness import gpu
 
+from mlc_amd.runtime import gpus
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.tools import cli
 from mlc_amd.tools.commands import bench
 from mlc_amd.tools.measure import bandwidth, kernel_table
-from tests.dev import resealing
 
 PROFILE = "lavapipe"
 
@@ -33,16 +32,14 @@ def engine(artifact):
 
 
 @pytest.fixture
-def known(artifact, tmp_path):
-    """The artifact, as for a GPU whose bandwidth is in the table: 25 GB/s."""
-    copy = shutil.copytree(artifact, tmp_path / "known")
-    manifest = resealing.content(copy)
-    manifest["target"]["bandwidth"] = {PROFILE: 25.0}
-    resealing.reseal(copy, manifest)
-    return copy
+def known(artifact, monkeypatch):
+    """The artifact, on a GPU whose bandwidth is in the table: 25 GB/s."""
+    monkeypatch.setitem(gpus.BANDWIDTH, "llvmpipe", 25)
+    monkeypatch.setattr(gpus, "VENDORS", {"llvmpipe"})
+    return artifact
 
 
-def test_decoding_is_told_as_shares_of_the_copy_and_of_the_peak(artifact, known, capsys):
+def test_decoding_is_told_as_shares_of_the_copy_and_of_the_peak(artifact, capsys, request):
     command = ["-p", "0", "-n", "2", "-r", "1", "-o"]
     assert profiles.resolve(PROFILE).bandwidth == 0
     assert cli.main(["bench", str(artifact), *command, "jsonl"]) == 0
@@ -53,15 +50,19 @@ def test_decoding_is_told_as_shares_of_the_copy_and_of_the_peak(artifact, known,
     assert result["peak_gbps"] is None and result["peak_share"] is None
     assert 0 < result["host_us"] < result["avg_ns"] / 2 / 1000
 
-    assert cli.main(["bench", str(known), *command, "jsonl"]) == 0
+    assert cli.main(["bench", str(artifact), *command, "md"]) == 0
+    assert "of measured" in (shown := capsys.readouterr().out) and "of table" not in shown
+
+    assert cli.main(["bench", str(request.getfixturevalue("known")), *command, "jsonl"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["peak_gbps"] == 25 and result["peak_share"] == pytest.approx(result["read_gbps"] / 25)
+    assert (result["peak_gbps"], result["peak_product"]) == (25, "llvmpipe")
+    assert result["peak_share"] == pytest.approx(result["read_gbps"] / 25)
 
 
 @pytest.mark.full
 def test_tables_name_the_peak(known, capsys):
     assert cli.main(["bench", str(known), "-p", "0", "-n", "2", "-r", "1", "-o", "md"]) == 0
-    assert capsys.readouterr().out.splitlines()[2].split("|")[-3].endswith("of 25 ")
+    assert capsys.readouterr().out.splitlines()[2].split("|")[-3].endswith("of 25 (llvmpipe) ")
 
 
 @pytest.mark.full
@@ -84,7 +85,7 @@ def test_kernel_times_add_up_and_shares_are_of_the_peak(known, capsys):
 @pytest.mark.full
 def test_the_table_of_kernels_names_the_peak(known, capsys):
     assert cli.main(["bench", str(known), "-p", "0", "-n", "1", "-r", "1", "--per-kernel"]) == 0
-    assert "of 25 GB/s (table)" in capsys.readouterr().out
+    assert "of 25 GB/s (llvmpipe)" in capsys.readouterr().out
 
 
 def test_a_kernel_of_several_steps_is_one_call(engine):

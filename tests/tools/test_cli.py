@@ -164,13 +164,18 @@ def test_inspect_of_a_gguf_tells_its_tensors(mlc_amd, demo_gguf, artifact):
     assert sum(entry["bytes"] for entry in report["formats"].values()) < demo_gguf.stat().st_size
     compiled = json.loads(mlc_amd("inspect", artifact, "--json").stdout)
     assert report["formats"] == compiled["formats"]
+    assert (report["size"], report["quantization"]) == (demo_gguf.stat().st_size, "Q4_K_M")
+    assert report["parameters"] == compiled["parameters"] and compiled["quantization"] == "mostly Q4_K"
     assert report["memory"]["weights"] == sum(t["bytes"] for t in compiled["tensors"])
     assert {key: report["memory"][key] for key in ("weights", "kv", "token", "context")}.items() <= (
         compiled["memory"].items()
     )
     assert abs(report["memory"]["buffers"] / compiled["memory"]["buffers"] - 1) < 0.4  # not compiled: estimated
     shown = mlc_amd("inspect", demo_gguf, "--tensors").stdout
-    assert "blk.0.attn_q.weight" in shown and "sampling  greedy" in shown
+    assert "blk.0.attn_q.weight" in shown and "sampling      greedy" in shown
+    first = [line.split()[0] for line in shown.splitlines()[:7]]
+    assert first == ["name", "size", "parameters", "quantization", "context", "memory", "fits"]
+    assert "12.81 MiB on disk" in shown.splitlines()[1] and shown.splitlines()[3].split() == ["quantization", "Q4_K_M"]
     assert "--plan" in error_of(mlc_amd("inspect", demo_gguf, "--plan"))
 
 
@@ -201,6 +206,15 @@ def test_perplexity_of_text_and_of_ids_agree_and_logits_explain_it(mlc_amd, arti
     np.savez(tmp_path / "ids.npz", ids=ids)
     by_ids = mlc_amd("perplexity", artifact, "--ids", tmp_path / "ids.npz")
     assert by_ids.stdout.startswith(f"perplexity {result['perplexity']:.4f} ± ")
+
+
+def test_perplexity_of_two_tokens_has_no_error(mlc_amd, artifact, tmp_path):
+    """Of one prediction there is no deviation: none is shown, and JSON has null, not NaN."""
+    (tmp_path / "text").write_text("Return a new list")
+    command = ("perplexity", artifact, "--text", tmp_path / "text", "--tokens", "2")
+    assert re.fullmatch(r"perplexity [\d.]+ over 2 tokens\n", mlc_amd(*command).stdout)
+    found = json.loads(mlc_amd(*command, "--json").stdout, parse_constant=pytest.fail)
+    assert found["error"] is None and found["perplexity"] > 0 and found["tokens"] == 2
 
 
 def test_perplexity_matches_the_reference(mlc_amd, artifact, shared):

@@ -76,7 +76,7 @@ def vulkan(**changes) -> dict:
             "pip install 'mlc-amd[tune]'",
         ),
         ({"tvm": {"error": "OSError: libz"}}, "problem", "reinstall apache-tvm"),
-        ({"tvm": {}}, "missing", "pip install mlc-amd"),
+        ({"tvm": {}}, "missing", "from a checkout of it: pip install ."),
         ({"linkers": dict.fromkeys(FACTS["linkers"])}, "problem", "ziglang"),
         ({"gpus": [FACTS["gpus"][0] | {"usable": False}]}, "problem", "usermod -aG render"),
         ({"gpus": [FACTS["gpus"][0] | {"node": None}]}, "missing", "amdgpu"),

@@ -142,7 +142,7 @@ def test_a_name_stands_for_a_file_in_commands(server, demo_gguf, capsys):
     path = models.find("me/Demo-GGUF")
     assert models.source_path("me/Demo-GGUF", None) == path
     assert cli.main(["inspect", "me/Demo-GGUF"]) == 0
-    assert f"file      {path}\n" in capsys.readouterr().out
+    assert f"file          {path}\n" in capsys.readouterr().out
 
 
 def test_a_local_path_of_that_name_wins(server, demo_gguf, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import cli
+from mlc_amd.tools.inspection.inspect_summary import quantization
 
 
 def write(path: Path, architecture: str) -> Path:
@@ -42,9 +43,10 @@ def test_what_the_header_says_is_shown(inspect, mamba):
     out, err = inspect(mamba)
     assert err == ""
     lines = [" ".join(line.split()) for line in out.splitlines()]
+    size = mamba.stat().st_size / 1024
+    head = ["name A made-up model", f"size {size:.2f} KiB on disk", "parameters 0.01 M", "quantization mostly F32"]
+    assert lines[:5] == [*head, f"file {mamba}"]
     for line in (
-        f"file {mamba}",
-        "name A made-up model",
         "mamba.context_length 1048576",
         "mamba.layer_kinds 24 values",
         "model gpt2",
@@ -75,6 +77,15 @@ def test_json(inspect, mamba):
     assert report["types"]["q8_0"] == {"tensors": 1, "weights": 2048, "bytes": 2176}
     assert report["tensors"][0] == {"name": "token_embd.weight", "dtype": "f32", "shape": [100, 64], "bytes": 25600}
     assert report["metadata"]["general.architecture"] == "mamba" and "refusal" in report
+
+
+@pytest.mark.parametrize(
+    ("file_type", "name"),
+    [(15, "Q4_K_M"), (7, "Q8_0"), (0, "F32"), (1024 + 18, "Q6_K"), (38, "MXFP4_MOE"), (999, "mostly Q8_0"),
+     ("15", "mostly Q8_0"), (None, "mostly Q8_0"), (True, "mostly Q8_0")],
+)  # fmt: skip
+def test_quantization_is_what_the_file_is_called(file_type, name):
+    assert quantization(file_type, {"f32": 10, "q8_0": 2000}) == name
 
 
 def test_other_defects_remain_errors(mamba, tmp_path, capsys):

@@ -262,14 +262,42 @@ def test_on_the_cpu(compiled, capsys):
     assert "none here" in shown and "not run" not in shown
 
 
+def without(count: int, monkeypatch, note: str) -> None:
+    """All kernels but the first `count` get the note instead of their check."""
+    check = selftest_kernels.check_all
+
+    def some(*arguments):
+        found = list(check(*arguments))
+        return found[:count] + [one | {"deviation": None, "problem": None, "note": note} for one in found[count:]]
+
+    monkeypatch.setattr(selftest_kernels, "check_all", some)
+
+
+@pytest.mark.parametrize(
+    ("compared", "note", "code"),
+    [(1, selftest_kernels.NO_TIME, 0), (1, selftest_kernels.NO_REFERENCE, 0), (0, selftest_kernels.NO_REFERENCE, 1)],
+)
+def test_what_is_not_compared_is_no_success(compiled, capsys, monkeypatch, compared, note, code):
+    without(compared, monkeypatch, note)
+    assert cli.main(["selftest", str(compiled("tiny:q4_0", 64)), "-t", "2", "--seconds", "0"]) == code
+    shown = capsys.readouterr()
+    assert ("passed" in shown.out, "no kernel was compared: none has a reference" in shown.err) == (
+        not code,
+        bool(code),
+    )
+
+
 def test_what_there_is_no_time_for_is_listed(compiled, capsys, tmp_path):
     made, out = compiled("tiny:q4_0", 64), tmp_path / "found.json"
-    assert cli.main(["selftest", str(made), "-t", "2", "--seconds", "0.001", "-o", str(out)]) == 0
-    shown, found = capsys.readouterr().out, json.loads(out.read_text())
+    assert cli.main(["selftest", str(made), "-t", "2", "--seconds", "0.001", "-o", str(out)]) == 1
+    (shown, told), found = capsys.readouterr(), json.loads(out.read_text())
     count = len(found["kernels"])
     assert all(one["note"] == "not run (time)" and one["states"] == 0 for one in found["kernels"])
     assert re.search(rf"kernels +0 of {count} ok, {count} not run \(time\)", shown)
-    assert f"passed, without {count} kernels that were not run" in shown
+    assert not found["passed"] and "FAILED" in shown
+    assert told.splitlines()[-1].endswith(
+        "no kernel was compared in the time of --seconds 0.001: allow more, or 0 for no limit"
+    )
     assert (
         found["replays"]["rounds"] == 1
         and found["replays"]["wrong"] == []

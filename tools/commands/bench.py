@@ -14,8 +14,11 @@ from typing import Annotated, Literal
 
 import numpy as np
 
+from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.cache.pages import PAGE
+from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.gpus import peak_bandwidth
 from mlc_amd.runtime.options import MANY, LoadOptions, Option
 from mlc_amd.runtime.speculation.speculation import MOST
 from mlc_amd.tools.hub import models
@@ -51,8 +54,8 @@ def run(
     """Measures prefill (pp) and decode (tg) speed in tokens per second, with llama-bench's columns.
 
     For decode it adds the memory traffic of weights and KV cache in GB/s, and as fractions of the read (cpu) or copy
-    (GPU) bandwidth measured right before the test and of the bandwidth in the table of GPUs; and the host time per
-    token, without waiting. Where sensors tell the power of the device: watts, and joules per token.
+    (GPU) bandwidth measured right before the test and, of a known product, of the one that its maker states; and the
+    host time per token, without waiting. Where sensors tell the power of the device: watts, and joules per token.
 
     Args:
         output: format of the result.
@@ -63,15 +66,13 @@ def run(
     """
     tests = plan_tests(n_prompt, n_gen, n_depth, n_seqs, speculate)
     needed = max(test.context for test in tests) + MOST * bool(speculate)
-    kv_tokens = None if load.kv_memory else _cache_tokens(tests)
-    load = replace(load, ctx=_context(load, synthetic, needed), kv_tokens=kv_tokens)
-    engine = models.load_engine(load, synthetic)
-    if needed > (held := engine.cache.longest) and load.kv_memory:
-        raise UserError(f"the tests need {needed} tokens, the KV cache holds {held}: give a larger --kv-memory")
+    load = replace(load, ctx=_context(load, synthetic, needed))
+    engine = models.load_engine(load, synthetic, _cache_size(tests, load.kv_memory))
     if needed > engine.context:
         longest = engine.config["context"]
         fits = f"compile it with --ctx {needed}" if needed <= longest else f"the model was made for {longest} at most"
         raise UserError(f"the tests need a context of {needed} tokens, this artifact has {engine.context}: {fits}")
+    _check_room(engine, tests, bool(load.kv_memory))
     if per_kernel and not hasattr(engine.device, "time"):
         raise UserError(f"--per-kernel: the device of target '{engine.device.kind}' cannot time single kernels")
     decodes = any(test.n_gen for test in tests)
@@ -85,6 +86,7 @@ def run(
         display.message(f"no watts: {why}")
         sensors = []
     hidden = [] if load.n_cpu_moe else ["n_cpu_moe"]  # as llama-bench
+    hidden += [] if peak_bandwidth(engine.device.name) else ["of table"]
     hidden += [] if sensors else ["W", "J/token"]
     begin, write, end = bench_formats.writer(output, hidden)
     sys.stdout.write(begin)
@@ -123,11 +125,32 @@ def plan_tests(
     return tests
 
 
-def _cache_tokens(tests: Sequence[Test]) -> int | None:
-    """Tokens of the cache that the tests need, of all sequences together; None for one sequence."""
-    if all(test.n_seqs == 1 and test.right is None for test in tests):
-        return None
-    return max(test.n_seqs * -(-(test.context + MOST) // PAGE) * PAGE for test in tests)
+def _cache_size(tests: Sequence[Test], memory: int | str | None) -> KvSize:
+    """The cache that the tests need, of the full length for one sequence; memory: the one that the user wants."""
+    sequences = max(test.n_seqs for test in tests)
+    if memory:
+        return replace(KvSize.of(memory=memory), sequences=sequences)
+    if sequences == 1 and all(test.right is None for test in tests):
+        return ONE_SEQUENCE
+    return KvSize(max(map(_tokens, tests)), sequences=sequences)
+
+
+def _tokens(test: Test) -> int:
+    """Of the cache, for all of the test's sequences: whole pages, with room for guesses where they are several."""
+    more = 0 if test.n_seqs == 1 and test.right is None else MOST
+    return test.n_seqs * -(-(test.context + more) // PAGE) * PAGE
+
+
+def _check_room(engine: Engine, tests: Sequence[Test], sized: bool) -> None:
+    """UserError for a test that the cache has no room for. sized: the user said how large it is."""
+    for test in tests:
+        if not engine.cache.holds(test.n_seqs, _tokens(test) // test.n_seqs):
+            many = f" of {test.n_seqs} sequences" if test.n_seqs > 1 else ""
+            held = engine.kv_usage.pages * PAGE
+            advice = "give a larger --kv-memory" if sized else "give smaller -np, -d, -p or -n"
+            raise UserError(
+                f"{test.name} needs a KV cache of {_tokens(test)} tokens{many}, this one holds {held}: {advice}"
+            )
 
 
 def _context(load: LoadOptions, synthetic: str | None, needed: int) -> int | None:
@@ -158,7 +181,7 @@ def _per_kernel(engine, test: Test, result: dict) -> dict[str, object]:
 def _peak_words(result: dict) -> str:
     """What the kernels' shares are of; "" when nothing is known."""
     if result["peak_gbps"]:
-        return f"{result['peak_gbps']:.0f} GB/s (table)"
+        return f"{result['peak_gbps']} GB/s ({result['peak_product']})"
     return f"{result['machine_gbps']:.1f} GB/s ({result['machine_how']})" if result["machine_gbps"] else ""
 
 
@@ -175,7 +198,7 @@ def _result(
     from mlc_amd.schedules.formats import parameters
 
     manifest = engine.artifact.manifest
-    bandwidths = manifest["target"].get("bandwidth", {})
+    product, peak = peak_bandwidth(engine.device.name) or (None, None)
     largest = max(manifest["formats"], key=lambda name: manifest["formats"][name]["bytes"], default="")
     result = {
         "model_filename": str(engine.artifact.path),
@@ -202,8 +225,8 @@ def _result(
         "machine_gbps": measured and measured[0] / 1e9,
         "machine_how": measured and measured[1],
         "read_share": None,
-        # Of the fastest usual product that the kernels in use are for.
-        "peak_gbps": bandwidths.get(getattr(engine.device, "code_arch", None)) or None,
+        "peak_product": product,
+        "peak_gbps": peak,
         "peak_share": None,
         "host_us": None,
         "power_sensor": ", ".join(sensor.name for sensor in sensors) or None,

@@ -119,7 +119,11 @@ def _extras(facts: dict) -> Iterator[Check]:
 def _tvm(facts: dict) -> Iterator[Check]:
     found = facts["tvm"]
     if not found:
-        yield "missing", "no compiler: this installation runs compiled models only", "to compile: pip install mlc-amd"
+        yield (
+            "missing",
+            "no compiler: this installation runs compiled models only",
+            "to compile, install mlc-amd from a checkout of it: pip install .",
+        )
     elif "error" in found:
         again = "pip install --force-reinstall apache-tvm==0.27.0.post1"
         yield "problem", f"TVM does not load: {found['error']}", again

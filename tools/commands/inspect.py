@@ -12,7 +12,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions, RunOptions, option_of
 from mlc_amd.tools import target as targets
 from mlc_amd.tools.hub import models
-from mlc_amd.tools.inspection import inspect_header, inspect_kernels, inspect_memory, inspect_vulkan
+from mlc_amd.tools.inspection import inspect_header, inspect_kernels, inspect_memory, inspect_summary, inspect_vulkan
+from mlc_amd.tools.inspection.inspect_summary import WIDTH
 from mlc_amd.tools.options import Json, Without
 from mlc_amd.tools.terminal import display
 
@@ -28,7 +29,8 @@ def run(
     n_cpu_moe: Annotated[int, option_of(RunOptions, "n_cpu_moe")] = 0,
     options: Annotated[CompileOptions, Without("tuned")],
 ) -> None:
-    """Shows the contents of a GGUF file or an artifact: configuration, weights by type, memory, kernels and launches.
+    """Shows the contents of a GGUF file or an artifact: its size, the memory that it needs and what that fits first,
+    then configuration, weights by type, kernels and launches.
 
     For GPU code (artifacts for GPUs, and any .hsaco file) it shows registers, LDS, spills, occupancy, instructions
     and assembly of each kernel. For artifacts of target vulkan these come from Mesa's compiler for AMD GPUs, if it is
@@ -85,7 +87,14 @@ def run(
     if json:
         print(dumps(report, indent=1))
         return
-    detailed = {"plan": plan, "kernels": kernels, "code": kernels, "tensors": tensors}
+    for label, text in inspect_summary.lines(report):
+        print(f"{label:{WIDTH}}{text}")
+    detailed = dict.fromkeys(inspect_summary.KEYS, False) | {
+        "plan": plan,
+        "kernels": kernels,
+        "code": kernels,
+        "tensors": tensors,
+    }
     for title, content in report.items():
         if detailed.get(title, True):
             print(_SECTIONS[title](content))
@@ -110,13 +119,17 @@ def _gguf(path: Path, options: CompileOptions, n_cpu_moe: int) -> dict[str, obje
         on_host(model.tensors, n_cpu_moe)
         made = options.resolved(*targets.resolve(options.target, options.arch))
         needed = needs(model, make_target(made.target, made.arch, made.cache_type), capacity(model.config, made.ctx))
+        totals = format_totals(model.tensors)
+        name, count = model.config.name, sum(tensor.rows * tensor.shape[-1] for tensor in model.stored.values())
+        sizes, file_type = {form: entry["bytes"] for form, entry in totals.items()}, "general.file_type"
         return {
+            **inspect_summary.entries(name, model.size, count, sizes, model.metadata.get(file_type)),
+            "context": needed.context,
+            "memory": inspect_memory.plan(needed, made.target, options.arch, n_cpu_moe),
             "file": model.path,
-            "name": model.config.name,
             "model": dataclasses.asdict(model.config),
             "sampling": defaults(model.metadata, model.config.context),
-            "formats": _stored(format_totals(model.tensors)),
-            "memory": inspect_memory.plan(needed, made.target, options.arch, n_cpu_moe),
+            "formats": _stored(totals),
             "tensors": listing,
         }
 
@@ -135,6 +148,8 @@ def _stored(formats: Mapping[str, Any]) -> dict[str, dict]:
 
 
 def _artifact(artifact, n_cpu_moe: int) -> dict[str, object]:
+    from mlc_amd.schedules.formats import parameters
+
     manifest, target = artifact.manifest, artifact.manifest["target"]
     on_host(manifest["tensors"], n_cpu_moe)
     listing = []
@@ -149,12 +164,17 @@ def _artifact(artifact, n_cpu_moe: int) -> dict[str, object]:
         each = float(len(made)) if is_draft(name) else per_layer(made, layers)
         known = {key: function[key] for key in ("rows", "single", "logits")}
         launches[name] = known | {"launches": len(made), "per_layer": each}
-    same = {key: manifest[key] for key in ("name", "target", "context", "kv_type", "model", "sampling")}
+    same = {key: manifest[key] for key in ("target", "kv_type", "model", "sampling")}
+    sizes = {form: entry["bytes"] for form, entry in manifest["formats"].items()}
+    size = sum(file.stat().st_size for file in artifact.path.rglob("*") if file.is_file())
+    count = parameters(manifest["formats"])
     return {
+        **inspect_summary.entries(manifest["name"], size, count, sizes),
+        "context": manifest["context"],
+        "memory": inspect_memory.plan(of_manifest(manifest), target["kind"], target["arch"], n_cpu_moe),
         "file": str(artifact.path),
         **same,
         "formats": _stored(manifest["formats"]),
-        "memory": inspect_memory.plan(of_manifest(manifest), target["kind"], target["arch"], n_cpu_moe),
         "launches": launches,
         "kernels": manifest["kernels"],
         "plan": {name: function["launches"] for name, function in manifest["functions"].items()},
@@ -182,12 +202,12 @@ _ABSENT = {inspect_kernels.GpuCode: "no instruction counts", inspect_vulkan.Spir
 
 
 def _line(title: str):
-    return lambda content: f"{title:10}{content}"
+    return lambda content: f"{title:{WIDTH}}{content}"
 
 
 def _target(target: dict) -> str:
     cpu = f" ({target['mcpu']}, {target['isa']})" if target["kind"] == "cpu" else ""
-    return f"{'target':10}{target['kind']} {target['arch']}{cpu}"
+    return f"{'target':{WIDTH}}{target['kind']} {target['arch']}{cpu}"
 
 
 def _model(config: dict) -> str:
@@ -223,7 +243,7 @@ def _by_layer(values: dict[int, object], layers: int) -> object:
 
 def _sampling(sampling: dict) -> str:
     shown = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in sampling.items())
-    return f"{'sampling':10}{shown or 'greedy (the file recommends nothing)'}"
+    return f"{'sampling':{WIDTH}}{shown or 'greedy (the file recommends nothing)'}"
 
 
 def _formats(formats: dict) -> str:
@@ -283,14 +303,11 @@ def _tensors(listing: list) -> str:
 # section -> how it is shown, in the order of the reports
 _SECTIONS = {
     "file": _line("file"),
-    "name": _line("name"),
     "target": _target,
-    "context": _line("context"),
-    "kv_type": lambda kv_type: f"{'KV type':10}{kv_type}",
+    "kv_type": _line("KV type"),
     "model": _model,
     "sampling": _sampling,
     "formats": _formats,
-    "memory": lambda memory: "".join(f"{label:10}{text}\n" for label, text in inspect_memory.lines(memory)),
     "launches": _launches,
     "kernels": _kernels,
     "plan": _plan,

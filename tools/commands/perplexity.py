@@ -39,7 +39,7 @@ def run(
 
     Args:
         model: artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use).
-        text: UTF-8 text file.
+        text: a UTF-8 text file; "-" is stdin.
         ids: instead of a text, an .npz file with the token ids in its array `ids`.
         logits: write `logits` (float32 [tokens, vocab]) and `ids` to this .npz file.
     """

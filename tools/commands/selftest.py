@@ -42,13 +42,13 @@ def run(
         "how often each kernel runs whose workgroups wait for one another, at each of several depths; 0 skips this",
         low=0, most=MANY)] = 1000,
     seconds: Annotated[float, Option(
-        "how long the test takes, about; kernels for which there is no time are listed as not run. 0: no limit",
+        "about how long the test may take; kernels that there is no time for are listed as not run; 0: no limit",
         unit="seconds", low=0, most=MANY)] = 60,
     whole_model: bool = False,
     load: Annotated[LoadOptions, Without("tuned", "verify", "n_cpu_moe", "kv_tokens", "kv_memory", "draft")],
 ) -> None:  # fmt: skip
     """Compares every kernel of a model on this machine's device with reference results, and prints what is wrong, what
-    is fast and what is slow. Exits with 1 if anything is wrong.
+    is fast and what is slow. Exits with 1 if anything is wrong, or if no kernel was compared.
 
     Each kernel runs alone, on made-up inputs. Then the launches of each function, as they are replayed for every
     token, are compared with launches one by one, and the model's logits with reference ones. No compiler is needed for
@@ -110,6 +110,7 @@ def measure(engine: Engine, device: str | None, runs: int, whole_model: bool, se
     kernels.sort(key=lambda kernel: order[kernel["kernel"]])
     problems = [f"{kernel['kernel']}: {kernel['problem']}" for kernel in kernels if kernel["problem"]]
     problems += [f"replays of {name} differ from launches one by one" for name in found["replays"]["wrong"]]
+    problems += _nothing_compared(kernels, seconds)
     checked = found["logits"], found["agreement"], found["ahead"]
     problems += [part["problem"] for part in checked if part["problem"]]
     manifest = artifact.manifest
@@ -132,6 +133,14 @@ def measure(engine: Engine, device: str | None, runs: int, whole_model: bool, se
         "kernels": kernels,
         **{name: found[name] for name in ("replays", "logits", "agreement", "ahead")},
     }
+
+
+def _nothing_compared(kernels: list[dict], seconds: float) -> list[str]:
+    """A line if no kernel was compared with anything: that is no success."""
+    notes = {kernel.get("note") for kernel in kernels}
+    if selftest_kernels.NO_TIME in notes and None not in notes:
+        return [f"no kernel was compared in the time of --seconds {seconds:g}: allow more, or 0 for no limit"]
+    return ["no kernel was compared: none has a reference"] if None not in notes else []
 
 
 def about_device(device) -> dict:

@@ -37,7 +37,7 @@ def run(
 
     Args:
         model: artifact folders, GGUF files, or OWNER/REPO:QUANT of huggingface.co (compiled on first use), each with
-            NAME= before it if clients shall know it by another name; the bundled demo model if omitted.
+            NAME= before it to give it another name for clients; the bundled demo model if omitted.
     """
     on_ray = options.ray is not None
     for module in ("starlette", "uvicorn", "httptools", "prometheus_client", *(("ray",) if on_ray else ())):
@@ -151,15 +151,15 @@ def listen(host: str, port: int, uds: str | None) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
         return listener
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: no host can have that name
         raise UserError(f"cannot listen on {uds or f'{host} port {port}'}: {_advice(error, host, uds)}") from error
 
 
-def _advice(error: OSError, host: str, uds: str | None) -> str:
+def _advice(error: OSError | UnicodeError, host: str, uds: str | None) -> str:
     """What is wrong with a place to listen on, and which option changes that."""
     if uds is not None:
-        return f"{error.strerror or error}; choose another file with --uds"
-    if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+        return f"{getattr(error, 'strerror', None) or error}; choose another file with --uds"
+    if isinstance(error, socket.gaierror | UnicodeError) or error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
         what = f"{host} is no address of this machine"
         return f"{what}; give --host 127.0.0.1 for this machine alone, --host 0.0.0.0 for all of its addresses"
     return f"{error.strerror or error}; choose another with --port"

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from mlc_amd.runtime import extras
 from mlc_amd.runtime.artifact import json_files
-from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.errors import QUOTED, UsageError, UserError, one_line
 from mlc_amd.runtime.host import cpu_flags, selected_threads
 from mlc_amd.runtime.options import MANY, Option, RunOptions, TargetOptions, option_of
 from mlc_amd.runtime.sampling.settings import SamplingChanges
@@ -45,7 +45,8 @@ def run(
     synthetic: Synthetic = None,
     budget: str | None = None,
     trials: Annotated[int | None, Option(
-        "measure so many plans; for a kit, its size", default="for a kit: 64", low=1, most=MANY)] = None,
+        "measure at most so many plans; of a kit: how many it holds",
+        default="no limit; of a kit: 64", low=1, most=MANY)] = None,
     runner: Literal["local", "rpc"] = "local",
     tracker: Tracker = None,
     key: Key = None,
@@ -281,6 +282,11 @@ def _tune(subject: Subject, make: Callable, seconds: float | None, trials: int |
     if measuring.stopped:
         display.message("stopped; everything measured is kept: run it again to continue")
         raise KeyboardInterrupt
+    if not session.trials and session.unmeasured:
+        raise UserError("nothing was measured: give a longer --budget")
+    if known and not any(record.seconds for row in rows for record in row.history):
+        why = next(record.error for row in rows for record in row.history)
+        raise UserError(f"no plan could be measured: {one_line(why, QUOTED)}")
 
 
 def _unverified(session) -> str:
@@ -312,6 +318,8 @@ def _import_kit(folder: Path, onward: Path | None, count: int, seed: int) -> Sub
         parts += [f"{fed[name]} {what}" for name, what in LEFT_OUT.items() if fed[name]]
         device = kit.found["facts"].get("device", "no device")
         print(f"{subject.shape}, measured on {device}: {'; '.join(parts)}; {gain(subject.rows())}")
+        if not any(fed[name] for name in ("measured", "known", "checked")):
+            raise UserError(f"{folder} has no measurement that can be used")
         if onward:
             _export_kit(subject, session, onward, count)
     return subject

@@ -186,8 +186,8 @@ def artifact_path(options: LoadOptions, synthetic: str | None = None) -> Path:
     return recipe.folder
 
 
-def load_engine(options: LoadOptions, synthetic: str | None = None) -> Engine:
-    """An Engine for the options' model, or for the `synthetic` one of that spec."""
+def load_engine(options: LoadOptions, synthetic: str | None = None, kv: KvSize | None = None) -> Engine:
+    """An Engine for the options' model, or for the `synthetic` one of that spec. kv: as of `Engine.load`."""
     KvSize.of(options.kv_tokens, options.kv_memory)  # UsageError before anything is compiled
     path = artifact_path(options, synthetic)
     from mlc_amd.runtime.engine.engine import Engine
@@ -195,7 +195,7 @@ def load_engine(options: LoadOptions, synthetic: str | None = None) -> Engine:
 
     if options.draft not in (None, LOOKUP, OWN):
         options = replace(options, draft=artifact_path(replace(options, model=options.draft)))
-    return Engine.load(path, options)
+    return Engine.load(path, options, kv)
 
 
 def check_compiler(source: Path | str | None) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlc_amd.runtime.errors import UserError, shorten
+from mlc_amd.tools.inspection import inspect_summary
+from mlc_amd.tools.inspection.inspect_summary import WIDTH
 from mlc_amd.tools.terminal import display
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ def report(path: Path, refusal: UserError) -> dict[str, Any]:
     from mlc_amd.compiler.gguf.reader import read_header
     from mlc_amd.compiler.models.registry import architectures
 
-    metadata, entries = read_header(path)
+    metadata, entries, on_disk = read_header(path)
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture in architectures():
         raise refusal
@@ -35,9 +37,11 @@ def report(path: Path, refusal: UserError) -> dict[str, Any]:
         total["tensors"] += 1
         total["weights"] += math.prod(tensor["shape"])
         total["bytes"] += tensor["bytes"] or 0
+    sizes, count = {name: entry["bytes"] for name, entry in types.items()}, sum(e["weights"] for e in types.values())
+    name, file_type = metadata.get("general.name", ""), metadata.get("general.file_type")
     return {
+        **inspect_summary.entries(name, on_disk, count, sizes, file_type),
         "file": str(path),
-        "name": metadata.get("general.name", ""),
         "refusal": str(refusal).removeprefix(f"{path}: "),
         "metadata": {key: _brief(value) for key, value in metadata.items() if not key.startswith("tokenizer.")},
         "tokenizer": _tokenizer(metadata),
@@ -94,7 +98,7 @@ def _types(types: dict[str, dict[str, int]]) -> str:
 
 # section -> how it is shown
 SECTIONS = {
-    "refusal": lambda reason: f"{'compile':10}not possible: {reason}",
+    "refusal": lambda reason: f"{'compile':{WIDTH}}not possible: {reason}",
     "metadata": _pairs("metadata"),
     "tokenizer": _pairs("tokenizer"),
     "types": _types,

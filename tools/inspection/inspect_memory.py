@@ -23,13 +23,14 @@ def plan(needs: Needs, kind: str, arch: str, layers: int = 0) -> dict:
         advice = needs.advice(room.usable, layers, room.shared)
         devices.append(asdict(room) | {"tokens": needs.tokens(room.usable, layers), "advice": advice})
     found = {"weights": needs.weights - host, "kv": needs.kv, "buffers": needs.buffers}
+    found |= {"apus": apus(kind, arch)}
     found |= {"states": needs.states, "cells": needs.cells, "total": needs.device(layers), "host": host}
     return found | {"n_cpu_moe": layers, "token": needs.token, "context": needs.context, "devices": devices}
 
 
 def rooms(kind: str, arch: str) -> list[Room]:
     """This machine's device for a native arch, else the products that the arch stands for, the largest first; empty
-    where nothing is known."""
+    where nothing is known, as of most APUs."""
     if arch in HERE:
         return _HERE[kind]()
     if kind == "cpu":
@@ -37,7 +38,7 @@ def rooms(kind: str, arch: str) -> list[Room]:
     found: dict[tuple[int, bool], list[str]] = {}
     for name in arch.split(","):
         for product, unified in _products(name):
-            for size in MEMORY[product]:
+            for size in MEMORY.get(product, ()):
                 found.setdefault((size << 30, unified), []).append(product)
     return [
         Room(", ".join(dict.fromkeys(names)), size, size // SHARED_PART if unified else size - RESERVE, unified)
@@ -45,18 +46,34 @@ def rooms(kind: str, arch: str) -> list[Room]:
     ]
 
 
+def apus(kind: str, arch: str) -> list[str]:
+    """The APUs among the products that the arch stands for whose memory is whatever the system has."""
+    if kind == "cpu" or arch in HERE:
+        return []
+    found = (product for name in arch.split(",") for product, unified in _products(name) if unified)
+    return [product for product in dict.fromkeys(found) if product not in MEMORY]
+
+
 def _products(name: str) -> list[tuple[str, bool]]:
-    """(product, whether its memory is the system's) of a GPU or a Vulkan profile."""
+    """(product, whether its memory is the system's) of a GPU or a Vulkan profile, which stands for all chips of a
+    family; one for APUs stands for those that it names."""
     from mlc_amd.schedules.gpu.base import arch, profiles
 
+    def known(chip: Chip) -> list[str]:
+        return [product for product in chip.products if product in MEMORY]
+
     try:
-        chips: list[Chip] = [arch.resolve(name)]
-    except UserError:  # a profile stands for all chips of a family
-        base = profiles.resolve(name).name.partition(":")[0]
+        chip = arch.resolve(name)
+    except UserError:
+        profile = profiles.resolve(name)
+        base = profile.name.partition(":")[0]
+        if profile.unified:
+            return [(product, True) for product in profile.products if profile.chips]
         chips = [chip for chip in CHIPS.values() if profiles.FAMILY_PROFILES.get(chip.family) == base]
+        return [(product, chip.unified) for chip in chips for product in known(chip)]
+    products = known(chip) or (chip.products if chip.unified else ())
     named = arch.plain(name)
-    products = [(product, chip.unified) for chip in chips for product in chip.products if product in MEMORY]
-    return [one for one in products if one[0] == named] or products
+    return [(product, chip.unified) for product in ([named] if named in products else products)]
 
 
 def _this_cpu() -> list[Room]:
@@ -97,7 +114,13 @@ def lines(found: dict) -> list[tuple[str, str]]:
         result.append(("states", f"{display.size(found['states'])} of the KV cache: {found['cells']} states of {each}"))
     if found["host"]:
         result.append(("on host", f"{display.size(found['host'])}: experts, by --n-cpu-moe {found['n_cpu_moe']}"))
-    return result + [_line(device, found) for device in found["devices"]]
+    result += [_line(device, found) for device in found["devices"]]
+    if found["apus"]:
+        memory = display.size(SHARED_PART * found["total"])
+        result.append(
+            ("fits", f"APUs ({', '.join(found['apus'])}) with {memory} of memory or more, half of which is the GPU's")
+        )
+    return result
 
 
 def _line(device: dict, found: dict) -> tuple[str, str]:

@@ -26,7 +26,7 @@ _COLUMNS: tuple[tuple[str, int, bool, Callable[[dict], object]], ...] = (
     ("t/s", 20, True, lambda r: f"{r['avg_ts']:.2f} ± {r['stddev_ts']:.2f}"),
     ("GB/s", 8, True, lambda r: f"{r['read_gbps']:.2f}" if r["n_gen"] else ""),
     ("of measured", 21, True, lambda r: _share(r, "read_share", f"{r['machine_gbps'] or 0:.1f} ({r['machine_how']})")),
-    ("of table", 12, True, lambda r: _share(r, "peak_share", f"{r['peak_gbps'] or 0:.0f}")),
+    ("of table", 21, True, lambda r: _share(r, "peak_share", f"{r['peak_gbps'] or 0} ({r['peak_product']})")),
     ("host us", 8, True, lambda r: f"{r['host_us']:.1f}" if r["n_gen"] else ""),
     ("W", 8, True, lambda r: "" if r["power_w"] is None else f"{r['power_w']:.1f}"),
     ("J/token", 9, True, lambda r: "" if r["joules_per_token"] is None else f"{r['joules_per_token']:.4g}"),

@@ -71,7 +71,7 @@ def measure(engine, ids, peak: float | None, rounds: int = ROUNDS) -> dict[str, 
 
 
 def text(found: dict, peak: str) -> str:
-    """`measure`'s result as a table. peak: what the last column is a share of, such as "4800 GB/s (table)"; "" without
+    """`measure`'s result as a table. peak: what the last column is a share of, such as "4800 GB/s (H200)"; "" without
     one."""
 
     def number(value: float | None, form: str) -> str:

@@ -13,7 +13,7 @@ import re
 import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -82,8 +82,9 @@ def _interrupt() -> None:
 def _run(deployment: Deployment) -> None:
     try:
         where = _start(deployment.options.host, deployment.options.port)
-        gateway = _deploy(deployment)
         count = f"{deployment.replicas} replica{'s' if deployment.replicas > 1 else ''}"
+        display.message(f"starting {count}, which load {next(iter(deployment.models))}")
+        gateway = _deploy(deployment)
         display.message(f"serving {', '.join(deployment.models)} with {count} at {where}")
         try:
             while True:
@@ -91,7 +92,22 @@ def _run(deployment: Deployment) -> None:
         except KeyboardInterrupt:
             _stop(gateway)
     finally:
-        _delete()
+        with _quiet():
+            _delete()
+            ray.shutdown()  # until then Ray prints
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within the block nothing of Ray's is shown: its threads print what fails because the application ends."""
+    log = logging.getLogger("ray")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def _stop(gateway: DeploymentHandle) -> None:
@@ -117,7 +133,7 @@ def _check_address(address: str) -> None:
         raise UsageError(f"--ray is {address!r}: give auto, local, HOST:PORT or ray://HOST:PORT")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _REACHABLE).close()
-    except (OSError, OverflowError) as error:  # OverflowError: no port has that number
+    except (OSError, OverflowError, UnicodeError) as error:  # the latter: no port has that number, no host that name
         raise UserError(f"no Ray cluster at {address}: {getattr(error, 'strerror', None) or error}") from error
 
 

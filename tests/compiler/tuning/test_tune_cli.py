@@ -16,7 +16,7 @@ import pytest
 from formula import Bench
 
 from mlc_amd.compiler.tuning import build, summary
-from mlc_amd.compiler.tuning.database import Checked
+from mlc_amd.compiler.tuning.database import Checked, Measured
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import TargetOptions
 from mlc_amd.tools import cli
@@ -163,28 +163,45 @@ def test_a_run_goes_on_and_compile_uses_it(command, cache, capsys, tmp_path):
     assert capsys.readouterr().out.count("user: ") == origins.count("user")
 
 
+class Formula(Bench):
+    """Measures by a formula, and has no device that verifies. error: of all measurements, if they fail."""
+
+    def __init__(self, error: str = ""):
+        super().__init__()
+        self.error = error
+
+    def measure(self, jobs, progress):
+        return [Measured(None, self.error) for _ in jobs] if self.error else self(jobs)
+
+    def verify(self, workload, plan):
+        return Checked("", False, error="there is no GPU here")
+
+    def batch(self):
+        return 8
+
+    def close(self):
+        """Nothing is open."""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "text"),
+    [
+        (("--budget", "0.000000001s"), "", "nothing was measured: give a longer --budget"),
+        (("--trials", "3"), "the driver\ncrashed", "no plan could be measured: the driver crashed"),
+    ],
+)
+def test_nothing_measured_is_no_success(cache, capsys, monkeypatch, tokens, error, text):
+    monkeypatch.setattr(tune, "_runner", lambda *args: Formula(error))
+    assert cli.main(["tune", *SPEC, "--target", "rocm", "--arch", "gfx1100", *tokens]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: {text}"
+
+
 def test_what_could_not_be_verified_is_said_and_not_called_wrong(command, cache, monkeypatch):
     """As where nothing can run the kernels of a GPU. Of the model's tasks a few will do."""
-
-    class Unverified(Bench):
-        """Measures by a formula, and has no device that verifies."""
-
-        def measure(self, jobs, progress):
-            return self(jobs)
-
-        def verify(self, workload, plan):
-            return Checked("", False, error="there is no GPU here")
-
-        def batch(self):
-            return 8
-
-        def close(self):
-            """Nothing is open."""
-
     whole = tune.Subject.of(None, SPEC[1], TargetOptions(target="rocm", arch="gfx1100", ctx=64), None)
     linears = [task for task in whole.tasks if task.workload.name == "linear"][:4]
     monkeypatch.setattr(tune.Subject, "of", lambda *args: replace(whole, tasks=linears))
-    monkeypatch.setattr(tune, "_runner", lambda *args: Unverified())
+    monkeypatch.setattr(tune, "_runner", lambda *args: Formula())
     out, _ = command(*SPEC, "--target", "rocm", "--arch", "gfx1100", "--trials", 12)
     text = r"12 plans measured, 0 wrong, (\d+) could not be verified \(there is no GPU here\); 12 so far, \d+ failed"
     found = re.search(text, out)

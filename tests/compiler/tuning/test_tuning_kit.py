@@ -3,6 +3,7 @@ refused."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -280,6 +281,22 @@ def test_checks_of_an_earlier_session_stay(returned, opened):
     assert fed["checked"] == 0 and all(isinstance(record.checked, str) and record.passed for record in checked)
 
 
+def _without_results(kit: Path, folder: Path) -> None:
+    folder.mkdir()
+    for name in ("kit.json", "results.json"):
+        (folder / name).write_text((kit / name).read_text())
+    change(folder, lambda data: data.update(results={}, checks={}))
+
+
+def test_where_nothing_runs_the_program_fails(measured, tmp_path):
+    folder = shutil.copytree(measured[0], tmp_path / "kit")
+    (folder / "results.json").unlink()
+    for file in folder.glob("candidates/*/*.spv"):
+        file.write_bytes(b"")
+    done = run_kit(folder, tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith("error: no kernel could be measured"), done.stdout
+
+
 def test_the_commands(measured, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert (
@@ -291,5 +308,8 @@ def test_the_commands(measured, monkeypatch, tmp_path, capsys):
     assert (tmp_path / "next" / "run.py").is_file()
     assert cli.main(["tune", "--import-kit", str(tmp_path / "next")]) == 1
     assert capsys.readouterr().err.startswith("error: ")
+    _without_results(measured[0], tmp_path / "empty")
+    assert cli.main(["tune", "--import-kit", str(tmp_path / "empty")]) == 1
+    assert capsys.readouterr().err.endswith("has no measurement that can be used\n")
     assert cli.main(["tune", "some.gguf", "--import-kit", str(measured[0])]) == 2
     assert "leave the model out" in capsys.readouterr().err

@@ -288,7 +288,7 @@ def test_addresses(text, expected):
     assert rpc_server.address(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", ":9190", "deck:", "deck:x", "deck:0", "deck:70000"])
+@pytest.mark.parametrize("text", ["", ":9190", "deck:", "deck:x", "deck:0", "deck:70000", "a..b:1", "\udcff:1"])
 def test_wrong_addresses(text):
     with pytest.raises(UserError, match="HOST:PORT"):
         rpc_server.address(text)

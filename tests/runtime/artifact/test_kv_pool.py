@@ -5,7 +5,7 @@ import pytest
 from mlc_amd.runtime import host
 from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.cache.kv_pool import ELEMENTS, ONE_SEQUENCE, KvSize
-from mlc_amd.runtime.cache.pages import PAGE
+from mlc_amd.runtime.cache.pages import PAGE, STATE
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.options import RunOptions
@@ -35,6 +35,17 @@ def test_tokens():
     assert ONE_SEQUENCE.pages(manifest()) == {0: 128, 512: 18} and KvSize.of() == ONE_SEQUENCE
     assert KvSize.of(tokens=4 * CONTEXT).pages(manifest()) == {0: 512, 512: 16 * 18}
     assert KvSize.of(tokens=65).pages(manifest()) == {0: 2, 512: 2}
+
+
+def test_tokens_of_many_sequences():
+    """Short ones need windows, and states, as often as long ones."""
+    found = manifest()
+    found["kv"].append({"name": "state", "dtype": "float32", "shape": [8, 16], "span": STATE})
+    assert KvSize(tokens=32 * 640).pages(found) == {0: 320, 512: 10 * 18, STATE: 24}
+    assert KvSize(tokens=32 * 640, sequences=32).pages(found) == {0: 320, 512: 320, STATE: 128}
+    assert KvSize(tokens=9 * 2048, sequences=9).pages(found) == {0: 288, 512: 9 * 18, STATE: 72}
+    pages = KvSize(memory=64 << 20, sequences=100).pages(manifest())
+    assert pages[0] == pages[512] and nbytes(pages) <= 64 << 20
 
 
 @pytest.mark.parametrize("text", ["64M", "64 MiB", "0.0625g", 64 << 20])
@@ -108,4 +119,4 @@ def test_engines_and_commands(demo_artifact, capsys):
     assert cli.main(["generate", str(demo_artifact), "--prompt", "a", "--kv-memory", "1K"]) == 1
     assert "--kv-memory is too small for a KV cache of 64 tokens, which takes" in capsys.readouterr().err
     assert cli.main(["bench", str(demo_artifact), "-p", "512", "-n", "0", "--kv-memory", "1M"]) == 1
-    assert "the tests need 512 tokens, the KV cache holds" in capsys.readouterr().err
+    assert "pp512 needs a KV cache of 512 tokens, this one holds" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import pytest
 
 from mlc_amd.compiler.codegen.hsaco import MACHINES
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.gpus import BANDWIDTH, CHIPS, MEMORY, peak_bandwidth
 from mlc_amd.schedules.gpu.base.arch import ARCHS, FAMILIES, PRODUCTS, resolve
 
 
@@ -32,9 +33,44 @@ def test_unknown(name):
         resolve(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("NVIDIA H100 80GB HBM3 (nvidia)", ("H100", 3352)),
+        ("NVIDIA H100 PCIe", ("H100 PCIe", 2039)),
+        ("NVIDIA H200", ("H200", 4800)),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("AMD Radeon RX 7900 XTX (RADV NAVI31) (rdna3)", ("7900 XTX", 960)),
+        ("Radeon RX 7900 XTX (gfx1100)", ("7900 XTX", 960)),
+        ("AMD Radeon RX 7900 XT", ("7900 XT", 800)),
+        ("AMD Radeon RX 7900M", None),
+        ("AMD Radeon RX 6800/6800 XT / 6900 XT (RADV NAVI21)", ("6800 XT", 512)),
+        ("AMD Radeon Graphics (RADV RENOIR)", None),
+        ("AMD Radeon 780M (RADV PHOENIX)", None),
+        ("AMD Radeon 8060S Graphics (RADV GFX1151)", ("8060S", 256)),
+        ("AMD Custom GPU 0405 (RADV VANGOGH)", ("Custom GPU 0405", 88)),
+        ("AMD Instinct MI300X", ("MI300X", 5300)),
+        ("AMD Instinct MI250X / MI250 (gfx90a)", ("MI250X", 1638)),
+        ("AMD Radeon PRO W7900", ("W7900", 864)),
+        ("Radeon VII", ("VII", 1024)),
+        ("Intel(R) HD Graphics 5500 (BDW GT2)", None),
+        ("llvmpipe (LLVM 15.0.6, 256 bits) (lavapipe)", None),
+        ("cpu (znver4)", None),
+    ],
+)
+def test_bandwidth_is_that_of_the_product(name, found):
+    assert peak_bandwidth(name) == found
+
+
 def test_products_are_unique_and_resolve():
     assert len(PRODUCTS) == sum(len(arch.products) for arch in ARCHS.values())
     assert all(resolve(product) is arch for product, arch in PRODUCTS.items())
+
+
+def test_every_card_has_memory_and_bandwidth():
+    cards = {product for product in MEMORY if not CHIPS[PRODUCTS[product].name].unified}
+    assert cards and all(BANDWIDTH[product] <= 1.2 * PRODUCTS[product].bandwidth for product in cards)
 
 
 def test_every_arch_is_described():

@@ -206,6 +206,7 @@ def test_a_signal_lets_answers_finish_and_deletes_the_application(deployed):
         thread.join(60)
     assert [(status, body["usage"]["completion_tokens"]) for status, _, body in results] == [(200, 1900)] * 2
     assert deployed.process.wait(60) == 0, deployed.log.read_text()
+    assert deployed.log.read_text().endswith("stopping after 2 requests (once more: at once)\n")  # and nothing of Ray's
     assert waiting(lambda: not replica_processes())
     with pytest.raises(OSError):
         deployed.request("/health")
@@ -223,6 +224,7 @@ def test_a_model_that_is_not_there(cluster, capsys):
     [
         (["--ray", "127.0.0.1:1"], 1, "no Ray cluster at 127.0.0.1:1: Connection refused"),
         (["--ray", "ray://127.0.0.1:1"], 1, "no Ray cluster at ray://127.0.0.1:1: Connection refused"),
+        (["--ray", "a..b:1"], 1, "no Ray cluster at a..b:1: "),
         (["--ray", "cluster"], 2, "give auto, local, HOST:PORT or ray://HOST:PORT"),
         (["--ray", "auto", "--replicas", "0"], 2, "--replicas is 0: it must be at least 1"),
         (["--replicas", "2"], 2, "--replicas is for --ray"),
