@@ -3,8 +3,7 @@
     import mlc_amd
 
     engine = mlc_amd.load("model.gguf")             # compiled into the user's cache on first use
-    for text in engine.chat("What does os.path.join do?"):
-        print(text, end="", flush=True)
+    print(engine.ask("What does os.path.join do?"))
 
 Everything else is imported when it is first used: `import mlc_amd` alone loads neither TVM nor NumPy.
 """

@@ -89,6 +89,9 @@ class LimitedProcess:
             return
         self._ended()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+        # Bytecode goes where this process writes it, or nowhere.
+        environment["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix or ""
+        environment["PYTHONDONTWRITEBYTECODE"] = "1" if sys.dont_write_bytecode else ""
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, self._module, *map(str, self._limits)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,

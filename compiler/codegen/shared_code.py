@@ -8,6 +8,7 @@ workgroup's number, so it serves a smaller one.
 
 from dataclasses import replace
 
+import tvm
 import tvm_ffi
 from tvm import tirx
 
@@ -64,7 +65,7 @@ def _within(grids_of_one: list[Grid], grids_of_other: list[Grid]) -> bool:
     return all(size <= other for pair in pairs for size, other in zip(*pair, strict=True))
 
 
-def _code(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
+def _code(kernel: tirx.PrimFunc) -> tvm.ir.BaseFunc:
     """The kernel without what a representative need not have in common: its name, the grid, first extents."""
     places = {}
 
@@ -89,4 +90,4 @@ def _code(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
         (tirx.AllocBuffer, allocation), (tirx.AttrStmt, extent), (tirx.Var, lambda var, _: places.get(var, var)),
     ]  # fmt: skip
     body = tvm_ffi.structural_mutate(nodes.body(kernel), callbacks)
-    return tirx.PrimFunc(params, body, kernel.ret_type, kernel.attrs).with_attr("global_symbol", "")
+    return tirx.PrimFunc(params, body, attrs=kernel.attrs).with_attr("global_symbol", "")

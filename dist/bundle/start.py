@@ -1,5 +1,5 @@
 """The command line of a bundle: `mlc-amd` from the folder beside this file, with the bundle's model as the default one,
-and `chat` as the default command. See run.sh."""
+and `chat` as the default command. See run.sh, which also finds a Python: `python3 start.py serve` takes this one."""
 
 import os
 import sys
@@ -18,6 +18,9 @@ def command(words: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    if sys.implementation.cache_tag not in "@TAGS@".split():
+        sys.exit(f"error: this is Python {sys.version.split()[0]}; the bundle needs one of @PYTHONS@")
+    sys.dont_write_bytecode = sys.pycache_prefix is None  # nothing is written here
     from mlc_amd.tools.start import main
 
     sys.argv[1:] = command(sys.argv[1:])

@@ -29,7 +29,7 @@ def open_device(
         if importlib.util.find_spec("tvm_ffi") is None:
             raise UserError(
                 "this model was compiled for target 'cpu', which needs the package apache-tvm-ffi: install it with pip "
-                "(a bundle cannot have it: compile the model with --target vulkan)"
+                "(bundles have it that were made of a model for that target)"
             )
         from mlc_amd.runtime.devices.cpu import CpuDevice  # loads tvm_ffi
 

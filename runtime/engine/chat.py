@@ -29,6 +29,16 @@ _FORMAT = 1  # of saved conversations
 _RESERVE_FRACTION, _RESERVE_MAX = 4, 512
 
 
+class TurnOptions(SamplingChanges, total=False):
+    """Options of a turn: see `Conversation.stream`."""
+
+    sampling: Sampling | None
+    max_tokens: int | None
+    stop: str | Sequence[str]
+    thinking: str | None
+    progress: ProgressCallback | None
+
+
 class Conversation:
     """Messages of the roles system, user and assistant, in order, and an engine that generates the answers.
 
@@ -112,7 +122,11 @@ class Conversation:
         self.messages = self.messages[:turn]
         return text
 
-    def ask(
+    def ask(self, text: str | Sequence[Mapping[str, Any]], **options: Unpack[TurnOptions]) -> str:
+        """The whole answer of `chat`, with the same options. Where the engine's `cancel` ends it, as far as it is."""
+        return "".join(self.chat(text, **options))
+
+    def chat(
         self,
         text: str | Sequence[Mapping[str, Any]],
         max_tokens: int | None = None,

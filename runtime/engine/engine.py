@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.devices.opening import open_device
-from mlc_amd.runtime.engine.chat import Conversation
+from mlc_amd.runtime.engine.chat import Conversation, TurnOptions
 from mlc_amd.runtime.engine.generation import ProgressCallback
 from mlc_amd.runtime.engine.scheduler import SchedulerLimits
 from mlc_amd.runtime.engine.text_engine import TextEngine
@@ -88,8 +88,12 @@ class Engine(TextEngine):
             *before, question = check_question(message)
             conversation, text = Conversation(self), question["content"]
             conversation.messages = before
-        answer = conversation.ask(
+        answer = conversation.chat(
             text, max_tokens, stop, sampling=sampling, thinking=thinking, progress=progress, **changes
         )
         self._conversation = conversation
         return answer
+
+    def ask(self, message: str | Sequence[Mapping[str, Any]], **options: Unpack[TurnOptions]) -> str:
+        """The whole answer of `chat`, with the same options and errors. Where `cancel` ends it, as far as it is."""
+        return "".join(self.chat(message, **options))

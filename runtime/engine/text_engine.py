@@ -19,6 +19,20 @@ from mlc_amd.runtime.sampling.settings import Sampling, SamplingChanges
 from mlc_amd.runtime.text.chat_template import ChatTemplate
 
 
+class CompletionOptions(SamplingChanges, total=False):
+    """Options of `complete`: see `TextEngine.generate`."""
+
+    sampling: Sampling | None
+    max_tokens: int | None
+    stop: str | Sequence[str]
+    min_tokens: int
+    stop_ids: Collection[int]
+    include_stop: bool
+    shown: Collection[str]
+    client: Hashable
+    constraint: Callable[[], Constraint] | None
+
+
 class TextEngine(LogitsEngine):
     """sampling: the model's own defaults."""
 
@@ -106,6 +120,15 @@ class TextEngine(LogitsEngine):
         self._last = found.results
         return found
 
+    def complete(self, prompt: str | Ids, **options: Unpack[CompletionOptions]) -> str:
+        """The whole continuation of one text, or of token ids, with the options and errors of `generate`; `last` has
+        its statistics. Where `cancel` ends it, as far as it is."""
+        return "".join(map(str, self.generate(_single(prompt, options), **options)))
+
+    async def acomplete(self, prompt: str | Ids, **options: Unpack[CompletionOptions]) -> str:
+        """`complete` for asyncio."""
+        return "".join([piece.text async for piece in self.agenerate(_single(prompt, options), **options)])
+
     async def ascore(self, ids: Ids, logprobs: int = 0, client: Hashable = None) -> list[TokenScore]:
         """How likely each token of a prompt but the first is after those before it; logprobs: with so many of the most
         likely ones. A thread of the engine computes. ContextFull, QueueFull, UserError."""
@@ -129,8 +152,7 @@ class TextEngine(LogitsEngine):
         """The ids of each prompt."""
         if isinstance(prompt, str):
             return [self.tokenizer.encode_prompt(prompt)]
-        several = isinstance(prompt, Sequence) and all(isinstance(one, (str, Sequence, np.ndarray)) for one in prompt)
-        if several and prompt:
+        if _several(prompt):
             return [ids for one in prompt for ids in self._prompts(one)]
         return [prompt]
 
@@ -138,3 +160,16 @@ class TextEngine(LogitsEngine):
         """Ends the generations in progress after the current step: a token of each, or a chunk of a prompt. Their
         iterators then end as if they were complete. May be called from any thread and from signal handlers."""
         self._loop.cancel_all()
+
+
+def _several(prompt) -> bool:
+    """Whether this is a list of prompts."""
+    listed = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
+    return listed and all(isinstance(one, (str, Sequence, np.ndarray)) for one in prompt)
+
+
+def _single(prompt: str | Ids, options: CompletionOptions) -> str | Ids:
+    """The prompt. UserError for what has several answers."""
+    if _several(prompt) or "n" in options:
+        raise UserError("one text is returned, of one prompt: `generate` answers several prompts, or one several times")
+    return prompt

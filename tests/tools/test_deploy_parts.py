@@ -165,5 +165,5 @@ def test_a_bundle_chats_where_no_command_is_named(monkeypatch):
 
 def test_a_bundle_cannot_run_an_artifact_for_the_cpu(bundled):
     artifact = Artifact(Path("m"), {"target": {"kind": "cpu"}, "tensors": {}})
-    with pytest.raises(UserError, match=r"target 'cpu', which needs the package apache-tvm-ffi.*--target vulkan"):
+    with pytest.raises(UserError, match=r"target 'cpu', which needs the package apache-tvm-ffi"):
         open_device(artifact)

@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from servers.hub_server import COMMIT, Hub, sha256
 
 from mlc_amd.tools import cli
-from mlc_amd.tools.hub import hub, models
+from mlc_amd.tools.hub import hub, hub_files, models
 
 REPO = "someone/Model-GGUF"
 SMALL, OTHER = (random.Random(seed).randbytes(300_000) for seed in (1, 2))
@@ -332,3 +332,28 @@ def test_a_local_file_does_not_wait_for_the_hub(demo_gguf):
         "assert 'huggingface_hub' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(demo_gguf)], timeout=300, check=True)
+
+
+def test_what_was_downloaded_is_listed(pull, capsys, monkeypatch, tmp_path):
+    """Whole models: of those whose download was interrupted, and of parts, there is nothing to use."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+
+    def listed() -> str:
+        assert cli.main(["list"]) == 0
+        out = capsys.readouterr().out
+        assert cli.main(["ls"]) == 0
+        assert capsys.readouterr().out == out
+        return out
+
+    assert listed() == f"{tmp_path}/own/mlc-amd/models: no models\n"
+    for quant in ("Q4_K_M", "BF16"):
+        assert pull(f"{REPO}:{quant}")[0] == 0
+    expected = f"downloaded, in {hub.cache()}:\n  {REPO}:BF16 (585.93 KiB)\n  {REPO}:Q4_K_M (292.97 KiB)\n"
+    assert listed().endswith(expected)
+    assert hub.cached(hub_files.parse(f"{REPO}:BF16")).name == "x-BF16-00001-of-00002.gguf"
+    (hub.cache() / "models--some--Empty").mkdir()
+    (
+        hub.cache() / "models--someone--Model-GGUF" / "snapshots" / COMMIT / "BF16" / "x-BF16-00002-of-00002.gguf"
+    ).unlink()
+    blobs()[0].with_name("half.incomplete").touch()
+    assert listed().splitlines()[2:] == [f"  {REPO}:Q4_K_M (292.97 KiB)"]

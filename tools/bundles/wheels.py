@@ -23,7 +23,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools.terminal import display
 
 # The newest C library that wheels may ask for is that of 2018 (2.28); SteamOS and all living distributions have it.
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+# llguidance asks for that of 2020 (2.31): with an older one, answers cannot follow grammars, and all else works.
+PLATFORMS = tuple(f"manylinux{version}_x86_64" for version in ("_2_31", "_2_28", "_2_27", "_2_17", "2014"))
 # Nothing that runs a model needs these: type stubs, headers, sources, tests, installers' records.
 LEAVE_OUT = (
     "*.pyi", "*.pyx", "*.pxd", "*.h", "*.a", "*.typed", "*/tests/*", "*.data/*", "*.dist-info/RECORD",
@@ -61,6 +62,24 @@ VENDORED = {
     "termcolor": Package("3.3.0"),
     "packaging": Package("26.3"),
     "msgspec": Package("0.22.0"),
+    # `serve`, and answers that follow a grammar
+    "starlette": Package("1.10.0"),
+    "anyio": Package("4.16.0"),
+    "idna": Package("3.20"),
+    "typing_extensions": Package("4.16.0"),
+    "uvicorn": Package("0.54.0"),
+    "click": Package("8.5.1"),
+    "h11": Package("0.16.0"),
+    "httptools": Package("0.9.0"),
+    "prometheus_client": Package("0.26.0"),
+    "llguidance": Package("1.9.1"),
+    "apache-tvm-ffi": Package(
+        "0.1.14.post1",
+        (
+            *(f"tvm_ffi/{folder}/*" for folder in ("3rdparty", "cython", "include", "share", "src", "stub")),
+            *("tvm_ffi/testing/*", "tvm_ffi/CMakeLists.txt", "tvm_ffi/.gitignore"),
+        ),
+    ),
     "rocm-bindings-hip": Package("10.0.0.0.1.2", ("rocm/bindings/*hiprtc*",)),
     "rocm-bindings-core": Package("10.0.0.0.1.2"),
 }  # fmt: skip

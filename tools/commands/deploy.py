@@ -2,7 +2,8 @@
 was installed.
 
 A bundle holds the artifact, the runtime's and the tools' sources, and the Python packages that they import, for every
-Python that the machine may have, or those that the user names. What it does not hold: TVM, the compiler. Its layout:
+Python that the machine may have, or those that the user names. What it does not hold: TVM (of which target cpu needs
+the function interface, apache-tvm-ffi), the compiler. Its layout:
 
     run.sh              finds a Python and runs `start.py`; README.md explains how to use it
     start.py            the command line, with the bundle's own model as the default one
@@ -36,22 +37,25 @@ from mlc_amd.tools.terminal import display, terminal
 SHORT = {"o": "output"}
 MARK = "bundle.json"  # a folder that has it is a bundle and may be replaced
 SUFFIX = ".tar.zst"
-_LEFT_OUT = ("cache", "compile", "completion", "deploy", "inspect", "pull", "serve")
+_LEFT_OUT = ("cache", "compile", "completion", "deploy", "inspect", "pull")
 # The sources of each package of ours that a bundle holds, and those that it does not: patterns below the package's
 # folder.
 SOURCES = {
     "runtime": (("**/*.py",), ()),
     "schedules": (("__init__.py", "formats.py", "operators/*.py"), ()),
     "tools": (
-        ("*.py", "commands/*.py", "hub/*.py", "terminal/*.py", "measure/*.py", "checks/*.py", "reference/*.py"),
+        (
+            *("*.py", "commands/*.py", "hub/*.py", "terminal/*.py", "measure/*.py", "checks/*.py", "reference/*.py"),
+            *("server/**/*.py", "server/page/*"),
+        ),
         (
             *(f"commands/{verb}.py" for verb in _LEFT_OUT),
-            *("commands/tune*.py", "hub/hub*.py", "measure/tune_report.py"),
+            *("commands/tune*.py", "hub/hub.py", "hub/hub_ollama.py", "measure/tune_report.py", "server/ray_*.py"),
         ),
     ),
 }
-TARGET_PACKAGES = {"vulkan": (), "rocm": ("rocm-bindings-hip", "rocm-bindings-core")}
-PACKAGES = tuple(name for name in wheels.VENDORED if name not in TARGET_PACKAGES["rocm"])
+TARGET_PACKAGES = {"vulkan": (), "rocm": ("rocm-bindings-hip", "rocm-bindings-core"), "cpu": ("apache-tvm-ffi",)}
+PACKAGES = tuple(name for name in wheels.VENDORED if not any(name in some for some in TARGET_PACKAGES.values()))
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 
@@ -73,7 +77,9 @@ DESTINATIONS = {
         "a Steam Deck", ("vulkan",), ("vangogh", "rdna2", "generic"), "--target vulkan --arch steamdeck",
         (*_COMMON, "README.md", "add-to-steam.sh", "mlc-amd.desktop"),
     ),
-    "linux": Destination("a PC with Linux", ("vulkan", "rocm"), (), "--target vulkan", (*_COMMON, "README-linux.md")),
+    "linux": Destination(
+        "a PC with Linux", ("vulkan", "rocm", "cpu"), (), "--target vulkan", (*_COMMON, "README-linux.md"),
+    ),
 }  # fmt: skip
 
 
@@ -88,11 +94,12 @@ def run(
     """Packs a compiled model with all that runs it, for a machine where nothing needs to be installed: no pip, no TVM,
     no root.
 
-    The machine needs one of these Pythons, x86-64 Linux and a Vulkan driver (or, for rocm, AMD's HIP runtime). Wheels
-    of the packages come from the package index, once; they are kept in the cache.
+    The machine needs one of these Pythons, x86-64 Linux and, for vulkan, a Vulkan driver, for rocm AMD's HIP runtime,
+    for cpu the instructions of the --arch that the model was compiled for. Wheels of the packages come from the package
+    index, once; they are kept in the cache.
 
     Args:
-        artifact: a folder made by `mlc-amd compile` for target vulkan or rocm.
+        artifact: a folder made by `mlc-amd compile` (for target cpu: only linux).
         to: steamdeck, or linux for any PC.
         output: a folder, or a file that ends with .tar.zst (default: dist/ARTIFACT-TO.tar.zst here).
         python: the Pythons that it runs with; fewer make it smaller.
@@ -136,9 +143,11 @@ def pythons_of(text: str) -> tuple[str, ...]:
 
 
 _REFUSED = {
-    "cpu": "needs TVM's runtime library, and a bundle has none",
+    "cpu": "does not use its GPU",
     "rocm": "needs ROCm, which that machine does not have",
 }
+# What bundles for a target need there.
+_NEEDS = {"vulkan": "the driver of your GPU", "rocm": "AMD's HIP runtime", "cpu": "a CPU of the level {mcpu}"}
 _RANDOM = "\n**This bundle has no weights: they are random, and so is what the model says. It is for measurements.**\n"
 
 
@@ -191,6 +200,7 @@ def contents(model: Artifact, destination: Destination, weightless: bool, python
     known = {
         "MODEL": title(model.manifest["name"]),
         "TITLE": destination.title,
+        "NEEDS": _NEEDS[kind].format_map(model.manifest["target"]),
         "PYTHONS": " ".join(pythons),
         "TAGS": " ".join(f"cpython-{python.replace('.', '')}" for python in pythons),
         "DIGEST": digest.hexdigest()[:12],

@@ -21,7 +21,7 @@ _CHUNK = 256  # tokens scored at a time: their logits are [_CHUNK, vocab] float3
 
 
 def run(
-    model: str,
+    model: str | None = None,
     *,
     text: str | None = None,
     ids: str | None = None,
@@ -38,7 +38,8 @@ def run(
     the same tokens.
 
     Args:
-        model: artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use).
+        model: artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use); the
+            bundled one if omitted.
         text: a UTF-8 text file; "-" is stdin.
         ids: instead of a text, an .npz file with the token ids in its array `ids`.
         logits: write `logits` (float32 [tokens, vocab]) and `ids` to this .npz file.

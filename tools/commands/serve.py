@@ -103,10 +103,8 @@ def named(given: tuple[str, ...], alias: str | None = None) -> dict[str, str | N
     """The models by the names that clients use, each with what `models.load_engine` takes: of paths the file's or the
     folder's name is the name, of a hub's model what the user wrote. NAME=MODEL, or the alias of the only
     one, names it otherwise."""
-    if alias and len(given) < 2:
-        return {alias: given[0] if given else None}
-    if alias:
-        raise UsageError("--alias is for one model: name each of several with NAME=MODEL")
+    if alias is not None and (len(given) > 1 or not alias.strip()):
+        raise UsageError("--alias is a name for one model: name each of several with NAME=MODEL")
     found: dict[str, str | None] = {}
     for one in given or (None,):
         name, equals, source = (one or "").partition("=")
@@ -119,7 +117,7 @@ def named(given: tuple[str, ...], alias: str | None = None) -> dict[str, str | N
         if name in found:
             raise UsageError(f"two models are called {name}: name one of them with NAME=MODEL")
         found[name] = source
-    return found
+    return found if alias is None else dict.fromkeys((alias,), *found.values())
 
 
 def read_keys(given: tuple[str, ...], file: str | None) -> tuple[str, ...]:

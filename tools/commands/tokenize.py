@@ -15,7 +15,7 @@ SHORT = {"f": "file"}
 
 
 def run(
-    model: str,
+    model: str | None = None,
     text: str | None = None,
     *,
     file: File = None,
@@ -27,16 +27,18 @@ def run(
 
     Args:
         model: an artifact's folder, a GGUF file (a vocabulary-only one will do; nothing is compiled), or
-            OWNER/REPO:QUANT of huggingface.co.
+            OWNER/REPO:QUANT of huggingface.co; the bundled model if only a text or --file is given.
         text: the text.
         ids_only: print the ids alone, separated by spaces.
         no_special: do not add the beginning-of-text token and take texts like <|im_end|> literally.
     """
+    if model is not None and text is file is None and not model.endswith(".gguf") and models.local(model) is None:
+        model, text = None, model
     if (text is None) == (file is None):
         raise UsageError("give either a TEXT (in quotes) or --file FILE")
     if ids_only and json:
         raise UsageError("give --ids-only or --json, not both")
-    tokenizer = load_tokenizer(models.find(model))
+    tokenizer = load_tokenizer(models.find(model) if model else models.default_model())
     given = read_text(file) if file is not None else text or ""
     ids = tokenizer.encode(given, add_special=not no_special, parse_special=not no_special)
     names = [tokenizer.token_text(token) for token in ids]

@@ -65,10 +65,10 @@ def local(model: str | os.PathLike[str]) -> Path | None:
     """Where the model of that name lies on this machine. UserError for a folder without a model, or with several."""
     path = Path(os.path.expanduser(model))
     if not _has_compiler():  # only a compiler can do something with GGUF files
-        return path if path.exists() else None
+        return path if os.path.exists(path) else None  # False, too, of what is too long for a path
     from mlc_amd.tools.hub import hub, hub_files, hub_ollama
 
-    if path.exists():
+    if os.path.exists(path):
         return path if not path.is_dir() or (path / MANIFEST).exists() else _only_file(path)
     name = hub_files.parse(str(model))
     return (name and hub.cached(name)) or hub_ollama.find(str(model))

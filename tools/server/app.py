@@ -51,6 +51,7 @@ ROUTES = (
     ("/api/version", "GET", ollama.version),
     ("/tokenize", "POST", llama_server.tokenize),
     ("/detokenize", "POST", llama_server.detokenize),
+    ("/tokenizer_info", "GET", llama_server.tokenizer_info),
     ("/apply-template", "POST", llama_server.apply_template),
     ("/props", "GET", llama_server.props),
     ("/completion", "POST", llama_server.completion),

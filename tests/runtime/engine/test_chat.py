@@ -16,7 +16,7 @@ CONTEXT = 2048
 
 
 def say(conversation: Conversation, text: str, tokens: int = 16, **options) -> str:
-    return "".join(conversation.ask(text, max_tokens=tokens, **options))
+    return "".join(conversation.chat(text, max_tokens=tokens, **options))
 
 
 def test_an_answer_is_what_the_model_says_to_its_template(engine):
@@ -56,7 +56,7 @@ def test_stopping_keeps_what_was_shown(engine):
     conversation = Conversation(engine)
     whole = say(conversation, QUESTION, 24)
     conversation.reset()
-    answer, shown = conversation.ask(QUESTION), ""
+    answer, shown = conversation.chat(QUESTION), ""
     while len(shown) < len(whole) // 2:
         shown += next(answer)
     answer.close()
@@ -71,7 +71,7 @@ def test_stopping_before_the_first_word_leaves_no_trace(engine):
     conversation = Conversation(engine)
     say(conversation, QUESTION)
     before = list(conversation.messages)
-    conversation.ask("And?").close()
+    conversation.chat("And?").close()
     assert conversation.messages == before
     assert say(conversation, "And os.path.split?")
 

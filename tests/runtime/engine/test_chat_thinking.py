@@ -17,7 +17,7 @@ MARK = "<|im_start|>assistant"
 @pytest.fixture
 def whole(engine) -> str:
     """What the model writes to QUESTION."""
-    answer = "".join(Conversation(engine).ask(QUESTION, max_tokens=24))
+    answer = "".join(Conversation(engine).chat(QUESTION, max_tokens=24))
     engine.reset()
     return answer
 
@@ -36,12 +36,12 @@ def test_history_holds_only_the_answer(thinker, whole):
     assert "".join(part.text for part in parts if part.kind == "thinking") == thought
     assert "".join(part.text for part in parts if part.kind == "final").strip() == final
     assert [m["content"].strip() for m in thinker.messages] == [QUESTION, final]
-    again = "".join(thinker.ask("And os.path.split?", max_tokens=24))
+    again = "".join(thinker.chat("And os.path.split?", max_tokens=24))
     # The second turn is that of a conversation in which the first answer was given without thinking.
     fresh = Conversation(thinker.engine)
     fresh.format, fresh.messages = thinker.format, thinker.messages[:2]
     thinker.engine.reset()
-    assert "".join(fresh.ask("And os.path.split?", max_tokens=24)) == again
+    assert "".join(fresh.chat("And os.path.split?", max_tokens=24)) == again
 
 
 def test_an_answer_that_ends_within_the_thinking_changes_nothing(thinker, capsys):

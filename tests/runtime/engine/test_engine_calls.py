@@ -115,14 +115,46 @@ def test_messages_of_the_api_name_no_flags(engine):
     with pytest.raises(ContextFull, match=r"2100 tokens do not fit the context of 2048: [^-]*$"):
         engine.generate([1] * 2100)
     conversation = engine.conversation()
-    text_of(conversation.ask(QUESTION, max_tokens=2))
+    text_of(conversation.chat(QUESTION, max_tokens=2))
     for text, rest in (("word " * 2040, 'on_full="drop"'), ("word " * 2100, "shorten it")):
         with pytest.raises(ContextFull) as caught:
-            text_of(conversation.ask(text))
+            text_of(conversation.chat(text))
         assert "--" not in str(caught.value)
         assert rest in str(caught.value) or caught.value.turns
         assert str(caught.value).startswith(caught.value.what)
         conversation.reset()
+
+
+# ---- whole texts
+
+
+def test_whole_texts_are_those_of_the_pieces(engine):
+    options = {"max_tokens": 12, "stop": "pathname", "temperature": 0.7, "seed": 3}
+    expected = text_of(engine.generate(PROMPT, **options))
+    messages = [{"role": "user", "content": QUESTION}]
+    found = [engine.complete(prompt, **options) for prompt in (PROMPT, engine.tokenizer.encode_prompt(PROMPT))]
+    found += [asyncio.run(engine.acomplete(PROMPT, **options)), engine.conversation().ask(QUESTION, **options)]
+    found += [engine.ask(QUESTION, **options), engine.ask(messages, **options)]
+    assert found == [expected] * 6 and expected
+    assert engine.ask("And os.path.split?", max_tokens=2) and engine.last.cached_tokens > 20  # the same conversation
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        (["a", "b"], {}, "`generate` answers several prompts"),
+        ([[1, 2]], {}, "`generate` answers several prompts"),
+        ("a", {"n": 2}, "`generate` answers several prompts"),
+        ([], {}, "no tokens"),
+        ("a", {"heat": 1}, "no sampling parameter heat"),
+        ("a", {"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_whole_texts_are_of_one_prompt(engine, prompt, options, message):
+    with pytest.raises(UserError, match=message):
+        engine.complete(prompt, **options)
+    with pytest.raises(UserError, match=message):
+        asyncio.run(engine.acomplete(prompt, **options))
 
 
 # ---- messages
@@ -132,7 +164,7 @@ def test_a_list_of_messages_is_a_conversation(engine):
     parts = [{"type": "text", "text": QUESTION[:8]}, {"type": "text", "text": QUESTION[8:]}]
     expected = text_of(engine.generate(PROMPT, max_tokens=12))
     assert text_of(engine.chat([{"role": "user", "content": parts}], max_tokens=12)) == expected
-    assert text_of(engine.conversation().ask(parts, max_tokens=12)) == expected
+    assert text_of(engine.conversation().chat(parts, max_tokens=12)) == expected
     cases = (
         [],
         [{}],
@@ -159,8 +191,8 @@ def test_conversations_take_turns(engine):
     brief = engine.conversation("Be brief.", temperature=0.5)
     assert brief.sampling.temperature == 0.5
     other = engine.conversation()
-    text_of(brief.ask(QUESTION, max_tokens=3))
-    text_of(other.ask(QUESTION, max_tokens=3))
+    text_of(brief.chat(QUESTION, max_tokens=3))
+    text_of(other.chat(QUESTION, max_tokens=3))
     text_of(engine.chat("Hello", max_tokens=3))
     other.reset()  # ends neither of the others
     assert [m["role"] for m in brief.messages] == ["system", "user", "assistant"] and other.messages == []
@@ -171,11 +203,11 @@ def test_conversations_take_turns(engine):
 def test_the_last_turn_is_taken_back(engine):
     conversation = engine.conversation("Be brief.")
     assert conversation.undo() is None
-    text_of(conversation.ask(QUESTION, max_tokens=3))
+    text_of(conversation.chat(QUESTION, max_tokens=3))
     before = list(conversation.messages)
-    text_of(conversation.ask("And os.path.split?", max_tokens=3))
+    text_of(conversation.chat("And os.path.split?", max_tokens=3))
     assert conversation.undo() == "And os.path.split?" and conversation.messages == before
-    assert text_of(conversation.ask("And os.path.split?", max_tokens=3))
+    assert text_of(conversation.chat("And os.path.split?", max_tokens=3))
     assert engine.last.cached_tokens > 20
 
 
@@ -301,12 +333,12 @@ def test_a_pause_ends_with_the_answer(engine):
 
 def test_a_generation_can_be_cancelled(engine):
     conversation, shown = engine.conversation(), ""
-    for text in conversation.ask(QUESTION):
+    for text in conversation.chat(QUESTION):
         shown += text
         if len(shown) > 20:
             engine.cancel()
     assert engine.last.finish == "interrupted" and conversation.messages[-1]["content"] == shown
-    assert text_of(conversation.ask(QUESTION, max_tokens=2))  # a cancellation is that of one generation
+    assert text_of(conversation.chat(QUESTION, max_tokens=2))  # a cancellation is that of one generation
 
 
 def test_a_prompt_is_cancelled_between_two_chunks_and_goes_on_there(engine):
@@ -324,7 +356,7 @@ def test_a_prompt_is_cancelled_between_two_chunks_and_goes_on_there(engine):
     engine.reset()
     assert [piece.id for piece in engine.generate(IDS, max_tokens=3)] == made
     conversation = engine.conversation()
-    assert text_of(conversation.ask("word " * 1100, progress=progress)) == "" and conversation.messages == []
+    assert text_of(conversation.chat("word " * 1100, progress=progress)) == "" and conversation.messages == []
 
 
 # ---- the end

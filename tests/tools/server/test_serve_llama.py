@@ -27,6 +27,23 @@ def test_texts(served):
     assert all_of_it["truncated"] and all_of_it["generation_settings"]["ignore_eos"]
 
 
+def test_vllms_tokenizer(served):
+    """As lm-evaluation-harness uses it: ids of the server, whose log probabilities are then those of the texts."""
+    info = served.request("/tokenizer_info")[2]
+    assert info["eos_token"] == "<|im_end|>" and "<|im_start|>" in info["chat_template"]
+    found = served.post("/tokenize", {"prompt": PROMPT, "add_special_tokens": False})
+    ids = served.post("/tokenize", {"content": PROMPT})["tokens"]
+    assert found == {"tokens": ids, "count": len(ids), "max_model_len": 2048}
+    assert served.post("/detokenize", {"tokens": ids})["prompt"] == PROMPT
+    body = {"prompt": [ids], "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0}
+    by_ids, by_text = (
+        served.post("/v1/completions", one)["choices"][0]["logprobs"] for one in (body, body | {"prompt": PROMPT})
+    )
+    assert by_ids == by_text and len(by_ids["token_logprobs"]) == len(ids) + 1
+    for body in ({}, {"prompt": 5}, {"prompt": PROMPT, "add_special_tokens": "no"}):
+        assert served.request("/tokenize", body)[0] == 400
+
+
 def test_prompts(served):
     ids = served.post("/tokenize", {"content": PROMPT})["tokens"]
     one = served.post("/completion", {"prompt": PROMPT, **LIMIT})["content"]

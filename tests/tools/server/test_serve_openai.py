@@ -55,7 +55,7 @@ def test_chat_whole_and_streamed(served):
 def test_the_answer_is_the_engines(served):
     served.post(CHAT, {"messages": QUESTION, "max_tokens": 1})
     engine = served.service.library.loaded["demo"].engine
-    expected = "".join(engine.conversation().ask(QUESTION[0]["content"], 20))
+    expected = "".join(engine.conversation().chat(QUESTION[0]["content"], 20))
     assert (
         served.post(CHAT, {"messages": QUESTION, "max_completion_tokens": 20})["choices"][0]["message"]["content"]
         == expected

@@ -37,15 +37,19 @@ _SETTINGS = {"repetition_penalty": "repeat_penalty", "repetition_window": "repea
 
 
 async def tokenize(request: Request) -> Response:
-    """{"content", "add_special": false, "parse_special": true, "with_pieces": false} -> {"tokens": [..]}."""
+    """{"content", "add_special": false, "parse_special": true, "with_pieces": false} -> {"tokens": [..]}. Or vLLM's:
+    {"prompt", "add_special_tokens": true} -> {"tokens", "count", "max_model_len"}."""
     fields = await read_fields(request)
-    fields.required("content")
-    text, special = fields.text("content"), fields.flag("add_special")
+    vllm = fields.has("prompt") and not fields.has("content")
+    fields.required("prompt" if vllm else "content")
+    text = fields.text("prompt" if vllm else "content")
+    special = fields.flag("add_special_tokens", True) if vllm else fields.flag("add_special")
     parse, pieces = fields.flag("parse_special", True), fields.flag("with_pieces")
     async with service_of(request).library.use(fields.text("model")) as model:
         tokenizer = model.engine.tokenizer
         ids = await asyncio.to_thread(tokenizer.encode, text, special, parse)
-        return Json({"tokens": [_with_piece(tokenizer, token) for token in ids] if pieces else ids})
+        more = {"count": len(ids), "max_model_len": model.engine.cache.longest} if vllm else {}
+        return Json({"tokens": [_with_piece(tokenizer, token) for token in ids] if pieces else ids, **more})
 
 
 def _with_piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
@@ -58,7 +62,7 @@ def _with_piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
 
 
 async def detokenize(request: Request) -> Response:
-    """{"tokens": [..]} -> {"content"}, the texts of control tokens included."""
+    """{"tokens": [..]} -> {"content"}, the texts of control tokens included; vLLM calls it "prompt"."""
     fields = await read_fields(request)
     tokens = fields.required("tokens")
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
@@ -67,7 +71,19 @@ async def detokenize(request: Request) -> Response:
         size = model.engine.tokenizer.vocab_size
         if bad := next((token for token in tokens if not 0 <= token < size), None):
             raise invalid(f"token id {bad} is outside the vocabulary of {size}", "tokens")
-        return Json({"content": await asyncio.to_thread(model.engine.tokenizer.decode, tokens, False)})
+        text = await asyncio.to_thread(model.engine.tokenizer.decode, tokens, False)
+        return Json({"content": text, "prompt": text})
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """vLLM's `GET /tokenizer_info`, of the default model: what its special tokens and its chat template are."""
+    async with service_of(request).library.use(request.query_params.get("model", "")) as model:
+        tokenizer = model.engine.tokenizer
+        ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        texts = {name: None if token is None else tokenizer.token_text(token) for name, token in ids.items()}
+        return Json(
+            {"tokenizer_class": type(tokenizer).__name__, **texts, "chat_template": model.engine.chat_template.source}
+        )
 
 
 async def apply_template(request: Request) -> Response:

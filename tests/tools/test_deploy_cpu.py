@@ -1,0 +1,80 @@
+"""A bundle for CPUs, in a bare environment: a Python without packages, no TVM."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from servers.serving import ServeClient, waiting
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools.bundles import wheels
+from mlc_amd.tools.commands import deploy
+from mlc_amd.tools.hub import model_cache
+
+PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
+GRAMMAR = ("--grammar", 'root ::= "yes" | "no"')
+QUESTION = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "max_tokens": 8}
+SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a", 1]}}}}
+
+
+@pytest.fixture(scope="module")
+def bundle(demo_artifact, tmp_path_factory) -> Path:
+    """Skips where wheels cannot be had."""
+    names = (*deploy.PACKAGES, *deploy.TARGET_PACKAGES["cpu"])
+    try:
+        wheels.fetch(names, [PYTHON], model_cache.cache_directory() / "wheels")
+    except UserError as error:
+        pytest.skip(str(error))
+    out = tmp_path_factory.mktemp("deployed") / "demo"
+    deploy.run(str(demo_artifact), to="linux", output=str(out), python=PYTHON)
+    return out
+
+
+@pytest.fixture
+def command(bundle, tmp_path):
+    """command(words) -> arguments of Popen: `start.py` with the interpreter alone, in an empty home."""
+
+    def made(*words: str) -> dict:
+        python = Path(sys.base_prefix) / "bin" / f"python{PYTHON}"
+        return {"args": [python, "-I", "-S", bundle / "start.py", *words], "env": {"HOME": str(tmp_path)}}
+
+    return made
+
+
+@pytest.fixture
+def run(command, tmp_path):
+    def ran(*words: str) -> str:
+        done = subprocess.run(**command(*words), cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return ran
+
+
+def test_commands_take_the_bundles_own_model(run, bundle, engine, tmp_path):
+    (tmp_path / "text.txt").write_text("import os\n" * 10)
+    ids = engine.tokenizer.encode("Hello there")
+    assert run("tokenize", "Hello there", "--ids-only").split() == [str(token) for token in ids]
+    assert json.loads(run("perplexity", "--text", "text.txt", "--json"))["tokens"] > 10
+    assert run("chat", "--prompt", "Hello", *GRAMMAR).strip() in ("yes", "no")
+    assert json.loads(run("doctor", "--json"))["tvm"] == {}
+    assert not list(bundle.rglob("__pycache__")) and not (bundle / "lib" / "tvm").exists()
+    assert "a CPU of the level" in (bundle / "README.md").read_text()
+
+
+def test_it_serves(command, tmp_path, engine):
+    log = tmp_path / "log"
+    with log.open("w") as file, subprocess.Popen(**command("serve", "--port", "0"), stdout=file, stderr=file) as server:
+        try:
+            assert waiting(lambda: "serving " in log.read_text() or server.poll() is not None), log.read_text()
+            client = ServeClient(log.read_text().split(" at ")[-1].strip())
+            assert [model["id"] for model in client.request("/v1/models")[2]["data"]] == ["model"]
+            answer = client.post("/v1/chat/completions", QUESTION)["choices"][0]["message"]["content"]
+            assert answer == engine.conversation().ask(QUESTION["messages"][0]["content"], max_tokens=8)
+            answer = client.post("/v1/chat/completions", QUESTION | SCHEMA)["choices"][0]["message"]["content"]
+            assert json.loads(answer) in ("a", 1)
+            assert "<!doctype html>" in client.request("/")[2]
+        finally:
+            server.kill()
