@@ -7,6 +7,7 @@ workgroup's number, so it serves a smaller one.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import tvm
 import tvm_ffi
@@ -79,10 +80,11 @@ def _code(kernel: tirx.PrimFunc) -> tvm.ir.BaseFunc:
             return mutator.default_mutate(node)
         return tirx.AllocBuffer(any_rows(node.buffer))
 
-    def extent(node, mutator):
+    def extent(node: Any, mutator):
         if node.attr_key != "thread_extent" or not node.node.thread_tag.startswith("blockIdx"):
             return mutator.default_mutate(node)
-        axis = tirx.IterVar(None, node.node.var, node.node.iter_type, node.node.thread_tag)
+        no_range: Any = None
+        axis = tirx.IterVar(no_range, node.node.var, node.node.iter_type, node.node.thread_tag)
         return tirx.AttrStmt(axis, node.attr_key, _ANY, mutator.mutate(node.body))
 
     params = [any_rows(param) for param in nodes.params(kernel)]
