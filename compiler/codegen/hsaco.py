@@ -28,6 +28,7 @@ MACHINES = {
     0x03E: "gfx1034", 0x03D: "gfx1035", 0x045: "gfx1036", 0x041: "gfx1100", 0x046: "gfx1101", 0x047: "gfx1102",
     0x044: "gfx1103", 0x043: "gfx1150", 0x04A: "gfx1151", 0x055: "gfx1152", 0x048: "gfx1200", 0x04E: "gfx1201",
 }  # fmt: skip
+ELF64 = b"\x7fELF\x02"
 EM_AMDGPU, PT_NOTE, SHT_SYMTAB, SHT_DYNSYM, NT_AMDGPU_METADATA = 224, 4, 2, 11, 32
 
 
@@ -71,8 +72,31 @@ class CodeObject:
 
 
 def parse(data: bytes) -> CodeObject:
-    """The kernels of a code object. UserError if `data` is none, or one without metadata (older than version 3)."""
-    if len(data) < 64 or data[:5] != b"\x7fELF\x02" or struct.unpack_from("<H", data, 18)[0] != EM_AMDGPU:
+    """The kernels of the code objects in `data`, which are of one machine. UserError if it is none, or one without
+    metadata (older than version 3)."""
+    machine, kernels = "", {}
+    for one in objects(data):
+        machine, found = _parse(one)
+        kernels |= found
+    return CodeObject(machine, kernels)
+
+
+def objects(data: bytes) -> list[bytes]:
+    """A file's code objects: our artifacts have several, one after the other, each of which ends with its table of
+    sections. What follows the last one belongs to it."""
+    found, rest = [], data
+    while len(rest) >= 64:
+        start, (size, count) = struct.unpack_from("<Q", rest, 40)[0], struct.unpack_from("<HH", rest, 58)
+        end = start + size * count
+        if rest[end : end + 5] != ELF64:
+            break
+        found.append(rest[:end])
+        rest = rest[end:]
+    return [*found, rest]
+
+
+def _parse(data: bytes) -> tuple[str, dict[str, KernelCode]]:
+    if len(data) < 64 or data[:5] != ELF64 or struct.unpack_from("<H", data, 18)[0] != EM_AMDGPU:
         raise UserError(
             "not an AMD code object (64-bit ELF file for AMDGPU); give the .hsaco or .co file itself, not a bundle"
         )
@@ -86,7 +110,7 @@ def parse(data: bytes) -> CodeObject:
             "the AMD code object has no kernel metadata (version 3 and later have); compile it with a newer ROCm"
         )
     kernels = {item[".name"]: _kernel(item, code) for item in metadata.get("amdhsa.kernels", [])}
-    return CodeObject(MACHINES.get(flags & 0xFF, hex(flags & 0xFF)), kernels)
+    return MACHINES.get(flags & 0xFF, hex(flags & 0xFF)), kernels
 
 
 def _kernel(item, code) -> KernelCode:
@@ -256,11 +280,13 @@ def disassemble(data: bytes) -> str:
     tool = next((path for name in OBJDUMPS if (path := shutil.which(name))), None)
     if tool is None:
         raise UserError("no llvm-objdump found to disassemble GPU code; install LLVM 18 or newer, or ROCm")
+    listings, machine = [], parse(data).machine
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernels.hsaco"
-        path.write_bytes(data)
-        machine = parse(data).machine
-        result = subprocess.run([tool, "-d", f"--mcpu={machine}", str(path)], capture_output=True, text=True)
-    if result.returncode or "is not a recognized processor" in result.stderr:
-        raise UserError(f"{tool} cannot disassemble code for {machine}; install a newer LLVM, or ROCm")
-    return result.stdout
+        for one in objects(data):
+            path.write_bytes(one)
+            result = subprocess.run([tool, "-d", f"--mcpu={machine}", str(path)], capture_output=True, text=True)
+            if result.returncode or "is not a recognized processor" in result.stderr:
+                raise UserError(f"{tool} cannot disassemble code for {machine}; install a newer LLVM, or ROCm")
+            listings.append(result.stdout)
+    return "".join(listings)

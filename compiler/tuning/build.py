@@ -11,17 +11,16 @@ import importlib
 import json
 import os
 import resource
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import asdict
 from pathlib import Path
-from queue import SimpleQueue
 
 from mlc_amd.compiler.work import work
 from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import available_threads
 from mlc_amd.runtime.measure.candidate import Candidate, write
-from mlc_amd.runtime.measure.child import Child, ChildDied, serve
+from mlc_amd.runtime.measure.child import ChildDied, Children, serve
 from mlc_amd.schedules.operators import from_json
 
 MODULE = "mlc_amd.compiler.tuning.build"
@@ -137,37 +136,30 @@ class Builder(Closing):
         memory: int = MEMORY,
     ):
         self.kind, self.arch, self.root, self.timeout = kind, arch, Path(root), timeout
-        count = workers or available_threads()
-        self._idle: SimpleQueue[Child] = SimpleQueue()
-        one = {"TVM_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        self._children = [Child(MODULE, (str(memory),), one) for _ in range(count)]
-        for child in self._children:
-            self._idle.put(child)
-        self._threads = ThreadPoolExecutor(count)
+        self._children = Children(MODULE, workers or available_threads(), (str(memory),))
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for child in self._children:
-            child.close()
+        self._children.close()
 
     def build(self, jobs, progress=lambda done, total: None) -> list[Path | str]:
         """The folder of each (workload, plan), or why there is none."""
-        futures = [self._threads.submit(self._one, workload, plan) for workload, plan in jobs]
+        futures = [self._children.ask(self._request(workload, plan), self.timeout) for workload, plan in jobs]
         for done, _ in enumerate(as_completed(futures), 1):
             progress(done, len(futures))
-        return [future.result() for future in futures]
+        return [self._built(workload, plan, future) for (workload, plan), future in zip(jobs, futures, strict=True)]
 
-    def _one(self, workload, plan) -> Path | str:
-        folder = self.root / folder_name(workload, plan)
-        about = {"workload": json.loads(workload.text), "place": [self.kind, self.arch, str(folder)]}
-        child = self._idle.get()
+    def _folder(self, workload, plan) -> Path:
+        return self.root / folder_name(workload, plan)
+
+    def _request(self, workload, plan) -> dict:
+        place = [self.kind, self.arch, str(self._folder(workload, plan))]
+        return {"workload": json.loads(workload.text), "place": place} | _plan_facts(plan)
+
+    def _built(self, workload, plan, future) -> Path | str:
         try:
-            child.send(about | _plan_facts(plan))
-            return child.receive(self.timeout)["error"] or folder
+            return future.result()["error"] or self._folder(workload, plan)
         except ChildDied as e:
             return f"building it {e}"
-        finally:
-            self._idle.put(child)
 
 
 def _handle(request: dict, answer) -> None:

@@ -155,7 +155,7 @@ class ManifestKernel(TypedDict):
 
 
 class DeviceLaunch(TypedDict):
-    """One launch of a call of a kernel; the last three are Vulkan's."""
+    """One launch of a call of a kernel; the last two are Vulkan's."""
 
     symbol: _Name
     grid: _Grid

@@ -180,13 +180,14 @@ def _check_launched(
             at, args = f"{key}.steps[{i}]", len(step["args"])
             _require(all(arg < buffers for arg in step["args"]), f"{at}.args", f"a call has {buffers} buffers")
             _require(prod(step["block"]) <= 1024, f"{at}.block", "more than 1024 threads")
+            begin, length = step.get("code", (0, size))
+            inside = begin % 4 == 0 and length % 4 == 0 and length > 0 and begin + length <= size
+            _require(inside or "code" not in step, f"{at}.code", f"not within {file}")
             if needs is None:
                 continue
             if "code" not in step or "writes" not in step or "table" not in step:
                 raise ManifestFault(f"key {at}: code, writes or table is missing")
-            (begin, length), push = step["code"], 8 if step["table"] else 8 * args
-            inside = begin % 4 == 0 and length % 4 == 0 and length > 0 and begin + length <= size
-            _require(inside, f"{at}.code", f"not within {file}")
+            push = 8 if step["table"] else 8 * args
             _require(all(place < args for place in step["writes"]), f"{at}.writes", f"a launch has {args} arguments")
             _require(push <= needs["push_constants"], f"{at}.args", "more than the push constants hold")
 

@@ -13,10 +13,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from queue import SimpleQueue
 from typing import IO
 
 from mlc_amd.runtime import leftovers
+from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 
 STDERR = 400  # bytes of standard error that an error quotes
@@ -109,6 +112,35 @@ class Child:
                 if file is not None:
                     file.close()
         self._process, self._rest = None, b""
+
+
+class Children(Closing):
+    """As many children of one module; each request goes to one that is idle."""
+
+    def __init__(self, module: str, count: int, arguments: tuple[str, ...] = ()):
+        one = {"TVM_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        self._children = [Child(module, arguments, one) for _ in range(count)]
+        self._idle: SimpleQueue[Child] = SimpleQueue()
+        for child in self._children:
+            self._idle.put(child)
+        self._threads = ThreadPoolExecutor(count)
+
+    def ask(self, request: dict, timeout: float) -> "Future[dict]":
+        """The answer, or the errors of `Child.receive`."""
+        return self._threads.submit(self._ask, request, timeout)
+
+    def _ask(self, request: dict, timeout: float) -> dict:
+        child = self._idle.get()
+        try:
+            child.send(request)
+            return child.receive(timeout)
+        finally:
+            self._idle.put(child)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for child in self._children:
+            child.close()
 
 
 def serve(handle: Callable[[dict, Callable[[dict], None]], None]) -> None:

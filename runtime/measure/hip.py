@@ -7,8 +7,9 @@ from itertools import chain
 
 import numpy as np
 
+from mlc_amd.runtime.devices.hip import code_objects
 from mlc_amd.runtime.devices.hip.api import CANNOT_LOAD, NO_MEMORY, Hip, HipError, open_bindings, runtime_version
-from mlc_amd.runtime.devices.hip.gpu import choose, relabel
+from mlc_amd.runtime.devices.hip.gpu import choose
 from mlc_amd.runtime.devices.hip.launches import HipLaunch, capture, enqueue, events, prepare, seconds
 from mlc_amd.runtime.errors import UserError
 
@@ -82,14 +83,9 @@ class HipBackend:
         return [self._load(candidate) for candidate in candidates]
 
     def _load(self, candidate):
-        code = candidate.code.read_bytes()
-        if self.gpu.arch != self.code_arch:
-            code = relabel(code, self.code_arch, self.gpu.arch)
+        chips = self.code_arch, self.gpu.arch
         try:
-            module = self.hip("hipModuleLoadData", code)
-            self._group.callback(self.hip, "hipModuleUnload", module)
-            symbols = [step["symbol"] for step in candidate.steps]
-            return code, {symbol: self.hip("hipModuleGetFunction", module, symbol.encode()) for symbol in symbols}
+            return code_objects.load(self.hip, self._group, candidate.code.read_bytes(), candidate.steps, chips)
         except HipError as e:
             if e.code not in (*CANNOT_LOAD, "hipErrorNotFound", *NO_MEMORY):
                 raise

@@ -15,6 +15,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from mlc_amd.runtime.devices.hip.code_objects import places
+
 ELF = b"\x7fELF"
 GIB = 1 << 30
 # What `clock` says that work takes, so that what a device reports can be computed.
@@ -309,14 +311,22 @@ def emulated(manifest: dict, arch: str, code: bytes, run_hsaco, wave_order="fwd"
 
     wave_order: of a workgroup's waves between barriers, "fwd", "rev" or a seed.
     """
-    program = run_hsaco.CodeObject(code)
+    launches = [step for entry in manifest["launches"][arch].values() for step in entry["steps"]]
+    programs = {
+        symbol: program
+        for (begin, size), symbols in places(launches, len(code)).items()
+        for program in [run_hsaco.CodeObject(code[begin : begin + size])]
+        for symbol in symbols
+    }
 
     def kernel(step):
         def run(*arrays):
             grid, block = tuple(step["grid"]), tuple(step["block"])
-            result = run_hsaco.launch(program, step["symbol"], grid, block, list(arrays), wave_order=wave_order)
+            result = run_hsaco.launch(
+                programs[step["symbol"]], step["symbol"], grid, block, list(arrays), wave_order=wave_order
+            )
             assert not result.hazards, (step["symbol"], result.hazards)
 
         return len(step["args"]), run
 
-    return {step["symbol"]: kernel(step) for entry in manifest["launches"][arch].values() for step in entry["steps"]}
+    return {step["symbol"]: kernel(step) for step in launches}

@@ -17,10 +17,11 @@ import numpy as np
 
 from mlc_amd.runtime.artifact.io_buffers import launches_before_late
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
+from mlc_amd.runtime.devices.hip import code_objects
 from mlc_amd.runtime.devices.hip import launches as launching
 from mlc_amd.runtime.devices.hip.api import CANNOT_LOAD, Hip, HipError, open_bindings, runtime_version
 from mlc_amd.runtime.devices.hip.diagnosis import OVERRIDE
-from mlc_amd.runtime.devices.hip.gpu import choose, relabel
+from mlc_amd.runtime.devices.hip.gpu import choose
 from mlc_amd.runtime.devices.hip.launches import HipLaunch
 from mlc_amd.runtime.devices.hip.memory import HipMemory
 from mlc_amd.runtime.devices.hip.runs import HipRuns
@@ -98,26 +99,19 @@ class HipDevice(QueuedDevice):
 
     def _load_kernels(self) -> None:
         file = self.artifact.path / self.manifest["libraries"][self.code_arch]
-        self._code = file.read_bytes()  # HIP may read it until the module is unloaded
-        if self.gpu.arch != self.code_arch:
-            self._code = relabel(self._code, self.code_arch, self.gpu.arch)
+        self._kernels = self.manifest["launches"][self.code_arch]
+        steps = [step for kernel in self._kernels.values() for step in kernel["steps"]]
         try:
-            module = self.hip.own(self._held, "hipModuleUnload", self.hip("hipModuleLoadData", self._code))
+            chips = self.code_arch, self.gpu.arch
+            self._code, self._functions = code_objects.load(self.hip, self._held, file.read_bytes(), steps, chips)
         except HipError as e:
             if e.code not in CANNOT_LOAD:
-                raise
+                raise UserError(f"{file} lacks a kernel of this model ({e.code}); compile the model again") from e
             version = ".".join(map(str, self.version))
             raise UserError(
                 f"HIP {version} cannot load the kernels for {self.gpu.arch} ({e.code}); install a newer ROCm, or "
                 "compile the model again"
             ) from e
-        self._kernels = self.manifest["launches"][self.code_arch]
-        symbols = {step["symbol"] for kernel in self._kernels.values() for step in kernel["steps"]}
-        try:
-            get = "hipModuleGetFunction"
-            self._functions = {symbol: self.hip(get, module, symbol.encode()) for symbol in sorted(symbols)}
-        except HipError as e:
-            raise UserError(f"{file} lacks a kernel of this model ({e.code}); compile the model again") from e
 
     def _bind(self, function: dict) -> list[HipLaunch]:
         """Every kernel launch of a function, in order."""

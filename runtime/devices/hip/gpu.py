@@ -1,4 +1,4 @@
-"""The GPUs that HIP reports, which code objects run on them (`sibling`, `relabel`), and the choice of one for an
+"""The GPUs that HIP reports, which code objects run on them (`sibling`), and the choice of one for an
 artifact."""
 
 import logging
@@ -8,14 +8,10 @@ from dataclasses import dataclass
 
 from mlc_amd.runtime.devices.choice import selected, selection
 from mlc_amd.runtime.devices.hip.api import Hip, HipError, open_bindings, runtime_version
+from mlc_amd.runtime.devices.hip.code_objects import SAME_ISA
 from mlc_amd.runtime.devices.hip.diagnosis import why_no_gpu
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.gpus import same_isa
 from mlc_amd.runtime.host import kfd_gpus
-
-# Chips with the same instruction set. HIP loads a code object only if its ELF header names the exact chip.
-SAME_ISA = same_isa()
-E_FLAGS = 0x30  # offset in a 64-bit ELF header; the low byte is EF_AMDGPU_MACH
 
 log = logging.getLogger("mlc_amd")
 
@@ -51,14 +47,6 @@ def sibling(arch: str, available: Collection[str]) -> str | None:
         return arch
     group = next((group for group in SAME_ISA if arch in group), {})
     return next((name for name in group if name in available), None)
-
-
-def relabel(code: bytes, old: str, new: str) -> bytes:
-    """A code object for `old`, made one for `new` of the same group: the chip in the ELF header and the metadata."""
-    group = next(group for group in SAME_ISA if old in group)
-    changed = bytearray(code.replace(f"-{old}".encode(), f"-{new}".encode()))
-    changed[E_FLAGS] = group[new]
-    return bytes(changed)
 
 
 def usable_gpus(hip: Hip, wanted: str | None) -> list[HipGpu]:

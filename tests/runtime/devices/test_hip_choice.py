@@ -6,8 +6,9 @@ from workloads import built
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.devices.hip import device as hip_device
+from mlc_amd.runtime.devices.hip.code_objects import SAME_ISA, relabel
 from mlc_amd.runtime.devices.hip.device import HipDevice
-from mlc_amd.runtime.devices.hip.gpu import SAME_ISA, relabel, sibling
+from mlc_amd.runtime.devices.hip.gpu import sibling
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base.arch import resolve
 from mlc_amd.schedules.operators import RmsNorm
