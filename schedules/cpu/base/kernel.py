@@ -23,14 +23,11 @@ def kernel(name: str) -> Iterator[Expr]:
         yield builder, T.arg("state", T.buffer((4,), "int32"))
 
 
-def live_rows(state: Buffer, m: int | None) -> Expr:
-    """The number of live rows of a step of m: state[1], clamped to 1 .. m (m == 1: always 1; None: to 1 or more, the
-    same code for each m)."""
-    if m == 1:
-        return T.int32(1)
-    return T.Bind(T.max(state[1] if m is None else T.min(state[1], T.int32(m)), T.int32(1)))
+def live_rows(state: Buffer, m: int) -> Expr:
+    """The number of live rows of a step of m: state[1], clamped to 1 .. m (m == 1: always 1)."""
+    return T.int32(1) if m == 1 else T.Bind(T.max(T.min(state[1], T.int32(m)), T.int32(1)))
 
 
-def row_loop(state: Buffer, m: int | None) -> Expr:
+def row_loop(state: Buffer, m: int) -> Expr:
     """The loop over live rows, parallel if there can be more than one."""
     return T.serial(1) if m == 1 else T.parallel(live_rows(state, m))

@@ -164,7 +164,7 @@ def sample(op: Sample, arch: Arch, name: str, plan: None = None) -> tirx.PrimFun
     Adjusted float32 [m, columns]). LogProbs is 0 unless the row asks for it. Adjusted is work space."""
     with kernel(name) as (builder, state):
         args = sample_args(op)
-        with row_loop(state, None) as row:
+        with row_loop(state, op.m) as row:
             _choose(args, op.vocab, row)
     return builder.get()
 
