@@ -6,16 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import tvm
 from tvm import s_tir, tirx
 
 from mlc_amd.compiler.codegen.lower import has_blocks, in_threads
 from mlc_amd.compiler.codegen.object_cache import ObjectCache
-from mlc_amd.compiler.codegen.shared_code import representatives
 from mlc_amd.compiler.codegen.target import Target, TensorTypes
 from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig
@@ -35,7 +32,6 @@ from mlc_amd.schedules.operators.attention import SLOTS
 COMPILERS = ("cc", "gcc", "clang")  # any of them will do; else the ziglang package's
 NATIVE = Path(devices.__file__).parent / "cpu.c"
 LIBRARY = "kernels.so"
-SYMBOL = "__tvm_ffi_"  # before a kernel's name in an object file
 LONG = 512  # rows of a chunk
 OBJECTS = ObjectCache()
 
@@ -98,7 +94,7 @@ class CpuTarget(Target):
 
     def compile_arch(self, arch, kernels, directory, step=lambda name: None, workers=1):
         """As `Target.compile_arch`. Nothing is launched but the functions themselves."""
-        codes = representatives(kernels)
+        names = sorted(kernels)
 
         def build(name: str) -> str:
             path = directory / f"{name}.o"
@@ -111,15 +107,12 @@ class CpuTarget(Target):
             step(name)
             return str(path)
 
-        objects = in_threads(build, sorted({*codes.values()}), workers)
-        others = {name: code for name, code in sorted(codes.items()) if name != code}
-        link_shared(objects, directory / LIBRARY, others)
-        for name in others:
-            step(name)
+        objects = in_threads(build, names, workers)
+        link_shared(objects, directory / LIBRARY)
         for path in objects:
             Path(path).unlink()
-        steps = {name: [{"symbol": name, "args": list(range(len(params(kernels[name]))))}] for name in sorted(kernels)}
-        return LIBRARY, {name: {"scratch": [], "steps": steps[name]} for name in steps}
+        steps = {name: [{"symbol": name, "args": list(range(len(params(kernels[name]))))}] for name in names}
+        return LIBRARY, {name: {"scratch": [], "steps": steps[name]} for name in names}
 
 
 # What kernels need of TVM's default pipeline. Most of that one's time goes into what LLVM does again (common
@@ -161,14 +154,12 @@ def build_module(kernels: dict[str, tirx.PrimFunc], target: tvm.target.Target) -
     return tvm.get_global_func("target.build.llvm")(_LOWERING(mod), target)
 
 
-def link_shared(objects: list[str], output: Path, others: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Links object files of kernels, and what they run on, to a shared library. others: further names of kernels, and
-    the kernels' own. UserError without a C compiler."""
-    names = [f"-Wl,--defsym,{SYMBOL}{name}={SYMBOL}{own}" for name, own in others.items()]
+def link_shared(objects: list[str], output: Path) -> None:
+    """Links object files of kernels, and what they run on, to a shared library. UserError without a C compiler."""
     with temporary("link") as folder:
         native = folder / "native.o"
         native.write_bytes(_native())
-        compile_c("-shared", "-pthread", "-o", str(output), *names, *objects, str(native), "-lm")
+        compile_c("-shared", "-pthread", "-o", str(output), *objects, str(native), "-lm")
 
 
 @functools.lru_cache(maxsize=1)
