@@ -88,7 +88,7 @@ def objects(data: bytes) -> list[bytes]:
     while len(rest) >= 64:
         start, (size, count) = struct.unpack_from("<Q", rest, 40)[0], struct.unpack_from("<HH", rest, 58)
         end = start + size * count
-        if rest[end : end + 5] != ELF64:
+        if end < 64 or rest[end : end + 5] != ELF64:
             break
         found.append(rest[:end])
         rest = rest[end:]

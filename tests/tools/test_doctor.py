@@ -164,3 +164,27 @@ def test_package_versions_are_compared_with_the_wanted_ones(monkeypatch):
     numpy, absent = machine.packages()
     assert (numpy["ok"], numpy["found"]) == (False, np.__version__)
     assert (absent["name"], absent["ok"], absent["found"]) == ("no-such-package-here", False, None)
+
+
+def test_clocks_and_firmware(tmp_path):
+    """A made-up tree as amdgpu shows it; another vendor's card, a connector and missing files do not count."""
+    device = tmp_path / "card1" / "device"
+    (device / "fw_version").mkdir(parents=True)
+    (tmp_path / "card1-DP-1").mkdir()
+    (tmp_path / "card0" / "device").mkdir(parents=True)
+    (tmp_path / "card0" / "device" / "vendor").write_text("0x8086\n")
+    for name, text in {
+        "vendor": "0x1002\n",
+        "device": "0x744c\n",
+        "vbios_version": "113-D70401XT\n",
+        "power_dpm_force_performance_level": "auto\n",
+        "pp_dpm_sclk": "0: 500Mhz\n1: 2124Mhz *\n2: 2482Mhz\n",
+        "fw_version/mec_fw_version": "0x00000216\n",
+        "fw_version/smc_fw_version": "0x004e8100\n",
+    }.items():
+        (device / name).write_text(text)
+    (card,) = machine.amd_cards(tmp_path)
+    assert card["clocks"] == {"sclk": {"levels": [500, 2124, 2482], "now": 2124}}
+    assert card["firmware"] == {"mec": "0x00000216", "smc": "0x004e8100"}
+    assert (card["card"], card["id"], card["vbios"], card["level"]) == ("card1", "0x744c", "113-D70401XT", "auto")
+    assert machine.amd_cards(tmp_path / "none") == []

@@ -27,7 +27,7 @@ from mlc_amd.runtime.measure.inputs import fill
 from mlc_amd.runtime.measure.timing import Bench
 from mlc_amd.runtime.measure.vulkan import VulkanBackend
 from mlc_amd.tools import cli
-from mlc_amd.tools.checks import machine, selftest_kernels, selftest_model
+from mlc_amd.tools.checks import selftest_kernels, selftest_model
 from tests.dev import resealing
 from tests.dev.hip_recorder import Recorder
 
@@ -378,27 +378,3 @@ def test_refused_flags(artifact, capsys):
     assert cli.main(["selftest", str(artifact), "--seconds", "-1"]) == 2
     assert cli.main(["selftest", str(artifact), "-o", "/nowhere/found.json"]) == 1
     assert "no such folder" in capsys.readouterr().err
-
-
-def test_clocks_and_firmware(tmp_path):
-    """A made-up tree as amdgpu shows it; another vendor's card, a connector and missing files do not count."""
-    device = tmp_path / "card1" / "device"
-    (device / "fw_version").mkdir(parents=True)
-    (tmp_path / "card1-DP-1").mkdir()
-    (tmp_path / "card0" / "device").mkdir(parents=True)
-    (tmp_path / "card0" / "device" / "vendor").write_text("0x8086\n")
-    for name, text in {
-        "vendor": "0x1002\n",
-        "device": "0x744c\n",
-        "vbios_version": "113-D70401XT\n",
-        "power_dpm_force_performance_level": "auto\n",
-        "pp_dpm_sclk": "0: 500Mhz\n1: 2124Mhz *\n2: 2482Mhz\n",
-        "fw_version/mec_fw_version": "0x00000216\n",
-        "fw_version/smc_fw_version": "0x004e8100\n",
-    }.items():
-        (device / name).write_text(text)
-    (card,) = machine.amd_cards(tmp_path)
-    assert card["clocks"] == {"sclk": {"levels": [500, 2124, 2482], "now": 2124}}
-    assert card["firmware"] == {"mec": "0x00000216", "smc": "0x004e8100"}
-    assert (card["card"], card["id"], card["vbios"], card["level"]) == ("card1", "0x744c", "113-D70401XT", "auto")
-    assert machine.amd_cards(tmp_path / "none") == []
