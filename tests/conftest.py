@@ -16,7 +16,7 @@ import pytest
 from kept_objects import KeptObjects
 from llvm_levels import unoptimized
 
-from mlc_amd.compiler.codegen import cpu, rocm
+from mlc_amd.compiler.codegen import cpu, rocm_target
 from mlc_amd.compiler.codegen.rocm import find_linker
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
@@ -47,7 +47,7 @@ os.environ.setdefault("GALLIVM_PERF", "nopt")
 # And object code of the CPU's kernels.
 cpu.OBJECTS = KeptObjects(SHADERS.parent / "objects")
 # Processes that compile would import TVM once more each; test_hsaco_worker.py has them.
-rocm.FEW_GROUPS = 1000
+rocm_target.FEW_GROUPS = 1000
 # The files that take longest run first, which leaves short ones for workers that finish early.
 LONG = (
     "test_emulator_gfx1100.py", "test_architectures.py", "test_vulkan_device.py", "test_selftest.py",

@@ -34,7 +34,7 @@ class Workers(Closing):
         self.arch, self._children = arch, Children(MODULE, count)
 
     def compile(self, group: Iterable[Kernel]) -> Future:
-        """The group's `HsacoModule`, of which `result` below makes it."""
+        """`result` below returns the group's `HsacoModule`."""
         return self._children.ask({"arch": self.arch, "kernels": _packed(list(group))}, TIMEOUT)
 
     def close(self) -> None:

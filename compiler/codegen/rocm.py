@@ -1,14 +1,11 @@
-"""The rocm target: TensorIR kernels to AMD code objects (HSACO), with TVM's LLVM and no ROCm installation.
+"""TensorIR kernels to AMD code objects (HSACO), with TVM's LLVM and no ROCm installation.
 
 In: PrimFuncs with bound threads, and a `GpuArch`. Out: an `HsacoModule`: one code object with all kernels, and for each
-PrimFunc what to launch. An artifact's kernels are divided among several code objects (`_groups`), made on all cores.
-`lower.py` makes device functions of them, which go to LLVM and the linker; before each barrier comes the wait for LDS
-operations that TVM's code generator forgets. Thread-safe.
+PrimFunc what to launch. `lower.py` makes device functions of them, which go to LLVM and the linker; before each barrier
+comes the wait for LDS operations that TVM's code generator forgets. Thread-safe.
 """
 
-import contextlib
 import functools
-import gzip
 import importlib.util
 import os
 import re
@@ -17,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,14 +26,10 @@ from tvm.tirx.build import codegen_build
 from tvm.tirx.op import call_llvm_intrin
 
 from mlc_amd.compiler import nodes
-from mlc_amd.compiler.codegen import hsaco_worker
 from mlc_amd.compiler.codegen.functions import expand
-from mlc_amd.compiler.codegen.gpu_target import GpuTarget
-from mlc_amd.compiler.codegen.lower import Function, in_threads, lower, walk
+from mlc_amd.compiler.codegen.lower import Function, in_threads, lower
 from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.host import kfd_gpus
-from mlc_amd.schedules.gpu.base import arch as archs
 from mlc_amd.schedules.gpu.base.arch import MAX_THREADS, GpuArch
 
 LINKERS = ("/opt/rocm/llvm/bin/ld.lld", "ld.lld", *(f"ld.lld-{version}" for version in range(22, 14, -1)))
@@ -47,81 +39,7 @@ OLDEST_LINKER = 15  # knows code objects of version 5
 EI_ABIVERSION, CODE_OBJECT_V5 = 8, 3
 NO_NEWS = (b"Unable to detect ROCm version", b"Cannot get maximum number of threads")
 _STDERR = threading.Lock()  # of this process, while it is redirected
-CODE_OBJECTS = 24  # of a library, about; a kernel may be larger than such a part
-FEW_GROUPS = 4  # that are compiled sooner here than in other processes, which import TVM
 OCML = "__ocml_"  # prefix of the functions of ROCm's device library
-
-
-class RocmTarget(GpuTarget):
-    """Names are those of schedules/gpu/base/arch.py. RDNA3 and RDNA4 go together in an artifact, CDNA's go together,
-    GPUs without matrix units go together."""
-
-    kind = "rocm"
-    matrix_layout = "half"
-    resolve = staticmethod(archs.resolve)
-
-    @staticmethod
-    def here() -> str:
-        if not (found := kfd_gpus()):
-            raise UserError("this machine shows no AMD GPU to compile for; name one with --arch, as gfx1100 or 7900xtx")
-        return found[0]["arch"]
-
-    def compile_for(self, arch, kernels, directory, lowered, workers):
-        """One code object for each group of kernels, all in one file."""
-        groups, library, functions, facts, place = _groups(kernels), f"kernels-{arch.name}.hsaco", {}, {}, 0
-        # for `inspect`: most machines have no disassembler for these
-        listing = gzip.GzipFile(directory / f"kernels-{arch.name}.s.gz", "wb", mtime=0)
-        with open(directory / library, "wb") as file, listing:
-            for group, module in zip(groups, self._compiled(arch, groups, kernels, lowered, workers), strict=True):
-                file.write(module.hsaco)
-                listing.write(module.assembly.encode())
-                functions |= module.functions
-                code = {"code": [place, len(module.hsaco)]}
-                facts |= {launch.symbol: code for name in group for launch in module.functions[name].launches}
-                place += len(module.hsaco)
-        return library, functions, facts
-
-    def _compiled(self, arch, groups, kernels, lowered, workers) -> Iterator["HsacoModule"]:
-        """Groups of operators in `workers` processes, meanwhile here the others and, if they are few, all."""
-        find_linker()
-        away = [group for group in groups if all(name in self.workloads for name in group)]
-        if workers == 1 or len(away) < FEW_GROUPS:
-            away = []
-        with contextlib.ExitStack() as held:
-            futures = {}
-            if away:
-                pool = held.enter_context(hsaco_worker.Workers(arch.name, min(workers, len(away))))
-                for group in away:
-                    operators = [(name, self.workloads[name]) for name in group]
-                    plans = [hsaco_worker.Kernel(name, op, self.plan(op, arch)[0]) for name, op in operators]
-                    futures[tuple(group)] = pool.compile(plans)
-            for group in groups:
-                if future := futures.get(tuple(group)):
-                    yield hsaco_worker.result(future)
-                    for name in group:
-                        lowered(name)
-                else:
-                    yield compile_hsaco({name: kernels[name] for name in group}, arch, lowered)
-
-
-def _groups(kernels: dict[str, tirx.PrimFunc]) -> list[list[str]]:
-    """The kernels of each code object, those of the most statements first: of equal work, as far as kernels allow it,
-    and the same on every machine."""
-    sizes = {name: _statements(kernel) for name, kernel in kernels.items()}
-    limit, groups, room = sum(sizes.values()) / CODE_OBJECTS, [], 0.0
-    for name in sorted(kernels, key=lambda name: (-sizes[name], name)):
-        if not groups or sizes[name] > room:
-            groups.append([])
-            room = limit
-        groups[-1].append(name)
-        room -= sizes[name]
-    return groups
-
-
-def _statements(kernel: tirx.PrimFunc) -> int:
-    found = []
-    walk(nodes.body(kernel), (tirx.BufferStore, tirx.Bind), lambda _: found.append(1))
-    return len(found)
 
 
 @dataclass(frozen=True)

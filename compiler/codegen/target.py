@@ -35,7 +35,11 @@ from mlc_amd.schedules.runs import CELLS
 TensorTypes = dict[str, tuple[tuple[int, ...], str]]  # name: (shape, dtype)
 DEFAULT = "default"  # the origin of a plan that was not tuned
 # module and class, imported on demand
-TARGETS = {"cpu": ("cpu", "CpuTarget"), "rocm": ("rocm", "RocmTarget"), "vulkan": ("vulkan_target", "VulkanTarget")}
+TARGETS = {
+    "cpu": ("cpu", "CpuTarget"),
+    "rocm": ("rocm_target", "RocmTarget"),
+    "vulkan": ("vulkan_target", "VulkanTarget"),
+}
 GENERIC = "generic"  # the operator of kernels that no operator of ours has
 
 

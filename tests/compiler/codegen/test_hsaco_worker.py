@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from workloads import built, operator
 
-from mlc_amd.compiler.codegen import hsaco, hsaco_worker, rocm
-from mlc_amd.compiler.codegen.rocm import RocmTarget
+from mlc_amd.compiler.codegen import hsaco, hsaco_worker, rocm_target
+from mlc_amd.compiler.codegen.rocm_target import RocmTarget
 from mlc_amd.runtime.errors import UserError
 
 
@@ -27,7 +27,7 @@ def compiled(operators, folder, workers):
 
 
 def test_processes_make_the_same_code(tmp_path, monkeypatch):
-    monkeypatch.setattr(rocm, "FEW_GROUPS", 1)
+    monkeypatch.setattr(rocm_target, "FEW_GROUPS", 1)
     operators = quantizers((256, 512, 1024))
     alone, launches = compiled(operators, tmp_path / "alone", 1)
     assert compiled(operators, tmp_path / "together", 2) == (alone, launches)
@@ -39,7 +39,7 @@ def test_processes_make_the_same_code(tmp_path, monkeypatch):
 
 
 def test_errors_of_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr(rocm, "FEW_GROUPS", 1)
+    monkeypatch.setattr(rocm_target, "FEW_GROUPS", 1)
     monkeypatch.setattr(hsaco_worker, "MODULE", "mlc_amd.no_such_module")
     with pytest.raises(RuntimeError, match=r"compiling kernels: .*no_such_module"):
         compiled(quantizers((256,)), tmp_path / "died", 2)
