@@ -147,7 +147,10 @@ EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
     "/api/show": ({"model": "", "name": ""},),
     "/api/pull": ({"model": "demo", "name": "demo", "stream": False},),
     "/api/delete": ({"model": "none", "name": "none"},),
-    "/tokenize": ({"model": "", "content": "x", "add_special": True, "parse_special": True, "with_pieces": True},),
+    "/tokenize": (
+        {"model": "", "content": "x", "add_special": True, "parse_special": True, "with_pieces": True},
+        {"model": "", "prompt": "x", "add_special_tokens": True},
+    ),
     "/detokenize": ({"model": "", "tokens": [5, 6]},),
     "/apply-template": (_TOOLS | {"messages": _MESSAGES},),
     "/completion": (
