@@ -7,12 +7,14 @@ read). Out: the `HsacoModule` of each group. Run as a program, this module is su
 
 import base64
 import pickle
-from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from mlc_amd.compiler.codegen.rocm import HsacoModule, compile_hsaco
 from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.measure.child import ChildDied, Children, serve
+from mlc_amd.schedules.gpu import registry
+from mlc_amd.schedules.gpu.base.arch import resolve
 from mlc_amd.schedules.operators import Operator
 
 MODULE = "mlc_amd.compiler.codegen.hsaco_worker"
@@ -33,16 +35,16 @@ class Workers(Closing):
     def __init__(self, arch: str, count: int):
         self.arch, self._children = arch, Children(MODULE, count)
 
-    def compile(self, group: Iterable[Kernel]) -> Future:
+    def compile(self, group: list[Kernel]) -> Future:
         """`result` below returns the group's `HsacoModule`."""
-        return self._children.ask({"arch": self.arch, "kernels": _packed(list(group))}, TIMEOUT)
+        return self._children.ask({"arch": self.arch, "kernels": _packed(group)}, TIMEOUT)
 
     def close(self) -> None:
         self._children.close()
 
 
-def result(future: Future) -> Any:
-    """The HsacoModule of `Workers.compile`. ValueError as of `compile_hsaco`; RuntimeError if its process died."""
+def result(future: Future) -> HsacoModule:
+    """That of `Workers.compile`. ValueError as of `compile_hsaco`; RuntimeError if its process died."""
     try:
         answer = future.result()
     except ChildDied as error:
@@ -61,10 +63,6 @@ def _unpacked(text: str) -> Any:
 
 
 def _handle(request: dict, answer) -> None:
-    from mlc_amd.compiler.codegen.rocm import compile_hsaco  # takes a moment, which importing this module must not
-    from mlc_amd.schedules.gpu import registry
-    from mlc_amd.schedules.gpu.base.arch import resolve
-
     arch = resolve(request["arch"])
     try:
         kernels = {

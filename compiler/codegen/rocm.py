@@ -25,9 +25,8 @@ from tvm import tirx
 from tvm.tirx.build import codegen_build
 from tvm.tirx.op import call_llvm_intrin
 
-from mlc_amd.compiler import nodes
 from mlc_amd.compiler.codegen.functions import expand
-from mlc_amd.compiler.codegen.lower import Function, in_threads, lower
+from mlc_amd.compiler.codegen.lower import Function, lower
 from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base.arch import MAX_THREADS, GpuArch
@@ -51,11 +50,9 @@ class HsacoModule:
     assembly: str
 
 
-def compile_hsaco(
-    kernels: dict[str, tirx.PrimFunc], arch: GpuArch, lowered=lambda name: None, workers: int = 1
-) -> HsacoModule:
+def compile_hsaco(kernels: dict[str, tirx.PrimFunc], arch: GpuArch, lowered=lambda name: None) -> HsacoModule:
     """One code object for all of `kernels` (name: PrimFunc with bound threads, static extents, buffers as parameters).
-    `lowered` is called as each one is lowered, by `workers` threads; then LLVM compiles all of them.
+    `lowered` is called as each one is lowered; then LLVM compiles all of them.
 
     UserError without a linker. ValueError for a kernel that the arch cannot run: too many threads or too much LDS (LLVM
     would end the process), extents unknown at compile time, functions of ROCm's device library.
@@ -63,16 +60,12 @@ def compile_hsaco(
     linker = find_linker()
     with _without_warnings():
         target = rocm_target(arch)
-
-    def lower_one(name: str) -> tuple[Function, dict]:
-        function, devices = lower(name, kernels[name], arch, target)
-        finalized = _finalize(arch)(tvm.IRModule(devices))
+    functions, devices = {}, {}
+    for name, func in kernels.items():
+        functions[name], device = lower(name, func, arch, target)
+        devices.update(device)
         lowered(name)
-        return function, nodes.functions(finalized)
-
-    made = dict(zip(kernels, in_threads(lower_one, kernels, workers), strict=True))
-    functions = {name: function for name, (function, _) in made.items()}
-    module = tvm.IRModule({gv: device for _, devices in made.values() for gv, device in devices.items()})
+    module = _finalize(arch)(tvm.IRModule(devices))
     _LINKED.linker = linker
     try:
         with _without_warnings():

@@ -3,7 +3,6 @@
 The kernels are divided among several code objects (`_groups`), which all cores compile (`hsaco_worker.py`).
 """
 
-import contextlib
 import gzip
 from collections.abc import Iterator
 
@@ -54,24 +53,25 @@ class RocmTarget(GpuTarget):
     def _compiled(self, arch, groups, kernels, lowered, workers) -> Iterator[HsacoModule]:
         """Groups of operators in `workers` processes, meanwhile here the others and, if they are few, all."""
         find_linker()
-        away = [group for group in groups if all(name in self.workloads for name in group)]
-        if workers == 1 or len(away) < FEW_GROUPS:
-            away = []
-        with contextlib.ExitStack() as held:
-            futures = {}
-            if away:
-                pool = held.enter_context(hsaco_worker.Workers(arch.name, min(workers, len(away))))
-                for group in away:
-                    operators = [(name, self.workloads[name]) for name in group]
-                    plans = [hsaco_worker.Kernel(name, op, self.plan(op, arch)[0]) for name, op in operators]
-                    futures[tuple(group)] = pool.compile(plans)
-            for group in groups:
-                if future := futures.get(tuple(group)):
-                    yield hsaco_worker.result(future)
-                    for name in group:
-                        lowered(name)
-                else:
+        away = [all(name in self.workloads for name in group) for group in groups]
+        if workers == 1 or sum(away) < FEW_GROUPS:
+            away = [False] * len(groups)
+        with hsaco_worker.Workers(arch.name, workers) as pool:
+            futures = [
+                pool.compile(self._operators(arch, group)) if is_away else None
+                for group, is_away in zip(groups, away, strict=True)
+            ]
+            for group, future in zip(groups, futures, strict=True):
+                if future is None:
                     yield compile_hsaco({name: kernels[name] for name in group}, arch, lowered)
+                    continue
+                yield hsaco_worker.result(future)
+                for name in group:
+                    lowered(name)
+
+    def _operators(self, arch, group: list[str]) -> list[hsaco_worker.Kernel]:
+        operators = [(name, self.workloads[name]) for name in group]
+        return [hsaco_worker.Kernel(name, op, self.plan(op, arch)[0]) for name, op in operators]
 
 
 def _groups(kernels: dict[str, tirx.PrimFunc]) -> list[list[str]]:

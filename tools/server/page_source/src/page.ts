@@ -23,7 +23,7 @@ import type { Conversation, Message, TextFile } from "./types";
 
 /** A message that another tab writes is stored every second; after this time without, that tab is gone. */
 const OTHER_TAB_MS = 4000;
-/** A screen reader is told so much of an answer. */
+/** A screen reader reads at most so much of an answer. */
 const SPOKEN_LENGTH = 1000;
 const NARROW = matchMedia("(max-width: 52rem)");
 
@@ -108,7 +108,7 @@ export class Page {
       setSystem: (text) => this.setSystem(text),
       exportAll: () => void this.library.exportAll(),
       importFile: (file) => {
-        this.settings.element.close(); // the message that follows would be behind it
+        this.settings.element.close(); // it would cover the message that follows
         void this.library.importFile(file);
       },
       removeAll: () => {
