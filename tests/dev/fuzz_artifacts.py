@@ -104,7 +104,7 @@ def _launches(artifact: Artifact, declared: dict[str, list[int]]) -> list:
     from mlc_amd.runtime.devices.hip.device import HipDevice
 
     def kernel(symbol: str, sizes: list[int]):
-        def run(*arrays):
+        def run(_, *arrays):
             for i, (array, size) in enumerate(zip(arrays, sizes, strict=True)):
                 assert len(array) >= size, f"{symbol}: {len(array)} bytes after argument {i} instead of {size}"
 

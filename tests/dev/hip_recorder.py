@@ -2,10 +2,10 @@
 and lifetimes.
 
 Device memory is host memory with real addresses. Kernels are Python functions, `kernels[symbol] = (number of arguments,
-function)`; the function gets, for each pointer, the bytes from there to the end of its allocation as a writable numpy
-array. As on a GPU, nothing happens when it is enqueued: copies, fills, launches and replays run when the stream or an
-event is waited for, so a host buffer that is changed or freed too early shows. Events take the time of `clock`, which
-that work moves on. `calls` lists every call's name; a wrong use is an AssertionError.
+function)`; the function gets the launch (symbol, grid, block) and, for each pointer, the bytes from there to the end of
+its allocation as a writable numpy array. As on a GPU, nothing happens when it is enqueued: copies, fills, launches and
+replays run when the stream or an event is waited for, so a host buffer that is changed or freed too early shows. Events
+take the time of `clock`, which that work moves on. `calls` lists every call's name; a wrong use is an AssertionError.
 """
 
 import ctypes
@@ -263,7 +263,7 @@ class Recorder:
             assert function.module.alive
             self.launched.append((function.symbol, (gx, gy, gz), (bx, by, bz)))
             self.clock += LAUNCH_MS
-            compute(*(self.bytes_at(p) for p in pointers))
+            compute(self.launched[-1], *(self.bytes_at(p) for p in pointers))
 
         work.pointers = pointers
         return self._enqueue(stream, work)
@@ -319,14 +319,9 @@ def emulated(manifest: dict, arch: str, code: bytes, run_hsaco, wave_order="fwd"
         for symbol in symbols
     }
 
-    def kernel(step):
-        def run(*arrays):
-            grid, block = tuple(step["grid"]), tuple(step["block"])
-            result = run_hsaco.launch(
-                programs[step["symbol"]], step["symbol"], grid, block, list(arrays), wave_order=wave_order
-            )
-            assert not result.hazards, (step["symbol"], result.hazards)
+    def run(launch, *arrays):
+        symbol, grid, block = launch
+        result = run_hsaco.launch(programs[symbol], symbol, grid, block, list(arrays), wave_order=wave_order)
+        assert not result.hazards, (symbol, result.hazards)
 
-        return len(step["args"]), run
-
-    return {step["symbol"]: kernel(step) for step in launches}
+    return {step["symbol"]: (len(step["args"]), run) for step in launches}

@@ -28,7 +28,7 @@ def state_of(memory):
     return memory[:8].view(np.int32).tolist()
 
 
-def embed(state, tokens, table, x):
+def embed(_, state, tokens, table, x):
     _, live = state_of(state)
     f32(x, live, WIDTH)[:] = f32(table, VOCAB, WIDTH)[tokens[: 4 * live].view(np.int32)]
 
@@ -37,7 +37,7 @@ def rows_of(memory, live):
     return memory[: 8 * live].view(np.int32).reshape(live, 2).T
 
 
-def remember(state, rows, pages, x, cache, total):
+def remember(_, state, rows, pages, x, cache, total):
     live = state_of(state)[1]
     positions, slots = rows_of(rows, live)
     table = pages[: 4 * SLOTS * CTX // PAGE].view(np.int32).reshape(SLOTS, -1)
@@ -48,23 +48,23 @@ def remember(state, rows, pages, x, cache, total):
     f32(total, CTX, WIDTH)[:] = np.cumsum(cache[places], 0)
 
 
-def average(state, rows, total, y):
+def average(_, state, rows, total, y):
     live = state_of(state)[1]
     positions, _ = rows_of(rows, live)
     f32(y, live, WIDTH)[:] = f32(total, CTX, WIDTH)[positions] / (positions[:, None] + np.float32(1))
 
 
-def project_last(state, y, head, logits):
+def project_last(_, state, y, head, logits):
     live = state_of(state)[1]
     f32(logits, 1, VOCAB)[:] = f32(y, live, WIDTH)[live - 1 :] @ f32(head, WIDTH, VOCAB)
 
 
-def project_all(state, y, head, logits):
+def project_all(_, state, y, head, logits):
     live = state_of(state)[1]
     f32(logits, live, VOCAB)[:] = f32(y, live, WIDTH) @ f32(head, WIDTH, VOCAB)
 
 
-def pick(state, logits, allowed, sampling, sampled):
+def pick(_, state, logits, allowed, sampling, sampled):
     """Of each row the largest logit of the tokens that a mask allows, and the token that is so many further."""
     live = state_of(state)[1]
     masks = allowed[: live * VOCAB // 8].reshape(live, -1)

@@ -133,7 +133,11 @@ def _rocm(made):
             Launch(step["symbol"], *(tuple(step[key]) for key in ("grid", "block", "args"))) for step in entry["steps"]
         )
         params = tuple(str(i) for i in range(len(arrays)))
-        found = HsacoModule(binary, {name: Function(params, tuple(entry["scratch"]), launches)}, "")
+        places = {tuple(step["code"]) for step in entry["steps"]}  # a kernel's launches share a code object
+        (place, size), *others = places
+        assert not others
+        called = {name: Function(params, tuple(entry["scratch"]), launches)}
+        found = HsacoModule(binary[place : place + size], called, "")
         gfxemu.emulate(found, name, dict(zip(params, arrays, strict=True)))
 
     return run

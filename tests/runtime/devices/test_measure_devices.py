@@ -250,7 +250,7 @@ def test_without_the_device_it_says_so(tmp_path):
 
 
 def test_hip_times_graphs_and_reads_results(tmp_path):
-    def add(state, x, w, y):
+    def add(_, state, x, w, y):
         count = 4 * 64 * 4
         y[:count].view(np.float32)[:] = x[:count].view(np.float32) + w[:count].view(np.float32)
 
