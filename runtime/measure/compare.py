@@ -62,9 +62,9 @@ def _used(param: Param, array: np.ndarray, live: int) -> np.ndarray:
     """The defined part of an output; of caches all, as nothing may be written outside the live tokens."""
     if param.role == "cache":
         return array
-    if array.dtype == np.float16 and array.ndim == 3:  # "lanes" of gpu/base/quantize.py: groups of 128 columns
-        tiles, groups, _ = array.shape
-        array = array.reshape(tiles, groups, 4, 8, 32).transpose(0, 3, 1, 2, 4).reshape(tiles * 8, groups, 128)
+    if array.dtype == np.float16 and array.ndim == 3:  # "lanes" of gpu/base/quantize.py: groups of blocks
+        tiles, groups, size = array.shape
+        array = array.reshape(tiles, groups, 4, 8, -1).transpose(0, 3, 1, 2, 4).reshape(tiles * 8, groups, size // 8)
     rows = array[: routed_slots(param.facts["experts"], live) if "experts" in param.facts else min(live, len(array))]
     return rows[..., : param.facts["columns"]] if "columns" in param.facts else rows
 

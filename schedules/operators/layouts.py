@@ -30,7 +30,8 @@ LAYOUTS: dict[str, Callable[..., list[Tensor]]] = {
     "rows": lambda m, k: [((m, k // 32, 32), "int8"), ((m, k // 32, 4), "float32")],  # schedules/gpu/base/quantize.py
     "half": lambda m, k: [((m, k), "float16")],
     "pairs": lambda m, k: [((m, k), "float16")],  # blocks of 32 columns in another order: gpu/base/quantize.py
-    "lanes": lambda m, k: [((math.ceil(m / 8), math.ceil(k / 128), 1024), "float16")],  # there, too
+    # units of 8 tokens and g blocks: there, too
+    "lanes": lambda m, k, g: [((math.ceil(m / 8), math.ceil(k / (32 * g)), 256 * g), "float16")],
 }
 
 
@@ -38,6 +39,11 @@ def activations(m: int, k: int, layout: str) -> list[Tensor]:
     """The tensors of `m` rows of `k` columns in a layout."""
     name, _, number = layout.partition(":")
     return LAYOUTS[name](m, k, *([int(number)] if number else []))
+
+
+def kind_of(layout: str) -> str:
+    """Its name without the number."""
+    return layout.partition(":")[0]
 
 
 def output_rows(rows: str, m: int) -> int:

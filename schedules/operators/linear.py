@@ -164,7 +164,7 @@ class Linear(Operator, name="linear"):
         found: list[Tensor] = [((self.m, padded(n)), "float32") for _, n in self.segments]
         if self.norm_out:
             n = self.segments[0][1]
-            found += [*activations(self.m, n, "lanes"), ((self.m, n // 16), "float32")]
+            found += [*activations(self.m, n, self.layout), ((self.m, n // 16), "float32")]
         return found + [((self.m,), "float32")] * (self.norm_in is not None)
 
     @property

@@ -4,7 +4,7 @@ and written in them.
     ""       float32 [m, k]
     "half"   float16 [m, k]
     "pairs"  float16 [m, k] in another order of columns within a block: schedules/gpu/base/quantize.py
-    "lanes"  float16 [tiles of 8 rows, groups of 128 columns, 4 runs, 8 rows, 4 blocks, 8 columns], the last four in one
+    "lanes:g"  float16 [tiles of 8 rows, groups of g blocks, 4 runs, 8 rows, g blocks, 8 columns], the last four in one
              dimension: there, too. Rows and columns that fill up a tile or a group are read, too
     "rows"   A int8 [m, blocks, 32], S float32 [m, blocks, 4]: schedules/gpu/base/quantize.py
     "tiles"  A int8 [tiles, blocks, p, 32], S float32 [tiles, blocks, 8, p]: schedules/cpu/linear/quantize.py
@@ -40,13 +40,14 @@ def read(layout: str, arrays: dict[str, np.ndarray], suffix: str = "", rows: np.
         x = (q * d[..., None]).reshape(len(q), -1)
         return x if rows is None else x[rows]
     x = next(arrays[name + suffix] for name in ("H", "X", "Y", "O") if name + suffix in arrays)
-    if layout == "lanes":
+    name, _, number = layout.partition(":")
+    if name == "lanes":
         rows = np.arange(8 * len(x)) if rows is None else rows
-        tiles = x.reshape(len(x), -1, 4, 8, 4, 8)[rows // 8]
+        tiles = x.reshape(len(x), -1, 4, 8, int(number), 8)[rows // 8]
         x = tiles[np.arange(len(rows)), :, :, rows % 8].transpose(0, 1, 3, 2, 4).reshape(len(rows), -1)
     elif rows is not None:
         x = x[rows]
-    if layout not in ("pairs", "lanes"):
+    if name not in ("pairs", "lanes"):
         return x.astype(np.float32)
     blocks = x.reshape(len(x), -1, BLOCK)
     found = np.empty(blocks.shape, np.float32)
@@ -91,6 +92,7 @@ def in_layout(layout: str, x: np.ndarray) -> np.ndarray:
     x = x.reshape(len(x), -1, BLOCK)[..., PAIRS].reshape(x.shape)
     if layout == "pairs":
         return x
-    x = np.pad(x, ((0, -len(x) % 8), (0, -x.shape[1] % (4 * BLOCK))))
-    tiles, groups = len(x) // 8, x.shape[1] // (4 * BLOCK)
-    return x.reshape(tiles, 8, groups, 4, 4, 8).transpose(0, 2, 4, 1, 3, 5).reshape(tiles, groups, -1)
+    g = int(layout.partition(":")[2])
+    x = np.pad(x, ((0, -len(x) % 8), (0, -x.shape[1] % (g * BLOCK))))
+    tiles, groups = len(x) // 8, x.shape[1] // (g * BLOCK)
+    return x.reshape(tiles, 8, groups, g, 4, 8).transpose(0, 2, 4, 1, 3, 5).reshape(tiles, groups, -1)

@@ -8,6 +8,7 @@ import numpy as np
 
 from mlc_amd.schedules.operators import Operator
 from mlc_amd.schedules.operators.attention import SLOTS
+from mlc_amd.schedules.operators.layouts import kind_of
 from mlc_amd.tools.reference import activations, weights
 
 
@@ -52,7 +53,7 @@ class Case:
         """These rows of the activations that the operator reads."""
         layout = self.op.layout_read
         x = activations.read(layout, self.arrays, rows=rows)
-        return x[:, : self.op.k] if layout == "lanes" else x
+        return x[:, : self.op.k] if kind_of(layout) == "lanes" else x
 
     def matrix(self, prefix: str, fmt: str, rows: np.ndarray) -> np.ndarray:
         """Rows of a packed matrix whose planes' names have this prefix."""

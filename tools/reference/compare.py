@@ -12,6 +12,7 @@ import numpy as np
 from mlc_amd.runtime.measure.candidate import WRITTEN
 from mlc_amd.runtime.measure.inputs import SIGNATURE
 from mlc_amd.schedules.operators import Operator
+from mlc_amd.schedules.operators.layouts import kind_of
 from mlc_amd.tools.reference import activations
 from mlc_amd.tools.reference.case import Result
 
@@ -58,7 +59,7 @@ def _picked(array: np.ndarray, wanted: Result) -> np.ndarray:
 
 
 def _numbers(param: dict, array: np.ndarray, wanted: Result, layout: str) -> tuple[float, str]:
-    if layout in ("pairs", "lanes") and param["role"] == "output":
+    if kind_of(layout) in ("pairs", "lanes") and param["role"] == "output":
         array, wanted = activations.read(layout, {"H": array}, rows=wanted.rows), replace(wanted, rows=None)
     found, expected = _picked(array, wanted), wanted.value
     if np.issubdtype(array.dtype, np.integer):

@@ -12,6 +12,7 @@ from mlc_amd.runtime.artifact.manifest import is_draft
 from mlc_amd.runtime.cache.cache_types import kv_types
 from mlc_amd.runtime.measure.candidate import WRITTEN
 from mlc_amd.schedules.operators import from_json
+from mlc_amd.schedules.operators.layouts import kind_of
 from mlc_amd.tools.reference import activations
 from mlc_amd.tools.reference.case import Case, Result
 from mlc_amd.tools.reference.compare import expected_of
@@ -95,7 +96,7 @@ def _store(array: np.ndarray, wanted: Result, layout: str, role: str) -> None:
     if role != "output" or wanted.rows is None:
         array.reshape(-1)[: wanted.value.size] = wanted.value.reshape(-1)
         return
-    if layout == "lanes":
+    if kind_of(layout) == "lanes":
         held = activations.read(layout, {"H": array})
         held[wanted.rows, : wanted.value.shape[-1]] = wanted.value
         array[...] = activations.in_layout(layout, held)

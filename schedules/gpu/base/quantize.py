@@ -5,7 +5,8 @@ written, and the kernel that only does that.
     "half"   H float16 [m, k], for matrix units; what float16 cannot hold becomes its largest number
     "pairs"  the same in the order of columns in which packed arithmetic finds those of quantized weights, for
              cooperative matrices (`gemm_coop.py`)
-    "lanes"  the same in the order in which lanes load them, for `gemm_lanes.py`
+    "lanes:g"  the same in the order in which lanes load them, g blocks of a token side by side, for `gemm_lanes.py`
+             and `gemm_matrix.py`
     "rows"   A int8 [m, KB, 32]    q = rint(x * (127 / amax)), amax = largest |x| of the 32 columns of a block
              S float32 [m, KB, 4]  d = amax / 127, d * sum(q), d * sum(q[:16]), d * sum(q[16:])
 
@@ -21,10 +22,10 @@ j contains, but for shifts, is the run j:
 of eight halves, 16 bytes. A product over columns may take them in any order, so activations are stored in this one: H
 float16 [m, k], each block of 32 columns being the runs 0 to 3. `gemm_coop.py` multiplies them.
 
-The layout "lanes" has the same runs so that a subgroup reads 512 bytes side by side:
+The layout "lanes:g" has the same runs so that the lanes of a wave read 128 * g bytes side by side:
 
-    H float16 [ceil(m / 8), ceil(k / 128), 1024]    eight tokens and a group of four blocks each: 1024 are
-              [run, token, block, column of the run]    4 x 8 x 4 x 8; tokens and blocks that do not exist are undefined
+    H float16 [ceil(m / 8), ceil(k / 32 / g), 256 * g]    units of eight tokens and a group of g blocks:
+              [run, token, block, column of the run]    4 x 8 x g x 8; tokens and blocks that do not exist are undefined
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
 from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg, when
 from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, columns_space, threads_of
 from mlc_amd.schedules.operators import Quantize
-from mlc_amd.schedules.operators.layouts import activations
+from mlc_amd.schedules.operators.layouts import activations, kind_of
 from mlc_amd.schedules.space import Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -56,8 +57,6 @@ HALF_MAX = 65504.0
 RUN = 8  # columns of a run
 RUNS = BLOCK // RUN
 TOKENS = 8  # of a unit of the layout "lanes"
-GROUP = 4  # blocks of such a unit
-UNIT = RUNS * TOKENS * GROUP * RUN  # halves of such a unit
 # run j, element i: the column within the block
 RUN_COLUMNS = tuple(tuple(4 * j + 16 * (i // 2 % 2) + 2 * (i % 2) + i // 4 for i in range(RUN)) for j in range(RUNS))
 
@@ -72,17 +71,22 @@ def from_pairs(x: np.ndarray) -> np.ndarray:
     return x.reshape(*x.shape[:-1], -1, BLOCK)[..., np.argsort(np.ravel(RUN_COLUMNS))].reshape(x.shape)
 
 
-def lanes_shape(m: int, k: int) -> tuple[int, int, int]:
+def unit_size(group: int) -> int:
+    """Halves of a unit of the layout "lanes" of that many blocks."""
+    return RUNS * TOKENS * group * RUN
+
+
+def lanes_shape(m: int, k: int, group: int) -> tuple[int, int, int]:
     """Of H for m tokens of k columns in the layout "lanes"."""
-    return -(-m // TOKENS), -(-k // (GROUP * BLOCK)), UNIT
+    return -(-m // TOKENS), -(-k // (group * BLOCK)), unit_size(group)
 
 
-def in_lanes(x: np.ndarray) -> np.ndarray:
+def in_lanes(x: np.ndarray, group: int) -> np.ndarray:
     """A numpy array [m, k], k a multiple of 32, in the layout "lanes"; what does not exist is 0."""
-    tiles, groups, _ = lanes_shape(*x.shape)
-    whole = np.zeros((tiles * TOKENS, groups * GROUP * BLOCK), x.dtype)
+    tiles, groups, _ = lanes_shape(*x.shape, group)
+    whole = np.zeros((tiles * TOKENS, groups * group * BLOCK), x.dtype)
     whole[: x.shape[0], : x.shape[1]] = in_pairs(x)
-    return whole.reshape(tiles, TOKENS, groups, GROUP, RUNS, RUN).transpose(0, 2, 4, 1, 3, 5).reshape(tiles, groups, -1)
+    return whole.reshape(tiles, TOKENS, groups, group, RUNS, RUN).transpose(0, 2, 4, 1, 3, 5).reshape(tiles, groups, -1)
 
 
 def store_pairs(out: Buffer, token: Expr, column: Expr, x: Sequence[Expr]) -> None:
@@ -96,22 +100,28 @@ def store_pairs(out: Buffer, token: Expr, column: Expr, x: Sequence[Expr]) -> No
 
 def store_lanes(out: Buffer, token: Expr, column: Expr, x: Sequence[Expr]) -> None:
     """As `store_pairs`, into `out` in the layout "lanes"."""
+    group = _group(out)
     for start, values in _quads(column, x):
         quad, block = T.Bind(start % BLOCK // 4), T.Bind(start // BLOCK)
-        lane = T.Bind(token % TOKENS * GROUP + block % GROUP)
-        place = T.Bind((quad % RUNS * (TOKENS * GROUP) + lane) * RUN + quad // RUNS * 2)
+        lane = T.Bind(token % TOKENS * group + block % group)
+        place = T.Bind((quad % RUNS * (TOKENS * group) + lane) * RUN + quad // RUNS * 2)
         for odd, pair in enumerate(_pairs(values)):
-            T.buffer_store(out, pair, [token // TOKENS, block // GROUP, T.ramp(place + 4 * odd, 1, 2)])
+            T.buffer_store(out, pair, [token // TOKENS, block // group, T.ramp(place + 4 * odd, 1, 2)])
 
 
 def store_run(out: Buffer, token: Expr, column: Expr, x: Sequence[Expr]) -> None:
     """As `store_lanes`, columns `column`.. and column + 16.., four each: a run. column: a multiple of 4 in the first
     half of a block."""
-    block, run = T.Bind(column // BLOCK), T.Bind(column % BLOCK // 4)
-    lane = T.Bind(token % TOKENS * GROUP + block % GROUP)
-    place = T.ramp((run * (TOKENS * GROUP) + lane) * RUN, 1, RUN)
+    block, run, group = T.Bind(column // BLOCK), T.Bind(column % BLOCK // 4), _group(out)
+    lane = T.Bind(token % TOKENS * group + block % group)
+    place = T.ramp((run * (TOKENS * group) + lane) * RUN, 1, RUN)
     order = [x[i // 2 % 2 * 4 + 2 * (i % 2) + i // 4] for i in range(RUN)]
-    T.buffer_store(out, vector(order), [token // TOKENS, block // GROUP, place])
+    T.buffer_store(out, vector(order), [token // TOKENS, block // group, place])
+
+
+def _group(H: Buffer) -> int:
+    """Blocks of a unit of H in the layout "lanes"."""
+    return int(H.shape[2]) // unit_size(1)
 
 
 def _quads(column: Expr, x: Sequence[Expr]) -> list[tuple[Expr, Sequence[Expr]]]:
@@ -130,13 +140,14 @@ RUNS_OF = {"pairs": store_pairs, "lanes": store_lanes}  # layouts of runs: what 
 def act_args(m: int, k: int, layout: str, names: Sequence[str] | None = None) -> list[Buffer]:
     """Declares the parameters of m tokens of k columns in that layout. names: instead of those of NAMES. UserError when
     its blocks cannot hold k columns."""
-    if layout in ("rows", *RUNS_OF) and k % BLOCK:
+    kind = kind_of(layout)
+    if kind in ("rows", *RUNS_OF) and k % BLOCK:
         raise UserError(
             f"activations in blocks need a multiple of {BLOCK} columns, not {k}; use a float weight format for this "
             "layer"
         )
     tensors = activations(m, k, layout)
-    return [T.arg(name, T.buffer(*tensor)) for name, tensor in zip(names or NAMES[layout], tensors, strict=True)]
+    return [T.arg(name, T.buffer(*tensor)) for name, tensor in zip(names or NAMES[kind], tensors, strict=True)]
 
 
 def columns(base: Expr) -> Expr:
@@ -176,8 +187,8 @@ def emit_store(
         elif layout == "half":
             halves = T.cast(vector([clamped(v) for v in x]), f"float16x{WIDTH}")
             T.buffer_store(out[0], halves, [token, columns(column)])
-        elif layout in RUNS_OF:
-            RUNS_OF[layout](out[0], token, column, [T.cast(clamped(v), "float16") for v in x])
+        elif (kind := kind_of(layout)) in RUNS_OF:
+            RUNS_OF[kind](out[0], token, column, [T.cast(clamped(v), "float16") for v in x])
         else:
             block = T.Bind(T.shift_right(column, T.int32(5)))
             T.buffer_store(out[0], T.reinterpret(f"int8x{WIDTH}", word), [token, block, columns(column & (BLOCK - 1))])
@@ -211,14 +222,15 @@ def quantize_block(arch: Device, x: list[Expr]) -> tuple[list[Expr], list[Expr]]
 def store_floats(layout: str, out: Buffer, token: Expr, row: Expr, y: list[Expr], run: bool = False) -> None:
     """y, float32 of consecutive rows, in the layout "", "half" or, four of them, "pairs" or "lanes". run: eight,
     columns as of `store_run`."""
-    if run and layout != "lanes":
+    kind = kind_of(layout)
+    if run and kind != "lanes":
         for half in range(2):
             store_floats(layout, out, token, row + half * (BLOCK // 2), y[4 * half : 4 * half + 4])
         return
     if layout:
         y = [T.cast(clamped(x), "float16") for x in y]
-    if layout in RUNS_OF:
-        (store_run if run else RUNS_OF[layout])(out, token, row, y)
+    if kind in RUNS_OF:
+        (store_run if run else RUNS_OF[kind])(out, token, row, y)
     else:
         T.buffer_store(out, vector(y), [token, at(row, len(y))])
 
@@ -243,7 +255,7 @@ def quantize(op: Quantize, arch: Device, name: str, plan: ThreadsPlan | None = N
     """Kernel (state int32[4], X float32 [m, k], then A, S or H of [m, k]): the live tokens' rows in the layout "rows",
     "half", "pairs" or "lanes". UserError unless 32 divides k, ValueError for another layout."""
     k, m, layout = op.k, op.m, op.layout
-    if not layout or layout not in NAMES:
+    if not layout or kind_of(layout) not in NAMES:
         raise ValueError(f"nothing to convert to the layout {layout!r}")
     if k % BLOCK:
         raise UserError(

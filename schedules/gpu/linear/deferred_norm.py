@@ -31,15 +31,16 @@ MARGIN = 2.0**-6
 
 
 class PreparedNorm:
-    """The norm of its result, m rows of n columns, that a layer prepares: its parameters. Declares the inputs."""
+    """The norm of its result, m rows of n columns, that a layer prepares in a layout "lanes": its parameters. Declares
+    the inputs."""
 
-    def __init__(self, m: int, n: int):
-        self.m, self.n = m, n
+    def __init__(self, m: int, n: int, layout: str):
+        self.m, self.n, self.layout = m, n, layout
         self.G = T.arg("NG", T.buffer((n,), "float32"))
         self.scale = T.arg("NS", T.buffer((m,), "float32"))
 
     def declare_outputs(self) -> None:
-        (self.H,) = act_args(self.m, self.n, "lanes", ["Hn"])
+        (self.H,) = act_args(self.m, self.n, self.layout, ["Hn"])
         self.squares = T.arg("NewSquares", T.buffer((self.m, self.n // TILE), "float32"))
 
     def load(self, token: Expr, rows: Sequence[Expr]) -> tuple[Expr, list[Expr]]:

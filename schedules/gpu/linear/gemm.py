@@ -34,6 +34,7 @@ from mlc_amd.schedules.gpu.linear.linear_args import LinearBuffers, Segment, dec
 from mlc_amd.schedules.gpu.linear.load import QUADS
 from mlc_amd.schedules.operators import ExpertGateUp, ExpertLinear, GateUp, Linear
 from mlc_amd.schedules.operators.experts import Experts
+from mlc_amd.schedules.operators.layouts import kind_of
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -45,7 +46,7 @@ def engine(of: Product, tile: Tile | None = None) -> Gemm:
     multiplied in float32 everywhere. ValueError for what does not fit."""
     routine, choose = _family(of)
     gemm = routine(of, tile or choose(of))
-    if of.m % gemm.tile.tokens and of.layout != "lanes":  # no others compute a part of a tile
+    if of.m % gemm.tile.tokens and not gemm.cuts_tiles:
         raise ValueError(f"{gemm.tile} does not divide {of.m} tokens")
     if of.expert_slots % gemm.tile.tokens:
         raise ValueError(f"experts' tiles of {of.expert_slots} slots do not divide into {gemm.tile}")
@@ -54,13 +55,13 @@ def engine(of: Product, tile: Tile | None = None) -> Gemm:
 
 def _family(of: Product) -> tuple[Callable[[Product, Any], Gemm], Callable[[Product], Tile]]:
     """(what makes the tile routine of a tile, what chooses that)."""
-    layout, matrix, kinds = of.layout, of.arch.matrix, {fmt.kind for fmt in of.formats}
+    layout, matrix, kinds = kind_of(of.layout), of.arch.matrix, {fmt.kind for fmt in of.formats}
     exact = layout == "" and kinds == {"float"}
     if layout == "lanes" and of.arch.lane_matrix:
         return lane_tiles.routine, lane_tiles.choose
     if matrix == "coop" and layout in ("", "pairs") and not exact:
         return gemm_coop.CoopGemm, gemm_coop.choose
-    if matrix and matrix != "coop" and layout in ("", "half") and not exact:
+    if matrix in gemm_matrix.UNITS and layout == "lanes":
         return gemm_matrix.MatrixGemm, gemm_matrix.choose
     if exact:
         return (gemm_dot.ExactGemm, gemm_dot.choose_exact) if matrix else (gemm_dot.FloatGemm, gemm_dot.choose)
@@ -217,7 +218,7 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Til
     experts = isinstance(op, ExpertGateUp)
     gemm = engine(of, plan)
     side_by_side = gemm.rows_side_by_side
-    if f % BLOCK or side_by_side != {"rows": BLOCK, "pairs": 1, "lanes": 1}.get(layout, side_by_side):
+    if f % BLOCK or side_by_side != {"rows": BLOCK, "pairs": 1, "lanes": 1}.get(kind_of(layout), side_by_side):
         raise ValueError(
             f"{f} rows in layout {layout!r} from activations in layout {of.layout!r} do not make one launch"
         )

@@ -26,13 +26,13 @@ from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import uniform
 from mlc_amd.schedules.gpu.base.planes import BLOCK
-from mlc_amd.schedules.gpu.base.quantize import GROUP, RUN, RUNS, TOKENS, UNIT, lanes_shape
+from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS, TOKENS
 from mlc_amd.schedules.gpu.base.registers import Held, at, lane_of, vector
 from mlc_amd.schedules.gpu.base.step import kept, live_rows, unknown_zero
 from mlc_amd.schedules.gpu.linear import coop_load, load
 from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, RowFactors
 from mlc_amd.schedules.gpu.linear.gemm_tile import TileWork
-from mlc_amd.schedules.gpu.linear.lane_results import ROWS, SHAPE, WAVE, LaneResults
+from mlc_amd.schedules.gpu.linear.lane_results import GROUP, ROWS, SHAPE, UNIT, WAVE, LaneResults
 from mlc_amd.schedules.tir import Buffer, Expr
 
 RUN_UNIT = UNIT // RUNS  # halves of a subgroup's loads of a run
@@ -57,6 +57,7 @@ class LaneGemm(LaneResults):
         "waves_k": (1, 2, 4, 8, 16), "ahead": (0, 1, 2), "hidden": (0, 1), "staged": (0, 1),
     }  # fmt: skip
     completes_norms = True
+    cuts_tiles = True
     step_columns = 0
     scope = "shared"
 
@@ -209,7 +210,7 @@ class LaneGemm(LaneResults):
 
     def _existing(self, tile: Expr) -> Expr:
         """The eight tokens; after the last ones of the activations, those."""
-        last = lanes_shape(self.m, self.k)[0] - 1
+        last = -(-self.m // TOKENS) - 1
         return T.min(tile, T.int32(last)) if self.m % self.tile.tokens else tile
 
     def _multiply(self, work: TileWork, fetched: list[list], tokens: list[Expr], unit: Unit) -> None:

@@ -1,60 +1,78 @@
-"""The GEMM tile on matrix units (WMMA of gfx11 and gfx12, MFMA of gfx9): float16 operands, float32 sums.
+"""The GEMM tile on AMD's matrix units (WMMA of gfx11 and gfx12, MFMA of gfx9): each lane decodes its own operands.
 
-A workgroup computes `tokens` tokens by `rows` rows of each of its weights. Per step it stages `columns` columns of both
-in LDS as float16, the weights dequantized on the way (`gemm_load.py`); each of its waves_m x waves_n waves then
-multiplies its share of the tile.
+Operands are float16, sums float32. Weights are operand A (rows x columns), activations operand B (columns x tokens).
+The lanes of an operand are documented (`MatrixUnit`), so nothing is staged in LDS and waves do not wait for each other:
+a lane loads a block of 32 columns of its own row, decodes it into its operand registers (`coop_load.py`), and loads the
+activations of the same columns, which lie in the order of the lanes (layout "lanes": `quantize.py`). The weights of the
+next step are loaded while those of this one are multiplied.
 
-The weight is the matrix unit's A operand and the activations are B: then a lane's accumulators belong to one token and
-to consecutive rows, and results are stored in wide vectors. Where the unit scatters rows over accumulators, weight rows
-are placed in LDS in the order that undoes it (`slot`).
+The sum over columns may take them in any order: the lanes that hold different columns of an instruction's operand (two
+or four groups of 16) have a block each, and an instruction takes some columns of each of these blocks.
+
+The waves of a workgroup share out its tokens, rows and columns; sums of waves along the columns meet in LDS. A lane's
+accumulators belong to one token and to consecutive rows, so results are stored in wide vectors. Where the unit scatters
+rows over accumulators, lanes take rows in the order that undoes it (`MatrixUnit.row`).
 """
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.base.device import IN_ORDER, barrier, schedule_fence
+from mlc_amd.schedules.formats import Format
+from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, computed_here, lanes_meet, schedule_fence, uniform
 from mlc_amd.schedules.gpu.base.planes import BLOCK
-from mlc_amd.schedules.gpu.base.registers import at, local, put
+from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS, TOKENS, unit_size
+from mlc_amd.schedules.gpu.base.registers import Held, at, elements, local, put, vector
 from mlc_amd.schedules.gpu.base.step import when
-from mlc_amd.schedules.gpu.linear import gemm_tile
-from mlc_amd.schedules.gpu.linear.gemm_load import PIECE, columns_of, half_piece
-from mlc_amd.schedules.gpu.linear.gemm_tile import Loaded, Product, TileWork, UnitGemm, UnitTile
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.gpu.linear import coop_load, gemm_tile, load
+from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Product, Tile, TileWork
+from mlc_amd.schedules.tir import Expr
 
-PAD = 8  # halves added to each row of LDS: eight consecutive rows are then in different banks
+Run = Callable[[Expr], Expr]  # of a block of weights: number of a run -> float16x8
+Piece = tuple[int, int, int]  # of a group of columns: block, first run, runs
+
 SIDE = 16  # rows and columns of an instruction's product
+SUMS = 192  # of a lane, at most
+QUAD = 4  # float32 in 16 bytes
+NONE = 0  # for `schedule_fence`: nothing may cross
+BATCH = 4  # token tiles whose activations are loaded at once
 LDS = 64 << 10  # bytes of a workgroup, at most: LLVM ends the process above that
 
 
 @dataclass(frozen=True)
 class MatrixUnit:
-    """Instructions on tiles of 16 x 16.
+    """Instructions on tiles of 16 x 16. Sources: AMD's ISA manuals of RDNA3, RDNA4 and CDNA3.
 
-    columns   that `load` reads at once
-    acc       accumulators of a lane. Accumulator i of group g of 16 lanes: row acc*g + i
+    halves   of an operand that a lane holds: of row (or token) lane % 16
+    scattered   all groups of 16 lanes hold the same columns, and accumulators are of every other row
+    clocks, decoding   of a SIMD: of an instruction; of decoding the weights that it takes, about
+    acc      accumulators of a lane. Accumulator i of group g: row acc*g + i; where `scattered`, row 2*i + g
     instruction   LLVM's name; zeros: that follow its operands
-    whole     a lane holds all 16 columns, all groups alike, and accumulator i of group g is of row 2*i + g; else eight,
-              of which an instruction may take four at a time: which ones does not matter as long as both operands agree
     """
 
-    columns: int
+    halves: int
     acc: int
     instruction: str
+    clocks: int
+    decoding: int
     zeros: int = 0
-    whole: bool = False
+    scattered: bool = False
 
-    def slot(self, n: Expr) -> Expr:
-        """The row of LDS for row n of a tile: so that accumulators are of consecutive rows."""
-        return n % 8 * 2 + n // 8 if self.whole else n
+    def row(self, lane: Expr) -> Expr:
+        """The row of a tile that a lane loads: so that accumulators are of consecutive rows."""
+        own = lane % SIDE
+        return own % 2 * 8 + own // 2 if self.scattered else own
 
-    def load(self, lds: Buffer, row: Expr, ld: int, column: Expr, lane: Expr) -> list[Expr]:
-        """A tile's operands, one for each instruction. row, column: its first ones; ld: halves of a row of LDS."""
-        first = (row + lane % 16) * ld + column
-        if self.whole:
-            return [T.Bind(lds[at(first, 16)])]
-        x = T.Bind(lds[at(first + lane // 16 * 8, 8)])
-        return [x] if self.columns == 16 else [T.vectorlow("float16x4", x), T.vectorhigh("float16x4", x)]
+    def operands(self, runs: list[Expr]) -> list[Expr]:
+        """Those of as many instructions as these runs of eight halves are for."""
+        if self.halves > RUN:
+            return [T.Bind(T.Shuffle(runs, [T.int32(i) for i in range(self.halves)]))]
+        if self.halves == RUN:
+            return runs
+        return [half for run in runs for half in (T.vectorlow("float16x4", run), T.vectorhigh("float16x4", run))]
 
     def multiply(self, a: Expr, b: Expr, c: Expr) -> Expr:
         zeros = [T.int32(0)] * self.zeros
@@ -63,196 +81,288 @@ class MatrixUnit:
 
 WMMA = "wmma.f32.16x16x16.f16"
 UNITS = {
-    "wmma11": MatrixUnit(16, 8, WMMA, whole=True),
-    "wmma12": MatrixUnit(16, 8, WMMA),
-    "mfma": MatrixUnit(32, 4, "mfma.f32.16x16x16f16", zeros=3),
+    "wmma11": MatrixUnit(16, 8, WMMA, 32, 16, scattered=True),
+    "wmma12": MatrixUnit(8, 8, WMMA, 16, 13),
+    "mfma": MatrixUnit(4, 4, "mfma.f32.16x16x16f16", 16, 26, zeros=3),
 }
 
 
 @dataclass(frozen=True)
-class MatrixTile(UnitTile):
-    """buffers: 2 alternate, with one barrier a step; 1 uses half the LDS and two barriers. waves_k: waves that share
-    out a step's columns; their sums are added last."""
+class MatrixTile(Tile):
+    """waves_m, waves_n, waves_k: waves along tokens, rows and columns."""
 
-    buffers: int
-    waves_k: int = 1
-
-
-# (lanes of a wave, tokens): the tiles that `choose` starts from, and how fast their rows are where all compute units
-# are busy, as estimated: no such GPU was measured. The wave decides, since all workgroups have 256 threads: eight waves
-# of 32 lanes share out a tile, or four of 64. Few tokens: few rows, or too few workgroups to fill the GPU, and many
-# columns, so that enough bytes of weights are on their way: 512 columns of 4096 rows of 4 bits are 1 MB. Where there is
-# no more than one workgroup per compute unit, and so one wave of 64 lanes per SIMD (16 tokens by 4096 rows on 304
-# units), only the next step's loads hide latency: half the columns would take twice as many steps of the same latency.
-# 64 tokens in each wave of 32 lanes do not fit its registers beside the operands.
-TILES = {
-    (32, 128): ((MatrixTile(128, 128, 32, 4, 2, 2), 1.0), (MatrixTile(128, 64, 64, 2, 2, 1, 2), 0.9)),
-    (32, 64): ((MatrixTile(64, 32, 128, 2, 2, 1, 2), 1.0),),
-    (32, 32): ((MatrixTile(32, 32, 128, 1, 2, 1, 4), 1.0),),
-    (32, 16): ((MatrixTile(16, 32, 256, 1, 2, 1, 4), 1.0),),
-    (64, 128): (
-        (MatrixTile(128, 128, 32, 2, 2, 1), 1.0), (MatrixTile(128, 64, 64, 2, 2, 1), 1.0),
-        (MatrixTile(128, 32, 128, 2, 1, 1, 2), 0.9),
-    ),
-    (64, 64): ((MatrixTile(64, 32, 128, 2, 1, 1, 2), 1.0), (MatrixTile(64, 16, 256, 1, 1, 1, 4), 0.8)),
-    (64, 32): ((MatrixTile(32, 32, 128, 1, 1, 1, 4), 1.0),),
-    (64, 16): ((MatrixTile(16, 16, 512, 1, 1, 1, 4), 1.0),),
-}  # fmt: skip
+    waves_m: int
+    waves_n: int
+    waves_k: int
 
 
-def expert_tile(of: Product) -> MatrixTile | None:
-    """The tile for slots of one expert; None: that of as many tokens. There are workgroups enough: many rows share the
-    activations, of two weights half as many where that leaves each lane more than a few sums. Estimated, not
-    measured."""
-    slots = of.expert_slots
-    if slots not in (16, 32) or of.k % BLOCK:
-        return None
-    rows = 128 if of.weights == 1 or (slots == 32 and of.arch.wave == 32) else 64
-    columns = 32 if slots * rows > 32 * 64 else 64
-    return MatrixTile(slots, rows, columns if of.k % columns == 0 else BLOCK, 1, 4, 1)
+class MatrixGemm(Gemm[MatrixTile]):
+    """Activations: H in the layout "lanes". Values are vectors of `unit.acc` rows."""
 
-
-def lds_bytes(tile: MatrixTile, weights: int = 1) -> int:
-    """LDS of a workgroup: what is staged, or later in the same place the sums of the waves along the columns."""
-    staged = tile.buffers * (tile.tokens + weights * tile.rows) * (tile.columns + PAD) * 2
-    return max(staged, (tile.waves_k - 1) * weights * tile.tokens * tile.rows * 4)
-
-
-def choose(of: Product) -> MatrixTile:
-    """The default tile. ValueError unless tokens are a multiple of 16 and columns of 32."""
-    tiles = TILES[of.arch.wave, gemm_tile.whole_tokens(of)]
-    tile = expert_tile(of) or gemm_tile.least_loaded(of, ((_fit(tile, of), speed) for tile, speed in tiles))
-    assert tile
-    return tile
-
-
-def _fit(tile: MatrixTile, of: Product) -> MatrixTile:
-    """The tile with as many rows of several weights, and columns, as registers and LDS are for."""
-    # what a thread holds of several weights is as much as of one: fewer rows of each, or else fewer columns
-    held, limit = tile.rows // of.weights, tile.columns
-    if held < 16 * tile.waves_n:
-        held, limit = tile.rows, max(BLOCK, tile.columns // of.weights)
-    fewer = replace(tile, rows=held, columns=limit)
-    # more than one workgroup per compute unit: two run at once with half the columns, else one after the other
-    if gemm_tile.workgroups(fewer, of) > of.arch.units and lds_bytes(fewer, of.weights) > of.arch.lds // 2:
-        limit = max(BLOCK, limit // 2)
-    columns = next(c for c in (512, 256, 128, 64, 32) if c <= limit and of.k % c == 0)
-    return replace(fewer, columns=columns, waves_k=min(tile.waves_k, columns // UNITS[of.arch.matrix].columns))
-
-
-class MatrixGemm(UnitGemm[MatrixTile]):
-    """Activations: X [m, k], float16 or float32. Values are vectors of `unit.acc` rows."""
-
-    choices = gemm_tile.UNIT_CHOICES | {"buffers": (1, 2), "waves_k": (1, 2, 4)}
+    choices: ClassVar = {
+        "tokens": (16, 32, 64, 128), "rows": (16, 32, 64, 128, 256), "waves_m": (1, 2, 4), "waves_n": (1, 2, 4, 8),
+        "waves_k": (1, 2, 4, 8),
+    }  # fmt: skip
 
     def __init__(self, of: Product, tile: MatrixTile):
-        self.unit = UNITS[of.arch.matrix]
-        super().__init__(of, tile, tile.waves_k, (SIDE, SIDE, self.unit.columns))
-        self.ld, size = tile.columns + PAD, lds_bytes(tile, of.weights)
-        if size > min(of.arch.lds, LDS) or self.threads > of.arch.threads:
-            raise ValueError(f"{tile} takes {size} bytes of LDS and {self.threads} threads")
+        super().__init__(of, tile)
+        self.unit, lanes = UNITS[of.arch.matrix], of.arch.wave
+        self.group = lanes // SIDE  # blocks of a unit of the layout "lanes"
+        self.groups = -(-of.k // (self.group * BLOCK))
+        self.whole = of.k % (self.group * BLOCK) == 0
+        self.waves = tile.waves_m * tile.waves_n * tile.waves_k
+        self.threads = self.waves * lanes
+        self.tiles_m, self.tiles_n = tile.tokens // tile.waves_m // SIDE, tile.rows // tile.waves_n // SIDE
+        self.count = self.tiles_m * self.weights * self.tiles_n  # matrices of sums of a wave
+        if tile.tokens % (tile.waves_m * SIDE) or tile.rows % (tile.waves_n * SIDE) or of.k % BLOCK:
+            raise ValueError(f"{tile} does not divide into {SIDE} x {SIDE} matrices of {of.k} columns")
+        # halves of LDS for what a wave exchanges, and for the sums of the waves along the columns, one after the other
+        exchanged = self.weights * self.tiles_n * self.group * RUNS * SIDE * RUN if self.unit.scattered else 0
+        self.at_once = min(tile.waves_k, self.tiles_m * self.tiles_n)
+        handed = 2 * self.at_once * self.weights * lanes * self.unit.acc if tile.waves_k > 1 else 0
+        self.own = max(exchanged, handed)
+        if 2 * self.waves * self.own > min(of.arch.lds, LDS) or self.threads > of.arch.threads:
+            raise ValueError(f"{tile} takes {2 * self.waves * self.own} bytes of LDS and {self.threads} threads")
 
     def loads(self) -> float:
-        pieces = [self.tile.tokens * (self.columns // 8), self.tile.rows * (self.columns // PIECE)]
-        if any(total % self.threads and self.threads % total for total in pieces):
-            raise ValueError(f"{self.tile}: {pieces} pieces do not divide among {self.threads} threads")
-        return self._loads(gemm_tile.CODE * gemm_tile.HELD * 2, self.unit.acc, self.unit.columns)
+        if self.count * self.unit.acc > SUMS:
+            raise ValueError(f"{self.tile} has too many sums of a lane")
+        return self.weights * self.tiles_n * load.block_bytes(self.of.formats[0])
 
     def allocate(self, thread: Expr) -> None:
-        tile, unit, lanes = self.tile, self.unit, self.arch.wave
-        self.thread, self.lane, wave = thread, T.Bind(thread % lanes), thread // lanes
+        tile, lanes = self.tile, self.arch.wave
+        self.lane, wave = T.Bind(thread % lanes), uniform(self.arch, thread // lanes)
+        self.wave = wave
         self.wave_m = T.Bind(wave % tile.waves_m * (self.tiles_m * SIDE))
         self.wave_n = T.Bind(wave // tile.waves_m % tile.waves_n * (self.tiles_n * SIDE))
         self.wave_k = T.Bind(wave // (tile.waves_m * tile.waves_n))
-
-        self.sums = local(self.count * unit.acc)
-        # (buffer, first element) of each step's activations and weights. Separate buffers let LLVM move the stores of
-        # one step between the loads of another; sums of several waves need all of the place.
-        counts = [rows * self.ld for rows in [tile.tokens] + [tile.rows] * self.weights]
-        if tile.waves_k == 1:
-            self.staged = [
-                [(T.alloc_buffer((n,), "float16", scope="shared"), 0) for n in counts] for _ in range(tile.buffers)
-            ]
-            return
-        self.partial = T.alloc_buffer((lds_bytes(tile, self.weights) // 2,), "float16", scope="shared")
-        self.staged = [
-            [(self.partial, i * sum(counts) + sum(counts[:j])) for j in range(len(counts))] for i in range(tile.buffers)
-        ]
+        self.sums = local(self.count * self.unit.acc)
+        if self.own:
+            self.lds = T.alloc_buffer((self.waves * self.own,), "float16", scope=WAVE_SHARED)
 
     def emit(self, work: TileWork) -> None:
-        acc, waves_k = self.unit.acc, self.tile.waves_k
         for i in range(self.count):
-            put(self.sums, T.broadcast(T.float32(0), acc), self._slice(i))
-        self._sum_up(work, self.tile.buffers)
-        if waves_k == 1:
-            self._finish(work)
-            return
-        if self.steps % self.tile.buffers:
-            barrier()  # the sums go where operands are still read
-        with T.If(self.wave_k > 0), T.Then():
-            for i in range(self.count):
-                halves = T.reinterpret(f"float16x{2 * acc}", self.sums[self._slice(i)])
-                put(self.partial, halves, self._partial(self.wave_k - 1, i))
-        barrier()
-        with T.If(self.wave_k == 0), T.Then():
-            for i in range(self.count):
-                total = self.sums[self._slice(i)]
-                for w in range(waves_k - 1):
-                    total = total + T.reinterpret(f"float32x{acc}", self.partial[self._partial(w, i)])
-                put(self.sums, total, self._slice(i))
-            self._finish(work)
-
-    def _partial(self, wave_k: Expr, i: int) -> Expr:
-        """Where the accumulator tile i of the waves along k lies for this lane, in halves: lanes side by side."""
-        threads, lanes, halves = self.threads // self.tile.waves_k, self.arch.wave, 2 * self.unit.acc
-        part = self.thread % threads // lanes
-        return at((((wave_k * (threads // lanes) + part) * self.count + i) * lanes + self.lane) * halves, halves)
+            put(self.sums, T.broadcast(T.float32(0), self.unit.acc), self._slice(i))
+        self._sum_up(work)
+        self._finish(work)
 
     def _slice(self, i: int) -> Expr:
-        """The accumulators of tile i."""
         return at(i * self.unit.acc, self.unit.acc)
 
-    def _stage(self, work: TileWork, loaded: Loaded, buffer: int) -> None:
-        (lds, start), *places = self.staged[buffer]
-        for (row, column), x in zip(self._x_pieces(), loaded[0], strict=True):
-            put(lds, T.cast(x, "float16x8"), at(start + row * self.ld + column, 8))
-        for weight, (lds, start), pieces in zip(work.weights, places, loaded[1], strict=True):
-            for (row, block, part), raw in zip(self._w_pieces(), pieces, strict=True):
-                place = row // SIDE * SIDE + self.unit.slot(row % SIDE)
-                base = T.Bind(start + place * self.ld + block * BLOCK)
-                for column, run in zip(columns_of(part), half_piece(self.arch, weight.fmt, raw, part), strict=True):
-                    put(lds, run, at(base + column, 8))
+    def _sum_up(self, work: TileWork) -> None:
+        weights = [w._replace(planes=load.views(w.fmt, w.planes, 1)) for w in work.weights]
+        first, own, part = T.Bind(work.row0 + self.wave_n), self.unit.row(self.lane), T.Bind(self.lane // SIDE)
+        rows = [
+            [work.weight_row(first + (i * SIDE + own), w, self.tile.rows) for i in range(self.tiles_n)] for w in weights
+        ]
+        tokens, waves, last = self._tokens(work, part), self.tile.waves_k, T.int32(self.groups - 1)
 
-    def _multiply(self, work: TileWork, buffer: int) -> None:
-        """LLVM would start so many tiles, or load so many operands early, that registers spill: vector and matrix
-        instructions stay within their chunk of columns."""
-        unit = self.unit
-        x_place, *w_places = self.staged[buffer]
-        for column in range(0, self.share, unit.columns):
-            if column:
-                schedule_fence(IN_ORDER)
+        def fetch(group: Expr) -> list:
+            block = group * self.group + part
+            block = T.Bind(block if self.whole else T.min(block, T.int32(self.k // BLOCK - 1)))
+            pairs = zip(weights, rows, strict=True)
+            return [coop_load.fetch(w.fmt, w.planes, row, block, 1) for w, own in pairs for row in own]
 
-            def operands(place: tuple[Buffer, int], row: Expr, tiles: int, column: int = column) -> list[list[Expr]]:
-                lds, start = place
-                first = start + self.wave_k * self.share + column
-                return [unit.load(lds, row + i * SIDE, self.ld, first, self.lane) for i in range(tiles)]
+        def multiply(group: Expr, fetched: list) -> None:
+            formats = [w.fmt for w in weights for _ in range(self.tiles_n)]
+            blocks = zip(formats, fetched, strict=True)
+            runs = [self._decoder(fmt, raw, exponents) for fmt, raw in blocks]
+            self._multiply(work, runs, tokens, group)
 
-            a = [operand for place in w_places for operand in operands(place, self.wave_n, self.tiles_n)]
-            b = operands(x_place, self.wave_m, self.tiles_m)
-            for part in range(len(b[0])):
-                for i in range(self.tiles_m):
-                    for j, weight in enumerate(a):
-                        where = self._slice(i * len(a) + j)
-                        put(self.sums, unit.multiply(weight[part], b[i][part], self.sums[where]), where)
+        exponents = coop_load.hidden(computed_here(T.int32(0))) if self.arch.wave == 64 else coop_load.EXPONENTS
+        steps = self.groups if waves == 1 else T.Bind((self.groups - self.wave_k + (waves - 1)) // waves)
+        if work.has_floats:  # registers hold scalars only, as which float weights are not loaded
+            with T.serial(steps) as i:
+                group = T.Bind(i * waves + self.wave_k)
+                multiply(group, fetch(group))
+            return
+        held = Held(fetch(T.Bind(T.min(self.wave_k, last))))
+        with T.serial(steps) as i:
+            group = T.Bind(i * waves + self.wave_k)
+            fetched, following = held.values(), fetch(T.Bind(T.min(group + waves, last)))
+            multiply(group, fetched)
+            held.keep(following)
+
+    def _decoder(self, fmt: Format, raw: coop_load.Fetched, exponents: Sequence[Expr]) -> Run:
+        if isinstance(raw, list):
+            return coop_load.runs(self.arch, fmt, raw, 1).__getitem__
+        return coop_load.decoder(self.arch, fmt, raw, exponents=exponents)
+
+    def _tokens(self, work: TileWork, part: Expr) -> list[Expr]:
+        """Of each token tile where a lane's activations lie in a group of columns, in halves."""
+        lane = self.lane % SIDE
+        first = T.Bind((work.token0 + self.wave_m) // TOKENS + lane // TOKENS)
+        own = lane % TOKENS * self.group + (0 if self.unit.scattered else part)
+        row = int(work.acts[0].shape[1]) * unit_size(self.group)  # halves of eight tokens
+        return [T.Bind((first + i * (SIDE // TOKENS)) * row + own * RUN) for i in range(self.tiles_m)]
+
+    def _multiply(self, work: TileWork, runs: list[Run], tokens: list[Expr], step: Expr) -> None:
+        """Adds the products of a group of columns to the sums. The activations of the next few instructions are loaded
+        while those of these are multiplied; LLVM would load so many early that registers spill."""
+        load = self._loader(work, tokens, step)
+        first, *others = self._batches()
+        x = load(*first)
+        if self.unit.scattered:
+            self._exchange(runs)
+        for (piece, tiles), following in zip([first, *others], [*others, None], strict=True):
+            if tiles[0] == 0:
+                a = [self._weights(run, i, *piece) for i, run in enumerate(runs)]
+            loaded, x = x, load(*following) if following else []
+            schedule_fence(NONE)
+            for t, b in zip(tiles, loaded, strict=True):
+                for part, operand in enumerate(b):
+                    for i, weight in enumerate(a):
+                        where = self._slice(t * len(a) + i)
+                        put(self.sums, self.unit.multiply(weight[part], operand, self.sums[where]), where)
+
+    def _batches(self) -> list[tuple[Piece, range]]:
+        """(what an instruction, or two of four halves, multiplies, the token tiles whose activations are loaded at
+        once)."""
+        count = max(1, self.unit.halves // RUN)
+        blocks = range(self.group) if self.unit.scattered else range(1)
+        return [
+            ((block, j, count), range(t, min(t + BATCH, self.tiles_m)))
+            for block in blocks for j in range(0, RUNS, count) for t in range(0, self.tiles_m, BATCH)
+        ]  # fmt: skip
+
+    def _weights(self, run: Run, i: int, block: int, j: int, count: int) -> list[Expr]:
+        """Operands of row tile i."""
+        if self.unit.scattered:
+            return self.unit.operands([self._exchanged(i, block, j + e) for e in range(count)])
+        return self.unit.operands([run(j + e) for e in range(count)])
+
+    def _loader(self, work: TileWork, tokens: list[Expr], step: Expr) -> Callable[[Piece, range], list[list[Expr]]]:
+        """load(piece, token tiles): the operands of each of these."""
+        (X,), group = work.acts, self.group
+        base = T.Bind(T.address_of(X[0, step, 0]))
+        view = T.decl_buffer((math.prod(int(size) for size in X.shape),), "float16", data=base)
+
+        def load(piece: Piece, tiles: range) -> list[list[Expr]]:
+            block, j, count = piece
+            found = []
+            for t in tiles:
+                x = [T.Bind(view[at(tokens[t] + ((j + e) * TOKENS * group + block) * RUN, RUN)]) for e in range(count)]
+                if not self.whole:
+                    zero, exists = T.broadcast(T.float16(0), RUN), self._exists(step, block)
+                    x = [T.Bind(T.Select(T.broadcast(exists, RUN), of, zero)) for of in x]
+                found.append(self.unit.operands(x))
+            return found
+
+        return load
+
+    def _exists(self, step: Expr, block: int) -> Expr:
+        mine = block if self.unit.scattered else self.lane // SIDE
+        return step * self.group + mine < self.k // BLOCK
+
+    def _exchange(self, runs: list) -> None:
+        """Each half of the wave hands its runs to the other half."""
+        lanes_meet()
+        for i, run in enumerate(runs):
+            for j in range(RUNS):
+                put(self.lds, run(j), self._run_place(i, self.lane // SIDE, j))
+        lanes_meet()
+
+    def _exchanged(self, i: int, block: Expr, j: int) -> Expr:
+        return T.Bind(self.lds[self._run_place(i, block, j)])
+
+    def _run_place(self, i: int, block: Expr, j: int) -> Expr:
+        """Of a run of row tile i: lanes side by side."""
+        run = (i * self.group + block) * RUNS + j
+        return at(self.wave * self.own + (run * SIDE + self.lane % SIDE) * RUN, RUN)
+
+    # ---- results
 
     def _finish(self, work: TileWork) -> None:
-        """Stores the accumulators; tiles of 16 rows beyond the weight's are left out."""
-        unit, lane = self.unit, self.lane
-        for j in range(self.tiles_n):
-            first = T.Bind(work.row0 + self.wave_n + j * SIDE)
+        """Stores the sums. Those of waves along the columns meet in LDS: those of as many places as there are such waves
+        at a time, of which each wave adds up one."""
+        waves_k, weights, tiles_n = self.tile.waves_k, range(self.weights), self.tiles_n
+        # LLVM would compute the results' places, and load what is added to results, before the loop over columns
+        lane = computed_here(self.lane)
+        token, row = T.Bind(work.token0 + self.wave_m + lane % SIDE), T.Bind(work.row0 + self.wave_n)
+        own_row = T.Bind(lane // SIDE * self.unit.acc)
+
+        def store(number: Expr, values: list[Expr]) -> None:
+            """Of place number `number` of the wave; tiles of 16 rows beyond the weight's are left out."""
+            first = T.Bind(row + number % tiles_n * SIDE)
             with when(work.if_row(first, self.tile.rows)):
-                for i in range(self.tiles_m):
-                    token = T.Bind(work.token0 + self.wave_m + i * SIDE + lane % SIDE)
-                    tiles = [(i * self.weights + w) * self.tiles_n + j for w in range(self.weights)]
-                    values = [T.Bind(self.sums[self._slice(tile)]) for tile in tiles]
-                    work.store(token, T.Bind(first + lane // SIDE * unit.acc), values)
+                work.store(T.Bind(token + number // tiles_n * SIDE), T.Bind(first + own_row), values)
+
+        places = self.tiles_m * tiles_n
+        for first in range(0, places, self.at_once):
+            if waves_k == 1:
+                schedule_fence(NONE)
+                store(first, [T.Bind(self.sums[self._slice(self._number(first, w))]) for w in weights])
+                continue
+            count = min(self.at_once, places - first)
+            barrier()
+            for place in range(count):
+                for w in weights:
+                    self._hand_over(place, w, self._number(first + place, w))
+            barrier()
+            with when(None if count == waves_k else self.wave_k < count):
+                store(T.Bind(first + self.wave_k), [self._added(w) for w in weights])
+
+    def _number(self, place: int, weight: int) -> int:
+        """Of the matrix of sums of a place."""
+        t, j = divmod(place, self.tiles_n)
+        return (t * self.weights + weight) * self.tiles_n + j
+
+    def _hand_over(self, place: int, weight: int, number: int) -> None:
+        for quad in range(self.unit.acc // QUAD):
+            four = self.sums[at(number * self.unit.acc + quad * QUAD, QUAD)]
+            put(self.lds, T.reinterpret("float16x8", four), self._quad(self.wave, place, weight, quad))
+
+    def _added(self, weight: int) -> Expr:
+        """The sums of all waves along the columns of this wave's place."""
+        waves, quads = self.tile.waves_m * self.tile.waves_n, []
+        for quad in range(self.unit.acc // QUAD):
+            found = [
+                T.reinterpret(
+                    "float32x4", self.lds[self._quad(self.wave % waves + k * waves, self.wave_k, weight, quad)]
+                )
+                for k in range(self.tile.waves_k)
+            ]
+            quads.append(T.Bind(sum(found[1:], found[0])))
+        return quads[0] if len(quads) == 1 else vector([x for quad in quads for x in elements(quad)])
+
+    def _quad(self, wave: Expr, place: Expr, weight: int, quad: int) -> Expr:
+        """Four sums of a wave in LDS: lanes side by side."""
+        number = (place * self.weights + weight) * (self.unit.acc // QUAD) + quad
+        return at(wave * self.own + (number * self.arch.wave + self.lane) * (2 * QUAD), 2 * QUAD)
+
+
+# ---- the rule
+
+MOST = 128  # sums of a lane of a default tile: a wave's other registers hold operands and what is loaded ahead
+# Clocks of a SIMD for the activations of an instruction: of a cache line's 64 bytes a clock, which the SIMDs of a compute
+# unit share; of its own
+LOADED, ISSUED = 16, 4
+THREADS = 256  # of a workgroup
+LEAST_GROUPS = 3  # of columns of each wave, where several share them out
+
+
+def choose(of: Product) -> MatrixTile:
+    """The default tile: that with which the busiest compute unit has least to do, as estimated; of equal ones that
+    with fewest waves along the columns. ValueError unless tokens are a multiple of 16, and columns of 32."""
+    waves, found = THREADS // of.arch.wave, []
+    for tokens in (size for size in (16, 32, 64, 128) if size <= gemm_tile.whole_tokens(of)):
+        for tiles_n in (1, 2, 4):
+            for waves_k in (size for size in (1, 2, 4, 8) if size <= waves):
+                tile = MatrixTile(tokens, tiles_n * SIDE * (waves // waves_k), 1, waves // waves_k, waves_k)
+                try:
+                    gemm = MatrixGemm(of, tile)
+                except ValueError:
+                    continue
+                if gemm.count * gemm.unit.acc <= MOST and (waves_k == 1 or gemm.groups >= LEAST_GROUPS * waves_k):
+                    found.append((_load(of, gemm), waves_k, tile))
+    return min(found, key=lambda each: each[:2])[-1]
+
+
+def _load(of: Product, gemm: MatrixGemm) -> float:
+    """Clocks of 16 columns on a SIMD of the busiest compute unit, but for a factor that all tiles have in common."""
+    columns = of.weights * gemm.tiles_n
+    work = gemm.count * gemm.unit.clocks + columns * gemm.unit.decoding + gemm.tiles_m * ISSUED
+    work = max(work, gemm.tiles_m * LOADED)
+    rounds = gemm_tile.workgroups(gemm.tile, of) / of.arch.units
+    # workgroups do not start in step: the last ones of many matter less
+    return (rounds if of.expert_slots else (rounds + math.ceil(rounds)) / 2) * work / gemm.tile.waves_k

@@ -148,12 +148,14 @@ class Gemm(ABC, Generic[TileT]):
     choices            values of each field of the tile that are worth measuring
     rows_side_by_side  rows that neighbouring lanes hold when `store` is called
     completes_norms    whether it completes and prepares norms (`deferred_norm.py`)
+    cuts_tiles         whether tokens may be no multiple of a tile's
     threads            of a workgroup
     """
 
     choices: ClassVar[dict[str, tuple[int, ...]]]
     rows_side_by_side = 1
     completes_norms = False
+    cuts_tiles = False
     threads: int
 
     def __init__(self, of: Product, tile: TileT):

@@ -12,7 +12,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import barrier
 from mlc_amd.schedules.gpu.base.planes import BLOCK
-from mlc_amd.schedules.gpu.base.quantize import GROUP, TOKENS
+from mlc_amd.schedules.gpu.base.quantize import TOKENS, unit_size
 from mlc_amd.schedules.gpu.base.registers import chosen, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.base.step import all_of, when
 from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Product, Tile, TileWork
@@ -21,6 +21,8 @@ from mlc_amd.schedules.tir import Buffer, Expr
 ROWS = 16  # of a matrix
 SHAPE = ROWS, TOKENS, 16  # of the matrices: rows x tokens x columns
 WAVE = 32
+GROUP = 4  # blocks of columns of a unit of activations: lanes of a matrix's row
+UNIT = unit_size(GROUP)
 QUAD = 4  # float32 of a unit of 16 bytes: rows of a token that a lane finishes at once
 PAD = 1  # units added to a token's rows in shared memory
 UNIT_BYTES = 16

@@ -19,12 +19,12 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.formats import FP4_VALUES, Format
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier
 from mlc_amd.schedules.gpu.base.planes import BLOCK
-from mlc_amd.schedules.gpu.base.quantize import GROUP, RUN, RUNS, TOKENS, UNIT
+from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS, TOKENS
 from mlc_amd.schedules.gpu.base.registers import Held, at, lane_of, vector
 from mlc_amd.schedules.gpu.base.step import kept, when
 from mlc_amd.schedules.gpu.linear.gemm_lanes import UNIT_WORDS, LaneGemm
 from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork
-from mlc_amd.schedules.gpu.linear.lane_results import PAD, QUAD, ROWS, UNIT_BYTES, WAVE, LaneTile, Place
+from mlc_amd.schedules.gpu.linear.lane_results import GROUP, PAD, QUAD, ROWS, UNIT, UNIT_BYTES, WAVE, LaneTile, Place
 from mlc_amd.schedules.tir import Expr
 
 TILE_UNITS = UNIT // RUN  # units of 16 bytes of eight tokens and a group

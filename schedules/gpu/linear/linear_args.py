@@ -81,7 +81,7 @@ def declare_linear(op: Linear) -> LinearBuffers:
     ]
     n = op.weights[0][1]
     residual = T.arg("R", T.buffer((m, padded(n)), "float32")) if op.residual else None
-    prepared = PreparedNorm(m, n) if op.norm_out else None
+    prepared = PreparedNorm(m, n, op.layout) if op.norm_out else None
     outputs = [T.arg(f"Y{i}", T.buffer((m, padded(n)), "float32")) for i, (_, n) in enumerate(op.weights)]
     for norm in filter(None, (prepared, completed)):
         norm.declare_outputs()
