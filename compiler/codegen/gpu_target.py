@@ -36,6 +36,7 @@ from mlc_amd.schedules.gpu.linear.gemv_matrix_tiles import has_unit
 from mlc_amd.schedules.gpu.linear.gemv_plan import workgroups
 from mlc_amd.schedules.operators import GateUp, HeadLinear, Linear
 from mlc_amd.schedules.operators.attention import SLOTS
+from mlc_amd.schedules.operators.layouts import kind_of
 
 # Of experts, by whether `gemm_lanes.py` multiplies their rows, which has matrices of as few as TOKENS tokens and does
 # not stage weights: rows of a step, at most, whose slots are computed one by one (16 rows of models with 32 experts or
@@ -51,8 +52,8 @@ DEFERRED_ROWS = 64
 
 class GpuTarget(Target):
     """`arch`: names of GpuArchs or Profiles, separated by commas, or "auto" for this machine's GPU. UserError if one is
-    unknown, or they cannot share an artifact. Subclasses have `matrix_layout`, that of activations for matrix units,
-    `here`, the name of this machine's GPU, `resolve`, which gives the arch of a name, and `compile_for`."""
+    unknown, or they cannot share an artifact. Subclasses have `here`, the name of this machine's GPU, `resolve`, which
+    returns the arch of a name, and `compile_for`."""
 
     query_dtype = "float16"
     layout = "rows"
@@ -60,7 +61,6 @@ class GpuTarget(Target):
     fuses_route = True
     planes = staticmethod(planes)
     registry = registry
-    matrix_layout: str
     here: Callable[[], str]
     resolve: Callable[[str], Any]
 
@@ -69,7 +69,7 @@ class GpuTarget(Target):
         super().__init__(list(dict.fromkeys(map(self.resolve, names))), kv)
         first, *others = self.archs
         for other in others:
-            if (bool(other.matrix), bool(other.lane_matrix)) != (bool(first.matrix), bool(first.lane_matrix)):
+            if (bool(other.matrix), other.lane_blocks) != (bool(first.matrix), first.lane_blocks):
                 raise UserError(f"{first.name} and {other.name} need different layouts; compile an artifact for each")
 
     def functions(self, ctx: int) -> list[FunctionSpec]:
@@ -96,13 +96,13 @@ class GpuTarget(Target):
         if m in INT8_ROWS and kind == "int8" and self._int8_matrices:
             return "rows"
         if self._takes_lanes and m > 1:
-            return "lanes"
+            return self.matrix_layout
         return self._layout(kind, m > FEW)
 
     def expert_layout(self, m: int, formats: list[Format]) -> str:
         tile = self.expert_tile(m)
         if self._takes_lanes and tile > 1 and lane_tiles.suits_experts(tile, formats):
-            return "lanes"
+            return self.matrix_layout
         return self._layout(formats[0].kind, tile > 1)
 
     def head_layout(self, m: int, kind: str) -> str:
@@ -113,6 +113,12 @@ class GpuTarget(Target):
         if on_matrices and self.archs[0].matrix:
             return self.matrix_layout
         return "rows" if kind == "int8" else ""
+
+    @property
+    def matrix_layout(self) -> str:
+        """That of activations for float16 matrix units."""
+        blocks = self.archs[0].lane_blocks
+        return f"lanes:{blocks}" if blocks else "pairs"
 
     @property
     def _int8_matrices(self) -> bool:
@@ -149,13 +155,13 @@ class GpuTarget(Target):
         return all(gemv_rows.pays(workgroups(op, arch), op.k, arch) for arch in self.archs)
 
     def defers_norm(self, op: Linear | GateUp) -> bool:
-        return op.layout_read == "lanes" and op.m <= DEFERRED_ROWS
+        return self._takes_lanes and kind_of(op.layout_read) == "lanes" and op.m <= DEFERRED_ROWS
 
     def _call(self, bb, call):
         op = ops.operator_of(call)
         if isinstance(op, Linear) and op.m > FEW and op.k % BLOCK:
             return self._product(bb, call, op)
-        if isinstance(op, HeadLinear) and op.m > FEW and op.k % BLOCK:
+        if isinstance(op, HeadLinear) and op.m > FEW and op.k % (BLOCK * max(1, self.archs[0].lane_blocks)):
             return self._head_product(bb, call, op)
         return super()._call(bb, call)
 

@@ -26,7 +26,6 @@ class RocmTarget(GpuTarget):
     GPUs without matrix units go together."""
 
     kind = "rocm"
-    matrix_layout = "half"
     resolve = staticmethod(archs.resolve)
 
     @staticmethod

@@ -20,7 +20,6 @@ class VulkanTarget(GpuTarget):
     rdna3:matrix=none+wave=64."""
 
     kind = "vulkan"
-    matrix_layout = "pairs"
     resolve = staticmethod(profiles.resolve)
 
     @staticmethod

@@ -40,6 +40,11 @@ class Profile(DeviceKind):
         return self.family in amd.FAMILIES and amd.FAMILIES[self.family].ordered_steps
 
     @property
+    def lane_blocks(self) -> int:
+        """Blocks of columns side by side in the layout "lanes": a token's lanes of a matrix; 0 if lanes are unknown."""
+        return self.wave // self.lane_matrix[1] if self.lane_matrix else 0
+
+    @property
     def arguments(self) -> int:
         """Addresses that fit the push constants."""
         return self.push // ADDRESS

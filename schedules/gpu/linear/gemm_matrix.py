@@ -273,8 +273,8 @@ class MatrixGemm(Gemm[MatrixTile]):
     # ---- results
 
     def _finish(self, work: TileWork) -> None:
-        """Stores the sums. Those of waves along the columns meet in LDS: those of as many places as there are such waves
-        at a time, of which each wave adds up one."""
+        """Stores the sums. Those of waves along the columns meet in LDS, of as many places at a time as there are such
+        waves, of which each adds up one."""
         waves_k, weights, tiles_n = self.tile.waves_k, range(self.weights), self.tiles_n
         # LLVM would compute the results' places, and load what is added to results, before the loop over columns
         lane = computed_here(self.lane)
@@ -334,8 +334,8 @@ class MatrixGemm(Gemm[MatrixTile]):
 # ---- the rule
 
 MOST = 128  # sums of a lane of a default tile: a wave's other registers hold operands and what is loaded ahead
-# Clocks of a SIMD for the activations of an instruction: of a cache line's 64 bytes a clock, which the SIMDs of a compute
-# unit share; of its own
+# Clocks of a SIMD for an instruction's activations: while the cache, which the compute unit's SIMDs share, hands over 64
+# bytes a clock; of its own
 LOADED, ISSUED = 16, 4
 THREADS = 256  # of a workgroup
 LEAST_GROUPS = 3  # of columns of each wave, where several share them out

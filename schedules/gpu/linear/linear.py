@@ -24,6 +24,7 @@ from mlc_amd.schedules.gpu.linear.gemv_rows import Acts, emit_acts, span_of
 from mlc_amd.schedules.gpu.linear.linear_args import Segment
 from mlc_amd.schedules.gpu.linear.load import QUADS
 from mlc_amd.schedules.operators import ExpertGateUp, GateUp, HeadLinear, Linear
+from mlc_amd.schedules.operators.layouts import kind_of
 from mlc_amd.schedules.space import Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -102,6 +103,22 @@ class _HeadRows(NamedTuple):
         return self.buffer[(token * self.heads + self.head, *rest)]
 
 
+class _HeadGroups(NamedTuple):
+    """A head's groups of columns of a buffer in the layout "lanes"."""
+
+    buffer: Buffer
+    heads: int
+    head: Expr
+
+    @property
+    def shape(self) -> list[Expr]:
+        return list(self.buffer.shape)
+
+    def __getitem__(self, index: tuple[Expr, ...]) -> Expr:  # type: ignore[override]  # as a buffer's
+        tile, group, place = index
+        return self.buffer[tile, self.head * (int(self.buffer.shape[1]) // self.heads) + group, place]
+
+
 def _emit_gemm(op: HeadLinear, arch: Device, state: Buffer, acts: list[Buffer], segment: Segment) -> None:
     n, k, m, heads = op.n, op.k, op.m, op.heads
     routine = gemm.engine(Product(arch, op.layout, (segment.fmt,), m, k, segment.n))
@@ -109,8 +126,12 @@ def _emit_gemm(op: HeadLinear, arch: Device, state: Buffer, acts: list[Buffer], 
     shapes = {
         "rows": [((rows, k // BLOCK, QUADS), "int32"), ((rows, k // BLOCK, FIELDS), "float32")],
         "": [((rows, k), "float32")],
-    }.get(op.layout, [((rows, k), "float16")])
-    views = [T.decl_buffer(*shape, data=x.data) for shape, x in zip(shapes, acts, strict=True)]
+        "pairs": [((rows, k), "float16")],
+    }
+    in_lanes = kind_of(op.layout) == "lanes"
+    views = (
+        acts if in_lanes else [T.decl_buffer(*of, data=x.data) for of, x in zip(shapes[op.layout], acts, strict=True)]
+    )
     with launch((routine.token_tiles, heads * tiles), (routine.threads,)) as (token_tile, row_tile, thread):
         routine.allocate(thread)
         token0, live = T.Bind(token_tile * routine.tile.tokens), live_rows(state, m)
@@ -121,5 +142,6 @@ def _emit_gemm(op: HeadLinear, arch: Device, state: Buffer, acts: list[Buffer], 
             T.buffer_store(segment.Y, x, [token, gemm.span(T.Bind(head * n + row), x)])
 
         with once(token0 < live):
-            mine, weight = [_HeadRows(view, heads, head) for view in views], Weight(segment.fmt, segment.planes, n)
+            weight = Weight(segment.fmt, segment.planes, n)
+            mine = [_HeadGroups(x, heads, head) if in_lanes else _HeadRows(x, heads, head) for x in views]
             routine.emit(TileWork(mine, [weight], token0, row0, store, T.Bind(head * n)))

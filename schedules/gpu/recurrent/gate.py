@@ -36,7 +36,11 @@ def gate(op: Gate, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
     k, m, eps, layout = op.k, op.m, op.eps, op.layout
     size = op.size if eps is not None else BLOCK
     lanes = _lanes(size, arch.wave)
-    if k % BLOCK or size % WIDTH or (kind_of(layout) in ("rows", "pairs", "lanes") and lanes < LANES and size != lanes * WIDTH):
+    if (
+        k % BLOCK
+        or size % WIDTH
+        or (kind_of(layout) in ("rows", "pairs", "lanes") and lanes < LANES and size != lanes * WIDTH)
+    ):
         raise ValueError(f"a gate of {k} columns in heads of {size} does not fit blocks of {BLOCK}")
     threads = arch.wave * min(WAVES, arch.threads // arch.wave)
     heads, steps = threads // lanes, size // (lanes * WIDTH)
