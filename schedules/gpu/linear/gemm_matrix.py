@@ -334,7 +334,7 @@ class MatrixGemm(Gemm[MatrixTile]):
 # ---- the rule
 
 MOST = 128  # sums of a lane of a default tile: a wave's other registers hold operands and what is loaded ahead
-# Clocks of a SIMD for an instruction's activations: while the cache, which the compute unit's SIMDs share, hands over 64
+# Clocks of a SIMD for an instruction's activations: while the cache, which the compute unit's SIMDs share, returns 64
 # bytes a clock; of its own
 LOADED, ISSUED = 16, 4
 THREADS = 256  # of a workgroup

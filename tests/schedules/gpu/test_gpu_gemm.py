@@ -60,7 +60,8 @@ LINEAR |= {
     "medium-dot": Case((("q4_1", 144),), 64, 64, "rows"),
     "large-matrix": Case((("q4_0", 144),), 160, 256),  # five steps: the last one has no partner
     "shared-matrix": Case((("q4_0", 48),), 192, 32, tile=MatrixTile(16, 16, 1, 1, 2)),  # three steps, two waves
-    "wide-matrix": Case((("q4_0", 80), ("q8_0", 48)), 320, 64, biases=(False, True), tile=MatrixTile(64, 64, 2, 2, 2)),  # two waves of each
+    # two waves along each axis
+    "wide-matrix": Case((("q4_0", 80), ("q8_0", 48)), 320, 64, biases=(False, True), tile=MatrixTile(64, 64, 2, 2, 2)),
     "large-float": Case((("bf16", 48),), 64, 64, "", tile=DotTile(64, 128, 8)),
     "exact-float": Case((("f32", 41),), 256, 32, "", (True,)),  # on matrix units, too: a router's
     "gates-float": Case((("f32", 1), ("f32", 8)), 128, 32, "", (False, False)),  # a router and another gate, one step
