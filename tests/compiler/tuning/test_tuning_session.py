@@ -49,7 +49,7 @@ def test_a_second_session_goes_on_without_repeating(tmp_path):
 
 def test_a_round_leaves_out_tasks_that_are_not_worth_a_plan(tmp_path):
     """Of more plans than the cost model ranks one by one, where a search that proposes none would fail."""
-    small, large = (linear(n, m=64, layout="lanes") for n in (1024, 8192))
+    small, large = (linear(n, m=64, layout="lanes:4") for n in (1024, 8192))
     tasks = [ModelTask(workload, "", {}, weight, 1e6, 0) for workload, weight in ((small, 1e-9), (large, 50))]
     with Database(NVIDIA, tmp_path) as database:
         session = TuningSession(tasks, NVIDIA, database)

@@ -166,7 +166,7 @@ def test_comparison_of_activations_in_the_order_of_lanes(tmp_path, k):
 
     def lanes(x):
         padded = np.concatenate([x, unwritten[:, : -k % 128]], axis=1)
-        return {"H": in_lanes(padded)}
+        return {"H": in_lanes(padded, 4)}
 
     expected = lanes(x)
     assert compare.differences(one, STATE, expected, expected) == (0.0, [])

@@ -15,23 +15,23 @@ from mlc_amd.runtime.devices.vulkan import fragments
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import resolve
-from mlc_amd.schedules.gpu.base.quantize import GROUP, in_lanes, lanes_shape
+from mlc_amd.schedules.gpu.base.quantize import in_lanes, lanes_shape
 from mlc_amd.schedules.gpu.linear import gemm, lane_tiles
 from mlc_amd.schedules.gpu.linear.deferred_norm import MARGIN
 from mlc_amd.schedules.gpu.linear.gemm import expert_linear, gate_up_swiglu
 from mlc_amd.schedules.gpu.linear.gemm_tile import Product
-from mlc_amd.schedules.gpu.linear.lane_results import LaneTile
+from mlc_amd.schedules.gpu.linear.lane_results import GROUP, LaneTile
 from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.tools.reference import activations
 from tests.schedules.gpu.test_gpu_experts import Case, assigned, stack
 from tests.schedules.gpu.test_gpu_gemm import error, state, weights
 from tests.schedules.gpu.test_vulkan_coop import tolerance
 
-NVIDIA = resolve("nvidia")
+NVIDIA, LANES = resolve("nvidia"), f"lanes:{GROUP}"
 
 
 def product(formats, m, rows, k=4096, **more):
-    return Product(NVIDIA, "lanes", tuple(map(lookup, formats)), m, k, rows, **more)
+    return Product(NVIDIA, LANES, tuple(map(lookup, formats)), m, k, rows, **more)
 
 
 # name: (format, rows, columns, tokens, tile). Few and small ones. What decodes weights is tested in
@@ -89,10 +89,10 @@ def test_linear(name):
     x = np.random.default_rng(3).standard_normal((m, k), np.float32).astype(np.float16)
     expected = x.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T
     out = np.full((m, -(-n // 16) * 16), np.nan, np.float32)
-    kernel = gemm.linear(linear_op([(fmt, n)], k, m, "lanes"), NVIDIA, "k", tile)
+    kernel = gemm.linear(linear_op([(fmt, n)], k, m, LANES), NVIDIA, "k", tile)
     # nobody writes what is after the columns
     rest = np.full((m, -k % (GROUP * BLOCK)), np.nan, np.float16)
-    got = emulated(kernel, [state(m), in_lanes(np.hstack([x, rest])), *planes.values(), out], NVIDIA)[-1]
+    got = emulated(kernel, [state(m), in_lanes(np.hstack([x, rest]), GROUP), *planes.values(), out], NVIDIA)[-1]
     assert error(got[:, :n], expected) < tolerance(fmt)
 
 
@@ -103,9 +103,9 @@ def test_one_result_of_a_thread(tile):
     planes, w = weights("q4_0", n, k, 0)
     x = rng.standard_normal((m, k), np.float32).astype(np.float16)
     bias, residual = (100 * rng.standard_normal(shape, np.float32) for shape in (n, (m, n)))
-    kernel = gemm.linear(linear_op([("q4_0", n)], k, m, "lanes", (True,), residual=True), NVIDIA, "k", tile)
+    kernel = gemm.linear(linear_op([("q4_0", n)], k, m, LANES, (True,), residual=True), NVIDIA, "k", tile)
     out = np.full((m, n), np.nan, np.float32)
-    got = emulated(kernel, [state(m), in_lanes(x), *planes.values(), bias, residual, out], NVIDIA)[-1]
+    got = emulated(kernel, [state(m), in_lanes(x, GROUP), *planes.values(), bias, residual, out], NVIDIA)[-1]
     expected = x.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T
     assert error(got - bias - residual, expected) < tolerance("q4_0")
 
@@ -114,9 +114,9 @@ def test_dead_tiles_are_left_alone():
     """Of a kernel whose workgroups are all resident at once, with an `if` for a loop of one step."""
     m, n, k, tile = 16, 16, 128, LaneTile(8, 16, 1, 1, 1)
     planes, _ = weights("q4_0", n, k, 0)
-    kernel = gemm.linear(linear_op([("q4_0", n)], k, m, "lanes"), NVIDIA, "k", tile)
+    kernel = gemm.linear(linear_op([("q4_0", n)], k, m, LANES), NVIDIA, "k", tile)
     out = np.full((m, n), np.nan, np.float32)
-    x = in_lanes(np.ones((m, k), np.float16))
+    x = in_lanes(np.ones((m, k), np.float16), GROUP)
     got = emulated(kernel, [state(8), x, *planes.values(), out], NVIDIA)[-1]
     assert np.isfinite(got[:8]).all() and np.isnan(got[8:]).all()
 
@@ -131,27 +131,27 @@ def test_deferred_norm(columns, tile):
     x, g = x.astype(np.float16), 1 + 0.1 * rng.standard_normal(columns).astype(np.float32)
     before = (1 / np.sqrt((residual**2).mean(-1) + eps)).astype(np.float32)  # of the residual stream's norm before
     planes, w = weights("q4_0", columns, k, 0)
-    lanes = lanes_shape(m, columns)
+    lanes = lanes_shape(m, columns, GROUP)
     made = (
         np.full((m, columns), np.nan, np.float32),
         np.zeros(lanes, np.float16),
         np.zeros((m, columns // 16), np.float32),
     )
-    op = linear_op([("q4_0", columns)], k, m, "lanes", residual=True, norm_out=True)
+    op = linear_op([("q4_0", columns)], k, m, LANES, residual=True, norm_out=True)
     first = gemm.linear(op, NVIDIA, "k", LaneTile(8, 16, 1, 1, 1))
-    inputs = [state(m), in_lanes(x), *planes.values(), residual, g, before]
+    inputs = [state(m), in_lanes(x, GROUP), *planes.values(), residual, g, before]
     y, h, squares = emulated(first, [*inputs, *made], NVIDIA)[-3:]
     expected = x.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T + residual
     assert error(y, expected) < tolerance("q4_0")
     assert np.allclose(squares, (y.astype(np.float64) ** 2).reshape(m, -1, 16).sum(-1), rtol=1e-5)
 
     planes, w = weights("q4_0", n, columns, 1)
-    second = gemm.linear(linear_op([("q4_0", n)], columns, m, "lanes", norm_in=eps), NVIDIA, "k", tile)
+    second = gemm.linear(linear_op([("q4_0", n)], columns, m, LANES, norm_in=eps), NVIDIA, "k", tile)
     out = np.full((m, n), np.nan, np.float32), np.full(m, np.nan, np.float32)
     got, scale = emulated(second, [state(m), h, squares, before, *planes.values(), *out], NVIDIA)[-2:]
     own = 1 / np.sqrt((y.astype(np.float64) ** 2).mean(-1) + eps)
     assert np.allclose(scale, own, rtol=1e-5)
-    prepared = activations.read("lanes", {"H": h}, rows=np.arange(m))[:, :columns]
+    prepared = activations.read(LANES, {"H": h}, rows=np.arange(m))[:, :columns]
     assert error(prepared, y * g * before[:, None] * MARGIN) < 2**-11  # float16
     normed = prepared.astype(np.float64) / before[:, None] / MARGIN * own[:, None]
     assert error(got, normed @ w.astype(np.float16).astype(np.float64).T) < tolerance("q4_0")
@@ -169,15 +169,15 @@ def test_runs_of_a_deferred_norm(fmt, k):
     x, residual = (rng.standard_normal((m, size), np.float32) for size in (k, n))
     x, g, before = x.astype(np.float16), rng.standard_normal(n, np.float32), rng.random(m, np.float32)
     planes, w = weights(fmt, n, k, 0)
-    kernel = gemm.linear(linear_op([(fmt, n)], k, m, "lanes", (True,), residual=True, norm_out=True), NVIDIA, "k", tile)
+    kernel = gemm.linear(linear_op([(fmt, n)], k, m, LANES, (True,), residual=True, norm_out=True), NVIDIA, "k", tile)
     bias = rng.standard_normal(n, np.float32)
-    made = np.zeros(lanes_shape(m, n), np.float16), np.zeros((m, n // 16), np.float32)
-    inputs = [state(m), in_lanes(x), *planes.values(), bias, residual, g, before]
+    made = np.zeros(lanes_shape(m, n, GROUP), np.float16), np.zeros((m, n // 16), np.float32)
+    inputs = [state(m), in_lanes(x, GROUP), *planes.values(), bias, residual, g, before]
     y, h, squares = emulated(kernel, [*inputs, np.full((m, n), np.nan, np.float32), *made], NVIDIA)[-3:]
     expected = x.astype(np.float64) @ w.astype(np.float16).astype(np.float64).T + residual + bias
     assert error(y, expected) < tolerance(fmt)
     assert np.allclose(squares, (y.astype(np.float64) ** 2).reshape(m, -1, 16).sum(-1), rtol=1e-5)
-    prepared = activations.read("lanes", {"H": h}, rows=np.arange(m))[:, :n]
+    prepared = activations.read(LANES, {"H": h}, rows=np.arange(m))[:, :n]
     assert error(prepared, y * g * before[:, None] * MARGIN) < 2**-11  # float16
 
 
@@ -185,16 +185,16 @@ def test_runs_of_a_deferred_norm(fmt, k):
 @pytest.mark.parametrize(
     ("fmt", "hidden", "rows"), [("q4_0", 0, 64), ("q4_0", 1, 48), ("q4_k", 1, 64), ("q8_0", 1, 48), ("q3_k", 1, 64)]
 )
-@pytest.mark.parametrize("layout", sample(["lanes", "pairs"], ["lanes"]))
+@pytest.mark.parametrize("layout", sample([LANES, "pairs"], [LANES]))
 def test_staged_activations(layout, fmt, hidden, rows):
     """Gate and up; the last tile of rows and that of tokens are parts of one."""
     m, n, k, tile = 20, 160, 512, LaneTile(16, rows, 1, rows // 16, 1, 1, hidden, staged=1)
     (gate, up), w = zip(*(weights(fmt, n, k, seed) for seed in (1, 2)), strict=True)
     x = np.random.default_rng(3).standard_normal((m, k), np.float32).astype(np.float16)
-    kernel = gate_up_swiglu(gate_up_op(fmt, fmt, n, k, m, "lanes", layout), NVIDIA, "k", tile)
-    shape = lanes_shape(m, n) if layout == "lanes" else (m, n)
+    kernel = gate_up_swiglu(gate_up_op(fmt, fmt, n, k, m, LANES, layout), NVIDIA, "k", tile)
+    shape = lanes_shape(m, n, GROUP) if layout == LANES else (m, n)
     out = np.full(shape, np.nan, np.float16)
-    got = emulated(kernel, [state(m), in_lanes(x), *gate.values(), *up.values(), out], NVIDIA)[-1]
+    got = emulated(kernel, [state(m), in_lanes(x, GROUP), *gate.values(), *up.values(), out], NVIDIA)[-1]
     got = activations.read(layout, {"H": got}, rows=np.arange(m))[:, :n]
     products = [x.astype(np.float64) @ each.astype(np.float16).astype(np.float64).T for each in w]
     expected = products[0] / (1 + np.exp(-products[0])) * products[1]
@@ -219,23 +219,23 @@ def test_staged_activations_of_a_deferred_norm(m, n, k, tile):
     before = (1.5 / np.sqrt((x**2).mean(-1) + eps)).astype(np.float32)
     h = (x * before[:, None] * MARGIN).astype(np.float16)
     squares = (x**2).reshape(m, -1, 16).sum(-1)
-    op = gate_up_op("q4_0", "q4_0", n, k, m, "lanes", "lanes", norm_in=eps)
+    op = gate_up_op("q4_0", "q4_0", n, k, m, LANES, LANES, norm_in=eps)
     kernel = gate_up_swiglu(op, NVIDIA, "k", tile)
-    out = np.full(lanes_shape(m, n), np.nan, np.float16), np.full(m, np.nan, np.float32)
-    arrays = [state(m), in_lanes(h), squares, before, *gate.values(), *up.values(), *out]
+    out = np.full(lanes_shape(m, n, GROUP), np.nan, np.float16), np.full(m, np.nan, np.float32)
+    arrays = [state(m), in_lanes(h, GROUP), squares, before, *gate.values(), *up.values(), *out]
     got, scale = emulated(kernel, arrays, NVIDIA)[-2:]
     own = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1) + eps)
     assert np.allclose(scale, own, rtol=1e-5)
     normed = h.astype(np.float64) / before[:, None] / MARGIN * own[:, None]
     products = [normed @ each.astype(np.float16).astype(np.float64).T for each in w]
-    got = activations.read("lanes", {"H": got}, rows=np.arange(m))[:, :n]
+    got = activations.read(LANES, {"H": got}, rows=np.arange(m))[:, :n]
     assert error(got, products[0] / (1 + np.exp(-products[0])) * products[1]) < tolerance("q4_0") + 6e-4  # float16
 
 
 def test_a_deferred_norm_of_many_columns():
     """A thread that adds up all squares of a token, in a kernel that compiles nevertheless."""
     tile = LaneTile(64, 32, 1, 1, 2)
-    op = gate_up_op("q4_0", "q4_0", 32, 8192, 64, "lanes", "lanes", norm_in=1e-5)
+    op = gate_up_op("q4_0", "q4_0", 32, 8192, 64, LANES, LANES, norm_in=1e-5)
     kernel = gate_up_swiglu(op, NVIDIA, "k", tile)
     assert compile_spirv({"k": kernel}, NVIDIA).modules
 
@@ -261,25 +261,25 @@ def test_experts(slots, m, n, tile):
     rng = np.random.default_rng(3)
     x = (0.3 * rng.standard_normal((slots, k), np.float32)).astype(np.float16)  # so that float16 holds all results
     biases = [rng.standard_normal(experts.count * n).astype(np.float32) for _ in range(2)]
-    shared = [state(m), in_lanes(x), groups]
+    shared = [state(m), in_lanes(x, GROUP), groups]
     rows = x.astype(np.float64)[:, None]
     products = [
         (rows @ each[ids].transpose(0, 2, 1))[:, 0] + bias.reshape(-1, n)[ids]
         for each, bias in zip(w, biases, strict=True)
     ]
     used = ids >= 0
-    op = operator("expert_linear", sizes | {"fmt": "q4_k", "bias": True, "layout": "lanes"})
+    op = operator("expert_linear", sizes | {"fmt": "q4_k", "bias": True, "layout": LANES})
     kernel = expert_linear(op, NVIDIA, "k", tile)
     out = np.full((slots, n), np.nan, np.float32)
     got = emulated(kernel, [*shared, *planes[0].values(), biases[0], out], NVIDIA)[-1]
     assert error(got[used], products[0][used]) < tolerance("q4_k") and np.isnan(got[~used]).all() and not used.all()
-    own = {"gate": "q4_k", "up": "q4_k", "biases": True, "act": "silu", "layout_in": "lanes", "layout": "lanes"}
+    own = {"gate": "q4_k", "up": "q4_k", "biases": True, "act": "silu", "layout_in": LANES, "layout": LANES}
     op = operator("expert_gate_up", sizes | own | {"shared": False})
     kernel = gate_up_swiglu(op, NVIDIA, "k", tile)
-    out = np.full(lanes_shape(slots, n), np.nan, np.float16)
+    out = np.full(lanes_shape(slots, n, GROUP), np.nan, np.float16)
     weights = [array for each in planes for array in each.values()]
     got = emulated(kernel, [*shared, *weights, *biases, out], NVIDIA)[-1]
-    got = activations.read("lanes", {"H": got}, rows=np.arange(slots))[:, :n]
+    got = activations.read(LANES, {"H": got}, rows=np.arange(slots))[:, :n]
     expected = products[0] / (1 + np.exp(-products[0])) * products[1]
     assert error(got[used], expected[used]) < tolerance("q4_k") + 6e-4  # float16
 

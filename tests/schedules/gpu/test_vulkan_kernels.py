@@ -41,7 +41,7 @@ TOLERANCE = 2e-5  # of the largest result
 def check_linear(profile, segments, k, m=1, layout="rows", biases=None, residual=False, plan=None):
     """Runs a linear layer on random weights and checks its outputs; they start as NaN."""
     biases, rng = biases or (False,) * len(segments), np.random.default_rng(5)
-    inputs, x, _ = gemm_cases.problem(layout, m, k, False)
+    inputs, x, _ = gemm_cases.problem(layout, m, k)
     arrays, expected = {"state": gemm_cases.state(m), **inputs}, []
     for i, ((fmt, n), bias) in enumerate(zip(segments, biases, strict=True)):
         planes, w = gemm_cases.weights(fmt, n, k, i)
@@ -178,7 +178,7 @@ def test_gemm_residual(profile, fmt):
 
 def test_gemm_leaves_tiles_without_live_tokens(profile):
     m, k, live = 64, 64, 17
-    inputs, x, _ = gemm_cases.problem("rows", m, k, False)
+    inputs, x, _ = gemm_cases.problem("rows", m, k)
     planes, w = gemm_cases.weights("q4_1", 48, k, 0)
     arrays = {"state": gemm_cases.state(live), **inputs, "Y0": np.full((m, 48), np.nan, np.float32)}
     arrays |= {f"W0_{p}": plane for p, plane in planes.items()}
@@ -221,7 +221,7 @@ def check_gate_up(profile, case, act="silu"):
     layout_in = layout_of(gate)
     (gate_planes, g), (up_planes, u) = gemm_cases.weights(gate, f, k, 1), gemm_cases.weights(up, f, k, 2)
     # gates of a size at which the sigmoid bends
-    inputs, x, _ = gemm_cases.problem(layout_in, m, k, False, 3 / np.sqrt((g.astype(np.float64) ** 2).sum(1).mean()))
+    inputs, x, _ = gemm_cases.problem(layout_in, m, k, 3 / np.sqrt((g.astype(np.float64) ** 2).sum(1).mean()))
     g, u = (x @ w.astype(np.float64).T for w in (g, u))
     expected = ACTIVATIONS[act](g) * u
     outputs = {"A_out": np.zeros((m, f // 32, 32), np.int8), "S_out": np.full((m, f // 32, 4), np.nan, np.float32)}
