@@ -21,6 +21,7 @@ from mlc_amd.schedules.gpu.base.arch import resolve
 from mlc_amd.schedules.gpu.linear.gemm import gate_up_swiglu, linear
 from mlc_amd.schedules.gpu.linear.gemm_dot import DotTile
 from mlc_amd.schedules.gpu.linear.gemm_matrix import MatrixTile
+from mlc_amd.schedules.gpu.linear.linear import head_linear
 from mlc_amd.tools.reference.activations import in_layout, read
 from tests.dev.gfxemu import emulate
 
@@ -342,3 +343,19 @@ def test_what_has_no_tiles_is_refused(arch, op):
 def test_rows_out_of_matrix_units_are_refused():
     with pytest.raises(ValueError, match="do not make one launch"):
         gate_up_swiglu(workloads.gate_up_op("q4_0", "q4_0", 64, 256, 16, "lanes:2", "rows"), resolve("gfx1100"), "f")
+
+
+@pytest.mark.full
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch_name", ["gfx1100", "gfx942"])
+def test_a_matrix_for_each_head(arch_name):
+    arch, m, heads, n, k = resolve(arch_name), 16, 3, 48, 256
+    layout = placed(MATRIX, arch)
+    inputs, x, rounded = problem(layout, m, heads * k)
+    planes, w = weights("q8_0", heads * n, k, 4)
+    arrays = {"state": state(m), **inputs, "Y": np.full((m, heads * n), np.nan, np.float32)}
+    arrays |= {f"W_{p}": plane for p, plane in planes.items()}
+    op = workloads.operator("head_linear", {"fmt": "q8_0", "heads": heads, "n": n, "k": k, "m": m, "layout": layout})
+    emulate(compile_hsaco({"f": head_linear(op, arch, "f")}, arch), "f", arrays)
+    parts = zip(x.reshape(m, heads, k).swapaxes(0, 1), rounded(w).reshape(heads, n, k), strict=True)
+    assert error(arrays["Y"], np.concatenate([mine @ of.T for mine, of in parts], axis=1)) < TOLERANCE
