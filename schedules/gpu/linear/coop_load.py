@@ -17,10 +17,11 @@ minimum; value * scale + minimum is rounded once more. In total that is below 1 
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import FP4_VALUES, PLANE_BITS, Format
-from mlc_amd.schedules.gpu.base.device import fma
+from mlc_amd.schedules.gpu.base.device import fma, intrin
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUN_COLUMNS, RUNS
@@ -38,6 +39,7 @@ HIGH_EXPONENT_VALUE = 64
 EXPONENTS = EXPONENT, HIGH_EXPONENT
 SIGN = 0x80808080  # turns signed bytes into bytes that count from 128
 SIGNS = 0x80008000  # of two float16
+PAIRS = 0x04020400, 0x04030401  # byte selectors: bytes 0 and 2, 1 and 3 of a word below those of an exponent
 
 
 def fetch(fmt: Format, planes: load.Planes, row: Expr, unit: Expr, span: int) -> Fetched:
@@ -88,9 +90,12 @@ def decoder(
     `hidden`."""
     exponents = [T.uint32(bits) if isinstance(bits, int) else bits for bits in exponents]
     scales = load.scales(fmt, fetched, block)
-    codes, zero, signs = _unsigned(arch, fmt, load.block_words(fmt, fetched, block))
-    factors = scales.factors()
-    minimums = None
+    words, permutes = load.block_words(fmt, fetched, block), arch.api == "rocm"
+    factors, minimums = scales.factors(), None
+    if fmt.table == FP4_VALUES and permutes:
+        pairs = _per_pair(factors)
+        return lambda j: T.Bind(T.reinterpret("float16x8", vector(_fp4(words["Q4"][j]))) * pairs)
+    codes, zero, signs = _unsigned(arch, fmt, words)
     if fmt.minimum:
         # counted from the middle of the codes, so that rounding the scale moves the outermost weights least
         zero = 1 << (sum(PLANE_BITS[plane] for plane in codes) - 1)
@@ -99,15 +104,17 @@ def decoder(
     factors = _per_pair(factors)
 
     nibbles = list(codes) == ["Q4"]
+    whole = load.bytes_of(codes) if permutes and not nibbles else None
     offsets = [HIGH_EXPONENT_VALUE if nibbles and t % 2 else EXPONENT_VALUE for t in range(RUN // 2)]
     zeros = vector([T.float16(offsets[i // 2] + zero) for i in range(RUN)])
 
     def run(j: Expr) -> Expr:
-        bits = (
-            _nibbles(codes["Q4"], j, exponents)
-            if nibbles
-            else [_fields(codes, j, t, exponents[0]) for t in range(RUN // 2)]
-        )
+        if nibbles:
+            bits = _nibbles(codes["Q4"], j, exponents)
+        elif whole:
+            bits = [_permuted(exponents[0], whole[j + RUNS * half], pair) for pair in PAIRS for half in range(2)]
+        else:
+            bits = [_fields(codes, j, t, exponents[0]) for t in range(RUN // 2)]
         value = T.reinterpret("float16x8", vector(bits)) - zeros
         if signs:
             value = _signed(value, chosen(signs, j))
@@ -162,6 +169,24 @@ def _fields(codes: Words, j: Expr, t: int, exponent: Expr) -> Expr:
         found = load.field(chosen([words[i] for i in places], j), first, bits, filled, 0x00010001) | found
         filled += bits
     return T.Bind(found)
+
+
+def _permuted(exponent: Expr, word: Expr, pair: int) -> Expr:
+    """The bytes of a pair of a word, each under an exponent's upper byte. One instruction of AMD's."""
+    return intrin("uint32", "llvm.amdgcn.perm", exponent, word, T.uint32(pair))
+
+
+def _fp4(word: Expr) -> list[Expr]:
+    """The pairs of FP4_VALUES of a run's word. Their float16 have zeros in the lower byte, and byte permutes pick from
+    eight upper ones."""
+    halves = np.array(FP4_VALUES[:8], np.float16).view(np.uint16) >> 8
+    low, high = (T.uint32(int.from_bytes(bytes(int(x) for x in part), "little")) for part in (halves[:4], halves[4:]))
+    pairs = []
+    for codes in (word, T.Bind(T.shift_right(word, T.uint32(4)))):
+        magnitudes = intrin("uint32", "llvm.amdgcn.perm", high, low, codes & T.uint32(0x07070707))
+        signed = T.Bind(T.shift_left(codes & T.uint32(0x08080808), T.uint32(4)) | magnitudes)
+        pairs.append([T.Bind(x & T.uint32(0xFF00FF00)) for x in (T.shift_left(signed, T.uint32(8)), signed)])
+    return [pair[odd] for odd in (0, 1) for pair in pairs]
 
 
 def _nibbles(words: Sequence[Expr], j: Expr, exponents: Sequence[Expr]) -> list[Expr]:
