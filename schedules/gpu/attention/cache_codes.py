@@ -14,11 +14,12 @@ from mlc_amd.schedules.gpu.base.device import fma, intrin, maximum, minimum, rcp
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import HALF_MAX, WIDTH
 from mlc_amd.schedules.gpu.base.registers import lane_of, vector
-from mlc_amd.schedules.gpu.linear.gemm_load import EXPONENT, PAIRS
 from mlc_amd.schedules.operators.attention import KV_BLOCK, KV_STEPS
 from mlc_amd.schedules.tir import Expr
 
 BYTES = 4  # of a word
+EXPONENT = 0x64646464  # of 1024.0 as float16, in every byte
+PAIRS = (0x04010400, 0x04030402)  # byte selectors: bytes 0 and 1, 2 and 3 of a word below exponent bytes
 FLIP, ZERO = 0x80808080, 128  # signed bytes become unsigned ones, of which 128 means 0
 LANES = KV_BLOCK // WIDTH  # that hold a block
 

@@ -39,7 +39,7 @@ HIGH_EXPONENT_VALUE = 64
 EXPONENTS = EXPONENT, HIGH_EXPONENT
 SIGN = 0x80808080  # turns signed bytes into bytes that count from 128
 SIGNS = 0x80008000  # of two float16
-PAIRS = 0x04020400, 0x04030401  # byte selectors: bytes 0 and 2, 1 and 3 of a word below those of an exponent
+PAIRS = 0x05020500, 0x05030501  # byte selectors: bytes 0 and 2, 1 and 3 of a word below those of EXPONENT
 
 
 def fetch(fmt: Format, planes: load.Planes, row: Expr, unit: Expr, span: int) -> Fetched:

@@ -5,20 +5,14 @@ The unit of work is a piece: half a block of 32 columns of one row, columns 8*pa
 step can be in flight while the step before is multiplied:
 
     fetch           the global loads of a piece
-    half_piece      a piece as 16 float16 weights, for matrix units
     byte_piece      a piece as 16 signed bytes with scales and offsets, for int8 dot products
     real8           eight weights of a float format as float32
-
-Bytes become float16 by a byte permutation: with exponent byte 0x64 a byte b reads as 1024 + b. The rest is one fused
-multiply-add in float32 and one rounding per weight (`v_fma_mix` does both), scale * (1024 + code) + offset. The
-offset's own rounding, at most 2^-14 of a quantization step, is below that of float16.
 """
 
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.decode import minifloat
 from mlc_amd.schedules.formats import PLANE_BITS, Format
-from mlc_amd.schedules.gpu.base.device import fma, intrin
 from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
@@ -28,8 +22,6 @@ from mlc_amd.schedules.tir import Expr
 Raw = dict[str, list[Expr]]  # what `fetch` loads: by plane
 
 PIECE = 16  # columns of a piece
-EXPONENT = 0x64646464  # of 1024.0 as float16, in every byte
-PAIRS = (0x04010400, 0x04030402)  # byte selectors: bytes 0 and 1, 2 and 3 of a word below exponent bytes
 
 
 def columns_of(part: Expr) -> tuple[Expr, Expr]:
@@ -70,18 +62,10 @@ def _codes(fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
     return bytes_of(words, 2)
 
 
-def _values(arch: Device, fmt: Format, raw: Raw, part: Expr, flip: int = 0) -> list[Expr]:
+def _values(arch: Device, fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
     """`load.values` of the four words."""
     nibbles = [lane_of(raw["Q4"][0], i) for i in range(2)] if "Q4" in raw else None
-    return values(arch, fmt, nibbles, lambda: _codes(fmt, raw, part), flip)
-
-
-def _unsigned(arch: Device, fmt: Format, raw: Raw, part: Expr) -> tuple[list[Expr], int]:
-    """(four words of unsigned bytes, the byte that means 0)."""
-    words = _values(arch, fmt, raw, part, 0x80)
-    if fmt.signed and not fmt.table:
-        words = [word ^ T.uint32(0x80808080) for word in words]
-    return words, 128 if fmt.table or fmt.signed else fmt.zero
+    return values(arch, fmt, nibbles, lambda: _codes(fmt, raw, part))
 
 
 def _signed(arch: Device, fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
@@ -119,31 +103,6 @@ def scales(fmt: Format, raw: Raw) -> tuple[list[Expr], list[Expr] | None]:
 
 
 # ---- pieces
-
-
-def half_piece(arch: Device, fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
-    """The piece's two runs of eight columns as float16x8."""
-    if fmt.kind == "float":
-        return [T.Bind(T.cast(real8(fmt, w), "float16x8")) if fmt.name != "f16" else w for w in raw["W"]]
-    words, zero = _unsigned(arch, fmt, raw, part)
-    factors, minimums = scales(fmt, raw)
-    offsets = [s * T.float32(-1024 - zero) for s in factors]
-    if minimums:
-        offsets = [o + low for o, low in zip(offsets, minimums, strict=True)]
-    offsets = [T.Bind(o) for o in offsets]
-    runs = []
-    for run in range(2):
-        scale, offset = (v[run % len(v)] for v in (factors, offsets))
-        values = []
-        for word in words[2 * run : 2 * run + 2]:
-            for select in PAIRS:
-                bits = intrin("uint32", "llvm.amdgcn.perm", T.uint32(EXPONENT), word, T.uint32(select))
-                pair = T.Bind(T.reinterpret("float16x2", bits))
-                # one by one: of a vector LLVM makes separate conversions where there is a packed float32 addition
-                # (gfx90a and later)
-                values += [T.cast(fma(T.cast(lane_of(pair, i), "float32"), scale, offset), "float16") for i in range(2)]
-        runs.append(T.Bind(vector(values)))
-    return runs
 
 
 def byte_piece(arch: Device, fmt: Format, raw: Raw, part: Expr) -> tuple[list[Expr], list[Expr], list[Expr] | None]:

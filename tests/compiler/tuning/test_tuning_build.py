@@ -141,8 +141,8 @@ def test_workers_survive_what_does_not_build(tmp_path):
 
 
 def test_tiles_larger_than_the_work_are_refused(tmp_path):
-    workload, few = linear("rocm", 256, 256, 256), linear("rocm", 256, 256, 128)
-    plan = next(plan for plan in space(workload, target("rocm", "gfx1100").archs[0]).plans if plan.tokens == 256)
+    workload, few = linear("rocm", 256, 256, 128), linear("rocm", 256, 256, 64)
+    plan = next(plan for plan in space(workload, target("rocm", "gfx1100").archs[0]).plans if plan.tokens == 128)
     with pytest.raises(ValueError, match="does not divide"):
         build(few, plan, "rocm", "gfx1100", tmp_path / "a")
     assert not (tmp_path / "a" / "candidate.json").exists()

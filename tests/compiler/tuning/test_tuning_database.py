@@ -48,7 +48,7 @@ def test_torn_and_damaged_lines_are_dropped(tmp_path):
 
 def attention(ctx: int) -> Operator:
     return operator(
-        "attention", {"heads": 8, "kv_heads": 2, "d": 64, "ctx": ctx, "m": 64, "single": 0, "layout": "half"}
+        "attention", {"heads": 8, "kv_heads": 2, "d": 64, "ctx": ctx, "m": 64, "single": 0, "layout": "lanes:2"}
     )
 
 

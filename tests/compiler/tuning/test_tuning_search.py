@@ -65,22 +65,22 @@ def test_the_scales_that_a_thread_takes_fit_a_word(fmt, spans):
 
 SPARSE = """
 import sys
-from mlc_amd.schedules.gpu.base import arch as archs
+from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.compiler.tuning import search
 from mlc_amd.schedules.operators import GateUp
 from mlc_amd.schedules.space import space
-workload = GateUp(gate="q4_0", up="q4_0", n=256, k=256, m=32, layout_in="half", layout="half", act="silu")
-arch = archs.resolve("gfx1100")
+workload = GateUp(gate="q4_0", up="q4_0", n=256, k=256, m=32, layout_in="pairs", layout="pairs", act="silu")
+arch = profiles.resolve("rdna3")
 found = space(workload, arch)
-fastest = 1e-3 * (1 + min(p.tokens / p.columns for p in found.plans))
+fastest = 1e-3 * (1 + min(p.tokens / p.rows for p in found.plans))
 for search.RANKED in map(int, sys.argv[1:]):
     tried, evolved = search.Search(workload, found, arch), []
     evolve = tried._evolve
     tried._evolve = lambda count: evolved.append(evolve(count)) or evolved[-1]
     for _ in range(15):
         plans = tried.propose(3)
-        tried.report([(plan, 1e-3 * (1 + plan.tokens / plan.columns)) for plan in plans])
-    print(len(tried.seconds), len(evolved), evolved.count([]) > 0, tried.best[1] == fastest)
+        tried.report([(plan, 1e-3 * (1 + plan.tokens / plan.rows)) for plan in plans])
+    print(len(found.plans), len(tried.seconds), len(evolved), evolved.count([]) > 0, tried.best[1] == fastest)
 """
 
 
@@ -108,7 +108,7 @@ def test_search_proposes_the_default_first_and_nothing_twice_and_ends():
 
 
 def test_proposed_plans_all_fit_the_arch():
-    workload = linear(m=64, layout="half")
+    workload = linear(m=64, layout="lanes:2")
     found = space(workload, GFX)
     search = Search(workload, found, GFX)
     for _ in range(4):
