@@ -234,5 +234,6 @@ def limits(gpu: Chip | DeviceKind, device: str = "") -> Limits:
 
 
 def limits_of(arch: str, device: str = "") -> Limits:
-    """The same by the name of a chip, or of a kind with its changes (rdna3:wave=64)."""
-    return limits(CHIPS.get(arch) or DEVICE_KINDS[arch.partition(":")[0]], device)
+    """The same by the name of a chip, or of a kind with its changes (rdna3:wave=64); nothing is known of others."""
+    gpu = CHIPS.get(arch) or DEVICE_KINDS.get(arch.partition(":")[0])
+    return limits(gpu, device) if gpu else Limits(0.0, {})
