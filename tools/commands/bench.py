@@ -95,7 +95,8 @@ def run(
         result = _result(engine, test, repetitions, per_kernel, sensors) | {"n_cpu_moe": load.n_cpu_moe}
         if per_kernel and test.n_seqs == 1:
             result["per_kernel"] = _per_kernel(engine, test, result)
-            tables.append(kernel_table.text(result["per_kernel"], _peak_words(result)))
+            source = str(result["peak_product"] or result["machine_how"] or "")
+            tables.append(kernel_table.text(result["per_kernel"], source))
         if profile_host and test.n_gen and test.n_seqs == 1:
             fill(engine, test.n_depth)
             result["host_profile"] = host_profile.measure(engine, test.n_gen)
@@ -177,13 +178,6 @@ def _per_kernel(engine, test: Test, result: dict) -> dict[str, object]:
     measured = result["machine_gbps"] and result["machine_gbps"] * 1e9
     limits = bounds.limits_on(engine.device, engine.artifact.manifest, measured)
     return kernel_table.measure(engine, np.arange(test.n_prompt or 1) % engine.vocab, limits)
-
-
-def _peak_words(result: dict) -> str:
-    """The bandwidth that the kernels' bounds are of; "" when nothing is known."""
-    if result["peak_gbps"]:
-        return f"{result['peak_gbps']} GB/s ({result['peak_product']})"
-    return f"{result['machine_gbps']:.1f} GB/s ({result['machine_how']})" if result["machine_gbps"] else ""
 
 
 def _result(

@@ -1,5 +1,6 @@
 """`mlc-amd inspect` on how long calls of an artifact's kernels take at least (tools/measure/bounds.py), as text."""
 
+from mlc_amd.tools.measure.bounds import words
 from mlc_amd.tools.terminal import display
 
 HEADER = ("us", "by", "MB", "GFLOP", "unit", "rows", "after", "kernel")
@@ -12,8 +13,6 @@ def tables(found: list[dict]) -> str:
     """found: of `bounds.of_artifact`, for each arch."""
     parts = []
     for arch in found:
-        rates = [f"{unit} {rate / 1e12:.1f}" for unit, rate in arch["rates"].items()]
-        at = f"{arch['bandwidth'] / 1e9:.0f} GB/s" if arch["bandwidth"] else "a bandwidth that is not known"
         rows = [
             (
                 f"{row['bound_us']:.3f}", row["bound_by"], f"{row['bytes'] / 1e6:.3f}",
@@ -21,6 +20,6 @@ def tables(found: list[dict]) -> str:
             )
             for row in arch["kernels"]
         ]  # fmt: skip
-        title = f"bounds for {arch['arch']}: {at}; TOPS: {', '.join(rates) or 'not known'}"
+        title = f"bounds for {arch['arch']}: {words(arch)}"
         parts.append(f"{title}\n{display.table(HEADER, rows, (0, 2, 3, 5, 6))}")
     return "\n".join([*parts, LEGEND])

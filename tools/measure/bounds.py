@@ -71,6 +71,14 @@ def of_artifact(manifest: Mapping, arch: str) -> dict:
     return {"arch": arch, **limits._asdict(), "kernels": rows}
 
 
+def words(limits: Mapping, source: str = "") -> str:
+    """Limits as data, for people. source: where the bandwidth comes from."""
+    bandwidth, whose = limits["bandwidth"] / 1e9, f" ({source})" if source else ""
+    rates = (f"{unit} {rate / 1e12:.1f}" for unit, rate in limits["rates"].items())
+    at = f"{bandwidth:.4g} GB/s{whose}" if bandwidth else "bandwidth not known"
+    return f"{at}; TOPS: {', '.join(rates) or 'not known'}"
+
+
 def code_arch(device, manifest: Mapping) -> str:
     """The arch of the code that an opened device runs."""
     return getattr(device, "code_arch", "") or manifest["target"]["arch"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mlc_amd.runtime.gpus import Limits
-from mlc_amd.tools.measure.bounds import bound, code_arch, operations, traffic, unit_of
+from mlc_amd.tools.measure.bounds import bound, code_arch, operations, traffic, unit_of, words
 from mlc_amd.tools.terminal import display
 
 ROUNDS = 7
@@ -60,9 +60,8 @@ def measure(engine, ids, limits: Limits, rounds: int = ROUNDS) -> dict[str, Any]
     return facts | {"kernels": rows} | all_gaps
 
 
-def text(found: dict, peak: str) -> str:
-    """`measure`'s result as a table. peak: the bandwidth of bounds, such as "4800 GB/s (H200)"; "" if it is not
-    known."""
+def text(found: dict, source: str) -> str:
+    """`measure`'s result as a table. source: where the bandwidth of bounds comes from, such as "H200" or "copy"."""
 
     def number(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
@@ -78,6 +77,5 @@ def text(found: dict, peak: str) -> str:
     kernels, gaps = found["kernels_us"], found["gaps_us"]
     sums = f"{found['launches']} launches: kernels {kernels:.1f} us, gaps between them {gaps:.1f} us"
     sums += f" ({found['gap_us']:.2f} us each), {kernels + gaps:.1f} us in total"
-    rates = (f"{unit} {rate / 1e12:.1f}" for unit, rate in found["limits"]["rates"].items())
-    at = f"bounds: at {peak or 'a bandwidth that is not known'}; TOPS: {', '.join(rates) or 'not known'}"
-    return f"{title}\n{display.table(header, rows, range(1, 8))}{sums}\n{at}\n"
+    at = words(found["limits"], source)
+    return f"{title}\n{display.table(header, rows, range(1, 8))}{sums}\nbounds: at {at}\n"
