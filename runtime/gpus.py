@@ -9,6 +9,7 @@ memory, compute units, clocks); Vulkan's registry of required limits; reports of
 
 import re
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 KIB = 1024
 
@@ -20,10 +21,10 @@ class Chip:
     name: str  # LLVM's
     family: str  # its generation: gcn5, cdna1 to cdna4, rdna1 to rdna4
     dot: str  # instruction for four int8 products added to an int32: "sdot4", "sudot4" (signs chosen per operand) or ""
-    units: int  # compute units of the product that `bandwidth` is of: how many workgroups fill the GPU
-    bandwidth: float  # GB/s of device memory, of the fastest usual product (a table's figure, not a measurement)
+    units: int  # compute units of the first product: how many workgroups fill the GPU
+    bandwidth: float  # GB/s of device memory, of the first product (a table's figure, not a measurement)
     clock: float  # GHz under load: boost or "game" clock
-    products: tuple[str, ...]  # names that users may call it, lower case without blanks
+    products: tuple[str, ...]  # names that users may call it, lower case without blanks, the usual one first
     unified: bool = False  # an APU: its memory is the host's
     lds: int = 64 * KIB  # bytes of LDS that one workgroup may have
     loads: int = 2  # that a lane keeps in flight in kernels bound by memory, to hide its latency, as registers allow
@@ -46,7 +47,7 @@ CHIPS = {
         Chip("gfx1010", "rdna1", "", 40, 448, 1.9, ("5700xt", "5700", "5600xt", "navi10")),
         Chip("gfx1011", "rdna1", "sdot4", 36, 512, 1.9, ("v520", "navi12")),
         Chip("gfx1012", "rdna1", "sdot4", 22, 224, 1.8, ("5500xt", "5500", "navi14")),
-        Chip("gfx1030", "rdna2", "sdot4", 72, 512, 2.25, ("6950xt", "6900xt", "6800xt", "6800", "w6800", "navi21"),
+        Chip("gfx1030", "rdna2", "sdot4", 72, 512, 2.25, ("6800xt", "6900xt", "6950xt", "6800", "w6800", "navi21"),
         mach=0x36),
         Chip("gfx1031", "rdna2", "sdot4", 40, 384, 2.4, ("6700xt", "6750xt", "6700", "navi22"), mach=0x37),
         Chip("gfx1032", "rdna2", "sdot4", 32, 256, 2.4, ("6600xt", "6600", "6650xt", "navi23"), mach=0x38),
@@ -87,23 +88,21 @@ MEMORY: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 
 # GB/s of device memory by product: what decoding, which reads every weight for each token, can reach at best. Only
-# products that come with one kind of memory: of most APUs it is whatever the machine has. The Steam Deck's chips have
-# no other names. Source: AMD's and NVIDIA's product pages; of an MI250 one of its two dies.
-BANDWIDTH: dict[str, int] = {
-    "vii": 1024, "mi50": 1024, "mi60": 1024, "mi100": 1229, "mi210": 1638, "mi250": 1638, "mi250x": 1638,
-    "mi300x": 5300, "mi300a": 5300, "mi325x": 6000, "mi350x": 8000, "mi355x": 8000,
-    "5700xt": 448, "5700": 448, "5600xt": 336, "v520": 512, "5500xt": 224, "5500": 224,
-    "6950xt": 576, "6900xt": 512, "6800xt": 512, "6800": 512, "w6800": 512, "6750xt": 432, "6700xt": 384, "6700": 320,
-    "6650xt": 280, "6600xt": 256, "6600": 224, "6500xt": 144, "6400": 128, "customgpu0405": 88, "customgpu0932": 102,
-    "7900xtx": 960, "7900xt": 800, "7900gre": 576, "w7900": 864, "w7800": 576, "7800xt": 624, "7700xt": 432,
-    "7700": 624, "w7700": 576, "7600xt": 288, "7600": 288, "8060s": 256, "8050s": 256,
-    "9070xt": 640, "9070": 640, "9070gre": 432, "r9700": 640, "9060xt": 322, "9060": 288,
+# products that come with one kind of memory: of most APUs it is whatever the machine has. A card's chip says that of
+# its first product; the Steam Deck's chips have no other names. Source: AMD's and NVIDIA's product pages; of an MI250
+# one of its two dies.
+BANDWIDTH: dict[str, float] = {chip.products[0]: chip.bandwidth for chip in CHIPS.values() if not chip.unified} | {
+    "mi50": 1024, "mi60": 1024, "mi250": 1638, "mi250x": 1638, "mi300a": 5300, "mi325x": 6000, "mi355x": 8000,
+    "5700": 448, "5600xt": 336, "5500": 224, "6950xt": 576, "6900xt": 512, "6800": 512, "w6800": 512, "6750xt": 432,
+    "6700": 320, "6650xt": 280, "6600": 224, "6400": 128, "customgpu0405": 88, "customgpu0932": 102,
+    "7900xt": 800, "7900gre": 576, "w7900": 864, "w7800": 576, "7700xt": 432, "7700": 624, "w7700": 576, "7600xt": 288,
+    "8060s": 256, "8050s": 256, "9070": 640, "9070gre": 432, "r9700": 640, "9060": 288,
     "h100": 3352, "h100pcie": 2039, "h100nvl": 3938, "h200": 4800,
 }  # fmt: skip
 VENDORS = {"amd", "radeon", "nvidia"}  # one of them is a word of a product's name
 
 
-def peak_bandwidth(name: str) -> tuple[str, int] | None:
+def peak_bandwidth(name: str) -> tuple[str, float] | None:
     """(product, GB/s) of a device, by the name that its driver reports: the longest of BANDWIDTH of which the words
     follow one another in it. None for others."""
     words = re.findall(r"[A-Za-z0-9]+", name)
@@ -135,6 +134,7 @@ class DeviceKind:
     bandwidth: float  # GB/s, as of `Chip`; 0: not known
     products: tuple[str, ...] = ()  # other names, lower case without blanks
     unified: bool = False  # its memory is the host's
+    clock: float = 1.9  # GHz, as of `Chip`, rough: one kind stands for many chips
     subgroups: bool = True  # has subgroup arithmetic and shuffles with a size that can be required
     dot: str = "dot4"  # packed products of 4x8 signed bits in hardware; "" plain multiplication
     loads: int = 2  # as of `Chip`
@@ -149,7 +149,6 @@ class DeviceKind:
     launch_us: float = 0.0
     float16: bool = True  # arithmetic on float16 (else: storage only)
     matrix: str = ""  # "coop" for KHR_cooperative_matrix, else ""
-    matrix_ops: int = 0  # operations of these per clock of a compute unit, rough, from product pages; 0: not known
     # registers of a lane that the driver's compiler keeps for one fragment of an operand, where kernels must count them
     # to stay without spills: 16 with ACO (Mesa 25). 0: they need not
     query_registers: int = 0
@@ -166,22 +165,20 @@ class DeviceKind:
 DEVICE_KINDS = {
     kind.name: kind
     for kind in (
-        DeviceKind("vangogh", "rdna2", 32, 8, 88, ("steamdeck", "deck"), unified=True, registers=1024,
-        chips="VANGOGH"),
+        DeviceKind("vangogh", "rdna2", 32, 8, 88, ("steamdeck", "deck"), unified=True, clock=1.6,
+        registers=1024, chips="VANGOGH"),
         # NAVI1 is without dot products, which the driver says
         DeviceKind("rdna2", "rdna2", 32, 40, 512, ("rembrandt", "680m", "660m"), registers=1024,
         chips="NAVI1|NAVI2|REMBRANDT|RAPHAEL|MENDOCINO"),
-        DeviceKind("rdna3", "rdna3", 32, 60, 960, registers=1536, matrix="coop", matrix_ops=512,
-        query_registers=16,
+        DeviceKind("rdna3", "rdna3", 32, 60, 960, registers=1536, matrix="coop", query_registers=16,
         chips="NAVI3|PHOENIX|HAWK|STRIX|KRACKAN|GFX115|GFX110"),
-        DeviceKind("rdna4", "rdna4", 32, 64, 640, registers=1536, matrix="coop", matrix_ops=1024,
-        query_registers=16,
+        DeviceKind("rdna4", "rdna4", 32, 64, 640, registers=1536, matrix="coop", query_registers=16,
         chips="NAVI4|GFX12"),
         DeviceKind("gfx90c", "gcn5", 64, 8, 51, ("vega", "renoir", "cezanne", "lucienne", "barcelo"), unified=True,
         dot="", loads=1, registers=256, lds=64 * KIB, chips="VEGA|RAVEN|RENOIR"),
         DeviceKind("nvidia", "nvidia", 32, 132, 4800, ("h200", "h100"), loads=4, registers=512, lone_waves=True,
         unrolls=False, launch_us=3.0,
-        matrix="coop", matrix_ops=4096, lane_matrix=(16, 8, 16), lds=48 * KIB),
+        matrix="coop", lane_matrix=(16, 8, 16), lds=48 * KIB),
         # Mesa's CPU driver. Its subgroup is the host's vector: 256 bits. No hardware has such small ones: a good
         # stress.
         DeviceKind("lavapipe", "generic", 8, 4, 0, ("llvmpipe", "swrast"), unified=True, loads=1, push=128),
@@ -191,7 +188,52 @@ DEVICE_KINDS = {
     )
 }  # fmt: skip
 
-# For rooflines, rough, from product pages: operations per clock of a compute unit by what multiplies; clocks in Hz by
-# API, where one chip stands for many.
-UNIT_OPS = {"wmma11": 512, "wmma12": 1024, "mfma": 2048, "dot4": 512, "sdot4": 512, "sudot4": 512, "": 128}
-ROOFLINE_CLOCK = {"vulkan": 1.9e9, "rocm": 2.1e9}
+# ---- what a GPU can do at best
+
+Unit = Literal["fma", "packed16", "dot4", "matrix16", "matrix8"]
+# Operations per clock of a compute unit (of NVIDIA's: a multiprocessor), a multiplication and an addition being two, by
+# what multiplies: float32 multiply-adds; pairs of float16 (dot2, packed multiply-adds); four int8 (dot4); matrices of
+# float16 and of int8 without sparsity. Each is the best that the unit reaches: RDNA3 and RDNA4 with two operations
+# issued together, which dot4 cannot be (ISA manuals, "Dual Issue VALU"), CDNA2 and later with packed float32. 0: there
+# is no such instruction. Sources: AMD's white papers of CDNA to CDNA 4 ("FLOPS per clock per CU"), "How to accelerate
+# AI applications on RDNA 3 using WMMA" and "Using the Matrix Cores of AMD RDNA 4" of GPUOpen; product pages, which
+# tests compare with these; NVIDIA's Hopper white paper.
+RATES: dict[str, dict[Unit, int]] = {
+    family: dict(zip(("fma", "packed16", "dot4", "matrix16", "matrix8"), rates, strict=True))
+    for family, rates in {
+        "gcn5": (128, 256, 512, 0, 0),
+        "cdna1": (128, 256, 512, 1024, 1024),
+        "cdna2": (256, 256, 512, 1024, 1024),
+        "cdna3": (256, 256, 512, 2048, 4096),
+        "cdna4": (256, 256, 512, 4096, 8192),
+        "rdna1": (128, 256, 512, 0, 0),
+        "rdna2": (128, 256, 512, 0, 0),
+        "rdna3": (256, 512, 512, 512, 512),
+        "rdna4": (256, 512, 512, 1024, 2048),
+        "nvidia": (256, 512, 512, 4096, 8192),
+    }.items()
+}
+
+
+class Limits(NamedTuple):
+    """What a GPU can do at best. bandwidth: bytes per second, 0: not known. rates: operations per second by Unit, those
+    that it has; empty: not known."""
+
+    bandwidth: float
+    rates: dict[str, float]
+
+
+def limits(gpu: Chip | DeviceKind, device: str = "") -> Limits:
+    """Of a chip or a kind of Vulkan device, by tables. device: the name that a driver reports, of which the product
+    decides, as far as it is known."""
+    name, bandwidth = peak_bandwidth(device) or ("", gpu.bandwidth)
+    product = name.replace(" ", "").lower()
+    chip = next((chip for chip in CHIPS.values() if product in chip.products), gpu)
+    clocks = chip.units * chip.clock * 1e9
+    return Limits(bandwidth * 1e9, {unit: ops * clocks for unit, ops in RATES.get(chip.family, {}).items() if ops})
+
+
+def limits_of(arch: str, device: str = "") -> Limits:
+    """The same by the name of a chip, or of a kind with its changes (rdna3:wave=64); nothing is known of others."""
+    gpu = CHIPS.get(arch) or DEVICE_KINDS.get(arch.partition(":")[0])
+    return limits(gpu, device) if gpu else Limits(0.0, {})

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.gpus import KIB
+from mlc_amd.runtime.gpus import KIB, Unit
 from mlc_amd.schedules.gpu.base.arch import GpuArch
 
 # EF_AMDGPU_MACH: the low byte of e_flags
@@ -206,22 +206,43 @@ MEMORY = re.compile(
     r"(global|flat|buffer|scratch|ds)_(load|read|store|write)"  # gfx11 and later say load and store for LDS, too
     r"(2|_2addr)?(?:st64|_stride64)?(?:_(?:d16|hi|lds|format))*_[bfius]?(dwordx?\d?|byte|short|\d+)"
 )
+# Classes of instructions: how their mnemonics begin; the first that fits counts. Waits also hold the hints that only
+# delay a wave.
+CLASSES = {
+    "matrix": ("v_wmma", "v_mfma", "v_swmmac", "v_smfmac"),
+    "vector": ("v_",),
+    "waits": ("s_wait", "s_barrier", "s_delay_alu", "s_nop", "s_sleep"),
+    "scalar": ("s_",),
+    "lds": ("ds_",),
+    "memory": ("global_", "flat_", "buffer_", "scratch_", "image_", "exp"),
+}
+DOT = re.compile(r"v_(?:dual_)?dot")
+MULTIPLIES: dict[Unit, re.Pattern] = {  # the units of runtime/gpus.py by their mnemonics; "fma" are all others
+    "packed16": re.compile(r"v_(?:dual_)?dot2|v_pk_fma_f16"),
+    "dot4": re.compile(r"v_dot4"),
+    "matrix16": re.compile(r"v_(?:wmma|mfma|swmmac|smfmac)_b?f\d+_\w+f16"),
+    "matrix8": re.compile(r"v_(?:wmma|mfma|swmmac|smfmac)_i32"),
+}
 PADDING = {"s_nop", "s_code_end"}  # after the last instruction, for the prefetcher
 LABEL = re.compile(r"^(?:[0-9a-f]+ )?<?([A-Za-z_.$][\w.$]*)>?:")
 LOCAL_LABEL = re.compile(r"\.L|L\d")  # within a kernel: LLVM's, objdump's
+SECOND = re.compile(r"::\s*(v_\w+)")  # of two operations that are issued together: part of the first's instruction
 MNEMONIC = re.compile(r"^\s+([sv]_\w+|ds_\w+|global_\w+|flat_\w+|buffer_\w+|scratch_\w+|image_\w+|exp\b)")
 
 
 @dataclass(frozen=True)
 class Instructions:
-    """Static instruction counts of a kernel: total, by mnemonic, dot products, matrix instructions, and memory
-    operations by (space: "global", "flat", "buffer", "scratch", "ds" (LDS); "load" or "store"; bytes a lane)."""
+    """Static instruction counts of a kernel: total, by mnemonic, by class (CLASSES), dot products (also those issued
+    together with another operation), matrix instructions, and memory operations by (space: "global", "flat", "buffer",
+    "scratch", "ds" (LDS); "load" or "store"; bytes a lane). units: those that multiply."""
 
     total: int
     by_mnemonic: Counter
+    classes: Counter
     dot: int
     matrix: int
     memory: Counter
+    units: list[Unit]
 
 
 def lines_of(assembly: str, kernel: str) -> list[str]:
@@ -253,23 +274,22 @@ def memory_access(mnemonic: str) -> tuple[str, str, int] | None:
 
 def instructions(assembly: str, kernel: str) -> Instructions:
     """Counts a kernel's instructions in LLVM's assembly text or llvm-objdump's output. ValueError as `lines_of`."""
-    counts, padding, memory = Counter(), [], Counter()
+    counts, padding, memory, seconds, classes = Counter(), [], Counter(), Counter(), Counter()
     for line in lines_of(assembly, kernel):
         if mnemonic := MNEMONIC.match(line):
             padding.append(mnemonic[1])
+            seconds.update(SECOND.findall(line))
             if mnemonic[1] not in PADDING:
                 counts.update(padding)
                 padding = []
     for name, n in counts.items():
         if access := memory_access(name):
             memory[access] += n
-
-    def having(*prefixes):
-        return sum(n for name, n in counts.items() if name.startswith(prefixes))
-
-    return Instructions(
-        counts.total(), counts, having("v_dot"), having("v_wmma", "v_mfma", "v_swmmac", "v_smfmac"), memory
-    )
+        classes[next(kind for kind, begins in CLASSES.items() if name.startswith(begins))] += n
+    operations = counts + seconds
+    dot = sum(n for name, n in operations.items() if DOT.match(name))
+    units: list[Unit] = [unit for unit, pattern in MULTIPLIES.items() if any(map(pattern.match, operations))]
+    return Instructions(counts.total(), counts, classes, dot, classes["matrix"], memory, ["fma", *units])
 
 
 OBJDUMPS = ("/opt/rocm/llvm/bin/llvm-objdump", *(f"llvm-objdump-{v}" for v in range(22, 17, -1)), "llvm-objdump")

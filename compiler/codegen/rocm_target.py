@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from tvm import tirx
 
 from mlc_amd.compiler import nodes
-from mlc_amd.compiler.codegen import hsaco_worker
+from mlc_amd.compiler.codegen import hsaco, hsaco_worker
 from mlc_amd.compiler.codegen.gpu_target import GpuTarget
 from mlc_amd.compiler.codegen.lower import walk
 from mlc_amd.compiler.codegen.rocm import HsacoModule, compile_hsaco, find_linker
@@ -44,8 +44,10 @@ class RocmTarget(GpuTarget):
                 file.write(module.hsaco)
                 listing.write(module.assembly.encode())
                 functions |= module.functions
-                code = {"code": [place, len(module.hsaco)]}
-                facts |= {launch.symbol: code for name in group for launch in module.functions[name].launches}
+                symbols = [launch.symbol for name in group for launch in module.functions[name].launches]
+                for symbol in symbols:
+                    units = hsaco.instructions(module.assembly, symbol).units
+                    facts[symbol] = {"code": [place, len(module.hsaco)], "units": units}
                 place += len(module.hsaco)
         return library, functions, facts
 

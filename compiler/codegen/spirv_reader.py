@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.gpus import Unit
 
 MAGIC = 0x07230203
 ENVIRONMENT = "vulkan1.3"  # whose rules `validate` applies
@@ -46,6 +47,12 @@ class ModuleFacts:
     matrix: int
     capabilities: tuple[str, ...]
     extensions: tuple[str, ...]
+
+    @property
+    def units(self) -> list[Unit]:
+        """That multiply: those of our kernels, whose matrices are of float16. What a driver's compiler makes of other
+        products is float32."""
+        return ["fma", *(["dot4"] if self.dot else []), *(["matrix16"] if self.matrix else [])]
 
 
 def read(code: bytes) -> ModuleFacts:

@@ -6,6 +6,7 @@ Profiles with matrix units go together in an artifact, those without go together
 import re
 from typing import Any
 
+from mlc_amd.compiler.codegen import spirv_reader
 from mlc_amd.compiler.codegen.gpu_target import GpuTarget
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.runtime.artifact.manifest import ManifestTarget
@@ -50,6 +51,7 @@ class VulkanTarget(GpuTarget):
                 file.write(kernel.binary)
                 facts[symbol] = {
                     "code": [place, len(kernel.binary)],
+                    "units": spirv_reader.read(kernel.binary).units,
                     "writes": list(kernel.writes),
                     "table": kernel.table,
                 }

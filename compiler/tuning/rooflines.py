@@ -10,7 +10,7 @@ from collections.abc import Callable
 from mlc_amd.compiler.tuning.build import build_bounds
 from mlc_amd.compiler.tuning.tasks import Task
 from mlc_amd.runtime.folders import temporary
-from mlc_amd.runtime.gpus import ROOFLINE_CLOCK, UNIT_OPS
+from mlc_amd.runtime.gpus import limits, peak_bandwidth
 from mlc_amd.runtime.measure.measurer import Measurer
 
 # Where neither a measurement nor a table has them: bytes and operations per second, for shares of the time.
@@ -27,18 +27,18 @@ def rates(arch, threads: int | None = None, bandwidth: float = 0.0) -> tuple[flo
     if arch.api == "cpu":
         isa, clocks = arch.isa.__name__, (threads or 1) * CPU_CLOCK
         return bandwidth, clocks * CPU_OPS[isa], clocks * CPU_FLOAT_OPS[isa]
-    if not arch.bandwidth:  # a profile for any GPU
-        return 0.0, 0.0, 0.0
-    ops = arch.matrix_ops if arch.matrix == "coop" else UNIT_OPS[arch.matrix or arch.dot]
-    return arch.bandwidth * 1e9, arch.units * ops * ROOFLINE_CLOCK[arch.api], 0.0
+    found, unit = limits(arch), "matrix16" if arch.matrix else "dot4" if arch.dot else "fma"
+    return found.bandwidth, found.rates.get(unit, 0.0), 0.0  # 0 of a profile for any GPU
 
 
-def roofline(bandwidth: float, peak: float = 0.0, floats: float = 0.0) -> Callable[[Task], float]:
-    """Seconds of a task's call at best, at `rates`."""
+def roofline(bandwidth: float, peak: float = 0.0, floats: float = 0.0) -> Callable[..., float]:
+    """Seconds of a task's call at best, at `rates`. device: the name of the one that measured it, whose bandwidth
+    counts where its product is known."""
 
-    def seconds(task: Task) -> float:
+    def seconds(task: Task, device: str = "") -> float:
         used = floats or peak if task.workload.name == "attention" else peak
-        return max(task.bytes / bandwidth if bandwidth else 0.0, task.flops / used if used else 0.0)
+        _, gbps = peak_bandwidth(device) or ("", bandwidth / 1e9)
+        return max(task.bytes / gbps / 1e9 if gbps else 0.0, task.flops / used if used else 0.0)
 
     return seconds
 

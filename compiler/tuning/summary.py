@@ -29,8 +29,9 @@ class TaskRow(NamedTuple):
 
 
 def rows(tasks, arch, roofline: Callable, guess: Callable, bounds: dict[str, float] | None = None) -> list[TaskRow]:
-    """The tasks, those with the largest share of the time first. roofline, guess: seconds of a task's call, of which
-    the first may be 0. bounds: by workload's key, measured lower bounds as shares of the default kernels' times."""
+    """The tasks, those with the largest share of the time first. roofline(task, device), guess(task): seconds of a
+    call, of which the first may be 0; device: where the best plan was measured. bounds: by workload's key, measured
+    lower bounds as shares of the default kernels' times."""
     known, found = entries(arch), []
     for task in tasks:
         entry, choices = known.get(task.workload), space(task.workload, arch)
@@ -38,7 +39,8 @@ def rows(tasks, arch, roofline: Callable, guess: Callable, bounds: dict[str, flo
         history = sorted(entry.records.values(), key=lambda record: record.at) if entry else []
         failed = sum(record.seconds is None or record.refuted for record in history)
         default, best = untuned.seconds if untuned else None, entry.seconds(winner) if entry and winner else None
-        bound = (bounds or {}).get(task.workload.key, 0) * (default or 0) or roofline(task)
+        least = (bounds or {}).get(task.workload.key, 0) * (default or 0)
+        bound = least or roofline(task, winner.device if winner else "")
         plans = len(choices.plans) if choices else 1
         share = task.weight * (best or guess(task))
         found.append(TaskRow(task, share, default, best, bound, winner, failed, plans, history))

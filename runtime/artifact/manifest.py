@@ -21,6 +21,7 @@ from mlc_amd.runtime.artifact import json_files
 from mlc_amd.runtime.cache.kv_types import KvType
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.gpus import Unit
 from mlc_amd.runtime.sampling.settings import SamplingChanges
 
 FORMAT_VERSION = 10
@@ -155,12 +156,13 @@ class ManifestKernel(TypedDict):
 
 
 class DeviceLaunch(TypedDict):
-    """One launch of a call of a kernel; the last two are Vulkan's."""
+    """One launch of a call of a kernel; the last two are Vulkan's. units: those that multiply in its code."""
 
     symbol: _Name
     grid: _Grid
     block: _Block
     args: list[_Count]
+    units: NotRequired[list[Unit]]
     code: NotRequired[Annotated[list[_Count], Meta(min_length=2, max_length=2)]]
     writes: NotRequired[list[_Count]]
     table: NotRequired[bool]

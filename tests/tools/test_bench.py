@@ -14,7 +14,7 @@ from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.tools import cli
 from mlc_amd.tools.commands import bench
 from mlc_amd.tools.commands.bench import Test as Case
-from mlc_amd.tools.measure import bandwidth, bench_formats, kernel_table
+from mlc_amd.tools.measure import bandwidth, bench_formats, bounds, kernel_table
 
 SPEC = "tiny:q4_0"
 TINY = ("--synthetic", SPEC, "--ctx", "64", "--target", "cpu")
@@ -146,14 +146,8 @@ def test_operations_are_two_per_weight_and_token(folder):
         total = sum(entry["calls"][name] * entry["operations"]["call"] for entry in kernels)
         assert total == 2 * (rows * model["layers"] * layer + function["logits"] * model["vocab"] * hidden)
         scores = model["layers"] * model["heads"] * model["head_dim"] * 4
-        asked = sum(entry["calls"][name] * kernel_table.operations(entry, rows, 0) for entry in kernels)
+        asked = sum(entry["calls"][name] * bounds.operations(entry, rows, 0) for entry in kernels)
         assert asked - total == scores * sum(range(1, rows + 1))
-
-
-def test_a_window_bounds_what_is_read_and_computed():
-    kernel = {"bytes": {"call": 7, "token": 2, "key": 3}, "operations": {"call": 1, "score": 10}, "keys": 4}
-    assert [kernel_table.traffic(kernel, 2, depth) for depth in (0, 3, 100)] == [11, 20, 23]
-    assert [kernel_table.operations(kernel, 2, depth) for depth in (0, 3, 100)] == [31, 81, 81]
 
 
 def test_the_manifest_says_what_each_argument_is(folder):

@@ -78,14 +78,18 @@ def test_kernel_times_add_up_and_shares_are_of_the_peak(known, capsys):
         steps = sum(len(manifest["launches"][PROFILE][call["kernel"]]["steps"]) for call in calls)
         assert found["launches"] == steps and sum(k["calls"] for k in found["kernels"]) == len(calls)
         assert sum(k["us"] * k["calls"] for k in found["kernels"]) == pytest.approx(found["kernels_us"])
-        assert all(k["peak_share"] == pytest.approx(k["gbps"] / 25) for k in found["kernels"] if k["gbps"])
+        assert found["limits"] == {"bandwidth": 25e9, "rates": {}}
+        for k in found["kernels"]:
+            if k["gbps"]:
+                assert k["bound_share"] == pytest.approx(k["gbps"] / 25) == pytest.approx(k["bound_us"] / k["us"])
+            assert k["bound_by"] == ("memory" if k["gbps"] else None)
         assert any(k["tops"] for k in found["kernels"])
 
 
 @pytest.mark.full
-def test_the_table_of_kernels_names_the_peak(known, capsys):
+def test_the_table_of_kernels_names_the_bandwidth(known, capsys):
     assert cli.main(["bench", str(known), "-p", "0", "-n", "1", "-r", "1", "--per-kernel"]) == 0
-    assert "of 25 GB/s (llvmpipe)" in capsys.readouterr().out
+    assert "bounds: at 25 GB/s (llvmpipe)" in capsys.readouterr().out
 
 
 def test_a_kernel_of_several_steps_is_one_call(engine):

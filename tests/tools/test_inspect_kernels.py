@@ -58,10 +58,11 @@ def error(capsys):
     return run
 
 
-def rows(text):
-    """Rows of the table of GPU code, by kernel: column title -> cell. Columns are told apart by two blanks."""
+def rows(text, first="VGPRs"):
+    """Rows of the table of which the header begins so, by kernel: column title -> cell. Columns are told apart by two
+    blanks."""
     lines = iter(text.splitlines())
-    header = next(line for line in lines if line.startswith("VGPRs"))
+    header = next(line for line in lines if line.lstrip().startswith(first))
     titles = [title for title in header.split("  ") if title]
     found = {}
     for line in lines:
@@ -101,28 +102,64 @@ def test_numbers_of_an_artifact(inspect, artifact, code):
             counts.total, counts.dot, counts.matrix, counts.by_mnemonic,
         )  # fmt: skip
         assert told["memory"] == {" ".join(map(str, key)): n for key, n in counts.memory.items()}
+        assert told["classes"] == counts.classes and sum(told["classes"].values()) == told["total"]
 
 
 def test_table_of_an_artifact(inspect, artifact, code):
     out, _ = inspect(artifact, "--kernels")
     table = rows(out)
     for name, kernel in hsaco.parse(code).kernels.items():
-        row = table[name]
+        row = table[name.replace("_kernel", "")]
         assert [int(row[title]) for title in ("VGPRs", "SGPRs", "AGPRs", "LDS", "scratch", "code")] == [
             kernel.vgprs, kernel.sgprs, kernel.agprs, kernel.lds, kernel.scratch, kernel.code,
         ]  # fmt: skip
-    gemv, gemm = table["linear_q4_0_256x256_m1_kernel"], table["linear_q4_0_256x256_m64_kernel"]
-    assert int(gemv["dot"]) > 0 and gemv["matrix"] == "0" and gemv["LDS loads"] == "0"
+    counts = rows(out, "VALU")
+    assert counts.keys() == table.keys() and "static instruction counts" in out
+    gemv, gemm = counts["linear_q4_0_256x256_m1"], counts["linear_q4_0_256x256_m64"]
+    assert int(gemv["VALU"]) > int(gemv["dot"]) > 0 and gemv["matrix"] == "0" and gemv["LDS loads"] == "0"
     assert int(gemm["matrix"]) > 0 and "x16" in gemm["loads"] and "x16" in gemm["LDS loads"]
-    assert "VGPRs" not in inspect(artifact).out
+    assert "VGPRs" not in (brief := inspect(artifact).out) and "bounds" not in brief
+    code_and_bounds = out[out.index("code of gfx1100") :]
+    assert max(map(len, code_and_bounds.splitlines())) <= 120
+
+
+def test_bounds_of_a_linear_layer_by_hand(inspect, artifact):
+    """512 x 256 weights of q4_0, 18 bytes for 32: read at 960 GB/s for one row; for 64 rows multiplied by 96 compute
+    units that do 512 operations a clock at 2.4 GHz."""
+    report = json.loads(inspect(artifact, "--json").out)
+    (found,) = report["bounds"]
+    assert (found["arch"], found["bandwidth"]) == (ARCH, 960e9)
+    known = {row["kernel"]: row for row in found["kernels"]}
+    one, many = known["linear_q4_0_512x256_m1"], known["linear_q4_0_512x256_m64"]
+    assert (one["rows"], one["bytes"], one["operations"]) == (1, 512 * 256 * 18 / 32, 2 * 512 * 256)
+    assert (one["unit"], one["bound_by"]) == ("dot4", "memory")
+    assert one["bound_us"] == pytest.approx(512 * 256 * 18 / 32 / 960e9 * 1e6)
+    assert (many["rows"], many["unit"], many["bound_by"]) == (64, "matrix16", "matrix16")
+    assert many["bound_us"] == pytest.approx(2 * 64 * 512 * 256 / (96 * 512 * 2.4e9) * 1e6)
+    lines = [line for line in inspect(artifact, "--kernels").out.splitlines() if line.endswith(f"  {many['kernel']}")]
+    assert lines[-1].split()[:2] == [f"{many['bound_us']:.3f}", "matrix16"]
+    # what the manifest says multiplies is what the listing has
+    for name, kernel in json.loads((artifact / "manifest.json").read_text())["launches"][ARCH].items():
+        for step in kernel["steps"]:
+            (code,) = (one for one in report["code"][0]["kernels"] if one["name"] == step["symbol"])
+            assert step["units"] == code["instructions"]["units"], name
+
+
+def test_a_synthetic_model_is_compiled_for_its_kernels(inspect, artifact):
+    """Without weights, and nothing is left of it; the same kernels as of the artifact."""
+    out, err = inspect("--synthetic", "tiny:q4_0", "--ctx", "64", "--kernels", "--target", "rocm", "--arch", ARCH)
+    of_artifact = inspect(artifact, "--kernels").out
+    assert out[out.index("code of") :] == of_artifact[of_artifact.index("code of") :] and "compiling" in err
+    shown = inspect("--synthetic", "tiny:q4_0", "--target", "rocm", "--arch", ARCH).out
+    assert "file          tiny:q4_0" in out and "Synthetic tiny" in shown and "VGPRs" not in shown
 
 
 def test_a_file_without_a_disassembler(inspect, error, lone, monkeypatch):
     monkeypatch.setattr(hsaco, "OBJDUMPS", ())
     out, err = inspect(lone, "--kernels")
     assert err.count("\n") == 1 and "no llvm-objdump found" in err and "install LLVM" in err
-    row = rows(out)["linear_q4_0_256x256_m1_kernel"]
-    assert [row[title] for title in ("dot", "matrix", "loads", "LDS loads")] == ["-"] * 4
+    row, counts = (rows(out, first)["linear_q4_0_256x256_m1"] for first in ("VGPRs", "VALU"))
+    assert {counts[title] for title in counts if title != "kernel"} == {"-"} and "bounds" not in out
     kernels = json.loads(inspect(lone, "--json").out)["code"][0]["kernels"]
     assert all(kernel["instructions"] is None and kernel["workgroup"] is None for kernel in kernels)
     # nothing tells the workgroup's size but the kernel's limit
@@ -171,6 +208,7 @@ def test_asm(inspect, error, artifact):
     out, err = inspect(artifact, "--asm", "embed_q4_0_m1")
     assert err == "" and out.startswith(f"; {ARCH}\nembed_q4_0_m1_kernel:\n") and out.rstrip().endswith("s_endpgm")
     assert inspect(artifact, "--asm", "embed_q4_0_m1_kernel").out == out
+    assert inspect(artifact, "--asm", "sample*_1").out == inspect(artifact, "--asm", "sample*_kernel_1").out != ""
     several = json.loads(inspect(artifact, "--asm", "embed*", "--json").out)["assembly"][ARCH]
     assert len(several) >= 2 and all(name.startswith("embed") for name in several)
     assert f"; {ARCH}\n{several['embed_q4_0_m1_kernel']}" in out

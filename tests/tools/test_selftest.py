@@ -82,6 +82,13 @@ def test_passes_and_writes_its_file(artifact, tmp_path, capsys):
     assert found["ahead"] == {"steps": min(selftest_model.AHEAD, manifest["context"] - 4) - 1, "problem": None}
     timed = [one for one in found["kernels"] if "us" in one]
     assert len(timed) > len(manifest["kernels"]) // 2 and all(one["us"] > 0 for one in timed)
+    limits = found["device"]["limits"]
+    assert limits == {"bandwidth": found["device"]["bandwidth"], "rates": {}} and limits["bandwidth"] > 0
+    bounded = [one for one in timed if one["gbps"]]
+    assert len(bounded) > 5 and "of bound" in shown
+    for one in bounded:
+        assert one["bound_by"] == "memory" and one["bound_share"] == pytest.approx(one["bound_us"] / one["us"])
+        assert one["bound_share"] == pytest.approx(one["gbps"] * 1e9 / limits["bandwidth"])
     assert ["all", "passed"] in [line.split() for line in shown.splitlines()]
 
 

@@ -18,6 +18,7 @@ from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.cache.sequence import ChunkRows, SingleRow
 from mlc_amd.runtime.devices.steps import pages_of, write_private_pages, write_step
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.gpus import Limits
 from mlc_amd.tools.checks.selftest_limits import Budget
 from mlc_amd.tools.measure import kernel_table
 from mlc_amd.tools.reference.plan import Plan, without_reference
@@ -34,6 +35,8 @@ TOLERANCE = 0.1
 LARGEST = 64 << 20  # bytes of weights that numpy computes unasked: a billion operations or two
 TIMED_DEPTH = 64  # tokens in the cache when kernels are timed
 TIMED, REPLAYED = 1 / 8, 1 / 3  # of the time that is left, that timing a function and that replays may take
+
+MEASURED = ("us", "gbps", "tops", "bound_us", "bound_by", "bound_share")  # as of kernel_table.measure
 
 ROUTERS = ("route", "norm_route")
 
@@ -227,10 +230,10 @@ def _apart(found: np.ndarray, expected: np.ndarray) -> float | None:
     return float(np.sqrt(((found - expected) ** 2).mean())) / (TOLERANCE * max(spread, 1e-30))
 
 
-def times(engine, rounds: int, token: float = 0, budget: Budget | None = None) -> dict[str, dict]:
-    """By kernel, "us", "gbps" and "tops" of a call in the model, in the first of its functions that are timed; empty
-    where the device cannot time kernels. token: seconds of one, as `pace` gives; a function that would take too much of
-    the budget is timed less often, or not."""
+def times(engine, limits: Limits, rounds: int, token: float = 0, budget: Budget | None = None) -> dict[str, dict]:
+    """By kernel, MEASURED of a call in the model, in the first of its functions that are timed; empty where the device
+    cannot time kernels. limits: of the device. token: seconds of one, as `pace` gives; a function that would take too
+    much of the budget is timed less often, or not."""
     found: dict[str, dict] = {}
     functions, budget = engine.artifact.manifest["functions"], budget or Budget()
     for size in sorted({f["rows"] for f in functions.values() if f["logits"] == 1}):
@@ -242,11 +245,11 @@ def times(engine, rounds: int, token: float = 0, budget: Budget | None = None) -
         if depth:
             engine.advance(np.zeros(depth, np.int64))
         try:
-            table = kernel_table.measure(engine, np.arange(size) % engine.vocab, None, often)
+            table = kernel_table.measure(engine, np.arange(size) % engine.vocab, limits, often)
         except UserError:  # a driver without timestamps
             return {}
         for row in table["kernels"]:
             known = {"function": table["function"], "depth": depth}
-            found.setdefault(row["kernel"], known | {key: row[key] for key in ("us", "gbps", "tops")})
+            found.setdefault(row["kernel"], known | {key: row[key] for key in MEASURED})
     engine.reset()
     return found

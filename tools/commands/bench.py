@@ -22,7 +22,7 @@ from mlc_amd.runtime.gpus import peak_bandwidth
 from mlc_amd.runtime.options import MANY, LoadOptions, Option
 from mlc_amd.runtime.speculation.speculation import MOST
 from mlc_amd.tools.hub import models
-from mlc_amd.tools.measure import bandwidth, bench_formats, host_profile, kernel_table, power
+from mlc_amd.tools.measure import bandwidth, bench_formats, bounds, host_profile, kernel_table, power
 from mlc_amd.tools.measure.bench_runs import Test, fill, measure, warm
 from mlc_amd.tools.options import Synthetic, Without
 from mlc_amd.tools.terminal import display
@@ -59,8 +59,8 @@ def run(
 
     Args:
         output: format of the result.
-        per_kernel: for each test, the time of every kernel of one step, with its memory and arithmetic throughput (md
-            and json).
+        per_kernel: for each test, the time of every kernel of one step, its memory and arithmetic throughput, and the
+            share that it reaches of what memory and arithmetic allow (md and json).
         profile_host: for decode, the time that the host spends on a token, sampling and detokenization included (md
             and json).
     """
@@ -95,7 +95,8 @@ def run(
         result = _result(engine, test, repetitions, per_kernel, sensors) | {"n_cpu_moe": load.n_cpu_moe}
         if per_kernel and test.n_seqs == 1:
             result["per_kernel"] = _per_kernel(engine, test, result)
-            tables.append(kernel_table.text(result["per_kernel"], _peak_words(result)))
+            source = str(result["peak_product"] or result["machine_how"] or "")
+            tables.append(kernel_table.text(result["per_kernel"], source))
         if profile_host and test.n_gen and test.n_seqs == 1:
             fill(engine, test.n_depth)
             result["host_profile"] = host_profile.measure(engine, test.n_gen)
@@ -174,15 +175,9 @@ def _per_kernel(engine, test: Test, result: dict) -> dict[str, object]:
     """The kernels' times in one step of the test, at the depth where it begins."""
     fill(engine, test.n_depth)
     warm(engine)
-    peak = result["peak_gbps"] or result["machine_gbps"]
-    return kernel_table.measure(engine, np.arange(test.n_prompt or 1) % engine.vocab, peak and peak * 1e9)
-
-
-def _peak_words(result: dict) -> str:
-    """What the kernels' shares are of; "" when nothing is known."""
-    if result["peak_gbps"]:
-        return f"{result['peak_gbps']} GB/s ({result['peak_product']})"
-    return f"{result['machine_gbps']:.1f} GB/s ({result['machine_how']})" if result["machine_gbps"] else ""
+    measured = result["machine_gbps"] and result["machine_gbps"] * 1e9
+    limits = bounds.limits_on(engine.device, engine.artifact.manifest, measured)
+    return kernel_table.measure(engine, np.arange(test.n_prompt or 1) % engine.vocab, limits)
 
 
 def _result(

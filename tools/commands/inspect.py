@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,18 +10,28 @@ from typing import Annotated, Any
 from mlc_amd.runtime.artifact.manifest import is_draft
 from mlc_amd.runtime.artifact.memory import of_manifest, on_host
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.folders import temporary
 from mlc_amd.runtime.options import CompileOptions, RunOptions, option_of
 from mlc_amd.tools import target as targets
 from mlc_amd.tools.hub import models
-from mlc_amd.tools.inspection import inspect_header, inspect_kernels, inspect_memory, inspect_summary, inspect_vulkan
+from mlc_amd.tools.inspection import (
+    inspect_bounds,
+    inspect_header,
+    inspect_kernels,
+    inspect_memory,
+    inspect_summary,
+    inspect_vulkan,
+)
 from mlc_amd.tools.inspection.inspect_summary import WIDTH
-from mlc_amd.tools.options import Json, Without
+from mlc_amd.tools.measure import bounds
+from mlc_amd.tools.options import Json, Synthetic, Without
 from mlc_amd.tools.terminal import display
 
 
 def run(
-    model: str,
+    model: str | None = None,
     *,
+    synthetic: Synthetic = None,
     json: Json = False,
     plan: bool = False,
     kernels: bool = False,
@@ -34,7 +45,8 @@ def run(
 
     For GPU code (artifacts for GPUs, and any .hsaco file) it shows registers, LDS, spills, occupancy, instructions
     and assembly of each kernel. For artifacts of target vulkan these come from Mesa's compiler for AMD GPUs, if it is
-    installed.
+    installed. Of an artifact's kernels it also shows the time that a call takes at least, by the GPU's bandwidth and
+    arithmetic. With --kernels a GGUF file is compiled for that, without weights.
 
     Of a GGUF file of an architecture that is not supported it shows metadata, tokenizer and tensors.
 
@@ -44,32 +56,57 @@ def run(
     needs.
 
     Args:
-        model: a GGUF file, OWNER/REPO:QUANT of huggingface.co, an artifact's folder, or an AMD code object (.hsaco).
+        model: a GGUF file, OWNER/REPO:QUANT of huggingface.co, an artifact's folder, or an AMD code object (.hsaco)
+            (default: the bundled demo model).
         plan: also list the launches of one token, in order (artifacts).
-        kernels: also list the kernels, how often each function calls them, and what those for GPUs need (artifacts).
+        kernels: also list the kernels, how often each function calls them, and what those for GPUs need.
         asm: print the assembly of the kernel of this name instead; 'linear*' means several, '*' all (GPU code).
         tensors: also list every tensor.
     """
-    path = models.find(model)
+    path = models.source_path(model, synthetic)
+    show = partial(_show, json=json, plan=plan, kernels=kernels, asm=asm, tensors=tensors, n_cpu_moe=n_cpu_moe)
+    if not kernels or (path and (models.is_artifact(path) or inspect_kernels.is_code_object(path))):
+        show(path, synthetic, options)
+        return
+    with temporary("inspect") as folder:
+        artifact = folder / "artifact"
+        models.compile_artifact(path and str(path), str(artifact), options, synthetic, weights=False)
+        show(artifact, synthetic or str(path), CompileOptions())
+
+
+def _show(
+    path: Path | None,
+    source: str | None,
+    options: CompileOptions,
+    json: bool,
+    plan: bool,
+    kernels: bool,
+    asm: str | None,
+    tensors: bool,
+    n_cpu_moe: int,
+) -> None:
+    """The rest are `run`'s. source: of an artifact in a temporary folder, what it was compiled from; without a path, a
+    synthetic model's spec."""
     report: dict[str, Any]
-    if models.is_artifact(path):
+    if path and models.is_artifact(path):
         from mlc_amd.runtime.artifact.artifact import Artifact
 
         artifact = Artifact.open(path)
         if options.given:
             raise UserError(f"{path} is compiled: --ctx, --kv-type, --target and --arch apply to GGUF files")
-        report = _artifact(artifact, n_cpu_moe)
+        report = _artifact(artifact, n_cpu_moe) | ({"file": source} if source else {})
         gpu_codes = _CODES.get(artifact.manifest["target"]["kind"])
         codes = gpu_codes(artifact) if gpu_codes and (json or kernels or asm is not None) else []
-    elif inspect_kernels.is_code_object(path):
+        if codes:
+            report["bounds"] = [bounds.of_artifact(artifact.manifest, arch) for arch in artifact.manifest["libraries"]]
+    elif path and inspect_kernels.is_code_object(path):
         if plan or tensors:
             raise UserError(f"{path} is GPU code: --plan and --tensors apply to artifacts; --asm shows its assembly")
         report, codes, kernels = {"file": str(path)}, [inspect_kernels.GpuCode(path)], True
-    elif plan or kernels or asm is not None:
-        what = "--plan, --kernels and --asm apply to artifacts (`mlc-amd compile` makes one)"
-        raise UserError(f"{path} is a GGUF file: {what}")
+    elif plan or asm is not None:
+        raise UserError(f"{path or source} is not compiled: --plan and --asm apply to artifacts, or give --kernels")
     else:
-        report, codes = _gguf(path, options, n_cpu_moe), []
+        report, codes = _uncompiled(path, source, options, n_cpu_moe), []
     if asm is not None:
         if not codes:
             what = "--asm applies to artifacts of `mlc-amd compile --target rocm|vulkan` and .hsaco files"
@@ -93,19 +130,21 @@ def run(
         "plan": plan,
         "kernels": kernels,
         "code": kernels,
+        "bounds": kernels,
         "tensors": tensors,
     }
-    for title, content in report.items():
-        if detailed.get(title, True):
-            print(_SECTIONS[title](content))
+    for title, show in _SECTIONS.items():
+        if title in report and detailed.get(title, True):
+            print(show(report[title]))
 
 
-def _gguf(path: Path, options: CompileOptions, n_cpu_moe: int) -> dict[str, object]:
-    from mlc_amd.compiler.gguf.reader import GGUFModel
-
+def _uncompiled(path: Path | None, synthetic: str | None, options: CompileOptions, n_cpu_moe: int) -> dict[str, object]:
+    """Of a GGUF file or a synthetic model."""
     try:
-        opened = GGUFModel.open(path)
+        opened = models.open_source(path, synthetic)
     except UserError as error:
+        if path is None:
+            raise
         return inspect_header.report(path, error)
     from mlc_amd.compiler.codegen.target import make_target
     from mlc_amd.compiler.lowering import capacity
@@ -300,7 +339,7 @@ def _tensors(listing: list) -> str:
     return display.table(("tensor", "type", "shape", "size"), rows, right=(3,))
 
 
-# section -> how it is shown, in the order of the reports
+# section -> how it is shown, in this order
 _SECTIONS = {
     "file": _line("file"),
     "target": _target,
@@ -313,4 +352,5 @@ _SECTIONS = {
     "plan": _plan,
     "tensors": _tensors,
     "code": lambda codes: (inspect_vulkan if "compiler" in codes[0] else inspect_kernels).tables(codes),
+    "bounds": inspect_bounds.tables,
 } | inspect_header.SECTIONS

@@ -19,7 +19,7 @@ from mlc_amd.runtime.options import MANY, LoadOptions, Option
 from mlc_amd.tools.checks import machine, selftest_kernels, selftest_model
 from mlc_amd.tools.checks.selftest_limits import Budget, Watch
 from mlc_amd.tools.hub import models
-from mlc_amd.tools.measure import bandwidth
+from mlc_amd.tools.measure import bandwidth, bounds
 from mlc_amd.tools.options import Without
 from mlc_amd.tools.terminal import display, terminal
 
@@ -86,16 +86,18 @@ def measure(engine: Engine, device: str | None, runs: int, whole_model: bool, se
     status.show("whole model")
     agreement = selftest_model.agreement(engine)
     token = selftest_model.pace(engine)  # now that the weights are in memory
+    measured = bandwidth.of_device(used)
+    limits = bounds.limits_on(used, artifact.manifest, measured and measured[0])
     found = {
         "agreement": agreement,
         "ahead": selftest_model.ahead(engine, token, budget),
-        "times": selftest_model.times(engine, timed, token, budget),  # drivers may have work with what runs first
+        # drivers may have work with what runs first
+        "times": selftest_model.times(engine, limits, timed, token, budget),
         # From here on, the device's pages are no longer the engine's.
         "replays": selftest_model.replays(used, artifact, replayed, token, budget),
         "logits": selftest_model.logits(used, artifact, whole_model),
     }
-    measured = bandwidth.of_device(used)
-    where = getattr(used, "code_arch", artifact.manifest["target"]["arch"])
+    where = bounds.code_arch(used, artifact.manifest)
     engine.close()  # its memory is for the kernels now
     asked = str(used.threads) if used.kind == "cpu" else device
     count, kernels = len(artifact.manifest["kernels"]), []
@@ -114,13 +116,14 @@ def measure(engine: Engine, device: str | None, runs: int, whole_model: bool, se
     checked = found["logits"], found["agreement"], found["ahead"]
     problems += [part["problem"] for part in checked if part["problem"]]
     manifest = artifact.manifest
+    facts |= {"bandwidth": measured and measured[0], "bandwidth_how": measured and measured[1]}
     return {
         "format": FORMAT,
         "made_by": f"mlc-amd {mlc_amd.__version__}",
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "passed": not problems,
         "problems": problems,
-        "device": facts | {"bandwidth": measured and measured[0], "bandwidth_how": measured and measured[1]},
+        "device": facts | {"limits": limits._asdict()},
         "machine": about_machine(),
         "model": {
             "name": manifest["name"],
@@ -180,14 +183,15 @@ def _number(value: float | None, form: str) -> str:
 
 def text(found: dict) -> str:
     """The findings as tables."""
-    header = ("kernel", "result", "deviation", "runs", "us", "GB/s", "TFLOP/s")
+    header = ("kernel", "result", "deviation", "runs", "us", "GB/s", "TFLOP/s", "of bound")
+    forms = {"us": ".1f", "gbps": ".1f", "tops": ".3f", "bound_share": ".0%"}
     rows = []
     for kernel in found["kernels"]:
         verdict = "WRONG" if kernel["problem"] else kernel.get("note") or "ok"
         runs = sum(join["runs"] for join in kernel.get("joins", ())) or kernel["states"] or ""
-        speed = (_number(kernel.get(key), form) for key, form in (("us", ".1f"), ("gbps", ".1f"), ("tops", ".3f")))
+        speed = (_number(kernel.get(key), form) for key, form in forms.items())
         rows.append((kernel["kernel"], verdict, _number(kernel["deviation"], ".0%"), runs, *speed))
-    lines = [display.table(header, rows, range(2, 7)), ""]
+    lines = [display.table(header, rows, range(2, 8)), ""]
     lines += [f"{'':2}{problem}\n" for problem in found["problems"]] + ["\n"] * bool(found["problems"])
     return "".join(lines) + display.table(("check", "result"), _checks(found))
 

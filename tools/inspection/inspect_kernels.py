@@ -6,6 +6,7 @@ LLVM's assembly), else from llvm-objdump; without both they are None, and `missi
 """
 
 import gzip
+import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -24,6 +25,7 @@ from mlc_amd.tools.terminal import display
 SUFFIXES = (".hsaco", ".co")
 MAGICS = (b"\x7fELF", b"__CLANG_OFFLOAD_BUNDLE__")
 _LONGEST = 64 << 20  # bytes of assembly: models have some millions
+KERNEL_END = re.compile(r"(?<=.)_kernel(_\d+)?$")  # of a symbol: also of a call's further launches
 FUNCTION_ENDS = ("\t.section", ".Lfunc_end")  # LLVM's text: what follows a function describes it for the assembler
 
 
@@ -90,12 +92,12 @@ def counted(assembly: str, name: str) -> dict:
     """Static counts of a kernel's instructions; memory operations by "space access bytes", as "global load 16"."""
     counts = hsaco.instructions(assembly, name)
     memory = {f"{space} {access} {size}": n for (space, access, size), n in sorted(counts.memory.items())}
-    return asdict(counts) | {"memory": memory, "by_mnemonic": dict(counts.by_mnemonic)}
+    return asdict(counts) | {"memory": memory} | {key: dict(vars(counts)[key]) for key in ("by_mnemonic", "classes")}
 
 
 def chosen(names: Iterable[str], pattern: str, path: Path) -> list[str]:
     """The kernels that a shell pattern names; "_kernel" at a name's end may be left out. UserError if there is none."""
-    wanted = [name for name in names if any(fnmatchcase(one, pattern) for one in (name, name.removesuffix("_kernel")))]
+    wanted = [name for name in names if any(fnmatchcase(one, pattern) for one in (name, KERNEL_END.sub(r"\1", name)))]
     if not wanted:
         raise UserError(f"{path}: no kernel is called {pattern!r}; --kernels lists them, --asm '*' means all")
     return wanted
@@ -162,37 +164,54 @@ NOTHING = {"waves": "-", "limit": "-"}
 MEMORY = ("global", "flat", "buffer")
 # likewise, for the counts of its instructions
 COUNTED = {
+    "VALU": lambda counts: counts["classes"].get("vector", 0),
     "dot": lambda counts: counts["dot"],
     "matrix": lambda counts: counts["matrix"],
+    "SALU": lambda counts: counts["classes"].get("scalar", 0),
+    "LDS": lambda counts: counts["classes"].get("lds", 0),
+    "memory": lambda counts: counts["classes"].get("memory", 0),
+    "waits": lambda counts: counts["classes"].get("waits", 0),
     "loads": lambda counts: loads(counts, MEMORY),
-    "scalar loads": lambda counts: sum(
-        n for name, n in counts["by_mnemonic"].items() if name.startswith(("s_load", "s_buffer_load"))
-    ),
     "LDS loads": lambda counts: loads(counts, ("ds",)),
 }
-HEADER = [name for name in (*CELLS, *COUNTED) if name not in ("latency", "throughput", "scalar loads")]
-LEFT = ("limit", "loads", "scalar loads", "LDS loads", "capabilities")
-LEGEND = """LDS, scratch and code in bytes. threads: of a workgroup (for a lone file, the maximum).
-waves: held by a SIMD at once, and what limits them. matrix: WMMA and MFMA instructions.
-loads: instructions x bytes a lane reads."""
+REGISTERS = [title for title in CELLS if title not in ("latency", "throughput")]
+LEFT = ("limit", "loads", "LDS loads", "capabilities")
+LEGEND = """LDS, scratch (of a lane) and code in bytes. threads: of a workgroup (for a lone file, the maximum).
+waves: held by a SIMD at once, and what limits them."""
+COUNTS_LEGEND = """static counts: of the code, whatever its loops repeat. VALU: vector instructions, with dot products,
+without matrix: WMMA and MFMA. SALU: scalar instructions and loads. memory: global and scratch.
+waits: also barriers and delays. loads: instructions x bytes a lane reads."""
 
 
 def tables(codes: list[dict]) -> str:
-    """What `GpuCode.describe` gives, as text: a table for each code object. Names come last, as they can be
-    very long."""
-    parts = [f"code of {code['machine']}\n{table(HEADER, code['kernels'], row)}" for code in codes]
-    return "\n".join([*parts, LEGEND])
+    """What `GpuCode.describe` gives, as text: two tables for each code object. Names come last, as they can be
+    very long, and without "_kernel"."""
+    parts = []
+    for code in codes:
+        parts.append(f"code of {code['machine']}\n{table(REGISTERS, code['kernels'], row)}")
+        parts.append(counts(code))
+    return "\n".join([*parts, LEGEND, COUNTS_LEGEND])
+
+
+def counts(code: dict) -> str:
+    """The table of instructions by class of a code object, or of what a driver's compiler made."""
+    return f"static instruction counts, {code['machine']}\n{table([*COUNTED], code['kernels'], counted_row)}"
 
 
 def table(header: Sequence[str], kernels: list[dict], row: Callable[[dict, Sequence[str]], list]) -> str:
     """A row for each kernel, with its name at the end."""
     right = [i for i, title in enumerate(header) if title not in LEFT]
-    return display.table((*header, "kernel"), [(*row(kernel, header), kernel["name"]) for kernel in kernels], right)
+    rows = [(*row(kernel, header), KERNEL_END.sub(r"\1", kernel["name"])) for kernel in kernels]
+    return display.table((*header, "kernel"), rows, right)
 
 
 def row(kernel: dict, header: Sequence[str]) -> list:
-    counts = kernel["instructions"]
-    return [CELLS[title](kernel) if title in CELLS else COUNTED[title](counts) if counts else "-" for title in header]
+    return [CELLS[title](kernel) if "vgprs" in kernel else "-" for title in header]
+
+
+def counted_row(kernel: dict, header: Sequence[str]) -> list:
+    found = kernel.get("instructions")
+    return [COUNTED[title](found) if found else "-" for title in header]
 
 
 def loads(counts: dict, spaces: tuple[str, ...]) -> str:

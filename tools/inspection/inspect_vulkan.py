@@ -15,7 +15,7 @@ from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.base.profiles import ADDRESS, Profile
-from mlc_amd.tools.inspection.inspect_kernels import CELLS, COUNTED, chosen, counted, row, table
+from mlc_amd.tools.inspection.inspect_kernels import CELLS, COUNTS_LEGEND, chosen, counted, counts, row, table
 
 
 class SpirvCode:
@@ -98,31 +98,31 @@ SPIRV = {
     "matrix": lambda kernel: kernel["spirv"]["matrix"],
     "capabilities": lambda kernel: " ".join(kernel["spirv"]["capabilities"]),
 }
-COMPILED = [title for title in (*CELLS, *COUNTED) if title not in ("SGPRs", "AGPRs")]
+COMPILED = [title for title in CELLS if title not in ("SGPRs", "AGPRs")]
 LEGEND = {
-    True: """LDS, scratch (of a lane) and code in bytes. threads: of a workgroup.
+    True: f"""LDS, scratch (of a lane) and code in bytes. threads: of a workgroup.
 waves: held by a SIMD at once, and what limits them.
 latency, throughput (inverse: lower is better): the compiler's estimates in clocks, with a fixed guess of
-how often loops run. matrix: WMMA instructions. loads: instructions x bytes a lane reads.""",
-    False: "bytes and instructions: of the SPIR-V module. LDS in bytes. threads: of a workgroup. dot, matrix: packed "
-    "and matrix products.",
+how often loops run.
+{COUNTS_LEGEND}""",
+    False: """SPIR-V is no instruction set: its code for a GPU, with registers and waits, is the driver's.
+bytes and instructions: of the SPIR-V module. LDS in bytes. threads: of a workgroup. dot, matrix: packed and matrix
+products.""",
 }
 
 
 def tables(codes: list[dict]) -> str:
-    """What `SpirvCode.describe` gives, as text: a table for each profile. Names come last."""
+    """What `SpirvCode.describe` gives, as text: tables for each profile. Names come last."""
     parts = []
     for code in codes:
         compiled = code["compiler"] is not None
         by = f", compiled by {code['compiler']}" if compiled else ", not compiled"
-        shown = table(COMPILED, code["kernels"], _compiled) if compiled else table([*SPIRV], code["kernels"], _spirv)
+        shown = table(COMPILED, code["kernels"], row) if compiled else table([*SPIRV], code["kernels"], _spirv)
         parts.append(f"code for {code['machine']}{by}\n{shown}")
+        if compiled:
+            parts.append(counts(code))
     return "\n".join([*parts, *(LEGEND[kind] for kind in sorted({code["compiler"] is not None for code in codes}))])
 
 
 def _spirv(kernel: dict, header: Sequence[str]) -> list:
     return [SPIRV[title](kernel) for title in header]
-
-
-def _compiled(kernel: dict, header: Sequence[str]) -> list:
-    return row(kernel, header) if "vgprs" in kernel else ["-"] * len(header)

@@ -1,10 +1,7 @@
 """The time of one step by kernel, which `mlc-amd bench --per-kernel` shows, and the memory traffic of launches.
 
 In: an engine whose device can time kernels. Out: a table as data (`measure`), which JSON output holds, and as text
-(`text`).
-
-Bytes are those of weights and cache only, a lower bound; activations are not counted. Operations are those of linear
-layers and attention. The manifest has both for each kernel (dist/README.md).
+(`text`). Bytes, operations and the shortest time that they can take are those of bounds.py.
 """
 
 from collections import defaultdict
@@ -12,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from mlc_amd.runtime.gpus import Limits
+from mlc_amd.tools.measure.bounds import bound, code_arch, operations, traffic, unit_of, words
 from mlc_amd.tools.terminal import display
 
 ROUNDS = 7
@@ -24,26 +23,12 @@ def decode_bytes(artifact, depth: float) -> float:
     return sum(traffic(costs[launch["kernel"]], 1, depth) for launch in launches)
 
 
-def traffic(kernel: dict, tokens: int, depth: float) -> float:
-    """Bytes of weights and cache that a call must move for `tokens` tokens after `depth` others. kernel: its entry in
-    the manifest. Of the embedding and RoPE's table a token needs one row, which does not count."""
-    moved = kernel["bytes"]
-    return moved["call"] + moved["token"] * tokens + moved["key"] * min(depth, kernel["keys"])
-
-
-def operations(kernel: dict, tokens: int, depth: int) -> int:
-    """Additions and multiplications of a call, likewise. Linear layers compute all rows that their kernel is made
-    for."""
-    seen = sum(min(depth + i + 1, kernel["keys"]) for i in range(tokens))
-    return kernel["operations"]["call"] + kernel["operations"]["score"] * seen
-
-
-def measure(engine, ids, peak: float | None, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Times the kernels of the first step of `engine.prefill(ids)`, at the engine's position, which stays. peak: bytes
-    per second that shares are of. rounds: timings of the step, of which each launch takes its median. Returns function,
-    tokens, depth, `kernels` (each a dict: kernel, calls, us of one call, share of the kernels' time, gbps, tops,
-    peak_share; None where there is nothing to tell), and over all launches: launches, kernels_us, gaps_us, gap_us (the
-    mean gap). UserError if the device cannot time kernels."""
+def measure(engine, ids, limits: Limits, rounds: int = ROUNDS) -> dict[str, Any]:
+    """Times the kernels of the first step of `engine.prefill(ids)`, at the engine's position, which stays. limits: of
+    the device. rounds: timings of the step, of which each launch takes its median. Returns function, tokens, depth,
+    `limits`, `kernels` (each a dict: kernel, calls, us of one call, share of the kernels' time, gbps, tops, bound_us,
+    bound_by, and bound_share, the bound as a share of the time; None where there is nothing to tell), and over all
+    launches: launches, kernels_us, gaps_us, gap_us (the mean gap). UserError if the device cannot time kernels."""
     found = [engine.time(ids) for _ in range(rounds)]
     name, tokens, steps = found[0]
     seconds = np.median([[step[1:] for step in timed] for _, _, timed in found], axis=0)  # [steps, (kernel, gap)]
@@ -51,40 +36,46 @@ def measure(engine, ids, peak: float | None, rounds: int = ROUNDS) -> dict[str, 
     spent: dict[str, float] = defaultdict(float)  # a kernel's call may be several steps
     for (kernel, *_), (took, _) in zip(steps, seconds, strict=True):
         spent[kernel] += float(took)
-    rows, costs = [], {entry["name"]: entry for entry in engine.artifact.manifest["kernels"]}
+    manifest, rows = engine.artifact.manifest, []
+    arch, costs = code_arch(engine.device, manifest), {entry["name"]: entry for entry in manifest["kernels"]}
     for kernel, took in sorted(spent.items(), key=lambda item: -item[1]):
         calls = costs[kernel]["calls"][name]
-        moved = calls * traffic(costs[kernel], tokens, engine.position) / took
-        worked = calls * operations(costs[kernel], tokens, engine.position) / took
+        call = took / calls
+        moved, worked = (of(costs[kernel], tokens, engine.position) for of in (traffic, operations))
+        least = bound(moved, worked, unit_of(manifest, arch, kernel, limits), limits)
         rows.append({
             "kernel": kernel,
             "calls": calls,
-            "us": took / calls * 1e6,
+            "us": call * 1e6,
             "share": took / total,
-            "gbps": moved / 1e9 or None,
-            "tops": worked / 1e12 or None,
-            "peak_share": moved / peak or None if peak else None,
+            "gbps": moved / call / 1e9 or None,
+            "tops": worked / call / 1e12 or None,
+            "bound_us": least and least.seconds * 1e6,
+            "bound_by": least and least.by,
+            "bound_share": least and least.seconds / call,
         })  # fmt: skip
     all_gaps = {"launches": len(steps), "kernels_us": total * 1e6, "gaps_us": gaps * 1e6}
     all_gaps |= {"gap_us": gaps / max(len(steps) - 1, 1) * 1e6}
-    return {"function": name, "tokens": tokens, "depth": engine.position, "kernels": rows} | all_gaps
+    facts = {"function": name, "tokens": tokens, "depth": engine.position, "limits": limits._asdict()}
+    return facts | {"kernels": rows} | all_gaps
 
 
-def text(found: dict, peak: str) -> str:
-    """`measure`'s result as a table. peak: what the last column is a share of, such as "4800 GB/s (H200)"; "" without
-    one."""
+def text(found: dict, source: str) -> str:
+    """`measure`'s result as a table. source: where the bandwidth of bounds comes from, such as "H200" or "copy"."""
 
     def number(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
-    header = ("kernel", "calls", "us a call", "share", "GB/s", "TOPS", *([f"of {peak}"] if peak else []))
+    header = ("kernel", "calls", "us a call", "share", "GB/s", "TOPS", "bound us", "of bound", "by")
     rows = []
     for row in found["kernels"]:
-        speed = number(row["gbps"], ".1f"), number(row["tops"], ".2f"), number(row["peak_share"], ".0%")
-        cells = (row["kernel"], row["calls"], f"{row['us']:.2f}", f"{row['share']:.1%}", *speed)
-        rows.append(cells[: len(header)])
+        forms = {"gbps": ".1f", "tops": ".2f", "bound_us": ".2f", "bound_share": ".0%"}
+        speed = (number(row[key], form) for key, form in forms.items())
+        cells = row["kernel"], row["calls"], f"{row['us']:.2f}", f"{row['share']:.1%}", *speed, row["bound_by"] or ""
+        rows.append(cells)
     title = f"{found['function']}, {found['tokens']} tokens @ d{found['depth']}"
     kernels, gaps = found["kernels_us"], found["gaps_us"]
     sums = f"{found['launches']} launches: kernels {kernels:.1f} us, gaps between them {gaps:.1f} us"
     sums += f" ({found['gap_us']:.2f} us each), {kernels + gaps:.1f} us in total"
-    return f"{title}\n{display.table(header, rows, range(1, 7))}{sums}\n"
+    at = words(found["limits"], source)
+    return f"{title}\n{display.table(header, rows, range(1, 8))}{sums}\nbounds: at {at}\n"

@@ -107,7 +107,7 @@ def _of_gfx(name: str) -> Profile:
     if gpu.family not in FAMILY_PROFILES:
         raise UserError(f"{gpu.name} has no Vulkan driver for graphics; use --target rocm --arch {gpu.name}")
     profile = resolve(FAMILY_PROFILES[gpu.family])
-    numbers = ("units", "bandwidth", "unified", "registers", "loads")
+    numbers = ("units", "bandwidth", "clock", "unified", "registers", "loads")
     return replace(profile, **{name: getattr(gpu, name) for name in numbers})
 
 

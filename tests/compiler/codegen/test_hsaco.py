@@ -65,7 +65,51 @@ def test_instructions(modules, name):
     assert counts.dot == 16 and counts.matrix == 0
     assert counts.memory["global", "load", 16] == 4
     assert counts.memory["ds", "store", 4] == counts.memory["ds", "load", 4] == counts.memory["global", "store", 4] == 1
-    assert counts.total == counts.by_mnemonic.total() > 30
+    assert counts.total == counts.by_mnemonic.total() == counts.classes.total() > 30
+    # four loads of four words, of which one goes to LDS, and the result
+    assert (counts.classes["lds"], counts.classes["memory"], counts.classes["matrix"]) == (2, 5, 0)
+    assert counts.classes["vector"] >= 16 and counts.classes["waits"] >= 2 and counts.units == ["fma", "dot4"]
+
+
+CLASSES = """k:
+\ts_load_b64 s[0:1], s[4:5], 0x0
+\tv_mov_b32_e32 v0, 0
+\tv_dual_mul_f32 v1, v2, v3 :: v_dual_dot2acc_f32_f16 v4, v5, v6
+\ts_waitcnt lgkmcnt(0)
+\ts_delay_alu instid0(VALU_DEP_1)
+\tglobal_load_b128 v[0:3], v0, s[0:1]
+\tscratch_store_b32 off, v1, off
+\tds_load_b128 v[4:7], v0
+\tv_wmma_f32_16x16x16_f16 v[8:15], v[0:7], v[0:7], v[8:15]
+\tv_wmma_i32_16x16x16_iu8 v[8:15], v[0:3], v[0:3], v[8:15]
+\ts_barrier
+\ts_cbranch_scc1 .LBB0_1
+\ts_endpgm
+\ts_code_end
+"""
+
+
+def test_classes_of_instructions():
+    counts = instructions(CLASSES, "k")
+    expected = {"vector": 2, "matrix": 2, "scalar": 3, "waits": 3, "lds": 1, "memory": 2}
+    assert (counts.classes, counts.total, counts.dot, counts.matrix) == (Counter(expected), 13, 1, 2)
+    assert counts.units == ["fma", "packed16", "matrix16", "matrix8"]
+
+
+@pytest.mark.parametrize(
+    ("mnemonic", "unit"),
+    [
+        ("v_mfma_f32_16x16x16f16", "matrix16"),
+        ("v_mfma_f32_32x32x8_bf16_1k", "matrix16"),
+        ("v_mfma_i32_16x16x32_i8", "matrix8"),
+        ("v_wmma_i32_16x16x16_iu8", "matrix8"),
+        ("v_dot4c_i32_i8", "dot4"),
+        ("v_dot2_f32_f16", "packed16"),
+        ("v_pk_fma_f16", "packed16"),
+    ],
+)
+def test_units_that_multiply(mnemonic, unit):
+    assert instructions(f"k:\n\t{mnemonic} v0, v1, v2\n\ts_endpgm\n", "k").units == ["fma", unit]
 
 
 def test_disassembly_agrees_with_the_assembly(modules):
@@ -75,6 +119,7 @@ def test_disassembly_agrees_with_the_assembly(modules):
         pytest.skip(str(error))
     listed, written = instructions(listing, "dots_kernel"), instructions(modules["gfx1030"].assembly, "dots_kernel")
     assert (listed.total, listed.dot, listed.memory) == (written.total, written.dot, written.memory)
+    assert (listed.classes, listed.units) == (written.classes, written.units)
 
 
 def test_widths_of_memory_instructions():

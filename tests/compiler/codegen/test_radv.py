@@ -199,7 +199,9 @@ def test_attention_with_wide_heads_uses_no_scratch(arch, d):
 def test_inspect_tables_and_assembly(inspect, artifact, code):
     out, err = inspect(artifact, "--kernels")
     assert err == "" and f"code for {ARCH}, compiled by {code.report.device}" in out and "VGPRs" in out
-    found = json.loads(inspect(artifact, "--json").out)["code"][0]
+    report = json.loads(inspect(artifact, "--json").out)
+    (found,), (bounds,) = report["code"], report["bounds"]
+    assert {row["unit"] for row in bounds["kernels"] if row["kernel"].startswith("linear")} == {"dot4"}
     assert found["compiler"] == code.report.device and {kernel["name"] for kernel in found["kernels"]} == set(
         code.shaders
     )
@@ -215,6 +217,7 @@ def test_inspect_without_radv(inspect, artifact, monkeypatch):
     out, err = inspect(artifact, "--kernels")
     assert "mesa-vulkan-drivers" in err and err.count("\n") == 1
     assert f"code for {ARCH}, not compiled" in out and "DotProduct" in out and "VGPRs" not in out
+    assert "SPIR-V is no instruction set" in out and f"bounds for {ARCH}: 88 GB/s; TOPS: fma 1.6, " in out
     try:
         spirv_reader.disassemble(next(iter(Artifact.open(artifact).path.glob("*.spv"))).read_bytes()[:0])
     except UserError as error:

@@ -4,7 +4,7 @@ import pytest
 
 from mlc_amd.compiler.codegen.hsaco import MACHINES
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.gpus import BANDWIDTH, CHIPS, MEMORY, peak_bandwidth
+from mlc_amd.runtime.gpus import BANDWIDTH, CHIPS, MEMORY, RATES, limits, limits_of, peak_bandwidth
 from mlc_amd.schedules.gpu.base.arch import ARCHS, FAMILIES, PRODUCTS, resolve
 
 
@@ -73,9 +73,59 @@ def test_every_card_has_memory_and_bandwidth():
     assert cards and all(BANDWIDTH[product] <= 1.2 * PRODUCTS[product].bandwidth for product in cards)
 
 
+def test_a_chip_has_the_bandwidth_of_its_first_product():
+    assert all(BANDWIDTH[chip.products[0]] == chip.bandwidth for chip in CHIPS.values() if not chip.unified)
+    assert (ARCHS["gfx1030"].bandwidth, BANDWIDTH["6950xt"]) == (512, 576)
+
+
+@pytest.mark.parametrize(
+    ("product", "units", "ghz", "unit", "peak"),  # of AMD's product pages: TFLOPS or TOPS without sparsity
+    [
+        ("mi60", 64, 1.8, "fma", 14.7),
+        ("mi60", 64, 1.8, "packed16", 29.5),
+        ("mi60", 64, 1.8, "dot4", 58.9),
+        ("mi100", 120, 1.502, "fma", 23.1),
+        ("mi100", 120, 1.502, "matrix16", 184.6),
+        ("mi210", 104, 1.7, "matrix16", 181.0),
+        ("mi210", 104, 1.7, "matrix8", 181.0),
+        ("mi210", 104, 1.7, "fma", 45.3),
+        ("mi300x", 304, 2.1, "fma", 163.4),
+        ("mi300x", 304, 2.1, "matrix16", 1307.4),
+        ("mi300x", 304, 2.1, "matrix8", 2614.9),
+        ("mi355x", 256, 2.4, "matrix16", 2516.6),
+        ("mi355x", 256, 2.4, "matrix8", 5033.2),
+        ("6800xt", 72, 2.25, "fma", 20.74),
+        ("7900xtx", 96, 2.5, "fma", 61.4),
+        ("7900xtx", 96, 2.5, "packed16", 122.8),
+        ("7900xtx", 96, 2.5, "matrix16", 122.8),
+        ("9070xt", 64, 2.97, "fma", 48.7),
+        ("9070xt", 64, 2.97, "packed16", 97.3),
+        ("9070xt", 64, 2.97, "matrix16", 195.0),
+        ("9070xt", 64, 2.97, "matrix8", 389.0),
+    ],
+)
+def test_rates_give_the_peaks_that_product_pages_state(product, units, ghz, unit, peak):
+    assert units * ghz * RATES[PRODUCTS[product].family][unit] / 1e3 == pytest.approx(peak, rel=0.005)
+
+
+def test_limits_of_a_device():
+    """By hand: 96 compute units at 2.4 GHz; a product's bandwidth and chip decide where the driver's name tells it."""
+    gfx1100 = limits_of("gfx1100")
+    assert gfx1100.bandwidth == 960e9 and gfx1100.rates["matrix16"] == pytest.approx(96 * 2.4e9 * 512)
+    assert limits(ARCHS["gfx1100"]) == gfx1100 == limits_of("rdna3", "AMD Radeon RX 7900 XTX (RADV NAVI31)")
+    assert limits_of("rdna3:matrix=none", "AMD Radeon RX 7900 XT") == gfx1100._replace(bandwidth=800e9)
+    assert "matrix16" not in limits_of("gfx1030").rates
+    nvidia = limits_of("nvidia")
+    assert limits_of("nvidia", "NVIDIA H100 80GB HBM3 (nvidia)") == nvidia._replace(bandwidth=3352e9)
+    assert limits_of("lavapipe", "llvmpipe (LLVM 15.0.6, 256 bits)") == (0, {})
+
+
 def test_every_arch_is_described():
     assert set(ARCHS) == set(MACHINES.values())
-    assert {arch.family for arch in ARCHS.values()} == set(FAMILIES)
+    assert {arch.family for arch in ARCHS.values()} == set(FAMILIES) == set(RATES) - {"nvidia"}
+    for arch in ARCHS.values():
+        rates = limits(arch).rates
+        assert ("matrix16" in rates) == bool(arch.matrix) and ("matrix8" in rates) == bool(arch.code.int8_columns)
 
 
 def test_properties():
