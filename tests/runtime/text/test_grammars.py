@@ -210,6 +210,7 @@ def test_a_grammar_applies_behind_the_thinking(make, control, added, prompt, rig
         assert not accepts(grammar, tokenizer, begin + '{"city": "Rome"}'), begin
 
 
+THOUGHT = "<|channel|>analysis<|message|>Hm."  # in Harmony
 THINK, SPELLED = ("<think>", "</think>"), ("</think>", "</think\u200b>")  # the latter with ordinary tokens
 
 
@@ -302,6 +303,9 @@ def test_calls_in_harmony(make):
         (auto, other, True),
         (auto, analysis + final, True),
         (auto, "late", False),
+        (auto, analysis, False),
+        (auto, THOUGHT, True),
+        (required, THOUGHT, True),
         (required, analysis + call, True),
         (required, analysis + final, False),
         (required, call.replace("clock", "python"), False),
@@ -309,6 +313,32 @@ def test_calls_in_harmony(make):
         assert accepts(grammar, tokenizer, answer) is expected, answer
     events = read(found, [analysis + call], reasoning.detect(tokenizer.has_token))
     assert calls_of(events) == [("clock", {"a": 1})]
+
+
+def test_calls_in_harmony_after_a_begun_answer(make):
+    """They are messages after the one that was begun."""
+    grammars, tokenizer = make(bytes_with(HARMONY_TOKENS))
+    found = detect(tokenizer.has_token, "")
+    call = "<|end|><|start|>assistant to=functions.clock<|channel|>commentary<|message|>{}"
+    thought = f"<|end|><|start|>assistant{THOUGHT}"
+    auto, required = (grammars.tool_calls(found, TOOLS, choice) for choice in ("auto", "required"))
+    either = grammars.tool_calls(found, TOOLS, answer=CITY)
+    for grammar, answer, expected in (
+        (auto, "", True),
+        (auto, " late.", True),
+        (auto, " late. I look." + call, True),
+        (auto, thought, True),
+        (auto, " to=functions.clock<|channel|>commentary<|message|>{}", False),
+        (required, call, True),
+        (required, thought + call, True),
+        (required, "", False),
+        (required, " late.", False),
+        (either, '{"city": "Rome"}', True),
+        (either, call, True),
+        (either, " late.", False),
+        (either, thought, False),
+    ):
+        assert accepts(grammar, tokenizer, answer) is expected, answer
 
 
 def test_choices(plain):
