@@ -199,10 +199,9 @@ def _result(
 
     manifest = engine.artifact.manifest
     product, peak = peak_bandwidth(engine.device.name) or (None, None)
-    largest = max(manifest["formats"], key=lambda name: manifest["formats"][name]["bytes"], default="")
     result = {
         "model_filename": str(engine.artifact.path),
-        "model_type": f"{manifest['name']} {largest.upper()}",
+        "model_type": f"{manifest['name']} {manifest['quantization']}",
         "model_size": sum(entry["bytes"] for entry in manifest["formats"].values()),
         "model_n_params": parameters(manifest["formats"]),
         "backends": manifest["target"]["kind"].upper(),
