@@ -133,7 +133,7 @@ class TargetOptions(Checked):
         "compile --help`")] = "native"  # fmt: skip
     ctx: Annotated[int | None, Option(
         "KV cache size, for a GGUF file",
-        default="the model's context length, at most 4096; of bench: what the tests need",
+        default="the model's context length, at most 4096",
         unit="tokens", low=1, most=MANY, also=("-c", "--ctx-size"))] = None  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -176,8 +176,7 @@ class RunOptions(Checked):
     threads: Annotated[int | None, Option(
         "number of CPU threads", default="all cores", low=1, most=4096, also=("-t",))] = None  # fmt: skip
     device: Annotated[str | None, Option(
-        "GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name; for tuning on a CPU: "
-        "the number of threads",
+        "GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name",
         default="$MLC_AMD_DEVICE, else the best one")] = None  # fmt: skip
     verify: Annotated[bool, Option("also verify the checksum of the weights, which reads all of them")] = False
     n_cpu_moe: Annotated[int, Option(
@@ -190,7 +189,7 @@ class RunOptions(Checked):
     kv_memory: Annotated[int | str | None, Option(
         "memory that the KV cache takes: bytes, a size such as 4G or 512M, or auto, which is all that the device has "
         "left, or half of the available memory of the host",
-        default="one sequence of full length; of bench: what the tests need; of serve with one model: auto",
+        default="one sequence of full length",
         low=1, most=1 << 60)] = None  # fmt: skip
     draft: Annotated[str | os.PathLike[str] | None, Option(
         "decode several tokens a step, guessed by a smaller model with the same vocabulary (named as a model is), "

@@ -24,11 +24,12 @@ from mlc_amd.runtime.speculation.speculation import MOST
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.measure import bandwidth, bench_formats, host_profile, kernel_table, power
 from mlc_amd.tools.measure.bench_runs import Test, fill, measure, warm
-from mlc_amd.tools.options import Synthetic, Without
+from mlc_amd.tools.options import Defaults, Synthetic, Without
 from mlc_amd.tools.terminal import display
 
 SHORT = {"np": "n_seqs", "p": "n_prompt", "n": "n_gen", "d": "n_depth", "r": "repetitions", "o": "output"}
 _MIN_CONTEXT = 512  # tokens; the minimum to compile for
+_NEEDED = Defaults(ctx="what the tests need", kv_memory="what the tests need")
 _MOST_SEQUENCES = 64  # of a step
 
 
@@ -49,7 +50,7 @@ def run(
     synthetic: Synthetic = None,
     per_kernel: bool = False,
     profile_host: bool = False,
-    load: Annotated[LoadOptions, Without("tuned", "verify", "kv_tokens", "draft")],
+    load: Annotated[LoadOptions, Without("tuned", "verify", "kv_tokens", "draft"), _NEEDED],
 ) -> None:  # fmt: skip
     """Measures prefill (pp) and decode (tg) speed in tokens per second, with llama-bench's columns.
 
