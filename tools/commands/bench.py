@@ -36,16 +36,16 @@ _MOST_SEQUENCES = 64  # of a step
 def run(
     *,
     n_prompt: Annotated[tuple[int, ...], Option(
-        "number of tokens to prefill; 0 skips prefill", low=0, most=MANY)] = (512,),
-    n_gen: Annotated[tuple[int, ...], Option("number of tokens to decode; 0 skips decode", low=0, most=MANY)] = (128,),
+        "number of tokens to prefill; 0 skips prefill", low=0, high=MANY)] = (512,),
+    n_gen: Annotated[tuple[int, ...], Option("number of tokens to decode; 0 skips decode", low=0, high=MANY)] = (128,),
     n_depth: Annotated[tuple[int, ...], Option(
-        "number of tokens in the KV cache before each test", low=0, most=MANY)] = (0,),
+        "number of tokens in the KV cache before each test", low=0, high=MANY)] = (0,),
     n_seqs: Annotated[tuple[int, ...], Option(
         "number of sequences that decode together; t/s is that of all of them", low=1, high=_MOST_SEQUENCES)] = (1,),
     speculate: Annotated[tuple[float, ...], Option(
         "decode also with guesses of the next tokens, of which this share is right, as 0.7: what a draft would gain "
         "that takes no time itself", low=0, high=1)] = (),
-    repetitions: Annotated[int, Option("number of measured runs of each test", low=1, most=MANY)] = 5,
+    repetitions: Annotated[int, Option("number of measured runs of each test", low=1, high=MANY)] = 5,
     output: Literal["md", "json", "jsonl", "csv"] = "md",
     synthetic: Synthetic = None,
     per_kernel: bool = False,
