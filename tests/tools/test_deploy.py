@@ -381,6 +381,6 @@ def test_outputs(tmp_path):
 
 
 def test_the_command_names_its_destinations():
-    command = [sys.executable, "-m", "mlc_amd.tools.cli", "deploy", "x", "--to", "xbox"]
+    command = [sys.executable, "-m", "mlc_amd.tools.start", "deploy", "x", "--to", "xbox"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr == "error: --to must be steamdeck or linux, not 'xbox'\n"
