@@ -253,22 +253,6 @@ def test_every_flag_of_every_verb_is_described(verb):
     assert all(f"\n  {one.name.upper()} " in page or f" {one.spelling}" in page for one in known.values())
 
 
-def test_help_says_what_is_so_for_the_command():
-    """Where commands differ."""
-    pages = {verb: __import__(cli.module_of(verb), fromlist=["run"]).run for verb in ("bench", "chat", "serve", "tune")}
-    texts = {
-        verb: {n: one.option.text(None) for n, one in arguments.parameters(run).items()} for verb, run in pages.items()
-    }
-    assert all("default: what the tests need" in texts["bench"][name] for name in ("ctx", "kv_memory"))
-    assert (
-        "default: the model's context length" in texts["tune"]["ctx"] and "default: auto" in texts["serve"]["kv_memory"]
-    )
-    for verb in ("chat", "serve"):
-        assert not any(
-            word in texts[verb][name] for name in ("ctx", "device", "kv_memory") for word in ("bench", "tun")
-        )
-
-
 def test_help_imports_no_tvm():
     code = (
         "import sys; from mlc_amd.tools import cli; cli.main(['--help']); sys.exit('tvm' in sys.modules or 'numpy' in "

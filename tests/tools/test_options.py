@@ -43,6 +43,20 @@ def test_a_flag_has_one_help_in_all_commands(verbs):
     assert {name: texts for name, texts in helps(verbs).items() if len(texts) > 1 and name not in OWN} == {}
 
 
+def test_help_says_what_is_so_for_the_command(verbs):
+    """Where commands differ."""
+
+    def text(verb: str, name: str) -> str:
+        return arguments.parameters(verbs[verb])[name].option.text(None)
+
+    assert all("default: what the tests need" in text("bench", name) for name in ("ctx", "kv_memory"))
+    assert "default: the model's context length" in text("tune", "ctx") and "default: auto" in text(
+        "serve", "kv_memory"
+    )
+    others = [text(verb, name) for verb in ("chat", "serve") for name in ("ctx", "device", "kv_memory")]
+    assert not any(word in one for one in others for word in ("bench", "tun"))
+
+
 def test_a_help_stands_in_one_place(verbs):
     paths = [path for package in ("mlc_amd", "runtime", "tools") for path in (REPO / package).glob("**/*.py")]
     nodes = [node for path in set(paths) for node in ast.walk(ast.parse(path.read_text()))]
