@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mlc_amd.compiler import memory, sampling
+from mlc_amd.compiler.gguf.reader import quantization
 from mlc_amd.compiler.lowering import Lowered
 from mlc_amd.compiler.weights import random_tensors
 from mlc_amd.runtime.artifact.artifact import source_id
@@ -47,7 +48,8 @@ def manifest_body(lowered: Lowered, compiled: Mapping[str, Any], weights: bool) 
         "io": _io(lowered),
         "kv": lowered.kept,
         "page": PAGE,
-        "formats": format_totals(model.tensors),
+        "formats": (totals := format_totals(model.tensors)),
+        "quantization": quantization(model.metadata, totals),
         "weights": "file" if weights else "random",
         "tensors": random_tensors(model, lowered.weights),
         "token_bytes": memory.token_bytes(model.config, target, ctx, lowered.kept),

@@ -28,7 +28,7 @@ MANY = (1 << 31) - 1  # more than anybody needs of anything that is counted
 
 @dataclass(frozen=True)
 class Option:
-    """What help and errors say of an option. Every number has a range: from `low` or `above` to `high` or `most`."""
+    """What help and errors say of an option. Every number has a range: from `low` or `above` to `high`."""
 
     help: str  # what it does
     unit: str = ""  # of its value
@@ -36,7 +36,6 @@ class Option:
     low: float = -math.inf
     high: float = math.inf
     above: float = -math.inf  # values must be greater
-    most: float = math.inf  # a limit that only mistakes exceed
     read: Callable[[str], object] | None = None  # makes the value of a text, if its type does not say how
     also: tuple[str, ...] = ()  # other names of its flag, those of llama.cpp
     unset: str = ""  # the text that stands for None, if there is one
@@ -53,16 +52,16 @@ class Option:
         """What is wrong with a number that is out of range, or with one of several."""
         if isinstance(value, tuple):
             return next(filter(None, (self.problem(name, one) for one in value)), None)
-        number = cast(float, value)
-        if not isinstance(value, Real) or (
-            self.low <= number <= min(self.high, self.most) and self.above < number < math.inf
-        ):
+        if not isinstance(value, Real):
             return None
-        if self.most < number < math.inf:
-            return f"{name} is {value}: it must be at most {self.most}"
-        least = f"at least {self.low}" if math.isinf(self.above) else f"greater than {self.above}"
-        limits = least if math.isinf(self.high) else f"between {self.low} and {self.high}"
-        return f"{name} is {shorten(value)}: it must be {limits}"
+        number = cast(float, value)
+        if not number >= self.low or number <= self.above:
+            limit = f"at least {self.low}" if math.isinf(self.above) else f"greater than {self.above}"
+        elif number > self.high:
+            limit = f"at most {self.high}"
+        else:
+            return None
+        return f"{name} is {shorten(value)}: it must be {limit}"
 
 
 def one_of(choices: Sequence[object]) -> str:
@@ -133,8 +132,8 @@ class TargetOptions(Checked):
         "compile --help`")] = "native"  # fmt: skip
     ctx: Annotated[int | None, Option(
         "KV cache size, for a GGUF file",
-        default="the model's context length, at most 4096; of bench: what the tests need",
-        unit="tokens", low=1, most=MANY, also=("-c", "--ctx-size"))] = None  # fmt: skip
+        default="the model's context length, at most 4096",
+        unit="tokens", low=1, high=MANY, also=("-c", "--ctx-size"))] = None  # fmt: skip
 
     def __post_init__(self) -> None:
         if other := _OTHER_TARGETS.get(self.target):
@@ -174,24 +173,23 @@ class RunOptions(Checked):
     """What an artifact is run with."""
 
     threads: Annotated[int | None, Option(
-        "number of CPU threads", default="all cores", low=1, most=4096, also=("-t",))] = None  # fmt: skip
+        "number of CPU threads", default="all cores", low=1, high=4096, also=("-t",))] = None  # fmt: skip
     device: Annotated[str | None, Option(
-        "GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name; for tuning on a CPU: "
-        "the number of threads",
+        "GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name",
         default="$MLC_AMD_DEVICE, else the best one")] = None  # fmt: skip
     verify: Annotated[bool, Option("also verify the checksum of the weights, which reads all of them")] = False
     n_cpu_moe: Annotated[int, Option(
         "keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for "
         "mixtures of experts that do not fit its memory (`mlc-amd inspect` says which N is enough)",
-        low=0, most=MANY)] = 0  # fmt: skip
+        low=0, high=MANY)] = 0  # fmt: skip
     kv_tokens: Annotated[int | None, Option(
         "tokens that the KV cache holds, of all sequences together; --kv-memory says it in bytes",
-        low=1, most=MANY)] = None  # fmt: skip
+        low=1, high=MANY)] = None  # fmt: skip
     kv_memory: Annotated[int | str | None, Option(
         "memory that the KV cache takes: bytes, a size such as 4G or 512M, or auto, which is all that the device has "
         "left, or half of the available memory of the host",
-        default="one sequence of full length; of bench: what the tests need; of serve with one model: auto",
-        low=1, most=1 << 60)] = None  # fmt: skip
+        default="one sequence of full length",
+        low=1, high=1 << 60)] = None  # fmt: skip
     draft: Annotated[str | os.PathLike[str] | None, Option(
         "decode several tokens a step, guessed by a smaller model with the same vocabulary (named as a model is), "
         'or, for "lookup", taken from the text so far, or, for "mtp", by the model\'s own layer for that, if it has '

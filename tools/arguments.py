@@ -18,7 +18,7 @@ import types
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cache, reduce
 
 from fire import decorators, docstrings
@@ -26,7 +26,7 @@ from fire import decorators, docstrings
 from mlc_amd.runtime.errors import UsageError
 from mlc_amd.runtime.options import MODEL_FLAGS, Option, described, one_of
 from mlc_amd.tools import familiar
-from mlc_amd.tools.options import Without
+from mlc_amd.tools.options import Defaults, Without
 
 _BOOLEANS: dict[str, bool] = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
@@ -143,6 +143,8 @@ def parameters(run: Callable) -> dict[str, Parameter]:
         if _is_group(hint):
             without = [left for one in metadata if isinstance(one, Without) for left in one.names]
             found |= {one.name: one for one in _members(name, hint) if one.name not in without}
+            for other, text in (pair for one in metadata if isinstance(one, Defaults) for pair in one.texts.items()):
+                found[other] = replace(found[other], option=replace(found[other].option, default=text))
         else:
             own = (one for one in metadata if isinstance(one, Option))
             option = next(own, None) or Option(help_of[name], also=MODEL_FLAGS if name == "model" else ())

@@ -1,15 +1,10 @@
-"""The console script `mlc-amd`: picks the verb, calls it through python-fire, and turns whatever goes wrong into one
-line.
+"""The command line, which start.py runs: picks the verb, calls it through python-fire, and turns whatever goes wrong
+into one line.
 
 Results go to stdout; messages, progress and errors go to stderr. Exit codes: 0 done, 1 the user must change something
 (`error: ...`), 2 it is the command line (`UsageError`), 70 a bug of ours, 130 interrupted with Ctrl-C, 141 the reader
 of stdout went away. `--debug` anywhere adds the traceback, and what the package logs.
 """
-
-if __name__ == "__main__":  # before the other imports, which take most of a start
-    from mlc_amd.tools import interrupts
-
-    interrupts.install()
 
 import errno
 import importlib
@@ -112,8 +107,6 @@ Start with `mlc-amd chat`: it runs {default}.{ollama}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (default: the process's own) and returns the exit code."""
-    if argv is None:
-        interrupts.install()
     _open_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 still shows what it can
@@ -247,7 +240,3 @@ def _bug(error: Exception, debug: bool) -> int:
 def _report_traceback(debug: bool) -> None:
     if debug:
         traceback.print_exc()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -25,10 +25,8 @@ _write = -1  # of the pipe that the thread reads
 
 
 def install() -> None:
-    """For this process, once, but not for signals that it was started to ignore."""
+    """For this process, but not for signals that it was started to ignore."""
     global _write
-    if _write >= 0:
-        return
     ends = os.pipe()
     # never the numbers of standard streams, which may be closed
     read, _write = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends)

@@ -14,6 +14,13 @@ class Without:
         self.names = names
 
 
+class Defaults:
+    """Metadata of a command's parameter that is a group: what defaults of None mean for the command, by the option."""
+
+    def __init__(self, **texts: str) -> None:
+        self.texts = texts
+
+
 SamplingFlags = Annotated[SamplingChanges, Without("logit_bias", "presence_penalty", "frequency_penalty")]
 
 Prompt = Annotated[
@@ -21,7 +28,7 @@ Prompt = Annotated[
 ]
 File = Annotated[str | None, Option('take the text from this UTF-8 file; "-" is stdin')]
 MaxTokens = Annotated[int | None, Option(
-    "maximum number of tokens to generate", low=1, most=MANY, also=("--n-predict",), unset="-1",
+    "maximum number of tokens to generate", low=1, high=MANY, also=("--n-predict",), unset="-1",
 )]  # fmt: skip
 Stop = Annotated[tuple[str, ...], Option("end the text before this one; may be repeated")]
 Quiet = Annotated[bool, Option("print results only: no greeting, notes, statistics or log of requests")]

@@ -30,6 +30,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS, by_gguf_type
 
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)  # llama.cpp's LLAMA_SPLIT_PREFIX format
+_GUESSED = 1024  # a bit of general.file_type: whoever wrote the file was not sure
 _HEADER_READS = (1 << 20, 1 << 23, HEADER_LIMIT)  # bytes; vocabularies of small models fit the first
 MATRIX_SCALES = (".scale", ".input_scale")  # beside a matrix' .weight: llama.cpp's src/llama-model.cpp
 
@@ -154,6 +155,15 @@ def read_metadata(path: str | Path) -> dict[str, object]:
     file = _File(str(path))
     file.close()
     return file.header.metadata
+
+
+def quantization(metadata: Mapping[str, object], totals: Mapping[str, Any]) -> str:
+    """As files of that kind are called, such as Q4_K_M; where the file does not say, by what most of its bytes are.
+    totals: "bytes" by tensor type."""
+    kind = metadata.get("general.file_type")
+    if isinstance(kind, int) and not isinstance(kind, bool) and kind & ~_GUESSED in set(gguf.LlamaFileType):
+        return gguf.LlamaFileType(kind & ~_GUESSED).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    return f"mostly {max(totals, key=lambda name: totals[name]['bytes']).upper()}" if totals else "none"
 
 
 def read_header(path: str | Path) -> tuple[dict[str, object], list[TensorEntry], int]:

@@ -24,7 +24,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import Unit
 from mlc_amd.runtime.sampling.settings import SamplingChanges
 
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
 FOLLOW, CHAIN = "follow_", "chain_"  # prefixes of functions that guess tokens: after a step, and after a guess
@@ -209,6 +209,7 @@ class ManifestBody(TypedDict):
     kv: list[KvTensor]
     page: _Size
     formats: dict[str, FormatTotals]
+    quantization: str
     weights: Literal["file", "random"]
     tensors: dict[str, RandomTensor]
     token_bytes: _Count

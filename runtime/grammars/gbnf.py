@@ -8,6 +8,7 @@ only. Which rules are terminals (names in capitals): lexemes.py.
 
 import re
 from collections.abc import Container, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from mlc_amd.runtime.errors import UserError, shorten
@@ -38,8 +39,9 @@ class _Token(NamedTuple):
     line: int
 
 
+@lru_cache(16)
 def to_lark(text: str) -> str:
-    """See the module's docstring."""
+    """See the module's docstring. Takes up to some seconds."""
     parser = _Parser(list(_tokens(text)))
     rules = parser.rules()
     if "root" not in rules:

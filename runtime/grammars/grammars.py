@@ -48,6 +48,7 @@ _CHECKED = 1024  # remembered results of trials
 _MAX_CHARACTERS = 1 << 20  # of a grammar
 _ANY = {"type": "object"}
 _LARK = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)  # what GBNF has not
+_NEXT = "<|end|><|start|>assistant"  # Harmony: between the texts and the headers of messages
 _SCHEMA, _GRAMMAR = "the JSON schema", "the grammar"  # in messages
 # The beginning and the end of a regular expression; not "\\$".
 _ANCHORS = re.compile(r"\A\^|(?<!\\)((?:\\\\)*)\$\Z")
@@ -58,7 +59,8 @@ ToolChoice = Literal["auto", "required", "none"] | Mapping[str, str]
 class Grammars:
     """The grammars of one model. vocab: the size of its logits, at least the tokenizer's vocabulary. thinking: the
     marks of its thinking; None: those of its vocabulary. prompt, of all methods: the rendered text that the answer
-    follows; None: there is no thinking, as in completions. UserError where llguidance is not installed."""
+    follows; None: there is no thinking, as in completions and within answers. UserError where llguidance is not
+    installed."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, thinking: reasoning.ReasoningFormat | None = None) -> None:
         require("llguidance")
@@ -164,8 +166,13 @@ class Grammars:
             raise UserError(f"{what} cannot be used: {error}") from error
         text = rules.TEXT if answer is None else f"{rules.SPACE} {_json(rules, answer)}"
         if isinstance(found, HarmonyCalls):
-            final = f" | {self._final(rules, text)}" if auto else ""
-            return self._compile(rules, f"{self._messages(rules)} ({calls.calls}{final})", what)
+            free = answer is None
+            if prompt is None:  # within the message that is the answer: calls are messages after it
+                after = f"{rules.literal(_NEXT)} {self._turn(rules, calls.calls, free)}"
+                start = f"{rules.TEXT if free else ''} {after} | {text}" if auto else after
+            else:
+                start = self._turn(rules, calls.calls + (f" | {self._final(rules, text)}" if auto else ""), free)
+            return self._compile(rules, start, what)
         opened = f"{rules.literal(found.opening)} {calls.calls} {calls.more}"
         if not auto:
             start = f"{rules.SPACE} {opened}" + (f" | {calls.calls}" if found.bare else "")
@@ -198,7 +205,7 @@ class Grammars:
         if prompt is None:
             return self._compile(rules, answer, what, nested)
         if isinstance(self._thinking, reasoning.Harmony):
-            start = f"{self._messages(rules)} {self._final(rules, rules.rule(answer))}"
+            start = self._turn(rules, self._final(rules, rules.rule(answer)), free)
             return self._compile(rules, start, what, nested)
         assert isinstance(self._thinking, reasoning.Tags)
         opening, closing = self._thinking.marks[0] + self._thinking.label, self._thinking.marks[1]
@@ -213,11 +220,13 @@ class Grammars:
         return self._compile(rules, answer, what, nested)
 
     @staticmethod
-    def _messages(rules: Rules) -> str:
-        """Harmony: messages before the answer, after a prompt that ends within a message's header."""
-        begin = f'{rules.literal("<|channel|>")} ("analysis" | "commentary") {rules.literal("<|message|>")}'
-        end = f"{rules.until('<|end|>')} {rules.literal('<|start|>assistant')}"
-        return f"{rules.rule(f'{begin} {end}')}*"
+    def _turn(rules: Rules, last: str, free: bool) -> str:
+        """Harmony: messages of thinking, then `last`, after a prompt that ends within a message's header. free: it may
+        end in its thinking."""
+        header = f'{rules.literal("<|channel|>")} ("analysis" | "commentary") {rules.literal("<|message|>")}'
+        thought = rules.rule(f"{header} {rules.TEXT}")
+        end = f" | {thought}" if free else ""
+        return f"({thought} {rules.literal(_NEXT)})* ({last}{end})"
 
     @staticmethod
     def _final(rules: Rules, answer: str) -> str:

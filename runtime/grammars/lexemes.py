@@ -6,7 +6,9 @@ the "s" of `w "s"`. Rules without recursion are terminals unless that happens: o
 itself, may go on with a character that what follows begins with. The longer one then becomes a rule, and a text
 characters, all of whose readings llguidance follows; a whole grammar without recursion becomes one terminal.
 
-What may go on is found with the lexemes' automata (Glushkov's; a repetition may have any length in them).
+What may go on is found with the lexemes' automata (Glushkov's; a repetition may have any length in them). A grammar for
+which that takes too long has no terminals: its masks take longer (some 20 ms with 152,000 tokens), its language is the
+same.
 """
 
 from collections import defaultdict
@@ -17,9 +19,8 @@ from typing import Any
 
 Ranges = tuple[tuple[int, int], ...]  # of characters, both ends included
 
-# Larger grammars, by the characters of their rules and by states of the automaton, keep all terminals.
-_MOST_CHARACTERS, _MOST_STATES = 5000, 5000
-_ROUNDS = 50  # each makes some lexemes shorter
+_MOST_STEPS = 2_000_000  # of some microseconds; enough for 70,000 characters of rules for JSON objects
+_READ = 10  # steps for a character of the automaton
 
 
 @dataclass(frozen=True)
@@ -83,27 +84,39 @@ class Divided:
 
 
 class _TooLarge(Exception):
-    """A grammar that is not looked at."""
+    """A grammar that takes too many steps."""
+
+
+class _Steps:
+    """Counts steps. _TooLarge after _MOST_STEPS."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_STEPS
+
+    def take(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise _TooLarge
 
 
 def divided(rules: Mapping[str, Node]) -> Divided:
     """See the module's docstring. The grammar begins with the rule `root`; those that it does not use are left out."""
     made = {name: rules[name] for name in _used(["root"], rules)}
-    regular = _regular(made)
-    named = regular.keys() - {"root"}
+    regular, steps = _regular(made), _Steps()
+    named = regular - {"root"}
     try:
-        if sum(regular.values()) + sum(map(_size, made.values())) > _MOST_CHARACTERS:
-            raise _TooLarge
-        for _ in range(_ROUNDS):
-            longer = _Lexemes({name: body for name, body in made.items() if name not in named}, rules, named).longer()
+        while True:
+            others = {name: body for name, body in made.items() if name not in named}
+            longer = _Lexemes(others, rules, named, steps).longer()
             if longer and "root" in regular:
-                named = set(regular)
+                named = regular
             if not longer or "root" in regular:
                 break
             named = named - {leaf.text for leaf in longer}
             made = {name: _split(body, longer) for name, body in made.items()}
     except (_TooLarge, RecursionError):
-        made, named = {name: rules[name] for name in made}, regular.keys() - {"root"}
+        texts = {leaf for body in made.values() for leaf in _leaves(body)}
+        made, named = {name: _split(body, texts) for name, body in made.items()}, set[str]()
     left = {name: body for name, body in made.items() if name not in named}
     seeds = [leaf.text for body in left.values() for leaf in _leaves(body) if isinstance(leaf, Name)]
     found = _used([name for name in ("root", *seeds) if name in named], rules)
@@ -122,11 +135,6 @@ def _leaves(node: Node) -> Iterator[Leaf]:
             yield node
 
 
-def _size(body: Node) -> int:
-    """Characters."""
-    return sum(len(leaf.classes) for leaf in _leaves(body) if isinstance(leaf, Chars))
-
-
 def _used(names: list[str], rules: Mapping[str, Node]) -> list[str]:
     """These, and all that they refer to."""
     found, left = dict.fromkeys(names), list(names)
@@ -138,22 +146,22 @@ def _used(names: list[str], rules: Mapping[str, Node]) -> list[str]:
     return list(found)
 
 
-def _regular(rules: Mapping[str, Node]) -> dict[str, int]:
-    """The rules without recursion and tokens; their characters, with those of the rules that they refer to."""
+def _regular(rules: Mapping[str, Node]) -> set[str]:
+    """The rules without recursion and tokens."""
     refers = {name: [leaf for leaf in _leaves(body) if not isinstance(leaf, Chars)] for name, body in rules.items()}
     users = defaultdict[str, list[str]](list)
     waits = {name: len(leaves) for name, leaves in refers.items()}
     for name, leaves in refers.items():
         for leaf in leaves:
             users[leaf.text].append(name)
-    ready, sizes = [name for name, count in waits.items() if not count], dict[str, int]()
+    ready, found = [name for name, count in waits.items() if not count], set[str]()
     while ready:
         name = ready.pop()
-        sizes[name] = min(_size(rules[name]) + sum(sizes[leaf.text] for leaf in refers[name]), 1 << 30)
+        found.add(name)
         for user in users[name]:
             waits[user] -= 1
             ready += [] if waits[user] else [user]
-    return sizes
+    return found
 
 
 def _split(node: Node, texts: Collection[Leaf]) -> Node:
@@ -164,7 +172,7 @@ def _split(node: Node, texts: Collection[Leaf]) -> Node:
         return Choice(tuple(_split(option, texts) for option in node.options))
     if isinstance(node, Repeat):
         return replace(node, body=_split(node.body, texts))
-    if isinstance(node, Chars) and node in texts:
+    if isinstance(node, Chars) and len(node.classes) > 1 and node in texts:
         return Series(tuple(Chars.literal(chr(ranges[0][0])) for ranges in node.classes))
     return node
 
@@ -177,21 +185,24 @@ Edges = tuple[
 _EMPTY: Edges = (True, frozenset(), frozenset())
 
 
-def _edges(node: Node, leaf: Callable[[Leaf], Edges], after: dict[Any, set]) -> Edges:
+def _edges(node: Node, leaf: Callable[[Leaf], Edges], after: dict[Any, set], steps: _Steps) -> Edges:
     """leaf: those of a leaf; after: what may follow each, to which this adds."""
     if isinstance(node, Repeat):
-        empty, first, last = _edges(node.body, leaf, after)
+        empty, first, last = _edges(node.body, leaf, after, steps)
+        steps.take(len(first) * len(last))
         for one in last if node.high != 1 else ():
             after[one] |= first
         return empty or node.low == 0, first, last
     if isinstance(node, Choice):
-        options = [_edges(option, leaf, after) for option in node.options]
+        options = [_edges(option, leaf, after, steps) for option in node.options]
         first, last = (frozenset[Any]().union(*sets) for sets in list(zip(*options, strict=True))[1:])
+        steps.take(len(first) + len(last))
         return any(empty for empty, _, _ in options), first, last
     if isinstance(node, Series):
         empty, first, last = _EMPTY
         for part in node.parts:
-            skips, begins, ends = _edges(part, leaf, after)
+            skips, begins, ends = _edges(part, leaf, after, steps)
+            steps.take(len(first) + len(last) * len(begins) + len(ends))
             for one in last:
                 after[one] |= begins
             first, last = first | begins if empty else first, last | ends if skips else ends
@@ -201,9 +212,13 @@ def _edges(node: Node, leaf: Callable[[Leaf], Edges], after: dict[Any, set]) -> 
 
 
 class _Lexemes:
-    """rules: of the grammar, without terminals; bodies: of all rules; named: those that are terminals."""
+    """rules: of the grammar, without terminals; bodies: of all rules; named: those that are terminals. _TooLarge of all
+    methods where these take more than `steps`."""
 
-    def __init__(self, rules: Mapping[str, Node], bodies: Mapping[str, Node], named: Collection[str]) -> None:
+    def __init__(
+        self, rules: dict[str, Node], bodies: Mapping[str, Node], named: Collection[str], steps: _Steps
+    ) -> None:
+        self._steps = steps
         self._bodies, self._classes, self._owners = bodies, list[Ranges](), list[Leaf]()
         self._after = defaultdict[int, set[int]](set)  # of characters in lexemes, by number
         leaves = {leaf for body in rules.values() for leaf in _leaves(body)}
@@ -214,11 +229,13 @@ class _Lexemes:
         """By numbers of characters."""
 
         def leaf(node: Leaf) -> Edges:
+            self._steps.take(_READ)
             if isinstance(node, Name):
-                return _edges(self._bodies[node.text], leaf, self._after)
+                return _edges(self._bodies[node.text], leaf, self._after, self._steps)
             if not isinstance(node, Chars) or not node.classes:
                 return _EMPTY
             first, count = len(self._classes), len(node.classes)
+            self._steps.take(count)
             self._classes += node.classes
             self._owners += [lexeme] * count
             for number in range(first, first + count - 1):
@@ -227,12 +244,13 @@ class _Lexemes:
 
         return leaf(lexeme)
 
-    def _follows(self, rules: Mapping[str, Node]) -> dict[Leaf, Ranges]:
+    def _follows(self, rules: dict[str, Node]) -> dict[Leaf, Ranges]:
         """The characters that may come after each lexeme."""
         after = defaultdict[Leaf, set[Leaf]](set)
         known: dict[str, Edges] = dict.fromkeys(rules, (False, frozenset(), frozenset()))
 
         def leaf(node: Leaf) -> Edges:
+            self._steps.take(_READ)
             if isinstance(node, Name) and node.text in rules:
                 return known[node.text]
             own = frozenset((node,))
@@ -240,8 +258,8 @@ class _Lexemes:
 
         before = None
         while before != (before := (dict(known), sum(map(len, after.values())))):
-            for name, body in rules.items():
-                known[name] = _edges(body, leaf, after)
+            for name, body in reversed(rules.items()):  # mostly those that are used before those that use them
+                known[name] = _edges(body, leaf, after, self._steps)
         firsts = {one: [self._classes[i] for i in edges[1]] for one, edges in self._lexemes.items()}
         return {
             one: merged(pair for other in after[one] for ranges in firsts.get(other, ()) for pair in ranges)
@@ -255,11 +273,10 @@ class _Lexemes:
         left = [frozenset(i for _, first, _ in self._lexemes.values() for i in first)]
         while left:
             for read in self._read(left.pop()):
+                self._steps.take(_READ * len(read))
                 if read in known:
                     continue
                 known.add(read)
-                if len(known) > _MOST_STATES:
-                    raise _TooLarge
                 more = frozenset(after for i in read for after in self._after[i])
                 left.append(more)
                 for owner in {self._owners[i] for i in read & lasts}:

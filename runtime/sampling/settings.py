@@ -23,9 +23,9 @@ class SamplingChanges(TypedDict, total=False):
 
     temperature: Annotated[float, Option(
         "divides the logits before sampling; 0 always takes the most probable token",
-        default=_FILE, low=0, most=MANY, also=("--temp",))]  # fmt: skip
+        default=_FILE, low=0, high=MANY, also=("--temp",))]  # fmt: skip
     top_k: Annotated[int, Option(
-        "sample from the k most probable tokens only; 0 disables", default=_FILE, low=0, most=MANY)]  # fmt: skip
+        "sample from the k most probable tokens only; 0 disables", default=_FILE, low=0, high=MANY)]  # fmt: skip
     top_p: Annotated[float, Option(
         "sample from the smallest set of most probable tokens with at least this total probability; 1 disables",
         default=_FILE, low=0, high=1)]  # fmt: skip
@@ -35,10 +35,10 @@ class SamplingChanges(TypedDict, total=False):
     repetition_penalty: Annotated[float, Option(
         "above 1, lowers the probability of recent tokens: their logits are divided by it if positive, else "
         "multiplied (Keskar et al. 2019, CTRL); 1 disables",
-        default=_FILE, above=0, most=MANY, also=("--repeat-penalty",))]  # fmt: skip
+        default=_FILE, above=0, high=MANY, also=("--repeat-penalty",))]  # fmt: skip
     repetition_window: Annotated[int, Option(
         "number of recent tokens that penalties apply to",
-        default="the model file's, else 64", low=0, most=MANY, also=("--repeat-last-n",))]  # fmt: skip
+        default="the model file's, else 64", low=0, high=MANY, also=("--repeat-last-n",))]  # fmt: skip
     presence_penalty: Annotated[float, Option("subtracted from the logits of recent tokens", low=-1000, high=1000)]
     frequency_penalty: Annotated[float, Option(
         "subtracted for each time that a token is among the recent ones", low=-1000, high=1000)]  # fmt: skip

@@ -34,7 +34,7 @@ def test_recommendations(values, expected):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("top_p", 5.0, "top_p is 5.0: it must be between 0 and 1"),
+        ("top_p", 5.0, "top_p is 5.0: it must be at most 1"),
         ("temp", "hot", "'hot', not a number"),
         ("temp", True, "True, not a number"),
         ("temp", float("nan"), "temperature is nan"),

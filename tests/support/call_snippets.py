@@ -127,7 +127,7 @@ HARMONY = (
     + "<|channel|>commentary to=functions.{{ f.name }} <|constrain|>json<|message|>"
     + "{{ f.arguments | tojson }}{% endfor %}"
 )
-HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>")
+HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 
 
 def written(template: str, calls: list[tuple[str, dict]]) -> str:

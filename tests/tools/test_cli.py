@@ -164,8 +164,8 @@ def test_inspect_of_a_gguf_tells_its_tensors(mlc_amd, demo_gguf, artifact):
     assert sum(entry["bytes"] for entry in report["formats"].values()) < demo_gguf.stat().st_size
     compiled = json.loads(mlc_amd("inspect", artifact, "--json").stdout)
     assert report["formats"] == compiled["formats"]
-    assert (report["size"], report["quantization"]) == (demo_gguf.stat().st_size, "Q4_K_M")
-    assert report["parameters"] == compiled["parameters"] and compiled["quantization"] == "mostly Q4_K"
+    assert report["size"] == demo_gguf.stat().st_size and report["parameters"] == compiled["parameters"]
+    assert report["quantization"] == compiled["quantization"] == "Q4_K_M"
     assert report["memory"]["weights"] == sum(t["bytes"] for t in compiled["tensors"])
     assert {key: report["memory"][key] for key in ("weights", "kv", "token", "context")}.items() <= (
         compiled["memory"].items()

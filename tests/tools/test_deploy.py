@@ -207,6 +207,13 @@ def test_verbs(start):
 
 
 @needs_python
+def test_what_a_bundle_lacks_is_for_an_installation(start):
+    done = start("serve", "--ray", "auto")
+    assert done.returncode == 1 and "`run.sh serve --ray` needs the package ray" in done.stderr
+    assert "(not into this bundle: where mlc-amd itself is installed)" in done.stderr and done.stderr.count("\n") == 1
+
+
+@needs_python
 def test_cannot_compile(start, tmp_path):
     (tmp_path / "x.gguf").touch()
     for tokens in (("chat", "x.gguf"), ("tokenize", "x.gguf", "hello"), ("bench", "--synthetic", "tiny:q4_0")):
@@ -381,6 +388,6 @@ def test_outputs(tmp_path):
 
 
 def test_the_command_names_its_destinations():
-    command = [sys.executable, "-m", "mlc_amd.tools.cli", "deploy", "x", "--to", "xbox"]
+    command = [sys.executable, "-m", "mlc_amd.tools.start", "deploy", "x", "--to", "xbox"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr == "error: --to must be steamdeck or linux, not 'xbox'\n"

@@ -8,10 +8,10 @@ import gguf
 import numpy as np
 import pytest
 
+from mlc_amd.compiler.gguf.reader import quantization
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import cli
-from mlc_amd.tools.inspection.inspect_summary import quantization
 
 
 def write(path: Path, architecture: str) -> Path:
@@ -85,7 +85,8 @@ def test_json(inspect, mamba):
      ("15", "mostly Q8_0"), (None, "mostly Q8_0"), (True, "mostly Q8_0")],
 )  # fmt: skip
 def test_quantization_is_what_the_file_is_called(file_type, name):
-    assert quantization(file_type, {"f32": 10, "q8_0": 2000}) == name
+    totals = {"f32": {"bytes": 10}, "q8_0": {"bytes": 2000}}
+    assert quantization({"general.file_type": file_type}, totals) == name
 
 
 def test_other_defects_remain_errors(mamba, tmp_path, capsys):

@@ -276,7 +276,7 @@ def test_only_records_that_change_its_plans_compile_a_model_again(cache, monkeyp
 
 
 def test_two_processes_compile_a_model_once(cache):
-    line = [sys.executable, "-m", "mlc_amd.tools.cli", "bench", "--synthetic", SPEC, "--target", "cpu", "--ctx", "64"]
+    line = [sys.executable, "-m", "mlc_amd.tools.start", "bench", "--synthetic", SPEC, "--target", "cpu", "--ctx", "64"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     flags = ["-p", "8", "-n", "2", "-r", "1"]

@@ -202,7 +202,7 @@ def test_settings(session, capsys):
         ("/set warmth 3", "unknown setting warmth: choose from temperature"),
         ("/set top_k", "top_k needs a value"),
         ("/set top_k 1.5", "top_k must be a whole number, not '1.5'"),
-        ("/set top_p 3", "top_p is 3.0: it must be between 0 and 1"),
+        ("/set top_p 3", "top_p is 3.0: it must be at most 1"),
         ("/set max_tokens 0", "max_tokens is 0"),
         ("/set on_full maybe", "on_full is 'maybe': it must be error or drop"),
         ("/set thinking maybe", "thinking cannot be maybe"),

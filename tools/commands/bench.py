@@ -24,32 +24,33 @@ from mlc_amd.runtime.speculation.speculation import MOST
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.measure import bandwidth, bench_formats, bounds, host_profile, kernel_table, power
 from mlc_amd.tools.measure.bench_runs import Test, fill, measure, warm
-from mlc_amd.tools.options import Synthetic, Without
+from mlc_amd.tools.options import Defaults, Synthetic, Without
 from mlc_amd.tools.terminal import display
 
 SHORT = {"np": "n_seqs", "p": "n_prompt", "n": "n_gen", "d": "n_depth", "r": "repetitions", "o": "output"}
 _MIN_CONTEXT = 512  # tokens; the minimum to compile for
+_NEEDED = Defaults(ctx="what the tests need", kv_memory="what the tests need")
 _MOST_SEQUENCES = 64  # of a step
 
 
 def run(
     *,
     n_prompt: Annotated[tuple[int, ...], Option(
-        "number of tokens to prefill; 0 skips prefill", low=0, most=MANY)] = (512,),
-    n_gen: Annotated[tuple[int, ...], Option("number of tokens to decode; 0 skips decode", low=0, most=MANY)] = (128,),
+        "number of tokens to prefill; 0 skips prefill", low=0, high=MANY)] = (512,),
+    n_gen: Annotated[tuple[int, ...], Option("number of tokens to decode; 0 skips decode", low=0, high=MANY)] = (128,),
     n_depth: Annotated[tuple[int, ...], Option(
-        "number of tokens in the KV cache before each test", low=0, most=MANY)] = (0,),
+        "number of tokens in the KV cache before each test", low=0, high=MANY)] = (0,),
     n_seqs: Annotated[tuple[int, ...], Option(
         "number of sequences that decode together; t/s is that of all of them", low=1, high=_MOST_SEQUENCES)] = (1,),
     speculate: Annotated[tuple[float, ...], Option(
         "decode also with guesses of the next tokens, of which this share is right, as 0.7: what a draft would gain "
         "that takes no time itself", low=0, high=1)] = (),
-    repetitions: Annotated[int, Option("number of measured runs of each test", low=1, most=MANY)] = 5,
+    repetitions: Annotated[int, Option("number of measured runs of each test", low=1, high=MANY)] = 5,
     output: Literal["md", "json", "jsonl", "csv"] = "md",
     synthetic: Synthetic = None,
     per_kernel: bool = False,
     profile_host: bool = False,
-    load: Annotated[LoadOptions, Without("tuned", "verify", "kv_tokens", "draft")],
+    load: Annotated[LoadOptions, Without("tuned", "verify", "kv_tokens", "draft"), _NEEDED],
 ) -> None:  # fmt: skip
     """Measures prefill (pp) and decode (tg) speed in tokens per second, with llama-bench's columns.
 
@@ -194,10 +195,9 @@ def _result(
 
     manifest = engine.artifact.manifest
     product, peak = peak_bandwidth(engine.device.name) or (None, None)
-    largest = max(manifest["formats"], key=lambda name: manifest["formats"][name]["bytes"], default="")
     result = {
         "model_filename": str(engine.artifact.path),
-        "model_type": f"{manifest['name']} {largest.upper()}",
+        "model_type": f"{manifest['name']} {manifest['quantization']}",
         "model_size": sum(entry["bytes"] for entry in manifest["formats"].values()),
         "model_n_params": parameters(manifest["formats"]),
         "backends": manifest["target"]["kind"].upper(),

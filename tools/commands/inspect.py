@@ -140,6 +140,8 @@ def _show(
 
 def _uncompiled(path: Path | None, synthetic: str | None, options: CompileOptions, n_cpu_moe: int) -> dict[str, object]:
     """Of a GGUF file or a synthetic model."""
+    from mlc_amd.compiler.gguf.reader import quantization
+
     try:
         opened = models.open_source(path, synthetic)
     except UserError as error:
@@ -160,9 +162,8 @@ def _uncompiled(path: Path | None, synthetic: str | None, options: CompileOption
         needed = needs(model, make_target(made.target, made.arch, made.cache_type), capacity(model.config, made.ctx))
         totals = format_totals(model.tensors)
         name, count = model.config.name, sum(tensor.rows * tensor.shape[-1] for tensor in model.stored.values())
-        sizes, file_type = {form: entry["bytes"] for form, entry in totals.items()}, "general.file_type"
         return {
-            **inspect_summary.entries(name, model.size, count, sizes, model.metadata.get(file_type)),
+            **inspect_summary.entries(name, model.size, count, quantization(model.metadata, totals)),
             "context": needed.context,
             "memory": inspect_memory.plan(needed, made.target, options.arch, n_cpu_moe),
             "file": model.path,
@@ -204,11 +205,10 @@ def _artifact(artifact, n_cpu_moe: int) -> dict[str, object]:
         known = {key: function[key] for key in ("rows", "single", "logits")}
         launches[name] = known | {"launches": len(made), "per_layer": each}
     same = {key: manifest[key] for key in ("target", "kv_type", "model", "sampling")}
-    sizes = {form: entry["bytes"] for form, entry in manifest["formats"].items()}
     size = sum(file.stat().st_size for file in artifact.path.rglob("*") if file.is_file())
     count = parameters(manifest["formats"])
     return {
-        **inspect_summary.entries(manifest["name"], size, count, sizes),
+        **inspect_summary.entries(manifest["name"], size, count, manifest["quantization"]),
         "context": manifest["context"],
         "memory": inspect_memory.plan(of_manifest(manifest), target["kind"], target["arch"], n_cpu_moe),
         "file": str(artifact.path),

@@ -26,7 +26,7 @@ def run(
     text: str | None = None,
     ids: str | None = None,
     tokens: Annotated[int | None, Option(
-        "use only the first N tokens", default="as many as the context holds", low=2, most=MANY)] = None,
+        "use only the first N tokens", default="as many as the context holds", low=2, high=MANY)] = None,
     logits: str | None = None,
     json: Json = False,
     load: Annotated[LoadOptions, Without("model", "tuned", "kv_tokens", "draft")],

@@ -40,10 +40,10 @@ def run(
     output: str | None = None,
     runs: Annotated[int, Option(
         "how often each kernel runs whose workgroups wait for one another, at each of several depths; 0 skips this",
-        low=0, most=MANY)] = 1000,
+        low=0, high=MANY)] = 1000,
     seconds: Annotated[float, Option(
         "about how long the test may take; kernels that there is no time for are listed as not run; 0: no limit",
-        unit="seconds", low=0, most=MANY)] = 60,
+        unit="seconds", low=0, high=MANY)] = 60,
     whole_model: bool = False,
     load: Annotated[LoadOptions, Without("tuned", "verify", "n_cpu_moe", "kv_tokens", "kv_memory", "draft")],
 ) -> None:  # fmt: skip

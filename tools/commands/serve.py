@@ -15,7 +15,7 @@ from mlc_amd.runtime import extras
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.options import LoadOptions
 from mlc_amd.tools.hub import models
-from mlc_amd.tools.options import Without
+from mlc_amd.tools.options import Defaults, Without
 from mlc_amd.tools.server.options import ServeOptions
 from mlc_amd.tools.terminal import display
 
@@ -27,8 +27,12 @@ _KEY_VARIABLE = "MLC_AMD_API_KEY"
 
 
 def run(
-    model: tuple[str, ...] = (), *, options: ServeOptions, load: Annotated[LoadOptions, Without("model", "tuned")]
-) -> None:
+    model: tuple[str, ...] = (),
+    *,
+    options: ServeOptions,
+    load: Annotated[LoadOptions, Without("model", "tuned"), Defaults(
+        kv_memory="auto where one model is loaded at a time, else one sequence of full length")],
+) -> None:  # fmt: skip
     """Serves models over HTTP, with the APIs of OpenAI, Anthropic and ollama, and a chat page for browsers.
 
     The first model is loaded at once and is the default; until it is there, requests get the status 503. Others are

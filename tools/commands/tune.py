@@ -46,7 +46,7 @@ def run(
     budget: str | None = None,
     trials: Annotated[int | None, Option(
         "measure at most so many plans; of a kit: how many it holds",
-        default="no limit; of a kit: 64", low=1, most=MANY)] = None,
+        default="no limit; of a kit: 64", low=1, high=MANY)] = None,
     runner: Literal["local", "rpc"] = "local",
     tracker: Tracker = None,
     key: Key = None,
@@ -65,7 +65,8 @@ def run(
     was found.
 
     Stop it with Ctrl-C at any time and run it again to resume: no finished batch is lost or repeated. Models share what
-    they have in common. Attention is timed within --ctx tokens; another --seed tries other plans.
+    they have in common. Attention is timed within --ctx tokens; another --seed tries other plans. On a CPU, --device is
+    the number of threads.
 
     For a machine that cannot be reached: --export-kit DIR writes a batch of kernels with a program that measures them,
         without TVM; run `python3 run.py` in a copy of DIR over there, bring DIR/results.json back, and give

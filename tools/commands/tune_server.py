@@ -26,7 +26,7 @@ def run(
         --runner rpc --tracker HOST:PORT --key KEY` builds on its own machine and measures on all that have that key.
 
     TVM's RPC has no authentication: any client that reaches these ports can run any code on the machine. Use them in
-    a network that you trust, or through ssh.
+    a network that you trust, or through ssh. On a CPU, --device is the number of threads.
 
     It needs TVM, as this command has it. For a machine without, such as a Steam Deck, or one that cannot be reached,
     there are kits: `mlc-amd tune --export-kit DIR` here, measure there, `mlc-amd tune --import-kit DIR` here.

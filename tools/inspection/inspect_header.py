@@ -20,7 +20,7 @@ _LISTED = 16  # values of a list that are shown; of longer ones the number
 
 def report(path: Path, refusal: UserError) -> dict[str, Any]:
     """The report of a file that was refused. Raises `refusal` if that is for another reason than the architecture."""
-    from mlc_amd.compiler.gguf.reader import read_header
+    from mlc_amd.compiler.gguf.reader import quantization, read_header
     from mlc_amd.compiler.models.registry import architectures
 
     metadata, entries, on_disk = read_header(path)
@@ -37,10 +37,9 @@ def report(path: Path, refusal: UserError) -> dict[str, Any]:
         total["tensors"] += 1
         total["weights"] += math.prod(tensor["shape"])
         total["bytes"] += tensor["bytes"] or 0
-    sizes, count = {name: entry["bytes"] for name, entry in types.items()}, sum(e["weights"] for e in types.values())
-    name, file_type = metadata.get("general.name", ""), metadata.get("general.file_type")
+    name, count = metadata.get("general.name", ""), sum(entry["weights"] for entry in types.values())
     return {
-        **inspect_summary.entries(name, on_disk, count, sizes, file_type),
+        **inspect_summary.entries(name, on_disk, count, quantization(metadata, types)),
         "file": str(path),
         "refusal": str(refusal).removeprefix(f"{path}: "),
         "metadata": {key: _brief(value) for key, value in metadata.items() if not key.startswith("tokenizer.")},

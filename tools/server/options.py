@@ -25,15 +25,15 @@ class ServeOptions(Checked):
         "origin of web pages that may use the server from a browser, such as https://example.com, or *; may be "
         "repeated")] = ()  # fmt: skip
     models_max: Annotated[int, Option(
-        "models that are loaded at a time; the least recently used one makes room", low=1, most=MANY)] = 1  # fmt: skip
+        "models that are loaded at a time; the least recently used one makes room", low=1, high=MANY)] = 1  # fmt: skip
     idle_unload: Annotated[float | None, Option(
         "time after which a model that nobody uses is unloaded", unit="seconds", default="never",
-        low=1, most=MANY)] = None  # fmt: skip
+        low=1, high=MANY)] = None  # fmt: skip
     max_requests: Annotated[int, Option(
-        "requests that are answered or wait at a time; more get the status 503", low=1, most=MANY)] = 256  # fmt: skip
-    max_body: Annotated[int, Option("largest request", unit="MiB", low=1, most=MANY)] = 16
+        "requests that are answered or wait at a time; more get the status 503", low=1, high=MANY)] = 256  # fmt: skip
+    max_body: Annotated[int, Option("largest request", unit="MiB", low=1, high=MANY)] = 16
     timeout: Annotated[float, Option(
-        "time that an answer may take; 0: any time", unit="seconds", low=0, most=MANY)] = 600.0  # fmt: skip
+        "time that an answer may take; 0: any time", unit="seconds", low=0, high=MANY)] = 600.0  # fmt: skip
     quiet: Quiet = False
     ray: Annotated[str | None, Option(
         "deploy the server on this Ray cluster: auto (the one that this machine belongs to), HOST:PORT, "
@@ -41,7 +41,7 @@ class ServeOptions(Checked):
     )] = None  # fmt: skip
     replicas: Annotated[int | None, Option(
         "with --ray: how many servers share the requests, each with a GPU or CPUs of its own",
-        default="1", low=1, most=MANY)] = None  # fmt: skip
+        default="1", low=1, high=MANY)] = None  # fmt: skip
     body_timeout: float = 30.0
 
     @property

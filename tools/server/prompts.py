@@ -143,6 +143,10 @@ class Prompter:
             variables |= {"tools": tools} if tools else {}
         elif tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
             messages = with_tools(messages, tools)
+        for message in messages:
+            # gpt-oss's template has a name of its own for the thinking, which it refuses beside a text and calls.
+            if thought := "" if message["content"] else message.get("reasoning_content"):
+                message["thinking"] = thought
         begun = messages.pop() if request.is_begun else None
         text = _rendered(template, messages, variables)
         if begun and begun["content"]:

@@ -10,6 +10,7 @@ from vocabularies import build_tokenizer, byte_level_metadata
 
 pytest.importorskip("llguidance")
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.grammars import lexemes
 from mlc_amd.runtime.grammars.gbnf import to_lark
 from mlc_amd.runtime.grammars.grammars import Grammar, Grammars
 from tests.runtime.text.test_grammars import accepts
@@ -54,6 +55,23 @@ def test_json_keeps_its_lexemes():
         number ::= "-"? [0-9]+ ("." [0-9]+)? ws
         ws ::= | " " | "\n" [ \t]{0,20}"""
     assert sum(line.startswith("R") for line in to_lark(grammar).splitlines()) == 3
+
+
+def test_large_grammars_have_their_language(bytewise):
+    """One whose rules are divided, and one for which finding the terminals takes too long."""
+    rules = "".join(f'\no{i} ::= "<key{i:03}" number word "s" (">" o{i + 1})?' for i in range(300))
+    objects = f'root ::= o0 | "(" root ")"\nnumber ::= [0-9]+ ":"\nword ::= [a-z]+{rules}\no300 ::= root'
+    words = " | ".join(f'"{"".join(word)}"' for word in itertools.islice(itertools.product("abcdefgh", repeat=4), 800))
+    listed = f'root ::= ("ab" | "abc" | {words})+ "cx" ("," root)?'
+    assert min(len(objects), len(listed)) > 5000
+    assert "\nR" in to_lark(objects) and "\nR" not in to_lark(listed)
+    for text, right, wrong in (
+        (objects, ("<key00012:abs", "(<key0001:ss><key0012:as)"), ("<key000:abs", "<key0001:s", "<key0001:ab")),
+        (listed, ("abcx", "abccx,abcx", "aaabcx"), ("cx", "abx", "abcxx")),
+    ):
+        found = bytewise[0].grammar(text)
+        assert [accepts(found, bytewise[1], one) for one in right] == [True] * len(right)
+        assert [accepts(found, bytewise[1], one) for one in wrong] == [False] * len(wrong)
 
 
 def drawn(draw: random.Random) -> tuple[str, dict]:
@@ -116,7 +134,11 @@ def language(rules: dict) -> set[str]:
     return known["root"]
 
 
-def test_random_grammars_have_their_language(bytewise):
+@pytest.mark.parametrize(("count", "steps"), [(120, lexemes._MOST_STEPS), (40, 0)])
+def test_random_grammars_have_their_language(bytewise, monkeypatch, count, steps):
+    """Also where none of their rules are terminals."""
+    monkeypatch.setattr(lexemes, "_MOST_STEPS", steps)
+    to_lark.cache_clear()
     grammars, tokenizer = bytewise
     compared = 0
 
@@ -125,7 +147,7 @@ def test_random_grammars_have_their_language(bytewise):
             return accepts(grammar, tokenizer, text)
         return False
 
-    for seed in range(120):
+    for seed in range(count):
         text, rules = drawn(random.Random(seed))
         expected = language(rules)
         if not expected:
@@ -134,7 +156,7 @@ def test_random_grammars_have_their_language(bytewise):
         right = {answer for answer in ANSWERS if is_answer(found, answer)}
         assert right == expected, text
         compared += 1
-    assert compared > 80
+    assert compared > count / 2
 
 
 def test_hostile_grammars_are_converted_in_time():

@@ -13,11 +13,10 @@ from vocabularies import build_tokenizer, byte_level_metadata, read_metadata, se
 
 from mlc_amd.runtime.calls.call_arguments import BareCalls, TaggedCalls
 from mlc_amd.runtime.calls.call_formats import CallFormat
-from mlc_amd.runtime.calls.tool_calls import HERMES, detect
+from mlc_amd.runtime.calls.tool_calls import HERMES
 from mlc_amd.runtime.calls.tools import read_tools
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.grammars.grammars import Grammar, Grammars
-from mlc_amd.runtime.text import reasoning
 from mlc_amd.runtime.text.reasoning import AnswerPart
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 from tests.runtime.text.test_tool_calls import TOOLS, calls_of, found_format, read
@@ -286,29 +285,6 @@ def test_auto_allows_text_until_a_call_begins(plain, family):
     assert accepts(grammar, tokenizer, text), text
     assert not accepts(grammar, tokenizer, text + "And then?")  # the result is not computed yet
     assert not accepts(grammar, tokenizer, text.replace("clock", "other"))
-
-
-def test_calls_in_harmony(make):
-    grammars, tokenizer = make(bytes_with(HARMONY_TOKENS))
-    found = detect(tokenizer.has_token, "")
-    analysis = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-    call = '<|channel|>commentary to=functions.clock <|constrain|>json<|message|>{"a": 1}'
-    other = ' to=functions.clock<|channel|>commentary<|message|>{"a": 1}'
-    final = "<|channel|>final<|message|>It is late."
-    prompt = "<|start|>assistant"
-    auto, required = (grammars.tool_calls(found, TOOLS, choice, prompt=prompt) for choice in ("auto", "required"))
-    for grammar, answer, expected in (
-        (auto, analysis + call, True),
-        (auto, other, True),
-        (auto, analysis + final, True),
-        (auto, "late", False),
-        (required, analysis + call, True),
-        (required, analysis + final, False),
-        (required, call.replace("clock", "python"), False),
-    ):
-        assert accepts(grammar, tokenizer, answer) is expected, answer
-    events = read(found, [analysis + call], reasoning.detect(tokenizer.has_token))
-    assert calls_of(events) == [("clock", {"a": 1})]
 
 
 def test_choices(plain):

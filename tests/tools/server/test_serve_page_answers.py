@@ -1,9 +1,8 @@
-"""What the chat page makes of answers: attacks, scrolling, thinking, refusals, widths, keys, speed.
+"""What the chat page makes of answers: attacks, scrolling, thinking, refusals, widths, keys, what is rendered.
 
 In Chromium, against a server whose answers the tests write; skipped where playwright or Chromium is not installed.
 """
 
-import json
 from threading import Event
 
 import pytest
@@ -32,8 +31,6 @@ CODE = (
 FORMULA = "$$\n\\sum_{i=1}^{n} \\frac{e^{x_i}}{\\sqrt{d_k}} = \\begin{pmatrix} 1 & 0 \\\\ 0 & 1 \\end{pmatrix}\n$$\n"
 LISTS = "1. one\n   - two\n2. three\n\n- [x] done\n"
 RICH = f"## A heading\n\n{WORDS * 6}\n\n{TABLE}\n{FORMULA}\n{LISTS}\n> {WORDS}\n\n{CODE}\n"
-# Milliseconds of CPU time that the page may need at once: a task beyond them is called long by browsers.
-LONG_TASK = 50
 
 
 def distance(page, box: str = ".scroll") -> float:
@@ -286,34 +283,36 @@ def test_keyboard(visit, says):
     assert {"Copy code", "Code, python", "Table", "link", "Copy the message", "Regenerate the answer"} <= set(names)
 
 
-@pytest.mark.parametrize("kind", ["text", "code", "list"])
-def test_speed(visit, says, browser, kind):
-    """An answer of 2000 tokens never takes the page a long task, in CPU time, so that other programs do not count."""
-    from servers.scripted_server import TOKEN
-
-    whole = {
-        "text": RICH * 5,
-        "code": CODE.removesuffix("```\n") * 12,
-        "list": "".join(f"{i}. item **{i}** with `x{i}`\n" for i in range(400)),
-    }[kind]
-    text = "".join(TOKEN.findall(whole)[:2000])
+@pytest.mark.parametrize(("text", "parts"), [(RICH * 5, 0), (CODE.removesuffix("```\n") * 30, 2)], ids=["text", "code"])
+def test_what_is_rendered_while_an_answer_grows(visit, says, text, parts):
+    """Only its last blocks, and of a long one of code only the last part, so that it takes no longer as it grows."""
     page = visit()
-    says(text=RICH * 5)
+    page.evaluate(
+        """() => {
+          const known = { block: [], part: [] }
+          window.changes = []  // places of what was known before and changed, from the end
+          window.parts = 0
+          new MutationObserver(records => {
+            const view = document.querySelector('.growing .markdown')
+            if (!view) return
+            for (const { target, removedNodes } of records) {
+              const element = target instanceof Element ? target : target.parentElement
+              const within = element.closest('.part') ?? element.closest('.block')
+              for (const one of element === view ? removedNodes : [within])
+                for (const all of Object.values(known))
+                  if (all.includes(one)) window.changes.push(all.length - all.indexOf(one))
+            }
+            known.block = [...view.children]
+            known.part = [...view.querySelectorAll('.part')]
+            window.parts = Math.max(window.parts, known.part.length)
+          }).observe(document.body, { childList: true, characterData: true, subtree: true })
+        }"""
+    )
+    says(text=text, rate=800)
     ask(page, "More")
     answer(page)
-    says(text=text, rate=800)
-    browser.start_tracing(page=page, categories=["toplevel"])
-    ask(page, "And more")
-    answer(page, 2)
-    frames(page)
-    events = json.loads(browser.stop_tracing())["traceEvents"]
-    names = ((event["args"]["name"], event) for event in events if event["name"] == "thread_name")
-    mains = {(event["pid"], event["tid"]) for name, event in names if name == "CrRendererMain"}
-    tasks = [
-        event.get("tdur", 0) / 1000
-        for event in events
-        if event["name"].endswith("RunTask") and (event["pid"], event["tid"]) in mains and event["ph"] == "X"
-    ]
-    assert len(tasks) > 100
-    assert max(tasks) < LONG_TASK
+    changes = page.evaluate("window.changes")
+    assert len(changes) > 5
+    assert max(changes) <= (1 if parts else 2)
+    assert page.evaluate("window.parts") >= parts
     assert distance(page) < 2

@@ -17,10 +17,8 @@ from starlette.responses import Response
 
 import mlc_amd
 from mlc_amd.runtime.artifact.artifact import Artifact
-from mlc_amd.runtime.artifact.manifest import Manifest
 from mlc_amd.runtime.engine.generation import MOST_LOGPROBS
 from mlc_amd.schedules.formats import parameters
-from mlc_amd.tools.hub import hub_files
 from mlc_amd.tools.server import chat_request as forms
 from mlc_amd.tools.server import errors
 from mlc_amd.tools.server.answering import Answering
@@ -259,26 +257,21 @@ def _model(request: Request, name: str) -> dict[str, Any]:
 
 
 def _details(artifact: Artifact | None) -> dict[str, Any]:
-    family = artifact.manifest["model"]["architecture"] if artifact else ""
-    size, level = _weights(artifact.manifest) if artifact else ("", "")
+    manifest = artifact.manifest if artifact else None
+    family = manifest["model"]["architecture"] if manifest else ""
     return {
         "parent_model": "",
         "format": "gguf",
         "family": family,
         "families": [family] if family else [],
-        "parameter_size": size,
-        "quantization_level": level,
+        "parameter_size": _parameters(parameters(manifest["formats"])) if manifest else "",
+        "quantization_level": manifest["quantization"] if manifest else "",
     }
 
 
-def _weights(manifest: Manifest) -> tuple[str, str]:
-    """How many there are, as ollama writes it ("8.0B"), and how they are quantized: what the file's name says, else
-    the format of most of them."""
-    formats, title = manifest["formats"], manifest["source"]["file"].removesuffix(".gguf")
-    count, quant = parameters(formats), hub_files.Model(title, {}, 1).quant
-    largest = max(formats, key=lambda name: formats[name]["bytes"], default="")
-    size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
-    return size, largest.upper() if quant == title else quant
+def _parameters(count: float) -> str:
+    """As ollama writes it ("8.0B")."""
+    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
 
 
 async def show(request: Request) -> Response:
