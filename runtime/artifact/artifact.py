@@ -204,9 +204,13 @@ class Artifact:
             self._weights = JoinedBlocks([held, *tables])
         return self._weights
 
+    def release_weights(self) -> None:
+        """For devices that have read them to memory of their own; `weights` opens them again."""
+        self._weights = None
+
     def close(self) -> None:
         """Releases the weights' mapping and the folder."""
-        self._weights = None
+        self.release_weights()
         if self._lock:
             self._lock.close()
 

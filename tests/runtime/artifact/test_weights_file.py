@@ -37,6 +37,15 @@ def test_what_was_written_is_read(file):
     assert not Weights(file)["b"].any()
 
 
+def test_a_part_is_read_and_a_file_that_is_cut_off_meanwhile_is_an_error(file):
+    weights, found = Weights(file), np.zeros(98, np.uint8)
+    weights.read(30, found, keep=False)
+    assert found[34:].copy().view(np.int32).tolist() == list(range(16))
+    os.truncate(file, file.stat().st_size - 20)
+    with pytest.raises(UserError, match="was cut off after it was opened; compile the model again"):
+        weights.read(30, found)
+
+
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
