@@ -167,13 +167,14 @@ class HipMemory:
         return host_block(self.hip, self._held, size, flags)
 
     def _needs(self) -> Needs:
-        return replace(of_manifest(self.artifact.manifest), kv=kv_bytes(self.kv_types))
+        needs = replace(of_manifest(self.artifact.manifest), kv=kv_bytes(self.kv_types))
+        return needs.in_host_memory() if self.gpu.integrated else needs
 
     def _out_of_memory(self, needed: int, free: int) -> str:
         """The error message, with a change that makes the model fit."""
         limits = gpu_memory(self.gpu.pci) if self.gpu.integrated else {}
         needs = self._needs()
-        message = shortage(needs, free, self.gpu.name, self._n_cpu_moe, self.gpu.integrated, self._sized)
+        message = shortage(needs, free, self.gpu.name, self._n_cpu_moe, self._sized)
         if "gtt" not in limits:
             return message
         return message + (

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from mlc_amd.runtime.artifact.io_buffers import launches_before_late
-from mlc_amd.runtime.artifact.memory import gib, host_shortage, of_manifest, on_host, shortage
+from mlc_amd.runtime.artifact.memory import RING, gib, host_shortage, of_manifest, on_host, shortage
 from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
@@ -32,7 +32,6 @@ from mlc_amd.runtime.devices.vulkan.pipelines import BasedPipelines, Pipelines, 
 from mlc_amd.runtime.devices.vulkan.replays import Replays
 from mlc_amd.runtime.errors import MachineError, UserError
 
-RING = 4  # copies of the scratch buffers, as independent kernels may overlap
 CLOSED = "this device is closed; load the model again"
 
 log = logging.getLogger("mlc_amd")
@@ -296,6 +295,7 @@ class VulkanDevice(QueuedDevice):
     def _out_of_memory(self, wanted: int, kind: str) -> str:
         """The error message for an allocation of `wanted` bytes of a kind that failed."""
         limit, needs = self.memory.limit, replace(of_manifest(self.manifest), kv=kv_bytes(self.kv_types))
+        needs = needs.in_host_memory() if self.gpu.unified else needs
         if wanted > limit:
             return (
                 f"this model needs {gib(wanted)} in one piece, and {self.gpu.driver} allows {gib(limit)} at most; "
@@ -304,4 +304,4 @@ class VulkanDevice(QueuedDevice):
         if kind == "host":
             return host_shortage(needs, self._n_cpu_moe)
         free = sum(heap.free for heap in self.gpu.heaps if self.gpu.unified or heap.device_local)
-        return shortage(needs, free, self.gpu.name, self._n_cpu_moe, self.gpu.unified, self._kv_size != ONE_SEQUENCE)
+        return shortage(needs, free, self.gpu.name, self._n_cpu_moe, self._kv_size != ONE_SEQUENCE)
