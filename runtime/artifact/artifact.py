@@ -2,7 +2,7 @@
 
     manifest.json         model, target, context, plan, KV cache, checksums
     kernels.so            compiled kernels (cpu)
-    weights.safetensors   packed weights, every tensor aligned to 64 bytes, mapped and never copied; only the vectors
+    weights.safetensors   packed weights, every tensor aligned to 64 bytes, mapped or read by devices; only the vectors
                           in an artifact without weights. The same at every context: artifacts may share the file.
     tables.safetensors    tables by position
     tokenizer.json, tokenizer_config.json

@@ -2,9 +2,12 @@
 quarter of a gigabyte and one of an eighth of its layers, which has the same kernels."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import vulkan_harness
@@ -15,7 +18,9 @@ from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.artifact.memory import of_manifest
+from mlc_amd.runtime.devices.vulkan.device import VulkanDevice
 from mlc_amd.runtime.devices.vulkan.gpu import Heap
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.tools import cli
 
@@ -93,6 +98,16 @@ def test_a_process_takes_what_inspect_says_and_has_the_weights_once(models, caps
     assert large["peak"] - large["loaded"] < more / 100
     assert large["ran"] - large["closed"] > 0.95 * need_large and large["maps"] == 0
     assert large["again"] - large["closed"] < need_large / 2
+
+
+def test_a_file_that_is_cut_off_while_it_is_read(models, tmp_path):
+    folder = Path(shutil.copytree(models[0], tmp_path / "model"))
+    artifact = Artifact.open(folder)
+    os.truncate(folder / "weights.safetensors", 20 * MIB)
+    with pytest.raises(UserError, match=r"weights.safetensors was cut off after it was opened; compile the"):
+        VulkanDevice(artifact)
+    with pytest.raises(UserError, match=r"weights.safetensors has \d+ bytes instead of \d+; compile the model again"):
+        Artifact.open(folder)
 
 
 def test_what_is_one_memory():
