@@ -19,7 +19,7 @@ from mlc_amd.tools.terminal import display
 def plan(needs: Needs, kind: str, arch: str, layers: int = 0) -> dict:
     """Bytes by part, and for each device that the arch stands for how many tokens fit it. layers: of --n-cpu-moe."""
     known, others, devices = rooms(kind, arch), apus(kind, arch), []
-    if all(room.shared for room in known) if known or arch in HERE else _unified(kind, arch):
+    if all(room.shared for room in known) if known else arch not in HERE and _unified(kind, arch):
         needs = needs.in_host_memory()
     for room in known:
         there = needs.in_host_memory() if room.shared else needs
