@@ -32,17 +32,19 @@ def needs(model, backend, ctx: int) -> Needs:
         if found := EXPERTS.match(name):
             experts[int(found[1])] += size
     tensors = kept(config, backend, ctx)
-    states = _states(tensors)
+    states, functions, row = _states(tensors), backend.functions(ctx), padded(config.vocab) * 4
+    logits, sampled = max(f.logits for f in functions) * row, max(f.logits for f in functions if f.samples) * row
     return Needs(
         weights=weights + ctx * _table_bytes(config),
         experts=tuple(experts),
         kv=sum(map(nbytes, tensors)),
         token=token_bytes(config, backend, ctx, tensors),
-        buffers=_buffers(config, backend, ctx),
+        buffers=_intermediate(config, backend, ctx) + logits + sampled,  # which the choice of tokens adjusts
         context=ctx,
         longest=config.context,
         states=sum(map(nbytes, states)),
         cells=states[0]["shape"][0] if states else 0,
+        copies=0 if backend.kind == "cpu" else logits,
     )
 
 
@@ -115,13 +117,11 @@ def _table_bytes(config: ModelConfig) -> int:
     return 4 * sum(table_columns(config).values())
 
 
-def _buffers(config: ModelConfig, backend, ctx: int) -> int:
-    """An estimate, to a third, of the intermediate tensors of the largest step, and of the logits: two rows of hidden
-    size are live, and the widest that a layer makes of one."""
-    functions = backend.functions(ctx)
-    m, logits = max(f.m for f in functions), max(f.logits for f in functions)
-    widest = max(_row_bytes(layer, config.hidden, m, backend) for layer in config.layers)
-    return m * (2 * 4 * config.hidden + widest) + logits * padded(config.vocab) * 4
+def _intermediate(config: ModelConfig, backend, ctx: int) -> int:
+    """An estimate, to a third, of the intermediate tensors of the largest step: two rows of hidden size are live, and
+    the widest that a layer makes of one."""
+    m = max(f.m for f in backend.functions(ctx))
+    return m * (2 * 4 * config.hidden + max(_row_bytes(layer, config.hidden, m, backend) for layer in config.layers))
 
 
 def _row_bytes(layer, hidden: int, m: int, backend) -> int:

@@ -73,7 +73,8 @@ SLOW = {
     "test_random_weights.py", "test_serve_anthropic.py", "test_serve_clients.py", "test_serve_conformance.py",
     "test_serve_events.py", "test_serve_formats.py", "test_serve_llama.py", "test_serve_ollama.py",
     "test_serve_openai.py", "test_serve_page.py", "test_serve_page_answers.py", "test_serve_ray.py",
-    "test_serve_responses.py", "test_serve_values.py", "test_vulkan_attention_coop.py", "test_vulkan_validation.py",
+    "test_serve_responses.py", "test_serve_values.py", "test_unified_memory.py",
+    "test_vulkan_attention_coop.py", "test_vulkan_validation.py",
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """A line and exit code 1 where a mapped file is cut off, or cannot be read any more, while a command uses it.
 
-Weights are mapped, not copied: to touch a page that the file no longer has raises SIGBUS in the thread that does so. No
+Target cpu maps weights: to touch a page that the file no longer has raises SIGBUS in the thread that does so. No
 exception can come of it, and Python's own handlers of signals run only once that thread goes on. So the handler is a
 function that the system calls at once: it writes and ends the process. It may run Python's code, because what touches
 mapped weights (kernels, copies by NumPy) holds no lock that it needs.

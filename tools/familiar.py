@@ -31,7 +31,7 @@ _IGNORED = (
     (("-tb", "--threads-batch"), _ONE, "--threads is for all steps"),
     (("-sm", "--split-mode", "-mg", "--main-gpu", "-ts", "--tensor-split"), _ONE, "--device chooses the one GPU"),
     (("--numa", "--reasoning-format"), _ONE, "there is one way"),
-    (("--mlock", "--no-mmap", "--mmap"), _ALONE, "weights are mapped"),
+    (("--mlock", "--no-mmap", "--mmap"), _ALONE, "the device decides how weights are loaded"),
     (("--jinja", "--no-jinja"), _ALONE, "the model's own chat template is always used"),
     (("-cnv", "--conversation", "-no-cnv", "--no-conversation", "-st", "--single-turn", "-i", "--interactive"), _ALONE,
      "`mlc-amd chat` is a conversation, or with --prompt one turn; `mlc-amd generate` continues a text"),

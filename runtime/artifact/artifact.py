@@ -2,7 +2,7 @@
 
     manifest.json         model, target, context, plan, KV cache, checksums
     kernels.so            compiled kernels (cpu)
-    weights.safetensors   packed weights, every tensor aligned to 64 bytes, mapped and never copied; only the vectors
+    weights.safetensors   packed weights, every tensor aligned to 64 bytes, mapped or read by devices; only the vectors
                           in an artifact without weights. The same at every context: artifacts may share the file.
     tables.safetensors    tables by position
     tokenizer.json, tokenizer_config.json
@@ -204,9 +204,13 @@ class Artifact:
             self._weights = JoinedBlocks([held, *tables])
         return self._weights
 
+    def release_weights(self) -> None:
+        """For devices that have read them to memory of their own; `weights` opens them again."""
+        self._weights = None
+
     def close(self) -> None:
         """Releases the weights' mapping and the folder."""
-        self._weights = None
+        self.release_weights()
         if self._lock:
             self._lock.close()
 

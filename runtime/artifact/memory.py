@@ -6,7 +6,7 @@ model's bytes but few of those that a step reads.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlc_amd.runtime.artifact.manifest import Manifest
 from mlc_amd.runtime.artifact.weight_block import byte_count
@@ -14,6 +14,7 @@ from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.errors import UserError
 
 CONTEXT_STEP = 64  # tokens: capacities that are proposed are multiples, as all are that are compiled
+RING = 4  # copies of the scratch memory that the vulkan device has: independent kernels may overlap
 EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:gate|up|gate_up|down)_exps\.weight\b")
 
 
@@ -30,6 +31,12 @@ class Needs:
     longest: int  # tokens of the model's own context
     states: int = 0  # of kv, the states of recurrent layers
     cells: int = 0  # number of these states
+    copies: int = 0  # of buffers between host and kernels that a GPU's host keeps for itself
+
+    def in_host_memory(self) -> "Needs":
+        """The same on a device that works in the host's memory: the host's copies count, and experts have no other
+        place."""
+        return replace(self, buffers=self.buffers + self.copies, experts=(), copies=0)
 
     def host(self, layers: int) -> int:
         """Bytes of host memory when the experts of the first `layers` layers stay there."""
@@ -51,9 +58,9 @@ class Needs:
         """The least number of first layers whose experts must stay in host memory for `room`; None: no number."""
         return next((n for n in range(len(self.experts) + 1) if self.device(n) <= room), None)
 
-    def advice(self, room: int, layers: int, shared: bool) -> list[str]:
-        """Flags, each of which makes a model fit `room` bytes. shared: the room is a part of the host's memory."""
-        tokens, more = self.tokens(room, layers), None if shared else self.layers_on_host(room)
+    def advice(self, room: int, layers: int) -> list[str]:
+        """Flags, each of which makes a model fit `room` bytes."""
+        tokens, more = self.tokens(room, layers), self.layers_on_host(room)
         flags = [f"--ctx {tokens}"] if 0 < tokens < self.context else []
         return [*flags, f"--n-cpu-moe {more}"] if more is not None and more > layers else flags
 
@@ -77,16 +84,18 @@ def of_manifest(manifest: Manifest) -> Needs:
     states = [entry for entry in manifest["kv"] if entry.get("span") == STATE]
     kernels = [kernel for arch in manifest["launches"].values() for kernel in arch.values()]
     scratch = max((sum(kernel["scratch"]) for kernel in kernels), default=0)
+    kind, io = manifest["target"]["kind"], sum(map(nbytes, manifest["io"].values()))
     return Needs(
         weights=manifest["weight_bytes"],
         experts=tuple(experts),
         kv=sum(map(nbytes, manifest["kv"])),
         token=manifest["token_bytes"],
-        buffers=manifest["arena_bytes"] + scratch + sum(map(nbytes, manifest["io"].values())),
+        buffers=manifest["arena_bytes"] + scratch * (RING if kind == "vulkan" else 1) + io,
         context=manifest["context"],
         longest=manifest["model"]["context"],
         states=sum(map(nbytes, states)),
         cells=states[0]["shape"][0] if states else 0,
+        copies=0 if kind == "cpu" else io,
     )
 
 
@@ -105,10 +114,10 @@ def on_host(tensors: Iterable[str], layers: int) -> frozenset[str]:
     return frozenset(name for name, layer in experts.items() if layer < layers)
 
 
-def shortage(needs: Needs, free: int, gpu: str, layers: int = 0, shared: bool = False, sized: bool = False) -> str:
+def shortage(needs: Needs, free: int, gpu: str, layers: int = 0, sized: bool = False) -> str:
     """The error message for a GPU whose free memory is too small: the memory needed, the memory free, and what would
     fit. sized: the user chose the size of the KV cache."""
-    flags = ["a smaller --kv-memory"] if sized else needs.advice(free, layers, shared)
+    flags = ["a smaller --kv-memory"] if sized else needs.advice(free, layers)
     change = " or ".join(flags) if flags else "a smaller quantization"
     return (
         f"out of GPU memory: this model needs {gib(needs.device(layers))} (weights "

@@ -18,8 +18,9 @@ scales, value by value.
 
 import functools
 import mmap
+import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -40,35 +41,41 @@ class RandomWeights(WeightBlock):
         super().__init__(header)
         self._vectors, self._matrices = vectors, matrices
         self._filled: mmap.mmap | None = None
+        self._drawn, self._lock = functools.cache(draw), threading.Lock()
 
-    def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
-        yield from self._vectors.chunks(nbytes)
+    def read(self, at: int, target: np.ndarray, keep: bool = True) -> None:
+        if at < self._vectors.total:
+            self._vectors.read(at, target[: self._vectors.total - at], keep)
         for name, entry in self._matrices.items():
-            pattern = drawn(entry["dtype"], *entry["draw"])
-            at, end = self.header[name]["data_offsets"]
-            place = name.split("/")[0] if entry["draw"][0] == "signs" else name
-            source = zlib.crc32(place.encode()) * ALIGN % pattern.nbytes
-            while at < end:
-                count = min(nbytes, end - at, pattern.nbytes - source)
-                yield at, pattern[source : source + count]
-                at, source = at + count, (source + count) % pattern.nbytes
+            begin, end = self.header[name]["data_offsets"]
+            first, last = max(at, begin), min(at + target.nbytes, end)
+            if first < last:
+                self._fill(name, entry, first - begin, target[first - at : last - at])
+
+    def _fill(self, name: str, entry: Mapping, begin: int, target: np.ndarray) -> None:
+        """The bytes of a matrix from `begin` on."""
+        with self._lock:  # not one block for each thread
+            pattern = self._drawn(entry["dtype"], *entry["draw"])
+        place = name.split("/")[0] if entry["draw"][0] == "signs" else name
+        source, done = (zlib.crc32(place.encode()) * ALIGN + begin) % pattern.nbytes, 0
+        while done < target.nbytes:
+            count = min(target.nbytes - done, pattern.nbytes - source)
+            target[done : done + count] = pattern[source : source + count]
+            done, source = done + count, 0
 
     def __getitem__(self, name: str) -> np.ndarray:
         """The first call draws all of them."""
         if self._filled is None:
             self._filled = mmap.mmap(-1, max(self.total, 1))
-            target = np.frombuffer(self._filled, np.uint8)
-            for at, piece in self.chunks(self.total):
-                target[at : at + piece.nbytes] = piece
+            self.read(0, np.frombuffer(self._filled, np.uint8))
         return self._view(self._filled, 0, name)
 
 
-@functools.cache
-def drawn(dtype: str, draw: str, *parameters: float) -> np.ndarray:
+def draw(dtype: str, kind: str, *parameters: float) -> np.ndarray:
     """uint8 [bytes], read-only: the block that a plane of that kind repeats."""
     # kinds independent, factors of one kind together
-    rng = np.random.Generator(np.random.SFC64(zlib.crc32(draw.encode())))
-    pattern = _DRAWS[draw](rng, np.dtype(dtype), *parameters).view(np.uint8)
+    rng = np.random.Generator(np.random.SFC64(zlib.crc32(kind.encode())))
+    pattern = _DRAWS[kind](rng, np.dtype(dtype), *parameters).view(np.uint8)
     pattern.flags.writeable = False
     return pattern
 

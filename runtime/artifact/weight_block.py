@@ -2,7 +2,7 @@
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -59,9 +59,10 @@ class WeightBlock(ABC):
         return max((entry["data_offsets"][1] for entry in self.header.values()), default=0)
 
     @abstractmethod
-    def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
-        """(offset, uint8 view) of pieces of at most `nbytes` bytes, in ascending order; gaps between tensors may be
-        skipped. The views share memory: copy them at once, and do not write to them."""
+    def read(self, at: int, target: np.ndarray, keep: bool = True) -> None:
+        """Fills `target`, uint8, with the bytes of the block from `at` on; gaps between tensors may be left out. May be
+        called from several threads. keep: whether the system may keep what it reads of a file in memory. UserError if
+        that cannot be read."""
 
     @abstractmethod
     def __getitem__(self, name: str) -> np.ndarray:
@@ -91,10 +92,11 @@ class JoinedBlocks(WeightBlock):
         super().__init__(header)
         self._parts = list(zip(starts, parts, strict=True))
 
-    def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
+    def read(self, at: int, target: np.ndarray, keep: bool = True) -> None:
         for start, part in self._parts:
-            for at, piece in part.chunks(nbytes):
-                yield start + at, piece
+            first, last = max(at, start), min(at + target.nbytes, start + part.total)
+            if first < last:
+                part.read(first - start, target[first - at : last - at], keep)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return next(part for _, part in self._parts if name in part.header)[name]

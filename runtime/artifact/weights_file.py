@@ -5,7 +5,8 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Annotated, BinaryIO, Literal, TypedDict
@@ -52,8 +53,9 @@ class WeightsWriter:
 
 
 class Weights(WeightBlock):
-    """The mapped weights file: name to numpy array, without copies. Pages are private: the arrays are writable, the
-    file is not changed. UserError for a file that is damaged."""
+    """The weights file: name to numpy array of the mapped file, without copies, for devices that compute there; `read`
+    for those with memory of their own. Pages are private: the arrays are writable, the file is not changed. UserError
+    for a file that is damaged."""
 
     def __init__(self, path: Path):
         with json_files.open_file(path) as f:
@@ -63,14 +65,23 @@ class Weights(WeightBlock):
             if wrong := _fault(header, os.fstat(f.fileno()).st_size - self.start):
                 raise UserError(f"{path} is damaged ({wrong}); {ADVICE}")
             self.map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._path, self._file = path, os.dup(f.fileno())
+        weakref.finalize(self, os.close, self._file)
         super().__init__({name: dict(entry) for name, entry in header.items()})
 
-    def chunks(self, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
-        for at in range(0, self.total, nbytes):
-            yield at, np.frombuffer(self.map, np.uint8, min(nbytes, self.total - at), self.start + at)
-            # releases copied pages: an APU's GPU may need the memory
-            page = (self.start + at) // mmap.PAGESIZE * mmap.PAGESIZE
-            self.map.madvise(mmap.MADV_DONTNEED, page, min(nbytes, len(self.map) - page))
+    def read(self, at: int, target: np.ndarray, keep: bool = True) -> None:
+        begin, done = self.start + at, 0
+        while done < target.nbytes:
+            try:
+                count = os.preadv(self._file, [target[done:].data], begin + done)
+            except OSError as e:
+                raise UserError(f"cannot read {self._path} ({e.strerror}); {ADVICE}") from e
+            if not count:
+                raise UserError(f"{self._path} was cut off after it was opened; {ADVICE}")
+            done += count
+        if not keep:
+            # From the file's beginning: pages at the borders of pieces stay while a neighbour is being read.
+            os.posix_fadvise(self._file, 0, begin + done, os.POSIX_FADV_DONTNEED)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._view(self.map, self.start, name)

@@ -10,7 +10,7 @@ import zlib
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.random_weights import drawn
+from mlc_amd.runtime.artifact.random_weights import draw
 from mlc_amd.runtime.cache.pages import PAGE
 from mlc_amd.runtime.measure.candidate import ROLES, Candidate, Param
 from mlc_amd.runtime.sampling.layout import LOGPROB, row_shapes
@@ -20,6 +20,7 @@ LINE = 64  # bytes: planes begin at a multiple in the block that they repeat
 # Approximate size of positive inputs: sums of 16 squares, and scales of norms (schedules/gpu/deferred_norm.py) with
 # which unscaled activations are about 1.
 POSITIVE = {"Squares": 16.0, "Scale": 64.0, "NS": 64.0}
+drawn = functools.cache(draw)
 SIGNATURE = 0xA5  # fill pattern of memory that must not be read, which makes reads visible
 
 

@@ -41,9 +41,20 @@ def test_what_fits():
     assert NEEDS.tokens(21 * GIB) == 4096 and NEEDS.tokens(23 * GIB) == 6144 and NEEDS.tokens(99 * GIB) == 8192
     assert NEEDS.tokens(20 * GIB) == 3072 and NEEDS.tokens(17 * GIB) == 0 and NEEDS.tokens(17 * GIB, 7) == 8192
     assert [NEEDS.layers_on_host(room * GIB) for room in (21, 20, 9, 8)] == [0, 2, 7, None]
-    assert NEEDS.advice(20 * GIB, 0, shared=False) == ["--ctx 3072", "--n-cpu-moe 2"]
-    assert NEEDS.advice(20 * GIB, 0, shared=True) == ["--ctx 3072"]
-    assert NEEDS.advice(4 * GIB, 0, shared=False) == []
+    assert NEEDS.advice(20 * GIB, 0) == ["--ctx 3072", "--n-cpu-moe 2"]
+    assert NEEDS.advice(4 * GIB, 0) == []
+    unified = replace(NEEDS, copies=GIB).in_host_memory()
+    assert unified.device() == unified.device(2) == 22 * GIB and unified.advice(21 * GIB, 0) == ["--ctx 3072"]
+
+
+def test_an_arch_whose_memory_is_the_hosts_needs_the_hosts_copies_too():
+    """Where all that it stands for works there; else for those devices alone."""
+    needs, whole = replace(NEEDS, copies=GIB), {}
+    for kind, arch in (("vulkan", "steamdeck"), ("vulkan", "lavapipe"), ("rocm", "780m"), ("rocm", "780m,7900xtx")):
+        whole[arch] = inspect_memory.plan(needs, kind, arch, 2)
+    assert [found["total"] // GIB for found in whole.values()] == [22, 22, 22, 19]
+    family = inspect_memory.plan(needs, "vulkan", "rdna3", 2)["devices"]
+    assert {device["shared"]: device["needed"] // GIB for device in family} == {True: 22, False: 19}
 
 
 def test_products_of_an_arch():

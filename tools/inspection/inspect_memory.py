@@ -18,12 +18,15 @@ from mlc_amd.tools.terminal import display
 
 def plan(needs: Needs, kind: str, arch: str, layers: int = 0) -> dict:
     """Bytes by part, and for each device that the arch stands for how many tokens fit it. layers: of --n-cpu-moe."""
-    host, devices = needs.host(layers), []
-    for room in rooms(kind, arch):
-        advice = needs.advice(room.usable, layers, room.shared)
-        devices.append(asdict(room) | {"tokens": needs.tokens(room.usable, layers), "advice": advice})
-    found = {"weights": needs.weights - host, "kv": needs.kv, "buffers": needs.buffers}
-    found |= {"apus": apus(kind, arch)}
+    known, others, devices = rooms(kind, arch), apus(kind, arch), []
+    if all(room.shared for room in known) if known else arch not in HERE and _unified(kind, arch):
+        needs = needs.in_host_memory()
+    for room in known:
+        there = needs.in_host_memory() if room.shared else needs
+        facts = {"needed": there.device(layers), "tokens": there.tokens(room.usable, layers)}
+        devices.append(asdict(room) | facts | {"advice": there.advice(room.usable, layers)})
+    host = needs.host(layers)
+    found = {"weights": needs.weights - host, "kv": needs.kv, "buffers": needs.buffers, "apus": others}
     found |= {"states": needs.states, "cells": needs.cells, "total": needs.device(layers), "host": host}
     return found | {"n_cpu_moe": layers, "token": needs.token, "context": needs.context, "devices": devices}
 
@@ -54,6 +57,21 @@ def apus(kind: str, arch: str) -> list[str]:
     return [product for product in dict.fromkeys(found) if product not in MEMORY]
 
 
+def _unified(kind: str, arch: str) -> bool:
+    """Whether an arch stands for nothing but devices that work in the host's memory."""
+    return kind == "cpu" or all(_resolve(name).unified for name in arch.split(","))
+
+
+def _resolve(name: str):
+    """The chip, or the Vulkan profile, of that name."""
+    from mlc_amd.schedules.gpu.base import arch, profiles
+
+    try:
+        return arch.resolve(name)
+    except UserError:
+        return profiles.resolve(name)
+
+
 def _products(name: str) -> list[tuple[str, bool]]:
     """(product, whether its memory is the system's) of a GPU or a Vulkan profile, which stands for all chips of a
     family; one for APUs stands for those that it names."""
@@ -62,13 +80,11 @@ def _products(name: str) -> list[tuple[str, bool]]:
     def known(chip: Chip) -> list[str]:
         return [product for product in chip.products if product in MEMORY]
 
-    try:
-        chip = arch.resolve(name)
-    except UserError:
-        profile = profiles.resolve(name)
-        base = profile.name.partition(":")[0]
-        if profile.unified:
-            return [(product, True) for product in profile.products if profile.chips]
+    chip = _resolve(name)
+    if isinstance(chip, profiles.Profile):
+        if chip.unified:
+            return [(product, True) for product in chip.products if chip.chips]
+        base = chip.name.partition(":")[0]
         chips = [chip for chip in CHIPS.values() if profiles.FAMILY_PROFILES.get(chip.family) == base]
         return [(product, chip.unified) for chip in chips for product in known(chip)]
     products = known(chip) or (chip.products if chip.unified else ())
@@ -114,7 +130,7 @@ def lines(found: dict) -> list[tuple[str, str]]:
         result.append(("states", f"{display.size(found['states'])} of the KV cache: {found['cells']} states of {each}"))
     if found["host"]:
         result.append(("on host", f"{display.size(found['host'])}: experts, by --n-cpu-moe {found['n_cpu_moe']}"))
-    result += [_line(device, found) for device in found["devices"]]
+    result += [_line(device) for device in found["devices"]]
     if found["apus"]:
         memory = display.size(SHARED_PART * found["total"])
         result.append(
@@ -123,9 +139,9 @@ def lines(found: dict) -> list[tuple[str, str]]:
     return result
 
 
-def _line(device: dict, found: dict) -> tuple[str, str]:
+def _line(device: dict) -> tuple[str, str]:
     shared = ", shared with the system" if device["shared"] else ""
     room = f"{device['name']} ({display.size(device['bytes'])}{shared}; {display.size(device['usable'])} usable)"
-    if found["total"] <= device["usable"]:
+    if device["needed"] <= device["usable"]:
         return "fits", f"{room} up to {device['tokens']} tokens"
     return "too large", f"for {room}" + (f": try {' or '.join(device['advice'])}" if device["advice"] else "")

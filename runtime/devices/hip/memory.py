@@ -22,12 +22,11 @@ from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.hip.api import NO_MEMORY, Hip, HipError
 from mlc_amd.runtime.devices.hip.diagnosis import gpu_memory
 from mlc_amd.runtime.devices.hip.gpu import HipGpu
-from mlc_amd.runtime.devices.placement import cut, parts
+from mlc_amd.runtime.devices.placement import CHUNK, chunks, cut, parts, read_in_place
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import HOST_PART, RESERVE, available_memory
 
 ALIGN = 256  # bytes between buffers of one allocation, as hipMalloc aligns
-CHUNK = 16 << 20  # bytes of weights copied at a time
 SMALL = 64 << 10  # bytes of an output, at most, that is copied with others: of tokens, not of a vocabulary's logits
 
 _Name = TypeVar("_Name", bound=Hashable)
@@ -48,8 +47,11 @@ def host_block(hip: Hip, held: ExitStack, size: int, flags: int = 0) -> int:
 
 def view(address: int, entry: dict) -> np.ndarray:
     """An io buffer in host memory. entry: the manifest's."""
-    raw = (ctypes.c_uint8 * nbytes(entry)).from_address(address)
-    return np.ctypeslib.as_array(raw).view(entry["dtype"]).reshape(entry["shape"])
+    return _bytes(address, nbytes(entry)).view(entry["dtype"]).reshape(entry["shape"])
+
+
+def _bytes(address: int, count: int) -> np.ndarray:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(address))
 
 
 def _rank(name: str, entry: dict) -> int:
@@ -165,13 +167,14 @@ class HipMemory:
         return host_block(self.hip, self._held, size, flags)
 
     def _needs(self) -> Needs:
-        return replace(of_manifest(self.artifact.manifest), kv=kv_bytes(self.kv_types))
+        needs = replace(of_manifest(self.artifact.manifest), kv=kv_bytes(self.kv_types))
+        return needs.in_host_memory() if self.gpu.integrated else needs
 
     def _out_of_memory(self, needed: int, free: int) -> str:
         """The error message, with a change that makes the model fit."""
         limits = gpu_memory(self.gpu.pci) if self.gpu.integrated else {}
         needs = self._needs()
-        message = shortage(needs, free, self.gpu.name, self._n_cpu_moe, self.gpu.integrated, self._sized)
+        message = shortage(needs, free, self.gpu.name, self._n_cpu_moe, self._sized)
         if "gtt" not in limits:
             return message
         return message + (
@@ -256,18 +259,24 @@ class HipMemory:
         self.hip("hipMemcpyAsync", target, self.blocks["io"][0] + at, count, kind, self.stream)
 
     def upload(self) -> None:
-        """Copies the weights: in host memory at once, to the GPU in chunks, the next of which is read meanwhile."""
+        """Reads the weights, to where kernels find them if that is host memory; else through pinned memory, one chunk
+        while the one before is copied to the GPU."""
+        weights, in_place = self.artifact.weights, []
         with ExitStack() as held:
             staged = any(host is None for _, host in self._weights.values())
             slots = cycle([self._slot(held) for _ in range(2)] if staged else [])
-            for at, piece in self.artifact.weights.chunks(CHUNK):
-                for one, first, last in parts(self._ranges, at, piece.nbytes):
-                    (target, host), source = self._weights[one], piece.ctypes.data + first - at
-                    if host is not None:
-                        ctypes.memmove(host + first - one.begin, source, last - first)
-                    else:
-                        self._send(*next(slots), source, target + first - one.begin, last - first)
+            for one, first, last in chunks(self._ranges):
+                target, host = self._weights[one]
+                if host is not None:
+                    in_place.append((first, _bytes(host + first - one.begin, last - first)))
+                    continue
+                staging, event = next(slots)
+                self.hip("hipEventSynchronize", event)  # returns at once if nothing was recorded yet
+                weights.read(first, _bytes(staging, last - first))
+                self._send(staging, event, target + first - one.begin, last - first)
             self.hip("hipStreamSynchronize", self.stream)
+        read_in_place(weights, in_place)
+        self.artifact.release_weights()
 
     def _slot(self, held: ExitStack) -> tuple[int, object]:
         """(pinned memory for a chunk, event after its last copy)."""
@@ -277,9 +286,7 @@ class HipMemory:
         held.callback(self.hip, "hipEventDestroy", event)
         return staging, event
 
-    def _send(self, staging: int, event, source: int, target: int, count: int) -> None:
+    def _send(self, staging: int, event, target: int, count: int) -> None:
         hip = self.hip
-        hip("hipEventSynchronize", event)  # returns at once if nothing was recorded yet
-        ctypes.memmove(staging, source, count)
         hip("hipMemcpyAsync", target, staging, count, hip.names.hipMemcpyKind.hipMemcpyHostToDevice, self.stream)
         hip("hipEventRecord", event, self.stream)

@@ -9,29 +9,29 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from mlc_amd.runtime.artifact.io_buffers import launches_before_late
-from mlc_amd.runtime.artifact.memory import gib, host_shortage, of_manifest, on_host, shortage
+from mlc_amd.runtime.artifact.memory import RING, gib, host_shortage, of_manifest, on_host, shortage
 from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.choice import selection
 from mlc_amd.runtime.devices.pieces import Pacer
-from mlc_amd.runtime.devices.placement import Range, cut, parts
+from mlc_amd.runtime.devices.placement import Range, chunks, cut, parts, read_in_place
 from mlc_amd.runtime.devices.run_queue import QueuedDevice, RunQueue
 from mlc_amd.runtime.devices.vulkan import api, fragments, timing
 from mlc_amd.runtime.devices.vulkan.commands import VulkanLaunch, prepare
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
 from mlc_amd.runtime.devices.vulkan.io import Io
-from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, CHUNK, MemoryBlock, OutOfMemory, VulkanMemory, places
+from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, MemoryBlock, OutOfMemory, VulkanMemory, places
 from mlc_amd.runtime.devices.vulkan.pipelines import BasedPipelines, Pipelines, cache_file
 from mlc_amd.runtime.devices.vulkan.replays import Replays
 from mlc_amd.runtime.errors import MachineError, UserError
 
-RING = 4  # copies of the scratch buffers, as independent kernels may overlap
 CLOSED = "this device is closed; load the model again"
 
 log = logging.getLogger("mlc_amd")
@@ -150,11 +150,17 @@ class VulkanDevice(QueuedDevice):
         return RING * max(needs, default=0)
 
     def _upload(self) -> None:
-        """Uploads the weights in pieces; reading one overlaps copying the one before."""
-        for at, piece in self.artifact.weights.chunks(CHUNK):
-            for one, first, last in parts(self._ranges, at, piece.nbytes):
-                block, offset = self._weights[one]
-                self.memory.put(block, offset + first - one.begin, piece[first - at : last - at])
+        """Reads the weights, to where kernels find them if that is mapped; else through staging memory, one chunk while
+        the GPU copies the one before."""
+        weights, in_place = self.artifact.weights, []
+        for one, first, last in chunks(self._ranges):
+            block, offset = self._weights[one]
+            if block.host is not None:
+                in_place.append((first, block.view(offset + first - one.begin, np.uint8, (last - first,))))
+            else:
+                self.memory.load(block, offset + first - one.begin, last - first, partial(weights.read, first))
+        read_in_place(weights, in_place)
+        self.artifact.release_weights()
 
     # ---- recording
 
@@ -289,6 +295,7 @@ class VulkanDevice(QueuedDevice):
     def _out_of_memory(self, wanted: int, kind: str) -> str:
         """The error message for an allocation of `wanted` bytes of a kind that failed."""
         limit, needs = self.memory.limit, replace(of_manifest(self.manifest), kv=kv_bytes(self.kv_types))
+        needs = needs.in_host_memory() if self.gpu.unified else needs
         if wanted > limit:
             return (
                 f"this model needs {gib(wanted)} in one piece, and {self.gpu.driver} allows {gib(limit)} at most; "
@@ -297,4 +304,4 @@ class VulkanDevice(QueuedDevice):
         if kind == "host":
             return host_shortage(needs, self._n_cpu_moe)
         free = sum(heap.free for heap in self.gpu.heaps if self.gpu.unified or heap.device_local)
-        return shortage(needs, free, self.gpu.name, self._n_cpu_moe, self.gpu.unified, self._kv_size != ONE_SEQUENCE)
+        return shortage(needs, free, self.gpu.name, self._n_cpu_moe, self._kv_size != ONE_SEQUENCE)

@@ -91,7 +91,10 @@ class VulkanGpu:
 
     @property
     def unified(self) -> bool:
-        """Its memory is the host's."""
+        """Its memory is the host's. Of a type that does not say so (a virtual machine's), where all heaps are local:
+        across a bus there is one of the host's besides."""
+        if self.type in ("virtual", "other"):
+            return all(heap.device_local for heap in self.heaps)
         return self.type in ("integrated", "cpu")
 
     @property

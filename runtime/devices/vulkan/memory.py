@@ -1,15 +1,17 @@
 """Memory of a Vulkan device: blocks that kernels reach by address, within the limits of heaps and drivers.
 
-`VulkanMemory.block` allocates one, of a kind of KINDS, `spread` some for many buffers, none of which is split. `put`
-and `fill` write to them, `get` reads.
+`VulkanMemory.block` allocates one, of a kind of KINDS, `spread` some for many buffers, none of which is split. `load`,
+`put` and `fill` write to them, `get` reads.
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mlc_amd.runtime.devices.placement import CHUNK
 from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.host import HOST_PART, RESERVE, available_memory
@@ -17,7 +19,6 @@ from mlc_amd.runtime.host import HOST_PART, RESERVE, available_memory
 ALIGN = 256  # bytes between buffers of one block
 # bytes of one allocation, unless a single buffer needs more: larger ones may not fit two half-empty heaps
 BLOCK = 1 << 30
-CHUNK = 16 << 20  # bytes of an upload at a time
 MAPPED = api.HOST_VISIBLE | api.HOST_COHERENT
 
 
@@ -171,16 +172,21 @@ class VulkanMemory:
 
     def put(self, block: MemoryBlock, offset: int, source: np.ndarray) -> None:
         """Copies a uint8 array to a block, before anything that is submitted later runs."""
+        for at in range(0, source.nbytes, CHUNK):
+            chunk = source[at : at + CHUNK]
+            self.load(block, offset + at, chunk.nbytes, lambda target, chunk=chunk: np.copyto(target, chunk))
+
+    def load(self, block: MemoryBlock, offset: int, count: int, fill: Callable[[np.ndarray], None]) -> None:
+        """The same of at most CHUNK bytes, uint8, that `fill` writes."""
         if block.host is not None:
-            ctypes.memmove(block.host + offset, source.ctypes.data, source.nbytes)
+            fill(block.view(offset, np.uint8, (count,)))
             return
         if not self._staging:
             self._staging = [(self.block(CHUNK, "staging"), self.context.command_buffer()) for _ in range(2)]
-        for at in range(0, source.nbytes, CHUNK):
-            count, (staging, commands) = min(CHUNK, source.nbytes - at), self._staging[0]
-            self._staging.reverse()  # the next chunk goes to the other one
-            ctypes.memmove(staging.mapped, source.ctypes.data + at, count)  # while the GPU copies the chunk before
-            self._copy(commands, staging, block, offset + at, count)
+        staging, commands = self._staging[0]
+        self._staging.reverse()  # the next chunk goes to the other one
+        fill(staging.view(0, np.uint8, (count,)))  # while the GPU copies the chunk before
+        self._copy(commands, staging, block, offset, count)
 
     def _copy(self, commands: int, source: MemoryBlock, target: MemoryBlock, offset: int, count: int) -> None:
         calls, region = self.context.calls, api.BufferCopy(0, offset, count)

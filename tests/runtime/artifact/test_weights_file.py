@@ -37,6 +37,38 @@ def test_what_was_written_is_read(file):
     assert not Weights(file)["b"].any()
 
 
+def test_a_part_is_read_and_a_file_that_is_cut_off_meanwhile_is_an_error(file):
+    weights, found = Weights(file), np.zeros(98, np.uint8)
+    weights.read(30, found, keep=False)
+    assert found[34:].copy().view(np.int32).tolist() == list(range(16))
+    os.truncate(file, file.stat().st_size - 20)
+    with pytest.raises(UserError, match="was cut off after it was opened; compile the model again"):
+        weights.read(30, found)
+
+
+def test_a_file_that_is_not_to_be_kept_leaves_the_systems_cache(tmp_path):
+    values = np.arange(1 << 20, dtype=np.int32)
+    writer = WeightsWriter(tmp_path / "w", [TensorSpec("a", "int32", values.shape)])
+    writer.write("a", 0, values)
+    os.fsync(writer.file.fileno())
+    writer.close()
+    weights, found = Weights(tmp_path / "w"), np.zeros(values.nbytes, np.uint8)
+
+    def is_cached() -> bool:  # where it is not, this begins to read it
+        with open(tmp_path / "w", "rb") as file:
+            try:
+                return bool(os.preadv(file.fileno(), [bytearray(100)], values.nbytes // 2, os.RWF_NOWAIT))
+            except BlockingIOError:
+                return False
+            except OSError:
+                return pytest.skip("this file system is memory, or does not say what is cached")
+
+    weights.read(0, found)
+    assert is_cached() and np.array_equal(found.view(np.int32), values)
+    weights.read(0, found, keep=False)
+    assert not is_cached()
+
+
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [

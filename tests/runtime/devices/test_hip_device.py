@@ -26,6 +26,7 @@ from mlc_amd.runtime.artifact.weight_block import TensorSpec
 from mlc_amd.runtime.artifact.weights_file import Weights, WeightsWriter
 from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.cache.pages import PAGE
+from mlc_amd.runtime.devices import placement
 from mlc_amd.runtime.devices.hip import memory as hip_memory
 from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.devices.steps import write_step
@@ -45,7 +46,7 @@ def artifact(tmp_path):
 
 
 def test_computes_by_replaying_graphs(artifact, monkeypatch):
-    monkeypatch.setattr(hip_memory, "CHUNK", 1000)  # several chunks, and none that tensors begin at
+    monkeypatch.setattr(placement, "CHUNK", 1000)  # several chunks, and none that tensors begin at
     bindings = Recorder(KERNELS)
     device = HipDevice(artifact("gfx1100"), bindings=bindings)
     assert device.name == "Radeon (gfx1100)"
@@ -119,7 +120,7 @@ def test_masks_may_come_while_it_computes(artifact, monkeypatch, graphs):
 
 
 def test_weights_arrive_whole_and_in_chunks(artifact, monkeypatch):
-    monkeypatch.setattr(hip_memory, "CHUNK", 1000)
+    monkeypatch.setattr(placement, "CHUNK", 1000)
     bindings = Recorder(KERNELS)
     model = artifact("gfx1100")
     device = HipDevice(model, bindings=bindings)

@@ -131,7 +131,7 @@ def test_replays_give_the_same_bits_and_the_cache_can_be_cleared(artifact):
 
 def test_a_gpu_with_memory_of_its_own_gets_weights_through_staging(artifact, plain, monkeypatch):
     monkeypatch.setattr(device, "choose", lambda gpus, *rest: (replace(gpus[0], type="discrete"), "lavapipe"))
-    monkeypatch.setattr("mlc_amd.runtime.devices.vulkan.memory.CHUNK", 100_000)  # many pieces
+    monkeypatch.setattr("mlc_amd.runtime.devices.placement.CHUNK", 100_000)  # many pieces
     engine = Engine.load(artifact)
     assert all(block.host is None for block, _ in engine.device._weights.values())
     assert np.array_equal(logits(engine, IDS), plain)
