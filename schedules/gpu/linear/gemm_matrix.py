@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import IN_ORDER, barrier, schedule_fence
+from mlc_amd.schedules.gpu.base.matrix_unit import SIDE, UNITS
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.registers import at, local, put
 from mlc_amd.schedules.gpu.base.step import when
@@ -23,50 +24,7 @@ from mlc_amd.schedules.gpu.linear.gemm_tile import Loaded, Product, TileWork, Un
 from mlc_amd.schedules.tir import Buffer, Expr
 
 PAD = 8  # halves added to each row of LDS: eight consecutive rows are then in different banks
-SIDE = 16  # rows and columns of an instruction's product
 LDS = 64 << 10  # bytes of a workgroup, at most: LLVM ends the process above that
-
-
-@dataclass(frozen=True)
-class MatrixUnit:
-    """Instructions on tiles of 16 x 16.
-
-    columns   that `load` reads at once
-    acc       accumulators of a lane. Accumulator i of group g of 16 lanes: row acc*g + i
-    instruction   LLVM's name; zeros: that follow its operands
-    whole     a lane holds all 16 columns, all groups alike, and accumulator i of group g is of row 2*i + g; else eight,
-              of which an instruction may take four at a time: which ones does not matter as long as both operands agree
-    """
-
-    columns: int
-    acc: int
-    instruction: str
-    zeros: int = 0
-    whole: bool = False
-
-    def slot(self, n: Expr) -> Expr:
-        """The row of LDS for row n of a tile: so that accumulators are of consecutive rows."""
-        return n % 8 * 2 + n // 8 if self.whole else n
-
-    def load(self, lds: Buffer, row: Expr, ld: int, column: Expr, lane: Expr) -> list[Expr]:
-        """A tile's operands, one for each instruction. row, column: its first ones; ld: halves of a row of LDS."""
-        first = (row + lane % 16) * ld + column
-        if self.whole:
-            return [T.Bind(lds[at(first, 16)])]
-        x = T.Bind(lds[at(first + lane // 16 * 8, 8)])
-        return [x] if self.columns == 16 else [T.vectorlow("float16x4", x), T.vectorhigh("float16x4", x)]
-
-    def multiply(self, a: Expr, b: Expr, c: Expr) -> Expr:
-        zeros = [T.int32(0)] * self.zeros
-        return T.call_llvm_pure_intrin(f"float32x{self.acc}", f"llvm.amdgcn.{self.instruction}", a, b, c, *zeros)
-
-
-WMMA = "wmma.f32.16x16x16.f16"
-UNITS = {
-    "wmma11": MatrixUnit(16, 8, WMMA, whole=True),
-    "wmma12": MatrixUnit(16, 8, WMMA),
-    "mfma": MatrixUnit(32, 4, "mfma.f32.16x16x16f16", zeros=3),
-}
 
 
 @dataclass(frozen=True)
