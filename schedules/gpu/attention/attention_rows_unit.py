@@ -47,7 +47,9 @@ CHUNK = 32  # keys that blocks are multiples of
 MOVING = ("key0", "page", "place0")  # of a `KeyBlock`, what differs from block to block
 PAD = 1  # units of WIDTH float32 after a row in LDS: rows begin in different banks
 ONES = 0x3C003C00  # two float16
-BATCH = 8  # units that are loaded at once, while those before them are multiplied
+BATCH = 8  # operands, at most, that are loaded at once, while those before them are multiplied
+# Of a lane's registers, those for outputs, queries, scores and what is loaded: LLVM needs some 50 more of 256.
+ROOM = 176
 # For `schedule_fence`: all but products on matrices and accesses to device memory may cross; everything may.
 MATRICES, NOTHING = 0x86, 0x7FF
 
@@ -57,9 +59,18 @@ def lds_units(d: int) -> int:
     return d // WIDTH + PAD
 
 
+def _held(arch: Device, width: int) -> int:
+    """Registers for what a wave has of a tile of rows, of so many columns: outputs, queries and scores."""
+    unit = UNITS[arch.matrix]
+    return width * SIDE // arch.wave + -(-width // unit.columns) * unit.units * WORDS + SIDE
+
+
 def suits(arch: Device, attention: Attention) -> bool:
-    """Whether the arch has such units and the layer is such as `UnitRows` takes for single rows."""
-    return arch.matrix in UNITS and attention.d % SIDE == 0 and not attention.values
+    """Whether the arch has such units and the layer is such as `UnitRows` takes for single rows: of whole tiles of
+    columns that fit the registers."""
+    if arch.matrix not in UNITS or attention.d % SIDE or attention.values:
+        return False
+    return _held(arch, attention.d) < ROOM
 
 
 def pays(arch: Device, rows: int) -> bool:
@@ -104,7 +115,10 @@ class UnitRows:
         self.query = local(tiles * self.chunks * self.held, "uint32")
         self.out = local(tiles * self.columns * unit.acc)
         self.top, self.total = local(tiles), local(tiles)
-        self.key, self.value = (Units(attention, 2 * BATCH, kind) for kind in ("key", "value"))
+        words = unit.units * (WORDS + 2 * attention.quantized)  # codes have scales
+        room = ROOM - tiles * _held(arch, attention.width)
+        self.batch = max(1, min(BATCH, room // (2 * words)))
+        self.key, self.value = (Units(attention, 2 * self.batch * unit.units, kind) for kind in ("key", "value"))
 
     def start(self) -> None:
         """Initializes the state: no key seen yet."""
@@ -179,7 +193,7 @@ class UnitRows:
         for of in scores:
             self._clear(of, self.groups * self.blocks)
         units, parts = self.unit.units, (list(self._keys(block, scores)), list(self._values(block, scores)))
-        size = BATCH // units**2  # where units are twice as many, so are those of the queries
+        size = self.batch
         batches = [part[i : i + size] for part in parts for i in range(0, len(part), size)]
 
         def pending(i: int) -> Iterator[tuple[Operand, int]]:
