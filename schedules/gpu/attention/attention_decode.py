@@ -51,6 +51,8 @@ from mlc_amd.schedules.operators.attention import Attending, RopeAttention
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
+OnMatrices = MatrixRows | UnitRows
+
 # ---- what rows add to their softmax that is not in the cache yet: their own key and value, and those of rows before
 # them in the same step that are of the same sequence
 
@@ -180,13 +182,7 @@ def write_own(cache: Cache, heads: Heads, place: Place, own_key: Buffer) -> None
 
 
 def add_rows(
-    rows: MatrixRows | UnitRows,
-    heads: Heads,
-    keys: Buffer,
-    place: Place,
-    count: Expr,
-    takers: Takers,
-    target: tuple[Cache, Expr],
+    rows: OnMatrices, heads: Heads, keys: Buffer, place: Place, count: Expr, takers: Takers, target: tuple[Cache, Expr]
 ) -> None:
     """Adds the keys and values of a row and of count - 1 rows before it to the state of rows on matrices, if `count` is
     not 0, and writes those of the row itself to the cache. The waves of the workgroup share them out; in a step of one
@@ -292,13 +288,13 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
                 _rotate(heads, splits, (queries, own_key), place, part, wave)
             else:
                 _load_queries(step.Q, splits, queries, token, part, wave * arch.wave + lane)
-            if isinstance(rows, MatrixRows | UnitRows):
+            if isinstance(rows, OnMatrices):
                 rows.load_queries(lambda row, c: queries[row, at(c * UNIT, UNIT)])
             others = 0  # rows before it in the step that it sees
             if own_apart and m > 1:
                 others = earlier if seen.first is None else T.min(earlier, position - seen.first)
             first = None
-            if own_key is not None and heads and not isinstance(rows, MatrixRows | UnitRows):
+            if own_key is not None and heads and not isinstance(rows, OnMatrices):
                 first = T.Bind((wave == 0) & (split == 0))
                 with T.If(first), T.Then():
                     start_with_own(rows, heads, queries, own_key, place)
@@ -318,7 +314,7 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
                     rows.step(block, lambda t, key: seen.sees(key), seen.covers(block.key0, size), zero)
                 else:
                     rows.step(block, queries, lambda r, key: seen.sees(key), zero, following)
-            if own_apart and heads and isinstance(rows, MatrixRows | UnitRows):
+            if own_apart and heads and isinstance(rows, OnMatrices):
                 # After the loop, in which the other waves are still busy: before it, all would wait for the one that
                 # has the own key and as many blocks as any.
                 keys = T.alloc_buffer((splits.waves * d,), dtype, scope=WAVE_SHARED)

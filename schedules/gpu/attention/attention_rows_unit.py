@@ -50,6 +50,7 @@ ONES = 0x3C003C00  # two float16
 BATCH = 8  # operands, at most, that are loaded at once, while those before them are multiplied
 # Of a lane's registers, those for outputs, queries, scores and what is loaded: LLVM needs some 50 more of 256.
 ROOM = 176
+WIDE = 208  # registers for the former without what is loaded, from which on queries do not stay there
 # For `schedule_fence`: all but products on matrices and accesses to device memory may cross; everything may.
 MATRICES, NOTHING = 0x86, 0x7FF
 
@@ -112,7 +113,8 @@ class UnitRows:
         self.blocks = UNIT // unit.acc  # tiles of scores of a group
         self.chunks, self.columns = -(-attention.width // unit.columns), attention.width // SIDE
         self.held = unit.units * WORDS  # words of an operand
-        self.query = local(tiles * self.chunks * self.held, "uint32")
+        self.holds, self.sources, self.zero = tiles * _held(arch, attention.width) < WIDE, [], 0
+        self.query = local(tiles * self.chunks * self.held if self.holds else 1, "uint32")
         self.out = local(tiles * self.columns * unit.acc)
         self.top, self.total = local(tiles), local(tiles)
         words = unit.units * (WORDS + 2 * attention.quantized)  # codes have scales
@@ -149,15 +151,26 @@ class UnitRows:
 
     def load_queries(self, unit: Callable[[Expr, Expr], Expr], tile: int = 0) -> None:
         """unit(row, c): float16x8, unit c of a row's query, scaled and rotated. Rows after the last one have its
-        query."""
+        query. Where registers do not hold the queries of wide heads, they are loaded for each product."""
+        self.sources.append(unit)
+        for c in range(self.chunks if self.holds else 0):
+            self._load_query(self.query, (tile * self.chunks + c) * self.held, tile, c)
+
+    def _load_query(self, words: Buffer, first: int, tile: int, c: Expr) -> None:
         row = T.Bind(T.min(tile * SIDE + self.row, T.int32(self.count - 1)))
-        for c in range(self.chunks):
-            for i in range(self.unit.units):
-                place, valid = self._unit(c, i)
-                words = T.reinterpret(f"uint32x{WORDS}", unit(row, place))
-                if valid is not None:
-                    words = T.Select(T.broadcast(valid, WORDS), words, T.broadcast(T.uint32(0), WORDS))
-                put(self.query, words, at((tile * self.chunks + c) * self.held + i * WORDS, WORDS))
+        for i in range(self.unit.units):
+            place, valid = self._unit(c, i)
+            loaded = T.reinterpret(f"uint32x{WORDS}", self.sources[tile](row, place + self.zero))
+            if valid is not None:
+                loaded = T.Select(T.broadcast(valid, WORDS), loaded, T.broadcast(T.uint32(0), WORDS))
+            put(words, loaded, at(first + i * WORDS, WORDS))
+
+    def _query(self, tile: int, c: int) -> Sequence[Expr]:
+        if self.holds:
+            return self.unit.operands(self.query, (tile * self.chunks + c) * self.held)
+        words = local(self.held, "uint32")
+        self._load_query(words, 0, tile, c)
+        return self.unit.operands(words, 0)
 
     def _operands(self, units: Units, first: int) -> Sequence[Expr]:
         """Operands of loaded units, from number `first` on."""
@@ -178,6 +191,7 @@ class UnitRows:
         """Processes a `KeyBlock`. sees(tile, key): whether the lane's row sees a key; whole: whether all rows of the
         wave see all of the block; zero: of `step.opaque_zero`, otherwise LLVM unrolls the loop over parts of the block,
         and begins with all loads, for which there are no registers."""
+        self.zero = zero
         if self.keys == self.own:
             self._step(block, sees, whole)
             return
@@ -225,8 +239,7 @@ class UnitRows:
             def multiply(n: int, g: int = g, c: int = c, b: int = b) -> None:
                 key = self._operands(self.key, n)
                 for t, of in enumerate(scores):
-                    query = unit.operands(self.query, (t * self.chunks + c) * self.held)
-                    self._multiply(key, query, of, g * self.blocks + b)
+                    self._multiply(key, self._query(t, c), of, g * self.blocks + b)
 
             yield Operand(load, multiply)
 

@@ -87,6 +87,7 @@ PREFILL = {
     "prefill_window_of_a_page": Case(
         2, 1, 64, 16, "", states=((0, 16), (56, 16), (401, 13)), attributes={"window": 49, "sinks": True}
     ),
+    "prefill_wide": Case(2, 1, 256, 16, "half", states=((57, 13),)),
     "prefill_apart": Case(4, 1, 64, 64, "", states=((57, 50), (130, 64))),
     "prefill_tiles": Case(
         4, 1, 64, 64, "half", states=((57, 50), (300, 64)), attributes={"window": 80, "softcap": 4.0, "sinks": True}
