@@ -191,7 +191,7 @@ DEVICE_KINDS = {
     )
 }  # fmt: skip
 
-# For rooflines, rough, from product pages: operations per clock of a compute unit by what multiplies; clocks in Hz by
-# API, where one chip stands for many.
+# For rooflines, and for kernels to choose by, rough, from product pages: operations per clock of a compute unit by what
+# multiplies. For rooflines: clocks in Hz by API, where one chip stands for many.
 UNIT_OPS = {"wmma11": 512, "wmma12": 1024, "mfma": 2048, "dot4": 512, "sdot4": 512, "sudot4": 512, "": 128}
 ROOFLINE_CLOCK = {"vulkan": 1.9e9, "rocm": 2.1e9}
