@@ -27,7 +27,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.attention_coop_tiles import Shared, SharedBlock, Tile, shared_units, tile_of
 from mlc_amd.schedules.gpu.attention.attention_step import Step
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Chunk, Pages, visible
-from mlc_amd.schedules.gpu.attention.softmax import LOWEST, group_of, soft_cap, with_sink
+from mlc_amd.schedules.gpu.attention.softmax import LIMIT, LOWEST, START, group_of, soft_cap, with_sink
 from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, launch, maximum, rcp, uniform, wave_barrier
 from mlc_amd.schedules.gpu.base.profiles import Profile
@@ -37,8 +37,6 @@ from mlc_amd.schedules.gpu.base.threads import SUMS, WAVES, checked_threads
 from mlc_amd.schedules.operators.attention import PAGE, CausalAttention
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Expr
-
-LIMIT, START = 15, 8  # powers of two: weights are normal float16 down to 2**-22 of the largest at least
 
 
 class Wave:

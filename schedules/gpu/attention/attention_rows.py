@@ -1,6 +1,7 @@
 """Attention kernels without matrix instructions: rows of queries whose softmax a wave keeps in registers.
 
 `WaveRows` is for AMD's own API; `attention_rows_vulkan.py` has the counterpart for Vulkan, `Rows` what both share.
+Where enough rows share keys, matrix units take over (`attention_rows_unit.py`).
 
 A wave processes its keys in blocks of up to 64. While it scores them a lane has a key (two keys in a wave of 32), so a
 dot product stays within a lane; for the outputs a lane has a column and the weights come from other lanes. Per row a

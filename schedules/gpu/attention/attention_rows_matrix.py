@@ -20,10 +20,19 @@ from collections.abc import Callable, Sequence
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.attention_prefill_coop import LIMIT, START
 from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
 from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
-from mlc_amd.schedules.gpu.attention.softmax import LOWEST, OTHER_BYTES, P_SHIFT, Joined, Sees, join, soft_cap
+from mlc_amd.schedules.gpu.attention.softmax import (
+    LIMIT,
+    LOWEST,
+    OTHER_BYTES,
+    P_SHIFT,
+    START,
+    Joined,
+    Sees,
+    join,
+    soft_cap,
+)
 from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, maximum, wave_barrier, wave_max, wave_sum
 from mlc_amd.schedules.gpu.base.profiles import Device
@@ -256,16 +265,18 @@ class MatrixRows:
 
     # ---- a key that is not in the cache
 
-    def add_key(self, key: Callable[[Expr], list[Expr]], value: Callable[[Expr], Expr]) -> None:
-        """Adds one key, which all rows see. key(c): unit c as eight float32; value(column): its value, float16. Of
-        the lanes that share a row the first one has its weight, the others 0."""
+    def add_key(self, keys: Buffer, begin: Expr, value: Callable[[Expr], Expr]) -> None:
+        """Adds one key, which all rows see: that in shared memory from `begin` on. value(column): its value, float16.
+        Of the lanes that share a row the first one has its weight, the others 0."""
         first = T.Bind(self.quad == 0)
         values = [T.Bind(value(x * self.n + self.row)) for x in range(self.columns * 2)]
         scores = []
         for t in range(self.tiles):
             total = T.float32(0)
             for c in range(self.chunks):
-                for i, x in enumerate(key(c * QUADS + self.quad)):
+                first_element = begin + (c * QUADS + self.quad) * UNIT
+                for i in range(UNIT):
+                    x = T.Bind(T.cast(keys[first_element + i], "float32"))
                     place = (t * self.chunks + c) * PRODUCTS + i // HALF
                     total = total + x * T.cast(self.query.get(place, i % HALF), "float32")
             scores.append(T.Bind(soft_cap(self.attention, wave_sum(self.arch, T.Bind(total), QUADS))))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention import attention_rows_matrix
+from mlc_amd.schedules.gpu.attention import attention_rows_matrix, attention_rows_unit
 from mlc_amd.schedules.gpu.attention.attention_rows import STEP
 from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import LOADS, KeyLoads, key_loads, waves_of
 from mlc_amd.schedules.gpu.attention.attention_step import Step, max_splits, stride_of
@@ -24,6 +24,7 @@ from mlc_amd.schedules.gpu.attention.cache import clamped_position, visible
 from mlc_amd.schedules.gpu.attention.softmax import LOWEST, MAX_GROUP, Joined, group_of, with_sink
 from mlc_amd.schedules.gpu.base.arrival import Outbox, arrive, zero_after
 from mlc_amd.schedules.gpu.base.device import each, exp2, rcp, uniform, wave_max, wave_scan, wave_sum
+from mlc_amd.schedules.gpu.base.matrix_unit import UNITS
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, local, opaque, put
@@ -52,7 +53,8 @@ class DecodePlan:
 
 
 class MatrixDecodePlan(DecodePlan):
-    """Of rows on cooperative matrices (`attention_rows_matrix.py`), whose lanes are known."""
+    """Of rows on matrix units (`attention_rows_unit.py`) or on cooperative matrices (`attention_rows_matrix.py`), whose
+    lanes are known."""
 
 
 LATENT_ROWS = 4  # of latent attention, whose rows have the most columns: as many as registers hold
@@ -76,7 +78,9 @@ def default_plan(attention: Attention, arch: Device, m: int = 1) -> DecodePlan:
     """The rule, of a layer for m rows: matrices where their lanes are known and enough query heads share a KV head;
     else rows of queries in registers."""
     plan = DecodePlan(loads=key_loads(arch).loads)
-    if attention.values:
+    if attention_rows_unit.suits(arch, attention) and attention_rows_unit.pays(arch, attention.group):
+        plan = MatrixDecodePlan()
+    elif attention.values:
         plan = replace(plan, rows=LATENT_ROWS)
     elif attention.span and alone_of(arch) > 1:  # one split has all keys: workgroups for each head fill the GPU
         plan = replace(plan, rows=1, step=32)
@@ -129,13 +133,13 @@ class Splits(NamedTuple):
 
     def least(self, total: Expr) -> Expr:
         """The blocks that a split of several rows has at least. total: of all rows."""
-        return T.Bind(T.max((total + (self.fill - 1)) // self.fill, T.int32(self.waves)))
+        return opaque(T.max((total + (self.fill - 1)) // self.fill, T.int32(self.waves)))
 
     def least_whole(self, arch: Device, steps: list[Expr], least: Expr) -> Expr:
         """As `least`, where each of a row's splits counts as if it had `least` blocks: of more than `fill` the last
         would begin when the first end. steps: blocks of the rows of a lane; least: of `least`."""
-        whole = [T.Bind(T.Select(x > least, self._count(x, least) * least, x)) for x in steps]
-        return self.least(wave_sum(arch, T.Bind(sum(whole[1:], whole[0]))))
+        whole = [opaque(T.Select(x > least, self._count(x, least) * least, x)) for x in steps]
+        return self.least(wave_sum(arch, opaque(sum(whole[1:], whole[0]))))
 
     def _count(self, steps: Expr, least: Expr) -> Expr:
         """The splits of so many blocks."""
@@ -178,14 +182,15 @@ def splits_of(attention: Attention, arch: Device, plan: DecodePlan | None = None
     matrix, shared = isinstance(plan, MatrixDecodePlan), attention.group if attention.values else group_of(attention)
     group = _group(plan, shared)
     parts = shared // group
-    if plan.step != STEP and (arch.api == "rocm" or plan.step % arch.wave or plan.step > STEP):
+    if plan.step != STEP and ((arch.api == "rocm" and not matrix) or plan.step % arch.wave or plan.step > STEP):
         raise ValueError(f"{arch.name} takes steps of up to {STEP} keys, not of {plan.step}")
     if plan.threads < arch.wave:
         raise ValueError(f"{plan.threads} threads are less than a wave of {arch.name}")
     if matrix:
-        if not attention_rows_matrix.suits(arch, attention) or plan.step % attention_rows_matrix.CHUNK:
+        rows = attention_rows_unit if arch.matrix in UNITS else attention_rows_matrix
+        if not rows.suits(arch, attention) or plan.step % rows.CHUNK:
             raise ValueError(f"{plan} does not suit {attention} on {arch.name}")
-        waves = attention_rows_matrix.waves_of(arch, group, d, plan.threads, plan.step)
+        waves = rows.waves_of(arch, group, d, plan.threads, plan.step)
     else:
         waves = waves_of(arch, group, d, plan.threads)
     keys = min(attention.ctx, span + plan.step) if span else attention.ctx  # what is seen may begin within a block
@@ -223,7 +228,7 @@ def splits_of_rows(
         row = T.Bind(T.min(first + lane, T.int32(m - 1)))
         seen = visible(attention, clamped_position(places, row, attention.ctx))
         blocks = seen.end_block(splits.step) - seen.first_block(splits.step)
-        steps.append(T.Bind(T.Select(first + lane < count, blocks, T.int32(0))))
+        steps.append(opaque(T.Select(first + lane < count, blocks, T.int32(0))))
     least = splits.least(wave_sum(arch, T.Bind(sum(steps[1:], steps[0]))))
     if splits.matrix:
         least = splits.least_whole(arch, steps, least)

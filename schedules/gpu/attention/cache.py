@@ -319,6 +319,14 @@ class Visible(NamedTuple):
         """Whether `key` is one of them."""
         return key < self.end if self.first is None else (key >= self.first) & (key < self.end)
 
+    def covers(self, first: Expr, count: int) -> Expr:
+        """Whether `count` keys from `first` on are all among them."""
+        return (
+            self.sees(first + (count - 1))
+            if self.first is None
+            else (self.first <= first) & (first + count <= self.end)
+        )
+
     def first_block(self, size: int) -> Expr:
         """The number of the first block of `size` keys that holds one of these keys: the int 0, or a register."""
         return 0 if self.first is None else T.Bind(self.first // size)

@@ -24,6 +24,9 @@ LOWEST = -1e30  # in place of minus infinity: may be subtracted from itself
 P_SHIFT = 15  # weights are scaled by 2**15
 OTHER_BYTES = 1 << 10  # of shared memory for what is small and of a fixed size
 MAX_GROUP = 16  # rows that fit the registers
+# On matrices weights are 2**(score - top) with any `top` that keeps them within float16: it is renewed when one would
+# exceed 2**LIMIT; the new one makes the largest 2**START. Weights are normal float16 down to 2**-22 of it at least.
+LIMIT, START = 15, 8
 MAX_EXPONENT = 100  # of a sink's weight: the sum stays finite, and the outputs become 0 to within 2**-85
 
 

@@ -11,7 +11,7 @@ or four groups of 16) have a block each, and an instruction takes some columns o
 
 The waves of a workgroup share out its tokens, rows and columns; sums of waves along the columns meet in LDS. A lane's
 accumulators belong to one token and to consecutive rows, so results are stored in wide vectors. Where the unit scatters
-rows over accumulators, lanes take rows in the order that undoes it (`MatrixUnit.row`).
+rows over accumulators, lanes take rows in the order that undoes it (`matrix_unit.py`).
 """
 
 import math
@@ -21,8 +21,10 @@ from typing import ClassVar
 
 from tvm.tirx.script import builder as T
 
+from mlc_amd.runtime.gpus import RATES
 from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, computed_here, lanes_meet, schedule_fence, uniform
+from mlc_amd.schedules.gpu.base.matrix_unit import SIDE, UNITS
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS, TOKENS, unit_size
 from mlc_amd.schedules.gpu.base.registers import Held, at, elements, local, put, vector
@@ -34,57 +36,11 @@ from mlc_amd.schedules.tir import Expr
 Run = Callable[[Expr], Expr]  # of a block of weights: number of a run -> float16x8
 Piece = tuple[int, int, int]  # of a group of columns: block, first run, runs
 
-SIDE = 16  # rows and columns of an instruction's product
 SUMS = 192  # of a lane, at most
 QUAD = 4  # float32 in 16 bytes
 NONE = 0  # for `schedule_fence`: nothing may cross
 BATCH = 4  # token tiles whose activations are loaded at once
 LDS = 64 << 10  # bytes of a workgroup, at most: LLVM ends the process above that
-
-
-@dataclass(frozen=True)
-class MatrixUnit:
-    """Instructions on tiles of 16 x 16. Sources: AMD's ISA manuals of RDNA3, RDNA4 and CDNA3.
-
-    halves   of an operand that a lane holds: of row (or token) lane % 16
-    scattered   all groups of 16 lanes hold the same columns, and accumulators are of every other row
-    clocks, decoding   of a SIMD: of an instruction; of decoding the weights that it takes, about
-    acc      accumulators of a lane. Accumulator i of group g: row acc*g + i; where `scattered`, row 2*i + g
-    instruction   LLVM's name; zeros: that follow its operands
-    """
-
-    halves: int
-    acc: int
-    instruction: str
-    clocks: int
-    decoding: int
-    zeros: int = 0
-    scattered: bool = False
-
-    def row(self, lane: Expr) -> Expr:
-        """The row of a tile that a lane loads: so that accumulators are of consecutive rows."""
-        own = lane % SIDE
-        return own % 2 * 8 + own // 2 if self.scattered else own
-
-    def operands(self, runs: list[Expr]) -> list[Expr]:
-        """Those of as many instructions as these runs of eight halves are for."""
-        if self.halves > RUN:
-            return [T.Bind(T.Shuffle(runs, [T.int32(i) for i in range(self.halves)]))]
-        if self.halves == RUN:
-            return runs
-        return [half for run in runs for half in (T.vectorlow("float16x4", run), T.vectorhigh("float16x4", run))]
-
-    def multiply(self, a: Expr, b: Expr, c: Expr) -> Expr:
-        zeros = [T.int32(0)] * self.zeros
-        return T.call_llvm_pure_intrin(f"float32x{self.acc}", f"llvm.amdgcn.{self.instruction}", a, b, c, *zeros)
-
-
-WMMA = "wmma.f32.16x16x16.f16"
-UNITS = {
-    "wmma11": MatrixUnit(16, 8, WMMA, 32, 16, scattered=True),
-    "wmma12": MatrixUnit(8, 8, WMMA, 16, 13),
-    "mfma": MatrixUnit(4, 4, "mfma.f32.16x16x16f16", 16, 26, zeros=3),
-}
 
 
 @dataclass(frozen=True)
@@ -117,7 +73,7 @@ class MatrixGemm(Gemm[MatrixTile]):
         if tile.tokens % (tile.waves_m * SIDE) or tile.rows % (tile.waves_n * SIDE) or of.k % BLOCK:
             raise ValueError(f"{tile} does not divide into {SIDE} x {SIDE} matrices of {of.k} columns")
         # halves of LDS for what a wave exchanges, and for the sums of the waves along the columns, one after the other
-        exchanged = self.weights * self.tiles_n * self.group * RUNS * SIDE * RUN if self.unit.scattered else 0
+        exchanged = self.weights * self.tiles_n * self.group * RUNS * SIDE * RUN if self.unit.whole else 0
         self.at_once = min(tile.waves_k, self.tiles_m * self.tiles_n)
         handed = 2 * self.at_once * self.weights * lanes * self.unit.acc if tile.waves_k > 1 else 0
         self.own = max(exchanged, handed)
@@ -151,7 +107,7 @@ class MatrixGemm(Gemm[MatrixTile]):
 
     def _sum_up(self, work: TileWork) -> None:
         weights = [w._replace(planes=load.views(w.fmt, w.planes, 1)) for w in work.weights]
-        first, own, part = T.Bind(work.row0 + self.wave_n), self.unit.row(self.lane), T.Bind(self.lane // SIDE)
+        first, own, part = T.Bind(work.row0 + self.wave_n), self.unit.row(self.lane % SIDE), T.Bind(self.lane // SIDE)
         rows = [
             [work.weight_row(first + (i * SIDE + own), w, self.tile.rows) for i in range(self.tiles_n)] for w in weights
         ]
@@ -192,7 +148,7 @@ class MatrixGemm(Gemm[MatrixTile]):
         """Of each token tile where a lane's activations lie in a group of columns, in halves."""
         lane = self.lane % SIDE
         first = T.Bind((work.token0 + self.wave_m) // TOKENS + lane // TOKENS)
-        own = lane % TOKENS * self.group + (0 if self.unit.scattered else part)
+        own = lane % TOKENS * self.group + (0 if self.unit.whole else part)
         row = int(work.acts[0].shape[1]) * unit_size(self.group)  # halves of eight tokens
         return [T.Bind((first + i * (SIDE // TOKENS)) * row + own * RUN) for i in range(self.tiles_m)]
 
@@ -202,7 +158,7 @@ class MatrixGemm(Gemm[MatrixTile]):
         load = self._loader(work, tokens, step)
         first, *others = self._batches()
         x = load(*first)
-        if self.unit.scattered:
+        if self.unit.whole:
             self._exchange(runs)
         for (piece, tiles), following in zip([first, *others], [*others, None], strict=True):
             if tiles[0] == 0:
@@ -218,8 +174,8 @@ class MatrixGemm(Gemm[MatrixTile]):
     def _batches(self) -> list[tuple[Piece, range]]:
         """(what an instruction, or two of four halves, multiplies, the token tiles whose activations are loaded at
         once)."""
-        count = max(1, self.unit.halves // RUN)
-        blocks = range(self.group) if self.unit.scattered else range(1)
+        count = self.unit.units
+        blocks = range(self.group) if self.unit.whole else range(1)
         return [
             ((block, j, count), range(t, min(t + BATCH, self.tiles_m)))
             for block in blocks for j in range(0, RUNS, count) for t in range(0, self.tiles_m, BATCH)
@@ -227,9 +183,9 @@ class MatrixGemm(Gemm[MatrixTile]):
 
     def _weights(self, run: Run, i: int, block: int, j: int, count: int) -> list[Expr]:
         """Operands of row tile i."""
-        if self.unit.scattered:
-            return self.unit.operands([self._exchanged(i, block, j + e) for e in range(count)])
-        return self.unit.operands([run(j + e) for e in range(count)])
+        if self.unit.whole:
+            return self.unit.of_units([self._exchanged(i, block, j + e) for e in range(count)])
+        return self.unit.of_units([run(j + e) for e in range(count)])
 
     def _loader(self, work: TileWork, tokens: list[Expr], step: Expr) -> Callable[[Piece, range], list[list[Expr]]]:
         """load(piece, token tiles): the operands of each of these."""
@@ -245,13 +201,13 @@ class MatrixGemm(Gemm[MatrixTile]):
                 if not self.whole:
                     zero, exists = T.broadcast(T.float16(0), RUN), self._exists(step, block)
                     x = [T.Bind(T.Select(T.broadcast(exists, RUN), of, zero)) for of in x]
-                found.append(self.unit.operands(x))
+                found.append(self.unit.of_units(x))
             return found
 
         return load
 
     def _exists(self, step: Expr, block: int) -> Expr:
-        mine = block if self.unit.scattered else self.lane // SIDE
+        mine = block if self.unit.whole else self.lane // SIDE
         return step * self.group + mine < self.k // BLOCK
 
     def _exchange(self, runs: list) -> None:
@@ -334,9 +290,9 @@ class MatrixGemm(Gemm[MatrixTile]):
 # ---- the rule
 
 MOST = 128  # sums of a lane of a default tile: a wave's other registers hold operands and what is loaded ahead
-# Clocks of a SIMD for an instruction's activations: while the cache, which the compute unit's SIMDs share, returns 64
-# bytes a clock; of its own
-LOADED, ISSUED = 16, 4
+# Clocks of a compute unit, about, for what an instruction takes: to decode the weights; to load the activations, while
+# the cache returns 64 bytes a clock and in instructions
+DECODED, LOADED, ISSUED = 6, 8, 1.5
 THREADS = 256  # of a workgroup
 LEAST_GROUPS = 3  # of columns of each wave, where several share them out
 
@@ -359,9 +315,9 @@ def choose(of: Product) -> MatrixTile:
 
 
 def _load(of: Product, gemm: MatrixGemm) -> float:
-    """Clocks of 16 columns on a SIMD of the busiest compute unit, but for a factor that all tiles have in common."""
-    columns = of.weights * gemm.tiles_n
-    work = gemm.count * gemm.unit.clocks + columns * gemm.unit.decoding + gemm.tiles_m * ISSUED
+    """Clocks of 16 columns on the busiest compute unit, but for a factor that all tiles have in common."""
+    product = 2 * SIDE**3 / RATES[of.arch.family]["matrix16"]
+    work = gemm.count * product + of.weights * gemm.tiles_n * DECODED + gemm.tiles_m * ISSUED
     work = max(work, gemm.tiles_m * LOADED)
     rounds = gemm_tile.workgroups(gemm.tile, of) / of.arch.units
     # workgroups do not start in step: the last ones of many matter less

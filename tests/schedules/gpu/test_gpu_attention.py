@@ -13,8 +13,9 @@ from samples import sample
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.attention import attention_prefill_dot
+from mlc_amd.schedules.gpu.attention import attention_prefill, attention_prefill_dot
 from mlc_amd.schedules.gpu.attention.attention import attention
+from mlc_amd.schedules.gpu.attention.attention_splits import splits_of
 from mlc_amd.schedules.gpu.attention.attention_step import attention_step
 from mlc_amd.schedules.gpu.attention.cache import cache_types
 from mlc_amd.schedules.gpu.attention.kv_write import rope_kv_write
@@ -50,6 +51,11 @@ DECODE = {
         2, 1, 64, rope=Rope(False, 48, 1e-6, norm_after=True, value_norm=True), states=NEAR
     ),
     "decode_reads": Case(4, 1, 64, rope=Rope(True, 64, 1e-6, writes=False), states=NEAR),
+    # on matrix units of all three
+    "decode_units_80": Case(8, 1, 80, layout="half", rope=Rope(True, 80, 1e-6), states=((0, 1), (130, 1))),
+    "decode_units_q8": Case(
+        16, 2, 128, rope=Rope(False, 128), states=NEAR + FAR, attributes={"kv": "q8_0", "window": 90, "sinks": True}
+    ),
     "decode_q8": Case(2, 1, 128, layout="rows", rope=Rope(True, 48, 1e-6), states=NEAR, attributes={"kv": "q8_0"}),
     "decode_rope_attributes": Case(
         4, 1, 64, rope=Rope(True, 0), states=((0, 1), (200, 1)),
@@ -60,6 +66,9 @@ ROWS = {
     "rows": Case(4, 2, 64, 8, several=8, states=(Rows((0, 130, CTX - 1)), Rows((299, 5, 64, 63, 0, 128, 200, 400)))),
     "rows_window": Case(
         2, 1, 64, 4, several=4, states=(Rows((CTX - 1, 63, 64)),), attributes={"window": 40, "sinks": True}
+    ),
+    "rows_units": Case(
+        8, 1, 64, 8, "rows", several=8, rope=Rope(True, 64, 1e-6), states=(Rows((0, 200, 3)), Rows((70,), (125, 5)))
     ),
     "mixed": Case(4, 1, 64, 32, "half", several=8, states=(Rows((130, 5, 299), (57, 13)), Rows((), (0, 30)))),
     "mixed_q8": Case(4, 2, 64, 32, several=8, states=(Rows((130, 5, 299), (57, 13)),), attributes={"kv": "q8_0"}),
@@ -77,6 +86,11 @@ PREFILL = {
     ),
     "prefill_window_of_a_page": Case(
         2, 1, 64, 16, "", states=((0, 16), (56, 16), (401, 13)), attributes={"window": 49, "sinks": True}
+    ),
+    "prefill_wide": Case(2, 1, 256, 16, "half", states=((57, 13),)),
+    "prefill_apart": Case(4, 1, 64, 64, "", states=((57, 50), (130, 64))),
+    "prefill_tiles": Case(
+        4, 1, 64, 64, "half", states=((57, 50), (300, 64)), attributes={"window": 80, "softcap": 4.0, "sinks": True}
     ),
     "prefill_chunk": Case(2, 1, 64, 16, "", states=((30, 16), (393, 16)), attributes={"chunk": 100}),
     "prefill_attributes": Case(
@@ -105,6 +119,11 @@ ROPE = {
     "rope_none": Case(2, 1, 64, 1, rope=Rope(True, 0, 1e-6), attributes={"scale": 0.3}),
 }
 CASES = DECODE | ROWS | PREFILL | DOT | ROPE
+# Waves with rows of their own, where so few rows would be shared; with two tiles of rows.
+PLANS = {
+    "prefill_apart": attention_prefill.Plan(threads=64),
+    "prefill_tiles": attention_prefill.Plan(keys=64, tiles=2),
+}
 # What takes most registers, on GPUs that differ in how many there are: of gfx906's wide waves each has the fewest.
 # (Prefill with wider heads is in test_tuning_attention.py.)
 REGISTERS = {
@@ -122,7 +141,7 @@ def build(arch, name):
         with attention_step(case.op, name) as (ir, step):
             attention_prefill_dot.emit(step, arch)
         return ir.get()
-    return attention(case.op, arch, name)
+    return attention(case.op, arch, name, PLANS.get(name))
 
 
 @functools.cache
@@ -154,7 +173,7 @@ def test_rope_kv_write(arch, name):
     check_rope(CASES[name], runner(arch, name), states)
 
 
-EACH_RUN = [("gfx1100", name) for name in ("decode_group_7", "mixed", "mixed_q8", "prefill_group_4", "rope_norm")]
+EACH_RUN = [("gfx1100", name) for name in ("decode_units_q8", "mixed", "mixed_q8", "prefill_group_4", "rope_norm")]
 EACH_RUN += [("gfx1201", "prefill_group_4"), ("gfx942", "prefill_group_4"), ("gfx906", "decode_group_7")]
 
 
@@ -165,6 +184,25 @@ def test_registers_suffice(arch, name):
     assembly = compiled(arch, name).assembly
     for field in ("private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count"):
         assert set(re.findall(rf"\.{field}: +(\d+)", assembly)) == {"0"}, field
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "archs"),
+    [
+        (32, 4, 128, {"gfx1100", "gfx1201", "gfx90a", "gfx942"}),
+        (32, 8, 128, {"gfx1201", "gfx90a", "gfx942"}),  # products with 4 of 16 rows take gfx11 longer than others
+        (16, 16, 128, set()),
+        (32, 4, 72, set()),  # not whole tiles of columns
+    ],
+)
+def test_heads_that_take_matrix_units(heads, kv_heads, d, archs):
+    layer = Attention(heads, kv_heads, d, 16384)
+    found = {name for name in ("gfx1030", "gfx1100", "gfx1201", "gfx90a", "gfx942") if _on_units(layer, name)}
+    assert found == archs
+
+
+def _on_units(layer, arch):
+    return splits_of(layer, resolve(arch)).matrix
 
 
 @pytest.mark.parametrize(
