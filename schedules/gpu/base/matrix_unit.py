@@ -59,8 +59,8 @@ class MatrixUnit:
         return self.row(r) if self.acc == EIGHT else r // self.acc * EIGHT + tile * self.acc + r % self.acc
 
     def operands(self, words: Buffer, first: Expr) -> Sequence[Expr]:
-        """A tile's operands, one for each instruction, of the lane's units of `columns` columns: in words of two elements
-        from `first` on."""
+        """A tile's operands, one for each instruction, of the lane's units of `columns` columns, which are in words of
+        two elements from `first` on."""
         count = self.units * EIGHT // 2 // self.steps
         return [T.reinterpret(f"float16x{2 * count}", words[at(first + i * count, count)]) for i in range(self.steps)]
 

@@ -289,10 +289,12 @@ class MatrixGemm(Gemm[MatrixTile]):
 
 # ---- the rule
 
-MOST = 128  # sums of a lane of a default tile: a wave's other registers hold operands and what is loaded ahead
+MOST = 128  # sums of a lane of a default tile
+# Registers of a lane, about: of a row tile, for what is loaded ahead and decoded; for these and sums, by lanes of a wave
+HELD, ROOM = 32, {32: 192, 64: 384}
 # Clocks of a compute unit, about, for what an instruction takes: to decode the weights; to load the activations, while
 # the cache returns 64 bytes a clock and in instructions
-DECODED, LOADED, ISSUED = 6, 8, 1.5
+DECODED, LOADED, ISSUED = 9, 8, 2
 THREADS = 256  # of a workgroup
 LEAST_GROUPS = 3  # of columns of each wave, where several share them out
 
@@ -309,7 +311,10 @@ def choose(of: Product) -> MatrixTile:
                     gemm = MatrixGemm(of, tile)
                 except ValueError:
                     continue
-                if gemm.count * gemm.unit.acc <= MOST and (waves_k == 1 or gemm.groups >= LEAST_GROUPS * waves_k):
+                sums, rows = gemm.count * gemm.unit.acc, of.weights * tiles_n
+                if sums > MOST or sums + rows * HELD > ROOM[of.arch.wave]:
+                    continue
+                if waves_k == 1 or gemm.groups >= LEAST_GROUPS * waves_k:
                     found.append((_load(of, gemm), waves_k, tile))
     return min(found, key=lambda each: each[:2])[-1]
 

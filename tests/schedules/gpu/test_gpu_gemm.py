@@ -59,7 +59,8 @@ LINEAR |= {
     "residual-float": Case((("f16", 41),), 96, 16, "", (True,), True, SMALL_DOT),
     "medium-matrix": Case((("q4_0", 80),), 192, 64),
     "medium-dot": Case((("q4_1", 144),), 64, 64, "rows"),
-    "large-matrix": Case((("q4_0", 144),), 160, 256),  # five steps: the last one has no partner
+    # columns that are no whole groups
+    "large-matrix": Case((("q4_0", 144),), 160, 256, tile=MatrixTile(128, 32, 1, 2, 2)),
     "shared-matrix": Case((("q4_0", 48),), 192, 32, tile=MatrixTile(16, 16, 1, 1, 2)),  # three steps, two waves
     # two waves along each axis
     "wide-matrix": Case((("q4_0", 80), ("q8_0", 48)), 320, 64, biases=(False, True), tile=MatrixTile(64, 64, 2, 2, 2)),
