@@ -186,9 +186,8 @@ class RowFactors:
 
 
 def row_factors(norm: CompletedNorm | None, arch: Device, lane: Expr, wave: Expr, waves: int) -> RowFactors | None:
-    """Those of all rows of a norm that a GEMV completes: what they are made of is loaded here, before its products."""
+    """Those of all rows of a norm that a GEMV completes. They are loaded after its products, whose loads take the
+    registers."""
     if norm is None:
         return None
-    factors = RowFactors(arch, norm, norm.m, T.int32(0), T.Bind(wave * arch.wave + lane), waves * arch.wave)
-    factors.load()
-    return factors
+    return RowFactors(arch, norm, norm.m, T.int32(0), T.Bind(wave * arch.wave + lane), waves * arch.wave)

@@ -104,7 +104,7 @@ def emit_segment(
 ) -> None:  # fmt: skip
     """A workgroup's rows of a segment. tokens(row): what a group of rows from `row` on is multiplied with; thread:
     number of the workgroup among those of the segment, lane, wave; first_token: number of the first of the tokens;
-    factors: of a norm that is completed."""
+    factors: of a norm that is completed, of several tokens already computed."""
     fmt, n, _, bias, Y = segment
     rows, count, (workgroup, lane, wave) = padded(n), split.plan.rows, thread
     first = T.Bind(workgroup * split.rows + _group(arch, lane, wave, split.lanes, split.plan.waves) * count)
@@ -113,6 +113,8 @@ def emit_segment(
     part = T.Bind(lane % split.lanes)
     strips = [Strip(fmt, views, row + i) for i in range(count)]
     y, writes = emit_products(strips, tokens(row), part, split.lanes, split.plan.unroll, arch)
+    if factors is not None and factors.tokens == 1:
+        factors.compute()
     with T.If(writes if inside is None else writes & inside), T.Then():
         for number, i, total in y:
             token = first_token + number
@@ -156,6 +158,12 @@ def _block_parts(arch: Device, m: int, lane: Expr, wave: Expr, waves: int) -> It
         yield token, column, live
 
 
+def _has_parts(arch: Device, m: int, wave: Expr, waves: int) -> Expr | None:
+    """Whether any of a wave's parts is its own; None: of each wave."""
+    busy = -(-m * LANES // arch.wave)
+    return uniform(arch, wave) < busy if busy < waves else None
+
+
 def _emit_prepared(
     arch: Device, plan: Plan, args: LinearBuffers, tokens: Tokens, factors: RowFactors | None,
     place: tuple[Expr, Expr, Expr],
@@ -163,21 +171,24 @@ def _emit_prepared(
     """A block of a linear that prepares a norm. place: number of the block, lane, wave."""
     ((fmt, _, planes, bias, Y),), norm, (block, lane, wave) = args.segments, args.prepared, place
     assert norm
-    first, parts = T.Bind(block * BLOCK), []
-    for token, column, live in _block_parts(arch, len(tokens), lane, wave, plan.waves):  # loads before the products
+    first, m, parts = T.Bind(block * BLOCK), len(tokens), []
+    weights = [(fmt, load.views(fmt, planes, span_of([fmt], tokens[0].k)))]
+    products = _emit_block(arch, plan, weights, first, tokens, lane, wave)
+    if factors is not None and m == 1:
+        factors.compute()
+    for token, column, live in _block_parts(arch, m, lane, wave, plan.waves):  # loads before the barrier
         row = T.Bind(first + column)
         others = [] if bias is None else [T.Bind(bias[columns(row)])]
         others += [] if args.residual is None else [T.Bind(args.residual[token, columns(row)])]
         parts.append((token, row, column, live, others, norm.load(token, [row])))
-    weights = [(fmt, load.views(fmt, planes, span_of([fmt], tokens[0].k)))]
-    products = _emit_block(arch, plan, weights, first, tokens, lane, wave)
     barrier()
-    for token, row, column, live, others, loaded in parts:
-        y = products[token, at(column, WIDTH)]
-        y = T.Bind(sum(others, y if factors is None else factors.scaled(token, T.Bind(y))))
-        with when(live):
-            T.buffer_store(Y, y, [token, columns(row)])
-        norm.store(arch, token, row, [y], loaded, live)
+    with when(_has_parts(arch, m, wave, plan.waves)):
+        for token, row, column, live, others, loaded in parts:
+            y = products[token, at(column, WIDTH)]
+            y = T.Bind(sum(others, y if factors is None else factors.scaled(token, T.Bind(y))))
+            with when(live):
+                T.buffer_store(Y, y, [token, columns(row)])
+            norm.store(arch, token, row, [y], loaded, live)
 
 
 def linear(op: Linear, arch: Device, name: str, plan: Plan | None = None) -> tirx.PrimFunc:
@@ -202,10 +213,9 @@ def linear(op: Linear, arch: Device, name: str, plan: Plan | None = None) -> tir
             else:
                 tokens = [gemv_rows.emit_norm(arch, args.acts, k, op.eps, lane, wave, waves)]
             factors = row_factors(args.completed, arch, lane, wave, waves)
-            if factors is not None:
+            if factors is not None and m > 1:  # segments are in an `if`, where no barrier may be
                 factors.compute()
-                if m > 1:
-                    barrier()
+                barrier()
             if op.norm_out:
                 _emit_prepared(arch, splits[0].plan, args, tokens, factors, (workgroup, lane, wave))
                 splits = []
@@ -258,17 +268,18 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Pla
             if factors is not None:
                 factors.compute()
             barrier()
-            for token, column, live in _block_parts(arch, m, lane, wave, waves):
-                gate, up = (load_columns(products, token * 2 + i, column) for i in range(2))
-                if factors is not None:
-                    gate, up = ([T.Bind(v * factors.of(token)) for v in x] for x in (gate, up))
-                if args.biases:
-                    biases = [T.Bind(bias[columns(first + column)]) for bias in args.biases]
-                    pairs = zip((gate, up), biases, strict=True)
-                    gate, up = ([T.Bind(v + lane_of(b, i)) for i, v in enumerate(x)] for x, b in pairs)
-                y = [gated(op.act, g, u) for g, u in zip(gate, up, strict=True)]
-                row = slot[0] if slot else token
-                emit_store(arch, op.layout, args.out, y, row, T.Bind(block * BLOCK + column), live)
+            with when(_has_parts(arch, m, wave, waves)):
+                for token, column, live in _block_parts(arch, m, lane, wave, waves):
+                    gate, up = (load_columns(products, token * 2 + i, column) for i in range(2))
+                    if factors is not None:
+                        gate, up = ([T.Bind(v * factors.of(token)) for v in x] for x in (gate, up))
+                    if args.biases:
+                        biases = [T.Bind(bias[columns(first + column)]) for bias in args.biases]
+                        pairs = zip((gate, up), biases, strict=True)
+                        gate, up = ([T.Bind(v + lane_of(b, i)) for i, v in enumerate(x)] for x, b in pairs)
+                    y = [gated(op.act, g, u) for g, u in zip(gate, up, strict=True)]
+                    row = slot[0] if slot else token
+                    emit_store(arch, op.layout, args.out, y, row, T.Bind(block * BLOCK + column), live)
     return ir.get()
 
 

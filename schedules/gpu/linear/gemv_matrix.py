@@ -142,9 +142,7 @@ def linear(op: Linear, arch: Device, name: str, plan: Plan | None = None) -> tir
                     rows_of = [(T.Bind(start + lane % SIDE), own) for start, own in zip(starts, work.sums, strict=True)]
                     work.sum_up([Tile(segment.fmt, views, row, work, own) for row, own in rows_of])
                 first += count
-            if factors is not None:
-                factors.compute()
-            for token0 in work.meet():
+            for token0 in work.meet(factors):
                 for segment, (here, row0) in zip(args.segments, places, strict=True):
                     with when(here if len(counts) > 1 else None):
                         _finish(work, segment, args, factors, token0, row0)
@@ -193,9 +191,7 @@ def gate_up_swiglu(op: GateUp, arch: Device, name: str, plan: Plan | None = None
             rows = [T.Bind(block * BLOCK + t * SIDE + lane % SIDE) for t in range(GATE_UP_TILES // 2)]
             parts = [(fmt, planes, row) for (fmt, _), planes in zip(op.weights, views, strict=True) for row in rows]
             work.sum_up([Tile(*part, work, own) for part, own in zip(parts, work.sums, strict=True)])
-            if factors is not None:
-                factors.compute()
-            for token0 in work.meet():
+            for token0 in work.meet(factors):
                 # eight lanes have a token's block; all lanes of a wave have one
                 steps = work.size * LANES // arch.wave
                 for start in range(0, steps, plan.waves):

@@ -12,6 +12,7 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.step import FEW
 from mlc_amd.schedules.gpu.linear import gemv, gemv_matrix
+from mlc_amd.schedules.gpu.linear.gemv_matrix_tiles import SIDE
 from mlc_amd.schedules.gpu.linear.gemv_rows import holds_norm
 from mlc_amd.schedules.gpu.linear.linear import module_of, plans
 from mlc_amd.schedules.gpu.linear.load import block_bytes
@@ -56,13 +57,15 @@ def place(before: Linear | None, readers: Sequence[Linear | GateUp], arch: Devic
 
 def _defers(before: Linear, readers: Sequence[Linear | GateUp], layout: str, arch: Device) -> bool:
     """Whether there are kernels for it. In the layout "rows" a workgroup of the layer before has a block of 32 rows:
-    none for devices whose workgroups of GEMVs are to be single waves."""
+    none for devices whose workgroups of GEMVs are to be single waves. Of more than one set of tokens on matrix units
+    registers of small layers would spill."""
     if layout == "lanes":
         return before.layout == layout and before.m <= LANES_ROWS
     if arch.lone_waves:
         return False
     modules = [module_of(op, arch) for op in (before, *readers)]
-    return layout == "rows" and all(module is gemv_matrix or (module is gemv and before.m <= FEW) for module in modules)
+    most = {gemv: FEW, gemv_matrix: SIDE}
+    return layout == "rows" and all(before.m <= most.get(module, 0) for module in modules)
 
 
 def _workgroups(op: Linear | GateUp, arch: Device) -> int:
