@@ -19,6 +19,7 @@ from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.schedules.gpu.base.step import FEW
+from mlc_amd.schedules.gpu.linear import norm_place
 from tests.dev.quality import kl_divergence
 
 pytestmark = pytest.mark.usefixtures("linker")
@@ -195,3 +196,19 @@ def test_exact_logits_in_the_emulator(shared, emulator, tmp_path, name, arch, mo
     engine = Engine(artifact, emulated_device(artifact, arch, emulator))
     made = np.stack([engine.prefill(exact["ids"][:17]), engine.decode(int(exact["ids"][17]))])
     assert kl_divergence(exact["logits"][np.isin(exact["positions"], (16, 17))], made) < MAX_KL
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
+def test_norms_that_linears_prepare(arch, tmp_path, monkeypatch, emulator):
+    """Of one row, too, whose norms a small model's linears would compute for themselves."""
+    monkeypatch.setenv("MLC_AMD_GRAPH", "0")
+    monkeypatch.setattr(norm_place, "holds_norm", lambda k, arch: False)
+    compile_model(synthetic("tiny:q4_0"), tmp_path / "model", CompileOptions("rocm", arch, ctx=64))
+    artifact = Artifact.open(tmp_path / "model")
+    kernels, layers = {entry["name"]: entry for entry in artifact.manifest["kernels"]}, 2
+    for function, others in (("decode", 0), ("step_8", 0)):
+        args = [kernels[step["kernel"]]["args"] for step in artifact.manifest["functions"][function]["launches"]]
+        assert sum(of.get("norm_out") == "rows" for of in args) == 2 * layers - others, function
+        assert len(args) == 5 * layers + 4
+    check_model(artifact, "tiny:q4_0", arch, emulator, wave_order=5)

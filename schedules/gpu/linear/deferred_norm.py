@@ -166,8 +166,8 @@ class RowFactors:
             total = wave_sum(self.arch, total, lanes)
         scale = row_scale(total, norm.k, norm.eps)
         factor = scale if before is None else scale * rcp(before * T.float32(MARGIN))
-        if self.factors is None:  # each wave has its sum
-            self.own = T.Bind(factor)
+        if self.factors is None:  # each wave has its sum; each segment computes it, in an `if` of its own
+            self.own, self.loaded = T.Bind(factor), ()
             return
         own = (part == 0) if self.threads <= self.tokens * lanes else (part == 0) & (token < self.tokens)
         with T.If(own), T.Then():
