@@ -1,13 +1,19 @@
 """RMS norms that linear layers of few tokens prepare and complete, in the layout "rows", run in the ISA emulator,
 against numpy; and the rule when they do (`norm_place.py`)."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from samples import sample
+from spirv_emulation import execute
 from workloads import built, gate_up_op, linear_op
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.schedules.formats import FORMATS
+from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.base.arch import resolve
+from mlc_amd.schedules.gpu.linear.norm_place import place
 from mlc_amd.schedules.operators import Operator
 from mlc_amd.tools.reference import operators
 from mlc_amd.tools.reference.case import Case
@@ -80,6 +86,43 @@ def check_completed(arch: str, fmt: str, m: int, k: int, run=emulated):
     y = a / (1 + np.exp(-a)) * b
     assert np.abs(arrays["Y"] - y).max() <= 2 * TOLERANCE * np.abs(y).max()
     return results
+
+
+def as_spirv(op: Operator, profile: str, arrays: dict) -> None:
+    """Instead of `emulated`, in the SPIR-V emulator, which finds lanes that race."""
+    target = profiles.resolve(profile)
+    execute(built(op, target), arrays, target)
+
+
+@pytest.mark.parametrize(("m", "profile"), sample([(1, "rdna3"), (8, "rdna3"), (1, "gfx90c:dot=dot4")], [(1, "rdna3")]))
+def test_norms_as_vulkan_gpus_get_them(m, profile):
+    check_prepared(profile, "q4_0", m, 32, 512, as_spirv)
+    check_completed(profile, "q4_0", m, 512, as_spirv)
+
+
+PLACES = {
+    "gfx1100": ("deferred", "deferred"),
+    "gfx1151": ("deferred", "deferred"),
+    "gfx90a": ("deferred", "deferred"),
+    "gfx942": ("computed", "computed"),  # 304 compute units for 128 blocks of 32 rows
+    "rdna3": ("deferred", "deferred"),
+    "nvidia": ("computed", "computed"),
+    "vangogh": ("launch", "launch"),  # all workgroups read the sums of squares at 88 GB/s
+    "lavapipe": ("launch", "launch"),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_where_norms_are_computed(name):
+    """Of a row of Llama 3 8B: that after the output projection, and that after the down projection."""
+    arch = profiles.resolve(name) if name in profiles.PROFILES else resolve(name)
+    o, down = (linear_op([("q4_0", 4096)], k, 1, "rows", residual=True) for k in (4096, 14336))
+    gate_up = gate_up_op("q4_0", "q4_0", 14336, 4096, 1, "rows", "rows")
+    qkv = linear_op([("q4_0", 4096), ("q4_0", 1024), ("q4_0", 1024)], 4096, 1, "rows")
+    assert (place(o, [gate_up], arch), place(down, [qkv], arch)) == PLACES[name]
+    assert place(None, [qkv], resolve("gfx1100")) == "launch"  # no layer before it
+    slow = replace(arch, bandwidth=1) if name == "rdna3" else None
+    assert slow is None or place(o, [gate_up], slow) == "launch"
 
 
 @pytest.mark.full
