@@ -140,8 +140,8 @@ class GpuTarget(Target):
         return {f"route.{experts.count}.{name.lower()}": of for name, of in route_scratch(experts.count).items()}
 
     def norm_place(self, before: Linear | None, readers: Sequence[Linear | GateUp]) -> NormPlace:
-        first, *others = {norm_place.place(before, readers, arch) for arch in self.archs}
-        return "launch" if others else first
+        places: list[NormPlace] = [norm_place.place(before, readers, arch) for arch in self.archs]
+        return places[0] if len(set(places)) == 1 else "launch"
 
     def _call(self, bb, call):
         op = ops.operator_of(call)
