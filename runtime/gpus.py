@@ -143,10 +143,11 @@ class DeviceKind:
     # only what depends on a workgroup's number to be the same in all lanes
     lone_waves: bool = False
     unrolls: bool = True  # the driver's compiler unrolls short loops; else it keeps arrays that they index in memory
-    # microseconds of a launch that depends on the one before it, which kernels save by doing small work twice; 0: they
-    # do not. 2.6 to 3 on an H100 and an H200; 0.9 on a W7900 with RADV, where a node of a HIP graph takes 3.9, but no
-    # such kernel was measured.
+    # microseconds of a launch in a command buffer that depends on the one before it, which kernels save by doing small
+    # work twice (schedules/gpu/linear/norm_place.py); 0: they do not. 2.6 to 3 on an H100 and an H200, 0.9 published of
+    # a W7900 with RADV.
     launch_us: float = 0.0
+    join_us: float = 0.0  # microseconds in which workgroups of a launch meet in device memory; 0: not measured
     float16: bool = True  # arithmetic on float16 (else: storage only)
     matrix: str = ""  # "coop" for KHR_cooperative_matrix, else ""
     # registers of a lane that the driver's compiler keeps for one fragment of an operand, where kernels must count them
@@ -166,18 +167,20 @@ DEVICE_KINDS = {
     kind.name: kind
     for kind in (
         DeviceKind("vangogh", "rdna2", 32, 8, 88, ("steamdeck", "deck"), unified=True, clock=1.6,
-        registers=1024, chips="VANGOGH"),
+        registers=1024, launch_us=0.9, chips="VANGOGH"),
         # NAVI1 is without dot products, which the driver says
-        DeviceKind("rdna2", "rdna2", 32, 40, 512, ("rembrandt", "680m", "660m"), registers=1024,
+        DeviceKind("rdna2", "rdna2", 32, 40, 512, ("rembrandt", "680m", "660m"), registers=1024, launch_us=0.9,
         chips="NAVI1|NAVI2|REMBRANDT|RAPHAEL|MENDOCINO"),
         DeviceKind("rdna3", "rdna3", 32, 60, 960, registers=1536, matrix="coop", query_registers=16,
+        launch_us=0.9,
         chips="NAVI3|PHOENIX|HAWK|STRIX|KRACKAN|GFX115|GFX110"),
         DeviceKind("rdna4", "rdna4", 32, 64, 640, registers=1536, matrix="coop", query_registers=16,
+        launch_us=0.9,
         chips="NAVI4|GFX12"),
         DeviceKind("gfx90c", "gcn5", 64, 8, 51, ("vega", "renoir", "cezanne", "lucienne", "barcelo"), unified=True,
-        dot="", loads=1, registers=256, lds=64 * KIB, chips="VEGA|RAVEN|RENOIR"),
+        dot="", loads=1, registers=256, launch_us=0.9, lds=64 * KIB, chips="VEGA|RAVEN|RENOIR"),
         DeviceKind("nvidia", "nvidia", 32, 132, 4800, ("h200", "h100"), loads=4, registers=512, lone_waves=True,
-        unrolls=False, launch_us=3.0,
+        unrolls=False, launch_us=3.0, join_us=3.0,
         matrix="coop", lane_matrix=(16, 8, 16), lds=48 * KIB),
         # Mesa's CPU driver. Its subgroup is the host's vector: 256 bits. No hardware has such small ones: a good
         # stress.

@@ -5,7 +5,7 @@ share its plan and its weights, so they must take activations in the same layout
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,11 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, planes
 from mlc_amd.schedules.gpu.base.quantize import TOKENS
 from mlc_amd.schedules.gpu.base.step import FEW
 from mlc_amd.schedules.gpu.experts.route import scratch_shapes as route_scratch
-from mlc_amd.schedules.gpu.linear import gemv_rows, lane_tiles
+from mlc_amd.schedules.gpu.linear import lane_tiles, norm_place
 from mlc_amd.schedules.gpu.linear.gemv_matrix import ROWS as INT8_ROWS
 from mlc_amd.schedules.gpu.linear.gemv_matrix_tiles import has_unit
-from mlc_amd.schedules.gpu.linear.gemv_plan import workgroups
-from mlc_amd.schedules.operators import GateUp, HeadLinear, Linear
+from mlc_amd.schedules.operators import GateUp, HeadLinear, Linear, NormPlace
 from mlc_amd.schedules.operators.attention import SLOTS
-from mlc_amd.schedules.operators.layouts import kind_of
 
 # Of experts, by whether `gemm_lanes.py` multiplies their rows, which has matrices of as few as TOKENS tokens and does
 # not stage weights: rows of a step, at most, whose slots are computed one by one (16 rows of models with 32 experts or
@@ -45,9 +43,6 @@ from mlc_amd.schedules.operators.layouts import kind_of
 # of 64 to a half, but those decode weights less often: 10 % faster on an H200.
 SINGLE_ROWS, SOME = {False: 16, True: FEW}, 64
 EXPERT_TILES = {False: (16, 32), True: (TOKENS, 64)}
-# Tokens, at most, whose norms are shared out to the linears around them: the kernels of steps of 8, 16, 32 and 64 take
-# an H100 12, 9, 6 and 3 % less.
-DEFERRED_ROWS = 64
 
 
 class GpuTarget(Target):
@@ -149,13 +144,9 @@ class GpuTarget(Target):
         """What the workgroups of `norm_route` meet in; layers of as many experts share it."""
         return {f"route.{experts.count}.{name.lower()}": of for name, of in route_scratch(experts.count).items()}
 
-    def fuses_norm(self, op: Linear | GateUp) -> bool:
-        if op.m > 1 or op.layout_read != "rows":
-            return False
-        return all(gemv_rows.pays(workgroups(op, arch), op.k, arch) for arch in self.archs)
-
-    def defers_norm(self, op: Linear | GateUp) -> bool:
-        return self._takes_lanes and kind_of(op.layout_read) == "lanes" and op.m <= DEFERRED_ROWS
+    def norm_place(self, before: Linear | None, readers: Sequence[Linear | GateUp]) -> NormPlace:
+        places: list[NormPlace] = [norm_place.place(before, readers, arch) for arch in self.archs]
+        return places[0] if len(set(places)) == 1 else "launch"
 
     def _call(self, bb, call):
         op = ops.operator_of(call)

@@ -7,7 +7,7 @@ and types share one. `plans` says which plan a workload has on an arch.
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules import operators
 from mlc_amd.schedules.formats import Format
-from mlc_amd.schedules.operators import Operator
+from mlc_amd.schedules.operators import GateUp, Linear, NormPlace, Operator
 from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.registry import Registry
 from mlc_amd.schedules.runs import CELLS
@@ -131,14 +131,10 @@ class Target(ABC):
     fuses_rope = False  # decode attention rotates and writes the cache itself
     fuses_route = False  # one kernel makes the norm, the logits and the choice of a token's experts
 
-    def fuses_norm(self, op: Operator) -> bool:
-        """Whether the kernel of a linear or gate_up is to compute the norm of its input."""
-        return False
-
-    def defers_norm(self, op: Operator) -> bool:
-        """Whether the kernel of a linear or gate_up is to prepare norms of its result and to complete those of its
-        input (compiler/passes/fuse_norms.py)."""
-        return False
+    def norm_place(self, before: Linear | None, readers: Sequence[Linear | GateUp]) -> NormPlace:
+        """Where a norm of all rows is computed. before: the linear that computes its input, if it is one of a single
+        segment; readers: all that reads it (compiler/passes/fuse_norms.py)."""
+        return "launch"
 
     def attention_workspace(self, attention: AttentionConfig, ctx: int, single: int) -> TensorTypes:
         """Further tensors that attention of that kind takes for up to `single` single rows, and that live as long as

@@ -8,7 +8,8 @@ from tvm import relax
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.nodes import parts_of
 from mlc_amd.compiler.passes.rewrite import bound_in, readers_in, rewrite_functions
-from mlc_amd.schedules.operators import GateUp, Linear, Operator, RmsNorm
+from mlc_amd.schedules.operators import GateUp, Linear, NormPlace, Operator, RmsNorm
+from mlc_amd.schedules.operators.layouts import kind_of
 
 
 def _reads_norms(value) -> bool:
@@ -24,14 +25,22 @@ def _is_norm(value) -> bool:
 
 def _norms_of_readers(func, target) -> dict[relax.Call, relax.Call]:
     """Linears and gate_ups that compute their norm, with it."""
-    readers = readers_in(func)
+    bound, readers = bound_in(func), readers_in(func)
     return {
         reader: norm
-        for var, norm in bound_in(func).items()
-        if _is_norm(norm)
-        if all(_reads_norms(reader) and target.fuses_norm(ops.operator_of(reader)) for reader in readers.get(var, ()))
+        for var, norm in bound.items()
+        if _is_norm(norm) and _place(bound.get(norm.args[1]), readers.get(var, ()), target) == "computed"
         for reader in readers.get(var, ())
     }
+
+
+def _place(before, readers, target) -> NormPlace:
+    """Of a norm. before: what its input is bound to."""
+    if not all(map(_reads_norms, readers)):
+        return "launch"
+    op: Any = ops.operator_of(before)
+    single = isinstance(op, Linear) and len(op.segments) == 1
+    return target.norm_place(op if single else None, [ops.operator_of(reader) for reader in readers])
 
 
 def fuse_norm_linear(mod, target):
@@ -55,9 +64,11 @@ def fuse_norm_linear(mod, target):
 
 
 class _Deferred(NamedTuple):
-    """norm: the call; scaled_by: the call that gives the scales of the norm before."""
+    """norm: the call; layout: in which it is prepared; scaled_by: the call that gives the scales of the norm before,
+    which the layout "lanes" takes, or None."""
 
     norm: Any
+    layout: str
     scaled_by: Any
 
 
@@ -76,14 +87,11 @@ def _plan(func, target) -> _Plan:
     prepared, completed = {}, {}
     last: dict[tuple, Any] = {}  # (rows, columns) of a norm's input to the last call that gives its scales
 
-    def completes(norm) -> list:
-        """The readers of a norm, if all of them complete it."""
+    def completes(norm, before) -> list:
+        """The readers of a norm of the call `before`, if all of them complete it."""
         var = variable[norm]
         found = readers.get(var, [])
-        able = all(
-            _reads_norms(reader) and reader.args[1].same_as(var) and target.defers_norm(ops.operator_of(reader))
-            for reader in found
-        )
+        able = _place(before, found, target) == "deferred" and all(reader.args[1].same_as(var) for reader in found)
         return found if able and len(set(found)) == len(found) else []
 
     for var, value in bound.items():
@@ -91,11 +99,14 @@ def _plan(func, target) -> _Plan:
             last[_rows(completed[value].norm)] = value
         elif _is_norm(value) and not any(value.same_as(deferred.norm) for deferred in prepared.values()):
             last[_rows(value)] = value
-        elif isinstance(op := ops.operator_of(value), Linear) and len(op.segments) == 1 and target.defers_norm(op):
+        else:
             for norm in filter(_is_norm, readers.get(var, ())):
-                scaled_by, completing = last.get(_rows(norm)), completes(norm)
-                if norm.args[1].same_as(var) and scaled_by is not None and completing:
-                    prepared[value] = deferred = _Deferred(norm, scaled_by)
+                if not norm.args[1].same_as(var) or not (completing := completes(norm, value)):
+                    continue
+                layout = cast(Linear, ops.operator_of(completing[0])).layout_read
+                scaled_by = last.get(_rows(norm)) if kind_of(layout) == "lanes" else None
+                if kind_of(layout) != "lanes" or scaled_by is not None:
+                    prepared[value] = deferred = _Deferred(norm, layout, scaled_by)
                     completed |= dict.fromkeys(completing, deferred)
                     break
     giving = {deferred.scaled_by for deferred in prepared.values() if _is_norm(deferred.scaled_by)}
@@ -126,28 +137,35 @@ class _Deferrer:
             return [rewriter.builder_.emit(relax.TupleGetItem(var, i)) for i in range(len(parts_of(var.ty)))]
 
         if call in plan.prepared:
-            norm, scaled_by = plan.prepared[call]
+            norm, layout, scaled_by = plan.prepared[call]
             args = map(visit, [*call.args, norm.args[2]])
-            y, *self.made[norm] = emit(_op(call, norm_out=True), [*args, self.scales[scaled_by]])
+            y, *self.made[norm] = emit(_op(call, norm_out=layout), [*args, *self._scales(scaled_by)])
             return y
         if call in plan.completed:
-            norm, scaled_by = plan.completed[call]
-            h, squares = self.made[norm]
+            norm, _, scaled_by = plan.completed[call]
+            *x, squares = self.made[norm]
             state, _, *rest = call.args
-            args = [visit(state), h, squares, self.scales[scaled_by], *map(visit, rest)]
-            *parts, self.scales[call] = emit(_op(call, norm_in=cast(RmsNorm, ops.operator_of(norm)).eps), args)
+            given = [*(x if len(x) == 1 else [relax.Tuple(x)]), squares, *self._scales(scaled_by)]
+            op, args = _op(call, norm_in=cast(RmsNorm, ops.operator_of(norm)).eps), [visit(state), *given]
+            args += map(visit, rest)
+            if scaled_by is None:
+                return ops.call(op, args)
+            *parts, self.scales[call] = emit(op, args)
             return relax.Tuple(list[relax.Expr](parts)) if len(parts) > 1 else parts[0]
         if call in plan.giving:
             y, self.scales[call] = emit(_op(call, scale_out=True), map(visit, call.args))
             return y
         return None
 
+    def _scales(self, scaled_by) -> list:
+        return [] if scaled_by is None else [self.scales[scaled_by]]
+
 
 def defer_norms(mod, target):
     """An rms_norm between linears of few tokens leaves no launch: the linear that computes its input prepares it, and
     those that read it complete it (schedules/gpu/linear/deferred_norm.py), for targets whose kernels do.
 
-    What is prepared is scaled like the norm before, of the same residual stream. So the first norm of a function stays,
-    and gives its scales; each one that a linear completes gives the next one's.
+    What is prepared in the layout "lanes" is scaled like the norm before, of the same residual stream. So the first
+    norm of a function stays, and gives its scales; each one that a linear completes gives the next one's.
     """
     return rewrite_functions(mod, lambda func: _Deferrer(_plan(func, target)))

@@ -17,8 +17,8 @@ from mlc_amd.runtime.sampling.layout import LOGPROB, row_shapes
 
 BLOCK = 32  # columns that share a scale of int8 activations
 LINE = 64  # bytes: planes begin at a multiple in the block that they repeat
-# Approximate size of positive inputs: sums of 16 squares, and scales of norms (schedules/gpu/deferred_norm.py) with
-# which unscaled activations are about 1.
+# Approximate size of positive inputs: sums of 16 or 32 squares, and scales of norms with which unscaled activations are
+# about 1 (schedules/gpu/linear/deferred_norm.py).
 POSITIVE = {"Squares": 16.0, "Scale": 64.0, "NS": 64.0}
 drawn = functools.cache(draw)
 SIGNATURE = 0xA5  # fill pattern of memory that must not be read, which makes reads visible

@@ -12,7 +12,17 @@ from mlc_amd.schedules.operators.experts import (
     NormRoute,
     Route,
 )
-from mlc_amd.schedules.operators.linear import Embed, GateUp, HeadLinear, LayerNorm, Linear, Norm, Quantize, RmsNorm
+from mlc_amd.schedules.operators.linear import (
+    Embed,
+    GateUp,
+    HeadLinear,
+    LayerNorm,
+    Linear,
+    Norm,
+    NormPlace,
+    Quantize,
+    RmsNorm,
+)
 from mlc_amd.schedules.operators.recurrent import CausalConv, ChannelDecay, DeltaNet, Gate, SsmScan
 from mlc_amd.schedules.operators.sampling import Sample
 
@@ -38,6 +48,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "Norm",
+    "NormPlace",
     "NormRoute",
     "Operator",
     "Parameter",

@@ -35,6 +35,10 @@ LAYOUTS: dict[str, Callable[..., list[Tensor]]] = {
 }
 
 
+# Columns of which a linear layer that prepares a norm adds up the squares, by the layout that it prepares the norm in
+SUMMED = {"lanes": 16, "rows": 32}
+
+
 def activations(m: int, k: int, layout: str) -> list[Tensor]:
     """The tensors of `m` rows of `k` columns in a layout."""
     name, _, number = layout.partition(":")

@@ -6,11 +6,13 @@ A linear layer may compute the RMS norm of its input (`eps`), complete one whose
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.operators.base import ACTIVATIONS_SLOT, OUTPUT_SLOT, STATE_SLOT, Operator, Slot, named
-from mlc_amd.schedules.operators.layouts import Tensor, activations, output_rows, padded
+from mlc_amd.schedules.operators.layouts import SUMMED, Tensor, activations, kind_of, output_rows, padded
 
+NormPlace = Literal["launch", "computed", "deferred"]  # a norm's: a kernel of its own, `eps`, `norm_in` and `norm_out`
 SCALE_SLOT = Slot("output", ("NewScale",))  # of a norm, for the layers that complete the next one
 
 
@@ -101,25 +103,31 @@ class Quantize(Operator, name="quantize", sizes="{0.k}"):
         return activations(self.m, self.k, self.layout)
 
 
-def _inputs(eps: float | None, norm_in: float | None) -> Iterator[Slot]:
-    """Of a linear layer that may compute or complete a norm."""
+def _inputs(eps: float | None, norm_in: float | None, layout: str) -> Iterator[Slot]:
+    """Of a linear layer that may compute or complete a norm; layout: of its input."""
     if eps is None:
         yield ACTIVATIONS_SLOT
     else:
         yield from (Slot("input", ("X",)), Slot("weight", ("G",)))
     if norm_in is not None:
-        yield Slot("input", ("Squares", "Scale"))
+        yield Slot("input", ("Squares", "Scale") if kind_of(layout) == "lanes" else ("Squares",))
+
+
+def _stores_scale(op: "Linear | GateUp") -> bool:
+    """Whether it completes a norm whose scales the layers that prepare the next one read."""
+    return op.norm_in is not None and kind_of(op.layout_read) == "lanes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(Operator, name="linear"):
-    """x W^T for each W, plus biases and a residual: (x, [g], [squares, scale], (W, [bias]).., [residual], [g, scale of
-    the norm that it prepares]) -> float32 [m, padded(n)] for each W.
+    """x W^T for each W, plus biases and a residual: (x, [g], [squares, [scale]], (W, [bias]).., [residual], [g, [scale]
+    of the norm that it prepares]) -> float32 [m, padded(n)] for each W.
 
     segments  (format, rows) of each W; biases: which of them have one
     layout    of x
-    eps       of a norm of x that it computes, whose weight g follows x; norm_in: of one that it completes, and the
-              norm's scales are its last result; norm_out: it prepares one, and x * g and squares follow its result
+    eps       of a norm of x that it computes, whose weight g follows x; norm_in: of one that it completes; norm_out:
+              the layout in which it prepares one ("": it does not), and x * g and squares follow its result. Those of
+              the layout "lanes" take a scale, and the scales of one that is completed are the last result
     exact     x stays float32
     """
 
@@ -131,7 +139,7 @@ class Linear(Operator, name="linear"):
     residual: bool = False
     eps: float | None = None
     norm_in: float | None = None
-    norm_out: bool = False
+    norm_out: str = ""
     exact: bool = field(default=False, compare=False)
 
     @property
@@ -145,27 +153,29 @@ class Linear(Operator, name="linear"):
 
     def slots(self) -> Iterator[Slot]:
         yield STATE_SLOT
-        yield from _inputs(self.eps, self.norm_in)
+        yield from _inputs(self.eps, self.norm_in, self.layout)
         for i, ((fmt, _), biased) in enumerate(zip(self.segments, self.biases, strict=True)):
             yield Slot("weight", prefix=f"W{i}_", matrix=(fmt, self.k))
             if biased:
                 yield Slot("weight", (f"bias{i}",))
         yield from named("input", R=self.residual)
         if self.norm_out:
-            yield from (Slot("weight", ("NG",)), Slot("input", ("NS",)))
+            yield Slot("weight", ("NG",))
+            yield from named("input", NS=kind_of(self.norm_out) == "lanes")
         for i, (_, n) in enumerate(self.segments):
             yield Slot("output", (f"Y{i}",), columns=n)
         if self.norm_out:
-            yield Slot("output", ("Hn", "NewSquares"))
-        if self.norm_in is not None:
+            yield Slot("output", (*(["Hn"] if kind_of(self.norm_out) == "lanes" else ["An", "Sn"]), "NewSquares"))
+        if _stores_scale(self):
             yield SCALE_SLOT
 
     def results(self) -> list[Tensor]:
         found: list[Tensor] = [((self.m, padded(n)), "float32") for _, n in self.segments]
         if self.norm_out:
             n = self.segments[0][1]
-            found += [*activations(self.m, n, self.layout), ((self.m, n // 16), "float32")]
-        return found + [((self.m,), "float32")] * (self.norm_in is not None)
+            squares = self.m, n // SUMMED[kind_of(self.norm_out)]
+            found += [*activations(self.m, n, self.norm_out), (squares, "float32")]
+        return found + [((self.m,), "float32")] * _stores_scale(self)
 
     @property
     def label(self) -> str:
@@ -209,7 +219,7 @@ class HeadLinear(Operator, name="head_linear", sizes="{0.fmt}_{0.heads}x{0.n}x{0
 
 @dataclass(frozen=True, kw_only=True)
 class GateUp(Operator, name="gate_up"):
-    """act(x G^T) * (x U^T): (x, [g], [squares, scale], G, U) -> n columns in `layout`. gate, up: formats; eps and
+    """act(x G^T) * (x U^T): (x, [g], [squares, [scale]], G, U) -> n columns in `layout`. gate, up: formats; eps and
     norm_in as of Linear."""
 
     gate: str
@@ -229,15 +239,15 @@ class GateUp(Operator, name="gate_up"):
 
     def slots(self) -> Iterator[Slot]:
         yield STATE_SLOT
-        yield from _inputs(self.eps, self.norm_in)
+        yield from _inputs(self.eps, self.norm_in, self.layout_in)
         yield Slot("weight", prefix="G_", matrix=(self.gate, self.k))
         yield Slot("weight", prefix="U_", matrix=(self.up, self.k))
         yield OUTPUT_SLOT
-        if self.norm_in is not None:
+        if _stores_scale(self):
             yield SCALE_SLOT
 
     def results(self) -> list[Tensor]:
-        scales: list[Tensor] = [((self.m,), "float32")] * (self.norm_in is not None)
+        scales: list[Tensor] = [((self.m,), "float32")] * _stores_scale(self)
         return activations(self.m, self.n, self.layout) + scales
 
     @property

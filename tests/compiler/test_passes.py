@@ -8,12 +8,13 @@ from tvm import relax
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.codegen.cpu import CpuTarget
-from mlc_amd.compiler.codegen.gpu_target import DEFERRED_ROWS
+from mlc_amd.compiler.codegen.rocm_target import RocmTarget
 from mlc_amd.compiler.codegen.vulkan_target import VulkanTarget
 from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.models.build import build_module
 from mlc_amd.compiler.passes import fuse
+from mlc_amd.schedules.gpu.linear.norm_place import LANES_ROWS
 from mlc_amd.schedules.operators import (
     CausalAttention,
     GateUp,
@@ -69,7 +70,7 @@ def test_norms_in_the_kernels_behind_them():
     }  # fmt: skip
     assert sum(op.eps is not None for op in of(calls, Linear, GateUp)) == 2 * layers
     # a chunk's last norm is of its last row, and so stays
-    several, more = operators(model, 8, target)[0], operators(model, DEFERRED_ROWS + 64, target)[0]
+    several, more = operators(model, 8, target)[0], operators(model, LANES_ROWS + 64, target)[0]
     assert (several["rms_norm"], more["rms_norm"]) == (2, 2 * layers + 1)
 
 
@@ -83,8 +84,21 @@ def test_norms_that_linears_prepare_and_complete():
     assert sum(op.norm_in is not None for op in of(calls, Linear, GateUp)) == 2 * layers - 1
     prepared = [op for op in of(calls, Linear) if op.norm_out]
     assert len(prepared) == 2 * layers - 1 and all(op.residual for op in prepared)
-    others = of(operators(model, 8, VulkanTarget("rdna3"))[1], Linear)
+    others = of(operators(model, 8, VulkanTarget("lavapipe"))[1], Linear)
     assert others and all(op.norm_in is None for op in others)
+
+
+@pytest.mark.parametrize(("kind", "arch"), [(RocmTarget, "gfx1100"), (VulkanTarget, "rdna3")])
+def test_norms_that_int8_blocks_hold(kind, arch):
+    """They have scales of their own: five operators a layer. The first norm has no linear before it."""
+    model = synthetic("tiny:q4_0")
+    counts, calls = operators(model, 8, kind(arch))
+    layers = len(model.config.layers)
+    assert (counts["rms_norm"], counts["linear"], counts["gate_up"]) == (2, 3 * layers + 1, layers)
+    assert not any(op.scale_out for op in of(calls, RmsNorm)) and not counts["quantize"]
+    prepared = [op for op in of(calls, Linear) if op.norm_out]
+    assert len(prepared) == 2 * layers - 1 and {op.norm_out for op in prepared} == {"rows"}
+    assert sum(op.norm_in is not None for op in of(calls, Linear, GateUp)) == len(prepared)
 
 
 def test_a_norm_that_a_router_reads_is_not_deferred():

@@ -19,6 +19,7 @@ from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.schedules.gpu.base.step import FEW
+from mlc_amd.schedules.gpu.linear import norm_place
 from tests.dev.quality import kl_divergence
 
 pytestmark = pytest.mark.usefixtures("linker")
@@ -37,13 +38,13 @@ MODELS = (("tiny:q4_0", "gfx1100"), ("tiny-qwen2:q4_0", "gfx1030"), ("tiny-qwen3
 
 @pytest.mark.parametrize(("spec", "archs"), sample(MODELS, MODELS[:1]))
 def test_artifact(rocm, spec, archs):
-    """Seven launches a layer in decode, no scratch memory, no spilled registers in any kernel, for each GPU."""
+    """Five launches a layer in decode, no scratch memory, no spilled registers in any kernel, for each GPU."""
     artifact = rocm(spec, archs)
     manifest, archs = artifact.manifest, archs.replace("7900xtx", "gfx1100").split(",")
     layers = len(manifest["model"]["layers"])
     assert manifest["target"]["archs"] == archs
     assert set(manifest["libraries"]) == set(manifest["launches"]) == set(archs)
-    assert len(manifest["functions"]["decode"]["launches"]) == 7 * layers + 4
+    assert len(manifest["functions"]["decode"]["launches"]) == 5 * layers + 3
     for arch in archs:
         launches = manifest["launches"][arch]
         decode = {step["kernel"] for step in manifest["functions"]["decode"]["launches"]}
@@ -195,3 +196,20 @@ def test_exact_logits_in_the_emulator(shared, emulator, tmp_path, name, arch, mo
     engine = Engine(artifact, emulated_device(artifact, arch, emulator))
     made = np.stack([engine.prefill(exact["ids"][:17]), engine.decode(int(exact["ids"][17]))])
     assert kl_divergence(exact["logits"][np.isin(exact["positions"], (16, 17))], made) < MAX_KL
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
+def test_norms_that_linears_prepare(arch, tmp_path, monkeypatch, emulator):
+    """Of one row, too, whose norms a small model's linears would compute for themselves."""
+    monkeypatch.setenv("MLC_AMD_GRAPH", "0")
+    monkeypatch.setattr(norm_place, "holds_norm", lambda k, arch: False)
+    compile_model(
+        synthetic("tiny:q4_0"), tmp_path / "model", CompileOptions(target="rocm", arch=arch, ctx=64, tuned="none")
+    )
+    artifact = Artifact.open(tmp_path / "model")
+    kernels, layers = {entry["name"]: entry for entry in artifact.manifest["kernels"]}, 2
+    for function in ("decode", "step_8"):
+        args = [kernels[step["kernel"]]["args"] for step in artifact.manifest["functions"][function]["launches"]]
+        assert sum(of.get("norm_out") == "rows" for of in args) == 2 * layers and len(args) == 5 * layers + 4
+    check_model(artifact, "tiny:q4_0", arch, emulator, wave_order=5)

@@ -30,7 +30,14 @@ from tests.compiler.codegen import test_rocm_codegen
 from tests.dev.gfxemu import emulate, emulate_interleaved
 from tests.dev.hip_recorder import Recorder, emulated
 from tests.dev.quality import kl_divergence
-from tests.schedules.gpu import test_gpu_experts, test_gpu_gemm, test_gpu_gemv, test_gpu_gemv_matrix, test_gpu_sample
+from tests.schedules.gpu import (
+    test_gpu_experts,
+    test_gpu_gemm,
+    test_gpu_gemv,
+    test_gpu_gemv_matrix,
+    test_gpu_norm_linear,
+    test_gpu_sample,
+)
 
 MAX_KL = 1e-3  # nats
 # Formats whose instructions are counted: those of most models, and others that only `make test-all` runs.
@@ -113,6 +120,10 @@ class OnArch(Emulated):
         case = test_gpu_experts.CASES[name]
         test_gpu_experts.check_gate_up(case, resolve(self.arch), test_gpu_experts.emulated)
         test_gpu_experts.check_down(case, resolve(self.arch), test_gpu_experts.emulated)
+
+    def test_norms_between_linears(self):
+        test_gpu_norm_linear.check_prepared(self.arch, "q4_0", 1, 64, 512)
+        test_gpu_norm_linear.check_completed(self.arch, "q4_0", 1, 512)
 
     def test_barrier_and_shuffles(self):
         test_rocm_codegen.test_barrier(resolve(self.arch), 3)

@@ -14,12 +14,12 @@ from mlc_amd.runtime.sampling.layout import FIELDS, LOGPROB
 from mlc_amd.schedules import operators as declared
 from mlc_amd.schedules.operators import Operator
 from mlc_amd.schedules.operators.attention import Attention, Rope
-from mlc_amd.schedules.operators.layouts import output_rows
+from mlc_amd.schedules.operators.layouts import SUMMED, kind_of, output_rows
 from mlc_amd.tools.reference import activations, experts, states, weights
 from mlc_amd.tools.reference import attention as kv
 from mlc_amd.tools.reference.case import Case, Result, live_rows, rms
 
-NORM_MARGIN, NORM_TILE = 2.0**-6, 16  # schedules/gpu/linear/deferred_norm.py
+NORM_MARGIN = 2.0**-6  # schedules/gpu/linear/deferred_norm.py
 # Their rows are slots of schedules/operators/experts.py.
 OF_SLOTS = (declared.Gather, declared.ExpertGateUp, declared.ExpertLinear)
 
@@ -96,6 +96,8 @@ def _completed(c: Case) -> tuple[np.ndarray, dict[str, Result]]:
         return np.ones((len(c.rows), 1)), {}
     total = c.arrays["Squares"][c.rows].astype(np.float64).sum(-1)
     scale = 1 / np.sqrt(total / c.op.k + eps)
+    if kind_of(c.op.layout_read) != "lanes":
+        return scale[:, None], {}
     factors = scale / (c.arrays["Scale"][c.rows] * NORM_MARGIN)
     return factors[:, None], {"NewScale": Result(scale, c.rows)}
 
@@ -104,10 +106,13 @@ def _prepared(c: Case, y: np.ndarray, columns: np.ndarray) -> dict[str, Result]:
     """What a linear layer stores of these columns of its result for the norm after it; columns: whole blocks."""
     if not c.op.norm_out:
         return {}
+    summed, scaled = SUMMED[kind_of(c.op.norm_out)], y * c.arrays["NG"][columns]
+    squares = (y.astype(np.float64) ** 2).reshape(len(y), -1, summed).sum(-1)
+    found = {"NewSquares": Result(squares, c.rows, columns[::summed] // summed)}
+    if kind_of(c.op.norm_out) != "lanes":
+        return found | {"": Result(scaled, c.rows, columns)}
     factor = c.arrays["NS"][c.rows].astype(np.float64)[:, None] * NORM_MARGIN
-    squares = (y.astype(np.float64) ** 2).reshape(len(y), -1, NORM_TILE).sum(-1)
-    found = {"NewSquares": Result(squares, c.rows, columns[::NORM_TILE] // NORM_TILE)}
-    return found | {"Hn": Result(y * c.arrays["NG"][columns] * factor, c.rows, columns)}
+    return found | {"Hn": Result(scaled * factor, c.rows, columns)}
 
 
 def _linear(c: Case) -> dict[str, Result]:

@@ -70,8 +70,8 @@ FIELD = 7  # bits of a word for a row, or for a number of splits
 
 def alone_of(arch: Device) -> int:
     """Blocks of keys that each wave of a workgroup processes before there are splits, as joining them in device memory
-    takes as long as a launch: about a microsecond a block."""
-    return 1 + int(arch.launch_us)
+    takes time, too: about a microsecond a block."""
+    return 1 + int(arch.join_us)
 
 
 def default_plan(attention: Attention, arch: Device, m: int = 1) -> DecodePlan:

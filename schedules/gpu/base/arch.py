@@ -80,7 +80,8 @@ class GpuArch(Chip):
     fragment: ClassVar[tuple[int, int, int]] = (0, 0, 0)
     lane_matrix: ClassVar[tuple[int, ...]] = ()
     query_registers = 0
-    launch_us = 0.0
+    launch_us = 3.9  # of a node of a HIP graph: published of a W7900
+    join_us = 0.0
 
     @property
     def needs(self) -> dict:

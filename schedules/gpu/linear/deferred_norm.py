@@ -2,14 +2,15 @@
 
     y = x * G * scale(x), scale(x) = 1 / sqrt(mean(x*x) + eps), so W y = scale(x) * W (x * G)
 
-The layer that computes x prepares the norm (`PreparedNorm`): it stores x * G, too, and the sums of x*x of every 16
-columns. The layers that read it complete it (`CompletedNorm`): they multiply their products by scale(x), which is one
-number a token. x * G is stored as float16, and x may be large: it is multiplied by the scale of an earlier norm of the
-same residual stream, and MARGIN.
+The layer that computes x prepares the norm (`PreparedNorm`): it stores x * G, too, in the layout in which the layers
+after it read their input, and the sums of x*x of some columns (`layouts.SUMMED`). The layers that read it complete it
+(`CompletedNorm`): they multiply their products by scale(x), which is one number a token.
 
-    Scale    float32 [m]           scale(x) of that earlier norm
-    H        float16, "lanes"      x * G * Scale * MARGIN; what float16 cannot hold becomes its largest number
-    Squares  float32 [m, k / 16]   the sums of x*x of 16 columns
+    Squares  float32 [m, k / SUMMED]   the sums of x*x
+    A, S     layout "rows"             x * G: int8 blocks, which have scales of their own
+    H        layout "lanes"            x * G * Scale * MARGIN; what float16 cannot hold becomes its largest number
+    Scale    float32 [m]               with "lanes": scale(x) of an earlier norm of the same residual stream, as x may
+                                       be larger than float16 can hold
 """
 
 from collections.abc import Sequence
@@ -19,76 +20,82 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu.base.device import rcp, wave_sum
 from mlc_amd.schedules.gpu.base.norm import row_scale
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import act_args, clamped, store_lanes, store_run
+from mlc_amd.schedules.gpu.base.quantize import act_args, clamped, emit_store, store_lanes, store_run
 from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of, local, put, vector
+from mlc_amd.schedules.gpu.base.step import all_of, when
 from mlc_amd.schedules.gpu.recurrent.lane_rows import width_of
+from mlc_amd.schedules.operators.layouts import SUMMED, kind_of
 from mlc_amd.schedules.tir import Buffer, Expr
 
-TILE = 16  # columns whose squares make one sum: rows of a tile of `gemm_lanes.py`
 # x may be 65504 / MARGIN times as large as the x of the earlier norm, which has 1 in the mean of its squares, and
 # numbers down to 1 / 256 of that keep all bits of float16.
 MARGIN = 2.0**-6
 
+Loaded = tuple[Expr | None, list[Expr]]  # of `PreparedNorm.load`
+
 
 class PreparedNorm:
-    """The norm of its result, m rows of n columns, that a layer prepares in a layout "lanes": its parameters. Declares
-    the inputs."""
+    """The norm of its result, m rows of n columns, that a layer prepares in a layout: its parameters. Declares the
+    inputs."""
 
     def __init__(self, m: int, n: int, layout: str):
-        self.m, self.n, self.layout = m, n, layout
+        self.m, self.n, self.layout, self.summed = m, n, layout, SUMMED[kind_of(layout)]
         self.G = T.arg("NG", T.buffer((n,), "float32"))
-        self.scale = T.arg("NS", T.buffer((m,), "float32"))
+        self.scale: Buffer = T.arg("NS", T.buffer((m,), "float32")) if kind_of(layout) == "lanes" else None
 
     def declare_outputs(self) -> None:
-        (self.H,) = act_args(self.m, self.n, self.layout, ["Hn"])
-        self.squares = T.arg("NewSquares", T.buffer((self.m, self.n // TILE), "float32"))
+        self.out = act_args(self.m, self.n, self.layout, ["Hn"] if kind_of(self.layout) == "lanes" else ["An", "Sn"])
+        self.squares = T.arg("NewSquares", T.buffer((self.m, self.n // self.summed), "float32"))
 
-    def load(self, token: Expr, rows: Sequence[Expr]) -> tuple[Expr, list[Expr]]:
+    def load(self, token: Expr, rows: Sequence[Expr]) -> Loaded:
         """What `store` takes besides. rows: the first ones of its parts."""
-        return T.Bind(self.scale[token]), [T.Bind(self.G[at(row, 4)]) for row in rows]
+        return None if self.scale is None else T.Bind(self.scale[token]), [T.Bind(self.G[at(row, 4)]) for row in rows]
 
     def store(
-        self, arch: Device, token: Expr, row: Expr, parts: Sequence[Expr], loaded: tuple[Expr, list[Expr]]
+        self, arch: Device, token: Expr, row: Expr, parts: Sequence[Expr], loaded: Loaded, live: Expr | None = None
     ) -> None:
-        """parts: a float32x4 of rows `row`.. of a token, or two of a run. The threads that have the other rows of their
-        16 are neighbours, and must call this, too."""
+        """parts: a float32x4 of rows `row`.. of a token, or two of a run of the layout "lanes". The threads that have
+        the other rows of a sum are neighbours, and must call this, too. live: as of `emit_store`."""
         values = [[T.Bind(value) for value in elements(x)] for x in parts]
         scale, g = loaded
-        factor = T.Bind(scale * T.float32(MARGIN))
-        halves = [
-            T.cast(clamped(v * lane_of(of, i) * factor), "float16")
-            for x, of in zip(values, g, strict=True)
-            for i, v in enumerate(x)
-        ]
-        (store_lanes if len(values) == 1 else store_run)(self.H, token, row, halves)
+        scaled = [v * lane_of(of, i) for x, of in zip(values, g, strict=True) for i, v in enumerate(x)]
+        if scale is None:
+            emit_store(arch, self.layout, self.out, [T.Bind(v) for v in scaled], token, row, live)
+        else:
+            factor = T.Bind(scale * T.float32(MARGIN))
+            halves = [T.cast(clamped(v * factor), "float16") for v in scaled]
+            (store_lanes if len(values) == 1 else store_run)(self.out[0], token, row, halves)
         totals = []
         for part in values:
             squares = [v * v for v in part]
-            totals.append(wave_sum(arch, T.Bind(sum(squares[1:], squares[0])), TILE // 4))
-        with T.If(row % TILE == 0), T.Then():
-            T.buffer_store(self.squares, vector(totals), [token, at(row // TILE, len(totals))])
+            totals.append(wave_sum(arch, T.Bind(sum(squares[1:], squares[0])), self.summed // 4))
+        with when(all_of([row % self.summed == 0] + ([] if live is None else [live]))):
+            T.buffer_store(self.squares, vector(totals), [token, at(row // self.summed, len(totals))])
 
 
 class CompletedNorm:
-    """The norm of its input, m rows of k columns, that a layer completes: what it reads and stores besides. Declares
-    the inputs. new_scale: the scales of this norm, for the next one."""
+    """The norm of its input, m rows of k columns in a layout, that a layer completes: what it reads and stores besides.
+    Declares the inputs. new_scale: the scales of this norm, for the next one, where `scale` is not None."""
 
-    def __init__(self, eps: float, m: int, k: int):
-        self.eps, self.m, self.k = eps, m, k
-        self.squares = T.arg("Squares", T.buffer((m, k // TILE), "float32"))
-        self.scale = T.arg("Scale", T.buffer((m,), "float32"))
+    def __init__(self, eps: float, m: int, k: int, layout: str):
+        self.eps, self.m, self.k, self.summed = eps, m, k, SUMMED[kind_of(layout)]
+        self.squares = T.arg("Squares", T.buffer((m, k // self.summed), "float32"))
+        self.scale: Buffer = T.arg("Scale", T.buffer((m,), "float32")) if kind_of(layout) == "lanes" else None
 
     def declare_outputs(self) -> None:
-        self.new_scale = T.arg("NewScale", T.buffer((self.m,), "float32"))
+        if self.scale is not None:
+            self.new_scale = T.arg("NewScale", T.buffer((self.m,), "float32"))
 
 
 class RowFactors:
-    """The factors of a workgroup's tokens, in shared memory. tokens: of the workgroup, from token0 on; first: whether
-    this workgroup stores their scales. ValueError for fewer threads than tokens."""
+    """The factors of a workgroup's tokens, in shared memory; that of a single one, in registers. tokens: of the
+    workgroup, from token0 on; first: whether this workgroup stores their scales, if the norm has any. ValueError for
+    fewer threads than tokens."""
 
     def __init__(
-        self, arch: Device, norm: CompletedNorm, tokens: int, token0: Expr, thread: Expr, threads: int, first: Expr
-    ):
+        self, arch: Device, norm: CompletedNorm, tokens: int, token0: Expr, thread: Expr, threads: int,
+        first: Expr | None = None,
+    ):  # fmt: skip
         if threads < tokens:
             raise ValueError(f"{threads} threads cannot compute factors of {tokens} tokens")
         self.arch, self.norm, self.tokens, self.token0, self.first = arch, norm, tokens, token0, first
@@ -96,13 +103,14 @@ class RowFactors:
         self.lanes = min(1 << (threads // tokens).bit_length() - 1, arch.wave)  # of a token: as `wave_sum` takes them
         self.total: Buffer = None  # of `begin`
         self.loaded: tuple[Expr, ...] = ()  # of `load`
-        self.factors = T.alloc_buffer((tokens,), "float32", scope="shared")
+        self.own: Expr | None = None  # of a single token, after `compute`
+        self.factors: Buffer = T.alloc_buffer((tokens,), "float32", scope="shared") if tokens > 1 else None
 
     def load(self) -> None:
         """Loads what `compute` takes, the sum of a thread's part and the scale of the norm before; that does it itself
         where neither this nor `begin` was called before."""
         norm, lanes, row, part = self.norm, self.lanes, self._row(), self._part()
-        sums, total = norm.k // TILE, T.float32(0)
+        sums, total = norm.k // norm.summed, T.float32(0)
         width = width_of(sums)
         for first in range(0, sums, width * lanes):
             place = T.Bind(first + part * width)
@@ -111,17 +119,17 @@ class RowFactors:
             for value in elements(x):
                 total = total + (value if inside else T.Select(place < sums, value, T.float32(0)))
             total = T.Bind(total)  # a thread may have hundreds: code generation would nest as deep
-        self.loaded = T.Bind(total), T.Bind(norm.scale[row])
+        self.loaded = T.Bind(total), self._before(row)
 
     def begin(self, columns: int) -> bool:
         """Whether the sums can be added up in a loop over the columns, so many in a step: `add` must be called in each.
         In front of the loop all of them are read at once, which takes as long as some steps."""
-        each, rest = divmod(columns // TILE, self.lanes)
-        if not each or rest or columns % TILE or self.norm.k % columns:
+        each, rest = divmod(columns // self.norm.summed, self.lanes)
+        if not each or rest or columns % self.norm.summed or self.norm.k % columns:
             return False
         self.each, self.total = each, local(1)
         put(self.total, T.float32(0), 0)
-        self.scale = T.Bind(self.norm.scale[self._row()])
+        self.scale = self._before(self._row())
         return True
 
     def add(self, step: Expr) -> None:
@@ -133,6 +141,10 @@ class RowFactors:
             total = sum(elements(T.Bind(self.norm.squares[self._row(), at(first + i, width)])), total)
         put(self.total, total, 0)
 
+    def _before(self, row: Expr) -> Expr:
+        """What the row was multiplied by where it was prepared."""
+        return None if self.norm.scale is None else T.Bind(self.norm.scale[row])
+
     def _part(self) -> Expr:
         return T.Bind(self.thread % self.lanes)
 
@@ -143,7 +155,7 @@ class RowFactors:
         return T.Bind(T.min(self.token0 + self._token(), T.int32(self.norm.m - 1)))
 
     def compute(self) -> None:
-        """All threads must call this; a barrier must follow before `scaled`."""
+        """All threads must call this; of several tokens a barrier must follow before `of`."""
         norm, lanes, token, part = self.norm, self.lanes, self._token(), self._part()
         if self.total is not None:
             self.loaded = T.Bind(self.total[0]), self.scale
@@ -153,13 +165,29 @@ class RowFactors:
         if lanes > 1:
             total = wave_sum(self.arch, total, lanes)
         scale = row_scale(total, norm.k, norm.eps)
+        factor = scale if before is None else scale * rcp(before * T.float32(MARGIN))
+        if self.factors is None:  # each wave has its sum; each segment computes it, in an `if` of its own
+            self.own, self.loaded = T.Bind(factor), ()
+            return
         own = (part == 0) if self.threads <= self.tokens * lanes else (part == 0) & (token < self.tokens)
         with T.If(own), T.Then():
-            T.buffer_store(self.factors, scale * rcp(before * T.float32(MARGIN)), [token])
-            with T.If(self.first), T.Then():
-                T.buffer_store(norm.new_scale, scale, [self._row()])
+            T.buffer_store(self.factors, factor, [token])
+            if norm.scale is not None:
+                with T.If(self.first), T.Then():
+                    T.buffer_store(norm.new_scale, scale, [self._row()])
+
+    def of(self, token: Expr) -> Expr:
+        """The factor of a token of the workgroup, in a register."""
+        return T.Bind(self.factors[token - self.token0]) if self.own is None else self.own
 
     def scaled(self, token: Expr, x: Expr) -> Expr:
         """x, float32 or a vector of them, times the factor of a token of the workgroup."""
-        factor = T.Bind(self.factors[token - self.token0])
-        return T.Bind(x * T.broadcast(factor, x.ty.dtype.lanes))
+        return T.Bind(x * T.broadcast(self.of(token), x.ty.dtype.lanes))
+
+
+def row_factors(norm: CompletedNorm | None, arch: Device, lane: Expr, wave: Expr, waves: int) -> RowFactors | None:
+    """Those of all rows of a norm that a GEMV completes. They are loaded after its products, whose loads take the
+    registers."""
+    if norm is None:
+        return None
+    return RowFactors(arch, norm, norm.m, T.int32(0), T.Bind(wave * arch.wave + lane), waves * arch.wave)

@@ -290,7 +290,7 @@ class MatrixGemm(Gemm[MatrixTile]):
 # ---- the rule
 
 MOST = 128  # sums of a lane of a default tile
-# Registers of a lane, about: of a row tile, for what is loaded ahead and decoded; for these and sums, by lanes of a wave
+# Registers of a lane, about: for what is loaded ahead and decoded of a row tile; for that and sums, by lanes of a wave
 HELD, ROOM = 32, {32: 192, 64: 384}
 # Clocks of a compute unit, about, for what an instruction takes: to decode the weights; to load the activations, while
 # the cache returns 64 bytes a clock and in instructions

@@ -7,9 +7,10 @@ f(gate) * up, quantized on request.
 
 `lanes` lanes of a wave process a row's units (`load.py`) interleaved, so that a load instruction reads contiguous
 memory; their sums are reduced by lane shuffles at the end. A group of lanes works on several rows at once, which share
-the activations' registers. Nothing goes through LDS but the block of results that `gate_up_swiglu` quantizes. Memory
-bound: what matters is that enough 128-bit loads are in flight. So are a few tokens: weights are loaded and decoded
-once, then multiplied with each token's activations, which caches keep. All m tokens are computed, live or not.
+the activations' registers. Nothing goes through LDS but blocks of 32 results that are quantized: those of
+`gate_up_swiglu`, and of a linear that prepares a norm. Memory bound: what matters is that enough 128-bit loads are in
+flight. So are a few tokens: weights are loaded and decoded once, then multiplied with each token's activations, which
+caches keep. All m tokens are computed, live or not.
 
 The second half of a mixture of experts is y = R + the sum over a token's slots of weight * (D h + bias), D being the
 down projection of the slot's expert. Each token has workgroups of its own: the experts of a few tokens are different
@@ -18,27 +19,35 @@ once. Slots side by side belong to different waves of a workgroup, whose sums me
 slots.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.activations import gated
 from mlc_amd.schedules.gpu.base.device import barrier, fma, launch, uniform, wave_sum
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, act_args, columns, emit_store, load_columns
-from mlc_amd.schedules.gpu.base.registers import lane_of, local, put
+from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put
 from mlc_amd.schedules.gpu.base.step import FEW, if_live, is_live, kernel, state_arg, when
 from mlc_amd.schedules.gpu.experts.experts import bias_args, check_rows, expert_at, ids_arg, weights_arg
 from mlc_amd.schedules.gpu.linear import gemv_plan, gemv_rows, load
+from mlc_amd.schedules.gpu.linear.deferred_norm import RowFactors, row_factors
 from mlc_amd.schedules.gpu.linear.gemm_dot import EXACT_TILES
 from mlc_amd.schedules.gpu.linear.gemv_plan import CHOICES, Plan, Split
 from mlc_amd.schedules.gpu.linear.gemv_rows import Strip, Tokens, emit_acts, emit_products, span_of
-from mlc_amd.schedules.gpu.linear.linear_args import Segment, check_blocks, declare_gate_up, declare_linear
+from mlc_amd.schedules.gpu.linear.linear_args import (
+    LinearBuffers,
+    Segment,
+    check_blocks,
+    declare_gate_up,
+    declare_linear,
+)
 from mlc_amd.schedules.gpu.linear.load import Planes
 from mlc_amd.schedules.operators import ExpertDown, ExpertGateUp, GateUp, HeadLinear, Linear
 from mlc_amd.schedules.space import Kernel, Space
@@ -74,7 +83,7 @@ def _kinds(op: Linear | HeadLinear | GateUp | ExpertGateUp | ExpertDown) -> set[
 def check(op: Linear | HeadLinear | GateUp | ExpertGateUp | ExpertDown) -> None:
     """ValueError for what is no GEMV."""
     kinds, m = _kinds(op), 1 if isinstance(op, ExpertGateUp | ExpertDown) else op.m
-    some = isinstance(op, Linear) and FEW < m <= SOME and m % FEW == 0 and kinds == {"float"}
+    some = isinstance(op, Linear) and FEW < m <= SOME and m % FEW == 0 and kinds == {"float"} and not op.norm_out
     layouts = {"rows" if kind == "int8" else "" for kind in kinds}
     if ((m > FEW or m & (m - 1)) and not some) or len(kinds) != 1 or layouts != {op.layout_read}:
         raise ValueError(
@@ -91,10 +100,11 @@ def _group(arch: Device, lane: Expr, wave: Expr, lanes: int, waves: int) -> Expr
 
 def emit_segment(
     arch: Device, split: Split, segment: Segment, views: Planes, tokens: Callable[[Expr], Tokens],
-    thread: tuple[Expr, ...], residual: Buffer | None = None, first_token: Expr = 0,
+    thread: tuple[Expr, ...], residual: Buffer | None = None, first_token: Expr = 0, factors: RowFactors | None = None,
 ) -> None:  # fmt: skip
     """A workgroup's rows of a segment. tokens(row): what a group of rows from `row` on is multiplied with; thread:
-    number of the workgroup among those of the segment, lane, wave; first_token: number of the first of the tokens."""
+    number of the workgroup among those of the segment, lane, wave; first_token: number of the first of the tokens;
+    factors: of a norm that is completed, of several tokens already computed."""
     fmt, n, _, bias, Y = segment
     rows, count, (workgroup, lane, wave) = padded(n), split.plan.rows, thread
     first = T.Bind(workgroup * split.rows + _group(arch, lane, wave, split.lanes, split.plan.waves) * count)
@@ -103,14 +113,82 @@ def emit_segment(
     part = T.Bind(lane % split.lanes)
     strips = [Strip(fmt, views, row + i) for i in range(count)]
     y, writes = emit_products(strips, tokens(row), part, split.lanes, split.plan.unroll, arch)
+    if factors is not None and factors.tokens == 1:
+        factors.compute()
     with T.If(writes if inside is None else writes & inside), T.Then():
         for number, i, total in y:
             token = first_token + number
+            if factors is not None:
+                total = total * factors.of(token)
             if bias is not None:
                 total = total + bias[row + i if n % count == 0 and n == rows else T.min(row + i, T.int32(n - 1))]
             if residual is not None:
                 total = residual[token, row + i] + total
             T.buffer_store(Y, total, [token, row + i])
+
+
+def _emit_block(
+    arch: Device, plan: Plan, weights: Sequence[tuple[Format, Planes]], first: Expr, tokens: Tokens, lane: Expr,
+    wave: Expr,
+) -> Buffer:  # fmt: skip
+    """The products of 32 rows from `first` on of each weight with each token, in shared memory: [tokens * weights, 32].
+    A barrier must follow."""
+    rows, lanes, groups = plan.rows, plan.lanes, plan.waves * arch.wave // plan.lanes
+    products = T.alloc_buffer((len(tokens) * len(weights), BLOCK), "float32", scope="shared")
+    group, part = _group(arch, lane, wave, lanes, plan.waves), T.Bind(lane % lanes)
+    with T.serial(BLOCK // (groups * rows)) as i:
+        row = T.Bind((i * groups + group) * rows)
+        strips = [Strip(*weight, first + row + i) for weight in weights for i in range(rows)]
+        found, writes = emit_products(strips, tokens, part, lanes, plan.unroll, arch)
+        with T.If(writes), T.Then():
+            for token, i, total in found:
+                T.buffer_store(products, total, [token * len(weights) + i // rows, row + i % rows])
+    return products
+
+
+def _block_parts(arch: Device, m: int, lane: Expr, wave: Expr, waves: int) -> Iterator[tuple[Expr, Expr, Expr]]:
+    """What a thread takes of the tokens' blocks, eight lanes one each: (token, first of four columns, whether it is
+    its own). After the last token they repeat it."""
+    column = T.Bind(lane % LANES * WIDTH)
+    for thread in range(0, m * LANES, waves * arch.wave):
+        token, live = 0, (wave == 0) & (lane < LANES)
+        if m > 1:
+            token = T.Bind((thread + wave * arch.wave + lane) // LANES)
+            live, token = T.Bind(token < m), T.Bind(T.min(token, T.int32(m - 1)))
+        yield token, column, live
+
+
+def _has_parts(arch: Device, m: int, wave: Expr, waves: int) -> Expr | None:
+    """Whether any of a wave's parts is its own; None: of each wave."""
+    busy = -(-m * LANES // arch.wave)
+    return uniform(arch, wave) < busy if busy < waves else None
+
+
+def _emit_prepared(
+    arch: Device, plan: Plan, args: LinearBuffers, tokens: Tokens, factors: RowFactors | None,
+    place: tuple[Expr, Expr, Expr],
+) -> None:  # fmt: skip
+    """A block of a linear that prepares a norm. place: number of the block, lane, wave."""
+    ((fmt, _, planes, bias, Y),), norm, (block, lane, wave) = args.segments, args.prepared, place
+    assert norm
+    first, m, parts = T.Bind(block * BLOCK), len(tokens), []
+    weights = [(fmt, load.views(fmt, planes, span_of([fmt], tokens[0].k)))]
+    products = _emit_block(arch, plan, weights, first, tokens, lane, wave)
+    if factors is not None and m == 1:
+        factors.compute()
+    for token, column, live in _block_parts(arch, m, lane, wave, plan.waves):  # loads before the barrier
+        row = T.Bind(first + column)
+        others = [] if bias is None else [T.Bind(bias[columns(row)])]
+        others += [] if args.residual is None else [T.Bind(args.residual[token, columns(row)])]
+        parts.append((token, row, column, live, others, norm.load(token, [row])))
+    barrier()
+    with when(_has_parts(arch, m, wave, plan.waves)):
+        for token, row, column, live, others, loaded in parts:
+            y = products[token, at(column, WIDTH)]
+            y = T.Bind(sum(others, y if factors is None else factors.scaled(token, T.Bind(y))))
+            with when(live):
+                T.buffer_store(Y, y, [token, columns(row)])
+            norm.store(arch, token, row, [y], loaded, live)
 
 
 def linear(op: Linear, arch: Device, name: str, plan: Plan | None = None) -> tirx.PrimFunc:
@@ -120,6 +198,8 @@ def linear(op: Linear, arch: Device, name: str, plan: Plan | None = None) -> tir
     that cannot share a launch."""
     check(op)
     k, m = op.k, op.m
+    if op.norm_out:
+        check_blocks(op.segments[0][1])
     splits = gemv_plan.linear_splits(op, arch, plan)
     waves = splits[0].plan.waves
     with kernel(name) as ir:
@@ -132,15 +212,24 @@ def linear(op: Linear, arch: Device, name: str, plan: Plan | None = None) -> tir
                 tokens = [acts.of(first_token + i) for i in range(FEW)] if part else acts.first(m)
             else:
                 tokens = [gemv_rows.emit_norm(arch, args.acts, k, op.eps, lane, wave, waves)]
+            factors = row_factors(args.completed, arch, lane, wave, waves)
+            if factors is not None and m > 1:  # segments are in an `if`, where no barrier may be
+                factors.compute()
+                barrier()
+            if op.norm_out:
+                _emit_prepared(arch, splits[0].plan, args, tokens, factors, (workgroup, lane, wave))
+                splits = []
             first = 0
-            for segment, split in zip(args.segments, splits, strict=True):
+            for segment, split in zip(args.segments, splits, strict=not op.norm_out):
                 last = first + split.groups
                 views = load.views(segment.fmt, segment.planes, span_of([segment.fmt], k))
                 here = (workgroup >= first) & (workgroup < last) if len(splits) > 1 else None
                 live = is_live(args.state, first_token) if part else None
                 with when(here), when(live):
                     thread = workgroup - first, lane, wave
-                    emit_segment(arch, split, segment, views, lambda _: tokens, thread, args.residual, first_token)
+                    emit_segment(
+                        arch, split, segment, views, lambda _: tokens, thread, args.residual, first_token, factors
+                    )
                 first = last
     return ir.get()
 
@@ -154,9 +243,8 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Pla
     check_blocks(op.n)
     fmts, n, k, m = [fmt for fmt, _ in op.weights], op.n, op.k, gemv_plan.gate_up_tokens(op)
     eps, x_rows, slots = (op.eps, m, []) if isinstance(op, GateUp) else (None, op.x_rows, [op.of.slots(op.m)])
-    plan = gemv_plan.gate_up_plan(op, arch, plan)
-    rows, waves, lanes = plan.rows, plan.waves, plan.lanes
-    groups = waves * arch.wave // lanes
+    plan = gemv_plan.block_plan(op, arch, plan)
+    waves = plan.waves
     with kernel(name) as ir:
         args = declare_gate_up(op)
         grid = (n // BLOCK, *slots)
@@ -169,38 +257,29 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Pla
                 if_slot_live.enter_context(if_live(args.state, op.m, token))
             acts = emit_acts(args.acts, k, x_rows) if eps is None else None
             views = [load.views(fmt, bufs, span_of(fmts, k)) for fmt, bufs in zip(fmts, args.planes, strict=True)]
-            products = T.alloc_buffer((2 * m, BLOCK), "float32", scope="shared")  # gate and up of each token
-            group, part = _group(arch, lane, wave, lanes, waves), T.Bind(lane % lanes)
             first = block * BLOCK
             if isinstance(op, ExpertGateUp):
                 own = [0, *slot] if op.m == 1 else [token, T.Bind(slot[0] % op.used)]
                 first = T.Bind(expert_at(args.ids, own, op.of) * n + first)
                 acts = acts if acts is None or x_rows == 1 else acts.of(token if op.shared else slot[0])
             tokens = acts.first(m) if acts else [gemv_rows.emit_norm(arch, args.acts, k, eps or 0.0, lane, wave, waves)]
-            with T.serial(BLOCK // (groups * rows)) as i:
-                row = T.Bind((i * groups + group) * rows)
-                weights = zip(fmts, views, strict=True)
-                strips = [Strip(*weight, first + row + i) for weight in weights for i in range(rows)]
-                found, writes = emit_products(strips, tokens, part, lanes, plan.unroll, arch)
-                with T.If(writes), T.Then():
-                    for token, i, total in found:
-                        T.buffer_store(products, total, [token * 2 + i // rows, row + i % rows])
+            factors = row_factors(args.completed, arch, lane, wave, waves)
+            products = _emit_block(arch, plan, list(zip(fmts, views, strict=True)), first, tokens, lane, wave)
+            if factors is not None:
+                factors.compute()
             barrier()
-            # eight lanes have a token's block; after the last token they repeat it
-            column = T.Bind(lane % LANES * WIDTH)
-            for thread in range(0, m * LANES, waves * arch.wave):
-                token, live = 0, (wave == 0) & (lane < LANES)
-                if m > 1:
-                    token = T.Bind((thread + wave * arch.wave + lane) // LANES)
-                    live, token = T.Bind(token < m), T.Bind(T.min(token, T.int32(m - 1)))
-                gate, up = (load_columns(products, token * 2 + i, column) for i in range(2))
-                if args.biases:
-                    biases = [T.Bind(bias[columns(first + column)]) for bias in args.biases]
-                    pairs = zip((gate, up), biases, strict=True)
-                    gate, up = ([T.Bind(v + lane_of(b, i)) for i, v in enumerate(x)] for x, b in pairs)
-                y = [gated(op.act, g, u) for g, u in zip(gate, up, strict=True)]
-                row = slot[0] if slot else token
-                emit_store(arch, op.layout, args.out, y, row, T.Bind(block * BLOCK + column), live)
+            with when(_has_parts(arch, m, wave, waves)):
+                for token, column, live in _block_parts(arch, m, lane, wave, waves):
+                    gate, up = (load_columns(products, token * 2 + i, column) for i in range(2))
+                    if factors is not None:
+                        gate, up = ([T.Bind(v * factors.of(token)) for v in x] for x in (gate, up))
+                    if args.biases:
+                        biases = [T.Bind(bias[columns(first + column)]) for bias in args.biases]
+                        pairs = zip((gate, up), biases, strict=True)
+                        gate, up = ([T.Bind(v + lane_of(b, i)) for i, v in enumerate(x)] for x, b in pairs)
+                    y = [gated(op.act, g, u) for g, u in zip(gate, up, strict=True)]
+                    row = slot[0] if slot else token
+                    emit_store(arch, op.layout, args.out, y, row, T.Bind(block * BLOCK + column), live)
     return ir.get()
 
 

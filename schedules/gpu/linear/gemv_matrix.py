@@ -22,11 +22,18 @@ from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, emit_store
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
 from mlc_amd.schedules.gpu.base.step import all_of, kernel, when
 from mlc_amd.schedules.gpu.linear import load
+from mlc_amd.schedules.gpu.linear.deferred_norm import RowFactors, row_factors
 from mlc_amd.schedules.gpu.linear.gemv_matrix_tiles import SIDE, Tile, Work, fields_of, has_unit, unit_of
-from mlc_amd.schedules.gpu.linear.linear_args import Segment, check_blocks, declare_gate_up, declare_linear
+from mlc_amd.schedules.gpu.linear.linear_args import (
+    LinearBuffers,
+    Segment,
+    check_blocks,
+    declare_gate_up,
+    declare_linear,
+)
 from mlc_amd.schedules.operators import ExpertGateUp, GateUp, Linear
 from mlc_amd.schedules.space import Kernel, Space
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Expr
 
 ROWS = (8, 16, 32)  # numbers of tokens
 STEPS = (8, 4, 2, 1)  # blocks of a step
@@ -70,6 +77,8 @@ def default_plan(op: Linear | GateUp, arch: Device) -> Plan:
 def fitted(plan: Plan, op: Linear | GateUp, arch: Device) -> tuple[Plan, int]:
     """(the plan with as many waves as there is work for, blocks of a step: as many as fit registers beside the sums of
     all tokens)."""
+    if isinstance(op, Linear) and op.norm_out:  # whole blocks
+        plan = replace(plan, tiles=max(plan.tiles, BLOCK // SIDE))
     words = plan.tiles * (op.m // min(op.m, SIDE)) * max(_words(fmt, arch) for fmt, _ in op.weights)
     most, count = max(1, HELD // words), op.k // BLOCK
     blocks = next(n for n in STEPS if count % n == 0 and n <= most)
@@ -88,7 +97,8 @@ def _words(fmt: Format, arch: Device) -> int:
 def lds_bytes(op: Linear | GateUp, plan: Plan, blocks: int) -> int:
     """LDS of a workgroup, for a plan and blocks of `fitted`."""
     fields = fields_of([fmt for fmt, _ in op.weights])
-    return plan.waves * 4 * (len(fields) * blocks * op.m + plan.tiles * SIDE * min(op.m, SIDE))
+    factors = op.m if op.norm_in is not None else 0
+    return 4 * (plan.waves * (len(fields) * blocks * op.m + plan.tiles * SIDE * min(op.m, SIDE)) + factors)
 
 
 def plans(op: Linear | GateUp, arch: Device) -> Space:
@@ -110,6 +120,8 @@ def plans(op: Linear | GateUp, arch: Device) -> Space:
 def linear(op: Linear, arch: Device, name: str, plan: Plan | None = None) -> tirx.PrimFunc:
     """Kernel with the parameters of `linear_args`. ValueError for what `suits` refuses, or cannot share a launch."""
     _check(op, arch)
+    if op.norm_out:
+        check_blocks(op.segments[0][1])
     plan, blocks = fitted(plan or default_plan(op, arch), op, arch)
     rows = plan.tiles * SIDE
     counts = [-(-padded(n) // rows) for _, n in op.segments]
@@ -117,6 +129,7 @@ def linear(op: Linear, arch: Device, name: str, plan: Plan | None = None) -> tir
         args = declare_linear(op)
         with launch((sum(counts),), (arch.wave, plan.waves)) as (workgroup, lane, number):
             work = Work(op, args.acts, arch, (lane, number), plan.waves, plan.tiles, blocks)
+            factors = row_factors(args.completed, arch, lane, work.wave, plan.waves)
             places, first = [], 0
             for segment, count in zip(args.segments, counts, strict=True):
                 views = load.views(segment.fmt, segment.planes, blocks)
@@ -129,14 +142,16 @@ def linear(op: Linear, arch: Device, name: str, plan: Plan | None = None) -> tir
                     rows_of = [(T.Bind(start + lane % SIDE), own) for start, own in zip(starts, work.sums, strict=True)]
                     work.sum_up([Tile(segment.fmt, views, row, work, own) for row, own in rows_of])
                 first += count
-            for token0 in work.meet():
+            for token0 in work.meet(factors):
                 for segment, (here, row0) in zip(args.segments, places, strict=True):
                     with when(here if len(counts) > 1 else None):
-                        _finish(work, segment, args.residual, token0, row0)
+                        _finish(work, segment, args, factors, token0, row0)
     return ir.get()
 
 
-def _finish(work: Work, segment: Segment, residual: Buffer | None, token0: int, row0: Expr) -> None:
+def _finish(
+    work: Work, segment: Segment, args: LinearBuffers, factors: RowFactors | None, token0: int, row0: Expr
+) -> None:
     """Writes a segment's results of a set of tokens from token0 on, four rows of a token at a time."""
     n, high, quads = segment.n, padded(segment.n), work.rows // WIDTH
     count, wave = work.size * quads, work.arch.wave
@@ -149,12 +164,17 @@ def _finish(work: Work, segment: Segment, residual: Buffer | None, token0: int, 
         with when(all_of(conditions)):
             first, bias = T.Bind(row0 + row), segment.bias
             y, token = work.take(token, row), token + token0
+            if factors is not None:
+                y = factors.scaled(token, y)
             if bias is not None:
                 own = [bias[first + i if n == high else T.min(first + i, T.int32(n - 1))] for i in range(WIDTH)]
                 y = y + (bias[at(first, WIDTH)] if n == high else vector(own))
-            if residual is not None:
-                y = residual[token, at(first, WIDTH)] + y
+            if args.residual is not None:
+                y = args.residual[token, at(first, WIDTH)] + y
+            y = T.Bind(y)
             T.buffer_store(segment.Y, y, [token, at(first, WIDTH)])
+            if args.prepared is not None:
+                args.prepared.store(work.arch, token, first, [y], args.prepared.load(token, [first]))
 
 
 def gate_up_swiglu(op: GateUp, arch: Device, name: str, plan: Plan | None = None) -> tirx.PrimFunc:
@@ -166,11 +186,12 @@ def gate_up_swiglu(op: GateUp, arch: Device, name: str, plan: Plan | None = None
         args = declare_gate_up(op)
         with launch((op.n // BLOCK,), (arch.wave, plan.waves)) as (block, lane, number):
             work = Work(op, args.acts, arch, (lane, number), plan.waves, GATE_UP_TILES, blocks)
+            factors = row_factors(args.completed, arch, lane, work.wave, plan.waves)
             views = [load.views(fmt, planes, blocks) for (fmt, _), planes in zip(op.weights, args.planes, strict=True)]
             rows = [T.Bind(block * BLOCK + t * SIDE + lane % SIDE) for t in range(GATE_UP_TILES // 2)]
             parts = [(fmt, planes, row) for (fmt, _), planes in zip(op.weights, views, strict=True) for row in rows]
             work.sum_up([Tile(*part, work, own) for part, own in zip(parts, work.sums, strict=True)])
-            for token0 in work.meet():
+            for token0 in work.meet(factors):
                 # eight lanes have a token's block; all lanes of a wave have one
                 steps = work.size * LANES // arch.wave
                 for start in range(0, steps, plan.waves):
@@ -178,8 +199,10 @@ def gate_up_swiglu(op: GateUp, arch: Device, name: str, plan: Plan | None = None
                         item = T.Bind((work.wave + start) * arch.wave + lane)
                         token, column = T.Bind(item // LANES), T.Bind(item % LANES * WIDTH)
                         gate, up = (work.take(token, column + own) for own in (0, BLOCK))
-                        y = [gated(op.act, T.Bind(lane_of(gate, i)), T.Bind(lane_of(up, i))) for i in range(WIDTH)]
                         place = T.Bind(token + token0)
+                        if factors is not None:
+                            gate, up = (factors.scaled(place, x) for x in (gate, up))
+                        y = [gated(op.act, T.Bind(lane_of(gate, i)), T.Bind(lane_of(up, i))) for i in range(WIDTH)]
                         emit_store(arch, op.layout, args.out, y, place, T.Bind(block * BLOCK + column))
     return ir.get()
 

@@ -29,6 +29,7 @@ from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import FIELDS, WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
 from mlc_amd.schedules.gpu.linear import load
+from mlc_amd.schedules.gpu.linear.deferred_norm import RowFactors
 from mlc_amd.schedules.gpu.linear.load import Planes
 from mlc_amd.schedules.operators import GateUp, Linear
 from mlc_amd.schedules.tir import Buffer, Expr
@@ -240,8 +241,9 @@ class Work:
                         tile.decode(self.arch, b)
                     tile.multiply(number, acts, fields)
 
-    def meet(self) -> Iterator[int]:
-        """For each set of tokens: the number of its first one, when its sums have met."""
+    def meet(self, factors: RowFactors | None = None) -> Iterator[int]:
+        """For each set of tokens: the number of its first one, when its sums have met, and the factors of a norm that
+        is completed are there. (Computed before the first set's sums are stored, those would stay in registers.)"""
         for number in range(self.sets):
             if number:
                 barrier()
@@ -249,6 +251,8 @@ class Work:
                 base = T.Bind(self.wave * (self.size * self.rows) + token * self.rows + self.lane % SIDE)
                 for t, own in enumerate(self.sums):
                     T.buffer_store(self.parts, own.buffer[number * own.held + i], [base + t * SIDE])
+            if factors is not None and number == 0:
+                factors.compute()
             barrier()
             yield number * self.size
 

@@ -113,6 +113,9 @@ def linear_splits(op: Linear, arch: Device, plan: Plan | None = None) -> list[Sp
     plan = plan or linear_default(op, arch)
     plan = replace(plan, waves=min(plan.waves, arch.threads // arch.wave))
     splits = []
+    if op.norm_out:
+        used = block_plan(op, arch, plan)
+        return [Split(used, used.lanes, BLOCK, op.segments[0][1] // BLOCK)]
     for fmt, n in op.weights:
         lanes = lanes_of(units_of([fmt], op.k), min(plan.lanes, arch.wave))
         used = fitted(plan, [fmt], op.k, arch)
@@ -123,7 +126,10 @@ def linear_splits(op: Linear, arch: Device, plan: Plan | None = None) -> list[Sp
 
 def linear_default(op: Linear, arch: Device) -> Plan:
     """The plan of `gemv.linear`, with fewer rows at once where there would be too few groups of lanes to fill the GPU.
-    A norm is computed once in each workgroup: the fewer there are, the better."""
+    A norm is computed once in each workgroup: the fewer there are, the better. One that it prepares has as many waves
+    as share a workgroup's block of rows, and all of these at once, if possible."""
+    if op.norm_out:
+        return _few_plan(full_plan(arch, 2 * MOST_ROWS, BLOCK), op.m, 1)
     waves, rows = 1 if arch.lone_waves else LINEAR_WAVES, sum(padded(n) for _, n in op.segments)
     plan = _few_plan(full_plan(arch, MOST_ROWS, waves), min(op.m, FEW), 1)
     full = max(FULL, 5 * arch.loads // 2)  # what takes more loads of a lane takes more lanes, too
@@ -161,10 +167,12 @@ def gate_up_default(op: GateUp | ExpertGateUp, arch: Device) -> Plan:
     return _few_plan(full_plan(arch, MOST_ROWS, BLOCK), gate_up_tokens(op), 2)
 
 
-def gate_up_plan(op: GateUp | ExpertGateUp, arch: Device, plan: Plan | None = None) -> Plan:
-    """The plan as `gemv.gate_up_swiglu` uses it: two plans that give the same make the same kernel."""
+def block_plan(op: Linear | GateUp | ExpertGateUp, arch: Device, plan: Plan | None = None) -> Plan:
+    """The plan as a kernel uses it whose workgroups have a block of 32 rows, `gemv.gate_up_swiglu` or a linear that
+    prepares a norm: two plans that give the same make the same kernel."""
     fmts = [fmt for fmt, _ in op.weights]
-    plan = fitted(plan or gate_up_default(op, arch), fmts, op.k, arch)
+    default = linear_default if isinstance(op, Linear) else gate_up_default
+    plan = fitted(plan or default(op, arch), fmts, op.k, arch)  # type: ignore[arg-type]
     # all of a workgroup's groups of lanes have rows
     lanes = max(lanes_of(units_of(fmts, op.k), min(plan.lanes, arch.wave)), arch.wave // BLOCK)
     waves = min(plan.waves, arch.threads // arch.wave, BLOCK * lanes // arch.wave)
@@ -176,7 +184,7 @@ def _gate_up_space(op: GateUp | ExpertGateUp, arch: Device) -> Space:
     slots = op.used * op.m if isinstance(op, ExpertGateUp) else 1
 
     def kernel(plan: Plan) -> Kernel:
-        used = gate_up_plan(op, arch, plan)
+        used = block_plan(op, arch, plan)
         _check_sums(2 * gate_up_tokens(op) * used.rows, plan)
         same = replace(used, unroll=steps_at_once(fmts, k, used.lanes, used.unroll))
         return Kernel(same, op.n // BLOCK * slots, used.waves * arch.wave, loads(fmts, k, used))
@@ -186,10 +194,3 @@ def _gate_up_space(op: GateUp | ExpertGateUp, arch: Device) -> Space:
 
 def plans(op: Linear | GateUp | ExpertGateUp, arch: Device) -> Space:
     return _linear_space(op, arch) if isinstance(op, Linear) else _gate_up_space(op, arch)
-
-
-def workgroups(op: Linear | GateUp, arch: Device) -> int:
-    """Of the kernel of one token, by its default plan, if it computes the norm of its input."""
-    if isinstance(op, GateUp):
-        return op.n // BLOCK
-    return sum(split.groups for split in linear_splits(replace(op, eps=0.0), arch))

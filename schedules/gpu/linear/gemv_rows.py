@@ -6,7 +6,7 @@ for all tokens.
 
 The norm of one token's activations may be computed here, too (`emit_norm`): `norm.rms_norm` and a GEMV in one launch.
 Every workgroup computes all of it, which takes less time than a launch of its own where workgroups are few, caches fast
-and launches slow (`pays`).
+and launches slow (`norm_place.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,6 @@ from mlc_amd.schedules.tir import Buffer, Expr
 COLUMNS = 16  # that a thread has at a time: 16 bytes of its results
 NORM_WAVES = 8  # waves of a workgroup, at least, where the arch has as many
 STEPS = 4  # of a thread at most, whose columns stay in registers
-CACHE = 1.5  # how much faster its caches are than its memory
 
 
 class Strip(NamedTuple):
@@ -278,14 +277,11 @@ def _add(scale: Expr | None, x: Expr, total: Expr | None) -> Expr:
     return T.Bind(scale * x) if total is None else fma(scale, x, total)
 
 
-def pays(workgroups: int, k: int, arch: Device) -> bool:
-    """Whether so many workgroups read k columns of x and of g in less time than a launch takes, and can hold their
-    norm. On an H200 a norm of 4096 columns takes 4 us among the launches of a step, and the kernels of q, k and v and
-    of gate and up take 1.5 and 2.8 us longer with it."""
+def holds_norm(k: int, arch: Device) -> bool:
+    """Whether a workgroup can hold a norm of k columns."""
     threads = min(NORM_WAVES * arch.wave, arch.threads)
     shared = k + k // BLOCK * FIELDS * 4  # bytes
-    fits = shared <= arch.lds // 2 and k <= STEPS * threads * COLUMNS
-    return fits and workgroups * k * 8 <= arch.launch_us * 1e-6 * CACHE * arch.bandwidth * 1e9
+    return shared <= arch.lds // 2 and k <= STEPS * threads * COLUMNS
 
 
 def emit_norm(arch: Device, acts: list[Buffer], k: int, eps: float, lane: Expr, wave: Expr, waves: int) -> Normed:

@@ -29,26 +29,26 @@ from mlc_amd.schedules.space import Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
 
-def _module(op: Linear | GateUp | ExpertGateUp, arch: Device) -> ModuleType:
-    """That computes the operator."""
+def module_of(op: Linear | GateUp | ExpertGateUp, arch: Device) -> ModuleType:
+    """The module that computes the operator."""
     return next((gemvs for gemvs in (gemv_matrix, gemv) if gemvs.suits(op, arch)), gemm)
 
 
 @registry.builds(Linear)
 def linear(op: Linear, arch: Device, name: str, plan=None) -> tirx.PrimFunc:
-    return _module(op, arch).linear(op, arch, name, plan)
+    return module_of(op, arch).linear(op, arch, name, plan)
 
 
 @registry.builds(GateUp, ExpertGateUp)
 def gate_up(op: GateUp | ExpertGateUp, arch: Device, name: str, plan=None) -> tirx.PrimFunc:
     if isinstance(op, ExpertGateUp):
         check_rows(op.n, BLOCK)
-    return _module(op, arch).gate_up_swiglu(op, arch, name, plan)
+    return module_of(op, arch).gate_up_swiglu(op, arch, name, plan)
 
 
 @registry.plans(Linear, GateUp, ExpertGateUp)
 def plans(op: Linear | GateUp | ExpertGateUp, arch: Device) -> Space:
-    return _module(op, arch).plans(op, arch)
+    return module_of(op, arch).plans(op, arch)
 
 
 @registry.builds(HeadLinear)

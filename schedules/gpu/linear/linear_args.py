@@ -6,9 +6,9 @@
               [NewScale])
 
 Activations are A, S | H | X in a layout of `quantize.py`, or X, G of a norm that the kernel computes itself
-(`gemv_rows.py`), or H, Squares, Scale of a norm that it completes (`deferred_norm.py`, which has PreparedNorm, too).
-npad is n rounded up to a multiple of 16, a segment one of the weights that share the activations and the launch (q, k
-and v of a layer), Groups and biases of gate and up are of experts.
+(`gemv_rows.py`), or with Squares, [Scale] of a norm that it completes (`deferred_norm.py`, which has PreparedNorm,
+too). npad is n rounded up to a multiple of 16, a segment one of the weights that share the activations and the launch
+(q, k and v of a layer), Groups and biases of gate and up are of experts.
 """
 
 from typing import NamedTuple
@@ -74,14 +74,14 @@ def declare_linear(op: Linear) -> LinearBuffers:
     if len(op.biases) != len(op.segments) or (op.residual and len(op.segments) > 1):
         raise ValueError(f"segments {op.segments}, biases {op.biases}, residual {op.residual} do not make one launch")
     state, acts = state_arg(), _acts(m, k, op.layout, op.eps)
-    completed = None if op.norm_in is None else CompletedNorm(op.norm_in, m, k)
+    completed = None if op.norm_in is None else CompletedNorm(op.norm_in, m, k, op.layout)
     weights = [
         (fmt, n, plane_args(fmt, n, k, f"W{i}_"), T.arg(f"bias{i}", T.buffer((n,), "float32")) if biased else None)
         for i, ((fmt, n), biased) in enumerate(zip(op.weights, op.biases, strict=True))
     ]
     n = op.weights[0][1]
     residual = T.arg("R", T.buffer((m, padded(n)), "float32")) if op.residual else None
-    prepared = PreparedNorm(m, n, op.layout) if op.norm_out else None
+    prepared = PreparedNorm(m, n, op.norm_out) if op.norm_out else None
     outputs = [T.arg(f"Y{i}", T.buffer((m, padded(n)), "float32")) for i, (_, n) in enumerate(op.weights)]
     for norm in filter(None, (prepared, completed)):
         norm.declare_outputs()
@@ -102,7 +102,7 @@ def declare_gate_up(op: GateUp | ExpertGateUp) -> GateUpBuffers:
     else:
         x_rows, rows, count, eps, norm_in = op.m, op.m, 1, op.eps, op.norm_in
     state, acts = state_arg(), _acts(x_rows, op.k, op.layout_in, eps)
-    completed = None if norm_in is None else CompletedNorm(norm_in, op.m, op.k)
+    completed = None if norm_in is None else CompletedNorm(norm_in, op.m, op.k, op.layout_in)
     ids = ids_arg(op.of, op.m) if isinstance(op, ExpertGateUp) else None
     planes: list[Planes] = [
         plane_args(fmt, count * n, op.k, which) for (fmt, n), which in zip(op.weights, ("G_", "U_"), strict=True)

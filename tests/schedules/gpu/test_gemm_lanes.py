@@ -137,7 +137,7 @@ def test_deferred_norm(columns, tile):
         np.zeros(lanes, np.float16),
         np.zeros((m, columns // 16), np.float32),
     )
-    op = linear_op([("q4_0", columns)], k, m, LANES, residual=True, norm_out=True)
+    op = linear_op([("q4_0", columns)], k, m, LANES, residual=True, norm_out=LANES)
     first = gemm.linear(op, NVIDIA, "k", LaneTile(8, 16, 1, 1, 1))
     inputs = [state(m), in_lanes(x, GROUP), *planes.values(), residual, g, before]
     y, h, squares = emulated(first, [*inputs, *made], NVIDIA)[-3:]
@@ -169,7 +169,7 @@ def test_runs_of_a_deferred_norm(fmt, k):
     x, residual = (rng.standard_normal((m, size), np.float32) for size in (k, n))
     x, g, before = x.astype(np.float16), rng.standard_normal(n, np.float32), rng.random(m, np.float32)
     planes, w = weights(fmt, n, k, 0)
-    kernel = gemm.linear(linear_op([(fmt, n)], k, m, LANES, (True,), residual=True, norm_out=True), NVIDIA, "k", tile)
+    kernel = gemm.linear(linear_op([(fmt, n)], k, m, LANES, (True,), residual=True, norm_out=LANES), NVIDIA, "k", tile)
     bias = rng.standard_normal(n, np.float32)
     made = np.zeros(lanes_shape(m, n, GROUP), np.float16), np.zeros((m, n // 16), np.float32)
     inputs = [state(m), in_lanes(x, GROUP), *planes.values(), bias, residual, g, before]

@@ -213,7 +213,10 @@ def test_every_kind_of_arch_compiles(arch):
             target,
             "linear",
         ),
-        "gate_up": gate_up_swiglu(gate_up_op("q4_0", "q4_0", 14336, 4096, 1, "rows", "rows"), target, "gate_up"),
+        "gate_up": gate_up_swiglu(
+            gate_up_op("q4_0", "q4_0", 14336, 4096, 1, "rows", "rows", norm_in=1e-5), target, "gate_up"
+        ),
+        "norm": linear(linear_op([("q6_k", 4096)], 4096, 1, "rows", residual=True, norm_out="rows"), target, "norm"),
     }
     module = compile_hsaco(kernels, target)
     check_no_spills(module)

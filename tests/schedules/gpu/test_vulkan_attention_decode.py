@@ -55,7 +55,7 @@ def profile():
     """An NVIDIA GPU's plan for workgroups of four waves, of the test device's size."""
     found = gpu()
     wave = found.subgroup[1]
-    return replace(resolve("lavapipe"), family="nvidia", units=132, wave=wave, threads=4 * wave, launch_us=1.0)
+    return replace(resolve("lavapipe"), family="nvidia", units=132, wave=wave, threads=4 * wave, join_us=1.0)
 
 
 @pytest.mark.parametrize("name", sample(CASES, ["rows", "parts", "window", "rotated rows"]))

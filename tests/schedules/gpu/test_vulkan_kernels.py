@@ -28,6 +28,7 @@ from mlc_amd.schedules.operators import RmsNorm
 from mlc_amd.tools.reference import operators
 from mlc_amd.tools.reference.case import Case as Call
 from tests.schedules.gpu import test_gpu_gemm as gemm_cases
+from tests.schedules.gpu import test_gpu_norm_linear as norm_cases
 from tests.schedules.gpu.test_gpu_gemm import error
 
 pytestmark = pytest.mark.usefixtures("vulkan")
@@ -121,6 +122,15 @@ def test_gate_up_of_a_norm(profile):
     execute(gemv.gate_up_swiglu(op, profile, "k"), arrays, profile)
     gate, up = made
     assert error(arrays["Y"], gate / (1 + np.exp(-gate)) * up) < 0.02  # activations are int8
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_norms_that_gemvs_prepare_and_complete(profile, m):
+    def run(op, _, arrays):
+        execute(built(op, profile), arrays, profile)
+
+    norm_cases.check_prepared("", "q4_0", m, 64, 256, run)
+    norm_cases.check_completed("", "q4_0", m, 256, run)
 
 
 def test_gemv_segments_share_a_launch(profile):

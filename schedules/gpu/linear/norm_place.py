@@ -1,0 +1,82 @@
+"""Where an RMS norm before linear layers of few tokens is computed: a `NormPlace`, the rule.
+
+"launch"    by a kernel of its own
+"computed"  by every workgroup of the layers that read it (`gemv_rows.emit_norm`): of one token, in int8 formats
+"deferred"  by the layer before it and those that read it (`deferred_norm.py`)
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.step import FEW
+from mlc_amd.schedules.gpu.linear import gemv, gemv_matrix
+from mlc_amd.schedules.gpu.linear.gemm import engine
+from mlc_amd.schedules.gpu.linear.gemm_tile import product_of
+from mlc_amd.schedules.gpu.linear.gemv_matrix_tiles import SIDE
+from mlc_amd.schedules.gpu.linear.gemv_rows import holds_norm
+from mlc_amd.schedules.gpu.linear.linear import module_of, plans
+from mlc_amd.schedules.gpu.linear.load import block_bytes
+from mlc_amd.schedules.operators import GateUp, Linear, NormPlace
+from mlc_amd.schedules.operators.layouts import SUMMED, kind_of
+
+CACHE = 1.5  # how much faster caches are than memory
+# Tokens of the layout "lanes", at most: with deferred norms the kernels of steps of 8, 16, 32 and 64 take an H100 12,
+# 9, 6 and 3 % less.
+LANES_ROWS = 64
+
+
+def place(before: Linear | None, readers: Sequence[Linear | GateUp], arch: Device) -> NormPlace:
+    """The place that takes the least time on an arch, of those that the kernels have. before: the layer that computes
+    the norm's input, if it is one; readers: all that reads the norm. In microseconds:
+
+        launch    launch_us: of a launch that depends on the one before it
+        computed  sum over readers of workgroups * k * 8 bytes / (CACHE * bandwidth): each reads x and g in float32
+        deferred  sum over readers of workgroups * m * k / SUMMED * 4 bytes / (CACHE * bandwidth): the sums of squares;
+                  and bytes of weights before / bandwidth * (idle with whole blocks - idle), where idle is how many
+                  times as long a kernel takes because of compute units without work: max(1, units / workgroups)
+
+    What a norm takes besides, a round trip to memory, the readers take instead. On an H200 a norm of 4096 columns takes
+    4 us among the launches of a step; computed, it adds 1.5 and 2.8 us to q, k and v and to gate and up."""
+    if not readers or not arch.launch_us:
+        return "launch"
+    k, m, layout = readers[0].k, readers[0].m, readers[0].layout_read
+    if any(reader.layout_read != layout for reader in readers):
+        return "launch"
+    times: dict[NormPlace, float] = {"launch": arch.launch_us}
+    cache = CACHE * arch.bandwidth
+    if m == 1 and layout == "rows" and holds_norm(k, arch):
+        groups = sum(_workgroups(replace(reader, eps=0.0), arch) for reader in readers)
+        times["computed"] = _us(groups * k * 8, cache)
+    if before is not None and _defers(before, readers, layout, arch):
+        idle = [max(1.0, arch.units / _workgroups(op, arch)) for op in (replace(before, norm_out=layout), before)]
+        weights = sum(n * before.k / BLOCK * block_bytes(fmt) for fmt, n in before.weights)
+        sums = sum(_workgroups(reader, arch) for reader in readers) * m * k / SUMMED[kind_of(layout)] * 4
+        times["deferred"] = _us(sums, cache) + _us(weights, arch.bandwidth) * (idle[0] - idle[1])
+    return min(times, key=lambda name: times[name])
+
+
+def _defers(before: Linear, readers: Sequence[Linear | GateUp], layout: str, arch: Device) -> bool:
+    """Whether there are kernels for it. In the layout "rows" a workgroup of the layer before has a block of 32 rows:
+    none for devices whose workgroups of GEMVs are to be single waves. Of more than one set of tokens on matrix units
+    registers of small layers would spill."""
+    if kind_of(layout) == "lanes":
+        gemm = engine(product_of(before, arch))
+        return before.layout == layout and before.m <= LANES_ROWS and gemm.completes_norms
+    if arch.lone_waves:
+        return False
+    modules = [module_of(op, arch) for op in (before, *readers)]
+    most = {gemv: FEW, gemv_matrix: SIDE}
+    return layout == "rows" and all(before.m <= most.get(module, 0) for module in modules)
+
+
+def _workgroups(op: Linear | GateUp, arch: Device) -> int:
+    """Of the kernel with its default plan."""
+    space = plans(op, arch)
+    return space.kernel(space.default).workgroups
+
+
+def _us(size: float, bandwidth: float) -> float:
+    """Microseconds for so many bytes at so many GB/s."""
+    return size / bandwidth * 1e-3
