@@ -83,9 +83,10 @@ def lanes_shape(m: int, k: int, group: int) -> tuple[int, int, int]:
 
 def in_lanes(x: np.ndarray, group: int) -> np.ndarray:
     """A numpy array [m, k], k a multiple of 32, in the layout "lanes"; what does not exist is 0."""
-    tiles, groups, _ = lanes_shape(*x.shape, group)
+    m, k = x.shape
+    tiles, groups, _ = lanes_shape(m, k, group)
     whole = np.zeros((tiles * TOKENS, groups * group * BLOCK), x.dtype)
-    whole[: x.shape[0], : x.shape[1]] = in_pairs(x)
+    whole[:m, :k] = in_pairs(x)
     return whole.reshape(tiles, TOKENS, groups, group, RUNS, RUN).transpose(0, 2, 4, 1, 3, 5).reshape(tiles, groups, -1)
 
 

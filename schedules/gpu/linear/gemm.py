@@ -130,7 +130,7 @@ def linear(op: Linear, arch: Device, name: str, plan: Tile | None = None) -> tir
             live, zero = gemm.live_and_zero(args.state, token0, quick)
             for segment, count in zip(args.segments, counts, strict=True):
                 weight = Weight(segment.fmt, segment.planes, padded(segment.n))
-                runs = op.norm_out and gemm.has_runs(weight.rows)
+                runs = bool(op.norm_out) and gemm.has_runs(weight.rows)
                 epilogue = _Epilogue(arch, args, segment, factors, runs)
                 mine = live & (row_tile >= first) & (row_tile < first + count)
                 with where(mine) if quick else once(mine):

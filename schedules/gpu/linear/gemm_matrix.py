@@ -181,7 +181,7 @@ class MatrixGemm(Gemm[MatrixTile]):
             for block in blocks for j in range(0, RUNS, count) for t in range(0, self.tiles_m, BATCH)
         ]  # fmt: skip
 
-    def _weights(self, run: Run, i: int, block: int, j: int, count: int) -> list[Expr]:
+    def _weights(self, run: Run, i: int, block: int, j: int, count: int) -> Sequence[Expr]:
         """Operands of row tile i."""
         if self.unit.whole:
             return self.unit.of_units([self._exchanged(i, block, j + e) for e in range(count)])
