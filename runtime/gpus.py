@@ -154,11 +154,13 @@ class DeviceKind:
     # to stay without spills: 16 with ACO (Mesa 25). 0: they need not
     query_registers: int = 0
     fragment: tuple[int, int, int] = (16, 16, 16)  # (m, n, k) of its float16 matrices with float32 sums
-    # (m, n, k) of further such matrices, of which kernels know which lane holds what (gemm_lanes.py and
+    # (m, n, k) of such matrices of which kernels know which lane holds what (gemm_lanes.py, gemm_matrix.py and
     # attention_rows_matrix.py of schedules/gpu); (): there are no such kernels
     lane_matrix: tuple[int, ...] = ()
+    lane_unit: str = ""  # how their components are distributed over lanes: of runtime/matrix_lanes.py
     lds: int = 32 * KIB  # bytes of shared memory that one workgroup may have
     threads: int = 256  # most invocations of a workgroup that kernels use
+    lane_threads: int = 0  # of kernels of the layout "lanes" where these use more (schedules/gpu/linear/gemm_lanes.py)
     push: int = 256  # bytes of push constants; arguments beyond them are read from memory
     chips: str = ""  # how the names begin by which Mesa's driver for AMD calls such chips, a pattern; "": not AMD's
 
@@ -172,16 +174,16 @@ DEVICE_KINDS = {
         DeviceKind("rdna2", "rdna2", 32, 40, 512, ("rembrandt", "680m", "660m"), registers=1024, launch_us=0.9,
         chips="NAVI1|NAVI2|REMBRANDT|RAPHAEL|MENDOCINO"),
         DeviceKind("rdna3", "rdna3", 32, 60, 960, registers=1536, matrix="coop", query_registers=16,
-        launch_us=0.9,
+        launch_us=0.9, lane_matrix=(16, 16, 16), lane_unit="wmma11",
         chips="NAVI3|PHOENIX|HAWK|STRIX|KRACKAN|GFX115|GFX110"),
         DeviceKind("rdna4", "rdna4", 32, 64, 640, registers=1536, matrix="coop", query_registers=16,
-        launch_us=0.9,
+        launch_us=0.9, lane_matrix=(16, 16, 16), lane_unit="wmma12",
         chips="NAVI4|GFX12"),
         DeviceKind("gfx90c", "gcn5", 64, 8, 51, ("vega", "renoir", "cezanne", "lucienne", "barcelo"), unified=True,
         dot="", loads=1, registers=256, launch_us=0.9, lds=64 * KIB, chips="VEGA|RAVEN|RENOIR"),
         DeviceKind("nvidia", "nvidia", 32, 132, 4800, ("h200", "h100"), loads=4, registers=512, lone_waves=True,
         unrolls=False, launch_us=3.0, join_us=3.0,
-        matrix="coop", lane_matrix=(16, 8, 16), lds=48 * KIB),
+        matrix="coop", lane_matrix=(16, 8, 16), lane_unit="mma", lane_threads=512, lds=48 * KIB),
         # Mesa's CPU driver. Its subgroup is the host's vector: 256 bits. No hardware has such small ones: a good
         # stress.
         DeviceKind("lavapipe", "generic", 8, 4, 0, ("llvmpipe", "swrast"), unified=True, loads=1, push=128),

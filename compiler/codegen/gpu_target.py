@@ -122,8 +122,9 @@ class GpuTarget(Target):
 
     @property
     def _takes_lanes(self) -> bool:
-        """Whether linears of two tokens and more take matrix units; else those of more than FEW, if there are any."""
-        return all(arch.lane_matrix for arch in self.archs)
+        """Whether linears of two tokens and more take matrix units, which are of no more tokens than FEW; else those of
+        more than FEW, if there are any."""
+        return all(arch.lane_matrix and arch.lane_matrix[1] <= FEW for arch in self.archs)
 
     def expert_tile(self, m: int) -> int:
         lanes = self._takes_lanes

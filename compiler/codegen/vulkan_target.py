@@ -40,7 +40,7 @@ class VulkanTarget(GpuTarget):
     def own_kernels(self, arch):
         kernels: dict[str, Any] = {"copy": copy(COPY_BYTES // 4, arch, "copy")}
         if arch.lane_matrix:
-            kernels["fragment_probe"] = fragment_probe(arch.lane_matrix, arch.wave, "fragment_probe")
+            kernels["fragment_probe"] = fragment_probe(arch, "fragment_probe")
         return kernels
 
     def compile_for(self, profile, kernels, directory, lowered, workers):

@@ -43,7 +43,7 @@ _PLACES: dict[str, dict[str, tuple[str, ...] | None]] = {
 }
 _PAGED = ("cache", "states")  # roles of what has pages or cells
 # Kernels that a device launches itself, and the number of their buffers (devices/vulkan).
-_OWN = {"copy": 2, "fragment_probe": 3}
+_OWN = {"copy": 2, "fragment_probe": 4}
 _GPUS = ("rocm", "vulkan")
 _GPU_KEYS = ("archs", "bandwidth")
 _TARGET_KEYS = {"cpu": ("mcpu", "flags"), "rocm": _GPU_KEYS, "vulkan": (*_GPU_KEYS, "needs", "copy_bytes")}

@@ -15,6 +15,7 @@ import numpy as np
 
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.tools.checks.selftest_kernels import Check, candidate_of, in_turn
 from mlc_amd.tools.reference.operators import has_reference
 from mlc_amd.tools.reference.plan import layout_of
@@ -27,8 +28,8 @@ class EmulatedBackend:
 
     name, facts, noise, target = "SPIR-V emulator", {"device": "SPIR-V emulator"}, 0.0, 0.0
 
-    def __init__(self, wave: int) -> None:
-        self.wave, self.cache = wave, 0
+    def __init__(self, wave: int, unit: str) -> None:
+        self.wave, self.unit, self.cache = wave, unit, 0
         self._memory: dict = {}
 
     def open(self, sizes: dict) -> None:
@@ -47,7 +48,7 @@ class EmulatedBackend:
     def _kernels(self, candidate) -> dict:
         code = candidate.code.read_bytes()
         places = {step["symbol"]: step["code"] for step in candidate.steps}
-        return {symbol: Kernel(code[at : at + nbytes], self.wave) for symbol, (at, nbytes) in places.items()}
+        return {symbol: Kernel(code[at : at + nbytes], self.wave, self.unit) for symbol, (at, nbytes) in places.items()}
 
     def bind(self, handle: dict, candidate, keys) -> list:
         memory = [self._memory[key] for key in keys]
@@ -71,7 +72,7 @@ def check(artifact: Artifact, words: list[str], runs: int) -> int:
     """Prints a line for each kernel; how many are wrong."""
     target, wrong = artifact.manifest["target"], 0
     arch = target.get("archs", [])[0]
-    backend = EmulatedBackend(target.get("needs", {})[arch]["subgroup_size"])
+    backend = EmulatedBackend(target.get("needs", {})[arch]["subgroup_size"], profiles.resolve(arch).lane_unit)
     kernels: list = [one for one in artifact.manifest["kernels"] if not words or any(w in one["name"] for w in words)]
     for entry in in_turn(kernels):
         if not has_reference(entry["operator"]):

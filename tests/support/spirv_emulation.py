@@ -18,7 +18,9 @@ def emulated(func, arrays, profile) -> list[np.ndarray]:
     for launch in function.launches:
         kernel = module.modules[launch.symbol]
         wave = profile.wave if profile.subgroups else 0
-        Kernel(kernel.binary, wave).launch(kernel.grid, [memory[i] for i in launch.args], kernel.table)
+        Kernel(kernel.binary, wave, profile.lane_unit).launch(
+            kernel.grid, [memory[i] for i in launch.args], kernel.table
+        )
     return [raw.view(array.dtype).reshape(array.shape) for raw, array in zip(memory, arrays, strict=False)]
 
 

@@ -167,6 +167,8 @@ class Emitter(Subgroup, Matrix):
             self.definitions[variable] = value
             self.analyzer.bind(variable, value, True)
         else:
+            if kind(value) == "Call" and name_of(value) == "vk.broadcast_first":
+                (_, value) = value.args  # all lanes have the same number
             self.analyzer.update(variable, self.analyzer.const_int_bound(value), True)
             self.analyzer.update(variable, self.analyzer.modular_set(value), True)
 

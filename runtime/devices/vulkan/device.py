@@ -31,6 +31,7 @@ from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, MemoryBlock, Out
 from mlc_amd.runtime.devices.vulkan.pipelines import BasedPipelines, Pipelines, cache_file
 from mlc_amd.runtime.devices.vulkan.replays import Replays
 from mlc_amd.runtime.errors import MachineError, UserError
+from mlc_amd.runtime.gpus import DEVICE_KINDS
 
 CLOSED = "this device is closed; load the model again"
 
@@ -111,7 +112,8 @@ class VulkanDevice(QueuedDevice):
         self._layout, self._based = builder.layout, BasedPipelines(builder, modules, cache_file(self.gpu))
         if "fragment_probe" in self._kernels:
             (step,) = self._kernels["fragment_probe"]["steps"]
-            if not fragments.known_order(self.context, needs, step, self._module(step)):
+            kind = DEVICE_KINDS.get(self.code_arch.partition(":")[0])
+            if not fragments.known_order(self.context, kind, needs, step, self._module(step)):
                 arch = f"{self.code_arch}{'+' if ':' in self.code_arch else ':'}lane_matrix=none"
                 raise UserError(
                     f"the driver {self.gpu.driver} distributes cooperative matrices in another way than these kernels "

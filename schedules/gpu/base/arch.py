@@ -94,6 +94,7 @@ class GpuArch(Chip):
 
     wave = property(lambda self: self.code.wave)
     matrix = property(lambda self: self.code.matrix)
+    lane_unit = matrix
     # as of `profiles.Profile`: a token's lanes of a matrix of 16 x 16
     lane_blocks = property(lambda self: self.wave // 16 if self.matrix else 0)
     ordered_steps = property(lambda self: self.code.ordered_steps)

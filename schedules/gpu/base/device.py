@@ -235,10 +235,10 @@ def _permuted(x: Expr, control: int) -> Expr:
     )
 
 
-def computed_here(x: Expr) -> Expr:
-    """The word x, on AMD's own API. LLVM would compute what is only used under a condition there, though what it is
+def computed_here(arch: Device, x: Expr) -> Expr:
+    """The word x. On AMD's own API LLVM would compute what is only used under a condition there, though what it is
     computed of takes more registers; the value of another lane, and be it this one, it has to know before."""
-    return _permuted(x, DPP[0])
+    return x if arch.api == "vulkan" else _permuted(x, DPP[0])
 
 
 def _reduced(arch: Device, x: Expr, name: str, op: Callable[[Expr, Expr], Expr], width: int | None) -> Expr:

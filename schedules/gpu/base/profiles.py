@@ -26,8 +26,6 @@ class Profile(DeviceKind):
     api = "vulkan"
     # no product of float16 pairs with a float32 sum: float32 multiply-adds, which AMD's compiler makes "mixed" ones
     dot2 = False
-    # most invocations of a workgroup of kernels of the layout "lanes" (schedules/gpu/linear/gemm_lanes.py)
-    lane_threads = 512
 
     @property
     def scalars(self) -> bool:
@@ -68,7 +66,9 @@ class Profile(DeviceKind):
         return {
             "features": features + [name for name, wanted in optional.items() if wanted],
             "subgroup_size": self.wave if self.subgroups else 0,
-            "fragments": [list(shape) for shape in (self.fragment, self.lane_matrix) if shape] if self.matrix else [],
+            "fragments": [list(shape) for shape in dict.fromkeys((self.fragment, self.lane_matrix)) if shape]
+            if self.matrix
+            else [],
             "shared_memory": self.lds,
             "threads": self.most_threads,
             "push_constants": self.push,

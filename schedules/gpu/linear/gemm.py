@@ -20,6 +20,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.activations import gated
 from mlc_amd.schedules.gpu.base.device import barrier, each, launch
+from mlc_amd.schedules.gpu.base.matrix_unit import UNITS
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import TOKENS, WIDTH, act_args, emit_store, store_block, store_floats
@@ -40,10 +41,10 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 
 def engine(of: Product, tile: Tile | None = None) -> Gemm:
-    """The tile routine with that tile, by default the one for the arch and shape. Layout of the activations: "half" or
-    "" on matrix units, "pairs" or "" on cooperative matrices, "lanes" on those that `gemm_lanes.py` knows (weights and
-    activations become float16), else "rows" for int8 formats and "" for float formats. Float formats with "" are
-    multiplied in float32 everywhere. ValueError for what does not fit."""
+    """The tile routine with that tile, by default the one for the arch and shape. Layout of the activations: "lanes"
+    on matrix units whose lanes are known, "pairs" or "" on others (weights and activations become float16), else "rows"
+    for int8 formats and "" for float formats. Float formats with "" are multiplied in float32 everywhere. ValueError
+    for what does not fit."""
     routine, choose = _family(of)
     gemm = routine(of, tile or choose(of))
     if of.m % gemm.tile.tokens and not gemm.cuts_tiles:
@@ -57,12 +58,11 @@ def _family(of: Product) -> tuple[Callable[[Product, Any], Gemm], Callable[[Prod
     """(what makes the tile routine of a tile, what chooses that)."""
     layout, matrix, kinds = kind_of(of.layout), of.arch.matrix, {fmt.kind for fmt in of.formats}
     exact = layout == "" and kinds == {"float"}
-    if layout == "lanes" and of.arch.lane_matrix:
-        return lane_tiles.routine, lane_tiles.choose
+    if layout == "lanes" and of.arch.lane_blocks:
+        own = of.arch.lane_unit in UNITS
+        return (gemm_matrix.MatrixGemm, gemm_matrix.choose) if own else (lane_tiles.routine, lane_tiles.choose)
     if matrix == "coop" and layout in ("", "pairs") and not exact:
         return gemm_coop.CoopGemm, gemm_coop.choose
-    if matrix in gemm_matrix.UNITS and layout == "lanes":
-        return gemm_matrix.MatrixGemm, gemm_matrix.choose
     if exact:
         return (gemm_dot.ExactGemm, gemm_dot.choose_exact) if matrix else (gemm_dot.FloatGemm, gemm_dot.choose)
     if layout == "rows" and kinds == {"int8"}:

@@ -113,7 +113,7 @@ class _RegisterGemm(SteppedGemm[DotTile]):
         self._sum_up(work)
         if work.rows % self.tile.rows and self.arch.api == "rocm":
             for i in range(self.count):
-                put(self.sums, computed_here(self.sums[i]), i)
+                put(self.sums, computed_here(self.arch, self.sums[i]), i)
         for i in range(self.row_count):
             row = T.Bind(work.row0 + i * LANES + self.lane)
             with when(work.if_row(row, self.tile.rows)):

@@ -1,7 +1,7 @@
-"""The GEMM tile on AMD's matrix units (WMMA of gfx11 and gfx12, MFMA of gfx9): each lane decodes its own operands.
+"""The GEMM tile on AMD's matrix units (WMMA of gfx11 and gfx12, MFMA of gfx9) of either API: each lane decodes its own
+operands.
 
-Operands are float16, sums float32. Weights are operand A (rows x columns), activations operand B (columns x tokens).
-The lanes of an operand are documented (`MatrixUnit`), so nothing is staged in LDS and waves do not wait for each other:
+The lanes of an operand are known (`matrix_unit.py`), so nothing is staged in LDS and waves do not wait for each other:
 a lane loads a block of 32 columns of its own row, decodes it into its operand registers (`coop_load.py`), and loads the
 activations of the same columns, which lie in the order of the lanes (layout "lanes": `quantize.py`). The weights of the
 next step are loaded while those of this one are multiplied.
@@ -23,12 +23,13 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.gpus import RATES
 from mlc_amd.schedules.formats import Format
-from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, computed_here, lanes_meet, schedule_fence, uniform
+from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, computed_here, schedule_fence, uniform, wave_meets
 from mlc_amd.schedules.gpu.base.matrix_unit import SIDE, UNITS
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS, TOKENS, unit_size
-from mlc_amd.schedules.gpu.base.registers import Held, at, elements, local, put, vector
+from mlc_amd.schedules.gpu.base.registers import Held, elements, put, vector
 from mlc_amd.schedules.gpu.base.step import when
+from mlc_amd.schedules.gpu.base.wave_matrices import wave_matrices
 from mlc_amd.schedules.gpu.linear import coop_load, gemm_tile, load
 from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Product, Tile, TileWork
 from mlc_amd.schedules.tir import Expr
@@ -37,7 +38,7 @@ Run = Callable[[Expr], Expr]  # of a block of weights: number of a run -> float1
 Piece = tuple[int, int, int]  # of a group of columns: block, first run, runs
 
 SUMS = 192  # of a lane, at most
-QUAD = 4  # float32 in 16 bytes
+QUAD, UNIT_BYTES = 4, 16  # float32 of a unit of LDS, its bytes
 NONE = 0  # for `schedule_fence`: nothing may cross
 BATCH = 4  # token tiles whose activations are loaded at once
 LDS = 64 << 10  # bytes of a workgroup, at most: LLVM ends the process above that
@@ -62,7 +63,7 @@ class MatrixGemm(Gemm[MatrixTile]):
 
     def __init__(self, of: Product, tile: MatrixTile):
         super().__init__(of, tile)
-        self.unit, lanes = UNITS[of.arch.matrix], of.arch.wave
+        self.unit, lanes = UNITS[of.arch.lane_unit], of.arch.wave
         self.group = lanes // SIDE  # blocks of a unit of the layout "lanes"
         self.groups = -(-of.k // (self.group * BLOCK))
         self.whole = of.k % (self.group * BLOCK) == 0
@@ -72,13 +73,14 @@ class MatrixGemm(Gemm[MatrixTile]):
         self.count = self.tiles_m * self.weights * self.tiles_n  # matrices of sums of a wave
         if tile.tokens % (tile.waves_m * SIDE) or tile.rows % (tile.waves_n * SIDE) or of.k % BLOCK:
             raise ValueError(f"{tile} does not divide into {SIDE} x {SIDE} matrices of {of.k} columns")
-        # halves of LDS for what a wave exchanges, and for the sums of the waves along the columns, one after the other
-        exchanged = self.weights * self.tiles_n * self.group * RUNS * SIDE * RUN if self.unit.whole else 0
+        # units of LDS for what a wave exchanges, and for the sums of the waves along the columns, one after the other
+        exchanged = self.weights * self.tiles_n * self.group * RUNS * SIDE if self.unit.whole else 0
         self.at_once = min(tile.waves_k, self.tiles_m * self.tiles_n)
-        handed = 2 * self.at_once * self.weights * lanes * self.unit.acc if tile.waves_k > 1 else 0
+        handed = self.at_once * self.weights * lanes * self.unit.acc // QUAD if tile.waves_k > 1 else 0
         self.own = max(exchanged, handed)
-        if 2 * self.waves * self.own > min(of.arch.lds, LDS) or self.threads > of.arch.threads:
-            raise ValueError(f"{tile} takes {2 * self.waves * self.own} bytes of LDS and {self.threads} threads")
+        size = UNIT_BYTES * self.waves * self.own
+        if size > min(of.arch.lds, LDS) or self.threads > of.arch.threads:
+            raise ValueError(f"{tile} takes {size} bytes of LDS and {self.threads} threads")
 
     def loads(self) -> float:
         if self.count * self.unit.acc > SUMS:
@@ -92,18 +94,15 @@ class MatrixGemm(Gemm[MatrixTile]):
         self.wave_m = T.Bind(wave % tile.waves_m * (self.tiles_m * SIDE))
         self.wave_n = T.Bind(wave // tile.waves_m % tile.waves_n * (self.tiles_n * SIDE))
         self.wave_k = T.Bind(wave // (tile.waves_m * tile.waves_n))
-        self.sums = local(self.count * self.unit.acc)
+        tokens = min(BATCH, self.tiles_m)
+        self.matrices = wave_matrices(self.arch, self.weights * self.tiles_n, tokens, self.count)
         if self.own:
-            self.lds = T.alloc_buffer((self.waves * self.own,), "float16", scope=WAVE_SHARED)
+            self.lds = T.alloc_buffer((self.waves * self.own,), "uint32x4", scope=WAVE_SHARED)
 
     def emit(self, work: TileWork) -> None:
-        for i in range(self.count):
-            put(self.sums, T.broadcast(T.float32(0), self.unit.acc), self._slice(i))
+        self.matrices.clear()
         self._sum_up(work)
         self._finish(work)
-
-    def _slice(self, i: int) -> Expr:
-        return at(i * self.unit.acc, self.unit.acc)
 
     def _sum_up(self, work: TileWork) -> None:
         weights = [w._replace(planes=load.views(w.fmt, w.planes, 1)) for w in work.weights]
@@ -125,7 +124,9 @@ class MatrixGemm(Gemm[MatrixTile]):
             runs = [self._decoder(fmt, raw, exponents) for fmt, raw in blocks]
             self._multiply(work, runs, tokens, group)
 
-        exponents = coop_load.hidden(computed_here(T.int32(0))) if self.arch.wave == 64 else coop_load.EXPONENTS
+        exponents = (
+            coop_load.hidden(computed_here(self.arch, T.int32(0))) if self.arch.wave == 64 else coop_load.EXPONENTS
+        )
         steps = self.groups if waves == 1 else T.Bind((self.groups - self.wave_k + (waves - 1)) // waves)
         if work.has_floats:  # registers hold scalars only, as which float weights are not loaded
             with T.serial(steps) as i:
@@ -165,11 +166,10 @@ class MatrixGemm(Gemm[MatrixTile]):
                 a = [self._weights(run, i, *piece) for i, run in enumerate(runs)]
             loaded, x = x, load(*following) if following else []
             schedule_fence(NONE)
-            for t, b in zip(tiles, loaded, strict=True):
-                for part, operand in enumerate(b):
+            for number, (t, of) in enumerate(zip(tiles, loaded, strict=True)):
+                for part, b in enumerate(self.matrices.operands("b", number, of)):
                     for i, weight in enumerate(a):
-                        where = self._slice(t * len(a) + i)
-                        put(self.sums, self.unit.multiply(weight[part], operand, self.sums[where]), where)
+                        self.matrices.add_product(t * len(a) + i, weight[part], b)
 
     def _batches(self) -> list[tuple[Piece, range]]:
         """(what an instruction, or two of four halves, multiplies, the token tiles whose activations are loaded at
@@ -181,27 +181,25 @@ class MatrixGemm(Gemm[MatrixTile]):
             for block in blocks for j in range(0, RUNS, count) for t in range(0, self.tiles_m, BATCH)
         ]  # fmt: skip
 
-    def _weights(self, run: Run, i: int, block: int, j: int, count: int) -> Sequence[Expr]:
+    def _weights(self, run: Run, i: int, block: int, j: int, count: int) -> list:
         """Operands of row tile i."""
-        if self.unit.whole:
-            return self.unit.of_units([self._exchanged(i, block, j + e) for e in range(count)])
-        return self.unit.of_units([run(j + e) for e in range(count)])
+        places = range(j, j + count)
+        own = [self._exchanged(i, block, e) if self.unit.whole else run(e) for e in places]
+        return self.matrices.operands("a", i, own)
 
     def _loader(self, work: TileWork, tokens: list[Expr], step: Expr) -> Callable[[Piece, range], list[list[Expr]]]:
-        """load(piece, token tiles): the operands of each of these."""
-        (X,), group = work.acts, self.group
-        base = T.Bind(T.address_of(X[0, step, 0]))
-        view = T.decl_buffer((math.prod(int(size) for size in X.shape),), "float16", data=base)
+        """load(piece, token tiles): the runs of each of these."""
+        group, run = self.group, self.matrices.activations(work.acts[0], step)
 
         def load(piece: Piece, tiles: range) -> list[list[Expr]]:
             block, j, count = piece
             found = []
             for t in tiles:
-                x = [T.Bind(view[at(tokens[t] + ((j + e) * TOKENS * group + block) * RUN, RUN)]) for e in range(count)]
+                x = [run(tokens[t] + ((j + e) * TOKENS * group + block) * RUN) for e in range(count)]
                 if not self.whole:
                     zero, exists = T.broadcast(T.float16(0), RUN), self._exists(step, block)
                     x = [T.Bind(T.Select(T.broadcast(exists, RUN), of, zero)) for of in x]
-                found.append(self.unit.of_units(x))
+                found.append(x)
             return found
 
         return load
@@ -212,19 +210,19 @@ class MatrixGemm(Gemm[MatrixTile]):
 
     def _exchange(self, runs: list) -> None:
         """Each half of the wave hands its runs to the other half."""
-        lanes_meet()
+        wave_meets(self.arch)
         for i, run in enumerate(runs):
             for j in range(RUNS):
-                put(self.lds, run(j), self._run_place(i, self.lane // SIDE, j))
-        lanes_meet()
+                put(self.lds, T.reinterpret("uint32x4", run(j)), self._run_place(i, self.lane // SIDE, j))
+        wave_meets(self.arch)
 
     def _exchanged(self, i: int, block: Expr, j: int) -> Expr:
-        return T.Bind(self.lds[self._run_place(i, block, j)])
+        return T.Bind(T.reinterpret("float16x8", self.lds[self._run_place(i, block, j)]))
 
     def _run_place(self, i: int, block: Expr, j: int) -> Expr:
         """Of a run of row tile i: lanes side by side."""
         run = (i * self.group + block) * RUNS + j
-        return at(self.wave * self.own + (run * SIDE + self.lane % SIDE) * RUN, RUN)
+        return T.Bind(self.wave * self.own + (run * SIDE + self.lane % SIDE))
 
     # ---- results
 
@@ -233,7 +231,7 @@ class MatrixGemm(Gemm[MatrixTile]):
         waves, of which each adds up one."""
         waves_k, weights, tiles_n = self.tile.waves_k, range(self.weights), self.tiles_n
         # LLVM would compute the results' places, and load what is added to results, before the loop over columns
-        lane = computed_here(self.lane)
+        lane = computed_here(self.arch, self.lane)
         token, row = T.Bind(work.token0 + self.wave_m + lane % SIDE), T.Bind(work.row0 + self.wave_n)
         own_row = T.Bind(lane // SIDE * self.unit.acc)
 
@@ -247,7 +245,7 @@ class MatrixGemm(Gemm[MatrixTile]):
         for first in range(0, places, self.at_once):
             if waves_k == 1:
                 schedule_fence(NONE)
-                store(first, [T.Bind(self.sums[self._slice(self._number(first, w))]) for w in weights])
+                store(first, [self.matrices.result(self._number(first, w)) for w in weights])
                 continue
             count = min(self.at_once, places - first)
             barrier()
@@ -264,9 +262,10 @@ class MatrixGemm(Gemm[MatrixTile]):
         return (t * self.weights + weight) * self.tiles_n + j
 
     def _hand_over(self, place: int, weight: int, number: int) -> None:
+        sums = elements(self.matrices.result(number))
         for quad in range(self.unit.acc // QUAD):
-            four = self.sums[at(number * self.unit.acc + quad * QUAD, QUAD)]
-            put(self.lds, T.reinterpret("float16x8", four), self._quad(self.wave, place, weight, quad))
+            four = T.reinterpret("uint32x4", vector(sums[quad * QUAD : (quad + 1) * QUAD]))
+            put(self.lds, four, self._quad(self.wave, place, weight, quad))
 
     def _added(self, weight: int) -> Expr:
         """The sums of all waves along the columns of this wave's place."""
@@ -284,7 +283,7 @@ class MatrixGemm(Gemm[MatrixTile]):
     def _quad(self, wave: Expr, place: Expr, weight: int, quad: int) -> Expr:
         """Four sums of a wave in LDS: lanes side by side."""
         number = (place * self.weights + weight) * (self.unit.acc // QUAD) + quad
-        return at(wave * self.own + (number * self.arch.wave + self.lane) * (2 * QUAD), 2 * QUAD)
+        return T.Bind(wave * self.own + (number * self.arch.wave + self.lane))
 
 
 # ---- the rule

@@ -2,8 +2,9 @@
 
 A kernel launches `token_tiles` by `row_tiles` workgroups of `threads` threads, calls `allocate` there, and then `emit`
 for any number of tiles, of which each workgroup computes one (`gemm.py`).
-The routines are those of `gemm_matrix.py` (AMD's matrix units), `gemm_coop.py` (Vulkan's cooperative matrices),
-`gemm_lanes.py` and `lane_tiles.py` (those whose lanes are known) and `gemm_dot.py` (without matrices).
+The routines are those of `gemm_matrix.py` (AMD's matrix units), `gemm_lanes.py` and `lane_tiles.py` (cooperative
+matrices of few tokens whose lanes are known), `gemm_coop.py` (cooperative matrices of any lanes) and `gemm_dot.py`
+(without matrices).
 """
 
 from abc import ABC, abstractmethod

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 from samples import sample
-from workloads import built, linear_op, operator
+from workloads import built, gate_up_op, linear_op, operator
 
 from mlc_amd.compiler.codegen import radv, spirv_reader
 from mlc_amd.compiler.codegen.spirv import compile_spirv
@@ -194,6 +194,36 @@ def test_attention_with_wide_heads_uses_no_scratch(arch, d):
         pytest.skip(f"{report.device} knows no cooperative matrices")
     found = report.kernels[name].kernel
     assert found.scratch == found.vgpr_spills == 0, found
+
+
+HEAVY = ("q4_0", "q4_k", "q6_k", "mxfp4", "f32")
+
+
+@pytest.mark.parametrize(
+    ("fmt", "arch"),
+    sample(itertools.product(HEAVY, ("rdna3", "rdna4")), [("q4_0", "rdna3"), ("q6_k", "rdna4")]),
+)
+def test_products_of_matrices_use_no_scratch(fmt, arch):
+    """At a model's size; operands are made in registers, and weights load wide."""
+    profile, kernels, lanes = profiles.resolve(arch), {}, "lanes:2"
+    for m in (16, 64, 512):
+        ops = linear_op([(fmt, 4096)], 4096, m, lanes, (True,)), gate_up_op(fmt, fmt, 14336, 4096, m, lanes, lanes)
+        kernels |= {
+            f"{kind}_{m}": built(op, profile, kind) for kind, op in zip(("linear", "gate_up"), ops, strict=True)
+        }
+    modules = compile_spirv(kernels, profile).modules
+    shaders = [radv.Shader(name, one.binary, tuple(one.block), profile.push) for name, one in modules.items()]
+    try:
+        report = radv.statistics(shaders, profile)
+    except UserError as error:
+        pytest.skip(str(error))
+    if int(re.search(r"Mesa (\d+)", report.device)[1]) < 25:
+        pytest.skip(f"{report.device} knows no cooperative matrices")
+    for name, compiled in report.kernels.items():
+        kernel, products = compiled.kernel, compiled.assembly.count("v_wmma_f32_16x16x16_f16")
+        assert kernel.scratch == kernel.vgpr_spills == 0 and products >= 4, (name, kernel)
+        assert len(re.findall(r"global_load_(?:b128|dwordx4)\b", compiled.assembly)) >= 4, name
+    assert len(report.kernels) == len(kernels)
 
 
 def test_inspect_tables_and_assembly(inspect, artifact, code):

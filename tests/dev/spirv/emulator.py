@@ -33,11 +33,12 @@ def run(code: bytes, grid: Sequence[int], arrays: Sequence[np.ndarray], wave: in
 
 
 class Kernel:
-    """A module. wave: lanes of a subgroup; 0: the module knows none, and a workgroup is one wave."""
+    """A module. wave: lanes of a subgroup; 0: the module knows none, and a workgroup is one wave. unit: as of
+    `operations.components`."""
 
-    def __init__(self, code: bytes, wave: int) -> None:
+    def __init__(self, code: bytes, wave: int, unit: str = "") -> None:
         self.program = program = parse(code)
-        self.lanes = wave or program.threads
+        self.lanes, self.unit = wave or program.threads, unit
         # of ids: the type of a value, or of what a pointer points to; the storage of a pointer
         self.types = {id: variable.of for id, variable in program.variables.items()}
         self.pointers = {id: variable.storage for id, variable in program.variables.items()}
@@ -59,7 +60,7 @@ class Kernel:
         with np.errstate(all="ignore"):
             for z, y, x in np.ndindex(*reversed(tuple(grid))):
                 number, shared = np.array([x, y, z], np.int32)[:, None], {id: Shared(of) for id, of in variables}
-                known = self.program, self.types, self.pointers, self.steps, self.lanes
+                known = self.program, self.types, self.pointers, self.steps, self.lanes, self.unit
                 self._run(Workgroup(*known, memory, addresses, number, shared))
 
     def _run(self, group: Workgroup) -> None:

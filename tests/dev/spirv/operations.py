@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 
 from mlc_amd.compiler.codegen.spirv.opcodes import GLSL
+from tests.dev.spirv.shared import Fault
 
 FUNCTIONS = {number: name for name, number in GLSL.items()}
 QUADS = 4  # lanes that share a row of operand A, or a column of operand B
@@ -129,14 +130,24 @@ def bits_as(x, to: np.dtype, count: int):
 
 
 @cache
-def components(shape: tuple[int, int, int], lanes: int) -> tuple[np.ndarray, np.ndarray]:
+def components(shape: tuple[int, int, int], lanes: int, unit: str) -> tuple[np.ndarray, np.ndarray]:
     """(row, column), [components, lanes], of what each lane has of a matrix (rows, columns, use).
 
-    Of 16 x 16 operands A, 16 x 8 operands B and 16 x 8 sums of 32 lanes as NVIDIA's driver has it, on which
-    schedules/gpu/linear/gemm_lanes.py and others rely; of others it must not matter.
+    unit: whose distribution it is, on which kernels rely (`DeviceKind.lane_unit`). "wmma11" and "wmma12": of 16 x 16
+    matrices as Mesa's driver has it on GPUs of RDNA3 and RDNA4. Else of 16 x 16 operands A, 16 x 8 operands B and
+    16 x 8 sums as NVIDIA's driver has it. Of other matrices it must not matter.
     """
-    rows, columns, _ = shape
+    rows, columns, use = shape
     e, lane = np.arange(rows * columns // lanes)[:, None], np.arange(lanes)
+    if unit in ("wmma11", "wmma12") and lanes == 32 and shape[:2] == (16, 16):
+        half, own = lane // 16, lane % 16
+        if unit == "wmma12":
+            along = 8 * half + e
+        elif use == 2:
+            along = 2 * e + half
+        else:  # both halves of the wave have all of it
+            along = np.arange(16)[:, None] + 0 * lane
+        return (own + 0 * along, along) if use == 0 else (along, own + 0 * along)
     row, quad = lane // QUADS, lane % QUADS
     if lanes == 32 and shape == (16, 16, 0):
         return row + e // 4 * 8, quad * 2 + e % 2 + e // 2 % 2 * 8
@@ -148,15 +159,18 @@ def components(shape: tuple[int, int, int], lanes: int) -> tuple[np.ndarray, np.
     return place // columns, place % columns
 
 
-def whole(value, shape, lanes) -> np.ndarray:
+def whole(value, shape, places) -> np.ndarray:
     """[rows, columns] of a matrix's components."""
     matrix = np.empty(shape[:2], value.dtype)
-    matrix[components(shape, lanes)] = value
+    matrix[places] = value
+    if not np.array_equal(matrix[places], value, equal_nan=True):
+        raise Fault("lanes have different values of a matrix's component")
     return matrix
 
 
-def product(a, b, c, shapes, lanes) -> np.ndarray:
+def product(a, b, c, shapes, lanes, unit) -> np.ndarray:
     """The components of A B + C."""
-    left, right = (whole(x, shape, lanes).astype(np.float64) for x, shape in zip((a, b), shapes[:2], strict=True))
-    sums = (left @ right)[components(shapes[2], lanes)] + c
+    places = [components(shape, lanes, unit) for shape in shapes]
+    left, right = (whole(x, *of).astype(np.float64) for x, *of in zip((a, b), shapes[:2], places[:2], strict=True))
+    sums = (left @ right)[places[2]] + c
     return sums.astype(np.asarray(c).dtype)

@@ -27,8 +27,8 @@ class Workgroup:
     """What its waves share.
 
     types, pointers: of ids, the type of a value or of what a pointer points to, and a pointer's storage. steps: what
-    runs a block's instructions, `Step` or MEET, by its label. lanes: of a wave. memory: the arguments, at these
-    addresses. number: (x, y, z). shared: variables. time: barriers so far.
+    runs a block's instructions, `Step` or MEET, by its label. lanes: of a wave. unit: whose matrices they are.
+    memory: the arguments, at these addresses. number: (x, y, z). shared: variables. time: barriers so far.
     """
 
     program: Program
@@ -36,6 +36,7 @@ class Workgroup:
     pointers: dict[int, int]
     steps: dict[int, list[Any]]
     lanes: int
+    unit: str
     memory: list[np.ndarray]
     addresses: np.ndarray
     number: np.ndarray
@@ -323,19 +324,22 @@ class Wave:
     # ---- cooperative matrices
 
     def _filled(self, of: Type, value) -> np.ndarray:
-        count = of.shape[0] * of.shape[1] // len(self.mask)
+        count = len(self._places_in(of.shape)[0])
         return np.broadcast_to(np.asarray(value, of.scalar), (count, len(self.mask))).copy()
 
     def do_CooperativeMatrixLengthKHR(self, one: Instruction) -> None:
-        rows, columns, _ = self.group.program.types[one.args[0]].shape
-        self.values[one.result] = np.int32(rows * columns // len(self.mask))
+        self.values[one.result] = np.int32(len(self._places_in(self.group.program.types[one.args[0]].shape)[0]))
+
+    def _places_in(self, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+        """(row, column) of the lanes' components of such a matrix."""
+        return operations.components(shape, len(self.mask), self.group.unit)
 
     def do_CooperativeMatrixMulAddKHR(self, one: Instruction) -> None:
         self._together("matrices are multiplied")
         a, b, c = one.args[:3]
         shapes = [self.group.types[id].shape for id in (a, b, c)]
-        lanes = len(self.mask)
-        self.values[one.result] = operations.product(self.values[a], self.values[b], self.values[c], shapes, lanes)
+        values = (self.values[id] for id in (a, b, c))
+        self.values[one.result] = operations.product(*values, shapes, len(self.mask), self.group.unit)
 
     def _matrix_memory(self, of: Type, target: int, layout: int, stride: int, operands):
         """Where a matrix is: (numbers of its components in memory or shared memory, [rows, columns]; the memory as
@@ -371,13 +375,13 @@ class Wave:
             shared.read(units, np.full(len(units), MATRIX + self.number), self)
             memory = shared.values.reshape(-1).view(of.scalar)
         assert memory is not None
-        self.values[one.result] = memory[places][operations.components(of.shape, len(self.mask))]
+        self.values[one.result] = memory[places][self._places_in(of.shape)]
 
     def do_CooperativeMatrixStoreKHR(self, one: Instruction) -> None:
         target, object, layout, stride, *operands = one.args
         of = self.group.types[object]
         places, memory, shared, unit = self._matrix_memory(of, target, layout, stride, operands)
-        matrix = operations.whole(self.values[object], of.shape, len(self.mask))
+        matrix = operations.whole(self.values[object], of.shape, self._places_in(of.shape))
         if memory is not None:
             memory[places] = matrix
             return

@@ -11,7 +11,6 @@ from spirv_emulation import emulated
 from workloads import gate_up_op, linear_op, operator
 
 from mlc_amd.compiler.codegen.spirv import compile_spirv
-from mlc_amd.runtime.devices.vulkan import fragments
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import resolve
@@ -372,27 +371,3 @@ def test_tiles_of_experts(tokens, k, weights, tile):
 def test_experts_of_other_formats():
     assert not any(lane_tiles.suits_experts(64, [lookup(fmt)]) for fmt in ("f16", "iq4_xs"))
     assert all(lane_tiles.suits_experts(8, [lookup(fmt)]) for fmt in ("f16", "iq4_xs"))
-
-
-# ---- which lane has what
-
-
-def distribution():
-    """(a, b) of `fragments.is_known` as NVIDIA's driver distributes matrices."""
-    lane, e = np.arange(32)[:, None], np.arange(8)
-    columns = lane % 4 * 2 + e % 2 + e // 2 % 2 * 8
-    a = (lane // 4 + e // 4 * 8) * fragments.DEPTH + columns
-    return a, columns[:, :4] * fragments.COLUMNS + lane // 4
-
-
-def test_known_orders():
-    a, b = distribution()
-    assert fragments.is_known(a, b)
-    # operands may agree on another order of columns
-    order = np.random.default_rng(0).permutation(16)
-    other_a = a // 16 * 16 + order[a % 16]
-    other_b = order[b // 8] * 8 + b % 8
-    assert fragments.is_known(other_a, other_b)
-    assert not fragments.is_known(other_a, b)
-    assert not fragments.is_known(a[:, [0, 1, 4, 5, 2, 3, 6, 7]], b)  # rows
-    assert not fragments.is_known(a, b // 8 * 8 + np.arange(32)[:, None] % 8)  # tokens
