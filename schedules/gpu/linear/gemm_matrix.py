@@ -181,7 +181,7 @@ class MatrixGemm(Gemm[MatrixTile]):
             for block in blocks for j in range(0, RUNS, count) for t in range(0, self.tiles_m, BATCH)
         ]  # fmt: skip
 
-    def _weights(self, run: Run, i: int, block: int, j: int, count: int) -> list:
+    def _weights(self, run: Run, i: int, block: int, j: int, count: int) -> Sequence:
         """Operands of row tile i."""
         places = range(j, j + count)
         own = [self._exchanged(i, block, e) if self.unit.whole else run(e) for e in places]
