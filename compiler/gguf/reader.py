@@ -163,7 +163,11 @@ def quantization(metadata: Mapping[str, object], totals: Mapping[str, Any]) -> s
     kind = metadata.get("general.file_type")
     if isinstance(kind, int) and not isinstance(kind, bool) and kind & ~_GUESSED in set(gguf.LlamaFileType):
         return gguf.LlamaFileType(kind & ~_GUESSED).name.removeprefix("MOSTLY_").removeprefix("ALL_")
-    return f"mostly {max(totals, key=lambda name: totals[name]['bytes']).upper()}" if totals else "none"
+    if not totals:
+        return "none"
+    most = max(totals, key=lambda name: totals[name]["bytes"])
+    others = totals.keys() - {most, "f32"}  # vectors are f32 in all files
+    return f"mostly {most.upper()}" if others else most.upper()
 
 
 def read_header(path: str | Path) -> tuple[dict[str, object], list[TensorEntry], int]:

@@ -58,10 +58,10 @@ def load():
     ),
 )
 def test_artifact(made, spec, arch):
-    """Seven dispatches a layer in decode; every launch says where its code is and what it writes."""
+    """Five dispatches a layer in decode; every launch says where its code is and what it writes."""
     manifest = Artifact.open(made(spec, arch)).manifest
     decode, launches = manifest["functions"]["decode"]["launches"], manifest["launches"][arch]
-    assert len(decode) == 7 * len(manifest["model"]["layers"]) + 4
+    assert len(decode) == 5 * len(manifest["model"]["layers"]) + 3
     assert manifest["target"]["archs"] == [arch]
     size = manifest["files"][manifest["libraries"][arch]]["bytes"]
     for call in decode:
