@@ -124,8 +124,8 @@ def test_table_of_an_artifact(inspect, artifact, code):
 
 
 def test_bounds_of_a_linear_layer_by_hand(inspect, artifact):
-    """512 x 256 weights of q4_0, 18 bytes for 32, and the norm's: read at 960 GB/s for one row; for 64 rows multiplied by
-    96 compute units that do 512 operations a clock at 2.4 GHz."""
+    """512 x 256 weights of q4_0, 18 bytes for 32, and the norm's: read at 960 GB/s for one row; for 64 rows multiplied
+    by 96 compute units that do 512 operations a clock at 2.4 GHz."""
     report = json.loads(inspect(artifact, "--json").out)
     (found,) = report["bounds"]
     assert (found["arch"], found["bandwidth"]) == (ARCH, 960e9)
