@@ -41,8 +41,8 @@ def installed(module: str) -> bool:
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra, which is none for a bundle (tools/commands/deploy.py)."""
-    where = "" if installed("mlc_amd.compiler") else " (not into this bundle: where mlc-amd itself is installed)"
+    """The command that installs an extra, which is none for a bundle (tools/commands/deploy.py): it has no compiler."""
+    where = "" if installed("tvm") else " (not into this bundle: where mlc-amd itself is installed)"
     return f"pip install 'mlc-amd[{extra}]'{where}"
 
 

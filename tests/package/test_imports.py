@@ -14,7 +14,15 @@ ALLOWED = {
         "schedules",
         *(
             f"runtime.{name}"
-            for name in ("errors", "host", "gpus", "cache.kv_types", "sampling.philox", "sampling.layout")
+            for name in (
+                "errors",
+                "host",
+                "gpus",
+                "matrix_lanes",
+                "cache.kv_types",
+                "sampling.philox",
+                "sampling.layout",
+            )
         ),
     ),
     "compiler": ("compiler", "schedules", "runtime"),
