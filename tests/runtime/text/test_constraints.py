@@ -136,6 +136,7 @@ def test_errors_after_the_first_pieces_reach_asyncio(engine, monkeypatch):
     left[0] = 4
     error, pieces = asyncio.run(error_of(None, 1, None))
     assert isinstance(error, MachineError) and "not a finite number" in str(error) and pieces == 3
+    ids(engine.generate(PROMPT, max_tokens=1))  # as above
     assert engine.queue == (0, 0) and engine.kv_usage.used == 0
 
 
