@@ -4,7 +4,8 @@ operands.
 The lanes of an operand are known (`matrix_unit.py`), so nothing is staged in LDS and waves do not wait for each other:
 a lane loads a block of 32 columns of its own row, decodes it into its operand registers (`coop_load.py`), and loads the
 activations of the same columns, which lie in the order of the lanes (layout "lanes": `quantize.py`). The weights of the
-next step are loaded while those of this one are multiplied.
+next step are loaded while those of this one are multiplied. Where the halves of a wave hold the same operands (gfx11),
+each decodes a block, and they exchange these through LDS.
 
 The sum over columns may take them in any order: the lanes that hold different columns of an instruction's operand (two
 or four groups of 16) have a block each, and an instruction takes some columns of each of these blocks.

@@ -171,6 +171,7 @@ def test_a_report_takes_measured_rooflines(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.full
 def test_a_gpus_roofline_has_the_bandwidth_of_the_product_that_measured(tmp_path, monkeypatch):
     """An H100's, not that of the profile, which is an H200's."""
     from mlc_amd.compiler.tuning.database import Database, Measured
