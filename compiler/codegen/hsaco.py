@@ -10,14 +10,13 @@ import re
 import shutil
 import struct
 import subprocess
-import tempfile
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.folders import temporary
 from mlc_amd.runtime.gpus import KIB, Unit
 from mlc_amd.schedules.gpu.base.arch import GpuArch
 
@@ -301,8 +300,8 @@ def disassemble(data: bytes) -> str:
     if tool is None:
         raise UserError("no llvm-objdump found to disassemble GPU code; install LLVM 18 or newer, or ROCm")
     listings, machine = [], parse(data).machine
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernels.hsaco"
+    with temporary("disassemble") as folder:
+        path = folder / "kernels.hsaco"
         for one in objects(data):
             path.write_bytes(one)
             result = subprocess.run([tool, "-d", f"--mcpu={machine}", str(path)], capture_output=True, text=True)

@@ -16,7 +16,6 @@ import tempfile
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import tvm
@@ -192,16 +191,18 @@ def linker_version(command: tuple[str, ...]) -> int:
 
 
 def link(obj: bytes, linker: list[str]) -> bytes:
-    """The code object of a relocatable object. ValueError with the linker's message if symbols are missing."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, output = Path(folder) / "kernels.o", Path(folder) / "kernels.hsaco"
-        source.write_bytes(obj[:EI_ABIVERSION] + bytes([CODE_OBJECT_V5]) + obj[EI_ABIVERSION + 1 :])
-        command = [*linker, "--no-undefined", "-shared", str(source), "-o", str(output)]
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            why = " (kernels cannot use functions of ROCm's device library)" if OCML in result.stderr else ""
-            raise ValueError(f"linking GPU kernels failed{why}: {result.stderr.strip()}")
-        return output.read_bytes()
+    """The code object of a relocatable object. ValueError with the linker's message if symbols are missing. Writes no
+    file, so that a process that is killed leaves none."""
+    with open(os.memfd_create("kernels.o"), "wb", buffering=0) as source:
+        source.write(obj[:EI_ABIVERSION] + bytes([CODE_OBJECT_V5]) + obj[EI_ABIVERSION + 1 :])
+        number = source.fileno()
+        command = [*linker, "--no-undefined", "-shared", f"/proc/self/fd/{number}", "-o", "-"]
+        result = subprocess.run(command, capture_output=True, pass_fds=[number])
+    if result.returncode:
+        errors = result.stderr.decode(errors="replace")
+        why = " (kernels cannot use functions of ROCm's device library)" if OCML in errors else ""
+        raise ValueError(f"linking GPU kernels failed{why}: {errors.strip()}")
+    return result.stdout
 
 
 _LINKED = threading.local()  # of the compile_hsaco on this thread: linker, then hsaco
