@@ -146,7 +146,7 @@ class GpuTarget(Target):
         return {f"route.{experts.count}.{name.lower()}": of for name, of in route_scratch(experts.count).items()}
 
     def norm_place(self, before: Linear | None, readers: Sequence[Linear | GateUp]) -> NormPlace:
-        places: list[NormPlace] = [norm_place.place(before, readers, arch) for arch in self.archs]
+        places: list[NormPlace] = [norm_place.place(before, tuple(readers), arch) for arch in self.archs]
         return places[0] if len(set(places)) == 1 else "launch"
 
     def _call(self, bb, call):

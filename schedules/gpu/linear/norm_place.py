@@ -5,6 +5,7 @@
 "deferred"  by the layer before it and those that read it (`deferred_norm.py`)
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,7 +28,8 @@ CACHE = 1.5  # how much faster caches are than memory
 LANES_ROWS = 64
 
 
-def place(before: Linear | None, readers: Sequence[Linear | GateUp], arch: Device) -> NormPlace:
+@functools.cache  # layers are alike, and two passes ask
+def place(before: Linear | None, readers: tuple[Linear | GateUp, ...], arch: Device) -> NormPlace:
     """The place that takes the least time on an arch, of those that the kernels have. before: the layer that computes
     the norm's input, if it is one; readers: all that reads the norm. In microseconds:
 

@@ -119,10 +119,10 @@ def test_where_norms_are_computed(name):
     o, down = (linear_op([("q4_0", 4096)], k, 1, "rows", residual=True) for k in (4096, 14336))
     gate_up = gate_up_op("q4_0", "q4_0", 14336, 4096, 1, "rows", "rows")
     qkv = linear_op([("q4_0", 4096), ("q4_0", 1024), ("q4_0", 1024)], 4096, 1, "rows")
-    assert (place(o, [gate_up], arch), place(down, [qkv], arch)) == PLACES[name]
-    assert place(None, [qkv], resolve("gfx1100")) == "launch"  # no layer before it
+    assert (place(o, (gate_up,), arch), place(down, (qkv,), arch)) == PLACES[name]
+    assert place(None, (qkv,), resolve("gfx1100")) == "launch"  # no layer before it
     slow = replace(arch, bandwidth=1) if name == "rdna3" else None
-    assert slow is None or place(o, [gate_up], slow) == "launch"
+    assert slow is None or place(o, (gate_up,), slow) == "launch"
 
 
 @pytest.mark.full
