@@ -48,15 +48,20 @@ def code(artifact):
     return code
 
 
-def statistics(kernels, profile):
-    """What RADV makes of kernels, by name of the module, of which it refuses none; skips without RADV."""
+def reported(kernels, profile):
+    """(what RADV makes of kernels, of how many modules); skips without RADV."""
     modules = compile_spirv(kernels, profile).modules
     shaders = [radv.Shader(name, one.binary, tuple(one.block), profile.push) for name, one in modules.items()]
     try:
-        report = radv.statistics(shaders, profile)
+        return radv.statistics(shaders, profile), len(modules)
     except UserError as error:
         pytest.skip(str(error))
-    assert len(report.kernels) == len(modules), report.refused
+
+
+def statistics(kernels, profile):
+    """The same by name of the module; it refuses none."""
+    report, count = reported(kernels, profile)
+    assert len(report.kernels) == count, report.refused
     return report.kernels
 
 
@@ -211,12 +216,7 @@ def test_products_of_matrices_use_no_scratch(fmt, arch):
         kernels |= {
             f"{kind}_{m}": built(op, profile, kind) for kind, op in zip(("linear", "gate_up"), ops, strict=True)
         }
-    modules = compile_spirv(kernels, profile).modules
-    shaders = [radv.Shader(name, one.binary, tuple(one.block), profile.push) for name, one in modules.items()]
-    try:
-        report = radv.statistics(shaders, profile)
-    except UserError as error:
-        pytest.skip(str(error))
+    report, _ = reported(kernels, profile)
     if int(re.search(r"Mesa (\d+)", report.device)[1]) < 25:
         pytest.skip(f"{report.device} knows no cooperative matrices")
     for name, compiled in report.kernels.items():
