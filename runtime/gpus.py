@@ -23,7 +23,7 @@ class Chip:
     dot: str  # instruction for four int8 products added to an int32: "sdot4", "sudot4" (signs chosen per operand) or ""
     units: int  # compute units of the first product: how many workgroups fill the GPU
     bandwidth: float  # GB/s of device memory, of the first product (a table's figure, not a measurement)
-    clock: float  # GHz under load: boost or "game" clock
+    clock: float  # GHz of the first product at best: AMD's "boost" or "peak engine" clock, for bounds
     products: tuple[str, ...]  # names that users may call it, lower case without blanks, the usual one first
     unified: bool = False  # an APU: its memory is the host's
     lds: int = 64 * KIB  # bytes of LDS that one workgroup may have
@@ -43,31 +43,31 @@ CHIPS = {
         # one of MI250's two dies
         Chip("gfx90a", "cdna2", "sdot4", 104, 1638, 1.7, ("mi210", "mi250", "mi250x"), registers=512),
         Chip("gfx942", "cdna3", "sdot4", 304, 5300, 2.1, ("mi300x", "mi300a", "mi325x", "mi300"), registers=512),
-        Chip("gfx950", "cdna4", "sdot4", 256, 8000, 2.4, ("mi350x", "mi355x", "mi350"), lds=160 * KIB, registers=512),
-        Chip("gfx1010", "rdna1", "", 40, 448, 1.9, ("5700xt", "5700", "5600xt", "navi10")),
-        Chip("gfx1011", "rdna1", "sdot4", 36, 512, 1.9, ("v520", "navi12")),
-        Chip("gfx1012", "rdna1", "sdot4", 22, 224, 1.8, ("5500xt", "5500", "navi14")),
+        Chip("gfx950", "cdna4", "sdot4", 256, 8000, 2.4, ("mi355x", "mi350x", "mi350"), lds=160 * KIB, registers=512),
+        Chip("gfx1010", "rdna1", "", 40, 448, 1.905, ("5700xt", "5700", "5600xt", "navi10")),
+        Chip("gfx1011", "rdna1", "sdot4", 36, 512, 1.6, ("v520", "navi12")),
+        Chip("gfx1012", "rdna1", "sdot4", 22, 224, 1.845, ("5500xt", "5500", "navi14")),
         Chip("gfx1030", "rdna2", "sdot4", 72, 512, 2.25, ("6800xt", "6900xt", "6950xt", "6800", "w6800", "navi21"),
         mach=0x36),
-        Chip("gfx1031", "rdna2", "sdot4", 40, 384, 2.4, ("6700xt", "6750xt", "6700", "navi22"), mach=0x37),
-        Chip("gfx1032", "rdna2", "sdot4", 32, 256, 2.4, ("6600xt", "6600", "6650xt", "navi23"), mach=0x38),
+        Chip("gfx1031", "rdna2", "sdot4", 40, 384, 2.58, ("6700xt", "6750xt", "6700", "navi22"), mach=0x37),
+        Chip("gfx1032", "rdna2", "sdot4", 32, 256, 2.59, ("6600xt", "6600", "6650xt", "navi23"), mach=0x38),
         Chip("gfx1033", "rdna2", "sdot4", 8, 88, 1.6, ("steamdeck", "vangogh"), unified=True, mach=0x39),
-        Chip("gfx1034", "rdna2", "sdot4", 16, 144, 2.6, ("6500xt", "6400", "navi24"), mach=0x3e),
+        Chip("gfx1034", "rdna2", "sdot4", 16, 144, 2.815, ("6500xt", "6400", "navi24"), mach=0x3e),
         Chip("gfx1035", "rdna2", "sdot4", 12, 102, 2.4, ("680m", "660m", "rembrandt"), unified=True, mach=0x3d),
         Chip("gfx1036", "rdna2", "sdot4", 2, 83, 2.2, ("610m", "raphael", "graniteridge"), unified=True, mach=0x45),
-        Chip("gfx1100", "rdna3", "sudot4", 96, 960, 2.4, ("7900xtx", "7900xt", "7900gre", "w7900", "w7800", "navi31"),
+        Chip("gfx1100", "rdna3", "sudot4", 96, 960, 2.5, ("7900xtx", "7900xt", "7900gre", "w7900", "w7800", "navi31"),
         registers=1536),
-        Chip("gfx1101", "rdna3", "sudot4", 60, 624, 2.4, ("7800xt", "7700xt", "7700", "w7700", "navi32"),
+        Chip("gfx1101", "rdna3", "sudot4", 60, 624, 2.43, ("7800xt", "7700xt", "7700", "w7700", "navi32"),
         registers=1536),
-        Chip("gfx1102", "rdna3", "sudot4", 32, 288, 2.6, ("7600", "7600xt", "navi33")),
+        Chip("gfx1102", "rdna3", "sudot4", 32, 288, 2.655, ("7600", "7600xt", "navi33")),
         Chip("gfx1103", "rdna3", "sudot4", 12, 120, 2.7, ("780m", "760m", "740m", "phoenix", "hawkpoint", "z1extreme"),
         unified=True),
         Chip("gfx1150", "rdna3", "sudot4", 16, 120, 2.9, ("890m", "880m", "strixpoint"), unified=True),
-        Chip("gfx1151", "rdna3", "sudot4", 40, 256, 2.8, ("8060s", "8050s", "strixhalo", "aimax395", "aimax+395"),
+        Chip("gfx1151", "rdna3", "sudot4", 40, 256, 2.9, ("8060s", "8050s", "strixhalo", "aimax395", "aimax+395"),
         unified=True, registers=1536),
-        Chip("gfx1152", "rdna3", "sudot4", 8, 120, 2.8, ("860m", "840m", "krackan"), unified=True),
-        Chip("gfx1200", "rdna4", "sudot4", 32, 322, 3.1, ("9060xt", "9060", "navi44"), registers=1536, mach=0x48),
-        Chip("gfx1201", "rdna4", "sudot4", 64, 640, 2.9, ("9070xt", "9070", "9070gre", "r9700", "navi48"),
+        Chip("gfx1152", "rdna3", "sudot4", 8, 120, 3.0, ("860m", "840m", "krackan"), unified=True),
+        Chip("gfx1200", "rdna4", "sudot4", 32, 322, 3.13, ("9060xt", "9060", "navi44"), registers=1536, mach=0x48),
+        Chip("gfx1201", "rdna4", "sudot4", 64, 640, 2.97, ("9070xt", "9070", "9070gre", "r9700", "navi48"),
         registers=1536, mach=0x4e),
     )
 }  # fmt: skip
@@ -92,7 +92,7 @@ MEMORY: dict[str, tuple[int, ...]] = {
 # its first product; the Steam Deck's chips have no other names. Source: AMD's and NVIDIA's product pages; of an MI250
 # one of its two dies.
 BANDWIDTH: dict[str, float] = {chip.products[0]: chip.bandwidth for chip in CHIPS.values() if not chip.unified} | {
-    "mi50": 1024, "mi60": 1024, "mi250": 1638, "mi250x": 1638, "mi300a": 5300, "mi325x": 6000, "mi355x": 8000,
+    "mi50": 1024, "mi60": 1024, "mi250": 1638, "mi250x": 1638, "mi300a": 5300, "mi325x": 6000, "mi350x": 8000,
     "5700": 448, "5600xt": 336, "5500": 224, "6950xt": 576, "6900xt": 512, "6800": 512, "w6800": 512, "6750xt": 432,
     "6700": 320, "6650xt": 280, "6600": 224, "6400": 128, "customgpu0405": 88, "customgpu0932": 102,
     "7900xt": 800, "7900gre": 576, "w7900": 864, "w7800": 576, "7700xt": 432, "7700": 624, "w7700": 576, "7600xt": 288,
@@ -198,11 +198,17 @@ DEVICE_KINDS = {
 Unit = Literal["fma", "packed16", "dot4", "matrix16", "matrix8"]
 # Operations per clock of a compute unit (of NVIDIA's: a multiprocessor), a multiplication and an addition being two, by
 # what multiplies: float32 multiply-adds; pairs of float16 (dot2, packed multiply-adds); four int8 (dot4); matrices of
-# float16 and of int8 without sparsity. Each is the best that the unit reaches: RDNA3 and RDNA4 with two operations
-# issued together, which dot4 cannot be (ISA manuals, "Dual Issue VALU"), CDNA2 and later with packed float32. 0: there
-# is no such instruction. Sources: AMD's white papers of CDNA to CDNA 4 ("FLOPS per clock per CU"), "How to accelerate
-# AI applications on RDNA 3 using WMMA" and "Using the Matrix Cores of AMD RDNA 4" of GPUOpen; product pages, which
-# tests compare with these; NVIDIA's Hopper white paper.
+# float16 and of int8 without sparsity. 0: there is no such instruction. Sources, each figure compared with them:
+# - matrices: AMD's calculator of matrix instructions (github.com/ROCm/amd_matrix_instruction_calculator), of the shapes
+#   that kernels use: per compute unit of CDNA 1 to 3, half of a work group processor of RDNA 3 and 4; CDNA 4's white
+#   paper ("AMD CDNA 4 architecture", peak rates); "AMD matrix cores" and "Using the Matrix Cores of AMD RDNA 4
+#   architecture GPUs" of GPUOpen, which tabulate MI100, MI250X, RDNA 2, 3 and 4 per clock and compute unit;
+# - fma: the same two (MI100, MI250X); CDNA 2 and later with packed float32 (white papers of CDNA 2 to 4); RDNA 3 and 4
+#   with two operations that are issued together (ISA guides, "Dual Issue VALU");
+# - packed16: the table of GPUOpen (RDNA 2; RDNA 3 with pairs that are issued together), product pages ("peak half
+#   precision"); of CDNA one instruction a clock in each of 64 lanes (ISA guides, V_PK_FMA_F16, V_DOT2_F32_F16);
+# - dot4: V_DOT4 in 64 lanes a clock (ISA guides): none is among those that are issued together.
+# Tests compare them with product pages, too. NVIDIA's: Hopper white paper.
 RATES: dict[str, dict[Unit, int]] = {
     family: dict(zip(("fma", "packed16", "dot4", "matrix16", "matrix8"), rates, strict=True))
     for family, rates in {

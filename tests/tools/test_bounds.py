@@ -74,7 +74,7 @@ def test_shares_are_bounds_over_times(engine, name, measured, gbps):
     made = engine(name)
     limits = bounds.limits_on(made.device, made.artifact.manifest, measured)
     found = kernel_table.measure(made, [1], limits)
-    assert found["limits"]["rates"]["matrix16"] == pytest.approx(96 * 2.4e9 * 512)
+    assert found["limits"]["rates"]["matrix16"] == pytest.approx(96 * 2.5e9 * 512)
     kernels = {row["kernel"]: row for row in found["kernels"]}
     for kernel, moved, seconds in (("last", HEAD.nbytes, LAUNCH), ("mix", HEAD.nbytes + 21 * 4 * WIDTH, 2 * LAUNCH)):
         row = kernels[kernel]

@@ -108,10 +108,35 @@ def test_rates_give_the_peaks_that_product_pages_state(product, units, ghz, unit
     assert units * ghz * RATES[PRODUCTS[product].family][unit] / 1e3 == pytest.approx(peak, rel=0.005)
 
 
+@pytest.mark.parametrize(
+    ("name", "unit", "peak"),  # of AMD's product pages of the chip's first product: TFLOPS
+    [
+        ("gfx90a", "fma", 45.3),
+        ("gfx942", "fma", 163.4),
+        ("gfx950", "fma", 157.3),
+        ("gfx1010", "fma", 9.75),
+        ("gfx1011", "fma", 7.4),
+        ("gfx1012", "fma", 5.2),
+        ("gfx1030", "fma", 20.74),
+        ("gfx1031", "fma", 13.21),
+        ("gfx1032", "fma", 10.6),
+        ("gfx1034", "fma", 5.77),
+        ("gfx1100", "fma", 61.4),
+        ("gfx1101", "fma", 37.3),
+        ("gfx1102", "fma", 21.75),
+        ("gfx1151", "packed16", 59.4),
+        ("gfx1200", "fma", 25.6),
+        ("gfx1201", "matrix16", 195.0),
+    ],
+)
+def test_a_chip_reaches_the_peak_of_its_first_product(name, unit, peak):
+    assert limits_of(name).rates[unit] / 1e12 == pytest.approx(peak, rel=0.005)
+
+
 def test_limits_of_a_device():
-    """By hand: 96 compute units at 2.4 GHz; a product's bandwidth and chip decide where the driver's name tells it."""
+    """By hand: 96 compute units at 2.5 GHz; a product's bandwidth and chip decide where the driver's name tells it."""
     gfx1100 = limits_of("gfx1100")
-    assert gfx1100.bandwidth == 960e9 and gfx1100.rates["matrix16"] == pytest.approx(96 * 2.4e9 * 512)
+    assert gfx1100.bandwidth == 960e9 and gfx1100.rates["matrix16"] == pytest.approx(96 * 2.5e9 * 512)
     assert limits(ARCHS["gfx1100"]) == gfx1100 == limits_of("rdna3", "AMD Radeon RX 7900 XTX (RADV NAVI31)")
     assert limits_of("rdna3:matrix=none", "AMD Radeon RX 7900 XT") == gfx1100._replace(bandwidth=800e9)
     assert "matrix16" not in limits_of("gfx1030").rates
