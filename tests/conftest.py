@@ -40,8 +40,8 @@ os.environ.setdefault("PYTHONPYCACHEPREFIX", str(REPO / ".pytest_cache" / "bytec
 SHADERS = REPO / ".pytest_cache" / "mesa"
 SHADERS.mkdir(parents=True, exist_ok=True)
 os.environ.setdefault("MESA_SHADER_CACHE_DIR", str(SHADERS))
-# So do the ISA emulator's compiled operations; a file for each worker, since they would wait for each other's locks.
-os.environ.setdefault("CACHEDB", str(SHADERS.parent / f"emulator-{os.environ.get('PYTEST_XDIST_WORKER', 'one')}.db"))
+# So do the ISA emulator's compiled operations, which all workers share.
+os.environ.setdefault("GFXEMU_OPERATIONS", str(SHADERS.parent / "emulator"))
 # Mesa's CPU driver compiles in a quarter less time when it does not optimize, which gains nothing on small kernels.
 os.environ.setdefault("GALLIVM_PERF", "nopt")
 # And object code of the CPU's kernels.

@@ -3,14 +3,17 @@ gfx950); a library: tests use it.
 
 The emulator is not part of this repository. It is a folder (GFXEMU, default ../shared/tools/gfxemu beside the
 repository) with `run_hsaco.py`, `mixed.py` and the part of tinygrad a9069c177 that they drive; TINYGRAD_SRC names
-another checkout of tinygrad. It compiles its operations with clang. Corrections to tinygrad that run_hsaco.py lacks are
-made here; each states what hardware does.
+another checkout of tinygrad. It compiles its operations with clang, a third of a second each, which takes most of a
+short run's time: GFXEMU_OPERATIONS may name a folder that keeps them for other processes. Corrections to tinygrad that
+run_hsaco.py lacks are made here; each states what hardware does.
 """
 
 import functools
+import hashlib
 import importlib
 import inspect
 import os
+import pickle
 import shutil
 import sys
 import tempfile
@@ -23,6 +26,7 @@ import numpy as np
 from mlc_amd.runtime.errors import UserError
 
 FOLDER = Path(os.environ.get("GFXEMU", Path(__file__).resolve().parents[3] / "shared" / "tools" / "gfxemu"))
+KEPT = os.environ.get("GFXEMU_OPERATIONS", "")
 CLANGS = ("clang", *(f"clang-{version}" for version in range(22, 16, -1)))
 SNAPSHOT = (
     6  # the emulator's buffers are numbered 0..5, 1 the vector registers; here: their copy from before the instruction
@@ -107,11 +111,15 @@ def load():
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
     _provide_clang()
+    if KEPT:
+        os.environ["CCACHE"] = "0"  # tinygrad's own cache, a file that processes would wait for
     run_hsaco = importlib.import_module("run_hsaco")
 
     emu = run_hsaco.emulator()
     if not hasattr(emu, "corrected"):
         _correct(emu)
+        if KEPT:
+            _keep_operations(emu, Path(KEPT) / _version()[:16])
         emu.corrected = True
     return run_hsaco
 
@@ -178,6 +186,45 @@ def _correct(emu):
         return (SimpleNamespace(arg=SimpleNamespace(globals=places)), SimpleNamespace(fxn=run)), inst
 
     emu._decode_at = decode_at
+
+
+def _version() -> str:
+    """Of what operations are compiled by: the emulator's modules, its corrections, and the CPU that runs them."""
+    names = [n for n in sys.modules if n == "run_hsaco" or n.startswith(("tinygrad.", "test.mockgpu."))]
+    files = [Path(file) for n in sorted(names) if (file := getattr(sys.modules[n], "__file__", None))]
+    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    return hashlib.sha256(cpu.encode() + b"".join(file.read_bytes() for file in [*files, Path(__file__)])).hexdigest()
+
+
+def _keep_operations(emu, folder: Path) -> None:
+    """Compiled operations are taken from `folder`, a file each, and new ones put there. Any number of processes may do
+    so at once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    known, device = emu._canonical_runner_cache, emu.Device["CPU"]
+
+    for path in folder.glob("*.operation"):
+        operation = pickle.loads(path.read_bytes())
+        module, name = operation["type"]
+        program = SimpleNamespace(arg=SimpleNamespace(globals=operation["globals"]))
+        code = {"name": operation["name"], "lib": operation["lib"], "signature": ()}
+        runner = device.runtime(SimpleNamespace(**code, target=SimpleNamespace(renderer="")))
+        known.append((getattr(importlib.import_module(module), name), *operation["pattern"], (program, runner)))
+    compiled = emu._get_runner
+
+    def get_runner(instruction: bytes, arch: str):
+        before = len(known)
+        found = compiled(instruction, arch)
+        for kind, *pattern, (program, runner) in known[before:]:
+            operation = {"type": (kind.__module__, kind.__name__), "pattern": pattern, "name": runner.name}
+            operation |= {"globals": list(program.arg.globals), "lib": program.to_elf().lib}
+            data = pickle.dumps(operation)
+            path = folder / f"{hashlib.sha256(repr((operation['type'], pattern)).encode()).hexdigest()[:32]}.operation"
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_bytes(data)
+            part.replace(path)
+        return found
+
+    emu._get_runner = get_runner
 
 
 def emulate(module, function: str, arrays: dict[str, np.ndarray], wave_order="rev"):
