@@ -100,8 +100,9 @@ class GpuTarget(Target):
             return self.matrix_layout
         return self._layout(formats[0].kind, tile > 1)
 
-    def head_layout(self, m: int, kind: str) -> str:
-        return self._layout(kind, m > FEW)
+    def head_layout(self, m: int, kind: str, k: int) -> str:
+        # units of lanes hold columns of one head only
+        return self._layout(kind, m > FEW and k % (BLOCK * max(1, self.archs[0].lane_blocks)) == 0)
 
     def _layout(self, kind: str, on_matrices: bool) -> str:
         """on_matrices: whether float16 matrix units multiply, where the archs have any."""
@@ -153,7 +154,7 @@ class GpuTarget(Target):
         op = ops.operator_of(call)
         if isinstance(op, Linear) and op.m > FEW and op.k % BLOCK:
             return self._product(bb, call, op)
-        if isinstance(op, HeadLinear) and op.m > FEW and op.k % (BLOCK * max(1, self.archs[0].lane_blocks)):
+        if isinstance(op, HeadLinear) and op.m > FEW and op.k % BLOCK:
             return self._head_product(bb, call, op)
         return super()._call(bb, call)
 

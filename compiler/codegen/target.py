@@ -85,8 +85,8 @@ class Target(ABC):
         """The same for linears of experts, whose weights have these formats."""
         return self.act_layout(m, formats[0].kind)
 
-    def head_layout(self, m: int, kind: str) -> str:
-        """The same for linears with a matrix for each head."""
+    def head_layout(self, m: int, kind: str, k: int) -> str:
+        """The same for linears with a matrix of k columns for each head."""
         return self.act_layout(m, kind)
 
     def layer(self, attention: AttentionConfig, ctx: int) -> Attention:

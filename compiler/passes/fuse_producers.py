@@ -40,11 +40,15 @@ def quantize_activations(mod, target):
         op = ops.operator_of(call)
         if not isinstance(op, LINEARS) or (isinstance(op, Linear) and op.exact):
             return None
-        layout_of = {Linear: target.act_layout, HeadLinear: target.head_layout}.get(type(op))
-        if layout_of and op.k % BLOCK:
+        if isinstance(op, Linear | HeadLinear) and op.k % BLOCK:
             return None  # float weights: no layout of ours has part of a block
         formats = [FORMATS[fmt] for fmt in op.formats]
-        layout = layout_of(op.m, formats[0].kind) if layout_of else target.expert_layout(op.m, formats)
+        if isinstance(op, Linear):
+            layout = target.act_layout(op.m, formats[0].kind)
+        elif isinstance(op, HeadLinear):
+            layout = target.head_layout(op.m, formats[0].kind, op.k)
+        else:
+            layout = target.expert_layout(op.m, formats)
         if not layout:
             return None
         state, x, *rest = call.args

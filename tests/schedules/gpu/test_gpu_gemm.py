@@ -16,6 +16,7 @@ import workloads
 from samples import sample
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
+from mlc_amd.compiler.codegen.target import make_target
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.arch import resolve
 from mlc_amd.schedules.gpu.linear.gemm import gate_up_swiglu, linear
@@ -346,17 +347,32 @@ def test_rows_out_of_matrix_units_are_refused():
         gate_up_swiglu(workloads.gate_up_op("q4_0", "q4_0", 64, 256, 16, "lanes:2", "rows"), resolve("gfx1100"), "f")
 
 
+HEAD_LAYOUTS = [  # of activations of 16 tokens and a matrix of k columns for each head
+    ("gfx1100", 256, "lanes:2"), ("gfx1100", 96, "rows"), ("gfx942", 256, "lanes:4"), ("gfx942", 192, "rows"),
+]  # fmt: skip
+
+
+def head_operator(heads: int, n: int, k: int, m: int, layout: str):
+    return workloads.operator("head_linear", {"fmt": "q8_0", "heads": heads, "n": n, "k": k, "m": m, "layout": layout})
+
+
+@pytest.mark.parametrize(("arch", "k", "layout"), HEAD_LAYOUTS)
+def test_units_of_lanes_hold_columns_of_one_head(arch, k, layout):
+    """Else the kernel takes int8 blocks, of which each is of one head."""
+    assert make_target("rocm", arch).head_layout(16, "int8", k) == layout
+    assert head_linear(head_operator(3, 48, k, 16, layout), resolve(arch), "f")
+
+
 @pytest.mark.full
 @pytest.mark.emulator
-@pytest.mark.parametrize("arch_name", ["gfx1100", "gfx942"])
-def test_a_matrix_for_each_head(arch_name):
-    arch, m, heads, n, k = resolve(arch_name), 16, 3, 48, 256
-    layout = placed(MATRIX, arch)
+@pytest.mark.parametrize(("arch_name", "k", "layout"), HEAD_LAYOUTS)
+def test_a_matrix_for_each_head(arch_name, k, layout):
+    arch, m, heads, n = resolve(arch_name), 16, 3, 48
     inputs, x, rounded = problem(layout, m, heads * k)
     planes, w = weights("q8_0", heads * n, k, 4)
     arrays = {"state": state(m), **inputs, "Y": np.full((m, heads * n), np.nan, np.float32)}
     arrays |= {f"W_{p}": plane for p, plane in planes.items()}
-    op = workloads.operator("head_linear", {"fmt": "q8_0", "heads": heads, "n": n, "k": k, "m": m, "layout": layout})
+    op = head_operator(heads, n, k, m, layout)
     emulate(compile_hsaco({"f": head_linear(op, arch, "f")}, arch), "f", arrays)
     parts = zip(x.reshape(m, heads, k).swapaxes(0, 1), rounded(w).reshape(heads, n, k), strict=True)
     assert error(arrays["Y"], np.concatenate([mine @ of.T for mine, of in parts], axis=1)) < TOLERANCE
