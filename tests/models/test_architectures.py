@@ -6,7 +6,6 @@ hand: other models, by llama.cpp.
 """
 
 import json
-from pathlib import Path
 
 import architectures
 import numpy as np
@@ -20,11 +19,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions
 from tests.dev.quality import kl_divergence
 
-EXACT = {
-    name: array
-    for path in (Path(__file__).parents[1] / "fixtures").glob("architectures*.npz")
-    for name, array in np.load(path).items()
-}
+EXACT = architectures.exact()
 IDS, POSITIONS = EXACT["ids"], EXACT["positions"]
 MAX_KL = 2e-5  # nats
 MAX_CHANGE = 2e-3  # of the logits' range, however the tokens come

@@ -3,10 +3,10 @@
 from typing import ClassVar
 
 from attention_cases import Case, check_attention
-from emulator_suite import OnArch, SameOnAll, check_model
+from emulator_suite import OnArch, SameOnAll, check_architecture, check_model, compiled_functions
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
-from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.base.arch import resolve
 from mlc_amd.schedules.operators.attention import Rope
@@ -18,11 +18,16 @@ class TestGfx1100(OnArch, SameOnAll):
     today: ClassVar = {"q4_0": 34.7, "q4_k": 39.4, "q6_k": 56.5, "q8_0": 23.7}
     eight: ClassVar = {"q4_0": 72.2, "q4_k": 81.7, "q6_k": 136.6, "q8_0": 46.8}
 
-    def test_model(self, emulator, compiled_for, monkeypatch):
+    def test_model(self, emulator, tmp_path, monkeypatch):
         """A whole tiny model; test_rocm_models has others."""
         monkeypatch.setenv("MLC_AMD_GRAPH", "0")
-        artifact, spec = Artifact.open(compiled_for("rocm", self.arch, "tiny:q4_0", 64)), "tiny:q4_0"
-        check_model(artifact, spec, self.arch, emulator, wave_order=5)
+        artifact = compiled_functions(synthetic("tiny:q4_0"), self.arch, tmp_path / "model")
+        check_model(artifact, "tiny:q4_0", self.arch, emulator, wave_order=5)
+
+    def test_architecture(self, emulator, tmp_path, monkeypatch):
+        """Layers that keep a state; test_rocm_models has others."""
+        monkeypatch.setenv("MLC_AMD_GRAPH", "0")
+        check_architecture("lfm2", self.arch, emulator, tmp_path)
 
     def test_attention_with_a_window_takes_the_time_of_the_window(self):
         """Decode with sinks: the longer context takes no more instructions."""

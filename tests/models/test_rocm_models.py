@@ -7,7 +7,7 @@ import architectures
 import numpy as np
 import pytest
 import reference
-from emulator_suite import MAX_KL, check_model, emulated_device
+from emulator_suite import MAX_KL, check_architecture, check_model, emulated_device
 from samples import sample
 
 from mlc_amd.compiler.codegen import hsaco
@@ -155,29 +155,19 @@ def test_steps_that_begin_ahead_in_the_emulator(rocm, emulator, arch, options, m
     assert answers() == found
 
 
-@pytest.mark.full
+ARCHITECTURES = (
+    "llama", "qwen3", "qwen3moe", "gpt-oss", "gemma3", "gemma4", "deepseek2", "kimi-linear", "lfm2", "qwen35",
+    "granitehybrid",
+)  # fmt: skip
+
+
+@pytest.mark.full  # test_emulator_gfx1100.py has one
 @pytest.mark.emulator
-@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
-@pytest.mark.parametrize(
-    "name", ["qwen3moe", "gpt-oss", "gemma3", "gemma4", "deepseek2", "kimi-linear", "lfm2", "qwen35", "granitehybrid"]
-)
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942", "gfx950"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architecture_in_the_emulator(emulator, tmp_path, name, arch, monkeypatch):
-    """A prefill chunk and a decode step give the logits of target cpu; the last rows are beyond the first window."""
     monkeypatch.setenv("MLC_AMD_GRAPH", "0")
-    ids, logits = np.random.default_rng(7).integers(0, 1024, 31), []
-    for target in ("cpu", "rocm"):
-        compile_model(
-            architectures.tiny(name),
-            tmp_path / target,
-            CompileOptions(target=target, arch="native" if target == "cpu" else arch, ctx=64),
-        )
-        if target == "cpu":
-            engine = Engine.load(tmp_path / target)
-        else:
-            artifact = Artifact.open(tmp_path / target)
-            engine = Engine(artifact, emulated_device(artifact, arch, emulator))
-        logits.append([engine.prefill(ids[:30]), engine.decode(int(ids[30]))])
-    assert kl_divergence(*(np.stack(last) for last in logits)) < MAX_KL
+    check_architecture(name, arch, emulator, tmp_path)
 
 
 @pytest.mark.full

@@ -170,6 +170,12 @@ def tiny(name: str, form: str = "f16") -> GGUFModel:
     return synthetic(f"tiny-qwen2:{form}", keys=architecture | keys, tensors=tensors)
 
 
+def exact() -> dict[str, np.ndarray]:
+    """By name of MODELS, the logits [positions, vocab] of `tiny` models after the tokens at `positions` of `ids`."""
+    fixtures = (Path(__file__).parents[1] / "fixtures").glob("architectures*.npz")
+    return {name: array for path in fixtures for name, array in np.load(path).items()}
+
+
 def _predictor(layer: int, *own: str) -> tuple[str, ...]:
     """The tensors of a layer of multi-token prediction that tell that there is one, and `own` ones."""
     names = "attn_norm", *(f"nextn.{name}" for name in ("eh_proj", "enorm", "hnorm", *own))

@@ -5,19 +5,25 @@ The emulator compiles an instruction set's operations once a process, which take
 file, which one worker of pytest-xdist runs: test_emulator_gfx1100.py and so on derive from `OnArch` and `SameOnAll`.
 """
 
+from pathlib import Path
 from typing import ClassVar
 
+import architectures
 import numpy as np
 import pytest
 import reference
 from attention_cases import Case, Rows, check_attention, check_output, outputs, pack
 from workloads import linear_op
 
+from mlc_amd.compiler.codegen.gpu_target import GpuTarget
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
-from mlc_amd.compiler.gguf import synthetic
+from mlc_amd.compiler.gguf import GGUFModel, synthetic
+from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.engine.engine import Engine
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.attention.attention_step import scratch_shapes
 from mlc_amd.schedules.gpu.base.arch import resolve
@@ -49,15 +55,46 @@ EXPERTS = ("q4_k", "rows q8_0")  # cases of test_gpu_experts: one row, several
 GEMM = (("mixed-matrix", "residual-matrix", "gates-float"), ("small-matrix",))
 
 
+# Of a model in the emulator: one row, a chunk, whose linear layers are on matrix units, and what none can do without.
+# Compiling all functions takes LLVM most of a test's time.
+FUNCTIONS = ("decode", "prefill_64", "score_64")
+
+
+def compiled_functions(model: GGUFModel, arch: str, out: Path) -> Artifact:
+    """The model with 64 tokens of context and FUNCTIONS."""
+    every = GpuTarget.functions
+
+    def functions(self, ctx):
+        return [function for function in every(self, ctx) if function.name in FUNCTIONS]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GpuTarget, "functions", functions)
+        compile_model(model, out, CompileOptions(target="rocm", arch=arch, ctx=64))
+    return Artifact.open(out)
+
+
 def check_model(artifact, spec: str, arch: str, run_hsaco, wave_order) -> None:
-    """Decode steps and a prefill chunk against the numpy reference: the rocm device itself, on AMD's calls answered by
-    the emulator. MLC_AMD_GRAPH must be 0: the comparison of graphs at load would run everything six times."""
+    """Ten tokens, a chunk and decode steps against the numpy reference: the rocm device itself, on AMD's calls answered
+    by the emulator. MLC_AMD_GRAPH must be 0: the comparison of graphs at load would run everything six times."""
     device = emulated_device(artifact, arch, run_hsaco, wave_order)
-    ids = np.random.default_rng(7).integers(0, 1024, 12)
+    ids = np.random.default_rng(7).integers(0, 1024, 48)
     exact = reference.forward(synthetic(spec), ids)
     engine = Engine(artifact, device)
-    last = [engine.prefill(ids[:10]), *(engine.decode(int(i)) for i in ids[10:])]
-    assert kl_divergence(exact[9:], np.stack(last)) < MAX_KL
+    last = [engine.prefill(ids[:10]), engine.prefill(ids[10:46]), *(engine.decode(int(i)) for i in ids[46:])]
+    assert kl_divergence(exact[[9, *range(45, 48)]], np.stack(last)) < MAX_KL
+
+
+def check_architecture(name: str, arch: str, run_hsaco, folder: Path) -> None:
+    """Two chunks on matrix units and three decode steps of a model of architectures.py, beyond its window, against
+    exact logits. MLC_AMD_GRAPH as for `check_model`."""
+    artifact = compiled_functions(architectures.tiny(name), arch, folder / "model")
+    engine = Engine(artifact, emulated_device(artifact, arch, run_hsaco))
+    exact = architectures.exact()
+    ids, (first, last) = exact["ids"], exact["positions"]
+    found = [engine.prefill(ids[: first + 1])]
+    engine.prefill(ids[first + 1 : last - 2])
+    found.append([engine.decode(int(i)) for i in ids[last - 2 :]][-1])
+    assert kl_divergence(exact[name], np.stack(found)) < MAX_KL
 
 
 def emulated_device(artifact, arch: str, run_hsaco, wave_order=5, kv: KvSize = ONE_SEQUENCE) -> HipDevice:
