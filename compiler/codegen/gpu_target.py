@@ -30,9 +30,7 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, planes
 from mlc_amd.schedules.gpu.base.quantize import TOKENS
 from mlc_amd.schedules.gpu.base.step import FEW
 from mlc_amd.schedules.gpu.experts.route import scratch_shapes as route_scratch
-from mlc_amd.schedules.gpu.linear import lane_tiles, norm_place
-from mlc_amd.schedules.gpu.linear.gemv_matrix import ROWS as INT8_ROWS
-from mlc_amd.schedules.gpu.linear.gemv_matrix_tiles import has_unit
+from mlc_amd.schedules.gpu.linear import norm_place
 from mlc_amd.schedules.operators import GateUp, HeadLinear, Linear, NormPlace
 from mlc_amd.schedules.operators.attention import SLOTS
 
@@ -68,15 +66,11 @@ class GpuTarget(Target):
                 raise UserError(f"{first.name} and {other.name} need different layouts; compile an artifact for each")
 
     def functions(self, ctx: int) -> list[FunctionSpec]:
-        # Few rows are GEMVs; of INT8_ROWS rows on int8 matrix units, where 32 take half the time of a GEMM of 64 by the
-        # static model. On an H200 matrix units compute 16 rows in less time than two steps of FEW take. Kernels without
-        # dot products take LLVM several times as long: fewer sizes.
-        if self._takes_lanes:  # whose time grows with every size
-            steps, chunks = [FEW, 16, 32, SLOTS], [64, 128, 512]
-        else:
-            dot, matrix = all(arch.dot for arch in self.archs), bool(self.archs[0].matrix)
-            more = INT8_ROWS[1:] if self._int8_matrices else (16,) if matrix else ()
-            steps, chunks = [*([FEW] if dot else []), *more, SLOTS], [64, 512]
+        # On an H200 matrix units compute 16 rows in less time than two steps of FEW take; where their lanes are known,
+        # time grows with every size. Kernels without dot products take LLVM several times as long: fewer sizes.
+        first, dot = self.archs[0], all(arch.dot for arch in self.archs)
+        few = [FEW, 16, 32] if first.lane_blocks else [FEW, 16] if first.matrix else [FEW] if dot else []
+        steps, chunks = [*few, SLOTS], [64, 128, 512] if self._small_tiles else [64, 512]
         chunks = [m for m in chunks if m <= max(ctx, 64)]
         longest = chunks[-1]
         return [
@@ -88,17 +82,11 @@ class GpuTarget(Target):
         ]
 
     def act_layout(self, m: int, kind: str) -> str:
-        if m in INT8_ROWS and kind == "int8" and self._int8_matrices:
-            return "rows"
-        if self._takes_lanes and m > 1:
-            return self.matrix_layout
-        return self._layout(kind, m > FEW)
+        # matrix units whose lanes are known need not wait for more rows: lanes decode weights right into their operands
+        return self._layout(kind, m > (1 if self.archs[0].lane_blocks else FEW))
 
     def expert_layout(self, m: int, formats: list[Format]) -> str:
-        tile = self.expert_tile(m)
-        if self._takes_lanes and tile > 1 and lane_tiles.suits_experts(tile, formats):
-            return self.matrix_layout
-        return self._layout(formats[0].kind, tile > 1)
+        return self._layout(formats[0].kind, self.expert_tile(m) > 1)
 
     def head_layout(self, m: int, kind: str, k: int) -> str:
         # units of lanes hold columns of one head only
@@ -117,19 +105,13 @@ class GpuTarget(Target):
         return f"lanes:{blocks}" if blocks else "pairs"
 
     @property
-    def _int8_matrices(self) -> bool:
-        """Whether linears of INT8_ROWS rows take int8 matrix units."""
-        return all(has_unit(arch) for arch in self.archs)
-
-    @property
-    def _takes_lanes(self) -> bool:
-        """Whether linears of two tokens and more take matrix units, which are of no more tokens than FEW; else those of
-        more than FEW, if there are any."""
+    def _small_tiles(self) -> bool:
+        """Whether the lanes of matrices of no more tokens than FEW are known."""
         return all(arch.lane_matrix and arch.lane_matrix[1] <= FEW for arch in self.archs)
 
     def expert_tile(self, m: int) -> int:
-        lanes = self._takes_lanes
-        return 1 if m <= SINGLE_ROWS[lanes] else EXPERT_TILES[lanes][m > SOME]
+        small = self._small_tiles
+        return 1 if m <= SINGLE_ROWS[small] else EXPERT_TILES[small][m > SOME]
 
     def cache_types(self, attention: AttentionConfig, ctx: int) -> TensorTypes:
         return cache_types(self.layer(attention, ctx))

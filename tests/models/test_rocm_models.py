@@ -109,7 +109,7 @@ def test_in_the_emulator(rocm, emulator, spec, arch, wave_order, monkeypatch):
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
 @pytest.mark.parametrize("count", [5, 12, 20])
 def test_steps_of_many_sequences_in_the_emulator(rocm, emulator, arch, count, monkeypatch):
-    """Steps of 8, 16 and 32 rows, which take int8 matrix units: of each sequence the logits of its tokens."""
+    """Steps of 8, 16 and 32 rows, which take matrix units: of each sequence the logits of its tokens."""
     monkeypatch.setenv("MLC_AMD_GRAPH", "0")
     artifact = rocm("tiny-qwen3:q4_k", "gfx942") if arch == "gfx942" else rocm("tiny:q4_0", TWO)
     spec = "tiny-qwen3:q4_k" if arch == "gfx942" else "tiny:q4_0"

@@ -241,11 +241,14 @@ def computed_here(arch: Device, x: Expr) -> Expr:
     return x if arch.api == "vulkan" else _permuted(x, DPP[0])
 
 
-def _reduced(arch: Device, x: Expr, name: str, op: Callable[[Expr, Expr], Expr], width: int | None) -> Expr:
-    """op over `width` (a power of two, default: the wave) neighbouring lanes, the same in all of them. `op(x, y)` is
-    commutative and associative, on float32, int32 or uint32 words; name: its on Vulkan. All lanes must be active."""
-    lanes, distance = width or arch.wave, 1
-    if arch.api == "vulkan" and lanes == arch.wave:
+def _reduced(
+    arch: Device, x: Expr, name: str, op: Callable[[Expr, Expr], Expr], width: int | None, stride: int = 1
+) -> Expr:
+    """op over `width` (a power of two, default: the wave) lanes that are `stride` apart, the same in all of them.
+    `op(x, y)` is commutative and associative, on float32, int32 or uint32 words; name: its on Vulkan. All of these
+    lanes must be active."""
+    lanes, distance = (width or arch.wave) * stride, stride
+    if arch.api == "vulkan" and width in (None, arch.wave):
         return _vk_across(x, f"reduce_{name}")
     while distance < lanes:
         x = T.Bind(op(x, shuffle_xor(arch, x, MIRROR.get(distance, distance))))
@@ -260,9 +263,9 @@ def any_lane(arch: Device, x: Expr) -> Expr:
     return T.Bind(intrin(f"int{arch.wave}", "llvm.amdgcn.ballot", x) != tirx.const(0, f"int{arch.wave}"))
 
 
-def wave_sum(arch: Device, x: Expr, width: int | None = None) -> Expr:
-    """The sum over `width` neighbouring lanes (default: the wave), the same bits in all of them."""
-    return _reduced(arch, x, "add", lambda a, b: a + b, width)
+def wave_sum(arch: Device, x: Expr, width: int | None = None, stride: int = 1) -> Expr:
+    """The sum over `width` lanes (default: the wave) that are `stride` apart, the same bits in all of them."""
+    return _reduced(arch, x, "add", lambda a, b: a + b, width, stride)
 
 
 def wave_max(arch: Device, x: Expr, width: int | None = None) -> Expr:

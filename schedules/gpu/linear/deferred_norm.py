@@ -20,7 +20,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu.base.device import rcp, wave_sum
 from mlc_amd.schedules.gpu.base.norm import row_scale
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import act_args, clamped, emit_store, store_lanes, store_run
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, clamped, emit_store, store_lanes, store_run
 from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.base.step import all_of, when
 from mlc_amd.schedules.gpu.recurrent.lane_rows import width_of
@@ -47,15 +47,18 @@ class PreparedNorm:
         self.out = act_args(self.m, self.n, self.layout, ["Hn"] if kind_of(self.layout) == "lanes" else ["An", "Sn"])
         self.squares = T.arg("NewSquares", T.buffer((self.m, self.n // self.summed), "float32"))
 
-    def load(self, token: Expr, rows: Sequence[Expr]) -> Loaded:
-        """What `store` takes besides. rows: the first ones of its parts."""
-        return None if self.scale is None else T.Bind(self.scale[token]), [T.Bind(self.G[at(row, 4)]) for row in rows]
+    def load(self, token: Expr, rows: Sequence[Expr], count: int = WIDTH) -> Loaded:
+        """What `store` takes besides. rows: the first ones of its parts, of `count` rows each."""
+        g = [T.Bind(self.G[at(row, count)]) for row in rows]
+        return None if self.scale is None else T.Bind(self.scale[token]), g
 
     def store(
-        self, arch: Device, token: Expr, row: Expr, parts: Sequence[Expr], loaded: Loaded, live: Expr | None = None
-    ) -> None:
-        """parts: a float32x4 of rows `row`.. of a token, or two of a run of the layout "lanes". The threads that have
-        the other rows of a sum are neighbours, and must call this, too. live: as of `emit_store`."""
+        self, arch: Device, token: Expr, row: Expr, parts: Sequence[Expr], loaded: Loaded, live: Expr | None = None,
+        stride: int = 1,
+    ) -> None:  # fmt: skip
+        """parts: a float32x4 or float32x8 of rows `row`.. of a token, or two float32x4 of a run of the layout "lanes".
+        The lanes that have the other rows of a sum are `stride` apart, and must call this, too. live: as of
+        `emit_store`."""
         values = [[T.Bind(value) for value in elements(x)] for x in parts]
         scale, g = loaded
         scaled = [v * lane_of(of, i) for x, of in zip(values, g, strict=True) for i, v in enumerate(x)]
@@ -68,7 +71,7 @@ class PreparedNorm:
         totals = []
         for part in values:
             squares = [v * v for v in part]
-            totals.append(wave_sum(arch, T.Bind(sum(squares[1:], squares[0])), self.summed // 4))
+            totals.append(wave_sum(arch, T.Bind(sum(squares[1:], squares[0])), self.summed // len(part), stride))
         with when(all_of([row % self.summed == 0] + ([] if live is None else [live]))):
             T.buffer_store(self.squares, vector(totals), [token, at(row // self.summed, len(totals))])
 

@@ -106,7 +106,7 @@ def span(row: Expr, value: Expr) -> Expr:
 def check_deferred(gemm: Gemm, norm_in: float | None, prepared: int = 0) -> None:
     """ValueError where a norm is deferred, into the kernel or, of `prepared` columns, out of it, and it cannot be."""
     if (norm_in is not None or prepared) and not gemm.completes_norms:
-        raise ValueError("only kernels of the layout 'lanes' complete or prepare norms")
+        raise ValueError("only kernels of the layout 'lanes' complete or prepare norms, where shared memory allows it")
     if prepared % BLOCK:
         raise ValueError(f"a norm of {prepared} columns, which are not whole blocks, cannot be prepared")
 
@@ -131,7 +131,7 @@ def linear(op: Linear, arch: Device, name: str, plan: Tile | None = None) -> tir
             for segment, count in zip(args.segments, counts, strict=True):
                 weight = Weight(segment.fmt, segment.planes, padded(segment.n))
                 runs = bool(op.norm_out) and gemm.has_runs(weight.rows)
-                epilogue = _Epilogue(arch, args, segment, factors, runs)
+                epilogue = _Epilogue(gemm, args, segment, factors, runs)
                 mine = live & (row_tile >= first) & (row_tile < first + count)
                 with where(mine) if quick else once(mine):
                     row0 = T.Bind((row_tile - first) * gemm.tile.rows)
@@ -147,8 +147,8 @@ Loaded = tuple[list[Expr], list[Expr], Any]  # of `_Epilogue.load`
 class _Epilogue:
     """What becomes of the products of a segment's rows. runs: as of `TileWork`."""
 
-    def __init__(self, arch: Device, args: LinearBuffers, segment: Segment, factors: RowFactors | None, runs: bool):
-        self.arch, self.args, self.segment, self.factors, self.runs = arch, args, segment, factors, runs
+    def __init__(self, gemm: Gemm, args: LinearBuffers, segment: Segment, factors: RowFactors | None, runs: bool):
+        self.gemm, self.args, self.segment, self.factors, self.runs = gemm, args, segment, factors, runs
 
     def load(self, token: Expr, row: Expr, lanes: int) -> Loaded:
         """What `store` reads for `lanes` rows of a token, of each part of a run: bias, residual, of a prepared norm."""
@@ -157,7 +157,7 @@ class _Epilogue:
         indices = [at(first, lanes) for first in firsts]
         bias = [] if segment.bias is None else [self._bias(index) for index in indices]
         residual = [] if args.residual is None else [args.residual[token, index] for index in indices]
-        return bias, residual, None if args.prepared is None else args.prepared.load(token, firsts)
+        return bias, residual, None if args.prepared is None else args.prepared.load(token, firsts, lanes)
 
     def _bias(self, index: Expr) -> Expr:
         """bias[index]; the last rows' index stays inside the n biases."""
@@ -192,7 +192,7 @@ class _Epilogue:
         for first, x in zip(self._firsts(row), parts, strict=True):
             T.buffer_store(self.segment.Y, x, [token, span(first, x)])
         if norm is not None and self.args.prepared is not None:
-            self.args.prepared.store(self.arch, token, row, parts, norm)
+            self.args.prepared.store(self.gemm.arch, token, row, parts, norm, stride=self.gemm.row_stride)
 
 
 def _store_staged(

@@ -84,10 +84,8 @@ class LaneGemm(LaneResults):
 
     def factors(self, norm: CompletedNorm | None, token0: Expr, first: Expr, quick: bool) -> RowFactors | None:
         """quick: what they are made of is loaded along with the columns or before them, not after the products."""
-        if norm is None:
-            return None
-        factors = RowFactors(self.arch, norm, self.tile.tokens, token0, self.thread, self.threads, first)
-        if quick and not (self.step_columns and factors.begin(self.step_columns)):
+        factors = super().factors(norm, token0, first, quick)
+        if factors and quick and not (self.step_columns and factors.begin(self.step_columns)):
             factors.load()
         return factors
 

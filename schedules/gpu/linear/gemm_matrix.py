@@ -57,6 +57,8 @@ class MatrixTile(Tile):
 class MatrixGemm(Gemm[MatrixTile]):
     """Activations: H in the layout "lanes". Values are vectors of `unit.acc` rows."""
 
+    row_stride = SIDE
+    cuts_tiles = True
     choices: ClassVar = {
         "tokens": (16, 32, 64, 128), "rows": (16, 32, 64, 128, 256), "waves_m": (1, 2, 4), "waves_n": (1, 2, 4, 8),
         "waves_k": (1, 2, 4, 8),
@@ -79,8 +81,9 @@ class MatrixGemm(Gemm[MatrixTile]):
         self.at_once = min(tile.waves_k, self.tiles_m * self.tiles_n)
         handed = self.at_once * self.weights * lanes * self.unit.acc // QUAD if tile.waves_k > 1 else 0
         self.own = max(exchanged, handed)
-        size = UNIT_BYTES * self.waves * self.own
-        if size > min(of.arch.lds, LDS) or self.threads > of.arch.threads:
+        size, most = UNIT_BYTES * self.waves * self.own, min(of.arch.lds, LDS)
+        self.completes_norms = size + 4 * tile.tokens <= most  # room for the factors
+        if size > most or self.threads > of.arch.threads:
             raise ValueError(f"{tile} takes {size} bytes of LDS and {self.threads} threads")
 
     def loads(self) -> float:
@@ -89,7 +92,7 @@ class MatrixGemm(Gemm[MatrixTile]):
         return self.weights * self.tiles_n * load.block_bytes(self.of.formats[0])
 
     def allocate(self, thread: Expr) -> None:
-        tile, lanes = self.tile, self.arch.wave
+        tile, lanes, self.thread = self.tile, self.arch.wave, thread
         self.lane, wave = T.Bind(thread % lanes), uniform(self.arch, thread // lanes)
         self.wave = wave
         self.wave_m = T.Bind(wave % tile.waves_m * (self.tiles_m * SIDE))
@@ -103,6 +106,9 @@ class MatrixGemm(Gemm[MatrixTile]):
     def emit(self, work: TileWork) -> None:
         self.matrices.clear()
         self._sum_up(work)
+        if work.factors is not None:
+            work.factors.compute()
+            barrier()
         self._finish(work)
 
     def _sum_up(self, work: TileWork) -> None:
@@ -152,7 +158,10 @@ class MatrixGemm(Gemm[MatrixTile]):
         first = T.Bind((work.token0 + self.wave_m) // TOKENS + lane // TOKENS)
         own = lane % TOKENS * self.group + (0 if self.unit.whole else part)
         row = int(work.acts[0].shape[1]) * unit_size(self.group)  # halves of eight tokens
-        return [T.Bind((first + i * (SIDE // TOKENS)) * row + own * RUN) for i in range(self.tiles_m)]
+        tiles = [first + i * (SIDE // TOKENS) for i in range(self.tiles_m)]
+        if self.of.m % self.tile.tokens:  # after the last tokens lanes read these
+            tiles = [T.min(tile, T.int32(-(-self.of.m // TOKENS) - 1)) for tile in tiles]
+        return [T.Bind(tile * row + own * RUN) for tile in tiles]
 
     def _multiply(self, work: TileWork, runs: list[Run], tokens: list[Expr], step: Expr) -> None:
         """Adds the products of a group of columns to the sums. The activations of the next few instructions are loaded
@@ -237,10 +246,11 @@ class MatrixGemm(Gemm[MatrixTile]):
         own_row = T.Bind(lane // SIDE * self.unit.acc)
 
         def store(number: Expr, values: list[Expr]) -> None:
-            """Of place number `number` of the wave; tiles of 16 rows beyond the weight's are left out."""
-            first = T.Bind(row + number % tiles_n * SIDE)
-            with when(work.if_row(first, self.tile.rows)):
-                work.store(T.Bind(token + number // tiles_n * SIDE), T.Bind(first + own_row), values)
+            """Of place number `number` of the wave; tiles of 16 rows beyond the weight's, and tokens beyond the m, are
+            left out."""
+            first, target = T.Bind(row + number % tiles_n * SIDE), T.Bind(token + number // tiles_n * SIDE)
+            with when(work.if_row(first, self.tile.rows)), when(work.if_token(target, self.of.m, self.tile.tokens)):
+                work.store(target, T.Bind(first + own_row), values)
 
         places = self.tiles_m * tiles_n
         for first in range(0, places, self.at_once):
@@ -301,9 +311,9 @@ LEAST_GROUPS = 3  # of columns of each wave, where several share them out
 
 def choose(of: Product) -> MatrixTile:
     """The default tile: that with which the busiest compute unit has least to do, as estimated; of equal ones that
-    with fewest waves along the columns. ValueError unless tokens are a multiple of 16, and columns of 32."""
+    with fewest waves along the columns. ValueError unless columns are a multiple of 32."""
     waves, found = THREADS // of.arch.wave, []
-    for tokens in (size for size in (16, 32, 64, 128) if size <= gemm_tile.whole_tokens(of)):
+    for tokens in [size for size in (16, 32, 64, 128) if of.tokens % size == 0] or [SIDE]:
         for tiles_n in (1, 2, 4):
             for waves_k in (size for size in (1, 2, 4, 8) if size <= waves):
                 tile = MatrixTile(tokens, tiles_n * SIDE * (waves // waves_k), 1, waves // waves_k, waves_k)
@@ -316,6 +326,8 @@ def choose(of: Product) -> MatrixTile:
                     continue
                 if waves_k == 1 or gemm.groups >= LEAST_GROUPS * waves_k:
                     found.append((_load(of, gemm), waves_k, tile))
+    if not found:
+        raise ValueError(f"{of.arch.name} has no tile for {of.tokens} tokens of {of.k} columns")
     return min(found, key=lambda each: each[:2])[-1]
 
 

@@ -138,6 +138,11 @@ class TileWork:
         """Whether the row exists; None: all rows of tiles of that height do."""
         return row < self.rows if self.rows % height else None
 
+    @staticmethod
+    def if_token(token: Expr, m: int, width: int) -> Expr | None:
+        """Whether the token exists; None: all tokens of tiles of that width do."""
+        return token < m if m % width else None
+
 
 TileT = TypeVar("TileT", bound=Tile)
 UnitT = TypeVar("UnitT", bound=UnitTile)
@@ -148,6 +153,7 @@ class Gemm(ABC, Generic[TileT]):
 
     choices            values of each field of the tile that are worth measuring
     rows_side_by_side  rows that neighbouring lanes hold when `store` is called
+    row_stride         how far apart lanes are that hold a token's next rows then, where it prepares norms
     completes_norms    whether it completes and prepares norms (`deferred_norm.py`)
     cuts_tiles         whether tokens may be no multiple of a tile's
     threads            of a workgroup
@@ -155,9 +161,11 @@ class Gemm(ABC, Generic[TileT]):
 
     choices: ClassVar[dict[str, tuple[int, ...]]]
     rows_side_by_side = 1
+    row_stride = 1
     completes_norms = False
     cuts_tiles = False
     threads: int
+    thread: Expr  # as of `allocate`
 
     def __init__(self, of: Product, tile: TileT):
         self.of, self.tile, self.arch, self.k, self.weights = of, tile, of.arch, of.k, of.weights
@@ -198,7 +206,9 @@ class Gemm(ABC, Generic[TileT]):
     def factors(self, norm: CompletedNorm | None, token0: Expr, first: Expr, quick: bool) -> RowFactors | None:
         """The factors of a tile's tokens, of a norm that the kernel completes; None without one. first: whether the
         workgroup writes the norm's scales."""
-        return None
+        if norm is None:
+            return None
+        return RowFactors(self.arch, norm, self.tile.tokens, token0, self.thread, self.threads, first)
 
 
 # ---- steps
@@ -227,7 +237,7 @@ def whole_tokens(of: Product) -> int:
 
 
 def workgroups(tile: Tile, of: Product) -> int:
-    return of.tokens // tile.tokens * -(-of.rows // tile.rows)
+    return -(-of.tokens // tile.tokens) * -(-of.rows // tile.rows)
 
 
 def least_loaded(of: Product, tiles: Iterable[tuple[UnitT, float]]) -> UnitT | None:

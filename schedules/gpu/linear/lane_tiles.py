@@ -274,9 +274,3 @@ def _fitting(of: Product, tile: LaneTile, most: int) -> LaneTile:
             if tile.waves_k == 1:
                 raise
             tile = replace(tile, waves_k=tile.waves_k // 2)
-
-
-def suits_experts(tokens: int, formats: Sequence[Format]) -> bool:
-    """Whether tiles of `tokens` slots of an expert are multiplied here rather than by `gemm_coop.py`, where looking up
-    tables takes less of the time."""
-    return tokens == TOKENS or _is_stageable(formats)

@@ -1,5 +1,5 @@
-"""Which kernels compute a linear layer, and the first half of a feed-forward layer: GEMVs for few tokens, on matrix
-units where the arch has some for them, else GEMMs. And linear layers with a matrix for each head, y[m, h, n] = sum over
+"""Which kernels compute a linear layer, and the first half of a feed-forward layer: GEMVs for few tokens, else GEMMs.
+And linear layers with a matrix for each head, y[m, h, n] = sum over
 k of w[h, n, k] * x[m, h, k], whose launches are those of `gemv.py` for up to FEW tokens, else those of `gemm.py` with
 as many rows of activations as there are tokens and heads."""
 
@@ -17,7 +17,7 @@ from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import FIELDS, act_args
 from mlc_amd.schedules.gpu.base.step import FEW, kernel, live_rows, once, state_arg
 from mlc_amd.schedules.gpu.experts.experts import check_rows
-from mlc_amd.schedules.gpu.linear import gemm, gemv, gemv_matrix, load
+from mlc_amd.schedules.gpu.linear import gemm, gemv, load
 from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork, Weight
 from mlc_amd.schedules.gpu.linear.gemv_plan import linear_splits
 from mlc_amd.schedules.gpu.linear.gemv_rows import Acts, emit_acts, span_of
@@ -31,7 +31,7 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 def module_of(op: Linear | GateUp | ExpertGateUp, arch: Device) -> ModuleType:
     """The module that computes the operator."""
-    return next((gemvs for gemvs in (gemv_matrix, gemv) if gemvs.suits(op, arch)), gemm)
+    return gemv if gemv.suits(op, arch) else gemm
 
 
 @registry.builds(Linear)

@@ -12,10 +12,9 @@ from dataclasses import replace
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.step import FEW
-from mlc_amd.schedules.gpu.linear import gemv, gemv_matrix
+from mlc_amd.schedules.gpu.linear import gemv
 from mlc_amd.schedules.gpu.linear.gemm import engine
 from mlc_amd.schedules.gpu.linear.gemm_tile import product_of
-from mlc_amd.schedules.gpu.linear.gemv_matrix_tiles import SIDE
 from mlc_amd.schedules.gpu.linear.gemv_rows import holds_norm
 from mlc_amd.schedules.gpu.linear.linear import module_of, plans
 from mlc_amd.schedules.gpu.linear.load import block_bytes
@@ -61,16 +60,13 @@ def place(before: Linear | None, readers: tuple[Linear | GateUp, ...], arch: Dev
 
 def _defers(before: Linear, readers: Sequence[Linear | GateUp], layout: str, arch: Device) -> bool:
     """Whether there are kernels for it. In the layout "rows" a workgroup of the layer before has a block of 32 rows:
-    none for devices whose workgroups of GEMVs are to be single waves. Of more than one set of tokens on matrix units
-    registers of small layers would spill."""
+    none for devices whose workgroups of GEMVs are to be single waves."""
     if kind_of(layout) == "lanes":
-        gemm = engine(product_of(before, arch))
-        return before.layout == layout and before.m <= LANES_ROWS and gemm.completes_norms
-    if arch.lone_waves:
+        gemms = [engine(product_of(op, arch)) for op in (before, *readers)] if before.layout == layout else []
+        return bool(gemms) and before.m <= LANES_ROWS and all(gemm.completes_norms for gemm in gemms)
+    if arch.lone_waves or layout != "rows" or before.m > FEW:
         return False
-    modules = [module_of(op, arch) for op in (before, *readers)]
-    most = {gemv: FEW, gemv_matrix: SIDE}
-    return layout == "rows" and all(before.m <= most.get(module, 0) for module in modules)
+    return all(module_of(op, arch) is gemv for op in (before, *readers))
 
 
 def _workgroups(op: Linear | GateUp, arch: Device) -> int:

@@ -251,7 +251,6 @@ def test_deferred_norms_are_of_the_layout_lanes():
 def test_experts(slots, m, n, tile):
     """Slots of experts, both halves of a feed-forward layer; slots of tiles without an expert are left alone."""
     experts, k = Experts(7, 2, slots), 256
-    assert lane_tiles.suits_experts(slots, [lookup("q4_k")])
     groups, ids = assigned(Case("q4_k", m, experts))
     slots = experts.slots(m)
     sizes = {"experts": experts.count, "used": experts.used, "tile": experts.tile, "m": m, "n": n, "k": k}
@@ -366,8 +365,3 @@ def test_tiles_of_gate_and_up_of_many_tokens(m, fmt, rows, tile):
 )
 def test_tiles_of_experts(tokens, k, weights, tile):
     assert lane_tiles.choose(product(["q4_0"] * weights, 4096, 2048, k, weights=weights, expert_slots=tokens)) == tile
-
-
-def test_experts_of_other_formats():
-    assert not any(lane_tiles.suits_experts(64, [lookup(fmt)]) for fmt in ("f16", "iq4_xs"))
-    assert all(lane_tiles.suits_experts(8, [lookup(fmt)]) for fmt in ("f16", "iq4_xs"))

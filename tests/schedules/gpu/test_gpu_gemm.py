@@ -55,9 +55,10 @@ LINEAR |= {f"{name}-float": Case(((name, 48),), 96, layout="", tile=SMALL_DOT) f
 LINEAR |= {
     "mixed-matrix": Case(MIXED, 256, 32, MATRIX, (True, True, False)),
     "mixed-dot": Case(MIXED, 256, 32, "rows", (True, True, False)),
-    "residual-matrix": Case((("q4_0", 41),), 96, 16, MATRIX, (True,), True),
+    "residual-matrix": Case((("q4_0", 41),), 96, 8, MATRIX, (True,), True),  # tokens that are half a tile
     "residual-dot": Case((("q4_0", 41),), 96, 16, "rows", (True,), True),
     "residual-float": Case((("f16", 41),), 96, 16, "", (True,), True, SMALL_DOT),
+    "cut-matrix": Case((("q4_k", 32), ("q5_0", 21)), 512, 24, biases=(False, True), tile=MatrixTile(32, 16, 2, 1, 2)),
     "medium-matrix": Case((("q4_0", 80),), 192, 64),
     "medium-dot": Case((("q4_1", 144),), 64, 64, "rows"),
     # columns that are no whole groups
@@ -69,6 +70,7 @@ LINEAR |= {
     "exact-float": Case((("f32", 41),), 256, 32, "", (True,)),  # on matrix units, too: a router's
     "gates-float": Case((("f32", 1), ("f32", 8)), 128, 32, "", (False, False)),  # a router and another gate, one step
 }
+LINEAR |= {f"eight-{name}-matrix": Case(((name, 16),), 4096, 8) for name in ("q4_0", "q4_k", "q6_k", "q8_0")}
 # name -> (gate format, up format, f, m, layout_in, layout)
 SWIGLU = {
     "small-matrix": ("q4_k", "q6_k", 96, 16, MATRIX, MATRIX),
@@ -94,6 +96,7 @@ SAMPLE = [
     "medium-matrix",
     "large-matrix",
     "shared-matrix",
+    "cut-matrix",
 ]
 MATRIX_SWIGLU = [name for name in SWIGLU if name.endswith("-matrix")]
 DOT = [name for name in LINEAR if name.endswith(("-dot", "-float"))]
@@ -214,12 +217,14 @@ def test_linear(arch, name):
 
 
 def check_linear(arch, name, kernels=None):
+    """The emulator's results."""
     got, expected, results = run_linear(arch, name, LINEAR[name].m, 1, kernels)
     for y, e, (fmt, _) in zip(got, expected, LINEAR[name].segments, strict=True):
         assert error(y, e) < tolerance(fmt, name)
     used = set().union(*(r.by_mnemonic for r in results))
     wanted = {"-matrix": "wmma|mfma", "-dot": "dot4", "-float": "fma"}["-" + name.rsplit("-", 1)[1]]
     assert any(re.search(wanted, mnemonic) for mnemonic in used)
+    return results
 
 
 @pytest.mark.full
@@ -284,7 +289,7 @@ def test_float32_products_use_no_matrix_units(arch_name):
 
 N, K = 4096, 4096
 # by arch with matrix units, tokens of a step
-MATRIX_ARCHS = {"gfx1100": (16, 64, 512), "gfx1201": (16, 512), "gfx942": (16, 512), "gfx908": (16, 512)}
+MATRIX_ARCHS = {"gfx1100": (8, 32, 64, 512), "gfx1201": (8, 32, 512), "gfx942": (8, 32, 512), "gfx908": (16, 512)}
 HEAVY = ("q4_k", "q6_k", "q2_k", "f32")  # those that take most registers
 
 
@@ -328,7 +333,6 @@ def test_dot_kernels_hold_everything_in_registers(arch_name):
 @pytest.mark.parametrize(
     "arch, op",
     [
-        ("gfx1100", workloads.linear_op([("q4_0", 32)], 256, 24, "lanes:2")),  # 24 tokens
         ("gfx1100", workloads.linear_op([("q4_0", 32)], 48, 16, "lanes:2")),  # 48 columns
         ("gfx1100", workloads.linear_op([("q4_0", 32)] * 2, 256, 16, "lanes:2", residual=True)),  # a residual for two
         ("gfx1100", workloads.linear_op([("q4_0", 32)], 256, 16, "lanes:2", ())),  # no flag for the bias

@@ -1,5 +1,5 @@
-"""RMS norms that linear layers of few tokens prepare and complete, in the layout "rows", run in the ISA emulator,
-against numpy; and the rule when they do (`norm_place.py`)."""
+"""RMS norms that linear layers of few tokens prepare and complete, run in the ISA emulator, against numpy; and the rule
+when they do (`norm_place.py`)."""
 
 from dataclasses import replace
 
@@ -13,9 +13,11 @@ from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.base.arch import resolve
+from mlc_amd.schedules.gpu.linear.deferred_norm import MARGIN
 from mlc_amd.schedules.gpu.linear.norm_place import place
 from mlc_amd.schedules.operators import Operator
 from mlc_amd.tools.reference import operators
+from mlc_amd.tools.reference.activations import in_layout, read
 from mlc_amd.tools.reference.case import Case
 from tests.dev.gfxemu import emulate
 from tests.schedules.gpu.test_gpu_gemv import ARCH_NAMES, TOLERANCE, activations, check_no_spills, weights
@@ -88,6 +90,35 @@ def check_completed(arch: str, fmt: str, m: int, k: int, run=emulated):
     return results
 
 
+def check_lanes(arch: str, fmt: str, m: int, run=emulated):
+    """In the layout "lanes": a layer that prepares the norm of its result, and one that completes it."""
+    target = profiles.resolve(arch) if arch in profiles.PROFILES else resolve(arch)
+    lanes, n, k, rng = f"lanes:{target.lane_blocks}", 96, 256, np.random.default_rng(5)
+    (w, planes), x = weights(fmt, n, k, 1, "W0_"), rng.standard_normal((m, k)).astype(np.float16)
+    residual = (1000 * rng.standard_normal((m, n))).astype(np.float32)  # whose squares float16 would hold badly
+    before = (1 / np.sqrt((residual**2).mean(-1) + EPS)).astype(np.float32)  # the factors of an earlier norm
+    g, y = rng.standard_normal(n).astype(np.float32), np.full((m, n), np.nan, np.float32)
+    hidden, squares = in_layout(lanes, np.zeros((m, n))), np.full((m, n // 16), np.nan, np.float32)
+    arrays = state(m) | planes | {"H": in_layout(lanes, x), "R": residual, "NG": g, "NS": before}
+    arrays |= {"Y0": y, "Hn": hidden, "NewSquares": squares}
+    run(linear_op([(fmt, n)], k, m, lanes, residual=True, norm_out=lanes), arch, arrays)
+    exact = x.astype(np.float64) @ w.T + residual
+    assert np.abs(y - exact).max() <= 1e-3 * np.abs(exact).max()
+    np.testing.assert_allclose(squares, (y.astype(np.float64) ** 2).reshape(m, -1, 16).sum(-1), rtol=1e-5)
+    prepared = read(lanes, {"H": hidden}, rows=np.arange(m))[:, :n]
+    scaled = y * g * before[:, None] * MARGIN
+    assert np.abs(prepared - scaled).max() <= 2**-11 * np.abs(scaled).max()
+
+    own = 1 / np.sqrt((y.astype(np.float64) ** 2).mean(-1) + EPS)
+    normed = prepared.astype(np.float64) / before[:, None] / MARGIN * own[:, None]
+    inputs = state(m) | {"H": hidden, "Squares": squares, "Scale": before, "NewScale": np.full(m, np.nan, np.float32)}
+    (w, planes), out = weights("q4_0", 41, n, 2, "W0_"), {"Y0": np.full((m, 48), np.nan, np.float32)}
+    run(linear_op([("q4_0", 41)], n, m, lanes, norm_in=EPS), arch, inputs | planes | out)
+    np.testing.assert_allclose(inputs["NewScale"], own, rtol=1e-5)
+    exact = normed @ w.T
+    assert np.abs(out["Y0"][:, :41] - exact).max() <= 1e-3 * np.abs(exact).max()
+
+
 def as_spirv(op: Operator, profile: str, arrays: dict) -> None:
     """Instead of `emulated`, in the SPIR-V emulator, which finds lanes that race."""
     target = profiles.resolve(profile)
@@ -98,6 +129,13 @@ def as_spirv(op: Operator, profile: str, arrays: dict) -> None:
 def test_norms_as_vulkan_gpus_get_them(m, profile):
     check_prepared(profile, "q4_0", m, 32, 512, as_spirv)
     check_completed(profile, "q4_0", m, 512, as_spirv)
+
+
+@pytest.mark.parametrize(
+    ("arch", "m"), sample([(arch, m) for arch in ("rdna3", "rdna4", "nvidia") for m in (8, 24)], [("rdna3", 24)])
+)
+def test_norms_of_the_layout_lanes_on_vulkan(arch, m):
+    check_lanes(arch, "q4_0", m, as_spirv)
 
 
 PLACES = {
@@ -128,11 +166,19 @@ def test_where_norms_are_computed(name):
 @pytest.mark.full
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ARCH_NAMES)
-@pytest.mark.parametrize("m", [1, 2, 8, 16])
+@pytest.mark.parametrize("m", [1, 2, 8])
 @pytest.mark.parametrize("fmt", ["q4_0", "q4_k", "q6_k", "mxfp4"])
 def test_norms_of_the_layout_rows(arch, m, fmt):
     check_prepared(arch, fmt, m, 64, 4096 if m == 1 else 512)
     check_completed(arch, fmt, m, 4096 if m == 1 else 512)
+
+
+@pytest.mark.full
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["gfx90a", *ARCH_NAMES])
+@pytest.mark.parametrize("m", [24, 64])
+def test_norms_of_the_layout_lanes(arch, m):
+    check_lanes(arch, "q4_k", m)
 
 
 @pytest.mark.full
