@@ -11,6 +11,7 @@ memory is a unit of 16 bytes.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from tvm.tirx.script import builder as T
 
@@ -20,22 +21,29 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS
 from mlc_amd.schedules.gpu.base.registers import at
 from mlc_amd.schedules.gpu.base.step import all_of, when
-from mlc_amd.schedules.gpu.linear import coop_load, gemm_tile, load
-from mlc_amd.schedules.gpu.linear.gemm_tile import Loaded, Product, TileWork, UnitGemm, UnitTile
+from mlc_amd.schedules.gpu.linear import coop_load, load
+from mlc_amd.schedules.gpu.linear.gemm_tile import SUMS, Loaded, Product, SteppedGemm, Tile, TileWork, workgroups
 from mlc_amd.schedules.tir import Expr
 
 PAD = 1  # units added to each row in shared memory: eight consecutive rows are then in different banks
 UNIT_BYTES = 16
 ROWS = 4  # float32 of a unit: rows of a token that a lane finishes at once
 SCALES = 4  # of a byte each that a thread takes at once, at most: a word (`load.py`)
+CODE = 2  # how much more than the default tiles' limits a thread may hold and unroll: then compilers take minutes
+CHUNKS = 8  # matrices along the columns of a step: they are unrolled
+HELD = 64  # weights of a step that a thread holds in registers, in blocks of codes
+ACTIVATIONS = 128  # that a thread has on the way to shared memory, at most
 EXPERT_HELD = 2  # times the weights of a step that a thread holds: tiles of experts have fewer sums
 
 
 @dataclass(frozen=True)
-class CoopTile(UnitTile):
-    """waves_k: subgroups that share out a step's columns; their sums are added last. span: blocks of a row that a
-    thread takes at a time."""
+class CoopTile(Tile):
+    """columns: of a step. waves_m, waves_n, waves_k: subgroups along tokens, rows and the columns of a step; the sums
+    of these are added last. span: blocks of a row that a thread takes at a time."""
 
+    columns: int
+    waves_m: int
+    waves_n: int
     waves_k: int = 1
     span: int = 1
 
@@ -61,7 +69,7 @@ TILES = {
 
 def _held(of: Product) -> int:
     """Weights of a step that a thread holds in registers, at most: in blocks of codes, or floats as they are."""
-    return gemm_tile.HELD // 2 if of.has_floats else gemm_tile.HELD
+    return HELD // 2 if of.has_floats else HELD
 
 
 def choose(of: Product) -> CoopTile:
@@ -69,9 +77,16 @@ def choose(of: Product) -> CoopTile:
     ValueError unless tokens are a multiple of 16 and columns of 32."""
     if tile := expert_tile(of):
         return tile
-    tiles = ((_fit(tile, of), speeds[of.weights - 1]) for tile, speeds in TILES[gemm_tile.whole_tokens(of)])
-    if found := gemm_tile.least_loaded(of, ((tile, speed) for tile, speed in tiles if tile)):
-        return found
+    tokens = next((size for size in TILES if of.tokens % size == 0), None)
+    if tokens is None or of.k % BLOCK:
+        raise ValueError(f"{of.tokens} tokens of {of.k} columns are no tiles of 16 x {BLOCK}")
+    found: dict[CoopTile, float] = {}
+    for tile, speeds in TILES[tokens]:
+        if fitting := _fit(tile, of):
+            rounds = -(-workgroups(fitting, of) // of.arch.units)
+            found.setdefault(fitting, rounds * fitting.tokens * fitting.rows / speeds[of.weights - 1])
+    if found:
+        return min(found, key=lambda tile: found[tile])
     raise ValueError(
         f"{of.arch.name} has no tile for {of.tokens} tokens: matrices of {of.arch.fragment}, {of.arch.lds} bytes of "
         "shared memory"
@@ -94,7 +109,7 @@ def _fit(tile: CoopTile, of: Product) -> CoopTile | None:
     rows = max(tile.rows // of.weights, of.arch.fragment[1] * tile.waves_n)
     threads = tile.waves_m * tile.waves_n * tile.waves_k * of.arch.wave
     most = max(_held(of) * threads // (of.weights * rows), BLOCK)
-    limit = min(tile.columns, most, gemm_tile.CHUNKS * of.arch.fragment[2] * tile.waves_k)
+    limit = min(tile.columns, most, CHUNKS * of.arch.fragment[2] * tile.waves_k)
     return _widest(replace(tile, rows=rows), of, [columns for columns in (512, 256, 128, 64, 32) if columns <= limit])
 
 
@@ -108,17 +123,25 @@ def _widest(tile: CoopTile, of: Product, columns: list[int]) -> CoopTile | None:
     return None
 
 
-class CoopGemm(UnitGemm[CoopTile]):
+class CoopGemm(SteppedGemm[CoopTile]):
     """Activations: H [m, k] in the layout "pairs", or X [m, k] float32. Values are float32x4."""
 
-    choices = gemm_tile.UNIT_CHOICES | {"waves_k": (1, 2, 4), "span": (1, 2, 4)}
+    choices: ClassVar = {
+        "tokens": (16, 32, 64, 128, 256), "rows": (16, 32, 64, 128, 256), "columns": (32, 64, 128, 256, 512),
+        "waves_m": (1, 2, 4, 8), "waves_n": (1, 2, 4, 8), "waves_k": (1, 2, 4), "span": (1, 2, 4),
+    }  # fmt: skip
 
     def __init__(self, of: Product, tile: CoopTile):
-        arch = of.arch
-        self.fm, self.fn, self.fk = arch.fragment
-        super().__init__(of, tile, tile.waves_k, (self.fm, self.fn, max(self.fk, RUN)))
-        if tile.columns % (tile.span * BLOCK):
-            raise ValueError(f"{tile}: {tile.columns} columns are no multiple of {tile.span} blocks")
+        super().__init__(of, tile)
+        arch, (self.fm, self.fn, self.fk) = of.arch, of.arch.fragment
+        self.waves, self.columns = tile.waves_m * tile.waves_n * tile.waves_k, tile.columns
+        self.threads, self.share = self.waves * arch.wave, tile.columns // tile.waves_k
+        self.tiles_m, self.tiles_n = tile.tokens // tile.waves_m // self.fm, tile.rows // tile.waves_n // self.fn
+        self.count = self.weights * self.tiles_m * self.tiles_n  # matrices of sums of a subgroup
+        if tile.tokens % (tile.waves_m * self.fm) or tile.rows % (tile.waves_n * self.fn) or of.k % self.columns:
+            raise ValueError(f"{tile} does not divide into {self.fm} x {self.fn} matrices of {of.k} columns")
+        if tile.columns % (tile.waves_k * max(self.fk, RUN)) or tile.columns % (tile.span * BLOCK):
+            raise ValueError(f"the {tile.columns} columns of {tile} do not divide among its subgroups and threads")
         self.ld, self.sums_ld = tile.columns // RUN + PAD, self.tiles_n * self.fn // ROWS + PAD
         sums = self.waves * of.weights * self.fm * self.sums_ld
         self.units = max((tile.tokens + of.weights * tile.rows) * self.ld, sums)
@@ -131,8 +154,13 @@ class CoopGemm(UnitGemm[CoopTile]):
         scales = max((tile.span * BLOCK // fmt.group for fmt in of.formats if "S" in fmt.scales), default=0)
         if scales > SCALES:
             raise ValueError(f"{tile}: {scales} bytes of scales of a thread's blocks do not fit a word")
-        most = max(gemm_tile.CODE * _held(of), of.weights * BLOCK)
-        return self._loads(most, self.fm * self.fn // of.arch.wave, self.fk)
+        mine, activations = (count * tile.columns // self.threads for count in (of.weights * tile.rows, tile.tokens))
+        sums = self.count * (self.fm * self.fn // of.arch.wave)
+        if mine > max(CODE * _held(of), of.weights * BLOCK) or activations > ACTIVATIONS or sums > SUMS:
+            raise ValueError(f"{tile}: {mine} weights, {activations} activations and {sums} sums a thread are too many")
+        if self.share > CODE * CHUNKS * self.fk:
+            raise ValueError(f"{tile}: {self.share} columns unrolled are too many")
+        return mine * load.block_bytes(of.formats[0]) / BLOCK + 2 * activations
 
     def allocate(self, thread: Expr) -> None:
         tile, shape, self.thread = self.tile, self.arch.fragment, thread
@@ -196,7 +224,7 @@ class CoopGemm(UnitGemm[CoopTile]):
                 found.append((unit, weight.fmt, raw))
         return found
 
-    def _stage(self, work: TileWork, loaded: Loaded, buffer: int) -> None:
+    def _stage(self, work: TileWork, loaded: Loaded) -> None:
         acts, weights = loaded
         for unit, values in [
             *acts, *((unit, coop_load.runs(self.arch, fmt, raw, self.tile.span)) for unit, fmt, raw in weights)
@@ -206,7 +234,7 @@ class CoopGemm(UnitGemm[CoopTile]):
 
     # ---- matrices
 
-    def _multiply(self, work: TileWork, buffer: int) -> None:
+    def _multiply(self, work: TileWork) -> None:
         fm, fn, columns = self.fm, self.fn, self.weights * self.tiles_n
         for k in range(0, self.share, self.fk):
             first = self.wave_k * (self.share // RUN) + k // RUN

@@ -22,7 +22,7 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import FIELDS
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put
 from mlc_amd.schedules.gpu.base.step import when
-from mlc_amd.schedules.gpu.linear.gemm_load import byte_piece, columns_of, real8
+from mlc_amd.schedules.gpu.linear.gemm_load import PIECE, byte_piece, columns_of, fetch, real8
 from mlc_amd.schedules.gpu.linear.gemm_tile import SUMS, Loaded, Product, SteppedGemm, Tile, TileWork
 from mlc_amd.schedules.gpu.linear.load import QUADS, block_bytes
 from mlc_amd.schedules.tir import Buffer, Expr
@@ -124,9 +124,37 @@ class _RegisterGemm(SteppedGemm[DotTile]):
     def _sum(self, weight: int, token: Expr, row: int) -> Expr:
         return (weight * self.token_count + token) * self.row_count + row
 
+    def _fetch_acts(self, work: TileWork, step: Expr) -> list[Expr]:
+        (X,) = work.acts
+        first = step * self.columns
+        return [T.Bind(X[work.token0 + token, at(first + column, 8)]) for token, column in self._x_pieces()]
+
+    def _fetch_weights(self, work: TileWork, step: Expr) -> list:
+        blocks = self.columns // BLOCK
+        return [
+            [
+                fetch(weight.fmt, weight.planes, self._weight_row(work, row, weight), step * blocks + block, part)
+                for row, block, part in self._w_pieces()
+            ]
+            for weight in work.weights
+        ]
+
+    def _pieces(self, total: int) -> Iterator[Expr]:
+        """Numbers of the pieces that this thread stages, of `total`; with too few, several threads stage the same."""
+        for i in range(-(-total // self.threads)):
+            yield (self.thread + i * self.threads) % total
+
+    def _x_pieces(self) -> Iterator[tuple[Expr, Expr]]:
+        """Token and first column of each run of eight activations that this thread stages."""
+        runs = self.columns // 8
+        for c in self._pieces(self.tile.tokens * runs):
+            yield c // runs, c % runs * 8
+
     def _w_pieces(self) -> Iterator[tuple[Expr, Expr, Expr]]:
-        for c in self._pieces(self.tile.rows * 2):
-            yield c // 2, 0, c % 2
+        """Row, block and part of each piece of a weight that this thread stages."""
+        pieces = self.columns // PIECE
+        for c in self._pieces(self.tile.rows * pieces):
+            yield c // pieces, c % pieces // 2, c % 2
 
 
 # of a row: words of codes, scales and minimums of groups of columns
@@ -153,7 +181,7 @@ class DotGemm(_RegisterGemm):
         words = [T.Bind(A[work.token0 + c // 2, step, at(c % 2 * 4, 4)]) for c in self._pieces(tokens * 2)]
         return [words, [T.Bind(S[work.token0 + c, step, at(0, FIELDS)]) for c in self._pieces(tokens)]]
 
-    def _stage(self, work: TileWork, loaded: Loaded, buffer: int) -> None:
+    def _stage(self, work: TileWork, loaded: Loaded) -> None:
         (words, fields), weights = loaded
         for c, x in zip(self._pieces(self.tile.tokens * 2), words, strict=True):
             put(self.x_lds, x, at(c // 2 * self.ld + c % 2 * 4, 4))
@@ -169,7 +197,7 @@ class DotGemm(_RegisterGemm):
                     for g, value in enumerate(values):
                         put(lds, value, g * self.tile.rows + row)
 
-    def _multiply(self, work: TileWork, buffer: int) -> None:
+    def _multiply(self, work: TileWork) -> None:
         # On Vulkan all weights share the activations' registers: drivers merge equal loads, and would keep those of all
         # tokens.
         numbers = range(self.weights)
@@ -217,7 +245,7 @@ class DotGemm(_RegisterGemm):
 class FloatGemm(_RegisterGemm):
     """Float formats; activations (X float32 [m, K],)."""
 
-    def _stage(self, work: TileWork, loaded: Loaded, buffer: int) -> None:
+    def _stage(self, work: TileWork, loaded: Loaded) -> None:
         for (token, column), x in zip(self._x_pieces(), loaded[0], strict=True):
             put(self.x_lds, x, at(token * self.ld + column, 8))
         for weight, lds, pieces in zip(work.weights, self.w_lds, loaded[1], strict=True):
@@ -226,7 +254,7 @@ class FloatGemm(_RegisterGemm):
                 for column, run in zip(columns_of(part), runs, strict=True):
                     put(lds, run, at(row * self.ld + block * BLOCK + column, 8))
 
-    def _multiply(self, work: TileWork, buffer: int) -> None:
+    def _multiply(self, work: TileWork) -> None:
         with T.serial(self.columns // 4) as quad:
             for w in range(self.weights):
                 rows = [self._quad(self.w_lds[w], self.lane + i * LANES, quad) for i in range(self.row_count)]
@@ -246,8 +274,6 @@ class FloatGemm(_RegisterGemm):
 
 class ExactGemm(FloatGemm):
     """The same in steps of several blocks: for few rows, whose workgroups do not fill the GPU."""
-
-    _w_pieces = SteppedGemm._w_pieces
 
     def __init__(self, of: Product, tile: DotTile):
         for span in SPANS:

@@ -195,8 +195,7 @@ class LaneResults(Gemm[LaneTile]):
 
     def _exists(self, work: TileWork, token: Expr, row: Expr, inside: Expr | None = None) -> Expr | None:
         """Whether the row and the token exist, and `inside`; None: all do."""
-        in_tokens = token < self.m if self.m % self.tile.tokens else None
-        conditions = work.if_row(row, self.tile.rows), inside, in_tokens
+        conditions = work.if_row(row, self.tile.rows), inside, work.if_token(token, self.m, self.tile.tokens)
         return all_of(x for x in conditions if x is not None)
 
 
