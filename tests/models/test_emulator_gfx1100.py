@@ -16,7 +16,7 @@ from tests.dev.gfxemu import emulate
 class TestGfx1100(OnArch, SameOnAll):
     arch = "gfx1100"
     today: ClassVar = {"q4_0": 34.7, "q4_k": 39.4, "q6_k": 56.5, "q8_0": 23.7}
-    eight: ClassVar = {"q4_0": 72.2, "q4_k": 81.7, "q6_k": 136.6, "q8_0": 46.8}
+    eight: ClassVar = {"q4_0": 113.2, "q4_k": 129.8, "q6_k": 149.8, "q8_0": 117.3}
 
     def test_model(self, emulator, tmp_path, monkeypatch):
         """A whole tiny model; test_rocm_models has others."""

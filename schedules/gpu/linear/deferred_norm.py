@@ -49,8 +49,8 @@ class PreparedNorm:
 
     def load(self, token: Expr, rows: Sequence[Expr], count: int = WIDTH) -> Loaded:
         """What `store` takes besides. rows: the first ones of its parts, of `count` rows each."""
-        g = [T.Bind(self.G[at(row, count)]) for row in rows]
-        return None if self.scale is None else T.Bind(self.scale[token]), g
+        scale = None if self.scale is None else T.Bind(self.scale[token])
+        return scale, [T.Bind(self.G[at(row, count)]) for row in rows]
 
     def store(
         self, arch: Device, token: Expr, row: Expr, parts: Sequence[Expr], loaded: Loaded, live: Expr | None = None,

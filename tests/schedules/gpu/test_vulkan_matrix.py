@@ -36,7 +36,7 @@ CASES = {fmt: (fmt, 16, 256, 16, ONE) for fmt in gguf_blocks.DISTINCT} | {
     "default": ("q4_0", 80, 256, 64, None),
     "padding": ("q4_0", 41, 128, 16, MatrixTile(16, 32, 1, 2, 1)),
     "eight": ("q4_0", 32, 256, 8, None),  # tokens, of half a tile
-    "cut": ("q4_k", 16, 128, 40, MatrixTile(32, 16, 2, 1, 1)),
+    "cut": ("q4_k", 16, 256, 40, MatrixTile(32, 16, 2, 1, 1)),
     "waves": ("q6_k", 64, 512, 32, MatrixTile(32, 32, 2, 1, 2)),
     "part": ("q4_0", 16, 160, 16, MatrixTile(16, 16, 1, 1, 2)),  # of a group of columns
     "columns": ("q4_k", 32, 768, 32, MatrixTile(32, 32, 1, 1, 8)),  # more waves than places, and some without a step
