@@ -110,8 +110,11 @@ class RowFactors:
         self.factors: Buffer = T.alloc_buffer((tokens,), "float32", scope="shared") if tokens > 1 else None
 
     def load(self) -> None:
-        """Loads what `compute` takes, the sum of a thread's part and the scale of the norm before; that does it itself
-        where neither this nor `begin` was called before."""
+        """Loads what `compute` takes, which does it itself where neither this nor `begin` was called before."""
+        self.loaded = self._load()
+
+    def _load(self) -> tuple[Expr, Expr]:
+        """The sum of a thread's part, and the scale of the norm before."""
         norm, lanes, row, part = self.norm, self.lanes, self._row(), self._part()
         sums, total = norm.k // norm.summed, T.float32(0)
         width = width_of(sums)
@@ -122,7 +125,7 @@ class RowFactors:
             for value in elements(x):
                 total = total + (value if inside else T.Select(place < sums, value, T.float32(0)))
             total = T.Bind(total)  # a thread may have hundreds: code generation would nest as deep
-        self.loaded = T.Bind(total), self._before(row)
+        return T.Bind(total), self._before(row)
 
     def begin(self, columns: int) -> bool:
         """Whether the sums can be added up in a loop over the columns, so many in a step: `add` must be called in each.
@@ -161,16 +164,15 @@ class RowFactors:
         """All threads must call this; of several tokens a barrier must follow before `of`."""
         norm, lanes, token, part = self.norm, self.lanes, self._token(), self._part()
         if self.total is not None:
-            self.loaded = T.Bind(self.total[0]), self.scale
-        elif not self.loaded:
-            self.load()
-        total, before = self.loaded
+            total, before = T.Bind(self.total[0]), self.scale
+        else:  # each segment loads it, in an `if` of its own
+            total, before = self.loaded or self._load()
         if lanes > 1:
             total = wave_sum(self.arch, total, lanes)
         scale = row_scale(total, norm.k, norm.eps)
         factor = scale if before is None else scale * rcp(before * T.float32(MARGIN))
         if self.factors is None:  # each wave has its sum; each segment computes it, in an `if` of its own
-            self.own, self.loaded = T.Bind(factor), ()
+            self.own = T.Bind(factor)
             return
         own = (part == 0) if self.threads <= self.tokens * lanes else (part == 0) & (token < self.tokens)
         with T.If(own), T.Then():

@@ -112,11 +112,14 @@ def check_lanes(arch: str, fmt: str, m: int, run=emulated):
     own = 1 / np.sqrt((y.astype(np.float64) ** 2).mean(-1) + EPS)
     normed = prepared.astype(np.float64) / before[:, None] / MARGIN * own[:, None]
     inputs = state(m) | {"H": hidden, "Squares": squares, "Scale": before, "NewScale": np.full(m, np.nan, np.float32)}
-    (w, planes), out = weights("q4_0", 41, n, 2, "W0_"), {"Y0": np.full((m, 48), np.nan, np.float32)}
-    run(linear_op([("q4_0", 41)], n, m, lanes, norm_in=EPS), arch, inputs | planes | out)
+    segments, out = [("q4_0", 41), ("q8_0", 16)], {}
+    for i, (name, rows) in enumerate(segments):
+        w, planes = weights(name, rows, n, 2 + i, f"W{i}_")
+        inputs, out[f"Y{i}"] = inputs | planes, (np.full((m, -(-rows // 16) * 16), np.nan, np.float32), normed @ w.T)
+    run(linear_op(segments, n, m, lanes, norm_in=EPS), arch, inputs | {name: y for name, (y, _) in out.items()})
     np.testing.assert_allclose(inputs["NewScale"], own, rtol=1e-5)
-    exact = normed @ w.T
-    assert np.abs(out["Y0"][:, :41] - exact).max() <= 1e-3 * np.abs(exact).max()
+    for y, exact in out.values():
+        assert np.abs(y[:, : exact.shape[1]] - exact).max() <= 1e-3 * np.abs(exact).max()
 
 
 def as_spirv(op: Operator, profile: str, arrays: dict) -> None:
