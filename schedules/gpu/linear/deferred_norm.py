@@ -13,7 +13,8 @@ after it read their input, and the sums of x*x of some columns (`layouts.SUMMED`
                                        be larger than float16 can hold
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
@@ -90,24 +91,38 @@ class CompletedNorm:
             self.new_scale = T.arg("NewScale", T.buffer((self.m,), "float32"))
 
 
+def token_lanes(arch: Device, tokens: int, threads: int) -> int:
+    """Lanes that compute the factor of a token, as many as `wave_sum` takes. ValueError for fewer threads than
+    tokens."""
+    if threads < tokens:
+        raise ValueError(f"{threads} threads cannot compute factors of {tokens} tokens")
+    return min(1 << (threads // tokens).bit_length() - 1, arch.wave)
+
+
+class Units(NamedTuple):
+    """Units of 16 bytes of shared memory: place(wave, i) is that of number i of a wave's part of them."""
+
+    buffer: Buffer  # uint32x4
+    place: Callable[[Expr, Expr], Expr]
+
+
 class RowFactors:
     """The factors of a workgroup's tokens, in shared memory; that of a single one, in registers. tokens: of the
-    workgroup, from token0 on; first: whether this workgroup stores their scales, if the norm has any. ValueError for
-    fewer threads than tokens."""
+    workgroup, from token0 on; first: whether this workgroup stores their scales, if the norm has any; units: where they
+    lie, each in the part of the wave that computes it, or None. ValueError for fewer threads than tokens."""
 
     def __init__(
         self, arch: Device, norm: CompletedNorm, tokens: int, token0: Expr, thread: Expr, threads: int,
-        first: Expr | None = None,
+        first: Expr | None = None, units: Units | None = None,
     ):  # fmt: skip
-        if threads < tokens:
-            raise ValueError(f"{threads} threads cannot compute factors of {tokens} tokens")
         self.arch, self.norm, self.tokens, self.token0, self.first = arch, norm, tokens, token0, first
-        self.thread, self.threads = thread, threads
-        self.lanes = min(1 << (threads // tokens).bit_length() - 1, arch.wave)  # of a token: as `wave_sum` takes them
+        self.thread, self.threads, self.units = thread, threads, units
+        self.lanes = token_lanes(arch, tokens, threads)
         self.total: Buffer = None  # of `begin`
         self.loaded: tuple[Expr, ...] = ()  # of `load`
         self.own: Expr | None = None  # of a single token, after `compute`
-        self.factors: Buffer = T.alloc_buffer((tokens,), "float32", scope="shared") if tokens > 1 else None
+        own = tokens > 1 and units is None
+        self.factors: Buffer = T.alloc_buffer((tokens,), "float32", scope="shared") if own else None
 
     def load(self) -> None:
         """Loads what `compute` takes, which does it itself where neither this nor `begin` was called before."""
@@ -171,19 +186,30 @@ class RowFactors:
             total = wave_sum(self.arch, total, lanes)
         scale = row_scale(total, norm.k, norm.eps)
         factor = scale if before is None else scale * rcp(before * T.float32(MARGIN))
-        if self.factors is None:  # each wave has its sum; each segment computes it, in an `if` of its own
+        if self.tokens == 1:  # each wave has its sum; each segment computes it, in an `if` of its own
             self.own = T.Bind(factor)
             return
         own = (part == 0) if self.threads <= self.tokens * lanes else (part == 0) & (token < self.tokens)
         with T.If(own), T.Then():
-            T.buffer_store(self.factors, factor, [token])
+            if self.units is None:
+                T.buffer_store(self.factors, factor, [token])
+            else:
+                put(self.units.buffer, T.reinterpret("uint32x4", T.broadcast(factor, 4)), self._unit(token))
             if norm.scale is not None:
                 with T.If(self.first), T.Then():
                     T.buffer_store(norm.new_scale, scale, [self._row()])
 
     def of(self, token: Expr) -> Expr:
         """The factor of a token of the workgroup, in a register."""
-        return T.Bind(self.factors[token - self.token0]) if self.own is None else self.own
+        if self.own is not None:
+            return self.own
+        if self.units is None:
+            return T.Bind(self.factors[token - self.token0])
+        return T.Bind(lane_of(T.reinterpret("float32x4", self.units.buffer[self._unit(token - self.token0)]), 0))
+
+    def _unit(self, token: Expr) -> Expr:
+        count = self.arch.wave // self.lanes  # of a wave
+        return self.units.place(token // count, token % count) if self.units else None
 
     def scaled(self, token: Expr, x: Expr) -> Expr:
         """x, float32 or a vector of them, times the factor of a token of the workgroup."""

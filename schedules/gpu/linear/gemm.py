@@ -106,7 +106,7 @@ def span(row: Expr, value: Expr) -> Expr:
 def check_deferred(gemm: Gemm, norm_in: float | None, prepared: int = 0) -> None:
     """ValueError where a norm is deferred, into the kernel or, of `prepared` columns, out of it, and it cannot be."""
     if (norm_in is not None or prepared) and not gemm.completes_norms:
-        raise ValueError("only kernels of the layout 'lanes' complete or prepare norms, where shared memory allows it")
+        raise ValueError("only kernels of the layout 'lanes' complete or prepare norms")
     if prepared % BLOCK:
         raise ValueError(f"a norm of {prepared} columns, which are not whole blocks, cannot be prepared")
 

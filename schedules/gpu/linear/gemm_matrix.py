@@ -32,6 +32,7 @@ from mlc_amd.schedules.gpu.base.registers import Held, elements, put, vector
 from mlc_amd.schedules.gpu.base.step import when
 from mlc_amd.schedules.gpu.base.wave_matrices import wave_matrices
 from mlc_amd.schedules.gpu.linear import coop_load, gemm_tile, load
+from mlc_amd.schedules.gpu.linear.deferred_norm import Units, token_lanes
 from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Product, Tile, TileWork
 from mlc_amd.schedules.tir import Expr
 
@@ -80,10 +81,11 @@ class MatrixGemm(Gemm[MatrixTile]):
         exchanged = self.weights * self.tiles_n * self.group * RUNS * SIDE if self.unit.whole else 0
         self.at_once = min(tile.waves_k, self.tiles_m * self.tiles_n)
         handed = self.at_once * self.weights * lanes * self.unit.acc // QUAD if tile.waves_k > 1 else 0
-        self.own = max(exchanged, handed)
-        size, most = UNIT_BYTES * self.waves * self.own, min(of.arch.lds, LDS)
-        self.completes_norms = size + 4 * tile.tokens <= most  # room for the factors
-        if size > most or self.threads > of.arch.threads:
+        self.completes_norms = self.threads >= tile.tokens
+        factors = lanes // token_lanes(of.arch, tile.tokens, self.threads) if self.completes_norms else 0
+        self.handed, self.own = handed, max(exchanged, handed + factors)
+        size = UNIT_BYTES * self.waves * self.own
+        if size > min(of.arch.lds, LDS) or self.threads > of.arch.threads:
             raise ValueError(f"{tile} takes {size} bytes of LDS and {self.threads} threads")
 
     def loads(self) -> float:
@@ -103,10 +105,14 @@ class MatrixGemm(Gemm[MatrixTile]):
         if self.own:
             self.lds = T.alloc_buffer((self.waves * self.own,), "uint32x4", scope=WAVE_SHARED)
 
+    def factor_units(self) -> Units:
+        return Units(self.lds, lambda wave, i: T.Bind(wave * self.own + (self.handed + i)))
+
     def emit(self, work: TileWork) -> None:
         self.matrices.clear()
         self._sum_up(work)
         if work.factors is not None:
+            wave_meets(self.arch)  # the factors are where lanes exchanged weights
             work.factors.compute()
             barrier()
         self._finish(work)

@@ -19,7 +19,7 @@ from mlc_amd.schedules.gpu.base.device import barrier
 from mlc_amd.schedules.gpu.base.planes import Planes, padded
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.step import live_rows
-from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, RowFactors
+from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, RowFactors, Units
 from mlc_amd.schedules.operators import ExpertGateUp, ExpertLinear, GateUp, Linear
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -195,7 +195,13 @@ class Gemm(ABC, Generic[TileT]):
         workgroup writes the norm's scales."""
         if norm is None:
             return None
-        return RowFactors(self.arch, norm, self.tile.tokens, token0, self.thread, self.threads, first)
+        return RowFactors(
+            self.arch, norm, self.tile.tokens, token0, self.thread, self.threads, first, self.factor_units()
+        )
+
+    def factor_units(self) -> Units | None:
+        """Where in shared memory that it has the factors of a norm go; None: nowhere."""
+        return None
 
 
 # ---- steps
