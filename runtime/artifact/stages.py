@@ -1,5 +1,5 @@
-"""Divides an artifact between GPUs by layers: each stage has consecutive layers, with what comes before the first one or
-after the last one, their weights and their part of the cache.
+"""Divides an artifact between GPUs by layers: each stage has consecutive layers, the first one also what comes before
+them, the last one what comes after them; with their weights and their part of the cache.
 
 In: a manifest. Out: `Stage` for each GPU, whose manifest is that of an artifact with fewer launches. All stages lay out
 the arena alike, so a step continues in the next stage once the bytes that the launches there still read have been
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import cast
 
-from mlc_amd.runtime.artifact.manifest import Manifest, ManifestFunction, ManifestLaunch, is_draft
+from mlc_amd.runtime.artifact.manifest import LaunchArgument, Manifest, ManifestFunction, ManifestLaunch, is_draft
 from mlc_amd.runtime.artifact.memory import nbytes
 from mlc_amd.runtime.artifact.weight_block import WeightBlock, byte_count
 from mlc_amd.runtime.errors import UserError
@@ -201,7 +201,7 @@ def _crossing(
     written: list[tuple[Bytes, int]] = []  # disjoint, with the stage of the last launch that wrote them
     for launch, stage in zip(launches, stage_of, strict=True):
         parts = [
-            ((int(arg[1]), int(arg[1]) + byte_count(str(arg[2]), cast(list[int], arg[3]))), role)
+            (_bytes(arg), role)
             for arg, role in zip(launch["args"], roles[launch["kernel"]], strict=True)
             if arg[0] == "arena"
         ]
@@ -221,6 +221,12 @@ def _crossing(
                 ]
                 written.append(((first, end), stage))
     return [_merged(parts) for parts in crossing]
+
+
+def _bytes(arg: LaunchArgument) -> Bytes:
+    """Of an argument in the arena."""
+    _, first, dtype, shape = cast(tuple[str, int, str, list[int]], tuple(arg))
+    return first, first + byte_count(dtype, shape)
 
 
 def _merged(parts: set[Bytes]) -> list[Bytes]:

@@ -93,8 +93,9 @@ def cache_size(kv: KvSize, stage: Stage, artifact) -> KvSize:
 
 def described(found: Sequence[tuple[int, Stage]]) -> str:
     """For a line to the user: how many layers each GPU has, and the memory of these."""
-    parts = [f"{stage.layers} layers ({gib(of_manifest(stage.manifest).device())}) on GPU {gpu}" for gpu, stage in found]
-    return "divided by layers: " + ", ".join(parts)
+    sizes = [gib(of_manifest(stage.manifest).device()) for _, stage in found]
+    parts = [f"{stage.layers} ({size}) on GPU {gpu}" for (gpu, stage), size in zip(found, sizes, strict=True)]
+    return "layers are divided: " + ", ".join(parts)
 
 
 def _of_kind(manifest, several: bool) -> list[GpuMemory]:

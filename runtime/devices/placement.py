@@ -32,8 +32,8 @@ class Range:
 
 
 def cut(tensors: dict[str, tuple[int, int]], limit: int, host: Collection[str] = ()) -> list[Range]:
-    """Ranges of at most `limit` bytes (more if one tensor alone is larger) that cut no tensor, in ascending order, and
-    span no other tensors than these. tensors: {name: (offset, bytes)}; host: names of those that stay in host memory."""
+    """Ranges of at most `limit` bytes (more if one tensor alone is larger) that cut no tensor, and span no others than
+    these, in ascending order. tensors: {name: (offset, bytes)}; host: names of those that stay in host memory."""
     ranges: list[Range] = []
     for name, (begin, nbytes) in sorted(tensors.items(), key=lambda item: item[1]):
         last = ranges[-1] if ranges else None

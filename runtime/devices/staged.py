@@ -158,7 +158,7 @@ class StagedDevice:
             if meanwhile:
                 meanwhile()
         finally:
-            self._complete(step)
+            self._complete(step)  # of a choice that fails, with the inputs so far: the steps after it still come
 
     def start_ahead(self, function: str, late: bool = False) -> None:
         self._complete(self._start(_Step(function, self._taken(), self._steps[0])))
@@ -192,9 +192,16 @@ class StagedDevice:
             _wait(step.done)
 
     def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
-        self.discard()
+        """Also the results of steps that were started before are dropped."""
         self.start(function, meanwhile)
-        self.wait()
+        while self._steps:
+            self.wait()
+
+    def feed(self, function: str) -> None:
+        """Runs a function whose results nobody wants; does not wait for all of it."""
+        self.start(function)
+        while len(self._steps) >= self.in_flight:
+            self.wait()
 
     def run_plain(self, function: str) -> None:
         self._in_turn(function, lambda device: device.run_plain(function))
@@ -327,4 +334,3 @@ def _close(workers: Sequence[_Worker], devices: Sequence[Any]) -> None:
             worker.submit(device.close)
     for worker in workers:
         worker.stop()
-
