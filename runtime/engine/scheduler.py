@@ -167,7 +167,10 @@ class Scheduler:
                 prefilling.setdefault(request.client, request)
         most = min(self.limits.step_rows, self.cache.slots)
         if self.groups > 1:
-            most = min(most, max(-(-(len(singles) + len(busy)) // self.groups), 1) + bool(prefilling or self.waiting))
+            size = -(-(len(singles) + len(busy)) // self.groups)
+            most = min(most, max(size, 1) + bool(prefilling or self.waiting))
+            if sum(bool(step.singles) for step in self._in_progress) >= self.groups:
+                singles = []
         planned = self._reserve_singles(singles, max(most - bool(prefilling or self.waiting), 1))
         chunk = self._plan_chunk(planned, prefilling) if len(planned) < most else None
         self._scored = chunk is not None and chunk.scored
@@ -186,13 +189,14 @@ class Scheduler:
         step = PlannedStep(rows, chunk)
         self._in_progress.append(step)
         self.cache.assign_slots(step.sequences)
-        if chunk and self._counts_at_once(chunk):
-            chunk.count_as_computed()
         return step
 
-    def _counts_at_once(self, chunk: PlannedChunk) -> bool:
-        """Whether a chunk counts as computed once it is planned: whatever relies on it is computed after it."""
-        return self.groups > 1 and not chunk.answers
+    @staticmethod
+    def started(step: PlannedStep) -> None:
+        """The device has the inputs of a planned step. Its chunk counts as computed, unless a token is to follow: what
+        relies on it will be computed after it."""
+        if step.chunk and not step.chunk.answers:
+            step.chunk.count_as_computed()
 
     def plan_ahead(self, step: PlannedStep) -> PlannedStep | None:
         """The step after the oldest one in progress, if it certainly has the same rows, each with the token that one
@@ -251,12 +255,12 @@ class Scheduler:
         for (request, sequence), drafts, found in zip(step.singles, step.drafts, tokens, strict=False):
             kept = min(sequence.pending, 1) if request.state == "done" else len(found)
             sequence.advance(kept, len(drafts) + 1 - kept)
-        if step.chunk and not self._counts_at_once(step.chunk):
+        if step.chunk:
             step.chunk.count_as_computed()
         self._free_ended()
 
     def abandon(self) -> None:
-        """The steps in progress have failed: nothing that they compute counts, but for chunks that did at once."""
+        """The steps in progress have failed: nothing that they compute counts, but for chunks that already did."""
         if not self._in_progress:
             raise RuntimeError("no step is in progress")
         sequences = {id(sequence): sequence for step in self._in_progress for sequence in step.sequences}

@@ -183,6 +183,7 @@ class StepLoop:
                 masks = any(self._answers[request].constraint for request in step.answers)
                 self.runner.start(rows, chunk, (lambda: self._choices(step)) if masks else self._choices(step))
             self._started.append(step)
+            self.scheduler.started(step)
         return True
 
     @contextmanager

@@ -1,17 +1,13 @@
 """What a stage's functions take over from the GPU before, and hand over to the next one: bytes of the arena, through
 memory of the host. Only devices that are a stage of several have any (runtime/devices/staged.py)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
+from mlc_amd.runtime.devices.placement import carried_bytes
 from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder
 from mlc_amd.runtime.devices.vulkan.memory import ALIGN, MemoryBlock, VulkanMemory
-
-
-def carried_bytes(spans: Iterable[list[int]]) -> int:
-    """Bytes of a function's `receives` or `sends`."""
-    return sum(end - first for first, end in spans)
 
 
 class Carried:
