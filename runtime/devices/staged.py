@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import CHOSEN, LATE, OUTPUTS
+from mlc_amd.runtime.artifact.io_buffers import CHOSEN, LATE
 from mlc_amd.runtime.errors import MachineError
 from mlc_amd.runtime.sampling.layout import FIELDS, LOGPROB
 
@@ -309,7 +309,7 @@ class StagedDevice:
         flags = next((values for name, values in reversed([*step.inputs, *step.late]) if name == "sampling"), None)
         if not function["samples"] or (flags is not None and (flags[:, FIELDS.index("flags")] & LOGPROB).any()):
             wanted.append("logits")
-        step.outputs = {name: device.read(name, rows).copy() for name in wanted if name in OUTPUTS}
+        step.outputs = {name: device.read(name, rows).copy() for name in wanted if name in self.manifest["io"]}
 
     def _alive(self) -> None:
         if not self.close.alive:
