@@ -8,7 +8,8 @@ determines.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mlc_amd.runtime.artifact.memory import gib, of_manifest
+from mlc_amd.runtime.artifact.manifest import Manifest
+from mlc_amd.runtime.artifact.memory import gib, nbytes, of_manifest
 from mlc_amd.runtime.artifact.stages import Stage, divide, stages
 from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.devices.choice import selection
@@ -87,8 +88,15 @@ def cache_size(kv: KvSize, stage: Stage, artifact) -> KvSize:
     """The size of a stage's part of the cache, where it is given in bytes."""
     if kv.memory is None:
         return kv
-    whole, part = of_manifest(artifact.manifest).kv, of_manifest(stage.manifest).kv
-    return replace(kv, memory=kv.memory * part // max(whole, 1))
+    fixed, paged = _cache_bytes(stage.manifest)
+    whole_fixed, whole_paged = _cache_bytes(artifact.manifest)
+    return replace(kv, memory=fixed + max(kv.memory - whole_fixed, 0) * paged // max(whole_paged, 1))
+
+
+def _cache_bytes(manifest: Manifest) -> tuple[int, int]:
+    """Of kept tensors: those of any cache, those of one sequence's pages and states."""
+    paged = sum(nbytes(entry) for entry in manifest["kv"] if "span" in entry)
+    return sum(map(nbytes, manifest["kv"])) - paged, paged
 
 
 def described(found: Sequence[tuple[int, Stage]]) -> str:
