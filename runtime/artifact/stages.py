@@ -91,10 +91,17 @@ def divide(manifest: Manifest, sizes: Mapping[str, int], shares: Sequence[float]
         left = len(shares) - 2 - i  # further borders
         rest = [border for border in allowed if border > (found[-1] if found else 0)]
         if len(rest) <= left:
-            raise UserError(f"{len(shares)} GPUs: this model can only be divided between {len(allowed) + 1} at most")
+            raise UserError(
+                f"{len(shares)} GPUs: this model can only be divided between {most_stages(manifest)} at most"
+            )
         target = ends[-1] * wanted / sum(shares)
         found.append(min(rest[: len(rest) - left], key=lambda border: abs(ends[border] - target)))
     return found
+
+
+def most_stages(manifest: Manifest) -> int:
+    """The number of GPUs that a model can be divided between, at most."""
+    return len(_borders(manifest)) + 1
 
 
 def stages(manifest: Manifest, borders: Sequence[int], sizes: Mapping[str, int]) -> list[Stage]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from mlc_amd.runtime.artifact.manifest import Manifest
 from mlc_amd.runtime.artifact.memory import gib, nbytes, of_manifest
-from mlc_amd.runtime.artifact.stages import Stage, divide, stages
+from mlc_amd.runtime.artifact.stages import Stage, divide, most_stages, stages
 from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.devices.choice import selection
 from mlc_amd.runtime.errors import UsageError, UserError
@@ -70,7 +70,7 @@ def find(artifact, wanted: Placement, n_cpu_moe: int = 0) -> list[tuple[int, Sta
 def _as_few_as_hold_it(artifact, gpus: Sequence[GpuMemory], n_cpu_moe: int) -> list[tuple[int, Stage]]:
     if len(gpus) < 2 or of_manifest(artifact.manifest).device(n_cpu_moe) <= gpus[0].free:
         return []
-    for count in range(2, len(gpus) + 1):
+    for count in range(2, min(len(gpus), most_stages(artifact.manifest)) + 1):
         found = _divided(artifact, gpus[:count], ())
         pairs = list(zip(gpus, found, strict=False))
         if all(of_manifest(stage.manifest).device(n_cpu_moe) <= gpu.free for gpu, stage in pairs):

@@ -113,10 +113,10 @@ def test_probabilities(one, two):
 def test_cancelled_answers_free_their_pages(two):
     draw = np.random.default_rng(1)
     for _ in range(5):
-        found = [two.generate(PROMPTS[i][:50], max_tokens=6) for i in draw.integers(0, 5, 20)]
+        found = [two.generate([*PROMPTS[0], i], max_tokens=4) for i in draw.integers(0, 1000, 20).tolist()]
         threads = [
             threading.Thread(target=consume, args=(of, int(count)))
-            for of, count in zip(found, draw.integers(0, 7, 20), strict=True)
+            for of, count in zip(found, draw.integers(0, 6, 20), strict=True)
         ]
         for thread in threads:
             thread.start()
