@@ -177,6 +177,12 @@ class RunOptions(Checked):
     device: Annotated[str | None, Option(
         "GPU for targets rocm and vulkan: its number in `mlc-amd doctor`, or part of its name",
         default="$MLC_AMD_DEVICE, else the best one")] = None  # fmt: skip
+    devices: Annotated[tuple[int, ...], Option(
+        "GPUs that share the model out by layers, by their numbers in `mlc-amd doctor`",
+        default="one, or as many as hold the model", low=0, high=255)] = ()  # fmt: skip
+    tensor_split: Annotated[tuple[float, ...], Option(
+        "how much of the model each of several GPUs has, such as 3,1", default="by their free memory",
+        low=0, high=1e9, also=("-ts",))] = ()  # fmt: skip
     verify: Annotated[bool, Option("also verify the checksum of the weights, which reads all of them")] = False
     n_cpu_moe: Annotated[int, Option(
         "keep the experts of the first N layers in host memory, where the GPU reads them across the bus: for "

@@ -197,12 +197,16 @@ class Artifact:
     def weights(self) -> WeightBlock:
         """The weights file, or random weights for an artifact without weights."""
         if self._weights is None:
-            held: WeightBlock = Weights(self.path / WEIGHTS)
-            if self.random_weights:
-                held = RandomWeights(held, self.manifest["tensors"])
-            tables = [Weights(self.path / TABLES)] if TABLES in self.manifest["files"] else []
-            self._weights = JoinedBlocks([held, *tables])
+            self._weights = self.open_weights()
         return self._weights
+
+    def open_weights(self) -> WeightBlock:
+        """The same, opened once more."""
+        held: WeightBlock = Weights(self.path / WEIGHTS)
+        if self.random_weights:
+            held = RandomWeights(held, self.manifest["tensors"])
+        tables = [Weights(self.path / TABLES)] if TABLES in self.manifest["files"] else []
+        return JoinedBlocks([held, *tables])
 
     def release_weights(self) -> None:
         """For devices that have read them to memory of their own; `weights` opens them again."""

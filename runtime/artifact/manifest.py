@@ -99,6 +99,10 @@ class ManifestLaunch(TypedDict):
 
 
 class ManifestFunction(TypedDict):
+    """receives, sends: bytes of the arena, first and end, which only the stages of several GPUs have (stages.py)."""
+
+    receives: NotRequired[list[list[int]]]
+    sends: NotRequired[list[list[int]]]
     rows: Annotated[int, Meta(ge=1, le=1 << 20)]
     single: Annotated[int, Meta(ge=0, le=1 << 20)]
     logits: Annotated[int, Meta(ge=1, le=1 << 20)]

@@ -58,6 +58,14 @@ class Needs:
         """The least number of first layers whose experts must stay in host memory for `room`; None: no number."""
         return next((n for n in range(len(self.experts) + 1) if self.device(n) <= room), None)
 
+    def gpus(self, room: int) -> int | None:
+        """The least number of GPUs with so much room each that hold the model, divided by layers; None: more than the
+        layers allow. Layers count as equal."""
+        each = (self.weights + self.kv) / max(len(self.experts), 1)
+        whole = (room - self.buffers) // each  # layers that one holds
+        found = -(-len(self.experts) // whole) if whole > 0 else None
+        return found and int(found)
+
     def advice(self, room: int, layers: int) -> list[str]:
         """Flags, each of which makes a model fit `room` bytes."""
         tokens, more = self.tokens(room, layers), self.layers_on_host(room)

@@ -3,8 +3,12 @@
 import importlib.util
 import logging
 
-from mlc_amd.runtime.artifact.memory import on_host
+from mlc_amd.runtime.artifact.memory import EXPERTS, on_host
+from mlc_amd.runtime.artifact.stages import Stage, StageArtifact
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
+from mlc_amd.runtime.devices import division
+from mlc_amd.runtime.devices.division import Placement
+from mlc_amd.runtime.devices.staged import Opener, StagedDevice
 from mlc_amd.runtime.errors import UserError
 
 KINDS = ("cpu", "rocm", "vulkan")
@@ -13,30 +17,57 @@ log = logging.getLogger("mlc_amd")
 
 
 def open_device(
-    artifact, name: str | None = None, threads: int | None = None, n_cpu_moe: int = 0, kv: KvSize = ONE_SEQUENCE
+    artifact,
+    name: str | None = None,
+    threads: int | None = None,
+    n_cpu_moe: int = 0,
+    kv: KvSize = ONE_SEQUENCE,
+    devices: tuple[int, ...] = (),
+    shares: tuple[float, ...] = (),
 ):
     """The device for an artifact's target. UserError if it cannot run here. name: the target's own kind; or, for
-    targets rocm and vulkan, which GPU: its number as `mlc-amd doctor` lists it, or a part of its name. kv: how large
-    the cache is. n_cpu_moe: of GPUs with their own memory, how many first layers' experts stay in host memory."""
+    targets rocm and vulkan, which GPU: its number as `mlc-amd doctor` lists it, or a part of its name. devices: numbers
+    of several GPUs; shares: of the layers that each of these has, by default by free memory. kv: how large the cache
+    is. n_cpu_moe: of GPUs with their own memory, how many first layers' experts stay in host memory."""
     kind = artifact.manifest["target"]["kind"]
     log.debug("opens %s: target %s", artifact.path, kind)
     on_host(artifact.manifest["tensors"], n_cpu_moe)  # UserError for an invalid number
     which = None if name == kind else name
-    if which is not None and (which in KINDS or kind == "cpu"):
+    if (which is not None and (which in KINDS or kind == "cpu")) or (devices and kind == "cpu"):
         other = which if which in KINDS else "rocm or vulkan to choose a GPU"
-        raise UserError(f"this model was compiled for target '{kind}', not '{which}'; compile it with --target {other}")
+        asked = f"not '{which}'" if which is not None else "which has no GPUs"
+        raise UserError(f"this model was compiled for target '{kind}', {asked}; compile it with --target {other}")
     if kind == "cpu":
-        if importlib.util.find_spec("tvm_ffi") is None:
-            raise UserError(
-                "this model was compiled for target 'cpu', which needs the package apache-tvm-ffi: install it with pip "
-                "(bundles have it that were made of a model for that target)"
-            )
-        from mlc_amd.runtime.devices.cpu import CpuDevice  # loads tvm_ffi
+        return _open_cpu(artifact, threads, n_cpu_moe, kv)
+    found = division.find(artifact, Placement(which, devices, shares), n_cpu_moe)
+    if not found:
+        which = str(devices[0]) if devices else which
+        return _open_gpu(artifact, threads, which, n_cpu_moe, kv)
+    log.info(division.described(found))
 
-        if n_cpu_moe:
-            log.warning("--n-cpu-moe has no effect: target cpu has all weights in host memory")
-        return CpuDevice(artifact, threads, kv)
-    if kind == "rocm":
+    def opener(gpu: int, stage: Stage) -> Opener:
+        experts = n_cpu_moe if any(map(EXPERTS.match, stage.manifest["tensors"])) else 0
+        size = division.cache_size(kv, stage, artifact)
+        return lambda: _open_gpu(StageArtifact(artifact, stage), None, str(gpu), experts, size)
+
+    return StagedDevice(artifact, [opener(*one) for one in found])
+
+
+def _open_cpu(artifact, threads: int | None, n_cpu_moe: int, kv: KvSize):
+    if importlib.util.find_spec("tvm_ffi") is None:
+        raise UserError(
+            "this model was compiled for target 'cpu', which needs the package apache-tvm-ffi: install it with pip "
+            "(bundles have it that were made of a model for that target)"
+        )
+    from mlc_amd.runtime.devices.cpu import CpuDevice  # loads tvm_ffi
+
+    if n_cpu_moe:
+        log.warning("--n-cpu-moe has no effect: target cpu has all weights in host memory")
+    return CpuDevice(artifact, threads, kv)
+
+
+def _open_gpu(artifact, threads: int | None, which: str | None, n_cpu_moe: int, kv: KvSize):
+    if artifact.manifest["target"]["kind"] == "rocm":
         from mlc_amd.runtime.devices.hip.device import HipDevice
 
         return HipDevice(artifact, threads, which, n_cpu_moe, kv)

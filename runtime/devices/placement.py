@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.weight_block import WeightBlock
+from mlc_amd.runtime.artifact.weight_block import ALIGN, WeightBlock
 
 CHUNK = 16 << 20  # bytes of one read
 READERS = 4  # threads: disks are fastest with several requests, and copies from the system's cache with several cores
@@ -32,12 +32,13 @@ class Range:
 
 
 def cut(tensors: dict[str, tuple[int, int]], limit: int, host: Collection[str] = ()) -> list[Range]:
-    """Ranges of at most `limit` bytes (more if one tensor alone is larger) that cut no tensor, in ascending order.
-    tensors: {name: (offset, bytes)}; host: names of those that stay in host memory."""
+    """Ranges of at most `limit` bytes (more if one tensor alone is larger) that cut no tensor, and span no others than
+    these, in ascending order. tensors: {name: (offset, bytes)}; host: names of those that stay in host memory."""
     ranges: list[Range] = []
     for name, (begin, nbytes) in sorted(tensors.items(), key=lambda item: item[1]):
         last = ranges[-1] if ranges else None
-        if last and last.host == (name in host) and begin + nbytes - last.begin <= limit:
+        near = last and begin - last.end < ALIGN
+        if last and near and last.host == (name in host) and begin + nbytes - last.begin <= limit:
             ranges[-1] = Range(last.begin, begin + nbytes, last.host)
         else:
             ranges.append(Range(begin, begin + nbytes, name in host))
@@ -65,3 +66,8 @@ def parts(ranges: Sequence[Range], at: int, nbytes: int) -> Iterator[tuple[Range
         first, last = max(at, one.begin), min(at + nbytes, one.end)
         if first < last:
             yield one, first, last
+
+
+def carried_bytes(spans: Iterable[list[int]]) -> int:
+    """Bytes of a function's `receives` or `sends` (artifact/stages.py)."""
+    return sum(end - first for first, end in spans)

@@ -36,7 +36,10 @@ def compute(cache: KvCache, runner: Runner, sequence: Sequence) -> np.ndarray | 
     logits = None
     while sequence.pending:
         chunk = next_chunk(cache, runner, sequence)
-        logits = runner.run(chunk)
+        if len(chunk[0]) < sequence.pending:
+            runner.feed(chunk)
+        else:
+            logits = runner.run(chunk)
         sequence.advance(len(chunk[0]))
     return logits
 
@@ -76,8 +79,9 @@ class Batch:
 
     def decode(self, ids: SequenceOf[int], count: int, ahead: bool = True) -> list[list[int]]:
         """Appends a token to each sequence, and the most likely ones after it, `count` altogether. Returns these of
-        each. ahead: as for answers, each step starts while the one before it is in progress, where the device can."""
-        runner, sequences, choices = self._runner, self._sequences, [GREEDY] * len(ids)
+        each. ahead: as for answers, each step starts while the one before it is in progress, where the device can;
+        several GPUs compute steps of as many groups of sequences."""
+        runner, sequences = self._runner, self._sequences
         if not (ahead and self.can_start_ahead):
             for _ in range(count):
                 ids = self.step(ids)
@@ -86,16 +90,19 @@ class Batch:
             reserve(sequence, 1)
             sequence.append([token])
         self._cache.assign_slots(sequences)
-        runner.start([sequence.newest_row() for sequence in sequences], choices)
+        size = -(-len(sequences) // runner.stages)
+        groups = [sequences[first : first + size] for first in range(0, len(sequences), size)]
+        for group in groups:
+            runner.start([sequence.newest_row() for sequence in group], None, [GREEDY] * len(group))
         for left in reversed(range(count)):
-            if left:
-                for sequence in sequences:
-                    reserve(sequence, 1, 1)
-                runner.start_ahead([sequence.newest_row(1) for sequence in sequences], choices)
-            chosen = runner.finish()
-            for sequence, choice in zip(sequences, chosen, strict=True):
-                sequence.advance(1)
-                sequence.append([max(choice.token, 0)] if left else [])
+            for group in groups:
+                if left:
+                    for sequence in group:
+                        reserve(sequence, 1, 1)
+                    runner.start_ahead([sequence.newest_row(1) for sequence in group], [GREEDY] * len(group))
+                for sequence, choice in zip(group, runner.finish(), strict=True):
+                    sequence.advance(1)
+                    sequence.append([max(choice.token, 0)] if left else [])
         return [sequence.tokens[-count:] for sequence in sequences]
 
     def verify(self, ids: SequenceOf[SequenceOf[int]], kept: SequenceOf[int]) -> list[int]:

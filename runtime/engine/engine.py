@@ -36,7 +36,8 @@ class Engine(TextEngine):
             raise UserError(f"{path} is not compiled yet: mlc_amd.load() and `mlc-amd compile` do that")
         size = kv or KvSize.of(options.kv_tokens, options.kv_memory)
         artifact = Artifact.open(path, options.verify)
-        engine = cls(artifact, open_device(artifact, options.device, options.threads, options.n_cpu_moe, size))
+        chosen = options.device, options.threads, options.n_cpu_moe, size, options.devices, options.tensor_split
+        engine = cls(artifact, open_device(artifact, *chosen))
         try:
             if options.draft == OWN:
                 engine.speculate(engine.own_draft())

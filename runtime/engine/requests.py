@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from mlc_amd.runtime.cache.sequence import Sequence
+from mlc_amd.runtime.cache.sequence import ChunkRows, Sequence
 
 RequestState = Literal["waiting", "running", "done"]  # waiting: no pages; running: takes part in steps
 
@@ -52,7 +52,7 @@ class Request:
         return leader.sequence is not None and leader.sequence.computed >= len(leader.prompt)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlannedChunk:
     """The tokens start .. start+count-1 of a sequence."""
 
@@ -62,6 +62,19 @@ class PlannedChunk:
     count: int
     answers: bool  # a token is sampled after the last one, which is the last known token
     scored: bool = False  # the logits of all are wanted, and the step has no single rows
+    counted: bool = False  # its tokens count as computed
+
+    @property
+    def rows(self) -> ChunkRows:
+        return self.sequence.tokens[self.start : self.start + self.count], self.start, self.sequence.table_row
+
+    def count_as_computed(self) -> None:
+        """Once."""
+        if not self.counted:
+            self.counted = True
+            self.sequence.advance(self.count)
+            if self.scored:
+                self.request.scored = self.sequence.computed
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ logits of a chunk, float32 (`run`, `score`).
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,12 @@ class Runner:
         self._entries = artifact.manifest["functions"]
         self._last, self._answered = "", [0]  # the function of the last step, and its rows of logits that count
         self._choices = SampledRows(device, artifact.manifest["io"], self.vocab)
-        self._started: deque[Choices] = deque()  # of steps that are not finished
+        self._started: deque[Callable[[], Any]] = deque()  # of steps that are not finished: reads their results
+
+    @property
+    def stages(self) -> int:
+        """Steps that the device computes at once."""
+        return max(getattr(self.device, "in_flight", 1) - 1, 1)
 
     @property
     def scored(self) -> int:
@@ -73,68 +79,102 @@ class Runner:
     ) -> list[ChosenToken]:
         """Computes a step, and chooses a token for each of the first answers, as many as there are `choices`: or a
         function that returns them, called while the device computes what does not depend on them."""
-        single = len(singles)
-        function = self.functions.of(single, len(chunk[0]) if chunk else 0)
-        last = single + len(chunk[0]) - 1 if chunk and function.steps else single  # row of the chunk's answer
+        last = self._last_row(singles, chunk)
         known: Choices = ()
 
         def write() -> None:
             nonlocal known
             known = choices() if callable(choices) else choices
-            skipped = [GREEDY] * (last - single) if len(known) > single else []
-            self._choices.write([*known[:single], *skipped, *known[single:]])
+            self._write_choices(known, len(singles), last)
 
         if callable(choices):
             self._run(singles, chunk, write)
         else:
             write()
             self._run(singles, chunk)
-        self._answered = [*range(single), last][: len(known)]
+        self._answered = [*range(len(singles)), last][: len(known)]
         return self._choices.read(self._answered, known)
+
+    def _last_row(self, singles: Sequence[SingleRow], chunk: ChunkRows | None) -> int:
+        """The row of logits of a chunk's answer."""
+        single, count = len(singles), len(chunk[0]) if chunk else 0
+        return single + count - 1 if chunk and self.functions.of(single, count).steps else single
+
+    def _write_choices(self, choices: Choices, single: int, last: int) -> None:
+        skipped = [GREEDY] * (last - single) if len(choices) > single else []
+        self._choices.write([*choices[:single], *skipped, *choices[single:]])
 
     def can_start_ahead(self, rows: int, late: bool = False) -> bool:
         """Whether a step of so many single rows may start while one of the same rows is in progress (`start_ahead`);
         late: before it is known how tokens are chosen. Not with states: the step before determines the cells."""
         return not self.cache.cells and self.device.can_start_ahead(self.functions.of(rows, 0).name, late)
 
-    def start(self, singles: Sequence[SingleRow], choices: Choices | Callable[[], Choices]) -> None:
-        """Starts a step of single rows, each of which gets a token: see `finish`. choices: see `sample`."""
-        self._started.clear()
-        name = self._prepare_singles(singles)
+    def start(
+        self, singles: Sequence[SingleRow], chunk: ChunkRows | None, choices: Choices | Callable[[], Choices]
+    ) -> None:
+        """Starts a step as `sample` computes one: see `finish`. With a chunk, or after other steps that are not
+        finished, only on devices with several `stages`."""
+        function, last = self.functions.of(len(singles), len(chunk[0]) if chunk else 0), self._last_row(singles, chunk)
+        self._prepare_rows(function, singles, chunk)
+        self._last, self._answered = function.name, [*range(len(singles))]
+
+        def choose() -> None:
+            known = choices() if callable(choices) else choices
+            self._write_choices(known, len(singles), last)
+            rows = [*range(len(singles)), last][: len(known)]
+            self._started.append(lambda: self._choices.read(rows, known))
+
         if callable(choices):
-            self.device.start(name, lambda: self._choose(choices()))
+            self.device.start(function.name, choose)
         else:
-            self._choose(choices)
-            self.device.start(name)
+            choose()
+            self.device.start(function.name)
+
+    def start_scoring(self, chunk: ChunkRows) -> None:
+        """`score` without waiting: `finish` returns the logits. Only on devices with several `stages`."""
+        function = self.functions.score
+        rows = self.prepare(function, (), chunk)
+        self._started.append(lambda: self.device.read("logits", rows)[:, : self.vocab])
+        self.device.start(function.name)
+
+    def feed(self, chunk: ChunkRows) -> None:
+        """Computes a chunk whose logits nobody wants; of several stages the first is free for the next one then."""
+        if self.stages == 1:
+            self.run(chunk)
+            return
+        self._choices.clear()
+        self.device.feed(self.prepare_chunk(chunk))
 
     def start_ahead(self, singles: Sequence[SingleRow], choices: Choices | None) -> None:
         """Starts the next step of the same rows before the one in progress is finished. The tokens of `singles` are
         ignored: the device takes those that the other step chooses. choices: None: `supply_choices` follows."""
-        name = self._prepare_singles(singles)
+        function = self.functions.of(len(singles), 0)
+        self.prepare(function, singles, None)
+        self._last, self._answered = function.name, [*range(len(singles))]
         if choices is not None:
             self._choose(choices)
-        self.device.start_ahead(name, choices is None)
+        self.device.start_ahead(function.name, choices is None)
 
     def supply_choices(self, choices: Choices) -> None:
         """How the step that was started last chooses its tokens."""
         self._choose(choices)
         self.device.complete_inputs(self._last)
 
-    def _prepare_singles(self, singles: Sequence[SingleRow]) -> str:
-        function = self.functions.of(len(singles), 0)
-        self.prepare(function, singles, None)
-        self._last, self._answered = function.name, [*range(len(singles))]
-        return function.name
-
     def _choose(self, choices: Choices) -> None:
         self._choices.write(choices)
-        self._started.append(choices)
+        self._started.append(lambda: self._choices.read(range(len(choices)), choices))
 
-    def finish(self) -> list[ChosenToken]:
-        """Waits for the oldest step that was started. Returns the token chosen for each of its rows."""
+    def finish(self) -> Any:
+        """Waits for the oldest step that was started. Returns the token chosen for each of its rows, [ChosenToken]; or
+        the logits of a step that scores, in memory that the next one may overwrite."""
         self.device.wait()
-        choices = self._started.popleft()
-        return self._choices.read(range(len(choices)), choices)
+        return self._started.popleft()()
+
+    def abandon(self) -> None:
+        """Nobody wants the results of the steps that were started."""
+        self._started.clear()
+        if self.stages > 1:
+            self.device.discard()
 
     def _run(
         self, singles: Sequence[SingleRow], chunk: ChunkRows | None, meanwhile: Callable[[], None] | None = None

@@ -42,6 +42,12 @@ class ChosenToken(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+def right_ones(chosen: list[ChosenToken], guesses: Sequence[int]) -> list[ChosenToken]:
+    """The first token, and those after guesses that are right."""
+    right = next((i for i, guess in enumerate(guesses) if chosen[i].token != guess), len(guesses))
+    return chosen[: right + 1]
+
+
 class SampledRows:
     """Writes and reads the buffers of `device`. io: the manifest's; columns of logits beyond `vocab` are padding."""
 

@@ -4,6 +4,9 @@ A driver loop calls `plan`, runs the step on the device, calls `complete` with t
 request that has ended. All methods but `cancel` are called by one thread. Where the next step will have the same rows
 as the one in progress, `plan_ahead` plans it before the tokens of that one are known.
 
+Several GPUs compute several steps at once, in the order in which they were planned (`groups`). Then answers are divided
+into as many groups, each with steps of its own, and further chunks of a prompt are planned before the first is done.
+
 Every running answer has a row in every step; if there are more answers than rows, clients and their requests alternate.
 Remaining rows may verify guesses of further tokens (`draft`). A step also has one chunk of a prompt; clients alternate
 with chunks. A chunk of which all logits are wanted (`Request.scored`) is a step by itself, followed by a step of the
@@ -63,13 +66,15 @@ class SchedulerLimits:
 class Scheduler:
     """Requests on one cache. `running`: in the order in which they were added."""
 
-    def __init__(self, cache: KvCache, limits: SchedulerLimits | None = None) -> None:
-        self.cache, self.limits = cache, limits or SchedulerLimits()
+    def __init__(self, cache: KvCache, limits: SchedulerLimits | None = None, groups: int = 1) -> None:
+        """groups: steps that the device computes at once; one more than these may be planned, so that it never waits
+        for the host."""
+        self.cache, self.limits, self.groups = cache, limits or SchedulerLimits(), groups
+        self._most = groups + 1 if groups > 1 else 1  # planned steps that are not completed, without `plan_ahead`
         self.running: list[Request] = []
         self._queues = ClientQueues()
         self._number = 0
-        self._step: PlannedStep | None = None  # not completed
-        self._ahead: PlannedStep | None = None  # the step after it
+        self._in_progress: deque[PlannedStep] = deque()  # not completed, in the order in which they are computed
         self._steps = 0
         self._cancels: deque[Request] = deque()
         self._ended: list[Sequence] = []  # of requests that are done, while a step may use them
@@ -127,7 +132,7 @@ class Scheduler:
         request.state, request.finish = "done", reason
         if request.scored is not None:
             pass  # its sequence is the caller's
-        elif self._step is None:
+        elif not self._in_progress:
             request.sequence.free()
         else:
             self._ended.append(request.sequence)
@@ -135,22 +140,37 @@ class Scheduler:
 
     # ---- steps
 
+    @property
+    def may_plan(self) -> bool:
+        """Whether `plan` may be called."""
+        return len(self._in_progress) < self._most
+
+    @property
+    def _busy(self) -> set[Request]:
+        """The requests that get a token of a step in progress."""
+        return {request for step in self._in_progress for request in step.answers}
+
     def plan(self) -> PlannedStep | None:
-        """The next step, or None if there is nothing to compute now. Each is completed or abandoned before the next."""
-        if self._step is not None:
+        """The next step, or None if there is nothing to compute now. They are completed in this order."""
+        if not self.may_plan:
             raise RuntimeError("the last step is neither completed nor abandoned")
         while self._cancels:
             self.finish(self._cancels.popleft(), "cancelled")
-        singles, prefilling = [], {}
+        singles, prefilling, busy = [], {}, self._busy
         for request in self.running:
             pending = _sequence(request).pending
-            if len(request.generated) >= request.limit or not pending:
-                continue  # the driver has not finished it
+            if len(request.generated) >= request.limit or not pending or request in busy:
+                continue  # the driver has not finished it, or does not know its newest token
             if pending == 1 and request.scored is None:
                 singles.append(request)
             else:
                 prefilling.setdefault(request.client, request)
         most = min(self.limits.step_rows, self.cache.slots)
+        if self.groups > 1:
+            size = -(-(len(singles) + len(busy)) // self.groups)
+            most = min(most, max(size, 1) + bool(prefilling or self.waiting))
+            if sum(bool(step.singles) for step in self._in_progress) >= self.groups:
+                singles = []
         planned = self._reserve_singles(singles, max(most - bool(prefilling or self.waiting), 1))
         chunk = self._plan_chunk(planned, prefilling) if len(planned) < most else None
         self._scored = chunk is not None and chunk.scored
@@ -166,18 +186,26 @@ class Scheduler:
         for request in planned:
             request.last_step = self._steps
             rows.append((request, request.sequence))
-        self._step = PlannedStep(rows, chunk)
-        self.cache.assign_slots(self._step.sequences)
-        return self._step
+        step = PlannedStep(rows, chunk)
+        self._in_progress.append(step)
+        self.cache.assign_slots(step.sequences)
+        return step
+
+    @staticmethod
+    def started(step: PlannedStep) -> None:
+        """The device has the inputs of a planned step. Its chunk counts as computed, unless a token is to follow: what
+        relies on it will be computed after it."""
+        if step.chunk and not step.chunk.answers:
+            step.chunk.count_as_computed()
 
     def plan_ahead(self, step: PlannedStep) -> PlannedStep | None:
-        """The step after the one in progress, if it certainly has the same rows, each with the token that one samples,
-        and there are pages. A request that is done by then keeps its row."""
+        """The step after the oldest one in progress, if it certainly has the same rows, each with the token that one
+        samples, and there are pages. A request that is done by then keeps its row."""
         running = [request for request, _ in step.singles]
         may_start = self.waiting and not self._blocked
-        if step is not self._step or self._ahead or step.chunk or any(step.drafts):
+        if not self._in_progress or step is not self._in_progress[0] or len(self._in_progress) > self._most:
             return None
-        if may_start or self._cancels or running != self.running:
+        if step.chunk or any(step.drafts) or may_start or self._cancels or self._busy != set(self.running):
             return None
         for request, sequence in step.singles:
             if len(request.generated) + 2 > request.limit or not sequence.reserve(1, 1):
@@ -185,9 +213,10 @@ class Scheduler:
         self._steps += 1
         for request in running:
             request.last_step = self._steps
-        self._ahead = PlannedStep(step.singles)
-        self.cache.assign_slots(self._ahead.sequences)
-        return self._ahead
+        ahead = PlannedStep(step.singles)
+        self._in_progress.append(ahead)
+        self.cache.assign_slots(ahead.sequences)
+        return ahead
 
     def guesses(self, step: PlannedStep) -> dict[Request, int]:
         """How many drafts each request of a step without a chunk may have, if no other has any."""
@@ -199,7 +228,7 @@ class Scheduler:
 
     def draft(self, step: PlannedStep, drafts: Mapping[Request, list[int]]) -> PlannedStep:
         """The planned step without a chunk, with as many drafts as there are rows and pages for, without preemption."""
-        if step is not self._step or step.chunk:
+        if [*self._in_progress] != [step] or step.chunk:
             raise RuntimeError("this is no step in progress without a chunk")
         rows = self.limits.step_rows - len(step.singles)
         found = []
@@ -208,9 +237,10 @@ class Scheduler:
             found.append(drafts[request][:count] if count else [])
             sequence.reserve(1, count)
             rows -= count
-        self._step = PlannedStep(step.singles, None, found)
-        self.cache.assign_slots(self._step.sequences)
-        return self._step
+        step = PlannedStep(step.singles, None, found)
+        self._in_progress[0] = step
+        self.cache.assign_slots(step.sequences)
+        return step
 
     def complete(self, step: PlannedStep, tokens: Iterable[SequenceOf[int]]) -> None:
         """The step has run. tokens: for each of step.answers the right drafts and one more; or ignored if done."""
@@ -226,28 +256,27 @@ class Scheduler:
             kept = min(sequence.pending, 1) if request.state == "done" else len(found)
             sequence.advance(kept, len(drafts) + 1 - kept)
         if step.chunk:
-            step.chunk.sequence.advance(step.chunk.count)
-            if step.chunk.scored:
-                step.chunk.request.scored = step.chunk.sequence.computed
+            step.chunk.count_as_computed()
         self._free_ended()
 
     def abandon(self) -> None:
-        """The planned step, and the one after it, have failed: nothing counts as computed since `plan`."""
-        step, self._step, self._ahead = self._step, None, None
-        if step is None:
+        """The steps in progress have failed: nothing that they compute counts, but for chunks that already did."""
+        if not self._in_progress:
             raise RuntimeError("no step is in progress")
-        for sequence in step.sequences:
+        sequences = {id(sequence): sequence for step in self._in_progress for sequence in step.sequences}
+        self._in_progress.clear()
+        for sequence in sequences.values():
             sequence.abandon()
         self._free_ended()
 
     def _end(self, step: PlannedStep) -> None:
-        if step is not self._step:
+        if not self._in_progress or step is not self._in_progress[0]:
             raise RuntimeError("this is not the step in progress")
-        self._step, self._ahead = self._ahead, None
+        self._in_progress.popleft()
 
     def _free_ended(self) -> None:
         """Those that no step uses."""
-        used = self._step.sequences if self._step else []
+        used = [sequence for step in self._in_progress for sequence in step.sequences]
         for sequence in self._ended:
             if sequence not in used:
                 sequence.free()
@@ -263,10 +292,17 @@ class Scheduler:
         for request in ready:
             # A victim is younger than the request that needs its pages: it comes later in this loop, or not at all.
             while request.state == "running" and not _sequence(request).reserve(1):
-                self._preempt(self.running[-1])
-            if request.state == "running":
-                rows.append(request)
+                if not (victim := self._youngest()):
+                    break
+                self._preempt(victim)
+            else:
+                if request.state == "running":
+                    rows.append(request)
         return rows
+
+    def _youngest(self) -> Request | None:
+        """The youngest running request, whose pages others may get; None before a step in progress has its token."""
+        return None if self.running[-1] in self._busy else self.running[-1]
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
@@ -333,6 +369,9 @@ class Scheduler:
             self._blocked = True
             return False
         if self._full and (victim := self._most_running()):
+            if victim in self._busy:
+                sequence.free()
+                return False
             self._preempt_with_row(victim, singles)
         if request.cached is None:
             request.cached = sequence.computed
@@ -345,7 +384,7 @@ class Scheduler:
         """Whether there is room for a chunk of a running request, for which younger ones are preempted."""
         sequence = _sequence(request)
         sequence.match(request.scored)
-        while sequence.room < 1 and (victim := self.running[-1]) is not request:
+        while sequence.room < 1 and (victim := self._youngest()) not in (None, request):
             self._preempt_with_row(victim, singles)
         return sequence.room >= 1
 

@@ -10,6 +10,7 @@ of them starts.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from mlc_amd.runtime.cache.sequence import Sequence
 from mlc_amd.runtime.engine.answers import Answer
 from mlc_amd.runtime.engine.requests import PlannedStep, Request, Scoring
 from mlc_amd.runtime.engine.runner import Runner
-from mlc_amd.runtime.engine.sampled_rows import GREEDY, ChosenToken, TokenChoice
+from mlc_amd.runtime.engine.sampled_rows import GREEDY, ChosenToken, TokenChoice, right_ones
 from mlc_amd.runtime.engine.scheduler import RequestCounts, Scheduler, SchedulerLimits
 from mlc_amd.runtime.engine.step_lock import CLOSED, StepLock
 from mlc_amd.runtime.errors import MachineError
@@ -32,12 +33,12 @@ class StepLoop:
 
     def __init__(self, runner: Runner, cache: KvCache, limits: SchedulerLimits) -> None:
         self.runner = runner
-        self.scheduler = Scheduler(cache, limits)
+        self.scheduler = Scheduler(cache, limits, runner.stages)
         self.private: Sequence | None = None  # a sequence of the engine's own, which requests may preempt
         self.speculation: Speculation | None = None  # changed with the lock only
         self.clock = time.perf_counter  # seconds, for `speculation`
-        self._ahead: PlannedStep | None = None  # in progress on the device, after the last one that was completed
-        self._lacks_choices = False  # that step waits for how its tokens are chosen
+        self._started: deque[PlannedStep] = deque()  # in progress on the device, the oldest first
+        self._lacks_choices = False  # the last of them waits for how its tokens are chosen
         self._answers: dict[Request, Answer] = {}
         self._scorings: dict[Request, Scoring] = {}
         self._lock = StepLock()
@@ -142,41 +143,59 @@ class StepLoop:
     # ---- steps, by the thread that holds the lock
 
     def _step(self) -> bool:
-        """Computes a step. False if there is nothing to compute."""
+        """Completes a step; starts as many as the device computes at once. False if there is nothing to compute."""
         self._drop_ended()
-        if self._ahead:
-            self._finish(self._ahead)
-            return True
+        while self.scheduler.may_plan and not (self.speculation and self._started):
+            step = self._plan()
+            if step is None:
+                break
+            if not self._start(step):
+                self._compute(step)
+                return True
+        if not self._started:
+            return False
+        self._finish(self._started[0])
+        return True
+
+    def _plan(self) -> PlannedStep | None:
         before = set(self.scheduler.running)
         step = self.scheduler.plan()
-        if step is None and self.scheduler.unfinished and self.private:
+        if step is None and self.scheduler.unfinished and self.private and not self._started:
             self.private.free()
             step = self.scheduler.plan()
-        if step is None:
+        if step:
+            with self._in_progress():
+                for request in self.scheduler.running:
+                    if request not in before and request in self._answers:
+                        self._answers[request].begin()
+        return step
+
+    def _start(self, step: PlannedStep) -> bool:
+        """Starts a step, if others may start before it is completed."""
+        if self.speculation or not (self.runner.stages > 1 or self._may_overlap(step)):
             return False
         with self._in_progress():
-            for request in self.scheduler.running:
-                if request not in before and request in self._answers:
-                    self._answers[request].begin()
-            overlaps = self._may_overlap(step)
-            if overlaps:
-                rows = [sequence.newest_row() for sequence in step.sequences]
+            chunk = step.chunk.rows if step.chunk else None
+            if step.chunk and step.chunk.scored:
+                self.runner.start_scoring(step.chunk.rows)
+            else:
+                rows = [sequence.newest_row() for _, sequence in step.singles]
                 masks = any(self._answers[request].constraint for request in step.answers)
-                self.runner.start(rows, (lambda: self._choices(step)) if masks else self._choices(step))
-        if overlaps:
-            self._finish(step)
-        else:
-            self._compute(step)
+                self.runner.start(rows, chunk, (lambda: self._choices(step)) if masks else self._choices(step))
+            self._started.append(step)
+            self.scheduler.started(step)
         return True
 
     @contextmanager
     def _in_progress(self) -> Iterator[None]:
-        """An error of a step abandons it, and the one after it."""
+        """An error of a step abandons it, and those after it."""
         try:
             yield
         except BaseException:
-            self._ahead, self._lacks_choices = None, False
+            self._started.clear()
+            self._lacks_choices = False
             self.scheduler.abandon()
+            self.runner.abandon()
             raise
 
     def _compute(self, step: PlannedStep) -> None:
@@ -188,7 +207,7 @@ class StepLoop:
             chosen = self._run(step)
             seconds = self.clock() - guessed
             guesses = step.drafts + [[]] * (len(chosen) - len(step.drafts))
-            found = [_right(tokens, drafts) for tokens, drafts in zip(chosen, guesses, strict=True)]
+            found = [right_ones(tokens, drafts) for tokens, drafts in zip(chosen, guesses, strict=True)]
             if self.speculation:
                 if not step.chunk:
                     self._learn(self.speculation, step, found, guessed - begun, seconds)
@@ -233,10 +252,16 @@ class StepLoop:
             if self._lacks_choices:
                 self._lacks_choices = False
                 self.runner.supply_choices(self._choices(step))
-            self._ahead = self._start_ahead(step) if ahead else None
-            found = [[chosen] for chosen in self.runner.finish()]
-        self._complete(step, found)
-        if self._ahead and all(request.state == "done" for request in self._ahead.answers):
+            if ahead and (following := self._start_ahead(step)):
+                self._started.append(following)
+            found = self.runner.finish()
+        self._started.popleft()
+        if step.chunk and step.chunk.scored:
+            if scoring := self._scorings.get(step.chunk.request):
+                scoring.take(step.chunk.start, found)
+            found = []
+        self._complete(step, [[chosen] for chosen in found])
+        if all(step.answers and all(request.state == "done" for request in step.answers) for step in self._started):
             self._settle()
 
     def _start_ahead(self, step: PlannedStep) -> PlannedStep | None:
@@ -255,9 +280,9 @@ class StepLoop:
         return [answer.choices()[0] if answer else GREEDY for answer in answers]
 
     def _settle(self) -> None:
-        """Completes the step in progress, if there is one."""
-        if self._ahead:
-            self._finish(self._ahead, ahead=False)
+        """Completes the steps in progress."""
+        while self._started:
+            self._finish(self._started[0], ahead=False)
 
     def _guess(self, step: PlannedStep) -> PlannedStep:
         """The step, with guesses of its answers' next tokens."""
@@ -297,7 +322,7 @@ class StepLoop:
         for (_, sequence), drafts in zip(step.singles, step.drafts, strict=True):
             singles += sequence.rows([sequence.tokens[sequence.computed], *drafts])
         if step.chunk:
-            chunk = step.chunk.sequence.chunk(step.chunk.count)
+            chunk = step.chunk.rows
             if step.chunk.scored:
                 self._scorings[step.chunk.request].take(step.chunk.start, self.runner.score(chunk))
                 return []
@@ -342,7 +367,7 @@ class StepLoop:
 
     def _run_background(self) -> None:
         while True:
-            self._lock.wait_for_work(lambda: self._watched or (self._ahead and not self._answers))
+            self._lock.wait_for_work(lambda: self._watched or (self._started and not self._answers))
             if not self._lock.acquire(lambda: self.closed):
                 return
             try:
@@ -372,9 +397,3 @@ class StepLoop:
             self._background.join()
         if self.speculation:
             self.speculation.drafter.close()
-
-
-def _right(chosen: list[ChosenToken], guesses: SequenceOf[int]) -> list[ChosenToken]:
-    """The first token, and those after guesses that are right."""
-    right = next((i for i, guess in enumerate(guesses) if chosen[i].token != guess), len(guesses))
-    return chosen[: right + 1]

@@ -108,6 +108,7 @@ def function(rows, head):
         "rows": rows,
         "single": int(rows == 1),
         "logits": rows if head == "all" else 1,
+        "samples": False,
         "launches": [
             {"kernel": "embed", "args": [state, ["io", "tokens"], ["weight", "table"], x]},
             {"kernel": "mix", "args": [state, places, tables, x, ["kv", "cache"], y]},

@@ -23,6 +23,7 @@ def judge(facts: dict) -> list[Check]:
     if not found["drivers"] and not found["devices"]:
         return [(missing, "target vulkan cannot run here: no Vulkan driver", install)]
     devices = [check for device in found["devices"] for check in _device(device)]
+    devices += _several(found["devices"])
     if found["devices"] and not (hardware and all(device["type"] == "cpu" for device in found["devices"])):
         return devices
     # Which driver does not start? That of the GPU's vendor, where there is a GPU and its driver.
@@ -36,6 +37,15 @@ def judge(facts: dict) -> list[Check]:
         return [(missing, f"target vulkan cannot run here: {what}", advice or install)]
     advice = f"its driver ({its[0]}) is installed and finds no GPU; {_DEBUG}" if its else install
     return [*devices, ("problem", f"Vulkan does not show the {vendor} GPU, only the CPU", advice)]
+
+
+def _several(devices: list[dict]) -> Iterator[Check]:
+    """What GPUs with memory of their own hold together."""
+    own = [device for device in devices if device["type"] == "discrete"]
+    if len(own) > 1:
+        names = ", ".join(str(device["index"]) for device in own)
+        total = display.size(sum(device["memory"] for device in own))
+        yield "ok", f"models that no GPU holds alone are divided between devices {names} ({total})", ""
 
 
 def _device(device: dict) -> Iterator[Check]:

@@ -148,6 +148,9 @@ def _nothing_compared(kernels: list[dict], seconds: float) -> list[str]:
 
 def about_device(device) -> dict:
     """The device that was used: name, kind, type, and what drives it."""
+    if hasattr(device, "stages"):  # several GPUs
+        stages = [about_device(one) for one in device.stages]
+        return stages[0] | {"name": device.name, "stages": stages}
     facts = {"name": device.name, "kind": device.kind, "type": "cpu" if device.kind == "cpu" else "gpu"}
     if device.kind == "vulkan":
         gpu = device.gpu

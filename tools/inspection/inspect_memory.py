@@ -24,7 +24,8 @@ def plan(needs: Needs, kind: str, arch: str, layers: int = 0) -> dict:
     for room in known:
         there = needs.in_host_memory() if room.shared else needs
         facts = {"needed": there.device(layers), "tokens": there.tokens(room.usable, layers)}
-        devices.append(asdict(room) | facts | {"advice": there.advice(room.usable, layers)})
+        several = None if kind == "cpu" or room.shared else there.gpus(room.usable)
+        devices.append(asdict(room) | facts | {"advice": there.advice(room.usable, layers), "gpus": several})
     host = needs.host(layers)
     found = {"weights": needs.weights - host, "kv": needs.kv, "buffers": needs.buffers, "apus": others}
     found |= {"states": needs.states, "cells": needs.cells, "total": needs.device(layers), "host": host}
@@ -144,4 +145,6 @@ def _line(device: dict) -> tuple[str, str]:
     room = f"{device['name']} ({display.size(device['bytes'])}{shared}; {display.size(device['usable'])} usable)"
     if device["needed"] <= device["usable"]:
         return "fits", f"{room} up to {device['tokens']} tokens"
-    return "too large", f"for {room}" + (f": try {' or '.join(device['advice'])}" if device["advice"] else "")
+    advice = [f"{device['gpus']} of them, which share the layers out"] if device["gpus"] else []
+    advice += [f"try {' or '.join(device['advice'])}"] if device["advice"] else []
+    return "too large", f"for {room}" + (f": {'; or '.join(advice)}" if advice else "")

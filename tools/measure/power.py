@@ -70,6 +70,9 @@ _NVML: dict[str, tuple[Any, float, bool]] = {
 def sensors(device, root: Path = SYS, nvml: str = NVML) -> list[Sensor]:
     """The sensors of a device of runtime/devices: their sum is its power. A GPU's is found by its PCI address. NoSensor
     if there are none, or this user may not read them. root: what is mounted at /sys; nvml: the library's name."""
+    if hasattr(device, "stages"):  # several GPUs
+        several = {one.gpu.pci: one for one in device.stages}
+        return [sensor for one in several.values() for sensor in sensors(one, root, nvml)]
     pci = None if device.kind == "cpu" else device.gpu.pci
     if pci == "":
         raise NoSensor(f"the driver of {device.gpu.name} does not tell its PCI address")

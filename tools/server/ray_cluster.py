@@ -213,25 +213,27 @@ def _reason(error: BaseException) -> str:
     return re.sub(r"^[\w.]+: ", "", last)
 
 
-def _load(known: Mapping[str, LoadOptions], name: str, gpu: str | None) -> Engine:
-    """A model's engine, in a replica. gpu: the number of the one that Ray gave it. HIP shows a process no others;
-    Vulkan does, and has the same order."""
+def _load(known: Mapping[str, LoadOptions], name: str, gpus: tuple[int, ...]) -> Engine:
+    """A model's engine, in a replica. gpus: the numbers of those that Ray gave it. HIP shows a process no others, which
+    it numbers from 0 on; Vulkan does, and has the same order."""
     options = known[name]
-    if gpu is not None and options.device is None and targets.resolve(options.target, options.arch)[0] == "vulkan":
-        options = replace(options, device=gpu)
+    if gpus and options.device is None:
+        vulkan = targets.resolve(options.target, options.arch)[0] == "vulkan"
+        options = replace(options, devices=gpus if vulkan else tuple(range(len(gpus))))
     return models.load_engine(options)
 
 
 def _share(deployment: Deployment) -> tuple[dict[str, float], dict[str, Any]]:
-    """What a replica takes of the cluster, in Ray's words, and what that changes of how models are loaded: one GPU
-    where the cluster has some, else as many CPUs as each can have."""
+    """What a replica takes of the cluster, in Ray's words, and what that changes of how models are loaded: where the
+    cluster has GPUs, one or as many as --devices names, else as many CPUs as each can have."""
     load = next(iter(deployment.models.values()))
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     target, threads, count = load.target, load.threads, deployment.replicas
     gpus = sum(int(node.get("GPU", 0)) for node in nodes)
     if target not in ("auto", "cpu") or (target == "auto" and gpus):
-        _warn(gpus, count, "GPUs")
-        return {"num_gpus": 1, "num_cpus": threads or 1}, {}
+        each = max(len(load.devices), len(load.tensor_split), 1)
+        _warn(gpus, count * each, "GPUs")
+        return {"num_gpus": each, "num_cpus": threads or 1}, {}
     cpus = [int(node.get("CPU", 0)) for node in nodes]
     each = threads or most_each(cpus, count)
     _warn(sum(cpu // each for cpu in cpus) * each, count * each, "CPUs")

@@ -64,15 +64,16 @@ class Call:
 
 
 class Replica:
-    """The server's application. load: (name, number of the GPU that Ray gave this replica, if any) -> its engine."""
+    """The server's application. load: (name, numbers of the GPUs that Ray gave this replica) -> its engine."""
 
-    def __init__(self, names: Sequence[str], load: Callable[[str, str | None], Engine], options: ServeOptions) -> None:
+    def __init__(
+        self, names: Sequence[str], load: Callable[[str, tuple[int, ...]], Engine], options: ServeOptions
+    ) -> None:
         terminal.clean_process()
-        gpus = ray.get_gpu_ids()
-        gpu = str(gpus[0]) if gpus else None
-        loaders = {name: lambda name=name: load(name, gpu) for name in names}
+        gpus = tuple(map(int, ray.get_gpu_ids()))
+        loaders = {name: lambda name=name: load(name, gpus) for name in names}
         library = Library(loaders, options.models_max, options.idle_unload)
-        library.add(names[0], load(names[0], gpu))
+        library.add(names[0], load(names[0], gpus))
         library.start()
         self._name = serve.get_replica_context().replica_id.unique_id
         self._app = make_app(Service(library, options))

@@ -20,6 +20,7 @@ from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.hip import code_objects
 from mlc_amd.runtime.devices.hip import launches as launching
 from mlc_amd.runtime.devices.hip.api import CANNOT_LOAD, Hip, HipError, open_bindings, runtime_version
+from mlc_amd.runtime.devices.hip.carried import HipCarried
 from mlc_amd.runtime.devices.hip.diagnosis import OVERRIDE
 from mlc_amd.runtime.devices.hip.gpu import choose
 from mlc_amd.runtime.devices.hip.launches import HipLaunch
@@ -82,7 +83,8 @@ class HipDevice(QueuedDevice):
         self._marks: dict[str, list] = {}  # events that time a function's launches
         functions = self.manifest["functions"]
         heads = {name: launches_before_late(function, self._kernels) or 0 for name, function in functions.items()}
-        runs = self.memory, functions, self._launches, self._graphs, heads
+        self._carried = HipCarried(self.hip, self._held, self.stream, self.memory, functions)
+        runs = self.memory, functions, self._launches, self._graphs, heads, self._carried
         self._runs = HipRuns(self.hip, self._held, self.stream, *runs)
         self._queue = RunQueue(self._runs, self.pacer, heads)
         if os.environ.get(GRAPH_VARIABLE) != "0":
@@ -162,7 +164,7 @@ class HipDevice(QueuedDevice):
             chunk = (tokens[single:], position + single, 0) if live > single else None
             answers = write_step(self, entry, singles, chunk)
             self._run(function, graphs)
-            results.append(self._fetch("logits", answers).tobytes())
+            results.append(self._fetch("logits", answers).tobytes() + self.sent(function).tobytes())
             position += live
         return results
 
@@ -176,7 +178,7 @@ class HipDevice(QueuedDevice):
         self._run(function, {} if plain else self._graphs)
 
     def _run(self, function: str, graphs: dict) -> None:
-        self.memory.send_inputs()
+        self._send_inputs(function)
         for piece in self.pacer.pieces(function) or ((),):
             start = time.perf_counter()
             if function in graphs and not piece:
@@ -186,6 +188,22 @@ class HipDevice(QueuedDevice):
                 launching.enqueue(self.hip, self.stream, [launches[i] for i in self._numbers(function, piece)])
             self._wait()
             self.pacer.record(function, time.perf_counter() - start, piece)
+        self._fetch_sent(function)
+
+    def _send_inputs(self, function: str) -> None:
+        self.memory.send_inputs()
+        self._carried.enqueue_received(function)
+
+    def _fetch_sent(self, function: str) -> None:
+        if self.manifest["functions"][function].get("sends"):
+            self._carried.enqueue_sent(function)
+            self._wait()
+
+    def receive(self, data: np.ndarray) -> None:
+        self._carried.receive(data)
+
+    def sent(self, function: str) -> np.ndarray:
+        return self._carried.sent(function)
 
     def _numbers(self, function: str, piece: WorkPiece) -> Sequence[int]:
         """Of the launches of a piece, (): of all. HIP launches whole grids."""
@@ -199,12 +217,13 @@ class HipDevice(QueuedDevice):
         if function not in self._marks:
             self._marks[function] = launching.events(self.hip, self._held, 2 * len(launches))
         marks = self._marks[function]
-        self.memory.send_inputs()
+        self._send_inputs(function)
         for piece in self.pacer.pieces(function) or ((),):
             numbers = self._numbers(function, piece)
             first, end = numbers[0], numbers[-1] + 1
             launching.enqueue_timed(self.hip, self.stream, launches[first:end], marks[2 * first : 2 * end])
             self._wait()
+        self._fetch_sent(function)
         return launching.spans(self.hip, launches, marks)
 
     def copy_bandwidth(self) -> float:

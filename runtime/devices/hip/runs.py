@@ -12,6 +12,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from mlc_amd.runtime.devices.hip.api import NO_MEMORY, Hip, HipError
+from mlc_amd.runtime.devices.hip.carried import HipCarried
 from mlc_amd.runtime.devices.hip.launches import HipLaunch, capture, enqueue
 from mlc_amd.runtime.devices.hip.memory import HipMemory, host_block
 from mlc_amd.runtime.devices.run_queue import SLOTS, QueuedRun, RunHooks
@@ -46,8 +47,9 @@ class HipRuns(RunHooks):
         launches: Mapping[str, Sequence[HipLaunch]],
         graphs: Mapping[str, object],
         heads: Mapping[str, int],
+        carried: HipCarried,
     ):
-        self.hip, self.stream, self.memory = hip, stream, memory
+        self.hip, self.stream, self.memory, self._carried = hip, stream, memory, carried
         self._functions, self._launches, self._graphs, self._heads = functions, launches, graphs, heads
         self._held = held.enter_context(ExitStack())
         self._head_graphs: dict[str, object] = {}  # of what precedes the launches that read LATE inputs
@@ -67,6 +69,7 @@ class HipRuns(RunHooks):
     def submit(self, run: QueuedRun) -> None:
         self._allocate_slots()
         self.memory.send_inputs(self._slots[run.slot].inputs)
+        self._carried.enqueue_received(run.name)
         if run.ahead:
             self.memory.feed_back(self._functions[run.name]["logits"])
         graph = (self._head_graphs if run.late else self._graphs).get(run.name)
@@ -86,6 +89,7 @@ class HipRuns(RunHooks):
     def _end(self, run: QueuedRun) -> None:
         slot = self._slots[run.slot]
         slot.fetch_results()
+        self._carried.enqueue_sent(run.name)
         self.hip("hipEventRecord", slot.event, self.stream)
 
     def wait(self, run: QueuedRun) -> None:

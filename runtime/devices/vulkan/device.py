@@ -23,6 +23,7 @@ from mlc_amd.runtime.devices.pieces import Pacer
 from mlc_amd.runtime.devices.placement import Range, chunks, cut, parts, read_in_place
 from mlc_amd.runtime.devices.run_queue import QueuedDevice, RunQueue
 from mlc_amd.runtime.devices.vulkan import api, fragments, timing
+from mlc_amd.runtime.devices.vulkan.carried import Carried
 from mlc_amd.runtime.devices.vulkan.commands import VulkanLaunch, prepare
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
@@ -171,7 +172,10 @@ class VulkanDevice(QueuedDevice):
         plan = {name: self._bind(function) for name, function in functions.items()}
         heads = {name: launches_before_late(function, self._kernels) or 0 for name, function in functions.items()}
         self.pacer = Pacer(self.manifest, self.code_arch, cuts=True)
-        self._replays = Replays(self.context, self.io, self.pacer, functions, plan, heads, self._layout, self._based)
+        carried = Carried(self.memory, self._arena, functions)
+        self._replays = Replays(
+            self.context, self.io, self.pacer, functions, plan, heads, self._layout, self._based, carried
+        )
         self._queue = RunQueue(self._replays, self.pacer, heads)
 
     def _bind(self, function: dict) -> list[VulkanLaunch]:
@@ -233,6 +237,13 @@ class VulkanDevice(QueuedDevice):
         self._alive()
         self.io.write(name, values)
         self.pacer.write(name, values)
+
+    def receive(self, data: np.ndarray) -> None:
+        self._replays.carried.receive(data)
+
+    def sent(self, function: str) -> np.ndarray:
+        with self._usable("handing a step over"):
+            return self._replays.carried.sent(self.manifest["functions"][function])
 
     def _run_alone(self, function: str, plain: bool) -> None:
         self._replays.run(function, plain)

@@ -15,6 +15,7 @@ from itertools import pairwise
 from mlc_amd.runtime.devices.pieces import LaunchPart, Pacer, WorkPiece
 from mlc_amd.runtime.devices.run_queue import QueuedRun, RunHooks
 from mlc_amd.runtime.devices.vulkan import timing
+from mlc_amd.runtime.devices.vulkan.carried import Carried
 from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, VulkanLaunch
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.io import Io
@@ -35,8 +36,9 @@ class Replays(RunHooks):
         heads: Mapping[str, int],
         layout: int,
         based: BasedPipelines,
+        carried: Carried,
     ):
-        self.context, self.io, self.pacer = context, io, pacer
+        self.context, self.io, self.pacer, self.carried = context, io, pacer, carried
         self._functions, self._plan, self._heads = functions, plan, heads
         self._layout, self._based = layout, based
         # of whole functions, by slot, and in two parts where LATE inputs come later
@@ -145,12 +147,14 @@ class Replays(RunHooks):
             recorder.begin()
             if i == 0:
                 self.io.record_inputs(recorder, function, slot)
+                self.carried.record_received(recorder, function)
             elif late:
                 self.io.record_late(recorder, function, slot)
             for launch in launches:
                 recorder.launch(launch)
             if i == len(groups) - 1:
                 self.io.record_outputs(recorder, function, slot)
+                self.carried.record_sent(recorder, function)
             found.append(recorder.end())
         return found
 

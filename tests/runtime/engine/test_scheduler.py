@@ -3,6 +3,7 @@ that the request gets alone."""
 
 import random
 import time
+from collections import deque
 
 import pytest
 from paged_model import PagedModel, chains
@@ -44,11 +45,12 @@ def add_long(driver, prompt, most):
 class Driver:
     """Runs a scheduler's steps, and checks what holds for each."""
 
-    def __init__(self, groups, limits=SMALL, context=640, slots=5, guess=None, ahead=None):
+    def __init__(self, groups, limits=SMALL, context=640, slots=5, guess=None, ahead=None, stages=1):
         """guess: a source of random numbers, for drafts; ahead: the same for steps that run before the one before them
-        is completed."""
+        is completed; stages: of GPUs, which compute several steps at once."""
         self.cache = KvCache(groups, context, slots)
-        self.scheduler, self.model = Scheduler(self.cache, limits), PagedModel(self.cache)
+        self.scheduler, self.model = Scheduler(self.cache, limits, stages), PagedModel(self.cache)
+        self.running = deque()  # steps in progress on several stages, with their tokens
         self.requests, self.preempted, self.computed = [], 0, 0
         self.guess, self.drafted, self.answers = guess, 0, {}
         self.ahead, self.started, self.overlaps = ahead, None, 0  # started: a step that started ahead, and its tokens
@@ -97,9 +99,29 @@ class Driver:
             for (request, sequence), (token,) in zip(following.singles, found, strict=True):
                 chain = self.model.run(sequence, 1, [token])[-1]
                 tokens.append([choose(chain, request.sampling)])
-            self.started = following, tokens
+            if self.scheduler.groups > 1:
+                self.running.append((following, tokens))
+            else:
+                self.started = following, tokens
+
+    def fill(self):
+        """Plans and runs as many steps as may be in progress on several stages."""
+        while self.scheduler.may_plan and (step := self.scheduler.plan()):
+            self.check(step)
+            busy = {request for other, _ in self.running for request in other.answers}
+            assert not busy.intersection(step.answers)
+            self.running.append((step, self.run(step)))
+            self.scheduler.started(step)
+            self.overlaps += len(self.running) > 1
+        return bool(self.running)
 
     def step(self):
+        if self.scheduler.groups > 1:
+            if not self.fill():
+                return None
+            step, found = self.running[0]
+            self.complete(step, found)
+            return step
         if self.started:
             step, found = self.started
             self.complete(step, found)
@@ -121,12 +143,14 @@ class Driver:
 
     def complete(self, step, found):
         self.started = None
+        if self.running:
+            self.running.popleft()
         self.run_ahead(step, found)
         self.scheduler.complete(step, found)
         for request in step.answers:
             if request.state != "done" and (request.generated[-1] == END or len(request.generated) == request.limit):
                 self.scheduler.finish(request, "stop" if request.generated[-1] == END else "length")
-        if self.scheduler.unfinished % 4 == 0 and not self.started:
+        if self.scheduler.unfinished % 4 == 0 and not self.started and not self.running:
             self.model.check(self.sequences())
 
     def sequences(self):
@@ -199,6 +223,52 @@ def test_every_answer_is_the_one_of_the_request_alone(groups, seed):
     assert driver.preempted or groups != {0: 14} or driver.guess or driver.ahead
     assert bool(driver.overlaps) == bool(driver.ahead)
     assert bool(driver.drafted) == (bool(driver.guess) and groups.get(STATE, 9) > 2)
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_steps_of_several_stages_change_no_answer(groups, stages):
+    draw = random.Random(stages)
+    driver = Driver(groups, ahead=draw if STATE not in groups else None, stages=stages)
+    starts = [[draw.randrange(40) for _ in range(length)] for length in (10, 64, 130, 200)]
+    for _ in range(50):
+        prompt = draw.choice([[], *starts]) + [draw.randrange(40) for _ in range(draw.choice([1, 5, 64, 100]))]
+        first = driver.add(prompt, draw.choice([1, 3, 20, 200]), client=draw.randrange(4), sampling=draw.randrange(3))
+        for _ in range(draw.choice([0, 0, 0, 3])):
+            driver.add(first.fork(sampling=draw.randrange(3)))
+        for _ in range(draw.choice([0, 0, 1, 5, 30])):
+            driver.step()
+        if draw.random() < 0.2:
+            driver.scheduler.cancel(draw.choice(driver.requests))
+        if draw.random() < 0.1 and driver.fill():  # ends during a step
+            step = draw.choice(driver.running)[0]
+            driver.scheduler.finish(step.answers[0] if step.answers else step.chunk.request, "cancelled")
+        if draw.random() < 0.05 and driver.fill():
+            driver.scheduler.abandon()
+            driver.running.clear()
+    driver.finish()
+    assert driver.overlaps
+
+
+def test_several_stages_divide_answers_into_groups():
+    driver = Driver({0: 400}, SchedulerLimits(singles=64, running=64), slots=64, stages=2)
+    for i in range(9):
+        add_long(driver, [i], 40)
+    while driver.scheduler.waiting or any(request.sequence.pending > 1 for request in driver.scheduler.running):
+        driver.step()
+    for _ in range(4):
+        driver.step()
+    driver.fill()
+    assert sorted(len(step.singles) for step, _ in driver.running) == [4, 5]
+    driver.finish()
+
+
+def test_several_stages_compute_chunks_of_one_prompt_at_once():
+    driver = Driver({0: 400}, SchedulerLimits(chunk=64, running=64), context=640, stages=2)
+    driver.add([7] * 300, 4)
+    driver.fill()
+    assert [(step.chunk.start, step.chunk.count) for step, _ in driver.running] == [(0, 64), (64, 64), (128, 64)]
+    driver.finish()
 
 
 def test_forks_compute_the_prompt_once():

@@ -78,7 +78,7 @@ def test_a_run_has_its_own_inputs_and_results(vulkan):
             sequence.append(prompt[-1:])
             assert sequence.pending == 1 and sequence.reserve(1, 5)
         places = [[sequence.newest_row(ahead) for sequence in batch._sequences] for ahead in range(6)]
-        runner.start(places[0], [GREEDY] * 3)
+        runner.start(places[0], None, [GREEDY] * 3)
         for i in range(1, 6):
             runner.start_ahead(places[i], [GREEDY] * 3)
             device.context.calls.vkDeviceWaitIdle(device.context.device)  # both are done before one is read
@@ -111,8 +111,8 @@ def test_what_is_not_waited_for_does_no_harm(vulkan):
         for sequence in batch._sequences:
             sequence.append([7])
             assert sequence.reserve(1, 1)
-        vulkan._runner.start([sequence.newest_row() for sequence in batch._sequences], [GREEDY] * 2)
-        vulkan._runner.start_ahead([sequence.newest_row(1) for sequence in batch._sequences], [GREEDY] * 2)
+        vulkan._runner.start([sequence.newest_row() for sequence in batch._sequences], None, [GREEDY] * 2)
+        vulkan._runner.start_ahead([sequence.newest_row(1) for sequence in batch._sequences], None, [GREEDY] * 2)
     assert np.array_equal(vulkan.prefill(PROMPTS[1]), expected)
 
 

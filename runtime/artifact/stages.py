@@ -1,0 +1,246 @@
+"""Divides an artifact between GPUs by layers: each stage has consecutive layers, the first one also what comes before
+them, the last one what comes after them; with their weights and their part of the cache.
+
+In: a manifest. Out: `Stage` for each GPU, whose manifest is that of an artifact with fewer launches. All stages lay out
+the arena alike, so a step continues in the next stage once the bytes that the launches there still read have been
+copied from one arena to the other: the function's "sends" of one stage, "receives" of the next one.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import cast
+
+from mlc_amd.runtime.artifact.manifest import LaunchArgument, Manifest, ManifestFunction, ManifestLaunch, is_draft
+from mlc_amd.runtime.artifact.memory import nbytes
+from mlc_amd.runtime.artifact.weight_block import WeightBlock, byte_count
+from mlc_amd.runtime.errors import UserError
+
+BEFORE = -1  # the layer of launches that come before the first one
+_LAYER = re.compile(r"blk\.(\d+)\.")
+_READ = ("input",)  # roles of parameters through which kernels read the arena
+_WRITTEN = ("output", "work", "zero")
+_OWN = ("cache", "states")  # roles of what a layer keeps from step to step
+
+Bytes = tuple[int, int]  # first, end
+
+
+@dataclass(frozen=True)
+class Stage:
+    """manifest: of the part; weights: the names of its tensors; layers: how many it has."""
+
+    manifest: Manifest
+    weights: frozenset[str]
+    layers: int
+
+
+class StageWeights(WeightBlock):
+    """Some tensors of a block."""
+
+    def __init__(self, block: WeightBlock, names: frozenset[str]):
+        super().__init__({name: entry for name, entry in block.header.items() if name in names})
+        self._block = block
+
+    def read(self, at: int, target, keep: bool = True) -> None:
+        self._block.read(at, target, keep)
+
+    def __getitem__(self, name: str):
+        return self._block[name]
+
+
+class StageArtifact:
+    """What a device takes of an artifact, for a stage."""
+
+    def __init__(self, artifact, stage: Stage):
+        self.path, self.manifest = artifact.path, stage.manifest
+        self._artifact, self._names = artifact, stage.weights
+        self._weights: StageWeights | None = None
+
+    @property
+    def weights(self) -> StageWeights:
+        if self._weights is None:
+            self._weights = StageWeights(self._artifact.open_weights(), self._names)
+        return self._weights
+
+    def release_weights(self) -> None:
+        self._weights = None
+
+
+def layer_bytes(manifest: Manifest, sizes: Mapping[str, int]) -> list[int]:
+    """Bytes of weights and cache that a step reads for each layer; what comes after the last one counts as its own.
+    sizes: of the tensors of weights."""
+    kept = {entry["name"]: nbytes(entry) for entry in manifest["kv"]}
+    steps, seen = _steps(manifest), set()
+    found = [0] * (1 + max(max(_layers(function)) for function in steps))
+    for function in steps:
+        for launch, layer in zip(function["launches"], _layers(function), strict=True):
+            for kind, where, *_ in launch["args"]:
+                if layer > BEFORE and kind in ("weight", "kv") and (key := (kind, where, layer)) not in seen:
+                    seen.add(key)
+                    found[layer] += sizes.get(str(where), 0) if kind == "weight" else kept[str(where)]
+    return found
+
+
+def divide(manifest: Manifest, sizes: Mapping[str, int], shares: Sequence[float]) -> list[int]:
+    """The first layer of each stage but the first, so that the stages' bytes are nearest to `shares` of all. UserError
+    if the model has too few layers."""
+    ends = [0, *accumulate(layer_bytes(manifest, sizes))]
+    allowed, found = _borders(manifest), []
+    for i, wanted in enumerate(accumulate(shares[:-1])):
+        left = len(shares) - 2 - i  # further borders
+        rest = [border for border in allowed if border > (found[-1] if found else 0)]
+        if len(rest) <= left:
+            raise UserError(
+                f"{len(shares)} GPUs: this model can only be divided between {most_stages(manifest)} at most"
+            )
+        target = ends[-1] * wanted / sum(shares)
+        found.append(min(rest[: len(rest) - left], key=lambda border: abs(ends[border] - target)))
+    return found
+
+
+def most_stages(manifest: Manifest) -> int:
+    """The number of GPUs that a model can be divided between, at most."""
+    return len(_borders(manifest)) + 1
+
+
+def stages(manifest: Manifest, borders: Sequence[int], sizes: Mapping[str, int]) -> list[Stage]:
+    """borders, sizes: see `divide`."""
+    launched = {name: _by_stage(name, function, borders) for name, function in manifest["functions"].items()}
+    kernels = {entry["name"]: [param["role"] for param in entry["params"]] for entry in manifest["kernels"]}
+    crossing = {
+        name: _crossing(manifest["functions"][name]["launches"], stages_of, len(borders), kernels)
+        for name, stages_of in launched.items()
+    }
+    ends = [0, *borders, len(layer_bytes(manifest, sizes))]
+    return [
+        _stage(manifest, number, ends[number + 1] - ends[number], launched, crossing, sizes)
+        for number in range(len(borders) + 1)
+    ]
+
+
+def _stage(
+    manifest: Manifest,
+    number: int,
+    layers: int,
+    launched: Mapping[str, Sequence[int]],
+    crossing: Mapping[str, Sequence[list[Bytes]]],
+    sizes: Mapping[str, int],
+) -> Stage:
+    functions: dict[str, ManifestFunction] = {}
+    used: dict[str, set[str]] = {"weight": set(), "kv": set(), "kernel": set()}
+    for name, function in manifest["functions"].items():
+        places = zip(function["launches"], launched[name], strict=True)
+        own = [launch for launch, stage in places if stage == number]
+        if not own:
+            continue
+        cuts = crossing[name]
+        functions[name] = cast(ManifestFunction, {
+            **function,
+            "launches": own,
+            "receives": [[*part] for part in cuts[number - 1]] if number else [],
+            "sends": [[*part] for part in cuts[number]] if number < len(cuts) else [],
+        })  # fmt: skip
+        for launch in own:
+            used["kernel"].add(launch["kernel"])
+            for kind, where, *_ in launch["args"]:
+                if kind in used:
+                    used[kind].add(str(where))
+    kept = [entry for entry in manifest["kv"] if entry["name"] in used["kv"]]
+    tensors = {name: entry for name, entry in manifest["tensors"].items() if name in used["weight"]}
+    launches = {
+        arch: {name: entry for name, entry in found.items() if name in used["kernel"] or name not in _called(manifest)}
+        for arch, found in manifest["launches"].items()
+    }
+    part = {**manifest, "functions": functions, "kv": kept, "tensors": tensors, "launches": launches}
+    part["weight_bytes"] = sum(sizes[name] for name in used["weight"])
+    return Stage(cast(Manifest, part), frozenset(used["weight"]), layers)
+
+
+def _called(manifest: Manifest) -> set[str]:
+    """The kernels that functions call; others are the device's own."""
+    return {launch["kernel"] for function in manifest["functions"].values() for launch in function["launches"]}
+
+
+def _steps(manifest: Manifest) -> list[ManifestFunction]:
+    """The functions that have all layers."""
+    return [function for name, function in manifest["functions"].items() if not is_draft(name)]
+
+
+def _layers(function: ManifestFunction) -> list[int]:
+    """The layer of each launch: that of its matrices or, where it has none of a layer, of the launch before. A launch
+    may also have the norm of the next layer."""
+    layer, found = BEFORE, []
+    for launch in function["launches"]:
+        named = [int(match[1]) for _, where, *_ in launch["args"] if (match := _LAYER.match(str(where)))]
+        layer = max(layer, min(named, default=layer))
+        found.append(layer)
+    return found
+
+
+def _by_stage(name: str, function: ManifestFunction, borders: Sequence[int]) -> list[int]:
+    """The stage of each launch. Functions that guess tokens continue after the last layer."""
+    if is_draft(name):
+        return [len(borders)] * len(function["launches"])
+    return [sum(border <= layer for border in borders) for layer in _layers(function)]
+
+
+def _borders(manifest: Manifest) -> list[int]:
+    """The layers that a stage may begin with: not between layers that share a cache, or that guesses share."""
+    roles = {entry["name"]: [param["role"] for param in entry["params"]] for entry in manifest["kernels"]}
+    users: dict[str, set[int]] = {}
+    last = 0
+    for name, function in manifest["functions"].items():
+        for launch, layer in zip(function["launches"], _layers(function), strict=True):
+            for (kind, where, *_), role in zip(launch["args"], roles[launch["kernel"]], strict=True):
+                if kind == "kv" and role in _OWN and not is_draft(name):
+                    users.setdefault(str(where), set()).add(layer)
+            last = max(last, layer)
+    found = range(1, last + 1)
+    return [border for border in found if not any(min(of) < border <= max(of) for of in users.values())]
+
+
+def _crossing(
+    launches: Sequence[ManifestLaunch], stage_of: Sequence[int], cuts: int, roles: Mapping[str, Sequence[str]]
+) -> list[list[Bytes]]:
+    """For each border between stages the bytes of the arena that earlier stages write and later ones read."""
+    crossing: list[set[Bytes]] = [set() for _ in range(cuts)]
+    written: list[tuple[Bytes, int]] = []  # disjoint, with the stage of the last launch that wrote them
+    for launch, stage in zip(launches, stage_of, strict=True):
+        parts = [
+            (_bytes(arg), role)
+            for arg, role in zip(launch["args"], roles[launch["kernel"]], strict=True)
+            if arg[0] == "arena"
+        ]
+        for (first, end), role in parts:
+            if role in _READ:
+                for (begin, stop), writer in written:
+                    if begin < end and first < stop:
+                        for cut in range(writer, stage):
+                            crossing[cut].add((max(begin, first), min(stop, end)))
+        for (first, end), role in parts:
+            if role in _WRITTEN:
+                written = [
+                    (piece, writer)
+                    for (begin, stop), writer in written
+                    for piece in ((begin, min(stop, first)), (max(begin, end), stop))
+                    if piece[0] < piece[1]
+                ]
+                written.append(((first, end), stage))
+    return [_merged(parts) for parts in crossing]
+
+
+def _bytes(arg: LaunchArgument) -> Bytes:
+    """Of an argument in the arena."""
+    _, first, dtype, shape = cast(tuple[str, int, str, list[int]], tuple(arg))
+    return first, first + byte_count(dtype, shape)
+
+
+def _merged(parts: set[Bytes]) -> list[Bytes]:
+    found: list[Bytes] = []
+    for first, end in sorted(parts):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((first, end))
+    return found

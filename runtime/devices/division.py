@@ -1,0 +1,133 @@
+"""Which GPUs a model runs on, and which of its layers each has.
+
+In: an artifact and what the user asks for. Out: the GPUs' numbers and `Stage`s. Without a choice of the user's a model
+runs on the best GPU if it fits there, else on as few as hold it, the best first, each with a part that its free memory
+determines.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mlc_amd.runtime.artifact.manifest import Manifest
+from mlc_amd.runtime.artifact.memory import gib, nbytes, of_manifest
+from mlc_amd.runtime.artifact.stages import Stage, divide, most_stages, stages
+from mlc_amd.runtime.cache.kv_pool import KvSize
+from mlc_amd.runtime.devices.choice import selection
+from mlc_amd.runtime.errors import UsageError, UserError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What the user asks for. device: of `open_device`; devices: numbers of GPUs, () without a choice; shares: of the
+    layers that each has, () by free memory."""
+
+    device: str | None = None
+    devices: tuple[int, ...] = ()
+    shares: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.devices and self.device is not None:
+            raise UsageError("--device and --devices both say which GPUs to use: give one of them")
+        if self.shares and len(self.devices) not in (0, len(self.shares)):
+            raise UsageError(f"--tensor-split has {len(self.shares)} numbers for {len(self.devices)} GPUs")
+        if self.shares and not sum(self.shares) > 0:
+            raise UsageError("--tensor-split: not all numbers may be 0")
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """index: the GPU's number; free: bytes."""
+
+    index: int
+    name: str
+    free: int
+
+
+def find(artifact, wanted: Placement, n_cpu_moe: int = 0) -> list[tuple[int, Stage]]:
+    """(GPU, its stage) of each GPU; none: the whole model runs on one, which is chosen as usual. UserError for GPUs
+    that are not here, and for more than there are layers. n_cpu_moe: of `open_device`."""
+    alone = len(wanted.devices) == 1 or len(wanted.shares) == 1
+    if alone or artifact.manifest["target"]["kind"] == "cpu" or selection(wanted.device):
+        return []
+    several = bool(wanted.devices or wanted.shares)
+    gpus = _of_kind(artifact.manifest, several)
+    if wanted.devices:
+        known = {gpu.index: gpu for gpu in gpus}
+        if absent := [index for index in wanted.devices if index not in known]:
+            there = ", ".join(f"{gpu.index}: {gpu.name}" for gpu in gpus) or "none that runs this model"
+            raise UserError(f"--devices: no GPU {absent[0]} here for this model; there are {there}")
+        gpus = [known[index] for index in wanted.devices]
+    elif wanted.shares:
+        if len(gpus) < len(wanted.shares):
+            raise UserError(f"--tensor-split has {len(wanted.shares)} numbers, and this machine {len(gpus)} GPUs")
+        gpus = gpus[: len(wanted.shares)]
+    if several:
+        found = _divided(artifact, gpus, wanted.shares)
+        return [(gpu.index, stage) for gpu, stage in zip(gpus, found, strict=True)]
+    return _as_few_as_hold_it(artifact, gpus, n_cpu_moe)
+
+
+def _as_few_as_hold_it(artifact, gpus: Sequence[GpuMemory], n_cpu_moe: int) -> list[tuple[int, Stage]]:
+    if len(gpus) < 2 or of_manifest(artifact.manifest).device(n_cpu_moe) <= gpus[0].free:
+        return []
+    for count in range(2, min(len(gpus), most_stages(artifact.manifest)) + 1):
+        found = _divided(artifact, gpus[:count], ())
+        pairs = list(zip(gpus, found, strict=False))
+        if all(of_manifest(stage.manifest).device(n_cpu_moe) <= gpu.free for gpu, stage in pairs):
+            return [(gpu.index, stage) for gpu, stage in pairs]
+    return []  # the best GPU's error says what would fit it
+
+
+def _divided(artifact, gpus: Sequence[GpuMemory], shares: Sequence[float]) -> list[Stage]:
+    sizes = {name: count for name, (_, count) in artifact.weights.places.items()}
+    borders = divide(artifact.manifest, sizes, shares or [float(gpu.free) for gpu in gpus])
+    return stages(artifact.manifest, borders, sizes)
+
+
+def cache_size(kv: KvSize, stage: Stage, artifact) -> KvSize:
+    """The size of a stage's part of the cache, where it is given in bytes."""
+    if kv.memory is None:
+        return kv
+    fixed, paged = _cache_bytes(stage.manifest)
+    whole_fixed, whole_paged = _cache_bytes(artifact.manifest)
+    return replace(kv, memory=fixed + max(kv.memory - whole_fixed, 0) * paged // max(whole_paged, 1))
+
+
+def _cache_bytes(manifest: Manifest) -> tuple[int, int]:
+    """Of kept tensors: those of any cache, those of one sequence's pages and states."""
+    paged = sum(nbytes(entry) for entry in manifest["kv"] if "span" in entry)
+    return sum(map(nbytes, manifest["kv"])) - paged, paged
+
+
+def described(found: Sequence[tuple[int, Stage]]) -> str:
+    """For a line to the user: how many layers each GPU has, and the memory of these."""
+    sizes = [gib(of_manifest(stage.manifest).device()) for _, stage in found]
+    parts = [f"{stage.layers} ({size}) on GPU {gpu}" for (gpu, stage), size in zip(found, sizes, strict=True)]
+    return "layers are divided: " + ", ".join(parts)
+
+
+def _of_kind(manifest, several: bool) -> list[GpuMemory]:
+    """The GPUs that can run the artifact, the best first. several: also those that the user must ask for: CPUs that
+    act as one, and APUs, whose memory is the host's."""
+    if manifest["target"]["kind"] == "vulkan":
+        from mlc_amd.runtime.devices.vulkan.gpu import list_gpus, missing, preferred
+
+        needs = [manifest["target"]["needs"][profile] for profile in manifest["target"]["archs"]]
+        able = [gpu for gpu in preferred(list_gpus()) if not all(missing(gpu, needed) for needed in needs)]
+        found, seen = [], set()
+        for gpu in able:
+            if several or not (gpu.unified or (gpu.pci and gpu.pci in seen)):
+                free = sum(heap.free for heap in gpu.heaps if gpu.unified or heap.device_local)
+                found.append(GpuMemory(gpu.index, gpu.name, free))
+                seen.add(gpu.pci)
+        return found
+    from mlc_amd.runtime.devices.hip.api import Hip, open_bindings
+    from mlc_amd.runtime.devices.hip.gpu import sibling, usable_gpus
+
+    hip, found = Hip(open_bindings()), []
+    gpus = [gpu for gpu in usable_gpus(hip, None) if sibling(gpu.arch, manifest["libraries"])]
+    for gpu in sorted(gpus, key=lambda gpu: (gpu.integrated, -gpu.memory, gpu.index)):
+        if several or not gpu.integrated:
+            hip("hipSetDevice", gpu.index)
+            found.append(GpuMemory(gpu.index, gpu.name, hip("hipMemGetInfo")[0]))
+    return found
