@@ -13,10 +13,10 @@ from urllib.parse import quote
 
 import architectures
 import pytest
-from kept_objects import KeptObjects
+from kept_code import keep
 from llvm_levels import unoptimized
 
-from mlc_amd.compiler.codegen import cpu, rocm_target
+from mlc_amd.compiler.codegen import rocm_target
 from mlc_amd.compiler.codegen.rocm import find_linker
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
@@ -44,25 +44,28 @@ os.environ.setdefault("MESA_SHADER_CACHE_DIR", str(SHADERS))
 os.environ.setdefault("GFXEMU_OPERATIONS", str(SHADERS.parent / "emulator"))
 # Mesa's CPU driver compiles in a quarter less time when it does not optimize, which gains nothing on small kernels.
 os.environ.setdefault("GALLIVM_PERF", "nopt")
-# And object code of the CPU's kernels.
-cpu.OBJECTS = KeptObjects(SHADERS.parent / "objects")
+# And what the compiler makes of kernels.
+keep(SHADERS.parent / "code")
 # Processes that compile would import TVM once more each; test_hsaco_worker.py has them.
 rocm_target.FEW_GROUPS = 1000
-# The files that take longest run first, which leaves short ones for workers that finish early.
+# The files that take longest run first, which leaves short ones for workers that finish early. Of those with
+# `lavapipe_model` the first one is long before the others, which find what Mesa made of its shaders.
 LONG = (
-    "test_emulator_gfx1100.py", "test_architectures.py", "test_vulkan_device.py", "test_selftest.py",
-    "test_tuning_rpc.py", "test_emulator_gfx1201.py", "test_tune_cli.py", "test_deploy.py", "test_device_sampling.py",
-    "test_states.py", "test_recurrent_kernels.py", "test_vulkan_models.py", "test_models.py", "test_memory.py",
-    "test_emulator_gfx942.py", "test_cli.py", "test_cpu_attention.py", "test_wheel.py", "test_tuning_build.py",
-    "test_gpu_gemm.py", "test_cpu_sample.py", "test_reference.py", "test_tuning_rooflines.py", "test_engine_many.py",
-    "test_vulkan_attention_decode.py", "test_cpu_plans.py", "test_gpu_gemv.py", "test_tuning_session.py",
-    "test_tuning_kit.py", "test_tuning_compile.py", "test_gpu_experts.py", "test_model_cache.py",
-    "test_vulkan_kernels.py", "test_vulkan_rows.py", "test_predictor.py", "test_cpu_norm.py", "test_latent.py",
-    "test_artifact.py", "test_radv.py", "test_cpu_linear.py", "test_fuzz_inputs.py", "test_cpu_experts.py",
-    "test_windows.py", "test_gpu_sample.py", "test_kv_types.py", "test_inspect_kernels.py", "test_api.py",
-    "test_bench_gpu.py", "test_vulkan_latent.py", "test_serve_limits.py", "test_rocm_models.py",
-    "test_tuning_search.py", "test_quality.py", "test_gpu_attention.py", "test_vulkan_coop.py", "test_generic.py",
-    "test_gemm_lanes.py", "test_repl.py", "test_chat.py", "test_bench.py",
+    "test_emulator_gfx1100.py", "test_vulkan_device.py", "test_staged_device.py", "test_architectures.py",
+    "test_tuning_rpc.py", "test_selftest.py", "test_tune_cli.py", "test_steps_ahead.py", "test_vulkan_kernels.py",
+    "test_recurrent_kernels.py", "test_gpu_sample.py", "test_unified_memory.py", "test_vulkan_rows.py",
+    "test_model_cache.py", "test_deploy.py", "test_gemm_lanes.py", "test_emulator_gfx1201.py",
+    "test_inspect_kernels.py", "test_interrupts.py", "test_vulkan_models.py", "test_cpu_linear.py",
+    "test_tuning_rooflines.py", "test_device_sampling.py", "test_radv.py", "test_tuning_build.py",
+    "test_fuzz_inputs.py", "test_memory.py", "test_tuning_compile.py", "test_gpu_gemm.py", "test_tuning_kit.py",
+    "test_gpu_gemv.py", "test_measure_devices.py", "test_serve_values.py", "test_emulator_gfx942.py",
+    "test_cpu_attention.py", "test_states.py", "test_cpu_sample.py", "test_cpu_experts.py",
+    "test_vulkan_attention_decode.py", "test_engine_many.py", "test_wheel.py", "test_tuning_session.py",
+    "test_gpu_experts.py", "test_serve_limits.py", "test_cpu_plans.py", "test_vulkan_coop.py", "test_reference.py",
+    "test_vulkan_latent.py", "test_kv_types.py", "test_gpu_attention.py", "test_predictor.py", "test_windows.py",
+    "test_models.py", "test_bench_gpu.py", "test_cli.py", "test_generic.py", "test_cpu_norm.py", "test_repl.py",
+    "test_chat.py", "test_artifact.py", "test_tuning_search.py", "test_latent.py",
+    "test_api.py", "test_bench.py", "test_rocm_models.py", "test_quality.py",
 )  # fmt: skip
 
 
@@ -73,8 +76,7 @@ SLOW = {
     "test_random_weights.py", "test_serve_anthropic.py", "test_serve_clients.py", "test_serve_conformance.py",
     "test_serve_events.py", "test_serve_formats.py", "test_serve_llama.py", "test_serve_ollama.py",
     "test_serve_openai.py", "test_serve_page.py", "test_serve_page_answers.py", "test_serve_ray.py",
-    "test_serve_responses.py", "test_serve_values.py", "test_unified_memory.py",
-    "test_vulkan_attention_coop.py", "test_vulkan_validation.py",
+    "test_serve_responses.py", "test_vulkan_attention_coop.py", "test_vulkan_validation.py",
 }  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def _survey(args: SampleArgs, vocab: int, found: Found, group: Group, part: Expr
         _adjust(args, group, row, flags, (x, y), first, starts)
     largest = (functools.reduce(maximum, [values[i] for i in range(STEPS * WIDTH)]) for values in (x, y))
     raw_tops, tops = group.of_waves(*(wave_max(arch, T.Bind(top)) for top in largest))
-    top, changed_top = (group.joined(part, maximum) for part in (raw_tops, tops))
+    top, changed_top = (group.joined(part, "max") for part in (raw_tops, tops))
     token = T.int32(LARGEST)
     for i, start in reversed(list(enumerate(starts))):
         for k in reversed(range(WIDTH)):

@@ -59,27 +59,34 @@ class Group:
 
     def reduce(self, *words: tuple[Expr, str]) -> list[Expr]:
         """For each (word, one of REDUCTIONS) the word that all threads' are reduced to."""
-        pairs = [(REDUCTIONS[name][0](self.arch, T.Bind(x)), REDUCTIONS[name][1]) for x, name in words]
-        parts = self.of_waves(*(x for x, _ in pairs))
-        return [self.joined(part, join) for part, (_, join) in zip(parts, pairs, strict=True)]
+        parts = self.of_waves(*(REDUCTIONS[name][0](self.arch, T.Bind(x)) for x, name in words))
+        return [self.joined(part, name) for part, (_, name) in zip(parts, words, strict=True)]
 
-    def joined(self, part: Buffer, join: Callable[[Expr, Expr], Expr]) -> Expr:
-        """What the waves' words come to."""
-        return T.Bind(functools.reduce(join, [part[i] for i in range(self.waves)]))
+    def joined(self, part: Buffer, name: str) -> Expr:
+        """What the waves' words come to, in all threads: each lane reads some, and the lanes of a wave join theirs. A
+        read of every word by every thread is so much code that drivers compile it for long."""
+        of_wave, join = REDUCTIONS[name]
+        zero = T.cast(T.int32(0), str(part.dtype))
+        words = [
+            T.Select(index < self.waves, word, zero) if name == "sum" else word for index, word in self._dealt(part)
+        ]
+        return of_wave(self.arch, T.Bind(functools.reduce(join, words)))
+
+    def _dealt(self, part: Buffer) -> list[tuple[Expr, Expr]]:
+        """(index, the word there) of the waves' words that this lane reads; after the last word it is there again."""
+        indices = [T.Bind(self.lane + first) for first in range(0, self.waves, self.arch.wave)]
+        return [(i, T.Bind(part[T.min(i, T.int32(self.waves - 1))])) for i in indices]
 
     def scan(self, x: Expr) -> tuple[Expr, Expr]:
         """(the sum of the int32 x of all threads before this one, that of all threads)."""
         before, whole = wave_scan(self.arch, T.Bind(x), self.lane)
-        (part,), sums = self.of_waves(whole), local(2, "int32")
-        put(sums, before, 0)
-        put(sums, T.int32(0), 1)
+        (part,) = self.of_waves(whole)
 
-        def add(i: Expr) -> None:
-            put(sums, sums[0] + T.Select(self.wave > i, part[i], T.int32(0)), 0)
-            put(sums, sums[1] + part[i], 1)
+        def sum_below(wave: Expr | int) -> Expr:
+            words = [T.Select(index < wave, word, T.int32(0)) for index, word in self._dealt(part)]
+            return wave_sum(self.arch, T.Bind(functools.reduce(lambda a, b: a + b, words)))
 
-        repeat(self.waves, add, most=16)
-        return T.Bind(sums[0]), T.Bind(sums[1])
+        return T.Bind(before + sum_below(self.wave)), sum_below(self.waves)
 
 
 def team_of(arch: Device) -> int:

@@ -1,6 +1,7 @@
 """Tuning on several machines: a tracker and servers as real processes on this machine's loopback, which tune a small
 model."""
 
+import functools
 import os
 import signal
 import socket
@@ -108,6 +109,7 @@ def recruit(servers: rpc.Servers, count: int) -> None:
     wait_for(enough)
 
 
+@functools.cache
 def tasks_of(kind: str, arch: str):
     """A small model's tasks with a choice that decode runs, and the arch. For CPUs of a type whose kernels compile
     fast."""

@@ -1,0 +1,102 @@
+"""Code of kernels that tests compiled before, in this run or another one: LLVM and the generator of SPIR-V take most of
+the time of tests that compile models.
+
+What a kernel becomes depends on its structure and the names of its parameters, its target, the programs below
+compiler/codegen and schedules/gpu/base, and TVM: with other ones of these the folder is another one, and the old one
+goes. Tests that pass a kernel to a code generator themselves get what it makes.
+"""
+
+import hashlib
+import os
+import pickle
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import tvm
+import tvm_ffi
+
+from mlc_amd.compiler.codegen import cpu, rocm_target, vulkan_target
+from mlc_amd.compiler.codegen.object_cache import Key, ObjectCache
+from mlc_amd.compiler.codegen.rocm import HsacoModule, compile_hsaco
+from mlc_amd.compiler.codegen.spirv import SpirvModule, compile_spirv
+from mlc_amd.compiler.nodes import params
+from mlc_amd.schedules.gpu import base
+
+
+class Kept:
+    """Contents by key, in files that several processes share."""
+
+    def __init__(self, folder: Path) -> None:
+        digest = hashlib.blake2b(tvm.__version__.encode(), digest_size=16)
+        for path in (cpu.__file__, base.__file__):
+            for file in sorted(Path(path).parent.rglob("*.py")):
+                digest.update(file.read_bytes())
+        self._folder = folder / digest.hexdigest()
+        for other in folder.glob("*"):
+            if other != self._folder:
+                shutil.rmtree(other, ignore_errors=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, key: object, make: Callable[[], bytes]) -> bytes:
+        path = self._path(key)
+        if not path.exists():
+            self.put(key, make())
+        return path.read_bytes()
+
+    def find(self, key: object) -> bytes | None:
+        path = self._path(key)
+        return path.read_bytes() if path.exists() else None
+
+    def put(self, key: object, content: bytes) -> None:
+        path = self._path(key)
+        own = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+        own.write_bytes(content)
+        own.replace(path)
+
+    def _path(self, key: object) -> Path:
+        return self._folder / hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
+
+
+class KeptObjects(ObjectCache):
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def made(self, key: Key, make: Callable[[], bytes]) -> bytes:
+        return self._kept.get(key, make)
+
+
+def keep(folder: Path) -> None:
+    """From now on this process keeps there what its targets compile."""
+    kept = Kept(folder)
+
+    def hsaco(kernels, arch, lowered=lambda name: None) -> HsacoModule:
+        key = ["hsaco", repr(arch), *(_identity(name, kernel) for name, kernel in kernels.items())]
+        if (content := kept.find(key)) is None:
+            module = compile_hsaco(kernels, arch, lowered)
+            kept.put(key, pickle.dumps(module))
+            return module
+        for name in kernels:
+            lowered(name)
+        return pickle.loads(content)
+
+    def spirv(kernels, profile, lowered=lambda name: None, workers=1) -> SpirvModule:
+        keys = {name: ["spirv", repr(profile), _identity(name, kernel)] for name, kernel in kernels.items()}
+        found = {name: pickle.loads(content) for name, key in keys.items() if (content := kept.find(key)) is not None}
+        for name in found:
+            lowered(name)
+        made = compile_spirv({name: kernels[name] for name in kernels.keys() - found.keys()}, profile, lowered, workers)
+        for name, function in made.functions.items():
+            found[name] = function, {launch.symbol: made.modules[launch.symbol] for launch in function.launches}
+            kept.put(keys[name], pickle.dumps(found[name]))
+        modules = {symbol: kernel for name in kernels for symbol, kernel in found[name][1].items()}
+        return SpirvModule(modules, {name: found[name][0] for name in kernels})
+
+    cpu.OBJECTS = KeptObjects(kept)
+    rocm_target.compile_hsaco, vulkan_target.compile_spirv = hsaco, spirv
+
+
+def _identity(name: str, kernel: tvm.tirx.PrimFunc) -> tuple:
+    return name, tvm_ffi.structural_hash(kernel), [param.name for param in params(kernel)]
