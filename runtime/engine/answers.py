@@ -161,6 +161,13 @@ class Answer:
         self._notify()
         return None
 
+    def end_with_prompt(self) -> str:
+        """Its prompt is computed, and no token is wanted. Returns why it ended."""
+        if self.done:
+            return self.stats.finish
+        self.stats.prefill_s = self.stats.ttft_s = time.perf_counter() - self._begun
+        return self._end("length")
+
     def fail(self, error: BaseException) -> str:
         """Ends it with an error. Returns why it ended."""
         if not self.done:
@@ -259,7 +266,7 @@ class GenerateCall:
     progress: ProgressCallback | None
 
     def __post_init__(self) -> None:
-        self.max_tokens, self.stop = check_max_tokens(self.max_tokens), check_stop(self.stop)
+        self.max_tokens, self.stop = check_max_tokens(self.max_tokens, 0), check_stop(self.stop)
         self.logprobs, self.min_tokens = check_logprobs(self.logprobs), check_min_tokens(self.min_tokens)
         self.stop_ids = check_stop_ids(self.stop_ids)
         if not isinstance(self.n, int) or self.n < 1:
@@ -273,7 +280,7 @@ class GenerateCall:
         found = []
         for ids in self.prompts:
             most = longest - len(ids) + 1  # the last token is not computed
-            limit = self.max_tokens if self.max_tokens and self.max_tokens <= most else None
+            limit = None if self.max_tokens is None or self.max_tokens > most else self.max_tokens
             first = Request(ids, limit, self.client)
             for request in [first, *(first.fork() for _ in range(self.n - 1))]:
                 index, seed = len(found), self.sampling.seed

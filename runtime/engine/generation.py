@@ -97,9 +97,9 @@ def _whole(name: str, value: object, limits: str, low: int, high: float = math.i
     return int(value)
 
 
-def check_max_tokens(value: object) -> int | None:
-    """`value`, which is None for "no limit". UserError if it is no whole number of at least 1."""
-    return None if value is None else _whole("max_tokens", value, " of at least 1", 1)
+def check_max_tokens(value: object, least: int = 1) -> int | None:
+    """`value`, which is None for "no limit". UserError if it is no whole number of at least `least`."""
+    return None if value is None else _whole("max_tokens", value, f" of at least {least}", least)
 
 
 def check_logprobs(value: object) -> int | None:

@@ -16,7 +16,7 @@ class Request:
     """Fields up to `sequence` are set by the caller, the others by the scheduler."""
 
     prompt: list[int]  # token ids, at least one
-    max_tokens: int | None = None  # None: as many as the cache holds
+    max_tokens: int | None = None  # None: as many as the cache holds; 0: only the prompt is computed
     client: Hashable = None  # the scheduler is fair between clients
     sampling: object = None  # for the driver; the scheduler ignores it
     # A request with the same prompt, added before: this one waits until the leader's prompt is computed, or the leader
@@ -60,7 +60,7 @@ class PlannedChunk:
     sequence: Sequence
     start: int
     count: int
-    answers: bool  # a token is sampled after the last one, which is the last known token
+    answers: bool  # a token is sampled after the last one, which is the last known token of a request that wants more
     scored: bool = False  # the logits of all are wanted, and the step has no single rows
     counted: bool = False  # its tokens count as computed
 
@@ -93,6 +93,10 @@ class PlannedStep:
     def computed(self) -> list[tuple[Request, Sequence]]:
         """All that have rows, in their order."""
         return self.singles + ([(self.chunk.request, self.chunk.sequence)] if self.chunk else [])
+
+    def ends(self, sequence: Sequence) -> bool:
+        """Whether its chunk has the last known token of a sequence."""
+        return self.chunk is not None and self.chunk.start + self.chunk.count == len(sequence.tokens)
 
     @property
     def sequences(self) -> list[Sequence]:

@@ -101,13 +101,14 @@ class Scheduler:
             raise QueueFull(f"{self.waiting} requests are waiting already: try again later")
         longest, tokens = self.cache.longest, len(request.prompt)
         most = longest - tokens + 1  # the last token is not computed
-        if most < (request.max_tokens or 1):
+        wanted = 1 if request.max_tokens is None else request.max_tokens
+        if most < max(wanted, 1):
             raise ContextFull(
-                f"{tokens} tokens of prompt and {request.max_tokens or 1} to generate do not fit the KV cache, which "
+                f"{tokens} tokens of prompt and {wanted} to generate do not fit the KV cache, which "
                 f"holds {longest} tokens of one sequence",
                 "shorten the prompt, ask for fewer tokens, or load the model with a larger context",
             )
-        request.limit = request.max_tokens or most
+        request.limit = most if request.max_tokens is None else request.max_tokens
         if request.sequence is None:
             request.sequence = self.cache.sequence(request.prompt)
         request.number, self._number = self._number, self._number + 1
@@ -159,9 +160,9 @@ class Scheduler:
         singles, prefilling, busy = [], {}, self._busy
         for request in self.running:
             pending = _sequence(request).pending
-            if len(request.generated) >= request.limit or not pending or request in busy:
+            if len(request.generated) >= max(request.limit, 1) or not pending or request in busy:
                 continue  # the driver has not finished it, or does not know its newest token
-            if pending == 1 and request.scored is None:
+            if pending == 1 and request.scored is None and request.limit:
                 singles.append(request)
             else:
                 prefilling.setdefault(request.client, request)
@@ -336,7 +337,7 @@ class Scheduler:
         count = chunk_size(sequence.pending, sizes, min(sequence.room, most))
         start, count = sequence.computed, sequence.step_size(count)
         if scored is None:
-            return PlannedChunk(request, sequence, start, count, count == sequence.pending)
+            return PlannedChunk(request, sequence, start, count, count == sequence.pending and request.limit > 0)
         if start < scored:
             return PlannedChunk(request, sequence, start, min(count, scored - start), False)
         # Without single rows it may be longer than `most`.

@@ -221,6 +221,8 @@ class StepLoop:
         for request, sequence in prompts:
             if answer := self._answers.get(request):
                 answer.prefilled(sequence.computed - answer.stats.cached_tokens)
+                if not request.limit and step.ends(sequence) and request.state != "done":
+                    self._forget(request, answer.end_with_prompt())
             elif (scoring := self._scorings.get(request)) and scoring.done:
                 self._drop_scoring(request)
         for request, tokens in zip(step.answers, found, strict=True):

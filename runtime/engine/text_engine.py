@@ -84,6 +84,7 @@ class TextEngine(LogitsEngine):
         the caller; the scheduler is fair between clients. logprobs: log-probabilities of each token and of so many
         alternatives (0 to 20), `Piece.logprob` and `top`; None: none. constraint: called once for each answer, returns
         its constraint; an answer that its constraint leaves no token, or whose constraint raises, fails alone.
+        max_tokens: None: no limit but the context; 0: the prompt is computed, for the cache, and no token follows.
         min_tokens: as long as an answer has fewer, no end token is chosen unless its constraint leaves no other.
         stop_ids: further tokens that end an answer. include_stop: the stop text, or the token of `stop_ids`, is part of
         the result. An answer ends at an end token, a stop text, where its constraint is complete, at `max_tokens`, a

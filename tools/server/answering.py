@@ -94,7 +94,7 @@ class Answering(AsyncIterator[list[forms.Event]]):
 
     def _limit(self, prompts: Sequence[Sequence[int]]) -> int | None:
         """Of an answer's tokens; see AnswerRequest.context, of which a model has no more than its own, as in ollama."""
-        most, context = 1 if self.request.max_tokens == 0 else self.request.max_tokens, self.request.context
+        most, context = self.request.max_tokens, self.request.context
         if context is None:
             return most
         room = min(context, self.model.engine.context) - max(map(len, prompts))
@@ -214,7 +214,6 @@ class AnswerEvents:
         tools: Sequence[Tool] = (),
     ) -> None:
         self._model, self._index, self._stops = model, index, request.stop
-        self._silent = request.max_tokens == 0  # its only token is for the cache
         continued = isinstance(request, forms.ChatRequest) and request.continues
         self._parser = None if prompt is None else model.reasoning.parser(prompt, continued)
         self._calls = CallParser(model.calls, tools) if tools else None
@@ -225,8 +224,6 @@ class AnswerEvents:
         self._logprobs: list[forms.TokenLogprob] = []  # of tokens whose text is still to come
 
     def feed(self, piece: Piece) -> list[forms.Event]:
-        if self._silent:
-            return []
         if piece.logprob is not None:
             self._logprobs.append(self._model.token_logprob(piece.id, piece.logprob, piece.top))
         if not piece.text:
@@ -244,10 +241,8 @@ class AnswerEvents:
         reason: forms.FinishReason = "stop" if stats.finish == "stop" else "length"
         if self._called and reason == "stop":
             reason = "tool_calls"
-        generated, end = (0, None) if self._silent else (stats.generated, stats.end)
-        reason = "length" if self._silent else reason
-        usage = forms.Usage(stats.prompt_tokens, generated, stats.cached_tokens, self._thought)
-        stop = stats.stop if stats.stop in self._stops and not self._silent else None
+        usage, end = forms.Usage(stats.prompt_tokens, stats.generated, stats.cached_tokens, self._thought), stats.end
+        stop = stats.stop if stats.stop in self._stops else None
         last = self._model.token_logprob(end.id, end.logprob, end.top) if end else None
         timings = forms.Timings(stats.ttft_s, stats.decode_s)
         return [*events, forms.Finish(reason, usage, timings, self._index, stop, last)]

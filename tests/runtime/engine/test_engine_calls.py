@@ -147,7 +147,7 @@ def test_whole_texts_are_those_of_the_pieces(engine):
         ("a", {"n": 2}, "`generate` answers several prompts"),
         ([], {}, "no tokens"),
         ("a", {"heat": 1}, "no sampling parameter heat"),
-        ("a", {"max_tokens": 0}, "max_tokens"),
+        ("a", {"max_tokens": -1}, "max_tokens"),
     ],
 )
 def test_whole_texts_are_of_one_prompt(engine, prompt, options, message):
@@ -155,6 +155,19 @@ def test_whole_texts_are_of_one_prompt(engine, prompt, options, message):
         engine.complete(prompt, **options)
     with pytest.raises(UserError, match=message):
         asyncio.run(engine.acomplete(prompt, **options))
+
+
+def test_no_token_is_chosen_where_none_is_wanted(engine, monkeypatch):
+    runner, chosen = engine._loop.runner, []
+    sample = runner.sample
+    monkeypatch.setattr(runner, "sample", lambda *args: chosen.append(sample(*args)) or chosen[-1])
+    ids = engine.tokenizer.encode_prompt(PROMPT * 30)
+    for prompts, options in ([ids], {"n": 2}), ([ids[:1], ids[1:]], {"min_tokens": 3}), ([ids], {"logprobs": 2}):
+        engine.reset()
+        assert text_of(engine.generate(prompts, max_tokens=0, **options)) == ""
+        assert engine.last.generated == 0 and engine.last.finish == "length" and engine.last.ttft_s > 0
+    assert chosen and not any(chosen)
+    assert text_of(engine.generate(ids, max_tokens=1)) and engine.last.cached_tokens == len(ids) - 1
 
 
 # ---- messages

@@ -147,9 +147,15 @@ def scores(engine, ids: list[int]) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
 
 
+def _generated(served) -> list[str]:
+    return [line for line in served.request("/metrics")[2].splitlines() if "generation_tokens_total" in line]
+
+
 def test_log_probabilities_of_the_prompt_alone(served):
     ids = served.post("/tokenize", {"content": "import os"})["tokens"]
+    before = _generated(served)
     choice = served.post(TEXT, {"prompt": ids, "prompt_logprobs": 2, "max_tokens": 0})["choices"][0]
+    assert _generated(served) == before
     exact = scores(served.service.library.loaded["demo"].engine, ids)
     assert choice["text"] == "" and choice["prompt_logprobs"][0] is None
     assert len(choice["prompt_logprobs"]) == len(choice["logprobs"]["tokens"]) == len(ids)
