@@ -33,11 +33,12 @@ def arch_here(target: str, device: str | None = None) -> str:
     if target == "vulkan":
         from mlc_amd.runtime.devices.vulkan.gpu import list_gpus, preferred  # queries the driver, so only when needed
         from mlc_amd.runtime.devices.vulkan.profile import profile_of
+        from mlc_amd.tools.lane_probe import suited
 
         gpu = preferred(list_gpus(), device)[0]
         if gpu.type == "cpu":
             display.message(f"target vulkan runs on the CPU here: {gpu.name} is no GPU ({gpu.driver})")
-        return profile_of(gpu)
+        return suited(gpu, profile_of(gpu))
     if target == "rocm":
         from mlc_amd.runtime.devices.hip.gpu import arch_here as rocm_arch
 
@@ -104,6 +105,7 @@ def _vulkan(device: str | None) -> tuple[str, str]:
     from mlc_amd.runtime.devices.vulkan.gpu import list_gpus, missing, preferred
     from mlc_amd.runtime.devices.vulkan.profile import profile_of
     from mlc_amd.schedules.gpu.base import profiles
+    from mlc_amd.tools.lane_probe import suited
 
     try:
         gpus = [gpu for gpu in list_gpus() if gpu.type != "cpu"]
@@ -115,4 +117,5 @@ def _vulkan(device: str | None) -> tuple[str, str]:
     profile = profile_of(best)
     if lacks := missing(best, profiles.resolve(profile).needs):
         raise UserError(f"{best.name} ({best.driver}) lacks {', '.join(lacks)}")
+    profile = suited(best, profile)
     return f"{best.name} ({profile})", profile

@@ -1,14 +1,18 @@
 """--target auto: which target a machine gets, with a stand-in for AMD's bindings and with what drivers tell of GPUs."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import vulkan_harness
 
+from mlc_amd.compiler.codegen import spirv_reader
+from mlc_amd.compiler.codegen.vulkan_target import VulkanTarget
 from mlc_amd.runtime.devices.hip import api as hip_api
+from mlc_amd.runtime.devices.vulkan import fragments
 from mlc_amd.runtime.devices.vulkan import gpu as vulkan
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools import target
+from mlc_amd.tools import lane_probe, target
 from mlc_amd.tools.checks import machine
 from tests.dev.hip_recorder import Recorder
 
@@ -87,6 +91,39 @@ def test_drivers_that_run_on_the_cpu_do_not_count(here, gpus, capsys, cards, sai
     assert target.resolve("auto", "native") == ("cpu", "native")
     shown = capsys.readouterr().err
     assert shown.startswith(said) and bool(shown) == bool(said) and shown.count("\n") <= 1
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_lanes_of_matrices_are_asked_for_once(here, gpus, monkeypatch, tmp_path, capsys, known):
+    """With a stand-in for the driver alone, which gets the real probe."""
+    asked = []
+
+    def known_order(instance, gpu, kind, needs, step, module):
+        facts = spirv_reader.read(module[0])
+        matrices = "CooperativeMatrixKHR" in facts.capabilities
+        asked.append((gpu.index, kind.name, facts.block, matrices, len(step["args"])))
+        return known
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(lane_probe, "Instance", nullcontext)
+    monkeypatch.setattr(fragments, "known_order", known_order)
+    lane_probe._tell.cache_clear()
+    matrices = (((16, 16, 16), ("float16", "float16", "float32", "float32")),)
+    extra = {"cooperativeMatrix", "vulkanMemoryModel", "shaderFloat16"}
+    radeon = replace(gpus["radeon"], matrices=matrices, features=gpus["radeon"].features | extra)
+    here(gpus=[gpus["cpu"], radeon])
+    profile = "rdna3" if known else "rdna3:lane_matrix=none"
+    assert [target.resolve(*given) for given in (("auto", "auto"), ("vulkan", "native"))] == [("vulkan", profile)] * 2
+    assert asked == [(1, "rdna3", (32, 1, 1), True, 4)]
+    said = capsys.readouterr().err
+    assert said.count("compiling plain kernels") == (not known) and f"({profile})" in said
+    assert target.resolve("vulkan", "rdna3") == ("vulkan", "rdna3")  # what the user says is not changed
+    made = VulkanTarget(profile)
+    assert bool(made.archs[0].lane_matrix) == ("fragment_probe" in made.own_kernels(made.archs[0])) == known
+    replaced = replace(radeon, driver_version=radeon.driver_version + 1)
+    here(gpus=[replaced])
+    target.resolve("vulkan", "native")
+    assert len(asked) == 2
 
 
 def test_a_gpu_that_lacks_features_does_not_count(here, gpus):

@@ -51,6 +51,7 @@ SOURCES = {
         (
             *(f"commands/{verb}.py" for verb in _LEFT_OUT),
             *("commands/tune*.py", "hub/hub.py", "hub/hub_ollama.py", "measure/tune_report.py", "server/ray_*.py"),
+            "lane_probe.py",
         ),
     ),
 }

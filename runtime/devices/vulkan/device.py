@@ -30,6 +30,7 @@ from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
 from mlc_amd.runtime.devices.vulkan.io import Io
 from mlc_amd.runtime.devices.vulkan.memory import ALIGN, BLOCK, MemoryBlock, OutOfMemory, VulkanMemory, places
 from mlc_amd.runtime.devices.vulkan.pipelines import BasedPipelines, Pipelines, cache_file
+from mlc_amd.runtime.devices.vulkan.profile import without_lanes
 from mlc_amd.runtime.devices.vulkan.replays import Replays
 from mlc_amd.runtime.errors import MachineError, UserError
 from mlc_amd.runtime.gpus import DEVICE_KINDS
@@ -114,11 +115,11 @@ class VulkanDevice(QueuedDevice):
         if "fragment_probe" in self._kernels:
             (step,) = self._kernels["fragment_probe"]["steps"]
             kind = DEVICE_KINDS.get(self.code_arch.partition(":")[0])
-            if not fragments.known_order(self.context, kind, needs, step, self._module(step)):
-                arch = f"{self.code_arch}{'+' if ':' in self.code_arch else ':'}lane_matrix=none"
+            instance = self.context.instance
+            if not fragments.known_order(instance, self.gpu, kind, needs, step, self._module(step)):
                 raise UserError(
                     f"the driver {self.gpu.driver} distributes cooperative matrices in another way than these kernels "
-                    f"expect; compile the model with --arch {arch}"
+                    f"expect; compile the model with --arch {without_lanes(self.code_arch)}"
                 )
 
     # ---- memory

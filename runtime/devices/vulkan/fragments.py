@@ -8,6 +8,7 @@ import numpy as np
 
 from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, prepare
 from mlc_amd.runtime.devices.vulkan.context import Context
+from mlc_amd.runtime.devices.vulkan.gpu import Instance, VulkanGpu
 from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
 from mlc_amd.runtime.gpus import DeviceKind
@@ -15,15 +16,20 @@ from mlc_amd.runtime.matrix_lanes import DISTRIBUTIONS, LANES
 
 
 def known_order(
-    base: Context, kind: DeviceKind | None, needs: dict, step: dict, module: tuple[bytes, tuple[int, ...]]
+    instance: Instance,
+    gpu: VulkanGpu,
+    kind: DeviceKind | None,
+    needs: dict,
+    step: dict,
+    module: tuple[bytes, tuple[int, ...]],
 ) -> bool:
-    """Whether the driver of the GPU of `base` distributes matrices as `is_known` says. kind: what kernels are for, None
-    for one that is not known; needs: of their profile; step: of `fragment_probe`, as in the manifest; module: (SPIR-V,
+    """Whether the driver of a GPU distributes matrices as `is_known` says. kind: what kernels are for, None for one
+    that is not known; needs: of their profile; step: of `fragment_probe`, as in the manifest; module: (SPIR-V,
     block)."""
     if kind is None or kind.lane_unit not in DISTRIBUTIONS:
         return False
     with ExitStack() as held:
-        context = Context(base.instance, base.gpu, held)
+        context = Context(instance, gpu, held)
         memory, pipelines = VulkanMemory(context), Pipelines(context, needs["push_constants"], needs["subgroup_size"])
         (m, n, k), expected = kind.lane_matrix, DISTRIBUTIONS[kind.lane_unit]
         index = np.arange(m * k).astype(np.float16)

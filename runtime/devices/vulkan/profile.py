@@ -39,6 +39,11 @@ def profile_of(gpu) -> str:
     return name + (":" + "+".join(changes) if changes else "")
 
 
+def without_lanes(name: str) -> str:
+    """A profile, changed to one whose kernels rely on no lanes of matrices."""
+    return f"{name}{'+' if ':' in name else ':'}lane_matrix=none"
+
+
 def _base(gpu) -> DeviceKind:
     """The profile without changes."""
     name = "generic"
