@@ -12,20 +12,22 @@ import os
 import re
 import signal
 import socket
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
+from ray.util import list_named_actors
 
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
@@ -62,12 +64,17 @@ class Deployment:
 
 
 def run(deployment: Deployment) -> None:
-    """Serves until a signal has stopped it. UserError if the cluster cannot be reached, or a replica not be started."""
+    """Serves until a signal has stopped it. UserError if the cluster cannot be reached or fails, or a replica cannot be
+    started."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     _interrupt()
     try:
         with _cluster(deployment.options.ray or ""):
             _run(deployment)
+    except (RayError, RayServeException) as error:
+        if isinstance(error, RayTaskError):  # of what ran there
+            raise
+        raise UserError(f"the Ray cluster fails: {_line(error)}; look into its logs, and at `ray status`") from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -80,11 +87,13 @@ def _interrupt() -> None:
 
 
 def _run(deployment: Deployment) -> None:
+    serving, local = False, deployment.options.ray == "local"
     try:
         where = _start(deployment.options.host, deployment.options.port)
         count = f"{deployment.replicas} replica{'s' if deployment.replicas > 1 else ''}"
         display.message(f"starting {count}, which load {next(iter(deployment.models))}")
         gateway = _deploy(deployment)
+        serving = True
         display.message(f"serving {', '.join(deployment.models)} with {count} at {where}")
         try:
             while True:
@@ -93,7 +102,8 @@ def _run(deployment: Deployment) -> None:
             _stop(gateway)
     finally:
         with _quiet():
-            _delete()
+            if serving or not local:  # a local cluster ends with all that it has
+                _delete(loading=not serving)
             ray.shutdown()  # until then Ray prints
 
 
@@ -144,7 +154,12 @@ def _cluster(address: str) -> Iterator[None]:
     more: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
         ray.init(address, logging_level=logging.ERROR, log_to_driver=False, **more)
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+    except Exception as error:  # of a node that does not start in time Ray has no class
+        ray.shutdown()
+        if address == "local":
+            folder = os.path.join(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray/session_latest/logs")
+            hint = f"if this machine is busy, try again; Ray's logs are in {folder}"
+            raise UserError(f"Ray does not start on this machine: {_line(error)} ({hint})") from error
         hint = "`ray start --head` starts one; if it wants a token, set RAY_AUTH_MODE=token"
         raise UserError(f"cannot connect to a Ray cluster at {address}: {_line(error)} ({hint})") from error
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -251,11 +266,22 @@ def _warn(there: int, needed: int, what: str) -> None:
         display.message(f"the cluster has {there} {what} for {needed}: waiting for more nodes (Ctrl-C ends this)")
 
 
-def _delete() -> None:
-    """Takes the application off the cluster, and Ray Serve where no other application uses it."""
+def _delete(loading: bool) -> None:
+    """Takes the application off the cluster, and Ray Serve where no other application uses it. loading: not all
+    replicas have their model, and none has requests: Ray would wait until those that load are done."""
     try:
+        if loading:
+            serve.delete(APPLICATION, _blocking=False)  # so that Ray does not start them again
+            _kill_replicas()
         serve.delete(APPLICATION)
         if not serve.status().applications:
             serve.shutdown()
     except (RayError, RayServeException, RuntimeError, TimeoutError) as error:
         display.message(f"the application {APPLICATION} may be left on the cluster: {_line(error)}")
+
+
+def _kill_replicas() -> None:
+    for actor in list_named_actors(all_namespaces=True):
+        if actor["name"].startswith(f"SERVE_REPLICA::{APPLICATION}#"):
+            with suppress(ValueError, RayError):  # it has ended meanwhile
+                ray.kill(ray.get_actor(actor["name"], actor["namespace"]))

@@ -6,9 +6,11 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import closing
@@ -22,11 +24,14 @@ import pytest
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
 pytest.importorskip("starlette")
 pytest.importorskip("ray.serve")
+import ray
 from ray.cluster_utils import Cluster
+from ray.exceptions import RaySystemError
 from servers.serving import ServeProcess, started, waiting
 
 from mlc_amd.runtime.cache.pages import PAGE
 from mlc_amd.tools import cli
+from mlc_amd.tools.hub import models
 from mlc_amd.tools.server.ray_cluster import most_each
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -236,6 +241,51 @@ def test_what_is_wrong_is_told_in_one_line(capsys, flags, code, message):
     assert cli.main(["serve", *flags]) == code
     said = capsys.readouterr()
     assert message in said.err and said.err.count("\n") == 1 and not said.out
+
+
+@pytest.mark.parametrize("error", [Exception, TimeoutError, PermissionError, RaySystemError])
+def test_ray_that_does_not_start(monkeypatch, capsys, error):
+    def fails(*_, **__):
+        raise error("The current node timed out during startup.\nmore")
+
+    monkeypatch.setattr(ray, "init", fails)
+    assert cli.main(["serve", "--ray", "local", "--port", str(free_port())]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: Ray does not start on this machine: ") and "timed out during startup (if" in said
+    assert "try again; Ray's logs are in /" in said and said.count("\n") == 1
+
+
+def test_a_cluster_that_fails(cluster, monkeypatch, capsys):
+    def fails():
+        raise RaySystemError("the head is gone")
+
+    monkeypatch.setattr(ray, "nodes", fails)
+    assert cli.main(["serve", "--ray", cluster.address, "--port", str(free_port())]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("error: the Ray cluster fails: ") and "the head is gone" in line for line in lines)
+
+
+def test_an_interrupt_ends_replicas_that_load(cluster, tmp_path):
+    """Their model is compiled, which takes far longer than this may."""
+    model = tmp_path / "model.gguf"
+    model.symlink_to(models.default_model())
+    log = tmp_path / "log"
+    with (
+        log.open("w") as out,
+        subprocess.Popen(
+            [sys.executable, "-c", "import sys; from mlc_amd.tools.start import main; sys.exit(main())", "serve", model,
+             "--ray", cluster.address, "--target", "cpu", "--arch", "x86-64-v2", "--port", str(free_port())],
+            stdout=out, stderr=out,
+        ) as process,
+    ):  # fmt: skip
+        assert waiting(replica_processes)
+        loading = time.perf_counter()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130, log.read_text()
+    assert waiting(lambda: not replica_processes())
+    said = log.read_text()
+    assert "Traceback" not in said and "may be left" not in said, said
+    assert time.perf_counter() - loading < 60
 
 
 def test_cpus_are_shared():
