@@ -11,12 +11,12 @@ from pathlib import Path
 import tvm
 from tvm import s_tir, tirx
 
-from mlc_amd.compiler.codegen.lower import has_blocks, in_threads
+from mlc_amd.compiler.codegen.lower import has_blocks, in_threads, walk
 from mlc_amd.compiler.codegen.object_cache import ObjectCache
 from mlc_amd.compiler.codegen.target import Target, TensorTypes
 from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig
-from mlc_amd.compiler.nodes import functions, params
+from mlc_amd.compiler.nodes import body, functions, params
 from mlc_amd.runtime import devices
 from mlc_amd.runtime.artifact.manifest import ManifestTarget
 from mlc_amd.runtime.cache.kv_types import KV_TYPE
@@ -107,12 +107,20 @@ class CpuTarget(Target):
             step(name)
             return str(path)
 
-        objects = in_threads(build, names, workers)
-        link_shared(objects, directory / LIBRARY)
+        longest_first = sorted(names, key=lambda name: _size(kernels[name]), reverse=True)
+        objects = in_threads(build, longest_first, workers)  # so that no core waits for a long one at the end
+        link_shared(sorted(objects), directory / LIBRARY)
         for path in objects:
             Path(path).unlink()
         steps = {name: [{"symbol": name, "args": list(range(len(params(kernels[name]))))}] for name in names}
         return LIBRARY, {name: {"scratch": [], "steps": steps[name]} for name in names}
+
+
+def _size(kernel: tirx.PrimFunc) -> int:
+    """Statements that compute: what the time that LLVM takes grows with."""
+    found = []
+    walk(body(kernel), (tirx.Bind, tirx.BufferStore), found.append)
+    return len(found)
 
 
 # What kernels need of TVM's default pipeline. Most of that one's time goes into what LLVM does again (common

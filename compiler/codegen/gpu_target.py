@@ -220,7 +220,7 @@ class GpuTarget(Target):
         compiled = {name: kernel for name, kernel in kernels.items() if codes[name] == name}
         library, made, facts = self.compile_for(arch, compiled, directory, step, workers)
         functions = {name: made[name] for name in compiled}
-        for name in kernels.keys() - compiled.keys():
+        for name in sorted(kernels.keys() - compiled.keys()):
             functions[name] = relaunched(made[codes[name]], kernels[name])
             step(name)
         return library, {

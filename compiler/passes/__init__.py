@@ -15,14 +15,15 @@ from mlc_amd.compiler.passes.fuse_siblings import fuse_route, fuse_sibling_norms
 
 def fuse(mod, target):
     """The decoder as emitted by the models to the decoder in fused operators (see compiler/ops.py)."""
+    used = relax.transform.DeadCodeElimination()  # passes that count what reads a value, or find pairs, see no more
     mod = quantize_activations(mod, target)
     mod = relax.transform.EliminateCommonSubexpr()(mod)  # one quantization for all linears of an input
-    mod = fuse_gate_up(mod)
+    mod = used(fuse_gate_up(mod))
     mod = fuse_siblings(mod)
     mod = fuse_residual(mod)
-    mod = fuse_quantize(mod)
+    mod = used(fuse_quantize(mod))
     mod = fuse_sibling_norms(mod)
-    mod = fuse_route(mod, target)
+    mod = used(fuse_route(mod, target))
     mod = fuse_norm_linear(mod, target)
-    mod = fuse_rope(mod, target)
-    return defer_norms(mod, target)
+    mod = used(fuse_rope(mod, target))
+    return used(defer_norms(mod, target))

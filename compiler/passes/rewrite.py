@@ -1,5 +1,5 @@
 """How a fusion pass rewrites: one rule, tried on every call of every Relax function, in order. What a rewrite leaves
-unused goes away with dead code elimination.
+unused stays until dead code is eliminated, which passes that see whole functions need before them.
 
 `rewrite` is for rules that look at a call and at what it reads; `rewrite_functions` for those that must see a whole
 function (`bound_in`, `readers_in`) before they rewrite it.
@@ -54,7 +54,7 @@ def rewrite_functions(mod: tvm.IRModule, rule_of: Callable[[relax.Function], Cal
     for gv, func in functions(mod).items():
         if isinstance(func, relax.Function):
             made[gv] = _Rewriter(mod, rule_of(func)).visit_expr(func)
-    return relax.transform.DeadCodeElimination()(made)
+    return made
 
 
 def rewrite(mod: tvm.IRModule, rule: Callable) -> tvm.IRModule:

@@ -41,6 +41,7 @@ class Asm:
         self.bound, self.capabilities, self.interface = 1, {"Shader"}, []
         self.decorations, self.globals, self.locals, self.body = [], [], [], []
         self.known = {}  # module level: what was made -> its id
+        self.types, self.constants = {}, {}  # the same by type's name, and by value
         self.scopes = [{}]  # per open region: pure instruction -> its id
         self.label = None  # of the block being filled
         self.glsl = self.new()
@@ -64,6 +65,11 @@ class Asm:
         """A type to compute with; `name` may be a type's id."""
         if isinstance(name, int):
             return name
+        if (made := self.types.get(name)) is None:
+            made = self.types[name] = self._type(name)
+        return made
+
+    def _type(self, name):
         if isinstance(name, tuple):
             return self.unique("TypeVector", self.type(name[1]), name[2])
         if name in ("void", "bool"):
@@ -89,6 +95,12 @@ class Asm:
 
     def const(self, name, value):
         """A constant of a scalar type; integers wrap around, floats are rounded."""
+        key = name, value or str(value)  # 0.0 == -0.0
+        if (made := self.constants.get(key)) is None:
+            made = self.constants[key] = self._const(name, value)
+        return made
+
+    def _const(self, name, value):
         if name == "bool":
             return self.unique("ConstantTrue" if value else "ConstantFalse", self.type(name))
         if name in FLOATS:

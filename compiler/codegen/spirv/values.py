@@ -49,13 +49,17 @@ class Base:
         self.pairs: dict[tuple[int, ...], int] = {}  # ids of a word's or a vector's parts -> its id
         self.exchange: int | None = None  # the shared words through which lanes exchange theirs, without subgroups
         self.lds = 0  # bytes
+        self._methods: dict[tuple[str, type], Callable[[Any], Any]] = {}  # for the classes of nodes that were met
         self.exchanges = self.vulkan_model = False
 
     def dispatch(self, prefix: str, node) -> Any:
         """Runs the method for a node's class. Unsupported where there is none."""
-        method = getattr(self, prefix + kind(node), None)
-        if method is None:
-            raise Unsupported(kind(node))
+        key = prefix, type(node)
+        if (method := self._methods.get(key)) is None:
+            method = getattr(self, prefix + kind(node), None)
+            if method is None:
+                raise Unsupported(kind(node))
+            self._methods[key] = method
         return method(node)
 
 
