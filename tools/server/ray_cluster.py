@@ -13,6 +13,7 @@ import re
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
@@ -47,6 +48,8 @@ _UNCOUNTED = 64
 _LAST_ANSWERS = 3600.0
 # Seconds within which a cluster's address takes a connection.
 _REACHABLE = 10.0
+# Seconds between two looks at an application that is being deleted, and that it may take.
+_POLL, _DELETED = 0.1, 60.0
 # How often a replica is started that fails at once: another try may find another machine.
 _TRIES = 3
 
@@ -270,10 +273,13 @@ def _delete(loading: bool) -> None:
     """Takes the application off the cluster, and Ray Serve where no other application uses it. loading: not all
     replicas have their model, and none has requests: Ray would wait until those that load are done."""
     try:
-        if loading:
-            serve.delete(APPLICATION, _blocking=False)  # so that Ray does not start them again
-            _kill_replicas()
-        serve.delete(APPLICATION)
+        serve.delete(APPLICATION, _blocking=not loading)
+        end = time.monotonic() + _DELETED
+        while APPLICATION in serve.status().applications:
+            if time.monotonic() > end:
+                raise TimeoutError("it does not end")
+            _kill_replicas()  # again and again: until Ray has read the deletion, it starts others
+            time.sleep(_POLL)
         if not serve.status().applications:
             serve.shutdown()
     except (RayError, RayServeException, RuntimeError, TimeoutError) as error:
