@@ -101,8 +101,7 @@ class Scheduler:
             raise QueueFull(f"{self.waiting} requests are waiting already: try again later")
         longest, tokens = self.cache.longest, len(request.prompt)
         most = longest - tokens + 1  # the last token is not computed
-        wanted = 1 if request.max_tokens is None else request.max_tokens
-        if most < max(wanted, 1):
+        if most < max(wanted := 1 if request.max_tokens is None else request.max_tokens, 1):
             raise ContextFull(
                 f"{tokens} tokens of prompt and {wanted} to generate do not fit the KV cache, which "
                 f"holds {longest} tokens of one sequence",

@@ -4,8 +4,7 @@ A thread that waits for an answer takes the step lock (step_lock.py) and compute
 threads, each with an answer of its own, are served together without a thread of the engine. A thread that starts an
 answer waits for one step at most. Where the device can, the next step is started before the one in progress is done
 (`Scheduler.plan_ahead`), so the device does not wait for the host. A thread that takes the lock for another purpose
-completes that step first. Answers that are consumed from asyncio are computed by a background thread, which the first
-of them starts.
+completes that step first. Answers for asyncio are computed by a background thread, which the first of them starts.
 """
 
 import threading
