@@ -112,7 +112,7 @@ def test_what_is_not_waited_for_does_no_harm(vulkan):
             sequence.append([7])
             assert sequence.reserve(1, 1)
         vulkan._runner.start([sequence.newest_row() for sequence in batch._sequences], None, [GREEDY] * 2)
-        vulkan._runner.start_ahead([sequence.newest_row(1) for sequence in batch._sequences], None, [GREEDY] * 2)
+        vulkan._runner.start_ahead([sequence.newest_row(1) for sequence in batch._sequences], [GREEDY] * 2)
     assert np.array_equal(vulkan.prefill(PROMPTS[1]), expected)
 
 
@@ -154,7 +154,7 @@ def test_other_work_comes_between_steps(engine):
         found.append(piece.id)
         assert np.allclose(engine.score(ids), logits, atol=1e-4) or len(found) % 3
         engine.reset()
-        assert engine._loop._ahead is None
+        assert not engine._loop._started
     assert found == expected and len(engine.started_ahead) > 20
     assert_nothing_is_held(engine)
 
@@ -174,7 +174,7 @@ def test_an_error_of_a_step_ends_those_who_are_in_it(engine, monkeypatch):
     answer = engine.generate(prompt, max_tokens=20)
     with pytest.raises(ZeroDivisionError):
         list(answer)
-    assert engine._loop._ahead is None
+    assert not engine._loop._started
     answer.close()
     monkeypatch.setattr(engine.device, "wait", wait)
     assert [piece.id for piece in engine.generate(prompt, max_tokens=20)] == expected
@@ -200,7 +200,7 @@ def test_answers_in_an_event_loop_leave_nothing_in_progress(engine):
     assert asyncio.run(some()) == [expected, expected[:3], expected, expected[:7]]
     assert asyncio.run(take(5)) == expected[:5]
     deadline = time.monotonic() + 60  # the engine's thread ends answers without a consumer
-    while engine._loop.busy or engine._loop._ahead:
+    while engine._loop.busy or engine._loop._started:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert_nothing_is_held(engine)
