@@ -2,9 +2,8 @@
 written, and the kernel that only does that.
 
     ""       float32 [m, k]
-    "half"   H float16 [m, k], for matrix units; what float16 cannot hold becomes its largest number
-    "pairs"  the same in the order of columns in which packed arithmetic finds those of quantized weights, for
-             cooperative matrices (`gemm_coop.py`)
+    "pairs"  H float16 [m, k], in the order of columns in which packed arithmetic finds those of quantized weights, for
+             cooperative matrices (`gemm_coop.py`); what float16 cannot hold becomes its largest number
     "lanes:g"  the same in the order in which lanes load them, g blocks of a token side by side, for `gemm_lanes.py`
              and `gemm_matrix.py`
     "rows"   A int8 [m, KB, 32]    q = rint(x * (127 / amax)), amax = largest |x| of the 32 columns of a block
@@ -47,7 +46,7 @@ from mlc_amd.schedules.operators.layouts import activations, kind_of
 from mlc_amd.schedules.space import Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
-NAMES = {"": ["X"], "half": ["H"], "pairs": ["H"], "lanes": ["H"], "rows": ["A", "S"]}  # of parameters in each layout
+NAMES = {"": ["X"], "pairs": ["H"], "lanes": ["H"], "rows": ["A", "S"]}  # of parameters in each layout
 FIELDS = 4  # of S
 WIDTH = 4  # columns that a lane holds
 LANES = BLOCK // WIDTH  # that hold a block
@@ -185,9 +184,6 @@ def emit_store(
     with when(live):
         if layout == "":
             T.buffer_store(out[0], vector(x), [token, columns(column)])
-        elif layout == "half":
-            halves = T.cast(vector([clamped(v) for v in x]), f"float16x{WIDTH}")
-            T.buffer_store(out[0], halves, [token, columns(column)])
         elif (kind := kind_of(layout)) in RUNS_OF:
             RUNS_OF[kind](out[0], token, column, [T.cast(clamped(v), "float16") for v in x])
         else:
@@ -221,16 +217,15 @@ def quantize_block(arch: Device, x: list[Expr]) -> tuple[list[Expr], list[Expr]]
 
 
 def store_floats(layout: str, out: Buffer, token: Expr, row: Expr, y: list[Expr], run: bool = False) -> None:
-    """y, float32 of consecutive rows, in the layout "", "half" or, four of them, "pairs" or "lanes". run: eight,
+    """y, float32 of consecutive rows, in the layout "" or, four of them, "pairs" or "lanes". run: eight,
     columns as of `store_run`."""
     kind = kind_of(layout)
     if run and kind != "lanes":
         for half in range(2):
             store_floats(layout, out, token, row + half * (BLOCK // 2), y[4 * half : 4 * half + 4])
         return
-    if layout:
-        y = [T.cast(clamped(x), "float16") for x in y]
     if kind in RUNS_OF:
+        y = [T.cast(clamped(x), "float16") for x in y]
         (store_run if run else RUNS_OF[kind])(out, token, row, y)
     else:
         T.buffer_store(out, vector(y), [token, at(row, len(y))])
@@ -254,7 +249,7 @@ def store_block(arch: Device, out: list[Buffer], token: Expr, row: Expr, y: Expr
 @registry.builds(Quantize)
 def quantize(op: Quantize, arch: Device, name: str, plan: ThreadsPlan | None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], X float32 [m, k], then A, S or H of [m, k]): the live tokens' rows in the layout "rows",
-    "half", "pairs" or "lanes". UserError unless 32 divides k, ValueError for another layout."""
+    "pairs" or "lanes". UserError unless 32 divides k, ValueError for another layout."""
     k, m, layout = op.k, op.m, op.layout
     if not layout or kind_of(layout) not in NAMES:
         raise ValueError(f"nothing to convert to the layout {layout!r}")
