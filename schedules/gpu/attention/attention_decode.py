@@ -13,9 +13,8 @@ Splits join in device memory (`attention_splits.Join`): the last one to finish j
 
 With RoPE the token's own key and value never come from the cache: the first wave's softmax starts with them, as float16
 whatever the type of the cache is. So do those of rows before it that are of the same sequence, which other workgroups
-write in the same launch: the wave rotates these keys itself. On matrices (`attention_rows_unit.py` of AMD's,
-`attention_rows_matrix.py` of cooperative ones) they come after the keys of the cache, the row's own one in the last
-wave, which has the fewest blocks.
+write in the same launch: the wave rotates these keys itself. On matrices (`attention_rows_matrix.py`) they come after
+the keys of the cache, the row's own one in the last wave, which has the fewest blocks.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,10 +23,9 @@ from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.attention_rows import WaveRows
 from mlc_amd.schedules.gpu.attention.attention_rows_matrix import MatrixRows
-from mlc_amd.schedules.gpu.attention.attention_rows_unit import UnitRows
-from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import DotRows, query_dtype, rows_of
+from mlc_amd.schedules.gpu.attention.attention_rows_shared import SharedRows, rows_on_matrices
+from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import DotRows, VulkanRows, query_dtype, rows_of
 from mlc_amd.schedules.gpu.attention.attention_splits import DecodePlan, Join, Splits, default_plan, split_of, splits_of
 from mlc_amd.schedules.gpu.attention.attention_step import Step
 from mlc_amd.schedules.gpu.attention.cache import (
@@ -43,15 +41,12 @@ from mlc_amd.schedules.gpu.attention.cache import (
 from mlc_amd.schedules.gpu.attention.kv_write import Elements, Heads
 from mlc_amd.schedules.gpu.attention.softmax import P_SHIFT, soft_cap
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, dot2, each, exp2, fma, launch, uniform, wave_meets, wave_min
-from mlc_amd.schedules.gpu.base.matrix_unit import UNITS
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, opaque, put
 from mlc_amd.schedules.gpu.base.step import kept, opaque_zero
 from mlc_amd.schedules.operators.attention import Attending, RopeAttention
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Buffer, Expr
-
-OnMatrices = MatrixRows | UnitRows
 
 # ---- what rows add to their softmax that is not in the cache yet: their own key and value, and those of rows before
 # them in the same step that are of the same sequence
@@ -182,7 +177,7 @@ def write_own(cache: Cache, heads: Heads, place: Place, own_key: Buffer) -> None
 
 
 def add_rows(
-    rows: OnMatrices, heads: Heads, keys: Buffer, place: Place, count: Expr, takers: Takers, target: tuple[Cache, Expr]
+    rows: MatrixRows, heads: Heads, keys: Buffer, place: Place, count: Expr, takers: Takers, target: tuple[Cache, Expr]
 ) -> None:
     """Adds the keys and values of a row and of count - 1 rows before it to the state of rows on matrices, if `count` is
     not 0, and writes those of the row itself to the cache. The waves of the workgroup share them out; in a step of one
@@ -263,14 +258,12 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
             queries = T.alloc_buffer((group, d), dtype, scope="shared")
             if not splits.matrix:
                 rows = rows_of(arch, attention, group, lane, wave, splits.waves, splits.loads)
-            elif arch.matrix in UNITS:
-                rows = UnitRows(arch, attention, group, lane, size)
             else:
-                rows = MatrixRows(arch, attention, group, lane, wave, splits.waves, size, ahead=m == 1)
+                rows = rows_on_matrices(arch, attention, group, lane, wave, splits.waves, size, ahead=m == 1)
             rows.start()
             stream, streams, mine = splits.share(steps - first_step, split, wave, active, m > 1)
             # on Vulkan, keys are loaded before the queries arrive, and those of a block with the values before it
-            prefetches = not isinstance(rows, WaveRows | UnitRows) and rows.prefetches
+            prefetches = rows.prefetches
             last = T.Bind(T.max(steps - 1, T.int32(0)))
 
             def first_key(i: Expr) -> Expr:
@@ -278,7 +271,7 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
                 return T.Bind(T.min(stream + i * streams + first_step, last) * size)
 
             pages = Pages(cache, place.slot, [first_key(i) for i in range(1 + prefetches)])
-            if prefetches and not isinstance(rows, WaveRows | UnitRows):
+            if prefetches and isinstance(rows, SharedRows | VulkanRows):
                 rows.load_keys(cache.block(kv, first_key(0), pages.take()[0], size))
             heads = own_key = None
             if isinstance(op, RopeAttention):
@@ -288,13 +281,15 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
                 _rotate(heads, splits, (queries, own_key), place, part, wave)
             else:
                 _load_queries(step.Q, splits, queries, token, part, wave * arch.wave + lane)
-            if isinstance(rows, OnMatrices):
-                rows.load_queries(lambda row, c: queries[row, at(c * UNIT, UNIT)])
+            if isinstance(rows, MatrixRows):
+                side = rows.unit.side
+                own_rows = [T.Bind(T.min(rows.row + t * side, T.int32(group - 1))) for t in range(rows.tiles)]
+                rows.load_queries(lambda t, c: queries[own_rows[t], at(c * UNIT, UNIT)])
             others = 0  # rows before it in the step that it sees
             if own_apart and m > 1:
                 others = earlier if seen.first is None else T.min(earlier, position - seen.first)
             first = None
-            if own_key is not None and heads and not isinstance(rows, OnMatrices):
+            if own_key is not None and heads and not isinstance(rows, MatrixRows):
                 first = T.Bind((wave == 0) & (split == 0))
                 with T.If(first), T.Then():
                     start_with_own(rows, heads, queries, own_key, place)
@@ -310,11 +305,12 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
                 following = cache.block(kv, first_key(i + 1), ahead[0], size) if prefetches else None
                 block = cache.block(kv, T.Bind(number * size), page, size)
                 zero = opaque_zero(state, i)
-                if isinstance(rows, UnitRows):
-                    rows.step(block, lambda t, key: seen.sees(key), seen.covers(block.key0, size), zero)
+                if isinstance(rows, MatrixRows):
+                    whole = seen.covers(block.key0, size)
+                    rows.step(block, lambda t, key: seen.sees(key), whole, zero, following)
                 else:
                     rows.step(block, queries, lambda r, key: seen.sees(key), zero, following)
-            if own_apart and heads and isinstance(rows, OnMatrices):
+            if own_apart and heads and isinstance(rows, MatrixRows):
                 # After the loop, in which the other waves are still busy: before it, all would wait for the one that
                 # has the own key and as many blocks as any.
                 keys = T.alloc_buffer((splits.waves * d,), dtype, scope=WAVE_SHARED)
@@ -326,7 +322,7 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
                 writes = first if parts == 1 else first & (part % parts == 0)
                 with T.If(writes & is_at(places, token, position)), T.Then():
                     write_own(cache, heads, place, own_key)
-            quad = rows.join_waves(wave, splits.waves)
+            quad = rows.join_waves() if isinstance(rows, MatrixRows) else rows.join_waves(wave, splits.waves)
             join = Join(arch, step, splits, token, part, wave, lane)
             if arch.api == "vulkan":
                 with T.serial(T.cast(active == 1, "int32")):

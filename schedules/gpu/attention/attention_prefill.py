@@ -1,4 +1,4 @@
-"""Causal attention of a chunk of tokens on AMD's matrix units (`attention_rows_unit.py`), with online softmax.
+"""Causal attention of a chunk of tokens on AMD's matrix units (`attention_rows_matrix.py`), with online softmax.
 
 In: the rotated queries and the cache, which already contains the chunk's own keys and values. Out: the heads' outputs
 in an activation layout of `quantize.py`, of the live rows.
@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.attention_rows_unit import UnitRows, waves_of
+from mlc_amd.schedules.gpu.attention.attention_rows_matrix import MatrixRows
+from mlc_amd.schedules.gpu.attention.attention_rows_size import waves_of
 from mlc_amd.schedules.gpu.attention.attention_step import Step
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Chunk, Pages, Visible, visible
 from mlc_amd.schedules.gpu.attention.softmax import group_of, with_sink
@@ -93,11 +94,10 @@ def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
         first_row = T.Bind((workgroup if plan.shared else workgroup * waves + number) * count)
         first_token = T.Bind(first_row // group)
         with once(first_token < chunk.count):
-            rows = UnitRows(arch, layer, count, lane, size)
+            rows = MatrixRows(arch, layer, count, lane, number, waves, size)
             rows.start()
             places = [place_of(layer, chunk, kv, T.Bind(first_row + t * SIDE + rows.row)) for t in range(plan.tiles)]
-            for t, place in enumerate(places):
-                rows.load_queries(lambda _, c, p=place: step.Q[p.step_row, p.head, at(c * UNIT, UNIT)], t)
+            rows.load_queries(lambda t, c: step.Q[places[t].step_row, places[t].head, at(c * UNIT, UNIT)])
             seen = [visible(layer, chunk.position(place.token)) for place in places]
             last_token = T.min((first_row + count - 1) // group, chunk.count - 1)
             first, last = (visible(layer, chunk.position(token)) for token in (first_token, last_token))
@@ -124,20 +124,20 @@ def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
                 _store(step, arch, rows, places)
 
 
-def _store(step: Step, arch: Device, rows: UnitRows, places: list[Place]) -> None:
+def _store(step: Step, arch: Device, rows: MatrixRows, places: list[Place]) -> None:
     """Stores what the lanes of a wave have."""
     for t, place in enumerate(places):
         total = with_sink(step.sinks, place.head, rows.row_total(t), rows.top[t], shift=0)
         inverse = opaque(rcp(total))
         with T.If(place.valid), T.Then():
-            for first, column, live in rows.own_columns(t):
-                y = [opaque(rows.out[first + e] * inverse) for e in range(WIDTH)]
+            for sums, column, live in rows.own_columns(t):
+                y = [opaque(x * inverse) for x in sums]
                 step.store(arch, y, place.step_row, T.Bind(place.head * rows.d + column), live)
 
 
-def _store_joined(step: Step, arch: Device, rows: UnitRows, wave: Expr, waves: int, place_of_row) -> None:
+def _store_joined(step: Step, arch: Device, rows: MatrixRows, wave: Expr, waves: int, place_of_row) -> None:
     """Joins what the waves of a workgroup have of the same rows, and stores it."""
-    quad, quads = rows.join_waves(wave, waves), rows.d // WIDTH
+    quad, quads = rows.join_waves(), rows.d // WIDTH
     threads, count = waves * arch.wave, rows.count * quads
     for first in range(0, count, threads):
         number = T.Bind(first + wave * arch.wave + rows.lane)

@@ -1,7 +1,7 @@
 """Attention kernels without matrix instructions: rows of queries whose softmax a wave keeps in registers.
 
 `WaveRows` is for AMD's own API; `attention_rows_vulkan.py` has the counterpart for Vulkan, `Rows` what both share.
-Where enough rows share keys, matrix units take over (`attention_rows_unit.py`).
+Where enough rows share keys, matrix units take over (`attention_rows_matrix.py`).
 
 A wave processes its keys in blocks of up to 64. While it scores them a lane has a key (two keys in a wave of 32), so a
 dot product stays within a lane; for the outputs a lane has a column and the weights come from other lanes. Per row a
@@ -52,6 +52,7 @@ class Rows:
 
     batch: int
     value: Units
+    prefetches = False  # as of `attention_rows_vulkan.VulkanRows`
 
     def __init__(self, arch: Device, attention: Attention, count: int, lane: Expr, step: int):
         self.arch, self.attention, self.count, self.d, self.lane = arch, attention, count, attention.d, lane
