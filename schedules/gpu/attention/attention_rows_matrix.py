@@ -68,7 +68,7 @@ class MatrixRows:
     """The state of `count` rows of an `Attention` layer in a wave, number `wave` of `waves` in its workgroup. lane: its
     number in the wave; keys: of a block, a multiple of CHUNK."""
 
-    prefetches = False  # as of `attention_rows_vulkan.VulkanRows`
+    prefetches = False  # as of `attention_rows.Rows`
 
     def __init__(self, arch: Device, attention: Attention, count: int, lane: Expr, wave: Expr, waves: int, keys: int):
         self.arch, self.attention, self.count, self.d = arch, attention, count, attention.d
@@ -339,6 +339,8 @@ class MatrixRows:
                 words = (T.reinterpret("uint32", T.Shuffle([x], [2 * w, 2 * w + 1])) for x in (query, key))
                 score = dot2(self.arch, *words, score)
             total = score if valid is None else T.Bind(T.Select(valid, score, total))
+            if not self.holds and self.arch.api == "rocm":
+                schedule_fence(0)  # LLVM would load all units first
         return total if self.unit.whole else self.across(total, operator.add)  # each lane has all of the row, or a part
 
     # ---- the end

@@ -1,13 +1,65 @@
-"""What rows on matrix units (`attention_rows_matrix.py`) take of a wave's registers and of shared memory, and which
-layers get them."""
+"""What rows of queries take of a wave's registers and of shared memory: those with products per lane
+(`attention_rows.py`) and those on matrix units (`attention_rows_matrix.py`), and which layers get the latter."""
 
+from typing import NamedTuple
+
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import RATES
 from mlc_amd.schedules.gpu.attention.cache_units import WORDS
 from mlc_amd.schedules.gpu.attention.softmax import OTHER_BYTES
 from mlc_amd.schedules.gpu.base.matrix_unit import SIDE, known_unit
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
-from mlc_amd.schedules.operators.attention import Attention
+from mlc_amd.schedules.operators.attention import PAGE, Attention
+
+STEP = PAGE  # keys of a block, at most: the maximum is renewed once per block
+# 16-byte loads in flight per lane. Fewer loads make less code.
+LOADS, FEWER_LOADS = 8, 4
+# On AMD's own API: of few rows, of others, of latent attention, whose outputs take most registers
+MANY_LOADS, FEW_ROWS, LATENT_LOADS = 32, 8, 8
+SPLITS = 32  # maximum of splits whose weights are in shared memory
+
+
+def query_dtype(arch: Device) -> str:
+    """The type of queries and weights in shared memory, that in which they are multiplied."""
+    return "float16" if arch.api == "rocm" else "float32"
+
+
+def dot_waves_of(arch: Device, count: int, d: int, threads: int) -> int:
+    """Waves of a workgroup for `count` rows of `d` elements: those of `threads`, fewer where the arch or its shared
+    memory has no more. UserError if it does not suffice for one."""
+    waves = min(threads, arch.threads) // arch.wave
+    # of a wave: what its rows have there, and a key
+    fixed, wave = count * (d + SPLITS) * 4 + OTHER_BYTES, (count * max(d, STEP) + d) * 4
+    if arch.api == "rocm":
+        wave += count * STEP * 2  # weights have a place of their own
+    while waves * wave + fixed > arch.lds:
+        waves //= 2
+        if not waves:
+            raise UserError(
+                f"{arch.name} has too little shared memory for attention with {count} query heads of {d} elements per "
+                "KV head"
+            )
+    return waves
+
+
+class KeyLoads(NamedTuple):
+    """loads: of 16 bytes that a lane has in flight. step: keys of a block. ahead: whether registers hold the keys of
+    the next block, too."""
+
+    loads: int
+    step: int = STEP
+    ahead: bool = False
+
+
+def key_loads(arch: Device, attention: Attention, count: int) -> KeyLoads:
+    """The rule: fewer where nothing is known of a device's registers, or where rows take them."""
+    if arch.api == "vulkan":
+        return KeyLoads(LOADS if arch.registers else FEWER_LOADS)
+    return KeyLoads(MANY_LOADS if count <= FEW_ROWS and not attention.values else LATENT_LOADS)
+
+
+# ---- on matrix units
 
 CHUNK = 32  # keys that blocks are multiples of
 SCORES = 16  # of a lane's row, that it has at once

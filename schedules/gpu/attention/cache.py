@@ -223,6 +223,23 @@ class Pages:
         return found
 
 
+def each_block(
+    cache: Cache, kv: Expr, slot: Expr, begin: Expr, end: Expr, distance: int, size: int
+) -> Iterator[tuple[Expr, KeyBlock]]:
+    """A loop over the blocks of `size` keys with the numbers begin, begin + distance, .. before `end`: yields (number
+    of the step, block)."""
+
+    def first_key(block: Expr) -> Expr:
+        """Of the block with that number; of the last one for those after it."""
+        return T.Bind(T.min(block, end - 1) * size)
+
+    pages = Pages(cache, slot, [first_key(begin)])
+    with T.serial(T.max((end - begin + (distance - 1)) // distance, T.int32(0))) as i:
+        block = T.Bind(begin + i * distance)
+        (page,) = pages.take(first_key(block + distance))
+        yield i, cache.block(kv, T.Bind(block * size), page, size)
+
+
 def own_elements(arch: Device, lane: Expr, first: int, end: int) -> Iterator[tuple[Expr | None, Expr]]:
     """Yields (whether this lane has one; None: each lane has, an element) of the elements first .. end-1 that a wave's
     lanes share. Lanes without one get the last."""

@@ -211,7 +211,7 @@ def quantize_block(arch: Device, x: list[Expr]) -> tuple[list[Expr], list[Expr]]
         words.append(T.Bind(word))
     # the sum of this lane's half of the block; then the other half's, the mirror image of its lanes away
     low = wave_sum(arch, T.Bind(total), lanes // 2)
-    high = shuffle_xor(arch, low, lanes - 1)
+    high = shuffle_xor(arch, low, lanes - 1 if lanes < BLOCK else lanes // 2)  # whichever AMD's GPUs have
     d = T.Bind(top * T.float32(1 / 127))
     return words, [d, *(d * T.cast(part, "float32") for part in (low + high, low, high))]
 
@@ -234,15 +234,9 @@ def store_floats(layout: str, out: Buffer, token: Expr, row: Expr, y: list[Expr]
 def store_block(arch: Device, out: list[Buffer], token: Expr, row: Expr, y: Expr) -> None:
     """y, one float32 of each of 32 neighbouring lanes, as a block in the layout "rows"."""
     A, S = out
-    half, column = BLOCK // 2, T.Bind(row % BLOCK)
-    top = wave_max(arch, T.Bind(T.fabs(y)), BLOCK)
-    q = T.Bind(T.cast(rint(y * T.Select(top > T.float32(TINY), T.float32(127) * rcp(top), T.float32(0))), "int32"))
-    low = wave_sum(arch, q, half)
-    high = shuffle_xor(arch, low, half)
-    d = T.Bind(top * T.float32(1 / 127))
-    T.buffer_store(A, T.cast(q, "int8"), [token, row // BLOCK, column])
-    with T.If(column == 0), T.Then():  # the lane in whose half `low` is the first
-        fields = [d, *(d * T.cast(total, "float32") for total in (low + high, low, high))]
+    column, ((word,), fields) = T.Bind(row % BLOCK), quantize_block(arch, [y])
+    T.buffer_store(A, T.cast(word, "int8"), [token, row // BLOCK, column])
+    with T.If(column == 0), T.Then():
         T.buffer_store(S, vector(fields), [token, row // BLOCK, T.ramp(0, 1, FIELDS)])
 
 
