@@ -35,7 +35,6 @@ from mlc_amd.schedules.gpu.attention.cache import (
     Pages,
     clamped_position,
     is_at,
-    own_elements,
     row_slot,
     store_valid,
     visible,
@@ -101,15 +100,16 @@ def earlier_rows(arch: Device, places: Buffer, token: Expr, slot: Expr, lane: Ex
     return T.Bind(token - first)
 
 
-def write_own(cache: Cache, heads: Heads, place: Place, key: Callable[[Expr], Expr], scale: Expr) -> None:
-    """Writes the row's own key and value to the cache. key(e): element e of the rotated key, for any lane; scale: of
-    `Heads.value_scale`."""
+def write_own(
+    cache: Cache, heads: Heads, place: Place, pairs: Iterable[Elements], key: Callable[[Expr], Expr], scale: Expr
+) -> None:
+    """Writes the row's own key and value to the cache. pairs: the lane's elements of the rotated key, of which key(e)
+    is element e, for any lane; scale: of `Heads.value_scale`."""
     kv, token, position, slot = place
     if heads.layer.quantized:
         cache.store_codes(heads.arch, kv, slot, position, lambda e: T.cast(key(e), "float32"), heads.lane)
     else:
-        elements = own_elements(heads.arch, heads.lane, 0, heads.d)
-        cache.store_key(kv, slot, position, [(valid, [(e, key(e))]) for valid, e in elements])
+        cache.store_key(kv, slot, position, pairs)
     heads.store_value(cache, token, kv, slot, position, scale)
 
 
@@ -133,14 +133,15 @@ def add_rows(
         row, there = token, position
         if not isinstance(token, int):
             row, there = (T.Bind(T.max(x - back, T.int32(0))) for x in (token, position))
-        store_rounded(heads.key(row, kv, there), keys, begin=begin)
+        pairs = list(heads.key(row, kv, there))
+        store_rounded(pairs, keys, begin=begin)
         scale = heads.value_scale(row, kv)
         wave_meets(arch)
         rows.add_key(keys, begin, value_of(heads, row, kv, scale))
         if written:
             cache, writes = written
             with T.If((back == 0) & writes), T.Then():
-                write_own(cache, heads, place._replace(token=row), lambda e: keys[begin + e], scale)
+                write_own(cache, heads, place._replace(token=row), pairs, lambda e: keys[begin + e], scale)
         wave_meets(arch)
 
 
@@ -242,7 +243,8 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
             elif own_key is not None and heads:
                 writes = first if parts == 1 else first & (part % parts == 0)
                 with T.If(writes & is_at(places, token, position)), T.Then():
-                    write_own(cache, heads, place, lambda e: own_key[e], heads.value_scale(token, kv))
+                    pairs, scale = heads.key(token, kv, position), heads.value_scale(token, kv)
+                    write_own(cache, heads, place, pairs, lambda e: own_key[e], scale)
             quad = rows.join_waves()
             join = Join(arch, step, splits, token, part, wave, lane)
             if arch.api == "vulkan":

@@ -46,7 +46,7 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 # Masks of llvm.amdgcn.sched.barrier: what LLVM's scheduler may move across. Without them it starts loads one by one,
 # just before their use, to save registers; and all weights at once, which are more than there are registers.
-ANY_LOADS, SCALARS = 0x8F, 0x94  # all but loads from device memory; loads, LDS and scalar instructions
+ANY_LOADS, WEIGHTS = 0x8F, 0x14  # all but accesses to device memory; only these and scalar instructions
 
 
 def _part(count: int, most: int) -> int:
@@ -293,7 +293,7 @@ class Rows:
             for r in each(self.arch, self.count):
                 place = self._bound(self.place + r * self.stride + (first + i) * UNIT)
                 self._multiply(self.out, r * self.columns, units, self._factors(self.shared, place))
-            self._fence(SCALARS)
+            self._fence(WEIGHTS)
 
     def _add_keys(self, first: Expr, key: Expr) -> None:
         """Adds UNIT keys' loaded values in latent attention, from number `first` of the batch on; key: the number of
@@ -325,7 +325,7 @@ class Rows:
                         for r, weights in enumerate(rows):
                             x = r * self.columns + u * UNIT + 2 * w + half
                             put(self.out, dot2(self.arch, columns, weights[pair], self.out[x]), x)
-            self._fence(SCALARS)
+            self._fence(WEIGHTS)
         self._fence(0)  # loads of the next keys would take the registers of these
 
     # ---- a key that is not in the cache
