@@ -14,7 +14,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_rows_matrix import MatrixRows
 from mlc_amd.schedules.gpu.attention.attention_rows_size import waves_of
-from mlc_amd.schedules.gpu.attention.attention_step import ChunkRows, Place, Step
+from mlc_amd.schedules.gpu.attention.attention_step import ChunkRow, ChunkRows, Step
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Visible, each_block, visible
 from mlc_amd.schedules.gpu.attention.softmax import group_of, with_sink
 from mlc_amd.schedules.gpu.base.device import launch, rcp, uniform
@@ -97,7 +97,7 @@ def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
                 _store(step, arch, rows, places)
 
 
-def _store(step: Step, arch: Device, rows: MatrixRows, places: list[Place]) -> None:
+def _store(step: Step, arch: Device, rows: MatrixRows, places: list[ChunkRow]) -> None:
     """Stores what the lanes of a wave have."""
     for t, place in enumerate(places):
         total = with_sink(step.sinks, place.head, rows.row_total(t), rows.top[t], shift=0)

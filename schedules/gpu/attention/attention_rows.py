@@ -2,17 +2,17 @@
 units take over (`attention_rows_matrix.py`).
 
 A wave processes its keys in blocks of up to 64. While it scores them a lane has a key (several in a small wave), so a
-dot product stays within a lane; for the outputs a lane has a column (or several), and weights reach the lanes through
-shared memory, of which each wave has its own part. Per row a wave keeps
+dot product stays within a lane; for the outputs a lane has a column (or several), and weights come from other lanes:
+through shared memory, of which each wave has its own part. Per row a wave keeps
     top     the maximum score so far, the same in all lanes
     total   the sum of weights, still spread over the lanes
     out     the weighted sum of values, float32, column x*wave + lane at x; in latent attention, where a unit has
             columns of a value, unit (x//8)*wave + lane
 `join_waves` adds up the results of a workgroup's waves.
 
-On AMD's own API queries and weights are float16, and products are of pairs. On Vulkan both are float32, and products
-multiply-adds of values that are converted once for all rows; loops over rows stay loops for most drivers
-(`device.each`).
+On AMD's own API queries and weights are float16, products are of pairs, and weights reach the lanes as scalars. On
+Vulkan both are float32, products multiply-adds of values that are converted once for all rows, and loops over rows stay
+loops for most drivers (`device.each`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +31,9 @@ from mlc_amd.schedules.gpu.base.device import (
     exp2,
     fma,
     maximum,
+    read_lane,
     schedule_fence,
+    shuffle_xor,
     wave_barrier,
     wave_max,
     wave_meets,
@@ -45,8 +47,8 @@ from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
 # Masks of llvm.amdgcn.sched.barrier: what LLVM's scheduler may move across. Without them it starts loads one by one,
-# just before their use, to save registers; and all weights at once, which are more than there are registers.
-ANY_LOADS, WEIGHTS = 0x8F, 0x14  # all but accesses to device memory; only these and scalar instructions
+# just before their use, to save registers; and all scalar weights at once, which are more than there are registers.
+LOADS, SCALARS = 0x8F, 0x94  # all but loads from device memory; loads, LDS and scalar instructions
 
 
 def _part(count: int, most: int) -> int:
@@ -84,11 +86,12 @@ class Rows:
         self.scores = local(count * self.keys)
         self.key = Units(attention, self.keys * self.key_batch, "key")
         self.value = Units(attention, self.columns * self.batch, "value")
-        # of a row in shared memory: weights of keys, on Vulkan in the end outputs
-        self.stride = loads.step if self.pairs else max(self.value_d, loads.step)
-        self.shared = T.alloc_buffer((waves * count * self.stride,), str(queries.dtype), scope=WAVE_SHARED)
-        # LLVM reads eight weights at once where TVM knows that their place is a multiple of eight
-        self.place = self._bound(wave * (count * self.stride))
+        if self.pairs:  # of each row, by keys of a lane, of which even lanes have the next lane's weight, too
+            self.weights = [[T.int32(0)] * self.keys for _ in range(count)]
+            return
+        self.stride = max(self.value_d, loads.step)  # of a row in shared memory: weights of keys, in the end outputs
+        self.shared = T.alloc_buffer((waves * count * self.stride,), "float32", scope=WAVE_SHARED)
+        self.place = T.Bind(wave * (count * self.stride))
 
     @property
     def prefetches(self) -> bool:
@@ -127,8 +130,13 @@ class Rows:
             for x in range(self.columns):
                 put(self.out, T.float32(0), r * self.columns + x)
 
-    def _bound(self, place: Expr) -> Expr:
-        return place if self.pairs else T.Bind(place)
+    def _each_batch(self, count: int) -> Iterator[Expr]:
+        """Numbers of batches of loads: scalar weights have constant places."""
+        if self.pairs:
+            yield from range(count)
+            return
+        with T.serial(count) as b:
+            yield b
 
     def _fence(self, mask: int) -> None:
         """`schedule_fence` for LLVM."""
@@ -185,30 +193,28 @@ class Rows:
             for i in each(self.arch, self.count * self.keys):
                 put(self.scores, soft_cap(self.attention, self.scores[i]), i)
         batches = self.loads.step // UNIT // self.batch
-        if batches == 1:
+        early = batches == 1 or self.pairs
+        if early:
             self._load_values(block, 0)
         if following is not None:
             self.load_keys(following)
-        self._fence(ANY_LOADS)
+        self._fence(LOADS)
         self._weigh([[sees(r, key) for key in keys] for r in range(self.count)])
         wave_meets(self.arch)
-        if batches == 1:
-            self._add_values(0)
-        else:
-            with T.serial(batches) as b:
+        for b in self._each_batch(batches) if batches > 1 else [0]:
+            if not early or b:
                 self._load_values(block, b * self.batch)
-                self._fence(ANY_LOADS)
-                self._add_values(b * self.batch)
+            self._add_values(b * self.batch)
         wave_meets(self.arch)
 
     def _score(self, block: KeyBlock, zero: Expr, loaded: bool) -> None:
         for r in each(self.arch, self.count):
             for j in range(self.keys):
                 put(self.scores, T.float32(0), r * self.keys + j)
-        with T.serial(self.d // UNIT // self.key_batch) as b:
+        for b in self._each_batch(self.d // UNIT // self.key_batch):
             if not loaded:
                 self.load_keys(block, b * self.key_batch)
-            self._fence(ANY_LOADS)
+            self._fence(LOADS)
             for c in range(self.key_batch):
                 units = self._operands(self.key, c * self.keys, self.keys)
                 for r in each(self.arch, self.count):
@@ -241,9 +247,22 @@ class Rows:
             now = self.rescale(r, tops[r])
             for j, sees in enumerate(valid):
                 weight = exp2(self.scores[r * self.keys + j] - now + T.float32(P_SHIFT))
-                weight = opaque(T.cast(T.Select(sees, weight, T.float32(0)), self.shared.dtype))
+                weight = T.Select(sees, weight, T.float32(0))
+                weight = opaque(T.cast(weight, "float16") if self.pairs else weight)
                 put(self.total, self.total[r] + T.cast(weight, "float32"), r)  # rounded, as the products use it
-                put(self.shared, weight, self.place + r * self.stride + j * self.arch.wave + self.lane)
+                if self.pairs:
+                    low = opaque(T.cast(T.reinterpret("uint16", weight), "int32"))
+                    high = shuffle_xor(self.arch, opaque(T.shift_left(low, T.int32(16))), 1)
+                    self.weights[r][j] = opaque(low | high)
+                else:
+                    put(self.shared, weight, self.place + r * self.stride + j * self.arch.wave + self.lane)
+
+    def _factors_of(self, r: Expr, key: Expr) -> list[Expr]:
+        """What values are multiplied with: a row's weights of the UNIT keys from number `key` of the block on."""
+        if not self.pairs:
+            return self._factors(self.shared, T.Bind(self.place + r * self.stride + key))
+        j, lane = divmod(key, self.arch.wave)
+        return [opaque(read_lane(self.weights[r][j], lane + 2 * w)) for w in range(WORDS)]
 
     def sums(self, values: Iterable[Expr]) -> list[Expr]:
         """The sum over the wave's lanes of each of `values`, of which there is one per row."""
@@ -291,9 +310,8 @@ class Rows:
                 continue
             units = self._operands(self.value, i * self.columns, self.columns)
             for r in each(self.arch, self.count):
-                place = self._bound(self.place + r * self.stride + (first + i) * UNIT)
-                self._multiply(self.out, r * self.columns, units, self._factors(self.shared, place))
-            self._fence(WEIGHTS)
+                self._multiply(self.out, r * self.columns, units, self._factors_of(r, (first + i) * UNIT))
+            self._fence(SCALARS)
 
     def _add_keys(self, first: Expr, key: Expr) -> None:
         """Adds UNIT keys' loaded values in latent attention, from number `first` of the batch on; key: the number of
@@ -312,7 +330,7 @@ class Rows:
 
     def _add_pairs_of_keys(self, first: Expr, key: Expr) -> None:
         """Units of two keys have pairs of columns: products take pairs of keys."""
-        rows = [self._factors(self.shared, self.place + r * self.stride + key) for r in range(self.count)]
+        rows = [self._factors_of(r, key) for r in range(self.count)]
         for pair in range(WORDS):
             for u in range(self.units):
                 numbers = [(first + 2 * pair + key) * self.units + u for key in range(2)]
@@ -325,7 +343,7 @@ class Rows:
                         for r, weights in enumerate(rows):
                             x = r * self.columns + u * UNIT + 2 * w + half
                             put(self.out, dot2(self.arch, columns, weights[pair], self.out[x]), x)
-            self._fence(WEIGHTS)
+            self._fence(SCALARS)
         self._fence(0)  # loads of the next keys would take the registers of these
 
     # ---- a key that is not in the cache
@@ -362,10 +380,9 @@ class Rows:
     def join_waves(self) -> Callable[[Expr, Expr], Joined]:
         """Stores this wave's results into shared memory. Returns quad(r, column) of `softmax.join`."""
         tops, totals = (T.alloc_buffer((self.count, self.waves), "float32", scope="shared") for _ in range(2))
-        outs, stride = self.shared, self.stride
-        if self.pairs:
-            stride = self.value_d
-            outs = T.alloc_buffer((self.waves * self.count * stride,), "float32", scope=WAVE_SHARED)
+        stride = self.value_d if self.pairs else self.stride
+        size = self.waves * self.count * stride
+        outs = T.alloc_buffer((size,), "float32", scope=WAVE_SHARED) if self.pairs else self.shared
         first = T.Bind(self.wave * (self.count * stride))
         for r, total in enumerate(self.sums(self.total[r] for r in range(self.count))):
             with T.If(self.lane == 0), T.Then():

@@ -305,7 +305,7 @@ class MatrixRows:
             return self.out.each("b", t, [halves])
         own = [self._hidden(T.reinterpret("uint32", vector(halves[i : i + 2]))) for i in range(0, UNIT, 2)]
         other, low = [self._hidden(shuffle_xor(self.arch, word, SIDE)) for word in own], self.part == 0
-        runs = [[T.Select(low, *pair) for pair in zip(*of, strict=True)] for of in ((own, other), (other, own))]
+        runs = [[T.Select(low, a, b) for a, b in zip(*of, strict=True)] for of in ((own, other), (other, own))]
         return self.out.each("b", t, [T.Bind(T.reinterpret(f"float16x{UNIT}", vector(words))) for words in runs])
 
     # ---- a key that is not in the cache

@@ -16,6 +16,7 @@ from mlc_amd.schedules.gpu.base.matrix_unit import SIDE, known_unit
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import elements, put
+from mlc_amd.schedules.gpu.base.wave_matrices import Matrices
 from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -26,6 +27,9 @@ MOST_AHEAD = 8
 
 class SharedRows(MatrixRows):
     """ahead: whether the keys of the next block are loaded while this one is multiplied, if registers hold them."""
+
+    scores: Matrices
+    out: Matrices
 
     def __init__(
         self,

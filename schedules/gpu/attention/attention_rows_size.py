@@ -7,7 +7,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import RATES
 from mlc_amd.schedules.gpu.attention.cache_units import WORDS
 from mlc_amd.schedules.gpu.attention.softmax import OTHER_BYTES
-from mlc_amd.schedules.gpu.base.matrix_unit import SIDE, known_unit
+from mlc_amd.schedules.gpu.base.matrix_unit import SIDE, known_unit, knows_lanes
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.operators.attention import PAGE, Attention
@@ -21,7 +21,7 @@ SPLITS = 32  # maximum of splits whose weights are in shared memory
 
 
 def query_dtype(arch: Device) -> str:
-    """The type of queries and weights in shared memory, that in which they are multiplied."""
+    """The type of queries in shared memory, that in which they are multiplied."""
     return "float16" if arch.api == "rocm" else "float32"
 
 
@@ -31,8 +31,6 @@ def dot_waves_of(arch: Device, count: int, d: int, threads: int) -> int:
     waves = min(threads, arch.threads) // arch.wave
     # of a wave: what its rows have there, and a key
     fixed, wave = count * (d + SPLITS) * 4 + OTHER_BYTES, (count * max(d, STEP) + d) * 4
-    if arch.api == "rocm":
-        wave += count * STEP * 2  # weights have a place of their own
     while waves * wave + fixed > arch.lds:
         waves //= 2
         if not waves:
@@ -94,9 +92,9 @@ def _registers(arch: Device, width: int, holds: bool) -> int:
 def suits(arch: Device, attention: Attention) -> bool:
     """Whether the arch has such units and the layer is such as they take for single rows: of whole tiles of columns
     that fit the registers."""
-    unit = known_unit(arch)
-    if unit is None or attention.values:
+    if not knows_lanes(arch) or attention.values:
         return False
+    unit = known_unit(arch)
     if not unit.knows_sums:
         return attention.d % unit.columns == 0
     return attention.d % SIDE == 0 and _registers(arch, attention.d, False) < ROOM

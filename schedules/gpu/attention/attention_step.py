@@ -106,7 +106,7 @@ def quads(arch: Device, threads: int, tid: Expr, rows: int, d: int) -> Iterator[
         yield valid, T.Bind(place // d), T.Bind(place % d)
 
 
-class Place(NamedTuple):
+class ChunkRow(NamedTuple):
     """Of a row of a chunk: its token there and its row in the step, its head, and whether there is such a row."""
 
     token: Expr
@@ -124,11 +124,11 @@ class ChunkRows(NamedTuple):
     kv: Expr
     first: Expr
 
-    def place(self, r: Expr) -> Place:
+    def place(self, r: Expr) -> ChunkRow:
         group, row = self.step.layer.group, T.Bind(self.first + r)
         token = T.Bind(T.min(row // group, self.chunk.count - 1))
         head = T.Bind(self.kv * group + row % group)
-        return Place(token, T.Bind(self.chunk.row(token)), head, row // group < self.chunk.count)
+        return ChunkRow(token, T.Bind(self.chunk.row(token)), head, row // group < self.chunk.count)
 
     def store(self, arch: Device, quad: Callable[[Expr, Expr], Joined], count: int, threads: int, tid: Expr) -> None:
         """Stores what the waves of a workgroup have of `count` rows, joined by `quad` of `softmax.join`."""

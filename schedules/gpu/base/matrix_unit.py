@@ -106,6 +106,11 @@ UNITS = {
 NVIDIA = {"mma": MatrixUnit(32, 4, side=8)}
 
 
-def known_unit(arch: Device) -> MatrixUnit | None:
-    """The unit of an arch whose lanes are known; None for others."""
-    return (UNITS | NVIDIA).get(arch.lane_unit) if arch.lane_blocks else None
+def knows_lanes(arch: Device) -> bool:
+    """Whether an arch has a matrix unit whose lanes are known."""
+    return arch.lane_blocks > 0
+
+
+def known_unit(arch: Device) -> MatrixUnit:
+    """That unit."""
+    return (UNITS | NVIDIA)[arch.lane_unit]

@@ -107,7 +107,7 @@ def _source(state: Buffer, op: RmsNorm | LayerNorm, token: Expr) -> tuple[Expr, 
     return T.Bind(T.Select(token < state[0], token, last)), T.serial(T.cast(exists, "int32"))
 
 
-class Step(NamedTuple):
+class Columns(NamedTuple):
     """What a thread has of a row at once: the first column, whether it has any (None: it has), what it loads."""
 
     column: Expr
@@ -146,14 +146,14 @@ class _Norm:
         read for each sum, and to store it."""
         mean = None
 
-        def load(step: Expr) -> Step:
+        def load(step: Expr) -> Columns:
             column, live = self._column(step)
             offsets = [T.float32(0)] * WIDTH if self.B is None else load_columns(self.B, column)
-            return Step(column, live, load_columns(self.X, source, column), load_columns(self.G, column), offsets)
+            return Columns(column, live, load_columns(self.X, source, column), load_columns(self.G, column), offsets)
 
         loaded = [load(i) for i in range(self.steps)] if holds else []
 
-        def each_step() -> Iterator[Step]:
+        def each_step() -> Iterator[Columns]:
             for step in loaded or map(load, self._loop()):
                 yield step if mean is None else step._replace(values=[T.Bind(v - mean) for v in step.values])
 

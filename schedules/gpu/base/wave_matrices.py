@@ -127,6 +127,4 @@ class Matrices:
 
 def wave_matrices(arch: Device, rows: int, tokens: int, sums: int) -> Registers | Matrices:
     """Of a wave on an arch with a `known_unit`, for so many operands of rows and of tokens at once, and results."""
-    unit = known_unit(arch)
-    assert unit is not None
-    return (Matrices if arch.api == "vulkan" else Registers)(unit, rows, tokens, sums)
+    return (Matrices if arch.api == "vulkan" else Registers)(known_unit(arch), rows, tokens, sums)
