@@ -336,8 +336,8 @@ class MatrixRows:
             query, key = (T.Bind(x) for x in (self.query(t, place), keys[at(begin + place * UNIT, UNIT)]))
             score = total
             for w in range(WORDS):
-                words = (T.reinterpret("uint32", T.Shuffle([x], [2 * w, 2 * w + 1])) for x in (query, key))
-                score = dot2(self.arch, *words, score)
+                a, b = (T.reinterpret("uint32", T.Shuffle([x], [2 * w, 2 * w + 1])) for x in (query, key))
+                score = dot2(self.arch, a, b, score)
             total = score if valid is None else T.Bind(T.Select(valid, score, total))
             if not self.holds and self.arch.api == "rocm":
                 schedule_fence(0)  # LLVM would load all units first
