@@ -339,8 +339,6 @@ class MatrixRows:
                 a, b = (T.reinterpret("uint32", T.Shuffle([x], [2 * w, 2 * w + 1])) for x in (query, key))
                 score = dot2(self.arch, a, b, score)
             total = score if valid is None else T.Bind(T.Select(valid, score, total))
-            if not self.holds and self.arch.api == "rocm":
-                schedule_fence(0)  # LLVM would load all units first
         return total if self.unit.whole else self.across(total, operator.add)  # each lane has all of the row, or a part
 
     # ---- the end
