@@ -53,7 +53,6 @@ DECODE = {
     "decode_reads": Case(4, 1, 64, rope=Rope(True, 64, 1e-6, writes=False), states=NEAR),
     # on matrix units of all three
     "decode_units_80": Case(8, 1, 80, layout="pairs", rope=Rope(True, 80, 1e-6), states=((0, 1), (130, 1))),
-    "decode_wide": Case(8, 1, 256, rope=Rope(True, 256), states=((130, 1),)),
     "decode_units_q8": Case(
         16, 2, 128, rope=Rope(False, 128), states=NEAR + FAR, attributes={"kv": "q8_0", "window": 90, "sinks": True}
     ),
