@@ -28,7 +28,6 @@ LAYOUTS: dict[str, Callable[..., list[Tensor]]] = {
     "": lambda m, k: [((m, k), "float32")],
     "tiles": _tiles,  # int8 blocks of 32 columns, p tokens side by side: schedules/cpu/linear/quantize.py
     "rows": lambda m, k: [((m, k // 32, 32), "int8"), ((m, k // 32, 4), "float32")],  # schedules/gpu/base/quantize.py
-    "half": lambda m, k: [((m, k), "float16")],
     "pairs": lambda m, k: [((m, k), "float16")],  # blocks of 32 columns in another order: gpu/base/quantize.py
     # units of 8 tokens and g blocks: there, too
     "lanes": lambda m, k, g: [((math.ceil(m / 8), math.ceil(k / (32 * g)), 256 * g), "float16")],

@@ -40,9 +40,8 @@ def test_quantized_activations_come_back(layout):
 def test_float16_activations_come_back():
     x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float16)
     np.testing.assert_array_equal(activations.in_layout("pairs", x), in_pairs(x))
-    for layout in ("half", "pairs"):
-        np.testing.assert_array_equal(activations.read(layout, {"H": activations.in_layout(layout, x)}), x)
-    assert activations.in_layout("half", np.array([[1e9]])) == activations.HALF_MAX
+    np.testing.assert_array_equal(activations.read("pairs", {"H": activations.in_layout("pairs", x)}), x)
+    assert (activations.in_layout("pairs", np.full((1, 32), 1e9)) == activations.HALF_MAX).all()
 
 
 def test_every_operator_has_a_reference():

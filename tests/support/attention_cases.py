@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mlc_amd.schedules.gpu.attention.attention_step import scratch_shapes
+from mlc_amd.schedules.gpu.base.quantize import from_pairs
 from mlc_amd.schedules.operators.attention import (
     PAGE,
     SLOTS,
@@ -199,7 +200,7 @@ def check_output(out, layout, live, expected):
         assert d.max() < scale / 100
         assert (out["S"][live:] == LEFT).all()
     else:
-        got = out["H" if layout == "half" else "X"]
+        got = from_pairs(out["H"]) if layout == "pairs" else out["X"]
         assert np.abs(got[:live] - expected).max() <= scale * 2e-3
         assert (got[live:] == LEFT).all()
 

@@ -2,7 +2,6 @@
 and written in them.
 
     ""       float32 [m, k]
-    "half"   float16 [m, k]
     "pairs"  float16 [m, k] in another order of columns within a block: schedules/gpu/base/quantize.py
     "lanes:g"  float16 [tiles of 8 rows, groups of g blocks, 4 runs, 8 rows, g blocks, 8 columns], the last four in one
              dimension: there, too. Rows and columns that fill up a tile or a group are read, too
@@ -83,12 +82,10 @@ def write(layout: str, x: np.ndarray, arrays: dict[str, np.ndarray], suffix: str
 
 
 def in_layout(layout: str, x: np.ndarray) -> np.ndarray:
-    """x [m, k] as the one array of the layouts "", "half", "pairs" and "lanes"."""
+    """x [m, k] as the one array of the layouts "", "pairs" and "lanes"."""
     if layout == "":
         return x.astype(np.float32)
     x = np.clip(x, -HALF_MAX, HALF_MAX).astype(np.float16)
-    if layout == "half":
-        return x
     x = x.reshape(len(x), -1, BLOCK)[..., PAIRS].reshape(x.shape)
     if layout == "pairs":
         return x

@@ -13,21 +13,20 @@ Splits join in device memory (`attention_splits.Join`): the last one to finish j
 
 With RoPE the token's own key and value never come from the cache: the first wave's softmax starts with them, as float16
 whatever the type of the cache is. So do those of rows before it that are of the same sequence, which other workgroups
-write in the same launch: the wave rotates these keys itself. On matrices (`attention_rows_unit.py` of AMD's,
-`attention_rows_matrix.py` of cooperative ones) they come after the keys of the cache, the row's own one in the last
-wave, which has the fewest blocks.
+write in the same launch: the wave rotates these keys itself. On matrices (`attention_rows_matrix.py`) they come after
+the keys of the cache, the row's own one in the last wave, which has the fewest blocks.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.attention_rows import WaveRows
+from mlc_amd.schedules.gpu.attention.attention_rows import Rows
 from mlc_amd.schedules.gpu.attention.attention_rows_matrix import MatrixRows
-from mlc_amd.schedules.gpu.attention.attention_rows_unit import UnitRows
-from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import DotRows, query_dtype, rows_of
+from mlc_amd.schedules.gpu.attention.attention_rows_shared import SharedRows, rows_on_matrices
+from mlc_amd.schedules.gpu.attention.attention_rows_size import query_dtype
 from mlc_amd.schedules.gpu.attention.attention_splits import DecodePlan, Join, Splits, default_plan, split_of, splits_of
 from mlc_amd.schedules.gpu.attention.attention_step import Step
 from mlc_amd.schedules.gpu.attention.cache import (
@@ -41,17 +40,13 @@ from mlc_amd.schedules.gpu.attention.cache import (
     visible,
 )
 from mlc_amd.schedules.gpu.attention.kv_write import Elements, Heads
-from mlc_amd.schedules.gpu.attention.softmax import P_SHIFT, soft_cap
-from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, dot2, each, exp2, fma, launch, uniform, wave_meets, wave_min
-from mlc_amd.schedules.gpu.base.matrix_unit import UNITS
+from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, each, launch, uniform, wave_meets, wave_min
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.registers import at, lane_of, opaque, put
+from mlc_amd.schedules.gpu.base.registers import at
 from mlc_amd.schedules.gpu.base.step import kept, opaque_zero
 from mlc_amd.schedules.operators.attention import Attending, RopeAttention
 from mlc_amd.schedules.space import Kernel, Space
 from mlc_amd.schedules.tir import Buffer, Expr
-
-OnMatrices = MatrixRows | UnitRows
 
 # ---- what rows add to their softmax that is not in the cache yet: their own key and value, and those of rows before
 # them in the same step that are of the same sequence
@@ -105,96 +100,36 @@ def earlier_rows(arch: Device, places: Buffer, token: Expr, slot: Expr, lane: Ex
     return T.Bind(token - first)
 
 
-def _scores(rows: DotRows, queries: Buffer, key: Buffer, begin: Expr = 0) -> Iterator[Expr]:
-    """Yields the score of each row with a key in shared memory, from element `begin` on, in all lanes."""
-    arch, d = rows.arch, rows.d
-
-    def part(r: int) -> Expr:
-        """What this lane has of the row's score."""
-        score = T.float32(0)
-        for first in range(0, d // 2, arch.wave):
-            pair = T.Bind(T.min(first + rows.lane, T.int32(d // 2 - 1)))
-            product = _product(arch, queries[r, at(pair * 2, 2)], key[at(begin + pair * 2, 2)])
-            score = score + T.Select(first + rows.lane < d // 2, product, T.float32(0))
-        return T.Bind(score)
-
-    for score in rows.sums(part(r) for r in range(rows.count)):
-        yield soft_cap(rows.attention, score)
-
-
-def _values(rows: DotRows, heads: Heads, row: Expr, kv: Expr, scale: Expr) -> Iterator[Expr]:
-    """Yields this lane's elements of a row's value, rounded to float16. scale: of `Heads.value_scale`."""
-    for x in range(rows.columns):
-        yield T.cast(T.cast(heads.value(row, kv, rows.column(x), scale), "float16"), "float32")
-
-
-def start_with_own(rows: DotRows, heads: Heads, queries: Buffer, own_key: Buffer, place: Place) -> None:
-    """The rows' state after the token's own key, whose weight is 1."""
-    scale = heads.value_scale(place.token, place.kv)
-    for r, score in enumerate(_scores(rows, queries, own_key)):
-        put(rows.top, score, r)
-        put(rows.total, T.Select(rows.lane == 0, T.float32(2**P_SHIFT), T.float32(0)), r)
-    for x, value in enumerate(_values(rows, heads, place.token, place.kv, scale)):
-        value = T.Bind(value * T.float32(2**P_SHIFT))
-        for r in range(rows.count):
-            put(rows.out, value, r * rows.columns + x)
-
-
-def add_earlier(rows: DotRows, heads: Heads, queries: Buffer, place: Place, others: Expr, takers: Takers) -> None:
-    """Adds the keys of the `others` rows before it, which are of its sequence."""
-    wave, waves = takers
-    keys = T.alloc_buffer((waves * rows.d,), query_dtype(rows.arch), scope=WAVE_SHARED)
-    count = takers.count(others)
-    with T.serial(T.Bind(count if waves > 1 else T.Select(wave == 0, others, T.int32(0)))) as i:
-        back = T.Bind(1 + wave + i * waves)
-        row, position = T.Bind(place.token - back), T.Bind(T.max(place.position - back, T.int32(0)))
-        begin = T.Bind(wave * rows.d) if waves > 1 else 0
-        _add_row(rows, heads, queries, (keys, begin), place._replace(token=row, position=position))
-
-
-def _add_row(rows: DotRows, heads: Heads, queries: Buffer, buffer: tuple[Buffer, Expr], place: Place) -> None:
-    """Adds the key and the value of another row of the step to the rows' state. buffer: (shared memory, where the
-    wave's own part of it begins)."""
-    arch, (keys, begin), (kv, row, position, _) = rows.arch, buffer, place
-    store_rounded(heads.key(row, kv, position), keys, begin=begin)
-    wave_meets(arch)
-    weights = []
-    for r, score in enumerate(_scores(rows, queries, keys, begin)):
-        weight = opaque(exp2(score - rows.rescale(r, score) + T.float32(P_SHIFT)))
-        put(rows.total, rows.total[r] + T.Select(rows.lane == 0, weight, T.float32(0)), r)
-        weights.append(weight)
-    scale = heads.value_scale(row, kv)
-    for x, value in enumerate(_values(rows, heads, row, kv, scale)):
-        value = T.Bind(value)
-        for r, weight in enumerate(weights):
-            put(rows.out, fma(value, weight, rows.out[r * rows.columns + x]), r * rows.columns + x)
-    wave_meets(arch)
-
-
-def write_own(cache: Cache, heads: Heads, place: Place, own_key: Buffer) -> None:
-    """Writes the row's own key and value to the cache. own_key: the rotated key in shared memory."""
+def write_own(
+    cache: Cache, heads: Heads, place: Place, pairs: Iterable[Elements], key: Callable[[Expr], Expr], scale: Expr
+) -> None:
+    """Writes the row's own key and value to the cache. pairs: the lane's elements of the rotated key, of which key(e)
+    is element e, for any lane; scale: of `Heads.value_scale`."""
     kv, token, position, slot = place
     if heads.layer.quantized:
-        cache.store_codes(heads.arch, kv, slot, position, lambda e: T.cast(own_key[e], "float32"), heads.lane)
+        cache.store_codes(heads.arch, kv, slot, position, lambda e: T.cast(key(e), "float32"), heads.lane)
     else:
-        cache.store_key(kv, slot, position, heads.key(token, kv, position))
-    heads.store_value(cache, token, kv, slot, position, heads.value_scale(token, kv))
+        cache.store_key(kv, slot, position, pairs)
+    heads.store_value(cache, token, kv, slot, position, scale)
+
+
+def value_of(heads: Heads, row: Expr, kv: Expr, scale: Expr) -> Callable[[Expr], Expr]:
+    """value(column) of a row, rounded to float16."""
+    return lambda column: T.cast(heads.value(row, kv, column, scale), "float16")
 
 
 def add_rows(
-    rows: OnMatrices, heads: Heads, keys: Buffer, place: Place, count: Expr, takers: Takers, target: tuple[Cache, Expr]
-) -> None:
-    """Adds the keys and values of a row and of count - 1 rows before it to the state of rows on matrices, if `count` is
-    not 0, and writes those of the row itself to the cache. The waves of the workgroup share them out; in a step of one
-    row count is 1 at most.
-
-    keys: shared memory, float16 [waves * d]; takers: the first takes the row itself; target: (cache, whether the row is
-    written)
-    """
-    arch, d, lane, (kv, token, position, slot), (cache, writes) = rows.arch, rows.d, rows.lane, place, target
+    rows: Rows | MatrixRows, heads: Heads, place: Place, count: Expr, takers: Takers, dtype: str,
+    written: tuple[Cache, Expr] | None = None,
+) -> None:  # fmt: skip
+    """Adds the keys and values of `count` rows before a row, which are of its sequence, to the rows' state. The waves
+    of the workgroup share them out. written: (cache, whether the row is written), where the first of them is the row
+    itself; in a step of one row count is 1 at most then."""
+    arch, d, (kv, token, position, _) = rows.arch, heads.d, place
+    keys = T.alloc_buffer((takers.waves * d,), dtype, scope=WAVE_SHARED)
     begin = T.Bind(takers.wave * d)
     with kept(T.Bind(takers.count(count))) as i:
-        back = T.Bind(takers.wave + i * takers.waves)
+        back = T.Bind(takers.wave + i * takers.waves + (0 if written else 1))
         row, there = token, position
         if not isinstance(token, int):
             row, there = (T.Bind(T.max(x - back, T.int32(0))) for x in (token, position))
@@ -202,26 +137,12 @@ def add_rows(
         store_rounded(pairs, keys, begin=begin)
         scale = heads.value_scale(row, kv)
         wave_meets(arch)
-
-        def element(e: Expr) -> Expr:
-            return T.cast(keys[begin + e], "float32")
-
-        rows.add_key(keys, begin, lambda column: T.cast(heads.value(row, kv, column, scale), "float16"))
-        with T.If((back == 0) & writes), T.Then():
-            if rows.attention.quantized:
-                cache.store_codes(arch, kv, slot, position, element, lane)
-            else:
-                cache.store_key(kv, slot, position, pairs)
-            heads.store_value(cache, row, kv, slot, position, scale)
+        rows.add_key(keys, begin, value_of(heads, row, kv, scale))
+        if written:
+            cache, writes = written
+            with T.If((back == 0) & writes), T.Then():
+                write_own(cache, heads, place._replace(token=row), pairs, lambda e: keys[begin + e], scale)
         wave_meets(arch)
-
-
-def _product(arch: Device, x: Expr, y: Expr) -> Expr:
-    """x . y of two pairs of float16 or of float32."""
-    if str(x.ty) == "float16x2":
-        return dot2(arch, T.reinterpret("uint32", x), T.reinterpret("uint32", y), T.float32(0))
-    x, y = ([lane_of(pair, i) for i in range(2)] for pair in (T.Bind(x), T.Bind(y)))
-    return fma(x[1], y[1], x[0] * y[0])
 
 
 # ---- the launch
@@ -262,15 +183,13 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
             dtype = "float16" if splits.matrix else query_dtype(arch)
             queries = T.alloc_buffer((group, d), dtype, scope="shared")
             if not splits.matrix:
-                rows = rows_of(arch, attention, group, lane, wave, splits.waves, splits.loads)
-            elif arch.matrix in UNITS:
-                rows = UnitRows(arch, attention, group, lane, size)
+                rows = Rows(arch, attention, queries, lane, wave, splits.waves, splits.loads)
             else:
-                rows = MatrixRows(arch, attention, group, lane, wave, splits.waves, size, ahead=m == 1)
+                rows = rows_on_matrices(arch, attention, group, lane, wave, splits.waves, size, ahead=m == 1)
             rows.start()
             stream, streams, mine = splits.share(steps - first_step, split, wave, active, m > 1)
             # on Vulkan, keys are loaded before the queries arrive, and those of a block with the values before it
-            prefetches = not isinstance(rows, WaveRows | UnitRows) and rows.prefetches
+            prefetches = rows.prefetches
             last = T.Bind(T.max(steps - 1, T.int32(0)))
 
             def first_key(i: Expr) -> Expr:
@@ -278,7 +197,7 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
                 return T.Bind(T.min(stream + i * streams + first_step, last) * size)
 
             pages = Pages(cache, place.slot, [first_key(i) for i in range(1 + prefetches)])
-            if prefetches and not isinstance(rows, WaveRows | UnitRows):
+            if prefetches and isinstance(rows, SharedRows | Rows):
                 rows.load_keys(cache.block(kv, first_key(0), pages.take()[0], size))
             heads = own_key = None
             if isinstance(op, RopeAttention):
@@ -288,20 +207,22 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
                 _rotate(heads, splits, (queries, own_key), place, part, wave)
             else:
                 _load_queries(step.Q, splits, queries, token, part, wave * arch.wave + lane)
-            if isinstance(rows, OnMatrices):
-                rows.load_queries(lambda row, c: queries[row, at(c * UNIT, UNIT)])
+            if isinstance(rows, MatrixRows):
+                side = rows.unit.side
+                own_rows = [T.Bind(T.min(rows.row + t * side, T.int32(group - 1))) for t in range(rows.tiles)]
+                rows.load_queries(lambda t, c: queries[own_rows[t], at(c * UNIT, UNIT)])
             others = 0  # rows before it in the step that it sees
             if own_apart and m > 1:
                 others = earlier if seen.first is None else T.min(earlier, position - seen.first)
-            first = None
-            if own_key is not None and heads and not isinstance(rows, OnMatrices):
-                first = T.Bind((wave == 0) & (split == 0))
+            first = T.Bind((wave == 0) & (split == 0)) if own_key is not None else None
+            if heads and own_key is not None:
                 with T.If(first), T.Then():
-                    start_with_own(rows, heads, queries, own_key, place)
+                    rows.add_key(own_key, 0, value_of(heads, token, kv, heads.value_scale(token, kv)))
                 if m > 1:
-                    others = T.Bind(T.Select(split == 0, others, T.int32(0)))
-                    takers = Takers(wave, splits.waves if m <= SHARED_ROWS else 1)
-                    add_earlier(rows, heads, queries, place, others, takers)
+                    alone = m > SHARED_ROWS
+                    others = T.Bind(T.Select(first if alone else split == 0, others, T.int32(0)))
+                    takers = Takers(T.int32(0), 1) if alone else Takers(wave, splits.waves)
+                    add_rows(rows, heads, place, others, takers, dtype)
             # On matrices a block is much code: NVIDIA's driver would unroll the loop eight times.
             with (kept if splits.matrix else T.serial)(mine) as i:
                 number = T.Bind(stream + i * streams + first_step)
@@ -310,23 +231,21 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
                 following = cache.block(kv, first_key(i + 1), ahead[0], size) if prefetches else None
                 block = cache.block(kv, T.Bind(number * size), page, size)
                 zero = opaque_zero(state, i)
-                if isinstance(rows, UnitRows):
-                    rows.step(block, lambda t, key: seen.sees(key), seen.covers(block.key0, size), zero)
-                else:
-                    rows.step(block, queries, lambda r, key: seen.sees(key), zero, following)
-            if own_apart and heads and isinstance(rows, OnMatrices):
+                whole = seen.covers(block.key0, size) if splits.matrix else None
+                rows.step(block, lambda r, key: seen.sees(key), whole, zero, following)
+            if own_apart and heads and splits.matrix:
                 # After the loop, in which the other waves are still busy: before it, all would wait for the one that
                 # has the own key and as many blocks as any.
-                keys = T.alloc_buffer((splits.waves * d,), dtype, scope=WAVE_SHARED)
                 count = T.Bind(T.Select(split == 0, others + 1, T.int32(0)))
                 takers = Takers(splits.waves - 1 - wave, splits.waves)  # blocks go to the first waves first
                 writes = (part % parts == 0) & is_at(places, token, position)
-                add_rows(rows, heads, keys, place, count, takers, (cache, writes))
+                add_rows(rows, heads, place, count, takers, dtype, (cache, writes))
             elif own_key is not None and heads:
                 writes = first if parts == 1 else first & (part % parts == 0)
                 with T.If(writes & is_at(places, token, position)), T.Then():
-                    write_own(cache, heads, place, own_key)
-            quad = rows.join_waves(wave, splits.waves)
+                    pairs, scale = heads.key(token, kv, position), heads.value_scale(token, kv)
+                    write_own(cache, heads, place, pairs, lambda e: own_key[e], scale)
+            quad = rows.join_waves()
             join = Join(arch, step, splits, token, part, wave, lane)
             if arch.api == "vulkan":
                 with T.serial(T.cast(active == 1, "int32")):

@@ -1,4 +1,4 @@
-"""Causal attention of a chunk of tokens on AMD's matrix units (`attention_rows_unit.py`), with online softmax.
+"""Causal attention of a chunk of tokens on AMD's matrix units (`attention_rows_matrix.py`), with online softmax.
 
 In: the rotated queries and the cache, which already contains the chunk's own keys and values. Out: the heads' outputs
 in an activation layout of `quantize.py`, of the live rows.
@@ -9,24 +9,22 @@ blocks of keys; what they have of each row joins through LDS in the end.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.attention_rows_unit import UnitRows, waves_of
-from mlc_amd.schedules.gpu.attention.attention_step import Step
-from mlc_amd.schedules.gpu.attention.cache import UNIT, Chunk, Pages, Visible, visible
+from mlc_amd.schedules.gpu.attention.attention_rows_matrix import MatrixRows
+from mlc_amd.schedules.gpu.attention.attention_rows_size import waves_of
+from mlc_amd.schedules.gpu.attention.attention_step import ChunkRow, ChunkRows, Step
+from mlc_amd.schedules.gpu.attention.cache import UNIT, Visible, each_block, visible
 from mlc_amd.schedules.gpu.attention.softmax import group_of, with_sink
 from mlc_amd.schedules.gpu.base.device import launch, rcp, uniform
 from mlc_amd.schedules.gpu.base.matrix_unit import SIDE
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, opaque
-from mlc_amd.schedules.gpu.base.step import once, opaque_zero, when
+from mlc_amd.schedules.gpu.base.step import once, opaque_zero
 from mlc_amd.schedules.gpu.base.threads import checked_threads
 from mlc_amd.schedules.operators.attention import Attention, CausalAttention
 from mlc_amd.schedules.space import Kernel, Space
-from mlc_amd.schedules.tir import Expr
 
 
 @dataclass(frozen=True)
@@ -63,22 +61,6 @@ def _fits(arch: Device, layer: Attention, plan: Plan) -> bool:
         return False
 
 
-class Place(NamedTuple):
-    """Of a row: its token in the chunk and its row in the step, its head, and whether there is such a row."""
-
-    token: Expr
-    step_row: Expr
-    head: Expr
-    valid: Expr
-
-
-def place_of(layer: Attention, chunk: Chunk, kv: Expr, row: Expr) -> Place:
-    """Rows beyond the chunk compute the same as its last token and are not stored."""
-    group = layer.group
-    token = T.Bind(T.min(row // group, chunk.count - 1))
-    return Place(token, T.Bind(chunk.row(token)), T.Bind(kv * group + row % group), row // group < chunk.count)
-
-
 def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
     """The launch for the chunk of a step. Nothing is stored for rows that are not live. UserError for shapes that
     `group_of` refuses, or for the layout "rows"."""
@@ -93,11 +75,11 @@ def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
         first_row = T.Bind((workgroup if plan.shared else workgroup * waves + number) * count)
         first_token = T.Bind(first_row // group)
         with once(first_token < chunk.count):
-            rows = UnitRows(arch, layer, count, lane, size)
+            rows = MatrixRows(arch, layer, count, lane, number, waves, size)
             rows.start()
-            places = [place_of(layer, chunk, kv, T.Bind(first_row + t * SIDE + rows.row)) for t in range(plan.tiles)]
-            for t, place in enumerate(places):
-                rows.load_queries(lambda _, c, p=place: step.Q[p.step_row, p.head, at(c * UNIT, UNIT)], t)
+            chunk_rows = ChunkRows(step, chunk, kv, first_row)
+            places = [chunk_rows.place(t * SIDE + rows.row) for t in range(plan.tiles)]
+            rows.load_queries(lambda t, c: step.Q[places[t].step_row, places[t].head, at(c * UNIT, UNIT)])
             seen = [visible(layer, chunk.position(place.token)) for place in places]
             last_token = T.min((first_row + count - 1) // group, chunk.count - 1)
             first, last = (visible(layer, chunk.position(token)) for token in (first_token, last_token))
@@ -105,49 +87,25 @@ def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
             begin, end, distance = T.Bind(first.first_block(size)), last.end_block(size), 1
             if plan.shared:
                 begin, distance = T.Bind(begin + number), waves
-
-            def first_key(block: Expr) -> Expr:
-                """Of the block with that number; of the last one for those after it."""
-                return T.Bind(T.min(block, end - 1) * size)
-
-            pages = Pages(cache, chunk.slot, [first_key(begin)])
-            with T.serial(T.max((end - begin + (distance - 1)) // distance, T.int32(0))) as i:
-                block = T.Bind(begin + i * distance)
-                (page,) = pages.take(first_key(block + distance))
-                keys = cache.block(kv, T.Bind(block * size), page, size)
-                rows.step(
-                    keys, lambda t, key: seen[t].sees(key), all_see.covers(keys.key0, size), opaque_zero(step.state, i)
-                )
+            for i, block in each_block(cache, kv, chunk.slot, begin, end, distance, size):
+                whole = all_see.covers(block.key0, size)
+                rows.step(block, lambda t, key: seen[t].sees(key), whole, opaque_zero(step.state, i))
             if plan.shared:
-                _store_joined(step, arch, rows, number, waves, lambda r: place_of(layer, chunk, kv, first_row + r))
+                tid = T.Bind(number * arch.wave + lane)
+                chunk_rows.store(arch, rows.join_waves(), count, plan.threads, tid)
             else:
                 _store(step, arch, rows, places)
 
 
-def _store(step: Step, arch: Device, rows: UnitRows, places: list[Place]) -> None:
+def _store(step: Step, arch: Device, rows: MatrixRows, places: list[ChunkRow]) -> None:
     """Stores what the lanes of a wave have."""
     for t, place in enumerate(places):
         total = with_sink(step.sinks, place.head, rows.row_total(t), rows.top[t], shift=0)
         inverse = opaque(rcp(total))
         with T.If(place.valid), T.Then():
-            for first, column, live in rows.own_columns(t):
-                y = [opaque(rows.out[first + e] * inverse) for e in range(WIDTH)]
+            for sums, column, live in rows.own_columns(t):
+                y = [opaque(x * inverse) for x in sums]
                 step.store(arch, y, place.step_row, T.Bind(place.head * rows.d + column), live)
-
-
-def _store_joined(step: Step, arch: Device, rows: UnitRows, wave: Expr, waves: int, place_of_row) -> None:
-    """Joins what the waves of a workgroup have of the same rows, and stores it."""
-    quad, quads = rows.join_waves(wave, waves), rows.d // WIDTH
-    threads, count = waves * arch.wave, rows.count * quads
-    for first in range(0, count, threads):
-        number = T.Bind(first + wave * arch.wave + rows.lane)
-        with when(None if first + threads <= count else number < count):
-            r, column = T.Bind(number // quads), T.Bind(number % quads * WIDTH)
-            top, total, values = quad(r, column)
-            place = place_of_row(r)
-            inverse = opaque(rcp(with_sink(step.sinks, place.head, total, top)))
-            y = [opaque(x * inverse) for x in values]
-            step.store(arch, y, place.step_row, T.Bind(place.head * rows.d + column), place.valid)
 
 
 CHOICES = {"threads": (32, 64, 128, 256), "keys": (32, 64), "tiles": (1, 2), "shared": (0, 1)}

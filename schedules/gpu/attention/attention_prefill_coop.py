@@ -85,13 +85,12 @@ class Wave:
             for c in range(self.held):
                 self._load_query(self.queries, i * self.held + c, i, c)
         self.ones.fill(0, 1)
-        self.halves.fill(0, 0)
-        self.now.fill(0, 0)
+        self.halves.clear()
+        self.now.clear()
         for i in range(self.tile.fragments):
             self.top.fill(i, LOWEST / 2)  # above the scores of keys that are not seen: their weights are 0
-            self.total.fill(i, 0)
-            for x in range(self.columns):
-                self.out.fill(i * self.columns + x, 0)
+        self.total.clear()
+        self.out.clear()
 
     def _load_query(self, fragments: Fragments, place: Expr, i: Expr, c: Expr) -> None:
         """fragments[place] = columns c * k.. of the queries of fragment i."""
@@ -101,8 +100,7 @@ class Wave:
     def score(self) -> None:
         """scores = queries @ keys, of the block in shared memory."""
         keys = self.keys
-        for i in range(self.tile.fragments * self.score_columns):
-            self.scores.fill(i, 0)
+        self.scores.clear()
         first = T.Bind(self.part * (self.tile.own_keys * keys.row_units))
         for c in range(self.query_steps):
             for i in range(self.tile.fragments if c >= self.held else 0):

@@ -11,22 +11,19 @@ loaded serves the whole tile. Its waves take blocks of 64 keys round robin, each
 
 from dataclasses import dataclass
 
-from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention.attention_rows import STEP
-from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import query_dtype, rows_of, waves_of
-from mlc_amd.schedules.gpu.attention.attention_step import Step
-from mlc_amd.schedules.gpu.attention.cache import UNIT, Pages, visible
-from mlc_amd.schedules.gpu.attention.softmax import group_of, with_sink
-from mlc_amd.schedules.gpu.base.device import each, launch, rcp, uniform
+from mlc_amd.schedules.gpu.attention.attention_rows import Rows
+from mlc_amd.schedules.gpu.attention.attention_rows_size import STEP, dot_waves_of, query_dtype
+from mlc_amd.schedules.gpu.attention.attention_step import ChunkRows, Step
+from mlc_amd.schedules.gpu.attention.cache import UNIT, each_block, visible
+from mlc_amd.schedules.gpu.attention.softmax import group_of
+from mlc_amd.schedules.gpu.base.device import launch, uniform
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import WIDTH
-from mlc_amd.schedules.gpu.base.registers import at, opaque, put
+from mlc_amd.schedules.gpu.base.registers import at, put
 from mlc_amd.schedules.gpu.base.step import opaque_zero
 from mlc_amd.schedules.operators.attention import Attention, CausalAttention
 from mlc_amd.schedules.space import Kernel, Space
-from mlc_amd.schedules.tir import Expr
 
 
 @dataclass(frozen=True)
@@ -50,10 +47,10 @@ def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
     """The launch for the chunk of a step. Nothing is stored for rows that are not live. UserError for shapes that
     `group_of` refuses."""
     attention, m = step.layer, step.op.m
-    kv_heads, d, out_d = attention.kv_heads, attention.d, attention.value_d
+    kv_heads, d = attention.kv_heads, attention.d
     group = attention.group if attention.values else group_of(attention)
     plan, cache = plan or default_plan(attention), step.cache.by_shifts()
-    count, waves = plan.rows, waves_of(arch, plan.rows, d, plan.threads)
+    count, waves = plan.rows, dot_waves_of(arch, plan.rows, d, plan.threads)
     tiles = -(-m * group // count)
     threads = waves * arch.wave
     with launch((kv_heads, tiles), (arch.wave, waves)) as (kv, tile, lane, thread_wave):
@@ -61,11 +58,7 @@ def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
         tid = T.Bind(wave * arch.wave + lane)
         chunk = step.chunk()
         first_row = T.Bind((tiles - 1 - tile) * count)  # the longest first
-
-        def token(r: Expr) -> Expr:
-            """The token of row r; rows beyond the chunk compute the same as its last one and are not stored."""
-            return T.min((first_row + r) // group, chunk.count - 1)
-
+        chunk_rows = ChunkRows(step, chunk, kv, first_row)
         # a loop of 0 or 1 iterations: TVM refuses barriers in an `if`
         with T.serial(T.cast(first_row // group < chunk.count, "int32")):
             queries = T.alloc_buffer((count, d), query_dtype(arch), scope="shared")
@@ -73,33 +66,17 @@ def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
             for first in range(0, units, threads):
                 place = T.Bind(T.min(first + tid, T.int32(units - 1)))  # surplus threads repeat the last one
                 r, unit = T.Bind(place // (d // UNIT)), T.Bind(place % (d // UNIT))
-                columns = at(unit * UNIT, UNIT)
-                loaded = step.Q[chunk.row(token(r)), kv * group + (first_row + r) % group, columns]
+                columns, source = at(unit * UNIT, UNIT), chunk_rows.place(r)
+                loaded = step.Q[source.step_row, source.head, columns]
                 same = str(queries.dtype) == "float16"
                 put(queries, loaded if same else T.cast(loaded, f"{queries.dtype}x{UNIT}"), r, columns)
-            rows = rows_of(arch, attention, count, lane, wave, waves)
+            rows = Rows(arch, attention, queries, lane, wave, waves)
             rows.start()
-            seen = [visible(attention, chunk.position(token(r))) for r in range(count)]
+            seen = [visible(attention, chunk.position(chunk_rows.place(r).token)) for r in range(count)]
             end, begin = seen[-1].end_block(STEP), T.Bind(seen[0].first_block(STEP) + wave)
-            pages = Pages(cache, chunk.slot, [T.Bind(T.min(begin, end - 1) * STEP)])
-            with T.serial(T.max((end - begin + waves - 1) // waves, T.int32(0))) as i:
-                number = T.Bind(begin + i * waves)
-                (page,) = pages.take(T.Bind(T.min(number + waves, end - 1) * STEP))
-                block = cache.block(kv, T.Bind(number * STEP), page, STEP)
-                rows.step(block, queries, lambda r, key: seen[r].sees(key), opaque_zero(step.state, i))
-            quad = rows.join_waves(wave, waves)
-            for i in each(arch, -(-count * out_d // WIDTH // threads)):
-                first = i * threads
-                place = T.Bind(T.min(first + tid, T.int32(count * out_d // WIDTH - 1)) * WIDTH)
-                r, column = T.Bind(place // out_d), T.Bind(place % out_d)
-                top, total, values = quad(r, column)
-                row = T.Bind(first_row + r)
-                head = kv * group + row % group
-                inverse = opaque(rcp(with_sink(step.sinks, head, total, top)))
-                valid = tirx.all(row // group < chunk.count, first + tid < count * out_d // WIDTH)
-                values = [opaque(v * inverse) for v in values]
-                there = T.Bind(chunk.row(token(r)))
-                step.store(arch, values, there, T.Bind(head * out_d + column), valid)
+            for i, block in each_block(cache, kv, chunk.slot, begin, end, waves, STEP):
+                rows.step(block, lambda r, key: seen[r].sees(key), None, opaque_zero(step.state, i))
+            chunk_rows.store(arch, rows.join_waves(), count, threads, tid)
 
 
 CHOICES = {"threads": (32, 64, 128, 256), "rows": (4, 8, 16)}
@@ -109,7 +86,7 @@ def space(op: CausalAttention, arch: Device) -> Space:
     layer = op.layer
 
     def kernel(plan: Plan) -> Kernel:
-        waves = waves_of(arch, plan.rows, layer.d, plan.threads)
+        waves = dot_waves_of(arch, plan.rows, layer.d, plan.threads)
         if not waves:
             raise ValueError(f"{plan} is less than a wave of {arch.name}")
         groups = layer.kv_heads * -(-op.m * layer.group // plan.rows)

@@ -1,65 +1,103 @@
-"""Attention kernels without matrix instructions: rows of queries whose softmax a wave keeps in registers.
+"""Rows of queries whose softmax a wave keeps in registers, with products per lane. Where enough rows share keys, matrix
+units take over (`attention_rows_matrix.py`).
 
-`WaveRows` is for AMD's own API; `attention_rows_vulkan.py` has the counterpart for Vulkan, `Rows` what both share.
-Where enough rows share keys, matrix units take over (`attention_rows_unit.py`).
-
-A wave processes its keys in blocks of up to 64. While it scores them a lane has a key (two keys in a wave of 32), so a
-dot product stays within a lane; for the outputs a lane has a column and the weights come from other lanes. Per row a
-wave keeps
+A wave processes its keys in blocks of up to 64. While it scores them a lane has a key (several in a small wave), so a
+dot product stays within a lane; for the outputs a lane has a column (or several), and weights come from other lanes:
+through shared memory, of which each wave has its own part. Per row a wave keeps
     top     the maximum score so far, the same in all lanes
     total   the sum of weights, still spread over the lanes
     out     the weighted sum of values, float32, column x*wave + lane at x; in latent attention, where a unit has
             columns of a value, unit (x//8)*wave + lane
 `join_waves` adds up the results of a workgroup's waves.
+
+On AMD's own API queries and weights are float16, products are of pairs, and weights reach the lanes as scalars. On
+Vulkan both are float32, products multiply-adds of values that are converted once for all rows, and loops over rows stay
+loops for most drivers (`device.each`).
 """
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.gpu.attention.attention_rows_size import KeyLoads, key_loads
 from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
 from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
 from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, Joined, Sees, join, soft_cap
 from mlc_amd.schedules.gpu.base.device import (
+    WAVE_SHARED,
+    barrier,
     dot2,
     each,
     exp2,
+    fma,
     maximum,
     read_lane,
     schedule_fence,
     shuffle_xor,
+    wave_barrier,
     wave_max,
+    wave_meets,
     wave_sum,
 )
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
-from mlc_amd.schedules.gpu.base.registers import at, local, opaque, put
+from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, opaque, put
 from mlc_amd.schedules.gpu.base.step import when
-from mlc_amd.schedules.operators.attention import PAGE, Attention
+from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
-STEP = PAGE  # keys of a block, at most: the maximum is renewed once per block
-LATENT_UNITS = 4  # of keys, loaded at once in latent attention, whose outputs take most registers
 # Masks of llvm.amdgcn.sched.barrier: what LLVM's scheduler may move across. Without them it starts loads one by one,
 # just before their use, to save registers; and all scalar weights at once, which are more than there are registers.
 LOADS, SCALARS = 0x8F, 0x94  # all but loads from device memory; loads, LDS and scalar instructions
 
 
+def _part(count: int, most: int) -> int:
+    """The largest divisor of `count` that is not above `most`, or 1."""
+    return next(n for n in range(max(most, 1), 0, -1) if count % n == 0)
+
+
 class Rows:
-    """The state of `count` rows of an `Attention` layer in a wave. `lane` is threadIdx.x, the lane's number in it.
-    Subclasses have `batch`, the units of values that are loaded at once, and registers for them, `value`."""
+    """The state of rows of an `Attention` layer in a wave, number `wave` of `waves` in its workgroup. queries: [rows,
+    d] in shared memory, of `query_dtype`; `lane` is threadIdx.x, the lane's number in the wave. loads: None for those
+    of the rule."""
 
-    batch: int
-    value: Units
-
-    def __init__(self, arch: Device, attention: Attention, count: int, lane: Expr, step: int):
-        self.arch, self.attention, self.count, self.d, self.lane = arch, attention, count, attention.d, lane
+    def __init__(
+        self,
+        arch: Device,
+        attention: Attention,
+        queries: Buffer,
+        lane: Expr,
+        wave: Expr,
+        waves: int,
+        loads: KeyLoads | None = None,
+    ):
+        self.arch, self.attention, self.queries, self.lane = arch, attention, queries, lane
+        self.wave, self.waves, self.count, self.d = wave, waves, int(queries.shape[0]), attention.d
+        self.loads = loads = loads or key_loads(arch, attention, self.count)
+        self.pairs, count = str(queries.dtype) == "float16", self.count
         self.value_d, self.latent = attention.value_d, attention.values > 0
         self.units = -(-attention.values // UNIT // arch.wave)  # of a lane, of a value in latent attention
-        self.keys = step // arch.wave  # of a lane, as are its columns
+        self.keys = loads.step // arch.wave  # of a lane, as are its columns
         self.columns = self.units * UNIT if self.latent else -(-attention.d // arch.wave)
         self.top, self.total, self.out = local(count), local(count), local(count * self.columns)
+        # units of keys and of values that are loaded at once
+        self.key_batch = _part(self.d // UNIT, loads.loads // self.keys)
+        self.batch = _part(loads.step // UNIT, loads.loads // self.columns)
+        self.scores = local(count * self.keys)
+        self.key = Units(attention, self.keys * self.key_batch, "key")
+        self.value = Units(attention, self.columns * self.batch, "value")
+        if self.pairs:  # of each row, by keys of a lane, of which even lanes have the next lane's weight, too
+            self.weights = [[T.int32(0)] * self.keys for _ in range(count)]
+            return
+        self.stride = max(self.value_d, loads.step)  # of a row in shared memory: weights of keys, in the end outputs
+        self.shared = T.alloc_buffer((waves * count * self.stride,), "float32", scope=WAVE_SHARED)
+        self.place = T.Bind(wave * (count * self.stride))
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether `load_keys` may be called before `step`: a block's keys are one batch of loads, which stay in
+        registers for long."""
+        return self.loads.ahead and self.key_batch == self.d // UNIT
 
     def column(self, x: Expr) -> Expr:
         """The column of this lane's element x (its own or, beyond the end, the last one)."""
@@ -92,16 +130,98 @@ class Rows:
             for x in range(self.columns):
                 put(self.out, T.float32(0), r * self.columns + x)
 
+    def _each_batch(self, count: int) -> Iterator[Expr]:
+        """Numbers of batches of loads: scalar weights have constant places."""
+        if self.pairs:
+            yield from range(count)
+            return
+        with T.serial(count) as b:
+            yield b
+
+    def _fence(self, mask: int) -> None:
+        """`schedule_fence` for LLVM."""
+        if self.arch.api == "rocm":
+            schedule_fence(mask)
+
     def _lane_keys(self, first: Expr) -> list[Expr]:
         """The keys that this lane scores, of the block whose first key is `first`; or their places, if that is the
         first one's."""
         return [T.Bind(first + (j * self.arch.wave + self.lane)) for j in range(self.keys)]
 
-    def _cap_scores(self, scores: Sequence[Expr]) -> None:
-        """Applies the layer's softcap, if it has one, to the registers `scores`."""
+    # ---- products
+
+    def _operands(self, units: Units, first: Expr, count: int) -> list[list[Expr]]:
+        """Loaded units first .., each as four words of two float16 or as eight float32."""
+        if not self.pairs:
+            return units.reals(first, count)
+        found = [units.pairs(first + i) for i in range(count)]
+        return [[words[place + w] for w in range(WORDS)] for words, place in found]
+
+    def _factors(self, buffer: Buffer, *index: Expr) -> list[Expr]:
+        """What a unit is multiplied with, from an index of queries or weights on, likewise."""
+        *row, first = index
+        if not self.pairs:
+            return [T.Bind(buffer[(*row, first + e)]) for e in range(UNIT)]
+        words = local(WORDS, "uint32")
+        put(words, T.reinterpret(f"uint32x{WORDS}", buffer[(*row, at(first, UNIT))]), at(0, WORDS))
+        return [words[w] for w in range(WORDS)]
+
+    def _multiply(self, sums: Buffer, first: Expr, units: Sequence[Sequence[Expr]], factors: Sequence[Expr]) -> None:
+        """sums[first + i] += the dot product of units[i] and `factors`."""
+        for i, unit in enumerate(units):
+            total = sums[first + i]
+            for x, factor in zip(unit, factors, strict=True):
+                total = dot2(self.arch, x, factor, total) if self.pairs else fma(x, factor, total)
+            put(sums, total, first + i)
+
+    # ---- blocks of keys
+
+    def load_keys(self, block: KeyBlock, first: Expr = 0) -> None:
+        """Loads a batch of the block's keys, units first .."""
+        places = self._lane_keys(block.place0)
+        for c in range(self.key_batch):
+            for j, place in enumerate(places):
+                self.key.load_key(c * self.keys + j, block, place, first + c)
+
+    def step(self, block: KeyBlock, sees: Sees, whole: Expr, zero: Expr, following: KeyBlock | None = None) -> None:
+        """Processes a `KeyBlock`. whole: unused; zero: of `step.opaque_zero`, otherwise LLVM moves the loads of all
+        queries out of the loop, into registers that do not exist; following: the block of the next step, if this one's
+        keys are loaded already."""
+        keys = self._lane_keys(block.key0)
+        self._score(block, zero if self.arch.api == "rocm" else 0, following is not None)
         if self.attention.softcap:
             for i in each(self.arch, self.count * self.keys):
-                put(scores, soft_cap(self.attention, scores[i]), i)
+                put(self.scores, soft_cap(self.attention, self.scores[i]), i)
+        batches = self.loads.step // UNIT // self.batch
+        early = batches == 1 or self.pairs
+        if early:
+            self._load_values(block, 0)
+        if following is not None:
+            self.load_keys(following)
+        self._fence(LOADS)
+        self._weigh([[sees(r, key) for key in keys] for r in range(self.count)])
+        wave_meets(self.arch)
+        for b in self._each_batch(batches) if batches > 1 else [0]:
+            if not early or b:
+                self._load_values(block, b * self.batch)
+            self._add_values(b * self.batch)
+        wave_meets(self.arch)
+
+    def _score(self, block: KeyBlock, zero: Expr, loaded: bool) -> None:
+        for r in each(self.arch, self.count):
+            for j in range(self.keys):
+                put(self.scores, T.float32(0), r * self.keys + j)
+        for b in self._each_batch(self.d // UNIT // self.key_batch):
+            if not loaded:
+                self.load_keys(block, b * self.key_batch)
+            self._fence(LOADS)
+            for c in range(self.key_batch):
+                units = self._operands(self.key, c * self.keys, self.keys)
+                for r in each(self.arch, self.count):
+                    query = self._factors(self.queries, r, (b * self.key_batch + c + zero) * UNIT)
+                    self._multiply(self.scores, r * self.keys, units, query)
+                if self.latent:  # there are more queries than registers
+                    self._fence(0)
 
     def rescale(self, r: Expr, largest: Expr) -> Expr:
         """Renews row r's maximum, given the largest score of the block. Returns it."""
@@ -112,6 +232,60 @@ class Rows:
         for x in each(self.arch, self.columns):
             put(self.out, self.out[r * self.columns + x] * shrink, r * self.columns + x)
         return now
+
+    def _weigh(self, seen: Sequence[Sequence[Expr]]) -> None:
+        """Turns scores into weights, in shared memory, and rescales the state. seen: for each row, whether it sees the
+        lane's keys."""
+        tops = []
+        for r, valid in enumerate(seen):
+            largest = T.float32(LOWEST)
+            for j, sees in enumerate(valid):
+                largest = opaque(maximum(largest, T.Select(sees, self.scores[r * self.keys + j], T.float32(LOWEST))))
+            tops.append(largest)
+        tops = self._across(tops, wave_max, maximum)
+        for r, valid in enumerate(seen):
+            now = self.rescale(r, tops[r])
+            for j, sees in enumerate(valid):
+                weight = exp2(self.scores[r * self.keys + j] - now + T.float32(P_SHIFT))
+                weight = T.Select(sees, weight, T.float32(0))
+                weight = opaque(T.cast(weight, "float16") if self.pairs else weight)
+                put(self.total, self.total[r] + T.cast(weight, "float32"), r)  # rounded, as the products use it
+                if self.pairs:
+                    low = opaque(T.cast(T.reinterpret("uint16", weight), "int32"))
+                    high = shuffle_xor(self.arch, opaque(T.shift_left(low, T.int32(16))), 1)
+                    self.weights[r][j] = opaque(low | high)
+                else:
+                    put(self.shared, weight, self.place + r * self.stride + j * self.arch.wave + self.lane)
+
+    def _factors_of(self, r: Expr, key: Expr) -> list[Expr]:
+        """What values are multiplied with: a row's weights of the UNIT keys from number `key` of the block on."""
+        if not self.pairs:
+            return self._factors(self.shared, T.Bind(self.place + r * self.stride + key))
+        j, lane = divmod(key, self.arch.wave)
+        return [opaque(read_lane(self.weights[r][j], lane + 2 * w)) for w in range(WORDS)]
+
+    def sums(self, values: Iterable[Expr]) -> list[Expr]:
+        """The sum over the wave's lanes of each of `values`, of which there is one per row."""
+        return self._across([opaque(x) for x in values], wave_sum, lambda a, b: a + b)
+
+    def _across(
+        self, values: Sequence[Expr], reduced: Callable[[Device, Expr], Expr], op: Callable[[Expr, Expr], Expr]
+    ) -> list[Expr]:
+        """The reduction of each of `values` (one per row) over the wave's lanes, in all lanes. Without subgroups, one
+        pair of barriers serves all rows."""
+        if self.arch.subgroups:
+            return [opaque(reduced(self.arch, x)) for x in values]
+        for r, x in enumerate(values):
+            put(self.shared, x, self.place + r * self.stride + self.lane)
+        wave_barrier()
+        found = local(self.count)
+        with T.serial(self.count) as r:
+            result = T.Bind(self.shared[self.place + r * self.stride])
+            for lane in range(1, self.arch.wave):
+                result = T.Bind(op(result, self.shared[self.place + r * self.stride + lane]))
+            put(found, result, r)
+        wave_barrier()
+        return [opaque(found[r]) for r in range(len(values))]
 
     def _load_values(self, block: KeyBlock, first: Expr) -> None:
         """Loads a batch of the block's values, units first .., or in latent attention as many keys as these have."""
@@ -128,127 +302,98 @@ class Rows:
             for x, column in enumerate(columns):
                 self.value.load_value(i * self.columns + x, block, first + i, column)
 
-
-class WaveRows(Rows):
-    """`Rows` in the instructions of AMD's own API. Weights are rounded to float16 for packed products, and reach the
-    lanes as scalars."""
-
-    def __init__(self, arch: Device, attention: Attention, count: int, lane: Expr):
-        super().__init__(arch, attention, count, lane, STEP)
-        share = 1 if count <= 8 else 4  # of the registers, that loads can have
-        units = self.d // UNIT
-        most = LATENT_UNITS if self.latent else max(1, units // share)
-        # units of keys and of values that are loaded at once; keys' divide a key
-        self.key_batch = next(n for n in range(most, 0, -1) if units % n == 0)
-        self.batch = 1 if self.latent else STEP // UNIT // share
-        self.scores = local(count * self.keys)
-        self.key = Units(attention, self.keys * self.key_batch, "key")
-        self.value = Units(attention, self.columns * self.batch, "value")
-
-    def step(self, block: KeyBlock, queries: Buffer, sees: Sees, zero: Expr, following: KeyBlock | None = None) -> None:
-        """Processes a `KeyBlock` of STEP keys. queries: float16 [count, d] in LDS; following: unused; zero: of
-        `step.opaque_zero`, otherwise the compiler moves the loads of all queries out of the loop, into registers that
-        do not exist."""
-        keys = self._lane_keys(block.key0)
-        self._score(block, self._lane_keys(block.place0), queries, zero)
-        self._cap_scores(self.scores)
-        self._load_values(block, 0)
-        schedule_fence(LOADS)
-        words = [self._weigh(r, [sees(r, key) for key in keys]) for r in range(self.count)]
-        for first in range(0, STEP // UNIT, self.batch):
-            if first:
-                self._load_values(block, first)
-            self._add_values(first, words)
-
-    def _score(self, block: KeyBlock, places: Sequence[Expr], queries: Buffer, zero: Expr) -> None:
-        for i in range(self.count * self.keys):
-            put(self.scores, T.float32(0), i)
-        for first in range(0, self.d // UNIT, self.key_batch):
-            for c in range(self.key_batch):
-                for j, place in enumerate(places):
-                    self.key.load_key(c * self.keys + j, block, place, first + c)
-            schedule_fence(LOADS)
-            for c in range(self.key_batch):
-                units = [self.key.pairs(c * self.keys + j) for j in range(self.keys)]
-                for r in range(self.count):
-                    query = local(WORDS, "uint32")
-                    put(query, T.reinterpret("uint32x4", queries[r, at((first + c + zero) * UNIT, UNIT)]), at(0, WORDS))
-                    words = [query[i] for i in range(WORDS)]
-                    for j in range(self.keys):
-                        self._dot_unit(self.scores, r * self.keys + j, *units[j], words)
-                if self.latent:  # there are more queries than registers
-                    schedule_fence(0)
-
-    def _dot_unit(self, sums: Expr, place: Expr, unit: Expr, first: Expr, words: Sequence[Expr]) -> None:
-        """sums[place] += the dot product of eight pairs of float16: unit[first:first+4] and `words`."""
-        total = sums[place]
-        for i, word in enumerate(words):
-            total = dot2(self.arch, unit[first + i], word, total)
-        put(sums, total, place)
-
-    def _weigh(self, r: Expr, seen: Sequence[Expr]) -> list[Expr]:
-        """Turns a row's scores into weights, rescales its state. Returns, per key of a lane, a word: in even lanes the
-        float16 weights of the lane's key and the next lane's."""
-        scores = [self.scores[r * self.keys + j] for j in range(self.keys)]
-        masked = [T.Select(valid, s, T.float32(LOWEST)) for s, valid in zip(scores, seen, strict=True)]
-        largest = functools.reduce(maximum, masked, T.float32(LOWEST))
-        now = self.rescale(r, wave_max(self.arch, largest))
-        words = []
-        for s, valid in zip(scores, seen, strict=True):
-            weight = T.Select(valid, exp2(s - now + T.float32(P_SHIFT)), T.float32(0))
-            weight = opaque(T.cast(weight, "float16"))
-            put(self.total, self.total[r] + T.cast(weight, "float32"), r)  # rounded, as the products use it
-            low = opaque(T.cast(T.reinterpret("uint16", weight), "int32"))
-            words.append(opaque(low | shuffle_xor(self.arch, opaque(T.shift_left(low, T.int32(16))), 1)))
-        return words
-
-    def _add_values(self, first: Expr, words: Sequence[Sequence[Expr]]) -> None:
-        """Adds the loaded batch of values, weighted."""
+    def _add_values(self, first: Expr) -> None:
+        """Adds the loaded batch of values, weighted; `first`: its first unit of the step."""
         for i in range(self.batch):
-            j, lane = divmod((first + i) * UNIT, self.arch.wave)
             if self.latent:
-                self._add_keys(i * UNIT, [row[j] for row in words], lane)
+                self._add_keys(i * UNIT, (first + i) * UNIT)
                 continue
-            units = [self.value.pairs(i * self.columns + x) for x in range(self.columns)]
-            for r in range(self.count):
-                weights = [opaque(read_lane(words[r][j], lane + 2 * w)) for w in range(WORDS)]
-                for x in range(self.columns):
-                    self._dot_unit(self.out, r * self.columns + x, *units[x], weights)
-            schedule_fence(SCALARS)
+            units = self._operands(self.value, i * self.columns, self.columns)
+            for r in each(self.arch, self.count):
+                self._multiply(self.out, r * self.columns, units, self._factors_of(r, (first + i) * UNIT))
+            self._fence(SCALARS)
 
-    def _add_keys(self, first: Expr, words: Sequence[Expr], lane: Expr) -> None:
-        """Adds UNIT keys' loaded values, from number `first` of the batch on. Units of two keys have pairs of columns:
-        products take pairs of keys. words: of each row, weights as of `_weigh`, those of these keys from `lane` on."""
+    def _add_keys(self, first: Expr, key: Expr) -> None:
+        """Adds UNIT keys' loaded values in latent attention, from number `first` of the batch on; key: the number of
+        the first in the block."""
+        if self.pairs:
+            self._add_pairs_of_keys(first, key)
+            return
+        for i in range(UNIT):
+            reals = self.value.reals((first + i) * self.units, self.units)
+            for r in each(self.arch, self.count):
+                weight = T.Bind(self.shared[self.place + r * self.stride + (key + i)])
+                for u, unit in enumerate(reals):
+                    for e, x in enumerate(unit):
+                        place = r * self.columns + (u * UNIT + e)
+                        put(self.out, fma(x, weight, self.out[place]), place)
+
+    def _add_pairs_of_keys(self, first: Expr, key: Expr) -> None:
+        """Units of two keys have pairs of columns: products take pairs of keys."""
+        rows = [self._factors_of(r, key) for r in range(self.count)]
         for pair in range(WORDS):
-            weights = [opaque(read_lane(row, lane + 2 * pair)) for row in words]
             for u in range(self.units):
-                (even, n), (odd, o) = (self.value.pairs((first + 2 * pair + key) * self.units + u) for key in range(2))
-                for w in range(WORDS):
-                    a, b = T.Bind(even[n + w]), T.Bind(odd[o + w])
+                numbers = [(first + 2 * pair + key) * self.units + u for key in range(2)]
+                (even,), (odd,) = (self._operands(self.value, n, 1) for n in numbers)
+                for w, (a, b) in enumerate(zip(even, odd, strict=True)):
+                    a, b = T.Bind(a), T.Bind(b)
                     low = T.Bind((a & T.uint32(0xFFFF)) | T.shift_left(b, T.uint32(16)))
                     high = T.Bind(T.shift_right(a, T.uint32(16)) | (b & T.uint32(0xFFFF0000)))
                     for half, columns in enumerate((low, high)):
-                        for r, weight in enumerate(weights):
+                        for r, weights in enumerate(rows):
                             x = r * self.columns + u * UNIT + 2 * w + half
-                            put(self.out, dot2(self.arch, columns, weight, self.out[x]), x)
-            schedule_fence(SCALARS)
-        schedule_fence(0)  # loads of the next keys would take the registers of these
+                            put(self.out, dot2(self.arch, columns, weights[pair], self.out[x]), x)
+            self._fence(SCALARS)
+        self._fence(0)  # loads of the next keys would take the registers of these
 
-    def sums(self, values: Iterable[Expr]) -> Iterable[Expr]:
-        """Yields the sum over the wave's lanes of each of `values`, of which there is one per row."""
-        for x in values:
-            yield wave_sum(self.arch, x)
+    # ---- a key that is not in the cache
 
-    def join_waves(self, wave: Expr, waves: int) -> Callable[[Expr, Expr], Joined]:
-        """Stores the results of this wave (number `wave` of `waves`) into LDS. Returns quad(r, column) of
-        `softmax.join`."""
-        tops, totals = (T.alloc_buffer((self.count, waves), "float32", scope="shared") for _ in range(2))
-        outs = T.alloc_buffer((waves, self.count, self.value_d), "float32", scope="shared")
+    def add_key(self, keys: Buffer, begin: Expr, value: Callable[[Expr], Expr]) -> None:
+        """Adds one key, which all rows see: that in shared memory from `begin` on. value(column): its value,
+        float16."""
+        weights = []
+        for r, score in enumerate(self.sums(self._partial_score(r, keys, begin) for r in range(self.count))):
+            score = soft_cap(self.attention, score)
+            weight = opaque(exp2(score - self.rescale(r, score) + T.float32(P_SHIFT)))
+            put(self.total, self.total[r] + T.Select(self.lane == 0, weight, T.float32(0)), r)
+            weights.append(weight)
+        for x in range(self.columns):
+            real = T.Bind(T.cast(value(self.column(x)), "float32"))
+            for r, weight in enumerate(weights):
+                put(self.out, fma(real, weight, self.out[r * self.columns + x]), r * self.columns + x)
+
+    def _partial_score(self, r: int, keys: Buffer, begin: Expr) -> Expr:
+        """What this lane has of a row's score of a key in shared memory."""
+        score, pairs = T.float32(0), self.d // 2
+        for first in range(0, pairs, self.arch.wave):
+            pair = T.Bind(T.min(first + self.lane, T.int32(pairs - 1)))
+            x, y = (T.Bind(of) for of in (self.queries[r, at(pair * 2, 2)], keys[at(begin + pair * 2, 2)]))
+            if self.pairs:
+                product = dot2(self.arch, T.reinterpret("uint32", x), T.reinterpret("uint32", y), T.float32(0))
+            else:
+                product = fma(lane_of(x, 1), lane_of(y, 1), lane_of(x, 0) * lane_of(y, 0))
+            score = score + T.Select(first + self.lane < pairs, product, T.float32(0))
+        return T.Bind(score)
+
+    # ---- the end
+
+    def join_waves(self) -> Callable[[Expr, Expr], Joined]:
+        """Stores this wave's results into shared memory. Returns quad(r, column) of `softmax.join`."""
+        tops, totals = (T.alloc_buffer((self.count, self.waves), "float32", scope="shared") for _ in range(2))
+        stride = self.value_d if self.pairs else self.stride
+        size = self.waves * self.count * stride
+        outs = T.alloc_buffer((size,), "float32", scope=WAVE_SHARED) if self.pairs else self.shared
+        first = T.Bind(self.wave * (self.count * stride))
         for r, total in enumerate(self.sums(self.total[r] for r in range(self.count))):
             with T.If(self.lane == 0), T.Then():
-                put(tops, self.top[r], r, wave)
-                put(totals, total, r, wave)
+                put(tops, self.top[r], r, self.wave)
+                put(totals, total, r, self.wave)
             for x, column, valid in self._own_columns():
                 with when(valid):
-                    put(outs, self.out[r * self.columns + x], wave, r, column)
-        return join(tops, totals, waves, lambda w, r, column: [outs[w, r, column + i] for i in range(WIDTH)])
+                    put(outs, self.out[r * self.columns + x], first + r * stride + column)
+        barrier()
+
+        def out(w: Expr, r: Expr, column: Expr) -> list[Expr]:
+            return [outs[(w * self.count + r) * stride + (column + i)] for i in range(WIDTH)]
+
+        return join(tops, totals, self.waves, out)

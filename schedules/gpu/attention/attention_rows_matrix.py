@@ -1,31 +1,35 @@
-"""Rows of queries as in `attention_rows.py`, on cooperative matrices whose distribution over the lanes is known.
+"""Rows of queries as in `attention_rows.py`, of single rows and of chunks, on matrix units whose lanes are known
+(`matrix_unit.py`), of either API.
 
-Keys and values are operand A and go from the cache to registers to matrices, each once for all rows; queries and
-weights are operand B. Which lane has which components of the operands is what `gemm_lanes.py` relies on, too, and the
-runtime checks (runtime/devices/vulkan/fragments.py): for matrices of m x n sums, lane 4*r + q has the rows r and r + n
-of A and the column r of B, and of both the same four places along what is summed, in whatever order. So a unit of the
-cache, eight elements of a key or eight keys of a column, is a lane's part of two products:
-    scores   keys x queries: of each CHUNK of columns lane 4*r + q has unit q of its keys and of query r
-    outputs  columns of values x weights: of each CHUNK of keys lane 4*r + q has unit q of its columns of the values,
-             and the weights of these eight keys in row r
-Sums have a distribution of their own, which nothing depends on: scores reach the lanes that make weights of them
-through shared memory, as the outputs do in the end. A lane's state is that of row r of each tile of n rows:
-    top     weights are 2**(score - top). As in `attention_prefill_coop.py`, it is renewed when a weight would exceed
+A wave has tiles of as many rows as operand B has columns. Everything is computed transposed:
+    scores   S^T = K Q^T: keys are operand A, queries, which stay in registers, operand B
+    outputs  O^T = V^T P^T: values are operand A, weights operand B
+Units of the cache are what a lane holds of an operand: keys and values go from the cache to registers to matrices, each
+once for all tiles, without shared memory. A lane's weights, its part of the operand P^T, are of eight consecutive keys
+of each group of keys that products sum over; where a lane holds all of an operand, the half-waves swap.
+
+Keys are given to rows of A in such an order that a lane's sums are the scores of these keys, in registers.
+`attention_rows_shared.py` is for units whose sums are not known. A lane's state is that of its row of each tile:
+    top     weights are 2**(score - top). It is renewed, and the outputs are rescaled, when a weight would exceed
             2**LIMIT; looking whether one would takes one vote
     total   the sum of the weights of this lane's keys
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice, product
+from typing import NamedTuple
 
+from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.gpu.attention.attention_rows_size import SCORES, holds, out_units, room, row_tiles
 from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
 from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
 from mlc_amd.schedules.gpu.attention.softmax import (
     LIMIT,
     LOWEST,
-    OTHER_BYTES,
     P_SHIFT,
     START,
     Joined,
@@ -33,283 +37,348 @@ from mlc_amd.schedules.gpu.attention.softmax import (
     join,
     soft_cap,
 )
-from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
-from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, maximum, wave_barrier, wave_max, wave_sum
+from mlc_amd.schedules.gpu.base.device import any_lane, dot2, exp2, half_pair, maximum, schedule_fence, shuffle_xor
+from mlc_amd.schedules.gpu.base.matrix_unit import SIDE, known_unit
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
-from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put
+from mlc_amd.schedules.gpu.base.registers import at, elements, local, opaque, put, vector
+from mlc_amd.schedules.gpu.base.step import kept, when
+from mlc_amd.schedules.gpu.base.wave_matrices import wave_matrices
 from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
-QUADS = 4  # lanes that share a row
-CHUNK = QUADS * UNIT  # columns, or keys, that two products sum over
-PRODUCTS = 2  # of a chunk
-HALF = UNIT // PRODUCTS  # elements that a lane has of a row in one product
-PAD = 1  # units of WIDTH float32 after a row in shared memory
-# Units of keys, at most, that stay in registers while values are multiplied. Heads of 128 have 16, and take 3 to 5 %
-# longer with them on an H100, behind 512 tokens as behind 16384.
-MOST_AHEAD = 8
+MOVING = ("key0", "page", "place0")  # of a `KeyBlock`, what differs from block to block
+ONES = 0x3C003C00  # two float16
+BATCH = 8  # operands, at most, that are loaded at once, while those before them are multiplied
+# For `schedule_fence`: all but products on matrices and accesses to device memory may cross; everything may.
+MATRICES, NOTHING = 0x86, 0x7FF
 
 
-def suits(arch: Device, attention: Attention) -> bool:
-    """Whether the arch's matrices and the layer are such as `MatrixRows` takes."""
-    lanes = arch.wave // QUADS
-    known = arch.lane_matrix == (2 * lanes, lanes, QUADS * HALF)
-    return known and attention.d % CHUNK == 0 and not attention.values
+class Operand(NamedTuple):
+    """Keys or values on their way: load(n) starts loads into registers number n, multiply(n) is of what is there."""
+
+    load: Callable[[int], None]
+    multiply: Callable[[int], None]
 
 
-def row_tiles(arch: Device, count: int) -> int:
-    """Tiles of n rows for `count` rows."""
-    return -(-count // arch.lane_matrix[1])
-
-
-def _wave_units(arch: Device, d: int, count: int, step: int) -> int:
-    """Units of WIDTH float32 of shared memory that a wave has: scores, in the end outputs."""
-    return row_tiles(arch, count) * arch.lane_matrix[1] * (max(d, step) // WIDTH + PAD)
-
-
-def waves_of(arch: Device, count: int, d: int, threads: int, step: int) -> int:
-    """Waves of a workgroup for `count` rows of `d` elements: those of `threads`, fewer where there is too little shared
-    memory. ValueError if it does not suffice for one."""
-    waves = min(threads, arch.threads) // arch.wave
-    # of a wave: scores or outputs, factors, a key; besides, queries, and weights of splits
-    units = _wave_units(arch, d, count, step) + row_tiles(arch, count) * arch.wave
-    wave = units * WIDTH * 4 + d * 2
-    while waves and waves * wave + count * (d * 2 + arch.wave * 4) + OTHER_BYTES > arch.lds:
-        waves //= 2
-    if not waves:
-        raise ValueError(f"{arch.name} has too little shared memory for {count} rows of {d} elements on matrices")
-    return waves
+Query = Callable[[int, Expr], Expr]  # of a tile, number of a unit of the lane's row -> float16x8, scaled and rotated
 
 
 class MatrixRows:
-    """The state of `count` rows of an `Attention` layer in a wave, number `wave` of `waves` in its workgroup; used as
-    `attention_rows.Rows`. step: keys of a block; ahead: whether the keys of the next block are loaded while this one is
-    multiplied, if registers hold them."""
+    """The state of `count` rows of an `Attention` layer in a wave, number `wave` of `waves` in its workgroup. lane: its
+    number in the wave; keys: of a block, a multiple of CHUNK."""
 
-    def __init__(
-        self, arch: Device, attention: Attention, count: int, lane: Expr, wave: Expr, waves: int, step: int, ahead: bool
-    ):
-        self.arch, self.attention, self.count, self.d, self.lane = arch, attention, count, attention.d, lane
-        self.m, self.n, _ = arch.lane_matrix
-        self.row, self.quad = T.Bind(lane // QUADS), T.Bind(lane % QUADS)
-        self.tiles, self.chunks, self.groups = row_tiles(arch, count), self.d // CHUNK, step // CHUNK
-        self.key_tiles, self.columns = step // self.m, self.d // self.m
-        self.query, self.weights = self._new("b", self.tiles * self.chunks * PRODUCTS), self._new("b", self.tiles * 2)
-        self.a, self.sums = self._new("a", 1), self._new("sum", self.key_tiles * self.tiles)
-        self.out, self.factor = self._new("sum", self.columns * self.tiles), self._new("sum", 1)
+    prefetches = False  # as of `attention_rows.Rows`
+
+    def __init__(self, arch: Device, attention: Attention, count: int, lane: Expr, wave: Expr, waves: int, keys: int):
+        self.arch, self.attention, self.count, self.d = arch, attention, count, attention.d
+        self.unit, self.tiles = known_unit(arch), row_tiles(arch, count)
+        self.lane, self.wave, self.waves = lane, wave, waves
+        self.row, self.part = (self._hidden(x) for x in self.unit.place(lane, arch.wave))
+        self.keys, self.own = keys, self._at_once(keys)  # of a block; of a step
+        self.groups = self.own // self.unit.columns  # of keys
+        self.blocks = self.unit.columns // SIDE  # tiles of scores of a group
+        self.chunks, self.columns = -(-attention.width // self.unit.columns), attention.width // SIDE
+        self.holds, self.zero = holds(arch, attention.width, self.tiles), 0
+        queries = self.chunks if self.holds else 1
+        self.scores = wave_matrices(arch, 1, self.tiles * queries, self.groups * self.blocks * self.tiles)
+        self.out = wave_matrices(arch, 1, self.tiles, self.columns * self.tiles)
         self.top, self.total = local(self.tiles), local(self.tiles)
-        self.key = Units(attention, self.chunks * self.key_tiles * 2, "key")
-        self.value = Units(attention, self.columns * 2, "value")
-        self.prefetches = ahead and self.chunks * self.key_tiles * 2 <= MOST_AHEAD
-        self.row_units, self.out_units = step // WIDTH + PAD, self.d // WIDTH + PAD
-        self.wave_units = _wave_units(arch, self.d, count, step)
-        self.shared = T.alloc_buffer((waves * self.wave_units,), f"float32x{WIDTH}", scope=WAVE_SHARED)
-        self.factors = T.alloc_buffer((waves * self.tiles * arch.wave,), f"float32x{WIDTH}", scope=WAVE_SHARED)
-        self.base, self.factor_base = T.Bind(wave * self.wave_units), T.Bind(wave * (self.tiles * arch.wave))
+        self.pieces = len(self.unit.rows(0)) * self.unit.units  # units of an operand A
+        self.batch = self._batch()
+        self.key, self.value = (Units(attention, n * self.pieces, kind) for kind, n in self._loaded.items())
 
-    def _new(self, kind: str, count: int) -> Fragments:
-        m, n, k = self.arch.lane_matrix
-        return Fragments(kind, count, (m, n, k))
+    # ---- what depends on the unit
+
+    def _at_once(self, keys: int) -> int:
+        """Keys that are processed at once, of so many."""
+        return min(keys, SCORES * self.arch.wave // SIDE)
+
+    def _batch(self) -> int:
+        """Operands that are loaded at once."""
+        words = self.unit.units * (WORDS + 2 * self.attention.quantized)  # codes have scales
+        return max(1, min(BATCH, room(self.arch, self.attention.width, self.tiles) // (2 * words)))
+
+    @property
+    def _loaded(self) -> dict[str, int]:
+        """Operands for which there are registers."""
+        return {"key": 2 * self.batch, "value": 2 * self.batch}
+
+    def _hidden(self, x: Expr) -> Expr:
+        """A scalar in a register. For LLVM, TVM would put what it is computed of into each address, and simplify
+        that."""
+        return opaque(x) if self.arch.api == "rocm" else T.Bind(x)
+
+    # ---- operands
 
     def start(self) -> None:
         """Initializes the state: no key seen yet."""
         for t in range(self.tiles):
             put(self.top, T.float32(LOWEST / 2), t)  # above the scores of keys that are not seen: their weights are 0
             put(self.total, T.float32(0), t)
-        self._clear(self.out)
-        for fragments in (self.a, self.weights, self.query):
-            self._clear(fragments)
-        self.factor.fill(0, 0)
+        self.out.clear()
+        self.scores.clear()
 
-    @staticmethod
-    def _clear(fragments: Fragments) -> None:
-        for i in range(fragments.count):
-            fragments.fill(i, 0)
+    def across(self, x: Expr, op: Callable[[Expr, Expr], Expr]) -> Expr:
+        """op over the lanes that have the same row."""
+        for distance in self.unit.sharing(self.arch.wave):
+            x = self._hidden(op(x, shuffle_xor(self.arch, x, distance)))
+        return x
 
-    # ---- operands
+    def _unit(self, chunk: Expr, i: int) -> tuple[Expr, Expr | None]:
+        """(this lane's unit i of a chunk of columns, whether there is one; None: there is)."""
+        unit, units = self.unit.unit(chunk, i, self.part), self.attention.width // UNIT
+        if (chunk + 1) * self.unit.columns <= self.attention.width:
+            return T.Bind(unit), None
+        return T.Bind(T.min(unit, T.int32(units - 1))), unit < units
 
-    def load_queries(self, unit: Callable[[Expr, Expr], Expr]) -> None:
-        """unit(row, c): float16x8, unit c of a row's query, scaled and rotated. Rows after the last one have its
-        query."""
-        for t in range(self.tiles):
-            row = T.Bind(T.min(self.row + t * self.n, T.int32(self.count - 1)))
-            for c in range(self.chunks):
-                found = T.Bind(unit(row, c * QUADS + self.quad))
-                for p in range(PRODUCTS):
-                    for e in range(HALF):
-                        place = (t * self.chunks + c) * PRODUCTS + p
-                        self.query.set(place, e, lane_of(found, p * HALF + e))
+    def load_queries(self, query: Query) -> None:
+        """Where registers do not hold the queries of wide heads, they are loaded for each product."""
+        self.query = query
+        for t, c in product(range(self.tiles), range(self.chunks if self.holds else 0)):
+            self.scores.keep(t * self.chunks + c, self._query_runs(t, c))
 
-    def load_keys(self, block: KeyBlock) -> None:
-        """Loads the lane's units of the block's keys."""
-        for c in range(self.chunks):
-            for i in range(self.key_tiles * 2):
-                place = block.place0 + (i * self.n + self.row)
-                self.key.load_key(c * self.key_tiles * 2 + i, block, place, T.Bind(c * QUADS + self.quad))
+    def _query_runs(self, tile: int, c: int) -> list[Expr]:
+        found = []
+        for i in range(self.unit.units):
+            place, valid = self._unit(c, i)
+            run = T.Bind(self.query(tile, place + self.zero))
+            zero = T.broadcast(T.float16(0), UNIT)
+            found.append(run if valid is None else T.Bind(T.Select(T.broadcast(valid, UNIT), run, zero)))
+        return found
 
-    def _load_values(self, block: KeyBlock, group: int) -> None:
-        """Loads the lane's units of the values of CHUNK keys, number `group` of the block."""
-        for x in range(self.columns * 2):
-            self.value.load_value(x, block, T.Bind(group * QUADS + self.quad), T.Bind(x * self.n + self.row))
+    def _query(self, tile: int, c: int) -> Sequence[Expr]:
+        if self.holds:
+            return self.scores.kept(tile * self.chunks + c)
+        return self.scores.operands("b", tile, self._query_runs(tile, c))
 
-    @staticmethod
-    def _vector(units: Units, number: Expr) -> Expr:
-        """Unit `number` of loaded units as float16x8."""
-        words, first = units.pairs(number)
-        return T.Bind(T.reinterpret(f"float16x{UNIT}", words[at(first, WORDS)]))
-
-    def _set_a(self, units: Sequence[Expr], p: Expr) -> None:
-        """Operand A of product p becomes the lane's parts of two units, float16x8."""
-        for i, unit in enumerate(units):
-            for e in range(HALF):
-                self.a.set(0, i * HALF + e, lane_of(unit, p * HALF + e))
+    def _runs(self, units: Units, n: int) -> list[Expr]:
+        """Loaded units of operand number n as float16x8."""
+        found = [units.pairs(n * self.pieces + i) for i in range(self.pieces)]
+        return [T.Bind(T.reinterpret(f"float16x{UNIT}", words[at(first, WORDS)])) for words, first in found]
 
     # ---- blocks of keys
 
-    def step(self, block: KeyBlock, queries: Buffer, sees: Sees, zero: Expr, following: KeyBlock | None = None) -> None:
-        """As `attention_rows_vulkan.VulkanRows.step`; queries and zero: unused. All rows see the same keys."""
-        if following is None:
-            self.load_keys(block)
-        self._score()
-        self._load_values(block, 0)
-        if following is not None:
-            self.load_keys(following)
-        scores = self._own_scores(block, sees)
-        self._renew([self._largest(of) for of in scores])
-        weights = [self._weigh(t, of) for t, of in enumerate(scores)]
-        for group in range(self.groups):
-            if group:
-                self._load_values(block, group)
-            self._add_values([of[group * UNIT : (group + 1) * UNIT] for of in weights])
-        wave_barrier()
+    def step(self, block: KeyBlock, sees: Sees, whole: Expr, zero: Expr, following: KeyBlock | None = None) -> None:
+        """Processes a `KeyBlock`. sees(tile, key): whether the lane's row sees a key; whole: whether all rows of the
+        wave see all of the block; zero: of `step.opaque_zero`, otherwise LLVM unrolls the loop over parts of the block,
+        and begins with all loads, for which there are no registers; following: the block of the next step, if this
+        one's keys are loaded already (`prefetches`)."""
+        self.zero = zero
+        if self.keys == self.own:
+            self._step(block, sees, whole)
+            return
+        with kept(T.Bind(zero + self.keys // self.own)) as part:
+            first = self._hidden(part * self.own)
+            self._step(block._replace(key0=block.key0 + first, place0=block.place0 + first), sees, whole)
 
-    def _score(self) -> None:
-        """Leaves the scores of the loaded keys in shared memory: rows of keys."""
-        self._clear(self.sums)
-        for c in range(self.chunks):
-            for i in range(self.key_tiles):
-                units = [self._vector(self.key, (c * self.key_tiles + i) * 2 + half) for half in range(2)]
-                for p in range(PRODUCTS):
-                    self._set_a(units, p)
-                    for t in range(self.tiles):
-                        query = (t * self.chunks + c) * PRODUCTS + p
-                        self.sums.add_product(i * self.tiles + t, self.a, 0, self.query, query)
-        for i in range(self.key_tiles):
-            for t in range(self.tiles):
-                place = self.shared[self.base + (t * self.n * self.row_units + i * (self.m // WIDTH))]
-                self.sums.store(i * self.tiles + t, place, self.row_units * WIDTH, "col_major")
-        wave_barrier()
+    def _step(self, block: KeyBlock, sees: Sees, whole: Expr) -> None:
+        """Processes a part of a block."""
+        fields = {name: x for name, x in block._asdict().items() if name in MOVING and not isinstance(x, int)}
+        block = block._replace(**{name: self._hidden(x) for name, x in fields.items()})
+        self.scores.clear_sums()
+        keys, weights = list(self._keys(block)), []
+        parts, size = (keys, list(self._values(block, weights))), self.batch
+        batches = [part[i : i + size] for part in parts for i in range(0, len(part), size)]
 
-    def _own_scores(self, block: KeyBlock, sees: Sees) -> list[list[Expr]]:
-        """[tile][key of the lane], in registers: LOWEST for keys that are not seen."""
-        keys = [block.key0 + (g * CHUNK + i) + self.quad * UNIT for g in range(self.groups) for i in range(UNIT)]
-        seen, found = [T.Bind(sees(0, key)) for key in keys], []
-        for t in range(self.tiles):
-            place = T.Bind(self.base + (t * self.n + self.row) * self.row_units + self.quad * (UNIT // WIDTH))
-            scores = []
-            for v in range(len(keys) // WIDTH):
-                group, unit = divmod(v, UNIT // WIDTH)
-                four = T.Bind(self.shared[place + (group * (CHUNK // WIDTH) + unit)])
-                scores += [soft_cap(self.attention, T.Bind(lane_of(four, e))) for e in range(WIDTH)]
-            found.append([T.Bind(T.Select(own, x, T.float32(LOWEST))) for own, x in zip(seen, scores, strict=True)])
-        return found
+        def pending(i: int) -> Iterator[tuple[Operand, int]]:
+            for n, operand in enumerate(batches[i] if i < len(batches) else []):
+                yield operand, i % 2 * size + n
 
-    @staticmethod
-    def _largest(scores: Sequence[Expr]) -> Expr:
-        return T.Bind(functools.reduce(maximum, scores))
+        for operand, n in pending(0):
+            operand.load(n)
+        for i in range(len(batches)):
+            if i == -(-len(keys) // size):
+                weights += self._weigh_block(block, sees, whole)
+            for operand, n in pending(i + 1):
+                operand.load(n)
+            if self.arch.api == "rocm":
+                schedule_fence(MATRICES)
+            for operand, n in pending(i):
+                operand.multiply(n)
+
+    def _keys(self, block: KeyBlock) -> Iterator[Operand]:
+        """A lane's sums are the scores of eight consecutive keys of each group."""
+        unit, queries = self.unit, {}
+        rows = [[T.Bind(block.place0 + r) for r in unit.eighth_rows(self.row, b)] for b in range(self.blocks)]
+        for c, g, b in product(range(self.chunks), range(self.groups), range(self.blocks)):
+
+            def load(n: int, c: int = c, g: int = g, b: int = b) -> None:
+                for i, (row, u) in enumerate(product(rows[b], range(unit.units))):
+                    place = T.Bind(row + g * unit.columns)
+                    self.key.load_key(n * self.pieces + i, block, place, self._unit(c, u)[0])
+
+            def multiply(n: int, c: int = c, g: int = g, b: int = b) -> None:
+                if c not in queries:
+                    queries[c] = [self._query(t, c) for t in range(self.tiles)]
+                for step, key in enumerate(self.scores.each("a", 0, self._runs(self.key, n))):
+                    for t, query in enumerate(queries[c]):
+                        self.scores.add_product((g * self.blocks + b) * self.tiles + t, key, query[step])
+
+            yield Operand(load, multiply)
+
+    def _values(self, block: KeyBlock, weights: list[list[Expr]]) -> Iterator[Operand]:
+        """weights: of `_weigh_block`, which fills it before they are multiplied."""
+        rows, operands = [T.Bind(r) for r in self.unit.rows(self.row)], {}
+        for g, x in product(range(self.groups), range(self.columns)):
+
+            def load(n: int, g: int = g, x: int = x) -> None:
+                for i, (row, u) in enumerate(product(rows, range(self.unit.units))):
+                    unit = T.Bind(self.unit.unit(g, u, self.part))
+                    self.value.load_value(n * self.pieces + i, block, unit, T.Bind(x * SIDE + row))
+
+            def multiply(n: int, g: int = g, x: int = x) -> None:
+                if g not in operands:
+                    own = [self._weigh(t, of[g * UNIT : (g + 1) * UNIT]) for t, of in enumerate(weights)]
+                    operands[g] = [list(self._weights(t, of)) for t, of in enumerate(own)]
+                self._add_values(x, self._runs(self.value, n), operands[g])
+
+            yield Operand(load, multiply)
+
+    def _add_values(self, x: int, runs: list, weights: list[list]) -> None:
+        """Adds weighted values of tile x of the columns, as many products as weights are for."""
+        for step, value in enumerate(islice(self.out.each("a", 0, runs), len(weights[0]))):
+            for t, weight in enumerate(weights):
+                self.out.add_product(x * self.tiles + t, value, weight[step])
+
+    def _weigh_block(self, block: KeyBlock, sees: Sees, whole: Expr) -> list[list[Expr]]:
+        """[tile][key of the lane]: the scores, whose weights now are small enough."""
+        scores = self._own_scores(block, sees, whole)
+        self._renew([functools.reduce(maximum, of) for of in scores])
+        return scores
+
+    def _own_scores(self, block: KeyBlock, sees: Sees, whole: Expr) -> list[list[Expr]]:
+        """[tile][key of the lane], LOWEST for keys that are not seen."""
+        count, acc = self.groups * UNIT, self.unit.acc
+        scores = [local(count) for _ in range(self.tiles)]
+        for t, of in enumerate(scores):
+            for n in range(count // acc):
+                put(of, self.scores.result(n * self.tiles + t), at(n * acc, acc))
+            for i in range(count if self.attention.softcap else 0):
+                put(of, soft_cap(self.attention, of[i]), i)
+        with T.If(tirx.Not(whole)), T.Then():
+            if self.arch.api == "rocm":
+                schedule_fence(NOTHING)  # LLVM would mask all blocks, without a branch
+            for t, of in enumerate(scores):
+                for i in range(count):
+                    key = block.key0 + (i // UNIT * self.unit.columns + i % UNIT) + self.part * UNIT
+                    put(of, T.Select(sees(t, key), of[i], T.float32(LOWEST)), i)
+        return [[of[i] for i in range(count)] for of in scores]
 
     def _renew(self, largest: Sequence[Expr]) -> None:
-        """Rescales what came before if a weight would be too large. largest: the largest of the lane's scores, of each
-        tile."""
-        worst = self._largest([T.Bind(x - self.top[t]) for t, x in enumerate(largest)])
-        with T.If(T.Bind(T.call_extern("bool", "vk.any", worst > T.float32(LIMIT)))), T.Then():
+        """Rescales what came before if a weight would be too large. largest: of the lane's scores, of each tile."""
+        differences = [self._hidden(x - self.top[t]) for t, x in enumerate(largest)]
+        worst = self._hidden(functools.reduce(maximum, differences))
+        with T.If(any_lane(self.arch, worst > T.float32(LIMIT))), T.Then():
+            factors = []
             for t, x in enumerate(largest):
-                old = T.Bind(self.top[t])
-                new = T.Bind(maximum(old, wave_max(self.arch, x, QUADS) - T.float32(START)))
-                shrink = T.Bind(exp2(old - new))
+                old = self._hidden(self.top[t])
+                new = self._hidden(maximum(old, self.across(x, maximum) - T.float32(START)))
+                factors.append(self._hidden(exp2(old - new)))
                 put(self.top, new, t)
-                put(self.total, self.total[t] * shrink, t)
-                put(self.factors, T.broadcast(shrink, WIDTH), self.factor_base + (t * self.arch.wave + self.lane))
-            wave_barrier()
-            for t in range(self.tiles):
-                # Column by column, m times the same factor. Row by row, also with a stride of 0, NVIDIA's driver 580
-                # reads other memory in this kernel, though not in small ones.
-                self.factor.load(0, self.factors[self.factor_base + t * self.arch.wave], self.m, "col_major")
-                with self.out.elements(0) as e:
-                    factor = self.factor.get(0, e)
-                    for x in range(t, self.out.count, self.tiles):
-                        self.out.set(x, e, self.out.get(x, e) * factor)
-            wave_barrier()
+                put(self.total, self.total[t] * factors[t], t)
+            self._rescale(factors)
+
+    def _rescale(self, factors: Sequence[Expr]) -> None:
+        """Multiplies the outputs of the lane's row of each tile."""
+        for x, (t, factor) in product(range(self.columns), enumerate(factors)):
+            self.out.scale(x * self.tiles + t, factor)
 
     def _weigh(self, t: int, scores: Sequence[Expr]) -> list[Expr]:
-        """The weights of a tile's scores, float16, which are added to its total."""
-        top, found, total = T.Bind(self.top[t]), [], self.total[t]
-        for score in scores:
-            found.append(T.Bind(T.cast(exp2(score - top), "float16")))
-            total = total + T.cast(found[-1], "float32")
+        """The weights of a tile's scores, float16, which are added to the row's total."""
+        top, halves, total = T.Bind(self.top[t]), [], self.total[t]
+        if self.arch.api == "rocm":
+            for i in range(0, len(scores), 2):
+                pair = half_pair(*(exp2(score - top) for score in scores[i : i + 2]))
+                total = dot2(self.arch, T.reinterpret("uint32", pair), T.uint32(ONES), total)
+                halves += elements(pair)
+        else:
+            for score in scores:
+                halves.append(T.Bind(T.cast(exp2(score - top), "float16")))
+                total = total + T.cast(halves[-1], "float32")
         put(self.total, total, t)
-        return found
+        return halves
 
-    def _add_values(self, weights: Sequence[Sequence[Expr]]) -> None:
-        """Adds the loaded values of CHUNK keys, weighted. weights: of each tile, of the lane's keys."""
-        for t, of in enumerate(weights):
-            for e, weight in enumerate(of):
-                self.weights.set(t * PRODUCTS + e // HALF, e % HALF, weight)
-        for x in range(self.columns):
-            units = [self._vector(self.value, x * 2 + half) for half in range(2)]
-            for p in range(PRODUCTS):
-                self._set_a(units, p)
-                for t in range(self.tiles):
-                    self.out.add_product(x * self.tiles + t, self.a, 0, self.weights, t * PRODUCTS + p)
+    def _weights(self, t: int, halves: list[Expr]) -> Iterable:
+        """The lane's weights of a group of keys as operands."""
+        if not self.unit.whole:
+            return self.out.each("b", t, [halves])
+        own = [self._hidden(T.reinterpret("uint32", vector(halves[i : i + 2]))) for i in range(0, UNIT, 2)]
+        other, low = [self._hidden(shuffle_xor(self.arch, word, SIDE)) for word in own], self.part == 0
+        runs = [[T.Select(low, a, b) for a, b in zip(*of, strict=True)] for of in ((own, other), (other, own))]
+        return self.out.each("b", t, [T.Bind(T.reinterpret(f"float16x{UNIT}", vector(words))) for words in runs])
 
     # ---- a key that is not in the cache
 
     def add_key(self, keys: Buffer, begin: Expr, value: Callable[[Expr], Expr]) -> None:
         """Adds one key, which all rows see: that in shared memory from `begin` on. value(column): its value, float16.
-        Of the lanes that share a row the first one has its weight, the others 0."""
-        first = T.Bind(self.quad == 0)
-        values = [T.Bind(value(x * self.n + self.row)) for x in range(self.columns * 2)]
-        scores = []
-        for t in range(self.tiles):
-            total = T.float32(0)
-            for c in range(self.chunks):
-                first_element = begin + (c * QUADS + self.quad) * UNIT
-                for i in range(UNIT):
-                    x = T.Bind(T.cast(keys[first_element + i], "float32"))
-                    place = (t * self.chunks + c) * PRODUCTS + i // HALF
-                    total = total + x * T.cast(self.query.get(place, i % HALF), "float32")
-            scores.append(T.Bind(soft_cap(self.attention, wave_sum(self.arch, T.Bind(total), QUADS))))
+        Of the lanes that share a row the first one has its weight, as that of its first key, the others 0."""
+        rows, zero = self.unit.rows(self.row), T.float16(0)
+        values = [[self._hidden(value(T.Bind(x * SIDE + row))) for row in rows] for x in range(self.columns)]
+        scores = [soft_cap(self.attention, self._product(t, keys, begin)) for t in range(self.tiles)]
+        scores = [self._hidden(score) for score in scores]
         self._renew(scores)
-        zero = T.float16(0)
+        weights, rest = [], [zero] * (UNIT - 1)
         for t, score in enumerate(scores):
-            weight = T.Bind(T.Select(first, T.cast(exp2(score - self.top[t]), "float16"), zero))
+            weight = T.cast(exp2(score - self.top[t]), "float16")
+            weight = self._hidden(T.Select(self.part == 0, weight, zero))
             put(self.total, self.total[t] + T.cast(weight, "float32"), t)
-            for e in range(HALF):
-                self.weights.set(t * PRODUCTS, e, weight if e == 0 else zero)
-        for x in range(self.columns):
-            for e in range(2 * HALF):
-                self.a.set(0, e, zero if e % HALF else values[x * 2 + e // HALF])
-            for t in range(self.tiles):
-                self.out.add_product(x * self.tiles + t, self.a, 0, self.weights, t * PRODUCTS)
+            weights.append(list(islice(self._weights(t, [weight, *rest]), 1)))
+        for x, found in enumerate(values):
+            runs = [[first, *rest] for x in found for first in (x, *[zero] * (self.unit.units - 1))]
+            self._add_values(x, runs, weights)
+
+    def _product(self, t: int, keys: Buffer, begin: Expr) -> Expr:
+        """The score of the lane's row."""
+        total = T.float32(0)
+        for c, i in product(range(self.chunks), range(self.unit.units)):
+            place, valid = self._unit(c, i)
+            query, key = (T.Bind(x) for x in (self.query(t, place), keys[at(begin + place * UNIT, UNIT)]))
+            score = total
+            for w in range(WORDS):
+                a, b = (T.reinterpret("uint32", T.Shuffle([x], [2 * w, 2 * w + 1])) for x in (query, key))
+                score = dot2(self.arch, a, b, score)
+            total = score if valid is None else T.Bind(T.Select(valid, score, total))
+        return total if self.unit.whole else self.across(total, operator.add)  # each lane has all of the row, or a part
 
     # ---- the end
 
-    def join_waves(self, wave: Expr, waves: int) -> Callable[[Expr, Expr], Joined]:
+    def row_total(self, tile: int) -> Expr:
+        """The sum of all weights of the lane's row."""
+        return self.across(T.Bind(self.total[tile]), operator.add)
+
+    def own_columns(self, tile: int) -> Iterator[tuple[list[Expr], Expr, Expr | None]]:
+        """Yields (sums, the column of the first, whether there are such; None: there are) of WIDTH columns of the
+        lane's row each."""
+        for x in range(self.columns):
+            sums, whole = elements(self.out.result(x * self.tiles + tile)), (x + 1) * SIDE <= self.d
+            for i in range(0, self.unit.acc, WIDTH):
+                column = T.Bind(x * SIDE + self.part * self.unit.acc + i)
+                yield sums[i : i + WIDTH], column, None if whole else column < self.d
+
+    def join_waves(self) -> Callable[[Expr, Expr], Joined]:
         """As `attention_rows.Rows.join_waves`."""
-        tops, totals = (T.alloc_buffer((self.count, waves), "float32", scope="shared") for _ in range(2))
+        tops, totals = (T.alloc_buffer((self.count, self.waves), "float32", scope="shared") for _ in range(2))
         for t in range(self.tiles):
-            total, row = wave_sum(self.arch, T.Bind(self.total[t]), QUADS), T.Bind(self.row + t * self.n)
-            with T.If((self.quad == 0) & (row < self.count)), T.Then():
-                put(tops, self.top[t] + T.float32(P_SHIFT), row, wave)  # the weights that others have are larger
-                put(totals, total, row, wave)
-            for x in range(self.columns):
-                place = self.shared[self.base + (t * self.n * self.out_units + x * (self.m // WIDTH))]
-                self.out.store(x * self.tiles + t, place, self.out_units * WIDTH, "col_major")
-        barrier()
+            total, row = self.row_total(t), T.Bind(self.row + t * self.unit.side)
+            with T.If((self.part == 0) & (row < self.count)), T.Then():
+                put(tops, self.top[t] + T.float32(P_SHIFT), row, self.wave)  # the weights that others have are larger
+                put(totals, total, row, self.wave)
+        outs, rows, units = self._store_outputs()
 
         def out(w: Expr, r: Expr, column: Expr) -> list[Expr]:
-            unit = T.Bind(self.shared[w * self.wave_units + r * self.out_units + column // WIDTH])
-            return [lane_of(unit, i) for i in range(WIDTH)]
+            return elements(T.Bind(outs[w * rows + r * units + column // WIDTH]))
 
-        return join(tops, totals, waves, out)
+        return join(tops, totals, self.waves, out)
+
+    def _store_outputs(self) -> tuple[Buffer, int, int]:
+        """(shared memory with the waves' outputs in units of WIDTH, of these a wave's, a row's)."""
+        units, count = out_units(self.d), self.count
+        outs = T.alloc_buffer((self.waves * count * units,), f"float32x{WIDTH}", scope="shared")
+        for t in range(self.tiles):
+            row = T.Bind(self.row + t * self.unit.side)
+            with T.If(row < count), T.Then():
+                for sums, column, live in self.own_columns(t):
+                    with when(live):
+                        put(outs, vector(sums), (self.wave * count + row) * units + column // WIDTH)
+        return outs, count * units, units

@@ -16,15 +16,14 @@ from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.attention import attention_rows_matrix, attention_rows_unit
-from mlc_amd.schedules.gpu.attention.attention_rows import STEP
-from mlc_amd.schedules.gpu.attention.attention_rows_vulkan import LOADS, KeyLoads, key_loads, waves_of
-from mlc_amd.schedules.gpu.attention.attention_step import Step, max_splits, stride_of
+from mlc_amd.schedules.gpu.attention import attention_rows_size
+from mlc_amd.schedules.gpu.attention.attention_rows_size import FEWER_LOADS, LOADS, STEP, KeyLoads, dot_waves_of
+from mlc_amd.schedules.gpu.attention.attention_step import Step, max_splits, quads, stride_of
 from mlc_amd.schedules.gpu.attention.cache import clamped_position, visible
 from mlc_amd.schedules.gpu.attention.softmax import LOWEST, MAX_GROUP, Joined, group_of, with_sink
 from mlc_amd.schedules.gpu.base.arrival import Outbox, arrive, zero_after
 from mlc_amd.schedules.gpu.base.device import each, exp2, rcp, uniform, wave_max, wave_scan, wave_sum
-from mlc_amd.schedules.gpu.base.matrix_unit import UNITS
+from mlc_amd.schedules.gpu.base.matrix_unit import known_unit
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, local, opaque, put
@@ -40,7 +39,7 @@ class DecodePlan:
     step     keys between two looks at the maximum; on "rocm" STEP
     batch    splits whose results are loaded at once
     rows     query heads that a workgroup has, at least; where more share a KV head, several workgroups read its keys
-    loads, ahead  of attention_rows_vulkan.KeyLoads; of no effect on "rocm"
+    loads, ahead  of attention_rows_size.KeyLoads; of no effect on "rocm"
     """
 
     threads: int = 128
@@ -53,8 +52,7 @@ class DecodePlan:
 
 
 class MatrixDecodePlan(DecodePlan):
-    """Of rows on matrix units (`attention_rows_unit.py`) or on cooperative matrices (`attention_rows_matrix.py`), whose
-    lanes are known."""
+    """Of rows on matrix units whose lanes are known (`attention_rows_matrix.py`)."""
 
 
 LATENT_ROWS = 4  # of latent attention, whose rows have the most columns: as many as registers hold
@@ -77,14 +75,15 @@ def alone_of(arch: Device) -> int:
 def default_plan(attention: Attention, arch: Device, m: int = 1) -> DecodePlan:
     """The rule, of a layer for m rows: matrices where their lanes are known and enough query heads share a KV head;
     else rows of queries in registers."""
-    plan = DecodePlan(loads=key_loads(arch).loads)
-    if attention_rows_unit.suits(arch, attention) and attention_rows_unit.pays(arch, attention.group):
+    plan = DecodePlan(loads=LOADS if arch.registers else FEWER_LOADS)
+    unit = known_unit(arch) if attention_rows_size.suits(arch, attention) else None
+    if unit and unit.knows_sums and attention_rows_size.pays(arch, attention.group):
         plan = MatrixDecodePlan()
     elif attention.values:
         plan = replace(plan, rows=LATENT_ROWS)
     elif attention.span and alone_of(arch) > 1:  # one split has all keys: workgroups for each head fill the GPU
         plan = replace(plan, rows=1, step=32)
-    elif not attention.span and attention.group >= MATRIX_GROUP and attention_rows_matrix.suits(arch, attention):
+    elif unit and not unit.knows_sums and not attention.span and attention.group >= MATRIX_GROUP:
         plan = _on_matrices(attention, arch, m)
     return plan if m == 1 else replace(plan, batch=DecodePlan.batch)  # a step of several rows gains by little code
 
@@ -187,12 +186,11 @@ def splits_of(attention: Attention, arch: Device, plan: DecodePlan | None = None
     if plan.threads < arch.wave:
         raise ValueError(f"{plan.threads} threads are less than a wave of {arch.name}")
     if matrix:
-        rows = attention_rows_unit if arch.matrix in UNITS else attention_rows_matrix
-        if not rows.suits(arch, attention) or plan.step % rows.CHUNK:
+        if not attention_rows_size.suits(arch, attention) or plan.step % attention_rows_size.CHUNK:
             raise ValueError(f"{plan} does not suit {attention} on {arch.name}")
-        waves = rows.waves_of(arch, group, d, plan.threads, plan.step)
+        waves = attention_rows_size.waves_of(arch, group, d, plan.threads, plan.step)
     else:
-        waves = waves_of(arch, group, d, plan.threads)
+        waves = dot_waves_of(arch, group, d, plan.threads)
     keys = min(attention.ctx, span + plan.step) if span else attention.ctx  # what is seen may begin within a block
     fill, maximum = -(-plan.fill * arch.units // (kv_heads * parts)), max_splits(m)
     count = min(-(-keys // (plan.step * waves)), fill, maximum, arch.wave)
@@ -252,17 +250,8 @@ class Join:
         parts = step.layer.kv_heads * splits.parts
         self.place = part if isinstance(token, int) else T.Bind(token * parts + part)  # of all parts of all tokens
 
-    def _quads(self) -> Iterator[tuple[Expr, Expr, Expr]]:
-        """Yields (valid, row, column) of the groups of four columns that this thread has; valid is None where all
-        threads have one."""
-        splits, tid = self.splits, self.tid
-        count = splits.group * splits.d // WIDTH
-        for i in each(self.arch, -(-count // splits.threads)):
-            first = i * splits.threads
-            whole = count % splits.threads == 0 or (isinstance(i, int) and first + splits.threads <= count)
-            valid = None if whole else first + tid < count
-            place = T.Bind((first + tid if valid is None else T.min(first + tid, T.int32(count - 1))) * WIDTH)
-            yield valid, T.Bind(place // splits.d), T.Bind(place % splits.d)
+    def _quads(self) -> Iterator[tuple[Expr | None, Expr, Expr]]:
+        return quads(self.arch, self.splits.threads, self.tid, self.splits.group, self.splits.d)
 
     def _head(self, row: Expr) -> Expr:
         return self.part * self.splits.group + row

@@ -1,4 +1,4 @@
-"""The parameters that the kernels of attention share.
+"""The parameters that the kernels of attention share, and the rows of a chunk.
 
 In: an operator. Out: `Step`. `attention_decode.py` has the launch for the single rows of a step,
 `attention_prefill*.py` those for its chunk; `attention.py` combines them.
@@ -7,7 +7,7 @@ Splits of decode attention join through buffers in device memory, which are para
 be, and how large that makes them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,10 +15,12 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.cache import Cache, Chunk, place_args
-from mlc_amd.schedules.gpu.attention.softmax import output_args
+from mlc_amd.schedules.gpu.attention.softmax import Joined, output_args, with_sink
 from mlc_amd.schedules.gpu.base.arrival import LINE
+from mlc_amd.schedules.gpu.base.device import each, rcp
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
+from mlc_amd.schedules.gpu.base.registers import opaque
 from mlc_amd.schedules.gpu.base.step import kernel, state_arg
 from mlc_amd.schedules.kv_writes import Sources, rope_args
 from mlc_amd.schedules.operators.attention import SLOTS, Attending, Attention, RopeAttention
@@ -90,6 +92,53 @@ class Step(NamedTuple):
             raise UserError(
                 "attention on matrix units gives float32 or float16, not int8 blocks; quantize its output separately"
             )
+
+
+def quads(arch: Device, threads: int, tid: Expr, rows: int, d: int) -> Iterator[tuple[Expr | None, Expr, Expr]]:
+    """Yields (valid, row, column) of the groups of four of d columns of rows that thread `tid` has; valid is None where
+    all threads have one."""
+    count = rows * d // WIDTH
+    for i in each(arch, -(-count // threads)):
+        first = i * threads
+        whole = count % threads == 0 or (isinstance(i, int) and first + threads <= count)
+        valid = None if whole else first + tid < count
+        place = T.Bind((first + tid if valid is None else T.min(first + tid, T.int32(count - 1))) * WIDTH)
+        yield valid, T.Bind(place // d), T.Bind(place % d)
+
+
+class ChunkRow(NamedTuple):
+    """Of a row of a chunk: its token there and its row in the step, its head, and whether there is such a row."""
+
+    token: Expr
+    step_row: Expr
+    head: Expr
+    valid: Expr
+
+
+class ChunkRows(NamedTuple):
+    """The rows (token x head of the group) of KV head `kv` in the chunk of a step, from row `first` on. Rows beyond the
+    chunk compute the same as its last token and are not stored."""
+
+    step: Step
+    chunk: Chunk
+    kv: Expr
+    first: Expr
+
+    def place(self, r: Expr) -> ChunkRow:
+        group, row = self.step.layer.group, T.Bind(self.first + r)
+        token = T.Bind(T.min(row // group, self.chunk.count - 1))
+        head = T.Bind(self.kv * group + row % group)
+        return ChunkRow(token, T.Bind(self.chunk.row(token)), head, row // group < self.chunk.count)
+
+    def store(self, arch: Device, quad: Callable[[Expr, Expr], Joined], count: int, threads: int, tid: Expr) -> None:
+        """Stores what the waves of a workgroup have of `count` rows, joined by `quad` of `softmax.join`."""
+        d = self.step.layer.value_d
+        for valid, r, column in quads(arch, threads, tid, count, d):
+            (top, total, values), place = quad(r, column), self.place(r)
+            inverse = opaque(rcp(with_sink(self.step.sinks, place.head, total, top)))
+            live = place.valid if valid is None else place.valid & valid
+            y = [opaque(x * inverse) for x in values]
+            self.step.store(arch, y, place.step_row, T.Bind(place.head * d + column), live)
 
 
 @contextmanager

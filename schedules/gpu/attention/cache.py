@@ -91,66 +91,38 @@ class KeyBlock(NamedTuple):
     page: Expr
     place0: Expr
 
-    def key(self, place: Expr, c: Expr, e: Expr = None) -> Expr:
-        """Unit c (elements 8*c ..) of the key in a place of the page, float16. e: instead of the whole unit, an index
-        within it; of a quantized cache a ramp of 4 or 8."""
-        if self.cache.scales:
-            return _half_vector(self.key_codes(place, c, e), self.key_scale(place, c), e)
+    def key(self, place: Expr, c: Expr) -> Expr:
+        """Unit c (elements 8*c ..) of the key in a place of the page, float16; of a quantized cache its codes."""
         tile, inner = self._split(place, KEYS)
-        return self.cache.Kc[self.page, self.kv, tile, c, inner, at(0, UNIT) if e is None else e]
-
-    def value(self, i: Expr, column: Expr, e: Expr = None) -> Expr:
-        """Unit i (places place0 + 8*i ..) of a column of the values. e: as for `key`."""
-        if self.cache.scales:
-            return _half_vector(self.value_codes(i, column, e), self.value_scales(i, column, e), e)
-        first, _ = self._split(self.place0, UNIT)
-        return self.cache.Vc[self.page, self.kv, first + i, column, at(0, UNIT) if e is None else e]
-
-    def key_codes(self, place: Expr, c: Expr, e: Expr = None) -> Expr:
-        """The codes of `key` of a quantized cache."""
-        tile, inner = self._split(place, KEYS)
+        if not self.cache.scales:
+            return self.cache.Kc[self.page, self.kv, tile, c, inner, at(0, UNIT)]
         pair, half = self._split(c, CODES // UNIT)
-        return self.cache.Kc[self.page, self.kv, tile, pair, inner, _within(half, e)]
+        return self.cache.Kc[self.page, self.kv, tile, pair, inner, at(half * UNIT, UNIT)]
 
     def key_scale(self, place: Expr, c: Expr) -> Expr:
-        """Their scale, float16."""
+        """The scale of its codes, float16."""
         block, _ = self._split(c, KV_BLOCK // UNIT)
         return self.cache.scales[0][self.page, self.kv, block, place]
 
-    def value_codes(self, i: Expr, column: Expr, e: Expr = None) -> Expr:
-        """The codes of `value` of a quantized cache."""
+    def value(self, i: Expr, column: Expr) -> Expr:
+        """Unit i (places place0 + 8*i ..) of a column of the values, float16; of a quantized cache its codes."""
         first, _ = self._split(self.place0, UNIT)
+        if not self.cache.scales:
+            return self.cache.Vc[self.page, self.kv, first + i, column, at(0, UNIT)]
         pair, half = self._split(first + i, CODES // UNIT)
-        return self.cache.Vc[self.page, self.kv, pair, column, _within(half, e)]
+        return self.cache.Vc[self.page, self.kv, pair, column, at(half * UNIT, UNIT)]
 
-    def value_scales(self, i: Expr, column: Expr, e: Expr = None) -> Expr:
-        """Their scales, one for each, float16."""
+    def value_scales(self, i: Expr, column: Expr) -> Expr:
+        """The scales of its codes, one for each, float16."""
         first, _ = self._split(self.place0, UNIT)
         block, _ = self._split(column, KV_BLOCK)
-        return self.cache.scales[1][self.page, self.kv, block, _within(first + i, e)]
+        return self.cache.scales[1][self.page, self.kv, block, at((first + i) * UNIT, UNIT)]
 
     def _split(self, place: Expr, size: int) -> tuple[Expr, Expr]:
         """place // size and place % size, for a power of two."""
         if self.cache.shifts and not isinstance(place, int):
             return T.shift_right(place, T.int32(size.bit_length() - 1)), place & (size - 1)
         return place // size, place % size
-
-
-def _within(unit: Expr, e: Expr) -> Expr:
-    """Indices of a row of units: those of a whole unit (e None), or e within it."""
-    if e is None:
-        return at(unit * UNIT, UNIT)
-    return T.ramp(unit * UNIT + e.base, 1, e.lanes)
-
-
-def _half_vector(codes: Expr, scales: Expr, e: Expr) -> Expr:
-    """Codes as float16: of a whole unit (e None), or those that e says."""
-    count = (UNIT if e is None else int(e.lanes)) // cache_codes.BYTES
-    words, found = local(count, "uint32"), local(2 * count, "uint32")
-    put(words, T.reinterpret("uint32" if count == 1 else f"uint32x{count}", codes), at(0, count))
-    for i, pair in enumerate(cache_codes.halves([words[i] for i in range(count)], T.Bind(scales))):
-        put(found, pair, i)
-    return T.reinterpret(f"float16x{4 * count}", found[at(0, 2 * count)])
 
 
 class Cache:
@@ -249,6 +221,23 @@ class Pages:
             for cell, page in zip(self.cells, [*found[1:], self.cache.page(self.slot, key0)], strict=True):
                 put(cell, page, 0)
         return found
+
+
+def each_block(
+    cache: Cache, kv: Expr, slot: Expr, begin: Expr, end: Expr, distance: int, size: int
+) -> Iterator[tuple[Expr, KeyBlock]]:
+    """A loop over the blocks of `size` keys with the numbers begin, begin + distance, .. before `end`: yields (number
+    of the step, block)."""
+
+    def first_key(block: Expr) -> Expr:
+        """Of the block with that number; of the last one for those after it."""
+        return T.Bind(T.min(block, end - 1) * size)
+
+    pages = Pages(cache, slot, [first_key(begin)])
+    with T.serial(T.max((end - begin + (distance - 1)) // distance, T.int32(0))) as i:
+        block = T.Bind(begin + i * distance)
+        (page,) = pages.take(first_key(block + distance))
+        yield i, cache.block(kv, T.Bind(block * size), page, size)
 
 
 def own_elements(arch: Device, lane: Expr, first: int, end: int) -> Iterator[tuple[Expr | None, Expr]]:

@@ -27,19 +27,13 @@ class Units:
 
     def load_key(self, n: Expr, block: KeyBlock, place: Expr, c: Expr) -> None:
         """Unit number n becomes unit c of the key in a place of the page."""
-        if self.quantized:
-            self._put(n, block.key_codes(place, c), block.key_scale(place, c))
-        else:
-            self._put(n, block.key(place, c))
+        self._put(n, block.key(place, c), block.key_scale(place, c) if self.quantized else None)
 
     def load_value(self, n: Expr, block: KeyBlock, i: Expr, column: Expr) -> None:
         """Unit number n becomes unit i of a column of the values."""
-        if self.quantized:
-            self._put(n, block.value_codes(i, column), block.value_scales(i, column))
-        else:
-            self._put(n, block.value(i, column))
+        self._put(n, block.value(i, column), block.value_scales(i, column) if self.quantized else None)
 
-    def _put(self, n: Expr, unit: Expr, scales: Expr = None) -> None:
+    def _put(self, n: Expr, unit: Expr, scales: Expr | None) -> None:
         put(self.words, T.reinterpret(f"uint32x{self.size}", unit), at(n * self.size, self.size))
         if scales is not None:
             put(self.scales, scales, at(n * self.scales_of_unit, self.scales_of_unit))

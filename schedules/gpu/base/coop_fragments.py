@@ -35,9 +35,14 @@ class Fragments:
         """All elements of fragment i; the first thing that happens to it, or `load`."""
         T.evaluate(T.tvm_fill_fragment(self.buffer.data, *self.shape, i, tirx.const(value, self.dtype)))
 
+    def clear(self) -> None:
+        """All of them become 0."""
+        for i in range(self.count):
+            self.fill(i, 0)
+
     def load(self, i: Expr, place: Expr, stride: int, layout: str) -> None:
         """From buffer[index] on; the stride is in elements of the buffer's type. Sums of 16 x 8 are loaded by columns:
-        by rows, NVIDIA's driver 580 reads other memory in large kernels (`attention_rows_matrix.py`)."""
+        by rows, NVIDIA's driver 580 reads other memory in large kernels (`attention_rows_shared.py`)."""
         T.evaluate(T.tvm_load_matrix_sync(self.buffer.data, *self.shape, i, T.address_of(place), stride, layout))
 
     def store(self, i: Expr, place: Expr, stride: int, layout: str) -> None:

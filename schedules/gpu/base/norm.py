@@ -8,7 +8,8 @@ the factor 1 / sqrt(..) of each row where the operator has `scale_out`. Rows bey
 were. A lane holds four columns of each step, eight lanes a block of 32.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -19,6 +20,7 @@ from mlc_amd.schedules.gpu.base.device import barrier, fma, launch, rsqrt, wave_
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store, load_columns
+from mlc_amd.schedules.gpu.base.registers import local, put
 from mlc_amd.schedules.gpu.base.step import if_live, kernel, live_rows, state_arg
 from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, threads_of, threads_space
 from mlc_amd.schedules.operators import LayerNorm, RmsNorm
@@ -77,7 +79,7 @@ def norm(op: RmsNorm | LayerNorm, arch: Device, name: str, plan: ThreadsPlan | N
             own.begin(wave, lane)
             source, live = _source(state, op, token)
             with live:
-                own.held(source, token) if arch.api == "rocm" or own.steps <= MAX_STEPS else own.reread(source, token)
+                own.emit(source, token, holds=arch.api == "rocm" or own.steps <= MAX_STEPS)
     return ir.get()
 
 
@@ -105,6 +107,16 @@ def _source(state: Buffer, op: RmsNorm | LayerNorm, token: Expr) -> tuple[Expr, 
     return T.Bind(T.Select(token < state[0], token, last)), T.serial(T.cast(exists, "int32"))
 
 
+class Columns(NamedTuple):
+    """What a thread has of a row at once: the first column, whether it has any (None: it has), what it loads."""
+
+    column: Expr
+    live: Expr | None
+    values: list[Expr]
+    factors: list[Expr]
+    offsets: list[Expr]
+
+
 class _Norm:
     """Declares a norm's parameters after `state` (B, scales: or None), then the work of a workgroup on a row."""
 
@@ -129,49 +141,42 @@ class _Norm:
         self.part = T.alloc_buffer((self.waves,), "float32", scope="shared")
         self.means: Buffer = T.alloc_buffer((self.waves,), "float32", scope="shared") if self.centered else None
 
-    def held(self, source: Expr, token: Expr) -> None:
-        """The row's columns stay in registers."""
-        steps = [self._column(i) for i in range(self.steps)]
-        X, G, B = self.X, self.G, self.B
-        x = [load_columns(X, source, column) for column, _ in steps]
-        g = [load_columns(G, column) for column, _ in steps]
-        b = [None if B is None else load_columns(B, column) for column, _ in steps]
-
-        def total_of(what: Callable[..., Expr]) -> Expr:
-            return sum((what(values, live) for values, (_, live) in zip(x, steps, strict=True)), T.float32(0))
-
-        if self.centered:
-            mean = self._mean(total_of(_total))
-            x = [[T.Bind(v - mean) for v in values] for values in x]
-        scale = self._scale(total_of(square), token)
-        for (column, live), values, factors, offsets in zip(steps, x, g, b, strict=True):
-            self._store(token, column, live, scaled(values, scale, factors), offsets)
-
-    def reread(self, source: Expr, token: Expr) -> None:
-        """The row is read for each sum, and to store it."""
-        X, G, B = self.X, self.G, self.B
+    def emit(self, source: Expr, token: Expr, holds: bool) -> None:
+        """Row `source` of X becomes row `token` of the outputs. holds: its columns stay in registers; otherwise it is
+        read for each sum, and to store it."""
         mean = None
 
-        def load(step: Expr) -> tuple[Expr, Expr | None, list[Expr]]:
+        def load(step: Expr) -> Columns:
             column, live = self._column(step)
-            values = load_columns(X, source, column)
-            return column, live, values if mean is None else [T.Bind(v - mean) for v in values]
+            offsets = [T.float32(0)] * WIDTH if self.B is None else load_columns(self.B, column)
+            return Columns(column, live, load_columns(self.X, source, column), load_columns(self.G, column), offsets)
+
+        loaded = [load(i) for i in range(self.steps)] if holds else []
+
+        def each_step() -> Iterator[Columns]:
+            for step in loaded or map(load, self._loop()):
+                yield step if mean is None else step._replace(values=[T.Bind(v - mean) for v in step.values])
 
         def total_of(what: Callable[..., Expr]) -> Expr:
-            total = T.alloc_buffer((1,), "float32", scope="local")
-            T.buffer_store(total, T.float32(0), [0])
-            with T.serial(self.steps) as i:
-                _, live, values = load(i)
-                T.buffer_store(total, total[0] + what(values, live), [0])
+            total = local(1)
+            put(total, T.float32(0), 0)
+            for step in each_step():
+                put(total, total[0] + what(step.values, step.live), 0)
             return total[0]
 
         if self.centered:
             mean = self._mean(total_of(_total))
         scale = self._scale(total_of(square), token)
+        for column, live, values, factors, offsets in each_step():
+            y = scaled(values, scale, factors)
+            if self.B is not None:
+                y = [T.Bind(v + offset) for v, offset in zip(y, offsets, strict=True)]
+            for layout, out in zip(self.layouts, self.outs, strict=True):
+                emit_store(self.arch, layout, out, y, token, column, live)
+
+    def _loop(self) -> Iterator[Expr]:
         with T.serial(self.steps) as i:
-            column, live, values = load(i)
-            factors, offsets = load_columns(G, column), None if B is None else load_columns(B, column)
-            self._store(token, column, live, scaled(values, scale, factors), offsets)
+            yield i
 
     def _column(self, step: Expr) -> tuple[Expr, Expr | None]:
         """(first column, live) of this thread in that step; live is None where all threads have columns. Others get
@@ -193,9 +198,3 @@ class _Norm:
             with T.If(self.thread == 0), T.Then():
                 T.buffer_store(self.scales, scale, [token])
         return scale
-
-    def _store(self, token: Expr, column: Expr, live: Expr | None, y: list[Expr], offsets: list[Expr] | None) -> None:
-        if offsets is not None:
-            y = [T.Bind(v + offset) for v, offset in zip(y, offsets, strict=True)]
-        for layout, out in zip(self.layouts, self.outs, strict=True):
-            emit_store(self.arch, layout, out, y, token, column, live)

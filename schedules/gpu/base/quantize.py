@@ -2,9 +2,8 @@
 written, and the kernel that only does that.
 
     ""       float32 [m, k]
-    "half"   H float16 [m, k], for matrix units; what float16 cannot hold becomes its largest number
-    "pairs"  the same in the order of columns in which packed arithmetic finds those of quantized weights, for
-             cooperative matrices (`gemm_coop.py`)
+    "pairs"  H float16 [m, k], in the order of columns in which packed arithmetic finds those of quantized weights, for
+             cooperative matrices (`gemm_coop.py`); what float16 cannot hold becomes its largest number
     "lanes:g"  the same in the order in which lanes load them, g blocks of a token side by side, for `gemm_lanes.py`
              and `gemm_matrix.py`
     "rows"   A int8 [m, KB, 32]    q = rint(x * (127 / amax)), amax = largest |x| of the 32 columns of a block
@@ -47,7 +46,7 @@ from mlc_amd.schedules.operators.layouts import activations, kind_of
 from mlc_amd.schedules.space import Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
-NAMES = {"": ["X"], "half": ["H"], "pairs": ["H"], "lanes": ["H"], "rows": ["A", "S"]}  # of parameters in each layout
+NAMES = {"": ["X"], "pairs": ["H"], "lanes": ["H"], "rows": ["A", "S"]}  # of parameters in each layout
 FIELDS = 4  # of S
 WIDTH = 4  # columns that a lane holds
 LANES = BLOCK // WIDTH  # that hold a block
@@ -185,9 +184,6 @@ def emit_store(
     with when(live):
         if layout == "":
             T.buffer_store(out[0], vector(x), [token, columns(column)])
-        elif layout == "half":
-            halves = T.cast(vector([clamped(v) for v in x]), f"float16x{WIDTH}")
-            T.buffer_store(out[0], halves, [token, columns(column)])
         elif (kind := kind_of(layout)) in RUNS_OF:
             RUNS_OF[kind](out[0], token, column, [T.cast(clamped(v), "float16") for v in x])
         else:
@@ -215,22 +211,21 @@ def quantize_block(arch: Device, x: list[Expr]) -> tuple[list[Expr], list[Expr]]
         words.append(T.Bind(word))
     # the sum of this lane's half of the block; then the other half's, the mirror image of its lanes away
     low = wave_sum(arch, T.Bind(total), lanes // 2)
-    high = shuffle_xor(arch, low, lanes - 1)
+    high = shuffle_xor(arch, low, lanes - 1 if lanes < BLOCK else lanes // 2)  # whichever AMD's GPUs have
     d = T.Bind(top * T.float32(1 / 127))
     return words, [d, *(d * T.cast(part, "float32") for part in (low + high, low, high))]
 
 
 def store_floats(layout: str, out: Buffer, token: Expr, row: Expr, y: list[Expr], run: bool = False) -> None:
-    """y, float32 of consecutive rows, in the layout "", "half" or, four of them, "pairs" or "lanes". run: eight,
+    """y, float32 of consecutive rows, in the layout "" or, four of them, "pairs" or "lanes". run: eight,
     columns as of `store_run`."""
     kind = kind_of(layout)
     if run and kind != "lanes":
         for half in range(2):
             store_floats(layout, out, token, row + half * (BLOCK // 2), y[4 * half : 4 * half + 4])
         return
-    if layout:
-        y = [T.cast(clamped(x), "float16") for x in y]
     if kind in RUNS_OF:
+        y = [T.cast(clamped(x), "float16") for x in y]
         (store_run if run else RUNS_OF[kind])(out, token, row, y)
     else:
         T.buffer_store(out, vector(y), [token, at(row, len(y))])
@@ -239,22 +234,16 @@ def store_floats(layout: str, out: Buffer, token: Expr, row: Expr, y: list[Expr]
 def store_block(arch: Device, out: list[Buffer], token: Expr, row: Expr, y: Expr) -> None:
     """y, one float32 of each of 32 neighbouring lanes, as a block in the layout "rows"."""
     A, S = out
-    half, column = BLOCK // 2, T.Bind(row % BLOCK)
-    top = wave_max(arch, T.Bind(T.fabs(y)), BLOCK)
-    q = T.Bind(T.cast(rint(y * T.Select(top > T.float32(TINY), T.float32(127) * rcp(top), T.float32(0))), "int32"))
-    low = wave_sum(arch, q, half)
-    high = shuffle_xor(arch, low, half)
-    d = T.Bind(top * T.float32(1 / 127))
-    T.buffer_store(A, T.cast(q, "int8"), [token, row // BLOCK, column])
-    with T.If(column == 0), T.Then():  # the lane in whose half `low` is the first
-        fields = [d, *(d * T.cast(total, "float32") for total in (low + high, low, high))]
+    column, ((word,), fields) = T.Bind(row % BLOCK), quantize_block(arch, [y])
+    T.buffer_store(A, T.cast(word, "int8"), [token, row // BLOCK, column])
+    with T.If(column == 0), T.Then():
         T.buffer_store(S, vector(fields), [token, row // BLOCK, T.ramp(0, 1, FIELDS)])
 
 
 @registry.builds(Quantize)
 def quantize(op: Quantize, arch: Device, name: str, plan: ThreadsPlan | None = None) -> tirx.PrimFunc:
     """Kernel (state int32[4], X float32 [m, k], then A, S or H of [m, k]): the live tokens' rows in the layout "rows",
-    "half", "pairs" or "lanes". UserError unless 32 divides k, ValueError for another layout."""
+    "pairs" or "lanes". UserError unless 32 divides k, ValueError for another layout."""
     k, m, layout = op.k, op.m, op.layout
     if not layout or kind_of(layout) not in NAMES:
         raise ValueError(f"nothing to convert to the layout {layout!r}")

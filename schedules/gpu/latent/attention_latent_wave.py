@@ -107,14 +107,12 @@ class Wave:
             self._load_query(self.queries, step, step)
         put(self.top, T.float32(LOWEST / 2), 0)  # above the scores of keys that are not seen: their weights are 0
         put(self.total, T.float32(0), 0)
-        for i in range(self.out.count):
-            self.out.fill(i, 0)
+        self.out.clear()
 
     def score(self, keys: Buffer, first: Expr) -> None:
         """Leaves this wave's part of the scores of the block whose units begin with `first`."""
         count = self.tile.keys // self.n
-        for j in range(count):
-            self.partial.fill(j, 0)
+        self.partial.clear()
         first = T.Bind(first + self.part * (self.shape.steps * self.k // UNIT))
         for step in range(self.shape.steps):
             queries, i = self.queries, step

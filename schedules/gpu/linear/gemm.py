@@ -211,7 +211,7 @@ def _store_staged(
 
 
 def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Tile | None = None) -> tirx.PrimFunc:
-    """Kernel with the parameters of `linear_args`: weights of f x k, f a multiple of 32. op.layout: "half", "pairs",
+    """Kernel with the parameters of `linear_args`: weights of f x k, f a multiple of 32. op.layout: "pairs",
     "lanes" (after cooperative matrices), "" or, where layout_in does not mean matrix units, "rows". Token tiles without
     live tokens, or without an expert, are left as they are. ValueError for what cannot share a launch."""
     of, f, layout = product_of(op, arch), op.n, op.layout

@@ -15,12 +15,12 @@ from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import fma, launch, rsqrt, shuffle, wave_sum
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import local, put
-from mlc_amd.schedules.gpu.base.step import if_live, kernel, live_rows, state_arg, when
+from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg, when
 from mlc_amd.schedules.gpu.recurrent import scan_blocks
-from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, load_row, store_row, waves_of
+from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, each_row, load_row, store_row, waves_of
 from mlc_amd.schedules.gpu.recurrent.scan_blocks import Pairs, Scan, ScanPlan, block_rows, blocks_of, fitted, weighed
 from mlc_amd.schedules.operators import ChannelDecay, DeltaNet
-from mlc_amd.schedules.runs import RunCells, begins, decay_args, delta_args, key_head, run_length, runs, softplus
+from mlc_amd.schedules.runs import decay_args, delta_args, key_head, runs, softplus
 from mlc_amd.schedules.space import Space
 from mlc_amd.schedules.tir import Expr
 
@@ -54,42 +54,29 @@ def _delta_rows(op: DeltaNet, arch: Device, name: str) -> tirx.PrimFunc:
         rows, cells, X, Beta, decays, States, Y = delta_args(op)
         grid = d // (columns * waves), value_heads, runs(m, single)
         with launch(grid, (arch.wave, waves)) as (part, head, first, lane, wave):
-            live = live_rows(state, m)
-            with T.If(first < live), T.Then(), T.If(begins(rows, first)), T.Then():
-                places, length = RunCells(rows, cells, first, single), run_length(op, state, rows, first, live)
-                column = T.Bind((part * waves + wave) * columns + lane // LANES)
-                begin = T.Bind(lane % LANES * count)
-                q_at = T.Bind(key_head(head, op) * d + begin)
-                v_at = T.Bind(2 * keys + head * d + column)
-                matrix = [local(1) for _ in range(count)]
-                for cell, x in zip(matrix, load_row(States, (places.source, head, column), begin, count), strict=True):
-                    put(cell, T.Select(rows[first, 0] > 0, x, T.float32(0)), 0)
-
-                def keep(target: Expr) -> None:
-                    store_row(States, (target, head, column), begin, [T.Bind(cell[0]) for cell in matrix])
-
-                with T.serial(length) as step:
-                    row = T.Bind(first + step)
-                    q, k = (load_row(X, (row,), base, count) for base in (q_at, q_at + keys))
-                    old = [T.Bind(cell[0]) for cell in matrix]
-                    if op.by_channel:
-                        own = load_row(decays.channels, (row,), T.Bind(head * d + begin), count)
-                        old = [T.Bind(x * factor) for x, factor in zip(old, own, strict=True)]
-                    pairs = (k, k), (q, q), (q, k), (k, old), (q, old)
-                    kk, qq, qk, by_k, by_q = (wave_sum(arch, weighed(*pair, T.float32(0)), LANES) for pair in pairs)
-                    k_scale = rsqrt(kk + T.float32(op.eps))
-                    q_scale = T.Bind(rsqrt(qq + T.float32(op.eps)) * T.float32(1 / sqrt(d)))
-                    decay = decays.of_head(row, head)
-                    beta = T.Bind(T.float32(1) / (T.float32(1) + T.exp(T.float32(0) - Beta[row, head])))
-                    change = T.Bind((X[row, v_at] - by_k * (decay * k_scale)) * beta)
-                    with T.If(lane % LANES == 0), T.Then():
-                        y = fma(by_q, decay, T.Bind(change * (qk * k_scale)))
-                        T.buffer_store(Y, y * q_scale, [row, head * d + column])
-                    factor = T.Bind(change * k_scale)
-                    for cell, before, x in zip(matrix, old, k, strict=True):
-                        put(cell, fma(x, factor, T.Bind(before * decay)), 0)
-                    places.keep(step, keep)
-                keep(places.after(length - 1))
+            column = T.Bind((part * waves + wave) * columns + lane // LANES)
+            begin = T.Bind(lane % LANES * count)
+            q_at = T.Bind(key_head(head, op) * d + begin)
+            v_at = T.Bind(2 * keys + head * d + column)
+            for row, matrix in each_row(op, (state, rows, cells), first, States, (head, column), begin, count):
+                q, k = (load_row(X, (row,), base, count) for base in (q_at, q_at + keys))
+                old = [T.Bind(cell[0]) for cell in matrix]
+                if op.by_channel:
+                    own = load_row(decays.channels, (row,), T.Bind(head * d + begin), count)
+                    old = [T.Bind(x * factor) for x, factor in zip(old, own, strict=True)]
+                pairs = (k, k), (q, q), (q, k), (k, old), (q, old)
+                kk, qq, qk, by_k, by_q = (wave_sum(arch, weighed(*pair, T.float32(0)), LANES) for pair in pairs)
+                k_scale = rsqrt(kk + T.float32(op.eps))
+                q_scale = T.Bind(rsqrt(qq + T.float32(op.eps)) * T.float32(1 / sqrt(d)))
+                decay = decays.of_head(row, head)
+                beta = T.Bind(T.float32(1) / (T.float32(1) + T.exp(T.float32(0) - Beta[row, head])))
+                change = T.Bind((X[row, v_at] - by_k * (decay * k_scale)) * beta)
+                with T.If(lane % LANES == 0), T.Then():
+                    y = fma(by_q, decay, T.Bind(change * (qk * k_scale)))
+                    T.buffer_store(Y, y * q_scale, [row, head * d + column])
+                factor = T.Bind(change * k_scale)
+                for cell, before, x in zip(matrix, old, k, strict=True):
+                    put(cell, fma(x, factor, T.Bind(before * decay)), 0)
     return ir.get()
 
 

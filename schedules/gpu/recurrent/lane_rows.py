@@ -1,13 +1,16 @@
 """Rows of a matrix that a few neighbouring lanes have in their registers: how kernels of recurrent layers share out the
-matrix of a head.
+matrix of a head, and go through the rows of a sequence one by one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
+from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put, vector
+from mlc_amd.schedules.gpu.base.step import live_rows
+from mlc_amd.schedules.operators import DeltaNet, SsmScan
+from mlc_amd.schedules.runs import RunCells, begins, run_length
 from mlc_amd.schedules.tir import Buffer, Expr
 
 LANES = 8  # of a row
@@ -45,6 +48,28 @@ def store_row(buffer: Buffer, place: tuple[Expr, ...], first: Expr, values: Sequ
     """The inverse."""
     width = width_of(len(values))
     for start in range(0, len(values), width):
-        group = values[start : start + width]
-        value = vector(group) if width > 1 else group[0]
-        T.buffer_store(buffer, value, [*place, at(first + start, width)])
+        T.buffer_store(buffer, vector(values[start : start + width]), [*place, at(first + start, width)])
+
+
+def each_row(
+    op: DeltaNet | SsmScan, step: tuple[Buffer, Buffer, Buffer], first: Expr, States: Buffer, place: tuple[Expr, ...],
+    begin: Expr, count: int,
+) -> Iterator[tuple[Expr, list[Buffer]]]:  # fmt: skip
+    """The loop over the rows of the run that begins with row `first`, if one does: yields (row, registers of the
+    `count` numbers of States[cell, *place] from index `begin` on, which the sequence keeps). step: state, rows and
+    cells."""
+    state, rows, cells = step
+    live = live_rows(state, op.m)
+    with T.If(first < live), T.Then(), T.If(begins(rows, first)), T.Then():
+        cell, length = RunCells(rows, cells, first, op.single), run_length(op, state, rows, first, live)
+        matrix = [local(1) for _ in range(count)]
+        for number, x in zip(matrix, load_row(States, (cell.source, *place), begin, count), strict=True):
+            put(number, T.Select(rows[first, 0] > 0, x, T.float32(0)), 0)
+
+        def keep(target: Expr) -> None:
+            store_row(States, (target, *place), begin, [T.Bind(number[0]) for number in matrix])
+
+        with T.serial(length) as i:
+            yield T.Bind(first + i), matrix
+            cell.keep(i, keep)
+        keep(cell.after(length - 1))

@@ -22,7 +22,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import barrier, fma, shuffle, shuffle_xor
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.registers import lane_of, local, put, vector
+from mlc_amd.schedules.gpu.base.registers import Held, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.base.step import live_rows, opaque_zero
 from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, load_row, store_row, width_of
 from mlc_amd.schedules.operators import DeltaNet, SsmScan
@@ -292,31 +292,22 @@ class Scan:
                 found += load_row(Factors, (number, head, quad // per), T.Bind(quad % per * QUAD), QUAD)
             return found + list(fetch(T.Bind(self.first + T.min(block * LANES + self.i, last))))
 
-        ahead = []
-        for x in load(T.int32(0)):
-            ahead.append(local(1))
-            put(ahead[-1], x, 0)
+        ahead = Held(load(T.int32(0)))
         with T.serial(count) as block:
             barrier()
-            held = iter(ahead)
+            held = iter(ahead.values())
             for piece in self._pieces(pieces):
-                put(self.lds, self._vector([next(held)[0] for _ in range(width)]), piece)
+                put(self.lds, vector([next(held) for _ in range(width)]), piece)
             for quad in self._pieces(quads):
-                put(self.row_factors, self._vector([next(held)[0] for _ in range(QUAD)]), quad)
-            fetched = [T.Bind(cell[0]) for cell in held]
+                put(self.row_factors, vector([next(held) for _ in range(QUAD)]), quad)
             barrier()
-            for cell, x in zip(ahead, load(T.Bind(T.min(block + 1, count - 1))), strict=True):
-                put(cell, x, 0)
+            ahead.keep(load(T.Bind(T.min(block + 1, count - 1))))
             self.block, place = block, T.Bind(block * LANES + self.i)
-            body(T.Bind(self.first + T.min(place, last)), T.Bind(place < self.length), fetched)
+            body(T.Bind(self.first + T.min(place, last)), T.Bind(place < self.length), list(held))
 
     @staticmethod
     def _type(width: int) -> str:
         return f"float32x{width}" if width > 1 else "float32"
-
-    @staticmethod
-    def _vector(values: Sequence[Expr]) -> Expr:
-        return vector([T.Bind(x) for x in values]) if len(values) > 1 else values[0]
 
     def _pieces(self, count: int) -> Iterator[Expr]:
         """The numbers of this thread's pieces; surplus threads repeat the last one."""

@@ -13,13 +13,13 @@ from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.activations import ACTIVATIONS
 from mlc_amd.schedules.gpu.base.device import fma, launch, wave_sum
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.registers import local, put
-from mlc_amd.schedules.gpu.base.step import kernel, live_rows, state_arg
+from mlc_amd.schedules.gpu.base.registers import put
+from mlc_amd.schedules.gpu.base.step import kernel, state_arg
 from mlc_amd.schedules.gpu.recurrent import scan_blocks
-from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, load_row, store_row, waves_of
+from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, each_row, load_row, store_row, waves_of
 from mlc_amd.schedules.gpu.recurrent.scan_blocks import Pairs, Scan, ScanPlan, block_rows, blocks_of, fitted, weighed
 from mlc_amd.schedules.operators import SsmScan
-from mlc_amd.schedules.runs import RunCells, begins, run_length, runs, softplus, ssm_args
+from mlc_amd.schedules.runs import runs, softplus, ssm_args
 from mlc_amd.schedules.space import Space
 from mlc_amd.schedules.tir import Expr
 
@@ -51,33 +51,20 @@ def _scan_rows(op: SsmScan, arch: Device, name: str) -> tirx.PrimFunc:
         rows, cells, X, Z, Dt, A, D, Bias, States, Y = ssm_args(op)
         grid = d // (columns * waves), heads, runs(m, single)
         with launch(grid, (arch.wave, waves)) as (part, head, first, lane, wave):
-            live = live_rows(state, m)
-            with T.If(first < live), T.Then(), T.If(begins(rows, first)), T.Then():
-                places, length = RunCells(rows, cells, first, single), run_length(op, state, rows, first, live)
-                column = T.Bind((part * waves + wave) * columns + lane // LANES)
-                begin, x_at = T.Bind(lane % LANES * count), T.Bind(head * d + column)
-                b_at = T.Bind(heads * d + head // (heads // groups) * size + begin)
-                own = T.Bind(column * size + begin)
-                matrix = [local(1) for _ in range(count)]
-                for cell, x in zip(matrix, load_row(States, (places.source, head), own, count), strict=True):
-                    put(cell, T.Select(rows[first, 0] > 0, x, T.float32(0)), 0)
-
-                def keep(target: Expr) -> None:
-                    store_row(States, (target, head), own, [T.Bind(cell[0]) for cell in matrix])
-
-                with T.serial(length) as step:
-                    row = T.Bind(first + step)
-                    b, c = (load_row(X, (row,), base, count) for base in (b_at, b_at + groups * size))
-                    dt, x = softplus(Dt[row, head] + Bias[head]), T.Bind(X[row, x_at])
-                    decay, change, total = T.Bind(T.exp(A[head] * dt)), T.Bind(x * dt), T.float32(0)
-                    for cell, from_b, to_y in zip(matrix, b, c, strict=True):
-                        put(cell, fma(change, from_b, T.Bind(cell[0] * decay)), 0)
-                        total = fma(cell[0], to_y, total)
-                    y = fma(x, D[head], wave_sum(arch, total, LANES))
-                    with T.If(lane % LANES == 0), T.Then():
-                        T.buffer_store(Y, y * ACTIVATIONS["silu"](T.Bind(Z[row, x_at])), [row, x_at])
-                    places.keep(step, keep)
-                keep(places.after(length - 1))
+            column = T.Bind((part * waves + wave) * columns + lane // LANES)
+            begin, x_at = T.Bind(lane % LANES * count), T.Bind(head * d + column)
+            b_at = T.Bind(heads * d + head // (heads // groups) * size + begin)
+            own = T.Bind(column * size + begin)
+            for row, matrix in each_row(op, (state, rows, cells), first, States, (head,), own, count):
+                b, c = (load_row(X, (row,), base, count) for base in (b_at, b_at + groups * size))
+                dt, x = softplus(Dt[row, head] + Bias[head]), T.Bind(X[row, x_at])
+                decay, change, total = T.Bind(T.exp(A[head] * dt)), T.Bind(x * dt), T.float32(0)
+                for cell, from_b, to_y in zip(matrix, b, c, strict=True):
+                    put(cell, fma(change, from_b, T.Bind(cell[0] * decay)), 0)
+                    total = fma(cell[0], to_y, total)
+                y = fma(x, D[head], wave_sum(arch, total, LANES))
+                with T.If(lane % LANES == 0), T.Then():
+                    T.buffer_store(Y, y * ACTIVATIONS["silu"](T.Bind(Z[row, x_at])), [row, x_at])
     return ir.get()
 
 

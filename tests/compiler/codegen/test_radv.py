@@ -183,6 +183,20 @@ def test_the_choice_of_tokens_uses_no_scratch(arch):
         assert len(compiled.assembly.splitlines()) < 10000, name
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ["rdna3", "rdna4"])
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(32, 4, 128), (64, 8, 64)])
+def test_decode_attention_on_matrices_uses_no_scratch(arch, heads, kv_heads, d):
+    profile = profiles.resolve(arch)
+    args = {"heads": heads, "kv_heads": kv_heads, "d": d, "ctx": 16384, "neox": True, "rotary": d, "layout": "rows"}
+    report, _ = reported({"k": built(operator("rope_attention", args | {"m": 8}), profile, "k")}, profile)
+    if int(re.search(r"Mesa (\d+)", report.device)[1]) < 25:
+        pytest.skip(f"{report.device} knows no cooperative matrices")
+    for compiled in report.kernels.values():
+        assert compiled.kernel.scratch == compiled.kernel.vgpr_spills == 0, compiled.kernel
+        assert "v_wmma_f32_16x16x16_f16" in compiled.assembly
+
+
 @pytest.mark.parametrize("d", [pytest.param(160, marks=pytest.mark.full), 256])
 @pytest.mark.parametrize("arch", ["rdna3", pytest.param("rdna4", marks=pytest.mark.full)])
 def test_attention_with_wide_heads_uses_no_scratch(arch, d):

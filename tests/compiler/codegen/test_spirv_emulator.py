@@ -192,7 +192,7 @@ def test_lanes_that_are_together():
 # ---- kernels as GPUs get them; those of matrices: test_gemm_lanes.py, test_vulkan_coop.py and others
 
 ATTENTION = {
-    "row": Case(4, 1, 64, layout="half", rope=Rope(False, 64), states=((70, 1),)),
+    "row": Case(4, 1, 64, layout="pairs", rope=Rope(False, 64), states=((70, 1),)),
     "rows": Case(
         2, 1, 32, m=8, layout="rows", several=8, rope=Rope(True, 32, 1e-6), states=(Rows((3, CTX - 1), (61, 5)),),
     ),

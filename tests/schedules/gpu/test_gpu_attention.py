@@ -30,7 +30,7 @@ WAVE_ORDER = 3  # a seed: shuffled
 NEAR, FAR = ((0, 1), (63, 1), (103, 1)), ((64, 1), (500, 1))
 DECODE = {
     "decode_group_4": Case(8, 2, 64),
-    "decode_group_1": Case(2, 2, 96, layout="half", rope=Rope(True, 48)),
+    "decode_group_1": Case(2, 2, 96, layout="pairs", rope=Rope(True, 48)),
     "decode_group_2": Case(2, 1, 128, layout="rows", rope=Rope(True, 128, 1e-6)),
     "decode_group_7": Case(7, 1, 64, layout="rows", rope=Rope(False, 64)),
     "decode_head_24": Case(2, 1, 24, rope=Rope(True, 24, 1e-6), states=NEAR),
@@ -52,7 +52,7 @@ DECODE = {
     ),
     "decode_reads": Case(4, 1, 64, rope=Rope(True, 64, 1e-6, writes=False), states=NEAR),
     # on matrix units of all three
-    "decode_units_80": Case(8, 1, 80, layout="half", rope=Rope(True, 80, 1e-6), states=((0, 1), (130, 1))),
+    "decode_units_80": Case(8, 1, 80, layout="pairs", rope=Rope(True, 80, 1e-6), states=((0, 1), (130, 1))),
     "decode_units_q8": Case(
         16, 2, 128, rope=Rope(False, 128), states=NEAR + FAR, attributes={"kv": "q8_0", "window": 90, "sinks": True}
     ),
@@ -70,31 +70,31 @@ ROWS = {
     "rows_units": Case(
         8, 1, 64, 8, "rows", several=8, rope=Rope(True, 64, 1e-6), states=(Rows((0, 200, 3)), Rows((70,), (125, 5)))
     ),
-    "mixed": Case(4, 1, 64, 32, "half", several=8, states=(Rows((130, 5, 299), (57, 13)), Rows((), (0, 30)))),
+    "mixed": Case(4, 1, 64, 32, "pairs", several=8, states=(Rows((130, 5, 299), (57, 13)), Rows((), (0, 30)))),
     "mixed_q8": Case(4, 2, 64, 32, several=8, states=(Rows((130, 5, 299), (57, 13)),), attributes={"kv": "q8_0"}),
     "mixed_window": Case(
         2, 1, 64, 32, several=8, states=(Rows((CTX - 1, 64), (450, 30)),), attributes={"window": 49, "softcap": 4.0}
     ),
 }  # fmt: skip
 PREFILL = {
-    "prefill_group_1": Case(2, 2, 96, 16, "half", states=((0, 16), (57, 13), (64, 1), (CTX - 16, 16))),
-    "prefill_group_4": Case(4, 1, 128, 64, "half", states=((0, 64), (57, 50))),
+    "prefill_group_1": Case(2, 2, 96, 16, "pairs", states=((0, 16), (57, 13), (64, 1), (CTX - 16, 16))),
+    "prefill_group_4": Case(4, 1, 128, 64, "pairs", states=((0, 64), (57, 50))),
     "prefill_group_7": Case(7, 1, 64, 16, "", states=((33, 16), (300, 3))),
-    "prefill_head_40": Case(3, 1, 40, 16, "half", states=((57, 13),)),
+    "prefill_head_40": Case(3, 1, 40, 16, "", states=((57, 13),)),
     "prefill_window": Case(
         1, 1, 32, 64, "", states=((0, 64), (70, 64), (400, 45)), attributes={"window": 5, "sinks": True}
     ),
     "prefill_window_of_a_page": Case(
         2, 1, 64, 16, "", states=((0, 16), (56, 16), (401, 13)), attributes={"window": 49, "sinks": True}
     ),
-    "prefill_wide": Case(2, 1, 256, 16, "half", states=((57, 13),)),
+    "prefill_wide": Case(2, 1, 256, 16, "pairs", states=((57, 13),)),
     "prefill_apart": Case(4, 1, 64, 64, "", states=((57, 50), (130, 64))),
     "prefill_tiles": Case(
-        4, 1, 64, 64, "half", states=((57, 50), (300, 64)), attributes={"window": 80, "softcap": 4.0, "sinks": True}
+        4, 1, 64, 64, "pairs", states=((57, 50), (300, 64)), attributes={"window": 80, "softcap": 4.0, "sinks": True}
     ),
     "prefill_chunk": Case(2, 1, 64, 16, "", states=((30, 16), (393, 16)), attributes={"chunk": 100}),
     "prefill_attributes": Case(
-        4, 1, 64, 16, "half", states=((30, 16), (300, 16)),
+        4, 1, 64, 16, "pairs", states=((30, 16), (300, 16)),
         attributes={"window": 100, "softcap": 4.0, "sinks": True, "scale": 0.2},
     ),
 }  # fmt: skip

@@ -19,6 +19,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.arch import ARCHS, resolve
 from mlc_amd.schedules.gpu.base.planes import padded
+from mlc_amd.schedules.gpu.base.quantize import from_pairs
 from mlc_amd.schedules.gpu.linear.gemv import FEW, gate_up_swiglu, linear
 from mlc_amd.schedules.gpu.linear.gemv_plan import Plan, gate_up_default, linear_default
 from tests.dev.gfxemu import emulate
@@ -154,7 +155,7 @@ GATE_UP = {
     "wide": ("q5_k", "q5_k", 32, 4096, "rows"),
     "float32": ("iq4_nl", "q4_1", 32, 1024, ""),
     "one unit a row": ("q4_0", "q5_1", 64, 32, "rows"),
-    "half": ("q2_k", "q2_k", 32, 256, "half"),
+    "float16": ("q2_k", "q2_k", 32, 256, "pairs"),
     "float weights": ("f16", "bf16", 64, 320, ""),
     "float weights to int8": ("f32", "f16", 32, 128, "rows"),
 }
@@ -188,9 +189,9 @@ def test_gate_up_swiglu(arch, case):
     emulate(module, "gate_up", arrays | outputs, wave_order=2)
     if layout == "":
         assert np.abs(outputs["Y"][0] - y).max() <= TOLERANCE * np.abs(y).max()
-    elif layout == "half":
+    elif layout == "pairs":
         expected = np.clip(y, -65504, 65504)
-        assert np.abs(outputs["Y"][0] - expected).max() <= 1e-3 * np.abs(expected).max()
+        assert np.abs(from_pairs(outputs["Y"])[0] - expected).max() <= 1e-3 * np.abs(expected).max()
     else:
         q, s, y = outputs["A_out"][0].astype(np.int64), outputs["S_out"][0], y.reshape(-1, 32)
         top = np.abs(y).max(1, keepdims=True)
@@ -252,7 +253,7 @@ def test_what_is_no_gemv_is_refused():
     for segments, m, layout, biases, residual in (
         ([("q4_0", 16)], 3, "rows", (False,), False),
         ([("q4_0", 16)], 2 * FEW, "rows", (False,), False),
-        ([("q4_0", 16)], 1, "half", (False,), False),
+        ([("q4_0", 16)], 1, "pairs", (False,), False),
         ([("q4_0", 16), ("f16", 16)], 1, "rows", (False, False), False),
         ([("q4_0", 16), ("q4_0", 16)], 1, "rows", (False, False), True),
         ([("q4_0", 16)], 1, "rows", (), False),

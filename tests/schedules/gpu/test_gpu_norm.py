@@ -12,6 +12,7 @@ from mlc_amd.compiler.quant import repack
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.arch import ARCHS, resolve
+from mlc_amd.schedules.gpu.base.quantize import from_pairs
 from mlc_amd.schedules.operators import Embed, LayerNorm, Operator, Quantize, RmsNorm
 from tests.dev.gfxemu import emulate
 
@@ -30,7 +31,7 @@ def outputs(m, k, layout, name="Y"):
     """Parameters of a token vector in that layout."""
     if layout == "rows":
         return {"A": np.full((m, k // 32, 32), LEFT, np.int8), "S": np.full((m, k // 32, 4), LEFT, np.float32)}
-    return {"half": {"H": np.full((m, k), LEFT, np.float16)}, "": {name: np.full((m, k), LEFT, np.float32)}}[layout]
+    return {"pairs": {"H": np.full((m, k), LEFT, np.float16)}, "": {name: np.full((m, k), LEFT, np.float32)}}[layout]
 
 
 def check(out, expected):
@@ -40,7 +41,7 @@ def check(out, expected):
     if "Y" in out:
         np.testing.assert_allclose(out["Y"][:live], expected, rtol=3e-6, atol=1e-9)
     elif "H" in out:
-        np.testing.assert_allclose(out["H"][:live], np.clip(expected, -65504, 65504), rtol=6e-4, atol=6e-8)
+        np.testing.assert_allclose(from_pairs(out["H"])[:live], np.clip(expected, -65504, 65504), rtol=6e-4, atol=6e-8)
     else:
         q, s, x = out["A"][:live].astype(np.int64), out["S"][:live], expected.reshape(live, k // 32, 32)
         np.testing.assert_allclose(s[..., 0], np.abs(x).max(-1) / 127, rtol=2e-6)
@@ -67,7 +68,7 @@ def build(arch, **operators: Operator):
 @pytest.mark.full
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ARCH_NAMES)
-@pytest.mark.parametrize("layout", ["rows", "half"])
+@pytest.mark.parametrize("layout", ["rows", "pairs"])
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_quantize(arch, layout, chunk):
     m, k, live = chunk
@@ -84,7 +85,7 @@ def test_quantize(arch, layout, chunk):
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ARCH_NAMES)
 @pytest.mark.parametrize("rows", ["all", "last"])
-@pytest.mark.parametrize("layout", ["", "rows", "half"])
+@pytest.mark.parametrize("layout", ["", "rows", "pairs"])
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_rms_norm(arch, rows, layout, chunk):
     m, k, live = chunk
@@ -127,10 +128,10 @@ def test_every_family_compiles(arch):
     build(
         arch,
         norm=RmsNorm(k=8192, m=1, eps=EPS, layout="rows", rows="all"),
-        wide=RmsNorm(k=4096, m=512, eps=EPS, layout="half", rows="all"),
+        wide=RmsNorm(k=4096, m=512, eps=EPS, layout="pairs", rows="all"),
         quantize=Quantize(k=14336, m=16, layout="rows"),
         embed=Embed(fmt="iq4_xs", vocab=VOCAB, k=4096, m=512),
-        layer_norm=LayerNorm(k=4096, m=16, eps=EPS, bias=True, layout="half", rows="all"),
+        layer_norm=LayerNorm(k=4096, m=16, eps=EPS, bias=True, layout="pairs", rows="all"),
     )
 
 

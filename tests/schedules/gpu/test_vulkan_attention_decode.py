@@ -31,7 +31,7 @@ CASES = {
     ),
     # four workgroups have two of the query heads each; one of them writes the cache
     "parts": Case(8, 1, 64, layout="rows", rope=Rope(True, 64, 1e-6), states=STATES, attributes={"sinks": True}),
-    "normalized": Case(2, 1, 96, layout="half", rope=Rope(True, 96, 1e-6), states=STATES),
+    "normalized": Case(2, 1, 96, layout="pairs", rope=Rope(True, 96, 1e-6), states=STATES),
     # windows that several splits share, of which the first begins within a block
     "window": Case(
         4, 1, 64, rope=Rope(True, 64), states=STATES,

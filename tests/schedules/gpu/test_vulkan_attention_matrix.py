@@ -1,6 +1,7 @@
-"""Decode attention on cooperative matrices (`attention_rows_matrix.py`) as NVIDIA's GPUs get it, in the SPIR-V
-emulator, against numpy in float64."""
+"""Decode attention on cooperative matrices whose lanes are known (`attention_rows_matrix.py`) as NVIDIA's GPUs and
+AMD's get it, in the SPIR-V emulator, against numpy in float64."""
 
+import itertools
 from dataclasses import replace
 
 import attention_cases
@@ -27,7 +28,7 @@ STATES = tuple((position, 1) for position in (0, 70, CTX - 1))
 CASES = {
     "queries": Case(4, 2, 32, states=STATES),
     # two tiles of rows, of which the second has but one
-    "group of 3": Case(3, 1, 32, layout="half", rope=Rope(True, 32, 1e-6), states=STATES[1:]),
+    "group of 3": Case(3, 1, 32, layout="pairs", rope=Rope(True, 32, 1e-6), states=STATES[1:]),
     "rotated": Case(2, 1, 32, layout="rows", rope=Rope(False, 16), states=STATES, attributes={"sinks": True}),
     "normalized": Case(4, 2, 32, rope=Rope(True, 32, 1e-6, True, True), states=STATES[1:]),
     "codes": Case(2, 1, 32, rope=Rope(True, 32), states=STATES[1:], attributes={"kv": "q8_0"}),
@@ -57,9 +58,13 @@ CASES = {
 PLAN = MatrixDecodePlan(64, 2, 32, 8, 8)
 
 
-def check(case, plan=PLAN, **how):
-    kernel = attention(case.op, NVIDIA, "k", plan)
-    check_attention(case, lambda arrays: execute(kernel, arrays, NVIDIA), **how)
+ARCHS = ("nvidia", "rdna3", "rdna4")
+
+
+def check(case, plan=PLAN, arch="nvidia", **how):
+    profile = resolve(arch)
+    kernel = attention(case.op, profile, "k", plan)
+    check_attention(case, lambda arrays: execute(kernel, arrays, profile), **how)
 
 
 @pytest.fixture(autouse=True)
@@ -68,9 +73,15 @@ def many_splits(monkeypatch):
     monkeypatch.setattr(attention_splits, "alone_of", lambda arch: 2)
 
 
-@pytest.mark.parametrize("name", sample(CASES, ["rotated", "rotated rows"]))
-def test_attention(name):
-    check(CASES[name])
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    sample(
+        itertools.product(CASES, ARCHS),
+        [(name, arch) for name in ("rotated", "rotated rows") for arch in ("nvidia", "rdna3")] + [("codes", "rdna4")],
+    ),
+)
+def test_attention(name, arch):
+    check(CASES[name], arch=arch)
 
 
 @pytest.mark.parametrize(
@@ -84,18 +95,28 @@ def test_rows_without_keys_in_the_cache(threads, kv):
     check(case._replace(m=1, states=((0, 1), (1, 1))), replace(PLAN, threads=threads))
 
 
-@pytest.mark.parametrize("m", [1, 8])
-def test_scores_that_grow(m):
+@pytest.mark.parametrize(("m", "arch"), sample(itertools.product((1, 8), ARCHS), [(1, "nvidia"), (8, "rdna4")]))
+def test_scores_that_grow(m, arch):
     """The reference of the weights is renewed again and again, and what came before is rescaled."""
     rows = {"m": 8, "several": 8, "states": (Rows((70, 500, 450)),)} if m > 1 else {"states": STATES[1:]}
-    check(CASES["queries"]._replace(**rows), grow=60)
+    check(CASES["queries"]._replace(**rows), arch=arch, grow=60)
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("d", "step", "threads"), [(64, 32, 128), (32, 64, 32), (128, 32, 128)])
-def test_units_of_columns_and_keys(d, step, threads):
+def test_units_of_columns_and_keys(d, step, threads, arch):
     case = Case(6, 1, d, rope=Rope(True, d), states=((300, 1),))
-    check(case, replace(PLAN, step=step, threads=threads))
+    check(case, replace(PLAN, step=step, threads=threads), arch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ARCHS[1:])
+def test_default_plans(arch):
+    """Columns that are not whole units of NVIDIA's, and two parts of a block."""
+    case = Case(16, 2, 80, rope=Rope(True, 80), states=((0, 1), (300, 1)))
+    assert splits_of(case.layer, resolve(arch)).matrix
+    check(case, None, arch)
 
 
 @pytest.mark.full
@@ -175,11 +196,26 @@ def test_no_more_splits_than_run_at_the_same_time(lengths):
 )
 def test_layers_that_take_matrices(layer, matrix):
     assert splits_of(layer, NVIDIA).matrix is matrix
-    for arch in ("nvidia:lane_matrix=none", "rdna3", "vangogh"):
+    for arch in ("nvidia:lane_matrix=none", "rdna3:lane_matrix=none", "vangogh"):
         assert not isinstance(default_plan(layer, resolve(arch)), MatrixDecodePlan)
 
 
-@pytest.mark.parametrize(("arch", "plan"), [("rdna4", PLAN), ("nvidia", replace(PLAN, step=16))])
+@pytest.mark.parametrize(
+    ("group", "d", "archs"),
+    [
+        (16, 128, {"rdna3", "rdna4"}),
+        (8, 64, {"rdna3", "rdna4"}),
+        (4, 128, {"rdna4"}),  # products with 4 of 16 rows take RDNA3 longer than others
+        (2, 128, set()),
+        (8, 72, set()),  # not whole tiles of columns
+    ],
+)
+def test_layers_that_take_matrices_of_amd(group, d, archs):
+    layer = Attention(2 * group, 2, d, 16384)
+    assert {arch for arch in ("rdna3", "rdna4", "rdna3:wave=64") if splits_of(layer, resolve(arch)).matrix} == archs
+
+
+@pytest.mark.parametrize(("arch", "plan"), [("vangogh", PLAN), ("nvidia", replace(PLAN, step=16))])
 def test_plans_that_do_not_suit(arch, plan):
     with pytest.raises(ValueError, match=r"suit|steps"):
         splits_of(LLAMA, resolve(arch), plan)

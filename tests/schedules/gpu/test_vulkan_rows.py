@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("vulkan")
 # ---- token vectors
 
 
-@pytest.mark.parametrize("layout", ["rows", "half"])
+@pytest.mark.parametrize("layout", ["rows", "pairs"])
 @pytest.mark.parametrize("chunk", norm_cases.CHUNKS[1:3])
 def test_quantize(profile, layout, chunk):
     m, k, live = chunk
@@ -34,7 +34,7 @@ def test_quantize(profile, layout, chunk):
 
 
 @pytest.mark.parametrize(
-    ("layout", "rows", "chunk"), [("", "last", 1), ("rows", "all", 2), ("half", "all", 1), ("rows", "all", 0)]
+    ("layout", "rows", "chunk"), [("", "last", 1), ("rows", "all", 2), ("pairs", "all", 1), ("rows", "all", 0)]
 )
 def test_rms_norm(profile, layout, rows, chunk):
     m, k, live = norm_cases.CHUNKS[chunk]
@@ -106,7 +106,7 @@ MIXED = (Rows((130, 5, 299), (57, 13)), Rows((), (0, 30)), Rows((CTX - 1,) * 8),
 Q8 = {"kv": "q8_0"}
 ATTENTION = {
     "decode group 4": Case(8, 2, 64, states=((0, 1), (63, 1), (64, 1), (299, 1), (CTX - 1, 1))),
-    "decode group 1": Case(2, 2, 96, layout="half", rope=Rope(True, 48), states=TWO),
+    "decode group 1": Case(2, 2, 96, layout="pairs", rope=Rope(True, 48), states=TWO),
     "decode group 2": Case(2, 1, 128, layout="rows", rope=Rope(True, 128, 1e-6), states=TWO),
     "decode group 7": Case(7, 1, 32, layout="rows", rope=Rope(False, 32), states=TWO),
     "decode group 9": Case(9, 1, 32, states=((299, 1),)),
@@ -115,7 +115,7 @@ ATTENTION = {
     "decode reads": Case(2, 1, 64, rope=Rope(True, 64, 1e-6, writes=False), states=TWO),
     "decode window": Case(2, 1, 64, rope=Rope(True, 0), states=((0, 1), (103, 1), (500, 1)), attributes=WINDOW),
     "prefill group 3": Case(3, 1, 64, 16, "rows", states=((0, 16), (57, 13))),
-    "prefill group 4": Case(4, 1, 128, 16, "half", states=((100, 16),)),
+    "prefill group 4": Case(4, 1, 128, 16, "pairs", states=((100, 16),)),
     "prefill group 1": Case(2, 2, 96, 16, "", states=((57, 13), (CTX - 16, 16))),
     "prefill head 80": Case(2, 1, 80, 16, "", states=((57, 13),)),
     "decode window of a page": Case(
@@ -131,7 +131,7 @@ ATTENTION = {
     "rows of chunks": Case(2, 1, 32, 8, several=8, states=SINGLES, attributes={"chunk": 100}),
     "many rows": Case(2, 1, 32, 64, several=64, states=(Rows(tuple(range(0, 448, 7))), Rows((511, 0, 300)))),
     "mixed": Case(3, 1, 64, 32, several=8, states=MIXED),
-    "mixed window": Case(2, 1, 48, 32, "half", several=8, states=MIXED, attributes=WINDOW),
+    "mixed window": Case(2, 1, 48, 32, "pairs", several=8, states=MIXED, attributes=WINDOW),
     "mixed chunk": Case(2, 1, 32, 32, several=8, states=MIXED, attributes={"chunk": 100}),
     "prefill chunk": Case(2, 1, 32, 16, "", states=((393, 16),), attributes={"chunk": 100}),
     "prefill window": Case(3, 1, 64, 16, "", states=((60, 16), (400, 13)), attributes=WINDOW | {"window": 9}),
