@@ -109,6 +109,11 @@ class Candidate:
         return self.facts["steps"]
 
     @property
+    def int8(self) -> bool:
+        """Whether its plan makes activations int8 that the workload has as float16: results are less exact."""
+        return bool((self.facts.get("plan") or {}).get("int8"))
+
+    @property
     def code(self) -> Path:
         return self.folder / self.facts["code"]
 

@@ -52,6 +52,7 @@ def candidate_of(artifact, entry: dict, arch: str) -> Candidate:
     work = {"op": entry["operator"], "args": entry["args"]}
     cases = [{"name": "first", "state": state, "bytes": 1, "flops": 0} for state in entry["states"][:1]]
     facts = {"api": target["kind"], "arch": arch, "needs": needs, "code": code, "workload": work, "cases": cases}
+    facts["plan"] = entry["tuned"].get(arch, {}).get("plan")
     return Candidate(artifact.path, facts | made | {"params": _few_pages(entry), "states": entry["states"]})
 
 
@@ -160,7 +161,7 @@ class Check:
                 found, *others = (self.bench.outputs(0, state, again=True) for _ in range(TIMES))
             arrays = inputs | fill(self.candidate, state, STEP)
             case = Case(op, arrays, layout, _some(wanted_rows(op, arrays), ROWS), _columns)
-            share, why = difference(op, facts["params"], found, results(case))
+            share, why = difference(op, facts["params"], found, results(case), self.candidate.int8)
             if not why and any(found[name].tobytes() != other[name].tobytes() for other in others for name in found):
                 why = f"its results differ between {TIMES} runs: a race?"
             worst, wrong = max(worst, share), wrong or (f"{why} (state {state[:3]})" if why else "")

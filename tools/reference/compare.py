@@ -20,11 +20,14 @@ from mlc_amd.tools.reference.case import Result
 # NVIDIA GPU. A wrong index, scale or constant changes much more.
 TOLERANCE = 4e-3
 CACHE = 1e-3  # of float16 keys and values
+INT8 = 3e-2  # of plans that make activations int8
 
 
-def difference(op: Operator, params: list[dict], found: dict, expected: dict[str, Result]) -> tuple[float, str]:
+def difference(
+    op: Operator, params: list[dict], found: dict, expected: dict[str, Result], int8: bool = False
+) -> tuple[float, str]:
     """(the largest difference as a share of what is allowed, what is wrong in words or ""). params: the kernel's, as in
-    the manifest; found: its outputs and caches by name, as arrays."""
+    the manifest; found: its outputs and caches by name, as arrays; int8: whether its plan makes activations int8."""
     worst, wrong, names = 0.0, "", {param["name"] for param in params}
     for param in params:
         name = param["name"]
@@ -41,7 +44,7 @@ def difference(op: Operator, params: list[dict], found: dict, expected: dict[str
             else:
                 wanted = expected_of(param, expected)
                 layout = getattr(op, "layout", "") if param["dtype"] == "float16" else ""
-                share, why = (0.0, "") if wanted is None else _numbers(param, found[name], wanted, layout)
+                share, why = (0.0, "") if wanted is None else _numbers(param, found[name], wanted, layout, int8)
         if not share <= 1 and not wrong:
             wrong = f"{name}: {why}" if why else f"{name} differs by {share:.3g} times what is allowed"
         worst = max(worst, share if share == share else np.inf)
@@ -58,7 +61,7 @@ def _picked(array: np.ndarray, wanted: Result) -> np.ndarray:
     return rows[..., : wanted.value.shape[-1]] if wanted.columns is None else rows[..., wanted.columns]
 
 
-def _numbers(param: dict, array: np.ndarray, wanted: Result, layout: str) -> tuple[float, str]:
+def _numbers(param: dict, array: np.ndarray, wanted: Result, layout: str, int8: bool) -> tuple[float, str]:
     if kind_of(layout) in ("pairs", "lanes") and param["role"] == "output":
         array, wanted = activations.read(layout, {"H": array}, rows=wanted.rows), replace(wanted, rows=None)
     found, expected = _picked(array, wanted), wanted.value
@@ -68,7 +71,7 @@ def _numbers(param: dict, array: np.ndarray, wanted: Result, layout: str) -> tup
     pattern = np.full(found.itemsize, SIGNATURE, np.uint8).view(found.dtype)
     if param["role"] == "output" and (found == pattern).mean() > 0.01:  # more is left of it than chance explains
         return np.inf, "it is not written everywhere"
-    return _share(found, expected, CACHE if param["role"] == "cache" else TOLERANCE)
+    return _share(found, expected, CACHE if param["role"] == "cache" else INT8 if int8 else TOLERANCE)
 
 
 def _share(found: np.ndarray, expected: np.ndarray, tolerance: float) -> tuple[float, str]:

@@ -27,7 +27,7 @@ from mlc_amd.schedules.gpu.base.quantize import TOKENS, WIDTH, act_args, emit_st
 from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of, vector
 from mlc_amd.schedules.gpu.base.step import kernel, once, state_arg, where
 from mlc_amd.schedules.gpu.experts.experts import bias_args, check_rows, expert_at, ids_arg
-from mlc_amd.schedules.gpu.linear import gemm_coop, gemm_dot, gemm_matrix, lane_tiles
+from mlc_amd.schedules.gpu.linear import gemm_coop, gemm_dot, gemm_matrix, gemm_matrix_int8, lane_tiles
 from mlc_amd.schedules.gpu.linear.deferred_norm import RowFactors
 from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Multiplied, Product, Tile, TileWork, Weight, product_of
 from mlc_amd.schedules.gpu.linear.lane_results import QUAD
@@ -60,7 +60,7 @@ def _family(of: Product) -> tuple[Callable[[Product, Any], Gemm], Callable[[Prod
     exact = layout == "" and kinds == {"float"}
     if layout == "lanes" and of.arch.lane_blocks:
         own = of.arch.lane_unit in UNITS
-        return (gemm_matrix.MatrixGemm, gemm_matrix.choose) if own else (lane_tiles.routine, lane_tiles.choose)
+        return (gemm_matrix_int8.routine, gemm_matrix.choose) if own else (lane_tiles.routine, lane_tiles.choose)
     if matrix == "coop" and layout in ("", "pairs") and not exact:
         return gemm_coop.CoopGemm, gemm_coop.choose
     if exact:
@@ -122,7 +122,7 @@ def linear(op: Linear, arch: Device, name: str, plan: Tile | None = None) -> tir
     quick = gemm.is_quick(gemm.token_tiles * sum(counts))
     with kernel(name) as ir:
         args = declare_linear(op)
-        acts = views(args.acts, of)
+        acts = gemm.prepared(args.state, views(args.acts, of))
         with launch((gemm.token_tiles, sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
             gemm.allocate(thread)
             token0, first = T.Bind(token_tile * gemm.tile.tokens), 0
@@ -231,7 +231,7 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Til
     with kernel(name) as ir:
         state, params, groups, planes, biases, out, completed = declare_gate_up(op)
         weights = [Weight(fmt, bufs, f) for fmt, bufs in zip(of.formats, planes, strict=True)]
-        acts = views(params, of)
+        acts = gemm.prepared(state, views(params, of))
         with launch((gemm.token_tiles, row_tiles), (gemm.threads,)) as (token_tile, row_tile, thread):
             gemm.allocate(thread)
             token0, row0 = T.Bind(token_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
@@ -283,7 +283,7 @@ def expert_linear(op: ExpertLinear, arch: Device, name: str, plan: Tile | None =
         weight = Weight(fmt, plane_args(fmt, experts.count * n, op.k, "W_"), n)
         biases = bias_args(experts.count * n, "WB") if op.bias else []
         Y = T.arg("Y", T.buffer((of.m, n), "float32"))
-        acts = views(params, of)
+        acts = gemm.prepared(state, views(params, of))
         with launch((gemm.token_tiles, gemm.row_tiles(n)), (gemm.threads,)) as (slot_tile, row_tile, thread):
             gemm.allocate(thread)
             slot0, row0 = T.Bind(slot_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)

@@ -28,7 +28,7 @@ from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, computed_her
 from mlc_amd.schedules.gpu.base.matrix_unit import SIDE, UNITS
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS, TOKENS, unit_size
-from mlc_amd.schedules.gpu.base.registers import Held, elements, put, vector
+from mlc_amd.schedules.gpu.base.registers import Held, at, elements, put, vector
 from mlc_amd.schedules.gpu.base.step import when
 from mlc_amd.schedules.gpu.base.wave_matrices import wave_matrices
 from mlc_amd.schedules.gpu.linear import coop_load, gemm_tile, load
@@ -48,21 +48,25 @@ LDS = 64 << 10  # bytes of a workgroup, at most: LLVM ends the process above tha
 
 @dataclass(frozen=True)
 class MatrixTile(Tile):
-    """waves_m, waves_n, waves_k: waves along tokens, rows and columns."""
+    """waves_m, waves_n, waves_k: waves along tokens, rows and columns; int8: 1 for products of int8
+    (`gemm_matrix_int8.py`), else 0."""
 
     waves_m: int
     waves_n: int
     waves_k: int
+    int8: int = 0
 
 
 class MatrixGemm(Gemm[MatrixTile]):
-    """Activations: H in the layout "lanes". Values are vectors of `unit.acc` rows."""
+    """Activations: H in the layout "lanes". Values are vectors of `unit.acc` rows. crosses: whether a lane's sums are
+    of several tokens, so that lanes must exchange them."""
 
     row_stride = SIDE
     cuts_tiles = True
+    crosses = False
     choices: ClassVar = {
         "tokens": (16, 32, 64, 128), "rows": (16, 32, 64, 128, 256), "waves_m": (1, 2, 4), "waves_n": (1, 2, 4, 8),
-        "waves_k": (1, 2, 4, 8),
+        "waves_k": (1, 2, 4, 8), "int8": (0, 1),
     }  # fmt: skip
 
     def __init__(self, of: Product, tile: MatrixTile):
@@ -78,9 +82,9 @@ class MatrixGemm(Gemm[MatrixTile]):
         if tile.tokens % (tile.waves_m * SIDE) or tile.rows % (tile.waves_n * SIDE) or of.k % BLOCK:
             raise ValueError(f"{tile} does not divide into {SIDE} x {SIDE} matrices of {of.k} columns")
         # units of LDS for what a wave exchanges, and for the sums of the waves along the columns, one after the other
-        exchanged = self.weights * self.tiles_n * self.group * RUNS * SIDE if self.unit.whole else 0
+        exchanged = self.weights * self.tiles_n * self.group * RUNS * SIDE if self.unit.whole and not tile.int8 else 0
         self.at_once = min(tile.waves_k, self.tiles_m * self.tiles_n)
-        handed = self.at_once * self.weights * lanes * self.unit.acc // QUAD if tile.waves_k > 1 else 0
+        handed = self.at_once * self.weights * lanes * self.unit.acc // QUAD if tile.waves_k > 1 or self.crosses else 0
         self.completes_norms = self.threads >= tile.tokens
         factors = lanes // token_lanes(of.arch, tile.tokens, self.threads) if self.completes_norms else 0
         self.handed, self.own = handed, max(exchanged, handed + factors)
@@ -103,7 +107,9 @@ class MatrixGemm(Gemm[MatrixTile]):
         tokens = min(BATCH, self.tiles_m)
         self.matrices = wave_matrices(self.arch, self.weights * self.tiles_n, tokens, self.count)
         if self.own:
-            self.lds = T.alloc_buffer((self.waves * self.own,), "uint32x4", scope=WAVE_SHARED)
+            size = self.waves * self.own
+            of = ((size * QUAD,), "float32") if self.crosses else ((size,), "uint32x4")
+            self.lds = T.alloc_buffer(*of, scope=WAVE_SHARED)
 
     def factor_units(self) -> Units:
         return Units(self.lds, lambda wave, i: T.Bind(wave * self.own + (self.handed + i)))
@@ -123,7 +129,7 @@ class MatrixGemm(Gemm[MatrixTile]):
         rows = [
             [work.weight_row(first + (i * SIDE + own), w, self.tile.rows) for i in range(self.tiles_n)] for w in weights
         ]
-        tokens, waves, last = self._tokens(work, part), self.tile.waves_k, T.int32(self.groups - 1)
+        tokens = self._tokens(work, part)
 
         def fetch(group: Expr) -> list:
             block = group * self.group + part
@@ -140,8 +146,16 @@ class MatrixGemm(Gemm[MatrixTile]):
         exponents = (
             coop_load.hidden(computed_here(self.arch, T.int32(0))) if self.arch.wave == 64 else coop_load.EXPONENTS
         )
+        self._each_step(fetch, multiply, not work.has_floats)
+
+    def _each_step(
+        self, fetch: Callable[[Expr], list], multiply: Callable[[Expr, list], None], ahead: bool = True
+    ) -> None:
+        """multiply(group, fetch(group)) of the wave's groups of columns. ahead: what the next one takes is fetched
+        before; registers hold scalars only, as which float weights are not loaded."""
+        waves, last = self.tile.waves_k, T.int32(self.groups - 1)
         steps = self.groups if waves == 1 else T.Bind((self.groups - self.wave_k + (waves - 1)) // waves)
-        if work.has_floats:  # registers hold scalars only, as which float weights are not loaded
+        if not ahead:
             with T.serial(steps) as i:
                 group = T.Bind(i * waves + self.wave_k)
                 multiply(group, fetch(group))
@@ -262,7 +276,7 @@ class MatrixGemm(Gemm[MatrixTile]):
         for first in range(0, places, self.at_once):
             if waves_k == 1:
                 schedule_fence(NONE)
-                store(first, [self.matrices.result(self._number(first, w)) for w in weights])
+                store(first, self._own(first, [self._number(first, w) for w in weights]))
                 continue
             count = min(self.at_once, places - first)
             barrier()
@@ -272,6 +286,10 @@ class MatrixGemm(Gemm[MatrixTile]):
             barrier()
             with when(None if count == waves_k else self.wave_k < count):
                 store(T.Bind(first + self.wave_k), [self._added(w) for w in weights])
+
+    def _own(self, place: int, numbers: list[int]) -> list[Expr]:
+        """The results of a place, matrices of these numbers, where no other wave has a part of them."""
+        return [self.matrices.result(number) for number in numbers]
 
     def _number(self, place: int, weight: int) -> int:
         """Of the matrix of sums of a place."""
@@ -289,13 +307,14 @@ class MatrixGemm(Gemm[MatrixTile]):
         waves, quads = self.tile.waves_m * self.tile.waves_n, []
         for quad in range(self.unit.acc // QUAD):
             found = [
-                T.reinterpret(
-                    "float32x4", self.lds[self._quad(self.wave % waves + k * waves, self.wave_k, weight, quad)]
-                )
+                self._four(self._quad(self.wave % waves + k * waves, self.wave_k, weight, quad))
                 for k in range(self.tile.waves_k)
             ]
             quads.append(T.Bind(sum(found[1:], found[0])))
         return quads[0] if len(quads) == 1 else vector([x for quad in quads for x in elements(quad)])
+
+    def _four(self, quad: Expr) -> Expr:
+        return self.lds[at(quad * QUAD, QUAD)] if self.crosses else T.reinterpret("float32x4", self.lds[quad])
 
     def _quad(self, wave: Expr, place: Expr, weight: int, quad: int) -> Expr:
         """Four sums of a wave in LDS: lanes side by side."""

@@ -158,6 +158,11 @@ class Gemm(ABC, Generic[TileT]):
         self.of, self.tile, self.arch, self.k, self.weights = of, tile, of.arch, of.k, of.weights
         self.token_tiles = -(-of.m // tile.tokens)
 
+    def prepared(self, state: Buffer, acts: list[Buffer]) -> list[Buffer]:
+        """The activations' buffers as `TileWork.acts`, of those of the kernel's parameters; may emit a launch that
+        makes them."""
+        return acts
+
     @abstractmethod
     def allocate(self, thread: Expr) -> None:
         """Declares shared memory and registers inside the launch; `thread`: threadIdx.x."""

@@ -1,0 +1,307 @@
+"""The GEMM tile on AMD's int8 matrix units: as `gemm_matrix.py`, with activations as int8 and the codes of weights as
+they are, so that only sums are rounded.
+
+Activations in the layout "lanes" become int8 in a launch before, a token's GROUP columns sharing a scale, amax / 127:
+
+    A  uint32 [tiles of 16 tokens, groups, 16 bytes of all lanes side by side.., words]    what a lane of the unit
+       (`int8_unit.py`) has of a group: of each block in turn the words of its first half, of its second half
+    S  float32 [tiles, groups, 16]   scales, those of a lane's sums side by side
+    Q  float16 [tiles, groups, parts, 16, 16 / parts]   sums of q of 16 columns: at most 2032, which float16 holds
+
+Tokens are the rows of the product: all sums of a lane are of one row of a weight, whose scales are scalars of the
+lane. Of a group the lane's sums are
+
+    of formats with integer scales  d * (sum over blocks of S * dot)
+    of others                       sum over blocks of d * dot, dot read as float32 without a conversion: what an
+                                    instruction adds to are the bits of BASE, in which it counts ones
+
+plus the product of the minimums with Q, by one float16 instruction for all of a group (minimums of 4 to 6 bits or
+float16, and sums: exact products); then they are multiplied by the tokens' scales. At the end lanes exchange their sums
+through LDS, to have one token's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.runtime.gpus import RATES
+from mlc_amd.schedules.formats import Format
+from mlc_amd.schedules.gpu.base.device import (
+    fma,
+    launch,
+    maximum,
+    rcp,
+    rint,
+    schedule_fence,
+    wave_max,
+    wave_meets,
+    wave_sum,
+)
+from mlc_amd.schedules.gpu.base.matrix_unit import SIDE
+from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.quantize import RUN, RUN_COLUMNS, RUNS, TINY, TOKENS, unit_size
+from mlc_amd.schedules.gpu.base.registers import at, chosen, elements, lane_of, put, vector
+from mlc_amd.schedules.gpu.base.step import if_live
+from mlc_amd.schedules.gpu.linear import load
+from mlc_amd.schedules.gpu.linear.gemm_matrix import NONE, MatrixGemm, MatrixTile
+from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork
+from mlc_amd.schedules.gpu.linear.int8_unit import Halves, Int8Unit, RowBlocks, has_unit, products, unit_of
+from mlc_amd.schedules.tir import Buffer, Expr
+
+GROUP = 256  # columns of a scale of the activations, as in llama.cpp's Q8_K; superblocks of weights have as many
+BLOCKS = GROUP // BLOCK
+SUMMED = 16  # columns of an element of Q
+SUMS = GROUP // SUMMED
+QUAD = 4  # words of a load
+BASE, BASE_BITS = 12582912.0, 0x4B400000  # 3 * 2**22: float32 around it are 1 apart, for 2**22 either way
+AHEAD = 2  # loads of activations at once, while those before are multiplied: with more LLVM spills registers
+SIGN = 0x80808080
+# Registers of a lane, by lanes of a wave, for sums, bytes of weights and, where there is room, what the next group's
+# are made of: with more LLVM spills
+ROOM = {32: 150, 64: 300}
+
+
+def lane_loads(parts: int) -> int:
+    """Loads of 16 bytes with which a lane has a group's activations."""
+    return GROUP // (4 * QUAD) // parts
+
+
+def quantized(of: Product, state: Buffer, H: Buffer) -> list[Buffer]:
+    """Emits the launch that makes A, S and Q of H, in the layout "lanes", and returns them. 32 lanes have a group of a
+    token, a workgroup that of eight tokens. Of slots of experts all are converted."""
+    arch, m = of.arch, of.m
+    unit, groups, tiles = unit_of(arch), of.k // GROUP, -(-m // SIDE)
+    parts, own = unit.parts, unit.words
+    A = T.alloc_buffer((tiles, groups, GROUP * SIDE // 4), "uint32", scope="global")
+    S = T.alloc_buffer((tiles, groups, SIDE), "float32", scope="global")
+    Q = T.alloc_buffer((tiles, groups, SIDE * SUMS), "float16", scope="global")
+    blocks = int(H.shape[2]) // unit_size(1)
+    grid = groups, -(-m // TOKENS)
+    rows = 1 if of.expert_slots else m
+    with launch(grid, (BLOCKS * RUNS * TOKENS,)) as (group, eight, thread), if_live(state, rows, eight * TOKENS):
+        token, block, run = T.Bind(thread // 32), T.Bind(thread % 32 // RUNS), T.Bind(thread % RUNS)
+        of = T.Bind(group * BLOCKS + block)
+        place = ((run * TOKENS + token) * blocks + of % blocks) * RUN
+        x = [T.Bind(T.cast(v, "float32")) for v in elements(T.Bind(H[eight, of // blocks, at(place, RUN)]))]
+        top = T.fabs(x[0])
+        for v in x[1:]:
+            top = maximum(top, T.fabs(v))
+        top = wave_max(arch, top, BLOCKS * RUNS)
+        inverse = T.Bind(T.Select(top > T.float32(TINY), T.float32(127) * rcp(top), T.float32(0)))
+        q = [T.Bind(T.cast(rint(v * inverse), "int32")) for v in x]
+        tile, row = T.Bind(eight // (SIDE // TOKENS)), T.Bind(eight % (SIDE // TOKENS) * TOKENS + token)
+        part, first = T.Bind(run // own), run % own
+        totals = []
+        for half in range(2):
+            columns = [i for i, column in enumerate(RUN_COLUMNS[0]) if column // 16 == half]
+            four = [q[i] for i in sorted(columns, key=lambda i: RUN_COLUMNS[0][i])]
+            word = sum((T.shift_left(v & 255, T.int32(8 * i)) for i, v in enumerate(four)), T.int32(0))
+            number = T.Bind((block * 2 + half) * own + first)
+            lane = number // QUAD * (parts * SIDE) + part * SIDE + row
+            T.buffer_store(A, T.reinterpret("uint32", T.Bind(word)), [tile, group, lane * QUAD + number % QUAD])
+            totals.append(wave_sum(arch, T.Bind(sum(four[1:], four[0])), RUNS))
+        with T.If(run == 0), T.Then():
+            number = T.Bind(block * 2)
+            where = (number // (SUMS // parts) * SIDE + row) * (SUMS // parts) + number % (SUMS // parts)
+            T.buffer_store(Q, vector([T.cast(t, "float16") for t in totals]), [tile, group, at(where, 2)])
+        with T.If(thread % 32 == 0), T.Then():
+            T.buffer_store(S, top * T.float32(1 / 127), [tile, group, unit.place(row, SIDE)])
+    return [A, S, Q]
+
+
+class _Group(NamedTuple):
+    """What a lane has of a group of its row of a weight: words of each block; float32 factors of each group of columns
+    with its own; what a sum of all starts with; factor of the product of the minimums, or None for 1; minimums: float16
+    of the lane's elements of Q, or None."""
+
+    words: list[Halves]
+    factors: list[Expr]
+    start: Expr
+    low: Expr | None
+    minimums: Expr | None
+
+
+def shift_of(fmt: Format) -> int:
+    """By so many bits codes are moved up, so that they fill a signed byte: the sums' rounding counts for less."""
+    low, high = -fmt.zero, (1 << fmt.code_bits) - 1 - fmt.zero
+    if fmt.signed:
+        return 0
+    if fmt.table:
+        low, high = min(fmt.table), max(fmt.table)
+    return max(s for s in range(8) if low << s >= -128 and high << s < 128)
+
+
+class _Row(RowBlocks):
+    """A group of a lane's row."""
+
+    def __init__(self, fmt: Format, planes: load.Planes, row: Expr, unit: Int8Unit, part: Expr):
+        self.shift = shift_of(fmt)
+        if fmt.table:
+            fmt = replace(fmt, table=tuple(value << self.shift for value in fmt.table))
+        super().__init__(fmt, planes, row, unit, part, BLOCKS)
+
+    def decoded(self, arch: Device, loaded: load.Unit) -> _Group:
+        fmt, unit = self.fmt, T.float32(2.0**-self.shift)
+        words = [self.codes(arch, loaded, b) for b in range(BLOCKS)]
+        of = [self.scales(loaded, b) for b in range(BLOCKS)]
+        factors = [T.Bind(x * unit) for each in of for x in each.factors()]
+        start = T.Bind(sum(factors[1:], factors[0]) * T.float32(-BASE))
+        low = T.Bind(T.float32(0) - of[0].minimum) if fmt.minimum == "DM" else None
+        signed = [([self._signed(x) for x in first], [self._signed(x) for x in last]) for first, last in words]
+        return _Group(signed, factors, start, low, self._minimums(loaded) if fmt.minimum else None)
+
+    def _signed(self, word: Expr) -> Expr:
+        """Words of codes as signed bytes: the weights in units of 1 / 2**shift."""
+        fmt, zero = self.fmt, self.fmt.zero << self.shift
+        if fmt.table or fmt.signed:
+            return word
+        found = T.shift_left(T.reinterpret("uint32", word), T.uint32(self.shift))
+        if zero == 128:
+            found = found ^ T.uint32(SIGN)
+        elif zero:  # the top bits keep borrows inside their byte
+            found = ((found | T.uint32(SIGN)) - T.uint32(0x01010101 * zero)) ^ T.uint32(SIGN)
+        return T.Bind(T.reinterpret("int32", found))
+
+    def _minimums(self, loaded: load.Unit) -> Expr:
+        fmt, parts = self.fmt, load.QUADS // 2 // self.count
+        if fmt.minimum == "M":
+            found = loaded.scales["M"]
+        else:
+            words, first = (loaded.scales["S"], 4) if fmt.nibble_scales else (loaded.scales["Z"], 0)
+            bits = [T.shift_right(words[i // 4], T.uint32(i % 4 * 8 + first)) for i in range(GROUP // fmt.group)]
+            found = [T.Bind(T.cast(x & T.uint32(255 >> first), "float16")) for x in bits]
+        own, repeated = len(found) // parts, SUMS // len(found)
+        mine = [chosen([found[p * own + i] for p in range(parts)], self.part) for i in range(own)]
+        return T.Bind(vector([x for x in mine for _ in range(repeated)]))
+
+
+def suits(of: Product) -> bool:
+    """Whether there are int8 products, and instructions that are faster than those of float16."""
+    if not has_unit(of.arch) or RATES[of.arch.family]["matrix8"] <= RATES[of.arch.family]["matrix16"]:
+        return False
+    return of.k % GROUP == 0 and all(fmt.kind == "int8" for fmt in of.formats)
+
+
+class Int8Gemm(MatrixGemm):
+    """Weights of int8 formats only, columns in whole groups, on AMD's own API."""
+
+    crosses, cuts_tiles = True, False
+
+    def __init__(self, of: Product, tile: MatrixTile):
+        if not suits(of):
+            raise ValueError(f"{of.arch.name} does not multiply {of.formats} of {of.k} columns as int8")
+        super().__init__(of, tile)
+        self.completes_norms = False
+        self.int8, self.groups = unit_of(of.arch), of.k // GROUP
+
+    def loads(self) -> float:
+        if self._registers() > ROOM[self.arch.wave]:
+            raise ValueError(f"{self.tile} takes too many registers of a lane")
+        return super().loads()
+
+    def _registers(self, ahead: bool = False) -> float:
+        """Of a lane. ahead: with the codes of the next group."""
+        codes = BLOCKS * max(map(load.block_bytes, self.of.formats)) if ahead else 0
+        return self.count * self.unit.acc + self.weights * self.tiles_n * (GROUP + codes) / 4 / self.int8.parts
+
+    def prepared(self, state: Buffer, acts: list[Buffer]) -> list[Buffer]:
+        return quantized(self.of, state, acts[0])
+
+    def _sum_up(self, work: TileWork) -> None:
+        first, lane = T.Bind(work.row0 + self.wave_n), self.lane % SIDE
+        part = T.Bind(self.lane // SIDE) if self.int8.parts > 1 else T.int32(0)
+        rows = []
+        for w in work.weights:
+            planes = load.views(w.fmt, w.planes, BLOCKS)
+            for i in range(self.tiles_n):
+                row = work.weight_row(first + (i * SIDE + lane), w, self.tile.rows)
+                rows.append(_Row(w.fmt, planes, row, self.int8, part))
+        tile0 = T.Bind((work.token0 + self.wave_m) // SIDE)
+        place = T.Bind(self.lane % (SIDE * self.int8.parts))
+        self._each_step(
+            lambda group: [row.fetched(T.Bind(group * BLOCKS)) for row in rows],
+            lambda group, loaded: self._add(work, tile0, place, group, rows, loaded),
+            self._registers(True) <= ROOM[self.arch.wave],
+        )
+
+    def _add(self, work: TileWork, tile0: Expr, place: Expr, group: Expr, rows: list[_Row], loaded: list) -> None:
+        """The products of a group of columns."""
+        A, S, Q = work.acts
+        parts = self.int8.parts
+        of = [row.decoded(self.arch, raw) for row, raw in zip(rows, loaded, strict=True)]
+        ahead = AHEAD * BLOCKS // lane_loads(parts)  # blocks
+        pieces = [(t, b) for t in range(self.tiles_m) for b in range(0, BLOCKS, ahead)]
+
+        def fetch(t: int, b: int) -> list[Expr]:
+            first = b // ahead * AHEAD
+            found = [
+                A[tile0 + t, group, at((i * (SIDE * parts) + place) * QUAD, QUAD)] for i in range(first, first + AHEAD)
+            ]
+            return [T.Bind(x) for x in found]
+
+        following = fetch(*pieces[0])
+        for (t, b), after in zip(pieces, [*pieces[1:], None], strict=True):
+            words = [T.Bind(T.reinterpret("int32", lane_of(x, i))) for x in following for i in range(QUAD)]
+            if b == 0:
+                totals = [T.broadcast(x.start, self.int8.acc) for x in of]
+            if b + ahead == BLOCKS:
+                first = T.Bind(self.lane // SIDE * self.int8.acc)
+                scales = T.Bind(S[tile0 + t, group, at(first, self.int8.acc)])
+                sums = (
+                    T.Bind(Q[tile0 + t, group, at(place * (SUMS // parts), SUMS // parts)])
+                    if any(x.minimums is not None for x in of)
+                    else None
+                )
+            if after:
+                following = fetch(*after)
+            schedule_fence(NONE)
+            own = self.int8.words
+            for i, (row, x) in enumerate(zip(rows, of, strict=True)):
+                for n in range(ahead):
+                    acts = [words[(n * 2 + half) * own :][:own] for half in range(2)]
+                    totals[i] = self._block(row, x, b + n, acts, totals[i])
+                if b + ahead == BLOCKS:
+                    self._finish_group(t * len(rows) + i, x, totals[i], scales, sums)
+
+    def _block(self, row: _Row, of: _Group, block: int, acts: Sequence, total: Expr) -> Expr:
+        """The total of a group so far plus the products of a block."""
+        count, acc = load.groups(row.fmt), self.int8.acc
+        found = products(self.int8, acts, of.words[block], count, BASE_BITS)
+        for factor, dots in zip(of.factors[block * count :][:count], found, strict=True):
+            total = fma(T.broadcast(factor, acc), T.Bind(T.reinterpret(f"float32x{acc}", dots)), total)
+        return total
+
+    def _finish_group(self, number: int, of: _Group, total: Expr, scales: Expr, sums: Expr | None) -> None:
+        """Adds a group's total to the sums, matrix `number` of them."""
+        acc = self.int8.acc
+        if of.minimums is not None and of.low is None:
+            total = T.Bind(self.unit.multiply(sums, of.minimums, total))
+        elif of.minimums is not None:
+            low = T.Bind(self.unit.multiply(sums, of.minimums, T.broadcast(T.float32(0), acc)))
+            total = fma(low, T.broadcast(of.low, acc), total)
+        where = at(number * acc, acc)
+        put(self.matrices.sums, fma(total, scales, self.matrices.sums[where]), where)
+
+    def _own(self, place: int, numbers: list[int]) -> list[Expr]:
+        wave_meets(self.arch)
+        for w, number in enumerate(numbers):
+            self._hand_over(0, w, number)
+        wave_meets(self.arch)
+        return [self._added(w) for w in range(self.weights)]
+
+    def _hand_over(self, place: int, weight: int, number: int) -> None:
+        """A lane has sums of one row; that which takes them has `acc` rows of one token."""
+        acc, row = self.unit.acc, T.Bind(self.lane % SIDE)
+        for i, x in enumerate(elements(self.matrices.result(number))):
+            token = self.int8.token_of_sum(self.lane // SIDE, i, SIDE)
+            quad = (place * self.weights + weight) * (acc // QUAD) + row % acc // QUAD
+            taker = T.Bind(quad * self.arch.wave + token + row // acc * SIDE)
+            put(self.lds, x, T.Bind((self.wave * self.own + taker) * QUAD + row % QUAD))
+
+
+def routine(of: Product, tile: MatrixTile) -> MatrixGemm:
+    """The tile routine of a tile."""
+    return (Int8Gemm if tile.int8 else MatrixGemm)(of, tile)
