@@ -1,28 +1,30 @@
 """The GEMM tile on AMD's int8 matrix units: as `gemm_matrix.py`, with activations as int8 and the codes of weights as
-they are, so that only sums are rounded.
+they are.
 
 Activations in the layout "lanes" become int8 in a launch before, a token's GROUP columns sharing a scale, amax / 127:
 
-    A  uint32 [tiles of 16 tokens, groups, 16 bytes of all lanes side by side.., words]    what a lane of the unit
-       (`int8_unit.py`) has of a group: of each block in turn the words of its first half, of its second half
-    S  float32 [tiles, groups, 16]   scales, those of a lane's sums side by side
-    Q  float16 [tiles, groups, parts, 16, 16 / parts]   sums of q of 16 columns: at most 2032, which float16 holds
+    A  uint32 [tiles of 16 tokens, groups, words]   what lanes (`int8_unit.py`) load, 16 bytes of each side by side: of
+                                                    each block in turn the words of its first half, of its second one
+    S  float32 [tiles, groups, 16]                  scales, those of a lane's sums side by side
+    Q  float16 [tiles, groups, elements]            sums of 8 columns' int8, likewise: at most 1016, which is exact
 
-Tokens are the rows of the product: all sums of a lane are of one row of a weight, whose scales are scalars of the
-lane. Of a group the lane's sums are
+Tokens are the rows of the product: all sums of a lane are of one row of a weight, whose scales are scalars of the lane.
+A block's sums need no conversion: an instruction adds to the bits of BASE, which as a float32 counts ones, so the
+result is BASE + sum. A group's total is
 
-    of formats with integer scales  d * (sum over blocks of S * dot)
-    of others                       sum over blocks of d * dot, dot read as float32 without a conversion: what an
-                                    instruction adds to are the bits of BASE, in which it counts ones
+    sum over blocks of scale * (BASE + sum) - BASE * (sum over blocks of scale)
 
-plus the product of the minimums with Q, by one float16 instruction for all of a group (minimums of 4 to 6 bits or
-float16, and sums: exact products); then they are multiplied by the tokens' scales. At the end lanes exchange their sums
-through LDS, to have one token's.
+which starts with the last term: one multiply-add a sum. It is rounded to some units of the scale, as BASE is 2**23. So
+codes are moved up until they fill a byte (`shift_of`); then that is one to four hundredths of what rounding the
+activations does.
+
+Minimums add their product with Q, one float16 instruction for all of a group, whose products are exact. Then totals are
+multiplied by the tokens' scales. At the end lanes exchange their sums through LDS, to have one token's.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from tvm.tirx.script import builder as T
 
@@ -45,16 +47,17 @@ from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUN_COLUMNS, RUNS, TINY, TOKENS, unit_size
 from mlc_amd.schedules.gpu.base.registers import at, chosen, elements, lane_of, put, vector
 from mlc_amd.schedules.gpu.base.step import if_live
+from mlc_amd.schedules.gpu.base.wave_matrices import Registers
 from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.gpu.linear.gemm_matrix import NONE, MatrixGemm, MatrixTile
 from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork
 from mlc_amd.schedules.gpu.linear.int8_unit import Halves, Int8Unit, RowBlocks, has_unit, products, unit_of
 from mlc_amd.schedules.tir import Buffer, Expr
 
-GROUP = 256  # columns of a scale of the activations, as in llama.cpp's Q8_K; superblocks of weights have as many
-BLOCKS = GROUP // BLOCK
-SUMMED = 16  # columns of an element of Q
-SUMS = GROUP // SUMMED
+GROUP = 128  # columns of a scale of the activations
+BLOCKS, LANES = GROUP // BLOCK, GROUP // RUN
+SUMS = 16  # elements of Q of a token and a group: the columns of a float16 instruction
+SUMMED = GROUP // SUMS  # columns of each
 QUAD = 4  # words of a load
 BASE, BASE_BITS = 12582912.0, 0x4B400000  # 3 * 2**22: float32 around it are 1 apart, for 2**22 either way
 AHEAD = 2  # loads of activations at once, while those before are multiplied: with more LLVM spills registers
@@ -70,8 +73,8 @@ def lane_loads(parts: int) -> int:
 
 
 def quantized(of: Product, state: Buffer, H: Buffer) -> list[Buffer]:
-    """Emits the launch that makes A, S and Q of H, in the layout "lanes", and returns them. 32 lanes have a group of a
-    token, a workgroup that of eight tokens. Of slots of experts all are converted."""
+    """Emits the launch that makes A, S and Q of H, in the layout "lanes", and returns them. LANES
+    lanes have a group of a token, a workgroup that of eight tokens. Of slots of experts all are converted."""
     arch, m = of.arch, of.m
     unit, groups, tiles = unit_of(arch), of.k // GROUP, -(-m // SIDE)
     parts, own = unit.parts, unit.words
@@ -81,20 +84,19 @@ def quantized(of: Product, state: Buffer, H: Buffer) -> list[Buffer]:
     blocks = int(H.shape[2]) // unit_size(1)
     grid = groups, -(-m // TOKENS)
     rows = 1 if of.expert_slots else m
-    with launch(grid, (BLOCKS * RUNS * TOKENS,)) as (group, eight, thread), if_live(state, rows, eight * TOKENS):
-        token, block, run = T.Bind(thread // 32), T.Bind(thread % 32 // RUNS), T.Bind(thread % RUNS)
-        of = T.Bind(group * BLOCKS + block)
-        place = ((run * TOKENS + token) * blocks + of % blocks) * RUN
-        x = [T.Bind(T.cast(v, "float32")) for v in elements(T.Bind(H[eight, of // blocks, at(place, RUN)]))]
+    with launch(grid, (LANES * TOKENS,)) as (group, eight, thread), if_live(state, rows, eight * TOKENS):
+        token, block, run = T.Bind(thread // LANES), T.Bind(thread % LANES // RUNS), T.Bind(thread % RUNS)
+        source = T.Bind(group * BLOCKS + block)
+        place = ((run * TOKENS + token) * blocks + source % blocks) * RUN
+        x = [T.Bind(T.cast(v, "float32")) for v in elements(T.Bind(H[eight, source // blocks, at(place, RUN)]))]
         top = T.fabs(x[0])
         for v in x[1:]:
             top = maximum(top, T.fabs(v))
-        top = wave_max(arch, top, BLOCKS * RUNS)
+        top = wave_max(arch, top, LANES)
         inverse = T.Bind(T.Select(top > T.float32(TINY), T.float32(127) * rcp(top), T.float32(0)))
         q = [T.Bind(T.cast(rint(v * inverse), "int32")) for v in x]
         tile, row = T.Bind(eight // (SIDE // TOKENS)), T.Bind(eight % (SIDE // TOKENS) * TOKENS + token)
         part, first = T.Bind(run // own), run % own
-        totals = []
         for half in range(2):
             columns = [i for i, column in enumerate(RUN_COLUMNS[0]) if column // 16 == half]
             four = [q[i] for i in sorted(columns, key=lambda i: RUN_COLUMNS[0][i])]
@@ -102,12 +104,12 @@ def quantized(of: Product, state: Buffer, H: Buffer) -> list[Buffer]:
             number = T.Bind((block * 2 + half) * own + first)
             lane = number // QUAD * (parts * SIDE) + part * SIDE + row
             T.buffer_store(A, T.reinterpret("uint32", T.Bind(word)), [tile, group, lane * QUAD + number % QUAD])
-            totals.append(wave_sum(arch, T.Bind(sum(four[1:], four[0])), RUNS))
-        with T.If(run == 0), T.Then():
-            number = T.Bind(block * 2)
-            where = (number // (SUMS // parts) * SIDE + row) * (SUMS // parts) + number % (SUMS // parts)
-            T.buffer_store(Q, vector([T.cast(t, "float16") for t in totals]), [tile, group, at(where, 2)])
-        with T.If(thread % 32 == 0), T.Then():
+            total = wave_sum(arch, T.Bind(sum(four[1:], four[0])), SUMMED // 4)
+            element = T.Bind((block * BLOCK + half * 16 + run * 4) // SUMMED)
+            where = (element // (SUMS // parts) * SIDE + row) * (SUMS // parts) + element % (SUMS // parts)
+            with T.If(run % (SUMMED // 4) == 0), T.Then():
+                T.buffer_store(Q, T.cast(total, "float16"), [tile, group, where])
+        with T.If(thread % LANES == 0), T.Then():
             T.buffer_store(S, top * T.float32(1 / 127), [tile, group, unit.place(row, SIDE)])
     return [A, S, Q]
 
@@ -274,16 +276,16 @@ class Int8Gemm(MatrixGemm):
             total = fma(T.broadcast(factor, acc), T.Bind(T.reinterpret(f"float32x{acc}", dots)), total)
         return total
 
-    def _finish_group(self, number: int, of: _Group, total: Expr, scales: Expr, sums: Expr | None) -> None:
+    def _finish_group(self, number: int, of: _Group, total: Expr, scales: Expr, q: Expr | None) -> None:
         """Adds a group's total to the sums, matrix `number` of them."""
         acc = self.int8.acc
         if of.minimums is not None and of.low is None:
-            total = T.Bind(self.unit.multiply(sums, of.minimums, total))
+            total = T.Bind(self.unit.multiply(q, of.minimums, total))
         elif of.minimums is not None:
-            low = T.Bind(self.unit.multiply(sums, of.minimums, T.broadcast(T.float32(0), acc)))
+            low = T.Bind(self.unit.multiply(q, of.minimums, T.broadcast(T.float32(0), acc)))
             total = fma(low, T.broadcast(of.low, acc), total)
-        where = at(number * acc, acc)
-        put(self.matrices.sums, fma(total, scales, self.matrices.sums[where]), where)
+        where, sums = at(number * acc, acc), cast(Registers, self.matrices).sums
+        put(sums, fma(total, scales, sums[where]), where)
 
     def _own(self, place: int, numbers: list[int]) -> list[Expr]:
         wave_meets(self.arch)

@@ -20,15 +20,16 @@ from tests.schedules.gpu.test_gpu_gemv import check_no_spills
 ARCHS = ("gfx1201", "gfx942", "gfx950")
 INT8 = [name for name in gguf_blocks.DISTINCT if FORMATS[name].kind == "int8"]
 K = 512
-TOLERANCE = 5e-4  # of the largest result: a tenth of what int8 activations are off, or less
+TOLERANCE = 1e-3  # of the largest result: a fifth of what int8 activations are off; a tie of rounding makes half of it
 TILE = MatrixTile(32, 32, 1, 2, 1, 1)
 
 
 def rounded(x):
-    """x [m, k] in int8 with a scale for each 256 columns."""
-    groups = x.astype(np.float32).reshape(len(x), -1, 256)
-    d = np.abs(groups).max(-1, keepdims=True) / 127
-    return (np.rint(groups / d) * d).reshape(x.shape).astype(np.float64)
+    """x [m, k] in int8 with a scale for each 128 columns."""
+    groups = x.astype(np.float32).reshape(len(x), -1, 128)
+    top = np.abs(groups).max(-1, keepdims=True)
+    q = np.rint(groups * (np.float32(127) * (1 / top)))  # as the kernel, so that ties round alike
+    return (q * (top / 127)).reshape(x.shape).astype(np.float64)
 
 
 def layout_of(arch):
@@ -82,7 +83,7 @@ def test_formats(arch, fmt):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_segments_and_waves_along_all_axes(arch):
     """Two waves along tokens, rows and columns; three groups of columns for two waves."""
-    run_linear(arch, (("q4_k", 80), ("q6_k", 48)), 64, MatrixTile(64, 64, 2, 1, 2, 1), k=768)
+    run_linear(arch, (("q4_0", 80), ("iq4_nl", 48)), 64, MatrixTile(64, 64, 2, 1, 2, 1), k=384)
 
 
 @pytest.mark.full
@@ -132,7 +133,7 @@ def test_the_largest_tiles_do_not_spill(arch, fmt):
         ("gfx1201", "q4_0", 512, True),
         ("gfx942", "q8_0", 512, True),
         ("gfx942", "f16", 512, False),  # no codes
-        ("gfx942", "q4_0", 384, False),  # no whole groups of columns
+        ("gfx942", "q4_0", 448, False),  # no whole groups of columns
         ("gfx1100", "q4_0", 512, False),  # its int8 instructions are not faster
         ("gfx90a", "q4_0", 512, False),
     ],
