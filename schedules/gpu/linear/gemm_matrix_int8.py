@@ -110,7 +110,7 @@ def quantized(of: Product, state: Buffer, H: Buffer) -> list[Buffer]:
             with T.If(run % (SUMMED // 4) == 0), T.Then():
                 T.buffer_store(Q, T.cast(total, "float16"), [tile, group, where])
         with T.If(thread % LANES == 0), T.Then():
-            T.buffer_store(S, top * T.float32(1 / 127), [tile, group, unit.place(row, SIDE)])
+            T.buffer_store(S, top * T.float32(1 / 127), [tile, group, row])
     return [A, S, Q]
 
 

@@ -33,14 +33,12 @@ class Int8Unit:
                 the four words of either half of a block of 32 columns, part g holds 4 // parts from word
                 (4 // parts) * g on
     acc         sums of a lane in an instruction
-    alternates  whether sum i of group g belongs to row groups*i + g, else to row acc*g + i
     per_half    whether an instruction multiplies one half of a block, or both
     """
 
     groups: int
     parts: int
     acc: int
-    alternates: bool = False
     per_half: bool = True
 
     @property
@@ -48,16 +46,8 @@ class Int8Unit:
         """Of either half of a block, that a lane has."""
         return load.QUADS // 2 // self.parts
 
-    def token_of_row(self, row: Expr, m: int) -> Expr:
-        held = m // self.groups
-        return row % m if self.alternates else row // self.acc * held + row % self.acc % held
-
     def token_of_sum(self, group: Expr, i: int, m: int) -> Expr:
-        return self.groups * i + group if self.alternates else group * (m // self.groups) + i
-
-    def place(self, token: Expr, m: int) -> Expr:
-        """The inverse: group * m / groups + i."""
-        return token % self.groups * (m // self.groups) + token // self.groups if self.alternates else token
+        return group * (m // self.groups) + i
 
     def multiply(self, acts: Sequence[Expr], weights: Sequence[Expr], sums: Expr) -> Expr:
         """sums (int32 vector) plus the product of words of tokens and of weights."""
@@ -75,7 +65,6 @@ class Int8Unit:
 
 # kind of matrix unit, columns of its int8 instructions
 UNITS = {
-    ("wmma11", 16): Int8Unit(2, 1, 8, alternates=True),
     ("wmma12", 16): Int8Unit(2, 2, 8),
     ("mfma", 16): Int8Unit(4, 4, 4),
     ("mfma", 32): Int8Unit(4, 4, 4, per_half=False),
