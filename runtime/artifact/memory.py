@@ -63,8 +63,7 @@ class Needs:
         layers allow. Layers count as equal."""
         each = (self.weights + self.kv) / max(len(self.experts), 1)
         whole = (room - self.buffers) // each  # layers that one holds
-        found = -(-len(self.experts) // whole) if whole > 0 else None
-        return found and int(found)
+        return -(-len(self.experts) // int(whole)) if whole > 0 else None
 
     def advice(self, room: int, layers: int) -> list[str]:
         """Flags, each of which makes a model fit `room` bytes."""

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -28,11 +28,22 @@ SLICE = 1.0  # seconds of one wait: Ctrl-C is noticed between them
 
 
 class _Worker:
-    """A thread that calls functions in the order in which they came: a GPU's calls belong to one thread."""
+    """A thread that calls functions in the order in which they came: a GPU's calls belong to one thread.
 
-    def __init__(self, name: str):
-        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+    It never ends, but waits for the next device: a driver leaves code in threads that used it, which would run at their
+    end, when the driver may have been unloaded.
+    """
+
+    _idle: ClassVar[list["_Worker"]] = []
+
+    @classmethod
+    def take(cls) -> "_Worker":
+        """One without work."""
+        return cls._idle.pop() if cls._idle else cls()
+
+    def __init__(self):
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="mlc-amd stage", daemon=True)
         self._thread.start()
 
     def submit(self, call: Callable[[], object]) -> None:
@@ -63,15 +74,16 @@ class _Worker:
         return self.begin(call)()
 
     def _work(self) -> None:
-        while call := self._calls.get():
+        while True:
+            call = self._calls.get()
             call()
             del call  # it may hold what a `with` block or the garbage collector closes
 
-    def stop(self) -> None:
-        """After all calls that were submitted."""
-        self._calls.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+    def release(self) -> None:
+        """After all calls that were submitted. Others may take it then."""
+        if self._thread is not threading.current_thread():  # which closes a device that it was the last to use
+            self.call(lambda: None)
+        self._idle.append(self)
 
 
 class _Step:
@@ -96,7 +108,7 @@ class StagedDevice:
 
     def __init__(self, artifact, openers: Sequence[Opener]):
         self.artifact, self.manifest = artifact, artifact.manifest
-        self._workers = [_Worker(f"mlc-amd stage {i}") for i in range(len(openers))]
+        self._workers = [_Worker.take() for _ in openers]
         devices: list[Any] = []
         self.close = weakref.finalize(self, _close, self._workers, devices)
         try:
@@ -333,4 +345,4 @@ def _close(workers: Sequence[_Worker], devices: Sequence[Any]) -> None:
         if device is not None:
             worker.submit(device.close)
     for worker in workers:
-        worker.stop()
+        worker.release()
