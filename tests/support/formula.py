@@ -14,7 +14,7 @@ NVIDIA, GFX = profiles.resolve("nvidia"), archs.resolve("gfx1100")
 
 
 GEMV = {"rows": 2, "waves": 8, "lanes": 16, "unroll": 4}
-WANTED = GEMV | {"tokens": 128, "columns": 64, "waves_m": 2, "waves_n": 2, "waves_k": 1, "span": 2}
+WANTED = GEMV | {"tokens": 128, "columns": 64, "waves_m": 2, "waves_n": 2, "waves_k": 1, "span": 2, "int8": 1}
 
 
 def linear(n=4096, m=1, fmt="q4_0", layout="rows") -> Operator:
@@ -30,8 +30,9 @@ class Task:
 
 
 def cost(workload: Operator, plan, arch=GFX) -> float:
-    """A smooth formula without ties, whose best plan is not the default."""
-    far = sum(abs(math.log2(value / WANTED[name]) - 0.07 * i) for i, (name, value) in enumerate(asdict(plan).items()))
+    """A smooth formula without ties, whose best plan is not the default. Fields that are 0 are flags."""
+    fields = [(i, name, value) for i, (name, value) in enumerate(asdict(plan).items()) if value]
+    far = sum(abs(math.log2(value / WANTED[name]) - 0.07 * i) for i, name, value in fields)
     return 1e-5 * (1 + 0.3 * far) * workload.args["segments"][0][1] / 4096
 
 
