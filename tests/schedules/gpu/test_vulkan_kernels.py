@@ -214,7 +214,6 @@ GATE_UP = {
     "chunk": (16, "q4_k", "q6_k", 96, 256, "rows"),
     "chunk large": (64, "q4_0", "q4_0", 96, 64, "rows"),
     "chunk float32": (32, "q8_0", "q8_0", 64, 64, ""),
-    "chunk pairs": (16, "q4_0", "q8_0", 32, 64, "pairs"),
     "chunk float": (16, "f16", "f32", 64, 64, "rows"),
 }
 
