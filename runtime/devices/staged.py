@@ -267,6 +267,7 @@ class StagedDevice:
 
         for stage in range(self._first(function), len(self.stages)):
             found.append(self._begin(stage, part(stage))())
+        self._finished = step
         return found
 
     # ---- the stages' threads

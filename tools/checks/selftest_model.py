@@ -206,7 +206,8 @@ def ahead(engine, token: float = 0, budget: Budget | None = None) -> dict:
     whether other tokens are chosen than by steps one by one. token: seconds of one; fewer steps where the budget wants
     it."""
     engine.reset()
-    with engine.batch(2 if engine.kv_usage.pages > 3 else 1) as batch:
+    several = hasattr(engine.device, "stages")  # GPUs, which compute a step for each of two sequences instead
+    with engine.batch(2 if engine.kv_usage.pages > 3 and not several else 1) as batch:
         if not batch.can_start_ahead:
             return {"steps": 0, "problem": None}
         ids = np.random.default_rng(3).integers(0, engine.vocab, (batch.count, 4))

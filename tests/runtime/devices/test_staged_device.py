@@ -17,6 +17,7 @@ from mlc_amd.runtime.devices import division
 from mlc_amd.runtime.devices.division import GpuMemory, Placement
 from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.devices.staged import StagedDevice
+from mlc_amd.runtime.devices.steps import write_private_pages, write_step
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import MachineError, UsageError, UserError
 from mlc_amd.runtime.options import RunOptions
@@ -95,6 +96,18 @@ def test_sequences_that_advance_together(one, two):
             batch.prefill(ids)
             found.append(batch.decode([1, 2, 3, 4, 5], 6))
     assert found[0] == found[1]
+
+
+def test_results_of_plain_runs_are_their_own(two):
+    device, function = two.device, two.device.manifest["functions"]["decode"]
+    write_private_pages(device, device.manifest)
+    for token in (3, 4):
+        found = []
+        for run in device.run, device.run_plain:
+            write_step(device, function, [(token, 0, 0)])
+            run("decode")
+            found.append((device.read("sampled", 1).tolist(), device.read("logits", 1).tolist()))
+        assert found[0] == found[1]
 
 
 def test_times_of_kernels_are_those_of_all_stages(one, two):
