@@ -24,6 +24,7 @@ class TestGfx1100(OnArch, SameOnAll):
         artifact = compiled_functions(synthetic("tiny:q4_0"), self.arch, tmp_path / "model")
         check_model(artifact, "tiny:q4_0", self.arch, emulator, wave_order=5)
 
+    @pytest.mark.full
     def test_architecture(self, emulator, tmp_path, monkeypatch):
         """Layers that keep a state; test_rocm_models has others."""
         monkeypatch.setenv("MLC_AMD_GRAPH", "0")
