@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import pytest
 from attention_cases import Case, check_attention
 from emulator_suite import OnArch, SameOnAll, check_architecture, check_model, compiled_functions
 
