@@ -83,6 +83,7 @@ def plans(op: Multiplied, arch: Device) -> Space:
         if of.m % tile.tokens and of.m > TOKENS:
             raise ValueError(f"{tile} does not divide {of.m} tokens")
         gemm = engine(of, tile)
+        check_deferred(gemm, getattr(op, "norm_in", None), op.segments[0][1] if getattr(op, "norm_out", False) else 0)
         loads = gemm.loads()
         return Kernel(tile, gemm.token_tiles * sum(map(gemm.row_tiles, rows)), gemm.threads, loads)
 

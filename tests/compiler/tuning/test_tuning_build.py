@@ -140,11 +140,11 @@ def test_workers_survive_what_does_not_build(tmp_path):
         assert isinstance(builder.build([(good, None)])[0], str)
 
 
-def test_tiles_larger_than_the_work_are_refused(tmp_path):
+def test_tiles_that_do_not_suit_the_work_are_refused(tmp_path):
     workload, few = linear("rocm", 256, 256, 128), linear("rocm", 256, 256, 64)
     plan = next(plan for plan in space(workload, target("rocm", "gfx1100").archs[0]).plans if plan.tokens == 128)
-    with pytest.raises(ValueError, match="does not divide"):
-        build(few, plan, "rocm", "gfx1100", tmp_path / "a")
+    with pytest.raises(ValueError, match="does not divide into"):
+        build(few, replace(plan, rows=24), "rocm", "gfx1100", tmp_path / "a")
     assert not (tmp_path / "a" / "candidate.json").exists()
     assert build(workload, plan, "rocm", "gfx1100", tmp_path / "b").steps[0]["grid"][0] == 1
 
