@@ -128,6 +128,7 @@ def test_masks_are_made_while_the_device_computes(model, monkeypatch):
         gpu = engine.device.kind == "vulkan"
 
         def answers(beside):
+            engine.reset()  # else other steps compute the prompts' last tokens, with another rounding
             walks = [Walk(engine) for _ in PROMPTS]
             pieces = engine.generate(PROMPTS, max_tokens=6, temperature=1.0, seed=3, constraint=iter(walks).__next__)
             made = [(piece.index, piece.id) for piece in pieces]
