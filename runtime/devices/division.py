@@ -121,13 +121,7 @@ def _of_kind(manifest, several: bool) -> list[GpuMemory]:
                 found.append(GpuMemory(gpu.index, gpu.name, free))
                 seen.add(gpu.pci)
         return found
-    from mlc_amd.runtime.devices.hip.api import Hip, open_bindings
-    from mlc_amd.runtime.devices.hip.gpu import sibling, usable_gpus
+    from mlc_amd.runtime.devices.hip.gpu import with_free_memory
 
-    hip, found = Hip(open_bindings()), []
-    gpus = [gpu for gpu in usable_gpus(hip, None) if sibling(gpu.arch, manifest["libraries"])]
-    for gpu in sorted(gpus, key=lambda gpu: (gpu.integrated, -gpu.memory, gpu.index)):
-        if several or not gpu.integrated:
-            hip("hipSetDevice", gpu.index)
-            found.append(GpuMemory(gpu.index, gpu.name, hip("hipMemGetInfo")[0]))
-    return found
+    gpus = with_free_memory(manifest["libraries"])
+    return [GpuMemory(gpu.index, gpu.name, free) for gpu, free in gpus if several or not gpu.integrated]

@@ -84,3 +84,13 @@ def choose(hip: Hip, archs: Collection[str], wanted: str | None = None) -> tuple
     if gpu.arch != code:
         log.warning("using the kernels for %s on %s, which has the same instruction set", code, gpu.arch)
     return gpu, code
+
+
+def with_free_memory(archs: Collection[str]) -> list[tuple[HipGpu, int]]:
+    """The GPUs that run code objects of these archs, the best first, with the bytes that are free on each."""
+    hip, found = Hip(open_bindings()), []
+    gpus = [gpu for gpu in usable_gpus(hip, "") if sibling(gpu.arch, archs)]
+    for gpu in sorted(gpus, key=lambda gpu: (gpu.integrated, -gpu.memory, gpu.index)):
+        hip("hipSetDevice", gpu.index)
+        found.append((gpu, hip("hipMemGetInfo")[0]))
+    return found
