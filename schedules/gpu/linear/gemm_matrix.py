@@ -85,12 +85,15 @@ class MatrixGemm(Gemm[MatrixTile]):
         exchanged = self.weights * self.tiles_n * self.group * RUNS * SIDE if self.unit.whole and not tile.int8 else 0
         self.at_once = min(tile.waves_k, self.tiles_m * self.tiles_n)
         handed = self.at_once * self.weights * lanes * self.unit.acc // QUAD if tile.waves_k > 1 or self.crosses else 0
-        self.completes_norms = self.threads >= tile.tokens
-        factors = lanes // token_lanes(of.arch, tile.tokens, self.threads) if self.completes_norms else 0
-        self.handed, self.own = handed, max(exchanged, handed + factors)
-        size = UNIT_BYTES * self.waves * self.own
-        if size > min(of.arch.lds, LDS) or self.threads > of.arch.threads:
+        self.handed, self.own = handed, max(exchanged, handed)
+        size, room = UNIT_BYTES * self.waves * self.own, min(of.arch.lds, LDS)
+        if size > room or self.threads > of.arch.threads:
             raise ValueError(f"{tile} takes {size} bytes of LDS and {self.threads} threads")
+        factors = lanes // token_lanes(of.arch, tile.tokens, self.threads) if self.threads >= tile.tokens else 0
+        with_factors = max(exchanged, handed + factors)
+        self.completes_norms = factors > 0 and UNIT_BYTES * self.waves * with_factors <= room
+        if self.completes_norms:
+            self.own = with_factors
 
     def loads(self) -> float:
         if self.count * self.unit.acc > SUMS:
