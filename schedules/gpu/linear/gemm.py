@@ -83,7 +83,8 @@ def plans(op: Multiplied, arch: Device) -> Space:
         if of.m % tile.tokens and of.m > TOKENS:
             raise ValueError(f"{tile} does not divide {of.m} tokens")
         gemm = engine(of, tile)
-        check_deferred(gemm, getattr(op, "norm_in", None), op.segments[0][1] if getattr(op, "norm_out", False) else 0)
+        prepared = op.segments[0][1] if isinstance(op, Linear) and op.norm_out else 0
+        check_deferred(gemm, op.norm_in if isinstance(op, (Linear, GateUp)) else None, prepared)
         loads = gemm.loads()
         return Kernel(tile, gemm.token_tiles * sum(map(gemm.row_tiles, rows)), gemm.threads, loads)
 
