@@ -71,9 +71,8 @@ def layer_bytes(manifest: Manifest, sizes: Mapping[str, int]) -> list[int]:
     """Bytes of weights and cache that a step reads for each layer; what comes after the last one counts as its own.
     sizes: of the tensors of weights."""
     kept = {entry["name"]: nbytes(entry) for entry in manifest["kv"]}
-    steps, seen = _steps(manifest), set()
-    found = [0] * (1 + max(max(_layers(function)) for function in steps))
-    for function in steps:
+    found, seen = [0] * _count(manifest), set()
+    for function in _steps(manifest):
         for launch, layer in zip(function["launches"], _layers(function), strict=True):
             for kind, where, *_ in launch["args"]:
                 if layer > BEFORE and kind in ("weight", "kv") and (key := (kind, where, layer)) not in seen:
@@ -107,12 +106,12 @@ def most_stages(manifest: Manifest) -> int:
 def stages(manifest: Manifest, borders: Sequence[int], sizes: Mapping[str, int]) -> list[Stage]:
     """borders, sizes: see `divide`."""
     launched = {name: _by_stage(name, function, borders) for name, function in manifest["functions"].items()}
-    kernels = {entry["name"]: [param["role"] for param in entry["params"]] for entry in manifest["kernels"]}
+    roles = _roles(manifest)
     crossing = {
-        name: _crossing(manifest["functions"][name]["launches"], stages_of, len(borders), kernels)
+        name: _crossing(manifest["functions"][name]["launches"], stages_of, len(borders), roles)
         for name, stages_of in launched.items()
     }
-    ends = [0, *borders, len(layer_bytes(manifest, sizes))]
+    ends = [0, *borders, _count(manifest)]
     return [
         _stage(manifest, number, ends[number + 1] - ends[number], launched, crossing, sizes)
         for number in range(len(borders) + 1)
@@ -148,8 +147,9 @@ def _stage(
                     used[kind].add(str(where))
     kept = [entry for entry in manifest["kv"] if entry["name"] in used["kv"]]
     tensors = {name: entry for name, entry in manifest["tensors"].items() if name in used["weight"]}
+    others = _called(manifest) - used["kernel"]
     launches = {
-        arch: {name: entry for name, entry in found.items() if name in used["kernel"] or name not in _called(manifest)}
+        arch: {name: entry for name, entry in found.items() if name not in others}
         for arch, found in manifest["launches"].items()
     }
     part = {**manifest, "functions": functions, "kv": kept, "tensors": tensors, "launches": launches}
@@ -165,6 +165,16 @@ def _called(manifest: Manifest) -> set[str]:
 def _steps(manifest: Manifest) -> list[ManifestFunction]:
     """The functions that have all layers."""
     return [function for name, function in manifest["functions"].items() if not is_draft(name)]
+
+
+def _roles(manifest: Manifest) -> dict[str, list[str]]:
+    """Of each kernel's parameters."""
+    return {entry["name"]: [param["role"] for param in entry["params"]] for entry in manifest["kernels"]}
+
+
+def _count(manifest: Manifest) -> int:
+    """The number of layers, without those that guess tokens."""
+    return 1 + max(max(_layers(function)) for function in _steps(manifest))
 
 
 def _layers(function: ManifestFunction) -> list[int]:
@@ -186,18 +196,17 @@ def _by_stage(name: str, function: ManifestFunction, borders: Sequence[int]) -> 
 
 
 def _borders(manifest: Manifest) -> list[int]:
-    """The layers that a stage may begin with: not between layers that share a cache, or that guesses share."""
-    roles = {entry["name"]: [param["role"] for param in entry["params"]] for entry in manifest["kernels"]}
-    users: dict[str, set[int]] = {}
-    last = 0
-    for name, function in manifest["functions"].items():
+    """The layers that a stage may begin with: not between layers that share a cache."""
+    roles, users = _roles(manifest), dict[str, set[int]]()
+    for function in _steps(manifest):
         for launch, layer in zip(function["launches"], _layers(function), strict=True):
             for (kind, where, *_), role in zip(launch["args"], roles[launch["kernel"]], strict=True):
-                if kind == "kv" and role in _OWN and not is_draft(name):
+                if kind == "kv" and role in _OWN:
                     users.setdefault(str(where), set()).add(layer)
-            last = max(last, layer)
-    found = range(1, last + 1)
-    return [border for border in found if not any(min(of) < border <= max(of) for of in users.values())]
+    shared = [(min(of), max(of)) for of in users.values()]
+    return [
+        border for border in range(1, _count(manifest)) if not any(first < border <= last for first, last in shared)
+    ]
 
 
 def _crossing(

@@ -3,6 +3,7 @@ Every result must be the one of a single device."""
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hip_model import KERNELS, artifact_in, check
 
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.artifact.memory import nbytes, of_manifest
-from mlc_amd.runtime.artifact.stages import StageArtifact, stages
+from mlc_amd.runtime.artifact.stages import StageArtifact, most_stages, stages
 from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.devices import division
 from mlc_amd.runtime.devices.division import GpuMemory, Placement
@@ -225,8 +226,17 @@ def test_as_few_gpus_as_hold_the_model(lavapipe_model, monkeypatch):
     size = of_manifest(artifact.manifest).device()
     for free, count in ((size, 0), (size - 1, 2), (1 << 10, 0)):
         gpus = [GpuMemory(i, f"GPU {i}", free) for i in range(4)]
-        monkeypatch.setattr(division, "_of_kind", lambda manifest, several, gpus=gpus: gpus)
+        monkeypatch.setattr(division, "_of_kind", lambda manifest, several, gpus=gpus: iter(gpus))
         assert len(division.find(artifact, Placement())) == count
+
+
+def test_no_stage_has_only_the_layer_that_guesses_tokens():
+    def function(*layers):
+        return {"launches": [{"kernel": "k", "args": [["weight", f"blk.{layer}.w"]]} for layer in layers]}
+
+    functions = {"decode": function(0, 1), "follow_decode": function(2)}
+    manifest: Any = {"functions": functions, "kernels": [{"name": "k", "params": [{"role": "weight"}]}]}
+    assert most_stages(manifest) == 2
 
 
 def test_the_cache_is_divided_with_the_layers(lavapipe_model):
