@@ -6,11 +6,9 @@
 Memory stays small whatever the model's size: tensors are read, repacked and written in chunks of rows.
 """
 
-import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from mlc_amd.compiler.weight_store import WeightStore
 from mlc_amd.runtime.artifact import artifact
 from mlc_amd.runtime.artifact.manifest import check_described
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.garbage import no_collection
 from mlc_amd.runtime.host import available_threads
 from mlc_amd.runtime.options import CompileOptions
 
@@ -76,7 +75,7 @@ def compile_model(
     with artifact.new_artifact(out) as directory:
         tokenizer.export(model.metadata, directory)
         progress("import", 0, 1)
-        with _without_collection():
+        with no_collection():  # among the objects of a graph, which all live, that takes a fifth of the time
             lowered = lower(model, target, options.ctx)
         progress("import", 1, 1)
         clock.lap("import")
@@ -97,19 +96,6 @@ def compile_model(
     origins = Counter(origin["from"] for entry in manifest["kernels"] for origin in entry["tuned"].values())
     notes = [note for lookup in lookups.values() for note in dict.fromkeys(lookup.notes)]
     return Summary(Path(out), len(manifest["kernels"]), kernel_bytes, launches, dict(origins), notes, clock.laps)
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Within the block Python looks for no garbage: among the objects of a graph, which all live, that takes a fifth of
-    the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Clock:

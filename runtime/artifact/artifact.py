@@ -11,7 +11,6 @@ A new artifact is written to a temporary folder next to the destination, which i
 interrupted or failed compilation leaves no files.
 """
 
-import gc
 import hashlib
 import json
 import os
@@ -27,6 +26,7 @@ from mlc_amd.runtime.artifact.weight_block import JoinedBlocks, WeightBlock
 from mlc_amd.runtime.artifact.weights_file import Weights, header_digest
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import Lock, lock, scratch
+from mlc_amd.runtime.garbage import no_collection
 
 WEIGHTS, TABLES = "weights.safetensors", "tables.safetensors"
 _FILES = (MANIFEST, WEIGHTS, TABLES, "kernels[.-]*", "tokenizer.json", "tokenizer_config.json")  # all that there may be
@@ -130,18 +130,6 @@ def write_interfaces(directory: Path, manifest: ManifestBody) -> None:
         interface.append(directory / library, interface.digest(plain, arch))
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without the garbage collector of cycles: a manifest has many objects and no cycles."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 class Artifact:
     """A checked artifact on disk. `manifest` is what manifest.json holds (dist/README.md); its parts agree with one
     another, with the weights and with the kernels."""
@@ -152,7 +140,7 @@ class Artifact:
         self._weights: WeightBlock | None = None
 
     @classmethod
-    @_no_collection()
+    @no_collection()  # a manifest has many objects and no cycles
     def open(cls, path: str | Path, verify: bool = False) -> "Artifact":
         """Checks manifest, presence, sizes and checksums of all files; that of the weights only with `verify`, as it
         reads all of them. UserError for a folder that is no artifact, of another version, or damaged."""

@@ -5,7 +5,7 @@ runs on the best GPU if it fits there, else on as few as hold it, the best first
 determines.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mlc_amd.runtime.artifact.manifest import Manifest
@@ -49,30 +49,31 @@ def find(artifact, wanted: Placement, n_cpu_moe: int = 0) -> list[tuple[int, Sta
     alone = len(wanted.devices) == 1 or len(wanted.shares) == 1
     if alone or artifact.manifest["target"]["kind"] == "cpu" or selection(wanted.device):
         return []
-    several = bool(wanted.devices or wanted.shares)
-    gpus = _of_kind(artifact.manifest, several)
+    if not (wanted.devices or wanted.shares):
+        return _as_few_as_hold_it(artifact, _of_kind(artifact.manifest, several=False), n_cpu_moe)
+    gpus = [*_of_kind(artifact.manifest, several=True)]
     if wanted.devices:
         known = {gpu.index: gpu for gpu in gpus}
         if absent := [index for index in wanted.devices if index not in known]:
             there = ", ".join(f"{gpu.index}: {gpu.name}" for gpu in gpus) or "none that runs this model"
             raise UserError(f"--devices: no GPU {absent[0]} here for this model; there are {there}")
         gpus = [known[index] for index in wanted.devices]
-    elif wanted.shares:
+    else:
         if len(gpus) < len(wanted.shares):
             raise UserError(f"--tensor-split has {len(wanted.shares)} numbers, and this machine {len(gpus)} GPUs")
         gpus = gpus[: len(wanted.shares)]
-    if several:
-        found = _divided(artifact, gpus, wanted.shares)
-        return [(gpu.index, stage) for gpu, stage in zip(gpus, found, strict=True)]
-    return _as_few_as_hold_it(artifact, gpus, n_cpu_moe)
+    found = _divided(artifact, gpus, wanted.shares)
+    return [(gpu.index, stage) for gpu, stage in zip(gpus, found, strict=True)]
 
 
-def _as_few_as_hold_it(artifact, gpus: Sequence[GpuMemory], n_cpu_moe: int) -> list[tuple[int, Stage]]:
-    if len(gpus) < 2 or of_manifest(artifact.manifest).device(n_cpu_moe) <= gpus[0].free:
+def _as_few_as_hold_it(artifact, found: Iterator[GpuMemory], n_cpu_moe: int) -> list[tuple[int, Stage]]:
+    """found: the others are asked only if the best one does not hold the model."""
+    best = next(found, None)
+    if best is None or of_manifest(artifact.manifest).device(n_cpu_moe) <= best.free:
         return []
+    gpus = [best, *found]
     for count in range(2, min(len(gpus), most_stages(artifact.manifest)) + 1):
-        found = _divided(artifact, gpus[:count], ())
-        pairs = list(zip(gpus, found, strict=False))
+        pairs = list(zip(gpus, _divided(artifact, gpus[:count], ()), strict=False))
         if all(of_manifest(stage.manifest).device(n_cpu_moe) <= gpu.free for gpu, stage in pairs):
             return [(gpu.index, stage) for gpu, stage in pairs]
     return []  # the best GPU's error says what would fit it
@@ -106,7 +107,7 @@ def described(found: Sequence[tuple[int, Stage]]) -> str:
     return "layers are divided: " + ", ".join(parts)
 
 
-def _of_kind(manifest, several: bool) -> list[GpuMemory]:
+def _of_kind(manifest, several: bool) -> Iterator[GpuMemory]:
     """The GPUs that can run the artifact, the best first. several: also those that the user must ask for: CPUs that
     act as one, and APUs, whose memory is the host's."""
     if manifest["target"]["kind"] == "vulkan":
@@ -114,14 +115,15 @@ def _of_kind(manifest, several: bool) -> list[GpuMemory]:
 
         needs = [manifest["target"]["needs"][profile] for profile in manifest["target"]["archs"]]
         able = [gpu for gpu in preferred(list_gpus()) if not all(missing(gpu, needed) for needed in needs)]
-        found, seen = [], set()
+        seen = set()
         for gpu in able:
             if several or not (gpu.unified or (gpu.pci and gpu.pci in seen)):
                 free = sum(heap.free for heap in gpu.heaps if gpu.unified or heap.device_local)
-                found.append(GpuMemory(gpu.index, gpu.name, free))
+                yield GpuMemory(gpu.index, gpu.name, free)
                 seen.add(gpu.pci)
-        return found
+        return
     from mlc_amd.runtime.devices.hip.gpu import with_free_memory
 
-    gpus = with_free_memory(manifest["libraries"])
-    return [GpuMemory(gpu.index, gpu.name, free) for gpu, free in gpus if several or not gpu.integrated]
+    for gpu, free in with_free_memory(manifest["libraries"]):
+        if several or not gpu.integrated:
+            yield GpuMemory(gpu.index, gpu.name, free)

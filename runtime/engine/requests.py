@@ -66,7 +66,8 @@ class PlannedChunk:
 
     @property
     def rows(self) -> ChunkRows:
-        return self.sequence.tokens[self.start : self.start + self.count], self.start, self.sequence.table_row
+        """Until it counts as computed."""
+        return self.sequence.chunk(self.count)
 
     def count_as_computed(self) -> None:
         """Once."""

@@ -118,16 +118,10 @@ class Runner:
         self._prepare_rows(function, singles, chunk)
         self._last, self._answered = function.name, [*range(len(singles))]
 
-        def choose() -> None:
-            known = choices() if callable(choices) else choices
-            self._write_choices(known, len(singles), last)
-            rows = [*range(len(singles)), last][: len(known)]
-            self._started.append(lambda: self._choices.read(rows, known))
-
         if callable(choices):
-            self.device.start(function.name, choose)
+            self.device.start(function.name, lambda: self._choose(choices(), len(singles), last))
         else:
-            choose()
+            self._choose(choices, len(singles), last)
             self.device.start(function.name)
 
     def start_scoring(self, chunk: ChunkRows) -> None:
@@ -152,17 +146,19 @@ class Runner:
         self.prepare(function, singles, None)
         self._last, self._answered = function.name, [*range(len(singles))]
         if choices is not None:
-            self._choose(choices)
+            self._choose(choices, len(singles), len(singles))
         self.device.start_ahead(function.name, choices is None)
 
     def supply_choices(self, choices: Choices) -> None:
         """How the step that was started last chooses its tokens."""
-        self._choose(choices)
+        self._choose(choices, len(choices), len(choices))
         self.device.complete_inputs(self._last)
 
-    def _choose(self, choices: Choices) -> None:
-        self._choices.write(choices)
-        self._started.append(lambda: self._choices.read(range(len(choices)), choices))
+    def _choose(self, choices: Choices, single: int, last: int) -> None:
+        """Of a step with so many single rows; last: of `_last_row`."""
+        self._write_choices(choices, single, last)
+        rows = [*range(single), last][: len(choices)]
+        self._started.append(lambda: self._choices.read(rows, choices))
 
     def finish(self) -> Any:
         """Waits for the oldest step that was started. Returns the token chosen for each of its rows, [ChosenToken]; or

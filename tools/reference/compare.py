@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from mlc_amd.runtime.measure.candidate import WRITTEN
+from mlc_amd.runtime.measure.compare import INT8
 from mlc_amd.runtime.measure.inputs import SIGNATURE
 from mlc_amd.schedules.operators import Operator
 from mlc_amd.schedules.operators.layouts import kind_of
@@ -20,7 +21,6 @@ from mlc_amd.tools.reference.case import Result
 # NVIDIA GPU. A wrong index, scale or constant changes much more.
 TOLERANCE = 4e-3
 CACHE = 1e-3  # of float16 keys and values
-INT8 = 3e-2  # of plans that make activations int8
 
 
 def difference(

@@ -3,7 +3,7 @@ artifact."""
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from mlc_amd.runtime.devices.choice import selected, selection
@@ -86,11 +86,11 @@ def choose(hip: Hip, archs: Collection[str], wanted: str | None = None) -> tuple
     return gpu, code
 
 
-def with_free_memory(archs: Collection[str]) -> list[tuple[HipGpu, int]]:
-    """The GPUs that run code objects of these archs, the best first, with the bytes that are free on each."""
-    hip, found = Hip(open_bindings()), []
+def with_free_memory(archs: Collection[str]) -> Iterator[tuple[HipGpu, int]]:
+    """The GPUs that run code objects of these archs, the best first, with the bytes that are free on each: HIP takes
+    memory on those that were asked."""
+    hip = Hip(open_bindings())
     gpus = [gpu for gpu in usable_gpus(hip, "") if sibling(gpu.arch, archs)]
     for gpu in sorted(gpus, key=lambda gpu: (gpu.integrated, -gpu.memory, gpu.index)):
         hip("hipSetDevice", gpu.index)
-        found.append((gpu, hip("hipMemGetInfo")[0]))
-    return found
+        yield gpu, hip("hipMemGetInfo")[0]

@@ -21,7 +21,7 @@ from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
 # Units of keys, at most, that stay in registers while values are multiplied. Heads of 128 have 16, and take 3 to 5 %
-# longer with them on an H100, behind 512 tokens as behind 16384.
+# longer with them on an H100, after 512 tokens as after 16384.
 MOST_AHEAD = 8
 
 

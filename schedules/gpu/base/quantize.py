@@ -193,16 +193,22 @@ def emit_store(
                 T.buffer_store(out[1], vector(fields), [token, block, T.ramp(0, 1, FIELDS)])
 
 
-def quantize_block(arch: Device, x: list[Expr]) -> tuple[list[Expr], list[Expr]]:
-    """(the words of the lane's q, the block's fields of S; valid in the block's first lane) of the columns that a lane
-    holds: float32 registers, a number of them that divides a block. Its other lanes are neighbours."""
-    lanes = BLOCK // len(x)
+def quantize_lanes(arch: Device, x: list[Expr], lanes: int) -> tuple[list[Expr], Expr]:
+    """(int32 values, the largest magnitude, which is 127 of them) of the columns that `lanes` neighbouring lanes hold.
+    x: a lane's, float32 registers."""
     top = T.fabs(x[0])
     for v in x[1:]:
         top = maximum(top, T.fabs(v))
     top = wave_max(arch, top, lanes)
     inverse = T.Bind(T.Select(top > T.float32(TINY), T.float32(127) * rcp(top), T.float32(0)))
-    q = [T.Bind(T.cast(rint(v * inverse), "int32")) for v in x]
+    return [T.Bind(T.cast(rint(v * inverse), "int32")) for v in x], top
+
+
+def quantize_block(arch: Device, x: list[Expr]) -> tuple[list[Expr], list[Expr]]:
+    """(the words of the lane's q, the block's fields of S; valid in the block's first lane) of the columns that a lane
+    holds: float32 registers, a number of them that divides a block. Its other lanes are neighbours."""
+    lanes = BLOCK // len(x)
+    q, top = quantize_lanes(arch, x, lanes)
     words, total = [], T.int32(0)
     for first in range(0, len(q), WIDTH):
         word = T.int32(0)

@@ -28,23 +28,18 @@ from typing import NamedTuple, cast
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.runtime.gpus import RATES
 from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu.base.device import (
     fma,
     launch,
-    maximum,
-    rcp,
-    rint,
     schedule_fence,
-    wave_max,
     wave_meets,
     wave_sum,
 )
 from mlc_amd.schedules.gpu.base.matrix_unit import SIDE
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import RUN, RUN_COLUMNS, RUNS, TINY, TOKENS, unit_size
+from mlc_amd.schedules.gpu.base.quantize import RUN, RUN_COLUMNS, RUNS, TOKENS, quantize_lanes, unit_size
 from mlc_amd.schedules.gpu.base.registers import at, chosen, elements, lane_of, put, vector
 from mlc_amd.schedules.gpu.base.step import if_live
 from mlc_amd.schedules.gpu.base.wave_matrices import Registers
@@ -72,7 +67,7 @@ def lane_loads(parts: int) -> int:
     return GROUP // (4 * QUAD) // parts
 
 
-def quantized(of: Product, state: Buffer, H: Buffer) -> list[Buffer]:
+def int8_activations(of: Product, state: Buffer, H: Buffer) -> list[Buffer]:
     """Emits the launch that makes A, S and Q of H, in the layout "lanes", and returns them. LANES
     lanes have a group of a token, a workgroup that of eight tokens. Of slots of experts all are converted."""
     arch, m = of.arch, of.m
@@ -89,12 +84,7 @@ def quantized(of: Product, state: Buffer, H: Buffer) -> list[Buffer]:
         source = T.Bind(group * BLOCKS + block)
         place = ((run * TOKENS + token) * blocks + source % blocks) * RUN
         x = [T.Bind(T.cast(v, "float32")) for v in elements(T.Bind(H[eight, source // blocks, at(place, RUN)]))]
-        top = T.fabs(x[0])
-        for v in x[1:]:
-            top = maximum(top, T.fabs(v))
-        top = wave_max(arch, top, LANES)
-        inverse = T.Bind(T.Select(top > T.float32(TINY), T.float32(127) * rcp(top), T.float32(0)))
-        q = [T.Bind(T.cast(rint(v * inverse), "int32")) for v in x]
+        q, top = quantize_lanes(arch, x, LANES)
         tile, row = T.Bind(eight // (SIDE // TOKENS)), T.Bind(eight % (SIDE // TOKENS) * TOKENS + token)
         part, first = T.Bind(run // own), run % own
         for half in range(2):
@@ -181,10 +171,8 @@ class _Row(RowBlocks):
 
 
 def suits(of: Product) -> bool:
-    """Whether there are int8 products, and instructions that are faster than those of float16."""
-    if not has_unit(of.arch) or RATES[of.arch.family]["matrix8"] <= RATES[of.arch.family]["matrix16"]:
-        return False
-    return of.k % GROUP == 0 and all(fmt.kind == "int8" for fmt in of.formats)
+    """Whether there are int8 products, and instructions for them."""
+    return has_unit(of.arch) and of.k % GROUP == 0 and all(fmt.kind == "int8" for fmt in of.formats)
 
 
 class Int8Gemm(MatrixGemm):
@@ -210,7 +198,7 @@ class Int8Gemm(MatrixGemm):
         return self.count * self.unit.acc + self.weights * self.tiles_n * (GROUP + codes) / 4 / self.int8.parts
 
     def prepared(self, state: Buffer, acts: list[Buffer]) -> list[Buffer]:
-        return quantized(self.of, state, acts[0])
+        return int8_activations(self.of, state, acts[0])
 
     def _sum_up(self, work: TileWork) -> None:
         first, lane = T.Bind(work.row0 + self.wave_n), self.lane % SIDE

@@ -1,4 +1,4 @@
-"""Int8 matrix units of AMD's GPUs (WMMA of gfx11 and gfx12, MFMA of gfx9), and weights as their operands.
+"""Int8 matrix units of AMD's GPUs (WMMA of gfx12, MFMA of gfx942 and gfx950), and weights as their operands.
 
 Instructions are on signed bytes: tokens are the rows of the product, 16 rows of a weight its columns. All sums of a
 lane l are of weight row l % 16, so a block's scales are scalars of the lane. Of each half of a block of 32 columns a
@@ -55,18 +55,15 @@ class Int8Unit:
         if self.groups == 2:
             operands = [signed, vector(acts), signed, vector(weights), sums, exact]
             name = "llvm.amdgcn.wmma.i32.16x16x16.iu8"
-        elif self.per_half:
-            name, operands = "llvm.amdgcn.mfma.i32.16x16x16i8", [*acts, *weights, sums, zero, zero, zero]
         else:
             a, b = (T.reinterpret("int64", vector(words)) for words in (acts, weights))
             name, operands = "llvm.amdgcn.mfma.i32.16x16x32.i8", [a, b, sums, zero, zero, zero]
         return T.Bind(T.call_llvm_pure_intrin(f"int32x{self.acc}", name, *operands))
 
 
-# kind of matrix unit, columns of its int8 instructions
+# kind of matrix unit, columns of its int8 instructions; those of other GPUs are no faster than float16
 UNITS = {
     ("wmma12", 16): Int8Unit(2, 2, 8),
-    ("mfma", 16): Int8Unit(4, 4, 4),
     ("mfma", 32): Int8Unit(4, 4, 4, per_half=False),
 }
 
