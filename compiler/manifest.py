@@ -31,11 +31,13 @@ from mlc_amd.schedules.operators.layouts import padded
 def manifest_body(lowered: Lowered, compiled: Mapping[str, Any], weights: bool) -> ManifestBody:
     """compiled: of `Target.compile_kernels`. weights: whether the artifact has the matrices."""
     model, target, ctx, plan = lowered.model, lowered.target, lowered.context, lowered.plan
+    whole = model.whole if model.gpus > 1 else model
     path = Path(one_line(str(model.path)))  # JSON has no place for bytes that are not UTF-8
     return {
         "name": model.config.name or path.stem,
         "source": {"file": path.name, "id": source_id(model.path)},
-        "model": cast(ManifestModel, dataclasses.asdict(model.config)),
+        "model": cast(ManifestModel, dataclasses.asdict(whole.config)),
+        "gpus": model.gpus,
         "target": target.description,
         "context": ctx,
         "kv_type": cast(KvType, target.kv),
@@ -48,7 +50,7 @@ def manifest_body(lowered: Lowered, compiled: Mapping[str, Any], weights: bool) 
         "io": _io(lowered),
         "kv": lowered.kept,
         "page": PAGE,
-        "formats": (totals := format_totals(model.tensors)),
+        "formats": (totals := format_totals(whole.tensors)),
         "quantization": quantization(model.metadata, totals),
         "weights": "file" if weights else "random",
         "tensors": random_tensors(model, lowered.weights),

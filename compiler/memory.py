@@ -8,6 +8,7 @@ import math
 
 from mlc_amd.compiler.models.config import ExpertsConfig, ModelConfig
 from mlc_amd.compiler.models.graph import table_columns
+from mlc_amd.compiler.models.shards import RANK
 from mlc_amd.compiler.weights import of_tensor
 from mlc_amd.runtime.artifact.io_buffers import ROWS
 from mlc_amd.runtime.artifact.manifest import KvTensor
@@ -25,7 +26,7 @@ def needs(model, backend, ctx: int) -> Needs:
     """What the model needs at a capacity of `ctx` tokens."""
     config, experts, weights = model.config, [0] * len(model.config.layers), 0
     for name in model.tensors:
-        if name in config.unused:
+        if name in config.unused or RANK in name:  # those of other GPUs
             continue
         size = of_tensor(model, backend, name).nbytes
         weights += size

@@ -19,6 +19,7 @@ from mlc_amd.compiler import weights as packing
 from mlc_amd.compiler.codegen.target import make_target
 from mlc_amd.compiler.lowering import Lowered, lower, sizes
 from mlc_amd.compiler.manifest import manifest_body
+from mlc_amd.compiler.models.shards import ShardedModel
 from mlc_amd.compiler.tuning.database import Lookup
 from mlc_amd.compiler.weight_store import WeightStore
 from mlc_amd.runtime.artifact import artifact
@@ -50,6 +51,8 @@ class Summary:
 def check(model, out: Path, options: CompileOptions) -> None:
     """UserError for what `compile_model` refuses, as far as that is known without compiling."""
     artifact.check_output(out)
+    if options.parts > 1 and options.target == "cpu":
+        raise UserError("--split tensor divides a model between GPUs: give --target rocm or vulkan")
     sizes(model.config, make_target(options.target, options.arch, options.cache_type), options.ctx)
 
 
@@ -71,6 +74,7 @@ def compile_model(
     clock = _Clock()
     target = make_target(options.target, options.arch, options.cache_type)
     lookups = {arch.name: Lookup(arch, options.tuned) for arch in target.archs}
+    model = ShardedModel(model, options.parts) if options.parts > 1 else model
     target.plans = {name: lookup.find for name, lookup in lookups.items()}
     with artifact.new_artifact(out) as directory:
         tokenizer.export(model.metadata, directory)

@@ -19,6 +19,7 @@ import numpy as np
 
 from mlc_amd.compiler.models.graph import ONES, table_columns
 from mlc_amd.compiler.models.rope import position_table
+from mlc_amd.compiler.models.shards import RANK, parts_of
 from mlc_amd.compiler.models.tensors import is_vector
 from mlc_amd.compiler.quant import repack
 from mlc_amd.compiler.quant.draws import draws
@@ -31,7 +32,10 @@ CHUNK_BYTES = 4 << 20  # packed GGUF bytes that one worker repacks at a time
 # What the bytes of packed weights follow from, besides the file: weights that older versions of it packed are others.
 _PACKING = (
     ("mlc_amd.compiler", ("weights.py", "quant/blocks.py", "quant/pack.py")),
-    ("mlc_amd.compiler", ("gguf/reader.py", "gguf/tensor.py", "gguf/synthetic.py", "models/tensors.py")),
+    (
+        "mlc_amd.compiler",
+        ("gguf/reader.py", "gguf/tensor.py", "gguf/synthetic.py", "models/tensors.py", "models/shards.py"),
+    ),
     ("mlc_amd.schedules", ("formats.py", "cpu/linear/planes.py", "gpu/base/planes.py")),
 )
 
@@ -61,14 +65,14 @@ def weight_sources(model, target, parameters, ctx: int) -> list[WeightSource]:
         elif name.startswith(ONES):
             found.append(WeightSource(name, "ones", (_vector_spec(name, int(name.removeprefix(ONES))),)))
         else:
-            found.append(of_tensor(model, target, name))
+            found += (of_tensor(model, target, one) for one in parts_of(model, name))
     return found
 
 
 def of_tensor(model, target, name: str) -> WeightSource:
     """A tensor of the model: a vector, of all experts together, or the planes of a matrix."""
     tensor = model.tensors[name]
-    if is_vector(name, tensor.shape):
+    if is_vector(name.partition(RANK)[0], tensor.shape):
         return WeightSource(name, "vector", (_vector_spec(name, math.prod(tensor.shape)),))
     planes = target.planes(tensor.format, tensor.rows, tensor.shape[-1])
     specs = (TensorSpec(f"{name}/{plane}", dtype, shape) for plane, (shape, dtype) in planes.items())

@@ -152,9 +152,28 @@ class CompileOptions(TargetOptions):
         "tuned plans that kernels are built with: those of `mlc-amd tune` on this machine (user), those that come "
         "with mlc-amd (shipped), user before shipped (auto), or none")] = "auto"  # fmt: skip
 
+    split: Annotated[Literal["layer", "tensor"], Option(
+        "how several GPUs share a GGUF file: layer, each has some layers and computes after the others; tensor, each "
+        "has a part of every layer and all compute at once, which is compiled for a number of GPUs",
+        also=("-sm", "--split-mode"))] = "layer"  # fmt: skip
+    gpus: Annotated[int | None, Option(
+        "number of GPUs that --split tensor divides a GGUF file between", default="as many as --devices names",
+        low=1, high=8)] = None  # fmt: skip
+
     @property
     def cache_type(self) -> KvType:
         return self.kv_type or KV_TYPE
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a model is divided by tensor. UsageError without a number."""
+        if self.split == "layer":
+            if self.gpus is not None:
+                raise UsageError("--gpus is for --split tensor; --devices says which GPUs share a model by layers")
+            return 1
+        if self.gpus is None:
+            raise UsageError("--split tensor: say for how many GPUs with --gpus, or which ones with --devices 0,1")
+        return self.gpus
 
     @property
     def given(self) -> dict[str, Any]:

@@ -98,7 +98,11 @@ class GGUFModel(Closing):
     path: what was opened, for messages; a synthetic model's spec. files: all parts of it; none for a synthetic model.
     metadata: GGUF keys as plain Python values (of the first part of a split file).
     stored: the file's tensors by name, in its order. tensors: those that the graph refers to, the same but for merged
-    ones. config: the typed hyperparameters."""
+    ones. config: the typed hyperparameters. gpus, joins, sums: of a model that is not divided (models/shards.py)."""
+
+    gpus = 1
+    joins: frozenset[str] = frozenset()
+    sums: frozenset[str] = frozenset()
 
     def __init__(
         self,

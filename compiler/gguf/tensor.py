@@ -12,6 +12,8 @@ import numpy as np
 
 from mlc_amd.schedules.formats import FORMATS
 
+Ranges = Sequence[tuple[int, int]]  # first, count
+
 
 def row_bytes(format: str, columns: int) -> int:
     """Bytes of one row of GGUF blocks; `columns` is a multiple of the format's block."""
@@ -98,18 +100,68 @@ class Tensor:
 
     def pieces(self, name: str, shape: tuple[int, ...], groups: int, pieces: Sequence[tuple[int, int]]) -> "Tensor":
         """A matrix of that shape made of this one's rows, which are so many groups alike: one piece after the other,
-        the rows first .. first + count of each group. ValueError if the shape does not fit. Blocks are copies."""
-        groups_at = np.arange(groups)[:, None] * (self.rows // groups)
-        rows = np.concatenate([(groups_at + np.arange(first, first + count)).reshape(-1) for first, count in pieces])
-        if shape != (len(rows), self.shape[-1]) or rows.max() >= self.rows:
+        the rows first .. first + count of each group. ValueError if the shape does not fit."""
+        size = self.rows // groups
+        found = self.some_rows(name, [(at * size + first, count) for first, count in pieces for at in range(groups)])
+        if shape != found.shape:
             raise ValueError(f"{self!r} has no pieces {pieces} of shape {shape}")
+        return found
+
+    def some_rows(self, name: str, ranges: Ranges, whole: int = 0) -> "Tensor":
+        """The rows (first, count) of each matrix, one range after the other, then zeros up to `whole` rows; of a
+        vector, its entries. Blocks are copies."""
+        if len(self.shape) == 1:
+            return self.some_columns(name, ranges, whole)
+        stacked, matrix = len(self.shape) == 3, self.shape[-2]
+        rows = np.concatenate([np.arange(first, first + count) for first, count in ranges])
+        whole = max(whole, len(rows))
+        if rows.size and rows.max() >= matrix:
+            raise ValueError(f"{self!r} has no rows {ranges}")
 
         def fetch(start: int, stop: int) -> np.ndarray:
-            wanted = rows[start:stop]
-            low = int(wanted.min())
-            return self.blocks(low, int(wanted.max()) + 1)[wanted - low]
+            found = np.zeros((stop - start, self.row_bytes), np.uint8)
+            for index, begin, end in _matrices(start, stop, whole):
+                wanted = rows[begin:end]
+                if wanted.size:
+                    low, at = int(wanted.min()), index * whole + begin - start
+                    blocks = self.blocks(index * matrix + low, index * matrix + int(wanted.max()) + 1)
+                    found[at : at + wanted.size] = blocks[wanted - low]
+            return found
 
-        return Tensor(name, self.format, shape, fetch)
+        return Tensor(name, self.format, (*self.shape[:1] * stacked, whole, self.shape[-1]), fetch)
+
+    def some_columns(self, name: str, ranges: Ranges, whole: int = 0) -> "Tensor":
+        """The columns (first, count) of each row, one range after the other, then zeros up to `whole`. ValueError for
+        a part of a block. (In a block of any format zeros are zeros.)"""
+        count = sum(count for _, count in ranges)
+        whole = max(whole, count)
+        block = FORMATS[self.format].block
+        if any(number % block for one in ranges for number in one) or whole % block:
+            raise ValueError(f"{self!r} has blocks of {block} columns, which {ranges} divide")
+        spans = [(row_bytes(self.format, first), row_bytes(self.format, first + count)) for first, count in ranges]
+
+        def fetch(start: int, stop: int) -> np.ndarray:
+            blocks, found = self.blocks(start, stop), np.zeros((stop - start, row_bytes(self.format, whole)), np.uint8)
+            at = 0
+            for begin, end in spans:
+                found[:, at : at + end - begin] = blocks[:, begin:end]
+                at += end - begin
+            return found
+
+        return Tensor(name, self.format, (*self.shape[:-1], whole), fetch)
+
+    def some_matrices(self, name: str, ranges: Ranges) -> "Tensor":
+        """The matrices (first, count) of a stack, one range after the other."""
+        count, rows, columns = self.shape
+        flat = self.part(name, 0, (count * rows, columns))
+        flat = flat.some_rows(name, [(first * rows, count * rows) for first, count in ranges])
+        return flat.part(name, 0, (flat.rows // rows, rows, columns))
+
+    def zeros(self, name: str) -> "Tensor":
+        """The same without any weights: zeros."""
+        return Tensor(
+            name, self.format, self.shape, lambda start, stop: np.zeros((stop - start, self.row_bytes), np.uint8)
+        )
 
     def filled(self, shape: tuple[int, ...]) -> "Tensor":
         """The same with zeros after the rows of each matrix, or after their columns, up to that shape. (In a block of

@@ -340,11 +340,21 @@ def attentions(config: ModelConfig) -> Iterator[AttentionConfig]:
 
 
 class Model(Protocol):
-    """A model as GGUFModel and synthetic ones have it: tensors by name, of which a graph reads shape, rows and
-    format."""
+    """A model as GGUFModel, synthetic ones and ShardedModel have it: tensors by name, of which a graph reads shape,
+    rows and format. gpus: that share it by tensor; sums: names of the matrices of which each GPU has some columns, so
+    that products are terms of a sum; joins: of those of which each has some rows, and all need whole products."""
 
     @property
     def config(self) -> ModelConfig: ...
 
     @property
     def tensors(self) -> Mapping[str, Any]: ...
+
+    @property
+    def gpus(self) -> int: ...
+
+    @property
+    def sums(self) -> frozenset[str]: ...
+
+    @property
+    def joins(self) -> frozenset[str]: ...

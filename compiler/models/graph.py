@@ -13,6 +13,7 @@ from tvm import relax, te
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.functions import HIDDEN, FunctionSpec
+from mlc_amd.compiler.models import exchanges
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, Model, ModelConfig, attentions
 from mlc_amd.compiler.ops import shape_of, tensor_type
 from mlc_amd.runtime.artifact.io_buffers import page_table
@@ -72,6 +73,7 @@ class Graph:
     ctx: int
     bb: relax.BlockBuilder
     parameters: dict[str, tuple] = field(default_factory=dict)  # name: (Var, kind)
+    terms: set[relax.Var] = field(default_factory=set)  # of sums over the GPUs that share the model
     hidden: relax.Var | None = None  # the rows before the last norm, once they are emitted
     drafted: relax.Var | None = None  # of transformer.predictor
 
@@ -107,7 +109,7 @@ class Graph:
         return self.parameter(name, "weight", relax.TupleType(types))
 
     def emit(self, op: Operator, args) -> relax.Var:
-        return self.bb.emit(ops.call(op, [self.state, *args]))
+        return self.bb.emit(ops.call(op, [self.state, *(exchanges.whole(self, arg) for arg in args)]))
 
     # ---- the decoder's vocabulary
 
@@ -182,7 +184,7 @@ class Graph:
             segments=((tensor.format, tensor.rows),), k=k, m=m, layout="", biases=(bool(biases),),
             exact=exact and FORMATS[tensor.format].kind == "float",
         )  # fmt: skip
-        return self.emit(op, [x, self.weight(name), *biases])
+        return exchanges.term(self, self.emit(op, [x, self.weight(name), *biases]), name)
 
     def head_linear(self, x, name: str) -> relax.Var:
         """x W^T with a matrix of a stack for each head: x [m, heads * k] to [m, heads * n]."""
@@ -195,10 +197,10 @@ class Graph:
         return self.bb.emit(ACTIVATIONS[name](x))
 
     def multiply(self, x, y) -> relax.Var:
-        return self.bb.emit(relax.op.multiply(x, y))
+        return self.bb.emit(relax.op.multiply(*(exchanges.whole(self, one) for one in (x, y))))
 
     def add(self, x, y) -> relax.Var:
-        return self.bb.emit(relax.op.add(x, y))
+        return exchanges.add(self, x, y)
 
     def scaled(self, x, factor: float) -> relax.Var:
         return self.multiply(x, relax.const(factor, "float32"))
@@ -244,7 +246,8 @@ class Graph:
 
     def times_sigmoid(self, x, logit) -> relax.Var:
         """x * sigmoid(column 0 of logit), row by row."""
-        return self.multiply(x, self.bb.emit(relax.op.sigmoid(self.columns(logit, 0, 1))))
+        factor = self.bb.emit(relax.op.sigmoid(self.columns(logit, 0, 1)))
+        return exchanges.terms_of(self, self.bb.emit(relax.op.multiply(x, factor)), x)
 
     def scaled_by_position(self, x, table: str) -> relax.Var:
         """x times the entry of its position in a table float32 [ctx, 1]."""
@@ -373,13 +376,15 @@ class Graph:
             biases=experts.biases, layout_in="", layout="", shared=of["tile"] == 1 and shape_of(x)[0] == m,
         )  # fmt: skip
         h = self.emit(gate_up, [x, groups, weight["gate"], weight["up"], *bias["gate"], *bias["up"]])
+        name = f"{block}ffn_down_exps.weight"
         down: Any = {"fmt": stacks["down"].format, "n": k, "k": size, "m": m, "bias": experts.biases, "layout": ""} | of
         inputs = [h, groups, weight["down"], *bias["down"]]
         if not pairs:
-            return self.emit(ExpertDown(**down, weighted=bool(after), residual=False), [*inputs, *after])
+            op = ExpertDown(**down, weighted=bool(after), residual=False)
+            return exchanges.term(self, self.emit(op, [*inputs, *after]), name)
         y = self.emit(ExpertLinear(**down), inputs)
         combine = Combine(n=shape_of(y)[1], m=m, **of, weighted=bool(after), residual=False)
-        return self.emit(combine, [y, slots, *after])
+        return exchanges.term(self, self.emit(combine, [y, slots, *after]), name)
 
     def _experts(self, experts: ExpertsConfig) -> dict[str, int]:
         return {"experts": experts.count, "used": experts.used, "tile": self.target.expert_tile(self.m)}

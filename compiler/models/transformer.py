@@ -16,8 +16,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mlc_amd.compiler.functions import DRAFTED
-from mlc_amd.compiler.models import recurrent
+from mlc_amd.compiler.models import exchanges, recurrent
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LatentConfig, LayerConfig, Norms
+from mlc_amd.schedules.operators.layouts import padded
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
@@ -51,7 +52,11 @@ def residual_block(g: Graph, x, i: int, norms: Norms, block):
 
 
 def add_all(g: Graph, x, terms: list):
-    """x plus all terms, one after the other: each addition can become part of the product that makes the term."""
+    """x plus all terms, one after the other: each addition can become part of the product that makes the term. Terms of
+    a sum over several GPUs are added to one another first, as every sum is an exchange."""
+    partial = [term for term in terms if term in g.terms]
+    if x not in g.terms and len(partial) > 1:
+        terms = [term for term in terms if term not in g.terms] + [add_all(g, partial[0], partial[1:])]
     for term in terms:
         x = g.add(x, term)
     return x
@@ -136,7 +141,7 @@ def logits(g: Graph, x):
 def head(g: Graph, x, norm: str, matrix: str):
     """Logits by that norm and that matrix."""
     c, g.hidden = g.config, x
-    y = g.linear(g.answers(x, norm), matrix)
+    y = exchanges.gathered(g, g.linear(g.answers(x, norm), matrix), matrix, padded(c.vocab))
     y = g.scaled(y, c.logit_scale) if c.logit_scale != 1.0 else y
     return g.softcap(y, c.logit_softcap) if c.logit_softcap else y
 

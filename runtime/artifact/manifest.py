@@ -24,7 +24,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import Unit
 from mlc_amd.runtime.sampling.settings import SamplingChanges
 
-FORMAT_VERSION = 11
+FORMAT_VERSION = 12
 MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
 FOLLOW, CHAIN = "follow_", "chain_"  # prefixes of functions that guess tokens: after a step, and after a guess
@@ -200,6 +200,7 @@ class ManifestBody(TypedDict):
     name: str
     source: Source
     model: ManifestModel
+    gpus: Annotated[int, Meta(ge=1, le=8)]
     target: ManifestTarget
     context: Annotated[int, Meta(ge=1, le=1 << 30)]
     kv_type: KvType

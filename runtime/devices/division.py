@@ -53,10 +53,7 @@ def find(artifact, wanted: Placement, n_cpu_moe: int = 0) -> list[tuple[int, Sta
         return _as_few_as_hold_it(artifact, _of_kind(artifact.manifest, several=False), n_cpu_moe)
     gpus = [*_of_kind(artifact.manifest, several=True)]
     if wanted.devices:
-        known = {gpu.index: gpu for gpu in gpus}
-        if absent := [index for index in wanted.devices if index not in known]:
-            there = ", ".join(f"{gpu.index}: {gpu.name}" for gpu in gpus) or "none that runs this model"
-            raise UserError(f"--devices: no GPU {absent[0]} here for this model; there are {there}")
+        known = _check_known(wanted.devices, gpus)
         gpus = [known[index] for index in wanted.devices]
     else:
         if len(gpus) < len(wanted.shares):
@@ -64,6 +61,21 @@ def find(artifact, wanted: Placement, n_cpu_moe: int = 0) -> list[tuple[int, Sta
         gpus = gpus[: len(wanted.shares)]
     found = _divided(artifact, gpus, wanted.shares)
     return [(gpu.index, stage) for gpu, stage in zip(gpus, found, strict=True)]
+
+
+def of_tensors(manifest: Manifest, wanted: Placement) -> list[int]:
+    """The GPU of each part of a model that was compiled for several by tensor: those that the user names, or the best.
+    UserError for another number of them, and for GPUs that are not here."""
+    gpus, count = [*_of_kind(manifest, several=bool(wanted.devices))], manifest["gpus"]
+    if wanted.device is not None or wanted.shares or len(wanted.devices) not in (0, count):
+        raise UserError(f"this model was compiled for {count} GPUs (--split tensor): name {count} with --devices")
+    if len(gpus) < count and not wanted.devices:
+        raise UserError(
+            f"this model was compiled for {count} GPUs (--split tensor), and this machine has {len(gpus)} that can run "
+            "it; compile it for fewer, or name GPUs with --devices"
+        )
+    _check_known(wanted.devices, gpus)
+    return [*wanted.devices] or [gpu.index for gpu in gpus[:count]]
 
 
 def _as_few_as_hold_it(artifact, found: Iterator[GpuMemory], n_cpu_moe: int) -> list[tuple[int, Stage]]:
@@ -77,6 +89,15 @@ def _as_few_as_hold_it(artifact, found: Iterator[GpuMemory], n_cpu_moe: int) -> 
         if all(of_manifest(stage.manifest).device(n_cpu_moe) <= gpu.free for gpu, stage in pairs):
             return [(gpu.index, stage) for gpu, stage in pairs]
     return []  # the best GPU's error says what would fit it
+
+
+def _check_known(devices: Sequence[int], gpus: Sequence[GpuMemory]) -> dict[int, GpuMemory]:
+    """The GPUs by number. UserError for a number that is none of theirs."""
+    known = {gpu.index: gpu for gpu in gpus}
+    if absent := [index for index in devices if index not in known]:
+        there = ", ".join(f"{gpu.index}: {gpu.name}" for gpu in gpus) or "none that runs this model"
+        raise UserError(f"--devices: no GPU {absent[0]} here for this model; there are {there}")
+    return known
 
 
 def _divided(artifact, gpus: Sequence[GpuMemory], shares: Sequence[float]) -> list[Stage]:

@@ -2,13 +2,16 @@
 
 import importlib.util
 import logging
+from dataclasses import replace
 
 from mlc_amd.runtime.artifact.memory import EXPERTS, on_host
+from mlc_amd.runtime.artifact.ranks import RankArtifact
 from mlc_amd.runtime.artifact.stages import Stage, StageArtifact
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices import division
 from mlc_amd.runtime.devices.division import Placement
 from mlc_amd.runtime.devices.staged import Opener, StagedDevice
+from mlc_amd.runtime.devices.tensor import TensorDevice
 from mlc_amd.runtime.errors import UserError
 
 KINDS = ("cpu", "rocm", "vulkan")
@@ -39,7 +42,10 @@ def open_device(
         raise UserError(f"this model was compiled for target '{kind}', {asked}; compile it with --target {other}")
     if kind == "cpu":
         return _open_cpu(artifact, threads, n_cpu_moe, kv)
-    found = division.find(artifact, Placement(which, devices, shares), n_cpu_moe)
+    wanted = Placement(which, devices, shares)
+    if artifact.manifest["gpus"] > 1:
+        return _open_ranks(artifact, wanted, kv)
+    found = division.find(artifact, wanted, n_cpu_moe)
     if not found:
         which = str(devices[0]) if devices else which
         return _open_gpu(artifact, threads, which, n_cpu_moe, kv)
@@ -51,6 +57,18 @@ def open_device(
         return lambda: _open_gpu(StageArtifact(artifact, stage), None, str(gpu), experts, size)
 
     return StagedDevice(artifact, [opener(*one) for one in found])
+
+
+def _open_ranks(artifact, wanted: Placement, kv: KvSize) -> TensorDevice:
+    """Of a model that was compiled for several GPUs by tensor."""
+    gpus = artifact.manifest["gpus"]
+    chosen = division.of_tensors(artifact.manifest, wanted)
+    size = kv if kv.memory is None else replace(kv, memory=kv.memory // gpus)
+
+    def opener(rank: int, gpu: int) -> Opener:
+        return lambda: _open_gpu(RankArtifact(artifact, rank), None, str(gpu), 0, size)
+
+    return TensorDevice(artifact, [opener(*one) for one in enumerate(chosen)])
 
 
 def _open_cpu(artifact, threads: int | None, n_cpu_moe: int, kv: KvSize):

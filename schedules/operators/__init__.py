@@ -2,6 +2,7 @@
 
 from mlc_amd.schedules.operators.attention import CausalAttention, LatentKvWrite, RopeAttention, RopeKvWrite
 from mlc_amd.schedules.operators.base import FREE, OPERATORS, VERSION, Operator, Parameter, costs, from_json, parameters
+from mlc_amd.schedules.operators.exchange import AllGather, AllReduce
 from mlc_amd.schedules.operators.experts import (
     Combine,
     ExpertDown,
@@ -30,6 +31,8 @@ __all__ = [
     "FREE",
     "OPERATORS",
     "VERSION",
+    "AllGather",
+    "AllReduce",
     "CausalAttention",
     "CausalConv",
     "ChannelDecay",

@@ -338,6 +338,15 @@ def _combine(c: Case) -> dict[str, Result]:
     return {"": Result(y + c.arrays["R"][c.rows][:, : a.n] if a.residual else y, c.rows)}
 
 
+def _all_reduce(c: Case) -> dict[str, Result]:
+    y = c.arrays["P"].astype(np.float64).sum(0)[c.rows]
+    return {"Y": Result(y + c.arrays["R"][c.rows] if c.op.residual else y, c.rows)}
+
+
+def _all_gather(c: Case) -> dict[str, Result]:
+    return {"Y": Result(np.concatenate(c.arrays["P"], axis=1)[c.rows], c.rows)}
+
+
 def _sample(c: Case) -> dict[str, Result]:
     """Of rows that take the largest logit."""
     if (c.arrays["sampling"][c.rows, FIELDS.index("flags")] & ~LOGPROB).any():
@@ -356,5 +365,5 @@ OPERATORS: dict[type[Operator], Callable[[Case], dict[str, Result]]] = {
     declared.RopeAttention: _rope_attention, declared.Route: _route, declared.NormRoute: _norm_route,
     declared.ExpertOrder: _expert_order, declared.Gather: _gather, declared.ExpertGateUp: _expert_gate_up,
     declared.ExpertLinear: _expert_linear, declared.ExpertDown: _expert_down, declared.Combine: _combine,
-    declared.Sample: _sample, **states.OPERATORS,
+    declared.AllReduce: _all_reduce, declared.AllGather: _all_gather, declared.Sample: _sample, **states.OPERATORS,
 }  # fmt: skip

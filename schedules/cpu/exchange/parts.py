@@ -1,0 +1,42 @@
+"""What the parts of a divided model computed becomes one result: `all_reduce` adds it up, `all_gather` puts it side by
+side (schedules/operators/exchange.py). P has all parts before the kernel is called. n: a multiple of LANES."""
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.cpu import registry
+from mlc_amd.schedules.cpu.base.arch import Arch
+from mlc_amd.schedules.cpu.base.kernel import kernel, row_loop
+from mlc_amd.schedules.cpu.base.vector import LANES, at, store
+from mlc_amd.schedules.operators.exchange import AllGather, AllReduce
+from mlc_amd.schedules.tir import declared
+
+
+@registry.builds(AllReduce)
+def all_reduce(op: AllReduce, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], X float32 [m, n], [R float32 [m, n]], Y float32 [m, n], P float32 [parts, m, n]): Y = R +
+    the sum of P, in the order of the parts."""
+    n, m, shape = op.n, op.m, (op.m, op.n)
+    with kernel(name) as (builder, state):
+        _, R, Y, P = declared(X=shape, R=shape if op.residual else None, Y=shape, P=(op.parts, *shape))
+        with row_loop(state, m) as row, T.serial(n // LANES) as step:
+            columns = at(step * LANES)
+            total = P[0, row, columns] if R is None else T.Bind(R[row, columns] + P[0, row, columns])
+            for part in range(1, op.parts):
+                total = T.Bind(total + P[part, row, columns])
+            store(Y, total, row, columns)
+    return builder.get()
+
+
+@registry.builds(AllGather)
+def all_gather(op: AllGather, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], X float32 [m, n], Y float32 [m, parts * n], P float32 [parts, m, n]): Y's columns are
+    those of the parts, one after the other."""
+    n, m = op.n, op.m
+    with kernel(name) as (builder, state):
+        _, Y, P = declared(X=(m, n), Y=(m, op.parts * n), P=(op.parts, m, n))
+        with row_loop(state, m) as row:
+            for part in range(op.parts):
+                with T.serial(n // LANES) as step:
+                    store(Y, P[part, row, at(step * LANES)], row, at(part * n + step * LANES))
+    return builder.get()

@@ -1,0 +1,49 @@
+"""Operators of a model that several GPUs compute together, each a part of every product (compiler/models/shards.py).
+
+P has what each GPU computed, in the order of the GPUs: it is filled before the kernel is launched, or by the kernel
+itself, as the transport does it (runtime/devices/tensor.py).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mlc_amd.schedules.operators.base import OUTPUT_SLOT, STATE_SLOT, Operator, Slot, named
+from mlc_amd.schedules.operators.layouts import Tensor
+
+PARTS_SLOT = Slot("work", ("P",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange(Operator):
+    """parts: the number of GPUs; n: columns of what each one computed."""
+
+    n: int
+    parts: int
+
+    @property
+    def variant(self) -> str:
+        return f"_{self.parts}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(Exchange, name="all_reduce", sizes="{0.n}"):
+    """The sum of what the GPUs computed, in their order: (x, [residual]) -> float32 [m, n], P."""
+
+    residual: bool = False
+
+    def slots(self) -> Iterator[Slot]:
+        yield from (STATE_SLOT, Slot("input", ("X",)), *named("input", R=self.residual), OUTPUT_SLOT, PARTS_SLOT)
+
+    def results(self) -> list[Tensor]:
+        return [((self.m, self.n), "float32"), ((self.parts, self.m, self.n), "float32")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllGather(Exchange, name="all_gather", sizes="{0.n}"):
+    """What the GPUs computed side by side: x -> float32 [m, parts * n], P."""
+
+    def slots(self) -> Iterator[Slot]:
+        yield from (STATE_SLOT, Slot("input", ("X",)), OUTPUT_SLOT, PARTS_SLOT)
+
+    def results(self) -> list[Tensor]:
+        return [((self.m, self.parts * self.n), "float32"), ((self.parts, self.m, self.n), "float32")]
