@@ -1,12 +1,12 @@
 """The parts of an artifact that was compiled for several GPUs by tensor (compiler/models/shards.py): one for each, with
 its own weights and the same launches.
 
-In: a manifest. Out: `RankArtifact` for each GPU. Its manifest has each function cut into segments before the launches that need
-what other GPUs computed: "decode", "decode.1" and so on. What a segment "sends", of all GPUs in their order, the next
-one "receives": bytes of the arena, as of the stages of stages.py.
+In: an artifact. Out: `RankArtifact` for each GPU. Its manifest has each function cut into segments before the launches
+that need what other GPUs computed: "decode", "decode.1" and so on. What a segment "sends", of all GPUs in their order,
+the next one "receives": bytes of the arena, as of the stages of stages.py.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import cast
 
 from mlc_amd.runtime.artifact.manifest import LaunchArgument, Manifest, ManifestFunction, ManifestLaunch
@@ -36,11 +36,9 @@ class RankArtifact:
 
     def __init__(self, artifact, rank: int):
         self._artifact = artifact
-        self.path, block = artifact.path, artifact.weights
-        self._tensors = _tensors(block.places, rank)
-        self.manifest = _part(
-            artifact.manifest, self._tensors, {name: size for name, (_, size) in block.places.items()}
-        )
+        self.path, sizes = artifact.path, {name: size for name, (_, size) in artifact.weights.places.items()}
+        self._tensors = _tensors(sizes, rank)
+        self.manifest = _part(artifact.manifest, self._tensors, sizes)
         self._weights: RankWeights | None = None
 
     @property
@@ -63,7 +61,7 @@ def segment(name: str, number: int) -> str:
     return f"{name}.{number}" if number else name
 
 
-def _tensors(names, rank: int) -> dict[str, str]:
+def _tensors(names: Collection[str], rank: int) -> dict[str, str]:
     """The file's name of each tensor that launches name: the part of that rank, if there is one."""
 
     def stored(name: str) -> str:
@@ -80,12 +78,13 @@ def _part(manifest: Manifest, tensors: Mapping[str, str], sizes: Mapping[str, in
         for name, function in manifest["functions"].items()
         for i, one in enumerate(_segments(manifest, function))
     }
-    part = {**manifest, "functions": functions}
-    part["tensors"] = {
-        name: manifest["tensors"][stored] for name, stored in tensors.items() if stored in manifest["tensors"]
-    }
-    part["weight_bytes"] = sum(sizes[stored] for stored in tensors.values())
-    return cast(Manifest, part)
+    drawn = manifest["tensors"]
+    return cast(Manifest, {
+        **manifest,
+        "functions": functions,
+        "tensors": {name: drawn[stored] for name, stored in tensors.items() if stored in drawn},
+        "weight_bytes": sum(sizes[stored] for stored in tensors.values()),
+    })  # fmt: skip
 
 
 def _is_exchange(manifest: Manifest) -> dict[str, bool]:

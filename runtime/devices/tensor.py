@@ -22,7 +22,7 @@ class _Meeting:
 
     def __init__(self, gpus: int, cuts: int):
         self.barrier = threading.Barrier(gpus)
-        self.parts: list[list[np.ndarray | None]] = [[None] * gpus for _ in range(cuts)]
+        self.parts = [[np.zeros(0, np.uint8)] * gpus for _ in range(cuts)]
         self.lock, self.done = threading.Lock(), 0
 
     def exchange(self, cut: int, rank: int, own: np.ndarray) -> np.ndarray:
