@@ -23,10 +23,18 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
 .time(function)              optional: runs a function; (kernel, seconds, gap before it in seconds) of each launch
 .waited                      seconds that all runs spent waiting for the device
 .copy_bandwidth()            optional: bytes per second, reads plus writes, of a copy in device memory; 0.0 if unknown
-.receive(data)               of a GPU that is a stage of several: the bytes that the next run takes over
-.sent(function)              the bytes that its last run hands over to the next stage
-.in_flight                   optional: several GPUs compute several steps at once (staged.py): how many may be started
-                             before the oldest is waited for. Then there are also
+
+Of a GPU that is a stage of several (staged.py), which one thread at a time may use:
+
+.begin(function)             starts a run
+.finished()                  whether it is done; then `read` returns its results. To be called until it is true
+.connect(before, after)      once, at first: the `Handover`s through which runs receive bytes of the stage before, and
+                             hand over bytes to the next one
+.hand_over(received, sent)   the parts of these that the next run uses
+
+Of several GPUs as one device:
+
+.in_flight                   how many steps may be started before the oldest is waited for
 .feed(function)              runs a function whose results nobody wants, and need not wait for all of it
 .discard()                   waits for steps whose results nobody wants any more
 """

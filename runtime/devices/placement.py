@@ -66,8 +66,3 @@ def parts(ranges: Sequence[Range], at: int, nbytes: int) -> Iterator[tuple[Range
         first, last = max(at, one.begin), min(at + nbytes, one.end)
         if first < last:
             yield one, first, last
-
-
-def carried_bytes(spans: Iterable[list[int]]) -> int:
-    """Bytes of a function's `receives` or `sends` (artifact/stages.py)."""
-    return sum(end - first for first, end in spans)

@@ -8,7 +8,7 @@ derives from `QueuedDevice` the methods that run functions (runtime/devices/__in
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -44,6 +44,10 @@ class RunHooks(ABC):
         """Submits the rest of a run, with the LATE inputs that the host has written."""
 
     @abstractmethod
+    def done(self) -> bool:
+        """Whether what was submitted first, a run or a piece of one, is done."""
+
+    @abstractmethod
     def wait(self, run: QueuedRun) -> None:
         """Waits for a run, the oldest, and makes its results readable."""
 
@@ -60,10 +64,11 @@ class RunQueue:
         self._runs: deque[QueuedRun] = deque()  # not waited for, the oldest first
         self._busy = False  # the GPU may be
         self._slot = 0  # of the next run
+        self._pieces: Iterator[None] | None = None  # of the run that `begin` began
         self._since = 0.0  # when the oldest run had the GPU for itself
 
-    def run(self, name: str, meanwhile: Callable[[], None] | None, run_pieces: Callable[[], None]) -> None:
-        """run_pieces: runs the function in the pacer's pieces, with a wait after each, instead."""
+    def run(self, name: str, meanwhile: Callable[[], None] | None, pieces: Iterator[None]) -> None:
+        """pieces: runs the function in the pacer's pieces instead; each step of it submits one or waits for one."""
         if not self._pacer.pieces(name):
             self.start(name, meanwhile)
             self.wait()
@@ -71,7 +76,26 @@ class RunQueue:
         self.settle()
         if meanwhile:
             meanwhile()
-        run_pieces()
+        for _ in pieces:
+            pass
+
+    def begin(self, name: str, pieces: Iterator[None]) -> None:
+        """Starts a run for `finished`. pieces: as of `run`."""
+        self.settle()
+        self._pieces = pieces if self._pacer.pieces(name) else None
+        if self._pieces:
+            next(self._pieces)
+        else:
+            self._submit(name)
+
+    def finished(self) -> bool:
+        """Whether the run that was begun is done and its results can be read; if it is long, submits its next piece."""
+        if not self.hooks.done():
+            return False
+        if self._pieces:
+            return next(self._pieces, self) is self
+        self.wait()
+        return True
 
     def can_start_ahead(self, name: str, late: bool = False) -> bool:
         if self._pacer.pieces(name) or (late and not self._heads[name]):
@@ -138,8 +162,9 @@ class QueuedDevice(ABC):
         return nullcontext()
 
     @abstractmethod
-    def _run_alone(self, function: str, plain: bool) -> None:
-        """Runs a function and waits, in the pacer's pieces if it is long. plain: see the protocol's `run_plain`."""
+    def _run_alone(self, function: str, plain: bool) -> Iterator[None]:
+        """Runs a function, in the pacer's pieces if it is long; after each submission it pauses before it waits.
+        plain: see the protocol's `run_plain`."""
 
     @property
     def waited(self) -> float:
@@ -147,7 +172,15 @@ class QueuedDevice(ABC):
 
     def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
         with self._usable(f"running {function}"):
-            self._queue.run(function, meanwhile, lambda: self._run_alone(function, plain=False))
+            self._queue.run(function, meanwhile, self._run_alone(function, plain=False))
+
+    def begin(self, function: str) -> None:
+        with self._usable(f"running {function}"):
+            self._queue.begin(function, self._run_alone(function, plain=False))
+
+    def finished(self) -> bool:
+        with self._usable("computing a step"):
+            return self._queue.finished()
 
     def can_start_ahead(self, function: str, late: bool = False) -> bool:
         with self._usable(f"preparing {function}"):
@@ -172,4 +205,5 @@ class QueuedDevice(ABC):
     def run_plain(self, function: str) -> None:
         with self._usable(f"running {function}"):
             self._queue.settle()
-            self._run_alone(function, plain=True)
+            for _ in self._run_alone(function, plain=True):
+                pass

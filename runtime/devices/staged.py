@@ -1,14 +1,17 @@
 """Several GPUs as one device: each computes some of the layers (artifact/stages.py), one step after the other.
 
-Each GPU has a thread, which takes steps from a queue, computes its part and puts them into the queue of the next GPU's
-thread. So steps overtake each other nowhere, and as many of them are computed at once as there are GPUs: chunks of a
-prompt, or steps of different answers. What a step computes may therefore rely on all that was started before it.
+Steps overtake each other nowhere, and as many of them are computed at once as there are GPUs: chunks of a prompt, or
+steps of different answers. What a step computes may therefore rely on all that was started before it.
+
+One thread serves all GPUs, the caller's, whenever it starts a step or waits for one: what a GPU has finished it starts
+on the next one. Threads for each GPU would have to wake one another, and to share the interpreter, for every step.
 
 Once a step has failed, what the cache holds is unknown: all later ones fail, too.
 """
 
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,7 +19,8 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import CHOSEN, LATE
+from mlc_amd.runtime.artifact.io_buffers import CHOSEN
+from mlc_amd.runtime.devices import handover
 from mlc_amd.runtime.errors import MachineError
 from mlc_amd.runtime.sampling.layout import FIELDS, LOGPROB
 
@@ -25,33 +29,27 @@ Opener = Callable[[], Any]  # opens the device of a stage
 
 AFTER_FAILURE = "a step failed on one of the GPUs; load the model again"
 SLICE = 1.0  # seconds of one wait: Ctrl-C is noticed between them
+# Seconds without news from any GPU after which the host sleeps between questions, and for how long.
+POLL, PAUSE = 0.01, 1e-4
 
 
-class _Worker:
-    """A thread that calls functions in the order in which they came: a GPU's calls belong to one thread.
+class _Opening:
+    """A thread that opens a device.
 
     It never ends, but waits for the next device: a driver leaves code in threads that used it, which would run at their
     end, when the driver may have been unloaded.
     """
 
-    _idle: ClassVar[list["_Worker"]] = []
-
-    @classmethod
-    def take(cls) -> "_Worker":
-        """One without work."""
-        return cls._idle.pop() if cls._idle else cls()
+    _idle: ClassVar[list["_Opening"]] = []
 
     def __init__(self):
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="mlc-amd stage", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._work, name="mlc-amd opens", daemon=True).start()
 
-    def submit(self, call: Callable[[], object]) -> None:
-        """call: must not raise."""
-        self._calls.put(call)
-
-    def begin(self, call: Callable[[], Result]) -> Callable[[], Result]:
+    @classmethod
+    def begin(cls, call: Callable[[], Result]) -> Callable[[], Result]:
         """Starts it; returns a function that waits for its result, or raises its error."""
+        thread = cls._idle.pop() if cls._idle else cls()
         done, found, errors = threading.Event(), [], []
 
         def run() -> None:
@@ -59,19 +57,18 @@ class _Worker:
                 found.append(call())
             except BaseException as error:
                 errors.append(error)
+            cls._idle.append(thread)
             done.set()
 
         def result() -> Result:
-            _wait(done)
+            while not done.wait(SLICE):
+                pass
             if errors:
                 raise errors[0]
             return found[0]
 
-        self.submit(run)
+        thread._calls.put(run)
         return result
-
-    def call(self, call: Callable[[], Result]) -> Result:
-        return self.begin(call)()
 
     def _work(self) -> None:
         while True:
@@ -79,53 +76,90 @@ class _Worker:
             call()
             del call  # it may hold what a `with` block or the garbage collector closes
 
-    def release(self) -> None:
-        """After all calls that were submitted. Others may take it then."""
-        if self._thread is not threading.current_thread():  # which closes a device that it was the last to use
-            self.call(lambda: None)
-        self._idle.append(self)
-
 
 class _Step:
-    """A run of a function. inputs, late: written io buffers, (name, values), in order; source: the step whose `sampled`
-    are its tokens; carried: what the next stage receives; outputs: by name, once it is done."""
+    """A run of a function. inputs, late: written io buffers, (name, values), in order; complete: whether `late` are
+    known; source: the step whose `sampled` are its tokens; part: of the handover that has its bytes; written: how many
+    of its inputs the stage `at` has; outputs: by name, once it is done."""
 
-    def __init__(self, function: str, inputs: list[tuple[str, np.ndarray]], source: "_Step | None" = None):
-        self.function, self.inputs, self.source = function, inputs, source
+    def __init__(
+        self, function: str, inputs: list[tuple[str, np.ndarray]], source: "_Step | None" = None, complete: bool = True
+    ):
+        self.function, self.inputs, self.source, self.complete = function, inputs, source, complete
         self.late: list[tuple[str, np.ndarray]] = []
-        self.complete, self.done = threading.Event(), threading.Event()
-        self.carried: np.ndarray | None = None
+        self.at, self.written, self.part = -1, 0, 0
         self.outputs: dict[str, np.ndarray] = {}
         self.error: BaseException | None = None
+        self.done = False
+
+
+class _Stage:
+    """number: its place; current: the step in progress; waiting: the next ones; used: names of io buffers that its
+    launches or the pacer read; part: of the handover to the next stage, for its next step."""
+
+    def __init__(self, number: int, device):
+        self.number, self.device = number, device
+        self.current: _Step | None = None
+        self.waiting: deque[_Step] = deque()
+        launches = [one for function in device.manifest["functions"].values() for one in function["launches"]]
+        self.used = {where for one in launches for kind, where, *_ in one["args"] if kind == "io"} | {"state", "rows"}
+        self.part = 0
+
+    def write(self, step: _Step) -> None:
+        """The step's inputs, as far as they are known. No step may be in progress."""
+        if step.at != self.number:
+            step.at, step.written = self.number, 0
+        known = [*step.inputs, *step.late]
+        for name, values in known[step.written :]:
+            if name in self.used:
+                self.device.write(name, values)
+        step.written = len(known)
+
+    def begin(self, step: _Step) -> None:
+        self.write(step)
+        if step.source and "tokens" in self.used:
+            self.device.write("tokens", step.source.outputs["sampled"])
+        self.hand_over(step)
+        self.current = step
+        self.device.begin(step.function)
+
+    def hand_over(self, step: _Step) -> None:
+        """Chooses the memory through which the step comes and goes."""
+        self.device.hand_over(step.part, self.part)
+        step.part, self.part = self.part, (self.part + 1) % handover.PARTS
 
 
 class StagedDevice:
     """See runtime/devices/__init__.py for the protocol. openers: of the stages' devices, which are opened at the same
-    time, each by the thread that uses it; artifact: the whole one.
+    time; artifact: the whole one.
 
     stages: the devices. Between `start` and `wait` further steps may be started; `wait` waits for the oldest.
     """
 
     def __init__(self, artifact, openers: Sequence[Opener]):
         self.artifact, self.manifest = artifact, artifact.manifest
-        self._workers = [_Worker.take() for _ in openers]
         devices: list[Any] = []
-        self.close = weakref.finalize(self, _close, self._workers, devices)
+        self.close = weakref.finalize(self, _close, devices)
+        opened = [_Opening.begin(opener) for opener in openers]
         try:
-            opened = [worker.begin(opener) for worker, opener in zip(self._workers, openers, strict=True)]
             for result in opened:
                 devices.append(None)
                 devices[-1] = result()
+            between = [handover.between([*device.manifest["functions"].values()]) for device in devices[:-1]]
+            for device, before, after in zip(devices, [None, *between], [*between, None], strict=True):
+                device.connect(before, after)
         except BaseException:
             for i, result in enumerate(opened):  # the others' memory is released, too
                 devices[i:] = [_unless_failed(result)]
             self.close()
             raise
         self.stages = devices
+        self._stages = [_Stage(number, device) for number, device in enumerate(devices)]
         self.kind, self.threads = devices[0].kind, 1
         self.gpu, self.code_arch = devices[0].gpu, devices[0].code_arch
         self.name = " + ".join(device.name for device in devices)
         self.kv_types = self._kv_types()
+        self.waited = 0.0
         self._inputs: list[tuple[str, np.ndarray]] = []  # written since the last step was started
         self._steps: deque[_Step] = deque()  # not waited for
         self._finished: _Step | None = None  # the last that was waited for
@@ -146,10 +180,6 @@ class StagedDevice:
                 found[entry["name"]] = (pages[entry["span"]], *shape), dtype
         return found
 
-    @property
-    def waited(self) -> float:
-        return max(device.waited for device in self.stages)
-
     # ---- steps
 
     @property
@@ -165,15 +195,17 @@ class StagedDevice:
         return not late
 
     def start(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
-        step = self._start(_Step(function, self._taken()))
+        step = self._start(_Step(function, self._taken(), complete=meanwhile is None))
+        if not meanwhile:
+            return
         try:
-            if meanwhile:
-                meanwhile()
-        finally:
-            self._complete(step)  # of a choice that fails, with the inputs so far: the steps after it still come
+            meanwhile()
+        finally:  # of a choice that fails, with the inputs so far: the steps after it still come
+            step.late, step.complete = self._taken(), True
+            self._advance()
 
     def start_ahead(self, function: str, late: bool = False) -> None:
-        self._complete(self._start(_Step(function, self._taken(), self._steps[0])))
+        self._start(_Step(function, self._taken(), self._steps[0]))
 
     def _taken(self) -> list[tuple[str, np.ndarray]]:
         taken, self._inputs = self._inputs, []
@@ -181,27 +213,27 @@ class StagedDevice:
 
     def _start(self, step: _Step) -> _Step:
         self._alive()
+        if self._failed:
+            raise MachineError(AFTER_FAILURE) from self._failed
         self._steps.append(step)
-        self._pass_on(step, self._first(step.function))
+        self._stages[self._first(step.function)].waiting.append(step)
+        self._advance()
         return step
-
-    def _complete(self, step: _Step) -> None:
-        step.late = self._taken()
-        step.complete.set()
 
     def wait(self) -> None:
         step = self._steps[0]
-        _wait(step.done)
+        self._until(step)
         self._finished = self._steps.popleft()
         if step.error:
             raise step.error
 
     def discard(self) -> None:
         """Waits for steps whose results nobody wants any more, if there are any."""
+        for step in self._steps:
+            step.complete = True
         while self._steps:
-            step = self._steps.popleft()
-            step.complete.set()
-            _wait(step.done)
+            self._until(self._steps[0])
+            self._steps.popleft()
 
     def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
         """Also the results of steps that were started before are dropped."""
@@ -222,6 +254,17 @@ class StagedDevice:
         """See the protocol. UserError where a GPU cannot."""
         return [one for found in self._in_turn(function, lambda device: device.time(function)) for one in found]
 
+    def _in_turn(self, function: str, compute: Callable[[Any], Result]) -> list[Result]:
+        """A step in which each stage computes its part like this."""
+        self.discard()
+        step, found = _Step(function, self._taken()), []
+        for stage in self._stages[self._first(function) :]:
+            stage.write(step)
+            stage.hand_over(step)
+            found.append(compute(stage.device))
+        step.outputs, self._finished = self._outputs(step), step
+        return found
+
     def read(self, name: str, rows: int) -> np.ndarray:
         """Of the step that was waited for last. Logits: if it samples without log-probabilities, only while no other
         step was started."""
@@ -229,109 +272,107 @@ class StagedDevice:
         if step and name in step.outputs:
             return step.outputs[name][:rows]
         assert not self._steps, f"{name} of a step after which others were started"
-        last = self.stages[-1]
-        return self._workers[-1].call(lambda: last.read(name, rows).copy())
+        return self.stages[-1].read(name, rows)
 
     # ---- of all stages
 
     def clear(self) -> None:
         self.discard()
-        for result in [self._begin(i, lambda device: device.clear()) for i in range(len(self.stages))]:
-            result()
+        for device in self.stages:
+            device.clear()
 
     def copy_bandwidth(self) -> float:
         """Of the slowest GPU."""
         self.discard()
-        found = [self._begin(i, lambda device: device.copy_bandwidth()) for i in range(len(self.stages))]
-        return min(result() for result in found)
+        return min(device.copy_bandwidth() for device in self.stages)
 
-    def _begin(self, stage: int, call: Callable[[Any], Result]) -> Callable[[], Result]:
-        self._alive()
-        device = self.stages[stage]
-        return self._workers[stage].begin(lambda: call(device))
-
-    def _in_turn(self, function: str, compute: Callable[[Any], Result]) -> list[Result]:
-        """A step in which each stage computes its part like this."""
-        self.discard()
-        step, found = _Step(function, self._taken()), []
-        step.complete.set()
-
-        def part(stage: int) -> Callable[[Any], Result]:
-            def call(device) -> Result:
-                self._write(step, stage)
-                result = compute(device)
-                self._hand_over(step, stage)
-                return result
-
-            return call
-
-        for stage in range(self._first(function), len(self.stages)):
-            found.append(self._begin(stage, part(stage))())
-        self._finished = step
-        return found
-
-    # ---- the stages' threads
+    # ---- progress
 
     def _first(self, function: str) -> int:
         """The first stage that has a part of it."""
         return next(i for i, device in enumerate(self.stages) if function in device.manifest["functions"])
 
-    def _pass_on(self, step: _Step, stage: int) -> None:
-        self._workers[stage].submit(lambda: self._compute(step, stage))
+    def _until(self, step: _Step) -> None:
+        """Waits for a step, and serves all GPUs meanwhile."""
+        begun = news = time.perf_counter()
+        while not step.done:
+            moved, now = self._advance(), time.perf_counter()
+            news = now if moved else news
+            if now - news > POLL:
+                time.sleep(PAUSE)
+        self.waited += time.perf_counter() - begun
 
-    def _compute(self, step: _Step, stage: int) -> None:
-        try:
-            if self._failed:
-                raise MachineError(AFTER_FAILURE) from self._failed
-            self._write(step, stage)
-            self.stages[stage].run(step.function)
-            self._hand_over(step, stage)
-        except BaseException as error:
-            step.error, self._failed = error, self._failed or error
-            step.done.set()
-            return
-        if stage + 1 < len(self.stages):
-            self._pass_on(step, stage + 1)
-        else:
-            step.done.set()
+    def _advance(self) -> bool:
+        """Ends the parts that GPUs have finished, and begins those that can begin. Returns whether there were any."""
+        moved = False
+        for stage in reversed(self._stages):  # a stage is free when the one before ends a part
+            try:
+                ended = stage.current is not None and stage.device.finished()
+            except Exception as error:
+                self._fail(error)
+                return True
+            try:
+                if ended:
+                    following = self._end(stage)
+                    self._begin(following)
+                moved |= self._begin(stage) or ended
+            except BaseException as error:  # Ctrl-C, too: where it came is unknown
+                self._fail(error)
+                return True
+        if moved:  # while GPUs compute: what the next parts read
+            for before, stage in zip([None, *self._stages], self._stages, strict=False):
+                coming = stage.waiting[0] if stage.waiting else before and before.current
+                if coming and not stage.current:
+                    stage.write(coming)
+        return moved
 
-    def _write(self, step: _Step, stage: int) -> None:
-        """The inputs of a stage's part; waits for what is not known yet."""
-        device, known = self.stages[stage], self.manifest["io"]
-        tokens: list[tuple[str, np.ndarray]] = []
-        if step.source:
-            _wait(step.source.done)
-            tokens = [("tokens", step.source.outputs.get("sampled", np.zeros(0, np.int32)))]
-        last = stage + 1 == len(self.stages)
-        if last:
-            _wait(step.complete)
-        for name, values in [*step.inputs, *tokens, *(step.late if last else [])]:
-            if name in known and (last or name not in LATE):
-                device.write(name, values)
-        if step.carried is not None:
-            device.receive(step.carried)
-            step.carried = None
+    def _end(self, stage: _Stage) -> _Stage:
+        """Returns the stage that may begin a part now."""
+        step, stage.current = stage.current, None
+        assert step
+        if stage is not self._stages[-1]:
+            following = self._stages[stage.number + 1]
+            following.waiting.append(step)
+            return following
+        step.outputs, step.done = self._outputs(step), True
+        return self._stages[0]
 
-    def _hand_over(self, step: _Step, stage: int) -> None:
-        device, function = self.stages[stage], self.manifest["functions"][step.function]
-        if stage + 1 < len(self.stages):
-            step.carried = device.sent(step.function).copy()
-            return
-        rows = function["logits"]
+    def _begin(self, stage: _Stage) -> bool:
+        """Begins the part that is next, if it can. A stage hands a step over through memory that the next one reads
+        until it has begun the step after it."""
+        if stage.current or not stage.waiting:
+            return False
+        step, last = stage.waiting[0], stage is self._stages[-1]
+        if (step.source and not step.source.done) or (last and not step.complete):
+            return False
+        if not last and self._stages[stage.number + 1].waiting:
+            return False
+        stage.begin(stage.waiting.popleft())
+        return True
+
+    def _outputs(self, step: _Step) -> dict[str, np.ndarray]:
+        """What the last stage has computed."""
+        function = self.manifest["functions"][step.function]
         wanted = [*CHOSEN] if function["samples"] else []
         flags = next((values for name, values in reversed([*step.inputs, *step.late]) if name == "sampling"), None)
         if not function["samples"] or (flags is not None and (flags[:, FIELDS.index("flags")] & LOGPROB).any()):
             wanted.append("logits")
-        step.outputs = {name: device.read(name, rows).copy() for name in wanted if name in self.manifest["io"]}
+        read, rows = self.stages[-1].read, function["logits"]
+        return {name: read(name, rows).copy() for name in wanted if name in self.manifest["io"]}
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends all steps."""
+        self._failed = self._failed or error
+        for stage in self._stages:
+            stage.current = None
+            stage.waiting.clear()
+        for step in self._steps:
+            if not step.done:
+                step.error, step.done = error, True
 
     def _alive(self) -> None:
         if not self.close.alive:
             raise MachineError("this device is closed; load the model again")
-
-
-def _wait(event: threading.Event) -> None:
-    while not event.wait(SLICE):
-        pass
 
 
 def _unless_failed(result: Callable[[], Result]) -> Result | None:
@@ -341,9 +382,7 @@ def _unless_failed(result: Callable[[], Result]) -> Result | None:
         return None
 
 
-def _close(workers: Sequence[_Worker], devices: Sequence[Any]) -> None:
-    for worker, device in zip(workers, devices, strict=False):
+def _close(devices: Sequence[Any]) -> None:
+    for device in devices:
         if device is not None:
-            worker.submit(device.close)
-    for worker in workers:
-        worker.release()
+            device.close()

@@ -30,6 +30,7 @@ class hipError_t(IntEnum):
     hipErrorNoDevice = 100
     hipErrorNoBinaryForGpu = 209
     hipErrorNotFound = 500
+    hipErrorNotReady = 600
     hipErrorStreamCaptureUnsupported = 900
 
 
@@ -64,6 +65,7 @@ class Recorder:
 
     hipError_t, hipMemcpyKind, hipStreamCaptureMode = hipError_t, hipMemcpyKind, hipStreamCaptureMode
     hipStreamNonBlocking, hipEventDisableTiming, hipHostMallocMapped, hipHostMallocNonCoherent = 1, 2, 2, -(1 << 31)
+    hipHostRegisterPortable = 1
 
     def __init__(
         self, kernels: dict[str, tuple[int, Callable]], gpus=({},), memory: int = GIB, fail=None, before_replay=None
@@ -133,6 +135,16 @@ class Recorder:
         assert flags in (0, 0x80000002)
         return self._new(nbytes, "host")
 
+    def hipHostRegister(self, address, nbytes, flags):
+        assert flags == self.hipHostRegisterPortable and address not in self.blocks
+        memory = (ctypes.c_uint8 * nbytes).from_address(address)
+        self.blocks[address] = np.ctypeslib.as_array(memory), "host"
+        return OK
+
+    def hipHostUnregister(self, address):
+        assert self.blocks.pop(address)[1] == "host"
+        return OK
+
     def hipHostGetDevicePointer(self, address, flags):
         assert self.blocks[address][1] == "host" and flags == 0
         return *OK, address
@@ -190,6 +202,14 @@ class Recorder:
     def hipStreamSynchronize(self, stream):
         assert stream.alive and self.captured is None
         return self._flush()
+
+    def hipStreamQuery(self, stream):
+        """What was enqueued is done little by little."""
+        assert stream.alive
+        if self.queue:
+            self.queue.pop(0)()
+            return (hipError_t.hipErrorNotReady,)
+        return OK
 
     def hipEventCreateWithFlags(self, flags):
         return *OK, self._handle("event", pending=False, timed=flags != self.hipEventDisableTiming, at=None)

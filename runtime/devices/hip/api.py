@@ -47,6 +47,16 @@ class Hip:
             raise HipError(name, getattr(code, "name", str(code)))
         return (values[0] if len(values) == 1 else tuple(values)) if values else None
 
+    def done(self, stream) -> bool:
+        """Whether all that was enqueued on a stream is done."""
+        try:
+            self("hipStreamQuery", stream)
+        except HipError as e:
+            if e.code != "hipErrorNotReady":
+                raise
+            return False
+        return True
+
     def own(self, held: ExitStack, release: str, handle):
         """`handle`, to be released with the HIP function `release` when `held` closes."""
         held.callback(getattr(self.names, release), handle)

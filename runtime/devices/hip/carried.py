@@ -1,47 +1,62 @@
-"""What a stage's functions take over from the GPU before, and hand over to the next one: bytes of the arena, through
-pinned memory of the host. Only devices that are a stage of several have any (runtime/devices/staged.py)."""
+"""What a stage's functions take over from the GPU before, and hand over to the next one: bytes of the arena, which
+this GPU copies from and to memory of the host. Only stages of several GPUs have any (runtime/devices/staged.py)."""
 
 import ctypes
 from collections.abc import Mapping
 from contextlib import ExitStack
 
-import numpy as np
-
-from mlc_amd.runtime.devices.hip.api import Hip
-from mlc_amd.runtime.devices.hip.memory import HipMemory, host_block
-from mlc_amd.runtime.devices.placement import carried_bytes
+from mlc_amd.runtime.devices.handover import Handover
+from mlc_amd.runtime.devices.hip.api import Hip, HipError
+from mlc_amd.runtime.devices.hip.memory import HipMemory
 
 
 class HipCarried:
-    """Of the functions of a manifest. What it allocates is released when `held` closes."""
+    """Of the functions of a manifest. parts: of the `Handover`s before and after this stage, which the next run uses.
+    Until it is connected it has some of its own. It uses them until `held` closes."""
 
     def __init__(self, hip: Hip, held: ExitStack, stream, memory: HipMemory, functions: Mapping[str, Mapping]):
-        self._hip, self._stream, self._functions = hip, stream, functions
+        self._hip, self._held, self._stream, self._functions = hip, held, stream, functions
         self._arena = memory.blocks["arena"][0]
+        self._memory: dict[str, Handover] = {}
+        self.parts: tuple[int, int] = (0, 0)
+        for key in ("receives", "sends"):
+            if most := max((self._bytes(name, key) for name in functions), default=0):
+                self._use(key, Handover(most))
 
-        def block(key: str) -> int:
-            most = max((carried_bytes(function.get(key, ())) for function in functions.values()), default=0)
-            return host_block(hip, held, most) if most else 0
+    def _bytes(self, name: str, key: str) -> int:
+        return sum(end - first for first, end in self._functions[name].get(key, ()))
 
-        self._received, self._sent = block("receives"), block("sends")
+    def _use(self, key: str, one: Handover) -> None:
+        self._memory[key] = one
+        self._held.callback(lambda used: None, one)  # it lives longer than it is pinned
+        for address in one.addresses:
+            try:
+                self._hip("hipHostRegister", address, one.nbytes, self._hip.names.hipHostRegisterPortable)
+            except HipError as e:
+                if e.code != "hipErrorHostMemoryAlreadyRegistered":  # by the stage on the other side
+                    raise
+            else:
+                self._held.callback(self._hip.names.hipHostUnregister, address)
+
+    def connect(self, before: Handover | None, after: Handover | None) -> None:
+        for key, one in (("receives", before), ("sends", after)):
+            if one:
+                self._use(key, one)
 
     def enqueue_received(self, name: str) -> None:
-        at, kind = self._received, self._hip.names.hipMemcpyKind.hipMemcpyHostToDevice
-        for first, end in self._functions[name].get("receives", ()):
-            self._hip("hipMemcpyAsync", self._arena + first, at, end - first, kind, self._stream)
-            at += end - first
+        self._enqueue(name, "receives", self.parts[0], self._hip.names.hipMemcpyKind.hipMemcpyHostToDevice)
 
     def enqueue_sent(self, name: str) -> None:
-        at, kind = self._sent, self._hip.names.hipMemcpyKind.hipMemcpyDeviceToHost
-        for first, end in self._functions[name].get("sends", ()):
-            self._hip("hipMemcpyAsync", at, self._arena + first, end - first, kind, self._stream)
+        self._enqueue(name, "sends", self.parts[1], self._hip.names.hipMemcpyKind.hipMemcpyDeviceToHost)
+
+    def _enqueue(self, name: str, key: str, part: int, kind) -> None:
+        at = self._memory[key].addresses[part] if key in self._memory else 0
+        for first, end in self._functions[name].get(key, ()):
+            target, source = (self._arena + first, at) if key == "receives" else (at, self._arena + first)
+            self._hip("hipMemcpyAsync", target, source, end - first, kind, self._stream)
             at += end - first
 
-    def receive(self, data: np.ndarray) -> None:
-        """uint8: what the next run of a function receives."""
-        ctypes.memmove(self._received, data.ctypes.data, data.nbytes)
-
-    def sent(self, name: str) -> np.ndarray:
-        """uint8: what the last run of that function has sent; valid until the next run."""
-        count = carried_bytes(self._functions[name].get("sends", ()))
-        return np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(self._sent)) if count else np.empty(0, "u1")
+    def sent(self, name: str) -> bytes:
+        """What the last run of a function has handed over."""
+        count = self._bytes(name, "sends")
+        return ctypes.string_at(self._memory["sends"].addresses[self.parts[1]], count) if count else b""

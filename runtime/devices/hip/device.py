@@ -10,13 +10,14 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
 from mlc_amd.runtime.artifact.io_buffers import launches_before_late
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
+from mlc_amd.runtime.devices.handover import Handover
 from mlc_amd.runtime.devices.hip import code_objects
 from mlc_amd.runtime.devices.hip import launches as launching
 from mlc_amd.runtime.devices.hip.api import CANNOT_LOAD, Hip, HipError, open_bindings, runtime_version
@@ -163,8 +164,9 @@ class HipDevice(QueuedDevice):
             singles = [(int(tokens[i]), position + i, 0) for i in range(single)]
             chunk = (tokens[single:], position + single, 0) if live > single else None
             answers = write_step(self, entry, singles, chunk)
-            self._run(function, graphs)
-            results.append(self._fetch("logits", answers).tobytes() + self.sent(function).tobytes())
+            for _ in self._run(function, graphs):
+                pass
+            results.append(self._fetch("logits", answers).tobytes() + self._carried.sent(function))
             position += live
         return results
 
@@ -174,10 +176,16 @@ class HipDevice(QueuedDevice):
         self.memory.write(name, values)
         self.pacer.write(name, values)
 
-    def _run_alone(self, function: str, plain: bool) -> None:
-        self._run(function, {} if plain else self._graphs)
+    @contextmanager
+    def _usable(self, doing: str) -> Iterator[None]:
+        self.hip("hipSetDevice", self.gpu.index)  # of this thread
+        yield
 
-    def _run(self, function: str, graphs: dict) -> None:
+    def _run_alone(self, function: str, plain: bool) -> Iterator[None]:
+        return self._run(function, {} if plain else self._graphs)
+
+    def _run(self, function: str, graphs: dict) -> Iterator[None]:
+        """Pauses before each wait for a piece."""
         self._send_inputs(function)
         for piece in self.pacer.pieces(function) or ((),):
             start = time.perf_counter()
@@ -186,6 +194,7 @@ class HipDevice(QueuedDevice):
             else:
                 launches = self._launches[function]
                 launching.enqueue(self.hip, self.stream, [launches[i] for i in self._numbers(function, piece)])
+            yield
             self._wait()
             self.pacer.record(function, time.perf_counter() - start, piece)
         self._fetch_sent(function)
@@ -199,11 +208,12 @@ class HipDevice(QueuedDevice):
             self._carried.enqueue_sent(function)
             self._wait()
 
-    def receive(self, data: np.ndarray) -> None:
-        self._carried.receive(data)
+    def connect(self, before: Handover | None, after: Handover | None) -> None:
+        with self._usable("loading the model"):
+            self._carried.connect(before, after)
 
-    def sent(self, function: str) -> np.ndarray:
-        return self._carried.sent(function)
+    def hand_over(self, received: int, sent: int) -> None:
+        self._carried.parts = received, sent
 
     def _numbers(self, function: str, piece: WorkPiece) -> Sequence[int]:
         """Of the launches of a piece, (): of all. HIP launches whole grids."""
@@ -212,6 +222,10 @@ class HipDevice(QueuedDevice):
     def time(self, function: str) -> list[tuple[str, float, float]]:
         """Runs a function with an event before and after each launch; (kernel, seconds, seconds since the end of the
         launch before) of each. The gaps are longer than those of a graph."""
+        with self._usable(f"running {function}"):
+            return self._time(function)
+
+    def _time(self, function: str) -> list[tuple[str, float, float]]:
         self._queue.settle()
         launches = self._launches[function]
         if function not in self._marks:
@@ -228,7 +242,8 @@ class HipDevice(QueuedDevice):
 
     def copy_bandwidth(self) -> float:
         """Bytes per second, reads plus writes, of a copy in the GPU's memory; 0.0 without enough of it."""
-        return launching.copy_bandwidth(self.hip, self.stream)
+        with self._usable("copying"):
+            return launching.copy_bandwidth(self.hip, self.stream)
 
     def _wait(self) -> None:
         start = time.perf_counter()
@@ -237,7 +252,10 @@ class HipDevice(QueuedDevice):
 
     def read(self, name: str, rows: int) -> np.ndarray:
         found = self._runs.read(name, rows)
-        return self._fetch(name, rows) if found is None else found
+        if found is not None:
+            return found
+        with self._usable(f"reading {name}"):
+            return self._fetch(name, rows)
 
     def _fetch(self, name: str, rows: int) -> np.ndarray:
         array = self.memory.fetch(name, rows)
@@ -245,5 +263,6 @@ class HipDevice(QueuedDevice):
         return array
 
     def clear(self) -> None:
-        self.memory.clear("kv")
-        self.hip("hipStreamSynchronize", self.stream)
+        with self._usable("clearing the cache"):
+            self.memory.clear("kv")
+            self.hip("hipStreamSynchronize", self.stream)

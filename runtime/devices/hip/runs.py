@@ -92,6 +92,9 @@ class HipRuns(RunHooks):
         self._carried.enqueue_sent(run.name)
         self.hip("hipEventRecord", slot.event, self.stream)
 
+    def done(self) -> bool:
+        return self.hip.done(self.stream)
+
     def wait(self, run: QueuedRun) -> None:
         slot = self._slots[run.slot]
         self.hip("hipEventSynchronize", slot.event)

@@ -42,6 +42,7 @@ DEVICE_LOCAL, HOST_VISIBLE, HOST_COHERENT, HOST_CACHED = 1, 2, 4, 8  # VkMemoryP
 HEAP_DEVICE_LOCAL = 1
 USAGE = 0x1 | 0x2 | 0x20 | 0x20000  # of every buffer: TRANSFER_SRC, TRANSFER_DST, STORAGE_BUFFER, SHADER_DEVICE_ADDRESS
 ALLOCATE_DEVICE_ADDRESS = 2
+HOST_ALLOCATION = 0x80  # VkExternalMemoryHandleTypeFlagBits
 STAGE_COMPUTE = 0x20  # VkShaderStageFlagBits
 DISPATCH_BASE = 0x10  # VkPipelineCreateFlagBits
 REQUIRE_FULL_SUBGROUPS = 2  # VkPipelineShaderStageCreateFlagBits
@@ -146,6 +147,9 @@ CacheInfo 17: u32 flags, size initialSize, ptr initialData
 StageInfo 18: u32 flags, u32 stage, u64 module, str name, ptr specialization
 ComputePipelineInfo 29: u32 flags, StageInfo stage, u64 layout, u64 base, i32 baseIndex
 LayoutInfo 30: u32 flags, u32 setCount, ptr sets, u32 rangeCount, ptr ranges
+ExternalBuffer 1000072000: u32 handleTypes
+ImportedHost 1000178000: u32 handleType, ptr address
+HostProperties 1000178001: u32 memoryTypeBits
 CommandPoolInfo 39: u32 flags, u32 family
 CommandBufferInfo 40: u64 pool, u32 level, u32 count
 BeginInfo 42: u32 flags, ptr inheritance
@@ -197,6 +201,7 @@ def _functions(text: str) -> dict[str, str]:
 
 GLOBAL = {"vkCreateInstance": "ptr ptr ptr"}
 MATRICES = {"vkGetPhysicalDeviceCooperativeMatrixPropertiesKHR": "ptr ptr ptr"}
+IMPORT = {"vkGetMemoryHostPointerPropertiesEXT": "ptr u32 ptr ptr"}
 INSTANCE = _functions("""
 *void ptr ptr: vkDestroyInstance vkGetPhysicalDeviceProperties2 vkGetPhysicalDeviceFeatures2
   vkGetPhysicalDeviceMemoryProperties2

@@ -1,44 +1,51 @@
-"""What a stage's functions take over from the GPU before, and hand over to the next one: bytes of the arena, through
-memory of the host. Only devices that are a stage of several have any (runtime/devices/staged.py)."""
+"""What a stage's functions take over from the GPU before, and hand over to the next one: bytes of the arena, which
+this GPU copies from and to memory of the host. Only stages of several GPUs have any (runtime/devices/staged.py)."""
 
+import ctypes
 from collections.abc import Mapping
 
-import numpy as np
-
-from mlc_amd.runtime.devices.placement import carried_bytes
+from mlc_amd.runtime.devices.handover import Handover
 from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder
-from mlc_amd.runtime.devices.vulkan.memory import ALIGN, MemoryBlock, VulkanMemory
+from mlc_amd.runtime.devices.vulkan.context import Context
+from mlc_amd.runtime.devices.vulkan.memory import MemoryBlock, VulkanMemory
 
 
 class Carried:
-    """Of the functions of a manifest; arena: where their launches find what they receive."""
+    """Of the functions of a manifest; arena: where their launches find what they receive. parts: of the `Handover`s
+    before and after this stage, which the next run uses."""
 
-    def __init__(self, memory: VulkanMemory, arena: MemoryBlock, functions: Mapping[str, Mapping]):
-        self._memory, self._arena = memory, arena
+    def __init__(self, context: Context, memory: VulkanMemory, arena: MemoryBlock, functions: Mapping[str, Mapping]):
+        self._context, self._memory, self._arena, self._functions = context, memory, arena, functions
+        self._blocks: dict[str, list[MemoryBlock]] = {"receives": [], "sends": []}
+        self._copies: dict[tuple[str, str, int], list[ctypes.Structure]] = {}
+        self.parts: tuple[int, int] = (0, 0)
 
-        def block(key: str, kind: str) -> MemoryBlock:
-            most = max((carried_bytes(function.get(key, ())) for function in functions.values()), default=0)
-            return memory.block(max(most, ALIGN), kind)
+    def connect(self, before: Handover | None, after: Handover | None) -> None:
+        for key, one in (("receives", before), ("sends", after)):
+            if one:
+                self._context.held.callback(lambda used: None, one)  # it lives longer than the blocks
+                self._blocks[key] = [self._memory.imported(address, one.nbytes) for address in one.addresses]
 
-        self._received, self._sent = block("receives", "staging"), block("sends", "output")
+    def received(self, name: str) -> list[ctypes.Structure]:
+        """What to submit before a function's launches."""
+        return self._copied(name, "receives", self.parts[0])
 
-    def record_received(self, recorder: CommandRecorder, function: Mapping) -> None:
-        at = 0
-        for first, end in function.get("receives", ()):
-            recorder.copy(self._received, at, self._arena, first, end - first)
-            at += end - first
+    def sent(self, name: str) -> list[ctypes.Structure]:
+        """What to submit after them."""
+        return self._copied(name, "sends", self.parts[1])
 
-    def record_sent(self, recorder: CommandRecorder, function: Mapping) -> None:
-        at = 0
-        for first, end in function.get("sends", ()):
-            recorder.copy(self._arena, first, self._sent, at, end - first)
-            at += end - first
-
-    def receive(self, data: np.ndarray) -> None:
-        """uint8: what the next run of a function receives."""
-        self._received.view(0, np.uint8, (len(data),))[:] = data
-
-    def sent(self, function: Mapping) -> np.ndarray:
-        """uint8: what the last run of that function has sent; valid until the next run."""
-        self._memory.invalidate(self._sent)
-        return self._sent.view(0, np.uint8, (carried_bytes(function.get("sends", ())),))
+    def _copied(self, name: str, key: str, part: int) -> list[ctypes.Structure]:
+        spans = self._functions[name].get(key, ())
+        if not spans:
+            return []
+        if (name, key, part) not in self._copies:
+            host, at = self._blocks[key][part], 0
+            recorder = CommandRecorder(self._context, 0)
+            recorder.begin()
+            for first, end in spans:
+                places = (host, at), (self._arena, first)
+                (source, target) = places if key == "receives" else places[::-1]
+                recorder.copy(*source, *target, end - first)
+                at += end - first
+            self._copies[name, key, part] = [recorder.end()]
+        return self._copies[name, key, part]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from mlc_amd.runtime.devices.vulkan import api
-from mlc_amd.runtime.devices.vulkan.gpu import BUDGET, FEATURES, Instance, VulkanGpu, offered
+from mlc_amd.runtime.devices.vulkan.gpu import BUDGET, FEATURES, HOST_MEMORY, Instance, VulkanGpu, offered
 from mlc_amd.runtime.devices.vulkan.reconvergence import MODES
 from mlc_amd.runtime.errors import UserError
 
@@ -55,7 +55,7 @@ class Context:
                 if name not in ENABLED:
                     setattr(part, name, 0 if kind is ctypes.c_uint32 else kind())
         further = [name for since, name in FEATURES.values() if since is None or gpu.api < since]
-        names = api.strings([name for name in (*further, BUDGET) if name in gpu.extensions])
+        names = api.strings([name for name in (*further, BUDGET, HOST_MEMORY) if name in gpu.extensions])
         priority = (ctypes.c_float * 1)(1.0)
         queue = api.QueueInfo(family=self.family, count=1, priorities=ctypes.addressof(priority))
         info = api.DeviceInfo(
@@ -141,6 +141,10 @@ class Context:
         fence = self._running.popleft()
         self.calls.vkResetFences(self.device, 1, fence)
         self._free.append(fence)
+
+    def done(self) -> bool:
+        """Whether the oldest of what was submitted and not waited for is done."""
+        return self.calls.vkWaitForFences(self.device, 1, self._running[0], 1, 0) != api.TIMEOUT
 
     def wait(self) -> None:
         """Waits for the oldest of what was submitted and not waited for, if there is any."""

@@ -19,6 +19,7 @@ from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.choice import selection
+from mlc_amd.runtime.devices.handover import Handover
 from mlc_amd.runtime.devices.pieces import Pacer
 from mlc_amd.runtime.devices.placement import Range, chunks, cut, parts, read_in_place
 from mlc_amd.runtime.devices.run_queue import QueuedDevice, RunQueue
@@ -173,7 +174,7 @@ class VulkanDevice(QueuedDevice):
         plan = {name: self._bind(function) for name, function in functions.items()}
         heads = {name: launches_before_late(function, self._kernels) or 0 for name, function in functions.items()}
         self.pacer = Pacer(self.manifest, self.code_arch, cuts=True)
-        carried = Carried(self.memory, self._arena, functions)
+        carried = Carried(self.context, self.memory, self._arena, functions)
         self._replays = Replays(
             self.context, self.io, self.pacer, functions, plan, heads, self._layout, self._based, carried
         )
@@ -239,15 +240,15 @@ class VulkanDevice(QueuedDevice):
         self.io.write(name, values)
         self.pacer.write(name, values)
 
-    def receive(self, data: np.ndarray) -> None:
-        self._replays.carried.receive(data)
+    def connect(self, before: Handover | None, after: Handover | None) -> None:
+        with self._usable("loading the model"):
+            self._replays.carried.connect(before, after)
 
-    def sent(self, function: str) -> np.ndarray:
-        with self._usable("handing a step over"):
-            return self._replays.carried.sent(self.manifest["functions"][function])
+    def hand_over(self, received: int, sent: int) -> None:
+        self._replays.carried.parts = received, sent
 
-    def _run_alone(self, function: str, plain: bool) -> None:
-        self._replays.run(function, plain)
+    def _run_alone(self, function: str, plain: bool) -> Iterator[None]:
+        return self._replays.run(function, plain)
 
     def read(self, name: str, rows: int) -> np.ndarray:
         with self._usable(f"reading {name}"):

@@ -41,7 +41,7 @@ PROPERTIES = {
     api.SubgroupSizeProperties: (api.version(1, 3), "VK_EXT_subgroup_size_control"),
     api.PciProperties: (None, "VK_EXT_pci_bus_info"),
 }
-BUDGET = "VK_EXT_memory_budget"
+BUDGET, HOST_MEMORY = "VK_EXT_memory_budget", "VK_EXT_external_memory_host"
 OLDEST = api.version(1, 1)  # physical devices below have none of the structures above
 RANK = {"discrete": 0, "integrated": 1, "virtual": 2, "other": 3, "cpu": 4}  # which type of device is tried first
 NO_DRIVER = (

@@ -1,7 +1,7 @@
 """Memory of a Vulkan device: blocks that kernels reach by address, within the limits of heaps and drivers.
 
-`VulkanMemory.block` allocates one, of a kind of KINDS, `spread` some for many buffers, none of which is split. `load`,
-`put` and `fill` write to them, `get` reads.
+`VulkanMemory.block` allocates one, of a kind of KINDS, `spread` some for many buffers, none of which is split;
+`imported` makes one of memory that is there. `load`, `put` and `fill` write to them, `get` reads.
 """
 
 import ctypes
@@ -14,6 +14,8 @@ import numpy as np
 from mlc_amd.runtime.devices.placement import CHUNK
 from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.context import Context
+from mlc_amd.runtime.devices.vulkan.gpu import HOST_MEMORY
+from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.host import HOST_PART, RESERVE, available_memory
 
 ALIGN = 256  # bytes between buffers of one block
@@ -141,6 +143,25 @@ class VulkanMemory:
             calls.vkBindBufferMemory(device, buffer, memory, 0)
             return self._bound(buffer, memory, nbytes, kind_flags, kind != "device" or self.gpu.unified)
         raise OutOfMemory(nbytes, kind)
+
+    def imported(self, address: int, nbytes: int) -> MemoryBlock:
+        """A block in memory of the host, whole pages that must live longer. UserError where the driver cannot."""
+        context, kind = self.context, api.HOST_ALLOCATION
+        if HOST_MEMORY not in self.gpu.extensions:
+            raise UserError(f"{self.gpu.driver} cannot share memory between GPUs: it lacks {HOST_MEMORY}; update it")
+        calls = api.Calls(lambda name: context.instance.calls.vkGetDeviceProcAddr(context.device, name), api.IMPORT)
+        buffer = api.BufferInfo(next=api.ExternalBuffer(handleTypes=kind), size=nbytes, usage=api.USAGE)
+        buffer = context.own("vkDestroyBuffer", context.create("vkCreateBuffer", buffer))
+        found, needs = api.HostProperties(), api.MemoryRequirements()
+        calls.vkGetMemoryHostPointerPropertiesEXT(context.device, kind, address, ctypes.byref(found))
+        context.calls.vkGetBufferMemoryRequirements(context.device, buffer, ctypes.byref(needs))
+        index = self._types(FOR_READING, found.memoryTypeBits & needs.memoryTypeBits)[0]
+        host = api.ImportedHost(handleType=kind, address=address)
+        flags = api.AllocateFlagsInfo(next=host, flags=api.ALLOCATE_DEVICE_ADDRESS)
+        info = api.AllocateInfo(next=flags, allocationSize=nbytes, memoryTypeIndex=index)
+        memory = context.own("vkFreeMemory", context.create("vkAllocateMemory", info))
+        context.calls.vkBindBufferMemory(context.device, buffer, memory, 0)
+        return self._bound(buffer, memory, nbytes, self.gpu.memory[index][0], mapped=False)
 
     def _types(self, wanted: tuple[MemoryFlags, ...], allowed: int) -> list[int]:
         """Memory types, the best first."""

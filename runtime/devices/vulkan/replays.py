@@ -55,12 +55,19 @@ class Replays(RunHooks):
         if slot is not None:
             self.io.add_slots()
         first = self._record_whole(run.name, slot, run.late)[0]
-        (self.context.enqueue_unfenced if run.late else self.context.enqueue)(*self.io.before(slot), first)
+        if run.late:  # no stage's run is
+            self.context.enqueue_unfenced(*self.io.before(slot), first)
+        else:
+            carried = self.carried
+            self.context.enqueue(*self.io.before(slot), *carried.received(run.name), first, *carried.sent(run.name))
 
     def submit_late(self, run: QueuedRun) -> None:
         slot = run.slot if run.ahead else None
         self.io.late(slot)
         self.context.enqueue(self._record_whole(run.name, slot, True)[1])
+
+    def done(self) -> bool:
+        return self.context.done()
 
     def wait(self, run: QueuedRun) -> None:
         self.context.wait()
@@ -71,11 +78,12 @@ class Replays(RunHooks):
 
     # ---- runs with a wait
 
-    def run(self, name: str, plain: bool) -> None:
-        """Runs a function and waits, in the pacer's pieces if it is long. plain: records it for this run alone."""
+    def run(self, name: str, plain: bool) -> Iterator[None]:
+        """Runs a function, in the pacer's pieces if it is long, and pauses before each wait. plain: records it for this
+        run alone."""
         pieces = self.pacer.pieces(name)
         submissions = self._record(name, pieces) if plain else self._recorded(name, pieces)
-        self._submit(name, pieces, submissions)
+        yield from self._submit(name, pieces, submissions)
         if plain:
             self._release(submissions)
 
@@ -89,7 +97,8 @@ class Replays(RunHooks):
             pool = timing.query_pool(self.context, 2 * len(launches))
             self._timed[name] = pieces, self._record(name, pieces, pool), pool
         _, submissions, pool = self._timed[name]
-        self._submit(name, pieces, submissions)
+        for _ in self._submit(name, pieces, submissions):
+            pass
         stamps = timing.results(self.context, pool, 2 * len(launches))
         steps = [timing.seconds(self.context, before, after) for before, after in pairwise(stamps)]
         times: list[tuple[str, float, float]] = []
@@ -147,14 +156,12 @@ class Replays(RunHooks):
             recorder.begin()
             if i == 0:
                 self.io.record_inputs(recorder, function, slot)
-                self.carried.record_received(recorder, function)
             elif late:
                 self.io.record_late(recorder, function, slot)
             for launch in launches:
                 recorder.launch(launch)
             if i == len(groups) - 1:
                 self.io.record_outputs(recorder, function, slot)
-                self.carried.record_sent(recorder, function)
             found.append(recorder.end())
         return found
 
@@ -172,12 +179,14 @@ class Replays(RunHooks):
 
     # ---- running
 
-    def _submit(self, name: str, pieces: tuple[WorkPiece, ...], submissions: list[ctypes.Structure]) -> None:
-        before = self.io.before()
-        for piece, submission in zip(pieces or ((),), submissions, strict=True):
-            self.context.submit(*before, submission)
+    def _submit(self, name: str, pieces: tuple[WorkPiece, ...], submissions: list[ctypes.Structure]) -> Iterator[None]:
+        """Pauses before each wait."""
+        before, last = [*self.io.before(), *self.carried.received(name)], len(submissions) - 1
+        for i, (piece, submission) in enumerate(zip(pieces or ((),), submissions, strict=True)):
+            self.context.submit(*before, submission, *(self.carried.sent(name) if i == last else ()))
             before = []
             start = time.perf_counter()
+            yield
             self.context.wait()
             spent = time.perf_counter() - start
             self.waited += spent

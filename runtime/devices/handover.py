@@ -1,0 +1,27 @@
+"""Host memory through which a GPU hands steps over to the next one (staged.py): both read and write it themselves.
+
+It has PARTS: the one GPU writes a step to one of them while the other may still read the step before.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+PARTS = 2
+PAGE = 1 << 16  # bytes: drivers import whole pages of host memory, and this is the largest that they use
+
+
+class Handover:
+    """nbytes: of a part; addresses: of the parts. It must live as long as a device uses it."""
+
+    def __init__(self, nbytes: int):
+        self.nbytes = -(-max(nbytes, 1) // PAGE) * PAGE
+        self._memory = np.zeros(PARTS * self.nbytes + PAGE, np.uint8)
+        first = self._memory.ctypes.data
+        first += -first % PAGE
+        self.addresses = [first + part * self.nbytes for part in range(PARTS)]
+
+
+def between(functions: Sequence[Mapping]) -> Handover:
+    """For what the functions of a stage hand over."""
+    return Handover(max((sum(end - first for first, end in function["sends"]) for function in functions), default=0))
