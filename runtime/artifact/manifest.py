@@ -99,10 +99,12 @@ class ManifestLaunch(TypedDict):
 
 
 class ManifestFunction(TypedDict):
-    """receives, sends: bytes of the arena, first and end, which only the stages of several GPUs have (stages.py)."""
+    """receives, sends: bytes of the arena, first and end, which only the parts of several GPUs have (stages.py,
+    ranks.py); sends_at: where they begin in memory that several GPUs send to."""
 
     receives: NotRequired[list[list[int]]]
     sends: NotRequired[list[list[int]]]
+    sends_at: NotRequired[int]
     rows: Annotated[int, Meta(ge=1, le=1 << 20)]
     single: Annotated[int, Meta(ge=0, le=1 << 20)]
     logits: Annotated[int, Meta(ge=1, le=1 << 20)]

@@ -38,7 +38,7 @@ class RankArtifact:
         self._artifact = artifact
         self.path, sizes = artifact.path, {name: size for name, (_, size) in artifact.weights.places.items()}
         self._tensors = _tensors(sizes, rank)
-        self.manifest = _part(artifact.manifest, self._tensors, sizes)
+        self.manifest = _part(artifact.manifest, rank, self._tensors, sizes)
         self._weights: RankWeights | None = None
 
     @property
@@ -72,11 +72,11 @@ def _tensors(names: Collection[str], rank: int) -> dict[str, str]:
     return {name: stored(name) for name in names if RANK not in name}
 
 
-def _part(manifest: Manifest, tensors: Mapping[str, str], sizes: Mapping[str, int]) -> Manifest:
+def _part(manifest: Manifest, rank: int, tensors: Mapping[str, str], sizes: Mapping[str, int]) -> Manifest:
     functions = {
         segment(name, i): one
         for name, function in manifest["functions"].items()
-        for i, one in enumerate(_segments(manifest, function))
+        for i, one in enumerate(_segments(manifest, function, rank))
     }
     drawn = manifest["tensors"]
     return cast(Manifest, {
@@ -91,7 +91,7 @@ def _is_exchange(manifest: Manifest) -> dict[str, bool]:
     return {kernel["name"]: kernel["operator"] in EXCHANGES for kernel in manifest["kernels"]}
 
 
-def _segments(manifest: Manifest, function: ManifestFunction) -> Iterator[ManifestFunction]:
+def _segments(manifest: Manifest, function: ManifestFunction, rank: int) -> Iterator[ManifestFunction]:
     exchange = _is_exchange(manifest)
     params = {kernel["name"]: [param["name"] for param in kernel["params"]] for kernel in manifest["kernels"]}
     launches: list[ManifestLaunch] = []
@@ -99,9 +99,9 @@ def _segments(manifest: Manifest, function: ManifestFunction) -> Iterator[Manife
     for launch in function["launches"]:
         if exchange[launch["kernel"]]:
             args = dict(zip(params[launch["kernel"]], launch["args"], strict=True))
-            yield cast(ManifestFunction, {
-                **function, "launches": launches, "receives": received, "sends": [_bytes(args[SENT])],
-            })  # fmt: skip
+            (first, end) = sent = _bytes(args[SENT])
+            cut = {"receives": received, "sends": [sent], "sends_at": rank * (end - first)}
+            yield cast(ManifestFunction, {**function, "launches": launches, **cut})
             launches, received = [], [_bytes(args[RECEIVED])]
         launches.append(launch)
     yield cast(ManifestFunction, {**function, "launches": launches, "receives": received, "sends": []})

@@ -1,4 +1,5 @@
-"""Host memory through which a GPU hands steps over to the next one (staged.py): both read and write it themselves.
+"""Host memory through which GPUs hand over to others what they computed (staged.py, tensor.py): all read and write it
+themselves.
 
 It has PARTS: the one GPU writes a step to one of them while the other may still read the step before.
 """
@@ -20,6 +21,11 @@ class Handover:
         first = self._memory.ctypes.data
         first += -first % PAGE
         self.addresses = [first + part * self.nbytes for part in range(PARTS)]
+
+
+def place(function: Mapping, key: str) -> int:
+    """Where a function's "sends" or "receives" begin in the memory."""
+    return function.get("sends_at", 0) if key == "sends" else 0
 
 
 def between(functions: Sequence[Mapping]) -> Handover:

@@ -10,7 +10,8 @@ from mlc_amd.runtime.artifact.stages import Stage, StageArtifact
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices import division
 from mlc_amd.runtime.devices.division import Placement
-from mlc_amd.runtime.devices.staged import Opener, StagedDevice
+from mlc_amd.runtime.devices.several import Opener
+from mlc_amd.runtime.devices.staged import StagedDevice
 from mlc_amd.runtime.devices.tensor import TensorDevice
 from mlc_amd.runtime.errors import UserError
 

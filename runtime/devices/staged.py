@@ -9,72 +9,25 @@ on the next one. Threads for each GPU would have to wake one another, and to sha
 Once a step has failed, what the cache holds is unknown: all later ones fail, too.
 """
 
-import queue
-import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mlc_amd.runtime.artifact.io_buffers import CHOSEN
 from mlc_amd.runtime.devices import handover
+from mlc_amd.runtime.devices.several import Opener, close_all, common_kv_types, open_all
 from mlc_amd.runtime.errors import MachineError
 from mlc_amd.runtime.sampling.layout import FIELDS, LOGPROB
 
 Result = TypeVar("Result")
-Opener = Callable[[], Any]  # opens the device of a stage
 
 AFTER_FAILURE = "a step failed on one of the GPUs; load the model again"
-SLICE = 1.0  # seconds of one wait: Ctrl-C is noticed between them
 # Seconds without news from any GPU after which the host sleeps between questions, and for how long.
 POLL, PAUSE = 0.01, 1e-4
-
-
-class _Opening:
-    """A thread that opens a device.
-
-    It never ends, but waits for the next device: a driver leaves code in threads that used it, which would run at their
-    end, when the driver may have been unloaded.
-    """
-
-    _idle: ClassVar[list["_Opening"]] = []
-
-    def __init__(self):
-        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="mlc-amd opens", daemon=True).start()
-
-    @classmethod
-    def begin(cls, call: Callable[[], Result]) -> Callable[[], Result]:
-        """Starts it; returns a function that waits for its result, or raises its error."""
-        thread = cls._idle.pop() if cls._idle else cls()
-        done, found, errors = threading.Event(), [], []
-
-        def run() -> None:
-            try:
-                found.append(call())
-            except BaseException as error:
-                errors.append(error)
-            cls._idle.append(thread)
-            done.set()
-
-        def result() -> Result:
-            while not done.wait(SLICE):
-                pass
-            if errors:
-                raise errors[0]
-            return found[0]
-
-        thread._calls.put(run)
-        return result
-
-    def _work(self) -> None:
-        while True:
-            call = self._calls.get()
-            call()
-            del call  # it may hold what a `with` block or the garbage collector closes
 
 
 class _Step:
@@ -138,47 +91,20 @@ class StagedDevice:
 
     def __init__(self, artifact, openers: Sequence[Opener]):
         self.artifact, self.manifest = artifact, artifact.manifest
-        devices: list[Any] = []
-        self.close = weakref.finalize(self, _close, devices)
-        opened = [_Opening.begin(opener) for opener in openers]
-        try:
-            for result in opened:
-                devices.append(None)
-                devices[-1] = result()
-            between = [handover.between([*device.manifest["functions"].values()]) for device in devices[:-1]]
-            for device, before, after in zip(devices, [None, *between], [*between, None], strict=True):
-                device.connect(before, after)
-        except BaseException:
-            for i, result in enumerate(opened):  # the others' memory is released, too
-                devices[i:] = [_unless_failed(result)]
-            self.close()
-            raise
-        self.stages = devices
+        self.stages: list[Any] = []
+        self.close = weakref.finalize(self, close_all, self.stages)
+        open_all(openers, self.stages, _connect)
+        devices = self.stages
         self._stages = [_Stage(number, device) for number, device in enumerate(devices)]
         self.kind, self.threads = devices[0].kind, 1
         self.gpu, self.code_arch = devices[0].gpu, devices[0].code_arch
         self.name = " + ".join(device.name for device in devices)
-        self.kv_types = self._kv_types()
+        self.kv_types = common_kv_types(self.manifest, devices)
         self.waited = 0.0
         self._inputs: list[tuple[str, np.ndarray]] = []  # written since the last step was started
         self._steps: deque[_Step] = deque()  # not waited for
         self._finished: _Step | None = None  # the last that was waited for
         self._failed: BaseException | None = None
-
-    def _kv_types(self) -> dict[str, tuple]:
-        """Of all layers; as many pages of a span as the stage has that has fewest."""
-        pages: dict[int, int] = {}
-        for device in self.stages:
-            for entry in device.manifest["kv"]:
-                if "span" in entry:
-                    count = device.kv_types[entry["name"]][0][0]
-                    pages[entry["span"]] = min(count, pages.get(entry["span"], count))
-        found = {name: of for device in self.stages for name, of in device.kv_types.items()}
-        for entry in self.manifest["kv"]:
-            if "span" in entry:
-                (_, *shape), dtype = found[entry["name"]]
-                found[entry["name"]] = (pages[entry["span"]], *shape), dtype
-        return found
 
     # ---- steps
 
@@ -375,14 +301,7 @@ class StagedDevice:
             raise MachineError("this device is closed; load the model again")
 
 
-def _unless_failed(result: Callable[[], Result]) -> Result | None:
-    try:
-        return result()
-    except BaseException:  # another stage's error is reported
-        return None
-
-
-def _close(devices: Sequence[Any]) -> None:
-    for device in devices:
-        if device is not None:
-            device.close()
+def _connect(devices: Sequence[Any]) -> None:
+    between = [handover.between([*device.manifest["functions"].values()]) for device in devices[:-1]]
+    for device, before, after in zip(devices, [None, *between], [*between, None], strict=True):
+        device.connect(before, after)

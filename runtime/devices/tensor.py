@@ -1,119 +1,131 @@
-"""Several GPUs as one device: each computes a part of every product (artifact/ranks.py), all at the same time.
+"""Several GPUs as one device: each computes a part of every product (artifact/ranks.py), all at the same time, and all
+hold the same rows, bit by bit.
 
-Each GPU has a thread, which computes a function segment by segment and waits after each for the other GPUs: what all of
-them computed goes to each of them through host memory. So all hold the same rows, bit by bit.
+What they computed crosses between the segments of a function through host memory, which all GPUs read and write
+themselves (handover.py). One thread serves all GPUs: it begins a segment on each of them once all have finished the
+one before.
+
+Once a step has failed, what the cache holds is unknown: all later ones fail, too.
 """
 
-import threading
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 
 from mlc_amd.runtime.artifact.ranks import segments
-from mlc_amd.runtime.devices.staged import AFTER_FAILURE, StagedDevice, _Step, _wait
+from mlc_amd.runtime.devices.handover import PARTS, Handover
+from mlc_amd.runtime.devices.several import Opener, close_all, common_kv_types, open_all
+from mlc_amd.runtime.devices.staged import AFTER_FAILURE, PAUSE, POLL
 from mlc_amd.runtime.errors import MachineError
 
 Result = TypeVar("Result")
 
 
-class _Meeting:
-    """Where the threads of all GPUs meet between the segments of one step. done: as many as have finished the step."""
-
-    def __init__(self, gpus: int, cuts: int):
-        self.barrier = threading.Barrier(gpus)
-        self.parts = [[np.zeros(0, np.uint8)] * gpus for _ in range(cuts)]
-        self.lock, self.done = threading.Lock(), 0
-
-    def exchange(self, cut: int, rank: int, own: np.ndarray) -> np.ndarray:
-        """What all GPUs have sent at a cut, in their order. BrokenBarrierError once another one has failed."""
-        self.parts[cut][rank] = own
-        self.barrier.wait()
-        return np.concatenate(self.parts[cut])
-
-
-class TensorDevice(StagedDevice):
-    """See runtime/devices/__init__.py for the protocol; openers: of the GPUs' devices; artifact: the whole one.
+class TensorDevice:
+    """See runtime/devices/__init__.py for the protocol. openers: of the GPUs' devices, in the order of their parts;
+    artifact: the whole one.
 
     stages: the devices.
     """
 
-    def __init__(self, artifact, openers):
-        super().__init__(artifact, openers)
-        self._segments = {name: segments(artifact.manifest, name) for name in artifact.manifest["functions"]}
+    def __init__(self, artifact, openers: Sequence[Opener]):
+        self.artifact, self.manifest = artifact, artifact.manifest
+        self.stages: list[Any] = []
+        self.close = weakref.finalize(self, close_all, self.stages)
+        open_all(openers, self.stages, _connect)
+        first = self.stages[0]
+        self.kind, self.threads, self.gpu, self.code_arch = first.kind, 1, first.gpu, first.code_arch
+        self.name = " + ".join(device.name for device in self.stages)
+        self.kv_types = common_kv_types(self.manifest, self.stages)
+        self.waited = 0.0
+        self._segments = {name: segments(self.manifest, name) for name in self.manifest["functions"]}
+        self._failed: BaseException | None = None
 
-    @property
-    def in_flight(self) -> int:
-        return 2
+    def write(self, name: str, values) -> None:
+        self._alive()
+        for device in self.stages:
+            device.write(name, values)
+
+    def can_start_ahead(self, function: str, late: bool = False) -> bool:
+        return False
+
+    def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
+        if meanwhile:
+            meanwhile()
+
+        def compute(name: str) -> None:
+            for device in self.stages:
+                device.begin(name)
+            self._finish()
+
+        self._in_turn(function, compute)
+
+    def run_plain(self, function: str) -> None:
+        self._in_turn(function, lambda name: [device.run_plain(name) for device in self.stages])
 
     def time(self, function: str) -> list[tuple[str, float, float]]:
         """Of the first GPU. See the protocol. UserError where a GPU cannot."""
-        return [one for found in self._in_turn(function, lambda device, name: device.time(name)) for one in found]
+        found = self._in_turn(function, lambda name: [device.time(name) for device in self.stages])
+        return [one for first, *_ in found for one in first]
 
-    def run_plain(self, function: str) -> None:
-        self._in_turn(function, lambda device, name: device.run_plain(name))
+    def read(self, name: str, rows: int) -> np.ndarray:
+        self._alive()
+        return self.stages[-1].read(name, rows)
 
-    def _in_turn(self, function: str, compute: Callable[[Any, str], Result]) -> list[Result]:
-        """A step whose segments are computed like this; the first GPU's results."""
-        self.discard()
-        step, found = _Step(function, self._taken()), []
-        step.complete.set()
+    def clear(self) -> None:
+        self._alive()
+        for device in self.stages:
+            device.clear()
 
-        def call(device, name: str) -> None:
-            result = compute(device, name)
-            if device is self.stages[0]:
-                found.append(result)
+    def copy_bandwidth(self) -> float:
+        """Of the slowest GPU."""
+        return min(device.copy_bandwidth() for device in self.stages)
 
-        self._submit(step, call)
-        _wait(step.done)
-        self._finished = step
-        if step.error:
-            raise step.error
+    def _in_turn(self, function: str, compute: Callable[[str], Result]) -> list[Result]:
+        """Computes the segments of a function like this."""
+        found = []
+        with self._working():
+            for number, name in enumerate(self._segments[function]):
+                for device in self.stages:
+                    device.hand_over((number - 1) % PARTS, number % PARTS)
+                found.append(compute(name))
         return found
 
-    def _first(self, function: str) -> int:
-        return 0
+    def _finish(self) -> None:
+        """Waits for all GPUs."""
+        begun = news = time.perf_counter()
+        busy = [*self.stages]
+        while busy:
+            left, now = [device for device in busy if not device.finished()], time.perf_counter()
+            if len(left) < len(busy):
+                busy, news = left, now
+            elif now - news > POLL:
+                time.sleep(PAUSE)
+        self.waited += time.perf_counter() - begun
 
-    def _pass_on(self, step: _Step, stage: int) -> None:
-        self._submit(step, lambda device, name: device.run(name))
-
-    def _submit(self, step: _Step, compute: Callable[[Any, str], None]) -> None:
-        meeting = _Meeting(len(self.stages), len(self._segments[step.function]) - 1)
-        for rank, worker in enumerate(self._workers):
-            worker.submit(lambda rank=rank: self._compute_part(step, rank, meeting, compute))
-
-    # ---- the GPUs' threads
-
-    def _compute_part(self, step: _Step, rank: int, meeting: _Meeting, compute: Callable[[Any, str], None]) -> None:
-        device = self.stages[rank]
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        self._alive()
+        if self._failed:
+            raise MachineError(AFTER_FAILURE) from self._failed
         try:
-            if self._failed:
-                raise MachineError(AFTER_FAILURE) from self._failed
-            self._write_all(step, device)
-            names = self._segments[step.function]
-            for cut, name in enumerate(names):
-                compute(device, name)
-                if cut + 1 < len(names):
-                    device.receive(meeting.exchange(cut, rank, device.sent(name).copy()))
-            if rank + 1 == len(self.stages):
-                self._hand_over(step, rank)
-        except threading.BrokenBarrierError:
-            pass  # another GPU's error is the step's
-        except BaseException as error:
-            meeting.barrier.abort()
-            step.error, self._failed = step.error or error, self._failed or error
-        with meeting.lock:
-            meeting.done += 1
-            if meeting.done == len(self.stages):
-                step.done.set()
+            yield
+        except BaseException as error:  # Ctrl-C, too: where it came is unknown
+            self._failed = error
+            raise
 
-    def _write_all(self, step: _Step, device) -> None:
-        """All inputs; waits for those that are not known yet."""
-        tokens: list[tuple[str, np.ndarray]] = []
-        if step.source:
-            _wait(step.source.done)
-            tokens = [("tokens", step.source.outputs.get("sampled", np.zeros(0, np.int32)))]
-        _wait(step.complete)
-        for name, values in [*step.inputs, *tokens, *step.late]:
-            if name in self.manifest["io"]:
-                device.write(name, values)
+    def _alive(self) -> None:
+        if not self.close.alive:
+            raise MachineError("this device is closed; load the model again")
+
+
+def _connect(devices: Sequence[Any]) -> None:
+    functions = [function for device in devices for function in device.manifest["functions"].values()]
+    most = max(sum(end - first for first, end in function["receives"]) for function in functions)
+    shared = Handover(most)
+    for device in devices:
+        device.connect(shared, shared)

@@ -5,7 +5,7 @@ import ctypes
 from collections.abc import Mapping
 from contextlib import ExitStack
 
-from mlc_amd.runtime.devices.handover import Handover
+from mlc_amd.runtime.devices.handover import Handover, place
 from mlc_amd.runtime.devices.hip.api import Hip, HipError
 from mlc_amd.runtime.devices.hip.memory import HipMemory
 
@@ -50,7 +50,7 @@ class HipCarried:
         self._enqueue(name, "sends", self.parts[1], self._hip.names.hipMemcpyKind.hipMemcpyDeviceToHost)
 
     def _enqueue(self, name: str, key: str, part: int, kind) -> None:
-        at = self._memory[key].addresses[part] if key in self._memory else 0
+        at = self._memory[key].addresses[part] + place(self._functions[name], key) if key in self._memory else 0
         for first, end in self._functions[name].get(key, ()):
             target, source = (self._arena + first, at) if key == "receives" else (at, self._arena + first)
             self._hip("hipMemcpyAsync", target, source, end - first, kind, self._stream)

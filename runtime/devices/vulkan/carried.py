@@ -4,7 +4,7 @@ this GPU copies from and to memory of the host. Only stages of several GPUs have
 import ctypes
 from collections.abc import Mapping
 
-from mlc_amd.runtime.devices.handover import Handover
+from mlc_amd.runtime.devices.handover import Handover, place
 from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.memory import MemoryBlock, VulkanMemory
@@ -39,7 +39,7 @@ class Carried:
         if not spans:
             return []
         if (name, key, part) not in self._copies:
-            host, at = self._blocks[key][part], 0
+            host, at = self._blocks[key][part], place(self._functions[name], key)
             recorder = CommandRecorder(self._context, 0)
             recorder.begin()
             for first, end in spans:

@@ -1,0 +1,99 @@
+"""Opens several GPUs that act as one device (staged.py, tensor.py), and what these have in common."""
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+Result = TypeVar("Result")
+Opener = Callable[[], Any]  # opens one of the devices
+
+SLICE = 1.0  # seconds of one wait: Ctrl-C is noticed between them
+
+
+def open_all(openers: Sequence[Opener], devices: list[Any], connect: Callable[[Sequence[Any]], None]) -> None:
+    """Opens devices at the same time, into the list `devices`, and connects them. If one fails all are closed."""
+    opened = [_Opening.begin(opener) for opener in openers]
+    try:
+        for result in opened:
+            devices.append(None)
+            devices[-1] = result()
+        connect(devices)
+    except BaseException:
+        for i, result in enumerate(opened):  # the others' memory is released, too
+            devices[i:] = [_unless_failed(result)]
+        close_all(devices)
+        raise
+
+
+def close_all(devices: Sequence[Any]) -> None:
+    for device in devices:
+        if device is not None:
+            device.close()
+
+
+def common_kv_types(manifest: Mapping, devices: Sequence[Any]) -> dict[str, tuple]:
+    """Of all layers; as many pages of a span as the device has that has fewest."""
+    pages: dict[int, int] = {}
+    for device in devices:
+        for entry in device.manifest["kv"]:
+            if "span" in entry:
+                count = device.kv_types[entry["name"]][0][0]
+                pages[entry["span"]] = min(count, pages.get(entry["span"], count))
+    found = {name: of for device in devices for name, of in device.kv_types.items()}
+    for entry in manifest["kv"]:
+        if "span" in entry:
+            (_, *shape), dtype = found[entry["name"]]
+            found[entry["name"]] = (pages[entry["span"]], *shape), dtype
+    return found
+
+
+class _Opening:
+    """A thread that opens a device.
+
+    It never ends, but waits for the next device: a driver leaves code in threads that used it, which would run at their
+    end, when the driver may have been unloaded.
+    """
+
+    _idle: ClassVar[list["_Opening"]] = []
+
+    def __init__(self):
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="mlc-amd opens", daemon=True).start()
+
+    @classmethod
+    def begin(cls, call: Callable[[], Result]) -> Callable[[], Result]:
+        """Starts it; returns a function that waits for its result, or raises its error."""
+        thread = cls._idle.pop() if cls._idle else cls()
+        done, found, errors = threading.Event(), [], []
+
+        def run() -> None:
+            try:
+                found.append(call())
+            except BaseException as error:
+                errors.append(error)
+            cls._idle.append(thread)
+            done.set()
+
+        def result() -> Result:
+            while not done.wait(SLICE):
+                pass
+            if errors:
+                raise errors[0]
+            return found[0]
+
+        thread._calls.put(run)
+        return result
+
+    def _work(self) -> None:
+        while True:
+            call = self._calls.get()
+            call()
+            del call  # it may hold what a `with` block or the garbage collector closes
+
+
+def _unless_failed(result: Callable[[], Result]) -> Result | None:
+    try:
+        return result()
+    except BaseException:  # another device's error is reported
+        return None

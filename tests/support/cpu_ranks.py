@@ -1,0 +1,52 @@
+"""The GPUs of a model that was compiled for several by tensor, as CPU devices that compute one after the other."""
+
+import numpy as np
+
+from mlc_amd.runtime.artifact.ranks import RankArtifact, segments
+from mlc_amd.runtime.devices.cpu import CpuDevice
+
+
+class CpuRanks:
+    """See runtime/devices/__init__.py for the protocol."""
+
+    def __init__(self, artifact):
+        self.artifact = artifact
+        self.ranks = [CpuDevice(RankArtifact(artifact, rank), 2) for rank in range(artifact.manifest["gpus"])]
+        first = self.ranks[0]
+        self.kind, self.name, self.threads, self.kv_types, self.waited = "cpu", first.name, 2, first.kv_types, 0.0
+
+    def write(self, name, values):
+        for rank in self.ranks:
+            rank.write(name, values)
+
+    def run(self, function, meanwhile=None):
+        if meanwhile:
+            meanwhile()
+        received = None
+        for name in segments(self.artifact.manifest, function):
+            parts = []
+            for rank in self.ranks:
+                one = rank.artifact.manifest["functions"][name]
+                for first, end in one["receives"]:
+                    rank.arena[first:end] = received
+                rank.run(name)
+                parts += [rank.arena[first:end].copy() for first, end in one["sends"]]
+            received = np.concatenate(parts) if parts else None
+
+    def can_start_ahead(self, function, late=False):
+        return False
+
+    def read(self, name, rows):
+        """All hold the same, bit by bit."""
+        found = [rank.read(name, rows) for rank in self.ranks]
+        for other in found[1:]:
+            np.testing.assert_array_equal(found[0], other)
+        return found[0]
+
+    def clear(self):
+        for rank in self.ranks:
+            rank.clear()
+
+    def close(self):
+        for rank in self.ranks:
+            rank.close()
