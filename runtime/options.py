@@ -184,6 +184,8 @@ class CompileOptions(TargetOptions):
     def resolved(self, target: str, arch: str) -> "CompileOptions":
         """The same for a target and an arch without "auto", of tools/target.py."""
         changed: dict[str, Any] = {"target": target, "arch": arch, "kv_type": self.cache_type}
+        if self.split == "tensor" and self.gpus is None:
+            changed["gpus"] = len(getattr(self, "devices", ())) or None
         return CompileOptions(**self.given | changed)
 
 

@@ -243,6 +243,7 @@ def _check_compiled(path: Path, options: CompileOptions) -> None:
     manifest = Artifact.open(path).manifest
     target, context = manifest["target"]["kind"], manifest["context"]
     made = {"target": [target], "arch": list(manifest["libraries"]), "ctx": [context]}
+    made["split"] = ["tensor" if manifest["gpus"] > 1 else "layer"]
     made = {name: [manifest[name]] for name in given if name in manifest} | made
     for name, value in given.items():
         if value not in made.get(name, [value]):

@@ -76,7 +76,7 @@ class Context:
             ) from e
         self.calls = api.Calls(lambda name: calls.vkGetDeviceProcAddr(self.device, name), api.DEVICE)
         self.held.callback(self.calls.vkDestroyDevice, self.device, None)
-        self.held.callback(_idle, self.calls, self.device)
+        self.idle_first()
 
     def create(self, name: str, info: ctypes.Structure) -> int:
         return api.create(getattr(self.calls, name), self.device, ctypes.byref(info), None)
@@ -161,6 +161,10 @@ class Context:
         """Submits it and waits."""
         self.submit(submission)
         self.wait()
+
+    def idle_first(self) -> None:
+        """Nothing that is held so far is released before the GPU is idle."""
+        self.held.callback(_idle, self.calls, self.device)
 
     def once(self, record) -> None:
         """Records commands with `record(command buffer)`, runs them and waits."""

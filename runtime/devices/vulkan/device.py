@@ -70,6 +70,7 @@ class VulkanDevice(QueuedDevice):
             self._upload()
             self.clear()
             self._record()
+            self.context.idle_first()
         except (api.VulkanError, OutOfMemory) as e:
             raise self._failure(e, "loading the model") from e
         except BaseException:
@@ -243,6 +244,7 @@ class VulkanDevice(QueuedDevice):
     def connect(self, before: Handover | None, after: Handover | None) -> None:
         with self._usable("loading the model"):
             self._replays.carried.connect(before, after)
+            self.context.idle_first()
 
     def hand_over(self, received: int, sent: int) -> None:
         self._replays.carried.parts = received, sent

@@ -1,0 +1,71 @@
+"""Models divided between GPUs by tensor: parts that compute one after the other on the CPU, in the way that GPUs do at
+the same time."""
+
+import architectures
+import numpy as np
+import pytest
+from cpu_ranks import CpuRanks
+
+from mlc_amd.compiler.gguf.synthetic import synthetic
+from mlc_amd.compiler.models.shards import ShardedModel, named
+from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.engine.engine import Engine
+from mlc_amd.runtime.options import CompileOptions
+
+MOST = 1e-4  # KL divergence from exact logits
+SOME = ("gemma4", "deepseek2", "gpt-oss", "qwen3next", "falcon-h1", "kimi-linear")
+OTHERS = sorted(architectures.MODELS.keys() - set(SOME))
+CASES = [*((name, 2) for name in SOME), ("granitehybrid", 4)]
+FULL = [*((name, 2) for name in OTHERS), *((name, 4) for name in architectures.MODELS if name != "granitehybrid")]
+
+
+def log_probabilities(logits):
+    exact = logits.astype(np.float64)
+    return exact - np.log(np.exp(exact).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize(("name", "gpus"), [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)])
+def test_logits_are_exact(name, gpus, tmp_path):
+    options = CompileOptions(target="cpu", ctx=128, split="tensor", gpus=gpus, tuned="none")
+    compile_model(architectures.tiny(name), tmp_path / "model", options)
+    artifact, exact = Artifact.open(tmp_path / "model"), architectures.exact()
+    with Engine(artifact, CpuRanks(artifact)) as engine:
+        logits = engine.score(exact["ids"])[exact["positions"]]
+    expected, found = log_probabilities(exact[name]), log_probabilities(logits)
+    assert (np.exp(expected) * (expected - found)).sum(-1).mean() < MOST
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+@pytest.mark.parametrize("name", architectures.MODELS)
+def test_parts_together_are_the_whole(name, gpus):
+    """Every weight is on some GPU, once where it is a part of a sum."""
+    model = architectures.tiny(name)
+    divided = ShardedModel(model, gpus)
+    for tensor in divided.sums:
+        whole = model.tensors[tensor].dequantize()
+        parts = [divided.tensors[named(tensor, rank)].dequantize() for rank in range(gpus)]
+        assert np.isclose(sum(part.sum(dtype=np.float64) for part in parts), whole.sum(dtype=np.float64))
+        assert len({part.shape for part in parts}) == 1
+    for tensor in divided.joins:
+        source = model.tensors.get(tensor) or model.tensors["token_embd.weight"]
+        rows = np.concatenate([divided.tensors[named(tensor, rank)].dequantize() for rank in range(gpus)])
+        np.testing.assert_array_equal(rows[: source.rows], source.dequantize())
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_a_large_model_is_divided_evenly(gpus):
+    """All of a Llama 3 70B but its embedding, in a format with blocks of 256 columns."""
+    model = synthetic("llama3-70b:q4_k")
+    divided = ShardedModel(model, gpus)
+    matrices = {name: of for name, of in model.tensors.items() if len(of.shape) == 2 and name != "token_embd.weight"}
+    assert divided.config.layers[0].attention.kv_heads == 8 // gpus
+    for name, whole in matrices.items():
+        assert divided.tensors[name].nbytes * gpus == pytest.approx(whole.nbytes, rel=0.02), name
+
+
+def test_fewer_key_heads_than_gpus_are_repeated():
+    divided = ShardedModel(architectures.tiny("qwen2"), 4)  # two heads of keys
+    first, second, third, _ = (divided.tensors[named("blk.0.attn_k.weight", i)].dequantize() for i in range(4))
+    np.testing.assert_array_equal(first, second)
+    assert not np.array_equal(first, third)

@@ -1,0 +1,167 @@
+"""A model of which several devices compute a part of every product: Mesa's CPU driver, opened several times. Results
+are those of one device but for the order of sums."""
+
+import threading
+
+import numpy as np
+import pytest
+import vulkan_harness
+
+from mlc_amd.compiler.gguf.synthetic import synthetic
+from mlc_amd.compiler.pipeline import check, compile_model
+from mlc_amd.runtime.devices.steps import write_private_pages, write_step
+from mlc_amd.runtime.engine.engine import Engine
+from mlc_amd.runtime.errors import MachineError, UsageError, UserError
+from mlc_amd.runtime.options import CompileOptions, RunOptions
+
+RNG = np.random.default_rng(3)
+PROMPTS = [RNG.integers(0, 1000, count).tolist() for count in (5, 40, 90, 70, 30)]
+TWO = RunOptions(devices=(0, 0), kv_tokens=1024)
+MOST = 1e-4  # KL divergence from one device
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lavapipe():
+    return vulkan_harness.gpu()
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory):
+    out = tmp_path_factory.mktemp("tensor") / "model"
+    options = CompileOptions(target="vulkan", arch="lavapipe", ctx=128, split="tensor", gpus=2, tuned="none")
+    compile_model(synthetic("tiny:q4_0"), out, options)
+    return out
+
+
+@pytest.fixture(scope="module")
+def one(lavapipe_model):
+    with Engine.load(lavapipe_model, RunOptions(kv_tokens=1024)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def two(divided):
+    with Engine.load(divided, TWO) as engine:
+        yield engine
+
+
+def divergence(exact, found) -> float:
+    p, q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (exact.astype(float), found.astype(float)))
+    return float((np.exp(p) * (p - q)).sum(-1).mean())
+
+
+def test_logits_are_those_of_one_device(one, two):
+    assert len(two.device.stages) == 2
+    ids, found = PROMPTS[2], []
+    for engine in one, two:
+        engine.reset()
+        prefilled = engine.prefill(ids).copy()
+        decoded = [engine.decode(token).copy() for token in (7, 300, 11)]
+        engine.reset()
+        found.append([prefilled, *decoded, engine.score(ids).copy()])
+    assert all(divergence(a, b) < MOST for a, b in zip(*found, strict=True))
+
+
+def test_all_gpus_hold_the_same_rows(two):
+    two.reset()
+    two.prefill(PROMPTS[1])
+    first, second = (device.read("logits", 1).copy() for device in two.device.stages)
+    np.testing.assert_array_equal(first, second)
+
+
+def test_a_cache_holds_a_part_of_the_heads(one, two):
+    for name, ((pages, *whole), _) in one.device.kv_types.items():
+        if name.startswith(("k.", "v.")):
+            (count, *part), _ = two.device.kv_types[name]
+            assert count == pages and np.prod(part) * 2 == np.prod(whole)
+
+
+def test_results_of_plain_runs_are_their_own(two):
+    device, function = two.device, two.device.manifest["functions"]["decode"]
+    write_private_pages(device, device.manifest)
+    for token in (3, 4):
+        found = []
+        for run in device.run, device.run_plain:
+            write_step(device, function, [(token, 0, 0)])
+            run("decode")
+            found.append((device.read("sampled", 1).tolist(), device.read("logits", 1).tolist()))
+        assert found[0] == found[1]
+
+
+def test_times_are_those_of_all_launches(two):
+    launches = two.device.manifest["functions"]["decode"]["launches"]
+    found = [kernel for kernel, *_ in two.time([3])[2]]
+    kept = [
+        kernel for i, kernel in enumerate(found) if found[i - 1 : i] != [kernel]
+    ]  # of several steps of a kernel one
+    assert kept == [launch["kernel"] for launch in launches]
+
+
+def test_answers_to_many_and_cancelled_ones_free_their_pages(two):
+    draw = np.random.default_rng(1)
+    for _ in range(5):
+        found = [two.generate([*PROMPTS[0], i], max_tokens=4) for i in draw.integers(0, 1000, 20).tolist()]
+        texts: list[list[int]] = [[] for _ in found]
+
+        def consume(place, count, found=found, texts=texts):
+            for piece in found[place]:
+                texts[place].append(piece.id)
+                if len(texts[place]) == count:
+                    break
+            found[place].close()
+
+        counts = draw.integers(1, 6, 20).tolist()
+        threads = [threading.Thread(target=consume, args=one) for one in enumerate(counts)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [len(text) for text in texts] == [min(count, 4) for count in counts]
+    two.reset()
+    assert all(pool.available == pool.pages for pool in two.cache.pools.values())
+
+
+def test_a_gpu_that_fails_ends_all_steps_with_one_error(divided, monkeypatch):
+    with Engine.load(divided, TWO) as engine:
+        engine.prefill(PROMPTS[0])
+
+        def fail(function):
+            raise MachineError("the second GPU was reset")
+
+        monkeypatch.setattr(engine.device.stages[1], "begin", fail)
+        with pytest.raises(MachineError, match="second GPU was reset"):
+            engine.prefill([1, 2])
+        monkeypatch.undo()
+        with pytest.raises(MachineError, match="load the model again"):
+            engine.prefill([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "was compiled for 2 GPUs .* and this machine has"),
+        ({"devices": (0,)}, "name 2 with --devices"),
+        ({"device": "0"}, "name 2 with --devices"),
+        ({"devices": (0, 9)}, "no GPU 9 here"),
+    ],
+    ids=str,
+)
+def test_gpus_that_cannot_share_it(divided, options, message):
+    with pytest.raises(UserError, match=message):
+        Engine.load(divided, RunOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"split": "tensor"}, UsageError, "for how many GPUs with --gpus"),
+        ({"gpus": 2}, UsageError, "--gpus is for --split tensor"),
+        ({"split": "tensor", "gpus": 9}, UsageError, "at most 8"),
+        ({"split": "tensor", "gpus": 2, "target": "cpu", "arch": "native"}, UserError, "between GPUs"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_compiled(tmp_path, options, error, message):
+    given = {"target": "vulkan", "arch": "generic"} | options
+    with pytest.raises(error, match=message):
+        check(synthetic("tiny:q4_0"), tmp_path / "model", CompileOptions(**given))
