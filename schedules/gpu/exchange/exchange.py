@@ -6,8 +6,9 @@ inboxes by themselves (`peers`: memory that GPUs write to directly), or the host
 
 Rounds have numbers from 1 on, which the kernel counts, since recorded launches cannot carry them. They alternate between
 two slots of inboxes and outboxes: a GPU begins round n + 2 when it has all words of round n + 1, which the others sent
-when they had those of round n, so nothing is overwritten that is still to be read. A workgroup waits for words that the
-workgroups of its own number sent, so launches that start these in order never wait for one that cannot start.
+when they had those of round n, so nothing is overwritten that is still to be read. A workgroup waits for what the
+others' workgroups of its own number send before they wait, and these words come before those of workgroups with higher
+numbers: a GPU that starts them in order need not have room for all.
 """
 
 from collections.abc import Sequence
@@ -83,10 +84,11 @@ def exchange(
             slot = T.Bind((number & 1) * capacity)
             late = local(1, "int32")
             put(late, control[FAILED], 0)
-            steps = T.Bind(T.Select(late[0] == 0, T.int32(-(-words // 2 // (plan.groups * plan.threads))), T.int32(0)))
+            count = -(-words // 2 // (plan.groups * plan.threads))
+            steps = T.Bind(T.Select(late[0] == 0, T.int32(count), T.int32(0)))
 
             def pair(step: Expr) -> Expr:
-                return T.Bind((step * plan.groups + group) * plan.threads + thread)
+                return T.Bind((group * count + step) * plan.threads + thread)
 
             with T.serial(steps) as step:
                 i = pair(step)
@@ -94,6 +96,7 @@ def exchange(
                     sent = [word(data, number) for data in _rounded(partial, i)]
                     for outbox in outs:
                         box.store(outbox, slot + i * 2, *sent)
+            barrier()  # all threads of the workgroup have sent all, and read the count
             with T.serial(steps) as step:
                 i = pair(step)
                 with when(i < words // 2):
@@ -106,7 +109,6 @@ def exchange(
                     T.buffer_store(out, vector(sums), [at(i * PAIR, PAIR)])
             with when(late[0] != 0):
                 T.buffer_store(control, T.int32(1), [FAILED])
-            barrier()  # all threads have read the count
             with when(thread == 0):
                 share = T.int32(GROUPS // plan.groups)
                 T.evaluate(T.call_intrin("int32", "tirx.atomic_add", T.address_of(control[DONE]), share))
