@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlc_amd.runtime.devices.exchange.vulkan import RelayedBoxes, Unsuitable
+from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
+from mlc_amd.runtime.devices.exchange.vulkan import RelayedBoxes
 from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, VulkanLaunch
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory

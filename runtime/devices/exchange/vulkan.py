@@ -7,13 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from mlc_amd.runtime.devices.exchange.relay import Relay, RelayCode, runs_here
+from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
 from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.memory import MemoryBlock, VulkanMemory
 from mlc_amd.runtime.exchange_layout import CONTROL, DONE, FAILED, RANK, WORD, inbox_words, outbox_words
-
-
-class Unsuitable(Exception):
-    """These GPUs cannot exchange data while kernels run; the message says why."""
 
 
 class RelayedBoxes:

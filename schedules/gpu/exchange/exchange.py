@@ -32,7 +32,7 @@ POLLS = 1 << 20  # of a thread in a round before it gives up: about a second
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """groups: workgroups, a power of two up to GROUPS; threads: of each. pause: steps of arithmetic between polls."""
+    """groups: workgroups, a power of two up to GROUPS; threads: of each. pause: divisions between polls."""
 
     groups: int
     threads: int
@@ -139,7 +139,7 @@ def _received(
                 missing = missing | (number_of(found) != number)
         put(late, T.Select(missing, T.int32(1), T.int32(0)), 0)
         for _ in range(pause):
-            put(idle, idle[0] * idle[0] + T.int32(1), 0)
+            put(idle, T.truncdiv(T.int32(0x7FFFFFFF), idle[0] | T.int32(1)), 0)
         put(spent, spent[0] + T.Select(idle[0] == -1, T.int32(2), T.int32(1)), 0)  # so that the pause is computed
         put(waiting, T.Select(spent[0] < polls, late[0], T.int32(0)), 0)
     found = [T.Bind(cells[j]) for j in range(2 * len(places))]
