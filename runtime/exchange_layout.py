@@ -6,8 +6,8 @@ order. `Control` is int32[CONTROL].
 """
 
 CONTROL = 4
-# Control's elements: the count of workgroups that finished, each as 1 / its launch's number of them, times GROUPS; not 0
-# when words did not come; this GPU's number
+# Control's elements: rounds that are done, times GROUPS (each workgroup of a launch adds its share of one); not 0 when
+# words did not come; this GPU's number
 DONE, FAILED, RANK = 0, 1, 2
 GROUPS = 64  # workgroups of a launch, at most
 ROUNDS = (1 << 32) // GROUPS

@@ -21,14 +21,15 @@ from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
 
+PARAMS = (1, 2, 3, 5, 6, 7)  # numbers of the kernel's parameters X, R, Y, Inbox, Outbox0, Control
 FRAMES = 5  # parts of each rank
-AT_ONCE = 64  # rounds of a submission; even, as sums alternate between two buffers
+AT_ONCE = 160  # rounds of a submission, about those of a step; even, as sums alternate between two buffers
 LARGEST = 100  # of a part's numbers; all sums of float32 are exact below 2**24
 
 
 class Module(NamedTuple):
-    """The exchange kernel (schedules/gpu/exchange) of one row of `values`, with a residual. args: numbers of its
-    parameters (Partial, Residual, Y, Inbox, Outbox0, Control) in the module's order."""
+    """The exchange kernel (schedules/gpu/exchange) of `values`, with a residual. args: of its parameters (state, X, R,
+    Y, P, Inbox, Outbox0, Control) the numbers of those that the module has, in its order."""
 
     binary: bytes
     grid: tuple[int, ...]
@@ -40,15 +41,18 @@ class Module(NamedTuple):
 def check(
     contexts: Sequence[Context], boxes: RelayedBoxes, module: Module, rounds: int, push: int, subgroup: int
 ) -> float:
-    """Seconds of a round, at best. contexts: of the GPUs, by rank; boxes: between them, reset before it returns; rounds:
-    at least so many; push, subgroup: as of `Pipelines`. Unsuitable when words are wrong or do not come."""
+    """Seconds of a round, at best, launches included. contexts: of the GPUs, by rank; boxes: between them, reset before
+    it returns; rounds: at least so many; push, subgroup: as of `Pipelines`. Unsuitable when words are wrong or do not
+    come."""
     repeats, n = -(-rounds // AT_ONCE), module.values
     assert repeats * AT_ONCE * LARGEST * len(contexts) < 1 << 24, "sums would not be exact"
     parts = np.random.default_rng(1).integers(-LARGEST, LARGEST, (len(contexts), FRAMES, n), endpoint=True)
     uses = np.bincount(np.arange(AT_ONCE) % FRAMES, minlength=FRAMES) * repeats
     expected, best = np.einsum("f,rfn->n", uses, parts), math.inf
     with ExitStack() as held:
-        ranks = [_Rank(context, boxes, rank, module, parts[rank], (push, subgroup)) for rank, context in enumerate(contexts)]
+        ranks = [
+            _Rank(context, boxes, rank, module, parts[rank], (push, subgroup)) for rank, context in enumerate(contexts)
+        ]
         held.callback(boxes.reset)
         for _ in range(repeats):
             boxes.begin(AT_ONCE, n // 2)
@@ -91,7 +95,7 @@ class _Rank:
         for i in range(AT_ONCE):
             part = self._span(self._parts.address, i % FRAMES, False)
             before, after = (self._span(self._sums.address, (i + j) % 2, bool(j)) for j in (0, 1))
-            params = (part, before, after, *shared)
+            params = dict(zip(PARAMS, (part, before, after, *shared), strict=True))
             spans = tuple(params[number] for number in module.args)
             push = (ctypes.c_uint64 * len(spans))(*(begin for begin, _, _ in spans))
             recorder.launch(VulkanLaunch("exchange", pipeline, module.grid, push, spans))

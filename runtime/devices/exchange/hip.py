@@ -1,4 +1,4 @@
-"""Boxes of AMD GPUs that write to each other's memory: a kernel stores its words right into the inboxes of the others."""
+"""Boxes of AMD GPUs that write to each other's memory: a kernel stores its words into the others' inboxes."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack

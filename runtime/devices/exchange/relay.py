@@ -40,8 +40,8 @@ def runs_here() -> bool:
 
 
 class Relay:
-    """outboxes, inboxes: of each rank, addresses in this process; capacity: words of a slot; threads: about how many, by
-    default half of the host's cores."""
+    """outboxes, inboxes: of each rank, addresses in this process; capacity: words of a slot; threads: about how many,
+    by default half of the host's cores."""
 
     def __init__(
         self,

@@ -1,14 +1,15 @@
-"""The sum of what several GPUs computed a part of, exchanged while the kernel runs, on all of them at once.
+"""`AllReduce` by a kernel that exchanges the parts while it runs, on all GPUs at once, instead of one that gets them
+from the host between two segments of a step (parts.py).
 
 Each GPU rounds its part to float16 and sends it to the others as words (words.py), then waits for theirs and adds all
 parts to the residual in the order of ranks: all have the same bits. Where it sends them, they get into the others'
 inboxes by themselves (`peers`: memory that GPUs write to directly), or the host moves them (runtime/devices/exchange).
 
-Rounds have numbers from 1 on, which the kernel counts, since recorded launches cannot carry them. They alternate between
-two slots of inboxes and outboxes: a GPU begins round n + 2 when it has all words of round n + 1, which the others sent
-when they had those of round n, so nothing is overwritten that is still to be read. A workgroup waits for what the
-others' workgroups of its own number send before they wait, and these words come before those of workgroups with higher
-numbers: a GPU that starts them in order need not have room for all.
+Rounds have numbers from 1 on, which the kernel counts, since recorded launches cannot carry them. They alternate
+between two slots of inboxes and outboxes: a GPU begins round n + 2 when it has all words of round n + 1, which the
+others sent when they had those of round n, so nothing is overwritten that is still to be read. A workgroup waits for
+what the others' workgroups of its own number send before they wait, and these words come before those of workgroups
+with higher numbers: a GPU that starts them in order need not have room for all.
 """
 
 from collections.abc import Sequence
@@ -21,8 +22,9 @@ from mlc_amd.runtime.exchange_layout import CONTROL, DONE, FAILED, GROUPS, RANK,
 from mlc_amd.schedules.gpu.base.device import barrier, halves, launch, maximum, minimum
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, elements, local, put, vector
-from mlc_amd.schedules.gpu.base.step import kernel, when
+from mlc_amd.schedules.gpu.base.step import kernel, state_arg, when
 from mlc_amd.schedules.gpu.exchange.words import Words, data_of, number_of, word
+from mlc_amd.schedules.operators.exchange import AllReduce
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 PAIR = 4  # float16 of a pair of words
@@ -39,9 +41,9 @@ class ExchangePlan:
     pause: int = 0
 
 
-def default_plan(m: int, k: int, arch: Device) -> ExchangePlan:
-    """Many small workgroups: each has its own way to memory."""
-    groups, pairs = GROUPS, m * k // PAIR
+def default_plan(values: int, arch: Device) -> ExchangePlan:
+    """Of so many values: many small workgroups, each has its own way to memory."""
+    groups, pairs = GROUPS, values // PAIR
     while groups > 1 and groups * arch.wave > pairs:
         groups //= 2
     threads = arch.wave
@@ -51,29 +53,30 @@ def default_plan(m: int, k: int, arch: Device) -> ExchangePlan:
 
 
 def exchange(
-    parts: int,
-    m: int,
-    k: int,
+    op: AllReduce,
     capacity: int,
     arch: Device,
     name: str,
-    residual: bool = True,
     peers: bool = False,
     plan: ExchangePlan | None = None,
     polls: int = POLLS,
 ) -> tirx.PrimFunc:
-    """Kernel (Partial, [Residual], Y float32 [m, k], Inbox int64 [..], Outbox0.. int64 [..], Control int32 [4]):
-    Y = Residual + the parts of all ranks. capacity: words of a slot of the boxes, the same in all kernels that use them.
-    peers: there is an outbox for each other rank, in the order of ranks, which is this one's part of its inbox; else one
-    for all. polls: as of POLLS; when a thread gives up, Y is not valid, Control[FAILED] is set, and later launches do
-    nothing. ValueError unless words fill cache lines and fit."""
-    words = m * k // 2
-    if m * k % 16 or words > capacity:
-        raise ValueError(f"{m} x {k} values are no whole cache lines of words, or more than {capacity} words")
-    plan = plan or default_plan(m, k, arch)
+    """Kernel (state, X float32 [m, n], [R float32 [m, n]], Y float32 [m, n], P, Inbox int64 [..], Outbox0.. int64 [..],
+    Control int32 [4]): Y = R + the sum of all GPUs' X, of all m rows. The parameters before Inbox are the operator's;
+    state and P are not used. capacity: words of a slot of the boxes, the same in all kernels that use them. peers:
+    there is an outbox for each other rank, in the order of ranks, which is this one's part of its inbox; else one for
+    all.
+    polls: as of POLLS; when a thread gives up, Y is not valid, Control[FAILED] is set, and later launches do nothing.
+    ValueError unless words fill cache lines and fit."""
+    values, parts = op.m * op.n, op.parts
+    words = values // 2
+    if values % 16 or words > capacity:
+        raise ValueError(f"{op.m} x {op.n} values are no whole cache lines of words, or more than {capacity} words")
+    plan = plan or default_plan(values, arch)
     with kernel(name) as ir:
-        shape = (m * k,)
-        partial, before, out = declared(Partial=shape, Residual=shape if residual else None, Y=shape)
+        state_arg()
+        shape = (values,)
+        partial, before, out, _ = declared(X=shape, R=shape if op.residual else None, Y=shape, P=(parts * values,))
         outboxes = {f"Outbox{i}": (outbox_words(capacity),) for i in range(parts - 1 if peers else 1)}
         inbox, *outs = declared("int64", Inbox=(inbox_words(parts, capacity),), **outboxes)
         (control,) = declared("int32", Control=(CONTROL,))
@@ -103,7 +106,7 @@ def exchange(
                     places = [source * outbox_words(capacity) + slot + i * 2 for source in range(parts - 1)]
                     got = _received(box, inbox, places, number, late, polls, plan.pause)
                     own = [half for data in _rounded(partial, i) for half in halves(data)]
-                    sums = elements(T.Bind(before[at(i * PAIR, PAIR)])) if residual else [T.float32(0)] * PAIR
+                    sums = elements(T.Bind(before[at(i * PAIR, PAIR)])) if before is not None else [T.float32(0)] * PAIR
                     for values in _in_order(own, got, T.Bind(control[RANK])):
                         sums = [T.Bind(a + b) for a, b in zip(sums, values, strict=True)]
                     T.buffer_store(out, vector(sums), [at(i * PAIR, PAIR)])
@@ -143,9 +146,7 @@ def _received(
         put(spent, spent[0] + T.Select(idle[0] == -1, T.int32(2), T.int32(1)), 0)  # so that the pause is computed
         put(waiting, T.Select(spent[0] < polls, late[0], T.int32(0)), 0)
     found = [T.Bind(cells[j]) for j in range(2 * len(places))]
-    return [
-        [half for j in (0, 1) for half in halves(data_of(found[2 * source + j]))] for source in range(len(places))
-    ]
+    return [[half for j in (0, 1) for half in halves(data_of(found[2 * source + j]))] for source in range(len(places))]
 
 
 def _in_order(own: list[Expr], got: list[list[Expr]], rank: Expr) -> list[list[Expr]]:

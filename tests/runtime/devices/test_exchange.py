@@ -23,6 +23,7 @@ from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory
 from mlc_amd.runtime.exchange_layout import FAILED, LINE, RANK, ROUNDS, outbox_words
 from mlc_amd.schedules.gpu.exchange import exchange as builder
 from mlc_amd.schedules.gpu.exchange.exchange import ExchangePlan, exchange
+from mlc_amd.schedules.operators import AllReduce
 from tests.dev.hip_recorder import Recorder
 
 PROFILE = PROFILES["lavapipe"]
@@ -146,7 +147,8 @@ def test_stop_ends_rounds_that_nobody_answers(boxes):
 
 
 def module(parts, groups=1, values=VALUES):
-    kernel = exchange(parts, 1, values, values // 2, PROFILE, "exchange", plan=ExchangePlan(groups, 16, PAUSE))
+    op, plan = AllReduce(m=1, n=values, parts=parts, residual=True), ExchangePlan(groups, 16, PAUSE)
+    kernel = exchange(op, values // 2, PROFILE, "exchange", plan=plan)
     compiled = compile_spirv({"exchange": kernel}, PROFILE)
     (launch,), (made,) = compiled.functions["exchange"].launches, compiled.modules.values()
     return Module(made.binary, made.grid, made.block, launch.args, values)
