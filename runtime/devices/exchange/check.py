@@ -21,7 +21,7 @@ from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
 
-PARAMS = (1, 2, 3, 5, 6, 7)  # numbers of the kernel's parameters X, R, Y, Inbox, Outbox0, Control
+PARAMS: tuple[int, ...] = (1, 2, 3, 5, 6, 7)  # numbers of the kernel's parameters X, R, Y, Inbox, Outbox0, Control
 FRAMES = 5  # parts of each rank
 AT_ONCE = 160  # rounds of a submission, about those of a step; even, as sums alternate between two buffers
 LARGEST = 100  # of a part's numbers; all sums of float32 are exact below 2**24
@@ -95,7 +95,7 @@ class _Rank:
         for i in range(AT_ONCE):
             part = self._span(self._parts.address, i % FRAMES, False)
             before, after = (self._span(self._sums.address, (i + j) % 2, bool(j)) for j in (0, 1))
-            params = dict(zip(PARAMS, (part, before, after, *shared), strict=True))
+            params: dict[int, tuple[int, int, bool]] = dict(zip(PARAMS, (part, before, after, *shared), strict=True))
             spans = tuple(params[number] for number in module.args)
             push = (ctypes.c_uint64 * len(spans))(*(begin for begin, _, _ in spans))
             recorder.launch(VulkanLaunch("exchange", pipeline, module.grid, push, spans))

@@ -8,8 +8,7 @@ import numpy as np
 
 from mlc_amd.runtime.devices.exchange.relay import Relay, RelayCode, runs_here
 from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
-from mlc_amd.runtime.devices.vulkan import api
-from mlc_amd.runtime.devices.vulkan.memory import MemoryBlock, VulkanMemory
+from mlc_amd.runtime.devices.vulkan.memory import MemoryBlock, OutOfMemory, VulkanMemory
 from mlc_amd.runtime.exchange_layout import CONTROL, DONE, FAILED, RANK, WORD, inbox_words, outbox_words
 
 
@@ -21,13 +20,13 @@ class RelayedBoxes:
     def __init__(self, memories: Sequence[VulkanMemory], capacity: int, code: Path, threads: int | None = None):
         if not runs_here():
             raise Unsuitable("the relay is machine code for x86-64")
-        sizes = inbox_words(len(memories), capacity) * WORD, outbox_words(capacity) * WORD
-        self._inboxes = [_block(memory, sizes[0], "input", api.DEVICE_LOCAL) for memory in memories]
-        self._outboxes = [_block(memory, sizes[1], "output", api.HOST_CACHED) for memory in memories]
+        boxes = inbox_words(len(memories), capacity) * WORD, outbox_words(capacity) * WORD
+        self._inboxes = [_block(memory, boxes[0], "inbox") for memory in memories]
+        self._outboxes = [_block(memory, boxes[1], "outbox") for memory in memories]
         # the GPU's own memory: it counts there; the host reads one word of it after a step
-        self._controls = [_block(memory, CONTROL * 4, "input", api.DEVICE_LOCAL) for memory in memories]
-        addresses = [[block.mapped for block in boxes] for boxes in (self._outboxes, self._inboxes)]
-        self._relay = Relay(RelayCode(code), *addresses, capacity, threads)
+        self._controls = [_block(memory, CONTROL * 4, "inbox") for memory in memories]
+        outboxes, inboxes = ([block.mapped for block in blocks] for blocks in (self._outboxes, self._inboxes))
+        self._relay = Relay(RelayCode(code), outboxes, inboxes, capacity, threads)
         self._clear()
 
     def blocks(self, rank: int) -> list[MemoryBlock]:
@@ -60,10 +59,9 @@ class RelayedBoxes:
         return self._controls[rank].view(0, np.int32, (CONTROL,))
 
 
-def _block(memory: VulkanMemory, nbytes: int, kind: str, also: int) -> MemoryBlock:
-    """Mapped coherent memory with a further property."""
-    block, needed = memory.block(nbytes, kind), api.HOST_COHERENT | also
-    if block.flags & needed != needed:
-        what = "memory of its own that the host may write" if also == api.DEVICE_LOCAL else "cached host memory"
-        raise Unsuitable(f"{memory.gpu.name} offers no {what}; enable Resizable BAR in the BIOS setup")
-    return block
+def _block(memory: VulkanMemory, nbytes: int, kind: str) -> MemoryBlock:
+    try:
+        return memory.block(nbytes, kind)
+    except OutOfMemory as e:
+        what = "memory of its own that the host may write" if kind == "inbox" else "cached host memory"
+        raise Unsuitable(f"{memory.gpu.name} offers no {what}: enable Resizable BAR in the BIOS setup") from e
