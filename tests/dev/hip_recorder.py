@@ -31,6 +31,7 @@ class hipError_t(IntEnum):
     hipErrorNoBinaryForGpu = 209
     hipErrorNotFound = 500
     hipErrorNotReady = 600
+    hipErrorPeerAccessAlreadyEnabled = 704
     hipErrorStreamCaptureUnsupported = 900
 
 
@@ -66,6 +67,7 @@ class Recorder:
     hipError_t, hipMemcpyKind, hipStreamCaptureMode = hipError_t, hipMemcpyKind, hipStreamCaptureMode
     hipStreamNonBlocking, hipEventDisableTiming, hipHostMallocMapped, hipHostMallocNonCoherent = 1, 2, 2, -(1 << 31)
     hipHostRegisterPortable = 1
+    hipDeviceMallocFinegrained = 1
 
     def __init__(
         self, kernels: dict[str, tuple[int, Callable]], gpus=({},), memory: int = GIB, fail=None, before_replay=None
@@ -81,6 +83,9 @@ class Recorder:
         self.queue: list[Callable] = []
         self.captured: list[Callable] | None = None
         self.clock = 0.0  # milliseconds: of work that is done
+        self.current = 0  # GPU
+        self.reached: set[tuple[int, int]] = set()  # (GPU, another one whose memory it may access)
+        self.fine: list[tuple[int, int]] = []  # (GPU, address) of memory that others see while kernels run
 
     def __getattribute__(self, name):
         value = super().__getattribute__(name)
@@ -107,7 +112,22 @@ class Recorder:
 
     def hipSetDevice(self, index):
         assert 0 <= index < len(self.gpus)
+        self.current = index
         return OK
+
+    def hipDeviceCanAccessPeer(self, index, other):
+        assert index != other
+        return *OK, int(self.gpus[index].get("peers", True))
+
+    def hipDeviceEnablePeerAccess(self, other, flags):
+        assert other != self.current and flags == 0
+        if (self.current, other) in self.reached:
+            return (hipError_t.hipErrorPeerAccessAlreadyEnabled,)
+        self.reached.add((self.current, other))
+        return OK
+
+    def hipDeviceSynchronize(self):
+        return self._flush()
 
     def hipMemGetInfo(self):
         return *OK, self.memory - self.used("device"), self.memory
@@ -130,6 +150,12 @@ class Recorder:
             if self.used("device") + nbytes <= self.memory
             else (hipError_t.hipErrorOutOfMemory, None)
         )
+
+    def hipExtMallocWithFlags(self, nbytes, flags):
+        assert flags == self.hipDeviceMallocFinegrained
+        code, address = self.hipMalloc(nbytes)
+        self.fine.append((self.current, address))
+        return code, address
 
     def hipHostMalloc(self, nbytes, flags):
         assert flags in (0, 0x80000002)
@@ -247,6 +273,17 @@ class Recorder:
             written[:] = read
 
         return self._enqueue(stream, work)
+
+    def hipMemcpy(self, target, source, nbytes, kind):
+        device, other = (target, source) if kind == hipMemcpyKind.hipMemcpyHostToDevice else (source, target)
+        assert not self.queue and len(self.bytes_at(device, nbytes, "device")) == nbytes and other
+        ctypes.memmove(target, source, nbytes)
+        return OK
+
+    def hipMemset(self, target, value, nbytes):
+        assert not self.queue
+        self.bytes_at(target, nbytes, "device").fill(value)
+        return OK
 
     def hipMemsetAsync(self, target, value, nbytes, stream):
         array = self.bytes_at(target, nbytes)

@@ -19,6 +19,7 @@ ALLOWED = {
                 "host",
                 "gpus",
                 "matrix_lanes",
+                "exchange_layout",
                 "cache.kv_types",
                 "sampling.philox",
                 "sampling.layout",

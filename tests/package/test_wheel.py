@@ -14,6 +14,7 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 FOLDERS = ("compiler", "schedules", "runtime", "tools", "dist")
 DATA = {
+    "compiler/codegen/relay.ll",
     "runtime/devices/cpu.c",
     "dist/README.md",
     "dist/demo/llama-q4_k_m.gguf",

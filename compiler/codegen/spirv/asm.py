@@ -233,6 +233,22 @@ class Asm:
         self.emit("Branch", header)
         self.begin(merge)
 
+    def loop_while(self, condition, body):
+        """while (condition()) body()."""
+        header, test, inside, following, merge = (self.new() for _ in range(5))
+        self.emit("Branch", header)
+        self.begin(header)
+        self.emit("LoopMerge", merge, following, 0)
+        self.emit("Branch", test)
+        with self.region(test):
+            self.emit("BranchConditional", condition(), inside, merge)
+            with self.region(inside):
+                body()
+                self.emit("Branch", following)
+        self.begin(following)
+        self.emit("Branch", header)
+        self.begin(merge)
+
     def binary(self, block, name="main") -> bytes:
         """The finished module. block: the workgroup's size. Ends the function."""
         main, entry, void = self.new(), self.new(), self.type("void")

@@ -22,7 +22,8 @@ from mlc_amd.schedules.gpu.base.step import KEPT, ONCE
 ADDRESS = 8
 AXES = "xyz"
 SCANNED = (tirx.DeclBuffer, tirx.AllocBuffer, tirx.Bind, tirx.BufferStore, tvm.ir.TensorLoad, tvm.ir.Call)
-WRITING = {"tvm_store_matrix_sync": 5, "atomic_add": 0}  # calls that write where an argument, address_of(load), points
+# calls that write where an argument, address_of(load), points
+WRITING = {"tvm_store_matrix_sync": 5, "atomic_add": 0, "vk.volatile_store": 1}
 
 
 class Emitter(Subgroup, Matrix):
@@ -192,6 +193,9 @@ class Emitter(Subgroup, Matrix):
         unroll = s.kind == tirx.ForKind.UNROLLED or variable in self.indexing or by_length
         hint = UNROLL if unroll else DONT_UNROLL if KEPT in s.annotations else 0
         self.asm.loop(self.register(parse(variable.ty)), self.value(s.min), self.value(s.extent), body, hint)
+
+    def stmt_While(self, s):
+        self.asm.loop_while(lambda: self.value(s.condition), lambda: self.dispatch("stmt_", s.body))
 
     def stmt_IfThenElse(self, s):
         otherwise = None if s.else_case is None else lambda: self.dispatch("stmt_", s.else_case)

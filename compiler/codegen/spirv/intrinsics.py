@@ -13,6 +13,8 @@ Externs (words: 32-bit scalars):
     vk.lane()                       int32: this lane's number
     vk.any(x)                       bool: whether a bool is true in any lane
     vk.wave_barrier()               waits for the subgroup; its shared memory is the same for all of it after it
+    vk.volatile_load(address)       int64x2: two words of 64 bits of a parameter, from memory; neither is torn
+    vk.volatile_store(address, x)   the opposite
     vk.memory_barrier()             memory accesses to buffers before and after it stay there, for the whole device
 """
 
@@ -21,9 +23,10 @@ from tvm.target.codegen import llvm_get_intrinsic_name
 
 from mlc_amd.compiler.codegen.spirv import opcodes
 from mlc_amd.compiler.codegen.spirv.memory import Memory
-from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, has_load, kind, parse
+from mlc_amd.compiler.codegen.spirv.types import Type, Unsupported, has_load, kind, parse, size
 
 INT8 = Type("int", 8, 1)
+WORDS = ("vec", "i64", 2)  # of a volatile access
 LLVM_MATH = {
     "llvm.fma": "Fma", "llvm.maxnum": "NMax", "llvm.minnum": "NMin", "llvm.rint": "RoundEven", "llvm.fabs": "FAbs",
     "llvm.sqrt": "Sqrt", "llvm.floor": "Floor", "llvm.ceil": "Ceil", "llvm.trunc": "Trunc", "llvm.amdgcn.exp2": "Exp2",
@@ -151,6 +154,24 @@ class Intrinsics(Memory):
     def vk_memory_barrier(self, e):
         semantics = self.ordering(opcodes.ACQUIRE_RELEASE | opcodes.BUFFER_MEMORY)
         self.asm.emit("MemoryBarrier", self.device_scope(), self.int_const(semantics))
+
+    def vk_volatile_load(self, e, address):
+        pair = self.asm.op("Load", WORDS, *self._volatile(address), pure=False)
+        return [self.asm.op("CompositeExtract", "i64", pair, i) for i in (0, 1)]
+
+    def vk_volatile_store(self, e, address, pair):
+        pointer, *operands = self._volatile(address)
+        self.asm.emit("Store", pointer, self.asm.op("CompositeConstruct", WORDS, *self.value(pair)), *operands)
+
+    def _volatile(self, address):
+        """A pointer to two words of a parameter and the memory operands of an access to them. Words of 64 bits: drivers
+        that load the parts of a vector one by one do not tear these."""
+        load = address.args[0]
+        index = self.analyzer.simplify(load.indices[0])
+        if self.vulkan_model or parse(load.ty).bits != 64 or self.known_multiple(index, 0) % 2:
+            raise Unsupported("volatile access with cooperative matrices, or to other than aligned pairs of int64")
+        pointer = self.pointer(load.source, WORDS, index, 0, 2, volatile=True)
+        return pointer, opcodes.VOLATILE | opcodes.ALIGNED, size(WORDS)
 
     # ---- arithmetic
 

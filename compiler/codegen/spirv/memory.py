@@ -209,17 +209,19 @@ class Memory(Expressions):
         """All invocations that share memory: the Vulkan memory model's Device scope would be one more feature."""
         return self.int_const(opcodes.QUEUE_FAMILY if self.vulkan_model else opcodes.DEVICE)
 
-    def pointer(self, buffer, unit, index, k, step, array=False):
+    def pointer(self, buffer, unit, index, k, step, array=False, volatile=False):
         """A pointer to the unit of `step` elements at element index + k of a parameter; array: to it and those after
-        it."""
+        it; volatile: something else may change it or read it."""
         asm, root = self.asm, self.root(buffer)
         address = self._address(buffer, root, index, k, size(unit) // step)
         target = asm.type(unit) if isinstance(unit, tuple) else asm.storage_type(unit)
         member = asm.array_in_memory(target, size(unit)) if array else target
         marks = []
-        if root not in self.written:
+        if volatile:
+            marks = ["Coherent", "Volatile"]
+        elif root not in self.written:
             marks.append("NonWritable")
-        if root in self.coherent and not self.vulkan_model:
+        if root in self.coherent and not self.vulkan_model and not volatile:
             marks.append("Coherent")
         pointer = asm.pointer("PhysicalStorageBuffer", target)
         if not marks and not array:

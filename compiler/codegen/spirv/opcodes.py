@@ -39,7 +39,7 @@ CAPABILITIES = dict(
 # of capabilities
 EXTENSIONS = dict(DotProduct="SPV_KHR_integer_dot_product", CooperativeMatrixKHR="SPV_KHR_cooperative_matrix")
 
-DECORATIONS = dict(Block=2, ArrayStride=6, BuiltIn=11, Coherent=23, NonWritable=24, Offset=35)
+DECORATIONS = dict(Block=2, ArrayStride=6, BuiltIn=11, Volatile=21, Coherent=23, NonWritable=24, Offset=35)
 STORAGE = dict(Input=1, Workgroup=4, Function=7, PushConstant=9, PhysicalStorageBuffer=5349)
 BUILTINS = dict(WorkgroupId=26, LocalInvocationId=27, SubgroupId=40, SubgroupLocalInvocationId=41)
 
@@ -55,4 +55,4 @@ DEVICE, WORKGROUP, SUBGROUP, QUEUE_FAMILY = 1, 2, 3, 5
 RELAXED, ACQUIRE_RELEASE, BUFFER_MEMORY, WORKGROUP_MEMORY = 0, 0x8, 0x40, 0x100
 MAKE_AVAILABLE, MAKE_VISIBLE = 0x2000, 0x4000
 # memory operands of loads and stores
-ALIGNED, MAKE_POINTER_AVAILABLE, MAKE_POINTER_VISIBLE, NON_PRIVATE = 0x2, 0x8, 0x10, 0x20
+VOLATILE, ALIGNED, MAKE_POINTER_AVAILABLE, MAKE_POINTER_VISIBLE, NON_PRIVATE = 0x1, 0x2, 0x8, 0x10, 0x20

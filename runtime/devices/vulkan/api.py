@@ -39,6 +39,7 @@ DEVICE_LOST = "VK_ERROR_DEVICE_LOST"
 DEVICE_TYPES = ("other", "integrated", "discrete", "virtual", "cpu")  # VkPhysicalDeviceType
 QUEUE_GRAPHICS, QUEUE_COMPUTE = 1, 2
 DEVICE_LOCAL, HOST_VISIBLE, HOST_COHERENT, HOST_CACHED = 1, 2, 4, 8  # VkMemoryPropertyFlagBits
+UNCACHED = 0x40 | 0x80  # the same: DEVICE_COHERENT_BIT_AMD, DEVICE_UNCACHED_BIT_AMD
 HEAP_DEVICE_LOCAL = 1
 USAGE = 0x1 | 0x2 | 0x20 | 0x20000  # of every buffer: TRANSFER_SRC, TRANSFER_DST, STORAGE_BUFFER, SHADER_DEVICE_ADDRESS
 ALLOCATE_DEVICE_ADDRESS = 2
@@ -129,6 +130,7 @@ MemoryModelFeatures 1000211000: u32 vulkanMemoryModel, u32 vulkanMemoryModelDevi
 DotFeatures 1000280000: u32 shaderIntegerDotProduct
 SubgroupSizeFeatures 1000225002: u32 subgroupSizeControl, u32 computeFullSubgroups
 MatrixFeatures 1000506000: u32 cooperativeMatrix, u32 _0
+UncachedFeatures 1000229000: u32 deviceCoherentMemory
 UniformFlowFeatures 1000323000: u32 shaderSubgroupUniformControlFlow
 ReconvergenceFeatures 1000434000: u32 shaderMaximalReconvergence
 ApplicationInfo 0: str name, u32 version, str engine, u32 engineVersion, u32 apiVersion

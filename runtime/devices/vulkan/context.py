@@ -17,7 +17,7 @@ ENABLED = {
     "shaderInt64", "shaderInt16", "storageBuffer16BitAccess", "storageBuffer8BitAccess", "shaderFloat16", "shaderInt8",
     "bufferDeviceAddress", "vulkanMemoryModel", "vulkanMemoryModelDeviceScope", "shaderIntegerDotProduct",
     "subgroupSizeControl",
-    "computeFullSubgroups", "cooperativeMatrix", *MODES,
+    "computeFullSubgroups", "cooperativeMatrix", "deviceCoherentMemory", *MODES,
 }  # fmt: skip
 AHEAD = 2  # pending submissions, at most
 SLICE = 10**9  # ns of one wait: Ctrl-C is noticed between them

@@ -27,6 +27,7 @@ FEATURES = {
     api.MemoryModelFeatures: (api.version(1, 2), "VK_KHR_vulkan_memory_model"),
     api.DotFeatures: (api.version(1, 3), "VK_KHR_shader_integer_dot_product"),
     api.SubgroupSizeFeatures: (api.version(1, 3), "VK_EXT_subgroup_size_control"),
+    api.UncachedFeatures: (None, "VK_AMD_device_coherent_memory"),
     api.MatrixFeatures: (None, "VK_KHR_cooperative_matrix"),
     api.UniformFlowFeatures: (None, "VK_KHR_shader_subgroup_uniform_control_flow"),
     api.ReconvergenceFeatures: (None, "VK_KHR_shader_maximal_reconvergence"),

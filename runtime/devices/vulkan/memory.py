@@ -38,14 +38,20 @@ class MemoryFlags(NamedTuple):
 ANYWHERE, LOCAL = MemoryFlags(MAPPED), MemoryFlags(api.DEVICE_LOCAL | MAPPED)
 FOR_READING = (MemoryFlags(MAPPED | api.HOST_CACHED), MemoryFlags(api.HOST_VISIBLE | api.HOST_CACHED), ANYWHERE)
 FOR_GPU = (MemoryFlags(MAPPED, api.DEVICE_LOCAL | api.HOST_CACHED), MemoryFlags(MAPPED, api.DEVICE_LOCAL))
+# Of what GPUs exchange while kernels run: AMD's would keep copies in their L2, of which neither the host nor the bus
+# knows, but for memory that they do not cache.
+INBOX, OUTBOX = api.DEVICE_LOCAL | MAPPED, MAPPED | api.HOST_CACHED
+FOR_EXCHANGE = [tuple(MemoryFlags(flags | more) for more in (api.UNCACHED, 0)) for flags in (INBOX, OUTBOX)]
 KINDS: dict[str, tuple[tuple[MemoryFlags, ...], tuple[MemoryFlags, ...]]] = {
     "device": ((MemoryFlags(api.DEVICE_LOCAL),), (LOCAL, ANYWHERE)),
     "host": (FOR_GPU, (LOCAL, ANYWHERE)),
     "input": ((LOCAL, ANYWHERE), (LOCAL, ANYWHERE)),
     "output": (FOR_READING, FOR_READING),
+    "inbox": (FOR_EXCHANGE[0], FOR_EXCHANGE[0]),
+    "outbox": (FOR_EXCHANGE[1], FOR_EXCHANGE[1]),
     "staging": ((ANYWHERE,), (ANYWHERE,)),
 }
-KNOWN_FLAGS = 0xF  # memory types with other properties are slow or need features of their own
+KNOWN_FLAGS = 0xF  # memory types with other properties are slow or need features of their own: only where asked for
 
 
 class OutOfMemory(RuntimeError):
@@ -166,8 +172,8 @@ class VulkanMemory:
     def _types(self, wanted: tuple[MemoryFlags, ...], allowed: int) -> list[int]:
         """Memory types, the best first."""
         possible = [i for i in range(len(self.gpu.memory)) if allowed >> i & 1]
-        kinds = [(i, flags) for i in possible if not (flags := self.gpu.memory[i][0]) & ~KNOWN_FLAGS]
-        found = (i for of in wanted for i, flags in kinds if flags & (of.flags | of.without) == of.flags)
+        kinds = [(i, self.gpu.memory[i][0]) for i in possible]
+        found = (i for of in wanted for i, flags in kinds if flags & (of.flags | of.without | ~KNOWN_FLAGS) == of.flags)
         return list(dict.fromkeys(found))
 
     def _bound(self, buffer: int, memory: int, nbytes: int, flags: int, mapped: bool) -> MemoryBlock:

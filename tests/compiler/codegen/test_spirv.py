@@ -160,6 +160,52 @@ def test_loops_whose_length_the_device_knows(profile):
     assert np.array_equal(got, np.stack(expected))
 
 
+def test_loops_that_end_by_a_condition(profile):
+    """Each thread another number of steps, also none."""
+
+    def body(b, _group, i):
+        left, steps = (T.alloc_buffer((1,), "int32", scope="local") for _ in range(2))
+        T.buffer_store(left, b.x[i], [0])
+        T.buffer_store(steps, T.int32(0), [0])
+        with T.While(left[0] > 1):
+            half = T.Bind(T.shift_right(left[0], T.int32(1)))
+            T.buffer_store(left, T.Select((left[0] & 1) == 0, half, left[0] * 3 + 1), [0])
+            T.buffer_store(steps, steps[0] + 1, [0])
+        T.buffer_store(b.y, steps[0], [i])
+
+    def collatz(n):
+        count = 0
+        while n > 1:
+            n, count = (n // 2 if n % 2 == 0 else 3 * n + 1), count + 1
+        return count
+
+    arrays = {"x": np.arange(THREADS, dtype=np.int32), "y": np.full(THREADS, -1, np.int32)}
+    got = execute(kernel({n: ((THREADS,), "int32") for n in arrays}, (1,), (THREADS,), body), arrays, profile)
+    assert got.y.tolist() == [collatz(n) for n in range(THREADS)]
+
+
+def test_volatile_words(profile):
+    """Pairs of 64 bits, each loaded although the same place was loaded before."""
+
+    def body(b, _group, i):
+        pairs = [T.Bind(T.call_extern("int64x2", "vk.volatile_load", T.address_of(b.x[2 * i]))) for _ in range(2)]
+        turned = T.Shuffle(pairs, [T.int32(1), T.int32(2)])
+        T.evaluate(T.call_extern("void", "vk.volatile_store", T.address_of(b.y[2 * i]), turned))
+
+    x = RNG(5).integers(-(1 << 62), 1 << 62, (THREADS, 2))
+    arrays = {"x": x, "y": np.zeros_like(x)}
+    func = kernel({n: ((THREADS * 2,), "int64") for n in arrays}, (1,), (THREADS,), body)
+    module = compiled(func, profile)
+    assert (module.reads, module.writes) == ((0,), (1,))
+    found = instructions(module.binary)
+    accesses = [words[-2:] for name, *words in found if name in ("Load", "Store")]
+    assert accesses.count([opcodes.VOLATILE | opcodes.ALIGNED, 16]) == 3
+    marked = {words[2] for name, *words in found if name == "MemberDecorate"}
+    marks = {opcodes.DECORATIONS[name] for name in ("Coherent", "Volatile", "NonWritable")}
+    assert marked & marks == marks - {opcodes.DECORATIONS["NonWritable"]}
+    assert np.array_equal(execute(func, arrays, profile).y.reshape(-1, 2), x[:, ::-1])
+
+
 def test_loops_over_local_arrays_are_to_be_unrolled(profile):
     """Also where an index is bound to a name first; others are left to the driver."""
 

@@ -159,6 +159,15 @@ def test_refusals_name_the_kernel_and_the_reason():
     )
 
 
+@pytest.mark.parametrize(("dtype", "distance"), [("int64", 1), ("int32", 2)])
+def test_volatile_words_are_aligned_pairs(dtype, distance):
+    def body(b, _group, i):
+        pair = T.Bind(T.call_extern("int64x2", "vk.volatile_load", T.address_of(b.x[i * distance])))
+        T.evaluate(T.call_extern("void", "vk.volatile_store", T.address_of(b.x[i * distance]), pair))
+
+    refused("kernel odd: no SPIR-V for volatile access", body, {"x": ((64,), dtype)})
+
+
 def test_too_much_shared_memory():
     def body(size, dtype):
         def emit(b, _group, i):

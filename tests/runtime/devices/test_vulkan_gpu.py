@@ -187,6 +187,11 @@ def test_memory_types(lavapipe):
         assert first(radv, "discrete", "output")[0] == 3
         assert first(without_bar, "discrete", "device") == [0]
         assert first(without_bar, "discrete", "input")[0] == 1
+        assert first(radv, "discrete", "inbox") == [2] and first(radv, "discrete", "outbox") == [3]
+        uncached = (*radv, (local | mapped | 0xC0, 1), (mapped | cached | 0xC0, 0))
+        assert first(uncached, "discrete", "inbox") == [5, 2] and first(uncached, "discrete", "outbox") == [6, 3]
+        assert first(uncached, "discrete", "input")[0] == 2
+        assert first(without_bar, "discrete", "inbox") == []
         assert first(radv, "discrete", "host") == [1, 3]  # never the card's own, and uncached before cached
         assert first(without_bar, "discrete", "host") == [1, 2]
         assert first(((local | mapped | cached, 0),), "discrete", "host") == []

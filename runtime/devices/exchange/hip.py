@@ -1,0 +1,83 @@
+"""Boxes of AMD GPUs that write to each other's memory: a kernel stores its words into the others' inboxes."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import numpy as np
+
+from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
+from mlc_amd.runtime.devices.hip.api import Hip, HipError
+from mlc_amd.runtime.exchange_layout import CONTROL, FAILED, RANK, WORD, inbox_words, outbox_words, row
+
+ENABLED = "hipErrorPeerAccessAlreadyEnabled"
+
+
+class PeerBoxes:
+    """A transport (see the package's docstring) between the GPUs of these numbers, in the order of ranks, for kernels
+    with `peers`. capacity: words of a slot. Unsuitable where a GPU cannot write to another's memory."""
+
+    def __init__(self, hip: Hip, gpus: Sequence[int], capacity: int):
+        self._hip, self._gpus, self._held = hip, gpus, ExitStack()
+        self._row = outbox_words(capacity) * WORD
+        self._inbox_bytes = inbox_words(len(gpus), capacity) * WORD
+        try:
+            for gpu in gpus:
+                self._reach(gpu)
+            # Fine-grained: what others write is seen while a kernel runs.
+            flags = hip.names.hipDeviceMallocFinegrained
+            self._inboxes = [self._own(gpu, "hipExtMallocWithFlags", self._inbox_bytes, flags) for gpu in gpus]
+            self._controls = [self._own(gpu, "hipMalloc", CONTROL * 4) for gpu in gpus]
+            self.reset()
+        except BaseException:
+            self.close()
+            raise
+
+    def _reach(self, gpu: int) -> None:
+        """Lets a GPU access the memory of the others."""
+        hip = self._hip
+        for other in self._gpus:
+            if other == gpu:
+                continue
+            if not hip("hipDeviceCanAccessPeer", gpu, other):
+                raise Unsuitable(f"GPU {gpu} cannot access the memory of GPU {other}; see `rocm-smi --showtopoaccess`")
+            hip("hipSetDevice", gpu)
+            try:
+                hip("hipDeviceEnablePeerAccess", other, 0)
+            except HipError as e:
+                if e.code != ENABLED:
+                    raise
+
+    def _own(self, gpu: int, call: str, *args: int) -> int:
+        self._hip("hipSetDevice", gpu)
+        return int(self._hip.own(self._held, "hipFree", self._hip(call, *args)))
+
+    def arguments(self, rank: int) -> list[int]:
+        others = [other for other in range(len(self._gpus)) if other != rank]
+        outboxes = [self._inboxes[other] + row(rank, other) * self._row for other in others]
+        return [self._inboxes[rank], *outboxes, self._controls[rank]]
+
+    def begin(self, rounds: int, words: int) -> None:
+        """Nothing is to be moved."""
+
+    def failed(self) -> list[int]:
+        return [rank for rank in range(len(self._gpus)) if self._control(rank)[FAILED]]
+
+    def reset(self) -> None:
+        for rank, gpu in enumerate(self._gpus):
+            self._hip("hipSetDevice", gpu)
+            self._hip("hipMemset", self._inboxes[rank], 0, self._inbox_bytes)
+            control = np.zeros(CONTROL, np.int32)
+            control[RANK] = rank
+            self._copy(self._controls[rank], control.ctypes.data, control.nbytes, "hipMemcpyHostToDevice")
+            self._hip("hipDeviceSynchronize")
+
+    def close(self) -> None:
+        self._held.close()
+
+    def _control(self, rank: int) -> np.ndarray:
+        control = np.empty(CONTROL, np.int32)
+        self._copy(control.ctypes.data, self._controls[rank], control.nbytes, "hipMemcpyDeviceToHost")
+        return control
+
+    def _copy(self, target: int, source: int, nbytes: int, kind: str) -> None:
+        self._hip("hipMemcpy", target, source, nbytes, getattr(self._hip.names.hipMemcpyKind, kind))

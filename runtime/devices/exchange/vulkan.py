@@ -1,0 +1,67 @@
+"""Boxes of Vulkan GPUs: a GPU polls its inbox in its own memory, which the host writes through the bus (the BAR), and
+writes its outbox in cached host memory, which the relay polls."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mlc_amd.runtime.devices.exchange.relay import Relay, RelayCode, runs_here
+from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
+from mlc_amd.runtime.devices.vulkan.memory import MemoryBlock, OutOfMemory, VulkanMemory
+from mlc_amd.runtime.exchange_layout import CONTROL, DONE, FAILED, RANK, WORD, inbox_words, outbox_words
+
+
+class RelayedBoxes:
+    """A transport (see the package's docstring) between the GPUs of these memories, in the order of ranks. capacity:
+    words of a slot; code: file of the relay's machine code; threads: as of `Relay`. Unsuitable without memory for it;
+    `check.py` tells whether it works."""
+
+    def __init__(self, memories: Sequence[VulkanMemory], capacity: int, code: Path, threads: int | None = None):
+        if not runs_here():
+            raise Unsuitable("the relay is machine code for x86-64")
+        boxes = inbox_words(len(memories), capacity) * WORD, outbox_words(capacity) * WORD
+        self._inboxes = [_block(memory, boxes[0], "inbox") for memory in memories]
+        self._outboxes = [_block(memory, boxes[1], "outbox") for memory in memories]
+        # the GPU's own memory: it counts there; the host reads one word of it after a step
+        self._controls = [_block(memory, CONTROL * 4, "inbox") for memory in memories]
+        outboxes, inboxes = ([block.mapped for block in blocks] for blocks in (self._outboxes, self._inboxes))
+        self._relay = Relay(RelayCode(code), outboxes, inboxes, capacity, threads)
+        self._clear()
+
+    def blocks(self, rank: int) -> list[MemoryBlock]:
+        """Of the kernel's parameters Inbox, Outbox0 and Control."""
+        return [of_all[rank] for of_all in (self._inboxes, self._outboxes, self._controls)]
+
+    def arguments(self, rank: int) -> list[int]:
+        return [block.address for block in self.blocks(rank)]
+
+    def begin(self, rounds: int, words: int) -> None:
+        self._relay.begin(rounds, words)
+
+    def failed(self) -> list[int]:
+        return [rank for rank in range(len(self._controls)) if self._control(rank)[FAILED]]
+
+    def reset(self) -> None:
+        self._relay.stop()
+        self._clear()
+
+    def close(self) -> None:
+        self._relay.close()
+
+    def _clear(self) -> None:
+        for block in (*self._inboxes, *self._outboxes):
+            block.view(0, np.uint8, (block.nbytes,))[...] = 0
+        for rank in range(len(self._controls)):
+            self._control(rank)[[DONE, FAILED, RANK]] = 0, 0, rank
+
+    def _control(self, rank: int) -> np.ndarray:
+        return self._controls[rank].view(0, np.int32, (CONTROL,))
+
+
+def _block(memory: VulkanMemory, nbytes: int, kind: str) -> MemoryBlock:
+    try:
+        return memory.block(nbytes, kind)
+    except OutOfMemory as e:
+        what = "memory of its own that the host may write" if kind == "inbox" else "cached host memory"
+        raise Unsuitable(f"{memory.gpu.name} offers no {what}: enable Resizable BAR in the BIOS setup") from e

@@ -1,0 +1,28 @@
+"""The memory that GPUs exchange parts of a sum through: what the kernel, the relay and the transports agree on.
+
+A word is 8 bytes: 32 bits of data and above them its round's number, 1 .. ROUNDS and again. A round uses slot
+number & 1. An outbox is two slots of `capacity` words. An inbox is such a pair of slots for each other rank, in their
+order. `Control` is int32[CONTROL].
+"""
+
+CONTROL = 4
+# Control's elements: rounds that are done, times GROUPS (each workgroup of a launch adds its share of one); not 0 when
+# words did not come; this GPU's number
+DONE, FAILED, RANK = 0, 1, 2
+GROUPS = 64  # workgroups of a launch, at most
+ROUNDS = (1 << 32) // GROUPS
+WORD = 8  # bytes
+LINE = 8  # words of a cache line; what a round sends is whole lines
+
+
+def outbox_words(capacity: int) -> int:
+    return 2 * capacity
+
+
+def inbox_words(parts: int, capacity: int) -> int:
+    return (parts - 1) * outbox_words(capacity)
+
+
+def row(sender: int, receiver: int) -> int:
+    """The place of a sender's pair of slots in a receiver's inbox."""
+    return sender - (sender > receiver)

@@ -1,0 +1,162 @@
+"""`AllReduce` by a kernel that exchanges the parts while it runs, on all GPUs at once, instead of one that gets them
+from the host between two segments of a step (parts.py).
+
+Each GPU rounds its part to float16 and sends it to the others as words (words.py), then waits for theirs and adds all
+parts to the residual in the order of ranks: all have the same bits. Where it sends them, they get into the others'
+inboxes by themselves (`peers`: memory that GPUs write to directly), or the host moves them (runtime/devices/exchange).
+
+Rounds have numbers from 1 on, which the kernel counts, since recorded launches cannot carry them. They alternate
+between two slots of inboxes and outboxes: a GPU begins round n + 2 when it has all words of round n + 1, which the
+others sent when they had those of round n, so nothing is overwritten that is still to be read. A workgroup waits for
+what the others' workgroups of its own number send before they wait, and these words come before those of workgroups
+with higher numbers: a GPU that starts them in order need not have room for all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from mlc_amd.runtime.exchange_layout import CONTROL, DONE, FAILED, GROUPS, RANK, ROUNDS, inbox_words, outbox_words
+from mlc_amd.schedules.gpu.base.device import barrier, halves, launch, maximum, minimum
+from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.registers import at, elements, local, put, vector
+from mlc_amd.schedules.gpu.base.step import kernel, state_arg, when
+from mlc_amd.schedules.gpu.exchange.words import Words, data_of, number_of, word
+from mlc_amd.schedules.operators.exchange import AllReduce
+from mlc_amd.schedules.tir import Buffer, Expr, declared
+
+PAIR = 4  # float16 of a pair of words
+LARGEST = 65504.0  # a float16
+POLLS = 1 << 20  # of a thread in a round before it gives up: about a second
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """groups: workgroups, a power of two up to GROUPS; threads: of each. pause: divisions between polls."""
+
+    groups: int
+    threads: int
+    pause: int = 0
+
+
+def default_plan(values: int, arch: Device) -> ExchangePlan:
+    """Of so many values: many small workgroups, each has its own way to memory."""
+    groups, pairs = GROUPS, values // PAIR
+    while groups > 1 and groups * arch.wave > pairs:
+        groups //= 2
+    threads = arch.wave
+    while groups * threads < pairs and 2 * threads <= arch.threads:
+        threads *= 2
+    return ExchangePlan(groups, threads)
+
+
+def exchange(
+    op: AllReduce,
+    capacity: int,
+    arch: Device,
+    name: str,
+    peers: bool = False,
+    plan: ExchangePlan | None = None,
+    polls: int = POLLS,
+) -> tirx.PrimFunc:
+    """Kernel (state, X float32 [m, n], [R float32 [m, n]], Y float32 [m, n], P, Inbox int64 [..], Outbox0.. int64 [..],
+    Control int32 [4]): Y = R + the sum of all GPUs' X, of all m rows. The parameters before Inbox are the operator's;
+    state and P are not used. capacity: words of a slot of the boxes, the same in all kernels that use them. peers:
+    there is an outbox for each other rank, in the order of ranks, which is this one's part of its inbox; else one for
+    all.
+    polls: as of POLLS; when a thread gives up, Y is not valid, Control[FAILED] is set, and later launches do nothing.
+    ValueError unless words fill cache lines and fit."""
+    values, parts = op.m * op.n, op.parts
+    words = values // 2
+    if values % 16 or words > capacity:
+        raise ValueError(f"{op.m} x {op.n} values are no whole cache lines of words, or more than {capacity} words")
+    plan = plan or default_plan(values, arch)
+    with kernel(name) as ir:
+        state_arg()
+        shape = (values,)
+        partial, before, out, _ = declared(X=shape, R=shape if op.residual else None, Y=shape, P=(parts * values,))
+        outboxes = {f"Outbox{i}": (outbox_words(capacity),) for i in range(parts - 1 if peers else 1)}
+        inbox, *outs = declared("int64", Inbox=(inbox_words(parts, capacity),), **outboxes)
+        (control,) = declared("int32", Control=(CONTROL,))
+        with launch((plan.groups,), (plan.threads,)) as (group, thread):
+            box = Words(arch, thread, plan.threads)
+            done = T.shift_right(T.Bind(control[DONE]), T.int32(GROUPS.bit_length() - 1))
+            number = T.Bind((done & T.int32(ROUNDS - 1)) + 1)
+            slot = T.Bind((number & 1) * capacity)
+            late = local(1, "int32")
+            put(late, control[FAILED], 0)
+            count = -(-words // 2 // (plan.groups * plan.threads))
+            steps = T.Bind(T.Select(late[0] == 0, T.int32(count), T.int32(0)))
+
+            def pair(step: Expr) -> Expr:
+                return T.Bind((group * count + step) * plan.threads + thread)
+
+            with T.serial(steps) as step:
+                i = pair(step)
+                with when(i < words // 2):
+                    sent = [word(data, number) for data in _rounded(partial, i)]
+                    for outbox in outs:
+                        box.store(outbox, slot + i * 2, *sent)
+            barrier()  # all threads of the workgroup have sent all, and read the count
+            with T.serial(steps) as step:
+                i = pair(step)
+                with when(i < words // 2):
+                    places = [source * outbox_words(capacity) + slot + i * 2 for source in range(parts - 1)]
+                    got = _received(box, inbox, places, number, late, polls, plan.pause)
+                    own = [half for data in _rounded(partial, i) for half in halves(data)]
+                    sums = elements(T.Bind(before[at(i * PAIR, PAIR)])) if before is not None else [T.float32(0)] * PAIR
+                    for values in _in_order(own, got, T.Bind(control[RANK])):
+                        sums = [T.Bind(a + b) for a, b in zip(sums, values, strict=True)]
+                    T.buffer_store(out, vector(sums), [at(i * PAIR, PAIR)])
+            with when(late[0] != 0):
+                T.buffer_store(control, T.int32(1), [FAILED])
+            with when(thread == 0):
+                share = T.int32(GROUPS // plan.groups)
+                T.evaluate(T.call_intrin("int32", "tirx.atomic_add", T.address_of(control[DONE]), share))
+    return ir.get()
+
+
+def _rounded(partial: Buffer, i: Expr) -> list[Expr]:
+    """Pair i of the part as the data of two words."""
+    values = elements(T.Bind(partial[at(i * PAIR, PAIR)]))
+    fit = [maximum(minimum(x, T.float32(LARGEST)), T.float32(-LARGEST)) for x in values]
+    pairs = [T.cast(vector(fit[j : j + 2]), "float16x2") for j in (0, 2)]
+    return [T.Bind(T.reinterpret("int32", pair)) for pair in pairs]
+
+
+def _received(
+    box: Words, inbox: Buffer, places: Sequence[Expr], number: Expr, late: Buffer, polls: int, pause: int
+) -> list[list[Expr]]:
+    """The four values of each sender, whose words will be at `places`; late[0] becomes 1 if they do not come."""
+    cells, waiting, spent, idle = local(2 * len(places), "int64"), *(local(1, "int32") for _ in range(3))
+    put(waiting, T.Select(late[0] == 0, T.int32(1), T.int32(0)), 0)
+    put(spent, T.int32(0), 0)
+    put(idle, number, 0)
+    with T.While(waiting[0] != 0):
+        missing = T.bool(False)
+        for source, place in enumerate(places):
+            for j, found in enumerate(box.load(inbox, place)):
+                put(cells, found, 2 * source + j)
+                missing = missing | (number_of(found) != number)
+        put(late, T.Select(missing, T.int32(1), T.int32(0)), 0)
+        for _ in range(pause):
+            put(idle, T.truncdiv(T.int32(0x7FFFFFFF), idle[0] | T.int32(1)), 0)
+        put(spent, spent[0] + T.Select(idle[0] == -1, T.int32(2), T.int32(1)), 0)  # so that the pause is computed
+        put(waiting, T.Select(spent[0] < polls, late[0], T.int32(0)), 0)
+    found = [T.Bind(cells[j]) for j in range(2 * len(places))]
+    return [[half for j in (0, 1) for half in halves(data_of(found[2 * source + j]))] for source in range(len(places))]
+
+
+def _in_order(own: list[Expr], got: list[list[Expr]], rank: Expr) -> list[list[Expr]]:
+    """The values of all ranks: `got` are those of the others."""
+    found = []
+    for place in range(len(got) + 1):
+        values = own
+        if place:
+            values = [T.Select(rank < place, theirs, mine) for theirs, mine in zip(got[place - 1], values, strict=True)]
+        if place < len(got):
+            values = [T.Select(rank > place, theirs, mine) for theirs, mine in zip(got[place], values, strict=True)]
+        found.append([T.Bind(value) for value in values])
+    return found

@@ -1,0 +1,240 @@
+"""GPUs that exchange parts of sums while their kernels run: the relay, its threads, and Vulkan devices and AMD's calls
+that stand in for several GPUs."""
+
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from vulkan_harness import PROFILES, gpu
+
+from mlc_amd.compiler.codegen.relay import relay_code
+from mlc_amd.compiler.codegen.spirv import compile_spirv
+from mlc_amd.runtime.devices.exchange.check import Module, check
+from mlc_amd.runtime.devices.exchange.hip import PeerBoxes
+from mlc_amd.runtime.devices.exchange.relay import Relay, RelayCode
+from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
+from mlc_amd.runtime.devices.exchange.vulkan import RelayedBoxes
+from mlc_amd.runtime.devices.hip.api import Hip
+from mlc_amd.runtime.devices.vulkan.context import Context
+from mlc_amd.runtime.devices.vulkan.gpu import Instance
+from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory
+from mlc_amd.runtime.exchange_layout import FAILED, LINE, RANK, ROUNDS, outbox_words
+from mlc_amd.schedules.gpu.exchange import exchange as builder
+from mlc_amd.schedules.gpu.exchange.exchange import ExchangePlan, exchange
+from mlc_amd.schedules.operators import AllReduce
+from tests.dev.hip_recorder import Recorder
+
+PROFILE = PROFILES["lavapipe"]
+VALUES = 256
+PAUSE = 200  # Mesa's CPU driver leaves loops after 65536 steps, which must take longer than its threads wait for a core
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory):
+    file = tmp_path_factory.mktemp("relay") / "relay.bin"
+    file.write_bytes(relay_code())
+    return file
+
+
+# ---- the relay
+
+
+class Boxes:
+    """Boxes of three ranks in arrays, and a relay between them."""
+
+    CAPACITY, PARTS = 4 * LINE, 3
+
+    def __init__(self, code, threads):
+        self.outboxes = [aligned(outbox_words(self.CAPACITY)) for _ in range(self.PARTS)]
+        self.inboxes = [aligned((self.PARTS - 1) * outbox_words(self.CAPACITY)) for _ in range(self.PARTS)]
+        addresses = [[box.ctypes.data for box in boxes] for boxes in (self.outboxes, self.inboxes)]
+        self.relay = Relay(RelayCode(code), *addresses, self.CAPACITY, threads)
+
+    def send(self, rank, number, words=CAPACITY, first=0):
+        """The rank's words of a round."""
+        place = (number & 1) * self.CAPACITY
+        self.outboxes[rank][place + first : place + words] = sent(rank, number, words)[first:]
+
+    def received(self, receiver, sender, number, words=CAPACITY):
+        slots = self.inboxes[receiver].reshape(self.PARTS - 1, 2, self.CAPACITY)
+        return slots[sender - (sender > receiver), number & 1, :words]
+
+    def arrived(self, number, words=CAPACITY):
+        return [
+            np.array_equal(self.received(to, of, number, words), sent(of, number, words))
+            for to in range(self.PARTS)
+            for of in range(self.PARTS)
+            if to != of
+        ]
+
+
+def aligned(words):
+    memory = np.zeros(words + LINE, np.int64)
+    return memory[-memory.ctypes.data // 8 % LINE :][:words]
+
+
+def sent(rank, number, words):
+    return (number << 32) + 1000 * rank + number % 1000 + np.arange(words)
+
+
+def until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.fixture(params=[1, 2, 12], ids=lambda threads: f"{threads} threads")
+def boxes(code, request):
+    made = Boxes(code, request.param)
+    yield made
+    made.relay.close()
+
+
+def test_words_go_to_all_others(boxes):
+    boxes.relay.begin(40, boxes.CAPACITY)
+    for number in range(1, 41):
+        for rank in range(boxes.PARTS):
+            boxes.send(rank, number)
+        until(lambda number=number: all(boxes.arrived(number)))
+
+
+def test_a_line_waits_for_all_of_its_words(boxes):
+    boxes.relay.begin(1, 2 * LINE)
+    for rank in range(boxes.PARTS):
+        boxes.send(rank, 1, 2 * LINE - 1)
+    until(lambda: all(boxes.arrived(1, LINE)))
+    time.sleep(0.05)
+    assert not any(boxes.received(to, of, 1, 2 * LINE)[LINE:].any() for to, of in ((0, 1), (1, 0), (2, 1)))
+    for rank in range(boxes.PARTS):
+        boxes.send(rank, 1, 2 * LINE)
+    until(lambda: all(boxes.arrived(1, 2 * LINE)))
+
+
+def test_rounds_of_few_words_count_for_all_threads(boxes):
+    for number, words in ((1, LINE), (2, boxes.CAPACITY), (3, LINE), (4, boxes.CAPACITY)):
+        boxes.relay.begin(1, words)
+        for rank in range(boxes.PARTS):
+            boxes.send(rank, number, words)
+        until(lambda number=number, words=words: all(boxes.arrived(number, words)))
+
+
+def test_numbers_begin_anew_after_the_last(boxes):
+    for mover in boxes.relay._movers:
+        mover.job[1] = ROUNDS - 1
+    boxes.relay.begin(4, boxes.CAPACITY)
+    for number in (ROUNDS - 1, ROUNDS, 1, 2):
+        for rank in range(boxes.PARTS):
+            boxes.send(rank, number)
+        until(lambda number=number: all(boxes.arrived(number)))
+
+
+def test_stop_ends_rounds_that_nobody_answers(boxes):
+    boxes.relay.begin(1000, boxes.CAPACITY)
+    boxes.send(0, 1)
+    begin = time.monotonic()
+    boxes.relay.stop()
+    assert time.monotonic() - begin < 10
+    boxes.relay.begin(1, boxes.CAPACITY)
+    for rank in range(boxes.PARTS):
+        boxes.send(rank, 1)
+    until(lambda: all(boxes.arrived(1)))
+
+
+# ---- Vulkan devices
+
+
+def module(parts, groups=1, values=VALUES):
+    op, plan = AllReduce(m=1, n=values, parts=parts, residual=True), ExchangePlan(groups, 16, PAUSE)
+    kernel = exchange(op, values // 2, PROFILE, "exchange", plan=plan)
+    compiled = compile_spirv({"exchange": kernel}, PROFILE)
+    (launch,), (made,) = compiled.functions["exchange"].launches, compiled.modules.values()
+    return Module(made.binary, made.grid, made.block, launch.args, values)
+
+
+class Devices:
+    """Several devices of Mesa's CPU driver, each with threads of its own, and boxes between them."""
+
+    def __init__(self, held, code, parts, values=VALUES):
+        instances = [held.enter_context(Instance()) for _ in range(parts)]
+        self.contexts = [Context(instance, instance.gpus[gpu().index], held) for instance in instances]
+        self.boxes = RelayedBoxes([VulkanMemory(context) for context in self.contexts], values // 2, code)
+        held.callback(self.boxes.close)
+
+    def check(self, module, rounds):
+        return check(self.contexts, self.boxes, module, rounds, PROFILE.push, PROFILE.wave)
+
+
+@pytest.mark.parametrize(
+    ("parts", "groups", "rounds"),
+    [(2, 1, 1024), pytest.param(2, 2, 6000, marks=pytest.mark.full), pytest.param(3, 1, 1024, marks=pytest.mark.full)],
+)
+def test_all_words_of_thousands_of_rounds(code, parts, groups, rounds):
+    gpu()
+    with ExitStack() as held:
+        devices = Devices(held, code, parts)
+        kernel = module(parts, groups)
+        for _ in range(2):  # also after a reset
+            assert devices.check(kernel, rounds // 2) > 0
+
+
+def test_wrong_words_are_found(code, monkeypatch):
+    gpu()
+    monkeypatch.setattr(builder, "LARGEST", 50.0)  # the kernel sends other numbers than it has
+    with ExitStack() as held, pytest.raises(Unsuitable, match="got wrong words"):
+        Devices(held, code, 2).check(module(2), 64)
+
+
+def test_silent_gpus_end_a_step_with_an_error(code):
+    gpu()
+    with ExitStack() as held:
+        devices = Devices(held, code, 2)
+        kernel, begin = module(2), time.monotonic()
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Unsuitable, match="do not reach"):
+            patch.setattr(devices.boxes, "begin", lambda rounds, words: None)
+            devices.check(kernel, 64)
+        assert time.monotonic() - begin < 60
+        devices.check(kernel, 64)  # works again
+
+
+def test_memory_that_the_host_cannot_write_is_refused(code):
+    gpu()
+    with ExitStack() as held:
+        instance = held.enter_context(Instance())
+        memory = VulkanMemory(Context(instance, instance.gpus[gpu().index], held))
+        memory.gpu = replace(memory.gpu, memory=((1, 0), (6, 0), (14, 0)))  # as of cards without resizable BAR
+        with pytest.raises(Unsuitable, match=r"no memory of its own .* Resizable BAR"):
+            RelayedBoxes([memory, memory], VALUES // 2, code)
+
+
+# ---- AMD's own API
+
+
+def test_amd_gpus_write_to_each_other():
+    bindings = Recorder({}, gpus=[{}] * 3)
+    boxes = PeerBoxes(Hip(bindings), [0, 1, 2], 64)
+    assert bindings.reached == {(a, b) for a in range(3) for b in range(3) if a != b}
+    inboxes = [address for _, address in bindings.fine]
+    assert [gpu for gpu, _ in bindings.fine] == [0, 1, 2]
+    rows = 2 * 64 * 8
+    inbox, first, second, control = boxes.arguments(1)
+    assert inbox == inboxes[1] and (first, second) == (inboxes[0], inboxes[2] + rows)
+    assert not bindings.bytes_at(inbox, 2 * rows).any()
+    words = bindings.bytes_at(control, 16).view(np.int32)
+    assert words[RANK] == 1 and boxes.failed() == []
+    words[FAILED] = 1
+    assert boxes.failed() == [1]
+    boxes.reset()
+    assert boxes.failed() == [] and words[RANK] == 1
+    PeerBoxes(Hip(bindings), [0, 1], 64).close()  # access that is allowed already is no error
+    boxes.close()
+    assert bindings.leaks() == []
+
+
+def test_amd_gpus_without_access_are_refused():
+    bindings = Recorder({}, gpus=[{}, {"peers": False}])
+    with pytest.raises(Unsuitable, match="GPU 1 cannot access the memory of GPU 0"):
+        PeerBoxes(Hip(bindings), [0, 1], 64)
+    assert bindings.leaks() == []
