@@ -46,6 +46,7 @@ def manifest_body(lowered: Lowered, compiled: Mapping[str, Any], weights: bool) 
         "kernels": _kernels(lowered),
         "libraries": compiled["libraries"],
         "launches": compiled["launches"],
+        **({"exchange": compiled["exchange"]} if "exchange" in compiled else {}),
         "arena_bytes": plan.arena_bytes,
         "io": _io(lowered),
         "kv": lowered.kept,

@@ -6,14 +6,15 @@ share its plan and its weights, so they must take activations in the same layout
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tvm
 from tvm import relax, te
 
 from mlc_amd.compiler import nodes, ops
+from mlc_amd.compiler.codegen.relay import relay_code
 from mlc_amd.compiler.codegen.shared_code import relaunched, representatives
 from mlc_amd.compiler.codegen.target import Target, TensorTypes
 from mlc_amd.compiler.functions import FunctionSpec
@@ -21,6 +22,7 @@ from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig
 from mlc_amd.runtime.artifact.manifest import ManifestTarget
 from mlc_amd.runtime.cache.kv_types import KV_TYPE
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.exchange_layout import EXCHANGING, LINE, PROBE
 from mlc_amd.schedules.decode import float_weight
 from mlc_amd.schedules.formats import Format, lookup
 from mlc_amd.schedules.gpu import registry
@@ -29,9 +31,10 @@ from mlc_amd.schedules.gpu.attention.cache import cache_types
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, planes
 from mlc_amd.schedules.gpu.base.quantize import TOKENS
 from mlc_amd.schedules.gpu.base.step import FEW
+from mlc_amd.schedules.gpu.exchange.exchange import exchange, words_of
 from mlc_amd.schedules.gpu.experts.route import scratch_shapes as route_scratch
 from mlc_amd.schedules.gpu.linear import norm_place
-from mlc_amd.schedules.operators import GateUp, HeadLinear, Linear, NormPlace
+from mlc_amd.schedules.operators import AllGather, AllReduce, GateUp, HeadLinear, Linear, NormPlace
 from mlc_amd.schedules.operators.attention import SLOTS
 
 # Of experts, by whether `gemm_lanes.py` multiplies their rows, which has matrices of as few as TOKENS tokens and does
@@ -40,7 +43,16 @@ from mlc_amd.schedules.operators.attention import SLOTS
 # rows as SOME, and for more. Of 128 experts, 8 used, the rows of a chunk of 512 fill tiles of 32 to two thirds, tiles
 # of 64 to a half, but those decode weights less often: 10 % faster on an H200.
 SINGLE_ROWS, SOME = {False: 16, True: FEW}, 64
+MOST_WORDS = 1 << 17  # that a GPU sends in a round: more cross faster in copies between segments
+RELAY = "relay.bin"
 EXPERT_TILES = {False: (16, 32), True: (TOKENS, 64)}
+
+
+class _Exchanges(NamedTuple):
+    """operators: by kernel; capacity: words of a slot of the memory that they exchange through."""
+
+    operators: dict[str, AllReduce | AllGather]
+    capacity: int
 
 
 class GpuTarget(Target):
@@ -50,6 +62,7 @@ class GpuTarget(Target):
 
     query_dtype = "float16"
     layout = "rows"
+    exchanges = False  # whether GPUs that share a model exchange parts while kernels run
     fuses_rope = True
     fuses_route = True
     planes = staticmethod(planes)
@@ -200,7 +213,8 @@ class GpuTarget(Target):
         a launch's entry in the manifest says besides symbol, grid, block and args."""
 
     def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: int) -> dict:
-        """{"libraries": {arch: file}, "launches": {arch: launches}}, as of `compile_arch`."""
+        """{"libraries": {arch: file}, "launches": {arch: launches}}, as of `compile_arch`; "exchange", as in the
+        manifest, of a model for several GPUs."""
         names = sorted(gv.name_hint for gv, func in nodes.functions(mod).items() if isinstance(func, tvm.tirx.PrimFunc))
         libraries, launches, steps = {}, {}, []
 
@@ -209,11 +223,32 @@ class GpuTarget(Target):
                 steps.append(name)
             progress("kernels", len(steps), (len(names) + 1) * len(self.archs))
 
+        exchanges = self._exchanges(names)
         for arch in self.archs:
-            kernels = {name: self.kernel(name, arch) for name in names} | (own := self.own_kernels(arch))
+            own = self.own_kernels(arch) | {
+                EXCHANGING + name: exchange(op, exchanges.capacity, arch, EXCHANGING + name)
+                for name, op in exchanges.operators.items()
+            }
+            kernels = {name: self.kernel(name, arch) for name in names} | own
             libraries[arch.name], launches[arch.name] = self.compile_arch(arch, kernels, directory, step, workers)
             step("")
-        return {"libraries": libraries, "launches": launches}
+        made = {"libraries": libraries, "launches": launches}
+        if exchanges.operators:
+            (directory / RELAY).write_bytes(relay_code())
+            words = {EXCHANGING + name: words_of(op) for name, op in exchanges.operators.items()}
+            made["exchange"] = {"relay": RELAY, "capacity": exchanges.capacity, "words": words}
+        return made
+
+    def _exchanges(self, names: Sequence[str]) -> _Exchanges:
+        """Of these kernels those that can exchange parts while they run."""
+        if not self.exchanges:
+            return _Exchanges({}, 0)
+        found = {name: op for name in names if isinstance(op := self.workloads.get(name), AllReduce | AllGather)}
+        able = {name: op for name, op in found.items() if words_of(op) <= MOST_WORDS and words_of(op) % LINE == 0}
+        sums = (op for op in able.values() if isinstance(op, AllReduce))
+        if smallest := min(sums, key=words_of, default=None):
+            able[PROBE.removeprefix(EXCHANGING)] = replace(smallest, residual=True)
+        return _Exchanges(able, max(map(words_of, able.values()), default=0))
 
     def compile_arch(self, arch, kernels, directory, step=lambda name: None, workers=1):
         codes = representatives(kernels)

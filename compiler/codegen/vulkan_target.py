@@ -21,6 +21,7 @@ class VulkanTarget(GpuTarget):
     rdna3:matrix=none+wave=64."""
 
     kind = "vulkan"
+    exchanges = True
     resolve = staticmethod(profiles.resolve)
 
     @staticmethod

@@ -100,11 +100,13 @@ class ManifestLaunch(TypedDict):
 
 class ManifestFunction(TypedDict):
     """receives, sends: bytes of the arena, first and end, which only the parts of several GPUs have (stages.py,
-    ranks.py); sends_at: where they begin in memory that several GPUs send to."""
+    ranks.py); sends_at: where they begin in memory that several GPUs send to; rounds: of
+    exchanges while kernels run, so many of so many words."""
 
     receives: NotRequired[list[list[int]]]
     sends: NotRequired[list[list[int]]]
     sends_at: NotRequired[int]
+    rounds: NotRequired[list[list[int]]]
     rows: Annotated[int, Meta(ge=1, le=1 << 20)]
     single: Annotated[int, Meta(ge=0, le=1 << 20)]
     logits: Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -174,6 +176,15 @@ class DeviceLaunch(TypedDict):
     table: NotRequired[bool]
 
 
+class ManifestExchange(TypedDict):
+    """relay: file of machine code; capacity: words of a slot (runtime/exchange_layout.py); words: that a GPU sends, by
+    kernel."""
+
+    relay: _FileName
+    capacity: _Size
+    words: dict[_Name, _Count]
+
+
 class DeviceLaunches(TypedDict):
     scratch: list[_Size]
     steps: Annotated[list[DeviceLaunch], Meta(min_length=1)]
@@ -211,6 +222,7 @@ class ManifestBody(TypedDict):
     kernels: list[ManifestKernel]
     libraries: Annotated[dict[str, _FileName], Meta(min_length=1)]
     launches: dict[str, dict[str, DeviceLaunches]]
+    exchange: NotRequired[ManifestExchange]
     arena_bytes: _Count
     io: dict[str, Buffer]
     kv: list[KvTensor]
@@ -224,6 +236,9 @@ class ManifestBody(TypedDict):
 
 
 class Manifest(ManifestBody):
+    """inline: of a part of several GPUs' (ranks.py): kernels exchange parts while they run."""
+
+    inline: NotRequired[bool]
     format: int
     files: dict[_FileName, FileFacts]
 

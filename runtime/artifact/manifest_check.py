@@ -21,6 +21,7 @@ from mlc_amd.runtime.artifact.random_weights import draw_fault
 from mlc_amd.runtime.artifact.weight_block import ALIGN, DTYPES, PAD, byte_count
 from mlc_amd.runtime.cache.pages import PAGE, STATE
 from mlc_amd.runtime.errors import shorten
+from mlc_amd.runtime.exchange_layout import EXCHANGING, PROBE
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _Tensor = tuple[str, tuple[int, ...]]  # dtype, shape
@@ -43,7 +44,8 @@ _PLACES: dict[str, dict[str, tuple[str, ...] | None]] = {
 }
 _PAGED = ("cache", "states")  # roles of what has pages or cells
 # Kernels that a device launches itself, and the number of their buffers (devices/vulkan).
-_OWN = {"copy": 2, "fragment_probe": 4}
+_OWN = {"copy": 2, "fragment_probe": 4, PROBE: 8}
+_BOXES = 3  # further buffers of kernels that exchange parts while they run
 _GPUS = ("rocm", "vulkan")
 _GPU_KEYS = ("archs", "bandwidth")
 _TARGET_KEYS = {"cpu": ("mcpu", "flags"), "rocm": _GPU_KEYS, "vulkan": (*_GPU_KEYS, "needs", "copy_bytes")}
@@ -172,9 +174,10 @@ def _check_launched(
         _require(name in launched, f"launches[{shorten(arch)}]", f"kernel {shorten(name)} is missing")
     for name, kernel in launched.items():
         key = f"launches[{shorten(arch)}][{shorten(name)}]"
-        _require(name in kernels or name in _OWN, key, "there is no such kernel")
-        count = len(kernels[name]["params"]) if name in kernels else _OWN[name]
-        _require(name in kernels or len(kernel["steps"]) == 1, key, "it must be one launch")
+        plain = name.removeprefix(EXCHANGING)
+        _require(plain in kernels or name in _OWN, key, "there is no such kernel")
+        count = len(kernels[plain]["params"]) + _BOXES * (name != plain) if plain in kernels else _OWN[name]
+        _require(plain in kernels or len(kernel["steps"]) == 1, key, "it must be one launch")
         buffers = count + len(kernel["scratch"])
         for i, step in enumerate(kernel["steps"]):
             at, args = f"{key}.steps[{i}]", len(step["args"])

@@ -3,17 +3,29 @@ its own weights and the same launches.
 
 In: an artifact. Out: `RankArtifact` for each GPU. Its manifest has each function cut into segments before the launches
 that need what other GPUs computed: "decode", "decode.1" and so on. What a segment "sends", of all GPUs in their order,
-the next one "receives": bytes of the arena, as of the stages of stages.py.
+the next one "receives": bytes of the arena, as of the stages of stages.py. Where kernels exchange parts while they run,
+they are launched instead, and nothing is cut.
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from itertools import groupby
 from typing import cast
 
-from mlc_amd.runtime.artifact.manifest import LaunchArgument, Manifest, ManifestFunction, ManifestLaunch
+from mlc_amd.runtime.artifact.manifest import (
+    LaunchArgument,
+    Manifest,
+    ManifestFunction,
+    ManifestKernel,
+    ManifestLaunch,
+    ManifestParam,
+)
 from mlc_amd.runtime.artifact.weight_block import WeightBlock, byte_count
+from mlc_amd.runtime.exchange_layout import EXCHANGING
 
 EXCHANGES = ("all_reduce", "all_gather")  # operators that take what all GPUs computed
 RANK = "@"  # see compiler/models/shards.py
+# Further arguments of kernels that exchange parts while they run (runtime/exchange_layout.py)
+BOXES = ("inbox", "outbox", "control")
 SENT, RECEIVED = "X", "P"  # parameters of these: what the GPU computed, and the parts of all
 
 
@@ -32,13 +44,14 @@ class RankWeights(WeightBlock):
 
 
 class RankArtifact:
-    """What a device takes of an artifact, for one GPU."""
+    """What a device takes of an artifact, for one GPU. inline: whether kernels exchange parts while they run, where
+    there are such."""
 
-    def __init__(self, artifact, rank: int):
+    def __init__(self, artifact, rank: int, inline: bool = False):
         self._artifact = artifact
         self.path, sizes = artifact.path, {name: size for name, (_, size) in artifact.weights.places.items()}
         self._tensors = _tensors(sizes, rank)
-        self.manifest = _part(artifact.manifest, rank, self._tensors, sizes)
+        self.manifest = _part(_Cutter(artifact.manifest, rank, inline), self._tensors, sizes)
         self._weights: RankWeights | None = None
 
     @property
@@ -52,13 +65,11 @@ class RankArtifact:
 
 
 def segments(manifest: Manifest, name: str) -> list[str]:
-    """The names of a function's segments."""
-    count = sum(_is_exchange(manifest)[launch["kernel"]] for launch in manifest["functions"][name]["launches"])
-    return [segment(name, i) for i in range(count + 1)]
-
-
-def segment(name: str, number: int) -> str:
-    return f"{name}.{number}" if number else name
+    """The names of a function's segments in the manifest of a part."""
+    found, functions = [name], manifest["functions"]
+    while (following := f"{name}.{len(found)}") in functions:
+        found.append(following)
+    return found
 
 
 def _tensors(names: Collection[str], rank: int) -> dict[str, str]:
@@ -72,39 +83,74 @@ def _tensors(names: Collection[str], rank: int) -> dict[str, str]:
     return {name: stored(name) for name in names if RANK not in name}
 
 
-def _part(manifest: Manifest, rank: int, tensors: Mapping[str, str], sizes: Mapping[str, int]) -> Manifest:
+def _part(cutter: "_Cutter", tensors: Mapping[str, str], sizes: Mapping[str, int]) -> Manifest:
+    manifest = cutter.manifest
     functions = {
-        segment(name, i): one
+        f"{name}.{i}" if i else name: one
         for name, function in manifest["functions"].items()
-        for i, one in enumerate(_segments(manifest, function, rank))
+        for i, one in enumerate(cutter.segments(function))
     }
-    drawn = manifest["tensors"]
+    drawn, launches = manifest["tensors"], manifest["launches"]
     return cast(Manifest, {
         **manifest,
         "functions": functions,
         "tensors": {name: drawn[stored] for name, stored in tensors.items() if stored in drawn},
+        "launches": {arch: {k: of for k, of in found.items() if cutter.uses(k)} for arch, found in launches.items()},
+        "kernels": [*manifest["kernels"], *map(_exchanging, filter(_is_exchange, manifest["kernels"]))],
         "weight_bytes": sum(sizes[stored] for stored in tensors.values()),
+        "inline": cutter.inline,
     })  # fmt: skip
 
 
-def _is_exchange(manifest: Manifest) -> dict[str, bool]:
-    return {kernel["name"]: kernel["operator"] in EXCHANGES for kernel in manifest["kernels"]}
+def _is_exchange(kernel: ManifestKernel) -> bool:
+    return kernel["operator"] in EXCHANGES
 
 
-def _segments(manifest: Manifest, function: ManifestFunction, rank: int) -> Iterator[ManifestFunction]:
-    exchange = _is_exchange(manifest)
-    params = {kernel["name"]: [param["name"] for param in kernel["params"]] for kernel in manifest["kernels"]}
-    launches: list[ManifestLaunch] = []
-    received: list[list[int]] = []
-    for launch in function["launches"]:
-        if exchange[launch["kernel"]]:
-            args = dict(zip(params[launch["kernel"]], launch["args"], strict=True))
-            (first, end) = sent = _bytes(args[SENT])
-            cut = {"receives": received, "sends": [sent], "sends_at": rank * (end - first)}
-            yield cast(ManifestFunction, {**function, "launches": launches, **cut})
-            launches, received = [], [_bytes(args[RECEIVED])]
-        launches.append(launch)
-    yield cast(ManifestFunction, {**function, "launches": launches, "receives": received, "sends": []})
+def _exchanging(kernel: ManifestKernel) -> ManifestKernel:
+    """The entry of a kernel that exchanges parts while it runs: its workgroups stay together, as those of kernels with
+    memory that is zero before and after."""
+    box: ManifestParam = {"name": "Inbox", "role": "zero", "dtype": "int64", "shape": [1]}
+    return {**kernel, "name": EXCHANGING + kernel["name"], "params": [*kernel["params"], box]}
+
+
+class _Cutter:
+    """inline: of `RankArtifact`."""
+
+    def __init__(self, manifest: Manifest, rank: int, inline: bool):
+        self.manifest, self.inline, self._rank = manifest, inline, rank
+        self._words = manifest["exchange"]["words"] if inline and "exchange" in manifest else {}
+        kernels = manifest["kernels"]
+        self._params = {kernel["name"]: [param["name"] for param in kernel["params"]] for kernel in kernels}
+        self._exchanges = {kernel["name"] for kernel in filter(_is_exchange, kernels)}
+
+    def uses(self, kernel: str) -> bool:
+        """Whether launches of a part have that kernel: of two for an exchange one."""
+        plain = kernel.removeprefix(EXCHANGING)
+        return plain not in self._exchanges or (EXCHANGING + plain in self._words) == (kernel != plain)
+
+    def segments(self, function: ManifestFunction) -> Iterator[ManifestFunction]:
+        launches: list[ManifestLaunch] = []
+        received: list[list[int]] = []
+        rounds: list[list[int]] = []
+        for launch in function["launches"]:
+            kernel = launch["kernel"]
+            if (words := self._words.get(EXCHANGING + kernel)) is not None:
+                boxes: list[LaunchArgument] = [["box", name] for name in BOXES]
+                launch = ManifestLaunch(kernel=EXCHANGING + kernel, args=[*launch["args"], *boxes])
+                rounds.append([1, words])
+            elif kernel in self._exchanges:
+                args = dict(zip(self._params[kernel], launch["args"], strict=True))
+                (first, end) = sent = _bytes(args[SENT])
+                cut = {"sends": [sent], "sends_at": self._rank * (end - first)}
+                yield _segment(function, launches, received, rounds, **cut)
+                launches, received, rounds = [], [_bytes(args[RECEIVED])], []
+            launches.append(launch)
+        yield _segment(function, launches, received, rounds, sends=[])
+
+
+def _segment(function, launches, received, rounds, **sent) -> ManifestFunction:
+    joined = [[len([*same]), words] for words, same in groupby(words for _, words in rounds)]
+    return cast(ManifestFunction, {**function, "launches": launches, "receives": received, "rounds": joined, **sent})
 
 
 def _bytes(arg: LaunchArgument) -> list[int]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mlc_amd.runtime.artifact.memory import EXPERTS, on_host
@@ -60,14 +61,25 @@ def open_device(
     return StagedDevice(artifact, [opener(*one) for one in found])
 
 
+def exchanges_inline(artifact, gpus: Sequence[int]) -> bool:
+    """Whether the GPUs of a model's parts exchange what they computed while kernels run."""
+    if artifact.manifest["target"]["kind"] != "vulkan":
+        return False
+    from mlc_amd.runtime.devices.exchange import choice
+
+    return choice.exchanges_inline(artifact, gpus)
+
+
 def _open_ranks(artifact, wanted: Placement, kv: KvSize) -> TensorDevice:
     """Of a model that was compiled for several GPUs by tensor."""
     gpus = artifact.manifest["gpus"]
     chosen = division.of_tensors(artifact.manifest, wanted)
     size = kv if kv.memory is None else replace(kv, memory=kv.memory // gpus)
 
+    inline = exchanges_inline(artifact, chosen)
+
     def opener(rank: int, gpu: int) -> Opener:
-        return lambda: _open_gpu(RankArtifact(artifact, rank), None, str(gpu), 0, size)
+        return lambda: _open_gpu(RankArtifact(artifact, rank, inline), None, str(gpu), 0, size)
 
     return TensorDevice(artifact, [opener(*one) for one in enumerate(chosen)])
 

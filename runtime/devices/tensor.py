@@ -1,9 +1,9 @@
 """Several GPUs as one device: each computes a part of every product (artifact/ranks.py), all at the same time, and all
 hold the same rows, bit by bit.
 
-What they computed crosses between the segments of a function through host memory, which all GPUs read and write
-themselves (handover.py). One thread serves all GPUs: it begins a segment on each of them once all have finished the
-one before.
+What they computed crosses while kernels run (exchange/), or between the segments of a function through host memory,
+which all GPUs read and write themselves (handover.py). One thread serves all GPUs: it begins a segment on each of them
+once all have finished the one before.
 
 Once a step has failed, what the cache holds is unknown: all later ones fail, too.
 """
@@ -11,12 +11,13 @@ Once a step has failed, what the cache holds is unknown: all later ones fail, to
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.ranks import segments
+from mlc_amd.runtime.artifact.ranks import BOXES, segments
+from mlc_amd.runtime.devices.exchange.vulkan import RelayedBoxes
 from mlc_amd.runtime.devices.handover import PARTS, Handover
 from mlc_amd.runtime.devices.several import Opener, close_all, common_kv_types, open_all
 from mlc_amd.runtime.devices.staged import AFTER_FAILURE, PAUSE, POLL
@@ -35,15 +36,33 @@ class TensorDevice:
     def __init__(self, artifact, openers: Sequence[Opener]):
         self.artifact, self.manifest = artifact, artifact.manifest
         self.stages: list[Any] = []
-        self.close = weakref.finalize(self, close_all, self.stages)
-        open_all(openers, self.stages, _connect)
+        held = ExitStack()
+        held.callback(close_all, self.stages)
+        self.close = weakref.finalize(self, held.close)
+        self._boxes: Any = None
+        open_all(openers, self.stages, self._connect)
+        if self._boxes:
+            held.callback(self._boxes.close)
         first = self.stages[0]
         self.kind, self.threads, self.gpu, self.code_arch = first.kind, 1, first.gpu, first.code_arch
         self.name = " + ".join(device.name for device in self.stages)
         self.kv_types = common_kv_types(self.manifest, self.stages)
         self.waited = 0.0
-        self._segments = {name: segments(self.manifest, name) for name in self.manifest["functions"]}
+        self._segments = {name: segments(first.manifest, name) for name in self.manifest["functions"]}
         self._failed: BaseException | None = None
+
+    def _connect(self, devices: Sequence[Any]) -> None:
+        manifest, path = devices[0].manifest, self.artifact.path
+        if manifest["inline"]:
+            capacity, code = manifest["exchange"]["capacity"], path / manifest["exchange"]["relay"]
+            self._boxes = RelayedBoxes([device.memory for device in devices], capacity, code)
+            for rank, device in enumerate(devices):
+                device.exchange_through(dict(zip(BOXES, self._boxes.blocks(rank), strict=True)))
+        functions = manifest["functions"].values()
+        most = max(sum(end - first for first, end in function["receives"]) for function in functions)
+        shared = Handover(most)
+        for device in devices:
+            device.connect(shared, shared)
 
     def write(self, name: str, values) -> None:
         self._alive()
@@ -51,9 +70,43 @@ class TensorDevice:
             device.write(name, values)
 
     def can_start_ahead(self, function: str, late: bool = False) -> bool:
-        return False
+        if len(self._segments[function]) > 1:
+            return False
+        return all(device.can_start_ahead(function, late) for device in self.stages)
+
+    def start(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
+        """Only functions of one segment."""
+        with self._working():
+            self._begin_rounds(function)
+            self._start(function, [*self.stages], meanwhile)
+
+    def _start(self, function: str, devices: Sequence[Any], meanwhile: Callable[[], None] | None) -> None:
+        """The first device calls what starts the others: all compute what does not read LATE inputs meanwhile."""
+        first, *others = devices
+        first.start(function, (lambda: self._start(function, others, meanwhile)) if others else meanwhile)
+
+    def start_ahead(self, function: str, late: bool = False) -> None:
+        with self._working():
+            self._begin_rounds(function)
+            for device in self.stages:
+                device.start_ahead(function, late)
+
+    def complete_inputs(self, function: str) -> None:
+        with self._working():
+            for device in self.stages:
+                device.complete_inputs(function)
+
+    def wait(self) -> None:
+        with self._working():
+            for device in self.stages:
+                device.wait()
+            self._check_rounds()
 
     def run(self, function: str, meanwhile: Callable[[], None] | None = None) -> None:
+        if self.can_start_ahead(function):
+            self.start(function, meanwhile)
+            self.wait()
+            return
         if meanwhile:
             meanwhile()
 
@@ -92,8 +145,19 @@ class TensorDevice:
             for number, name in enumerate(self._segments[function]):
                 for device in self.stages:
                     device.hand_over((number - 1) % PARTS, number % PARTS)
+                self._begin_rounds(name)
                 found.append(compute(name))
+                self._check_rounds()
         return found
+
+    def _begin_rounds(self, segment: str) -> None:
+        for count, words in self.stages[0].manifest["functions"][segment]["rounds"]:
+            self._boxes.begin(count, words)
+
+    def _check_rounds(self) -> None:
+        if self._boxes and (failed := self._boxes.failed()):
+            names = ", ".join(f"GPU {i} ({self.stages[i].name})" for i in failed)
+            raise MachineError(f"{names} waited in vain for what the others computed; load the model again")
 
     def _finish(self) -> None:
         """Waits for all GPUs."""
@@ -121,11 +185,3 @@ class TensorDevice:
     def _alive(self) -> None:
         if not self.close.alive:
             raise MachineError("this device is closed; load the model again")
-
-
-def _connect(devices: Sequence[Any]) -> None:
-    functions = [function for device in devices for function in device.manifest["functions"].values()]
-    most = max(sum(end - first for first, end in function["receives"]) for function in functions)
-    shared = Handover(most)
-    for device in devices:
-        device.connect(shared, shared)

@@ -6,7 +6,7 @@ memory get the weights there, once; others may leave experts there (n_cpu_moe).
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -64,12 +64,14 @@ class VulkanDevice(QueuedDevice):
         self._held = ExitStack()  # Vulkan objects, destroyed in reverse order
         self.close = weakref.finalize(self, self._held.close)  # also at interpreter exit
         self._n_cpu_moe, self._kv_size = n_cpu_moe, kv
+        self._boxes: dict[str, tuple[int, int]] = {}
         try:
             self._open(None if index is None else str(index))
             self._allocate()
             self._upload()
             self.clear()
-            self._record()
+            if not self.manifest.get("inline"):  # else once there are boxes
+                self._record()
             self.context.idle_first()
         except (api.VulkanError, OutOfMemory) as e:
             raise self._failure(e, "loading the model") from e
@@ -224,6 +226,8 @@ class VulkanDevice(QueuedDevice):
     def _span(self, arg: list, function: dict) -> tuple[int, int]:
         """(address, end) of an argument of the plan; dist/README.md lists the kinds."""
         kind, where = arg[0], arg[1]
+        if kind == "box":
+            return self._boxes[where]
         if kind == "weight":
             address, count = self._weights_at[where]
         elif kind == "arena":
@@ -244,6 +248,13 @@ class VulkanDevice(QueuedDevice):
     def connect(self, before: Handover | None, after: Handover | None) -> None:
         with self._usable("loading the model"):
             self._replays.carried.connect(before, after)
+            self.context.idle_first()
+
+    def exchange_through(self, boxes: Mapping[str, MemoryBlock]) -> None:
+        """Memory of kernels that exchange parts while they run, by the names of arguments."""
+        with self._usable("loading the model"):
+            self._boxes = {name: (block.address, block.address + block.nbytes) for name, block in boxes.items()}
+            self._record()
             self.context.idle_first()
 
     def hand_over(self, received: int, sent: int) -> None:

@@ -1,9 +1,10 @@
-"""`AllReduce` by a kernel that exchanges the parts while it runs, on all GPUs at once, instead of one that gets them
-from the host between two segments of a step (parts.py).
+"""`AllReduce` and `AllGather` by a kernel that exchanges the parts while it runs, on all GPUs at once, instead of one
+that gets them from the host between two segments of a step (parts.py).
 
-Each GPU rounds its part to float16 and sends it to the others as words (words.py), then waits for theirs and adds all
-parts to the residual in the order of ranks: all have the same bits. Where it sends them, they get into the others'
-inboxes by themselves (`peers`: memory that GPUs write to directly), or the host moves them (runtime/devices/exchange).
+Each GPU sends its part to the others as words (words.py), rounded to float16 if it is to be added up, then waits for
+theirs and adds all parts to the residual in the order of ranks: all have the same bits. Where it sends them, they get
+into the others' inboxes by themselves (`peers`: memory that GPUs write to directly), or the host moves them
+(runtime/devices/exchange).
 
 Rounds have numbers from 1 on, which the kernel counts, since recorded launches cannot carry them. They alternate
 between two slots of inboxes and outboxes: a GPU begins round n + 2 when it has all words of round n + 1, which the
@@ -18,13 +19,13 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.runtime.exchange_layout import CONTROL, DONE, FAILED, GROUPS, RANK, ROUNDS, inbox_words, outbox_words
+from mlc_amd.runtime.exchange_layout import CONTROL, DONE, FAILED, GROUPS, LINE, RANK, ROUNDS, inbox_words, outbox_words
 from mlc_amd.schedules.gpu.base.device import barrier, halves, launch, maximum, minimum
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, elements, local, put, vector
 from mlc_amd.schedules.gpu.base.step import kernel, state_arg, when
 from mlc_amd.schedules.gpu.exchange.words import Words, data_of, number_of, word
-from mlc_amd.schedules.operators.exchange import AllReduce
+from mlc_amd.schedules.operators.exchange import AllGather, AllReduce
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 PAIR = 4  # float16 of a pair of words
@@ -34,15 +35,24 @@ POLLS = 1 << 20  # of a thread in a round before it gives up: about a second
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """groups: workgroups, a power of two up to GROUPS; threads: of each. pause: divisions between polls."""
+    """groups: workgroups, a power of two up to GROUPS; threads: of each. pause: divisions between polls, so that
+    POLLS take as long on CPUs that act as a GPU, and end loops after 65536 steps."""
 
     groups: int
     threads: int
     pause: int = 0
 
 
+def words_of(op: AllReduce | AllGather) -> int:
+    """What a GPU sends to each other one in a round."""
+    return op.m * op.n // (2 if isinstance(op, AllReduce) else 1)
+
+
 def default_plan(values: int, arch: Device) -> ExchangePlan:
-    """Of so many values: many small workgroups, each has its own way to memory."""
+    """Of so many values: many small workgroups, each has its own way to memory; on CPUs, which compute few at once, one.
+    """
+    if arch.family == "generic":
+        return ExchangePlan(1, min(arch.threads, 16), 200)
     groups, pairs = GROUPS, values // PAIR
     while groups > 1 and groups * arch.wave > pairs:
         groups //= 2
@@ -53,7 +63,7 @@ def default_plan(values: int, arch: Device) -> ExchangePlan:
 
 
 def exchange(
-    op: AllReduce,
+    op: AllReduce | AllGather,
     capacity: int,
     arch: Device,
     name: str,
@@ -62,21 +72,22 @@ def exchange(
     polls: int = POLLS,
 ) -> tirx.PrimFunc:
     """Kernel (state, X float32 [m, n], [R float32 [m, n]], Y float32 [m, n], P, Inbox int64 [..], Outbox0.. int64 [..],
-    Control int32 [4]): Y = R + the sum of all GPUs' X, of all m rows. The parameters before Inbox are the operator's;
+    Control int32 [4]): what the operator says, of all m rows. The parameters before Inbox are the operator's;
     state and P are not used. capacity: words of a slot of the boxes, the same in all kernels that use them. peers:
     there is an outbox for each other rank, in the order of ranks, which is this one's part of its inbox; else one for
     all.
     polls: as of POLLS; when a thread gives up, Y is not valid, Control[FAILED] is set, and later launches do nothing.
     ValueError unless words fill cache lines and fit."""
-    values, parts = op.m * op.n, op.parts
-    words = values // 2
-    if values % 16 or words > capacity:
+    values, parts, words, sums = op.m * op.n, op.parts, words_of(op), isinstance(op, AllReduce)
+    if words % LINE or words > capacity:
         raise ValueError(f"{op.m} x {op.n} values are no whole cache lines of words, or more than {capacity} words")
-    plan = plan or default_plan(values, arch)
+    plan = plan or default_plan(2 * words, arch)
     with kernel(name) as ir:
         state_arg()
         shape = (values,)
-        partial, before, out, _ = declared(X=shape, R=shape if op.residual else None, Y=shape, P=(parts * values,))
+        residual = shape if isinstance(op, AllReduce) and op.residual else None
+        whole = (parts * values,)
+        partial, before, out, _ = declared(X=shape, R=residual, Y=shape if sums else whole, P=whole)
         outboxes = {f"Outbox{i}": (outbox_words(capacity),) for i in range(parts - 1 if peers else 1)}
         inbox, *outs = declared("int64", Inbox=(inbox_words(parts, capacity),), **outboxes)
         (control,) = declared("int32", Control=(CONTROL,))
@@ -96,7 +107,7 @@ def exchange(
             with T.serial(steps) as step:
                 i = pair(step)
                 with when(i < words // 2):
-                    sent = [word(data, number) for data in _rounded(partial, i)]
+                    sent = [word(data, number) for data in _sent(partial, i, sums)]
                     for outbox in outs:
                         box.store(outbox, slot + i * 2, *sent)
             barrier()  # all threads of the workgroup have sent all, and read the count
@@ -105,11 +116,18 @@ def exchange(
                 with when(i < words // 2):
                     places = [source * outbox_words(capacity) + slot + i * 2 for source in range(parts - 1)]
                     got = _received(box, inbox, places, number, late, polls, plan.pause)
-                    own = [half for data in _rounded(partial, i) for half in halves(data)]
-                    sums = elements(T.Bind(before[at(i * PAIR, PAIR)])) if before is not None else [T.float32(0)] * PAIR
-                    for values in _in_order(own, got, T.Bind(control[RANK])):
-                        sums = [T.Bind(a + b) for a, b in zip(sums, values, strict=True)]
-                    T.buffer_store(out, vector(sums), [at(i * PAIR, PAIR)])
+                    own, *others = [_values(data, sums) for data in (_sent(partial, i, sums), *got)]
+                    ordered = _in_order(own, others, T.Bind(control[RANK]))
+                    if sums:
+                        total = elements(T.Bind(before[at(i * PAIR, PAIR)])) if before is not None else []
+                        for own in ordered:
+                            total = [T.Bind(a + b) for a, b in zip(total, own, strict=True)] if total else own
+                        T.buffer_store(out, vector(total), [at(i * PAIR, PAIR)])
+                    else:
+                        row = T.Bind(T.truncdiv(i * 2, T.int32(op.n)))
+                        for place, own in enumerate(ordered):
+                            begin = (row * (parts - 1) + place) * op.n + i * 2  # of row * parts + place
+                            T.buffer_store(out, vector(own), [at(begin, 2)])
             with when(late[0] != 0):
                 T.buffer_store(control, T.int32(1), [FAILED])
             with when(thread == 0):
@@ -118,8 +136,10 @@ def exchange(
     return ir.get()
 
 
-def _rounded(partial: Buffer, i: Expr) -> list[Expr]:
-    """Pair i of the part as the data of two words."""
+def _sent(partial: Buffer, i: Expr, sums: bool) -> list[Expr]:
+    """Pair i of the part as the data of two words: two float16 each where they are added up, else a float32."""
+    if not sums:
+        return [T.Bind(T.reinterpret("int32", x)) for x in elements(T.Bind(partial[at(i * 2, 2)]))]
     values = elements(T.Bind(partial[at(i * PAIR, PAIR)]))
     fit = [maximum(minimum(x, T.float32(LARGEST)), T.float32(-LARGEST)) for x in values]
     pairs = [T.cast(vector(fit[j : j + 2]), "float16x2") for j in (0, 2)]
@@ -129,7 +149,7 @@ def _rounded(partial: Buffer, i: Expr) -> list[Expr]:
 def _received(
     box: Words, inbox: Buffer, places: Sequence[Expr], number: Expr, late: Buffer, polls: int, pause: int
 ) -> list[list[Expr]]:
-    """The four values of each sender, whose words will be at `places`; late[0] becomes 1 if they do not come."""
+    """The data of each sender's pair, which will be at `places`; late[0] becomes 1 if it does not come."""
     cells, waiting, spent, idle = local(2 * len(places), "int64"), *(local(1, "int32") for _ in range(3))
     put(waiting, T.Select(late[0] == 0, T.int32(1), T.int32(0)), 0)
     put(spent, T.int32(0), 0)
@@ -146,7 +166,14 @@ def _received(
         put(spent, spent[0] + T.Select(idle[0] == -1, T.int32(2), T.int32(1)), 0)  # so that the pause is computed
         put(waiting, T.Select(spent[0] < polls, late[0], T.int32(0)), 0)
     found = [T.Bind(cells[j]) for j in range(2 * len(places))]
-    return [[half for j in (0, 1) for half in halves(data_of(found[2 * source + j]))] for source in range(len(places))]
+    return [[data_of(one) for one in found[i : i + 2]] for i in range(0, len(found), 2)]
+
+
+def _values(data: list[Expr], sums: bool) -> list[Expr]:
+    """Of a pair's data, as float32."""
+    if sums:
+        return [half for one in data for half in halves(one)]
+    return [T.Bind(T.reinterpret("float32", one)) for one in data]
 
 
 def _in_order(own: list[Expr], got: list[list[Expr]], rank: Expr) -> list[list[Expr]]:
