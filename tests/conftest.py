@@ -62,6 +62,7 @@ LONG = (
     "test_cpu_attention.py", "test_states.py", "test_cpu_sample.py", "test_cpu_experts.py",
     "test_vulkan_attention_decode.py", "test_engine_many.py", "test_wheel.py", "test_tuning_session.py",
     "test_gpu_experts.py", "test_serve_limits.py", "test_cpu_plans.py", "test_vulkan_coop.py", "test_reference.py",
+    "test_exchange.py",
     "test_vulkan_latent.py", "test_kv_types.py", "test_gpu_attention.py", "test_predictor.py", "test_windows.py",
     "test_models.py", "test_bench_gpu.py", "test_cli.py", "test_generic.py", "test_cpu_norm.py", "test_repl.py",
     "test_chat.py", "test_artifact.py", "test_tuning_search.py", "test_latent.py",

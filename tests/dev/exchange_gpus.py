@@ -13,7 +13,8 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from mlc_amd.runtime.devices.exchange.check import Module, check
+from mlc_amd.runtime.devices.exchange.check import Kernel, check, parts
+from mlc_amd.runtime.devices.exchange.check_vulkan import CheckedVulkanGpu
 from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
 from mlc_amd.runtime.devices.exchange.vulkan import RelayedBoxes
 from mlc_amd.runtime.devices.vulkan.context import Context
@@ -62,26 +63,29 @@ def run(folder: Path, devices: list[int], rounds: int, relay_threads: list[int])
         contexts = [Context(instance, gpu, held) for instance, gpu in zip(instances, chosen, strict=True)]
         print(f"GPUs: {', '.join(f'{gpu.name} {gpu.pci} ({gpu.driver})' for gpu in chosen)}", flush=True)
         for one in built["kernels"]:
-            module = Module(bytes.fromhex(one["binary"]), *(tuple(one[name]) for name in ("grid", "block", "args")),
-                            one["values"])  # fmt: skip
+            facts = (tuple(one[name]) for name in ("grid", "block", "args"))
+            kernel = Kernel(bytes.fromhex(one["binary"]), *facts, values=one["values"])
+            numbers, push = parts(len(contexts), kernel.values), (built["push"], built["subgroup"])
             for threads in relay_threads:
                 try:
                     memories = [VulkanMemory(context) for context in contexts]
-                    boxes = RelayedBoxes(memories, module.values // 2, folder / RELAY, threads)
+                    boxes = RelayedBoxes(memories, kernel.values // 2, folder / RELAY, threads)
                 except Unsuitable as e:
                     print(f"no exchange: {e}")
                     return 1
                 try:
-                    found = check(contexts, boxes, module, rounds, built["push"], built["subgroup"])
+                    gpus = [
+                        CheckedVulkanGpu(context, boxes, rank, kernel, numbers[rank], *push)
+                        for rank, context in enumerate(contexts)
+                    ]
+                    found = check(gpus, boxes, kernel.values, rounds)
                     result = f"{found * 1e6:.2f} us a round, {rounds} rounds right"
                 except Unsuitable as e:
                     result, errors = f"ERROR {e}", errors + 1
                 finally:
                     boxes.close()
-                what = (
-                    f"{module.values // 512:3} KB, {module.grid[0]:2} x {module.block[0]:3} threads, relay {threads:2}"
-                )
-                print(f"{what}: {result}", flush=True)
+                shape = f"{kernel.values // 512:3} KB, {kernel.grid[0]:2} x {kernel.block[0]:3} threads"
+                print(f"{shape}, relay {threads:2}: {result}", flush=True)
     return int(errors > 0)
 
 

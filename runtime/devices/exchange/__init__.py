@@ -3,7 +3,7 @@
 relay.py      threads that move words from host memory to GPUs
 vulkan.py     boxes of Vulkan GPUs, and the relay between them
 hip.py        boxes of AMD's own API: GPUs write to each other's memory
-check.py      whether it works on this machine, and how long a round takes
+check.py      whether it works on this machine, and how long a round takes; check_vulkan.py, check_hip.py: of which GPUs
 
 A transport has:
 

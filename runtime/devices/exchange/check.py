@@ -1,109 +1,82 @@
-"""Whether Vulkan GPUs get each other's words while kernels run, and how long a round takes: thousands of rounds of the
-exchange kernel whose sums tell whether every word was right.
+"""Whether GPUs get each other's words while kernels run, and how long a round takes: thousands of rounds of the
+exchange kernel (schedules/gpu/exchange) whose sums tell whether every word was right.
 
 Parts are whole numbers, the residual of a round is the sum of the one before, so a single wrong word shows in the end.
 Parts repeat after FRAMES rounds, and slots after two: an old word is a wrong one.
 """
 
-import ctypes
 import math
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
-from mlc_amd.runtime.devices.exchange.vulkan import RelayedBoxes
-from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, VulkanLaunch
-from mlc_amd.runtime.devices.vulkan.context import Context
-from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory
-from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
 
-PARAMS: tuple[int, ...] = (1, 2, 3, 5, 6, 7)  # numbers of the kernel's parameters X, R, Y, Inbox, Outbox0, Control
 FRAMES = 5  # parts of each rank
-AT_ONCE = 160  # rounds of a submission, about those of a step; even, as sums alternate between two buffers
+AT_ONCE = 160  # rounds at once, about those of a step; even, as sums alternate between two buffers
 LARGEST = 100  # of a part's numbers; all sums of float32 are exact below 2**24
 
 
-class Module(NamedTuple):
-    """The exchange kernel (schedules/gpu/exchange) of `values`, with a residual. args: of its parameters (state, X, R,
-    Y, P, Inbox, Outbox0, Control) the numbers of those that the module has, in its order."""
+class Kernel(NamedTuple):
+    """The kernel of `values`, with a residual. code: what the API has of it; args: of its parameters (state, X, R, Y,
+    P, Inbox, Outbox0.., Control) the numbers of those that the code has, in its order."""
 
-    binary: bytes
+    code: Any
     grid: tuple[int, ...]
     block: tuple[int, ...]
     args: tuple[int, ...]
     values: int
 
 
-def check(
-    contexts: Sequence[Context], boxes: RelayedBoxes, module: Module, rounds: int, push: int, subgroup: int
-) -> float:
-    """Seconds of a round, at best, launches included. contexts: of the GPUs, by rank; boxes: between them, reset before
-    it returns; rounds: at least so many; push, subgroup: as of `Pipelines`. Unsuitable when words are wrong or do not
-    come."""
-    repeats, n = -(-rounds // AT_ONCE), module.values
-    assert repeats * AT_ONCE * LARGEST * len(contexts) < 1 << 24, "sums would not be exact"
-    parts = np.random.default_rng(1).integers(-LARGEST, LARGEST, (len(contexts), FRAMES, n), endpoint=True)
+class CheckedGpu(Protocol):
+    """A GPU of a check. begin: starts AT_ONCE rounds; wait: for their end; sums: float32 [values], the last."""
+
+    name: str
+
+    def begin(self) -> None: ...
+    def wait(self) -> None: ...
+    def sums(self) -> np.ndarray: ...
+
+
+def parts(gpus: int, values: int) -> np.ndarray:
+    """float32 [gpus, FRAMES, values]: what each GPU adds, in turn."""
+    numbers = np.random.default_rng(1).integers(-LARGEST, LARGEST, (gpus, FRAMES, values), endpoint=True)
+    return numbers.astype(np.float32)
+
+
+def arguments(kernel: Kernel, frames: int, sums: int, boxes: Sequence[int]) -> Iterator[list[int]]:
+    """The addresses that the code's parameters get in each of AT_ONCE launches. frames, sums: of a GPU's parts, and of
+    two buffers of sums, of which the first one has them before and afterwards."""
+    nbytes = kernel.values * 4
+    for i in range(AT_ONCE):
+        before, after = (sums + (i + j) % 2 * nbytes for j in (0, 1))
+        given = {1: frames + i % FRAMES * nbytes, 2: before, 3: after} | dict(enumerate(boxes, 5))
+        yield [given[number] for number in kernel.args]
+
+
+def check(gpus: Sequence[CheckedGpu], boxes, values: int, rounds: int) -> float:
+    """Seconds of a round, at best, launches included. gpus: by rank; boxes: the transport between them, reset before it
+    returns; rounds: at least so many. Unsuitable when words are wrong or do not come."""
+    repeats = -(-rounds // AT_ONCE)
+    assert repeats * AT_ONCE * LARGEST * len(gpus) < 1 << 24, "sums would not be exact"
     uses = np.bincount(np.arange(AT_ONCE) % FRAMES, minlength=FRAMES) * repeats
-    expected, best = np.einsum("f,rfn->n", uses, parts), math.inf
-    with ExitStack() as held:
-        ranks = [
-            _Rank(context, boxes, rank, module, parts[rank], (push, subgroup)) for rank, context in enumerate(contexts)
-        ]
-        held.callback(boxes.reset)
+    expected, best = np.einsum("f,rfn->n", uses, parts(len(gpus), values)), math.inf
+    try:
         for _ in range(repeats):
-            boxes.begin(AT_ONCE, n // 2)
+            boxes.begin(AT_ONCE, values // 2)
             start = time.perf_counter()
-            for rank in ranks:
-                rank.context.submit(rank.submission)
-            for rank in ranks:
-                rank.context.wait()
+            for gpu in gpus:
+                gpu.begin()
+            for gpu in gpus:
+                gpu.wait()
             best = min(best, (time.perf_counter() - start) / AT_ONCE)
             if failed := boxes.failed():
-                raise Unsuitable(f"words of the other GPUs do not reach {', '.join(ranks[i].name for i in failed)}")
-        for rank in ranks:
-            if wrong := int((rank.sums() != expected).sum()):
-                raise Unsuitable(f"{rank.name} got wrong words: {wrong} of {n} sums differ after {rounds} rounds")
+                raise Unsuitable(f"words of the other GPUs do not reach {', '.join(gpus[i].name for i in failed)}")
+        for gpu in gpus:
+            if wrong := int((gpu.sums() != expected).sum()):
+                raise Unsuitable(f"{gpu.name} got wrong words: {wrong} of {values} sums differ after {rounds} rounds")
+    finally:
+        boxes.reset()
     return best
-
-
-class _Rank:
-    """One GPU: its buffers, and what to submit for AT_ONCE rounds."""
-
-    def __init__(
-        self,
-        context: Context,
-        boxes: RelayedBoxes,
-        rank: int,
-        module: Module,
-        parts: np.ndarray,
-        pipelines: tuple[int, int],
-    ):
-        self.context, self.name, self._nbytes = context, context.gpu.name, module.values * 4
-        self._memory = VulkanMemory(context)
-        self._parts, self._sums = (self._memory.block(count * self._nbytes, "device") for count in (FRAMES, 2))
-        self._memory.fill([self._sums])
-        self._memory.put(self._parts, 0, parts.astype(np.float32).reshape(-1).view(np.uint8))
-        builder = Pipelines(context, *pipelines)
-        pipeline = builder.build({"exchange": (module.binary, module.block)})["exchange"]
-        recorder = CommandRecorder(context, builder.layout)
-        recorder.begin()
-        shared = [(block.address, block.address + block.nbytes, True) for block in boxes.blocks(rank)]
-        for i in range(AT_ONCE):
-            part = self._span(self._parts.address, i % FRAMES, False)
-            before, after = (self._span(self._sums.address, (i + j) % 2, bool(j)) for j in (0, 1))
-            params: dict[int, tuple[int, int, bool]] = dict(zip(PARAMS, (part, before, after, *shared), strict=True))
-            spans = tuple(params[number] for number in module.args)
-            push = (ctypes.c_uint64 * len(spans))(*(begin for begin, _, _ in spans))
-            recorder.launch(VulkanLaunch("exchange", pipeline, module.grid, push, spans))
-        self.submission = recorder.end()
-
-    def _span(self, address: int, number: int, written: bool) -> tuple[int, int, bool]:
-        begin = address + number * self._nbytes
-        return begin, begin + self._nbytes, written
-
-    def sums(self) -> np.ndarray:
-        return np.frombuffer(self._memory.get(self._sums, 0, self._nbytes), np.float32)

@@ -29,12 +29,8 @@ class RelayedBoxes:
         self._relay = Relay(RelayCode(code), outboxes, inboxes, capacity, threads)
         self._clear()
 
-    def blocks(self, rank: int) -> list[MemoryBlock]:
-        """Of the kernel's parameters Inbox, Outbox0 and Control."""
-        return [of_all[rank] for of_all in (self._inboxes, self._outboxes, self._controls)]
-
     def arguments(self, rank: int) -> list[int]:
-        return [block.address for block in self.blocks(rank)]
+        return [blocks[rank].address for blocks in (self._inboxes, self._outboxes, self._controls)]
 
     def begin(self, rounds: int, words: int) -> None:
         self._relay.begin(rounds, words)

@@ -21,8 +21,9 @@ from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.schedules.gpu.base import profiles
+from mlc_amd.schedules.gpu.exchange.exchange import exchange
 from mlc_amd.schedules.gpu.linear.gemv import linear
-from mlc_amd.schedules.operators import Sample
+from mlc_amd.schedules.operators import AllReduce, Sample
 from mlc_amd.tools.inspection import inspect_vulkan
 
 ARCH = "vangogh"
@@ -314,3 +315,14 @@ def test_reader():
     for damaged in (data[:-4], data[:21], b"", b"\x03\x02\x23\x07" * 6):
         with pytest.raises(UserError, match="SPIR-V module"):
             spirv_reader.read(damaged)
+
+
+@pytest.mark.parametrize(("name", "mark"), [("vangogh", "glc dlc"), ("rdna3", "glc")])
+def test_words_between_gpus_are_polled_past_the_caches(name, mark):
+    """Of a compute unit; two words at a time, as they are stored."""
+    profile = profiles.resolve(name)
+    kernel = exchange(AllReduce(m=1, n=8192, parts=2, residual=True), 4096, profile, "exchange")
+    (found,) = statistics({"exchange": kernel}, profile).values()
+    loads = re.findall(rf"global_load_(?:dwordx4|b128) .*{mark}$", found.assembly, re.M)
+    stores = re.findall(r"global_store_(?:dwordx4|b128) ", found.assembly)
+    assert (len(loads), len(stores)) == (1, 2), found.assembly

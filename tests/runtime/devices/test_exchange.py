@@ -11,7 +11,9 @@ from vulkan_harness import PROFILES, gpu
 
 from mlc_amd.compiler.codegen.relay import relay_code
 from mlc_amd.compiler.codegen.spirv import compile_spirv
-from mlc_amd.runtime.devices.exchange.check import Module, check
+from mlc_amd.runtime.devices.exchange.check import AT_ONCE, Kernel, check, parts
+from mlc_amd.runtime.devices.exchange.check_hip import CheckedHipGpu
+from mlc_amd.runtime.devices.exchange.check_vulkan import CheckedVulkanGpu
 from mlc_amd.runtime.devices.exchange.hip import PeerBoxes
 from mlc_amd.runtime.devices.exchange.relay import Relay, RelayCode
 from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
@@ -146,12 +148,12 @@ def test_stop_ends_rounds_that_nobody_answers(boxes):
 # ---- Vulkan devices
 
 
-def module(parts, groups=1, values=VALUES):
+def exchange_kernel(parts, groups=1, values=VALUES):
     op, plan = AllReduce(m=1, n=values, parts=parts, residual=True), ExchangePlan(groups, 16, PAUSE)
     kernel = exchange(op, values // 2, PROFILE, "exchange", plan=plan)
     compiled = compile_spirv({"exchange": kernel}, PROFILE)
     (launch,), (made,) = compiled.functions["exchange"].launches, compiled.modules.values()
-    return Module(made.binary, made.grid, made.block, launch.args, values)
+    return Kernel(made.binary, made.grid, made.block, launch.args, values)
 
 
 class Devices:
@@ -163,19 +165,24 @@ class Devices:
         self.boxes = RelayedBoxes([VulkanMemory(context) for context in self.contexts], values // 2, code)
         held.callback(self.boxes.close)
 
-    def check(self, module, rounds):
-        return check(self.contexts, self.boxes, module, rounds, PROFILE.push, PROFILE.wave)
+    def check(self, kernel, rounds):
+        numbers = parts(len(self.contexts), kernel.values)
+        gpus = [
+            CheckedVulkanGpu(context, self.boxes, rank, kernel, numbers[rank], PROFILE.push, PROFILE.wave)
+            for rank, context in enumerate(self.contexts)
+        ]
+        return check(gpus, self.boxes, kernel.values, rounds)
 
 
 @pytest.mark.parametrize(
-    ("parts", "groups", "rounds"),
+    ("gpus", "groups", "rounds"),
     [(2, 1, 1024), pytest.param(2, 2, 6000, marks=pytest.mark.full), pytest.param(3, 1, 1024, marks=pytest.mark.full)],
 )
-def test_all_words_of_thousands_of_rounds(code, parts, groups, rounds):
+def test_all_words_of_thousands_of_rounds(code, gpus, groups, rounds):
     gpu()
     with ExitStack() as held:
-        devices = Devices(held, code, parts)
-        kernel = module(parts, groups)
+        devices = Devices(held, code, gpus)
+        kernel = exchange_kernel(gpus, groups)
         for _ in range(2):  # also after a reset
             assert devices.check(kernel, rounds // 2) > 0
 
@@ -184,14 +191,14 @@ def test_wrong_words_are_found(code, monkeypatch):
     gpu()
     monkeypatch.setattr(builder, "LARGEST", 50.0)  # the kernel sends other numbers than it has
     with ExitStack() as held, pytest.raises(Unsuitable, match="got wrong words"):
-        Devices(held, code, 2).check(module(2), 64)
+        Devices(held, code, 2).check(exchange_kernel(2), 64)
 
 
 def test_silent_gpus_end_a_step_with_an_error(code):
     gpu()
     with ExitStack() as held:
         devices = Devices(held, code, 2)
-        kernel, begin = module(2), time.monotonic()
+        kernel, begin = exchange_kernel(2), time.monotonic()
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Unsuitable, match="do not reach"):
             patch.setattr(devices.boxes, "begin", lambda rounds, words: None)
             devices.check(kernel, 64)
@@ -237,4 +244,37 @@ def test_amd_gpus_without_access_are_refused():
     bindings = Recorder({}, gpus=[{}, {"peers": False}])
     with pytest.raises(Unsuitable, match="GPU 1 cannot access the memory of GPU 0"):
         PeerBoxes(Hip(bindings), [0, 1], 64)
+    assert bindings.leaks() == []
+
+
+def exchanged():
+    """The exchange kernel of two GPUs for the recorder, which runs one GPU after the other: the launches of a round
+    compute when that of the last rank is there."""
+    waiting: list[list[list[np.ndarray]]] = [[], []]
+
+    def run(launch, x, r, y, inbox, outbox, control):
+        sums = [array[: VALUES * 4].view(np.float32) for array in (x, r, y)]
+        waiting[control.view(np.int32)[RANK]].append([*sums, inbox, outbox])
+        if all(waiting):
+            both = [rank.pop(0) for rank in waiting]
+            for (x, r, y, inbox, _), (theirs, *_, outbox) in zip(both, both[::-1], strict=True):
+                outbox[: VALUES * 4].view(np.float32)[:] = theirs
+                y[:] = r + x + inbox[: VALUES * 4].view(np.float32)
+
+    return {"exchange": (6, run)}
+
+
+def test_check_of_amd_gpus():
+    bindings = Recorder(exchanged(), gpus=[{}, {}])
+    hip = Hip(bindings)
+    with ExitStack() as held:
+        boxes = PeerBoxes(hip, [0, 1], VALUES // 2)
+        held.callback(boxes.close)
+        image = b"\x7fELF-gfx1100"
+        module = hip.own(held, "hipModuleUnload", hip("hipModuleLoadData", image))
+        function = hip("hipModuleGetFunction", module, b"exchange")
+        kernel, numbers = Kernel(function, (4, 1, 1), (32, 1, 1), (1, 2, 3, 5, 6, 7), VALUES), parts(2, VALUES)
+        gpus = [CheckedHipGpu(hip, held, rank, boxes, rank, kernel, numbers[rank]) for rank in range(2)]
+        assert check(gpus, boxes, VALUES, 2 * AT_ONCE) > 0
+        assert bindings.launched == [("exchange", (4, 1, 1), (32, 1, 1))] * 4 * AT_ONCE
     assert bindings.leaks() == []
