@@ -4,7 +4,8 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from mlc_amd.runtime.devices.exchange.check import Module, check
+from mlc_amd.runtime.devices.exchange.check import Kernel, check, parts
+from mlc_amd.runtime.devices.exchange.check_vulkan import CheckedVulkanGpu
 from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
 from mlc_amd.runtime.devices.exchange.vulkan import RelayedBoxes
 from mlc_amd.runtime.devices.vulkan import api
@@ -55,6 +56,9 @@ def _round(artifact, gpus: Sequence[int]) -> float:
         at, size = step["code"]
         code = (artifact.path / manifest["libraries"][archs[0]]).read_bytes()[at : at + size]
         grid, block, args = (tuple(step[key]) for key in ("grid", "block", "args"))
-        module = Module(code, grid, block, args, 2 * exchange["words"][PROBE])
+        kernel = Kernel(code, grid, block, args, 2 * exchange["words"][PROBE])
         needed = needs[archs[0]]
-        return check(contexts, boxes, module, ROUNDS, needed["push_constants"], needed["subgroup_size"])
+        given = parts(len(gpus), kernel.values)
+        limits = needed["push_constants"], needed["subgroup_size"]
+        ranks = [CheckedVulkanGpu(one, boxes, i, kernel, given[i], *limits) for i, one in enumerate(contexts)]
+        return check(ranks, boxes, kernel.values, ROUNDS)
