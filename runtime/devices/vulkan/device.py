@@ -7,7 +7,7 @@ memory get the weights there, once; others may leave experts there (n_cpu_moe).
 import logging
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -41,6 +41,21 @@ CLOSED = "this device is closed; load the model again"
 log = logging.getLogger("mlc_amd")
 
 
+class _Usable:
+    """Around what uses a device: UserError for errors that make it unusable, which close it. No generator: that would
+    take longer than what is inside."""
+
+    def __init__(self, device: "VulkanDevice", doing: str):
+        self._device, self._doing = device, doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, (api.VulkanError, OutOfMemory)):
+            raise self._device.failure(error, self._doing) from error
+
+
 class VulkanDevice(QueuedDevice):
     """See runtime/devices/__init__.py for the protocol. `threads` is for the cpu device only. index: number of
     a GPU, or part of its name. n_cpu_moe: layers whose experts stay in host memory, where the GPU reads them across the
@@ -72,7 +87,7 @@ class VulkanDevice(QueuedDevice):
             self._record()
             self.context.idle_first()
         except (api.VulkanError, OutOfMemory) as e:
-            raise self._failure(e, "loading the model") from e
+            raise self.failure(e, "loading the model") from e
         except BaseException:
             self.close()
             raise
@@ -280,20 +295,15 @@ class VulkanDevice(QueuedDevice):
 
     # ---- errors
 
-    @contextmanager
-    def _usable(self, doing: str) -> Iterator[None]:
-        """UserError if the device is closed, and for errors that make it unusable, which close it."""
+    def _usable(self, doing: str) -> "_Usable":
         self._alive()
-        try:
-            yield
-        except (api.VulkanError, OutOfMemory) as e:
-            raise self._failure(e, doing) from e
+        return _Usable(self, doing)
 
     def _alive(self) -> None:
         if not self.close.alive:
             raise MachineError(CLOSED)
 
-    def _failure(self, error: api.VulkanError | OutOfMemory, doing: str) -> Exception:
+    def failure(self, error: api.VulkanError | OutOfMemory, doing: str) -> Exception:
         """The exception to raise for an error after which the device is unusable; closes it."""
         message = None
         if isinstance(error, OutOfMemory):
