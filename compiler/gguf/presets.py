@@ -169,6 +169,9 @@ PRESETS = {
     "tiny-qwen3": Preset("qwen3", _sizes(2, 256, 768, 4, 2, 128, 1024, 2048, 1e-6, 1e6), ()),
     "llama3-1b": Preset("llama", _sizes(16, 2048, 8192, 32, 8, 64, 128256, 131072, 1e-5, 5e5), rope_freqs=_llama3(32)),
     "llama3-8b": Preset("llama", _sizes(32, 4096, 14336, 32, 8, 128, 128256, 131072, 1e-5, 5e5), rope_freqs=_llama3(8)),
+    "llama3-70b": Preset(
+        "llama", _sizes(80, 8192, 28672, 64, 8, 128, 128256, 131072, 1e-5, 5e5), rope_freqs=_llama3(8)
+    ),
     "llama2-7b": Preset("llama", _sizes(32, 4096, 11008, 32, 32, 128, 32000, 4096, 1e-5, 10000.0)),
     "qwen3-8b": Preset("qwen3", _sizes(36, 4096, 12288, 32, 8, 128, 151936, 40960, 1e-6, 1e6)),
     "qwen3-0.6b": Preset("qwen3", _sizes(28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e-6, 1e6), ()),

@@ -10,15 +10,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mlc_amd.runtime.devices.pieces import Pacer
 
 SLOTS = 2
 
 
-@dataclass(frozen=True)
-class QueuedRun:
+class QueuedRun(NamedTuple):
     """A run of the function `name`."""
 
     name: str
@@ -79,10 +78,11 @@ class RunQueue:
         for _ in pieces:
             pass
 
-    def begin(self, name: str, pieces: Iterator[None]) -> None:
+    def begin(self, name: str, pieces: Callable[[], Iterator[None]]) -> None:
         """Starts a run for `finished`. pieces: as of `run`."""
-        self.settle()
-        self._pieces = pieces if self._pacer.pieces(name) else None
+        self._pieces = pieces() if self._pacer.pieces(name) else None
+        if self._busy or self._pieces:
+            self.settle()
         if self._pieces:
             next(self._pieces)
         else:
@@ -176,7 +176,7 @@ class QueuedDevice(ABC):
 
     def begin(self, function: str) -> None:
         with self._usable(f"running {function}"):
-            self._queue.begin(function, self._run_alone(function, plain=False))
+            self._queue.begin(function, lambda: self._run_alone(function, plain=False))
 
     def finished(self) -> bool:
         with self._usable("computing a step"):

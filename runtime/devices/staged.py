@@ -279,10 +279,9 @@ class StagedDevice:
     def _outputs(self, step: _Step) -> dict[str, np.ndarray]:
         """What the last stage has computed."""
         function = self.manifest["functions"][step.function]
-        wanted = [*CHOSEN] if function["samples"] else []
         flags = next((values for name, values in reversed([*step.inputs, *step.late]) if name == "sampling"), None)
-        if not function["samples"] or (flags is not None and (flags[:, FIELDS.index("flags")] & LOGPROB).any()):
-            wanted.append("logits")
+        logprobs = flags is not None and (flags[:, FIELDS.index("flags")] & LOGPROB).any()
+        wanted = [*CHOSEN, "logits"] if logprobs else ["sampled" if function["samples"] else "logits"]
         read, rows = self.stages[-1].read, function["logits"]
         return {name: read(name, rows).copy() for name in wanted if name in self.manifest["io"]}
 

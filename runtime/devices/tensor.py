@@ -57,7 +57,7 @@ class TensorDevice:
             capacity, code = manifest["exchange"]["capacity"], path / manifest["exchange"]["relay"]
             self._boxes = RelayedBoxes([device.memory for device in devices], capacity, code)
             for rank, device in enumerate(devices):
-                device.exchange_through(dict(zip(BOXES, self._boxes.blocks(rank), strict=True)))
+                device.exchange_through(dict(zip(BOXES, self._boxes.arguments(rank), strict=True)))
         functions = manifest["functions"].values()
         most = max(sum(end - first for first, end in function["receives"]) for function in functions)
         shared = Handover(most)

@@ -149,6 +149,7 @@ def artifact_in(folder):
         for arch in archs:
             (folder / f"{arch}.hsaco").write_bytes(code_object(arch))
         manifest = {
+            "gpus": 1,
             "model": {"vocab": VOCAB, "context": 2 * CTX, "layers": [{}, {}]},
             "tensors": {EXPERT: {"dtype": "float32", "shape": HEAD.shape}},
             "weight_bytes": TABLE.nbytes + HEAD.nbytes,

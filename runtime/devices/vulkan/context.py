@@ -115,6 +115,10 @@ class Context:
 
     def enqueue(self, *submissions: ctypes.Structure) -> None:
         """The same after what runs, for which `wait` is to be called first. At most AHEAD calls may be pending."""
+        self.enqueue_together(together(submissions))
+
+    def enqueue_together(self, submissions: ctypes.Array) -> None:
+        """The same of an array, which may be used any number of times."""
         self._running.append(self._free.pop())
         self._start(submissions, self._running[-1])
         self._unfenced = False
@@ -122,11 +126,10 @@ class Context:
     def enqueue_unfenced(self, *submissions: ctypes.Structure) -> None:
         """Starts command buffers after what runs; a wait for the following `enqueue`, or `settle`, includes these."""
         self._unfenced = True
-        self._start(submissions, None)
+        self._start(together(submissions), None)
 
-    def _start(self, submissions: Sequence[ctypes.Structure], fence: ctypes.Array | None) -> None:
-        together = (api.SubmitInfo * len(submissions))(*submissions)
-        self.calls.vkQueueSubmit(self.queue, len(submissions), together, fence[0] if fence else 0)
+    def _start(self, submissions: ctypes.Array, fence: ctypes.Array | None) -> None:
+        self.calls.vkQueueSubmit(self.queue, len(submissions), submissions, fence[0] if fence else 0)
 
     def settle(self) -> None:
         """Waits until the device is idle."""
@@ -183,6 +186,11 @@ class Context:
         """Memory barrier in a command buffer: later work at stages[1] waits for and sees that of stages[0]."""
         one = api.MemoryBarrier(source=access[0], destination=access[1])
         self.calls.vkCmdPipelineBarrier(commands, *stages, 0, 1, ctypes.byref(one), 0, None, 0, None)
+
+
+def together(submissions: Sequence[ctypes.Structure]) -> ctypes.Array:
+    """One argument of vkQueueSubmit for all of them, which must live longer."""
+    return (api.SubmitInfo * len(submissions))(*submissions)
 
 
 def _idle(calls: api.Calls, device: int) -> None:

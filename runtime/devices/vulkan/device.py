@@ -7,7 +7,7 @@ memory get the weights there, once; others may leave experts there (n_cpu_moe).
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -39,6 +39,21 @@ from mlc_amd.runtime.gpus import DEVICE_KINDS
 CLOSED = "this device is closed; load the model again"
 
 log = logging.getLogger("mlc_amd")
+
+
+class _Usable:
+    """Around what uses a device: UserError for errors that make it unusable, which close it. No generator: that would
+    take longer than what is inside."""
+
+    def __init__(self, device: "VulkanDevice", doing: str):
+        self._device, self._doing = device, doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, (api.VulkanError, OutOfMemory)):
+            raise self._device.failure(error, self._doing) from error
 
 
 class VulkanDevice(QueuedDevice):
@@ -74,7 +89,7 @@ class VulkanDevice(QueuedDevice):
                 self._record()
             self.context.idle_first()
         except (api.VulkanError, OutOfMemory) as e:
-            raise self._failure(e, "loading the model") from e
+            raise self.failure(e, "loading the model") from e
         except BaseException:
             self.close()
             raise
@@ -250,10 +265,10 @@ class VulkanDevice(QueuedDevice):
             self._replays.carried.connect(before, after)
             self.context.idle_first()
 
-    def exchange_through(self, boxes: Mapping[str, MemoryBlock]) -> None:
-        """Memory of kernels that exchange parts while they run, by the names of arguments."""
+    def exchange_through(self, boxes: Mapping[str, int]) -> None:
+        """Addresses of memory of kernels that exchange parts while they run, by the names of arguments."""
         with self._usable("loading the model"):
-            self._boxes = {name: (block.address, block.address + block.nbytes) for name, block in boxes.items()}
+            self._boxes = {name: (address, address + 1) for name, address in boxes.items()}
             self._record()
             self.context.idle_first()
 
@@ -291,20 +306,15 @@ class VulkanDevice(QueuedDevice):
 
     # ---- errors
 
-    @contextmanager
-    def _usable(self, doing: str) -> Iterator[None]:
-        """UserError if the device is closed, and for errors that make it unusable, which close it."""
+    def _usable(self, doing: str) -> "_Usable":
         self._alive()
-        try:
-            yield
-        except (api.VulkanError, OutOfMemory) as e:
-            raise self._failure(e, doing) from e
+        return _Usable(self, doing)
 
     def _alive(self) -> None:
         if not self.close.alive:
             raise MachineError(CLOSED)
 
-    def _failure(self, error: api.VulkanError | OutOfMemory, doing: str) -> Exception:
+    def failure(self, error: api.VulkanError | OutOfMemory, doing: str) -> Exception:
         """The exception to raise for an error after which the device is unusable; closes it."""
         message = None
         if isinstance(error, OutOfMemory):

@@ -32,13 +32,16 @@ class _Inputs:
             name: self.tables.view(offset, entries[name]["dtype"], entries[name]["shape"])
             for name, (_, offset) in self.table_places.items()
         }
+        self.stale = True  # the host has written inputs since they were put here
         # tables whose first rows the host has written since they were put here, and how many
         self.dirty = {name: entries[name]["shape"][0] for name in tables}
         self.renew: dict[str, ctypes.Structure] = {}  # what copies tables to where kernels find them, where needed
 
     def put(self, inputs: np.ndarray, tables: Mapping[str, np.ndarray]) -> None:
         """What the host has written."""
-        self.bytes[:] = inputs
+        if self.stale:
+            self.bytes[:] = inputs
+            self.stale = False
         while self.dirty:
             name, rows = self.dirty.popitem()
             self.views[name][:rows] = tables[name][:rows]
@@ -164,7 +167,10 @@ class Io:
 
     def write(self, name: str, values) -> None:
         self._host[name][: len(values)] = values
-        if name in self._table_sizes:
+        if name not in self._table_sizes:
+            for inputs in self._inputs.values():
+                inputs.stale = True
+        else:
             for inputs in self._inputs.values():
                 inputs.dirty[name] = max(inputs.dirty.get(name, 0), len(values))
             self._stale.add(name)
@@ -174,6 +180,8 @@ class Io:
         submitted before it: copies of tables to where kernels read them."""
         inputs = self._inputs[slot]
         inputs.put(self._written, self._host)
+        if not self._stale:
+            return []
         found = [inputs.renew[name] for name in self._stale if name in inputs.renew]
         self._stale.clear()
         return found

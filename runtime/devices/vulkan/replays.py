@@ -17,7 +17,7 @@ from mlc_amd.runtime.devices.run_queue import QueuedRun, RunHooks
 from mlc_amd.runtime.devices.vulkan import timing
 from mlc_amd.runtime.devices.vulkan.carried import Carried
 from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, VulkanLaunch
-from mlc_amd.runtime.devices.vulkan.context import Context
+from mlc_amd.runtime.devices.vulkan.context import Context, together
 from mlc_amd.runtime.devices.vulkan.io import Io
 from mlc_amd.runtime.devices.vulkan.pipelines import BasedPipelines
 
@@ -43,6 +43,7 @@ class Replays(RunHooks):
         self._layout, self._based = layout, based
         # of whole functions, by slot, and in two parts where LATE inputs come later
         self._whole: dict[tuple[str, int | None, bool], list[ctypes.Structure]] = {}
+        self._together: dict[tuple, ctypes.Array] = {}  # these with what is carried
         for name in plan:
             self._record_whole(name, None, False)
         self._cut: dict[str, tuple[tuple[WorkPiece, ...], list[ctypes.Structure]]] = {}  # of the last long step
@@ -55,11 +56,16 @@ class Replays(RunHooks):
         if slot is not None:
             self.io.add_slots()
         first = self._record_whole(run.name, slot, run.late)[0]
+        before = self.io.before(slot)
         if run.late:  # no stage's run is
-            self.context.enqueue_unfenced(*self.io.before(slot), first)
-        else:
-            carried = self.carried
-            self.context.enqueue(*self.io.before(slot), *carried.received(run.name), first, *carried.sent(run.name))
+            self.context.enqueue_unfenced(*before, first)
+            return
+        if before:
+            self.context.enqueue_unfenced(*before)
+        key = run.name, slot, self.carried.parts
+        if key not in self._together:
+            self._together[key] = together([*self.carried.received(run.name), first, *self.carried.sent(run.name)])
+        self.context.enqueue_together(self._together[key])
 
     def submit_late(self, run: QueuedRun) -> None:
         slot = run.slot if run.ahead else None

@@ -141,11 +141,11 @@ def test_a_step_ahead_waits_for_nothing(model, graphs):
     bindings.calls.clear()
     device.start_ahead("pick")
     copy = ["hipMemcpyAsync"]
-    assert bindings.calls == [*copy, *copy, *launched, *copy, "hipEventRecord"]
+    assert bindings.calls == ["hipSetDevice", *copy, *copy, *launched, *copy, "hipEventRecord"]
     device.wait()
     assert len(bindings.queue) == len(launched) + 4
     device.wait()
-    assert not bindings.queue and bindings.calls[-2:] == 2 * ["hipEventSynchronize"]
+    assert not bindings.queue and bindings.calls[-4:] == 2 * ["hipSetDevice", "hipEventSynchronize"]
 
 
 def test_large_results_are_fetched_when_they_are_read(model, monkeypatch):

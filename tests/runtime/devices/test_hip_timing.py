@@ -34,7 +34,7 @@ def test_events_time_each_launch(artifact):
     timed = device.time("decode")
     launch = ["hipEventRecord", "hipModuleLaunchKernel", "hipEventRecord"]
     assert bindings.calls == [
-        "hipMemcpyAsync", *4 * launch, "hipStreamSynchronize", *8 * ["hipEventElapsedTime"]
+        "hipSetDevice", "hipMemcpyAsync", *4 * launch, "hipStreamSynchronize", *8 * ["hipEventElapsedTime"]
     ]  # fmt: skip
     assert [symbol for symbol, *_ in bindings.launched] == ["embed_k", "mix_k", "mix_k_1", "last_k"]
     assert [kernel for kernel, _, _ in timed] == ["embed", "mix", "mix", "last"]
