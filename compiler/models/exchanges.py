@@ -5,18 +5,25 @@ terms: what adds terms to one another, or multiplies them, makes terms; all else
 terms are added up before they cross between GPUs.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from tvm import relax
 
 from mlc_amd.compiler import ops
+from mlc_amd.compiler.models.config import Model
 from mlc_amd.compiler.ops import shape_of
 from mlc_amd.schedules.operators import AllGather, AllReduce
 
-if TYPE_CHECKING:
-    from mlc_amd.compiler.models.graph import Graph
+
+class Graph(Protocol):
+    """What exchanges need of compiler/models/graph.py's."""
+
+    bb: Any
+    model: Model
+    state: relax.Var
+    terms: set[relax.Var]
+
+    def columns(self, x, first: int, count: int) -> relax.Var: ...
 
 
 def term(g: Graph, x: relax.Var, name: str) -> relax.Var:
@@ -24,7 +31,7 @@ def term(g: Graph, x: relax.Var, name: str) -> relax.Var:
     return terms_of(g, x) if name in g.model.sums else x
 
 
-def terms_of(g: Graph, x: relax.Var, *made_of) -> relax.Var:
+def terms_of(g: Graph, x: relax.Var, *made_of: relax.Var) -> relax.Var:
     """x, a term; made_of: only if these are terms."""
     if all(one in g.terms for one in made_of):
         g.terms.add(x)

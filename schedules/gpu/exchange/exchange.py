@@ -49,7 +49,7 @@ def words_of(op: AllReduce | AllGather) -> int:
 
 
 def default_plan(values: int, arch: Device) -> ExchangePlan:
-    """Of so many values: many small workgroups, each has its own way to memory; one on CPUs, which compute few at once."""
+    """Of so many values: many small workgroups, each has its own way to memory; on CPUs one."""
     if arch.family == "generic":
         return ExchangePlan(1, min(arch.threads, 16), 200)
     groups, pairs = GROUPS, values // PAIR
