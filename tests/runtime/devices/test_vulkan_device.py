@@ -246,8 +246,8 @@ def test_long_steps_are_submitted_in_pieces(artifact, plain, monkeypatch):
     """As many submissions as needed, some of them of parts of a launch, and the same bits. A short step is one."""
     engine = Engine.load(artifact)
     device, submitted = engine.device, []
-    enqueue = device.context.enqueue
-    monkeypatch.setattr(device.context, "enqueue", lambda one: submitted.append(one) or enqueue(one))
+    enqueue = device.context.enqueue_together
+    monkeypatch.setattr(device.context, "enqueue_together", lambda one: submitted.append(one) or enqueue(one))
 
     def counted() -> int:
         submitted.clear()
