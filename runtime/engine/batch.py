@@ -6,7 +6,7 @@ import numpy as np
 
 from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import ChunkRows, Sequence
-from mlc_amd.runtime.engine.functions import chunk_size
+from mlc_amd.runtime.engine.functions import chunk_size, rows_at_once
 from mlc_amd.runtime.engine.generation import ContextFull
 from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.sampled_rows import GREEDY
@@ -24,7 +24,8 @@ def reserve(sequence: Sequence, count: int, guesses: int = 0) -> None:
 def next_chunk(cache: KvCache, runner: Runner, sequence: Sequence) -> ChunkRows:
     """The next pending tokens of a sequence, which then has pages for them and a slot."""
     functions = runner.functions
-    count = sequence.step_size(chunk_size(sequence.pending, functions.chunk_sizes, functions.chunk_rows))
+    most = rows_at_once(len(sequence.tokens), functions.chunk_sizes, runner.stages)
+    count = sequence.step_size(chunk_size(sequence.pending, functions.chunk_sizes, most))
     reserve(sequence, count)
     cache.assign_slots([sequence])
     return sequence.chunk(count)

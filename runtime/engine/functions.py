@@ -22,6 +22,18 @@ def chunk_size(pending: int, sizes: tuple[int, ...], most: int) -> int:
 
 
 @cache
+def rows_at_once(tokens: int, sizes: tuple[int, ...], gpus: int) -> int:
+    """How many rows a chunk of a prompt of so many tokens has, at most, while nothing else is computed on several GPUs
+    that have some of the layers each: a chunk passes one after the other, so small ones keep more of them busy."""
+
+    def cost(size: int) -> int:
+        rest = _cheapest(tuple(one for one in sizes if one <= size))[tokens % size][0]
+        return (tokens // size + gpus - 1) * (READING + size) + rest
+
+    return min(reversed(sizes), key=cost)
+
+
+@cache
 def _cheapest(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
     """By a number of tokens of one sequence: what they cost, and how many of them the first step computes."""
     found = [(0, 0)]

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import Sequence
 from mlc_amd.runtime.engine.client_queues import ClientQueues, fair_order, number
-from mlc_amd.runtime.engine.functions import chunk_size
+from mlc_amd.runtime.engine.functions import chunk_size, rows_at_once
 from mlc_amd.runtime.engine.generation import ContextFull
 from mlc_amd.runtime.engine.requests import PlannedChunk, PlannedStep, Request
 from mlc_amd.runtime.errors import UserError
@@ -323,7 +323,10 @@ class Scheduler:
                 continue
             if not (self._admit(request, singles) if request is waiting else self._make_room(request, singles)):
                 continue
-            chunk = self._chunk(request, most, () if singles else self.limits.sizes)
+            sizes = () if singles else self.limits.sizes
+            if sizes and self.groups > 1 and len(self.running) == 1 and not self.waiting:
+                most = min(most, rows_at_once(len(_sequence(request).tokens), sizes, self.groups))
+            chunk = self._chunk(request, most, sizes)
             if chunk.scored and self._scored and singles:
                 continue
             chunk.sequence.reserve(chunk.count)

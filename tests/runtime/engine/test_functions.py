@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlc_amd.runtime.engine.functions import Functions, chunk_size
+from mlc_amd.runtime.engine.functions import Functions, chunk_size, rows_at_once
 
 
 def manifest(*functions: tuple[str, int, int, int], kind: str = "vulkan") -> dict:
@@ -63,3 +63,23 @@ def test_chunks_that_something_else_limits():
     assert steps(100, (512,)) == [100]
     assert steps(100, (), 40) == [40, 40, 20]
     assert steps(130, GPU.chunk_sizes, 65) == [64, 64, 2]
+
+
+def test_chunks_that_keep_several_gpus_busy():
+    """A step's time is proportional to its rows and 48 more; the makespan of equal chunks on equal stages."""
+    sizes = (1, 8, 16, 32, 64, 128, 512)
+
+    def makespan(tokens: int, gpus: int, most: int) -> float:
+        chunks, free = steps(tokens, sizes, most), [0.0] * gpus
+        for count in chunks:
+            at = 0.0
+            for gpu in range(gpus):
+                at = free[gpu] = max(at, free[gpu]) + (48 + next(size for size in sizes if size >= count)) / gpus
+        return free[-1]
+
+    for tokens in (100, 512, 1000, 2048, 4096, 20000):
+        assert steps(tokens, sizes, rows_at_once(tokens, sizes, 1)) == steps(tokens, sizes)
+        for gpus in (2, 4):
+            best = min(makespan(tokens, gpus, size) for size in sizes)
+            assert makespan(tokens, gpus, rows_at_once(tokens, sizes, gpus)) <= 1.02 * best
+    assert makespan(512, 2, rows_at_once(512, sizes, 2)) < 0.8 * makespan(512, 2, 512)
