@@ -1,61 +1,89 @@
 ; The relay between GPUs that cannot write to one another's memory: copies words from outboxes to inboxes, a cache line
 ; at a time, as soon as all of a line's words have their round's number (runtime/exchange_layout.py).
 ;
-; i64 relay(ptr job) copies until all rounds are done, or until it found nothing to do `patience` times in a row. It goes
+; i64 relay(ptr job) copies rounds as they are asked for, until it found nothing to do `patience` times in a row. It goes
 ; on where it was when it is called again. It takes a line of each outbox before the next line of any, as workgroups
-; wait for one another. Returns the rounds that are left. job: int64[7 + 9 * outboxes]:
-;   0 rounds left, 1 number of the round, 2 the next line, 3 the next outbox: where it is
-;   4 outboxes, 5 lines of each in a round, 6 patience, 7 bytes of a slot, then for each outbox
-;   0 address, 1 inboxes, 2.. their addresses
-; Numbers are 1 .. 2^26 and again; odd ones use the second slot.
+; wait for one another. Returns the rounds that were asked for and are not done. job: int64[10 + 9 * outboxes]:
+;   0 address of int64: rounds asked for, 1 rounds done, 2 the next line, 3 the next outbox: where it is
+;   4 outboxes, 5 patience, 6 bytes of a slot
+;   7 address of int64[4096]: lines of a round, 8 and 9: this job copies part (8) out of (9) of them
+;   then for each outbox: 0 address, 1 inboxes, 2.. their addresses
+; Rounds have numbers 1 .. 2^26 and again; odd ones use the second slot.
 
 target triple = "x86_64-unknown-linux-gnu"
 
 define i64 @relay(ptr noalias %job) nounwind {
 entry:
-  %number.at = getelementptr i64, ptr %job, i64 1
+  %done.at = getelementptr i64, ptr %job, i64 1
   %line.at = getelementptr i64, ptr %job, i64 2
   %outbox.at = getelementptr i64, ptr %job, i64 3
   %outboxes.at = getelementptr i64, ptr %job, i64 4
-  %lines.at = getelementptr i64, ptr %job, i64 5
-  %patience.at = getelementptr i64, ptr %job, i64 6
-  %slot.at = getelementptr i64, ptr %job, i64 7
-  %rounds.first = load i64, ptr %job
-  %number.first = load i64, ptr %number.at
-  %outbox.first = load i64, ptr %outbox.at
+  %patience.at = getelementptr i64, ptr %job, i64 5
+  %slot.at = getelementptr i64, ptr %job, i64 6
+  %ring.at = getelementptr i64, ptr %job, i64 7
+  %part.at = getelementptr i64, ptr %job, i64 8
+  %parts.at = getelementptr i64, ptr %job, i64 9
+  %asked.at = load ptr, ptr %job
+  %done.first = load i64, ptr %done.at
   %line.first = load i64, ptr %line.at
+  %outbox.first = load i64, ptr %outbox.at
   %outboxes = load i64, ptr %outboxes.at
-  %lines = load i64, ptr %lines.at
   %patience = load i64, ptr %patience.at
   %slot = load i64, ptr %slot.at
+  %ring = load ptr, ptr %ring.at
+  %part = load i64, ptr %part.at
+  %parts = load i64, ptr %parts.at
+  %part.next = add i64 %part, 1
   br label %round
 
 round:
-  %rounds = phi i64 [ %rounds.first, %entry ], [ %rounds.less, %round.done ]
-  %number = phi i64 [ %number.first, %entry ], [ %number.next, %round.done ]
+  %done = phi i64 [ %done.first, %entry ], [ %done.next, %round.done ]
   %outbox.begin = phi i64 [ %outbox.first, %entry ], [ 0, %round.done ]
   %line.begin = phi i64 [ %line.first, %entry ], [ 0, %round.done ]
-  %more = icmp sgt i64 %rounds, 0
-  br i1 %more, label %round.begin, label %end
+  br label %ask
+
+ask:
+  %asked.idle = phi i64 [ 0, %round ], [ %asked.idle.next, %ask.wait ]
+  %asked = load volatile i64, ptr %asked.at
+  %more = icmp slt i64 %done, %asked
+  br i1 %more, label %round.begin, label %ask.wait
+
+ask.wait:
+  call void @llvm.x86.sse2.pause()
+  %asked.idle.next = add i64 %asked.idle, 1
+  %asked.enough = icmp sge i64 %asked.idle.next, %patience
+  br i1 %asked.enough, label %end, label %ask
 
 round.begin:
+  %turn = and i64 %done, 67108863
+  %number = add i64 %turn, 1
+  %entry.number = and i64 %done, 4095
+  %all.at = getelementptr i64, ptr %ring, i64 %entry.number
+  %all.lines = load volatile i64, ptr %all.at
+  %from.product = mul i64 %all.lines, %part
+  %from.line = udiv i64 %from.product, %parts
+  %to.product = mul i64 %all.lines, %part.next
+  %to.line = udiv i64 %to.product, %parts
+  %lines = sub i64 %to.line, %from.line
   %parity = and i64 %number, 1
   %offset = mul i64 %parity, %slot
   %number32 = trunc i64 %number to i32
   %one.number = insertelement <8 x i32> poison, i32 %number32, i32 0
   %numbers = shufflevector <8 x i32> %one.number, <8 x i32> poison, <8 x i32> zeroinitializer
-  br label %line
+  %some = icmp slt i64 %line.begin, %lines
+  br i1 %some, label %line, label %round.done
 
 line:
   %l = phi i64 [ %line.begin, %round.begin ], [ %l.next, %line.done ]
   %outbox.here = phi i64 [ %outbox.begin, %round.begin ], [ 0, %line.done ]
-  %place = shl i64 %l, 6
+  %own = add i64 %from.line, %l
+  %place = shl i64 %own, 6
   br label %outbox
 
 outbox:
   %o = phi i64 [ %outbox.here, %line ], [ %o.next, %outbox.done ]
   %entry.words = mul i64 %o, 9
-  %entry.word = add i64 %entry.words, 8
+  %entry.word = add i64 %entry.words, 10
   %source.at = getelementptr i64, ptr %job, i64 %entry.word
   %inboxes.at = getelementptr i64, ptr %source.at, i64 1
   %targets = getelementptr i64, ptr %source.at, i64 2
@@ -102,9 +130,7 @@ line.done:
 
 round.done:
   call void @llvm.x86.sse.sfence()
-  %rounds.less = sub i64 %rounds, 1
-  %below = and i64 %number, 67108863
-  %number.next = add i64 %below, 1
+  %done.next = add i64 %done, 1
   br label %round
 
 suspend:
@@ -112,13 +138,14 @@ suspend:
   br label %end
 
 end:
-  %o.end = phi i64 [ 0, %round ], [ %o, %suspend ]
-  %l.end = phi i64 [ 0, %round ], [ %l, %suspend ]
-  store i64 %rounds, ptr %job
-  store i64 %number, ptr %number.at
+  %o.end = phi i64 [ %outbox.begin, %ask.wait ], [ %o, %suspend ]
+  %l.end = phi i64 [ %line.begin, %ask.wait ], [ %l, %suspend ]
+  store i64 %done, ptr %done.at
   store i64 %o.end, ptr %outbox.at
   store i64 %l.end, ptr %line.at
-  ret i64 %rounds
+  %asked.last = load volatile i64, ptr %asked.at
+  %left = sub i64 %asked.last, %done
+  ret i64 %left
 }
 
 declare i1 @llvm.vector.reduce.and.v8i1(<8 x i1>)

@@ -47,7 +47,6 @@ class TensorDevice:
         self.kind, self.threads, self.gpu, self.code_arch = first.kind, 1, first.gpu, first.code_arch
         self.name = " + ".join(device.name for device in self.stages)
         self.kv_types = common_kv_types(self.manifest, self.stages)
-        self.waited = 0.0
         self._segments = {name: segments(first.manifest, name) for name in self.manifest["functions"]}
         self._failed: BaseException | None = None
 
@@ -109,21 +108,19 @@ class TensorDevice:
             return
         if meanwhile:
             meanwhile()
-
-        def compute(name: str) -> None:
-            for device in self.stages:
-                device.begin(name)
-            self._finish()
-
-        self._in_turn(function, compute)
+        self._in_turn(function)
 
     def run_plain(self, function: str) -> None:
-        self._in_turn(function, lambda name: [device.run_plain(name) for device in self.stages])
+        """Of one of the GPUs; the others compute as usual."""
+        self._in_turn(function, lambda device, name: device.run_plain(name))
 
     def time(self, function: str) -> list[tuple[str, float, float]]:
-        """Of the first GPU. See the protocol. UserError where a GPU cannot."""
-        found = self._in_turn(function, lambda name: [device.time(name) for device in self.stages])
-        return [one for first, *_ in found for one in first]
+        """Of one of the GPUs. See the protocol. UserError where it cannot."""
+        return [one for found in self._in_turn(function, lambda device, name: device.time(name)) for one in found]
+
+    @property
+    def waited(self) -> float:
+        return self.stages[-1].waited
 
     def read(self, name: str, rows: int) -> np.ndarray:
         self._alive()
@@ -138,15 +135,20 @@ class TensorDevice:
         """Of the slowest GPU."""
         return min(device.copy_bandwidth() for device in self.stages)
 
-    def _in_turn(self, function: str, compute: Callable[[str], Result]) -> list[Result]:
-        """Computes the segments of a function like this."""
-        found = []
+    def _in_turn(self, function: str, compute: Callable[[Any, str], Result] | None = None) -> list[Result]:
+        """Computes the segments of a function, on the last GPU like this, if it is given. Its results."""
+        found, last = [], self.stages[-1]
+        usual = self.stages[:-1] if compute else self.stages
         with self._working():
             for number, name in enumerate(self._segments[function]):
                 for device in self.stages:
                     device.hand_over((number - 1) % PARTS, number % PARTS)
                 self._begin_rounds(name)
-                found.append(compute(name))
+                for device in usual:
+                    device.begin(name)
+                if compute:
+                    found.append(compute(last, name))
+                self._finish(usual)
                 self._check_rounds()
         return found
 
@@ -159,17 +161,15 @@ class TensorDevice:
             names = ", ".join(f"GPU {i} ({self.stages[i].name})" for i in failed)
             raise MachineError(f"{names} waited in vain for what the others computed; load the model again")
 
-    def _finish(self) -> None:
-        """Waits for all GPUs."""
-        begun = news = time.perf_counter()
-        busy = [*self.stages]
+    def _finish(self, busy: Sequence[Any]) -> None:
+        """Waits for these GPUs."""
+        news = time.perf_counter()
         while busy:
             left, now = [device for device in busy if not device.finished()], time.perf_counter()
             if len(left) < len(busy):
                 busy, news = left, now
             elif now - news > POLL:
                 time.sleep(PAUSE)
-        self.waited += time.perf_counter() - begun
 
     @contextmanager
     def _working(self) -> Iterator[None]:

@@ -7,7 +7,6 @@ poll while a step is in progress, and sleep otherwise.
 import ctypes
 import mmap
 import platform
-import queue
 import threading
 import time
 from collections.abc import Sequence
@@ -15,13 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
-from mlc_amd.runtime.exchange_layout import LINE, ROUNDS, WORD, outbox_words, row
+from mlc_amd.runtime.exchange_layout import LINE, WORD, outbox_words, row
 from mlc_amd.runtime.host import available_threads
 
-PATIENCE = 20000  # polls without a word before Python's side has a look: about a millisecond
+PATIENCE = 200000  # polls without a word or a round before Python's side has a look: some milliseconds
+SLEEP = 0.02  # seconds without a round after which a thread sleeps
 WAYS = 4  # threads that share an outbox, at most; more gained nothing
-HEADER, ENTRY = 8, 9  # int64 of a job, and of each of its outboxes
-LEFT, NUMBER, AT_LINE, AT_OUTBOX, OUTBOXES, LINES, MOST_IDLE, SLOT = range(HEADER)
+RING = 4096  # rounds that are asked for and not done, at most
+HEADER, ENTRY = 10, 9  # int64 of a job, and of each of its outboxes
+ASKED_AT, DONE, AT_LINE, AT_OUTBOX, OUTBOXES, MOST_IDLE, SLOT, RING_AT, WAY, OF_WAYS = range(HEADER)
 
 
 class RelayCode:
@@ -51,70 +52,65 @@ class Relay:
         capacity: int,
         threads: int | None = None,
     ):
-        self._code, self._stopping = code, False
+        self.code, self.closed = code, False
         threads = threads or max(1, available_threads() // 2)
         groups, ways = min(len(outboxes), threads), max(1, min(WAYS, threads // len(outboxes)))
         boxes = [(outbox, _targets(rank, inboxes, capacity)) for rank, outbox in enumerate(outboxes)]
-        self._movers = [
-            _Mover(self, boxes[group::groups], capacity, way, ways) for group in range(groups) for way in range(ways)
-        ]
+        self.asked, self.lines = np.zeros(1, np.int64), np.zeros(RING, np.int64)  # lines: of a round modulo RING
+        self._shares = [(boxes[group::groups], capacity, way, ways) for group in range(groups) for way in range(ways)]
+        self._movers = [_Mover(self, *share) for share in self._shares]
 
     def begin(self, rounds: int, words: int) -> None:
         """Moves the words of so many more rounds; returns at once."""
+        assert rounds <= RING // 2, "rounds of earlier calls may not be done"
+        asked = int(self.asked[0])
+        self.lines[np.arange(asked, asked + rounds) % RING] = words // LINE
+        self.asked[0] = asked + rounds  # the last: threads read what was written before
         for mover in self._movers:
-            mover.tasks.put((rounds, words))
+            if mover.asleep:
+                mover.wake.set()
 
-    def stop(self) -> None:
-        """Ends all rounds, also those whose words did not come; the next ones begin anew, with number 1."""
-        self._stopping = True
-        for mover in self._movers:
-            mover.tasks.join()
-            mover.job[NUMBER] = 1
-        self._stopping = False
+    def stop(self, done: int = 0) -> None:
+        """Ends all rounds, also those whose words did not come. The next one is that after so many that are done."""
+        self.close()
+        self.closed, self.asked[0] = False, done
+        self._movers = [_Mover(self, *share) for share in self._shares]
 
     def close(self) -> None:
-        self.stop()
+        self.closed = True
         for mover in self._movers:
-            mover.tasks.put(None)
+            mover.wake.set()
+        for mover in self._movers:
             mover.thread.join()
-
-    def move(self, job: np.ndarray) -> None:
-        """Until all is done or `stop` is called."""
-        while not self._stopping and self._code.call(job.ctypes.data):
-            time.sleep(0)
 
 
 class _Mover:
     """One thread: part `way` out of `ways` of the lines of some outboxes (address, addresses of inboxes)."""
 
     def __init__(self, relay: Relay, outboxes: list[tuple[int, list[int]]], capacity: int, way: int, ways: int):
-        self._relay, self._outboxes, self._way, self._ways = relay, outboxes, way, ways
+        self._relay, self.asleep, self.wake = relay, False, threading.Event()
         self.job = np.zeros(HEADER + ENTRY * len(outboxes), np.int64)
-        self.job[[NUMBER, OUTBOXES, MOST_IDLE, SLOT]] = 1, len(outboxes), PATIENCE, capacity * WORD
-        self.tasks: queue.Queue[tuple[int, int] | None] = queue.Queue()
+        self.job[[ASKED_AT, RING_AT, DONE]] = relay.asked.ctypes.data, relay.lines.ctypes.data, relay.asked[0]
+        self.job[[OUTBOXES, MOST_IDLE, SLOT, WAY, OF_WAYS]] = len(outboxes), PATIENCE, capacity * WORD, way, ways
+        for i, (source, targets) in enumerate(outboxes):
+            at = HEADER + ENTRY * i
+            self.job[at : at + 2 + len(targets)] = source, len(targets), *targets
         self.thread = threading.Thread(target=self._work, name="mlc-amd relay", daemon=True)
         self.thread.start()
 
     def _work(self) -> None:
-        while (task := self.tasks.get()) is not None:
-            rounds, words = task
-            lines = words // LINE
-            first, end = lines * self._way // self._ways, lines * (self._way + 1) // self._ways
-            if first < end:
-                self._aim(first, end - first)
-                self.job[[LEFT, AT_LINE, AT_OUTBOX]] = rounds, 0, 0
-                self._relay.move(self.job)
-            else:  # others move all of them
-                self.job[NUMBER] = (self.job[NUMBER] - 1 + rounds) % ROUNDS + 1
-            self.tasks.task_done()
-        self.tasks.task_done()
-
-    def _aim(self, first: int, lines: int) -> None:
-        self.job[LINES] = lines
-        for i, (source, targets) in enumerate(self._outboxes):
-            at = HEADER + ENTRY * i
-            places = [address + first * LINE * WORD for address in (source, *targets)]
-            self.job[at : at + 2 + len(targets)] = places[0], len(targets), *places[1:]
+        relay, since = self._relay, time.monotonic()
+        while not relay.closed:
+            if relay.code.call(self.job.ctypes.data):
+                time.sleep(0)
+                since = time.monotonic()
+            elif time.monotonic() - since > SLEEP:
+                self.asleep = True  # before the count is read again: `begin` writes it before it reads this
+                if relay.asked[0] <= self.job[DONE]:
+                    self.wake.wait()
+                self.asleep = False
+                self.wake.clear()
+                since = time.monotonic()
 
 
 def _targets(sender: int, inboxes: Sequence[int], capacity: int) -> list[int]:

@@ -124,8 +124,7 @@ def test_rounds_of_few_words_count_for_all_threads(boxes):
 
 
 def test_numbers_begin_anew_after_the_last(boxes):
-    for mover in boxes.relay._movers:
-        mover.job[1] = ROUNDS - 1
+    boxes.relay.stop(ROUNDS - 2)
     boxes.relay.begin(4, boxes.CAPACITY)
     for number in (ROUNDS - 1, ROUNDS, 1, 2):
         for rank in range(boxes.PARTS):
