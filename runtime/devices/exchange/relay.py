@@ -19,7 +19,7 @@ from mlc_amd.runtime.host import available_threads
 
 PATIENCE = 200000  # polls without a word or a round before Python's side has a look: some milliseconds
 SLEEP = 0.02  # seconds without a round after which a thread sleeps
-WAYS = 4  # threads that share an outbox, at most; more gained nothing
+WAYS = 8  # threads that share an outbox, at most: 16 rows of 4096 took 30 us with them, 38 with 4, and 32 with 16
 RING = 4096  # rounds that are asked for and not done, at most
 HEADER, ENTRY = 10, 9  # int64 of a job, and of each of its outboxes
 ASKED_AT, DONE, AT_LINE, AT_OUTBOX, OUTBOXES, MOST_IDLE, SLOT, RING_AT, WAY, OF_WAYS = range(HEADER)
