@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from urllib.parse import quote
 
 import architectures
 import pytest
+from few_functions import few_functions
 from kept_code import keep
 from llvm_levels import unoptimized
 
@@ -185,23 +187,25 @@ def compiled(once):
 
 @pytest.fixture(scope="session")
 def compiled_for(once):
-    """compiled_for(target, arch, source, ctx, kv_type) -> artifact folder. source: a GGUF path, a synthetic spec, or
-    the arguments of `architectures.tiny`.
+    """compiled_for(target, arch, source, ctx, kv_type, few) -> artifact folder. source: a GGUF path, a synthetic spec,
+    or the arguments of `architectures.tiny`; few: for a GPU, with the functions of few_functions.py only.
 
     Each is compiled once a run at each of LLVM's levels. Not to be changed by tests.
     """
 
-    def compile_once(target: str, arch: str, source: Path | str | tuple, ctx: int, kv_type: str = "f16") -> Path:
+    def compile_once(
+        target: str, arch: str, source: Path | str | tuple, ctx: int, kv_type: str = "f16", few: bool = False
+    ) -> Path:
         def make(out: Path) -> None:
             if isinstance(source, tuple):
                 opened = architectures.tiny(*source)
             else:
                 opened = GGUFModel.open(source) if isinstance(source, Path) else synthetic(source)
-            with opened as model:
+            with opened as model, few_functions() if few else nullcontext():
                 compile_model(model, out, CompileOptions(target=target, arch=arch, ctx=ctx, kv_type=kv_type))
 
         level = resolve().target if target == "cpu" else ""
-        return once(f"{level}-{target}-{arch}-{source}-{ctx}-{kv_type}", make)
+        return once(f"{level}-{target}-{arch}-{source}-{ctx}-{kv_type}{'-few' * few}", make)
 
     return compile_once
 
