@@ -48,10 +48,9 @@ PYTHONS = pythons()
 
 
 @pytest.fixture(scope="module")
-def model(compiled_for, tmp_path_factory) -> Path:
+def model(lavapipe_model, tmp_path_factory) -> Path:
     """A model for the Vulkan driver that runs on the CPU, in a folder with a space in its name."""
-    few = compiled_for("vulkan", "lavapipe", "tiny:q4_0", 128, few=True)  # which each process loads faster
-    return shutil.copytree(few, tmp_path_factory.mktemp("artifact") / "tiny model")
+    return shutil.copytree(lavapipe_model, tmp_path_factory.mktemp("artifact") / "tiny model")
 
 
 @pytest.fixture(scope="module")
