@@ -38,6 +38,7 @@ STEPS = {
 # another one in sizes: in steps of single rows, of both kinds of rows, and of guesses.
 FEW = ("decode", "mixed", "guesses")
 ALL_STEPS = ("scan", "conv", "conv of parts", "gated conv", "delta net", "decays of channels")
+ALL_STEPS += ("delta net, decays by channel",)  # other code
 DELTA = {"key_heads": 2, "value_heads": 6, "d": 32, "grouped": False, "eps": 1e-6}
 SCAN = {"heads": 6, "d": 32, "size": 48, "groups": 2}
 KERNELS = {
