@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from urllib.parse import quote
 
 import architectures
 import pytest
+from few_functions import few_functions
 from kept_code import keep
 from llvm_levels import unoptimized
 
@@ -51,22 +53,22 @@ rocm_target.FEW_GROUPS = 1000
 # The files that take longest run first, which leaves short ones for workers that finish early. Of those with
 # `lavapipe_model` the first one is long before the others, which find what Mesa made of its shaders.
 LONG = (
-    "test_emulator_gfx1100.py", "test_vulkan_device.py", "test_staged_device.py", "test_architectures.py",
-    "test_tuning_rpc.py", "test_selftest.py", "test_tune_cli.py", "test_steps_ahead.py", "test_vulkan_kernels.py",
-    "test_recurrent_kernels.py", "test_gpu_sample.py", "test_unified_memory.py", "test_vulkan_rows.py",
-    "test_model_cache.py", "test_deploy.py", "test_gemm_lanes.py", "test_emulator_gfx1201.py",
-    "test_inspect_kernels.py", "test_interrupts.py", "test_vulkan_models.py", "test_cpu_linear.py",
-    "test_tuning_rooflines.py", "test_device_sampling.py", "test_radv.py", "test_tuning_build.py",
-    "test_fuzz_inputs.py", "test_memory.py", "test_tuning_compile.py", "test_gpu_gemm.py", "test_tuning_kit.py",
-    "test_gpu_gemv.py", "test_measure_devices.py", "test_serve_values.py", "test_emulator_gfx942.py",
+    "test_emulator_gfx1100.py", "test_vulkan_device.py", "test_architectures.py", "test_emulator_gfx942.py",
+    "test_emulator_gfx1201.py", "test_staged_device.py", "test_selftest.py", "test_steps_ahead.py",
+    "test_vulkan_rows.py", "test_vulkan_kernels.py", "test_model_cache.py", "test_tune_cli.py",
+    "test_recurrent_kernels.py", "test_interrupts.py", "test_unified_memory.py", "test_tuning_rpc.py",
+    "test_gemm_lanes.py", "test_gpu_sample.py", "test_cpu_linear.py", "test_deploy.py", "test_inspect_kernels.py",
+    "test_vulkan_models.py", "test_tuning_rooflines.py", "test_device_sampling.py", "test_radv.py",
+    "test_tuning_build.py", "test_fuzz_inputs.py", "test_memory.py", "test_tuning_compile.py", "test_gpu_gemm.py",
+    "test_tuning_kit.py", "test_gpu_gemv.py", "test_measure_devices.py", "test_serve_values.py",
     "test_cpu_attention.py", "test_states.py", "test_cpu_sample.py", "test_cpu_experts.py",
     "test_vulkan_attention_decode.py", "test_engine_many.py", "test_wheel.py", "test_tuning_session.py",
     "test_gpu_experts.py", "test_serve_limits.py", "test_cpu_plans.py", "test_vulkan_coop.py", "test_reference.py",
     "test_exchange.py",
     "test_vulkan_latent.py", "test_kv_types.py", "test_gpu_attention.py", "test_predictor.py", "test_windows.py",
     "test_models.py", "test_bench_gpu.py", "test_cli.py", "test_generic.py", "test_cpu_norm.py", "test_repl.py",
-    "test_chat.py", "test_artifact.py", "test_tuning_search.py", "test_latent.py",
-    "test_api.py", "test_bench.py", "test_rocm_models.py", "test_quality.py",
+    "test_chat.py", "test_artifact.py", "test_tuning_search.py", "test_latent.py", "test_api.py", "test_bench.py",
+    "test_rocm_models.py", "test_quality.py",
 )  # fmt: skip
 
 
@@ -185,23 +187,25 @@ def compiled(once):
 
 @pytest.fixture(scope="session")
 def compiled_for(once):
-    """compiled_for(target, arch, source, ctx, kv_type) -> artifact folder. source: a GGUF path, a synthetic spec, or
-    the arguments of `architectures.tiny`.
+    """compiled_for(target, arch, source, ctx, kv_type, few) -> artifact folder. source: a GGUF path, a synthetic spec,
+    or the arguments of `architectures.tiny`; few: for a GPU, with the functions of few_functions.py only.
 
     Each is compiled once a run at each of LLVM's levels. Not to be changed by tests.
     """
 
-    def compile_once(target: str, arch: str, source: Path | str | tuple, ctx: int, kv_type: str = "f16") -> Path:
+    def compile_once(
+        target: str, arch: str, source: Path | str | tuple, ctx: int, kv_type: str = "f16", few: bool = False
+    ) -> Path:
         def make(out: Path) -> None:
             if isinstance(source, tuple):
                 opened = architectures.tiny(*source)
             else:
                 opened = GGUFModel.open(source) if isinstance(source, Path) else synthetic(source)
-            with opened as model:
+            with opened as model, few_functions() if few else nullcontext():
                 compile_model(model, out, CompileOptions(target=target, arch=arch, ctx=ctx, kv_type=kv_type))
 
         level = resolve().target if target == "cpu" else ""
-        return once(f"{level}-{target}-{arch}-{source}-{ctx}-{kv_type}", make)
+        return once(f"{level}-{target}-{arch}-{source}-{ctx}-{kv_type}{'-few' * few}", make)
 
     return compile_once
 

@@ -106,7 +106,7 @@ def test_ranges():
 def test_experts_in_host_memory(compiled_for, monkeypatch):
     """Of GPUs with their own memory the first layer's, or all, with the same results; in one that works in the host's
     memory nothing changes. The CPU driver's only memory counts as its own: here mapped memory stands for the host's."""
-    folder, kinds = compiled_for("vulkan", "lavapipe", ("qwen3moe", "q4_k"), 64), []
+    folder, kinds = compiled_for("vulkan", "lavapipe", ("qwen3moe", "q4_k"), 64, few=True), []
     block = VulkanMemory.block
 
     def note(self, nbytes, kind):

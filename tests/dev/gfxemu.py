@@ -26,7 +26,6 @@ import numpy as np
 from mlc_amd.runtime.errors import UserError
 
 FOLDER = Path(os.environ.get("GFXEMU", Path(__file__).resolve().parents[3] / "shared" / "tools" / "gfxemu"))
-KEPT = os.environ.get("GFXEMU_OPERATIONS", "")
 CLANGS = ("clang", *(f"clang-{version}" for version in range(22, 16, -1)))
 SNAPSHOT = (
     6  # the emulator's buffers are numbered 0..5, 1 the vector registers; here: their copy from before the instruction
@@ -111,15 +110,15 @@ def load():
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
     _provide_clang()
-    if KEPT:
+    if kept := os.environ.get("GFXEMU_OPERATIONS"):
         os.environ["CCACHE"] = "0"  # tinygrad's own cache, a file that processes would wait for
     run_hsaco = importlib.import_module("run_hsaco")
 
     emu = run_hsaco.emulator()
     if not hasattr(emu, "corrected"):
         _correct(emu)
-        if KEPT:
-            _keep_operations(emu, Path(KEPT) / _version()[:16])
+        if kept:
+            _keep_operations(emu, Path(kept) / _version()[:16])
         emu.corrected = True
     return run_hsaco
 

@@ -4,10 +4,10 @@ from typing import ClassVar
 
 import pytest
 from attention_cases import Case, check_attention
-from emulator_suite import OnArch, SameOnAll, check_architecture, check_model, compiled_functions
+from emulator_suite import OnArch, SameOnAll, check_architecture, check_model
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
-from mlc_amd.compiler.gguf import synthetic
+from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.schedules.gpu.attention.attention import attention
 from mlc_amd.schedules.gpu.base.arch import resolve
 from mlc_amd.schedules.operators.attention import Rope
@@ -19,10 +19,10 @@ class TestGfx1100(OnArch, SameOnAll):
     today: ClassVar = {"q4_0": 34.7, "q4_k": 39.4, "q6_k": 56.5, "q8_0": 23.7}
     eight: ClassVar = {"q4_0": 113.2, "q4_k": 129.8, "q6_k": 149.8, "q8_0": 117.3}
 
-    def test_model(self, emulator, tmp_path, monkeypatch):
+    def test_model(self, emulator, compiled_for, monkeypatch):
         """A whole tiny model; test_rocm_models has others."""
         monkeypatch.setenv("MLC_AMD_GRAPH", "0")
-        artifact = compiled_functions(synthetic("tiny:q4_0"), self.arch, tmp_path / "model")
+        artifact = Artifact.open(compiled_for("rocm", self.arch, "tiny:q4_0", 64, few=True))
         check_model(artifact, "tiny:q4_0", self.arch, emulator, wave_order=5)
 
     @pytest.mark.full

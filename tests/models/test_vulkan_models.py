@@ -6,12 +6,10 @@ import reference
 import vulkan_harness
 from samples import sample
 
-from mlc_amd.compiler.gguf import GGUFModel, synthetic
-from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.options import CompileOptions
 from tests.dev.quality import Reference, kl_divergence
 
 MAX_KL = 1e-3
@@ -19,20 +17,10 @@ MAX_KL = 1e-3
 SAMPLE = "qwen3-q4_0"
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """made(GGUF path or synthetic spec, arch, ctx) -> artifact folder, compiled once."""
-    done = {}
-
-    def compile_once(source, arch, ctx=64):
-        if (source, arch) not in done:
-            out = tmp_path_factory.mktemp("vulkan") / "model"
-            with synthetic(source) if isinstance(source, str) else GGUFModel.open(source) as model:
-                compile_model(model, out, CompileOptions(target="vulkan", arch=arch, ctx=ctx))
-            done[source, arch] = out
-        return done[source, arch]
-
-    return compile_once
+@pytest.fixture
+def made(compiled_for):
+    """made(GGUF path or synthetic spec, arch, ctx) -> artifact folder, compiled once, with few functions."""
+    return lambda source, arch, ctx=64: compiled_for("vulkan", arch, source, ctx, few=True)
 
 
 @pytest.fixture
@@ -78,7 +66,7 @@ SEVERAL = "generic,7900xtx:matrix=none,lavapipe"
 
 
 def test_several_profiles_share_an_artifact(made):
-    manifest = Artifact.open(made("tiny:f16", SEVERAL, 128)).manifest
+    manifest = Artifact.open(made("tiny:q4_0", SEVERAL, 128)).manifest
     assert list(manifest["libraries"].values()) == [
         "kernels-generic.spv",
         "kernels-rdna3-matrix-none.spv",
@@ -91,7 +79,7 @@ def test_several_profiles_share_an_artifact(made):
 def test_several_profiles_where_the_first_splits_attention_less(made, load):
     """The workspace has the largest size that any profile needs; the device takes the profile that fits."""
     vulkan_harness.gpu()
-    engine = load(made("tiny:f16", SEVERAL, 128))
+    engine = load(made("tiny:q4_0", SEVERAL, 128))
     assert np.isfinite(engine.decode(1)).all()
 
 

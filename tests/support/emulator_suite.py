@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import reference
 from attention_cases import Case, Rows, check_attention, check_output, outputs, pack
+from few_functions import few_functions
 from workloads import linear_op
 
-from mlc_amd.compiler.codegen.gpu_target import GpuTarget
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
@@ -52,20 +52,9 @@ EXPERTS = ("q4_k", "rows q8_0")  # cases of test_gpu_experts: one row, several
 GEMM = (("mixed-matrix", "residual-matrix", "gates-float"), ("small-matrix",))
 
 
-# Of a model in the emulator: one row, a chunk, whose linear layers are on matrix units, and what none can do without.
-# Compiling all functions takes LLVM most of a test's time.
-FUNCTIONS = ("decode", "prefill_64", "score_64")
-
-
 def compiled_functions(model: GGUFModel, arch: str, out: Path) -> Artifact:
     """The model with 64 tokens of context and FUNCTIONS."""
-    every = GpuTarget.functions
-
-    def functions(self, ctx):
-        return [function for function in every(self, ctx) if function.name in FUNCTIONS]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GpuTarget, "functions", functions)
+    with few_functions():
         compile_model(model, out, CompileOptions(target="rocm", arch=arch, ctx=64))
     return Artifact.open(out)
 

@@ -5,6 +5,7 @@ import gzip
 import json
 
 import pytest
+from few_functions import few_functions
 
 from mlc_amd.compiler.codegen import hsaco
 from mlc_amd.compiler.codegen.rocm import compile_hsaco, find_linker
@@ -28,7 +29,7 @@ def linker():
 @pytest.fixture(scope="module")
 def artifact(compiled_for, linker):
     """A tiny model for gfx1100."""
-    return compiled_for("rocm", ARCH, "tiny:q4_0", 64)
+    return compiled_for("rocm", ARCH, "tiny:q4_0", 64, few=True)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +149,8 @@ def test_bounds_of_a_linear_layer_by_hand(inspect, artifact):
 
 def test_a_synthetic_model_is_compiled_for_its_kernels(inspect, artifact):
     """Without weights, and nothing is left of it; the same kernels as of the artifact."""
-    out, err = inspect("--synthetic", "tiny:q4_0", "--ctx", "64", "--kernels", "--target", "rocm", "--arch", ARCH)
+    with few_functions():
+        out, err = inspect("--synthetic", "tiny:q4_0", "--ctx", "64", "--kernels", "--target", "rocm", "--arch", ARCH)
     of_artifact = inspect(artifact, "--kernels").out
     assert out[out.index("code of") :] == of_artifact[of_artifact.index("code of") :] and "compiling" in err
     shown = inspect("--synthetic", "tiny:q4_0", "--target", "rocm", "--arch", ARCH).out

@@ -5,6 +5,7 @@ import random
 from dataclasses import asdict, replace
 
 import pytest
+from few_functions import few_functions
 
 from mlc_amd.compiler.codegen.target import make_target
 from mlc_amd.compiler.gguf import GGUFModel, synthetic, write_gguf
@@ -62,7 +63,7 @@ def test_tasks_are_the_distinct_kernels_weighted_by_their_calls(tasks, gguf):
 
 
 def compiled(gguf, folder, **options):
-    with GGUFModel.open(gguf) as model:
+    with GGUFModel.open(gguf) as model, few_functions():
         made = CompileOptions(target="vulkan", arch="vangogh", ctx=CONTEXT, **options)
         summary = compile_model(model, folder, made, weights=False)
     return summary, json.loads((folder / "manifest.json").read_text())

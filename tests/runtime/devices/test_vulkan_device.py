@@ -51,8 +51,10 @@ def compiled_to(folder: Path, source: Path | str, **options) -> Path:
 
 
 @pytest.fixture(scope="module")
-def artifact(lavapipe_model) -> Path:
-    return lavapipe_model
+def artifact(compiled_for) -> Path:
+    """With few functions: the driver prepares the kernels of all whenever a device is opened, which takes longer than
+    most tests."""
+    return compiled_for("vulkan", "lavapipe", SMALL, CTX, few=True)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ def near(got: np.ndarray, expected: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("which", ["small", pytest.param("bundled", marks=pytest.mark.full)])
-def test_a_model_computes_what_it_does_on_the_cpu(which, artifact, compiled_for, demo_gguf, compiled):
+def test_a_model_computes_what_it_does_on_the_cpu(which, compiled_for, demo_gguf, compiled):
     """Logits of a text, at once and token by token; then greedy text: both get the CPU's tokens, and agree on each
     unless it is a tie. The driver compiles the bundled model's kernels for a minute."""
     source = demo_gguf if which == "bundled" else SMALL
@@ -137,7 +139,7 @@ def test_a_gpu_with_memory_of_its_own_gets_weights_through_staging(artifact, pla
     assert np.array_equal(logits(engine, IDS), plain)
 
 
-def test_inputs_are_copied_where_the_host_cannot_reach_the_gpus_memory(artifact, plain, monkeypatch):
+def test_inputs_are_copied_where_the_host_cannot_reach_the_gpus_memory(lavapipe_model, plain, monkeypatch):
     monkeypatch.setattr(device, "choose", lambda gpus, *rest: (replace(gpus[0], type="discrete"), "lavapipe"))
     block = VulkanMemory.block
 
@@ -146,10 +148,10 @@ def test_inputs_are_copied_where_the_host_cannot_reach_the_gpus_memory(artifact,
         return replace(made, flags=made.flags & ~api.DEVICE_LOCAL) if kind == "input" else made
 
     monkeypatch.setattr(VulkanMemory, "block", across_the_bus)
-    engine = Engine.load(artifact)
+    engine = Engine.load(lavapipe_model)
     assert engine.device.io.copies
     assert np.array_equal(logits(engine, IDS), plain)
-    found = [masked(one) for one in (engine, Engine.load(artifact), engine)]
+    found = [masked(one) for one in (engine, Engine.load(lavapipe_model), engine)]
     assert found[0] == found[1] == found[2]
 
 
@@ -273,17 +275,17 @@ def test_long_steps_are_submitted_in_pieces(artifact, plain, monkeypatch):
     assert counted() == 1
 
 
-def test_how_large_the_cache_is(artifact, plain, monkeypatch, caplog):
+def test_how_large_the_cache_is(lavapipe_model, plain, monkeypatch, caplog):
     """As many tokens as a step's 64 sequences can use, where the device has room; no tensor is larger than the driver
     allows."""
-    engine = Engine.load(artifact, RunOptions(kv_memory="auto"))
+    engine = Engine.load(lavapipe_model, RunOptions(kv_memory="auto"))
     assert engine.device.kv_types["k.0"][0][0] == 64 * CTX // PAGE
     assert np.array_equal(logits(engine, IDS), plain)
     limit = 8 << 20
     limits = dict.fromkeys(("allocation", "buffer"), limit)
     small = lambda gpus, *rest: (replace(gpus[0], limits=gpus[0].limits | limits), "lavapipe")  # noqa: E731
     monkeypatch.setattr(device, "choose", small)
-    engine = Engine.load(artifact, RunOptions(kv_tokens=1 << 20))
+    engine = Engine.load(lavapipe_model, RunOptions(kv_tokens=1 << 20))
     sizes = [kv_bytes({name: of}) for name, of in engine.device.kv_types.items() if name[0] in "kv"]
     assert limit // 2 < max(sizes) <= limit and "this driver allows 8 MiB for one tensor" in caplog.text
     assert np.array_equal(logits(engine, IDS), plain)

@@ -11,6 +11,7 @@ import gguf_blocks
 import numpy as np
 import pytest
 import workloads
+from samples import sample
 from tvm.tirx.script import builder as T
 from vulkan_harness import PROFILES, execute, on_both
 from workloads import built
@@ -87,9 +88,13 @@ def test_gemv_columns(profile, fmt, k):
     check_linear(profile, [(fmt, 16)], k, layout=layout_of(fmt))
 
 
-@pytest.mark.parametrize("k", [512, 1056, 2304])  # a part of a workgroup's threads, all, several times all
-def test_gemv_of_a_norm(profile, k):
+NORMS = (512, 1056, 2304)  # a part of a workgroup's threads, all, several times all
+
+
+@pytest.mark.parametrize(("profile_name", "k"), sample(on_both(NORMS, NORMS), on_both(NORMS, NORMS[2:])))
+def test_gemv_of_a_norm(profile_name, k):
     """The same numbers as a norm that stores its result, quantized, and a GEMV of that."""
+    profile = PROFILES[profile_name]
     segments, rng = [("q4_0", 40), ("q8_0", 16)], np.random.default_rng(5)
     arrays = {"state": gemm_cases.state(1), "X": rng.standard_normal((1, k), np.float32)}
     arrays |= {"G": rng.standard_normal(k, np.float32), "A": np.zeros((1, k // 32, 32), np.int8)}
@@ -125,8 +130,10 @@ def test_gate_up_of_a_norm(profile):
     assert error(arrays["Y"], gate / (1 + np.exp(-gate)) * up) < 0.02  # activations are int8
 
 
-@pytest.mark.parametrize("m", [1, 4])
-def test_norms_that_gemvs_prepare_and_complete(profile, m):
+@pytest.mark.parametrize(("profile_name", "m"), sample(on_both((1, 4), (1, 4)), on_both((1, 4), (4,))))
+def test_norms_that_gemvs_prepare_and_complete(profile_name, m):
+    profile = PROFILES[profile_name]
+
     def run(op, _, arrays):
         execute(built(op, profile), arrays, profile)
 
