@@ -23,7 +23,7 @@ class CpuRanks:
         if meanwhile:
             meanwhile()
         received = None
-        for name in segments(self.artifact.manifest, function):
+        for name in segments(self.ranks[0].artifact.manifest, function):
             parts = []
             for rank in self.ranks:
                 one = rank.artifact.manifest["functions"][name]
