@@ -18,7 +18,7 @@ from mlc_amd.schedules.gpu.attention.attention_step import ChunkRow, ChunkRows, 
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Visible, each_block, visible
 from mlc_amd.schedules.gpu.attention.softmax import group_of, with_sink
 from mlc_amd.schedules.gpu.base.device import launch, rcp, uniform
-from mlc_amd.schedules.gpu.base.matrix_unit import SIDE
+from mlc_amd.schedules.gpu.base.matrices import SIDE
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, opaque
 from mlc_amd.schedules.gpu.base.step import once, opaque_zero

@@ -28,8 +28,8 @@ from mlc_amd.schedules.gpu.attention.attention_coop_tiles import Shared, SharedB
 from mlc_amd.schedules.gpu.attention.attention_step import Step
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Chunk, Pages, visible
 from mlc_amd.schedules.gpu.attention.softmax import LIMIT, LOWEST, START, group_of, soft_cap, with_sink
-from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, launch, maximum, rcp, uniform, wave_barrier
+from mlc_amd.schedules.gpu.base.matrices import Fragments
 from mlc_amd.schedules.gpu.base.profiles import Profile
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import local, put

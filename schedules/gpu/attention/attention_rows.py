@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_rows_size import KeyLoads, key_loads
-from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
-from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
+from mlc_amd.schedules.gpu.attention.cache import UNIT, WORDS, KeyBlock, Units
 from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, Joined, Sees, join, soft_cap
 from mlc_amd.schedules.gpu.base.device import (
     WAVE_SHARED,

@@ -10,13 +10,11 @@ from mlc_amd.schedules.gpu.attention.attention_rows_matrix import MatrixRows
 from mlc_amd.schedules.gpu.attention.attention_rows_size import out_units, wave_units
 from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
 from mlc_amd.schedules.gpu.attention.softmax import LOWEST, Sees, soft_cap
-from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, wave_barrier
-from mlc_amd.schedules.gpu.base.matrix_unit import SIDE, known_unit
+from mlc_amd.schedules.gpu.base.matrices import SIDE, Fragments, Matrices, known_unit
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import elements, put
-from mlc_amd.schedules.gpu.base.wave_matrices import Matrices
 from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import RATES
-from mlc_amd.schedules.gpu.attention.cache_units import WORDS
+from mlc_amd.schedules.gpu.attention.cache import WORDS
 from mlc_amd.schedules.gpu.attention.softmax import OTHER_BYTES
-from mlc_amd.schedules.gpu.base.matrix_unit import SIDE, known_unit, knows_lanes
+from mlc_amd.schedules.gpu.base.matrices import SIDE, known_unit, knows_lanes
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.operators.attention import PAGE, Attention

@@ -23,7 +23,7 @@ from mlc_amd.schedules.gpu.attention.cache import clamped_position, visible
 from mlc_amd.schedules.gpu.attention.softmax import LOWEST, MAX_GROUP, Joined, group_of, with_sink
 from mlc_amd.schedules.gpu.base.arrival import Outbox, arrive, zero_after
 from mlc_amd.schedules.gpu.base.device import each, exp2, rcp, uniform, wave_max, wave_scan, wave_sum
-from mlc_amd.schedules.gpu.base.matrix_unit import known_unit
+from mlc_amd.schedules.gpu.base.matrices import known_unit
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, local, opaque, put

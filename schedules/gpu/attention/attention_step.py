@@ -8,8 +8,7 @@ be, and how large that makes them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
@@ -21,7 +20,7 @@ from mlc_amd.schedules.gpu.base.device import each, rcp
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
 from mlc_amd.schedules.gpu.base.registers import opaque
-from mlc_amd.schedules.gpu.base.step import kernel, state_arg
+from mlc_amd.schedules.gpu.base.step import exchanges
 from mlc_amd.schedules.kv_writes import Sources, rope_args
 from mlc_amd.schedules.operators.attention import SLOTS, Attending, Attention, RopeAttention
 from mlc_amd.schedules.tir import Buffer, Expr, declared
@@ -141,18 +140,18 @@ class ChunkRows(NamedTuple):
             self.step.store(arch, y, place.step_row, T.Bind(place.head * d + column), live)
 
 
-@contextmanager
-def attention_step(op: Attending, name: str) -> Iterator[tuple[Any, Step]]:
-    """`with attention_step(..) as (ir, step):` declares and emits a kernel (state int32[4], rows int32[m, 2], pages,
-    then Qo float16 [m, heads, width] or those of `rope_args`, the cache as in `cache.py`, [Sinks float32 [heads]],
-    where rows may be single ones Parts, Arrived of `scratch_shapes`, the output [m, heads*value_d] in the operator's
-    layout). UserError for shapes that `cache_types`, `rope_args` or `output_args` refuses."""
+def attention_step(op: Attending, state: Buffer) -> Step:
+    """Declares the parameters after `state`: rows int32[m, 2], pages, then Qo float16 [m, heads, width] or those of
+    `rope_args`, the cache as in `cache.py`, [Sinks float32 [heads]], where rows may be single ones Parts, Arrived of
+    `scratch_shapes`, the output [m, heads*value_d] in the operator's layout. UserError for shapes that `cache_types`,
+    `rope_args` or `output_args` refuses."""
     layer, m = op.layer, op.m
     shapes = scratch_shapes(layer.heads, layer.value_d) if op.single else {}
-    with kernel(name, coherent=tuple(shapes)) as ir:
-        state, (rows, pages) = state_arg(), place_args(m, layer)
-        sources = rope_args(layer, m, op.rope) if isinstance(op, RopeAttention) else None
-        Q = None if sources else T.arg("Qo", T.buffer((m, layer.heads, layer.width), "float16"))
-        cache, sinks = Cache(layer, pages), declared(Sinks=(layer.heads,) if layer.sinks else None)[0]
-        scratch = [T.arg(name, T.buffer(*shape)) for name, shape in shapes.items()]
-        yield ir, Step(op, state, rows, Q, sources, cache, sinks, scratch, output_args(layer, m, op.layout))
+    if shapes:
+        exchanges(*shapes)
+    rows, pages = place_args(m, layer)
+    sources = rope_args(layer, m, op.rope) if isinstance(op, RopeAttention) else None
+    Q = None if sources else T.arg("Qo", T.buffer((m, layer.heads, layer.width), "float16"))
+    cache, sinks = Cache(layer, pages), declared(Sinks=(layer.heads,) if layer.sinks else None)[0]
+    scratch = [T.arg(name, T.buffer(*shape)) for name, shape in shapes.items()]
+    return Step(op, state, rows, Q, sources, cache, sinks, scratch, output_args(layer, m, op.layout))

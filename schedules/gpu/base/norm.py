@@ -11,7 +11,6 @@ were. A lane holds four columns of each step, eight lanes a block of 32.
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
@@ -21,7 +20,7 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store, load_columns
 from mlc_amd.schedules.gpu.base.registers import local, put
-from mlc_amd.schedules.gpu.base.step import if_live, kernel, live_rows, state_arg
+from mlc_amd.schedules.gpu.base.step import builds, if_live, live_rows
 from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, threads_of, threads_space
 from mlc_amd.schedules.operators import LayerNorm, RmsNorm
 from mlc_amd.schedules.operators.layouts import output_rows
@@ -64,23 +63,20 @@ def _total(values: list[Expr], live: Expr | None) -> Expr:
     return total if live is None else T.Select(live, total, T.float32(0))
 
 
-@registry.builds(RmsNorm, LayerNorm)
-def norm(op: RmsNorm | LayerNorm, arch: Device, name: str, plan: ThreadsPlan | None = None) -> tirx.PrimFunc:
+@builds(RmsNorm, LayerNorm)
+def norm(op: RmsNorm | LayerNorm, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> None:
     """Kernel (state, X float32 [m, k], G float32 [k], [B float32 [k]], then A, S | H | Y of [m, k], as `layout` says,
     [Y with `both`], [NewScale float32 [m] with `scale_out`]). A workgroup a token. UserError unless 32 divides k."""
     if op.k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {op.k}")
     threads = threads_of(arch, plan)
     rows, waves = output_rows(op.rows, op.m), threads // arch.wave
-    with kernel(name) as ir:
-        state = state_arg()
-        own = _Norm(op, arch, waves)
-        with launch((rows,), (arch.wave, waves)) as (token, lane, wave):
-            own.begin(wave, lane)
-            source, live = _source(state, op, token)
-            with live:
-                own.emit(source, token, holds=arch.api == "rocm" or own.steps <= MAX_STEPS)
-    return ir.get()
+    own = _Norm(op, arch, waves)
+    with launch((rows,), (arch.wave, waves)) as (token, lane, wave):
+        own.begin(wave, lane)
+        source, live = _source(state, op, token)
+        with live:
+            own.emit(source, token, holds=arch.api == "rocm" or own.steps <= MAX_STEPS)
 
 
 @registry.plans(RmsNorm, LayerNorm)

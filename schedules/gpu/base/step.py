@@ -8,14 +8,19 @@ tokens of one sequence. Positions and sequences of rows are `cache.py`'s.
 Kernels after a norm that picks rows (`norm.py`) have the parameter, too: there it is {n, n, 0, 0} of these rows.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import COHERENT
+from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.operators import Operator
 from mlc_amd.schedules.tir import Buffer, Expr, Frame
 
 # Rows of a step, at most, in which each weight is loaded once and multiplied with every row (GEMV); a power of two.
@@ -26,15 +31,39 @@ KEPT = "mlc_amd.kept"  # the driver is told not to unroll it
 ONCE = "mlc_amd.once"  # it has at most one step: the SPIR-V generator makes it an `if`
 
 
+Builder = Callable[..., tirx.PrimFunc]  # (operator, arch, name, plan or None)
+
+
 @contextmanager
-def kernel(name: str, coherent: Sequence[str] = ()) -> Iterator[Any]:
+def kernel(name: str) -> Iterator[Any]:
     """`with kernel(name) as ir:` declares and emits a kernel; afterwards `ir.get()` is its PrimFunc. Parameters do not
-    alias. coherent: names of the parameters through which workgroups of one launch exchange data."""
+    alias."""
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
-        attrs = {"tirx.noalias": True, "global_symbol": name}
-        T.func_attr(attrs | {COHERENT: list(coherent)} if coherent else attrs)
+        T.func_attr({"tirx.noalias": True, "global_symbol": name})
         yield ir
+
+
+def builder(emit: Callable[..., None]) -> Builder:
+    """What builds the kernel whose code, and parameters after `state`, emit(operator, arch, state, plan) emits."""
+
+    @functools.wraps(emit)
+    def build(op: Operator, arch: Device, name: str, plan: Any = None) -> tirx.PrimFunc:
+        with kernel(name) as ir:
+            emit(op, arch, T.arg("state", T.buffer((4,), "int32")), plan)
+        return ir.get()
+
+    return build
+
+
+def builds(*operators: type[Operator]) -> Callable[[Callable[..., None]], Builder]:
+    """A decorator: the same, registered for these operators."""
+    return lambda emit: registry.builds(*operators)(builder(emit))
+
+
+def exchanges(*names: str) -> None:
+    """Workgroups of one launch of the kernel exchange data through the parameters of these names."""
+    T.func_attr({COHERENT: list(names)})
 
 
 def kept(count: Expr) -> Frame:
@@ -50,11 +79,6 @@ def once(condition: Expr) -> Frame:
 def where(condition: Expr) -> Frame:
     """As `once`, but the driver gets an `if`: in a loop it keeps in registers what another step would need."""
     return T.serial(T.Bind(T.cast(condition, "int32")), annotations={ONCE: 1})
-
-
-def state_arg() -> Buffer:
-    """Declares the parameter `state`."""
-    return T.arg("state", T.buffer((4,), "int32"))
 
 
 def is_live(state: Buffer, row: Expr) -> Expr:

@@ -26,8 +26,8 @@ from mlc_amd.schedules.gpu.attention.attention_coop_tiles import SharedBlock
 from mlc_amd.schedules.gpu.attention.attention_step import Step
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Cache, Pages, Visible
 from mlc_amd.schedules.gpu.attention.softmax import LIMIT, LOWEST, START, soft_cap
-from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, maximum, rcp, wave_barrier, wave_max, wave_sum
+from mlc_amd.schedules.gpu.base.matrices import Fragments
 from mlc_amd.schedules.gpu.base.profiles import Profile
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, elements, local, put, vector

@@ -15,8 +15,8 @@ from typing import ClassVar
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import barrier, uniform
+from mlc_amd.schedules.gpu.base.matrices import Fragments
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS
 from mlc_amd.schedules.gpu.base.registers import at

@@ -23,8 +23,8 @@ from typing import ClassVar
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import Format
-from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import uniform
+from mlc_amd.schedules.gpu.base.matrices import Fragments
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS, TOKENS
 from mlc_amd.schedules.gpu.base.registers import Held, at, lane_of, vector

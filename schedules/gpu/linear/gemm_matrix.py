@@ -1,7 +1,7 @@
 """The GEMM tile on AMD's matrix units (WMMA of gfx11 and gfx12, MFMA of gfx9) of either API: each lane decodes its own
 operands.
 
-The lanes of an operand are known (`matrix_unit.py`), so nothing is staged in LDS and waves do not wait for each other:
+The lanes of an operand are known (`matrices.py`), so nothing is staged in LDS and waves do not wait for each other:
 a lane loads a block of 32 columns of its own row, decodes it into its operand registers (`coop_load.py`), and loads the
 activations of the same columns, which lie in the order of the lanes (layout "lanes": `quantize.py`). The weights of the
 next step are loaded while those of this one are multiplied. Where the halves of a wave hold the same operands (gfx11),
@@ -12,7 +12,7 @@ or four groups of 16) have a block each, and an instruction takes some columns o
 
 The waves of a workgroup share out its tokens, rows and columns; sums of waves along the columns meet in LDS. A lane's
 accumulators belong to one token and to consecutive rows, so results are stored in wide vectors. Where the unit scatters
-rows over accumulators, lanes take rows in the order that undoes it (`matrix_unit.py`).
+rows over accumulators, lanes take rows in the order that undoes it (`matrices.py`).
 """
 
 import math
@@ -25,12 +25,11 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.gpus import RATES
 from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, computed_here, schedule_fence, uniform, wave_meets
-from mlc_amd.schedules.gpu.base.matrix_unit import SIDE, UNITS
+from mlc_amd.schedules.gpu.base.matrices import SIDE, UNITS, wave_matrices
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS, TOKENS, unit_size
 from mlc_amd.schedules.gpu.base.registers import Held, at, elements, put, vector
 from mlc_amd.schedules.gpu.base.step import when
-from mlc_amd.schedules.gpu.base.wave_matrices import wave_matrices
 from mlc_amd.schedules.gpu.linear import coop_load, gemm_tile, load
 from mlc_amd.schedules.gpu.linear.deferred_norm import Units, token_lanes
 from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Product, Tile, TileWork

@@ -36,13 +36,12 @@ from mlc_amd.schedules.gpu.base.device import (
     wave_meets,
     wave_sum,
 )
-from mlc_amd.schedules.gpu.base.matrix_unit import SIDE
+from mlc_amd.schedules.gpu.base.matrices import SIDE, Registers
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUN_COLUMNS, RUNS, TOKENS, quantize_lanes, unit_size
 from mlc_amd.schedules.gpu.base.registers import at, chosen, elements, lane_of, put, vector
 from mlc_amd.schedules.gpu.base.step import if_live
-from mlc_amd.schedules.gpu.base.wave_matrices import Registers
 from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.gpu.linear.gemm_matrix import NONE, MatrixGemm, MatrixTile
 from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork

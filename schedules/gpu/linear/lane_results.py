@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import barrier
+from mlc_amd.schedules.gpu.base.matrices import Fragments
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import TOKENS, unit_size
 from mlc_amd.schedules.gpu.base.registers import chosen, lane_of, local, put, vector

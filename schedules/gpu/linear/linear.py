@@ -15,7 +15,7 @@ from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.planes import BLOCK, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import FIELDS, act_args
-from mlc_amd.schedules.gpu.base.step import FEW, kernel, live_rows, once, state_arg
+from mlc_amd.schedules.gpu.base.step import FEW, builds, live_rows, once
 from mlc_amd.schedules.gpu.experts.experts import check_rows
 from mlc_amd.schedules.gpu.linear import gemm, gemv, load
 from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork, Weight
@@ -51,21 +51,19 @@ def plans(op: Linear | GateUp | ExpertGateUp, arch: Device) -> Space:
     return module_of(op, arch).plans(op, arch)
 
 
-@registry.builds(HeadLinear)
-def head_linear(op: HeadLinear, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
+@builds(HeadLinear)
+def head_linear(op: HeadLinear, arch: Device, state: Buffer, plan: None) -> None:
     """Kernel (state, A, S | H | X of [m, heads * k], planes of the [heads * n, k] stack, Y float32 [m, heads * n]).
     UserError unless n is a multiple of 16 or for weights too large, ValueError for what has no tiles."""
     rows, ((fmt, _),) = op.heads * op.n, op.weights
     check_rows(op.n)
-    with kernel(name) as ir:
-        state, acts = state_arg(), act_args(op.m, op.heads * op.k, op.layout)
-        planes = plane_args(fmt, rows, op.k, "W_")
-        segment = Segment(fmt, rows, planes, None, T.arg("Y", T.buffer((op.m, rows), "float32")))
-        if op.m <= FEW and op.layout in gemv.VECTORS:
-            _emit_gemv(op, arch, acts, segment)
-        else:
-            _emit_gemm(op, arch, state, acts, segment)
-    return ir.get()
+    acts = act_args(op.m, op.heads * op.k, op.layout)
+    planes = plane_args(fmt, rows, op.k, "W_")
+    segment = Segment(fmt, rows, planes, None, T.arg("Y", T.buffer((op.m, rows), "float32")))
+    if op.m <= FEW and op.layout in gemv.VECTORS:
+        _emit_gemv(op, arch, acts, segment)
+    else:
+        _emit_gemm(op, arch, state, acts, segment)
 
 
 def _emit_gemv(op: HeadLinear, arch: Device, acts: list[Buffer], segment: Segment) -> None:

@@ -15,15 +15,13 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.sampling.layout import ADJUST, CHANGES, DRAW, LOGPROB, MASK, RECENT, TOKEN
-from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import barrier, exp2, intrin, launch, maximum, wave_max
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put, vector
-from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg, where
+from mlc_amd.schedules.gpu.base.step import builds, if_live, where
 from mlc_amd.schedules.gpu.sampling.sample_search import STEPS, WIDTH, Group, RowDraw, Workgroup, team_of
 from mlc_amd.schedules.operators import Sample
 from mlc_amd.schedules.operators.attention import LOG2E
@@ -47,22 +45,19 @@ class Found(NamedTuple):
     tops: Buffer
 
 
-@registry.builds(Sample)
-def sample(op: Sample, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
+@builds(Sample)
+def sample(op: Sample, arch: Device, state: Buffer, plan: None) -> None:
     """Kernel (state, Logits float32 [m, columns], sampling, changes, allowed, Sampled int32 [m], LogProbs float32 [m],
     Adjusted float32 [m, columns]). LogProbs is 0 unless the row asks for it. Adjusted is work space."""
     n, waves, most = op.m, arch.threads // arch.wave, arch.most_threads // arch.wave
     parts = -(-op.vocab // (arch.threads * WIDTH * STEPS))
-    with kernel(name) as ir:
-        state = state_arg()
-        args = sample_args(op)
-        Parts = T.alloc_buffer((n, parts, FACTS), "float32")
-        found = Found(Parts, T.alloc_buffer((n, parts * (arch.threads // team_of(arch))), "float32"))
-        with launch((parts, n), (arch.wave, waves)) as (part, row, lane, wave), if_live(state, None, row):
-            _survey(args, op.vocab, found, Group(arch, lane, wave, waves), part, row)
-        with launch((n,), (arch.wave, most)) as (row, lane, wave), if_live(state, None, row):
-            _choose(args, op.vocab, found, Group(arch, lane, wave, most), row)
-    return ir.get()
+    args = sample_args(op)
+    Parts = T.alloc_buffer((n, parts, FACTS), "float32")
+    found = Found(Parts, T.alloc_buffer((n, parts * (arch.threads // team_of(arch))), "float32"))
+    with launch((parts, n), (arch.wave, waves)) as (part, row, lane, wave), if_live(state, None, row):
+        _survey(args, op.vocab, found, Group(arch, lane, wave, waves), part, row)
+    with launch((n,), (arch.wave, most)) as (row, lane, wave), if_live(state, None, row):
+        _choose(args, op.vocab, found, Group(arch, lane, wave, most), row)
 
 
 def _survey(args: SampleArgs, vocab: int, found: Found, group: Group, part: Expr, row: Expr) -> None:
