@@ -45,7 +45,7 @@ from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at
 from mlc_amd.schedules.gpu.base.step import kept, opaque_zero
 from mlc_amd.schedules.operators.attention import Attending, RopeAttention
-from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.space import Kernel, planned
 from mlc_amd.schedules.tir import Buffer, Expr
 
 # ---- what rows add to their softmax that is not in the cache yet: their own key and value, and those of rows before
@@ -295,13 +295,8 @@ CHOICES = {
 }  # fmt: skip
 
 
-def space(op: Attending, arch: Device) -> Space:
-    layer, m = op.layer, op.m
-    default = default_plan(layer, arch, m)
-
-    def kernel(plan: DecodePlan) -> Kernel:
-        splits = splits_of(layer, arch, plan, m)
-        groups = layer.kv_heads * splits.parts * splits.workgroups(m)
-        return Kernel(splits, groups, splits.threads, splits.step * layer.d * 2 / arch.wave)
-
-    return Space(type(default), CHOICES, default, kernel)
+@planned(CHOICES, lambda op, arch: default_plan(op.layer, arch, op.m))
+def space(op: Attending, arch: Device, plan: DecodePlan) -> Kernel:
+    splits = splits_of(op.layer, arch, plan, op.m)
+    groups = op.layer.kv_heads * splits.parts * splits.workgroups(op.m)
+    return Kernel(splits, groups, splits.threads, splits.step * op.layer.d * 2 / arch.wave)

@@ -24,7 +24,7 @@ from mlc_amd.schedules.gpu.base.registers import at, opaque
 from mlc_amd.schedules.gpu.base.step import once, opaque_zero
 from mlc_amd.schedules.gpu.base.threads import checked_threads
 from mlc_amd.schedules.operators.attention import Attention, CausalAttention
-from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.space import Kernel, planned
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,10 @@ def _store(step: Step, arch: Device, rows: MatrixRows, places: list[ChunkRow]) -
 CHOICES = {"threads": (32, 64, 128, 256), "keys": (32, 64), "tiles": (1, 2), "shared": (0, 1)}
 
 
-def space(op: CausalAttention, arch: Device) -> Space:
-    layer = op.layer
-
-    def kernel(plan: Plan) -> Kernel:
-        threads = checked_threads(arch, plan.threads)
-        if plan.shared and not _fits(arch, layer, plan):
-            raise ValueError(f"{plan} takes more LDS than {arch.name} has")
-        groups = layer.kv_heads * plan.workgroups(layer, op.m, arch)
-        return Kernel(plan, groups, threads, plan.keys * layer.d * 2 / arch.wave)
-
-    return Space(Plan, CHOICES, default_plan(layer, op.m, arch), kernel)
+@planned(CHOICES, lambda op, arch: default_plan(op.layer, op.m, arch))
+def space(op: CausalAttention, arch: Device, plan: Plan) -> Kernel:
+    layer, threads = op.layer, checked_threads(arch, plan.threads)
+    if plan.shared and not _fits(arch, layer, plan):
+        raise ValueError(f"{plan} takes more LDS than {arch.name} has")
+    groups = layer.kv_heads * plan.workgroups(layer, op.m, arch)
+    return Kernel(plan, groups, threads, plan.keys * layer.d * 2 / arch.wave)

@@ -35,7 +35,7 @@ from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import local, put
 from mlc_amd.schedules.gpu.base.threads import SUMS, WAVES, checked_threads
 from mlc_amd.schedules.operators.attention import PAGE, CausalAttention
-from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.space import Kernel, planned
 from mlc_amd.schedules.tir import Expr
 
 
@@ -364,19 +364,13 @@ def emit(step: Step, arch: Profile, plan: Tile | None = None) -> None:
 CHOICES = {"waves": WAVES, "fragments": (1, 2), "keys": (16, 32, 64), "parts": (1, 2, 4)}
 
 
-def space(op: CausalAttention, arch: Profile) -> Space:
-    layer, m, width = op.layer, op.m, op.layer.width
-
-    def kernel(tile: Tile) -> Kernel:
-        rows, columns, step = arch.fragment
-        own = tile.own_keys
-        whole = tile.waves % tile.parts == 0 and tile.keys % tile.parts == 0 and own % columns == 0 and own % step == 0
-        threads = checked_threads(arch, tile.waves * arch.wave)
-        whole = whole and PAGE % tile.keys == 0
-        if not whole or tile.lds_bytes(width, arch.fragment) > arch.lds:
-            raise ValueError(f"{tile} does not fit {arch.name}")
-        if tile.fragments * (own + width) * rows // arch.wave > SUMS:
-            raise ValueError(f"{tile} takes more registers than {arch.name} has")
-        return Kernel(tile, tile.workgroups(layer, m, arch), threads, tile.keys * width * 4 / threads)
-
-    return Space(Tile, CHOICES, tile_of(layer, m, arch), kernel)
+@planned(CHOICES, lambda op, arch: tile_of(op.layer, op.m, arch))
+def space(op: CausalAttention, arch: Profile, tile: Tile) -> Kernel:
+    (rows, columns, step), own, width = arch.fragment, tile.own_keys, op.layer.width
+    whole = tile.waves % tile.parts == 0 and tile.keys % tile.parts == 0 and own % columns == 0 and own % step == 0
+    threads = checked_threads(arch, tile.waves * arch.wave)
+    if not whole or PAGE % tile.keys or tile.lds_bytes(width, arch.fragment) > arch.lds:
+        raise ValueError(f"{tile} does not fit {arch.name}")
+    if tile.fragments * (own + width) * rows // arch.wave > SUMS:
+        raise ValueError(f"{tile} takes more registers than {arch.name} has")
+    return Kernel(tile, tile.workgroups(op.layer, op.m, arch), threads, tile.keys * width * 4 / threads)

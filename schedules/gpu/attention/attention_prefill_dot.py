@@ -23,7 +23,7 @@ from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, put
 from mlc_amd.schedules.gpu.base.step import opaque_zero
 from mlc_amd.schedules.operators.attention import Attention, CausalAttention
-from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.space import Kernel, planned
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,10 @@ def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
 CHOICES = {"threads": (32, 64, 128, 256), "rows": (4, 8, 16)}
 
 
-def space(op: CausalAttention, arch: Device) -> Space:
-    layer = op.layer
-
-    def kernel(plan: Plan) -> Kernel:
-        waves = dot_waves_of(arch, plan.rows, layer.d, plan.threads)
-        if not waves:
-            raise ValueError(f"{plan} is less than a wave of {arch.name}")
-        groups = layer.kv_heads * -(-op.m * layer.group // plan.rows)
-        return Kernel((plan.rows, waves), groups, waves * arch.wave, plan.rows)
-
-    return Space(Plan, CHOICES, default_plan(layer), kernel)
+@planned(CHOICES, lambda op, arch: default_plan(op.layer))
+def space(op: CausalAttention, arch: Device, plan: Plan) -> Kernel:
+    waves = dot_waves_of(arch, plan.rows, op.layer.d, plan.threads)
+    if not waves:
+        raise ValueError(f"{plan} is less than a wave of {arch.name}")
+    groups = op.layer.kv_heads * -(-op.m * op.layer.group // plan.rows)
+    return Kernel((plan.rows, waves), groups, waves * arch.wave, plan.rows)

@@ -27,7 +27,7 @@ from mlc_amd.schedules.gpu.base.step import builds, is_live
 from mlc_amd.schedules.gpu.base.threads import WAVES
 from mlc_amd.schedules.kv_writes import Sources, latent_args, rope_args
 from mlc_amd.schedules.operators.attention import Attention, LatentKvWrite, Rope, RopeKvWrite
-from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.space import Kernel, planned
 from mlc_amd.schedules.tir import Buffer, Expr
 
 
@@ -221,14 +221,10 @@ def rope_kv_write(op: RopeKvWrite, arch: Device, state: Buffer, plan: WavesPlan 
 
 
 @registry.plans(RopeKvWrite)
-def plans(op: RopeKvWrite, arch: Device) -> Space:
-    heads = wave_heads(op.layer, op.rope)
-
-    def kernel(plan: WavesPlan) -> Kernel:
-        waves = plan.fitted(arch)
-        return Kernel(waves, -(-heads // waves) * op.m, waves * arch.wave, op.layer.d * 4 / arch.wave)
-
-    return Space(WavesPlan, {"waves": WAVES}, WavesPlan(), kernel)
+@planned({"waves": WAVES}, lambda op, arch: WavesPlan())
+def plans(op: RopeKvWrite, arch: Device, plan: WavesPlan) -> Kernel:
+    heads, waves = wave_heads(op.layer, op.rope), plan.fitted(arch)
+    return Kernel(waves, -(-heads // waves) * op.m, waves * arch.wave, op.layer.d * 4 / arch.wave)
 
 
 @builds(LatentKvWrite)

@@ -21,10 +21,10 @@ from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store, load_columns
 from mlc_amd.schedules.gpu.base.registers import local, put
 from mlc_amd.schedules.gpu.base.step import builds, if_live, live_rows
-from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, threads_of, threads_space
+from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, planned_threads, threads_of
 from mlc_amd.schedules.operators import LayerNorm, RmsNorm
 from mlc_amd.schedules.operators.layouts import output_rows
-from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.space import Kernel
 from mlc_amd.schedules.tir import Buffer, Expr, Frame
 
 MAX_STEPS = 8  # whose columns stay in registers; on Vulkan, where workgroups may be small, longer rows are read twice
@@ -80,14 +80,12 @@ def norm(op: RmsNorm | LayerNorm, arch: Device, state: Buffer, plan: ThreadsPlan
 
 
 @registry.plans(RmsNorm, LayerNorm)
-def plans(op: RmsNorm | LayerNorm, arch: Device) -> Space:
-    def kernel(plan: ThreadsPlan) -> Kernel:
-        steps = -(-op.k // (threads_of(arch, plan) * WIDTH))
-        if steps > MOST_STEPS and plan.threads < arch.threads:
-            raise ValueError(f"{plan.threads} threads hold {steps} steps each")
-        return Kernel(plan, output_rows(op.rows, op.m), plan.threads, steps * WIDTH * 8)
-
-    return threads_space(arch, kernel)
+@planned_threads
+def plans(op: RmsNorm | LayerNorm, arch: Device, plan: ThreadsPlan) -> Kernel:
+    steps = -(-op.k // (threads_of(arch, plan) * WIDTH))
+    if steps > MOST_STEPS and plan.threads < arch.threads:
+        raise ValueError(f"{plan.threads} threads hold {steps} steps each")
+    return Kernel(plan, output_rows(op.rows, op.m), plan.threads, steps * WIDTH * 8)
 
 
 def _source(state: Buffer, op: RmsNorm | LayerNorm, token: Expr) -> tuple[Expr, Frame]:

@@ -36,7 +36,6 @@ from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.step import builds, live_rows
 from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, columns_space, threads_of
 from mlc_amd.schedules.operators import Embed
-from mlc_amd.schedules.space import Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
 ROWS, BLOCK = 16, 32
@@ -135,6 +134,4 @@ def embed(op: Embed, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> N
             T.buffer_store(X, x if op.scale == 1.0 else x * T.float32(op.scale), [token, column])
 
 
-@registry.plans(Embed)
-def plans(op: Embed, arch: Device) -> Space:
-    return columns_space(op.k, op.m, 1, arch)
+registry.plans(Embed)(columns_space(1))

@@ -41,7 +41,6 @@ from mlc_amd.schedules.gpu.base.step import builds, if_live, when
 from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, columns_space, threads_of
 from mlc_amd.schedules.operators import Quantize
 from mlc_amd.schedules.operators.layouts import activations, kind_of
-from mlc_amd.schedules.space import Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
 NAMES = {"": ["X"], "pairs": ["H"], "lanes": ["H"], "rows": ["A", "S"]}  # of parameters in each layout
@@ -239,6 +238,4 @@ def quantize(op: Quantize, arch: Device, state: Buffer, plan: ThreadsPlan | None
         emit_store(arch, layout, out, load_columns(X, token, inside), token, inside, live)
 
 
-@registry.plans(Quantize)
-def plans(op: Quantize, arch: Device) -> Space:
-    return columns_space(op.k, op.m, WIDTH, arch)
+registry.plans(Quantize)(columns_space(WIDTH))

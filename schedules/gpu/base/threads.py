@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.operators import Embed, Quantize
+from mlc_amd.schedules.space import Kernel, Space, planned
 
 WAVES = (1, 2, 4, 8)  # choices of the waves of a workgroup
 SUMS = 256  # float32 accumulators of a lane, at most: more leave no registers for anything else
@@ -33,15 +34,15 @@ def threads_of(arch: Device, plan: ThreadsPlan | None = None) -> int:
     return checked_threads(arch, plan.threads if plan else arch.threads)
 
 
-def threads_space(arch: Device, kernel: Callable[[ThreadsPlan], Kernel]) -> Space:
-    return Space(ThreadsPlan, CHOICES, ThreadsPlan(threads_of(arch)), kernel)
+planned_threads = planned(CHOICES, lambda op, arch: ThreadsPlan(threads_of(arch)))
 
 
-def columns_space(k: int, m: int, width: int, arch: Device) -> Space:
-    """The space of a kernel in which a thread has `width` of the k columns of one of m rows."""
+def columns_space(width: int) -> Callable[[Embed | Quantize, Device], Space]:
+    """The plans of a kernel in which a thread has `width` of the columns of a row."""
 
-    def kernel(plan: ThreadsPlan) -> Kernel:
+    @planned_threads
+    def kernel(op: Embed | Quantize, arch: Device, plan: ThreadsPlan) -> Kernel:
         threads = threads_of(arch, plan)
-        return Kernel(threads, -(-k // (threads * width)) * m, threads, width * 4)
+        return Kernel(threads, -(-op.k // (threads * width)) * op.m, threads, width * 4)
 
-    return threads_space(arch, kernel)
+    return kernel

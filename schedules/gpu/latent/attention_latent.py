@@ -21,7 +21,7 @@ from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, checked_sh
 from mlc_amd.schedules.gpu.latent.attention_latent_wave import WAVES as JOIN_WAVES
 from mlc_amd.schedules.gpu.latent.attention_latent_wave import Join, Wave, attend, chunks_of, place_in_tile
 from mlc_amd.schedules.operators.attention import Attention, CausalAttention
-from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.space import Kernel, planned
 from mlc_amd.schedules.tir import Buffer, Expr
 
 SPLITS = 16  # of a tile's keys, at most
@@ -152,12 +152,8 @@ CHOICES = {
 }  # fmt: skip
 
 
-def space(op: CausalAttention, arch: Profile) -> Space:
-    layer = op.layer
-
-    def kernel(tile: Tile) -> Kernel:
-        threads = tile.waves * arch.wave
-        same = replace(tile, held=min(tile.held, checked_shape(tile, layer, arch).steps))
-        return Kernel(same, -(-op.m * layer.heads // tile.rows), threads, tile.keys * layer.width * 2 / threads)
-
-    return Space(Tile, CHOICES, tile_of(layer, arch), kernel)
+@planned(CHOICES, lambda op, arch: tile_of(op.layer, arch))
+def space(op: CausalAttention, arch: Profile, tile: Tile) -> Kernel:
+    layer, threads = op.layer, tile.waves * arch.wave
+    same = replace(tile, held=min(tile.held, checked_shape(tile, layer, arch).steps))
+    return Kernel(same, -(-op.m * layer.heads // tile.rows), threads, tile.keys * layer.width * 2 / threads)

@@ -49,7 +49,7 @@ from mlc_amd.schedules.gpu.linear.linear_args import (
 )
 from mlc_amd.schedules.gpu.linear.load import Planes
 from mlc_amd.schedules.operators import ExpertDown, ExpertGateUp, GateUp, HeadLinear, Linear
-from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.space import Kernel, planned
 from mlc_amd.schedules.tir import Buffer, Expr
 
 VECTORS = ("rows", "")  # layouts of activations that it multiplies; others of few tokens are for matrix units
@@ -305,17 +305,13 @@ def _slots(op: ExpertDown, waves: int) -> tuple[int, int]:
 
 
 @registry.plans(ExpertDown)
-def down_plans(op: ExpertDown, arch: Device) -> Space:
-    fmts = [fmt for fmt, _ in op.weights]
-
-    def kernel(plan: Plan) -> Kernel:
-        split = down_split(op, arch, plan)
-        unroll = gemv_plan.steps_at_once(fmts, op.k, split.lanes, split.plan.unroll)
-        same = split._replace(plan=replace(split.plan, lanes=0, unroll=unroll))
-        loads = gemv_plan.loads(fmts, op.k, replace(split.plan, waves=plan.waves))
-        return Kernel(same, split.groups * op.m, split.plan.waves * arch.wave, loads)
-
-    return Space(Plan, CHOICES, down_default(op, arch), kernel)
+@planned(CHOICES, down_default)
+def down_plans(op: ExpertDown, arch: Device, plan: Plan) -> Kernel:
+    fmts, split = [fmt for fmt, _ in op.weights], down_split(op, arch, plan)
+    unroll = gemv_plan.steps_at_once(fmts, op.k, split.lanes, split.plan.unroll)
+    same = split._replace(plan=replace(split.plan, lanes=0, unroll=unroll))
+    loads = gemv_plan.loads(fmts, op.k, replace(split.plan, waves=plan.waves))
+    return Kernel(same, split.groups * op.m, split.plan.waves * arch.wave, loads)
 
 
 @builds(ExpertDown)

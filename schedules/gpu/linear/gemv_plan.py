@@ -11,7 +11,7 @@ from mlc_amd.schedules.gpu.base.step import FEW
 from mlc_amd.schedules.gpu.linear.gemv_rows import NORM_WAVES, span_of, units_of
 from mlc_amd.schedules.gpu.linear.load import block_bytes
 from mlc_amd.schedules.operators import ExpertGateUp, GateUp, Linear
-from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.space import Kernel, Space, planned
 
 FULL = 6  # groups of lanes for each compute unit, as many as hide the latency of memory with two loads of each lane
 MIN_USE = 0.9  # of the lanes, over all steps of a row
@@ -138,19 +138,17 @@ def linear_default(op: Linear, arch: Device) -> Plan:
     return plan if op.eps is None else replace(plan, waves=max(plan.waves, NORM_WAVES))
 
 
-def _linear_space(op: Linear, arch: Device) -> Space:
-    def kernel(plan: Plan) -> Kernel:
-        splits = linear_splits(op, arch, plan)
-        _check_sums(min(op.m, FEW) * splits[0].plan.rows, plan)
-        same, loaded = [], []
-        for (fmt, _), split in zip(op.weights, splits, strict=True):
-            unroll = steps_at_once([fmt], op.k, split.lanes, split.plan.unroll)
-            same.append(split._replace(plan=replace(split.plan, lanes=0, unroll=unroll)))
-            loaded.append(loads([fmt], op.k, split.plan))
-        groups = sum(split.groups for split in splits) * max(1, op.m // FEW)
-        return Kernel(tuple(same), groups, splits[0].plan.waves * arch.wave, max(loaded))
-
-    return Space(Plan, CHOICES, linear_default(op, arch), kernel)
+@planned(CHOICES, linear_default)
+def _linear_space(op: Linear, arch: Device, plan: Plan) -> Kernel:
+    splits = linear_splits(op, arch, plan)
+    _check_sums(min(op.m, FEW) * splits[0].plan.rows, plan)
+    same, loaded = [], []
+    for (fmt, _), split in zip(op.weights, splits, strict=True):
+        unroll = steps_at_once([fmt], op.k, split.lanes, split.plan.unroll)
+        same.append(split._replace(plan=replace(split.plan, lanes=0, unroll=unroll)))
+        loaded.append(loads([fmt], op.k, split.plan))
+    groups = sum(split.groups for split in splits) * max(1, op.m // FEW)
+    return Kernel(tuple(same), groups, splits[0].plan.waves * arch.wave, max(loaded))
 
 
 # ---- gate and up
@@ -179,17 +177,13 @@ def block_plan(op: Linear | GateUp | ExpertGateUp, arch: Device, plan: Plan | No
     return Plan(min(plan.rows, BLOCK * lanes // (waves * arch.wave)), waves, lanes, plan.unroll)
 
 
-def _gate_up_space(op: GateUp | ExpertGateUp, arch: Device) -> Space:
-    fmts, k = [fmt for fmt, _ in op.weights], op.k
-    slots = op.used * op.m if isinstance(op, ExpertGateUp) else 1
-
-    def kernel(plan: Plan) -> Kernel:
-        used = block_plan(op, arch, plan)
-        _check_sums(2 * gate_up_tokens(op) * used.rows, plan)
-        same = replace(used, unroll=steps_at_once(fmts, k, used.lanes, used.unroll))
-        return Kernel(same, op.n // BLOCK * slots, used.waves * arch.wave, loads(fmts, k, used))
-
-    return Space(Plan, CHOICES, gate_up_default(op, arch), kernel)
+@planned(CHOICES, gate_up_default)
+def _gate_up_space(op: GateUp | ExpertGateUp, arch: Device, plan: Plan) -> Kernel:
+    fmts, slots = [fmt for fmt, _ in op.weights], op.used * op.m if isinstance(op, ExpertGateUp) else 1
+    used = block_plan(op, arch, plan)
+    _check_sums(2 * gate_up_tokens(op) * used.rows, plan)
+    same = replace(used, unroll=steps_at_once(fmts, op.k, used.lanes, used.unroll))
+    return Kernel(same, op.n // BLOCK * slots, used.waves * arch.wave, loads(fmts, op.k, used))
 
 
 def plans(op: Linear | GateUp | ExpertGateUp, arch: Device) -> Space:
