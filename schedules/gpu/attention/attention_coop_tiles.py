@@ -29,16 +29,10 @@ ROOM = 200
 
 @dataclass(frozen=True)
 class Tile:
-    """waves     of a workgroup
-    fragments  of rows in a wave: each key and value that is read from shared memory serves them all
-    keys       of a block
-    parts      that a block's keys are divided into: so many waves have the same rows, and add up what they have at the
-               end
-    """
-
-    waves: int = 4
-    fragments: int = 1
-    keys: int = 64
+    waves: int = 4  # of a workgroup
+    fragments: int = 1  # of rows in a wave: each key and value that is read from shared memory serves them all
+    keys: int = 64  # of a block
+    # that a block's keys are divided into: so many waves have the same rows, and add up what they have at the end
     parts: int = 1
 
     @property

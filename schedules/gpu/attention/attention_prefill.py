@@ -29,16 +29,10 @@ from mlc_amd.schedules.space import Kernel, planned
 
 @dataclass(frozen=True)
 class Plan:
-    """threads  of a workgroup
-    keys     of a block: whether a weight would be too large is looked at once for all of them
-    tiles    of 16 rows in a wave: each key and value that is loaded serves them all
-    shared   whether the waves of a workgroup have the same rows
-    """
-
-    threads: int = 128
-    keys: int = 32
-    tiles: int = 1
-    shared: int = 0
+    threads: int = 128  # of a workgroup
+    keys: int = 32  # of a block: whether a weight would be too large is looked at once for all of them
+    tiles: int = 1  # of 16 rows in a wave: each key and value that is loaded serves them all
+    shared: int = 0  # whether the waves of a workgroup have the same rows
 
     def workgroups(self, layer: Attention, m: int, arch: Device) -> int:
         """Of each KV head."""

@@ -28,12 +28,8 @@ from mlc_amd.schedules.space import Kernel, planned
 
 @dataclass(frozen=True)
 class Plan:
-    """threads  of a workgroup, at most
-    rows     of a workgroup: more share each load of K and V, and need more registers
-    """
-
-    threads: int = 128
-    rows: int = 8
+    threads: int = 128  # of a workgroup, at most
+    rows: int = 8  # of a workgroup: more share each load of K and V, and need more registers
 
 
 LATENT_PLAN = Plan(rows=4)  # of latent attention, whose rows have the most columns

@@ -42,12 +42,9 @@ def dot_waves_of(arch: Device, count: int, d: int, threads: int) -> int:
 
 
 class KeyLoads(NamedTuple):
-    """loads: of 16 bytes that a lane has in flight. step: keys of a block. ahead: whether registers hold the keys of
-    the next block, too."""
-
-    loads: int
-    step: int = STEP
-    ahead: bool = False
+    loads: int  # of 16 bytes that a lane has in flight
+    step: int = STEP  # keys of a block
+    ahead: bool = False  # whether registers hold the keys of the next block, too
 
 
 def key_loads(arch: Device, attention: Attention, count: int) -> KeyLoads:

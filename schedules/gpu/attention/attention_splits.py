@@ -34,20 +34,13 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """threads  of a workgroup, at most
-    fill     workgroups per compute unit that a long context is split into
-    step     keys between two looks at the maximum; on "rocm" STEP
-    batch    splits whose results are loaded at once
-    rows     query heads that a workgroup has, at least; where more share a KV head, several workgroups read its keys
-    loads, ahead  of attention_rows_size.KeyLoads; of no effect on "rocm"
-    """
-
-    threads: int = 128
-    fill: int = 2
-    step: int = STEP
-    batch: int = 8
+    threads: int = 128  # of a workgroup, at most
+    fill: int = 2  # workgroups per compute unit that a long context is split into
+    step: int = STEP  # keys between two looks at the maximum; on "rocm" STEP
+    batch: int = 8  # splits whose results are loaded at once
+    # query heads that a workgroup has, at least; where more share a KV head, several workgroups read its keys
     rows: int = MAX_GROUP
-    loads: int = LOADS
+    loads: int = LOADS  # this and `ahead`: of attention_rows_size.KeyLoads; of no effect on "rocm"
     ahead: int = 0
 
 
@@ -108,22 +101,20 @@ def _group(plan: DecodePlan, shared: int) -> int:
 
 class Splits(NamedTuple):
     """How a KV head's keys are distributed: up to `count` workgroups of `waves` waves, which take blocks of `step` keys
-    round robin, for each `group` of the query heads; `parts` such groups share a KV head. d: columns of an output.
-    batch: splits whose results are loaded at once. maximum: splits for which there is memory. alone: of `alone_of`.
-    fill: splits that all rows together should have. matrix: of a `MatrixDecodePlan`."""
+    round robin, for each `group` of the query heads; `parts` such groups share a KV head."""
 
     count: int
     waves: int
     threads: int
     group: int
-    d: int
+    d: int  # columns of an output
     step: int
-    batch: int
+    batch: int  # splits whose results are loaded at once
     parts: int
-    maximum: int
-    alone: int
-    fill: int
-    matrix: bool = False
+    maximum: int  # splits for which there is memory
+    alone: int  # of `alone_of`
+    fill: int  # splits that all rows together should have
+    matrix: bool = False  # of a `MatrixDecodePlan`
     loads: KeyLoads | None = None
 
     def workgroups(self, m: int) -> int:

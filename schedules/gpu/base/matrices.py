@@ -94,21 +94,15 @@ EIGHT = 8  # elements that a lane has of 16 bytes
 
 @dataclass(frozen=True)
 class MatrixUnit:
-    """Instructions on tiles of 16 x `side`.
+    """Instructions on tiles of 16 x `side`."""
 
-    columns   that one load of 16 bytes per lane, or of 32 where a lane holds them all, is of
-    acc       accumulators of a lane. Accumulator i of group g of 16 lanes: row acc*g + i
-    instruction   LLVM's name; zeros: that follow its operands
-    whole     a lane holds all 16 columns, all groups alike, and accumulator i of group g is of row 2*i + g
-    side      columns of operand B. 16: lane r of each group of 16 has row r of A, column r of B and of the sums.
-              8: neighbours have the rows r and r + 8 of A and the column r of B, and nothing is known of the sums
-    """
-
-    columns: int
-    acc: int
-    instruction: str = ""
-    zeros: int = 0
-    whole: bool = False
+    columns: int  # that one load of 16 bytes per lane, or of 32 where a lane holds them all, is of
+    acc: int  # accumulators of a lane. Accumulator i of group g of 16 lanes: row acc*g + i
+    instruction: str = ""  # LLVM's name
+    zeros: int = 0  # that follow its operands
+    whole: bool = False  # a lane holds all 16 columns, all groups alike, and accumulator i of group g is of row 2*i + g
+    # Columns of operand B. 16: lane r of each group of 16 has row r of A, column r of B and of the sums. 8: neighbours
+    # have the rows r and r + 8 of A and the column r of B, and nothing is known of the sums.
     side: int = SIDE
 
     @property

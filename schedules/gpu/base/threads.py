@@ -15,9 +15,7 @@ CHOICES = {"threads": (32, 64, 128, 256, 512, 1024)}
 
 @dataclass(frozen=True)
 class ThreadsPlan:
-    """threads: of a workgroup; whole waves."""
-
-    threads: int
+    threads: int  # of a workgroup; whole waves
 
 
 def checked_threads(arch: Device, threads: int) -> int:

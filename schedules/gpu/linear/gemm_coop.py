@@ -38,14 +38,11 @@ EXPERT_HELD = 2  # times the weights of a step that a thread holds: tiles of exp
 
 @dataclass(frozen=True)
 class CoopTile(Tile):
-    """columns: of a step. waves_m, waves_n, waves_k: subgroups along tokens, rows and the columns of a step; the sums
-    of these are added last. span: blocks of a row that a thread takes at a time."""
-
-    columns: int
-    waves_m: int
+    columns: int  # of a step
+    waves_m: int  # subgroups along tokens; waves_n: along rows
     waves_n: int
-    waves_k: int = 1
-    span: int = 1
+    waves_k: int = 1  # along the columns of a step; the sums of these are added last
+    span: int = 1  # blocks of a row that a thread takes at a time
 
 
 # By tokens: tiles, and how fast a compute unit works on them if all have equal work, in percent of the fastest, for one

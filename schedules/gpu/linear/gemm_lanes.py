@@ -45,11 +45,7 @@ Unit = tuple[Expr, Expr | None]  # block of a row that a lane takes, whether it 
 
 
 class LaneGemm(LaneResults):
-    """Activations: (H,) in the layout "lanes". Values are float32x4, or runs.
-
-    step_columns  columns of each step of the loop, if a norm's factors can be added up in it; else 0
-    scope         of its shared memory
-    """
+    """Activations: (H,) in the layout "lanes". Values are float32x4, or runs."""
 
     choices: ClassVar = {
         "tokens": (8, 16, 32, 64, 128), "rows": (16, 32, 48, 64, 80, 96, 112, 128, 256), "waves_m": (1, 2, 4),
@@ -58,8 +54,8 @@ class LaneGemm(LaneResults):
     }  # fmt: skip
     completes_norms = True
     cuts_tiles = True
-    step_columns = 0
-    scope = "shared"
+    step_columns = 0  # of each step of the loop, if a norm's factors can be added up in it
+    scope = "shared"  # of its shared memory
 
     def loads(self) -> float:
         blocks = self.weights * self.tiles_n * 2 * (2 if self.tile.ahead else 1)

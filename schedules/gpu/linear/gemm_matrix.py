@@ -47,13 +47,10 @@ LDS = 64 << 10  # bytes of a workgroup, at most: LLVM ends the process above tha
 
 @dataclass(frozen=True)
 class MatrixTile(Tile):
-    """waves_m, waves_n, waves_k: waves along tokens, rows and columns; int8: 1 for products of int8
-    (`gemm_matrix_int8.py`), else 0."""
-
-    waves_m: int
+    waves_m: int  # waves along tokens; waves_n, waves_k: along rows and columns
     waves_n: int
     waves_k: int
-    int8: int = 0
+    int8: int = 0  # 1 for products of int8 (`gemm_matrix_int8.py`)
 
 
 class MatrixGemm(Gemm[MatrixTile]):

@@ -24,18 +24,12 @@ MAX_BLOCKS = 32  # of 32 columns that a lane has loaded, at most
 
 @dataclass(frozen=True)
 class Plan:
-    """How a GEMV is spread over the GPU. Powers of two.
+    """How a GEMV is spread over the GPU. Powers of two."""
 
-    rows    rows that a group of lanes works on at once (at most 16); gate_up_swiglu: of each weight
-    waves   waves of a workgroup, at most
-    lanes   maximum of lanes that share a row
-    unroll  steps of a row whose loads are issued before the first is used; fewer where a step loads more (`fitted`)
-    """
-
-    rows: int
-    waves: int
-    lanes: int
-    unroll: int
+    rows: int  # that a group of lanes works on at once (at most 16); gate_up_swiglu: of each weight
+    waves: int  # of a workgroup, at most
+    lanes: int  # that share a row, at most
+    unroll: int  # steps whose loads are issued before the first is used; fewer where a step loads more (`fitted`)
 
 
 CHOICES = {"rows": (1, 2, 4, 8, 16), "waves": (1, 2, 4, 8), "lanes": (8, 16, 32, 64), "unroll": (1, 2, 4, 8)}
@@ -99,13 +93,12 @@ def _check_sums(count: int, plan: Plan) -> None:
 
 
 class Split(NamedTuple):
-    """A segment's share of the grid: the plan as the kernel uses it, lanes that share a row, rows of a workgroup,
-    workgroups."""
+    """A segment's share of the grid."""
 
-    plan: Plan
-    lanes: int
-    rows: int
-    groups: int
+    plan: Plan  # as the kernel uses it
+    lanes: int  # that share a row
+    rows: int  # of a workgroup
+    groups: int  # workgroups
 
 
 def linear_splits(op: Linear, arch: Device, plan: Plan | None = None) -> list[Split]:

@@ -93,11 +93,11 @@ Places = Sequence[tuple[Expr, Expr | None]]  # (unit, whether this lane has it; 
 
 
 class Block(NamedTuple):
-    """A block's activations in registers: eight words, d, and d * sum(q) of all 32 columns or of both halves."""
+    """A block's activations in registers."""
 
-    quads: list[Expr]
+    quads: list[Expr]  # eight words
     d: Expr
-    sums: dict[int, list[Expr]]
+    sums: dict[int, list[Expr]]  # d * sum(q) of all 32 columns or of both halves
 
 
 def emit_acts(params: Sequence[Buffer], k: int, m: int = 1) -> Acts:

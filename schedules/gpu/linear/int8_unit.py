@@ -27,19 +27,14 @@ Halves = tuple[list[Expr], list[Expr]]  # int32 words of a lane of both halves o
 
 @dataclass(frozen=True)
 class Int8Unit:
-    """The instructions of waves of `groups` times 16 lanes.
-
-    parts       groups of lanes that hold different columns of an operand; lane l belongs to part l // 16 % parts. Of
-                the four words of either half of a block of 32 columns, part g holds 4 // parts from word
-                (4 // parts) * g on
-    acc         sums of a lane in an instruction
-    per_half    whether an instruction multiplies one half of a block, or both
-    """
+    """The instructions of waves of `groups` times 16 lanes."""
 
     groups: int
+    # Groups of lanes that hold different columns of an operand; lane l belongs to part l // 16 % parts. Of the four
+    # words of either half of a block of 32 columns, part g holds 4 // parts from word (4 // parts) * g on.
     parts: int
-    acc: int
-    per_half: bool = True
+    acc: int  # sums of a lane in an instruction
+    per_half: bool = True  # whether an instruction multiplies one half of a block, or both
 
     @property
     def words(self) -> int:

@@ -36,21 +36,16 @@ Place = tuple[Expr, Expr, Expr]  # of four rows of sums in shared memory: subgro
 
 @dataclass(frozen=True)
 class LaneTile(Tile):
-    """waves_m, waves_n, waves_k: subgroups along tokens, rows and columns.
-
-    ahead   1: the weights of a subgroup's next group are loaded while those of one are multiplied, except float ones;
-            2: so are the activations of each next run
-    hidden  1: what codes are or'ed with is in registers, as numbers that the compiler does not know. Of two constants
-            NVIDIA's makes two instructions for two weights instead of one.
-    staged  1: activations go through shared memory (`lane_tiles.py`)
-    """
-
-    waves_m: int
+    waves_m: int  # subgroups along tokens; waves_n, waves_k: along rows and columns
     waves_n: int
     waves_k: int
+    # 1: the weights of a subgroup's next group are loaded while those of one are multiplied, except float ones; 2: so
+    # are the activations of each next run
     ahead: int = 0
+    # 1: what codes are or'ed with is in registers, as numbers that the compiler does not know. Of two constants
+    # NVIDIA's makes two instructions for two weights instead of one.
     hidden: int = 0
-    staged: int = 0
+    staged: int = 0  # 1: activations go through shared memory (`lane_tiles.py`)
 
 
 class LaneResults(Gemm[LaneTile]):

@@ -36,14 +36,11 @@ QUAD = 4  # factors of a load
 
 @dataclass(frozen=True)
 class ScanPlan:
-    """columns   of a matrix that a group of lanes has: each number that it reads of q and k serves them all
-    waves      of a workgroup: a block of q and k serves them all
+    """The default takes least time on an H200 for the delta nets of Qwen 3.5 27B: 512 rows in 146 us, row by row
+    543."""
 
-    The default takes least time on an H200 for the delta nets of Qwen 3.5 27B: 512 rows in 146 us, row by row 543.
-    """
-
-    columns: int = 2
-    waves: int = 2
+    columns: int = 2  # of a matrix that a group of lanes has: each number that it reads of q and k serves them all
+    waves: int = 2  # of a workgroup: a block of q and k serves them all
 
 
 CHOICES = {"columns": (1, 2, 4), "waves": (1, 2, 4, 8)}
@@ -204,12 +201,7 @@ def factor_count(by_slot: int, alone: int) -> int:
 
 
 class Scan:
-    """The second launch: a run, and the columns of a matrix that this group of lanes has.
-
-    row     lane's row of the block, of the step (its own even after the run's end)
-    valid   whether it is in the run
-    columns numbers of the columns in the matrix, the first of them
-    """
+    """The second launch: a run, and the columns of a matrix that this group of lanes has, `column` the first."""
 
     def __init__(
         self, op: DeltaNet | SsmScan, arch: Device, plan: ScanPlan, step: tuple[Buffer, Buffer, Buffer], first: Expr,
