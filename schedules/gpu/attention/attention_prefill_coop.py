@@ -32,7 +32,7 @@ from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, launch
 from mlc_amd.schedules.gpu.base.matrices import Fragments
 from mlc_amd.schedules.gpu.base.profiles import Profile
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
-from mlc_amd.schedules.gpu.base.registers import local, put
+from mlc_amd.schedules.gpu.base.registers import filled, put
 from mlc_amd.schedules.gpu.base.threads import SUMS, WAVES, checked_threads
 from mlc_amd.schedules.operators.attention import PAGE, CausalAttention
 from mlc_amd.schedules.space import Kernel, planned
@@ -159,8 +159,7 @@ class Wave:
 
     def renew_tops(self) -> None:
         """Rescales what came before if a weight would be too large."""
-        worst = local(1)
-        put(worst, T.float32(LOWEST), 0)
+        worst = filled(T.float32(LOWEST))
         with self.scores.elements(0) as e:
             for i in range(self.tile.fragments):
                 top = self.top.get(i, e)

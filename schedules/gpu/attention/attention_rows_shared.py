@@ -30,15 +30,7 @@ class SharedRows(MatrixRows):
     out: Matrices
 
     def __init__(
-        self,
-        arch: Device,
-        attention: Attention,
-        count: int,
-        lane: Expr,
-        wave: Expr,
-        waves: int,
-        keys: int,
-        ahead: bool,
+        self, arch: Device, attention: Attention, count: int, lane: Expr, wave: Expr, waves: int, keys: int, ahead: bool
     ):
         super().__init__(arch, attention, count, lane, wave, waves, keys)
         self.prefetches = ahead and self._loaded["key"] * self.pieces <= MOST_AHEAD

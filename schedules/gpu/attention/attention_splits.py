@@ -273,12 +273,8 @@ class Join:
             tail = splits.group * splits.d + row * WIDTH
             # On Vulkan whole 16 bytes of each row, as the outputs are stored.
             row_values = [top, total] if self.arch.api == "rocm" else [top, total, *[T.float32(0)] * (WIDTH - 2)]
-            outbox.send(
-                valid,
-                self.Parts,
-                (out, None, (self._place(split, row * splits.d + column),)),
-                (row_values, column == 0, (self._place(split, tail),)),
-            )
+            outputs = out, None, (self._place(split, row * splits.d + column),)
+            outbox.send(valid, self.Parts, outputs, (row_values, column == 0, (self._place(split, tail),)))
         outbox.publish()
 
     def arrive_and_join(self, active: Expr) -> None:

@@ -80,18 +80,13 @@ def word(x: Expr) -> Expr:
     return x if str(x.ty) == "int32" else T.reinterpret("int32", x)
 
 
-def lanes_meet() -> None:
-    """As `wave_barrier`, on AMD's own API: LDS operations of a wave are in order, so it only tells LLVM that those
-    before are for other lanes to see. No instruction."""
-    T.evaluate(T.call_llvm_intrin("void", "llvm.amdgcn.wave.barrier"))
-
-
 def wave_meets(arch: Device) -> None:
-    """`wave_barrier` or `lanes_meet`, whichever the API has."""
+    """As `wave_barrier`, on either API. On AMD's own LDS operations of a wave are in order: no instruction, it only
+    tells LLVM that those before are for other lanes to see."""
     if arch.api == "vulkan":
         wave_barrier()
     else:
-        lanes_meet()
+        T.evaluate(T.call_llvm_intrin("void", "llvm.amdgcn.wave.barrier"))
 
 
 # ---- arithmetic

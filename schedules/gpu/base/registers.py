@@ -13,6 +13,14 @@ def local(size: int, dtype: str = "float32") -> Buffer:
     return T.alloc_buffer((size,), dtype, scope="local")
 
 
+def filled(value: Expr, count: int = 1) -> Buffer:
+    """So many registers of that value."""
+    cells = local(count, str(value.ty))
+    for i in range(count):
+        put(cells, value, i)
+    return cells
+
+
 def put(buffer: Buffer, value: Expr, *index: Expr) -> None:
     """buffer[index] = value."""
     T.buffer_store(buffer, value, list(index))
@@ -26,9 +34,7 @@ def at(base: Expr, n: int) -> Expr:
 def opaque(x: Expr) -> Expr:
     """The scalar `x` in a register that is opaque to TVM, which otherwise substitutes bound values into the expressions
     that use them: chains of them take minutes to compile."""
-    cell = local(1, str(x.ty))
-    put(cell, x, 0)
-    return cell[0]
+    return filled(x)[0]
 
 
 def lane_of(x: Expr, i: int) -> Expr:

@@ -26,7 +26,7 @@ from mlc_amd.schedules.gpu.base.norm import row_scale
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store, load_columns
-from mlc_amd.schedules.gpu.base.registers import local, put
+from mlc_amd.schedules.gpu.base.registers import filled, local, put
 from mlc_amd.schedules.gpu.base.step import builds, exchanges, if_live
 from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.operators import NormRoute
@@ -153,8 +153,7 @@ class Held:
         for first in range(0, groups, self.arch.wave):
             group = T.Bind(self.lane + first)
             with T.If(group < groups), T.Then():
-                mine, above = T.Bind(self.ranks[group]), local(1, "int32")
-                put(above, T.int32(0), 0)
+                mine, above = T.Bind(self.ranks[group]), filled(T.int32(0))
                 with T.serial(groups) as other:
                     x = T.Bind(self.ranks[other])
                     before = (x > mine) | ((x == mine) & (other < group))

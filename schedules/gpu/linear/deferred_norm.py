@@ -22,7 +22,7 @@ from mlc_amd.schedules.gpu.base.device import rcp, wave_sum
 from mlc_amd.schedules.gpu.base.norm import row_scale
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, clamped, emit_store, store_lanes, store_run
-from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of, local, put, vector
+from mlc_amd.schedules.gpu.base.registers import at, elements, filled, lane_of, put, vector
 from mlc_amd.schedules.gpu.base.step import all_of, when
 from mlc_amd.schedules.gpu.recurrent.lane_rows import width_of
 from mlc_amd.schedules.operators.layouts import SUMMED, kind_of
@@ -148,8 +148,7 @@ class RowFactors:
         each, rest = divmod(columns // self.norm.summed, self.lanes)
         if not each or rest or columns % self.norm.summed or self.norm.k % columns:
             return False
-        self.each, self.total = each, local(1)
-        put(self.total, T.float32(0), 0)
+        self.each, self.total = each, filled(T.float32(0))
         self.scale = self._before(self._row())
         return True
 

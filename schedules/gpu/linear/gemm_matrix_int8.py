@@ -29,13 +29,7 @@ from typing import NamedTuple, cast
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import Format
-from mlc_amd.schedules.gpu.base.device import (
-    fma,
-    launch,
-    schedule_fence,
-    wave_meets,
-    wave_sum,
-)
+from mlc_amd.schedules.gpu.base.device import fma, launch, schedule_fence, wave_meets, wave_sum
 from mlc_amd.schedules.gpu.base.matrices import SIDE, Registers
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device

@@ -32,7 +32,7 @@ from mlc_amd.schedules.gpu.base.device import barrier, fma, launch, uniform, wav
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, act_args, columns, emit_store, load_columns
-from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put
+from mlc_amd.schedules.gpu.base.registers import at, filled, lane_of, put
 from mlc_amd.schedules.gpu.base.step import FEW, builder, builds, if_live, is_live, when
 from mlc_amd.schedules.gpu.experts.experts import bias_args, check_rows, expert_at, ids_arg, weights_arg
 from mlc_amd.schedules.gpu.linear import gemv_plan, gemv_rows, load
@@ -340,9 +340,7 @@ def expert_down(op: ExpertDown, arch: Device, state: Buffer, plan: Plan | None) 
         beside = T.Bind(wave % side)
         group = T.Bind(wave // side * (arch.wave // lanes) + lane // lanes)
         row = T.Bind(T.min(workgroup * rows + group * plan.rows, T.int32(n - plan.rows)))
-        part, sums = T.Bind(lane % lanes), local(plan.rows)
-        for i in range(plan.rows):
-            put(sums, T.float32(0), i)
+        part, sums = T.Bind(lane % lanes), filled(T.float32(0), plan.rows)
         # the last step has a slot for some of the waves only
         count = steps if side * steps == used else T.Bind((used - 1 - beside) // side + 1)
         with T.serial(count) as step:

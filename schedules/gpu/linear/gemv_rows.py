@@ -21,7 +21,7 @@ from mlc_amd.schedules.gpu.base.norm import row_scale, scaled, square, workgroup
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import FIELDS, WIDTH, load_columns, quantize_block
-from mlc_amd.schedules.gpu.base.registers import at, lane_of, put, vector
+from mlc_amd.schedules.gpu.base.registers import at, filled, lane_of, put, vector
 from mlc_amd.schedules.gpu.base.step import when
 from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.gpu.linear.load import QUADS, Planes
@@ -152,9 +152,7 @@ def emit_sums(strips: Sequence[Strip], tokens: Tokens, lane: Expr, lanes: int, u
     """This lane's part of the products of strips and tokens: a local buffer, all strips of a token side by side."""
     fmts, k = [strip.fmt for strip in strips], tokens[0].k
     span, units = span_of(fmts, k), units_of(fmts, k)
-    sums = T.alloc_buffer((len(strips) * len(tokens),), "float32", scope="local")
-    for i in range(len(strips) * len(tokens)):
-        T.buffer_store(sums, T.float32(0), [i])
+    sums = filled(T.float32(0), len(strips) * len(tokens))
 
     def steps(first: Expr, count: int, partial: bool) -> None:
         """Steps first..first+count. partial: the last of them has units for some of the lanes only."""

@@ -13,7 +13,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import fma, launch, rsqrt, shuffle, wave_sum
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.registers import local, put
+from mlc_amd.schedules.gpu.base.registers import filled, put
 from mlc_amd.schedules.gpu.base.step import builds, if_live, when
 from mlc_amd.schedules.gpu.recurrent import scan_blocks
 from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, each_row, load_row, store_row, waves_of
@@ -128,8 +128,7 @@ def _delta_blocks(op: DeltaNet, arch: Device, state: Buffer, plan: ScanPlan | No
 
 def _factors(arch: Device, pairs: Pairs, decay: Expr, beta: Expr, eps: float, d: int) -> tuple[Expr, Expr]:
     """(lists of a row's factors by row j, those of the row alone), for `Pairs.store`."""
-    own_norm = local(1)
-    put(own_norm, T.float32(0), 0)
+    own_norm = filled(T.float32(0))
     for j, x in enumerate(pairs.kk):
         with T.If(pairs.i == j), T.Then():
             put(own_norm, x, 0)

@@ -22,7 +22,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import barrier, fma, shuffle, shuffle_xor
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.registers import Held, lane_of, local, put, vector
+from mlc_amd.schedules.gpu.base.registers import Held, filled, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.base.step import live_rows, opaque_zero
 from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, load_row, store_row, width_of
 from mlc_amd.schedules.operators import DeltaNet, SsmScan
@@ -103,8 +103,7 @@ def block_rows(state: Buffer, rows: Buffer, number: Expr, m: int, single: int) -
     singles = _singles(state, live, single)
     chunk = T.Bind(number >= single)
     first = T.Bind(T.Select(chunk, singles + (number - single) * LANES, number))
-    count = local(1, "int32")
-    put(count, T.min(T.max(live - first, T.int32(0)), T.int32(LANES)), 0)
+    count = filled(T.min(T.max(live - first, T.int32(0)), T.int32(LANES)))
     if single:
         with T.If(number < single), T.Then():
             before, after = local(1, "int32"), local(1, "int32")

@@ -20,7 +20,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.sampling.layout import ADJUST, CHANGES, DRAW, LOGPROB, MASK, RECENT, TOKEN
 from mlc_amd.schedules.gpu.base.device import barrier, exp2, intrin, launch, maximum, wave_max
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put, vector
+from mlc_amd.schedules.gpu.base.registers import at, filled, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.base.step import builds, if_live, where
 from mlc_amd.schedules.gpu.sampling.sample_search import STEPS, WIDTH, Group, RowDraw, Workgroup, team_of
 from mlc_amd.schedules.operators import Sample
@@ -66,8 +66,7 @@ def _survey(args: SampleArgs, vocab: int, found: Found, group: Group, part: Expr
     Logits, Adjusted, Parts, Tops, columns = args.logits, args.adjusted, *found, int(args.logits.shape[1])
     flags, first = words.int("flags"), T.Bind(part * (threads * WIDTH * STEPS))
     starts = [T.Bind(first + (i * threads + tid) * WIDTH) for i in range(STEPS)]
-    x, y, bad = local(STEPS * WIDTH), local(STEPS * WIDTH), local(1, "int32")
-    put(bad, T.int32(0), 0)
+    x, y, bad = local(STEPS * WIDTH), local(STEPS * WIDTH), filled(T.int32(0))
     for i, start in enumerate(starts):
         values = T.Bind(Logits[row, at(T.min(start, T.int32(columns - WIDTH)), WIDTH)])
         for k in range(WIDTH):
@@ -88,9 +87,7 @@ def _survey(args: SampleArgs, vocab: int, found: Found, group: Group, part: Expr
             # the padding after the vocabulary is as low as tokens that must not be chosen, but comes after them
             token = T.Bind(T.Select(y[i * WIDTH + k] == changed_top, start + k, token))
     token, bad = group.reduce((token, "least"), (bad[0], "most"))
-    totals = local(3)
-    for i in range(3):
-        put(totals, T.float32(0), i)
+    totals = filled(T.float32(0), 3)
     with where((flags & (DRAW | LOGPROB)) > 0):
         sums = [T.float32(0)] * 3
         heat = words.float("heat")
@@ -165,8 +162,7 @@ def _choose(args: SampleArgs, vocab: int, found: Found, group: Group, row: Expr)
 
     def over_parts(start: Expr, dtype: str, join: Join) -> Expr:
         """Each thread's `join` of its parts; of places without a part nothing changes."""
-        total = local(1, dtype)
-        put(total, start, 0)
+        total = filled(start)
         with T.serial(-(-parts // threads)) as step:
             part = T.Bind(step * threads + tid)
             index = T.Bind(T.min(part, T.int32(parts - 1)))
@@ -198,8 +194,7 @@ def _choose(args: SampleArgs, vocab: int, found: Found, group: Group, row: Expr)
         z, z_heat = sums_of(CHANGED_TOP, top, (CHANGED_SUM, heat), (HEATED_SUM, words.float("heat")))
         machine = Workgroup(group.arch, group, args.adjusted, found.tops, row, vocab)
         RowDraw(machine, words, top, (z, z_heat), chosen).emit()
-    put_probability = local(1)
-    put(put_probability, T.float32(0), 0)
+    put_probability = filled(T.float32(0))
     with when(((flags & LOGPROB) > 0) & (bad == 0)):
         raw = over_parts(lowest, "float32", lambda best, fact: T.max(best, fact(TOP)))
         (raw,) = group.reduce((raw, "max"))
