@@ -39,7 +39,7 @@ from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
 from mlc_amd.schedules.gpu.base.step import builds, if_live, when
 from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, columns_space, threads_of
-from mlc_amd.schedules.operators import Quantize
+from mlc_amd.schedules.operators import LayerNorm, NormRoute, Quantize, RmsNorm
 from mlc_amd.schedules.operators.layouts import activations, kind_of
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -121,6 +121,12 @@ def act_args(m: int, k: int, layout: str, names: Sequence[str] | None = None) ->
         )
     tensors = activations(m, k, layout)
     return [T.arg(name, T.buffer(*tensor)) for name, tensor in zip(names or NAMES[kind], tensors, strict=True)]
+
+
+def result_args(m: int, k: int, op: RmsNorm | LayerNorm | NormRoute) -> list[tuple[str, list[Buffer]]]:
+    """Declares the results of a norm: (layout, parameters) of each layout in which it stores them."""
+    layouts = [op.layout, ""] if op.both else [op.layout]
+    return [(layout, act_args(m, k, layout, None if layout else ["Y"])) for layout in layouts]
 
 
 def columns(base: Expr) -> Expr:

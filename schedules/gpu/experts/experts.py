@@ -27,7 +27,7 @@ from mlc_amd.schedules.gpu.base.step import builds, if_live, live_rows
 from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, threads_of
 from mlc_amd.schedules.operators import Combine, ExpertOrder, Gather
 from mlc_amd.schedules.operators.experts import Experts
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 SEGMENT = 32
 FOUR = 4  # experts that a thread reads at once
@@ -54,7 +54,7 @@ def flat(buffer: Buffer) -> Buffer:
 
 def bias_args(rows: int, *names: str) -> list[Buffer]:
     """Declares parameters of these names: a float32 for each row of a stack."""
-    return [T.arg(name, T.buffer((rows,), "float32")) for name in names]
+    return declared(**dict.fromkeys(names, (rows,)))
 
 
 def ids_arg(experts: Experts, m: int) -> Buffer:
@@ -62,11 +62,6 @@ def ids_arg(experts: Experts, m: int) -> Buffer:
     schedules/operators/experts.py)."""
     shape = (m, experts.used) if experts.tile == 1 else (experts.groups(m),)
     return T.arg("Groups", T.buffer(shape, "int32"))
-
-
-def weights_arg(experts: Experts, m: int) -> Buffer:
-    """Declares the parameter Weights: of each row's experts."""
-    return T.arg("Weights", T.buffer((m, experts.used), "float32"))
 
 
 # ---- the order
@@ -77,9 +72,8 @@ def expert_order(op: ExpertOrder, arch: Device, state: Buffer, plan: None) -> No
     """Kernel (state, Ids, Slots int32 [m, used], Pairs int32 [slots], Groups int32 [tiles + 2 count + 1])."""
     m, experts = op.m, op.of
     threads, pairs, slots = arch.threads, m * experts.used, experts.slots(m)
-    Ids, Slots = (T.arg(which, T.buffer((m, experts.used), "int32")) for which in ("Ids", "Slots"))
-    Pairs = T.arg("Pairs", T.buffer((slots,), "int32"))
-    Groups = T.arg("Groups", T.buffer((experts.groups(m),), "int32"))
+    chosen = m, experts.used
+    Ids, Slots, Pairs, Groups = declared("int32", Ids=chosen, Slots=chosen, Pairs=(slots,), Groups=(experts.groups(m),))
     ids, slot_of = flat(Ids), flat(Slots)
     with launch((1,), (threads,)) as (_, thread):
         live = T.Bind(live_rows(state, m) * experts.used)
@@ -241,9 +235,8 @@ def gather(op: Gather, arch: Device, state: Buffer, plan: ThreadsPlan | None) ->
     are left as they are: nobody reads what is computed of them. UserError if blocks cannot hold k columns."""
     k, m, experts, layout = op.k, op.m, op.of, op.layout
     slots, threads = experts.slots(m), _threads(k, arch, plan)
-    X = T.arg("X", T.buffer((m, k), "float32"))
-    Pairs = T.arg("Pairs", T.buffer((slots,), "int32")) if experts.tile > 1 else None
-    Weights = weights_arg(experts, m) if op.weighted else None
+    (X,), (Pairs,) = declared(X=(m, k)), declared("int32", Pairs=(slots,) if experts.tile > 1 else None)
+    (Weights,) = declared(Weights=(m, experts.used) if op.weighted else None)
     out = act_args(slots, k, layout, None if layout else ["Y"])
     weights = None if Weights is None else flat(Weights)
     with (
@@ -265,11 +258,9 @@ def combine(op: Combine, arch: Device, state: Buffer, plan: ThreadsPlan | None) 
     float32 [m, n]): the sum of a live row's slots, times their weights, plus R. n: a multiple of 4."""
     n, m, experts = op.n, op.m, op.of
     slots, threads = experts.slots(m), _threads(n, arch, plan)
-    X = T.arg("X", T.buffer((slots, n), "float32"))
-    Slots = T.arg("Slots", T.buffer((m, experts.used), "int32"))
-    Weights = weights_arg(experts, m) if op.weighted else None
-    R = T.arg("R", T.buffer((m, n), "float32")) if op.residual else None
-    Y = T.arg("Y", T.buffer((m, n), "float32"))
+    (X,), (Slots,) = declared(X=(slots, n)), declared("int32", Slots=(m, experts.used))
+    weights, residual = (m, experts.used) if op.weighted else None, (m, n) if op.residual else None
+    Weights, R, Y = declared(Weights=weights, R=residual, Y=(m, n))
     with launch((-(-n // (threads * WIDTH)), m), (threads,)) as (chunk, row, thread), if_live(state, m, row):
         inside, live = own_columns(chunk, thread, threads, n)
         total = load_columns(R, row, inside) if R is not None else [T.float32(0)] * WIDTH

@@ -25,14 +25,14 @@ from mlc_amd.schedules.gpu.base.device import barrier, exp2, fma, launch, maximu
 from mlc_amd.schedules.gpu.base.norm import row_scale
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store, load_columns
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store, load_columns, result_args
 from mlc_amd.schedules.gpu.base.registers import filled, local, put
 from mlc_amd.schedules.gpu.base.step import builds, exchanges, if_live
 from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.operators import NormRoute
 from mlc_amd.schedules.operators.attention import LOG2E
 from mlc_amd.schedules.operators.experts import GATINGS, MIN_SUM, Route, Routing
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 THREADS = 256  # of a workgroup, at most: of 2048 columns each thread has two loads
 STEPS = 4  # whose loads are issued before the first is used
@@ -54,8 +54,8 @@ def check(routing: Routing) -> bool:
 
 def routing_args(routing: Routing) -> list[Buffer | None]:
     """Declares the parameters B and F, as far as there are any: [B or None, F or None]."""
-    wanted = (("B", routing.bias), ("F", routing.factors))
-    return [T.arg(which, T.buffer((padded(routing.experts),), "float32")) if there else None for which, there in wanted]
+    each = (padded(routing.experts),)
+    return declared(B=each if routing.bias else None, F=each if routing.factors else None)
 
 
 def choice_args(routing: Routing) -> list[Buffer]:
@@ -235,13 +235,12 @@ def norm_route(op: NormRoute, arch: Device, state: Buffer, plan: None) -> None:
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
     exchanges("Logits", "Arrived")
-    X, G = T.arg("X", T.buffer((1, k), "float32")), T.arg("G", T.buffer((k,), "float32"))
+    X, G = declared(X=(1, k), G=(k,))
     planes = plane_args(fmt, count, k, "W_")
-    WB = T.arg("WB", T.buffer((count,), "float32")) if op.router_bias else None
+    (WB,) = declared(WB=(count,) if op.router_bias else None)
     B, F = routing_args(op)
     Logits, Arrived = (T.arg(which, T.buffer(*of)) for which, of in scratch_shapes(count).items())
-    layouts = [op.layout, ""] if op.both else [op.layout]
-    outs = [act_args(1, k, each, None if each else ["Y"]) for each in layouts]
+    outs = result_args(1, k, op)
     Ids, Weights = choice_args(op)
     with launch((count,), (arch.wave, waves)) as (expert, lane, wave):
         tid, weights = T.Bind(wave * arch.wave + lane), load.views(fmt, planes, WIDTH)
@@ -306,7 +305,7 @@ def norm_route(op: NormRoute, arch: Device, state: Buffer, plan: None) -> None:
 
         for x, g, unit, mine, live in own:
             y = [T.Bind(xi * scale * gi) for xi, gi in zip(x, g, strict=True)]
-            for each, out in zip(layouts, outs, strict=True):
+            for each, out in outs:
                 emit_store(arch, each, out, y, 0, T.Bind(unit * WIDTH), mine if live is None else mine & live)
 
 

@@ -34,7 +34,7 @@ from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, act_args, columns, emit_store, load_columns
 from mlc_amd.schedules.gpu.base.registers import at, filled, lane_of, put
 from mlc_amd.schedules.gpu.base.step import FEW, builder, builds, if_live, is_live, when
-from mlc_amd.schedules.gpu.experts.experts import bias_args, check_rows, expert_at, ids_arg, weights_arg
+from mlc_amd.schedules.gpu.experts.experts import bias_args, check_rows, expert_at, ids_arg
 from mlc_amd.schedules.gpu.linear import gemv_plan, gemv_rows, load
 from mlc_amd.schedules.gpu.linear.deferred_norm import RowFactors, row_factors
 from mlc_amd.schedules.gpu.linear.gemm_dot import EXACT_TILES
@@ -50,7 +50,7 @@ from mlc_amd.schedules.gpu.linear.linear_args import (
 from mlc_amd.schedules.gpu.linear.load import Planes
 from mlc_amd.schedules.operators import ExpertDown, ExpertGateUp, GateUp, HeadLinear, Linear
 from mlc_amd.schedules.space import Kernel, planned
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 VECTORS = ("rows", "")  # layouts of activations that it multiplies; others of few tokens are for matrix units
 SOME = 64  # tokens of float weights that do not fill the GPU as a GEMM
@@ -327,9 +327,8 @@ def expert_down(op: ExpertDown, arch: Device, state: Buffer, plan: Plan | None) 
     params, ids = act_args(m * used, k, op.layout), ids_arg(experts, m)
     bufs = plane_args(fmt, op.experts * n, k, "W_")
     biases = bias_args(op.experts * n, "WB") if op.bias else []
-    Weights = weights_arg(experts, m) if op.weighted else None
-    R = T.arg("R", T.buffer((m, n), "float32")) if op.residual else None
-    Y = T.arg("Y", T.buffer((m, n), "float32"))
+    weights, residual = (m, used) if op.weighted else None, (m, n) if op.residual else None
+    Weights, R, Y = declared(Weights=weights, R=residual, Y=(m, n))
     with (
         launch((m, groups) if m > 1 else (groups,), (arch.wave, waves)) as (*rest, workgroup, lane, wave),
         if_live(state, m, *rest or [0]),

@@ -22,7 +22,7 @@ from mlc_amd.schedules.gpu.experts.experts import bias_args, ids_arg
 from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, PreparedNorm
 from mlc_amd.schedules.gpu.linear.load import Planes
 from mlc_amd.schedules.operators import ExpertGateUp, GateUp, Linear
-from mlc_amd.schedules.tir import Buffer
+from mlc_amd.schedules.tir import Buffer, declared
 
 
 class Segment(NamedTuple):
@@ -62,7 +62,7 @@ def _acts(m: int, k: int, layout: str, eps: float | None) -> list[Buffer]:
     """eps: None, or that of a norm of m rows."""
     if eps is None:
         return act_args(m, k, layout)
-    return [T.arg("X", T.buffer((m, k), "float32")), T.arg("G", T.buffer((k,), "float32"))]
+    return declared(X=(m, k), G=(k,))
 
 
 def declare_linear(op: Linear) -> LinearBuffers:

@@ -160,7 +160,7 @@ def _choose(args: SampleArgs, vocab: int, found: Found, group: Group, row: Expr)
     parts = int(Parts.shape[1])
     flags = words.int("flags")
 
-    def over_parts(start: Expr, dtype: str, join: Join) -> Expr:
+    def over_parts(start: Expr, join: Join) -> Expr:
         """Each thread's `join` of its parts; of places without a part nothing changes."""
         total = filled(start)
         with T.serial(-(-parts // threads)) as step:
@@ -175,20 +175,20 @@ def _choose(args: SampleArgs, vocab: int, found: Found, group: Group, row: Expr)
     def sums_of(top_of: int, top: Expr, *pairs: tuple[int, Expr]) -> list[Expr]:
         def sum_of(which: int, heat: Expr) -> Expr:
             return over_parts(
-                T.float32(0), "float32", lambda total, fact: total + fact(which) * _power((fact(top_of) - top) * heat)
+                T.float32(0), lambda total, fact: total + fact(which) * _power((fact(top_of) - top) * heat)
             )
 
         return group.reduce(*((sum_of(*pair), "sum") for pair in pairs))
 
     lowest, heat = T.float32(LOWEST), T.float32(LOG2E)
-    top = over_parts(lowest, "float32", lambda best, fact: T.max(best, fact(CHANGED_TOP)))
-    bad = over_parts(T.int32(0), "int32", lambda any_of, fact: any_of | bits(fact(BAD_BITS)))
+    top = over_parts(lowest, lambda best, fact: T.max(best, fact(CHANGED_TOP)))
+    bad = over_parts(T.int32(0), lambda any_of, fact: any_of | bits(fact(BAD_BITS)))
     top, bad = group.reduce((top, "max"), (bad, "most"))
 
     def first_of(token: Expr, fact: Callable[[int], Expr]) -> Expr:
         return T.min(token, T.Select(fact(CHANGED_TOP) == top, bits(fact(TOKEN_BITS)), T.int32(LARGEST)))
 
-    (token,) = group.reduce((over_parts(T.int32(LARGEST), "int32", first_of), "least"))
+    (token,) = group.reduce((over_parts(T.int32(LARGEST), first_of), "least"))
     chosen = Var(local(1, "int32"), token)
     with when(((flags & DRAW) > 0) & (bad == 0)):
         z, z_heat = sums_of(CHANGED_TOP, top, (CHANGED_SUM, heat), (HEATED_SUM, words.float("heat")))
@@ -196,7 +196,7 @@ def _choose(args: SampleArgs, vocab: int, found: Found, group: Group, row: Expr)
         RowDraw(machine, words, top, (z, z_heat), chosen).emit()
     put_probability = filled(T.float32(0))
     with when(((flags & LOGPROB) > 0) & (bad == 0)):
-        raw = over_parts(lowest, "float32", lambda best, fact: T.max(best, fact(TOP)))
+        raw = over_parts(lowest, lambda best, fact: T.max(best, fact(TOP)))
         (raw,) = group.reduce((raw, "max"))
         (total,) = sums_of(TOP, raw, (SUM, heat))
         logarithm = intrin("float32", "llvm.amdgcn.log.f32", total) * T.float32(math.log(2))
