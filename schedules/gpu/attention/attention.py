@@ -43,15 +43,11 @@ def _decode_of(layer: Attention, m: int, arch: Device, plan: Any = None) -> Modu
 
 @builds(CausalAttention, RopeAttention)
 def attention(op: Attending, arch: Device, state: Buffer, plan: Any) -> None:
-    """Kernel of `attention_step`.
-
-    Rows at the front of the step are single ones, op.single at most, the others a chunk: with both there are two
-    launches. Single rows of the same sequence follow one another, with consecutive positions. Qo is rotated and scaled
-    (`Attention.query_scale`) and the cache contains the rows' own keys; a `RopeAttention` with `rope.writes` writes
-    them. Rows see the keys that `cache.visible` says. UserError for shapes that `cache_types`, `rope_args`, `group_of`
-    or `output_args` refuses, and for "rows" with more rows on an arch with matrix units. plan: of the launch's module
-    (with two, of the chunk's), instead of the arch's; ValueError for one that does not suit.
-    """
+    """Kernel of `attention_step`. Rows at the front of the step are single ones, op.single at most, the others a chunk:
+    with both there are two launches. Single rows of the same sequence follow one another, with consecutive positions.
+    Rows see the keys that `cache.visible` says. UserError for shapes that `attention_step` or `group_of` refuses, and
+    for "rows" with more rows on an arch with matrix units. plan: of the launch's module (with two, of the chunk's),
+    instead of the arch's; ValueError for one that does not suit."""
     if op.single > SLOTS:
         raise ValueError(f"decode attention of {op.single} rows")
     step = attention_step(op, state)

@@ -1,8 +1,5 @@
 """Causal attention of a chunk of tokens on AMD's matrix units (`attention_rows_matrix.py`), with online softmax.
 
-In: the rotated queries and the cache, which already contains the chunk's own keys and values. Out: the heads' outputs
-in an activation layout of `quantize.py`, of the live rows.
-
 A wave has a KV head and tiles of 16 rows (token x head of the group), without shared memory or barriers. In a chunk of
 so few rows that compute units would have nothing to do, the waves of a workgroup have the same rows and share out the
 blocks of keys; what they have of each row joins through LDS in the end.
@@ -56,8 +53,7 @@ def _fits(arch: Device, layer: Attention, plan: Plan) -> bool:
 
 
 def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
-    """The launch for the chunk of a step. Nothing is stored for rows that are not live. UserError for shapes that
-    `group_of` refuses, or for the layout "rows"."""
+    """The launch for the chunk of a step. UserError for shapes that `group_of` refuses, or for the layout "rows"."""
     step.refuse_blocks()
     layer, m = step.layer, step.op.m
     group, plan, cache = group_of(layer), plan or default_plan(layer, m, arch), step.cache

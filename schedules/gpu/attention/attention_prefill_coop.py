@@ -1,8 +1,5 @@
 """Causal attention of a chunk of tokens on cooperative matrices (KHR_cooperative_matrix), with online softmax.
 
-In: the rotated queries and the cache, which already contains the chunk's own keys and values. Out: the heads' outputs
-in an activation layout of `quantize.py`, of the live rows.
-
 A wave has some fragments of rows, each of consecutive tokens of one head; the waves of a workgroup share a KV head,
 whose keys and values go through shared memory a block at a time, in the layout of the operands. The next block is
 loaded while this one is multiplied: keys during the second product, values during the first.
@@ -290,11 +287,9 @@ class Wave:
 
 
 def emit(step: Step, arch: Profile, plan: Tile | None = None) -> None:
-    """The launch for the chunk of a step. Nothing is stored for rows that are not live.
-
-    UserError for shapes that `group_of` or `tile_of` refuses, for the layout "rows", or a number of rows that the
-    fragments' rows do not divide; ValueError for a tile whose keys do not divide a page.
-    """
+    """The launch for the chunk of a step. UserError for shapes that `group_of` or `tile_of` refuses, for the layout
+    "rows", or a number of rows that the fragments' rows do not divide; ValueError for a tile whose keys do not divide a
+    page."""
     step.refuse_blocks()
     attention, m, rows = step.layer, step.op.m, arch.fragment[0]
     if 0 < attention.chunk < rows:

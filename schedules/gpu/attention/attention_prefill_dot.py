@@ -1,9 +1,6 @@
 """Causal attention of a chunk of tokens on GPUs without matrix units (gfx10, gfx906, Vulkan), and latent attention on
 all: products per lane, with online softmax.
 
-In: the rotated queries and the cache, which already contains the chunk's own keys and values. Out: the heads' outputs
-in an activation layout of `quantize.py`, of the live rows.
-
 A workgroup has a KV head and a tile of rows (token x head of the group), whose queries are in LDS; each K and V that is
 loaded serves the whole tile. Its waves take blocks of 64 keys round robin, each with its own softmax
 (`attention_rows.py`), and join at the end.
@@ -40,8 +37,7 @@ def default_plan(attention: Attention) -> Plan:
 
 
 def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
-    """The launch for the chunk of a step. Nothing is stored for rows that are not live. UserError for shapes that
-    `group_of` refuses."""
+    """The launch for the chunk of a step. UserError for shapes that `group_of` refuses."""
     attention, m = step.layer, step.op.m
     kv_heads, d = attention.kv_heads, attention.d
     group = attention.group if attention.values else group_of(attention)

@@ -62,7 +62,8 @@ class SharedRows(MatrixRows):
         self.scores.clear_sums()
         for n, key in enumerate(self._keys(block)):
             key.multiply(n)
-        self._store_scores()
+        self._store(self.scores.fragments["sum"], self.groups * self.blocks, self.row_units)
+        wave_barrier()
         weights: list = []
         values = list(self._values(block, weights))
         for group in range(self.groups):
@@ -82,10 +83,6 @@ class SharedRows(MatrixRows):
         for n, t in product(range(count), range(self.tiles)):
             place = self.shared[self.base + (t * self.unit.side * row_units + n * (SIDE // WIDTH))]
             sums.store(n * self.tiles + t, place, row_units * WIDTH, "col_major")
-
-    def _store_scores(self) -> None:
-        self._store(self.scores.fragments["sum"], self.groups * self.blocks, self.row_units)
-        wave_barrier()
 
     def _own_scores(self, block: KeyBlock, sees: Sees, whole: Expr) -> list[list[Expr]]:
         columns = self.unit.columns

@@ -7,7 +7,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import RATES
 from mlc_amd.schedules.gpu.attention.cache import WORDS
 from mlc_amd.schedules.gpu.attention.softmax import OTHER_BYTES
-from mlc_amd.schedules.gpu.base.matrices import SIDE, known_unit, knows_lanes
+from mlc_amd.schedules.gpu.base.matrices import SIDE, known_unit
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.operators.attention import PAGE, Attention
@@ -89,7 +89,7 @@ def _registers(arch: Device, width: int, holds: bool) -> int:
 def suits(arch: Device, attention: Attention) -> bool:
     """Whether the arch has such units and the layer is such as they take for single rows: of whole tiles of columns
     that fit the registers."""
-    if not knows_lanes(arch) or attention.values:
+    if not arch.lane_blocks or attention.values:
         return False
     unit = known_unit(arch)
     if not unit.knows_sums:

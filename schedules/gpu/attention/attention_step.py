@@ -1,7 +1,9 @@
 """The parameters that the kernels of attention share, and the rows of a chunk.
 
 In: an operator. Out: `Step`. `attention_decode.py` has the launch for the single rows of a step,
-`attention_prefill*.py` those for its chunk; `attention.py` combines them.
+`attention_prefill*.py` those for its chunk; `attention.py` combines them. Where these do not rotate and write them, the
+queries are rotated, and the cache contains the rows' own keys and values. The live rows' outputs are stored, in an
+activation layout of `quantize.py`.
 
 Splits of decode attention join through buffers in device memory, which are parameters, too: how many splits there may
 be, and how large that makes them.

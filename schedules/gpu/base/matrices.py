@@ -172,13 +172,8 @@ UNITS = {
 NVIDIA = {"mma": MatrixUnit(32, 4, side=8)}
 
 
-def knows_lanes(arch: Device) -> bool:
-    """Whether an arch has a matrix unit whose lanes are known."""
-    return arch.lane_blocks > 0
-
-
 def known_unit(arch: Device) -> MatrixUnit:
-    """That unit."""
+    """The matrix unit of an arch with lane_blocks, whose lanes are known."""
     return (UNITS | NVIDIA)[arch.lane_unit]
 
 

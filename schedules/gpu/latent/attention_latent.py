@@ -1,8 +1,6 @@
-"""Latent attention of a chunk of tokens on cooperative matrices, as `attention_latent_wave.py` computes it.
-
-In: the rotated queries and the cache, which already contains the chunk's own keys. Out: the heads' outputs in an
-activation layout of `quantize.py`, of the live rows. Where tiles are few, or do not divide among the compute units,
-several workgroups share the keys of some, whose parts a second launch joins.
+"""Latent attention of a chunk of tokens on cooperative matrices, as `attention_latent_wave.py` computes it. Where tiles
+are few, or do not divide among the compute units, several workgroups share the keys of some, whose parts a second
+launch joins.
 """
 
 from contextlib import nullcontext
@@ -69,8 +67,8 @@ def tiles_of(tile: Tile, rows: int, arch: Profile) -> Tiles:
 
 
 def emit(step: Step, arch: Profile, plan: Tile | None = None) -> None:
-    """The launches for the chunk of a step. Nothing is stored for rows that are not live. UserError for shapes that
-    `tile_of` refuses, or for the layout "rows"; ValueError for a tile that does not suit them."""
+    """The launches for the chunk of a step. UserError for shapes that `tile_of` refuses, or for the layout "rows";
+    ValueError for a tile that does not suit them."""
     step.refuse_blocks()
     attention, m = step.layer, step.op.m
     tile, heads = plan or tile_of(attention, arch), attention.heads

@@ -1,9 +1,8 @@
 """Latent attention of single rows, one to SLOTS tokens of any sequences, on cooperative matrices: split-KV ("flash
 decoding") in two launches.
 
-In: the rotated queries and the cache, which already contains the rows' own keys. Out: the heads' outputs in an
-activation layout of `quantize.py`. A workgroup has a tile of a token's heads and a split of its keys, as
-`attention_latent_wave.py` computes them, and leaves what it has in Parts. The second launch joins the splits.
+A workgroup has a tile of a token's heads and a split of its keys, as `attention_latent_wave.py` computes them, and
+leaves what it has in Parts. The second launch joins the splits.
 """
 
 from dataclasses import dataclass, replace

@@ -22,7 +22,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import FP4_VALUES, PLANE_BITS, Format
 from mlc_amd.schedules.gpu.base.device import fma, intrin
-from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUN_COLUMNS, RUNS
 from mlc_amd.schedules.gpu.base.registers import at, chosen, elements, lane_of, opaque, vector
@@ -42,7 +42,7 @@ SIGNS = 0x80008000  # of two float16
 PAIRS = 0x05020500, 0x05030501  # byte selectors: bytes 0 and 2, 1 and 3 of a word below those of EXPONENT
 
 
-def fetch(fmt: Format, planes: load.Planes, row: Expr, unit: Expr, span: int) -> Fetched:
+def fetch(fmt: Format, planes: Planes, row: Expr, unit: Expr, span: int) -> Fetched:
     """The loads of unit number `unit` of a row, in registers."""
     if fmt.kind != "float":
         return load.fetch(fmt, planes, row, unit, span)

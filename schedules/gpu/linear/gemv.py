@@ -29,7 +29,7 @@ from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.activations import gated
 from mlc_amd.schedules.gpu.base.device import barrier, fma, launch, uniform, wave_sum
-from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
+from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes, padded, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, act_args, columns, emit_store, load_columns
 from mlc_amd.schedules.gpu.base.registers import at, filled, lane_of, put
@@ -47,7 +47,6 @@ from mlc_amd.schedules.gpu.linear.linear_args import (
     declare_gate_up,
     declare_linear,
 )
-from mlc_amd.schedules.gpu.linear.load import Planes
 from mlc_amd.schedules.operators import ExpertDown, ExpertGateUp, GateUp, HeadLinear, Linear
 from mlc_amd.schedules.space import Kernel, planned
 from mlc_amd.schedules.tir import Buffer, Expr, declared

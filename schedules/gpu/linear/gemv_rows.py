@@ -18,13 +18,13 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu.base.device import IN_ORDER, barrier, dot4, fma, schedule_fence, shuffle_xor, wave_sum
 from mlc_amd.schedules.gpu.base.norm import row_scale, scaled, square, workgroup_sum
-from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import FIELDS, WIDTH, load_columns, quantize_block
 from mlc_amd.schedules.gpu.base.registers import at, filled, lane_of, put, vector
 from mlc_amd.schedules.gpu.base.step import when
 from mlc_amd.schedules.gpu.linear import load
-from mlc_amd.schedules.gpu.linear.load import QUADS, Planes
+from mlc_amd.schedules.gpu.linear.load import QUADS
 from mlc_amd.schedules.tir import Buffer, Expr
 
 COLUMNS = 16  # that a thread has at a time: 16 bytes of its results

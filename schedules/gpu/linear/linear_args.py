@@ -16,11 +16,10 @@ from typing import NamedTuple
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import Format
-from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
+from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes, padded, plane_args
 from mlc_amd.schedules.gpu.base.quantize import act_args
 from mlc_amd.schedules.gpu.experts.experts import bias_args, ids_arg
 from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, PreparedNorm
-from mlc_amd.schedules.gpu.linear.load import Planes
 from mlc_amd.schedules.operators import ExpertGateUp, GateUp, Linear
 from mlc_amd.schedules.tir import Buffer, declared
 

@@ -25,7 +25,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.decode import minifloat
 from mlc_amd.schedules.formats import FP4_VALUES, MINIFLOATS, PLANE_BITS, Format
 from mlc_amd.schedules.gpu.base.device import intrin
-from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of
 from mlc_amd.schedules.tir import Buffer, Expr
@@ -33,8 +33,6 @@ from mlc_amd.schedules.tir import Buffer, Expr
 QUADS = 8  # words of four codes in a block
 LOAD_WORDS = 4  # of the widest load: 128 bits
 WORD = 4  # bytes
-
-Planes = Mapping[str, Buffer]  # of a weight, by name
 
 
 class Unit(NamedTuple):
