@@ -62,17 +62,6 @@ class Place(NamedTuple):
     slot: Expr
 
 
-class Takers(NamedTuple):
-    """Waves of a workgroup that share out rows: the number of this one among them, and how many there are."""
-
-    wave: Expr
-    waves: int
-
-    def count(self, rows: Expr) -> Expr:
-        """How many of so many rows this wave has."""
-        return T.truncdiv(T.max(rows - self.wave, T.int32(0)) + (self.waves - 1), T.int32(self.waves))
-
-
 def store_rounded(
     pairs: Iterable[Elements], buffer: Buffer, *index: Expr, begin: Expr = None, scale: Expr = None
 ) -> None:
@@ -119,17 +108,18 @@ def value_of(heads: Heads, row: Expr, kv: Expr, scale: Expr) -> Callable[[Expr],
 
 
 def add_rows(
-    rows: Rows | MatrixRows, heads: Heads, place: Place, count: Expr, takers: Takers, dtype: str,
+    rows: Rows | MatrixRows, heads: Heads, place: Place, count: Expr, takers: tuple[Expr, int], dtype: str,
     written: tuple[Cache, Expr] | None = None,
 ) -> None:  # fmt: skip
     """Adds the keys and values of `count` rows before a row, which are of its sequence, to the rows' state. The waves
-    of the workgroup share them out. written: (cache, whether the row is written), where the first of them is the row
-    itself; in a step of one row count is 1 at most then."""
-    arch, d, (kv, token, position, _) = rows.arch, heads.d, place
-    keys = T.alloc_buffer((takers.waves * d,), dtype, scope=WAVE_SHARED)
-    begin = T.Bind(takers.wave * d)
-    with kept(T.Bind(takers.count(count))) as i:
-        back = T.Bind(takers.wave + i * takers.waves + (0 if written else 1))
+    of the workgroup share them out, takers: the number of this one among those that do, and how many these are.
+    written: (cache, whether the row is written), where the first of them is the row itself; in a step of one row count
+    is 1 at most then."""
+    arch, d, (kv, token, position, _), (wave, waves) = rows.arch, heads.d, place, takers
+    keys = T.alloc_buffer((waves * d,), dtype, scope=WAVE_SHARED)
+    begin = T.Bind(wave * d)
+    with kept(T.Bind(T.truncdiv(T.max(count - wave, T.int32(0)) + (waves - 1), T.int32(waves)))) as i:
+        back = T.Bind(wave + i * waves + (0 if written else 1))
         row, there = token, position
         if not isinstance(token, int):
             row, there = (T.Bind(T.max(x - back, T.int32(0))) for x in (token, position))
@@ -221,7 +211,7 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
                 if m > 1:
                     alone = m > SHARED_ROWS
                     others = T.Bind(T.Select(first if alone else split == 0, others, T.int32(0)))
-                    takers = Takers(T.int32(0), 1) if alone else Takers(wave, splits.waves)
+                    takers = (T.int32(0), 1) if alone else (wave, splits.waves)
                     add_rows(rows, heads, place, others, takers, dtype)
             # On matrices a block is much code: NVIDIA's driver would unroll the loop eight times.
             with (kept if splits.matrix else T.serial)(mine) as i:
@@ -237,7 +227,7 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
                 # After the loop, in which the other waves are still busy: before it, all would wait for the one that
                 # has the own key and as many blocks as any.
                 count = T.Bind(T.Select(split == 0, others + 1, T.int32(0)))
-                takers = Takers(splits.waves - 1 - wave, splits.waves)  # blocks go to the first waves first
+                takers = splits.waves - 1 - wave, splits.waves  # blocks go to the first waves first
                 writes = (part % parts == 0) & is_at(places, token, position)
                 add_rows(rows, heads, place, count, takers, dtype, (cache, writes))
             elif own_key is not None and heads:

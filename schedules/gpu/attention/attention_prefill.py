@@ -11,15 +11,13 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_rows_matrix import MatrixRows
 from mlc_amd.schedules.gpu.attention.attention_rows_size import waves_of
-from mlc_amd.schedules.gpu.attention.attention_step import ChunkRow, ChunkRows, Step
+from mlc_amd.schedules.gpu.attention.attention_step import ChunkRow, ChunkRows, Step, group_of, with_sink
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Visible, each_block, visible
-from mlc_amd.schedules.gpu.attention.softmax import group_of, with_sink
 from mlc_amd.schedules.gpu.base.device import launch, rcp, uniform
 from mlc_amd.schedules.gpu.base.matrices import SIDE
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, opaque
-from mlc_amd.schedules.gpu.base.step import once, opaque_zero
-from mlc_amd.schedules.gpu.base.threads import checked_threads
+from mlc_amd.schedules.gpu.base.step import checked_threads, once, opaque_zero
 from mlc_amd.schedules.operators.attention import Attention, CausalAttention
 from mlc_amd.schedules.space import Kernel, planned
 

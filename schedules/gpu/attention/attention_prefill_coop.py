@@ -22,15 +22,14 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.attention_coop_tiles import Shared, SharedBlock, Tile, shared_units, tile_of
-from mlc_amd.schedules.gpu.attention.attention_step import Step
+from mlc_amd.schedules.gpu.attention.attention_step import LIMIT, LOWEST, START, Step, group_of, soft_cap, with_sink
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Chunk, Pages, visible
-from mlc_amd.schedules.gpu.attention.softmax import LIMIT, LOWEST, START, group_of, soft_cap, with_sink
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, launch, maximum, rcp, uniform, wave_barrier
 from mlc_amd.schedules.gpu.base.matrices import Fragments
 from mlc_amd.schedules.gpu.base.profiles import Profile
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import filled, put
-from mlc_amd.schedules.gpu.base.threads import SUMS, WAVES, checked_threads
+from mlc_amd.schedules.gpu.base.step import SUMS, WAVES, checked_threads
 from mlc_amd.schedules.operators.attention import PAGE, CausalAttention
 from mlc_amd.schedules.space import Kernel, planned
 from mlc_amd.schedules.tir import Expr

@@ -12,9 +12,8 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_rows import Rows
 from mlc_amd.schedules.gpu.attention.attention_rows_size import STEP, dot_waves_of, query_dtype
-from mlc_amd.schedules.gpu.attention.attention_step import ChunkRows, Step
+from mlc_amd.schedules.gpu.attention.attention_step import ChunkRows, Step, group_of
 from mlc_amd.schedules.gpu.attention.cache import UNIT, each_block, visible
-from mlc_amd.schedules.gpu.attention.softmax import group_of
 from mlc_amd.schedules.gpu.base.device import launch, uniform
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, put

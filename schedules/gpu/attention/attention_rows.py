@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_rows_size import KeyLoads, key_loads
+from mlc_amd.schedules.gpu.attention.attention_step import LOWEST, P_SHIFT, Joined, Sees, join, soft_cap
 from mlc_amd.schedules.gpu.attention.cache import UNIT, WORDS, KeyBlock, Units
-from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, Joined, Sees, join, soft_cap
 from mlc_amd.schedules.gpu.base.device import (
     WAVE_SHARED,
     barrier,
@@ -377,7 +377,7 @@ class Rows:
     # ---- the end
 
     def join_waves(self) -> Callable[[Expr, Expr], Joined]:
-        """Stores this wave's results into shared memory. Returns quad(r, column) of `softmax.join`."""
+        """Stores this wave's results into shared memory. Returns quad(r, column) of `attention_step.join`."""
         tops, totals = (T.alloc_buffer((self.count, self.waves), "float32", scope="shared") for _ in range(2))
         stride = self.value_d if self.pairs else self.stride
         size = self.waves * self.count * stride

@@ -25,8 +25,8 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_rows_size import SCORES, holds, out_units, room, row_tiles
+from mlc_amd.schedules.gpu.attention.attention_step import LIMIT, LOWEST, P_SHIFT, START, Joined, Sees, join, soft_cap
 from mlc_amd.schedules.gpu.attention.cache import UNIT, WORDS, KeyBlock, Units
-from mlc_amd.schedules.gpu.attention.softmax import LIMIT, LOWEST, P_SHIFT, START, Joined, Sees, join, soft_cap
 from mlc_amd.schedules.gpu.base.device import any_lane, dot2, exp2, half_pair, maximum, schedule_fence, shuffle_xor
 from mlc_amd.schedules.gpu.base.matrices import SIDE, known_unit, wave_matrices
 from mlc_amd.schedules.gpu.base.profiles import Device

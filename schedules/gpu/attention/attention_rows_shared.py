@@ -8,8 +8,8 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_rows_matrix import MatrixRows
 from mlc_amd.schedules.gpu.attention.attention_rows_size import out_units, wave_units
+from mlc_amd.schedules.gpu.attention.attention_step import LOWEST, Sees, soft_cap
 from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
-from mlc_amd.schedules.gpu.attention.softmax import LOWEST, Sees, soft_cap
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, wave_barrier
 from mlc_amd.schedules.gpu.base.matrices import SIDE, Fragments, Matrices, known_unit
 from mlc_amd.schedules.gpu.base.profiles import Device

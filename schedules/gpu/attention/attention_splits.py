@@ -18,9 +18,18 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention import attention_rows_size
 from mlc_amd.schedules.gpu.attention.attention_rows_size import FEWER_LOADS, LOADS, STEP, KeyLoads, dot_waves_of
-from mlc_amd.schedules.gpu.attention.attention_step import Step, max_splits, quads, stride_of
+from mlc_amd.schedules.gpu.attention.attention_step import (
+    LOWEST,
+    MAX_GROUP,
+    Joined,
+    Step,
+    group_of,
+    max_splits,
+    quads,
+    stride_of,
+    with_sink,
+)
 from mlc_amd.schedules.gpu.attention.cache import clamped_position, visible
-from mlc_amd.schedules.gpu.attention.softmax import LOWEST, MAX_GROUP, Joined, group_of, with_sink
 from mlc_amd.schedules.gpu.base.arrival import Outbox, arrive, zero_after
 from mlc_amd.schedules.gpu.base.device import each, exp2, rcp, uniform, wave_max, wave_scan, wave_sum
 from mlc_amd.schedules.gpu.base.matrices import known_unit
@@ -258,7 +267,7 @@ class Join:
 
     def store_alone(self, quad: Callable[[Expr, Expr], Joined]) -> None:
         """Stores the output where one split has all keys. quad(row, column): the workgroup's results, of
-        `softmax.join`."""
+        `attention_step.join`."""
         for valid, row, column in self._quads():
             top, total, values = quad(row, column)
             inverse = rcp(with_sink(self.sinks, self._head(row), total, top))

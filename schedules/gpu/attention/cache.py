@@ -205,10 +205,7 @@ class Cache:
 
 class Pages:
     """The pages of a wave's next blocks of keys, looked up some steps before they are needed, since loads of keys would
-    wait for them.
-
-    key0s: first keys of the first blocks; `take` gives the pages of as many.
-    """
+    wait for them. key0s: first keys of the first blocks; `take` gives the pages of as many."""
 
     def __init__(self, cache: Cache, slot: Expr, key0s: Sequence[Expr]):
         self.cache, self.slot, self.cells = cache, slot, [local(1, "int32") for _ in key0s]

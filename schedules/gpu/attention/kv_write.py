@@ -23,8 +23,7 @@ from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.attention.cache import Cache, own_elements, place_args, row_position, row_slot, store_valid
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, launch, rsqrt, wave_meets, wave_sum
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.step import builds, is_live
-from mlc_amd.schedules.gpu.base.threads import WAVES
+from mlc_amd.schedules.gpu.base.step import WAVES, builds, is_live
 from mlc_amd.schedules.kv_writes import Sources, latent_args, rope_args
 from mlc_amd.schedules.operators.attention import Attention, LatentKvWrite, Rope, RopeKvWrite
 from mlc_amd.schedules.space import Kernel, planned
@@ -158,12 +157,9 @@ class Heads:
 
 @builds(RopeKvWrite)
 def rope_kv_write(op: RopeKvWrite, arch: Device, state: Buffer, plan: WavesPlan | None) -> None:
-    """Kernel (state int32[4], rows int32[m, 2], pages, those of `rope_args`, the cache as in `cache.py`
-    (in place), Qo float16 [m, heads, width], whose padding becomes 0); without rope.writes no pages and no cache.
-
-    Rows that are not live, or whose position is at or beyond ctx, write nothing. UserError for shapes that
-    `cache_types` or `rope_args` refuses.
-    """
+    """Kernel (state, rows, pages, those of `rope_args`, the cache as in `cache.py`, Qo float16 [m, heads, width], whose
+    padding becomes 0); without rope.writes no pages and no cache. Rows that are not live, or whose position is at or
+    beyond ctx, write nothing. UserError for shapes that `cache_types` or `rope_args` refuses."""
     attention, m, rope = op.layer, op.m, op.rope
     heads, kv_heads, d = attention.heads, attention.kv_heads, attention.d
     total, waves = wave_heads(attention, rope), (plan or WavesPlan()).fitted(arch)
@@ -229,12 +225,8 @@ def plans(op: RopeKvWrite, arch: Device, plan: WavesPlan) -> Kernel:
 
 @builds(LatentKvWrite)
 def latent_kv_write(op: LatentKvWrite, arch: Device, state: Buffer, plan: WavesPlan | None) -> None:
-    """Kernel (state int32[4], rows int32[m, 2], pages, those of `latent_args`, Kc as in `cache.py` (in
-    place), Qo float16 [m, heads, width], whose padding becomes 0).
-
-    Rows that are not live, or whose position is at or beyond ctx, write nothing. UserError for shapes that
-    `cache_types` refuses, ValueError unless the key has values and others, of which all or none rotate.
-    """
+    """Kernel (state, rows, pages, those of `latent_args`, Kc, Qo); rows and Qo as of `rope_kv_write`. UserError for
+    shapes that `cache_types` refuses, ValueError unless the key has values and others, of which all or none rotate."""
     attention, m, rope = op.layer, op.m, op.rope
     heads, values, width = attention.heads, attention.values, attention.width
     shared = attention.d - values

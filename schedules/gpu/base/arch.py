@@ -67,14 +67,10 @@ class GpuArch(Chip):
     lone_waves = False
     fragment: ClassVar[tuple[int, int, int]] = (0, 0, 0)
     lane_matrix: ClassVar[tuple[int, ...]] = ()
+    needs: ClassVar[dict] = {}  # what a candidate asks of a device besides the arch
     query_registers = 0
     launch_us = 3.9  # of a node of a HIP graph: published of a W7900
     join_us = 0.0
-
-    @property
-    def needs(self) -> dict:
-        """What a candidate asks of a device besides the arch: nothing."""
-        return {}
 
     @property
     def code(self) -> Family:
@@ -87,11 +83,8 @@ class GpuArch(Chip):
     lane_blocks = property(lambda self: self.wave // 16 if self.matrix else 0)
     ordered_steps = property(lambda self: self.code.ordered_steps)
 
-    @property
-    def dot2(self) -> bool:
-        """Whether two float16 products are added to a float32 in one instruction (fdot2): all that have an int8 dot
-        product."""
-        return bool(self.dot)
+    # whether two float16 products are added to a float32 in one instruction (fdot2): all with an int8 dot product
+    dot2 = property(lambda self: bool(self.dot))
 
 
 ARCHS = {name: GpuArch(**vars(chip)) for name, chip in CHIPS.items()}

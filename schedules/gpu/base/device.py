@@ -172,11 +172,6 @@ def _across(x: Expr, call: Callable[[Expr], tuple[Expr, ...]]) -> Expr:
     return bits if dtype == "int32" else T.Bind(T.reinterpret(dtype, bits))
 
 
-def _vk_across(x: Expr, name: str, *args: Expr) -> Expr:
-    """The same for a call that the SPIR-V generator knows, on the word x itself."""
-    return _vk(str(x.ty), name, x, *args)
-
-
 def lane_id(arch: Device) -> Expr:
     """This lane's number in its wave, int32."""
     if arch.api == "vulkan":
@@ -188,7 +183,7 @@ def lane_id(arch: Device) -> Expr:
 def uniform(arch: Device, x: Expr) -> Expr:
     """The first active lane's word in all lanes, in a scalar register: for what is the same in all lanes anyway."""
     if arch.api == "vulkan":
-        return _vk_across(x, "broadcast_first") if arch.scalars else T.Bind(x)
+        return _vk(str(x.ty), "broadcast_first", x) if arch.scalars else T.Bind(x)
     return _across(x, lambda bits: ("llvm.amdgcn.readfirstlane", bits))
 
 
@@ -200,7 +195,7 @@ def read_lane(x: Expr, lane: int) -> Expr:
 def shuffle(arch: Device, x: Expr, lane: Expr) -> Expr:
     """The word x of lane number `lane` of the wave (int32, may differ per lane). Through the LDS unit."""
     if arch.api == "vulkan":
-        return _vk_across(x, "shuffle", lane)
+        return _vk(str(x.ty), "shuffle", x, lane)
     return _across(x, lambda bits: ("llvm.amdgcn.ds.bpermute", lane * T.int32(4), bits))
 
 
@@ -209,7 +204,7 @@ def shuffle_xor(arch: Device, x: Expr, mask: int) -> Expr:
     if not 0 < mask < arch.wave:
         raise ValueError(f"no lane of a wave of {arch.wave} has a partner at distance {mask}")
     if arch.api == "vulkan":
-        return _vk_across(x, "shuffle_xor", T.int32(mask))
+        return _vk(str(x.ty), "shuffle_xor", x, T.int32(mask))
     if mask in DPP:
         return _permuted(x, DPP[mask])
     if mask == 16 and arch.wave == 32:
@@ -244,7 +239,7 @@ def _reduced(
     lanes must be active."""
     lanes, distance = (width or arch.wave) * stride, stride
     if arch.api == "vulkan" and width in (None, arch.wave):
-        return _vk_across(x, f"reduce_{name}")
+        return _vk(str(x.ty), f"reduce_{name}", x)
     while distance < lanes:
         x = T.Bind(op(x, shuffle_xor(arch, x, MIRROR.get(distance, distance))))
         distance *= 2

@@ -20,8 +20,7 @@ from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store, load_columns, result_args
 from mlc_amd.schedules.gpu.base.registers import filled, put
-from mlc_amd.schedules.gpu.base.step import builds, if_live, live_rows
-from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, planned_threads, threads_of
+from mlc_amd.schedules.gpu.base.step import ThreadsPlan, builds, if_live, live_rows, planned_threads, threads_of
 from mlc_amd.schedules.operators import LayerNorm, RmsNorm
 from mlc_amd.schedules.operators.layouts import output_rows
 from mlc_amd.schedules.space import Kernel

@@ -33,8 +33,7 @@ from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
 from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.step import builds, live_rows
-from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, columns_space, threads_of
+from mlc_amd.schedules.gpu.base.step import ThreadsPlan, builds, columns_space, live_rows, threads_of
 from mlc_amd.schedules.operators import Embed
 from mlc_amd.schedules.tir import Buffer, Expr
 

@@ -37,8 +37,7 @@ from mlc_amd.schedules.gpu.base.device import launch, maximum, minimum, rcp, rin
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
-from mlc_amd.schedules.gpu.base.step import builds, if_live, when
-from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, columns_space, threads_of
+from mlc_amd.schedules.gpu.base.step import ThreadsPlan, builds, columns_space, if_live, threads_of, when
 from mlc_amd.schedules.operators import LayerNorm, NormRoute, Quantize, RmsNorm
 from mlc_amd.schedules.operators.layouts import activations, kind_of
 from mlc_amd.schedules.tir import Buffer, Expr

@@ -1,4 +1,4 @@
-"""What the kernels of a step share: their declaration, and the buffer `state` that describes the step's rows.
+"""What the kernels of a step share: their declaration, plans, and the buffer `state` that describes the step's rows.
 
 A step computes m rows of activations. `state` int32[4] = {single, live, 0, 0} is the first parameter of every kernel
 and read at run time, so that one recorded launch list serves every step. Rows 0 .. live-1 are live. Of these, rows 0 ..
@@ -11,6 +11,7 @@ Kernels after a norm that picks rows (`norm.py`) have the parameter, too: there 
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
@@ -20,7 +21,8 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import COHERENT
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.operators import Operator
+from mlc_amd.schedules.operators import Embed, Operator, Quantize
+from mlc_amd.schedules.space import Kernel, Space, planned
 from mlc_amd.schedules.tir import Buffer, Expr, Frame
 
 # Rows of a step, at most, in which each weight is loaded once and multiplied with every row (GEMV); a power of two.
@@ -129,3 +131,43 @@ def all_of(conditions: Iterable[Expr]) -> Expr | None:
     for condition in conditions:
         found = condition if found is None else found & condition
     return found
+
+
+# ---- the plan of kernels that choose only how many threads a workgroup has
+
+WAVES = (1, 2, 4, 8)  # choices of the waves of a workgroup
+SUMS = 256  # float32 accumulators of a lane, at most: more leave no registers for anything else
+THREADS = {"threads": (32, 64, 128, 256, 512, 1024)}
+
+
+@dataclass(frozen=True)
+class ThreadsPlan:
+    threads: int  # of a workgroup; whole waves
+
+
+def checked_threads(arch: Device, threads: int) -> int:
+    """The number itself. ValueError for what a workgroup cannot have."""
+    if threads > arch.threads or threads % arch.wave:
+        raise ValueError(
+            f"{arch.name} has workgroups of up to {arch.threads} threads in waves of {arch.wave}, not of {threads}"
+        )
+    return threads
+
+
+def threads_of(arch: Device, plan: ThreadsPlan | None = None) -> int:
+    """Threads of a workgroup: the plan's, by default as many as the arch allows. ValueError as of `checked_threads`."""
+    return checked_threads(arch, plan.threads if plan else arch.threads)
+
+
+planned_threads = planned(THREADS, lambda op, arch: ThreadsPlan(threads_of(arch)))
+
+
+def columns_space(width: int) -> Callable[[Embed | Quantize, Device], Space]:
+    """The plans of a kernel in which a thread has `width` of the columns of a row."""
+
+    @planned_threads
+    def kernel(op: Embed | Quantize, arch: Device, plan: ThreadsPlan) -> Kernel:
+        threads = threads_of(arch, plan)
+        return Kernel(threads, -(-op.k // (threads * width)) * op.m, threads, width * 4)
+
+    return kernel

@@ -23,8 +23,7 @@ from mlc_amd.schedules.gpu.base.planes import ROWS
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store, load_columns, own_columns
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, put
-from mlc_amd.schedules.gpu.base.step import builds, if_live, live_rows
-from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, threads_of
+from mlc_amd.schedules.gpu.base.step import ThreadsPlan, builds, if_live, live_rows, threads_of
 from mlc_amd.schedules.operators import Combine, ExpertOrder, Gather
 from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.schedules.tir import Buffer, Expr, declared

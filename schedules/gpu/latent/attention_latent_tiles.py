@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 from mlc_amd.schedules.gpu.attention.cache import UNIT
 from mlc_amd.schedules.gpu.base.profiles import Device, Profile
-from mlc_amd.schedules.gpu.base.threads import SUMS
+from mlc_amd.schedules.gpu.base.step import SUMS
 from mlc_amd.schedules.operators.attention import Attention
 
 PAD = 1  # units after a row in shared memory: neighbouring rows start in different banks

@@ -11,7 +11,7 @@ the row tiles of all segments. What a workgroup does to its tile is up to a `Gem
 tokens are all beyond the live ones leave at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tvm.tirx.script import builder as T
@@ -31,7 +31,6 @@ from mlc_amd.schedules.gpu.linear.deferred_norm import RowFactors
 from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Multiplied, Product, Tile, TileWork, Weight, product_of
 from mlc_amd.schedules.gpu.linear.lane_results import QUAD
 from mlc_amd.schedules.gpu.linear.linear_args import LinearBuffers, Segment, declare_gate_up, declare_linear
-from mlc_amd.schedules.gpu.linear.load import QUADS
 from mlc_amd.schedules.operators import ExpertGateUp, ExpertLinear, GateUp, Linear
 from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.schedules.operators.layouts import kind_of
@@ -90,15 +89,6 @@ def plans(op: Multiplied, arch: Device) -> Space:
     return Space(type(default.tile), default.choices, default.tile, kernel)
 
 
-def views(acts: Sequence[Buffer], of: Product) -> list[Buffer]:
-    """The activations' buffers as the tile routine reads them, from the parameters of `act_args`. To be called after
-    the last parameter: it may declare a view."""
-    if of.layout == "rows":
-        A, S = acts
-        return [T.decl_buffer((of.m, of.k // BLOCK, QUADS), "int32", data=A.data), S]
-    return list(acts)
-
-
 def span(row: Expr, value: Expr) -> Expr:
     """The index of `value`: of a vector, as many consecutive elements."""
     return at(row, value.ty.dtype.lanes)
@@ -123,7 +113,7 @@ def linear(op: Linear, arch: Device, state: Buffer, plan: Tile | None) -> None:
     counts = [gemm.row_tiles(padded(n)) for _, n in op.segments]
     quick = gemm.is_quick(gemm.token_tiles * sum(counts))
     args = declare_linear(op)
-    acts = gemm.prepared(state, views(args.acts, of))
+    acts = gemm.prepared(state, args.acts)
     with launch((gemm.token_tiles, sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
         gemm.allocate(thread)
         token0, first = T.Bind(token_tile * gemm.tile.tokens), 0
@@ -231,7 +221,7 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, state: Buffer, plan:
         raise ValueError(f"{gemm.tile} is none for experts")
     params, groups, planes, biases, out, completed = declare_gate_up(op)
     weights = [Weight(fmt, bufs, f) for fmt, bufs in zip(of.formats, planes, strict=True)]
-    acts = gemm.prepared(state, views(params, of))
+    acts = gemm.prepared(state, params)
     with launch((gemm.token_tiles, row_tiles), (gemm.threads,)) as (token_tile, row_tile, thread):
         gemm.allocate(thread)
         token0, row0 = T.Bind(token_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
@@ -280,7 +270,7 @@ def expert_linear(op: ExpertLinear, arch: Device, state: Buffer, plan: Tile | No
     weight = Weight(fmt, plane_args(fmt, experts.count * n, op.k, "W_"), n)
     biases = bias_args(experts.count * n, "WB") if op.bias else []
     Y = T.arg("Y", T.buffer((of.m, n), "float32"))
-    acts = gemm.prepared(state, views(params, of))
+    acts = gemm.prepared(state, params)
     with launch((gemm.token_tiles, gemm.row_tiles(n)), (gemm.threads,)) as (slot_tile, row_tile, thread):
         gemm.allocate(thread)
         slot0, row0 = T.Bind(slot_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)

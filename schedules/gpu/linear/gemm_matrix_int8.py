@@ -94,15 +94,13 @@ def int8_activations(of: Product, state: Buffer, H: Buffer) -> list[Buffer]:
 
 
 class _Group(NamedTuple):
-    """What a lane has of a group of its row of a weight: words of each block; float32 factors of each group of columns
-    with its own; what a sum of all starts with; factor of the product of the minimums, or None for 1; minimums: float16
-    of the lane's elements of Q, or None."""
+    """What a lane has of a group of its row of a weight."""
 
-    words: list[Halves]
-    factors: list[Expr]
-    start: Expr
-    low: Expr | None
-    minimums: Expr | None
+    words: list[Halves]  # of each block
+    factors: list[Expr]  # float32, of each group of columns with its own
+    start: Expr  # what a sum of all starts with
+    low: Expr | None  # factor of the product of the minimums, or None for 1
+    minimums: Expr | None  # float16 of the lane's elements of Q
 
 
 def shift_of(fmt: Format) -> int:

@@ -134,8 +134,8 @@ class Gemm(ABC, Generic[TileT]):
         self.token_tiles = -(-of.m // tile.tokens)
 
     def prepared(self, state: Buffer, acts: list[Buffer]) -> list[Buffer]:
-        """The activations' buffers as `TileWork.acts`, of those of the kernel's parameters; may emit a launch that
-        makes them."""
+        """`TileWork.acts` of the activations' parameters. To be called after the last parameter: it may declare views,
+        or emit a launch that makes them."""
         return acts
 
     @abstractmethod

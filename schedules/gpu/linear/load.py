@@ -36,23 +36,19 @@ WORD = 4  # bytes
 
 
 class Unit(NamedTuple):
-    """The registers of a unit. codes: plane -> words. scales: plane -> one register per scale (D, DM, M) or one word of
-    bytes (S, Z)."""
+    """The registers of a unit."""
 
-    codes: dict[str, list[Expr]]
-    scales: dict[str, list[Expr]]
+    codes: dict[str, list[Expr]]  # plane -> words
+    scales: dict[str, list[Expr]]  # plane -> one register per scale (D, DM, M) or one word of bytes (S, Z)
 
 
 class Scales(NamedTuple):
-    """The factors of one block. d: of all of it, or None; sub: per group of columns, or [None]; minimum: float32, or
-    None; sub_minimum: as `sub`.
+    """The factors of one block: weight = d * sub * value + minimum (plane M), or - minimum * sub_minimum (plane DM)."""
 
-    weight = d * sub * value + minimum (plane M), or - minimum * sub_minimum (plane DM)."""
-
-    d: Expr | None
-    sub: list[Expr | None]
-    minimum: Expr | None
-    sub_minimum: list[Expr | None]
+    d: Expr | None  # of all of it
+    sub: list[Expr | None]  # per group of columns, or [None]
+    minimum: Expr | None  # float32
+    sub_minimum: list[Expr | None]  # as `sub`
 
     def factors(self) -> list[Expr]:
         """d * sub of each group of columns."""

@@ -120,10 +120,8 @@ def block_rows(state: Buffer, rows: Buffer, number: Expr, m: int, single: int) -
 
 
 class Pairs:
-    """The first launch, of one block of rows in a wave: lane i of each group is row i, j stands for any other.
-
-    qk, kk, qq   qk[j] = q[i] . k[j]; with `norms` kk[j] = k[i] . k[j] and qq = q[i] . q[i]
-    """
+    """The first launch, of one block of rows in a wave: lane i of each group is row i, j stands for any other. qk[j] =
+    q[i] . k[j]; with `norms` kk[j] = k[i] . k[j] and qq = q[i] . q[i]."""
 
     def __init__(
         self, arch: Device, X: Buffer, block: tuple[Expr, Expr], begins_at: tuple[Expr, Expr], size: int, lane: Expr,
