@@ -16,7 +16,7 @@ from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT, WORDS, KeyBlock, U
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED
 from mlc_amd.schedules.gpu.base.profiles import Profile
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
-from mlc_amd.schedules.gpu.base.registers import at, put
+from mlc_amd.schedules.gpu.base.registers import at, owned, put
 from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -131,9 +131,7 @@ class SharedBlock:
         return unit // (width * units) * KEYS + unit % width, unit // width % units
 
     def _unit(self, i: int) -> Expr:
-        unit = i * self.threads + self.tid
-        # surplus threads repeat the last unit
-        return T.Bind(unit if (i + 1) * self.threads <= self.units else T.min(unit, T.int32(self.units - 1)))
+        return T.Bind(owned(i * self.threads, self.tid, self.threads, self.units)[0])
 
     def load(self, block: KeyBlock) -> None:
         """Starts the loads into registers."""

@@ -27,7 +27,7 @@ from mlc_amd.schedules.gpu.base.device import each, exp2, maximum, minimum, rcp
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store
-from mlc_amd.schedules.gpu.base.registers import opaque
+from mlc_amd.schedules.gpu.base.registers import opaque, owned
 from mlc_amd.schedules.gpu.base.step import exchanges
 from mlc_amd.schedules.kv_writes import Sources, rope_args
 from mlc_amd.schedules.operators.attention import LOG2E, SLOTS, Attending, Attention, RopeAttention
@@ -189,10 +189,8 @@ def quads(arch: Device, threads: int, tid: Expr, rows: int, d: int) -> Iterator[
     all threads have one."""
     count = rows * d // WIDTH
     for i in each(arch, -(-count // threads)):
-        first = i * threads
-        whole = count % threads == 0 or (isinstance(i, int) and first + threads <= count)
-        valid = None if whole else first + tid < count
-        place = T.Bind((first + tid if valid is None else T.min(first + tid, T.int32(count - 1))) * WIDTH)
+        own, valid = owned(i * threads, tid, threads, count)
+        place = T.Bind(own * WIDTH)
         yield valid, T.Bind(place // d), T.Bind(place % d)
 
 

@@ -231,10 +231,6 @@ def quantize(op: Quantize, arch: Device, state: Buffer, plan: ThreadsPlan | None
     k, m, layout = op.k, op.m, op.layout
     if not layout or kind_of(layout) not in NAMES:
         raise ValueError(f"nothing to convert to the layout {layout!r}")
-    if k % BLOCK:
-        raise UserError(
-            f"activations need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer"
-        )
     threads = threads_of(arch, plan)
     X = T.arg("X", T.buffer((m, k), "float32"))
     out = act_args(m, k, layout)

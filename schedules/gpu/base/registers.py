@@ -26,6 +26,15 @@ def put(buffer: Buffer, value: Expr, *index: Expr) -> None:
     T.buffer_store(buffer, value, list(index))
 
 
+def owned(first: Expr, mine: Expr, threads: int, count: int) -> tuple[Expr, Expr | None]:
+    """What thread `mine` has of those from `first` on, one for each of `threads`: (its number, or after the last of all
+    `count` that one, whether there is one; None: each thread has one)."""
+    place = first + mine
+    if first + threads <= count if isinstance(first, int) else count % threads == 0:
+        return place, None
+    return T.min(place, T.int32(count - 1)), place < count
+
+
 def at(base: Expr, n: int) -> Expr:
     """The index vector base, ..., base+n-1 (a buffer's last index only)."""
     return T.ramp(base, 1, n) if n > 1 else base

@@ -26,7 +26,7 @@ from mlc_amd.schedules.gpu.base.norm import row_scale
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store, load_columns, result_args
-from mlc_amd.schedules.gpu.base.registers import filled, local, put
+from mlc_amd.schedules.gpu.base.registers import filled, local, owned, put
 from mlc_amd.schedules.gpu.base.step import builds, exchanges, if_live
 from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.operators import NormRoute
@@ -250,9 +250,8 @@ def norm_route(op: NormRoute, arch: Device, state: Buffer, plan: None) -> None:
 
         def unit_of(step: Expr) -> tuple[Expr, Expr | None]:
             """(unit of this thread in that step, live); live is None where all threads have one."""
-            unit = step * threads + tid
-            whole = units % threads == 0 or (isinstance(step, int) and (step + 1) * threads <= units)
-            return (T.Bind(unit), None) if whole else (T.Bind(T.min(unit, T.int32(units - 1))), unit < units)
+            unit, live = owned(step * threads, tid, threads, units)
+            return T.Bind(unit), live
 
         # The columns that this workgroup stores: steps expert, expert + count, ..
         own = []

@@ -84,10 +84,12 @@ def hidden(zero: Expr) -> tuple[Expr, ...]:
 
 
 def decoder(
-    arch: Device, fmt: Format, fetched: load.Unit, block: int = 0, exponents: Sequence[Expr] = EXPONENTS
+    arch: Device, fmt: Format, fetched: Fetched, block: int = 0, exponents: Sequence[Expr] = EXPONENTS
 ) -> Callable[[Expr], Expr]:
-    """run(j): run number j, an int or in a register, of a block of a fetched unit of codes, as float16x8. exponents: of
+    """run(j): run number j, an int or of codes in a register, of a block of a fetched unit, as float16x8. exponents: of
     `hidden`."""
+    if isinstance(fetched, list):
+        return runs(arch, fmt, fetched, 1).__getitem__
     exponents = [T.uint32(bits) if isinstance(bits, int) else bits for bits in exponents]
     scales = load.scales(fmt, fetched, block)
     words, permutes = load.block_words(fmt, fetched, block), arch.api == "rocm"

@@ -1,10 +1,8 @@
 """Linear layers of several tokens on the GPU: y[m, n] = sum over k of w[n, k] * x[m, k].
 
-In: `state` int32[4] (position, live tokens, 0, 0), activations in a layout of `quantize.py`, weights in planes of the
-layout "rows" (`planes.py`). Out: Y float32 [m, n padded to 16], bias and residual added. Of the first half of a
-feed-forward layer, y = f(gate(x)) * up(x), in a layout of `quantize.py`, as the down projection reads it: a workgroup
-computes the same tile of both weights, so that gate and up of an element meet in one thread. Of a mixture of experts
-with slots in the place of tokens, those of a workgroup part of one expert's tile (schedules/operators/experts.py).
+Parameters are those of `linear_args.py`. Of the first half of a feed-forward layer, y = f(gate(x)) * up(x), a workgroup
+computes the same tile of both weights, so that gate and up of an element meet in one thread. A mixture of experts has
+slots in the place of tokens, those of a workgroup part of one expert's tile (schedules/operators/experts.py).
 
 This file lays out the launch: a grid of token tiles (first axis: those that share a weight tile run side by side) by
 the row tiles of all segments. What a workgroup does to its tile is up to a `Gemm` (`gemm_tile.py`). Workgroups whose

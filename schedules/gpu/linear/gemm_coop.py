@@ -173,8 +173,7 @@ class CoopGemm(SteppedGemm[CoopTile]):
     def emit(self, work: TileWork) -> None:
         views = [w._replace(planes=load.views(w.fmt, w.planes, self.tile.span)) for w in work.weights]
         work = replace(work, weights=views)
-        for i in range(self.count):
-            self.sums.fill(i, 0)
+        self.sums.clear()
         self._sum_up(work)
         for i in range(self.tiles_m):
             self._hand_over(i)

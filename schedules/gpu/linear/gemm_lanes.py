@@ -15,6 +15,7 @@ The subgroups of a workgroup share out its rows, its tokens and the columns; at 
 (`lane_results.py`). Which tile a kernel has: `lane_tiles.py`.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,9 +23,6 @@ from typing import ClassVar
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.formats import Format
-from mlc_amd.schedules.gpu.base.device import uniform
-from mlc_amd.schedules.gpu.base.matrices import Fragments
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS, TOKENS
 from mlc_amd.schedules.gpu.base.registers import Held, at, lane_of, vector
@@ -32,7 +30,7 @@ from mlc_amd.schedules.gpu.base.step import kept, live_rows, unknown_zero
 from mlc_amd.schedules.gpu.linear import coop_load, load
 from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, RowFactors
 from mlc_amd.schedules.gpu.linear.gemm_tile import TileWork
-from mlc_amd.schedules.gpu.linear.lane_results import GROUP, ROWS, SHAPE, UNIT, WAVE, LaneResults
+from mlc_amd.schedules.gpu.linear.lane_results import GROUP, ROWS, UNIT, LaneResults
 from mlc_amd.schedules.tir import Buffer, Expr
 
 RUN_UNIT = UNIT // RUNS  # halves of a subgroup's loads of a run
@@ -55,7 +53,6 @@ class LaneGemm(LaneResults):
     completes_norms = True
     cuts_tiles = True
     step_columns = 0  # of each step of the loop, if a norm's factors can be added up in it
-    scope = "shared"  # of its shared memory
 
     def loads(self) -> float:
         blocks = self.weights * self.tiles_n * 2 * (2 if self.tile.ahead else 1)
@@ -85,24 +82,12 @@ class LaneGemm(LaneResults):
             factors.load()
         return factors
 
-    def allocate(self, thread: Expr) -> None:
-        tile, self.thread = self.tile, thread
-        self.wave = wave = uniform(self.arch, thread // WAVE)
-        self.lane = T.Bind(thread % WAVE)
-        self.wave_m, self.wave_n = T.Bind(wave % tile.waves_m), T.Bind(wave // tile.waves_m % tile.waves_n)
-        self.wave_k = T.Bind(wave // (tile.waves_m * tile.waves_n))
-        self.lds = T.alloc_buffer((self.units,), "uint32x4", scope=self.scope)
-        self.a = Fragments("a", self.weights * self.tiles_n, SHAPE)
-        self.b = Fragments("b", self.tiles_m, SHAPE)
-        self.sums = Fragments("sum", self.weights * self.tiles_n * self.tiles_m, SHAPE)
-
     def emit(self, work: TileWork) -> None:
         """The factors are computed after the products, a barrier before `store`."""
         views = [w._replace(planes=load.views(w.fmt, w.planes, 1)) for w in work.weights]
         work = replace(work, weights=views)
         for fragments in (self.a, self.b, self.sums):
-            for i in range(fragments.count):
-                fragments.fill(i, 0)
+            fragments.clear()
         hidden = self.tile.hidden and work.zero is not None
         self.exponents = coop_load.hidden(work.zero) if hidden else coop_load.EXPONENTS
         self._sum_up(work)
@@ -236,10 +221,5 @@ class LaneGemm(LaneResults):
 
     def _decoders(self, work: TileWork, fetched: list[list]) -> list[list[Decoder]]:
         """Of each fetched block of each weight."""
-
-        def decoder(fmt: Format, raw: coop_load.Fetched) -> Decoder:
-            if isinstance(raw, list):
-                return coop_load.runs(self.arch, fmt, raw, 1).__getitem__
-            return coop_load.decoder(self.arch, fmt, raw, exponents=self.exponents)
-
+        decoder = functools.partial(coop_load.decoder, self.arch, exponents=self.exponents)
         return [[decoder(w.fmt, raw) for raw in each] for w, each in zip(work.weights, fetched, strict=True)]

@@ -23,7 +23,6 @@ from typing import ClassVar
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.gpus import RATES
-from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, computed_here, schedule_fence, uniform, wave_meets
 from mlc_amd.schedules.gpu.base.matrices import SIDE, UNITS, wave_matrices
 from mlc_amd.schedules.gpu.base.planes import BLOCK
@@ -109,9 +108,7 @@ class MatrixGemm(Gemm[MatrixTile]):
             size = self.waves * self.own
             of = ((size * QUAD,), "float32") if self.crosses else ((size,), "uint32x4")
             self.lds = T.alloc_buffer(*of, scope=WAVE_SHARED)
-
-    def factor_units(self) -> Units:
-        return Units(self.lds, lambda wave, i: T.Bind(wave * self.own + (self.handed + i)))
+            self.factor_units = Units(self.lds, lambda wave, i: T.Bind(wave * self.own + (self.handed + i)))
 
     def emit(self, work: TileWork) -> None:
         self.matrices.clear()
@@ -139,7 +136,7 @@ class MatrixGemm(Gemm[MatrixTile]):
         def multiply(group: Expr, fetched: list) -> None:
             formats = [w.fmt for w in weights for _ in range(self.tiles_n)]
             blocks = zip(formats, fetched, strict=True)
-            runs = [self._decoder(fmt, raw, exponents) for fmt, raw in blocks]
+            runs = [coop_load.decoder(self.arch, fmt, raw, exponents=exponents) for fmt, raw in blocks]
             self._multiply(work, runs, tokens, group)
 
         exponents = (
@@ -165,11 +162,6 @@ class MatrixGemm(Gemm[MatrixTile]):
             fetched, following = held.values(), fetch(T.Bind(T.min(group + waves, last)))
             multiply(group, fetched)
             held.keep(following)
-
-    def _decoder(self, fmt: Format, raw: coop_load.Fetched, exponents: Sequence[Expr]) -> Run:
-        if isinstance(raw, list):
-            return coop_load.runs(self.arch, fmt, raw, 1).__getitem__
-        return coop_load.decoder(self.arch, fmt, raw, exponents=exponents)
 
     def _tokens(self, work: TileWork, part: Expr) -> list[Expr]:
         """Of each token tile where a lane's activations lie in a group of columns, in halves."""
@@ -226,16 +218,13 @@ class MatrixGemm(Gemm[MatrixTile]):
             for t in tiles:
                 x = [run(tokens[t] + ((j + e) * TOKENS * group + block) * RUN) for e in range(count)]
                 if not self.whole:
-                    zero, exists = T.broadcast(T.float16(0), RUN), self._exists(step, block)
+                    mine = block if self.unit.whole else self.lane // SIDE
+                    zero, exists = T.broadcast(T.float16(0), RUN), step * group + mine < self.k // BLOCK
                     x = [T.Bind(T.Select(T.broadcast(exists, RUN), of, zero)) for of in x]
                 found.append(x)
             return found
 
         return load
-
-    def _exists(self, step: Expr, block: int) -> Expr:
-        mine = block if self.unit.whole else self.lane // SIDE
-        return step * self.group + mine < self.k // BLOCK
 
     def _exchange(self, runs: list) -> None:
         """Each half of the wave hands its runs to the other half."""
@@ -305,15 +294,13 @@ class MatrixGemm(Gemm[MatrixTile]):
         """The sums of all waves along the columns of this wave's place."""
         waves, quads = self.tile.waves_m * self.tile.waves_n, []
         for quad in range(self.unit.acc // QUAD):
-            found = [
-                self._four(self._quad(self.wave % waves + k * waves, self.wave_k, weight, quad))
-                for k in range(self.tile.waves_k)
-            ]
+            found = []
+            for k in range(self.tile.waves_k):
+                place = self._quad(self.wave % waves + k * waves, self.wave_k, weight, quad)
+                four = self.lds[at(place * QUAD, QUAD)] if self.crosses else self.lds[place]
+                found.append(four if self.crosses else T.reinterpret("float32x4", four))
             quads.append(T.Bind(sum(found[1:], found[0])))
         return quads[0] if len(quads) == 1 else vector([x for quad in quads for x in elements(quad)])
-
-    def _four(self, quad: Expr) -> Expr:
-        return self.lds[at(quad * QUAD, QUAD)] if self.crosses else T.reinterpret("float32x4", self.lds[quad])
 
     def _quad(self, wave: Expr, place: Expr, weight: int, quad: int) -> Expr:
         """Four sums of a wave in LDS: lanes side by side."""

@@ -126,6 +126,7 @@ class Gemm(ABC, Generic[TileT]):
     row_stride = 1  # how far apart lanes are that hold a token's next rows then, where it prepares norms
     completes_norms = False  # whether it completes and prepares norms (`deferred_norm.py`)
     cuts_tiles = False  # whether tokens may be no multiple of a tile's
+    factor_units: Units | None = None  # where in shared memory that it has the factors of a norm go
     threads: int  # of a workgroup
     thread: Expr  # as of `allocate`
 
@@ -175,13 +176,8 @@ class Gemm(ABC, Generic[TileT]):
         workgroup writes the norm's scales."""
         if norm is None:
             return None
-        return RowFactors(
-            self.arch, norm, self.tile.tokens, token0, self.thread, self.threads, first, self.factor_units()
-        )
-
-    def factor_units(self) -> Units | None:
-        """Where in shared memory that it has the factors of a norm go; None: nowhere."""
-        return None
+        tokens, units = self.tile.tokens, self.factor_units
+        return RowFactors(self.arch, norm, tokens, token0, self.thread, self.threads, first, units)
 
 
 # ---- steps

@@ -1,9 +1,7 @@
 """Linear layers of one to FEW tokens on the GPU: y[m, n] = sum over k of w[n, k] * x[m, k], and the first half of a
 feed-forward layer. Float weights of few rows, such as routers, take up to SOME tokens, FEW at a time.
 
-In: `state` int32[4], activations (int8 formats: A and S of `quantize.py`'s layout "rows"; float formats: X float32 [m,
-k]), weights in the layout "rows" (`planes.py`). Out: Y float32 [m, n padded to 16], bias and residual added; or
-f(gate) * up, quantized on request.
+Parameters are those of `linear_args.py`: activations are in the layout "rows" for int8 formats, float32 for float ones.
 
 `lanes` lanes of a wave process a row's units (`load.py`) interleaved, so that a load instruction reads contiguous
 memory; their sums are reduced by lane shuffles at the end. A group of lanes works on several rows at once, which share

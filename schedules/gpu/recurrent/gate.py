@@ -7,6 +7,7 @@ layout of `quantize.py`. A lane has four columns of each step; neighbouring lane
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import exp2, fma, launch, rcp, rsqrt, wave_sum
+from mlc_amd.schedules.gpu.base.norm import scaled
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, act_args, emit_store, load_columns
@@ -57,10 +58,7 @@ def gate(op: Gate, arch: Device, state: Buffer, plan: None) -> None:
                 total = fma(value, value, total)
             scale = rsqrt(fma(wave_sum(arch, T.Bind(total), lanes), T.float32(1 / size), T.float32(eps)))
             weights = [load_columns(G, T.Bind(place % size)) for place in places]
-            x = [
-                [T.Bind(v * scale * w) for v, w in zip(values, own, strict=True)]
-                for values, own in zip(x, weights, strict=True)
-            ]
+            x = [scaled(values, scale, own) for values, own in zip(x, weights, strict=True)]
         for values, place in zip(x, places, strict=True):
             found = []
             for value, z in zip(values, load_columns(Z, row, place), strict=True):

@@ -22,7 +22,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.base.device import barrier, fma, shuffle, shuffle_xor
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.registers import Held, filled, lane_of, local, put, vector
+from mlc_amd.schedules.gpu.base.registers import Held, filled, lane_of, local, owned, put, vector
 from mlc_amd.schedules.gpu.base.step import live_rows, opaque_zero
 from mlc_amd.schedules.gpu.recurrent.lane_rows import LANES, load_row, store_row, width_of
 from mlc_amd.schedules.operators import DeltaNet, SsmScan
@@ -301,8 +301,7 @@ class Scan:
     def _pieces(self, count: int) -> Iterator[Expr]:
         """The numbers of this thread's pieces; surplus threads repeat the last one."""
         for n in range(-(-count // self.threads)):
-            piece = n * self.threads + self.thread
-            yield T.Bind(piece if (n + 1) * self.threads <= count else T.min(piece, T.int32(count - 1)))
+            yield T.Bind(owned(n * self.threads, self.thread, self.threads, count)[0])
 
     def _read(self, slot: int, u: int, key: int, moved: Expr = 0) -> list[Expr]:
         """The lane's elements u.. of q or k (key: 1) of the row that the slot stands for. moved: added to the index."""
