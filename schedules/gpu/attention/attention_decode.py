@@ -8,8 +8,7 @@ processes blocks of 32 or 64 keys and keeps its own softmax (`attention_rows.py`
 are loaded once for the whole group. The waves join through LDS at the end. Which split of which token
 a workgroup has: `attention_splits.py`.
 
-Splits join in device memory (`attention_splits.Join`): the last one to finish joins them all, without a second launch.
-(On Vulkan a split that is alone stores the output itself.)
+Splits join in device memory (`attention_splits.Join`). (On Vulkan a split that is alone stores the output itself.)
 
 With RoPE the token's own key and value never come from the cache: the first wave's softmax starts with them, as float16
 whatever the type of the cache is. So do those of rows before it that are of the same sequence, which other workgroups
@@ -67,16 +66,12 @@ def store_rounded(
 ) -> None:
     """Stores a head's elements, times `scale`, as float16 in the type of the buffer, at (*index, begin + element)."""
     for valid, values in pairs:
-        stores = [
-            ((*index, e if begin is None else begin + e), _rounded(y if scale is None else y * scale, buffer))
-            for e, y in values
-        ]
+        stores = []
+        for e, y in values:
+            half = T.cast(y if scale is None else y * scale, "float16")
+            place = (*index, e if begin is None else begin + e)
+            stores.append((place, half if str(buffer.dtype) == "float16" else T.cast(half, "float32")))
         store_valid(valid, buffer, stores)
-
-
-def _rounded(x: Expr, buffer: Buffer) -> Expr:
-    half = T.cast(x, "float16")
-    return half if str(buffer.dtype) == "float16" else T.cast(half, "float32")
 
 
 def earlier_rows(arch: Device, places: Buffer, token: Expr, slot: Expr, lane: Expr) -> Expr:

@@ -27,7 +27,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu.attention.attention_rows_size import SCORES, holds, out_units, room, row_tiles
 from mlc_amd.schedules.gpu.attention.attention_step import LIMIT, LOWEST, P_SHIFT, START, Joined, Sees, join, soft_cap
 from mlc_amd.schedules.gpu.attention.cache import UNIT, WORDS, KeyBlock, Units
-from mlc_amd.schedules.gpu.base.device import any_lane, dot2, exp2, half_pair, maximum, schedule_fence, shuffle_xor
+from mlc_amd.schedules.gpu.base.device import any_lane, dot2, exp2, intrin, maximum, schedule_fence, shuffle_xor
 from mlc_amd.schedules.gpu.base.matrices import SIDE, known_unit, wave_matrices
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
@@ -278,7 +278,8 @@ class MatrixRows:
         top, halves, total = T.Bind(self.top[t]), [], self.total[t]
         if self.arch.api == "rocm":
             for i in range(0, len(scores), 2):
-                pair = half_pair(*(exp2(score - top) for score in scores[i : i + 2]))
+                own = [exp2(score - top) for score in scores[i : i + 2]]
+                pair = intrin("float16x2", "llvm.amdgcn.cvt.pkrtz", *own)  # rounded toward zero
                 total = dot2(self.arch, T.reinterpret("uint32", pair), T.uint32(ONES), total)
                 halves += elements(pair)
         else:

@@ -356,11 +356,9 @@ class Visible(NamedTuple):
 
     def covers(self, first: Expr, count: int) -> Expr:
         """Whether `count` keys from `first` on are all among them."""
-        return (
-            self.sees(first + (count - 1))
-            if self.first is None
-            else (self.first <= first) & (first + count <= self.end)
-        )
+        if self.first is None:
+            return self.sees(first + (count - 1))
+        return (self.first <= first) & (first + count <= self.end)
 
     def first_block(self, size: int) -> Expr:
         """The number of the first block of `size` keys that holds one of these keys: the int 0, or a register."""

@@ -152,11 +152,6 @@ maximum = _float32("llvm.maxnum")
 minimum = _float32("llvm.minnum")
 
 
-def half_pair(low: Expr, high: Expr) -> Expr:
-    """Two float32 as float16x2, rounded toward zero: one instruction. On AMD's own API."""
-    return intrin("float16x2", "llvm.amdgcn.cvt.pkrtz", low, high)
-
-
 def count_ones(x: Expr) -> Expr:
     """How many bits of a uint32 are set, as int32."""
     return T.Bind(T.cast(intrin("uint32", "llvm.ctpop", x), "int32"))

@@ -105,19 +105,9 @@ class MatrixUnit:
     # have the rows r and r + 8 of A and the column r of B, and nothing is known of the sums.
     side: int = SIDE
 
-    @property
-    def units(self) -> int:
-        """Of eight elements, that a lane holds of `columns`."""
-        return 2 if self.whole else 1
-
-    @property
-    def steps(self) -> int:
-        """Instructions that multiply `columns` of both operands."""
-        return self.columns // SIDE
-
-    @property
-    def knows_sums(self) -> bool:
-        return self.side == SIDE
+    units = property(lambda self: 2 if self.whole else 1)  # of eight elements, that a lane holds of `columns`
+    steps = property(lambda self: self.columns // SIDE)  # instructions that multiply `columns` of both operands
+    knows_sums = property(lambda self: self.side == SIDE)
 
     def place(self, lane: Expr, wave: int) -> tuple[Expr, Expr]:
         """(r, the number of the lane among those that share it) of a lane in a wave of so many."""

@@ -118,9 +118,8 @@ def decode(fmt: str | Format, bufs: Planes, n: Expr, k: Expr) -> Expr:
 
 @builds(Embed)
 def embed(op: Embed, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> None:
-    """Kernel (state int32[4], tokens int32[m], planes of the [vocab, k] table, X float32 [m, k]): X[i] =
-    table[tokens[i]] * scale for live i. Token numbers outside the vocabulary read its first or last row (nothing out of
-    bounds). UserError when the format does not allow k."""
+    """Kernel (state, tokens, planes of the [vocab, k] table, X): X[i] = table[tokens[i]] * scale for live i. Token
+    numbers outside the vocabulary read its first or last row. UserError when the format does not allow k."""
     k, m, threads = op.k, op.m, threads_of(arch, plan)
     tokens = T.arg("tokens", T.buffer((m,), "int32"))
     table = plane_args(op.fmt, op.vocab, k)

@@ -229,9 +229,8 @@ def _threads(k: int, arch: Device, plan: ThreadsPlan | None) -> int:
 
 @builds(Gather)
 def gather(op: Gather, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> None:
-    """Kernel (state, X float32 [m, k], [Pairs int32 [slots] of sorted ones], [Weights float32 [m, used]], then A, S | H
-    | Y of [slots, k], as `layout` says): the row of each slot, times its pair's weight if `weighted`. Slots of padding
-    are left as they are: nobody reads what is computed of them. UserError if blocks cannot hold k columns."""
+    """Kernel (state, X, [Pairs of sorted slots], [Weights], A, S | H | Y of [slots, k]): the row of each slot, times
+    its pair's weight if `weighted`. Slots of padding are left as they are: nobody reads what is computed of them."""
     k, m, experts, layout = op.k, op.m, op.of, op.layout
     slots, threads = experts.slots(m), _threads(k, arch, plan)
     (X,), (Pairs,) = declared(X=(m, k)), declared("int32", Pairs=(slots,) if experts.tile > 1 else None)

@@ -225,9 +225,8 @@ def scratch_shapes(count: int) -> dict[str, tuple[tuple[int, ...], str]]:
 
 @builds(NormRoute)
 def norm_route(op: NormRoute, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, X float32 [1, k], G float32 [k], planes of W [count, k], [bias float32 [count]], [B, F as of
-    `route`], Logits, Arrived of `scratch_shapes`, y of [1, k] in `layout`, [y as float32, if `both`], Ids, Weights).
-    ValueError for a format that is not float, and as of `route`; UserError unless 32 divides k."""
+    """Kernel (state, X, G, planes of W [count, k], [WB], [B, F as of `route`], Logits, Arrived, those of `result_args`,
+    Ids, Weights). ValueError for a format that is not float, and as of `route`; UserError unless 32 divides k."""
     ((fmt, count),), k, threads = op.weights, op.k, min(THREADS, arch.threads)
     waves = threads // arch.wave
     if fmt.kind != "float":

@@ -65,11 +65,8 @@ class Wave:
         self.sub = T.Bind(lane % shape.lanes)
         self.seen = seen(T.Bind(self._start(first + self.row // self.m * self.m) + self.row % self.m))
         self.vectors = gcd(shape.own, WIDTH)  # scores that a lane loads at once
-        self.scores = T.alloc_buffer(
-            (scores(tile, arch) // self.vectors,),
-            f"float32x{self.vectors}" if self.vectors > 1 else "float32",
-            scope=WAVE_SHARED,
-        )
+        dtype = f"float32x{self.vectors}" if self.vectors > 1 else "float32"
+        self.scores = T.alloc_buffer((scores(tile, arch) // self.vectors,), dtype, scope=WAVE_SHARED)
         self.pack = min(shape.own, UNIT)  # weights that a lane stores at once
         self.weights = T.alloc_buffer(
             (tile.rows * self.weight_units * UNIT // self.pack,), f"float16x{self.pack}", scope=WAVE_SHARED

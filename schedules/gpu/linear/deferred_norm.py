@@ -119,17 +119,14 @@ class RowFactors:
         self.thread, self.threads, self.units = thread, threads, units
         self.lanes = token_lanes(arch, tokens, threads)
         self.total: Buffer = None  # of `begin`
-        self.loaded: tuple[Expr, ...] = ()  # of `load`
+        self.loaded: tuple[Expr, ...] = ()  # `load()`, or nothing yet
         self.own: Expr | None = None  # of a single token, after `compute`
         own = tokens > 1 and units is None
         self.factors: Buffer = T.alloc_buffer((tokens,), "float32", scope="shared") if own else None
 
-    def load(self) -> None:
-        """Loads what `compute` takes, which does it itself where neither this nor `begin` was called before."""
-        self.loaded = self._load()
-
-    def _load(self) -> tuple[Expr, Expr]:
-        """The sum of a thread's part, and the scale of the norm before."""
+    def load(self) -> tuple[Expr, Expr]:
+        """Loads what `compute` takes, which does it itself where neither `loaded` is this nor `begin` was called: the
+        sum of a thread's part, and the scale of the norm before."""
         norm, lanes, row, part = self.norm, self.lanes, self._row(), self._part()
         sums, total = norm.k // norm.summed, T.float32(0)
         width = width_of(sums)
@@ -180,7 +177,7 @@ class RowFactors:
         if self.total is not None:
             total, before = T.Bind(self.total[0]), self.scale
         else:  # each segment loads it, in an `if` of its own
-            total, before = self.loaded or self._load()
+            total, before = self.loaded or self.load()
         if lanes > 1:
             total = wave_sum(self.arch, total, lanes)
         scale = row_scale(total, norm.k, norm.eps)

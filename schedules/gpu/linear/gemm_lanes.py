@@ -79,7 +79,7 @@ class LaneGemm(LaneResults):
         """quick: what they are made of is loaded along with the columns or before them, not after the products."""
         factors = super().factors(norm, token0, first, quick)
         if factors and quick and not (self.step_columns and factors.begin(self.step_columns)):
-            factors.load()
+            factors.loaded = factors.load()
         return factors
 
     def emit(self, work: TileWork) -> None:

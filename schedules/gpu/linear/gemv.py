@@ -313,9 +313,8 @@ def down_plans(op: ExpertDown, arch: Device, plan: Plan) -> Kernel:
 
 @builds(ExpertDown)
 def expert_down(op: ExpertDown, arch: Device, state: Buffer, plan: Plan | None) -> None:
-    """Kernel (state, A, S | X of m * used rows, Groups int32 [m, used], planes of the [count * n, k] stack, [WB
-    float32 [count * n]], [Weights float32 [m, used]], [R float32 [m, n]], Y float32 [m, n]). UserError unless n is a
-    multiple of 16, ValueError for activations in another layout than the format's."""
+    """Kernel (state, A, S | X of m * used rows, Groups, planes of the [count * n, k] stack, [WB], [Weights], [R], Y).
+    UserError unless n is a multiple of 16, ValueError for activations in another layout than the format's."""
     ((fmt, n),), k, experts, used, m = op.weights, op.k, op.of, op.used, op.m
     check_rows(n)
     check(op)

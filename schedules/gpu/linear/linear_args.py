@@ -35,26 +35,24 @@ class Segment(NamedTuple):
 
 
 class LinearBuffers(NamedTuple):
-    """The buffers of a linear layer. residual: None if nothing is added; prepared, completed: None without a deferred
-    norm of its result, of its input."""
+    """The buffers of a linear layer."""
 
     acts: list[Buffer]
     segments: list[Segment]
-    residual: Buffer | None
-    prepared: PreparedNorm | None
-    completed: CompletedNorm | None
+    residual: Buffer | None  # None if nothing is added
+    prepared: PreparedNorm | None  # the deferred norm of its result
+    completed: CompletedNorm | None  # that of its input
 
 
 class GateUpBuffers(NamedTuple):
-    """The buffers of the first half of a feed-forward layer. planes, biases: of gate and up, no biases: []; `ids`: of
-    experts, or None; completed: as of LinearBuffers."""
+    """The buffers of the first half of a feed-forward layer."""
 
     acts: list[Buffer]
-    ids: Buffer | None
-    planes: list[Planes]
-    biases: list[Buffer]
+    ids: Buffer | None  # of experts
+    planes: list[Planes]  # of gate and up
+    biases: list[Buffer]  # of gate and up, or []
     out: list[Buffer]
-    completed: CompletedNorm | None
+    completed: CompletedNorm | None  # as of LinearBuffers
 
 
 def _acts(m: int, k: int, layout: str, eps: float | None) -> list[Buffer]:

@@ -1,7 +1,6 @@
 """The gate after a mixer: Y = X * sigmoid(Z), or X * silu(Z), where X may be normalized first, head by head.
 
-In: `state`, X and Z float32 [m, k], G float32 [size]: the weights of the RMS norm over each `size` columns. Out: Y in a
-layout of `quantize.py`. A lane has four columns of each step; neighbouring lanes share a head.
+A lane has four columns of each step; neighbouring lanes share a head.
 """
 
 from tvm.tirx.script import builder as T
@@ -30,16 +29,14 @@ def _lanes(size: int, wave: int) -> int:
 
 @builds(Gate)
 def gate(op: Gate, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state int32[4], X, Z, G if there is an eps, then A, S | H | Y of [m, k], as `layout` says). eps: None: no
-    norm. ValueError unless 32 divides k, and for heads that the layout's blocks do not fit."""
+    """Kernel (state, X and Z float32 [m, k], G float32 [size] if there is an eps: the weights of the RMS norm over each
+    `size` columns, then A, S | H | Y of [m, k], as `layout` says). ValueError unless 32 divides k, and for heads that
+    the layout's blocks do not fit."""
     k, m, eps, layout = op.k, op.m, op.eps, op.layout
     size = op.size if eps is not None else BLOCK
     lanes = _lanes(size, arch.wave)
-    if (
-        k % BLOCK
-        or size % WIDTH
-        or (kind_of(layout) in ("rows", "pairs", "lanes") and lanes < LANES and size != lanes * WIDTH)
-    ):
+    splits_blocks = kind_of(layout) in ("rows", "pairs", "lanes") and lanes < LANES and size != lanes * WIDTH
+    if k % BLOCK or size % WIDTH or splits_blocks:
         raise ValueError(f"a gate of {k} columns in heads of {size} does not fit blocks of {BLOCK}")
     threads = arch.wave * min(WAVES, arch.threads // arch.wave)
     heads, steps = threads // lanes, size // (lanes * WIDTH)

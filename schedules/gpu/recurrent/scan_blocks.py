@@ -49,18 +49,13 @@ CHOICES = {"columns": (1, 2, 4), "waves": (1, 2, 4, 8)}
 def fitted(plan: ScanPlan, columns: int, size: int, arch: Device) -> ScanPlan:
     """The plan with fewer columns and waves where matrices of `columns` columns of `size` numbers take that. ValueError
     for matrices that do not fill waves, or shared memory that does not hold a block."""
-    own = arch.wave // LANES
+    own, fits = arch.wave // LANES, 4 * LANES * (2 * size + 4 * LANES) <= arch.lds
     most = min(plan.waves, arch.threads // arch.wave)
     for count in (n for n in CHOICES["columns"][::-1] if n <= plan.columns):
         for waves in (n for n in CHOICES["waves"][::-1] if n <= most):
-            if own and columns % (count * own * waves) == 0 and size % LANES == 0 and lds_bytes(size) <= arch.lds:
+            if own and columns % (count * own * waves) == 0 and size % LANES == 0 and fits:
                 return ScanPlan(count, waves)
     raise ValueError(f"matrices of {size} x {columns} do not fill waves of {arch.wave} lanes")
-
-
-def lds_bytes(size: int) -> int:
-    """Shared memory of a workgroup, at most."""
-    return 4 * LANES * (2 * size + 4 * LANES)
 
 
 def suits(op: DeltaNet | SsmScan, columns: int, size: int, arch: Device) -> bool:
