@@ -139,6 +139,11 @@ def load_columns(buf: Buffer, *index: Expr) -> list[Expr]:
     return [T.Bind(lane_of(x, i)) for i in range(WIDTH)]
 
 
+def column_threads(k: int, arch: Device) -> int:
+    """Threads of a workgroup, of which each has WIDTH of k columns: whole waves, no more than have columns."""
+    return min(arch.threads, -(-k // (WIDTH * arch.wave)) * arch.wave)
+
+
 def own_columns(chunk: Expr, thread: Expr, threads: int, k: int) -> tuple[Expr, Expr | None]:
     """(first column, `live` of `emit_store`) of a thread in workgroup `chunk` of those that share out k columns."""
     column = T.Bind(chunk * (threads * WIDTH) + thread * WIDTH)

@@ -21,7 +21,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base.device import barrier, count_ones, fma, launch
 from mlc_amd.schedules.gpu.base.planes import ROWS
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store, load_columns, own_columns
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, column_threads, emit_store, load_columns, own_columns
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, put
 from mlc_amd.schedules.gpu.base.step import ThreadsPlan, builds, if_live, live_rows, threads_of
 from mlc_amd.schedules.operators import Combine, ExpertOrder, Gather
@@ -223,8 +223,7 @@ class _Sort:
 
 
 def _threads(k: int, arch: Device, plan: ThreadsPlan | None) -> int:
-    """Threads of a workgroup: whole waves, by default no more than have columns."""
-    return threads_of(arch, plan) if plan else min(arch.threads, -(-k // (WIDTH * arch.wave)) * arch.wave)
+    return threads_of(arch, plan) if plan else column_threads(k, arch)
 
 
 @builds(Gather)
