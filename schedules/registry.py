@@ -8,9 +8,9 @@ The modules of schedules/cpu and schedules/gpu register theirs, each package in 
     @registry.plans(Gate)
     def plans(op: Gate, arch: Device) -> Space | None: ...
 
-A builder's `plan` is None for the plan that the kernel's rule makes. The kernel's parameters are the operator's
-`slots`.
-ValueError or UserError for what the arch cannot run. An operator without a space has one plan only.
+(Of the GPU's kernels `gpu/base/step.builds` does the former, and declares their first parameter.) A builder's `plan` is
+None for the plan that the kernel's rule makes. The kernel's parameters are the operator's `slots`. ValueError or
+UserError for what the arch cannot run. An operator without a space has one plan only.
 """
 
 import importlib

@@ -104,6 +104,20 @@ class Space:
         return dict(self._distinct())
 
 
+def planned(choices: dict[str, tuple[int, ...]], default: Callable[[Any, Any], Any]) -> Callable[..., Callable]:
+    """A decorator: of kernel(op, arch, plan), which says what a plan comes to, it makes the function (op, arch) that
+    returns the Space. default: of (op, arch), the plan without tuning."""
+
+    def decorated(kernel: Callable[[Any, Any, Any], Kernel]) -> Callable[[Any, Any], Space]:
+        def found(op: Any, arch: Any) -> Space:
+            plan = default(op, arch)
+            return Space(type(plan), choices, plan, functools.partial(kernel, op, arch))
+
+        return found
+
+    return decorated
+
+
 @functools.cache
 def space(op: Operator, arch) -> Space | None:
     """The operator's space on an arch (a GpuArch, Profile or cpu Arch); None if there is only one plan. Cached, since

@@ -1,5 +1,5 @@
-"""TensorIR kernels for AMD GPUs: one builder function per kernel, each returns a `tirx.PrimFunc` with its threads
-bound."""
+"""TensorIR kernels for GPUs: one function per kernel, whose builder (`base/step.py`) returns a `tirx.PrimFunc` with its
+threads bound."""
 
 from mlc_amd.schedules.registry import Registry
 

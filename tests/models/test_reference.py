@@ -4,11 +4,11 @@ operator agrees with the kernels of the CPU and of Mesa's CPU driver in models t
 import gguf_blocks
 import numpy as np
 import pytest
+from act_layouts import in_pairs
 from vulkan_harness import gpu
 
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.schedules.formats import FORMATS
-from mlc_amd.schedules.gpu.base.quantize import in_pairs
 from mlc_amd.schedules.operators import OPERATORS
 from mlc_amd.tools.checks import selftest_kernels
 from mlc_amd.tools.reference import activations, operators, plan

@@ -9,9 +9,9 @@ any page, and queries of rows that are not live are not numbers: none of that ma
 from typing import NamedTuple
 
 import numpy as np
+from act_layouts import from_pairs
 
 from mlc_amd.schedules.gpu.attention.attention_step import scratch_shapes
-from mlc_amd.schedules.gpu.base.quantize import from_pairs
 from mlc_amd.schedules.operators.attention import (
     PAGE,
     SLOTS,

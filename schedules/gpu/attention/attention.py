@@ -8,8 +8,6 @@ Each of these modules has `emit`, which adds its launches to a kernel, and `spac
 from types import ModuleType
 from typing import Any
 
-from tvm import tirx
-
 from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.attention import (
     attention_decode,
@@ -19,10 +17,12 @@ from mlc_amd.schedules.gpu.attention import (
 )
 from mlc_amd.schedules.gpu.attention.attention_step import attention_step
 from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.step import builds
 from mlc_amd.schedules.gpu.latent import attention_latent, attention_latent_decode
 from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, tile_of
 from mlc_amd.schedules.operators.attention import SLOTS, Attending, Attention, CausalAttention, RopeAttention
 from mlc_amd.schedules.space import Space
+from mlc_amd.schedules.tir import Buffer
 
 # by the arch's matrix units; AMD's own kinds share one
 PREFILL = {"": attention_prefill_dot, "coop": attention_prefill_coop}
@@ -41,26 +41,21 @@ def _decode_of(layer: Attention, m: int, arch: Device, plan: Any = None) -> Modu
     return attention_latent_decode if isinstance(latent, attention_latent_decode.LatentDecodePlan) else attention_decode
 
 
-@registry.builds(CausalAttention, RopeAttention)
-def attention(op: Attending, arch: Device, name: str, plan: Any = None) -> tirx.PrimFunc:
-    """Kernel of `attention_step`.
-
-    Rows at the front of the step are single ones, op.single at most, the others a chunk: with both there are two
-    launches. Single rows of the same sequence follow one another, with consecutive positions. Qo is rotated and scaled
-    (`Attention.query_scale`) and the cache contains the rows' own keys; a `RopeAttention` with `rope.writes` writes
-    them. Rows see the keys that `cache.visible` says. UserError for shapes that `cache_types`, `rope_args`, `group_of`
-    or `output_args` refuses, and for "rows" with more rows on an arch with matrix units. plan: of the launch's module
-    (with two, of the chunk's), instead of the arch's; ValueError for one that does not suit.
-    """
+@builds(CausalAttention, RopeAttention)
+def attention(op: Attending, arch: Device, state: Buffer, plan: Any) -> None:
+    """Kernel of `attention_step`. Rows at the front of the step are single ones, op.single at most, the others a chunk:
+    with both there are two launches. Single rows of the same sequence follow one another, with consecutive positions.
+    Rows see the keys that `cache.visible` says. UserError for shapes that `attention_step` or `group_of` refuses, and
+    for "rows" with more rows on an arch with matrix units. plan: of the launch's module (with two, of the chunk's),
+    instead of the arch's; ValueError for one that does not suit."""
     if op.single > SLOTS:
         raise ValueError(f"decode attention of {op.single} rows")
-    with attention_step(op, name) as (ir, step):
-        if op.single:
-            own = plan if op.m == op.single else None
-            _decode_of(op.layer, op.single, arch, own).emit(step, arch, own)
-        if op.m > op.single:
-            _prefill_of(op.layer, arch, plan).emit(step, arch, plan)
-    return ir.get()
+    step = attention_step(op, state)
+    if op.single:
+        own = plan if op.m == op.single else None
+        _decode_of(op.layer, op.single, arch, own).emit(step, arch, own)
+    if op.m > op.single:
+        _prefill_of(op.layer, arch, plan).emit(step, arch, plan)
 
 
 @registry.plans(CausalAttention, RopeAttention)

@@ -12,12 +12,11 @@ from typing import NamedTuple
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT, KeyBlock
-from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
+from mlc_amd.schedules.gpu.attention.cache import KEYS, UNIT, WORDS, KeyBlock, Units
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED
 from mlc_amd.schedules.gpu.base.profiles import Profile
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
-from mlc_amd.schedules.gpu.base.registers import at, put
+from mlc_amd.schedules.gpu.base.registers import at, owned, put
 from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -30,16 +29,10 @@ ROOM = 200
 
 @dataclass(frozen=True)
 class Tile:
-    """waves     of a workgroup
-    fragments  of rows in a wave: each key and value that is read from shared memory serves them all
-    keys       of a block
-    parts      that a block's keys are divided into: so many waves have the same rows, and add up what they have at the
-               end
-    """
-
-    waves: int = 4
-    fragments: int = 1
-    keys: int = 64
+    waves: int = 4  # of a workgroup
+    fragments: int = 1  # of rows in a wave: each key and value that is read from shared memory serves them all
+    keys: int = 64  # of a block
+    # that a block's keys are divided into: so many waves have the same rows, and add up what they have at the end
     parts: int = 1
 
     @property
@@ -138,9 +131,7 @@ class SharedBlock:
         return unit // (width * units) * KEYS + unit % width, unit // width % units
 
     def _unit(self, i: int) -> Expr:
-        unit = i * self.threads + self.tid
-        # surplus threads repeat the last unit
-        return T.Bind(unit if (i + 1) * self.threads <= self.units else T.min(unit, T.int32(self.units - 1)))
+        return T.Bind(owned(i * self.threads, self.tid, self.threads, self.units)[0])
 
     def load(self, block: KeyBlock) -> None:
         """Starts the loads into registers."""

@@ -8,8 +8,7 @@ processes blocks of 32 or 64 keys and keeps its own softmax (`attention_rows.py`
 are loaded once for the whole group. The waves join through LDS at the end. Which split of which token
 a workgroup has: `attention_splits.py`.
 
-Splits join in device memory (`attention_splits.Join`): the last one to finish joins them all, without a second launch.
-(On Vulkan a split that is alone stores the output itself.)
+Splits join in device memory (`attention_splits.Join`). (On Vulkan a split that is alone stores the output itself.)
 
 With RoPE the token's own key and value never come from the cache: the first wave's softmax starts with them, as float16
 whatever the type of the cache is. So do those of rows before it that are of the same sequence, which other workgroups
@@ -45,7 +44,7 @@ from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at
 from mlc_amd.schedules.gpu.base.step import kept, opaque_zero
 from mlc_amd.schedules.operators.attention import Attending, RopeAttention
-from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.space import Kernel, planned
 from mlc_amd.schedules.tir import Buffer, Expr
 
 # ---- what rows add to their softmax that is not in the cache yet: their own key and value, and those of rows before
@@ -62,32 +61,17 @@ class Place(NamedTuple):
     slot: Expr
 
 
-class Takers(NamedTuple):
-    """Waves of a workgroup that share out rows: the number of this one among them, and how many there are."""
-
-    wave: Expr
-    waves: int
-
-    def count(self, rows: Expr) -> Expr:
-        """How many of so many rows this wave has."""
-        return T.truncdiv(T.max(rows - self.wave, T.int32(0)) + (self.waves - 1), T.int32(self.waves))
-
-
 def store_rounded(
     pairs: Iterable[Elements], buffer: Buffer, *index: Expr, begin: Expr = None, scale: Expr = None
 ) -> None:
     """Stores a head's elements, times `scale`, as float16 in the type of the buffer, at (*index, begin + element)."""
     for valid, values in pairs:
-        stores = [
-            ((*index, e if begin is None else begin + e), _rounded(y if scale is None else y * scale, buffer))
-            for e, y in values
-        ]
+        stores = []
+        for e, y in values:
+            half = T.cast(y if scale is None else y * scale, "float16")
+            place = (*index, e if begin is None else begin + e)
+            stores.append((place, half if str(buffer.dtype) == "float16" else T.cast(half, "float32")))
         store_valid(valid, buffer, stores)
-
-
-def _rounded(x: Expr, buffer: Buffer) -> Expr:
-    half = T.cast(x, "float16")
-    return half if str(buffer.dtype) == "float16" else T.cast(half, "float32")
 
 
 def earlier_rows(arch: Device, places: Buffer, token: Expr, slot: Expr, lane: Expr) -> Expr:
@@ -119,17 +103,18 @@ def value_of(heads: Heads, row: Expr, kv: Expr, scale: Expr) -> Callable[[Expr],
 
 
 def add_rows(
-    rows: Rows | MatrixRows, heads: Heads, place: Place, count: Expr, takers: Takers, dtype: str,
+    rows: Rows | MatrixRows, heads: Heads, place: Place, count: Expr, takers: tuple[Expr, int], dtype: str,
     written: tuple[Cache, Expr] | None = None,
 ) -> None:  # fmt: skip
     """Adds the keys and values of `count` rows before a row, which are of its sequence, to the rows' state. The waves
-    of the workgroup share them out. written: (cache, whether the row is written), where the first of them is the row
-    itself; in a step of one row count is 1 at most then."""
-    arch, d, (kv, token, position, _) = rows.arch, heads.d, place
-    keys = T.alloc_buffer((takers.waves * d,), dtype, scope=WAVE_SHARED)
-    begin = T.Bind(takers.wave * d)
-    with kept(T.Bind(takers.count(count))) as i:
-        back = T.Bind(takers.wave + i * takers.waves + (0 if written else 1))
+    of the workgroup share them out, takers: the number of this one among those that do, and how many these are.
+    written: (cache, whether the row is written), where the first of them is the row itself; in a step of one row count
+    is 1 at most then."""
+    arch, d, (kv, token, position, _), (wave, waves) = rows.arch, heads.d, place, takers
+    keys = T.alloc_buffer((waves * d,), dtype, scope=WAVE_SHARED)
+    begin = T.Bind(wave * d)
+    with kept(T.Bind(T.truncdiv(T.max(count - wave, T.int32(0)) + (waves - 1), T.int32(waves)))) as i:
+        back = T.Bind(wave + i * waves + (0 if written else 1))
         row, there = token, position
         if not isinstance(token, int):
             row, there = (T.Bind(T.max(x - back, T.int32(0))) for x in (token, position))
@@ -221,7 +206,7 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
                 if m > 1:
                     alone = m > SHARED_ROWS
                     others = T.Bind(T.Select(first if alone else split == 0, others, T.int32(0)))
-                    takers = Takers(T.int32(0), 1) if alone else Takers(wave, splits.waves)
+                    takers = (T.int32(0), 1) if alone else (wave, splits.waves)
                     add_rows(rows, heads, place, others, takers, dtype)
             # On matrices a block is much code: NVIDIA's driver would unroll the loop eight times.
             with (kept if splits.matrix else T.serial)(mine) as i:
@@ -237,7 +222,7 @@ def emit(step: Step, arch: Device, plan: DecodePlan | None = None) -> None:
                 # After the loop, in which the other waves are still busy: before it, all would wait for the one that
                 # has the own key and as many blocks as any.
                 count = T.Bind(T.Select(split == 0, others + 1, T.int32(0)))
-                takers = Takers(splits.waves - 1 - wave, splits.waves)  # blocks go to the first waves first
+                takers = splits.waves - 1 - wave, splits.waves  # blocks go to the first waves first
                 writes = (part % parts == 0) & is_at(places, token, position)
                 add_rows(rows, heads, place, count, takers, dtype, (cache, writes))
             elif own_key is not None and heads:
@@ -295,13 +280,8 @@ CHOICES = {
 }  # fmt: skip
 
 
-def space(op: Attending, arch: Device) -> Space:
-    layer, m = op.layer, op.m
-    default = default_plan(layer, arch, m)
-
-    def kernel(plan: DecodePlan) -> Kernel:
-        splits = splits_of(layer, arch, plan, m)
-        groups = layer.kv_heads * splits.parts * splits.workgroups(m)
-        return Kernel(splits, groups, splits.threads, splits.step * layer.d * 2 / arch.wave)
-
-    return Space(type(default), CHOICES, default, kernel)
+@planned(CHOICES, lambda op, arch: default_plan(op.layer, arch, op.m))
+def space(op: Attending, arch: Device, plan: DecodePlan) -> Kernel:
+    splits = splits_of(op.layer, arch, plan, op.m)
+    groups = op.layer.kv_heads * splits.parts * splits.workgroups(op.m)
+    return Kernel(splits, groups, splits.threads, splits.step * op.layer.d * 2 / arch.wave)

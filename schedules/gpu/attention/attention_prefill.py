@@ -1,8 +1,5 @@
 """Causal attention of a chunk of tokens on AMD's matrix units (`attention_rows_matrix.py`), with online softmax.
 
-In: the rotated queries and the cache, which already contains the chunk's own keys and values. Out: the heads' outputs
-in an activation layout of `quantize.py`, of the live rows.
-
 A wave has a KV head and tiles of 16 rows (token x head of the group), without shared memory or barriers. In a chunk of
 so few rows that compute units would have nothing to do, the waves of a workgroup have the same rows and share out the
 blocks of keys; what they have of each row joins through LDS in the end.
@@ -14,31 +11,23 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_rows_matrix import MatrixRows
 from mlc_amd.schedules.gpu.attention.attention_rows_size import waves_of
-from mlc_amd.schedules.gpu.attention.attention_step import ChunkRow, ChunkRows, Step
+from mlc_amd.schedules.gpu.attention.attention_step import ChunkRow, ChunkRows, Step, group_of, with_sink
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Visible, each_block, visible
-from mlc_amd.schedules.gpu.attention.softmax import group_of, with_sink
 from mlc_amd.schedules.gpu.base.device import launch, rcp, uniform
-from mlc_amd.schedules.gpu.base.matrix_unit import SIDE
+from mlc_amd.schedules.gpu.base.matrices import SIDE
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, opaque
-from mlc_amd.schedules.gpu.base.step import once, opaque_zero
-from mlc_amd.schedules.gpu.base.threads import checked_threads
+from mlc_amd.schedules.gpu.base.step import checked_threads, once, opaque_zero
 from mlc_amd.schedules.operators.attention import Attention, CausalAttention
-from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.space import Kernel, planned
 
 
 @dataclass(frozen=True)
 class Plan:
-    """threads  of a workgroup
-    keys     of a block: whether a weight would be too large is looked at once for all of them
-    tiles    of 16 rows in a wave: each key and value that is loaded serves them all
-    shared   whether the waves of a workgroup have the same rows
-    """
-
-    threads: int = 128
-    keys: int = 32
-    tiles: int = 1
-    shared: int = 0
+    threads: int = 128  # of a workgroup
+    keys: int = 32  # of a block: whether a weight would be too large is looked at once for all of them
+    tiles: int = 1  # of 16 rows in a wave: each key and value that is loaded serves them all
+    shared: int = 0  # whether the waves of a workgroup have the same rows
 
     def workgroups(self, layer: Attention, m: int, arch: Device) -> int:
         """Of each KV head."""
@@ -62,8 +51,7 @@ def _fits(arch: Device, layer: Attention, plan: Plan) -> bool:
 
 
 def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
-    """The launch for the chunk of a step. Nothing is stored for rows that are not live. UserError for shapes that
-    `group_of` refuses, or for the layout "rows"."""
+    """The launch for the chunk of a step. UserError for shapes that `group_of` refuses, or for the layout "rows"."""
     step.refuse_blocks()
     layer, m = step.layer, step.op.m
     group, plan, cache = group_of(layer), plan or default_plan(layer, m, arch), step.cache
@@ -111,14 +99,10 @@ def _store(step: Step, arch: Device, rows: MatrixRows, places: list[ChunkRow]) -
 CHOICES = {"threads": (32, 64, 128, 256), "keys": (32, 64), "tiles": (1, 2), "shared": (0, 1)}
 
 
-def space(op: CausalAttention, arch: Device) -> Space:
-    layer = op.layer
-
-    def kernel(plan: Plan) -> Kernel:
-        threads = checked_threads(arch, plan.threads)
-        if plan.shared and not _fits(arch, layer, plan):
-            raise ValueError(f"{plan} takes more LDS than {arch.name} has")
-        groups = layer.kv_heads * plan.workgroups(layer, op.m, arch)
-        return Kernel(plan, groups, threads, plan.keys * layer.d * 2 / arch.wave)
-
-    return Space(Plan, CHOICES, default_plan(layer, op.m, arch), kernel)
+@planned(CHOICES, lambda op, arch: default_plan(op.layer, op.m, arch))
+def space(op: CausalAttention, arch: Device, plan: Plan) -> Kernel:
+    layer, threads = op.layer, checked_threads(arch, plan.threads)
+    if plan.shared and not _fits(arch, layer, plan):
+        raise ValueError(f"{plan} takes more LDS than {arch.name} has")
+    groups = layer.kv_heads * plan.workgroups(layer, op.m, arch)
+    return Kernel(plan, groups, threads, plan.keys * layer.d * 2 / arch.wave)

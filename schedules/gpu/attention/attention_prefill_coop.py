@@ -1,8 +1,5 @@
 """Causal attention of a chunk of tokens on cooperative matrices (KHR_cooperative_matrix), with online softmax.
 
-In: the rotated queries and the cache, which already contains the chunk's own keys and values. Out: the heads' outputs
-in an activation layout of `quantize.py`, of the live rows.
-
 A wave has some fragments of rows, each of consecutive tokens of one head; the waves of a workgroup share a KV head,
 whose keys and values go through shared memory a block at a time, in the layout of the operands. The next block is
 loaded while this one is multiplied: keys during the second product, values during the first.
@@ -25,17 +22,16 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.attention_coop_tiles import Shared, SharedBlock, Tile, shared_units, tile_of
-from mlc_amd.schedules.gpu.attention.attention_step import Step
+from mlc_amd.schedules.gpu.attention.attention_step import LIMIT, LOWEST, START, Step, group_of, soft_cap, with_sink
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Chunk, Pages, visible
-from mlc_amd.schedules.gpu.attention.softmax import LIMIT, LOWEST, START, group_of, soft_cap, with_sink
-from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, launch, maximum, rcp, uniform, wave_barrier
+from mlc_amd.schedules.gpu.base.matrices import Fragments
 from mlc_amd.schedules.gpu.base.profiles import Profile
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
-from mlc_amd.schedules.gpu.base.registers import local, put
-from mlc_amd.schedules.gpu.base.threads import SUMS, WAVES, checked_threads
+from mlc_amd.schedules.gpu.base.registers import filled, put
+from mlc_amd.schedules.gpu.base.step import SUMS, WAVES, checked_threads
 from mlc_amd.schedules.operators.attention import PAGE, CausalAttention
-from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.space import Kernel, planned
 from mlc_amd.schedules.tir import Expr
 
 
@@ -159,8 +155,7 @@ class Wave:
 
     def renew_tops(self) -> None:
         """Rescales what came before if a weight would be too large."""
-        worst = local(1)
-        put(worst, T.float32(LOWEST), 0)
+        worst = filled(T.float32(LOWEST))
         with self.scores.elements(0) as e:
             for i in range(self.tile.fragments):
                 top = self.top.get(i, e)
@@ -291,11 +286,9 @@ class Wave:
 
 
 def emit(step: Step, arch: Profile, plan: Tile | None = None) -> None:
-    """The launch for the chunk of a step. Nothing is stored for rows that are not live.
-
-    UserError for shapes that `group_of` or `tile_of` refuses, for the layout "rows", or a number of rows that the
-    fragments' rows do not divide; ValueError for a tile whose keys do not divide a page.
-    """
+    """The launch for the chunk of a step. UserError for shapes that `group_of` or `tile_of` refuses, for the layout
+    "rows", or a number of rows that the fragments' rows do not divide; ValueError for a tile whose keys do not divide a
+    page."""
     step.refuse_blocks()
     attention, m, rows = step.layer, step.op.m, arch.fragment[0]
     if 0 < attention.chunk < rows:
@@ -364,19 +357,13 @@ def emit(step: Step, arch: Profile, plan: Tile | None = None) -> None:
 CHOICES = {"waves": WAVES, "fragments": (1, 2), "keys": (16, 32, 64), "parts": (1, 2, 4)}
 
 
-def space(op: CausalAttention, arch: Profile) -> Space:
-    layer, m, width = op.layer, op.m, op.layer.width
-
-    def kernel(tile: Tile) -> Kernel:
-        rows, columns, step = arch.fragment
-        own = tile.own_keys
-        whole = tile.waves % tile.parts == 0 and tile.keys % tile.parts == 0 and own % columns == 0 and own % step == 0
-        threads = checked_threads(arch, tile.waves * arch.wave)
-        whole = whole and PAGE % tile.keys == 0
-        if not whole or tile.lds_bytes(width, arch.fragment) > arch.lds:
-            raise ValueError(f"{tile} does not fit {arch.name}")
-        if tile.fragments * (own + width) * rows // arch.wave > SUMS:
-            raise ValueError(f"{tile} takes more registers than {arch.name} has")
-        return Kernel(tile, tile.workgroups(layer, m, arch), threads, tile.keys * width * 4 / threads)
-
-    return Space(Tile, CHOICES, tile_of(layer, m, arch), kernel)
+@planned(CHOICES, lambda op, arch: tile_of(op.layer, op.m, arch))
+def space(op: CausalAttention, arch: Profile, tile: Tile) -> Kernel:
+    (rows, columns, step), own, width = arch.fragment, tile.own_keys, op.layer.width
+    whole = tile.waves % tile.parts == 0 and tile.keys % tile.parts == 0 and own % columns == 0 and own % step == 0
+    threads = checked_threads(arch, tile.waves * arch.wave)
+    if not whole or PAGE % tile.keys or tile.lds_bytes(width, arch.fragment) > arch.lds:
+        raise ValueError(f"{tile} does not fit {arch.name}")
+    if tile.fragments * (own + width) * rows // arch.wave > SUMS:
+        raise ValueError(f"{tile} takes more registers than {arch.name} has")
+    return Kernel(tile, tile.workgroups(op.layer, op.m, arch), threads, tile.keys * width * 4 / threads)

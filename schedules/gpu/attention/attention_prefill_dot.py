@@ -1,9 +1,6 @@
 """Causal attention of a chunk of tokens on GPUs without matrix units (gfx10, gfx906, Vulkan), and latent attention on
 all: products per lane, with online softmax.
 
-In: the rotated queries and the cache, which already contains the chunk's own keys and values. Out: the heads' outputs
-in an activation layout of `quantize.py`, of the live rows.
-
 A workgroup has a KV head and a tile of rows (token x head of the group), whose queries are in LDS; each K and V that is
 loaded serves the whole tile. Its waves take blocks of 64 keys round robin, each with its own softmax
 (`attention_rows.py`), and join at the end.
@@ -15,25 +12,20 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_rows import Rows
 from mlc_amd.schedules.gpu.attention.attention_rows_size import STEP, dot_waves_of, query_dtype
-from mlc_amd.schedules.gpu.attention.attention_step import ChunkRows, Step
+from mlc_amd.schedules.gpu.attention.attention_step import ChunkRows, Step, group_of
 from mlc_amd.schedules.gpu.attention.cache import UNIT, each_block, visible
-from mlc_amd.schedules.gpu.attention.softmax import group_of
 from mlc_amd.schedules.gpu.base.device import launch, uniform
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, put
 from mlc_amd.schedules.gpu.base.step import opaque_zero
 from mlc_amd.schedules.operators.attention import Attention, CausalAttention
-from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.space import Kernel, planned
 
 
 @dataclass(frozen=True)
 class Plan:
-    """threads  of a workgroup, at most
-    rows     of a workgroup: more share each load of K and V, and need more registers
-    """
-
-    threads: int = 128
-    rows: int = 8
+    threads: int = 128  # of a workgroup, at most
+    rows: int = 8  # of a workgroup: more share each load of K and V, and need more registers
 
 
 LATENT_PLAN = Plan(rows=4)  # of latent attention, whose rows have the most columns
@@ -44,8 +36,7 @@ def default_plan(attention: Attention) -> Plan:
 
 
 def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
-    """The launch for the chunk of a step. Nothing is stored for rows that are not live. UserError for shapes that
-    `group_of` refuses."""
+    """The launch for the chunk of a step. UserError for shapes that `group_of` refuses."""
     attention, m = step.layer, step.op.m
     kv_heads, d = attention.kv_heads, attention.d
     group = attention.group if attention.values else group_of(attention)
@@ -82,14 +73,10 @@ def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
 CHOICES = {"threads": (32, 64, 128, 256), "rows": (4, 8, 16)}
 
 
-def space(op: CausalAttention, arch: Device) -> Space:
-    layer = op.layer
-
-    def kernel(plan: Plan) -> Kernel:
-        waves = dot_waves_of(arch, plan.rows, layer.d, plan.threads)
-        if not waves:
-            raise ValueError(f"{plan} is less than a wave of {arch.name}")
-        groups = layer.kv_heads * -(-op.m * layer.group // plan.rows)
-        return Kernel((plan.rows, waves), groups, waves * arch.wave, plan.rows)
-
-    return Space(Plan, CHOICES, default_plan(layer), kernel)
+@planned(CHOICES, lambda op, arch: default_plan(op.layer))
+def space(op: CausalAttention, arch: Device, plan: Plan) -> Kernel:
+    waves = dot_waves_of(arch, plan.rows, op.layer.d, plan.threads)
+    if not waves:
+        raise ValueError(f"{plan} is less than a wave of {arch.name}")
+    groups = op.layer.kv_heads * -(-op.m * op.layer.group // plan.rows)
+    return Kernel((plan.rows, waves), groups, waves * arch.wave, plan.rows)

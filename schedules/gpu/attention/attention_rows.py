@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_rows_size import KeyLoads, key_loads
-from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
-from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
-from mlc_amd.schedules.gpu.attention.softmax import LOWEST, P_SHIFT, Joined, Sees, join, soft_cap
+from mlc_amd.schedules.gpu.attention.attention_step import LOWEST, P_SHIFT, Joined, Sees, join, soft_cap
+from mlc_amd.schedules.gpu.attention.cache import UNIT, WORDS, KeyBlock, Units
 from mlc_amd.schedules.gpu.base.device import (
     WAVE_SHARED,
     barrier,
@@ -41,7 +40,7 @@ from mlc_amd.schedules.gpu.base.device import (
 )
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
-from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, opaque, put
+from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, opaque, owned, put
 from mlc_amd.schedules.gpu.base.step import when
 from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
@@ -101,16 +100,12 @@ class Rows:
 
     def column(self, x: Expr) -> Expr:
         """The column of this lane's element x (its own or, beyond the end, the last one)."""
-        first = x * self.arch.wave
-        whole = self.d % self.arch.wave == 0 or (isinstance(x, int) and first + self.arch.wave <= self.d)
-        return T.Bind(first + self.lane if whole else T.min(first + self.lane, T.int32(self.d - 1)))
+        return T.Bind(owned(x * self.arch.wave, self.lane, self.arch.wave, self.d)[0])
 
     def _unit(self, u: Expr) -> tuple[Expr, Expr]:
         """(this lane's unit number u of a value in latent attention, whether it has one; None: each lane has)."""
-        first, count = u * self.arch.wave, self.value_d // UNIT
-        if first + self.arch.wave <= count:
-            return T.Bind(first + self.lane), None
-        return T.Bind(T.min(first + self.lane, T.int32(count - 1))), first + self.lane < count
+        unit, valid = owned(u * self.arch.wave, self.lane, self.arch.wave, self.value_d // UNIT)
+        return T.Bind(unit), valid
 
     def _own_columns(self) -> Iterator[tuple[int, Expr, Expr]]:
         """Yields (x, its column, whether the lane has one; None: it has) of this lane's elements."""
@@ -378,7 +373,7 @@ class Rows:
     # ---- the end
 
     def join_waves(self) -> Callable[[Expr, Expr], Joined]:
-        """Stores this wave's results into shared memory. Returns quad(r, column) of `softmax.join`."""
+        """Stores this wave's results into shared memory. Returns quad(r, column) of `attention_step.join`."""
         tops, totals = (T.alloc_buffer((self.count, self.waves), "float32", scope="shared") for _ in range(2))
         stride = self.value_d if self.pairs else self.stride
         size = self.waves * self.count * stride

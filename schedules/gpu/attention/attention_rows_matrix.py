@@ -1,5 +1,5 @@
 """Rows of queries as in `attention_rows.py`, of single rows and of chunks, on matrix units whose lanes are known
-(`matrix_unit.py`), of either API.
+(`matrices.py`), of either API.
 
 A wave has tiles of as many rows as operand B has columns. Everything is computed transposed:
     scores   S^T = K Q^T: keys are operand A, queries, which stay in registers, operand B
@@ -25,25 +25,14 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_rows_size import SCORES, holds, out_units, room, row_tiles
-from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
-from mlc_amd.schedules.gpu.attention.cache_units import WORDS, Units
-from mlc_amd.schedules.gpu.attention.softmax import (
-    LIMIT,
-    LOWEST,
-    P_SHIFT,
-    START,
-    Joined,
-    Sees,
-    join,
-    soft_cap,
-)
-from mlc_amd.schedules.gpu.base.device import any_lane, dot2, exp2, half_pair, maximum, schedule_fence, shuffle_xor
-from mlc_amd.schedules.gpu.base.matrix_unit import SIDE, known_unit
+from mlc_amd.schedules.gpu.attention.attention_step import LIMIT, LOWEST, P_SHIFT, START, Joined, Sees, join, soft_cap
+from mlc_amd.schedules.gpu.attention.cache import UNIT, WORDS, KeyBlock, Units
+from mlc_amd.schedules.gpu.base.device import any_lane, dot2, exp2, intrin, maximum, schedule_fence, shuffle_xor
+from mlc_amd.schedules.gpu.base.matrices import SIDE, known_unit, wave_matrices
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, elements, local, opaque, put, vector
 from mlc_amd.schedules.gpu.base.step import kept, when
-from mlc_amd.schedules.gpu.base.wave_matrices import wave_matrices
 from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -289,7 +278,8 @@ class MatrixRows:
         top, halves, total = T.Bind(self.top[t]), [], self.total[t]
         if self.arch.api == "rocm":
             for i in range(0, len(scores), 2):
-                pair = half_pair(*(exp2(score - top) for score in scores[i : i + 2]))
+                own = [exp2(score - top) for score in scores[i : i + 2]]
+                pair = intrin("float16x2", "llvm.amdgcn.cvt.pkrtz", *own)  # rounded toward zero
                 total = dot2(self.arch, T.reinterpret("uint32", pair), T.uint32(ONES), total)
                 halves += elements(pair)
         else:

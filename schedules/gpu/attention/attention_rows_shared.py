@@ -8,15 +8,13 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_rows_matrix import MatrixRows
 from mlc_amd.schedules.gpu.attention.attention_rows_size import out_units, wave_units
+from mlc_amd.schedules.gpu.attention.attention_step import LOWEST, Sees, soft_cap
 from mlc_amd.schedules.gpu.attention.cache import UNIT, KeyBlock
-from mlc_amd.schedules.gpu.attention.softmax import LOWEST, Sees, soft_cap
-from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, wave_barrier
-from mlc_amd.schedules.gpu.base.matrix_unit import SIDE, known_unit
+from mlc_amd.schedules.gpu.base.matrices import SIDE, Fragments, Matrices, known_unit
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import elements, put
-from mlc_amd.schedules.gpu.base.wave_matrices import Matrices
 from mlc_amd.schedules.operators.attention import Attention
 from mlc_amd.schedules.tir import Buffer, Expr
 
@@ -32,15 +30,7 @@ class SharedRows(MatrixRows):
     out: Matrices
 
     def __init__(
-        self,
-        arch: Device,
-        attention: Attention,
-        count: int,
-        lane: Expr,
-        wave: Expr,
-        waves: int,
-        keys: int,
-        ahead: bool,
+        self, arch: Device, attention: Attention, count: int, lane: Expr, wave: Expr, waves: int, keys: int, ahead: bool
     ):
         super().__init__(arch, attention, count, lane, wave, waves, keys)
         self.prefetches = ahead and self._loaded["key"] * self.pieces <= MOST_AHEAD
@@ -72,7 +62,8 @@ class SharedRows(MatrixRows):
         self.scores.clear_sums()
         for n, key in enumerate(self._keys(block)):
             key.multiply(n)
-        self._store_scores()
+        self._store(self.scores.fragments["sum"], self.groups * self.blocks, self.row_units)
+        wave_barrier()
         weights: list = []
         values = list(self._values(block, weights))
         for group in range(self.groups):
@@ -92,10 +83,6 @@ class SharedRows(MatrixRows):
         for n, t in product(range(count), range(self.tiles)):
             place = self.shared[self.base + (t * self.unit.side * row_units + n * (SIDE // WIDTH))]
             sums.store(n * self.tiles + t, place, row_units * WIDTH, "col_major")
-
-    def _store_scores(self) -> None:
-        self._store(self.scores.fragments["sum"], self.groups * self.blocks, self.row_units)
-        wave_barrier()
 
     def _own_scores(self, block: KeyBlock, sees: Sees, whole: Expr) -> list[list[Expr]]:
         columns = self.unit.columns

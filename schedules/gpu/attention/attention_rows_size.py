@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import RATES
-from mlc_amd.schedules.gpu.attention.cache_units import WORDS
-from mlc_amd.schedules.gpu.attention.softmax import OTHER_BYTES
-from mlc_amd.schedules.gpu.base.matrix_unit import SIDE, known_unit, knows_lanes
+from mlc_amd.schedules.gpu.attention.attention_step import OTHER_BYTES
+from mlc_amd.schedules.gpu.attention.cache import WORDS
+from mlc_amd.schedules.gpu.base.matrices import SIDE, known_unit
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.operators.attention import PAGE, Attention
@@ -42,12 +42,9 @@ def dot_waves_of(arch: Device, count: int, d: int, threads: int) -> int:
 
 
 class KeyLoads(NamedTuple):
-    """loads: of 16 bytes that a lane has in flight. step: keys of a block. ahead: whether registers hold the keys of
-    the next block, too."""
-
-    loads: int
-    step: int = STEP
-    ahead: bool = False
+    loads: int  # of 16 bytes that a lane has in flight
+    step: int = STEP  # keys of a block
+    ahead: bool = False  # whether registers hold the keys of the next block, too
 
 
 def key_loads(arch: Device, attention: Attention, count: int) -> KeyLoads:
@@ -92,7 +89,7 @@ def _registers(arch: Device, width: int, holds: bool) -> int:
 def suits(arch: Device, attention: Attention) -> bool:
     """Whether the arch has such units and the layer is such as they take for single rows: of whole tiles of columns
     that fit the registers."""
-    if not knows_lanes(arch) or attention.values:
+    if not arch.lane_blocks or attention.values:
         return False
     unit = known_unit(arch)
     if not unit.knows_sums:

@@ -18,12 +18,21 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention import attention_rows_size
 from mlc_amd.schedules.gpu.attention.attention_rows_size import FEWER_LOADS, LOADS, STEP, KeyLoads, dot_waves_of
-from mlc_amd.schedules.gpu.attention.attention_step import Step, max_splits, quads, stride_of
+from mlc_amd.schedules.gpu.attention.attention_step import (
+    LOWEST,
+    MAX_GROUP,
+    Joined,
+    Step,
+    group_of,
+    max_splits,
+    quads,
+    stride_of,
+    with_sink,
+)
 from mlc_amd.schedules.gpu.attention.cache import clamped_position, visible
-from mlc_amd.schedules.gpu.attention.softmax import LOWEST, MAX_GROUP, Joined, group_of, with_sink
 from mlc_amd.schedules.gpu.base.arrival import Outbox, arrive, zero_after
 from mlc_amd.schedules.gpu.base.device import each, exp2, rcp, uniform, wave_max, wave_scan, wave_sum
-from mlc_amd.schedules.gpu.base.matrix_unit import known_unit
+from mlc_amd.schedules.gpu.base.matrices import known_unit
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, local, opaque, put
@@ -34,20 +43,13 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """threads  of a workgroup, at most
-    fill     workgroups per compute unit that a long context is split into
-    step     keys between two looks at the maximum; on "rocm" STEP
-    batch    splits whose results are loaded at once
-    rows     query heads that a workgroup has, at least; where more share a KV head, several workgroups read its keys
-    loads, ahead  of attention_rows_size.KeyLoads; of no effect on "rocm"
-    """
-
-    threads: int = 128
-    fill: int = 2
-    step: int = STEP
-    batch: int = 8
+    threads: int = 128  # of a workgroup, at most
+    fill: int = 2  # workgroups per compute unit that a long context is split into
+    step: int = STEP  # keys between two looks at the maximum; on "rocm" STEP
+    batch: int = 8  # splits whose results are loaded at once
+    # query heads that a workgroup has, at least; where more share a KV head, several workgroups read its keys
     rows: int = MAX_GROUP
-    loads: int = LOADS
+    loads: int = LOADS  # this and `ahead`: of attention_rows_size.KeyLoads; of no effect on "rocm"
     ahead: int = 0
 
 
@@ -108,22 +110,20 @@ def _group(plan: DecodePlan, shared: int) -> int:
 
 class Splits(NamedTuple):
     """How a KV head's keys are distributed: up to `count` workgroups of `waves` waves, which take blocks of `step` keys
-    round robin, for each `group` of the query heads; `parts` such groups share a KV head. d: columns of an output.
-    batch: splits whose results are loaded at once. maximum: splits for which there is memory. alone: of `alone_of`.
-    fill: splits that all rows together should have. matrix: of a `MatrixDecodePlan`."""
+    round robin, for each `group` of the query heads; `parts` such groups share a KV head."""
 
     count: int
     waves: int
     threads: int
     group: int
-    d: int
+    d: int  # columns of an output
     step: int
-    batch: int
+    batch: int  # splits whose results are loaded at once
     parts: int
-    maximum: int
-    alone: int
-    fill: int
-    matrix: bool = False
+    maximum: int  # splits for which there is memory
+    alone: int  # of `alone_of`
+    fill: int  # splits that all rows together should have
+    matrix: bool = False  # of a `MatrixDecodePlan`
     loads: KeyLoads | None = None
 
     def workgroups(self, m: int) -> int:
@@ -267,7 +267,7 @@ class Join:
 
     def store_alone(self, quad: Callable[[Expr, Expr], Joined]) -> None:
         """Stores the output where one split has all keys. quad(row, column): the workgroup's results, of
-        `softmax.join`."""
+        `attention_step.join`."""
         for valid, row, column in self._quads():
             top, total, values = quad(row, column)
             inverse = rcp(with_sink(self.sinks, self._head(row), total, top))
@@ -282,12 +282,8 @@ class Join:
             tail = splits.group * splits.d + row * WIDTH
             # On Vulkan whole 16 bytes of each row, as the outputs are stored.
             row_values = [top, total] if self.arch.api == "rocm" else [top, total, *[T.float32(0)] * (WIDTH - 2)]
-            outbox.send(
-                valid,
-                self.Parts,
-                (out, None, (self._place(split, row * splits.d + column),)),
-                (row_values, column == 0, (self._place(split, tail),)),
-            )
+            outputs = out, None, (self._place(split, row * splits.d + column),)
+            outbox.send(valid, self.Parts, outputs, (row_values, column == 0, (self._place(split, tail),)))
         outbox.publish()
 
     def arrive_and_join(self, active: Expr) -> None:

@@ -1,30 +1,122 @@
-"""The parameters that the kernels of attention share, and the rows of a chunk.
+"""What the kernels of attention share: parameters, the rows of a chunk, the softmax.
 
 In: an operator. Out: `Step`. `attention_decode.py` has the launch for the single rows of a step,
-`attention_prefill*.py` those for its chunk; `attention.py` combines them.
+`attention_prefill*.py` those for its chunk; `attention.py` combines them. Where these do not rotate and write them, the
+queries are rotated, and the cache contains the rows' own keys and values. The live rows' outputs are stored, in an
+activation layout of `quantize.py`.
 
 Splits of decode attention join through buffers in device memory, which are parameters, too: how many splits there may
 be, and how large that makes them.
+
+The softmax: scores are exponents of two: log2(e) is part of the scale of the queries. A kernel keeps, for each row (one
+query of one head), the maximum score so far, the sum of weights relative to it, and the weighted sum of values. Weights
+are scaled by 2**P_SHIFT: as float16, those down to 2**-29 of the largest are normal numbers. (Cooperative matrices have
+a scale of their own, see `attention_prefill_coop.py`.)
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.cache import Cache, Chunk, place_args
-from mlc_amd.schedules.gpu.attention.softmax import Joined, output_args, with_sink
 from mlc_amd.schedules.gpu.base.arrival import LINE
-from mlc_amd.schedules.gpu.base.device import each, rcp
+from mlc_amd.schedules.gpu.base.device import each, exp2, maximum, minimum, rcp
+from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store
-from mlc_amd.schedules.gpu.base.registers import opaque
-from mlc_amd.schedules.gpu.base.step import kernel, state_arg
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store
+from mlc_amd.schedules.gpu.base.registers import opaque, owned
+from mlc_amd.schedules.gpu.base.step import exchanges
 from mlc_amd.schedules.kv_writes import Sources, rope_args
-from mlc_amd.schedules.operators.attention import SLOTS, Attending, Attention, RopeAttention
+from mlc_amd.schedules.operators.attention import LOG2E, SLOTS, Attending, Attention, RopeAttention
 from mlc_amd.schedules.tir import Buffer, Expr, declared
+
+# ---- the softmax
+
+LOWEST = -1e30  # in place of minus infinity: may be subtracted from itself
+P_SHIFT = 15  # weights are scaled by 2**15
+OTHER_BYTES = 1 << 10  # of shared memory for what is small and of a fixed size
+MAX_GROUP = 16  # rows that fit the registers
+# On matrices weights are 2**(score - top) with any `top` that keeps them within float16: it is renewed when one would
+# exceed 2**LIMIT; the new one makes the largest 2**START. Weights are normal float16 down to 2**-22 of it at least.
+LIMIT, START = 15, 8
+MAX_EXPONENT = 100  # of a sink's weight: the sum stays finite, and the outputs become 0 to within 2**-85
+
+
+def group_of(layer: Attention) -> int:
+    """Query heads per KV head. UserError unless it is a whole number up to MAX_GROUP."""
+    if layer.heads % layer.kv_heads or layer.group > MAX_GROUP:
+        raise UserError(
+            f"attention on the GPU needs 1 to {MAX_GROUP} query heads per KV head, not {layer.heads} to "
+            f"{layer.kv_heads}"
+        )
+    return layer.group
+
+
+def soft_cap(attention: Attention, score: Expr) -> Expr:
+    """The score with the layer's softcap: softcap * tanh(s / softcap) of s = score / log2(e), times log2(e) again. For
+    layers without one, the score itself."""
+    cap = attention.softcap
+    if not cap:
+        return score
+    # tanh(x) = 1 - 2 / (exp(2x) + 1): an exponential that overflows gives 1
+    inverse = rcp(exp2(score * T.float32(2 / cap)) + T.float32(1))
+    return T.Bind(T.float32(cap * LOG2E) - inverse * T.float32(2 * cap * LOG2E))
+
+
+def with_sink(sinks: Buffer, head: Expr, total: Expr, top: Expr, shift: int = P_SHIFT) -> Expr:
+    """The softmax's denominator: `total`, relative to the maximum `top` and scaled by 2**shift, and the weight of the
+    head's sink. To be used once per row, when all parts of its keys are joined."""
+    if sinks is None:
+        return total
+    exponent = sinks[head] * T.float32(LOG2E) - top + T.float32(shift)
+    return T.Bind(total + exp2(minimum(exponent, T.float32(MAX_EXPONENT))))
+
+
+def output_args(attention: Attention, m: int, layout: str) -> list:
+    """Declares the output [m, heads*value_d] in that `layout`. UserError for int8 blocks if heads are not whole
+    blocks."""
+    if layout == "rows" and attention.value_d % BLOCK:
+        raise UserError(
+            f"attention gives int8 blocks of {BLOCK} columns, not of heads of {attention.value_d}; quantize its output "
+            "separately"
+        )
+    return act_args(m, attention.heads * attention.value_d, layout)
+
+
+Sees = Callable[[int, Expr], Expr]  # whether a row sees a key
+
+
+class Joined(NamedTuple):
+    """Four consecutive columns of a row, from all waves: weights are relative to `top`; out / total is attention's
+    output."""
+
+    top: Expr
+    total: Expr
+    out: list
+
+
+def join(
+    tops: Expr, totals: Expr, waves: int, out: Callable[[Expr, Expr, Expr], list[Expr]]
+) -> Callable[[Expr, Expr], Joined]:
+    """quad(r, column) -> Joined, for any thread after a barrier; column % 4 == 0. tops, totals: [rows, waves] in LDS;
+    out(wave, r, column): a wave's sums of WIDTH columns."""
+
+    def quad(r: Expr, column: Expr) -> Joined:
+        top = functools.reduce(maximum, [tops[r, w] for w in range(waves)], T.float32(LOWEST))
+        total, sums = T.float32(0), [T.float32(0)] * WIDTH
+        for w in range(waves):
+            scale = exp2(tops[r, w] - top)
+            total = total + totals[r, w] * scale
+            sums = [opaque(y + x * scale) for y, x in zip(sums, out(w, r, column), strict=True)]
+        return Joined(top, opaque(total), sums)
+
+    return quad
+
+
+# ---- parameters and rows
 
 MAX_SPLITS, SEVERAL = 32, 8  # of a row, at most: with up to SEVERAL rows; the others have SEVERAL at least
 MAX_PARTS = SEVERAL * max(SLOTS, MAX_SPLITS)  # rows times splits that there is memory for
@@ -50,19 +142,17 @@ def scratch_shapes(heads: int, d: int) -> dict[str, tuple[tuple[int, ...], str]]
 
 
 class Step(NamedTuple):
-    """An operator and its kernel's parameters. Q: rotated queries, or `sources`; scratch: of
-    `scratch_shapes`, empty where no row is single; sinks: None for layers without; out: of
-    `output_args`."""
+    """An operator and its kernel's parameters."""
 
     op: Attending
     state: Buffer
     rows: Buffer
-    Q: Buffer
+    Q: Buffer  # rotated queries, or `sources`
     sources: Sources | None
     cache: Cache
-    sinks: Buffer
-    scratch: list[Buffer]
-    out: list[Buffer]
+    sinks: Buffer  # None for layers without
+    scratch: list[Buffer]  # of `scratch_shapes`, empty where no row is single
+    out: list[Buffer]  # of `output_args`
 
     @property
     def layer(self) -> Attention:
@@ -99,20 +189,18 @@ def quads(arch: Device, threads: int, tid: Expr, rows: int, d: int) -> Iterator[
     all threads have one."""
     count = rows * d // WIDTH
     for i in each(arch, -(-count // threads)):
-        first = i * threads
-        whole = count % threads == 0 or (isinstance(i, int) and first + threads <= count)
-        valid = None if whole else first + tid < count
-        place = T.Bind((first + tid if valid is None else T.min(first + tid, T.int32(count - 1))) * WIDTH)
+        own, valid = owned(i * threads, tid, threads, count)
+        place = T.Bind(own * WIDTH)
         yield valid, T.Bind(place // d), T.Bind(place % d)
 
 
 class ChunkRow(NamedTuple):
-    """Of a row of a chunk: its token there and its row in the step, its head, and whether there is such a row."""
+    """A row of a chunk."""
 
-    token: Expr
-    step_row: Expr
+    token: Expr  # of the chunk
+    step_row: Expr  # its row in the step
     head: Expr
-    valid: Expr
+    valid: Expr  # whether there is such a row
 
 
 class ChunkRows(NamedTuple):
@@ -131,7 +219,7 @@ class ChunkRows(NamedTuple):
         return ChunkRow(token, T.Bind(self.chunk.row(token)), head, row // group < self.chunk.count)
 
     def store(self, arch: Device, quad: Callable[[Expr, Expr], Joined], count: int, threads: int, tid: Expr) -> None:
-        """Stores what the waves of a workgroup have of `count` rows, joined by `quad` of `softmax.join`."""
+        """Stores what the waves of a workgroup have of `count` rows, joined by `quad` of `attention_step.join`."""
         d = self.step.layer.value_d
         for valid, r, column in quads(arch, threads, tid, count, d):
             (top, total, values), place = quad(r, column), self.place(r)
@@ -141,18 +229,18 @@ class ChunkRows(NamedTuple):
             self.step.store(arch, y, place.step_row, T.Bind(place.head * d + column), live)
 
 
-@contextmanager
-def attention_step(op: Attending, name: str) -> Iterator[tuple[Any, Step]]:
-    """`with attention_step(..) as (ir, step):` declares and emits a kernel (state int32[4], rows int32[m, 2], pages,
-    then Qo float16 [m, heads, width] or those of `rope_args`, the cache as in `cache.py`, [Sinks float32 [heads]],
-    where rows may be single ones Parts, Arrived of `scratch_shapes`, the output [m, heads*value_d] in the operator's
-    layout). UserError for shapes that `cache_types`, `rope_args` or `output_args` refuses."""
+def attention_step(op: Attending, state: Buffer) -> Step:
+    """Declares the parameters after `state`: rows int32[m, 2], pages, then Qo float16 [m, heads, width] or those of
+    `rope_args`, the cache as in `cache.py`, [Sinks float32 [heads]], where rows may be single ones Parts, Arrived of
+    `scratch_shapes`, the output [m, heads*value_d] in the operator's layout. UserError for shapes that `cache_types`,
+    `rope_args` or `output_args` refuses."""
     layer, m = op.layer, op.m
     shapes = scratch_shapes(layer.heads, layer.value_d) if op.single else {}
-    with kernel(name, coherent=tuple(shapes)) as ir:
-        state, (rows, pages) = state_arg(), place_args(m, layer)
-        sources = rope_args(layer, m, op.rope) if isinstance(op, RopeAttention) else None
-        Q = None if sources else T.arg("Qo", T.buffer((m, layer.heads, layer.width), "float16"))
-        cache, sinks = Cache(layer, pages), declared(Sinks=(layer.heads,) if layer.sinks else None)[0]
-        scratch = [T.arg(name, T.buffer(*shape)) for name, shape in shapes.items()]
-        yield ir, Step(op, state, rows, Q, sources, cache, sinks, scratch, output_args(layer, m, op.layout))
+    if shapes:
+        exchanges(*shapes)
+    rows, pages = place_args(m, layer)
+    sources = rope_args(layer, m, op.rope) if isinstance(op, RopeAttention) else None
+    Q = None if sources else T.arg("Qo", T.buffer((m, layer.heads, layer.width), "float16"))
+    cache, sinks = Cache(layer, pages), declared(Sinks=(layer.heads,) if layer.sinks else None)[0]
+    scratch = [T.arg(name, T.buffer(*shape)) for name, shape in shapes.items()]
+    return Step(op, state, rows, Q, sources, cache, sinks, scratch, output_args(layer, m, op.layout))

@@ -19,7 +19,7 @@ the scales of a page's keys or values:
     Kc     int8 [pages, kv_heads, PAGE/32, d/16, 32, 16]    Vc  int8 [pages, kv_heads, PAGE/16, d, 16]
     Ks, Vs float16 [pages, kv_heads, d/32, PAGE]
 
-Units of it become float32 or float16 where they are used (`cache_units.py`, `cache_codes.py`).
+Units of it become float32 or float16 where they are used (`Units`, `cache_codes.py`).
 
 A row of a step has a position in its sequence and a slot, which names the sequence: `rows` int32[m, 2]. The page with
 the keys of the positions PAGE*i .. of a slot is `pages` int32[SLOTS, ctx/PAGE] [slot, i]. Entries after the last key
@@ -35,6 +35,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention import cache_codes
+from mlc_amd.schedules.gpu.base.device import halves
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, local, put
@@ -47,6 +48,7 @@ DTYPE = "float16"
 CODE = "int8"
 KEYS, UNIT = 32, 8  # keys of a tile of Kc; elements of a unit
 CODES = 16  # of two units
+WORDS = UNIT // 2  # of a unit of float16
 NOT_NEGATIVE = 0x7FFFFFFF  # a mask: lets address arithmetic split off a page number (compiler/codegen/spirv/memory.py)
 
 
@@ -203,10 +205,7 @@ class Cache:
 
 class Pages:
     """The pages of a wave's next blocks of keys, looked up some steps before they are needed, since loads of keys would
-    wait for them.
-
-    key0s: first keys of the first blocks; `take` gives the pages of as many.
-    """
+    wait for them. key0s: first keys of the first blocks; `take` gives the pages of as many."""
 
     def __init__(self, cache: Cache, slot: Expr, key0s: Sequence[Expr]):
         self.cache, self.slot, self.cells = cache, slot, [local(1, "int32") for _ in key0s]
@@ -253,6 +252,53 @@ def store_valid(valid: Expr, buffer: Buffer, stores: Iterable[tuple[Sequence[Exp
     with when(valid):
         for index, value in stores:
             T.buffer_store(buffer, value, list(index))
+
+
+# ---- units in registers
+
+
+class Units:
+    """Registers for `count` units of keys, or of values, of an `Attention` layer, as they were loaded: conversions wait
+    until the units are used, so that many loads are in flight."""
+
+    def __init__(self, attention: Attention, count: int, kind: str):
+        self.quantized, self.scales_of_unit = attention.quantized, {"key": 1, "value": UNIT}[kind]
+        self.size = UNIT // cache_codes.BYTES if self.quantized else WORDS
+        self.words = local(count * self.size, "uint32")
+        self.scales: Buffer = local(count * self.scales_of_unit, "float16") if self.quantized else None
+
+    def load_key(self, n: Expr, block: KeyBlock, place: Expr, c: Expr) -> None:
+        """Unit number n becomes unit c of the key in a place of the page."""
+        self._put(n, block.key(place, c), block.key_scale(place, c) if self.quantized else None)
+
+    def load_value(self, n: Expr, block: KeyBlock, i: Expr, column: Expr) -> None:
+        """Unit number n becomes unit i of a column of the values."""
+        self._put(n, block.value(i, column), block.value_scales(i, column) if self.quantized else None)
+
+    def _put(self, n: Expr, unit: Expr, scales: Expr | None) -> None:
+        put(self.words, T.reinterpret(f"uint32x{self.size}", unit), at(n * self.size, self.size))
+        if scales is not None:
+            put(self.scales, scales, at(n * self.scales_of_unit, self.scales_of_unit))
+
+    def _scales(self, n: Expr) -> Expr:
+        return self.scales[at(n * self.scales_of_unit, self.scales_of_unit)]
+
+    def reals(self, first: Expr, count: int) -> list[list[Expr]]:
+        """Units first .. as float32 in registers: a list of eight for each."""
+        words = [[T.Bind(self.words[(first + i) * self.size + w]) for w in range(self.size)] for i in range(count)]
+        if self.quantized:
+            return [cache_codes.reals(unit, T.Bind(self._scales(first + i))) for i, unit in enumerate(words)]
+        return [[x for word in unit for x in halves(word)] for unit in words]
+
+    def pairs(self, n: Expr) -> tuple[Buffer, Expr]:
+        """(buffer, first): WORDS words of two float16 each, unit number n."""
+        if not self.quantized:
+            return self.words, n * WORDS
+        found = local(WORDS, "uint32")
+        words = [self.words[n * self.size + w] for w in range(self.size)]
+        for i, pair in enumerate(cache_codes.halves(words, T.Bind(self._scales(n)))):
+            put(found, pair, i)
+        return found, 0
 
 
 # ---- rows and the keys that they see
@@ -310,11 +356,9 @@ class Visible(NamedTuple):
 
     def covers(self, first: Expr, count: int) -> Expr:
         """Whether `count` keys from `first` on are all among them."""
-        return (
-            self.sees(first + (count - 1))
-            if self.first is None
-            else (self.first <= first) & (first + count <= self.end)
-        )
+        if self.first is None:
+            return self.sees(first + (count - 1))
+        return (self.first <= first) & (first + count <= self.end)
 
     def first_block(self, size: int) -> Expr:
         """The number of the first block of `size` keys that holds one of these keys: the int 0, or a register."""

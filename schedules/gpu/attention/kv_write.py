@@ -23,11 +23,10 @@ from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.attention.cache import Cache, own_elements, place_args, row_position, row_slot, store_valid
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, launch, rsqrt, wave_meets, wave_sum
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.step import is_live, kernel, state_arg
-from mlc_amd.schedules.gpu.base.threads import WAVES
+from mlc_amd.schedules.gpu.base.step import WAVES, builds, is_live
 from mlc_amd.schedules.kv_writes import Sources, latent_args, rope_args
 from mlc_amd.schedules.operators.attention import Attention, LatentKvWrite, Rope, RopeKvWrite
-from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.space import Kernel, planned
 from mlc_amd.schedules.tir import Buffer, Expr
 
 
@@ -156,130 +155,115 @@ class Heads:
         cache.store_value(self.arch, kv, slot, position, lambda e: self.value(row, kv, e, scale), self.lane)
 
 
-@registry.builds(RopeKvWrite)
-def rope_kv_write(op: RopeKvWrite, arch: Device, name: str, plan: WavesPlan | None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32[m, 2], pages, those of `rope_args`, the cache as in `cache.py`
-    (in place), Qo float16 [m, heads, width], whose padding becomes 0); without rope.writes no pages and no cache.
-
-    Rows that are not live, or whose position is at or beyond ctx, write nothing. UserError for shapes that
-    `cache_types` or `rope_args` refuses.
-    """
+@builds(RopeKvWrite)
+def rope_kv_write(op: RopeKvWrite, arch: Device, state: Buffer, plan: WavesPlan | None) -> None:
+    """Kernel (state, rows, pages, those of `rope_args`, the cache as in `cache.py`, Qo float16 [m, heads, width], whose
+    padding becomes 0); without rope.writes no pages and no cache. Rows that are not live, or whose position is at or
+    beyond ctx, write nothing. UserError for shapes that `cache_types` or `rope_args` refuses."""
     attention, m, rope = op.layer, op.m, op.rope
     heads, kv_heads, d = attention.heads, attention.kv_heads, attention.d
     total, waves = wave_heads(attention, rope), (plan or WavesPlan()).fitted(arch)
-    with kernel(name) as ir:
-        state, (rows, pages) = state_arg(), place_args(m, attention if rope.writes else None)
-        sources = rope_args(attention, m, rope)
-        cache = Cache(attention, pages) if rope.writes else None
-        Qo = T.arg("Qo", T.buffer((m, heads, attention.width), "float16"))
-        with launch((-(-total // waves), m), (arch.wave, waves)) as (block, row, lane, wave):
-            own = Heads(arch, attention, rope, sources, lane, d)
-            head, position = T.Bind(block * waves + wave), T.Bind(row_position(rows, row))
-            if cache and attention.quantized:
-                turned = T.alloc_buffer((waves * d,), "float16", scope=WAVE_SHARED)
+    rows, pages = place_args(m, attention if rope.writes else None)
+    sources = rope_args(attention, m, rope)
+    cache = Cache(attention, pages) if rope.writes else None
+    Qo = T.arg("Qo", T.buffer((m, heads, attention.width), "float16"))
+    with launch((-(-total // waves), m), (arch.wave, waves)) as (block, row, lane, wave):
+        own = Heads(arch, attention, rope, sources, lane, d)
+        head, position = T.Bind(block * waves + wave), T.Bind(row_position(rows, row))
+        if cache and attention.quantized:
+            turned = T.alloc_buffer((waves * d,), "float16", scope=WAVE_SHARED)
 
-            def write_query() -> None:
-                scale = T.float32(attention.query_scale)
-                for valid, values in own.query(row, head, position):
-                    stores = [((row, head, e), T.cast(y * scale, "float16")) for e, y in values]
-                    store_valid(valid, Qo, stores)
-                for first in range(d, attention.width, arch.wave):
-                    valid = None if first + arch.wave <= attention.width else first + lane < attention.width
-                    store_valid(valid, Qo, [((row, head, first + lane), T.float16(0))])
+        def write_query() -> None:
+            scale = T.float32(attention.query_scale)
+            for valid, values in own.query(row, head, position):
+                stores = [((row, head, e), T.cast(y * scale, "float16")) for e, y in values]
+                store_valid(valid, Qo, stores)
+            for first in range(d, attention.width, arch.wave):
+                valid = None if first + arch.wave <= attention.width else first + lane < attention.width
+                store_valid(valid, Qo, [((row, head, first + lane), T.float16(0))])
 
-            def write_codes(cache: Cache, kv: Expr, slot: Expr, key: Expr) -> None:
-                """The lanes that quantize a block have others of its elements than those that rotated them. Rounded to
-                float16, as what decode attention has of its own key."""
-                for valid, values in key:
-                    store_valid(valid, turned, [((wave * d + e,), T.cast(y, "float16")) for e, y in values])
-                wave_meets(arch)
-                cache.store_codes(arch, kv, slot, position, lambda e: T.cast(turned[wave * d + e], "float32"), lane)
+        def write_codes(cache: Cache, kv: Expr, slot: Expr, key: Expr) -> None:
+            """The lanes that quantize a block have others of its elements than those that rotated them. Rounded to
+            float16, as what decode attention has of its own key."""
+            for valid, values in key:
+                store_valid(valid, turned, [((wave * d + e,), T.cast(y, "float16")) for e, y in values])
+            wave_meets(arch)
+            cache.store_codes(arch, kv, slot, position, lambda e: T.cast(turned[wave * d + e], "float32"), lane)
 
-            def write_key_or_value(cache: Cache) -> None:
-                slot = row_slot(rows, row)
-                with T.If(head < heads + kv_heads):
+        def write_key_or_value(cache: Cache) -> None:
+            slot = row_slot(rows, row)
+            with T.If(head < heads + kv_heads):
+                with T.Then():
+                    kv = T.Bind(head - heads)
+                    key = own.key(row, kv, position)
+                    if attention.quantized:
+                        write_codes(cache, kv, slot, key)
+                    else:
+                        cache.store_key(kv, slot, position, key)
+                with T.Else():
+                    kv = T.Bind(head - heads - kv_heads)
+                    own.store_value(cache, row, kv, slot, position, own.value_scale(row, kv))
+
+        live = tirx.all(is_live(state, row), position >= 0, position < attention.ctx, head < total)
+        with T.If(live), T.Then():
+            if cache is None:
+                write_query()
+            else:
+                with T.If(head < heads):
                     with T.Then():
-                        kv = T.Bind(head - heads)
-                        key = own.key(row, kv, position)
-                        if attention.quantized:
-                            write_codes(cache, kv, slot, key)
-                        else:
-                            cache.store_key(kv, slot, position, key)
+                        write_query()
                     with T.Else():
-                        kv = T.Bind(head - heads - kv_heads)
-                        own.store_value(cache, row, kv, slot, position, own.value_scale(row, kv))
-
-            live = tirx.all(is_live(state, row), position >= 0, position < attention.ctx, head < total)
-            with T.If(live), T.Then():
-                if cache is None:
-                    write_query()
-                else:
-                    with T.If(head < heads):
-                        with T.Then():
-                            write_query()
-                        with T.Else():
-                            write_key_or_value(cache)
-    return ir.get()
+                        write_key_or_value(cache)
 
 
 @registry.plans(RopeKvWrite)
-def plans(op: RopeKvWrite, arch: Device) -> Space:
-    heads = wave_heads(op.layer, op.rope)
-
-    def kernel(plan: WavesPlan) -> Kernel:
-        waves = plan.fitted(arch)
-        return Kernel(waves, -(-heads // waves) * op.m, waves * arch.wave, op.layer.d * 4 / arch.wave)
-
-    return Space(WavesPlan, {"waves": WAVES}, WavesPlan(), kernel)
+@planned({"waves": WAVES}, lambda op, arch: WavesPlan())
+def plans(op: RopeKvWrite, arch: Device, plan: WavesPlan) -> Kernel:
+    heads, waves = wave_heads(op.layer, op.rope), plan.fitted(arch)
+    return Kernel(waves, -(-heads // waves) * op.m, waves * arch.wave, op.layer.d * 4 / arch.wave)
 
 
-@registry.builds(LatentKvWrite)
-def latent_kv_write(op: LatentKvWrite, arch: Device, name: str, plan: WavesPlan | None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], rows int32[m, 2], pages, those of `latent_args`, Kc as in `cache.py` (in
-    place), Qo float16 [m, heads, width], whose padding becomes 0).
-
-    Rows that are not live, or whose position is at or beyond ctx, write nothing. UserError for shapes that
-    `cache_types` refuses, ValueError unless the key has values and others, of which all or none rotate.
-    """
+@builds(LatentKvWrite)
+def latent_kv_write(op: LatentKvWrite, arch: Device, state: Buffer, plan: WavesPlan | None) -> None:
+    """Kernel (state, rows, pages, those of `latent_args`, Kc, Qo); rows and Qo as of `rope_kv_write`. UserError for
+    shapes that `cache_types` refuses, ValueError unless the key has values and others, of which all or none rotate."""
     attention, m, rope = op.layer, op.m, op.rope
     heads, values, width = attention.heads, attention.values, attention.width
     shared = attention.d - values
     if rope.rotary not in (0, shared) or rope.eps is None:
         raise ValueError(f"keys of {attention.d} columns do not consist of {values} and {rope.rotary} that rotate")
     waves, scale = (plan or WavesPlan()).fitted(arch), T.float32(attention.query_scale)
-    with kernel(name) as ir:
-        state, (rows, pages) = state_arg(), place_args(m, attention)
-        Q, L, K, KN, CS = latent_args(op)
-        cache = Cache(attention, pages)
-        sources = Sources(Q, K, None, None, None, CS)
-        Qo = T.arg("Qo", T.buffer((m, heads, width), "float16"))
-        with launch((-(-(heads + 1) // waves), m), (arch.wave, waves)) as (block, row, lane, wave):
-            own = Heads(arch, attention, rope, sources, lane, shared)
-            head, position = T.Bind(block * waves + wave), T.Bind(row_position(rows, row))
+    rows, pages = place_args(m, attention)
+    Q, L, K, KN, CS = latent_args(op)
+    cache = Cache(attention, pages)
+    sources = Sources(Q, K, None, None, None, CS)
+    Qo = T.arg("Qo", T.buffer((m, heads, width), "float16"))
+    with launch((-(-(heads + 1) // waves), m), (arch.wave, waves)) as (block, row, lane, wave):
+        own = Heads(arch, attention, rope, sources, lane, shared)
+        head, position = T.Bind(block * waves + wave), T.Bind(row_position(rows, row))
 
-            def turned(X: Expr, column: Expr) -> Iterator[Expr]:
-                """The `rotated` columns of X from `column` on, as elements of a key."""
-                for valid, pair in own.rotated(X, row, column, position):
-                    yield valid, [(values + e, y) for e, y in pair]
+        def turned(X: Expr, column: Expr) -> Iterator[Expr]:
+            """The `rotated` columns of X from `column` on, as elements of a key."""
+            for valid, pair in own.rotated(X, row, column, position):
+                yield valid, [(values + e, y) for e, y in pair]
 
-            def write_query() -> None:
-                for valid, e in own_elements(arch, lane, 0, values):
-                    store_valid(valid, Qo, [((row, head, e), T.cast(L[row, head * values + e] * scale, "float16"))])
-                for valid, pair in turned(Q, head * shared):
-                    store_valid(valid, Qo, [((row, head, e), T.cast(y * scale, "float16")) for e, y in pair])
-                for valid, e in own_elements(arch, lane, attention.d, width):
-                    store_valid(valid, Qo, [((row, head, e), T.float16(0))])
+        def write_query() -> None:
+            for valid, e in own_elements(arch, lane, 0, values):
+                store_valid(valid, Qo, [((row, head, e), T.cast(L[row, head * values + e] * scale, "float16"))])
+            for valid, pair in turned(Q, head * shared):
+                store_valid(valid, Qo, [((row, head, e), T.cast(y * scale, "float16")) for e, y in pair])
+            for valid, e in own_elements(arch, lane, attention.d, width):
+                store_valid(valid, Qo, [((row, head, e), T.float16(0))])
 
-            def write_key() -> None:
-                latent = [(valid, e, T.Bind(K[row, e])) for valid, e in own_elements(arch, lane, 0, values)]
-                factor = T.Bind(norm_scale(arch, [(valid, [x]) for valid, _, x in latent], values, rope.eps))
-                key = [(valid, [(e, x * factor * KN[e])]) for valid, e, x in latent]
-                cache.store_key(0, row_slot(rows, row), position, [*key, *turned(K, values)])
+        def write_key() -> None:
+            latent = [(valid, e, T.Bind(K[row, e])) for valid, e in own_elements(arch, lane, 0, values)]
+            factor = T.Bind(norm_scale(arch, [(valid, [x]) for valid, _, x in latent], values, rope.eps))
+            key = [(valid, [(e, x * factor * KN[e])]) for valid, e, x in latent]
+            cache.store_key(0, row_slot(rows, row), position, [*key, *turned(K, values)])
 
-            live = tirx.all(is_live(state, row), position >= 0, position < attention.ctx, head <= heads)
-            with T.If(live), T.Then(), T.If(head < heads):
-                with T.Then():
-                    write_query()
-                with T.Else():
-                    write_key()
-    return ir.get()
+        live = tirx.all(is_live(state, row), position >= 0, position < attention.ctx, head <= heads)
+        with T.If(live), T.Then(), T.If(head < heads):
+            with T.Then():
+                write_query()
+            with T.Else():
+                write_key()

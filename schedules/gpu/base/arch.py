@@ -20,34 +20,22 @@ Intrinsic = tuple[str, int, str]  # name, operand, operand's type
 @dataclass(frozen=True)
 class Family:
     """What a generation of chips means for code. Sources: AMD's ISA manuals; LLVM's AMDGPUBaseInfo.cpp
-    (getVGPRAllocGranule, getMaxWavesPerEU).
+    (getVGPRAllocGranule, getMaxWavesPerEU)."""
 
-    wave            lanes of a wave
-    most_waves      of a SIMD
-    allotments      parts into which the registers of a SIMD are divided: waves get whole ones
-    accumulators    of a lane's registers, those that only matrix instructions access
-    wait            waits for the wave's LDS operations. The operand leaves the other counters at "do not wait"; where
-                    they lie in the word differs per generation.
-    wait_stores     waits for the wave's stores to device memory; None: there is no such instruction
-    matrix          "" or the kind of matrix instructions: "mfma", "wmma11", "wmma12" (gfx11 and gfx12 lay operands out
-                    differently)
-    int8_columns    of an int8 matrix instruction; 0 without any
-    coherent        whether all compute units share one L2, so that stores that reach it are visible to all of them
-    ordered_steps   whether the arithmetic of a GEMV's steps must stay in order. LLVM would mix them until more than 128
-                    registers are live: llama3-8b's q, k and v in Q4_K would leave a SIMD of gfx1030 7 waves instead of
-                    9, for the same number of instructions and with fewer loads in flight. gfx11's code for Q8_0 would
-                    be longer.
-    """
-
-    wave: int
-    most_waves: int
-    allotments: int = 64
-    accumulators: int = 0
+    wave: int  # lanes of a wave
+    most_waves: int  # of a SIMD
+    allotments: int = 64  # parts into which the registers of a SIMD are divided: waves get whole ones
+    accumulators: int = 0  # of a lane's registers, those that only matrix instructions access
+    # Waits for the wave's LDS operations. The operand leaves the other counters at "do not wait"; where they lie in the
+    # word differs per generation.
     wait: Intrinsic = ("llvm.amdgcn.s.waitcnt", 0xC07F, "int32")
-    wait_stores: Intrinsic | None = None
-    matrix: str = ""
-    int8_columns: int = 0
-    coherent: bool = True
+    wait_stores: Intrinsic | None = None  # for the wave's stores to device memory; None: there is no such instruction
+    matrix: str = ""  # the kind of matrix instructions: "mfma", "wmma11", "wmma12" (they lay operands out differently)
+    int8_columns: int = 0  # of an int8 matrix instruction; 0 without any
+    coherent: bool = True  # whether all compute units share one L2: stores that reach it are visible to all of them
+    # Whether the arithmetic of a GEMV's steps must stay in order. LLVM would mix them until more than 128 registers are
+    # live: llama3-8b's q, k and v in Q4_K would leave a SIMD of gfx1030 7 waves instead of 9, for the same number of
+    # instructions and with fewer loads in flight. gfx11's code for Q8_0 would be longer.
     ordered_steps: bool = False
 
 
@@ -79,14 +67,10 @@ class GpuArch(Chip):
     lone_waves = False
     fragment: ClassVar[tuple[int, int, int]] = (0, 0, 0)
     lane_matrix: ClassVar[tuple[int, ...]] = ()
+    needs: ClassVar[dict] = {}  # what a candidate asks of a device besides the arch
     query_registers = 0
     launch_us = 3.9  # of a node of a HIP graph: published of a W7900
     join_us = 0.0
-
-    @property
-    def needs(self) -> dict:
-        """What a candidate asks of a device besides the arch: nothing."""
-        return {}
 
     @property
     def code(self) -> Family:
@@ -99,11 +83,8 @@ class GpuArch(Chip):
     lane_blocks = property(lambda self: self.wave // 16 if self.matrix else 0)
     ordered_steps = property(lambda self: self.code.ordered_steps)
 
-    @property
-    def dot2(self) -> bool:
-        """Whether two float16 products are added to a float32 in one instruction (fdot2): all that have an int8 dot
-        product."""
-        return bool(self.dot)
+    # whether two float16 products are added to a float32 in one instruction (fdot2): all with an int8 dot product
+    dot2 = property(lambda self: bool(self.dot))
 
 
 ARCHS = {name: GpuArch(**vars(chip)) for name, chip in CHIPS.items()}

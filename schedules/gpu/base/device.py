@@ -80,18 +80,13 @@ def word(x: Expr) -> Expr:
     return x if str(x.ty) == "int32" else T.reinterpret("int32", x)
 
 
-def lanes_meet() -> None:
-    """As `wave_barrier`, on AMD's own API: LDS operations of a wave are in order, so it only tells LLVM that those
-    before are for other lanes to see. No instruction."""
-    T.evaluate(T.call_llvm_intrin("void", "llvm.amdgcn.wave.barrier"))
-
-
 def wave_meets(arch: Device) -> None:
-    """`wave_barrier` or `lanes_meet`, whichever the API has."""
+    """As `wave_barrier`, on either API. On AMD's own LDS operations of a wave are in order: no instruction, it only
+    tells LLVM that those before are for other lanes to see."""
     if arch.api == "vulkan":
         wave_barrier()
     else:
-        lanes_meet()
+        T.evaluate(T.call_llvm_intrin("void", "llvm.amdgcn.wave.barrier"))
 
 
 # ---- arithmetic
@@ -157,11 +152,6 @@ maximum = _float32("llvm.maxnum")
 minimum = _float32("llvm.minnum")
 
 
-def half_pair(low: Expr, high: Expr) -> Expr:
-    """Two float32 as float16x2, rounded toward zero: one instruction. On AMD's own API."""
-    return intrin("float16x2", "llvm.amdgcn.cvt.pkrtz", low, high)
-
-
 def count_ones(x: Expr) -> Expr:
     """How many bits of a uint32 are set, as int32."""
     return T.Bind(T.cast(intrin("uint32", "llvm.ctpop", x), "int32"))
@@ -177,11 +167,6 @@ def _across(x: Expr, call: Callable[[Expr], tuple[Expr, ...]]) -> Expr:
     return bits if dtype == "int32" else T.Bind(T.reinterpret(dtype, bits))
 
 
-def _vk_across(x: Expr, name: str, *args: Expr) -> Expr:
-    """The same for a call that the SPIR-V generator knows, on the word x itself."""
-    return _vk(str(x.ty), name, x, *args)
-
-
 def lane_id(arch: Device) -> Expr:
     """This lane's number in its wave, int32."""
     if arch.api == "vulkan":
@@ -193,7 +178,7 @@ def lane_id(arch: Device) -> Expr:
 def uniform(arch: Device, x: Expr) -> Expr:
     """The first active lane's word in all lanes, in a scalar register: for what is the same in all lanes anyway."""
     if arch.api == "vulkan":
-        return _vk_across(x, "broadcast_first") if arch.scalars else T.Bind(x)
+        return _vk(str(x.ty), "broadcast_first", x) if arch.scalars else T.Bind(x)
     return _across(x, lambda bits: ("llvm.amdgcn.readfirstlane", bits))
 
 
@@ -205,7 +190,7 @@ def read_lane(x: Expr, lane: int) -> Expr:
 def shuffle(arch: Device, x: Expr, lane: Expr) -> Expr:
     """The word x of lane number `lane` of the wave (int32, may differ per lane). Through the LDS unit."""
     if arch.api == "vulkan":
-        return _vk_across(x, "shuffle", lane)
+        return _vk(str(x.ty), "shuffle", x, lane)
     return _across(x, lambda bits: ("llvm.amdgcn.ds.bpermute", lane * T.int32(4), bits))
 
 
@@ -214,7 +199,7 @@ def shuffle_xor(arch: Device, x: Expr, mask: int) -> Expr:
     if not 0 < mask < arch.wave:
         raise ValueError(f"no lane of a wave of {arch.wave} has a partner at distance {mask}")
     if arch.api == "vulkan":
-        return _vk_across(x, "shuffle_xor", T.int32(mask))
+        return _vk(str(x.ty), "shuffle_xor", x, T.int32(mask))
     if mask in DPP:
         return _permuted(x, DPP[mask])
     if mask == 16 and arch.wave == 32:
@@ -249,7 +234,7 @@ def _reduced(
     lanes must be active."""
     lanes, distance = (width or arch.wave) * stride, stride
     if arch.api == "vulkan" and width in (None, arch.wave):
-        return _vk_across(x, f"reduce_{name}")
+        return _vk(str(x.ty), f"reduce_{name}", x)
     while distance < lanes:
         x = T.Bind(op(x, shuffle_xor(arch, x, MIRROR.get(distance, distance))))
         distance *= 2

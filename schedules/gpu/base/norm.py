@@ -11,7 +11,6 @@ were. A lane holds four columns of each step, eight lanes a block of 32.
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
@@ -19,14 +18,13 @@ from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import barrier, fma, launch, rsqrt, wave_sum
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store, load_columns
-from mlc_amd.schedules.gpu.base.registers import local, put
-from mlc_amd.schedules.gpu.base.step import if_live, kernel, live_rows, state_arg
-from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, threads_of, threads_space
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store, load_columns, result_args
+from mlc_amd.schedules.gpu.base.registers import filled, put
+from mlc_amd.schedules.gpu.base.step import ThreadsPlan, builds, if_live, live_rows, planned_threads, threads_of
 from mlc_amd.schedules.operators import LayerNorm, RmsNorm
 from mlc_amd.schedules.operators.layouts import output_rows
-from mlc_amd.schedules.space import Kernel, Space
-from mlc_amd.schedules.tir import Buffer, Expr, Frame
+from mlc_amd.schedules.space import Kernel
+from mlc_amd.schedules.tir import Buffer, Expr, Frame, declared
 
 MAX_STEPS = 8  # whose columns stay in registers; on Vulkan, where workgroups may be small, longer rows are read twice
 MOST_STEPS = 16  # the same of a plan of tuning
@@ -64,34 +62,29 @@ def _total(values: list[Expr], live: Expr | None) -> Expr:
     return total if live is None else T.Select(live, total, T.float32(0))
 
 
-@registry.builds(RmsNorm, LayerNorm)
-def norm(op: RmsNorm | LayerNorm, arch: Device, name: str, plan: ThreadsPlan | None = None) -> tirx.PrimFunc:
+@builds(RmsNorm, LayerNorm)
+def norm(op: RmsNorm | LayerNorm, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> None:
     """Kernel (state, X float32 [m, k], G float32 [k], [B float32 [k]], then A, S | H | Y of [m, k], as `layout` says,
     [Y with `both`], [NewScale float32 [m] with `scale_out`]). A workgroup a token. UserError unless 32 divides k."""
     if op.k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {op.k}")
     threads = threads_of(arch, plan)
     rows, waves = output_rows(op.rows, op.m), threads // arch.wave
-    with kernel(name) as ir:
-        state = state_arg()
-        own = _Norm(op, arch, waves)
-        with launch((rows,), (arch.wave, waves)) as (token, lane, wave):
-            own.begin(wave, lane)
-            source, live = _source(state, op, token)
-            with live:
-                own.emit(source, token, holds=arch.api == "rocm" or own.steps <= MAX_STEPS)
-    return ir.get()
+    own = _Norm(op, arch, waves)
+    with launch((rows,), (arch.wave, waves)) as (token, lane, wave):
+        own.begin(wave, lane)
+        source, live = _source(state, op, token)
+        with live:
+            own.emit(source, token, holds=arch.api == "rocm" or own.steps <= MAX_STEPS)
 
 
 @registry.plans(RmsNorm, LayerNorm)
-def plans(op: RmsNorm | LayerNorm, arch: Device) -> Space:
-    def kernel(plan: ThreadsPlan) -> Kernel:
-        steps = -(-op.k // (threads_of(arch, plan) * WIDTH))
-        if steps > MOST_STEPS and plan.threads < arch.threads:
-            raise ValueError(f"{plan.threads} threads hold {steps} steps each")
-        return Kernel(plan, output_rows(op.rows, op.m), plan.threads, steps * WIDTH * 8)
-
-    return threads_space(arch, kernel)
+@planned_threads
+def plans(op: RmsNorm | LayerNorm, arch: Device, plan: ThreadsPlan) -> Kernel:
+    steps = -(-op.k // (threads_of(arch, plan) * WIDTH))
+    if steps > MOST_STEPS and plan.threads < arch.threads:
+        raise ValueError(f"{plan.threads} threads hold {steps} steps each")
+    return Kernel(plan, output_rows(op.rows, op.m), plan.threads, steps * WIDTH * 8)
 
 
 def _source(state: Buffer, op: RmsNorm | LayerNorm, token: Expr) -> tuple[Expr, Frame]:
@@ -108,10 +101,10 @@ def _source(state: Buffer, op: RmsNorm | LayerNorm, token: Expr) -> tuple[Expr, 
 
 
 class Columns(NamedTuple):
-    """What a thread has of a row at once: the first column, whether it has any (None: it has), what it loads."""
+    """What a thread has of a row at once."""
 
-    column: Expr
-    live: Expr | None
+    column: Expr  # the first one
+    live: Expr | None  # whether it has any; None: it has
     values: list[Expr]
     factors: list[Expr]
     offsets: list[Expr]
@@ -123,17 +116,12 @@ class _Norm:
     def __init__(self, op: RmsNorm | LayerNorm, arch: Device, waves: int):
         k, rows = op.k, output_rows(op.rows, op.m)
         self.op, self.arch, self.waves = op, arch, waves
-        self.X, self.G = T.arg("X", T.buffer((op.m, k), "float32")), T.arg("G", T.buffer((k,), "float32"))
-        biased = isinstance(op, LayerNorm) and op.bias
-        self.B: Buffer = T.arg("B", T.buffer((k,), "float32")) if biased else None
-        self.layouts = [op.layout, ""] if op.both else [op.layout]
-        self.outs = [act_args(rows, k, each, None if each else ["Y"]) for each in self.layouts]
-        self.scales: Buffer = (
-            T.arg("NewScale", T.buffer((rows,), "float32")) if isinstance(op, RmsNorm) and op.scale_out else None
-        )
         self.width = waves * arch.wave * WIDTH  # columns of a step
-        self.steps = -(-k // self.width)
-        self.centered = isinstance(op, LayerNorm)
+        self.steps, self.centered = -(-k // self.width), isinstance(op, LayerNorm)
+        biased, scales = isinstance(op, LayerNorm) and op.bias, isinstance(op, RmsNorm) and op.scale_out
+        self.X, self.G, self.B = declared(X=(op.m, k), G=(k,), B=(k,) if biased else None)
+        self.outs = result_args(rows, k, op)
+        (self.scales,) = declared(NewScale=(rows,) if scales else None)
 
     def begin(self, wave: Expr, lane: Expr) -> None:
         """To be called in the launch."""
@@ -157,21 +145,24 @@ class _Norm:
             for step in loaded or map(load, self._loop()):
                 yield step if mean is None else step._replace(values=[T.Bind(v - mean) for v in step.values])
 
-        def total_of(what: Callable[..., Expr]) -> Expr:
-            total = local(1)
-            put(total, T.float32(0), 0)
+        def total_of(what: Callable[..., Expr], part: Buffer) -> Expr:
+            """The sum over the row, whose waves meet in `part`."""
+            total = filled(T.float32(0))
             for step in each_step():
                 put(total, total[0] + what(step.values, step.live), 0)
-            return total[0]
+            return workgroup_sum(self.arch, self.waves, total[0], part, self.wave, self.lane)
 
         if self.centered:
-            mean = self._mean(total_of(_total))
-        scale = self._scale(total_of(square), token)
+            mean = T.Bind(total_of(_total, self.means) * T.float32(1 / self.op.k))
+        scale = row_scale(total_of(square, self.part), self.op.k, self.op.eps)
+        if self.scales is not None:
+            with T.If(self.thread == 0), T.Then():
+                T.buffer_store(self.scales, scale, [token])
         for column, live, values, factors, offsets in each_step():
             y = scaled(values, scale, factors)
             if self.B is not None:
                 y = [T.Bind(v + offset) for v, offset in zip(y, offsets, strict=True)]
-            for layout, out in zip(self.layouts, self.outs, strict=True):
+            for layout, out in self.outs:
                 emit_store(self.arch, layout, out, y, token, column, live)
 
     def _loop(self) -> Iterator[Expr]:
@@ -186,15 +177,3 @@ class _Norm:
         if k % width == 0 or (isinstance(step, int) and (step + 1) * width <= k):
             return T.Bind(column), None
         return T.Bind(T.min(column, T.int32(k - WIDTH))), column < k
-
-    def _mean(self, total: Expr) -> Expr:
-        found = workgroup_sum(self.arch, self.waves, total, self.means, self.wave, self.lane)
-        return T.Bind(found * T.float32(1 / self.op.k))
-
-    def _scale(self, total: Expr, token: Expr) -> Expr:
-        squares = workgroup_sum(self.arch, self.waves, total, self.part, self.wave, self.lane)
-        scale = row_scale(squares, self.op.k, self.op.eps)
-        if self.scales is not None:
-            with T.If(self.thread == 0), T.Then():
-                T.buffer_store(self.scales, scale, [token])
-        return scale

@@ -33,10 +33,8 @@ from mlc_amd.schedules.formats import PLANE_BITS, Format, lookup
 from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.step import kernel, live_rows, state_arg
-from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, columns_space, threads_of
+from mlc_amd.schedules.gpu.base.step import ThreadsPlan, builds, columns_space, live_rows, threads_of
 from mlc_amd.schedules.operators import Embed
-from mlc_amd.schedules.space import Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
 ROWS, BLOCK = 16, 32
@@ -118,25 +116,20 @@ def decode(fmt: str | Format, bufs: Planes, n: Expr, k: Expr) -> Expr:
 # A thread makes one column: a token is a few thousand, and its row's planes stay in the cache.
 
 
-@registry.builds(Embed)
-def embed(op: Embed, arch: Device, name: str, plan: ThreadsPlan | None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], tokens int32[m], planes of the [vocab, k] table, X float32 [m, k]): X[i] =
-    table[tokens[i]] * scale for live i. Token numbers outside the vocabulary read its first or last row (nothing out of
-    bounds). UserError when the format does not allow k."""
+@builds(Embed)
+def embed(op: Embed, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> None:
+    """Kernel (state, tokens, planes of the [vocab, k] table, X): X[i] = table[tokens[i]] * scale for live i. Token
+    numbers outside the vocabulary read its first or last row. UserError when the format does not allow k."""
     k, m, threads = op.k, op.m, threads_of(arch, plan)
-    with kernel(name) as ir:
-        state, tokens = state_arg(), T.arg("tokens", T.buffer((m,), "int32"))
-        table = plane_args(op.fmt, op.vocab, k)
-        X = T.arg("X", T.buffer((m, k), "float32"))
-        with launch((-(-k // threads), m), (threads,)) as (chunk, token, thread):
-            column = T.Bind(chunk * threads + thread)
-            with T.If((column < k) & (token < live_rows(state, m))), T.Then():
-                row = T.Bind(T.max(T.min(tokens[token], T.int32(op.vocab - 1)), T.int32(0)))
-                x = decode(op.fmt, table, row, column)
-                T.buffer_store(X, x if op.scale == 1.0 else x * T.float32(op.scale), [token, column])
-    return ir.get()
+    tokens = T.arg("tokens", T.buffer((m,), "int32"))
+    table = plane_args(op.fmt, op.vocab, k)
+    X = T.arg("X", T.buffer((m, k), "float32"))
+    with launch((-(-k // threads), m), (threads,)) as (chunk, token, thread):
+        column = T.Bind(chunk * threads + thread)
+        with T.If((column < k) & (token < live_rows(state, m))), T.Then():
+            row = T.Bind(T.max(T.min(tokens[token], T.int32(op.vocab - 1)), T.int32(0)))
+            x = decode(op.fmt, table, row, column)
+            T.buffer_store(X, x if op.scale == 1.0 else x * T.float32(op.scale), [token, column])
 
 
-@registry.plans(Embed)
-def plans(op: Embed, arch: Device) -> Space:
-    return columns_space(op.k, op.m, 1, arch)
+registry.plans(Embed)(columns_space(1))

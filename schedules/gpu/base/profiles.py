@@ -27,30 +27,15 @@ class Profile(DeviceKind):
     # no product of float16 pairs with a float32 sum: float32 multiply-adds, which AMD's compiler makes "mixed" ones
     dot2 = False
 
-    @property
-    def scalars(self) -> bool:
-        """Whether scalar registers exist: values that a subgroup shares are worth a broadcast."""
-        return self.family in amd.FAMILIES
-
-    @property
-    def ordered_steps(self) -> bool:
-        """As of `arch.Family`."""
-        return self.family in amd.FAMILIES and amd.FAMILIES[self.family].ordered_steps
-
-    @property
-    def lane_blocks(self) -> int:
-        """Blocks of columns side by side in the layout "lanes": a token's lanes of a matrix; 0 if lanes are unknown."""
-        return self.wave // self.lane_matrix[1] if self.lane_matrix else 0
-
-    @property
-    def arguments(self) -> int:
-        """Addresses that fit the push constants."""
-        return self.push // ADDRESS
-
-    @property
-    def most_threads(self) -> int:
-        """Most invocations of a workgroup of any kernel."""
-        return max(self.threads, self.lane_threads) if self.lane_matrix else self.threads
+    # whether scalar registers exist: values that a subgroup shares are worth a broadcast
+    scalars = property(lambda self: self.family in amd.FAMILIES)
+    # as of `arch.Family`
+    ordered_steps = property(lambda self: self.scalars and amd.FAMILIES[self.family].ordered_steps)
+    # blocks of columns side by side in the layout "lanes": a token's lanes of a matrix; 0 if lanes are unknown
+    lane_blocks = property(lambda self: self.wave // self.lane_matrix[1] if self.lane_matrix else 0)
+    arguments = property(lambda self: self.push // ADDRESS)  # addresses that fit the push constants
+    # most invocations of a workgroup of any kernel
+    most_threads = property(lambda self: max(self.threads, self.lane_threads) if self.lane_matrix else self.threads)
 
     @property
     def needs(self) -> dict:
@@ -63,12 +48,11 @@ class Profile(DeviceKind):
             "vulkanMemoryModel": bool(self.matrix),
             "cooperativeMatrix": bool(self.matrix),
         }
+        shapes = dict.fromkeys((self.fragment, self.lane_matrix)) if self.matrix else ()
         return {
             "features": features + [name for name, wanted in optional.items() if wanted],
             "subgroup_size": self.wave if self.subgroups else 0,
-            "fragments": [list(shape) for shape in dict.fromkeys((self.fragment, self.lane_matrix)) if shape]
-            if self.matrix
-            else [],
+            "fragments": [list(shape) for shape in shapes if shape],
             "shared_memory": self.lds,
             "threads": self.most_threads,
             "push_constants": self.push,

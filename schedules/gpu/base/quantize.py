@@ -29,8 +29,6 @@ The layout "lanes:g" has the same runs so that the lanes of a wave read 128 * g 
 
 from collections.abc import Sequence
 
-import numpy as np
-from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
@@ -39,11 +37,9 @@ from mlc_amd.schedules.gpu.base.device import launch, maximum, minimum, rcp, rin
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, vector
-from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg, when
-from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, columns_space, threads_of
-from mlc_amd.schedules.operators import Quantize
+from mlc_amd.schedules.gpu.base.step import ThreadsPlan, builds, columns_space, if_live, threads_of, when
+from mlc_amd.schedules.operators import LayerNorm, NormRoute, Quantize, RmsNorm
 from mlc_amd.schedules.operators.layouts import activations, kind_of
-from mlc_amd.schedules.space import Space
 from mlc_amd.schedules.tir import Buffer, Expr
 
 NAMES = {"": ["X"], "pairs": ["H"], "lanes": ["H"], "rows": ["A", "S"]}  # of parameters in each layout
@@ -60,33 +56,9 @@ TOKENS = 8  # of a unit of the layout "lanes"
 RUN_COLUMNS = tuple(tuple(4 * j + 16 * (i // 2 % 2) + 2 * (i % 2) + i // 4 for i in range(RUN)) for j in range(RUNS))
 
 
-def in_pairs(x: np.ndarray) -> np.ndarray:
-    """A numpy array [..., k] with the columns of each block in this order; k is a multiple of 32."""
-    return x.reshape(*x.shape[:-1], -1, BLOCK)[..., np.ravel(RUN_COLUMNS)].reshape(x.shape)
-
-
-def from_pairs(x: np.ndarray) -> np.ndarray:
-    """The inverse of `in_pairs`."""
-    return x.reshape(*x.shape[:-1], -1, BLOCK)[..., np.argsort(np.ravel(RUN_COLUMNS))].reshape(x.shape)
-
-
 def unit_size(group: int) -> int:
     """Halves of a unit of the layout "lanes" of that many blocks."""
     return RUNS * TOKENS * group * RUN
-
-
-def lanes_shape(m: int, k: int, group: int) -> tuple[int, int, int]:
-    """Of H for m tokens of k columns in the layout "lanes"."""
-    return -(-m // TOKENS), -(-k // (group * BLOCK)), unit_size(group)
-
-
-def in_lanes(x: np.ndarray, group: int) -> np.ndarray:
-    """A numpy array [m, k], k a multiple of 32, in the layout "lanes"; what does not exist is 0."""
-    m, k = x.shape
-    tiles, groups, _ = lanes_shape(m, k, group)
-    whole = np.zeros((tiles * TOKENS, groups * group * BLOCK), x.dtype)
-    whole[:m, :k] = in_pairs(x)
-    return whole.reshape(tiles, TOKENS, groups, group, RUNS, RUN).transpose(0, 2, 4, 1, 3, 5).reshape(tiles, groups, -1)
 
 
 def store_pairs(out: Buffer, token: Expr, column: Expr, x: Sequence[Expr]) -> None:
@@ -150,6 +122,12 @@ def act_args(m: int, k: int, layout: str, names: Sequence[str] | None = None) ->
     return [T.arg(name, T.buffer(*tensor)) for name, tensor in zip(names or NAMES[kind], tensors, strict=True)]
 
 
+def result_args(m: int, k: int, op: RmsNorm | LayerNorm | NormRoute) -> list[tuple[str, list[Buffer]]]:
+    """Declares the results of a norm: (layout, parameters) of each layout in which it stores them."""
+    layouts = [op.layout, ""] if op.both else [op.layout]
+    return [(layout, act_args(m, k, layout, None if layout else ["Y"])) for layout in layouts]
+
+
 def columns(base: Expr) -> Expr:
     """The index vector of a lane's columns."""
     return T.ramp(base, 1, WIDTH)
@@ -159,6 +137,11 @@ def load_columns(buf: Buffer, *index: Expr) -> list[Expr]:
     """Four float32 registers of consecutive columns."""
     x = T.Bind(buf[(*index[:-1], columns(index[-1]))])
     return [T.Bind(lane_of(x, i)) for i in range(WIDTH)]
+
+
+def column_threads(k: int, arch: Device) -> int:
+    """Threads of a workgroup, of which each has WIDTH of k columns: whole waves, no more than have columns."""
+    return min(arch.threads, -(-k // (WIDTH * arch.wave)) * arch.wave)
 
 
 def own_columns(chunk: Expr, thread: Expr, threads: int, k: int) -> tuple[Expr, Expr | None]:
@@ -246,27 +229,19 @@ def store_block(arch: Device, out: list[Buffer], token: Expr, row: Expr, y: Expr
         T.buffer_store(S, vector(fields), [token, row // BLOCK, T.ramp(0, 1, FIELDS)])
 
 
-@registry.builds(Quantize)
-def quantize(op: Quantize, arch: Device, name: str, plan: ThreadsPlan | None = None) -> tirx.PrimFunc:
+@builds(Quantize)
+def quantize(op: Quantize, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> None:
     """Kernel (state int32[4], X float32 [m, k], then A, S or H of [m, k]): the live tokens' rows in the layout "rows",
     "pairs" or "lanes". UserError unless 32 divides k, ValueError for another layout."""
     k, m, layout = op.k, op.m, op.layout
     if not layout or kind_of(layout) not in NAMES:
         raise ValueError(f"nothing to convert to the layout {layout!r}")
-    if k % BLOCK:
-        raise UserError(
-            f"activations need a multiple of {BLOCK} columns, not {k}; use a float weight format for this layer"
-        )
     threads = threads_of(arch, plan)
-    with kernel(name) as ir:
-        state, X = state_arg(), T.arg("X", T.buffer((m, k), "float32"))
-        out = act_args(m, k, layout)
-        with launch((-(-k // (threads * WIDTH)), m), (threads,)) as (chunk, token, thread), if_live(state, m, token):
-            inside, live = own_columns(chunk, thread, threads, k)
-            emit_store(arch, layout, out, load_columns(X, token, inside), token, inside, live)
-    return ir.get()
+    X = T.arg("X", T.buffer((m, k), "float32"))
+    out = act_args(m, k, layout)
+    with launch((-(-k // (threads * WIDTH)), m), (threads,)) as (chunk, token, thread), if_live(state, m, token):
+        inside, live = own_columns(chunk, thread, threads, k)
+        emit_store(arch, layout, out, load_columns(X, token, inside), token, inside, live)
 
 
-@registry.plans(Quantize)
-def plans(op: Quantize, arch: Device) -> Space:
-    return columns_space(op.k, op.m, WIDTH, arch)
+registry.plans(Quantize)(columns_space(WIDTH))

@@ -13,9 +13,26 @@ def local(size: int, dtype: str = "float32") -> Buffer:
     return T.alloc_buffer((size,), dtype, scope="local")
 
 
+def filled(value: Expr, count: int = 1) -> Buffer:
+    """So many registers of that value."""
+    cells = local(count, str(value.ty))
+    for i in range(count):
+        put(cells, value, i)
+    return cells
+
+
 def put(buffer: Buffer, value: Expr, *index: Expr) -> None:
     """buffer[index] = value."""
     T.buffer_store(buffer, value, list(index))
+
+
+def owned(first: Expr, mine: Expr, threads: int, count: int) -> tuple[Expr, Expr | None]:
+    """What thread `mine` has of those from `first` on, one for each of `threads`: (its number, or after the last of all
+    `count` that one, whether there is one; None: each thread has one)."""
+    place = first + mine
+    if first + threads <= count if isinstance(first, int) else count % threads == 0:
+        return place, None
+    return T.min(place, T.int32(count - 1)), place < count
 
 
 def at(base: Expr, n: int) -> Expr:
@@ -26,9 +43,7 @@ def at(base: Expr, n: int) -> Expr:
 def opaque(x: Expr) -> Expr:
     """The scalar `x` in a register that is opaque to TVM, which otherwise substitutes bound values into the expressions
     that use them: chains of them take minutes to compile."""
-    cell = local(1, str(x.ty))
-    put(cell, x, 0)
-    return cell[0]
+    return filled(x)[0]
 
 
 def lane_of(x: Expr, i: int) -> Expr:

@@ -1,4 +1,4 @@
-"""What the kernels of a step share: their declaration, and the buffer `state` that describes the step's rows.
+"""What the kernels of a step share: their declaration, plans, and the buffer `state` that describes the step's rows.
 
 A step computes m rows of activations. `state` int32[4] = {single, live, 0, 0} is the first parameter of every kernel
 and read at run time, so that one recorded launch list serves every step. Rows 0 .. live-1 are live. Of these, rows 0 ..
@@ -8,14 +8,21 @@ tokens of one sequence. Positions and sequences of rows are `cache.py`'s.
 Kernels after a norm that picks rows (`norm.py`) have the parameter, too: there it is {n, n, 0, 0} of these rows.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import COHERENT
+from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.operators import Embed, Operator, Quantize
+from mlc_amd.schedules.space import Kernel, Space, planned
 from mlc_amd.schedules.tir import Buffer, Expr, Frame
 
 # Rows of a step, at most, in which each weight is loaded once and multiplied with every row (GEMV); a power of two.
@@ -26,15 +33,39 @@ KEPT = "mlc_amd.kept"  # the driver is told not to unroll it
 ONCE = "mlc_amd.once"  # it has at most one step: the SPIR-V generator makes it an `if`
 
 
+Builder = Callable[..., tirx.PrimFunc]  # (operator, arch, name, plan or None)
+
+
 @contextmanager
-def kernel(name: str, coherent: Sequence[str] = ()) -> Iterator[Any]:
+def kernel(name: str) -> Iterator[Any]:
     """`with kernel(name) as ir:` declares and emits a kernel; afterwards `ir.get()` is its PrimFunc. Parameters do not
-    alias. coherent: names of the parameters through which workgroups of one launch exchange data."""
+    alias."""
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
-        attrs = {"tirx.noalias": True, "global_symbol": name}
-        T.func_attr(attrs | {COHERENT: list(coherent)} if coherent else attrs)
+        T.func_attr({"tirx.noalias": True, "global_symbol": name})
         yield ir
+
+
+def builder(emit: Callable[..., None]) -> Builder:
+    """What builds the kernel whose code, and parameters after `state`, emit(operator, arch, state, plan) emits."""
+
+    @functools.wraps(emit)
+    def build(op: Operator, arch: Device, name: str, plan: Any = None) -> tirx.PrimFunc:
+        with kernel(name) as ir:
+            emit(op, arch, T.arg("state", T.buffer((4,), "int32")), plan)
+        return ir.get()
+
+    return build
+
+
+def builds(*operators: type[Operator]) -> Callable[[Callable[..., None]], Builder]:
+    """A decorator: the same, registered for these operators."""
+    return lambda emit: registry.builds(*operators)(builder(emit))
+
+
+def exchanges(*names: str) -> None:
+    """Workgroups of one launch of the kernel exchange data through the parameters of these names."""
+    T.func_attr({COHERENT: list(names)})
 
 
 def kept(count: Expr) -> Frame:
@@ -50,11 +81,6 @@ def once(condition: Expr) -> Frame:
 def where(condition: Expr) -> Frame:
     """As `once`, but the driver gets an `if`: in a loop it keeps in registers what another step would need."""
     return T.serial(T.Bind(T.cast(condition, "int32")), annotations={ONCE: 1})
-
-
-def state_arg() -> Buffer:
-    """Declares the parameter `state`."""
-    return T.arg("state", T.buffer((4,), "int32"))
 
 
 def is_live(state: Buffer, row: Expr) -> Expr:
@@ -105,3 +131,43 @@ def all_of(conditions: Iterable[Expr]) -> Expr | None:
     for condition in conditions:
         found = condition if found is None else found & condition
     return found
+
+
+# ---- the plan of kernels that choose only how many threads a workgroup has
+
+WAVES = (1, 2, 4, 8)  # choices of the waves of a workgroup
+SUMS = 256  # float32 accumulators of a lane, at most: more leave no registers for anything else
+THREADS = {"threads": (32, 64, 128, 256, 512, 1024)}
+
+
+@dataclass(frozen=True)
+class ThreadsPlan:
+    threads: int  # of a workgroup; whole waves
+
+
+def checked_threads(arch: Device, threads: int) -> int:
+    """The number itself. ValueError for what a workgroup cannot have."""
+    if threads > arch.threads or threads % arch.wave:
+        raise ValueError(
+            f"{arch.name} has workgroups of up to {arch.threads} threads in waves of {arch.wave}, not of {threads}"
+        )
+    return threads
+
+
+def threads_of(arch: Device, plan: ThreadsPlan | None = None) -> int:
+    """Threads of a workgroup: the plan's, by default as many as the arch allows. ValueError as of `checked_threads`."""
+    return checked_threads(arch, plan.threads if plan else arch.threads)
+
+
+planned_threads = planned(THREADS, lambda op, arch: ThreadsPlan(threads_of(arch)))
+
+
+def columns_space(width: int) -> Callable[[Embed | Quantize, Device], Space]:
+    """The plans of a kernel in which a thread has `width` of the columns of a row."""
+
+    @planned_threads
+    def kernel(op: Embed | Quantize, arch: Device, plan: ThreadsPlan) -> Kernel:
+        threads = threads_of(arch, plan)
+        return Kernel(threads, -(-op.k // (threads * width)) * op.m, threads, width * 4)
+
+    return kernel

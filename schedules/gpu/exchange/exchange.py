@@ -22,8 +22,8 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.exchange_layout import CONTROL, DONE, FAILED, GROUPS, LINE, RANK, ROUNDS, inbox_words, outbox_words
 from mlc_amd.schedules.gpu.base.device import barrier, halves, launch, maximum, minimum
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.registers import at, elements, local, put, vector
-from mlc_amd.schedules.gpu.base.step import kernel, state_arg, when
+from mlc_amd.schedules.gpu.base.registers import at, elements, filled, local, put, vector
+from mlc_amd.schedules.gpu.base.step import kernel, when
 from mlc_amd.schedules.gpu.exchange.words import Words, data_of, number_of, word
 from mlc_amd.schedules.operators.exchange import AllGather, AllReduce
 from mlc_amd.schedules.tir import Buffer, Expr, declared
@@ -35,11 +35,9 @@ POLLS = 1 << 20  # of a thread in a round before it gives up: about a second
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """groups: workgroups, a power of two up to GROUPS; threads: of each. pause: divisions between polls, so that
-    POLLS take as long on CPUs that act as a GPU, and end loops after 65536 steps."""
-
-    groups: int
-    threads: int
+    groups: int  # workgroups, a power of two up to GROUPS
+    threads: int  # of each
+    # divisions between polls, so that POLLS take as long on CPUs that act as a GPU, and end loops after 65536 steps
     pause: int = 0
 
 
@@ -62,14 +60,9 @@ def default_plan(values: int, arch: Device) -> ExchangePlan:
 
 
 def exchange(
-    op: AllReduce | AllGather,
-    capacity: int,
-    arch: Device,
-    name: str,
-    peers: bool = False,
-    plan: ExchangePlan | None = None,
-    polls: int = POLLS,
-) -> tirx.PrimFunc:
+    op: AllReduce | AllGather, capacity: int, arch: Device, name: str, peers: bool = False,
+    plan: ExchangePlan | None = None, polls: int = POLLS,
+) -> tirx.PrimFunc:  # fmt: skip
     """Kernel (state, X float32 [m, n], [R float32 [m, n]], Y float32 [m, n], P, Inbox int64 [..], Outbox0.. int64 [..],
     Control int32 [4]): what the operator says, of all m rows. The parameters before Inbox are the operator's;
     state and P are not used. capacity: words of a slot of the boxes, the same in all kernels that use them. peers:
@@ -82,7 +75,7 @@ def exchange(
         raise ValueError(f"{op.m} x {op.n} values are no whole cache lines of words, or more than {capacity} words")
     plan = plan or default_plan(2 * words, arch)
     with kernel(name) as ir:
-        state_arg()
+        declared("int32", state=(4,))
         shape = (values,)
         residual = shape if isinstance(op, AllReduce) and op.residual else None
         whole = (parts * values,)
@@ -95,8 +88,7 @@ def exchange(
             done = T.shift_right(T.Bind(control[DONE]), T.int32(GROUPS.bit_length() - 1))
             number = T.Bind((done & T.int32(ROUNDS - 1)) + 1)
             slot = T.Bind((number & 1) * capacity)
-            late = local(1, "int32")
-            put(late, control[FAILED], 0)
+            late = filled(control[FAILED])
             count = -(-words // 2 // (plan.groups * plan.threads))
             steps = T.Bind(T.Select(late[0] == 0, T.int32(count), T.int32(0)))
 

@@ -2,55 +2,38 @@
 side (schedules/operators/exchange.py). P has the parts of all GPUs before the kernel is launched. A thread has four
 columns of a row."""
 
-from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store, load_columns, own_columns
-from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, column_threads, emit_store, load_columns, own_columns
+from mlc_amd.schedules.gpu.base.step import builds, if_live
 from mlc_amd.schedules.operators.exchange import AllGather, AllReduce
+from mlc_amd.schedules.tir import Buffer, declared
 
 
-@registry.builds(AllReduce)
-def all_reduce(op: AllReduce, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
+@builds(AllReduce)
+def all_reduce(op: AllReduce, arch: Device, state: Buffer, plan: None) -> None:
     """Kernel (state, X float32 [m, n], [R float32 [m, n]], Y float32 [m, n], P float32 [parts, m, n]): Y = R + the sum
     of P, in the order of the parts. n: a multiple of 4."""
-    n, m, threads = op.n, op.m, _threads(op.n, arch)
-    with kernel(name) as ir:
-        state = state_arg()
-        T.arg("X", T.buffer((m, n), "float32"))
-        R = T.arg("R", T.buffer((m, n), "float32")) if op.residual else None
-        Y = T.arg("Y", T.buffer((m, n), "float32"))
-        P = T.arg("P", T.buffer((op.parts, m, n), "float32"))
-        with launch((-(-n // (threads * WIDTH)), m), (threads,)) as (chunk, row, thread), if_live(state, m, row):
-            column, live = own_columns(chunk, thread, threads, n)
-            parts = [load_columns(P, part, row, column) for part in range(op.parts)]
-            total = parts[0] if R is None else load_columns(R, row, column)
-            for x in parts[R is None :]:
-                total = [T.Bind(t + v) for v, t in zip(x, total, strict=True)]
-            emit_store(arch, "", [Y], total, row, column, live)
-    return ir.get()
+    n, m, threads = op.n, op.m, column_threads(op.n, arch)
+    _, R, Y, P = declared(X=(m, n), R=(m, n) if op.residual else None, Y=(m, n), P=(op.parts, m, n))
+    with launch((-(-n // (threads * WIDTH)), m), (threads,)) as (chunk, row, thread), if_live(state, m, row):
+        column, live = own_columns(chunk, thread, threads, n)
+        parts = [load_columns(P, part, row, column) for part in range(op.parts)]
+        total = parts[0] if R is None else load_columns(R, row, column)
+        for x in parts[R is None :]:
+            total = [T.Bind(t + v) for v, t in zip(x, total, strict=True)]
+        emit_store(arch, "", [Y], total, row, column, live)
 
 
-@registry.builds(AllGather)
-def all_gather(op: AllGather, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
+@builds(AllGather)
+def all_gather(op: AllGather, arch: Device, state: Buffer, plan: None) -> None:
     """Kernel (state, X float32 [m, n], Y float32 [m, parts * n], P float32 [parts, m, n]): Y's columns are those of the
     parts, one after the other. n: a multiple of 4."""
-    n, m, threads = op.n, op.m, _threads(op.n, arch)
-    with kernel(name) as ir:
-        state = state_arg()
-        T.arg("X", T.buffer((m, n), "float32"))
-        Y = T.arg("Y", T.buffer((m, op.parts * n), "float32"))
-        P = T.arg("P", T.buffer((op.parts, m, n), "float32"))
-        grid = -(-n // (threads * WIDTH)), m, op.parts
-        with launch(grid, (threads,)) as (chunk, row, part, thread), if_live(state, m, row):
-            column, live = own_columns(chunk, thread, threads, n)
-            emit_store(arch, "", [Y], load_columns(P, part, row, column), row, T.Bind(part * n + column), live)
-    return ir.get()
-
-
-def _threads(n: int, arch: Device) -> int:
-    """Threads of a workgroup: whole waves, no more than have columns."""
-    return min(arch.threads, -(-n // (WIDTH * arch.wave)) * arch.wave)
+    n, m, threads = op.n, op.m, column_threads(op.n, arch)
+    _, Y, P = declared(X=(m, n), Y=(m, op.parts * n), P=(op.parts, m, n))
+    grid = -(-n // (threads * WIDTH)), m, op.parts
+    with launch(grid, (threads,)) as (chunk, row, part, thread), if_live(state, m, row):
+        column, live = own_columns(chunk, thread, threads, n)
+        emit_store(arch, "", [Y], load_columns(P, part, row, column), row, T.Bind(part * n + column), live)

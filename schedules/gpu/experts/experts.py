@@ -15,21 +15,18 @@ A stack of `count` matrices of n rows is packed as one matrix of count * n rows:
 from collections.abc import Callable, Sequence
 from math import prod
 
-from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import barrier, count_ones, fma, launch
 from mlc_amd.schedules.gpu.base.planes import ROWS
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store, load_columns, own_columns
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, column_threads, emit_store, load_columns, own_columns
 from mlc_amd.schedules.gpu.base.registers import at, lane_of, put
-from mlc_amd.schedules.gpu.base.step import if_live, kernel, live_rows, state_arg
-from mlc_amd.schedules.gpu.base.threads import ThreadsPlan, threads_of
+from mlc_amd.schedules.gpu.base.step import ThreadsPlan, builds, if_live, live_rows, threads_of
 from mlc_amd.schedules.operators import Combine, ExpertOrder, Gather
 from mlc_amd.schedules.operators.experts import Experts
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 SEGMENT = 32
 FOUR = 4  # experts that a thread reads at once
@@ -56,7 +53,7 @@ def flat(buffer: Buffer) -> Buffer:
 
 def bias_args(rows: int, *names: str) -> list[Buffer]:
     """Declares parameters of these names: a float32 for each row of a stack."""
-    return [T.arg(name, T.buffer((rows,), "float32")) for name in names]
+    return declared(**dict.fromkeys(names, (rows,)))
 
 
 def ids_arg(experts: Experts, m: int) -> Buffer:
@@ -66,52 +63,43 @@ def ids_arg(experts: Experts, m: int) -> Buffer:
     return T.arg("Groups", T.buffer(shape, "int32"))
 
 
-def weights_arg(experts: Experts, m: int) -> Buffer:
-    """Declares the parameter Weights: of each row's experts."""
-    return T.arg("Weights", T.buffer((m, experts.used), "float32"))
-
-
 # ---- the order
 
 
-@registry.builds(ExpertOrder)
-def expert_order(op: ExpertOrder, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
+@builds(ExpertOrder)
+def expert_order(op: ExpertOrder, arch: Device, state: Buffer, plan: None) -> None:
     """Kernel (state, Ids, Slots int32 [m, used], Pairs int32 [slots], Groups int32 [tiles + 2 count + 1])."""
     m, experts = op.m, op.of
     threads, pairs, slots = arch.threads, m * experts.used, experts.slots(m)
-    with kernel(name) as ir:
-        state = state_arg()
-        Ids, Slots = (T.arg(which, T.buffer((m, experts.used), "int32")) for which in ("Ids", "Slots"))
-        Pairs = T.arg("Pairs", T.buffer((slots,), "int32"))
-        Groups = T.arg("Groups", T.buffer((experts.groups(m),), "int32"))
-        ids, slot_of = flat(Ids), flat(Slots)
-        with launch((1,), (threads,)) as (_, thread):
-            live = T.Bind(live_rows(state, m) * experts.used)
-            sort = _Sort(arch, experts, pairs, thread)
-            sort.clear()
+    chosen = m, experts.used
+    Ids, Slots, Pairs, Groups = declared("int32", Ids=chosen, Slots=chosen, Pairs=(slots,), Groups=(experts.groups(m),))
+    ids, slot_of = flat(Ids), flat(Slots)
+    with launch((1,), (threads,)) as (_, thread):
+        live = T.Bind(live_rows(state, m) * experts.used)
+        sort = _Sort(arch, experts, pairs, thread)
+        sort.clear()
 
-            def count(pair: Expr, expert: Expr, before: Expr, total: Expr) -> None:
-                sort.add(expert, before, total)
-                barrier()
+        def count(pair: Expr, expert: Expr, before: Expr, total: Expr) -> None:
+            sort.add(expert, before, total)
+            barrier()
 
-            sort.each_pair(ids, live, count)
-            used_tiles = sort.place(Groups, Pairs, experts.tiles(m))
-            _fill_rest(Groups, used_tiles, experts.tiles(m), thread, threads)
-            _fill_rest(Pairs, T.Bind(used_tiles * experts.tile), slots, thread, threads)
+        sort.each_pair(ids, live, count)
+        used_tiles = sort.place(Groups, Pairs, experts.tiles(m))
+        _fill_rest(Groups, used_tiles, experts.tiles(m), thread, threads)
+        _fill_rest(Pairs, T.Bind(used_tiles * experts.tile), slots, thread, threads)
 
-            def place(pair: Expr, expert: Expr, before: Expr, total: Expr) -> None:
-                exists = expert >= 0
-                slot = T.Bind(T.Select(exists, sort.counts[sort.count_of(expert)] + before, T.int32(0)))
-                barrier()
-                sort.add(expert, before, total)
-                with T.If(pair < pairs), T.Then():
-                    put(slot_of, slot, pair)
-                with T.If(exists), T.Then():
-                    put(Pairs, pair, slot)
-                barrier()
+        def place(pair: Expr, expert: Expr, before: Expr, total: Expr) -> None:
+            exists = expert >= 0
+            slot = T.Bind(T.Select(exists, sort.counts[sort.count_of(expert)] + before, T.int32(0)))
+            barrier()
+            sort.add(expert, before, total)
+            with T.If(pair < pairs), T.Then():
+                put(slot_of, slot, pair)
+            with T.If(exists), T.Then():
+                put(Pairs, pair, slot)
+            barrier()
 
-            sort.each_pair(ids, live, place)
-    return ir.get()
+        sort.each_pair(ids, live, place)
 
 
 def _fill_rest(buffer: Buffer, first: Expr, count: int, thread: Expr, threads: int) -> None:
@@ -235,61 +223,50 @@ class _Sort:
 
 
 def _threads(k: int, arch: Device, plan: ThreadsPlan | None) -> int:
-    """Threads of a workgroup: whole waves, by default no more than have columns."""
-    return threads_of(arch, plan) if plan else min(arch.threads, -(-k // (WIDTH * arch.wave)) * arch.wave)
+    return threads_of(arch, plan) if plan else column_threads(k, arch)
 
 
-@registry.builds(Gather)
-def gather(op: Gather, arch: Device, name: str, plan: ThreadsPlan | None = None) -> tirx.PrimFunc:
-    """Kernel (state, X float32 [m, k], [Pairs int32 [slots] of sorted ones], [Weights float32 [m, used]], then A, S | H
-    | Y of [slots, k], as `layout` says): the row of each slot, times its pair's weight if `weighted`. Slots of padding
-    are left as they are: nobody reads what is computed of them. UserError if blocks cannot hold k columns."""
+@builds(Gather)
+def gather(op: Gather, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> None:
+    """Kernel (state, X, [Pairs of sorted slots], [Weights], A, S | H | Y of [slots, k]): the row of each slot, times
+    its pair's weight if `weighted`. Slots of padding are left as they are: nobody reads what is computed of them."""
     k, m, experts, layout = op.k, op.m, op.of, op.layout
     slots, threads = experts.slots(m), _threads(k, arch, plan)
-    with kernel(name) as ir:
-        state_arg()
-        X = T.arg("X", T.buffer((m, k), "float32"))
-        Pairs = T.arg("Pairs", T.buffer((slots,), "int32")) if experts.tile > 1 else None
-        Weights = weights_arg(experts, m) if op.weighted else None
-        out = act_args(slots, k, layout, None if layout else ["Y"])
-        weights = None if Weights is None else flat(Weights)
-        with (
-            launch((-(-k // (threads * WIDTH)), slots), (threads,)) as (chunk, slot, thread),
-            # a loop of 0 or 1 steps: lanes exchange values
-            T.serial(1 if Pairs is None else T.Bind(T.cast(Pairs[slot] >= 0, "int32"))),
-        ):
-            pair = slot if Pairs is None else T.Bind(T.max(Pairs[slot], T.int32(0)))
-            inside, live = own_columns(chunk, thread, threads, k)
-            x = load_columns(X, 0 if m == 1 else T.Bind(T.min(pair // experts.used, T.int32(m - 1))), inside)
-            if weights is not None:
-                x = [T.Bind(v * weights[pair]) for v in x]
-            emit_store(arch, layout, out, x, slot, inside, live)
-    return ir.get()
+    (X,), (Pairs,) = declared(X=(m, k)), declared("int32", Pairs=(slots,) if experts.tile > 1 else None)
+    (Weights,) = declared(Weights=(m, experts.used) if op.weighted else None)
+    out = act_args(slots, k, layout, None if layout else ["Y"])
+    weights = None if Weights is None else flat(Weights)
+    with (
+        launch((-(-k // (threads * WIDTH)), slots), (threads,)) as (chunk, slot, thread),
+        # a loop of 0 or 1 steps: lanes exchange values
+        T.serial(1 if Pairs is None else T.Bind(T.cast(Pairs[slot] >= 0, "int32"))),
+    ):
+        pair = slot if Pairs is None else T.Bind(T.max(Pairs[slot], T.int32(0)))
+        inside, live = own_columns(chunk, thread, threads, k)
+        x = load_columns(X, 0 if m == 1 else T.Bind(T.min(pair // experts.used, T.int32(m - 1))), inside)
+        if weights is not None:
+            x = [T.Bind(v * weights[pair]) for v in x]
+        emit_store(arch, layout, out, x, slot, inside, live)
 
 
-@registry.builds(Combine)
-def combine(op: Combine, arch: Device, name: str, plan: ThreadsPlan | None = None) -> tirx.PrimFunc:
+@builds(Combine)
+def combine(op: Combine, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> None:
     """Kernel (state, X float32 [slots, n], Slots int32 [m, used], [Weights float32 [m, used]], [R float32 [m, n]], Y
     float32 [m, n]): the sum of a live row's slots, times their weights, plus R. n: a multiple of 4."""
     n, m, experts = op.n, op.m, op.of
     slots, threads = experts.slots(m), _threads(n, arch, plan)
-    with kernel(name) as ir:
-        state = state_arg()
-        X = T.arg("X", T.buffer((slots, n), "float32"))
-        Slots = T.arg("Slots", T.buffer((m, experts.used), "int32"))
-        Weights = weights_arg(experts, m) if op.weighted else None
-        R = T.arg("R", T.buffer((m, n), "float32")) if op.residual else None
-        Y = T.arg("Y", T.buffer((m, n), "float32"))
-        with launch((-(-n // (threads * WIDTH)), m), (threads,)) as (chunk, row, thread), if_live(state, m, row):
-            inside, live = own_columns(chunk, thread, threads, n)
-            total = load_columns(R, row, inside) if R is not None else [T.float32(0)] * WIDTH
-            places = [T.Bind(T.max(T.min(Slots[row, j], T.int32(slots - 1)), T.int32(0))) for j in range(experts.used)]
-            parts = [load_columns(X, place, inside) for place in places]
-            for j, x in enumerate(parts):
-                if Weights is not None:
-                    weight = T.Bind(Weights[row, j])
-                    total = [fma(v, weight, t) for v, t in zip(x, total, strict=True)]
-                else:
-                    total = [T.Bind(t + v) for v, t in zip(x, total, strict=True)]
-            emit_store(arch, "", [Y], total, row, inside, live)
-    return ir.get()
+    (X,), (Slots,) = declared(X=(slots, n)), declared("int32", Slots=(m, experts.used))
+    weights, residual = (m, experts.used) if op.weighted else None, (m, n) if op.residual else None
+    Weights, R, Y = declared(Weights=weights, R=residual, Y=(m, n))
+    with launch((-(-n // (threads * WIDTH)), m), (threads,)) as (chunk, row, thread), if_live(state, m, row):
+        inside, live = own_columns(chunk, thread, threads, n)
+        total = load_columns(R, row, inside) if R is not None else [T.float32(0)] * WIDTH
+        places = [T.Bind(T.max(T.min(Slots[row, j], T.int32(slots - 1)), T.int32(0))) for j in range(experts.used)]
+        parts = [load_columns(X, place, inside) for place in places]
+        for j, x in enumerate(parts):
+            if Weights is not None:
+                weight = T.Bind(Weights[row, j])
+                total = [fma(v, weight, t) for v, t in zip(x, total, strict=True)]
+            else:
+                total = [T.Bind(t + v) for v, t in zip(x, total, strict=True)]
+        emit_store(arch, "", [Y], total, row, inside, live)

@@ -16,25 +16,23 @@ wave chooses.
 import functools
 from collections.abc import Callable, Sequence
 
-from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base import device
 from mlc_amd.schedules.gpu.base.arrival import LINE, Outbox, arrive, zero_after
 from mlc_amd.schedules.gpu.base.device import barrier, exp2, fma, launch, maximum, rcp, wave_max, wave_sum
 from mlc_amd.schedules.gpu.base.norm import row_scale
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, emit_store, load_columns
-from mlc_amd.schedules.gpu.base.registers import local, put
-from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg
+from mlc_amd.schedules.gpu.base.quantize import WIDTH, emit_store, load_columns, result_args
+from mlc_amd.schedules.gpu.base.registers import filled, local, owned, put
+from mlc_amd.schedules.gpu.base.step import builds, exchanges, if_live
 from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.operators import NormRoute
 from mlc_amd.schedules.operators.attention import LOG2E
 from mlc_amd.schedules.operators.experts import GATINGS, MIN_SUM, Route, Routing
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 THREADS = 256  # of a workgroup, at most: of 2048 columns each thread has two loads
 STEPS = 4  # whose loads are issued before the first is used
@@ -56,8 +54,8 @@ def check(routing: Routing) -> bool:
 
 def routing_args(routing: Routing) -> list[Buffer | None]:
     """Declares the parameters B and F, as far as there are any: [B or None, F or None]."""
-    wanted = (("B", routing.bias), ("F", routing.factors))
-    return [T.arg(which, T.buffer((padded(routing.experts),), "float32")) if there else None for which, there in wanted]
+    each = (padded(routing.experts),)
+    return declared(B=each if routing.bias else None, F=each if routing.factors else None)
 
 
 def choice_args(routing: Routing) -> list[Buffer]:
@@ -65,21 +63,19 @@ def choice_args(routing: Routing) -> list[Buffer]:
     return [T.arg(which, T.buffer(*of)) for which, of in zip(("Ids", "Weights"), routing.choice(), strict=True)]
 
 
-@registry.builds(Route)
-def route(op: Route, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
+@builds(Route)
+def route(op: Route, arch: Device, state: Buffer, plan: None) -> None:
     """Kernel (state, L float32 [m, n], [B float32 [count, padded to 16]], [F as B], Ids int32 [m, used], Weights
     float32 [m, used]). ValueError as of `check`."""
-    with kernel(name) as ir:
-        state, L = state_arg(), T.arg("L", T.buffer((op.m, op.n), "float32"))
-        B, F = routing_args(op)
-        Ids, Weights = choice_args(op)
-        with launch((op.m,), (arch.wave,)) as (row, lane):
-            held = Held(arch, op, lane, B, F)
-            with if_live(state, op.m, row):
-                held.load(lambda expert: L[row, expert])
-                held.choose()
-                held.store(row, Ids, Weights)
-    return ir.get()
+    L = T.arg("L", T.buffer((op.m, op.n), "float32"))
+    B, F = routing_args(op)
+    Ids, Weights = choice_args(op)
+    with launch((op.m,), (arch.wave,)) as (row, lane):
+        held = Held(arch, op, lane, B, F)
+        with if_live(state, op.m, row):
+            held.load(lambda expert: L[row, expert])
+            held.choose()
+            held.store(row, Ids, Weights)
 
 
 class Held:
@@ -157,8 +153,7 @@ class Held:
         for first in range(0, groups, self.arch.wave):
             group = T.Bind(self.lane + first)
             with T.If(group < groups), T.Then():
-                mine, above = T.Bind(self.ranks[group]), local(1, "int32")
-                put(above, T.int32(0), 0)
+                mine, above = T.Bind(self.ranks[group]), filled(T.int32(0))
                 with T.serial(groups) as other:
                     x = T.Bind(self.ranks[other])
                     before = (x > mine) | ((x == mine) & (other < group))
@@ -228,93 +223,88 @@ def scratch_shapes(count: int) -> dict[str, tuple[tuple[int, ...], str]]:
     return {"Logits": ((count, LINE), "float32"), "Arrived": ((1,), "int32")}
 
 
-@registry.builds(NormRoute)
-def norm_route(op: NormRoute, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state, X float32 [1, k], G float32 [k], planes of W [count, k], [bias float32 [count]], [B, F as of
-    `route`], Logits, Arrived of `scratch_shapes`, y of [1, k] in `layout`, [y as float32, if `both`], Ids, Weights).
-    ValueError for a format that is not float, and as of `route`; UserError unless 32 divides k."""
+@builds(NormRoute)
+def norm_route(op: NormRoute, arch: Device, state: Buffer, plan: None) -> None:
+    """Kernel (state, X, G, planes of W [count, k], [WB], [B, F as of `route`], Logits, Arrived, those of `result_args`,
+    Ids, Weights). ValueError for a format that is not float, and as of `route`; UserError unless 32 divides k."""
     ((fmt, count),), k, threads = op.weights, op.k, min(THREADS, arch.threads)
     waves = threads // arch.wave
     if fmt.kind != "float":
         raise ValueError(f"a router in {fmt.name} does not take float32")
     if k % BLOCK:
         raise UserError(f"the hidden size must be a multiple of {BLOCK}, not {k}")
-    with kernel(name, coherent=("Logits", "Arrived")) as ir:
-        state_arg()
-        X, G = T.arg("X", T.buffer((1, k), "float32")), T.arg("G", T.buffer((k,), "float32"))
-        planes = plane_args(fmt, count, k, "W_")
-        WB = T.arg("WB", T.buffer((count,), "float32")) if op.router_bias else None
-        B, F = routing_args(op)
-        Logits, Arrived = (T.arg(which, T.buffer(*of)) for which, of in scratch_shapes(count).items())
-        layouts = [op.layout, ""] if op.both else [op.layout]
-        outs = [act_args(1, k, each, None if each else ["Y"]) for each in layouts]
-        Ids, Weights = choice_args(op)
-        with launch((count,), (arch.wave, waves)) as (expert, lane, wave):
-            tid, weights = T.Bind(wave * arch.wave + lane), load.views(fmt, planes, WIDTH)
-            units, steps = k // WIDTH, -(-k // (threads * WIDTH))
-            # what is needed at the end and known now: its loads wait with the others
-            held, own_bias = Held(arch, op, lane, B, F), None if WB is None else T.Bind(WB[expert])
+    exchanges("Logits", "Arrived")
+    X, G = declared(X=(1, k), G=(k,))
+    planes = plane_args(fmt, count, k, "W_")
+    (WB,) = declared(WB=(count,) if op.router_bias else None)
+    B, F = routing_args(op)
+    Logits, Arrived = (T.arg(which, T.buffer(*of)) for which, of in scratch_shapes(count).items())
+    outs = result_args(1, k, op)
+    Ids, Weights = choice_args(op)
+    with launch((count,), (arch.wave, waves)) as (expert, lane, wave):
+        tid, weights = T.Bind(wave * arch.wave + lane), load.views(fmt, planes, WIDTH)
+        units, steps = k // WIDTH, -(-k // (threads * WIDTH))
+        # what is needed at the end and known now: its loads wait with the others
+        held, own_bias = Held(arch, op, lane, B, F), None if WB is None else T.Bind(WB[expert])
 
-            def unit_of(step: Expr) -> tuple[Expr, Expr | None]:
-                """(unit of this thread in that step, live); live is None where all threads have one."""
-                unit = step * threads + tid
-                whole = units % threads == 0 or (isinstance(step, int) and (step + 1) * threads <= units)
-                return (T.Bind(unit), None) if whole else (T.Bind(T.min(unit, T.int32(units - 1))), unit < units)
+        def unit_of(step: Expr) -> tuple[Expr, Expr | None]:
+            """(unit of this thread in that step, live); live is None where all threads have one."""
+            unit, live = owned(step * threads, tid, threads, units)
+            return T.Bind(unit), live
 
-            # The columns that this workgroup stores: steps expert, expert + count, ..
-            own = []
-            for first in range(0, steps, count):
-                step = expert + first
-                unit, live = unit_of(T.min(step, T.int32(steps - 1)))
-                own.append((load_columns(X, 0, unit * WIDTH), load_columns(G, unit * WIDTH), unit, step < steps, live))
+        # The columns that this workgroup stores: steps expert, expert + count, ..
+        own = []
+        for first in range(0, steps, count):
+            step = expert + first
+            unit, live = unit_of(T.min(step, T.int32(steps - 1)))
+            own.append((load_columns(X, 0, unit * WIDTH), load_columns(G, unit * WIDTH), unit, step < steps, live))
 
-            square, product = local(1), local(1)
-            put(square, T.float32(0), 0)
-            put(product, T.float32(0), 0)
+        square, product = local(1), local(1)
+        put(square, T.float32(0), 0)
+        put(product, T.float32(0), 0)
 
-            def add(first: Expr, number: int) -> None:
-                loaded = []
-                for i in range(number):
-                    unit, live = unit_of(first + i)
-                    w = load.fetch_float(fmt, weights, expert, unit, WIDTH)
-                    loaded.append((load_columns(X, 0, unit * WIDTH), load_columns(G, unit * WIDTH), w, live))
-                for x, g, w, live in loaded:
-                    a, b = T.float32(0), T.float32(0)
-                    for xi, gi, wi in zip(x, g, w, strict=True):
-                        a, b = fma(xi, xi, a), fma(T.Bind(xi * gi), wi, b)
-                    for total, part in ((square, a), (product, b)):
-                        put(total, total[0] + (part if live is None else T.Select(live, part, T.float32(0))), 0)
+        def add(first: Expr, number: int) -> None:
+            loaded = []
+            for i in range(number):
+                unit, live = unit_of(first + i)
+                w = load.fetch_float(fmt, weights, expert, unit, WIDTH)
+                loaded.append((load_columns(X, 0, unit * WIDTH), load_columns(G, unit * WIDTH), w, live))
+            for x, g, w, live in loaded:
+                a, b = T.float32(0), T.float32(0)
+                for xi, gi, wi in zip(x, g, w, strict=True):
+                    a, b = fma(xi, xi, a), fma(T.Bind(xi * gi), wi, b)
+                for total, part in ((square, a), (product, b)):
+                    put(total, total[0] + (part if live is None else T.Select(live, part, T.float32(0))), 0)
 
-            loops = steps // STEPS
-            if loops > 1:
-                with T.serial(loops) as i:
-                    add(i * STEPS, STEPS)
-            for first in range(0 if loops <= 1 else loops * STEPS, steps, STEPS):
-                add(first, min(STEPS, steps - first))
-            squares, products = _workgroup_sums(arch, waves, (square, product), wave, lane)
-            scale = row_scale(squares, k, op.eps)
+        loops = steps // STEPS
+        if loops > 1:
+            with T.serial(loops) as i:
+                add(i * STEPS, STEPS)
+        for first in range(0 if loops <= 1 else loops * STEPS, steps, STEPS):
+            add(first, min(STEPS, steps - first))
+        squares, products = _workgroup_sums(arch, waves, (square, product), wave, lane)
+        scale = row_scale(squares, k, op.eps)
 
-            logit = T.Bind(products * scale if own_bias is None else products * scale + own_bias)
-            outbox = Outbox(arch, tid, threads, (1,))
-            outbox.send(tid == 0, Logits, ([logit], None, (expert, 0)))
-            outbox.publish()
-            old = arrive(arch, Arrived, 0, tid)
-            chooses = T.Bind(device.uniform(arch, wave) == 0)
-            last = old == count - 1
-            with T.serial(T.cast(last if held.grouped else last & chooses, "int32")):
-                later = zero_after(arch, old)
-                held.load(lambda index: Logits[index, later])
-                with T.serial(T.cast(chooses, "int32")):
-                    held.choose()
-                    held.store(0, Ids, Weights)
-                with T.If(tid == 0), T.Then():
-                    put(Arrived, T.int32(0), 0)
+        logit = T.Bind(products * scale if own_bias is None else products * scale + own_bias)
+        outbox = Outbox(arch, tid, threads, (1,))
+        outbox.send(tid == 0, Logits, ([logit], None, (expert, 0)))
+        outbox.publish()
+        old = arrive(arch, Arrived, 0, tid)
+        chooses = T.Bind(device.uniform(arch, wave) == 0)
+        last = old == count - 1
+        with T.serial(T.cast(last if held.grouped else last & chooses, "int32")):
+            later = zero_after(arch, old)
+            held.load(lambda index: Logits[index, later])
+            with T.serial(T.cast(chooses, "int32")):
+                held.choose()
+                held.store(0, Ids, Weights)
+            with T.If(tid == 0), T.Then():
+                put(Arrived, T.int32(0), 0)
 
-            for x, g, unit, mine, live in own:
-                y = [T.Bind(xi * scale * gi) for xi, gi in zip(x, g, strict=True)]
-                for each, out in zip(layouts, outs, strict=True):
-                    emit_store(arch, each, out, y, 0, T.Bind(unit * WIDTH), mine if live is None else mine & live)
-    return ir.get()
+        for x, g, unit, mine, live in own:
+            y = [T.Bind(xi * scale * gi) for xi, gi in zip(x, g, strict=True)]
+            for each, out in outs:
+                emit_store(arch, each, out, y, 0, T.Bind(unit * WIDTH), mine if live is None else mine & live)
 
 
 def _workgroup_sums(arch: Device, waves: int, totals: Sequence[Expr], wave: Expr, lane: Expr) -> list[Expr]:

@@ -1,8 +1,6 @@
-"""Latent attention of a chunk of tokens on cooperative matrices, as `attention_latent_wave.py` computes it.
-
-In: the rotated queries and the cache, which already contains the chunk's own keys. Out: the heads' outputs in an
-activation layout of `quantize.py`, of the live rows. Where tiles are few, or do not divide among the compute units,
-several workgroups share the keys of some, whose parts a second launch joins.
+"""Latent attention of a chunk of tokens on cooperative matrices, as `attention_latent_wave.py` computes it. Where tiles
+are few, or do not divide among the compute units, several workgroups share the keys of some, whose parts a second
+launch joins.
 """
 
 from contextlib import nullcontext
@@ -21,7 +19,7 @@ from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, checked_sh
 from mlc_amd.schedules.gpu.latent.attention_latent_wave import WAVES as JOIN_WAVES
 from mlc_amd.schedules.gpu.latent.attention_latent_wave import Join, Wave, attend, chunks_of, place_in_tile
 from mlc_amd.schedules.operators.attention import Attention, CausalAttention
-from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.space import Kernel, planned
 from mlc_amd.schedules.tir import Buffer, Expr
 
 SPLITS = 16  # of a tile's keys, at most
@@ -69,8 +67,8 @@ def tiles_of(tile: Tile, rows: int, arch: Profile) -> Tiles:
 
 
 def emit(step: Step, arch: Profile, plan: Tile | None = None) -> None:
-    """The launches for the chunk of a step. Nothing is stored for rows that are not live. UserError for shapes that
-    `tile_of` refuses, or for the layout "rows"; ValueError for a tile that does not suit them."""
+    """The launches for the chunk of a step. UserError for shapes that `tile_of` refuses, or for the layout "rows";
+    ValueError for a tile that does not suit them."""
     step.refuse_blocks()
     attention, m = step.layer, step.op.m
     tile, heads = plan or tile_of(attention, arch), attention.heads
@@ -152,12 +150,8 @@ CHOICES = {
 }  # fmt: skip
 
 
-def space(op: CausalAttention, arch: Profile) -> Space:
-    layer = op.layer
-
-    def kernel(tile: Tile) -> Kernel:
-        threads = tile.waves * arch.wave
-        same = replace(tile, held=min(tile.held, checked_shape(tile, layer, arch).steps))
-        return Kernel(same, -(-op.m * layer.heads // tile.rows), threads, tile.keys * layer.width * 2 / threads)
-
-    return Space(Tile, CHOICES, tile_of(layer, arch), kernel)
+@planned(CHOICES, lambda op, arch: tile_of(op.layer, arch))
+def space(op: CausalAttention, arch: Profile, tile: Tile) -> Kernel:
+    layer, threads = op.layer, tile.waves * arch.wave
+    same = replace(tile, held=min(tile.held, checked_shape(tile, layer, arch).steps))
+    return Kernel(same, -(-op.m * layer.heads // tile.rows), threads, tile.keys * layer.width * 2 / threads)

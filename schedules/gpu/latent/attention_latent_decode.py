@@ -1,9 +1,8 @@
 """Latent attention of single rows, one to SLOTS tokens of any sequences, on cooperative matrices: split-KV ("flash
 decoding") in two launches.
 
-In: the rotated queries and the cache, which already contains the rows' own keys. Out: the heads' outputs in an
-activation layout of `quantize.py`. A workgroup has a tile of a token's heads and a split of its keys, as
-`attention_latent_wave.py` computes them, and leaves what it has in Parts. The second launch joins the splits.
+A workgroup has a tile of a token's heads and a split of its keys, as `attention_latent_wave.py` computes them, and
+leaves what it has in Parts. The second launch joins the splits.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from mlc_amd.schedules.gpu.latent.attention_latent import CHOICES, rows_of
 from mlc_amd.schedules.gpu.latent.attention_latent_tiles import Tile, checked_shape, part_size, shape_of, suits
 from mlc_amd.schedules.gpu.latent.attention_latent_wave import WAVES, Join, Wave, attend, chunks_of, place_in_tile
 from mlc_amd.schedules.operators.attention import Attention, CausalAttention
-from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.space import Kernel, planned
 from mlc_amd.schedules.tir import Expr
 
 MOST = (1 << FIELD) - 1  # splits of a row
@@ -131,14 +130,10 @@ def _emit_join(step: Step, arch: Profile, plan: LatentDecodePlan, splits: Splits
             join.emit(chunk, lane, wave, lambda: (token, head))
 
 
-def space(op: CausalAttention, arch: Profile) -> Space:
-    layer, m = op.layer, op.m
-
-    def kernel(plan: LatentDecodePlan) -> Kernel:
-        splits = splits_of(plan, layer, m, arch)
-        held = min(plan.held, checked_shape(plan, layer, arch).steps)
-        same = replace(plan, held=held, fill=splits.fill, least=splits.waves)
-        loads = plan.keys * layer.width * 2 / splits.threads
-        return Kernel(same, splits.parts * splits.workgroups(m), splits.threads, loads)
-
-    return Space(LatentDecodePlan, CHOICES, plan_of(layer, m, arch), kernel)
+@planned(CHOICES, lambda op, arch: plan_of(op.layer, op.m, arch))
+def space(op: CausalAttention, arch: Profile, plan: LatentDecodePlan) -> Kernel:
+    layer, splits = op.layer, splits_of(plan, op.layer, op.m, arch)
+    held = min(plan.held, checked_shape(plan, layer, arch).steps)
+    same = replace(plan, held=held, fill=splits.fill, least=splits.waves)
+    loads = plan.keys * layer.width * 2 / splits.threads
+    return Kernel(same, splits.parts * splits.workgroups(op.m), splits.threads, loads)

@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 from mlc_amd.schedules.gpu.attention.cache import UNIT
 from mlc_amd.schedules.gpu.base.profiles import Device, Profile
-from mlc_amd.schedules.gpu.base.threads import SUMS
+from mlc_amd.schedules.gpu.base.step import SUMS
 from mlc_amd.schedules.operators.attention import Attention
 
 PAD = 1  # units after a row in shared memory: neighbouring rows start in different banks
@@ -18,22 +18,13 @@ MOST = 16  # keys whose weights a lane makes, at most
 
 @dataclass(frozen=True)
 class Tile:
-    """waves   of a workgroup: each has a slice of the values' columns, and of the keys' columns for some of the rows
-    rows     of a workgroup, which share each key that is loaded
-    keys     of a block
-    buffers  of blocks of keys: with two, the next block is stored while this one is multiplied
-    held     fragments of its queries that a wave keeps in registers; it loads the others for each block
-    fill     workgroups per compute unit that the GPU is kept busy with
-    least    blocks of keys that a workgroup has at least, where several share a tile's keys
-    """
-
-    waves: int = 8
-    rows: int = 32
-    keys: int = 16
-    buffers: int = 1
-    held: int = 64
-    fill: int = 1
-    least: int = 8
+    waves: int = 8  # of a workgroup: each has a slice of the values' columns, and of the keys' for some of the rows
+    rows: int = 32  # of a workgroup, which share each key that is loaded
+    keys: int = 16  # of a block
+    buffers: int = 1  # of blocks of keys: with two, the next block is stored while this one is multiplied
+    held: int = 64  # fragments of its queries that a wave keeps in registers; it loads the others for each block
+    fill: int = 1  # workgroups per compute unit that the GPU is kept busy with
+    least: int = 8  # blocks of keys that a workgroup has at least, where several share a tile's keys
 
 
 HELD = 4  # fragments of queries that fit beside the outputs where registers must be counted (ACO of Mesa 25)
@@ -53,20 +44,13 @@ def _preferred(arch: Device) -> tuple[Tile, ...]:
 
 @dataclass(frozen=True)
 class Shape:
-    """A tile for a layer and an arch. Counts, fragments are of matrices:
+    """A tile for a layer and an arch. Counts, fragments are of matrices."""
 
-    row_fragments  of the tile
-    parts          waves that have the same rows of the scores, of which each adds up a part of the columns
-    steps          of these columns that a wave has
-    columns        fragments of the values' columns that a wave has
-    lanes          that share a row of scores, `own` keys each
-    """
-
-    row_fragments: int
-    parts: int
-    steps: int
-    columns: int
-    lanes: int
+    row_fragments: int  # of the tile
+    parts: int  # waves that have the same rows of the scores, of which each adds up a part of the columns
+    steps: int  # of these columns that a wave has
+    columns: int  # fragments of the values' columns that a wave has
+    lanes: int  # that share a row of scores, `own` keys each
     own: int
 
 

@@ -23,11 +23,10 @@ from math import gcd
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_coop_tiles import SharedBlock
-from mlc_amd.schedules.gpu.attention.attention_step import Step
+from mlc_amd.schedules.gpu.attention.attention_step import LIMIT, LOWEST, START, Step, soft_cap
 from mlc_amd.schedules.gpu.attention.cache import UNIT, Cache, Pages, Visible
-from mlc_amd.schedules.gpu.attention.softmax import LIMIT, LOWEST, START, soft_cap
-from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, maximum, rcp, wave_barrier, wave_max, wave_sum
+from mlc_amd.schedules.gpu.base.matrices import Fragments
 from mlc_amd.schedules.gpu.base.profiles import Profile
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import at, elements, local, put, vector
@@ -38,12 +37,9 @@ from mlc_amd.schedules.tir import Buffer, Expr
 
 class Wave:
     """What a wave has of a tile: fragments of some columns of the queries and of the values, and a row for each lane,
-    whose weights it makes.
-
-    first: the tile's first row, counted by tokens and heads of the step; number: of the wave; seen: seen(row) gives the
-    keys that a row sees. Fragments after the step's last row begin earlier than they should: starts[i] is where
-    fragment i begins, fresh[i] the first of its rows that no fragment before it has.
-    """
+    whose weights it makes. first: the tile's first row, counted by tokens and heads of the step; number: of the wave;
+    seen(row): the keys that a row sees. Fragments after the step's last row begin earlier than they should: starts[i]
+    is where fragment i begins, fresh[i] the first of its rows that no fragment before it has."""
 
     def __init__(
         self,
@@ -69,11 +65,8 @@ class Wave:
         self.sub = T.Bind(lane % shape.lanes)
         self.seen = seen(T.Bind(self._start(first + self.row // self.m * self.m) + self.row % self.m))
         self.vectors = gcd(shape.own, WIDTH)  # scores that a lane loads at once
-        self.scores = T.alloc_buffer(
-            (scores(tile, arch) // self.vectors,),
-            f"float32x{self.vectors}" if self.vectors > 1 else "float32",
-            scope=WAVE_SHARED,
-        )
+        dtype = f"float32x{self.vectors}" if self.vectors > 1 else "float32"
+        self.scores = T.alloc_buffer((scores(tile, arch) // self.vectors,), dtype, scope=WAVE_SHARED)
         self.pack = min(shape.own, UNIT)  # weights that a lane stores at once
         self.weights = T.alloc_buffer(
             (tile.rows * self.weight_units * UNIT // self.pack,), f"float16x{self.pack}", scope=WAVE_SHARED

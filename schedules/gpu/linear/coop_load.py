@@ -22,7 +22,7 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import FP4_VALUES, PLANE_BITS, Format
 from mlc_amd.schedules.gpu.base.device import fma, intrin
-from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUN_COLUMNS, RUNS
 from mlc_amd.schedules.gpu.base.registers import at, chosen, elements, lane_of, opaque, vector
@@ -42,7 +42,7 @@ SIGNS = 0x80008000  # of two float16
 PAIRS = 0x05020500, 0x05030501  # byte selectors: bytes 0 and 2, 1 and 3 of a word below those of EXPONENT
 
 
-def fetch(fmt: Format, planes: load.Planes, row: Expr, unit: Expr, span: int) -> Fetched:
+def fetch(fmt: Format, planes: Planes, row: Expr, unit: Expr, span: int) -> Fetched:
     """The loads of unit number `unit` of a row, in registers."""
     if fmt.kind != "float":
         return load.fetch(fmt, planes, row, unit, span)
@@ -84,10 +84,12 @@ def hidden(zero: Expr) -> tuple[Expr, ...]:
 
 
 def decoder(
-    arch: Device, fmt: Format, fetched: load.Unit, block: int = 0, exponents: Sequence[Expr] = EXPONENTS
+    arch: Device, fmt: Format, fetched: Fetched, block: int = 0, exponents: Sequence[Expr] = EXPONENTS
 ) -> Callable[[Expr], Expr]:
-    """run(j): run number j, an int or in a register, of a block of a fetched unit of codes, as float16x8. exponents: of
+    """run(j): run number j, an int or of codes in a register, of a block of a fetched unit, as float16x8. exponents: of
     `hidden`."""
+    if isinstance(fetched, list):
+        return runs(arch, fmt, fetched, 1).__getitem__
     exponents = [T.uint32(bits) if isinstance(bits, int) else bits for bits in exponents]
     scales = load.scales(fmt, fetched, block)
     words, permutes = load.block_words(fmt, fetched, block), arch.api == "rocm"

@@ -22,7 +22,7 @@ from mlc_amd.schedules.gpu.base.device import rcp, wave_sum
 from mlc_amd.schedules.gpu.base.norm import row_scale
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH, act_args, clamped, emit_store, store_lanes, store_run
-from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of, local, put, vector
+from mlc_amd.schedules.gpu.base.registers import at, elements, filled, lane_of, put, vector
 from mlc_amd.schedules.gpu.base.step import all_of, when
 from mlc_amd.schedules.gpu.recurrent.lane_rows import width_of
 from mlc_amd.schedules.operators.layouts import SUMMED, kind_of
@@ -119,17 +119,14 @@ class RowFactors:
         self.thread, self.threads, self.units = thread, threads, units
         self.lanes = token_lanes(arch, tokens, threads)
         self.total: Buffer = None  # of `begin`
-        self.loaded: tuple[Expr, ...] = ()  # of `load`
+        self.loaded: tuple[Expr, ...] = ()  # `load()`, or nothing yet
         self.own: Expr | None = None  # of a single token, after `compute`
         own = tokens > 1 and units is None
         self.factors: Buffer = T.alloc_buffer((tokens,), "float32", scope="shared") if own else None
 
-    def load(self) -> None:
-        """Loads what `compute` takes, which does it itself where neither this nor `begin` was called before."""
-        self.loaded = self._load()
-
-    def _load(self) -> tuple[Expr, Expr]:
-        """The sum of a thread's part, and the scale of the norm before."""
+    def load(self) -> tuple[Expr, Expr]:
+        """Loads what `compute` takes, which does it itself where neither `loaded` is this nor `begin` was called: the
+        sum of a thread's part, and the scale of the norm before."""
         norm, lanes, row, part = self.norm, self.lanes, self._row(), self._part()
         sums, total = norm.k // norm.summed, T.float32(0)
         width = width_of(sums)
@@ -148,8 +145,7 @@ class RowFactors:
         each, rest = divmod(columns // self.norm.summed, self.lanes)
         if not each or rest or columns % self.norm.summed or self.norm.k % columns:
             return False
-        self.each, self.total = each, local(1)
-        put(self.total, T.float32(0), 0)
+        self.each, self.total = each, filled(T.float32(0))
         self.scale = self._before(self._row())
         return True
 
@@ -181,7 +177,7 @@ class RowFactors:
         if self.total is not None:
             total, before = T.Bind(self.total[0]), self.scale
         else:  # each segment loads it, in an `if` of its own
-            total, before = self.loaded or self._load()
+            total, before = self.loaded or self.load()
         if lanes > 1:
             total = wave_sum(self.arch, total, lanes)
         scale = row_scale(total, norm.k, norm.eps)

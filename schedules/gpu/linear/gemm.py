@@ -1,38 +1,34 @@
 """Linear layers of several tokens on the GPU: y[m, n] = sum over k of w[n, k] * x[m, k].
 
-In: `state` int32[4] (position, live tokens, 0, 0), activations in a layout of `quantize.py`, weights in planes of the
-layout "rows" (`planes.py`). Out: Y float32 [m, n padded to 16], bias and residual added. Of the first half of a
-feed-forward layer, y = f(gate(x)) * up(x), in a layout of `quantize.py`, as the down projection reads it: a workgroup
-computes the same tile of both weights, so that gate and up of an element meet in one thread. Of a mixture of experts
-with slots in the place of tokens, those of a workgroup part of one expert's tile (schedules/operators/experts.py).
+Parameters are those of `linear_args.py`. Of the first half of a feed-forward layer, y = f(gate(x)) * up(x), a workgroup
+computes the same tile of both weights, so that gate and up of an element meet in one thread. A mixture of experts has
+slots in the place of tokens, those of a workgroup part of one expert's tile (schedules/operators/experts.py).
 
 This file lays out the launch: a grid of token tiles (first axis: those that share a weight tile run side by side) by
 the row tiles of all segments. What a workgroup does to its tile is up to a `Gemm` (`gemm_tile.py`). Workgroups whose
 tokens are all beyond the live ones leave at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.activations import gated
 from mlc_amd.schedules.gpu.base.device import barrier, each, launch
-from mlc_amd.schedules.gpu.base.matrix_unit import UNITS
+from mlc_amd.schedules.gpu.base.matrices import UNITS
 from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import TOKENS, WIDTH, act_args, emit_store, store_block, store_floats
 from mlc_amd.schedules.gpu.base.registers import at, elements, lane_of, vector
-from mlc_amd.schedules.gpu.base.step import kernel, once, state_arg, where
+from mlc_amd.schedules.gpu.base.step import builder, builds, once, where
 from mlc_amd.schedules.gpu.experts.experts import bias_args, check_rows, expert_at, ids_arg
 from mlc_amd.schedules.gpu.linear import gemm_coop, gemm_dot, gemm_matrix, gemm_matrix_int8, lane_tiles
 from mlc_amd.schedules.gpu.linear.deferred_norm import RowFactors
 from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Multiplied, Product, Tile, TileWork, Weight, product_of
 from mlc_amd.schedules.gpu.linear.lane_results import QUAD
 from mlc_amd.schedules.gpu.linear.linear_args import LinearBuffers, Segment, declare_gate_up, declare_linear
-from mlc_amd.schedules.gpu.linear.load import QUADS
 from mlc_amd.schedules.operators import ExpertGateUp, ExpertLinear, GateUp, Linear
 from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.schedules.operators.layouts import kind_of
@@ -91,15 +87,6 @@ def plans(op: Multiplied, arch: Device) -> Space:
     return Space(type(default.tile), default.choices, default.tile, kernel)
 
 
-def views(acts: Sequence[Buffer], of: Product) -> list[Buffer]:
-    """The activations' buffers as the tile routine reads them, from the parameters of `act_args`. To be called after
-    the last parameter: it may declare a view."""
-    if of.layout == "rows":
-        A, S = acts
-        return [T.decl_buffer((of.m, of.k // BLOCK, QUADS), "int32", data=A.data), S]
-    return list(acts)
-
-
 def span(row: Expr, value: Expr) -> Expr:
     """The index of `value`: of a vector, as many consecutive elements."""
     return at(row, value.ty.dtype.lanes)
@@ -113,7 +100,8 @@ def check_deferred(gemm: Gemm, norm_in: float | None, prepared: int = 0) -> None
         raise ValueError(f"a norm of {prepared} columns, which are not whole blocks, cannot be prepared")
 
 
-def linear(op: Linear, arch: Device, name: str, plan: Tile | None = None) -> tirx.PrimFunc:
+@builder
+def linear(op: Linear, arch: Device, state: Buffer, plan: Tile | None) -> None:
     """Kernel with the parameters of `linear_args`. Token tiles without live tokens (state[1]) are left as they are. The
     columns of Y from n on are undefined. ValueError for what cannot share a launch or has no tiles, UserError for
     weights too large."""
@@ -122,25 +110,23 @@ def linear(op: Linear, arch: Device, name: str, plan: Tile | None = None) -> tir
     check_deferred(gemm, op.norm_in, op.segments[0][1] if op.norm_out else 0)
     counts = [gemm.row_tiles(padded(n)) for _, n in op.segments]
     quick = gemm.is_quick(gemm.token_tiles * sum(counts))
-    with kernel(name) as ir:
-        args = declare_linear(op)
-        acts = gemm.prepared(args.state, views(args.acts, of))
-        with launch((gemm.token_tiles, sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
-            gemm.allocate(thread)
-            token0, first = T.Bind(token_tile * gemm.tile.tokens), 0
-            factors = gemm.factors(args.completed, token0, row_tile == 0, quick)
-            live, zero = gemm.live_and_zero(args.state, token0, quick)
-            for segment, count in zip(args.segments, counts, strict=True):
-                weight = Weight(segment.fmt, segment.planes, padded(segment.n))
-                runs = bool(op.norm_out) and gemm.has_runs(weight.rows)
-                epilogue = _Epilogue(gemm, args, segment, factors, runs)
-                mine = live & (row_tile >= first) & (row_tile < first + count)
-                with where(mine) if quick else once(mine):
-                    row0 = T.Bind((row_tile - first) * gemm.tile.rows)
-                    early = epilogue.early if quick else None
-                    gemm.emit(TileWork(acts, [weight], token0, row0, epilogue.store, None, factors, zero, early, runs))
-                first += count
-    return ir.get()
+    args = declare_linear(op)
+    acts = gemm.prepared(state, args.acts)
+    with launch((gemm.token_tiles, sum(counts)), (gemm.threads,)) as (token_tile, row_tile, thread):
+        gemm.allocate(thread)
+        token0, first = T.Bind(token_tile * gemm.tile.tokens), 0
+        factors = gemm.factors(args.completed, token0, row_tile == 0, quick)
+        live, zero = gemm.live_and_zero(state, token0, quick)
+        for segment, count in zip(args.segments, counts, strict=True):
+            weight = Weight(segment.fmt, segment.planes, padded(segment.n))
+            runs = bool(op.norm_out) and gemm.has_runs(weight.rows)
+            epilogue = _Epilogue(gemm, args, segment, factors, runs)
+            mine = live & (row_tile >= first) & (row_tile < first + count)
+            with where(mine) if quick else once(mine):
+                row0 = T.Bind((row_tile - first) * gemm.tile.rows)
+                early = epilogue.early if quick else None
+                gemm.emit(TileWork(acts, [weight], token0, row0, epilogue.store, None, factors, zero, early, runs))
+            first += count
 
 
 Loaded = tuple[list[Expr], list[Expr], Any]  # of `_Epilogue.load`
@@ -212,7 +198,8 @@ def _store_staged(
         emit_store(gemm.arch, "rows", out, y, token0 + place // quads, row, row < f)
 
 
-def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Tile | None = None) -> tirx.PrimFunc:
+@builder
+def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, state: Buffer, plan: Tile | None) -> None:
     """Kernel with the parameters of `linear_args`: weights of f x k, f a multiple of 32. op.layout: "pairs",
     "lanes" (after cooperative matrices), "" or, where layout_in does not mean matrix units, "rows". Token tiles without
     live tokens, or without an expert, are left as they are. ValueError for what cannot share a launch."""
@@ -230,39 +217,37 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Til
     quick = gemm.is_quick(gemm.token_tiles * row_tiles)
     if experts and by_run:
         raise ValueError(f"{gemm.tile} is none for experts")
-    with kernel(name) as ir:
-        state, params, groups, planes, biases, out, completed = declare_gate_up(op)
-        weights = [Weight(fmt, bufs, f) for fmt, bufs in zip(of.formats, planes, strict=True)]
-        acts = gemm.prepared(state, views(params, of))
-        with launch((gemm.token_tiles, row_tiles), (gemm.threads,)) as (token_tile, row_tile, thread):
-            gemm.allocate(thread)
-            token0, row0 = T.Bind(token_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
-            first, mine = tile_expert(groups, token0, f, op.of) if experts else (None, None)
-            factors = gemm.factors(completed, token0, row_tile == 0, quick)
-            through_lds = layout == "rows" and (arch.wave < BLOCK or not arch.subgroups)
-            tile = gemm.tile
-            staged = T.alloc_buffer((tile.tokens * tile.rows,), "float32", scope="shared") if through_lds else None
+    params, groups, planes, biases, out, completed = declare_gate_up(op)
+    weights = [Weight(fmt, bufs, f) for fmt, bufs in zip(of.formats, planes, strict=True)]
+    acts = gemm.prepared(state, params)
+    with launch((gemm.token_tiles, row_tiles), (gemm.threads,)) as (token_tile, row_tile, thread):
+        gemm.allocate(thread)
+        token0, row0 = T.Bind(token_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
+        first, mine = tile_expert(groups, token0, f, op.of) if experts else (None, None)
+        factors = gemm.factors(completed, token0, row_tile == 0, quick)
+        through_lds = layout == "rows" and (arch.wave < BLOCK or not arch.subgroups)
+        tile = gemm.tile
+        staged = T.alloc_buffer((tile.tokens * tile.rows,), "float32", scope="shared") if through_lds else None
 
-            def store(token: Expr, row: Expr, values: list[Expr]) -> None:
-                if factors is not None:
-                    values = [factors.scaled(token, x) for x in values]
-                if biases:
-                    index = span(T.Bind(first + row), values[0])
-                    values = [T.Bind(x + bias[index]) for x, bias in zip(values, biases, strict=True)]
-                y = [gated(op.act, g, u) for g, u in zip(*map(elements, values), strict=True)]
-                if staged is not None:
-                    T.buffer_store(staged, y[0], [(token - token0) * tile.rows + (row - row0)])
-                elif layout == "rows":
-                    store_block(arch, out, token, row, *y)
-                else:
-                    store_floats(layout, out[0], token, row, y, by_run)
+        def store(token: Expr, row: Expr, values: list[Expr]) -> None:
+            if factors is not None:
+                values = [factors.scaled(token, x) for x in values]
+            if biases:
+                index = span(T.Bind(first + row), values[0])
+                values = [T.Bind(x + bias[index]) for x, bias in zip(values, biases, strict=True)]
+            y = [gated(op.act, g, u) for g, u in zip(*map(elements, values), strict=True)]
+            if staged is not None:
+                T.buffer_store(staged, y[0], [(token - token0) * tile.rows + (row - row0)])
+            elif layout == "rows":
+                store_block(arch, out, token, row, *y)
+            else:
+                store_floats(layout, out[0], token, row, y, by_run)
 
-            mine, zero = (mine, gemm.zero(state)) if experts else gemm.live_and_zero(state, token0, quick)
-            with once(mine):
-                gemm.emit(TileWork(acts, weights, token0, row0, store, first, factors, zero))
-                if staged is not None:
-                    _store_staged(gemm, staged, out, token0, row0, f, thread)
-    return ir.get()
+        mine, zero = (mine, gemm.zero(state)) if experts else gemm.live_and_zero(state, token0, quick)
+        with once(mine):
+            gemm.emit(TileWork(acts, weights, token0, row0, store, first, factors, zero))
+            if staged is not None:
+                _store_staged(gemm, staged, out, token0, row0, f, thread)
 
 
 def tile_expert(groups: Buffer, slot0: Expr, n: int, experts: Experts) -> tuple[Expr, Expr]:
@@ -271,32 +256,29 @@ def tile_expert(groups: Buffer, slot0: Expr, n: int, experts: Experts) -> tuple[
     return T.Bind(expert_at(groups, [index], experts) * n), T.Bind(groups[index]) >= 0
 
 
-@registry.builds(ExpertLinear)
-def expert_linear(op: ExpertLinear, arch: Device, name: str, plan: Tile | None = None) -> tirx.PrimFunc:
+@builds(ExpertLinear)
+def expert_linear(op: ExpertLinear, arch: Device, state: Buffer, plan: Tile | None) -> None:
     """Kernel (state, A, S | H | X of [slots, k], Groups, planes of the [count * n, k] stack, [WB float32 [count * n]],
     Y float32 [slots, n]). UserError unless 16 divides n or for weights too large, ValueError for what has no tiles."""
     n, experts, of = op.n, op.of, product_of(op, arch)
     (fmt,) = of.formats
     check_rows(n)
     gemm = engine(of, plan)
-    with kernel(name) as ir:
-        state = state_arg()
-        params, groups = act_args(of.m, op.k, op.layout), ids_arg(experts, op.m)
-        weight = Weight(fmt, plane_args(fmt, experts.count * n, op.k, "W_"), n)
-        biases = bias_args(experts.count * n, "WB") if op.bias else []
-        Y = T.arg("Y", T.buffer((of.m, n), "float32"))
-        acts = gemm.prepared(state, views(params, of))
-        with launch((gemm.token_tiles, gemm.row_tiles(n)), (gemm.threads,)) as (slot_tile, row_tile, thread):
-            gemm.allocate(thread)
-            slot0, row0 = T.Bind(slot_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
-            first, mine = tile_expert(groups, slot0, n, experts)
+    params, groups = act_args(of.m, op.k, op.layout), ids_arg(experts, op.m)
+    weight = Weight(fmt, plane_args(fmt, experts.count * n, op.k, "W_"), n)
+    biases = bias_args(experts.count * n, "WB") if op.bias else []
+    Y = T.arg("Y", T.buffer((of.m, n), "float32"))
+    acts = gemm.prepared(state, params)
+    with launch((gemm.token_tiles, gemm.row_tiles(n)), (gemm.threads,)) as (slot_tile, row_tile, thread):
+        gemm.allocate(thread)
+        slot0, row0 = T.Bind(slot_tile * gemm.tile.tokens), T.Bind(row_tile * gemm.tile.rows)
+        first, mine = tile_expert(groups, slot0, n, experts)
 
-            def store(slot: Expr, row: Expr, values: list[Expr]) -> None:
-                (x,) = values
-                for bias in biases:
-                    x = x + bias[span(T.Bind(first + row), x)]
-                T.buffer_store(Y, x, [slot, span(row, values[0])])
+        def store(slot: Expr, row: Expr, values: list[Expr]) -> None:
+            (x,) = values
+            for bias in biases:
+                x = x + bias[span(T.Bind(first + row), x)]
+            T.buffer_store(Y, x, [slot, span(row, values[0])])
 
-            with once(mine):
-                gemm.emit(TileWork(acts, [weight], slot0, row0, store, first, zero=gemm.zero(state)))
-    return ir.get()
+        with once(mine):
+            gemm.emit(TileWork(acts, [weight], slot0, row0, store, first, zero=gemm.zero(state)))

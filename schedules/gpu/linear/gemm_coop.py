@@ -15,8 +15,8 @@ from typing import ClassVar
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
 from mlc_amd.schedules.gpu.base.device import barrier, uniform
+from mlc_amd.schedules.gpu.base.matrices import Fragments
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS
 from mlc_amd.schedules.gpu.base.registers import at
@@ -38,14 +38,11 @@ EXPERT_HELD = 2  # times the weights of a step that a thread holds: tiles of exp
 
 @dataclass(frozen=True)
 class CoopTile(Tile):
-    """columns: of a step. waves_m, waves_n, waves_k: subgroups along tokens, rows and the columns of a step; the sums
-    of these are added last. span: blocks of a row that a thread takes at a time."""
-
-    columns: int
-    waves_m: int
+    columns: int  # of a step
+    waves_m: int  # subgroups along tokens; waves_n: along rows
     waves_n: int
-    waves_k: int = 1
-    span: int = 1
+    waves_k: int = 1  # along the columns of a step; the sums of these are added last
+    span: int = 1  # blocks of a row that a thread takes at a time
 
 
 # By tokens: tiles, and how fast a compute unit works on them if all have equal work, in percent of the fastest, for one
@@ -176,8 +173,7 @@ class CoopGemm(SteppedGemm[CoopTile]):
     def emit(self, work: TileWork) -> None:
         views = [w._replace(planes=load.views(w.fmt, w.planes, self.tile.span)) for w in work.weights]
         work = replace(work, weights=views)
-        for i in range(self.count):
-            self.sums.fill(i, 0)
+        self.sums.clear()
         self._sum_up(work)
         for i in range(self.tiles_m):
             self._hand_over(i)

@@ -166,6 +166,9 @@ class DotGemm(_RegisterGemm):
 
     row_words, dtype, factors_bytes = QUADS, "int32", 4 * FIELDS
 
+    def prepared(self, state: Buffer, acts: list[Buffer]) -> list[Buffer]:
+        return [T.decl_buffer((self.of.m, self.k // BLOCK, QUADS), "int32", data=acts[0].data), acts[1]]
+
     def allocate(self, thread: Expr) -> None:
         super().allocate(thread)
         rows = 2 * self.tile.rows  # two groups of columns at most

@@ -15,6 +15,7 @@ The subgroups of a workgroup share out its rows, its tokens and the columns; at 
 (`lane_results.py`). Which tile a kernel has: `lane_tiles.py`.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,9 +23,6 @@ from typing import ClassVar
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.formats import Format
-from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
-from mlc_amd.schedules.gpu.base.device import uniform
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS, TOKENS
 from mlc_amd.schedules.gpu.base.registers import Held, at, lane_of, vector
@@ -32,7 +30,7 @@ from mlc_amd.schedules.gpu.base.step import kept, live_rows, unknown_zero
 from mlc_amd.schedules.gpu.linear import coop_load, load
 from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, RowFactors
 from mlc_amd.schedules.gpu.linear.gemm_tile import TileWork
-from mlc_amd.schedules.gpu.linear.lane_results import GROUP, ROWS, SHAPE, UNIT, WAVE, LaneResults
+from mlc_amd.schedules.gpu.linear.lane_results import GROUP, ROWS, UNIT, LaneResults
 from mlc_amd.schedules.tir import Buffer, Expr
 
 RUN_UNIT = UNIT // RUNS  # halves of a subgroup's loads of a run
@@ -45,11 +43,7 @@ Unit = tuple[Expr, Expr | None]  # block of a row that a lane takes, whether it 
 
 
 class LaneGemm(LaneResults):
-    """Activations: (H,) in the layout "lanes". Values are float32x4, or runs.
-
-    step_columns  columns of each step of the loop, if a norm's factors can be added up in it; else 0
-    scope         of its shared memory
-    """
+    """Activations: (H,) in the layout "lanes". Values are float32x4, or runs."""
 
     choices: ClassVar = {
         "tokens": (8, 16, 32, 64, 128), "rows": (16, 32, 48, 64, 80, 96, 112, 128, 256), "waves_m": (1, 2, 4),
@@ -58,8 +52,7 @@ class LaneGemm(LaneResults):
     }  # fmt: skip
     completes_norms = True
     cuts_tiles = True
-    step_columns = 0
-    scope = "shared"
+    step_columns = 0  # of each step of the loop, if a norm's factors can be added up in it
 
     def loads(self) -> float:
         blocks = self.weights * self.tiles_n * 2 * (2 if self.tile.ahead else 1)
@@ -86,27 +79,15 @@ class LaneGemm(LaneResults):
         """quick: what they are made of is loaded along with the columns or before them, not after the products."""
         factors = super().factors(norm, token0, first, quick)
         if factors and quick and not (self.step_columns and factors.begin(self.step_columns)):
-            factors.load()
+            factors.loaded = factors.load()
         return factors
-
-    def allocate(self, thread: Expr) -> None:
-        tile, self.thread = self.tile, thread
-        self.wave = wave = uniform(self.arch, thread // WAVE)
-        self.lane = T.Bind(thread % WAVE)
-        self.wave_m, self.wave_n = T.Bind(wave % tile.waves_m), T.Bind(wave // tile.waves_m % tile.waves_n)
-        self.wave_k = T.Bind(wave // (tile.waves_m * tile.waves_n))
-        self.lds = T.alloc_buffer((self.units,), "uint32x4", scope=self.scope)
-        self.a = Fragments("a", self.weights * self.tiles_n, SHAPE)
-        self.b = Fragments("b", self.tiles_m, SHAPE)
-        self.sums = Fragments("sum", self.weights * self.tiles_n * self.tiles_m, SHAPE)
 
     def emit(self, work: TileWork) -> None:
         """The factors are computed after the products, a barrier before `store`."""
         views = [w._replace(planes=load.views(w.fmt, w.planes, 1)) for w in work.weights]
         work = replace(work, weights=views)
         for fragments in (self.a, self.b, self.sums):
-            for i in range(fragments.count):
-                fragments.fill(i, 0)
+            fragments.clear()
         hidden = self.tile.hidden and work.zero is not None
         self.exponents = coop_load.hidden(work.zero) if hidden else coop_load.EXPONENTS
         self._sum_up(work)
@@ -240,10 +221,5 @@ class LaneGemm(LaneResults):
 
     def _decoders(self, work: TileWork, fetched: list[list]) -> list[list[Decoder]]:
         """Of each fetched block of each weight."""
-
-        def decoder(fmt: Format, raw: coop_load.Fetched) -> Decoder:
-            if isinstance(raw, list):
-                return coop_load.runs(self.arch, fmt, raw, 1).__getitem__
-            return coop_load.decoder(self.arch, fmt, raw, exponents=self.exponents)
-
+        decoder = functools.partial(coop_load.decoder, self.arch, exponents=self.exponents)
         return [[decoder(w.fmt, raw) for raw in each] for w, each in zip(work.weights, fetched, strict=True)]

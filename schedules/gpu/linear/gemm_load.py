@@ -62,15 +62,10 @@ def _codes(fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
     return bytes_of(words, 2)
 
 
-def _values(arch: Device, fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
-    """`load.values` of the four words."""
-    nibbles = [lane_of(raw["Q4"][0], i) for i in range(2)] if "Q4" in raw else None
-    return values(arch, fmt, nibbles, lambda: _codes(fmt, raw, part))
-
-
 def _signed(arch: Device, fmt: Format, raw: Raw, part: Expr) -> list[Expr]:
     """Four words of signed bytes: the weights in units of the scale."""
-    words = _values(arch, fmt, raw, part)
+    nibbles = [lane_of(raw["Q4"][0], i) for i in range(2)] if "Q4" in raw else None
+    words = values(arch, fmt, nibbles, lambda: _codes(fmt, raw, part))
     if fmt.table or fmt.signed or not fmt.zero:
         return words
     top, zero = T.uint32(0x80808080), T.uint32(0x01010101 * fmt.zero)  # the top bits keep borrows inside their byte

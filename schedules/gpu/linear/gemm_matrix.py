@@ -1,7 +1,7 @@
 """The GEMM tile on AMD's matrix units (WMMA of gfx11 and gfx12, MFMA of gfx9) of either API: each lane decodes its own
 operands.
 
-The lanes of an operand are known (`matrix_unit.py`), so nothing is staged in LDS and waves do not wait for each other:
+The lanes of an operand are known (`matrices.py`), so nothing is staged in LDS and waves do not wait for each other:
 a lane loads a block of 32 columns of its own row, decodes it into its operand registers (`coop_load.py`), and loads the
 activations of the same columns, which lie in the order of the lanes (layout "lanes": `quantize.py`). The weights of the
 next step are loaded while those of this one are multiplied. Where the halves of a wave hold the same operands (gfx11),
@@ -12,7 +12,7 @@ or four groups of 16) have a block each, and an instruction takes some columns o
 
 The waves of a workgroup share out its tokens, rows and columns; sums of waves along the columns meet in LDS. A lane's
 accumulators belong to one token and to consecutive rows, so results are stored in wide vectors. Where the unit scatters
-rows over accumulators, lanes take rows in the order that undoes it (`matrix_unit.py`).
+rows over accumulators, lanes take rows in the order that undoes it (`matrices.py`).
 """
 
 import math
@@ -23,14 +23,12 @@ from typing import ClassVar
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.gpus import RATES
-from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, computed_here, schedule_fence, uniform, wave_meets
-from mlc_amd.schedules.gpu.base.matrix_unit import SIDE, UNITS
+from mlc_amd.schedules.gpu.base.matrices import SIDE, UNITS, wave_matrices
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS, TOKENS, unit_size
 from mlc_amd.schedules.gpu.base.registers import Held, at, elements, put, vector
 from mlc_amd.schedules.gpu.base.step import when
-from mlc_amd.schedules.gpu.base.wave_matrices import wave_matrices
 from mlc_amd.schedules.gpu.linear import coop_load, gemm_tile, load
 from mlc_amd.schedules.gpu.linear.deferred_norm import Units, token_lanes
 from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Product, Tile, TileWork
@@ -48,13 +46,10 @@ LDS = 64 << 10  # bytes of a workgroup, at most: LLVM ends the process above tha
 
 @dataclass(frozen=True)
 class MatrixTile(Tile):
-    """waves_m, waves_n, waves_k: waves along tokens, rows and columns; int8: 1 for products of int8
-    (`gemm_matrix_int8.py`), else 0."""
-
-    waves_m: int
+    waves_m: int  # waves along tokens; waves_n, waves_k: along rows and columns
     waves_n: int
     waves_k: int
-    int8: int = 0
+    int8: int = 0  # 1 for products of int8 (`gemm_matrix_int8.py`)
 
 
 class MatrixGemm(Gemm[MatrixTile]):
@@ -113,9 +108,7 @@ class MatrixGemm(Gemm[MatrixTile]):
             size = self.waves * self.own
             of = ((size * QUAD,), "float32") if self.crosses else ((size,), "uint32x4")
             self.lds = T.alloc_buffer(*of, scope=WAVE_SHARED)
-
-    def factor_units(self) -> Units:
-        return Units(self.lds, lambda wave, i: T.Bind(wave * self.own + (self.handed + i)))
+            self.factor_units = Units(self.lds, lambda wave, i: T.Bind(wave * self.own + (self.handed + i)))
 
     def emit(self, work: TileWork) -> None:
         self.matrices.clear()
@@ -143,7 +136,7 @@ class MatrixGemm(Gemm[MatrixTile]):
         def multiply(group: Expr, fetched: list) -> None:
             formats = [w.fmt for w in weights for _ in range(self.tiles_n)]
             blocks = zip(formats, fetched, strict=True)
-            runs = [self._decoder(fmt, raw, exponents) for fmt, raw in blocks]
+            runs = [coop_load.decoder(self.arch, fmt, raw, exponents=exponents) for fmt, raw in blocks]
             self._multiply(work, runs, tokens, group)
 
         exponents = (
@@ -169,11 +162,6 @@ class MatrixGemm(Gemm[MatrixTile]):
             fetched, following = held.values(), fetch(T.Bind(T.min(group + waves, last)))
             multiply(group, fetched)
             held.keep(following)
-
-    def _decoder(self, fmt: Format, raw: coop_load.Fetched, exponents: Sequence[Expr]) -> Run:
-        if isinstance(raw, list):
-            return coop_load.runs(self.arch, fmt, raw, 1).__getitem__
-        return coop_load.decoder(self.arch, fmt, raw, exponents=exponents)
 
     def _tokens(self, work: TileWork, part: Expr) -> list[Expr]:
         """Of each token tile where a lane's activations lie in a group of columns, in halves."""
@@ -230,16 +218,13 @@ class MatrixGemm(Gemm[MatrixTile]):
             for t in tiles:
                 x = [run(tokens[t] + ((j + e) * TOKENS * group + block) * RUN) for e in range(count)]
                 if not self.whole:
-                    zero, exists = T.broadcast(T.float16(0), RUN), self._exists(step, block)
+                    mine = block if self.unit.whole else self.lane // SIDE
+                    zero, exists = T.broadcast(T.float16(0), RUN), step * group + mine < self.k // BLOCK
                     x = [T.Bind(T.Select(T.broadcast(exists, RUN), of, zero)) for of in x]
                 found.append(x)
             return found
 
         return load
-
-    def _exists(self, step: Expr, block: int) -> Expr:
-        mine = block if self.unit.whole else self.lane // SIDE
-        return step * self.group + mine < self.k // BLOCK
 
     def _exchange(self, runs: list) -> None:
         """Each half of the wave hands its runs to the other half."""
@@ -309,15 +294,13 @@ class MatrixGemm(Gemm[MatrixTile]):
         """The sums of all waves along the columns of this wave's place."""
         waves, quads = self.tile.waves_m * self.tile.waves_n, []
         for quad in range(self.unit.acc // QUAD):
-            found = [
-                self._four(self._quad(self.wave % waves + k * waves, self.wave_k, weight, quad))
-                for k in range(self.tile.waves_k)
-            ]
+            found = []
+            for k in range(self.tile.waves_k):
+                place = self._quad(self.wave % waves + k * waves, self.wave_k, weight, quad)
+                four = self.lds[at(place * QUAD, QUAD)] if self.crosses else self.lds[place]
+                found.append(four if self.crosses else T.reinterpret("float32x4", four))
             quads.append(T.Bind(sum(found[1:], found[0])))
         return quads[0] if len(quads) == 1 else vector([x for quad in quads for x in elements(quad)])
-
-    def _four(self, quad: Expr) -> Expr:
-        return self.lds[at(quad * QUAD, QUAD)] if self.crosses else T.reinterpret("float32x4", self.lds[quad])
 
     def _quad(self, wave: Expr, place: Expr, weight: int, quad: int) -> Expr:
         """Four sums of a wave in LDS: lanes side by side."""

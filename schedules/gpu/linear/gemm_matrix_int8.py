@@ -29,24 +29,17 @@ from typing import NamedTuple, cast
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import Format
-from mlc_amd.schedules.gpu.base.device import (
-    fma,
-    launch,
-    schedule_fence,
-    wave_meets,
-    wave_sum,
-)
-from mlc_amd.schedules.gpu.base.matrix_unit import SIDE
-from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.device import fma, launch, schedule_fence, wave_meets, wave_sum
+from mlc_amd.schedules.gpu.base.matrices import SIDE, Registers
+from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import RUN, RUN_COLUMNS, RUNS, TOKENS, quantize_lanes, unit_size
 from mlc_amd.schedules.gpu.base.registers import at, chosen, elements, lane_of, put, vector
 from mlc_amd.schedules.gpu.base.step import if_live
-from mlc_amd.schedules.gpu.base.wave_matrices import Registers
 from mlc_amd.schedules.gpu.linear import load
 from mlc_amd.schedules.gpu.linear.gemm_matrix import NONE, MatrixGemm, MatrixTile
 from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork
-from mlc_amd.schedules.gpu.linear.int8_unit import Halves, Int8Unit, RowBlocks, has_unit, products, unit_of
+from mlc_amd.schedules.gpu.linear.int8_unit import Halves, Int8Unit, RowBlocks, products, unit_of
 from mlc_amd.schedules.tir import Buffer, Expr
 
 GROUP = 128  # columns of a scale of the activations
@@ -62,16 +55,12 @@ SIGN = 0x80808080
 ROOM = {32: 150, 64: 300}
 
 
-def lane_loads(parts: int) -> int:
-    """Loads of 16 bytes with which a lane has a group's activations."""
-    return GROUP // (4 * QUAD) // parts
-
-
 def int8_activations(of: Product, state: Buffer, H: Buffer) -> list[Buffer]:
     """Emits the launch that makes A, S and Q of H, in the layout "lanes", and returns them. LANES
     lanes have a group of a token, a workgroup that of eight tokens. Of slots of experts all are converted."""
     arch, m = of.arch, of.m
     unit, groups, tiles = unit_of(arch), of.k // GROUP, -(-m // SIDE)
+    assert unit
     parts, own = unit.parts, unit.words
     A = T.alloc_buffer((tiles, groups, GROUP * SIDE // 4), "uint32", scope="global")
     S = T.alloc_buffer((tiles, groups, SIDE), "float32", scope="global")
@@ -105,15 +94,13 @@ def int8_activations(of: Product, state: Buffer, H: Buffer) -> list[Buffer]:
 
 
 class _Group(NamedTuple):
-    """What a lane has of a group of its row of a weight: words of each block; float32 factors of each group of columns
-    with its own; what a sum of all starts with; factor of the product of the minimums, or None for 1; minimums: float16
-    of the lane's elements of Q, or None."""
+    """What a lane has of a group of its row of a weight."""
 
-    words: list[Halves]
-    factors: list[Expr]
-    start: Expr
-    low: Expr | None
-    minimums: Expr | None
+    words: list[Halves]  # of each block
+    factors: list[Expr]  # float32, of each group of columns with its own
+    start: Expr  # what a sum of all starts with
+    low: Expr | None  # factor of the product of the minimums, or None for 1
+    minimums: Expr | None  # float16 of the lane's elements of Q
 
 
 def shift_of(fmt: Format) -> int:
@@ -129,7 +116,7 @@ def shift_of(fmt: Format) -> int:
 class _Row(RowBlocks):
     """A group of a lane's row."""
 
-    def __init__(self, fmt: Format, planes: load.Planes, row: Expr, unit: Int8Unit, part: Expr):
+    def __init__(self, fmt: Format, planes: Planes, row: Expr, unit: Int8Unit, part: Expr):
         self.shift = shift_of(fmt)
         if fmt.table:
             fmt = replace(fmt, table=tuple(value << self.shift for value in fmt.table))
@@ -172,7 +159,7 @@ class _Row(RowBlocks):
 
 def suits(of: Product) -> bool:
     """Whether there are int8 products, and instructions for them."""
-    return has_unit(of.arch) and of.k % GROUP == 0 and all(fmt.kind == "int8" for fmt in of.formats)
+    return unit_of(of.arch) is not None and of.k % GROUP == 0 and all(fmt.kind == "int8" for fmt in of.formats)
 
 
 class Int8Gemm(MatrixGemm):
@@ -185,7 +172,7 @@ class Int8Gemm(MatrixGemm):
             raise ValueError(f"{of.arch.name} does not multiply {of.formats} of {of.k} columns as int8")
         super().__init__(of, tile)
         self.completes_norms = False
-        self.int8, self.groups = unit_of(of.arch), of.k // GROUP
+        self.int8, self.groups = cast(Int8Unit, unit_of(of.arch)), of.k // GROUP
 
     def loads(self) -> float:
         if self._registers() > ROOM[self.arch.wave]:
@@ -222,7 +209,7 @@ class Int8Gemm(MatrixGemm):
         A, S, Q = work.acts
         parts = self.int8.parts
         of = [row.decoded(self.arch, raw) for row, raw in zip(rows, loaded, strict=True)]
-        ahead = AHEAD * BLOCKS // lane_loads(parts)  # blocks
+        ahead = AHEAD * BLOCKS // (GROUP // (4 * QUAD) // parts)  # blocks, of all of a group's loads of 16 bytes
         pieces = [(t, b) for t in range(self.tiles_m) for b in range(0, BLOCKS, ahead)]
 
         def fetch(t: int, b: int) -> list[Expr]:
@@ -286,7 +273,7 @@ class Int8Gemm(MatrixGemm):
         """A lane has sums of one row; that which takes them has `acc` rows of one token."""
         acc, row = self.unit.acc, T.Bind(self.lane % SIDE)
         for i, x in enumerate(elements(self.matrices.result(number))):
-            token = self.int8.token_of_sum(self.lane // SIDE, i, SIDE)
+            token = self.lane // SIDE * (SIDE // self.int8.groups) + i
             quad = (place * self.weights + weight) * (acc // QUAD) + row % acc // QUAD
             taker = T.Bind(quad * self.arch.wave + token + row // acc * SIDE)
             put(self.lds, x, T.Bind((self.wave * self.own + taker) * QUAD + row % QUAD))

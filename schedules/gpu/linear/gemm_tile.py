@@ -28,24 +28,16 @@ Multiplied = Linear | GateUp | ExpertLinear | ExpertGateUp
 
 @dataclass(frozen=True)
 class Product:
-    """What a kernel multiplies.
-
-    layout        of the activations
-    formats       of the weights
-    m, k          tokens (slots, where there are experts) and columns
-    rows          of all segments
-    weights       of one shape that share a tile (gate and up: 2)
-    expert_slots  slots of a tile of one expert; 0: there are no experts
-    """
+    """What a kernel multiplies."""
 
     arch: Device
-    layout: str
-    formats: tuple[Format, ...]
-    m: int
-    k: int
-    rows: int
-    weights: int = 1
-    expert_slots: int = 0
+    layout: str  # of the activations
+    formats: tuple[Format, ...]  # of the weights
+    m: int  # tokens; slots, where there are experts
+    k: int  # columns
+    rows: int  # of all segments
+    weights: int = 1  # of one shape that share a tile (gate and up: 2)
+    expert_slots: int = 0  # slots of a tile of one expert; 0: there are no experts
 
     @property
     def tokens(self) -> int:
@@ -83,30 +75,21 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class TileWork:
-    """What a workgroup does to one tile.
+    """What a workgroup does to one tile, which begins at token0 and row0."""
 
-    acts     the activations' buffers
-    weights  that share the tile
-    token0, row0   where it begins
-    store    called with (token, row, values): per weight the float32 results of the token for the rows from `row` on,
-             one or a vector of consecutive ones, all of them below the weight's rows
-    first    the row of a stack of weights that is row 0 of these, or None
-    factors  those of a norm that the kernel completes, or None
-    zero     an int32 that is 0, which the compiler does not know, or None
-    early    called with (token, row) as early as possible: what `store` gets after the values, or None: it gets no more
-    runs     whether values are runs (`quantize.py`), as `LaneGemm.has_runs` allows: a float32x8 of rows row.. and
-             row + 16.., four each
-    """
-
-    acts: Sequence[Buffer]
-    weights: Sequence[Weight]
+    acts: Sequence[Buffer]  # the activations
+    weights: Sequence[Weight]  # that share the tile
     token0: Expr
     row0: Expr
+    # Called with (token, row, values): per weight the float32 results of the token for the rows from `row` on, one or a
+    # vector of consecutive ones, all of them below the weight's rows.
     store: Callable[..., None]
-    first: Expr = None
-    factors: RowFactors | None = None
-    zero: Expr = None
+    first: Expr = None  # the row of a stack of weights that is row 0 of these
+    factors: RowFactors | None = None  # those of a norm that the kernel completes
+    zero: Expr = None  # an int32 that is 0, which the compiler does not know
+    # called with (token, row) as early as possible: what `store` gets after the values, or None: it gets no more
     early: Callable[[Expr, Expr], tuple] | None = None
+    # whether values are runs (`quantize.py`), as `LaneGemm.has_runs` allows: a float32x8 of rows row.. and row + 16..
     runs: bool = False
 
     @property
@@ -136,22 +119,15 @@ TileT = TypeVar("TileT", bound=Tile)
 
 
 class Gemm(ABC, Generic[TileT]):
-    """The tile routine of one kernel. ValueError for a tile that does not fit.
+    """The tile routine of one kernel. ValueError for a tile that does not fit."""
 
-    choices            values of each field of the tile that are worth measuring
-    rows_side_by_side  rows that neighbouring lanes hold when `store` is called
-    row_stride         how far apart lanes are that hold a token's next rows then, where it prepares norms
-    completes_norms    whether it completes and prepares norms (`deferred_norm.py`)
-    cuts_tiles         whether tokens may be no multiple of a tile's
-    threads            of a workgroup
-    """
-
-    choices: ClassVar[dict[str, tuple[int, ...]]]
-    rows_side_by_side = 1
-    row_stride = 1
-    completes_norms = False
-    cuts_tiles = False
-    threads: int
+    choices: ClassVar[dict[str, tuple[int, ...]]]  # values of each field of the tile that are worth measuring
+    rows_side_by_side = 1  # rows that neighbouring lanes hold when `store` is called
+    row_stride = 1  # how far apart lanes are that hold a token's next rows then, where it prepares norms
+    completes_norms = False  # whether it completes and prepares norms (`deferred_norm.py`)
+    cuts_tiles = False  # whether tokens may be no multiple of a tile's
+    factor_units: Units | None = None  # where in shared memory that it has the factors of a norm go
+    threads: int  # of a workgroup
     thread: Expr  # as of `allocate`
 
     def __init__(self, of: Product, tile: TileT):
@@ -159,8 +135,8 @@ class Gemm(ABC, Generic[TileT]):
         self.token_tiles = -(-of.m // tile.tokens)
 
     def prepared(self, state: Buffer, acts: list[Buffer]) -> list[Buffer]:
-        """The activations' buffers as `TileWork.acts`, of those of the kernel's parameters; may emit a launch that
-        makes them."""
+        """`TileWork.acts` of the activations' parameters. To be called after the last parameter: it may declare views,
+        or emit a launch that makes them."""
         return acts
 
     @abstractmethod
@@ -200,13 +176,8 @@ class Gemm(ABC, Generic[TileT]):
         workgroup writes the norm's scales."""
         if norm is None:
             return None
-        return RowFactors(
-            self.arch, norm, self.tile.tokens, token0, self.thread, self.threads, first, self.factor_units()
-        )
-
-    def factor_units(self) -> Units | None:
-        """Where in shared memory that it has the factors of a norm go; None: nowhere."""
-        return None
+        tokens, units = self.tile.tokens, self.factor_units
+        return RowFactors(self.arch, norm, tokens, token0, self.thread, self.threads, first, units)
 
 
 # ---- steps

@@ -1,9 +1,7 @@
 """Linear layers of one to FEW tokens on the GPU: y[m, n] = sum over k of w[n, k] * x[m, k], and the first half of a
 feed-forward layer. Float weights of few rows, such as routers, take up to SOME tokens, FEW at a time.
 
-In: `state` int32[4], activations (int8 formats: A and S of `quantize.py`'s layout "rows"; float formats: X float32 [m,
-k]), weights in the layout "rows" (`planes.py`). Out: Y float32 [m, n padded to 16], bias and residual added; or
-f(gate) * up, quantized on request.
+Parameters are those of `linear_args.py`: activations are in the layout "rows" for int8 formats, float32 for float ones.
 
 `lanes` lanes of a wave process a row's units (`load.py`) interleaved, so that a load instruction reads contiguous
 memory; their sums are reduced by lane shuffles at the end. A group of lanes works on several rows at once, which share
@@ -23,19 +21,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.activations import gated
 from mlc_amd.schedules.gpu.base.device import barrier, fma, launch, uniform, wave_sum
-from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
+from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes, padded, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import LANES, WIDTH, act_args, columns, emit_store, load_columns
-from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put
-from mlc_amd.schedules.gpu.base.step import FEW, if_live, is_live, kernel, state_arg, when
-from mlc_amd.schedules.gpu.experts.experts import bias_args, check_rows, expert_at, ids_arg, weights_arg
+from mlc_amd.schedules.gpu.base.registers import at, filled, lane_of, put
+from mlc_amd.schedules.gpu.base.step import FEW, builder, builds, if_live, is_live, when
+from mlc_amd.schedules.gpu.experts.experts import bias_args, check_rows, expert_at, ids_arg
 from mlc_amd.schedules.gpu.linear import gemv_plan, gemv_rows, load
 from mlc_amd.schedules.gpu.linear.deferred_norm import RowFactors, row_factors
 from mlc_amd.schedules.gpu.linear.gemm_dot import EXACT_TILES
@@ -48,10 +45,9 @@ from mlc_amd.schedules.gpu.linear.linear_args import (
     declare_gate_up,
     declare_linear,
 )
-from mlc_amd.schedules.gpu.linear.load import Planes
 from mlc_amd.schedules.operators import ExpertDown, ExpertGateUp, GateUp, HeadLinear, Linear
-from mlc_amd.schedules.space import Kernel, Space
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.space import Kernel, planned
+from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 VECTORS = ("rows", "")  # layouts of activations that it multiplies; others of few tokens are for matrix units
 SOME = 64  # tokens of float weights that do not fill the GPU as a GEMM
@@ -191,7 +187,8 @@ def _emit_prepared(
             norm.store(arch, token, row, [y], loaded, live)
 
 
-def linear(op: Linear, arch: Device, name: str, plan: Plan | None = None) -> tirx.PrimFunc:
+@builder
+def linear(op: Linear, arch: Device, state: Buffer, plan: Plan | None) -> None:
     """Kernel with the parameters of `linear_args`. Segments are all int8 (layout "rows") or all float (layout ""). m:
     1, 2, 4 or FEW, of float segments also a multiple of FEW up to SOME, of which those after the live ones are left as
     they are. The columns of Y from n on are undefined. eps: for one token, in int8 formats. ValueError for segments
@@ -202,39 +199,36 @@ def linear(op: Linear, arch: Device, name: str, plan: Plan | None = None) -> tir
         check_blocks(op.segments[0][1])
     splits = gemv_plan.linear_splits(op, arch, plan)
     waves = splits[0].plan.waves
-    with kernel(name) as ir:
-        args = declare_linear(op)
-        grid = (sum(s.groups for s in splits), *([m // FEW] if m > FEW else []))
-        with launch(grid, (arch.wave, waves)) as (workgroup, *part, lane, wave):
-            first_token = T.Bind(part[0] * FEW) if part else 0
-            if op.eps is None:
-                acts = emit_acts(args.acts, k, m)
-                tokens = [acts.of(first_token + i) for i in range(FEW)] if part else acts.first(m)
-            else:
-                tokens = [gemv_rows.emit_norm(arch, args.acts, k, op.eps, lane, wave, waves)]
-            factors = row_factors(args.completed, arch, lane, wave, waves)
-            if factors is not None and m > 1:  # segments are in an `if`, where no barrier may be
-                factors.compute()
-                barrier()
-            if op.norm_out:
-                _emit_prepared(arch, splits[0].plan, args, tokens, factors, (workgroup, lane, wave))
-                splits = []
-            first = 0
-            for segment, split in zip(args.segments, splits, strict=not op.norm_out):
-                last = first + split.groups
-                views = load.views(segment.fmt, segment.planes, span_of([segment.fmt], k))
-                here = (workgroup >= first) & (workgroup < last) if len(splits) > 1 else None
-                live = is_live(args.state, first_token) if part else None
-                with when(here), when(live):
-                    thread = workgroup - first, lane, wave
-                    emit_segment(
-                        arch, split, segment, views, lambda _: tokens, thread, args.residual, first_token, factors
-                    )
-                first = last
-    return ir.get()
+    args = declare_linear(op)
+    grid = (sum(s.groups for s in splits), *([m // FEW] if m > FEW else []))
+    with launch(grid, (arch.wave, waves)) as (workgroup, *part, lane, wave):
+        first_token = T.Bind(part[0] * FEW) if part else 0
+        if op.eps is None:
+            acts = emit_acts(args.acts, k, m)
+            tokens = [acts.of(first_token + i) for i in range(FEW)] if part else acts.first(m)
+        else:
+            tokens = [gemv_rows.emit_norm(arch, args.acts, k, op.eps, lane, wave, waves)]
+        factors = row_factors(args.completed, arch, lane, wave, waves)
+        if factors is not None and m > 1:  # segments are in an `if`, where no barrier may be
+            factors.compute()
+            barrier()
+        if op.norm_out:
+            _emit_prepared(arch, splits[0].plan, args, tokens, factors, (workgroup, lane, wave))
+            splits = []
+        first = 0
+        for segment, split in zip(args.segments, splits, strict=not op.norm_out):
+            last = first + split.groups
+            views = load.views(segment.fmt, segment.planes, span_of([segment.fmt], k))
+            here = (workgroup >= first) & (workgroup < last) if len(splits) > 1 else None
+            live = is_live(state, first_token) if part else None
+            with when(here), when(live):
+                thread = workgroup - first, lane, wave
+                emit_segment(arch, split, segment, views, lambda _: tokens, thread, args.residual, first_token, factors)
+            first = last
 
 
-def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Plan | None = None) -> tirx.PrimFunc:
+@builder
+def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, state: Buffer, plan: Plan | None) -> None:
     """Kernel with the parameters of `linear_args`. y = f(gate * x) * (up * x). n: a multiple of 32; both weights int8
     (layout_in "rows") or both float (layout_in ""). m: 1, 2, 4 or FEW. A workgroup makes one block of 32 columns of y.
     eps: as of `linear`. Experts are not sorted: each slot is a GEMV of one token and a row of the outputs. ValueError
@@ -245,42 +239,40 @@ def gate_up_swiglu(op: GateUp | ExpertGateUp, arch: Device, name: str, plan: Pla
     eps, x_rows, slots = (op.eps, m, []) if isinstance(op, GateUp) else (None, op.x_rows, [op.of.slots(op.m)])
     plan = gemv_plan.block_plan(op, arch, plan)
     waves = plan.waves
-    with kernel(name) as ir:
-        args = declare_gate_up(op)
-        grid = (n // BLOCK, *slots)
-        # of several tokens: slots of one expert read its rows at the same time, all but the first from caches
-        turn = -1 if slots and op.m > 1 else 1
-        with launch(grid[::turn], (arch.wave, waves)) as (*places, lane, wave), ExitStack() as if_slot_live:
-            (block, *slot), token = places[::turn], 0
-            if isinstance(op, ExpertGateUp):
-                token = slot[0] if op.m == 1 else T.Bind(slot[0] // op.used)
-                if_slot_live.enter_context(if_live(args.state, op.m, token))
-            acts = emit_acts(args.acts, k, x_rows) if eps is None else None
-            views = [load.views(fmt, bufs, span_of(fmts, k)) for fmt, bufs in zip(fmts, args.planes, strict=True)]
-            first = block * BLOCK
-            if isinstance(op, ExpertGateUp):
-                own = [0, *slot] if op.m == 1 else [token, T.Bind(slot[0] % op.used)]
-                first = T.Bind(expert_at(args.ids, own, op.of) * n + first)
-                acts = acts if acts is None or x_rows == 1 else acts.of(token if op.shared else slot[0])
-            tokens = acts.first(m) if acts else [gemv_rows.emit_norm(arch, args.acts, k, eps or 0.0, lane, wave, waves)]
-            factors = row_factors(args.completed, arch, lane, wave, waves)
-            products = _emit_block(arch, plan, list(zip(fmts, views, strict=True)), first, tokens, lane, wave)
-            if factors is not None:
-                factors.compute()
-            barrier()
-            with when(_has_parts(arch, m, wave, waves)):
-                for token, column, live in _block_parts(arch, m, lane, wave, waves):
-                    gate, up = (load_columns(products, token * 2 + i, column) for i in range(2))
-                    if factors is not None:
-                        gate, up = ([T.Bind(v * factors.of(token)) for v in x] for x in (gate, up))
-                    if args.biases:
-                        biases = [T.Bind(bias[columns(first + column)]) for bias in args.biases]
-                        pairs = zip((gate, up), biases, strict=True)
-                        gate, up = ([T.Bind(v + lane_of(b, i)) for i, v in enumerate(x)] for x, b in pairs)
-                    y = [gated(op.act, g, u) for g, u in zip(gate, up, strict=True)]
-                    row = slot[0] if slot else token
-                    emit_store(arch, op.layout, args.out, y, row, T.Bind(block * BLOCK + column), live)
-    return ir.get()
+    args = declare_gate_up(op)
+    grid = (n // BLOCK, *slots)
+    # of several tokens: slots of one expert read its rows at the same time, all but the first from caches
+    turn = -1 if slots and op.m > 1 else 1
+    with launch(grid[::turn], (arch.wave, waves)) as (*places, lane, wave), ExitStack() as if_slot_live:
+        (block, *slot), token = places[::turn], 0
+        if isinstance(op, ExpertGateUp):
+            token = slot[0] if op.m == 1 else T.Bind(slot[0] // op.used)
+            if_slot_live.enter_context(if_live(state, op.m, token))
+        acts = emit_acts(args.acts, k, x_rows) if eps is None else None
+        views = [load.views(fmt, bufs, span_of(fmts, k)) for fmt, bufs in zip(fmts, args.planes, strict=True)]
+        first = block * BLOCK
+        if isinstance(op, ExpertGateUp):
+            own = [0, *slot] if op.m == 1 else [token, T.Bind(slot[0] % op.used)]
+            first = T.Bind(expert_at(args.ids, own, op.of) * n + first)
+            acts = acts if acts is None or x_rows == 1 else acts.of(token if op.shared else slot[0])
+        tokens = acts.first(m) if acts else [gemv_rows.emit_norm(arch, args.acts, k, eps or 0.0, lane, wave, waves)]
+        factors = row_factors(args.completed, arch, lane, wave, waves)
+        products = _emit_block(arch, plan, list(zip(fmts, views, strict=True)), first, tokens, lane, wave)
+        if factors is not None:
+            factors.compute()
+        barrier()
+        with when(_has_parts(arch, m, wave, waves)):
+            for token, column, live in _block_parts(arch, m, lane, wave, waves):
+                gate, up = (load_columns(products, token * 2 + i, column) for i in range(2))
+                if factors is not None:
+                    gate, up = ([T.Bind(v * factors.of(token)) for v in x] for x in (gate, up))
+                if args.biases:
+                    biases = [T.Bind(bias[columns(first + column)]) for bias in args.biases]
+                    pairs = zip((gate, up), biases, strict=True)
+                    gate, up = ([T.Bind(v + lane_of(b, i)) for i, v in enumerate(x)] for x, b in pairs)
+                y = [gated(op.act, g, u) for g, u in zip(gate, up, strict=True)]
+                row = slot[0] if slot else token
+                emit_store(arch, op.layout, args.out, y, row, T.Bind(block * BLOCK + column), live)
 
 
 def down_default(op: ExpertDown, arch: Device) -> Plan:
@@ -310,88 +302,77 @@ def _slots(op: ExpertDown, waves: int) -> tuple[int, int]:
 
 
 @registry.plans(ExpertDown)
-def down_plans(op: ExpertDown, arch: Device) -> Space:
-    fmts = [fmt for fmt, _ in op.weights]
-
-    def kernel(plan: Plan) -> Kernel:
-        split = down_split(op, arch, plan)
-        unroll = gemv_plan.steps_at_once(fmts, op.k, split.lanes, split.plan.unroll)
-        same = split._replace(plan=replace(split.plan, lanes=0, unroll=unroll))
-        loads = gemv_plan.loads(fmts, op.k, replace(split.plan, waves=plan.waves))
-        return Kernel(same, split.groups * op.m, split.plan.waves * arch.wave, loads)
-
-    return Space(Plan, CHOICES, down_default(op, arch), kernel)
+@planned(CHOICES, down_default)
+def down_plans(op: ExpertDown, arch: Device, plan: Plan) -> Kernel:
+    fmts, split = [fmt for fmt, _ in op.weights], down_split(op, arch, plan)
+    unroll = gemv_plan.steps_at_once(fmts, op.k, split.lanes, split.plan.unroll)
+    same = split._replace(plan=replace(split.plan, lanes=0, unroll=unroll))
+    loads = gemv_plan.loads(fmts, op.k, replace(split.plan, waves=plan.waves))
+    return Kernel(same, split.groups * op.m, split.plan.waves * arch.wave, loads)
 
 
-@registry.builds(ExpertDown)
-def expert_down(op: ExpertDown, arch: Device, name: str, plan: Plan | None = None) -> tirx.PrimFunc:
-    """Kernel (state, A, S | X of m * used rows, Groups int32 [m, used], planes of the [count * n, k] stack, [WB
-    float32 [count * n]], [Weights float32 [m, used]], [R float32 [m, n]], Y float32 [m, n]). UserError unless n is a
-    multiple of 16, ValueError for activations in another layout than the format's."""
+@builds(ExpertDown)
+def expert_down(op: ExpertDown, arch: Device, state: Buffer, plan: Plan | None) -> None:
+    """Kernel (state, A, S | X of m * used rows, Groups, planes of the [count * n, k] stack, [WB], [Weights], [R], Y).
+    UserError unless n is a multiple of 16, ValueError for activations in another layout than the format's."""
     ((fmt, n),), k, experts, used, m = op.weights, op.k, op.of, op.used, op.m
     check_rows(n)
     check(op)
     plan, lanes, rows, groups = down_split(op, arch, plan)
     waves, (side, steps) = plan.waves, _slots(op, plan.waves)
-    with kernel(name) as ir:
-        state = state_arg()
-        params, ids = act_args(m * used, k, op.layout), ids_arg(experts, m)
-        bufs = plane_args(fmt, op.experts * n, k, "W_")
-        biases = bias_args(op.experts * n, "WB") if op.bias else []
-        Weights = weights_arg(experts, m) if op.weighted else None
-        R = T.arg("R", T.buffer((m, n), "float32")) if op.residual else None
-        Y = T.arg("Y", T.buffer((m, n), "float32"))
-        with (
-            launch((m, groups) if m > 1 else (groups,), (arch.wave, waves)) as (*rest, workgroup, lane, wave),
-            if_live(state, m, *rest or [0]),
-        ):
-            token = rest[0] if rest else 0
-            acts, views = emit_acts(params, k, m * used), load.views(fmt, bufs, span_of([fmt], k))
-            wave = uniform(arch, wave) if waves > 1 else T.int32(0)
-            beside = T.Bind(wave % side)
-            group = T.Bind(wave // side * (arch.wave // lanes) + lane // lanes)
-            row = T.Bind(T.min(workgroup * rows + group * plan.rows, T.int32(n - plan.rows)))
-            part, sums = T.Bind(lane % lanes), local(plan.rows)
+    params, ids = act_args(m * used, k, op.layout), ids_arg(experts, m)
+    bufs = plane_args(fmt, op.experts * n, k, "W_")
+    biases = bias_args(op.experts * n, "WB") if op.bias else []
+    weights, residual = (m, used) if op.weighted else None, (m, n) if op.residual else None
+    Weights, R, Y = declared(Weights=weights, R=residual, Y=(m, n))
+    with (
+        launch((m, groups) if m > 1 else (groups,), (arch.wave, waves)) as (*rest, workgroup, lane, wave),
+        if_live(state, m, *rest or [0]),
+    ):
+        token = rest[0] if rest else 0
+        acts, views = emit_acts(params, k, m * used), load.views(fmt, bufs, span_of([fmt], k))
+        wave = uniform(arch, wave) if waves > 1 else T.int32(0)
+        beside = T.Bind(wave % side)
+        group = T.Bind(wave // side * (arch.wave // lanes) + lane // lanes)
+        row = T.Bind(T.min(workgroup * rows + group * plan.rows, T.int32(n - plan.rows)))
+        part, sums = T.Bind(lane % lanes), filled(T.float32(0), plan.rows)
+        # the last step has a slot for some of the waves only
+        count = steps if side * steps == used else T.Bind((used - 1 - beside) // side + 1)
+        with T.serial(count) as step:
+            slot = T.Bind(step * side + beside)
+            first = T.Bind(expert_at(ids, [token, slot], experts) * n)
+            strips = [Strip(fmt, views, first + row + i) for i in range(plan.rows)]
+            found = gemv_rows.emit_sums(strips, [acts.of(token * used + slot)], part, lanes, plan.unroll, arch)
             for i in range(plan.rows):
-                put(sums, T.float32(0), i)
-            # the last step has a slot for some of the waves only
-            count = steps if side * steps == used else T.Bind((used - 1 - beside) // side + 1)
-            with T.serial(count) as step:
-                slot = T.Bind(step * side + beside)
-                first = T.Bind(expert_at(ids, [token, slot], experts) * n)
-                strips = [Strip(fmt, views, first + row + i) for i in range(plan.rows)]
-                found = gemv_rows.emit_sums(strips, [acts.of(token * used + slot)], part, lanes, plan.unroll, arch)
-                for i in range(plan.rows):
-                    weight = Weights[token, slot] if Weights is not None else T.float32(1)
-                    put(sums, fma(T.Bind(found[i]), weight, sums[i]), i)
-            totals = [wave_sum(arch, T.Bind(sums[i]), lanes) for i in range(plan.rows)]
+                weight = Weights[token, slot] if Weights is not None else T.float32(1)
+                put(sums, fma(T.Bind(found[i]), weight, sums[i]), i)
+        totals = [wave_sum(arch, T.Bind(sums[i]), lanes) for i in range(plan.rows)]
 
-            def store(row: Expr, total: Expr) -> None:
-                """One row's result."""
-                for bias in biases:
-                    for j in range(used):
-                        own = bias[expert_at(ids, [token, j], experts) * n + row]
-                        total = fma(own, Weights[token, j], total) if Weights is not None else T.Bind(total + own)
-                T.buffer_store(Y, total if R is None else R[token, row] + total, [token, row])
+        def store(row: Expr, total: Expr) -> None:
+            """One row's result."""
+            for bias in biases:
+                for j in range(used):
+                    own = bias[expert_at(ids, [token, j], experts) * n + row]
+                    total = fma(own, Weights[token, j], total) if Weights is not None else T.Bind(total + own)
+            T.buffer_store(Y, total if R is None else R[token, row] + total, [token, row])
 
-            if side == 1:
-                with T.If(part == 0), T.Then():
-                    for i, total in enumerate(totals):
-                        store(row + i, total)
-            else:
-                parts = T.alloc_buffer((side, rows), "float32", scope="shared")
-                with T.If(part == 0), T.Then():
-                    for i, total in enumerate(totals):
-                        put(parts, total, beside, group * plan.rows + i)
-                barrier()
-                for c in range(0, rows, waves * arch.wave):
-                    own = T.Bind(wave * arch.wave + lane + c)
-                    # the last workgroup's rows were moved to the last ones, as groups of lanes computed them
-                    last = T.int32(n - plan.rows)
-                    moved = T.Bind(T.min(workgroup * rows + own // plan.rows * plan.rows, last) + own % plan.rows)
-                    with T.If(own < rows), T.Then():
-                        total = T.Bind(parts[0, own])
-                        for j in range(1, side):
-                            total = T.Bind(total + parts[j, own])
-                        store(moved, total)
-    return ir.get()
+        if side == 1:
+            with T.If(part == 0), T.Then():
+                for i, total in enumerate(totals):
+                    store(row + i, total)
+        else:
+            parts = T.alloc_buffer((side, rows), "float32", scope="shared")
+            with T.If(part == 0), T.Then():
+                for i, total in enumerate(totals):
+                    put(parts, total, beside, group * plan.rows + i)
+            barrier()
+            for c in range(0, rows, waves * arch.wave):
+                own = T.Bind(wave * arch.wave + lane + c)
+                # the last workgroup's rows were moved to the last ones, as groups of lanes computed them
+                last = T.int32(n - plan.rows)
+                moved = T.Bind(T.min(workgroup * rows + own // plan.rows * plan.rows, last) + own % plan.rows)
+                with T.If(own < rows), T.Then():
+                    total = T.Bind(parts[0, own])
+                    for j in range(1, side):
+                        total = T.Bind(total + parts[j, own])
+                    store(moved, total)

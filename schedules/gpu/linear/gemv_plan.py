@@ -11,7 +11,7 @@ from mlc_amd.schedules.gpu.base.step import FEW
 from mlc_amd.schedules.gpu.linear.gemv_rows import NORM_WAVES, span_of, units_of
 from mlc_amd.schedules.gpu.linear.load import block_bytes
 from mlc_amd.schedules.operators import ExpertGateUp, GateUp, Linear
-from mlc_amd.schedules.space import Kernel, Space
+from mlc_amd.schedules.space import Kernel, Space, planned
 
 FULL = 6  # groups of lanes for each compute unit, as many as hide the latency of memory with two loads of each lane
 MIN_USE = 0.9  # of the lanes, over all steps of a row
@@ -24,18 +24,12 @@ MAX_BLOCKS = 32  # of 32 columns that a lane has loaded, at most
 
 @dataclass(frozen=True)
 class Plan:
-    """How a GEMV is spread over the GPU. Powers of two.
+    """How a GEMV is spread over the GPU. Powers of two."""
 
-    rows    rows that a group of lanes works on at once (at most 16); gate_up_swiglu: of each weight
-    waves   waves of a workgroup, at most
-    lanes   maximum of lanes that share a row
-    unroll  steps of a row whose loads are issued before the first is used; fewer where a step loads more (`fitted`)
-    """
-
-    rows: int
-    waves: int
-    lanes: int
-    unroll: int
+    rows: int  # that a group of lanes works on at once (at most 16); gate_up_swiglu: of each weight
+    waves: int  # of a workgroup, at most
+    lanes: int  # that share a row, at most
+    unroll: int  # steps whose loads are issued before the first is used; fewer where a step loads more (`fitted`)
 
 
 CHOICES = {"rows": (1, 2, 4, 8, 16), "waves": (1, 2, 4, 8), "lanes": (8, 16, 32, 64), "unroll": (1, 2, 4, 8)}
@@ -99,13 +93,12 @@ def _check_sums(count: int, plan: Plan) -> None:
 
 
 class Split(NamedTuple):
-    """A segment's share of the grid: the plan as the kernel uses it, lanes that share a row, rows of a workgroup,
-    workgroups."""
+    """A segment's share of the grid."""
 
-    plan: Plan
-    lanes: int
-    rows: int
-    groups: int
+    plan: Plan  # as the kernel uses it
+    lanes: int  # that share a row
+    rows: int  # of a workgroup
+    groups: int  # workgroups
 
 
 def linear_splits(op: Linear, arch: Device, plan: Plan | None = None) -> list[Split]:
@@ -138,19 +131,17 @@ def linear_default(op: Linear, arch: Device) -> Plan:
     return plan if op.eps is None else replace(plan, waves=max(plan.waves, NORM_WAVES))
 
 
-def _linear_space(op: Linear, arch: Device) -> Space:
-    def kernel(plan: Plan) -> Kernel:
-        splits = linear_splits(op, arch, plan)
-        _check_sums(min(op.m, FEW) * splits[0].plan.rows, plan)
-        same, loaded = [], []
-        for (fmt, _), split in zip(op.weights, splits, strict=True):
-            unroll = steps_at_once([fmt], op.k, split.lanes, split.plan.unroll)
-            same.append(split._replace(plan=replace(split.plan, lanes=0, unroll=unroll)))
-            loaded.append(loads([fmt], op.k, split.plan))
-        groups = sum(split.groups for split in splits) * max(1, op.m // FEW)
-        return Kernel(tuple(same), groups, splits[0].plan.waves * arch.wave, max(loaded))
-
-    return Space(Plan, CHOICES, linear_default(op, arch), kernel)
+@planned(CHOICES, linear_default)
+def _linear_space(op: Linear, arch: Device, plan: Plan) -> Kernel:
+    splits = linear_splits(op, arch, plan)
+    _check_sums(min(op.m, FEW) * splits[0].plan.rows, plan)
+    same, loaded = [], []
+    for (fmt, _), split in zip(op.weights, splits, strict=True):
+        unroll = steps_at_once([fmt], op.k, split.lanes, split.plan.unroll)
+        same.append(split._replace(plan=replace(split.plan, lanes=0, unroll=unroll)))
+        loaded.append(loads([fmt], op.k, split.plan))
+    groups = sum(split.groups for split in splits) * max(1, op.m // FEW)
+    return Kernel(tuple(same), groups, splits[0].plan.waves * arch.wave, max(loaded))
 
 
 # ---- gate and up
@@ -179,17 +170,13 @@ def block_plan(op: Linear | GateUp | ExpertGateUp, arch: Device, plan: Plan | No
     return Plan(min(plan.rows, BLOCK * lanes // (waves * arch.wave)), waves, lanes, plan.unroll)
 
 
-def _gate_up_space(op: GateUp | ExpertGateUp, arch: Device) -> Space:
-    fmts, k = [fmt for fmt, _ in op.weights], op.k
-    slots = op.used * op.m if isinstance(op, ExpertGateUp) else 1
-
-    def kernel(plan: Plan) -> Kernel:
-        used = block_plan(op, arch, plan)
-        _check_sums(2 * gate_up_tokens(op) * used.rows, plan)
-        same = replace(used, unroll=steps_at_once(fmts, k, used.lanes, used.unroll))
-        return Kernel(same, op.n // BLOCK * slots, used.waves * arch.wave, loads(fmts, k, used))
-
-    return Space(Plan, CHOICES, gate_up_default(op, arch), kernel)
+@planned(CHOICES, gate_up_default)
+def _gate_up_space(op: GateUp | ExpertGateUp, arch: Device, plan: Plan) -> Kernel:
+    fmts, slots = [fmt for fmt, _ in op.weights], op.used * op.m if isinstance(op, ExpertGateUp) else 1
+    used = block_plan(op, arch, plan)
+    _check_sums(2 * gate_up_tokens(op) * used.rows, plan)
+    same = replace(used, unroll=steps_at_once(fmts, op.k, used.lanes, used.unroll))
+    return Kernel(same, op.n // BLOCK * slots, used.waves * arch.wave, loads(fmts, op.k, used))
 
 
 def plans(op: Linear | GateUp | ExpertGateUp, arch: Device) -> Space:

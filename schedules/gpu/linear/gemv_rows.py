@@ -18,13 +18,13 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.formats import Format
 from mlc_amd.schedules.gpu.base.device import IN_ORDER, barrier, dot4, fma, schedule_fence, shuffle_xor, wave_sum
 from mlc_amd.schedules.gpu.base.norm import row_scale, scaled, square, workgroup_sum
-from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import FIELDS, WIDTH, load_columns, quantize_block
-from mlc_amd.schedules.gpu.base.registers import at, lane_of, put, vector
+from mlc_amd.schedules.gpu.base.registers import at, filled, lane_of, put, vector
 from mlc_amd.schedules.gpu.base.step import when
 from mlc_amd.schedules.gpu.linear import load
-from mlc_amd.schedules.gpu.linear.load import QUADS, Planes
+from mlc_amd.schedules.gpu.linear.load import QUADS
 from mlc_amd.schedules.tir import Buffer, Expr
 
 COLUMNS = 16  # that a thread has at a time: 16 bytes of its results
@@ -93,11 +93,11 @@ Places = Sequence[tuple[Expr, Expr | None]]  # (unit, whether this lane has it; 
 
 
 class Block(NamedTuple):
-    """A block's activations in registers: eight words, d, and d * sum(q) of all 32 columns or of both halves."""
+    """A block's activations in registers."""
 
-    quads: list[Expr]
+    quads: list[Expr]  # eight words
     d: Expr
-    sums: dict[int, list[Expr]]
+    sums: dict[int, list[Expr]]  # d * sum(q) of all 32 columns or of both halves
 
 
 def emit_acts(params: Sequence[Buffer], k: int, m: int = 1) -> Acts:
@@ -152,9 +152,7 @@ def emit_sums(strips: Sequence[Strip], tokens: Tokens, lane: Expr, lanes: int, u
     """This lane's part of the products of strips and tokens: a local buffer, all strips of a token side by side."""
     fmts, k = [strip.fmt for strip in strips], tokens[0].k
     span, units = span_of(fmts, k), units_of(fmts, k)
-    sums = T.alloc_buffer((len(strips) * len(tokens),), "float32", scope="local")
-    for i in range(len(strips) * len(tokens)):
-        T.buffer_store(sums, T.float32(0), [i])
+    sums = filled(T.float32(0), len(strips) * len(tokens))
 
     def steps(first: Expr, count: int, partial: bool) -> None:
         """Steps first..first+count. partial: the last of them has units for some of the lanes only."""

@@ -14,11 +14,10 @@ from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import PLANE_BITS, Format
 from mlc_amd.schedules.gpu.base.arch import GpuArch
-from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import vector
 from mlc_amd.schedules.gpu.linear import load
-from mlc_amd.schedules.gpu.linear.load import Planes
 from mlc_amd.schedules.tir import Expr
 
 SIDE = 16  # rows and columns of a product
@@ -27,27 +26,19 @@ Halves = tuple[list[Expr], list[Expr]]  # int32 words of a lane of both halves o
 
 @dataclass(frozen=True)
 class Int8Unit:
-    """The instructions of waves of `groups` times 16 lanes.
-
-    parts       groups of lanes that hold different columns of an operand; lane l belongs to part l // 16 % parts. Of
-                the four words of either half of a block of 32 columns, part g holds 4 // parts from word
-                (4 // parts) * g on
-    acc         sums of a lane in an instruction
-    per_half    whether an instruction multiplies one half of a block, or both
-    """
+    """The instructions of waves of `groups` times 16 lanes."""
 
     groups: int
+    # Groups of lanes that hold different columns of an operand; lane l belongs to part l // 16 % parts. Of the four
+    # words of either half of a block of 32 columns, part g holds 4 // parts from word (4 // parts) * g on.
     parts: int
-    acc: int
-    per_half: bool = True
+    acc: int  # sums of a lane in an instruction
+    per_half: bool = True  # whether an instruction multiplies one half of a block, or both
 
     @property
     def words(self) -> int:
         """Of either half of a block, that a lane has."""
         return load.QUADS // 2 // self.parts
-
-    def token_of_sum(self, group: Expr, i: int, m: int) -> Expr:
-        return group * (m // self.groups) + i
 
     def multiply(self, acts: Sequence[Expr], weights: Sequence[Expr], sums: Expr) -> Expr:
         """sums (int32 vector) plus the product of words of tokens and of weights."""
@@ -62,26 +53,16 @@ class Int8Unit:
 
 
 # kind of matrix unit, columns of its int8 instructions; those of other GPUs are no faster than float16
-UNITS = {
-    ("wmma12", 16): Int8Unit(2, 2, 8),
-    ("mfma", 32): Int8Unit(4, 4, 4, per_half=False),
-}
+UNITS = {("wmma12", 16): Int8Unit(2, 2, 8), ("mfma", 32): Int8Unit(4, 4, 4, per_half=False)}
 
 
-def has_unit(arch: Device) -> bool:
-    """Whether an arch has an int8 matrix unit that kernels use."""
-    return isinstance(arch, GpuArch) and (arch.matrix, arch.code.int8_columns) in UNITS
-
-
-def unit_of(arch: Device) -> Int8Unit:
-    """The int8 matrix unit of an arch; ValueError for one without."""
-    if not isinstance(arch, GpuArch) or not has_unit(arch):
-        raise ValueError(f"{arch.name} has no int8 matrix unit that kernels use")
-    return UNITS[arch.matrix, arch.code.int8_columns]
+def unit_of(arch: Device) -> Int8Unit | None:
+    """The int8 matrix unit of an arch; None for one without, or that kernels do not use."""
+    return UNITS.get((arch.matrix, arch.code.int8_columns)) if isinstance(arch, GpuArch) else None
 
 
 def products(
-    unit: Int8Unit, acts: Sequence[Sequence[Expr]], weights: Sequence[Sequence[Expr]], groups: int, start: int = 0
+    unit: Int8Unit, acts: Sequence[Sequence[Expr]], weights: Sequence[Sequence[Expr]], groups: int, start: int
 ) -> list[Expr]:
     """`start` plus the products of a block of tokens and weights, int32 vectors of `unit.acc` sums: one, or one for
     each half of its columns (groups: 2). acts, weights: for each half a lane's words, int32."""
@@ -91,10 +72,7 @@ def products(
         if groups == 1:
             return [unit.multiply(whole, [*weights[0], *weights[1]], zero)]
         nothing = [T.int32(0)] * len(weights[0])
-        return [
-            unit.multiply(whole, [*weights[0], *nothing], zero),
-            unit.multiply(whole, [*nothing, *weights[1]], zero),
-        ]
+        return [unit.multiply(whole, of, zero) for of in ([*weights[0], *nothing], [*nothing, *weights[1]])]
     low = unit.multiply(acts[0], weights[0], zero)
     if groups == 1:
         return [unit.multiply(acts[1], weights[1], low)]

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from mlc_amd.schedules.gpu.base.coop_fragments import Fragments
-from mlc_amd.schedules.gpu.base.device import barrier
+from mlc_amd.schedules.gpu.base.device import barrier, uniform
+from mlc_amd.schedules.gpu.base.matrices import Fragments
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.quantize import TOKENS, unit_size
 from mlc_amd.schedules.gpu.base.registers import chosen, lane_of, local, put, vector
 from mlc_amd.schedules.gpu.base.step import all_of, when
 from mlc_amd.schedules.gpu.linear.gemm_tile import Gemm, Product, Tile, TileWork
-from mlc_amd.schedules.tir import Buffer, Expr
+from mlc_amd.schedules.tir import Expr
 
 ROWS = 16  # of a matrix
 SHAPE = ROWS, TOKENS, 16  # of the matrices: rows x tokens x columns
@@ -36,30 +36,22 @@ Place = tuple[Expr, Expr, Expr]  # of four rows of sums in shared memory: subgro
 
 @dataclass(frozen=True)
 class LaneTile(Tile):
-    """waves_m, waves_n, waves_k: subgroups along tokens, rows and columns.
-
-    ahead   1: the weights of a subgroup's next group are loaded while those of one are multiplied, except float ones;
-            2: so are the activations of each next run
-    hidden  1: what codes are or'ed with is in registers, as numbers that the compiler does not know. Of two constants
-            NVIDIA's makes two instructions for two weights instead of one.
-    staged  1: activations go through shared memory (`lane_tiles.py`)
-    """
-
-    waves_m: int
+    waves_m: int  # subgroups along tokens; waves_n, waves_k: along rows and columns
     waves_n: int
     waves_k: int
+    # 1: the weights of a subgroup's next group are loaded while those of one are multiplied, except float ones; 2: so
+    # are the activations of each next run
     ahead: int = 0
+    # 1: what codes are or'ed with is in registers, as numbers that the compiler does not know. Of two constants
+    # NVIDIA's makes two instructions for two weights instead of one.
     hidden: int = 0
-    staged: int = 0
+    staged: int = 0  # 1: activations go through shared memory (`lane_tiles.py`)
 
 
 class LaneResults(Gemm[LaneTile]):
     """The part of `LaneGemm` that says what each subgroup has, and makes results of its sums."""
 
-    thread: Expr
-    wave: Expr  # the subgroup
-    lds: Buffer  # uint32x4 [units]
-    sums: Fragments
+    scope = "shared"  # of its shared memory
 
     def __init__(self, of: Product, tile: LaneTile):
         super().__init__(of, tile)
@@ -82,6 +74,17 @@ class LaneResults(Gemm[LaneTile]):
         self.per_pass = tile.waves_m * tile.waves_n * self.at_once * TOKENS * self.quads
         self.ld = self.quads + PAD
         self.units = self._units(self.rows_at_once, self.at_once)
+
+    def allocate(self, thread: Expr) -> None:
+        tile, self.thread = self.tile, thread
+        self.wave = wave = uniform(self.arch, thread // WAVE)
+        self.lane = T.Bind(thread % WAVE)
+        self.wave_m, self.wave_n = T.Bind(wave % tile.waves_m), T.Bind(wave // tile.waves_m % tile.waves_n)
+        self.wave_k = T.Bind(wave // (tile.waves_m * tile.waves_n))
+        self.lds = T.alloc_buffer((self.units,), "uint32x4", scope=self.scope)
+        self.a = Fragments("a", self.weights * self.tiles_n, SHAPE)
+        self.b = Fragments("b", self.tiles_m, SHAPE)
+        self.sums = Fragments("sum", self.weights * self.tiles_n * self.tiles_m, SHAPE)
 
     @abstractmethod
     def _sum_up(self, work: TileWork) -> None:

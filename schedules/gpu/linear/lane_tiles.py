@@ -234,7 +234,7 @@ def _many(of: Product) -> LaneTile:
     activations are read half as often, which takes no less time in a kernel alone, but 3 % less in a prompt on an H100,
     whose clock depends on its power."""
     height, units = MANY // of.weights, of.arch.units
-    if _is_stageable(of.formats):
+    if not of.has_floats and smallness(of.formats):  # registers of staged tiles hold codes only
         wide, narrow = _workgroups(of, 4 * height), _workgroups(of, 2 * height)
         if len(of.formats) == of.weights <= smallness(of.formats) and wide >= BUSY * units * -(-wide // units):
             return LaneTile(MANY, 4 * height, 1, 2 * SIMDS, 1, ahead=1, hidden=1, staged=1)
@@ -252,11 +252,6 @@ def _many(of: Product) -> LaneTile:
 
 def _workgroups(of: Product, height: int) -> int:
     return -(-of.m // MANY) * -(-of.rows // height)
-
-
-def _is_stageable(formats: Sequence[Format]) -> bool:
-    """Whether weights of these formats can have staged tiles: registers hold codes only."""
-    return all(fmt.kind != "float" for fmt in formats) and smallness(formats) > 0
 
 
 def _fitting(of: Product, tile: LaneTile, most: int) -> LaneTile:

@@ -5,7 +5,6 @@ as many rows of activations as there are tokens and heads."""
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -15,7 +14,7 @@ from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.planes import BLOCK, plane_args
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import FIELDS, act_args
-from mlc_amd.schedules.gpu.base.step import FEW, kernel, live_rows, once, state_arg
+from mlc_amd.schedules.gpu.base.step import FEW, builds, live_rows, once
 from mlc_amd.schedules.gpu.experts.experts import check_rows
 from mlc_amd.schedules.gpu.linear import gemm, gemv, load
 from mlc_amd.schedules.gpu.linear.gemm_tile import Product, TileWork, Weight
@@ -51,21 +50,19 @@ def plans(op: Linear | GateUp | ExpertGateUp, arch: Device) -> Space:
     return module_of(op, arch).plans(op, arch)
 
 
-@registry.builds(HeadLinear)
-def head_linear(op: HeadLinear, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
+@builds(HeadLinear)
+def head_linear(op: HeadLinear, arch: Device, state: Buffer, plan: None) -> None:
     """Kernel (state, A, S | H | X of [m, heads * k], planes of the [heads * n, k] stack, Y float32 [m, heads * n]).
     UserError unless n is a multiple of 16 or for weights too large, ValueError for what has no tiles."""
     rows, ((fmt, _),) = op.heads * op.n, op.weights
     check_rows(op.n)
-    with kernel(name) as ir:
-        state, acts = state_arg(), act_args(op.m, op.heads * op.k, op.layout)
-        planes = plane_args(fmt, rows, op.k, "W_")
-        segment = Segment(fmt, rows, planes, None, T.arg("Y", T.buffer((op.m, rows), "float32")))
-        if op.m <= FEW and op.layout in gemv.VECTORS:
-            _emit_gemv(op, arch, acts, segment)
-        else:
-            _emit_gemm(op, arch, state, acts, segment)
-    return ir.get()
+    acts = act_args(op.m, op.heads * op.k, op.layout)
+    planes = plane_args(fmt, rows, op.k, "W_")
+    segment = Segment(fmt, rows, planes, None, T.arg("Y", T.buffer((op.m, rows), "float32")))
+    if op.m <= FEW and op.layout in gemv.VECTORS:
+        _emit_gemv(op, arch, acts, segment)
+    else:
+        _emit_gemm(op, arch, state, acts, segment)
 
 
 def _emit_gemv(op: HeadLinear, arch: Device, acts: list[Buffer], segment: Segment) -> None:
@@ -87,36 +84,19 @@ def _emit_gemv(op: HeadLinear, arch: Device, acts: list[Buffer], segment: Segmen
         gemv.emit_segment(arch, split, segment, views, tokens, place)
 
 
-class _HeadRows(NamedTuple):
-    """A head's rows of a buffer [m * heads, ..] of activations: row `token` is that of the head."""
+class _OfHead:
+    """A head's part of a buffer of activations: its groups of columns of one in the layout "lanes", else its rows of
+    one [m * heads, ..], of which row `token` is that of the head."""
 
-    buffer: Buffer
-    heads: int
-    head: Expr
+    def __init__(self, buffer: Buffer, heads: int, head: Expr, in_lanes: bool):
+        self.buffer, self.heads, self.head, self.in_lanes = buffer, heads, head, in_lanes
+        self.dtype, self.shape = buffer.dtype, list(buffer.shape)
 
-    @property
-    def dtype(self) -> str:
-        return self.buffer.dtype
-
-    def __getitem__(self, index: tuple[Expr, ...]) -> Expr:  # type: ignore[override]  # as a buffer's
-        token, *rest = index
-        return self.buffer[(token * self.heads + self.head, *rest)]
-
-
-class _HeadGroups(NamedTuple):
-    """A head's groups of columns of a buffer in the layout "lanes"."""
-
-    buffer: Buffer
-    heads: int
-    head: Expr
-
-    @property
-    def shape(self) -> list[Expr]:
-        return list(self.buffer.shape)
-
-    def __getitem__(self, index: tuple[Expr, ...]) -> Expr:  # type: ignore[override]  # as a buffer's
-        tile, group, place = index
-        return self.buffer[tile, self.head * (int(self.buffer.shape[1]) // self.heads) + group, place]
+    def __getitem__(self, index: tuple[Expr, ...]) -> Expr:
+        first, second, *rest = index
+        if self.in_lanes:
+            return self.buffer[(first, self.head * (int(self.shape[1]) // self.heads) + second, *rest)]
+        return self.buffer[(first * self.heads + self.head, second, *rest)]
 
 
 def _emit_gemm(op: HeadLinear, arch: Device, state: Buffer, acts: list[Buffer], segment: Segment) -> None:
@@ -143,5 +123,5 @@ def _emit_gemm(op: HeadLinear, arch: Device, state: Buffer, acts: list[Buffer], 
 
         with once(token0 < live):
             weight = Weight(segment.fmt, segment.planes, n)
-            mine = [_HeadGroups(x, heads, head) if in_lanes else _HeadRows(x, heads, head) for x in views]
+            mine = [_OfHead(x, heads, head, in_lanes) for x in views]
             routine.emit(TileWork(mine, [weight], token0, row0, store, T.Bind(head * n)))

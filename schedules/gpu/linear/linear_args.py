@@ -16,14 +16,12 @@ from typing import NamedTuple
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.formats import Format
-from mlc_amd.schedules.gpu.base.planes import BLOCK, padded, plane_args
+from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes, padded, plane_args
 from mlc_amd.schedules.gpu.base.quantize import act_args
-from mlc_amd.schedules.gpu.base.step import state_arg
 from mlc_amd.schedules.gpu.experts.experts import bias_args, ids_arg
 from mlc_amd.schedules.gpu.linear.deferred_norm import CompletedNorm, PreparedNorm
-from mlc_amd.schedules.gpu.linear.load import Planes
 from mlc_amd.schedules.operators import ExpertGateUp, GateUp, Linear
-from mlc_amd.schedules.tir import Buffer
+from mlc_amd.schedules.tir import Buffer, declared
 
 
 class Segment(NamedTuple):
@@ -37,43 +35,39 @@ class Segment(NamedTuple):
 
 
 class LinearBuffers(NamedTuple):
-    """The buffers of a linear layer. residual: None if nothing is added; prepared, completed: None without a deferred
-    norm of its result, of its input."""
+    """The buffers of a linear layer."""
 
-    state: Buffer
     acts: list[Buffer]
     segments: list[Segment]
-    residual: Buffer | None
-    prepared: PreparedNorm | None
-    completed: CompletedNorm | None
+    residual: Buffer | None  # None if nothing is added
+    prepared: PreparedNorm | None  # the deferred norm of its result
+    completed: CompletedNorm | None  # that of its input
 
 
 class GateUpBuffers(NamedTuple):
-    """The buffers of the first half of a feed-forward layer. planes, biases: of gate and up, no biases: []; `ids`: of
-    experts, or None; completed: as of LinearBuffers."""
+    """The buffers of the first half of a feed-forward layer."""
 
-    state: Buffer
     acts: list[Buffer]
-    ids: Buffer | None
-    planes: list[Planes]
-    biases: list[Buffer]
+    ids: Buffer | None  # of experts
+    planes: list[Planes]  # of gate and up
+    biases: list[Buffer]  # of gate and up, or []
     out: list[Buffer]
-    completed: CompletedNorm | None
+    completed: CompletedNorm | None  # as of LinearBuffers
 
 
 def _acts(m: int, k: int, layout: str, eps: float | None) -> list[Buffer]:
     """eps: None, or that of a norm of m rows."""
     if eps is None:
         return act_args(m, k, layout)
-    return [T.arg("X", T.buffer((m, k), "float32")), T.arg("G", T.buffer((k,), "float32"))]
+    return declared(X=(m, k), G=(k,))
 
 
 def declare_linear(op: Linear) -> LinearBuffers:
-    """Declares the parameters of a kernel. ValueError for segments that do not make one launch."""
+    """Declares the parameters of a kernel after `state`. ValueError for segments that do not make one launch."""
     m, k = op.m, op.k
     if len(op.biases) != len(op.segments) or (op.residual and len(op.segments) > 1):
         raise ValueError(f"segments {op.segments}, biases {op.biases}, residual {op.residual} do not make one launch")
-    state, acts = state_arg(), _acts(m, k, op.layout, op.eps)
+    acts = _acts(m, k, op.layout, op.eps)
     completed = None if op.norm_in is None else CompletedNorm(op.norm_in, m, k, op.layout)
     weights = [
         (fmt, n, plane_args(fmt, n, k, f"W{i}_"), T.arg(f"bias{i}", T.buffer((n,), "float32")) if biased else None)
@@ -86,7 +80,7 @@ def declare_linear(op: Linear) -> LinearBuffers:
     for norm in filter(None, (prepared, completed)):
         norm.declare_outputs()
     segments = [Segment(*weight, Y) for weight, Y in zip(weights, outputs, strict=True)]
-    return LinearBuffers(state, acts, segments, residual, prepared, completed)
+    return LinearBuffers(acts, segments, residual, prepared, completed)
 
 
 def check_blocks(n: int) -> None:
@@ -96,12 +90,12 @@ def check_blocks(n: int) -> None:
 
 
 def declare_gate_up(op: GateUp | ExpertGateUp) -> GateUpBuffers:
-    """Declares the parameters of a kernel; weights of experts are stacks."""
+    """Declares the parameters of a kernel after `state`; weights of experts are stacks."""
     if isinstance(op, ExpertGateUp):
         x_rows, rows, count, eps, norm_in = op.x_rows, op.of.slots(op.m), op.experts, None, None
     else:
         x_rows, rows, count, eps, norm_in = op.m, op.m, 1, op.eps, op.norm_in
-    state, acts = state_arg(), _acts(x_rows, op.k, op.layout_in, eps)
+    acts = _acts(x_rows, op.k, op.layout_in, eps)
     completed = None if norm_in is None else CompletedNorm(norm_in, op.m, op.k, op.layout_in)
     ids = ids_arg(op.of, op.m) if isinstance(op, ExpertGateUp) else None
     planes: list[Planes] = [
@@ -111,4 +105,4 @@ def declare_gate_up(op: GateUp | ExpertGateUp) -> GateUpBuffers:
     out = act_args(rows, op.n, op.layout, ["A_out", "S_out"] if op.layout == "rows" else ["Y"])
     if completed:
         completed.declare_outputs()
-    return GateUpBuffers(state, acts, ids, planes, biases, out, completed)
+    return GateUpBuffers(acts, ids, planes, biases, out, completed)

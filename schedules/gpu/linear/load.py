@@ -25,7 +25,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.decode import minifloat
 from mlc_amd.schedules.formats import FP4_VALUES, MINIFLOATS, PLANE_BITS, Format
 from mlc_amd.schedules.gpu.base.device import intrin
-from mlc_amd.schedules.gpu.base.planes import BLOCK
+from mlc_amd.schedules.gpu.base.planes import BLOCK, Planes
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, lane_of
 from mlc_amd.schedules.tir import Buffer, Expr
@@ -34,27 +34,21 @@ QUADS = 8  # words of four codes in a block
 LOAD_WORDS = 4  # of the widest load: 128 bits
 WORD = 4  # bytes
 
-Planes = Mapping[str, Buffer]  # of a weight, by name
-
 
 class Unit(NamedTuple):
-    """The registers of a unit. codes: plane -> words. scales: plane -> one register per scale (D, DM, M) or one word of
-    bytes (S, Z)."""
+    """The registers of a unit."""
 
-    codes: dict[str, list[Expr]]
-    scales: dict[str, list[Expr]]
+    codes: dict[str, list[Expr]]  # plane -> words
+    scales: dict[str, list[Expr]]  # plane -> one register per scale (D, DM, M) or one word of bytes (S, Z)
 
 
 class Scales(NamedTuple):
-    """The factors of one block. d: of all of it, or None; sub: per group of columns, or [None]; minimum: float32, or
-    None; sub_minimum: as `sub`.
+    """The factors of one block: weight = d * sub * value + minimum (plane M), or - minimum * sub_minimum (plane DM)."""
 
-    weight = d * sub * value + minimum (plane M), or - minimum * sub_minimum (plane DM)."""
-
-    d: Expr | None
-    sub: list[Expr | None]
-    minimum: Expr | None
-    sub_minimum: list[Expr | None]
+    d: Expr | None  # of all of it
+    sub: list[Expr | None]  # per group of columns, or [None]
+    minimum: Expr | None  # float32
+    sub_minimum: list[Expr | None]  # as `sub`
 
     def factors(self) -> list[Expr]:
         """d * sub of each group of columns."""

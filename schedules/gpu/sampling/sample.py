@@ -15,15 +15,13 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.sampling.layout import ADJUST, CHANGES, DRAW, LOGPROB, MASK, RECENT, TOKEN
-from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import barrier, exp2, intrin, launch, maximum, wave_max
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.registers import at, lane_of, local, put, vector
-from mlc_amd.schedules.gpu.base.step import if_live, kernel, state_arg, where
+from mlc_amd.schedules.gpu.base.registers import at, filled, lane_of, local, put, vector
+from mlc_amd.schedules.gpu.base.step import builds, if_live, where
 from mlc_amd.schedules.gpu.sampling.sample_search import STEPS, WIDTH, Group, RowDraw, Workgroup, team_of
 from mlc_amd.schedules.operators import Sample
 from mlc_amd.schedules.operators.attention import LOG2E
@@ -47,22 +45,19 @@ class Found(NamedTuple):
     tops: Buffer
 
 
-@registry.builds(Sample)
-def sample(op: Sample, arch: Device, name: str, plan: None = None) -> tirx.PrimFunc:
+@builds(Sample)
+def sample(op: Sample, arch: Device, state: Buffer, plan: None) -> None:
     """Kernel (state, Logits float32 [m, columns], sampling, changes, allowed, Sampled int32 [m], LogProbs float32 [m],
     Adjusted float32 [m, columns]). LogProbs is 0 unless the row asks for it. Adjusted is work space."""
     n, waves, most = op.m, arch.threads // arch.wave, arch.most_threads // arch.wave
     parts = -(-op.vocab // (arch.threads * WIDTH * STEPS))
-    with kernel(name) as ir:
-        state = state_arg()
-        args = sample_args(op)
-        Parts = T.alloc_buffer((n, parts, FACTS), "float32")
-        found = Found(Parts, T.alloc_buffer((n, parts * (arch.threads // team_of(arch))), "float32"))
-        with launch((parts, n), (arch.wave, waves)) as (part, row, lane, wave), if_live(state, None, row):
-            _survey(args, op.vocab, found, Group(arch, lane, wave, waves), part, row)
-        with launch((n,), (arch.wave, most)) as (row, lane, wave), if_live(state, None, row):
-            _choose(args, op.vocab, found, Group(arch, lane, wave, most), row)
-    return ir.get()
+    args = sample_args(op)
+    Parts = T.alloc_buffer((n, parts, FACTS), "float32")
+    found = Found(Parts, T.alloc_buffer((n, parts * (arch.threads // team_of(arch))), "float32"))
+    with launch((parts, n), (arch.wave, waves)) as (part, row, lane, wave), if_live(state, None, row):
+        _survey(args, op.vocab, found, Group(arch, lane, wave, waves), part, row)
+    with launch((n,), (arch.wave, most)) as (row, lane, wave), if_live(state, None, row):
+        _choose(args, op.vocab, found, Group(arch, lane, wave, most), row)
 
 
 def _survey(args: SampleArgs, vocab: int, found: Found, group: Group, part: Expr, row: Expr) -> None:
@@ -71,8 +66,7 @@ def _survey(args: SampleArgs, vocab: int, found: Found, group: Group, part: Expr
     Logits, Adjusted, Parts, Tops, columns = args.logits, args.adjusted, *found, int(args.logits.shape[1])
     flags, first = words.int("flags"), T.Bind(part * (threads * WIDTH * STEPS))
     starts = [T.Bind(first + (i * threads + tid) * WIDTH) for i in range(STEPS)]
-    x, y, bad = local(STEPS * WIDTH), local(STEPS * WIDTH), local(1, "int32")
-    put(bad, T.int32(0), 0)
+    x, y, bad = local(STEPS * WIDTH), local(STEPS * WIDTH), filled(T.int32(0))
     for i, start in enumerate(starts):
         values = T.Bind(Logits[row, at(T.min(start, T.int32(columns - WIDTH)), WIDTH)])
         for k in range(WIDTH):
@@ -93,9 +87,7 @@ def _survey(args: SampleArgs, vocab: int, found: Found, group: Group, part: Expr
             # the padding after the vocabulary is as low as tokens that must not be chosen, but comes after them
             token = T.Bind(T.Select(y[i * WIDTH + k] == changed_top, start + k, token))
     token, bad = group.reduce((token, "least"), (bad[0], "most"))
-    totals = local(3)
-    for i in range(3):
-        put(totals, T.float32(0), i)
+    totals = filled(T.float32(0), 3)
     with where((flags & (DRAW | LOGPROB)) > 0):
         sums = [T.float32(0)] * 3
         heat = words.float("heat")
@@ -168,10 +160,9 @@ def _choose(args: SampleArgs, vocab: int, found: Found, group: Group, row: Expr)
     parts = int(Parts.shape[1])
     flags = words.int("flags")
 
-    def over_parts(start: Expr, dtype: str, join: Join) -> Expr:
+    def over_parts(start: Expr, join: Join) -> Expr:
         """Each thread's `join` of its parts; of places without a part nothing changes."""
-        total = local(1, dtype)
-        put(total, start, 0)
+        total = filled(start)
         with T.serial(-(-parts // threads)) as step:
             part = T.Bind(step * threads + tid)
             index = T.Bind(T.min(part, T.int32(parts - 1)))
@@ -184,29 +175,28 @@ def _choose(args: SampleArgs, vocab: int, found: Found, group: Group, row: Expr)
     def sums_of(top_of: int, top: Expr, *pairs: tuple[int, Expr]) -> list[Expr]:
         def sum_of(which: int, heat: Expr) -> Expr:
             return over_parts(
-                T.float32(0), "float32", lambda total, fact: total + fact(which) * _power((fact(top_of) - top) * heat)
+                T.float32(0), lambda total, fact: total + fact(which) * _power((fact(top_of) - top) * heat)
             )
 
         return group.reduce(*((sum_of(*pair), "sum") for pair in pairs))
 
     lowest, heat = T.float32(LOWEST), T.float32(LOG2E)
-    top = over_parts(lowest, "float32", lambda best, fact: T.max(best, fact(CHANGED_TOP)))
-    bad = over_parts(T.int32(0), "int32", lambda any_of, fact: any_of | bits(fact(BAD_BITS)))
+    top = over_parts(lowest, lambda best, fact: T.max(best, fact(CHANGED_TOP)))
+    bad = over_parts(T.int32(0), lambda any_of, fact: any_of | bits(fact(BAD_BITS)))
     top, bad = group.reduce((top, "max"), (bad, "most"))
 
     def first_of(token: Expr, fact: Callable[[int], Expr]) -> Expr:
         return T.min(token, T.Select(fact(CHANGED_TOP) == top, bits(fact(TOKEN_BITS)), T.int32(LARGEST)))
 
-    (token,) = group.reduce((over_parts(T.int32(LARGEST), "int32", first_of), "least"))
+    (token,) = group.reduce((over_parts(T.int32(LARGEST), first_of), "least"))
     chosen = Var(local(1, "int32"), token)
     with when(((flags & DRAW) > 0) & (bad == 0)):
         z, z_heat = sums_of(CHANGED_TOP, top, (CHANGED_SUM, heat), (HEATED_SUM, words.float("heat")))
         machine = Workgroup(group.arch, group, args.adjusted, found.tops, row, vocab)
         RowDraw(machine, words, top, (z, z_heat), chosen).emit()
-    put_probability = local(1)
-    put(put_probability, T.float32(0), 0)
+    put_probability = filled(T.float32(0))
     with when(((flags & LOGPROB) > 0) & (bad == 0)):
-        raw = over_parts(lowest, "float32", lambda best, fact: T.max(best, fact(TOP)))
+        raw = over_parts(lowest, lambda best, fact: T.max(best, fact(TOP)))
         (raw,) = group.reduce((raw, "max"))
         (total,) = sums_of(TOP, raw, (SUM, heat))
         logarithm = intrin("float32", "llvm.amdgcn.log.f32", total) * T.float32(math.log(2))

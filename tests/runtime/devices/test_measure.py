@@ -6,12 +6,12 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
+from act_layouts import in_lanes
 from candidates import ADD, STATE, made
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.measure import candidate, compare, inputs, timing
 from mlc_amd.runtime.measure.timing import Bench
-from mlc_amd.schedules.gpu.base.quantize import in_lanes
 from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.tools.reference.experts import order
 

@@ -6,6 +6,7 @@ SPIR-V emulator, which has them, too.
 
 import numpy as np
 import pytest
+from act_layouts import in_lanes, lanes_shape
 from samples import sample
 from spirv_emulation import emulated
 from workloads import gate_up_op, linear_op, operator
@@ -14,7 +15,6 @@ from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.schedules.formats import lookup
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import resolve
-from mlc_amd.schedules.gpu.base.quantize import in_lanes, lanes_shape
 from mlc_amd.schedules.gpu.linear import gemm, lane_tiles
 from mlc_amd.schedules.gpu.linear.deferred_norm import MARGIN
 from mlc_amd.schedules.gpu.linear.gemm import expert_linear, gate_up_swiglu

@@ -20,6 +20,7 @@ from mlc_amd.schedules.gpu.attention.attention_step import attention_step
 from mlc_amd.schedules.gpu.attention.cache import cache_types
 from mlc_amd.schedules.gpu.attention.kv_write import rope_kv_write
 from mlc_amd.schedules.gpu.base.arch import resolve
+from mlc_amd.schedules.gpu.base.step import builder
 from mlc_amd.schedules.operators.attention import Attention, Rope
 from tests.dev.gfxemu import emulate
 
@@ -138,9 +139,8 @@ def build(arch, name):
     if name in ROPE:
         return rope_kv_write(case.write, arch, name)
     if name in DOT:
-        with attention_step(case.op, name) as (ir, step):
-            attention_prefill_dot.emit(step, arch)
-        return ir.get()
+        emit = builder(lambda op, arch, state, plan: attention_prefill_dot.emit(attention_step(op, state), arch))
+        return emit(case.op, arch, name)
     return attention(case.op, arch, name, PLANS.get(name))
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from act_layouts import lanes_shape
 from vulkan_harness import PROFILES, gpu, on_both, run
 from workloads import built, operator
 
@@ -13,7 +14,6 @@ from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.arch import resolve
-from mlc_amd.schedules.gpu.base.quantize import lanes_shape
 from mlc_amd.schedules.operators.experts import Experts
 from mlc_amd.schedules.operators.layouts import activations
 from mlc_amd.tools.reference import experts as reference

@@ -10,6 +10,7 @@ from itertools import product
 import gguf_blocks
 import numpy as np
 import pytest
+from act_layouts import from_pairs
 from samples import sample
 from workloads import gate_up_op, linear_op
 
@@ -19,7 +20,6 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.arch import ARCHS, resolve
 from mlc_amd.schedules.gpu.base.planes import padded
-from mlc_amd.schedules.gpu.base.quantize import from_pairs
 from mlc_amd.schedules.gpu.linear.gemv import FEW, gate_up_swiglu, linear
 from mlc_amd.schedules.gpu.linear.gemv_plan import Plan, gate_up_default, linear_default
 from tests.dev.gfxemu import emulate

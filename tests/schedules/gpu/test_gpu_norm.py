@@ -5,6 +5,7 @@ import re
 import gguf_blocks
 import numpy as np
 import pytest
+from act_layouts import from_pairs
 from workloads import built
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
@@ -12,7 +13,6 @@ from mlc_amd.compiler.quant import repack
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.arch import ARCHS, resolve
-from mlc_amd.schedules.gpu.base.quantize import from_pairs
 from mlc_amd.schedules.operators import Embed, LayerNorm, Operator, Quantize, RmsNorm
 from tests.dev.gfxemu import emulate
 

@@ -12,6 +12,7 @@ import gguf_blocks
 import numpy as np
 import pytest
 import workloads
+from act_layouts import from_pairs, in_pairs
 from samples import sample
 from spirv_emulation import emulated
 from tvm.script.ir_builder import IRBuilder
@@ -25,7 +26,7 @@ from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.planes import BLOCK, plane_args
 from mlc_amd.schedules.gpu.base.profiles import resolve
-from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS, from_pairs, in_pairs
+from mlc_amd.schedules.gpu.base.quantize import RUN, RUNS
 from mlc_amd.schedules.gpu.base.registers import at
 from mlc_amd.schedules.gpu.linear import coop_load, load
 from mlc_amd.schedules.gpu.linear.gemm import gate_up_swiglu, linear

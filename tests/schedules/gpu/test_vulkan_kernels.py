@@ -11,6 +11,7 @@ import gguf_blocks
 import numpy as np
 import pytest
 import workloads
+from act_layouts import from_pairs
 from samples import sample
 from tvm.tirx.script import builder as T
 from vulkan_harness import PROFILES, execute, on_both
@@ -20,7 +21,6 @@ from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.gpu.base.activations import gated
 from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.planes import padded
-from mlc_amd.schedules.gpu.base.quantize import from_pairs
 from mlc_amd.schedules.gpu.base.step import kernel
 from mlc_amd.schedules.gpu.linear import gemm, gemv
 from mlc_amd.schedules.gpu.linear.gemm_dot import choose

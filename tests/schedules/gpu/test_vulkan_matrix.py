@@ -7,6 +7,7 @@ from dataclasses import replace
 import gguf_blocks
 import numpy as np
 import pytest
+from act_layouts import in_lanes, lanes_shape
 from samples import sample
 from spirv_emulation import emulated
 from workloads import gate_up_op, linear_op, operator
@@ -17,7 +18,6 @@ from mlc_amd.runtime.matrix_lanes import DISTRIBUTIONS
 from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.probes import fragment_probe
 from mlc_amd.schedules.gpu.base.profiles import resolve
-from mlc_amd.schedules.gpu.base.quantize import in_lanes, lanes_shape
 from mlc_amd.schedules.gpu.linear import gemm, gemm_coop, gemm_matrix
 from mlc_amd.schedules.gpu.linear.gemm_matrix import MatrixTile
 from mlc_amd.schedules.gpu.linear.linear import head_linear
