@@ -36,6 +36,7 @@ from mlc_amd.schedules.gpu.experts.route import scratch_shapes as route_scratch
 from mlc_amd.schedules.gpu.linear import norm_place
 from mlc_amd.schedules.operators import AllGather, AllReduce, GateUp, HeadLinear, Linear, NormPlace
 from mlc_amd.schedules.operators.attention import SLOTS
+from mlc_amd.schedules.operators.exchange import MOST_WORDS
 
 # Of experts, by whether `gemm_lanes.py` multiplies their rows, which has matrices of as few as TOKENS tokens and does
 # not stage weights: rows of a step, at most, whose slots are computed one by one (16 rows of models with 32 experts or
@@ -43,7 +44,6 @@ from mlc_amd.schedules.operators.attention import SLOTS
 # rows as SOME, and for more. Of 128 experts, 8 used, the rows of a chunk of 512 fill tiles of 32 to two thirds, tiles
 # of 64 to a half, but those decode weights less often: 10 % faster on an H200.
 SINGLE_ROWS, SOME = {False: 16, True: FEW}, 64
-MOST_WORDS = 1 << 17  # that a GPU sends in a round: more cross faster in copies between segments
 RELAY = "relay.bin"
 EXPERT_TILES = {False: (16, 32), True: (TOKENS, 64)}
 

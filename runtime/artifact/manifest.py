@@ -99,13 +99,15 @@ class ManifestLaunch(TypedDict):
 
 
 class ManifestFunction(TypedDict):
-    """receives, sends: bytes of the arena, first and end, which only the parts of several GPUs have (stages.py,
-    ranks.py); sends_at: where they begin in memory that several GPUs send to; rounds: of
-    exchanges while kernels run, so many of so many words."""
+    """Only of parts of several GPUs (stages.py, ranks.py): receives, sends: bytes of the arena, first and end; .._at:
+    where each of them is in memory that several GPUs use; own: what this GPU itself sent, [first, where it belongs,
+    bytes] in the arena; rounds: of exchanges while kernels run, so many of so many words."""
 
     receives: NotRequired[list[list[int]]]
     sends: NotRequired[list[list[int]]]
-    sends_at: NotRequired[int]
+    receives_at: NotRequired[list[int]]
+    sends_at: NotRequired[list[int]]
+    own: NotRequired[list[int]]
     rounds: NotRequired[list[list[int]]]
     rows: Annotated[int, Meta(ge=1, le=1 << 20)]
     single: Annotated[int, Meta(ge=0, le=1 << 20)]

@@ -130,7 +130,7 @@ class _Cutter:
 
     def segments(self, function: ManifestFunction) -> Iterator[ManifestFunction]:
         launches: list[ManifestLaunch] = []
-        received: list[list[int]] = []
+        received: dict[str, list] = {"receives": []}
         rounds: list[list[int]] = []
         for launch in function["launches"]:
             kernel = launch["kernel"]
@@ -140,17 +140,21 @@ class _Cutter:
                 rounds.append([1, words])
             elif kernel in self._exchanges:
                 args = dict(zip(self._params[kernel], launch["args"], strict=True))
-                (first, end) = sent = _bytes(args[SENT])
-                cut = {"sends": [sent], "sends_at": self._rank * (end - first)}
+                (first, end), (parts, last) = _bytes(args[SENT]), _bytes(args[RECEIVED])
+                count = end - first
+                cut = {"sends": [[first, end]], "sends_at": [self._rank * count]}
                 yield _segment(function, launches, received, rounds, **cut)
-                launches, received, rounds = [], [_bytes(args[RECEIVED])], []
+                own = parts + self._rank * count
+                spans = [[a, b] for a, b in ((parts, own), (own + count, last)) if a < b]
+                received = {"receives": spans, "receives_at": [a - parts for a, _ in spans], "own": [first, own, count]}
+                launches, rounds = [], []
             launches.append(launch)
         yield _segment(function, launches, received, rounds, sends=[])
 
 
-def _segment(function, launches, received, rounds, **sent) -> ManifestFunction:
+def _segment(function: ManifestFunction, launches, received, rounds, **sent) -> ManifestFunction:
     joined = [[len([*same]), words] for words, same in groupby(words for _, words in rounds)]
-    return cast(ManifestFunction, {**function, "launches": launches, "receives": received, "rounds": joined, **sent})
+    return cast(ManifestFunction, {**function, "launches": launches, "rounds": joined, **received, **sent})
 
 
 def _bytes(arg: LaunchArgument) -> list[int]:

@@ -4,7 +4,7 @@ themselves.
 It has PARTS: the one GPU writes a step to one of them while the other may still read the step before.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -23,9 +23,13 @@ class Handover:
         self.addresses = [first + part * self.nbytes for part in range(PARTS)]
 
 
-def place(function: Mapping, key: str) -> int:
-    """Where a function's "sends" or "receives" begin in the memory."""
-    return function.get("sends_at", 0) if key == "sends" else 0
+def spans(function: Mapping, key: str) -> Iterator[tuple[int, int, int]]:
+    """(first, end, place in the memory) of the bytes of the arena that a function "sends" or "receives"."""
+    at = 0
+    places = function.get(f"{key}_at")
+    for i, (first, end) in enumerate(function.get(key, ())):
+        yield first, end, places[i] if places else at
+        at += end - first
 
 
 def between(functions: Sequence[Mapping]) -> Handover:

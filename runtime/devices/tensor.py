@@ -58,7 +58,7 @@ class TensorDevice:
             for rank, device in enumerate(devices):
                 device.exchange_through(dict(zip(BOXES, self._boxes.arguments(rank), strict=True)))
         functions = manifest["functions"].values()
-        most = max(sum(end - first for first, end in function["receives"]) for function in functions)
+        most = len(devices) * max(sum(end - first for first, end in function["sends"]) for function in functions)
         shared = Handover(most)
         for device in devices:
             device.connect(shared, shared)

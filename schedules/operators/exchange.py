@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from mlc_amd.schedules.operators.base import OUTPUT_SLOT, STATE_SLOT, Operator, Slot, named
 from mlc_amd.schedules.operators.layouts import Tensor
 
+MOST_WORDS = 1 << 17  # that a GPU sends in a round while kernels run: more cross faster in copies between segments
 PARTS_SLOT = Slot("work", ("P",))
 
 
@@ -27,15 +28,21 @@ class Exchange(Operator):
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(Exchange, name="all_reduce", sizes="{0.n}"):
-    """The sum of what the GPUs computed, in their order: (x, [residual]) -> float32 [m, n], P."""
+    """The sum of what the GPUs computed, in their order: (x, [residual]) -> float32 [m, n], P. half: x and P are
+    float16."""
 
     residual: bool = False
+    half: bool = False
+
+    @property
+    def dtype(self) -> str:
+        return "float16" if self.half else "float32"
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, Slot("input", ("X",)), *named("input", R=self.residual), OUTPUT_SLOT, PARTS_SLOT)
 
     def results(self) -> list[Tensor]:
-        return [((self.m, self.n), "float32"), ((self.parts, self.m, self.n), "float32")]
+        return [((self.m, self.n), "float32"), ((self.parts, self.m, self.n), self.dtype)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.options import CompileOptions
+from mlc_amd.schedules.operators import exchange
 
 MOST = 1e-4  # KL divergence from exact logits
 CASES = [("gemma4", 2), ("deepseek2", 2), ("gpt-oss", 4), ("qwen3next", 2), ("falcon-h1", 2)]
@@ -23,15 +24,27 @@ def log_probabilities(logits):
     return exact - np.log(np.exp(exact).sum(-1, keepdims=True))
 
 
-@pytest.mark.parametrize(("name", "gpus"), [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)])
-def test_logits_are_exact(name, gpus, tmp_path):
+def divergence(name, gpus, out) -> float:
+    """From exact logits."""
     options = CompileOptions(target="cpu", ctx=128, split="tensor", gpus=gpus, tuned="none")
-    compile_model(architectures.tiny(name), tmp_path / "model", options)
-    artifact, exact = Artifact.open(tmp_path / "model"), architectures.exact()
+    compile_model(architectures.tiny(name), out, options)
+    artifact, exact = Artifact.open(out), architectures.exact()
     with Engine(artifact, CpuRanks(artifact)) as engine:
         logits = engine.score(exact["ids"])[exact["positions"]]
     expected, found = log_probabilities(exact[name]), log_probabilities(logits)
-    assert (np.exp(expected) * (expected - found)).sum(-1).mean() < MOST
+    return (np.exp(expected) * (expected - found)).sum(-1).mean()
+
+
+@pytest.mark.parametrize(("name", "gpus"), [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)])
+def test_logits_are_exact(name, gpus, tmp_path):
+    assert divergence(name, gpus, tmp_path / "model") < MOST
+
+
+def test_rows_that_are_copied_cross_as_float16(tmp_path, monkeypatch):
+    monkeypatch.setattr(exchange, "MOST_WORDS", 512)  # all but single rows
+    assert 1e-9 < divergence("qwen2", 3, tmp_path / "model") < MOST
+    kernels = Artifact.open(tmp_path / "model").manifest["kernels"]
+    assert {one["args"].get("half", False) for one in kernels if one["operator"] == "all_reduce"} == {True, False}
 
 
 @pytest.mark.parametrize("gpus", [2, 4])

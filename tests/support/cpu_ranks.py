@@ -4,6 +4,7 @@ import numpy as np
 
 from mlc_amd.runtime.artifact.ranks import RankArtifact, segments
 from mlc_amd.runtime.devices.cpu import CpuDevice
+from mlc_amd.runtime.devices.handover import spans
 
 
 class CpuRanks:
@@ -22,16 +23,19 @@ class CpuRanks:
     def run(self, function, meanwhile=None):
         if meanwhile:
             meanwhile()
-        received = None
+        host = np.zeros(0, np.uint8)
         for name in segments(self.ranks[0].artifact.manifest, function):
-            parts = []
+            sent = {}
             for rank in self.ranks:
                 one = rank.artifact.manifest["functions"][name]
-                for first, end in one["receives"]:
-                    rank.arena[first:end] = received
+                for first, end, at in spans(one, "receives"):
+                    rank.arena[first:end] = host[at : at + end - first]
+                if "own" in one:
+                    source, target, count = one["own"]
+                    rank.arena[target : target + count] = rank.arena[source : source + count]
                 rank.run(name)
-                parts += [rank.arena[first:end].copy() for first, end in one["sends"]]
-            received = np.concatenate(parts) if parts else None
+                sent |= {at: rank.arena[first:end].copy() for first, end, at in spans(one, "sends")}
+            host = np.concatenate([sent[at] for at in sorted(sent)]) if sent else host
 
     def can_start_ahead(self, function, late=False):
         return False

@@ -5,7 +5,7 @@ import ctypes
 from collections.abc import Mapping
 from contextlib import ExitStack
 
-from mlc_amd.runtime.devices.handover import Handover, place
+from mlc_amd.runtime.devices.handover import Handover, spans
 from mlc_amd.runtime.devices.hip.api import Hip, HipError
 from mlc_amd.runtime.devices.hip.memory import HipMemory
 
@@ -50,11 +50,15 @@ class HipCarried:
         self._enqueue(name, "sends", self.parts[1], self._hip.names.hipMemcpyKind.hipMemcpyDeviceToHost)
 
     def _enqueue(self, name: str, key: str, part: int, kind) -> None:
-        at = self._memory[key].addresses[part] + place(self._functions[name], key) if key in self._memory else 0
-        for first, end in self._functions[name].get(key, ()):
-            target, source = (self._arena + first, at) if key == "receives" else (at, self._arena + first)
+        function = self._functions[name]
+        for first, end, at in spans(function, key):
+            host, own = self._memory[key].addresses[part] + at, self._arena + first
+            target, source = (own, host) if key == "receives" else (host, own)
             self._hip("hipMemcpyAsync", target, source, end - first, kind, self._stream)
-            at += end - first
+        if key == "receives" and "own" in function:
+            source, target, count = function["own"]
+            kind = self._hip.names.hipMemcpyKind.hipMemcpyDeviceToDevice
+            self._hip("hipMemcpyAsync", self._arena + target, self._arena + source, count, kind, self._stream)
 
     def sent(self, name: str) -> bytes:
         """What the last run of a function has handed over."""

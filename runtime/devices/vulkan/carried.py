@@ -4,7 +4,7 @@ this GPU copies from and to memory of the host. Only stages of several GPUs have
 import ctypes
 from collections.abc import Mapping
 
-from mlc_amd.runtime.devices.handover import Handover, place
+from mlc_amd.runtime.devices.handover import Handover, spans
 from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.memory import MemoryBlock, VulkanMemory
@@ -35,17 +35,19 @@ class Carried:
         return self._copied(name, "sends", self.parts[1])
 
     def _copied(self, name: str, key: str, part: int) -> list[ctypes.Structure]:
-        spans = self._functions[name].get(key, ())
-        if not spans:
+        function = self._functions[name]
+        if not function.get(key, ()):
             return []
         if (name, key, part) not in self._copies:
-            host, at = self._blocks[key][part], place(self._functions[name], key)
+            host = self._blocks[key][part]
             recorder = CommandRecorder(self._context, 0)
             recorder.begin()
-            for first, end in spans:
+            for first, end, at in spans(function, key):
                 places = (host, at), (self._arena, first)
                 (source, target) = places if key == "receives" else places[::-1]
                 recorder.copy(*source, *target, end - first)
-                at += end - first
+            if key == "receives" and (own := function.get("own")):
+                source, target, count = own
+                recorder.copy(self._arena, source, self._arena, target, count)
             self._copies[name, key, part] = [recorder.end()]
         return self._copies[name, key, part]

@@ -14,16 +14,19 @@ from mlc_amd.schedules.tir import declared
 
 @registry.builds(AllReduce)
 def all_reduce(op: AllReduce, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], X float32 [m, n], [R float32 [m, n]], Y float32 [m, n], P float32 [parts, m, n]): Y = R +
-    the sum of P, in the order of the parts."""
+    """Kernel (state int32[4], X float32 or float16 [m, n], [R float32 [m, n]], Y float32 [m, n], P as X [parts, m, n]):
+    Y = R + the sum of P, in the order of the parts."""
     n, m, shape = op.n, op.m, (op.m, op.n)
     with kernel(name) as (builder, state):
-        _, R, Y, P = declared(X=shape, R=shape if op.residual else None, Y=shape, P=(op.parts, *shape))
+        declared(op.dtype, X=shape)
+        R, Y = declared(R=shape if op.residual else None, Y=shape)
+        (P,) = declared(op.dtype, P=(op.parts, *shape))
         with row_loop(state, m) as row, T.serial(n // LANES) as step:
             columns = at(step * LANES)
-            total = P[0, row, columns] if R is None else T.Bind(R[row, columns] + P[0, row, columns])
-            for part in range(1, op.parts):
-                total = T.Bind(total + P[part, row, columns])
+            total = None if R is None else R[row, columns]
+            for part in range(op.parts):
+                own = T.cast(P[part, row, columns], f"float32x{LANES}")
+                total = own if total is None else T.Bind(total + own)
             store(Y, total, row, columns)
     return builder.get()
 

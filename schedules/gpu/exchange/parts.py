@@ -14,13 +14,15 @@ from mlc_amd.schedules.tir import Buffer, declared
 
 @builds(AllReduce)
 def all_reduce(op: AllReduce, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, X float32 [m, n], [R float32 [m, n]], Y float32 [m, n], P float32 [parts, m, n]): Y = R + the sum
-    of P, in the order of the parts. n: a multiple of 4."""
+    """Kernel (state, X float32 or float16 [m, n], [R float32 [m, n]], Y float32 [m, n], P as X [parts, m, n]): Y = R +
+    the sum of P, in the order of the parts. n: a multiple of 4."""
     n, m, threads = op.n, op.m, column_threads(op.n, arch)
-    _, R, Y, P = declared(X=(m, n), R=(m, n) if op.residual else None, Y=(m, n), P=(op.parts, m, n))
+    declared(op.dtype, X=(m, n))
+    R, Y = declared(R=(m, n) if op.residual else None, Y=(m, n))
+    (P,) = declared(op.dtype, P=(op.parts, m, n))
     with launch((-(-n // (threads * WIDTH)), m), (threads,)) as (chunk, row, thread), if_live(state, m, row):
         column, live = own_columns(chunk, thread, threads, n)
-        parts = [load_columns(P, part, row, column) for part in range(op.parts)]
+        parts = [[T.cast(x, "float32") for x in load_columns(P, part, row, column)] for part in range(op.parts)]
         total = parts[0] if R is None else load_columns(R, row, column)
         for x in parts[R is None :]:
             total = [T.Bind(t + v) for v, t in zip(x, total, strict=True)]

@@ -12,6 +12,7 @@ from vulkan_harness import PROFILES, run
 
 from mlc_amd.compiler.codegen.rocm import compile_hsaco
 from mlc_amd.runtime.exchange_layout import CONTROL, DONE, FAILED, GROUPS, RANK, ROUNDS, row
+from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.base.arch import resolve
 from mlc_amd.schedules.gpu.exchange.exchange import ExchangePlan, default_plan, exchange
 from mlc_amd.schedules.operators import AllReduce
@@ -116,12 +117,13 @@ def test_an_absent_gpu_is_an_error(vulkan):
 
 
 def test_default_plans():
-    for arch in (PROFILES["lavapipe"], PROFILES["generic"], resolve("gfx1100"), resolve("gfx942")):
+    for arch in (profiles.resolve("rdna3"), profiles.resolve("vangogh"), resolve("gfx1100"), resolve("gfx942")):
         for values in (256, 4096, 8192, 131072):
             plan = default_plan(values, arch)
             assert GROUPS % plan.groups == 0 and plan.threads <= arch.threads and plan.threads % arch.wave == 0
             assert plan.groups * plan.threads >= min(values // 4, GROUPS * arch.threads)
     assert default_plan(8192, resolve("gfx1100")) == ExchangePlan(64, 32)
+    assert default_plan(8192, PROFILES["lavapipe"]).groups == 1
 
 
 def test_sizes_that_do_not_fit_are_refused():
