@@ -2,6 +2,7 @@
 
     manifest.json         model, target, context, plan, KV cache, checksums
     kernels.so            compiled kernels (cpu)
+    relay.bin             the host's code that moves words between GPUs which share a model by tensor
     weights.safetensors   packed weights, every tensor aligned to 64 bytes, mapped or read by devices; only the vectors
                           in an artifact without weights. The same at every context: artifacts may share the file.
     tables.safetensors    tables by position
@@ -29,7 +30,8 @@ from mlc_amd.runtime.folders import Lock, lock, scratch
 from mlc_amd.runtime.garbage import no_collection
 
 WEIGHTS, TABLES = "weights.safetensors", "tables.safetensors"
-_FILES = (MANIFEST, WEIGHTS, TABLES, "kernels[.-]*", "tokenizer.json", "tokenizer_config.json")  # all that there may be
+# all that there may be
+_FILES = (MANIFEST, WEIGHTS, TABLES, "kernels[.-]*", "relay.bin", "tokenizer.json", "tokenizer_config.json")
 
 
 def source_id(path: str | Path) -> str:
