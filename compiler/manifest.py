@@ -15,6 +15,7 @@ from mlc_amd.compiler.weights import random_tensors
 from mlc_amd.runtime.artifact.artifact import source_id
 from mlc_amd.runtime.artifact.io_buffers import io_buffers
 from mlc_amd.runtime.artifact.manifest import (
+    RANK,
     Buffer,
     FormatTotals,
     ManifestBody,
@@ -33,7 +34,7 @@ def manifest_body(lowered: Lowered, compiled: Mapping[str, Any], weights: bool) 
     model, target, ctx, plan = lowered.model, lowered.target, lowered.context, lowered.plan
     whole = model.whole if model.gpus > 1 else model
     path = Path(one_line(str(model.path)))  # JSON has no place for bytes that are not UTF-8
-    return {
+    body: ManifestBody = {
         "name": model.config.name or path.stem,
         "source": {"file": path.name, "id": source_id(model.path)},
         "model": cast(ManifestModel, dataclasses.asdict(whole.config)),
@@ -46,7 +47,6 @@ def manifest_body(lowered: Lowered, compiled: Mapping[str, Any], weights: bool) 
         "kernels": _kernels(lowered),
         "libraries": compiled["libraries"],
         "launches": compiled["launches"],
-        **({"exchange": compiled["exchange"]} if "exchange" in compiled else {}),
         "arena_bytes": plan.arena_bytes,
         "io": _io(lowered),
         "kv": lowered.kept,
@@ -58,6 +58,11 @@ def manifest_body(lowered: Lowered, compiled: Mapping[str, Any], weights: bool) 
         "token_bytes": memory.token_bytes(model.config, target, ctx, lowered.kept),
         "weight_bytes": sum(source.nbytes for source in lowered.weights),
     }
+    if model.gpus > 1:
+        body["part_bytes"] = sum(source.nbytes for source in lowered.weights if RANK not in source.name)
+    if "exchange" in compiled:
+        body["exchange"] = compiled["exchange"]
+    return body
 
 
 def format_totals(tensors: Mapping[str, Any]) -> dict[str, FormatTotals]:

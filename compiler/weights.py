@@ -19,11 +19,11 @@ import numpy as np
 
 from mlc_amd.compiler.models.graph import ONES, table_columns
 from mlc_amd.compiler.models.rope import position_table
-from mlc_amd.compiler.models.shards import RANK, parts_of
+from mlc_amd.compiler.models.shards import parts_of
 from mlc_amd.compiler.models.tensors import is_vector
 from mlc_amd.compiler.quant import repack
 from mlc_amd.compiler.quant.draws import draws
-from mlc_amd.runtime.artifact.manifest import RandomTensor
+from mlc_amd.runtime.artifact.manifest import RANK, RandomTensor
 from mlc_amd.runtime.artifact.weight_block import TensorSpec
 from mlc_amd.runtime.artifact.weights_file import WeightsWriter
 from mlc_amd.schedules.operators.layouts import padded

@@ -26,10 +26,10 @@ from mlc_amd.compiler.models.config import (
     ModelConfig,
     SharedExpertConfig,
 )
+from mlc_amd.runtime.artifact.manifest import RANK
 from mlc_amd.schedules.formats import FORMATS
 
 BLOCK = 32  # rows and columns of a part are a multiple of so many
-RANK = "@"  # in the name of a tensor, before the number of the GPU whose part it is: all but the first one's
 
 
 @dataclass(frozen=True)

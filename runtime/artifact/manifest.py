@@ -27,6 +27,7 @@ from mlc_amd.runtime.sampling.settings import SamplingChanges
 FORMAT_VERSION = 12
 MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
+RANK = "@"  # in a tensor's name, before the number of the GPU whose part it is: all but the first one's
 FOLLOW, CHAIN = "follow_", "chain_"  # prefixes of functions that guess tokens: after a step, and after a guess
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 # The limits only keep what is computed with these numbers within 64 bits; other parts determine the right values.
@@ -235,6 +236,7 @@ class ManifestBody(TypedDict):
     tensors: dict[str, RandomTensor]
     token_bytes: _Count
     weight_bytes: _Count
+    part_bytes: NotRequired[_Count]
 
 
 class Manifest(ManifestBody):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from mlc_amd.runtime.artifact.manifest import Manifest
+from mlc_amd.runtime.artifact.manifest import RANK, Manifest
 from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.errors import UserError
@@ -83,17 +83,17 @@ class Room:
 
 
 def of_manifest(manifest: Manifest) -> Needs:
-    """What an artifact needs."""
+    """What an artifact needs; of one that several GPUs share by tensor, each of them."""
     experts = [0] * len(manifest["model"]["layers"])
     for name, entry in manifest["tensors"].items():
-        if found := EXPERTS.match(name):
+        if (found := EXPERTS.match(name)) and RANK not in name:
             experts[int(found[1])] += nbytes(entry)
     states = [entry for entry in manifest["kv"] if entry.get("span") == STATE]
     kernels = [kernel for arch in manifest["launches"].values() for kernel in arch.values()]
     scratch = max((sum(kernel["scratch"]) for kernel in kernels), default=0)
     kind, io = manifest["target"]["kind"], sum(map(nbytes, manifest["io"].values()))
     return Needs(
-        weights=manifest["weight_bytes"],
+        weights=manifest.get("part_bytes", manifest["weight_bytes"]),
         experts=tuple(experts),
         kv=sum(map(nbytes, manifest["kv"])),
         token=manifest["token_bytes"],

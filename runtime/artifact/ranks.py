@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import cast
 
 from mlc_amd.runtime.artifact.manifest import (
+    RANK,
     LaunchArgument,
     Manifest,
     ManifestFunction,
@@ -23,7 +24,6 @@ from mlc_amd.runtime.artifact.weight_block import WeightBlock, byte_count
 from mlc_amd.runtime.exchange_layout import EXCHANGING
 
 EXCHANGES = ("all_reduce", "all_gather")  # operators that take what all GPUs computed
-RANK = "@"  # see compiler/models/shards.py
 # Further arguments of kernels that exchange parts while they run (runtime/exchange_layout.py)
 BOXES = ("inbox", "outbox", "control")
 SENT, RECEIVED = "X", "P"  # parameters of these: what the GPU computed, and the parts of all
@@ -97,7 +97,8 @@ def _part(cutter: "_Cutter", tensors: Mapping[str, str], sizes: Mapping[str, int
         "tensors": {name: drawn[stored] for name, stored in tensors.items() if stored in drawn},
         "launches": {arch: {k: of for k, of in found.items() if cutter.uses(k)} for arch, found in launches.items()},
         "kernels": [*manifest["kernels"], *map(_exchanging, filter(_is_exchange, manifest["kernels"]))],
-        "weight_bytes": sum(sizes[stored] for stored in tensors.values()),
+        "weight_bytes": (count := sum(sizes[stored] for stored in tensors.values())),
+        "part_bytes": count,
         "inline": cutter.inline,
     })  # fmt: skip
 

@@ -52,6 +52,8 @@ def run(
     if options.ctx not in (None, manifest["context"]):
         rounded = f"is rounded up to {manifest['context']}: caches hold a multiple of {CONTEXT_STEP}"
         display.message(f"--ctx {options.ctx} {rounded}")
+    if (gpus := manifest["gpus"]) > 1:
+        rows.append(("GPUs", f"{gpus}, which share it by tensor; memory is that of each"))
     rows += inspect_memory.lines(inspect_memory.plan(of_manifest(manifest), manifest["target"]["kind"], options.arch))
     for note in summary.notes[:NOTES]:
         display.message(note)

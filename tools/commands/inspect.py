@@ -152,6 +152,7 @@ def _uncompiled(path: Path | None, synthetic: str | None, options: CompileOption
     from mlc_amd.compiler.lowering import capacity
     from mlc_amd.compiler.manifest import format_totals
     from mlc_amd.compiler.memory import needs
+    from mlc_amd.compiler.models.shards import ShardedModel
     from mlc_amd.compiler.sampling import defaults
 
     with opened as model:
@@ -159,7 +160,8 @@ def _uncompiled(path: Path | None, synthetic: str | None, options: CompileOption
         listing = [{"name": t.name, "dtype": t.format, "shape": list(t.shape), "bytes": t.nbytes} for t in tensors]
         on_host(model.tensors, n_cpu_moe)
         made = options.resolved(*targets.resolve(options.target, options.arch))
-        needed = needs(model, make_target(made.target, made.arch, made.cache_type), capacity(model.config, made.ctx))
+        divided = ShardedModel(model, made.parts) if made.parts > 1 else model
+        needed = needs(divided, make_target(made.target, made.arch, made.cache_type), capacity(model.config, made.ctx))
         totals = format_totals(model.tensors)
         name, count = model.config.name, sum(tensor.rows * tensor.shape[-1] for tensor in model.stored.values())
         return {
@@ -205,6 +207,8 @@ def _artifact(artifact, n_cpu_moe: int) -> dict[str, object]:
         known = {key: function[key] for key in ("rows", "single", "logits")}
         launches[name] = known | {"launches": len(made), "per_layer": each}
     same = {key: manifest[key] for key in ("target", "kv_type", "model", "sampling")}
+    if manifest["gpus"] > 1:
+        same = {"gpus": f"{manifest['gpus']}, which share it by tensor; memory is that of each"} | same
     size = sum(file.stat().st_size for file in artifact.path.rglob("*") if file.is_file())
     count = parameters(manifest["formats"])
     return {
@@ -343,6 +347,7 @@ def _tensors(listing: list) -> str:
 _SECTIONS = {
     "file": _line("file"),
     "target": _target,
+    "gpus": _line("GPUs"),
     "kv_type": _line("KV type"),
     "model": _model,
     "sampling": _sampling,
