@@ -8,6 +8,8 @@ from typing import Any, ClassVar, TypeVar
 Result = TypeVar("Result")
 Opener = Callable[[], Any]  # opens one of the devices
 
+# Seconds without news from any GPU after which the host sleeps between questions, and for how long.
+POLL, PAUSE = 0.01, 1e-4
 SLICE = 1.0  # seconds of one wait: Ctrl-C is noticed between them
 
 
@@ -30,6 +32,11 @@ def close_all(devices: Sequence[Any]) -> None:
     for device in devices:
         if device is not None:
             device.close()
+
+
+def patience(devices: Sequence[Any]) -> float:
+    """Seconds that the host asks without a pause: none where a GPU is a CPU, which needs its cores."""
+    return 0.0 if any(getattr(device.gpu, "type", "") == "cpu" for device in devices) else POLL
 
 
 def common_kv_types(manifest: Mapping, devices: Sequence[Any]) -> dict[str, tuple]:

@@ -19,15 +19,13 @@ import numpy as np
 
 from mlc_amd.runtime.artifact.io_buffers import CHOSEN
 from mlc_amd.runtime.devices import handover
-from mlc_amd.runtime.devices.several import Opener, close_all, common_kv_types, open_all
+from mlc_amd.runtime.devices.several import PAUSE, Opener, close_all, common_kv_types, open_all, patience
 from mlc_amd.runtime.errors import MachineError
 from mlc_amd.runtime.sampling.layout import FIELDS, LOGPROB
 
 Result = TypeVar("Result")
 
 AFTER_FAILURE = "a step failed on one of the GPUs; load the model again"
-# Seconds without news from any GPU after which the host sleeps between questions, and for how long.
-POLL, PAUSE = 0.01, 1e-4
 
 
 class _Step:
@@ -99,7 +97,7 @@ class StagedDevice:
         self.kind, self.threads = devices[0].kind, 1
         self.gpu, self.code_arch = devices[0].gpu, devices[0].code_arch
         self.name = " + ".join(device.name for device in devices)
-        self.kv_types = common_kv_types(self.manifest, devices)
+        self.kv_types, self._patience = common_kv_types(self.manifest, devices), patience(devices)
         self.waited = 0.0
         self._inputs: list[tuple[str, np.ndarray]] = []  # written since the last step was started
         self._steps: deque[_Step] = deque()  # not waited for
@@ -224,7 +222,7 @@ class StagedDevice:
         while not step.done:
             moved, now = self._advance(), time.perf_counter()
             news = now if moved else news
-            if now - news > POLL:
+            if now - news > self._patience:
                 time.sleep(PAUSE)
         self.waited += time.perf_counter() - begun
 

@@ -19,8 +19,8 @@ import numpy as np
 from mlc_amd.runtime.artifact.ranks import BOXES, segments
 from mlc_amd.runtime.devices.exchange.vulkan import RelayedBoxes
 from mlc_amd.runtime.devices.handover import PARTS, Handover
-from mlc_amd.runtime.devices.several import Opener, close_all, common_kv_types, open_all
-from mlc_amd.runtime.devices.staged import AFTER_FAILURE, PAUSE, POLL
+from mlc_amd.runtime.devices.several import PAUSE, Opener, close_all, common_kv_types, open_all, patience
+from mlc_amd.runtime.devices.staged import AFTER_FAILURE
 from mlc_amd.runtime.errors import MachineError
 
 Result = TypeVar("Result")
@@ -46,7 +46,7 @@ class TensorDevice:
         first = self.stages[0]
         self.kind, self.threads, self.gpu, self.code_arch = first.kind, 1, first.gpu, first.code_arch
         self.name = " + ".join(device.name for device in self.stages)
-        self.kv_types = common_kv_types(self.manifest, self.stages)
+        self.kv_types, self._patience = common_kv_types(self.manifest, self.stages), patience(self.stages)
         self._segments = {name: segments(first.manifest, name) for name in self.manifest["functions"]}
         self._failed: BaseException | None = None
 
@@ -168,7 +168,7 @@ class TensorDevice:
             left, now = [device for device in busy if not device.finished()], time.perf_counter()
             if len(left) < len(busy):
                 busy, news = left, now
-            elif now - news > POLL:
+            elif now - news > self._patience:
                 time.sleep(PAUSE)
 
     @contextmanager
