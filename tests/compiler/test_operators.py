@@ -9,6 +9,7 @@ from samples import sample
 
 from mlc_amd.compiler.codegen.target import make_target
 from mlc_amd.compiler.lowering import lower
+from mlc_amd.compiler.models.shards import ShardedModel
 from mlc_amd.compiler.work import buffers
 from mlc_amd.schedules.cpu import registry as on_cpu
 from mlc_amd.schedules.gpu import registry as on_gpu
@@ -49,6 +50,7 @@ def test_every_kernel_has_the_parameters_of_its_operator(kind, arch):
     models += [("mamba2", "f16"), ("kimi-linear", "f16")]
     for name, form in models:
         lower(architectures.tiny(name, form), backend, 64)
+    lower(ShardedModel(architectures.tiny("qwen2", "f16"), 2), backend, 64)
     for name, workload in backend.workloads.items():
         found = parameters(workload, buffers(backend.kernels[name]))
         seen.add(workload.name)
