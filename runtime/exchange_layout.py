@@ -5,9 +5,10 @@ number & 1. An outbox is two slots of `capacity` words. An inbox is such a pair 
 order. `Control` is int32[CONTROL].
 """
 
-EXCHANGING = (
-    "exchange_"  # begins the names of kernels that exchange parts while they run, before that of one that does not
-)
+# before a kernel's name: the kernel that exchanges parts while it runs, instead of that one
+EXCHANGING = "exchange_"
+BOXES = ("inbox", "outbox", "control")  # what such a kernel takes besides the other one's parameters
+RELAY = "relay.bin"  # file of an artifact: machine code of the host that moves words between GPUs
 PROBE = EXCHANGING + "probe"  # a kernel with a residual that devices/exchange/check.py launches
 CONTROL = 4
 # Control's elements: rounds that are done, times GROUPS (each workgroup of a launch adds its share of one); not 0 when

@@ -10,7 +10,7 @@ import math
 import os
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, wraps
 from numbers import Real
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -184,8 +184,6 @@ class CompileOptions(TargetOptions):
     def resolved(self, target: str, arch: str) -> "CompileOptions":
         """The same for a target and an arch without "auto", of tools/target.py."""
         changed: dict[str, Any] = {"target": target, "arch": arch, "kv_type": self.cache_type}
-        if self.split == "tensor" and self.gpus is None:
-            changed["gpus"] = len(getattr(self, "devices", ())) or None
         return CompileOptions(**self.given | changed)
 
 
@@ -231,6 +229,12 @@ class LoadOptions(RunOptions, CompileOptions):
     model: Annotated[str | os.PathLike[str] | None, Option(
         "artifact folder, GGUF file, or OWNER/REPO:QUANT of huggingface.co (compiled on first use)",
         default="the bundled demo model", also=MODEL_FLAGS)] = None  # fmt: skip
+
+    def resolved(self, target: str, arch: str) -> CompileOptions:
+        """As CompileOptions has it; for as many GPUs as are named, if that is not said."""
+        found = super().resolved(target, arch)
+        by_devices = self.split == "tensor" and self.gpus is None and self.devices
+        return replace(found, gpus=len(self.devices)) if by_devices else found
 
 
 @dataclass(frozen=True)

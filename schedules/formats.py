@@ -38,6 +38,7 @@ FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 # (2**(e - 128), also for 255); and bits 14 to 7 of a float16, which hold every UE4M3 without denormals
 MINIFLOATS = ("e8m0", "e5m3")
 
+HALF_MAX = 65504.0  # the largest float16
 PLANE_BITS = {"Q1": 1, "Q2": 2, "Q4": 4, "Q8": 8}  # bits of a code that one plane holds
 
 

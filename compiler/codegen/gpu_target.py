@@ -22,7 +22,7 @@ from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig
 from mlc_amd.runtime.artifact.manifest import ManifestTarget
 from mlc_amd.runtime.cache.kv_types import KV_TYPE
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.exchange_layout import EXCHANGING, LINE, PROBE
+from mlc_amd.runtime.exchange_layout import EXCHANGING, LINE, PROBE, RELAY
 from mlc_amd.schedules.decode import float_weight
 from mlc_amd.schedules.formats import Format, lookup
 from mlc_amd.schedules.gpu import registry
@@ -44,7 +44,6 @@ from mlc_amd.schedules.operators.exchange import MOST_WORDS
 # rows as SOME, and for more. Of 128 experts, 8 used, the rows of a chunk of 512 fill tiles of 32 to two thirds, tiles
 # of 64 to a half, but those decode weights less often: 10 % faster on an H200.
 SINGLE_ROWS, SOME = {False: 16, True: FEW}, 64
-RELAY = "relay.bin"
 EXPERT_TILES = {False: (16, 32), True: (TOKENS, 64)}
 
 

@@ -12,10 +12,10 @@ from tvm import relax
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.models.config import Model
 from mlc_amd.compiler.ops import shape_of
+from mlc_amd.schedules.formats import HALF_MAX
 from mlc_amd.schedules.operators import AllGather, AllReduce, exchange
 
 OPS: Any = relax.op  # TVM declares their arguments as expressions only
-LARGEST = 65504.0  # a float16
 
 
 class Graph(Protocol):
@@ -48,7 +48,7 @@ def whole(g: Graph, x, residual=None):
     m, n = shape_of(x)
     half = m * n // 2 > exchange.MOST_WORDS  # of float16: copied, not sent while kernels run
     if half:
-        x = g.bb.emit(relax.op.astype(g.bb.emit(OPS.clip(x, -LARGEST, LARGEST)), "float16"))
+        x = g.bb.emit(relax.op.astype(g.bb.emit(OPS.clip(x, -HALF_MAX, HALF_MAX)), "float16"))
     op = AllReduce(n=n, parts=g.model.gpus, m=m, residual=residual is not None, half=half)
     added = [] if residual is None else [residual]
     return g.bb.emit(relax.TupleGetItem(g.bb.emit(ops.call(op, [g.state, x, *added])), 0))

@@ -26,12 +26,13 @@ from mlc_amd.runtime.artifact.random_weights import RandomWeights
 from mlc_amd.runtime.artifact.weight_block import JoinedBlocks, WeightBlock
 from mlc_amd.runtime.artifact.weights_file import Weights, header_digest
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.exchange_layout import RELAY
 from mlc_amd.runtime.folders import Lock, lock, scratch
 from mlc_amd.runtime.garbage import no_collection
 
 WEIGHTS, TABLES = "weights.safetensors", "tables.safetensors"
 # all that there may be
-_FILES = (MANIFEST, WEIGHTS, TABLES, "kernels[.-]*", "relay.bin", "tokenizer.json", "tokenizer_config.json")
+_FILES = (MANIFEST, WEIGHTS, TABLES, "kernels[.-]*", RELAY, "tokenizer.json", "tokenizer_config.json")
 
 
 def source_id(path: str | Path) -> str:

@@ -21,7 +21,7 @@ from mlc_amd.runtime.artifact.random_weights import draw_fault
 from mlc_amd.runtime.artifact.weight_block import ALIGN, DTYPES, PAD, byte_count
 from mlc_amd.runtime.cache.pages import PAGE, STATE
 from mlc_amd.runtime.errors import shorten
-from mlc_amd.runtime.exchange_layout import EXCHANGING, PROBE
+from mlc_amd.runtime.exchange_layout import BOXES, EXCHANGING, PROBE
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _Tensor = tuple[str, tuple[int, ...]]  # dtype, shape
@@ -44,8 +44,7 @@ _PLACES: dict[str, dict[str, tuple[str, ...] | None]] = {
 }
 _PAGED = ("cache", "states")  # roles of what has pages or cells
 # Kernels that a device launches itself, and the number of their buffers (devices/vulkan).
-_OWN = {"copy": 2, "fragment_probe": 4, PROBE: 8}
-_BOXES = 3  # further buffers of kernels that exchange parts while they run
+_OWN = {"copy": 2, "fragment_probe": 4, PROBE: 5 + len(BOXES)}
 _GPUS = ("rocm", "vulkan")
 _GPU_KEYS = ("archs", "bandwidth")
 _TARGET_KEYS = {"cpu": ("mcpu", "flags"), "rocm": _GPU_KEYS, "vulkan": (*_GPU_KEYS, "needs", "copy_bytes")}
@@ -176,7 +175,7 @@ def _check_launched(
         key = f"launches[{shorten(arch)}][{shorten(name)}]"
         plain = name.removeprefix(EXCHANGING)
         _require(plain in kernels or name in _OWN, key, "there is no such kernel")
-        count = len(kernels[plain]["params"]) + _BOXES * (name != plain) if plain in kernels else _OWN[name]
+        count = len(kernels[plain]["params"]) + len(BOXES) * (name != plain) if plain in kernels else _OWN[name]
         _require(plain in kernels or len(kernel["steps"]) == 1, key, "it must be one launch")
         buffers = count + len(kernel["scratch"])
         for i, step in enumerate(kernel["steps"]):

@@ -1,10 +1,10 @@
 """The parts of an artifact that was compiled for several GPUs by tensor (compiler/models/shards.py): one for each, with
 its own weights and the same launches.
 
-In: an artifact. Out: `RankArtifact` for each GPU. Its manifest has each function cut into segments before the launches
-that need what other GPUs computed: "decode", "decode.1" and so on. What a segment "sends", of all GPUs in their order,
-the next one "receives": bytes of the arena, as of the stages of stages.py. Where kernels exchange parts while they run,
-they are launched instead, and nothing is cut.
+In: an artifact. Out: for each GPU a `PartArtifact`, whose manifest has each function cut into segments before the
+launches that need what other GPUs computed: "decode", "decode.1" and so on. What a segment "sends", of all GPUs in
+their order, the next one "receives": bytes of the arena, as of the stages of stages.py. Where kernels exchange parts
+while they run, they are launched instead, and nothing is cut.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -20,48 +20,19 @@ from mlc_amd.runtime.artifact.manifest import (
     ManifestLaunch,
     ManifestParam,
 )
-from mlc_amd.runtime.artifact.weight_block import WeightBlock, byte_count
-from mlc_amd.runtime.exchange_layout import EXCHANGING
+from mlc_amd.runtime.artifact.parts import PartArtifact
+from mlc_amd.runtime.artifact.weight_block import byte_count
+from mlc_amd.runtime.exchange_layout import BOXES, EXCHANGING
 
 EXCHANGES = ("all_reduce", "all_gather")  # operators that take what all GPUs computed
-# Further arguments of kernels that exchange parts while they run (runtime/exchange_layout.py)
-BOXES = ("inbox", "outbox", "control")
 SENT, RECEIVED = "X", "P"  # parameters of these: what the GPU computed, and the parts of all
 
 
-class RankWeights(WeightBlock):
-    """The tensors of a part, under the names that launches have. tensors: the file's names by these."""
-
-    def __init__(self, block: WeightBlock, tensors: Mapping[str, str]):
-        super().__init__({name: block.header[stored] for name, stored in tensors.items()})
-        self._block, self._tensors = block, tensors
-
-    def read(self, at: int, target, keep: bool = True) -> None:
-        self._block.read(at, target, keep)
-
-    def __getitem__(self, name: str):
-        return self._block[self._tensors[name]]
-
-
-class RankArtifact:
-    """What a device takes of an artifact, for one GPU. inline: whether kernels exchange parts while they run, where
-    there are such."""
-
-    def __init__(self, artifact, rank: int, inline: bool = False):
-        self._artifact = artifact
-        self.path, sizes = artifact.path, {name: size for name, (_, size) in artifact.weights.places.items()}
-        self._tensors = _tensors(sizes, rank)
-        self.manifest = _part(_Cutter(artifact.manifest, rank, inline), self._tensors, sizes)
-        self._weights: RankWeights | None = None
-
-    @property
-    def weights(self) -> RankWeights:
-        if self._weights is None:
-            self._weights = RankWeights(self._artifact.open_weights(), self._tensors)
-        return self._weights
-
-    def release_weights(self) -> None:
-        self._weights = None
+def rank_artifact(artifact, rank: int, inline: bool = False) -> PartArtifact:
+    """The part of one GPU. inline: whether kernels exchange parts while they run, where there are such."""
+    sizes = {name: size for name, (_, size) in artifact.weights.places.items()}
+    tensors = _tensors(sizes, rank)
+    return PartArtifact(artifact, _part(_Cutter(artifact.manifest, rank, inline), tensors, sizes), tensors)
 
 
 def segments(manifest: Manifest, name: str) -> list[str]:
@@ -115,7 +86,7 @@ def _exchanging(kernel: ManifestKernel) -> ManifestKernel:
 
 
 class _Cutter:
-    """inline: of `RankArtifact`."""
+    """inline: of `rank_artifact`."""
 
     def __init__(self, manifest: Manifest, rank: int, inline: bool):
         self.manifest, self.inline, self._rank = manifest, inline, rank

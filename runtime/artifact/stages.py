@@ -14,7 +14,8 @@ from typing import cast
 
 from mlc_amd.runtime.artifact.manifest import LaunchArgument, Manifest, ManifestFunction, ManifestLaunch, is_draft
 from mlc_amd.runtime.artifact.memory import nbytes
-from mlc_amd.runtime.artifact.weight_block import WeightBlock, byte_count
+from mlc_amd.runtime.artifact.parts import PartArtifact
+from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.errors import UserError
 
 BEFORE = -1  # the layer of launches that come before the first one
@@ -34,37 +35,9 @@ class Stage:
     weights: frozenset[str]
     layers: int
 
-
-class StageWeights(WeightBlock):
-    """Some tensors of a block."""
-
-    def __init__(self, block: WeightBlock, names: frozenset[str]):
-        super().__init__({name: entry for name, entry in block.header.items() if name in names})
-        self._block = block
-
-    def read(self, at: int, target, keep: bool = True) -> None:
-        self._block.read(at, target, keep)
-
-    def __getitem__(self, name: str):
-        return self._block[name]
-
-
-class StageArtifact:
-    """What a device takes of an artifact, for a stage."""
-
-    def __init__(self, artifact, stage: Stage):
-        self.path, self.manifest = artifact.path, stage.manifest
-        self._artifact, self._names = artifact, stage.weights
-        self._weights: StageWeights | None = None
-
-    @property
-    def weights(self) -> StageWeights:
-        if self._weights is None:
-            self._weights = StageWeights(self._artifact.open_weights(), self._names)
-        return self._weights
-
-    def release_weights(self) -> None:
-        self._weights = None
+    def of(self, artifact) -> PartArtifact:
+        """What a device takes of the artifact that was divided."""
+        return PartArtifact(artifact, self.manifest, {name: name for name in self.weights})
 
 
 def layer_bytes(manifest: Manifest, sizes: Mapping[str, int]) -> list[int]:

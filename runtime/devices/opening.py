@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mlc_amd.runtime.artifact.memory import EXPERTS, on_host
-from mlc_amd.runtime.artifact.ranks import RankArtifact
-from mlc_amd.runtime.artifact.stages import Stage, StageArtifact
+from mlc_amd.runtime.artifact.ranks import rank_artifact
+from mlc_amd.runtime.artifact.stages import Stage
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices import division
 from mlc_amd.runtime.devices.division import Placement
@@ -56,7 +56,7 @@ def open_device(
     def opener(gpu: int, stage: Stage) -> Opener:
         experts = n_cpu_moe if any(map(EXPERTS.match, stage.manifest["tensors"])) else 0
         size = division.cache_size(kv, stage, artifact)
-        return lambda: _open_gpu(StageArtifact(artifact, stage), None, str(gpu), experts, size)
+        return lambda: _open_gpu(stage.of(artifact), None, str(gpu), experts, size)
 
     return StagedDevice(artifact, [opener(*one) for one in found])
 
@@ -79,7 +79,7 @@ def _open_ranks(artifact, wanted: Placement, kv: KvSize) -> TensorDevice:
     inline = exchanges_inline(artifact, chosen)
 
     def opener(rank: int, gpu: int) -> Opener:
-        return lambda: _open_gpu(RankArtifact(artifact, rank, inline), None, str(gpu), 0, size)
+        return lambda: _open_gpu(rank_artifact(artifact, rank, inline), None, str(gpu), 0, size)
 
     return TensorDevice(artifact, [opener(*one) for one in enumerate(chosen)])
 

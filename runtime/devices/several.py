@@ -2,8 +2,15 @@
 
 import queue
 import threading
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, ClassVar, TypeVar
+
+from mlc_amd.runtime.errors import MachineError
+
+AFTER_FAILURE = "a step failed on one of the GPUs; load the model again"
 
 Result = TypeVar("Result")
 Opener = Callable[[], Any]  # opens one of the devices
@@ -13,18 +20,65 @@ POLL, PAUSE = 0.01, 1e-4
 SLICE = 1.0  # seconds of one wait: Ctrl-C is noticed between them
 
 
-def open_all(openers: Sequence[Opener], devices: list[Any], connect: Callable[[Sequence[Any]], None]) -> None:
-    """Opens devices at the same time, into the list `devices`, and connects them. If one fails all are closed."""
+class SeveralGpus(ABC):
+    """The part of the protocol of runtime/devices/__init__.py that does not depend on how the GPUs share a model.
+    openers: of their devices, which are opened at the same time; artifact: the whole one.
+
+    stages: the devices, once `_connect` has connected them.
+    """
+
+    def __init__(self, artifact, openers: Sequence[Opener]):
+        self.artifact, self.manifest = artifact, artifact.manifest
+        self.stages: list[Any] = []
+        self._held = ExitStack()  # closed in reverse order
+        self._held.callback(close_all, self.stages)
+        self.close = weakref.finalize(self, self._held.close)
+        try:
+            open_all(openers, self.stages)
+            self._connect(self.stages)
+        except BaseException:
+            self.close()
+            raise
+        first = self.stages[0]
+        self.kind, self.threads, self.gpu, self.code_arch = first.kind, 1, first.gpu, first.code_arch
+        self.name = " + ".join(device.name for device in self.stages)
+        self.kv_types, self._patience = common_kv_types(self.manifest, self.stages), patience(self.stages)
+        self._failed: BaseException | None = None
+
+    @abstractmethod
+    def _connect(self, devices: Sequence[Any]) -> None:
+        """Gives the devices what they exchange data through."""
+
+    def clear(self) -> None:
+        self._alive()
+        for device in self.stages:
+            device.clear()
+
+    def copy_bandwidth(self) -> float:
+        """Of the slowest GPU."""
+        return min(device.copy_bandwidth() for device in self.stages)
+
+    def _check_usable(self) -> None:
+        """MachineError if the device is closed, or after a step that failed: what the cache holds is unknown."""
+        self._alive()
+        if self._failed:
+            raise MachineError(AFTER_FAILURE) from self._failed
+
+    def _alive(self) -> None:
+        if not self.close.alive:
+            raise MachineError("this device is closed; load the model again")
+
+
+def open_all(openers: Sequence[Opener], devices: list[Any]) -> None:
+    """Opens devices at the same time, into the list `devices`; if one fails, the others."""
     opened = [_Opening.begin(opener) for opener in openers]
     try:
         for result in opened:
             devices.append(None)
             devices[-1] = result()
-        connect(devices)
     except BaseException:
-        for i, result in enumerate(opened):  # the others' memory is released, too
+        for i, result in enumerate(opened):
             devices[i:] = [_unless_failed(result)]
-        close_all(devices)
         raise
 
 

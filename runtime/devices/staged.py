@@ -10,7 +10,6 @@ Once a step has failed, what the cache holds is unknown: all later ones fail, to
 """
 
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -19,13 +18,10 @@ import numpy as np
 
 from mlc_amd.runtime.artifact.io_buffers import CHOSEN
 from mlc_amd.runtime.devices import handover
-from mlc_amd.runtime.devices.several import PAUSE, Opener, close_all, common_kv_types, open_all, patience
-from mlc_amd.runtime.errors import MachineError
+from mlc_amd.runtime.devices.several import PAUSE, Opener, SeveralGpus
 from mlc_amd.runtime.sampling.layout import FIELDS, LOGPROB
 
 Result = TypeVar("Result")
-
-AFTER_FAILURE = "a step failed on one of the GPUs; load the model again"
 
 
 class _Step:
@@ -80,29 +76,22 @@ class _Stage:
         step.part, self.part = self.part, (self.part + 1) % handover.PARTS
 
 
-class StagedDevice:
-    """See runtime/devices/__init__.py for the protocol. openers: of the stages' devices, which are opened at the same
-    time; artifact: the whole one.
-
-    stages: the devices. Between `start` and `wait` further steps may be started; `wait` waits for the oldest.
-    """
+class StagedDevice(SeveralGpus):
+    """Between `start` and `wait` further steps may be started; `wait` waits for the oldest. stages: in the order of
+    their layers."""
 
     def __init__(self, artifact, openers: Sequence[Opener]):
-        self.artifact, self.manifest = artifact, artifact.manifest
-        self.stages: list[Any] = []
-        self.close = weakref.finalize(self, close_all, self.stages)
-        open_all(openers, self.stages, _connect)
-        devices = self.stages
-        self._stages = [_Stage(number, device) for number, device in enumerate(devices)]
-        self.kind, self.threads = devices[0].kind, 1
-        self.gpu, self.code_arch = devices[0].gpu, devices[0].code_arch
-        self.name = " + ".join(device.name for device in devices)
-        self.kv_types, self._patience = common_kv_types(self.manifest, devices), patience(devices)
+        super().__init__(artifact, openers)
+        self._stages = [_Stage(number, device) for number, device in enumerate(self.stages)]
         self.waited = 0.0
         self._inputs: list[tuple[str, np.ndarray]] = []  # written since the last step was started
         self._steps: deque[_Step] = deque()  # not waited for
         self._finished: _Step | None = None  # the last that was waited for
-        self._failed: BaseException | None = None
+
+    def _connect(self, devices: Sequence[Any]) -> None:
+        between = [handover.between([*device.manifest["functions"].values()]) for device in devices[:-1]]
+        for device, before, after in zip(devices, [None, *between], [*between, None], strict=True):
+            device.connect(before, after)
 
     # ---- steps
 
@@ -136,9 +125,7 @@ class StagedDevice:
         return taken
 
     def _start(self, step: _Step) -> _Step:
-        self._alive()
-        if self._failed:
-            raise MachineError(AFTER_FAILURE) from self._failed
+        self._check_usable()
         self._steps.append(step)
         self._stages[self._first(step.function)].waiting.append(step)
         self._advance()
@@ -202,13 +189,11 @@ class StagedDevice:
 
     def clear(self) -> None:
         self.discard()
-        for device in self.stages:
-            device.clear()
+        super().clear()
 
     def copy_bandwidth(self) -> float:
-        """Of the slowest GPU."""
         self.discard()
-        return min(device.copy_bandwidth() for device in self.stages)
+        return super().copy_bandwidth()
 
     # ---- progress
 
@@ -292,13 +277,3 @@ class StagedDevice:
         for step in self._steps:
             if not step.done:
                 step.error, step.done = error, True
-
-    def _alive(self) -> None:
-        if not self.close.alive:
-            raise MachineError("this device is closed; load the model again")
-
-
-def _connect(devices: Sequence[Any]) -> None:
-    between = [handover.between([*device.manifest["functions"].values()]) for device in devices[:-1]]
-    for device, before, after in zip(devices, [None, *between], [*between, None], strict=True):
-        device.connect(before, after)

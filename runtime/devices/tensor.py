@@ -9,54 +9,40 @@ Once a step has failed, what the cache holds is unknown: all later ones fail, to
 """
 
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.ranks import BOXES, segments
+from mlc_amd.runtime.artifact.ranks import segments
 from mlc_amd.runtime.devices.exchange.vulkan import RelayedBoxes
 from mlc_amd.runtime.devices.handover import PARTS, Handover
-from mlc_amd.runtime.devices.several import PAUSE, Opener, close_all, common_kv_types, open_all, patience
-from mlc_amd.runtime.devices.staged import AFTER_FAILURE
+from mlc_amd.runtime.devices.several import PAUSE, Opener, SeveralGpus
 from mlc_amd.runtime.errors import MachineError
+from mlc_amd.runtime.exchange_layout import BOXES
 
 Result = TypeVar("Result")
 
 
-class TensorDevice:
-    """See runtime/devices/__init__.py for the protocol. openers: of the GPUs' devices, in the order of their parts;
-    artifact: the whole one.
-
-    stages: the devices.
-    """
+class TensorDevice(SeveralGpus):
+    """stages: in the order of their parts."""
 
     def __init__(self, artifact, openers: Sequence[Opener]):
-        self.artifact, self.manifest = artifact, artifact.manifest
-        self.stages: list[Any] = []
-        held = ExitStack()
-        held.callback(close_all, self.stages)
-        self.close = weakref.finalize(self, held.close)
-        self._boxes: Any = None
-        open_all(openers, self.stages, self._connect)
-        if self._boxes:
-            held.callback(self._boxes.close)
-        first = self.stages[0]
-        self.kind, self.threads, self.gpu, self.code_arch = first.kind, 1, first.gpu, first.code_arch
-        self.name = " + ".join(device.name for device in self.stages)
-        self.kv_types, self._patience = common_kv_types(self.manifest, self.stages), patience(self.stages)
-        self._segments = {name: segments(first.manifest, name) for name in self.manifest["functions"]}
-        self._failed: BaseException | None = None
+        self._boxes: RelayedBoxes | None = None
+        super().__init__(artifact, openers)
+        manifest = self.stages[0].manifest
+        self._segments = {name: segments(manifest, name) for name in self.manifest["functions"]}
+        self._rounds = {name: function["rounds"] for name, function in manifest["functions"].items()}
 
     def _connect(self, devices: Sequence[Any]) -> None:
         manifest, path = devices[0].manifest, self.artifact.path
         if manifest["inline"]:
             capacity, code = manifest["exchange"]["capacity"], path / manifest["exchange"]["relay"]
-            self._boxes = RelayedBoxes([device.memory for device in devices], capacity, code)
+            self._boxes = boxes = RelayedBoxes([device.memory for device in devices], capacity, code)
+            self._held.callback(boxes.close)
             for rank, device in enumerate(devices):
-                device.exchange_through(dict(zip(BOXES, self._boxes.arguments(rank), strict=True)))
+                device.exchange_through(dict(zip(BOXES, boxes.arguments(rank), strict=True)))
         functions = manifest["functions"].values()
         most = len(devices) * max(sum(end - first for first, end in function["sends"]) for function in functions)
         shared = Handover(most)
@@ -126,15 +112,6 @@ class TensorDevice:
         self._alive()
         return self.stages[-1].read(name, rows)
 
-    def clear(self) -> None:
-        self._alive()
-        for device in self.stages:
-            device.clear()
-
-    def copy_bandwidth(self) -> float:
-        """Of the slowest GPU."""
-        return min(device.copy_bandwidth() for device in self.stages)
-
     def _in_turn(self, function: str, compute: Callable[[Any, str], Result] | None = None) -> list[Result]:
         """Computes the segments of a function, on the last GPU like this, if it is given. Its results."""
         found, last = [], self.stages[-1]
@@ -153,8 +130,9 @@ class TensorDevice:
         return found
 
     def _begin_rounds(self, segment: str) -> None:
-        for count, words in self.stages[0].manifest["functions"][segment]["rounds"]:
-            self._boxes.begin(count, words)
+        if boxes := self._boxes:
+            for count, words in self._rounds[segment]:
+                boxes.begin(count, words)
 
     def _check_rounds(self) -> None:
         if self._boxes and (failed := self._boxes.failed()):
@@ -173,15 +151,9 @@ class TensorDevice:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        self._alive()
-        if self._failed:
-            raise MachineError(AFTER_FAILURE) from self._failed
+        self._check_usable()
         try:
             yield
         except BaseException as error:  # Ctrl-C, too: where it came is unknown
             self._failed = error
             raise
-
-    def _alive(self) -> None:
-        if not self.close.alive:
-            raise MachineError("this device is closed; load the model again")

@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from relax_kernels import compiled, execute, module
 from tvm import relax
 from vulkan_harness import gpu
 
@@ -12,6 +11,7 @@ from mlc_amd.compiler import ops
 from mlc_amd.compiler.ops import shape_of
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.operators import RmsNorm
+from tests.compiler.relax_kernels import compiled, execute, module
 
 R = relax.op
 RNG = np.random.default_rng

@@ -4,7 +4,6 @@ the same time."""
 import architectures
 import numpy as np
 import pytest
-from cpu_ranks import CpuRanks
 
 from mlc_amd.compiler.gguf.synthetic import synthetic
 from mlc_amd.compiler.models.shards import ShardedModel, named
@@ -13,6 +12,7 @@ from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.schedules.operators import exchange
+from tests.models.cpu_ranks import CpuRanks
 
 MOST = 1e-4  # KL divergence from exact logits
 CASES = [("gemma4", 2), ("deepseek2", 2), ("gpt-oss", 4), ("qwen3next", 2), ("falcon-h1", 2)]

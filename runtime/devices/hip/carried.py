@@ -1,5 +1,5 @@
-"""What a stage's functions take over from the GPU before, and hand over to the next one: bytes of the arena, which
-this GPU copies from and to memory of the host. Only stages of several GPUs have any (runtime/devices/staged.py)."""
+"""What functions take over from other GPUs, and hand over to them: bytes of the arena, which this GPU copies from and
+to memory of the host. Only GPUs that share a model have any (runtime/devices/staged.py, tensor.py)."""
 
 import ctypes
 from collections.abc import Mapping

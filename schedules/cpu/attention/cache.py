@@ -46,6 +46,7 @@ from mlc_amd.schedules.cpu.base.vector import (
     widen,
 )
 from mlc_amd.schedules.cpu.linear.quantize import magnitudes
+from mlc_amd.schedules.formats import HALF_MAX
 from mlc_amd.schedules.operators.attention import KV_BLOCK, KV_STEPS, PAGE, SLOTS, Attention, check_quantized
 from mlc_amd.schedules.tir import Expr
 
@@ -55,7 +56,6 @@ _HEAD = 8  # columns: head sizes are multiples
 _DTYPE, _CODE = "float16", "int8"
 _BYTES = {_DTYPE: 2, _CODE: 1}
 _NAMES = {"k": "Kc", "v": "Vc", "ks": "Ks", "vs": "Vs"}  # parameters
-_HALF_MAX = 65504.0
 
 
 def cache_types(spec: Attention) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -225,7 +225,7 @@ class Cache:
             columns = [block * KV_BLOCK + e for e in range(0, KV_BLOCK, LANES)]
             x = [T.Bind(whole[at(c)]) for c in columns]
             top = T.reinterpret("float32", reduce("smax", magnitudes(x)))
-            scale = T.Bind(T.cast(T.min(top * T.float32(1 / KV_STEPS), T.float32(_HALF_MAX)), _DTYPE))
+            scale = T.Bind(T.cast(T.min(top * T.float32(1 / KV_STEPS), T.float32(HALF_MAX)), _DTYPE))
             page, key = place
             store(self.scales[which], scale, page, head, block, key)
             real = T.Bind(T.cast(scale, "float32"))

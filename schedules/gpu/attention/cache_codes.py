@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.formats import HALF_MAX
 from mlc_amd.schedules.gpu.base.device import fma, intrin, maximum, minimum, rcp, rint, wave_max
 from mlc_amd.schedules.gpu.base.profiles import Device
-from mlc_amd.schedules.gpu.base.quantize import HALF_MAX, WIDTH
+from mlc_amd.schedules.gpu.base.quantize import WIDTH
 from mlc_amd.schedules.gpu.base.registers import lane_of, vector
 from mlc_amd.schedules.operators.attention import KV_BLOCK, KV_STEPS
 from mlc_amd.schedules.tir import Expr

@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.schedules.formats import HALF_MAX
 from mlc_amd.schedules.gpu import registry
 from mlc_amd.schedules.gpu.base.device import launch, maximum, minimum, rcp, rint, shuffle_xor, wave_max, wave_sum
 from mlc_amd.schedules.gpu.base.planes import BLOCK
@@ -48,7 +49,6 @@ WIDTH = 4  # columns that a lane holds
 LANES = BLOCK // WIDTH  # that hold a block
 # Below this the quotient 127 / amax could overflow: such a block becomes zeros.
 TINY = 1e-30
-HALF_MAX = 65504.0
 RUN = 8  # columns of a run
 RUNS = BLOCK // RUN
 TOKENS = 8  # of a unit of the layout "lanes"

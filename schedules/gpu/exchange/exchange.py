@@ -20,8 +20,9 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from mlc_amd.runtime.exchange_layout import CONTROL, DONE, FAILED, GROUPS, LINE, RANK, ROUNDS, inbox_words, outbox_words
-from mlc_amd.schedules.gpu.base.device import barrier, halves, launch, maximum, minimum
+from mlc_amd.schedules.gpu.base.device import barrier, halves, launch
 from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.quantize import clamped
 from mlc_amd.schedules.gpu.base.registers import at, elements, filled, local, put, vector
 from mlc_amd.schedules.gpu.base.step import kernel, when
 from mlc_amd.schedules.gpu.exchange.words import Words, data_of, number_of, word
@@ -29,7 +30,6 @@ from mlc_amd.schedules.operators.exchange import AllGather, AllReduce
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 PAIR = 4  # float16 of a pair of words
-LARGEST = 65504.0  # a float16
 POLLS = 1 << 20  # of a thread in a round before it gives up: about a second
 
 
@@ -132,7 +132,7 @@ def _sent(partial: Buffer, i: Expr, sums: bool) -> list[Expr]:
     if not sums:
         return [T.Bind(T.reinterpret("int32", x)) for x in elements(T.Bind(partial[at(i * 2, 2)]))]
     values = elements(T.Bind(partial[at(i * PAIR, PAIR)]))
-    fit = [maximum(minimum(x, T.float32(LARGEST)), T.float32(-LARGEST)) for x in values]
+    fit = [clamped(x) for x in values]
     pairs = [T.cast(vector(fit[j : j + 2]), "float16x2") for j in (0, 2)]
     return [T.Bind(T.reinterpret("int32", pair)) for pair in pairs]
 
@@ -140,7 +140,7 @@ def _sent(partial: Buffer, i: Expr, sums: bool) -> list[Expr]:
 def _received(
     box: Words, inbox: Buffer, places: Sequence[Expr], number: Expr, late: Buffer, polls: int, pause: int
 ) -> list[list[Expr]]:
-    """The data of each sender's pair, which will be at `places`; late[0] becomes 1 if it does not come."""
+    """The data of each sender's pair at `places`, once it arrives; sets late[0] to 1 if it does not."""
     cells, waiting, spent, idle = local(2 * len(places), "int64"), *(local(1, "int32") for _ in range(3))
     put(waiting, T.Select(late[0] == 0, T.int32(1), T.int32(0)), 0)
     put(spent, T.int32(0), 0)

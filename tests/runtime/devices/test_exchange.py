@@ -23,7 +23,7 @@ from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance
 from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory
 from mlc_amd.runtime.exchange_layout import FAILED, LINE, RANK, ROUNDS, outbox_words
-from mlc_amd.schedules.gpu.exchange import exchange as builder
+from mlc_amd.schedules.gpu.base import quantize
 from mlc_amd.schedules.gpu.exchange.exchange import ExchangePlan, exchange
 from mlc_amd.schedules.operators import AllReduce
 from tests.dev.hip_recorder import Recorder
@@ -188,7 +188,7 @@ def test_all_words_of_thousands_of_rounds(code, gpus, groups, rounds):
 
 def test_wrong_words_are_found(code, monkeypatch):
     gpu()
-    monkeypatch.setattr(builder, "LARGEST", 50.0)  # the kernel sends other numbers than it has
+    monkeypatch.setattr(quantize, "HALF_MAX", 50.0)  # the kernel sends other numbers than it has
     with ExitStack() as held, pytest.raises(Unsuitable, match="got wrong words"):
         Devices(held, code, 2).check(exchange_kernel(2), 64)
 

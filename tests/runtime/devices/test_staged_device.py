@@ -12,7 +12,7 @@ from hip_model import KERNELS, artifact_in, check
 
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.artifact.memory import nbytes, of_manifest
-from mlc_amd.runtime.artifact.stages import StageArtifact, most_stages, stages
+from mlc_amd.runtime.artifact.stages import most_stages, stages
 from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.devices import division
 from mlc_amd.runtime.devices.division import GpuMemory, Placement
@@ -33,12 +33,6 @@ TWO = RunOptions(devices=(0, 0), kv_tokens=1024)
 @pytest.fixture(scope="module", autouse=True)
 def lavapipe():
     return vulkan_harness.gpu()
-
-
-@pytest.fixture(scope="module")
-def one(lavapipe_model):
-    with Engine.load(lavapipe_model, RunOptions(kv_tokens=1024)) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +264,7 @@ def test_steps_cross_between_hip_devices(tmp_path):
     recorders = [Recorder(KERNELS), Recorder(KERNELS)]
 
     def opener(stage, bindings):
-        return lambda: HipDevice(StageArtifact(artifact, stage), bindings=bindings)
+        return lambda: HipDevice(stage.of(artifact), bindings=bindings)
 
     device = StagedDevice(artifact, [opener(*pair) for pair in zip(found, recorders, strict=True)])
     check(device)

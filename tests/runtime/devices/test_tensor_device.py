@@ -35,12 +35,6 @@ def divided(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one(lavapipe_model):
-    with Engine.load(lavapipe_model, RunOptions(kv_tokens=1024)) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def two(divided):
     with Engine.load(divided, TWO) as engine:
         yield engine

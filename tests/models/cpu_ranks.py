@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.ranks import RankArtifact, segments
+from mlc_amd.runtime.artifact.ranks import rank_artifact, segments
 from mlc_amd.runtime.devices.cpu import CpuDevice
 from mlc_amd.runtime.devices.handover import spans
 
@@ -12,7 +12,7 @@ class CpuRanks:
 
     def __init__(self, artifact):
         self.artifact = artifact
-        self.ranks = [CpuDevice(RankArtifact(artifact, rank), 2) for rank in range(artifact.manifest["gpus"])]
+        self.ranks = [CpuDevice(rank_artifact(artifact, rank), 2) for rank in range(artifact.manifest["gpus"])]
         first = self.ranks[0]
         self.kind, self.name, self.threads, self.kv_types, self.waited = "cpu", first.name, 2, first.kv_types, 0.0
 
