@@ -16,6 +16,7 @@ import tvm_ffi
 
 from mlc_amd.compiler import tokenizer
 from mlc_amd.compiler import weights as packing
+from mlc_amd.compiler.codegen.kernel_workers import Workers
 from mlc_amd.compiler.codegen.target import make_target
 from mlc_amd.compiler.lowering import Lowered, lower, sizes
 from mlc_amd.compiler.manifest import manifest_body
@@ -76,14 +77,16 @@ def compile_model(
     lookups = {arch.name: Lookup(arch, options.tuned) for arch in target.archs}
     model = ShardedModel(model, options.parts) if options.parts > 1 else model
     target.plans = {name: lookup.find for name, lookup in lookups.items()}
-    with artifact.new_artifact(out) as directory:
+    with artifact.new_artifact(out) as directory, Workers(available_threads()) as workers:
+        if target.kind != "cpu":
+            workers.start()
         tokenizer.export(model.metadata, directory)
         progress("import", 0, 1)
         with no_collection():  # among the objects of a graph, which all live, that takes a fifth of the time
             lowered = lower(model, target, options.ctx)
         progress("import", 1, 1)
         clock.lap("import")
-        compiled = target.compile_kernels(lowered.module, directory, progress, available_threads())
+        compiled = target.compile_kernels(lowered.module, directory, progress, workers)
         clock.lap("kernels")
         known = _write_weights(lowered, directory, progress, weights, store)
         model.check_unchanged()

@@ -18,7 +18,7 @@ from few_functions import few_functions
 from kept_code import keep
 from llvm_levels import unoptimized
 
-from mlc_amd.compiler.codegen import rocm_target
+from mlc_amd.compiler.codegen import kernel_workers
 from mlc_amd.compiler.codegen.rocm import find_linker
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
@@ -48,8 +48,8 @@ os.environ.setdefault("GFXEMU_OPERATIONS", str(SHADERS.parent / "emulator"))
 os.environ.setdefault("GALLIVM_PERF", "nopt")
 # And what the compiler makes of kernels.
 keep(SHADERS.parent / "code")
-# Processes that compile would import TVM once more each; test_hsaco_worker.py has them.
-rocm_target.FEW_GROUPS = 1000
+# Processes that compile would import TVM once more each; test_kernel_workers.py has them.
+kernel_workers.MOST = 1
 # The files that take longest run first, which leaves short ones for workers that finish early. Of those with
 # `lavapipe_model` the first one is long before the others, which find what Mesa made of its shaders.
 LONG = (

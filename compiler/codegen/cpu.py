@@ -11,12 +11,13 @@ from pathlib import Path
 import tvm
 from tvm import s_tir, tirx
 
-from mlc_amd.compiler.codegen.lower import has_blocks, in_threads, walk
+from mlc_amd.compiler.codegen.kernel_workers import ALONE, Workers
+from mlc_amd.compiler.codegen.lower import has_blocks, in_threads, statements
 from mlc_amd.compiler.codegen.object_cache import ObjectCache
 from mlc_amd.compiler.codegen.target import Target, TensorTypes
 from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig
-from mlc_amd.compiler.nodes import body, functions, params
+from mlc_amd.compiler.nodes import functions, params
 from mlc_amd.runtime import devices
 from mlc_amd.runtime.artifact.manifest import ManifestTarget
 from mlc_amd.runtime.cache.kv_types import KV_TYPE
@@ -80,7 +81,7 @@ class CpuTarget(Target):
 
     # ---- compilation
 
-    def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: int) -> dict:
+    def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: Workers) -> dict:
         """One shared library: {"libraries": {arch: file}, "launches": {}}."""
         kernels = {gv.name_hint: func for gv, func in functions(mod).items() if isinstance(func, tvm.tirx.PrimFunc)}
         done = []
@@ -92,7 +93,7 @@ class CpuTarget(Target):
         library, _ = self.compile_arch(self.arch, kernels, directory, step, workers)
         return {"libraries": {self.arch.name: library}, "launches": {}}
 
-    def compile_arch(self, arch, kernels, directory, step=lambda name: None, workers=1):
+    def compile_arch(self, arch, kernels, directory, step=lambda name: None, workers=ALONE):
         """As `Target.compile_arch`. Nothing is launched but the functions themselves."""
         names = sorted(kernels)
 
@@ -107,20 +108,13 @@ class CpuTarget(Target):
             step(name)
             return str(path)
 
-        longest_first = sorted(names, key=lambda name: _size(kernels[name]), reverse=True)
-        objects = in_threads(build, longest_first, workers)  # so that no core waits for a long one at the end
+        longest_first = sorted(names, key=lambda name: statements(kernels[name]), reverse=True)
+        objects = in_threads(build, longest_first, workers.count)  # so that no core waits for a long one at the end
         link_shared(sorted(objects), directory / LIBRARY)
         for path in objects:
             Path(path).unlink()
         steps = {name: [{"symbol": name, "args": list(range(len(params(kernels[name]))))}] for name in names}
         return LIBRARY, {name: {"scratch": [], "steps": steps[name]} for name in names}
-
-
-def _size(kernel: tirx.PrimFunc) -> int:
-    """Statements that compute: what the time that LLVM takes grows with."""
-    found = []
-    walk(body(kernel), (tirx.Bind, tirx.BufferStore), found.append)
-    return len(found)
 
 
 # What kernels need of TVM's default pipeline. Most of that one's time goes into what LLVM does again (common

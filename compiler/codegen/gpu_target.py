@@ -5,7 +5,8 @@ share its plan and its weights, so they must take activations in the same layout
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ import tvm
 from tvm import relax, te
 
 from mlc_amd.compiler import nodes, ops
+from mlc_amd.compiler.codegen import kernel_workers
+from mlc_amd.compiler.codegen.kernel_workers import ALONE, Kernel, Workers
 from mlc_amd.compiler.codegen.relay import relay_code
 from mlc_amd.compiler.codegen.shared_code import relaunched, representatives
 from mlc_amd.compiler.codegen.target import Target, TensorTypes
@@ -66,6 +69,7 @@ class GpuTarget(Target):
     fuses_route = True
     planes = staticmethod(planes)
     registry = registry
+    compiler: Callable[..., Any]  # compiler(kernels, arch): a module of several kernels
     here: Callable[[], str]
     resolve: Callable[[str], Any]
 
@@ -206,12 +210,39 @@ class GpuTarget(Target):
 
     @abstractmethod
     def compile_for(
-        self, arch, kernels: dict[str, tvm.tirx.PrimFunc], directory: Path, lowered, workers: int
+        self, arch, kernels: dict[str, tvm.tirx.PrimFunc], directory: Path, lowered, workers: Workers
     ) -> tuple[str, dict, dict]:
         """Compiles one arch's kernels. Returns the file in `directory`, `lower.Function` by kernel, and by symbol what
         a launch's entry in the manifest says besides symbol, grid, block and args."""
 
-    def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: int) -> dict:
+    def modules(self, arch, groups: list[list[str]], kernels, lowered, workers: Workers) -> Iterator[Any]:
+        """The module of each group of kernels, in order; the last ones should be the smallest. Other processes begin
+        with the first groups of operators, this one meanwhile with the last."""
+
+        def report(group: list[str]) -> None:
+            for name in group:
+                lowered(name)
+
+        def elsewhere(group: list[str]) -> Future | None:
+            if not all(name in self.workloads for name in group):
+                return None
+            operators = [(name, self.workloads[name]) for name in group]
+            future = workers.compile(
+                self.compiler, arch, [Kernel(name, op, self.plan(op, arch)[0]) for name, op in operators]
+            )
+            if future:
+                future.add_done_callback(lambda done: None if done.cancelled() or done.exception() else report(group))
+            return future
+
+        futures, here = [elsewhere(group) for group in groups], {}
+        for i, future in reversed([*enumerate(futures)]):
+            if future is None or future.cancel():
+                here[i] = self.compiler({name: kernels[name] for name in groups[i]}, arch)
+                report(groups[i])
+        for i, future in enumerate(futures):
+            yield here[i] if i in here else kernel_workers.result(future)
+
+    def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: Workers) -> dict:
         """{"libraries": {arch: file}, "launches": {arch: launches}}, as of `compile_arch`; "exchange", as in the
         manifest, of a model for several GPUs."""
         names = sorted(gv.name_hint for gv, func in nodes.functions(mod).items() if isinstance(func, tvm.tirx.PrimFunc))
@@ -249,7 +280,7 @@ class GpuTarget(Target):
             able[PROBE.removeprefix(EXCHANGING)] = replace(smallest, residual=True)
         return _Exchanges(able, max(map(words_of, able.values()), default=0))
 
-    def compile_arch(self, arch, kernels, directory, step=lambda name: None, workers=1):
+    def compile_arch(self, arch, kernels, directory, step=lambda name: None, workers=ALONE):
         codes = representatives(kernels)
         compiled = {name: kernel for name, kernel in kernels.items() if codes[name] == name}
         library, made, facts = self.compile_for(arch, compiled, directory, step, workers)

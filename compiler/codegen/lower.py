@@ -167,6 +167,13 @@ def walk(body, kinds, visit):
     tvm_ffi.structural_walk(body, (kinds, visit), order="pre")
 
 
+def statements(func: tirx.PrimFunc) -> int:
+    """Those that compute: what the time that code generators take grows with."""
+    found = []
+    walk(nodes.body(func), (tirx.BufferStore, tirx.Bind), found.append)
+    return len(found)
+
+
 def has_blocks(func: tirx.PrimFunc) -> bool:
     """Whether it is made of blocks, as operators that TVM writes are."""
     found = []

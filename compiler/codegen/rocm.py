@@ -49,9 +49,8 @@ class HsacoModule:
     assembly: str
 
 
-def compile_hsaco(kernels: dict[str, tirx.PrimFunc], arch: GpuArch, lowered=lambda name: None) -> HsacoModule:
+def compile_hsaco(kernels: dict[str, tirx.PrimFunc], arch: GpuArch) -> HsacoModule:
     """One code object for all of `kernels` (name: PrimFunc with bound threads, static extents, buffers as parameters).
-    `lowered` is called as each one is lowered; then LLVM compiles all of them.
 
     UserError without a linker. ValueError for a kernel that the arch cannot run: too many threads or too much LDS (LLVM
     would end the process), extents unknown at compile time, functions of ROCm's device library.
@@ -63,7 +62,6 @@ def compile_hsaco(kernels: dict[str, tirx.PrimFunc], arch: GpuArch, lowered=lamb
     for name, func in kernels.items():
         functions[name], device = lower(name, func, arch, target)
         devices.update(device)
-        lowered(name)
     module = _finalize(arch)(tvm.IRModule(devices))
     _LINKED.linker = linker
     try:

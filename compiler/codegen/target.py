@@ -17,6 +17,7 @@ from tvm import relax
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.codegen import generic
+from mlc_amd.compiler.codegen.kernel_workers import ALONE, Workers
 from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
 from mlc_amd.compiler.nodes import fields_of, parts_of
@@ -162,13 +163,18 @@ class Target(ABC):
         """The manifest's `target`."""
 
     @abstractmethod
-    def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: int) -> dict:
+    def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: Workers) -> dict:
         """Builds the module's kernels into `directory`; returns what the device needs to find them, as manifest
         entries."""
 
     @abstractmethod
     def compile_arch(
-        self, arch, kernels: dict[str, tvm.tirx.PrimFunc], directory: Path, step=lambda name: None, workers: int = 1
+        self,
+        arch,
+        kernels: dict[str, tvm.tirx.PrimFunc],
+        directory: Path,
+        step=lambda name: None,
+        workers: Workers = ALONE,
     ) -> tuple[str, dict[str, dict]]:
         """Builds kernels for one of `archs`: the file in `directory`, and what a call of each launches, {kernel:
         {"scratch": [bytes], "steps": [launch]}}, see dist/README.md. step(name): called when a kernel is done."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlc_amd.compiler.codegen import spirv_reader
 from mlc_amd.compiler.codegen.gpu_target import GpuTarget
+from mlc_amd.compiler.codegen.lower import statements
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.runtime.artifact.manifest import ManifestTarget
 from mlc_amd.schedules.gpu.base import profiles
@@ -23,6 +24,7 @@ class VulkanTarget(GpuTarget):
     kind = "vulkan"
     exchanges = True
     resolve = staticmethod(profiles.resolve)
+    compiler = staticmethod(compile_spirv)
 
     @staticmethod
     def here() -> str:
@@ -45,10 +47,13 @@ class VulkanTarget(GpuTarget):
         return kernels
 
     def compile_for(self, profile, kernels, directory, lowered, workers):
-        module = compile_spirv(kernels, profile, lowered, workers)
+        groups = [[name] for name in sorted(kernels, key=lambda name: statements(kernels[name]), reverse=True)]
+        made = list(self.modules(profile, groups, kernels, lowered, workers))
+        functions = {name: function for module in made for name, function in module.functions.items()}
+        modules = sorted((symbol, kernel) for module in made for symbol, kernel in module.modules.items())
         library, facts, place = f"kernels-{re.sub(r'[^a-z0-9]+', '-', profile.name)}.spv", {}, 0
         with open(directory / library, "wb") as file:
-            for symbol, kernel in module.modules.items():
+            for symbol, kernel in modules:
                 file.write(kernel.binary)
                 facts[symbol] = {
                     "code": [place, len(kernel.binary)],
@@ -57,4 +62,4 @@ class VulkanTarget(GpuTarget):
                     "table": kernel.table,
                 }
                 place += len(kernel.binary)
-        return library, module.functions, facts
+        return library, functions, facts

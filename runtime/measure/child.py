@@ -30,7 +30,7 @@ class ChildDied(RuntimeError):
 
 
 class Child:
-    """Starts at the first request, and again after it died."""
+    """Starts at the first request if it was not started, and again after it died."""
 
     def __init__(self, module: str, arguments: tuple[str, ...] = (), environment: dict[str, str] | None = None):
         self.command = [sys.executable, "-m", module, *arguments]
@@ -39,10 +39,13 @@ class Child:
         self._errors: IO[bytes] | None = None
         self._rest = b""
 
-    def send(self, request: dict) -> None:
+    def start(self) -> subprocess.Popen:
+        """Starts the process, unless it runs."""
         process = self._process
-        if process is None or process.poll() is not None:
-            process = self._start()
+        return self._start() if process is None or process.poll() is not None else process
+
+    def send(self, request: dict) -> None:
+        process = self.start()
         assert process.stdin is not None  # a pipe
         try:
             process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -124,6 +127,10 @@ class Children(Closing):
         for child in self._children:
             self._idle.put(child)
         self._threads = ThreadPoolExecutor(count)
+
+    def start(self) -> None:
+        for child in self._children:
+            child.start()
 
     def ask(self, request: dict, timeout: float) -> "Future[dict]":
         """The answer, or the errors of `Child.receive`."""

@@ -12,6 +12,7 @@ from spirv_kernels import validate
 from tvm import relax
 
 from mlc_amd.compiler import plan as planning
+from mlc_amd.compiler.codegen.kernel_workers import ALONE
 from mlc_amd.compiler.codegen.lower import Function, Launch
 from mlc_amd.compiler.codegen.rocm import HsacoModule
 from mlc_amd.compiler.codegen.target import make_target
@@ -53,7 +54,7 @@ def compiled(mod, inputs, kind: str, arch: str, folder) -> Compiled:
     backend = make_target(kind, arch)
     mod = backend.select_kernels(mod)
     plan = planning.make_plan(mod, {"main": [("io", name) for name in inputs]}, {}, outputs={"main": (("io", "out"),)})
-    code = backend.compile_kernels(mod, folder, lambda *_: None, 1)
+    code = backend.compile_kernels(mod, folder, lambda *_: None, ALONE)
     return Compiled(backend, plan, folder, json.loads(json.dumps(code)), dict(backend.kernels))
 
 

@@ -17,10 +17,12 @@ from pathlib import Path
 import tvm
 import tvm_ffi
 
-from mlc_amd.compiler.codegen import cpu, rocm_target, vulkan_target
+from mlc_amd.compiler.codegen import cpu
 from mlc_amd.compiler.codegen.object_cache import Key, ObjectCache
 from mlc_amd.compiler.codegen.rocm import HsacoModule, compile_hsaco
+from mlc_amd.compiler.codegen.rocm_target import RocmTarget
 from mlc_amd.compiler.codegen.spirv import SpirvModule, compile_spirv
+from mlc_amd.compiler.codegen.vulkan_target import VulkanTarget
 from mlc_amd.compiler.nodes import params
 from mlc_amd.schedules.gpu import base
 
@@ -45,10 +47,6 @@ class Kept:
             self.put(key, make())
         return path.read_bytes()
 
-    def find(self, key: object) -> bytes | None:
-        path = self._path(key)
-        return path.read_bytes() if path.exists() else None
-
     def put(self, key: object, content: bytes) -> None:
         path = self._path(key)
         own = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
@@ -72,30 +70,16 @@ def keep(folder: Path) -> None:
     """From now on this process keeps there what its targets compile."""
     kept = Kept(folder)
 
-    def hsaco(kernels, arch, lowered=lambda name: None) -> HsacoModule:
+    def hsaco(kernels, arch) -> HsacoModule:
         key = ["hsaco", repr(arch), *(_identity(name, kernel) for name, kernel in kernels.items())]
-        if (content := kept.find(key)) is None:
-            module = compile_hsaco(kernels, arch, lowered)
-            kept.put(key, pickle.dumps(module))
-            return module
-        for name in kernels:
-            lowered(name)
-        return pickle.loads(content)
+        return pickle.loads(kept.get(key, lambda: pickle.dumps(compile_hsaco(kernels, arch))))
 
-    def spirv(kernels, profile, lowered=lambda name: None, workers=1) -> SpirvModule:
-        keys = {name: ["spirv", repr(profile), _identity(name, kernel)] for name, kernel in kernels.items()}
-        found = {name: pickle.loads(content) for name, key in keys.items() if (content := kept.find(key)) is not None}
-        for name in found:
-            lowered(name)
-        made = compile_spirv({name: kernels[name] for name in kernels.keys() - found.keys()}, profile, lowered, workers)
-        for name, function in made.functions.items():
-            found[name] = function, {launch.symbol: made.modules[launch.symbol] for launch in function.launches}
-            kept.put(keys[name], pickle.dumps(found[name]))
-        modules = {symbol: kernel for name in kernels for symbol, kernel in found[name][1].items()}
-        return SpirvModule(modules, {name: found[name][0] for name in kernels})
+    def spirv(kernels, profile) -> SpirvModule:
+        key = ["spirv", repr(profile), *(_identity(name, kernel) for name, kernel in kernels.items())]
+        return pickle.loads(kept.get(key, lambda: pickle.dumps(compile_spirv(kernels, profile))))
 
     cpu.OBJECTS = KeptObjects(kept)
-    rocm_target.compile_hsaco, vulkan_target.compile_spirv = hsaco, spirv
+    RocmTarget.compiler, VulkanTarget.compiler = staticmethod(hsaco), staticmethod(spirv)
 
 
 def _identity(name: str, kernel: tvm.tirx.PrimFunc) -> tuple:

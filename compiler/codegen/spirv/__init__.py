@@ -23,7 +23,7 @@ import tvm
 from tvm import tirx
 
 from mlc_amd.compiler.codegen.functions import expand
-from mlc_amd.compiler.codegen.lower import Function, in_threads, lower
+from mlc_amd.compiler.codegen.lower import Function, lower
 from mlc_amd.compiler.codegen.spirv.emitter import Emitter
 from mlc_amd.compiler.codegen.spirv.types import Unsupported
 from mlc_amd.schedules.gpu.base.profiles import Profile
@@ -68,11 +68,8 @@ class SpirvModule:
     functions: dict[str, Function]
 
 
-def compile_spirv(
-    kernels: dict[str, tirx.PrimFunc], profile: Profile, lowered=lambda name: None, workers: int = 1
-) -> SpirvModule:
-    """SPIR-V for all of `kernels` (name: PrimFunc with bound threads, static extents, buffers as parameters), made by
-    `workers` threads. `lowered` is called as each one is done.
+def compile_spirv(kernels: dict[str, tirx.PrimFunc], profile: Profile) -> SpirvModule:
+    """SPIR-V for all of `kernels` (name: PrimFunc with bound threads, static extents, buffers as parameters).
 
     ValueError for a kernel that the profile cannot run (too many threads, too much shared memory, extents unknown at
     compile time) or that has something in it for which there is no SPIR-V; it names the kernel.
@@ -95,10 +92,9 @@ def compile_spirv(
             facts = done.local_size, done.reads, done.writes, done.table, done.lds
             capabilities = tuple(sorted(done.asm.capabilities))
             modules[launch.symbol] = SpirvKernel(done.binary, launch.grid, *facts, capabilities)
-        lowered(name)
         return function, modules
 
-    made = dict(zip(kernels, in_threads(emit, kernels, workers), strict=True))
+    made = {name: emit(name) for name in kernels}
     modules = {symbol: module for _, of_one in made.values() for symbol, module in of_one.items()}
     return SpirvModule(modules, {name: function for name, (function, _) in made.items()})
 

@@ -7,6 +7,7 @@ from tvm.tirx.script import builder as T
 from vulkan_harness import PROFILES
 from workloads import built, operator
 
+from mlc_amd.compiler.codegen.kernel_workers import ALONE
 from mlc_amd.compiler.codegen.lower import lower
 from mlc_amd.compiler.codegen.rocm import rocm_target
 from mlc_amd.compiler.codegen.shared_code import relaunched, representatives
@@ -67,7 +68,7 @@ def test_code_for_fewer_workgroups_is_not_launched_for_more():
 def test_an_artifact_holds_the_code_once(tmp_path):
     target, steps = VulkanTarget("lavapipe"), []
     kernels = samples(PROFILES["lavapipe"], (1, 8, 64))
-    library, launches = target.compile_arch(PROFILES["lavapipe"], kernels, tmp_path, steps.append, 2)
+    library, launches = target.compile_arch(PROFILES["lavapipe"], kernels, tmp_path, steps.append, ALONE)
     symbols = {name: [step["symbol"] for step in found["steps"]] for name, found in launches.items()}
     assert symbols == dict.fromkeys(kernels, symbols["sample_m64"]) and sorted(steps) == sorted(kernels)
     alone = tmp_path / "alone"
