@@ -240,7 +240,7 @@ class GpuTarget(Target):
                 here[i] = self.compiler({name: kernels[name] for name in groups[i]}, arch)
                 report(groups[i])
         for i, future in enumerate(futures):
-            yield here[i] if i in here else kernel_workers.result(future)
+            yield here[i] if future is None or i in here else kernel_workers.result(future)
 
     def compile_kernels(self, mod: tvm.IRModule, directory: Path, progress, workers: Workers) -> dict:
         """{"libraries": {arch: file}, "launches": {arch: launches}}, as of `compile_arch`; "exchange", as in the
