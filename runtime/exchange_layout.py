@@ -7,7 +7,6 @@ order. `Control` is int32[CONTROL].
 
 # before a kernel's name: the kernel that exchanges parts while it runs, instead of that one
 EXCHANGING = "exchange_"
-BOXES = ("inbox", "outbox", "control")  # what such a kernel takes besides the other one's parameters
 RELAY = "relay.bin"  # file of an artifact: machine code of the host that moves words between GPUs
 PROBE = EXCHANGING + "probe"  # a kernel with a residual that devices/exchange/check.py launches
 CONTROL = 4
@@ -18,6 +17,11 @@ GROUPS = 64  # workgroups of a launch, at most
 ROUNDS = (1 << 32) // GROUPS
 WORD = 8  # bytes
 LINE = 8  # words of a cache line; what a round sends is whole lines
+
+
+def boxes(parts: int, peers: bool) -> tuple[str, ...]:
+    """What such a kernel takes besides the other one's parameters. peers: it writes to the others' inboxes itself."""
+    return "inbox", *(f"outbox{i}" for i in range(parts - 1 if peers else 1)), "control"
 
 
 def outbox_words(capacity: int) -> int:

@@ -64,7 +64,7 @@ class GpuTarget(Target):
 
     query_dtype = "float16"
     layout = "rows"
-    exchanges = False  # whether GPUs that share a model exchange parts while kernels run
+    peers = False  # whether GPUs that share a model write to each other's memory
     fuses_rope = True
     fuses_route = True
     planes = staticmethod(planes)
@@ -256,7 +256,7 @@ class GpuTarget(Target):
         exchanges = self._exchanges(names)
         for arch in self.archs:
             own = self.own_kernels(arch) | {
-                EXCHANGING + name: exchange(op, exchanges.capacity, arch, EXCHANGING + name)
+                EXCHANGING + name: exchange(op, exchanges.capacity, arch, EXCHANGING + name, self.peers)
                 for name, op in exchanges.operators.items()
             }
             kernels = {name: self.kernel(name, arch) for name in names} | own
@@ -264,15 +264,15 @@ class GpuTarget(Target):
             step("")
         made = {"libraries": libraries, "launches": launches}
         if exchanges.operators:
-            (directory / RELAY).write_bytes(relay_code())
             words = {EXCHANGING + name: words_of(op) for name, op in exchanges.operators.items()}
-            made["exchange"] = {"relay": RELAY, "capacity": exchanges.capacity, "words": words}
+            made["exchange"] = {"capacity": exchanges.capacity, "words": words}
+            if not self.peers:
+                (directory / RELAY).write_bytes(relay_code())
+                made["exchange"]["relay"] = RELAY
         return made
 
     def _exchanges(self, names: Sequence[str]) -> _Exchanges:
         """Of these kernels those that can exchange parts while they run."""
-        if not self.exchanges:
-            return _Exchanges({}, 0)
         found = {name: op for name in names if isinstance(op := self.workloads.get(name), AllReduce | AllGather)}
         able = {name: op for name, op in found.items() if words_of(op) <= MOST_WORDS and words_of(op) % LINE == 0}
         sums = (op for op in able.values() if isinstance(op, AllReduce))

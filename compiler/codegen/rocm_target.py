@@ -23,6 +23,7 @@ class RocmTarget(GpuTarget):
     GPUs without matrix units go together."""
 
     kind = "rocm"
+    peers = True
     resolve = staticmethod(archs.resolve)
     compiler = staticmethod(compile_hsaco)
 

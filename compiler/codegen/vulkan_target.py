@@ -22,7 +22,6 @@ class VulkanTarget(GpuTarget):
     rdna3:matrix=none+wave=64."""
 
     kind = "vulkan"
-    exchanges = True
     resolve = staticmethod(profiles.resolve)
     compiler = staticmethod(compile_spirv)
 

@@ -21,6 +21,7 @@ from mlc_amd.runtime.artifact import json_files
 from mlc_amd.runtime.cache.kv_types import KvType
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.exchange_layout import boxes
 from mlc_amd.runtime.gpus import Unit
 from mlc_amd.runtime.sampling.settings import SamplingChanges
 
@@ -180,10 +181,10 @@ class DeviceLaunch(TypedDict):
 
 
 class ManifestExchange(TypedDict):
-    """relay: file of machine code; capacity: words of a slot (runtime/exchange_layout.py); words: that a GPU sends, by
-    kernel."""
+    """relay: file of machine code, unless GPUs write to each other's memory; capacity: words of a slot
+    (runtime/exchange_layout.py); words: that a GPU sends, by kernel."""
 
-    relay: _FileName
+    relay: NotRequired[_FileName]
     capacity: _Size
     words: dict[_Name, _Count]
 
@@ -245,6 +246,11 @@ class Manifest(ManifestBody):
     inline: NotRequired[bool]
     format: int
     files: dict[_FileName, FileFacts]
+
+
+def boxes_of(manifest: Manifest) -> tuple[str, ...]:
+    """What kernels take that exchange parts while they run, besides the parameters of others."""
+    return boxes(manifest["gpus"], peers="relay" not in manifest.get("exchange", ()))
 
 
 def is_draft(name: str) -> bool:

@@ -15,13 +15,14 @@ from mlc_amd.runtime.artifact.manifest import (
     ManifestFunction,
     ManifestKernel,
     ManifestLaunch,
+    boxes_of,
     is_draft,
 )
 from mlc_amd.runtime.artifact.random_weights import draw_fault
 from mlc_amd.runtime.artifact.weight_block import ALIGN, DTYPES, PAD, byte_count
 from mlc_amd.runtime.cache.pages import PAGE, STATE
 from mlc_amd.runtime.errors import shorten
-from mlc_amd.runtime.exchange_layout import BOXES, EXCHANGING, PROBE
+from mlc_amd.runtime.exchange_layout import EXCHANGING, PROBE
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _Tensor = tuple[str, tuple[int, ...]]  # dtype, shape
@@ -44,7 +45,7 @@ _PLACES: dict[str, dict[str, tuple[str, ...] | None]] = {
 }
 _PAGED = ("cache", "states")  # roles of what has pages or cells
 # Kernels that a device launches itself, and the number of their buffers (devices/vulkan).
-_OWN = {"copy": 2, "fragment_probe": 4, PROBE: 5 + len(BOXES)}
+_OWN = {"copy": 2, "fragment_probe": 4, PROBE: 5}
 _GPUS = ("rocm", "vulkan")
 _GPU_KEYS = ("archs", "bandwidth")
 _TARGET_KEYS = {"cpu": ("mcpu", "flags"), "rocm": _GPU_KEYS, "vulkan": (*_GPU_KEYS, "needs", "copy_bytes")}
@@ -94,7 +95,14 @@ def _check_files(manifest: Manifest) -> None:
     _require(set(libraries) == archs, "libraries", "not those of the target's archs")
     _require(set(launches) == (archs if target["kind"] in _GPUS else set()), "launches", "not the target's archs")
     _require(set(target.get("needs", archs)) == archs, "target.needs", "not those of the target's archs")
-    for name in (*libraries.values(), *TOKENIZER):
+    exchange, relayed = manifest.get("exchange"), target["kind"] == "vulkan"
+    if exchange:
+        _require(("relay" in exchange) == relayed, "exchange.relay", f"it is {'missing' if relayed else 'not used'}")
+        _require(PROBE in exchange["words"], "exchange.words", f"{PROBE} is missing")
+        within = max(exchange["words"].values()) <= exchange["capacity"]
+        _require(within, "exchange.capacity", "less than the words of a kernel")
+    relay = [exchange["relay"]] if exchange and "relay" in exchange else []
+    for name in (*libraries.values(), *relay, *TOKENIZER):
         _require(name in manifest["files"], "files", f"{name} is used and not listed")
 
 
@@ -167,15 +175,18 @@ def _check_launched(
     file = manifest["libraries"][arch]
     size = manifest["files"][file]["bytes"]
     needed = {launch["kernel"] for f in manifest["functions"].values() for launch in f["launches"]}
+    needed |= manifest.get("exchange", {}).get("words", {}).keys()
     if needs:
         needed.add("copy")
     for name in sorted(needed):
         _require(name in launched, f"launches[{shorten(arch)}]", f"kernel {shorten(name)} is missing")
+    boxes = len(boxes_of(manifest))
     for name, kernel in launched.items():
         key = f"launches[{shorten(arch)}][{shorten(name)}]"
         plain = name.removeprefix(EXCHANGING)
         _require(plain in kernels or name in _OWN, key, "there is no such kernel")
-        count = len(kernels[plain]["params"]) + len(BOXES) * (name != plain) if plain in kernels else _OWN[name]
+        count = len(kernels[plain]["params"]) if plain in kernels else _OWN[name]
+        count += boxes * (name != plain)
         _require(plain in kernels or len(kernel["steps"]) == 1, key, "it must be one launch")
         buffers = count + len(kernel["scratch"])
         for i, step in enumerate(kernel["steps"]):

@@ -19,10 +19,11 @@ from mlc_amd.runtime.artifact.manifest import (
     ManifestKernel,
     ManifestLaunch,
     ManifestParam,
+    boxes_of,
 )
 from mlc_amd.runtime.artifact.parts import PartArtifact
 from mlc_amd.runtime.artifact.weight_block import byte_count
-from mlc_amd.runtime.exchange_layout import BOXES, EXCHANGING
+from mlc_amd.runtime.exchange_layout import EXCHANGING
 
 EXCHANGES = ("all_reduce", "all_gather")  # operators that take what all GPUs computed
 SENT, RECEIVED = "X", "P"  # parameters of these: what the GPU computed, and the parts of all
@@ -107,7 +108,7 @@ class _Cutter:
         for launch in function["launches"]:
             kernel = launch["kernel"]
             if (words := self._words.get(EXCHANGING + kernel)) is not None:
-                boxes: list[LaunchArgument] = [["box", name] for name in BOXES]
+                boxes: list[LaunchArgument] = [["box", name] for name in boxes_of(self.manifest)]
                 launch = ManifestLaunch(kernel=EXCHANGING + kernel, args=[*launch["args"], *boxes])
                 rounds.append([1, words])
             elif kernel in self._exchanges:

@@ -2,7 +2,6 @@
 
 import importlib.util
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 
 from mlc_amd.runtime.artifact.memory import EXPERTS, on_host
@@ -11,6 +10,7 @@ from mlc_amd.runtime.artifact.stages import Stage
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices import division
 from mlc_amd.runtime.devices.division import Placement
+from mlc_amd.runtime.devices.exchange.choice import exchanges_inline
 from mlc_amd.runtime.devices.several import Opener
 from mlc_amd.runtime.devices.staged import StagedDevice
 from mlc_amd.runtime.devices.tensor import TensorDevice
@@ -56,18 +56,9 @@ def open_device(
     def opener(gpu: int, stage: Stage) -> Opener:
         experts = n_cpu_moe if any(map(EXPERTS.match, stage.manifest["tensors"])) else 0
         size = division.cache_size(kv, stage, artifact)
-        return lambda: _open_gpu(stage.of(artifact), None, str(gpu), experts, size)
+        return lambda: _open_one_of_several(stage.of(artifact), gpu, experts, size)
 
     return StagedDevice(artifact, [opener(*one) for one in found])
-
-
-def exchanges_inline(artifact, gpus: Sequence[int]) -> bool:
-    """Whether the GPUs of a model's parts exchange what they computed while kernels run."""
-    if artifact.manifest["target"]["kind"] != "vulkan":
-        return False
-    from mlc_amd.runtime.devices.exchange import choice
-
-    return choice.exchanges_inline(artifact, gpus)
 
 
 def _open_ranks(artifact, wanted: Placement, kv: KvSize) -> TensorDevice:
@@ -79,7 +70,7 @@ def _open_ranks(artifact, wanted: Placement, kv: KvSize) -> TensorDevice:
     inline = exchanges_inline(artifact, chosen)
 
     def opener(rank: int, gpu: int) -> Opener:
-        return lambda: _open_gpu(rank_artifact(artifact, rank, inline), None, str(gpu), 0, size)
+        return lambda: _open_one_of_several(rank_artifact(artifact, rank, inline), gpu, 0, size)
 
     return TensorDevice(artifact, [opener(*one) for one in enumerate(chosen)])
 
@@ -95,6 +86,14 @@ def _open_cpu(artifact, threads: int | None, n_cpu_moe: int, kv: KvSize):
     if n_cpu_moe:
         log.warning("--n-cpu-moe has no effect: target cpu has all weights in host memory")
     return CpuDevice(artifact, threads, kv)
+
+
+def _open_one_of_several(artifact, gpu: int, n_cpu_moe: int, kv: KvSize):
+    """Errors say of which GPU they are."""
+    try:
+        return _open_gpu(artifact, None, str(gpu), n_cpu_moe, kv)
+    except UserError as e:
+        raise type(e)(f"GPU {gpu}: {e}") from e
 
 
 def _open_gpu(artifact, threads: int | None, which: str | None, n_cpu_moe: int, kv: KvSize):

@@ -11,16 +11,18 @@ Once a step has failed, what the cache holds is unknown: all later ones fail, to
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import numpy as np
 
+from mlc_amd.runtime.artifact.manifest import boxes_of
 from mlc_amd.runtime.artifact.ranks import segments
-from mlc_amd.runtime.devices.exchange.vulkan import RelayedBoxes
+from mlc_amd.runtime.devices.exchange.choice import boxes_between
+from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
 from mlc_amd.runtime.devices.handover import PARTS, Handover
 from mlc_amd.runtime.devices.several import PAUSE, Opener, SeveralGpus
 from mlc_amd.runtime.errors import MachineError
-from mlc_amd.runtime.exchange_layout import BOXES
 
 Result = TypeVar("Result")
 
@@ -29,25 +31,37 @@ class TensorDevice(SeveralGpus):
     """stages: in the order of their parts."""
 
     def __init__(self, artifact, openers: Sequence[Opener]):
-        self._boxes: RelayedBoxes | None = None
+        self._boxes: Any = None  # a transport
         super().__init__(artifact, openers)
         manifest = self.stages[0].manifest
         self._segments = {name: segments(manifest, name) for name in self.manifest["functions"]}
         self._rounds = {name: function["rounds"] for name, function in manifest["functions"].items()}
 
     def _connect(self, devices: Sequence[Any]) -> None:
-        manifest, path = devices[0].manifest, self.artifact.path
+        manifest = devices[0].manifest
         if manifest["inline"]:
-            capacity, code = manifest["exchange"]["capacity"], path / manifest["exchange"]["relay"]
-            self._boxes = boxes = RelayedBoxes([device.memory for device in devices], capacity, code)
-            self._held.callback(boxes.close)
-            for rank, device in enumerate(devices):
-                device.exchange_through(dict(zip(BOXES, boxes.arguments(rank), strict=True)))
+            self._exchange_inline(devices)
         functions = manifest["functions"].values()
         most = len(devices) * max(sum(end - first for first, end in function["sends"]) for function in functions)
         shared = Handover(most)
         for device in devices:
             device.connect(shared, shared)
+
+    def _exchange_inline(self, devices: Sequence[Any]) -> None:
+        try:
+            self._boxes = boxes = boxes_between(self.artifact, devices)
+        except Unsuitable as e:  # there was memory for it before the model was loaded
+            raise MachineError(f"{e}; a smaller --ctx or cache leaves more of it") from e
+        self._held.callback(boxes.close)
+        names = boxes_of(self.manifest)
+        prepared = [
+            device.exchange_through(dict(zip(names, boxes.arguments(rank), strict=True)))
+            for rank, device in enumerate(devices)
+        ]
+        for _ in zip_longest(*prepared):  # one after the other: what they compute, they compute at the same time
+            pass
+        if boxes.failed():  # of a GPU whose graphs do not work
+            boxes.reset()
 
     def write(self, name: str, values) -> None:
         self._alive()

@@ -6,9 +6,14 @@ function)`; the function gets the launch (symbol, grid, block) and, for each poi
 its allocation as a writable numpy array. As on a GPU, nothing happens when it is enqueued: copies, fills, launches and
 replays run when the stream or an event is waited for, so a host buffer that is changed or freed too early shows. Events
 take the time of `clock`, which that work moves on. `calls` lists every call's name; a wrong use is an AssertionError.
+
+A kernel that waits for one on another GPU returns WAITING, and is called again once other streams have gone on; if none
+can, its launch is `late`. A GPU has its own memory, which others reach where that was enabled, and only the part of it
+that is fine-grained.
 """
 
 import ctypes
+import threading
 from collections.abc import Callable
 from enum import IntEnum
 from types import SimpleNamespace
@@ -23,6 +28,15 @@ GIB = 1 << 30
 LAUNCH_MS, EVENT_MS, BYTES_PER_MS = 0.010, 0.001, 1e9
 
 
+WAITING = object()
+
+
+class Launch(tuple):
+    """(symbol, grid, block). late: what the kernel waits for does not come."""
+
+    late = False
+
+
 class hipError_t(IntEnum):
     hipSuccess = 0
     hipErrorInvalidValue = 1
@@ -32,6 +46,8 @@ class hipError_t(IntEnum):
     hipErrorNotFound = 500
     hipErrorNotReady = 600
     hipErrorPeerAccessAlreadyEnabled = 704
+    hipErrorHostMemoryAlreadyRegistered = 712
+    hipErrorLaunchFailure = 719
     hipErrorStreamCaptureUnsupported = 900
 
 
@@ -57,8 +73,8 @@ class Handle:
 
 
 class Recorder:
-    """gpus: dicts of properties that differ from the default's. memory: bytes that allocations may use. fail: {call:
-    error's name}.
+    """gpus: dicts of properties that differ from the default's. memory: bytes that allocations may use on each, unless
+    its own "memory" says something else. fail: {call: error's name}, on `fail_on` or all GPUs.
 
     before_replay(count, arrays of the first launch's arguments) is called before the count-th replay of a graph, to
     imitate a broken driver; if it returns False, the replay does nothing.
@@ -76,14 +92,18 @@ class Recorder:
         default |= {"pciDomainID": 0, "pciBusID": 3, "pciDeviceID": 0}
         self.kernels, self.gpus = kernels, [default | gpu for gpu in gpus]
         self.memory, self.fail, self.before_replay = memory, fail or {}, before_replay
+        self.fail_on: int | None = None
         self.calls: list[str] = []
         self.launched: list[tuple] = []  # (symbol, grid, block) of every kernel that ran
         self.handles: list[Handle] = []
         self.blocks: dict[int, tuple[np.ndarray, str]] = {}  # address: (bytes, "device" or "host")
-        self.queue: list[Callable] = []
-        self.captured: list[Callable] | None = None
+        self.owners: dict[int, int] = {}  # address of device memory: GPU
+        self.queue: list[tuple[Handle, Callable]] = []  # of all streams
+        self.captures: dict[Handle, list[Callable]] = {}  # by stream
         self.clock = 0.0  # milliseconds: of work that is done
-        self.current = 0  # GPU
+        self.late = False  # whether what kernels wait for does not come
+        self._thread = threading.local()
+        self._lock = threading.RLock()  # one call at a time
         self.reached: set[tuple[int, int]] = set()  # (GPU, another one whose memory it may access)
         self.fine: list[tuple[int, int]] = []  # (GPU, address) of memory that others see while kernels run
 
@@ -93,11 +113,19 @@ class Recorder:
             return value
 
         def call(*args):
-            self.calls.append(name)
-            error = self.fail.get(name)
-            return (hipError_t[error], None) if error else value(*args)
+            with self._lock:
+                self.calls.append(name)
+                error = self.fail.get(name) if self.fail_on in (None, self.current) else None
+                if error and name == "hipStreamEndCapture":
+                    self.captures.clear()  # HIP leaves capture mode, too
+                return (hipError_t[error], None) if error else value(*args)
 
         return call
+
+    @property
+    def current(self) -> int:
+        """The GPU of this thread."""
+        return getattr(self._thread, "gpu", 0)
 
     # ---- the machine
 
@@ -112,7 +140,7 @@ class Recorder:
 
     def hipSetDevice(self, index):
         assert 0 <= index < len(self.gpus)
-        self.current = index
+        self._thread.gpu = index
         return OK
 
     def hipDeviceCanAccessPeer(self, index, other):
@@ -127,10 +155,16 @@ class Recorder:
         return OK
 
     def hipDeviceSynchronize(self):
-        return self._flush()
+        for stream in {one for one, _ in self.queue if one.gpu == self.current}:
+            self._flush(stream)
+        return OK
+
+    def _free_bytes(self) -> int:
+        used = sum(len(self.blocks[at][0]) for at, owner in self.owners.items() if owner == self.current)
+        return self.gpus[self.current].get("memory", self.memory) - used
 
     def hipMemGetInfo(self):
-        return *OK, self.memory - self.used("device"), self.memory
+        return *OK, self._free_bytes(), self.gpus[self.current].get("memory", self.memory)
 
     # ---- memory
 
@@ -145,11 +179,11 @@ class Recorder:
         return *OK, array.ctypes.data
 
     def hipMalloc(self, nbytes):
-        return (
-            self._new(nbytes, "device")
-            if self.used("device") + nbytes <= self.memory
-            else (hipError_t.hipErrorOutOfMemory, None)
-        )
+        if nbytes > self._free_bytes():
+            return hipError_t.hipErrorOutOfMemory, None
+        code, address = self._new(nbytes, "device")
+        self.owners[address] = self.current
+        return code, address
 
     def hipExtMallocWithFlags(self, nbytes, flags):
         assert flags == self.hipDeviceMallocFinegrained
@@ -162,7 +196,9 @@ class Recorder:
         return self._new(nbytes, "host")
 
     def hipHostRegister(self, address, nbytes, flags):
-        assert flags == self.hipHostRegisterPortable and address not in self.blocks
+        assert flags == self.hipHostRegisterPortable
+        if address in self.blocks:
+            return (hipError_t.hipErrorHostMemoryAlreadyRegistered,)
         memory = (ctypes.c_uint8 * nbytes).from_address(address)
         self.blocks[address] = np.ctypeslib.as_array(memory), "host"
         return OK
@@ -176,8 +212,10 @@ class Recorder:
         return *OK, address
 
     def _free(self, address, kind):
-        assert not self.queue, "memory freed while work is enqueued"
         array, where = self.blocks.pop(address)
+        owner = self.owners.pop(address, self.current)
+        users = {owner} | {gpu for gpu, of in self.reached if of == owner and (owner, address) in self.fine}
+        assert not any(stream.gpu in users for stream, _ in self.queue), "memory freed while work is enqueued"
         assert where == kind
         array[:] = 0x5A  # makes later reads visible
         return OK
@@ -188,10 +226,15 @@ class Recorder:
     def hipHostFree(self, address):
         return self._free(address, "host")
 
-    def bytes_at(self, address: int, nbytes: int | None = None, kind: str | None = None) -> np.ndarray:
-        """Memory from an address on, which must lie in a live allocation (of that kind)."""
+    def bytes_at(
+        self, address: int, nbytes: int | None = None, kind: str | None = None, gpu: int | None = None
+    ) -> np.ndarray:
+        """Memory from an address on, which must lie in a live allocation (of that kind, that the GPU reaches)."""
         for start, (array, where) in self.blocks.items():
             if start <= address < start + len(array) and kind in (None, where):
+                owner = self.owners.get(start, gpu)
+                reachable = (gpu, owner) in self.reached and (owner, start) in self.fine
+                assert gpu in (None, owner) or reachable, f"GPU {gpu} reads or writes memory of GPU {owner}"
                 rest = array[address - start :]
                 assert nbytes is None or nbytes <= len(rest), "beyond the end of an allocation"
                 return rest if nbytes is None else rest[:nbytes]
@@ -200,7 +243,7 @@ class Recorder:
     # ---- streams, events
 
     def _handle(self, kind, **facts):
-        handle = Handle(kind, **facts)
+        handle = Handle(kind, gpu=self.current, **facts)
         self.handles.append(handle)
         return handle
 
@@ -210,14 +253,30 @@ class Recorder:
         return OK
 
     def _enqueue(self, stream, work):
-        assert stream.kind == "stream" and stream.alive
-        (self.queue if self.captured is None else self.captured).append(work)
+        assert stream.kind == "stream" and stream.alive and stream.gpu == self.current
+        if stream in self.captures:
+            self.captures[stream].append(work)
+        else:
+            self.queue.append((stream, work))
         return OK
 
-    def _flush(self):
-        while self.queue:
-            self.queue.pop(0)()
+    def _flush(self, stream=None):
+        """Does what is enqueued on a stream, or on all."""
+        while any(stream in (None, one) for one, _ in self.queue):
+            self._advance(stream or self.queue[0][0])
         return OK
+
+    def _advance(self, stream) -> None:
+        """Does the oldest work of a stream or, where that waits, of another one."""
+        heads = {one: i for i, (one, _) in reversed([*enumerate(self.queue)])}
+        for late in (False, True):
+            for one in sorted(heads, key=lambda one: (one is not stream, heads[one])):
+                entry = self.queue[heads[one]]
+                self.late = late
+                if entry[1]() is not WAITING:
+                    self.queue.remove(entry)
+                    return
+        raise AssertionError("kernels wait for one another")
 
     def hipStreamCreateWithFlags(self, flags):
         return *OK, self._handle("stream")
@@ -226,14 +285,14 @@ class Recorder:
         return self._destroy(stream, "stream")
 
     def hipStreamSynchronize(self, stream):
-        assert stream.alive and self.captured is None
-        return self._flush()
+        assert stream.alive and stream not in self.captures
+        return self._flush(stream)
 
     def hipStreamQuery(self, stream):
         """What was enqueued is done little by little."""
         assert stream.alive
-        if self.queue:
-            self.queue.pop(0)()
+        if any(one is stream for one, _ in self.queue):
+            self._advance(stream)
             return (hipError_t.hipErrorNotReady,)
         return OK
 
@@ -241,7 +300,8 @@ class Recorder:
         return *OK, self._handle("event", pending=False, timed=flags != self.hipEventDisableTiming, at=None)
 
     def hipEventRecord(self, event, stream):
-        event.pending = True
+        assert event.gpu == stream.gpu
+        event.pending, event.stream = True, stream
 
         def work():
             self.clock += EVENT_MS
@@ -256,7 +316,7 @@ class Recorder:
     def hipEventSynchronize(self, event):
         assert event.alive
         while event.pending:
-            self.queue.pop(0)()
+            self._advance(event.stream)
         return OK
 
     def hipEventDestroy(self, event):
@@ -266,7 +326,9 @@ class Recorder:
         sides = {1: ("host", "device"), 2: ("device", "host"), 3: ("device", "device")}[kind]
         if not any(where == "device" for _, where in self.blocks.values()):  # an APU that works in the host's memory
             sides = ("host", "host")
-        read, written = self.bytes_at(source, nbytes, sides[0]), self.bytes_at(target, nbytes, sides[1])
+        read, written = (
+            self.bytes_at(at, nbytes, side, stream.gpu) for at, side in zip((source, target), sides, strict=True)
+        )
 
         def work():
             self.clock += nbytes / BYTES_PER_MS
@@ -276,23 +338,25 @@ class Recorder:
 
     def hipMemcpy(self, target, source, nbytes, kind):
         device, other = (target, source) if kind == hipMemcpyKind.hipMemcpyHostToDevice else (source, target)
-        assert not self.queue and len(self.bytes_at(device, nbytes, "device")) == nbytes and other
+        idle = not any(stream.gpu == self.current for stream, _ in self.queue)
+        assert idle or kind == hipMemcpyKind.hipMemcpyDeviceToHost
+        assert len(self.bytes_at(device, nbytes, "device", self.current)) == nbytes and other
         ctypes.memmove(target, source, nbytes)
         return OK
 
     def hipMemset(self, target, value, nbytes):
-        assert not self.queue
-        self.bytes_at(target, nbytes, "device").fill(value)
+        assert not any(stream.gpu == self.current for stream, _ in self.queue)
+        self.bytes_at(target, nbytes, "device", self.current).fill(value)
         return OK
 
     def hipMemsetAsync(self, target, value, nbytes, stream):
-        array = self.bytes_at(target, nbytes)
+        array = self.bytes_at(target, nbytes, gpu=stream.gpu)
         return self._enqueue(stream, lambda: array.fill(value))
 
     # ---- kernels
 
     def hipModuleLoadData(self, image):
-        arch = self.gpus[0]["gcnArchName"].split(b":")[0]
+        arch = self.gpus[self.current]["gcnArchName"].split(b":")[0]
         if not image.startswith(ELF) or b"-" + arch not in image:
             return hipError_t.hipErrorNoBinaryForGpu, None
         return *OK, self._handle("module", image=image)
@@ -310,6 +374,7 @@ class Recorder:
 
     def hipModuleLaunchKernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, params, extra):
         assert function.module.alive and shared == 0 and extra is None
+        assert function.module.gpu == stream.gpu == self.current
         assert min(gx, gy, gz, bx, by, bz) >= 1 and bx * by * bz <= 256
         count, compute = self.kernels[function.symbol]
         # HIP copies the arguments when a launch is enqueued or captured.
@@ -318,35 +383,45 @@ class Recorder:
 
         def work():
             assert function.module.alive
-            self.launched.append((function.symbol, (gx, gy, gz), (bx, by, bz)))
+            launch = Launch((function.symbol, (gx, gy, gz), (bx, by, bz)))
+            launch.late = self.late
+            if compute(launch, *(self.bytes_at(p, gpu=stream.gpu) for p in pointers)) is WAITING:
+                return WAITING
+            self.launched.append(launch)
             self.clock += LAUNCH_MS
-            compute(self.launched[-1], *(self.bytes_at(p) for p in pointers))
+            return None
 
         work.pointers = pointers
         return self._enqueue(stream, work)
 
     def hipStreamBeginCapture(self, stream, mode):
-        assert self.captured is None and not self.queue and mode == hipStreamCaptureMode.hipStreamCaptureModeThreadLocal
-        self.captured = []
+        assert stream not in self.captures and not any(one is stream for one, _ in self.queue)
+        assert mode == hipStreamCaptureMode.hipStreamCaptureModeThreadLocal
+        self.captures[stream] = []
         return OK
 
     def hipStreamEndCapture(self, stream):
-        graph, self.captured = self._handle("graph", work=self.captured), None
-        return *OK, graph
+        return *OK, self._handle("graph", work=self.captures.pop(stream))
 
     def hipGraphInstantiate(self, graph, size):
         assert graph.alive
         return *OK, self._handle("exec", work=list(graph.work), replays=0), None, None
 
     def hipGraphLaunch(self, executable, stream):
-        assert executable.alive and self.captured is None
+        assert executable.alive and stream not in self.captures
+        left: list[Callable] = []  # when it has begun, the last first
 
         def work():
-            executable.replays += 1
-            arguments = [self.bytes_at(p) for p in executable.work[0].pointers]
-            if self.before_replay is None or self.before_replay(executable.replays, arguments) is not False:
-                for one in executable.work:
-                    one()
+            if not left:
+                executable.replays += 1
+                arguments = [self.bytes_at(p) for p in executable.work[0].pointers]
+                if self.before_replay is None or self.before_replay(executable.replays, arguments) is not False:
+                    left.extend(reversed(executable.work))
+            while left:
+                if left[-1]() is WAITING:
+                    return WAITING
+                left.pop()
+            return None
 
         return self._enqueue(stream, work)
 

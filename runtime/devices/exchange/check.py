@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
+from mlc_amd.runtime.exchange_layout import PROBE
 
 FRAMES = 5  # parts of each rank
 AT_ONCE = 160  # rounds at once, about those of a step; even, as sums alternate between two buffers
@@ -38,6 +39,19 @@ class CheckedGpu(Protocol):
     def begin(self) -> None: ...
     def wait(self) -> None: ...
     def sums(self) -> np.ndarray: ...
+
+
+def probe(artifact, arch: str) -> tuple[dict, int]:
+    """(The launch of the artifact's kernel for a check, how many values it exchanges.)"""
+    (step,) = artifact.manifest["launches"][arch][PROBE]["steps"]
+    return step, 2 * artifact.manifest["exchange"]["words"][PROBE]
+
+
+def one_arch(archs: Sequence[str]) -> str:
+    """Of all GPUs. Unsuitable if they run different code, whose workgroups may differ."""
+    if len(set(archs)) > 1:
+        raise Unsuitable("GPUs of different kinds")
+    return archs[0]
 
 
 def parts(gpus: int, values: int) -> np.ndarray:

@@ -1,12 +1,16 @@
-"""An AMD GPU of a check (check.py) through HIP."""
+"""A check (check.py) of AMD GPUs through HIP."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import numpy as np
 
-from mlc_amd.runtime.devices.exchange.check import Kernel, arguments
+from mlc_amd.runtime.devices.exchange.check import Kernel, arguments, check, one_arch, parts, probe
 from mlc_amd.runtime.devices.exchange.hip import PeerBoxes
-from mlc_amd.runtime.devices.hip.api import Hip
+from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
+from mlc_amd.runtime.devices.hip import api, code_objects
+from mlc_amd.runtime.devices.hip.api import Hip, HipError
+from mlc_amd.runtime.devices.hip.gpu import choose
 from mlc_amd.runtime.devices.hip.launches import enqueue, prepare
 
 
@@ -40,7 +44,31 @@ class CheckedHipGpu:
         self._hip("hipStreamSynchronize", self._stream)
 
     def sums(self) -> np.ndarray:
+        self._hip("hipSetDevice", self._gpu)
         found = np.empty(self._values, np.float32)
         kind = self._hip.names.hipMemcpyKind.hipMemcpyDeviceToHost
         self._hip("hipMemcpy", found.ctypes.data, self._sums, found.nbytes, kind)
         return found
+
+
+def seconds_of_round(artifact, gpus: Sequence[int], rounds: int) -> float:
+    """See `check`; gpus: their numbers."""
+    hip, libraries = Hip(api.open_bindings()), artifact.manifest["libraries"]
+    chosen = [choose(hip, libraries, str(gpu)) for gpu in gpus]
+    arch = one_arch([code for _, code in chosen])
+    file, (step, values) = (artifact.path / libraries[arch]).read_bytes(), probe(artifact, arch)
+    given = parts(len(gpus), values)
+    try:
+        with ExitStack() as held:
+            boxes = PeerBoxes(hip, gpus, artifact.manifest["exchange"]["capacity"])
+            held.callback(boxes.close)
+            ranks, loaded = [], []
+            for rank, (gpu, _) in enumerate(chosen):
+                hip("hipSetDevice", gpu.index)
+                code, functions = code_objects.load(hip, held, file, [step], (arch, gpu.arch))
+                loaded.append(code)  # HIP may read it
+                kernel = Kernel(functions[step["symbol"]], step["grid"], step["block"], step["args"], values)
+                ranks.append(CheckedHipGpu(hip, held, gpu.index, boxes, rank, kernel, given[rank]))
+            return check(ranks, boxes, values, rounds)
+    except HipError as e:
+        raise Unsuitable(str(e)) from e

@@ -1,14 +1,19 @@
-"""A Vulkan GPU of a check (check.py)."""
+"""A check (check.py) of Vulkan GPUs."""
 
 import ctypes
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 
-from mlc_amd.runtime.devices.exchange.check import FRAMES, Kernel, arguments
+from mlc_amd.runtime.devices.exchange.check import FRAMES, Kernel, arguments, check, one_arch, parts, probe
+from mlc_amd.runtime.devices.exchange.unsuitable import Unsuitable
 from mlc_amd.runtime.devices.exchange.vulkan import RelayedBoxes
+from mlc_amd.runtime.devices.vulkan import api
 from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, VulkanLaunch
 from mlc_amd.runtime.devices.vulkan.context import Context
-from mlc_amd.runtime.devices.vulkan.memory import VulkanMemory
+from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
+from mlc_amd.runtime.devices.vulkan.memory import OutOfMemory, VulkanMemory
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
 
 
@@ -48,3 +53,37 @@ class CheckedVulkanGpu:
 
     def sums(self) -> np.ndarray:
         return np.frombuffer(self._memory.get(self._sums, 0, self._nbytes), np.float32)
+
+
+def seconds_of_round(artifact, gpus: Sequence[int], rounds: int) -> float:
+    """See `check`; gpus: their numbers."""
+    try:
+        with ExitStack() as held:
+            return _checked(artifact, gpus, rounds, held)
+    except (api.VulkanError, OutOfMemory) as e:
+        raise Unsuitable(str(e)) from e
+
+
+def _checked(artifact, gpus: Sequence[int], rounds: int, held: ExitStack) -> float:
+    manifest = artifact.manifest
+    exchange, target = manifest["exchange"], manifest["target"]
+    needs = {profile: target["needs"][profile] for profile in target["archs"]}
+    contexts, archs = [], []
+    for gpu in gpus:
+        instance = Instance()
+        held.callback(instance.close)
+        chosen, arch = choose(instance.gpus, needs, str(gpu))
+        if chosen.type == "cpu":
+            raise Unsuitable(f"{chosen.name} is a CPU, which other programs use, too")
+        contexts.append(Context(instance, chosen, held))
+        archs.append(arch)
+    arch, memories = one_arch(archs), [VulkanMemory(one) for one in contexts]
+    boxes = RelayedBoxes(memories, exchange["capacity"], artifact.path / exchange["relay"])
+    held.callback(boxes.close)
+    step, values = probe(artifact, arch)
+    at, size = step["code"]
+    code = (artifact.path / manifest["libraries"][arch]).read_bytes()[at : at + size]
+    kernel = Kernel(code, tuple(step["grid"]), tuple(step["block"]), step["args"], values)
+    given, push, subgroup = parts(len(gpus), values), needs[arch]["push_constants"], needs[arch]["subgroup_size"]
+    ranks = [CheckedVulkanGpu(one, boxes, i, kernel, given[i], push, subgroup) for i, one in enumerate(contexts)]
+    return check(ranks, boxes, values, rounds)

@@ -27,7 +27,11 @@ class PeerBoxes:
             flags = hip.names.hipDeviceMallocFinegrained
             self._inboxes = [self._own(gpu, "hipExtMallocWithFlags", self._inbox_bytes, flags) for gpu in gpus]
             self._controls = [self._own(gpu, "hipMalloc", CONTROL * 4) for gpu in gpus]
+            self._held.callback(self._settle)
             self.reset()
+        except HipError as e:
+            self.close()
+            raise Unsuitable(f"GPUs have no memory that others may write while kernels run ({e})") from e
         except BaseException:
             self.close()
             raise
@@ -64,20 +68,26 @@ class PeerBoxes:
 
     def reset(self) -> None:
         for rank, gpu in enumerate(self._gpus):
-            self._hip("hipSetDevice", gpu)
-            self._hip("hipMemset", self._inboxes[rank], 0, self._inbox_bytes)
             control = np.zeros(CONTROL, np.int32)
             control[RANK] = rank
-            self._copy(self._controls[rank], control.ctypes.data, control.nbytes, "hipMemcpyHostToDevice")
+            self._copy(gpu, self._controls[rank], control.ctypes.data, control.nbytes, "hipMemcpyHostToDevice")
+            self._hip("hipMemset", self._inboxes[rank], 0, self._inbox_bytes)
             self._hip("hipDeviceSynchronize")
 
     def close(self) -> None:
         self._held.close()
 
+    def _settle(self) -> None:
+        """Waits for kernels that use the boxes; errors of these are known."""
+        for gpu in self._gpus:
+            self._hip.names.hipSetDevice(gpu)
+            self._hip.names.hipDeviceSynchronize()
+
     def _control(self, rank: int) -> np.ndarray:
         control = np.empty(CONTROL, np.int32)
-        self._copy(control.ctypes.data, self._controls[rank], control.nbytes, "hipMemcpyDeviceToHost")
+        self._copy(self._gpus[rank], control.ctypes.data, self._controls[rank], control.nbytes, "hipMemcpyDeviceToHost")
         return control
 
-    def _copy(self, target: int, source: int, nbytes: int, kind: str) -> None:
+    def _copy(self, gpu: int, target: int, source: int, nbytes: int, kind: str) -> None:
+        self._hip("hipSetDevice", gpu)
         self._hip("hipMemcpy", target, source, nbytes, getattr(self._hip.names.hipMemcpyKind, kind))

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -30,7 +30,7 @@ from mlc_amd.runtime.devices.hip.runs import HipRuns
 from mlc_amd.runtime.devices.pieces import Pacer, WorkPiece
 from mlc_amd.runtime.devices.run_queue import QueuedDevice, RunQueue
 from mlc_amd.runtime.devices.steps import write_private_pages, write_step
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import MachineError, UserError
 from mlc_amd.runtime.host import kfd_gpus
 
 CHECK_STEPS = 3  # replays compared at load; stale data shows up from the second on
@@ -78,7 +78,8 @@ class HipDevice(QueuedDevice):
             raise
         self.kv_types = self.memory.kv_types
         self.memory.upload()
-        self._launches = {name: self._bind(function) for name, function in self.manifest["functions"].items()}
+        self._launches: dict[str, list[HipLaunch]] = {}
+        self._boxes: Mapping[str, int] = {}
         self.pacer = Pacer(self.manifest, self.code_arch)
         self._graphs: dict[str, object] = {}
         self._marks: dict[str, list] = {}  # events that time a function's launches
@@ -88,9 +89,17 @@ class HipDevice(QueuedDevice):
         runs = self.memory, functions, self._launches, self._graphs, heads, self._carried
         self._runs = HipRuns(self.hip, self._held, self.stream, *runs)
         self._queue = RunQueue(self._runs, self.pacer, heads)
-        if os.environ.get(GRAPH_VARIABLE) != "0":
-            self._make_graphs()
+        self._captured = self._held.enter_context(ExitStack())
         self._held.callback(self.hip.names.hipStreamSynchronize, self.stream)  # first, at the end
+        if not self.manifest.get("inline"):  # else once there are boxes
+            for _ in self._prepare():
+                pass
+
+    def _prepare(self) -> Iterator[None]:
+        """All that runs functions; pauses while it computes."""
+        self._launches.update({name: self._bind(function) for name, function in self.manifest["functions"].items()})
+        if os.environ.get(GRAPH_VARIABLE) != "0":
+            yield from self._make_graphs()
         self.clear()
 
     def _override(self) -> str:
@@ -121,10 +130,13 @@ class HipDevice(QueuedDevice):
         found = []
         for call in function["launches"]:
             kernel = call["kernel"]
-            addresses = [self.memory.address(arg) for arg in call["args"]] + self.memory.scratch(kernel)
+            addresses = [self._address(arg) for arg in call["args"]] + self.memory.scratch(kernel)
             steps = self._kernels[kernel]["steps"]
             found += [launching.prepare(kernel, self._functions[step["symbol"]], step, addresses) for step in steps]
         return found
+
+    def _address(self, arg: list) -> int:
+        return self._boxes[arg[1]] if arg[0] == "box" else self.memory.address(arg)
 
     # ---- graphs
 
@@ -133,28 +145,37 @@ class HipDevice(QueuedDevice):
         """Whether functions run as graphs."""
         return bool(self._graphs)
 
-    def _make_graphs(self) -> None:
+    def _make_graphs(self) -> Iterator[None]:
         """Captures all functions and compares replays with launches; graphs are not used if they differ or fail."""
-        expected = {name: self._trial(name, {}) for name in self._launches}
+        expected = yield from self._trials({})
         try:
             graphs = {
-                name: launching.capture(self.hip, self.stream, launches, self._held)
+                name: launching.capture(self.hip, self.stream, launches, self._captured)
                 for name, launches in self._launches.items()
             }
-            wrong = [name for name in graphs if self._trial(name, graphs) != expected[name]]
+            found = yield from self._trials(graphs)
         except HipError as e:
             log.warning(_NO_GRAPHS, e)
             return
-        if wrong:
+        if wrong := [name for name in graphs if found[name] != expected[name]]:
             log.warning(_NO_GRAPHS, f"replays of {', '.join(wrong)} differ from launches")
             return
         self._graphs.update(graphs)
 
-    def _trial(self, function: str, graphs: dict) -> list[bytes]:
-        """The logits of a few steps with different tokens and positions, computed with `graphs` or by launches: each
-        has a chunk, or else single rows that follow one another in one sequence."""
+    def _trials(self, graphs: dict) -> Generator[None, None, dict[str, list[bytes]]]:
+        """`_trial` of all functions, from the same state on: what unused rows have goes to other GPUs, too."""
+        self.memory.clear("arena")
+        found = {}
+        for name in self._launches:
+            found[name] = yield from self._trial(name, graphs)
+        return found
+
+    def _trial(self, function: str, graphs: dict) -> Generator[None, None, list[bytes]]:
+        """What a few steps with different tokens and positions compute with `graphs` or by launches, logits or what
+        other GPUs get: each has a chunk, or else single rows that follow one another in one sequence."""
         entry, vocab = self.manifest["functions"][function], self.manifest["model"]["vocab"]
         results, position = [], 0
+        answering = any(arg[1] == "logits" for launch in entry["launches"] for arg in launch["args"])
         self.clear()
         write_private_pages(self, self.manifest)
         for step in range(CHECK_STEPS):
@@ -164,9 +185,9 @@ class HipDevice(QueuedDevice):
             singles = [(int(tokens[i]), position + i, 0) for i in range(single)]
             chunk = (tokens[single:], position + single, 0) if live > single else None
             answers = write_step(self, entry, singles, chunk)
-            for _ in self._run(function, graphs):
-                pass
-            results.append(self._fetch("logits", answers).tobytes() + self._carried.sent(function))
+            yield from self._run(function, graphs)
+            logits = self._fetch("logits", answers).tobytes() if answering else b""
+            results.append(logits + self._carried.sent(function))
             position += live
         return results
 
@@ -178,8 +199,16 @@ class HipDevice(QueuedDevice):
 
     @contextmanager
     def _usable(self, doing: str) -> Iterator[None]:
-        self.hip("hipSetDevice", self.gpu.index)  # of this thread
-        yield
+        """MachineError for HIP's errors, after which the GPU computes nothing more for this process."""
+        try:
+            self.hip("hipSetDevice", self.gpu.index)  # of this thread
+            yield
+        except HipError as e:
+            raise MachineError(
+                f"GPU {self.gpu.index}, {self.gpu.name}, failed while {doing} ({e}): a kernel ran too long, the driver "
+                "failed, or another program crashed it; load the model again, and if that happens again, update ROCm "
+                "and see the kernel log (dmesg)"
+            ) from e
 
     def _run_alone(self, function: str, plain: bool) -> Iterator[None]:
         return self._run(function, {} if plain else self._graphs)
@@ -207,6 +236,14 @@ class HipDevice(QueuedDevice):
         if self.manifest["functions"][function].get("sends"):
             self._carried.enqueue_sent(function)
             self._wait()
+
+    def exchange_through(self, boxes: Mapping[str, int]) -> Iterator[None]:
+        self._boxes, steps = boxes, self._prepare()
+        while True:
+            with self._usable("loading the model"):
+                if next(steps, self) is self:
+                    return
+            yield
 
     def connect(self, before: Handover | None, after: Handover | None) -> None:
         with self._usable("loading the model"):

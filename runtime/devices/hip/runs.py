@@ -67,6 +67,7 @@ class HipRuns(RunHooks):
             self._head_graphs[name] = capture(self.hip, self.stream, head, self._held)
 
     def submit(self, run: QueuedRun) -> None:
+        self.hip("hipSetDevice", self.memory.gpu.index)  # another GPU may have been used since the run was asked for
         self._allocate_slots()
         self.memory.send_inputs(self._slots[run.slot].inputs)
         self._carried.enqueue_received(run.name)
@@ -82,6 +83,7 @@ class HipRuns(RunHooks):
             self._end(run)
 
     def submit_late(self, run: QueuedRun) -> None:
+        self.hip("hipSetDevice", self.memory.gpu.index)
         self.memory.send_late(self._slots[run.slot].inputs)
         enqueue(self.hip, self.stream, self._launches[run.name][self._heads[run.name] :])
         self._end(run)

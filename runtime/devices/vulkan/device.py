@@ -265,12 +265,13 @@ class VulkanDevice(QueuedDevice):
             self._replays.carried.connect(before, after)
             self.context.idle_first()
 
-    def exchange_through(self, boxes: Mapping[str, int]) -> None:
-        """Addresses of memory of kernels that exchange parts while they run, by the names of arguments."""
+    def exchange_through(self, boxes: Mapping[str, int]) -> Iterator[None]:
+        """See the protocol. Computes nothing."""
         with self._usable("loading the model"):
             self._boxes = {name: (address, address + 1) for name, address in boxes.items()}
             self._record()
             self.context.idle_first()
+        return iter(())
 
     def hand_over(self, received: int, sent: int) -> None:
         self._replays.carried.parts = received, sent

@@ -37,11 +37,7 @@ def artifact(tmp_path):
     ],
 )
 def test_choice(artifact, gpus, archs, index, arch):
-    bindings = Recorder(KERNELS, gpus=gpus)
-    bindings.gpus.insert(0, bindings.gpus[index])  # the stand-in loads code for its first GPU
-    bindings.hipGetDeviceCount = lambda: (0, len(gpus))
-    bindings.hipGetDeviceProperties = lambda i: (0, type("P", (), bindings.gpus[i + 1]))
-    device = HipDevice(artifact(*archs), bindings=bindings)
+    device = HipDevice(artifact(*archs), bindings=Recorder(KERNELS, gpus=gpus))
     assert (device.gpu.index, device.code_arch) == (index, arch)
     check(device)
 
