@@ -8,18 +8,21 @@ import numpy as np
 import pytest
 import reference
 from emulator_suite import MAX_KL, check_architecture, check_model, emulated_device
+from few_functions import few_functions
+from hip_tensor import machine
 from samples import sample
 
-from mlc_amd.compiler.codegen import hsaco
+from mlc_amd.compiler.codegen import gpu_target, hsaco
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.options import CompileOptions
+from mlc_amd.runtime.options import CompileOptions, RunOptions
 from mlc_amd.schedules.gpu.base.step import FEW
 from mlc_amd.schedules.gpu.linear import norm_place
+from tests.dev.hip_recorder import emulated
 from tests.dev.quality import kl_divergence
 
 pytestmark = pytest.mark.usefixtures("linker")
@@ -203,3 +206,24 @@ def test_norms_that_linears_prepare(arch, tmp_path, monkeypatch, emulator):
         args = [kernels[step["kernel"]]["args"] for step in artifact.manifest["functions"][function]["launches"]]
         assert sum(bool(of.get("norm_out")) for of in args) == 2 * layers and len(args) == 5 * layers + 4
     check_model(artifact, "tiny:q4_0", arch, emulator, wave_order=5)
+
+
+@pytest.mark.full
+@pytest.mark.emulator
+def test_gpus_that_share_a_model(emulator, tmp_path, monkeypatch):
+    """Two GPUs, whose kernels exchange words while they run, or which get copies for a chunk of 64 rows."""
+    monkeypatch.setenv("MLC_AMD_GRAPH", "0")
+    monkeypatch.setattr(gpu_target, "MOST_WORDS", 1024)
+    options = CompileOptions(target="rocm", arch="gfx1100", ctx=64, split="tensor", gpus=2, tuned="none")
+    with few_functions():
+        compile_model(synthetic("tiny:q4_0"), tmp_path / "model", options)
+    artifact = Artifact.open(tmp_path / "model")
+    code = (artifact.path / artifact.manifest["libraries"]["gfx1100"]).read_bytes()
+    bindings = machine(monkeypatch, 2, emulated(artifact.manifest, "gfx1100", code, emulator, 5))
+    ids = np.random.default_rng(7).integers(0, 1024, 12)
+    exact = reference.forward(synthetic("tiny:q4_0"), ids)
+    with Engine.load(artifact.path, RunOptions(devices=(0, 1))) as engine:
+        assert engine.device._boxes
+        last = [engine.prefill(ids[:10]), *(engine.decode(int(i)) for i in ids[10:])]
+    assert kl_divergence(exact[9:], np.stack(last)) < MAX_KL
+    assert bindings.leaks() == []

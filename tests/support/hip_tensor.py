@@ -62,7 +62,7 @@ def exchanging(values, parts, residual):
     return 2 + residual + parts + 1, run
 
 
-def kernels(parts):
+def divided_kernels(parts):
     found = dict(KERNELS)
     for rows in ROWS:
         found[f"sum_{rows}_k"] = add_up(rows, parts)
@@ -122,11 +122,11 @@ def divided_in(folder, parts=2):
     return Artifact(folder, json.loads(json.dumps(manifest)))
 
 
-def machine(monkeypatch, parts=2, **options):
-    """A stand-in for AMD's bindings with so many GPUs, for all that opens them."""
+def machine(monkeypatch, parts=2, kernels=None, **options):
+    """A stand-in for AMD's bindings with so many GPUs, for all that opens them. kernels: by default the model's."""
     gpus = options.pop("gpus", [{"pciBusID": i} for i in range(parts)])
-    bindings = Recorder(kernels(parts), gpus, **options)
-    monkeypatch.setattr(choice, "ROUNDS", 2 * AT_ONCE)  # Python computes them
+    bindings = Recorder(kernels or divided_kernels(parts), gpus, **options)
+    monkeypatch.setattr(choice, "ROUNDS", AT_ONCE)  # Python computes them
     for module in api, device, gpu:
         monkeypatch.setattr(module, "open_bindings", lambda: bindings)
     return bindings

@@ -30,6 +30,8 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 from ray.util import list_named_actors
 
+from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.artifact.manifest import Manifest
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.options import LoadOptions
@@ -236,20 +238,34 @@ def _load(known: Mapping[str, LoadOptions], name: str, gpus: tuple[int, ...]) ->
     it numbers from 0 on; Vulkan does, and has the same order."""
     options = known[name]
     if gpus and options.device is None:
-        vulkan = targets.resolve(options.target, options.arch)[0] == "vulkan"
-        options = replace(options, devices=gpus if vulkan else tuple(range(len(gpus))))
+        compiled = _compiled(options)
+        kind = compiled["target"]["kind"] if compiled else targets.resolve(options.target, options.arch)[0]
+        options = replace(options, devices=gpus if kind == "vulkan" else tuple(range(len(gpus))))
     return models.load_engine(options)
+
+
+def _compiled(options: LoadOptions) -> Manifest | None:
+    """The manifest of a model that was compiled before, if this machine has it."""
+    path = models.local(options.model) if options.model else None
+    return Artifact.open(path).manifest if path and path.is_dir() else None
+
+
+def gpus_each(options: LoadOptions) -> int:
+    """How many GPUs a replica needs for a model."""
+    compiled = _compiled(options)
+    parts = compiled["gpus"] if compiled else options.gpus
+    return max(len(options.devices), len(options.tensor_split), parts or 1)
 
 
 def _share(deployment: Deployment) -> tuple[dict[str, float], dict[str, Any]]:
     """What a replica takes of the cluster, in Ray's words, and what that changes of how models are loaded: where the
-    cluster has GPUs, one or as many as --devices names, else as many CPUs as each can have."""
+    cluster has GPUs, as many as the models need, else as many CPUs as each can have."""
     load = next(iter(deployment.models.values()))
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     target, threads, count = load.target, load.threads, deployment.replicas
     gpus = sum(int(node.get("GPU", 0)) for node in nodes)
     if target not in ("auto", "cpu") or (target == "auto" and gpus):
-        each = max(len(load.devices), len(load.tensor_split), 1)
+        each = max(map(gpus_each, deployment.models.values()))
         _warn(gpus, count * each, "GPUs")
         return {"num_gpus": each, "num_cpus": threads or 1}, {}
     cpus = [int(node.get("CPU", 0)) for node in nodes]

@@ -1,6 +1,7 @@
 """GPUs that exchange parts of sums while their kernels run: the relay, its threads, and Vulkan devices and AMD's calls
 that stand in for several GPUs."""
 
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -202,6 +203,28 @@ def test_silent_gpus_end_a_step_with_an_error(code):
             devices.check(kernel, 64)
         assert time.monotonic() - begin < 60
         devices.check(kernel, 64)  # works again
+
+
+@pytest.mark.parametrize("fault", ["ends", "is stuck"])
+def test_a_thread_that_fails_ends_a_step_with_an_error(code, fault, monkeypatch):
+    """And leaves no thread: one that is stuck for some seconds is waited for."""
+    gpu()
+    before = {thread for thread in threading.enumerate() if thread.name == "mlc-amd relay"}
+
+    def broken(job):
+        if fault == "ends":
+            raise OSError("killed")
+        time.sleep(3)
+        return 0
+
+    with ExitStack() as held:
+        devices = Devices(held, code, 2)
+        kernel = exchange_kernel(2)
+        with monkeypatch.context() as patch, pytest.raises(Unsuitable, match="do not reach"):
+            patch.setattr(threading, "excepthook", lambda args: None)
+            patch.setattr(devices.boxes._relay.code, "call", broken)
+            devices.check(kernel, 64)
+    assert {thread for thread in threading.enumerate() if thread.name == "mlc-amd relay"} <= before
 
 
 def test_memory_that_the_host_cannot_write_is_refused(code):

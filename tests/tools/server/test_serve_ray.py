@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -25,14 +26,17 @@ os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
 pytest.importorskip("starlette")
 pytest.importorskip("ray.serve")
 import ray
+from hip_tensor import divided_in
 from ray.cluster_utils import Cluster
 from ray.exceptions import RaySystemError
 from servers.serving import ServeProcess, started, waiting
 
 from mlc_amd.runtime.cache.pages import PAGE
+from mlc_amd.runtime.options import LoadOptions
 from mlc_amd.tools import cli
 from mlc_amd.tools.hub import models
-from mlc_amd.tools.server.ray_cluster import most_each
+from mlc_amd.tools.server import ray_cluster
+from mlc_amd.tools.server.ray_cluster import gpus_each, most_each
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LONG = {"prompt": "def f(", "max_tokens": 1900, "logit_bias": {"8189": -1000, "8191": -1000}}
@@ -292,3 +296,18 @@ def test_cpus_are_shared():
     assert most_each([1, 1], 2) == 1 and most_each([16, 16], 2) == 16 and most_each([16, 16], 3) == 8
     assert most_each([16, 4], 2) == 8 and most_each([16, 4], 1) == 16
     assert most_each([1], 2) == most_each([], 1) == 1  # which wait for more nodes
+
+
+def test_replicas_have_as_many_gpus_as_a_model_needs(tmp_path, monkeypatch):
+    """Those that are named, or that it was compiled for; and each model the numbers of its own target."""
+    folder = divided_in(tmp_path).path
+    manifest = {"gpus": 2, "target": {"kind": "vulkan"}}
+    monkeypatch.setattr(ray_cluster, "Artifact", SimpleNamespace(open=lambda path: SimpleNamespace(manifest=manifest)))
+    cases = ({}, {"devices": (0, 1, 2)}, {"split": "tensor", "gpus": 4}, {"model": str(folder)})
+    assert [gpus_each(LoadOptions(**given)) for given in cases] == [1, 3, 4, 2]
+    loaded = []
+    monkeypatch.setattr(models, "load_engine", loaded.append)
+    for kind in ("vulkan", "rocm"):
+        manifest["target"]["kind"] = kind
+        ray_cluster._load({"a": LoadOptions(model=str(folder))}, "a", (2, 3))
+    assert [options.devices for options in loaded] == [(2, 3), (0, 1)]
