@@ -26,7 +26,6 @@ os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
 pytest.importorskip("starlette")
 pytest.importorskip("ray.serve")
 import ray
-from hip_tensor import divided_in
 from ray.cluster_utils import Cluster
 from ray.exceptions import RaySystemError
 from servers.serving import ServeProcess, started, waiting
@@ -300,7 +299,8 @@ def test_cpus_are_shared():
 
 def test_replicas_have_as_many_gpus_as_a_model_needs(tmp_path, monkeypatch):
     """Those that are named, or that it was compiled for; and each model the numbers of its own target."""
-    folder = divided_in(tmp_path).path
+    folder = tmp_path
+    (folder / "manifest.json").touch()
     manifest = {"gpus": 2, "target": {"kind": "vulkan"}}
     monkeypatch.setattr(ray_cluster, "Artifact", SimpleNamespace(open=lambda path: SimpleNamespace(manifest=manifest)))
     cases = ({}, {"devices": (0, 1, 2)}, {"split": "tensor", "gpus": 4}, {"model": str(folder)})
