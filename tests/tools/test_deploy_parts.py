@@ -8,11 +8,13 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.artifact.artifact import WEIGHTS, Artifact
+from mlc_amd.runtime.artifact.manifest import MANIFEST
 from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.tools import cli
@@ -167,3 +169,12 @@ def test_a_bundle_cannot_run_an_artifact_for_the_cpu(bundled):
     artifact = Artifact(Path("m"), {"target": {"kind": "cpu"}, "tensors": {}})
     with pytest.raises(UserError, match=r"target 'cpu', which needs the package apache-tvm-ffi"):
         open_device(artifact)
+
+
+def test_a_model_for_several_gpus_has_the_code_that_moves_words_between_them(tmp_path):
+    names = ("kernels.spv", "tokenizer.json", "tokenizer_config.json", WEIGHTS, "relay.bin")
+    manifest = {"libraries": {"rdna3": "kernels.spv"}, "files": {name: {} for name in (*names, "listing.s.gz")}}
+    for exchange, expected in (({"relay": "relay.bin"}, {*names}), ({}, {*names} - {"relay.bin"})):
+        model = SimpleNamespace(manifest=manifest | {"exchange": exchange}, path=tmp_path, random_weights=False)
+        found = deploy.model_files(model, weightless=False)
+        assert found.keys() == expected | {MANIFEST} and found[MANIFEST]

@@ -240,8 +240,8 @@ def model_files(model: Artifact, weightless: bool) -> dict[str, bytes | Path]:
     manifest = model.manifest.copy()
     if weightless:
         manifest["weights"] = "random"
-    tables = (TABLES,) if TABLES in manifest["files"] else ()
-    names = (*manifest["libraries"].values(), "tokenizer.json", "tokenizer_config.json", WEIGHTS, *tables)
+    some = [name for name in (TABLES, manifest.get("exchange", {}).get("relay")) if name in manifest["files"]]
+    names = (*manifest["libraries"].values(), "tokenizer.json", "tokenizer_config.json", WEIGHTS, *some)
     files: dict[str, bytes | Path] = {name: model.path / name for name in names}
     listed = {name: manifest["files"][name] for name in names}
     if weightless and not model.random_weights:
