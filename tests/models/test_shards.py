@@ -4,14 +4,17 @@ the same time."""
 import architectures
 import numpy as np
 import pytest
+from few_functions import few_functions
 
 from mlc_amd.compiler.gguf.synthetic import synthetic
 from mlc_amd.compiler.models.shards import ShardedModel, named
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.devices.steps import write_private_pages, write_step
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.schedules.operators import exchange
+from mlc_amd.tools.reference.plan import plan_of
 from tests.models.cpu_ranks import CpuRanks
 
 MOST = 1e-4  # KL divergence from exact logits
@@ -80,3 +83,20 @@ def test_fewer_key_heads_than_gpus_are_repeated():
     first, second, third, _ = (divided.tensors[named("blk.0.attn_k.weight", i)].dequantize() for i in range(4))
     np.testing.assert_array_equal(first, second)
     assert not np.array_equal(first, third)
+
+
+def test_the_reference_computes_all_parts(tmp_path):
+    """Against the logits of the whole model's plan, which has other shapes."""
+    found = []
+    for gpus in (1, 2):
+        split = {"split": "tensor", "gpus": gpus} if gpus > 1 else {}
+        with few_functions():
+            options = CompileOptions(target="vulkan", arch="generic", ctx=64, tuned="none", **split)
+            compile_model(synthetic("tiny:q4_0"), tmp_path / str(gpus), options)
+        artifact = Artifact.open(tmp_path / str(gpus))
+        plan, function = plan_of(artifact), artifact.manifest["functions"]["score_64"]
+        write_private_pages(plan, artifact.manifest)
+        write_step(plan, function, (), (np.arange(5, 17), 0, 0))
+        plan.run("score_64")
+        found.append(plan.read("logits", 12)[:, :1000].copy())
+    np.testing.assert_allclose(found[0], found[1], atol=0.05 * found[0].std())

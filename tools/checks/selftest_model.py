@@ -21,7 +21,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import Limits
 from mlc_amd.tools.checks.selftest_limits import Budget
 from mlc_amd.tools.measure import kernel_table
-from mlc_amd.tools.reference.plan import Plan, without_reference
+from mlc_amd.tools.reference.plan import plan_of, without_reference
 
 DECODED = 4  # tokens, one by one
 PROMPT = 40  # tokens of a prefill step, at most
@@ -150,7 +150,7 @@ def logits(device, artifact, always: bool = False) -> dict:
     if artifact.manifest["weight_bytes"] > LARGEST and not always:
         return none | {"note": "the model is large: --whole-model compares its logits, which takes minutes"}
     sequences, vocab = Sequences(device, artifact.manifest), artifact.manifest["model"]["vocab"]
-    plan = Plan(artifact, pages_of(device, artifact.manifest))
+    plan = plan_of(artifact, pages_of(device, artifact.manifest))
     sequence = [step for step in sequences.steps(PROMPT) if not is_draft(step.function)]
     found = sequences.run(device, sequence, device.run)
     expected = sequences.run(plan, sequence, plan.run)

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from mlc_amd.runtime.artifact.manifest import is_draft
+from mlc_amd.runtime.artifact.ranks import rank_artifact, segments
 from mlc_amd.runtime.cache.cache_types import kv_types
+from mlc_amd.runtime.devices.handover import spans
 from mlc_amd.runtime.measure.candidate import WRITTEN
 from mlc_amd.schedules.operators import from_json
 from mlc_amd.schedules.operators.layouts import kind_of
@@ -45,6 +47,20 @@ class Plan:
         self._io = {name: np.zeros(entry["shape"], entry["dtype"]) for name, entry in manifest["io"].items()}
         self._weights: dict[str, np.ndarray] = {}
         self._decoded: dict[int, np.ndarray] = {}
+
+    def take_over(self, function: str, sent: np.ndarray) -> None:
+        """sent: bytes of all parts of the model, which the segment before computed."""
+        entry = self.artifact.manifest["functions"][function]
+        for first, end, at in spans(entry, "receives"):
+            self._arena[first:end] = sent[at : at + end - first]
+        if "own" in entry:
+            source, target, count = entry["own"]
+            self._arena[target : target + count] = self._arena[source : source + count]
+
+    def sent(self, function: str) -> list[np.ndarray]:
+        """The bytes that other parts of the model get of a segment."""
+        entry = self.artifact.manifest["functions"][function]
+        return [self._arena[first:end].copy() for first, end, _ in spans(entry, "sends")]
 
     def write(self, name: str, values) -> None:
         self._io[name][: len(values)] = values
@@ -90,6 +106,39 @@ class Plan:
         if kind == "kv":  # caches may have another number of pages than the parameter
             return self._kv[where]
         return self._io[where][: shape[0]]
+
+
+class PartPlans:
+    """The same of a model that was compiled for several GPUs by tensor: a `Plan` for each part, one after the other."""
+
+    def __init__(self, artifact, pages: Mapping[int, int] | None = None):
+        self._parts = [Plan(rank_artifact(artifact, rank), pages) for rank in range(artifact.manifest["gpus"])]
+        self.kv_types = self._parts[0].kv_types
+
+    def write(self, name: str, values) -> None:
+        for part in self._parts:
+            part.write(name, values)
+
+    def run(self, function: str) -> None:
+        sent = np.zeros(0, np.uint8)
+        for segment in segments(self._parts[0].artifact.manifest, function):
+            computed = []
+            for part in self._parts:
+                part.take_over(segment, sent)
+                part.run(segment)
+                computed += part.sent(segment)
+            sent = np.concatenate(computed or [sent])
+
+    def read(self, name: str, rows: int) -> np.ndarray:
+        return self._parts[0].read(name, rows)
+
+    def clear(self) -> None:
+        for part in self._parts:
+            part.clear()
+
+
+def plan_of(artifact, pages: Mapping[int, int] | None = None) -> Plan | PartPlans:
+    return (PartPlans if artifact.manifest["gpus"] > 1 else Plan)(artifact, pages)
 
 
 def _store(array: np.ndarray, wanted: Result, layout: str, role: str) -> None:
