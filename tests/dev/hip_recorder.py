@@ -15,15 +15,12 @@ that is fine-grained.
 import ctypes
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextvars import copy_context
 from enum import IntEnum
 from types import SimpleNamespace
 
 import numpy as np
 
 from mlc_amd.runtime.devices.hip.code_objects import places
-from mlc_amd.runtime.exchange_layout import EXCHANGING
 
 ELF = b"\x7fELF"
 GIB = 1 << 30
@@ -444,8 +441,7 @@ class Recorder:
 def emulated(manifest: dict, arch: str, code: bytes, run_hsaco, wave_order="fwd") -> dict[str, tuple[int, Callable]]:
     """`kernels` for a Recorder: the real code object's, run in the ISA emulator (run_hsaco, which gfxemu.py corrects).
 
-    wave_order: of a workgroup's waves between barriers, "fwd", "rev" or a seed. Kernels that exchange words run beside
-    those of other GPUs.
+    wave_order: of a workgroup's waves between barriers, "fwd", "rev" or a seed.
     """
     launches = [step for entry in manifest["launches"][arch].values() for step in entry["steps"]]
     programs = {
@@ -460,22 +456,4 @@ def emulated(manifest: dict, arch: str, code: bytes, run_hsaco, wave_order="fwd"
         result = run_hsaco.launch(programs[symbol], symbol, grid, block, list(arrays), wave_order=wave_order)
         assert not result.hazards, (symbol, result.hazards)
 
-    running: dict[int, Future] = {}  # by the address of `Control`
-    threads = ThreadPoolExecutor()
-
-    def run_beside(launch, *arrays):
-        at = arrays[-1].ctypes.data
-        if at not in running:
-            running[at] = threads.submit(copy_context().run, run, launch, *arrays)
-        wait([running[at]], None if launch.late else 0.01)
-        return running.pop(at).result() if running[at].done() else WAITING
-
-    exchanging = {
-        step["symbol"]
-        for name, entry in manifest["launches"][arch].items()
-        if name.startswith(EXCHANGING)
-        for step in entry["steps"]
-    }
-    return {
-        step["symbol"]: (len(step["args"]), run_beside if step["symbol"] in exchanging else run) for step in launches
-    }
+    return {step["symbol"]: (len(step["args"]), run) for step in launches}
