@@ -64,6 +64,7 @@ class GpuTarget(Target):
 
     query_dtype = "float16"
     layout = "rows"
+    encoder_rows = (64, 512, 2048)
     exchanges = False  # whether GPUs that share a model exchange parts while kernels run
     fuses_rope = True
     fuses_route = True

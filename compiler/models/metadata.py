@@ -5,15 +5,17 @@ and defaults are llama.cpp's (src/llama-arch.cpp, src/llama-model.cpp).
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mlc_amd.compiler.models.config import (
     AttentionConfig,
     Block,
+    EncoderConfig,
     ExpertsConfig,
     FeedForwardConfig,
+    HeadLayer,
     LayerConfig,
     Mixer,
     ModelConfig,
@@ -40,6 +42,8 @@ NORMS_AROUND: dict[str, Any] = {
 NORMS_AFTER: dict[str, Any] = {
     "mixer_norms": Norms(after="post_attention_norm"), "feed_forward_norms": Norms(after="post_ffw_norm"),
 }  # fmt: skip
+POOLINGS = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # of pooling_type
+HEADS = "cls.", "cls_", "dense_"  # tensors after pooling
 GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax_used"}  # of expert_gating_func
 
 
@@ -48,8 +52,12 @@ class Keys:
     every key except `general.*`. A value that is missing, of another type or impossible is a `UserError` of one line
     with the file's path in front."""
 
-    def __init__(self, metadata: dict[str, object], tensors: Collection[str], path: str, prefix: str = ""):
+    def __init__(
+        self, metadata: dict[str, object], tensors: Collection[str], path: str, prefix: str = "", pooling: str = ""
+    ):
+        """tensors: names, or shapes by name. pooling: the caller's, in place of the file's."""
         self.metadata, self.tensors, self.path, self.prefix = metadata, tensors, path, prefix
+        self.pooling = pooling
 
     def full(self, key: str) -> str:
         return key if key.startswith(("general.", "tokenizer.")) else f"{self.prefix}.{key}"
@@ -57,6 +65,11 @@ class Keys:
     def has(self, key: str) -> bool:
         """Whether the metadata has the key."""
         return self.full(key) in self.metadata
+
+    def rows(self, name: str) -> int:
+        """Rows of a matrix, where the shapes of tensors are known; else 0."""
+        shapes = self.tensors if isinstance(self.tensors, Mapping) else {}
+        return shapes.get(name, (0,))[0]
 
     def error(self, message: str) -> UserError:
         return UserError(f"{self.path}: {message}")
@@ -198,14 +211,14 @@ def attention_or(keys: Keys, other: Mixer, rope: str, **variant) -> tuple[list[M
     return [attention(keys, heads, kv, head_dim, rope, **variant) if kv else other for kv in kv_heads], head_dim
 
 
-def local_layers(keys: Keys, layers: int, pattern: int) -> list[bool]:
-    """Which layers see a window of keys: of every `pattern` all but the last, or as the file says (a number or a flag
-    per layer)."""
+def local_layers(keys: Keys, layers: int, pattern: int, dense_first: bool = False) -> list[bool]:
+    """Which layers see a window of keys: of every `pattern` all but the last (dense_first: the first), or as the file
+    says (a number or a flag per layer)."""
     key = "attention.sliding_window_pattern"
     if isinstance(keys.metadata.get(keys.full(key)), list):
         return keys.flags(key, layers)
     pattern = keys.integer(key, pattern)
-    return [i % pattern < pattern - 1 for i in range(layers)]
+    return [i % pattern > 0 if dense_first else i % pattern < pattern - 1 for i in range(layers)]
 
 
 def read_rope(keys: Keys, head_dim: int, neox: bool, scaled: bool = True, **variant) -> RopeConfig:
@@ -313,13 +326,11 @@ def dense_then(keys: Keys, count: int, experts: Callable[[Keys, int], ExpertsCon
 
 
 def read_model(keys: Keys, layers: list[LayerConfig], ropes: dict[str, RopeConfig], **variant) -> ModelConfig:
-    """The model around its layers. `variant`: further fields of ModelConfig, or others than the file's."""
-    if keys.metadata.get(keys.full("attention.causal"), True) is not True:
-        raise keys.error(
-            f"this is an embedding model ({keys.full('attention.causal')} is false); give a text-generation model"
-        )
+    """The model around its layers. `variant`: further fields of ModelConfig, or others than the file's. It is an encoder
+    if the file, the caller's pooling or the variant says so."""
     hidden = keys.integer("embedding_length")
     check_multiple(keys, "hidden size", hidden)
+    encoder = variant.pop("encoder", None) or read_encoder(keys)
     epsilon = "layer_norm_rms_epsilon" if variant.get("norm", "rms") == "rms" else "layer_norm_epsilon"
     fields: dict[str, Any] = {
         "architecture": keys.prefix,
@@ -331,8 +342,56 @@ def read_model(keys: Keys, layers: list[LayerConfig], ropes: dict[str, RopeConfi
         "tied": "output.weight" not in keys.tensors,
         "layers": tuple(layers),
         "ropes": ropes,
+        "encoder": encoder,
     }
+    if encoder:
+        _check_encoder(keys, layers)
+        rest = tuple(name for name in keys.tensors if name == "output.weight" or name.startswith(HEADS))
+        read = {f"{layer.name}{part}" for layer in encoder.head for part in (".weight", ".bias", ".norm.weight")}
+        fields |= {"tied": True, "unused": tuple(name for name in rest if name not in read)}
     return ModelConfig(**(fields | variant))
+
+
+def read_encoder(keys: Keys, required: bool = False, **variant) -> EncoderConfig | None:
+    """What makes the model an encoder; None if the file has no pooling and attention is causal, unless `required`.
+    `variant`: further fields of EncoderConfig; act, rows: of the first layer of a ranking model's head, rows where it is
+    the only one."""
+    pooling, causal = keys.pooling, keys.flag("attention.causal", not required)
+    if not pooling:
+        number = keys.integer("pooling_type", 0, minimum=-1)
+        if number > 0 or not causal:
+            pooling = POOLINGS.get(max(number, 0), "")
+            if not pooling:
+                raise keys.error(
+                    f"pooling type {number} is not supported; supported are {', '.join(POOLINGS.values())}"
+                )
+    if not pooling:
+        return None
+    hidden, act, alone = keys.integer("embedding_length"), variant.pop("act", "tanh"), variant.pop("rows", None)
+    head, norm = [], "cls.norm.weight" in keys.tensors
+    if pooling == "rank":
+        if "cls.weight" in keys.tensors:
+            rows = hidden if "cls.output.weight" in keys.tensors else alone or hidden
+            head.append(HeadLayer("cls", rows, "cls.bias" in keys.tensors, act, norm))
+        if "cls.output.weight" in keys.tensors:
+            labels = keys.metadata.get(keys.full("classifier.output_labels"))
+            rows = len(labels) if isinstance(labels, list) and labels else 1
+            head.append(HeadLayer("cls.output", rows, "cls.output.bias" in keys.tensors))
+        if not head:
+            raise keys.error("this model has no head for ranking (cls.weight, cls.output.weight); use a ranking model")
+    elif "dense_2.weight" in keys.tensors:
+        head = [HeadLayer("dense_2", keys.integer("dense_2_feat_out")), HeadLayer("dense_3", hidden)]
+    features = head[-1].rows if head else hidden
+    return EncoderConfig(pooling, features, causal, head=tuple(head), **variant)
+
+
+def _check_encoder(keys: Keys, layers: list[LayerConfig]) -> None:
+    """UserError for layers that have kernels with a cache only."""
+    for layer in layers:
+        a = layer.attention
+        cached = not a or a.latent or a.sinks or a.chunk or a.softcap or a.kv_layer is not None or a.output_gate
+        if cached or layer.beside or layer.experts or a.temperature or a.value_norm or a.norm_after_rope:
+            raise keys.error("the layers of this architecture cannot be run without a cache; use an embedding model")
 
 
 def read_uniform(keys: Keys, neox: bool, mixer=None, block=None, norms=None, base=None, **variant) -> ModelConfig:

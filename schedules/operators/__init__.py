@@ -24,7 +24,7 @@ from mlc_amd.schedules.operators.linear import (
     Quantize,
     RmsNorm,
 )
-from mlc_amd.schedules.operators.packed import PackedAttention
+from mlc_amd.schedules.operators.packed import PackedAttention, Pool
 from mlc_amd.schedules.operators.recurrent import CausalConv, ChannelDecay, DeltaNet, Gate, SsmScan
 from mlc_amd.schedules.operators.sampling import Sample
 
@@ -57,6 +57,7 @@ __all__ = [
     "Operator",
     "PackedAttention",
     "Parameter",
+    "Pool",
     "Quantize",
     "RmsNorm",
     "RopeAttention",

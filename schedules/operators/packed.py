@@ -1,4 +1,4 @@
-"""Attention of packed rows: several runs of rows in one step, without a cache."""
+"""Operators of packed rows: several runs of rows in one step, without a cache."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -74,3 +74,18 @@ class PackedAttention(Operator, name="packed_attention", sizes="{0.heads}x{0.d}"
         """Two products for each head, with the keys of a segment of all rows at most."""
         keys = min(2 * self.window + 1, self.m) if self.window else self.m
         return 4 * self.m * keys * self.heads * self.d, 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool(Operator, name="pool", sizes="{0.k}"):
+    """The mean of some consecutive rows for each answer: (pooled int32 [m, 2], x float32 [m, k]) -> float32 [m, k].
+    pooled: of each answer the first row and the one after the last; `state`: {n, n, 0, 0} of n answers."""
+
+    k: int
+    m: int
+
+    def slots(self) -> Iterator[Slot]:
+        yield from (STATE_SLOT, Slot("input", ("pooled",)), Slot("input", ("X",)), Slot("output", ("Y",)))
+
+    def results(self) -> list[Tensor]:
+        return [((self.m, self.k), "float32")]

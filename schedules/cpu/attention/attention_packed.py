@@ -15,10 +15,10 @@ from mlc_amd.schedules.cpu.attention.attention_block import Softmax, scratch
 from mlc_amd.schedules.cpu.attention.attention_prefill import Plan, default_plan, tile_tokens
 from mlc_amd.schedules.cpu.attention.cache import BLOCK, KeyRange
 from mlc_amd.schedules.cpu.base.arch import Arch, Isa
-from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows
+from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows, row_loop
 from mlc_amd.schedules.cpu.base.vector import LANES, at, exp2, f32, opaque, registers, splat, store
 from mlc_amd.schedules.operators.attention import LOG2E, Attention
-from mlc_amd.schedules.operators.packed import PackedAttention
+from mlc_amd.schedules.operators.packed import PackedAttention, Pool
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 
@@ -155,3 +155,22 @@ class _Work(NamedTuple):
                 store(keys, x, c * n + i, at(part * n, n))
         with T.serial(needed) as key, T.serial(d // n) as c:
             store(values, self.V[key0 + key, at(head * d + c * n, n)], key, at(c * n, n))
+
+
+@registry.builds(Pool)
+def pool(op: Pool, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], pooled int32 [m, 2], X, Y float32 [m, k]). ValueError unless 16 divides k."""
+    if op.k % LANES:
+        raise ValueError(f"rows of {op.k} columns: they must be a multiple of {LANES}")
+    with kernel(name) as (builder, state):
+        pooled = T.arg("pooled", T.buffer((op.m, 2), "int32"))
+        X, Y = declared(X=(op.m, op.k), Y=(op.m, op.k))
+        with row_loop(state, op.m) as answer, T.serial(op.k // LANES) as part:
+            first, end = T.Bind(T.max(pooled[answer, 0], 0)), T.Bind(T.min(pooled[answer, 1], op.m))
+            total = registers(LANES)
+            store(total, f32(0.0), at(0))
+            with T.serial(end - first) as i:
+                store(total, total[at(0)] + X[first + i, at(part * LANES)], at(0))
+            count = T.cast(T.max(end - first, 1), "float32")
+            store(Y, total[at(0)] * splat(T.Bind(T.float32(1) / count)), answer, at(part * LANES))
+    return builder.get()

@@ -14,9 +14,9 @@ from mlc_amd.schedules.gpu.attention.attention_step import LOWEST
 from mlc_amd.schedules.gpu.base.device import barrier, each, exp2, fma, launch, maximum, rcp, rint, wave_sum
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, elements, filled, local, opaque, put, vector
-from mlc_amd.schedules.gpu.base.step import builds, live_rows, once
+from mlc_amd.schedules.gpu.base.step import builds, is_live, live_rows, once
 from mlc_amd.schedules.operators.attention import LOG2E
-from mlc_amd.schedules.operators.packed import PackedAttention
+from mlc_amd.schedules.operators.packed import PackedAttention, Pool
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 THREADS = 128  # of a workgroup, at most
@@ -132,3 +132,19 @@ def _load(op: PackedAttention, thread: Expr, threads: int, pairs, head: Expr, ke
             source = T.Bind(T.min(key0 + key, high - 1))
             for whole, tile in pairs:
                 put(tile, whole[source, at(base + column, QUAD)], key, at(column, QUAD))
+
+
+@builds(Pool)
+def pool(op: Pool, arch: Device, state: Buffer, plan: None) -> None:
+    """Kernel (state, pooled int32 [m, 2], X, Y float32 [m, k]). A lane has a column of an answer."""
+    threads = min(THREADS, arch.threads)
+    pooled = T.arg("pooled", T.buffer((op.m, 2), "int32"))
+    X, Y = declared(X=(op.m, op.k), Y=(op.m, op.k))
+    with launch((-(-op.k // threads), op.m), (threads,)) as (part, answer, thread):
+        column = T.Bind(part * threads + thread)
+        with T.If((column < op.k) & is_live(state, answer)), T.Then():
+            first, end = T.Bind(T.max(pooled[answer, 0], 0)), T.Bind(T.min(pooled[answer, 1], op.m))
+            total = filled(T.float32(0))
+            with T.serial(T.max(end - first, 0)) as i:
+                put(total, total[0] + X[first + i, column], 0)
+            put(Y, total[0] / T.cast(T.max(end - first, 1), "float32"), answer, column)
