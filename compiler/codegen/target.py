@@ -79,8 +79,8 @@ class Target(ABC):
         """The functions of a model for sequences of up to `ctx` tokens: "decode" of one row, and those of more rows."""
 
     def functions_of(self, config: ModelConfig, ctx: int) -> list[FunctionSpec]:
-        """The functions of that model: `functions`, or an encoder's, which compute texts of up to `ctx` tokens, of which
-        the largest takes many at once."""
+        """The functions of that model: `functions`, or an encoder's, which compute texts of up to `ctx` tokens each,
+        the largest many at once."""
         if not config.encoder:
             return self.functions(ctx)
         sizes = {*(m for m in self.encoder_rows if m < ctx), max(self.encoder_rows[-1], ctx)}

@@ -18,7 +18,6 @@ from tvm import relax, te
 from mlc_amd.compiler.models import transformer
 from mlc_amd.compiler.ops import shape_of, tensor_type
 from mlc_amd.schedules.operators import Embed, PackedAttention, Pool
-from mlc_amd.schedules.operators.layouts import padded
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.config import AttentionConfig, RopeConfig

@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 from mlc_amd.compiler.models.config import (
     AttentionConfig,
     Block,
-    EncoderConfig,
     ExpertsConfig,
     FeedForwardConfig,
-    HeadLayer,
     LayerConfig,
     Mixer,
     ModelConfig,
@@ -24,6 +22,7 @@ from mlc_amd.compiler.models.config import (
     RopeConfig,
     SharedExpertConfig,
 )
+from mlc_amd.compiler.models.encoder_metadata import check_encoder, read_encoder, unread
 from mlc_amd.runtime.errors import UserError, shorten
 
 MAX_LAYERS = 1024  # the largest known models have about 130: more means a damaged file
@@ -42,8 +41,6 @@ NORMS_AROUND: dict[str, Any] = {
 NORMS_AFTER: dict[str, Any] = {
     "mixer_norms": Norms(after="post_attention_norm"), "feed_forward_norms": Norms(after="post_ffw_norm"),
 }  # fmt: skip
-POOLINGS = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # of pooling_type
-HEADS = "cls.", "cls_", "dense_"  # tensors after pooling
 GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax_used"}  # of expert_gating_func
 
 
@@ -326,8 +323,8 @@ def dense_then(keys: Keys, count: int, experts: Callable[[Keys, int], ExpertsCon
 
 
 def read_model(keys: Keys, layers: list[LayerConfig], ropes: dict[str, RopeConfig], **variant) -> ModelConfig:
-    """The model around its layers. `variant`: further fields of ModelConfig, or others than the file's. It is an encoder
-    if the file, the caller's pooling or the variant says so."""
+    """The model around its layers. `variant`: further fields of ModelConfig, or others than the file's. It is an
+    encoder if the file, the caller's pooling or the variant says so."""
     hidden = keys.integer("embedding_length")
     check_multiple(keys, "hidden size", hidden)
     encoder = variant.pop("encoder", None) or read_encoder(keys)
@@ -345,53 +342,9 @@ def read_model(keys: Keys, layers: list[LayerConfig], ropes: dict[str, RopeConfi
         "encoder": encoder,
     }
     if encoder:
-        _check_encoder(keys, layers)
-        rest = tuple(name for name in keys.tensors if name == "output.weight" or name.startswith(HEADS))
-        read = {f"{layer.name}{part}" for layer in encoder.head for part in (".weight", ".bias", ".norm.weight")}
-        fields |= {"tied": True, "unused": tuple(name for name in rest if name not in read)}
+        check_encoder(keys, layers)
+        fields |= {"tied": True, "unused": unread(keys, encoder)}
     return ModelConfig(**(fields | variant))
-
-
-def read_encoder(keys: Keys, required: bool = False, **variant) -> EncoderConfig | None:
-    """What makes the model an encoder; None if the file has no pooling and attention is causal, unless `required`.
-    `variant`: further fields of EncoderConfig; act, rows: of the first layer of a ranking model's head, rows where it is
-    the only one."""
-    pooling, causal = keys.pooling, keys.flag("attention.causal", not required)
-    if not pooling:
-        number = keys.integer("pooling_type", 0, minimum=-1)
-        if number > 0 or not causal:
-            pooling = POOLINGS.get(max(number, 0), "")
-            if not pooling:
-                raise keys.error(
-                    f"pooling type {number} is not supported; supported are {', '.join(POOLINGS.values())}"
-                )
-    if not pooling:
-        return None
-    hidden, act, alone = keys.integer("embedding_length"), variant.pop("act", "tanh"), variant.pop("rows", None)
-    head, norm = [], "cls.norm.weight" in keys.tensors
-    if pooling == "rank":
-        if "cls.weight" in keys.tensors:
-            rows = hidden if "cls.output.weight" in keys.tensors else alone or hidden
-            head.append(HeadLayer("cls", rows, "cls.bias" in keys.tensors, act, norm))
-        if "cls.output.weight" in keys.tensors:
-            labels = keys.metadata.get(keys.full("classifier.output_labels"))
-            rows = len(labels) if isinstance(labels, list) and labels else 1
-            head.append(HeadLayer("cls.output", rows, "cls.output.bias" in keys.tensors))
-        if not head:
-            raise keys.error("this model has no head for ranking (cls.weight, cls.output.weight); use a ranking model")
-    elif "dense_2.weight" in keys.tensors:
-        head = [HeadLayer("dense_2", keys.integer("dense_2_feat_out")), HeadLayer("dense_3", hidden)]
-    features = head[-1].rows if head else hidden
-    return EncoderConfig(pooling, features, causal, head=tuple(head), **variant)
-
-
-def _check_encoder(keys: Keys, layers: list[LayerConfig]) -> None:
-    """UserError for layers that have kernels with a cache only."""
-    for layer in layers:
-        a = layer.attention
-        cached = not a or a.latent or a.sinks or a.chunk or a.softcap or a.kv_layer is not None or a.output_gate
-        if cached or layer.beside or layer.experts or a.temperature or a.value_norm or a.norm_after_rope:
-            raise keys.error("the layers of this architecture cannot be run without a cache; use an embedding model")
 
 
 def read_uniform(keys: Keys, neox: bool, mixer=None, block=None, norms=None, base=None, **variant) -> ModelConfig:

@@ -60,8 +60,8 @@ def read_config(
     metadata: dict[str, object], tensor_names: Collection[str], path: str, pooling: str = ""
 ) -> ModelConfig:
     """The configuration of a model with that metadata and those tensors. pooling: how an encoder makes a vector of a
-    text, instead of how the file says; any makes a decoder one. UserError (with `path` in front) for a missing, mistyped or impossible value and for what is not supported. `gguf.reader` compares it with the tensors'
-    shapes."""
+    text, instead of how the file says; any makes a decoder one. UserError (with `path` in front) for a missing,
+    mistyped or impossible value and for what is not supported. `gguf.reader` compares it with the tensors' shapes."""
     keys = Keys(metadata, tensor_names, path, pooling=pooling)
     name = keys.string("general.architecture")
     if name not in architectures():

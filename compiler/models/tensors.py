@@ -11,7 +11,6 @@ from mlc_amd.compiler.models.config import (
     AttentionConfig,
     ChannelDeltaConfig,
     DeltaNetConfig,
-    EncoderConfig,
     ExpertsConfig,
     FeedForwardConfig,
     LatentConfig,
@@ -23,6 +22,7 @@ from mlc_amd.compiler.models.config import (
     Shape,
     ShortConvConfig,
 )
+from mlc_amd.compiler.models.encoder_config import EncoderConfig
 
 BLOCK = 32  # rows and columns of the matrices of feed-forward blocks come in so many
 Listed = Iterator[tuple[bool, str, Shape]]  # whether the model has it, name within the layer, shape

@@ -47,8 +47,8 @@ def decoder_layer(g: Graph, x, i: int, layer: LayerConfig):
 
 
 def residual_block(g: Graph, x, i: int, norms: Norms, block):
-    """x + after(block(before(x))) of layer i, and norms of that sum; `norms` names the weights, "" stands for no norm. block: returns terms,
-    whose sum is its result."""
+    """x + after(block(before(x))) of layer i, and norms of that sum; `norms` names the weights, "" stands for no norm.
+    block: returns terms, whose sum is its result."""
     terms = block(g, g.norm(x, f"blk.{i}.{norms.before}") if norms.before else x, i)
     if norms.after:
         terms = [g.norm(add_all(g, terms[0], terms[1:]), f"blk.{i}.{norms.after}")]

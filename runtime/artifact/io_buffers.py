@@ -48,9 +48,9 @@ def launches_before_late(function: Mapping, launched: Mapping) -> int | None:
 def io_buffers(
     rows: int, logits: int, sampled: int, columns: int, blocks: int, spans: Iterable[int], drafts: bool
 ) -> dict[str, Buffer]:
-    """rows, logits: of a function, at most; sampled: rows of logits of a function that samples, at most, 0 of encoders; columns: of
-    logits; blocks: pages of a sequence of full length; spans: of the cached layers, STATE of those that keep states;
-    drafts: whether there are functions that guess tokens."""
+    """rows, logits: of a function, at most; sampled: rows of logits of a function that samples, at most, 0 of encoders;
+    columns: of logits; blocks: pages of a sequence of full length; spans: of the cached layers, STATE of those that
+    keep states; drafts: whether there are functions that guess tokens."""
     shapes: dict[str, tuple[int, ...]] = {
         "state": (4,),
         "answers": (4,),

@@ -34,7 +34,8 @@ MODELS: dict[str, tuple[str, dict[str, object], tuple[str, ...]]] = {
     ),
     "jina-bert-v3": ("jina-bert-v3", BERT, (*TYPES, *QKV_BIAS, *FFN_BIAS)),
     "modern-bert": (
-        "modern-bert", BERT | WINDOW | {"attention.head_count_kv": 4}, ("blk.0.attn_qkv.weight", "blk.0.attn_norm.weight"),
+        "modern-bert", BERT | WINDOW | {"attention.head_count_kv": 4},
+        ("blk.0.attn_qkv.weight", "blk.0.attn_norm.weight"),
     ),
     "modern-bert-rank": (
         "modern-bert", BERT | WINDOW | {"attention.head_count_kv": 4, "pooling_type": 4},

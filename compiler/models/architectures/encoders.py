@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from mlc_amd.compiler.models.config import AttentionConfig, Block, ExpertsConfig, LayerConfig, ModelConfig, Norms
+from mlc_amd.compiler.models.config import AttentionConfig, Block, LayerConfig, ModelConfig, Norms
+from mlc_amd.compiler.models.encoder_metadata import read_encoder
 from mlc_amd.compiler.models.metadata import (
     LOCAL_ROPE,
     NORMS_AROUND,
@@ -12,7 +13,6 @@ from mlc_amd.compiler.models.metadata import (
     feed_forward,
     local_layers,
     read_attention,
-    read_encoder,
     read_experts,
     read_feed_forward,
     read_layers,
@@ -75,8 +75,8 @@ def nomic_bert_moe(keys: Keys) -> ModelConfig:
 
 @architecture("jina-bert-v2")
 def jina_bert_v2(keys: Keys) -> ModelConfig:
-    """jina-embeddings v2, jina-reranker v1. As bert with ALiBi instead of positions and GEGLU; those for code have norms
-    over all of q and all of k, and add the input of attention once more."""
+    """jina-embeddings v2, jina-reranker v1. As bert with ALiBi instead of positions and GEGLU; those for code have
+    norms over all of q and all of k, and add the input of attention once more."""
     first = "blk.0."
     norms, biases = (f"{first}attn_q_norm.{part}" in keys.tensors for part in ("weight", "bias"))
     mixer = read_attention(keys, alibi=ALIBI, row_norms=norms, row_norm_bias=biases)
@@ -95,8 +95,8 @@ def jina_bert_v3(keys: Keys) -> ModelConfig:
 
 @architecture("modern-bert")
 def modern_bert(keys: Keys) -> ModelConfig:
-    """ModernBERT, gte-modernbert, granite-embedding R2. Layer norms before blocks, not before the first; of three layers
-    two see a window around each token, with a RoPE of their own; GEGLU or SwiGLU."""
+    """ModernBERT, gte-modernbert, granite-embedding R2. Layer norms before blocks, not before the first; of three
+    layers two see a window around each token, with a RoPE of their own; GEGLU or SwiGLU."""
     mixer, count = read_attention(keys), read_layers(keys)
     ropes, local = {ROPE: read_rope(keys, mixer.head_dim, neox=True)}, [False] * count
     if keys.has("attention.sliding_window"):
@@ -136,8 +136,8 @@ def llama_embed(keys: Keys) -> ModelConfig:
 
 @architecture("gemma-embedding")
 def gemma_embedding(keys: Keys) -> ModelConfig:
-    """EmbeddingGemma. As gemma3; of six layers five see a window around each token, with a RoPE of their own. Some files
-    have two more matrices for the vector."""
+    """EmbeddingGemma. As gemma3; of six layers five see a window around each token, with a RoPE of their own. Some
+    files have two more matrices for the vector."""
     mixer, count = read_attention(keys, head_norms=True), read_layers(keys)
     base = keys.number("rope.freq_base_swa", 10000.0)
     ropes = {ROPE: read_rope(keys, mixer.head_dim, neox=True)}

@@ -13,6 +13,7 @@ from mlc_amd.compiler.models.config import (
     SharedExpertConfig,
     TemperatureConfig,
 )
+from mlc_amd.compiler.models.encoder_metadata import read_encoder
 from mlc_amd.compiler.models.metadata import (
     NORMS_AROUND,
     NORMS_BEFORE,
@@ -24,7 +25,6 @@ from mlc_amd.compiler.models.metadata import (
     feed_forward,
     predicting_layers,
     read_attention,
-    read_encoder,
     read_experts,
     read_feed_forward,
     read_layers,
