@@ -50,7 +50,11 @@ _TEMPLATE = (
 
 
 def synthetic(
-    spec: str, seed: int = 0, keys: Mapping[str, object] | None = None, tensors: Collection[str] = ()
+    spec: str,
+    seed: int = 0,
+    keys: Mapping[str, object] | None = None,
+    tensors: Collection[str] = (),
+    pooling: str = "",
 ) -> GGUFModel:
     """The model of that spec, `preset:format`. UserError for an unknown preset or format, naming the known ones.
 
@@ -59,7 +63,7 @@ def synthetic(
 
     keys: metadata instead of the preset's or besides it, without the architecture in front; "general.architecture"
     makes a model of another architecture with the preset's sizes, "tokenizer.ggml.tokens" and what belongs to them give
-    it another tokenizer. tensors: names of optional ones besides the preset's.
+    it another tokenizer. tensors: names of optional ones besides the preset's. pooling: of `read_config`.
     """
     name, _, format = spec.partition(":")
     if name not in PRESETS:
@@ -70,7 +74,7 @@ def synthetic(
         raise UserError(f"{spec}: unknown format {format!r}; use preset:format with one of {', '.join(FORMATS)}")
     preset, keys = PRESETS[name], keys or {}
     metadata = _metadata(name, preset, keys)
-    config = read_config(metadata, preset.present() | set(tensors), spec)
+    config = read_config(metadata, preset.present() | set(tensors), spec, pooling)
     shapes = dict(expected_tensors(config))
     experts = any(len(dims) == 3 for dims in shapes.values())
     formats = {2: "q8_0" if experts and format == "mxfp4" else format}  # by dimensions
