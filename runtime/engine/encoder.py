@@ -72,6 +72,11 @@ class Encoder(Closing):
         return RequestCounts(len(self._waiting), self._running)
 
     @property
+    def longest(self) -> int:
+        """Tokens that a text may have."""
+        return self.context
+
+    @property
     def ranks(self) -> bool:
         """Whether it scores pairs of texts instead of making vectors."""
         return self.encoder["pooling"] == "rank"
@@ -105,12 +110,15 @@ class Encoder(Closing):
         return np.concatenate(vectors) if vectors else np.empty((0, dimensions or self.features), np.float32)
 
     def rerank(self, query: str, texts: Sequence[str], truncate: bool = False) -> np.ndarray:
-        """How well each text answers the query, float32 [n]: larger is better. UserError for other models than ranking
-        ones."""
-        if not self.ranks:
-            raise UserError(f"{self.artifact.manifest['name']} makes vectors: give a ranking model (reranker)")
+        """How well each text answers the query, float32 [n]: larger is better. UserError as of `check_ranks`."""
+        self.check_ranks()
         pairs = [self.tokenizer.encode_pair(query, text) for text in texts]
         return self.scores(self.ids(pairs, truncate))
+
+    def check_ranks(self) -> None:
+        """UserError for other models than ranking ones."""
+        if not self.ranks:
+            raise UserError(f"{self.artifact.manifest['name']} makes vectors: give a ranking model (reranker)")
 
     def scores(self, ids: Sequence[np.ndarray]) -> np.ndarray:
         """The same of pairs as token ids."""

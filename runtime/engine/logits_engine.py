@@ -68,6 +68,11 @@ class LogitsEngine(Closing):
             self.artifact.close()
 
     @property
+    def longest(self) -> int:
+        """Tokens that a sequence may have."""
+        return self.cache.longest
+
+    @property
     def kv_usage(self) -> KvUsage:
         """How full the KV cache is."""
         return self.cache.usage

@@ -30,6 +30,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 from ray.util import list_named_actors
 
+from mlc_amd.runtime.engine.encoder import Encoder
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.options import LoadOptions
@@ -231,14 +232,14 @@ def _reason(error: BaseException) -> str:
     return re.sub(r"^[\w.]+: ", "", last)
 
 
-def _load(known: Mapping[str, LoadOptions], name: str, gpus: tuple[int, ...]) -> Engine:
+def _load(known: Mapping[str, LoadOptions], name: str, gpus: tuple[int, ...]) -> Engine | Encoder:
     """A model's engine, in a replica. gpus: the numbers of those that Ray gave it. HIP shows a process no others, which
     it numbers from 0 on; Vulkan does, and has the same order."""
     options = known[name]
     if gpus and options.device is None:
         vulkan = targets.resolve(options.target, options.arch)[0] == "vulkan"
         options = replace(options, devices=gpus if vulkan else tuple(range(len(gpus))))
-    return models.load_engine(options)
+    return models.load_any(options)
 
 
 def _share(deployment: Deployment) -> tuple[dict[str, float], dict[str, Any]]:
