@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mlc_amd.compiler.functions import DRAFTED
-from mlc_amd.compiler.models import exchanges, recurrent
+from mlc_amd.compiler.models import exchanges, packed, recurrent
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LatentConfig, LayerConfig, Norms
 from mlc_amd.schedules.operators.layouts import padded
 
@@ -117,7 +117,7 @@ def dense(g: Graph, h, name: str, act: str, gated: bool = True):
     if gated:
         y = g.multiply(g.activation(g.linear(h, name.format("gate") + ".weight"), act), up)
     else:
-        y = g.activation(up, act)
+        y = packed.activate(g, up, act) if g.config.encoder else g.activation(up, act)
     return g.linear(y, name.format("down") + ".weight")
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlc_amd.schedules.operators.attention import LOG2E
-from mlc_amd.schedules.operators.base import STATE_SLOT, Operator, Slot
-from mlc_amd.schedules.operators.layouts import Tensor, padded
+from mlc_amd.schedules.operators.base import OUTPUT_SLOT, STATE_SLOT, Operator, Slot
+from mlc_amd.schedules.operators.layouts import Tensor, activations, padded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,26 @@ class PackedAttention(Operator, name="packed_attention", sizes="{0.heads}x{0.d}"
         """Two products for each head, with the keys of a segment of all rows at most."""
         keys = min(2 * self.window + 1, self.m) if self.window else self.m
         return 4 * self.m * keys * self.heads * self.d, 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activate(Operator, name="activate", sizes="{0.act}_{0.k}"):
+    """act(x): (x float32 [m, k],) -> k columns in `layout`."""
+
+    act: str
+    k: int
+    m: int
+    layout: str
+
+    def slots(self) -> Iterator[Slot]:
+        yield from (STATE_SLOT, Slot("input", ("X",)), OUTPUT_SLOT)
+
+    def results(self) -> list[Tensor]:
+        return activations(self.m, self.k, self.layout)
+
+    @property
+    def variant(self) -> str:
+        return "_quantize" if self.layout else ""
 
 
 @dataclass(frozen=True, kw_only=True)

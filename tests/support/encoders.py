@@ -1,6 +1,8 @@
 """A tiny encoder of each architecture: metadata on top of the preset "tiny-qwen2", and the optional tensors that it
 has. `write_gguf` makes files of them that llama.cpp runs."""
 
+import numpy as np
+
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 
 BERT = {
@@ -45,7 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, object], tuple[str, ...]]] = {
     "eurobert": ("eurobert", BERT, ()),
     "gemma-embedding": ("gemma-embedding", BERT | WINDOW | {"attention.sliding_window_pattern": 2}, ()),
     "gemma-embedding-dense": (
-        "gemma-embedding", BERT | WINDOW | {"dense_2_feat_in": 256, "dense_2_feat_out": 512, "dense_3_feat_in": 512}
+        "gemma-embedding", BERT | WINDOW | {"attention.sliding_window_pattern": 2, "dense_2_feat_in": 256, "dense_2_feat_out": 512, "dense_3_feat_in": 512}
         | {"dense_3_feat_out": 256}, ("dense_2.weight", "dense_3.weight"),
     ),
     "llama-embed": ("llama-embed", BERT, ()),
@@ -60,3 +62,12 @@ def tiny(name: str, form: str = "f32") -> GGUFModel:
     """The model of that name in MODELS, with random weights in that format."""
     architecture, keys, tensors = MODELS[name]
     return synthetic(f"tiny-qwen2:{form}", keys={"general.architecture": architecture} | keys, tensors=tensors)
+
+
+WITHOUT_ORACLE = ("gemma-embedding-dense",)  # llama.cpp v0.5.0 fails an assertion
+
+
+def texts() -> list[list[int]]:
+    """Token ids of texts of 1 to 500 tokens."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 1000, count).tolist() for count in (1, 2, 7, 33, 64, 130, 500, 3)]

@@ -262,6 +262,11 @@ def _packed_attention(c: Case) -> dict[str, Result]:
     return {"Y": Result(y.reshape(len(rows), -1), rows)}
 
 
+def _activate(c: Case) -> dict[str, Result]:
+    x = c.arrays["X"][c.rows].astype(np.float64)
+    return {"": Result(experts.ACTIVATIONS[c.op.act](x, 1.0), c.rows)}
+
+
 def _pool(c: Case) -> dict[str, Result]:
     x = c.arrays["X"].astype(np.float64)
     return {"Y": Result(np.stack([x[first:end].mean(0) for first, end in c.arrays["pooled"][c.rows]]), c.rows)}
@@ -386,7 +391,8 @@ OPERATORS: dict[type[Operator], Callable[[Case], dict[str, Result]]] = {
     declared.Embed: _embed, declared.RmsNorm: _rms_norm, declared.LayerNorm: _layer_norm, declared.Quantize: _quantize,
     declared.Linear: _linear, declared.HeadLinear: _head_linear, declared.GateUp: _gate_up, declared.RopeKvWrite:
     _rope_kv_write, declared.LatentKvWrite: _latent_kv_write, declared.CausalAttention: _attention,
-    declared.RopeAttention: _rope_attention, declared.PackedAttention: _packed_attention, declared.Pool: _pool,
+    declared.RopeAttention: _rope_attention, declared.PackedAttention: _packed_attention,
+    declared.Pool: _pool, declared.Activate: _activate,
     declared.Route: _route, declared.NormRoute: _norm_route,
     declared.ExpertOrder: _expert_order, declared.Gather: _gather, declared.ExpertGateUp: _expert_gate_up,
     declared.ExpertLinear: _expert_linear, declared.ExpertDown: _expert_down, declared.Combine: _combine,

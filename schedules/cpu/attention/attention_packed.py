@@ -14,11 +14,14 @@ from mlc_amd.schedules.cpu import registry
 from mlc_amd.schedules.cpu.attention.attention_block import Softmax, scratch
 from mlc_amd.schedules.cpu.attention.attention_prefill import Plan, default_plan, tile_tokens
 from mlc_amd.schedules.cpu.attention.cache import BLOCK, KeyRange
-from mlc_amd.schedules.cpu.base.arch import Arch, Isa
+from mlc_amd.schedules.cpu.base.activation import ACTIVATIONS
+from mlc_amd.schedules.cpu.base.arch import Arch, Isa, tile_rows
 from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows, row_loop
 from mlc_amd.schedules.cpu.base.vector import LANES, at, exp2, f32, opaque, registers, splat, store
+from mlc_amd.schedules.cpu.linear.quantize import BLOCK as QUANT
+from mlc_amd.schedules.cpu.linear.quantize import Output
 from mlc_amd.schedules.operators.attention import LOG2E, Attention
-from mlc_amd.schedules.operators.packed import PackedAttention, Pool
+from mlc_amd.schedules.operators.packed import Activate, PackedAttention, Pool
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 
@@ -155,6 +158,21 @@ class _Work(NamedTuple):
                 store(keys, x, c * n + i, at(part * n, n))
         with T.serial(needed) as key, T.serial(d // n) as c:
             store(values, self.V[key0 + key, at(head * d + c * n, n)], key, at(c * n, n))
+
+
+@registry.builds(Activate)
+def activate(op: Activate, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
+    """Kernel (state int32[4], X float32 [m, k], then A, S in tiles if `layout` says so, else Y). ValueError unless 32
+    divides k."""
+    if op.k % QUANT:
+        raise ValueError(f"an activation of {op.k} columns: they must be a multiple of {QUANT}")
+    with kernel(name) as (builder, state):
+        (X,) = declared(X=(op.m, op.k))
+        output = Output(op.m, op.k, tile_rows(op.m, arch), bool(op.layout), "Y")
+        with row_loop(state, op.m) as row, T.serial(op.k // QUANT) as block:
+            values = (X[row, at(block * QUANT + half)] for half in (0, LANES))
+            output.store_block(*(ACTIVATIONS[op.act](x, f32(1.0), arch.isa, LANES) for x in values), row, block)
+    return builder.get()
 
 
 @registry.builds(Pool)

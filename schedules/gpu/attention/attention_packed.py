@@ -11,12 +11,15 @@ import math
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_step import LOWEST
+from mlc_amd.schedules.gpu.base.activations import gated
 from mlc_amd.schedules.gpu.base.device import barrier, each, exp2, fma, launch, maximum, rcp, rint, wave_sum
+from mlc_amd.schedules.gpu.base.planes import BLOCK
 from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.quantize import act_args, column_threads, emit_store, load_columns, own_columns
 from mlc_amd.schedules.gpu.base.registers import at, elements, filled, local, opaque, put, vector
-from mlc_amd.schedules.gpu.base.step import builds, is_live, live_rows, once
+from mlc_amd.schedules.gpu.base.step import builds, if_live, is_live, live_rows, once
 from mlc_amd.schedules.operators.attention import LOG2E
-from mlc_amd.schedules.operators.packed import PackedAttention, Pool
+from mlc_amd.schedules.operators.packed import Activate, PackedAttention, Pool
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 THREADS = 128  # of a workgroup, at most
@@ -132,6 +135,22 @@ def _load(op: PackedAttention, thread: Expr, threads: int, pairs, head: Expr, ke
             source = T.Bind(T.min(key0 + key, high - 1))
             for whole, tile in pairs:
                 put(tile, whole[source, at(base + column, QUAD)], key, at(column, QUAD))
+
+
+@builds(Activate)
+def activate(op: Activate, arch: Device, state: Buffer, plan: None) -> None:
+    """Kernel (state, X float32 [m, k], then A, S | H | Y of [m, k], as `layout` says). A lane has four columns.
+    ValueError unless 32 divides k."""
+    k, m = op.k, op.m
+    if k % BLOCK:
+        raise ValueError(f"an activation of {k} columns: they must be a multiple of {BLOCK}")
+    threads = column_threads(k, arch)
+    (X,) = declared(X=(m, k))
+    out = act_args(m, k, op.layout, None if op.layout else ["Y"])
+    with launch((-(-k // (threads * QUAD)), m), (threads,)) as (part, row, thread), if_live(state, m, row):
+        column, inside = own_columns(part, thread, threads, k)
+        values = [gated(op.act, x, T.float32(1)) for x in load_columns(X, row, column)]
+        emit_store(arch, op.layout, out, values, row, column, inside)
 
 
 @builds(Pool)
