@@ -40,6 +40,7 @@ _BYTE_SCALES = {
 }
 # For rows that are not whole blocks of 256 columns: llama-quantize's choice (src/llama-quant.cpp).
 FALLBACKS = {"q2_k": "iq4_nl", "q3_k": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "iq4_xs": "iq4_nl"}
+_EXACT = "ffn_gate_inp.weight", "token_types.weight", "position_embd.weight"
 _TOKENS = "tokenizer.ggml.tokens"
 _GROUP_BYTES = 1 << 18  # rows are drawn in groups of about this size, each with its own generator
 _TEMPLATE = (
@@ -87,7 +88,7 @@ def synthetic(
 
 
 def _format_of(name: str, dims: tuple[int, ...], format: str) -> str:
-    if is_vector(name, dims) or name.endswith("ffn_gate_inp.weight"):  # as in all published files
+    if is_vector(name, dims) or name.endswith(_EXACT):  # as in all published files
         return "f32"
     while dims[-1] % FORMATS[format].block:
         format = FALLBACKS.get(format, "f16")

@@ -47,8 +47,9 @@ MODELS: dict[str, tuple[str, dict[str, object], tuple[str, ...]]] = {
     "eurobert": ("eurobert", BERT, ()),
     "gemma-embedding": ("gemma-embedding", BERT | WINDOW | {"attention.sliding_window_pattern": 2}, ()),
     "gemma-embedding-dense": (
-        "gemma-embedding", BERT | WINDOW | {"attention.sliding_window_pattern": 2, "dense_2_feat_in": 256, "dense_2_feat_out": 512, "dense_3_feat_in": 512}
-        | {"dense_3_feat_out": 256}, ("dense_2.weight", "dense_3.weight"),
+        "gemma-embedding", BERT | WINDOW | {"attention.sliding_window_pattern": 2}
+        | {"dense_2_feat_in": 256, "dense_2_feat_out": 512, "dense_3_feat_in": 512, "dense_3_feat_out": 256},
+        ("dense_2.weight", "dense_3.weight"),
     ),
     "llama-embed": ("llama-embed", BERT, ()),
     "qwen3-last": ("qwen3", {"pooling_type": 3, "context_length": 512}, ()),
