@@ -202,7 +202,7 @@ def test_other_content(folder, data, message):
 
 def test_a_newer_format_is_told_from_damage(folder, monkeypatch):
     content = resealing.content(folder)
-    monkeypatch.setattr(manifests, "FORMAT_VERSION", 13)
+    monkeypatch.setattr(manifests, "FORMAT_VERSION", 14)
     resealing.reseal(folder, content | {"new": 1})
     monkeypatch.undo()
     with pytest.raises(UserError, match="artifact format 13, this version reads 12"):
