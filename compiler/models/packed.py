@@ -1,20 +1,34 @@
 """What layers of encoders emit instead of those of decoders: attention without a cache, and activations, of the rows of
 many texts in one step."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from tvm import relax, te
 
+from mlc_amd.compiler.models.config import AttentionConfig, ModelConfig, RopeConfig
 from mlc_amd.compiler.ops import shape_of, tensor_type
-from mlc_amd.schedules.operators import Activate, PackedAttention
-
-if TYPE_CHECKING:
-    from mlc_amd.compiler.models.config import AttentionConfig, RopeConfig
-    from mlc_amd.compiler.models.graph import Graph
+from mlc_amd.schedules.operators import Activate, Operator, PackedAttention
 
 OPS: Any = relax.op
+
+
+class Graph(Protocol):
+    """What this needs of compiler/models/graph.py's."""
+
+    bb: Any
+    config: ModelConfig
+    m: int
+    rows: relax.Var
+    parameters: dict[str, tuple]
+
+    def columns(self, x, first: int, count: int) -> relax.Var: ...
+
+    def emit(self, op: Operator, args: Sequence) -> relax.Var: ...
+
+    def head_norm(self, block: str, which: str, a: AttentionConfig) -> relax.Var: ...
+
+    def parameter(self, name: str, kind: str, ty) -> relax.Var: ...
 
 
 def activate(g: Graph, x, act: str) -> relax.Var:

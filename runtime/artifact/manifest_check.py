@@ -125,7 +125,8 @@ def _check_io(manifest: Manifest) -> None:
     columns = io["logits"]["shape"][-1] if "logits" in io else 0
     encoder, vocab = manifest["model"]["encoder"], manifest["model"]["vocab"]
     wanted = encoder["features"] if encoder else vocab
-    _require(wanted <= columns < wanted + 16, "model.vocab", f"{wanted} numbers do not go with {columns} columns")
+    what = "numbers of a vector" if encoder else "tokens"
+    _require(wanted <= columns < wanted + 16, "model.vocab", f"{wanted} {what} do not go with {columns} logits")
     expected = io_buffers(
         rows=max(f["rows"] for f in functions),
         logits=max(f["logits"] for f in functions),

@@ -3,7 +3,7 @@ later."""
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,7 @@ class _Job:
 
 class Encoder(Closing):
     """A loaded embedding or ranking model on a device, a context manager that closes it. May be used from several
-    threads. context: tokens of a text, at most; features: numbers of a vector."""
+    threads. context: tokens of a text, at most; features: numbers of a vector; sizes: (rows, name) of functions."""
 
     kv_usage = KvUsage(0, 0)
 
@@ -51,7 +51,7 @@ class Encoder(Closing):
         self.features: int = self.encoder["features"]
         self.vocab: int = self.config["vocab"]
         self.tokenizer = Tokenizer.load(artifact.path)
-        self._sizes = sorted((f["rows"], name) for name, f in manifest["functions"].items())
+        self.sizes = sorted((f["rows"], name) for name, f in manifest["functions"].items())
         self._waiting: deque[_Job] = deque()
         self._guard, self._step = threading.Lock(), threading.Lock()  # of the queue; of the device
         self._running, self._closed = 0, False
@@ -166,14 +166,14 @@ class Encoder(Closing):
         """One step of the oldest texts."""
         batch, rows = [], 0
         with self._guard:
-            while self._waiting and rows + len(self._waiting[0].ids) <= self._sizes[-1][0]:
+            while self._waiting and rows + len(self._waiting[0].ids) <= self.sizes[-1][0]:
                 batch.append(self._waiting.popleft())
                 rows += len(batch[-1].ids)
             self._running = len(batch)
         try:
             if self._closed:
                 raise UserError("the model was closed")
-            for job, found in zip(batch, self._run([job.ids for job in batch], rows), strict=True):
+            for job, found in zip(batch, self.step([job.ids for job in batch]), strict=True):
                 job.rows = found
         except BaseException as error:
             for job in batch:
@@ -183,7 +183,12 @@ class Encoder(Closing):
         finally:
             self._running = 0
 
-    def _run(self, texts: list[np.ndarray], rows: int) -> list[np.ndarray]:
+    def step(
+        self, texts: Sequence[np.ndarray], function: str = "", run: Callable[[str], None] | None = None
+    ) -> list[np.ndarray]:
+        """One step, without regard to other callers. function: by default the smallest that has room; run: the device's
+        `run` or `run_plain`."""
+        rows = sum(map(len, texts))
         ends = np.cumsum([len(ids) for ids in texts])
         begins = np.concatenate([[0], ends[:-1]])
         spans = np.stack([begins, ends], 1)
@@ -202,7 +207,7 @@ class Encoder(Closing):
         }  # fmt: skip
         for name, values in inputs.items():
             self.device.write(name, np.asarray(values, np.int32))
-        self.device.run(next(name for size, name in self._sizes if size >= rows))
+        (run or self.device.run)(function or next(name for size, name in self.sizes if size >= rows))
         found = self.device.read("logits", len(pooled))[:, : self.features].copy()
         return np.split(found, np.cumsum(counts)[:-1])
 
