@@ -4,17 +4,11 @@ In: the `Keys` of a file. Out: an `EncoderConfig`, or a `UserError` that names w
 defaults are llama.cpp's (src/llama-model.cpp, build_pooling and build_dense_out of src/llama-graph.cpp).
 """
 
-from __future__ import annotations
+from collections.abc import Sequence
 
-from typing import TYPE_CHECKING
-
+from mlc_amd.compiler.models.config import LayerConfig
 from mlc_amd.compiler.models.encoder_config import EncoderConfig, HeadLayer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mlc_amd.compiler.models.config import LayerConfig
-    from mlc_amd.compiler.models.metadata import Keys
+from mlc_amd.compiler.models.keys import Keys
 
 POOLINGS = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # of pooling_type
 HEADS = "cls.", "dense_"  # how the names of tensors after pooling begin
