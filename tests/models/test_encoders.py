@@ -2,11 +2,15 @@
 
 import numpy as np
 import pytest
+from emulator_suite import emulated_device
 from encoders import MODELS, WITHOUT_ORACLE, texts, tiny
 from samples import sample
 from vulkan_harness import gpu
 
+from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.engine.encoder import Encoder, normalized
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions, RunOptions
@@ -88,3 +92,22 @@ def test_what_callers_give(encoder):
     with pytest.raises(UserError, match="makes vectors"):
         bert.rerank("a", ["b"])
     assert rank.rerank("a", []).shape == (0,)
+
+
+@pytest.mark.full
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])
+def test_in_the_emulator(arch, emulator, linker, tmp_path):
+    """One layer for AMD's own API, in the instruction set emulator, against the CPU."""
+    architecture, keys, tensors = MODELS["bert"]
+    keys = {"general.architecture": architecture} | keys | {"block_count": 1, "context_length": 64}
+    vectors = []
+    for target, name in (("cpu", "native"), ("rocm", arch)):
+        with synthetic("tiny-qwen2:q8_0", keys=keys, tensors=tensors) as model:
+            compile_model(model, tmp_path / target, CompileOptions(target=target, arch=name, tuned="none"))
+        artifact = Artifact.open(tmp_path / target)
+        device = open_device(artifact) if target == "cpu" else emulated_device(artifact, arch, emulator)
+        with Encoder(artifact, device) as one:
+            texts = [np.array(ids, np.int32) for ids in ([5, 6, 7], [9], list(range(20)))]
+            vectors.append(np.concatenate(one.step(texts, one.sizes[0][1])))
+    assert (normalized(vectors[0]) * normalized(vectors[1])).sum(-1).min() > 0.9999

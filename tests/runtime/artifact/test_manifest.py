@@ -186,7 +186,7 @@ def test_the_description_has_all_of_the_model():
     [
         (b"", "is damaged"),
         (b"[" * 100_000, "is damaged"),
-        (b'{"format": 12}', "is damaged or was changed"),
+        (b'{"format": 13}', "is damaged or was changed"),
         (b'{"format": 6, "x": [1]}', "artifact format 6, this version reads 13"),
         (b'{"format": "9"}', "is damaged"),
         (b"\xff\xfe", "is damaged"),
