@@ -51,8 +51,8 @@ def check_encoder(keys: Keys, layers: Sequence[LayerConfig]) -> None:
     """UserError for layers that have kernels with a cache only."""
     for layer in layers:
         a = layer.attention
-        cached = not a or a.latent or a.sinks or a.chunk or a.softcap or a.kv_layer is not None or a.output_gate
-        if cached or layer.beside or layer.experts or a.temperature or a.value_norm or a.norm_after_rope:
+        plain = a and not (a.latent or a.sinks or a.chunk or a.softcap or a.kv_layer is not None or a.output_gate)
+        if not plain or not a or a.temperature or a.value_norm or a.norm_after_rope or layer.beside or layer.experts:
             raise keys.error("the layers of this architecture cannot be run without a cache; use an embedding model")
 
 

@@ -68,14 +68,13 @@ def _rotated(g: Graph, x, table, d: int, rope: RopeConfig) -> relax.Var:
     half, last = rope.dim // 2, shape_of(x)[1] - 1
 
     def rotate(rows, x, table):
-        def element(row, column):
-            position = te.max(te.min(rows[row, 0], table.shape[0] - 1), 0)
+        def element(row, column: Any):
+            position: Any = te.max(te.min(rows[row, 0], table.shape[0] - 1), 0)
             place = column % d
             first = place < half if rope.neox else place % 2 == 0
-            pair = place % half if rope.neox else place // 2
             step = half if rope.neox else 1
             other = te.if_then_else(first, -x[row, te.min(column + step, last)], x[row, te.max(column - step, 0)])
-            pair = te.min(pair, half - 1)
+            pair: Any = te.min(place % half if rope.neox else place // 2, half - 1)
             turned = x[row, column] * table[position, 2 * pair] + other * table[position, 2 * pair + 1]
             return te.if_then_else(place < rope.dim, turned, x[row, column])
 

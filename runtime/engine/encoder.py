@@ -17,7 +17,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import RunOptions
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 
-Ids = Sequence[int]
+Ids = Sequence[int] | np.ndarray
 
 
 class _Job:

@@ -117,7 +117,9 @@ def _is_ids(value: Any) -> bool:
 def _documents(fields: Fields, name: str) -> list[str]:
     """Strings, or objects with a `text`."""
     given: Any = fields.required(name)
-    documents = [one.get("text") if isinstance(one, dict) else one for one in given] if isinstance(given, list) else []
+    documents: list[Any] = (
+        [one.get("text") if isinstance(one, dict) else one for one in given] if isinstance(given, list) else []
+    )
     if not documents or not all(isinstance(one, str) for one in documents):
         raise fields.wrong(name, "a list of strings, or of objects with a text, with at least one")
     return documents

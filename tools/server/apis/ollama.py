@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 import mlc_amd
 from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.engine.generation import MOST_LOGPROBS
 from mlc_amd.schedules.formats import parameters
 from mlc_amd.tools.server import chat_request as forms
@@ -285,7 +286,7 @@ async def show(request: Request) -> Response:
             {
                 "modelfile": "",
                 "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
-                "template": "" if isinstance(model, LoadedEncoder) else engine.chat_template.source,
+                "template": engine.chat_template.source if isinstance(engine, Engine) else "",
                 "details": _details(engine.artifact),
                 "model_info": {
                     "general.architecture": engine.config["architecture"],
