@@ -83,7 +83,7 @@ class Target(ABC):
         the largest many at once."""
         if not config.encoder:
             return self.functions(ctx)
-        sizes = {*(m for m in self.encoder_rows if m < ctx), max(self.encoder_rows[-1], ctx)}
+        sizes = {*self.encoder_rows[:-1], max(self.encoder_rows[-1], ctx)}
         return [FunctionSpec(f"encode_{m}", m, 0, "all") for m in sorted(sizes)]
 
     @abstractmethod

@@ -100,7 +100,10 @@ def test_what_callers_give(encoder):
 def test_in_the_emulator(arch, emulator, linker, tmp_path):
     """One layer for AMD's own API, in the instruction set emulator, against the CPU."""
     architecture, keys, tensors = MODELS["bert"]
-    keys = {"general.architecture": architecture} | keys | {"block_count": 1, "context_length": 64}
+    small = {"block_count": 1, "context_length": 64, "embedding_length": 64, "feed_forward_length": 64}
+    small |= {"attention.head_count": 2, "attention.head_count_kv": 2, "attention.key_length": 32}
+    small |= {"attention.value_length": 32, "rope.dimension_count": 32, "vocab_size": 320}
+    keys = {"general.architecture": architecture} | keys | small
     vectors = []
     for target, name in (("cpu", "native"), ("rocm", arch)):
         with synthetic("tiny-qwen2:q8_0", keys=keys, tensors=tensors) as model:
