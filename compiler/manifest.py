@@ -103,8 +103,8 @@ def _io(lowered: Lowered) -> dict[str, Buffer]:
     return io_buffers(
         rows=max(f.m for f in functions),
         logits=max(f.logits for f in functions),
-        sampled=max(f.logits for f in functions if f.samples),
-        columns=padded(config.vocab),
+        sampled=max((f.logits for f in functions if f.samples), default=0),
+        columns=padded(config.columns),
         blocks=lowered.context // PAGE,
         spans={tensor["span"] for tensor in lowered.kept if "span" in tensor},
         drafts=config.predictor is not None,

@@ -32,8 +32,11 @@ def needs(model, backend, ctx: int) -> Needs:
         if found := EXPERTS.match(name):
             experts[int(found[1])] += size
     tensors = kept(config, backend, ctx)
-    states, functions, row = _states(tensors), backend.functions(ctx), padded(config.vocab) * 4
-    logits, sampled = max(f.logits for f in functions) * row, max(f.logits for f in functions if f.samples) * row
+    states, functions, row = _states(tensors), backend.functions_of(config, ctx), 4 * padded(config.columns)
+    logits, sampled = (
+        max(f.logits for f in functions) * row,
+        max((f.logits for f in functions if f.samples), default=0) * row,
+    )
     return Needs(
         weights=weights + ctx * _table_bytes(config),
         experts=tuple(experts),
@@ -51,7 +54,7 @@ def needs(model, backend, ctx: int) -> Needs:
 def kept(config: ModelConfig, backend, ctx: int) -> list[KvTensor]:
     """What lives from step to step: the KV cache with pages for one sequence, states of sequences, and what attention
     keeps beside it."""
-    spans, longest = backend.spans(config, ctx), max(f.m for f in backend.functions(ctx))
+    spans, longest = backend.spans(config, ctx), max(f.m for f in backend.functions_of(config, ctx))
     found: list[KvTensor] = []
 
     def add(name: str, shape, dtype: str) -> None:
@@ -67,7 +70,8 @@ def kept(config: ModelConfig, backend, ctx: int) -> list[KvTensor]:
         cells = cell_count(sum(map(nbytes, found)), cell)
         for name, (shape, dtype) in states.items():
             add(name, (cells, *shape[1:]), dtype)
-    workspace = {name: of for layer in config.layers for name, of in backend.workspace(layer, ctx).items()}
+    cached = () if config.encoder else config.layers
+    workspace = {name: of for layer in cached for name, of in backend.workspace(layer, ctx).items()}
     for name, of in workspace.items():
         add(name, *of)
     for name in ROWS if config.predictor is not None else ():
@@ -120,7 +124,7 @@ def _table_bytes(config: ModelConfig) -> int:
 def _intermediate(config: ModelConfig, backend, ctx: int) -> int:
     """An estimate, to a third, of the intermediate tensors of the largest step: two rows of hidden size are live, and
     the widest that a layer makes of one."""
-    m = max(f.m for f in backend.functions(ctx))
+    m = max(f.m for f in backend.functions_of(config, ctx))
     return m * (2 * 4 * config.hidden + max(_row_bytes(layer, config.hidden, m, backend) for layer in config.layers))
 
 

@@ -18,7 +18,9 @@ exceptions:
   encodes says where they are.
 """
 
+import base64
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +34,7 @@ from mlc_amd.runtime.text.chat_template import ChatTemplate
 from mlc_amd.runtime.text.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
 from mlc_amd.runtime.text.text_pipeline import set_pipeline
 from mlc_amd.runtime.text.tokenizer import MARK
+from mlc_amd.runtime.text.tokenizer_files import Normalizer, library_errors
 
 _MAX_CHARACTERS = 1024  # of a token: several times as many as any vocabulary's longest one, 128 spaces, has
 # Tokens that no text becomes unless it says so.
@@ -54,7 +57,11 @@ NOT_END_TEXTS: tuple[tuple[frozenset[str], str], ...] = (
 
 # name in tokenizer_config.json -> key suffix in GGUF
 _SPECIAL_IDS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
-_DEFAULT_IDS = {"gpt2": {}, "llama": {"bos": 1, "eos": 2, "unk": 0}, "gemma4": {}}
+_DEFAULT_IDS = {
+    "gpt2": {}, "llama": {"bos": 1, "eos": 2, "unk": 0}, "gemma4": {}, "bert": {"bos": 101, "eos": 102, "unk": 100},
+    "t5": {"eos": 1, "unk": 2},
+}  # fmt: skip
+_SEPARATOR = "tokenizer.ggml.seperator_token_id"  # spelt so
 # Further keys of tokens that end a generation: those that fill or separate files in a vocabulary for code.
 _FILL_IDS = ("fim_pad", "fim_rep", "fim_sep")
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
@@ -64,7 +71,9 @@ def export(metadata: Mapping[str, object], directory: Path) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json` into `directory` (created when absent).
 
     The keys of `tokenizer_config.json`:
-        model: "gpt2" (BPE), "gemma4" (BPE of characters) or "llama" (SentencePiece)
+        model: "gpt2" (BPE), "gemma4" (BPE of characters), "llama" (SentencePiece's BPE), "bert" (WordPiece) or "t5"
+        (SentencePiece's unigram)    normalizer: of "bert" and "t5", see tokenizer_files.Normalizer; else None
+        pair: what begins two texts that are to be compared, what is between them, and what ends them: lists of ids
         pre: the pre-tokenizer's name, None for "llama"    byte_level: whether tokens are written as the printable
         characters of their bytes (GPT-2's); otherwise as text, with "▁" for a space and <0x0A> for a byte
         vocab_size: int    special: {"bos"|"eos"|"eot"|"eom"|"unk"|"pad": {"id": int, "text": str} or None}
@@ -93,8 +102,16 @@ def export(metadata: Mapping[str, object], directory: Path) -> None:
     names = {MARK + text if types[i] in _MARKED else text: i for i, text in enumerate(tokens)}
     if len(vocab) != len(tokens) or len(names) != len(tokens):
         raise UserError(f"tokenizer.ggml.tokens holds the same token twice: {_CONVERT}")
-    pre_name = None
-    if kind == "llama":
+    pre_name, normalizer, ends = None, None, kind == "t5"
+    if kind == "bert":  # the separator ends a text, too
+        metadata = {"tokenizer.ggml.eos_token_id": metadata.get(_SEPARATOR), **metadata}
+        byte_level, add_bos, add_space_prefix, ends = False, True, True, True
+        tokenizer, normalizer = _word_pieces(metadata, names, tokens)
+    elif kind == "t5":
+        add_space_prefix = _get(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
+        byte_level, add_bos = False, False
+        tokenizer, normalizer = _unigrams(metadata, names, types)
+    elif kind == "llama":
         add_space_prefix = _get(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
         byte_level, add_bos = False, True
         tokenizer = _sentencepiece(metadata, names, types, add_space_prefix)
@@ -102,7 +119,8 @@ def export(metadata: Mapping[str, object], directory: Path) -> None:
         pre_name, pre = _pre_tokenizer(metadata)
         byte_level, add_bos, add_space_prefix = pre.byte_level, pre.add_bos, False
         tokenizer = _byte_pairs(metadata, names, types, pre)
-    set_pipeline(tokenizer, kind == "llama", pre_name, add_space_prefix)
+    with library_errors("tokenizer.ggml.precompiled_charsmap cannot be used", _CONVERT):
+        set_pipeline(tokenizer, kind, pre_name, add_space_prefix, normalizer)
     _add_tokens(tokenizer, names, types, strip=_strips_space(metadata))
 
     special = {name: _special(metadata, tokens, name, _DEFAULT_IDS[kind].get(name)) for name in _SPECIAL_IDS}
@@ -115,7 +133,9 @@ def export(metadata: Mapping[str, object], directory: Path) -> None:
         "special": special,
         "end_ids": _end_ids(metadata, vocab, special),
         "add_bos": _adds(metadata, "bos", special, add_bos),
-        "add_eos": _adds(metadata, "eos", special, False),
+        "add_eos": _adds(metadata, "eos", special, ends),
+        "normalizer": normalizer,
+        "pair": _pair(metadata, special, kind, add_bos, ends),
         "add_space_prefix": add_space_prefix,
         "mark": MARK,
         "chat_template": _get(metadata, "tokenizer.chat_template", str, None),
@@ -264,6 +284,63 @@ def _sentencepiece(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     return tokenizer
+
+
+def _word_pieces(
+    metadata: Mapping[str, object], names: dict[str, int], tokens: list[str]
+) -> tuple[Tokenizer, Normalizer]:
+    """WordPiece: of each word, which begins with "▁", the longest token that it begins with, and so on."""
+    lowercase = _get(metadata, "tokenizer.ggml.normalizer.lowercase", bool, True)
+    accents = _get(metadata, "tokenizer.ggml.normalizer.strip_accents", bool, lowercase)
+    unknown, longest = _unknown(metadata, names, "bert"), 1 << 20  # of a word: llama.cpp has no limit
+    model = models.WordPiece(names, unk_token=unknown, continuing_subword_prefix="", max_input_chars_per_word=longest)
+    return Tokenizer(model), {"lowercase": lowercase, "strip_accents": accents, "charsmap": "", "merge_spaces": True}
+
+
+def _unigrams(metadata: Mapping[str, object], names: dict[str, int], types: list[int]) -> tuple[Tokenizer, Normalizer]:
+    """SentencePiece's unigram model: of all ways to cut the text into tokens the one with the largest sum of scores."""
+    if _get(metadata, "tokenizer.ggml.treat_whitespace_as_suffix", bool, False):
+        raise UserError("tokenizer.ggml.treat_whitespace_as_suffix is true, which is not supported: use another model")
+    scores = _list(metadata, "tokenizer.ggml.scores", (int, float), len(names))
+    known = [scores[i] for i, kind in enumerate(types[: len(names)]) if kind == TokenType.NORMAL]
+    if not all(map(math.isfinite, scores)):
+        raise UserError(f"tokenizer.ggml.scores has numbers that are not finite: {_CONVERT}")
+    # what text never becomes must not change the score of unknown characters, which follows from the lowest one
+    lowest = min(known, default=0.0)
+    pieces = [
+        (name, 0.0 if types[i] == TokenType.USER_DEFINED else lowest if types[i] in _MARKED else float(scores[i]))
+        for name, i in names.items()
+    ]
+    charsmap = bytes(x & 0xFF for x in _list(metadata, "tokenizer.ggml.precompiled_charsmap", int, default=[]))
+    merge = _get(metadata, "tokenizer.ggml.remove_extra_whitespaces", bool, False)
+    with library_errors("tokenizer.ggml.scores and tokens make no vocabulary", _CONVERT):
+        tokenizer = Tokenizer(models.Unigram(pieces, names[_unknown(metadata, names, "t5")], byte_fallback=False))
+    encoded = base64.b64encode(charsmap).decode()
+    return tokenizer, {"lowercase": False, "strip_accents": False, "charsmap": encoded, "merge_spaces": merge}
+
+
+def _unknown(metadata: Mapping[str, object], names: dict[str, int], kind: str) -> str:
+    """The name of the token for what the vocabulary lacks. UserError without one."""
+    tokens = list(names)
+    found = _special(metadata, tokens, "unk", _DEFAULT_IDS[kind]["unk"])
+    if found is None:
+        raise UserError(f"tokenizer.ggml.unknown_token_id is missing: {_CONVERT}")
+    return found["text"]
+
+
+def _pair(
+    metadata: Mapping[str, object], special: Mapping[str, dict[str, Any] | None], kind: str, bos: bool, ends: bool
+) -> list[list[int]]:
+    """As llama-server joins a query and a text for ranking (format_prompt_rerank of tools/server)."""
+
+    def added(name: str, default: bool) -> bool:
+        return _get(metadata, f"tokenizer.ggml.add_{name}_token", bool, default)
+
+    end = [special["eos"]["id"]] if special["eos"] and added("eos", ends and kind != "bert") else []
+    separator = _get(metadata, _SEPARATOR, int, _DEFAULT_IDS[kind].get("eos") if kind == "bert" else None)
+    between = [separator] if separator is not None and added("sep", kind == "bert") else []
+    begin = [special["bos"]["id"]] if special["bos"] and added("bos", bos) else []
+    return [begin, end + between, end]
 
 
 def _add_tokens(tokenizer: Tokenizer, names: dict[str, int], types: list[int], strip: bool) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mlc_amd.runtime.engine.encoder import Encoder
     from mlc_amd.runtime.engine.engine import Engine
     from mlc_amd.runtime.engine.generation import ContextFull
     from mlc_amd.runtime.engine.scheduler import QueueFull
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
     from mlc_amd.tools.api import compile, load
 
 __version__ = "0.1.0"
-__all__ = ["ContextFull", "Engine", "QueueFull", "Sampling", "UserError", "__version__", "compile", "load"]
+__all__ = ["ContextFull", "Encoder", "Engine", "QueueFull", "Sampling", "UserError", "__version__", "compile", "load"]
 
 _MODULES = {
     "ContextFull": "mlc_amd.runtime.engine.generation",
+    "Encoder": "mlc_amd.runtime.engine.encoder",
     "Engine": "mlc_amd.runtime.engine.engine",
     "QueueFull": "mlc_amd.runtime.engine.scheduler",
     "Sampling": "mlc_amd.runtime.sampling.settings",

@@ -160,6 +160,11 @@ class CompileOptions(TargetOptions):
         "number of GPUs that --split tensor divides a GGUF file between", default="as many as --devices names",
         low=1, high=8)] = None  # fmt: skip
 
+    pooling: Annotated[Literal["auto", "none", "mean", "cls", "last", "rank"], Option(
+        "how an embedding model makes one vector of a text's tokens, for a GGUF file: their mean, the first or the "
+        "last one, none (a vector for each token), or rank, which scores pairs of texts; auto: as the file says. Any "
+        "other than auto makes a model that generates text one of embeddings")] = "auto"  # fmt: skip
+
     @property
     def cache_type(self) -> KvType:
         return self.kv_type or KV_TYPE

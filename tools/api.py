@@ -10,17 +10,19 @@ from mlc_amd.tools.hub import models
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from mlc_amd.runtime.engine.encoder import Encoder
     from mlc_amd.runtime.engine.engine import Engine
 
 
 @keywords(LoadOptions)
-def load(options: LoadOptions) -> Engine:
-    """Loads an artifact, or a GGUF file, which is compiled into the user's cache on first use.
+def load(options: LoadOptions) -> Engine | Encoder:
+    """Loads an artifact, or a GGUF file, which is compiled into the user's cache on first use. An embedding or ranking
+    model is an `Encoder`, any other one an `Engine`.
 
     Raises UserError if the model cannot be compiled or run here; the message says why. Where it names a flag of the
     commands, such as --n-cpu-moe, it means the argument of that name.
     """
-    return models.load_engine(options)
+    return models.load_any(options)
 
 
 @keywords(CompileRequest)

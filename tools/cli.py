@@ -31,6 +31,8 @@ from mlc_amd.tools.terminal import terminal
 VERBS = {
     "chat": "talk with a model",
     "generate": "continue a text",
+    "embed": "compute vectors of texts",
+    "rerank": "score texts by how well they answer a query",
     "serve": "serve models over HTTP, with a chat page",
     "pull": "download a model from huggingface.co",
     "compile": "compile a GGUF file into an artifact",

@@ -41,6 +41,7 @@ class CpuTarget(Target):
     """`arch`: a name of schedules/cpu/base/arch.py; UserError if unknown."""
 
     kind = "cpu"
+    encoder_rows = (512,)  # kernels compute live rows only
     layout = "tile16"
     planes = staticmethod(planes)
     registry = registry

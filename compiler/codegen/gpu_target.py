@@ -64,6 +64,7 @@ class GpuTarget(Target):
 
     query_dtype = "float16"
     layout = "rows"
+    encoder_rows = (64, 512, 2048)
     peers = False  # whether GPUs that share a model write to each other's memory
     fuses_rope = True
     fuses_route = True

@@ -56,6 +56,7 @@ class Target(ABC):
     query_dtype = "float32"  # of rotated queries, between RoPE and attention
     layout: str  # of packed weights, as in compiler/quant
     registry: Registry  # of its kernels
+    encoder_rows: tuple[int, ...]  # of steps of encoders
 
     def __init__(self, archs: list, kv: str = KV_TYPE):
         self.archs, self.kv = archs, kv
@@ -76,6 +77,14 @@ class Target(ABC):
     @abstractmethod
     def functions(self, ctx: int) -> list[FunctionSpec]:
         """The functions of a model for sequences of up to `ctx` tokens: "decode" of one row, and those of more rows."""
+
+    def functions_of(self, config: ModelConfig, ctx: int) -> list[FunctionSpec]:
+        """The functions of that model: `functions`, or an encoder's, which compute texts of up to `ctx` tokens each,
+        the largest many at once."""
+        if not config.encoder:
+            return self.functions(ctx)
+        sizes = {*self.encoder_rows[:-1], max(self.encoder_rows[-1], ctx)}
+        return [FunctionSpec(f"encode_{m}", m, 0, "all") for m in sorted(sizes)]
 
     @abstractmethod
     def act_layout(self, m: int, kind: str) -> str:
@@ -100,7 +109,7 @@ class Target(ABC):
 
     def spans(self, config: ModelConfig, ctx: int) -> dict[str, int]:
         """Cache tensor to the span of its layer: those of the same span share pages. States have STATE."""
-        found = {i: self.layer(a, ctx) for i, a in _own_caches(config)}
+        found = {i: self.layer(a, ctx) for i, a in _own_caches(config) if not config.encoder}
         spans = {f"{which}.{i}": layer.span for i, layer in found.items() for which in layer.cache}
         return spans | dict.fromkeys(self.state_types(config), STATE)
 
@@ -117,7 +126,7 @@ class Target(ABC):
         """Cache tensor name ("k.0", "v.0" .., those of `state_types`) to (shape, dtype). Layers that attend to another
         one's have none."""
         caches = {f"{which}.{i}": of for i, a in _own_caches(config) for which, of in self.cache_types(a, ctx).items()}
-        return caches | self.state_types(config)
+        return {} if config.encoder else caches | self.state_types(config)
 
     @staticmethod
     def state_types(config: ModelConfig) -> TensorTypes:

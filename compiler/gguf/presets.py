@@ -162,10 +162,18 @@ _PHI4 = {
 }
 _PHI4_TENSORS = ("blk.*.attn_qkv.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
+_BERT = {"pooling_type": 1, "attention.causal": False, "tokenizer.ggml.token_type_count": 2}
+_BERT_TENSORS = (
+    "token_types.weight",
+    *(f"blk.*.{name}.bias" for name in ("attn_q", "attn_output", "ffn_up", "ffn_down")),
+)
 PRESETS = {
     # layers hidden ffn heads kv_heads head_dim vocab context eps rope_base
     "tiny": Preset("llama", _sizes(2, 256, 768, 4, 2, 64, 1024, 2048, 1e-5, 10000.0)),
     "tiny-qwen2": Preset("qwen2", _sizes(2, 256, 768, 4, 2, 64, 1024, 2048, 1e-6, 1e6), ()),
+    "bert-base": Preset(
+        "bert", _sizes(12, 768, 3072, 12, 12, 64, 30522, 512, 1e-12, 10000.0, more=_BERT), _BERT_TENSORS
+    ),
     "tiny-qwen3": Preset("qwen3", _sizes(2, 256, 768, 4, 2, 128, 1024, 2048, 1e-6, 1e6), ()),
     "llama3-1b": Preset("llama", _sizes(16, 2048, 8192, 32, 8, 64, 128256, 131072, 1e-5, 5e5), rope_freqs=_llama3(32)),
     "llama3-8b": Preset("llama", _sizes(32, 4096, 14336, 32, 8, 128, 128256, 131072, 1e-5, 5e5), rope_freqs=_llama3(8)),

@@ -117,15 +117,16 @@ class GGUFModel(Closing):
         self.stored, self.tensors = tensors, _with_parts(config, tensors)
 
     @classmethod
-    def open(cls, path: str | Path) -> "GGUFModel":
-        """Opens the file (all parts of a split one) and checks it. UserError for anything that cannot be compiled."""
+    def open(cls, path: str | Path, pooling: str = "") -> "GGUFModel":
+        """Opens the file (all parts of a split one) and checks it. pooling: of `read_config`. UserError for anything
+        that cannot be compiled."""
         files = _open_parts(str(path))
         entries = [(file, entry) for file in files for entry in file.header.tensors]
         if not entries:
             raise UserError(f"{path}: this file has no tensors, only a vocabulary; give a whole model")
-        names = {entry.name for _, entry in entries}
+        shapes = {entry.name: entry.shape for _, entry in entries}
         metadata = files[0].header.metadata
-        config = read_config(metadata, names, str(path))
+        config = read_config(metadata, shapes, str(path), pooling)
         tensors = {entry.name: file.tensor(entry) for file, entry in entries}
         if len(tensors) != len(entries):
             raise UserError(f"{path}: two parts of this split model hold the same tensor; {FETCH_AGAIN}")

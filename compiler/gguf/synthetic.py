@@ -40,6 +40,7 @@ _BYTE_SCALES = {
 }
 # For rows that are not whole blocks of 256 columns: llama-quantize's choice (src/llama-quant.cpp).
 FALLBACKS = {"q2_k": "iq4_nl", "q3_k": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "iq4_xs": "iq4_nl"}
+_EXACT = "ffn_gate_inp.weight", "token_types.weight", "position_embd.weight"
 _TOKENS = "tokenizer.ggml.tokens"
 _GROUP_BYTES = 1 << 18  # rows are drawn in groups of about this size, each with its own generator
 _TEMPLATE = (
@@ -50,7 +51,11 @@ _TEMPLATE = (
 
 
 def synthetic(
-    spec: str, seed: int = 0, keys: Mapping[str, object] | None = None, tensors: Collection[str] = ()
+    spec: str,
+    seed: int = 0,
+    keys: Mapping[str, object] | None = None,
+    tensors: Collection[str] = (),
+    pooling: str = "",
 ) -> GGUFModel:
     """The model of that spec, `preset:format`. UserError for an unknown preset or format, naming the known ones.
 
@@ -59,7 +64,7 @@ def synthetic(
 
     keys: metadata instead of the preset's or besides it, without the architecture in front; "general.architecture"
     makes a model of another architecture with the preset's sizes, "tokenizer.ggml.tokens" and what belongs to them give
-    it another tokenizer. tensors: names of optional ones besides the preset's.
+    it another tokenizer. tensors: names of optional ones besides the preset's. pooling: of `read_config`.
     """
     name, _, format = spec.partition(":")
     if name not in PRESETS:
@@ -70,7 +75,7 @@ def synthetic(
         raise UserError(f"{spec}: unknown format {format!r}; use preset:format with one of {', '.join(FORMATS)}")
     preset, keys = PRESETS[name], keys or {}
     metadata = _metadata(name, preset, keys)
-    config = read_config(metadata, preset.present() | set(tensors), spec)
+    config = read_config(metadata, preset.present() | set(tensors), spec, pooling)
     shapes = dict(expected_tensors(config))
     experts = any(len(dims) == 3 for dims in shapes.values())
     formats = {2: "q8_0" if experts and format == "mxfp4" else format}  # by dimensions
@@ -83,7 +88,7 @@ def synthetic(
 
 
 def _format_of(name: str, dims: tuple[int, ...], format: str) -> str:
-    if is_vector(name, dims) or name.endswith("ffn_gate_inp.weight"):  # as in all published files
+    if is_vector(name, dims) or name.endswith(_EXACT):  # as in all published files
         return "f32"
     while dims[-1] % FORMATS[format].block:
         format = FALLBACKS.get(format, "f16")

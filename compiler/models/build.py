@@ -8,6 +8,7 @@ import tvm
 from tvm import relax
 
 from mlc_amd.compiler.functions import FunctionSpec
+from mlc_amd.compiler.models.encoder import encoder
 from mlc_amd.compiler.models.graph import Graph
 from mlc_amd.compiler.models.registry import architectures
 from mlc_amd.compiler.models.transformer import predictor
@@ -25,7 +26,7 @@ def build_module(
             g = Graph(model, target, spec, ctx, bb)
             with bb.dataflow():
                 decoder = predictor if spec.drafts else architectures()[model.config.architecture].decoder
-                logits = decoder(g)
+                logits = encoder(g) if model.config.encoder else decoder(g)
                 found = [logits, *(g.sample(logits) if spec.samples else ())]
                 if len(spec.outputs(model.config)) > len(found):
                     found.append(g.drafted if spec.drafts else g.hidden)

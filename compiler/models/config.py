@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from mlc_amd.compiler.models.encoder_config import EncoderConfig
+
 Shape = tuple[int, ...]
 
 
@@ -75,12 +77,14 @@ class AttentionConfig:
     norm_after_rope: bool = False  # head_norms follow RoPE
     norm_weights: bool = True  # False: head_norms without weights
     row_norms: bool = False  # attn_q_norm/k_norm: RMS norm over all heads of Q, and over all of K, before RoPE
+    row_norm_bias: bool = False  # row_norms have biases
     value_norm: bool = False  # RMS norm over each head of V, without weights
     kv_layer: int | None = None  # the layer whose keys and values it attends to; None: its own
     merged_qkv: bool = False  # attn_qkv holds the rows of attn_q, attn_k and attn_v, in that order
     value_is_key: bool = False  # no attn_v: values are the projected keys, before norm and RoPE
     temperature: "TemperatureConfig | None" = None
     latent: LatentConfig | None = None  # kv_heads is 1, and head_dim the columns of attention's keys
+    alibi: float = 0.0  # ALiBi's largest bias, of encoders; 0: none
     output_gate: bool = False  # attn_q holds each head's rows of Q, then of a gate: the output times sigmoid(gate)
 
 
@@ -214,7 +218,8 @@ class FeedForwardConfig:
     act: str = "silu"  # or "gelu" (tanh approximation), "relu_sq": of schedules' activations
     gated: bool = True
     merged: bool = False  # ffn_up holds the rows of gate, then those of up
-    bias: bool = False  # ffn_up.bias and ffn_down.bias
+    bias: bool = False  # ffn_up.bias
+    down_bias: bool = False  # ffn_down.bias
 
 
 @dataclass(frozen=True)
@@ -238,7 +243,7 @@ class ExpertsConfig:
     count: int
     used: int
     size: int  # columns between gate/up and down
-    act: str = "silu"  # or "gelu", "swiglu_oai" (gpt-oss: clamped), "relu" (see `gated`)
+    act: str = "silu"  # or "gelu", "swiglu_oai" (gpt-oss: clamped), "relu" (see `gated`), "gelu_alone" (of up)
     gated: bool = True  # False: there is no gate, and up stands for it: relu(up x) * (up x) is the square of relu(up x)
     latent: int = 0  # columns that ffn_latent_down makes of x for the experts, and ffn_latent_up of theirs; 0: as x
     gating: str = "softmax"
@@ -260,10 +265,13 @@ Block = FeedForwardConfig | ExpertsConfig
 
 @dataclass(frozen=True)
 class Norms:
-    """Norms around a block, by the name of their weight within the layer: x + after(block(before(x))). "": none."""
+    """Norms around a block, by the name of their weight within the layer: y = joined(x + after(block(before(x)))), then
+    again(x + y) if there is one. "": none."""
 
     before: str = ""
     after: str = ""
+    joined: str = ""
+    again: str = ""
     bare: bool = False  # the weights' names are without ".weight" (falcon-h1)
 
 
@@ -308,7 +316,7 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder: embedding, layers, output norm, logits."""
+    """One decoder: embedding, layers, output norm, logits. Or an encoder of texts, where `encoder` says how."""
 
     architecture: str  # GGUF's general.architecture
     name: str  # general.name, or ""
@@ -319,7 +327,7 @@ class ModelConfig:
     tied: bool  # no output.weight: logits use token_embd.weight
     layers: tuple[LayerConfig, ...]
     ropes: dict[str, RopeConfig] = field(default_factory=dict)  # by kind of layer
-    output_norm: str = "output_norm"  # name of the last norm's weight
+    output_norm: str = "output_norm"  # name of the last norm's weight; "": there is none
     norm: str = "rms"  # or "layer": layer norms, which subtract the mean
     norm_bias: bool = False  # of layer norms
     embedding_scale: float = 1.0  # on the embedding's rows
@@ -327,6 +335,12 @@ class ModelConfig:
     logit_softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none
     layer_embedding: int = 0  # columns of a second embedding of each token, one for each layer (gemma4); 0: none
     unused: tuple[str, ...] = ()  # tensors of the file that are not read
+    encoder: EncoderConfig | None = None
+
+    @property
+    def columns(self) -> int:
+        """Of a row of the results."""
+        return self.encoder.features if self.encoder else self.vocab
 
     @property
     def predictor(self) -> int | None:

@@ -13,7 +13,7 @@ from tvm import relax, te
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.functions import HIDDEN, FunctionSpec
-from mlc_amd.compiler.models import exchanges
+from mlc_amd.compiler.models import exchanges, packed
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, Model, ModelConfig, attentions
 from mlc_amd.compiler.ops import shape_of, tensor_type
 from mlc_amd.runtime.artifact.io_buffers import page_table
@@ -60,7 +60,9 @@ def _relu_sq(x):
 
 
 # of FeedForwardConfig.act
-ACTIVATIONS = {"silu": relax.op.nn.silu, "gelu": relax.op.nn.gelu_tanh, "relu_sq": _relu_sq}
+ACTIVATIONS = {
+    "silu": relax.op.nn.silu, "gelu": relax.op.nn.gelu_tanh, "relu_sq": _relu_sq, "tanh": relax.op.tanh,
+}  # fmt: skip
 
 
 @dataclass
@@ -264,6 +266,8 @@ class Graph:
 
     def attention(self, q, k, v, layer: int) -> relax.Var:
         """Head norms, RoPE, KV write and causal attention, as the layer's AttentionConfig describes them."""
+        if self.config.encoder:
+            return packed.attention(self, q, k, v, layer)
         a, block = self.config.layers[layer].attention, f"blk.{layer}."
         assert a, "a layer with attention"
         if a.temperature and self.ctx + a.temperature.offset > a.temperature.length:

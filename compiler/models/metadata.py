@@ -4,8 +4,7 @@ In: `Keys`. Out: configurations; a `UserError` names the key of what is missing,
 and defaults are llama.cpp's (src/llama-arch.cpp, src/llama-model.cpp).
 """
 
-import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,7 +21,9 @@ from mlc_amd.compiler.models.config import (
     RopeConfig,
     SharedExpertConfig,
 )
-from mlc_amd.runtime.errors import UserError, shorten
+from mlc_amd.compiler.models.encoder_metadata import check_encoder, read_encoder, unread
+from mlc_amd.compiler.models.keys import Keys
+from mlc_amd.runtime.errors import shorten
 
 MAX_LAYERS = 1024  # the largest known models have about 130: more means a damaged file
 MAX_EXPERTS = 1024  # llama.cpp takes up to 512
@@ -41,91 +42,6 @@ NORMS_AFTER: dict[str, Any] = {
     "mixer_norms": Norms(after="post_attention_norm"), "feed_forward_norms": Norms(after="post_ffw_norm"),
 }  # fmt: skip
 GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax_used"}  # of expert_gating_func
-
-
-class Keys:
-    """Typed access to a file's metadata and to the names of its tensors. `prefix` (the architecture) goes in front of
-    every key except `general.*`. A value that is missing, of another type or impossible is a `UserError` of one line
-    with the file's path in front."""
-
-    def __init__(self, metadata: dict[str, object], tensors: Collection[str], path: str, prefix: str = ""):
-        self.metadata, self.tensors, self.path, self.prefix = metadata, tensors, path, prefix
-
-    def full(self, key: str) -> str:
-        return key if key.startswith(("general.", "tokenizer.")) else f"{self.prefix}.{key}"
-
-    def has(self, key: str) -> bool:
-        """Whether the metadata has the key."""
-        return self.full(key) in self.metadata
-
-    def error(self, message: str) -> UserError:
-        return UserError(f"{self.path}: {message}")
-
-    def _get(self, key: str, default: object) -> object:
-        value = self.metadata.get(self.full(key), default)
-        if value is None:
-            raise self.error(f"metadata key {self.full(key)} is missing; convert the model again")
-        return value
-
-    def _wrong(self, key: str, value: object, expected: str) -> UserError:
-        what = f"metadata key {self.full(key)} is {shorten(value)}, expected {expected}"
-        return self.error(f"{what}; convert the model again")
-
-    def string(self, key: str, default: str | None = None) -> str:
-        value = self._get(key, default)
-        if not isinstance(value, str):
-            raise self._wrong(key, value, "a string")
-        return value
-
-    def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = (1 << 31) - 1) -> int:
-        """One integer; a list with one entry per layer is taken if all entries are equal."""
-        value = self._get(key, default)
-        if isinstance(value, list) and value and all(v == value[0] for v in value):
-            value = value[0]
-        if isinstance(value, list) and value:
-            raise self.error(f"{self.full(key)} differs between layers; only models with equal layers are supported")
-        return self._checked(key, value, minimum, maximum)
-
-    def integers(self, key: str, layers: int, default: int | None = None, minimum: int = 1) -> list[int]:
-        """One integer per layer: the list in the file, or its one number for every layer."""
-        value = self._get(key, default)
-        if not isinstance(value, list):
-            return [self._checked(key, value, minimum)] * layers
-        if len(value) != layers:
-            raise self.error(
-                f"{self.full(key)} has {len(value)} entries, the model has {layers} layers; convert the model again"
-            )
-        return [self._checked(key, entry, minimum) for entry in value]
-
-    def flags(self, key: str, layers: int) -> list[bool]:
-        """One flag per layer: the list in the file."""
-        value = self._get(key, None)
-        if not isinstance(value, list) or len(value) != layers or not all(isinstance(flag, bool) for flag in value):
-            raise self._wrong(key, value, f"a list of {layers} flags")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise self._wrong(key, value, "true or false")
-        return value
-
-    def _checked(self, key: str, value: object, minimum: int, maximum: int = (1 << 31) - 1) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-            limit = f" and <= {maximum}" if isinstance(value, int) and value > maximum and maximum < 1 << 30 else ""
-            raise self._wrong(key, value, f"an integer >= {minimum}{limit}")
-        return value
-
-    def number(self, key: str, default: float | None = None, minimum: float | None = None) -> float:
-        """A finite number, above 0 unless `minimum` is given."""
-        value = self._get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            valid = False
-        else:
-            valid = value > 0 if minimum is None else value >= minimum
-        if not valid:
-            raise self._wrong(key, value, "a number above 0" if minimum is None else f"a number >= {minimum:g}")
-        return float(value)  # type: ignore[arg-type]  # checked above
 
 
 def read_layers(keys: Keys) -> int:
@@ -198,14 +114,14 @@ def attention_or(keys: Keys, other: Mixer, rope: str, **variant) -> tuple[list[M
     return [attention(keys, heads, kv, head_dim, rope, **variant) if kv else other for kv in kv_heads], head_dim
 
 
-def local_layers(keys: Keys, layers: int, pattern: int) -> list[bool]:
-    """Which layers see a window of keys: of every `pattern` all but the last, or as the file says (a number or a flag
-    per layer)."""
+def local_layers(keys: Keys, layers: int, pattern: int, dense_first: bool = False) -> list[bool]:
+    """Which layers see a window of keys: of every `pattern` all but the last (dense_first: the first), or as the file
+    says (a number or a flag per layer)."""
     key = "attention.sliding_window_pattern"
     if isinstance(keys.metadata.get(keys.full(key)), list):
         return keys.flags(key, layers)
     pattern = keys.integer(key, pattern)
-    return [i % pattern < pattern - 1 for i in range(layers)]
+    return [i % pattern > 0 if dense_first else i % pattern < pattern - 1 for i in range(layers)]
 
 
 def read_rope(keys: Keys, head_dim: int, neox: bool, scaled: bool = True, **variant) -> RopeConfig:
@@ -313,13 +229,11 @@ def dense_then(keys: Keys, count: int, experts: Callable[[Keys, int], ExpertsCon
 
 
 def read_model(keys: Keys, layers: list[LayerConfig], ropes: dict[str, RopeConfig], **variant) -> ModelConfig:
-    """The model around its layers. `variant`: further fields of ModelConfig, or others than the file's."""
-    if keys.metadata.get(keys.full("attention.causal"), True) is not True:
-        raise keys.error(
-            f"this is an embedding model ({keys.full('attention.causal')} is false); give a text-generation model"
-        )
+    """The model around its layers. `variant`: further fields of ModelConfig, or others than the file's. It is an
+    encoder if the file, the caller's pooling or the variant says so."""
     hidden = keys.integer("embedding_length")
     check_multiple(keys, "hidden size", hidden)
+    encoder = variant.pop("encoder", None) or read_encoder(keys)
     epsilon = "layer_norm_rms_epsilon" if variant.get("norm", "rms") == "rms" else "layer_norm_epsilon"
     fields: dict[str, Any] = {
         "architecture": keys.prefix,
@@ -331,7 +245,11 @@ def read_model(keys: Keys, layers: list[LayerConfig], ropes: dict[str, RopeConfi
         "tied": "output.weight" not in keys.tensors,
         "layers": tuple(layers),
         "ropes": ropes,
+        "encoder": encoder,
     }
+    if encoder:
+        check_encoder(keys, layers)
+        fields |= {"tied": True, "unused": unread(keys, encoder)}
     return ModelConfig(**(fields | variant))
 
 

@@ -56,11 +56,13 @@ def architectures() -> Mapping[str, Architecture]:
     return dict(sorted(_registered.items()))
 
 
-def read_config(metadata: dict[str, object], tensor_names: Collection[str], path: str) -> ModelConfig:
-    """The configuration of a model with that metadata and those tensors. UserError (with `path` in front) for a
-    missing, mistyped or impossible value and for what is not supported. `gguf.reader` compares it with the tensors'
-    shapes."""
-    keys = Keys(metadata, tensor_names, path)
+def read_config(
+    metadata: dict[str, object], tensor_names: Collection[str], path: str, pooling: str = ""
+) -> ModelConfig:
+    """The configuration of a model with that metadata and those tensors. pooling: how an encoder makes a vector of a
+    text, instead of how the file says; any makes a decoder one. UserError (with `path` in front) for a missing,
+    mistyped or impossible value and for what is not supported. `gguf.reader` compares it with the tensors' shapes."""
+    keys = Keys(metadata, tensor_names, path, pooling=pooling)
     name = keys.string("general.architecture")
     if name not in architectures():
         raise keys.error(f"architecture {shorten(name)} is not supported; supported are {', '.join(architectures())}")
@@ -68,7 +70,10 @@ def read_config(metadata: dict[str, object], tensor_names: Collection[str], path
     if kind != "model":
         raise keys.error(f"this file holds a {shorten(kind)}, not a model; give the model's own GGUF file")
     keys.prefix = name
-    return architectures()[name].read(keys)
+    config = architectures()[name].read(keys)
+    if config.encoder and architectures()[name].decoder is not transformer.decoder:
+        raise keys.error(f"{name} models cannot compute embeddings; use an embedding model")
+    return config
 
 
 def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:

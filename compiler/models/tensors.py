@@ -22,6 +22,7 @@ from mlc_amd.compiler.models.config import (
     Shape,
     ShortConvConfig,
 )
+from mlc_amd.compiler.models.encoder_config import EncoderConfig
 
 BLOCK = 32  # rows and columns of the matrices of feed-forward blocks come in so many
 Listed = Iterator[tuple[bool, str, Shape]]  # whether the model has it, name within the layer, shape
@@ -35,10 +36,13 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         name: rope.dim for rope in c.ropes.values() for name in (rope.factors, rope.long_factors) if name
     }.items():
         yield name, (dim // 2,)
+    if c.encoder:
+        yield from _present(_encoder(c, c.encoder))
     for i, layer in enumerate(c.layers):
         for name, shape in layer_tensors(c, layer):
             yield f"blk.{i}.{name}", shape
-    yield from _norm(c, c.output_norm)
+    if c.output_norm:
+        yield from _norm(c, c.output_norm)
     if not c.tied:
         yield "output.weight", (c.vocab, c.hidden)
 
@@ -48,7 +52,7 @@ def layer_tensors(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str
     yield from _norms(config, layer.mixer_norms, "before")
     for mixer in layer.mixers:
         yield from _present(_MIXERS[type(mixer)](config.hidden, mixer))
-    yield from _norms(config, layer.mixer_norms, "after")
+    yield from _norms(config, layer.mixer_norms, "after", "joined", "again")
     if layer.predictor:
         yield from _present(_predictor(config, layer.predictor))
     f = layer.feed_forward
@@ -57,7 +61,7 @@ def layer_tensors(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str
     if not layer.parallel:
         yield from _norms(config, layer.feed_forward_norms, "before")
     yield from _present(_experts(config.hidden, f) if isinstance(f, ExpertsConfig) else _feed_forward(config.hidden, f))
-    yield from _norms(config, layer.feed_forward_norms, "after")
+    yield from _norms(config, layer.feed_forward_norms, "after", "joined", "again")
 
 
 def expert_tensors(hidden: int, experts: ExpertsConfig) -> Iterator[tuple[str, Shape]]:
@@ -75,9 +79,22 @@ def _norm(config: ModelConfig, name: str, suffix: str = ".weight") -> Iterator[t
         yield f"{name}.bias", (config.hidden,)
 
 
-def _norms(config: ModelConfig, norms: Norms, which: str) -> Iterator[tuple[str, Shape]]:
-    if name := getattr(norms, which):
+def _norms(config: ModelConfig, norms: Norms, *which: str) -> Iterator[tuple[str, Shape]]:
+    for name in filter(None, (getattr(norms, one) for one in which)):
         yield from _norm(config, name, "" if norms.bare else ".weight")
+
+
+def _encoder(c: ModelConfig, e: EncoderConfig) -> Listed:
+    yield e.positions > 0, "position_embd.weight", (e.positions, c.hidden)
+    yield e.types > 0, "token_types.weight", (e.types, c.hidden)
+    yield e.norm, "token_embd_norm.weight", (c.hidden,)
+    yield e.norm and c.norm_bias, "token_embd_norm.bias", (c.hidden,)
+    columns = c.hidden
+    for layer in e.head:
+        yield True, f"{layer.name}.weight", (layer.rows, columns)
+        yield layer.bias, f"{layer.name}.bias", (layer.rows,)
+        yield layer.norm, f"{layer.name}.norm.weight", (layer.rows,)
+        columns = layer.rows
 
 
 def _latent(hidden: int, a: AttentionConfig, of: LatentConfig) -> Listed:
@@ -113,6 +130,7 @@ def _attention(hidden: int, a: AttentionConfig) -> Listed:
         norm = rows if a.row_norms else a.head_dim
         present = which == "q" or a.kv_layer is None
         yield present and (a.row_norms or (a.head_norms and a.norm_weights)), f"attn_{which}_norm.weight", (norm,)
+        yield present and a.row_norm_bias, f"attn_{which}_norm.bias", (norm,)
     yield a.sinks, "attn_sinks.weight", (a.heads,)
     yield True, "attn_output.weight", (hidden, q)
     yield a.output_bias, "attn_output.bias", (hidden,)
@@ -177,7 +195,7 @@ def _feed_forward(hidden: int, f: FeedForwardConfig) -> Listed:
     yield True, "ffn_up.weight", (f.size * (2 if f.merged else 1), hidden)
     yield f.bias, "ffn_up.bias", (f.size,)
     yield True, "ffn_down.weight", (hidden, f.size)
-    yield f.bias, "ffn_down.bias", (hidden,)
+    yield f.down_bias, "ffn_down.bias", (hidden,)
 
 
 def _predictor(c: ModelConfig, p: PredictorConfig) -> Listed:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mlc_amd.compiler.functions import DRAFTED
-from mlc_amd.compiler.models import exchanges, recurrent
+from mlc_amd.compiler.models import exchanges, packed, recurrent
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LatentConfig, LayerConfig, Norms
 from mlc_amd.schedules.operators.layouts import padded
 
@@ -26,11 +26,15 @@ if TYPE_CHECKING:
 
 def decoder(g: Graph):
     """The whole model: logits of the rows that the function answers."""
-    x = g.embed("token_embd.weight", g.config.embedding_scale)
+    return logits(g, layers(g, g.embed("token_embd.weight", g.config.embedding_scale)))
+
+
+def layers(g: Graph, x):
+    """All layers but those that predict."""
     for i, layer in enumerate(g.config.layers):
         if not layer.predictor:
             x = decoder_layer(g, x, i, layer)
-    return logits(g, x)
+    return x
 
 
 def decoder_layer(g: Graph, x, i: int, layer: LayerConfig):
@@ -43,12 +47,15 @@ def decoder_layer(g: Graph, x, i: int, layer: LayerConfig):
 
 
 def residual_block(g: Graph, x, i: int, norms: Norms, block):
-    """x + after(block(before(x))) of layer i; `norms` names the weights, "" stands for no norm. block: returns terms,
-    whose sum is its result."""
+    """x + after(block(before(x))) of layer i, and norms of that sum; `norms` names the weights, "" stands for no norm.
+    block: returns terms, whose sum is its result."""
     terms = block(g, g.norm(x, f"blk.{i}.{norms.before}") if norms.before else x, i)
     if norms.after:
         terms = [g.norm(add_all(g, terms[0], terms[1:]), f"blk.{i}.{norms.after}")]
-    return add_all(g, x, terms)
+    y = add_all(g, x, terms)
+    if norms.joined:
+        y = g.norm(y, f"blk.{i}.{norms.joined}")
+    return g.norm(g.add(y, x), f"blk.{i}.{norms.again}") if norms.again else y
 
 
 def add_all(g: Graph, x, terms: list):
@@ -77,7 +84,7 @@ def attention(g: Graph, h, i: int) -> list:
     q, k = (g.linear(h, f"{block}attn_{which}.weight") for which in "qk")
     v = k if a.value_is_key else g.linear(h, f"{block}attn_v.weight")
     if a.row_norms:
-        q, k = (g.rms_norm(x, f"{block}attn_{which}_norm.weight") for x, which in ((q, "q"), (k, "k")))
+        q, k = (g.norm(x, f"{block}attn_{which}_norm") for x, which in ((q, "q"), (k, "k")))
     y = g.attention(q, k, v, i)
     if a.output_gate:
         y = g.gate(y, g.linear(h, block + "attn_q_gate.weight"), a.head_dim)
@@ -110,7 +117,7 @@ def dense(g: Graph, h, name: str, act: str, gated: bool = True):
     if gated:
         y = g.multiply(g.activation(g.linear(h, name.format("gate") + ".weight"), act), up)
     else:
-        y = g.activation(up, act)
+        y = packed.activate(g, up, act) if g.config.encoder else g.activation(up, act)
     return g.linear(y, name.format("down") + ".weight")
 
 

@@ -7,6 +7,7 @@ from mlc_amd.compiler import ops
 from mlc_amd.compiler.passes.rewrite import rewrite
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.operators import (
+    Activate,
     CausalAttention,
     Combine,
     ExpertDown,
@@ -26,7 +27,7 @@ from mlc_amd.schedules.operators import (
 BLOCK = 32  # columns
 LINEARS = (Linear, HeadLinear, ExpertGateUp, ExpertLinear, ExpertDown)
 ADDING = (Linear, ExpertDown, Combine)
-QUANTIZING = (Norm, CausalAttention, Gate, GateUp, Gather, ExpertGateUp)
+QUANTIZING = (Activate, Norm, CausalAttention, Gate, GateUp, Gather, ExpertGateUp)
 BLOCKS = ("tiles", "rows")  # layouts of int8 blocks
 # Relax operator of an activation: its name in schedules
 ACTIVATIONS = {"relax.nn.silu": "silu", "relax.nn.gelu_tanh": "gelu"}

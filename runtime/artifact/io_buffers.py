@@ -19,7 +19,8 @@ LATE = ("sampling", *_SELDOM)
 SLOTS = 64  # rows of a page table: sequences of a step, at most
 # Buffers with a row for each row of a step, or for each row of logits. A function uses the first ones, as many as it
 # has rows or logits; of all other buffers kernels take the whole.
-PER_ROW = ("tokens", "rows", "sources")
+PACKED = ("segments", "pooled")  # of encoders: first row and end of each row's text, and of each answer's rows
+PER_ROW = ("tokens", "rows", "sources", *PACKED)
 PER_ANSWER = ("logits", "sampling", "changes", "allowed", "sampled", "logprobs")
 
 
@@ -47,9 +48,9 @@ def launches_before_late(function: Mapping, launched: Mapping) -> int | None:
 def io_buffers(
     rows: int, logits: int, sampled: int, columns: int, blocks: int, spans: Iterable[int], drafts: bool
 ) -> dict[str, Buffer]:
-    """rows, logits: of a function, at most; sampled: rows of logits of a function that samples, at most; columns: of
-    logits; blocks: pages of a sequence of full length; spans: of the cached layers, STATE of those that keep states;
-    drafts: whether there are functions that guess tokens."""
+    """rows, logits: of a function, at most; sampled: rows of logits of a function that samples, at most, 0 of encoders;
+    columns: of logits; blocks: pages of a sequence of full length; spans: of the cached layers, STATE of those that
+    keep states; drafts: whether there are functions that guess tokens."""
     shapes: dict[str, tuple[int, ...]] = {
         "state": (4,),
         "answers": (4,),
@@ -58,9 +59,10 @@ def io_buffers(
         **({"sources": (rows,)} if drafts else {}),
         **{page_table(span): (SLOTS, CELL_COLUMNS if span == STATE else blocks) for span in sorted(spans)},
         "logits": (logits, columns),
-        **row_shapes(sampled, columns),
-        "sampled": (sampled,),
-        "logprobs": (sampled,),
     }
+    if sampled:
+        shapes |= {**row_shapes(sampled, columns), "sampled": (sampled,), "logprobs": (sampled,)}
+    else:
+        shapes |= dict.fromkeys(PACKED, (rows, 2))
     floats = ("logits", "logprobs")
     return {name: {"dtype": "float32" if name in floats else "int32", "shape": [*of]} for name, of in shapes.items()}

@@ -25,7 +25,7 @@ from mlc_amd.runtime.exchange_layout import boxes
 from mlc_amd.runtime.gpus import Unit
 from mlc_amd.runtime.sampling.settings import SamplingChanges
 
-FORMAT_VERSION = 12
+FORMAT_VERSION = 13
 MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
 RANK = "@"  # in a tensor's name, before the number of the GPU whose part it is: all but the first one's
@@ -50,6 +50,26 @@ class Source(TypedDict):
     id: str
 
 
+class EncoderHead(TypedDict):
+    name: str
+    rows: _Size
+    bias: bool
+    act: str
+    norm: bool
+
+
+class ManifestEncoder(TypedDict):
+    pooling: Literal["none", "mean", "cls", "last", "rank"]
+    features: _Size
+    causal: bool
+    ranked: Literal["mean", "cls", "last"]
+    softmax: bool
+    head: list[EncoderHead]
+    positions: _Count
+    types: _Count
+    norm: bool
+
+
 class ManifestModel(TypedDict):
     """compiler/models/config.py; the runtime uses some of it, `inspect` shows the rest."""
 
@@ -70,6 +90,7 @@ class ManifestModel(TypedDict):
     logit_softcap: float
     layer_embedding: _Count
     unused: list[str]
+    encoder: ManifestEncoder | None
 
 
 class DeviceRequirements(TypedDict):

@@ -115,6 +115,10 @@ def _check_functions(manifest: Manifest) -> None:
         used = {str(arg[-1]) for launch in function["launches"] for arg in launch["args"] if arg[:1] == ["io"]}
         _require("logits" in used, f"functions[{shorten(name)}].launches", "none computes logits")
         _require(("sampled" in used) == function["samples"], f"functions[{shorten(name)}].samples", "not what it does")
+    if manifest["model"]["encoder"]:
+        good = all(f["logits"] == f["rows"] and not f["single"] for f in functions.values())
+        _require(good and len(functions) > 0, "functions", "they are not those of an encoder")
+        return
     sizes = {name: (f["rows"], f["single"], f["logits"]) for name, f in functions.items()}
     _require(sizes.get("decode") == (1, 1, 1), "functions", "there is none for one row, 'decode'")
     _require(any(not s and n == m for m, s, n in sizes.values()), "functions", "none computes the logits of all rows")
@@ -127,12 +131,14 @@ def _check_io(manifest: Manifest) -> None:
     _require(manifest["page"] == PAGE, "page", f"it is {manifest['page']}, this version has pages of {PAGE}")
     _require(manifest["context"] % PAGE == 0, "context", f"{manifest['context']} is no multiple of {PAGE}")
     columns = io["logits"]["shape"][-1] if "logits" in io else 0
-    vocab = manifest["model"]["vocab"]
-    _require(vocab <= columns < vocab + 16, "model.vocab", f"{vocab} tokens do not go with {columns} logits")
+    encoder, vocab = manifest["model"]["encoder"], manifest["model"]["vocab"]
+    wanted = encoder["features"] if encoder else vocab
+    what = "numbers of a vector" if encoder else "tokens"
+    _require(wanted <= columns < wanted + 16, "model.vocab", f"{wanted} {what} do not go with {columns} logits")
     expected = io_buffers(
         rows=max(f["rows"] for f in functions),
         logits=max(f["logits"] for f in functions),
-        sampled=max(f["logits"] for f in functions if f["samples"]),
+        sampled=max((f["logits"] for f in functions if f["samples"]), default=0),
         columns=columns,
         blocks=manifest["context"] // PAGE,
         spans={entry["span"] for entry in manifest["kv"] if "span" in entry},

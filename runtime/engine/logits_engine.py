@@ -29,6 +29,9 @@ class LogitsEngine(Closing):
 
     def __init__(self, artifact: Artifact, device, limits: SchedulerLimits | None = None):
         """device: of `open_device`. limits: of steps and of the queue, None: what the functions can compute."""
+        if artifact.manifest["model"]["encoder"]:
+            name, others = artifact.manifest["name"], "`mlc-amd embed`, `mlc-amd rerank` or `mlc-amd serve`"
+            raise UserError(f"{name} is an embedding model: it generates no text; use {others}")
         self.artifact, self.device = artifact, device
         self.config = artifact.manifest["model"]
         self.context: int = artifact.manifest["context"]
@@ -63,6 +66,11 @@ class LogitsEngine(Closing):
             self._loop.close()
             self.device.close()
             self.artifact.close()
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a sequence may have."""
+        return self.cache.longest
 
     @property
     def kv_usage(self) -> KvUsage:

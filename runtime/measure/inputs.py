@@ -10,6 +10,7 @@ import zlib
 
 import numpy as np
 
+from mlc_amd.runtime.artifact.io_buffers import PACKED
 from mlc_amd.runtime.artifact.random_weights import draw
 from mlc_amd.runtime.cache.pages import PAGE
 from mlc_amd.runtime.measure.candidate import ROLES, Candidate, Param
@@ -72,6 +73,10 @@ def _cells(param: Param, state) -> np.ndarray:
 def _input(param: Param, state) -> np.ndarray:
     if param.name == "tokens":
         return _rng(param.name).integers(0, param.facts["vocab"], param.shape, np.int32)
+    if param.name in PACKED:  # two texts, the second one longer
+        live = min(param.shape[0], state[1])
+        half = max(1, live // 3)
+        return np.where(np.arange(param.shape[0])[:, None] < half, (0, half), (half % live, live)).astype(np.int32)
     if param.name in row_shapes(1, 1):  # rows select the largest logit, and its log-probability
         return np.full(param.shape, LOGPROB if param.name == "sampling" else 0, np.int32)
     if "experts" in param.facts:

@@ -5,6 +5,7 @@ A loaded model must have the same ones: another regex could take minutes for a l
 `check_runs` refuses texts for which these would.
 """
 
+import base64
 import re
 from typing import Any
 
@@ -12,27 +13,36 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.text.pre_tokenizers import DEFAULT, LONGEST_RUN, PRE_TOKENIZERS
+from mlc_amd.runtime.text.tokenizer_files import ADVICE, Normalizer, library_errors
 
 _RUNS = re.compile(r"\s+|\d+")
 
 
-def set_pipeline(tokenizer: Tokenizer, sentencepiece: bool, pre: str | None, add_space_prefix: bool) -> None:
-    """Sets the tokenizer's normalizer and pre-tokenizer. pre: None: the default; KeyError for an unknown name.
-    add_space_prefix: SentencePiece begins each text with a space."""
-    normalizer, words = _pipeline(sentencepiece, pre, add_space_prefix)
+def set_pipeline(
+    tokenizer: Tokenizer, kind: str, pre: str | None, add_space_prefix: bool, changes: Normalizer | None
+) -> None:
+    """Sets the tokenizer's normalizer and pre-tokenizer. kind: of the vocabulary, as compiler/tokenizer.py names it.
+    pre: None: the default; KeyError for an unknown name. add_space_prefix: SentencePiece begins each text with a
+    space."""
+    normalizer, words = _pipeline(kind, pre, add_space_prefix, changes)
     if normalizer is not None:
         tokenizer.normalizer = normalizer
     if words is not None:
         tokenizer.pre_tokenizer = words
 
 
-def has_pipeline(tokenizer: Tokenizer, sentencepiece: bool, pre: str | None, add_space_prefix: bool) -> bool:
+def has_pipeline(
+    tokenizer: Tokenizer, kind: str, pre: str | None, add_space_prefix: bool, changes: Normalizer | None
+) -> bool:
     """Whether `tokenizer` has these parts and no others; False for an unknown name."""
     if pre is not None and pre not in PRE_TOKENIZERS:
         return False
     parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
     others = (tokenizer.post_processor, tokenizer.truncation, tokenizer.padding)
-    expected = _pipeline(sentencepiece, pre, add_space_prefix)
+    if (kind in ("bert", "t5")) != (changes is not None):
+        return False
+    with library_errors("the tokenizer's normalizer is damaged", ADVICE):
+        expected = _pipeline(kind, pre, add_space_prefix, changes)
     return list(map(_state, parts)) == list(map(_state, expected)) and others == (None, None, None)
 
 
@@ -48,9 +58,20 @@ def check_runs(text: str, pre: str | None) -> None:
             raise UserError(f"the text has more than {most} {what} in a row: shorten them")
 
 
-def _pipeline(sentencepiece: bool, pre: str | None, add_space_prefix: bool) -> tuple[Any, Any]:
+def _pipeline(kind: str, pre: str | None, add_space_prefix: bool, changes: Normalizer | None) -> tuple[Any, Any]:
     spaces = normalizers.Replace(" ", "▁")
-    if sentencepiece:
+    if changes and kind == "bert":
+        cleaned = normalizers.BertNormalizer(True, True, changes["strip_accents"], changes["lowercase"])
+        marked = pre_tokenizers.Metaspace("▁", "always", split=False)
+        return cleaned, pre_tokenizers.Sequence([pre_tokenizers.BertPreTokenizer(), marked])
+    if changes:
+        steps: list[Any] = []
+        if changes["charsmap"]:
+            steps.append(normalizers.Precompiled(base64.b64decode(changes["charsmap"])))
+        if changes["merge_spaces"]:
+            steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        return normalizers.Sequence([*steps, *([normalizers.Prepend("▁")] if add_space_prefix else []), spaces]), None
+    if kind == "llama":
         return normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if add_space_prefix else spaces, None
     found = DEFAULT if pre is None else PRE_TOKENIZERS[pre]
     splits: list[Any] = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in found.splits]

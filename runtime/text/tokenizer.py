@@ -6,6 +6,8 @@ may be a part of a character, and only bytes can be joined without loss.
 """
 
 import codecs
+import functools
+import operator
 import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -29,6 +31,7 @@ def _byte_characters() -> dict[str, int]:
 
 
 _BYTES = _byte_characters()
+_PLACES = re.compile(r"(\{query\}|\{document\})")  # of a template for pairs
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -67,6 +70,7 @@ class Tokenizer:
         self.end_ids: frozenset[int] = frozenset(config["end_ids"])  # that end a generation: of text, turn, message
         self.add_bos: bool = config["add_bos"]  # `encode` does, with add_special
         self.add_eos: bool = config["add_eos"]
+        self._pair, self._pair_template = config["pair"], config["chat_templates"].get("rerank")
         added = backend.get_added_tokens_decoder()
         self._added = {i: token.content.removeprefix(MARK).encode() for i, token in added.items()}
         self._special = frozenset(i for i, token in added.items() if token.special)
@@ -79,7 +83,7 @@ class Tokenizer:
         """Raises UserError when a file is missing or corrupt."""
         config = read_config(Path(directory))
         backend = read_library(Path(directory), config["vocab_size"])
-        parts = config["model"] == "llama", config["pre"], config["add_space_prefix"]
+        parts = config["model"], config["pre"], config["add_space_prefix"], config["normalizer"]
         if config["mark"] != MARK or not has_pipeline(backend, *parts):
             raise UserError(f"{directory}: its tokenizer is not what this version of mlc-amd writes; {ADVICE}")
         return cls(backend, config)
@@ -127,6 +131,16 @@ class Tokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a text for a model to continue: `encode`, but never with an end-of-text token after it."""
         return self.encode(text, add_special=not self.add_eos)
+
+    def encode_pair(self, query: str, text: str) -> list[int]:
+        """Token ids of a query and a text for a ranking model: by the model's template for that, if it has one."""
+        if self._pair_template:
+            given = {"{query}": query, "{document}": text}
+            parts = (given.get(part) or Traced.all_own(part) for part in _PLACES.split(self._pair_template))
+            return self.encode(functools.reduce(operator.add, parts, Traced()), add_special=False)
+        begin, between, end = self._pair
+        first, second = (self.encode(one, add_special=False, parse_special=False) for one in (query, text))
+        return [*begin, *first, *between, *second, *end]
 
     def decode(self, ids: list[int], skip_special: bool = True, continues: bool = False) -> str:
         """Text of `ids`: the inverse of `encode`. Invalid UTF-8 becomes U+FFFD.

@@ -26,8 +26,18 @@ class Special(TypedDict):
 SpecialName = Literal["bos", "eos", "eot", "eom", "unk", "pad"]
 
 
+class Normalizer(TypedDict):
+    """How texts change before WordPiece and unigram models. lowercase, strip_accents: of WordPiece; charsmap: of
+    unigram models, rules of SentencePiece in base64, "": none; merge_spaces: several are one, at the ends none."""
+
+    lowercase: bool
+    strip_accents: bool
+    charsmap: str
+    merge_spaces: bool
+
+
 class Config(TypedDict):
-    model: Literal["gpt2", "gemma4", "llama"]
+    model: Literal["gpt2", "gemma4", "llama", "bert", "t5"]
     pre: str | None
     byte_level: bool
     vocab_size: Annotated[int, Meta(ge=1, le=1 << 30)]
@@ -36,6 +46,8 @@ class Config(TypedDict):
     add_bos: bool
     add_eos: bool
     add_space_prefix: bool
+    normalizer: Normalizer | None
+    pair: Annotated[list[list[Token]], Meta(min_length=3, max_length=3)]
     mark: str
     chat_template: str | None
     chat_templates: dict[str, str]
@@ -51,10 +63,9 @@ class _Added(TypedDict):
     special: bool
 
 
-class _Merges(msgspec.Struct):
+class _Merges(msgspec.Struct, tag_field="type", tag="BPE"):
     """The library checks the parts that may have hundreds of thousands of entries."""
 
-    type: Literal["BPE"]
     dropout: None
     unk_token: str | None
     continuing_subword_prefix: None
@@ -64,6 +75,19 @@ class _Merges(msgspec.Struct):
     ignore_merges: bool
     vocab: msgspec.Raw
     merges: msgspec.Raw
+
+
+class _WordPieces(msgspec.Struct, tag_field="type", tag="WordPiece"):
+    unk_token: str
+    continuing_subword_prefix: Literal[""]
+    max_input_chars_per_word: int
+    vocab: msgspec.Raw
+
+
+class _Unigrams(msgspec.Struct, tag_field="type", tag="Unigram"):
+    unk_id: Token
+    byte_fallback: Literal[False]
+    vocab: msgspec.Raw
 
 
 class _Library(msgspec.Struct):
@@ -77,7 +101,7 @@ class _Library(msgspec.Struct):
     pre_tokenizer: Any
     post_processor: None
     decoder: Any
-    model: _Merges
+    model: _Merges | _WordPieces | _Unigrams
 
 
 def read_config(directory: Path) -> Config:

@@ -24,6 +24,7 @@ from mlc_amd.schedules.operators.linear import (
     Quantize,
     RmsNorm,
 )
+from mlc_amd.schedules.operators.packed import Activate, PackedAttention, Pool
 from mlc_amd.schedules.operators.recurrent import CausalConv, ChannelDecay, DeltaNet, Gate, SsmScan
 from mlc_amd.schedules.operators.sampling import Sample
 
@@ -31,6 +32,7 @@ __all__ = [
     "FREE",
     "OPERATORS",
     "VERSION",
+    "Activate",
     "AllGather",
     "AllReduce",
     "CausalAttention",
@@ -54,7 +56,9 @@ __all__ = [
     "NormPlace",
     "NormRoute",
     "Operator",
+    "PackedAttention",
     "Parameter",
+    "Pool",
     "Quantize",
     "RmsNorm",
     "RopeAttention",

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import architectures
+import encoders
 import pytest
 from samples import sample
 
@@ -50,6 +51,7 @@ def test_every_kernel_has_the_parameters_of_its_operator(kind, arch):
     models += [("mamba2", "f16"), ("kimi-linear", "f16")]
     for name, form in models:
         lower(architectures.tiny(name, form), backend, 64)
+    lower(encoders.tiny("bert"), backend, 64)
     lower(ShardedModel(architectures.tiny("qwen2", "f16"), 2), backend, 64)
     for name, workload in backend.workloads.items():
         found = parameters(workload, buffers(backend.kernels[name]))

@@ -52,6 +52,13 @@ MODELS: dict[str, tuple[str, str, Mapping[str, object], tuple[str, ...]]] = {
         | {"ssm.conv_kernel": 4},
         (),
     ),
+    "encoder": (
+        "bert",
+        "q8_0",
+        {"pooling_type": 4, "attention.causal": False, "attention.layer_norm_epsilon": 1e-12}
+        | {"tokenizer.ggml.token_type_count": 2},
+        ("token_types.weight", "cls.weight", "cls.bias", "cls.output.weight", "blk.0.attn_q.bias", "blk.0.ffn_up.bias"),
+    ),
     "linear": (
         "kimi-linear",
         "q4_0",

@@ -31,6 +31,7 @@ from mlc_amd.runtime.artifact.artifact import WEIGHTS, Artifact
 from mlc_amd.runtime.artifact.manifest import MANIFEST, is_draft
 from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.devices.opening import open_device
+from mlc_amd.runtime.engine.encoder import Encoder
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions
@@ -80,6 +81,14 @@ def engine(artifact: Artifact) -> Engine:
     return made
 
 
+def encoded(artifact: Artifact) -> list[np.ndarray]:
+    """What an encoder makes of two texts."""
+    with Encoder(artifact, open_device(artifact, threads=1)) as encoder:
+        found = encoder.encode(encoder.ids([[i % encoder.vocab for i in range(20)], [1]]))
+        assert all(rows.shape[1] == encoder.features for rows in found)
+        return found
+
+
 def answer(folder: Path, target: str, declared: dict[str, list[int]]) -> Any:
     """Looks at an artifact, loads it and uses it. declared: rocm: bytes of the arguments of each symbol."""
     with contextlib.redirect_stdout(io.StringIO()):
@@ -88,6 +97,8 @@ def answer(folder: Path, target: str, declared: dict[str, list[int]]) -> Any:
     try:
         if target == "rocm":
             return _launches(artifact, declared)
+        if artifact.manifest["model"]["encoder"]:
+            return [rows.tolist() for rows in encoded(artifact)]
         with engine(artifact) as used:
             text = "".join(piece.text for piece in used.generate(PROMPT, max_tokens=TOKENS, temperature=0.0))
             logits, chosen = used.prefill(used.tokenizer.encode(PROMPT)), []

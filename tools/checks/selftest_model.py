@@ -17,6 +17,7 @@ from mlc_amd.runtime.artifact.manifest import is_draft
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.cache.sequence import ChunkRows, SingleRow
 from mlc_amd.runtime.devices.steps import pages_of, write_private_pages, write_step
+from mlc_amd.runtime.engine.encoder import Encoder
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.gpus import Limits
 from mlc_amd.tools.checks.selftest_limits import Budget
@@ -199,6 +200,31 @@ def agreement(engine) -> dict:
         return {"deviation": deviation, "problem": None, "note": note}
     problem = "decode and prefill give other logits than the function for all logits"
     return {"deviation": deviation, "problem": problem, "note": None}
+
+
+def of_encoder(encoder: Encoder, rounds: int) -> dict[str, dict]:
+    """ "replays", "agreement" and the other parts of a whole model, of an encoder: replays of each function against its
+    launches one by one, and the functions against one another. Its vectors are not compared with numpy."""
+    rng, smallest = np.random.default_rng(2), encoder.sizes[0][0]
+    lengths = [n for n in (1, 7, PROMPT) if 2 * n <= min(smallest, encoder.context)]
+    texts = [rng.integers(0, encoder.vocab, n, np.int32) for n in lengths]
+
+    def compute(name: str, run: Callable[[str], None]) -> np.ndarray:
+        return np.concatenate(encoder.step(texts, name, run))
+
+    names = [name for _, name in encoder.sizes]
+    found = {name: compute(name, encoder.device.run_plain) for name in names}
+    replayed = [(name, compute(name, encoder.device.run)) for name in names for _ in range(rounds)]
+    wrong = sorted({name for name, rows in replayed if rows.tobytes() != found[name].tobytes()})
+    apart = [_apart(found[name], found[names[0]]) for name in names]
+    problem = "its functions compute other vectors" if None in apart or max(one or 0 for one in apart) > 1 else None
+    return {
+        "replays": {"rounds": rounds, "functions": names, "wrong": wrong},
+        "agreement": {"deviation": max(one or 0 for one in apart), "problem": problem, "note": None},
+        "ahead": {"steps": 0, "problem": None},
+        "times": {},
+        "logits": {"steps": [], "problem": None, "note": "none: it is an embedding model"},
+    }
 
 
 def ahead(engine, token: float = 0, budget: Budget | None = None) -> dict:

@@ -16,13 +16,14 @@ import numpy as np
 
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.cache.pages import PAGE
+from mlc_amd.runtime.engine.encoder import Encoder
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.gpus import peak_bandwidth
 from mlc_amd.runtime.options import MANY, LoadOptions, Option
 from mlc_amd.runtime.speculation.speculation import MOST
 from mlc_amd.tools.hub import models
-from mlc_amd.tools.measure import bandwidth, bench_formats, bounds, host_profile, kernel_table, power
+from mlc_amd.tools.measure import bandwidth, bench_encoder, bench_formats, bounds, host_profile, kernel_table, power
 from mlc_amd.tools.measure.bench_runs import Test, fill, measure, warm
 from mlc_amd.tools.options import Defaults, Synthetic, Without
 from mlc_amd.tools.terminal import display
@@ -54,6 +55,8 @@ def run(
 ) -> None:  # fmt: skip
     """Measures prefill (pp) and decode (tg) speed in tokens per second, with llama-bench's columns.
 
+    Of an embedding or ranking model: texts of -p tokens each, -np of them at once, in tokens and texts per second.
+
     For decode it adds the memory traffic of weights and KV cache in GB/s, and as fractions of the read (cpu) or copy
     (GPU) bandwidth measured right before the test and, of a known product, of the one that its maker states; and the
     host time per token, without waiting. Where sensors tell the power of the device: watts, and joules per token.
@@ -65,6 +68,9 @@ def run(
         profile_host: for decode, the time that the host spends on a token, sampling and detokenization included (md
             and json).
     """
+    if bench_encoder.is_encoder(load, synthetic):
+        _bench_encoder(models.load_encoder(load, synthetic), n_prompt, n_seqs, repetitions, output)
+        return
     tests = plan_tests(n_prompt, n_gen, n_depth, n_seqs, speculate)
     needed = max(test.context for test in tests) + MOST * bool(speculate)
     load = replace(load, ctx=_context(load, synthetic, needed))
@@ -86,7 +92,7 @@ def run(
     except power.NoSensor as why:
         display.message(f"no watts: {why}")
         sensors = []
-    hidden = [] if load.n_cpu_moe else ["n_cpu_moe"]  # as llama-bench
+    hidden = ["texts/s"] if load.n_cpu_moe else ["texts/s", "n_cpu_moe"]  # as llama-bench
     hidden += [] if peak_bandwidth(engine.device.name) else ["of table"]
     hidden += [] if sensors else ["W", "J/token"]
     begin, write, end = bench_formats.writer(output, hidden)
@@ -107,6 +113,17 @@ def run(
     sys.stdout.write(end)
     if output == "md":
         sys.stdout.write("".join(f"\n{table}" for table in tables))
+
+
+def _bench_encoder(encoder: Encoder, lengths: Sequence[int], counts: Sequence[int], runs: int, output: str) -> None:
+    """Of an embedding or ranking model: texts of -p tokens, -np of them at once."""
+    with encoder:
+        begin, write, end = bench_formats.writer(output, bench_encoder.HIDDEN)
+        sys.stdout.write(begin)
+        for result in bench_encoder.measure(encoder, [n for n in lengths if n] or [512], counts, runs):
+            sys.stdout.write(write(result))
+            sys.stdout.flush()
+        sys.stdout.write(end)
 
 
 def plan_tests(

@@ -326,8 +326,10 @@ def _tuned(origins: dict) -> str:
 
 
 def _plan(plan: dict) -> str:
-    rows = [(i, one["kernel"], " ".join(map(_argument, one["args"]))) for i, one in enumerate(plan["decode"])]
-    return display.table(("", "launch of one token", "arguments"), rows, right=(0,))
+    function = "decode" if "decode" in plan else next(iter(plan))  # encoders have none for one token
+    what = "launch of one token" if function == "decode" else f"launch of {function}"
+    rows = [(i, one["kernel"], " ".join(map(_argument, one["args"]))) for i, one in enumerate(plan[function])]
+    return display.table(("", what, "arguments"), rows, right=(0,))
 
 
 def _argument(argument: list) -> str:

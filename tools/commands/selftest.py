@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import mlc_amd
+from mlc_amd.runtime.engine.encoder import Encoder
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import MANY, LoadOptions, Option
@@ -61,7 +62,7 @@ def run(
     out = Path(output).expanduser() if output else None
     if out and not out.parent.is_dir():
         raise UserError(f"{out.parent}: no such folder for --output")
-    engine = models.load_engine(load)
+    engine = models.load_any(load)
     display.message(f"on {engine.device.name}")
     found = measure(engine, load.device, runs, whole_model, seconds)
     print(text(found), end="")
@@ -75,7 +76,7 @@ def run(
         raise UserError(f"{engine.device.name} does not pass: {problems[0]}{more}")
 
 
-def measure(engine: Engine, device: str | None, runs: int, whole_model: bool, seconds: float) -> dict:
+def measure(engine: Engine | Encoder, device: str | None, runs: int, whole_model: bool, seconds: float) -> dict:
     """Everything that the file holds. Closes the engine. device: which GPU, as for `open_device`."""
     artifact, used, budget = engine.artifact, engine.device, Budget(seconds)
     facts = about_device(used)
@@ -84,19 +85,21 @@ def measure(engine: Engine, device: str | None, runs: int, whole_model: bool, se
     watch = Watch(used.name, status, None) if facts["type"] == "cpu" else Watch(used.name, status)
     watch.calls(used, ("run", "run_plain", "time", "wait"))
     status.show("whole model")
-    agreement = selftest_model.agreement(engine)
-    token = selftest_model.pace(engine)  # now that the weights are in memory
     measured = bandwidth.of_device(used)
     limits = bounds.limits_on(used, artifact.manifest, measured and measured[0])
-    found = {
-        "agreement": agreement,
-        "ahead": selftest_model.ahead(engine, token, budget),
-        # drivers may have work with what runs first
-        "times": selftest_model.times(engine, limits, timed, token, budget),
-        # From here on, the device's pages are no longer the engine's.
-        "replays": selftest_model.replays(used, artifact, replayed, token, budget),
-        "logits": selftest_model.logits(used, artifact, whole_model),
-    }
+    if isinstance(engine, Encoder):
+        found = selftest_model.of_encoder(engine, replayed)
+    else:
+        found = {"agreement": selftest_model.agreement(engine)}
+        token = selftest_model.pace(engine)  # now that the weights are in memory
+        found |= {
+            "ahead": selftest_model.ahead(engine, token, budget),
+            # drivers may have work with what runs first
+            "times": selftest_model.times(engine, limits, timed, token, budget),
+            # From here on, the device's pages are no longer the engine's.
+            "replays": selftest_model.replays(used, artifact, replayed, token, budget),
+            "logits": selftest_model.logits(used, artifact, whole_model),
+        }
     where = bounds.code_arch(used, artifact.manifest)
     engine.close()  # its memory is for the kernels now
     asked = str(used.threads) if used.kind == "cpu" else device

@@ -20,6 +20,7 @@ from mlc_amd.tools.server.options import ServeOptions
 from mlc_amd.tools.terminal import display
 
 if TYPE_CHECKING:
+    from mlc_amd.runtime.engine.encoder import Encoder
     from mlc_amd.runtime.engine.engine import Engine
 
 SHORT = {"q": "quiet"}
@@ -57,7 +58,7 @@ def run(
     if not options.api_key and not options.local:
         display.message("warning: everybody who reaches this address can use the server: give it an --api-key-file")
     if not on_ray:
-        loaders = {name: partial(models.load_engine, replace(load, model=one)) for name, one in sources.items()}
+        loaders = {name: partial(models.load_any, replace(load, model=one)) for name, one in sources.items()}
         _serve_here(loaders, options, listen(options.host, options.port, options.uds))
         return
     try:
@@ -68,7 +69,9 @@ def run(
     ray_cluster.run(ray_cluster.Deployment(models_there, options))
 
 
-def _serve_here(loaders: Mapping[str, Callable[[], "Engine"]], options: ServeOptions, listener: socket.socket) -> None:
+def _serve_here(
+    loaders: Mapping[str, Callable[[], "Engine | Encoder"]], options: ServeOptions, listener: socket.socket
+) -> None:
     """Serves in this process until a signal has stopped it."""
     from mlc_amd.tools.server.app import make_app
     from mlc_amd.tools.server.library import Library
@@ -104,7 +107,7 @@ def _absolute(sources: Mapping[str, str | None]) -> dict[str, str | None]:
 
 
 def named(given: tuple[str, ...], alias: str | None = None) -> dict[str, str | None]:
-    """The models by the names that clients use, each with what `models.load_engine` takes: of paths the file's or the
+    """The models by the names that clients use, each with what `models.load_any` takes: of paths the file's or the
     folder's name is the name, of a hub's model what the user wrote. NAME=MODEL, or the alias of the only
     one, names it otherwise."""
     if alias is not None and (len(given) > 1 or not alias.strip()):

@@ -32,6 +32,7 @@ from mlc_amd.tools.terminal import display
 if TYPE_CHECKING:
     from mlc_amd.compiler.gguf.reader import GGUFModel
     from mlc_amd.compiler.pipeline import Summary
+    from mlc_amd.runtime.engine.encoder import Encoder
     from mlc_amd.runtime.engine.engine import Engine
 
 _LISTED = 6  # files that a message lists
@@ -113,16 +114,16 @@ def is_artifact(path: Path) -> bool:
     return path.is_dir()
 
 
-def open_source(path: Path | None, synthetic: str | None) -> AbstractContextManager[GGUFModel]:
+def open_source(path: Path | None, synthetic: str | None, pooling: str = "auto") -> AbstractContextManager[GGUFModel]:
     """The GGUF file, or the synthetic model of that spec, to be compiled; closed at the end of the `with` block."""
     check_compiler(synthetic or path)
     from mlc_amd.compiler.gguf.reader import GGUFModel
     from mlc_amd.compiler.gguf.synthetic import synthetic as make
 
     if synthetic:
-        return closing(make(synthetic))
+        return closing(make(synthetic, pooling=pooling.removeprefix("auto")))
     assert path is not None, "one of path and synthetic is given"
-    return closing(GGUFModel.open(path))
+    return closing(GGUFModel.open(path, pooling.removeprefix("auto")))
 
 
 def compile_artifact(
@@ -198,6 +199,24 @@ def load_engine(options: LoadOptions, synthetic: str | None = None, kv: KvSize |
     return Engine.load(path, options, kv)
 
 
+def load_encoder(options: LoadOptions, synthetic: str | None = None) -> Encoder:
+    """An Encoder for the options' model, or for the `synthetic` one of that spec."""
+    path = artifact_path(options, synthetic)
+    from mlc_amd.runtime.engine.encoder import Encoder
+
+    return Encoder.load(path, options)
+
+
+def load_any(options: LoadOptions) -> Engine | Encoder:
+    """An Engine for the options' model, or an Encoder if it is one."""
+    KvSize.of(options.kv_tokens, options.kv_memory)
+    path = artifact_path(options)
+    from mlc_amd.runtime.artifact.artifact import Artifact
+
+    is_encoder = bool(Artifact.open(path).manifest["model"]["encoder"])
+    return (load_encoder if is_encoder else load_engine)(replace(options, model=options.model or path))
+
+
 def check_compiler(source: Path | str | None) -> None:
     """UserError in a bundle (tools/commands/deploy.py), which has no compiler."""
     if not _has_compiler():
@@ -219,7 +238,7 @@ def _compile(
 ) -> Summary:
     """keep: packed weights are added to the user's cache; otherwise those that it has are verified."""
     title = f"compiling {synthetic or (path.name if path else '')} for {options.target} {options.arch}"
-    with open_source(path, synthetic) as source:
+    with open_source(path, synthetic, options.pooling) as source:
         from mlc_amd.compiler import pipeline  # takes a second to import: only once the model is readable
         from mlc_amd.compiler.weight_store import WeightStore
 
@@ -243,6 +262,8 @@ def _check_compiled(path: Path, options: CompileOptions) -> None:
     manifest = Artifact.open(path).manifest
     target, context = manifest["target"]["kind"], manifest["context"]
     made = {"target": [target], "arch": list(manifest["libraries"]), "ctx": [context]}
+    if "pooling" in given:
+        made["pooling"] = [(manifest["model"]["encoder"] or {"pooling": "auto"})["pooling"]]
     made["split"] = ["tensor" if manifest["gpus"] > 1 else "layer"]
     made = {name: [manifest[name]] for name in given if name in manifest} | made
     for name, value in given.items():

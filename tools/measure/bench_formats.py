@@ -24,6 +24,7 @@ _COLUMNS: tuple[tuple[str, int, bool, Callable[[dict], object]], ...] = (
     ("n_cpu_moe", 9, True, lambda r: r["n_cpu_moe"]),
     ("test", 15, True, lambda r: r["test"]),
     ("t/s", 20, True, lambda r: f"{r['avg_ts']:.2f} ± {r['stddev_ts']:.2f}"),
+    ("texts/s", 10, True, lambda r: f"{r['texts_per_s']:.2f}"),
     ("GB/s", 8, True, lambda r: f"{r['read_gbps']:.2f}" if r["n_gen"] else ""),
     ("of measured", 21, True, lambda r: _share(r, "read_share", f"{r['machine_gbps'] or 0:.1f} ({r['machine_how']})")),
     ("of table", 21, True, lambda r: _share(r, "peak_share", f"{r['peak_gbps'] or 0} ({r['peak_product']})")),

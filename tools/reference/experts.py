@@ -68,6 +68,7 @@ def _swiglu_oai(gate, up):
 ACTIVATIONS = {
     "silu": lambda gate, up: gate * sigmoid(gate) * up,
     "gelu": lambda gate, up: _gelu(gate) * up,
+    "gelu_alone": lambda gate, up: _gelu(gate),
     "relu": lambda gate, up: np.maximum(gate, 0) * up,
     "relu_sq": lambda gate, up: np.maximum(gate, 0) ** 2 * up,
     "swiglu_oai": _swiglu_oai,

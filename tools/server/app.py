@@ -17,7 +17,15 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from mlc_amd.tools.server import metrics, middleware
-from mlc_amd.tools.server.apis import anthropic, llama_server, ollama, openai_chat, openai_completions, responses
+from mlc_amd.tools.server.apis import (
+    anthropic,
+    embeddings,
+    llama_server,
+    ollama,
+    openai_chat,
+    openai_completions,
+    responses,
+)
 from mlc_amd.tools.server.apis.response_objects import ResponseStore
 from mlc_amd.tools.server.service import Service
 
@@ -43,6 +51,16 @@ ROUTES = (
     ("/v1/messages/count_tokens", "POST", anthropic.count_tokens),
     ("/api/chat", "POST", ollama.chat),
     ("/api/generate", "POST", ollama.generate),
+    ("/v1/embeddings", "POST", embeddings.openai),
+    ("/embedding", "POST", embeddings.llama_server),
+    ("/embeddings", "POST", embeddings.llama_server),
+    ("/api/embed", "POST", embeddings.ollama),
+    ("/api/embeddings", "POST", embeddings.ollama_single),
+    ("/v1/rerank", "POST", embeddings.rerank),
+    ("/v2/rerank", "POST", embeddings.rerank),
+    ("/rerank", "POST", embeddings.rerank),
+    ("/v1/reranking", "POST", embeddings.rerank),
+    ("/reranking", "POST", embeddings.rerank),
     ("/api/tags", "GET", ollama.tags),
     ("/api/ps", "GET", ollama.running),
     ("/api/show", "POST", ollama.show),

@@ -12,8 +12,10 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
 
 from mlc_amd.runtime.calls import tool_calls
+from mlc_amd.runtime.engine.encoder import Encoder
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError, shorten
 from mlc_amd.runtime.grammars.grammars import Grammars
@@ -30,14 +32,38 @@ _SHORTAGES = ("out of GPU memory", "out of host memory")
 _LOOKS, _LONGEST_LOOK = 4, 30.0
 # The log probability of tokens that are next to impossible: JSON has no infinity. OpenAI's API has the same.
 _LOWEST = -9999.0
+Kind = TypeVar("Kind", bound="Loaded")
 
 
-class LoadedModel:
+class Loaded:
     """name: in the API. users: requests that use it now; used: when the last one ended (time.monotonic)."""
 
-    def __init__(self, name: str, engine: Engine) -> None:
+    cannot = ""  # what requests for the other kind get
+
+    def __init__(self, name: str, engine: Engine | Encoder) -> None:
         self.name, self.engine = name, engine
         self.users, self.used = 0, time.monotonic()
+
+    def close(self) -> None:
+        """Unloads it."""
+        self.engine.close()
+
+
+class LoadedEncoder(Loaded):
+    """A model of vectors or scores."""
+
+    engine: Encoder
+    cannot = "is an embedding model: it generates no text"
+
+
+class LoadedModel(Loaded):
+    """A model that generates text."""
+
+    engine: Engine
+    cannot = "generates text: it makes no embeddings and ranks no texts"
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        super().__init__(name, engine)
         self.reasoning = reasoning.detect(engine.tokenizer.has_token)
         try:  # some models have a chat template of its own for requests with tools
             self.tool_template = ChatTemplate.load(engine.artifact.path, "tool_use")
@@ -65,7 +91,7 @@ class LoadedModel:
         if self._grammars is not None:
             self._grammars.close()
         self.tool_template.close()
-        self.engine.close()
+        super().close()
 
     def token_logprob(
         self, token: int, logprob: float | None, top: Sequence[tuple[int, float]] = (), rank: int = 0
@@ -92,15 +118,15 @@ class Library:
 
     def __init__(
         self,
-        loaders: Mapping[str, Callable[[], Engine]],
+        loaders: Mapping[str, Callable[[], Engine | Encoder]],
         most: int = 1,
         idle: float | None = None,
         patience: float = 60.0,
     ) -> None:
         self._loaders, self._most, self._idle, self._patience = dict(loaders), most, idle, patience
         self.names, self.created = list(loaders), int(time.time())
-        self.loaded: dict[str, LoadedModel] = {}
-        self._loading: dict[str, asyncio.Task[LoadedModel]] = {}
+        self.loaded: dict[str, Loaded] = {}
+        self._loading: dict[str, asyncio.Task[Loaded]] = {}
         self._one_load = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._sweeper: asyncio.Task[None] | None = None
@@ -117,22 +143,23 @@ class Library:
         what = f"there is no model {shorten(given)} here: choose from {', '.join(self.names)}"
         raise ApiError(404, what, "model", "model_not_found")
 
-    def add(self, name: str, engine: Engine) -> LoadedModel:
+    def add(self, name: str, engine: Engine | Encoder) -> Loaded:
         """A model that is loaded already."""
-        model = self.loaded[name] = LoadedModel(name, engine)
+        model = LoadedEncoder(name, engine) if isinstance(engine, Encoder) else LoadedModel(name, engine)
+        self.loaded[name] = model
         return model
 
     @asynccontextmanager
-    async def use(self, given: str) -> AsyncIterator[LoadedModel]:
-        """The model of that name. ApiError 404 for an unknown one, 503 if there is no room for it, 500 if it cannot be
-        loaded."""
-        model = await self.acquire(given)
+    async def use(self, given: str, kind: type[Kind] = LoadedModel) -> AsyncIterator[Kind]:
+        """The model of that name. ApiError 404 for an unknown one, 400 for one of another kind, 503 if there is no room
+        for it, 500 if it cannot be loaded."""
+        model = await self.acquire(given, kind)
         try:
             yield model
         finally:
             await self.release(model)
 
-    async def acquire(self, given: str) -> LoadedModel:
+    async def acquire(self, given: str, kind: type[Kind] = LoadedModel) -> Kind:
         """`use` without a block: `release` follows."""
         name = self.name(given)
         while (model := self.loaded.get(name)) is None:
@@ -142,10 +169,12 @@ class Library:
                 task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may have no waiter left
             # The load goes on if this request is cancelled: others may wait for it.
             await asyncio.shield(task)
+        if not isinstance(model, kind):
+            raise ApiError(400, f"the model {name} {model.cannot}", "model")
         model.users += 1
         return model
 
-    async def release(self, model: LoadedModel) -> None:
+    async def release(self, model: Loaded) -> None:
         model.users -= 1
         model.used = time.monotonic()
         async with self._changed:
@@ -153,7 +182,7 @@ class Library:
 
     # ---- loading
 
-    async def _load(self, name: str) -> LoadedModel:
+    async def _load(self, name: str) -> Loaded:
         try:
             async with self._one_load:
                 while len(self.loaded) >= self._most:
@@ -172,7 +201,7 @@ class Library:
         finally:
             del self._loading[name]
 
-    def _unused(self) -> list[LoadedModel]:
+    def _unused(self) -> list[Loaded]:
         """The models that nobody uses, the one that was not used for the longest time first."""
         return sorted((m for m in self.loaded.values() if not m.users), key=lambda m: m.used)
 
@@ -186,7 +215,7 @@ class Library:
                 raise overloaded("all models that fit into the memory are in use: try again later") from None
         await self._unload(self._unused()[0])
 
-    async def _unload(self, model: LoadedModel) -> None:
+    async def _unload(self, model: Loaded) -> None:
         del self.loaded[model.name]
         await asyncio.to_thread(model.close)
         display.message(f"unloaded {model.name}")

@@ -53,6 +53,7 @@ class Metrics:
         self._token = histogram("vllm:request_time_per_output_token_seconds", mean, _TOKEN)
         self._whole = histogram("vllm:e2e_request_latency_seconds", "Time of whole answers.", _WHOLE)
         self._counters = {name: counter(*about) for name, about in _COUNTERS.items()}
+        self._texts = counter("mlc_amd:encoded_texts", "Texts that became vectors or scores.")
         reasons = (*_LABELS, "finished_reason")
         self._answers = counter("vllm:request_success", "Answers by the reason why they ended.", reasons)
         self._requests = counter("mlc_amd:http_requests", "HTTP requests by path and status.", ("path", "status"))
@@ -67,6 +68,11 @@ class Metrics:
             self._whole.labels(model).observe(stats.ttft_s + stats.decode_s)
         if stats.generated > 1:
             self._token.labels(model).observe(stats.decode_s / (stats.generated - 1))
+
+    def encoded(self, model: str, texts: int, tokens: int) -> None:
+        """So many texts of so many tokens became vectors or scores."""
+        self._counters["prompt_tokens"].labels(model).inc(tokens)
+        self._texts.labels(model).inc(texts)
 
     def responded(self, path: str, status: int) -> None:
         self._requests.labels(path, status).inc()

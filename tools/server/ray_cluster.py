@@ -32,6 +32,7 @@ from ray.util import list_named_actors
 
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.artifact.manifest import Manifest
+from mlc_amd.runtime.engine.encoder import Encoder
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.options import LoadOptions
@@ -233,7 +234,7 @@ def _reason(error: BaseException) -> str:
     return re.sub(r"^[\w.]+: ", "", last)
 
 
-def _load(known: Mapping[str, LoadOptions], name: str, gpus: tuple[int, ...]) -> Engine:
+def _load(known: Mapping[str, LoadOptions], name: str, gpus: tuple[int, ...]) -> Engine | Encoder:
     """A model's engine, in a replica. gpus: the numbers of those that Ray gave it. HIP shows a process no others, which
     it numbers from 0 on; Vulkan does, and has the same order."""
     options = known[name]
@@ -241,7 +242,7 @@ def _load(known: Mapping[str, LoadOptions], name: str, gpus: tuple[int, ...]) ->
         compiled = _compiled(options)
         kind = compiled["target"]["kind"] if compiled else targets.resolve(options.target, options.arch)[0]
         options = replace(options, devices=gpus if kind == "vulkan" else tuple(range(len(gpus))))
-    return models.load_engine(options)
+    return models.load_any(options)
 
 
 def _compiled(options: LoadOptions) -> Manifest | None:

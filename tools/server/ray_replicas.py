@@ -28,6 +28,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from mlc_amd.runtime.engine.encoder import Encoder
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.tools.server.affinity import Affinity, prompt_blocks
 from mlc_amd.tools.server.apis.response_objects import ResponseStore
@@ -67,7 +68,7 @@ class Replica:
     """The server's application. load: (name, numbers of the GPUs that Ray gave this replica) -> its engine."""
 
     def __init__(
-        self, names: Sequence[str], load: Callable[[str, tuple[int, ...]], Engine], options: ServeOptions
+        self, names: Sequence[str], load: Callable[[str, tuple[int, ...]], Engine | Encoder], options: ServeOptions
     ) -> None:
         terminal.clean_process()
         gpus = tuple(map(int, ray.get_gpu_ids()))

@@ -13,6 +13,7 @@ from mlc_amd.compiler.models.config import (
     SharedExpertConfig,
     TemperatureConfig,
 )
+from mlc_amd.compiler.models.encoder_metadata import read_encoder
 from mlc_amd.compiler.models.metadata import (
     NORMS_AROUND,
     NORMS_BEFORE,
@@ -74,7 +75,8 @@ def qwen2moe(keys: Keys) -> ModelConfig:
 @architecture("qwen3")
 def qwen3(keys: Keys) -> ModelConfig:
     """As qwen2 without biases, an RMS norm over each head of q and k before RoPE, and its own head size."""
-    return read_uniform(keys, neox=True, mixer=read_attention(keys, head_norms=True))
+    encoder = read_encoder(keys, ranked="last", softmax=True)
+    return read_uniform(keys, neox=True, mixer=read_attention(keys, head_norms=True), encoder=encoder)
 
 
 @architecture("qwen3moe")
@@ -159,7 +161,7 @@ def smollm3(keys: Keys) -> ModelConfig:
 @architecture("starcoder2")
 def starcoder2(keys: Keys) -> ModelConfig:
     """StarCoder 2. Layer norms and matrices with biases, a feed-forward block without a gate."""
-    block = read_feed_forward(keys, act="gelu", gated=False, bias=True)
+    block = read_feed_forward(keys, act="gelu", gated=False, bias=True, down_bias=True)
     return read_uniform(keys, neox=True, block=block, norm="layer", norm_bias=True)
 
 

@@ -47,4 +47,11 @@ def swiglu_oai(gate, up, isa, n=LANES):
     return times_sigmoid(g, f32(OAI_SLOPE, n) * g, isa, n) * (u + f32(1.0, n))
 
 
-ACTIVATIONS = {"silu": silu, "gelu": gelu, "relu": relu, "relu_sq": relu_sq, "swiglu_oai": swiglu_oai}
+def gelu_alone(gate, up, isa, n=LANES):
+    """As gelu, of experts without a gate: up is not read."""
+    return gelu(gate, f32(1.0, n), isa, n)
+
+
+ACTIVATIONS = {
+    "silu": silu, "gelu": gelu, "gelu_alone": gelu_alone, "relu": relu, "relu_sq": relu_sq, "swiglu_oai": swiglu_oai,
+}  # fmt: skip

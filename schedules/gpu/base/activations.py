@@ -37,7 +37,7 @@ ACTIVATIONS = {
     "relu": lambda x: maximum(x, T.float32(0)),
     "relu_sq": _relu_sq,
 }
-GATED = {"swiglu_oai": _swiglu_oai}  # those that are more than f(gate) * up
+GATED = {"swiglu_oai": _swiglu_oai, "gelu_alone": lambda gate, up: _gelu(gate)}  # those that are more than f(gate) * up
 
 
 def gated(act: str, gate: Expr, up: Expr) -> Expr:

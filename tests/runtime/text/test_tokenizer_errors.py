@@ -15,7 +15,7 @@ from mlc_amd.runtime.text.tokenizer import Tokenizer
     ("changes", "message"),
     [
         ({"model": None}, "tokenizer.ggml.model"),
-        ({"model": "bert"}, "'bert' is not supported"),
+        ({"model": "rwkv"}, "'rwkv' is not supported"),
         ({"tokens": None}, "tokenizer.ggml.tokens"),
         ({"tokens": "abc"}, "expected list"),
         ({"tokens": [1, 2]}, "wrong type"),

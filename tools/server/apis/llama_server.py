@@ -28,7 +28,7 @@ from mlc_amd.tools.server.apis.openai_fields import finishes_of, progress_body, 
 from mlc_amd.tools.server.chat_request import Event, Finish, Text, TextRequest, TokenLogprob
 from mlc_amd.tools.server.errors import invalid, loading
 from mlc_amd.tools.server.fields import Fields
-from mlc_amd.tools.server.library import Library
+from mlc_amd.tools.server.library import Library, Loaded
 from mlc_amd.tools.server.service import client_of, read_fields, respond, service_of
 from mlc_amd.tools.server.streaming import Encoder, Json, sse
 
@@ -45,10 +45,10 @@ async def tokenize(request: Request) -> Response:
     text = fields.text("prompt" if vllm else "content")
     special = fields.flag("add_special_tokens", True) if vllm else fields.flag("add_special")
     parse, pieces = fields.flag("parse_special", True), fields.flag("with_pieces")
-    async with service_of(request).library.use(fields.text("model")) as model:
+    async with service_of(request).library.use(fields.text("model"), Loaded) as model:
         tokenizer = model.engine.tokenizer
         ids = await asyncio.to_thread(tokenizer.encode, text, special, parse)
-        more = {"count": len(ids), "max_model_len": model.engine.cache.longest} if vllm else {}
+        more = {"count": len(ids), "max_model_len": model.engine.longest} if vllm else {}
         return Json({"tokens": [_with_piece(tokenizer, token) for token in ids] if pieces else ids, **more})
 
 
@@ -67,7 +67,7 @@ async def detokenize(request: Request) -> Response:
     tokens = fields.required("tokens")
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise fields.wrong("tokens", "a list of token ids")
-    async with service_of(request).library.use(fields.text("model")) as model:
+    async with service_of(request).library.use(fields.text("model"), Loaded) as model:
         size = model.engine.tokenizer.vocab_size
         if bad := next((token for token in tokens if not 0 <= token < size), None):
             raise invalid(f"token id {bad} is outside the vocabulary of {size}", "tokens")

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 import mlc_amd
 from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.engine.generation import MOST_LOGPROBS
 from mlc_amd.schedules.formats import parameters
 from mlc_amd.tools.server import chat_request as forms
@@ -27,6 +28,7 @@ from mlc_amd.tools.server.apis.openai_fields import endings, logprob_body, sampl
 from mlc_amd.tools.server.errors import ApiError, invalid
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.formats import answer_format
+from mlc_amd.tools.server.library import Loaded, LoadedEncoder
 from mlc_amd.tools.server.prompts import check_messages
 from mlc_amd.tools.server.service import client_of, read_fields, respond, service_of
 from mlc_amd.tools.server.streaming import Encoder, Json, dumps
@@ -277,21 +279,21 @@ def _parameters(count: float) -> str:
 async def show(request: Request) -> Response:
     """Loads the model: what it is stands in its artifact."""
     fields = await read_fields(request)
-    async with service_of(request).library.use(fields.text("model") or fields.text("name")) as model:
+    async with service_of(request).library.use(fields.text("model") or fields.text("name"), Loaded) as model:
         engine = model.engine
         sampling = engine.artifact.manifest["sampling"]
         return Json(
             {
                 "modelfile": "",
                 "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
-                "template": engine.chat_template.source,
+                "template": engine.chat_template.source if isinstance(engine, Engine) else "",
                 "details": _details(engine.artifact),
                 "model_info": {
                     "general.architecture": engine.config["architecture"],
                     "general.name": engine.artifact.manifest["name"],
                     f"{engine.config['architecture']}.context_length": engine.context,
                 },
-                "capabilities": ["completion", "tools"],
+                "capabilities": ["embedding"] if isinstance(model, LoadedEncoder) else ["completion", "tools"],
                 "modified_at": _model(request, model.name)["modified_at"],
             }
         )

@@ -1,0 +1,104 @@
+"""Typed access to the metadata of a GGUF file.
+
+In: metadata as plain Python values, names of tensors. Out: `Keys`; a `UserError` names the key of what is missing,
+impossible or of another type.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+
+from mlc_amd.runtime.errors import UserError, shorten
+
+
+class Keys:
+    """Typed access to a file's metadata and to the names of its tensors. `prefix` (the architecture) goes in front of
+    every key except `general.*`. A value that is missing, of another type or impossible is a `UserError` of one line
+    with the file's path in front."""
+
+    def __init__(
+        self, metadata: dict[str, object], tensors: Collection[str], path: str, prefix: str = "", pooling: str = ""
+    ):
+        """tensors: names, or shapes by name. pooling: the caller's, in place of the file's."""
+        self.metadata, self.tensors, self.path, self.prefix = metadata, tensors, path, prefix
+        self.pooling = pooling
+
+    def full(self, key: str) -> str:
+        return key if key.startswith(("general.", "tokenizer.")) else f"{self.prefix}.{key}"
+
+    def has(self, key: str) -> bool:
+        """Whether the metadata has the key."""
+        return self.full(key) in self.metadata
+
+    def rows(self, name: str) -> int:
+        """Rows of a matrix, where the shapes of tensors are known; else 0."""
+        shapes = self.tensors if isinstance(self.tensors, Mapping) else {}
+        return shapes.get(name, (0,))[0]
+
+    def error(self, message: str) -> UserError:
+        return UserError(f"{self.path}: {message}")
+
+    def _get(self, key: str, default: object) -> object:
+        value = self.metadata.get(self.full(key), default)
+        if value is None:
+            raise self.error(f"metadata key {self.full(key)} is missing; convert the model again")
+        return value
+
+    def _wrong(self, key: str, value: object, expected: str) -> UserError:
+        what = f"metadata key {self.full(key)} is {shorten(value)}, expected {expected}"
+        return self.error(f"{what}; convert the model again")
+
+    def string(self, key: str, default: str | None = None) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a string")
+        return value
+
+    def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = (1 << 31) - 1) -> int:
+        """One integer; a list with one entry per layer is taken if all entries are equal."""
+        value = self._get(key, default)
+        if isinstance(value, list) and value and all(v == value[0] for v in value):
+            value = value[0]
+        if isinstance(value, list) and value:
+            raise self.error(f"{self.full(key)} differs between layers; only models with equal layers are supported")
+        return self._checked(key, value, minimum, maximum)
+
+    def integers(self, key: str, layers: int, default: int | None = None, minimum: int = 1) -> list[int]:
+        """One integer per layer: the list in the file, or its one number for every layer."""
+        value = self._get(key, default)
+        if not isinstance(value, list):
+            return [self._checked(key, value, minimum)] * layers
+        if len(value) != layers:
+            raise self.error(
+                f"{self.full(key)} has {len(value)} entries, the model has {layers} layers; convert the model again"
+            )
+        return [self._checked(key, entry, minimum) for entry in value]
+
+    def flags(self, key: str, layers: int) -> list[bool]:
+        """One flag per layer: the list in the file."""
+        value = self._get(key, None)
+        if not isinstance(value, list) or len(value) != layers or not all(isinstance(flag, bool) for flag in value):
+            raise self._wrong(key, value, f"a list of {layers} flags")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def _checked(self, key: str, value: object, minimum: int, maximum: int = (1 << 31) - 1) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            limit = f" and <= {maximum}" if isinstance(value, int) and value > maximum and maximum < 1 << 30 else ""
+            raise self._wrong(key, value, f"an integer >= {minimum}{limit}")
+        return value
+
+    def number(self, key: str, default: float | None = None, minimum: float | None = None) -> float:
+        """A finite number, above 0 unless `minimum` is given."""
+        value = self._get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            valid = False
+        else:
+            valid = value > 0 if minimum is None else value >= minimum
+        if not valid:
+            raise self._wrong(key, value, "a number above 0" if minimum is None else f"a number >= {minimum:g}")
+        return float(value)  # type: ignore[arg-type]  # checked above

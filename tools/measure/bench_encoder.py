@@ -1,0 +1,66 @@
+"""What `mlc-amd bench` measures of an embedding or ranking model: texts and tokens per second, by the length of texts
+and by how many there are at once.
+
+In: an `Encoder`. Out: results with the fields of bench_formats.py, and "texts_per_s".
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.engine.encoder import Encoder
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import LoadOptions
+from mlc_amd.schedules.formats import parameters
+from mlc_amd.tools.hub import models
+
+# Columns of bench_formats.py that are about caches and single tokens
+HIDDEN = ("n_cpu_moe", "GB/s", "of measured", "of table", "host us", "W", "J/token")
+_AWAKE = 0.3  # seconds that a GPU computes before it is timed: idle ones have lower clocks
+
+
+def is_encoder(load: LoadOptions, synthetic: str | None) -> bool:
+    """Whether the options' model is one, before anything is compiled."""
+    path = models.source_path(load.model, synthetic)
+    if path and models.is_artifact(path):
+        return bool(Artifact.open(path).manifest["model"]["encoder"])
+    with models.open_source(path, synthetic, load.pooling) as source:
+        return source.config.encoder is not None
+
+
+def measure(encoder: Encoder, lengths: Sequence[int], counts: Sequence[int], repetitions: int) -> Iterator[dict]:
+    """One result for each length of texts and each number of them. UserError for texts that are too long."""
+    if max(lengths) > encoder.context:
+        raise UserError(f"-p {max(lengths)}: this model takes texts of up to {encoder.context} tokens")
+    rng, manifest = np.random.default_rng(0), encoder.artifact.manifest
+    about = {
+        "model_filename": str(encoder.artifact.path),
+        "model_type": f"{manifest['name']} {manifest['quantization']}",
+        "model_size": sum(entry["bytes"] for entry in manifest["formats"].values()),
+        "model_n_params": parameters(manifest["formats"]),
+        "backends": manifest["target"]["kind"].upper(),
+        "arch": manifest["target"]["arch"],
+        "n_threads": encoder.device.threads,
+        "device_name": encoder.device.name,
+    }
+    for length in lengths:
+        for count in counts:
+            texts = [rng.integers(0, encoder.vocab, length, np.int32) for _ in range(count)]
+            begin = time.perf_counter()
+            encoder.encode(texts)
+            while encoder.device.kind != "cpu" and time.perf_counter() - begin < _AWAKE:
+                encoder.encode(texts)
+            seconds = []
+            for _ in range(repetitions):
+                begin = time.perf_counter()
+                encoder.encode(texts)
+                seconds.append(time.perf_counter() - begin)
+            rates = [length * count / s for s in seconds]
+            yield about | {
+                "n_prompt": length, "n_seqs": count, "test": f"{count} x {length}",
+                "avg_ns": round(float(np.mean(seconds)) * 1e9), "samples_ns": [round(s * 1e9) for s in seconds],
+                "avg_ts": float(np.mean(rates)), "stddev_ts": float(np.std(rates, ddof=1)) if len(rates) > 1 else 0.0,
+                "texts_per_s": count / float(np.mean(seconds)),
+            }  # fmt: skip
