@@ -58,6 +58,8 @@ def manifest_body(lowered: Lowered, compiled: Mapping[str, Any], weights: bool) 
         "token_bytes": memory.token_bytes(model.config, target, ctx, lowered.kept),
         "weight_bytes": sum(source.nbytes for source in lowered.weights),
     }
+    if lowered.vision:
+        body["vision"] = lowered.vision
     if model.gpus > 1:
         body["part_bytes"] = sum(source.nbytes for source in lowered.weights if RANK not in source.name)
     if "exchange" in compiled:
@@ -85,6 +87,15 @@ def _functions(lowered: Lowered) -> dict[str, ManifestFunction]:
             "launches": lowered.plan.functions[f.name],
         }
         for f in lowered.functions
+    } | {
+        f.name: {
+            "rows": f.m,
+            "single": 0,
+            "logits": f.tokens,
+            "samples": False,
+            "launches": lowered.plan.functions[f.name],
+        }
+        for f in lowered.images
     }
 
 
@@ -108,4 +119,5 @@ def _io(lowered: Lowered) -> dict[str, Buffer]:
         blocks=lowered.context // PAGE,
         spans={tensor["span"] for tensor in lowered.kept if "span" in tensor},
         drafts=config.predictor is not None,
+        vision=lowered.vision,
     )

@@ -4,6 +4,8 @@ They return what runtime/artifact/io_buffers.py's OUTPUTS names: the logits and,
 of these and its log-probability; where the model has a predicting layer, its input or output, too.
 """
 
+from collections.abc import Sequence
+
 import tvm
 from tvm import relax
 
@@ -11,13 +13,14 @@ from mlc_amd.compiler.functions import FunctionSpec
 from mlc_amd.compiler.models.graph import Graph
 from mlc_amd.compiler.models.registry import architectures
 from mlc_amd.compiler.models.transformer import predictor
+from mlc_amd.compiler.models.vision.build import ImageSpec, build_encoders
 
 
 def build_module(
-    model, target, functions: list[FunctionSpec], ctx: int
+    model, target, functions: list[FunctionSpec], ctx: int, images: Sequence[ImageSpec] = ()
 ) -> tuple[tvm.IRModule, dict[str, list[tuple[str, str]]]]:
     """The module with one Relax function each, and for each function the (kind, name) of its parameters (see
-    `Graph.parameters`)."""
+    `Graph.parameters`). images: the functions of the model's image encoder."""
     bb = relax.BlockBuilder()
     parameters = {}
     for spec in functions:
@@ -33,4 +36,6 @@ def build_module(
             out = relax.Tuple(outputs) if spec.samples else outputs[0]
             bb.emit_func_output(out, params=[var for var, _ in g.parameters.values()])
         parameters[spec.name] = [(kind, name) for name, (_, kind) in g.parameters.items()]
+    if images:
+        parameters |= build_encoders(bb, model, target, images, ctx)
     return bb.get(), parameters

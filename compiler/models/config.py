@@ -351,6 +351,9 @@ class Model(Protocol):
     def tensors(self) -> Mapping[str, Any]: ...
 
     @property
+    def vision(self) -> Any: ...
+
+    @property
     def gpus(self) -> int: ...
 
     @property

@@ -90,6 +90,7 @@ class ShardedModel:
     path = property(lambda self: self.whole.path)
     metadata = property(lambda self: self.whole.metadata)
     files = property(lambda self: self.whole.files)
+    vision = property(lambda self: self.whole.vision)
 
     def check_unchanged(self) -> None:
         self.whole.check_unchanged()

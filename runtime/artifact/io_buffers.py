@@ -12,6 +12,12 @@ _TABLES = "pages."  # prefix of the names of page tables in io, before the span 
 # io buffers that kernels write, in the order in which a function returns them; the host writes the others.
 CHOSEN = ("sampled", "logprobs")
 OUTPUTS = ("logits", *CHOSEN)
+ENCODED = "encoded"  # what functions of an image encoder return
+RESULTS = (*OUTPUTS, ENCODED)
+# Inputs of an image encoder's functions, with a row for each patch: its pixels; what is added to the embeddings (learned
+# positions, the class token); cosines and sines of rotary positions; the first row and the end of what it attends to in
+# layers with and without windows.
+PATCHES = ("patches", "added", "turns", "segments", "windows")
 ROWS = ("hidden", "drafted")  # kept tensors with a row for each row of a step, for functions that guess tokens
 _SELDOM = ("changes", "allowed")  # io buffers of sampling that most steps do not use
 # io buffers that the host may write while the device computes what does not read them: see `launches_before_late`.
@@ -19,8 +25,8 @@ LATE = ("sampling", *_SELDOM)
 SLOTS = 64  # rows of a page table: sequences of a step, at most
 # Buffers with a row for each row of a step, or for each row of logits. A function uses the first ones, as many as it
 # has rows or logits; of all other buffers kernels take the whole.
-PER_ROW = ("tokens", "rows", "sources")
-PER_ANSWER = ("logits", "sampling", "changes", "allowed", "sampled", "logprobs")
+PER_ROW = ("tokens", "rows", "sources", *PATCHES)
+PER_ANSWER = ("logits", "sampling", "changes", "allowed", "sampled", "logprobs", ENCODED)
 
 
 def page_table(span: int) -> str:
@@ -30,7 +36,7 @@ def page_table(span: int) -> str:
 
 def is_kept(name: str) -> bool:
     """Whether an input stays the same for many steps: devices copy it only after it was written."""
-    return name.startswith(_TABLES) or name in (CELLS, *_SELDOM)
+    return name.startswith(_TABLES) or name in (CELLS, *_SELDOM, *PATCHES)
 
 
 def launches_before_late(function: Mapping, launched: Mapping) -> int | None:
@@ -45,11 +51,11 @@ def launches_before_late(function: Mapping, launched: Mapping) -> int | None:
 
 
 def io_buffers(
-    rows: int, logits: int, sampled: int, columns: int, blocks: int, spans: Iterable[int], drafts: bool
+    rows: int, logits: int, sampled: int, columns: int, blocks: int, spans: Iterable[int], drafts: bool, vision
 ) -> dict[str, Buffer]:
     """rows, logits: of a function, at most; sampled: rows of logits of a function that samples, at most; columns: of
     logits; blocks: pages of a sequence of full length; spans: of the cached layers, STATE of those that keep states;
-    drafts: whether there are functions that guess tokens."""
+    drafts: whether there are functions that guess tokens; vision: of the manifest, None without an image encoder."""
     shapes: dict[str, tuple[int, ...]] = {
         "state": (4,),
         "answers": (4,),
@@ -62,5 +68,9 @@ def io_buffers(
         "sampled": (sampled,),
         "logprobs": (sampled,),
     }
-    floats = ("logits", "logprobs")
+    if vision:
+        rows, each = max(vision["buckets"].values()), vision["merge"] ** 2
+        for name, columns in vision["io"].items():
+            shapes[name] = (rows // each if name == ENCODED else rows, columns)
+    floats = ("logits", "logprobs", ENCODED, "patches", "added", "turns")
     return {name: {"dtype": "float32" if name in floats else "int32", "shape": [*of]} for name, of in shapes.items()}

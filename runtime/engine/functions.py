@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from mlc_amd.runtime.artifact.manifest import CHAIN, is_draft
+from mlc_amd.runtime.artifact.manifest import CHAIN, decoders, is_draft
 
 # Reading the weights takes as long as computing so many rows: by the times of functions of 1 to 512 rows on an H200
 # (llama3-8b:q4_0: 1 row 1.8 ms, 64 4.3, 128 7.0, 512 22.8), which this describes within a tenth.
@@ -80,7 +80,7 @@ class Functions:
     """See the module's docstring."""
 
     def __init__(self, manifest: Mapping) -> None:
-        entries = [StepFunction(name, f["rows"], f["single"], f["logits"]) for name, f in manifest["functions"].items()]
+        entries = [StepFunction(name, f["rows"], f["single"], f["logits"]) for name, f in decoders(manifest).items()]
         found = [function for function in entries if not is_draft(function.name)]
         self._chains = [function for function in entries if function.name.startswith(CHAIN)]
         self.drafts = len(found) < len(entries)  # there are functions that guess tokens

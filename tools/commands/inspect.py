@@ -7,7 +7,7 @@ from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
-from mlc_amd.runtime.artifact.manifest import is_draft
+from mlc_amd.runtime.artifact.manifest import is_draft, is_encoder
 from mlc_amd.runtime.artifact.memory import of_manifest, on_host
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import temporary
@@ -203,7 +203,7 @@ def _artifact(artifact, n_cpu_moe: int) -> dict[str, object]:
     launches = {}
     for name, function in manifest["functions"].items():
         made = function["launches"]
-        each = float(len(made)) if is_draft(name) else per_layer(made, layers)
+        each = float(len(made)) if is_draft(name) or is_encoder(name) else per_layer(made, layers)
         known = {key: function[key] for key in ("rows", "single", "logits")}
         launches[name] = known | {"launches": len(made), "per_layer": each}
     same = {key: manifest[key] for key in ("target", "kv_type", "model", "sampling")}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import CHOSEN, LATE, OUTPUTS, is_kept
+from mlc_amd.runtime.artifact.io_buffers import CHOSEN, LATE, RESULTS, is_kept
 from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.devices.run_queue import SLOTS
 from mlc_amd.runtime.devices.vulkan import api
@@ -70,8 +70,8 @@ class Io:
         self.context, self.memory, self.entries = context, memory, entries
         sizes = {name: byte_count(entry["dtype"], entry["shape"]) for name, entry in entries.items()}
         self._table_sizes = {name: size for name, size in sizes.items() if is_kept(name)}
-        self._output_sizes = {name: size for name, size in sizes.items() if name in OUTPUTS}
-        others = {*self._table_sizes, *OUTPUTS}
+        self._output_sizes = {name: size for name, size in sizes.items() if name in RESULTS}
+        others = {*self._table_sizes, *RESULTS}
         self._input_sizes = {name: size for name, size in sizes.items() if name not in others}
         results, (self._results,) = memory.spread(self._output_sizes, "device")
         own = _Inputs(memory, self._input_sizes, self._table_sizes, entries)
@@ -107,7 +107,7 @@ class Io:
     def byte_count(self, name: str, function: Mapping) -> int:
         """Bytes of the rows of a buffer that a function uses."""
         used: dict[str, int] = {"tokens": function["rows"], "rows": function["rows"]}
-        used |= dict.fromkeys(OUTPUTS, function["logits"])
+        used |= dict.fromkeys(RESULTS, function["logits"])
         return self._row_bytes(name, used[name] if name in used else self.entries[name]["shape"][0])
 
     def _row_bytes(self, name: str, rows: int) -> int:
@@ -207,7 +207,7 @@ class Io:
 
     def read(self, name: str, rows: int) -> np.ndarray:
         """The first rows of a buffer, once the run is done; valid until the next one."""
-        if name not in OUTPUTS:
+        if name not in RESULTS:
             return self._host[name][:rows]
         target = self._read_from if name in self._read_from.at else self._outputs[None]
         if rows > self._rows.get(name, 0):
