@@ -72,6 +72,9 @@ def _cells(param: Param, state) -> np.ndarray:
 def _input(param: Param, state) -> np.ndarray:
     if param.name == "tokens":
         return _rng(param.name).integers(0, param.facts["vocab"], param.shape, np.int32)
+    if param.name == "segments":  # two texts, the second one longer
+        half = max(1, min(param.shape[0], state[1]) // 3)
+        return np.where(np.arange(param.shape[0])[:, None] < half, (0, half), (half, param.shape[0])).astype(np.int32)
     if param.name in row_shapes(1, 1):  # rows select the largest logit, and its log-probability
         return np.full(param.shape, LOGPROB if param.name == "sampling" else 0, np.int32)
     if "experts" in param.facts:

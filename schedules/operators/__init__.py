@@ -24,6 +24,7 @@ from mlc_amd.schedules.operators.linear import (
     Quantize,
     RmsNorm,
 )
+from mlc_amd.schedules.operators.packed import PackedAttention
 from mlc_amd.schedules.operators.recurrent import CausalConv, ChannelDecay, DeltaNet, Gate, SsmScan
 from mlc_amd.schedules.operators.sampling import Sample
 
@@ -54,6 +55,7 @@ __all__ = [
     "NormPlace",
     "NormRoute",
     "Operator",
+    "PackedAttention",
     "Parameter",
     "Quantize",
     "RmsNorm",

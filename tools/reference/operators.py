@@ -243,6 +243,24 @@ def _rope_attention(c: Case) -> dict[str, Result]:
     return found | (_of_caches(caches) if rope.writes else {})
 
 
+def _packed_attention(c: Case) -> dict[str, Result]:
+    a, rows, live = c.op, c.rows, np.arange(c.live)
+    q = _heads(c, "Q", rows, a.d, a.heads).astype(np.float64) * (a.scale or a.d**-0.5)
+    k, v = (_heads(c, which, live, a.d, a.kv_heads).astype(np.float64).repeat(a.group, 1) for which in "KV")
+    first, last = c.arrays["segments"][rows].T[..., None]
+    distance = np.abs(rows[:, None] - live)
+    seen = (live >= first) & (live < last)
+    seen &= distance <= a.window if a.window else True
+    seen &= live <= rows[:, None] if a.causal else True
+    scores = np.einsum("nhd,mhd->hnm", q, k)
+    if a.alibi:
+        scores = scores - c.arrays["Slopes"][: a.heads, None, None] * distance
+    scores = np.where(seen, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    y = np.einsum("hnm,mhd->nhd", weights / weights.sum(-1, keepdims=True), v)
+    return {"Y": Result(y.reshape(len(rows), -1), rows)}
+
+
 # ---- mixtures of experts
 
 
@@ -362,7 +380,7 @@ OPERATORS: dict[type[Operator], Callable[[Case], dict[str, Result]]] = {
     declared.Embed: _embed, declared.RmsNorm: _rms_norm, declared.LayerNorm: _layer_norm, declared.Quantize: _quantize,
     declared.Linear: _linear, declared.HeadLinear: _head_linear, declared.GateUp: _gate_up, declared.RopeKvWrite:
     _rope_kv_write, declared.LatentKvWrite: _latent_kv_write, declared.CausalAttention: _attention,
-    declared.RopeAttention: _rope_attention, declared.Route: _route, declared.NormRoute: _norm_route,
+    declared.RopeAttention: _rope_attention, declared.PackedAttention: _packed_attention, declared.Route: _route, declared.NormRoute: _norm_route,
     declared.ExpertOrder: _expert_order, declared.Gather: _gather, declared.ExpertGateUp: _expert_gate_up,
     declared.ExpertLinear: _expert_linear, declared.ExpertDown: _expert_down, declared.Combine: _combine,
     declared.AllReduce: _all_reduce, declared.AllGather: _all_gather, declared.Sample: _sample, **states.OPERATORS,

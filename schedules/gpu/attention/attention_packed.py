@@ -1,0 +1,130 @@
+"""Attention among the rows of each segment, without a cache: online softmax over tiles of keys in shared memory.
+
+A workgroup has a head and some consecutive rows. Neighbouring lanes share a row: each has some of a head's columns. The
+largest score is rounded to a whole number, and so is a score before its difference to that becomes an exponent: what
+came before is rescaled by powers of two, exactly. So a row's result does not depend on how its keys are divided into
+tiles, nor on rows of other segments in them.
+"""
+
+from tvm.tirx.script import builder as T
+
+from mlc_amd.schedules.gpu.attention.attention_step import LOWEST
+from mlc_amd.schedules.gpu.base.device import barrier, each, exp2, fma, launch, maximum, rcp, rint, wave_sum
+from mlc_amd.schedules.gpu.base.profiles import Device
+from mlc_amd.schedules.gpu.base.registers import at, elements, filled, local, opaque, put, vector
+from mlc_amd.schedules.gpu.base.step import builds, live_rows, once
+from mlc_amd.schedules.operators.attention import LOG2E
+from mlc_amd.schedules.operators.packed import PackedAttention
+from mlc_amd.schedules.tir import Buffer, Expr, declared
+
+THREADS = 128  # of a workgroup, at most
+COLUMNS = 32  # of a lane, at most, where lanes can be more
+SHARED = 1 << 12  # numbers of a tile's keys and values
+QUAD = 4
+
+
+def _lanes(op: PackedAttention, arch: Device) -> int:
+    """Lanes that share a row: a power of two."""
+    return 8 if op.d > QUAD * COLUMNS and op.d % 16 == 0 and arch.wave >= 8 else 4
+
+
+def _power(x: Expr) -> Expr:
+    """2**x of a whole number up to 0, exactly; below 2**-126: 0."""
+    bits = T.cast(maximum(x, T.float32(-127)), "int32") + T.int32(127)
+    return T.reinterpret("float32", T.shift_left(bits, T.int32(23)))
+
+
+@builds(PackedAttention)
+def packed_attention(op: PackedAttention, arch: Device, state: Buffer, plan: None) -> None:
+    """Kernel (state, segments int32 [m, 2], Q, K, V, Slopes if there are any, Y)."""
+    d, m, lanes = op.d, op.m, _lanes(op, arch)
+    width = QUAD if d % (QUAD * lanes) == 0 else 2
+    own, threads = d // lanes, min(THREADS, arch.threads)
+    rows, count = threads // lanes, max(4, min(16, SHARED // (2 * d) // 4 * 4))  # count: keys of a tile
+    segments = T.arg("segments", T.buffer((m, 2), "int32"))
+    Q, K, V, Slopes, Y = declared(**op.shapes())
+    with launch((-(-m // rows), op.heads), (threads,)) as (tile, head, thread):
+        live, lane = live_rows(state, m), T.Bind(thread % lanes)
+
+        def seen(row: Expr) -> tuple[Expr, Expr]:
+            """The first row that a row sees, and the one after the last."""
+            begin = T.Bind(T.max(segments[row, 0], T.int32(0)))
+            end = T.Bind(T.min(segments[row, 1], live))
+            if op.window:
+                begin = T.Bind(T.max(begin, row - op.window))
+            if op.causal:
+                return begin, T.Bind(T.min(end, row + 1))
+            return begin, T.Bind(T.min(end, row + op.window + 1)) if op.window else end
+
+        def columns(base: Expr) -> list[Expr]:
+            """The first columns of each of the lane's vectors."""
+            return [base + (unit * lanes + lane) * width for unit in range(own // width)]
+
+        with once(tile * rows < live):
+            wanted = T.Bind(tile * rows + thread // lanes)
+            row = T.Bind(T.min(wanted, live - 1))
+            begin, end = seen(row)
+            low, _ = seen(T.Bind(T.min(tile * rows, live - 1)))
+            _, high = seen(T.Bind(T.min(tile * rows + (rows - 1), live - 1)))
+            keys, values = (T.alloc_buffer((count, d), "float32", scope="shared") for _ in range(2))
+            query, out, scores = local(own), local(own), local(count)
+            for u, column in enumerate(columns(head * d)):
+                for i, x in enumerate(elements(T.Bind(Q[row, at(column, width)]))):
+                    put(query, x * T.float32(op.query_scale), u * width + i)
+            for i in range(own):
+                put(out, T.float32(0), i)
+            slope = T.Bind(Slopes[head] * T.float32(LOG2E)) if op.alibi else None
+            top, total = filled(T.float32(LOWEST)), filled(T.float32(0))
+            with T.serial(T.max((high - low + (count - 1)) // count, T.int32(0))) as block:
+                key0 = T.Bind(low + block * count)
+                barrier()
+                _load(op, thread, threads, ((K, keys), (V, values)), head, key0, high)
+                barrier()
+                for j in each(arch, count):
+                    product = T.float32(0)
+                    for u, column in enumerate(columns(0)):
+                        for i, x in enumerate(elements(T.Bind(keys[j, at(column, width)]))):
+                            product = fma(query[u * width + i], x, product)
+                    score = wave_sum(arch, T.Bind(product), lanes)
+                    if slope is not None:
+                        distance = T.Bind(T.cast(key0 + j - row, "float32"))
+                        score = fma(-slope, maximum(distance, -distance), score)
+                    visible = (key0 + j >= begin) & (key0 + j < end)
+                    put(scores, T.Select(visible, score, T.float32(LOWEST)), j)
+                now = opaque(top[0])
+                for j in range(count):
+                    now = maximum(now, scores[j])
+                now = opaque(T.Select(now > top[0], rint(now), top[0]))
+                shrink = opaque(_power(top[0] - now))
+                put(top, now, 0)
+                put(total, total[0] * shrink, 0)
+                for i in range(own):
+                    put(out, out[i] * shrink, i)
+                for j in each(arch, count):
+                    score = T.Bind(scores[j])
+                    whole = rint(score)
+                    weight = T.Bind(exp2(score - whole) * _power(whole - top[0]))
+                    weight = opaque(T.Select(score > T.float32(LOWEST / 2), weight, T.float32(0)))
+                    put(total, total[0] + weight, 0)
+                    for u, column in enumerate(columns(0)):
+                        for i, x in enumerate(elements(T.Bind(values[j, at(column, width)]))):
+                            put(out, fma(weight, x, out[u * width + i]), u * width + i)
+            inverse = rcp(total[0])
+            with T.If(wanted < live), T.Then():
+                for u, column in enumerate(columns(head * d)):
+                    found = [T.Bind(out[u * width + i] * inverse) for i in range(width)]
+                    put(Y, vector(found), row, at(column, width))
+
+
+def _load(op: PackedAttention, thread: Expr, threads: int, pairs, head: Expr, key0: Expr, high: Expr) -> None:
+    """The columns of a head of keys and values key0 .., as many as a tile has, into shared memory; the last live one in
+    place of those from `high` on."""
+    quads, count = op.d // QUAD, int(pairs[0][1].shape[0])
+    base = T.Bind(head // op.group * op.d)
+    for first in range(0, count * quads, threads):
+        number = T.Bind(first + thread)
+        with T.If(number < count * quads), T.Then():
+            key, column = T.Bind(number // quads), T.Bind(number % quads * QUAD)
+            source = T.Bind(T.min(key0 + key, high - 1))
+            for whole, tile in pairs:
+                put(tile, whole[source, at(base + column, QUAD)], key, at(column, QUAD))

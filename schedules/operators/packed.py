@@ -1,0 +1,77 @@
+"""Attention of packed rows: several runs of rows in one step, without a cache."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mlc_amd.schedules.operators.attention import LOG2E
+from mlc_amd.schedules.operators.base import STATE_SLOT, Operator, Slot
+from mlc_amd.schedules.operators.layouts import Tensor, padded
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedAttention(Operator, name="packed_attention", sizes="{0.heads}x{0.d}"):
+    """Attention among the rows of each segment: (segments int32 [m, 2], q float32 [m, padded(heads * d)], k and v
+    float32 [m, padded(kv_heads * d)], [slopes float32 [padded(heads)]]) -> float32 [m, heads * d].
+
+    segments: of each row the first row of its segment and the row after the last one. A segment is a run of rows that
+    see each other: a text, an image, a window of patches. Row i of it sees the rows j of the segment, with a `window`
+    those with |i - j| <= window, if `causal` those with j <= i. Its score of j is
+
+        scale * (q_i . k_j) - slope of the head * |i - j|        the latter with `alibi` (ALiBi)
+
+    A row's result depends on the rows of its segment only, to the bit.
+    """
+
+    heads: int  # query heads
+    kv_heads: int  # divides heads
+    d: int  # columns of a head; a multiple of 8
+    m: int
+    scale: float = 0.0  # 0: 1/sqrt(d)
+    window: int = 0  # 0: all
+    causal: bool = False
+    alibi: bool = False
+
+    def __post_init__(self):
+        if self.d % 8 or self.heads % self.kv_heads:
+            raise ValueError(f"{self}: heads have a multiple of 8 columns, and the same number of them a KV head")
+
+    def slots(self) -> Iterator[Slot]:
+        yield from (STATE_SLOT, Slot("input", ("segments",)), Slot("input", ("Q", "K", "V")))
+        if self.alibi:
+            yield Slot("weight", ("Slopes",))
+        yield Slot("output", ("Y",))
+
+    def results(self) -> list[Tensor]:
+        return [((self.m, self.heads * self.d), "float32")]
+
+    def shapes(self) -> dict[str, tuple[int, ...] | None]:
+        """Of its kernel's float32 parameters, by name."""
+        m, kv = self.m, padded(self.kv_heads * self.d)
+        slopes = (padded(self.heads),) if self.alibi else None
+        return {
+            "Q": (m, padded(self.heads * self.d)),
+            "K": (m, kv),
+            "V": (m, kv),
+            "Slopes": slopes,
+            "Y": (m, self.heads * self.d),
+        }
+
+    @property
+    def variant(self) -> str:
+        return f"_window{self.window}" * bool(self.window) + "_causal" * self.causal + "_alibi" * self.alibi
+
+    @property
+    def query_scale(self) -> float:
+        """The factor on queries with which 2**(q . k) is exp(scale * q . k)."""
+        return LOG2E * (self.scale or 1 / math.sqrt(self.d))
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+    def operations(self) -> tuple[int, int]:
+        """Two products for each head, with the keys of a segment of all rows at most."""
+        keys = min(2 * self.window + 1, self.m) if self.window else self.m
+        return 4 * self.m * keys * self.heads * self.d, 0
