@@ -380,7 +380,8 @@ OPERATORS: dict[type[Operator], Callable[[Case], dict[str, Result]]] = {
     declared.Embed: _embed, declared.RmsNorm: _rms_norm, declared.LayerNorm: _layer_norm, declared.Quantize: _quantize,
     declared.Linear: _linear, declared.HeadLinear: _head_linear, declared.GateUp: _gate_up, declared.RopeKvWrite:
     _rope_kv_write, declared.LatentKvWrite: _latent_kv_write, declared.CausalAttention: _attention,
-    declared.RopeAttention: _rope_attention, declared.PackedAttention: _packed_attention, declared.Route: _route, declared.NormRoute: _norm_route,
+    declared.RopeAttention: _rope_attention, declared.PackedAttention: _packed_attention,
+    declared.Route: _route, declared.NormRoute: _norm_route,
     declared.ExpertOrder: _expert_order, declared.Gather: _gather, declared.ExpertGateUp: _expert_gate_up,
     declared.ExpertLinear: _expert_linear, declared.ExpertDown: _expert_down, declared.Combine: _combine,
     declared.AllReduce: _all_reduce, declared.AllGather: _all_gather, declared.Sample: _sample, **states.OPERATORS,

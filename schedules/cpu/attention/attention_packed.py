@@ -146,8 +146,7 @@ class _Work(NamedTuple):
         return KeyRange(opaque(low), opaque(high))
 
     def _emit_load(self, keys: Buffer, values: Buffer, head: Expr, key0: Expr, needed: Expr) -> None:
-        """Keys key0 .. key0+needed-1, transposed, and their values; in place of those that vectors have beyond, the last
-        one."""
+        """Keys key0 .. key0+needed-1, transposed, and their values. Vectors that have more repeat the last one."""
         n, d = self.step, self.op.d
         with T.serial((needed + n - 1) // n) as part, T.serial(d // n) as c:
             column = opaque(head * d + c * n)
