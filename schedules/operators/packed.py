@@ -1,8 +1,9 @@
 """Attention of packed rows: several runs of rows in one step, without a cache."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from mlc_amd.schedules.operators.attention import LOG2E
 from mlc_amd.schedules.operators.base import STATE_SLOT, Operator, Slot
@@ -12,13 +13,13 @@ from mlc_amd.schedules.operators.layouts import Tensor, padded
 @dataclass(frozen=True, kw_only=True)
 class PackedAttention(Operator, name="packed_attention", sizes="{0.heads}x{0.d}"):
     """Attention among the rows of each segment: (segments int32 [m, 2], q float32 [m, padded(heads * d)], k and v
-    float32 [m, padded(kv_heads * d)], [slopes float32 [padded(heads)]]) -> float32 [m, heads * d].
+    float32 [m, padded(kv_heads * d)]) -> float32 [m, heads * d].
 
     segments: of each row the first row of its segment and the row after the last one. A segment is a run of rows that
     see each other: a text, an image, a window of patches. Row i of it sees the rows j of the segment, with a `window`
     those with |i - j| <= window, if `causal` those with j <= i. Its score of j is
 
-        scale * (q_i . k_j) - slope of the head * |i - j|        the latter with `alibi` (ALiBi)
+        scale * (q_i . k_j) - 2**(`exponent` of the head) * |i - j|        the latter with `alibi` (ALiBi)
 
     A row's result depends on the rows of its segment only, to the bit.
     """
@@ -30,7 +31,7 @@ class PackedAttention(Operator, name="packed_attention", sizes="{0.heads}x{0.d}"
     scale: float = 0.0  # 0: 1/sqrt(d)
     window: int = 0  # 0: all
     causal: bool = False
-    alibi: bool = False
+    alibi: float = 0.0  # the largest bias of ALiBi, of the last head of a power of two; 0: none
 
     def __post_init__(self):
         if self.d % 8 or self.heads % self.kv_heads:
@@ -38,28 +39,19 @@ class PackedAttention(Operator, name="packed_attention", sizes="{0.heads}x{0.d}"
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, Slot("input", ("segments",)), Slot("input", ("Q", "K", "V")))
-        if self.alibi:
-            yield Slot("weight", ("Slopes",))
         yield Slot("output", ("Y",))
 
     def results(self) -> list[Tensor]:
         return [((self.m, self.heads * self.d), "float32")]
 
-    def shapes(self) -> dict[str, tuple[int, ...] | None]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of its kernel's float32 parameters, by name."""
         m, kv = self.m, padded(self.kv_heads * self.d)
-        slopes = (padded(self.heads),) if self.alibi else None
-        return {
-            "Q": (m, padded(self.heads * self.d)),
-            "K": (m, kv),
-            "V": (m, kv),
-            "Slopes": slopes,
-            "Y": (m, self.heads * self.d),
-        }
+        return {"Q": (m, padded(self.heads * self.d)), "K": (m, kv), "V": (m, kv), "Y": (m, self.heads * self.d)}
 
     @property
     def variant(self) -> str:
-        return f"_window{self.window}" * bool(self.window) + "_causal" * self.causal + "_alibi" * self.alibi
+        return f"_window{self.window}" * bool(self.window) + "_causal" * self.causal + "_alibi" * bool(self.alibi)
 
     @property
     def query_scale(self) -> float:
@@ -70,6 +62,13 @@ class PackedAttention(Operator, name="packed_attention", sizes="{0.heads}x{0.d}"
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.heads // self.kv_heads
+
+    def exponent(self, head: Any, select: Callable[..., Any]) -> Any:
+        """Of two, the slope of ALiBi of a head, a number or an expression; select(condition, a, b). The heads after the
+        last power of two have the slopes between those of the others (ggml's soft_max)."""
+        power = 1 << (self.heads.bit_length() - 1)
+        step = self.alibi / power
+        return select(head < power, -step * (head + 1), -step / 2 * (2 * (head - power) + 1))
 
     def operations(self) -> tuple[int, int]:
         """Two products for each head, with the keys of a segment of all rows at most."""

@@ -254,7 +254,8 @@ def _packed_attention(c: Case) -> dict[str, Result]:
     seen &= live <= rows[:, None] if a.causal else True
     scores = np.einsum("nhd,mhd->hnm", q, k)
     if a.alibi:
-        scores = scores - c.arrays["Slopes"][: a.heads, None, None] * distance
+        slopes = [2.0 ** a.exponent(head, lambda condition, x, y: x if condition else y) for head in range(a.heads)]
+        scores = scores - np.array(slopes)[:, None, None] * distance
     scores = np.where(seen, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     y = np.einsum("hnm,mhd->nhd", weights / weights.sum(-1, keepdims=True), v)

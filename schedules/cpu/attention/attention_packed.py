@@ -16,7 +16,7 @@ from mlc_amd.schedules.cpu.attention.attention_prefill import Plan, default_plan
 from mlc_amd.schedules.cpu.attention.cache import BLOCK, KeyRange
 from mlc_amd.schedules.cpu.base.arch import Arch, Isa
 from mlc_amd.schedules.cpu.base.kernel import kernel, live_rows
-from mlc_amd.schedules.cpu.base.vector import LANES, at, f32, opaque, registers, splat, store
+from mlc_amd.schedules.cpu.base.vector import LANES, at, exp2, f32, opaque, registers, splat, store
 from mlc_amd.schedules.operators.attention import LOG2E, Attention
 from mlc_amd.schedules.operators.packed import PackedAttention
 from mlc_amd.schedules.tir import Buffer, Expr, declared
@@ -24,7 +24,7 @@ from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 @registry.builds(PackedAttention)
 def packed_attention(op: PackedAttention, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], segments int32 [m, 2], Q, K, V, Slopes if there are any, Y)."""
+    """Kernel (state int32[4], segments int32 [m, 2], Q, K, V, Y)."""
     with kernel(name) as (builder, state):
         segments = T.arg("segments", T.buffer((op.m, 2), "int32"))
         blocks = default_plan(arch.isa)
@@ -55,7 +55,6 @@ class _Work(NamedTuple):
     Q: Buffer
     K: Buffer
     V: Buffer
-    Slopes: Buffer | None
     Y: Buffer
 
     @property
@@ -111,11 +110,12 @@ class _Work(NamedTuple):
                     here,
                     needed,
                 )
-            if self.Slopes is not None:
+            if op.alibi:
                 with T.serial(count) as r, T.serial(BLOCK // isa.lanes) as part:
                     place = at(part * isa.lanes, isa.lanes)
                     distance = T.cast(at(key0 - row - r // group + part * isa.lanes, isa.lanes), f"float32x{isa.lanes}")
-                    slope = splat(self.Slopes[head * group + r % group] * T.float32(LOG2E), isa.lanes)
+                    exponent = op.exponent(T.cast(head * group + r % group, "float32"), T.Select)
+                    slope = splat(exp2(exponent, 1) * T.float32(LOG2E), isa.lanes)
                     store(scores, scores[r, place] - slope * T.Bind(T.max(distance, -distance)), r, place)
             whole = None if op.window or op.causal else key0 + BLOCK <= end
             softmax.emit_weights(count, T.int32(0), key0, lambda r: self._seen(row + r // group, first, last), whole)

@@ -6,6 +6,8 @@ came before is rescaled by powers of two, exactly. So a row's result does not de
 tiles, nor on rows of other segments in them.
 """
 
+import math
+
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_step import LOWEST
@@ -36,13 +38,13 @@ def _power(x: Expr) -> Expr:
 
 @builds(PackedAttention)
 def packed_attention(op: PackedAttention, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, segments int32 [m, 2], Q, K, V, Slopes if there are any, Y)."""
+    """Kernel (state, segments int32 [m, 2], Q, K, V, Y)."""
     d, m, lanes = op.d, op.m, _lanes(op, arch)
     width = QUAD if d % (QUAD * lanes) == 0 else 2
     own, threads = d // lanes, min(THREADS, arch.threads)
     rows, count = threads // lanes, max(4, min(16, SHARED // (2 * d) // 4 * 4))  # count: keys of a tile
     segments = T.arg("segments", T.buffer((m, 2), "int32"))
-    Q, K, V, Slopes, Y = declared(**op.shapes())
+    Q, K, V, Y = declared(**op.shapes())
     with launch((-(-m // rows), op.heads), (threads,)) as (tile, head, thread):
         live, lane = live_rows(state, m), T.Bind(thread % lanes)
 
@@ -73,7 +75,9 @@ def packed_attention(op: PackedAttention, arch: Device, state: Buffer, plan: Non
                     put(query, x * T.float32(op.query_scale), u * width + i)
             for i in range(own):
                 put(out, T.float32(0), i)
-            slope = T.Bind(Slopes[head] * T.float32(LOG2E)) if op.alibi else None
+            slope = None
+            if op.alibi:
+                slope = exp2(op.exponent(T.cast(head, "float32"), T.Select) + T.float32(math.log2(LOG2E)))
             top, total = filled(T.float32(LOWEST)), filled(T.float32(0))
             with T.serial(T.max((high - low + (count - 1)) // count, T.int32(0))) as block:
                 key0 = T.Bind(low + block * count)
