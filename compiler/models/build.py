@@ -22,7 +22,7 @@ def build_module(
     """The module with one Relax function each, and for each function the (kind, name) of its parameters (see
     `Graph.parameters`). images: the functions of the model's image encoder."""
     bb = relax.BlockBuilder()
-    parameters = {}
+    parameters = build_encoders(bb, model, target, images, ctx)
     for spec in functions:
         with bb.function(spec.name):
             g = Graph(model, target, spec, ctx, bb)
@@ -36,6 +36,4 @@ def build_module(
             out = relax.Tuple(outputs) if spec.samples else outputs[0]
             bb.emit_func_output(out, params=[var for var, _ in g.parameters.values()])
         parameters[spec.name] = [(kind, name) for name, (_, kind) in g.parameters.items()]
-    if images:
-        parameters |= build_encoders(bb, model, target, images, ctx)
     return bb.get(), parameters

@@ -29,7 +29,7 @@ MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
 RANK = "@"  # in a tensor's name, before the number of the GPU whose part it is: all but the first one's
 FOLLOW, CHAIN = "follow_", "chain_"  # prefixes of functions that guess tokens: after a step, and after a guess
-IMAGE = "image."  # prefix of the functions of an image encoder, before their number of patches
+IMAGE = "image_"  # prefix of the functions of an image encoder, before their number of patches
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 # The limits only keep what is computed with these numbers within 64 bits; other parts determine the right values.
 _Count = Annotated[int, Meta(ge=0, le=1 << 40)]

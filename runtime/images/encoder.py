@@ -46,7 +46,7 @@ class ImageEncoder:
 
     def rows(self, image: PreparedImage) -> int:
         """Patches that an image takes of a run, with what fills them up: `most` at most."""
-        return self._of(*self._patches(image)).rows
+        return self._of(*self._patches(image)).of.rows
 
     def _groups(self, images: Sequence[PreparedImage]) -> Iterator[list[PreparedImage]]:
         """The images, as many as a run takes at a time."""
@@ -64,8 +64,9 @@ class ImageEncoder:
 
     def _patches(self, image: PreparedImage) -> tuple[int, int]:
         size, (_, height, width) = self.vision["patch"], image.pixels.shape
-        if height % size or width % size or not height or not width:
-            raise UserError(f"an image of {width} x {height} pixels does not divide into patches of {size}")
+        each = size * self.vision["merge"]
+        if height % each or width % each or not height or not width:
+            raise UserError(f"an image of {width} x {height} pixels does not divide into squares of {each}")
         return height // size, width // size
 
     def _shape(self, height: int, width: int) -> "_Shape":

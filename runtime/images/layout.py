@@ -32,10 +32,9 @@ class Layout:
 
 
 def layout(vision: Mapping[str, Any], height: int, width: int) -> Layout:
-    """height, width: patches. Patches beyond whole groups at the right and at the bottom become groups with rows that
-    are no patches, which makes zeros of them."""
+    """height, width: patches, which make whole groups."""
     merge, window = vision["merge"], vision["window"]
-    rows, columns = -(-height // merge), -(-width // merge)
+    rows, columns = height // merge, width // merge
     ty, tx = (axis.ravel() for axis in np.mgrid[0:rows, 0:columns])
     order = np.arange(rows * columns)
     if window:
@@ -43,12 +42,9 @@ def layout(vision: Mapping[str, Any], height: int, width: int) -> Layout:
     gy, gx = ty[order], tx[order]
     inner = np.arange(merge * merge)
     y, x = (gy[:, None] * merge + inner // merge).ravel(), (gx[:, None] * merge + inner % merge).ravel()
-    outside = (y >= height) | (x >= width)
-    live = len(y)
+    live = len(y) + bool(vision["class_row"])
     if vision["class_row"]:
-        more = np.full(merge * merge, -1)
-        y, x, outside = np.append(y, more), np.append(x, more), np.append(outside, more < 0)
-        live += 1
+        y, x = (np.append(axis, np.full(merge * merge, -1)) for axis in (y, x))
     group = np.argsort(order) if window else order
     final = np.lexsort((ty, tx)) if vision["by_column"] else np.arange(len(order))
     number = gy // max(window, 1) * columns + gx // max(window, 1)
@@ -56,8 +52,7 @@ def layout(vision: Mapping[str, Any], height: int, width: int) -> Layout:
     ends = np.append(starts[1:], len(order))
     own = np.repeat(np.stack([starts, ends], 1), ends - starts, 0) * merge * merge
     windows = np.repeat(own, merge * merge, 0)
-    place = np.where(outside, -1, 1)
-    return Layout(np.where(place > 0, y, -1), np.where(place > 0, x, -1), live, group[final], windows.astype(np.int32))
+    return Layout(y, x, live, group[final], windows.astype(np.int32))
 
 
 def patches_of(pixels: np.ndarray, size: int, of: Layout) -> np.ndarray:

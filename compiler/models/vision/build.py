@@ -50,16 +50,21 @@ def build_encoders(bb: relax.BlockBuilder, model, target, functions: Sequence[Im
     columns = model.config.hidden * (1 + len(vision.config.deepstack))
     for spec in functions:
         with bb.function(spec.name):
-            g = VisionGraph(model, target, cast(Any, spec), ctx, bb)
+            g, wrong = VisionGraph(model, target, cast(Any, spec), ctx, bb), None
             with bb.dataflow():
-                found = encoder(g)
-                if (made := shape_of(found)[1]) != columns:
-                    raise UserError(
-                        f"{vision.path}: this encoder makes {made} columns, and the model takes {columns}: they do not "
-                        "belong together; give the mmproj file of this model, or --no-mmproj"
-                    )
+                try:
+                    found = encoder(g)
+                except UserError as error:  # raised below: TVM complains of functions without an end
+                    found, wrong = g.scaled(g.patches, 1.0), error
                 out = bb.emit_output(found)
             bb.emit_func_output(out, params=[var for var, _ in g.parameters.values()])
+        if wrong:
+            raise wrong
+        if (made := shape_of(found)[1]) != columns:
+            raise UserError(
+                f"{vision.path}: this encoder makes {made} columns, and the model takes {columns}: they do not belong "
+                "together; give the mmproj file of this model, or --no-mmproj"
+            )
         vision.check_used(g.used | set(ON_HOST))
         parameters[spec.name] = [(kind, name) for name, (_, kind) in g.parameters.items()]
     return parameters

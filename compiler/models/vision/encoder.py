@@ -52,8 +52,10 @@ def attention(g: VisionGraph, x, i: int):
 def feed_forward(g: VisionGraph, x, i: int):
     block = f"v.blk.{i}."
     h = g.norm(x, block + "ln2")
-    y = gated(g, h, block + "ffn_{}") if g.has(block + "ffn_gate.weight") else None
-    y = y or mlp(g, h, block + "ffn_up", block + "ffn_down", g.vision.act)
+    if g.has(block + "ffn_gate.weight"):
+        y = gated(g, h, block + "ffn_{}")
+    else:
+        y = mlp(g, h, block + "ffn_up", block + "ffn_down", g.vision.act)
     return g.add(x, finished(g, y, block, "ffn_post_norm", "ls2"))
 
 

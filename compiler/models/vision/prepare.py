@@ -69,9 +69,10 @@ def _split(tensors: Tensors, name: str) -> None:
     if rest or (bias and bias.shape != (3 * rows,)):
         raise ValueError(f"{weight!r} is not q, k and v")
     for i, which in enumerate("qkv"):
-        tensors[made.name] = made = weight.part(f"{name}_{which}.weight", i * rows, (rows, weight.shape[-1]))
+        part = f"{name}_{which}"
+        tensors[part + ".weight"] = weight.part(part + ".weight", i * rows, (rows, weight.shape[-1]))
         if bias:
-            tensors[made.name] = made = bias.entries(f"{name}_{which}.bias", i * rows, rows)
+            tensors[part + ".bias"] = bias.entries(part + ".bias", i * rows, rows)
 
 
 def _vector(tensors: Tensors, name: str) -> None:
