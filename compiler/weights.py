@@ -36,7 +36,11 @@ _PACKING = (
     (
         "mlc_amd.compiler",
         (
-            "gguf/reader.py", "gguf/tensor.py", "gguf/synthetic.py", "models/tensors.py", "models/shards.py",
+            "gguf/reader.py",
+            "gguf/tensor.py",
+            "gguf/synthetic.py",
+            "models/tensors.py",
+            "models/shards.py",
             "models/vision/prepare.py",
         ),  # fmt: skip
     ),

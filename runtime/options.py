@@ -160,6 +160,11 @@ class CompileOptions(TargetOptions):
         "number of GPUs that --split tensor divides a GGUF file between", default="as many as --devices names",
         low=1, high=8)] = None  # fmt: skip
 
+    mmproj: Annotated[str | os.PathLike[str] | None, Option(
+        "GGUF file of the model's image encoder, compiled into the same artifact",
+        default="the one in the GGUF file's folder or repository", also=("-mm",))] = None  # fmt: skip
+    no_mmproj: Annotated[bool, Option("compile the model without an image encoder")] = False
+
     @property
     def cache_type(self) -> KvType:
         return self.kv_type or KV_TYPE

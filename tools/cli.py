@@ -37,6 +37,7 @@ VERBS = {
     "tune": "search for the fastest way to build a model's kernels",
     "bench": "measure prefill and decode speed",
     "perplexity": "measure how well a model predicts a text",
+    "embed": "write what an image encoder makes of a picture",
     "tokenize": "show the tokens of a text",
     "inspect": "show what is in a GGUF file, an artifact or GPU code",
     "tune-server": "measure for tuning runs on other machines",

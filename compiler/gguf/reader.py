@@ -105,6 +105,7 @@ class GGUFModel(Closing):
     gpus = 1
     joins: frozenset[str] = frozenset()
     sums: frozenset[str] = frozenset()
+    features = 0  # columns of a row of an image
 
     def __init__(
         self,
@@ -143,6 +144,7 @@ class GGUFModel(Closing):
     def add_vision(self, vision) -> None:
         """Gives the model an image encoder, a VisionFile, which is closed with it."""
         self.vision, self.files = vision, (*self.files, Path(vision.path))
+        self.features = self.config.hidden * (1 + len(vision.config.deepstack))
         self.tensors = {**self.tensors, **vision.tensors}
 
     @property

@@ -39,6 +39,12 @@ def is_kept(name: str) -> bool:
     return name.startswith(_TABLES) or name in (CELLS, *_SELDOM, *PATCHES)
 
 
+def results_of(function: Mapping) -> set[str]:
+    """The io buffers of RESULTS that a function of the manifest writes."""
+    named = {where for launch in function["launches"] for kind, where, *_ in launch["args"] if kind == "io"}
+    return named & set(RESULTS)
+
+
 def launches_before_late(function: Mapping, launched: Mapping) -> int | None:
     """How many launches of a function come before the first that reads what may be LATE; None if none reads that.
     function: the manifest's entry; launched: the launches of each kernel."""

@@ -7,7 +7,7 @@ from mlc_amd.tools.hub import hub, hub_files
 from mlc_amd.tools.terminal import display
 
 
-def run(model: str | None = None, *, list: bool = False) -> None:
+def run(model: str | None = None, *, list: bool = False, no_mmproj: bool = False) -> None:
     """Downloads a model from huggingface.co and prints the path of its GGUF file, for a split one that of its first
     part.
 
@@ -21,6 +21,7 @@ def run(model: str | None = None, *, list: bool = False) -> None:
         model: OWNER/REPO or OWNER/REPO:QUANT, such as bartowski/Qwen3-8B-GGUF:Q4_K_M. Without QUANT it is Q4_K_M, else
             Q8_0, else the first model. QUANT may be any part of the file's name.
         list: list the repository's models and their sizes instead.
+        no_mmproj: leave out the model's image encoder (its mmproj file).
     """
     if model is None:
         what = (
@@ -32,7 +33,7 @@ def run(model: str | None = None, *, list: bool = False) -> None:
         why = "models of ollama's registry come with `ollama pull`, and are found then; " * _of_ollama(model)
         raise UserError(f"{model} is no model of huggingface.co: {why}write OWNER/REPO or OWNER/REPO:QUANT")
     if not list:
-        print(hub.pull(name))
+        print(hub.pull(name, not no_mmproj))
         return
     available = hub.listing(name.repo)
     found = [one for one in available if name.quant is None or one.fits(name.quant)]

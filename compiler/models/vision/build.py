@@ -13,7 +13,7 @@ from mlc_amd.compiler.models.vision.prepare import ON_HOST
 from mlc_amd.compiler.ops import shape_of
 from mlc_amd.runtime.artifact.io_buffers import ENCODED, PATCHES
 from mlc_amd.runtime.artifact.manifest import IMAGE, Vision
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UserError, one_line
 
 SIZES = (1024, 4096, 16384)  # patches of a function, for images of any size; kernels compute live rows only
 TILES = 4  # images of one size that a function takes at once
@@ -82,6 +82,7 @@ def described(vision, hidden: int, functions: Sequence[ImageSpec], parameters: d
     turns = {**asdict(c.turns), "span": c.turns.span(c.head_dim)} if c.turns else None
     return {
         "projector": c.projector,
+        "file": one_line(vision.path),
         "metadata": {key: value for key, value in vision.metadata.items() if key.startswith("clip.") and _short(value)},
         "columns": columns,
         "deepstack": len(c.deepstack),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import CHOSEN, LATE, RESULTS, is_kept
+from mlc_amd.runtime.artifact.io_buffers import CHOSEN, LATE, RESULTS, is_kept, results_of
 from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.devices.run_queue import SLOTS
 from mlc_amd.runtime.devices.vulkan import api
@@ -156,9 +156,10 @@ class Io:
 
     def _recorded(self, function: Mapping, target: _Outputs) -> Mapping[str, int]:
         """Outputs that a run of a function copies there, with their rows."""
-        key = function["logits"], target is self._outputs[None]
+        key = id(function), target is self._outputs[None]  # a function of the manifest, which this device keeps
         if key not in self._copied:
-            found = {name: self.byte_count(name, function) for name in target.at}
+            made = results_of(function)
+            found = {name: self.byte_count(name, function) for name in target.at if name in made}
             small = {name: size for name, size in found.items() if size <= RECORDED}
             self._copied[key] = {name: size // self._row_bytes(name, 1) for name, size in small.items()}
         return self._copied[key]
