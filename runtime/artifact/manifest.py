@@ -213,11 +213,11 @@ class FileFacts(TypedDict):
 
 
 class Vision(TypedDict):
-    """The image encoder; runtime/images/layout.py has what the keys from `patch` on mean. file: its path; metadata: the keys `clip.*`
-    of the encoder's file, but for long lists. columns: of a row of features, the decoder's width and as much again for
-    each of its first `deepstack` layers. attention: whether rows of an image see one another ("image") or only those
-    before ("causal"); positions: whether rows of an image have positions in two dimensions ("grid") or one
-    ("sequence"). buckets: patches by function. io: columns of the buffers of PATCHES and of the result."""
+    """The image encoder; runtime/images/layout.py has what the keys from `patch` on mean. file: its path; metadata: the
+    keys `clip.*` of that file, but for long lists. columns: of a row of features, the decoder's width and as much again
+    for each of its first `deepstack` layers. attention: whether rows of an image see one another ("image") or only
+    those before ("causal"); positions: whether they have positions in two dimensions ("grid") or one ("sequence").
+    buckets: patches by function. io: columns of the buffers of PATCHES and of the result."""
 
     projector: str
     file: str

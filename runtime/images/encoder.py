@@ -6,7 +6,7 @@ depends on an image's shape only is kept for the next one of that shape.
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,14 +73,13 @@ class ImageEncoder:
         vision, of = self.vision, layout(self.vision, height, width)
         if of.rows > self.most:
             raise UserError(
-                f"an image of {width} x {height} patches is more than the {self.most} that this model was compiled for; "
-                "compile it with a larger --ctx, or give a smaller image"
+                f"an image of {width} x {height} patches is more than the {self.most} that this model was compiled "
+                "for; compile it with a larger --ctx, or give a smaller image"
             )
-        added = None
-        if "added" in vision["io"]:
-            added = self._added(of, height, width)
-        turns = vision["turns"]
-        return _Shape(of, added, angles(turns, vision["io"]["turns"] // 2, of) if turns else None)
+        inputs = {"added": self._added(of, height, width)} if "added" in vision["io"] else {}
+        if turns := vision["turns"]:
+            inputs["turns"] = angles(turns, vision["io"]["turns"] // 2, of)
+        return _Shape(of, inputs)
 
     def _added(self, of: Layout, height: int, width: int) -> np.ndarray:
         """Learned positions, and the class token, of which the encoder's own product is the bias."""
@@ -105,7 +104,7 @@ class ImageEncoder:
         shapes = [self._of(*self._patches(image)) for image in images]
         starts = np.cumsum([0, *(shape.of.rows for shape in shapes)])
         total = int(starts[-1])
-        size, name = next(entry for entry in self._functions if entry[0] >= total)
+        name = next(name for patches, name in self._functions if patches >= total)
         io, write = self.vision["io"], self._device.write
         patches = np.zeros((total, io["patches"]), np.float32)
         segments = np.stack([np.arange(total), np.arange(1, total + 1)], 1).astype(np.int32)
@@ -118,9 +117,8 @@ class ImageEncoder:
         write("state", (0, total, 0, 0))
         write("answers", (total // self._each, total // self._each, 0, 0))
         rows = {"patches": patches, "segments": segments, "windows": windows}
-        for key, each in (("added", [s.added for s in shapes]), ("turns", [s.turns for s in shapes])):
-            if key in io:
-                rows[key] = np.concatenate(each)
+        for key in shapes[0].inputs:
+            rows[key] = np.concatenate([shape.inputs[key] for shape in shapes])
         for key in io.keys() & rows.keys():
             write(key, rows[key])
         self._device.run(name)
@@ -141,8 +139,8 @@ class ImageEncoder:
         return found
 
 
-class _Shape:
-    """Of images of one shape: their layout, and the encoder's inputs that follow from it."""
+class _Shape(NamedTuple):
+    """Of images of one shape: their layout, and the encoder's inputs that follow from it, by name."""
 
-    def __init__(self, of: Layout, added: np.ndarray | None, turns: np.ndarray | None):
-        self.of, self.added, self.turns = of, added, turns
+    of: Layout
+    inputs: dict[str, np.ndarray]

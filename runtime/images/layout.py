@@ -17,8 +17,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Layout:
-    """y, x: int [rows], each row's place in the image; -1 where it is no patch. live: rows that see one another. tokens:
-    int [tokens], the group of each token. windows: int32 [rows, 2], first row and end of each row's window."""
+    """y, x: int [rows], each row's place in the image; -1 where it is no patch. live: rows that see one another.
+    tokens: int [tokens], the group of each token. windows: int32 [rows, 2], first row and end of each row's window."""
 
     y: np.ndarray
     x: np.ndarray

@@ -79,9 +79,10 @@ def _whole(snapshot: Path) -> list[Model]:
 
 def pull(name: Name, encoder: bool = True) -> Path:
     """Downloads the hub's current model into the cache, as far as it is not there, and returns its file. encoder: also
-    the image encoder of the repository, where there is one. Where the hub cannot be asked, what the cache has is taken. Unavailable where the hub has no such repository, or cannot be asked;
-    UserError if the name fits no model or several, parts of it are missing, access is denied, the disk is full, the
-    connection broke (another call continues), or the hub's file is damaged."""
+    the image encoder of the repository, where there is one. Where the hub cannot be asked, what the cache has is taken.
+    Unavailable where the hub has no such repository, or cannot be asked; UserError if the name fits no model or
+    several, parts of it are missing, access is denied, the disk is full, the connection broke (another call continues),
+    or the hub's file is damaged."""
     try:
         files = _listed(name.repo)
     except Unreachable as error:

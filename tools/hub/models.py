@@ -115,10 +115,10 @@ def is_artifact(path: Path) -> bool:
 
 
 def open_source(
-    path: Path | None, synthetic: str | None, encoder: str | os.PathLike[str] | None = None
+    path: Path | None, synthetic: str | None, encoder: str | None = None
 ) -> AbstractContextManager[GGUFModel]:
-    """The GGUF file, or the synthetic model of that spec, to be compiled; closed at the end of the `with` block. encoder:
-    the file of its image encoder."""
+    """The GGUF file, or the synthetic model of that spec, to be compiled; closed at the end of the `with` block.
+    encoder: the file of its image encoder."""
     check_compiler(synthetic or path)
     from mlc_amd.compiler.gguf.mmproj import VisionFile
     from mlc_amd.compiler.gguf.reader import GGUFModel
@@ -237,7 +237,7 @@ def _compile(
 ) -> Summary:
     """keep: packed weights are added to the user's cache; otherwise those that it has are verified."""
     title = f"compiling {synthetic or (path.name if path else '')} for {options.target} {options.arch}"
-    with open_source(path, synthetic, options.mmproj) as source:
+    with open_source(path, synthetic, options.mmproj and str(options.mmproj)) as source:
         from mlc_amd.compiler import pipeline  # takes a second to import: only once the model is readable
         from mlc_amd.compiler.weight_store import WeightStore
 

@@ -1,5 +1,5 @@
-"""The typed configuration of an image encoder: a vision transformer over patches of an image, and a projector that makes
-rows for the decoder of its output."""
+"""The typed configuration of an image encoder: a vision transformer over the patches of an image, and a projector that
+makes rows for the decoder of its output."""
 
 from dataclasses import dataclass
 from typing import Literal

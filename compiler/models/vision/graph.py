@@ -68,7 +68,7 @@ class VisionGraph(Graph):
     def linear(self, x, name: str, exact: bool = False) -> relax.Var:
         """x W^T + b, without padding; of float32 weights in float32. Tensors may have columns of zeros beyond x's
         (`prepare.py`), and numbers that bound x and the result (Gemma 4's clamped layers)."""
-        base, (m, k) = name.removesuffix("weight"), shape_of(x)
+        base, k = name.removesuffix("weight"), shape_of(x)[1]
         tensor = self.tensor(name, (None, k + -k % BLOCK))
         if self.has(base + "bias"):
             self.tensor(base + "bias", (tensor.rows,))

@@ -92,6 +92,13 @@ def merge(keys: Keys, key: str, default: int | None = None) -> int:
     return keys.integer(key, default, maximum=16)
 
 
+def tokens_of_pixels(keys: Keys, merged: int) -> dict[str, Any]:
+    """Fields of an encoder whose file says how many pixels an image has."""
+    size = (merged * keys.integer("patch_size", maximum=256)) ** 2
+    least, most = (keys.integer(f"image_{which}_pixels", maximum=1 << 28) for which in ("min", "max"))
+    return {"least": max(least // size, 1), "most": min(max(most // size, 1), 4096)}
+
+
 def tile(keys: Keys, merged: int) -> dict[str, Any]:
     """Fields of an encoder whose images are squares of the size in the file."""
     side = -(-(keys.integer("image_size", maximum=1 << 16) // keys.integer("patch_size", maximum=256)) // merged)

@@ -1,4 +1,4 @@
-"""GLM-4V: a norm of the patches, interpolated and rotary positions, a convolution of 2 x 2 patches and a gated block."""
+"""GLM-4V: a norm of patches, interpolated and rotary positions, a convolution of 2 x 2 patches, a gated block."""
 
 from mlc_amd.compiler.models.metadata import Keys
 from mlc_amd.compiler.models.vision.config import Turns

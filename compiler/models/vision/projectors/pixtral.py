@@ -1,5 +1,5 @@
-"""Pixtral: rotary positions, patches merged (Mistral Small 3.1), a learned row after each row of tokens. LightOnOCR: the
-same without that row."""
+"""Pixtral: rotary positions, patches merged (Mistral Small 3.1), a learned row after each row of tokens. LightOnOCR:
+the same without that row."""
 
 from typing import Any
 

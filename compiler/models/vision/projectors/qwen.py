@@ -1,5 +1,5 @@
-"""Qwen 2, 2.5 and 3: rotary positions in two dimensions, 2 x 2 patches merged; windows (2.5), interpolated positions and
-features for the decoder's first layers (3)."""
+"""Qwen 2, 2.5 and 3: rotary positions in two dimensions, 2 x 2 patches merged; windows (2.5), interpolated positions
+and features for the decoder's first layers (3)."""
 
 from typing import Any
 
