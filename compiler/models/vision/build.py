@@ -9,7 +9,7 @@ from tvm import relax
 from mlc_amd.compiler.models.vision.config import VisionConfig
 from mlc_amd.compiler.models.vision.encoder import encoder
 from mlc_amd.compiler.models.vision.graph import VisionGraph
-from mlc_amd.compiler.models.vision.prepare import ON_HOST
+from mlc_amd.compiler.models.vision.prepare import BREAK, ON_HOST
 from mlc_amd.compiler.ops import shape_of
 from mlc_amd.runtime.artifact.io_buffers import ENCODED, PATCHES
 from mlc_amd.runtime.artifact.manifest import IMAGE, Vision
@@ -65,6 +65,8 @@ def build_encoders(bb: relax.BlockBuilder, model, target, functions: Sequence[Im
                 f"{vision.path}: this encoder makes {made} columns, and the model takes {columns}: they do not belong "
                 "together; give the mmproj file of this model, or --no-mmproj"
             )
+        if vision.config.breaks:
+            g.tensor(BREAK, (columns,))
         vision.check_used(g.used | set(ON_HOST))
         parameters[spec.name] = [(kind, name) for name, (_, kind) in g.parameters.items()]
     return parameters

@@ -46,6 +46,7 @@ class VisionConfig:
     image: int  # side of the image that positions were learned for
     act: str  # of graph.ACTIVATIONS
     norm: Literal["layer", "rms"] = "layer"
+    unused: int = 0  # layers of the file after these, which are not run
     merge: int = 1
     scale: float = 0.0  # on scores of attention; 0: 1 / sqrt(head size)
     value_norm: bool = False  # an RMS norm without weights of each value head

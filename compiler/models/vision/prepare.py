@@ -6,6 +6,7 @@ that change are float32, or float16 where they were floats of 16 bits and no num
 """
 
 from collections.abc import Mapping
+from math import isqrt
 
 import numpy as np
 
@@ -28,13 +29,15 @@ Tensors = dict[str, Tensor]
 def prepared(config: VisionConfig, stored: Mapping[str, Tensor], path: str) -> Tensors:
     """UserError (with `path` in front) for tensors of other shapes than the metadata says."""
     tensors = {name: tensor for name, tensor in stored.items() if not name.startswith(OTHERS)}
-    tensors = {name: tensor for name, tensor in tensors.items() if not _skipped(name, config.layers)}
+    unused = tuple(f"v.blk.{config.layers + i}." for i in range(config.unused))
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(unused)}
     try:
         _patches(config, tensors)
         for name in list(tensors):
             if name.endswith(".attn_qkv.weight"):
                 _split(tensors, name.removesuffix("_qkv.weight"))
         projectors()[config.projector].prepare(config, tensors)
+        _check_positions(config, tensors)
         for name in ON_HOST:
             if name in tensors:
                 _vector(tensors, name)
@@ -47,10 +50,20 @@ def prepared(config: VisionConfig, stored: Mapping[str, Tensor], path: str) -> T
     return tensors
 
 
-def _skipped(name: str, layers: int) -> bool:
-    """Whether it is of a layer after the last one that is used."""
-    number = name.removeprefix("v.blk.").partition(".")[0]
-    return name.startswith("v.blk.") and number.isdecimal() and int(number) >= layers
+def _check_positions(config: VisionConfig, tensors: Tensors) -> None:
+    """ValueError unless learned positions and class token are there as the configuration says, and only then."""
+    for name, wanted in ((TABLE, config.table), (CLASS, config.class_row), (BREAK, config.breaks)):
+        if bool(wanted) != (name in tensors):
+            raise ValueError(f"{name} {'is missing' if wanted else 'is not part of such an encoder'}")
+    if config.class_row and tensors[CLASS].rows * tensors[CLASS].shape[-1] != config.hidden:
+        raise ValueError(f"{tensors[CLASS]} of {config.hidden} columns")
+    if config.table:
+        table, places = tensors[TABLE], (config.image // config.patch) ** 2 + bool(config.class_row)
+        count, rest = divmod(table.rows * table.shape[-1], config.hidden)
+        fits = {"rows": count == places, "axes": count % 2 == 0 and len(table.shape) == 2}
+        square = isqrt(count - bool(config.class_row)) ** 2 == count - bool(config.class_row)
+        if rest or count < 2 or not fits.get(config.table, square):
+            raise ValueError(f"{table} of {config.hidden} columns")
 
 
 def _patches(config: VisionConfig, tensors: Tensors) -> None:

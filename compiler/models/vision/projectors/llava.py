@@ -18,7 +18,7 @@ def llava(keys: Keys) -> dict:
     layers = keys.integer("block_count") - 1
     if layers < 1:
         raise keys.error(f"{keys.full('block_count')} is 1: the last layer of this encoder is not used")
-    return {"layers": layers, "table": "rows", "class_row": "first"} | tile(keys, 1)
+    return {"layers": layers, "unused": 1, "table": "rows", "class_row": "first"} | tile(keys, 1)
 
 
 @projector("janus_pro", project_janus)
