@@ -163,7 +163,7 @@ class CompileOptions(TargetOptions):
     mmproj: Annotated[str | os.PathLike[str] | None, Option(
         "GGUF file of the model's image encoder, compiled into the same artifact",
         default="the one in the GGUF file's folder or repository", also=("-mm",))] = None  # fmt: skip
-    no_mmproj: Annotated[bool, Option("compile the model without an image encoder")] = False
+    no_mmproj: Annotated[bool, Option("leave out the model's image encoder, its mmproj file")] = False
 
     @property
     def cache_type(self) -> KvType:

@@ -22,7 +22,7 @@ def build_module(
     """The module with one Relax function each, and for each function the (kind, name) of its parameters (see
     `Graph.parameters`). images: the functions of the model's image encoder."""
     bb = relax.BlockBuilder()
-    parameters = build_encoders(bb, model, target, images, ctx)
+    parameters = build_encoders(bb, model, target, images, ctx) if images else {}
     for spec in functions:
         with bb.function(spec.name):
             g = Graph(model, target, spec, ctx, bb)

@@ -1,13 +1,20 @@
 """`mlc-amd pull`: a model of a hub in, its GGUF file in the hub's cache out."""
 
 import re
+from typing import Annotated
 
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.options import CompileOptions, option_of
 from mlc_amd.tools.hub import hub, hub_files
 from mlc_amd.tools.terminal import display
 
 
-def run(model: str | None = None, *, list: bool = False, no_mmproj: bool = False) -> None:
+def run(
+    model: str | None = None,
+    *,
+    list: bool = False,
+    no_mmproj: Annotated[bool, option_of(CompileOptions, "no_mmproj")] = False,
+) -> None:
     """Downloads a model from huggingface.co and prints the path of its GGUF file, for a split one that of its first
     part.
 
@@ -21,7 +28,6 @@ def run(model: str | None = None, *, list: bool = False, no_mmproj: bool = False
         model: OWNER/REPO or OWNER/REPO:QUANT, such as bartowski/Qwen3-8B-GGUF:Q4_K_M. Without QUANT it is Q4_K_M, else
             Q8_0, else the first model. QUANT may be any part of the file's name.
         list: list the repository's models and their sizes instead.
-        no_mmproj: leave out the model's image encoder (its mmproj file).
     """
     if model is None:
         what = (
