@@ -5,6 +5,7 @@ is taken if it fits the model and can be compiled; else a message says why the m
 """
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
@@ -13,16 +14,17 @@ from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.tools.terminal import display
 
 WORD = "mmproj"  # in the file's name, as converters write it
+SNAPSHOTS = "snapshots"  # a folder of the hub's cache, with a folder for each state of a repository
 _TYPES = ("f16", "bf16", "q8_0", "f32")  # of several files that of the first type is taken
+_TYPE = re.compile(rf"(?<![a-z0-9])({'|'.join(_TYPES)})\.gguf$")
 
 
 def preferred(names: Iterable[str]) -> list[str]:
     """The encoders among files, the first one the one to take."""
 
     def order(name: str) -> tuple[int, str]:
-        lower = PurePosixPath(name).name.lower()
-        found = (i for i, kind in enumerate(_TYPES) if lower.removesuffix(".gguf").endswith(kind))
-        return next(found, len(_TYPES)), name
+        found = _TYPE.search(name.lower())
+        return _TYPES.index(found[1]) if found else len(_TYPES), name
 
     return sorted(
         (name for name in names if name.endswith(".gguf") and WORD in PurePosixPath(name).name.lower()), key=order
@@ -48,6 +50,8 @@ def _beside(model: Path) -> str | None:
     """The encoder in a model's folder that is the model's own: of several with other models those are candidates whose
     name begins as the model's does."""
     folder = model.parent
+    if folder.parent.parent.name == SNAPSHOTS and not preferred(path.name for path in folder.iterdir()):
+        folder = folder.parent  # of a repository, whose models have folders of their own
     names = preferred(path.name for path in folder.iterdir()) if folder.is_dir() else []
     own = [name for name in names if _stem(name) and model.name.lower().startswith(_stem(name))]
     for name in own or [name for name in names if not _stem(name)]:
@@ -64,7 +68,5 @@ def _beside(model: Path) -> str | None:
 
 def _stem(name: str) -> str:
     """What an encoder's name says of its model: "qwen3-vl-8b" of mmproj-Qwen3-VL-8B-F16.gguf; "" if nothing."""
-    words = name.lower().removesuffix(".gguf").replace(WORD, "")
-    for kind in (*_TYPES, "model"):
-        words = words.removesuffix(kind).rstrip("-_.")
-    return words.strip("-_.")
+    words = _TYPE.sub("", name.lower()).removesuffix(".gguf").replace(WORD, "").strip("-_.")
+    return words.removesuffix("model").strip("-_.")

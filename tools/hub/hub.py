@@ -23,7 +23,7 @@ from typing import Any
 
 import mlc_amd
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.tools.hub.encoders import preferred
+from mlc_amd.tools.hub.encoders import SNAPSHOTS, preferred
 from mlc_amd.tools.hub.hub_files import File, Model, Name, candidates, choose, models
 from mlc_amd.tools.terminal import display
 
@@ -66,7 +66,7 @@ def _snapshots(folder: Path) -> list[Path]:
     """A repository's snapshots, that of its main branch first, then the newest."""
     ref = folder / "refs" / "main"
     main = ref.read_text().strip() if ref.exists() else ""
-    snapshots = (folder / "snapshots").glob("*")
+    snapshots = (folder / SNAPSHOTS).glob("*")
     return sorted(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
 
 
@@ -97,8 +97,9 @@ def pull(name: Name, encoder: bool = True) -> Path:
     parts = [model.parts[number] for number in range(model.count)]
     if encoder:
         folder, known = PurePosixPath(parts[0].path).parent, {file.path: file for file in files}
-        own = [path for path in preferred(known) if PurePosixPath(path).parent == folder]
-        parts += [known[path] for path in own[:1]]
+        places = (folder, PurePosixPath("."))
+        found = [path for place in places for path in preferred(known) if PurePosixPath(path).parent == place]
+        parts += [known[path] for path in found[:1]]
     _check_space(name.repo, parts)
     paths = [_fetch(name.repo, file) for file in parts]
     return paths[0]

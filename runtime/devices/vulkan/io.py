@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import CHOSEN, LATE, RESULTS, is_kept, results_of
+from mlc_amd.runtime.artifact.io_buffers import CHOSEN, LATE, PATCHES, RESULTS, is_kept, results_of
 from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.devices.run_queue import SLOTS
 from mlc_amd.runtime.devices.vulkan import api
@@ -172,7 +172,7 @@ class Io:
             for inputs in self._inputs.values():
                 inputs.stale = True
         else:
-            for inputs in self._inputs.values():
+            for inputs in (one for one in self._inputs.values() if name in one.table_places):
                 inputs.dirty[name] = max(inputs.dirty.get(name, 0), len(values))
             self._stale.add(name)
 
@@ -193,9 +193,10 @@ class Io:
         self._stale.difference_update(LATE)
 
     def add_slots(self) -> None:
-        """Allocates memory of the slots, once. OutOfMemory."""
+        """Allocates memory of the slots, once: not for encoders of images, which do not run ahead. OutOfMemory."""
+        tables = {name: size for name, size in self._table_sizes.items() if name not in PATCHES}
         for slot in range(len(self._inputs) - 1, SLOTS):
-            inputs = _Inputs(self.memory, self._input_sizes, self._table_sizes, self.entries)
+            inputs = _Inputs(self.memory, self._input_sizes, tables, self.entries)
             self._record_renewal(inputs)
             chosen = {name: self._output_sizes[name] for name in CHOSEN if name in self._output_sizes}
             self._outputs[slot] = _Outputs(self.memory, chosen, self.entries)
