@@ -4,7 +4,7 @@ Several images share a run, packed one after the other into the smallest functio
 depends on an image's shape only is kept for the next one of that shape.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -39,8 +39,15 @@ class ImageEncoder:
 
     def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray]:
         """Of each image float32 [rows, columns]. UserError for an image that the encoder cannot take."""
+        return [features for group in self._groups(images, self.most) for features in self._run(group)]
+
+    def pieces(self, images: Sequence[PreparedImage]) -> Generator[None, None, list[np.ndarray]]:
+        """`encode` in pieces, with other work of the device between them: runs of the smallest function, or of one image
+        that is larger. Returns what `encode` returns."""
         found: list[np.ndarray] = []
-        for group in self._groups(images):
+        for group in self._groups(images, self._functions[0][0]):
+            if found:
+                yield
             found += self._run(group)
         return found
 
@@ -48,13 +55,13 @@ class ImageEncoder:
         """Patches that an image takes of a run, with what fills them up: `most` at most."""
         return self._of(*self._patches(image)).of.rows
 
-    def _groups(self, images: Sequence[PreparedImage]) -> Iterator[list[PreparedImage]]:
-        """The images, as many as a run takes at a time."""
+    def _groups(self, images: Sequence[PreparedImage], most: int) -> Iterator[list[PreparedImage]]:
+        """The images, of up to so many patches at a time, but at least one."""
         group: list[PreparedImage] = []
         filled = 0
         for image in images:
             count = self.rows(image)
-            if group and filled + count > self.most:
+            if group and filled + count > most:
                 yield group
                 group, filled = [], 0
             group.append(image)
