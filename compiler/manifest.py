@@ -78,7 +78,7 @@ def format_totals(tensors: Mapping[str, Any]) -> dict[str, FormatTotals]:
 
 
 def _functions(lowered: Lowered) -> dict[str, ManifestFunction]:
-    return {
+    decoders: dict[str, ManifestFunction] = {
         f.name: {
             "rows": f.m,
             "single": f.single,
@@ -87,7 +87,8 @@ def _functions(lowered: Lowered) -> dict[str, ManifestFunction]:
             "launches": lowered.plan.functions[f.name],
         }
         for f in lowered.functions
-    } | {
+    }
+    encoders: dict[str, ManifestFunction] = {
         f.name: {
             "rows": f.m,
             "single": 0,
@@ -97,6 +98,7 @@ def _functions(lowered: Lowered) -> dict[str, ManifestFunction]:
         }
         for f in lowered.images
     }
+    return decoders | encoders
 
 
 def _kernels(lowered: Lowered) -> list[ManifestKernel]:

@@ -1,14 +1,10 @@
 """`mlc-amd embed`: what a model's image encoder makes of a picture."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
-
-import numpy as np
 
 from mlc_amd.runtime.errors import UsageError
 from mlc_amd.runtime.options import LoadOptions
-from mlc_amd.tools.hub import models
 from mlc_amd.tools.options import Without
 
 SHORT = {"o": "output"}
@@ -33,24 +29,6 @@ def run(
     """
     if image is None or output is None:
         raise UsageError("embed needs --image FILE and -o FILE.npz")
-    path = models.artifact_path(replace(load, model=model))
-    from mlc_amd.runtime.artifact.artifact import Artifact
-    from mlc_amd.runtime.devices.opening import open_device
-    from mlc_amd.runtime.images.encoder import ImageEncoder
-    from mlc_amd.runtime.images.pictures import decode, picture_bytes
-    from mlc_amd.runtime.images.prepared import PreparedImage
-    from mlc_amd.runtime.images.projectors import Preparation
+    from mlc_amd.tools import picture_features
 
-    picture = decode(picture_bytes(Path(image).expanduser()), image)
-    artifact = Artifact.open(path, load.verify)
-    device = open_device(artifact, load.device, load.threads, devices=load.devices)
-    try:
-        encoder = ImageEncoder(artifact, device)
-        tiles = [one for one in Preparation(encoder.vision).pieces(picture) if isinstance(one, PreparedImage)]
-        features = encoder.encode(tiles)
-    finally:
-        device.close()
-        artifact.close()
-    with open(Path(output).expanduser(), "wb") as file:
-        np.savez(file, features=np.concatenate(features), tiles=np.array([len(rows) for rows in features]))
-    print(f"{sum(map(len, features))} rows of {features[0].shape[1]} numbers in {output}")
+    picture_features.write(replace(load, model=model), image, output)

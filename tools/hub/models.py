@@ -237,7 +237,7 @@ def _compile(
 ) -> Summary:
     """keep: packed weights are added to the user's cache; otherwise those that it has are verified."""
     title = f"compiling {synthetic or (path.name if path else '')} for {options.target} {options.arch}"
-    with open_source(path, synthetic, options.mmproj and str(options.mmproj)) as source:
+    with open_source(path, synthetic, None if options.mmproj is None else str(options.mmproj)) as source:
         from mlc_amd.compiler import pipeline  # takes a second to import: only once the model is readable
         from mlc_amd.compiler.weight_store import WeightStore
 

@@ -72,7 +72,7 @@ def _patches(config: VisionConfig, tensors: Tensors) -> None:
     sources = [tensors[PATCH], *([tensors.pop(PATCH + ".1")] if PATCH + ".1" in tensors else [])]
     if any(one.shape != (config.hidden, size) for one in sources):
         raise ValueError(f"{sources} of patches of {config.patch} pixels")
-    tensors[PATCH] = Tensor.made(PATCH, (config.hidden, size), lambda: sum(one.dequantize() for one in sources))
+    tensors[PATCH] = Tensor.made(PATCH, (config.hidden, size), lambda: np.sum([one.dequantize() for one in sources], 0))
 
 
 def _split(tensors: Tensors, name: str) -> None:
