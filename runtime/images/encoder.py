@@ -42,8 +42,8 @@ class ImageEncoder:
         return [features for group in self._groups(images, self.most) for features in self._run(group)]
 
     def pieces(self, images: Sequence[PreparedImage]) -> Generator[None, None, list[np.ndarray]]:
-        """`encode` in pieces, with other work of the device between them: runs of the smallest function, or of one image
-        that is larger. Returns what `encode` returns."""
+        """`encode` in pieces, with other work of the device between them: runs of the smallest function, or of one
+        larger image. Returns what `encode` returns."""
         found: list[np.ndarray] = []
         for group in self._groups(images, self._functions[0][0]):
             if found:
