@@ -232,6 +232,7 @@ class Vision(TypedDict):
     merge: Annotated[int, Meta(ge=1, le=64)]
     window: _Count
     by_column: bool
+    nested: bool
     class_row: Literal["", "first", "last"]
     table: Literal["", "rows", "axes", "aligned", "linear", "smooth", "cubic", "buckets"]
     turns: dict[str, Any] | None

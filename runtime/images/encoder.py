@@ -122,7 +122,8 @@ class ImageEncoder:
             segments[start : start + shape.of.live] = start, start + shape.of.live
             windows[start : start + len(shape.of.windows)] = shape.of.windows + start
         write("state", (0, total, 0, 0))
-        write("answers", (total // self._each, total // self._each, 0, 0))
+        groups = total // (4 if self.vision["nested"] else self._each)
+        write("answers", (groups, groups, 0, 0))
         rows = {"patches": patches, "segments": segments, "windows": windows}
         for key in shapes[0].inputs:
             rows[key] = np.concatenate([shape.inputs[key] for shape in shapes])

@@ -40,8 +40,11 @@ def layout(vision: Mapping[str, Any], height: int, width: int) -> Layout:
     if window:
         order = np.lexsort((tx, ty, tx // window, ty // window))
     gy, gx = ty[order], tx[order]
-    inner = np.arange(merge * merge)
-    y, x = (gy[:, None] * merge + inner // merge).ravel(), (gx[:, None] * merge + inner % merge).ravel()
+    iy, ix = np.divmod(np.arange(merge * merge), merge)
+    if vision["nested"]:  # 2 x 2 patches follow one another, a window
+        number, inner = np.divmod(np.arange(merge * merge), 4)
+        iy, ix = number // (merge // 2) * 2 + inner // 2, number % (merge // 2) * 2 + inner % 2
+    y, x = (gy[:, None] * merge + iy).ravel(), (gx[:, None] * merge + ix).ravel()
     live = len(y) + bool(vision["class_row"])
     if vision["class_row"]:
         y, x = (np.append(axis, np.full(merge * merge, -1)) for axis in (y, x))
@@ -52,6 +55,9 @@ def layout(vision: Mapping[str, Any], height: int, width: int) -> Layout:
     ends = np.append(starts[1:], len(order))
     own = np.repeat(np.stack([starts, ends], 1), ends - starts, 0) * merge * merge
     windows = np.repeat(own, merge * merge, 0)
+    if vision["nested"]:
+        begin = np.arange(len(windows)) // 4 * 4
+        windows = np.stack([begin, begin + 4], 1)
     return Layout(y, x, live, group[final], windows.astype(np.int32))
 
 

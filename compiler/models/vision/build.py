@@ -96,6 +96,7 @@ def described(vision, hidden: int, functions: Sequence[ImageSpec], parameters: d
         "merge": c.merge,
         "window": c.window,
         "by_column": c.by_column,
+        "nested": c.inner > 0,
         "class_row": c.class_row,
         "table": cast(Any, c.table),
         "turns": turns,

@@ -55,6 +55,7 @@ class VisionConfig:
     turns: Turns | None = None
     window: int = 0
     full: tuple[int, ...] = ()
+    inner: int = 0  # layers after which 2 x 2 rows become one, of merge x merge; 0: all become one at the end
     by_column: bool = False  # tokens follow one another along columns
     breaks: bool = False  # a learned row ends each row of tokens but the last
     deepstack: tuple[int, ...] = ()  # layers whose output, projected, joins the decoder's first layers

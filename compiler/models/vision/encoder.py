@@ -29,6 +29,8 @@ def encoder(g: VisionGraph):
     deep = []
     for i in range(c.layers):
         x = feed_forward(g, attention(g, x, i), i)
+        if c.inner == i + 1:
+            x = projectors()[c.projector].between(g, x)
         if i in c.deepstack:
             block = f"v.deepstack.{i}."
             deep.append(mlp(g, g.norm(g.merged(x), block + "norm"), block + "fc1", block + "fc2"))
@@ -41,12 +43,16 @@ def encoder(g: VisionGraph):
 def attention(g: VisionGraph, x, i: int):
     block = f"v.blk.{i}."
     h = g.norm(x, block + "ln1")
-    q, k, v = (g.linear(h, f"{block}attn_{which}.weight") for which in "qkv")
+    q, k, v = queries_keys_values(g, h, block)
     q, k = (g.turned(g.head_norm(one, f"{block}attn_{which}_norm")) for one, which in ((q, "q"), (k, "k")))
     if g.vision.value_norm:
         v = g.grouped_norm(v, g.vision.head_dim)
     y = g.linear(g.attend(q, k, v, i), block + "attn_out.weight")
     return g.add(x, finished(g, y, block, "attn_post_norm", "ls1"))
+
+
+def queries_keys_values(g: VisionGraph, h, block: str) -> list:
+    return [g.linear(h, f"{block}attn_{which}.weight") for which in "qkv"]
 
 
 def feed_forward(g: VisionGraph, x, i: int):

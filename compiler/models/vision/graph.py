@@ -55,6 +55,7 @@ class VisionGraph(Graph):
         return found
 
     def emit(self, op: Operator, args) -> relax.Var:
+        # With two levels of merging "answers" has the live rows of the first one; kernels clamp it to those they have.
         rows = shape_of(args[-1] if isinstance(op, PackedAttention) else args[0])[0]
         return self.bb.emit(ops.call(op, [self.state if rows == self.m else self._tokens, *args]))
 
@@ -146,24 +147,36 @@ class VisionGraph(Graph):
 
         return self.bb.emit_te(turn, x, angles, primfunc_name_hint="turn_heads")
 
-    def attend(self, q, k, v, layer: int) -> relax.Var:
-        """Attention within images, or within windows of them."""
-        c = self.vision
-        name = "windows" if c.window and layer not in c.full else "segments"
-        segments = self.parameter(name, "io", tensor_type((self.m, 2), "int32"))
-        op = PackedAttention(heads=c.heads, kv_heads=c.heads, d=c.head_dim, m=self.m, scale=c.scale)
+    def attend(self, q, k, v, layer: int | None) -> relax.Var:
+        """Attention within images, or within windows of them; None: within windows."""
+        c, m = self.vision, shape_of(q)[0]
+        windows = layer is None or (c.window and layer not in c.full)
+        segments = self.parameter("windows" if windows else "segments", "io", tensor_type((self.m, 2), "int32"))
+        if m < self.m:
+            segments = self.bb.emit_te(_merged_segments, segments, m, primfunc_name_hint="merge_segments")
+        op = PackedAttention(heads=c.heads, kv_heads=c.heads, d=c.head_dim, m=m, scale=c.scale)
         return self.emit(op, [segments, q, k, v])
 
     def merged(self, x) -> relax.Var:
-        """The rows of each token side by side."""
-        (m, k), count = shape_of(x), self.vision.merge**2
+        """The rows of each token side by side, or of the 2 x 2 that become one."""
+        (m, k), count = shape_of(x), self._count
         return self.bb.emit(OPS.reshape(x, (m // count, count * k))) if count > 1 else x
 
+    @property
+    def _count(self) -> int:
+        return 4 if self.vision.inner else self.vision.merge**2
+
     def pooled(self, x, factor: float = 1.0) -> relax.Var:
-        """The mean of the rows of each token, times a factor."""
-        (m, k), count = shape_of(x), self.vision.merge**2
+        """The mean of the rows that `merged` puts side by side, times a factor."""
+        (m, k), count = shape_of(x), self._count
         parts = self.bb.emit(OPS.reshape(x, (m // count, count, k)))
         return self.scaled(self.bb.emit(OPS.sum(parts, [1])), factor / count)
 
     def subtract(self, x, y) -> relax.Var:
         return self.bb.emit(OPS.subtract(x, y))
+
+
+def _merged_segments(segments, m: int):
+    """Of groups of rows."""
+    each = int(segments.shape[0]) // m
+    return te.compute((m, 2), lambda row, end: segments[row * each, end] // each, "merged_segments")

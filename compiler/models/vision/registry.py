@@ -25,21 +25,22 @@ GRID = 1024  # patches along a side of an image, at most
 @dataclass(frozen=True)
 class Projector:
     """read: the fields of VisionConfig that are its own; project: emits what follows the layers, through a VisionGraph;
-    prepare: changes tensors, by name, before the graph takes them."""
+    prepare: changes tensors, by name, before the graph takes them; between: emits what follows layer `inner`."""
 
     read: Callable[[Keys], dict[str, Any]]
     project: Callable[[Any, Any], Any]
     prepare: Callable[[VisionConfig, Any], None]
+    between: Callable[[Any, Any], Any]
 
 
 _registered: dict[str, Projector] = {}
 
 
-def projector(name: str, project, prepare=lambda config, tensors: None) -> Callable:
+def projector(name: str, project, prepare=lambda config, tensors: None, between=lambda g, x: x) -> Callable:
     """Registers a projector by the function that reads its metadata."""
 
     def register(read):
-        _registered[name] = Projector(read, project, prepare)
+        _registered[name] = Projector(read, project, prepare, between)
         return read
 
     return register

@@ -5,7 +5,7 @@ import pytest
 
 from mlc_amd.runtime.images.layout import angles, layout, patches_of, positions
 
-PLAIN = {"merge": 2, "window": 0, "by_column": False, "class_row": "", "table": "rows"}
+PLAIN = {"merge": 2, "window": 0, "by_column": False, "nested": False, "class_row": "", "table": "rows"}
 
 
 def test_patches_of_a_token_follow_one_another():
@@ -30,6 +30,15 @@ def test_a_class_token_has_a_group_of_its_own():
     found = patches_of(pixels, 2, of)
     assert found[1].tolist() == [2, 3, 6, 7, 18, 19, 22, 23, 34, 35, 38, 39]
     assert not found[4:].any()
+
+
+def test_a_token_of_nested_windows():
+    of = layout(PLAIN | {"merge": 4, "nested": True}, 4, 8)
+    assert list(zip(of.y[:8].tolist(), of.x[:8].tolist(), strict=True)) == [
+        (0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)
+    ]  # fmt: skip
+    assert of.windows[:8].tolist() == [[0, 4]] * 4 + [[4, 8]] * 4
+    assert set(of.x[16:]) == {4, 5, 6, 7}
 
 
 def test_rows_of_a_window_are_one_run():
