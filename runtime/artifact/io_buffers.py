@@ -16,8 +16,8 @@ ENCODED = "encoded"  # what functions of an image encoder return
 RESULTS = (*OUTPUTS, ENCODED)
 # Inputs of an image encoder's functions, with a row for each patch: its pixels; what is added to the embeddings
 # (learned positions, the class token); cosines and sines of rotary positions; the first row and the end of what it
-# attends to, in layers without windows and with them.
-PATCHES = ("patches", "added", "turns", "segments", "windows")
+# attends to, in layers without windows and with them; the rows that convolutions take for each group.
+PATCHES = ("patches", "added", "turns", "segments", "windows", "neighbours")
 ROWS = ("hidden", "drafted")  # kept tensors with a row for each row of a step, for functions that guess tokens
 _SELDOM = ("changes", "allowed")  # io buffers of sampling that most steps do not use
 # io buffers that the host may write while the device computes what does not read them: see `launches_before_late`.

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlc_amd.runtime.artifact.io_buffers import ENCODED
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.images.layout import Layout, angles, layout, patches_of, positions
+from mlc_amd.runtime.images.layout import Layout, angles, layout, neighbours, patches_of, positions
 from mlc_amd.runtime.images.prepared import PreparedImage
 
 _SHAPES = 16  # of which what is computed is kept: tiles of one picture have few
@@ -111,7 +111,7 @@ class ImageEncoder:
         shapes = [self._of(*self._patches(image)) for image in images]
         starts = np.cumsum([0, *(shape.of.rows for shape in shapes)])
         total = int(starts[-1])
-        name = next(name for patches, name in self._functions if patches >= total)
+        size, name = next(one for one in self._functions if one[0] >= total)
         io, write = self.vision["io"], self._device.write
         patches = np.zeros((total, io["patches"]), np.float32)
         segments = np.stack([np.arange(total), np.arange(1, total + 1)], 1).astype(np.int32)
@@ -127,6 +127,13 @@ class ImageEncoder:
         rows = {"patches": patches, "segments": segments, "windows": windows}
         for key in shapes[0].inputs:
             rows[key] = np.concatenate([shape.inputs[key] for shape in shapes])
+        if "neighbours" in io:  # rows of the second convolution come after all that the first one may have
+            found = [neighbours(shape.of) for shape in shapes]
+            rows["neighbours"] = table = np.full((size // 4 + total // 16, io["neighbours"]), -1, np.int32)
+            for (patches_taken, groups_taken), start in zip(found, starts, strict=False):
+                for taken, first, each in ((patches_taken, 0, 4), (groups_taken, size // 4, 16)):
+                    at = first + start // each
+                    table[at : at + len(taken)] = np.where(taken < 0, -1, taken + start * 4 // each)
         for key in io.keys() & rows.keys():
             write(key, rows[key])
         self._device.run(name)

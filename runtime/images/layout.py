@@ -69,6 +69,18 @@ def patches_of(pixels: np.ndarray, size: int, of: Layout) -> np.ndarray:
     return np.where(of.y[:, None] < 0, np.float32(0), tiles[of.y, of.x])
 
 
+def neighbours(of: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that convolutions of 3 x 3 with a stride of 2 take, where groups of 2 x 2 follow one another: int32 [rows /
+    4, 9] of each group of patches, and [rows / 16, 9] of each group of these; -1 outside of the image."""
+    found, (dy, dx) = [], np.divmod(np.arange(9), 3)
+    for each in (1, 4):
+        y, x = of.y[::each] // (2 if each > 1 else 1), of.x[::each] // (2 if each > 1 else 1)
+        place = np.full((y.max() + 3, x.max() + 3), -1, np.int32)  # with a border
+        place[y + 1, x + 1] = np.arange(len(y))
+        found.append(place[y[::4, None] + dy, x[::4, None] + dx])
+    return found[0], found[1]
+
+
 # ---- learned positions
 
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from tvm import relax
 
-from mlc_amd.compiler.models.vision.config import VisionConfig
+from mlc_amd.compiler.models.vision.config import NEIGHBOURS, VisionConfig
 from mlc_amd.compiler.models.vision.encoder import encoder
 from mlc_amd.compiler.models.vision.graph import VisionGraph
 from mlc_amd.compiler.models.vision.prepare import BREAK, ON_HOST
@@ -79,7 +79,7 @@ def described(vision, hidden: int, functions: Sequence[ImageSpec], parameters: d
     used = {name for kind, name in parameters[functions[0].name] if kind == "io"}
     widths = {
         "patches": vision.tensors["v.patch_embd.weight"].shape[-1], "added": c.hidden, "turns": 2 * c.head_dim,
-        "segments": 2, "windows": 2,
+        "segments": 2, "windows": 2, "neighbours": NEIGHBOURS,
     }  # fmt: skip
     turns = {**asdict(c.turns), "span": c.turns.span(c.head_dim)} if c.turns else None
     return {
@@ -96,7 +96,7 @@ def described(vision, hidden: int, functions: Sequence[ImageSpec], parameters: d
         "merge": c.merge,
         "window": c.window,
         "by_column": c.by_column,
-        "nested": c.inner > 0,
+        "nested": c.inner > 0 or c.convolved,
         "class_row": c.class_row,
         "table": cast(Any, c.table),
         "turns": turns,

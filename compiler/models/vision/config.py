@@ -4,6 +4,8 @@ makes rows for the decoder of its output."""
 from dataclasses import dataclass
 from typing import Literal
 
+NEIGHBOURS = 9  # rows that a convolution takes
+
 
 @dataclass(frozen=True)
 class Turns:
@@ -56,6 +58,7 @@ class VisionConfig:
     window: int = 0
     full: tuple[int, ...] = ()
     inner: int = 0  # layers after which 2 x 2 rows become one, of merge x merge; 0: all become one at the end
+    convolved: bool = False  # rows become tokens by two convolutions, each of 3 x 3 rows with a stride of 2
     by_column: bool = False  # tokens follow one another along columns
     breaks: bool = False  # a learned row ends each row of tokens but the last
     deepstack: tuple[int, ...] = ()  # layers whose output, projected, joins the decoder's first layers

@@ -12,7 +12,7 @@ from tvm import relax, te
 
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.models.graph import BLOCK, ONES, OPS, Graph
-from mlc_amd.compiler.models.vision.config import VisionConfig
+from mlc_amd.compiler.models.vision.config import NEIGHBOURS, VisionConfig
 from mlc_amd.compiler.ops import shape_of, tensor_type
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import HALF_MAX
@@ -171,6 +171,21 @@ class VisionGraph(Graph):
         (m, k), count = shape_of(x), self._count
         parts = self.bb.emit(OPS.reshape(x, (m // count, count, k)))
         return self.scaled(self.bb.emit(OPS.sum(parts, [1])), factor / count)
+
+    def convolved(self, x, name: str) -> relax.Var:
+        """A convolution of 3 x 3 rows with a stride of 2. io "neighbours": for each group of 4 patches the numbers of
+        its 9 rows, -1 for none; then for each group of 16 the numbers of its 9 groups of 4."""
+        (m, k), first = shape_of(x), 0 if shape_of(x)[0] == self.m else self.m // 4
+        table = self.parameter("neighbours", "io", tensor_type((self.m, NEIGHBOURS), "int32"))
+
+        def gather(table, x):
+            def element(row, column):
+                source = table[first + row, column // k]
+                return te.if_then_else(source < 0, 0.0, x[te.max(source, 0), column % k])
+
+            return te.compute((m // 4, NEIGHBOURS * k), element, "gathered")
+
+        return self.linear(self.bb.emit_te(gather, table, x, primfunc_name_hint="gather_neighbours"), name)
 
     def subtract(self, x, y) -> relax.Var:
         return self.bb.emit(OPS.subtract(x, y))

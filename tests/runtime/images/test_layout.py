@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlc_amd.runtime.images.layout import angles, layout, patches_of, positions
+from mlc_amd.runtime.images.layout import angles, layout, neighbours, patches_of, positions
 
 PLAIN = {"merge": 2, "window": 0, "by_column": False, "nested": False, "class_row": "", "table": "rows"}
 
@@ -39,6 +39,18 @@ def test_a_token_of_nested_windows():
     ]  # fmt: skip
     assert of.windows[:8].tolist() == [[0, 4]] * 4 + [[4, 8]] * 4
     assert set(of.x[16:]) == {4, 5, 6, 7}
+
+
+def test_neighbours_of_convolutions():
+    of = layout(PLAIN | {"merge": 4, "nested": True}, 8, 8)
+    place = {(int(y), int(x)): row for row, (y, x) in enumerate(zip(of.y, of.x, strict=True))}
+    first, second = neighbours(of)
+    for group, taken in enumerate(first):
+        y, x = int(of.y[group * 4]), int(of.x[group * 4])
+        assert taken.tolist() == [place.get((y + dy, x + dx), -1) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
+    assert second.shape == (4, 9)
+    assert second[0].tolist() == [-1, -1, -1, -1, 0, 1, -1, 2, 3]
+    assert [of.y[4 * one].tolist() for one in second[3]] == [2, 2, 2, 4, 4, 4, 6, 6, 6]
 
 
 def test_rows_of_a_window_are_one_run():
