@@ -11,6 +11,8 @@ from typing import Any, cast
 from mlc_amd.compiler import memory, sampling
 from mlc_amd.compiler.gguf.reader import quantization
 from mlc_amd.compiler.lowering import Lowered
+from mlc_amd.compiler.models.config import Model, attentions
+from mlc_amd.compiler.models.images import has_places
 from mlc_amd.compiler.weights import random_tensors
 from mlc_amd.runtime.artifact.artifact import source_id
 from mlc_amd.runtime.artifact.io_buffers import io_buffers
@@ -22,6 +24,7 @@ from mlc_amd.runtime.artifact.manifest import (
     ManifestFunction,
     ManifestKernel,
     ManifestModel,
+    ManifestImages,
 )
 from mlc_amd.runtime.cache.kv_types import KvType
 from mlc_amd.runtime.errors import one_line
@@ -64,7 +67,18 @@ def manifest_body(lowered: Lowered, compiled: Mapping[str, Any], weights: bool) 
         body["part_bytes"] = sum(source.nbytes for source in lowered.weights if RANK not in source.name)
     if "exchange" in compiled:
         body["exchange"] = compiled["exchange"]
+    if model.features:
+        body["images"] = _images(model)
     return body
+
+
+def _images(model: Model) -> ManifestImages:
+    images = any(a.images for a in attentions(model.config))
+    return {
+        "columns": model.features,
+        "attention": "image" if images else "causal",
+        "positions": "grid" if has_places(model) else "sequence",
+    }
 
 
 def format_totals(tensors: Mapping[str, Any]) -> dict[str, FormatTotals]:
@@ -122,4 +136,5 @@ def _io(lowered: Lowered) -> dict[str, Buffer]:
         spans={tensor["span"] for tensor in lowered.kept if "span" in tensor},
         drafts=config.predictor is not None,
         vision=lowered.vision,
+        images=_images(lowered.model) if lowered.model.features else None,
     )

@@ -91,6 +91,7 @@ class ShardedModel:
     metadata = property(lambda self: self.whole.metadata)
     files = property(lambda self: self.whole.files)
     vision = property(lambda self: self.whole.vision)
+    features = property(lambda self: self.whole.features)
 
     def check_unchanged(self) -> None:
         self.whole.check_unchanged()

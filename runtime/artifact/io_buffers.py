@@ -3,7 +3,7 @@ which follow from functions, vocabulary and context. An artifact with other buff
 
 from collections.abc import Iterable, Mapping
 
-from mlc_amd.runtime.artifact.manifest import Buffer
+from mlc_amd.runtime.artifact.manifest import Buffer, ManifestImages, Vision
 from mlc_amd.runtime.cache.pages import CELL_COLUMNS, STATE
 from mlc_amd.runtime.sampling.layout import row_shapes
 
@@ -20,12 +20,13 @@ RESULTS = (*OUTPUTS, ENCODED)
 PATCHES = ("patches", "added", "turns", "segments", "windows", "neighbours")
 ROWS = ("hidden", "drafted")  # kept tensors with a row for each row of a step, for functions that guess tokens
 _SELDOM = ("changes", "allowed")  # io buffers of sampling that most steps do not use
+FEATURES = "features"  # of the rows of images, which most steps do not have
 # io buffers that the host may write while the device computes what does not read them: see `launches_before_late`.
 LATE = ("sampling", *_SELDOM)
 SLOTS = 64  # rows of a page table: sequences of a step, at most
 # Buffers with a row for each row of a step, or for each row of logits. A function uses the first ones, as many as it
 # has rows or logits; of all other buffers kernels take the whole.
-PER_ROW = ("tokens", "rows", "sources", *PATCHES)
+PER_ROW = ("tokens", "rows", "sources", "places", FEATURES, *PATCHES)
 PER_ANSWER = ("logits", "sampling", "changes", "allowed", "sampled", "logprobs", ENCODED)
 
 
@@ -36,7 +37,7 @@ def page_table(span: int) -> str:
 
 def is_kept(name: str) -> bool:
     """Whether an input stays the same for many steps: devices copy it only after it was written."""
-    return name.startswith(_TABLES) or name in (CELLS, *_SELDOM, *PATCHES)
+    return name.startswith(_TABLES) or name in (CELLS, FEATURES, *_SELDOM, *PATCHES)
 
 
 def results_of(function: Mapping) -> set[str]:
@@ -57,17 +58,28 @@ def launches_before_late(function: Mapping, launched: Mapping) -> int | None:
 
 
 def io_buffers(
-    rows: int, logits: int, sampled: int, columns: int, blocks: int, spans: Iterable[int], drafts: bool, vision
+    rows: int,
+    logits: int,
+    sampled: int,
+    columns: int,
+    blocks: int,
+    spans: Iterable[int],
+    drafts: bool,
+    vision: Vision | None,
+    images: ManifestImages | None,
 ) -> dict[str, Buffer]:
     """rows, logits: of a function, at most; sampled: rows of logits of a function that samples, at most; columns: of
     logits; blocks: pages of a sequence of full length; spans: of the cached layers, STATE of those that keep states;
-    drafts: whether there are functions that guess tokens; vision: of the manifest, None without an image encoder."""
+    drafts: whether there are functions that guess tokens; vision, images: of the manifest, None without an image
+    encoder."""
     shapes: dict[str, tuple[int, ...]] = {
         "state": (4,),
         "answers": (4,),
         "tokens": (rows,),
         "rows": (rows, 2),
         **({"sources": (rows,)} if drafts else {}),
+        **({FEATURES: (rows, images["columns"])} if images else {}),
+        **({"places": (rows, 3)} if images and images["positions"] == "grid" else {}),
         **{page_table(span): (SLOTS, CELL_COLUMNS if span == STATE else blocks) for span in sorted(spans)},
         "logits": (logits, columns),
         **row_shapes(sampled, columns),
@@ -78,5 +90,5 @@ def io_buffers(
         rows, each = max(vision["buckets"].values()), vision["merge"] ** 2
         for name, columns in vision["io"].items():
             shapes[name] = (rows // each if name == ENCODED else rows, columns)
-    floats = ("logits", "logprobs", ENCODED, "patches", "added", "turns")
+    floats = ("logits", "logprobs", FEATURES, ENCODED, "patches", "added", "turns")
     return {name: {"dtype": "float32" if name in floats else "int32", "shape": [*of]} for name, of in shapes.items()}

@@ -239,6 +239,15 @@ class Vision(TypedDict):
     breaks: bool
 
 
+class ManifestImages(TypedDict):
+    """What a decoder takes of images. columns: of a row of features; attention: "image" where the rows of an image see
+    one another; positions: of these for RoPE, those of a grid or of the sequence."""
+
+    columns: _Size
+    attention: Literal["causal", "image"]
+    positions: Literal["sequence", "grid"]
+
+
 class ManifestBody(TypedDict):
     """All that the compiler knows; `write_manifest` adds the rest."""
 
@@ -256,6 +265,7 @@ class ManifestBody(TypedDict):
     libraries: Annotated[dict[str, _FileName], Meta(min_length=1)]
     launches: dict[str, dict[str, DeviceLaunches]]
     exchange: NotRequired[ManifestExchange]
+    images: NotRequired[ManifestImages]
     arena_bytes: _Count
     io: dict[str, Buffer]
     kv: list[KvTensor]

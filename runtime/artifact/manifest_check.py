@@ -137,6 +137,7 @@ def _check_io(manifest: Manifest) -> None:
         spans={entry["span"] for entry in manifest["kv"] if "span" in entry},
         drafts=any(is_draft(name) for name in manifest["functions"]),
         vision=manifest.get("vision"),
+        images=manifest.get("images"),
     )
     for name in sorted(expected.keys() | io.keys()):
         wanted, found = (_tensor(buffers[name]) if name in buffers else None for buffers in (expected, io))

@@ -43,6 +43,9 @@ class StepLoop:
         self._lock = StepLock()
         self._background: threading.Thread | None = None
         self._watched: set[Request] = set()  # of answers that the background thread computes
+        self.scheduler.has_features = runner.images.__contains__
+        self._encoding: Iterator[None] | None = None  # of images, in progress
+        self._encoded = False  # the last step was a piece of that
 
     # ---- the lock
 
@@ -142,8 +145,12 @@ class StepLoop:
     # ---- steps, by the thread that holds the lock
 
     def _step(self) -> bool:
-        """Completes a step; starts as many as the device computes at once. False if there is nothing to compute."""
+        """Completes a step; starts as many as the device computes at once. False if there is nothing to compute. Pieces
+        of the encoding of images and steps of answers take turns."""
         self._drop_ended()
+        if (self._encoding or self.scheduler.missing) and not self._encoded:
+            return self._encode()
+        self._encoded = False
         while self.scheduler.may_plan and not (self.speculation and self._started):
             step = self._plan()
             if step is None:
@@ -152,14 +159,28 @@ class StepLoop:
                 self._compute(step)
                 return True
         if not self._started:
-            return False
+            return bool(self._encoding or self.scheduler.missing) and self._encode()
         self._finish(self._started[0])
+        return True
+
+    def _encode(self) -> bool:
+        """Computes a piece of the encoding of images that chunks wait for."""
+        self._settle()
+        self._encoding = self._encoding or self.runner.images.encode(self.scheduler.missing)
+        self._encoded = True
+        try:
+            next(self._encoding)
+        except BaseException as error:
+            self._encoding, self.scheduler.missing = None, []
+            if not isinstance(error, StopIteration):
+                raise
         return True
 
     def _plan(self) -> PlannedStep | None:
         before = set(self.scheduler.running)
         step = self.scheduler.plan()
-        if step is None and self.scheduler.unfinished and self.private and not self._started:
+        waits = self.scheduler.unfinished and not self.scheduler.missing
+        if step is None and waits and self.private and not self._started:
             self.private.free()
             step = self.scheduler.plan()
         if step:

@@ -45,10 +45,12 @@ def wanted_rows(op: Operator, arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _embed(c: Case) -> dict[str, Result]:
-    ids = np.clip(c.arrays["tokens"][c.rows], 0, c.op.vocab - 1)
-    planes = {name: array for name, array in c.arrays.items() if name not in ("state", "tokens", "X")}
-    x = weights.rows_of(c.layout, c.op.fmt, planes, ids)
-    return {"": Result(x * np.float32(c.op.scale), c.rows)}
+    tokens = c.arrays["tokens"][c.rows]
+    planes = {name: array for name, array in c.arrays.items() if name not in ("state", "tokens", "features", "X")}
+    x = weights.rows_of(c.layout, c.op.fmt, planes, np.clip(tokens, 0, c.op.vocab - 1)) * np.float32(c.op.scale)
+    if c.op.features:
+        x = np.where(tokens[:, None] < 0, c.arrays["features"][c.rows][:, : c.op.k], x)
+    return {"": Result(x, c.rows)}
 
 
 def _norm_rows(c: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -155,7 +157,7 @@ def _placed(c: Case, layer: Attention, rows: np.ndarray) -> np.ndarray:
 def _rotated(c: Case, rows: np.ndarray, layer: Attention, rope: Rope, name: str, count: int) -> np.ndarray:
     """Q or K of these rows: normalized and rotated heads."""
     positions, _ = c.places(rows)
-    cs = c.arrays["CS"][positions] if rope.rotary else np.zeros((len(rows), 0))
+    cs = c.arrays["CS"][rows if rope.by_row else positions] if rope.rotary else np.zeros((len(rows), 0))
     weight = c.arrays[name + "N"][: layer.d] if rope.eps is not None else None
     return kv.rope_reference(_heads(c, name, rows, layer.d, count), cs, rope, weight)
 
