@@ -14,7 +14,6 @@ from tvm import relax, te
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.functions import HIDDEN, FunctionSpec
 from mlc_amd.compiler.models import exchanges
-from mlc_amd.compiler.models import images as image_rows
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, Model, ModelConfig, attentions
 from mlc_amd.compiler.ops import shape_of, tensor_type
 from mlc_amd.runtime.artifact.io_buffers import page_table
@@ -82,7 +81,7 @@ class Graph:
     bb: relax.BlockBuilder
     parameters: dict[str, tuple] = field(default_factory=dict)  # name: (Var, kind)
     terms: set[relax.Var] = field(default_factory=set)  # of sums over the GPUs that share the model
-    angles: dict[str, relax.Var] = field(default_factory=dict)  # of images.angles, by kind of layer
+    row_tables: dict[str, relax.Var] = field(default_factory=dict)  # of images.place
     hidden: relax.Var | None = None  # the rows before the last norm, once they are emitted
     drafted: relax.Var | None = None  # of transformer.predictor
 
@@ -122,13 +121,14 @@ class Graph:
 
     # ---- the decoder's vocabulary
 
-    def embed(self, name: str, scale: float = 1.0, images: bool = False) -> relax.Var:
-        """images: their features take the place of negative tokens' rows, which are those of token 0 otherwise."""
+    def embed(self, name: str, scale: float = 1.0, features: relax.Var | None = None) -> relax.Var:
+        """features: take the place of negative tokens' rows, which are those of token 0 otherwise."""
         tensor = self.model.tensors[name]
         vocab, k = tensor.shape
-        columns = self.model.features if images else 0
+        given = [] if features is None else [features]
+        columns = self.model.features if given else 0
         op = Embed(fmt=tensor.format, vocab=vocab, k=k, m=self.m, scale=float(scale), features=columns)
-        return self.emit(op, [self.tokens, *([image_rows.features(self)] if columns else []), self.weight(name)])
+        return self.emit(op, [self.tokens, *given, self.weight(name)])
 
     def norm(self, x, name: str, rows: str = "all") -> relax.Var:
         """The model's kind of norm. name: without ".weight", which some files lack."""
@@ -280,7 +280,7 @@ class Graph:
         if a.temperature and self.ctx + a.temperature.offset > a.temperature.length:
             q = self.scaled_by_position(q, TEMPERATURES)
         rope = self.config.ropes.get(a.rope)
-        table = [image_rows.angles(self, a.rope)] if rope else []
+        table = [self.row_tables.get(a.rope, self.parameters[f"{a.rope}.table"][0])] if rope else []
         layer_of = self.target.layer(a, self.ctx)
         writes = a.kv_layer is None
         norms = [self.head_norm(block, which, a) for which in ("qk" if writes else "q")] if a.head_norms else []
@@ -291,7 +291,7 @@ class Graph:
             neox=bool(rope and rope.neox), rotary=rope.dim if rope else 0,
             eps=self.config.norm_eps if a.head_norms else None, norm_after=a.norm_after_rope,
             value_norm=a.value_norm and writes, writes=writes,
-            by_row=bool(rope and rope.sections) and image_rows.has_places(self.model),
+            by_row=a.rope in self.row_tables,
         )  # fmt: skip
         op = RopeKvWrite(layer=layer_of, rope=rotation, m=self.m, query_dtype=self.target.query_dtype)
         rotated = self.emit(op, sources)

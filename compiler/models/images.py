@@ -31,7 +31,8 @@ def features(g: Graph) -> relax.Var:
 
 def inputs(g: Graph) -> relax.Var:
     """The rows before the first layer."""
-    return g.embed("token_embd.weight", g.config.embedding_scale, images=True)
+    place(g)
+    return g.embed("token_embd.weight", g.config.embedding_scale, features(g) if g.model.features else None)
 
 
 def deepstack(g: Graph, x, layer: int) -> relax.Var:
@@ -50,15 +51,12 @@ def deepstack(g: Graph, x, layer: int) -> relax.Var:
     return g.bb.emit_te(add_features, *arguments, primfunc_name_hint="add_features")
 
 
-def angles(g: Graph, name: str) -> relax.Var:
-    """RoPE's table of that kind of layer: of each position or, where rows have places, of each row."""
-    table, rope = g.parameters[f"{name}.table"][0], g.config.ropes[name]
-    if not (rope.sections and has_places(g.model)):
-        return table
-    if name not in g.angles:
-        places = g.parameter("places", "io", tensor_type((g.m, 3), "int32"))
+def place(g: Graph) -> None:
+    """Turns RoPE's tables of positions into those of the step's rows, where these have places."""
+    ropes = {name: rope for name, rope in g.config.ropes.items() if rope.sections} if has_places(g.model) else {}
+    for name, rope in ropes.items():
 
-        def rope_angles(places, table):
+        def rope_angles(places, table, rope=rope):
             def element(row, column):
                 place = places[row, 0]
                 for component, holds in rope.components(column // 2):
@@ -67,5 +65,5 @@ def angles(g: Graph, name: str) -> relax.Var:
 
             return te.compute((g.m, rope.dim), element, "angles")
 
-        g.angles[name] = g.bb.emit_te(rope_angles, places, table, primfunc_name_hint="rope_angles")
-    return g.angles[name]
+        places, table = g.parameter("places", "io", tensor_type((g.m, 3), "int32")), g.parameters[f"{name}.table"][0]
+        g.row_tables[name] = g.bb.emit_te(rope_angles, places, table, primfunc_name_hint="rope_angles")

@@ -170,6 +170,7 @@ def predictor(g: Graph):
     has = layer.predictor
     assert has
     output = "token_embd.weight" if c.tied else "output.weight"
+    images.place(g)
     h = g.gathered(DRAFTED) if g.spec.chained else g.norm(g.kept_hidden, c.output_norm)
     e = g.embed(own + "embed_tokens.weight" if has.embedding else "token_embd.weight", c.embedding_scale)
     both = g.joined(g.rms_norm(e, own + "enorm.weight"), g.rms_norm(h, own + "hnorm.weight"))

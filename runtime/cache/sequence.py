@@ -24,7 +24,7 @@ from mlc_amd.runtime.cache.sequence_state import SequenceState
 from mlc_amd.runtime.images.rows import ImagePart, ImageRows, Prompt
 
 # of a step: token, position, slot, and its place for RoPE where images have positions in a grid
-SingleRow = tuple[int, int, int] | tuple[int, int, int, int]
+SingleRow = tuple[int, ...]
 SNAPSHOT_PART = 2  # of the cells, one of so many is reserved for snapshots, not for guesses
 SNAPSHOTS = 512  # tokens between snapshots of the state of a sequence that continues
 RELEASED = -1  # instead of a page that was released because no later row sees it

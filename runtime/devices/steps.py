@@ -17,7 +17,7 @@ def write_step(
     """Writes everything but the page tables. function: the manifest's entry. Returns the number of rows of logits: of
     the single rows in their order, then of the chunk's last token, or of all its tokens where the function computes the
     logits of all rows (`answer_rows`). ValueError for more rows than the function takes, and for none."""
-    ids, position, slot, places, _, together = ChunkRows(*(chunk or ((), 0, 0)))
+    ids, position, slot, places, _, together = chunk or ChunkRows((), 0, 0)
     single = len(singles)
     live = single + len(ids)
     if not 0 < live <= function["rows"] or single > function["single"]:

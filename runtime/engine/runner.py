@@ -55,13 +55,13 @@ class Runner:
         except BaseException:
             self.cache.mark_changed()
             raise
-        if chunk and (images := ChunkRows(*chunk).images):
+        if chunk and (images := chunk.images):
             rows = self.images.rows(images, len(singles), len(singles) + len(chunk[0]))
             self.device.write(FEATURES, rows)
         return write_step(self.device, self._entries[function.name], singles, chunk)
 
     def _function(self, singles: Sequence[SingleRow], chunk: ChunkRows | None) -> StepFunction:
-        count, images = (len(chunk[0]), bool(ChunkRows(*chunk).images)) if chunk else (0, False)
+        count, images = (len(chunk[0]), bool(chunk.images)) if chunk else (0, False)
         return self.functions.of(len(singles), count, images)
 
     def prepare_chunk(self, chunk: ChunkRows) -> str:
@@ -74,7 +74,7 @@ class Runner:
         """`prepare`, where rows of a chunk may take the place of single rows."""
         if not (function.steps and chunk):
             return self.prepare(function, singles, chunk)
-        ids, position, slot, places, *_ = ChunkRows(*chunk)
+        ids, position, slot, places, *_ = chunk
         rows = [(int(token), position + i, slot) for i, token in enumerate(ids)]
         if places is not None:
             rows = [(*row, int(place)) for row, place in zip(rows, places[:, 0], strict=True)]

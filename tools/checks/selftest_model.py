@@ -91,7 +91,7 @@ class Sequences:
                 long = [(int(ids[0]), position, self.short)] if rows == single else []
                 others = range(min(single - len(long), self.short, short))
                 singles = [*long, *((int(random.integers(vocab)), age, slot) for slot in others)]
-                found.append(Step(name, singles, None if long else (ids, position, self.short)))
+                found.append(Step(name, singles, None if long else ChunkRows(ids, position, self.short)))
                 position, age = position + count, min(age + bool(others), self.manifest["page"] - 1)
         return found
 

@@ -219,13 +219,21 @@ def _attended(c: Case, layer: Attention, rows: np.ndarray, q: np.ndarray, caches
     (positions, slots), found = c.places(rows), np.empty((len(rows), layer.heads * layer.value_d))
     for slot in np.unique(slots):
         mine = slots == slot
-        end = int(positions[mine].max()) + 1
+        image = _image_end(c, layer, slot)
+        end = max(int(positions[mine].max()) + 1, image)
         pooled = zip(pools, (layer.d, layer.value_d), strict=True)
         k, v = (kv.of_slot(x, c.arrays["pages"], slot, end)[:, :end, :d].astype(np.float64) for x, d in pooled)
         for pool, exact in zip((k, v), own or (), strict=False):
             pool[:, positions[mine]] = exact[mine].transpose(1, 0, 2)
-        found[mine] = kv.attention_reference(layer, q[mine], k, v, positions[mine], sinks)
+        found[mine] = kv.attention_reference(layer, q[mine], k, v, positions[mine], sinks, image)
     return {"": Result(found, rows)}
+
+
+def _image_end(c: Case, layer: Attention, slot: int) -> int:
+    """The position after the image that the chunk begins with, if it is of that slot; 0: there is none."""
+    rows = np.arange(c.single, min(c.single + int(c.arrays["state"][2]), c.live)) if layer.images else np.arange(0)
+    positions, slots = c.places(rows)
+    return int(positions.max()) + 1 if len(rows) and slots[0] == slot else 0
 
 
 def _attention(c: Case) -> dict[str, Result]:
