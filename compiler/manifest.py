@@ -22,9 +22,9 @@ from mlc_amd.runtime.artifact.manifest import (
     FormatTotals,
     ManifestBody,
     ManifestFunction,
+    ManifestImages,
     ManifestKernel,
     ManifestModel,
-    ManifestImages,
 )
 from mlc_amd.runtime.cache.kv_types import KvType
 from mlc_amd.runtime.errors import one_line

@@ -19,7 +19,8 @@ from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.scheduler import SchedulerLimits
 from mlc_amd.runtime.engine.step_loop import StepLoop
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.images.features import Encoder, Features
+from mlc_amd.runtime.images.encoder import ImageEncoder
+from mlc_amd.runtime.images.features import Features
 from mlc_amd.runtime.images.prepared import PreparedImage
 from mlc_amd.runtime.images.rows import Prompt
 from mlc_amd.runtime.speculation.own_draft import OwnDraft
@@ -42,14 +43,16 @@ class LogitsEngine(Closing):
                 f"{artifact.path} has a tokenizer of {self.tokenizer.vocab_size} tokens for a model of {self.vocab}; "
                 "compile the model again"
             )
-        self._limits, self._images = limits, Features()
+        self._limits = limits
+        encoder = ImageEncoder(artifact, device) if "vision" in artifact.manifest else None
+        self.features = Features(encoder)  # of images
         self._open()
 
     def _open(self) -> None:
         """An empty cache, and what works with it."""
         manifest = self.artifact.manifest
         self.cache = KvCache(pages_of(self.device, manifest), self.context, images=manifest.get("images"))
-        self._runner = Runner(self.artifact, self.device, self.cache, self._images)
+        self._runner = Runner(self.artifact, self.device, self.cache, self.features)
         functions = self._runner.functions
         rows = functions.single_rows, functions.chunk_rows, functions.mixed_rows, self._runner.scored
         limits = self._limits or SchedulerLimits(*rows, sizes=functions.chunk_sizes)
@@ -72,11 +75,6 @@ class LogitsEngine(Closing):
     def kv_usage(self) -> KvUsage:
         """How full the KV cache is."""
         return self.cache.usage
-
-    def set_encoder(self, encoder: Encoder) -> None:
-        """What computes the features of images, by the thread that computes steps."""
-        with self._loop.exclusive():
-            self._images.encoder = encoder
 
     # ---- speculation
 

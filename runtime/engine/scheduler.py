@@ -83,7 +83,7 @@ class Scheduler:
         self._blocked = False  # no further request can start until pages are released
         self._alone = False  # the last step was that of a chunk alone
         self.has_features: Callable[[PreparedImage], bool] = lambda image: True
-        self.missing: list[PreparedImage] = []  # images without features, for which chunks waited in the last plan
+        self.missing: dict[Request, list[PreparedImage]] = {}  # without features, which the last plan lacked
 
     @property
     def unfinished(self) -> int:
@@ -160,7 +160,7 @@ class Scheduler:
             raise RuntimeError("the last step is neither completed nor abandoned")
         while self._cancels:
             self.finish(self._cancels.popleft(), "cancelled")
-        singles, prefilling, busy, self.missing = [], {}, self._busy, []
+        singles, prefilling, busy, self.missing = [], {}, self._busy, {}
         for request in self.running:
             pending = _sequence(request).pending
             if len(request.generated) >= max(request.limit, 1) or not pending or request in busy:
@@ -343,9 +343,9 @@ class Scheduler:
         sequence, scored = _sequence(request), request.scored
         count = chunk_size(sequence.pending, sizes, min(sequence.room, most))
         start, count = sequence.computed, sequence.step_size(count)
-        self.missing += [
-            part.image for part in sequence.images.parts(start, count) if not self.has_features(part.image)
-        ]
+        parts = sequence.images.parts(start, count)
+        if lacking := [part.image for part in parts if not self.has_features(part.image)]:
+            self.missing[request] = lacking
         if not (count := sequence.images.known(start, count, self.has_features)):
             return None
         if scored is None:

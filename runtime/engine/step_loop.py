@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import Sequence
 from mlc_amd.runtime.engine.answers import Answer
+from mlc_amd.runtime.engine.encoding import Encoding
 from mlc_amd.runtime.engine.requests import PlannedStep, Request, Scoring
 from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, ChosenToken, TokenChoice, right_ones
@@ -44,8 +45,7 @@ class StepLoop:
         self._background: threading.Thread | None = None
         self._watched: set[Request] = set()  # of answers that the background thread computes
         self.scheduler.has_features = runner.images.__contains__
-        self._encoding: Iterator[None] | None = None  # of images, in progress
-        self._encoded = False  # the last step was a piece of that
+        self._encoding = Encoding(self.scheduler, runner.images)
 
     # ---- the lock
 
@@ -148,9 +148,8 @@ class StepLoop:
         """Completes a step; starts as many as the device computes at once. False if there is nothing to compute. Pieces
         of the encoding of images and steps of answers take turns."""
         self._drop_ended()
-        if (self._encoding or self.scheduler.missing) and not self._encoded:
+        if self._encoding.is_next:
             return self._encode()
-        self._encoded = False
         while self.scheduler.may_plan and not (self.speculation and self._started):
             step = self._plan()
             if step is None:
@@ -159,21 +158,15 @@ class StepLoop:
                 self._compute(step)
                 return True
         if not self._started:
-            return bool(self._encoding or self.scheduler.missing) and self._encode()
+            return self._encoding.waits and self._encode()
         self._finish(self._started[0])
         return True
 
     def _encode(self) -> bool:
-        """Computes a piece of the encoding of images that chunks wait for."""
+        """Computes a piece of the encoding of images."""
         self._settle()
-        self._encoding = self._encoding or self.runner.images.encode(self.scheduler.missing)
-        self._encoded = True
-        try:
-            next(self._encoding)
-        except BaseException as error:
-            self._encoding, self.scheduler.missing = None, []
-            if not isinstance(error, StopIteration):
-                raise
+        for request, error in self._encoding.piece():
+            self._fail(request, error)
         return True
 
     def _plan(self) -> PlannedStep | None:
@@ -374,6 +367,14 @@ class StepLoop:
         del self._answers[request]
         self._watched.discard(request)
 
+    def _fail(self, request: Request, error: BaseException) -> None:
+        if answer := self._answers.get(request):
+            answer.fail(error)
+            self._forget(request, "failed")
+        elif scoring := self._scorings.get(request):
+            scoring.fail(error)
+            self._drop_scoring(request)
+
     def _drop_scoring(self, request: Request) -> None:
         self.scheduler.finish(request, "scored")
         self._watched.discard(request)
@@ -395,12 +396,8 @@ class StepLoop:
             try:
                 self._step()
             except Exception as error:
-                for answer in list(self._answers.values()):
-                    answer.fail(error)
-                    self._forget(answer.request, "failed")
-                for scoring in list(self._scorings.values()):
-                    scoring.fail(error)
-                    self._drop_scoring(scoring.request)
+                for request in [*self._answers, *self._scorings]:
+                    self._fail(request, error)
             finally:
                 self._lock.release()
 
@@ -411,9 +408,8 @@ class StepLoop:
         self.cancel_all()
         with self.exclusive():
             self._drop_ended()
-            for scoring in list(self._scorings.values()):
-                scoring.fail(MachineError(CLOSED))
-                self._drop_scoring(scoring.request)
+            for request in list(self._scorings):
+                self._fail(request, MachineError(CLOSED))
             self._lock.closed = True
         if self._background and self._background is not threading.current_thread():
             self._background.join()

@@ -24,8 +24,8 @@ class Encoder(Protocol):
 class Features:
     """At most `limit` bytes, but those of the last image in any case. Used by the thread that computes steps."""
 
-    def __init__(self, limit: int = LIMIT) -> None:
-        self.encoder: Encoder | None = None
+    def __init__(self, encoder: Encoder | None = None, limit: int = LIMIT) -> None:
+        self.encoder = encoder
         self._limit, self._bytes = limit, 0
         self._found: OrderedDict[bytes, np.ndarray] = OrderedDict()  # those that were used last are at the end
 
