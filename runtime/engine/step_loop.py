@@ -24,7 +24,6 @@ from mlc_amd.runtime.engine.sampled_rows import GREEDY, ChosenToken, TokenChoice
 from mlc_amd.runtime.engine.scheduler import RequestCounts, Scheduler, SchedulerLimits
 from mlc_amd.runtime.engine.step_lock import CLOSED, StepLock
 from mlc_amd.runtime.errors import MachineError
-from mlc_amd.runtime.speculation.own_draft import OwnDraft
 from mlc_amd.runtime.speculation.speculation import Speculation
 
 
@@ -224,7 +223,7 @@ class StepLoop:
             if self.speculation:
                 if not step.chunk:
                     self._learn(self.speculation, step, found, guessed - begun, seconds)
-                self._follow(self.speculation, step, [token for tokens in chosen for token in tokens])
+                self.speculation.follow(step, [token for tokens in chosen for token in tokens], self.clock)
         self._complete(step, found)
 
     def _complete(self, step: PlannedStep, found: list[list[ChosenToken]]) -> None:
@@ -316,20 +315,6 @@ class StepLoop:
         speculation.completed(drafts, counts, guess_s, step_s)
         for request, guesses in drafts.items():
             self._answers[request].verified(len(guesses), counts[request] - 1)
-
-    def _follow(self, speculation: Speculation, step: PlannedStep, chosen: list[ChosenToken]) -> None:
-        """Has a drafter that follows steps follow this one, for a prompt or where guesses are worth their time."""
-        drafter = speculation.drafter
-        if not isinstance(drafter, OwnDraft) or (step.chunk and step.chunk.scored):
-            return
-        if step.chunk:
-            drafter.follow(step, chosen)
-        elif speculation.following:
-            begun = self.clock()
-            drafter.follow(step, chosen)
-            speculation.followed(len(chosen), self.clock() - begun)
-        else:
-            drafter.skip()
 
     def _run(self, step: PlannedStep) -> list[list[ChosenToken]]:
         """The tokens chosen for each of the step's answers: after its newest token, and after each guess."""
