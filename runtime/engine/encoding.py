@@ -22,9 +22,8 @@ class Encoding:
         """Whether there is something to encode."""
         return self._pieces is not None or bool(self._scheduler.missing)
 
-    @property
-    def is_next(self) -> bool:
-        """Whether its turn comes before a step of answers."""
+    def takes_turn(self) -> bool:
+        """Whether a piece comes before the next step of answers, which the following call then says no to."""
         self._was_last = self.waits and not self._was_last
         return self._was_last
 

@@ -147,7 +147,7 @@ class StepLoop:
         """Completes a step; starts as many as the device computes at once. False if there is nothing to compute. Pieces
         of the encoding of images and steps of answers take turns."""
         self._drop_ended()
-        if self._encoding.is_next:
+        if self._encoding.takes_turn():
             return self._encode()
         while self.scheduler.may_plan and not (self.speculation and self._started):
             step = self._plan()
