@@ -13,10 +13,12 @@ from mlc_amd.compiler import memory
 from mlc_amd.compiler.codegen.target import Target
 from mlc_amd.compiler.functions import FunctionSpec, with_drafts
 from mlc_amd.compiler.models.build import build_module
+from mlc_amd.compiler.models.vision.build import ImageSpec, described, image_functions
 from mlc_amd.compiler.passes import fuse
 from mlc_amd.compiler.plan import LaunchPlan, make_plan
 from mlc_amd.compiler.weights import WeightSource, weight_sources
-from mlc_amd.runtime.artifact.manifest import KvTensor
+from mlc_amd.runtime.artifact.io_buffers import ENCODED
+from mlc_amd.runtime.artifact.manifest import KvTensor, Vision
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.operators.attention import PAGE
 
@@ -26,7 +28,7 @@ DEFAULT_CONTEXT = 4096  # tokens of KV cache by default
 @dataclass(frozen=True)
 class Lowered:
     """context: tokens of KV cache. module: calls of kernels. kept: what lives from step to step. weights: what the
-    weights' files hold."""
+    weights' files hold. images: the functions of the image encoder; vision: the manifest's entry of it."""
 
     model: Any
     target: Target
@@ -36,6 +38,8 @@ class Lowered:
     kept: list[KvTensor]
     weights: list[WeightSource]
     plan: LaunchPlan
+    images: list[ImageSpec]
+    vision: Vision | None
 
 
 def lower(model, target: Target, ctx: int | None = None) -> Lowered:
@@ -43,13 +47,16 @@ def lower(model, target: Target, ctx: int | None = None) -> Lowered:
     default the model's context up to 4096. UserError if it is too large for the model or for kernels."""
     ctx, kept = sizes(model.config, target, ctx)
     functions = with_drafts(target.functions_of(model.config, ctx), model.config)
-    module, parameters = build_module(model, target, functions, ctx)
+    images = image_functions(model.vision.config, ctx) if model.vision else []
+    module, parameters = build_module(model, target, functions, ctx, images)
     module = target.select_kernels(fuse(module, target))
     weights = weight_sources(model, target, parameters, ctx)
     tensors = {source.name: [spec.name for spec in source.planes] for source in weights}
     outputs = {spec.name: spec.outputs(model.config) for spec in functions}
+    outputs |= {spec.name: (("io", ENCODED),) for spec in images}
     plan = make_plan(module, parameters, tensors, outputs)
-    return Lowered(model, target, ctx, functions, module, kept, weights, plan)
+    vision = described(model.vision, model.config.hidden, images, parameters) if images else None
+    return Lowered(model, target, ctx, functions, module, kept, weights, plan, images, vision)
 
 
 def sizes(config, target: Target, ctx: int | None) -> tuple[int, list[KvTensor]]:

@@ -11,6 +11,8 @@ from typing import Any, cast
 from mlc_amd.compiler import memory, sampling
 from mlc_amd.compiler.gguf.reader import quantization
 from mlc_amd.compiler.lowering import Lowered
+from mlc_amd.compiler.models.config import Model, attentions
+from mlc_amd.compiler.models.images import has_places
 from mlc_amd.compiler.weights import random_tensors
 from mlc_amd.runtime.artifact.artifact import source_id
 from mlc_amd.runtime.artifact.io_buffers import io_buffers
@@ -20,6 +22,7 @@ from mlc_amd.runtime.artifact.manifest import (
     FormatTotals,
     ManifestBody,
     ManifestFunction,
+    ManifestImages,
     ManifestKernel,
     ManifestModel,
 )
@@ -58,11 +61,24 @@ def manifest_body(lowered: Lowered, compiled: Mapping[str, Any], weights: bool) 
         "token_bytes": memory.token_bytes(model.config, target, ctx, lowered.kept),
         "weight_bytes": sum(source.nbytes for source in lowered.weights),
     }
+    if lowered.vision:
+        body["vision"] = lowered.vision
     if model.gpus > 1:
         body["part_bytes"] = sum(source.nbytes for source in lowered.weights if RANK not in source.name)
     if "exchange" in compiled:
         body["exchange"] = compiled["exchange"]
+    if model.features:
+        body["images"] = _images(model)
     return body
+
+
+def _images(model: Model) -> ManifestImages:
+    images = any(a.images for a in attentions(model.config))
+    return {
+        "columns": model.features,
+        "attention": "image" if images else "causal",
+        "positions": "grid" if has_places(model) else "sequence",
+    }
 
 
 def format_totals(tensors: Mapping[str, Any]) -> dict[str, FormatTotals]:
@@ -76,7 +92,7 @@ def format_totals(tensors: Mapping[str, Any]) -> dict[str, FormatTotals]:
 
 
 def _functions(lowered: Lowered) -> dict[str, ManifestFunction]:
-    return {
+    decoders: dict[str, ManifestFunction] = {
         f.name: {
             "rows": f.m,
             "single": f.single,
@@ -86,6 +102,17 @@ def _functions(lowered: Lowered) -> dict[str, ManifestFunction]:
         }
         for f in lowered.functions
     }
+    encoders: dict[str, ManifestFunction] = {
+        f.name: {
+            "rows": f.m,
+            "single": 0,
+            "logits": f.tokens,
+            "samples": False,
+            "launches": lowered.plan.functions[f.name],
+        }
+        for f in lowered.images
+    }
+    return decoders | encoders
 
 
 def _kernels(lowered: Lowered) -> list[ManifestKernel]:
@@ -108,4 +135,6 @@ def _io(lowered: Lowered) -> dict[str, Buffer]:
         blocks=lowered.context // PAGE,
         spans={tensor["span"] for tensor in lowered.kept if "span" in tensor},
         drafts=config.predictor is not None,
+        vision=lowered.vision,
+        images=_images(lowered.model) if lowered.model.features else None,
     )

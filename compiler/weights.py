@@ -21,6 +21,7 @@ from mlc_amd.compiler.models.graph import ONES, table_columns
 from mlc_amd.compiler.models.rope import position_table
 from mlc_amd.compiler.models.shards import parts_of
 from mlc_amd.compiler.models.tensors import is_vector
+from mlc_amd.compiler.models.vision.prepare import ON_HOST
 from mlc_amd.compiler.quant import repack
 from mlc_amd.compiler.quant.draws import draws
 from mlc_amd.runtime.artifact.manifest import RANK, RandomTensor
@@ -36,6 +37,7 @@ _PACKING = (
         "mlc_amd.compiler",
         ("gguf/reader.py", "gguf/tensor.py", "gguf/synthetic.py", "models/tensors.py", "models/shards.py"),
     ),
+    ("mlc_amd.compiler", ("models/vision/prepare.py",)),
     ("mlc_amd.schedules", ("formats.py", "cpu/linear/planes.py", "gpu/base/planes.py")),
 )
 
@@ -58,6 +60,8 @@ class WeightSource:
 def weight_sources(model, target, parameters, ctx: int) -> list[WeightSource]:
     """What the functions take, in the order of their parameters."""
     names = dict.fromkeys(name for function in parameters.values() for kind, name in function if kind == "weight")
+    if model.vision:  # what the host reads, too
+        names |= dict.fromkeys(name for name in ON_HOST if name in model.tensors)
     tables, found = table_columns(model.config), []
     for name in names:
         if name in tables:

@@ -10,7 +10,8 @@ from mlc_amd.schedules.tir import Buffer, declared
 
 class Sources(NamedTuple):
     """Q float32 [m, heads*d], K and V [m, kv_heads*d], the norms' weights QN and KN [d], CS [ctx, rotary] with CS[pos,
-    2i] = cos, CS[pos, 2i+1] = sin of pair i. None: the kernel has no such parameter."""
+    2i] = cos, CS[pos, 2i+1] = sin of pair i, or [m, rotary] with those of each row. None: the kernel has no such
+    parameter."""
 
     Q: Buffer
     K: Buffer
@@ -29,7 +30,8 @@ def rope_args(attention: Attention, m: int, rope: Rope) -> Sources:
     key = (m, padded_columns(attention.kv_heads * d)) if rope.writes else None
     norm = (padded_columns(d),) if normed else None
     shapes = {"Q": (m, padded_columns(attention.heads * d)), "K": key, "V": key, "QN": norm, "KN": key and norm}
-    return Sources(*declared(**shapes, CS=(attention.ctx, rope.rotary) if rope.rotary else None))
+    table = (m if rope.by_row else attention.ctx, rope.rotary) if rope.rotary else None
+    return Sources(*declared(**shapes, CS=table))
 
 
 def latent_args(op: LatentKvWrite) -> list[Buffer]:

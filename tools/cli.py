@@ -31,7 +31,7 @@ from mlc_amd.tools.terminal import terminal
 VERBS = {
     "chat": "talk with a model",
     "generate": "continue a text",
-    "embed": "compute vectors of texts",
+    "embed": "compute vectors of texts, or of a picture",
     "rerank": "score texts by how well they answer a query",
     "serve": "serve models over HTTP, with a chat page",
     "pull": "download a model from huggingface.co",

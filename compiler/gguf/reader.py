@@ -9,6 +9,7 @@ The file is not mapped: the system ends a process that touches a mapped page whi
 became shorter or its disk failed. Reading copies at the speed of memory, several times that of repacking.
 """
 
+import math
 import os
 import re
 import stat
@@ -98,11 +99,13 @@ class GGUFModel(Closing):
     path: what was opened, for messages; a synthetic model's spec. files: all parts of it; none for a synthetic model.
     metadata: GGUF keys as plain Python values (of the first part of a split file).
     stored: the file's tensors by name, in its order. tensors: those that the graph refers to, the same but for merged
-    ones. config: the typed hyperparameters. gpus, joins, sums: of a model that is not divided (models/shards.py)."""
+    ones, and those of the image encoder. config: the typed hyperparameters. vision: the encoder's VisionFile, if there
+    is one. gpus, joins, sums: of a model that is not divided (models/shards.py)."""
 
     gpus = 1
     joins: frozenset[str] = frozenset()
     sums: frozenset[str] = frozenset()
+    features = 0  # columns of a row of an image
 
     def __init__(
         self,
@@ -114,6 +117,7 @@ class GGUFModel(Closing):
     ):
         self.path, self.metadata, self.config, self.files = path, metadata, config, tuple(files)
         self._opened: Sequence[_File] = ()
+        self.vision: Any = None
         self.stored, self.tensors = tensors, _with_parts(config, tensors)
 
     @classmethod
@@ -138,6 +142,12 @@ class GGUFModel(Closing):
         model._opened = files
         return model
 
+    def add_vision(self, vision) -> None:
+        """Gives the model an image encoder, a VisionFile, which is closed with it."""
+        self.vision, self.files = vision, (*self.files, Path(vision.path))
+        self.features = self.config.hidden * (1 + len(vision.config.deepstack))
+        self.tensors = {**self.tensors, **vision.tensors}
+
     @property
     def size(self) -> int:
         """Bytes of all parts; 0 of a synthetic model."""
@@ -145,12 +155,12 @@ class GGUFModel(Closing):
 
     def close(self) -> None:
         """Releases the file. Blocks that were read stay valid; reading more raises ValueError. May be called again."""
-        for file in self._opened:
+        for file in (*self._opened, *([self.vision] if self.vision else [])):
             file.close()
 
     def check_unchanged(self) -> None:
         """UserError if somebody has written to the file since it was opened."""
-        for file in self._opened:
+        for file in (*self._opened, *([self.vision] if self.vision else [])):
             file.check_unchanged()
 
 
@@ -183,6 +193,11 @@ def read_header(path: str | Path) -> tuple[dict[str, object], list[TensorEntry],
         file.close()
     entries = [entry for file in files for entry in file.header.tensors]
     return files[0].header.metadata, entries, sum(file.size for file in files)
+
+
+def open_file(path: str) -> "_File":
+    """One file and its header, whatever its architecture."""
+    return _File(path)
 
 
 class _File:
@@ -229,8 +244,9 @@ class _File:
             )
         return data
 
-    def tensor(self, entry: TensorEntry) -> Tensor:
-        """That tensor, after checking that its type is supported and its blocks lie inside the file."""
+    def tensor(self, entry: TensorEntry, flat: bool = False) -> Tensor:
+        """That tensor, after checking that its type is supported and its blocks lie inside the file. flat: as a matrix,
+        whatever dimensions a row has."""
         supported = by_gguf_type(entry.gguf_type)
         if supported is None:
             try:
@@ -245,6 +261,8 @@ class _File:
         shape: tuple[int, ...] = entry.shape
         while len(shape) > 2 and shape[0] == 1:
             shape = shape[1:]
+        if flat and len(shape) > 2:
+            shape = shape[0], math.prod(shape[1:])
         columns = shape[-1] if shape else 1
         if len(shape) > 3:
             raise UserError(

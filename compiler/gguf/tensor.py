@@ -6,6 +6,7 @@ stacks transposed, rows and columns filled with zeros.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 import gguf
 import numpy as np
@@ -180,6 +181,17 @@ class Tensor:
             return found
 
         return Tensor(self.name, self.format, shape, fetch)
+
+    @staticmethod
+    def made(name: str, shape: tuple[int, ...], values: Callable[[], np.ndarray], format: str = "f32") -> "Tensor":
+        """A vector or matrix of what a function returns, computed once, in a float format of numpy's."""
+
+        @cache
+        def whole() -> np.ndarray:
+            rows = values().reshape(math.prod(shape[:-1]), shape[-1])
+            return np.ascontiguousarray(rows, FORMATS[format].dtype).view(np.uint8)
+
+        return Tensor(name, format, shape, lambda start, stop: whole()[start:stop])
 
     def entries(self, name: str, first: int, count: int) -> "Tensor":
         """The vector of `count` entries of this vector, from `first` on, as f32."""

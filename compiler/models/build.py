@@ -4,6 +4,8 @@ They return what runtime/artifact/io_buffers.py's OUTPUTS names: the logits and,
 of these and its log-probability; where the model has a predicting layer, its input or output, too.
 """
 
+from collections.abc import Sequence
+
 import tvm
 from tvm import relax
 
@@ -12,15 +14,16 @@ from mlc_amd.compiler.models.encoder import encoder
 from mlc_amd.compiler.models.graph import Graph
 from mlc_amd.compiler.models.registry import architectures
 from mlc_amd.compiler.models.transformer import predictor
+from mlc_amd.compiler.models.vision.build import ImageSpec, build_encoders
 
 
 def build_module(
-    model, target, functions: list[FunctionSpec], ctx: int
+    model, target, functions: list[FunctionSpec], ctx: int, images: Sequence[ImageSpec] = ()
 ) -> tuple[tvm.IRModule, dict[str, list[tuple[str, str]]]]:
     """The module with one Relax function each, and for each function the (kind, name) of its parameters (see
-    `Graph.parameters`)."""
+    `Graph.parameters`). images: the functions of the model's image encoder."""
     bb = relax.BlockBuilder()
-    parameters = {}
+    parameters = build_encoders(bb, model, target, images, ctx) if images else {}
     for spec in functions:
         with bb.function(spec.name):
             g = Graph(model, target, spec, ctx, bb)

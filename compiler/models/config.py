@@ -30,6 +30,18 @@ class RopeConfig:
     log_multiplier: float = 0.0  # yarn: 1 + 0.1 * log_multiplier * ln(factor) divides cos and sin; 0: does not
     factors: str = ""  # tensor [dim/2] that divides the angle of each pair, such as rope_freqs.weight (Llama 3.1)
     long_factors: str = ""  # the same for caches of more than original_context tokens (longrope)
+    sections: tuple[int, ...] = ()  # pairs that turn by t, by y and by x of an image's row (M-RoPE); (): all by one
+    interleaved: bool = False  # pairs of the sections take turns (Qwen3-VL); False: the sections follow one another
+
+    def components(self, pair):
+        """Which of (t, y, x) turns a pair: [(its number, on what condition)], else t. pair: an int or an expression.
+        As ggml_mrope_cache_init (ggml/src/ggml-cpu/ops.cpp), but for pairs in none of the three sections, which t turns
+        as in Qwen3-VL's own code, and nothing in ggml."""
+        t, y, x, *_ = self.sections
+        if self.interleaved:
+            return [(1, (pair % 3 == 1) & (pair < 3 * y)), (2, (pair % 3 == 2) & (pair < 3 * x))]
+        within = pair % sum(self.sections)
+        return [(1, (within >= t) & (within < t + y)), (2, (within >= t + y) & (within < t + y + x))]
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,7 @@ class AttentionConfig:
     latent: LatentConfig | None = None  # kv_heads is 1, and head_dim the columns of attention's keys
     alibi: float = 0.0  # ALiBi's largest bias, of encoders; 0: none
     output_gate: bool = False  # attn_q holds each head's rows of Q, then of a gate: the output times sigmoid(gate)
+    images: bool = False  # the rows of an image see one another
 
 
 @dataclass(frozen=True)
@@ -356,13 +369,18 @@ def attentions(config: ModelConfig) -> Iterator[AttentionConfig]:
 class Model(Protocol):
     """A model as GGUFModel, synthetic ones and ShardedModel have it: tensors by name, of which a graph reads shape,
     rows and format. gpus: that share it by tensor; sums: names of the matrices of which each GPU has some columns, so
-    that products are terms of a sum; joins: of those of which each has some rows, and all need whole products."""
+    that products are terms of a sum; joins: of those of which each has some rows, and all need whole products.
+    features: columns of what an image's encoder makes of a row: the row of the embedding, then what is added to it
+    after layer 0, after layer 1 .. (deepstack); 0: there is no encoder."""
 
     @property
     def config(self) -> ModelConfig: ...
 
     @property
     def tensors(self) -> Mapping[str, Any]: ...
+
+    @property
+    def vision(self) -> Any: ...
 
     @property
     def gpus(self) -> int: ...
@@ -372,3 +390,6 @@ class Model(Protocol):
 
     @property
     def joins(self) -> frozenset[str]: ...
+
+    @property
+    def features(self) -> int: ...

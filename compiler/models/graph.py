@@ -6,7 +6,7 @@ for each function parameter where the runtime finds it: ("io", "tokens"), ("weig
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tvm import relax, te
@@ -59,9 +59,14 @@ def _relu_sq(x):
     return OPS.power(OPS.nn.relu(x), relax.const(2.0, "float32"))
 
 
-# of FeedForwardConfig.act
+def _quick_gelu(x):
+    return OPS.multiply(x, OPS.sigmoid(OPS.multiply(x, relax.const(1.702, "float32"))))
+
+
+# of FeedForwardConfig.act and VisionConfig.act
 ACTIVATIONS = {
-    "silu": relax.op.nn.silu, "gelu": relax.op.nn.gelu_tanh, "relu_sq": _relu_sq, "tanh": relax.op.tanh,
+    "silu": relax.op.nn.silu, "gelu": relax.op.nn.gelu_tanh, "relu_sq": _relu_sq, "gelu_erf": relax.op.nn.gelu,
+    "quick_gelu": _quick_gelu, "tanh": relax.op.tanh,
 }  # fmt: skip
 
 
@@ -76,6 +81,7 @@ class Graph:
     bb: relax.BlockBuilder
     parameters: dict[str, tuple] = field(default_factory=dict)  # name: (Var, kind)
     terms: set[relax.Var] = field(default_factory=set)  # of sums over the GPUs that share the model
+    row_tables: dict[str, relax.Var] = field(default_factory=dict)  # of images.place
     hidden: relax.Var | None = None  # the rows before the last norm, once they are emitted
     drafted: relax.Var | None = None  # of transformer.predictor
 
@@ -115,11 +121,14 @@ class Graph:
 
     # ---- the decoder's vocabulary
 
-    def embed(self, name: str, scale: float = 1.0) -> relax.Var:
+    def embed(self, name: str, scale: float = 1.0, features: relax.Var | None = None) -> relax.Var:
+        """features: take the place of negative tokens' rows, which are those of token 0 otherwise."""
         tensor = self.model.tensors[name]
         vocab, k = tensor.shape
-        op = Embed(fmt=tensor.format, vocab=vocab, k=k, m=self.m, scale=float(scale))
-        return self.emit(op, [self.tokens, self.weight(name)])
+        given = [] if features is None else [features]
+        columns = self.model.features if given else 0
+        op = Embed(fmt=tensor.format, vocab=vocab, k=k, m=self.m, scale=float(scale), features=columns)
+        return self.emit(op, [self.tokens, *given, self.weight(name)])
 
     def norm(self, x, name: str, rows: str = "all") -> relax.Var:
         """The model's kind of norm. name: without ".weight", which some files lack."""
@@ -273,7 +282,7 @@ class Graph:
         if a.temperature and self.ctx + a.temperature.offset > a.temperature.length:
             q = self.scaled_by_position(q, TEMPERATURES)
         rope = self.config.ropes.get(a.rope)
-        table = [self.parameters[f"{a.rope}.table"][0]] if rope else []
+        table = [self.row_tables.get(a.rope, self.parameters[f"{a.rope}.table"][0])] if rope else []
         layer_of = self.target.layer(a, self.ctx)
         writes = a.kv_layer is None
         norms = [self.head_norm(block, which, a) for which in ("qk" if writes else "q")] if a.head_norms else []
@@ -284,6 +293,7 @@ class Graph:
             neox=bool(rope and rope.neox), rotary=rope.dim if rope else 0,
             eps=self.config.norm_eps if a.head_norms else None, norm_after=a.norm_after_rope,
             value_norm=a.value_norm and writes, writes=writes,
+            by_row=a.rope in self.row_tables,
         )  # fmt: skip
         op = RopeKvWrite(layer=layer_of, rope=rotation, m=self.m, query_dtype=self.target.query_dtype)
         rotated = self.emit(op, sources)
@@ -317,7 +327,9 @@ class Graph:
         workspace = self.target.attention_workspace(a, self.ctx, self.spec.single)
         buffers = [self.parameter(name, "kv", tensor_type(*of)) for name, of in workspace.items()]
         inputs = [self.rows, pages, q, *cache, *sinks, *buffers]
-        op = CausalAttention(layer=self.target.layer(a, self.ctx), m=self.m, single=self.spec.single, layout="")
+        seen = a.images and self.model.features > 0 and self.m > self.spec.single
+        layer = replace(self.target.layer(a, self.ctx), images=seen)
+        op = CausalAttention(layer=layer, m=self.m, single=self.spec.single, layout="")
         return self.emit(op, inputs)
 
     def pages(self, span: int) -> relax.Var:

@@ -27,6 +27,7 @@ from mlc_amd.runtime.errors import shorten
 
 MAX_LAYERS = 1024  # the largest known models have about 130: more means a damaged file
 MAX_EXPERTS = 1024  # llama.cpp takes up to 512
+SECTIONS = 4  # of RoPE's pairs: t, y, x of an image's rows, and one that no model has
 MAX_TAPS = 16  # of a convolution: known models have 3 or 4; what kernels of GPUs take
 ROPE, LOCAL_ROPE = "rope", "local_rope"  # keys of ModelConfig.ropes
 ROPE_FACTORS = "rope_freqs.weight"
@@ -41,6 +42,7 @@ NORMS_AROUND: dict[str, Any] = {
 NORMS_AFTER: dict[str, Any] = {
     "mixer_norms": Norms(after="post_attention_norm"), "feed_forward_norms": Norms(after="post_ffw_norm"),
 }  # fmt: skip
+INTERLEAVED = ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")  # architectures whose RoPE sections take turns
 GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax_used"}  # of expert_gating_func
 
 
@@ -139,9 +141,14 @@ def read_rope(keys: Keys, head_dim: int, neox: bool, scaled: bool = True, **vari
         raise keys.error(f"RoPE's frequency base is {base:g}, it must be above 1; convert the model again")
     if dim % 2 or dim > head_dim:
         raise keys.error(f"RoPE's dimensions ({dim}) must be even and <= {head_dim} to be compiled; use another model")
+    sections = keys.integers("rope.dimension_sections", SECTIONS, 0, minimum=0)
+    if sum(sections) > dim // 2:
+        raise keys.error(f"RoPE's sections {sections} are more than its {dim // 2} pairs; convert the model again")
     fields: dict[str, Any] = {
         "dim": dim,
         "base": base,
+        "sections": tuple(sections) if any(sections) else (),
+        "interleaved": keys.prefix in INTERLEAVED,
         "neox": neox,
         "scaling": scaling,
         "factor": factor,

@@ -90,6 +90,8 @@ class ShardedModel:
     path = property(lambda self: self.whole.path)
     metadata = property(lambda self: self.whole.metadata)
     files = property(lambda self: self.whole.files)
+    vision = property(lambda self: self.whole.vision)
+    features = property(lambda self: self.whole.features)
 
     def check_unchanged(self) -> None:
         self.whole.check_unchanged()

@@ -1,7 +1,7 @@
 """The graph of decoders: layers of a mixer (attention or one that keeps a state) and a feed-forward block, dense or a
 mixture of experts.
 
-    x = embedding
+    x = embedding, or an image's row of features
     x = x + norm(mixer(h))                                           h = norm(x)     each norm where the layer has one
     x = x + norm(W_down (act(W_gate h) * W_up h))                    h = norm(x)
     logits = W_out norm(x)
@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mlc_amd.compiler.functions import DRAFTED
-from mlc_amd.compiler.models import exchanges, packed, recurrent
+from mlc_amd.compiler.models import exchanges, images, packed, recurrent
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LatentConfig, LayerConfig, Norms
 from mlc_amd.schedules.operators.layouts import padded
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 def decoder(g: Graph):
     """The whole model: logits of the rows that the function answers."""
-    return logits(g, layers(g, g.embed("token_embd.weight", g.config.embedding_scale)))
+    return logits(g, layers(g, images.inputs(g)))
 
 
 def layers(g: Graph, x):
     """All layers but those that predict."""
     for i, layer in enumerate(g.config.layers):
         if not layer.predictor:
-            x = decoder_layer(g, x, i, layer)
+            x = images.deepstack(g, decoder_layer(g, x, i, layer), i)
     return x
 
 
@@ -177,6 +177,7 @@ def predictor(g: Graph):
     has = layer.predictor
     assert has
     output = "token_embd.weight" if c.tied else "output.weight"
+    images.place(g)
     h = g.gathered(DRAFTED) if g.spec.chained else g.norm(g.kept_hidden, c.output_norm)
     e = g.embed(own + "embed_tokens.weight" if has.embedding else "token_embd.weight", c.embedding_scale)
     both = g.joined(g.rms_norm(e, own + "enorm.weight"), g.rms_norm(h, own + "hnorm.weight"))

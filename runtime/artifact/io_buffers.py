@@ -3,7 +3,7 @@ which follow from functions, vocabulary and context. An artifact with other buff
 
 from collections.abc import Iterable, Mapping
 
-from mlc_amd.runtime.artifact.manifest import Buffer
+from mlc_amd.runtime.artifact.manifest import Buffer, ManifestImages, Vision
 from mlc_amd.runtime.cache.pages import CELL_COLUMNS, STATE
 from mlc_amd.runtime.sampling.layout import row_shapes
 
@@ -12,16 +12,23 @@ _TABLES = "pages."  # prefix of the names of page tables in io, before the span 
 # io buffers that kernels write, in the order in which a function returns them; the host writes the others.
 CHOSEN = ("sampled", "logprobs")
 OUTPUTS = ("logits", *CHOSEN)
+ENCODED = "encoded"  # what functions of an image encoder return
+RESULTS = (*OUTPUTS, ENCODED)
+# Inputs of an image encoder's functions, with a row for each patch: its pixels; what is added to the embeddings
+# (learned positions, the class token); cosines and sines of rotary positions; the first row and the end of what it
+# attends to, in layers without windows and with them; the rows that convolutions take for each group.
+PATCHES = ("patches", "added", "turns", "segments", "windows", "neighbours")
 ROWS = ("hidden", "drafted")  # kept tensors with a row for each row of a step, for functions that guess tokens
 _SELDOM = ("changes", "allowed")  # io buffers of sampling that most steps do not use
+FEATURES = "features"  # of the rows of images, which most steps do not have
 # io buffers that the host may write while the device computes what does not read them: see `launches_before_late`.
 LATE = ("sampling", *_SELDOM)
 SLOTS = 64  # rows of a page table: sequences of a step, at most
 # Buffers with a row for each row of a step, or for each row of logits. A function uses the first ones, as many as it
 # has rows or logits; of all other buffers kernels take the whole.
-PACKED = ("segments", "pooled")  # of encoders: first row and end of each row's text, and of each answer's rows
-PER_ROW = ("tokens", "rows", "sources", *PACKED)
-PER_ANSWER = ("logits", "sampling", "changes", "allowed", "sampled", "logprobs")
+PACKED = ("segments", "pooled")  # of encoders of texts: first row and end of each row's text, of each answer's rows
+PER_ROW = ("tokens", "rows", "sources", "places", FEATURES, *PATCHES, "pooled")
+PER_ANSWER = ("logits", "sampling", "changes", "allowed", "sampled", "logprobs", ENCODED)
 
 
 def page_table(span: int) -> str:
@@ -31,7 +38,13 @@ def page_table(span: int) -> str:
 
 def is_kept(name: str) -> bool:
     """Whether an input stays the same for many steps: devices copy it only after it was written."""
-    return name.startswith(_TABLES) or name in (CELLS, *_SELDOM)
+    return name.startswith(_TABLES) or name in (CELLS, FEATURES, *_SELDOM, *PATCHES)
+
+
+def results_of(function: Mapping) -> set[str]:
+    """The io buffers of RESULTS that a function of the manifest writes."""
+    named = {where for launch in function["launches"] for kind, where, *_ in launch["args"] if kind == "io"}
+    return named & set(RESULTS)
 
 
 def launches_before_late(function: Mapping, launched: Mapping) -> int | None:
@@ -46,17 +59,28 @@ def launches_before_late(function: Mapping, launched: Mapping) -> int | None:
 
 
 def io_buffers(
-    rows: int, logits: int, sampled: int, columns: int, blocks: int, spans: Iterable[int], drafts: bool
+    rows: int,
+    logits: int,
+    sampled: int,
+    columns: int,
+    blocks: int,
+    spans: Iterable[int],
+    drafts: bool,
+    vision: Vision | None,
+    images: ManifestImages | None,
 ) -> dict[str, Buffer]:
-    """rows, logits: of a function, at most; sampled: rows of logits of a function that samples, at most, 0 of encoders;
-    columns: of logits; blocks: pages of a sequence of full length; spans: of the cached layers, STATE of those that
-    keep states; drafts: whether there are functions that guess tokens."""
+    """rows, logits: of a function, at most; sampled: rows of logits of a function that samples, at most, 0 of encoders
+    of texts; columns: of logits; blocks: pages of a sequence of full length; spans: of the cached layers, STATE of
+    those that keep states; drafts: whether there are functions that guess tokens; vision, images: of the manifest, None
+    without an image encoder."""
     shapes: dict[str, tuple[int, ...]] = {
         "state": (4,),
         "answers": (4,),
         "tokens": (rows,),
         "rows": (rows, 2),
         **({"sources": (rows,)} if drafts else {}),
+        **({FEATURES: (rows, images["columns"])} if images else {}),
+        **({"places": (rows, 3)} if images and images["positions"] == "grid" else {}),
         **{page_table(span): (SLOTS, CELL_COLUMNS if span == STATE else blocks) for span in sorted(spans)},
         "logits": (logits, columns),
     }
@@ -64,5 +88,9 @@ def io_buffers(
         shapes |= {**row_shapes(sampled, columns), "sampled": (sampled,), "logprobs": (sampled,)}
     else:
         shapes |= dict.fromkeys(PACKED, (rows, 2))
-    floats = ("logits", "logprobs")
+    if vision:
+        rows, each = max(vision["buckets"].values()), vision["merge"] ** 2
+        for name, columns in vision["io"].items():
+            shapes[name] = (rows // each if name == ENCODED else rows, columns)
+    floats = ("logits", "logprobs", FEATURES, ENCODED, "patches", "added", "turns")
     return {name: {"dtype": "float32" if name in floats else "int32", "shape": [*of]} for name, of in shapes.items()}

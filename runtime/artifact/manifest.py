@@ -30,6 +30,7 @@ MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
 RANK = "@"  # in a tensor's name, before the number of the GPU whose part it is: all but the first one's
 FOLLOW, CHAIN = "follow_", "chain_"  # prefixes of functions that guess tokens: after a step, and after a guess
+IMAGE = "image_"  # prefix of the functions of an image encoder, before their number of patches
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 # The limits only keep what is computed with these numbers within 64 bits; other parts determine the right values.
 _Count = Annotated[int, Meta(ge=0, le=1 << 40)]
@@ -38,6 +39,7 @@ _Figure = Annotated[float, Meta(ge=0, le=1e24)]
 _Name = Annotated[str, Meta(pattern=r"^[!-~]+\Z", max_length=300)]
 _FileName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]*\Z", max_length=200)]  # no folders
 _Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+_Rows = Annotated[int, Meta(ge=1, le=1 << 20)]
 _DType = Annotated[str, Meta(pattern=r"^(bool|u?int(8|16|32|64)|bfloat16|float(16|32|64))\Z")]
 _Shape = Annotated[list[_Size], Meta(max_length=8)]
 _Grid = Annotated[list[Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]], Meta(min_length=3, max_length=3)]
@@ -232,12 +234,49 @@ class FileFacts(TypedDict):
     header: NotRequired[_Digest]
 
 
+class Vision(TypedDict):
+    """The image encoder; runtime/images/layout.py has what the keys from `patch` on mean. file: its path; metadata: the
+    keys `clip.*` of that file, but for long lists. columns: of a row of features, the decoder's width and as much again
+    for each of its first `deepstack` layers. attention: whether rows of an image see one another ("image") or only
+    those before ("causal"); positions: whether they have positions in two dimensions ("grid") or one ("sequence").
+    buckets: patches by function. io: columns of the buffers of PATCHES and of the result."""
+
+    projector: str
+    file: str
+    metadata: dict[str, Any]
+    columns: _Size
+    deepstack: _Count
+    attention: Literal["causal", "image"]
+    positions: Literal["sequence", "grid"]
+    buckets: Annotated[dict[str, _Rows], Meta(min_length=1)]
+    io: dict[str, _Rows]
+    patch: _Rows
+    merge: Annotated[int, Meta(ge=1, le=64)]
+    window: _Count
+    by_column: bool
+    nested: bool
+    class_row: Literal["", "first", "last"]
+    table: Literal["", "rows", "axes", "aligned", "linear", "smooth", "cubic", "buckets"]
+    turns: dict[str, Any] | None
+    breaks: bool
+
+
+class ManifestImages(TypedDict):
+    """What a decoder takes of images. columns: of a row of features; attention: "image" where the rows of an image see
+    one another; positions: of these for RoPE, those of a grid or of the sequence."""
+
+    columns: _Size
+    attention: Literal["causal", "image"]
+    positions: Literal["sequence", "grid"]
+
+
 class ManifestBody(TypedDict):
     """All that the compiler knows; `write_manifest` adds the rest."""
 
     name: str
     source: Source
     model: ManifestModel
+    vision: NotRequired[Vision]
     gpus: Annotated[int, Meta(ge=1, le=8)]
     target: ManifestTarget
     context: Annotated[int, Meta(ge=1, le=1 << 30)]
@@ -248,6 +287,7 @@ class ManifestBody(TypedDict):
     libraries: Annotated[dict[str, _FileName], Meta(min_length=1)]
     launches: dict[str, dict[str, DeviceLaunches]]
     exchange: NotRequired[ManifestExchange]
+    images: NotRequired[ManifestImages]
     arena_bytes: _Count
     io: dict[str, Buffer]
     kv: list[KvTensor]
@@ -277,6 +317,16 @@ def boxes_of(manifest: Manifest) -> tuple[str, ...]:
 def is_draft(name: str) -> bool:
     """Whether a function guesses tokens instead of computing them."""
     return name.startswith((FOLLOW, CHAIN))
+
+
+def is_encoder(name: str) -> bool:
+    """Whether a function encodes images."""
+    return name.startswith(IMAGE)
+
+
+def decoders(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The functions of a manifest that compute logits."""
+    return {name: function for name, function in manifest["functions"].items() if not is_encoder(name)}
 
 
 def text(manifest: ManifestBody, files: Mapping[str, FileFacts]) -> str:

@@ -8,7 +8,7 @@ declare (interface.py).
 from collections.abc import Mapping
 from math import prod
 
-from mlc_amd.runtime.artifact.io_buffers import OUTPUTS, PER_ANSWER, PER_ROW, ROWS, io_buffers, page_table
+from mlc_amd.runtime.artifact.io_buffers import ENCODED, PER_ANSWER, PER_ROW, RESULTS, ROWS, io_buffers, page_table
 from mlc_amd.runtime.artifact.manifest import (
     DeviceLaunches,
     Manifest,
@@ -16,7 +16,9 @@ from mlc_amd.runtime.artifact.manifest import (
     ManifestKernel,
     ManifestLaunch,
     boxes_of,
+    decoders,
     is_draft,
+    is_encoder,
 )
 from mlc_amd.runtime.artifact.random_weights import draw_fault
 from mlc_amd.runtime.artifact.weight_block import ALIGN, DTYPES, PAD, byte_count
@@ -39,7 +41,7 @@ _PLACES: dict[str, dict[str, tuple[str, ...] | None]] = {
     "weight": {"weight": None},
     "cache": {"kv": None},
     "states": {"kv": None},
-    "output": {"io": OUTPUTS, "arena": None, "kv": None},
+    "output": {"io": RESULTS, "arena": None, "kv": None},
     "work": {"arena": None, "kv": None},
     "zero": {"kv": None},
 }
@@ -113,12 +115,17 @@ def _check_functions(manifest: Manifest) -> None:
         good = single <= rows and logits <= rows and (single <= logits or logits == rows)
         _require(good, f"functions[{shorten(name)}]", f"{rows} rows, {single} single ones and {logits} rows of logits")
         used = {str(arg[-1]) for launch in function["launches"] for arg in launch["args"] if arg[:1] == ["io"]}
-        _require("logits" in used, f"functions[{shorten(name)}].launches", "none computes logits")
+        result = ENCODED if is_encoder(name) else "logits"
+        _require(result in used, f"functions[{shorten(name)}].launches", f"none computes {result}")
         _require(("sampled" in used) == function["samples"], f"functions[{shorten(name)}].samples", "not what it does")
     if manifest["model"]["encoder"]:
         good = all(f["logits"] == f["rows"] and not f["single"] for f in functions.values())
         _require(good and len(functions) > 0, "functions", "they are not those of an encoder")
         return
+    buckets = manifest["vision"]["buckets"] if "vision" in manifest else {}
+    rows = {name: f["rows"] for name, f in functions.items() if is_encoder(name)}
+    _require(rows == buckets, "vision.buckets", "not the functions that encode images")
+    functions = decoders(manifest)
     sizes = {name: (f["rows"], f["single"], f["logits"]) for name, f in functions.items()}
     _require(sizes.get("decode") == (1, 1, 1), "functions", "there is none for one row, 'decode'")
     _require(any(not s and n == m for m, s, n in sizes.values()), "functions", "none computes the logits of all rows")
@@ -127,7 +134,7 @@ def _check_functions(manifest: Manifest) -> None:
 
 
 def _check_io(manifest: Manifest) -> None:
-    io, functions = manifest["io"], manifest["functions"].values()
+    io, functions = manifest["io"], decoders(manifest).values()
     _require(manifest["page"] == PAGE, "page", f"it is {manifest['page']}, this version has pages of {PAGE}")
     _require(manifest["context"] % PAGE == 0, "context", f"{manifest['context']} is no multiple of {PAGE}")
     columns = io["logits"]["shape"][-1] if "logits" in io else 0
@@ -143,6 +150,8 @@ def _check_io(manifest: Manifest) -> None:
         blocks=manifest["context"] // PAGE,
         spans={entry["span"] for entry in manifest["kv"] if "span" in entry},
         drafts=any(is_draft(name) for name in manifest["functions"]),
+        vision=manifest.get("vision"),
+        images=manifest.get("images"),
     )
     for name in sorted(expected.keys() | io.keys()):
         wanted, found = (_tensor(buffers[name]) if name in buffers else None for buffers in (expected, io))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mlc_amd.runtime.artifact.manifest import ManifestImages
 from mlc_amd.runtime.cache.pages import CELL_COLUMNS, PAGE, STATE, PagePool
 from mlc_amd.runtime.cache.prefixes import PrefixIndex
 from mlc_amd.runtime.cache.sequence import RELEASED, Sequence
@@ -24,10 +25,15 @@ class KvUsage(NamedTuple):
 
 
 class KvCache:
-    """Pools of `groups` ({span: number of pages}) for sequences of `context` tokens at most, `slots` in a step."""
+    """Pools of `groups` ({span: number of pages}) for sequences of `context` tokens at most, `slots` in a step. images:
+    the manifest's, of a model that takes any."""
 
-    def __init__(self, groups: dict[int, int], context: int, slots: int = 64) -> None:
+    def __init__(
+        self, groups: dict[int, int], context: int, slots: int = 64, images: ManifestImages | None = None
+    ) -> None:
         self.context, self.slots = context, slots
+        self.grid = images is not None and images["positions"] == "grid"
+        self.together = images is not None and images["attention"] == "image"
         pools = {span: PagePool(pages) for span, pages in groups.items()}
         self.pools = {span: pool for span, pool in pools.items() if span != STATE}
         self.cells = pools.get(STATE)  # None for models without states

@@ -14,19 +14,32 @@ snapshot, and later tokens are computed again.
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from mlc_amd.runtime.cache.pages import KEPT, PAGE, STATE, PagePool
 from mlc_amd.runtime.cache.prefixes import ROOT, PrefixDigest, PrefixIndex, digest, first_page
 from mlc_amd.runtime.cache.sequence_state import SequenceState
+from mlc_amd.runtime.images.rows import ImagePart, ImageRows, Prompt
 
-SingleRow = tuple[int, int, int]  # of a step: token, position, slot
-ChunkRows = tuple[SequenceOf[int] | np.ndarray, int, int]  # of a step: tokens, position of the first, slot
+# of a step: token, position, slot, and its place for RoPE where images have positions in a grid
+SingleRow = tuple[int, ...]
 SNAPSHOT_PART = 2  # of the cells, one of so many is reserved for snapshots, not for guesses
 SNAPSHOTS = 512  # tokens between snapshots of the state of a sequence that continues
 RELEASED = -1  # instead of a page that was released because no later row sees it
+
+
+class ChunkRows(NamedTuple):
+    """Of a step. position: of the first; places: of ImageRows; images: among the tokens; together: so many rows at the
+    beginning see one another."""
+
+    tokens: SequenceOf[int] | np.ndarray
+    position: int
+    slot: int
+    places: np.ndarray | None = None
+    images: tuple[ImagePart, ...] = ()
+    together: int = 0
 
 
 class PageStore(Protocol):
@@ -36,6 +49,8 @@ class PageStore(Protocol):
     pools: dict[int, PagePool]
     cells: PagePool | None
     index: PrefixIndex
+    grid: bool
+    together: bool
 
     def write_table(self, sequence: "Sequence", span: int, at: int) -> None: ...
 
@@ -48,7 +63,9 @@ class Sequence:
 
     def __init__(self, cache: PageStore, tokens: Iterable[int] = ()) -> None:
         self.cache = cache
-        self.tokens: list[int] = list(tokens)
+        self.tokens: list[int] = []
+        self.images = ImageRows(cache.grid, cache.together)
+        self.append(tokens)
         self.computed = 0  # so many first tokens have keys in the cache
         # of each block of PAGE positions, by span, or RELEASED; those beyond `computed` are reserved
         self.pages: dict[int, list[int]] = {span: [] for span in cache.pools}
@@ -73,15 +90,23 @@ class Sequence:
 
     def rows(self, tokens: Iterable[int]) -> list[SingleRow]:
         """Single rows of a step: these tokens, the first one at position `computed`."""
-        return [(token, self.computed + i, self.table_row) for i, token in enumerate(tokens)]
+        return [self.row(token, self.computed + i) for i, token in enumerate(tokens)]
+
+    def row(self, token: int, position: int) -> SingleRow:
+        """A single row of a step."""
+        place = (self.images.place(position),) if self.images.grid else ()
+        return token, position, self.table_row, *place
 
     def newest_row(self, offset: int = 0) -> SingleRow:
         """The single row of its only pending token; offset: of the one so many positions later, not known yet."""
-        return self.tokens[-1], self.computed + offset, self.table_row
+        return self.row(self.tokens[-1], self.computed + offset)
 
     def chunk(self, count: int) -> ChunkRows:
         """The next `count` tokens, as the chunk of a step."""
-        return self.tokens[self.computed : self.computed + count], self.computed, self.table_row
+        first, images = self.computed, self.images
+        places, parts = images.places(first, count), tuple(images.parts(first, count))
+        tokens = self.tokens[first : first + count]
+        return ChunkRows(tokens, first, self.table_row, places, parts, images.whole(first))
 
     @property
     def capacity(self) -> int:
@@ -94,7 +119,10 @@ class Sequence:
         return self.state is not None and self.state.cell is None
 
     def append(self, ids: Iterable[int]) -> None:
-        """Further tokens, to be computed."""
+        """Further tokens, to be computed; those of a Prompt with its images."""
+        ids = ids if isinstance(ids, list) else list(ids)
+        if isinstance(ids, Prompt):
+            self.images.add(len(self.tokens), ids, ids.images)
         self.tokens.extend(ids)
 
     # ---- a step
@@ -142,8 +170,9 @@ class Sequence:
         return max(room, 0)
 
     def step_size(self, most: int) -> int:
-        """How many of the pending tokens the next step computes, at most `most`: up to the next snapshot of a state."""
-        count = min(self.pending, most)
+        """How many of the pending tokens the next step computes, at most `most`: up to the next snapshot of a state, or
+        image that must be computed as a whole."""
+        count = self.images.cut(self.computed, min(self.pending, most))
         if self.state is None or count <= 1:
             return count
         end, last = self.computed + count, self._last_edge
@@ -222,8 +251,20 @@ class Sequence:
         """Takes from the index the pages of the longest known prefix, if that is longer than `computed`; of the first
         `limit` tokens at most. Returns `computed`, which leaves at least one token to compute, whose row has logits.
         May be called at any time outside a step: other sequences may have computed the next tokens meanwhile."""
-        self._match(len(self.tokens) - 1 if limit is None else min(limit, len(self.tokens) - 1))
+        limit = len(self.tokens) - 1 if limit is None else min(limit, len(self.tokens) - 1)
+        self._match(limit)
+        self._begin_images()
         return self.computed
+
+    def _begin_images(self) -> None:
+        """An image that must be computed as a whole, of which a part is, is computed again."""
+        while (begin := self.images.begin(self.computed)) < self.computed:
+            self._begin_again(begin)
+
+    @property
+    def least(self) -> int:
+        """The least number of tokens of its next step: of an image that must be computed as a whole all."""
+        return self.images.whole(self.computed) or 1
 
     def _match(self, limit: int) -> None:
         """`match` of at most `limit` tokens."""
@@ -286,6 +327,7 @@ class Sequence:
         if not 0 <= n <= len(self.tokens):
             raise ValueError(f"cannot keep {n} of {len(self.tokens)} tokens")
         del self.tokens[n:]
+        self.images.truncate(n)
         del self._digests[n // PAGE :]
         if self.state and (not self.state.abandon() or n < self.computed):
             self._begin_again(min(n, self.computed))
@@ -301,6 +343,7 @@ class Sequence:
             self.computed, self._complete, self._matched = kept, complete, min(self._matched, complete)
         else:
             self._match(kept)
+        self._begin_images()
 
     def free(self) -> None:
         """Releases all pages and the slot. `match` may find them in the index again, until they are needed."""

@@ -1,5 +1,6 @@
 """A step's rows, written to a device's io buffers (dist/README.md): single rows, each the newest token of a sequence of
-its own, then a chunk, consecutive tokens of one more sequence. A sequence's slot is its row of the page tables."""
+its own, then a chunk, consecutive tokens of one more sequence. A sequence's slot is its row of the page tables. Where
+images have positions in a grid, rows have a place."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +17,7 @@ def write_step(
     """Writes everything but the page tables. function: the manifest's entry. Returns the number of rows of logits: of
     the single rows in their order, then of the chunk's last token, or of all its tokens where the function computes the
     logits of all rows (`answer_rows`). ValueError for more rows than the function takes, and for none."""
-    ids, position, slot = ((), 0, 0) if chunk is None else chunk
+    ids, position, slot, places, _, together = chunk or ChunkRows((), 0, 0)
     single = len(singles)
     live = single + len(ids)
     if not 0 < live <= function["rows"] or single > function["single"]:
@@ -24,18 +25,20 @@ def write_step(
             f"{single} single rows and a chunk of {len(ids)} are no step of a function of {function['rows']} rows, "
             f"{function['single']} of them single"
         )
-    tokens, rows = np.empty(live, np.int32), np.empty((live, 2), np.int32)
+    tokens, rows, table = np.empty(live, np.int32), np.empty((live, 2), np.int32), np.asarray(singles, np.int32)
     if single:
-        table = np.asarray(singles, np.int32)
-        tokens[:single], rows[:single] = table[:, 0], table[:, 1:]
+        tokens[:single], rows[:single] = table[:, 0], table[:, 1:3]
     tokens[single:] = ids
     rows[single:, 0] = np.arange(position, position + live - single)
     rows[single:, 1] = slot
     answers = answer_rows(function, single, live)
-    device.write("state", (single, live, 0, 0))
+    device.write("state", (single, live, together, 0))
     device.write("answers", (answers, answers, 0, 0))
     device.write("tokens", tokens)
     device.write("rows", rows)
+    if places is not None or (single and table.shape[1] > 3):
+        of_singles = np.repeat(table[:, 3:], 3, 1) if single else np.empty((0, 3), np.int32)
+        device.write("places", of_singles if places is None else np.concatenate([of_singles, places]))
     return answers
 
 

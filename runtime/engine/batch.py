@@ -26,6 +26,9 @@ def next_chunk(cache: KvCache, runner: Runner, sequence: Sequence) -> ChunkRows:
     functions = runner.functions
     most = rows_at_once(len(sequence.tokens), functions.chunk_sizes, runner.stages)
     count = sequence.step_size(chunk_size(sequence.pending, functions.chunk_sizes, most))
+    parts = [part.image for part in sequence.images.parts(sequence.computed, count)]
+    while any(image not in runner.images for image in parts):
+        runner.images.require(parts)
     reserve(sequence, count)
     cache.assign_slots([sequence])
     return sequence.chunk(count)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from mlc_amd.runtime.artifact.manifest import CHAIN, is_draft
+from mlc_amd.runtime.artifact.manifest import CHAIN, decoders, is_draft
 
 # Reading the weights takes as long as computing so many rows: by the times of functions of 1 to 512 rows on an H200
 # (llama3-8b:q4_0: 1 row 1.8 ms, 64 4.3, 128 7.0, 512 22.8), which this describes within a tenth.
@@ -69,25 +69,26 @@ class StepFunction:
         """There may be single rows, followed by a chunk."""
         return 0 < self.single < self.rows
 
-    def holds(self, singles: int, chunk: int) -> bool:
-        """Whether it computes so many single rows and rows of a chunk, which may stand where single ones may."""
+    def holds(self, singles: int, chunk: int, images: bool) -> bool:
+        """Whether it computes so many single rows and rows of a chunk, which may stand where single ones may, unless
+        there are images among them."""
         if singles + chunk > self.rows or self.scores:
             return False
-        return self.steps or singles <= self.single
+        return not images if self.steps else singles <= self.single
 
 
 class Functions:
     """See the module's docstring."""
 
     def __init__(self, manifest: Mapping) -> None:
-        entries = [StepFunction(name, f["rows"], f["single"], f["logits"]) for name, f in manifest["functions"].items()]
+        entries = [StepFunction(name, f["rows"], f["single"], f["logits"]) for name, f in decoders(manifest).items()]
         found = [function for function in entries if not is_draft(function.name)]
         self._chains = [function for function in entries if function.name.startswith(CHAIN)]
         self.drafts = len(found) < len(entries)  # there are functions that guess tokens
         self.score = next(f for f in found if f.scores)  # computes the logits of all rows of a chunk
         # The smallest first; of the same size the one that computes fewest logits.
         self._steps = sorted((f for f in found if not f.scores), key=lambda f: (f.rows, f.logits))
-        self._chosen: dict[tuple[int, int], StepFunction] = {}
+        self._chosen: dict[tuple[int, int, bool], StepFunction] = {}
         # For `chunk_size`: rows of the functions for a chunk without single rows, ascending. The CPU's kernels compute
         # the rows that are live, whatever the function holds.
         sizes = tuple(dict.fromkeys(f.rows for f in self._steps if not f.mixes))
@@ -100,9 +101,9 @@ class Functions:
         """The function for guesses after so many guesses, at most `single_rows`."""
         return min((f for f in self._chains if f.single >= rows), key=lambda function: function.rows)
 
-    def of(self, singles: int, chunk: int) -> StepFunction:
+    def of(self, singles: int, chunk: int, images: bool = False) -> StepFunction:
         """The function for such a step. StopIteration beyond `chunk_rows` and `mixed_rows`."""
-        key = singles, chunk
+        key = singles, chunk, images
         if key not in self._chosen:
-            self._chosen[key] = next(f for f in self._steps if f.holds(singles, chunk))
+            self._chosen[key] = next(f for f in self._steps if f.holds(*key))
         return self._chosen[key]

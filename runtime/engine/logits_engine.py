@@ -3,7 +3,7 @@
 kernels (`time`)."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -19,6 +19,10 @@ from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.scheduler import SchedulerLimits
 from mlc_amd.runtime.engine.step_loop import StepLoop
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.images.encoder import ImageEncoder
+from mlc_amd.runtime.images.features import Features
+from mlc_amd.runtime.images.prepared import PreparedImage
+from mlc_amd.runtime.images.rows import Prompt
 from mlc_amd.runtime.speculation.own_draft import OwnDraft
 from mlc_amd.runtime.speculation.speculation import Counts, Drafter, Speculation
 from mlc_amd.runtime.text.tokenizer import Tokenizer
@@ -43,12 +47,15 @@ class LogitsEngine(Closing):
                 "compile the model again"
             )
         self._limits = limits
+        encoder = ImageEncoder(artifact, device) if "vision" in artifact.manifest else None
+        self.features = Features(encoder)  # of images
         self._open()
 
     def _open(self) -> None:
         """An empty cache, and what works with it."""
-        self.cache = KvCache(pages_of(self.device, self.artifact.manifest), self.context)
-        self._runner = Runner(self.artifact, self.device, self.cache)
+        manifest = self.artifact.manifest
+        self.cache = KvCache(pages_of(self.device, manifest), self.context, images=manifest.get("images"))
+        self._runner = Runner(self.artifact, self.device, self.cache, self.features)
         functions = self._runner.functions
         rows = functions.single_rows, functions.chunk_rows, functions.mixed_rows, self._runner.scored
         limits = self._limits or SchedulerLimits(*rows, sizes=functions.chunk_sizes)
@@ -141,7 +148,7 @@ class LogitsEngine(Closing):
         ContextFull leaves the sequence unchanged."""
         with self._exclusive():
             checked, before = self._check(ids, self.position), self.position
-            self._own.append(checked.tolist())
+            self._own.append(checked)
             try:
                 logits = compute(self.cache, self._runner, self._own)
             except BaseException:
@@ -162,9 +169,9 @@ class LogitsEngine(Closing):
         """Appends `ids`. Returns the logits of all of them, float32 [len(ids), vocab]. Answers in progress go on
         meanwhile: the scheduler treats the chunks as requests of one more client."""
         with self._own_lock:
-            checked, before = self._check(ids, self.position), self.position
+            checked, before = self._check(ids, self.position, images=False), self.position
             with self._loop.exclusive():
-                self._own.append(checked.tolist())
+                self._own.append(checked)
             scoring = Scoring(self._own, before, self.vocab)
             try:
                 self._loop.score(scoring)
@@ -183,7 +190,7 @@ class LogitsEngine(Closing):
                 raise UserError(f"the device of target '{self.device.kind}' cannot time single kernels")
             compute(self.cache, self._runner, self._own)
             before = self.position
-            self._own.append(checked.tolist())
+            self._own.append(checked)
             try:
                 chunk = next_chunk(self.cache, self._runner, self._own)
                 function = self._runner.prepare_chunk(chunk)
@@ -191,18 +198,31 @@ class LogitsEngine(Closing):
             finally:
                 self._own.truncate(before)
 
-    def _check(self, ids: Ids, kept: int) -> np.ndarray:
-        """Ids as int64. UserError for ids outside the vocabulary; ContextFull beyond the context after `kept`."""
+    def _check(self, ids: Ids, kept: int, images: bool = True) -> list[int]:
+        """The ids, with the images of a Prompt. images: whether it may have any. UserError for ids outside the
+        vocabulary, and for images that the model does not take; ContextFull beyond the context after `kept`."""
         checked = check_ids(ids)
-        if checked.min() < 0 or checked.max() >= self.vocab:
-            bad = checked[(checked < 0) | (checked >= self.vocab)][0]
+        found = ids.images if isinstance(ids, Prompt) and images else {}
+        if found:
+            self._check_images(found.values())
+        lowest = np.iinfo(np.int32).min if found else 0
+        if checked.min() < lowest or checked.max() >= self.vocab:
+            bad = checked[(checked < lowest) | (checked >= self.vocab)][0]
             raise UserError(f"token id {bad} is outside the vocabulary of {self.vocab}")
         if kept + len(checked) > self.context:
             raise ContextFull(
                 f"{kept + len(checked)} tokens do not fit the context of {self.context}",
                 "shorten the prompt, or load the model with a larger context",
             )
-        return checked.astype(np.int64)
+        return Prompt(checked.tolist(), found)
+
+    def _check_images(self, images: Iterable[PreparedImage]) -> None:
+        """UserError unless the model takes them."""
+        if "images" not in self.artifact.manifest:
+            raise UserError(f"{self.artifact.manifest['name']} takes no images: it was compiled without an encoder")
+        rows, most = max(image.rows for image in images), self._runner.functions.chunk_rows
+        if self.cache.together and rows > most:
+            raise UserError(f"an image of {rows} tokens is too large: this model takes images of up to {most}")
 
     @contextmanager
     def batch(self, count: int) -> Iterator[Batch]:

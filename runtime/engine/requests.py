@@ -15,7 +15,7 @@ RequestState = Literal["waiting", "running", "done"]  # waiting: no pages; runni
 class Request:
     """Fields up to `sequence` are set by the caller, the others by the scheduler."""
 
-    prompt: list[int]  # token ids, at least one
+    prompt: list[int]  # token ids, at least one; a Prompt if there are images among them
     max_tokens: int | None = None  # None: as many as the cache holds; 0: only the prompt is computed
     client: Hashable = None  # the scheduler is fair between clients
     sampling: object = None  # for the driver; the scheduler ignores it
@@ -61,7 +61,8 @@ class PlannedChunk:
     start: int
     count: int
     answers: bool  # a token is sampled after the last one, which is the last known token of a request that wants more
-    scored: bool = False  # the logits of all are wanted, and the step has no single rows
+    scored: bool = False  # the logits of all are wanted
+    alone: bool = False  # the step has no single rows
     counted: bool = False  # its tokens count as computed
 
     @property

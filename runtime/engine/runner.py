@@ -10,24 +10,27 @@ from typing import Any
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import page_table
+from mlc_amd.runtime.artifact.io_buffers import FEATURES, page_table
 from mlc_amd.runtime.artifact.manifest import FOLLOW
 from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import ChunkRows, SingleRow
 from mlc_amd.runtime.devices.steps import write_step
 from mlc_amd.runtime.engine.functions import Functions, StepFunction
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, ChosenToken, SampledRows, TokenChoice
+from mlc_amd.runtime.images.features import Features
 
 Choices = Sequence[TokenChoice]
 _SCORED = 64  # rows whose logits are read at once: with a large vocabulary, those of one take half a megabyte
 
 
 class Runner:
-    """Runs steps of an artifact on `device`, whose pages `cache` allocates."""
+    """Runs steps of an artifact on `device`, whose pages `cache` allocates. images: which have what chunks need of
+    them."""
 
-    def __init__(self, artifact, device, cache: KvCache) -> None:
+    def __init__(self, artifact, device, cache: KvCache, images: Features | None = None) -> None:
         self.device, self.cache, self.functions = device, cache, Functions(artifact.manifest)
         self.vocab = artifact.manifest["model"]["vocab"]
+        self.images = images or Features()
         self._entries = artifact.manifest["functions"]
         self._last, self._answered = "", [0]  # the function of the last step, and its rows of logits that count
         self._choices = SampledRows(device, artifact.manifest["io"], self.vocab)
@@ -52,11 +55,18 @@ class Runner:
         except BaseException:
             self.cache.mark_changed()
             raise
+        if chunk and (images := chunk.images):
+            rows = self.images.rows(images, len(singles), len(singles) + len(chunk[0]))
+            self.device.write(FEATURES, rows)
         return write_step(self.device, self._entries[function.name], singles, chunk)
+
+    def _function(self, singles: Sequence[SingleRow], chunk: ChunkRows | None) -> StepFunction:
+        count, images = (len(chunk[0]), bool(chunk.images)) if chunk else (0, False)
+        return self.functions.of(len(singles), count, images)
 
     def prepare_chunk(self, chunk: ChunkRows) -> str:
         """Fills the buffers of a step that is one chunk. Returns the name of its function."""
-        function = self.functions.of(0, len(chunk[0]))
+        function = self._function((), chunk)
         self._prepare_rows(function, (), chunk)
         return function.name
 
@@ -64,8 +74,10 @@ class Runner:
         """`prepare`, where rows of a chunk may take the place of single rows."""
         if not (function.steps and chunk):
             return self.prepare(function, singles, chunk)
-        ids, position, slot = chunk
+        ids, position, slot, places, *_ = chunk
         rows = [(int(token), position + i, slot) for i, token in enumerate(ids)]
+        if places is not None:
+            rows = [(*row, int(place)) for row, place in zip(rows, places[:, 0], strict=True)]
         return self.prepare(function, [*singles, *rows], None)
 
     def run(self, chunk: ChunkRows) -> np.ndarray:
@@ -98,7 +110,7 @@ class Runner:
     def _last_row(self, singles: Sequence[SingleRow], chunk: ChunkRows | None) -> int:
         """The row of logits of a chunk's answer."""
         single, count = len(singles), len(chunk[0]) if chunk else 0
-        return single + count - 1 if chunk and self.functions.of(single, count).steps else single
+        return single + count - 1 if chunk and self._function(singles, chunk).steps else single
 
     def _write_choices(self, choices: Choices, single: int, last: int) -> None:
         skipped = [GREEDY] * (last - single) if len(choices) > single else []
@@ -114,7 +126,7 @@ class Runner:
     ) -> None:
         """Starts a step as `sample` computes one: see `finish`. With a chunk, or after other steps that are not
         finished, only on devices with several `stages`."""
-        function, last = self.functions.of(len(singles), len(chunk[0]) if chunk else 0), self._last_row(singles, chunk)
+        function, last = self._function(singles, chunk), self._last_row(singles, chunk)
         self._prepare_rows(function, singles, chunk)
         self._last, self._answered = function.name, [*range(len(singles))]
 
@@ -176,7 +188,7 @@ class Runner:
         self, singles: Sequence[SingleRow], chunk: ChunkRows | None, meanwhile: Callable[[], None] | None = None
     ) -> int:
         """Returns the number of rows of logits. meanwhile: see the devices' `run`."""
-        function = self.functions.of(len(singles), len(chunk[0]) if chunk else 0)
+        function = self._function(singles, chunk)
         rows = self._prepare_rows(function, singles, chunk)
         self.device.run(function.name, meanwhile)
         self._last = function.name

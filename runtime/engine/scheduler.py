@@ -9,18 +9,19 @@ into as many groups, each with steps of its own, and further chunks of a prompt 
 
 Every running answer has a row in every step; if there are more answers than rows, clients and their requests alternate.
 Remaining rows may verify guesses of further tokens (`draft`). A step also has one chunk of a prompt; clients alternate
-with chunks. A chunk of which all logits are wanted (`Request.scored`) is a step by itself, followed by a step of the
-answers. Where the maximum number of requests is running, a client that has none running replaces one of the client that
-has most. The pages of a step are reserved before it runs. Where the pools have too few, the youngest running request is
-preempted: it releases its pages and waits; what the index has lost of it until it runs again is computed again. So the
-oldest running request always proceeds.
+with chunks. A chunk of which all logits are wanted (`Request.scored`), or with an image that leaves no room for others,
+is a step by itself, followed by a step of the answers. A chunk with an image waits for its features (`missing`). Where
+the maximum number of requests is running, a client that has none running replaces one of the client that has most. The
+pages of a step are reserved before it runs. Where the pools have too few, the youngest running request is preempted: it
+releases its pages and waits; what the index has lost of it until it runs again is computed again. So the oldest running
+request always proceeds.
 
 The scheduler assumes that no other sequence of the cache holds pages for long: requests wait for those.
 """
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,6 +33,7 @@ from mlc_amd.runtime.engine.functions import chunk_size, rows_at_once
 from mlc_amd.runtime.engine.generation import ContextFull
 from mlc_amd.runtime.engine.requests import PlannedChunk, PlannedStep, Request
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.images.prepared import PreparedImage
 
 
 class QueueFull(UserError):
@@ -79,7 +81,9 @@ class Scheduler:
         self._cancels: deque[Request] = deque()
         self._ended: list[Sequence] = []  # of requests that are done, while a step may use them
         self._blocked = False  # no further request can start until pages are released
-        self._scored = False  # the last step was that of a scored chunk
+        self._alone = False  # the last step was that of a chunk alone
+        self.has_features: Callable[[PreparedImage], bool] = lambda image: True
+        self.missing: dict[Request, list[PreparedImage]] = {}  # without features, which the last plan lacked
 
     @property
     def unfinished(self) -> int:
@@ -156,12 +160,12 @@ class Scheduler:
             raise RuntimeError("the last step is neither completed nor abandoned")
         while self._cancels:
             self.finish(self._cancels.popleft(), "cancelled")
-        singles, prefilling, busy = [], {}, self._busy
+        singles, prefilling, busy, self.missing = [], {}, self._busy, {}
         for request in self.running:
             pending = _sequence(request).pending
             if len(request.generated) >= max(request.limit, 1) or not pending or request in busy:
                 continue  # the driver has not finished it, or does not know its newest token
-            if pending == 1 and request.scored is None and request.limit:
+            if pending == 1 and request.scored is None and request.limit and _sequence(request).tokens[-1] >= 0:
                 singles.append(request)
             else:
                 prefilling.setdefault(request.client, request)
@@ -173,10 +177,10 @@ class Scheduler:
                 singles = []
         planned = self._reserve_singles(singles, max(most - bool(prefilling or self.waiting), 1))
         chunk = self._plan_chunk(planned, prefilling) if len(planned) < most else None
-        self._scored = chunk is not None and chunk.scored
-        if self._scored:
+        self._alone = chunk is not None and chunk.alone
+        if self._alone:
             planned = []
-        elif chunk and chunk.answers and chunk.count == 1:
+        elif chunk and chunk.answers and chunk.count == 1 and chunk.sequence.tokens[-1] >= 0:
             planned.append(chunk.request)
             chunk = None
         if not planned and not chunk:
@@ -327,24 +331,31 @@ class Scheduler:
             if sizes and self.groups > 1 and len(self.running) == 1 and not self.waiting:
                 most = min(most, rows_at_once(len(_sequence(request).tokens), sizes, self.groups))
             chunk = self._chunk(request, most, sizes)
-            if chunk.scored and self._scored and singles:
+            if chunk is None or (chunk.alone and self._alone and singles):
                 continue
             chunk.sequence.reserve(chunk.count)
             self._queues.served(key)
             return chunk
         return None
 
-    def _chunk(self, request: Request, most: int, sizes: tuple[int, ...]) -> PlannedChunk:
+    def _chunk(self, request: Request, most: int, sizes: tuple[int, ...]) -> PlannedChunk | None:
+        """None: it waits for an image's features."""
         sequence, scored = _sequence(request), request.scored
         count = chunk_size(sequence.pending, sizes, min(sequence.room, most))
         start, count = sequence.computed, sequence.step_size(count)
+        parts = sequence.images.parts(start, count)
+        if lacking := [part.image for part in parts if not self.has_features(part.image)]:
+            self.missing[request] = lacking
+        if not (count := sequence.images.known(start, count, self.has_features)):
+            return None
         if scored is None:
-            return PlannedChunk(request, sequence, start, count, count == sequence.pending and request.limit > 0)
+            answers = count == sequence.pending and request.limit > 0
+            return PlannedChunk(request, sequence, start, count, answers, alone=count > most)
         if start < scored:
-            return PlannedChunk(request, sequence, start, min(count, scored - start), False)
+            return PlannedChunk(request, sequence, start, min(count, scored - start), False, alone=count > most)
         # Without single rows it may be longer than `most`.
         count = sequence.step_size(min(sequence.room, self.limits.scored))
-        return PlannedChunk(request, sequence, start, count, False, True)
+        return PlannedChunk(request, sequence, start, count, False, scored=True, alone=True)
 
     def _first(self, key: Hashable, queue: SequenceOf[Request]) -> Request | None:
         """The first of a client's waiting requests that could start."""
@@ -367,7 +378,9 @@ class Scheduler:
         """Starts a waiting request, unless one would soon be preempted for its pages."""
         sequence = _sequence(request)
         sequence.match(request.scored)
-        if sequence.room < 1 or (self.running and not self.cache.has_room([sequence, *map(_sequence, self.running)])):
+        if sequence.room < sequence.least or (
+            self.running and not self.cache.has_room([sequence, *map(_sequence, self.running)])
+        ):
             sequence.free()
             self._blocked = True
             return False
@@ -387,9 +400,9 @@ class Scheduler:
         """Whether there is room for a chunk of a running request, for which younger ones are preempted."""
         sequence = _sequence(request)
         sequence.match(request.scored)
-        while sequence.room < 1 and (victim := self._youngest()) not in (None, request):
+        while sequence.room < sequence.least and (victim := self._youngest()) not in (None, request):
             self._preempt_with_row(victim, singles)
-        return sequence.room >= 1
+        return sequence.room >= sequence.least
 
     def _preempt_with_row(self, victim: Request, singles: list[Request]) -> None:
         """`_preempt`; it has no row of this step either."""

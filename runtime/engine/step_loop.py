@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import Sequence
 from mlc_amd.runtime.engine.answers import Answer
+from mlc_amd.runtime.engine.encoding import Encoding
 from mlc_amd.runtime.engine.requests import PlannedStep, Request, Scoring
 from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, ChosenToken, TokenChoice, right_ones
 from mlc_amd.runtime.engine.scheduler import RequestCounts, Scheduler, SchedulerLimits
 from mlc_amd.runtime.engine.step_lock import CLOSED, StepLock
 from mlc_amd.runtime.errors import MachineError
-from mlc_amd.runtime.speculation.own_draft import OwnDraft
 from mlc_amd.runtime.speculation.speculation import Speculation
 
 
@@ -43,6 +43,8 @@ class StepLoop:
         self._lock = StepLock()
         self._background: threading.Thread | None = None
         self._watched: set[Request] = set()  # of answers that the background thread computes
+        self.scheduler.has_features = runner.images.__contains__
+        self._encoding = Encoding(self.scheduler, runner.images)
 
     # ---- the lock
 
@@ -142,8 +144,11 @@ class StepLoop:
     # ---- steps, by the thread that holds the lock
 
     def _step(self) -> bool:
-        """Completes a step; starts as many as the device computes at once. False if there is nothing to compute."""
+        """Completes a step; starts as many as the device computes at once. False if there is nothing to compute. Pieces
+        of the encoding of images and steps of answers take turns."""
         self._drop_ended()
+        if self._encoding.takes_turn():
+            return self._encode()
         while self.scheduler.may_plan and not (self.speculation and self._started):
             step = self._plan()
             if step is None:
@@ -152,14 +157,22 @@ class StepLoop:
                 self._compute(step)
                 return True
         if not self._started:
-            return False
+            return self._encoding.waits and self._encode()
         self._finish(self._started[0])
+        return True
+
+    def _encode(self) -> bool:
+        """Computes a piece of the encoding of images."""
+        self._settle()
+        for request, error in self._encoding.piece():
+            self._fail(request, error)
         return True
 
     def _plan(self) -> PlannedStep | None:
         before = set(self.scheduler.running)
         step = self.scheduler.plan()
-        if step is None and self.scheduler.unfinished and self.private and not self._started:
+        waits = self.scheduler.unfinished and not self.scheduler.missing
+        if step is None and waits and self.private and not self._started:
             self.private.free()
             step = self.scheduler.plan()
         if step:
@@ -210,7 +223,7 @@ class StepLoop:
             if self.speculation:
                 if not step.chunk:
                     self._learn(self.speculation, step, found, guessed - begun, seconds)
-                self._follow(self.speculation, step, [token for tokens in chosen for token in tokens])
+                self.speculation.follow(step, [token for tokens in chosen for token in tokens], self.clock)
         self._complete(step, found)
 
     def _complete(self, step: PlannedStep, found: list[list[ChosenToken]]) -> None:
@@ -303,20 +316,6 @@ class StepLoop:
         for request, guesses in drafts.items():
             self._answers[request].verified(len(guesses), counts[request] - 1)
 
-    def _follow(self, speculation: Speculation, step: PlannedStep, chosen: list[ChosenToken]) -> None:
-        """Has a drafter that follows steps follow this one, for a prompt or where guesses are worth their time."""
-        drafter = speculation.drafter
-        if not isinstance(drafter, OwnDraft) or (step.chunk and step.chunk.scored):
-            return
-        if step.chunk:
-            drafter.follow(step, chosen)
-        elif speculation.following:
-            begun = self.clock()
-            drafter.follow(step, chosen)
-            speculation.followed(len(chosen), self.clock() - begun)
-        else:
-            drafter.skip()
-
     def _run(self, step: PlannedStep) -> list[list[ChosenToken]]:
         """The tokens chosen for each of the step's answers: after its newest token, and after each guess."""
         singles, chunk = [], None
@@ -353,6 +352,14 @@ class StepLoop:
         del self._answers[request]
         self._watched.discard(request)
 
+    def _fail(self, request: Request, error: BaseException) -> None:
+        if answer := self._answers.get(request):
+            answer.fail(error)
+            self._forget(request, "failed")
+        elif scoring := self._scorings.get(request):
+            scoring.fail(error)
+            self._drop_scoring(request)
+
     def _drop_scoring(self, request: Request) -> None:
         self.scheduler.finish(request, "scored")
         self._watched.discard(request)
@@ -374,12 +381,8 @@ class StepLoop:
             try:
                 self._step()
             except Exception as error:
-                for answer in list(self._answers.values()):
-                    answer.fail(error)
-                    self._forget(answer.request, "failed")
-                for scoring in list(self._scorings.values()):
-                    scoring.fail(error)
-                    self._drop_scoring(scoring.request)
+                for request in [*self._answers, *self._scorings]:
+                    self._fail(request, error)
             finally:
                 self._lock.release()
 
@@ -390,9 +393,8 @@ class StepLoop:
         self.cancel_all()
         with self.exclusive():
             self._drop_ended()
-            for scoring in list(self._scorings.values()):
-                scoring.fail(MachineError(CLOSED))
-                self._drop_scoring(scoring.request)
+            for request in list(self._scorings):
+                self._fail(request, MachineError(CLOSED))
             self._lock.closed = True
         if self._background and self._background is not threading.current_thread():
             self._background.join()

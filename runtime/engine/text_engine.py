@@ -133,14 +133,14 @@ class TextEngine(LogitsEngine):
     async def ascore(self, ids: Ids, logprobs: int = 0, client: Hashable = None) -> list[TokenScore]:
         """How likely each token of a prompt but the first is after those before it; logprobs: with so many of the most
         likely ones. A thread of the engine computes. ContextFull, QueueFull, UserError."""
-        checked, count = self._check(ids, 0).tolist(), check_logprobs(logprobs)
+        checked, count = self._check(ids, 0, images=False), check_logprobs(logprobs)
         return await computed(self._loop, checked, count or 0, client)
 
     def _call(
         self, prompt, sampling: Sampling | None, changes: SamplingChanges, *options
     ) -> Callable[[], Sequence[Answer]]:
         """Checks the arguments. Returns what makes the answers when they are queued."""
-        prompts = [self._check(ids, 0).tolist() for ids in self._prompts(prompt)]
+        prompts = [self._check(ids, 0) for ids in self._prompts(prompt)]
         chosen = (sampling or self.sampling).changed(**changes)
         if (token := max(chosen.logit_bias, default=0)) >= self.vocab:
             raise UserError(f"logit_bias has the token {token}: the vocabulary has {self.vocab}")

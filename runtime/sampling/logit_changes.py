@@ -42,4 +42,5 @@ def _penalized(sampling: Sampling, recent: Sequence[int]) -> dict[int, int]:
     if off or not sampling.repetition_window:
         return {}
     # Python's integers: NumPy's are ten times slower to count
-    return Counter(map(operator.index, reversed(recent[-sampling.repetition_window :])))
+    latest = map(operator.index, reversed(recent[-sampling.repetition_window :]))
+    return Counter(token for token in latest if token >= 0)  # rows of images are negative

@@ -39,7 +39,8 @@ class DraftModel:
                 f"{artifact.manifest['name']} has another vocabulary: a draft model must have that of the model itself"
             )
         self._artifact, self._device = artifact, device
-        self._cache = KvCache(pages_of(device, artifact.manifest), artifact.manifest["context"])
+        manifest = artifact.manifest
+        self._cache = KvCache(pages_of(device, manifest), manifest["context"], images=manifest.get("images"))
         self._runner = Runner(artifact, device, self._cache)
         self._sequences: OrderedDict[Request, Sequence] = OrderedDict()  # the least recently used first
         self._known: dict[Request, int] = {}  # first tokens of the sequence that are certain

@@ -76,7 +76,7 @@ class OwnDraft:
                 sequence = request.sequence
                 assert sequence
                 position = sequence.computed - 1 + len(found[request])
-                rows.append((found[request][-1], position, sequence.table_row))
+                rows.append(sequence.row(found[request][-1], position))
             guesses = self._runner.chain(rows, [sources[request] for request in unfinished])
             for row, (request, guess) in enumerate(zip(unfinished, guesses, strict=True)):
                 sources[request] = row

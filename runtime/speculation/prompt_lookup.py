@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.sampled_rows import TokenChoice
@@ -25,11 +26,11 @@ class _Index:
         self.read = len(tokens)
 
     def following(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Up to `count` tokens that followed the longest run that `tokens` end with."""
+        """Up to `count` tokens that followed the longest run that `tokens` end with; no rows of images."""
         for length in LENGTHS:
             if length < len(tokens) and (end := self.ends.get(tuple(tokens[-length:]))):
                 period = len(tokens) - end  # a repetition continues
-                return [tokens[end + i % period] for i in range(count)]
+                return list(takewhile(lambda token: token >= 0, (tokens[end + i % period] for i in range(count))))
         return []
 
 

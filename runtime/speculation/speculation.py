@@ -14,13 +14,14 @@ follow while guesses are not worth that, too, and is tried again for TRIES steps
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
 from statistics import median_low
 from typing import NamedTuple, Protocol
 
-from mlc_amd.runtime.engine.requests import Request
-from mlc_amd.runtime.engine.sampled_rows import TokenChoice
+from mlc_amd.runtime.engine.requests import PlannedStep, Request
+from mlc_amd.runtime.engine.sampled_rows import ChosenToken, TokenChoice
+from mlc_amd.runtime.speculation.own_draft import OwnDraft
 
 LOSS = 0.015  # of the time of decoding: with the first guesses of a short answer less than 3 %
 MOST = 7  # guesses for one answer: with its newest token a step of eight rows
@@ -144,6 +145,20 @@ class Speculation:
                 own = self._acceptance.get(request, self._usual)
                 self._acceptance[request] = own + _OUTCOME * (hit - own)
         self.counts = Counts(self.counts.drafted + guesses, self.counts.accepted + right)
+
+    def follow(self, step: PlannedStep, chosen: Sequence[ChosenToken], clock: Callable[[], float]) -> None:
+        """Has a drafter that follows steps follow this one, for a prompt or where guesses are worth their time. chosen:
+        as of `OwnDraft.follow`; clock: seconds."""
+        if not isinstance(self.drafter, OwnDraft) or (step.chunk and step.chunk.scored):
+            return
+        if step.chunk:
+            self.drafter.follow(step, chosen)
+        elif self.following:
+            begun = clock()
+            self.drafter.follow(step, chosen)
+            self.followed(len(chosen), clock() - begun)
+        else:
+            self.drafter.skip()
 
     def followed(self, rows: int, seconds: float) -> None:
         """The drafter took so many seconds to follow the completed step of so many rows."""

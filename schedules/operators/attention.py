@@ -31,9 +31,9 @@ class Attention:
     """One causal attention layer: grouped queries against a cache of keys and values.
 
     A row at position p sees the keys 0 .. p; with a window only those above p - window, with chunks only those from the
-    last multiple of `chunk` on. Its score of a key is s = scale * (q . k), with a softcap softcap * tanh(s / softcap).
-    With sinks, each query head has one more logit in the softmax's denominator, which has no value and is not scaled
-    (gpt-oss).
+    last multiple of `chunk` on; with `images`, rows of an image see its later rows, too. Its score of a key is s =
+    scale * (q . k), with a softcap softcap * tanh(s / softcap). With sinks, each query head has one more logit in the
+    softmax's denominator, which has no value and is not scaled (gpt-oss).
 
     In latent attention (`values` is not 0; DeepSeek V2) the first `values` columns of a key are the value, so that the
     cache holds keys only, of one KV head.
@@ -54,6 +54,7 @@ class Attention:
     chunk: int = 0  # 0: none
     kv: str = KV_TYPE  # type of the cache: a name of runtime/cache/kv_types.py
     values: int = 0  # leading columns of a key that are the value; 0: values have tensors of their own
+    images: bool = False  # the first state[2] rows of a chunk, those of an image, see one another
 
     def __post_init__(self):
         if (self.window and self.chunk) or self.kv not in KV_TENSORS:
@@ -119,6 +120,7 @@ class Rope:
     norm_after: bool = False  # the rotation comes before the norm
     value_norm: bool = False  # RMS norm of each head of v, without weights
     writes: bool = True  # k and v into the cache; False: there is only q, for the cache that another layer wrote
+    by_row: bool = False  # CS has the cosines and sines of each row; False: of each position
 
     def __post_init__(self):
         if self.eps is None and (self.norm_after or self.value_norm):
@@ -200,7 +202,7 @@ def _rotated(layer: Attention, rope: Rope) -> Iterator[Slot]:
     if rope.eps is not None:
         yield Slot("weight", ("QN", "KN") if rope.writes else ("QN",))
     if rope.rotary:
-        yield Slot("weight", ("CS",), rows=layer.ctx)
+        yield Slot("input", ("CS",)) if rope.by_row else Slot("weight", ("CS",), rows=layer.ctx)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +223,7 @@ class _Write(_AttentionOperator):
     @property
     def workload(self) -> "_Write":
         """Of attention only the scale counts here, as queries are multiplied by it, and where keys go."""
-        return replace(self, layer=replace(self.layer, window=0, chunk=0, softcap=0.0, sinks=False))
+        return replace(self, layer=replace(self.layer, window=0, chunk=0, softcap=0.0, sinks=False, images=False))
 
 
 @dataclass(frozen=True, kw_only=True)

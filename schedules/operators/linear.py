@@ -18,16 +18,20 @@ SCALE_SLOT = Slot("output", ("NewScale",))  # of a norm, for the layers that com
 
 @dataclass(frozen=True, kw_only=True)
 class Embed(Operator, name="embed", sizes="{0.fmt}"):
-    """Rows of the embedding table times `scale`: (tokens int32 [m], table) -> float32 [m, k]."""
+    """Rows of the embedding table times `scale`: (tokens int32 [m], [features float32 [m, features]], table) ->
+    float32 [m, k]. features: a negative token's row is the first k columns of its own (0: there are none)."""
 
     fmt: str
     vocab: int
     k: int
     m: int
     scale: float = 1.0
+    features: int = 0
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, Slot("input", ("tokens",)))
+        if self.features:
+            yield Slot("input", ("features",))
         yield Slot("weight", until="X", matrix=(self.fmt, self.k), rows=self.vocab)
         yield OUTPUT_SLOT
 

@@ -10,6 +10,7 @@ from vulkan_harness import gpu
 
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.cache.kv_pool import KvSize
+from mlc_amd.runtime.cache.sequence import ChunkRows
 from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.devices.steps import write_private_pages, write_step
 from mlc_amd.runtime.engine.engine import Engine
@@ -58,7 +59,7 @@ def test_rows_of_a_step(device, kind, singles, chunk):
     write_private_pages(device, manifest, singles)
     ids = rng.integers(0, vocab, singles + chunk)
     rows = [(int(token), 0, slot) for slot, token in enumerate(ids[:singles])]
-    n = write_step(device, function, rows, (ids[singles:], 0, singles) if chunk else None)
+    n = write_step(device, function, rows, ChunkRows(ids[singles:], 0, singles) if chunk else None)
     recent = tuple(int(t) for t in ids)
     zeros = [cases.SamplingRow(np.zeros(vocab, np.float32), s, recent) for s in SAMPLINGS[-n:]]
     arrays = cases.inputs(zeros, manifest["io"]["logits"]["shape"][1])

@@ -13,6 +13,9 @@ import numpy as np
 
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
 
+SECTIONS: dict[str, object] = {"rope.dimension_sections": [6, 5, 5, 0]}
+# Decoders of images: of texts their logits are those of others, as all sections of RoPE have the same angles.
+SAME_TEXT = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
 ROPE_SCALED = {
     "rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 16,
 }  # fmt: skip
@@ -148,9 +151,12 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         ("blk.0.attn_qkv.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
     ),
     "qwen2": ({}, ()),
+    "qwen2vl": (SECTIONS, ()),
     "qwen2moe": (EXPERTS | {"expert_shared_feed_forward_length": 96}, ()),
     "qwen3": ({}, ()),
     "qwen3moe": (EXPERTS, ()),
+    "qwen3vl": (SECTIONS, ()),
+    "qwen3vlmoe": (EXPERTS | SECTIONS, ()),
     "qwen3next": (DELTA_NET | EXPERTS | {"expert_shared_feed_forward_length": 96}, ("blk.0.ssm_in.weight",)),
     "qwen35": (DELTA_NET | {"ssm.time_step_rank": 6, "ssm.conv_kernel": 3}, ("output.weight",)),
     "qwen35moe": (
@@ -173,7 +179,8 @@ def tiny(name: str, form: str = "f16") -> GGUFModel:
 def exact() -> dict[str, np.ndarray]:
     """By name of MODELS, the logits [positions, vocab] of `tiny` models after the tokens at `positions` of `ids`."""
     fixtures = (Path(__file__).parents[1] / "fixtures").glob("architectures*.npz")
-    return {name: array for path in fixtures for name, array in np.load(path).items()}
+    found = {name: array for path in fixtures for name, array in np.load(path).items()}
+    return found | {name: found[other] for name, other in SAME_TEXT.items()}
 
 
 def _predictor(layer: int, *own: str) -> tuple[str, ...]:

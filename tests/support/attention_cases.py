@@ -38,10 +38,12 @@ DEAD = (1 << 20, 1000)  # position and slot of rows that are not live
 
 
 class Rows(NamedTuple):
-    """The rows of a run: positions of the single rows; position and number of tokens of the chunk."""
+    """The rows of a run: positions of the single rows; position and number of tokens of the chunk; how many of these,
+    at its beginning, are of an image."""
 
     singles: tuple = ()
     chunk: tuple[int, int] = (0, 0)
+    image: int = 0
 
 
 class Case(NamedTuple):
@@ -245,7 +247,7 @@ def rows_array(case, places):
 
 
 def state_of(run: Rows):
-    return np.array([len(run.singles), len(run.singles) + run.chunk[1], 0, 0], np.int32)
+    return np.array([len(run.singles), len(run.singles) + run.chunk[1], run.image, 0], np.int32)
 
 
 def check_attention(case, run, grow=0.0):
@@ -297,11 +299,12 @@ def check_attention(case, run, grow=0.0):
         else:
             assert (new_k == pool.k).all() and (new_v == pool.v).all()
         expected, done = [], 0
-        for (position, count), (keys, values) in zip(parts, found, strict=True):
+        for i, ((position, count), (keys, values)) in enumerate(zip(parts, found, strict=True)):
             keys, values = (x[:, : position + count].astype(np.float64) for x in (keys, values))
             values = keys[..., : layer.values] if layer.values else values
             mine = queries[done : done + count]
-            expected.append(attention_reference(layer, mine, keys, values, position, sinks))
+            image = rows.chunk[0] + rows.image if i == len(rows.singles) and rows.image else 0
+            expected.append(attention_reference(layer, mine, keys, values, position, sinks, image))
             done += count
         if live:
             check_output(out, case.layout, live, np.concatenate(expected))

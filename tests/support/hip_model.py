@@ -10,6 +10,7 @@ from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.artifact.weight_block import TensorSpec
 from mlc_amd.runtime.artifact.weights_file import WeightsWriter
 from mlc_amd.runtime.cache.pages import PAGE
+from mlc_amd.runtime.cache.sequence import ChunkRows
 from mlc_amd.runtime.devices.steps import write_step
 
 VOCAB, WIDTH, CTX = 96, 16, 256
@@ -198,13 +199,13 @@ def evaluate(device, ids):
     device.clear()
     rows, position = [], 0
     write_pages(device, 1)
-    write_step(device, device.manifest["functions"]["score_16"], (), (ids[:16], 0, SLOT))
+    write_step(device, device.manifest["functions"]["score_16"], (), ChunkRows(ids[:16], 0, SLOT))
     device.run("score_16")
     write_pages(device, 0)
     for name, count in (("score_16", 16), ("score_16", len(ids) - 18), ("decode", 1), ("decode", 1)):
         part = ids[position : position + count]
         single = name == "decode"
-        singles, chunk = ([(part[0], position, SLOT)], None) if single else ((), (part, position, SLOT))
+        singles, chunk = ([(part[0], position, SLOT)], None) if single else ((), ChunkRows(part, position, SLOT))
         assert write_step(device, device.manifest["functions"][name], singles, chunk) == count
         device.run(name)
         rows.append(device.read("logits", count).copy())

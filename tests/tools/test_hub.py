@@ -88,6 +88,21 @@ def test_all_parts_are_downloaded(pull):
     assert {f"BF16/{path.name}": path.read_bytes() for path in first.parent.iterdir()} == PARTS
 
 
+def test_the_image_encoder_comes_along(server, pull):
+    server.repos[REPO] |= {"mmproj-F32.gguf": OTHER[1:], "mmproj-F16.gguf": OTHER[2:], "BF16/mmproj-x.gguf": OTHER[3:]}
+    path = Path(pull(f"{REPO}:Q4_K_M")[1].strip())
+    assert (path.parent / "mmproj-F16.gguf").read_bytes() == OTHER[2:]
+    assert not (path.parent / "mmproj-F32.gguf").exists()
+    path = Path(pull(f"{REPO}:BF16")[1].strip())
+    assert (path.parent / "mmproj-x.gguf").read_bytes() == OTHER[3:]
+
+
+def test_the_image_encoder_may_be_left_out(server, pull):
+    server.repos[REPO]["mmproj-F16.gguf"] = OTHER[2:]
+    path = Path(pull(f"{REPO}:Q4_K_M", "--no-mmproj")[1].strip())
+    assert not (path.parent / "mmproj-F16.gguf").exists()
+
+
 def test_a_small_file_may_be_in_git_itself(server, pull):
     server.plain.add("x-Q4_K_M.gguf")
     code, out, _ = pull(REPO)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mlc_amd.runtime.artifact.io_buffers import SLOTS
-from mlc_amd.runtime.artifact.manifest import is_draft
+from mlc_amd.runtime.artifact.manifest import decoders, is_draft
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.cache.sequence import ChunkRows, SingleRow
 from mlc_amd.runtime.devices.steps import pages_of, write_private_pages, write_step
@@ -75,7 +75,7 @@ class Sequences:
         """Steps in which each function has its turn: chunks of at most `most` tokens, single tokens, mixtures with the
         first `short` of the short sequences. Where a sequence is full, positions are written again."""
         random, vocab = np.random.default_rng(1), self.manifest["model"]["vocab"]
-        functions = self.manifest["functions"]
+        functions = decoders(self.manifest)
         found, position, age = [], 0, 0
 
         def order(name: str) -> tuple[bool, int]:
@@ -92,7 +92,7 @@ class Sequences:
                 long = [(int(ids[0]), position, self.short)] if rows == single else []
                 others = range(min(single - len(long), self.short, short))
                 singles = [*long, *((int(random.integers(vocab)), age, slot) for slot in others)]
-                found.append(Step(name, singles, None if long else (ids, position, self.short)))
+                found.append(Step(name, singles, None if long else ChunkRows(ids, position, self.short)))
                 position, age = position + count, min(age + bool(others), self.manifest["page"] - 1)
         return found
 
@@ -123,7 +123,7 @@ def replays(device, artifact, rounds: int, token: float = 0, budget: Budget | No
     budget allows, and there are as many of the `rounds`. Rows that are not in use hold what is left of other steps, and
     they may decide with the others when attention rescales its sums, which changes how these round: the sequence runs
     once before results count."""
-    functions, budget = artifact.manifest["functions"], budget or Budget()
+    functions, budget = decoders(artifact.manifest), budget or Budget()
     sequences, share = Sequences(device, artifact.manifest), Budget(REPLAYED * budget.left)
     longest = max(function["rows"] for function in functions.values())
     sequence: list[Step] = []
@@ -262,7 +262,7 @@ def times(engine, limits: Limits, rounds: int, token: float = 0, budget: Budget 
     cannot time kernels. limits: of the device. token: seconds of one, as `pace` gives; a function that would take too
     much of the budget is timed less often, or not."""
     found: dict[str, dict] = {}
-    functions, budget = engine.artifact.manifest["functions"], budget or Budget()
+    functions, budget = decoders(engine.artifact.manifest), budget or Budget()
     for size in sorted({f["rows"] for f in functions.values() if f["logits"] == 1}):
         depth = min(TIMED_DEPTH, engine.context - size)
         often = int(min(TIMED * budget.left / (token * size), rounds)) if token else rounds

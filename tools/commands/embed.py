@@ -1,4 +1,4 @@
-"""`mlc-amd embed`: vectors of texts."""
+"""`mlc-amd embed`: vectors of texts, or what a model's image encoder makes of a picture."""
 
 import json
 import sys
@@ -29,10 +29,13 @@ def run(
     normalize: bool = True,
     truncate: bool = False,
     dimensions: Annotated[int, Option("only so many leading numbers of each vector; 0: all", low=0, high=MANY)] = 0,
+    image: str | None = None,
     output: str | None = None,
     load: Annotated[LoadOptions, NOT_OF_ENCODERS],
 ) -> None:  # fmt: skip
     """Computes the vectors of texts with an embedding model, one line of JSON each: {"index", "embedding"}.
+
+    With --image: the rows of numbers that take the place of tokens in a decoder, by its image encoder (--mmproj).
 
     Args:
         text: a text; may be repeated.
@@ -40,7 +43,16 @@ def run(
         truncate: cut texts that are longer than the model takes, instead of refusing them.
         output: write to this file instead: an .npz with the array `embeddings`, float32 [texts, numbers], or lines of
             JSON (.jsonl).
+        image: a picture (PNG, JPEG, WebP or GIF). The .npz file has `features`, float32 [rows, columns], of all tiles
+            of the picture one after the other, and `tiles`, the number of rows of each.
     """
+    if image is not None:
+        if text or file is not None or output is None or Path(output).suffix != ".npz":
+            raise UsageError("embed --image FILE takes no texts, and needs -o FILE.npz")
+        from mlc_amd.tools import picture_features
+
+        picture_features.write(load, image, output)
+        return
     texts = read_texts(text, file)
     if output is not None and Path(output).suffix not in (".npz", ".jsonl"):
         raise UsageError(f"--output {output}: its name must end in .npz or .jsonl")

@@ -7,13 +7,13 @@ from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
-from mlc_amd.runtime.artifact.manifest import is_draft
+from mlc_amd.runtime.artifact.manifest import is_draft, is_encoder
 from mlc_amd.runtime.artifact.memory import of_manifest, on_host
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.folders import temporary
 from mlc_amd.runtime.options import CompileOptions, RunOptions, option_of
 from mlc_amd.tools import target as targets
-from mlc_amd.tools.hub import models
+from mlc_amd.tools.hub import encoders, models
 from mlc_amd.tools.inspection import (
     inspect_bounds,
     inspect_header,
@@ -63,7 +63,7 @@ def run(
         asm: print the assembly of the kernel of this name instead; 'linear*' means several, '*' all (GPU code).
         tensors: also list every tensor.
     """
-    path = models.source_path(model, synthetic)
+    path = models.source_path(model, synthetic, not options.no_mmproj)
     show = partial(_show, json=json, plan=plan, kernels=kernels, asm=asm, tensors=tensors, n_cpu_moe=n_cpu_moe)
     if not kernels or (path and (models.is_artifact(path) or inspect_kernels.is_code_object(path))):
         show(path, synthetic, options)
@@ -143,7 +143,7 @@ def _uncompiled(path: Path | None, synthetic: str | None, options: CompileOption
     from mlc_amd.compiler.gguf.reader import quantization
 
     try:
-        opened = models.open_source(path, synthetic)
+        opened = models.open_source(path, synthetic, encoders.choose(path, options))
     except UserError as error:
         if path is None:
             raise
@@ -170,6 +170,7 @@ def _uncompiled(path: Path | None, synthetic: str | None, options: CompileOption
             "memory": inspect_memory.plan(needed, made.target, options.arch, n_cpu_moe),
             "file": model.path,
             "model": dataclasses.asdict(model.config),
+            **({"vision": dataclasses.asdict(model.vision.config)} if model.vision else {}),
             "sampling": defaults(model.metadata, model.config.context),
             "formats": _stored(totals),
             "tensors": listing,
@@ -203,10 +204,10 @@ def _artifact(artifact, n_cpu_moe: int) -> dict[str, object]:
     launches = {}
     for name, function in manifest["functions"].items():
         made = function["launches"]
-        each = float(len(made)) if is_draft(name) else per_layer(made, layers)
+        each = float(len(made)) if is_draft(name) or is_encoder(name) else per_layer(made, layers)
         known = {key: function[key] for key in ("rows", "single", "logits")}
         launches[name] = known | {"launches": len(made), "per_layer": each}
-    same = {key: manifest[key] for key in ("target", "kv_type", "model", "sampling")}
+    same = {key: manifest[key] for key in ("target", "kv_type", "model", "vision", "sampling") if key in manifest}
     if manifest["gpus"] > 1:
         same = {"gpus": f"{manifest['gpus']}, which share it by tensor; memory is that of each"} | same
     size = sum(file.stat().st_size for file in artifact.path.rglob("*") if file.is_file())
@@ -263,6 +264,12 @@ def _model(config: dict) -> str:
     width = max(map(len, rows)) + 2
     shown = (f"{value:g}" if isinstance(value, float) else value for value in rows.values())
     return "model\n" + "".join(f"  {key.ljust(width)}{value}\n" for key, value in zip(rows, shown, strict=True))
+
+
+def _vision(vision: dict) -> str:
+    rows = {key: value for key, value in _flat(vision).items() if not key.startswith("metadata")}
+    width = max(map(len, rows)) + 2
+    return "image encoder\n" + "".join(f"  {key.ljust(width)}{value}\n" for key, value in rows.items())
 
 
 def _flat(nested: dict) -> dict[str, object]:
@@ -352,6 +359,7 @@ _SECTIONS = {
     "gpus": _line("GPUs"),
     "kv_type": _line("KV type"),
     "model": _model,
+    "vision": _vision,
     "sampling": _sampling,
     "formats": _formats,
     "launches": _launches,

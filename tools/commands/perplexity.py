@@ -2,16 +2,21 @@
 
 import time
 import zipfile
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 
+from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.images.rows import Prompt
 from mlc_amd.runtime.options import MANY, LoadOptions, Option
 from mlc_amd.runtime.sampling.sampler import log_sums
+from mlc_amd.runtime.text.traced_text import Traced
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.options import Json, Without
 from mlc_amd.tools.terminal import display
@@ -28,6 +33,7 @@ def run(
     tokens: Annotated[int | None, Option(
         "use only the first N tokens", default="as many as the context holds", low=2, high=MANY)] = None,
     logits: str | None = None,
+    image: str | None = None,
     json: Json = False,
     load: Annotated[LoadOptions, Without("model", "tuned", "kv_tokens", "draft")],
 ) -> None:  # fmt: skip
@@ -43,23 +49,30 @@ def run(
         text: a UTF-8 text file; "-" is stdin.
         ids: instead of a text, an .npz file with the token ids in its array `ids`.
         logits: write `logits` (float32 [tokens, vocab]) and `ids` to this .npz file.
+        image: a picture in the place of each -1 among the --ids; of its rows, which are negative in `ids`, only the
+            last has logits.
     """
+    if image is not None and (ids is None or tokens is not None):
+        raise UsageError("--image goes with --ids FILE.npz, of which all are used")
     if (text is None) == (ids is None):
         raise UsageError("give either --text FILE or --ids FILE.npz")
     read = read_text(text) if text is not None else None
     given = _read_ids(Path(ids).expanduser()) if ids is not None else np.empty(0, np.int64)
     engine = models.load_engine(replace(load, model=model))
     sequence = given if read is None else np.asarray(engine.tokenizer.encode(read), dtype=np.int64)
-    count = _count(len(sequence), tokens, engine.cache.longest)
+    prompt = Prompt(sequence.tolist()) if image is None else _with_image(engine, sequence, Path(image).expanduser())
+    sequence = np.array(prompt, np.int64)
+    count = len(sequence) if image else _count(len(sequence), tokens, engine.cache.longest)
     sequence = sequence[:count]
-    kept = np.empty((count, engine.vocab), np.float32) if logits is not None else None
+    kept = np.zeros((count, engine.vocab), np.float32) if logits is not None else None
     start = time.perf_counter()
     losses = []
-    for first in range(0, count, _CHUNK):
-        scores = engine.score(sequence[first : first + _CHUNK])
+    for first, scores in _scores(engine, prompt, count):
         if kept is not None:
             kept[first : first + len(scores)] = scores
-        losses.append(negative_log_likelihoods(scores, sequence[first + 1 : first + 1 + len(scores)]))
+        following = sequence[first + 1 : first + 1 + len(scores)]
+        texts = np.flatnonzero(following >= 0)
+        losses.append(negative_log_likelihoods(scores[texts], following[texts]))
     seconds = time.perf_counter() - start
     nll = np.concatenate(losses)
     if logits is not None and kept is not None:
@@ -74,6 +87,35 @@ def run(
     else:
         print(f"perplexity {perplexity:.4f}{'' if error is None else f' ± {error:.4f}'} over {count} tokens")
     display.message(f"{count / seconds:.1f} tok/s")
+
+
+def _scores(engine: Engine, prompt: Prompt, count: int) -> Iterator[tuple[int, np.ndarray]]:
+    """(number of the first token, logits of it and of those after it), of the first `count` tokens; of rows of images
+    only those of the last."""
+    first = 0
+    while first < count:
+        seen = prompt[first] < 0
+        end = next((i for i in range(first, count) if (prompt[i] < 0) != seen), count)
+        if seen:
+            yield end - 1, engine.advance(Prompt(prompt[first:end], prompt.images))[None]
+        else:
+            end = min(end, first + _CHUNK)
+            yield first, engine.score(prompt[first:end])
+        first = end
+
+
+def _with_image(engine: Engine, ids: np.ndarray, path: Path) -> Prompt:
+    """The ids with the picture's marks and rows in the place of each -1."""
+    from mlc_amd.runtime.images.pictures import decode, picture_bytes  # they need Pillow
+    from mlc_amd.runtime.images.projectors import Preparation
+
+    if "vision" not in engine.artifact.manifest:
+        raise UserError("the model takes no images: it was compiled without an encoder, see --mmproj")
+    encode = partial(engine.tokenizer.encode, add_special=False)
+    parts = Preparation(engine.artifact.manifest["vision"]).pieces(decode(picture_bytes(path), str(path)))
+    picture = [encode(Traced.all_own(part)) if isinstance(part, str) else part for part in parts]
+    texts = [part[part >= 0].tolist() for part in np.split(ids, np.flatnonzero(ids == -1))]
+    return Prompt.of([*texts[0:1], *(piece for text in texts[1:] for piece in (*picture, text))])
 
 
 def negative_log_likelihoods(logits: np.ndarray, following: np.ndarray) -> np.ndarray:

@@ -1,13 +1,20 @@
 """`mlc-amd pull`: a model of a hub in, its GGUF file in the hub's cache out."""
 
 import re
+from typing import Annotated
 
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.options import CompileOptions, option_of
 from mlc_amd.tools.hub import hub, hub_files
 from mlc_amd.tools.terminal import display
 
 
-def run(model: str | None = None, *, list: bool = False) -> None:
+def run(
+    model: str | None = None,
+    *,
+    list: bool = False,
+    no_mmproj: Annotated[bool, option_of(CompileOptions, "no_mmproj")] = False,
+) -> None:
     """Downloads a model from huggingface.co and prints the path of its GGUF file, for a split one that of its first
     part.
 
@@ -32,7 +39,7 @@ def run(model: str | None = None, *, list: bool = False) -> None:
         why = "models of ollama's registry come with `ollama pull`, and are found then; " * _of_ollama(model)
         raise UserError(f"{model} is no model of huggingface.co: {why}write OWNER/REPO or OWNER/REPO:QUANT")
     if not list:
-        print(hub.pull(name))
+        print(hub.pull(name, not no_mmproj))
         return
     available = hub.listing(name.repo)
     found = [one for one in available if name.quant is None or one.fits(name.quant)]

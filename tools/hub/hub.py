@@ -18,11 +18,12 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import mlc_amd
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.tools.hub.encoders import SNAPSHOTS, preferred
 from mlc_amd.tools.hub.hub_files import File, Model, Name, candidates, choose, models
 from mlc_amd.tools.terminal import display
 
@@ -65,7 +66,7 @@ def _snapshots(folder: Path) -> list[Path]:
     """A repository's snapshots, that of its main branch first, then the newest."""
     ref = folder / "refs" / "main"
     main = ref.read_text().strip() if ref.exists() else ""
-    snapshots = (folder / "snapshots").glob("*")
+    snapshots = (folder / SNAPSHOTS).glob("*")
     return sorted(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
 
 
@@ -76,23 +77,29 @@ def _whole(snapshot: Path) -> list[Model]:
     return [model for model in models(files) if not model.missing]
 
 
-def pull(name: Name) -> Path:
-    """Downloads the hub's current model into the cache, as far as it is not there, and returns its file. Where the hub
-    cannot be asked, what the cache has is taken. Unavailable where the hub has no such repository, or cannot be asked;
-    UserError if the name fits no model or several, parts of it are missing, access is denied, the disk is full, the
-    connection broke (another call continues), or the hub's file is damaged."""
+def pull(name: Name, encoder: bool = True) -> Path:
+    """Downloads the hub's current model into the cache, as far as it is not there, and returns its file. encoder: also
+    the image encoder of the repository, where there is one. Where the hub cannot be asked, what the cache has is taken.
+    Unavailable where the hub has no such repository, or cannot be asked; UserError if the name fits no model or
+    several, parts of it are missing, access is denied, the disk is full, the connection broke (another call continues),
+    or the hub's file is damaged."""
     try:
-        available = listing(name.repo)
+        files = _listed(name.repo)
     except Unreachable as error:
         if (path := cached(name)) is None:
             raise
         display.message(f"{error}; {path.name} is taken from the cache")
         return path
-    model = choose(name, available)
+    model = choose(name, models(files))
     if model.missing:
         lacks = f"of the {model.count} parts of {model.title}, it lacks {', '.join(str(n + 1) for n in model.missing)}"
         raise UserError(f"{name.repo} is incomplete: {lacks}; choose another model or repository")
     parts = [model.parts[number] for number in range(model.count)]
+    if encoder:
+        folder, known = PurePosixPath(parts[0].path).parent, {file.path: file for file in files}
+        places = (folder, PurePosixPath("."))
+        found = [path for place in places for path in preferred(known) if PurePosixPath(path).parent == place]
+        parts += [known[path] for path in found[:1]]
     _check_space(name.repo, parts)
     paths = [_fetch(name.repo, file) for file in parts]
     return paths[0]
@@ -100,6 +107,11 @@ def pull(name: Name) -> Path:
 
 def listing(repo: str) -> list[Model]:
     """The models that the hub has in that repository. Raises Unavailable, or UserError for other answers."""
+    return models(_listed(repo))
+
+
+def _listed(repo: str) -> list[File]:
+    """The files of that repository. Raises as `listing`."""
     from huggingface_hub import HfApi, constants
 
     try:
@@ -111,7 +123,7 @@ def listing(repo: str) -> list[Model]:
     for one in info.siblings or ():
         digest = one.lfs.sha256 if one.lfs and _SHA256.fullmatch(one.lfs.sha256) else None
         found += [File(one.rfilename, one.size or 0, digest)] if one.rfilename.isprintable() else []
-    return models(found)
+    return found
 
 
 def cache() -> Path:

@@ -74,11 +74,11 @@ class Recipe(CompileOptions):
         """Changes whenever the compiled result might: the file, the settings, this program and its compiler, and for
         "native" the CPU; not with tuned records (`_plans_hold`). OSError where the file is gone."""
         ctx = self.ctx and -(-self.ctx // CONTEXT_STEP) * CONTEXT_STEP
-        parts: list[object] = [asdict(self) | {"path": "", "ctx": ctx}]
+        parts: list[object] = [asdict(self) | {"path": "", "mmproj": "", "ctx": ctx}]
         parts += [mlc_amd.__version__, metadata.version("apache-tvm"), _sources()]
-        if self.path:
-            status = Path(self.path).stat()
-            parts += [str(Path(self.path).resolve()), status.st_size, status.st_mtime_ns]
+        for path in filter(None, (self.path, self.mmproj)):
+            status = Path(path).stat()
+            parts += [str(Path(path).resolve()), status.st_size, status.st_mtime_ns]
         if self.arch == "native":
             parts += [platform.machine(), sorted(cpu_flags())]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
@@ -101,7 +101,8 @@ def find(recipe: Recipe) -> Path | None:
 def record(recipe: Recipe) -> None:
     """Notes what the recipe's artifact was made from, that its plans hold with `recipe.records`, and that it is used
     now."""
-    made = replace(recipe, path=recipe.path and os.path.abspath(recipe.path))
+    path, mmproj = (one and os.path.abspath(one) for one in (recipe.path, recipe.mmproj))
+    made = replace(recipe, path=path, mmproj=mmproj)
     note = _note(recipe.folder)
     temporary = note.with_name(f".{note.name}.{os.getpid()}")
     try:

@@ -25,7 +25,7 @@ from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.options import CompileOptions, LoadOptions
 from mlc_amd.tools import target as targets
-from mlc_amd.tools.hub import model_cache
+from mlc_amd.tools.hub import encoders, model_cache
 from mlc_amd.tools.hub.model_cache import Recipe
 from mlc_amd.tools.terminal import display
 
@@ -44,9 +44,10 @@ def default_model() -> Path:
     return find(named) if named else Path(str(resources.files("mlc_amd.dist").joinpath("demo", "llama-q4_k_m.gguf")))
 
 
-def find(model: str | os.PathLike[str]) -> Path:
+def find(model: str | os.PathLike[str], encoder: bool = False) -> Path:
     """Where the model of that name lies: that path, or the file in that folder, else (`local`) a file that the hub's
-    cache or ollama has, else the hub's, which is downloaded. UserError if there is none."""
+    cache or ollama has, else the hub's, which is downloaded. encoder: with its image encoder. UserError if there is
+    none."""
     if found := local(model):
         return found
     if not _has_compiler():
@@ -57,7 +58,7 @@ def find(model: str | os.PathLike[str]) -> Path:
     if name is None:
         raise _missing(model)
     try:
-        return hub.pull(name)
+        return hub.pull(name, encoder)
     except hub.Unavailable as error:
         raise UserError(f"{model}: no such file or folder here; {error}") from error
 
@@ -114,16 +115,26 @@ def is_artifact(path: Path) -> bool:
     return path.is_dir()
 
 
-def open_source(path: Path | None, synthetic: str | None, pooling: str = "auto") -> AbstractContextManager[GGUFModel]:
-    """The GGUF file, or the synthetic model of that spec, to be compiled; closed at the end of the `with` block."""
+def open_source(
+    path: Path | None, synthetic: str | None, encoder: str | None = None, pooling: str = "auto"
+) -> AbstractContextManager[GGUFModel]:
+    """The GGUF file, or the synthetic model of that spec, to be compiled; closed at the end of the `with` block.
+    encoder: the file of its image encoder. pooling: of CompileOptions."""
     check_compiler(synthetic or path)
+    from mlc_amd.compiler.gguf.mmproj import VisionFile
     from mlc_amd.compiler.gguf.reader import GGUFModel
     from mlc_amd.compiler.gguf.synthetic import synthetic as make
 
-    if synthetic:
-        return closing(make(synthetic, pooling=pooling.removeprefix("auto")))
-    assert path is not None, "one of path and synthetic is given"
-    return closing(GGUFModel.open(path, pooling.removeprefix("auto")))
+    assert synthetic or path is not None, "one of path and synthetic is given"
+    pooling = pooling.removeprefix("auto")
+    found = make(synthetic, pooling=pooling) if synthetic else GGUFModel.open(path or "", pooling)
+    try:
+        if encoder:
+            found.add_vision(VisionFile(encoder))
+    except BaseException:
+        found.close()
+        raise
+    return closing(found)
 
 
 def compile_artifact(
@@ -135,10 +146,10 @@ def compile_artifact(
         raise UsageError("give either a GGUF file or --synthetic PRESET:FORMAT")
     if output == "":
         raise UsageError("-o is empty: give the folder to write, or leave it out")
-    path = find(model) if model else None
+    path = find(model, not options.no_mmproj) if model else None
     if path and is_artifact(path):
         raise UserError(f"{path} is a folder: give a GGUF file")
-    resolved = options.resolved(*targets.resolve(options.target, options.arch))
+    resolved = _with_encoder(path, options.resolved(*targets.resolve(options.target, options.arch)))
     out = Path(output).expanduser() if output else _default_output(path, synthetic, f"{resolved.target}-{options.arch}")
     return _compile(path, synthetic, resolved, out, keep=False, weights=weights)
 
@@ -155,22 +166,29 @@ def _default_output(path: Path | None, synthetic: str | None, settings: str) -> 
     return out
 
 
-def source_path(model: str | os.PathLike[str] | None, synthetic: str | None) -> Path | None:
-    """Where a model lies, by default the bundled one; None for a synthetic one. UserError for both."""
+def _with_encoder(path: Path | None, options: CompileOptions) -> CompileOptions:
+    """The options with the image encoder of that model. Which one it is says all: `no_mmproj` is the default."""
+    return replace(options, mmproj=encoders.choose(path, options), no_mmproj=False)
+
+
+def source_path(model: str | os.PathLike[str] | None, synthetic: str | None, encoder: bool = False) -> Path | None:
+    """Where a model lies, by default the bundled one; None for a synthetic one. encoder: see `find`. UserError for
+    both."""
     if synthetic and model:
         raise UsageError("give a model or --synthetic, not both")
-    return None if synthetic else find(model) if model else default_model()
+    return None if synthetic else find(model, encoder) if model else default_model()
 
 
 def artifact_path(options: LoadOptions, synthetic: str | None = None) -> Path:
     """The folder of the options' model (None: the demo) or of the `synthetic` one of that spec, compiled into the cache
     if necessary. UserError for an artifact that was compiled with other options."""
-    path = source_path(options.model, synthetic)
+    path = source_path(options.model, synthetic, not options.no_mmproj)
     if path and is_artifact(path):
         _check_compiled(path, options)
         return path
     check_compiler(synthetic or path)
     resolved = options.resolved(*targets.resolve(options.target, options.arch, options.device))
+    resolved = _with_encoder(path, resolved)
     recipe = Recipe(path=path and str(path), synthetic=synthetic, **asdict(resolved))
     if out := model_cache.find(recipe):
         return out
@@ -195,7 +213,8 @@ def load_engine(options: LoadOptions, synthetic: str | None = None, kv: KvSize |
     from mlc_amd.runtime.speculation.draft_model import LOOKUP, OWN
 
     if options.draft not in (None, LOOKUP, OWN):
-        options = replace(options, draft=artifact_path(replace(options, model=options.draft)))
+        draft = replace(options, model=options.draft, mmproj=None, no_mmproj=True)
+        options = replace(options, draft=artifact_path(draft))
     return Engine.load(path, options, kv)
 
 
@@ -238,7 +257,8 @@ def _compile(
 ) -> Summary:
     """keep: packed weights are added to the user's cache; otherwise those that it has are verified."""
     title = f"compiling {synthetic or (path.name if path else '')} for {options.target} {options.arch}"
-    with open_source(path, synthetic, options.pooling) as source:
+    encoder = None if options.mmproj is None else str(options.mmproj)
+    with open_source(path, synthetic, encoder, options.pooling) as source:
         from mlc_amd.compiler import pipeline  # takes a second to import: only once the model is readable
         from mlc_amd.compiler.weight_store import WeightStore
 
@@ -265,6 +285,7 @@ def _check_compiled(path: Path, options: CompileOptions) -> None:
     if "pooling" in given:
         made["pooling"] = [(manifest["model"]["encoder"] or {"pooling": "auto"})["pooling"]]
     made["split"] = ["tensor" if manifest["gpus"] > 1 else "layer"]
+    made["mmproj"], made["no_mmproj"] = [manifest.get("vision", {}).get("file")], ["vision" not in manifest]
     made = {name: [manifest[name]] for name in given if name in manifest} | made
     for name, value in given.items():
         if value not in made.get(name, [value]):

@@ -7,9 +7,10 @@ from mlc_amd.schedules.operators.attention import KV_BLOCK, KV_STEPS, PAGE
 CACHES = ("Kc", "Vc", "Ks", "Vs")  # parameters of kernels
 
 
-def attention_reference(layer, q, k, v, position, sinks=None):
+def attention_reference(layer, q, k, v, position, sinks=None, image=0):
     """q [rows, heads, d], in natural units; k, v [kv_heads, keys, d], of all positions; position: of the first row,
-    which others follow, or of each row; sinks [heads]: [rows, heads * d], all float64."""
+    which others follow, or of each row; sinks [heads]; image: positions below it are seen by all rows: [rows, heads *
+    d], all float64."""
     rows, heads = len(q), layer.kv_heads
 
     def of_head(x):
@@ -23,7 +24,7 @@ def attention_reference(layer, q, k, v, position, sinks=None):
         scores = layer.softcap * np.tanh(scores / layer.softcap)
     positions = position + np.arange(rows) if np.ndim(position) == 0 else position
     own, keys = positions[:, None, None], np.arange(k.shape[1])
-    seen = (keys <= own) & (keys > own - (layer.window or k.shape[1]))
+    seen = ((keys <= own) | (keys < image)) & (keys > own - (layer.window or k.shape[1]))
     seen &= keys >= own // layer.chunk * layer.chunk if layer.chunk else True
     scores = np.where(seen, scores, -np.inf)
     top = scores.max(-1, keepdims=True)

@@ -45,10 +45,12 @@ def wanted_rows(op: Operator, arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _embed(c: Case) -> dict[str, Result]:
-    ids = np.clip(c.arrays["tokens"][c.rows], 0, c.op.vocab - 1)
-    planes = {name: array for name, array in c.arrays.items() if name not in ("state", "tokens", "X")}
-    x = weights.rows_of(c.layout, c.op.fmt, planes, ids)
-    return {"": Result(x * np.float32(c.op.scale), c.rows)}
+    tokens = c.arrays["tokens"][c.rows]
+    planes = {name: array for name, array in c.arrays.items() if name not in ("state", "tokens", "features", "X")}
+    x = weights.rows_of(c.layout, c.op.fmt, planes, np.clip(tokens, 0, c.op.vocab - 1)) * np.float32(c.op.scale)
+    if c.op.features:
+        x = np.where(tokens[:, None] < 0, c.arrays["features"][c.rows][:, : c.op.k], x)
+    return {"": Result(x, c.rows)}
 
 
 def _norm_rows(c: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -155,7 +157,7 @@ def _placed(c: Case, layer: Attention, rows: np.ndarray) -> np.ndarray:
 def _rotated(c: Case, rows: np.ndarray, layer: Attention, rope: Rope, name: str, count: int) -> np.ndarray:
     """Q or K of these rows: normalized and rotated heads."""
     positions, _ = c.places(rows)
-    cs = c.arrays["CS"][positions] if rope.rotary else np.zeros((len(rows), 0))
+    cs = c.arrays["CS"][rows if rope.by_row else positions] if rope.rotary else np.zeros((len(rows), 0))
     weight = c.arrays[name + "N"][: layer.d] if rope.eps is not None else None
     return kv.rope_reference(_heads(c, name, rows, layer.d, count), cs, rope, weight)
 
@@ -217,13 +219,21 @@ def _attended(c: Case, layer: Attention, rows: np.ndarray, q: np.ndarray, caches
     (positions, slots), found = c.places(rows), np.empty((len(rows), layer.heads * layer.value_d))
     for slot in np.unique(slots):
         mine = slots == slot
-        end = int(positions[mine].max()) + 1
+        image = _image_end(c, layer, slot)
+        end = max(int(positions[mine].max()) + 1, image)
         pooled = zip(pools, (layer.d, layer.value_d), strict=True)
         k, v = (kv.of_slot(x, c.arrays["pages"], slot, end)[:, :end, :d].astype(np.float64) for x, d in pooled)
         for pool, exact in zip((k, v), own or (), strict=False):
             pool[:, positions[mine]] = exact[mine].transpose(1, 0, 2)
-        found[mine] = kv.attention_reference(layer, q[mine], k, v, positions[mine], sinks)
+        found[mine] = kv.attention_reference(layer, q[mine], k, v, positions[mine], sinks, image)
     return {"": Result(found, rows)}
+
+
+def _image_end(c: Case, layer: Attention, slot: int) -> int:
+    """The position after the image that the chunk begins with, if it is of that slot; 0: there is none."""
+    rows = np.arange(c.single, min(c.single + int(c.arrays["state"][2]), c.live)) if layer.images else np.arange(0)
+    positions, slots = c.places(rows)
+    return int(positions.max()) + 1 if len(rows) and slots[0] == slot else 0
 
 
 def _attention(c: Case) -> dict[str, Result]:

@@ -5,7 +5,7 @@ of each token for each layer, in some models."""
 from collections.abc import Iterator
 from math import sqrt
 
-from mlc_amd.compiler.models import transformer
+from mlc_amd.compiler.models import images, transformer
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
 from mlc_amd.compiler.models.metadata import (
     LOCAL_ROPE,
@@ -25,6 +25,7 @@ from mlc_amd.compiler.models.tensors import tensors as common_tensors
 from mlc_amd.compiler.models.transformer import add_all, dense, logits, mixture, residual_block
 
 PER_LAYER = "per_layer_token_embd.weight"
+CAUSAL = (1536, 2560)  # hidden sizes of E2B and E4B, whose images are causal
 KV_TENSORS = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
 
 
@@ -78,6 +79,7 @@ def _read_attention(keys: Keys, local: list[bool], own: int) -> list[AttentionCo
         if source is not None and (source < 0 or local[source] != is_local):
             raise keys.error(f"layer {i} shares keys and values of layer {source}, which is of another kind")
         variant = {"scale": 1.0, "head_norms": True, "value_norm": True, "window": window if is_local else 0}
+        variant["images"] = is_local and keys.integer("embedding_length") not in CAUSAL
         variant["value_is_key"] = source is None and f"blk.{i}.attn_v.weight" not in keys.tensors
         heads, rope = keys.integer("attention.head_count"), LOCAL_ROPE if is_local else ROPE
         found.append(attention(keys, heads, kv, head_dim, rope, kv_layer=source, **variant))
@@ -120,7 +122,7 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 
 def decoder(g):
-    x = g.embed("token_embd.weight", g.config.embedding_scale)
+    x = images.inputs(g)
     inputs = layer_inputs(g, x) if g.config.layer_embedding else None
     for i, layer in enumerate(g.config.layers):
         x = residual_block(g, x, i, layer.mixer_norms, transformer.attention)
@@ -133,6 +135,7 @@ def decoder(g):
             x = g.add(x, layer_input(g, x, inputs, i))
         if layer.output_scale:
             x = g.multiply(x, g.number(f"blk.{i}.layer_output_scale.weight"))
+        x = images.deepstack(g, x, i)
     return logits(g, x)
 
 

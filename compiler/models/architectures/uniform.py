@@ -54,8 +54,10 @@ def ernie4_5(keys: Keys) -> ModelConfig:
 
 
 @architecture("qwen2")
+@architecture("qwen2vl")
 def qwen2(keys: Keys) -> ModelConfig:
-    """Qwen 2 and 2.5. As llama, with biases on q, k and v and RoPE pairs half a head apart."""
+    """Qwen 2 and 2.5, also the decoders that see. As llama, with biases on q, k and v and RoPE pairs half a head
+    apart."""
     return read_uniform(keys, neox=True, mixer=read_attention(keys, qkv_bias=True))
 
 
@@ -73,6 +75,7 @@ def qwen2moe(keys: Keys) -> ModelConfig:
 
 
 @architecture("qwen3")
+@architecture("qwen3vl")
 def qwen3(keys: Keys) -> ModelConfig:
     """As qwen2 without biases, an RMS norm over each head of q and k before RoPE, and its own head size."""
     encoder = read_encoder(keys, ranked="last", softmax=True)
@@ -80,6 +83,7 @@ def qwen3(keys: Keys) -> ModelConfig:
 
 
 @architecture("qwen3moe")
+@architecture("qwen3vlmoe")
 def qwen3moe(keys: Keys) -> ModelConfig:
     """Qwen 3's mixtures of experts. As qwen3, with experts in every layer."""
     experts = read_experts(keys, keys.integer("expert_feed_forward_length"))

@@ -83,7 +83,7 @@ def gemma2(keys: Keys) -> ModelConfig:
 def gemma3(keys: Keys) -> ModelConfig:
     """Gemma 3. As gemma2 with norms over the heads of q and k instead of softcaps; of six layers five see a window of
     keys, with a RoPE of their own."""
-    mixer, local = _gemma_attention(keys, GEMMA3_27B, head_norms=True), None
+    mixer, local = _gemma_attention(keys, GEMMA3_27B, head_norms=True, images=True), None
     ropes = {ROPE: read_rope(keys, mixer.head_dim, neox=True)}
     if keys.has("attention.sliding_window"):
         local = replace(mixer, window=keys.integer("attention.sliding_window"), rope=LOCAL_ROPE)

@@ -15,7 +15,8 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import launches_before_late
+from mlc_amd.runtime.artifact.io_buffers import ENCODED, launches_before_late
+from mlc_amd.runtime.artifact.manifest import is_encoder
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.devices.handover import Handover
 from mlc_amd.runtime.devices.hip import code_objects
@@ -174,6 +175,12 @@ class HipDevice(QueuedDevice):
         """What a few steps with different tokens and positions compute with `graphs` or by launches, logits or what
         other GPUs get: each has a chunk, or else single rows that follow one another in one sequence."""
         entry, vocab = self.manifest["functions"][function], self.manifest["model"]["vocab"]
+        if is_encoder(function):
+            self.write("state", (0, entry["rows"], 0, 0))
+            self.write("answers", (entry["logits"], entry["logits"], 0, 0))
+            for _ in self._run(function, graphs):
+                pass
+            return [self._fetch(ENCODED, entry["logits"]).tobytes() + self._carried.sent(function)]
         results, position = [], 0
         answering = any(arg[1] == "logits" for launch in entry["launches"] for arg in launch["args"])
         self.clear()

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import LATE, OUTPUTS, is_kept
+from mlc_amd.runtime.artifact.io_buffers import LATE, RESULTS, is_kept
 from mlc_amd.runtime.artifact.memory import Needs, gib, host_shortage, nbytes, of_manifest, on_host, shortage
 from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
@@ -56,7 +56,7 @@ def _bytes(address: int, count: int) -> np.ndarray:
 
 def _rank(name: str, entry: dict) -> int:
     """Of an io buffer: 0 for inputs of each step, 1 for those that are kept, 2 for outputs, 3 for small ones."""
-    return 2 + (nbytes(entry) <= SMALL) if name in OUTPUTS else int(is_kept(name))
+    return 2 + (nbytes(entry) <= SMALL) if name in RESULTS else int(is_kept(name))
 
 
 class HipMemory:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import CHOSEN, LATE, OUTPUTS, is_kept
+from mlc_amd.runtime.artifact.io_buffers import CHOSEN, LATE, PATCHES, RESULTS, is_kept, results_of
 from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.devices.run_queue import SLOTS
 from mlc_amd.runtime.devices.vulkan import api
@@ -70,8 +70,8 @@ class Io:
         self.context, self.memory, self.entries = context, memory, entries
         sizes = {name: byte_count(entry["dtype"], entry["shape"]) for name, entry in entries.items()}
         self._table_sizes = {name: size for name, size in sizes.items() if is_kept(name)}
-        self._output_sizes = {name: size for name, size in sizes.items() if name in OUTPUTS}
-        others = {*self._table_sizes, *OUTPUTS}
+        self._output_sizes = {name: size for name, size in sizes.items() if name in RESULTS}
+        others = {*self._table_sizes, *RESULTS}
         self._input_sizes = {name: size for name, size in sizes.items() if name not in others}
         results, (self._results,) = memory.spread(self._output_sizes, "device")
         own = _Inputs(memory, self._input_sizes, self._table_sizes, entries)
@@ -107,7 +107,7 @@ class Io:
     def byte_count(self, name: str, function: Mapping) -> int:
         """Bytes of the rows of a buffer that a function uses."""
         used: dict[str, int] = {"tokens": function["rows"], "rows": function["rows"]}
-        used |= dict.fromkeys(OUTPUTS, function["logits"])
+        used |= dict.fromkeys(RESULTS, function["logits"])
         return self._row_bytes(name, used[name] if name in used else self.entries[name]["shape"][0])
 
     def _row_bytes(self, name: str, rows: int) -> int:
@@ -156,9 +156,10 @@ class Io:
 
     def _recorded(self, function: Mapping, target: _Outputs) -> Mapping[str, int]:
         """Outputs that a run of a function copies there, with their rows."""
-        key = function["logits"], target is self._outputs[None]
+        key = id(function), target is self._outputs[None]  # a function of the manifest, which this device keeps
         if key not in self._copied:
-            found = {name: self.byte_count(name, function) for name in target.at}
+            made = results_of(function)
+            found = {name: self.byte_count(name, function) for name in target.at if name in made}
             small = {name: size for name, size in found.items() if size <= RECORDED}
             self._copied[key] = {name: size // self._row_bytes(name, 1) for name, size in small.items()}
         return self._copied[key]
@@ -171,7 +172,7 @@ class Io:
             for inputs in self._inputs.values():
                 inputs.stale = True
         else:
-            for inputs in self._inputs.values():
+            for inputs in (one for one in self._inputs.values() if name in one.table_places):
                 inputs.dirty[name] = max(inputs.dirty.get(name, 0), len(values))
             self._stale.add(name)
 
@@ -192,9 +193,10 @@ class Io:
         self._stale.difference_update(LATE)
 
     def add_slots(self) -> None:
-        """Allocates memory of the slots, once. OutOfMemory."""
+        """Allocates memory of the slots, once: not for encoders of images, which do not run ahead. OutOfMemory."""
+        tables = {name: size for name, size in self._table_sizes.items() if name not in PATCHES}
         for slot in range(len(self._inputs) - 1, SLOTS):
-            inputs = _Inputs(self.memory, self._input_sizes, self._table_sizes, self.entries)
+            inputs = _Inputs(self.memory, self._input_sizes, tables, self.entries)
             self._record_renewal(inputs)
             chosen = {name: self._output_sizes[name] for name in CHOSEN if name in self._output_sizes}
             self._outputs[slot] = _Outputs(self.memory, chosen, self.entries)
@@ -207,7 +209,7 @@ class Io:
 
     def read(self, name: str, rows: int) -> np.ndarray:
         """The first rows of a buffer, once the run is done; valid until the next one."""
-        if name not in OUTPUTS:
+        if name not in RESULTS:
             return self._host[name][:rows]
         target = self._read_from if name in self._read_from.at else self._outputs[None]
         if rows > self._rows.get(name, 0):

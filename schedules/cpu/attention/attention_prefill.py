@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.attention.attention_block import SPAN, Joined, Softmax, Step, limits, scratch, span_blocks
-from mlc_amd.schedules.cpu.attention.cache import BLOCK, CacheBlock, Rows, visible_keys
+from mlc_amd.schedules.cpu.attention.cache import BLOCK, CacheBlock, Rows
 from mlc_amd.schedules.cpu.base.arch import Isa
 from mlc_amd.schedules.cpu.base.kernel import live_rows
 from mlc_amd.schedules.cpu.base.vector import LANES, at, opaque, registers, splat, store
@@ -168,7 +168,7 @@ def _emit_task(step: Step, plan: Plan, step_rows: Rows, task: _Task) -> None:
         store(queries, step.Q[task.token0 + r // group, task.kv * group + r % group, at(i * LANES)], r, at(i * LANES))
     joined.emit_start(padded, None if sinks is None else lambda r: sinks[task.kv * group + r % group])
     rows = step_rows.tile(task.chunk0)
-    blocks = opaque((rows.position(task.tokens) - 1) // BLOCK + 1)
+    blocks = opaque(rows.last(task.tokens - 1) // BLOCK + 1)
     first_block = rows.first_block()
     first_span = first_block // SPAN
     with T.serial((blocks + SPAN - 1) // SPAN - first_span) as slot:
@@ -200,7 +200,7 @@ def _emit_task(step: Step, plan: Plan, step_rows: Rows, task: _Task) -> None:
                     now * block_rows,
                     first,
                     key0,
-                    lambda r: visible_keys(spec, opaque(rows.position((first + r) // group))),
+                    lambda r: rows.visible((first + r) // group),
                     rows.see_block(first // group, (first + now * block_rows - 1) // group, key0),
                 )
                 with T.serial(now) as i:
@@ -225,6 +225,8 @@ def emit_attention(step: Step, plan: Plan, after_single: bool) -> None:
     slot, position = (T.Bind(of(begin)) for of in (step.rows.slot, step.rows.position))
     rows = Rows(T.Bind(T.max(position, T.int32(0))), slot, spec)
     count = T.Bind(T.min(live - first, spec.ctx - rows.start))
+    if spec.images:
+        rows = rows._replace(image=T.Bind(rows.start + T.min(step.state[2], count) - 1))
     tiles = T.Bind(T.max((count + tile - 1) // tile, T.int32(0)))
     with (
         T.attr(T.int32(0), "pragma_parallel_launch_point", 1),

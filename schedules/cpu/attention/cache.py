@@ -121,11 +121,13 @@ def visible_keys(spec: Attention, position: Expr) -> KeyRange:
 
 class Rows(NamedTuple):
     """Consecutive rows of the sequence in a slot and of the `Attention` layer `spec`, the first of which stands at
-    `start`."""
+    `start`. image: the last position of the image that they begin with, whose keys they all see; None: there is
+    none."""
 
     start: Expr
     slot: Expr
     spec: Attention
+    image: Expr = None
 
     def position(self, row: Expr) -> Expr:
         """The position of row `row`."""
@@ -133,7 +135,16 @@ class Rows(NamedTuple):
 
     def tile(self, row: Expr) -> "Rows":
         """The Rows from row `row` on."""
-        return Rows(opaque(self.position(row)), self.slot, self.spec)
+        return self._replace(start=opaque(self.position(row)))
+
+    def last(self, row: Expr) -> Expr:
+        """The position of the last key that row `row` sees."""
+        return self.position(row) if self.image is None else T.max(self.position(row), self.image)
+
+    def visible(self, row: Expr) -> KeyRange:
+        """The KeyRange that row `row` attends to."""
+        seen = visible_keys(self.spec, opaque(self.position(row)))
+        return seen if self.image is None else seen._replace(last=T.max(seen.last, self.image))
 
     def first_block(self) -> Expr:
         """The first block with a key that any row sees: the int 0 if rows see all keys, else bound to a register."""
@@ -142,7 +153,8 @@ class Rows(NamedTuple):
 
     def first_row(self, key0: Expr) -> Expr:
         """The first row that sees key0 or a later key."""
-        return T.max(key0 - self.start, T.int32(0))
+        first = T.max(key0 - self.start, T.int32(0))
+        return first if self.image is None else T.Select(key0 <= self.image, T.int32(0), first)
 
     def end_row(self, key0: Expr) -> Expr:
         """The first row that sees keys after key0 .. key0+63 only, as do the rows after it. For rows that do not see
@@ -153,11 +165,11 @@ class Rows(NamedTuple):
 
     def keys_in_block(self, row: Expr, key0: Expr) -> Expr:
         """How many leading keys of the block key0 .. key0+63 contain all that row `row` and the rows before it see."""
-        return T.min(self.position(row) - key0 + 1, T.int32(BLOCK))
+        return T.min(self.last(row) - key0 + 1, T.int32(BLOCK))
 
     def see_block(self, first: Expr, last: Expr, key0: Expr) -> Expr:
         """A condition: the rows first .. last see all of the keys key0 .. key0+63."""
-        causal = self.position(first) >= key0 + (BLOCK - 1)
+        causal = self.last(first) >= key0 + (BLOCK - 1)
         oldest = visible_keys(self.spec, self.position(last)).first
         return causal if oldest is None else tirx.all(causal, oldest <= key0)
 

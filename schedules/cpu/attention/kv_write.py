@@ -33,16 +33,15 @@ def _lanes(*sizes: int) -> int:
 
 
 class Rotation:
-    """Rotates heads by the cosines and sines of one row's position, which it holds in the order of a head's
-    elements."""
+    """Rotates heads by one row of cosines and sines, which it holds in the order of a head's elements."""
 
-    def __init__(self, CS: Buffer | None, position: Expr, d: int, rope: Rope):
+    def __init__(self, CS: Buffer | None, row: Expr, d: int, rope: Rope):
         self.d, self.half, self.neox = d, rope.rotary // 2, rope.neox
         if CS is None:
             return
         self.cos, self.sin = (T.alloc_buffer((rope.rotary,), "float32", scope="local") for _ in range(2))
         with T.serial(self.half) as i:
-            c, s = (T.Bind(CS[position, i * 2 + j]) for j in range(2))
+            c, s = (T.Bind(CS[row, i * 2 + j]) for j in range(2))
             for j, sign in ((0, -1), (1, 1)):  # y = x * cos + partner * sin: the first of a pair subtracts
                 place = i + j * self.half if rope.neox else i * 2 + j
                 store(self.cos, c, place)
@@ -118,7 +117,7 @@ def rope_kv_write(op: RopeKvWrite, arch: Arch, name: str, plan: None = None) -> 
         with row_loop(state, m) as row:
             position = T.Bind(table.position(row))
             with T.If(is_position(spec, position)), T.Then():
-                rotation = Rotation(sources.CS, position, d, rope)
+                rotation = Rotation(sources.CS, row if rope.by_row else position, d, rope)
                 with T.serial(spec.heads) as h:
                     load = loader(sources.Q, row, h, d)
                     for e, n, y in _rotated(rotation, load, d, rope, sources.QN):

@@ -136,23 +136,39 @@ QUAD = 4
 
 @registry.builds(Embed)
 def embed(op: Embed, arch: Arch, name: str, plan: None = None) -> tirx.PrimFunc:
-    """Kernel (state int32[4], tokens int32[m], planes of the [vocab, k] table, X float32 [m, k]): X[i] =
-    table[tokens[i]] * scale for live i. Token ids outside the vocabulary read its first or last row (nothing out of
-    bounds). UserError when the format does not allow k."""
+    """Kernel (state int32[4], tokens int32[m], [features float32 [m, features]], planes of the [vocab, k] table, X
+    float32 [m, k]): X[i] = table[tokens[i]] * scale for live i, or the row of features of a negative token. Token ids
+    outside the vocabulary read its first or last row (nothing out of bounds). UserError when the format does not allow
+    k."""
     k, m = op.k, op.m
     step, quad = (COLUMNS, QUAD) if k % COLUMNS == 0 else (1, 1)
     # tasks of a row: a single row keeps several threads busy
     chunks = next(n for n in (16, 8, 4, 2, 1) if k // step % n == 0)
     with kernel(name) as (builder, state):
         tokens = T.arg("tokens", T.buffer((m,), "int32"))
+        features = T.arg("features", T.buffer((m, op.features), "float32")) if op.features else None
         table = emit_planes(op.fmt, op.vocab, k)
         X = T.arg("X", T.buffer((m, k), "float32"))
         with T.parallel(live_rows(state, m) * chunks) as task:
             token, chunk = T.Bind(task // chunks), T.Bind(task % chunks)
             row = T.Bind(T.max(T.min(tokens[token], T.int32(op.vocab - 1)), T.int32(0)))
-            with T.serial(k // step // chunks) as block, T.serial(step // quad) as j:
-                for i in range(quad):
-                    column = (chunk * (k // step // chunks) + block) * step + j * quad + i
-                    x = decode(op.fmt, table, row, column)
-                    T.buffer_store(X, x if op.scale == 1.0 else x * T.float32(op.scale), [token, column])
+
+            def store(value) -> None:
+                with T.serial(k // step // chunks) as block, T.serial(step // quad) as j:
+                    for i in range(quad):
+                        column = (chunk * (k // step // chunks) + block) * step + j * quad + i
+                        T.buffer_store(X, value(column), [token, column])
+
+            def of_table(column):
+                x = decode(op.fmt, table, row, column)
+                return x if op.scale == 1.0 else x * T.float32(op.scale)
+
+            if features is None:
+                store(of_table)
+            else:
+                with T.If(tokens[token] < 0):
+                    with T.Then():
+                        store(lambda column: features[token, column])
+                    with T.Else():
+                        store(of_table)
     return builder.get()

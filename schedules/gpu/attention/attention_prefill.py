@@ -12,7 +12,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu.attention.attention_rows_matrix import MatrixRows
 from mlc_amd.schedules.gpu.attention.attention_rows_size import waves_of
 from mlc_amd.schedules.gpu.attention.attention_step import ChunkRow, ChunkRows, Step, group_of, with_sink
-from mlc_amd.schedules.gpu.attention.cache import UNIT, Visible, each_block, visible
+from mlc_amd.schedules.gpu.attention.cache import UNIT, Visible, each_block
 from mlc_amd.schedules.gpu.base.device import launch, rcp, uniform
 from mlc_amd.schedules.gpu.base.matrices import SIDE
 from mlc_amd.schedules.gpu.base.profiles import Device
@@ -68,9 +68,9 @@ def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
             chunk_rows = ChunkRows(step, chunk, kv, first_row)
             places = [chunk_rows.place(t * SIDE + rows.row) for t in range(plan.tiles)]
             rows.load_queries(lambda t, c: step.Q[places[t].step_row, places[t].head, at(c * UNIT, UNIT)])
-            seen = [visible(layer, chunk.position(place.token)) for place in places]
+            seen = [chunk.visible(place.token) for place in places]
             last_token = T.min((first_row + count - 1) // group, chunk.count - 1)
-            first, last = (visible(layer, chunk.position(token)) for token in (first_token, last_token))
+            first, last = (chunk.visible(token) for token in (first_token, last_token))
             all_see = Visible(last.first, first.end)
             begin, end, distance = T.Bind(first.first_block(size)), last.end_block(size), 1
             if plan.shared:

@@ -23,7 +23,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.attention_coop_tiles import Shared, SharedBlock, Tile, shared_units, tile_of
 from mlc_amd.schedules.gpu.attention.attention_step import LIMIT, LOWEST, START, Step, group_of, soft_cap, with_sink
-from mlc_amd.schedules.gpu.attention.cache import UNIT, Chunk, Pages, visible
+from mlc_amd.schedules.gpu.attention.cache import UNIT, Chunk, Pages
 from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, launch, maximum, rcp, uniform, wave_barrier
 from mlc_amd.schedules.gpu.base.matrices import Fragments
 from mlc_amd.schedules.gpu.base.profiles import Profile
@@ -133,6 +133,9 @@ class Wave:
                     for j in range(self.score_columns):
                         own = T.cast(self.chunk.position(self.tokens[i]) - key0 - j * self.n, "float32")
                         seen = ahead <= own
+                        if self.chunk.image is not None:
+                            left = T.cast(self.chunk.image - key0 - j * self.n, "float32")
+                            seen = seen | (self.other.get(0, e) < left)
                         if window:
                             seen = seen & (ahead > own - T.float32(window))
                         elif self.attention.chunk:
@@ -322,8 +325,8 @@ def emit(step: Step, arch: Profile, plan: Tile | None = None) -> None:
             last = T.min(T.min(first + per_tile, T.int32(fragments)) - 1, T.int32(fragments - 1)) // group * rows + rows
             begin = T.int32(0)
             if attention.span:
-                begin = visible(attention, chunk.position(first // group * rows)).first_block(tile.keys)
-            end = visible(attention, chunk.position(T.min(last, chunk.count) - 1)).end_block(tile.keys)
+                begin = chunk.visible(first // group * rows).first_block(tile.keys)
+            end = chunk.visible(T.min(last, chunk.count) - 1).end_block(tile.keys)
 
             def first_key(number: Expr) -> Expr:
                 """Of the block with that number; of the last one for those after it."""

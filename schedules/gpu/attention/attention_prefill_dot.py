@@ -13,7 +13,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu.attention.attention_rows import Rows
 from mlc_amd.schedules.gpu.attention.attention_rows_size import STEP, dot_waves_of, query_dtype
 from mlc_amd.schedules.gpu.attention.attention_step import ChunkRows, Step, group_of
-from mlc_amd.schedules.gpu.attention.cache import UNIT, each_block, visible
+from mlc_amd.schedules.gpu.attention.cache import UNIT, each_block
 from mlc_amd.schedules.gpu.base.device import launch, uniform
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, put
@@ -63,7 +63,7 @@ def emit(step: Step, arch: Device, plan: Plan | None = None) -> None:
                 put(queries, loaded if same else T.cast(loaded, f"{queries.dtype}x{UNIT}"), r, columns)
             rows = Rows(arch, attention, queries, lane, wave, waves)
             rows.start()
-            seen = [visible(attention, chunk.position(chunk_rows.place(r).token)) for r in range(count)]
+            seen = [chunk.visible(chunk_rows.place(r).token) for r in range(count)]
             end, begin = seen[-1].end_block(STEP), T.Bind(seen[0].first_block(STEP) + wave)
             for i, block in each_block(cache, kv, chunk.slot, begin, end, waves, STEP):
                 rows.step(block, lambda r, key: seen[r].sees(key), None, opaque_zero(step.state, i))

@@ -327,7 +327,8 @@ def is_at(rows: Buffer, row: Expr, position: Expr) -> Expr:
 
 class Chunk:
     """The rows of a step that are consecutive tokens of one sequence: those after the single rows. Of these tokens, row
-    row0 + i has token i, `count` are live and fit the cache; it may be 0 or less."""
+    row0 + i has token i, `count` are live and fit the cache; it may be 0 or less. image: the position after the image
+    that they begin with, None for layers to which it does not matter."""
 
     def __init__(self, op: Attending, state: Buffer, rows: Buffer):
         single, ctx = op.single, op.layer.ctx
@@ -335,6 +336,14 @@ class Chunk:
         self.first, self.slot = clamped_position(rows, self.row0, ctx), row_slot(rows, self.row0)
         live = live_rows(state, op.m, minimum=0)
         self.count = T.Bind(T.min(live - self.row0 if single else live, ctx - self.first))
+        self.layer, self.image = op.layer, None
+        if op.layer.images:
+            self.image = T.Bind(self.first + T.min(state[2], self.count))
+
+    def visible(self, token: Expr) -> "Visible":
+        """The keys that a token sees."""
+        seen = visible(self.layer, self.position(token))
+        return seen if self.image is None else seen._replace(end=T.Bind(T.max(seen.end, self.image)))
 
     def position(self, token: Expr) -> Expr:
         return self.first + token

@@ -94,15 +94,15 @@ class Heads:
     def rotated(self, X: Buffer, row: Expr, column: Expr, position: Expr, weight: Buffer = None) -> Iterator[Elements]:
         """The norm and rotation of the head X[row, column:column+d], float32: yields the elements of each `Pair` of
         this lane. weight: of the head's norm, float32 [d], or None."""
-        pairs = list(self._load_pairs(X, row, column))
+        pairs, angles = list(self._load_pairs(X, row, column)), row if self.rope.by_row else position
         if weight is not None and self.rope.norm_after:
-            turned = [self._rotated(pair, position) for pair in pairs]
+            turned = [self._rotated(pair, angles) for pair in pairs]
             yield from (pair.stored for pair in self._normalized(turned, weight))
             return
         if weight is not None:
             pairs = self._normalized(pairs, weight)
         for pair in pairs:
-            yield self._rotated(pair, position).stored
+            yield self._rotated(pair, angles).stored
 
     def _load_pairs(self, X: Buffer, row: Expr, column: Expr) -> Iterator[Pair]:
         """The pairs of a lane, of the head X[row, column:column+d]."""
@@ -125,12 +125,12 @@ class Heads:
 
         return [pair._replace(values=scaled(pair)) for pair in pairs]
 
-    def _rotated(self, pair: Pair, position: Expr) -> Pair:
+    def _rotated(self, pair: Pair, angles: Expr) -> Pair:
         half, (x, y) = self.rope.rotary // 2, pair.values
         if not half:
             return pair
         place = T.Bind(T.min(pair.number, T.int32(half - 1)))
-        cos, sin = (T.Bind(self.sources.CS[position, place * 2 + i]) for i in range(2))
+        cos, sin = (T.Bind(self.sources.CS[angles, place * 2 + i]) for i in range(2))
         if self.rope.rotary < self.d:
             cos = T.Bind(T.Select(pair.number < half, cos, T.float32(1)))
             sin = T.Bind(T.Select(pair.number < half, sin, T.float32(0)))

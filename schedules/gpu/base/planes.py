@@ -118,10 +118,12 @@ def decode(fmt: str | Format, bufs: Planes, n: Expr, k: Expr) -> Expr:
 
 @builds(Embed)
 def embed(op: Embed, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> None:
-    """Kernel (state, tokens, planes of the [vocab, k] table, X): X[i] = table[tokens[i]] * scale for live i. Token
-    numbers outside the vocabulary read its first or last row. UserError when the format does not allow k."""
+    """Kernel (state, tokens, [features], planes of the [vocab, k] table, X): X[i] = table[tokens[i]] * scale for live
+    i, or the row of features of a negative token. Token numbers outside the vocabulary read its first or last row.
+    UserError when the format does not allow k."""
     k, m, threads = op.k, op.m, threads_of(arch, plan)
     tokens = T.arg("tokens", T.buffer((m,), "int32"))
+    features = T.arg("features", T.buffer((m, op.features), "float32")) if op.features else None
     table = plane_args(op.fmt, op.vocab, k)
     X = T.arg("X", T.buffer((m, k), "float32"))
     with launch((-(-k // threads), m), (threads,)) as (chunk, token, thread):
@@ -129,7 +131,10 @@ def embed(op: Embed, arch: Device, state: Buffer, plan: ThreadsPlan | None) -> N
         with T.If((column < k) & (token < live_rows(state, m))), T.Then():
             row = T.Bind(T.max(T.min(tokens[token], T.int32(op.vocab - 1)), T.int32(0)))
             x = decode(op.fmt, table, row, column)
-            T.buffer_store(X, x if op.scale == 1.0 else x * T.float32(op.scale), [token, column])
+            x = x if op.scale == 1.0 else x * T.float32(op.scale)
+            if features is not None:
+                x = T.if_then_else(tokens[token] < 0, features[token, column], x)
+            T.buffer_store(X, x, [token, column])
 
 
 registry.plans(Embed)(columns_space(1))

@@ -26,6 +26,7 @@ from mlc_amd.runtime.artifact.weight_block import TensorSpec
 from mlc_amd.runtime.artifact.weights_file import Weights, WeightsWriter
 from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.cache.pages import PAGE
+from mlc_amd.runtime.cache.sequence import ChunkRows
 from mlc_amd.runtime.devices import placement
 from mlc_amd.runtime.devices.hip import memory as hip_memory
 from mlc_amd.runtime.devices.hip.device import HipDevice
@@ -231,7 +232,7 @@ def test_real_code_object(artifact, emulator, arch):
     manifest["io"]["logits"]["shape"] = [16, k]
     bindings = Recorder(emulated(manifest, arch, module.hsaco, emulator), gpus=[{"gcnArchName": arch.encode()}])
     device = HipDevice(model, bindings=bindings)
-    write_step(device, manifest["functions"]["score_16"], (), (IDS[:5], 0, 0))
+    write_step(device, manifest["functions"]["score_16"], (), ChunkRows(IDS[:5], 0, 0))
     device.run("score_16")
     rows = table[IDS[:5]]
     expect = rows / np.sqrt((rows**2).mean(1, keepdims=True) + 1e-6) * gain

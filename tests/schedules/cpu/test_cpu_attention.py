@@ -35,10 +35,12 @@ LOG2E = np.log2(np.e)
 
 
 class State(NamedTuple):
-    """A step: the positions of its single rows, and (position of the first row, rows) of its chunk."""
+    """A step: the positions of its single rows, (position of the first row, rows) of its chunk, and how many of these,
+    at the beginning, are of an image."""
 
     single: tuple[int, ...] = ()
     chunk: tuple[int, int] = (0, 0)
+    image: int = 0
 
     @property
     def live(self) -> int:
@@ -151,6 +153,23 @@ ATTEND = {
         plan=(("min_rows", 256), ("max_rows", 256)),
     ),
     "mixed window 70": mixed(Attention(4, 2, 64, 512, window=70), MIXED, 16, 5, 8, True),
+    # images: as long as a chunk, followed by text, in several tiles, none, with a window, after single rows
+    "chunk image": Attend(
+        Attention(4, 2, 64, 512, images=True),
+        (State((), (57, 64), 64), State((), (0, 60), 41), State((), (250, 64), 3), State((), (448, 64))),
+        64,
+        0,
+        8,
+        True,
+        (("min_rows", 16), ("max_rows", 32)),
+    ),
+    "mixed image window": Attend(
+        Attention(3, 1, 32, 512, window=20, images=True),
+        (State((500, 3), (57, 60), 47), State((), (130, 64), 64)),
+        66,
+        2,
+        8,
+    ),
     # chunks of keys: within one, at its ends, rows of two of them
     "decode keys of 40": decode(Attention(4, 2, 64, 512, chunk=40), one(0, 39, 40, 79, 130, 511)),
     "rows keys of 40": rows(Attention(4, 2, 64, 512, chunk=40), ((0, 39, 40, 41), (38, 318, 319, 320)), 4),
@@ -236,14 +255,14 @@ class Pool:
             pooled.append(pool)
         return tuple(map(tensor, (*packed("cpu", *pooled), *scales)))
 
-    def step(self, single: Sequence[int], first: int, chunk: int, m: int):
+    def step(self, single: Sequence[int], first: int, chunk: int, m: int, image: int = 0):
         """The parameters state, rows and pages of a step: positions of single rows, and a chunk. Sequences are in the
         order of the slots. Rows that are not live hold what must not matter."""
         table = np.full((m, 2), 1 << 30, np.int32)
         live = len(single) + chunk
         table[:live, 0] = [*single, *range(first, first + chunk)]
         table[:live, 1] = [*self.slots[: len(single)], *[self.slots[-1]] * chunk]
-        state = np.array([len(single), live, 0, 0], np.int32)
+        state = np.array([len(single), live, image, 0], np.int32)
         return tensor(state), tensor(table), tensor(self.pages)
 
 
@@ -255,7 +274,7 @@ def test_attention(arch, name):
     q = rng.standard_normal((m, heads, d)).astype(np.float32) * 2
     sinks = (rng.standard_normal(heads) * 2 + 5).astype(np.float32)
     for state in states:
-        (single, (first, count)), live = state, state.live
+        (single, (first, count), image), live = state, state.live
         # (first position, rows) of each sequence in the step
         steps = [*((position, 1) for position in single), *([(first, count)] if count else [])]
         pool = Pool(spec, len(steps), rng)
@@ -268,7 +287,8 @@ def test_attention(arch, name):
             exact = [x[sequence, :, :end].astype(np.float64) for x in (k, v)]
             queries = q[len(expected) : len(expected) + taken].astype(np.float64)
             own_sinks = sinks.astype(np.float64) if spec.sinks else None
-            expected.extend(attention_reference(spec, queries, *exact, position, own_sinks))
+            seen = first + image if image and sequence == len(single) else 0
+            expected.extend(attention_reference(spec, queries, *exact, position, own_sinks, seen))
             k[sequence, :, end:], v[sequence, :, end:] = STALE * 100, STALE * 10000
             k[sequence, :, :unseen] = v[sequence, :, :unseen] = np.nan  # blocks that no row sees must not be read
         expected = np.array(expected)
@@ -285,7 +305,7 @@ def test_attention(arch, name):
         else:
             out = (tensor(np.full((m, columns), LEFT, np.float32)),)
         inputs = [tensor(widened(queries)), *pool.caches(k, v), *([tensor(sinks)] if spec.sinks else [])]
-        kernel(*pool.step(single, first, count, m), *inputs, *out)
+        kernel(*pool.step(single, first, count, m, image), *inputs, *out)
         scale = np.abs(expected).max()
         if quantize:
             got, step = dequantize(A.numpy(), S.numpy(), live)

@@ -73,6 +73,9 @@ ROWS = {
     ),
     "mixed": Case(4, 1, 64, 32, "pairs", several=8, states=(Rows((130, 5, 299), (57, 13)), Rows((), (0, 30)))),
     "mixed_q8": Case(4, 2, 64, 32, several=8, states=(Rows((130, 5, 299), (57, 13)),), attributes={"kv": "q8_0"}),
+    "mixed_image": Case(
+        4, 1, 64, 64, several=8, states=(Rows((130, 5, 299), (57, 50), 33),), attributes={"images": True}
+    ),
     "mixed_window": Case(
         2, 1, 64, 32, several=8, states=(Rows((CTX - 1, 64), (450, 30)),), attributes={"window": 49, "softcap": 4.0}
     ),
@@ -93,6 +96,14 @@ PREFILL = {
     "prefill_tiles": Case(
         4, 1, 64, 64, "pairs", states=((57, 50), (300, 64)), attributes={"window": 80, "softcap": 4.0, "sinks": True}
     ),
+    "prefill_image": Case(
+        2, 1, 64, 64, "pairs", states=(Rows((), (57, 50), 41), Rows((), (0, 64), 64), Rows((), (300, 64))),
+        attributes={"images": True},
+    ),
+    "prefill_image_window": Case(
+        4, 1, 64, 64, "", states=(Rows((), (130, 60), 37), Rows((), (5, 64), 64)),
+        attributes={"images": True, "window": 20},
+    ),
     "prefill_chunk": Case(2, 1, 64, 16, "", states=((30, 16), (393, 16)), attributes={"chunk": 100}),
     "prefill_attributes": Case(
         4, 1, 64, 16, "pairs", states=((30, 16), (300, 16)),
@@ -104,6 +115,9 @@ DOT = {
     "prefill_dot_head_80": Case(2, 1, 80, 16, "", states=((57, 13),)),
     "prefill_dot_window": Case(2, 1, 48, 16, "", states=((401, 13),), attributes={"window": 49}),
     "prefill_dot_chunk": Case(2, 1, 32, 16, "", states=((393, 16),), attributes={"chunk": 100}),
+    "prefill_dot_image": Case(
+        3, 1, 64, 64, "", states=(Rows((), (57, 50), 41),), attributes={"images": True, "window": 30}
+    ),
     "prefill_dot_attributes": Case(
         3, 1, 64, 16, "", states=((60, 16), (400, 13)),
         attributes={"window": 9, "softcap": 4.0, "sinks": True, "scale": 0.2},

@@ -40,6 +40,14 @@ CASES = {
         3, 1, 32, 16, "", states=((0, 16), (56, 16), (401, 13)), attributes={"window": 49, "sinks": True}
     ),
     "window_of_blocks": Case(2, 1, 64, 64, "", states=((290, 64), (440, 50)), attributes={"window": 200}),
+    "image": Case(
+        2, 1, 64, 64, "", states=(Rows((), (57, 50), 41), Rows((), (0, 64), 64), Rows((), (300, 64))),
+        attributes={"images": True},
+    ),
+    "image_window": Case(
+        3, 1, 32, 64, "", several=8, states=(Rows((130,), (57, 45), 33), Rows((), (5, 64), 64)),
+        attributes={"images": True, "window": 20},
+    ),
     "chunk": Case(2, 1, 32, 64, "", states=((30, 64), (393, 64)), attributes={"chunk": 100}),
     "mixed": Case(4, 2, 64, 64, "pairs", several=8, states=(Rows((130, 5, 299), (57, 45)), Rows((3,) * 7, (0, 57)))),
     "mixed_window": Case(

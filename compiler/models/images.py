@@ -1,0 +1,69 @@
+"""Images in a decoder's graph: their rows in the place of the embedding's, what is added to them after layers, and
+where RoPE turns them to.
+
+A row of an image is a negative token. The host writes its features and, where RoPE has sections, its place (t, y, x),
+which of text is its number in all three. Models without an encoder have none of this.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tvm import relax, te
+
+from mlc_amd.compiler.models import exchanges
+from mlc_amd.compiler.models.config import Model
+from mlc_amd.compiler.ops import tensor_type
+
+if TYPE_CHECKING:
+    from mlc_amd.compiler.models.graph import Graph
+
+
+def has_places(model: Model) -> bool:
+    """Whether the rows of an image have places in two dimensions."""
+    return model.features > 0 and any(rope.sections for rope in model.config.ropes.values())
+
+
+def features(g: Graph) -> relax.Var:
+    """What the encoder made of the step's rows of images: float32 [m, features]."""
+    return g.parameter("features", "io", tensor_type((g.m, g.model.features)))
+
+
+def inputs(g: Graph) -> relax.Var:
+    """The rows before the first layer."""
+    place(g)
+    return g.embed("token_embd.weight", g.config.embedding_scale, features(g) if g.model.features else None)
+
+
+def deepstack(g: Graph, x, layer: int) -> relax.Var:
+    """x after that layer, plus what the features of images have for it."""
+    first = (1 + layer) * g.config.hidden
+    if first >= g.model.features:
+        return x
+
+    def add_features(tokens, features, x):
+        def element(row, column):
+            return x[row, column] + te.if_then_else(tokens[row] < 0, features[row, first + column], 0.0)
+
+        return te.compute(x.shape, element, "deepstack")
+
+    arguments = g.tokens, features(g), exchanges.whole(g, x)
+    return g.bb.emit_te(add_features, *arguments, primfunc_name_hint="add_features")
+
+
+def place(g: Graph) -> None:
+    """Turns RoPE's tables of positions into those of the step's rows, where these have places."""
+    ropes = {name: rope for name, rope in g.config.ropes.items() if rope.sections} if has_places(g.model) else {}
+    for name, rope in ropes.items():
+
+        def rope_angles(places, table, rope=rope):
+            def element(row, column):
+                place = places[row, 0]
+                for component, holds in rope.components(column // 2):
+                    place = te.if_then_else(holds, places[row, component], place)
+                return table[te.max(te.min(place, g.ctx - 1), 0), column]
+
+            return te.compute((g.m, rope.dim), element, "angles")
+
+        places, table = g.parameter("places", "io", tensor_type((g.m, 3), "int32")), g.parameters[f"{name}.table"][0]
+        g.row_tables[name] = g.bb.emit_te(rope_angles, places, table, primfunc_name_hint="rope_angles")

@@ -1,0 +1,161 @@
+"""Encodes images on the device of an artifact: pixels in, the rows of features that take the place of tokens out.
+
+Several images share a run, packed one after the other into the smallest function that holds them (layout.py). What
+depends on an image's shape only is kept for the next one of that shape.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mlc_amd.runtime.artifact.io_buffers import ENCODED
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.images.layout import Layout, angles, layout, neighbours, patches_of, positions
+from mlc_amd.runtime.images.prepared import PreparedImage
+
+_SHAPES = 16  # of which what is computed is kept: tiles of one picture have few
+_TABLE, _CLASS, _BREAK, _BIAS = "v.position_embd.weight", "v.class_embd", "v.token_embd.img_break", "v.patch_embd.bias"
+
+
+class ImageEncoder:
+    """The encoder of an artifact that has one, on its open device. One thread at a time, and no step of the decoder
+    meanwhile. UserError for an artifact without an encoder."""
+
+    def __init__(self, artifact, device):
+        vision = artifact.manifest.get("vision")
+        if vision is None:
+            raise UserError(f"{artifact.path} has no image encoder; compile the model with --mmproj FILE")
+        self.vision, self._device = vision, device
+        self._each = vision["merge"] ** 2
+        self._functions = sorted((patches, name) for name, patches in vision["buckets"].items())
+        self.most = self._functions[-1][0]  # patches of a run
+        weights: Any = artifact.weights
+        self._vectors = {
+            name: np.array(weights[name]) for name in (_TABLE, _CLASS, _BREAK, _BIAS) if name in weights.header
+        }
+        self._of = lru_cache(_SHAPES)(self._shape)
+
+    def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray]:
+        """Of each image float32 [rows, columns]. UserError for an image that the encoder cannot take."""
+        return [features for group in self._groups(images, self.most) for features in self._run(group)]
+
+    def pieces(self, images: Sequence[PreparedImage]) -> Generator[None, None, list[np.ndarray]]:
+        """`encode` in pieces, with other work of the device between them: runs of the smallest function, or of one
+        larger image. Returns what `encode` returns."""
+        found: list[np.ndarray] = []
+        for group in self._groups(images, self._functions[0][0]):
+            if found:
+                yield
+            found += self._run(group)
+        return found
+
+    def rows(self, image: PreparedImage) -> int:
+        """Patches that an image takes of a run, with what fills them up: `most` at most."""
+        return self._of(*self._patches(image)).of.rows
+
+    def _groups(self, images: Sequence[PreparedImage], most: int) -> Iterator[list[PreparedImage]]:
+        """The images, of up to so many patches at a time, but at least one."""
+        group: list[PreparedImage] = []
+        filled = 0
+        for image in images:
+            count = self.rows(image)
+            if group and filled + count > most:
+                yield group
+                group, filled = [], 0
+            group.append(image)
+            filled += count
+        if group:
+            yield group
+
+    def _patches(self, image: PreparedImage) -> tuple[int, int]:
+        size, (_, height, width) = self.vision["patch"], image.pixels.shape
+        each = size * self.vision["merge"]
+        if height % each or width % each or not height or not width:
+            raise UserError(f"an image of {width} x {height} pixels does not divide into squares of {each}")
+        return height // size, width // size
+
+    def _shape(self, height: int, width: int) -> "_Shape":
+        vision, of = self.vision, layout(self.vision, height, width)
+        if of.rows > self.most:
+            raise UserError(
+                f"an image of {width} x {height} patches is more than the {self.most} that this model was compiled "
+                "for; compile it with a larger --ctx, or give a smaller image"
+            )
+        inputs = {"added": self._added(of, height, width)} if "added" in vision["io"] else {}
+        if turns := vision["turns"]:
+            inputs["turns"] = angles(turns, vision["io"]["turns"] // 2, of)
+        return _Shape(of, inputs)
+
+    def _added(self, of: Layout, height: int, width: int) -> np.ndarray:
+        """Learned positions, and the class token, of which the encoder's own product is the bias."""
+        vision, columns = self.vision, self.vision["io"]["added"]
+        table = self._vectors[_TABLE].reshape(-1, columns) if vision["table"] else np.zeros((1, columns), np.float32)
+        first = None
+        if vision["class_row"]:
+            first, table = (table[0], table[1:]) if vision["class_row"] == "first" else (table[-1], table[:-1])
+        found = np.zeros((of.rows, columns), np.float32)
+        patch = of.y >= 0
+        if vision["table"]:
+            try:
+                found[patch] = positions(vision, table, height, width)[of.y[patch], of.x[patch]]
+            except ValueError as error:
+                raise UserError(f"this encoder cannot take the image: {error}") from error
+        if first is not None:
+            bias = self._vectors.get(_BIAS, np.zeros(columns, np.float32))
+            found[of.live - 1] = self._vectors[_CLASS][:columns] + first - bias[:columns]
+        return found
+
+    def _run(self, images: Sequence[PreparedImage]) -> list[np.ndarray]:
+        shapes = [self._of(*self._patches(image)) for image in images]
+        starts = np.cumsum([0, *(shape.of.rows for shape in shapes)])
+        total = int(starts[-1])
+        size, name = next(one for one in self._functions if one[0] >= total)
+        io, write = self.vision["io"], self._device.write
+        patches = np.zeros((total, io["patches"]), np.float32)
+        segments = np.stack([np.arange(total), np.arange(1, total + 1)], 1).astype(np.int32)
+        windows = segments.copy()
+        for image, shape, start in zip(images, shapes, starts, strict=False):
+            own = patches_of(image.pixels, self.vision["patch"], shape.of)
+            patches[start : start + shape.of.rows, : own.shape[1]] = own
+            segments[start : start + shape.of.live] = start, start + shape.of.live
+            windows[start : start + len(shape.of.windows)] = shape.of.windows + start
+        write("state", (0, total, 0, 0))
+        groups = total // (4 if self.vision["nested"] else self._each)
+        write("answers", (groups, groups, 0, 0))
+        rows = {"patches": patches, "segments": segments, "windows": windows}
+        for key in shapes[0].inputs:
+            rows[key] = np.concatenate([shape.inputs[key] for shape in shapes])
+        if "neighbours" in io:  # rows of the second convolution come after all that the first one may have
+            found = [neighbours(shape.of) for shape in shapes]
+            rows["neighbours"] = table = np.full((size // 4 + total // 16, io["neighbours"]), -1, np.int32)
+            for (patches_taken, groups_taken), start in zip(found, starts, strict=False):
+                for taken, first, each in ((patches_taken, 0, 4), (groups_taken, size // 4, 16)):
+                    at = first + start // each
+                    table[at : at + len(taken)] = np.where(taken < 0, -1, taken + start * 4 // each)
+        for key in io.keys() & rows.keys():
+            write(key, rows[key])
+        self._device.run(name)
+        result = self._device.read(ENCODED, total // self._each)
+        return [
+            self._finished(result[start // self._each + shape.of.tokens], shape, image)
+            for image, shape, start in zip(images, shapes, starts, strict=False)
+        ]
+
+    def _finished(self, found: np.ndarray, shape: "_Shape", image: PreparedImage) -> np.ndarray:
+        """With the row that ends each row of tokens but the last, if there is one."""
+        if self.vision["breaks"]:
+            width = image.pixels.shape[2] // self.vision["patch"] // self.vision["merge"]
+            ends = np.arange(width, len(found), width)
+            found = np.insert(found, ends, self._vectors[_BREAK][: found.shape[1]], 0)
+        if len(found) != image.rows:
+            raise UserError(f"an image became {len(found)} rows, and {image.rows} were planned for it")
+        return found
+
+
+class _Shape(NamedTuple):
+    """Of images of one shape: their layout, and the encoder's inputs that follow from it, by name."""
+
+    of: Layout
+    inputs: dict[str, np.ndarray]

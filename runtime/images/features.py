@@ -1,0 +1,71 @@
+"""What an encoder made of images: features float32 [rows, columns] by the image's key, those that were used last.
+
+Requests have their images, so features that are not here any more are computed again."""
+
+from collections import OrderedDict
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.images.prepared import PreparedImage
+from mlc_amd.runtime.images.rows import ImagePart
+
+LIMIT = 512 << 20  # bytes: of a model of 4096 columns with three layers of deepstack, 8192 rows
+
+
+class Encoder(Protocol):
+    def pieces(self, images: Sequence[PreparedImage]) -> Generator[None, None, list[np.ndarray]]:
+        """Encodes images in pieces, each of about a step's time. Returns float32 [rows, columns] of each."""
+        ...
+
+
+class Features:
+    """At most `limit` bytes, but those of the last image in any case. Used by the thread that computes steps."""
+
+    def __init__(self, encoder: Encoder | None = None, limit: int = LIMIT) -> None:
+        self.encoder = encoder
+        self._limit, self._bytes = limit, 0
+        self._found: OrderedDict[bytes, np.ndarray] = OrderedDict()  # those that were used last are at the end
+
+    def __contains__(self, image: PreparedImage) -> bool:
+        return image.key in self._found
+
+    def add(self, image: PreparedImage, features: np.ndarray) -> None:
+        self._bytes += features.nbytes - (self._found.pop(image.key).nbytes if image in self else 0)
+        self._found[image.key] = features
+        while self._bytes > self._limit and len(self._found) > 1:
+            self._bytes -= self._found.popitem(last=False)[1].nbytes
+
+    def encode(self, images: Iterable[PreparedImage]) -> Iterator[None]:
+        """Computes, piece by piece, those of the first image that is not here, and of as many after it as may be here
+        together. UserError without an encoder."""
+        if self.encoder is None:
+            raise UserError("this model takes no images: compile it with its file of the encoder (--mmproj)")
+        missing, rows = list({image.key: image for image in images if image not in self}.values()), 0
+        columns = max((found.shape[1] for found in self._found.values()), default=0)
+        for count, image in enumerate(missing):
+            rows += image.rows
+            if count and (not columns or rows * columns * 4 > self._limit // 2):
+                missing = missing[:count]
+                break
+        found = yield from self.encoder.pieces(missing)
+        for image, features in zip(missing, found, strict=True):
+            self.add(image, features)
+
+    def require(self, images: Iterable[PreparedImage]) -> None:
+        """Computes the first that are not here: see `encode`."""
+        for _ in self.encode(images):
+            pass
+
+    def rows(self, parts: Iterable[ImagePart], first: int, live: int) -> np.ndarray:
+        """float32 [live, columns] for a step whose chunk begins with row `first`; zeros in the rows of texts."""
+        found = None
+        for row, image, begin, count in parts:
+            own = self._found[image.key]
+            self._found.move_to_end(image.key)
+            found = np.zeros((live, own.shape[1]), np.float32) if found is None else found
+            found[first + row : first + row + count] = own[begin : begin + count]
+        assert found is not None, "a chunk with rows of an image"
+        return found

@@ -1,0 +1,164 @@
+"""How the patches of an image become an encoder's input rows, and its output rows the rows of the image.
+
+In: the manifest's entry of the encoder (`Vision`), an image's size in patches, learned tables. Out: `Layout`: the order
+of patches, where each token's output is, and what an encoder's functions take for each row.
+
+An image takes rows in groups of merge x merge, a token each: its patches by token, in the order of the tokens or, with
+windows, by window; then the class token, if there is one, in a group of its own. Rows that fill a group up see
+themselves only.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Layout:
+    """y, x: int [rows], each row's place in the image; -1 where it is no patch. live: rows that see one another.
+    tokens: int [tokens], the group of each token. windows: int32 [rows, 2], first row and end of each row's window."""
+
+    y: np.ndarray
+    x: np.ndarray
+    live: int
+    tokens: np.ndarray
+    windows: np.ndarray
+
+    @property
+    def rows(self) -> int:
+        return len(self.y)
+
+
+def layout(vision: Mapping[str, Any], height: int, width: int) -> Layout:
+    """height, width: patches, which make whole groups."""
+    merge, window = vision["merge"], vision["window"]
+    rows, columns = height // merge, width // merge
+    ty, tx = (axis.ravel() for axis in np.mgrid[0:rows, 0:columns])
+    order = np.arange(rows * columns)
+    if window:
+        order = np.lexsort((tx, ty, tx // window, ty // window))
+    gy, gx = ty[order], tx[order]
+    iy, ix = np.divmod(np.arange(merge * merge), merge)
+    if vision["nested"]:  # 2 x 2 patches follow one another, a window
+        number, inner = np.divmod(np.arange(merge * merge), 4)
+        iy, ix = number // (merge // 2) * 2 + inner // 2, number % (merge // 2) * 2 + inner % 2
+    y, x = (gy[:, None] * merge + iy).ravel(), (gx[:, None] * merge + ix).ravel()
+    live = len(y) + bool(vision["class_row"])
+    if vision["class_row"]:
+        y, x = (np.append(axis, np.full(merge * merge, -1)) for axis in (y, x))
+    group = np.argsort(order) if window else order
+    final = np.lexsort((ty, tx)) if vision["by_column"] else np.arange(len(order))
+    number = gy // max(window, 1) * columns + gx // max(window, 1)
+    starts = np.flatnonzero(np.diff(number, prepend=-1)) if window else np.zeros(1, int)
+    ends = np.append(starts[1:], len(order))
+    own = np.repeat(np.stack([starts, ends], 1), ends - starts, 0) * merge * merge
+    windows = np.repeat(own, merge * merge, 0)
+    if vision["nested"]:
+        begin = np.arange(len(windows)) // 4 * 4
+        windows = np.stack([begin, begin + 4], 1)
+    return Layout(y, x, live, group[final], windows.astype(np.int32))
+
+
+def patches_of(pixels: np.ndarray, size: int, of: Layout) -> np.ndarray:
+    """float32 [rows, 3 * size * size] of an image float32 [3, height, width]: by color, row and column."""
+    _, height, width = pixels.shape
+    rows, columns = height // size, width // size
+    tiles = pixels.reshape(3, rows, size, columns, size).transpose(1, 3, 0, 2, 4).reshape(rows, columns, -1)
+    return np.where(of.y[:, None] < 0, np.float32(0), tiles[of.y, of.x])
+
+
+def neighbours(of: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that convolutions of 3 x 3 with a stride of 2 take, where groups of 2 x 2 follow one another: int32 [rows /
+    4, 9] of each group of patches, and [rows / 16, 9] of each group of these; -1 outside of the image."""
+    found, (dy, dx) = [], np.divmod(np.arange(9), 3)
+    for each in (1, 4):
+        y, x = of.y[::each] // (2 if each > 1 else 1), of.x[::each] // (2 if each > 1 else 1)
+        place = np.full((y.max() + 3, x.max() + 3), -1, np.int32)  # with a border
+        place[y + 1, x + 1] = np.arange(len(y))
+        found.append(place[y[::4, None] + dy, x[::4, None] + dx])
+    return found[0], found[1]
+
+
+# ---- learned positions
+
+
+def _taps(name: str, count: int, side: int) -> np.ndarray:
+    """float32 [count, side]: how `count` places along an axis are made of `side` learned ones, as llama.cpp's
+    ggml_interpolate does (ggml-cpu/ops.cpp). Coordinates are float32 there."""
+    if count == side and name != "buckets":
+        return np.eye(side, dtype=np.float32)
+    one, source = np.float32(1), np.arange(side)
+    if name == "buckets":  # SigLIP's positions of images of any shape
+        return np.eye(side, dtype=np.float32)[np.arange(count) * side // count]
+    if name == "aligned":
+        scale = np.float32(count - 1) / np.float32(side - 1) if count > 1 and side > 1 else np.float32(count / side)
+        at = np.arange(count, dtype=np.float32) / scale
+    else:
+        scale = np.float32(count) / np.float32(side)
+        at = (np.arange(count, dtype=np.float32) + np.float32(0.5)) / scale
+    if name == "smooth":
+        support = max(one, one / scale)
+        first = np.maximum(np.trunc(at - support + np.float32(0.5)), 0)
+        end = np.minimum(np.trunc(at + support + np.float32(0.5)), side)
+        weights = np.maximum(one - abs((source - at[:, None] + np.float32(0.5)) / support), 0)
+        weights = np.where((source >= first[:, None]) & (source < end[:, None]), weights, 0)
+        return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
+    at = at if name == "aligned" else at - np.float32(0.5)
+    low = np.floor(at).astype(int)
+    found = np.zeros((count, side), np.float32)
+    for offset, weight in _NEIGHBOURS["cubic" if name == "cubic" else "linear"](at, low, side):
+        np.add.at(found, (np.arange(count), np.clip(low + offset, 0, side - 1)), weight)
+    return found
+
+
+def _linear(at: np.ndarray, low: np.ndarray, side: int):
+    part = np.clip(at - np.clip(low, 0, side - 1), 0, 1)
+    return (0, 1 - part), (1, part)
+
+
+def _cubic(at: np.ndarray, low: np.ndarray, side: int):
+    part, a = at - low, -0.75
+    near, far = (lambda x: ((a + 2) * x - (a + 3)) * x * x + 1), (lambda x: ((a * x - 5 * a) * x + 8 * a) * x - 4 * a)
+    return (-1, far(part + 1)), (0, near(part)), (1, near(1 - part)), (2, far(2 - part))
+
+
+_NEIGHBOURS: dict[str, Callable] = {"linear": _linear, "cubic": _cubic}
+
+
+def positions(vision: Mapping[str, Any], table: np.ndarray, height: int, width: int) -> np.ndarray:
+    """float32 [height, width, columns] of a table float32 [places, columns] without the class token's row. ValueError
+    for a table that has no such places."""
+    name, columns = vision["table"], table.shape[1]
+    if name == "axes":  # of columns of patches, then of rows
+        x, y = table.reshape(2, -1, columns)
+        if max(height, width) > len(x):
+            raise ValueError(f"{height} x {width} patches are more than the encoder's {len(x)} along an axis")
+        return x[:width] + y[:height, None]
+    side = round(len(table) ** 0.5)
+    if side * side != len(table) or (name == "rows" and (height, width) != (side, side)):
+        raise ValueError(f"{height} x {width} patches do not go with an encoder of {len(table)} positions")
+    rows, places = table.reshape(side, side, columns), (_taps(name, count, side) for count in (height, width))
+    down, across = places
+    return np.tensordot(across, np.tensordot(down, rows, 1), (1, 1)).transpose(1, 0, 2)
+
+
+def angles(turns: Mapping[str, Any], columns: int, of: Layout) -> np.ndarray:
+    """float32 [rows, 2 * columns]: cosines, then sines with their signs, of a head's columns. No rotation of rows that
+    are no patches."""
+    quarter, span = columns // 4, turns["span"]
+    axes = {"x": of.x, "y": of.y}
+    along = [np.where(of.y < 0, 0, axes[axis] + turns["first"]) for axis in turns["axes"]]
+    speeds = turns["theta"] ** (-2 * np.arange(quarter) / (columns // 2))
+    scales = (1.0, turns["theta"] ** (-2 / columns) if turns["odd"] else 1.0)
+    each = np.stack([at[:, None] * (speeds * scale) for at, scale in zip(along, scales, strict=True)], 1)
+    column = np.arange(columns)
+    if span == columns:
+        half, number = column % (columns // 2) // quarter, column % quarter
+    else:  # pairs within a half
+        half, inner = column // (columns // 2), column % (columns // 2)
+        number = inner // 2 if span == 2 else inner % quarter
+    found = each[:, half, number]
+    sign = np.where(column % span < span // 2, -1, 1)
+    return np.concatenate([np.cos(found), np.sin(found) * sign], 1).astype(np.float32)
