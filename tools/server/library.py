@@ -33,9 +33,10 @@ _LOWEST = -9999.0
 
 
 class LoadedModel:
-    """name: in the API. users: requests that use it now; used: when the last one ended (time.monotonic)."""
+    """name: in the API. users: requests that use it now; used: when the last one ended (time.monotonic). urls: whether
+    it fetches images of the web."""
 
-    def __init__(self, name: str, engine: Engine) -> None:
+    def __init__(self, name: str, engine: Engine, urls: bool = False) -> None:
         self.name, self.engine = name, engine
         self.users, self.used = 0, time.monotonic()
         self.reasoning = reasoning.detect(engine.tokenizer.has_token)
@@ -45,7 +46,8 @@ class LoadedModel:
             self.tool_template = engine.chat_template
         self.calls = tool_calls.detect(engine.tokenizer.has_token, self.tool_template.source)
         self.prompter = Prompter(
-            engine.tokenizer, engine.chat_template, self.tool_template, self.calls.instructed, self.reasoning
+            engine.tokenizer, engine.chat_template, self.tool_template, self.calls.instructed, self.reasoning,
+            engine.images, urls,
         )  # fmt: skip
         for template in (engine.chat_template, self.tool_template):
             template.start()
@@ -87,8 +89,8 @@ class LoadedModel:
 class Library:
     """loaders: name -> what loads its engine, called in a thread; the first is the default model. most: models that are
     loaded at a time; idle: seconds after which an unused one is unloaded, None: never; patience: seconds that a request
-    waits for a place. names: of all models, the default one first; loaded: those that are loaded now, by name; created:
-    seconds since the epoch."""
+    waits for a place; image_urls: images of the web are fetched. names: of all models, the default one first; loaded:
+    those that are loaded now, by name; created: seconds since the epoch."""
 
     def __init__(
         self,
@@ -96,7 +98,9 @@ class Library:
         most: int = 1,
         idle: float | None = None,
         patience: float = 60.0,
+        image_urls: bool = False,
     ) -> None:
+        self._image_urls = image_urls
         self._loaders, self._most, self._idle, self._patience = dict(loaders), most, idle, patience
         self.names, self.created = list(loaders), int(time.time())
         self.loaded: dict[str, LoadedModel] = {}
@@ -119,7 +123,7 @@ class Library:
 
     def add(self, name: str, engine: Engine) -> LoadedModel:
         """A model that is loaded already."""
-        model = self.loaded[name] = LoadedModel(name, engine)
+        model = self.loaded[name] = LoadedModel(name, engine, self._image_urls)
         return model
 
     @asynccontextmanager
