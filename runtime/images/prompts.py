@@ -14,10 +14,12 @@ from typing import Any
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.images.pictures import decode
 from mlc_amd.runtime.images.prepared import Piece, PreparedImage
+from mlc_amd.runtime.images.rows import Prompt
 from mlc_amd.runtime.text.messages import IMAGE
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 from mlc_amd.runtime.text.traced_text import Traced
 
+PLACE = "<image>"  # of an image, in texts that users write
 _KEPT = 256 << 20  # bytes of pixels
 
 PromptPiece = list[int] | PreparedImage
@@ -34,7 +36,7 @@ class ImagePrompts:
     def check(self) -> None:
         """UserError if the model takes no images."""
         if self._vision is None:
-            raise UserError("the model takes no images: it was compiled without an encoder, see --mmproj")
+            raise UserError("the model takes no images: give its mmproj file with --mmproj")
 
     def encode(self, text: str, images: Sequence[bytes], begins: bool = True) -> list[PromptPiece]:
         """The pieces of a prompt, or of its continuation if it does not begin a text. UserError for images that cannot
@@ -49,6 +51,12 @@ class ImagePrompts:
             else:
                 pieces.append(self._tokenizer.encode_prompt(part))
         return [piece for piece in pieces if piece != []]
+
+    def prompt(self, text: str, images: Sequence[bytes]) -> Prompt:
+        """A text with images before it, or in the places of `PLACE`, if it has that once for each image."""
+        if not images or text.count(PLACE) != len(images):
+            return Prompt.of(self.encode(IMAGE * len(images) + text, images))
+        return Prompt.of(self.encode(text.replace(PLACE, IMAGE), images))
 
     def _parts(self, text: str, images: Sequence[bytes]) -> list[Piece]:
         """Texts, of which the first may be empty, and tiles in turn."""

@@ -169,10 +169,7 @@ class Prompter:
     def prompt(self, request: ChatRequest) -> tuple[str, list[int]]:
         """The rendered text and its ids. UserError for what the template refuses, and for images that cannot be used or
         that the model does not take."""
-        sources = images_of(request.messages)
-        if sources:
-            self._images.check()
-        images = [source.load(self._urls) for source in sources]
+        images = [self._loaded(source) for source in images_of(request.messages)]
         variables = dict(request.template_variables) | self._switch(request.thinking)
         messages: list[dict[str, Any]] = [dict(message) for message in request.messages]
         tools = list(request.callable_tools)
@@ -191,6 +188,13 @@ class Prompter:
             thought = begun.get("reasoning_content", "") if self._tokenizer.has_token(self._thinking.marks[0]) else ""
             text = self._thinking.begun(text, thought, begun["content"])
         return text, Prompt.of(self._images.encode(text, images))
+
+    def _loaded(self, source: ImageSource) -> bytes:
+        try:
+            self._images.check()
+            return source.load(self._urls)
+        except UserError as error:
+            raise invalid(str(error), source.path) from error
 
     def _switch(self, thinking: Sequence[str]) -> dict[str, Any]:
         """The variables for the first of the values that the template has a switch for."""
