@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.extras import installed
 from mlc_amd.runtime.images.pictures import decode
 from mlc_amd.runtime.images.prepared import Piece, PreparedImage
 from mlc_amd.runtime.images.rows import Prompt
@@ -34,9 +35,12 @@ class ImagePrompts:
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """UserError if the model takes no images."""
+        """UserError if the model takes no images, or this installation."""
         if self._vision is None:
             raise UserError("the model takes no images: give its mmproj file with --mmproj")
+
+        if not installed("PIL"):
+            raise UserError("images need the package pillow, which bundles have not: install mlc-amd itself")
 
     def encode(self, text: str, images: Sequence[bytes], begins: bool = True) -> list[PromptPiece]:
         """The pieces of a prompt, or of its continuation if it does not begin a text. UserError for images that cannot
