@@ -26,6 +26,7 @@ PACKAGES = {
     "httptools": OptionalPackage("serve", "httptools", "`mlc-amd serve`"),
     "llguidance": OptionalPackage("serve", "llguidance", "answers with a schema or a grammar"),
     "prometheus_client": OptionalPackage("serve", "prometheus_client", "the metrics of `mlc-amd serve`"),
+    "httpcore": OptionalPackage("serve", "httpcore", "`mlc-amd serve --allow-image-urls`"),
     "ray": OptionalPackage("ray", "ray", "`mlc-amd serve --ray`"),
     "rocm.bindings.hip": OptionalPackage("rocm", "rocm-bindings-hip", "running target rocm"),
     "ziglang": OptionalPackage("rocm", "ziglang", "linking GPU code where no lld is installed"),

@@ -27,6 +27,7 @@ Prompt = Annotated[
     str | None, Option('the text for the model; may also follow MODEL without a flag; "-" reads it from stdin')
 ]
 File = Annotated[str | None, Option('take the text from this UTF-8 file; "-" is stdin')]
+Images = Annotated[tuple[str, ...], Option("show the model this PNG, JPEG, WebP or GIF file; may be repeated")]
 MaxTokens = Annotated[int | None, Option(
     "maximum number of tokens to generate", low=1, high=MANY, also=("--n-predict",), unset="-1",
 )]  # fmt: skip

@@ -18,9 +18,12 @@ from mlc_amd.runtime.engine.generations import Generation
 from mlc_amd.runtime.engine.text_engine import TextEngine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.grammars.constraints import Constraint
+from mlc_amd.runtime.images.prepared import PreparedImage
+from mlc_amd.runtime.images.prompts import PromptPiece
+from mlc_amd.runtime.images.rows import Prompt
 from mlc_amd.runtime.sampling.settings import Sampling, SamplingChanges
 from mlc_amd.runtime.text import reasoning
-from mlc_amd.runtime.text.messages import Message, check_content, check_messages
+from mlc_amd.runtime.text.messages import IMAGE, Content, Message, check_content, check_messages, content_of, images_of
 from mlc_amd.runtime.text.traced_text import Traced
 
 ON_FULL = ("error", "drop")
@@ -66,8 +69,8 @@ class Conversation:
         self.messages: list[Message] = []
         self.dropped = 0
         self._generation: Generation | None = None  # of the last answer
-        # The last prompt with its answer as rendered text, and the ids that were generated.
-        self._rendered, self._rendered_ids = Traced(), []
+        # The last prompt with its answer as rendered text, and as ids, with those that were generated, and images.
+        self._rendered, self._rendered_pieces = Traced(), []
         self.system = system
 
     @property
@@ -111,16 +114,16 @@ class Conversation:
         system = self.system
         self.messages, self.dropped = [], 0
         self.system = system
-        self._rendered, self._rendered_ids = Traced(), []
+        self._rendered, self._rendered_pieces = Traced(), []
 
-    def undo(self) -> str | None:
-        """Removes the user's last message and all after it, and returns its text; None where there is no turn."""
+    def undo(self) -> Content | None:
+        """Removes the user's last message and all after it, and returns its content; None where there is no turn."""
         turn = max((i for i, message in enumerate(self.messages) if message["role"] == "user"), default=None)
         if turn is None:
             return None
-        text = self.messages[turn]["content"]
+        content = content_of(self.messages[turn])
         self.messages = self.messages[:turn]
-        return text
+        return content
 
     def ask(self, text: str | Sequence[Mapping[str, Any]], **options: Unpack[TurnOptions]) -> str:
         """The whole answer of `chat`, with the same options. Where the engine's `cancel` ends it, as far as it is."""
@@ -155,8 +158,8 @@ class Conversation:
     ) -> Generator[reasoning.AnswerPart, None, None]:
         """Adds a user turn and yields the answer in parts; closing the iterator stops it and keeps what was yielded.
 
-        text: a text, or a list of text parts. sampling, thinking: for this turn, instead of the conversation's;
-        changes: single sampling parameters. max_tokens, stop, progress: as in `Engine.generate`.
+        text: a text, or a list of parts (runtime/text/messages.py). sampling, thinking: for this turn, instead of the
+        conversation's; changes: single sampling parameters. max_tokens, stop, progress: as in `Engine.generate`.
         Raises UserError for arguments out of range, at once; at the first step, ContextFull if the conversation does
         not fit, before anything is computed, and UserError where the template or the engine rejects the messages. The
         conversation is then unchanged, as it is if the answer is stopped before its first word or within the thinking.
@@ -165,24 +168,26 @@ class Conversation:
         variables = self._variables if thinking is None else template.switch(thinking)
         chosen = (sampling or self.sampling).changed(**changes)
         limit, stops = check_max_tokens(max_tokens), (*template.stop_strings(), *check_stop(stop))
-        return self._stream(check_content(text), chosen, limit, stops, variables, progress)
+        question = check_content("user", text)
+        if "images" in question:
+            self.engine.images.check()
+        return self._stream(question, chosen, limit, stops, variables, progress)
 
     def _stream(
         self,
-        text: str,
+        question: Message,
         sampling: Sampling,
         max_tokens: int | None,
         stops: Sequence[str],
         variables: Mapping[str, Any],
         progress: ProgressCallback | None,
     ) -> Generator[reasoning.AnswerPart, None, None]:
-        question = Message(role="user", content=text)
-        messages, prompt, ids = self._fit([*self.messages, question], max_tokens, variables)
+        messages, prompt, given = self._fit([*self.messages, question], max_tokens, variables)
         template, parser = self.engine.chat_template, self.format.parser(prompt)
         shown, hidden, generated = "", False, []
         constraint = self.constrain(prompt) if self.constrain else None
         pieces = self._generation = self.engine.generate(
-            ids, sampling, max_tokens, stops, self.format.marks, progress, constraint=constraint
+            Prompt.of(given), sampling, max_tokens, stops, self.format.marks, progress, constraint=constraint
         )
         try:
             for part in _parts(pieces, parser, generated):
@@ -199,52 +204,56 @@ class Conversation:
             return
         self.dropped += len(self.messages) + 1 - len(messages)
         self.messages = [*messages, {"role": "assistant", "content": shown.rstrip() if template.is_fallback else shown}]
-        self._rendered, self._rendered_ids = Traced(), []
+        self._rendered, self._rendered_pieces = Traced(), []
         if self.engine.tokenizer.decode(generated, continues=True) == shown:
-            self._rendered, self._rendered_ids = prompt + shown, ids + generated
+            self._rendered, self._rendered_pieces = prompt + shown, [*given, generated]
 
     def _fit(
         self, messages: list[Message], max_tokens: int | None, variables: Mapping[str, Any]
-    ) -> tuple[list[Message], Traced, list[int]]:
-        """The messages that are kept, their rendered prompt and its ids."""
+    ) -> tuple[list[Message], Traced, list[PromptPiece]]:
+        """The messages that are kept, their rendered prompt and its pieces."""
         context = self.engine.context
         reserve = 1
         if self.on_full == "drop":
             reserve = max_tokens or min(context // _RESERVE_FRACTION, _RESERVE_MAX)
         while True:
             prompt = self.engine.chat_template.render(messages, **variables)
-            ids = self._encode(prompt)
+            pieces = self._encode(prompt, images_of(messages))
+            length = sum(piece.rows if isinstance(piece, PreparedImage) else len(piece) for piece in pieces)
             first = 1 if messages[0]["role"] == "system" else 0
-            if len(ids) + reserve <= context:
-                return messages, prompt, ids
+            if length + reserve <= context:
+                return messages, prompt, pieces
             later = [i for i in range(first + 1, len(messages)) if messages[i]["role"] == "user"]
             if self.on_full == "error" or not later:
-                if len(ids) < context and not later:
-                    return messages, prompt, ids  # it fits alone, with less room for an answer than reserved
+                if length < context and not later:
+                    return messages, prompt, pieces  # it fits alone, with less room for an answer than reserved
                 what = "the conversation with this message" if later else "this message"
                 advice = 'begin a new one, use on_full="drop", or' if later else "shorten it, or"
                 raise ContextFull(
-                    f"{what} is {len(ids)} tokens, the context holds {context}",
+                    f"{what} is {length} tokens, the context holds {context}",
                     f"{advice} load the model with a larger context",
                     turns=bool(later),
                 )
             messages = messages[:first] + messages[later[0] :]
 
-    def _encode(self, prompt: Traced) -> list[int]:
-        """Token ids of the rendered conversation; generated ids stay as they were generated: a model may split a word
+    def _encode(self, prompt: Traced, images: list[bytes]) -> list[PromptPiece]:
+        """The pieces of the rendered conversation; generated ids stay as they were generated: a model may split a word
         into other tokens than the tokenizer, which would miss the cache from there on."""
         tokenizer = self.engine.tokenizer
         if self._rendered and prompt.begins_with(self._rendered):
-            rest = tokenizer.encode(prompt[len(self._rendered) :], add_special=False)
+            rest = self.engine.images.encode(
+                prompt[len(self._rendered) :], images[self._rendered.count(IMAGE) :], False
+            )
             # Only an added token separates safely: elsewhere, the text on both sides may form one token.
-            if rest and tokenizer.is_added(rest[0]):
-                return self._rendered_ids + rest
-        return tokenizer.encode_prompt(prompt)
+            if rest and not isinstance(rest[0], PreparedImage) and tokenizer.is_added(rest[0][0]):
+                return self._rendered_pieces + rest
+        return self.engine.images.encode(prompt, images)
 
     def save(self, path: str | Path) -> None:
         """Writes the messages as JSON, atomically."""
         path = Path(path).expanduser()
-        text = json.dumps({"format": _FORMAT, "messages": self.messages}, ensure_ascii=False, indent=1) + "\n"
+        messages = [{"role": message["role"], "content": content_of(message, True)} for message in self.messages]
+        text = json.dumps({"format": _FORMAT, "messages": messages}, ensure_ascii=False, indent=1) + "\n"
         temporary = None
         try:
             with tempfile.NamedTemporaryFile(

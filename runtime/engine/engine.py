@@ -16,7 +16,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import RunOptions
 from mlc_amd.runtime.sampling.settings import Sampling, SamplingChanges
 from mlc_amd.runtime.speculation.draft_model import OWN, open_drafter
-from mlc_amd.runtime.text.messages import check_question
+from mlc_amd.runtime.text.messages import check_question, content_of
 
 _DEFAULTS = RunOptions()
 
@@ -84,13 +84,13 @@ class Engine(TextEngine):
         messages and options that cannot be used, at once.
         """
         if isinstance(message, str):
-            conversation, text = self._conversation or Conversation(self), message
+            conversation, content = self._conversation or Conversation(self), message
         else:
             *before, question = check_question(message)
-            conversation, text = Conversation(self), question["content"]
+            conversation, content = Conversation(self), content_of(question)
             conversation.messages = before
         answer = conversation.chat(
-            text, max_tokens, stop, sampling=sampling, thinking=thinking, progress=progress, **changes
+            content, max_tokens, stop, sampling=sampling, thinking=thinking, progress=progress, **changes
         )
         self._conversation = conversation
         return answer

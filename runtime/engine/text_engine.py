@@ -15,6 +15,7 @@ from mlc_amd.runtime.engine.scheduler import RequestCounts, SchedulerLimits
 from mlc_amd.runtime.engine.token_scores import TokenScore, computed
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.grammars.constraints import Constraint
+from mlc_amd.runtime.images.prompts import ImagePrompts
 from mlc_amd.runtime.sampling.settings import Sampling, SamplingChanges
 from mlc_amd.runtime.text.chat_template import ChatTemplate
 
@@ -34,11 +35,12 @@ class CompletionOptions(SamplingChanges, total=False):
 
 
 class TextEngine(LogitsEngine):
-    """sampling: the model's own defaults."""
+    """sampling: the model's own defaults. images: makes prompts of texts with images."""
 
     def __init__(self, artifact: Artifact, device, limits: SchedulerLimits | None = None):
         super().__init__(artifact, device, limits)
         self.chat_template = ChatTemplate.load(artifact.path)
+        self.images = ImagePrompts(self.tokenizer, artifact.manifest.get("vision"))
         self.sampling = Sampling(**artifact.manifest["sampling"])
         self._last: Results | None = None
 

@@ -4,6 +4,9 @@ Messages are {"role": str, "content": str, ...}, as transformers takes them ("to
 example). The text has the places that the template wrote itself: `Tokenizer.encode` finds control tokens only there, so
 that no message can inject one, and with it turns of other roles. A template is untrusted code: a child process renders
 it (`template_program.py`), with limits of time and memory.
+
+`messages.IMAGE` stands for an image, in contents and in the text: a template that takes lists of parts is given
+{"type": "image"} instead, and what it writes for that is replaced.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +16,7 @@ from typing import Any
 
 from mlc_amd.runtime.errors import QUOTED, UserError, one_line
 from mlc_amd.runtime.limited_process import LimitedProcess, LimitExceeded
+from mlc_amd.runtime.text.messages import IMAGE
 from mlc_amd.runtime.text.tokenizer_files import read_config
 from mlc_amd.runtime.text.traced_text import Traced
 
@@ -29,7 +33,7 @@ THINKING = ("auto", "on", "off", "low", "medium", "high")
 _SWITCHES, _EFFORT = ("enable_thinking", "thinking"), "reasoning_effort"
 # Messages of a test rendering.
 _SYSTEM, _USER = "a system message", "a user message"
-
+_IMAGE_PART = {"type": "image"}
 
 # Of processor time, and bytes, for compiling a template and for each rendering, which take milliseconds.
 _SECONDS, _MEMORY = 2.0, 256 << 20
@@ -44,6 +48,26 @@ def _merge_system(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str,
         return list(messages)
     merged = {**others[at], "content": f"{system['content']}\n\n{others[at]['content']}"}
     return [*others[:at], merged, *others[at + 1 :]]
+
+
+def _text(message: Mapping[str, object]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _with_marks(text: Traced, image: str) -> Traced:
+    """The text with `IMAGE` where the template wrote `image` itself."""
+    done, place = Traced(), 0
+    while (place := text.find(image, place)) >= 0:
+        if text.is_own(place, place + len(image)):
+            done, text, place = done + text[:place] + Traced.all_own(IMAGE), text[place + len(image) :], 0
+        else:
+            place += 1
+    return done + text
 
 
 class ChatTemplate:
@@ -116,7 +140,15 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, variables: Mapping[str, object]
     ) -> Traced:
-        standard = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        image = self._image if any(IMAGE in _text(message) for message in messages) else ""
+        made = [self._with_parts(message, image) for message in messages]
+        text = self._request(made, add_generation_prompt, variables)
+        return _with_marks(text, image) if image else text
+
+    def _request(
+        self, messages: list[Mapping[str, object]], add_generation_prompt: bool, variables: Mapping[str, object]
+    ) -> Traced:
+        standard = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         standard |= {"tools": None, "documents": None}
         self.check()
         try:
@@ -129,6 +161,37 @@ class ChatTemplate:
             why = one_line(rendered["failed"], QUOTED)
             raise UserError(f"the model's chat template failed ({why}): change the messages or the template")
         return Traced.of_spans(rendered["text"], rendered["own"])
+
+    def _with_parts(self, message: Mapping[str, object], image: str) -> Mapping[str, object]:
+        """The message as the template takes it. image: what it writes for one."""
+        plain = {key: value for key, value in message.items() if key != "images"}
+        text = _text(message)
+        if not self._wants_parts and not (image and IMAGE in text):
+            return plain
+        first, *others = text.split(IMAGE) if image else [text]
+        parts = [_part(first), *(part for other in others for part in (_IMAGE_PART, _part(other)))]
+        return {**plain, "content": [part for part in parts if part.get("text") != ""]}
+
+    def _trial(self, content: object) -> Traced:
+        """The prompt of a message; "" if the template refuses it."""
+        try:
+            return self._request([{"role": "user", "content": content}], True, {})
+        except UserError:
+            return Traced()
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether it takes contents as lists of parts alone, and ignores texts."""
+        return _USER not in self._trial(_USER) and _USER in self._trial([_part(_USER)])
+
+    @cached_property
+    def _image(self) -> str:
+        """What it writes for {"type": "image"}; "" if it knows no such part."""
+        text = self._trial([_part(_USER), _IMAGE_PART, _part(_USER)])
+        first, _, rest = text.partition(_USER)
+        between, found, _ = rest.partition(_USER)
+        between = between.strip()
+        return between if first and found and isinstance(between, Traced) and between.is_own(0, len(between)) else ""
 
     @cached_property
     def _takes_system(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated
 from mlc_amd.runtime.options import LoadOptions, Option
 from mlc_amd.tools.answer_grammar import AnswerGrammar, GrammarOptions
 from mlc_amd.tools.hub import models
-from mlc_amd.tools.options import ChatOptions, File, Prompt, SamplingFlags, Without
+from mlc_amd.tools.options import ChatOptions, File, Images, Prompt, SamplingFlags, Without
 from mlc_amd.tools.terminal import terminal, texts
 
 SHORT = {"p": "prompt", "f": "file", "q": "quiet", "s": "system", "n": "max_tokens"}
@@ -16,6 +16,7 @@ def run(
     *,
     prompt: Prompt = None,
     file: File = None,
+    image: Images = (),
     system: Annotated[str | None, Option(
         "system message, placed before the conversation", also=("-sys", "--system-prompt"))] = None,
     options: ChatOptions,
@@ -30,12 +31,14 @@ def run(
     cannot be answered is an error, and the next one follows.
     """
     text, wanted = texts.given(prompt, file), AnswerGrammar(grammar)
+    pictures = texts.pictures(image)
     engine = models.load_engine(load)
     from mlc_amd.tools.terminal import session as sessions
 
     conversation = engine.conversation(system, None, options.on_full, options.thinking, **sampling)
     interactive = text is None and terminal.is_terminal(sys.stdin) and terminal.is_terminal(sys.stdout)
     session = sessions.Session(conversation, options, interactive)
+    session.add_images(pictures)
     with wanted.of(engine) as conversation.constrain:
         if interactive:
             sessions.interact(session)

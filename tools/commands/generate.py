@@ -7,7 +7,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import LoadOptions
 from mlc_amd.tools.answer_grammar import AnswerGrammar, GrammarOptions
 from mlc_amd.tools.hub import models
-from mlc_amd.tools.options import File, MaxTokens, Prompt, Quiet, SamplingFlags, Stop, Without
+from mlc_amd.tools.options import File, Images, MaxTokens, Prompt, Quiet, SamplingFlags, Stop, Without
 from mlc_amd.tools.terminal import display, terminal, texts
 from mlc_amd.tools.terminal.monitor import Monitor
 
@@ -18,6 +18,7 @@ def run(
     *,
     prompt: Prompt = None,
     file: File = None,
+    image: Images = (),
     max_tokens: MaxTokens = 256,
     stop: Stop = (),
     quiet: Quiet = False,
@@ -28,16 +29,19 @@ def run(
     """Continues a text. Only the continuation goes to stdout, as it is made.
 
     Without --prompt and --file, the text is what is piped into the command. Control tokens in it, such as
-    <|im_start|>, are parsed. A newline at the end of stdin or of a file is no part of it.
+    <|im_start|>, are parsed. A newline at the end of stdin or of a file is no part of it. Images come before the text,
+    or in the places of <image>, if it has that once for each.
     """
     text, wanted = texts.required(prompt, file), AnswerGrammar(grammar)
+    pictures = texts.pictures(image)
     engine = models.load_engine(load)
     from mlc_amd.runtime.engine.generation import ContextFull
 
+    given = engine.images.prompt(text, pictures)
     try:
         with Monitor(engine) as monitor, wanted.of(engine) as constrain:
             options: Any = sampling | {"constraint": constrain and constrain(None)}
-            for piece in engine.generate(text, None, max_tokens, stop, progress=monitor.progress, **options):
+            for piece in engine.generate(given, None, max_tokens, stop, progress=monitor.progress, **options):
                 monitor.begin()
                 terminal.stream(piece.text)
     except ContextFull as error:

@@ -45,7 +45,9 @@ def run(
             NAME= before it to give it another name for clients; the bundled demo model if omitted.
     """
     on_ray = options.ray is not None
-    for module in ("starlette", "uvicorn", "httptools", "prometheus_client", *(("ray",) if on_ray else ())):
+    optional = {"ray": on_ray, "httpcore": options.allow_image_urls}
+    wanted = (module for module, used in optional.items() if used)
+    for module in ("starlette", "uvicorn", "httptools", "prometheus_client", *wanted):
         extras.require(module)
     if not on_ray and options.replicas is not None:
         raise UsageError("--replicas is for --ray: say on which cluster")
@@ -79,7 +81,7 @@ def _serve_here(
     from mlc_amd.tools.server.service import Service
 
     allow_connections(options.max_requests)
-    library = Library(loaders, options.models_max, options.idle_unload)
+    library = Library(loaders, options.models_max, options.idle_unload, image_urls=options.allow_image_urls)
     service, first = Service(library, options), library.names[0]
     where = f"unix:{options.uds}" if options.uds else url(listener)
     ready = partial(display.message, f"serving {', '.join(loaders)} at {where}")

@@ -57,13 +57,14 @@ class LoadedEncoder(Loaded):
 
 
 class LoadedModel(Loaded):
-    """A model that generates text."""
+    """A model that generates text. urls: whether it fetches images of the web."""
 
     engine: Engine
     cannot = "generates text: it makes no embeddings and ranks no texts"
 
-    def __init__(self, name: str, engine: Engine) -> None:
+    def __init__(self, name: str, engine: Engine, urls: bool = False) -> None:
         super().__init__(name, engine)
+        self.urls = urls
         self.reasoning = reasoning.detect(engine.tokenizer.has_token)
         try:  # some models have a chat template of its own for requests with tools
             self.tool_template = ChatTemplate.load(engine.artifact.path, "tool_use")
@@ -71,7 +72,8 @@ class LoadedModel(Loaded):
             self.tool_template = engine.chat_template
         self.calls = tool_calls.detect(engine.tokenizer.has_token, self.tool_template.source)
         self.prompter = Prompter(
-            engine.tokenizer, engine.chat_template, self.tool_template, self.calls.instructed, self.reasoning
+            engine.tokenizer, engine.chat_template, self.tool_template, self.calls.instructed, self.reasoning,
+            engine.images, urls,
         )  # fmt: skip
         for template in (engine.chat_template, self.tool_template):
             template.start()
@@ -113,8 +115,8 @@ class LoadedModel(Loaded):
 class Library:
     """loaders: name -> what loads its engine, called in a thread; the first is the default model. most: models that are
     loaded at a time; idle: seconds after which an unused one is unloaded, None: never; patience: seconds that a request
-    waits for a place. names: of all models, the default one first; loaded: those that are loaded now, by name; created:
-    seconds since the epoch."""
+    waits for a place; image_urls: images of the web are fetched. names: of all models, the default one first; loaded:
+    those that are loaded now, by name; created: seconds since the epoch."""
 
     def __init__(
         self,
@@ -122,7 +124,9 @@ class Library:
         most: int = 1,
         idle: float | None = None,
         patience: float = 60.0,
+        image_urls: bool = False,
     ) -> None:
+        self._image_urls = image_urls
         self._loaders, self._most, self._idle, self._patience = dict(loaders), most, idle, patience
         self.names, self.created = list(loaders), int(time.time())
         self.loaded: dict[str, Loaded] = {}
@@ -145,7 +149,8 @@ class Library:
 
     def add(self, name: str, engine: Engine | Encoder) -> Loaded:
         """A model that is loaded already."""
-        model = LoadedEncoder(name, engine) if isinstance(engine, Encoder) else LoadedModel(name, engine)
+        is_encoder = isinstance(engine, Encoder)
+        model = LoadedEncoder(name, engine) if is_encoder else LoadedModel(name, engine, self._image_urls)
         self.loaded[name] = model
         return model
 

@@ -32,6 +32,8 @@ class ServeOptions(Checked):
     max_requests: Annotated[int, Option(
         "requests that are answered or wait at a time; more get the status 503", low=1, high=MANY)] = 256  # fmt: skip
     max_body: Annotated[int, Option("largest request", unit="MiB", low=1, high=MANY)] = 16
+    allow_image_urls: Annotated[bool, Option(
+        "fetch images whose http or https URL a request has, from public addresses only")] = False  # fmt: skip
     timeout: Annotated[float, Option(
         "time that an answer may take; 0: any time", unit="seconds", low=0, high=MANY)] = 600.0  # fmt: skip
     quiet: Quiet = False

@@ -2,25 +2,30 @@
 
 In:  messages in OpenAI's form (https://platform.openai.com/docs/api-reference/chat/create), tools, and how much the
      model shall think.
-Out: `check_messages`: the same, checked, as chat templates take them; ApiError 400 with the field's path for what is no
-     message or has no text (images, audio). `Prompter.prompt`: text and ids.
+Out: `check_messages`: the same, checked, as chat templates take them, with `messages.IMAGE` in the place of each image,
+     and "images", their sources; ApiError 400 with the field's path for what is no message or neither text nor image
+     (audio). `Prompter.prompt`: text and ids.
 
 Texts of the client never become control tokens: what is rendered knows what the template wrote itself.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mlc_amd.runtime.calls.call_messages import with_tools
 from mlc_amd.runtime.errors import UserError, shorten
+from mlc_amd.runtime.images.prompts import ImagePrompts
+from mlc_amd.runtime.images.rows import Prompt
 from mlc_amd.runtime.text.chat_template import ChatTemplate
+from mlc_amd.runtime.text.messages import IMAGE, images_of
 from mlc_amd.runtime.text.reasoning import ReasoningFormat
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 from mlc_amd.runtime.text.traced_text import Traced
 from mlc_amd.tools.server.chat_request import ChatRequest, parsed_arguments, tool_call
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
+from mlc_amd.tools.server.images import IMAGE_PARTS, ImageSource, image_of, images_in
 
 # OpenAI's roles, and those that chat templates call otherwise.
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -47,10 +52,10 @@ def _message(message: Fields) -> dict[str, Any]:
     role = message.choice("role", _ROLES, "user")
     role = _RENAMED.get(role, role)
     required = role not in ("assistant", "tool")
-    made: dict[str, Any] = {"role": role, "content": content_text(message, "content", required)}
+    made: dict[str, Any] = {"role": role, **content_of(message, "content", required)}
     made |= {key: message.text(key) for key in ("name", "tool_call_id") if message.has(key)}
     if role != "assistant":
-        return made
+        return with_images(made, images_in(message))
     made["content"] = made["content"] or message.text("refusal")
     calls = [_call(call) for call in message.objects("tool_calls")]
     if function := message.object("function_call"):  # OpenAI's old form
@@ -64,22 +69,46 @@ def _message(message: Fields) -> dict[str, Any]:
     return made
 
 
-def content_text(fields: Fields, name: str, required: bool = True) -> str:
-    """The text of a content: itself, or its text parts joined."""
+def content_of(fields: Fields, name: str, required: bool = True) -> dict[str, Any]:
+    """The fields of a message for a content, a text or a list of parts: "content", and "images" if it has some."""
     value = fields.required(name) if required else fields.raw(name)
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
+    if value is None or isinstance(value, str):
+        return {"content": value or ""}
     if not isinstance(value, list):
-        raise fields.wrong(name, "a string or a list of text parts")
-    return "".join(_part(part) for part in fields.objects(name))
+        raise fields.wrong(name, "a string or a list of parts")
+    return joined(map(part_of, fields.objects(name)))
 
 
-def _part(part: Fields) -> str:
+def with_images(message: dict[str, Any], images: Sequence[ImageSource]) -> dict[str, Any]:
+    """The message with images before its content, as ollama's API has them beside it."""
+    if not images:
+        return message
+    content, others = message["content"], message.get("images", ())
+    return {**message, "content": IMAGE * len(images) + content, "images": [*images, *others]}
+
+
+def content_text(fields: Fields, name: str) -> str:
+    """The text of a content that may have no images, "" if it is absent."""
+    found = content_of(fields, name, required=False)
+    if "images" in found:
+        raise fields.wrong(name, "text: there can be no images here")
+    return found["content"]
+
+
+def joined(parts: Iterable[str | ImageSource]) -> dict[str, Any]:
+    """`content_of` of these parts."""
+    parts = list(parts)
+    images = [part for part in parts if isinstance(part, ImageSource)]
+    content = "".join(part if isinstance(part, str) else IMAGE for part in parts)
+    return {"content": content, "images": images} if images else {"content": content}
+
+
+def part_of(part: Fields) -> str | ImageSource:
     kind = part.text("type")
+    if kind in IMAGE_PARTS:
+        return image_of(part)
     if kind not in _TEXT_PARTS:
-        raise invalid(f"{part.path('type')} is {shorten(kind)}: this server takes text only", part.path("type"))
+        raise invalid(f"{part.path('type')} is {shorten(kind)}: this server takes text and images", part.path("type"))
     return part.text(kind if part.has(kind) else "text")
 
 
@@ -120,7 +149,8 @@ def _with_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 class Prompter:
     """Makes the prompts of one model. Thread-safe. tool_template: for requests with tools. instructed: it knows none:
-    an instruction explains them (runtime/calls/call_messages.py). thinking: its format, for answers that continue."""
+    an instruction explains them (runtime/calls/call_messages.py). thinking: its format, for answers that continue.
+    images: the engine's; urls: whether images of the web may be fetched."""
 
     def __init__(
         self,
@@ -129,12 +159,17 @@ class Prompter:
         tool_template: ChatTemplate,
         instructed: bool,
         thinking: ReasoningFormat,
+        images: ImagePrompts,
+        urls: bool = False,
     ) -> None:
+        self._images, self._urls = images, urls
         self._tokenizer, self._template, self._tool_template = tokenizer, template, tool_template
         self._instructed, self._thinking = instructed, thinking
 
     def prompt(self, request: ChatRequest) -> tuple[str, list[int]]:
-        """The rendered text and its ids. UserError for what the template refuses."""
+        """The rendered text and its ids. UserError for what the template refuses, and for images that cannot be used or
+        that the model does not take."""
+        images = [self._loaded(source) for source in images_of(request.messages)]
         variables = dict(request.template_variables) | self._switch(request.thinking)
         messages: list[dict[str, Any]] = [dict(message) for message in request.messages]
         tools = list(request.callable_tools)
@@ -152,7 +187,14 @@ class Prompter:
         if begun and begun["content"]:
             thought = begun.get("reasoning_content", "") if self._tokenizer.has_token(self._thinking.marks[0]) else ""
             text = self._thinking.begun(text, thought, begun["content"])
-        return text, self._tokenizer.encode_prompt(text)
+        return text, Prompt.of(self._images.encode(text, images))
+
+    def _loaded(self, source: ImageSource) -> bytes:
+        try:
+            self._images.check()
+            return source.load(self._urls)
+        except UserError as error:
+            raise invalid(str(error), source.path) from error
 
     def _switch(self, thinking: Sequence[str]) -> dict[str, Any]:
         """The variables for the first of the values that the template has a switch for."""

@@ -73,7 +73,7 @@ class Replica:
         terminal.clean_process()
         gpus = tuple(map(int, ray.get_gpu_ids()))
         loaders = {name: lambda name=name: load(name, gpus) for name in names}
-        library = Library(loaders, options.models_max, options.idle_unload)
+        library = Library(loaders, options.models_max, options.idle_unload, image_urls=options.allow_image_urls)
         library.add(names[0], load(names[0], gpus))
         library.start()
         self._name = serve.get_replica_context().replica_id.unique_id

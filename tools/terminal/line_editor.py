@@ -4,8 +4,10 @@ In:  keys, or lines of a pipe. Out: the text that was meant.
 """
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from mlc_amd.tools.terminal import display
 
@@ -15,6 +17,9 @@ KEYS = (
     ("Ctrl-C", "stop the answer"),
     ("Up, Ctrl-R", "earlier messages"),
 )
+_QUOTED, _PLAIN = r"""(?P<mark>['"])(?P<quoted>[/~][^'"\n]*)(?P=mark)""", r"(?P<plain>(?:file://)?[/~](?:\\.|[^\s\\])*)"
+_DROPPED = re.compile(rf"\s*(?:{_QUOTED}|{_PLAIN})(?=\s|$)")
+_IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 _FENCES = ('"""', "```")
 
 
@@ -32,6 +37,20 @@ def unwrap(text: str) -> str:
     if inner.startswith('"""') and inner.endswith('"""') and len(inner) >= 6:
         return inner[3:-3].strip("\n")
     return text if inner.startswith("```") else text.replace("\\\n", "\n")
+
+
+def dropped(text: str) -> tuple[list[str], str]:
+    """The images whose files a message begins with, as terminals write those that are dropped onto them: absolute paths
+    with quotes or backslashes, or file URLs; and the rest of the message."""
+    found = []
+    while match := _DROPPED.match(text):
+        path = match["quoted"] or re.sub(r"\\(.)", r"\1", match["plain"])
+        path = unquote(urlsplit(path).path) if path.startswith("file://") else path
+        if not path.lower().endswith(_IMAGES) or not Path(path).expanduser().is_file():
+            break
+        found.append(path)
+        text = text[match.end() :]
+    return found, text.strip() if found else text
 
 
 def history_path() -> Path:

@@ -5,22 +5,25 @@ everything else to stderr.
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from mlc_amd.runtime.engine.chat import Conversation
 from mlc_amd.runtime.engine.generation import ContextFull
 from mlc_amd.runtime.errors import UserError, shorten
+from mlc_amd.runtime.images.pictures import picture_bytes
+from mlc_amd.runtime.text.messages import Content
 from mlc_amd.runtime.text.reasoning import AnswerPart
 from mlc_amd.tools import interrupts
 from mlc_amd.tools.options import ChatOptions
 from mlc_amd.tools.terminal import display, settings, terminal
-from mlc_amd.tools.terminal.line_editor import KEYS, complete, line_editor, unwrap
+from mlc_amd.tools.terminal.line_editor import KEYS, complete, dropped, line_editor, unwrap
 from mlc_amd.tools.terminal.monitor import Monitor
 
 # command -> (its arguments, what it does); the method is `Session._<command>`.
 COMMANDS = {
     "help": ("", "this list"),
     "regen": ("", "answer the last message once more"),
+    "image": ("FILE", "add an image to the next message, as an image file that is dropped onto the line"),
     "undo": ("", "take back the last message and its answer"),
     "reset": ("", "clear the conversation, keep the system message"),
     "stats": ("", "show statistics of the last answer"),
@@ -55,21 +58,35 @@ class Session:
     def __init__(self, conversation: Conversation, options: ChatOptions, interactive: bool = False) -> None:
         self.conversation, self.options, self.interactive = conversation, options, interactive
         self._dropped = 0
-        self._open: str | None = None  # a message without an answer
+        self._open: Content | None = None  # a message without an answer
+        self._images: list[bytes] = []  # of the next message
 
     def handle(self, line: str) -> None:
         """Runs a command or answers a message. Raises Leave after /exit; otherwise as `answer`."""
         text = unwrap(line)
-        if text.startswith("/"):
+        files, text = dropped(text) if self.interactive else ([], text)
+        for file in files:
+            self._image(file)
+        if text.startswith("/") and not files:
             self._command(text[1:])
         elif text.strip():
             self.answer(text)
 
-    def answer(self, text: str) -> None:
+    def add_images(self, images: Sequence[bytes]) -> None:
+        """Images of the next message. UserError if the model takes none."""
+        if images:
+            self.conversation.engine.images.check()
+            self._images += images
+
+    def answer(self, text: Content) -> None:
         """Streams the answer to `text` to stdout and ends it with a newline; what the model thinks goes to stderr, if
         it is shown. Statistics follow on a terminal. Raises UserError if the context is too small for the message or
         the answer, and KeyboardInterrupt after Ctrl-C unless it is interactive."""
         conversation, options, last, answered = self.conversation, self.options, None, False
+        if self._images and isinstance(text, str):
+            images = [{"type": "image", "image": image} for image in self._images]
+            text = [*images, {"type": "text", "text": text}]
+            self._images = []
         self._open = text
         try:
             with Monitor(conversation.engine) as monitor:
@@ -163,11 +180,16 @@ class Session:
         text, self._open = self.conversation.undo(), None
         if text is None:
             raise UserError("there is nothing to take back: no message yet")
-        display.message(f"(taken back: {shorten(text)})")
+        texts = [part["text"] for part in text if "text" in part] if isinstance(text, list) else [text]
+        display.message(f"(taken back: {shorten(''.join(texts))})")
+
+    def _image(self, path: str) -> None:
+        self.add_images([picture_bytes(path)])
+        display.message(f"(image {path}: part of the next message)")
 
     def _reset(self, _: str) -> None:
         self.conversation.reset()
-        self._dropped, self._open = 0, None
+        self._dropped, self._open, self._images = 0, None, []
         display.message("(conversation forgotten)")
 
     def _stats(self, _: str) -> None:

@@ -2,10 +2,12 @@
 
 import io
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
 from mlc_amd.runtime.errors import UsageError, UserError
+from mlc_amd.runtime.images.pictures import picture_bytes
 from mlc_amd.tools.terminal import terminal
 
 
@@ -33,6 +35,11 @@ def given(prompt: str | None, file: str | None) -> str | None:
         raise UsageError("give --prompt or --file, not both")
     file = "-" if prompt == "-" else file
     return prompt if file is None else read_text(file).removesuffix("\n")
+
+
+def pictures(paths: Sequence[str]) -> list[bytes]:
+    """The files of the flag --image."""
+    return [picture_bytes(path) for path in paths]
 
 
 def required(prompt: str | None, file: str | None) -> str:

@@ -6,14 +6,14 @@ import pytest
 from mlc_amd.runtime.engine.generation import check_ids, check_max_tokens, check_stop
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.sampling.settings import Sampling, SamplingChanges
-from mlc_amd.runtime.text.messages import check_content, check_messages, check_question
+from mlc_amd.runtime.text.messages import IMAGE, check_content, check_messages, check_question, content_of, images_of
 
 USER, ASSISTANT = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
 
 
 def test_text_parts_are_joined():
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "this?"}]
-    assert check_content(parts) == "What is this?"
+    assert check_content("user", parts) == {"role": "user", "content": "What is this?"}
     assert check_messages(({"role": "user", "content": parts, "name": None},)) == [
         {"role": "user", "content": "What is this?"}
     ]
@@ -38,7 +38,15 @@ def test_text_parts_are_joined():
         ([{**USER, "tool_calls": []}], "has 'tool_calls', which conversations cannot use"),
         ([{"role": "user", "content": 5}], r"the content of messages\[0\] is 5"),
         ([{"role": "user", "content": ["x"]}], r"part 0 of messages\[0\] is 'x'"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "'image_url': only text can be used"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "it must be like .* or .*image"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}],
+            "only data URLs can be used",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": 5}]}],
+            r"part 0 of messages\[0\] is 5: it must be a p",
+        ),
         ([{"role": "user", "content": [{"type": "text"}]}], r"part 0 of messages\[0\] has no text"),
         ([USER, ASSISTANT], "the last message has the role assistant"),
     ],
@@ -46,6 +54,24 @@ def test_text_parts_are_joined():
 def test_what_is_no_question_is_refused(messages, error):
     with pytest.raises(UserError, match=error):
         check_question(messages)
+
+
+def test_images_have_marks_in_the_text():
+    url = {"url": "data:image/png;base64,aGk="}
+    parts = [
+        {"type": "text", "text": f"A{IMAGE} "},
+        {"type": "image", "image": b"one"},
+        {"type": "image_url", "image_url": url},
+        {"type": "text", "text": " B"},
+    ]
+    message = check_content("user", parts)
+    assert message == {"role": "user", "content": f"A {IMAGE}{IMAGE} B", "images": [b"one", b"hi"]}
+    assert images_of([message, message]) == [b"one", b"hi"] * 2
+    for encoded in (False, True):
+        assert check_content("user", content_of(message, encoded)) == message
+    assert content_of(message)[1] == {"type": "image", "image": b"one"}
+    with pytest.raises(UserError, match="the conversation has 66 images, of which there may be 64"):
+        check_messages([{"role": "user", "content": parts}] * 33)
 
 
 @pytest.mark.parametrize("ids", [[1, 2], (1, 2), np.array([1, 2], np.uint8)])

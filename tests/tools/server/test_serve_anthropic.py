@@ -70,7 +70,7 @@ def test_structured_output(served):
         ({"messages": [], "max_tokens": 1}, "messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}], "max_tokens": 1},
-            "messages[0].content[0].type",
+            "messages[0].content[0].source.data",
         ),
         ({"messages": QUESTION, "max_tokens": 1, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
     ],

@@ -264,7 +264,7 @@ def test_tools(served):
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages[0].content[0].type",
+            "messages[0].content[0].image_url.url",
         ),
         (CHAT, {"messages": QUESTION, "temperature": "hot"}, "temperature"),
         (CHAT, {"messages": QUESTION, "temperature": -1}, "temperature"),

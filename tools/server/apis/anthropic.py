@@ -1,7 +1,7 @@
 """`POST /v1/messages` and `POST /v1/messages/count_tokens`, Anthropic's API
 (https://docs.anthropic.com/en/api/messages, https://docs.anthropic.com/en/docs/build-with-claude/streaming).
 
-Content blocks of requests: text, thinking, tool_use, tool_result; others (images, documents) are refused (400).
+Content blocks of requests: text, image, thinking, tool_use, tool_result; others (documents) are refused (400).
 Thinking that was redacted is left out. Blocks of thinking have an empty signature. The last message may be the
 assistant's: the answer continues it.
 """
@@ -22,7 +22,7 @@ from mlc_amd.tools.server.apis.openai_fields import checked
 from mlc_amd.tools.server.errors import ApiError
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.formats import answer_format
-from mlc_amd.tools.server.prompts import arguments_of, content_text
+from mlc_amd.tools.server.prompts import arguments_of, content_of, content_text, joined, part_of
 from mlc_amd.tools.server.service import client_of, read_fields, respond, service_of
 from mlc_amd.tools.server.streaming import Encoder, Json, sse
 
@@ -120,7 +120,7 @@ def _tool_choice(fields: Fields, names: list[str]) -> tuple[Any, bool]:
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:
     fields.required("messages")
-    system = content_text(fields, "system", required=False)
+    system = content_text(fields, "system")
     found: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for message in fields.objects("messages"):
         message.required("role")
@@ -136,15 +136,15 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
 
 def _user(message: Fields, role: str) -> list[dict[str, Any]]:
     """Results of tools are messages of their own, before the text."""
-    results, texts = [], []
+    results, parts = [], []
     for block in message.objects("content"):
         if block.text("type") == "tool_result":
             block.required("tool_use_id")
-            text = content_text(block, "content", required=False)
-            results.append({"role": "tool", "tool_call_id": block.text("tool_use_id"), "content": text})
+            content = content_of(block, "content", required=False)
+            results.append({"role": "tool", "tool_call_id": block.text("tool_use_id"), **content})
         else:
-            texts.append(_text_of(block))
-    return results + ([{"role": role, "content": "".join(texts)}] if texts or not results else [])
+            parts.append(part_of(block))
+    return results + ([{"role": role, **joined(parts)}] if parts or not results else [])
 
 
 def _assistant(message: Fields, role: str) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@ ollama's API (https://github.com/ollama/ollama/blob/main/docs/api.md).
 
 Answers are streamed as lines of JSON unless the request says otherwise. `load_duration` is always 0: it is the time of
 a request that waits for its model. Without effect here: `keep_alive` (see --idle-unload), `options` about devices
-(num_gpu, ..). `num_ctx` limits the tokens of prompt and answer. Refused: images, `suffix`, `context`, models that the
+(num_gpu, ..). `num_ctx` limits the tokens of prompt and answer. Refused: `suffix`, `context`, models that the
 server was not started with.
 """
 
@@ -25,11 +25,12 @@ from mlc_amd.tools.server import errors
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.apis.openai_chat import check_tools
 from mlc_amd.tools.server.apis.openai_fields import endings, logprob_body, sampling
-from mlc_amd.tools.server.errors import ApiError, invalid
+from mlc_amd.tools.server.errors import ApiError
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.formats import answer_format
+from mlc_amd.tools.server.images import images_in
 from mlc_amd.tools.server.library import Loaded, LoadedEncoder
-from mlc_amd.tools.server.prompts import check_messages
+from mlc_amd.tools.server.prompts import check_messages, with_images
 from mlc_amd.tools.server.service import client_of, read_fields, respond, service_of
 from mlc_amd.tools.server.streaming import Encoder, Json, dumps
 
@@ -67,8 +68,6 @@ def chat_request(fields: Fields, client: str) -> forms.ChatRequest | None:
     """None: there are no messages, the model shall only be loaded."""
     if not fields.raw("messages"):
         return None
-    for message in fields.objects("messages"):
-        _refuse_images(message)
     return forms.ChatRequest(
         messages=check_messages(fields), tools=check_tools(fields), thinking=_thinking(fields),
         **_common(fields, client),
@@ -77,17 +76,19 @@ def chat_request(fields: Fields, client: str) -> forms.ChatRequest | None:
 
 def generate_request(fields: Fields, client: str) -> forms.AnswerRequest | None:
     """None: there is no prompt, the model shall only be loaded."""
-    _refuse_images(fields)
     for name in ("suffix", "context"):
         if fields.raw(name):
             raise fields.wrong(name, "left out: this server has no such function")
     prompt, system = fields.text("prompt"), fields.text("system")
     if not prompt:
         return None
+    images = images_in(fields)
     if fields.flag("raw"):
+        if images:
+            raise fields.wrong("images", "left out where raw is true: the chat template places them")
         return forms.TextRequest(prompts=[prompt], **_common(fields, client))
     messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": prompt})
+    messages.append(with_images({"role": "user", "content": prompt}, images))
     return forms.ChatRequest(messages=messages, thinking=_thinking(fields), **_common(fields, client))
 
 
@@ -128,11 +129,6 @@ def _thinking(fields: Fields) -> tuple[str, ...]:
     if not isinstance(given, str) or given not in _EFFORTS:
         raise fields.wrong("think", "true, false, low, medium or high")
     return _EFFORTS[given]
-
-
-def _refuse_images(fields: Fields) -> None:
-    if fields.raw("images"):
-        raise invalid(f"{fields.path('images')} is given: this server takes text only", fields.path("images"))
 
 
 # ---- answers

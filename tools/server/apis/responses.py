@@ -2,8 +2,9 @@
 (https://platform.openai.com/docs/api-reference/responses).
 
 The last responses are kept in memory, so that their clients can continue them with `previous_response_id`, unless
-`store` is false. Items of the input: messages with text, function_call, function_call_output, reasoning. Not supported
-(400): other items, background responses, conversations, tools that are no functions: this server runs none itself.
+`store` is false. Items of the input: messages with text and images, function_call, function_call_output, reasoning. Not
+supported (400): other items, background responses, conversations, tools that are no functions: this server runs none
+itself.
 """
 
 import time
@@ -25,7 +26,7 @@ from mlc_amd.tools.server.apis.response_objects import ResponseEvents, ResponseS
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.formats import answer_format
-from mlc_amd.tools.server.prompts import arguments_of, content_text
+from mlc_amd.tools.server.prompts import arguments_of, content_of, content_text
 from mlc_amd.tools.server.service import client_of, read_fields, respond
 from mlc_amd.tools.server.streaming import Json
 
@@ -178,20 +179,19 @@ def _add(messages: list[dict[str, Any]], item: Fields) -> None:
     if kind == "message":
         item.required("role")
         role = item.choice("role", _ROLES, "user")
-        text = content_text(item, "content", required=role != "assistant")
         if role == "assistant":
             message = _assistant(messages)
-            message["content"] += text
+            message["content"] += content_text(item, "content")
         else:
-            messages.append({"role": "system" if role == "developer" else role, "content": text})
+            messages.append({"role": "system" if role == "developer" else role, **content_of(item, "content")})
     elif kind == "function_call":
         item.required("name")
         call = forms.tool_call(item.text("call_id"), item.text("name"), arguments_of(item, "arguments"))
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         item.required("call_id")
-        text = content_text(item, "output", required=False)
-        messages.append({"role": "tool", "tool_call_id": item.text("call_id"), "content": text})
+        content = content_of(item, "output", required=False)
+        messages.append({"role": "tool", "tool_call_id": item.text("call_id"), **content})
     elif kind == "reasoning":
         thought = "".join(part.text("text") for part in item.objects("content"))
         _assistant(messages).setdefault("reasoning_content", "")

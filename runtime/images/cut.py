@@ -1,0 +1,187 @@
+"""A picture -> the tiles that an encoder sees: resized, padded, cut and normalized.
+
+In:  a PIL image of mode RGB, and `Parameters`, the numbers of the encoder's file. Out: `Tiles`. One function for each
+     kind of preprocessing, which `projectors.py` chooses, exact as llama.cpp's (`sizes.py`); its resizing is Pillow's.
+UserError for a picture so narrow that it would become a picture of no or of too many pixels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from PIL import Image as pil
+from PIL.Image import Image, Resampling
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.images import sizes
+from mlc_amd.runtime.images.sizes import Size
+
+MOST_PIXELS = 1 << 24  # of a resized picture: more than any encoder takes of one that is not extremely narrow
+
+Colour = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """side, patch, step: pixels of the edge of the encoder's square picture, of a patch, of a token. least, most:
+    pixels of a picture with a shape of its own, longest: its longer edge (0: no limit). grids: resolutions before
+    cutting. resample: for whole pictures. pad: the colour around them, None: they are stretched."""
+
+    side: int
+    patch: int
+    step: int
+    mean: Sequence[float]
+    std: Sequence[float]
+    least: int = 0
+    most: int = 0
+    longest: int = 0
+    grids: Sequence[Size] = ()
+    resample: Resampling = Resampling.BICUBIC
+    pad: Colour | None = (0, 0, 0)
+
+    def normalized(self, picture: Image) -> np.ndarray:
+        """float32 [3, height, width]."""
+        values = np.asarray(picture, np.float32) / np.float32(255)
+        values = (values - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
+        return np.ascontiguousarray(values.transpose(2, 0, 1))
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Pixels as `PreparedImage` has them. whole: the picture as one tile, of models that mark it as such, None for
+    others; parts: its parts by rows, `columns` in each."""
+
+    whole: np.ndarray | None = None
+    parts: list[np.ndarray] = field(default_factory=list)
+    columns: int = 1
+
+
+def resized(picture: Image, size: Size, resample: Resampling, pad: Colour | None = None) -> Image:
+    """pad: keeps the picture's shape, in the middle, with this colour around it; None: it is stretched."""
+    _check(picture, size, MOST_PIXELS)
+    if picture.size == size:
+        return picture
+    if pad is None:
+        # Rows first, then columns: new versions of Pillow choose the order themselves, and the order rounds otherwise.
+        _check(picture, (size[0], picture.height), 4 * MOST_PIXELS)
+        return picture.resize((size[0], picture.height), resample).resize(size, resample)
+    inner = sizes.within(picture.size, size)
+    canvas = pil.new("RGB", size, pad)
+    canvas.paste(resized(picture, inner, resample), ((size[0] - inner[0]) // 2, (size[1] - inner[1]) // 2))
+    return canvas
+
+
+def _check(picture: Image, size: Size, most: int) -> None:
+    if min(size) < 1 or size[0] * size[1] > most:
+        raise UserError(f"the image of {picture.width} x {picture.height} pixels is too narrow: cut it")
+
+
+def square(picture: Image, of: Parameters) -> Tiles:
+    """One square."""
+    return Tiles(parts=[of.normalized(resized(picture, (of.side, of.side), of.resample, of.pad))])
+
+
+def own_shape(picture: Image, of: Parameters) -> Tiles:
+    """One picture of about its own shape and size."""
+    size = sizes.fitted(picture.size, of.step, of.least, of.most, of.longest)
+    return Tiles(parts=[of.normalized(resized(picture, size, of.resample, of.pad))])
+
+
+def grid(picture: Image, of: Parameters) -> Tiles:
+    """A square of the whole, and squares of the resolution among `grids` that suits it best, unless it is small."""
+    whole = of.normalized(resized(picture, (of.side, of.side), Resampling.BICUBIC))
+    if max(picture.size) <= of.side:
+        return Tiles(whole)
+    size = sizes.best_resolution(picture.size, of.grids)
+    refined = resized(picture, size, Resampling.BICUBIC, of.pad)
+    return Tiles(whole, _parts(refined, (of.side, of.side), of), size[0] // of.side)
+
+
+def slices(picture: Image, of: Parameters) -> Tiles:
+    """MiniCPM-V: the whole, and up to nine slices in the picture's shape."""
+    size, side = picture.size, of.side
+    shaped = of.step == 2 * of.patch and size[0] * size[1] <= side * side
+    if shaped or max(size) <= side:
+        whole = sizes.resized_to(size, side, of.step, True) if shaped else (side, side)
+        return Tiles(of.normalized(resized(picture, whole, Resampling.BICUBIC)))
+    whole = of.normalized(resized(picture, sizes.resized_to(size, side, of.step, False), Resampling.BICUBIC))
+    columns, rows = sizes.slice_grid(size, side)
+    full = sizes.slices_size(size, (columns, rows), side, of.step)
+    refined = resized(picture, full, Resampling.BICUBIC, of.pad)
+    return Tiles(whole, _parts(refined, (full[0] // columns, full[1] // rows), of), columns)
+
+
+def lfm2(picture: Image, of: Parameters) -> Tiles:
+    """One picture of about its own shape, or tiles of 512 pixels and that."""
+    whole = own_shape(picture, replace(of, pad=None)).parts
+    edges = [max(of.patch, round(edge / of.step) * of.step) for edge in picture.size]
+    if edges[0] * edges[1] <= of.most * 2:
+        return Tiles(parts=whole)
+    side = 512
+    columns, rows = sizes.lfm2_grid(picture.size, side)
+    refined = resized(picture, (columns * side, rows * side), of.resample, of.pad)
+    return Tiles(whole[0], _parts(refined, (side, side), of), columns)
+
+
+def idefics3(picture: Image, of: Parameters) -> Tiles:
+    """Squares of the picture enlarged to `longest`, and the whole as a square."""
+    side = of.side
+    if of.longest:
+        picture = resized(picture, sizes.idefics3_size(picture.size, of.longest), of.resample)
+        size = -(-picture.width // side) * side, -(-picture.height // side) * side
+        refined = resized(picture, size, of.resample)
+        whole = resized(refined, (side, side), of.resample)
+    else:  # old files
+        size = sizes.fitted(picture.size, side)
+        refined = resized(picture, size, Resampling.BICUBIC, of.pad)
+        whole = resized(picture, (side, side), Resampling.BICUBIC)
+    return Tiles(of.normalized(whole), _parts(refined, (side, side), of), size[0] // side)
+
+
+def glimmer(picture: Image, of: Parameters) -> Tiles:
+    """One picture of whole tokens closest to its own shape."""
+    size = sizes.glimmer_size(picture.size, of.step, of.most // (of.step * of.step))
+    return Tiles(parts=[of.normalized(resized(picture, size, of.resample))])
+
+
+def step3(picture: Image, of: Parameters) -> Tiles:
+    """The whole as a square, and windows of a large or a long picture. Both are resized after normalization."""
+    shape = picture.width / picture.height
+    if min(picture.size) < 32 and (shape > 4 or shape < 1 / 4):
+        side = max(picture.size)
+        _check(picture, (side, side), 4 * MOST_PIXELS)
+        padded = pil.new("RGB", (side, side))
+        padded.paste(picture, (0, 0))
+        picture = padded
+    if max(picture.size) > of.longest:
+        scale = np.float32(of.longest) / np.float32(max(picture.size))
+        width, height = (max(1, int(np.float32(edge) * scale)) for edge in picture.size)
+        picture = resized(picture, (width, height), Resampling.BILINEAR)
+    whole = _interpolated(picture, of.side, of)
+    if not (window := sizes.step3_window(picture.size, of.side)):
+        return Tiles(whole)
+    width, height = (sizes.step3_extent(edge, window) for edge in picture.size)
+    refined = resized(picture, (width, height), Resampling.BILINEAR)
+    xs, ys = sizes.step3_starts(width, window), sizes.step3_starts(height, window)
+    cut = [refined.crop((x, y, x + window, y + window)) for y in ys for x in xs]  # black outside of the picture
+    return Tiles(whole, [_interpolated(one, sizes.STEP3_CROP, of) for one in cut], len(xs))
+
+
+def _parts(picture: Image, tile: Size, of: Parameters) -> list[np.ndarray]:
+    return [of.normalized(picture.crop(box)) for box in sizes.boxes(picture.size, tile)]
+
+
+def _interpolated(picture: Image, side: int, of: Parameters) -> np.ndarray:
+    """A square by linear interpolation of normalized pixels, without a filter against aliasing."""
+    values: Any = of.normalized(picture)
+    if picture.size == (side, side):
+        return values
+    for axis, edge in ((2, picture.width), (1, picture.height)):
+        f = np.float32
+        place = (np.arange(side, dtype=f) + f(0.5)) * (f(edge) / f(side)) - f(0.5)
+        low = np.floor(place)
+        first, second = (values.take((low + more).clip(0, edge - 1).astype(int), axis) for more in (0, 1))
+        part = (place - low).reshape((side, 1) if axis == 1 else side)
+        values = first + (second - first) * part
+    return values

@@ -1,0 +1,102 @@
+"""Texts with images -> the pieces of a prompt: token ids, and tiles for the encoder.
+
+In:  a text in which `IMAGE` stands for each image, the files of the images in their order. Out: lists of token ids and
+     `PreparedImage`s in turn, for `rows.Prompt.of`. The marks of images and tiles (`projectors.py`) are tokens of the
+     ids. What was prepared last is kept, as the next turn of a conversation has the same images.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.extras import installed
+from mlc_amd.runtime.images.pictures import decode
+from mlc_amd.runtime.images.prepared import Piece, PreparedImage
+from mlc_amd.runtime.images.rows import Prompt
+from mlc_amd.runtime.text.messages import IMAGE
+from mlc_amd.runtime.text.tokenizer import Tokenizer
+from mlc_amd.runtime.text.traced_text import Traced
+
+PLACE = "<image>"  # of an image, in texts that users write
+_KEPT = 256 << 20  # bytes of pixels
+
+PromptPiece = list[int] | PreparedImage
+
+
+class ImagePrompts:
+    """Makes the prompts of one model. Thread-safe. vision: the manifest's; None: the model has no encoder."""
+
+    def __init__(self, tokenizer: Tokenizer, vision: Mapping[str, Any] | None) -> None:
+        self._tokenizer, self._vision = tokenizer, vision
+        self._kept: OrderedDict[bytes, list[Piece]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def check(self) -> None:
+        """UserError if the model takes no images, or this installation."""
+        if self._vision is None:
+            raise UserError("the model takes no images: give its mmproj file with --mmproj")
+
+        if not installed("PIL"):
+            raise UserError("images need the package pillow, which bundles have not: install mlc-amd itself")
+
+    def encode(self, text: str, images: Sequence[bytes], begins: bool = True) -> list[PromptPiece]:
+        """The pieces of a prompt, or of its continuation if it does not begin a text. UserError for images that cannot
+        be used."""
+        parts = self._parts(text, images)
+        pieces: list[PromptPiece] = []
+        for place, part in enumerate(parts):
+            if isinstance(part, PreparedImage):
+                pieces.append(part)
+            elif place or not begins:
+                pieces.append(self._tokenizer.encode(part, add_special=False))
+            else:
+                pieces.append(self._tokenizer.encode_prompt(part))
+        return [piece for piece in pieces if piece != []]
+
+    def prompt(self, text: str, images: Sequence[bytes]) -> Prompt:
+        """A text with images before it, or in the places of `PLACE`, if it has that once for each image."""
+        if not images or text.count(PLACE) != len(images):
+            return Prompt.of(self.encode(IMAGE * len(images) + text, images))
+        return Prompt.of(self.encode(text.replace(PLACE, IMAGE), images))
+
+    def _parts(self, text: str, images: Sequence[bytes]) -> list[Piece]:
+        """Texts, of which the first may be empty, and tiles in turn."""
+        if not images:
+            return [text]
+        texts = (text if isinstance(text, Traced) else Traced.all_own(text)).split(IMAGE)
+        if len(texts) != len(images) + 1:
+            raise UserError("the prompt has not a mark for each image: remove U+FDD1 from its texts")
+        parts: list[Piece] = [texts[0]]
+        for place, data in enumerate(images):
+            prepared = self._prepared(data, "the image" if len(images) == 1 else f"image {place + 1}")
+            own = [Traced.all_own(piece) if isinstance(piece, str) else piece for piece in prepared]
+            for piece in (*own, texts[place + 1]):
+                if isinstance(piece, str) and isinstance(parts[-1], str):
+                    parts[-1] += piece
+                else:
+                    parts.append(piece)
+        return parts
+
+    def _prepared(self, data: bytes, where: str) -> list[Piece]:
+        self.check()
+        from mlc_amd.runtime.images.projectors import Preparation  # it needs Pillow
+
+        key = blake2b(data, digest_size=16).digest()
+        with self._lock:
+            if (found := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+                return found
+        assert self._vision is not None, "check() has found it"
+        made = Preparation(self._vision).pieces(decode(data, where))
+        with self._lock:
+            self._kept[key] = made
+            while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > _KEPT:
+                self._kept.popitem(last=False)
+        return made
+
+
+def _bytes(pieces: Sequence[Piece]) -> int:
+    return sum(piece.pixels.nbytes for piece in pieces if isinstance(piece, PreparedImage))
