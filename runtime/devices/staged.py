@@ -125,6 +125,9 @@ class StagedDevice(SeveralGpus):
         return taken
 
     def _start(self, step: _Step) -> _Step:
+        for earlier in self._steps:
+            if earlier.error:  # which nobody has seen yet
+                raise earlier.error
         self._check_usable()
         self._steps.append(step)
         self._stages[self._first(step.function)].waiting.append(step)

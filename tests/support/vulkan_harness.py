@@ -20,7 +20,7 @@ from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.runtime.devices.vulkan.commands import CommandRecorder, VulkanLaunch
 from mlc_amd.runtime.devices.vulkan.context import Context
 from mlc_amd.runtime.devices.vulkan.gpu import Instance, choose
-from mlc_amd.runtime.devices.vulkan.memory import ALIGN, VulkanMemory
+from mlc_amd.runtime.devices.vulkan.memory import ALIGN, OutOfMemory, VulkanMemory
 from mlc_amd.runtime.devices.vulkan.pipelines import Pipelines
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.base import profiles
@@ -167,3 +167,24 @@ def execute(kernel, arrays, profile):
     results = run(kernel, [arrays[name] for name in names], profile)
     for name, result in zip(names, results, strict=True):
         arrays[name][...] = result
+
+
+def lose(device) -> None:
+    """Its driver answers the next submissions as that of a GPU that was reset."""
+    reset = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 2)(lambda *_: -4)
+    reset.errcheck = device.context.calls.vkQueueSubmit.errcheck
+    device.context.calls.vkQueueSubmit = lambda *_: reset(None, None)
+
+
+def short_second(monkeypatch) -> None:
+    """Of the devices that are opened from now on, the second has no memory for what is as large as a cache."""
+    block, seen = VulkanMemory.block, []
+
+    def short(self, nbytes, kind):
+        if self not in seen:
+            seen.append(self)
+        if seen.index(self) == 1 and kind == "device":
+            raise OutOfMemory(nbytes, kind)
+        return block(self, nbytes, kind)
+
+    monkeypatch.setattr(VulkanMemory, "block", short)

@@ -71,26 +71,24 @@ def arguments(kernel: Kernel, frames: int, sums: int, boxes: Sequence[int]) -> I
 
 
 def check(gpus: Sequence[CheckedGpu], boxes, values: int, rounds: int) -> float:
-    """Seconds of a round, at best, launches included. gpus: by rank; boxes: the transport between them, reset before it
-    returns; rounds: at least so many. Unsuitable when words are wrong or do not come."""
+    """Seconds of a round, at best, launches included. gpus: by rank; boxes: the transport between them, which no kernel
+    uses yet; rounds: at least so many. Unsuitable when words are wrong or do not come."""
     repeats = -(-rounds // AT_ONCE)
     assert repeats * AT_ONCE * LARGEST * len(gpus) < 1 << 24, "sums would not be exact"
     uses = np.bincount(np.arange(AT_ONCE) % FRAMES, minlength=FRAMES) * repeats
     expected, best = np.einsum("f,rfn->n", uses, parts(len(gpus), values)), math.inf
-    try:
-        for _ in range(repeats):
-            boxes.begin(AT_ONCE, values // 2)
-            start = time.perf_counter()
-            for gpu in gpus:
-                gpu.begin()
-            for gpu in gpus:
-                gpu.wait()
-            best = min(best, (time.perf_counter() - start) / AT_ONCE)
-            if failed := boxes.failed():
-                raise Unsuitable(f"words of the other GPUs do not reach {', '.join(gpus[i].name for i in failed)}")
+    boxes.reset()
+    for _ in range(repeats):
+        boxes.begin(AT_ONCE, values // 2)
+        start = time.perf_counter()
         for gpu in gpus:
-            if wrong := int((gpu.sums() != expected).sum()):
-                raise Unsuitable(f"{gpu.name} got wrong words: {wrong} of {values} sums differ after {rounds} rounds")
-    finally:
-        boxes.reset()
+            gpu.begin()
+        for gpu in gpus:
+            gpu.wait()
+        best = min(best, (time.perf_counter() - start) / AT_ONCE)
+        if failed := boxes.failed():
+            raise Unsuitable(f"words of the other GPUs do not reach {', '.join(gpus[i].name for i in failed)}")
+    for gpu in gpus:
+        if wrong := int((gpu.sums() != expected).sum()):
+            raise Unsuitable(f"{gpu.name} got wrong words: {wrong} of {values} sums differ after {rounds} rounds")
     return best

@@ -44,6 +44,7 @@ class CheckedVulkanGpu:
             values = (ctypes.c_uint64 * len(addresses))(*addresses)
             recorder.launch(VulkanLaunch("exchange", pipeline, kernel.grid, values, written))
         self._submission = recorder.end()
+        context.idle_first()  # a check that fails leaves kernels that still wait
 
     def begin(self) -> None:
         self.context.submit(self._submission)

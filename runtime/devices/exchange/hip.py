@@ -27,7 +27,7 @@ class PeerBoxes:
             flags = hip.names.hipDeviceMallocFinegrained
             self._inboxes = [self._own(gpu, "hipExtMallocWithFlags", self._inbox_bytes, flags) for gpu in gpus]
             self._controls = [self._own(gpu, "hipMalloc", CONTROL * 4) for gpu in gpus]
-            self._held.callback(self._settle)
+            self._held.callback(self.settle)
             self.reset()
         except HipError as e:
             self.close()
@@ -77,7 +77,7 @@ class PeerBoxes:
     def close(self) -> None:
         self._held.close()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Waits for kernels that use the boxes; errors of these are known."""
         for gpu in self._gpus:
             self._hip.names.hipSetDevice(gpu)

@@ -27,6 +27,8 @@ class RelayedBoxes:
         self._controls = [_block(memory, CONTROL * 4, "inbox") for memory in memories]
         outboxes, inboxes = ([block.mapped for block in blocks] for blocks in (self._outboxes, self._inboxes))
         self._relay = Relay(RelayCode(code), outboxes, inboxes, capacity, threads)
+        for memory in memories:  # a GPU that fails closes alone, and no thread may use its boxes then
+            memory.context.held.callback(self._relay.close)
         self._clear()
 
     def arguments(self, rank: int) -> list[int]:

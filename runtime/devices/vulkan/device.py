@@ -324,9 +324,9 @@ class VulkanDevice(QueuedDevice):
             message = self._out_of_memory(0, "device")
         elif error.code == api.DEVICE_LOST:
             message = (
-                f"{self.gpu.name} was reset while {doing} ({error}): a kernel ran too long, the driver failed, or "
-                "another program crashed it; load the model again, and if that happens again, update the driver and "
-                "see the kernel log (dmesg)"
+                f"GPU {self.gpu.index}, {self.gpu.name}, was reset while {doing} ({error}): a kernel ran too long, the "
+                "driver failed, or another program crashed it; load the model again, and if that happens again, update "
+                "the driver and see the kernel log (dmesg)"
             )
         self.close()
         return MachineError(message) if message else error

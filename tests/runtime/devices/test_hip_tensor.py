@@ -8,7 +8,9 @@ import pytest
 from hip_model import IDS, SLOT, evaluate, expected, write_pages
 from hip_tensor import divided_in, machine
 
+from mlc_amd.runtime.devices.exchange import check_hip
 from mlc_amd.runtime.devices.exchange.hip import PeerBoxes
+from mlc_amd.runtime.devices.hip.api import HipError
 from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.devices.steps import write_step
 from mlc_amd.runtime.errors import MachineError, UserError
@@ -112,6 +114,25 @@ def test_copies_where_words_are_wrong(tmp_path, monkeypatch, caplog):
     bindings.kernels["probe_k"] = count, wrong
     right(opened(tmp_path), EXACT)
     assert "got wrong words" in caplog.text
+
+
+def test_copies_where_a_gpu_fails_in_the_check(tmp_path, monkeypatch, caplog):
+    """The other one still waits for its words when memory is freed."""
+    caplog.set_level(logging.INFO)
+    bindings = machine(monkeypatch)
+    enqueue = check_hip.enqueue
+
+    def fail(hip, stream, launches):
+        if stream.gpu == 1:
+            raise HipError("hipModuleLaunchKernel", "hipErrorLaunchFailure")
+        enqueue(hip, stream, launches)
+
+    monkeypatch.setattr(check_hip, "enqueue", fail)
+    device = opened(tmp_path)
+    assert "in copies between kernels: hipModuleLaunchKernel failed: hipErrorLaunchFailure" in caplog.text
+    right(device, EXACT)
+    device.close()
+    assert bindings.leaks() == []
 
 
 def test_graphs_that_replay_stale_data_are_not_used(tmp_path, monkeypatch, caplog):

@@ -159,6 +159,26 @@ def test_a_stage_that_fails_ends_all_steps_with_one_error(lavapipe_model, monkey
     assert stage_threads() <= before + 2
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_gpu_that_is_lost(lavapipe_model, number):
+    with Engine.load(lavapipe_model, TWO) as engine:
+        engine.prefill(PROMPTS[0])
+        vulkan_harness.lose(engine.device.stages[number])
+        with pytest.raises(MachineError, match=r"GPU 0, .*, was reset while .*load the model again") as found:
+            list(engine.generate(PROMPTS[2], max_tokens=5))
+        assert "\n" not in str(found.value)
+        with pytest.raises(MachineError, match="load the model again"):
+            engine.prefill([1, 2])
+        device = engine.device
+    assert not any(stage.close.alive for stage in device.stages)
+
+
+def test_too_little_memory_on_the_second_gpu(lavapipe_model, monkeypatch):
+    vulkan_harness.short_second(monkeypatch)
+    with pytest.raises(UserError, match=r"GPU 0: out of GPU memory: .* are free"):
+        Engine.load(lavapipe_model, TWO)
+
+
 def stage_threads() -> int:
     return sum(thread.name == "mlc-amd opens" for thread in threading.enumerate())
 

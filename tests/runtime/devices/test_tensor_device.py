@@ -2,6 +2,7 @@
 are those of one device but for the order of sums."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import vulkan_harness
 
 from mlc_amd.compiler.gguf.synthetic import synthetic
 from mlc_amd.compiler.pipeline import check, compile_model
+from mlc_amd.runtime.devices import opening
 from mlc_amd.runtime.devices.steps import write_private_pages, write_step
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import MachineError, UsageError, UserError
@@ -129,6 +131,45 @@ def test_a_gpu_that_fails_ends_all_steps_with_one_error(divided, monkeypatch):
         monkeypatch.undo()
         with pytest.raises(MachineError, match="load the model again"):
             engine.prefill([1, 2])
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("inline", [False, True], ids=["copies", "words"])
+def test_a_gpu_that_is_lost(divided, monkeypatch, number, inline):
+    """It closes by itself: no thread may use its memory then."""
+    monkeypatch.setattr(opening, "exchanges_inline", lambda *_: inline)
+    before = relay_threads()
+    with Engine.load(divided, TWO) as engine:
+        device = engine.device
+        assert (relay_threads() > before) == inline
+        vulkan_harness.lose(device.stages[number])
+        with pytest.raises(MachineError, match=r"GPU 0, .*, was reset while .*load the model again") as found:
+            engine.decode(1)
+        assert "\n" not in str(found.value)
+        assert relay_threads() == before
+        with pytest.raises(MachineError, match="load the model again"):
+            engine.decode(1)
+    assert not any(stage.close.alive for stage in device.stages)
+
+
+def relay_threads() -> int:
+    return sum(thread.name == "mlc-amd relay" for thread in threading.enumerate())
+
+
+def test_too_little_memory_on_the_second_gpu(divided, monkeypatch):
+    vulkan_harness.short_second(monkeypatch)
+    with pytest.raises(UserError, match=r"GPU 0: out of GPU memory: .* are free"):
+        Engine.load(divided, TWO)
+
+
+def test_a_gpu_that_is_slower_by_a_second(one, two, monkeypatch):
+    finished, since = two.device.stages[1].finished, time.perf_counter()
+    monkeypatch.setattr(two.device.stages[1], "finished", lambda: time.perf_counter() - since > 1 and finished())
+    found = []
+    for engine in one, two:
+        engine.reset()
+        found.append(engine.decode(5).copy())
+    assert divergence(*found) < MOST
 
 
 @pytest.mark.parametrize(
