@@ -18,6 +18,7 @@ import numpy as np
 from mlc_amd.runtime.artifact.io_buffers import ENCODED, launches_before_late
 from mlc_amd.runtime.artifact.manifest import is_encoder
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
+from mlc_amd.runtime.cache.sequence import ChunkRows
 from mlc_amd.runtime.devices.handover import Handover
 from mlc_amd.runtime.devices.hip import code_objects
 from mlc_amd.runtime.devices.hip import launches as launching
@@ -190,7 +191,7 @@ class HipDevice(QueuedDevice):
             single = live if entry["single"] == entry["rows"] else min(entry["single"], live - 1)
             tokens = (np.arange(live) + 7 * step + 1) % vocab
             singles = [(int(tokens[i]), position + i, 0) for i in range(single)]
-            chunk = (tokens[single:], position + single, 0) if live > single else None
+            chunk = ChunkRows(tokens[single:], position + single, 0) if live > single else None
             answers = write_step(self, entry, singles, chunk)
             yield from self._run(function, graphs)
             logits = self._fetch("logits", answers).tobytes() if answering else b""

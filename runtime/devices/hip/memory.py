@@ -42,6 +42,7 @@ def places(sizes: dict[_Name, int]) -> tuple[dict[_Name, int], int]:
 
 def host_block(hip: Hip, held: ExitStack, size: int, flags: int = 0) -> int:
     """The address of pinned host memory that lives until `held` closes."""
+    size = max(size, ALIGN)  # of an encoder, whose results are all large, slots keep none
     return int(hip.own(held, "hipHostFree", hip("hipHostMalloc", size, flags)))
 
 

@@ -3,6 +3,9 @@
 `ACTIVATIONS`: name to f(gate, up, isa, n), which gives act(gate) * up of the `n` lanes of both.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.cpu.base.vector import LANES, f32
@@ -52,6 +55,6 @@ def gelu_alone(gate, up, isa, n=LANES):
     return gelu(gate, f32(1.0, n), isa, n)
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "silu": silu, "gelu": gelu, "gelu_alone": gelu_alone, "relu": relu, "relu_sq": relu_sq, "swiglu_oai": swiglu_oai,
 }  # fmt: skip
