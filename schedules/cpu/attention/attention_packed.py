@@ -170,8 +170,10 @@ def activate(op: Activate, arch: Arch, name: str, plan: None = None) -> tirx.Pri
         (X,) = declared(X=(op.m, op.k))
         output = Output(op.m, op.k, tile_rows(op.m, arch), bool(op.layout), "Y")
         with row_loop(state, op.m) as row, T.serial(op.k // QUANT) as block:
-            values = (X[row, at(block * QUANT + half)] for half in (0, LANES))
-            output.store_block(*(ACTIVATIONS[op.act](x, f32(1.0), arch.isa, LANES) for x in values), row, block)
+            first, second = (
+                ACTIVATIONS[op.act](X[row, at(block * QUANT + half)], f32(1.0), arch.isa, LANES) for half in (0, LANES)
+            )
+            output.store_block(first, second, row, block)
     return builder.get()
 
 
