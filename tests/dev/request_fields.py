@@ -1,6 +1,7 @@
 """The fields of requests that the server reads, by route, and values that clients should not send but do.
 
-In: `EXAMPLES`, bodies that are answered, which together lead through all branches of the server's readers. Out:
+In: `EXAMPLES`, bodies that are answered, and `SEEING`, those with images, which together lead through all branches of
+the server's readers; "emb" and "rank" are models with vectors and scores. Out:
 `fields()`: every field that a handler looks at, whether an example has it or not: objects note what is read of them
 (tools/server/fields.py and all else), so that a new field needs no entry here. `HOSTILE`: JSON texts of all types.
 """
@@ -90,6 +91,8 @@ _ANTHROPIC: tuple[dict[str, Any], ...] = (
     _CHAT | _ASKED | {"output_config": {"effort": "low", "format": {"type": "json_schema", "schema": _SCHEMA}}},
     _CHAT | _ASKED | {"output_format": {"type": "json_schema", "schema": _SCHEMA}},
 )  # fmt: skip
+_RANK = {"model": "rank", "query": "x", "top_n": 1, "truncate": True}
+_IMAGE = "data:image/png;base64,AA=="
 EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
     "/v1/chat/completions": (
         _CHAT | _ASKED | _SAMPLING | {
@@ -161,7 +164,32 @@ EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
         _ASKED | _LLAMA_NAMES | {"prompt": [{"prompt_string": "x"}, [5, "y"]]},
         *(_ASKED | {"prompt": "x"} | one for one in _FORMATS),
     ),
+    "/v1/embeddings": (
+        {"model": "emb", "input": "x", "encoding_format": "base64", "dimensions": 8, "truncate": True},
+        {"model": "emb", "input": [[5, 6], "x"]},
+    ),
+    "/embedding": ({"model": "emb", "content": "x", "embd_normalize": -1}, {"model": "emb", "input": "x"}),
+    "/api/embed": ({"model": "emb", "input": ["x"], "truncate": True, "dimensions": 8},),
+    "/api/embeddings": ({"model": "emb", "prompt": "x"},),
+    "/v1/rerank": (
+        _RANK | {"documents": ["a", {"text": "b"}], "return_documents": True},
+        _RANK | {"texts": ["a"], "return_text": True},
+    ),
 }  # fmt: skip
+# Bodies with images, which models without an encoder refuse.
+SEEING: dict[str, tuple[dict[str, Any], ...]] = {
+    path: tuple(_ASKED | {"messages": [{"role": "user", "content": [part]}]} for part in parts)
+    for path, parts in {
+        "/v1/chat/completions": (
+            {"type": "image_url", "image_url": {"url": _IMAGE}}, {"type": "image_url", "image_url": _IMAGE},
+        ),
+        "/v1/messages": (
+            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}},
+            {"type": "image", "source": {"type": "url", "url": _IMAGE}},
+        ),
+    }.items()
+}  # fmt: skip
+SEEING["/api/chat"] = (_ASKED | {"messages": [{"role": "user", "content": "x", "images": ["AA=="]}]},)
 METHODS = {path: method for path, method, _ in ROUTES}
 
 # ---- values
@@ -234,7 +262,7 @@ def fields() -> list[Field]:
 async def _fields() -> list[Field]:
     found: dict[tuple[str, str], Field] = {}
     app = make_app(service.Service(Library({"none": _no_model}), ServeOptions(quiet=True)))
-    for path, examples in EXAMPLES.items():
+    for path, examples in (*EXAMPLES.items(), *SEEING.items()):
         for example in examples:
             read: set[Place] = set()
             with mock.patch.object(service, "parse_json", lambda text, read=read: _noting(parse_json(text), (), read)):

@@ -31,11 +31,12 @@ Request = tuple[str, str, bytes]  # method, path, body
 
 
 @pytest.fixture(scope="module")
-def replies(demo_artifact):
+def replies(demo_artifact, embedding_models):
     """replies(requests, right) -> a line for each whose reply is wrong, or of another status."""
 
     async def run(requests: Iterable[Request], right: Container[int]) -> str:
-        library = Library({"demo": lambda: Engine.load(demo_artifact, RunOptions(threads=1, kv_tokens=8192))})
+        chat = {"demo": lambda: Engine.load(demo_artifact, RunOptions(threads=1, kv_tokens=8192))}
+        library = Library(chat | embedding_models, most=3)
         app = application.make_app(Service(library, ServeOptions(quiet=True)))
         left, found = iter(requests), list[str]()
 
@@ -77,7 +78,8 @@ def test_every_field_is_known():
     }  # fmt: skip
     assert len(read) > 100 and {(name, field) for name, field in read if field not in known} == set()
     assert {path for path, method, handler in application.ROUTES if method == "POST"} - EXAMPLES.keys() == {
-        "/chat/completions", "/responses",  # other addresses of two of them
+        # other addresses of some of them
+        "/chat/completions", "/responses", "/embeddings", "/rerank", "/v2/rerank", "/reranking", "/v1/reranking",
     }  # fmt: skip
 
 
