@@ -38,7 +38,7 @@ class PackedAttention(Operator, name="packed_attention", sizes="{0.heads}x{0.d}"
 
     def slots(self) -> Iterator[Slot]:
         yield from (STATE_SLOT, Slot("input", ("segments",)), Slot("input", ("Q", "K", "V")))
-        yield from (Slot("work", ("Qh", "Kc", "Vc"), optional=True), Slot("output", ("Y",)))
+        yield Slot("output", ("Y",))
 
     def results(self) -> list[Tensor]:
         return [((self.m, self.heads * self.d), "float32")]

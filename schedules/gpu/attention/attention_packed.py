@@ -47,7 +47,7 @@ def _power(x: Expr) -> Expr:
 
 @builds(PackedAttention)
 def packed_attention(op: PackedAttention, arch: Device, state: Buffer, plan: Any) -> None:
-    """Kernel (state, segments int32 [m, 2], Q, K, V, [Qh, Kc, Vc], Y). plan: of the launch on matrix units."""
+    """Kernel (state, segments int32 [m, 2], Q, K, V, Y). plan: of the launch on matrix units."""
     if attention_packed_matrix.suits(op, arch):
         prefill_of(op.layer, arch).emit(attention_packed_matrix.packed_step(op, state), arch, plan)
     else:

@@ -10,12 +10,12 @@ from typing import NamedTuple
 from tvm.tirx.script import builder as T
 
 from mlc_amd.schedules.gpu.attention.attention_step import MAX_GROUP, Step
-from mlc_amd.schedules.gpu.attention.cache import DTYPE, KEYS, UNIT, Cache, Visible
+from mlc_amd.schedules.gpu.attention.cache import DTYPE, KEYS, UNIT, Cache, Visible, cache_types
 from mlc_amd.schedules.gpu.base.device import launch
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.registers import at, vector
 from mlc_amd.schedules.gpu.base.step import live_rows
-from mlc_amd.schedules.operators.attention import PAGE
+from mlc_amd.schedules.operators.attention import PAGE, Attention
 from mlc_amd.schedules.operators.packed import PackedAttention
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
@@ -61,22 +61,24 @@ class PackedStep(Step):
 
 
 class PackedCache(Cache):
-    """Of one sequence, whose pages are in order."""
+    """Of one sequence, whose pages are in order, between the launches of a kernel."""
+
+    def __init__(self, attention: Attention):
+        self.d, self.scales, self.shifts = attention.d, [], False
+        self.Kc, self.Vc = (T.alloc_buffer(*of, scope="global") for of in cache_types(attention).values())
 
     def page(self, slot: Expr, position: Expr) -> Expr:
         return T.shift_right(position, T.int32(PAGE.bit_length() - 1))
 
 
 def packed_step(op: PackedAttention, state: Buffer) -> PackedStep:
-    """Declares the parameters after `state`: segments int32 [m, 2], Q, K, V, Qh, Kc, Vc, Y, and emits the launch that
-    makes Qh float16 [m, heads, width] and the cache. A lane has a unit of eight elements."""
+    """Declares the parameters after `state`: segments int32 [m, 2], Q, K, V, Y, and emits the launch that makes the
+    queries float16 [m, heads, width] and the cache. A lane has a unit of eight elements."""
     layer, m = op.layer, op.m
     segments = T.arg("segments", T.buffer((m, 2), "int32"))
-    shapes = op.shapes()
-    Q, K, V = declared(**{name: shapes[name] for name in "QKV"})
-    Qh = T.arg("Qh", T.buffer((m, layer.heads, layer.width), DTYPE))
-    cache = PackedCache(layer, None)
-    (Y,) = declared(Y=shapes["Y"])
+    Q, K, V, Y = declared(**op.shapes())
+    Qh = T.alloc_buffer((m, layer.heads, layer.width), DTYPE, scope="global")
+    cache = PackedCache(layer)
     units, d = layer.width // UNIT, op.d
     heads = layer.heads + 2 * layer.kv_heads
     with launch((-(-layer.ctx * units // THREADS), heads), (THREADS,)) as (block, head, thread):
