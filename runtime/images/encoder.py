@@ -146,13 +146,9 @@ class ImageEncoder:
         rows = {"segments": segments, "windows": windows}
         for key in shapes[0].inputs:
             rows[key] = np.concatenate([shape.inputs[key] for shape in shapes])
-        if (
-            "neighbours" in self.vision["io"]
-        ):  # rows of the second convolution come after all that the first one may have
+        if "neighbours" in io:  # rows of the second convolution come after all that the first one may have
             found = [neighbours(shape.of) for shape in shapes]
-            rows["neighbours"] = table = np.full(
-                (size // 4 + total // 16, self.vision["io"]["neighbours"]), -1, np.int32
-            )
+            rows["neighbours"] = table = np.full((size // 4 + total // 16, io["neighbours"]), -1, np.int32)
             for (patches_taken, groups_taken), start in zip(found, starts, strict=False):
                 for taken, first, each in ((patches_taken, 0, 4), (groups_taken, size // 4, 16)):
                     at = first + start // each
