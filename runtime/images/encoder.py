@@ -5,6 +5,7 @@ depends on an image's shape only is kept for the next one of that shape.
 """
 
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.images.layout import Layout, angles, layout, neighbours, patch_lines, positions, put_patches
 from mlc_amd.runtime.images.prepared import PreparedImage
 
+_AT_ONCE = 4096  # patches of a run of small images: with more of them launches count for nothing
+_COPYING = ThreadPoolExecutor(4, "features")  # memory that is written first is slow for a single thread
+_PART = 4 << 20  # bytes that a thread copies at least
 _SHAPES = 16  # of which what is computed is kept: tiles of one picture have few
 _TABLE, _CLASS, _BREAK, _BIAS = "v.position_embd.weight", "v.class_embd", "v.token_embd.img_break", "v.patch_embd.bias"
 
@@ -41,7 +45,7 @@ class ImageEncoder:
 
     def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray]:
         """Of each image float32 [rows, columns]. UserError for an image that the encoder cannot take."""
-        return [features for group in self._groups(images, self.most) for features in self._run(group)]
+        return [features for group in self._groups(images, min(self.most, _AT_ONCE)) for features in self._run(group)]
 
     def pieces(self, images: Sequence[PreparedImage]) -> Generator[None, None, list[np.ndarray]]:
         """`encode` in pieces, with other work of the device between them: runs of the smallest function, or of one
@@ -159,7 +163,7 @@ class ImageEncoder:
         """The rows of an image, and those that end each row of tokens but the last, if there are such. result: from the
         image's first group on."""
         tokens = shape.of.tokens
-        found = result[: len(tokens)].copy() if shape.in_order else result[tokens]
+        found = _copied(result[: len(tokens)]) if shape.in_order else result[tokens]
         if self.vision["breaks"]:
             width = image.pixels.shape[2] // self.vision["patch"] // self.vision["merge"]
             ends = np.arange(width, len(found), width)
@@ -167,6 +171,14 @@ class ImageEncoder:
         if len(found) != image.rows:
             raise UserError(f"an image became {len(found)} rows, and {image.rows} were planned for it")
         return found
+
+
+def _copied(rows: np.ndarray) -> np.ndarray:
+    """A copy, by several threads if it is large."""
+    found = np.empty_like(rows)
+    parts = max(1, min(rows.nbytes // _PART, len(rows)))
+    list(_COPYING.map(np.copyto, np.array_split(found, parts), np.array_split(rows, parts)))
+    return found
 
 
 class _Shape(NamedTuple):
