@@ -22,14 +22,9 @@ from mlc_amd.runtime.images.encoder import ImageEncoder
 from mlc_amd.runtime.images.prepared import PreparedImage
 from mlc_amd.runtime.options import CompileOptions
 
-DECODER = {
-    "embedding_length": vision_models.COLUMNS, "attention.key_length": 32, "attention.value_length": 32,
-    "rope.dimension_count": 32,
-}  # fmt: skip
-
 
 def compiled(folder: Path, mmproj: Path, target: str = "cpu", arch: str = "native") -> Artifact:
-    model = synthetic("tiny-qwen2:f16", keys=DECODER)
+    model = synthetic("tiny-qwen2:f16", keys=vision_models.DECODER)
     model.add_vision(VisionFile(mmproj))
     compile_model(model, folder, CompileOptions(target=target, arch=arch, ctx=64))
     return Artifact.open(folder)

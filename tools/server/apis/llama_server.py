@@ -28,7 +28,7 @@ from mlc_amd.tools.server.apis.openai_fields import finishes_of, progress_body, 
 from mlc_amd.tools.server.chat_request import Event, Finish, Text, TextRequest, TokenLogprob
 from mlc_amd.tools.server.errors import invalid, loading
 from mlc_amd.tools.server.fields import Fields
-from mlc_amd.tools.server.library import Library, Loaded
+from mlc_amd.tools.server.library import Library, Loaded, LoadedEncoder
 from mlc_amd.tools.server.service import client_of, read_fields, respond, service_of
 from mlc_amd.tools.server.streaming import Encoder, Json, sse
 
@@ -106,7 +106,7 @@ async def props(request: Request) -> Response:
                 "model_alias": model.name,
                 "model_path": str(engine.artifact.path),
                 "chat_template": engine.chat_template.source,
-                "modalities": {"vision": False, "audio": False},
+                "modalities": {"vision": model.sees, "audio": False},
                 "build_info": f"mlc-amd {mlc_amd.__version__}",
                 "is_sleeping": False,
             }
@@ -117,9 +117,10 @@ async def props(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """OpenAI's form."""
+    """OpenAI's form, and llama-server's list of what models can do."""
     library = service_of(request).library
-    return Json({"object": "list", "data": [_model(library, name) for name in library.names]})
+    capable = [{"name": name, "model": name, "capabilities": _capabilities(library, name)} for name in library.names]
+    return Json({"object": "list", "data": [_model(library, name) for name in library.names], "models": capable})
 
 
 async def model(request: Request) -> Response:
@@ -128,7 +129,8 @@ async def model(request: Request) -> Response:
 
 
 def _model(library: Library, name: str) -> dict[str, Any]:
-    """OpenAI's fields; `status` as llama-server's router has it; `meta` of a loaded model, as llama-server's."""
+    """OpenAI's fields; `status` as llama-server's router has it; of a loaded model `meta` as llama-server's, and
+    `architecture` as OpenRouter's."""
     loaded = library.loaded.get(name)
     made: dict[str, Any] = {"id": name, "object": "model", "created": library.created, "owned_by": "mlc-amd"}
     made["status"] = {"value": "loaded" if loaded else "unloaded"}
@@ -136,7 +138,17 @@ def _model(library: Library, name: str) -> dict[str, Any]:
         config, context = loaded.engine.config, loaded.engine.context
         made["meta"] = {"n_vocab": loaded.engine.vocab, "n_ctx": context, "n_ctx_train": config["context"]}
         made["max_model_len"] = context  # vLLM's name for it
+        made["architecture"] = {"input_modalities": ["text", "image"] if loaded.sees else ["text"]}
     return made
+
+
+def _capabilities(library: Library, name: str) -> list[str]:
+    """Of a model that is not loaded they are not known."""
+    loaded = library.loaded.get(name)
+    if loaded is None:
+        return []
+    first = "embedding" if isinstance(loaded, LoadedEncoder) else "completion"
+    return [first, "multimodal"] if loaded.sees else [first]
 
 
 async def health(request: Request) -> Response:
