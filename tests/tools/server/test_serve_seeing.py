@@ -174,7 +174,7 @@ def test_texts_with_images(seen):
         ({"prompt_string": "A <__media__>", "multimodal_data": [""]}, "is no picture that can be read"),
         ({"prompt_string": "A <__media__>", "multimodal_data": [5]}, "a list of strings"),
     ):
-        status, _, answer = seen.request("/completion", {"prompt": prompt})
+        status, _, answer = seen.request("/completions", {"prompt": prompt})
         assert status == 400 and error in answer["error"]["message"]
 
 
