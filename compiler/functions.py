@@ -6,7 +6,7 @@ In: a target's list of functions and the model's configuration. Out: `FunctionSp
 from dataclasses import dataclass, replace
 
 from mlc_amd.compiler.models.config import ModelConfig
-from mlc_amd.runtime.artifact.io_buffers import OUTPUTS, ROWS
+from mlc_amd.runtime.artifact.io_names import OUTPUTS, ROWS
 from mlc_amd.runtime.artifact.manifest import CHAIN, FOLLOW
 from mlc_amd.schedules.operators.layouts import output_rows
 

@@ -17,7 +17,7 @@ from mlc_amd.compiler.models.vision.build import ImageSpec, described, image_fun
 from mlc_amd.compiler.passes import fuse
 from mlc_amd.compiler.plan import LaunchPlan, make_plan
 from mlc_amd.compiler.weights import WeightSource, weight_sources
-from mlc_amd.runtime.artifact.io_buffers import ENCODED
+from mlc_amd.runtime.artifact.io_names import ENCODED
 from mlc_amd.runtime.artifact.manifest import KvTensor, Vision
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.operators.attention import PAGE

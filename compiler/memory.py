@@ -9,7 +9,7 @@ import math
 from mlc_amd.compiler.models.config import ExpertsConfig, ModelConfig
 from mlc_amd.compiler.models.graph import table_columns
 from mlc_amd.compiler.weights import of_tensor
-from mlc_amd.runtime.artifact.io_buffers import ROWS
+from mlc_amd.runtime.artifact.io_names import ROWS
 from mlc_amd.runtime.artifact.manifest import RANK, KvTensor
 from mlc_amd.runtime.artifact.memory import EXPERTS, Needs, nbytes
 from mlc_amd.runtime.cache.kv_pool import ELEMENTS, MOST_CELLS

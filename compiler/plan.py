@@ -20,7 +20,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from mlc_amd.runtime.artifact.io_buffers import OUTPUTS
+from mlc_amd.runtime.artifact.io_names import OUTPUTS
 from mlc_amd.runtime.artifact.manifest import ManifestLaunch
 from mlc_amd.runtime.errors import UserError
 

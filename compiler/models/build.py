@@ -1,6 +1,6 @@
 """Relax functions of a model: `build_module` lets the architecture's decoder emit each of them.
 
-They return what runtime/artifact/io_buffers.py's OUTPUTS names: the logits and, unless they score, a token for each row
+They return what runtime/artifact/io_names.py's OUTPUTS names: the logits and, unless they score, a token for each row
 of these and its log-probability; where the model has a predicting layer, its input or output, too.
 """
 

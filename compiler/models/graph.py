@@ -16,7 +16,7 @@ from mlc_amd.compiler.functions import HIDDEN, FunctionSpec
 from mlc_amd.compiler.models import exchanges, packed
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, Model, ModelConfig, attentions
 from mlc_amd.compiler.ops import shape_of, tensor_type
-from mlc_amd.runtime.artifact.io_buffers import page_table
+from mlc_amd.runtime.artifact.io_names import page_table
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.sampling.layout import row_shapes
 from mlc_amd.schedules.formats import FORMATS

@@ -40,7 +40,8 @@ ASSEMBLY = "*.s.gz"  # which targets add for readers
 KINDS = ("vulkan", "rocm")  # targets whose kernels run without TVM
 SOURCES = (
     "__init__.py", "closing.py", "errors.py", "extras.py", "gpus.py", "host.py", "leftovers.py", "artifact/__init__.py",
-    "artifact/random_weights.py", "artifact/weight_block.py", "cache/__init__.py", "cache/pages.py",
+    "artifact/io_names.py", "artifact/random_weights.py", "artifact/weight_block.py", "cache/__init__.py",
+    "cache/pages.py",
     "devices/__init__.py", "devices/choice.py", "devices/hip/*.py", "devices/vulkan/*.py", "measure/*.py",
     "sampling/__init__.py", "sampling/layout.py",
 )  # fmt: skip

@@ -8,7 +8,8 @@ declare (interface.py).
 from collections.abc import Mapping
 from math import prod
 
-from mlc_amd.runtime.artifact.io_buffers import ENCODED, PER_ANSWER, PER_ROW, RESULTS, ROWS, io_buffers, page_table
+from mlc_amd.runtime.artifact.io_buffers import io_buffers
+from mlc_amd.runtime.artifact.io_names import ENCODED, PER_ANSWER, PER_ROW, RESULTS, ROWS, page_table
 from mlc_amd.runtime.artifact.manifest import (
     DeviceLaunches,
     Manifest,

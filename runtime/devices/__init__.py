@@ -5,7 +5,7 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
 .kv_types                    shapes and types of the cache's tensors, with the pages that they have
 .write(name, values)         fills the first part of an io buffer ("state", "tokens" ..)
 .run(function, meanwhile)    runs one function of the plan and waits; GPUs run long steps in pieces (pieces.py).
-                             meanwhile: optional: is called once and writes LATE io buffers (io_buffers.py); a GPU
+                             meanwhile: optional: is called once and writes LATE io buffers (io_names.py); a GPU
                              computes what does not read these at the same time. Its errors are raised when it is idle
 .can_start_ahead(function, late)  whether a run of that function may start while another one is in progress; late: also
                              before its LATE inputs are known; if so, the methods up to `wait` exist

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import CHOSEN
+from mlc_amd.runtime.artifact.io_names import CHOSEN
 from mlc_amd.runtime.devices import handover
 from mlc_amd.runtime.devices.several import PAUSE, Opener, SeveralGpus
 from mlc_amd.runtime.sampling.layout import FIELDS, LOGPROB

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import CELLS, page_table
+from mlc_amd.runtime.artifact.io_names import CELLS, page_table
 from mlc_amd.runtime.cache.pages import CELL_COLUMNS, STATE
 from mlc_amd.runtime.cache.sequence import ChunkRows, SingleRow
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import FEATURES, page_table
+from mlc_amd.runtime.artifact.io_names import FEATURES, page_table
 from mlc_amd.runtime.artifact.manifest import FOLLOW
 from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import ChunkRows, SingleRow

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import ENCODED
+from mlc_amd.runtime.artifact.io_names import ENCODED
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.images.layout import Layout, angles, layout, neighbours, patches_of, positions
 from mlc_amd.runtime.images.prepared import PreparedImage

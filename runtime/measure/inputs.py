@@ -10,7 +10,7 @@ import zlib
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import PACKED
+from mlc_amd.runtime.artifact.io_names import PACKED
 from mlc_amd.runtime.artifact.random_weights import draw
 from mlc_amd.runtime.cache.pages import PAGE
 from mlc_amd.runtime.measure.candidate import ROLES, Candidate, Param

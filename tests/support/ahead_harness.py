@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from mlc_amd.runtime.artifact.io_buffers import OUTPUTS
+from mlc_amd.runtime.artifact.io_names import OUTPUTS
 from mlc_amd.runtime.engine.engine import Engine
 
 

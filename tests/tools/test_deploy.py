@@ -23,7 +23,7 @@ from tests.dev import resealing
 
 REPO = Path(__file__).resolve().parents[2]
 SYSTEM = "/usr/bin:/bin"
-VERBS = {"chat", "generate", "serve", "bench", "perplexity", "tokenize", "selftest", "doctor"}
+VERBS = {"chat", "generate", "serve", "bench", "perplexity", "tokenize", "embed", "rerank", "selftest", "doctor"}
 
 
 def tag(python: str) -> str:

@@ -15,7 +15,7 @@ from hip_model import KERNELS, artifact_in
 from vulkan_harness import gpu
 
 from mlc_amd.runtime.artifact.artifact import Artifact
-from mlc_amd.runtime.artifact.io_buffers import SLOTS
+from mlc_amd.runtime.artifact.io_names import SLOTS
 from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.devices.opening import open_device

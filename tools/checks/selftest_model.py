@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import SLOTS
+from mlc_amd.runtime.artifact.io_names import SLOTS
 from mlc_amd.runtime.artifact.manifest import decoders, is_draft
 from mlc_amd.runtime.cache.pages import STATE
 from mlc_amd.runtime.cache.sequence import ChunkRows, SingleRow

@@ -111,15 +111,17 @@ def make_app(service: Service) -> Starlette:
     page = Path(str(resources.files("mlc_amd.tools.server").joinpath("page")))
     if page.is_dir():
         routes.append(Mount("/", _Page(directory=page, html=True)))
-    options = service.options
+    options, paths = service.options, [path for path, *_ in ROUTES]
     cors = Middleware(
         CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"],
         expose_headers=["x-request-id"],
     )  # fmt: skip
     layers = [
         *([cors] if options.cors_origins else []),
-        Middleware(middleware.Gate, service=service, paths=[path for path, *_ in ROUTES]),
-        Middleware(middleware.Access, keys=options.api_key, origins=options.cors_origins, hosts=options.hosts),
+        Middleware(middleware.Gate, service=service, paths=paths),
+        Middleware(
+            middleware.Access, paths=paths, keys=options.api_key, origins=options.cors_origins, hosts=options.hosts
+        ),
     ]
     handlers = {HTTPException: middleware.http_error}
     app = Starlette(routes=routes, middleware=layers, lifespan=_lifespan, exception_handlers=handlers)

@@ -26,13 +26,9 @@ from mlc_amd.tools.server.service import Service
 from mlc_amd.tools.server.streaming import ClientGone, Json
 
 _ID = re.compile(r"[\w.:-]{1,128}")
-# Paths that are answered also without a key and while the server is stopping: what load balancers and browsers ask for
-# before there is a user. The chat page (anything that is no API) asks for a key itself.
+# Answered also without a key and while the server is stopping: what load balancers ask for. So is the chat page
+# (anything that is no API), which asks for a key itself.
 _OPEN = ("/health",)
-_KEYED = (
-    "/v1/", "/api/", "/tokenize", "/detokenize", "/apply-template", "/props", "/completion", "/models",
-    "/chat/completions", "/responses", "/metrics",
-)  # fmt: skip
 # What is asked for often and computes nothing: no line in the log.
 _SILENT = ("/health", "/metrics")
 _SHOWN = 100  # characters of a request's line in an error
@@ -40,11 +36,16 @@ _SHOWN = 100  # characters of a request's line in an error
 _GONE = 499
 
 
+def keyed(paths: Sequence[str]) -> tuple[str, ...]:
+    """What the paths that need a key begin with: all but _OPEN."""
+    return tuple({first[0] for path in paths if path not in _OPEN and (first := re.match(r"/[^/]+/?", path))})
+
+
 class Gate:
-    """See the module's docstring. paths: those that are counted by their own names."""
+    """See the module's docstring. paths: of the APIs, which are counted by their own names."""
 
     def __init__(self, app: ASGIApp, service: Service, paths: Sequence[str]) -> None:
-        self._app, self._service, self._paths = app, service, frozenset(paths)
+        self._app, self._service, self._paths, self._keyed = app, service, frozenset(paths), keyed(paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,7 +66,7 @@ class Gate:
             await send(message)
 
         try:
-            if scope["path"].startswith(_KEYED):
+            if scope["path"].startswith(self._keyed):
                 self._admit()
             service.running += 1
             try:
@@ -114,10 +115,13 @@ class Access:
     """Lets requests pass that have one of the keys; without keys, those of programs and of pages of this server, not of
     other web pages: any page that a user of this machine visits can reach a server on it. A browser names the page's
     origin where the page is of another site, but a page whose name was made to point to this machine (DNS rebinding) is
-    of the same site: such names are refused, too."""
+    of the same site: such names are refused, too. paths: of the APIs."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], origins: Sequence[str], hosts: Sequence[str] | None) -> None:
-        self._app, self._origins, self._hosts = app, origins, hosts
+    def __init__(
+        self, app: ASGIApp, paths: Sequence[str], keys: Sequence[str], origins: Sequence[str],
+        hosts: Sequence[str] | None,
+    ) -> None:  # fmt: skip
+        self._app, self._origins, self._hosts, self._keyed = app, origins, hosts, keyed(paths)
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,7 +129,7 @@ class Access:
             headers = Headers(scope=scope)
             if not self._keys:
                 self._check_browser(headers)
-            elif scope["path"].startswith(_KEYED):
+            elif scope["path"].startswith(self._keyed):
                 scope["state"]["key"] = self._checked_key(headers)
         await self._app(scope, receive, send)
 

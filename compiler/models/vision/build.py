@@ -11,7 +11,7 @@ from mlc_amd.compiler.models.vision.encoder import encoder
 from mlc_amd.compiler.models.vision.graph import VisionGraph
 from mlc_amd.compiler.models.vision.prepare import BREAK, ON_HOST
 from mlc_amd.compiler.ops import shape_of
-from mlc_amd.runtime.artifact.io_buffers import ENCODED, PATCHES
+from mlc_amd.runtime.artifact.io_names import ENCODED, PATCHES
 from mlc_amd.runtime.artifact.manifest import IMAGE, Vision
 from mlc_amd.runtime.errors import UserError, one_line
 

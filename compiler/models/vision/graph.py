@@ -1,7 +1,7 @@
 """Emits one Relax function of an image encoder: compiler/models/graph.py's vocabulary, and what encoders add to it.
 
 Rows are patches of several images, one after the other; tokens are groups of merge x merge rows. io buffers are those
-of PATCHES in runtime/artifact/io_buffers.py; "state" has the number of live rows, "answers" that of live tokens.
+of PATCHES in runtime/artifact/io_names.py; "state" has the number of live rows, "answers" that of live tokens.
 """
 
 import math

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import ENCODED, launches_before_late
+from mlc_amd.runtime.artifact.io_names import ENCODED, launches_before_late
 from mlc_amd.runtime.artifact.manifest import is_encoder
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.cache.sequence import ChunkRows

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import LATE, RESULTS, is_kept
+from mlc_amd.runtime.artifact.io_names import LATE, RESULTS, is_kept
 from mlc_amd.runtime.artifact.memory import Needs, gib, host_shortage, nbytes, of_manifest, on_host, shortage
 from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize

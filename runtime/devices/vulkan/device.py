@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import launches_before_late
+from mlc_amd.runtime.artifact.io_names import launches_before_late
 from mlc_amd.runtime.artifact.memory import RING, gib, host_shortage, of_manifest, on_host, shortage
 from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.cache.cache_types import kv_bytes, kv_types

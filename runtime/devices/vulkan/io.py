@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.io_buffers import CHOSEN, LATE, PATCHES, RESULTS, is_kept, results_of
+from mlc_amd.runtime.artifact.io_names import CHOSEN, LATE, PATCHES, RESULTS, is_kept, results_of
 from mlc_amd.runtime.artifact.weight_block import byte_count
 from mlc_amd.runtime.devices.run_queue import SLOTS
 from mlc_amd.runtime.devices.vulkan import api
