@@ -26,6 +26,8 @@ Place = tuple[str | int, ...]  # of a value within a body
 
 # ---- bodies that are answered
 
+SEES = "sees"  # the name of a model that takes images
+
 _SCHEMA = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
 _FUNCTION = {"name": "f", "description": "d", "parameters": _SCHEMA, "strict": True}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -90,6 +92,13 @@ _ANTHROPIC: tuple[dict[str, Any], ...] = (
     _CHAT | _ASKED | {"output_config": {"effort": "low", "format": {"type": "json_schema", "schema": _SCHEMA}}},
     _CHAT | _ASKED | {"output_format": {"type": "json_schema", "schema": _SCHEMA}},
 )  # fmt: skip
+# Of a model that sees
+_IMAGE = "R0lGODlhAQABAIAAAP8AAAAAACwAAAAAAQABAAACAkQBADs="
+_URL = f"data:image/gif;base64,{_IMAGE}"
+_SEES = _ASKED | {"model": SEES}
+_BASE64 = {"type": "image", "source": {"type": "base64", "media_type": "image/gif", "data": _IMAGE}}
+_BY_URL = {"type": "image", "source": {"type": "url", "url": _URL}}
+_PARTS = [{"type": "image_url", "image_url": {"url": _URL}}, {"type": "image_url", "image_url": _URL}, _BASE64, _BY_URL]
 EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
     "/v1/chat/completions": (
         _CHAT | _ASKED | _SAMPLING | {
@@ -100,6 +109,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
         _TOOLS | _ASKED | {"messages": _MESSAGES, "max_completion_tokens": 2},
         _CHAT | _ASKED | _TOOLS | {"tool_choice": "required"},
         *(_CHAT | _ASKED | one for one in _FORMATS),
+        _SEES | {"messages": [{"role": "user", "content": _PARTS}]},
     ),
     "/v1/completions": (
         _ASKED | _SAMPLING | {
@@ -124,8 +134,16 @@ EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
             "text": {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": _SCHEMA}},
         },
         *(_ASKED | {"input": "x", "max_output_tokens": 2} | one for one in _FORMATS),
+        _SEES | {
+            "input": [{"role": "user", "content": [{"type": "input_image", "image_url": _URL}]}],
+            "max_output_tokens": 2,
+        },
     ),
-    "/v1/messages": (*_ANTHROPIC, *(_CHAT | _ASKED | one for one in _FORMATS)),
+    "/v1/messages": (
+        *_ANTHROPIC,
+        _SEES | {"messages": [{"role": "user", "content": [_BASE64, _BY_URL]}]},
+        *(_CHAT | _ASKED | one for one in _FORMATS),
+    ),
     "/v1/messages/count_tokens": _ANTHROPIC,
     "/api/chat": (
         {
@@ -135,6 +153,10 @@ EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
         *(_CHAT | {"stream": False, "options": {"num_predict": 2}, "think": "low", "format": one}
           for one in ("json", _SCHEMA)),
         *(_CHAT | {"stream": False, "options": {"num_predict": 2} | _LLAMA_NAMES} | one for one in _FORMATS),
+        {
+            "model": SEES, "stream": False, "messages": [{"role": "user", "content": "x", "images": [_IMAGE]}],
+            "options": {"num_predict": 2},
+        },
     ),
     "/api/generate": (
         {
@@ -159,6 +181,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
             "timings_per_token": True, "return_progress": True,
         },
         _ASKED | _LLAMA_NAMES | {"prompt": [{"prompt_string": "x"}, [5, "y"]]},
+        _SEES | {"prompt": {"prompt_string": "x<__media__>", "multimodal_data": [_IMAGE]}, "n_predict": 2},
         *(_ASKED | {"prompt": "x"} | one for one in _FORMATS),
     ),
 }  # fmt: skip

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Container, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.library import Library
 from mlc_amd.tools.server.options import ServeOptions
 from mlc_amd.tools.server.service import Service
-from tests.dev.request_fields import EXAMPLES, HOSTILE, METHODS, TYPES, ask, fields
+from tests.dev.request_fields import EXAMPLES, HOSTILE, METHODS, SEES, TYPES, ask, fields
 from tests.dev.server_fuzz import fuzz
 from tests.dev.server_replies import wrong
 
@@ -31,11 +32,13 @@ Request = tuple[str, str, bytes]  # method, path, body
 
 
 @pytest.fixture(scope="module")
-def replies(demo_artifact):
+def replies(demo_artifact, seeing):
     """replies(requests, right) -> a line for each whose reply is wrong, or of another status."""
 
     async def run(requests: Iterable[Request], right: Container[int]) -> str:
-        library = Library({"demo": lambda: Engine.load(demo_artifact, RunOptions(threads=1, kv_tokens=8192))})
+        options = RunOptions(threads=1, kv_tokens=8192)
+        loaders = {"demo": partial(Engine.load, demo_artifact, options), SEES: partial(Engine.load, seeing, options)}
+        library = Library(loaders, most=2)
         app = application.make_app(Service(library, ServeOptions(quiet=True)))
         left, found = iter(requests), list[str]()
 
@@ -77,7 +80,7 @@ def test_every_field_is_known():
     }  # fmt: skip
     assert len(read) > 100 and {(name, field) for name, field in read if field not in known} == set()
     assert {path for path, method, handler in application.ROUTES if method == "POST"} - EXAMPLES.keys() == {
-        "/chat/completions", "/responses",  # other addresses of two of them
+        "/chat/completions", "/responses", "/completions",  # other addresses of some
     }  # fmt: skip
 
 
