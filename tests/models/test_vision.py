@@ -1,6 +1,7 @@
 """Image encoders end to end: features of a picture against llama.cpp's, alone and packed with others; files that cannot
 be compiled."""
 
+import math
 import os
 from pathlib import Path
 
@@ -99,6 +100,11 @@ def test_an_image_that_does_not_fit_is_refused(tmp_path):
         ({"feed_forward_length": 96}, None),  # not needed: the tensors say it
         ({"image_size": 40}, "position_embd"),
         ({"projector.scale_factor": 17}, "scale_factor"),
+        ({"image_mean": None}, "metadata key clip.vision.image_mean is missing"),
+        ({"image_mean": [0.5] * 2}, "no valid sizes, mean and std"),
+        ({"image_std": [0.0] * 3}, "no valid sizes, mean and std"),
+        ({"image_std": [0.5] * 100}, "clip.vision.image_std is missing"),
+        ({"image_std": [0.5, math.nan, 0.5]}, "clip.vision.image_std is nan"),
     ],
 )
 def test_metadata_that_does_not_fit(changes, message, tmp_path):
