@@ -163,6 +163,9 @@ def test_texts_with_images(seen):
     def completed(prompt: dict | list) -> dict:
         return seen.post("/completion", {"prompt": prompt, "n_predict": 4, "temperature": 0})
 
+    prompt = seen.post("/apply-template", {"messages": messages(url(png()))})["prompt"]
+    made = completed({"prompt_string": prompt, "multimodal_data": [data]})
+    assert made["content"] == asked(seen, url(png()))["choices"][0]["message"]["content"]
     one = {"prompt_string": "A <__media__> is", "multimodal_data": [data]}
     made = completed(one)
     assert made["tokens_evaluated"] > ROWS and made["content"]

@@ -91,11 +91,11 @@ async def tokenizer_info(request: Request) -> Response:
 
 
 async def apply_template(request: Request) -> Response:
-    """A chat request -> {"prompt"}: the text that the model would continue."""
+    """A chat request -> {"prompt"}: the text that the model would continue, as /completion takes it."""
     asked = chat_request(await read_fields(request), client_of(request))
     async with service_of(request).library.use(asked.model) as model:
         text, _ = await asyncio.to_thread(model.prompter.prompt, asked)
-        return Json({"prompt": text})
+        return Json({"prompt": str(text).replace(IMAGE, _MEDIA)})
 
 
 async def props(request: Request) -> Response:
