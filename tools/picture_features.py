@@ -21,7 +21,7 @@ from mlc_amd.tools.hub import models
 def write(load: LoadOptions, image: str, output: str) -> None:
     """load: with the model. UserError for a model without an image encoder, or a picture that it cannot take."""
     picture = decode(picture_bytes(Path(image).expanduser()), image)
-    artifact = Artifact.open(models.artifact_path(load), load.verify)
+    artifact = Artifact.open(models.seeing_artifact_path(load), load.verify)
     device = open_device(artifact, load.device, load.threads, devices=load.devices)
     try:
         encoder = ImageEncoder(artifact, device)

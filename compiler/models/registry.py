@@ -65,7 +65,8 @@ def read_config(
     keys = Keys(metadata, tensor_names, path, pooling=pooling)
     name = keys.string("general.architecture")
     if name not in architectures():
-        raise keys.error(f"architecture {shorten(name)} is not supported; supported are {', '.join(architectures())}")
+        known = f"docs/models.md lists the {len(architectures())} that are"
+        raise keys.error(f"architecture {shorten(name)} is not supported; {known}")
     kind = metadata.get("general.type", "model")
     if kind != "model":
         raise keys.error(f"this file holds a {shorten(kind)}, not a model; give the model's own GGUF file")

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlc_amd.runtime.artifact.io_names import ENCODED
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.images.layout import Layout, angles, layout, neighbours, patches_of, positions
+from mlc_amd.runtime.images.layout import Layout, angles, layout, neighbours, patch_lines, positions, put_patches
 from mlc_amd.runtime.images.prepared import PreparedImage
 
 _SHAPES = 16  # of which what is computed is kept: tiles of one picture have few
@@ -36,6 +36,8 @@ class ImageEncoder:
             name: np.array(weights[name]) for name in (_TABLE, _CLASS, _BREAK, _BIAS) if name in weights.header
         }
         self._of = lru_cache(_SHAPES)(self._shape)
+        self._pixels = np.zeros((self.most, vision["io"]["patches"]), np.float32)
+        self._written: tuple[int, list[_Shape]] | None = None  # of whose places the device has the inputs
 
     def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray]:
         """Of each image float32 [rows, columns]. UserError for an image that the encoder cannot take."""
@@ -86,7 +88,8 @@ class ImageEncoder:
         inputs = {"added": self._added(of, height, width)} if "added" in vision["io"] else {}
         if turns := vision["turns"]:
             inputs["turns"] = angles(turns, vision["io"]["turns"] // 2, of)
-        return _Shape(of, inputs)
+        lines = patch_lines(vision["patch"], height, width, of)
+        return _Shape(of, inputs, lines, bool((of.tokens == np.arange(len(of.tokens))).all()))
 
     def _added(self, of: Layout, height: int, width: int) -> np.ndarray:
         """Learned positions, and the class token, of which the encoder's own product is the bias."""
@@ -112,19 +115,35 @@ class ImageEncoder:
         starts = np.cumsum([0, *(shape.of.rows for shape in shapes)])
         total = int(starts[-1])
         size, name = next(one for one in self._functions if one[0] >= total)
-        io, write = self.vision["io"], self._device.write
-        patches = np.zeros((total, io["patches"]), np.float32)
-        segments = np.stack([np.arange(total), np.arange(1, total + 1)], 1).astype(np.int32)
-        windows = segments.copy()
+        columns, write = 3 * self.vision["patch"] ** 2, self._device.write
         for image, shape, start in zip(images, shapes, starts, strict=False):
-            own = patches_of(image.pixels, self.vision["patch"], shape.of)
-            patches[start : start + shape.of.rows, : own.shape[1]] = own
-            segments[start : start + shape.of.live] = start, start + shape.of.live
-            windows[start : start + len(shape.of.windows)] = shape.of.windows + start
+            own = self._pixels[start : start + shape.of.rows, :columns]
+            put_patches(image.pixels, shape.lines, shape.of, own)
+        write("patches", self._pixels[:total])
         write("state", (0, total, 0, 0))
         groups = total // (4 if self.vision["nested"] else self._each)
         write("answers", (groups, groups, 0, 0))
-        rows = {"patches": patches, "segments": segments, "windows": windows}
+        if self._written is None or self._written[0] != size or [*map(id, self._written[1])] != [*map(id, shapes)]:
+            self._written = size, shapes
+            for key, rows in self._places(size, shapes, starts).items():
+                if key in self.vision["io"]:
+                    write(key, rows)
+        self._device.run(name)
+        result = self._device.read(ENCODED, total // self._each)
+        return [
+            self._finished(result[start // self._each :], shape, image)
+            for image, shape, start in zip(images, shapes, starts, strict=False)
+        ]
+
+    def _places(self, size: int, shapes: Sequence["_Shape"], starts: np.ndarray) -> dict[str, np.ndarray]:
+        """Inputs that follow from the images' shapes."""
+        total, io = int(starts[-1]), self.vision["io"]
+        segments = np.stack([np.arange(total), np.arange(1, total + 1)], 1).astype(np.int32)
+        windows = segments.copy()
+        for shape, start in zip(shapes, starts, strict=False):
+            segments[start : start + shape.of.live] = start, start + shape.of.live
+            windows[start : start + len(shape.of.windows)] = shape.of.windows + start
+        rows = {"segments": segments, "windows": windows}
         for key in shapes[0].inputs:
             rows[key] = np.concatenate([shape.inputs[key] for shape in shapes])
         if "neighbours" in io:  # rows of the second convolution come after all that the first one may have
@@ -134,17 +153,13 @@ class ImageEncoder:
                 for taken, first, each in ((patches_taken, 0, 4), (groups_taken, size // 4, 16)):
                     at = first + start // each
                     table[at : at + len(taken)] = np.where(taken < 0, -1, taken + start * 4 // each)
-        for key in io.keys() & rows.keys():
-            write(key, rows[key])
-        self._device.run(name)
-        result = self._device.read(ENCODED, total // self._each)
-        return [
-            self._finished(result[start // self._each + shape.of.tokens], shape, image)
-            for image, shape, start in zip(images, shapes, starts, strict=False)
-        ]
+        return rows
 
-    def _finished(self, found: np.ndarray, shape: "_Shape", image: PreparedImage) -> np.ndarray:
-        """With the row that ends each row of tokens but the last, if there is one."""
+    def _finished(self, result: np.ndarray, shape: "_Shape", image: PreparedImage) -> np.ndarray:
+        """The rows of an image, and those that end each row of tokens but the last, if there are such. result: from the
+        image's first group on."""
+        tokens = shape.of.tokens
+        found = result[: len(tokens)].copy() if shape.in_order else result[tokens]
         if self.vision["breaks"]:
             width = image.pixels.shape[2] // self.vision["patch"] // self.vision["merge"]
             ends = np.arange(width, len(found), width)
@@ -155,7 +170,10 @@ class ImageEncoder:
 
 
 class _Shape(NamedTuple):
-    """Of images of one shape: their layout, and the encoder's inputs that follow from it, by name."""
+    """Of images of one shape: their layout, the encoder's inputs that follow from it, by name, those of `patch_lines`,
+    and whether tokens are in the order of groups."""
 
     of: Layout
     inputs: dict[str, np.ndarray]
+    lines: np.ndarray
+    in_order: bool

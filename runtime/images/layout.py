@@ -61,12 +61,20 @@ def layout(vision: Mapping[str, Any], height: int, width: int) -> Layout:
     return Layout(y, x, live, group[final], windows.astype(np.int32))
 
 
-def patches_of(pixels: np.ndarray, size: int, of: Layout) -> np.ndarray:
-    """float32 [rows, 3 * size * size] of an image float32 [3, height, width]: by color, row and column."""
-    _, height, width = pixels.shape
-    rows, columns = height // size, width // size
-    tiles = pixels.reshape(3, rows, size, columns, size).transpose(1, 3, 0, 2, 4).reshape(rows, columns, -1)
-    return np.where(of.y[:, None] < 0, np.float32(0), tiles[of.y, of.x])
+def patch_lines(size: int, height: int, width: int, of: Layout) -> np.ndarray:
+    """Where the lines of each row's patch begin: int [rows, 3 * size], by color and line, in lines of `size` pixels of
+    an image of height x width patches. Of rows that are no patch those of the first one."""
+    first = (np.maximum(of.y, 0) * size * width + np.maximum(of.x, 0))[:, None, None]
+    color, line = np.ogrid[0:3, 0:size]
+    return (first + color * (height * size * width) + line * width).reshape(of.rows, 3 * size)
+
+
+def put_patches(pixels: np.ndarray, lines: np.ndarray, of: Layout, found: np.ndarray) -> None:
+    """An image float32 [3, height, width] into float32 [rows, 3 * size * size], by color, row and column; 0 where a row
+    is no patch. lines: of `patch_lines`."""
+    line = np.dtype((np.void, found.itemsize * found.shape[1] // lines.shape[1]))
+    np.take(pixels.reshape(-1).view(line), lines, out=found.view(line), mode="clip")
+    found[of.y < 0] = 0
 
 
 def neighbours(of: Layout) -> tuple[np.ndarray, np.ndarray]:

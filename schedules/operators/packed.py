@@ -1,11 +1,10 @@
 """Operators of packed rows: several runs of rows in one step, without a cache."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mlc_amd.schedules.operators.attention import LOG2E
+from mlc_amd.schedules.operators.attention import PAGE, Attention
 from mlc_amd.schedules.operators.base import OUTPUT_SLOT, STATE_SLOT, Operator, Slot
 from mlc_amd.schedules.operators.layouts import Tensor, activations, padded
 
@@ -21,7 +20,7 @@ class PackedAttention(Operator, name="packed_attention", sizes="{0.heads}x{0.d}"
 
         scale * (q_i . k_j) - 2**(`exponent` of the head) * |i - j|        the latter with `alibi` (ALiBi)
 
-    A row's result depends on the rows of its segment only, to the bit.
+    A row's result depends on the rows of its segment only: to the bit, on matrix units but for roundings.
     """
 
     heads: int  # query heads
@@ -53,10 +52,22 @@ class PackedAttention(Operator, name="packed_attention", sizes="{0.heads}x{0.d}"
     def variant(self) -> str:
         return f"_window{self.window}" * bool(self.window) + "_causal" * self.causal + "_alibi" * bool(self.alibi)
 
+    layout = ""  # of its result
+
+    @property
+    def single(self) -> int:
+        """No row is a single one, as of `CausalAttention`."""
+        return 0
+
+    @property
+    def layer(self) -> Attention:
+        """The attention of a chunk of m rows with the same heads."""
+        return Attention(self.heads, self.kv_heads, self.d, -(-self.m // PAGE) * PAGE, self.scale)
+
     @property
     def query_scale(self) -> float:
         """The factor on queries with which 2**(q . k) is exp(scale * q . k)."""
-        return LOG2E * (self.scale or 1 / math.sqrt(self.d))
+        return self.layer.query_scale
 
     @property
     def group(self) -> int:

@@ -39,7 +39,8 @@ _PIECES = (
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """faithful: whether ids give the text back: all bytes are tokens, and no added token takes spaces after it."""
+    """faithful: whether ids give the text back: all bytes are tokens, nothing is normalized (as for WordPiece and
+    unigrams), and no added token takes spaces after it."""
 
     name: str
     tokenizer: Tokenizer
@@ -53,9 +54,9 @@ def _load(name: str, metadata: dict[str, object], folder: Path) -> Vocabulary:
         export(metadata, folder)
     tokenizer = Tokenizer.load(folder)
     known = {tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size) if not tokenizer.is_added(i)}
-    faithful = (
-        all(bytes((byte,)) in known for byte in range(256)) and "phi" not in str(metadata.get("general.name")).lower()
-    )
+    takes_spaces = "phi" in str(metadata.get("general.name")).lower()
+    normalizes = metadata["tokenizer.ggml.model"] in ("bert", "t5")
+    faithful = not takes_spaces and not normalizes and all(bytes((byte,)) in known for byte in range(256))
     return Vocabulary(name, tokenizer, unknown_token(folder), faithful)
 
 

@@ -1,6 +1,7 @@
 """The fields of requests that the server reads, by route, and values that clients should not send but do.
 
-In: `EXAMPLES`, bodies that are answered, which together lead through all branches of the server's readers. Out:
+In: `EXAMPLES`, bodies that are answered, which together lead through all branches of the server's readers; `SEES`,
+"emb" and "rank" are models that take images and that make vectors and scores. Out:
 `fields()`: every field that a handler looks at, whether an example has it or not: objects note what is read of them
 (tools/server/fields.py and all else), so that a new field needs no entry here. `HOSTILE`: JSON texts of all types.
 """
@@ -99,6 +100,7 @@ _SEES = _ASKED | {"model": SEES}
 _BASE64 = {"type": "image", "source": {"type": "base64", "media_type": "image/gif", "data": _IMAGE}}
 _BY_URL = {"type": "image", "source": {"type": "url", "url": _URL}}
 _PARTS = [{"type": "image_url", "image_url": {"url": _URL}}, {"type": "image_url", "image_url": _URL}, _BASE64, _BY_URL]
+_RANK = {"model": "rank", "query": "x", "top_n": 1, "truncate": True}
 EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
     "/v1/chat/completions": (
         _CHAT | _ASKED | _SAMPLING | {
@@ -183,6 +185,17 @@ EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
         _ASKED | _LLAMA_NAMES | {"prompt": [{"prompt_string": "x"}, [5, "y"]]},
         _SEES | {"prompt": {"prompt_string": "x<__media__>", "multimodal_data": [_IMAGE]}, "n_predict": 2},
         *(_ASKED | {"prompt": "x"} | one for one in _FORMATS),
+    ),
+    "/v1/embeddings": (
+        {"model": "emb", "input": "x", "encoding_format": "base64", "dimensions": 8, "truncate": True},
+        {"model": "emb", "input": [[5, 6], "x"]},
+    ),
+    "/embedding": ({"model": "emb", "content": "x", "embd_normalize": -1}, {"model": "emb", "input": "x"}),
+    "/api/embed": ({"model": "emb", "input": ["x"], "truncate": True, "dimensions": 8},),
+    "/api/embeddings": ({"model": "emb", "prompt": "x"},),
+    "/v1/rerank": (
+        _RANK | {"documents": ["a", {"text": "b"}], "return_documents": True},
+        _RANK | {"texts": ["a"], "return_text": True},
     ),
 }  # fmt: skip
 METHODS = {path: method for path, method, _ in ROUTES}

@@ -10,6 +10,7 @@ from mlc_amd.compiler.gguf.synthetic import synthetic
 from mlc_amd.compiler.models.shards import ShardedModel, named
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.cache.sequence import ChunkRows
 from mlc_amd.runtime.devices.steps import write_private_pages, write_step
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.options import CompileOptions
@@ -96,7 +97,7 @@ def test_the_reference_computes_all_parts(tmp_path):
         artifact = Artifact.open(tmp_path / str(gpus))
         plan, function = plan_of(artifact), artifact.manifest["functions"]["score_64"]
         write_private_pages(plan, artifact.manifest)
-        write_step(plan, function, (), (np.arange(5, 17), 0, 0))
+        write_step(plan, function, (), ChunkRows(np.arange(5, 17), 0, 0))
         plan.run("score_64")
         found.append(plan.read("logits", 12)[:, :1000].copy())
     np.testing.assert_allclose(found[0], found[1], atol=0.05 * found[0].std())

@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 import pytest
+import spirv_emulation
 import tvm
 from samples import sample
 from vulkan_harness import PROFILES, gpu, run
@@ -12,6 +13,8 @@ from workloads import built
 
 from mlc_amd.compiler.codegen.cpu import build_module
 from mlc_amd.schedules.cpu.base.arch import resolve
+from mlc_amd.schedules.gpu.attention.attention_packed_matrix import suits
+from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.base.arch import resolve as gfx
 from mlc_amd.schedules.operators import PackedAttention
 from mlc_amd.tools.reference.case import Case
@@ -20,6 +23,7 @@ from tests.schedules.gpu.test_gpu_experts import emulated
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")  # before the first kernel call
 TOLERANCE = 1e-5  # of the largest number
+FLOAT16, ROUNDING = 1e-3, 1e-4  # the same, where matrix units round; that what else is in a step changes
 TEXTS = (1, 70, 5, 129, 3, 16)  # rows of each segment
 CASES = {
     "heads of 64": {"heads": 3, "kv_heads": 3, "d": 64},
@@ -100,6 +104,57 @@ def test_vulkan(case, profile):
         return dict(zip(names, run(func, [arrays[name] for name in names], PROFILES[profile]), strict=True))
 
     check(op, "gpu", execute)
+
+
+ON_MATRICES = [case for case in CASES if case != "alibi"]
+
+
+def check_matrices(case, arch, execute):
+    """Keys, values and weights are float16 there, and the order of sums depends on what is in the step."""
+    op = operator_of(case)
+    func = built(op, arch)
+    assert suits(op, arch)
+
+    def run_on(texts, of=None):
+        arrays = arrays_of(op, texts)
+        if of:
+            first = sum(TEXTS[:3])
+            for name in "QKV":
+                arrays[name][: texts[0]] = of[name][first : first + texts[0]]
+        given = {name: array.copy() for name, array in arrays.items()}
+        execute(func, arrays, arch)
+        return given, arrays["Y"]
+
+    given, found = run_on(TEXTS)
+    expected = results(Case(op, {k: v.copy() for k, v in given.items()}, "gpu", np.arange(sum(TEXTS))))["Y"]
+    assert np.abs(found[expected.rows] - expected.value).max() < FLOAT16 * np.abs(expected.value).max()
+    assert np.isnan(found[sum(TEXTS) :]).all()
+    _, alone = run_on(TEXTS[3:4], given)
+    same = found[sum(TEXTS[:3]) :][: TEXTS[3]]
+    assert np.abs(alone[: TEXTS[3]] - same).max() < ROUNDING * np.abs(same).max()
+
+
+@pytest.mark.parametrize(
+    ("case", "profile"),
+    sample(
+        [(case, profile) for case in ON_MATRICES for profile in ("nvidia", "rdna3", "rdna4")],
+        [("heads of 88", "nvidia"), ("window", "rdna3")],
+    ),
+)
+def test_cooperative_matrices(case, profile):
+    check_matrices(case, profiles.resolve(profile), spirv_emulation.execute)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("case", "name"),
+    sample(
+        [(case, name) for case in ON_MATRICES for name in ("gfx1100", "gfx1201", "gfx942")],
+        [("heads of 88", "gfx1100")],
+    ),
+)
+def test_matrix_units(case, name):
+    check_matrices(case, gfx(name), emulated)
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ def emulated(func, arrays, profile) -> list[np.ndarray]:
     module = compile_spirv({"kernel": func}, profile)
     (function,) = module.functions.values()
     memory = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy() for array in arrays]
-    memory += [np.zeros(nbytes, np.uint8) for nbytes in function.scratch]
+    memory += [np.full(nbytes, 255, np.uint8) for nbytes in function.scratch]  # no numbers
     for launch in function.launches:
         kernel = module.modules[launch.symbol]
         wave = profile.wave if profile.subgroups else 0

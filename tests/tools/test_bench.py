@@ -195,7 +195,7 @@ def test_tables_follow_the_results(capsys, folder):
 
 
 def test_experts_in_host_memory_have_a_column_where_they_are_asked_for():
-    head, write, _ = bench_formats.writer("md")
+    head, write, _ = bench_formats.writer("md", bench_formats.OF_OTHERS)
     result = dict.fromkeys(("model_type", "backends", "n_threads", "test", "machine_how", "peak_product"), "x")
     result |= dict.fromkeys(("read_share", "peak_share", "machine_gbps", "peak_gbps", "n_gen"), 0)
     result |= dict.fromkeys(("power_w", "joules_per_token"))

@@ -19,8 +19,8 @@ from mlc_amd.tools import arguments, cli
 from mlc_amd.tools.commands import chat, serve
 
 REPO = Path(__file__).resolve().parents[2]
-# Flags that are something else in each command: what it writes, what it lists, whose address it is.
-OWN = {"output", "list", "host"}
+# Flags that are something else in each command: what it writes, lists and reads, whose address it is.
+OWN = {"output", "list", "host", "image", "text"}
 
 
 @pytest.fixture(scope="module")

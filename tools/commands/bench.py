@@ -8,7 +8,7 @@ short.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -16,14 +16,22 @@ import numpy as np
 
 from mlc_amd.runtime.cache.kv_pool import ONE_SEQUENCE, KvSize
 from mlc_amd.runtime.cache.pages import PAGE
-from mlc_amd.runtime.engine.encoder import Encoder
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.gpus import peak_bandwidth
 from mlc_amd.runtime.options import MANY, LoadOptions, Option
 from mlc_amd.runtime.speculation.speculation import MOST
 from mlc_amd.tools.hub import models
-from mlc_amd.tools.measure import bandwidth, bench_encoder, bench_formats, bounds, host_profile, kernel_table, power
+from mlc_amd.tools.measure import (
+    bandwidth,
+    bench_encoder,
+    bench_formats,
+    bench_images,
+    bounds,
+    host_profile,
+    kernel_table,
+    power,
+)
 from mlc_amd.tools.measure.bench_runs import Test, fill, measure, warm
 from mlc_amd.tools.options import Defaults, Synthetic, Without
 from mlc_amd.tools.terminal import display
@@ -46,6 +54,9 @@ def run(
     speculate: Annotated[tuple[float, ...], Option(
         "decode also with guesses of the next tokens, of which this share is right, as 0.7: what a draft would gain "
         "that takes no time itself", low=0, high=1)] = (),
+    image: Annotated[tuple[str, ...], Option(
+        "measure the model's image encoder instead, with pictures of so many pixels, as 1024x768; -np: pictures at "
+        "once")] = (),
     repetitions: Annotated[int, Option("number of measured runs of each test", low=1, high=MANY)] = 5,
     output: Literal["md", "json", "jsonl", "csv"] = "md",
     synthetic: Synthetic = None,
@@ -55,7 +66,8 @@ def run(
 ) -> None:  # fmt: skip
     """Measures prefill (pp) and decode (tg) speed in tokens per second, with llama-bench's columns.
 
-    Of an embedding or ranking model: texts of -p tokens each, -np of them at once, in tokens and texts per second.
+    Of an embedding or ranking model: texts of -p tokens each, -np of them at once, in tokens and texts per second. With
+    --image: of the image encoder of a model that sees.
 
     For decode it adds the memory traffic of weights and KV cache in GB/s, and as fractions of the read (cpu) or copy
     (GPU) bandwidth measured right before the test and, of a known product, of the one that its maker states; and the
@@ -68,8 +80,14 @@ def run(
         profile_host: for decode, the time that the host spends on a token, sampling and detokenization included (md
             and json).
     """
+    if image:
+        sizes = bench_images.sizes_of(image)
+        _write_all(bench_images.measure(load, sizes, n_seqs, repetitions), output, "images/s")
+        return
     if bench_encoder.is_encoder(load, synthetic):
-        _bench_encoder(models.load_encoder(load, synthetic), n_prompt, n_seqs, repetitions, output)
+        with models.load_encoder(load, synthetic) as encoder:
+            lengths = [n for n in n_prompt if n] or [512]
+            _write_all(bench_encoder.measure(encoder, lengths, n_seqs, repetitions), output, "texts/s")
         return
     tests = plan_tests(n_prompt, n_gen, n_depth, n_seqs, speculate)
     needed = max(test.context for test in tests) + MOST * bool(speculate)
@@ -92,7 +110,7 @@ def run(
     except power.NoSensor as why:
         display.message(f"no watts: {why}")
         sensors = []
-    hidden = ["texts/s"] if load.n_cpu_moe else ["texts/s", "n_cpu_moe"]  # as llama-bench
+    hidden = [*bench_formats.OF_OTHERS, *([] if load.n_cpu_moe else ["n_cpu_moe"])]  # as llama-bench
     hidden += [] if peak_bandwidth(engine.device.name) else ["of table"]
     hidden += [] if sensors else ["W", "J/token"]
     begin, write, end = bench_formats.writer(output, hidden)
@@ -115,15 +133,15 @@ def run(
         sys.stdout.write("".join(f"\n{table}" for table in tables))
 
 
-def _bench_encoder(encoder: Encoder, lengths: Sequence[int], counts: Sequence[int], runs: int, output: str) -> None:
-    """Of an embedding or ranking model: texts of -p tokens, -np of them at once."""
-    with encoder:
-        begin, write, end = bench_formats.writer(output, bench_encoder.HIDDEN)
-        sys.stdout.write(begin)
-        for result in bench_encoder.measure(encoder, [n for n in lengths if n] or [512], counts, runs):
-            sys.stdout.write(write(result))
-            sys.stdout.flush()
-        sys.stdout.write(end)
+def _write_all(results: Iterable[dict], output: str, column: str) -> None:
+    """Those of a model, or a part of one, that makes no tokens; column: what it is measured by besides."""
+    hidden = {*bench_formats.OF_TOKENS, *bench_formats.OF_OTHERS} - {column}
+    begin, write, end = bench_formats.writer(output, hidden)
+    sys.stdout.write(begin)
+    for result in results:
+        sys.stdout.write(write(result))
+        sys.stdout.flush()
+    sys.stdout.write(end)
 
 
 def plan_tests(

@@ -19,15 +19,17 @@ from mlc_amd.tools.terminal.texts import read_text
 NOT_OF_ENCODERS = Without(
     "tuned", "kv_tokens", "kv_memory", "kv_type", "draft", "n_cpu_moe", "split", "gpus", "devices", "tensor_split"
 )
+Texts = Annotated[tuple[str, ...], Option("a text; may be repeated")]
+Truncate = Annotated[bool, Option("cut texts that are longer than the model takes, instead of refusing them")]
 SHORT = {"o": "output", "f": "file"}
 
 
 def run(
     *,
-    text: tuple[str, ...] = (),
+    text: Texts = (),
     file: File = None,
     normalize: bool = True,
-    truncate: bool = False,
+    truncate: Truncate = False,
     dimensions: Annotated[int, Option("only so many leading numbers of each vector; 0: all", low=0, high=MANY)] = 0,
     image: str | None = None,
     output: str | None = None,
@@ -38,13 +40,11 @@ def run(
     With --image: the rows of numbers that take the place of tokens in a decoder, by its image encoder (--mmproj).
 
     Args:
-        text: a text; may be repeated.
         normalize: vectors of length 1; --normalize false leaves them as they are.
-        truncate: cut texts that are longer than the model takes, instead of refusing them.
-        output: write to this file instead: an .npz with the array `embeddings`, float32 [texts, numbers], or lines of
-            JSON (.jsonl).
         image: a picture (PNG, JPEG, WebP or GIF). The .npz file has `features`, float32 [rows, columns], of all tiles
             of the picture one after the other, and `tiles`, the number of rows of each.
+        output: write to this file instead: an .npz with the array `embeddings`, float32 [texts, numbers], or lines of
+            JSON (.jsonl).
     """
     if image is not None:
         if text or file is not None or output is None or Path(output).suffix != ".npz":

@@ -6,7 +6,7 @@ import numpy as np
 
 from mlc_amd.runtime.errors import UsageError
 from mlc_amd.runtime.options import MANY, LoadOptions, Option
-from mlc_amd.tools.commands.embed import NOT_OF_ENCODERS, read_texts, write_lines
+from mlc_amd.tools.commands.embed import NOT_OF_ENCODERS, Texts, Truncate, read_texts, write_lines
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.options import File
 
@@ -16,10 +16,10 @@ SHORT = {"q": "query", "f": "file", "o": "output"}
 def run(
     *,
     query: str | None = None,
-    text: tuple[str, ...] = (),
+    text: Texts = (),
     file: File = None,
     top: Annotated[int, Option("only so many texts, the best ones; 0: all", low=0, high=MANY)] = 0,
-    truncate: bool = False,
+    truncate: Truncate = False,
     output: str | None = None,
     load: Annotated[LoadOptions, NOT_OF_ENCODERS],
 ) -> None:  # fmt: skip
@@ -27,10 +27,8 @@ def run(
     {"index", "score", "text"}.
 
     Args:
-        query: the query.
-        text: a text; may be repeated.
-        truncate: cut pairs that are longer than the model takes, instead of refusing them.
-        output: write to this file instead.
+        query: what the texts are to answer.
+        output: write the lines to this file.
     """
     if not query:
         raise UsageError("give a --query")

@@ -205,6 +205,14 @@ def artifact_path(options: LoadOptions, synthetic: str | None = None) -> Path:
     return recipe.folder
 
 
+def seeing_artifact_path(options: LoadOptions) -> Path:
+    """The same of a model with an image encoder. UserError for one without, before anything is compiled."""
+    path = source_path(options.model, None, not options.no_mmproj)
+    if path and not is_artifact(path) and encoders.choose(path, options) is None:
+        raise UserError(f"{path} comes without an image encoder; give its file with --mmproj FILE")
+    return artifact_path(options)
+
+
 def load_engine(options: LoadOptions, synthetic: str | None = None, kv: KvSize | None = None) -> Engine:
     """An Engine for the options' model, or for the `synthetic` one of that spec. kv: as of `Engine.load`."""
     KvSize.of(options.kv_tokens, options.kv_memory)  # UsageError before anything is compiled

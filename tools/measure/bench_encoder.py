@@ -5,7 +5,7 @@ In: an `Encoder`. Out: results with the fields of bench_formats.py, and "texts_p
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -16,8 +16,6 @@ from mlc_amd.runtime.options import LoadOptions
 from mlc_amd.schedules.formats import parameters
 from mlc_amd.tools.hub import models
 
-# Columns of bench_formats.py that are about caches and single tokens
-HIDDEN = ("n_cpu_moe", "GB/s", "of measured", "of table", "host us", "W", "J/token")
 _AWAKE = 0.3  # seconds that a GPU computes before it is timed: idle ones have lower clocks
 
 
@@ -30,33 +28,44 @@ def is_encoder(load: LoadOptions, synthetic: str | None) -> bool:
         return source.config.encoder is not None
 
 
-def measure(encoder: Encoder, lengths: Sequence[int], counts: Sequence[int], repetitions: int) -> Iterator[dict]:
-    """One result for each length of texts and each number of them. UserError for texts that are too long."""
-    if max(lengths) > encoder.context:
-        raise UserError(f"-p {max(lengths)}: this model takes texts of up to {encoder.context} tokens")
-    rng, manifest = np.random.default_rng(0), encoder.artifact.manifest
-    about = {
-        "model_filename": str(encoder.artifact.path),
+def described(artifact: Artifact, device) -> dict[str, object]:
+    """The fields that are the same for all tests."""
+    manifest = artifact.manifest
+    return {
+        "model_filename": str(artifact.path),
         "model_type": f"{manifest['name']} {manifest['quantization']}",
         "model_size": sum(entry["bytes"] for entry in manifest["formats"].values()),
         "model_n_params": parameters(manifest["formats"]),
         "backends": manifest["target"]["kind"].upper(),
         "arch": manifest["target"]["arch"],
-        "n_threads": encoder.device.threads,
-        "device_name": encoder.device.name,
+        "n_threads": device.threads,
+        "device_name": device.name,
     }
+
+
+def timed(compute: Callable[[], object], device, repetitions: int) -> list[float]:
+    """Seconds of each repetition, after one that does not count; on a GPU after as many as raise its clocks."""
+    begin = time.perf_counter()
+    compute()
+    while device.kind != "cpu" and time.perf_counter() - begin < _AWAKE:
+        compute()
+    seconds = []
+    for _ in range(repetitions):
+        begin = time.perf_counter()
+        compute()
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def measure(encoder: Encoder, lengths: Sequence[int], counts: Sequence[int], repetitions: int) -> Iterator[dict]:
+    """One result for each length of texts and each number of them. UserError for texts that are too long."""
+    if max(lengths) > encoder.context:
+        raise UserError(f"-p {max(lengths)}: this model takes texts of up to {encoder.context} tokens")
+    rng, about = np.random.default_rng(0), described(encoder.artifact, encoder.device)
     for length in lengths:
         for count in counts:
             texts = [rng.integers(0, encoder.vocab, length, np.int32) for _ in range(count)]
-            begin = time.perf_counter()
-            encoder.encode(texts)
-            while encoder.device.kind != "cpu" and time.perf_counter() - begin < _AWAKE:
-                encoder.encode(texts)
-            seconds = []
-            for _ in range(repetitions):
-                begin = time.perf_counter()
-                encoder.encode(texts)
-                seconds.append(time.perf_counter() - begin)
+            seconds = timed(lambda texts=texts: encoder.encode(texts), encoder.device, repetitions)
             rates = [length * count / s for s in seconds]
             yield about | {
                 "n_prompt": length, "n_seqs": count, "test": f"{count} x {length}",

@@ -12,6 +12,10 @@ from json import dumps
 
 from mlc_amd.tools.terminal import display
 
+# Columns of models that make tokens, and those that they have not.
+OF_TOKENS = ("n_cpu_moe", "GB/s", "of measured", "of table", "host us", "W", "J/token")
+OF_OTHERS = ("texts/s", "images/s")
+
 Writer = tuple[str, Callable[[dict], str], str]  # what comes first, a function from a result to text, what comes last
 
 # (title, width, whether it aligns right, what it shows of a result)
@@ -25,6 +29,7 @@ _COLUMNS: tuple[tuple[str, int, bool, Callable[[dict], object]], ...] = (
     ("test", 15, True, lambda r: r["test"]),
     ("t/s", 20, True, lambda r: f"{r['avg_ts']:.2f} ± {r['stddev_ts']:.2f}"),
     ("texts/s", 10, True, lambda r: f"{r['texts_per_s']:.2f}"),
+    ("images/s", 10, True, lambda r: f"{r['images_per_s']:.2f}"),
     ("GB/s", 8, True, lambda r: f"{r['read_gbps']:.2f}" if r["n_gen"] else ""),
     ("of measured", 21, True, lambda r: _share(r, "read_share", f"{r['machine_gbps'] or 0:.1f} ({r['machine_how']})")),
     ("of table", 21, True, lambda r: _share(r, "peak_share", f"{r['peak_gbps'] or 0} ({r['peak_product']})")),

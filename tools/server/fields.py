@@ -97,6 +97,10 @@ class Fields:
         value = self._typed(name, str, "a string")
         return default if value is None else value
 
+    def required_text(self, name: str) -> str:
+        self.required(name)
+        return self.text(name)
+
     def flag(self, name: str, default: bool = False) -> bool:
         value = self._typed(name, bool, "true or false")
         return default if value is None else value

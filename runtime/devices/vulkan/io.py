@@ -35,7 +35,8 @@ class _Inputs:
         self.stale = True  # the host has written inputs since they were put here
         # tables whose first rows the host has written since they were put here, and how many
         self.dirty = {name: entries[name]["shape"][0] for name in tables}
-        self.renew: dict[str, ctypes.Structure] = {}  # what copies tables to where kernels find them, where needed
+        # what copies the first rows of tables to where kernels find them
+        self.renew: dict[tuple[str, int], ctypes.Structure] = {}
 
     def put(self, inputs: np.ndarray, tables: Mapping[str, np.ndarray]) -> None:
         """What the host has written."""
@@ -85,24 +86,26 @@ class Io:
             **{name: (self._input_copy or block, offset) for name, (block, offset) in own.places.items()},
             **{name: (table_copy or block, offset) for name, (block, offset) in own.table_places.items()},
         }
-        if self.copies:
-            self._record_renewal(own)
         self._written = np.zeros(own.block.nbytes, np.uint8)  # all inputs
         self._host = {name: np.zeros(entries[name]["shape"], entries[name]["dtype"]) for name in self._table_sizes}
         for name, (_, offset) in own.places.items():
             written = self._written[offset : offset + sizes[name]]
             self._host[name] = written.view(entries[name]["dtype"]).reshape(entries[name]["shape"])
         self._outputs: dict[int | None, _Outputs] = {None: _Outputs(memory, self._output_sizes, entries)}  # by slot
-        self._stale: set[str] = set()  # tables of which kernels have an old copy
+        self._stale: dict[str, int] = {}  # tables of which kernels have an old copy, and of how many first rows
         self._rows: dict[str, int] = {}  # of outputs that the host has
         self._read_from = self._outputs[None]
         self._copied: dict[tuple[int, bool], dict[str, int]] = {}  # of `_recorded`
         own.put(self._written, self._host)
         self.blocks = [block for block in (self._results, self._input_copy, table_copy) if block]
 
-    def _record_renewal(self, inputs: _Inputs) -> None:
-        for name, (block, offset) in inputs.table_places.items():
-            inputs.renew[name] = self._copy(block, offset, *self.places[name], self._table_sizes[name])
+    def _renewal(self, inputs: _Inputs, name: str, rows: int) -> ctypes.Structure:
+        """What copies the first rows of a table; some more, so that few different ones are recorded."""
+        rows = min(1 << (rows - 1).bit_length(), self.entries[name]["shape"][0])
+        if (name, rows) not in inputs.renew:
+            copy = self._copy(*inputs.table_places[name], *self.places[name], self._row_bytes(name, rows))
+            inputs.renew[name, rows] = copy
+        return inputs.renew[name, rows]
 
     def byte_count(self, name: str, function: Mapping) -> int:
         """Bytes of the rows of a buffer that a function uses."""
@@ -174,7 +177,7 @@ class Io:
         else:
             for inputs in (one for one in self._inputs.values() if name in one.table_places):
                 inputs.dirty[name] = max(inputs.dirty.get(name, 0), len(values))
-            self._stale.add(name)
+            self._stale[name] = max(self._stale.get(name, 1), len(values))
 
     def before(self, slot: int | None = None) -> list[ctypes.Structure]:
         """Puts what the host has written into memory of a run, which is not in progress. Returns what is to be
@@ -183,21 +186,22 @@ class Io:
         inputs.put(self._written, self._host)
         if not self._stale:
             return []
-        found = [inputs.renew[name] for name in self._stale if name in inputs.renew]
+        copied = self._stale if self.copies or inputs is not self._inputs[None] else {}
+        found = [self._renewal(inputs, name, rows) for name, rows in copied.items() if name in inputs.table_places]
         self._stale.clear()
         return found
 
     def late(self, slot: int | None = None) -> None:
         """Puts LATE inputs, written since `before`, into memory, for what `record_late` recorded."""
         self._inputs[slot].put(self._written, self._host)
-        self._stale.difference_update(LATE)
+        for name in LATE:
+            self._stale.pop(name, None)
 
     def add_slots(self) -> None:
         """Allocates memory of the slots, once: not for encoders of images, which do not run ahead. OutOfMemory."""
         tables = {name: size for name, size in self._table_sizes.items() if name not in PATCHES}
         for slot in range(len(self._inputs) - 1, SLOTS):
             inputs = _Inputs(self.memory, self._input_sizes, tables, self.entries)
-            self._record_renewal(inputs)
             chosen = {name: self._output_sizes[name] for name in CHOSEN if name in self._output_sizes}
             self._outputs[slot] = _Outputs(self.memory, chosen, self.entries)
             self._inputs[slot] = inputs

@@ -28,7 +28,7 @@ from mlc_amd.schedules.tir import Buffer
 PREFILL = {"": attention_prefill_dot, "coop": attention_prefill_coop}
 
 
-def _prefill_of(layer: Attention, arch: Device, plan: Any = None) -> ModuleType:
+def prefill_of(layer: Attention, arch: Device, plan: Any = None) -> ModuleType:
     """The module of the launch for chunks. plan: of one of those for latent attention, or None."""
     if not layer.values:
         return PREFILL.get(arch.matrix, attention_prefill)
@@ -55,10 +55,10 @@ def attention(op: Attending, arch: Device, state: Buffer, plan: Any) -> None:
         own = plan if op.m == op.single else None
         _decode_of(op.layer, op.single, arch, own).emit(step, arch, own)
     if op.m > op.single:
-        _prefill_of(op.layer, arch, plan).emit(step, arch, plan)
+        prefill_of(op.layer, arch, plan).emit(step, arch, plan)
 
 
 @registry.plans(CausalAttention, RopeAttention)
 def plans(op: Attending, arch: Device) -> Space:
-    module = _decode_of(op.layer, op.m, arch) if op.m == op.single else _prefill_of(op.layer, arch)
+    module = _decode_of(op.layer, op.m, arch) if op.m == op.single else prefill_of(op.layer, arch)
     return module.space(op, arch)

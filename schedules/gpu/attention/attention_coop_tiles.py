@@ -63,7 +63,8 @@ class Tile:
     def lds_bytes(self, width: int, fragment: tuple[int, ...]) -> int:
         """Bytes of shared memory that a workgroup uses. width: of a head, with padding."""
         units = self.keys * (width // UNIT + 1) + width * (self.keys // UNIT + 1)
-        return (units + self.waves * self.wave_units(fragment)) * UNIT * 2 + max(fragment) * 4
+        bounds = self.waves * self.fragments * 2 * fragment[0]
+        return (units + self.waves * self.wave_units(fragment)) * UNIT * 2 + (max(fragment) + bounds) * 4
 
     def workgroups(self, layer: Attention, m: int, arch: Profile) -> int:
         """Of a chunk of m tokens."""
@@ -152,9 +153,11 @@ class SharedBlock:
 
 
 class Shared(NamedTuple):
-    """A workgroup's shared memory: the block of keys and of values, the waves' weights, the numbers 0, 1, .."""
+    """A workgroup's shared memory: the block of keys and of values, the waves' weights, the numbers 0, 1, .., and of
+    each fragment of each wave the first keys that its rows see, and the ends."""
 
     keys: SharedBlock
     values: SharedBlock
     weights: Buffer
     numbers: Buffer
+    bounds: Buffer

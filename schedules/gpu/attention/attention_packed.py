@@ -1,15 +1,20 @@
-"""Attention among the rows of each segment, without a cache: online softmax over tiles of keys in shared memory.
+"""Attention among the rows of each segment, without a cache: on matrix units where these suit
+(`attention_packed_matrix.py`), else online softmax over tiles of keys in shared memory.
 
-A workgroup has a head and some consecutive rows. Neighbouring lanes share a row: each has some of a head's columns. The
-largest score is rounded to a whole number, and so is a score before its difference to that becomes an exponent: what
-came before is rescaled by powers of two, exactly. So a row's result does not depend on how its keys are divided into
-tiles, nor on rows of other segments in them.
+There a workgroup has a head and some consecutive rows. Neighbouring lanes share a row: each has some of a head's
+columns. The largest score is rounded to a whole number, and so is a score before its difference to that becomes an
+exponent: what came before is rescaled by powers of two, exactly. So a row's result does not depend on how its keys are
+divided into tiles, nor on rows of other segments in them.
 """
 
 import math
+from typing import Any
 
 from tvm.tirx.script import builder as T
 
+from mlc_amd.schedules.gpu import registry
+from mlc_amd.schedules.gpu.attention import attention_packed_matrix
+from mlc_amd.schedules.gpu.attention.attention import prefill_of
 from mlc_amd.schedules.gpu.attention.attention_step import LOWEST
 from mlc_amd.schedules.gpu.base.activations import gated
 from mlc_amd.schedules.gpu.base.device import barrier, each, exp2, fma, launch, maximum, rcp, rint, wave_sum
@@ -20,6 +25,7 @@ from mlc_amd.schedules.gpu.base.registers import at, elements, filled, local, op
 from mlc_amd.schedules.gpu.base.step import builds, if_live, is_live, live_rows, once
 from mlc_amd.schedules.operators.attention import LOG2E
 from mlc_amd.schedules.operators.packed import Activate, PackedAttention, Pool
+from mlc_amd.schedules.space import Space
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 THREADS = 128  # of a workgroup, at most
@@ -40,8 +46,20 @@ def _power(x: Expr) -> Expr:
 
 
 @builds(PackedAttention)
-def packed_attention(op: PackedAttention, arch: Device, state: Buffer, plan: None) -> None:
-    """Kernel (state, segments int32 [m, 2], Q, K, V, Y)."""
+def packed_attention(op: PackedAttention, arch: Device, state: Buffer, plan: Any) -> None:
+    """Kernel (state, segments int32 [m, 2], Q, K, V, Y). plan: of the launch on matrix units."""
+    if attention_packed_matrix.suits(op, arch):
+        prefill_of(op.layer, arch).emit(attention_packed_matrix.packed_step(op, state), arch, plan)
+    else:
+        _on_vector_units(op, arch, state)
+
+
+@registry.plans(PackedAttention)
+def plans(op: PackedAttention, arch: Device) -> Space | None:
+    return prefill_of(op.layer, arch).space(op, arch) if attention_packed_matrix.suits(op, arch) else None
+
+
+def _on_vector_units(op: PackedAttention, arch: Device, state: Buffer) -> None:
     d, m, lanes = op.d, op.m, _lanes(op, arch)
     width = QUAD if d % (QUAD * lanes) == 0 else 2
     own, threads = d // lanes, min(THREADS, arch.threads)

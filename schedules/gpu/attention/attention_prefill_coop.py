@@ -6,8 +6,8 @@ loaded while this one is multiplied: keys during the second product, values duri
 
 Which lane holds which element of a fragment is implementation-defined, so all elements are treated alike, or a fragment
 is combined with another of the same type, element by element. Operations on rows are built from that:
-    broadcast of a column       a load from memory with a stride of 0; so are the numbers of rows and columns that masks
-                                need
+    broadcast of a column       a load from memory with a stride of 0; so are the numbers of columns, and of the keys
+                                that rows see, that masks need
     sum of a row's weights      the product with a matrix of ones, which is rounded as the other product is
     maximum of a row            the maximum over the fragment's columns, each broadcast. That takes time, and is rarely
                                 needed: weights are 2**(score - top) with any `top` that keeps them within float16. It
@@ -15,7 +15,7 @@ is combined with another of the same type, element by element. Operations on row
                                 makes the largest weight 2**START.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -23,8 +23,18 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.gpu.attention.attention_coop_tiles import Shared, SharedBlock, Tile, shared_units, tile_of
 from mlc_amd.schedules.gpu.attention.attention_step import LIMIT, LOWEST, START, Step, group_of, soft_cap, with_sink
-from mlc_amd.schedules.gpu.attention.cache import UNIT, Chunk, Pages
-from mlc_amd.schedules.gpu.base.device import WAVE_SHARED, barrier, exp2, launch, maximum, rcp, uniform, wave_barrier
+from mlc_amd.schedules.gpu.attention.cache import UNIT, Chunk, Pages, Visible
+from mlc_amd.schedules.gpu.base.device import (
+    WAVE_SHARED,
+    barrier,
+    exp2,
+    launch,
+    maximum,
+    rcp,
+    rint,
+    uniform,
+    wave_barrier,
+)
 from mlc_amd.schedules.gpu.base.matrices import Fragments
 from mlc_amd.schedules.gpu.base.profiles import Profile
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
@@ -48,10 +58,10 @@ class Wave:
         group, width = attention.group, attention.width
         count = step.op.m // arch.fragment[0] * group  # fragments of the KV head
         self.arch, self.step, self.attention, self.tile, self.Q = arch, step, attention, tile, Q
-        self.chunk, (self.keys, self.values, self.weights, self.numbers) = chunk, shared
+        self.chunk, (self.keys, self.values, self.weights, self.numbers, self.bounds) = chunk, shared
         self.part, self.rows = T.Bind(number % tile.parts), T.Bind(number // tile.parts)
         self.base, self.row_units = T.Bind(number * tile.wave_units(arch.fragment)), tile.own_keys // UNIT + 1
-        first = T.Bind(first + self.rows * tile.fragments)
+        first, self.place = T.Bind(first + self.rows * tile.fragments), T.Bind(number * tile.fragments)
         self.m, self.n, self.k = arch.fragment
         # fragments beyond the chunk compute the same as the last one and are not stored
         places = [T.Bind(T.min(first + i, T.int32(count - 1))) for i in range(tile.fragments)]
@@ -75,8 +85,21 @@ class Wave:
     def _new(self, kind: str, count: int) -> Fragments:
         return Fragments(kind, count, self.arch.fragment)
 
-    def start(self) -> None:
-        """Loads the queries that stay in registers; no key seen yet."""
+    def start(self, lane: Expr) -> None:
+        """Loads the queries that stay in registers; no key seen yet. Lanes write down which keys the rows see: their
+        first ones, as numbers, and the ends."""
+        last = T.Bind(T.min(self.tokens[-1] + self.m, self.chunk.count) - 1)
+        first, end = self.chunk.visible(self.tokens[0]), self.chunk.visible(last)
+        self.all_see = Visible(end.first, first.end)
+        for place in range(0, self.tile.fragments * self.m, self.arch.wave):
+            row = T.Bind(T.min(place + lane, T.int32(self.tile.fragments * self.m - 1)))
+            token = self._of(self.tokens, row // self.m) + row % self.m
+            seen = self.chunk.visible(T.Bind(T.min(token, self.chunk.count - 1)))
+            where = T.Bind((self.place + row // self.m) * 2 * self.m + row % self.m)
+            put(self.bounds, T.cast(seen.end, "float32"), where + self.m)
+            if seen.first is not None:
+                put(self.bounds, T.cast(seen.first, "float32"), where)
+        wave_barrier()
         for i in range(self.tile.fragments):
             for c in range(self.held):
                 self._load_query(self.queries, i * self.held + c, i, c)
@@ -87,6 +110,13 @@ class Wave:
             self.top.fill(i, LOWEST / 2)  # above the scores of keys that are not seen: their weights are 0
         self.total.clear()
         self.out.clear()
+
+    def _of(self, values: Sequence[Expr], i: Expr) -> Expr:
+        """values[i]"""
+        found = values[-1]
+        for number, value in reversed(list(enumerate(values[:-1]))):
+            found = T.Select(i == number, value, found)
+        return found
 
     def _load_query(self, fragments: Fragments, place: Expr, i: Expr, c: Expr) -> None:
         """fragments[place] = columns c * k.. of the queries of fragment i."""
@@ -118,43 +148,21 @@ class Wave:
     def mask(self, key0: Expr) -> None:
         """Sets the scores of keys that a row does not see to LOWEST."""
         key0 = T.Bind(key0 + self.part * self.tile.own_keys)
-        first, window = self.chunk.position(self.tokens[0]), self.attention.window
-        needed = key0 + self.tile.own_keys - 1 > first
-        if window:  # the last row does not see the first key
-            needed = needed | (key0 <= self.chunk.position(self.tokens[-1]) + (self.m - 1 - window))
-        elif self.attention.chunk:
-            needed = needed | (key0 < self._begin(self.chunk.position(self.tokens[-1]) + (self.m - 1)))
-        with T.If(needed), T.Then():
+        with T.If(tirx.Not(self.all_see.covers(key0, self.tile.own_keys))), T.Then():
             self.other.load(0, self.numbers[0], 0, "row_major")  # the number of the column
-            self.other.load(1, self.numbers[0], 0, "col_major")  # that of the row
-            with self.scores.elements(0) as e:
-                ahead = T.Bind(self.other.get(0, e) - self.other.get(1, e))
-                for i in range(self.tile.fragments):
+            for i in range(self.tile.fragments):
+                first, end = (self.bounds[(self.place + i) * 2 * self.m + which * self.m] for which in range(2))
+                self.other.load(1, end, 0, "col_major")
+                if self.all_see.first is not None:
+                    self.now.load(0, first, 0, "col_major")
+                with self.scores.elements(0) as e:
                     for j in range(self.score_columns):
-                        own = T.cast(self.chunk.position(self.tokens[i]) - key0 - j * self.n, "float32")
-                        seen = ahead <= own
-                        if self.chunk.image is not None:
-                            left = T.cast(self.chunk.image - key0 - j * self.n, "float32")
-                            seen = seen | (self.other.get(0, e) < left)
-                        if window:
-                            seen = seen & (ahead > own - T.float32(window))
-                        elif self.attention.chunk:
-                            seen = seen & self._in_chunk(i, key0 + j * self.n, e)
+                        key = T.Bind(self.other.get(0, e) + T.cast(key0 + j * self.n, "float32"))
+                        seen = key < self.other.get(1, e)
+                        if self.all_see.first is not None:
+                            seen = seen & (key >= self.now.get(0, e))
                         score = self.scores.get(i * self.score_columns + j, e)
                         self.scores.set(i * self.score_columns + j, e, T.Select(seen, score, T.float32(LOWEST)))
-
-    def _begin(self, position: Expr) -> Expr:
-        """The first key that a row at `position` of a layer with chunks sees."""
-        return position - T.truncmod(position, T.int32(self.attention.chunk))
-
-    def _in_chunk(self, i: Expr, key0: Expr, e: Expr) -> Expr:
-        """Whether the key of element e, column 0 is key0, is not before the chunk of its row in fragment i. The rows
-        are in one chunk, or in two of which the second begins with row `border`."""
-        size, first = self.attention.chunk, self.chunk.position(self.tokens[i])
-        begin = T.Bind(self._begin(first))
-        border = T.cast(begin + size - first, "float32")
-        least = T.Select(self.other.get(1, e) < border, T.int32(0), T.int32(size)) + begin - key0
-        return self.other.get(0, e) >= T.cast(least, "float32")
 
     def renew_tops(self) -> None:
         """Rescales what came before if a weight would be too large."""
@@ -169,7 +177,7 @@ class Wave:
                 self._row_maximum(i)
                 with self.top.elements(0) as e:
                     old = self.top.get(i, e)
-                    new = maximum(old, self.now.get(0, e) - T.float32(START))
+                    new = maximum(old, rint(self.now.get(0, e) - T.float32(START)))
                     self.top.set(i, e, new)
                     self._shrink(i, e, exp2(old - new))
 
@@ -294,8 +302,6 @@ def emit(step: Step, arch: Profile, plan: Tile | None = None) -> None:
     page."""
     step.refuse_blocks()
     attention, m, rows = step.layer, step.op.m, arch.fragment[0]
-    if 0 < attention.chunk < rows:
-        raise UserError(f"attention in chunks of {attention.chunk} keys has no kernel for {arch.name}")
     if m % rows:
         raise UserError(f"attention on matrix units of {arch.name} takes chunks in multiples of {rows} tokens, not {m}")
     kv_heads, group = attention.kv_heads, group_of(attention)
@@ -314,6 +320,7 @@ def emit(step: Step, arch: Profile, plan: Tile | None = None) -> None:
             SharedBlock("value", attention, tile.keys, threads, tid),
             shared_units(tile.waves * tile.wave_units(arch.fragment)),
             T.alloc_buffer((max(arch.fragment) // WIDTH,), f"float32x{WIDTH}", scope=WAVE_SHARED),
+            T.alloc_buffer((tile.waves * tile.fragments * 2 * rows,), "float32", scope=WAVE_SHARED),
         )
         keys, values = shared.keys, shared.values
         # a loop of 0 or 1 iterations: barriers in an `if` are refused
@@ -321,7 +328,7 @@ def emit(step: Step, arch: Profile, plan: Tile | None = None) -> None:
             place = T.Bind(tid % (max(arch.fragment) // WIDTH))
             put(shared.numbers, T.cast(T.ramp(place * WIDTH, 1, WIDTH), f"float32x{WIDTH}"), place)
             wave = Wave(arch, step, tile, shared, chunk, kv, number, first)
-            wave.start()
+            wave.start(lane)
             last = T.min(T.min(first + per_tile, T.int32(fragments)) - 1, T.int32(fragments - 1)) // group * rows + rows
             begin = T.int32(0)
             if attention.span:

@@ -27,7 +27,7 @@ from tvm.tirx.script import builder as T
 from mlc_amd.schedules.gpu.attention.attention_rows_size import SCORES, holds, out_units, room, row_tiles
 from mlc_amd.schedules.gpu.attention.attention_step import LIMIT, LOWEST, P_SHIFT, START, Joined, Sees, join, soft_cap
 from mlc_amd.schedules.gpu.attention.cache import UNIT, WORDS, KeyBlock, Units
-from mlc_amd.schedules.gpu.base.device import any_lane, dot2, exp2, intrin, maximum, schedule_fence, shuffle_xor
+from mlc_amd.schedules.gpu.base.device import any_lane, dot2, exp2, intrin, maximum, rint, schedule_fence, shuffle_xor
 from mlc_amd.schedules.gpu.base.matrices import SIDE, known_unit, wave_matrices
 from mlc_amd.schedules.gpu.base.profiles import Device
 from mlc_amd.schedules.gpu.base.quantize import WIDTH
@@ -262,7 +262,7 @@ class MatrixRows:
             factors = []
             for t, x in enumerate(largest):
                 old = self._hidden(self.top[t])
-                new = self._hidden(maximum(old, self.across(x, maximum) - T.float32(START)))
+                new = self._hidden(maximum(old, rint(self.across(x, maximum) - T.float32(START))))
                 factors.append(self._hidden(exp2(old - new)))
                 put(self.top, new, t)
                 put(self.total, self.total[t] * factors[t], t)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hip_model import CTX, KERNELS, PAGE, SLOT, SLOTS, VOCAB, artifact_in, check, write_pages
 
+from mlc_amd.runtime.devices import pieces
 from mlc_amd.runtime.devices.hip import memory as hip_memory
 from mlc_amd.runtime.devices.hip.device import HipDevice
 from mlc_amd.runtime.devices.steps import write_step
@@ -18,6 +19,12 @@ FUNCTIONS = ("pick", "pick_4")
 @pytest.fixture
 def model(tmp_path):
     return artifact_in(tmp_path)("gfx1100")
+
+
+@pytest.fixture(autouse=True)
+def never_too_long(monkeypatch):
+    """Steps are not divided into pieces, however busy this machine is."""
+    monkeypatch.setattr(pieces, "LIMIT", float("inf"))
 
 
 @pytest.fixture(params=[True, False], ids=["graphs", "launches"])

@@ -8,6 +8,7 @@ import pytest
 from hip_model import IDS, SLOT, evaluate, expected, write_pages
 from hip_tensor import divided_in, machine
 
+from mlc_amd.runtime.cache.sequence import ChunkRows
 from mlc_amd.runtime.devices.exchange import check_hip
 from mlc_amd.runtime.devices.exchange.hip import PeerBoxes
 from mlc_amd.runtime.devices.hip.api import HipError
@@ -30,7 +31,7 @@ def opened(folder, parts=2):
 
 
 def step(device, name="decode", position=20):
-    token = ([(7, position, SLOT)], None) if name == "decode" else ((), ([7], position, SLOT))
+    token = ([(7, position, SLOT)], None) if name == "decode" else ((), ChunkRows([7], position, SLOT))
     write_step(device, device.manifest["functions"][name], *token)
     device.run(name)
 

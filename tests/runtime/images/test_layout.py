@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlc_amd.runtime.images.layout import angles, layout, neighbours, patches_of, positions
+from mlc_amd.runtime.images.layout import angles, layout, neighbours, patch_lines, positions, put_patches
 
 PLAIN = {"merge": 2, "window": 0, "by_column": False, "nested": False, "class_row": "", "table": "rows"}
 
@@ -27,7 +27,8 @@ def test_a_class_token_has_a_group_of_its_own():
     assert (of.rows, of.live) == (8, 5)
     assert of.y.tolist()[4:] == [-1] * 4
     pixels = np.arange(3 * 4 * 4, dtype=np.float32).reshape(3, 4, 4)
-    found = patches_of(pixels, 2, of)
+    found = np.full((10, 14), np.nan, np.float32)[1:9, :12]  # part of a larger array
+    put_patches(pixels, patch_lines(2, 2, 2, of), of, found)
     assert found[1].tolist() == [2, 3, 6, 7, 18, 19, 22, 23, 34, 35, 38, 39]
     assert not found[4:].any()
 

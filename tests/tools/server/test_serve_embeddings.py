@@ -5,14 +5,8 @@ import base64
 
 import numpy as np
 import pytest
-from encoder_vocabularies import VOCABULARIES
-from encoders import MODELS
 
-from mlc_amd.compiler.gguf import synthetic
-from mlc_amd.compiler.pipeline import compile_model
-from mlc_amd.runtime.engine.encoder import Encoder
 from mlc_amd.runtime.engine.engine import Engine
-from mlc_amd.runtime.options import CompileOptions
 
 pytest.importorskip("starlette")
 
@@ -21,19 +15,12 @@ MODEL = {"model": "emb"}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, demo_artifact):
+def server(embedding_models, demo_artifact):
     from servers.serving import serving
 
     from mlc_amd.tools.server.library import Library
 
-    folder = tmp_path_factory.mktemp("encoders")
-    for name, model in (("emb", "bert"), ("none", "nomic-bert"), ("rank", "bert-rank")):
-        architecture, keys, tensors = MODELS[model]
-        keys = {"general.architecture": architecture} | keys | VOCABULARIES["bert"]
-        source = synthetic("tiny-qwen2:f32", 0, keys, tensors, "none" if name == "none" else "")
-        compile_model(source, folder / name, CompileOptions(target="cpu", arch="native", tuned="none"))
-    loaders = {name: lambda name=name: Encoder.load(folder / name) for name in ("emb", "none", "rank")}
-    with serving(Library(loaders | {"chat": lambda: Engine.load(demo_artifact)}, most=4)) as found:
+    with serving(Library(embedding_models | {"chat": lambda: Engine.load(demo_artifact)}, most=4)) as found:
         yield found
 
 

@@ -32,13 +32,13 @@ Request = tuple[str, str, bytes]  # method, path, body
 
 
 @pytest.fixture(scope="module")
-def replies(demo_artifact, seeing):
+def replies(demo_artifact, seeing, embedding_models):
     """replies(requests, right) -> a line for each whose reply is wrong, or of another status."""
 
     async def run(requests: Iterable[Request], right: Container[int]) -> str:
         options = RunOptions(threads=1, kv_tokens=8192)
         loaders = {"demo": partial(Engine.load, demo_artifact, options), SEES: partial(Engine.load, seeing, options)}
-        library = Library(loaders, most=2)
+        library = Library(loaders | embedding_models, most=4)
         app = application.make_app(Service(library, ServeOptions(quiet=True)))
         left, found = iter(requests), list[str]()
 
@@ -80,7 +80,9 @@ def test_every_field_is_known():
     }  # fmt: skip
     assert len(read) > 100 and {(name, field) for name, field in read if field not in known} == set()
     assert {path for path, method, handler in application.ROUTES if method == "POST"} - EXAMPLES.keys() == {
-        "/chat/completions", "/responses", "/completions",  # other addresses of some
+        # other addresses of some of them
+        "/chat/completions", "/completions", "/responses", "/embeddings", "/rerank", "/v2/rerank", "/reranking",
+        "/v1/reranking",
     }  # fmt: skip
 
 

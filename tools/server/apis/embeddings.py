@@ -65,14 +65,14 @@ async def ollama(request: Request) -> Response:
 
 async def ollama_single(request: Request) -> Response:
     fields = await read_fields(request)
-    texts = [fields.required("prompt") and fields.text("prompt")]
+    texts = [fields.required_text("prompt")]
     vectors, _, _ = await _embedded(request, fields, texts, norm=-1, single=True, truncate=True)
     return Json({"embedding": vectors[0][0].tolist()})
 
 
 async def rerank(request: Request) -> Response:
     fields = await read_fields(request)
-    query, top = fields.required("query") and fields.text("query"), fields.whole("top_n", 0)
+    query, top = fields.required_text("query"), fields.whole("top_n", 0)
     tei = fields.has("texts") and not fields.has("documents")
     documents = _documents(fields, "texts" if tei else "documents")
 
