@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import architectures
 import pytest
+import vision_models
 from few_functions import few_functions
 from kept_code import keep
 from llvm_levels import unoptimized
@@ -21,6 +22,7 @@ from llvm_levels import unoptimized
 from mlc_amd.compiler.codegen import kernel_workers
 from mlc_amd.compiler.codegen.rocm import find_linker
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
+from mlc_amd.compiler.gguf.mmproj import VisionFile
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
@@ -208,6 +210,24 @@ def compiled_for(once):
         return once(f"{level}-{target}-{arch}-{source}-{ctx}-{kv_type}{'-few' * few}", make)
 
     return compile_once
+
+
+@pytest.fixture(scope="session")
+def seeing_files(once) -> Path:
+    """A folder with a tiny model that sees: model.gguf, and mmproj.gguf, whose images have 16 rows."""
+    return once("seeing files", vision_models.write_pair)
+
+
+@pytest.fixture(scope="session")
+def seeing(once, seeing_files) -> Path:
+    """The artifact of these files for this CPU, with a context of 512 tokens."""
+
+    def make(out: Path) -> None:
+        with GGUFModel.open(seeing_files / "model.gguf") as model:
+            model.add_vision(VisionFile(seeing_files / "mmproj.gguf"))
+            compile_model(model, out, CompileOptions(target="cpu", ctx=512, tuned="none"))
+
+    return once(f"{resolve().target}-seeing", make)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ In: its path. Out: `VisionFile`: metadata, `VisionConfig`, and the tensors as th
 defect is a `UserError` of one line. Names and shapes of all tensors are compared when the graph takes them.
 """
 
+import math
 from pathlib import Path
 
 from mlc_amd.compiler.gguf.header import FETCH_AGAIN
@@ -13,10 +14,14 @@ from mlc_amd.compiler.models.vision.config import VisionConfig
 from mlc_amd.compiler.models.vision.prepare import prepared
 from mlc_amd.compiler.models.vision.registry import read_vision
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.images.projectors import Preparation
+
+LISTED = 64  # entries of a list of the metadata that is kept
 
 
 class VisionFile:
-    """See the module's docstring. `close` releases the file; blocks that were read stay valid."""
+    """See the module's docstring. `close` releases the file; blocks that were read stay valid. kept: metadata that
+    pictures are prepared by, for the manifest: keys `clip.*`, but for long lists."""
 
     def __init__(self, path: str | Path):
         self.path = str(path)
@@ -27,6 +32,7 @@ class VisionFile:
             self.metadata = header.metadata
             names = {entry.name for entry in header.tensors}
             self.config: VisionConfig = read_vision(header.metadata, names, self.path)
+            self.kept = self._checked()
             stored = {entry.name: self._file.tensor(entry, flat=True) for entry in header.tensors}
             if len(stored) != len(header.tensors):
                 raise UserError(f"{self.path}: two tensors have the same name; {FETCH_AGAIN}")
@@ -35,6 +41,23 @@ class VisionFile:
         except BaseException:
             self.close()
             raise
+
+    def _checked(self) -> dict[str, object]:
+        """`kept`. UserError for values that pictures cannot be prepared by."""
+        kept = {
+            key: value
+            for key, value in self.metadata.items()
+            if key.startswith("clip.") and not (isinstance(value, list) and len(value) > LISTED)
+        }
+        for key, value in kept.items():
+            for one in value if isinstance(value, list) else [value]:
+                if isinstance(one, float) and not math.isfinite(one):
+                    raise UserError(f"{self.path}: metadata key {key} is {one}; convert the model again")
+        try:
+            Preparation({"projector": self.config.projector, "metadata": kept})
+        except UserError as error:
+            raise UserError(f"{self.path}: {error}") from error
+        return kept
 
     def check_used(self, used: set[str]) -> None:
         """UserError for a tensor that the graph did not take: it belongs to a variant whose results would differ."""

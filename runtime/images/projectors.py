@@ -135,8 +135,11 @@ class Preparation:
         self._by_grid = vision.get("positions") == "grid"
         try:
             self._parameters = _parameters(projector, metadata)
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"the mmproj file is damaged: its metadata has no valid {error}") from error
+        except KeyError as error:
+            raise UserError(f"metadata key {error.args[0]} is missing; use another mmproj file") from error
+        except (TypeError, ValueError, OverflowError) as error:
+            why = "no valid sizes, mean and std of images"
+            raise UserError(f"the metadata has {why} (clip.vision.image_*); use another mmproj file") from error
 
     def pieces(self, picture: Image) -> list[Piece]:
         """The texts and tiles of a picture of mode RGB, as they enter the prompt. UserError if it is too narrow."""

@@ -40,7 +40,7 @@ class ImagePrompts:
             raise UserError("the model takes no images: give its mmproj file with --mmproj")
 
         if not installed("PIL"):
-            raise UserError("images need the package pillow, which bundles have not: install mlc-amd itself")
+            raise UserError("images need the package pillow: install it with: pip install pillow")
 
     def encode(self, text: str, images: Sequence[bytes], begins: bool = True) -> list[PromptPiece]:
         """The pieces of a prompt, or of its continuation if it does not begin a text. UserError for images that cannot

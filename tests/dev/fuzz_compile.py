@@ -49,7 +49,7 @@ def outcome(data: bytes) -> list[int]:
             return made
 
 
-def _weights(draw: random.Random, file: Parts) -> tuple[str, str, bytes]:
+def damaged_weights(draw: random.Random, file: Parts) -> tuple[str, str, bytes]:
     """Damaged weights."""
     file, made, what = file.copy(), bytearray(file.data), []
     for _ in range(draw.randint(1, 4)):
@@ -64,7 +64,7 @@ def _weights(draw: random.Random, file: Parts) -> tuple[str, str, bytes]:
 
 def make(draw: random.Random) -> Case:
     name = draw.choice(list(bases()))
-    kind, what, data = (_weights if draw.random() < 0.5 else mutated)(draw, bases()[name])
+    kind, what, data = (damaged_weights if draw.random() < 0.5 else mutated)(draw, bases()[name])
 
     def act() -> None:
         outcome(data)

@@ -21,7 +21,7 @@ from gguf import GGUFValueType as Kind
 
 from mlc_amd.compiler.gguf import GGUFModel, write_gguf
 
-_SCRATCH = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+SCRATCH = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 
 _FORMS = {
     Kind.UINT8: "B", Kind.INT8: "b", Kind.BOOL: "?", Kind.UINT16: "H", Kind.INT16: "h", Kind.UINT32: "I",
@@ -61,7 +61,7 @@ class Parts:
 
 def parts_of(model: GGUFModel) -> Parts:
     """The parts of the file that the model is written to."""
-    with tempfile.TemporaryDirectory(dir=_SCRATCH) as folder:
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
         path = Path(folder) / "model.gguf"
         write_gguf(model, path)
         return parts(path.read_bytes())
@@ -71,7 +71,7 @@ def parts_of(model: GGUFModel) -> Parts:
 def opened(data: bytes) -> Iterator[tuple[GGUFModel, Path]]:
     """The file of these bytes, opened, and the folder that it is in, where more may be written: the block's end removes
     it."""
-    folder = Path(tempfile.mkdtemp(dir=_SCRATCH, prefix="fuzz-"))
+    folder = Path(tempfile.mkdtemp(dir=SCRATCH, prefix="fuzz-"))
     try:
         path = folder / "model.gguf"
         path.write_bytes(data)

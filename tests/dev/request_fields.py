@@ -1,7 +1,7 @@
 """The fields of requests that the server reads, by route, and values that clients should not send but do.
 
-In: `EXAMPLES`, bodies that are answered, and `SEEING`, those with images, which together lead through all branches of
-the server's readers; "emb" and "rank" are models with vectors and scores. Out:
+In: `EXAMPLES`, bodies that are answered, which together lead through all branches of the server's readers; `SEES`,
+"emb" and "rank" are models that take images and that make vectors and scores. Out:
 `fields()`: every field that a handler looks at, whether an example has it or not: objects note what is read of them
 (tools/server/fields.py and all else), so that a new field needs no entry here. `HOSTILE`: JSON texts of all types.
 """
@@ -26,6 +26,8 @@ from mlc_amd.tools.server.options import ServeOptions
 Place = tuple[str | int, ...]  # of a value within a body
 
 # ---- bodies that are answered
+
+SEES = "sees"  # the name of a model that takes images
 
 _SCHEMA = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
 _FUNCTION = {"name": "f", "description": "d", "parameters": _SCHEMA, "strict": True}
@@ -91,8 +93,14 @@ _ANTHROPIC: tuple[dict[str, Any], ...] = (
     _CHAT | _ASKED | {"output_config": {"effort": "low", "format": {"type": "json_schema", "schema": _SCHEMA}}},
     _CHAT | _ASKED | {"output_format": {"type": "json_schema", "schema": _SCHEMA}},
 )  # fmt: skip
+# Of a model that sees
+_IMAGE = "R0lGODlhAQABAIAAAP8AAAAAACwAAAAAAQABAAACAkQBADs="
+_URL = f"data:image/gif;base64,{_IMAGE}"
+_SEES = _ASKED | {"model": SEES}
+_BASE64 = {"type": "image", "source": {"type": "base64", "media_type": "image/gif", "data": _IMAGE}}
+_BY_URL = {"type": "image", "source": {"type": "url", "url": _URL}}
+_PARTS = [{"type": "image_url", "image_url": {"url": _URL}}, {"type": "image_url", "image_url": _URL}, _BASE64, _BY_URL]
 _RANK = {"model": "rank", "query": "x", "top_n": 1, "truncate": True}
-_IMAGE = "data:image/png;base64,AA=="
 EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
     "/v1/chat/completions": (
         _CHAT | _ASKED | _SAMPLING | {
@@ -103,6 +111,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
         _TOOLS | _ASKED | {"messages": _MESSAGES, "max_completion_tokens": 2},
         _CHAT | _ASKED | _TOOLS | {"tool_choice": "required"},
         *(_CHAT | _ASKED | one for one in _FORMATS),
+        _SEES | {"messages": [{"role": "user", "content": _PARTS}]},
     ),
     "/v1/completions": (
         _ASKED | _SAMPLING | {
@@ -127,8 +136,16 @@ EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
             "text": {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": _SCHEMA}},
         },
         *(_ASKED | {"input": "x", "max_output_tokens": 2} | one for one in _FORMATS),
+        _SEES | {
+            "input": [{"role": "user", "content": [{"type": "input_image", "image_url": _URL}]}],
+            "max_output_tokens": 2,
+        },
     ),
-    "/v1/messages": (*_ANTHROPIC, *(_CHAT | _ASKED | one for one in _FORMATS)),
+    "/v1/messages": (
+        *_ANTHROPIC,
+        _SEES | {"messages": [{"role": "user", "content": [_BASE64, _BY_URL]}]},
+        *(_CHAT | _ASKED | one for one in _FORMATS),
+    ),
     "/v1/messages/count_tokens": _ANTHROPIC,
     "/api/chat": (
         {
@@ -138,6 +155,10 @@ EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
         *(_CHAT | {"stream": False, "options": {"num_predict": 2}, "think": "low", "format": one}
           for one in ("json", _SCHEMA)),
         *(_CHAT | {"stream": False, "options": {"num_predict": 2} | _LLAMA_NAMES} | one for one in _FORMATS),
+        {
+            "model": SEES, "stream": False, "messages": [{"role": "user", "content": "x", "images": [_IMAGE]}],
+            "options": {"num_predict": 2},
+        },
     ),
     "/api/generate": (
         {
@@ -162,6 +183,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
             "timings_per_token": True, "return_progress": True,
         },
         _ASKED | _LLAMA_NAMES | {"prompt": [{"prompt_string": "x"}, [5, "y"]]},
+        _SEES | {"prompt": {"prompt_string": "x<__media__>", "multimodal_data": [_IMAGE]}, "n_predict": 2},
         *(_ASKED | {"prompt": "x"} | one for one in _FORMATS),
     ),
     "/v1/embeddings": (
@@ -176,20 +198,6 @@ EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
         _RANK | {"texts": ["a"], "return_text": True},
     ),
 }  # fmt: skip
-# Bodies with images, which models without an encoder refuse.
-SEEING: dict[str, tuple[dict[str, Any], ...]] = {
-    path: tuple(_ASKED | {"messages": [{"role": "user", "content": [part]}]} for part in parts)
-    for path, parts in {
-        "/v1/chat/completions": (
-            {"type": "image_url", "image_url": {"url": _IMAGE}}, {"type": "image_url", "image_url": _IMAGE},
-        ),
-        "/v1/messages": (
-            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}},
-            {"type": "image", "source": {"type": "url", "url": _IMAGE}},
-        ),
-    }.items()
-}  # fmt: skip
-SEEING["/api/chat"] = (_ASKED | {"messages": [{"role": "user", "content": "x", "images": ["AA=="]}]},)
 METHODS = {path: method for path, method, _ in ROUTES}
 
 # ---- values
@@ -262,7 +270,7 @@ def fields() -> list[Field]:
 async def _fields() -> list[Field]:
     found: dict[tuple[str, str], Field] = {}
     app = make_app(service.Service(Library({"none": _no_model}), ServeOptions(quiet=True)))
-    for path, examples in (*EXAMPLES.items(), *SEEING.items()):
+    for path, examples in EXAMPLES.items():
         for example in examples:
             read: set[Place] = set()
             with mock.patch.object(service, "parse_json", lambda text, read=read: _noting(parse_json(text), (), read)):

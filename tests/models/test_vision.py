@@ -1,6 +1,7 @@
 """Image encoders end to end: features of a picture against llama.cpp's, alone and packed with others; files that cannot
 be compiled."""
 
+import math
 import os
 from pathlib import Path
 
@@ -22,14 +23,9 @@ from mlc_amd.runtime.images.encoder import ImageEncoder
 from mlc_amd.runtime.images.prepared import PreparedImage
 from mlc_amd.runtime.options import CompileOptions
 
-DECODER = {
-    "embedding_length": vision_models.COLUMNS, "attention.key_length": 32, "attention.value_length": 32,
-    "rope.dimension_count": 32,
-}  # fmt: skip
-
 
 def compiled(folder: Path, mmproj: Path, target: str = "cpu", arch: str = "native") -> Artifact:
-    model = synthetic("tiny-qwen2:f16", keys=DECODER)
+    model = synthetic("tiny-qwen2:f16", keys=vision_models.DECODER)
     model.add_vision(VisionFile(mmproj))
     compile_model(model, folder, CompileOptions(target=target, arch=arch, ctx=64))
     return Artifact.open(folder)
@@ -104,6 +100,11 @@ def test_an_image_that_does_not_fit_is_refused(tmp_path):
         ({"feed_forward_length": 96}, None),  # not needed: the tensors say it
         ({"image_size": 40}, "position_embd"),
         ({"projector.scale_factor": 17}, "scale_factor"),
+        ({"image_mean": None}, "metadata key clip.vision.image_mean is missing"),
+        ({"image_mean": [0.5] * 2}, "no valid sizes, mean and std"),
+        ({"image_std": [0.0] * 3}, "no valid sizes, mean and std"),
+        ({"image_std": [0.5] * 100}, "clip.vision.image_std is missing"),
+        ({"image_std": [0.5, math.nan, 0.5]}, "clip.vision.image_std is nan"),
     ],
 )
 def test_metadata_that_does_not_fit(changes, message, tmp_path):

@@ -7,6 +7,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from mlc_amd.compiler.gguf import synthetic
+from mlc_amd.compiler.gguf.writer import write_gguf
+
 HIDDEN, HEADS, FF, LAYERS, COLUMNS = 48, 3, 80, 3, 64  # COLUMNS: of the decoder
 # By projector: its metadata, pixels of the picture (width, height), which preprocessing leaves as they are.
 ENCODERS: dict[str, tuple[dict[str, object], tuple[int, int]]] = {
@@ -15,7 +18,18 @@ ENCODERS: dict[str, tuple[dict[str, object], tuple[int, int]]] = {
     "qwen3vl_merger": ({"image_size": 64, "patch_size": 8, "spatial_merge_size": 2}, (96, 48)),
     "mlp": ({"image_size": 28, "patch_size": 7}, (28, 28)),
 }
+# Of a decoder that takes their features
+DECODER = {
+    "embedding_length": COLUMNS, "attention.key_length": 32, "attention.value_length": 32, "rope.dimension_count": 32,
+}  # fmt: skip
 QUICK = ("qwen2.5vl_merger", "mlp")  # whose activation is not GELU
+
+
+def write_pair(folder: Path) -> None:
+    """A decoder and an encoder for it, in a new folder: model.gguf, mmproj.gguf."""
+    folder.mkdir()
+    write_gguf(synthetic("tiny-qwen2:f16", keys=DECODER), folder / "model.gguf")
+    write(folder / "mmproj.gguf", "gemma3")
 
 
 def write(path: Path, projector: str, **changes: object) -> None:

@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from image_cases import picture
 from servers.serving import ServeClient, waiting
 
 from mlc_amd.runtime.errors import UserError
@@ -19,28 +21,32 @@ QUESTION = {"messages": [{"role": "user", "content": "What does os.path.join do?
 SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a", 1]}}}}
 
 
-@pytest.fixture(scope="module")
-def bundle(demo_artifact, tmp_path_factory) -> Path:
-    """Skips where wheels cannot be had."""
-    names = (*deploy.PACKAGES, *deploy.TARGET_PACKAGES["cpu"])
+def deployed(artifact: Path, out: Path) -> Path:
+    """The bundle of an artifact; skips where wheels cannot be had."""
+    names = (*deploy.PACKAGES, *deploy.SEEING_PACKAGES, *deploy.TARGET_PACKAGES["cpu"])
     try:
         wheels.fetch(names, [PYTHON], model_cache.cache_directory() / "wheels")
     except UserError as error:
         pytest.skip(str(error))
-    out = tmp_path_factory.mktemp("deployed") / "demo"
-    deploy.run(str(demo_artifact), to="linux", output=str(out), python=PYTHON)
+    deploy.run(str(artifact), to="linux", output=str(out), python=PYTHON)
     return out
+
+
+def started(bundle: Path, home: Path, *words: str | Path) -> dict:
+    """Arguments of Popen: `start.py` with the interpreter alone."""
+    python = Path(sys.base_prefix) / "bin" / f"python{PYTHON}"
+    return {"args": [python, "-I", "-S", bundle / "start.py", *words], "env": {"HOME": str(home)}}
+
+
+@pytest.fixture(scope="module")
+def bundle(demo_artifact, tmp_path_factory) -> Path:
+    return deployed(demo_artifact, tmp_path_factory.mktemp("deployed") / "demo")
 
 
 @pytest.fixture
 def command(bundle, tmp_path):
-    """command(words) -> arguments of Popen: `start.py` with the interpreter alone, in an empty home."""
-
-    def made(*words: str) -> dict:
-        python = Path(sys.base_prefix) / "bin" / f"python{PYTHON}"
-        return {"args": [python, "-I", "-S", bundle / "start.py", *words], "env": {"HOME": str(tmp_path)}}
-
-    return made
+    """command(words) -> arguments of Popen, in an empty home."""
+    return partial(started, bundle, tmp_path)
 
 
 @pytest.fixture
@@ -78,3 +84,15 @@ def test_it_serves(command, tmp_path, engine):
             assert "<!doctype html>" in client.request("/")[2]
         finally:
             server.kill()
+
+
+def test_a_model_that_sees(seeing, bundle, tmp_path):
+    """It has Pillow, which others have not."""
+    sees = deployed(seeing, tmp_path / "sees")
+    words = ("generate", "--prompt", "<image> is", "-n", "4", "--temperature", "0", "--image")
+    for kind in ("png", "jpeg", "webp", "gif"):
+        picture(60, 40).save(tmp_path / f"a.{kind}")
+        run = started(sees, tmp_path, *words, tmp_path / f"a.{kind}")
+        done = subprocess.run(**run, capture_output=True, timeout=600, check=False)
+        assert done.returncode == 0 and done.stdout, done.stderr
+    assert (sees / "lib" / "PIL").is_dir() and not (bundle / "lib" / "PIL").exists()

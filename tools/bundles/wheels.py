@@ -73,6 +73,15 @@ VENDORED = {
     "httptools": Package("0.9.0"),
     "prometheus_client": Package("0.26.0"),
     "llguidance": Package("1.9.1"),
+    # models that see
+    "pillow": Package(
+        "13.0.0",
+        (  # fonts, colour profiles, other formats than those of images/pictures.py
+            "PIL/_imagingft.*", "PIL/_imagingcms.*", "PIL/_avif.*", "pillow.libs/libfreetype-*",
+            "pillow.libs/libharfbuzz-*", "pillow.libs/libpng16-*", "pillow.libs/libbrotli*", "pillow.libs/liblcms2-*",
+            "pillow.libs/libavif-*", "pillow-*.dist-info/sboms/*",
+        ),
+    ),
     "apache-tvm-ffi": Package(
         "0.1.14.post1",
         (

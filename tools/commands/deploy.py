@@ -56,7 +56,9 @@ SOURCES = {
     ),
 }
 TARGET_PACKAGES = {"vulkan": (), "rocm": ("rocm-bindings-hip", "rocm-bindings-core"), "cpu": ("apache-tvm-ffi",)}
-PACKAGES = tuple(name for name in wheels.VENDORED if not any(name in some for some in TARGET_PACKAGES.values()))
+SEEING_PACKAGES = ("pillow",)  # of models with an image encoder
+_OTHERS = {*SEEING_PACKAGES, *(name for some in TARGET_PACKAGES.values() for name in some)}
+PACKAGES = tuple(name for name in wheels.VENDORED if name not in _OTHERS)
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 
@@ -179,7 +181,7 @@ def check_output(out: Path) -> None:
 def contents(model: Artifact, destination: Destination, weightless: bool, pythons: tuple[str, ...]) -> Iterator[Entry]:
     """Every file of the bundle."""
     kind = model.manifest["target"]["kind"]
-    names = (*PACKAGES, *TARGET_PACKAGES[kind])
+    names = (*PACKAGES, *TARGET_PACKAGES[kind], *(SEEING_PACKAGES if "vision" in model.manifest else ()))
     cache = model_cache.cache_directory() / "wheels"
     wheels.fetch(names, pythons, cache)
     library = {**wheels.site_packages(names, pythons, cache), **_sources(names)}

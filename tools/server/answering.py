@@ -138,7 +138,9 @@ class Answering(AsyncIterator[list[forms.Event]]):
             return grammars.json_schema(wanted.schema, prompt, not wanted.strict)
         return {"regex": grammars.regex, "grammar": grammars.grammar}[wanted.kind](wanted.text, prompt)
 
-    def _ids(self, prompt: str | Sequence[int | str]) -> list[int]:
+    def _ids(self, prompt: str | forms.SeenText | Sequence[int | str]) -> list[int]:
+        if isinstance(prompt, forms.SeenText):
+            return self.model.prompter.seen_text(prompt)
         tokenizer, ids = self.model.engine.tokenizer, []
         for place, part in enumerate([prompt] if isinstance(prompt, str) else prompt):
             if not isinstance(part, str):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from mlc_amd.runtime.engine.generation import PromptProgress
 from mlc_amd.runtime.sampling.settings import SamplingChanges
 from mlc_amd.tools.server.fields import parse_json
+from mlc_amd.tools.server.images import ImageSource
 
 # ---- requests
 
@@ -106,13 +107,22 @@ class ChatRequest(AnswerRequest):
         return self.is_begun and bool(self.messages[-1]["content"])
 
 
+@dataclass(frozen=True)
+class SeenText:
+    """A text with `messages.IMAGE` in the place of each image."""
+
+    text: str
+    images: Sequence[ImageSource]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextRequest(AnswerRequest):
-    """Texts, or lists of token ids and texts, that the model shall continue. The answers to prompt i have the indices
-    i * n .. i * n + n - 1. max_tokens may be 0. echo: each answer begins with its prompt. prompt_logprobs: None: none;
-    k: of each token of the prompt its own and those of the k most likely ones in its place."""
+    """Texts, lists of token ids and texts, or texts with images, that the model shall continue. The answers to prompt i
+    have the indices i * n .. i * n + n - 1. max_tokens may be 0. echo, of texts without images: each answer begins with
+    its prompt. prompt_logprobs: None: none; k: of each token of the prompt its own and those of the k most likely ones
+    in its place."""
 
-    prompts: Sequence[str | Sequence[int | str]]
+    prompts: Sequence[str | SeenText | Sequence[int | str]]
     echo: bool = False
     prompt_logprobs: int | None = None
 

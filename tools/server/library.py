@@ -44,6 +44,11 @@ class Loaded:
         self.name, self.engine = name, engine
         self.users, self.used = 0, time.monotonic()
 
+    @property
+    def sees(self) -> bool:
+        """Whether it takes images."""
+        return "vision" in self.engine.artifact.manifest
+
     def close(self) -> None:
         """Unloads it."""
         self.engine.close()

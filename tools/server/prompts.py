@@ -22,7 +22,7 @@ from mlc_amd.runtime.text.messages import IMAGE, images_of
 from mlc_amd.runtime.text.reasoning import ReasoningFormat
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 from mlc_amd.runtime.text.traced_text import Traced
-from mlc_amd.tools.server.chat_request import ChatRequest, parsed_arguments, tool_call
+from mlc_amd.tools.server.chat_request import ChatRequest, SeenText, parsed_arguments, tool_call
 from mlc_amd.tools.server.errors import invalid
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.images import IMAGE_PARTS, ImageSource, image_of, images_in
@@ -188,6 +188,11 @@ class Prompter:
             thought = begun.get("reasoning_content", "") if self._tokenizer.has_token(self._thinking.marks[0]) else ""
             text = self._thinking.begun(text, thought, begun["content"])
         return text, Prompt.of(self._images.encode(text, images))
+
+    def seen_text(self, text: SeenText) -> list[int]:
+        """The ids of a text that is continued as it is. UserError as in `prompt`."""
+        images = [self._loaded(source) for source in images_of([{"images": text.images}])]
+        return Prompt.of(self._images.encode(text.text, images))
 
     def _loaded(self, source: ImageSource) -> bytes:
         try:

@@ -18,7 +18,6 @@ from mlc_amd.runtime.errors import UserError, one_line
 SIZES = (1024, 4096, 16384)  # patches of a function, for images of any size; kernels compute live rows only
 TILES = 4  # images of one size that a function takes at once
 UNIT = 64  # rows of tokens come in so many
-LISTED = 64  # entries of a list of the file's metadata that the manifest keeps
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def described(vision, hidden: int, functions: Sequence[ImageSpec], parameters: d
     return {
         "projector": c.projector,
         "file": one_line(vision.path),
-        "metadata": {key: value for key, value in vision.metadata.items() if key.startswith("clip.") and _short(value)},
+        "metadata": vision.kept,
         "columns": columns,
         "deepstack": len(c.deepstack),
         "attention": c.attention,
@@ -102,7 +101,3 @@ def described(vision, hidden: int, functions: Sequence[ImageSpec], parameters: d
         "turns": turns,
         "breaks": c.breaks,
     }
-
-
-def _short(value: object) -> bool:
-    return not isinstance(value, list) or len(value) <= LISTED

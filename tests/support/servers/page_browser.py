@@ -98,6 +98,21 @@ def set_parameters(page, **values: float) -> None:
     page.keyboard.press("Escape")
 
 
+def transfer(page, event: str, *files: tuple[str, str, bytes]) -> None:
+    """Files that are pasted or dropped together: name, type, bytes."""
+    page.get_by_label("Message", exact=True).evaluate(
+        """(area, [event, files]) => {
+          const data = new DataTransfer()
+          for (const [name, type, bytes] of files) data.items.add(new File([new Uint8Array(bytes)], name, { type }))
+          const made = event === 'paste'
+            ? new ClipboardEvent(event, { clipboardData: data, bubbles: true, cancelable: true })
+            : new DragEvent(event, { dataTransfer: data, bubbles: true, cancelable: true })
+          area.dispatchEvent(made)
+        }""",
+        [event, [[name, kind, list(data)] for name, kind, data in files]],
+    )
+
+
 def stored(page) -> dict[str, dict]:
     """The messages in the browser's store, by their ids."""
     return page.evaluate(

@@ -1,6 +1,7 @@
 """A server for the chat page whose answers the test writes: what no small model says on demand.
 
-`ScriptedServer` has the real page with its real headers, a list of two models, and `answers`, which are given in turn.
+`ScriptedServer` has the real page with its real headers, a list of two models, of which the first takes images, and
+`answers`, which are given in turn.
 """
 
 import json
@@ -70,7 +71,11 @@ class _Handler(BaseHTTPRequestHandler):
             script.loading -= 1
             return self._refuse(503, "loading model: try again later", "loading_model")
         if self.path == "/v1/models":
-            models = [{"id": name, "object": "model", "meta": {"n_ctx": 8192}} for name in ("one", "two")]
+            takes = {"one": ["text", "image"], "two": ["text"]}
+            models = [
+                {"id": name, "object": "model", "meta": {"n_ctx": 8192}, "architecture": {"input_modalities": found}}
+                for name, found in takes.items()
+            ]
             return self._whole(200, "application/json", json.dumps({"object": "list", "data": models}).encode())
         file = PAGE.joinpath(self.path.strip("/").split("?")[0] or "index.html")
         if not file.is_file():

@@ -3,29 +3,15 @@ for a server that has no answer yet. In Chromium, as the other tests of the page
 """
 
 import pytest
-from servers.page_browser import PHONE, answer, ask, stored
+from servers.page_browser import PHONE, answer, ask, stored, transfer
 
+ATTACH = "attach text, code or data saved as UTF-8, or a PNG, JPEG, WebP or GIF file."
 TICKS = b"# A list\n```\na\n```\n"
 
 
 def attach(page, *files: tuple[str, bytes]) -> None:
     chosen = [{"name": name, "mimeType": "text/plain", "buffer": text} for name, text in files]
     page.get_by_label("Files to attach").set_input_files(chosen)
-
-
-def transfer(page, event: str, name: str, text: str) -> None:
-    """A file that is pasted or dropped."""
-    page.get_by_label("Message", exact=True).evaluate(
-        """(area, [event, name, text]) => {
-          const data = new DataTransfer()
-          data.items.add(new File([text], name))
-          const made = event === 'paste'
-            ? new ClipboardEvent(event, { clipboardData: data, bubbles: true, cancelable: true })
-            : new DragEvent(event, { dataTransfer: data, bubbles: true, cancelable: true })
-          area.dispatchEvent(made)
-        }""",
-        [event, name, text],
-    )
 
 
 def said(server) -> list[str]:
@@ -35,8 +21,8 @@ def said(server) -> list[str]:
 def test_files(visit, says, server):
     page = visit()
     attach(page, ("a.py", b"x = 1\r\ny = 2\r\n"), ("b.md", TICKS), ("c.txt", "\ufeffgrün".encode("utf-16")))
-    transfer(page, "drop", "d`.txt", "dropped")
-    transfer(page, "paste", "e.txt", "pasted")
+    transfer(page, "drop", ("d`.txt", "text/plain", b"dropped"))
+    transfer(page, "paste", ("e.txt", "text/plain", b"pasted"))
     chips = page.locator(".composer .chip")
     page.get_by_text("12 bytes · 10 tokens, 1 % of context").wait_for()
     page.get_by_label("Remove c.txt").click()
@@ -73,9 +59,9 @@ def test_files(visit, says, server):
 @pytest.mark.parametrize(
     "name, text, message",
     [
-        ("p.png", b"\x89PNG\r\n\x1a\n\x00", "“p.png” is not a text file: attach text, code or data saved as UTF-8."),
-        ("l.txt", "grün".encode("latin-1"), "“l.txt” is not a text file: attach text, code or data saved as UTF-8."),
-        ("z.txt", b"a\0b", "“z.txt” is not a text file: attach text, code or data saved as UTF-8."),
+        ("p.png", b"\x89PNG\r\n\x1a\n\x00", f"“p.png” is neither a text file nor an image: {ATTACH}"),
+        ("l.txt", "grün".encode("latin-1"), f"“l.txt” is neither a text file nor an image: {ATTACH}"),
+        ("z.txt", b"a\0b", f"“z.txt” is neither a text file nor an image: {ATTACH}"),
         ("n.txt", b" \n", "“n.txt” is empty: attach a file that has text."),
         ("big", b"x" * 2_000_000, "“big” has 1.9 MiB: attach at most 1.0 MiB, such as the part that matters."),
     ],

@@ -1,7 +1,9 @@
 """The server on a Ray cluster of two nodes: the same APIs, answers where their prompts are cached, replicas that die,
 and an end without losses."""
 
+import base64
 import http.client
+import io
 import json
 import os
 import signal
@@ -26,6 +28,7 @@ os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
 pytest.importorskip("starlette")
 pytest.importorskip("ray.serve")
 import ray
+from image_cases import picture
 from ray.cluster_utils import Cluster
 from ray.exceptions import RaySystemError
 from servers.serving import ServeProcess, started, waiting
@@ -218,6 +221,32 @@ def test_a_signal_lets_answers_finish_and_deletes_the_application(deployed):
     assert waiting(lambda: not replica_processes())
     with pytest.raises(OSError):
         deployed.request("/health")
+
+
+def test_images(cluster, seeing, tmp_path):
+    """Each conversation stays with the replica that has its image cached."""
+    port = free_port()
+    replicas = ("--ray", cluster.address, "--replicas", "2", "--port", str(port))
+    with started(f"sees={seeing}", "--kv-tokens", "4096", *replicas, log=tmp_path / "log") as found:
+        client = Deployed(f"http://127.0.0.1:{port}", found.process, found.log)
+        files = [io.BytesIO() for _ in range(4)]
+        for side, file in enumerate(files, 60):
+            picture(side, side).save(file, "PNG")
+        urls = [f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}" for file in files]
+        for turn in range(3):
+            for url in urls:
+                content = [
+                    {"type": "image_url", "image_url": {"url": url}},
+                    {"type": "text", "text": "abc " * 40 * (turn + 1)},
+                ]
+                asked = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+                cached = client.post(CHAT, asked)["usage"]["prompt_tokens_details"]["cached_tokens"]
+                assert cached >= 2 * PAGE * (turn > 0)
+        assert min(client.by_replica("vllm:prompt_tokens_total").values()) > 0
+        (model,) = client.request("/v1/models")[2]["data"]
+        assert model["architecture"]["input_modalities"] == ["text", "image"]
+        found.process.send_signal(signal.SIGTERM)
+        assert found.process.wait(120) == 0
 
 
 def test_a_model_that_is_not_there(cluster, capsys):

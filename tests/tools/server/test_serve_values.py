@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Container, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.library import Library
 from mlc_amd.tools.server.options import ServeOptions
 from mlc_amd.tools.server.service import Service
-from tests.dev.request_fields import EXAMPLES, HOSTILE, METHODS, TYPES, ask, fields
+from tests.dev.request_fields import EXAMPLES, HOSTILE, METHODS, SEES, TYPES, ask, fields
 from tests.dev.server_fuzz import fuzz
 from tests.dev.server_replies import wrong
 
@@ -31,12 +32,13 @@ Request = tuple[str, str, bytes]  # method, path, body
 
 
 @pytest.fixture(scope="module")
-def replies(demo_artifact, embedding_models):
+def replies(demo_artifact, seeing, embedding_models):
     """replies(requests, right) -> a line for each whose reply is wrong, or of another status."""
 
     async def run(requests: Iterable[Request], right: Container[int]) -> str:
-        chat = {"demo": lambda: Engine.load(demo_artifact, RunOptions(threads=1, kv_tokens=8192))}
-        library = Library(chat | embedding_models, most=3)
+        options = RunOptions(threads=1, kv_tokens=8192)
+        loaders = {"demo": partial(Engine.load, demo_artifact, options), SEES: partial(Engine.load, seeing, options)}
+        library = Library(loaders | embedding_models, most=4)
         app = application.make_app(Service(library, ServeOptions(quiet=True)))
         left, found = iter(requests), list[str]()
 
@@ -79,7 +81,8 @@ def test_every_field_is_known():
     assert len(read) > 100 and {(name, field) for name, field in read if field not in known} == set()
     assert {path for path, method, handler in application.ROUTES if method == "POST"} - EXAMPLES.keys() == {
         # other addresses of some of them
-        "/chat/completions", "/responses", "/embeddings", "/rerank", "/v2/rerank", "/reranking", "/v1/reranking",
+        "/chat/completions", "/completions", "/responses", "/embeddings", "/rerank", "/v2/rerank", "/reranking",
+        "/v1/reranking",
     }  # fmt: skip
 
 

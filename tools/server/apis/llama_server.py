@@ -2,10 +2,11 @@
 llama-server has them (https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md).
 
 `model` says whose they are, which llama-server's do not need. /completion continues a prompt: a text, a list of token
-ids and texts with at least one id, {"prompt_string": text}, or a list of these, which gives a list of answers.
+ids and texts with at least one id, {"prompt_string": text, "multimodal_data": images in base64}, whose text has
+"<__media__>" in the place of each image, or a list of these, which gives a list of answers.
 `n_predict` is unlimited unless the request says otherwise, as there. `response_fields` chooses fields of whole answers
 and of the last chunk, "a/b" the field b of a; those that there are not are left out. Fields of sampling are in
-openai_fields.py, formats in formats.py. Not supported: `multimodal_data` (400).
+openai_fields.py, formats in formats.py.
 """
 
 import asyncio
@@ -19,19 +20,22 @@ from starlette.responses import Response
 
 import mlc_amd
 from mlc_amd.runtime.engine.generation import ENDLESS, MOST_LOGPROBS, PromptProgress
+from mlc_amd.runtime.text.messages import IMAGE
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.apis import openai_fields
 from mlc_amd.tools.server.apis.openai_chat import chat_request
 from mlc_amd.tools.server.apis.openai_completions import prompts_of
 from mlc_amd.tools.server.apis.openai_fields import finishes_of, progress_body, timings_body
-from mlc_amd.tools.server.chat_request import Event, Finish, Text, TextRequest, TokenLogprob
+from mlc_amd.tools.server.chat_request import Event, Finish, SeenText, Text, TextRequest, TokenLogprob
 from mlc_amd.tools.server.errors import invalid, loading
 from mlc_amd.tools.server.fields import Fields
-from mlc_amd.tools.server.library import Library, Loaded
+from mlc_amd.tools.server.images import ImageSource
+from mlc_amd.tools.server.library import Library, Loaded, LoadedEncoder
 from mlc_amd.tools.server.service import client_of, read_fields, respond, service_of
 from mlc_amd.tools.server.streaming import Encoder, Json, sse
 
+_MEDIA = "<__media__>"  # the place of an image in a text
 # Our names of sampling parameters -> llama-server's.
 _SETTINGS = {"repetition_penalty": "repeat_penalty", "repetition_window": "repeat_last_n"}
 
@@ -87,11 +91,11 @@ async def tokenizer_info(request: Request) -> Response:
 
 
 async def apply_template(request: Request) -> Response:
-    """A chat request -> {"prompt"}: the text that the model would continue."""
+    """A chat request -> {"prompt"}: the text that the model would continue, as /completion takes it."""
     asked = chat_request(await read_fields(request), client_of(request))
     async with service_of(request).library.use(asked.model) as model:
         text, _ = await asyncio.to_thread(model.prompter.prompt, asked)
-        return Json({"prompt": text})
+        return Json({"prompt": str(text).replace(IMAGE, _MEDIA)})
 
 
 async def props(request: Request) -> Response:
@@ -106,7 +110,8 @@ async def props(request: Request) -> Response:
                 "model_alias": model.name,
                 "model_path": str(engine.artifact.path),
                 "chat_template": engine.chat_template.source,
-                "modalities": {"vision": False, "audio": False},
+                "media_marker": _MEDIA,
+                "modalities": {"vision": model.sees, "audio": False},
                 "build_info": f"mlc-amd {mlc_amd.__version__}",
                 "is_sleeping": False,
             }
@@ -117,9 +122,10 @@ async def props(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """OpenAI's form."""
+    """OpenAI's form, and llama-server's list of what models can do."""
     library = service_of(request).library
-    return Json({"object": "list", "data": [_model(library, name) for name in library.names]})
+    capable = [{"name": name, "model": name, "capabilities": _capabilities(library, name)} for name in library.names]
+    return Json({"object": "list", "data": [_model(library, name) for name in library.names], "models": capable})
 
 
 async def model(request: Request) -> Response:
@@ -128,7 +134,8 @@ async def model(request: Request) -> Response:
 
 
 def _model(library: Library, name: str) -> dict[str, Any]:
-    """OpenAI's fields; `status` as llama-server's router has it; `meta` of a loaded model, as llama-server's."""
+    """OpenAI's fields; `status` as llama-server's router has it; of a loaded model `meta` as llama-server's, and
+    `architecture` as OpenRouter's."""
     loaded = library.loaded.get(name)
     made: dict[str, Any] = {"id": name, "object": "model", "created": library.created, "owned_by": "mlc-amd"}
     made["status"] = {"value": "loaded" if loaded else "unloaded"}
@@ -136,7 +143,17 @@ def _model(library: Library, name: str) -> dict[str, Any]:
         config, context = loaded.engine.config, loaded.engine.context
         made["meta"] = {"n_vocab": loaded.engine.vocab, "n_ctx": context, "n_ctx_train": config["context"]}
         made["max_model_len"] = context  # vLLM's name for it
+        made["architecture"] = {"input_modalities": ["text", "image"] if loaded.sees else ["text"]}
     return made
+
+
+def _capabilities(library: Library, name: str) -> list[str]:
+    """Of a model that is not loaded they are not known."""
+    loaded = library.loaded.get(name)
+    if loaded is None:
+        return []
+    first = "embedding" if isinstance(loaded, LoadedEncoder) else "completion"
+    return [first, "multimodal"] if loaded.sees else [first]
 
 
 async def health(request: Request) -> Response:
@@ -177,12 +194,19 @@ def _are_several(prompt: Any) -> bool:
 
 
 def _plain(fields: Fields, prompt: Any) -> Any:
-    """A prompt that may be an object with its text."""
+    """A prompt that may be an object with its text and images."""
     if not isinstance(prompt, Mapping):
         return prompt
-    if prompt.get("multimodal_data") or not isinstance(prompt.get("prompt_string"), str):
-        raise fields.wrong("prompt", 'a text, or an object with a "prompt_string" alone: this server takes text only')
-    return prompt["prompt_string"]
+    of = Fields(prompt, fields.path("prompt"))
+    of.required("prompt_string")
+    text, data = of.text("prompt_string"), of.texts("multimodal_data")
+    if not data:
+        return text
+    if text.count(_MEDIA) != len(data):
+        raise of.wrong("prompt_string", f"a text with {_MEDIA} once for each of multimodal_data")
+    path = of.path("multimodal_data")
+    images = [ImageSource(one, f"{path}[{place}]") for place, one in enumerate(data)]
+    return SeenText(text.replace(IMAGE, "").replace(_MEDIA, IMAGE), images)
 
 
 # ---- of answers
@@ -232,7 +256,7 @@ def _ended(answering: Answering, end: Finish, text: str) -> dict[str, Any]:
     """text: of the whole answer."""
     request, engine = answering.request, answering.model.engine
     assert isinstance(request, TextRequest), "it was asked for"
-    limited = end.reason == "length"
+    limited, prompt = end.reason == "length", request.prompts[end.index]
     settings = asdict(engine.sampling.changed(**request.sampling))
     settings = {_SETTINGS.get(name, name): value for name, value in settings.items()}
     settings["logit_bias"] = [{"token": token, "bias": bias} for token, bias in settings["logit_bias"].items()]
@@ -240,7 +264,7 @@ def _ended(answering: Answering, end: Finish, text: str) -> dict[str, Any]:
     return {
         "stop": True,
         "model": answering.model.name,
-        "prompt": request.prompts[end.index],
+        "prompt": prompt.text if isinstance(prompt, SeenText) else prompt,
         "stop_type": "limit" if limited else "eos" if end.stop is None else "word",
         "stopping_word": end.stop or "",
         "has_new_line": "\n" in text,

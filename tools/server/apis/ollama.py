@@ -289,10 +289,15 @@ async def show(request: Request) -> Response:
                     "general.name": engine.artifact.manifest["name"],
                     f"{engine.config['architecture']}.context_length": engine.context,
                 },
-                "capabilities": ["embedding"] if isinstance(model, LoadedEncoder) else ["completion", "tools"],
+                "capabilities": _capabilities(model),
                 "modified_at": _model(request, model.name)["modified_at"],
             }
         )
+
+
+def _capabilities(model: Loaded) -> list[str]:
+    found = ["embedding"] if isinstance(model, LoadedEncoder) else ["completion", "tools"]
+    return [*found, "vision"] if model.sees else found
 
 
 async def pull(request: Request) -> Response:

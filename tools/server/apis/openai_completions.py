@@ -20,7 +20,7 @@ from mlc_amd.runtime.engine.generation import MOST_LOGPROBS, PromptProgress
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.apis import openai_fields
 from mlc_amd.tools.server.apis.openai_fields import progress_body, timings_body
-from mlc_amd.tools.server.chat_request import Event, Finish, PromptEcho, Text, TextRequest, TokenLogprob
+from mlc_amd.tools.server.chat_request import Event, Finish, PromptEcho, SeenText, Text, TextRequest, TokenLogprob
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.service import client_of, read_fields, respond
 from mlc_amd.tools.server.streaming import dumps
@@ -69,7 +69,7 @@ def prompts_of(fields: Fields, given: Any, parts: tuple[type, ...] = (int,)) -> 
     found = [given] if isinstance(given, str) or _is_ids(given) else given
     if not isinstance(found, list) or not 0 < len(found) <= _MOST_PROMPTS:
         raise fields.wrong("prompt", f"a string, a list of token ids, or a list of up to {_MOST_PROMPTS} of these")
-    if not all(isinstance(one, str) or _is_ids(one, parts) for one in found):
+    if not all(isinstance(one, str | SeenText) or _is_ids(one, parts) for one in found):
         raise fields.wrong("prompt", "a string, a list of token ids, or a list of these")
     return found
 

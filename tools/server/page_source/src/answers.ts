@@ -2,11 +2,11 @@
  *
  * An answer goes on when another conversation is shown. Whatever arrived is kept, however it ends. */
 
-import { ApiError, chat, type ChatMessage, type Piece } from "./api";
+import { ApiError, chat, type ChatMessage, type Part, type Piece } from "./api";
 import { withFiles } from "./files";
 import { effort, sampling } from "./settings";
 import type { Store } from "./store";
-import type { Figures, Message } from "./types";
+import { type Figures, imagesOf, type Message } from "./types";
 
 /** How often a growing message is stored, in milliseconds. */
 const SAVE_INTERVAL = 1000;
@@ -182,16 +182,25 @@ async function* loaded(asked: () => AsyncGenerator<Piece>, signal: AbortSignal, 
   }
 }
 
-/** The messages of a request. Chat templates want users and assistants in turns, so what is empty is left out, and what
+/** A content in parts; an empty text has none. */
+function parts(content: string | Part[]): Part[] {
+  if (typeof content !== "string") return content;
+  return content ? [{ type: "text", text: content }] : [];
+}
+
+/** The messages of a request, in each images before its text. Chat templates want users and assistants in turns, so what is empty is left out, and what
  * follows a message of the same side becomes part of it. */
 function request(path: Message[], system: string, message: Message): ChatMessage[] {
   const made: ChatMessage[] = system.trim() ? [{ role: "system", content: system }] : [];
   for (const { role, text: said, files } of message.text ? [...path, message] : path) {
     const last = made.at(-1);
     const text = withFiles(said, files);
-    if (!text) continue;
-    if (last?.role === role) last.content += `\n\n${text}`;
-    else made.push({ role, content: text });
+    const images = imagesOf(files).map(({ url }): Part => ({ type: "image_url", image_url: { url } }));
+    const content = images.length === 0 ? text : [...images, ...parts(text)];
+    if (content.length === 0) continue;
+    if (last?.role !== role) made.push({ role, content });
+    else if (typeof last.content === "string" && typeof content === "string") last.content += `\n\n${content}`;
+    else last.content = [...parts(last.content), ...parts("\n\n"), ...parts(content)];
   }
   const last = made.at(-1);
   if (message.text && last?.role === "assistant" && message.thinking) last.reasoning_content = message.thinking;

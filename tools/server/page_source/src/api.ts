@@ -3,16 +3,19 @@
 import { apiKey } from "./settings";
 import { eventData } from "./sse";
 
-/** A model of the server; `context`: tokens that fit, known while it is loaded. */
+/** A model of the server; `context`: tokens that fit, `sees`: it takes images, both known while it is loaded. */
 export interface Model {
   id: string;
   loaded: boolean;
   context: number | null;
+  sees: boolean | null;
 }
+
+export type Part = { type: "text"; text: string } | { type: "image_url"; image_url: { url: string } };
 
 export interface ChatMessage {
   role: "system" | "user" | "assistant";
-  content: string;
+  content: string | Part[];
   /** Of an answer that is continued. */
   reasoning_content?: string;
 }
@@ -56,7 +59,7 @@ export class ApiError extends Error {
 
 export const KEY_WANTED = "This server needs an API key.";
 const UNREACHABLE = "Server not reachable.";
-const TOO_LONG = "This conversation is too long for the model: start a new one, or delete or shorten messages and files.";
+const TOO_LONG = "This conversation is too long for the model: start a new one, or delete or shorten messages, files and images.";
 const LOADING = "Loading model…";
 const RETRY_S = 2;
 const BROKEN = "The connection to the server was lost.";
@@ -64,8 +67,13 @@ const BROKEN = "The connection to the server was lost.";
 /** The models that the server has. */
 export async function models(): Promise<Model[]> {
   const response = await send("v1/models", {});
-  const { data } = (await response.json()) as { data?: { id: string; status?: { value?: string }; meta?: { n_ctx?: number } }[] };
-  return (data ?? []).map(({ id, status, meta }) => ({ id, loaded: status?.value !== "unloaded", context: meta?.n_ctx ?? null }));
+  const { data } = (await response.json()) as { data?: ModelBody[] };
+  return (data ?? []).map(({ id, status, meta, architecture }) => ({
+    id,
+    loaded: status?.value !== "unloaded",
+    context: meta?.n_ctx ?? null,
+    sees: architecture?.input_modalities?.includes("image") ?? null,
+  }));
 }
 
 /** How many tokens a text has. The server loads the model if it is not. */
@@ -139,6 +147,13 @@ function sentence(response: Response, code: unknown, message: unknown): string {
   if (response.status === 413 || code === "context_length_exceeded") return TOO_LONG;
   if (typeof message === "string") return message;
   return `The server answered ${response.status}${response.statusText ? ` (${response.statusText})` : ""}.`;
+}
+
+interface ModelBody {
+  id: string;
+  status?: { value?: string };
+  meta?: { n_ctx?: number };
+  architecture?: { input_modalities?: string[] };
 }
 
 interface Chunk {

@@ -1,16 +1,19 @@
 /* Where the user writes and attaches files: Enter sends, Shift+Enter begins a line, the arrow up edits the last message. */
 
 import { h, icon, iconButton } from "./dom";
-import { chip, readFile } from "./files";
-import type { TextFile } from "./types";
+import { readFile, shown } from "./files";
+import { isPicture } from "./images";
+import { type Attachment, imagesOf, type TextFile } from "./types";
 
 export interface ComposerActions {
-  send(text: string, files: TextFile[]): void;
+  send(text: string, files: Attachment[]): void;
   stop(): void;
   editLast(): void;
   changed(): void;
   /** How much of the context a file takes, in words. */
   share(file: TextFile): Promise<string>;
+  /** Why images cannot be sent, for people; "": they can, or that is not known. */
+  blind(): string;
 }
 
 /** Unsent text survives a reload, in this tab. */
@@ -24,10 +27,10 @@ export class Composer {
   private readonly refusals = h("div", { class: "refusals", role: "alert", hidden: true });
   readonly element: HTMLFormElement;
   private busy: boolean | null = null;
-  private attached: { file: TextFile; share: string }[] = [];
+  private attached: { file: Attachment; share: string }[] = [];
 
   constructor(private readonly actions: ComposerActions) {
-    const attach = iconButton("attach", "Attach text files", () => this.chooser.click());
+    const attach = iconButton("attach", "Attach images and text files", () => this.chooser.click());
     const row = h("div", { class: "writing" }, attach, this.chooser, this.area, this.button);
     this.element = h("form", { class: "composer" }, this.refusals, this.chips, row);
     this.area.value = sessionStorage.getItem(DRAFT) ?? "";
@@ -57,8 +60,16 @@ export class Composer {
     return this.area.value.trim();
   }
 
-  get files(): TextFile[] {
+  get files(): Attachment[] {
     return this.attached.map(({ file }) => file);
+  }
+
+  /** What could not be sent, unless the user has begun something else. */
+  putBack(text: string, files: Attachment[]): void {
+    if (this.text || this.attached.length > 0) return;
+    this.area.value = text;
+    this.attached = files.map((file) => ({ file, share: "" }));
+    this.drawChips();
   }
 
   /** Busy: an answer is being written, and the button stops it. */
@@ -81,6 +92,8 @@ export class Composer {
   private send(): void {
     const { text, files } = this;
     if (!text && files.length === 0) return;
+    const blind = imagesOf(files).length > 0 && this.actions.blind();
+    if (blind) return this.refuse([blind]);
     this.area.value = "";
     this.attached = [];
     this.refuse([]);
@@ -96,36 +109,40 @@ export class Composer {
   }
 
   private async attach(files: File[]): Promise<void> {
-    const refused: Node[] = [];
+    const refused = new Set<string>();
     for (const file of files) {
       try {
-        const added = { file: await readFile(file), share: "" };
+        const blind = isPicture(file) && this.actions.blind();
+        if (blind) throw new Error(blind);
+        const read = await readFile(file);
+        const added = { file: read, share: "" };
         this.attached.push(added);
-        void this.actions.share(added.file).then((share) => {
+        if ("url" in read) continue;
+        void this.actions.share(read).then((share) => {
           added.share = share;
           this.drawChips();
         });
       } catch (error) {
-        refused.push(h("p", {}, error instanceof Error ? error.message : String(error)));
+        refused.add(error instanceof Error ? error.message : String(error));
       }
     }
-    this.refuse(refused);
+    this.refuse([...refused]);
     this.drawChips();
     this.focus();
   }
 
-  private refuse(lines: Node[]): void {
+  private refuse(lines: string[]): void {
     this.refusals.hidden = lines.length === 0;
-    this.refusals.replaceChildren(...lines);
+    this.refusals.replaceChildren(...lines.map((line) => h("p", {}, line)));
   }
 
   private drawChips(): void {
-    const remove = (one: { file: TextFile }) => {
+    const remove = (one: { file: Attachment }) => {
       this.attached = this.attached.filter((other) => other !== one);
       this.drawChips();
       this.focus();
     };
-    this.chips.replaceChildren(...this.attached.map((one) => chip(one.file, one.share, () => remove(one))));
+    this.chips.replaceChildren(...this.attached.map((one) => shown(one.file, one.share, () => remove(one))));
     this.chips.hidden = this.attached.length === 0;
     this.changed();
   }

@@ -1,6 +1,6 @@
 /* Makes conversations and messages. */
 
-import { type Conversation, type Message, newId, type TextFile } from "./types";
+import { type Attachment, type Conversation, type Message, newId } from "./types";
 
 const TITLE_LENGTH = 60;
 
@@ -9,7 +9,7 @@ export function newConversation(title: string, system: string, model: string | n
   return { id: newId(), title: titleOf(title), named: false, created: now, updated: now, leaf: null, system, model };
 }
 
-export function newQuestion(conversation: Conversation, parent: string | null, text: string, files: TextFile[]): Message {
+export function newQuestion(conversation: Conversation, parent: string | null, text: string, files: Attachment[]): Message {
   return { ...newMessage(conversation, parent), role: "user", text, files, state: "done" };
 }
 

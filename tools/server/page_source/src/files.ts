@@ -1,14 +1,16 @@
-/* Text files that are attached to a message: read and checked, shown as chips, and written into the message's text. */
+/* Files that are attached to a message, texts and images: read and checked, shown, and texts written into the message. */
 
 import { h, icon, iconButton } from "./dom";
-import type { TextFile } from "./types";
+import { isPicture, readImage, thumbnail } from "./images";
+import type { Attachment, TextFile } from "./types";
 
-/** Bytes of one file: some 250,000 tokens, more than most models' context. */
+/** Bytes of one text: some 250,000 tokens, more than most models' context. */
 const LIMIT = 1 << 20;
 
 /** Reads a file. Throws an Error with one line for people where its text cannot be sent. */
-export async function readFile(file: File): Promise<TextFile> {
+export async function readFile(file: File): Promise<Attachment> {
   const name = file.name.replace(/[`\s]+/g, " ").trim() || "file";
+  if (isPicture(file)) return readImage(file, name);
   if (file.size > LIMIT) throw new Error(`“${name}” has ${size(file.size)}: attach at most ${size(LIMIT)}, such as the part that matters.`);
   const bytes = new Uint8Array(
     await file.arrayBuffer().catch(() => {
@@ -16,7 +18,7 @@ export async function readFile(file: File): Promise<TextFile> {
     }),
   );
   const text = decoded(bytes);
-  if (text === null) throw new Error(`“${name}” is not a text file: attach text, code or data saved as UTF-8.`);
+  if (text === null) throw new Error(`“${name}” is neither a text file nor an image: attach text, code or data saved as UTF-8, or a PNG, JPEG, WebP or GIF file.`);
   if (!text.trim()) throw new Error(`“${name}” is empty: attach a file that has text.`);
   return { name, text };
 }
@@ -33,9 +35,10 @@ function decoded(bytes: Uint8Array): string | null {
   }
 }
 
-/** What the model gets: each file in a fence with its name, then the text. */
-export function withFiles(text: string, files: TextFile[] | undefined): string {
-  const parts = (files ?? []).map((file) => {
+/** What the model gets besides images: each text file in a fence with its name, then the text. */
+export function withFiles(text: string, files: Attachment[] | undefined): string {
+  const texts = (files ?? []).filter((file) => "text" in file);
+  const parts = texts.map((file) => {
     const longest = Math.max(2, ...(file.text.match(/`+/g) ?? []).map((run) => run.length));
     const fence = "`".repeat(longest + 1);
     const kind = /\.(\w+)$/.exec(file.name)?.[1] ?? "";
@@ -44,8 +47,12 @@ export function withFiles(text: string, files: TextFile[] | undefined): string {
   return [...parts, text].filter(Boolean).join("\n\n");
 }
 
-/** A file with its name, size, and `share` of the context; with `remove` it can be removed. */
-export function chip(file: TextFile, share = "", remove?: () => void): HTMLElement {
+/** A file, of text with its size and `share` of the context; with `remove` it can be removed. */
+export function shown(file: Attachment, share = "", remove?: () => void): HTMLElement {
+  return "url" in file ? thumbnail(file, remove) : chip(file, share, remove);
+}
+
+function chip(file: TextFile, share: string, remove?: () => void): HTMLElement {
   const about = [size(new TextEncoder().encode(file.text).length), share].filter(Boolean).join(" · ");
   const label = [icon("file"), h("span", { class: "about" }, h("span", { class: "name", title: file.name }, file.name), h("small", {}, about))];
   if (remove) return h("li", { class: "chip" }, ...label, iconButton("close", `Remove ${file.name}`, remove));

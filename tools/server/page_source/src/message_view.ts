@@ -4,14 +4,14 @@ import { KEY_WANTED } from "./api";
 import { copyButton } from "./clipboard";
 import { h, icon, iconButton } from "./dom";
 import { details, seconds, summary } from "./figures";
-import { chip, withFiles } from "./files";
+import { shown as shownFile, withFiles } from "./files";
 import { Follower } from "./follow";
 import { MarkdownView } from "./markdown_view";
-import type { Message, TextFile } from "./types";
+import type { Attachment, Message } from "./types";
 
 export interface MessageActions {
   /** `resume`: of an answer, the model continues it. */
-  edit(message: Message, text: string, files: TextFile[], resume: boolean): void;
+  edit(message: Message, text: string, files: Attachment[], resume: boolean): void;
   regenerate(message: Message): void;
   resume(message: Message): void;
   /** Also removes what follows. */
@@ -52,7 +52,7 @@ export class MessageView {
     this.markdown = mine ? null : new MarkdownView();
     this.thinking = mine ? null : new ThinkingView();
     if (this.thinking) this.body.append(this.thinking.element);
-    this.body.append(...(message.files ?? []).map((file) => chip(file)), this.markdown?.element ?? this.plain);
+    this.body.append(...(message.files ?? []).map((file) => shownFile(file)), this.markdown?.element ?? this.plain);
     this.element = h(
       "article",
       { class: `message ${message.role}`, "aria-label": mine ? "You" : "Assistant", "data-id": message.id },
@@ -91,12 +91,12 @@ export class MessageView {
     let files = this.message.files ?? [];
     const chips = h("ul", { class: "chips" });
     const showChips = () => {
-      const remove = (file: TextFile) => {
+      const remove = (file: Attachment) => {
         files = files.filter((other) => other !== file);
         showChips();
         area.focus();
       };
-      chips.replaceChildren(...files.map((file) => chip(file, "", () => remove(file))));
+      chips.replaceChildren(...files.map((file) => shownFile(file, "", () => remove(file))));
       chips.hidden = files.length === 0;
     };
     showChips();
@@ -169,7 +169,7 @@ export class MessageView {
     const mine = message.role === "user";
     const whole = withFiles(message.text, message.files);
     if (whole) made.push(copyButton("Copy the message", () => whole));
-    if (whole) made.push(iconButton("edit", mine ? "Edit the message" : "Edit the answer", () => this.beginEdit(), { class: "icon edit" }));
+    if (whole || message.files?.length) made.push(iconButton("edit", mine ? "Edit the message" : "Edit the answer", () => this.beginEdit(), { class: "icon edit" }));
     // Where there is no answer, or it is not complete, the note above has the buttons.
     if (!mine && message.text) {
       made.push(iconButton("again", "Regenerate the answer", () => this.actions.regenerate(message)));

@@ -51,6 +51,11 @@ export class Models {
     return this.list.some((model) => model.id === id && !model.loaded);
   }
 
+  /** The model is known to take no images. */
+  isBlind(id: string | null): boolean {
+    return this.list.some((model) => model.id === id && model.sees === false);
+  }
+
   context(id: string | null): number | null {
     return this.list.find((model) => model.id === id)?.context ?? null;
   }

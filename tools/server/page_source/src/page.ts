@@ -19,7 +19,7 @@ import { Sidebar } from "./sidebar";
 import type { Change, Store } from "./store";
 import { Toasts } from "./toast";
 import { branch, descendants, leafWithout, type Messages, newestLeaf, siblings } from "./tree";
-import type { Conversation, Message, TextFile } from "./types";
+import type { Attachment, Conversation, Message } from "./types";
 
 /** A message that another tab writes is stored every second; after this time without, that tab is gone. */
 const OTHER_TAB_MS = 4000;
@@ -101,6 +101,7 @@ export class Page {
       stop: () => this.stop(),
       editLast: () => this.editLast(),
       changed: () => queueMicrotask(() => this.showContext()),
+      blind: () => this.blind(),
       share: (file) => this.context.share(withFiles("", [file]), this.models.context(this.model())),
     });
     this.settings = new SettingsView({
@@ -252,7 +253,7 @@ export class Page {
   }
 
   /** Adds what the user says after `parent`, in a new conversation if there is none, and has it answered. */
-  private async ask(parent: string | null, text: string, files: TextFile[]): Promise<void> {
+  private async ask(parent: string | null, text: string, files: Attachment[]): Promise<void> {
     const conversation = this.current ?? newConversation(text || (files[0]?.name ?? ""), this.system, this.model());
     const question = newQuestion(conversation, parent, text, files);
     await this.run(conversation, [question, newAnswer(conversation, question.id, this.model())]);
@@ -266,7 +267,7 @@ export class Page {
   }
 
   /** Asks again, or makes another version of an answer, which the model continues. */
-  private async edit(message: Message, text: string, files: TextFile[], resume: boolean): Promise<void> {
+  private async edit(message: Message, text: string, files: Attachment[], resume: boolean): Promise<void> {
     if (message.role === "user") return this.ask(message.parent, text, files);
     if (!this.current) return;
     const edited = { ...newAnswer(this.current, message.parent, this.model(), text), thinking: message.thinking };
@@ -313,6 +314,8 @@ export class Page {
       await this.store.add(added, created);
     } catch (error) {
       this.starting = false;
+      const [first] = added;
+      if (first.role === "user") this.composer.putBack(first.text, first.files ?? []);
       return this.unsaved(error);
     }
     const answer = added.at(-1) as Message;
@@ -337,7 +340,9 @@ export class Page {
   }
 
   private unsaved(error: unknown): void {
-    this.toasts.show(`The conversation could not be saved: ${String(error)}`);
+    const full = error instanceof DOMException && error.name === "QuotaExceededError";
+    const why = full ? "this browser keeps no more, delete conversations that have images" : String(error);
+    this.toasts.show(`The conversation could not be saved: ${why}`);
   }
 
   /** Ends the answer in the conversation that is shown. */
@@ -355,6 +360,11 @@ export class Page {
   /** The model that answers next. */
   private model(): string | null {
     return this.models.choose(this.current?.model ?? null, lastModel());
+  }
+
+  private blind(): string {
+    const model = this.model();
+    return this.models.isBlind(model) ? `${model} takes no images: choose a model that does, or start the server with the model's mmproj file.` : "";
   }
 
   private async chooseModel(model: string): Promise<void> {

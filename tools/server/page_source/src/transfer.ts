@@ -1,6 +1,7 @@
 /* Conversations as a JSON file, written and read. What is read may come from anywhere: every field is checked. */
 
-import type { Conversation, Figures, Message, Record, TextFile } from "./types";
+import { isImageUrl } from "./images";
+import type { Attachment, Conversation, Figures, Message, Record } from "./types";
 
 const FORMAT = "mlc-amd conversations";
 const VERSION = 1;
@@ -62,7 +63,7 @@ function readMessage(fields: { [name: string]: unknown }, conversation: string):
     parent: optional(fields.parent, "parent", text),
     role,
     text: text(fields.text, "text"),
-    files: Array.isArray(fields.files) ? fields.files.map(readTextFile) : [],
+    files: Array.isArray(fields.files) ? fields.files.map(readAttachment) : [],
     thinking: text(fields.thinking, "thinking"),
     created: number(fields.created, "created"),
     model: optional(fields.model, "model", text),
@@ -73,8 +74,13 @@ function readMessage(fields: { [name: string]: unknown }, conversation: string):
   };
 }
 
-function readTextFile(value: unknown): TextFile {
+function readAttachment(value: unknown): Attachment {
   const fields = object(value);
+  if (fields.url !== undefined) {
+    const url = text(fields.url, "url");
+    if (!isImageUrl(url)) throw new Error("An image of this file is none.");
+    return { name: text(fields.name, "name"), url, width: number(fields.width, "width"), height: number(fields.height, "height") };
+  }
   return { name: text(fields.name, "name"), text: text(fields.text, "text") };
 }
 

@@ -6,6 +6,21 @@ export interface TextFile {
   text: string;
 }
 
+/** An image of a message. url: a data URL of a PNG, JPEG, WebP or GIF file; width, height: in pixels. */
+export interface ImageFile {
+  name: string;
+  url: string;
+  width: number;
+  height: number;
+}
+
+export type Attachment = TextFile | ImageFile;
+
+/** The images of a message. */
+export function imagesOf(files: Attachment[] | undefined): ImageFile[] {
+  return (files ?? []).filter((file) => "url" in file);
+}
+
 /** A message is one node of its conversation's tree: editing and regenerating add siblings, so nothing is lost. */
 export interface Message {
   id: string;
@@ -14,7 +29,7 @@ export interface Message {
   role: "user" | "assistant";
   text: string;
   /** Attached; older messages have none. */
-  files?: TextFile[];
+  files?: Attachment[];
   /** What the model thought before it answered. */
   thinking: string;
   /** Milliseconds since 1970. */
