@@ -80,7 +80,7 @@ def test_what_callers_give(encoder):
     assert np.allclose(np.linalg.norm(bert.embed([[5, 6]]), axis=1), 1)
     assert bert.embed([[5, 6], [7]], dimensions=8).shape == (2, 8) and bert.embed([]).shape == (0, 256)
     long = list(range(600))
-    with pytest.raises(UserError, match="600 tokens: this model takes 1 to 512"):
+    with pytest.raises(UserError, match="600 tokens, this model takes 1 to 512"):
         bert.embed([long])
     assert (bert.embed([long], truncate=True) == bert.embed([[*long[:511], 599]])).all()
     assert [rows.shape for rows in none.embed([[1, 2, 3], [4]])] == [(3, 256), (1, 256)]
