@@ -7,7 +7,8 @@
                                     Face's text-embeddings-inference
     POST /v2/rerank                 Cohere's, with jina's fields besides
 
-A text is a string, or a list of token ids, among which may be strings. Too long ones are errors, unless `truncate` is true, as it is for ollama's.
+A text is a string, or a list of token ids, among which may be strings. Too long ones are errors, unless `truncate` is
+true, as it is for ollama's.
 """
 
 import asyncio
