@@ -135,7 +135,7 @@ class Encoder(Closing):
         for number, text in enumerate(texts):
             if not isinstance(text, np.ndarray):
                 text = self.tokenizer.encode_parts([text] if isinstance(text, str) else text)
-            ids = np.asarray(text, np.int64)
+            ids = np.asarray(text)  # of objects, where one is too large for int64
             if len(ids) > self.context and truncate:  # what ends a text stays
                 ids = np.concatenate([ids[: self.context - 1], ids[-1:]])
             if ids.ndim != 1 or not 0 < len(ids) <= self.context:

@@ -71,7 +71,7 @@ def test_others(server):
         assert np.allclose(found[0]["embedding"][0], of, rtol=1e-4)
     tokens = server.post("/tokenize", {"model": "none", "content": TEXTS[0], "add_special": True})["tokens"]
     rows = server.post("/embedding", {"model": "none", "input": TEXTS[0]})[0]["embedding"]
-    assert np.shape(rows) == (len(tokens), 256)
+    assert np.shape(rows) == (len(tokens), 256) and np.abs(np.linalg.norm(rows, axis=1) - 1).min() > 1e-3
     assert server.request("/v1/embeddings", {"model": "none", "input": "x"})[0] == 400
     assert server.post("/api/show", MODEL)["capabilities"] == ["embedding"]
 
@@ -99,6 +99,7 @@ def test_rerank(server):
         ("/v1/embeddings", {"input": [1, None]}, 400),
         ("/v1/embeddings", {"input": {"a": 1}}, 400),
         ("/v1/embeddings", {"input": [[1 << 40]]}, 400),
+        ("/v1/embeddings", {"input": [[1 << 70]]}, 400),
         ("/v1/embeddings", {"input": "a", "encoding_format": "x"}, 400),
         ("/v1/embeddings", {"input": "a", "dimensions": 257}, 400),
         ("/v1/embeddings", {"input": "a b " * 600}, 400),

@@ -131,17 +131,18 @@ async def _embedded(
     request: Request, fields: Fields, texts: Sequence[str | list[int | str]], norm: int = 2, single: bool = False,
     truncate: bool = False,
 ) -> tuple[list[np.ndarray], int, str]:  # fmt: skip
-    """(of each text float32 [vectors, numbers], tokens, the model's name). norm: of `normalized`; single: a model
-    without pooling is an error."""
+    """(of each text float32 [vectors, numbers], tokens, the model's name). norm: of `normalized`, for vectors
+    of whole texts; single: a model without pooling is an error."""
     size, cut = fields.whole("dimensions", 1), fields.flag("truncate", truncate)
 
     def embed(encoder: Encoder) -> tuple[list[np.ndarray], int]:
-        if single and encoder.encoder["pooling"] == "none":
+        plain = encoder.encoder["pooling"] == "none"
+        if single and plain:
             raise invalid("this model has a vector for each token (pooling none): use /embedding, or another --pooling")
         ids = encoder.ids(texts, cut)
         found = encoder.embed(ids, normalize=False, dimensions=size or 0)
         rows = found if isinstance(found, list) else [row[None] for row in found]
-        return [normalized(one, norm) for one in rows], sum(map(len, ids))
+        return [one if plain else normalized(one, norm) for one in rows], sum(map(len, ids))
 
     (vectors, tokens), name = await _computed(request, fields, embed, len(texts))
     return vectors, tokens, name
