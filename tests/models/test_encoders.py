@@ -46,8 +46,8 @@ def encoder(tmp_path_factory):
 
 def check(encoder: Encoder, name: str) -> None:
     ids = encoder.ids(texts())
-    together, alone = encoder.encode(ids), [encoder.encode([one])[0] for one in ids[:8]]
-    for one, other in zip(together[:8], alone, strict=True):
+    together, alone = encoder.encode(ids), [encoder.encode([one])[0] for one in ids[::4]]
+    for one, other in zip(together[::4], alone, strict=True):
         assert np.abs(one - other).max() <= 2e-6 * np.abs(other).max()
     expected = EXACT[name].astype(np.float64)
     if encoder.ranks:
