@@ -17,7 +17,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import RunOptions
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 
-Ids = Sequence[int] | np.ndarray
+Ids = Sequence[int | str] | np.ndarray  # of strings their ids
 
 
 class _Job:
@@ -133,12 +133,14 @@ class Encoder(Closing):
         """Token ids of each text, checked. UserError for what has none, too many, or unknown ones."""
         found = []
         for number, text in enumerate(texts):
-            ids = np.asarray(self.tokenizer.encode(text) if isinstance(text, str) else text, np.int64)
+            if not isinstance(text, np.ndarray):
+                text = self.tokenizer.encode_parts([text] if isinstance(text, str) else text)
+            ids = np.asarray(text)  # of objects, where one is too large for int64
             if len(ids) > self.context and truncate:  # what ends a text stays
                 ids = np.concatenate([ids[: self.context - 1], ids[-1:]])
             if ids.ndim != 1 or not 0 < len(ids) <= self.context:
-                what = f"text {number + 1} has {len(ids)} tokens: this model takes 1 to {self.context}"
-                raise UserError(f"{what}; let it be truncated, or split it")
+                what = f"text {number + 1} is too {'large' if len(ids) else 'short'}: it has {len(ids)} tokens"
+                raise UserError(f"{what}, this model takes 1 to {self.context}; let it be truncated, or split it")
             if ids.min() < 0 or ids.max() >= self.vocab:
                 raise UserError(f"text {number + 1} has token ids outside the vocabulary of {self.vocab}")
             found.append(ids.astype(np.int32))

@@ -9,7 +9,7 @@ import codecs
 import functools
 import operator
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import tokenizers
@@ -131,6 +131,17 @@ class Tokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a text for a model to continue: `encode`, but never with an end-of-text token after it."""
         return self.encode(text, add_special=not self.add_eos)
+
+    def encode_parts(self, parts: Iterable[int | str], first: Callable[[str], list[int]] | None = None) -> list[int]:
+        """Token ids of ids and texts one after the other. Only a text at the begin gets tokens that the model expects
+        around it, those of `first`, by default `encode`."""
+        ids: list[int] = []
+        for place, part in enumerate(parts):
+            if not isinstance(part, str):
+                ids.append(part)
+            else:
+                ids += self.encode(part, add_special=False) if place else (first or self.encode)(part)
+        return ids
 
     def encode_pair(self, query: str, text: str) -> list[int]:
         """Token ids of a query and a text for a ranking model: by the model's template for that, if it has one."""

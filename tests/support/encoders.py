@@ -4,6 +4,7 @@ has. `write_gguf` makes files of them that llama.cpp runs."""
 import numpy as np
 
 from mlc_amd.compiler.gguf import GGUFModel, synthetic
+from mlc_amd.compiler.gguf.tensor import Tensor
 
 BERT = {
     "attention.layer_norm_epsilon": 1e-12, "attention.causal": False, "tokenizer.ggml.token_type_count": 2,
@@ -65,10 +66,26 @@ def tiny(name: str, form: str = "f32") -> GGUFModel:
     return synthetic(f"tiny-qwen2:{form}", keys={"general.architecture": architecture} | keys, tensors=tensors)
 
 
+def relative_error(found: np.ndarray, exact: np.ndarray) -> float:
+    """The length of the difference of all numbers, in lengths of the exact ones."""
+    return float(np.linalg.norm(found - exact.astype(np.float64)) / np.linalg.norm(exact.astype(np.float64)))
+
+
+def in_float32(model: GGUFModel) -> GGUFModel:
+    """The same weights as float32."""
+
+    def as_float32(one: Tensor) -> Tensor:
+        return Tensor(one.name, "f32", one.shape, lambda start, stop: one.dequantize(start, stop).view(np.uint8))
+
+    tensors = {name: as_float32(one) for name, one in model.stored.items()}
+    return GGUFModel(model.path, model.metadata, tensors, model.config)
+
+
 WITHOUT_ORACLE = ("gemma-embedding-dense",)  # llama.cpp v0.5.0 fails an assertion
 
 
 def texts() -> list[list[int]]:
-    """Token ids of texts of 1 to 500 tokens."""
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, 1000, count).tolist() for count in (1, 2, 7, 33, 64, 130, 500, 3)]
+    """Token ids of texts of 1 to 512 tokens."""
+    rng = np.random.default_rng(1)
+    counts = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 100, 130, 257, 400, 512)
+    return [rng.integers(0, 1000, count).tolist() for count in counts]

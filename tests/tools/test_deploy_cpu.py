@@ -6,11 +6,18 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+from encoder_vocabularies import VOCABULARIES
+from encoders import MODELS
 from image_cases import picture
 from servers.serving import ServeClient, waiting
 
+from mlc_amd.compiler.gguf import synthetic
+from mlc_amd.compiler.pipeline import compile_model
+from mlc_amd.runtime.engine.encoder import Encoder
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.tools.bundles import wheels
 from mlc_amd.tools.commands import deploy
 from mlc_amd.tools.hub import model_cache
@@ -68,6 +75,20 @@ def test_commands_take_the_bundles_own_model(run, bundle, engine, tmp_path):
     assert json.loads(run("doctor", "--json"))["tvm"] == {}
     assert not list(bundle.rglob("__pycache__")) and not (bundle / "lib" / "tvm").exists()
     assert "a CPU of the level" in (bundle / "README.md").read_text()
+
+
+def test_an_encoder(bundle, tmp_path):  # bundle: there are wheels
+    architecture, keys, tensors = MODELS["bert"]
+    keys = {"general.architecture": architecture} | keys | VOCABULARIES["bert"]
+    with synthetic("tiny-qwen2:f32", keys=keys, tensors=tensors) as model:
+        compile_model(model, tmp_path / "model", CompileOptions(target="cpu", arch="native", tuned="none"))
+    deploy.run(str(tmp_path / "model"), to="linux", output=str(tmp_path / "bundle"), python=PYTHON)
+    assert "`./run.sh embed --file TEXTS`" in (tmp_path / "bundle" / "README.md").read_text()
+    program = [Path(sys.base_prefix) / "bin" / f"python{PYTHON}", "-I", "-S", tmp_path / "bundle" / "start.py"]
+    done = subprocess.run([*program, "embed", "--text", "hello world"], capture_output=True, text=True, check=True)
+    with Encoder.load(tmp_path / "model") as encoder:
+        expected = encoder.embed("hello world")[0]
+    assert np.allclose(json.loads(done.stdout)["embedding"], expected, atol=1e-6)
 
 
 def test_it_serves(command, tmp_path, engine):

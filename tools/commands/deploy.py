@@ -204,6 +204,7 @@ def contents(model: Artifact, destination: Destination, weightless: bool, python
         "MODEL": title(model.manifest["name"]),
         "TITLE": destination.title,
         "NEEDS": _NEEDS[kind].format_map(model.manifest["target"]),
+        "USE": _use(model.manifest["model"]["encoder"]),
         "PYTHONS": " ".join(pythons),
         "TAGS": " ".join(f"cpython-{python.replace('.', '')}" for python in pythons),
         "DIGEST": digest.hexdigest()[:12],
@@ -214,6 +215,14 @@ def contents(model: Artifact, destination: Destination, weightless: bool, python
         for key, value in known.items():
             text = text.replace(f"@{key}@", value)
         yield Entry("README.md" if name.startswith("README") else name, text.encode(), name.endswith(".sh"))
+
+
+def _use(encoder: manifests.ManifestEncoder | None) -> str:
+    """What the command line does with a model first of all."""
+    if encoder is None:
+        return "`./run.sh` chats"
+    verb = "rerank --query QUERY" if encoder["pooling"] == "rank" else "embed"
+    return f"`./run.sh {verb} --file TEXTS`"
 
 
 def title(name: str) -> str:

@@ -141,13 +141,8 @@ class Answering(AsyncIterator[list[forms.Event]]):
     def _ids(self, prompt: str | forms.SeenText | Sequence[int | str]) -> list[int]:
         if isinstance(prompt, forms.SeenText):
             return self.model.prompter.seen_text(prompt)
-        tokenizer, ids = self.model.engine.tokenizer, []
-        for place, part in enumerate([prompt] if isinstance(prompt, str) else prompt):
-            if not isinstance(part, str):
-                ids.append(part)
-            else:
-                ids += tokenizer.encode(part, add_special=False) if place else tokenizer.encode_prompt(part)
-        return ids
+        tokenizer = self.model.engine.tokenizer
+        return tokenizer.encode_parts([prompt] if isinstance(prompt, str) else prompt, tokenizer.encode_prompt)
 
     async def __anext__(self) -> list[forms.Event]:
         if self._ended:

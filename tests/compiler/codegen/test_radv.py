@@ -9,11 +9,13 @@ import json
 import re
 from dataclasses import replace
 
+import encoders
 import pytest
 from samples import sample
 from workloads import built, gate_up_op, linear_op, operator
 
 from mlc_amd.compiler.codegen import radv, spirv_reader
+from mlc_amd.compiler.codegen.gpu_target import GpuTarget
 from mlc_amd.compiler.codegen.spirv import compile_spirv
 from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.pipeline import compile_model
@@ -326,3 +328,17 @@ def test_words_between_gpus_are_polled_past_the_caches(name, mark):
     loads = re.findall(rf"global_load_(?:dwordx4|b128) .*{mark}$", found.assembly, re.M)
     stores = re.findall(r"global_store_(?:dwordx4|b128) ", found.assembly)
     assert (len(loads), len(stores)) == (1, 2), found.assembly
+
+
+@pytest.mark.parametrize("name", sample(["bert", "modern-bert"], ["bert"]))
+def test_an_encoder(name, tmp_path):
+    """All kernels of the functions of 64 and 512 rows: none spills."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GpuTarget, "encoder_rows", (64, 512))
+        compile_model(encoders.tiny(name, "q8_0"), tmp_path / name, CompileOptions(target="vulkan", arch=ARCH))
+    (code,) = inspect_vulkan.of_artifact(Artifact.open(tmp_path / name))
+    if code.report is None:
+        pytest.skip(code.missing)
+    kernels = [kernel for kernel in code.describe()["kernels"] if "vgprs" in kernel]
+    assert any("packed_attention" in kernel["name"] for kernel in kernels)
+    assert not [k["name"] for k in kernels if k["scratch"] or k["vgpr_spills"] or k["sgpr_spills"]]

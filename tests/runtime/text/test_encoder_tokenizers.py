@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from encoder_vocabularies import TEXTS, VOCABULARIES
 from pre_tokenizer_cases import digest
+from vocabularies import read_metadata
 
 from mlc_amd.compiler import tokenizer
 from mlc_amd.runtime.errors import UserError
@@ -32,6 +33,17 @@ def test_ids_are_those_of_llama_cpp(name, loaded):
     found, own = loaded(VOCABULARIES[name]), OWN.get(name, ())
     for text, expected in zip(TEXTS, KNOWN[name], strict=True):
         assert (digest(found.encode(text)) == expected) != text.startswith(own or ("\0",)), text
+
+
+@pytest.mark.parametrize("name", ["bert-bge", "nomic-bert-moe"])
+def test_llama_cpp_vocabularies(shared, loaded, name):
+    path = shared / "vocabs" / f"ggml-vocab-{name}.gguf"
+    if not path.exists():
+        pytest.skip(f"{path.name} is not in the reference data")
+    texts = Path(f"{path}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    found, lines = loaded(read_metadata(path)), Path(f"{path}.out").read_text(encoding="utf-8").split("\n")
+    for text, line in zip(texts, lines, strict=True):
+        assert found.encode(text, add_special=False, parse_special=False) == [int(i) for i in line.split()], text
 
 
 def test_texts_and_pairs(loaded):

@@ -38,6 +38,8 @@ def test_openai(server):
     ids = [server.post("/tokenize", MODEL | {"content": text, "add_special": True})["tokens"] for text in TEXTS]
     assert np.allclose(found, vectors(server.post("/v1/embeddings", MODEL | {"input": ids})), atol=1e-6)
     assert np.allclose(found[:1], vectors(server.post("/v1/embeddings", MODEL | {"input": ids[0]})), atol=1e-6)
+    parts = [[ids[0][0], TEXTS[0], ids[0][-1]], [7]]
+    assert np.allclose(found[:1], vectors(server.post("/v1/embeddings", MODEL | {"input": parts}))[:1], atol=1e-6)
     packed = server.post("/v1/embeddings", MODEL | {"input": TEXTS, "encoding_format": "base64", "dimensions": 8})
     decoded = [np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in packed["data"]]
     assert np.allclose(decoded, found[:, :8] / np.linalg.norm(found[:, :8], axis=1, keepdims=True), atol=1e-6)
@@ -56,7 +58,7 @@ def test_others(server):
         assert np.allclose(found[0]["embedding"][0], of, rtol=1e-4)
     tokens = server.post("/tokenize", {"model": "none", "content": TEXTS[0], "add_special": True})["tokens"]
     rows = server.post("/embedding", {"model": "none", "input": TEXTS[0]})[0]["embedding"]
-    assert np.shape(rows) == (len(tokens), 256)
+    assert np.shape(rows) == (len(tokens), 256) and np.abs(np.linalg.norm(rows, axis=1) - 1).min() > 1e-3
     assert server.request("/v1/embeddings", {"model": "none", "input": "x"})[0] == 400
     assert server.post("/api/show", MODEL)["capabilities"] == ["embedding"]
 
@@ -81,9 +83,10 @@ def test_rerank(server):
     [
         ("/v1/embeddings", {}, 400),
         ("/v1/embeddings", {"input": []}, 400),
-        ("/v1/embeddings", {"input": [1, "a"]}, 400),
+        ("/v1/embeddings", {"input": [1, None]}, 400),
         ("/v1/embeddings", {"input": {"a": 1}}, 400),
         ("/v1/embeddings", {"input": [[1 << 40]]}, 400),
+        ("/v1/embeddings", {"input": [[1 << 70]]}, 400),
         ("/v1/embeddings", {"input": "a", "encoding_format": "x"}, 400),
         ("/v1/embeddings", {"input": "a", "dimensions": 257}, 400),
         ("/v1/embeddings", {"input": "a b " * 600}, 400),

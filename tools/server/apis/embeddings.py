@@ -7,7 +7,8 @@
                                     Face's text-embeddings-inference
     POST /v2/rerank                 Cohere's, with jina's fields besides
 
-A text is a string or a list of token ids. Too long ones are errors, unless `truncate` is true, as it is for ollama's.
+A text is a string, or a list of token ids, among which may be strings. Too long ones are errors, unless `truncate` is
+true, as it is for ollama's.
 """
 
 import asyncio
@@ -101,7 +102,7 @@ async def rerank(request: Request) -> Response:
 # ---- requests
 
 
-def _texts(fields: Fields, name: str) -> list[str | list[int]]:
+def _texts(fields: Fields, name: str) -> list[str | list[int | str]]:
     """A text or several."""
     given: Any = fields.required(name)
     texts = [given] if isinstance(given, str) or _is_ids(given) else given
@@ -111,7 +112,8 @@ def _texts(fields: Fields, name: str) -> list[str | list[int]]:
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+    kinds = set(map(type, value)) if isinstance(value, list) else set()
+    return int in kinds and kinds <= {int, str}
 
 
 def _documents(fields: Fields, name: str) -> list[str]:
@@ -126,20 +128,21 @@ def _documents(fields: Fields, name: str) -> list[str]:
 
 
 async def _embedded(
-    request: Request, fields: Fields, texts: Sequence[str | list[int]], norm: int = 2, single: bool = False,
+    request: Request, fields: Fields, texts: Sequence[str | list[int | str]], norm: int = 2, single: bool = False,
     truncate: bool = False,
 ) -> tuple[list[np.ndarray], int, str]:  # fmt: skip
-    """(of each text float32 [vectors, numbers], tokens, the model's name). norm: of `normalized`; single: a model
-    without pooling is an error."""
+    """(of each text float32 [vectors, numbers], tokens, the model's name). norm: of `normalized`, for vectors
+    of whole texts; single: a model without pooling is an error."""
     size, cut = fields.whole("dimensions", 1), fields.flag("truncate", truncate)
 
     def embed(encoder: Encoder) -> tuple[list[np.ndarray], int]:
-        if single and encoder.encoder["pooling"] == "none":
+        plain = encoder.encoder["pooling"] == "none"
+        if single and plain:
             raise invalid("this model has a vector for each token (pooling none): use /embedding, or another --pooling")
         ids = encoder.ids(texts, cut)
         found = encoder.embed(ids, normalize=False, dimensions=size or 0)
         rows = found if isinstance(found, list) else [row[None] for row in found]
-        return [normalized(one, norm) for one in rows], sum(map(len, ids))
+        return [one if plain else normalized(one, norm) for one in rows], sum(map(len, ids))
 
     (vectors, tokens), name = await _computed(request, fields, embed, len(texts))
     return vectors, tokens, name
