@@ -83,13 +83,10 @@ class AttentionConfig:
     chunk: int = 0  # a token sees the keys from the last multiple of chunk on; 0: all
     softcap: float = 0.0  # score becomes softcap * tanh(score / softcap); 0: none
     sinks: bool = False  # attn_sinks.weight: one more logit per query head in the softmax's denominator
-    qkv_bias: bool = False  # attn_q/k/v.bias
-    output_bias: bool = False  # attn_output.bias
     head_norms: bool = False  # attn_q_norm/k_norm: RMS norm over each head of Q and K before RoPE
     norm_after_rope: bool = False  # head_norms follow RoPE
     norm_weights: bool = True  # False: head_norms without weights
     row_norms: bool = False  # attn_q_norm/k_norm: RMS norm over all heads of Q, and over all of K, before RoPE
-    row_norm_bias: bool = False  # row_norms have biases
     value_norm: bool = False  # RMS norm over each head of V, without weights
     kv_layer: int | None = None  # the layer whose keys and values it attends to; None: its own
     merged_qkv: bool = False  # attn_qkv holds the rows of attn_q, attn_k and attn_v, in that order
@@ -231,8 +228,6 @@ class FeedForwardConfig:
     act: str = "silu"  # or "gelu" (tanh approximation), "relu_sq": of schedules' activations
     gated: bool = True
     merged: bool = False  # ffn_up holds the rows of gate, then those of up
-    bias: bool = False  # ffn_up.bias
-    down_bias: bool = False  # ffn_down.bias
 
 
 @dataclass(frozen=True)
@@ -265,10 +260,8 @@ class ExpertsConfig:
     groups: int = 1  # of experts; a row chooses among those of the groups_used best groups
     groups_used: int = 1
     selection_bias: bool = False  # exp_probs_b.bias, added to the probabilities that choose
-    router_bias: bool = False  # ffn_gate_inp.bias
     biases: bool = False  # ffn_gate_exps.bias, ffn_up_exps.bias, ffn_down_exps.bias
     merged: bool = False  # ffn_gate_up_exps holds each expert's rows of gate, then those of up
-    output_scales: bool = False  # ffn_down_exps.scale: a factor on the output of each expert
     weigh_input: bool = False  # the weight multiplies the expert's input instead of its output
     shared: SharedExpertConfig | None = None
 
@@ -342,7 +335,6 @@ class ModelConfig:
     ropes: dict[str, RopeConfig] = field(default_factory=dict)  # by kind of layer
     output_norm: str = "output_norm"  # name of the last norm's weight; "": there is none
     norm: str = "rms"  # or "layer": layer norms, which subtract the mean
-    norm_bias: bool = False  # of layer norms
     embedding_scale: float = 1.0  # on the embedding's rows
     logit_scale: float = 1.0  # on the logits
     logit_softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class HeadLayer:
     """act(W x + b) of the vector of a text, with a norm after it where there is one. The tensors are <name>.weight,
-    <name>.bias and <name>.norm.weight."""
+    <name>.bias, if there is one, and <name>.norm.weight."""
 
     name: str
     rows: int  # of W
-    bias: bool = False
     act: str = ""
     norm: bool = False
 

@@ -15,6 +15,7 @@ from mlc_amd.compiler import ops
 from mlc_amd.compiler.functions import HIDDEN, FunctionSpec
 from mlc_amd.compiler.models import exchanges, packed
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, Model, ModelConfig, attentions
+from mlc_amd.compiler.models.tensors import SCALE, factor_names
 from mlc_amd.compiler.ops import shape_of, tensor_type
 from mlc_amd.runtime.artifact.io_buffers import page_table
 from mlc_amd.runtime.cache.pages import STATE
@@ -131,13 +132,14 @@ class Graph:
         return self.emit(op, [self.tokens, *given, self.weight(name)])
 
     def norm(self, x, name: str, rows: str = "all") -> relax.Var:
-        """The model's kind of norm. name: without ".weight", which some files lack."""
+        """The model's kind of norm, with a bias if the file has one. name: without ".weight", which some files lack."""
+        bias = name + ".bias" if self.has(name + ".bias") else ""
         if self.config.norm == "rms":
-            return self.rms_norm(x, name + ".weight" if self.has(name + ".weight") else name, rows)
-        bias = [self.vector(name + ".bias")] if self.config.norm_bias else []
+            y = self.rms_norm(x, name + ".weight" if self.has(name + ".weight") else name, rows)
+            return self.add(y, self.vector(bias, exact=True)) if bias else y
         m, k = shape_of(x)
         op = LayerNorm(k=k, m=m, eps=self.config.norm_eps, bias=bool(bias), rows=rows, layout="")
-        return self.emit(op, [x, self.vector(name + ".weight"), *bias])
+        return self.emit(op, [x, self.vector(name + ".weight"), *([self.vector(bias)] if bias else [])])
 
     @property
     def kept_hidden(self) -> relax.Var:
@@ -185,17 +187,24 @@ class Graph:
         op = RmsNorm(k=k, m=m, eps=self.config.norm_eps, rows=rows, layout="")
         return self.emit(op, [x, self.vector(name)])
 
-    def linear(self, x, name: str, exact: bool = False) -> relax.Var:
-        """x W^T, plus the bias that stands beside the weight if the file has one. exact: x stays float32, where the
-        weight's format allows it."""
-        tensor, bias = self.model.tensors[name], name.removesuffix("weight") + "bias"
-        biases = [self.vector(bias, exact=True)] if self.has(bias) else []
+    def linear(self, x, name: str, exact: bool = False, scaled_bias: bool = False) -> relax.Var:
+        """x W^T, times the scale and plus the bias that stand beside the weight in the file. exact: x stays float32,
+        where the weight's format allows it. scaled_bias: the scale is that of the bias, too."""
+        tensor, base = self.model.tensors[name], name.removesuffix("weight")
+        biases = [self.vector(base + "bias", exact=True)] if self.has(base + "bias") else []
+        apart = biases if self.has(base + SCALE) and not scaled_bias else []
+        within = [] if apart else biases
         m, k = shape_of(x)
         op = Linear(
-            segments=((tensor.format, tensor.rows),), k=k, m=m, layout="", biases=(bool(biases),),
+            segments=((tensor.format, tensor.rows),), k=k, m=m, layout="", biases=(bool(within),),
             exact=exact and FORMATS[tensor.format].kind == "float",
         )  # fmt: skip
-        return exchanges.term(self, self.emit(op, [x, self.weight(name), *biases]), name)
+        y = self.emit(op, [x, self.weight(name), *within])
+        if self.has(base + SCALE):
+            y = self.bb.emit(OPS.multiply(y, self.number(base + SCALE)))
+        for _ in apart:
+            y = self.bb.emit(OPS.add(y, self.vector(base + "bias")))
+        return exchanges.term(self, y, name)
 
     def head_linear(self, x, name: str) -> relax.Var:
         """x W^T with a matrix of a stack for each head: x [m, heads * k] to [m, heads * n]."""
@@ -359,7 +368,8 @@ class Graph:
     def route(self, logits, experts: ExpertsConfig, block: str) -> tuple[relax.Var, relax.Var]:
         """(experts of each row, their weights); block: "blk.0.", in front of the tensors' names."""
         bias = [self.vector(block + "exp_probs_b.bias")] if experts.selection_bias else []
-        factors = [self.vector(block + "ffn_down_exps.scale")] if experts.output_scales else []
+        after = factor_names(block)[1]
+        factors = [self.vector(after)] if self.has(after) and not experts.weigh_input else []
         workspace = self.target.route_workspace(experts) if self.m == 1 else {}
         buffers = [self.parameter(name, "kv", tensor_type(*of)) for name, of in workspace.items()]
         m, n = shape_of(logits)
@@ -379,7 +389,14 @@ class Graph:
         weight = {which: self.weight(f"{block}ffn_{name}_exps.weight") for which, name in names.items()}
         bias = {name: [self.vector(f"{block}ffn_{name}_exps.bias")] if experts.biases else [] for name in stacks}
         size = stacks["up"].shape[1]
-        before, after = ([weights], []) if experts.weigh_input else ([], [weights])
+        first, last = (self.chosen(name, ids) for name in factor_names(block))
+        if experts.weigh_input:
+            before, after = (
+                [self.multiply(weights, first) if first is not None else weights],
+                [] if last is None else [last],
+            )
+        else:  # weights have the factors of outputs
+            before, after = [] if first is None else [first], [weights]
         slots, pairs, groups = None, [], ids
         if of["tile"] > 1:
             ordered = self.emit(ExpertOrder(m=m, **of), [ids])
@@ -401,6 +418,17 @@ class Graph:
         y = self.emit(ExpertLinear(**down), inputs)
         combine = Combine(n=shape_of(y)[1], m=m, **of, weighted=bool(after), residual=False)
         return exchanges.term(self, self.emit(combine, [y, slots, *after]), name)
+
+    def chosen(self, name: str, ids) -> relax.Var | None:
+        """The entries of a vector that belong to the experts `ids`, of its shape; None if the file has no such."""
+        if not self.has(name):
+            return None
+
+        def choose(ids, values):
+            last = self.model.tensors[name].shape[0] - 1
+            return te.compute(ids.shape, lambda *at: values[te.max(te.min(ids[at], last), 0)], "chosen")
+
+        return self.bb.emit_te(choose, ids, self.vector(name), primfunc_name_hint="choose_factors")
 
     def _experts(self, experts: ExpertsConfig) -> dict[str, int]:
         return {"experts": experts.count, "used": experts.used, "tile": self.target.expert_tile(self.m)}

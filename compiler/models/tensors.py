@@ -64,6 +64,27 @@ def layer_tensors(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str
     yield from _norms(config, layer.feed_forward_norms, "after", "joined", "again")
 
 
+def optional(name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
+    """(name, shape) of what may stand beside a tensor of the file: a bias of a norm or a matrix, a factor on the
+    product of a matrix (of each expert), and one that says how its input was rounded, which nothing reads."""
+    if not name.endswith(".weight") or name.endswith(UNBIASED):
+        return
+    base = name.removesuffix("weight")
+    if is_vector(name, shape):
+        yield f"{base}bias", shape
+        return
+    stack = shape[:-2]
+    if not stack:
+        yield f"{base}bias", shape[:-1]
+    yield f"{base}{SCALE}", stack or (1,)
+    yield f"{base}{INPUT_SCALE}", stack or (1,)
+
+
+def factor_names(block: str) -> tuple[str, str]:
+    """The names of the factors of each expert's input and output (compiler/gguf/parts.py), in a layer "blk.0."."""
+    return f"{block}ffn_exps.input_{SCALE}", f"{block}ffn_exps.output_{SCALE}"
+
+
 def expert_tensors(hidden: int, experts: ExpertsConfig) -> Iterator[tuple[str, Shape]]:
     """(name within the layer, shape) of a mixture of experts."""
     return _present(_experts(hidden, experts))
@@ -75,8 +96,6 @@ def _present(listed: Listed) -> Iterator[tuple[str, Shape]]:
 
 def _norm(config: ModelConfig, name: str, suffix: str = ".weight") -> Iterator[tuple[str, Shape]]:
     yield name + suffix, (config.hidden,)
-    if config.norm_bias:
-        yield f"{name}.bias", (config.hidden,)
 
 
 def _norms(config: ModelConfig, norms: Norms, *which: str) -> Iterator[tuple[str, Shape]]:
@@ -88,11 +107,9 @@ def _encoder(c: ModelConfig, e: EncoderConfig) -> Listed:
     yield e.positions > 0, "position_embd.weight", (e.positions, c.hidden)
     yield e.types > 0, "token_types.weight", (e.types, c.hidden)
     yield e.norm, "token_embd_norm.weight", (c.hidden,)
-    yield e.norm and c.norm_bias, "token_embd_norm.bias", (c.hidden,)
     columns = c.hidden
     for layer in e.head:
         yield True, f"{layer.name}.weight", (layer.rows, columns)
-        yield layer.bias, f"{layer.name}.bias", (layer.rows,)
         yield layer.norm, f"{layer.name}.norm.weight", (layer.rows,)
         columns = layer.rows
 
@@ -119,21 +136,17 @@ def _attention(hidden: int, a: AttentionConfig) -> Listed:
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     if a.merged_qkv:
         yield True, "attn_qkv.weight", (q + 2 * kv, hidden)
-        yield a.qkv_bias, "attn_qkv.bias", (q + 2 * kv,)
     else:
         own = a.kv_layer is None
         for which, rows, present in (("q", q, True), ("k", kv, own), ("v", kv, own and not a.value_is_key)):
             both = which == "q" and a.output_gate
             yield present, f"attn_{which}.weight", (rows * (2 if both else 1), hidden)
-            yield a.qkv_bias and present, f"attn_{which}.bias", (rows,)
     for which, rows in (("q", q), ("k", kv)):
         norm = rows if a.row_norms else a.head_dim
         present = which == "q" or a.kv_layer is None
         yield present and (a.row_norms or (a.head_norms and a.norm_weights)), f"attn_{which}_norm.weight", (norm,)
-        yield present and a.row_norm_bias, f"attn_{which}_norm.bias", (norm,)
     yield a.sinks, "attn_sinks.weight", (a.heads,)
     yield True, "attn_output.weight", (hidden, q)
-    yield a.output_bias, "attn_output.bias", (hidden,)
 
 
 def _mamba2(hidden: int, s: Mamba2Config) -> Listed:
@@ -193,9 +206,7 @@ _MIXERS: dict[type, Callable[[int, Any], Listed]] = {
 def _feed_forward(hidden: int, f: FeedForwardConfig) -> Listed:
     yield f.gated and not f.merged, "ffn_gate.weight", (f.size, hidden)
     yield True, "ffn_up.weight", (f.size * (2 if f.merged else 1), hidden)
-    yield f.bias, "ffn_up.bias", (f.size,)
     yield True, "ffn_down.weight", (hidden, f.size)
-    yield f.down_bias, "ffn_down.bias", (hidden,)
 
 
 def _predictor(c: ModelConfig, p: PredictorConfig) -> Listed:
@@ -209,7 +220,6 @@ def _predictor(c: ModelConfig, p: PredictorConfig) -> Listed:
 
 def _experts(hidden: int, e: ExpertsConfig) -> Listed:
     yield True, "ffn_gate_inp.weight", (e.count, hidden)
-    yield e.router_bias, "ffn_gate_inp.bias", (e.count,)
     yield e.selection_bias, "exp_probs_b.bias", (e.count,)
     columns = e.latent or hidden
     yield e.latent > 0, "ffn_latent_down.weight", (e.latent, hidden)
@@ -220,7 +230,6 @@ def _experts(hidden: int, e: ExpertsConfig) -> Listed:
         yield e.biases, f"ffn_{name}_exps.bias", (e.count, e.size)
     yield True, "ffn_down_exps.weight", (e.count, columns, e.size)
     yield e.biases, "ffn_down_exps.bias", (e.count, hidden)
-    yield e.output_scales, "ffn_down_exps.scale", (e.count,)
     if s := e.shared:
         yield s.gated_output, "ffn_gate_inp_shexp.weight", (hidden,)
         yield s.gated, "ffn_gate_shexp.weight", (s.size, hidden)
@@ -230,6 +239,11 @@ def _experts(hidden: int, e: ExpertsConfig) -> Listed:
 
 # How the names of matrices end that are no factors of products: taps of convolutions, vectors of Mamba-2
 CONVOLUTIONS = ("conv.weight", "conv1d.weight", *(f"conv1d_{which}.weight" for which in "qkv"))
+SCALE, INPUT_SCALE = "scale", "input_scale"  # in place of "weight"
+# How the names end of what has neither biases nor scales: tables, matrices of a head each, tensors of states
+UNBIASED = (
+    "embd.weight", "attn_k_b.weight", "attn_v_b.weight", "attn_kv_b.weight", "ssm_norm.weight", *CONVOLUTIONS,
+)  # fmt: skip
 STATE_SPACE = ("ssm_a", "ssm_d", "ssm_norm.weight")
 
 
@@ -283,8 +297,6 @@ def _attention_parts(hidden: int, a: AttentionConfig) -> Iterator[Part]:
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
         for which, first, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
             yield Part(f"attn_{which}.weight", "attn_qkv.weight", first, (rows, hidden))
-            if a.qkv_bias:
-                yield Part(f"attn_{which}.bias", "attn_qkv.bias", first, (rows,))
 
 
 def _delta_parts(hidden: int, d: DeltaNetConfig) -> Iterator[Part]:

@@ -113,12 +113,12 @@ def feed_forward(g: Graph, h, i: int) -> list:
 
 def dense(g: Graph, h, name: str, act: str, gated: bool = True):
     """A dense feed-forward block. name: of its matrices, with {} for gate, up and down."""
-    up = g.linear(h, name.format("up") + ".weight")
+    up = g.linear(h, name.format("up") + ".weight", scaled_bias=True)
     if gated:
-        y = g.multiply(g.activation(g.linear(h, name.format("gate") + ".weight"), act), up)
+        y = g.multiply(g.activation(g.linear(h, name.format("gate") + ".weight", scaled_bias=True), act), up)
     else:
         y = packed.activate(g, up, act) if g.config.encoder else g.activation(up, act)
-    return g.linear(y, name.format("down") + ".weight")
+    return g.linear(y, name.format("down") + ".weight", scaled_bias=True)
 
 
 def mixture(g: Graph, h, i: int, e: ExpertsConfig, router=None) -> list:

@@ -25,7 +25,14 @@ DELTA_NET = {
     "ssm.time_step_rank": 4, "ssm.conv_kernel": 4,
 }  # fmt: skip
 BLOCKS = range(4)
-QKV_BIAS, OUTPUT_BIAS = ("blk.0.attn_q.bias",), ("blk.0.attn_output.bias",)
+
+
+def _biases(*names: str) -> tuple[str, ...]:
+    """Of all layers."""
+    return tuple(f"blk.*.{name}.bias" for name in names)
+
+
+QKV_BIAS, OUTPUT_BIAS = _biases("attn_q", "attn_k", "attn_v"), _biases("attn_output")
 
 MAMBA2 = {
     "ssm.inner_size": 512, "ssm.state_size": 32, "ssm.time_step_rank": 8, "ssm.group_count": 2, "ssm.conv_kernel": 4,
@@ -43,12 +50,12 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         | {"expert_feed_forward_length": 48}  # no whole blocks of 32
         | {"expert_weights_norm": True, "expert_weights_scale": 2.5, "expert_group_count": 4}
         | {"expert_group_used_count": 2},
-        ("blk.1.exp_probs_b.bias",),
+        ("blk.*.exp_probs_b.bias",),
     ),
     "ernie4_5": ({}, ()),
     "ernie4_5-moe": (
         EXPERTS | {"leading_dense_block_count": 1, "expert_shared_feed_forward_length": 128},
-        ("blk.1.exp_probs_b.bias",),
+        ("blk.*.exp_probs_b.bias",),
     ),
     "exaone4": ({}, ("rope_freqs.weight",)),
     "falcon-h1": (MAMBA2 | {"ssm.inner_size": 384, "ssm.time_step_rank": 6, "ssm.state_size": 48}, ()),
@@ -67,7 +74,7 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         | {"attention.key_length_swa": 32, "attention.value_length_swa": 32, "rope.dimension_count_swa": 32}
         | {"rope.freq_base_swa": 1000.0, "embedding_length_per_layer_input": 32},
         (
-            "blk.0.attn_v.weight", "blk.0.ffn_gate_up_exps.weight", "blk.0.ffn_down_exps.scale", "rope_freqs.weight",
+            "blk.0.attn_v.weight", "blk.*.ffn_gate_up_exps.weight", "blk.*.ffn_down_exps.scale", "rope_freqs.weight",
             *(f"blk.{i}.layer_output_scale.weight" for i in BLOCKS), "blk.1.ffn_gate_inp.weight",
         ),
     ),
@@ -76,9 +83,12 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         EXPERTS
         | {"leading_dense_block_count": 1, "expert_gating_func": 2, "expert_weights_norm": True}
         | {"expert_weights_scale": 1.5, "rope.dimension_count": 32},
-        ("blk.0.attn_q_norm.weight",),
+        ("blk.*.attn_q_norm.weight",),
     ),
-    "gpt-oss": (EXPERTS | ROPE_SCALED | {"attention.sliding_window": 24}, (*QKV_BIAS, *OUTPUT_BIAS)),
+    "gpt-oss": (
+        EXPERTS | ROPE_SCALED | {"attention.sliding_window": 24},
+        (*QKV_BIAS, *OUTPUT_BIAS, *_biases("ffn_gate_inp")),
+    ),
     "granite": (
         {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0, "attention.scale": 0.025},
         (),
@@ -104,7 +114,7 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         | {"attention.value_length": 64, "attention.key_length_mla": 48, "attention.value_length_mla": 32}
         | {"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2}
         | {"expert_weights_scale": 2.446},
-        ("output.weight", "blk.1.exp_probs_b.bias"),
+        ("output.weight", "blk.*.exp_probs_b.bias"),
     ),
     "lfm2": (
         {"block_count": 4, "attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3}
@@ -142,22 +152,22 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         | {"block_count": 4, "attention.head_count_kv": [0, 0, 2, 0], "feed_forward_length": [0, 64, 0, 64]}
         | {"expert_shared_feed_forward_length": 96, "expert_weights_norm": True, "expert_weights_scale": 2.5}
         | {"moe_latent_size": 96},
-        ("blk.1.exp_probs_b.bias",),
+        ("blk.*.exp_probs_b.bias",),
     ),
     "olmo2": (ROPE_SCALED | {"attention.sliding_window": 24, "block_count": 4}, ("output.weight",)),
     "olmoe": (EXPERTS | {"feed_forward_length": 64, "attention.head_count_kv": 4}, ("output.weight",)),
     "phi3": (
         {"rope.dimension_count": 48, "rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.19},
-        ("blk.0.attn_qkv.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
+        ("blk.*.attn_qkv.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
     ),
-    "qwen2": ({}, ()),
-    "qwen2vl": (SECTIONS, ()),
-    "qwen2moe": (EXPERTS | {"expert_shared_feed_forward_length": 96}, ()),
+    "qwen2": ({}, QKV_BIAS),
+    "qwen2vl": (SECTIONS, QKV_BIAS),
+    "qwen2moe": (EXPERTS | {"expert_shared_feed_forward_length": 96}, QKV_BIAS),
     "qwen3": ({}, ()),
     "qwen3moe": (EXPERTS, ()),
     "qwen3vl": (SECTIONS, ()),
     "qwen3vlmoe": (EXPERTS | SECTIONS, ()),
-    "qwen3next": (DELTA_NET | EXPERTS | {"expert_shared_feed_forward_length": 96}, ("blk.0.ssm_in.weight",)),
+    "qwen3next": (DELTA_NET | EXPERTS | {"expert_shared_feed_forward_length": 96}, ("blk.*.ssm_in.weight",)),
     "qwen35": (DELTA_NET | {"ssm.time_step_rank": 6, "ssm.conv_kernel": 3}, ("output.weight",)),
     "qwen35moe": (
         DELTA_NET | EXPERTS | {"expert_shared_feed_forward_length": 96},
@@ -165,7 +175,10 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     ),
     "seed_oss": ({}, QKV_BIAS),
     "smollm3": ({"block_count": 4}, ()),
-    "starcoder2": ({}, (*QKV_BIAS, *OUTPUT_BIAS)),
+    "starcoder2": (
+        {},
+        ("output_norm.bias", *QKV_BIAS, *OUTPUT_BIAS, *_biases("ffn_up", "ffn_down", "attn_norm", "ffn_norm")),
+    ),
 }  # fmt: skip
 
 
