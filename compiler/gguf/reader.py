@@ -45,14 +45,15 @@ def check_tensors(config: ModelConfig, tensors: dict[str, Any], path: str) -> No
     """UserError (with `path` in front) unless `tensors` are those of `expected_tensors`, `optional` ones beside them
     and unused ones, vectors as floats. An additional tensor is an error, too, as in llama.cpp: it belongs to a variant
     whose results would be wrong without it. Tensors get the dimensions of 1 that are expected."""
-    known = set(config.unused)
-    for name, shape in expected_tensors(config):
+    known, expected = set(config.unused), dict(expected_tensors(config))
+    for name, shape in expected.items():
         if name not in tensors:
             raise UserError(f"{path}: tensor {name} is missing; {FETCH_AGAIN}")
-        beside = [(other, of) for other, of in optional(name, shape) if other in tensors and other not in known]
+        beside = ((other, of) for other, of in optional(name, shape) if other not in known and other not in expected)
         for one, of in ((name, shape), *beside):
-            _check_tensor(tensors, one, of, path)
-            known.add(one)
+            if one in tensors:
+                _check_tensor(tensors, one, of, path)
+                known.add(one)
     extra = next((name for name in tensors if name not in known), None)
     if extra is not None:
         raise UserError(

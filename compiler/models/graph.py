@@ -188,11 +188,13 @@ class Graph:
         return self.emit(op, [x, self.vector(name)])
 
     def linear(self, x, name: str, exact: bool = False, scaled_bias: bool = False) -> relax.Var:
-        """x W^T, times the scale and plus the bias that stand beside the weight in the file. exact: x stays float32,
-        where the weight's format allows it. scaled_bias: the scale is that of the bias, too."""
+        """x W^T, times the scale and plus the bias that stand beside the weight in the file. exact: of a router, which
+        has no scale: x stays float32, where the weight's format allows it. scaled_bias: the scale is that of the bias,
+        too."""
         tensor, base = self.model.tensors[name], name.removesuffix("weight")
         biases = [self.vector(base + "bias", exact=True)] if self.has(base + "bias") else []
-        apart = biases if self.has(base + SCALE) and not scaled_bias else []
+        scaled = self.has(base + SCALE) and not exact
+        apart = biases if scaled and not scaled_bias else []
         within = [] if apart else biases
         m, k = shape_of(x)
         op = Linear(
@@ -200,7 +202,7 @@ class Graph:
             exact=exact and FORMATS[tensor.format].kind == "float",
         )  # fmt: skip
         y = self.emit(op, [x, self.weight(name), *within])
-        if self.has(base + SCALE):
+        if scaled:
             y = self.bb.emit(OPS.multiply(y, self.number(base + SCALE)))
         for _ in apart:
             y = self.bb.emit(OPS.add(y, self.vector(base + "bias")))

@@ -63,11 +63,19 @@ class Keys:
         value = self._get(key, default)
         if not isinstance(value, list) or not value:
             return value
-        if self.layer is not None and self.layer < len(value):
+        if self.layer is not None:
+            layers = self.metadata.get(self.full("block_count"))
+            self._check_length(key, value, layers if isinstance(layers, int) else 0)
             return value[self.layer]
         if any(entry != value[0] for entry in value):
             raise self.error(f"{self.full(key)} differs between layers; only models with equal layers are supported")
         return value[0]
+
+    def _check_length(self, key: str, value: list, layers: int) -> None:
+        if len(value) != layers:
+            raise self.error(
+                f"{self.full(key)} has {len(value)} entries, the model has {layers} layers; convert the model again"
+            )
 
     def _wrong(self, key: str, value: object, expected: str) -> UserError:
         what = f"metadata key {self.full(key)} is {shorten(value)}, expected {expected}"
@@ -88,10 +96,7 @@ class Keys:
         value = self._get(key, default)
         if not isinstance(value, list):
             return [self._checked(key, value, minimum)] * layers
-        if len(value) != layers:
-            raise self.error(
-                f"{self.full(key)} has {len(value)} entries, the model has {layers} layers; convert the model again"
-            )
+        self._check_length(key, value, layers)
         return [self._checked(key, entry, minimum) for entry in value]
 
     def flags(self, key: str, layers: int) -> list[bool]:

@@ -42,7 +42,7 @@ SCALES = {
 class Architecture:
     """read: metadata to the model's configuration, checked. tensors: (name, shape) of every tensor that a model of a
     configuration has, in file order. decoder: emits it through a Graph, and returns the logits. scales: those of SCALES
-    that count. ignored: further tensors of layers that llama.cpp reads and does not use."""
+    that count. ignored: further tensors, of the model or of layers, that llama.cpp reads and does not use."""
 
     read: Reader
     tensors: Tensors
@@ -59,10 +59,12 @@ class Architecture:
 
         def unused(name: str) -> bool:
             block, _, own = name.partition(".")[2].partition(".")
+            if name.startswith("rope_") and name not in factors:
+                return True
             if own in known and block.isdigit() and int(block) < len(config.layers):
                 return own not in self._scaled(config.layers[int(block)])
-            idle = name.startswith("rope_") and name not in factors
-            return idle or own in self.ignored or name.endswith(INPUT_SCALE) or name.startswith(heads)
+            listed = name in self.ignored or own in self.ignored
+            return listed or name.endswith(INPUT_SCALE) or name.startswith(heads)
 
         return tuple(name for name in keys.tensors if unused(name))
 

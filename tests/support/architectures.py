@@ -185,8 +185,12 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
 def tiny(name: str, form: str = "f16") -> GGUFModel:
     """The model of that name in MODELS, with random weights in that format."""
     keys, tensors = MODELS[name]
-    architecture = {"general.architecture": name.removesuffix("-moe") if name == "llama-moe" else name}
-    return synthetic(f"tiny-qwen2:{form}", keys=architecture | keys, tensors=tensors)
+    return synthetic(f"tiny-qwen2:{form}", keys={"general.architecture": architecture_of(name)} | keys, tensors=tensors)
+
+
+def architecture_of(name: str) -> str:
+    """Of a name of MODELS."""
+    return "llama" if name == "llama-moe" else name
 
 
 def exact() -> dict[str, np.ndarray]:

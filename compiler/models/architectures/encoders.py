@@ -11,6 +11,7 @@ from mlc_amd.compiler.models.metadata import (
     NORMS_AROUND,
     ROPE,
     Keys,
+    dense,
     each_layer,
     experts_alone,
     local_layers,
@@ -27,7 +28,7 @@ from mlc_amd.compiler.models.registry import architecture
 NORMS_JOINED: dict[str, Any] = {
     "mixer_norms": Norms(joined="attn_output_norm"), "feed_forward_norms": Norms(joined="layer_output_norm"),
 }  # fmt: skip
-PLAIN = partial(read_feed_forward, act="gelu", gated=False)
+PLAIN = partial(dense, act="gelu", gated=False)
 ALIBI = 8.0  # llama.cpp's f_max_alibi_bias of these models
 
 

@@ -72,13 +72,13 @@ def read_mamba2(keys: Keys, norm: bool = True) -> Mamba2Config:
     return Mamba2Config(inner, state, heads, groups, read_taps(keys, "ssm.conv_kernel"), eps)
 
 
-@architecture("falcon-h1", "states")
+@architecture("falcon-h1", "states", ignored=("attn_output.bias",))
 def falcon_h1(keys: Keys) -> ModelConfig:
     """Falcon H1. In every layer attention and a state space read the same norm. The weight of the norm before the dense
     block is named without ".weight"."""
     beside = read_mamba2(keys, norm=keys.owns("ssm_norm.weight"))
     layer = {"feed_forward_norms": Norms(before="ffn_norm", bare=True), "beside": beside}
-    return read_uniform(keys, neox=True, norms=layer)
+    return read_uniform(keys, neox=True, norms=layer, rope={"factors": ""})
 
 
 @architecture("nemotron_h", "dense", "experts", "shared", "states")
@@ -185,7 +185,7 @@ def qwen35moe(keys: Keys) -> ModelConfig:
     return _read_qwen(keys, _qwen_experts)
 
 
-@architecture("qwen3next", "experts", "shared", "states")
+@architecture("qwen3next", "experts", "shared")
 def qwen3next(keys: Keys) -> ModelConfig:
     """As qwen35moe, with value heads in the order of their key heads, and merged inputs of the delta nets."""
     split = any(name.endswith("attn_gate.weight") for name in keys.tensors)
@@ -213,7 +213,7 @@ def _read_qwen(keys: Keys, block: Callable[[Keys], Block], **variant) -> ModelCo
 
     layers = predicting.of(layer)
     # of merged and separate inputs, should a file have both, llama.cpp takes the separate ones
-    twice = () if delta.merged_inputs else tuple(name for name in keys.tensors if name.endswith("ssm_in.weight"))
+    twice = () if delta.merged_inputs else tuple(name for name in keys.tensors if ".ssm_in." in name)
     return read_model(keys, layers, rotations(keys, layers, neox=True), unused=(*predicting.unused, *twice))
 
 

@@ -51,7 +51,7 @@ def llama(keys: Keys) -> ModelConfig:
 
 
 @architecture("qwen2")
-@architecture("qwen2vl")
+@architecture("qwen2vl", ignored=("output.bias",))
 def qwen2(keys: Keys) -> ModelConfig:
     """Qwen 2 and 2.5, also the decoders that see. As llama, with biases on q, k and v and RoPE pairs half a head
     apart."""
