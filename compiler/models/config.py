@@ -94,6 +94,9 @@ class AttentionConfig:
     temperature: "TemperatureConfig | None" = None
     latent: LatentConfig | None = None  # kv_heads is 1, and head_dim the columns of attention's keys
     alibi: float = 0.0  # ALiBi's largest bias, of encoders; 0: none
+    clamp: float = 0.0  # q, k and v are cut off at it, and at it below 0; 0: are not
+    own_gate: bool = False  # the output times sigmoid(attn_gate h)
+    each_norm: bool = False  # attn_q_norm/k_norm: weights of each head for layer norms over them before RoPE
     output_gate: bool = False  # attn_q holds each head's rows of Q, then of a gate: the output times sigmoid(gate)
     images: bool = False  # the rows of an image see one another
 
@@ -293,8 +296,8 @@ class PredictorConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """x += mixer, then x += feed_forward, each within its norms; either may be missing. In a parallel layer both read
-    the same norm."""
+    """x += mixer, then x += feed_forward, each within its norms; either may be missing. In a parallel layer x += mixer
+    + feed_forward."""
 
     mixer: Mixer | None
     feed_forward: Block | None
@@ -302,7 +305,7 @@ class LayerConfig:
     feed_forward_norms: Norms = Norms(before="ffn_norm")
     experts: ExpertsConfig | None = None  # beside the feed-forward block (gemma4)
     output_scale: bool = False  # layer_output_scale: a factor on x at the layer's end
-    parallel: bool = False  # x += mixer(h) + feed_forward(h), h = the norm before the mixer
+    parallel: bool = False  # both read x; without a norm before the feed-forward block, that before the mixer
     beside: Recurrent | None = None  # a second mixer: x += mixer(h) + beside(h) (falcon-h1)
     predictor: PredictorConfig | None = None  # it guesses tokens, and is no part of the decoder
 
@@ -335,6 +338,8 @@ class ModelConfig:
     ropes: dict[str, RopeConfig] = field(default_factory=dict)  # by kind of layer
     output_norm: str = "output_norm"  # name of the last norm's weight; "": there is none
     norm: str = "rms"  # or "layer": layer norms, which subtract the mean
+    norm_weights: bool = True  # False: norms without weights
+    positions: int = 0  # rows of position_embd, which are added to the embedding's; 0: there is none
     embedding_scale: float = 1.0  # on the embedding's rows
     logit_scale: float = 1.0  # on the logits
     logit_softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none

@@ -29,6 +29,5 @@ class EncoderConfig:
     ranked: str = "cls"  # of "rank": the pooling before the head
     softmax: bool = False  # of the head's numbers
     head: tuple[HeadLayer, ...] = ()
-    positions: int = 0  # rows of position_embd, which are added to the tokens' embeddings; 0: there is none
     types: int = 0  # rows of token_types, of which the first one is added
     norm: bool = False  # token_embd_norm, of these sums

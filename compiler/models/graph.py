@@ -111,6 +111,10 @@ class Graph:
         size = math.prod(self.model.tensors[name].shape)
         return self.parameter(name, "weight", tensor_type((size if exact else padded(size),)))
 
+    def ones(self, size: int) -> relax.Var:
+        """As vector."""
+        return self.parameter(f"{ONES}{size}", "weight", tensor_type((padded(size),)))
+
     def weight(self, name: str) -> relax.Var:
         tensor = self.model.tensors[name]
         planes = self.target.planes(tensor.format, tensor.rows, tensor.shape[-1])
@@ -139,7 +143,8 @@ class Graph:
             return self.add(y, self.vector(bias, exact=True)) if bias else y
         m, k = shape_of(x)
         op = LayerNorm(k=k, m=m, eps=self.config.norm_eps, bias=bool(bias), rows=rows, layout="")
-        return self.emit(op, [x, self.vector(name + ".weight"), *([self.vector(bias)] if bias else [])])
+        weight = self.vector(name + ".weight") if self.config.norm_weights else self.ones(k)
+        return self.emit(op, [x, weight, *([self.vector(bias)] if bias else [])])
 
     @property
     def kept_hidden(self) -> relax.Var:
@@ -261,9 +266,8 @@ class Graph:
         if groups == 1 and columns % BLOCK == 0:
             return self.emit(RmsNorm(k=columns, m=m, eps=eps, rows="all", layout=""), [x, self.vector(name)])
         size = columns // groups
-        ones = self.parameter(f"{ONES}{size}", "weight", tensor_type((padded(size),)))
         parts = self.bb.emit(OPS.reshape(x, (m, groups, size)))
-        normed = self.bb.emit(OPS.nn.rms_norm(parts, ones, -1, eps))
+        normed = self.bb.emit(OPS.nn.rms_norm(parts, self.ones(size), -1, eps))
         return self.multiply(self.bb.emit(OPS.reshape(normed, (m, columns))), self.vector(name, exact=True))
 
     def times_sigmoid(self, x, logit) -> relax.Var:
@@ -351,7 +355,7 @@ class Graph:
         """The weight of the norm over a head of q or k; ones for a norm without weights."""
         if a.norm_weights:
             return self.vector(f"{block}attn_{which}_norm.weight")
-        return self.parameter(f"{ONES}{a.head_dim}", "weight", tensor_type((padded(a.head_dim),)))
+        return self.ones(a.head_dim)
 
     # ---- mixers that keep a state
 

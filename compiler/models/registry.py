@@ -59,12 +59,11 @@ class Architecture:
 
         def unused(name: str) -> bool:
             block, _, own = name.partition(".")[2].partition(".")
-            if name.startswith("rope_") and name not in factors:
+            if name in self.ignored or own in self.ignored or (name.startswith("rope_") and name not in factors):
                 return True
             if own in known and block.isdigit() and int(block) < len(config.layers):
                 return own not in self._scaled(config.layers[int(block)])
-            listed = name in self.ignored or own in self.ignored
-            return listed or name.endswith(INPUT_SCALE) or name.startswith(heads)
+            return name.endswith(INPUT_SCALE) or name.startswith(heads)
 
         return tuple(name for name in keys.tensors if unused(name))
 

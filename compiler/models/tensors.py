@@ -36,6 +36,8 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         name: rope.dim for rope in c.ropes.values() for name in (rope.factors, rope.long_factors) if name
     }.items():
         yield name, (dim // 2,)
+    if c.positions:
+        yield "position_embd.weight", (c.positions, c.hidden)
     if c.encoder:
         yield from _present(_encoder(c, c.encoder))
     for i, layer in enumerate(c.layers):
@@ -58,8 +60,7 @@ def layer_tensors(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str
     f = layer.feed_forward
     if f is None:
         return
-    if not layer.parallel:
-        yield from _norms(config, layer.feed_forward_norms, "before")
+    yield from _norms(config, layer.feed_forward_norms, "before")
     yield from _present(_experts(config.hidden, f) if isinstance(f, ExpertsConfig) else _feed_forward(config.hidden, f))
     yield from _norms(config, layer.feed_forward_norms, "after", "joined", "again")
 
@@ -95,7 +96,8 @@ def _present(listed: Listed) -> Iterator[tuple[str, Shape]]:
 
 
 def _norm(config: ModelConfig, name: str, suffix: str = ".weight") -> Iterator[tuple[str, Shape]]:
-    yield name + suffix, (config.hidden,)
+    if config.norm_weights:
+        yield name + suffix, (config.hidden,)
 
 
 def _norms(config: ModelConfig, norms: Norms, *which: str) -> Iterator[tuple[str, Shape]]:
@@ -104,7 +106,6 @@ def _norms(config: ModelConfig, norms: Norms, *which: str) -> Iterator[tuple[str
 
 
 def _encoder(c: ModelConfig, e: EncoderConfig) -> Listed:
-    yield e.positions > 0, "position_embd.weight", (e.positions, c.hidden)
     yield e.types > 0, "token_types.weight", (e.types, c.hidden)
     yield e.norm, "token_embd_norm.weight", (c.hidden,)
     columns = c.hidden
@@ -141,10 +142,12 @@ def _attention(hidden: int, a: AttentionConfig) -> Listed:
         for which, rows, present in (("q", q, True), ("k", kv, own), ("v", kv, own and not a.value_is_key)):
             both = which == "q" and a.output_gate
             yield present, f"attn_{which}.weight", (rows * (2 if both else 1), hidden)
+    yield a.own_gate, "attn_gate.weight", (q, hidden)
     for which, rows in (("q", q), ("k", kv)):
         norm = rows if a.row_norms else a.head_dim
         present = which == "q" or a.kv_layer is None
         yield present and (a.row_norms or (a.head_norms and a.norm_weights)), f"attn_{which}_norm.weight", (norm,)
+        yield a.each_norm, f"attn_{which}_norm.weight", (rows // a.head_dim, a.head_dim)
     yield a.sinks, "attn_sinks.weight", (a.heads,)
     yield True, "attn_output.weight", (hidden, q)
 
@@ -245,11 +248,12 @@ UNBIASED = (
     "embd.weight", "attn_k_b.weight", "attn_v_b.weight", "attn_kv_b.weight", "ssm_norm.weight", *CONVOLUTIONS,
 )  # fmt: skip
 STATE_SPACE = ("ssm_a", "ssm_d", "ssm_norm.weight")
+HEAD_NORMS = "attn_q_norm.weight", "attn_k_norm.weight"  # that may have a row for each head
 
 
 def is_vector(name: str, shape: Shape) -> bool:
     """Whether a tensor is kept as float32, as it stands in the file: norms, biases, convolutions."""
-    return len(shape) == 1 or name.endswith((".bias", *CONVOLUTIONS, *STATE_SPACE))
+    return len(shape) == 1 or name.endswith((".bias", *CONVOLUTIONS, *STATE_SPACE, *HEAD_NORMS))
 
 
 class Part(NamedTuple):

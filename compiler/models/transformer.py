@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mlc_amd.compiler.functions import DRAFTED
-from mlc_amd.compiler.models import exchanges, images, packed, recurrent
+from mlc_amd.compiler.models import decoder_parts, exchanges, images, packed, recurrent
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LatentConfig, LayerConfig, Norms
 from mlc_amd.schedules.operators.layouts import padded
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def decoder(g: Graph):
     """The whole model: logits of the rows that the function answers."""
-    return logits(g, layers(g, images.inputs(g)))
+    return logits(g, layers(g, decoder_parts.positioned(g, images.inputs(g))))
 
 
 def layers(g: Graph, x):
@@ -40,7 +40,8 @@ def layers(g: Graph, x):
 def decoder_layer(g: Graph, x, i: int, layer: LayerConfig):
     if layer.parallel:
         h = g.norm(x, f"blk.{i}.{layer.mixer_norms.before}")
-        return add_all(g, x, [*mixer(g, h, i), *feed_forward(g, h, i)])
+        own = layer.feed_forward_norms.before
+        return add_all(g, x, [*mixer(g, h, i), *feed_forward(g, g.norm(x, f"blk.{i}.{own}") if own else h, i)])
     if layer.mixers:
         x = residual_block(g, x, i, layer.mixer_norms, mixer)
     return residual_block(g, x, i, layer.feed_forward_norms, feed_forward) if layer.feed_forward else x
@@ -83,11 +84,15 @@ def attention(g: Graph, h, i: int) -> list:
         return [g.linear(g.attention(q, None, None, i), block + "attn_output.weight")]
     q, k = (g.linear(h, f"{block}attn_{which}.weight") for which in "qk")
     v = k if a.value_is_key else g.linear(h, f"{block}attn_v.weight")
+    if a.clamp:
+        q, k, v = (decoder_parts.clamped(g, x, a.clamp) for x in (q, k, v))
     if a.row_norms:
         q, k = (g.norm(x, f"{block}attn_{which}_norm") for x, which in ((q, "q"), (k, "k")))
+    if a.each_norm:
+        q, k = (decoder_parts.each_norm(g, x, f"{block}attn_{which}_norm", a) for x, which in ((q, "q"), (k, "k")))
     y = g.attention(q, k, v, i)
-    if a.output_gate:
-        y = g.gate(y, g.linear(h, block + "attn_q_gate.weight"), a.head_dim)
+    if a.output_gate or a.own_gate:
+        y = g.gate(y, g.linear(h, block + ("attn_gate.weight" if a.own_gate else "attn_q_gate.weight")), a.head_dim)
     return [g.linear(y, block + "attn_output.weight")]
 
 

@@ -66,7 +66,6 @@ class ManifestEncoder(TypedDict):
     ranked: Literal["mean", "cls", "last"]
     softmax: bool
     head: list[EncoderHead]
-    positions: _Count
     types: _Count
     norm: bool
 
@@ -85,6 +84,8 @@ class ManifestModel(TypedDict):
     norm_eps: float
     tied: bool
     norm: str
+    norm_weights: bool
+    positions: _Count
     embedding_scale: float
     logit_scale: float
     logit_softcap: float

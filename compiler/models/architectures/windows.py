@@ -68,7 +68,9 @@ def cohere2(keys: Keys) -> ModelConfig:
     """Command R7B. One layer norm for attention and feed-forward, which run in parallel; of four layers three see a
     window of keys and have RoPE, the last has neither; scaled logits."""
     local = {"window": keys.integer("attention.sliding_window"), "rope": ROPE}
-    layers = _layers(keys, 4, partial(read_attention, rope=""), local, read_feed_forward, parallel=True)
+    layers = _layers(
+        keys, 4, partial(read_attention, rope=""), local, read_feed_forward, parallel=True, feed_forward_norms=Norms()
+    )
     ropes = rotations(keys, layers, neox=False)
     return read_model(keys, layers, ropes, norm="layer", logit_scale=keys.number("logit_scale"))
 

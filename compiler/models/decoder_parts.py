@@ -1,0 +1,44 @@
+"""What a few decoders have in their graph besides: absolute positions, limits of q, k and v, layer norms of heads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tvm import relax
+
+from mlc_amd.compiler.models.config import AttentionConfig
+from mlc_amd.compiler.ops import shape_of
+from mlc_amd.schedules.operators import Embed
+
+if TYPE_CHECKING:
+    from mlc_amd.compiler.models.graph import Graph
+
+OPS: Any = relax.op
+
+
+def embedded(g: Graph, name: str, numbers) -> relax.Var:
+    """Rows of a table. numbers: int32 [m]."""
+    tensor = g.model.tensors[name]
+    rows, k = tensor.shape
+    return g.emit(Embed(fmt=tensor.format, vocab=rows, k=k, m=g.m), [numbers, g.weight(name)])
+
+
+def positioned(g: Graph, x) -> relax.Var:
+    """x plus the row of each one's position, where the model has such."""
+    if not g.config.positions:
+        return x
+    numbers = g.bb.emit(OPS.reshape(g.columns(g.rows, 0, 1), (g.m,)))
+    return g.add(x, embedded(g, "position_embd.weight", numbers))
+
+
+def clamped(g: Graph, x, limit: float) -> relax.Var:
+    return g.bb.emit(OPS.clip(x, -limit, limit))
+
+
+def each_norm(g: Graph, x, name: str, a: AttentionConfig) -> relax.Var:
+    """Layer norm of each head, which has weights of its own."""
+    m, columns = shape_of(x)
+    parts = g.bb.emit(OPS.reshape(x, (m, columns // a.head_dim, a.head_dim)))
+    center = g.bb.emit(OPS.subtract(parts, g.bb.emit(OPS.mean(parts, -1, keepdims=True))))
+    normed = g.bb.emit(OPS.nn.rms_norm(center, g.ones(a.head_dim), -1, g.config.norm_eps))
+    return g.multiply(g.bb.emit(OPS.reshape(normed, (m, columns))), g.vector(name + ".weight", exact=True))
