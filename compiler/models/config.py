@@ -95,7 +95,8 @@ class AttentionConfig:
     latent: LatentConfig | None = None  # kv_heads is 1, and head_dim the columns of attention's keys
     alibi: float = 0.0  # ALiBi's largest bias, of encoders; 0: none
     clamp: float = 0.0  # q, k and v are cut off at it, and at it below 0; 0: are not
-    own_gate: bool = False  # the output times sigmoid(attn_gate h)
+    own_gate: str = ""  # "sigmoid" or "softplus": the output times that of attn_gate h
+    head_gate: bool = False  # attn_gate has one row for each head
     each_norm: bool = False  # attn_q_norm/k_norm: weights of each head for layer norms over them before RoPE
     output_gate: bool = False  # attn_q holds each head's rows of Q, then of a gate: the output times sigmoid(gate)
     images: bool = False  # the rows of an image see one another
@@ -241,6 +242,7 @@ class SharedExpertConfig:
     act: str = "silu"
     gated: bool = True
     gated_output: bool = False  # multiplied by sigmoid(ffn_gate_inp_shexp . x)
+    merged: bool = False  # ffn_up_shexp holds the rows of gate, then those of up
 
 
 @dataclass(frozen=True)
@@ -263,6 +265,8 @@ class ExpertsConfig:
     groups: int = 1  # of experts; a row chooses among those of the groups_used best groups
     groups_used: int = 1
     selection_bias: bool = False  # exp_probs_b.bias, added to the probabilities that choose
+    bias_name: str = "exp_probs_b.bias"  # its name in some files
+    early: bool = False  # they are chosen by the layer's input, before its norms
     biases: bool = False  # ffn_gate_exps.bias, ffn_up_exps.bias, ffn_down_exps.bias
     merged: bool = False  # ffn_gate_up_exps holds each expert's rows of gate, then those of up
     weigh_input: bool = False  # the weight multiplies the expert's input instead of its output
@@ -281,7 +285,7 @@ class Norms:
     after: str = ""
     joined: str = ""
     again: str = ""
-    bare: bool = False  # the weights' names are without ".weight" (falcon-h1)
+    bare: str = ""  # of which of these norms the weight's name is without ".weight"
 
 
 @dataclass(frozen=True)
@@ -303,7 +307,8 @@ class LayerConfig:
     feed_forward: Block | None
     mixer_norms: Norms = Norms(before="attn_norm")
     feed_forward_norms: Norms = Norms(before="ffn_norm")
-    experts: ExpertsConfig | None = None  # beside the feed-forward block (gemma4)
+    experts: ExpertsConfig | None = None  # beside the feed-forward block
+    experts_norm: str = ""  # norm before these, of the layer's input; "": as gemma4.py has it
     output_scale: bool = False  # layer_output_scale: a factor on x at the layer's end
     parallel: bool = False  # both read x; without a norm before the feed-forward block, that before the mixer
     beside: Recurrent | None = None  # a second mixer: x += mixer(h) + beside(h) (falcon-h1)

@@ -1,4 +1,5 @@
-"""What a few decoders have in their graph besides: absolute positions, limits of q, k and v, layer norms of heads."""
+"""What a few decoders have in their graph besides: absolute positions, limits of q, k and v, layer norms of heads,
+gates on attention's output."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
 
 OPS: Any = relax.op
+GATES = {"sigmoid": OPS.sigmoid, "softplus": OPS.nn.softplus}  # of AttentionConfig.own_gate
 
 
 def embedded(g: Graph, name: str, numbers) -> relax.Var:
@@ -42,3 +44,16 @@ def each_norm(g: Graph, x, name: str, a: AttentionConfig) -> relax.Var:
     center = g.bb.emit(OPS.subtract(parts, g.bb.emit(OPS.mean(parts, -1, keepdims=True))))
     normed = g.bb.emit(OPS.nn.rms_norm(center, g.ones(a.head_dim), -1, g.config.norm_eps))
     return g.multiply(g.bb.emit(OPS.reshape(normed, (m, columns))), g.vector(name + ".weight", exact=True))
+
+
+def gated(g: Graph, y, gate, a: AttentionConfig) -> relax.Var:
+    """Attention's output y times a function of gate, of the columns of each head or of its one column."""
+    m, columns = shape_of(y)
+    if a.own_gate == "sigmoid" and not a.head_gate:
+        return g.gate(y, gate, a.head_dim)
+    own = a.heads if a.head_gate else columns
+    factor = g.bb.emit(GATES[a.own_gate](g.columns(gate, 0, own)))
+    parts, factors = (
+        g.bb.emit(OPS.reshape(x, (m, a.heads, size // a.heads))) for x, size in ((y, columns), (factor, own))
+    )
+    return g.bb.emit(OPS.reshape(g.bb.emit(OPS.multiply(parts, factors)), (m, columns)))

@@ -373,7 +373,7 @@ class Graph:
 
     def route(self, logits, experts: ExpertsConfig, block: str) -> tuple[relax.Var, relax.Var]:
         """(experts of each row, their weights); block: "blk.0.", in front of the tensors' names."""
-        bias = [self.vector(block + "exp_probs_b.bias")] if experts.selection_bias else []
+        bias = [self.vector(block + experts.bias_name)] if experts.selection_bias else []
         after = factor_names(block)[1]
         factors = [self.vector(after)] if self.has(after) and not experts.weigh_input else []
         workspace = self.target.route_workspace(experts) if self.m == 1 else {}

@@ -74,13 +74,14 @@ class Predicting(NamedTuple):
         return layers
 
 
-def predicting_layers(keys: Keys) -> Predicting:
+def predicting_layers(keys: Keys, known: bool = True) -> Predicting:
+    """known: whether the layer that predicts is as `transformer.predictor` has it; else all of them are unused."""
     blocks = read_layers(keys)
     count = blocks - keys.integer("nextn_predict_layers", 0, minimum=0)
     if count < 1:
         raise keys.error(f"all {blocks} layers are for multi-token prediction; convert the model again")
     first, predictor = f"blk.{count}.", None
-    if all(f"{first}{name}.weight" in keys.tensors for name in PREDICTOR):
+    if known and all(f"{first}{name}.weight" in keys.tensors for name in PREDICTOR):
         own = "embed_tokens", "shared_head_head", "shared_head_norm"
         predictor = PredictorConfig(*(f"{first}nextn.{name}.weight" in keys.tensors for name in own))
     after = tuple(f"blk.{i}." for i in range(count + bool(predictor), blocks))
@@ -205,9 +206,9 @@ def read_feed_forward(keys: Keys, act: str = "silu", **variant) -> FeedForwardCo
     return dense(keys, act, **variant)
 
 
-def dense(keys: Keys, act: str = "silu", **variant) -> FeedForwardConfig:
+def dense(keys: Keys, act: str = "silu", size: int = 0, **variant) -> FeedForwardConfig:
     """The dense block of a layer in a model that may have experts in others."""
-    return FeedForwardConfig(keys.integer("feed_forward_length"), act, **variant)
+    return FeedForwardConfig(size or keys.integer("feed_forward_length"), act, **variant)
 
 
 def dense_or_experts(keys: Keys, size: str = "feed_forward_length", **variant) -> Block:

@@ -57,6 +57,9 @@ def layer_tensors(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str
     yield from _norms(config, layer.mixer_norms, "after", "joined", "again")
     if layer.predictor:
         yield from _present(_predictor(config, layer.predictor))
+    if layer.experts and layer.experts_norm:
+        yield from _norm(config, layer.experts_norm)
+        yield from expert_tensors(config.hidden, layer.experts)
     f = layer.feed_forward
     if f is None:
         return
@@ -101,8 +104,9 @@ def _norm(config: ModelConfig, name: str, suffix: str = ".weight") -> Iterator[t
 
 
 def _norms(config: ModelConfig, norms: Norms, *which: str) -> Iterator[tuple[str, Shape]]:
-    for name in filter(None, (getattr(norms, one) for one in which)):
-        yield from _norm(config, name, "" if norms.bare else ".weight")
+    for one in which:
+        if name := getattr(norms, one):
+            yield from _norm(config, name, "" if norms.bare == one else ".weight")
 
 
 def _encoder(c: ModelConfig, e: EncoderConfig) -> Listed:
@@ -142,7 +146,7 @@ def _attention(hidden: int, a: AttentionConfig) -> Listed:
         for which, rows, present in (("q", q, True), ("k", kv, own), ("v", kv, own and not a.value_is_key)):
             both = which == "q" and a.output_gate
             yield present, f"attn_{which}.weight", (rows * (2 if both else 1), hidden)
-    yield a.own_gate, "attn_gate.weight", (q, hidden)
+    yield bool(a.own_gate), "attn_gate.weight", (a.heads if a.head_gate else q, hidden)
     for which, rows in (("q", q), ("k", kv)):
         norm = rows if a.row_norms else a.head_dim
         present = which == "q" or a.kv_layer is None
@@ -223,7 +227,7 @@ def _predictor(c: ModelConfig, p: PredictorConfig) -> Listed:
 
 def _experts(hidden: int, e: ExpertsConfig) -> Listed:
     yield True, "ffn_gate_inp.weight", (e.count, hidden)
-    yield e.selection_bias, "exp_probs_b.bias", (e.count,)
+    yield e.selection_bias, e.bias_name, (e.count,)
     columns = e.latent or hidden
     yield e.latent > 0, "ffn_latent_down.weight", (e.latent, hidden)
     yield e.latent > 0, "ffn_latent_up.weight", (hidden, e.latent)
@@ -235,8 +239,8 @@ def _experts(hidden: int, e: ExpertsConfig) -> Listed:
     yield e.biases, "ffn_down_exps.bias", (e.count, hidden)
     if s := e.shared:
         yield s.gated_output, "ffn_gate_inp_shexp.weight", (hidden,)
-        yield s.gated, "ffn_gate_shexp.weight", (s.size, hidden)
-        yield True, "ffn_up_shexp.weight", (s.size, hidden)
+        yield s.gated and not s.merged, "ffn_gate_shexp.weight", (s.size, hidden)
+        yield True, "ffn_up_shexp.weight", (s.size * (2 if s.merged else 1), hidden)
         yield True, "ffn_down_shexp.weight", (hidden, s.size)
 
 
@@ -344,7 +348,7 @@ def _block_parts(hidden: int, f: FeedForwardConfig | ExpertsConfig | None) -> It
     if isinstance(f, ExpertsConfig):
         yield from _parts_of(f, (f.count,), f.latent or hidden, "ffn_{}_exps.weight", "ffn_gate_up_exps.weight")
         if f.shared:
-            yield from _parts_of(f.shared, (), hidden, "ffn_{}_shexp.weight")
+            yield from _parts_of(f.shared, (), hidden, "ffn_{}_shexp.weight", "ffn_up_shexp.weight")
             if f.shared.gated_output:
                 name = "ffn_gate_inp_shexp.weight"
                 yield Part(name, name, 0, (1, hidden))

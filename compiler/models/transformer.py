@@ -13,6 +13,7 @@ Everything follows the `ModelConfig` that an architecture's function makes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mlc_amd.compiler.functions import DRAFTED
@@ -42,9 +43,18 @@ def decoder_layer(g: Graph, x, i: int, layer: LayerConfig):
         h = g.norm(x, f"blk.{i}.{layer.mixer_norms.before}")
         own = layer.feed_forward_norms.before
         return add_all(g, x, [*mixer(g, h, i), *feed_forward(g, g.norm(x, f"blk.{i}.{own}") if own else h, i)])
+    f, given, beside = layer.feed_forward, x, layer.experts if layer.experts_norm else None
+    early = router_of(g, x, i) if isinstance(f, ExpertsConfig) and f.early else None
     if layer.mixers:
         x = residual_block(g, x, i, layer.mixer_norms, mixer)
-    return residual_block(g, x, i, layer.feed_forward_norms, feed_forward) if layer.feed_forward else x
+    if f:
+        x = residual_block(g, x, i, layer.feed_forward_norms, partial(feed_forward, router=early))
+    return add_all(g, x, mixture(g, g.norm(given, f"blk.{i}.{layer.experts_norm}"), i, beside)) if beside else x
+
+
+def router_of(g: Graph, h, i: int):
+    """The logits that choose experts."""
+    return g.linear(h, f"blk.{i}.ffn_gate_inp.weight", exact=True)
 
 
 def residual_block(g: Graph, x, i: int, norms: Norms, block):
@@ -91,8 +101,10 @@ def attention(g: Graph, h, i: int) -> list:
     if a.each_norm:
         q, k = (decoder_parts.each_norm(g, x, f"{block}attn_{which}_norm", a) for x, which in ((q, "q"), (k, "k")))
     y = g.attention(q, k, v, i)
-    if a.output_gate or a.own_gate:
-        y = g.gate(y, g.linear(h, block + ("attn_gate.weight" if a.own_gate else "attn_q_gate.weight")), a.head_dim)
+    if a.output_gate:
+        y = g.gate(y, g.linear(h, block + "attn_q_gate.weight"), a.head_dim)
+    if a.own_gate:
+        y = decoder_parts.gated(g, y, g.linear(h, block + "attn_gate.weight"), a)
     return [g.linear(y, block + "attn_output.weight")]
 
 
@@ -110,10 +122,14 @@ def latent_attention(g: Graph, h, i: int, latent: LatentConfig) -> list:
 MIXERS = {AttentionConfig: attention, **recurrent.MIXERS}
 
 
-def feed_forward(g: Graph, h, i: int) -> list:
+def feed_forward(g: Graph, h, i: int, router=None) -> list:
     f = g.config.layers[i].feed_forward
     assert f, "a layer with a feed-forward block"
-    return mixture(g, h, i, f) if isinstance(f, ExpertsConfig) else [dense(g, h, f"blk.{i}.ffn_{{}}", f.act, f.gated)]
+    return (
+        mixture(g, h, i, f, router)
+        if isinstance(f, ExpertsConfig)
+        else [dense(g, h, f"blk.{i}.ffn_{{}}", f.act, f.gated)]
+    )
 
 
 def dense(g: Graph, h, name: str, act: str, gated: bool = True):
@@ -136,7 +152,7 @@ def mixture(g: Graph, h, i: int, e: ExpertsConfig, router=None) -> list:
             y = g.times_sigmoid(y, g.linear(h, block + "ffn_gate_inp_shexp.weight", exact=True))
         terms.append(y)
     if router is None:
-        router = g.linear(h, block + "ffn_gate_inp.weight", exact=True)
+        router = router_of(g, h, i)
     ids, weights = g.route(router, e, block)
     if e.latent:
         y = g.experts(g.linear(h, block + "ffn_latent_down.weight"), ids, weights, e, block)

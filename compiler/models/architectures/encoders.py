@@ -36,16 +36,15 @@ Blocks = Callable[[Keys], Block]
 Mixers = Callable[[Keys], AttentionConfig]
 
 
-def _bert(keys: Keys, block: Blocks, rope: str = "", mixer: Mixers | None = None, norms: Any = NORMS_JOINED, positions: int = 0,
-          **encoder: Any) -> ModelConfig:  # fmt: skip
+def _bert(
+    keys: Keys, block: Blocks, rope: str = "", mixer: Mixers | None = None, norms: Any = NORMS_JOINED,
+    positions: int = 0, **encoder: Any,
+) -> ModelConfig:  # fmt: skip
     """Layer norms of the embeddings and after each block."""
     types = keys.integer("tokenizer.ggml.token_type_count", 0, minimum=0) if "token_types.weight" in keys.tensors else 0
     found = read_encoder(keys, required=True, types=types, norm=True, **encoder)
-    positions = keys.integer("context_length") if "position_embd.weight" in keys.tensors else 0
-    mixer = mixer or partial(read_attention, rope=rope)
-    return read_uniform(
-        keys, True, mixer, block, norms, norm="layer", output_norm="", encoder=found, positions=positions
-    )
+    mixer, model = mixer or partial(read_attention, rope=rope), {"positions": positions, "encoder": found}
+    return read_uniform(keys, True, mixer, block, norms, norm="layer", output_norm="", **model)
 
 
 @architecture("bert")

@@ -1,8 +1,9 @@
 """Decoders with layers that keep a state (selective state spaces, delta nets, short convolutions), most of them beside
 layers of attention; and Granite, of which some have none."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from mlc_amd.compiler.models.architectures.uniform import latent_attention
@@ -77,7 +78,7 @@ def falcon_h1(keys: Keys) -> ModelConfig:
     """Falcon H1. In every layer attention and a state space read the same norm. The weight of the norm before the dense
     block is named without ".weight"."""
     beside = read_mamba2(keys, norm=keys.owns("ssm_norm.weight"))
-    layer = {"feed_forward_norms": Norms(before="ffn_norm", bare=True), "beside": beside}
+    layer = {"feed_forward_norms": Norms(before="ffn_norm", bare="before"), "beside": beside}
     return read_uniform(keys, neox=True, norms=layer, rope={"factors": ""})
 
 
@@ -133,6 +134,30 @@ def granite(keys: Keys) -> ModelConfig:
     return _read_granite(keys, [read_attention(own, **_granite_attention(own)) for own in each_layer(keys)])
 
 
+@architecture("minicpm")
+def minicpm(keys: Keys) -> ModelConfig:
+    """MiniCPM 1 and 2. As granite, with factors that follow from the sizes where the file has none."""
+    hidden, count = keys.integer("embedding_length"), read_layers(keys)
+    factors = {"embedding_scale": 12.0, "residual_scale": 1.4 / count**0.5, "logit_scale": 256.0 / hidden}
+    return _read_granite(keys, [read_attention(own) for own in each_layer(keys)], factors)
+
+
+@architecture("granite_swa")
+def granite_swa(keys: Keys) -> ModelConfig:
+    """IBM Granite with sinks; some layers see a window of keys, some have no RoPE."""
+    count, window = read_layers(keys), keys.integer("attention.sliding_window")
+    local, rotated = (
+        keys.flags("attention.sliding_window_pattern", count),
+        keys.integers("attention.rope_pattern", count, 1, minimum=0),
+    )
+    scale = keys.number("attention.scale", 0.0, minimum=0.0)
+    mixers = [
+        read_attention(own, ROPE if rotates else "", sinks=True, scale=scale, window=window if is_local else 0)
+        for own, is_local, rotates in zip(each_layer(keys), local, rotated, strict=True)
+    ]
+    return _read_granite(keys, mixers, merged=True)
+
+
 @architecture("granitehybrid", "states")
 def granitehybrid(keys: Keys) -> ModelConfig:
     """IBM Granite 4 H. Most layers are selective state spaces (Mamba-2), the others attention; which, the number of KV
@@ -148,13 +173,20 @@ def _granite_attention(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _read_granite(keys: Keys, mixers: Sequence[Mixer]) -> ModelConfig:
-    """A model whose layers have these mixers.
+def _read_granite(
+    keys: Keys, mixers: Sequence[Mixer], factors: Mapping[str, float] = MappingProxyType({}), merged: bool = False
+) -> ModelConfig:
+    """A model whose layers have these mixers. factors: by their key, where the file has none. merged: of the shared
+    expert.
 
     The residual stream x of the original is kept as x / residual_scale: then blocks add their outputs as they are, and
     norms, whose results do not depend on a factor of x, only need another epsilon."""
-    residual = keys.number("residual_scale", 0.0, minimum=0.0) or 1.0
-    shared = shared_expert(keys.integer("expert_shared_feed_forward_length", 0, minimum=0))
+
+    def factor(key: str) -> float:
+        return keys.number(key, factors.get(key, 0.0), minimum=0.0) or 1.0
+
+    residual = factor("residual_scale")
+    shared = shared_expert(keys.integer("expert_shared_feed_forward_length", 0, minimum=0), merged=merged)
     layers = [
         LayerConfig(mixer, dense_or_experts(own, gating="softmax", shared=shared))
         for own, mixer in zip(each_layer(keys), mixers, strict=True)
@@ -164,8 +196,8 @@ def _read_granite(keys: Keys, mixers: Sequence[Mixer]) -> ModelConfig:
         layers,
         rotations(keys, layers, neox=False),
         norm_eps=keys.number("attention.layer_norm_rms_epsilon") / residual**2,
-        embedding_scale=(keys.number("embedding_scale", 0.0, minimum=0.0) or 1.0) / residual,
-        logit_scale=1.0 / (keys.number("logit_scale", 0.0, minimum=0.0) or 1.0),
+        embedding_scale=factor("embedding_scale") / residual,
+        logit_scale=1.0 / factor("logit_scale"),
     )
 
 

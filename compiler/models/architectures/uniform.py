@@ -125,6 +125,7 @@ def glm4(keys: Keys) -> ModelConfig:
 
 
 @architecture("hunyuan-dense")
+@architecture("hunyuan_vl")
 def hunyuan_dense(keys: Keys) -> ModelConfig:
     """Hunyuan, dense. RMS norms over the heads of q and k after RoPE, whose base grows with alpha."""
     base, alpha = keys.number("rope.freq_base", 10000.0), keys.number("rope.scaling.alpha", 0.0, minimum=0.0)
@@ -166,6 +167,7 @@ def starcoder2(keys: Keys) -> ModelConfig:
 
 
 @architecture("deepseek2")
+@architecture("mistral4")
 def deepseek2(keys: Keys) -> ModelConfig:
     """DeepSeek V2, V2 Lite, V3 and R1, Kimi K2, GLM 4.7 Flash. Latent attention; after a few dense layers experts, in
     some models of the best groups, beside a shared expert.
@@ -225,6 +227,12 @@ def deepseek_experts(keys: Keys) -> ExpertsConfig:
 def ernie4_5(keys: Keys) -> ModelConfig:
     """ERNIE 4.5, dense. As llama."""
     return read_uniform(keys, neox=False, block=dense)
+
+
+@architecture("paddleocr")
+def paddleocr(keys: Keys) -> ModelConfig:
+    """The decoder of PaddleOCR VL. As ernie4_5, with RoPE pairs half a head apart."""
+    return read_uniform(keys, neox=True, block=dense)
 
 
 @architecture("ernie4_5-moe", ignored=("attn_output.bias",))

@@ -19,6 +19,7 @@ from mlc_amd.compiler.models.metadata import (
     NORMS_AROUND,
     NORMS_BEFORE,
     ROPE,
+    SHARED_NORM,
     Keys,
     dense,
     each_layer,
@@ -68,9 +69,7 @@ def cohere2(keys: Keys) -> ModelConfig:
     """Command R7B. One layer norm for attention and feed-forward, which run in parallel; of four layers three see a
     window of keys and have RoPE, the last has neither; scaled logits."""
     local = {"window": keys.integer("attention.sliding_window"), "rope": ROPE}
-    layers = _layers(
-        keys, 4, partial(read_attention, rope=""), local, read_feed_forward, parallel=True, feed_forward_norms=Norms()
-    )
+    layers = _layers(keys, 4, partial(read_attention, rope=""), local, read_feed_forward, **SHARED_NORM)
     ropes = rotations(keys, layers, neox=False)
     return read_model(keys, layers, ropes, norm="layer", logit_scale=keys.number("logit_scale"))
 
