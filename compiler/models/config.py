@@ -243,6 +243,7 @@ class SharedExpertConfig:
     gated: bool = True
     gated_output: bool = False  # multiplied by sigmoid(ffn_gate_inp_shexp . x)
     merged: bool = False  # ffn_up_shexp holds the rows of gate, then those of up
+    factor: float = 1.0  # on the output
 
 
 @dataclass(frozen=True)
@@ -286,6 +287,7 @@ class Norms:
     joined: str = ""
     again: str = ""
     bare: str = ""  # of which of these norms the weight's name is without ".weight"
+    after_eps: float = 0.0  # epsilon of `after`; 0: the model's
 
 
 @dataclass(frozen=True)
@@ -346,6 +348,7 @@ class ModelConfig:
     norm_weights: bool = True  # False: norms without weights
     positions: int = 0  # rows of position_embd, which are added to the embedding's; 0: there is none
     embedding_scale: float = 1.0  # on the embedding's rows
+    embedding_norm: bool = False  # RMS norm of the embedding's rows, without weights
     logit_scale: float = 1.0  # on the logits
     logit_softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none
     layer_embedding: int = 0  # columns of a second embedding of each token, one for each layer (gemma4); 0: none

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from tvm import relax
 
+from mlc_amd.compiler.models import exchanges
 from mlc_amd.compiler.models.config import AttentionConfig
 from mlc_amd.compiler.ops import shape_of
-from mlc_amd.schedules.operators import Embed
+from mlc_amd.schedules.operators import Embed, RmsNorm
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
@@ -25,12 +26,20 @@ def embedded(g: Graph, name: str, numbers) -> relax.Var:
     return g.emit(Embed(fmt=tensor.format, vocab=rows, k=k, m=g.m), [numbers, g.weight(name)])
 
 
-def positioned(g: Graph, x) -> relax.Var:
-    """x plus the row of each one's position, where the model has such."""
+def embedding(g: Graph, x) -> relax.Var:
+    """x, the rows of the embedding, normalized or plus the row of each one's position, as the model has it."""
+    if g.config.embedding_norm:
+        m, k = shape_of(x)
+        x = g.emit(RmsNorm(k=k, m=m, eps=g.config.norm_eps, rows="all", layout=""), [x, g.ones(k)])
     if not g.config.positions:
         return x
     numbers = g.bb.emit(OPS.reshape(g.columns(g.rows, 0, 1), (g.m,)))
     return g.add(x, embedded(g, "position_embd.weight", numbers))
+
+
+def scaled_term(g: Graph, x, factor: float) -> relax.Var:
+    """x * factor, which is a term of a sum over GPUs where x is one."""
+    return exchanges.terms_of(g, g.bb.emit(OPS.multiply(x, relax.const(factor, "float32"))), x)
 
 
 def clamped(g: Graph, x, limit: float) -> relax.Var:
@@ -53,7 +62,6 @@ def gated(g: Graph, y, gate, a: AttentionConfig) -> relax.Var:
         return g.gate(y, gate, a.head_dim)
     own = a.heads if a.head_gate else columns
     factor = g.bb.emit(GATES[a.own_gate](g.columns(gate, 0, own)))
-    parts, factors = (
-        g.bb.emit(OPS.reshape(x, (m, a.heads, size // a.heads))) for x, size in ((y, columns), (factor, own))
-    )
+    parts = g.bb.emit(OPS.reshape(y, (m, a.heads, columns // a.heads)))
+    factors = g.bb.emit(OPS.reshape(factor, (m, a.heads, own // a.heads)))
     return g.bb.emit(OPS.reshape(g.bb.emit(OPS.multiply(parts, factors)), (m, columns)))

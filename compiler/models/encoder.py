@@ -32,7 +32,7 @@ def encoder(g: Graph):
     x = g.embed("token_embd.weight", c.embedding_scale)
     if e.types:
         x = g.add(x, _row(g, "token_types.weight"))
-    x = decoder_parts.positioned(g, x)
+    x = decoder_parts.embedding(g, x)
     x = transformer.layers(g, g.norm(x, "token_embd_norm") if e.norm else x)
     x = g.norm(x, c.output_norm) if c.output_norm else x
     g.state = g.parameter("answers", "io", tensor_type((4,), "int32"))

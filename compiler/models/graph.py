@@ -135,11 +135,12 @@ class Graph:
         op = Embed(fmt=tensor.format, vocab=vocab, k=k, m=self.m, scale=float(scale), features=columns)
         return self.emit(op, [self.tokens, *given, self.weight(name)])
 
-    def norm(self, x, name: str, rows: str = "all") -> relax.Var:
-        """The model's kind of norm, with a bias if the file has one. name: without ".weight", which some files lack."""
+    def norm(self, x, name: str, rows: str = "all", eps: float = 0.0) -> relax.Var:
+        """The model's kind of norm, with a bias if the file has one. name: without ".weight", which some files lack.
+        eps: of an RMS norm, 0: the model's."""
         bias = name + ".bias" if self.has(name + ".bias") else ""
         if self.config.norm == "rms":
-            y = self.rms_norm(x, name + ".weight" if self.has(name + ".weight") else name, rows)
+            y = self.rms_norm(x, name + ".weight" if self.has(name + ".weight") else name, rows, eps)
             return self.add(y, self.vector(bias, exact=True)) if bias else y
         m, k = shape_of(x)
         op = LayerNorm(k=k, m=m, eps=self.config.norm_eps, bias=bool(bias), rows=rows, layout="")
@@ -185,11 +186,11 @@ class Graph:
         ids, probabilities = (self.bb.emit(relax.TupleGetItem(found, i)) for i in range(2))
         return ids, probabilities
 
-    def rms_norm(self, x, name: str, rows: str = "all") -> relax.Var:
+    def rms_norm(self, x, name: str, rows: str = "all", eps: float = 0.0) -> relax.Var:
         m, k = shape_of(x)
         if k % BLOCK and rows == "all":
             return self.grouped_rms_norm(x, name, 1, k)
-        op = RmsNorm(k=k, m=m, eps=self.config.norm_eps, rows=rows, layout="")
+        op = RmsNorm(k=k, m=m, eps=eps or self.config.norm_eps, rows=rows, layout="")
         return self.emit(op, [x, self.vector(name)])
 
     def linear(self, x, name: str, exact: bool = False, scaled_bias: bool = False) -> relax.Var:

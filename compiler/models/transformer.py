@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def decoder(g: Graph):
     """The whole model: logits of the rows that the function answers."""
-    return logits(g, layers(g, decoder_parts.positioned(g, images.inputs(g))))
+    return logits(g, layers(g, decoder_parts.embedding(g, images.inputs(g))))
 
 
 def layers(g: Graph, x):
@@ -62,7 +62,7 @@ def residual_block(g: Graph, x, i: int, norms: Norms, block):
     block: returns terms, whose sum is its result."""
     terms = block(g, g.norm(x, f"blk.{i}.{norms.before}") if norms.before else x, i)
     if norms.after:
-        terms = [g.norm(add_all(g, terms[0], terms[1:]), f"blk.{i}.{norms.after}")]
+        terms = [g.norm(add_all(g, terms[0], terms[1:]), f"blk.{i}.{norms.after}", eps=norms.after_eps)]
     y = add_all(g, x, terms)
     if norms.joined:
         y = g.norm(y, f"blk.{i}.{norms.joined}")
@@ -150,6 +150,8 @@ def mixture(g: Graph, h, i: int, e: ExpertsConfig, router=None) -> list:
         y = dense(g, h, block + "ffn_{}_shexp", e.shared.act, e.shared.gated)
         if e.shared.gated_output:
             y = g.times_sigmoid(y, g.linear(h, block + "ffn_gate_inp_shexp.weight", exact=True))
+        if e.shared.factor != 1.0:
+            y = decoder_parts.scaled_term(g, y, e.shared.factor)
         terms.append(y)
     if router is None:
         router = router_of(g, h, i)

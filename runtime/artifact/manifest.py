@@ -87,6 +87,7 @@ class ManifestModel(TypedDict):
     norm_weights: bool
     positions: _Count
     embedding_scale: float
+    embedding_norm: bool
     logit_scale: float
     logit_softcap: float
     layer_embedding: _Count

@@ -1,6 +1,7 @@
 """Further decoders in which some layers see a window of keys only, many of them with gates on attention's output."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,14 +11,17 @@ from mlc_amd.compiler.models.metadata import (
     LOCAL_ROPE,
     NORMS_AROUND,
     ROPE,
+    SHARED_NORM,
     Keys,
     dense_then,
     each_layer,
     experts_alone,
+    experts_weighting,
     last_of,
     local_layers,
     predicting_layers,
     read_attention,
+    read_experts,
     read_feed_forward,
     read_layers,
     read_model,
@@ -26,6 +30,7 @@ from mlc_amd.compiler.models.metadata import (
 )
 from mlc_amd.compiler.models.registry import architecture
 
+POST_EPS = 1e-8  # muse-glimmer: of norms after blocks
 NOPE_STEP = 4  # afmoe: of so many layers the last one has no RoPE
 NORMS_BARE: dict[str, Any] = {  # as NORMS_AROUND, where the names of the second ones are without ".weight"
     "mixer_norms": Norms("attn_norm", "post_attention_norm", bare="after"),
@@ -158,3 +163,44 @@ def spark(keys: Keys) -> ModelConfig:
 
     layers = _layers(keys, _windows(keys, 4), mixer, partial(read_feed_forward, act="gelu"))
     return read_model(keys, layers, rotations(keys, layers, neox=True))
+
+
+@architecture("muse-glimmer")
+def muse_glimmer(keys: Keys) -> ModelConfig:
+    """Muse Glimmer. Norms around the blocks and over the heads of q and k, gates on attention's output, a normalized
+    embedding, scaled and capped logits; of four layers three see a window and have RoPE."""
+
+    def mixer(own: Keys, window: int) -> AttentionConfig:
+        return HEAD_NORMS(own, rope=ROPE if window else "", window=window, own_gate="sigmoid")
+
+    norms = {name: replace(around, after_eps=POST_EPS) for name, around in NORMS_AROUND.items()}
+    layers = _layers(keys, _windows(keys, 4), mixer, read_feed_forward, **norms)
+    cap = keys.number("final_logit_softcapping", 0.0, minimum=0.0)
+    logits = {"logit_scale": keys.number("logit_scale"), "logit_softcap": cap}
+    return read_model(keys, layers, rotations(keys, layers, neox=False), embedding_norm=True, **logits)
+
+
+@architecture("cohere2moe", "dense", "experts", "shared")
+def cohere2moe(keys: Keys) -> ModelConfig:
+    """Command A+. As cohere2, of whose four layers the first sees all keys; after a few dense layers experts, whose
+    output is averaged with that of a shared one."""
+    leading = keys.integer("leading_dense_block_count", minimum=0)
+    norm = "rms" if keys.number("attention.layer_norm_rms_epsilon", 0.0, minimum=0.0) else "layer"
+    predicting = predicting_layers(keys, known=False)
+    windows = _windows(keys, 4, dense_first=True)[: predicting.count]
+
+    def mixer(own: Keys, window: int) -> AttentionConfig:
+        return read_attention(own, rope=ROPE if window or (own.layer or 0) < leading else "", window=window)
+
+    def experts(own: Keys) -> Block:
+        size, count = own.integer("expert_feed_forward_length"), own.integer("expert_shared_count", 0, minimum=0)
+        gating = "" if own.integer("expert_gating_func", 0, minimum=0) else "sigmoid"
+        fields = experts_weighting(own) | {"gating": gating}
+        if count:
+            shared = own.integer("expert_shared_feed_forward_length", 0, minimum=0) or size * count
+            fields |= {"shared": shared_expert(shared, factor=0.5), "scale": fields["scale"] / 2}
+        return read_experts(own, size, **fields)
+
+    layers = _layers(keys, windows, mixer, dense_then(keys, experts), **SHARED_NORM)
+    ropes, scale = rotations(keys, layers, neox=False), keys.number("logit_scale", minimum=0.0) or 1.0
+    return read_model(keys, layers, ropes, norm=norm, logit_scale=scale, unused=predicting.unused)

@@ -2,14 +2,17 @@
 
 from functools import partial
 
-from mlc_amd.compiler.models.config import FeedForwardConfig, ModelConfig, Norms
+from mlc_amd.compiler.models.config import FeedForwardConfig, LayerConfig, ModelConfig, Norms
 from mlc_amd.compiler.models.metadata import (
     SHARED_NORM,
     Keys,
+    each_layer,
     read_attention,
     read_feed_forward,
     read_layers,
+    read_model,
     read_uniform,
+    rotations,
 )
 from mlc_amd.compiler.models.registry import architecture
 
@@ -68,6 +71,21 @@ def chatglm(keys: Keys) -> ModelConfig:
 def openelm(keys: Keys) -> ModelConfig:
     """OpenELM. Heads and columns differ between layers; norms over the heads of q and k."""
     return read_uniform(keys, True, partial(read_attention, head_norms=True))
+
+
+@architecture("deci")
+def deci(keys: Keys) -> ModelConfig:
+    """Llama Nemotron. As llama; heads and columns differ between layers, some of which lack attention or a block."""
+
+    def layer(own: Keys) -> LayerConfig:
+        heads, kv_heads = (own.integer(f"attention.{key}", minimum=0) for key in ("head_count", "head_count_kv"))
+        if heads and not kv_heads:
+            raise keys.error(f"layer {own.layer} has a matrix for attention, which is not supported; use another model")
+        block = read_feed_forward(own) if own.integer("feed_forward_length", minimum=0) else None
+        return LayerConfig(read_attention(own), block) if heads else LayerConfig(None, block, mixer_norms=Norms())
+
+    layers = [layer(own) for own in each_layer(keys)]
+    return read_model(keys, layers, rotations(keys, layers, neox=False))
 
 
 # ---- norms with a mean
