@@ -181,6 +181,92 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     ),
 }  # fmt: skip
 
+# Further decoders: their logits are llama.cpp's, of files with these weights in float32.
+_LAYER_NORM_BIAS = ("output_norm.bias", *_biases("attn_norm", "ffn_norm"))
+_UNGATED_BIAS = (*QKV_BIAS, *OUTPUT_BIAS, *_biases("ffn_up", "ffn_down"))
+_SHARED = EXPERTS | {"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2}
+_WINDOWS = {"attention.sliding_window": 24, "block_count": 4}
+_ALTERNATING = {"attention.sliding_window_pattern": [1, 0, 1, 0]}
+_SELECTION = _biases("exp_probs_b")
+_QKV = ("blk.*.attn_qkv.weight",)
+_PARTIAL = {"rope.dimension_count": 32}
+LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
+    "afmoe": (_SHARED | _WINDOWS | {"expert_weights_norm": True}, _SELECTION),
+    "arcee": ({}, ()),
+    "arctic": (EXPERTS | {"feed_forward_length": 64}, ()),
+    "bailingmoe": (_SHARED | {"expert_used_count": 3}, ("output.weight",)),
+    "bailingmoe2": (_SHARED | {"expert_weights_norm": True}, ("output.weight", "blk.*.attn_qkv.weight", *_SELECTION)),
+    "chatglm": (_PARTIAL, ("output.weight", "blk.*.attn_qkv.weight", "blk.*.attn_qkv.bias")),
+    "codeshell": ({}, ("output.weight", *_LAYER_NORM_BIAS, *_UNGATED_BIAS)),
+    "cohere2moe": (
+        _SHARED | _WINDOWS | {"attention.layer_norm_rms_epsilon": 0.0, "logit_scale": 0.25, "expert_shared_count": 2},
+        (),
+    ),
+    "command-r": ({"logit_scale": 0.0625}, ()),
+    "dbrx": (EXPERTS | {"feed_forward_length": 64, "attention.clamp_kqv": 1.0}, ("output.weight", *_QKV)),
+    "deci": (
+        {"block_count": 4, "attention.head_count": [4, 0, 0, 2], "attention.head_count_kv": [2, 0, 0, 1]}
+        | {"feed_forward_length": [768, 512, 0, 256]},
+        (),
+    ),
+    "deepseek": (_SHARED | {"expert_weights_scale": 1.5}, ()),
+    "dots1": (_SHARED | {"expert_weights_norm": True, "attention.head_count_kv": 4}, ("output.weight", *_SELECTION)),
+    "exaone": ({}, ("rope_freqs.weight",)),
+    "exaone-moe": (
+        _SHARED | _WINDOWS | {"expert_weights_norm": True, "expert_shared_feed_forward_length": 64},
+        ("output.weight", *_SELECTION),
+    ),
+    "falcon": ({}, (*_QKV, "output_norm.bias", *_biases("attn_norm", "attn_norm_2"), "blk.*.attn_norm_2.weight")),
+    "gpt2": ({}, (*_QKV, "blk.*.attn_qkv.bias", *_LAYER_NORM_BIAS, *_UNGATED_BIAS)),
+    "gptneox": (
+        _PARTIAL | {"use_parallel_residual": True},
+        ("output.weight", *_QKV, "blk.*.attn_qkv.bias", *_LAYER_NORM_BIAS, *_UNGATED_BIAS),
+    ),
+    "granite_swa": (
+        _WINDOWS | _ALTERNATING | {"attention.rope_pattern": [1, 0, 1, 1], "logit_scale": 8.0}
+        | {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.025},
+        (),
+    ),
+    "hunyuan-moe": (EXPERTS | {"feed_forward_length": 64}, ()),
+    "hunyuan_vl": (SECTIONS, ()),
+    "hy_v3": (_SHARED | {"expert_weights_norm": True}, ("blk.1.ffn_gate_inp.weight", "blk.1.exp_probs_b")),
+    "internlm2": ({}, ("output.weight",)),
+    "jais2": ({}, ("output.weight", *_LAYER_NORM_BIAS, *_UNGATED_BIAS)),
+    "laguna": (
+        _SHARED | _WINDOWS | _PARTIAL | {"expert_weights_norm": True, "rope.dimension_count_swa": 64},
+        ("output.weight", *_SELECTION),
+    ),
+    "maincoder": ({}, ()),
+    "mellum": (EXPERTS | _WINDOWS | ROPE_SCALED, ("output.weight",)),
+    "minicpm": ({}, ()),
+    "muse-glimmer": (_WINDOWS | {"logit_scale": 0.25, "final_logit_softcapping": 3.0}, ("output.weight",)),
+    "nanbeige": ({}, ("output.weight",)),
+    "nemotron": (_PARTIAL, ("output.weight", *_LAYER_NORM_BIAS)),
+    "olmo": ({"attention.clamp_kqv": 1.0}, ()),
+    "openelm": (
+        {"attention.head_count": [4, 6], "attention.head_count_kv": [2, 3], "feed_forward_length": [512, 768]},
+        _QKV,
+    ),
+    "orion": ({}, ("output.weight", *_LAYER_NORM_BIAS)),
+    "paddleocr": (SECTIONS, ()),
+    "pangu-embedded": ({}, ("output.weight", *QKV_BIAS, *OUTPUT_BIAS)),
+    "phi2": (_PARTIAL, ("output.weight", "output.bias", *_biases("attn_norm"), "output_norm.bias", *_UNGATED_BIAS)),
+    "phimoe": (
+        EXPERTS | {"feed_forward_length": 64},
+        ("output.weight", "output.bias", *_LAYER_NORM_BIAS, *QKV_BIAS, *OUTPUT_BIAS),
+    ),
+    "plamo": ({}, ("output.weight",)),
+    "plamo3": (_WINDOWS, _QKV),
+    "qwen": ({"attention.head_count_kv": 4}, ("output.weight", *_QKV, "blk.*.attn_qkv.bias")),
+    "smallthinker": (EXPERTS | {"expert_gating_func": 2, "block_count": 2}, ()),
+    "spark2_5": (_WINDOWS | _ALTERNATING, ()),
+    "stablelm": (_PARTIAL, ("output.weight", "blk.*.attn_q_norm.weight", "output_norm.bias", *_biases("attn_norm"))),
+    "starcoder": ({}, (*_QKV, "blk.*.attn_qkv.bias", *_LAYER_NORM_BIAS, *_UNGATED_BIAS)),
+    "xverse": ({}, ("output.weight",)),
+}  # fmt: skip
+LLAMACPP["mistral4"] = MODELS["deepseek2"]
+MODELS |= LLAMACPP
+
 
 def tiny(name: str, form: str = "f16") -> GGUFModel:
     """The model of that name in MODELS, with random weights in that format."""

@@ -148,10 +148,8 @@ def plamo3(keys: Keys) -> ModelConfig:
         return HEAD_NORMS(own, rope=LOCAL_ROPE if window else ROPE, window=window)
 
     layers = _layers(keys, _windows(keys, 8), mixer, partial(read_feed_forward, merged=True), **NORMS_BARE)
-    base = keys.number("rope.freq_base_swa", keys.number("rope.freq_base", 10000.0))
-    return read_model(
-        keys, layers, rotations(keys, layers, True) | rotations(keys, layers, True, LOCAL_ROPE, base=base)
-    )
+    local = {"scaled": False, "base": keys.number("rope.freq_base_swa", 10000.0)}
+    return read_model(keys, layers, rotations(keys, layers, True) | rotations(keys, layers, True, LOCAL_ROPE, **local))
 
 
 @architecture("spark2_5")

@@ -82,6 +82,8 @@ def deci(keys: Keys) -> ModelConfig:
         if heads and not kv_heads:
             raise keys.error(f"layer {own.layer} has a matrix for attention, which is not supported; use another model")
         block = read_feed_forward(own) if own.integer("feed_forward_length", minimum=0) else None
+        if heads and not block:
+            raise keys.error(f"layer {own.layer} has attention alone, which is not supported; use another model")
         return LayerConfig(read_attention(own), block) if heads else LayerConfig(None, block, mixer_norms=Norms())
 
     layers = [layer(own) for own in each_layer(keys)]
