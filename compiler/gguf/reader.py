@@ -16,6 +16,7 @@ import stat
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -31,6 +32,7 @@ from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS, by_gguf_type
 
+NONE: Mapping[str, object] = MappingProxyType({})
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)  # llama.cpp's LLAMA_SPLIT_PREFIX format
 _GUESSED = 1024  # a bit of general.file_type: whoever wrote the file was not sure
 _HEADER_READS = (1 << 20, 1 << 23, HEADER_LIMIT)  # bytes; vocabularies of small models fit the first
@@ -106,15 +108,15 @@ class GGUFModel(Closing):
         self.stored, self.tensors = tensors, graph_tensors(config, tensors)
 
     @classmethod
-    def open(cls, path: str | Path, pooling: str = "") -> "GGUFModel":
-        """Opens the file (all parts of a split one) and checks it. pooling: of `read_config`. UserError for anything
-        that cannot be compiled."""
+    def open(cls, path: str | Path, pooling: str = "", overrides: Mapping[str, object] = NONE) -> "GGUFModel":
+        """Opens the file (all parts of a split one) and checks it. pooling: of `read_config`. overrides: metadata in
+        place of the file's. UserError for anything that cannot be compiled."""
         files = _open_parts(str(path))
         entries = [(file, entry) for file in files for entry in file.header.tensors]
         if not entries:
             raise UserError(f"{path}: this file has no tensors, only a vocabulary; give a whole model")
         shapes = {entry.name: entry.shape for _, entry in entries}
-        metadata = files[0].header.metadata
+        metadata = files[0].header.metadata | dict(overrides)
         config = read_config(metadata, shapes, str(path), pooling)
         tensors = {entry.name: file.tensor(entry) for file, entry in entries}
         if len(tensors) != len(entries):

@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
 from mlc_amd.compiler.models import tensors as common
@@ -21,6 +22,7 @@ from mlc_amd.compiler.models.keys import Keys
 from mlc_amd.compiler.models.tensors import INPUT_SCALE, SCALE
 from mlc_amd.runtime.errors import shorten
 
+MOST_USED = "gemma3", "gpt-oss", "llama", "qwen3", "qwen35"  # for the message about others
 FILES = "mlc_amd.compiler.models.architectures"
 Reader = Callable[[Keys], ModelConfig]
 Tensors = Callable[[ModelConfig], Iterator[tuple[str, Shape]]]
@@ -111,7 +113,9 @@ def read_config(
     keys = Keys(metadata, tensor_names, path, pooling=pooling)
     name = keys.string("general.architecture")
     if name not in architectures():
-        raise keys.error(f"architecture {shorten(name)} is not supported; supported are {', '.join(architectures())}")
+        alike = get_close_matches(name, architectures(), 4) or sorted(MOST_USED)
+        known = f"{len(architectures())} others are, such as {', '.join(alike)}"
+        raise keys.error(f"architecture {shorten(name)} is not supported; {known}")
     kind = metadata.get("general.type", "model")
     if kind != "model":
         raise keys.error(f"this file holds a {shorten(kind)}, not a model; give the model's own GGUF file")
