@@ -244,6 +244,7 @@ class SharedExpertConfig:
     gated_output: bool = False  # multiplied by sigmoid(ffn_gate_inp_shexp . x)
     merged: bool = False  # ffn_up_shexp holds the rows of gate, then those of up
     factor: float = 1.0  # on the output
+    suffix: str = "_shexp"  # of its matrices' names
 
 
 @dataclass(frozen=True)

@@ -239,9 +239,9 @@ def _experts(hidden: int, e: ExpertsConfig) -> Listed:
     yield e.biases, "ffn_down_exps.bias", (e.count, hidden)
     if s := e.shared:
         yield s.gated_output, "ffn_gate_inp_shexp.weight", (hidden,)
-        yield s.gated and not s.merged, "ffn_gate_shexp.weight", (s.size, hidden)
-        yield True, "ffn_up_shexp.weight", (s.size * (2 if s.merged else 1), hidden)
-        yield True, "ffn_down_shexp.weight", (hidden, s.size)
+        yield s.gated and not s.merged, f"ffn_gate{s.suffix}.weight", (s.size, hidden)
+        yield True, f"ffn_up{s.suffix}.weight", (s.size * (2 if s.merged else 1), hidden)
+        yield True, f"ffn_down{s.suffix}.weight", (hidden, s.size)
 
 
 # How the names of matrices end that are no factors of products: taps of convolutions, vectors of Mamba-2
@@ -348,7 +348,8 @@ def _block_parts(hidden: int, f: FeedForwardConfig | ExpertsConfig | None) -> It
     if isinstance(f, ExpertsConfig):
         yield from _parts_of(f, (f.count,), f.latent or hidden, "ffn_{}_exps.weight", "ffn_gate_up_exps.weight")
         if f.shared:
-            yield from _parts_of(f.shared, (), hidden, "ffn_{}_shexp.weight", "ffn_up_shexp.weight")
+            name = f"ffn_{{}}{f.shared.suffix}.weight"
+            yield from _parts_of(f.shared, (), hidden, name, name.format("up"))
             if f.shared.gated_output:
                 name = "ffn_gate_inp_shexp.weight"
                 yield Part(name, name, 0, (1, hidden))

@@ -147,7 +147,7 @@ def mixture(g: Graph, h, i: int, e: ExpertsConfig, router=None) -> list:
     block = f"blk.{i}."
     terms = []
     if e.shared:
-        y = dense(g, h, block + "ffn_{}_shexp", e.shared.act, e.shared.gated)
+        y = dense(g, h, f"{block}ffn_{{}}{e.shared.suffix}", e.shared.act, e.shared.gated)
         if e.shared.gated_output:
             y = g.times_sigmoid(y, g.linear(h, block + "ffn_gate_inp_shexp.weight", exact=True))
         if e.shared.factor != 1.0:

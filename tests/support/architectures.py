@@ -202,6 +202,7 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         _SHARED | _WINDOWS | {"attention.layer_norm_rms_epsilon": 0.0, "logit_scale": 0.25, "expert_shared_count": 2},
         (),
     ),
+    "cogvlm": ({"attention.head_count_kv": 4}, ("output.weight", *_QKV)),
     "command-r": ({"logit_scale": 0.0625}, ()),
     "dbrx": (EXPERTS | {"feed_forward_length": 64, "attention.clamp_kqv": 1.0}, ("output.weight", *_QKV)),
     "deci": (
@@ -218,6 +219,7 @@ LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     ),
     "falcon": ({}, (*_QKV, "output_norm.bias", *_biases("attn_norm", "attn_norm_2"), "blk.*.attn_norm_2.weight")),
     "gpt2": ({}, (*_QKV, "blk.*.attn_qkv.bias", *_LAYER_NORM_BIAS, *_UNGATED_BIAS)),
+    "grok": (EXPERTS | {"attn_logit_softcapping": 5.0}, ("blk.*.ffn_up.weight", "blk.*.layer_output_norm.weight")),
     "gptneox": (
         _PARTIAL | {"use_parallel_residual": True},
         ("output.weight", *_QKV, "blk.*.attn_qkv.bias", *_LAYER_NORM_BIAS, *_UNGATED_BIAS),

@@ -1,5 +1,6 @@
 """Mixtures of experts whose attention is that of other decoders."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -128,3 +129,34 @@ def hy_v3(keys: Keys) -> ModelConfig:
     idle = tuple(name for name in keys.tensors if name.startswith(of_both))
     layers = predicting.of(lambda own: LayerConfig(HEAD_NORMS(own), block(own)))
     return read_model(keys, layers, rotations(keys, layers, neox=True), unused=(*predicting.unused, *idle))
+
+
+@architecture("grok")
+def grok(keys: Keys) -> ModelConfig:
+    """Grok 1 and 2. Norms around the blocks, scores, logits and embedding with factors and limits; in every layer
+    experts, in Grok 2 averaged with a dense block."""
+    cap = keys.number("attn_logit_softcapping", 30.0)
+    scale = keys.number("attention.output_scale", 0.08838834764831845)
+
+    def experts(own: Keys) -> ExpertsConfig:
+        dense_size = own.integer("feed_forward_length")
+        size = own.integer("expert_feed_forward_length", 0, minimum=0) or dense_size
+        fields: dict[str, Any] = {"gating": "softmax", "act": "gelu"}
+        if own.owns("ffn_up.weight"):
+            shared = shared_expert(dense_size, act="gelu", suffix="", factor=math.sqrt(0.5))
+            fields |= {"shared": shared, "scale": math.sqrt(0.5)}
+        return read_experts(own, size, **fields)
+
+    last = "layer_output_norm" if keys.owns("layer_output_norm.weight") else "post_ffw_norm"
+    norms = {"mixer_norms": Norms("attn_norm", "attn_output_norm"), "feed_forward_norms": Norms("ffn_norm", last)}
+    return read_uniform(
+        keys,
+        True,
+        partial(read_attention, scale=scale, softcap=cap),
+        experts,
+        norms,
+        {"beta_fast": keys.number("rope.scaling.yarn_beta_fast", 8.0)},
+        embedding_scale=keys.number("embedding_scale", 78.38367176906169),
+        logit_scale=keys.number("logit_scale", 0.5773502691896257),
+        logit_softcap=keys.number("final_logit_softcapping", 0.0, minimum=0.0),
+    )

@@ -18,6 +18,8 @@ from mlc_amd.compiler.models.registry import architecture
 
 UNGATED_GELU = partial(read_feed_forward, act="gelu", gated=False)
 SQUARES = partial(read_feed_forward, act="relu_sq", gated=False)
+# Of cogvlm: what llama.cpp does not use of texts
+VISUAL = ("attn_qkv.scale", *(f"vis_{name}.weight" for name in ("attn_qkv", "attn_output", "gate", "up", "down")))
 COMMAND_R_PLUS = 64  # layers from which on heads of q and k have norms
 
 
@@ -71,6 +73,13 @@ def chatglm(keys: Keys) -> ModelConfig:
 def openelm(keys: Keys) -> ModelConfig:
     """OpenELM. Heads and columns differ between layers; norms over the heads of q and k."""
     return read_uniform(keys, True, partial(read_attention, head_norms=True))
+
+
+@architecture("cogvlm", ignored=VISUAL)
+def cogvlm(keys: Keys) -> ModelConfig:
+    """The decoder of CogVLM, for texts: images have matrices of their own, which are not read. As llama, with a plain
+    RoPE, whose pairs are half a head apart."""
+    return read_uniform(keys, neox=True, rope={"scaled": False, "base": 10000.0, "factors": ""})
 
 
 @architecture("deci")
