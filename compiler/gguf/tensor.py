@@ -201,6 +201,10 @@ class Tensor:
 
         return Tensor(name, format, shape, lambda start, stop: whole()[start:stop])
 
+    def entries(self, name: str, first: int, count: int) -> "Tensor":
+        """The vector of `count` entries of this vector, from `first` on, as f32."""
+        return Tensor.made(name, (count,), lambda: self.dequantize()[first : first + count])
+
     def dequantize(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Rows start..stop as float32 [stop - start, columns]; a whole vector as [columns]. By gguf-py, which
         is the reference."""

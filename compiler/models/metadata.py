@@ -111,7 +111,8 @@ def attention(keys: Keys, heads: int, kv_heads: int, head_dim: int, rope: str, *
             f"heads ({heads}) must be a multiple of KV heads ({kv_heads}) to be compiled; use another model"
         )
     check_multiple(keys, "head size", head_dim, 8)
-    return AttentionConfig(heads, kv_heads, head_dim, rope, **({"merged_qkv": keys.owns("attn_qkv.weight")} | variant))
+    fields: dict[str, Any] = {"merged_qkv": keys.owns("attn_qkv.weight")}
+    return AttentionConfig(heads, kv_heads, head_dim, rope, **(fields | variant))
 
 
 def attention_or(keys: Keys, other: Mixer, rope: str, **variant) -> list[Mixer]:
@@ -239,7 +240,9 @@ def read_experts(keys: Keys, size: int, gating: str = "", **variant) -> ExpertsC
     return ExpertsConfig(count, used, size, gating=gating, merged=merged, **variant)
 
 
-def experts_alone(gating: str = "", size: str = "expert_feed_forward_length", **variant) -> Callable[[Keys], Block]:
+def experts_alone(
+    gating: str = "", size: str = "expert_feed_forward_length", **variant
+) -> Callable[[Keys], ExpertsConfig]:
     """Experts of that size in every layer. `variant`: as of `read_experts`."""
     return lambda own: read_experts(own, own.integer(size), gating=gating, **variant)
 

@@ -137,10 +137,10 @@ def llama_embed(keys: Keys) -> ModelConfig:
 def gemma_embedding(keys: Keys) -> ModelConfig:
     """EmbeddingGemma. As gemma3; of six layers five see a window around each token, with a RoPE of their own. Some
     files have two more matrices for the vector."""
-    windowed = {"window": keys.integer("attention.sliding_window"), "rope": LOCAL_ROPE}
+    windowed: dict[str, Any] = {"window": keys.integer("attention.sliding_window"), "rope": LOCAL_ROPE}
     layers = [
         LayerConfig(
-            read_attention(own, **({"head_norms": True} | (windowed if is_local else {}))),
+            read_attention(own, head_norms=True, **(windowed if is_local else {})),
             read_feed_forward(own, act="gelu"),
             **NORMS_AROUND,
         )

@@ -193,7 +193,7 @@ def cohere2moe(keys: Keys) -> ModelConfig:
     def experts(own: Keys) -> Block:
         size, count = own.integer("expert_feed_forward_length"), own.integer("expert_shared_count", 0, minimum=0)
         gating = "" if own.integer("expert_gating_func", 0, minimum=0) else "sigmoid"
-        fields = experts_weighting(own) | {"gating": gating}
+        fields: dict[str, Any] = experts_weighting(own) | {"gating": gating}
         if count:
             shared = own.integer("expert_shared_feed_forward_length", 0, minimum=0) or size * count
             fields |= {"shared": shared_expert(shared, factor=0.5), "scale": fields["scale"] / 2}

@@ -29,7 +29,7 @@ def beside_shared(keys: Keys, **variant: Any) -> ExpertsConfig:
     """Experts of a layer, chosen and weighted as the file says, beside as many shared ones. `variant`: as of
     `read_experts`."""
     size = keys.integer("expert_feed_forward_length")
-    fields = experts_weighting(keys) | {"selection_bias": keys.owns("exp_probs_b.bias")}
+    fields: dict[str, Any] = experts_weighting(keys) | {"selection_bias": keys.owns("exp_probs_b.bias")}
     fields["shared"] = shared_expert(size * keys.integer("expert_shared_count", 0, minimum=0))
     return read_experts(keys, size, **(fields | variant))
 
