@@ -293,8 +293,7 @@ class Norms:
 
 @dataclass(frozen=True)
 class PredictorConfig:
-    """Makes a layer one of multi-token prediction (`transformer.predictor` has the formula). Which tensors of its own
-    the file has; what it lacks it shares with the decoder."""
+    """Makes a layer one of multi-token prediction (`transformer.predictor`): which tensors it does not share."""
 
     embedding: bool = False  # nextn.embed_tokens
     head: bool = False  # nextn.shared_head_head

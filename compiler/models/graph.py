@@ -14,8 +14,8 @@ from tvm import relax, te
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.functions import HIDDEN, FunctionSpec
 from mlc_amd.compiler.models import exchanges, packed
-from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, Model, ModelConfig, attentions
-from mlc_amd.compiler.models.tensors import SCALE, factor_names
+from mlc_amd.compiler.models.config import AttentionConfig, Model, ModelConfig, attentions
+from mlc_amd.compiler.models.tensors import SCALE
 from mlc_amd.compiler.ops import shape_of, tensor_type
 from mlc_amd.runtime.artifact.io_buffers import page_table
 from mlc_amd.runtime.cache.pages import STATE
@@ -23,14 +23,8 @@ from mlc_amd.runtime.sampling.layout import row_shapes
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.operators import (
     CausalAttention,
-    Combine,
     Embed,
-    ExpertDown,
-    ExpertGateUp,
-    ExpertLinear,
-    ExpertOrder,
     Gate,
-    Gather,
     HeadLinear,
     LatentKvWrite,
     LayerNorm,
@@ -38,7 +32,6 @@ from mlc_amd.schedules.operators import (
     Operator,
     RmsNorm,
     RopeKvWrite,
-    Route,
     Sample,
 )  # fmt: skip
 from mlc_amd.schedules.operators.attention import PAGE, SLOTS, Rope
@@ -369,76 +362,6 @@ class Graph:
     def cells(self) -> relax.Var:
         """The cells of each slot: where its state is, and where it goes."""
         return self.parameter(page_table(STATE), "io", tensor_type((SLOTS, COLUMNS), "int32"))
-
-    # ---- mixtures of experts
-
-    def route(self, logits, experts: ExpertsConfig, block: str) -> tuple[relax.Var, relax.Var]:
-        """(experts of each row, their weights); block: "blk.0.", in front of the tensors' names."""
-        bias = [self.vector(block + experts.bias_name)] if experts.selection_bias else []
-        after = factor_names(block)[1]
-        factors = [self.vector(after)] if self.has(after) and not experts.weigh_input else []
-        workspace = self.target.route_workspace(experts) if self.m == 1 else {}
-        buffers = [self.parameter(name, "kv", tensor_type(*of)) for name, of in workspace.items()]
-        m, n = shape_of(logits)
-        op = Route(
-            n=n, m=m, **self._experts(experts), gating=experts.gating, normalize=experts.normalize, scale=experts.scale,
-            bias=bool(bias), factors=bool(factors), groups=experts.groups, groups_used=experts.groups_used,
-        )  # fmt: skip
-        routed = self.emit(op, [logits, *bias, *factors, *buffers])
-        ids, weights = (self.bb.emit(relax.TupleGetItem(routed, i)) for i in range(2))
-        return ids, weights
-
-    def experts(self, x, ids, weights, experts: ExpertsConfig, block: str) -> relax.Var:
-        """The weighted sum of the experts `ids` of each row of x. Their stacks are <block>ffn_gate_exps and so on."""
-        of, m, k = self._experts(experts), self.m, shape_of(x)[1]
-        names = {"gate": "gate" if experts.gated else "up", "up": "up", "down": "down"}
-        stacks = {which: self.model.tensors[f"{block}ffn_{name}_exps.weight"] for which, name in names.items()}
-        weight = {which: self.weight(f"{block}ffn_{name}_exps.weight") for which, name in names.items()}
-        bias = {name: [self.vector(f"{block}ffn_{name}_exps.bias")] if experts.biases else [] for name in stacks}
-        size = stacks["up"].shape[1]
-        first, last = (self.chosen(name, ids) for name in factor_names(block))
-        if experts.weigh_input:
-            before, after = (
-                [self.multiply(weights, first) if first is not None else weights],
-                [] if last is None else [last],
-            )
-        else:  # weights have the factors of outputs
-            before, after = [] if first is None else [first], [weights]
-        slots, pairs, groups = None, [], ids
-        if of["tile"] > 1:
-            ordered = self.emit(ExpertOrder(m=m, **of), [ids])
-            slots, pair_of, groups = (self.bb.emit(relax.TupleGetItem(ordered, i)) for i in range(3))
-            pairs = [pair_of]
-        if pairs or before:
-            x = self.emit(Gather(k=k, m=m, **of, weighted=bool(before), layout=""), [x, *pairs, *before])
-        gate_up = ExpertGateUp(
-            gate=stacks["gate"].format, up=stacks["up"].format, n=size, k=k, m=m, **of, act=experts.act,
-            biases=experts.biases, layout_in="", layout="", shared=of["tile"] == 1 and shape_of(x)[0] == m,
-        )  # fmt: skip
-        h = self.emit(gate_up, [x, groups, weight["gate"], weight["up"], *bias["gate"], *bias["up"]])
-        name = f"{block}ffn_down_exps.weight"
-        down: Any = {"fmt": stacks["down"].format, "n": k, "k": size, "m": m, "bias": experts.biases, "layout": ""} | of
-        inputs = [h, groups, weight["down"], *bias["down"]]
-        if not pairs:
-            op = ExpertDown(**down, weighted=bool(after), residual=False)
-            return exchanges.term(self, self.emit(op, [*inputs, *after]), name)
-        y = self.emit(ExpertLinear(**down), inputs)
-        combine = Combine(n=shape_of(y)[1], m=m, **of, weighted=bool(after), residual=False)
-        return exchanges.term(self, self.emit(combine, [y, slots, *after]), name)
-
-    def chosen(self, name: str, ids) -> relax.Var | None:
-        """The entries of a vector that belong to the experts `ids`, of its shape; None if the file has no such."""
-        if not self.has(name):
-            return None
-
-        def choose(ids, values):
-            last = self.model.tensors[name].shape[0] - 1
-            return te.compute(ids.shape, lambda *at: values[te.max(te.min(ids[at], last), 0)], "chosen")
-
-        return self.bb.emit_te(choose, ids, self.vector(name), primfunc_name_hint="choose_factors")
-
-    def _experts(self, experts: ExpertsConfig) -> dict[str, int]:
-        return {"experts": experts.count, "used": experts.used, "tile": self.target.expert_tile(self.m)}
 
 
 def table_columns(config: ModelConfig) -> dict[str, int]:

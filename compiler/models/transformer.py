@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from mlc_amd.compiler.functions import DRAFTED
 from mlc_amd.compiler.models import decoder_parts, exchanges, images, packed, recurrent
+from mlc_amd.compiler.models import mixture as mixture_graph
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LatentConfig, LayerConfig, Norms
 from mlc_amd.schedules.operators.layouts import padded
 
@@ -155,11 +156,11 @@ def mixture(g: Graph, h, i: int, e: ExpertsConfig, router=None) -> list:
         terms.append(y)
     if router is None:
         router = router_of(g, h, i)
-    ids, weights = g.route(router, e, block)
+    ids, weights = mixture_graph.route(g, router, e, block)
     if e.latent:
-        y = g.experts(g.linear(h, block + "ffn_latent_down.weight"), ids, weights, e, block)
+        y = mixture_graph.mixed(g, g.linear(h, block + "ffn_latent_down.weight"), ids, weights, e, block)
         return [*terms, g.linear(y, block + "ffn_latent_up.weight")]
-    return [*terms, g.experts(h, ids, weights, e, block)]
+    return [*terms, mixture_graph.mixed(g, h, ids, weights, e, block)]
 
 
 def logits(g: Graph, x):
