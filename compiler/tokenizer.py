@@ -34,7 +34,7 @@ from mlc_amd.runtime.text.chat_template import ChatTemplate
 from mlc_amd.runtime.text.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
 from mlc_amd.runtime.text.text_pipeline import set_pipeline
 from mlc_amd.runtime.text.tokenizer import MARK
-from mlc_amd.runtime.text.tokenizer_files import Normalizer, library_errors
+from mlc_amd.runtime.text.tokenizer_files import NO_TOKENIZER, Normalizer, library_errors
 
 _MAX_CHARACTERS = 1024  # of a token: several times as many as any vocabulary's longest one, 128 spaces, has
 # Tokens that no text becomes unless it says so.
@@ -59,8 +59,9 @@ NOT_END_TEXTS: tuple[tuple[frozenset[str], str], ...] = (
 _SPECIAL_IDS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
 _DEFAULT_IDS = {
     "gpt2": {}, "llama": {"bos": 1, "eos": 2, "unk": 0}, "gemma4": {}, "bert": {"bos": 101, "eos": 102, "unk": 100},
-    "t5": {"eos": 1, "unk": 2},
+    "t5": {"eos": 1, "unk": 2}, NO_TOKENIZER: {},
 }  # fmt: skip
+_MISSING = "none", "no_vocab", "test"  # kinds of vocabularies without a tokenizer
 _SEPARATOR = "tokenizer.ggml.seperator_token_id"  # spelt so
 # Further keys of tokens that end a generation: those that fill or separate files in a vocabulary for code.
 _FILL_IDS = ("fim_pad", "fim_rep", "fim_sep")
@@ -72,7 +73,8 @@ def export(metadata: Mapping[str, object], directory: Path) -> None:
 
     The keys of `tokenizer_config.json`:
         model: "gpt2" (BPE), "gemma4" (BPE of characters), "llama" (SentencePiece's BPE), "bert" (WordPiece) or "t5"
-        (SentencePiece's unigram)    normalizer: of "bert" and "t5", see tokenizer_files.Normalizer; else None
+        (SentencePiece's unigram), or "none": texts have no tokens
+        normalizer: of "bert" and "t5", see tokenizer_files.Normalizer; else None
         pair: what begins two texts that are to be compared, what is between them, and what ends them: lists of ids
         pre: the pre-tokenizer's name, None for "llama"    byte_level: whether tokens are written as the printable
         characters of their bytes (GPT-2's); otherwise as text, with "▁" for a space and <0x0A> for a byte
@@ -86,10 +88,13 @@ def export(metadata: Mapping[str, object], directory: Path) -> None:
     pre-tokenizer when `tokenizer.ggml.pre` is missing.
     """
     kind = _get(metadata, "tokenizer.ggml.model", str)
+    if kind in _MISSING:
+        metadata = _numbered(metadata)
+        kind = NO_TOKENIZER
     if kind not in _DEFAULT_IDS:
         raise UserError(
             f"tokenizer model {shorten(kind)} is not supported: use a GGUF whose tokenizer.ggml.model is one of "
-            f"{', '.join(_DEFAULT_IDS)}"
+            f"{', '.join(name for name in _DEFAULT_IDS if name != NO_TOKENIZER)}"
         )
     if kind == "gemma4":  # such files name no pre-tokenizer, and the first ones deny the token that begins a text
         metadata = {k: v for k, v in metadata.items() if k != "tokenizer.ggml.add_bos_token"}
@@ -111,6 +116,9 @@ def export(metadata: Mapping[str, object], directory: Path) -> None:
         add_space_prefix = _get(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
         byte_level, add_bos = False, False
         tokenizer, normalizer = _unigrams(metadata, names, types)
+    elif kind == NO_TOKENIZER:
+        byte_level, add_bos, add_space_prefix = False, False, False
+        tokenizer = Tokenizer(models.BPE(vocab=names, merges=[]))
     elif kind == "llama":
         add_space_prefix = _get(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
         byte_level, add_bos = False, True
@@ -160,6 +168,13 @@ def _check_templates(config: Mapping[str, Any]) -> None:
                 template.check()
             finally:
                 template.close()
+
+
+def _numbered(metadata: Mapping[str, object]) -> dict[str, object]:
+    """The metadata of a file that makes no tokens of texts, with a name for each: the file's, or its number."""
+    size = metadata.get(f"{metadata.get('general.architecture')}.vocab_size")
+    tokens = metadata.get("tokenizer.ggml.tokens") or [f"[{i}]" for i in range(size if isinstance(size, int) else 0)]
+    return {"tokenizer.ggml.tokens": tokens}
 
 
 _REQUIRED = object()

@@ -35,7 +35,14 @@ _PACKING = (
     ("mlc_amd.compiler", ("weights.py", "quant/blocks.py", "quant/pack.py")),
     (
         "mlc_amd.compiler",
-        ("gguf/reader.py", "gguf/tensor.py", "gguf/synthetic.py", "models/tensors.py", "models/shards.py"),
+        (
+            "gguf/parts.py",
+            "gguf/reader.py",
+            "gguf/tensor.py",
+            "gguf/synthetic.py",
+            "models/tensors.py",
+            "models/shards.py",
+        ),
     ),
     ("mlc_amd.compiler", ("models/vision/prepare.py",)),
     ("mlc_amd.schedules", ("formats.py", "cpu/linear/planes.py", "gpu/base/planes.py")),

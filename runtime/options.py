@@ -164,6 +164,9 @@ class CompileOptions(TargetOptions):
         "how an embedding model makes one vector of a text's tokens, for a GGUF file: their mean, the first or the "
         "last one, none (a vector for each token), or rank, which scores pairs of texts; auto: as the file says. Any "
         "other than auto makes a model that generates text one of embeddings")] = "auto"  # fmt: skip
+    override_kv: Annotated[tuple[str, ...], Option(
+        "metadata in place of a GGUF file's, KEY=TYPE:VALUE, such as qwen3.rope.freq_base=float:1e6; types are int, "
+        "float, bool and str; may be repeated")] = ()  # fmt: skip
     mmproj: Annotated[str | os.PathLike[str] | None, Option(
         "GGUF file of the model's image encoder, compiled into the same artifact",
         default="the one in the GGUF file's folder or repository", also=("-mm",))] = None  # fmt: skip

@@ -56,6 +56,14 @@ def _partial_factors(share: float) -> Callable[[int], np.ndarray]:
     return lambda pairs: np.where(np.arange(pairs) < share * pairs, 1.0, 1e30).astype(np.float32)
 
 
+_ATTENTION = "attn_q", "attn_k", "attn_v"
+
+
+def _biases(*names: str) -> tuple[str, ...]:
+    """Of all layers."""
+    return tuple(f"blk.*.{name}.bias" for name in names)
+
+
 def _experts(count: int, used: int, size: int) -> dict[str, object]:
     return {"expert_count": count, "expert_used_count": used, "expert_feed_forward_length": size}
 
@@ -74,7 +82,7 @@ def _gpt_oss(layers: int, experts: int) -> Preset:
         "rope.scaling.original_context_length": 4096,
     }
     keys = _sizes(layers, 2880, 2880, 64, 8, 64, 201088, 131072, 1e-5, 150000.0, more=more)
-    return Preset("gpt-oss", keys, ("output.weight", "blk.*.attn_q.bias", "blk.*.attn_output.bias"))
+    return Preset("gpt-oss", keys, ("output.weight", *_biases(*_ATTENTION, "attn_output", "ffn_gate_inp")))
 
 
 _GEMMA4 = {
@@ -91,8 +99,8 @@ _GEMMA4 = {
 _GEMMA4_TENSORS = (
     "blk.*.ffn_gate_inp.weight",
     "blk.*.layer_output_scale.weight",
-    "blk.0.ffn_gate_up_exps.weight",
-    "blk.0.ffn_down_exps.scale",
+    "blk.*.ffn_gate_up_exps.weight",
+    "blk.*.ffn_down_exps.scale",
     *(f"blk.{i}.attn_v.weight" for i in range(30) if (i + 1) % 6),
 )
 _LATENT = {
@@ -165,12 +173,13 @@ _PHI4_TENSORS = ("blk.*.attn_qkv.weight", "rope_factors_long.weight", "rope_fact
 _BERT = {"pooling_type": 1, "attention.causal": False, "tokenizer.ggml.token_type_count": 2}
 _BERT_TENSORS = (
     "token_types.weight",
-    *(f"blk.*.{name}.bias" for name in ("attn_q", "attn_output", "ffn_up", "ffn_down")),
+    "token_embd_norm.bias",
+    *_biases(*_ATTENTION, "attn_output", "ffn_up", "ffn_down", "attn_output_norm", "layer_output_norm"),
 )
 PRESETS = {
     # layers hidden ffn heads kv_heads head_dim vocab context eps rope_base
     "tiny": Preset("llama", _sizes(2, 256, 768, 4, 2, 64, 1024, 2048, 1e-5, 10000.0)),
-    "tiny-qwen2": Preset("qwen2", _sizes(2, 256, 768, 4, 2, 64, 1024, 2048, 1e-6, 1e6), ()),
+    "tiny-qwen2": Preset("qwen2", _sizes(2, 256, 768, 4, 2, 64, 1024, 2048, 1e-6, 1e6), _biases(*_ATTENTION)),
     "bert-base": Preset(
         "bert", _sizes(12, 768, 3072, 12, 12, 64, 30522, 512, 1e-12, 10000.0, more=_BERT), _BERT_TENSORS
     ),
@@ -197,12 +206,12 @@ PRESETS = {
     "glm-4.7-flash": Preset(
         "deepseek2",
         _sizes(47, 2048, 10240, 20, 1, 256, 154880, 202752, 1e-5, 1e6, more=_GLM47_FLASH),
-        ("output.weight", "blk.1.exp_probs_b.bias"),
+        ("output.weight", "blk.*.exp_probs_b.bias"),
     ),
     "kimi-linear-48b-a3b": Preset(
         "kimi-linear",
         _sizes(27, 2304, 9216, 32, 1, 576, 163840, 1048576, 1e-5, 10000.0, more=_KIMI_LINEAR),
-        ("output.weight", "blk.1.exp_probs_b.bias"),
+        ("output.weight", "blk.*.exp_probs_b.bias"),
     ),
     "lfm2-8b-a1b": Preset("lfm2moe", _sizes(24, 2048, 7168, 32, 8, 64, 65536, 128000, 1e-5, 1e6, more=_LFM2_MOE), ()),
     "qwen35-27b": Preset("qwen35", _sizes(64, 5120, 17408, 24, 4, 256, 248320, 262144, 1e-6, 1e7, more=_QWEN35)),
@@ -213,7 +222,7 @@ PRESETS = {
     "nemotron-3-nano": Preset(
         "nemotron_h_moe",
         _sizes(52, 2688, 1856, 32, 2, 128, 131072, 262144, 1e-5, 10000.0, more=_NEMOTRON3_NANO),
-        ("output.weight", "blk.1.exp_probs_b.bias"),
+        ("output.weight", "blk.*.exp_probs_b.bias"),
     ),
     "mistral-small-24b": Preset("llama", _sizes(40, 5120, 32768, 32, 8, 128, 131072, 131072, 1e-5, 1e9)),
     "phi4-mini": Preset(

@@ -16,24 +16,26 @@ import stat
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
 import numpy as np
 
 from mlc_amd.compiler.gguf.header import FETCH_AGAIN, HEADER_LIMIT, Header, TensorEntry, parse_header
+from mlc_amd.compiler.gguf.parts import graph_tensors
 from mlc_amd.compiler.gguf.tensor import Tensor, row_bytes
 from mlc_amd.compiler.models.config import ModelConfig
 from mlc_amd.compiler.models.registry import expected_tensors, read_config
-from mlc_amd.compiler.models.tensors import is_vector, merged_parts
+from mlc_amd.compiler.models.tensors import is_vector, optional
 from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS, by_gguf_type
 
+NONE: Mapping[str, object] = MappingProxyType({})
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)  # llama.cpp's LLAMA_SPLIT_PREFIX format
 _GUESSED = 1024  # a bit of general.file_type: whoever wrote the file was not sure
 _HEADER_READS = (1 << 20, 1 << 23, HEADER_LIMIT)  # bytes; vocabularies of small models fit the first
-MATRIX_SCALES = (".scale", ".input_scale")  # beside a matrix' .weight: llama.cpp's src/llama-model.cpp
 
 
 def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -41,32 +43,20 @@ def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
-def check_tensors(config: ModelConfig, tensors: Mapping[str, Any], path: str) -> None:
-    """UserError (with `path` in front) unless `tensors` are exactly those of `expected_tensors`, vectors as floats. An
-    additional tensor is an error, too, as in llama.cpp: it belongs to a variant whose results would be wrong without
-    it."""
-    known = set()
-    for name, shape in expected_tensors(config):
+def check_tensors(config: ModelConfig, tensors: dict[str, Any], path: str) -> None:
+    """UserError (with `path` in front) unless `tensors` are those of `expected_tensors`, `optional` ones beside them
+    and unused ones, vectors as floats. An additional tensor is an error, too, as in llama.cpp: it belongs to a variant
+    whose results would be wrong without it. Tensors get the dimensions of 1 that are expected."""
+    known, expected = set(config.unused), dict(expected_tensors(config))
+    for name, shape in expected.items():
         if name not in tensors:
             raise UserError(f"{path}: tensor {name} is missing; {FETCH_AGAIN}")
-        tensor = tensors[name]
-        if tensor.shape != shape and not (is_vector(name, shape) and _plain(tensor.shape) == _plain(shape)):
-            raise UserError(
-                f"{path}: tensor {name} has shape {tensor.shape}, expected {shape}; its metadata and tensors "
-                "do not match: convert the model again"
-            )
-        if is_vector(name, shape) and FORMATS[tensor.format].kind != "float":
-            raise UserError(
-                f"{path}: tensor {name} is {tensor.format}, but norms, biases and convolutions must be floats; "
-                "quantize the model again"
-            )
-        known.add(name)
-    extra = next((name for name in tensors if name not in known.union(config.unused)), None)
-    if extra is not None and extra.endswith(MATRIX_SCALES):
-        raise UserError(
-            f"{path}: tensor {extra!r} is a scale of a whole matrix, as files converted from NVFP4 checkpoints have: "
-            "these are not supported; use another quantization of this model"
-        )
+        beside = ((other, of) for other, of in optional(name, shape) if other not in known and other not in expected)
+        for one, of in ((name, shape), *beside):
+            if one in tensors:
+                _check_tensor(tensors, one, of, path)
+                known.add(one)
+    extra = next((name for name in tensors if name not in known), None)
     if extra is not None:
         raise UserError(
             f"{path}: tensor {extra!r} is not part of a {config.architecture} model as supported here; "
@@ -74,23 +64,20 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, Any], path: str) ->
         )
 
 
-def _with_parts(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with merged ones replaced by their parts; the same object if there are none."""
-    parts = list(merged_parts(config))
-    made = dict(tensors) if parts else tensors
-    for part in parts:
-        source = made.pop(part.source, None) or tensors[part.source]
-        if len(source.shape) == 1 and len(part.shape) == 1:
-            made[part.name] = source.entries(part.name, part.first, part.shape[0])
-        elif part.transposed:
-            made[part.name] = source.transposed(part.name, part.first, part.shape)
-        elif part.pieces:
-            made[part.name] = source.pieces(part.name, part.shape, part.groups, part.pieces)
-        else:
-            made[part.name] = source.part(part.name, part.first, part.shape)
-        if part.filled and part.filled != made[part.name].shape:
-            made[part.name] = made[part.name].filled(part.filled)
-    return made
+def _check_tensor(tensors: dict[str, Any], name: str, shape: tuple[int, ...], path: str) -> None:
+    tensor = tensors[name]
+    if tensor.shape != shape:
+        if _plain(tensor.shape) != _plain(shape):
+            raise UserError(
+                f"{path}: tensor {name} has shape {tensor.shape}, expected {shape}; its metadata and tensors "
+                "do not match: convert the model again"
+            )
+        tensors[name] = tensor.reshaped(shape)
+    if is_vector(name, shape) and FORMATS[tensor.format].kind != "float":
+        raise UserError(
+            f"{path}: tensor {name} is {tensor.format}, but norms, biases and convolutions must be floats; "
+            "quantize the model again"
+        )
 
 
 class GGUFModel(Closing):
@@ -118,18 +105,18 @@ class GGUFModel(Closing):
         self.path, self.metadata, self.config, self.files = path, metadata, config, tuple(files)
         self._opened: Sequence[_File] = ()
         self.vision: Any = None
-        self.stored, self.tensors = tensors, _with_parts(config, tensors)
+        self.stored, self.tensors = tensors, graph_tensors(config, tensors)
 
     @classmethod
-    def open(cls, path: str | Path, pooling: str = "") -> "GGUFModel":
-        """Opens the file (all parts of a split one) and checks it. pooling: of `read_config`. UserError for anything
-        that cannot be compiled."""
+    def open(cls, path: str | Path, pooling: str = "", overrides: Mapping[str, object] = NONE) -> "GGUFModel":
+        """Opens the file (all parts of a split one) and checks it. pooling: of `read_config`. overrides: metadata in
+        place of the file's. UserError for anything that cannot be compiled."""
         files = _open_parts(str(path))
         entries = [(file, entry) for file in files for entry in file.header.tensors]
         if not entries:
             raise UserError(f"{path}: this file has no tensors, only a vocabulary; give a whole model")
         shapes = {entry.name: entry.shape for _, entry in entries}
-        metadata = files[0].header.metadata
+        metadata = files[0].header.metadata | dict(overrides)
         config = read_config(metadata, shapes, str(path), pooling)
         tensors = {entry.name: file.tensor(entry) for file, entry in entries}
         if len(tensors) != len(entries):
@@ -264,6 +251,8 @@ class _File:
         if flat and len(shape) > 2:
             shape = shape[0], math.prod(shape[1:])
         columns = shape[-1] if shape else 1
+        if len(shape) > 3:
+            shape = (*_plain(shape[:-1]), columns)
         if len(shape) > 3:
             raise UserError(
                 f"{self.path}: tensor {entry.name!r} has {len(shape)} dimensions, at most 3 are supported; "

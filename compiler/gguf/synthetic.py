@@ -19,7 +19,7 @@ from mlc_amd.compiler.gguf.presets import PRESETS, Preset
 from mlc_amd.compiler.gguf.reader import GGUFModel, check_tensors
 from mlc_amd.compiler.gguf.tensor import Tensor, row_bytes
 from mlc_amd.compiler.models.registry import expected_tensors, read_config
-from mlc_amd.compiler.models.tensors import STATE_SPACE, is_vector
+from mlc_amd.compiler.models.tensors import STATE_SPACE, is_vector, optional
 from mlc_amd.compiler.quant.draws import either
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
@@ -64,7 +64,8 @@ def synthetic(
 
     keys: metadata instead of the preset's or besides it, without the architecture in front; "general.architecture"
     makes a model of another architecture with the preset's sizes, "tokenizer.ggml.tokens" and what belongs to them give
-    it another tokenizer. tensors: names of optional ones besides the preset's. pooling: of `read_config`.
+    it another tokenizer. tensors: names of optional ones besides those of the preset's architecture, * for a layer's
+    number. pooling: of `read_config`.
     """
     name, _, format = spec.partition(":")
     if name not in PRESETS:
@@ -75,8 +76,12 @@ def synthetic(
         raise UserError(f"{spec}: unknown format {format!r}; use preset:format with one of {', '.join(FORMATS)}")
     preset, keys = PRESETS[name], keys or {}
     metadata = _metadata(name, preset, keys)
-    config = read_config(metadata, preset.present() | set(tensors), spec, pooling)
+    own = preset.present() if metadata["general.architecture"] == preset.architecture else set()
+    names = own | _of_layers(tensors, metadata)
+    config = read_config(metadata, names, spec, pooling)
     shapes = dict(expected_tensors(config))
+    beside = (one for name, dims in shapes.items() for one in optional(name, dims))
+    shapes |= {name: dims for name, dims in beside if name in names and name not in config.unused}
     experts = any(len(dims) == 3 for dims in shapes.values())
     formats = {2: "q8_0" if experts and format == "mxfp4" else format}  # by dimensions
     made = {
@@ -85,6 +90,12 @@ def synthetic(
     }
     check_tensors(config, made, spec)
     return GGUFModel(spec, metadata, made, config)
+
+
+def _of_layers(names: Collection[str], metadata: Mapping[str, object]) -> set[str]:
+    """The names with the numbers of all layers in the place of *."""
+    layers = int(str(metadata[f"{metadata['general.architecture']}.block_count"]))
+    return {name.replace("*", str(i)) for name in names for i in range(layers)}
 
 
 def _format_of(name: str, dims: tuple[int, ...], format: str) -> str:

@@ -78,6 +78,14 @@ class Tensor:
 
         return Tensor(name, self.format, shape, fetch)
 
+    def reshaped(self, shape: tuple[int, ...]) -> "Tensor":
+        """The same numbers in another shape. ValueError if these are of blocks that would not stay rows."""
+        if shape[-1:] == self.shape[-1:]:
+            return Tensor(self.name, self.format, shape, self._fetch)
+        if FORMATS[self.format].kind != "float":
+            raise ValueError(f"{self!r} cannot have the shape {shape}")
+        return Tensor.made(self.name, shape, self.dequantize)
+
     def transposed(self, name: str, first: int, shape: tuple[int, ...]) -> "Tensor":
         """A stack of that shape: of each matrix of this tensor's rows the rows from `first` on, transposed. Blocks of
         columns cannot become rows: float formats stay, the weights of others become f16."""
@@ -195,11 +203,7 @@ class Tensor:
 
     def entries(self, name: str, first: int, count: int) -> "Tensor":
         """The vector of `count` entries of this vector, from `first` on, as f32."""
-        return Tensor(
-            name, "f32", (count,),
-            lambda start, stop: np.ascontiguousarray(self.dequantize()[first : first + count])
-            .view(np.uint8)[None][start:stop],
-        )  # fmt: skip
+        return Tensor.made(name, (count,), lambda: self.dequantize()[first : first + count])
 
     def dequantize(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Rows start..stop as float32 [stop - start, columns]; a whole vector as [columns]. By gguf-py, which

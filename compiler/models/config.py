@@ -83,13 +83,10 @@ class AttentionConfig:
     chunk: int = 0  # a token sees the keys from the last multiple of chunk on; 0: all
     softcap: float = 0.0  # score becomes softcap * tanh(score / softcap); 0: none
     sinks: bool = False  # attn_sinks.weight: one more logit per query head in the softmax's denominator
-    qkv_bias: bool = False  # attn_q/k/v.bias
-    output_bias: bool = False  # attn_output.bias
     head_norms: bool = False  # attn_q_norm/k_norm: RMS norm over each head of Q and K before RoPE
     norm_after_rope: bool = False  # head_norms follow RoPE
     norm_weights: bool = True  # False: head_norms without weights
     row_norms: bool = False  # attn_q_norm/k_norm: RMS norm over all heads of Q, and over all of K, before RoPE
-    row_norm_bias: bool = False  # row_norms have biases
     value_norm: bool = False  # RMS norm over each head of V, without weights
     kv_layer: int | None = None  # the layer whose keys and values it attends to; None: its own
     merged_qkv: bool = False  # attn_qkv holds the rows of attn_q, attn_k and attn_v, in that order
@@ -97,6 +94,10 @@ class AttentionConfig:
     temperature: "TemperatureConfig | None" = None
     latent: LatentConfig | None = None  # kv_heads is 1, and head_dim the columns of attention's keys
     alibi: float = 0.0  # ALiBi's largest bias, of encoders; 0: none
+    clamp: float = 0.0  # q, k and v are cut off at it, and at it below 0; 0: are not
+    own_gate: str = ""  # "sigmoid" or "softplus": the output times that of attn_gate h
+    head_gate: bool = False  # attn_gate has one row for each head
+    each_norm: bool = False  # attn_q_norm/k_norm: weights of each head for layer norms over them before RoPE
     output_gate: bool = False  # attn_q holds each head's rows of Q, then of a gate: the output times sigmoid(gate)
     images: bool = False  # the rows of an image see one another
 
@@ -231,8 +232,6 @@ class FeedForwardConfig:
     act: str = "silu"  # or "gelu" (tanh approximation), "relu_sq": of schedules' activations
     gated: bool = True
     merged: bool = False  # ffn_up holds the rows of gate, then those of up
-    bias: bool = False  # ffn_up.bias
-    down_bias: bool = False  # ffn_down.bias
 
 
 @dataclass(frozen=True)
@@ -243,6 +242,9 @@ class SharedExpertConfig:
     act: str = "silu"
     gated: bool = True
     gated_output: bool = False  # multiplied by sigmoid(ffn_gate_inp_shexp . x)
+    merged: bool = False  # ffn_up_shexp holds the rows of gate, then those of up
+    factor: float = 1.0  # on the output
+    suffix: str = "_shexp"  # of its matrices' names
 
 
 @dataclass(frozen=True)
@@ -265,10 +267,10 @@ class ExpertsConfig:
     groups: int = 1  # of experts; a row chooses among those of the groups_used best groups
     groups_used: int = 1
     selection_bias: bool = False  # exp_probs_b.bias, added to the probabilities that choose
-    router_bias: bool = False  # ffn_gate_inp.bias
+    bias_name: str = "exp_probs_b.bias"  # its name in some files
+    early: bool = False  # they are chosen by the layer's input, before its norms
     biases: bool = False  # ffn_gate_exps.bias, ffn_up_exps.bias, ffn_down_exps.bias
     merged: bool = False  # ffn_gate_up_exps holds each expert's rows of gate, then those of up
-    output_scales: bool = False  # ffn_down_exps.scale: a factor on the output of each expert
     weigh_input: bool = False  # the weight multiplies the expert's input instead of its output
     shared: SharedExpertConfig | None = None
 
@@ -285,13 +287,13 @@ class Norms:
     after: str = ""
     joined: str = ""
     again: str = ""
-    bare: bool = False  # the weights' names are without ".weight" (falcon-h1)
+    bare: str = ""  # of which of these norms the weight's name is without ".weight"
+    after_eps: float = 0.0  # epsilon of `after`; 0: the model's
 
 
 @dataclass(frozen=True)
 class PredictorConfig:
-    """Makes a layer one of multi-token prediction (`transformer.predictor` has the formula). Which tensors of its own
-    the file has; what it lacks it shares with the decoder."""
+    """Makes a layer one of multi-token prediction (`transformer.predictor`): which tensors it does not share."""
 
     embedding: bool = False  # nextn.embed_tokens
     head: bool = False  # nextn.shared_head_head
@@ -300,16 +302,17 @@ class PredictorConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """x += mixer, then x += feed_forward, each within its norms; either may be missing. In a parallel layer both read
-    the same norm."""
+    """x += mixer, then x += feed_forward, each within its norms; either may be missing. In a parallel layer x += mixer
+    + feed_forward."""
 
     mixer: Mixer | None
     feed_forward: Block | None
     mixer_norms: Norms = Norms(before="attn_norm")
     feed_forward_norms: Norms = Norms(before="ffn_norm")
-    experts: ExpertsConfig | None = None  # beside the feed-forward block (gemma4)
+    experts: ExpertsConfig | None = None  # beside the feed-forward block
+    experts_norm: str = ""  # norm before these, of the layer's input; "": as gemma4.py has it
     output_scale: bool = False  # layer_output_scale: a factor on x at the layer's end
-    parallel: bool = False  # x += mixer(h) + feed_forward(h), h = the norm before the mixer
+    parallel: bool = False  # both read x; without a norm before the feed-forward block, that before the mixer
     beside: Recurrent | None = None  # a second mixer: x += mixer(h) + beside(h) (falcon-h1)
     predictor: PredictorConfig | None = None  # it guesses tokens, and is no part of the decoder
 
@@ -342,8 +345,10 @@ class ModelConfig:
     ropes: dict[str, RopeConfig] = field(default_factory=dict)  # by kind of layer
     output_norm: str = "output_norm"  # name of the last norm's weight; "": there is none
     norm: str = "rms"  # or "layer": layer norms, which subtract the mean
-    norm_bias: bool = False  # of layer norms
+    norm_weights: bool = True  # False: norms without weights
+    positions: int = 0  # rows of position_embd, which are added to the embedding's; 0: there is none
     embedding_scale: float = 1.0  # on the embedding's rows
+    embedding_norm: bool = False  # RMS norm of the embedding's rows, without weights
     logit_scale: float = 1.0  # on the logits
     logit_softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none
     layer_embedding: int = 0  # columns of a second embedding of each token, one for each layer (gemma4); 0: none

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from tvm import relax
 
-from mlc_amd.compiler.models import transformer
+from mlc_amd.compiler.models import decoder_parts, transformer
 from mlc_amd.compiler.ops import tensor_type
-from mlc_amd.schedules.operators import Embed, Pool
+from mlc_amd.schedules.operators import Pool
 
 if TYPE_CHECKING:
     from mlc_amd.compiler.models.graph import Graph
@@ -32,8 +32,7 @@ def encoder(g: Graph):
     x = g.embed("token_embd.weight", c.embedding_scale)
     if e.types:
         x = g.add(x, _row(g, "token_types.weight"))
-    if e.positions:
-        x = g.add(x, _embedded(g, "position_embd.weight", g.bb.emit(OPS.reshape(g.columns(g.rows, 0, 1), (g.m,)))))
+    x = decoder_parts.embedding(g, x)
     x = transformer.layers(g, g.norm(x, "token_embd_norm") if e.norm else x)
     x = g.norm(x, c.output_norm) if c.output_norm else x
     g.state = g.parameter("answers", "io", tensor_type((4,), "int32"))
@@ -45,13 +44,6 @@ def encoder(g: Graph):
     return y
 
 
-def _embedded(g: Graph, name: str, numbers) -> relax.Var:
-    """Rows of a table."""
-    tensor = g.model.tensors[name]
-    rows, k = tensor.shape
-    return g.emit(Embed(fmt=tensor.format, vocab=rows, k=k, m=g.m), [numbers, g.weight(name)])
-
-
 def _row(g: Graph, name: str) -> relax.Var:
     """The first row of a table, for all rows."""
-    return _embedded(g, name, g.bb.emit(OPS.zeros((g.m,), "int32")))
+    return decoder_parts.embedded(g, name, g.bb.emit(OPS.zeros((g.m,), "int32")))

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class HeadLayer:
     """act(W x + b) of the vector of a text, with a norm after it where there is one. The tensors are <name>.weight,
-    <name>.bias and <name>.norm.weight."""
+    <name>.bias, if there is one, and <name>.norm.weight."""
 
     name: str
     rows: int  # of W
-    bias: bool = False
     act: str = ""
     norm: bool = False
 
@@ -30,6 +29,5 @@ class EncoderConfig:
     ranked: str = "cls"  # of "rank": the pooling before the head
     softmax: bool = False  # of the head's numbers
     head: tuple[HeadLayer, ...] = ()
-    positions: int = 0  # rows of position_embd, which are added to the tokens' embeddings; 0: there is none
     types: int = 0  # rows of token_types, of which the first one is added
     norm: bool = False  # token_embd_norm, of these sums

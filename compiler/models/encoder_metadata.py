@@ -11,6 +11,7 @@ from mlc_amd.compiler.models.encoder_config import EncoderConfig, HeadLayer
 from mlc_amd.compiler.models.keys import Keys
 
 POOLINGS = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # of pooling_type
+UNSAID = (1 << 32) - 1  # of pooling_type: -1 without a sign
 HEADS = "cls.", "dense_"  # how the names of tensors after pooling begin
 
 
@@ -20,7 +21,8 @@ def read_encoder(keys: Keys, required: bool = False, **variant) -> EncoderConfig
     is the only one."""
     pooling, causal = keys.pooling, keys.flag("attention.causal", not required)
     if not pooling:
-        number = keys.integer("pooling_type", 0, minimum=-1)
+        number = keys.integer("pooling_type", 0, minimum=-1, maximum=UNSAID)
+        number = 0 if number == UNSAID else number
         if number > 0 or not causal:
             pooling = POOLINGS.get(max(number, 0), "")
             if not pooling:
@@ -34,11 +36,11 @@ def read_encoder(keys: Keys, required: bool = False, **variant) -> EncoderConfig
     if pooling == "rank":
         if "cls.weight" in keys.tensors:
             rows = hidden if "cls.output.weight" in keys.tensors else alone or hidden
-            head.append(HeadLayer("cls", rows, "cls.bias" in keys.tensors, act, norm))
+            head.append(HeadLayer("cls", rows, act, norm))
         if "cls.output.weight" in keys.tensors:
             labels = keys.metadata.get(keys.full("classifier.output_labels"))
             rows = len(labels) if isinstance(labels, list) and labels else 1
-            head.append(HeadLayer("cls.output", rows, "cls.output.bias" in keys.tensors))
+            head.append(HeadLayer("cls.output", rows))
         if not head:
             raise keys.error("this model has no head for ranking (cls.weight, cls.output.weight); use a ranking model")
     elif "dense_2.weight" in keys.tensors:

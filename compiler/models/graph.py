@@ -14,7 +14,8 @@ from tvm import relax, te
 from mlc_amd.compiler import ops
 from mlc_amd.compiler.functions import HIDDEN, FunctionSpec
 from mlc_amd.compiler.models import exchanges, packed
-from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, Model, ModelConfig, attentions
+from mlc_amd.compiler.models.config import AttentionConfig, Model, ModelConfig, attentions
+from mlc_amd.compiler.models.tensors import SCALE
 from mlc_amd.compiler.ops import shape_of, tensor_type
 from mlc_amd.runtime.artifact.io_names import page_table
 from mlc_amd.runtime.cache.pages import STATE
@@ -22,14 +23,8 @@ from mlc_amd.runtime.sampling.layout import row_shapes
 from mlc_amd.schedules.formats import FORMATS
 from mlc_amd.schedules.operators import (
     CausalAttention,
-    Combine,
     Embed,
-    ExpertDown,
-    ExpertGateUp,
-    ExpertLinear,
-    ExpertOrder,
     Gate,
-    Gather,
     HeadLinear,
     LatentKvWrite,
     LayerNorm,
@@ -37,7 +32,6 @@ from mlc_amd.schedules.operators import (
     Operator,
     RmsNorm,
     RopeKvWrite,
-    Route,
     Sample,
 )  # fmt: skip
 from mlc_amd.schedules.operators.attention import PAGE, SLOTS, Rope
@@ -110,6 +104,10 @@ class Graph:
         size = math.prod(self.model.tensors[name].shape)
         return self.parameter(name, "weight", tensor_type((size if exact else padded(size),)))
 
+    def ones(self, size: int) -> relax.Var:
+        """As vector."""
+        return self.parameter(f"{ONES}{size}", "weight", tensor_type((padded(size),)))
+
     def weight(self, name: str) -> relax.Var:
         tensor = self.model.tensors[name]
         planes = self.target.planes(tensor.format, tensor.rows, tensor.shape[-1])
@@ -130,14 +128,17 @@ class Graph:
         op = Embed(fmt=tensor.format, vocab=vocab, k=k, m=self.m, scale=float(scale), features=columns)
         return self.emit(op, [self.tokens, *given, self.weight(name)])
 
-    def norm(self, x, name: str, rows: str = "all") -> relax.Var:
-        """The model's kind of norm. name: without ".weight", which some files lack."""
+    def norm(self, x, name: str, rows: str = "all", eps: float = 0.0) -> relax.Var:
+        """The model's kind of norm, with a bias if the file has one. name: without ".weight", which some files lack.
+        eps: of an RMS norm, 0: the model's."""
+        bias = name + ".bias" if self.has(name + ".bias") else ""
         if self.config.norm == "rms":
-            return self.rms_norm(x, name + ".weight" if self.has(name + ".weight") else name, rows)
-        bias = [self.vector(name + ".bias")] if self.config.norm_bias else []
+            y = self.rms_norm(x, name + ".weight" if self.has(name + ".weight") else name, rows, eps)
+            return self.add(y, self.vector(bias, exact=True)) if bias else y
         m, k = shape_of(x)
         op = LayerNorm(k=k, m=m, eps=self.config.norm_eps, bias=bool(bias), rows=rows, layout="")
-        return self.emit(op, [x, self.vector(name + ".weight"), *bias])
+        weight = self.vector(name + ".weight") if self.config.norm_weights else self.ones(k)
+        return self.emit(op, [x, weight, *([self.vector(bias)] if bias else [])])
 
     @property
     def kept_hidden(self) -> relax.Var:
@@ -178,24 +179,33 @@ class Graph:
         ids, probabilities = (self.bb.emit(relax.TupleGetItem(found, i)) for i in range(2))
         return ids, probabilities
 
-    def rms_norm(self, x, name: str, rows: str = "all") -> relax.Var:
+    def rms_norm(self, x, name: str, rows: str = "all", eps: float = 0.0) -> relax.Var:
         m, k = shape_of(x)
         if k % BLOCK and rows == "all":
             return self.grouped_rms_norm(x, name, 1, k)
-        op = RmsNorm(k=k, m=m, eps=self.config.norm_eps, rows=rows, layout="")
+        op = RmsNorm(k=k, m=m, eps=eps or self.config.norm_eps, rows=rows, layout="")
         return self.emit(op, [x, self.vector(name)])
 
-    def linear(self, x, name: str, exact: bool = False) -> relax.Var:
-        """x W^T, plus the bias that stands beside the weight if the file has one. exact: x stays float32, where the
-        weight's format allows it."""
-        tensor, bias = self.model.tensors[name], name.removesuffix("weight") + "bias"
-        biases = [self.vector(bias, exact=True)] if self.has(bias) else []
+    def linear(self, x, name: str, exact: bool = False, scaled_bias: bool = False) -> relax.Var:
+        """x W^T, times the scale and plus the bias that stand beside the weight in the file. exact: of a router, which
+        has no scale: x stays float32, where the weight's format allows it. scaled_bias: the scale is that of the bias,
+        too."""
+        tensor, base = self.model.tensors[name], name.removesuffix("weight")
+        biases = [self.vector(base + "bias", exact=True)] if self.has(base + "bias") else []
+        scaled = self.has(base + SCALE) and not exact
+        apart = biases if scaled and not scaled_bias else []
+        within = [] if apart else biases
         m, k = shape_of(x)
         op = Linear(
-            segments=((tensor.format, tensor.rows),), k=k, m=m, layout="", biases=(bool(biases),),
+            segments=((tensor.format, tensor.rows),), k=k, m=m, layout="", biases=(bool(within),),
             exact=exact and FORMATS[tensor.format].kind == "float",
         )  # fmt: skip
-        return exchanges.term(self, self.emit(op, [x, self.weight(name), *biases]), name)
+        y = self.emit(op, [x, self.weight(name), *within])
+        if scaled:
+            y = self.bb.emit(OPS.multiply(y, self.number(base + SCALE)))
+        for _ in apart:
+            y = self.bb.emit(OPS.add(y, self.vector(base + "bias")))
+        return exchanges.term(self, y, name)
 
     def head_linear(self, x, name: str) -> relax.Var:
         """x W^T with a matrix of a stack for each head: x [m, heads * k] to [m, heads * n]."""
@@ -250,9 +260,8 @@ class Graph:
         if groups == 1 and columns % BLOCK == 0:
             return self.emit(RmsNorm(k=columns, m=m, eps=eps, rows="all", layout=""), [x, self.vector(name)])
         size = columns // groups
-        ones = self.parameter(f"{ONES}{size}", "weight", tensor_type((padded(size),)))
         parts = self.bb.emit(OPS.reshape(x, (m, groups, size)))
-        normed = self.bb.emit(OPS.nn.rms_norm(parts, ones, -1, eps))
+        normed = self.bb.emit(OPS.nn.rms_norm(parts, self.ones(size), -1, eps))
         return self.multiply(self.bb.emit(OPS.reshape(normed, (m, columns))), self.vector(name, exact=True))
 
     def times_sigmoid(self, x, logit) -> relax.Var:
@@ -340,7 +349,7 @@ class Graph:
         """The weight of the norm over a head of q or k; ones for a norm without weights."""
         if a.norm_weights:
             return self.vector(f"{block}attn_{which}_norm.weight")
-        return self.parameter(f"{ONES}{a.head_dim}", "weight", tensor_type((padded(a.head_dim),)))
+        return self.ones(a.head_dim)
 
     # ---- mixers that keep a state
 
@@ -353,57 +362,6 @@ class Graph:
     def cells(self) -> relax.Var:
         """The cells of each slot: where its state is, and where it goes."""
         return self.parameter(page_table(STATE), "io", tensor_type((SLOTS, COLUMNS), "int32"))
-
-    # ---- mixtures of experts
-
-    def route(self, logits, experts: ExpertsConfig, block: str) -> tuple[relax.Var, relax.Var]:
-        """(experts of each row, their weights); block: "blk.0.", in front of the tensors' names."""
-        bias = [self.vector(block + "exp_probs_b.bias")] if experts.selection_bias else []
-        factors = [self.vector(block + "ffn_down_exps.scale")] if experts.output_scales else []
-        workspace = self.target.route_workspace(experts) if self.m == 1 else {}
-        buffers = [self.parameter(name, "kv", tensor_type(*of)) for name, of in workspace.items()]
-        m, n = shape_of(logits)
-        op = Route(
-            n=n, m=m, **self._experts(experts), gating=experts.gating, normalize=experts.normalize, scale=experts.scale,
-            bias=bool(bias), factors=bool(factors), groups=experts.groups, groups_used=experts.groups_used,
-        )  # fmt: skip
-        routed = self.emit(op, [logits, *bias, *factors, *buffers])
-        ids, weights = (self.bb.emit(relax.TupleGetItem(routed, i)) for i in range(2))
-        return ids, weights
-
-    def experts(self, x, ids, weights, experts: ExpertsConfig, block: str) -> relax.Var:
-        """The weighted sum of the experts `ids` of each row of x. Their stacks are <block>ffn_gate_exps and so on."""
-        of, m, k = self._experts(experts), self.m, shape_of(x)[1]
-        names = {"gate": "gate" if experts.gated else "up", "up": "up", "down": "down"}
-        stacks = {which: self.model.tensors[f"{block}ffn_{name}_exps.weight"] for which, name in names.items()}
-        weight = {which: self.weight(f"{block}ffn_{name}_exps.weight") for which, name in names.items()}
-        bias = {name: [self.vector(f"{block}ffn_{name}_exps.bias")] if experts.biases else [] for name in stacks}
-        size = stacks["up"].shape[1]
-        before, after = ([weights], []) if experts.weigh_input else ([], [weights])
-        slots, pairs, groups = None, [], ids
-        if of["tile"] > 1:
-            ordered = self.emit(ExpertOrder(m=m, **of), [ids])
-            slots, pair_of, groups = (self.bb.emit(relax.TupleGetItem(ordered, i)) for i in range(3))
-            pairs = [pair_of]
-        if pairs or before:
-            x = self.emit(Gather(k=k, m=m, **of, weighted=bool(before), layout=""), [x, *pairs, *before])
-        gate_up = ExpertGateUp(
-            gate=stacks["gate"].format, up=stacks["up"].format, n=size, k=k, m=m, **of, act=experts.act,
-            biases=experts.biases, layout_in="", layout="", shared=of["tile"] == 1 and shape_of(x)[0] == m,
-        )  # fmt: skip
-        h = self.emit(gate_up, [x, groups, weight["gate"], weight["up"], *bias["gate"], *bias["up"]])
-        name = f"{block}ffn_down_exps.weight"
-        down: Any = {"fmt": stacks["down"].format, "n": k, "k": size, "m": m, "bias": experts.biases, "layout": ""} | of
-        inputs = [h, groups, weight["down"], *bias["down"]]
-        if not pairs:
-            op = ExpertDown(**down, weighted=bool(after), residual=False)
-            return exchanges.term(self, self.emit(op, [*inputs, *after]), name)
-        y = self.emit(ExpertLinear(**down), inputs)
-        combine = Combine(n=shape_of(y)[1], m=m, **of, weighted=bool(after), residual=False)
-        return exchanges.term(self, self.emit(combine, [y, slots, *after]), name)
-
-    def _experts(self, experts: ExpertsConfig) -> dict[str, int]:
-        return {"experts": experts.count, "used": experts.used, "tile": self.target.expert_tile(self.m)}
 
 
 def table_columns(config: ModelConfig) -> dict[str, int]:

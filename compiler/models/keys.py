@@ -6,6 +6,7 @@ impossible or of another type.
 
 import math
 from collections.abc import Collection, Mapping
+from copy import copy
 
 from mlc_amd.runtime.errors import UserError, shorten
 
@@ -13,7 +14,10 @@ from mlc_amd.runtime.errors import UserError, shorten
 class Keys:
     """Typed access to a file's metadata and to the names of its tensors. `prefix` (the architecture) goes in front of
     every key except `general.*`. A value that is missing, of another type or impossible is a `UserError` of one line
-    with the file's path in front."""
+    with the file's path in front.
+
+    Many keys have one value, or a list with one for each layer: keys of a layer (`at`) return that layer's; those of
+    the file return the one value that all layers have."""
 
     def __init__(
         self, metadata: dict[str, object], tensors: Collection[str], path: str, prefix: str = "", pooling: str = ""
@@ -21,6 +25,17 @@ class Keys:
         """tensors: names, or shapes by name. pooling: the caller's, in place of the file's."""
         self.metadata, self.tensors, self.path, self.prefix = metadata, tensors, path, prefix
         self.pooling = pooling
+        self.layer: int | None = None
+
+    def at(self, layer: int) -> "Keys":
+        """The keys of a layer."""
+        found = copy(self)
+        found.layer = layer
+        return found
+
+    def owns(self, name: str) -> bool:
+        """Whether the layer, of keys of the file the first one, has a tensor of that name."""
+        return f"blk.{self.layer or 0}.{name}" in self.tensors
 
     def full(self, key: str) -> str:
         return key if key.startswith(("general.", "tokenizer.")) else f"{self.prefix}.{key}"
@@ -43,6 +58,25 @@ class Keys:
             raise self.error(f"metadata key {self.full(key)} is missing; convert the model again")
         return value
 
+    def _one(self, key: str, default: object) -> object:
+        """One value, of a list that of the layer."""
+        value = self._get(key, default)
+        if not isinstance(value, list) or not value:
+            return value
+        if self.layer is not None:
+            layers = self.metadata.get(self.full("block_count"))
+            self._check_length(key, value, layers if isinstance(layers, int) else 0)
+            return value[self.layer]
+        if any(entry != value[0] for entry in value):
+            raise self.error(f"{self.full(key)} differs between layers; only models with equal layers are supported")
+        return value[0]
+
+    def _check_length(self, key: str, value: list, layers: int) -> None:
+        if len(value) != layers:
+            raise self.error(
+                f"{self.full(key)} has {len(value)} entries, the model has {layers} layers; convert the model again"
+            )
+
     def _wrong(self, key: str, value: object, expected: str) -> UserError:
         what = f"metadata key {self.full(key)} is {shorten(value)}, expected {expected}"
         return self.error(f"{what}; convert the model again")
@@ -54,34 +88,26 @@ class Keys:
         return value
 
     def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = (1 << 31) - 1) -> int:
-        """One integer; a list with one entry per layer is taken if all entries are equal."""
-        value = self._get(key, default)
-        if isinstance(value, list) and value and all(v == value[0] for v in value):
-            value = value[0]
-        if isinstance(value, list) and value:
-            raise self.error(f"{self.full(key)} differs between layers; only models with equal layers are supported")
-        return self._checked(key, value, minimum, maximum)
+        """One integer."""
+        return self._checked(key, self._one(key, default), minimum, maximum)
 
     def integers(self, key: str, layers: int, default: int | None = None, minimum: int = 1) -> list[int]:
         """One integer per layer: the list in the file, or its one number for every layer."""
         value = self._get(key, default)
         if not isinstance(value, list):
             return [self._checked(key, value, minimum)] * layers
-        if len(value) != layers:
-            raise self.error(
-                f"{self.full(key)} has {len(value)} entries, the model has {layers} layers; convert the model again"
-            )
+        self._check_length(key, value, layers)
         return [self._checked(key, entry, minimum) for entry in value]
 
     def flags(self, key: str, layers: int) -> list[bool]:
-        """One flag per layer: the list in the file."""
+        """One flag per layer: the list in the file, of flags or of 0 and 1."""
         value = self._get(key, None)
-        if not isinstance(value, list) or len(value) != layers or not all(isinstance(flag, bool) for flag in value):
+        if not isinstance(value, list) or len(value) != layers or not all(flag in (0, 1) for flag in value):
             raise self._wrong(key, value, f"a list of {layers} flags")
-        return value
+        return [bool(flag) for flag in value]
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._get(key, default)
+        value = self._one(key, default)
         if not isinstance(value, bool):
             raise self._wrong(key, value, "true or false")
         return value
@@ -94,7 +120,7 @@ class Keys:
 
     def number(self, key: str, default: float | None = None, minimum: float | None = None) -> float:
         """A finite number, above 0 unless `minimum` is given."""
-        value = self._get(key, default)
+        value = self._one(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             valid = False
         else:

@@ -4,7 +4,8 @@ In: `Keys`. Out: configurations; a `UserError` names the key of what is missing,
 and defaults are llama.cpp's (src/llama-arch.cpp, src/llama-model.cpp).
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ NORMS_AROUND: dict[str, Any] = {
 NORMS_AFTER: dict[str, Any] = {
     "mixer_norms": Norms(after="post_attention_norm"), "feed_forward_norms": Norms(after="post_ffw_norm"),
 }  # fmt: skip
+SHARED_NORM: dict[str, Any] = {"parallel": True, "feed_forward_norms": Norms()}  # before mixer and block
 INTERLEAVED = ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")  # architectures whose RoPE sections take turns
 GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax_used"}  # of expert_gating_func
 
@@ -50,38 +52,47 @@ def read_layers(keys: Keys) -> int:
     return keys.integer("block_count", maximum=MAX_LAYERS)
 
 
+def each_layer(keys: Keys, count: int = 0) -> list[Keys]:
+    """The keys of each layer, or of the first `count`."""
+    return [keys.at(i) for i in range(count or read_layers(keys))]
+
+
 class Predicting(NamedTuple):
     """count: layers without those at the end for multi-token prediction. predictor: of the first of these, if the file
     has its tensors. unused: the tensors of the others, of which models with one layer have none."""
 
+    keys: Keys
     count: int
     predictor: PredictorConfig | None
     unused: tuple[str, ...]
 
-    def layers(self, layer: LayerConfig) -> list[LayerConfig]:
-        """The predicting layer in a model whose last ones are like `layer`, or none."""
-        return [replace(layer, predictor=self.predictor)] if self.predictor else []
+    def of(self, layer: Callable[[Keys], LayerConfig]) -> list[LayerConfig]:
+        """All layers, the predicting one among them. layer: of the keys of one."""
+        layers = [layer(own) for own in each_layer(self.keys, self.count)]
+        if self.predictor:
+            layers.append(replace(layer(self.keys.at(self.count)), predictor=self.predictor))
+        return layers
 
 
-def predicting_layers(keys: Keys) -> Predicting:
+def predicting_layers(keys: Keys, known: bool = True) -> Predicting:
+    """known: whether the layer that predicts is as `transformer.predictor` has it; else all of them are unused."""
     blocks = read_layers(keys)
     count = blocks - keys.integer("nextn_predict_layers", 0, minimum=0)
     if count < 1:
         raise keys.error(f"all {blocks} layers are for multi-token prediction; convert the model again")
     first, predictor = f"blk.{count}.", None
-    if all(f"{first}{name}.weight" in keys.tensors for name in PREDICTOR):
+    if known and all(f"{first}{name}.weight" in keys.tensors for name in PREDICTOR):
         own = "embed_tokens", "shared_head_head", "shared_head_norm"
         predictor = PredictorConfig(*(f"{first}nextn.{name}.weight" in keys.tensors for name in own))
     after = tuple(f"blk.{i}." for i in range(count + bool(predictor), blocks))
-    return Predicting(count, predictor, tuple(name for name in keys.tensors if name.startswith(after)))
+    return Predicting(keys, count, predictor, tuple(name for name in keys.tensors if name.startswith(after)))
 
 
 # ---- attention
 
 
 def read_attention(keys: Keys, rope: str = ROPE, **variant) -> AttentionConfig:
-    """Head counts and sizes, the same in all layers. `variant`: further fields of AttentionConfig. Biases, and whether
-    q, k and v are merged, are those of the first layer."""
+    """Head counts and sizes of a layer. `variant`: further fields of AttentionConfig."""
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
     kv_heads = keys.integer("attention.head_count_kv", heads)
@@ -94,26 +105,20 @@ def read_attention(keys: Keys, rope: str = ROPE, **variant) -> AttentionConfig:
 
 
 def attention(keys: Keys, heads: int, kv_heads: int, head_dim: int, rope: str, **variant) -> AttentionConfig:
-    """Attention of these sizes, checked, with the biases and the matrices of the first layer."""
+    """Attention of these sizes, checked, with the matrices that the layer has."""
     if heads % kv_heads:
         raise keys.error(
             f"heads ({heads}) must be a multiple of KV heads ({kv_heads}) to be compiled; use another model"
         )
     check_multiple(keys, "head size", head_dim, 8)
-    fields: dict[str, Any] = {
-        "qkv_bias": not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(keys.tensors),
-        "output_bias": "blk.0.attn_output.bias" in keys.tensors,
-        "merged_qkv": "blk.0.attn_qkv.weight" in keys.tensors,
-    }
+    fields: dict[str, Any] = {"merged_qkv": keys.owns("attn_qkv.weight")}
     return AttentionConfig(heads, kv_heads, head_dim, rope, **(fields | variant))
 
 
-def attention_or(keys: Keys, other: Mixer, rope: str, **variant) -> tuple[list[Mixer], int]:
-    """The mixer of each layer, `other` where it has no KV heads, and the head size. `variant`: as of `attention`."""
-    heads = keys.integer("attention.head_count")
-    head_dim = keys.integer("attention.key_length", max(1, keys.integer("embedding_length") // heads))
+def attention_or(keys: Keys, other: Mixer, rope: str, **variant) -> list[Mixer]:
+    """The mixer of each layer, `other` where it has no KV heads. `variant`: as of `read_attention`."""
     kv_heads = keys.integers("attention.head_count_kv", read_layers(keys), minimum=0)
-    return [attention(keys, heads, kv, head_dim, rope, **variant) if kv else other for kv in kv_heads], head_dim
+    return [read_attention(keys.at(i), rope, **variant) if kv else other for i, kv in enumerate(kv_heads)]
 
 
 def local_layers(keys: Keys, layers: int, pattern: int, dense_first: bool = False) -> list[bool]:
@@ -124,6 +129,19 @@ def local_layers(keys: Keys, layers: int, pattern: int, dense_first: bool = Fals
         return keys.flags(key, layers)
     pattern = keys.integer(key, pattern)
     return [i % pattern > 0 if dense_first else i % pattern < pattern - 1 for i in range(layers)]
+
+
+def rotations(
+    keys: Keys, layers: Sequence[LayerConfig], neox: bool, name: str = ROPE, **variant
+) -> dict[str, RopeConfig]:
+    """The rope of that name, if layers use it. `variant`: as of `read_rope`."""
+    heads = [a.head_dim for layer in layers if (a := layer.attention) and a.rope == name]
+    return {name: read_rope(keys, heads[0], neox, **variant)} if heads else {}
+
+
+def last_of(keys: Keys, step: int) -> bool:
+    """Whether the layer is the last of `step` ones."""
+    return ((keys.layer or 0) + 1) % step == 0
 
 
 def read_rope(keys: Keys, head_dim: int, neox: bool, scaled: bool = True, **variant) -> RopeConfig:
@@ -142,8 +160,6 @@ def read_rope(keys: Keys, head_dim: int, neox: bool, scaled: bool = True, **vari
     if dim % 2 or dim > head_dim:
         raise keys.error(f"RoPE's dimensions ({dim}) must be even and <= {head_dim} to be compiled; use another model")
     sections = keys.integers("rope.dimension_sections", SECTIONS, 0, minimum=0)
-    if sum(sections) > dim // 2:
-        raise keys.error(f"RoPE's sections {sections} are more than its {dim // 2} pairs; convert the model again")
     fields: dict[str, Any] = {
         "dim": dim,
         "base": base,
@@ -154,7 +170,7 @@ def read_rope(keys: Keys, head_dim: int, neox: bool, scaled: bool = True, **vari
         "factor": factor,
         "original_context": keys.integer("rope.scaling.original_context_length", keys.integer("context_length")),
         "attn_factor": keys.number("rope.scaling.attn_factor", 1.0) if scaled else 1.0,
-        "ext_factor": keys.number("rope.scaling.yarn_ext_factor", 1.0, minimum=0.0) if scaling == "yarn" else 0.0,
+        "ext_factor": _extrapolation(keys) if scaling == "yarn" else 0.0,
         "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
         "log_multiplier": keys.number("rope.scaling.yarn_log_multiplier", 0.0, minimum=0.0),
@@ -162,6 +178,12 @@ def read_rope(keys: Keys, head_dim: int, neox: bool, scaled: bool = True, **vari
         "long_factors": LONG_FACTORS if LONG_FACTORS in keys.tensors else "",
     }
     return RopeConfig(**(fields | variant))
+
+
+def _extrapolation(keys: Keys) -> float:
+    """yarn's factor; less than 0: unsaid."""
+    factor = keys.number("rope.scaling.yarn_ext_factor", 1.0, minimum=-math.inf)
+    return factor if factor >= 0.0 else 1.0
 
 
 # ---- recurrent layers
@@ -176,19 +198,25 @@ def read_taps(keys: Keys, key: str) -> int:
 
 
 def read_feed_forward(keys: Keys, act: str = "silu", **variant) -> FeedForwardConfig:
-    """A dense block, the same in all layers. `variant`: further fields of FeedForwardConfig."""
+    """The dense block of a layer. `variant`: further fields of FeedForwardConfig."""
     if keys.integer("expert_count", 0, minimum=0):
         raise keys.error(
             f"this is a mixture of experts ({keys.full('expert_count')} > 0), which is not known of {keys.prefix}; "
             "use the dense model"
         )
-    return feed_forward(keys, keys.integer("feed_forward_length"), act, **variant)
+    return dense(keys, act, **variant)
 
 
-def feed_forward(keys: Keys, size: int, act: str = "silu", **variant) -> FeedForwardConfig:
-    if variant.get("bias"):
-        check_multiple(keys, "feed-forward size", size)
-    return FeedForwardConfig(size, act, **variant)
+def dense(keys: Keys, act: str = "silu", size: int = 0, **variant) -> FeedForwardConfig:
+    """The dense block of a layer in a model that may have experts in others."""
+    return FeedForwardConfig(size or keys.integer("feed_forward_length"), act, **variant)
+
+
+def dense_or_experts(keys: Keys, size: str = "feed_forward_length", **variant) -> Block:
+    """A dense block, or experts of that size in files that count them. `variant`: as of `read_experts`."""
+    if keys.integer("expert_count", 0, minimum=0):
+        return read_experts(keys, keys.integer(size), **variant)
+    return read_feed_forward(keys)
 
 
 def read_experts(keys: Keys, size: int, gating: str = "", **variant) -> ExpertsConfig:
@@ -208,8 +236,15 @@ def read_experts(keys: Keys, size: int, gating: str = "", **variant) -> ExpertsC
         gating = GATINGS[number]
     if variant.get("biases"):
         check_multiple(keys, "experts' feed-forward size", size)
-    merged = any(name.endswith("ffn_gate_up_exps.weight") for name in keys.tensors)
+    merged = keys.owns("ffn_gate_up_exps.weight")
     return ExpertsConfig(count, used, size, gating=gating, merged=merged, **variant)
+
+
+def experts_alone(
+    gating: str = "", size: str = "expert_feed_forward_length", **variant
+) -> Callable[[Keys], ExpertsConfig]:
+    """Experts of that size in every layer. `variant`: as of `read_experts`."""
+    return lambda own: read_experts(own, own.integer(size), gating=gating, **variant)
 
 
 def experts_weighting(keys: Keys) -> dict[str, Any]:
@@ -225,17 +260,20 @@ def shared_expert(size: int, **variant) -> SharedExpertConfig | None:
     return SharedExpertConfig(size, **variant) if size else None
 
 
-def dense_then(keys: Keys, count: int, experts: Callable[[Keys, int], ExpertsConfig]) -> list[Block]:
-    """The block of each of `count` layers: dense ones, then experts(keys, number of dense ones)."""
-    leading = min(keys.integer("leading_dense_block_count", 0, minimum=0), count)
-    dense = [feed_forward(keys, keys.integer("feed_forward_length"))] * leading if leading else []
-    return dense + ([experts(keys, leading)] * (count - leading) if leading < count else [])
+def dense_then(keys: Keys, experts: Callable[[Keys], Block]) -> Callable[[Keys], Block]:
+    """The block of a layer: dense in the first ones, then experts(keys of the layer)."""
+    leading = keys.integer("leading_dense_block_count", 0, minimum=0)
+
+    def block(own: Keys) -> Block:
+        return experts(own) if (own.layer or 0) >= leading else dense(own)
+
+    return block
 
 
 # ---- the model
 
 
-def read_model(keys: Keys, layers: list[LayerConfig], ropes: dict[str, RopeConfig], **variant) -> ModelConfig:
+def read_model(keys: Keys, layers: Sequence[LayerConfig], ropes: dict[str, RopeConfig], **variant) -> ModelConfig:
     """The model around its layers. `variant`: further fields of ModelConfig, or others than the file's. It is an
     encoder if the file, the caller's pooling or the variant says so."""
     hidden = keys.integer("embedding_length")
@@ -248,7 +286,7 @@ def read_model(keys: Keys, layers: list[LayerConfig], ropes: dict[str, RopeConfi
         "vocab": vocabulary(keys),
         "hidden": hidden,
         "context": keys.integer("context_length"),
-        "norm_eps": keys.number(f"attention.{epsilon}"),
+        "norm_eps": keys.number(f"attention.{epsilon}", minimum=0.0),
         "tied": "output.weight" not in keys.tensors,
         "layers": tuple(layers),
         "ropes": ropes,
@@ -260,12 +298,19 @@ def read_model(keys: Keys, layers: list[LayerConfig], ropes: dict[str, RopeConfi
     return ModelConfig(**(fields | variant))
 
 
-def read_uniform(keys: Keys, neox: bool, mixer=None, block=None, norms=None, base=None, **variant) -> ModelConfig:
-    """A model whose layers are all the same. mixer, block, base (of RoPE): by default the file's. norms: further fields
-    of LayerConfig. `variant`: as of `read_model`."""
-    mixer = mixer or read_attention(keys)
-    layers = [LayerConfig(mixer, block or read_feed_forward(keys), **(norms or {}))] * read_layers(keys)
-    return read_model(keys, layers, {ROPE: read_rope(keys, mixer.head_dim, neox, base=base)}, **variant)
+def read_uniform(
+    keys: Keys,
+    neox: bool,
+    mixer: Callable[[Keys], Mixer] = read_attention,
+    block: Callable[[Keys], Block] = read_feed_forward,
+    norms: dict[str, Any] | None = None,
+    rope: dict[str, Any] | None = None,
+    **variant,
+) -> ModelConfig:
+    """A model whose layers are alike. mixer, block: of the keys of a layer. norms: further fields of LayerConfig.
+    rope: as of `read_rope`. `variant`: as of `read_model`."""
+    layers = [LayerConfig(mixer(own), block(own), **(norms or {})) for own in each_layer(keys)]
+    return read_model(keys, layers, rotations(keys, layers, neox, **(rope or {})), **variant)
 
 
 def check_multiple(keys: Keys, what: str, size: int, of: int = 32) -> None:

@@ -10,40 +10,88 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
 from mlc_amd.compiler.models import tensors as common
 from mlc_amd.compiler.models import transformer
-from mlc_amd.compiler.models.config import ModelConfig, Shape
-from mlc_amd.compiler.models.metadata import Keys
+from mlc_amd.compiler.models.config import LayerConfig, ModelConfig, Shape
+from mlc_amd.compiler.models.encoder_metadata import HEADS
+from mlc_amd.compiler.models.keys import Keys
+from mlc_amd.compiler.models.tensors import INPUT_SCALE, SCALE
 from mlc_amd.runtime.errors import shorten
 
+MOST_USED = "gemma3", "gpt-oss", "llama", "qwen3", "qwen35"  # for the message about others
 FILES = "mlc_amd.compiler.models.architectures"
 Reader = Callable[[Keys], ModelConfig]
 Tensors = Callable[[ModelConfig], Iterator[tuple[str, Shape]]]
 
 
+# Matrices whose products llama.cpp multiplies by the scale beside them, <name>.scale, by kind of layer or block: of
+# attention in all architectures, the others in those that say so; elsewhere it reads it and does not use it.
+SCALES = {
+    "attention": ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"),
+    "latent": ("attn_output",),
+    "dense": ("ffn_gate", "ffn_up", "ffn_down"),
+    "experts": ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
+    "shared": ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"),
+    "states": ("ssm_in", "ssm_out", "ssm_alpha", "ssm_beta", "attn_qkv", "attn_gate"),
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Architecture:
     """read: metadata to the model's configuration, checked. tensors: (name, shape) of every tensor that a model of a
-    configuration has, in file order. decoder: emits it through a Graph, and returns the logits."""
+    configuration has, in file order. decoder: emits it through a Graph, and returns the logits. scales: those of SCALES
+    that count. ignored: further tensors, of the model or of layers, that llama.cpp reads and does not use."""
 
     read: Reader
     tensors: Tensors
     decoder: Callable[[Any], Any]
+    scales: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+    def unread(self, keys: Keys, config: ModelConfig) -> tuple[str, ...]:
+        """The tensors of the file that llama.cpp reads and does not use: heads for other uses of the model, scales of
+        inputs, scales that do not count, factors of a RoPE that no layer has."""
+        factors = {name for rope in config.ropes.values() for name in (rope.factors, rope.long_factors)}
+        known = {f"{name}.{SCALE}" for names in SCALES.values() for name in names}
+        heads = () if config.encoder else HEADS
+
+        def unused(name: str) -> bool:
+            block, _, own = name.partition(".")[2].partition(".")
+            if name in self.ignored or own in self.ignored or (name.startswith("rope_") and name not in factors):
+                return True
+            if own in known and block.isdigit() and int(block) < len(config.layers):
+                return own not in self._scaled(config.layers[int(block)])
+            return name.endswith(INPUT_SCALE) or name.startswith(heads)
+
+        return tuple(name for name in keys.tensors if unused(name))
+
+    def _scaled(self, layer: LayerConfig) -> set[str]:
+        """The scales that count in a layer."""
+        kinds = set(self.scales) if layer.recurrent else set(self.scales) - {"states"}
+        if layer.attention:
+            kinds.add("latent" if layer.attention.latent else "attention")
+        return {f"{name}.{SCALE}" for kind in kinds for name in SCALES[kind]}
 
 
 _registered: dict[str, Architecture] = {}
 
 
 def architecture(
-    name: str, tensors: Tensors = common.tensors, decoder=transformer.decoder
+    name: str,
+    *scales: str,
+    ignored: tuple[str, ...] = (),
+    tensors: Tensors = common.tensors,
+    decoder=transformer.decoder,
 ) -> Callable[[Reader], Reader]:
-    """Registers an architecture by the function that reads its metadata."""
+    """Registers an architecture by the function that reads its metadata. scales: of SCALES, besides attention's.
+    ignored: as Architecture has it."""
 
     def register(read: Reader) -> Reader:
-        _registered[name] = Architecture(read, tensors, decoder)
+        _registered[name] = Architecture(read, tensors, decoder, scales, ignored)
         return read
 
     return register
@@ -65,7 +113,8 @@ def read_config(
     keys = Keys(metadata, tensor_names, path, pooling=pooling)
     name = keys.string("general.architecture")
     if name not in architectures():
-        known = f"docs/models.md lists the {len(architectures())} that are"
+        alike = get_close_matches(name, architectures(), 4) or sorted(MOST_USED)
+        known = f"{len(architectures())} others are, such as {', '.join(alike)}"
         raise keys.error(f"architecture {shorten(name)} is not supported; {known}")
     kind = metadata.get("general.type", "model")
     if kind != "model":
@@ -74,7 +123,8 @@ def read_config(
     config = architectures()[name].read(keys)
     if config.encoder and architectures()[name].decoder is not transformer.decoder:
         raise keys.error(f"{name} models cannot compute embeddings; use an embedding model")
-    return config
+    unread = dict.fromkeys((*config.unused, *architectures()[name].unread(keys, config)))
+    return replace(config, unused=tuple(unread))
 
 
 def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:

@@ -40,8 +40,8 @@ def rope_table(rope: RopeConfig, ctx: int, freq_factors: np.ndarray | None = Non
     frequency = rope.base ** (-2.0 * pairs / rope.dim)  # radians per position
     if freq_factors is not None:
         factors = np.asarray(freq_factors, np.float64)
-        if factors.shape != pairs.shape or not (np.isfinite(factors) & (factors > 0)).all():
-            raise UserError(f"rope_freqs.weight must hold {len(pairs)} numbers above 0; convert the model again")
+        if factors.shape != pairs.shape or not (np.isfinite(factors) & (factors != 0)).all():
+            raise UserError(f"rope_freqs.weight must hold {len(pairs)} numbers but 0; convert the model again")
         frequency = frequency / factors
 
     magnitude = rope.attn_factor

@@ -246,7 +246,7 @@ def _block(f: FeedForwardConfig | SharedExpertConfig | ExpertsConfig, own: Mappi
 def _experts(e: ExpertsConfig, own: Mapping[str, Tensor], gpus: int):
     made, found = _block(e, own, gpus, "ffn_{}_exps.{}")
     if e.shared:
-        shared, more = _block(e.shared, own, gpus, "ffn_{}_shexp.{}")
+        shared, more = _block(e.shared, own, gpus, f"ffn_{{}}{e.shared.suffix}.{{}}")
         made, found = replace(made, shared=shared), found | more
     return made, found
 

@@ -36,6 +36,8 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         name: rope.dim for rope in c.ropes.values() for name in (rope.factors, rope.long_factors) if name
     }.items():
         yield name, (dim // 2,)
+    if c.positions:
+        yield "position_embd.weight", (c.positions, c.hidden)
     if c.encoder:
         yield from _present(_encoder(c, c.encoder))
     for i, layer in enumerate(c.layers):
@@ -55,13 +57,36 @@ def layer_tensors(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str
     yield from _norms(config, layer.mixer_norms, "after", "joined", "again")
     if layer.predictor:
         yield from _present(_predictor(config, layer.predictor))
+    if layer.experts and layer.experts_norm:
+        yield from _norm(config, layer.experts_norm)
+        yield from expert_tensors(config.hidden, layer.experts)
     f = layer.feed_forward
     if f is None:
         return
-    if not layer.parallel:
-        yield from _norms(config, layer.feed_forward_norms, "before")
+    yield from _norms(config, layer.feed_forward_norms, "before")
     yield from _present(_experts(config.hidden, f) if isinstance(f, ExpertsConfig) else _feed_forward(config.hidden, f))
     yield from _norms(config, layer.feed_forward_norms, "after", "joined", "again")
+
+
+def optional(name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
+    """(name, shape) of what may stand beside a tensor of the file: a bias of a norm or a matrix, a factor on the
+    product of a matrix (of each expert), and one that says how its input was rounded, which nothing reads."""
+    if not name.endswith(".weight") or name.endswith(UNBIASED):
+        return
+    base = name.removesuffix("weight")
+    if is_vector(name, shape):
+        yield f"{base}bias", shape
+        return
+    stack = shape[:-2]
+    if not stack:
+        yield f"{base}bias", shape[:-1]
+    yield f"{base}{SCALE}", stack or (1,)
+    yield f"{base}{INPUT_SCALE}", stack or (1,)
+
+
+def factor_names(block: str) -> tuple[str, str]:
+    """The names of the factors of each expert's input and output (compiler/gguf/parts.py), in a layer "blk.0."."""
+    return f"{block}ffn_exps.input_{SCALE}", f"{block}ffn_exps.output_{SCALE}"
 
 
 def expert_tensors(hidden: int, experts: ExpertsConfig) -> Iterator[tuple[str, Shape]]:
@@ -74,25 +99,22 @@ def _present(listed: Listed) -> Iterator[tuple[str, Shape]]:
 
 
 def _norm(config: ModelConfig, name: str, suffix: str = ".weight") -> Iterator[tuple[str, Shape]]:
-    yield name + suffix, (config.hidden,)
-    if config.norm_bias:
-        yield f"{name}.bias", (config.hidden,)
+    if config.norm_weights:
+        yield name + suffix, (config.hidden,)
 
 
 def _norms(config: ModelConfig, norms: Norms, *which: str) -> Iterator[tuple[str, Shape]]:
-    for name in filter(None, (getattr(norms, one) for one in which)):
-        yield from _norm(config, name, "" if norms.bare else ".weight")
+    for one in which:
+        if name := getattr(norms, one):
+            yield from _norm(config, name, "" if norms.bare == one else ".weight")
 
 
 def _encoder(c: ModelConfig, e: EncoderConfig) -> Listed:
-    yield e.positions > 0, "position_embd.weight", (e.positions, c.hidden)
     yield e.types > 0, "token_types.weight", (e.types, c.hidden)
     yield e.norm, "token_embd_norm.weight", (c.hidden,)
-    yield e.norm and c.norm_bias, "token_embd_norm.bias", (c.hidden,)
     columns = c.hidden
     for layer in e.head:
         yield True, f"{layer.name}.weight", (layer.rows, columns)
-        yield layer.bias, f"{layer.name}.bias", (layer.rows,)
         yield layer.norm, f"{layer.name}.norm.weight", (layer.rows,)
         columns = layer.rows
 
@@ -119,21 +141,19 @@ def _attention(hidden: int, a: AttentionConfig) -> Listed:
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     if a.merged_qkv:
         yield True, "attn_qkv.weight", (q + 2 * kv, hidden)
-        yield a.qkv_bias, "attn_qkv.bias", (q + 2 * kv,)
     else:
         own = a.kv_layer is None
         for which, rows, present in (("q", q, True), ("k", kv, own), ("v", kv, own and not a.value_is_key)):
             both = which == "q" and a.output_gate
             yield present, f"attn_{which}.weight", (rows * (2 if both else 1), hidden)
-            yield a.qkv_bias and present, f"attn_{which}.bias", (rows,)
+    yield bool(a.own_gate), "attn_gate.weight", (a.heads if a.head_gate else q, hidden)
     for which, rows in (("q", q), ("k", kv)):
         norm = rows if a.row_norms else a.head_dim
         present = which == "q" or a.kv_layer is None
         yield present and (a.row_norms or (a.head_norms and a.norm_weights)), f"attn_{which}_norm.weight", (norm,)
-        yield present and a.row_norm_bias, f"attn_{which}_norm.bias", (norm,)
+        yield a.each_norm, f"attn_{which}_norm.weight", (rows // a.head_dim, a.head_dim)
     yield a.sinks, "attn_sinks.weight", (a.heads,)
     yield True, "attn_output.weight", (hidden, q)
-    yield a.output_bias, "attn_output.bias", (hidden,)
 
 
 def _mamba2(hidden: int, s: Mamba2Config) -> Listed:
@@ -193,9 +213,7 @@ _MIXERS: dict[type, Callable[[int, Any], Listed]] = {
 def _feed_forward(hidden: int, f: FeedForwardConfig) -> Listed:
     yield f.gated and not f.merged, "ffn_gate.weight", (f.size, hidden)
     yield True, "ffn_up.weight", (f.size * (2 if f.merged else 1), hidden)
-    yield f.bias, "ffn_up.bias", (f.size,)
     yield True, "ffn_down.weight", (hidden, f.size)
-    yield f.down_bias, "ffn_down.bias", (hidden,)
 
 
 def _predictor(c: ModelConfig, p: PredictorConfig) -> Listed:
@@ -209,8 +227,7 @@ def _predictor(c: ModelConfig, p: PredictorConfig) -> Listed:
 
 def _experts(hidden: int, e: ExpertsConfig) -> Listed:
     yield True, "ffn_gate_inp.weight", (e.count, hidden)
-    yield e.router_bias, "ffn_gate_inp.bias", (e.count,)
-    yield e.selection_bias, "exp_probs_b.bias", (e.count,)
+    yield e.selection_bias, e.bias_name, (e.count,)
     columns = e.latent or hidden
     yield e.latent > 0, "ffn_latent_down.weight", (e.latent, hidden)
     yield e.latent > 0, "ffn_latent_up.weight", (hidden, e.latent)
@@ -220,22 +237,27 @@ def _experts(hidden: int, e: ExpertsConfig) -> Listed:
         yield e.biases, f"ffn_{name}_exps.bias", (e.count, e.size)
     yield True, "ffn_down_exps.weight", (e.count, columns, e.size)
     yield e.biases, "ffn_down_exps.bias", (e.count, hidden)
-    yield e.output_scales, "ffn_down_exps.scale", (e.count,)
     if s := e.shared:
         yield s.gated_output, "ffn_gate_inp_shexp.weight", (hidden,)
-        yield s.gated, "ffn_gate_shexp.weight", (s.size, hidden)
-        yield True, "ffn_up_shexp.weight", (s.size, hidden)
-        yield True, "ffn_down_shexp.weight", (hidden, s.size)
+        yield s.gated and not s.merged, f"ffn_gate{s.suffix}.weight", (s.size, hidden)
+        yield True, f"ffn_up{s.suffix}.weight", (s.size * (2 if s.merged else 1), hidden)
+        yield True, f"ffn_down{s.suffix}.weight", (hidden, s.size)
 
 
 # How the names of matrices end that are no factors of products: taps of convolutions, vectors of Mamba-2
 CONVOLUTIONS = ("conv.weight", "conv1d.weight", *(f"conv1d_{which}.weight" for which in "qkv"))
+SCALE, INPUT_SCALE = "scale", "input_scale"  # in place of "weight"
+# How the names end of what has neither biases nor scales: tables, matrices of a head each, tensors of states
+UNBIASED = (
+    "embd.weight", "attn_k_b.weight", "attn_v_b.weight", "attn_kv_b.weight", "ssm_norm.weight", *CONVOLUTIONS,
+)  # fmt: skip
 STATE_SPACE = ("ssm_a", "ssm_d", "ssm_norm.weight")
+HEAD_NORMS = "attn_q_norm.weight", "attn_k_norm.weight"  # that may have a row for each head
 
 
 def is_vector(name: str, shape: Shape) -> bool:
     """Whether a tensor is kept as float32, as it stands in the file: norms, biases, convolutions."""
-    return len(shape) == 1 or name.endswith((".bias", *CONVOLUTIONS, *STATE_SPACE))
+    return len(shape) == 1 or name.endswith((".bias", *CONVOLUTIONS, *STATE_SPACE, *HEAD_NORMS))
 
 
 class Part(NamedTuple):
@@ -283,8 +305,6 @@ def _attention_parts(hidden: int, a: AttentionConfig) -> Iterator[Part]:
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
         for which, first, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
             yield Part(f"attn_{which}.weight", "attn_qkv.weight", first, (rows, hidden))
-            if a.qkv_bias:
-                yield Part(f"attn_{which}.bias", "attn_qkv.bias", first, (rows,))
 
 
 def _delta_parts(hidden: int, d: DeltaNetConfig) -> Iterator[Part]:
@@ -328,7 +348,8 @@ def _block_parts(hidden: int, f: FeedForwardConfig | ExpertsConfig | None) -> It
     if isinstance(f, ExpertsConfig):
         yield from _parts_of(f, (f.count,), f.latent or hidden, "ffn_{}_exps.weight", "ffn_gate_up_exps.weight")
         if f.shared:
-            yield from _parts_of(f.shared, (), hidden, "ffn_{}_shexp.weight")
+            name = f"ffn_{{}}{f.shared.suffix}.weight"
+            yield from _parts_of(f.shared, (), hidden, name, name.format("up"))
             if f.shared.gated_output:
                 name = "ffn_gate_inp_shexp.weight"
                 yield Part(name, name, 0, (1, hidden))

@@ -13,10 +13,12 @@ Everything follows the `ModelConfig` that an architecture's function makes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mlc_amd.compiler.functions import DRAFTED
-from mlc_amd.compiler.models import exchanges, images, packed, recurrent
+from mlc_amd.compiler.models import decoder_parts, exchanges, images, packed, recurrent
+from mlc_amd.compiler.models import mixture as mixture_graph
 from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LatentConfig, LayerConfig, Norms
 from mlc_amd.schedules.operators.layouts import padded
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 def decoder(g: Graph):
     """The whole model: logits of the rows that the function answers."""
-    return logits(g, layers(g, images.inputs(g)))
+    return logits(g, layers(g, decoder_parts.embedding(g, images.inputs(g))))
 
 
 def layers(g: Graph, x):
@@ -40,10 +42,20 @@ def layers(g: Graph, x):
 def decoder_layer(g: Graph, x, i: int, layer: LayerConfig):
     if layer.parallel:
         h = g.norm(x, f"blk.{i}.{layer.mixer_norms.before}")
-        return add_all(g, x, [*mixer(g, h, i), *feed_forward(g, h, i)])
+        own = layer.feed_forward_norms.before
+        return add_all(g, x, [*mixer(g, h, i), *feed_forward(g, g.norm(x, f"blk.{i}.{own}") if own else h, i)])
+    f, given, beside = layer.feed_forward, x, layer.experts if layer.experts_norm else None
+    early = router_of(g, x, i) if isinstance(f, ExpertsConfig) and f.early else None
     if layer.mixers:
         x = residual_block(g, x, i, layer.mixer_norms, mixer)
-    return residual_block(g, x, i, layer.feed_forward_norms, feed_forward) if layer.feed_forward else x
+    if f:
+        x = residual_block(g, x, i, layer.feed_forward_norms, partial(feed_forward, router=early))
+    return add_all(g, x, mixture(g, g.norm(given, f"blk.{i}.{layer.experts_norm}"), i, beside)) if beside else x
+
+
+def router_of(g: Graph, h, i: int):
+    """The logits that choose experts."""
+    return g.linear(h, f"blk.{i}.ffn_gate_inp.weight", exact=True)
 
 
 def residual_block(g: Graph, x, i: int, norms: Norms, block):
@@ -51,7 +63,7 @@ def residual_block(g: Graph, x, i: int, norms: Norms, block):
     block: returns terms, whose sum is its result."""
     terms = block(g, g.norm(x, f"blk.{i}.{norms.before}") if norms.before else x, i)
     if norms.after:
-        terms = [g.norm(add_all(g, terms[0], terms[1:]), f"blk.{i}.{norms.after}")]
+        terms = [g.norm(add_all(g, terms[0], terms[1:]), f"blk.{i}.{norms.after}", eps=norms.after_eps)]
     y = add_all(g, x, terms)
     if norms.joined:
         y = g.norm(y, f"blk.{i}.{norms.joined}")
@@ -83,11 +95,17 @@ def attention(g: Graph, h, i: int) -> list:
         return [g.linear(g.attention(q, None, None, i), block + "attn_output.weight")]
     q, k = (g.linear(h, f"{block}attn_{which}.weight") for which in "qk")
     v = k if a.value_is_key else g.linear(h, f"{block}attn_v.weight")
+    if a.clamp:
+        q, k, v = (decoder_parts.clamped(g, x, a.clamp) for x in (q, k, v))
     if a.row_norms:
         q, k = (g.norm(x, f"{block}attn_{which}_norm") for x, which in ((q, "q"), (k, "k")))
+    if a.each_norm:
+        q, k = (decoder_parts.each_norm(g, x, f"{block}attn_{which}_norm", a) for x, which in ((q, "q"), (k, "k")))
     y = g.attention(q, k, v, i)
     if a.output_gate:
         y = g.gate(y, g.linear(h, block + "attn_q_gate.weight"), a.head_dim)
+    if a.own_gate:
+        y = decoder_parts.gated(g, y, g.linear(h, block + "attn_gate.weight"), a)
     return [g.linear(y, block + "attn_output.weight")]
 
 
@@ -105,20 +123,24 @@ def latent_attention(g: Graph, h, i: int, latent: LatentConfig) -> list:
 MIXERS = {AttentionConfig: attention, **recurrent.MIXERS}
 
 
-def feed_forward(g: Graph, h, i: int) -> list:
+def feed_forward(g: Graph, h, i: int, router=None) -> list:
     f = g.config.layers[i].feed_forward
     assert f, "a layer with a feed-forward block"
-    return mixture(g, h, i, f) if isinstance(f, ExpertsConfig) else [dense(g, h, f"blk.{i}.ffn_{{}}", f.act, f.gated)]
+    return (
+        mixture(g, h, i, f, router)
+        if isinstance(f, ExpertsConfig)
+        else [dense(g, h, f"blk.{i}.ffn_{{}}", f.act, f.gated)]
+    )
 
 
 def dense(g: Graph, h, name: str, act: str, gated: bool = True):
     """A dense feed-forward block. name: of its matrices, with {} for gate, up and down."""
-    up = g.linear(h, name.format("up") + ".weight")
+    up = g.linear(h, name.format("up") + ".weight", scaled_bias=True)
     if gated:
-        y = g.multiply(g.activation(g.linear(h, name.format("gate") + ".weight"), act), up)
+        y = g.multiply(g.activation(g.linear(h, name.format("gate") + ".weight", scaled_bias=True), act), up)
     else:
         y = packed.activate(g, up, act) if g.config.encoder else g.activation(up, act)
-    return g.linear(y, name.format("down") + ".weight")
+    return g.linear(y, name.format("down") + ".weight", scaled_bias=True)
 
 
 def mixture(g: Graph, h, i: int, e: ExpertsConfig, router=None) -> list:
@@ -126,17 +148,19 @@ def mixture(g: Graph, h, i: int, e: ExpertsConfig, router=None) -> list:
     block = f"blk.{i}."
     terms = []
     if e.shared:
-        y = dense(g, h, block + "ffn_{}_shexp", e.shared.act, e.shared.gated)
+        y = dense(g, h, f"{block}ffn_{{}}{e.shared.suffix}", e.shared.act, e.shared.gated)
         if e.shared.gated_output:
             y = g.times_sigmoid(y, g.linear(h, block + "ffn_gate_inp_shexp.weight", exact=True))
+        if e.shared.factor != 1.0:
+            y = decoder_parts.scaled_term(g, y, e.shared.factor)
         terms.append(y)
     if router is None:
-        router = g.linear(h, block + "ffn_gate_inp.weight", exact=True)
-    ids, weights = g.route(router, e, block)
+        router = router_of(g, h, i)
+    ids, weights = mixture_graph.route(g, router, e, block)
     if e.latent:
-        y = g.experts(g.linear(h, block + "ffn_latent_down.weight"), ids, weights, e, block)
+        y = mixture_graph.mixed(g, g.linear(h, block + "ffn_latent_down.weight"), ids, weights, e, block)
         return [*terms, g.linear(y, block + "ffn_latent_up.weight")]
-    return [*terms, g.experts(h, ids, weights, e, block)]
+    return [*terms, mixture_graph.mixed(g, h, ids, weights, e, block)]
 
 
 def logits(g: Graph, x):

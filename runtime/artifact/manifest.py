@@ -25,7 +25,7 @@ from mlc_amd.runtime.exchange_layout import boxes
 from mlc_amd.runtime.gpus import Unit
 from mlc_amd.runtime.sampling.settings import SamplingChanges
 
-FORMAT_VERSION = 13
+FORMAT_VERSION = 14
 MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
 RANK = "@"  # in a tensor's name, before the number of the GPU whose part it is: all but the first one's
@@ -55,7 +55,6 @@ class Source(TypedDict):
 class EncoderHead(TypedDict):
     name: str
     rows: _Size
-    bias: bool
     act: str
     norm: bool
 
@@ -67,7 +66,6 @@ class ManifestEncoder(TypedDict):
     ranked: Literal["mean", "cls", "last"]
     softmax: bool
     head: list[EncoderHead]
-    positions: _Count
     types: _Count
     norm: bool
 
@@ -86,8 +84,10 @@ class ManifestModel(TypedDict):
     norm_eps: float
     tied: bool
     norm: str
-    norm_bias: bool
+    norm_weights: bool
+    positions: _Count
     embedding_scale: float
+    embedding_norm: bool
     logit_scale: float
     logit_softcap: float
     layer_embedding: _Count

@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.text.pre_tokenizers import DEFAULT, LONGEST_RUN, PRE_TOKENIZERS
-from mlc_amd.runtime.text.tokenizer_files import ADVICE, Normalizer, library_errors
+from mlc_amd.runtime.text.tokenizer_files import ADVICE, NO_TOKENIZER, Normalizer, library_errors
 
 _RUNS = re.compile(r"\s+|\d+")
 
@@ -71,7 +71,7 @@ def _pipeline(kind: str, pre: str | None, add_space_prefix: bool, changes: Norma
         if changes["merge_spaces"]:
             steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
         return normalizers.Sequence([*steps, *([normalizers.Prepend("▁")] if add_space_prefix else []), spaces]), None
-    if kind == "llama":
+    if kind in ("llama", NO_TOKENIZER):
         return normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if add_space_prefix else spaces, None
     found = DEFAULT if pre is None else PRE_TOKENIZERS[pre]
     splits: list[Any] = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in found.splits]

@@ -17,7 +17,7 @@ from tokenizers import models
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.text.text_pipeline import check_runs, has_pipeline
-from mlc_amd.runtime.text.tokenizer_files import ADVICE, Config, library_errors, read_config, read_library
+from mlc_amd.runtime.text.tokenizer_files import ADVICE, NO_TOKENIZER, Config, library_errors, read_config, read_library
 from mlc_amd.runtime.text.traced_text import Traced
 
 MARK = "\ufdd0"  # a code point that Unicode reserves for a program's internal use
@@ -62,6 +62,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, config: Config):
         self._backend = backend
         self._byte_level: bool = config["byte_level"]
+        self._missing = config["model"] == NO_TOKENIZER
         self._pre: str | None = config["pre"]
         self.add_space_prefix: bool = config["add_space_prefix"]
         self.vocab_size: int = config["vocab_size"]
@@ -100,7 +101,7 @@ class Tokenizer:
         parse_special: texts of control tokens ("<|im_end|>") become these tokens, those of a `Traced` text only where
                        all of their characters are own; otherwise they are plain text. User-defined tokens, which have
                        no control function, are matched either way.
-        UserError for invalid Unicode, and for a text that the library cannot tokenize.
+        UserError for invalid Unicode, for a text that the library cannot tokenize, and without a tokenizer.
         """
         try:
             text.encode()
@@ -124,6 +125,8 @@ class Tokenizer:
         return "".join((*pieces, plain[done:]))
 
     def _ids(self, text: str) -> list[int]:
+        if self._missing:
+            raise UserError("the model's file has no tokenizer: give token ids instead of texts")
         check_runs(text, self._pre)
         with library_errors("the text cannot be tokenized", "change it"):
             return self._backend.encode(text, add_special_tokens=False).ids

@@ -15,6 +15,7 @@ from mlc_amd.runtime.errors import QUOTED, UserError, one_line
 
 LIBRARY, CONFIG = "tokenizer.json", "tokenizer_config.json"
 ADVICE = "compile the model again"
+NO_TOKENIZER = "none"  # Config.model of a file that makes no tokens of texts
 Token = Annotated[int, Meta(ge=0, lt=1 << 30)]
 
 
@@ -37,7 +38,7 @@ class Normalizer(TypedDict):
 
 
 class Config(TypedDict):
-    model: Literal["gpt2", "gemma4", "llama", "bert", "t5"]
+    model: Literal["gpt2", "gemma4", "llama", "bert", "t5", "none"]
     pre: str | None
     byte_level: bool
     vocab_size: Annotated[int, Meta(ge=1, le=1 << 30)]

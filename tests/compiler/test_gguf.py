@@ -66,12 +66,11 @@ def facts(config: ModelConfig) -> dict[str, object]:
     "name, differs",
     [
         ("llamaspm-q8_0", {"architecture": "llama", "tied": False, "heads": 4, "kv_heads": 4}),
-        ("qwen2-q4_k_m", {"architecture": "qwen2", "tied": True, "qkv_bias": True, "head_norms": False}),
+        ("qwen2-q4_k_m", {"architecture": "qwen2", "tied": True, "head_norms": False}),
         (
             "qwen3-q4_k_m",
             {
                 "architecture": "qwen3",
-                "qkv_bias": False,
                 "head_norms": True,
                 "head_dim": 128,
                 "hidden": 256,
@@ -142,8 +141,8 @@ def test_defaults():
 
 
 def test_optional_parts_follow_the_tensors():
-    found = facts(read_config(LLAMA, {"blk.0.attn_q.bias", "blk.0.attn_output.bias", "rope_freqs.weight"}, "m"))
-    assert found["tied"] and found["qkv_bias"] and found["output_bias"] and found["rope"].factors == "rope_freqs.weight"
+    found = facts(read_config(LLAMA, {"cls.weight", "rope_freqs.weight"}, "m"))
+    assert found["tied"] and found["rope"].factors == "rope_freqs.weight" and found["unused"] == ("cls.weight",)
 
 
 @pytest.mark.parametrize(

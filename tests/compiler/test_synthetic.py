@@ -10,7 +10,7 @@ import pytest
 
 from mlc_amd.compiler.gguf import PRESETS, GGUFModel, synthetic, write_gguf
 from mlc_amd.compiler.models.registry import expected_tensors
-from mlc_amd.compiler.models.tensors import merged_parts
+from mlc_amd.compiler.models.tensors import merged_parts, optional
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.formats import FORMATS
 
@@ -28,7 +28,15 @@ def test_presets_have_the_published_sizes(preset):
     model = synthetic(f"{preset}:q4_k")
     merged = {part.source for part in merged_parts(model.config)}
     listed = {name for name, _ in expected_tensors(model.config)}
-    assert set(model.tensors) == listed - merged | {part.name for part in merged_parts(model.config)}
+    beside = {name for tensor, shape in expected_tensors(model.config) for name, _ in optional(tensor, shape)}
+    beside -= listed
+    made = {part.name for part in merged_parts(model.config)}
+    assert set(model.stored) - beside == listed
+    # of merged matrices there are parts, and biases of these; factors of experts come of scales
+    apart = {name.removesuffix("weight") + "bias" for name in made} | {
+        name for name in model.tensors if "ffn_exps" in name
+    }
+    assert set(model.tensors) - beside - apart == listed - merged | made
     if preset in PARAMETERS:
         assert sum(np.prod(t.shape) for t in model.tensors.values()) == pytest.approx(PARAMETERS[preset], rel=0.005)
     assert (

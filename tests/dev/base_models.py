@@ -35,7 +35,7 @@ MODELS: dict[str, tuple[str, str, Mapping[str, object], tuple[str, ...]]] = {
         "deepseek2",
         "q4_0",
         _EXPERTS | _SIGMOID | _LATENT | {"block_count": 3, "nextn_predict_layers": 1, "attention.q_lora_rank": 32},
-        ("blk.1.exp_probs_b.bias", *(f"blk.2.{name}.weight" for name in _PREDICTOR)),
+        ("blk.*.exp_probs_b.bias", *(f"blk.2.{name}.weight" for name in _PREDICTOR)),
     ),
     "recurrent": (
         "qwen35",
@@ -57,14 +57,14 @@ MODELS: dict[str, tuple[str, str, Mapping[str, object], tuple[str, ...]]] = {
         "q8_0",
         {"pooling_type": 4, "attention.causal": False, "attention.layer_norm_epsilon": 1e-12}
         | {"tokenizer.ggml.token_type_count": 2},
-        ("token_types.weight", "cls.weight", "cls.bias", "cls.output.weight", "blk.0.attn_q.bias", "blk.0.ffn_up.bias"),
+        ("token_types.weight", "cls.weight", "cls.bias", "cls.output.weight", "blk.*.attn_q.bias", "blk.*.ffn_up.bias"),
     ),
     "linear": (
         "kimi-linear",
         "q4_0",
         _EXPERTS | _SIGMOID | _LATENT
         | {"block_count": 3, "attention.head_count_kv": [0, 1, 0], "kda.head_dim": 32, "ssm.conv_kernel": 4},
-        ("output.weight", "blk.1.exp_probs_b.bias"),
+        ("output.weight", "blk.*.exp_probs_b.bias"),
     ),
 }  # fmt: skip
 

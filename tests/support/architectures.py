@@ -25,7 +25,14 @@ DELTA_NET = {
     "ssm.time_step_rank": 4, "ssm.conv_kernel": 4,
 }  # fmt: skip
 BLOCKS = range(4)
-QKV_BIAS, OUTPUT_BIAS = ("blk.0.attn_q.bias",), ("blk.0.attn_output.bias",)
+
+
+def _biases(*names: str) -> tuple[str, ...]:
+    """Of all layers."""
+    return tuple(f"blk.*.{name}.bias" for name in names)
+
+
+QKV_BIAS, OUTPUT_BIAS = _biases("attn_q", "attn_k", "attn_v"), _biases("attn_output")
 
 MAMBA2 = {
     "ssm.inner_size": 512, "ssm.state_size": 32, "ssm.time_step_rank": 8, "ssm.group_count": 2, "ssm.conv_kernel": 4,
@@ -43,12 +50,12 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         | {"expert_feed_forward_length": 48}  # no whole blocks of 32
         | {"expert_weights_norm": True, "expert_weights_scale": 2.5, "expert_group_count": 4}
         | {"expert_group_used_count": 2},
-        ("blk.1.exp_probs_b.bias",),
+        ("blk.*.exp_probs_b.bias",),
     ),
     "ernie4_5": ({}, ()),
     "ernie4_5-moe": (
         EXPERTS | {"leading_dense_block_count": 1, "expert_shared_feed_forward_length": 128},
-        ("blk.1.exp_probs_b.bias",),
+        ("blk.*.exp_probs_b.bias",),
     ),
     "exaone4": ({}, ("rope_freqs.weight",)),
     "falcon-h1": (MAMBA2 | {"ssm.inner_size": 384, "ssm.time_step_rank": 6, "ssm.state_size": 48}, ()),
@@ -67,7 +74,7 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         | {"attention.key_length_swa": 32, "attention.value_length_swa": 32, "rope.dimension_count_swa": 32}
         | {"rope.freq_base_swa": 1000.0, "embedding_length_per_layer_input": 32},
         (
-            "blk.0.attn_v.weight", "blk.0.ffn_gate_up_exps.weight", "blk.0.ffn_down_exps.scale", "rope_freqs.weight",
+            "blk.0.attn_v.weight", "blk.*.ffn_gate_up_exps.weight", "blk.*.ffn_down_exps.scale", "rope_freqs.weight",
             *(f"blk.{i}.layer_output_scale.weight" for i in BLOCKS), "blk.1.ffn_gate_inp.weight",
         ),
     ),
@@ -76,9 +83,12 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         EXPERTS
         | {"leading_dense_block_count": 1, "expert_gating_func": 2, "expert_weights_norm": True}
         | {"expert_weights_scale": 1.5, "rope.dimension_count": 32},
-        ("blk.0.attn_q_norm.weight",),
+        ("blk.*.attn_q_norm.weight",),
     ),
-    "gpt-oss": (EXPERTS | ROPE_SCALED | {"attention.sliding_window": 24}, (*QKV_BIAS, *OUTPUT_BIAS)),
+    "gpt-oss": (
+        EXPERTS | ROPE_SCALED | {"attention.sliding_window": 24},
+        (*QKV_BIAS, *OUTPUT_BIAS, *_biases("ffn_gate_inp")),
+    ),
     "granite": (
         {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0, "attention.scale": 0.025},
         (),
@@ -104,7 +114,7 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         | {"attention.value_length": 64, "attention.key_length_mla": 48, "attention.value_length_mla": 32}
         | {"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2}
         | {"expert_weights_scale": 2.446},
-        ("output.weight", "blk.1.exp_probs_b.bias"),
+        ("output.weight", "blk.*.exp_probs_b.bias"),
     ),
     "lfm2": (
         {"block_count": 4, "attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3}
@@ -142,22 +152,22 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         | {"block_count": 4, "attention.head_count_kv": [0, 0, 2, 0], "feed_forward_length": [0, 64, 0, 64]}
         | {"expert_shared_feed_forward_length": 96, "expert_weights_norm": True, "expert_weights_scale": 2.5}
         | {"moe_latent_size": 96},
-        ("blk.1.exp_probs_b.bias",),
+        ("blk.*.exp_probs_b.bias",),
     ),
     "olmo2": (ROPE_SCALED | {"attention.sliding_window": 24, "block_count": 4}, ("output.weight",)),
     "olmoe": (EXPERTS | {"feed_forward_length": 64, "attention.head_count_kv": 4}, ("output.weight",)),
     "phi3": (
         {"rope.dimension_count": 48, "rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.19},
-        ("blk.0.attn_qkv.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
+        ("blk.*.attn_qkv.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
     ),
-    "qwen2": ({}, ()),
-    "qwen2vl": (SECTIONS, ()),
-    "qwen2moe": (EXPERTS | {"expert_shared_feed_forward_length": 96}, ()),
+    "qwen2": ({}, QKV_BIAS),
+    "qwen2vl": (SECTIONS, QKV_BIAS),
+    "qwen2moe": (EXPERTS | {"expert_shared_feed_forward_length": 96}, QKV_BIAS),
     "qwen3": ({}, ()),
     "qwen3moe": (EXPERTS, ()),
     "qwen3vl": (SECTIONS, ()),
     "qwen3vlmoe": (EXPERTS | SECTIONS, ()),
-    "qwen3next": (DELTA_NET | EXPERTS | {"expert_shared_feed_forward_length": 96}, ("blk.0.ssm_in.weight",)),
+    "qwen3next": (DELTA_NET | EXPERTS | {"expert_shared_feed_forward_length": 96}, ("blk.*.ssm_in.weight",)),
     "qwen35": (DELTA_NET | {"ssm.time_step_rank": 6, "ssm.conv_kernel": 3}, ("output.weight",)),
     "qwen35moe": (
         DELTA_NET | EXPERTS | {"expert_shared_feed_forward_length": 96},
@@ -165,15 +175,110 @@ MODELS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     ),
     "seed_oss": ({}, QKV_BIAS),
     "smollm3": ({"block_count": 4}, ()),
-    "starcoder2": ({}, (*QKV_BIAS, *OUTPUT_BIAS)),
+    "starcoder2": (
+        {},
+        ("output_norm.bias", *QKV_BIAS, *OUTPUT_BIAS, *_biases("ffn_up", "ffn_down", "attn_norm", "ffn_norm")),
+    ),
 }  # fmt: skip
+
+# Further decoders: their logits are llama.cpp's, of files with these weights in float32.
+_LAYER_NORM_BIAS = ("output_norm.bias", *_biases("attn_norm", "ffn_norm"))
+_UNGATED_BIAS = (*QKV_BIAS, *OUTPUT_BIAS, *_biases("ffn_up", "ffn_down"))
+_SHARED = EXPERTS | {"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2}
+_WINDOWS = {"attention.sliding_window": 24, "block_count": 4}
+_ALTERNATING = {"attention.sliding_window_pattern": [1, 0, 1, 0]}
+_SELECTION = _biases("exp_probs_b")
+_QKV = ("blk.*.attn_qkv.weight",)
+_PARTIAL = {"rope.dimension_count": 32}
+LLAMACPP: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
+    "afmoe": (_SHARED | _WINDOWS | {"expert_weights_norm": True}, _SELECTION),
+    "arcee": ({}, ()),
+    "arctic": (EXPERTS | {"feed_forward_length": 64}, ()),
+    "bailingmoe": (_SHARED | {"expert_used_count": 3}, ("output.weight",)),
+    "bailingmoe2": (_SHARED | {"expert_weights_norm": True}, ("output.weight", "blk.*.attn_qkv.weight", *_SELECTION)),
+    "chatglm": (_PARTIAL, ("output.weight", "blk.*.attn_qkv.weight", "blk.*.attn_qkv.bias")),
+    "codeshell": ({}, ("output.weight", *_LAYER_NORM_BIAS, *_UNGATED_BIAS)),
+    "cohere2moe": (
+        _SHARED | _WINDOWS | {"attention.layer_norm_rms_epsilon": 0.0, "logit_scale": 0.25, "expert_shared_count": 2},
+        (),
+    ),
+    "cogvlm": ({"attention.head_count_kv": 4}, ("output.weight", *_QKV)),
+    "command-r": ({"logit_scale": 0.0625}, ()),
+    "dbrx": (EXPERTS | {"feed_forward_length": 64, "attention.clamp_kqv": 1.0}, ("output.weight", *_QKV)),
+    "deci": (
+        {"block_count": 4, "attention.head_count": [4, 0, 0, 2], "attention.head_count_kv": [2, 0, 0, 1]}
+        | {"feed_forward_length": [768, 512, 0, 256]},
+        (),
+    ),
+    "deepseek": (_SHARED | {"expert_weights_scale": 1.5}, ()),
+    "dots1": (_SHARED | {"expert_weights_norm": True, "attention.head_count_kv": 4}, ("output.weight", *_SELECTION)),
+    "exaone": ({}, ("rope_freqs.weight",)),
+    "exaone-moe": (
+        _SHARED | _WINDOWS | {"expert_weights_norm": True, "expert_shared_feed_forward_length": 64},
+        ("output.weight", *_SELECTION),
+    ),
+    "falcon": ({}, (*_QKV, "output_norm.bias", *_biases("attn_norm", "attn_norm_2"), "blk.*.attn_norm_2.weight")),
+    "gpt2": ({}, (*_QKV, "blk.*.attn_qkv.bias", *_LAYER_NORM_BIAS, *_UNGATED_BIAS)),
+    "grok": (EXPERTS | {"attn_logit_softcapping": 5.0}, ("blk.*.ffn_up.weight", "blk.*.layer_output_norm.weight")),
+    "gptneox": (
+        _PARTIAL | {"use_parallel_residual": True},
+        ("output.weight", *_QKV, "blk.*.attn_qkv.bias", *_LAYER_NORM_BIAS, *_UNGATED_BIAS),
+    ),
+    "granite_swa": (
+        _WINDOWS | _ALTERNATING | {"attention.rope_pattern": [1, 0, 1, 1], "logit_scale": 8.0}
+        | {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.025},
+        (),
+    ),
+    "hunyuan-moe": (EXPERTS | {"feed_forward_length": 64}, ()),
+    "hunyuan_vl": (SECTIONS, ()),
+    "hy_v3": (_SHARED | {"expert_weights_norm": True}, ("blk.1.ffn_gate_inp.weight", "blk.1.exp_probs_b")),
+    "internlm2": ({}, ("output.weight",)),
+    "jais2": ({}, ("output.weight", *_LAYER_NORM_BIAS, *_UNGATED_BIAS)),
+    "laguna": (
+        _SHARED | _WINDOWS | _PARTIAL | {"expert_weights_norm": True, "rope.dimension_count_swa": 64},
+        ("output.weight", *_SELECTION),
+    ),
+    "maincoder": ({}, ()),
+    "mellum": (EXPERTS | _WINDOWS | ROPE_SCALED, ("output.weight",)),
+    "minicpm": ({}, ()),
+    "muse-glimmer": (_WINDOWS | {"logit_scale": 0.25, "final_logit_softcapping": 3.0}, ("output.weight",)),
+    "nanbeige": ({}, ("output.weight",)),
+    "nemotron": (_PARTIAL, ("output.weight", *_LAYER_NORM_BIAS)),
+    "olmo": ({"attention.clamp_kqv": 1.0}, ()),
+    "openelm": (
+        {"attention.head_count": [4, 6], "attention.head_count_kv": [2, 3], "feed_forward_length": [512, 768]},
+        _QKV,
+    ),
+    "orion": ({}, ("output.weight", *_LAYER_NORM_BIAS)),
+    "paddleocr": (SECTIONS, ()),
+    "pangu-embedded": ({}, ("output.weight", *QKV_BIAS, *OUTPUT_BIAS)),
+    "phi2": (_PARTIAL, ("output.weight", "output.bias", *_biases("attn_norm"), "output_norm.bias", *_UNGATED_BIAS)),
+    "phimoe": (
+        EXPERTS | {"feed_forward_length": 64},
+        ("output.weight", "output.bias", *_LAYER_NORM_BIAS, *QKV_BIAS, *OUTPUT_BIAS),
+    ),
+    "plamo": ({}, ("output.weight",)),
+    "plamo3": (_WINDOWS, _QKV),
+    "qwen": ({"attention.head_count_kv": 4}, ("output.weight", *_QKV, "blk.*.attn_qkv.bias")),
+    "smallthinker": (EXPERTS | {"expert_gating_func": 2, "block_count": 2}, ()),
+    "spark2_5": (_WINDOWS | _ALTERNATING, ()),
+    "stablelm": (_PARTIAL, ("output.weight", "blk.*.attn_q_norm.weight", "output_norm.bias", *_biases("attn_norm"))),
+    "starcoder": ({}, (*_QKV, "blk.*.attn_qkv.bias", *_LAYER_NORM_BIAS, *_UNGATED_BIAS)),
+    "xverse": ({}, ("output.weight",)),
+}  # fmt: skip
+LLAMACPP["mistral4"] = MODELS["deepseek2"]
+MODELS |= LLAMACPP
 
 
 def tiny(name: str, form: str = "f16") -> GGUFModel:
     """The model of that name in MODELS, with random weights in that format."""
     keys, tensors = MODELS[name]
-    architecture = {"general.architecture": name.removesuffix("-moe") if name == "llama-moe" else name}
-    return synthetic(f"tiny-qwen2:{form}", keys=architecture | keys, tensors=tensors)
+    return synthetic(f"tiny-qwen2:{form}", keys={"general.architecture": architecture_of(name)} | keys, tensors=tensors)
+
+
+def architecture_of(name: str) -> str:
+    """Of a name of MODELS."""
+    return "llama" if name == "llama-moe" else name
 
 
 def exact() -> dict[str, np.ndarray]:

@@ -10,9 +10,10 @@ BERT = {
     "attention.layer_norm_epsilon": 1e-12, "attention.causal": False, "tokenizer.ggml.token_type_count": 2,
     "pooling_type": 1, "context_length": 512, "feed_forward_length": 512,
 }  # fmt: skip
-TYPES = ("token_types.weight",)
-QKV_BIAS = tuple(f"blk.0.attn_{which}.bias" for which in ("q", "output"))
-FFN_BIAS = tuple(f"blk.0.ffn_{which}.bias" for which in ("up", "down"))
+NORM_BIAS = ("token_embd_norm.bias", *(f"blk.*.{which}_output_norm.bias" for which in ("attn", "layer")))
+TYPES = ("token_types.weight", *NORM_BIAS)
+QKV_BIAS = tuple(f"blk.*.attn_{which}.bias" for which in ("q", "k", "v", "output"))
+FFN_BIAS = tuple(f"blk.*.ffn_{which}.bias" for which in ("up", "down"))
 HEAD = ("cls.weight", "cls.bias", "cls.output.weight", "cls.output.bias")
 WINDOW = {"attention.sliding_window": 30, "rope.freq_base_swa": 1000.0, "block_count": 4}
 EXPERTS = {"expert_count": 8, "expert_used_count": 2, "moe_every_n_layers": 2, "block_count": 4}
@@ -21,30 +22,33 @@ LABELS = {"classifier.output_labels": ["yes", "no"], "pooling_type": 4}
 # name: (architecture, metadata, optional tensors)
 MODELS: dict[str, tuple[str, dict[str, object], tuple[str, ...]]] = {
     "bert": ("bert", BERT | {"pooling_type": 2}, (*TYPES, *QKV_BIAS, *FFN_BIAS)),
-    "bert-rank": ("bert", BERT | {"pooling_type": 4, "attention.head_count_kv": 4}, (*QKV_BIAS, *FFN_BIAS, *HEAD)),
+    "bert-rank": (
+        "bert", BERT | {"pooling_type": 4, "attention.head_count_kv": 4}, (*NORM_BIAS, *QKV_BIAS, *FFN_BIAS, *HEAD),
+    ),
     "nomic-bert": ("nomic-bert", BERT, TYPES),
     "nomic-bert-moe": ("nomic-bert-moe", BERT | EXPERTS, (*TYPES, *QKV_BIAS, *FFN_BIAS)),
     "jina-bert-v2": (
         "jina-bert-v2", BERT | {"attention.head_count": 4, "attention.head_count_kv": 4},
-        (*TYPES, *QKV_BIAS, "blk.0.ffn_down.bias", "blk.0.ffn_gate.weight"),
+        (*TYPES, *QKV_BIAS, "blk.*.ffn_down.bias", "blk.*.ffn_gate.weight"),
     ),
     "jina-bert-v2-code": (
         "jina-bert-v2", BERT | {"attention.head_count_kv": 4},
         (
-            *TYPES, *QKV_BIAS, "blk.0.ffn_down.bias", "blk.0.ffn_gate.weight", "blk.0.attn_q_norm.weight",
-            "blk.0.attn_q_norm.bias", "blk.0.attn_norm_2.weight",
+            *TYPES, *QKV_BIAS, "blk.*.ffn_down.bias", "blk.*.ffn_gate.weight",
+            *(f"blk.*.attn_{which}_norm.{part}" for which in "qk" for part in ("weight", "bias")),
+            "blk.*.attn_norm_2.weight", "blk.*.attn_norm_2.bias",
         ),
     ),
     "jina-bert-v3": ("jina-bert-v3", BERT, (*TYPES, *QKV_BIAS, *FFN_BIAS)),
     "modern-bert": (
         "modern-bert", BERT | WINDOW | {"attention.head_count_kv": 4},
-        ("blk.0.attn_qkv.weight", "blk.0.attn_norm.weight"),
+        ("blk.*.attn_qkv.weight", "blk.*.attn_norm.weight"),
     ),
     "modern-bert-rank": (
         "modern-bert", BERT | WINDOW | {"attention.head_count_kv": 4, "pooling_type": 4},
-        ("blk.0.attn_qkv.weight", "cls.weight", "cls.norm.weight", "cls.output.weight", "cls.output.bias"),
+        ("blk.*.attn_qkv.weight", "cls.weight", "cls.norm.weight", "cls.output.weight", "cls.output.bias"),
     ),
-    "neo-bert": ("neo-bert", BERT, ("blk.0.attn_qkv.weight",)),
+    "neo-bert": ("neo-bert", BERT, ("blk.*.attn_qkv.weight",)),
     "eurobert": ("eurobert", BERT, ()),
     "gemma-embedding": ("gemma-embedding", BERT | WINDOW | {"attention.sliding_window_pattern": 2}, ()),
     "gemma-embedding-dense": (

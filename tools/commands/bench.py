@@ -197,7 +197,7 @@ def _context(load: LoadOptions, synthetic: str | None, needed: int) -> int | Non
     path, ctx = models.source_path(load.model, synthetic), load.ctx
     if path and models.is_artifact(path):
         return ctx
-    with models.open_source(path, synthetic) as source:
+    with models.open_source(path, synthetic, override_kv=load.override_kv) as source:
         longest = source.config.context
     wanted = f"the tests need a context of {needed} tokens"
     if needed > longest:

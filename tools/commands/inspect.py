@@ -1,7 +1,8 @@
 """`mlc-amd inspect`: the contents of a GGUF file, an artifact or a GPU code object; needs no GPU."""
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from functools import partial
 from json import dumps
 from pathlib import Path
@@ -143,7 +144,7 @@ def _uncompiled(path: Path | None, synthetic: str | None, options: CompileOption
     from mlc_amd.compiler.gguf.reader import quantization
 
     try:
-        opened = models.open_source(path, synthetic, encoders.choose(path, options))
+        opened = models.open_source(path, synthetic, encoders.choose(path, options), override_kv=options.override_kv)
     except UserError as error:
         if path is None:
             raise
@@ -257,6 +258,7 @@ def _target(target: dict) -> str:
 def _model(config: dict) -> str:
     rows = {key: value for key, value in config.items() if key not in ("name", "layers", "ropes")}
     rows["layers"] = len(config["layers"])
+    rows["unused"] = _unused(config["unused"]) or "none"
     layers = [_flat(layer) for layer in config["layers"]]
     for key in dict.fromkeys(key for layer in layers for key in layer):
         rows[key] = _by_layer({i: layer[key] for i, layer in enumerate(layers) if key in layer}, len(layers))
@@ -264,6 +266,11 @@ def _model(config: dict) -> str:
     width = max(map(len, rows)) + 2
     shown = (f"{value:g}" if isinstance(value, float) else value for value in rows.values())
     return "model\n" + "".join(f"  {key.ljust(width)}{value}\n" for key, value in zip(rows, shown, strict=True))
+
+
+def _unused(names: Sequence[str]) -> str:
+    """The tensors of the file that nothing reads: here as in llama.cpp they do not change results."""
+    return ", ".join(dict.fromkeys(re.sub(r"^blk\.\d+\.", "blk.*.", name) for name in names))
 
 
 def _vision(vision: dict) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, replace
 from functools import partial
@@ -116,18 +117,26 @@ def is_artifact(path: Path) -> bool:
 
 
 def open_source(
-    path: Path | None, synthetic: str | None, encoder: str | None = None, pooling: str = "auto"
+    path: Path | None,
+    synthetic: str | None,
+    encoder: str | None = None,
+    pooling: str = "auto",
+    override_kv: Sequence[str] = (),
 ) -> AbstractContextManager[GGUFModel]:
     """The GGUF file, or the synthetic model of that spec, to be compiled; closed at the end of the `with` block.
-    encoder: the file of its image encoder. pooling: of CompileOptions."""
+    encoder: the file of its image encoder. pooling, override_kv: of CompileOptions."""
     check_compiler(synthetic or path)
     from mlc_amd.compiler.gguf.mmproj import VisionFile
+    from mlc_amd.compiler.gguf.overrides import overrides
     from mlc_amd.compiler.gguf.reader import GGUFModel
     from mlc_amd.compiler.gguf.synthetic import synthetic as make
 
     assert synthetic or path is not None, "one of path and synthetic is given"
     pooling = pooling.removeprefix("auto")
-    found = make(synthetic, pooling=pooling) if synthetic else GGUFModel.open(path or "", pooling)
+    if synthetic:
+        found = make(synthetic, keys=overrides(override_kv), pooling=pooling)
+    else:
+        found = GGUFModel.open(path or "", pooling, overrides(override_kv))
     try:
         if encoder:
             found.add_vision(VisionFile(encoder))
@@ -266,7 +275,7 @@ def _compile(
     """keep: packed weights are added to the user's cache; otherwise those that it has are verified."""
     title = f"compiling {synthetic or (path.name if path else '')} for {options.target} {options.arch}"
     encoder = None if options.mmproj is None else str(options.mmproj)
-    with open_source(path, synthetic, encoder, options.pooling) as source:
+    with open_source(path, synthetic, encoder, options.pooling, options.override_kv) as source:
         from mlc_amd.compiler import pipeline  # takes a second to import: only once the model is readable
         from mlc_amd.compiler.weight_store import WeightStore
 
@@ -279,6 +288,8 @@ def _compile(
 def _check_compiled(path: Path, options: CompileOptions) -> None:
     """UserError where an artifact was not compiled with the options that the user gives."""
     given = options.given
+    if options.override_kv:
+        raise UserError(f"--override-kv is for GGUF files: {path} is compiled; leave it out")
     if options.arch in targets.HERE:
         given.pop("arch", None)
     if options.ctx:

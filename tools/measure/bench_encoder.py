@@ -24,7 +24,7 @@ def is_encoder(load: LoadOptions, synthetic: str | None) -> bool:
     path = models.source_path(load.model, synthetic)
     if path and models.is_artifact(path):
         return bool(Artifact.open(path).manifest["model"]["encoder"])
-    with models.open_source(path, synthetic, pooling=load.pooling) as source:
+    with models.open_source(path, synthetic, pooling=load.pooling, override_kv=load.override_kv) as source:
         return source.config.encoder is not None
 
 

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from math import sqrt
 
 from mlc_amd.compiler.models import images, transformer
-from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
+from mlc_amd.compiler.models.config import AttentionConfig, ExpertsConfig, FeedForwardConfig, LayerConfig, ModelConfig
 from mlc_amd.compiler.models.metadata import (
     LOCAL_ROPE,
     NORMS_AROUND,
     ROPE,
     Keys,
     attention,
-    feed_forward,
     read_experts,
     read_layers,
     read_model,
@@ -36,12 +35,11 @@ def read(keys: Keys) -> ModelConfig:
     if shared >= count:
         raise keys.error(f"{shared} of {count} layers share keys and values of earlier ones; convert the model again")
     sizes = keys.integers("feed_forward_length", count)
-    experts = _read_experts(keys)
     layers = [
         LayerConfig(
             mixer=mixer,
-            feed_forward=feed_forward(keys, size, act="gelu"),
-            experts=experts if f"blk.{i}.ffn_gate_inp.weight" in keys.tensors else None,
+            feed_forward=FeedForwardConfig(size, act="gelu"),
+            experts=_read_experts(keys.at(i)) if f"blk.{i}.ffn_gate_inp.weight" in keys.tensors else None,
             output_scale=f"blk.{i}.layer_output_scale.weight" in keys.tensors,
             **NORMS_AROUND,
         )
@@ -94,7 +92,6 @@ def _read_experts(keys: Keys) -> ExpertsConfig | None:
         keys.integer("expert_feed_forward_length"),
         gating="softmax",
         act="gelu",
-        output_scales=any(name.endswith("ffn_down_exps.scale") for name in keys.tensors),
     )
 
 
@@ -167,4 +164,4 @@ def layer_input(g, x, inputs, i: int):
     return g.norm(g.linear(y, block + "proj.weight"), block + "post_norm")
 
 
-architecture("gemma4", tensors=tensors, decoder=decoder)(read)
+architecture("gemma4", "dense", "experts", tensors=tensors, decoder=decoder)(read)

@@ -2,7 +2,7 @@
 and some the other."""
 
 import math
-from dataclasses import replace
+from functools import partial
 
 from mlc_amd.compiler.models.config import (
     AttentionConfig,
@@ -18,19 +18,23 @@ from mlc_amd.compiler.models.metadata import (
     NORMS_AROUND,
     NORMS_BEFORE,
     ROPE,
+    SECTIONS,
     Keys,
     check_multiple,
+    dense,
+    dense_or_experts,
     dense_then,
+    experts_alone,
     experts_weighting,
-    feed_forward,
+    last_of,
     predicting_layers,
     read_attention,
     read_experts,
     read_feed_forward,
-    read_layers,
     read_model,
     read_rope,
     read_uniform,
+    rotations,
     shared_expert,
     vocabulary,
 )
@@ -39,111 +43,106 @@ from mlc_amd.compiler.models.registry import architecture
 STEP = 4  # smollm3: of every four layers the last one has no RoPE
 
 
-@architecture("llama")
+@architecture("llama", "dense", "experts")
 def llama(keys: Keys) -> ModelConfig:
     """Llama 2 and 3.x, Mistral, Mixtral, TinyLlama, SmolLM. Grouped queries, interleaved RoPE pairs, SwiGLU; biases
     where the file has them; a mixture of experts in every layer where it counts experts."""
-    sparse = keys.integer("expert_count", 0, minimum=0)
-    return read_uniform(keys, False, block=read_experts(keys, keys.integer("feed_forward_length")) if sparse else None)
-
-
-@architecture("ernie4_5")
-def ernie4_5(keys: Keys) -> ModelConfig:
-    """ERNIE 4.5, dense. As llama."""
-    return read_uniform(keys, neox=False)
+    return read_uniform(keys, neox=False, block=partial(dense_or_experts, gating="softmax"))
 
 
 @architecture("qwen2")
-@architecture("qwen2vl")
+@architecture("qwen2vl", ignored=("output.bias",))
 def qwen2(keys: Keys) -> ModelConfig:
     """Qwen 2 and 2.5, also the decoders that see. As llama, with biases on q, k and v and RoPE pairs half a head
     apart."""
-    return read_uniform(keys, neox=True, mixer=read_attention(keys, qkv_bias=True))
+    return read_uniform(keys, neox=True)
 
 
 @architecture("qwen2moe")
 def qwen2moe(keys: Keys) -> ModelConfig:
     """Qwen 1.5 and 2 with experts, whose weights do not add up to 1, and a gated shared expert."""
-    dense, used = keys.integer("feed_forward_length"), keys.integer("expert_used_count")
-    experts = read_experts(
-        keys,
-        keys.integer("expert_feed_forward_length", max(1, dense // used)),
-        normalize=False,
-        shared=SharedExpertConfig(keys.integer("expert_shared_feed_forward_length", dense), gated_output=True),
-    )
-    return read_uniform(keys, neox=True, mixer=read_attention(keys, qkv_bias=True), block=experts)
+
+    def experts(own: Keys) -> ExpertsConfig:
+        dense, used = own.integer("feed_forward_length"), own.integer("expert_used_count")
+        size = own.integer("expert_feed_forward_length", 0, minimum=0) or max(1, dense // used)
+        shared = own.integer("expert_shared_feed_forward_length", 0, minimum=0) or dense
+        shared = SharedExpertConfig(shared, gated_output=True)
+        return read_experts(own, size, gating="softmax", normalize=False, shared=shared)
+
+    return read_uniform(keys, neox=True, block=experts)
 
 
-@architecture("qwen3")
+@architecture("qwen3", "dense")
 @architecture("qwen3vl")
 def qwen3(keys: Keys) -> ModelConfig:
     """As qwen2 without biases, an RMS norm over each head of q and k before RoPE, and its own head size."""
     encoder = read_encoder(keys, ranked="last", softmax=True)
-    return read_uniform(keys, neox=True, mixer=read_attention(keys, head_norms=True), encoder=encoder)
+    return read_uniform(keys, neox=True, mixer=partial(read_attention, head_norms=True), encoder=encoder)
 
 
-@architecture("qwen3moe")
+@architecture("qwen3moe", "experts")
 @architecture("qwen3vlmoe")
 def qwen3moe(keys: Keys) -> ModelConfig:
     """Qwen 3's mixtures of experts. As qwen3, with experts in every layer."""
-    experts = read_experts(keys, keys.integer("expert_feed_forward_length"))
-    return read_uniform(keys, neox=True, mixer=read_attention(keys, head_norms=True), block=experts)
+    return read_uniform(keys, neox=True, mixer=partial(read_attention, head_norms=True), block=experts_alone("softmax"))
 
 
 @architecture("olmoe")
 def olmoe(keys: Keys) -> ModelConfig:
     """OLMoE. RMS norms over all of q and all of k; experts in every layer, whose weights do not add up to 1."""
-    experts = read_experts(keys, keys.integer("feed_forward_length"), gating="softmax", normalize=False)
-    return read_uniform(keys, neox=True, mixer=read_attention(keys, row_norms=True), block=experts)
+    block = experts_alone("softmax", "feed_forward_length", normalize=False)
+    return read_uniform(keys, neox=True, mixer=partial(read_attention, row_norms=True), block=block)
 
 
 @architecture("minimax-m2")
 def minimax_m2(keys: Keys) -> ModelConfig:
     """MiniMax M2. Partial RoPE, RMS norms over all of q and all of k; experts in every layer, chosen by sigmoid and a
     bias."""
-    experts = read_experts(keys, keys.integer("feed_forward_length"), gating="sigmoid", selection_bias=True)
-    return read_uniform(keys, neox=True, mixer=read_attention(keys, row_norms=True), block=experts)
+    block = experts_alone("", "feed_forward_length", selection_bias=True)
+    return read_uniform(keys, neox=True, mixer=partial(read_attention, row_norms=True), block=block)
 
 
 @architecture("phi3")
 def phi3(keys: Keys) -> ModelConfig:
     """Phi 3 and 4. Merged matrices for q, k and v and for gate and up; two sets of RoPE factors, for short and for long
     contexts. The sliding window in the metadata is ignored, as by llama.cpp."""
-    return read_uniform(keys, neox=True, block=read_feed_forward(keys, merged=True))
+    return read_uniform(keys, neox=True, block=partial(read_feed_forward, merged=True))
 
 
 @architecture("gemma")
 def gemma(keys: Keys) -> ModelConfig:
     """Gemma 1. As llama with a GELU gate, a scaled embedding and its own head size."""
-    block, scale = read_feed_forward(keys, act="gelu"), keys.integer("embedding_length") ** 0.5
-    return read_uniform(keys, neox=True, block=block, embedding_scale=scale)
+    scale = keys.integer("embedding_length") ** 0.5
+    return read_uniform(keys, neox=True, block=partial(read_feed_forward, act="gelu"), embedding_scale=scale)
 
 
 @architecture("glm4")
 def glm4(keys: Keys) -> ModelConfig:
     """GLM 4. Partial RoPE, RMS norms before and after each block, merged gate and up."""
     # sections are those of images, which pair columns as NeoX does; the angles of text are the same in all of them
-    neox = keys.has("rope.dimension_sections")
-    return read_uniform(keys, neox, block=read_feed_forward(keys, merged=True), norms=NORMS_AROUND)
+    neox = any(keys.integers("rope.dimension_sections", SECTIONS, 0, minimum=0))
+    return read_uniform(keys, neox, block=partial(read_feed_forward, merged=True), norms=NORMS_AROUND)
 
 
 @architecture("hunyuan-dense")
+@architecture("hunyuan_vl")
 def hunyuan_dense(keys: Keys) -> ModelConfig:
     """Hunyuan, dense. RMS norms over the heads of q and k after RoPE, whose base grows with alpha."""
-    mixer = read_attention(keys, head_norms=True, norm_after_rope=True)
     base, alpha = keys.number("rope.freq_base", 10000.0), keys.number("rope.scaling.alpha", 0.0, minimum=0.0)
     if alpha:
-        base *= alpha ** (mixer.head_dim / (mixer.head_dim - 2))
-    return read_uniform(keys, neox=True, mixer=mixer, base=base)
+        size = read_attention(keys.at(0)).head_dim
+        base *= alpha ** (size / (size - 2))
+    mixer = partial(read_attention, head_norms=True, norm_after_rope=True)
+    return read_uniform(keys, neox=True, mixer=mixer, rope={"base": base})
 
 
-@architecture("mistral3")
+@architecture("mistral3", "dense", "experts")
 def mistral3(keys: Keys) -> ModelConfig:
     """Ministral 3 and Mistral Small 3. As llama; the temperature of attention changes with the position."""
     scale = keys.number("attention.temperature_scale", 0.0, minimum=0.0)
     length = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
-    mixer = read_attention(keys, temperature=TemperatureConfig(scale, length) if scale else None)
-    return read_uniform(keys, neox=False, mixer=mixer)
+    mixer = partial(read_attention, temperature=TemperatureConfig(scale, length) if scale else None)
+    return read_uniform(keys, neox=False, mixer=mixer, block=partial(dense_or_experts, gating="softmax"))
 
 
 @architecture("seed_oss")
@@ -155,42 +154,38 @@ def seed_oss(keys: Keys) -> ModelConfig:
 @architecture("smollm3")
 def smollm3(keys: Keys) -> ModelConfig:
     """SmolLM 3. As llama, without RoPE in every fourth layer."""
-    mixer, block = read_attention(keys), read_feed_forward(keys)
-    layers = [
-        LayerConfig(replace(mixer, rope="" if (i + 1) % STEP == 0 else ROPE), block) for i in range(read_layers(keys))
-    ]
-    return read_model(keys, layers, {ROPE: read_rope(keys, mixer.head_dim, neox=False)})
+    return read_uniform(keys, neox=False, mixer=lambda own: read_attention(own, "" if last_of(own, STEP) else ROPE))
 
 
 @architecture("starcoder2")
 def starcoder2(keys: Keys) -> ModelConfig:
     """StarCoder 2. Layer norms and matrices with biases, a feed-forward block without a gate."""
-    block = read_feed_forward(keys, act="gelu", gated=False, bias=True, down_bias=True)
-    return read_uniform(keys, neox=True, block=block, norm="layer", norm_bias=True)
+    return read_uniform(keys, neox=True, block=partial(read_feed_forward, act="gelu", gated=False), norm="layer")
 
 
 # ---- dense blocks in some layers, experts in the others
 
 
 @architecture("deepseek2")
+@architecture("mistral4")
 def deepseek2(keys: Keys) -> ModelConfig:
     """DeepSeek V2, V2 Lite, V3 and R1, Kimi K2, GLM 4.7 Flash. Latent attention; after a few dense layers experts, in
     some models of the best groups, beside a shared expert.
 
     Files have attn_k_b and attn_v_b, or, converted before April 2025, both as attn_kv_b, of which attn_k_b is made.
     """
-    predicting = predicting_layers(keys)
-    mixer = latent_attention(keys, ROPE, merged="blk.0.attn_kv_b.weight" in keys.tensors)
-    rotating = mixer.head_dim - mixer.latent.rank if mixer.latent else 0
+    predicting, block = predicting_layers(keys), dense_then(keys, deepseek_experts)
+    layers = predicting.of(lambda own: LayerConfig(latent_attention(own, ROPE), block(own)))
+    latent = layers[0].attention
+    rotating = latent.head_dim - latent.latent.rank if latent and latent.latent else 0
     # yarn's factor on cos and sin is in the scale of the scores
     rope = read_rope(keys, rotating, neox=False, dim=rotating, log_multiplier=1.0)
-    layers = [LayerConfig(mixer, block) for block in dense_then(keys, predicting.count, _deepseek_experts)]
-    layers += predicting.layers(layers[-1])
     return read_model(keys, layers, {ROPE: rope}, unused=predicting.unused)
 
 
-def latent_attention(keys: Keys, rope: str, merged: bool = False) -> AttentionConfig:
-    """rope: as AttentionConfig has it. merged: with attn_kv_b."""
+def latent_attention(keys: Keys, rope: str) -> AttentionConfig:
+    """Of a layer. rope: as AttentionConfig has it."""
+    merged = keys.owns("attn_kv_b.weight")
     suffix = "" if merged else "_mla"
     heads, rank = keys.integer("attention.head_count"), keys.integer("attention.kv_lora_rank")
     rotating, value = keys.integer("rope.dimension_count"), keys.integer(f"attention.value_length{suffix}")
@@ -209,7 +204,8 @@ def latent_attention(keys: Keys, rope: str, merged: bool = False) -> AttentionCo
     return AttentionConfig(heads, 1, rank + rotating, rope, scale=magnitude**2 / math.sqrt(columns), latent=latent)
 
 
-def _deepseek_experts(keys: Keys, leading: int) -> ExpertsConfig:
+def deepseek_experts(keys: Keys) -> ExpertsConfig:
+    """Of a layer, beside a shared expert."""
     size = keys.integer("expert_feed_forward_length")
     # GLM 4.7 Flash was first converted without the key that says so
     unsaid = not keys.integer("expert_gating_func", 0, minimum=0)
@@ -222,42 +218,52 @@ def _deepseek_experts(keys: Keys, leading: int) -> ExpertsConfig:
         **experts_weighting(keys),
         groups=groups,
         groups_used=keys.integer("expert_group_used_count", groups, minimum=0) or groups,
-        selection_bias=f"blk.{leading}.exp_probs_b.bias" in keys.tensors,
+        selection_bias=keys.owns("exp_probs_b.bias"),
         shared=shared_expert(size * keys.integer("expert_shared_count", 0, minimum=0)),
     )
 
 
-@architecture("ernie4_5-moe")
+@architecture("ernie4_5", ignored=("attn_output.bias",))
+def ernie4_5(keys: Keys) -> ModelConfig:
+    """ERNIE 4.5, dense. As llama."""
+    return read_uniform(keys, neox=False, block=dense)
+
+
+@architecture("paddleocr")
+def paddleocr(keys: Keys) -> ModelConfig:
+    """The decoder of PaddleOCR VL. As ernie4_5, with RoPE pairs half a head apart."""
+    return read_uniform(keys, neox=True, block=dense)
+
+
+@architecture("ernie4_5-moe", ignored=("attn_output.bias",))
 def ernie4_5_moe(keys: Keys) -> ModelConfig:
     """ERNIE 4.5 with experts in some layers after the leading dense ones, chosen by probability and a bias, beside a
     shared expert."""
-    count, mixer = read_layers(keys), read_attention(keys, output_bias=False)
-    leading = keys.integer("leading_dense_block_count", 0, minimum=0)
     step = keys.integer("interleave_moe_layer_step", 1)
+    block = dense_then(keys, lambda own: _ernie_experts(own) if last_of(own, step) else dense(own))
+    return read_uniform(keys, neox=False, block=block)
+
+
+def _ernie_experts(keys: Keys) -> ExpertsConfig:
     shared = shared_expert(keys.integer("expert_shared_feed_forward_length", 0, minimum=0))
-    experts = read_experts(
-        keys,
-        keys.integer("expert_feed_forward_length"),
-        gating="softmax",
-        selection_bias=any(f"blk.{i}.exp_probs_b.bias" in keys.tensors for i in range(count)),
-        shared=shared,
-    )
-    dense = feed_forward(keys, keys.integer("feed_forward_length"))
-    layers = [LayerConfig(mixer, experts if i >= leading and (i + 1) % step == 0 else dense) for i in range(count)]
-    return read_model(keys, layers, {ROPE: read_rope(keys, mixer.head_dim, neox=False)})
+    variant = {"gating": "softmax", "selection_bias": keys.owns("exp_probs_b.bias"), "shared": shared}
+    return read_experts(keys, keys.integer("expert_feed_forward_length"), **variant)
 
 
 @architecture("glm4moe")
 def glm4moe(keys: Keys) -> ModelConfig:
     """GLM 4.5. Partial RoPE, head norms in some models; after a few dense layers experts chosen by sigmoid and a bias,
     beside a shared expert. A block for multi-token prediction stands at the end."""
-    predicting = predicting_layers(keys)
-    mixer = read_attention(keys, head_norms="blk.0.attn_q_norm.weight" in keys.tensors)
-    size = keys.integer("expert_feed_forward_length")
-    shared = SharedExpertConfig(size * keys.integer("expert_shared_count", 1))
-    experts = read_experts(keys, size, **experts_weighting(keys), selection_bias=True, shared=shared)
-    blocks = dense_then(keys, predicting.count, lambda keys, leading: experts)
-    layers = [LayerConfig(mixer, block, **NORMS_BEFORE) for block in blocks]
-    layers += predicting.layers(LayerConfig(mixer, experts, **NORMS_BEFORE))
-    ropes = {ROPE: read_rope(keys, mixer.head_dim, neox=True)}
-    return read_model(keys, layers, ropes, unused=predicting.unused)
+
+    def experts(own: Keys) -> ExpertsConfig:
+        size = own.integer("expert_feed_forward_length")
+        shared = SharedExpertConfig(size * own.integer("expert_shared_count", 1))
+        return read_experts(own, size, **experts_weighting(own), selection_bias=True, shared=shared)
+
+    predicting, block = predicting_layers(keys), dense_then(keys, experts)
+
+    def layer(own: Keys) -> LayerConfig:
+        return LayerConfig(read_attention(own, head_norms=own.owns("attn_q_norm.weight")), block(own), **NORMS_BEFORE)
+
+    layers = predicting.of(layer)
+    return read_model(keys, layers, rotations(keys, layers, neox=True), unused=predicting.unused)

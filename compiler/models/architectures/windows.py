@@ -1,6 +1,7 @@
 """Decoders in which some layers see only the last keys: a window or a chunk of them."""
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from mlc_amd.compiler.models.config import (
@@ -8,6 +9,7 @@ from mlc_amd.compiler.models.config import (
     Block,
     LayerConfig,
     ModelConfig,
+    RopeConfig,
     SharedExpertConfig,
     TemperatureConfig,
 )
@@ -17,15 +19,19 @@ from mlc_amd.compiler.models.metadata import (
     NORMS_AROUND,
     NORMS_BEFORE,
     ROPE,
+    SHARED_NORM,
     Keys,
-    feed_forward,
+    dense,
+    each_layer,
+    experts_alone,
+    last_of,
     local_layers,
     read_attention,
-    read_experts,
     read_feed_forward,
     read_layers,
     read_model,
-    read_rope,
+    read_uniform,
+    rotations,
 )
 from mlc_amd.compiler.models.registry import architecture
 
@@ -36,24 +42,35 @@ MAVERICK = 128  # experts of the one Llama 4 without norms over the heads
 NOPE_STEP = 4  # llama4: of every four layers the last one has no RoPE
 
 
+Read = Callable[..., AttentionConfig]  # of the keys of a layer
+
+
 def _layers(
-    keys: Keys, pattern: int, mixer: AttentionConfig, local: AttentionConfig | None,
-    block: Block, **norms: Any,
+    keys: Keys, pattern: int, mixer: Read, local: dict[str, Any] | None,
+    block: Callable[[Keys], Block], **norms: Any,
 ) -> list[LayerConfig]:  # fmt: skip
-    """Of every `pattern` layers the last one has `mixer`, the others `local`; None: all have `mixer`."""
+    """Of every `pattern` layers the last one has `mixer`, the others with the fields of `local`; None: all have
+    `mixer`."""
     count = read_layers(keys)
     windowed = local_layers(keys, count, pattern) if local else [False] * count
-    return [LayerConfig(local if is_local else mixer, block, **norms) for is_local in windowed]
+    return [
+        LayerConfig(mixer(own, **(local if local and is_local else {})), block(own), **norms)
+        for own, is_local in zip(each_layer(keys), windowed, strict=True)
+    ]
 
 
-@architecture("cohere2")
+def _window(keys: Keys) -> int:
+    """Keys that a layer with a window sees; 0: there are no such layers."""
+    return keys.integer("attention.sliding_window", 0, minimum=0)
+
+
+@architecture("cohere2", "dense")
 def cohere2(keys: Keys) -> ModelConfig:
     """Command R7B. One layer norm for attention and feed-forward, which run in parallel; of four layers three see a
     window of keys and have RoPE, the last has neither; scaled logits."""
-    mixer, block = read_attention(keys, rope=""), read_feed_forward(keys)
-    local = replace(mixer, window=keys.integer("attention.sliding_window"), rope=ROPE)
-    layers = _layers(keys, 4, mixer, local, block, parallel=True)
-    ropes = {ROPE: read_rope(keys, mixer.head_dim, neox=False)}
+    local = {"window": keys.integer("attention.sliding_window"), "rope": ROPE}
+    layers = _layers(keys, 4, partial(read_attention, rope=""), local, read_feed_forward, **SHARED_NORM)
+    ropes = rotations(keys, layers, neox=False)
     return read_model(keys, layers, ropes, norm="layer", logit_scale=keys.number("logit_scale"))
 
 
@@ -61,12 +78,12 @@ def cohere2(keys: Keys) -> ModelConfig:
 def exaone4(keys: Keys) -> ModelConfig:
     """EXAONE 4. Norms after the blocks only, and over each head of q and k. In the large model three of four layers see
     a window of keys, and the fourth has no RoPE."""
-    block, mixer, local = read_feed_forward(keys), read_attention(keys, head_norms=True), None
+    mixer, local = partial(read_attention, head_norms=True), None
     if read_layers(keys) == EXAONE4_32B:
-        local = replace(mixer, window=keys.integer("attention.sliding_window"))
-        mixer = replace(mixer, rope="")
-    layers = _layers(keys, 4, mixer, local, block, **NORMS_AFTER)
-    return read_model(keys, layers, {ROPE: read_rope(keys, mixer.head_dim, neox=True)})
+        local = {"window": keys.integer("attention.sliding_window"), "rope": ROPE}
+        mixer = partial(mixer, rope="")
+    layers = _layers(keys, 4, mixer, local, read_feed_forward, **NORMS_AFTER)
+    return read_model(keys, layers, rotations(keys, layers, neox=True))
 
 
 @architecture("gemma2")
@@ -74,9 +91,8 @@ def gemma2(keys: Keys) -> ModelConfig:
     """Gemma 2. RMS norms before and after each block, GELU gate, scaled embedding, softcaps on attention's scores and
     on the logits; every other layer, the first included, sees a window of keys."""
     mixer = _gemma_attention(keys, GEMMA2_27B, softcap=keys.number("attn_logit_softcapping", 50.0))
-    local = replace(mixer, window=keys.integer("attention.sliding_window", 4096))
-    ropes = {ROPE: read_rope(keys, mixer.head_dim, neox=True)}
-    return _read_gemma(keys, 2, mixer, local, ropes, keys.number("final_logit_softcapping", 30.0))
+    local = {"window": keys.integer("attention.sliding_window", 4096)}
+    return _read_gemma(keys, 2, mixer, local, keys.number("final_logit_softcapping", 30.0))
 
 
 @architecture("gemma3")
@@ -84,37 +100,39 @@ def gemma3(keys: Keys) -> ModelConfig:
     """Gemma 3. As gemma2 with norms over the heads of q and k instead of softcaps; of six layers five see a window of
     keys, with a RoPE of their own."""
     mixer, local = _gemma_attention(keys, GEMMA3_27B, head_norms=True, images=True), None
-    ropes = {ROPE: read_rope(keys, mixer.head_dim, neox=True)}
-    if keys.has("attention.sliding_window"):
-        local = replace(mixer, window=keys.integer("attention.sliding_window"), rope=LOCAL_ROPE)
-        base = keys.number("rope.freq_base_swa", 10000.0)
-        ropes[LOCAL_ROPE] = read_rope(keys, mixer.head_dim, neox=True, scaled=False, base=base)
-    return _read_gemma(keys, 6, mixer, local, ropes, keys.number("final_logit_softcapping", 0.0, minimum=0.0))
+    if window := _window(keys):
+        local = {"window": window, "rope": LOCAL_ROPE}
+    return _read_gemma(keys, 6, mixer, local, keys.number("final_logit_softcapping", 0.0, minimum=0.0))
 
 
-def _gemma_attention(keys: Keys, by_hidden: int, **variant) -> AttentionConfig:
+def _gemma_attention(keys: Keys, by_hidden: int, **variant) -> Read:
     """by_hidden: layers of the model whose scores are scaled by the hidden size."""
-    mixer = read_attention(keys, **variant)
-    by_head = read_layers(keys) != by_hidden
-    return mixer if by_head else replace(mixer, scale=(keys.integer("embedding_length") / mixer.heads) ** -0.5)
+    if read_layers(keys) == by_hidden:
+        variant["scale"] = (keys.integer("embedding_length") / keys.integer("attention.head_count")) ** -0.5
+    return partial(read_attention, **variant)
 
 
-def _read_gemma(keys: Keys, pattern: int, mixer, local, ropes, softcap: float) -> ModelConfig:
-    layers = _layers(keys, pattern, mixer, local, read_feed_forward(keys, act="gelu"), **NORMS_AROUND)
+def _read_gemma(keys: Keys, pattern: int, mixer, local, softcap: float) -> ModelConfig:
+    layers = _layers(keys, pattern, mixer, local, partial(read_feed_forward, act="gelu"), **NORMS_AROUND)
+    ropes = rotations(keys, layers, neox=True) | local_rotations(keys, layers, neox=True)
     scale = keys.integer("embedding_length") ** 0.5
     return read_model(keys, layers, ropes, embedding_scale=scale, logit_softcap=softcap)
+
+
+def local_rotations(keys: Keys, layers: Sequence[LayerConfig], neox: bool, **variant) -> dict[str, RopeConfig]:
+    """LOCAL_ROPE, if layers use it: with a base of its own, unscaled. `variant`: as of `read_rope`."""
+    base = keys.number("rope.freq_base_swa", 10000.0)
+    return rotations(keys, layers, neox, LOCAL_ROPE, **({"scaled": False, "base": base} | variant))
 
 
 @architecture("gpt-oss")
 def gpt_oss(keys: Keys) -> ModelConfig:
     """Attention with sinks, a window in every other layer, the first included; biases everywhere; experts with a
     clamped SwiGLU, chosen by their logits."""
-    mixer = read_attention(keys, sinks=True)
-    local = replace(mixer, window=keys.integer("attention.sliding_window"))
-    size, variant = keys.integer("expert_feed_forward_length"), {"router_bias": True, "biases": True}
-    experts = read_experts(keys, size, gating="softmax_used", normalize=False, act="swiglu_oai", **variant)
-    layers = _layers(keys, 2, mixer, local, experts, **NORMS_BEFORE)
-    return read_model(keys, layers, {ROPE: read_rope(keys, mixer.head_dim, neox=True)})
+    experts = experts_alone("softmax_used", normalize=False, act="swiglu_oai", biases=True)
+    local = {"window": keys.integer("attention.sliding_window")}
+    layers = _layers(keys, 2, partial(read_attention, sinks=True), local, experts, **NORMS_BEFORE)
+    return read_model(keys, layers, rotations(keys, layers, neox=True))
 
 
 @architecture("llama4")
@@ -122,29 +140,25 @@ def llama4(keys: Keys) -> ModelConfig:
     """Llama 4, text. Of four layers three have RoPE and see a chunk of keys, the last has a temperature; experts take
     their input times its weight, beside a shared expert."""
     # heads are normalized after RoPE, without weights: rotations keep the norm, so before is the same
-    norms = keys.integer("expert_count") != MAVERICK
-    local = read_attention(keys, chunk=CHUNK, head_norms=norms, norm_weights=False)
-    temperature = TemperatureConfig(0.1, CHUNK, offset=1)
-    mixer = replace(local, rope="", chunk=0, head_norms=False, temperature=temperature)
+    local = {"chunk": CHUNK, "head_norms": keys.integer("expert_count") != MAVERICK, "norm_weights": False}
+    every = {"rope": "", "temperature": TemperatureConfig(0.1, CHUNK, offset=1)}
     size, step = keys.integer("expert_feed_forward_length"), keys.integer("interleave_moe_layer_step", 1)
-    experts = read_experts(
-        keys, size, gating="sigmoid", normalize=False, weigh_input=True, shared=SharedExpertConfig(size)
+    shared = SharedExpertConfig(size)
+    experts = experts_alone("sigmoid", normalize=False, weigh_input=True, shared=shared)
+    return read_uniform(
+        keys,
+        neox=False,
+        mixer=lambda own: read_attention(own, **(every if last_of(own, NOPE_STEP) else local)),
+        block=lambda own: experts(own) if last_of(own, step) else dense(own),
     )
-    dense = feed_forward(keys, keys.integer("feed_forward_length"))
-    layers = [
-        LayerConfig(mixer if (i + 1) % NOPE_STEP == 0 else local, experts if (i + 1) % step == 0 else dense)
-        for i in range(read_layers(keys))
-    ]
-    return read_model(keys, layers, {ROPE: read_rope(keys, mixer.head_dim, neox=False)})
 
 
 @architecture("olmo2")
 def olmo2(keys: Keys) -> ModelConfig:
     """OLMo 2 and 3. Norms after the blocks only, RMS norms over all of q and all of k. In OLMo 3 three of four layers
     see a window of keys, with an unscaled RoPE."""
-    mixer, local, block = read_attention(keys, row_norms=True), None, read_feed_forward(keys)
-    ropes = {ROPE: read_rope(keys, mixer.head_dim, neox=True)}
-    if keys.has("attention.sliding_window"):
-        local = replace(mixer, window=keys.integer("attention.sliding_window"), rope=LOCAL_ROPE)
-        ropes[LOCAL_ROPE] = read_rope(keys, mixer.head_dim, neox=True, scaled=False)
-    return read_model(keys, _layers(keys, 4, mixer, local, block, **NORMS_AFTER), ropes)
+    window = _window(keys)
+    local = {"window": window, "rope": LOCAL_ROPE} if window else None
+    layers = _layers(keys, 4, partial(read_attention, row_norms=True), local, read_feed_forward, **NORMS_AFTER)
+    ropes = rotations(keys, layers, neox=True) | rotations(keys, layers, True, LOCAL_ROPE, scaled=False)
+    return read_model(keys, layers, ropes)

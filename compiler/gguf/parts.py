@@ -1,0 +1,96 @@
+"""The tensors that a graph takes instead of those of the file: parts of merged ones, with the biases and scales beside
+them, and the factors of experts.
+
+In: a configuration and the tensors of a file by name. Out: `graph_tensors`.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from mlc_amd.compiler.gguf.tensor import Tensor
+from mlc_amd.compiler.models.config import ExpertsConfig, ModelConfig
+from mlc_amd.compiler.models.tensors import SCALE, Part, factor_names, merged_parts
+
+
+def graph_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with merged ones replaced by their parts, without unused ones."""
+    unused = set(config.unused)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in unused}
+    made = dict(tensors)
+    for part in merged_parts(config):
+        source = made.pop(part.source, None) or tensors[part.source]
+        made[part.name] = _part(part, source)
+        _add_companions(part, source, tensors, made)
+    for i, layer in enumerate(config.layers):
+        for block in (layer.feed_forward, layer.experts):
+            if isinstance(block, ExpertsConfig):
+                made |= _factors(f"blk.{i}.", block, made)
+    return made
+
+
+def _part(part: Part, source: Tensor) -> Tensor:
+    if part.transposed:
+        return source.transposed(part.name, part.first, part.shape)
+    if part.pieces:
+        found = source.pieces(part.name, part.shape, part.groups, part.pieces)
+    else:
+        found = source.part(part.name, part.first, part.shape)
+    return found.filled(part.filled) if part.filled and part.filled != found.shape else found
+
+
+def _add_companions(part: Part, source: Tensor, tensors: Mapping[str, Tensor], made: dict[str, Tensor]) -> None:
+    """What stands beside the source stands beside its parts: the entries of a bias that belong to their rows."""
+    if not part.name.endswith("weight") or part.transposed:
+        return
+    own, of = part.name.removesuffix("weight"), part.source.removesuffix("weight")
+    if scale := tensors.get(of + SCALE):
+        made[own + SCALE] = scale
+    if bias := tensors.get(of + "bias"):
+        rows = _rows(part, source)
+        made.pop(of + "bias", None)
+        made[own + "bias"] = Tensor.made(own + "bias", rows.shape, lambda: _entries(bias, rows))
+
+
+def _entries(bias: Tensor, rows: np.ndarray) -> np.ndarray:
+    return np.append(bias.dequantize().reshape(-1), 0.0)[rows]
+
+
+def _rows(part: Part, source: Tensor) -> np.ndarray:
+    """The rows of the source that are the part's, of all matrices; -1 for zeros."""
+    *stack, count, _ = part.shape
+    groups = part.groups or (stack[0] if stack else 1)
+    of_each = source.rows // groups
+    pieces = part.pieces or ((part.first, count),)
+    if part.pieces:  # one piece of all groups after the other
+        found = [np.arange(group * of_each + first, group * of_each + first + size)
+                 for first, size in pieces for group in range(groups)]  # fmt: skip
+    else:
+        zeros = (part.filled[-2] if part.filled else count) - count
+        found = [np.append(np.arange(count) + group * of_each + part.first, np.full(zeros, -1, np.int64))
+                 for group in range(groups)]  # fmt: skip
+    return np.concatenate(found)
+
+
+def _factors(block: str, experts: ExpertsConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Factors of each expert's input and output, which stand for the scales of its matrices: act(a G x) * (b U x) =
+    act(G a x) * (b / a) (U a x)."""
+    scales = {which: tensors.get(f"{block}ffn_{which}_exps.{SCALE}") for which in ("gate", "up", "down")}
+    if not any(scales.values()):
+        return {}
+
+    def values(which: str) -> np.ndarray:
+        tensor = scales[which]
+        return np.ones(experts.count, np.float32) if tensor is None else tensor.dequantize().reshape(-1)
+
+    def output() -> np.ndarray:
+        inner = values("gate")
+        share = np.divide(values("up"), inner, out=np.zeros_like(inner), where=inner != 0)
+        return values("down") * (share if experts.gated else 1.0)
+
+    before, after = factor_names(block)
+    made = {after: Tensor.made(after, (experts.count,), output)}
+    inner = "gate" if experts.gated else "up"
+    if scales[inner]:
+        made[before] = Tensor.made(before, (experts.count,), lambda: values(inner))
+    return made

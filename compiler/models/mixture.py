@@ -1,0 +1,88 @@
+"""What a graph emits of a mixture of experts: the choice of each row's experts, and the weighted sum of theirs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tvm import relax, te
+
+from mlc_amd.compiler.models import exchanges
+from mlc_amd.compiler.models.config import ExpertsConfig
+from mlc_amd.compiler.models.tensors import factor_names
+from mlc_amd.compiler.ops import shape_of, tensor_type
+from mlc_amd.schedules.operators import Combine, ExpertDown, ExpertGateUp, ExpertLinear, ExpertOrder, Gather, Route
+
+if TYPE_CHECKING:
+    from mlc_amd.compiler.models.graph import Graph
+
+
+def route(g: Graph, logits, experts: ExpertsConfig, block: str) -> tuple[relax.Var, relax.Var]:
+    """(experts of each row, their weights); block: "blk.0.", in front of the tensors' names."""
+    bias = [g.vector(block + experts.bias_name)] if experts.selection_bias else []
+    after = factor_names(block)[1]
+    factors = [g.vector(after)] if g.has(after) and not experts.weigh_input else []
+    workspace = g.target.route_workspace(experts) if g.m == 1 else {}
+    buffers = [g.parameter(name, "kv", tensor_type(*of)) for name, of in workspace.items()]
+    m, n = shape_of(logits)
+    op = Route(
+        n=n, m=m, **_experts(g, experts), gating=experts.gating, normalize=experts.normalize, scale=experts.scale,
+        bias=bool(bias), factors=bool(factors), groups=experts.groups, groups_used=experts.groups_used,
+    )  # fmt: skip
+    routed = g.emit(op, [logits, *bias, *factors, *buffers])
+    ids, weights = (g.bb.emit(relax.TupleGetItem(routed, i)) for i in range(2))
+    return ids, weights
+
+
+def mixed(g: Graph, x, ids, weights, experts: ExpertsConfig, block: str) -> relax.Var:
+    """The weighted sum of the experts `ids` of each row of x. Their stacks are <block>ffn_gate_exps and so on."""
+    of, m, k = _experts(g, experts), g.m, shape_of(x)[1]
+    names = {"gate": "gate" if experts.gated else "up", "up": "up", "down": "down"}
+    stacks = {which: g.model.tensors[f"{block}ffn_{name}_exps.weight"] for which, name in names.items()}
+    weight = {which: g.weight(f"{block}ffn_{name}_exps.weight") for which, name in names.items()}
+    bias = {name: [g.vector(f"{block}ffn_{name}_exps.bias")] if experts.biases else [] for name in stacks}
+    size = stacks["up"].shape[1]
+    first, last = (chosen(g, name, ids) for name in factor_names(block))
+    if experts.weigh_input:
+        before, after = (
+            [g.multiply(weights, first) if first is not None else weights],
+            [] if last is None else [last],
+        )
+    else:  # weights have the factors of outputs
+        before, after = [] if first is None else [first], [weights]
+    slots, pairs, groups = None, [], ids
+    if of["tile"] > 1:
+        ordered = g.emit(ExpertOrder(m=m, **of), [ids])
+        slots, pair_of, groups = (g.bb.emit(relax.TupleGetItem(ordered, i)) for i in range(3))
+        pairs = [pair_of]
+    if pairs or before:
+        x = g.emit(Gather(k=k, m=m, **of, weighted=bool(before), layout=""), [x, *pairs, *before])
+    gate_up = ExpertGateUp(
+        gate=stacks["gate"].format, up=stacks["up"].format, n=size, k=k, m=m, **of, act=experts.act,
+        biases=experts.biases, layout_in="", layout="", shared=of["tile"] == 1 and shape_of(x)[0] == m,
+    )  # fmt: skip
+    h = g.emit(gate_up, [x, groups, weight["gate"], weight["up"], *bias["gate"], *bias["up"]])
+    name = f"{block}ffn_down_exps.weight"
+    down: Any = {"fmt": stacks["down"].format, "n": k, "k": size, "m": m, "bias": experts.biases, "layout": ""} | of
+    inputs = [h, groups, weight["down"], *bias["down"]]
+    if not pairs:
+        op = ExpertDown(**down, weighted=bool(after), residual=False)
+        return exchanges.term(g, g.emit(op, [*inputs, *after]), name)
+    y = g.emit(ExpertLinear(**down), inputs)
+    combine = Combine(n=shape_of(y)[1], m=m, **of, weighted=bool(after), residual=False)
+    return exchanges.term(g, g.emit(combine, [y, slots, *after]), name)
+
+
+def chosen(g: Graph, name: str, ids) -> relax.Var | None:
+    """The entries of a vector that belong to the experts `ids`, of its shape; None if the file has no such."""
+    if not g.has(name):
+        return None
+
+    def choose(ids, values):
+        last = g.model.tensors[name].shape[0] - 1
+        return te.compute(ids.shape, lambda *at: values[te.max(te.min(ids[at], last), 0)], "chosen")
+
+    return g.bb.emit_te(choose, ids, g.vector(name), primfunc_name_hint="choose_factors")
+
+
+def _experts(g: Graph, experts: ExpertsConfig) -> dict[str, int]:
+    return {"experts": experts.count, "used": experts.used, "tile": g.target.expert_tile(g.m)}
