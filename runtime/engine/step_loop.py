@@ -16,12 +16,13 @@ from contextlib import contextmanager
 
 from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import Sequence
+from mlc_amd.runtime.engine.admission import SchedulerLimits
 from mlc_amd.runtime.engine.answers import Answer
 from mlc_amd.runtime.engine.encoding import Encoding
 from mlc_amd.runtime.engine.requests import PlannedStep, Request, Scoring
 from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, ChosenToken, TokenChoice, right_ones
-from mlc_amd.runtime.engine.scheduler import RequestCounts, Scheduler, SchedulerLimits
+from mlc_amd.runtime.engine.scheduler import RequestCounts, Scheduler
 from mlc_amd.runtime.engine.step_lock import CLOSED, StepLock
 from mlc_amd.runtime.errors import MachineError
 from mlc_amd.runtime.speculation.speculation import Speculation
@@ -43,7 +44,7 @@ class StepLoop:
         self._lock = StepLock()
         self._background: threading.Thread | None = None
         self._watched: set[Request] = set()  # of answers that the background thread computes
-        self.scheduler.has_features = runner.images.__contains__
+        self.scheduler.admission.has_features = runner.images.__contains__
         self._encoding = Encoding(self.scheduler, runner.images)
 
     # ---- the lock
@@ -171,7 +172,7 @@ class StepLoop:
     def _plan(self) -> PlannedStep | None:
         before = set(self.scheduler.running)
         step = self.scheduler.plan()
-        waits = self.scheduler.unfinished and not self.scheduler.missing
+        waits = self.scheduler.unfinished and not self.scheduler.admission.missing
         if step is None and waits and self.private and not self._started:
             self.private.free()
             step = self.scheduler.plan()

@@ -7,11 +7,12 @@ from typing import Unpack
 import numpy as np
 
 from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.engine.admission import SchedulerLimits
 from mlc_amd.runtime.engine.answers import Answer, GenerateCall
 from mlc_amd.runtime.engine.generation import Ids, ProgressCallback, PromptProgress, Stats, check_logprobs
 from mlc_amd.runtime.engine.generations import AsyncGeneration, Generation, Results
 from mlc_amd.runtime.engine.logits_engine import LogitsEngine
-from mlc_amd.runtime.engine.scheduler import RequestCounts, SchedulerLimits
+from mlc_amd.runtime.engine.scheduler import RequestCounts
 from mlc_amd.runtime.engine.token_scores import TokenScore, computed
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.grammars.constraints import Constraint
