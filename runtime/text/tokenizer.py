@@ -142,6 +142,18 @@ class Tokenizer:
         first, second = (self.encode(one, add_special=False, parse_special=False) for one in (query, text))
         return [*begin, *first, *between, *second, *end]
 
+    def encode_inner(self, data: bytes) -> list[int]:
+        """Token ids of bytes within a text, which may begin and end anywhere: as far as they are known, without control
+        tokens and the space that `encode` adds before a text for some models."""
+        text = data.decode(errors="ignore")
+        for before in ("", "\n"):
+            ids, start = self.encode(before + text, add_special=False, parse_special=False), b""
+            while ids and len(start) < len(before):
+                start = (start + self.token_bytes(ids.pop(0))).lstrip(b" ")
+            if start == before.encode() and data.startswith(b"".join(map(self.token_bytes, ids))):
+                return ids
+        return []
+
     def decode(self, ids: list[int], skip_special: bool = True, continues: bool = False) -> str:
         """Text of `ids`: the inverse of `encode`. Invalid UTF-8 becomes U+FFFD.
 
