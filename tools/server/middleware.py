@@ -30,8 +30,8 @@ _ID = re.compile(r"[\w.:-]{1,128}")
 # before there is a user. The chat page (anything that is no API) asks for a key itself.
 _OPEN = ("/health",)
 _KEYED = (
-    "/v1/", "/api/", "/tokenize", "/detokenize", "/apply-template", "/props", "/completion", "/models",
-    "/chat/completions", "/responses", "/metrics",
+    "/v1/", "/v2/", "/api/", "/tokenize", "/detokenize", "/apply-template", "/props", "/completion", "/infill",
+    "/models", "/chat/completions", "/responses", "/metrics", "/embedding", "/rerank",
 )  # fmt: skip
 # What is asked for often and computes nothing: no line in the log.
 _SILENT = ("/health", "/metrics")
