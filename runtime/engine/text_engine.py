@@ -19,6 +19,7 @@ from mlc_amd.runtime.grammars.constraints import Constraint
 from mlc_amd.runtime.images.prompts import ImagePrompts
 from mlc_amd.runtime.sampling.settings import Sampling, SamplingChanges
 from mlc_amd.runtime.text.chat_template import ChatTemplate
+from mlc_amd.runtime.text.fill_in_middle import FillInMiddle
 
 
 class CompletionOptions(SamplingChanges, total=False):
@@ -36,11 +37,13 @@ class CompletionOptions(SamplingChanges, total=False):
 
 
 class TextEngine(LogitsEngine):
-    """sampling: the model's own defaults. images: makes prompts of texts with images."""
+    """sampling: the model's own defaults. fill: makes prompts for the text between two others. images: of texts with
+    images."""
 
     def __init__(self, artifact: Artifact, device, limits: SchedulerLimits | None = None):
         super().__init__(artifact, device, limits)
         self.chat_template = ChatTemplate.load(artifact.path)
+        self.fill = FillInMiddle(self.tokenizer)
         self.images = ImagePrompts(self.tokenizer, artifact.manifest.get("vision"))
         self.sampling = Sampling(**artifact.manifest["sampling"])
         self._last: Results | None = None

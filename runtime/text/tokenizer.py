@@ -9,7 +9,7 @@ import codecs
 import functools
 import operator
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import tokenizers
@@ -17,7 +17,7 @@ from tokenizers import models
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.text.text_pipeline import check_runs, has_pipeline
-from mlc_amd.runtime.text.tokenizer_files import ADVICE, Config, library_errors, read_config, read_library
+from mlc_amd.runtime.text.tokenizer_files import ADVICE, Config, FillName, library_errors, read_config, read_library
 from mlc_amd.runtime.text.traced_text import Traced
 
 MARK = "\ufdd0"  # a code point that Unicode reserves for a program's internal use
@@ -70,6 +70,7 @@ class Tokenizer:
         self.end_ids: frozenset[int] = frozenset(config["end_ids"])  # that end a generation: of text, turn, message
         self.add_bos: bool = config["add_bos"]  # `encode` does, with add_special
         self.add_eos: bool = config["add_eos"]
+        self.fill: Mapping[FillName, int] = config["fill"]  # tokens of fill in the middle (fill_in_middle.py)
         self._pair, self._pair_template = config["pair"], config["chat_templates"].get("rerank")
         added = backend.get_added_tokens_decoder()
         self._added = {i: token.content.removeprefix(MARK).encode() for i, token in added.items()}

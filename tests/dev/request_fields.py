@@ -161,6 +161,11 @@ EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
         _ASKED | _LLAMA_NAMES | {"prompt": [{"prompt_string": "x"}, [5, "y"]]},
         *(_ASKED | {"prompt": "x"} | one for one in _FORMATS),
     ),
+    "/infill": (
+        _ASKED | _SAMPLING | {
+            "input_prefix": "x", "input_suffix": "y", "prompt": "z", "input_extra": [{"filename": "f", "text": "t"}],
+        },
+    ),
 }  # fmt: skip
 METHODS = {path: method for path, method, _ in ROUTES}
 

@@ -73,6 +73,7 @@ ROUTES = (
     ("/apply-template", "POST", llama_server.apply_template),
     ("/props", "GET", llama_server.props),
     ("/completion", "POST", llama_server.completion),
+    ("/infill", "POST", llama_server.infill),
     # OpenAI's, for clients whose address has no /v1, as llama-server takes them.
     ("/models", "GET", llama_server.models),
     ("/chat/completions", "POST", openai_chat.chat_completions),

@@ -3,8 +3,8 @@ ollama's API (https://github.com/ollama/ollama/blob/main/docs/api.md).
 
 Answers are streamed as lines of JSON unless the request says otherwise. `load_duration` is always 0: it is the time of
 a request that waits for its model. Without effect here: `keep_alive` (see --idle-unload), `options` about devices
-(num_gpu, ..). `num_ctx` limits the tokens of prompt and answer. Refused: `suffix`, `context`, models that the
-server was not started with.
+(num_gpu, ..). `num_ctx` limits the tokens of prompt and answer. With a `suffix`, `/api/generate` writes the text
+between prompt and suffix. Refused: `context`, models that the server was not started with.
 """
 
 import time
@@ -76,13 +76,16 @@ def chat_request(fields: Fields, client: str) -> forms.ChatRequest | None:
 
 def generate_request(fields: Fields, client: str) -> forms.AnswerRequest | None:
     """None: there is no prompt, the model shall only be loaded."""
-    for name in ("suffix", "context"):
-        if fields.raw(name):
-            raise fields.wrong(name, "left out: this server has no such function")
-    prompt, system = fields.text("prompt"), fields.text("system")
-    if not prompt:
+    if fields.raw("context"):
+        raise fields.wrong("context", "left out: this server has no such function")
+    prompt, system, suffix = fields.text("prompt"), fields.text("system"), fields.text("suffix")
+    if not (prompt or suffix):
         return None
     images = images_in(fields)
+    if suffix:
+        if images:
+            raise fields.wrong("images", "left out of requests with a suffix")
+        return forms.TextRequest(prompts=[forms.Gap(prompt, suffix)], **_common(fields, client))
     if fields.flag("raw"):
         if images:
             raise fields.wrong("images", "left out where raw is true: the chat template places them")
@@ -278,6 +281,8 @@ async def show(request: Request) -> Response:
     async with service_of(request).library.use(fields.text("model") or fields.text("name"), Loaded) as model:
         engine = model.engine
         sampling = engine.artifact.manifest["sampling"]
+        capabilities = ["embedding"] if isinstance(model, LoadedEncoder) else ["completion", "tools"]
+        capabilities += ["insert"] if isinstance(engine, Engine) and engine.fill.possible else []
         return Json(
             {
                 "modelfile": "",
@@ -289,7 +294,7 @@ async def show(request: Request) -> Response:
                     "general.name": engine.artifact.manifest["name"],
                     f"{engine.config['architecture']}.context_length": engine.context,
                 },
-                "capabilities": ["embedding"] if isinstance(model, LoadedEncoder) else ["completion", "tools"],
+                "capabilities": capabilities,
                 "modified_at": _model(request, model.name)["modified_at"],
             }
         )
