@@ -143,7 +143,7 @@ def _uncompiled(path: Path | None, synthetic: str | None, options: CompileOption
     from mlc_amd.compiler.gguf.reader import quantization
 
     try:
-        opened = models.open_source(path, synthetic, encoders.choose(path, options))
+        opened = models.open_source(path, synthetic, encoders.choose(path, options), rope=options)
     except UserError as error:
         if path is None:
             raise

@@ -23,7 +23,7 @@ from mlc_amd.runtime.artifact.manifest import MANIFEST
 from mlc_amd.runtime.artifact.memory import CONTEXT_STEP
 from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.errors import UsageError, UserError
-from mlc_amd.runtime.options import CompileOptions, LoadOptions
+from mlc_amd.runtime.options import CompileOptions, LoadOptions, RopeOptions
 from mlc_amd.tools import target as targets
 from mlc_amd.tools.hub import encoders, model_cache
 from mlc_amd.tools.hub.model_cache import Recipe
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mlc_amd.runtime.engine.engine import Engine
 
 _LISTED = 6  # files that a message lists
+_AS_IT_IS = RopeOptions()
 
 
 def default_model() -> Path:
@@ -116,7 +117,11 @@ def is_artifact(path: Path) -> bool:
 
 
 def open_source(
-    path: Path | None, synthetic: str | None, encoder: str | None = None, pooling: str = "auto"
+    path: Path | None,
+    synthetic: str | None,
+    encoder: str | None = None,
+    pooling: str = "auto",
+    rope: RopeOptions = _AS_IT_IS,
 ) -> AbstractContextManager[GGUFModel]:
     """The GGUF file, or the synthetic model of that spec, to be compiled; closed at the end of the `with` block.
     encoder: the file of its image encoder. pooling: of CompileOptions."""
@@ -124,11 +129,13 @@ def open_source(
     from mlc_amd.compiler.gguf.mmproj import VisionFile
     from mlc_amd.compiler.gguf.reader import GGUFModel
     from mlc_amd.compiler.gguf.synthetic import synthetic as make
+    from mlc_amd.compiler.models.rope import with_options
 
     assert synthetic or path is not None, "one of path and synthetic is given"
     pooling = pooling.removeprefix("auto")
     found = make(synthetic, pooling=pooling) if synthetic else GGUFModel.open(path or "", pooling)
     try:
+        found.config = with_options(found.config, rope)
         if encoder:
             found.add_vision(VisionFile(encoder))
     except BaseException:
@@ -198,7 +205,10 @@ def artifact_path(options: LoadOptions, synthetic: str | None = None) -> Path:
         if out := model_cache.find(recipe):
             return out
         try:
-            _compile(path, synthetic, resolved, recipe.folder)
+            if resolved.rope_changes:
+                _change_rope(path, synthetic, resolved, recipe.folder)
+            else:
+                _compile(path, synthetic, resolved, recipe.folder)
         except CannotWrite as error:
             raise UserError(f"cannot write {error.path}: {error.reason}; {model_cache.ADVICE}") from error
         model_cache.record(recipe)
@@ -258,7 +268,7 @@ def _compile(
     """keep: packed weights are added to the user's cache; otherwise those that it has are verified."""
     title = f"compiling {synthetic or (path.name if path else '')} for {options.target} {options.arch}"
     encoder = None if options.mmproj is None else str(options.mmproj)
-    with open_source(path, synthetic, encoder, options.pooling) as source:
+    with open_source(path, synthetic, encoder, options.pooling, options) as source:
         from mlc_amd.compiler import pipeline  # takes a second to import: only once the model is readable
         from mlc_amd.compiler.weight_store import WeightStore
 
@@ -266,6 +276,16 @@ def _compile(
         store = WeightStore(model_cache.weights_directory(), keep, verify=not keep)
         with display.compile_progress(title) as progress:
             return pipeline.compile_model(source, out, options, progress, weights, store)
+
+
+def _change_rope(path: Path | None, synthetic: str | None, options: CompileOptions, out: Path) -> None:
+    """Writes an artifact like that without changes of RoPE, which is compiled if necessary."""
+    with open_source(path, synthetic, None, options.pooling, options) as source:  # UserError before that
+        as_it_is = replace(options, **dict.fromkeys(options.rope_changes))
+        plain = artifact_path(LoadOptions(model=path, **as_it_is.given, no_mmproj=options.mmproj is None), synthetic)
+        from mlc_amd.compiler.other_tables import write_with_tables
+
+        write_with_tables(plain, source, out)
 
 
 def _check_compiled(path: Path, options: CompileOptions) -> None:
@@ -277,6 +297,9 @@ def _check_compiled(path: Path, options: CompileOptions) -> None:
         given["ctx"] = -(-options.ctx // CONTEXT_STEP) * CONTEXT_STEP
     if not given:
         return
+    if changed := options.rope_changes:
+        flag = f"--{next(iter(changed)).replace('_', '-')}"
+        raise UserError(f"{flag}: {path} is compiled, and has its tables of RoPE; give {flag} with the GGUF file")
     from mlc_amd.runtime.artifact.artifact import Artifact
 
     manifest = Artifact.open(path).manifest
