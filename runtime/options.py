@@ -142,7 +142,49 @@ class TargetOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompileOptions(TargetOptions):
+class RopeOptions(Checked):
+    """How positions turn queries and keys (RoPE), for a longer context, where not as the GGUF file says. Only an
+    artifact's tables depend on it."""
+
+    rope_scaling: Annotated[Literal["none", "linear", "yarn"] | None, Option(
+        "how RoPE is scaled for a longer context, for a GGUF file",
+        default="as the file says; linear with a factor alone")] = None  # fmt: skip
+    rope_scale: Annotated[float | None, Option(
+        "RoPE's context scaling factor: the context becomes so many times as long", default="that of the file",
+        above=0.0, high=1e6)] = None  # fmt: skip
+    rope_freq_base: Annotated[float | None, Option(
+        "RoPE's frequency base", default="that of the file", above=1.0, high=1e15)] = None  # fmt: skip
+    rope_freq_scale: Annotated[float | None, Option(
+        "1 / --rope-scale", default="that of the file", low=1e-6, high=1e6)] = None  # fmt: skip
+    yarn_orig_ctx: Annotated[int | None, Option(
+        "tokens of the context that the model was trained for, of YaRN", default="that of the file",
+        low=1, high=MANY)] = None  # fmt: skip
+    yarn_ext_factor: Annotated[float | None, Option(
+        "YaRN's extrapolation mix factor, 0: all pairs are interpolated", default="1 with YaRN", low=0.0,
+        high=100.0)] = None  # fmt: skip
+    yarn_attn_factor: Annotated[float | None, Option(
+        "factor on the magnitude where YaRN's mix factor is 0", default="1", above=0.0, high=100.0)] = None  # fmt: skip
+    yarn_beta_slow: Annotated[float | None, Option(
+        "YaRN: pairs that turn less often are interpolated", default="that of the file, or 1", above=0.0,
+        high=1e6)] = None  # fmt: skip
+    yarn_beta_fast: Annotated[float | None, Option(
+        "YaRN: pairs that turn more often keep their angles", default="that of the file, or 32", above=0.0,
+        high=1e6)] = None  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rope_scale is not None and self.rope_freq_scale is not None:
+            raise UsageError("--rope-scale and --rope-freq-scale say the same: give one of them")
+
+    @property
+    def rope_changes(self) -> dict[str, Any]:
+        """Those that are given."""
+        values = {field.name: getattr(self, field.name) for field in fields(RopeOptions)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions(RopeOptions, TargetOptions):
     """What a GGUF file is compiled for. The compiler takes those that are `resolved`."""
 
     kv_type: Annotated[KvType | None, Option(

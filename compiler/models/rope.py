@@ -6,11 +6,14 @@ Computed in float64; ggml multiplies up the angles in float32, so the two drift 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from mlc_amd.compiler.models.config import ModelConfig, RopeConfig, attentions
+from mlc_amd.compiler.models.metadata import LOCAL_ROPE
 from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.options import RopeOptions
 
 
 def position_table(config: ModelConfig, name: str, ctx: int, tensor: Callable[[str], np.ndarray]) -> np.ndarray:
@@ -27,6 +30,45 @@ def _temperatures(config: ModelConfig, ctx: int) -> np.ndarray:
     t = next(a.temperature for a in attentions(config) if a.temperature)
     steps = np.floor((np.arange(ctx, dtype=np.float64) + t.offset) / t.length)
     return (1.0 + t.scale * np.log1p(steps)).astype(np.float32)[:, None]
+
+
+def with_options(config: ModelConfig, options: RopeOptions) -> ModelConfig:
+    """The configuration with other angles in all layers but those of windows that have angles of their own, as in
+    llama.cpp (src/llama-context.cpp). UserError for a model without such angles, and for one whose attention depends on
+    them in more than its table."""
+    if not options.rope_changes:
+        return config
+    if not config.ropes or config.encoder:
+        raise UserError(
+            f"{config.architecture} models have no RoPE that could be changed: leave --rope-* and --yarn-* out"
+        )
+    if any(rope.log_multiplier for rope in config.ropes.values()):
+        raise UserError(
+            f"RoPE of {config.architecture} models cannot be changed: the scale of their attention depends on it"
+        )
+    changed = {name: rope if name == LOCAL_ROPE else _with(rope, options) for name, rope in config.ropes.items()}
+    return replace(config, ropes=changed)
+
+
+def _with(rope: RopeConfig, options: RopeOptions) -> RopeConfig:
+    given = options.rope_scale or (options.rope_freq_scale and 1.0 / options.rope_freq_scale)
+    scaling = options.rope_scaling or ("linear" if given and rope.scaling == "none" else rope.scaling)
+    same = scaling == rope.scaling
+    mixed = options.yarn_ext_factor
+    if mixed is None:
+        mixed = rope.ext_factor if same else float(scaling == "yarn")
+    attention = 1.0 if mixed else options.yarn_attn_factor or 1.0
+    return replace(
+        rope,
+        base=options.rope_freq_base or rope.base,
+        scaling="yarn" if mixed else scaling,
+        factor=1.0 if scaling == "none" else given or rope.factor,
+        original_context=options.yarn_orig_ctx or rope.original_context,
+        attn_factor=rope.attn_factor * attention,
+        ext_factor=mixed,
+        beta_fast=options.yarn_beta_fast or rope.beta_fast,
+        beta_slow=options.yarn_beta_slow or rope.beta_slow,
+    )
 
 
 def rope_table(rope: RopeConfig, ctx: int, freq_factors: np.ndarray | None = None) -> np.ndarray:

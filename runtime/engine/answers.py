@@ -23,7 +23,7 @@ from mlc_amd.runtime.engine.generation import (
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, UNKNOWN, ChosenToken, TokenChoice
 from mlc_amd.runtime.errors import UserError, shorten
-from mlc_amd.runtime.grammars.constraints import Constraint, check_chosen, mask_of
+from mlc_amd.runtime.grammars.constraints import Constraint, RewindableConstraint, check_chosen, mask_of
 from mlc_amd.runtime.sampling.philox import seed_of
 from mlc_amd.runtime.sampling.sampler import Sampler, not_finite
 from mlc_amd.runtime.sampling.settings import Sampling, without_ends
@@ -42,7 +42,9 @@ class Answer:
         self.request, self.sampling, self.index = request, sampling, index
         self.constraint = call.constraint() if call.constraint else None
         self._logprobs, self._min_tokens = call.logprobs, call.min_tokens
-        self._mask: np.ndarray | None = None  # of the token that is chosen next
+        self._rewindable = self.constraint if isinstance(self.constraint, RewindableConstraint) else None
+        # masks of the tokens that are chosen next, or why there is none: an error if the answer gets there
+        self._masks: deque[np.ndarray | Exception | None] = deque()
         ends = tokenizer.end_ids.union(call.stop_ids)
         if call.min_tokens >= ENDLESS:  # then the caller's tokens end it
             ends = ends.difference(call.stop_ids)
@@ -85,23 +87,49 @@ class Answer:
 
     @property
     def guessable(self) -> bool:
-        """Whether its next tokens may be guessed: a constraint must accept one before the next."""
-        return self.constraint is None and not self.done
+        """Whether its next tokens may be guessed: a constraint must then be able to go back."""
+        return (self.constraint is None or self._rewindable is not None) and not self.done
+
+    @property
+    def limit_guesses(self) -> Callable[[Sequence[int], int], list[int]] | None:
+        """`RewindableConstraint.guesses`, where it has a constraint."""
+        return self._rewindable.guesses if self._rewindable else None
+
+    @property
+    def choice(self) -> TokenChoice:
+        """How its next token is chosen, but for its constraint."""
+        sequence = self.request.sequence
+        assert sequence is not None, "its request was added"
+        return TokenChoice(self._sampling(0), self._seed, sequence.tokens, logprobs=self._logprobs)
 
     def choices(self, guesses: Sequence[int] = ()) -> list[TokenChoice]:
         """How its next token is chosen, and those after each guess; of no matter if its constraint fails."""
-        sequence = self.request.sequence
-        assert sequence is not None, "its request was added"
+        choice, places = self.choice, range(len(guesses) + 1)
+        self._masks.clear()
         if self.constraint:
-            try:
-                self._mask = mask_of(self.constraint, self._vocab)
-            except Exception as error:
+            self._masks.extend(self._masks_after(self.constraint, guesses))
+            if isinstance(error := self._masks[0], Exception):
                 self.fail(error)
-                return [GREEDY]
-        return [
-            TokenChoice(self._sampling(i), self._seed, sequence.tokens, self._mask, self._logprobs, guesses[:i])
-            for i in range(len(guesses) + 1)
-        ]
+                return [GREEDY for _ in places]
+        masks = [None if isinstance(mask, Exception) else mask for mask in self._masks] or [None for _ in places]
+        return [choice._replace(sampling=self._sampling(i), allowed=masks[i], guessed=guesses[:i]) for i in places]
+
+    def _masks_after(self, constraint: Constraint, guesses: Sequence[int]) -> list[np.ndarray | Exception | None]:
+        """Masks of the next token and of those after each guess; after an error, it."""
+        found, accepted = [], 0
+        try:
+            for guess in [*guesses, None]:
+                mask = mask_of(constraint, self._vocab)
+                found.append(mask if mask is None or not guesses else mask.copy())
+                if guess is not None:
+                    constraint.accept(guess)
+                    accepted += 1
+        except Exception as error:
+            found += [error] * (len(guesses) + 1 - len(found))
+        finally:
+            if self._rewindable and guesses:
+                self._rewindable.rewind(accepted)
+        return found
 
     @property
     def may_overlap(self) -> bool:
@@ -137,8 +165,11 @@ class Answer:
         if chosen.token < 0:
             return self.fail(not_finite())
         try:
-            if self._mask is not None:
-                check_chosen(self._mask, chosen.token)
+            mask = self._masks.popleft() if self._masks else None
+            if isinstance(mask, Exception):
+                raise mask
+            if mask is not None:
+                check_chosen(mask, chosen.token)
             if chosen.token in self._stop_ids:
                 return self._end_at(chosen)
             if chosen.token in self._end_ids:

@@ -20,7 +20,7 @@ class Encoding:
     @property
     def waits(self) -> bool:
         """Whether there is something to encode."""
-        return self._pieces is not None or bool(self._scheduler.missing)
+        return self._pieces is not None or bool(self._scheduler.admission.missing)
 
     def takes_turn(self) -> bool:
         """Whether a piece comes before the next step of answers, which the following call then says no to."""
@@ -29,7 +29,7 @@ class Encoding:
 
     def piece(self) -> Iterable[tuple[Request, Exception]]:
         """Computes one. Returns the requests that cannot have their images, and why."""
-        missing = self._scheduler.missing
+        missing = self._scheduler.admission.missing
         if self._pieces is None:
             busy = any(request.generated for request in self._scheduler.running)
             self._requests = list(missing)[: 1 if busy else None]
@@ -37,8 +37,8 @@ class Encoding:
         try:
             next(self._pieces)
         except StopIteration:
-            self._pieces, self._scheduler.missing = None, {}
+            self._pieces, self._scheduler.admission.missing = None, {}
         except Exception as error:
-            self._pieces, self._scheduler.missing = None, {}
+            self._pieces, self._scheduler.admission.missing = None, {}
             return [(request, error) for request in self._requests]
         return ()

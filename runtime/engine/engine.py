@@ -8,9 +8,9 @@ from typing import Any, Literal, Unpack
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.devices.opening import open_device
+from mlc_amd.runtime.engine.admission import SchedulerLimits
 from mlc_amd.runtime.engine.chat import Conversation, TurnOptions
 from mlc_amd.runtime.engine.generation import ProgressCallback
-from mlc_amd.runtime.engine.scheduler import SchedulerLimits
 from mlc_amd.runtime.engine.text_engine import TextEngine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import RunOptions

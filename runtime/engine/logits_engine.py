@@ -12,11 +12,11 @@ from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.cache.kv_cache import KvCache, KvUsage
 from mlc_amd.runtime.closing import Closing
 from mlc_amd.runtime.devices.steps import pages_of
+from mlc_amd.runtime.engine.admission import SchedulerLimits
 from mlc_amd.runtime.engine.batch import Batch, compute, next_chunk
 from mlc_amd.runtime.engine.generation import ContextFull, Ids, check_ids
 from mlc_amd.runtime.engine.requests import Scoring
 from mlc_amd.runtime.engine.runner import Runner
-from mlc_amd.runtime.engine.scheduler import SchedulerLimits
 from mlc_amd.runtime.engine.step_loop import StepLoop
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.images.encoder import ImageEncoder

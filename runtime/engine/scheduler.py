@@ -10,7 +10,7 @@ into as many groups, each with steps of its own, and further chunks of a prompt 
 Every running answer has a row in every step; if there are more answers than rows, clients and their requests alternate.
 Remaining rows may verify guesses of further tokens (`draft`). A step also has one chunk of a prompt; clients alternate
 with chunks. A chunk of which all logits are wanted (`Request.scored`), or with an image that leaves no room for others,
-is a step by itself, followed by a step of the answers. A chunk with an image waits for its features (`missing`). Where
+is a step by itself, followed by a step of the answers. A chunk with an image waits for its features. Where
 the maximum number of requests is running, a client that has none running replaces one of the client that has most. The
 pages of a step are reserved before it runs. Where the pools have too few, the youngest running request is preempted: it
 releases its pages and waits; what the index has lost of it until it runs again is computed again. So the oldest running
@@ -19,21 +19,17 @@ request always proceeds.
 The scheduler assumes that no other sequence of the cache holds pages for long: requests wait for those.
 """
 
-from bisect import insort
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import Sequence
-from mlc_amd.runtime.engine.client_queues import ClientQueues, fair_order, number
-from mlc_amd.runtime.engine.functions import chunk_size, rows_at_once
+from mlc_amd.runtime.engine.admission import Admission, SchedulerLimits, sequence_of
 from mlc_amd.runtime.engine.generation import ContextFull
-from mlc_amd.runtime.engine.requests import PlannedChunk, PlannedStep, Request
+from mlc_amd.runtime.engine.requests import PlannedStep, Request
 from mlc_amd.runtime.errors import UserError
-from mlc_amd.runtime.images.prepared import PreparedImage
 
 
 class QueueFull(UserError):
@@ -47,24 +43,6 @@ class RequestCounts(NamedTuple):
     running: int
 
 
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """Maxima."""
-
-    singles: int = 64  # answers of a step
-    chunk: int = 512  # tokens of a chunk
-    rows: int = 512  # tokens of a step with a chunk and single rows
-    scored: int = 64  # tokens of a chunk of which all logits are wanted
-    running: int = 128  # requests that hold pages
-    queue: int = 1024  # requests that wait
-    sizes: tuple[int, ...] = ()  # rows of the functions for a chunk without single rows, see `chunk_size`
-
-    @property
-    def step_rows(self) -> int:
-        """Rows of a step without a chunk."""
-        return min(self.singles, self.rows)
-
-
 class Scheduler:
     """Requests on one cache. `running`: in the order in which they were added."""
 
@@ -73,17 +51,14 @@ class Scheduler:
         for the host."""
         self.cache, self.limits, self.groups = cache, limits or SchedulerLimits(), groups
         self._most = groups + 1 if groups > 1 else 1  # planned steps that are not completed, without `plan_ahead`
-        self.running: list[Request] = []
-        self._queues = ClientQueues()
+        self.admission = Admission(cache, self.limits, groups)
+        self.running = self.admission.running
         self._number = 0
         self._in_progress: deque[PlannedStep] = deque()  # not completed, in the order in which they are computed
         self._steps = 0
         self._cancels: deque[Request] = deque()
         self._ended: list[Sequence] = []  # of requests that are done, while a step may use them
-        self._blocked = False  # no further request can start until pages are released
         self._alone = False  # the last step was that of a chunk alone
-        self.has_features: Callable[[PreparedImage], bool] = lambda image: True
-        self.missing: dict[Request, list[PreparedImage]] = {}  # without features, which the last plan lacked
 
     @property
     def unfinished(self) -> int:
@@ -93,7 +68,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Number of requests that are waiting."""
-        return self._queues.waiting
+        return self.admission.queues.waiting
 
     # ---- requests
 
@@ -115,7 +90,7 @@ class Scheduler:
         if request.sequence is None:
             request.sequence = self.cache.sequence(request.prompt)
         request.number, self._number = self._number, self._number + 1
-        self._queues.add(request)
+        self.admission.queues.add(request)
         if request.cancelled:
             self._cancels.append(request)
 
@@ -131,8 +106,8 @@ class Scheduler:
         if request.state == "running":
             self.running.remove(request)
         else:
-            self._queues.dequeue(request)
-        self._queues.finish(request)
+            self.admission.queues.dequeue(request)
+        self.admission.queues.finish(request)
         request.state, request.finish = "done", reason
         if request.scored is not None:
             pass  # its sequence is the caller's
@@ -140,7 +115,7 @@ class Scheduler:
             request.sequence.free()
         else:
             self._ended.append(request.sequence)
-        self._blocked = False
+        self.admission.blocked = False
 
     # ---- steps
 
@@ -160,12 +135,13 @@ class Scheduler:
             raise RuntimeError("the last step is neither completed nor abandoned")
         while self._cancels:
             self.finish(self._cancels.popleft(), "cancelled")
-        singles, prefilling, busy, self.missing = [], {}, self._busy, {}
+        singles, prefilling, busy = [], {}, self._busy
+        self.admission.busy, self.admission.missing = busy, {}
         for request in self.running:
-            pending = _sequence(request).pending
+            pending = sequence_of(request).pending
             if len(request.generated) >= max(request.limit, 1) or not pending or request in busy:
                 continue  # the driver has not finished it, or does not know its newest token
-            if pending == 1 and request.scored is None and request.limit and _sequence(request).tokens[-1] >= 0:
+            if pending == 1 and request.scored is None and request.limit and sequence_of(request).tokens[-1] >= 0:
                 singles.append(request)
             else:
                 prefilling.setdefault(request.client, request)
@@ -175,8 +151,8 @@ class Scheduler:
             most = min(most, max(size, 1) + bool(prefilling or self.waiting))
             if sum(bool(step.singles) for step in self._in_progress) >= self.groups:
                 singles = []
-        planned = self._reserve_singles(singles, max(most - bool(prefilling or self.waiting), 1))
-        chunk = self._plan_chunk(planned, prefilling) if len(planned) < most else None
+        planned = self.admission.reserve_rows(singles, max(most - bool(prefilling or self.waiting), 1))
+        chunk = self.admission.plan_chunk(planned, prefilling, self._alone) if len(planned) < most else None
         self._alone = chunk is not None and chunk.alone
         if self._alone:
             planned = []
@@ -206,7 +182,7 @@ class Scheduler:
         """The step after the oldest one in progress, if it certainly has the same rows, each with the token that one
         samples, and there are pages. A request that is done by then keeps its row."""
         running = [request for request, _ in step.singles]
-        may_start = self.waiting and not self._blocked
+        may_start = self.waiting and not self.admission.blocked
         if not self._in_progress or step is not self._in_progress[0] or len(self._in_progress) > self._most:
             return None
         if step.chunk or any(step.drafts) or may_start or self._cancels or self._busy != set(self.running):
@@ -254,7 +230,7 @@ class Scheduler:
         self._end(step)
         for request, found in zip(answers, tokens, strict=True):
             if request.state != "done":
-                _sequence(request).tokens.extend(found)
+                sequence_of(request).tokens.extend(found)
                 request.generated.extend(found)
         for (request, sequence), drafts, found in zip(step.singles, step.drafts, tokens, strict=False):
             kept = min(sequence.pending, 1) if request.state == "done" else len(found)
@@ -285,132 +261,3 @@ class Scheduler:
             if sequence not in used:
                 sequence.free()
         self._ended = [sequence for sequence in self._ended if sequence in used]
-
-    # ---- single rows
-
-    def _reserve_singles(self, ready: list[Request], most: int) -> list[Request]:
-        """The requests that get a row, at most `most`, with pages for it."""
-        if len(ready) > most:
-            ready = sorted(fair_order(ready)[:most], key=number)
-        rows = []
-        for request in ready:
-            # A victim is younger than the request that needs its pages: it comes later in this loop, or not at all.
-            while request.state == "running" and not _sequence(request).reserve(1):
-                if not (victim := self._youngest()):
-                    break
-                self._preempt(victim)
-            else:
-                if request.state == "running":
-                    rows.append(request)
-        return rows
-
-    def _youngest(self) -> Request | None:
-        """The youngest running request, whose pages others may get; None before a step in progress has its token."""
-        return None if self.running[-1] in self._busy else self.running[-1]
-
-    def _preempt(self, request: Request) -> None:
-        self.running.remove(request)
-        _sequence(request).free()
-        self._queues.wait(request)
-        self._blocked = False
-
-    # ---- the chunk
-
-    def _plan_chunk(self, singles: list[Request], prefilling: dict[Hashable, Request]) -> PlannedChunk | None:
-        """The chunk of the first client with room. Removes `singles` whose pages an older request needs."""
-        most = min(self.limits.chunk, self.limits.rows - len(singles))
-        for key, queue in self._queues:
-            request, waiting = prefilling.get(key), self._first(key, queue)
-            if request is None or request.state != "running" or (waiting and waiting.number < request.number):
-                request = waiting
-            if request is None:
-                continue
-            if not (self._admit(request, singles) if request is waiting else self._make_room(request, singles)):
-                continue
-            sizes = () if singles else self.limits.sizes
-            if sizes and self.groups > 1 and len(self.running) == 1 and not self.waiting:
-                most = min(most, rows_at_once(len(_sequence(request).tokens), sizes, self.groups))
-            chunk = self._chunk(request, most, sizes)
-            if chunk is None or (chunk.alone and self._alone and singles):
-                continue
-            chunk.sequence.reserve(chunk.count)
-            self._queues.served(key)
-            return chunk
-        return None
-
-    def _chunk(self, request: Request, most: int, sizes: tuple[int, ...]) -> PlannedChunk | None:
-        """None: it waits for an image's features."""
-        sequence, scored = _sequence(request), request.scored
-        count = chunk_size(sequence.pending, sizes, min(sequence.room, most))
-        start, count = sequence.computed, sequence.step_size(count)
-        parts = sequence.images.parts(start, count)
-        if lacking := [part.image for part in parts if not self.has_features(part.image)]:
-            self.missing[request] = lacking
-        if not (count := sequence.images.known(start, count, self.has_features)):
-            return None
-        if scored is None:
-            answers = count == sequence.pending and request.limit > 0
-            return PlannedChunk(request, sequence, start, count, answers, alone=count > most)
-        if start < scored:
-            return PlannedChunk(request, sequence, start, min(count, scored - start), False, alone=count > most)
-        # Without single rows it may be longer than `most`.
-        count = sequence.step_size(min(sequence.room, self.limits.scored))
-        return PlannedChunk(request, sequence, start, count, False, scored=True, alone=True)
-
-    def _first(self, key: Hashable, queue: SequenceOf[Request]) -> Request | None:
-        """The first of a client's waiting requests that could start."""
-        if not queue or (self.running and self._blocked):
-            return None
-        if self._full and (any(request.client == key for request in self.running) or self._most_running() is None):
-            return None
-        return next((request for request in queue if request.ready), None)
-
-    @property
-    def _full(self) -> bool:
-        return len(self.running) >= self.limits.running
-
-    def _most_running(self) -> Request | None:
-        """The youngest running request of the client that has most of them; None if none has two."""
-        key, count = Counter(request.client for request in self.running).most_common(1)[0]
-        return next(request for request in reversed(self.running) if request.client == key) if count > 1 else None
-
-    def _admit(self, request: Request, singles: list[Request]) -> bool:
-        """Starts a waiting request, unless one would soon be preempted for its pages."""
-        sequence = _sequence(request)
-        sequence.match(request.scored)
-        if sequence.room < sequence.least or (
-            self.running and not self.cache.has_room([sequence, *map(_sequence, self.running)])
-        ):
-            sequence.free()
-            self._blocked = True
-            return False
-        if self._full and (victim := self._most_running()):
-            if victim in self._busy:
-                sequence.free()
-                return False
-            self._preempt_with_row(victim, singles)
-        if request.cached is None:
-            request.cached = sequence.computed
-        self._queues.dequeue(request)
-        insort(self.running, request, key=number)
-        request.state = "running"
-        return True
-
-    def _make_room(self, request: Request, singles: list[Request]) -> bool:
-        """Whether there is room for a chunk of a running request, for which younger ones are preempted."""
-        sequence = _sequence(request)
-        sequence.match(request.scored)
-        while sequence.room < sequence.least and (victim := self._youngest()) not in (None, request):
-            self._preempt_with_row(victim, singles)
-        return sequence.room >= sequence.least
-
-    def _preempt_with_row(self, victim: Request, singles: list[Request]) -> None:
-        """`_preempt`; it has no row of this step either."""
-        self._preempt(victim)
-        if victim in singles:
-            singles.remove(victim)
-
-
-def _sequence(request: Request) -> Sequence:
-    assert request.sequence is not None, "the request was never added"
-    return request.sequence

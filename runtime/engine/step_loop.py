@@ -16,12 +16,14 @@ from contextlib import contextmanager
 
 from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.sequence import Sequence
+from mlc_amd.runtime.engine.admission import SchedulerLimits
 from mlc_amd.runtime.engine.answers import Answer
 from mlc_amd.runtime.engine.encoding import Encoding
+from mlc_amd.runtime.engine.guessing import guess, learn
 from mlc_amd.runtime.engine.requests import PlannedStep, Request, Scoring
 from mlc_amd.runtime.engine.runner import Runner
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, ChosenToken, TokenChoice, right_ones
-from mlc_amd.runtime.engine.scheduler import RequestCounts, Scheduler, SchedulerLimits
+from mlc_amd.runtime.engine.scheduler import RequestCounts, Scheduler
 from mlc_amd.runtime.engine.step_lock import CLOSED, StepLock
 from mlc_amd.runtime.errors import MachineError
 from mlc_amd.runtime.speculation.speculation import Speculation
@@ -43,7 +45,7 @@ class StepLoop:
         self._lock = StepLock()
         self._background: threading.Thread | None = None
         self._watched: set[Request] = set()  # of answers that the background thread computes
-        self.scheduler.has_features = runner.images.__contains__
+        self.scheduler.admission.has_features = runner.images.__contains__
         self._encoding = Encoding(self.scheduler, runner.images)
 
     # ---- the lock
@@ -171,7 +173,7 @@ class StepLoop:
     def _plan(self) -> PlannedStep | None:
         before = set(self.scheduler.running)
         step = self.scheduler.plan()
-        waits = self.scheduler.unfinished and not self.scheduler.missing
+        waits = self.scheduler.unfinished and not self.scheduler.admission.missing
         if step is None and waits and self.private and not self._started:
             self.private.free()
             step = self.scheduler.plan()
@@ -214,7 +216,8 @@ class StepLoop:
         """Computes and completes a step that the next one does not overlap."""
         with self._in_progress():
             begun = self.clock()
-            step = self._guess(step)
+            if self.speculation and not step.chunk:
+                step = guess(step, self._answers, self.scheduler, self.speculation)
             guessed = self.clock()
             chosen = self._run(step)
             seconds = self.clock() - guessed
@@ -222,7 +225,7 @@ class StepLoop:
             found = [right_ones(tokens, drafts) for tokens, drafts in zip(chosen, guesses, strict=True)]
             if self.speculation:
                 if not step.chunk:
-                    self._learn(self.speculation, step, found, guessed - begun, seconds)
+                    learn(step, found, self._answers, self.speculation, guessed - begun, seconds)
                 self.speculation.follow(step, [token for tokens in chosen for token in tokens], self.clock)
         self._complete(step, found)
 
@@ -297,24 +300,6 @@ class StepLoop:
         """Completes the steps in progress."""
         while self._started:
             self._finish(self._started[0], ahead=False)
-
-    def _guess(self, step: PlannedStep) -> PlannedStep:
-        """The step, with guesses of its answers' next tokens."""
-        if not self.speculation or step.chunk:
-            return step
-        answers = [self._answers[request] for request, _ in step.singles]
-        most = self.scheduler.guesses(step)
-        wanted = {of.request: (of.choices()[0], most[of.request]) for of in answers if of.guessable}
-        return self.scheduler.draft(step, self.speculation.drafts(wanted))
-
-    def _learn(
-        self, speculation: Speculation, step: PlannedStep, found: list[list[ChosenToken]], guess_s: float, step_s: float
-    ) -> None:
-        drafts = {request: drafts for (request, _), drafts in zip(step.singles, step.drafts, strict=True) if drafts}
-        counts = {request: len(tokens) for (request, _), tokens in zip(step.singles, found, strict=True)}
-        speculation.completed(drafts, counts, guess_s, step_s)
-        for request, guesses in drafts.items():
-            self._answers[request].verified(len(guesses), counts[request] - 1)
 
     def _run(self, step: PlannedStep) -> list[list[ChosenToken]]:
         """The tokens chosen for each of the step's answers: after its newest token, and after each guess."""

@@ -7,17 +7,19 @@ from typing import Unpack
 import numpy as np
 
 from mlc_amd.runtime.artifact.artifact import Artifact
+from mlc_amd.runtime.engine.admission import SchedulerLimits
 from mlc_amd.runtime.engine.answers import Answer, GenerateCall
 from mlc_amd.runtime.engine.generation import Ids, ProgressCallback, PromptProgress, Stats, check_logprobs
 from mlc_amd.runtime.engine.generations import AsyncGeneration, Generation, Results
 from mlc_amd.runtime.engine.logits_engine import LogitsEngine
-from mlc_amd.runtime.engine.scheduler import RequestCounts, SchedulerLimits
+from mlc_amd.runtime.engine.scheduler import RequestCounts
 from mlc_amd.runtime.engine.token_scores import TokenScore, computed
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.grammars.constraints import Constraint
 from mlc_amd.runtime.images.prompts import ImagePrompts
 from mlc_amd.runtime.sampling.settings import Sampling, SamplingChanges
 from mlc_amd.runtime.text.chat_template import ChatTemplate
+from mlc_amd.runtime.text.fill_in_middle import FillInMiddle
 
 
 class CompletionOptions(SamplingChanges, total=False):
@@ -35,11 +37,13 @@ class CompletionOptions(SamplingChanges, total=False):
 
 
 class TextEngine(LogitsEngine):
-    """sampling: the model's own defaults. images: makes prompts of texts with images."""
+    """sampling: the model's own defaults. fill: makes prompts for the text between two others. images: of texts with
+    images."""
 
     def __init__(self, artifact: Artifact, device, limits: SchedulerLimits | None = None):
         super().__init__(artifact, device, limits)
         self.chat_template = ChatTemplate.load(artifact.path)
+        self.fill = FillInMiddle(self.tokenizer)
         self.images = ImagePrompts(self.tokenizer, artifact.manifest.get("vision"))
         self.sampling = Sampling(**artifact.manifest["sampling"])
         self._last: Results | None = None

@@ -2,7 +2,8 @@
 
 import re
 import threading
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -28,6 +29,20 @@ class Constraint(Protocol):
     @property
     def complete(self) -> bool:
         """Whether the answer ends here, as no token can follow."""
+        ...
+
+
+@runtime_checkable
+class RewindableConstraint(Constraint, Protocol):
+    """One that knows whether tokens may follow one another: its answer's next tokens can be guessed."""
+
+    def guesses(self, drafts: Sequence[int], most: int) -> list[int]:
+        """The first of the drafts, guesses of the next tokens, that may follow, and further tokens of a text that must
+        follow these; at most `most`, and none that ends the answer. Changes nothing."""
+        ...
+
+    def rewind(self, count: int) -> None:
+        """As before the last `count` tokens were accepted, also after an error."""
         ...
 
 
@@ -59,12 +74,14 @@ def shown(message: str, quoting: bool = True) -> str:
 
 
 class AnswerConstraint:
-    """A `Constraint`: one answer's state under a grammar of llguidance. vocab: the size of the logits. Masks of several
-    answers are computed sequentially: llguidance's threads (LLExecutor) take longer, on 2 cores and on 16 (8 answers,
-    152,000 tokens)."""
+    """A `RewindableConstraint`: one answer's state under a grammar of llguidance. new: makes matchers; vocab: the size
+    of the logits; encode: tokens of bytes within a text. Masks of several answers are computed sequentially:
+    llguidance's threads (LLExecutor) take longer, on 2 cores and on 16 (8 answers, 152,000 tokens)."""
 
-    def __init__(self, matcher: Any, vocab: int) -> None:
-        self._matcher = matcher
+    def __init__(self, new: Callable[[], Any], vocab: int, encode: Callable[[bytes], Sequence[int]]) -> None:
+        self._new, self._encode = new, encode
+        self._matcher = new()
+        self._accepted: list[int] = []
         self._mask = np.zeros(-(-vocab // 32), np.int32)
         self._address = self._mask.ctypes.data  # kept: it takes NumPy as long as llguidance takes for half a mask
 
@@ -77,6 +94,35 @@ class AnswerConstraint:
     def accept(self, token: int) -> None:
         if not self._matcher.consume_token(token):
             raise self._error()
+        self._accepted.append(token)
+
+    def guesses(self, drafts: Sequence[int], most: int) -> list[int]:
+        if most < 1:
+            return []
+        found = list(drafts[:most])
+        consumed = self._matcher.try_consume_tokens(found)
+        del found[consumed:]
+        if self._matcher.is_stopped():
+            del found[-1:]  # it ends the answer
+        elif len(found) < most:
+            # The last token of what must follow is perhaps the beginning of a longer one.
+            forced = self._encode(self._matcher.compute_ff_bytes())[:-1][: most - len(found)]
+            found += forced[: self._matcher.validate_tokens(forced)]
+        self._rollback(consumed)
+        return found
+
+    def rewind(self, count: int) -> None:
+        del self._accepted[len(self._accepted) - count :]
+        self._rollback(count)
+
+    def _rollback(self, count: int) -> None:
+        """Of the matcher, to the state after the accepted tokens. One with an error, as of a guess that takes too much
+        work, has no way back."""
+        if count and not self._matcher.is_error():
+            self._matcher.rollback(count)
+        if self._matcher.is_error():
+            self._matcher = self._new()
+            self._matcher.consume_tokens(self._accepted)
 
     @property
     def complete(self) -> bool:
@@ -89,10 +135,13 @@ class AnswerConstraint:
 class Grammar:
     """A compiled grammar. A call returns the constraint of a new answer."""
 
-    def __init__(self, matcher: Any, vocab: int) -> None:
-        self._matcher, self._vocab = matcher, vocab
+    def __init__(self, matcher: Any, vocab: int, encode: Callable[[bytes], Sequence[int]]) -> None:
+        self._matcher, self._vocab, self._encode = matcher, vocab, encode
         self._lock = threading.Lock()
 
-    def __call__(self) -> AnswerConstraint:
+    def _new(self) -> Any:
         with self._lock:
-            return AnswerConstraint(self._matcher.deep_copy(), self._vocab)
+            return self._matcher.deep_copy()
+
+    def __call__(self) -> AnswerConstraint:
+        return AnswerConstraint(self._new, self._vocab, self._encode)

@@ -18,6 +18,7 @@ objects. Properties have the order of the schema; others are only allowed with `
 may then have the same name twice.
 """
 
+import functools
 import hashlib
 import json
 import re
@@ -45,6 +46,7 @@ _SLICES = [r"[\x20\x0A\x0D\x09]+"]
 _SLICES += [r'[^"\\\x00-\x1F\x7F]' + count for count in ("{1,4}", "{1,7}", "{1,10}", "{1,30}", "+")]
 _CACHED = 32  # compiled grammars, of up to 100 MB each, most of them below 1 MB
 _CHECKED = 1024  # remembered results of trials
+_FORCED = 1024  # remembered tokens of texts that must follow
 _MAX_CHARACTERS = 1 << 20  # of a grammar
 _ANY = {"type": "object"}
 _LARK = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)  # what GBNF has not
@@ -74,6 +76,7 @@ class Grammars:
         self._trial = GrammarTrial(vocab, self._ends, self._control.ids)
         self._lock = threading.Lock()
         self._tables: Any = None
+        self._encode = functools.lru_cache(_FORCED)(tokenizer.encode_inner)
         self._compiled: OrderedDict[str, Grammar] = OrderedDict()
         self._problems: OrderedDict[bytes, str] = OrderedDict()
 
@@ -244,7 +247,7 @@ class Grammars:
                 self._compiled.move_to_end(source)
                 return self._compiled[source]
         self._check(source, what)
-        grammar = Grammar(self._matcher(source, what), self._vocab)
+        grammar = Grammar(self._matcher(source, what), self._vocab, self._encode)
         with self._lock:
             self._compiled[source] = grammar
             while len(self._compiled) > _CACHED:

@@ -14,8 +14,8 @@ from mlc_amd.runtime.errors import shorten
 
 # White space in JSON: that of indented text, as in llama.cpp. Without a limit a model could fill the context with it.
 JSON_SPACE = r" |\n{1,2}[ \t]{0,20}"
-# no_forcing: else the tokenizer encodes text that must follow, which is not the inverse of decoding where it adds a
-# space before a text.
+# no_forcing: else masks allow only tokens that the tokenizer encodes text that must follow to, which is not the inverse
+# of decoding where it adds a space before a text.
 _END = r"""
 %llguidance {"no_forcing": true}
 TEXT: /(.|\n)*/

@@ -3,7 +3,9 @@
 In: the answers of a step, the guesses of a `Drafter`, the durations of steps. Out: guesses for each answer, as many as
 are worth their rows. A step computes a row for each guess after the newest token; the device chooses the token of each
 row as it would without guesses, and the tokens after right guesses are kept. So answers do not depend on guesses,
-sampled ones neither: a guess is right with its probability in the model, as in rejection sampling.
+sampled ones neither: a guess is right with its probability in the model, as in rejection sampling. Under a grammar each
+row has the mask of its place. Guesses that the grammar forbids are left out, and what it forces is guessed without the
+drafter.
 
 An answer with acceptance a (the probability that a guess is right if those before it are) gets 1 + a + .. + a^k tokens
 of a step with k guesses. The number of guesses is the one with most tokens per second by the measured times of steps.
@@ -31,6 +33,7 @@ _LAST = 5  # measurements of a kind of step: their median is that of an undistur
 _CHECKS = 64  # steps with guesses, at most, between two without, whose time is needed for comparison
 _LATEST = 0.2  # weight of the last guess's time
 _OUTCOME = 0.1  # weight of the last guess
+_FORCED = 0.9  # acceptance of what grammars force, before there was a guess: the text is certain, its tokens are not
 _SLOPE = 0.1  # assumed cost of a further row, as a share of a step with one, until it was measured
 
 
@@ -52,6 +55,17 @@ class Drafter(Protocol):
     def close(self) -> None: ...
 
 
+class Wanted(NamedTuple):
+    """Guesses that an answer may have."""
+
+    choice: TokenChoice  # of its next token
+    most: int
+    limit: Callable[[Sequence[int], int], list[int]] | None = None  # `guesses` of its constraint, if it has one
+
+    def limited(self, drafts: Sequence[int], most: int) -> list[int]:
+        return self.limit(drafts, most) if self.limit else list(drafts[:most])
+
+
 class Counts(NamedTuple):
     """Guesses that steps verified, and how many of them were right."""
 
@@ -67,6 +81,8 @@ class Speculation:
         self.counts = Counts(0, 0)
         self._acceptance: dict[Request, float] = {}
         self._usual = drafter.expected  # acceptance of new requests
+        self._forced: set[Request] = set()  # whose guesses of the last step are what their grammars force
+        self._certain = _FORCED  # acceptance of such guesses
         self.following = drafter.follows  # whether the drafter must follow the step without a chunk that is computed
         self._trying = 0  # further steps that it follows as a trial
         self._steps, self._follows = StepTimes(), StepTimes()
@@ -75,28 +91,56 @@ class Speculation:
         self._balance_s = 0.0  # seconds that guesses have saved
         self._guessed = self._interval = 0  # steps since the last one without guesses, and how many there may be
 
-    def drafts(self, wanted: Mapping[Request, tuple[TokenChoice, int]]) -> Mapping[Request, list[int]]:
-        """wanted: of the requests that have a row in the step, and how many guesses each may have at most."""
+    def drafts(self, wanted: Mapping[Request, Wanted]) -> Mapping[Request, list[int]]:
+        """wanted: of the requests that have a row in the step."""
         if self._guessed > self._interval:
             return {}
-        limits = {request: min(most, self._most) for request, (_, most) in wanted.items()}
-        counts = limits if self.drafter.free else self._counts(limits)
-        choices = {request: (choice, counts[request]) for request, (choice, _) in wanted.items() if counts[request]}
+        limits = {request: min(of.most, self._most) for request, of in wanted.items()}
+        found = {request: forced for request, of in wanted.items() if (forced := self._forced_by(of, limits[request]))}
+        self._forced = set(found)
+        if self.drafter.free:
+            for request, drafts in self._draft(wanted, limits).items():
+                if len(drafts) > len(found.get(request, ())):
+                    found[request] = drafts
+                    self._forced.discard(request)
+            limits = {request: len(found.get(request, ())) for request in wanted}
+        else:
+            limits |= {request: len(forced) for request, forced in found.items()}
+        counts = self._counts(limits) if found or not self.drafter.free else limits
+        if not self.drafter.free:
+            found |= self._draft(wanted, {of: 0 if of in self._forced else count for of, count in counts.items()})
+        return {request: guesses[: counts[request]] for request, guesses in found.items() if counts[request]}
+
+    @staticmethod
+    def _forced_by(wanted: Wanted, most: int) -> list[int]:
+        """What its grammar forces."""
+        return wanted.limit((), most) if wanted.limit else []
+
+    def _draft(self, wanted: Mapping[Request, Wanted], counts: Mapping[Request, int]) -> dict[Request, list[int]]:
+        """The drafter's guesses, without those that a grammar forbids; after them, what it forces."""
+        choices = {request: (wanted[request].choice, count) for request, count in counts.items() if count}
         found = self.drafter.draft(choices) if choices else {}
-        if self.drafter.free and found:
-            counts = self._counts({request: len(found.get(request, ())) for request in wanted})
-            found = {request: guesses[: counts[request]] for request, guesses in found.items()}
-        return found
+        return {request: wanted[request].limited(drafts, counts[request]) for request, drafts in found.items()}
 
     def _counts(self, most: Mapping[Request, int]) -> dict[Request, int]:
         """The best number of guesses of each request, at most `most`."""
-        answers, known = len(most), [self._acceptance.get(request, self._usual) for request in most]
+        counts = self._best(most, self._guess_s, self.drafter.follows)
+        if not any(counts.values()) and self._forced:
+            counts = self._best({of: count * (of in self._forced) for of, count in most.items()}, 0.0, False)
+        return counts
+
+    def _acceptance_of(self, request: Request) -> float:
+        return self._certain if request in self._forced else self._acceptance.get(request, self._usual)
+
+    def _best(self, most: Mapping[Request, int], guess_s: float, follows: bool) -> dict[Request, int]:
+        """guess_s: seconds for each guess; follows: the drafter must follow the step."""
+        answers, known = len(most), [self._acceptance_of(request) for request in most]
         # steps whose times are known, or nearly
         rows = min(answers + sum(most.values()), self._rows, 2 * self._steps.most)
         times = self._steps.between(answers, max(rows, answers))
         plain, left = times[0], len(times) - 1
         for guesses in range(1, len(times)):
-            times[guesses] += guesses * self._guess_s + self._follows.of(answers + guesses)
+            times[guesses] += guesses * guess_s + (self._follows.of(answers + guesses) if follows else 0.0)
         counts, rate = best_counts(known, list(most.values()), times)
         one = [int(of > 0 and i < left) for i, of in enumerate(most.values())]  # one guess each
         cost, may_lose = times[sum(one)] - plain, self._balance_s + LOSS * self._decoded_s
@@ -104,7 +148,7 @@ class Speculation:
         may_lose += plain if pays else 0
         if not pays:
             counts = one
-        if self.drafter.follows:
+        if follows:
             allowed = plain > 0 and self._continues(pays, may_lose, cost, any(one))
         else:
             allowed = may_lose > (0 if pays else cost)
@@ -133,7 +177,8 @@ class Speculation:
             self._guessed = 0
             return
         self._guessed += 1
-        self._guess_s += _LATEST * (guess_s / guesses - self._guess_s)
+        if own := sum(len(guess) for request, guess in drafted.items() if request not in self._forced):
+            self._guess_s += _LATEST * (guess_s / own - self._guess_s)
         gained = sum(found.values()) / answers * self._steps.of(answers) - guess_s - step_s
         self._balance_s = min(self._balance_s + gained, CREDIT * self._steps.of(answers))
         right = 0
@@ -141,6 +186,9 @@ class Speculation:
             hits = found[request] - 1
             right += hits
             for hit in [True] * hits + [False] * (hits < len(guess)):
+                if request in self._forced:
+                    self._certain += _OUTCOME / answers * (hit - self._certain)
+                    continue
                 self._usual += _OUTCOME / answers * (hit - self._usual)
                 own = self._acceptance.get(request, self._usual)
                 self._acceptance[request] = own + _OUTCOME * (hit - own)

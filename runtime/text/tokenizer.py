@@ -9,7 +9,7 @@ import codecs
 import functools
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import tokenizers
@@ -17,7 +17,15 @@ from tokenizers import models
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.text.text_pipeline import check_runs, has_pipeline
-from mlc_amd.runtime.text.tokenizer_files import ADVICE, NO_TOKENIZER, Config, library_errors, read_config, read_library
+from mlc_amd.runtime.text.tokenizer_files import (
+    ADVICE,
+    NO_TOKENIZER,
+    Config,
+    FillName,
+    library_errors,
+    read_config,
+    read_library,
+)
 from mlc_amd.runtime.text.traced_text import Traced
 
 MARK = "\ufdd0"  # a code point that Unicode reserves for a program's internal use
@@ -71,6 +79,7 @@ class Tokenizer:
         self.end_ids: frozenset[int] = frozenset(config["end_ids"])  # that end a generation: of text, turn, message
         self.add_bos: bool = config["add_bos"]  # `encode` does, with add_special
         self.add_eos: bool = config["add_eos"]
+        self.fill: Mapping[FillName, int] = config["fill"]  # tokens of fill in the middle (fill_in_middle.py)
         self._pair, self._pair_template = config["pair"], config["chat_templates"].get("rerank")
         added = backend.get_added_tokens_decoder()
         self._added = {i: token.content.removeprefix(MARK).encode() for i, token in added.items()}
@@ -155,6 +164,18 @@ class Tokenizer:
         begin, between, end = self._pair
         first, second = (self.encode(one, add_special=False, parse_special=False) for one in (query, text))
         return [*begin, *first, *between, *second, *end]
+
+    def encode_inner(self, data: bytes) -> list[int]:
+        """Token ids of bytes within a text, which may begin and end anywhere: as far as they are known, without control
+        tokens and the space that `encode` adds before a text for some models."""
+        text = data.decode(errors="ignore")
+        for before in ("", "\n"):
+            ids, start = self.encode(before + text, add_special=False, parse_special=False), b""
+            while ids and len(start) < len(before):
+                start = (start + self.token_bytes(ids.pop(0))).lstrip(b" ")
+            if start == before.encode() and data.startswith(b"".join(map(self.token_bytes, ids))):
+                return ids
+        return []
 
     def decode(self, ids: list[int], skip_special: bool = True, continues: bool = False) -> str:
         """Text of `ids`: the inverse of `encode`. Invalid UTF-8 becomes U+FFFD.

@@ -27,6 +27,9 @@ class Special(TypedDict):
 SpecialName = Literal["bos", "eos", "eot", "eom", "unk", "pad"]
 
 
+FillName = Literal["prefix", "suffix", "middle", "repository", "file"]
+
+
 class Normalizer(TypedDict):
     """How texts change before WordPiece and unigram models. lowercase, strip_accents: of WordPiece; charsmap: of
     unigram models, rules of SentencePiece in base64, "": none; merge_spaces: several are one, at the ends none."""
@@ -48,6 +51,7 @@ class Config(TypedDict):
     add_eos: bool
     add_space_prefix: bool
     normalizer: Normalizer | None
+    fill: dict[FillName, Token]  # those of fill in the middle: none, or at least prefix and suffix
     pair: Annotated[list[list[Token]], Meta(min_length=3, max_length=3)]
     mark: str
     chat_template: str | None
@@ -110,7 +114,10 @@ def read_config(directory: Path) -> Config:
     path = Path(directory) / CONFIG
     config = json_files.read(path, Config, ADVICE)
     named = {f"special.{name}.id": of["id"] for name, of in config["special"].items() if of}
+    named |= {f"fill.{name}": token for name, token in config["fill"].items()}
     named |= {f"end_ids[{i}]": token for i, token in enumerate(config["end_ids"])}
+    if config["fill"] and not {"prefix", "suffix"} <= config["fill"].keys():
+        raise UserError(f"{path} is damaged (key fill: prefix or suffix is missing); {ADVICE}")
     if wrong := next((key for key, token in named.items() if token >= config["vocab_size"]), None):
         why = f"key {wrong}: {named[wrong]} is outside the vocabulary of {config['vocab_size']} tokens"
         raise UserError(f"{path} is damaged ({why}); {ADVICE}")

@@ -197,6 +197,11 @@ EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
         _RANK | {"documents": ["a", {"text": "b"}], "return_documents": True},
         _RANK | {"texts": ["a"], "return_text": True},
     ),
+    "/infill": (
+        _ASKED | _SAMPLING | {
+            "input_prefix": "x", "input_suffix": "y", "prompt": "z", "input_extra": [{"filename": "f", "text": "t"}],
+        },
+    ),
 }  # fmt: skip
 METHODS = {path: method for path, method, _ in ROUTES}
 

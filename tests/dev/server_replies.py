@@ -94,6 +94,6 @@ def _events(path: str, body: bytes) -> str:
         "/v1/messages": kind in ("message_stop", "error"),
         "/v1/responses": kind in ("response.completed", "response.incomplete", "response.failed"),
         "/responses": kind in ("response.completed", "response.incomplete", "response.failed"),
-        "/completion": "error" in data[-1] or data[-1].get("stop", True) is True,
+        **dict.fromkeys(("/completion", "/infill"), "error" in data[-1] or data[-1].get("stop", True) is True),
     }.get(path, done)
     return "" if ended else "a stream without an end"

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import sampling_cases as cases
+from residues import Residues
 from samples import sample
 from vulkan_harness import gpu
 
@@ -19,6 +20,8 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import RunOptions
 from mlc_amd.runtime.sampling.device_rows import mask_words
 from mlc_amd.runtime.sampling.settings import Sampling
+from mlc_amd.runtime.speculation.prompt_lookup import PromptLookup
+from tests.runtime.engine.test_speculation import Eager
 
 # of the rows of a step; the last of them of a step with fewer
 SAMPLINGS = 3 * (
@@ -147,6 +150,22 @@ def test_masks_are_made_while_the_device_computes(model, monkeypatch):
             monkeypatch.setattr(engine.device.pacer, "limit", 1e4)
         monkeypatch.setattr(engine.device, "run", lambda name, meanwhile=None: run(name, meanwhile and meanwhile()))
         assert answers(False) == made
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_k": 20, "seed": 3}], ids=str)
+def test_rows_of_guesses_have_masks_of_their_places(model, options):
+    with Engine.load(model, RunOptions(kv_tokens=512)) as engine:
+        made = []
+        for drafter in (None, PromptLookup()):
+            engine.speculate(drafter)
+            if drafter:
+                engine._loop.speculation = Eager(drafter, engine._runner.functions.single_rows)
+            engine.reset()
+            pieces = engine.generate(
+                PROMPTS, max_tokens=16, constraint=lambda: Residues(engine.vocab, engine.tokenizer.end_ids), **options
+            )
+            made.append(sorted(((piece.index, piece.id) for piece in pieces), key=lambda piece: piece[0]))
+        assert made[0] == made[1] and engine.guesses.accepted
 
 
 def test_errors_of_masks_leave_engine_and_device_clean(model):

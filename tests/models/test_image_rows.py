@@ -74,7 +74,7 @@ def opened(tmp_path_factory):
         encoder = Encoder()
         engine.reset()
         engine.features = engine._runner.images = engine._loop._encoding._features = Features(encoder)
-        engine._loop.scheduler.has_features = engine.features.__contains__
+        engine._loop.scheduler.admission.has_features = engine.features.__contains__
 
         def features(*tokens):
             return np.concatenate(

@@ -11,6 +11,7 @@ import architectures
 import numpy as np
 import pytest
 import vulkan_harness
+from residues import Residues
 
 from mlc_amd.compiler.gguf import GGUFModel
 from mlc_amd.compiler.gguf.tensor import Tensor
@@ -91,9 +92,12 @@ def guess_always(engine):
     engine._loop.speculation = Eager(engine._loop.speculation.drafter, engine._loop.speculation._rows)
 
 
+@pytest.mark.parametrize("constrained", [False, True])
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3, "top_k": 5}], ids=str)
-def test_answers_do_not_depend_on_guesses(case, options):
+def test_answers_do_not_depend_on_guesses(case, options, constrained):
     _, engine = case
+    if constrained:
+        options = options | {"constraint": lambda: Residues(engine.vocab, engine.tokenizer.end_ids)}
     engine.speculate(None)
     expected = answers(engine, **options)
     guess_always(engine)

@@ -3,11 +3,11 @@
 import sys
 from typing import Annotated, Any
 
-from mlc_amd.runtime.errors import UserError
+from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.options import LoadOptions
 from mlc_amd.tools.answer_grammar import AnswerGrammar, GrammarOptions
 from mlc_amd.tools.hub import models
-from mlc_amd.tools.options import File, Images, MaxTokens, Prompt, Quiet, SamplingFlags, Stop, Without
+from mlc_amd.tools.options import File, Images, MaxTokens, Option, Prompt, Quiet, SamplingFlags, Stop, Without
 from mlc_amd.tools.terminal import display, terminal, texts
 from mlc_amd.tools.terminal.monitor import Monitor
 
@@ -18,6 +18,7 @@ def run(
     *,
     prompt: Prompt = None,
     file: File = None,
+    suffix: Annotated[str | None, Option("write what comes between the text and this one, by a model for code")] = None,
     image: Images = (),
     max_tokens: MaxTokens = 256,
     stop: Stop = (),
@@ -37,10 +38,13 @@ def run(
     engine = models.load_engine(load)
     from mlc_amd.runtime.engine.generation import ContextFull
 
-    given = engine.images.prompt(text, pictures)
+    if suffix and pictures:
+        raise UsageError("give --image or --suffix, not both")
+    given = engine.fill.prompt(text, suffix) if suffix else engine.images.prompt(text, pictures)
     try:
         with Monitor(engine) as monitor, wanted.of(engine) as constrain:
             options: Any = sampling | {"constraint": constrain and constrain(None)}
+            options |= {"stop_ids": engine.fill.stop_ids} if suffix else {}
             for piece in engine.generate(given, None, max_tokens, stop, progress=monitor.progress, **options):
                 monitor.begin()
                 terminal.stream(piece.text)

@@ -144,7 +144,8 @@ def _uncompiled(path: Path | None, synthetic: str | None, options: CompileOption
     from mlc_amd.compiler.gguf.reader import quantization
 
     try:
-        opened = models.open_source(path, synthetic, encoders.choose(path, options), override_kv=options.override_kv)
+        encoder = encoders.choose(path, options)
+        opened = models.open_source(path, synthetic, encoder, rope=options, override_kv=options.override_kv)
     except UserError as error:
         if path is None:
             raise

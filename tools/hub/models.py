@@ -24,7 +24,7 @@ from mlc_amd.runtime.artifact.manifest import MANIFEST
 from mlc_amd.runtime.artifact.memory import CONTEXT_STEP
 from mlc_amd.runtime.cache.kv_pool import KvSize
 from mlc_amd.runtime.errors import UsageError, UserError
-from mlc_amd.runtime.options import CompileOptions, LoadOptions
+from mlc_amd.runtime.options import CompileOptions, LoadOptions, RopeOptions
 from mlc_amd.tools import target as targets
 from mlc_amd.tools.hub import encoders, model_cache
 from mlc_amd.tools.hub.model_cache import Recipe
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mlc_amd.runtime.engine.engine import Engine
 
 _LISTED = 6  # files that a message lists
+_AS_IT_IS = RopeOptions()
 
 
 def default_model() -> Path:
@@ -122,6 +123,7 @@ def open_source(
     encoder: str | None = None,
     pooling: str = "auto",
     override_kv: Sequence[str] = (),
+    rope: RopeOptions = _AS_IT_IS,
 ) -> AbstractContextManager[GGUFModel]:
     """The GGUF file, or the synthetic model of that spec, to be compiled; closed at the end of the `with` block.
     encoder: the file of its image encoder. pooling, override_kv: of CompileOptions."""
@@ -130,6 +132,7 @@ def open_source(
     from mlc_amd.compiler.gguf.overrides import overrides
     from mlc_amd.compiler.gguf.reader import GGUFModel
     from mlc_amd.compiler.gguf.synthetic import synthetic as make
+    from mlc_amd.compiler.models.rope import with_options
 
     assert synthetic or path is not None, "one of path and synthetic is given"
     pooling = pooling.removeprefix("auto")
@@ -138,6 +141,7 @@ def open_source(
     else:
         found = GGUFModel.open(path or "", pooling, overrides(override_kv))
     try:
+        found.config = with_options(found.config, rope)
         if encoder:
             found.add_vision(VisionFile(encoder))
     except BaseException:
@@ -207,7 +211,10 @@ def artifact_path(options: LoadOptions, synthetic: str | None = None) -> Path:
         if out := model_cache.find(recipe):
             return out
         try:
-            _compile(path, synthetic, resolved, recipe.folder)
+            if resolved.rope_changes:
+                _change_rope(path, synthetic, resolved, recipe.folder)
+            else:
+                _compile(path, synthetic, resolved, recipe.folder)
         except CannotWrite as error:
             raise UserError(f"cannot write {error.path}: {error.reason}; {model_cache.ADVICE}") from error
         model_cache.record(recipe)
@@ -275,7 +282,7 @@ def _compile(
     """keep: packed weights are added to the user's cache; otherwise those that it has are verified."""
     title = f"compiling {synthetic or (path.name if path else '')} for {options.target} {options.arch}"
     encoder = None if options.mmproj is None else str(options.mmproj)
-    with open_source(path, synthetic, encoder, options.pooling, options.override_kv) as source:
+    with open_source(path, synthetic, encoder, options.pooling, options.override_kv, options) as source:
         from mlc_amd.compiler import pipeline  # takes a second to import: only once the model is readable
         from mlc_amd.compiler.weight_store import WeightStore
 
@@ -283,6 +290,17 @@ def _compile(
         store = WeightStore(model_cache.weights_directory(), keep, verify=not keep)
         with display.compile_progress(title) as progress:
             return pipeline.compile_model(source, out, options, progress, weights, store)
+
+
+def _change_rope(path: Path | None, synthetic: str | None, options: CompileOptions, out: Path) -> None:
+    """Writes an artifact like that without changes of RoPE, which is compiled if necessary."""
+    overrides = options.override_kv
+    with open_source(path, synthetic, None, options.pooling, overrides, options) as source:  # UserError before that
+        as_it_is = replace(options, **dict.fromkeys(options.rope_changes))
+        plain = artifact_path(LoadOptions(model=path, **as_it_is.given, no_mmproj=options.mmproj is None), synthetic)
+        from mlc_amd.compiler.other_tables import write_with_tables
+
+        write_with_tables(plain, source, out)
 
 
 def _check_compiled(path: Path, options: CompileOptions) -> None:
@@ -296,6 +314,9 @@ def _check_compiled(path: Path, options: CompileOptions) -> None:
         given["ctx"] = -(-options.ctx // CONTEXT_STEP) * CONTEXT_STEP
     if not given:
         return
+    if changed := options.rope_changes:
+        flag = f"--{next(iter(changed)).replace('_', '-')}"
+        raise UserError(f"{flag}: {path} is compiled, and has its tables of RoPE; give {flag} with the GGUF file")
     from mlc_amd.runtime.artifact.artifact import Artifact
 
     manifest = Artifact.open(path).manifest

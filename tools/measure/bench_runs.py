@@ -16,7 +16,7 @@ import numpy as np
 from mlc_amd.runtime.engine.batch import Batch
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.sampled_rows import GREEDY, TokenChoice
-from mlc_amd.runtime.speculation.speculation import Speculation
+from mlc_amd.runtime.speculation.speculation import Speculation, Wanted
 from mlc_amd.tools.measure import power
 
 _WARM_SECONDS = 0.25
@@ -155,7 +155,7 @@ def _guess(batch: Batch, speculation: Speculation, texts: dict[Request, list[int
     while min(done.values()) < length:
         begin = time.perf_counter()
         choices = {request: GREEDY._replace(tokens=text[: done[request] + 1]) for request, text in texts.items()}
-        drafts = speculation.drafts({request: (choice, batch.guess_room) for request, choice in choices.items()})
+        drafts = speculation.drafts({request: Wanted(choice, batch.guess_room) for request, choice in choices.items()})
         drafted = time.perf_counter()
         rows, kept = [], {}
         for request, text in texts.items():

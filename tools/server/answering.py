@@ -54,6 +54,7 @@ class _Prepared:
     tools: tuple[Tool, ...] = ()
     shown: tuple[str, ...] = ()
     echoed: tuple[str, ...] = ()  # texts of the prompts, if they are wanted
+    ends: frozenset[int] = frozenset()  # tokens that end the answers
 
 
 class Answering(AsyncIterator[list[forms.Event]]):
@@ -84,7 +85,7 @@ class Answering(AsyncIterator[list[forms.Event]]):
         self._generation = model.engine.agenerate(
             made.prompts, None, self._limit(made.prompts), (*ends, *request.stop), shown, n=request.n,
             client=request.client, logprobs=request.logprobs, constraint=made.grammar, min_tokens=request.min_tokens,
-            stop_ids=request.stop_ids, include_stop=request.include_stop,
+            stop_ids=(*request.stop_ids, *made.ends), include_stop=request.include_stop,
             progress=self._progress.append if request.progress else None, **request.sampling,
         )  # fmt: skip
         if isinstance(request, forms.TextRequest) and (request.echo or request.prompt_logprobs is not None):
@@ -115,7 +116,9 @@ class Answering(AsyncIterator[list[forms.Event]]):
             pairs = zip(request.prompts, prompts, strict=True) if request.echo else ()
             decode = model.engine.tokenizer.decode
             echoed = tuple(one if isinstance(one, str) else decode(ids, skip_special=False) for one, ids in pairs)
-            return _Prepared(prompts, self._grammar(wanted, None), echoed=echoed)
+            gaps = any(isinstance(one, forms.Gap) for one in request.prompts)
+            ends = model.engine.fill.stop_ids if gaps else frozenset()
+            return _Prepared(prompts, self._grammar(wanted, None), echoed=echoed, ends=ends)
         assert isinstance(request, forms.ChatRequest), "there are two kinds"
         tools = read_tools(request.callable_tools)
         text, ids = model.prompter.prompt(request)
@@ -138,9 +141,14 @@ class Answering(AsyncIterator[list[forms.Event]]):
             return grammars.json_schema(wanted.schema, prompt, not wanted.strict)
         return {"regex": grammars.regex, "grammar": grammars.grammar}[wanted.kind](wanted.text, prompt)
 
-    def _ids(self, prompt: str | forms.SeenText | Sequence[int | str]) -> list[int]:
+    def _ids(self, prompt: str | forms.SeenText | Sequence[int | str] | forms.Gap) -> list[int]:
         if isinstance(prompt, forms.SeenText):
             return self.model.prompter.seen_text(prompt)
+        if isinstance(prompt, forms.Gap):
+            context = self.model.engine.longest
+            wanted = context // 4 if self.request.max_tokens is None else self.request.max_tokens
+            room = context - min(max(wanted, 1), context // 2) if prompt.cut else None
+            return self.model.engine.fill.prompt(prompt.before, prompt.after, prompt.files, room)
         tokenizer = self.model.engine.tokenizer
         return tokenizer.encode_parts([prompt] if isinstance(prompt, str) else prompt, tokenizer.encode_prompt)
 

@@ -74,6 +74,7 @@ ROUTES = (
     ("/props", "GET", llama_server.props),
     ("/completion", "POST", llama_server.completion),
     ("/completions", "POST", llama_server.completion),
+    ("/infill", "POST", llama_server.infill),
     # OpenAI's, for clients whose address has no /v1, as llama-server takes them.
     ("/models", "GET", llama_server.models),
     ("/chat/completions", "POST", openai_chat.chat_completions),

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from mlc_amd.runtime.engine.generation import PromptProgress
 from mlc_amd.runtime.sampling.settings import SamplingChanges
+from mlc_amd.runtime.text.fill_in_middle import OtherFile
 from mlc_amd.tools.server.fields import parse_json
 from mlc_amd.tools.server.images import ImageSource
 
@@ -115,14 +116,24 @@ class SeenText:
     images: Sequence[ImageSource]
 
 
+@dataclass(frozen=True)
+class Gap:
+    """A gap in a text, which the model shall fill. files: beside it; cut: what does not fit the context is left out."""
+
+    before: str
+    after: str
+    files: tuple[OtherFile, ...] = ()
+    cut: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextRequest(AnswerRequest):
-    """Texts, lists of token ids and texts, or texts with images, that the model shall continue. The answers to prompt i
-    have the indices i * n .. i * n + n - 1. max_tokens may be 0. echo, of texts without images: each answer begins with
-    its prompt. prompt_logprobs: None: none; k: of each token of the prompt its own and those of the k most likely ones
-    in its place."""
+    """Texts, lists of token ids and texts, texts with images, or gaps, that the model shall continue or fill. The
+    answers to prompt i have the indices i * n .. i * n + n - 1. max_tokens may be 0. echo, of texts without images:
+    each answer begins with its prompt. prompt_logprobs: None: none; k: of each token of the prompt its own and those of
+    the k most likely ones in its place."""
 
-    prompts: Sequence[str | SeenText | Sequence[int | str]]
+    prompts: Sequence[str | SeenText | Sequence[int | str] | Gap]
     echo: bool = False
     prompt_logprobs: int | None = None
 

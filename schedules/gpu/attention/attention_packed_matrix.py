@@ -57,6 +57,7 @@ class PackedStep(Step):
     """The step of a `PackedAttention`."""
 
     def chunk(self) -> Segments:
+        assert isinstance(self.op, PackedAttention)
         return Segments(self.op, self.rows, live_rows(self.state, self.op.m))
 
 

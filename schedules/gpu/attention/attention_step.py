@@ -31,6 +31,7 @@ from mlc_amd.schedules.gpu.base.registers import opaque, owned
 from mlc_amd.schedules.gpu.base.step import exchanges
 from mlc_amd.schedules.kv_writes import Sources, rope_args
 from mlc_amd.schedules.operators.attention import LOG2E, SLOTS, Attending, Attention, RopeAttention
+from mlc_amd.schedules.operators.packed import PackedAttention
 from mlc_amd.schedules.tir import Buffer, Expr, declared
 
 # ---- the softmax
@@ -144,7 +145,7 @@ def scratch_shapes(heads: int, d: int) -> dict[str, tuple[tuple[int, ...], str]]
 class Step(NamedTuple):
     """An operator and its kernel's parameters."""
 
-    op: Attending
+    op: Attending | PackedAttention
     state: Buffer
     rows: Buffer
     Q: Buffer  # rotated queries, or `sources`
@@ -160,6 +161,7 @@ class Step(NamedTuple):
 
     def chunk(self) -> Chunk:
         """The chunk of the step."""
+        assert not isinstance(self.op, PackedAttention)
         return Chunk(self.op, self.state, self.rows)
 
     def singles(self) -> Expr:

@@ -6,8 +6,8 @@ import random
 import pytest
 from ahead_harness import assert_nothing_is_held, computes_ahead
 
+from mlc_amd.runtime.engine.admission import SchedulerLimits
 from mlc_amd.runtime.engine.engine import Engine
-from mlc_amd.runtime.engine.scheduler import SchedulerLimits
 from mlc_amd.runtime.options import RunOptions
 
 REQUESTS = 200

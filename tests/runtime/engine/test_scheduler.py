@@ -10,9 +10,10 @@ from paged_model import PagedModel, chains
 
 from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.pages import PAGE, STATE
+from mlc_amd.runtime.engine.admission import SchedulerLimits
 from mlc_amd.runtime.engine.generation import ContextFull
 from mlc_amd.runtime.engine.requests import Request
-from mlc_amd.runtime.engine.scheduler import QueueFull, Scheduler, SchedulerLimits
+from mlc_amd.runtime.engine.scheduler import QueueFull, Scheduler
 from mlc_amd.runtime.errors import UserError
 
 END = 0
@@ -169,7 +170,7 @@ class Driver:
     def finish(self):
         while self.step():
             pass
-        assert self.scheduler.unfinished == self.scheduler.waiting == len(list(self.scheduler._queues)) == 0
+        assert self.scheduler.unfinished == self.scheduler.waiting == len(list(self.scheduler.admission.queues)) == 0
         self.model.check([])
         pools = [*self.cache.pools.values(), *filter(None, [self.cache.cells])]
         assert all(pool.available == pool.pages for pool in pools)

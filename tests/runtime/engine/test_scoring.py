@@ -7,9 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from mlc_amd.runtime.engine.admission import SchedulerLimits
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.engine.requests import Request
-from mlc_amd.runtime.engine.scheduler import SchedulerLimits
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import RunOptions
 from tests.runtime.engine.test_scheduler import Driver
@@ -97,7 +97,7 @@ def test_logits_are_computed_once_although_the_pages_were_given_up():
     scoring = driver.score([7] * 200)
     for _ in range(3):
         driver.step()
-        driver.scheduler._preempt(scoring)
+        driver.scheduler.admission.preempt(scoring)
         assert scoring.sequence.computed == 0
     while driver.step():
         pass

@@ -12,7 +12,7 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import RunOptions
 from mlc_amd.runtime.speculation.draft_model import open_drafter
 from mlc_amd.runtime.speculation.prompt_lookup import PromptLookup
-from mlc_amd.runtime.speculation.speculation import MOST, Speculation, StepTimes, best_counts
+from mlc_amd.runtime.speculation.speculation import MOST, Speculation, StepTimes, Wanted, best_counts
 
 PROMPTS = ["def join(a, *p):\n    path = a\n    for b in p:\n        path", "1, 2, 3, 4, 1, 2, 3, 4, 1, 2", "import os"]
 
@@ -136,7 +136,7 @@ def decode(tokens, right, seconds):
     """Seconds that so many tokens take, and the guesses. right: the probability that a guess is right."""
     draw, speculation, request, total = random.Random(5), Speculation(Coin(), 64), Request([0]), 0.0
     while tokens > 0:
-        guesses = speculation.drafts({request: (GREEDY, MOST)}).get(request, [])
+        guesses = speculation.drafts({request: Wanted(GREEDY, MOST)}).get(request, [])
         hits = next((i for i in range(len(guesses)) if draw.random() >= right), len(guesses))
         step = seconds(1 + len(guesses))
         speculation.completed({request: guesses} if guesses else {}, {request: 1 + hits}, 0.0, step)
@@ -174,7 +174,7 @@ def decode_followed(tokens, right, follow_s, slope=0.05, drafter=Follower):
     draw, speculation, request, total = random.Random(5), Speculation(drafter(), 64), Request([0]), 0.0
     known, followed = True, []
     while tokens > 0:
-        offered = speculation.drafts({request: (GREEDY, MOST)}).get(request, [])
+        offered = speculation.drafts({request: Wanted(GREEDY, MOST)}).get(request, [])
         guesses = offered if known else []
         hits = next((i for i in range(len(guesses)) if draw.random() >= right(tokens)), len(guesses))
         step = 1 + slope * len(guesses)

@@ -10,11 +10,12 @@ from samples import sample
 from vulkan_harness import gpu
 
 from mlc_amd.runtime.cache.kv_cache import KvCache
+from mlc_amd.runtime.engine.admission import SchedulerLimits
 from mlc_amd.runtime.engine.batch import compute
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.engine.requests import Request
 from mlc_amd.runtime.engine.sampled_rows import GREEDY
-from mlc_amd.runtime.engine.scheduler import Scheduler, SchedulerLimits
+from mlc_amd.runtime.engine.scheduler import Scheduler
 from mlc_amd.runtime.options import RunOptions
 
 PROMPTS = [[1, 2, 3], list(range(56)), [7] * 9]  # the second one's answers cross the end of a page

@@ -24,7 +24,7 @@ from mlc_amd.runtime.engine.sampled_rows import SampledRows
 from mlc_amd.runtime.errors import UsageError, UserError
 from mlc_amd.runtime.options import RunOptions
 from mlc_amd.tools.commands import serve
-from mlc_amd.tools.server import errors, lifecycle
+from mlc_amd.tools.server import errors, lifecycle, middleware
 from mlc_amd.tools.server.app import ROUTES
 from mlc_amd.tools.server.library import Library
 from mlc_amd.tools.server.options import ServeOptions
@@ -335,3 +335,7 @@ def test_unknown_paths(served):
     for path, body, status in (("/infill", {}, 404), ("/nothing", None, 404), ("/health", {}, 405), (TEXT, None, 405)):
         found, headers, _ = served.request(path, body)
         assert found == status and ("allow" in headers) == (status == 405)
+
+
+def test_every_route_but_health_wants_a_key():
+    assert [path for path, *_ in ROUTES if not path.startswith(middleware._KEYED)] == ["/health"]

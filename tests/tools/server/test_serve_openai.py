@@ -285,7 +285,7 @@ def test_tools(served):
         (CHAT, {"messages": QUESTION, "tools": [{"type": "function"}]}, "tools[0].function"),
         (CHAT, {"messages": QUESTION, "tools": TOOLS, "tool_choice": {"function": {"name": "x"}}}, "tool_choice"),
         (TEXT, {"prompt": 5}, "prompt"),
-        (TEXT, {"prompt": ["a", [1]], "suffix": "x"}, "suffix"),
+        (TEXT, {"prompt": ["a", [1]], "suffix": "x"}, "prompt"),
         ("/tokenize", {}, "content"),
         ("/detokenize", {"tokens": [1 << 20]}, "tokens"),
     ],

@@ -1,5 +1,5 @@
-"""`POST /tokenize`, `/detokenize`, `/apply-template` and `/completion`, `GET /props`, `/health` and `/v1/models`, as
-llama-server has them (https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md).
+"""`POST /tokenize`, `/detokenize`, `/apply-template`, `/completion` and `/infill`, `GET /props`, `/health` and
+`/v1/models`, as llama-server has them (https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md).
 
 `model` says whose they are, which llama-server's do not need. /completion continues a prompt: a text, a list of token
 ids and texts with at least one id, {"prompt_string": text, "multimodal_data": images in base64}, whose text has
@@ -7,6 +7,10 @@ ids and texts with at least one id, {"prompt_string": text, "multimodal_data": i
 `n_predict` is unlimited unless the request says otherwise, as there. `response_fields` chooses fields of whole answers
 and of the last chunk, "a/b" the field b of a; those that there are not are left out. Fields of sampling are in
 openai_fields.py, formats in formats.py.
+
+/infill writes the text between `input_prefix` and `input_suffix`, by a model with tokens for this (fill_in_middle.py);
+`prompt` is the end of the prefix, `input_extra` a list of other files, {"filename", "text"}. What does not fit the
+context beside `n_predict` tokens is left out. The other fields are those of /completion.
 """
 
 import asyncio
@@ -20,6 +24,7 @@ from starlette.responses import Response
 
 import mlc_amd
 from mlc_amd.runtime.engine.generation import ENDLESS, MOST_LOGPROBS, PromptProgress
+from mlc_amd.runtime.text.fill_in_middle import UNNAMED, OtherFile
 from mlc_amd.runtime.text.messages import IMAGE
 from mlc_amd.runtime.text.tokenizer import Tokenizer
 from mlc_amd.tools.server.answering import Answering
@@ -27,7 +32,7 @@ from mlc_amd.tools.server.apis import openai_fields
 from mlc_amd.tools.server.apis.openai_chat import chat_request
 from mlc_amd.tools.server.apis.openai_completions import prompts_of
 from mlc_amd.tools.server.apis.openai_fields import finishes_of, progress_body, timings_body
-from mlc_amd.tools.server.chat_request import Event, Finish, SeenText, Text, TextRequest, TokenLogprob
+from mlc_amd.tools.server.chat_request import Event, Finish, Gap, SeenText, Text, TextRequest, TokenLogprob
 from mlc_amd.tools.server.errors import invalid, loading
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.images import ImageSource
@@ -169,21 +174,46 @@ async def health(request: Request) -> Response:
 
 async def completion(request: Request) -> Response:
     fields = await read_fields(request)
-    asked, stream = _text_request(fields, client_of(request)), fields.flag("stream")
+    given = fields.required("prompt")
+    several = _are_several(given)
+    prompts = prompts_of(fields, [_plain(fields, one) for one in (given if several else [given])], (int, str))
+    return await _answer(request, fields, prompts, several)
+
+
+async def infill(request: Request) -> Response:
+    fields = await read_fields(request)
+    for name in ("input_prefix", "input_suffix"):
+        fields.required(name)
+    before, after = fields.text("input_prefix") + fields.text("prompt"), fields.text("input_suffix")
+    return await _answer(request, fields, [Gap(before, after, _other_files(fields), cut=True)], False)
+
+
+def _other_files(fields: Fields) -> tuple[OtherFile, ...]:
+    given = fields.raw("input_extra") or []
+    if not isinstance(given, list):
+        raise fields.wrong("input_extra", 'a list of {"filename", "text"}')
+    found = []
+    for place, one in enumerate(given):
+        part = Fields(one, f"input_extra[{place}]")
+        part.required("text")
+        found.append(OtherFile(part.text("text"), part.text("filename") or UNNAMED))
+    return tuple(found)
+
+
+async def _answer(request: Request, fields: Fields, prompts: list[Any], several: bool) -> Response:
+    asked, stream = _text_request(fields, prompts, client_of(request)), fields.flag("stream")
     wanted = fields.flag("return_tokens") or stream, bool(fields.whole("n_probs"))
     shown = fields.texts("response_fields")
     encoder = partial(_Chunks, wanted=wanted, shown=shown, timed=fields.flag("timings_per_token")) if stream else None
-    return await respond(request, asked, encoder, partial(_whole, _are_several(fields.raw("prompt")), wanted, shown))
+    return await respond(request, asked, encoder, partial(_whole, several, wanted, shown))
 
 
-def _text_request(fields: Fields, client: str) -> TextRequest:
+def _text_request(fields: Fields, prompts: list[Any], client: str) -> TextRequest:
     probabilities = fields.whole("n_probs", 0, MOST_LOGPROBS) or 0
     ids = probabilities or fields.flag("return_tokens") or fields.flag("stream")
-    given = fields.required("prompt")
-    prompts = [_plain(fields, one) for one in (given if _are_several(given) else [given])]
     return TextRequest(
         **openai_fields.common(fields, client, least=0),
-        prompts=prompts_of(fields, prompts, (int, str)),
+        prompts=prompts,
         logprobs=probabilities if ids else None,
     )
 
@@ -264,7 +294,7 @@ def _ended(answering: Answering, end: Finish, text: str) -> dict[str, Any]:
     return {
         "stop": True,
         "model": answering.model.name,
-        "prompt": prompt.text if isinstance(prompt, SeenText) else prompt,
+        "prompt": prompt.before if isinstance(prompt, Gap) else prompt.text if isinstance(prompt, SeenText) else prompt,
         "stop_type": "limit" if limited else "eos" if end.stop is None else "word",
         "stopping_word": end.stop or "",
         "has_new_line": "\n" in text,

@@ -3,8 +3,8 @@ ollama's API (https://github.com/ollama/ollama/blob/main/docs/api.md).
 
 Answers are streamed as lines of JSON unless the request says otherwise. `load_duration` is always 0: it is the time of
 a request that waits for its model. Without effect here: `keep_alive` (see --idle-unload), `options` about devices
-(num_gpu, ..). `num_ctx` limits the tokens of prompt and answer. Refused: `suffix`, `context`, models that the
-server was not started with.
+(num_gpu, ..). `num_ctx` limits the tokens of prompt and answer. With a `suffix`, `/api/generate` writes the text
+between prompt and suffix. Refused: `context`, models that the server was not started with.
 """
 
 import time
@@ -76,13 +76,16 @@ def chat_request(fields: Fields, client: str) -> forms.ChatRequest | None:
 
 def generate_request(fields: Fields, client: str) -> forms.AnswerRequest | None:
     """None: there is no prompt, the model shall only be loaded."""
-    for name in ("suffix", "context"):
-        if fields.raw(name):
-            raise fields.wrong(name, "left out: this server has no such function")
-    prompt, system = fields.text("prompt"), fields.text("system")
-    if not prompt:
+    if fields.raw("context"):
+        raise fields.wrong("context", "left out: this server has no such function")
+    prompt, system, suffix = fields.text("prompt"), fields.text("system"), fields.text("suffix")
+    if not (prompt or suffix):
         return None
     images = images_in(fields)
+    if suffix:
+        if images:
+            raise fields.wrong("images", "left out of requests with a suffix")
+        return forms.TextRequest(prompts=[forms.Gap(prompt, suffix)], **_common(fields, client))
     if fields.flag("raw"):
         if images:
             raise fields.wrong("images", "left out where raw is true: the chat template places them")
@@ -296,8 +299,10 @@ async def show(request: Request) -> Response:
 
 
 def _capabilities(model: Loaded) -> list[str]:
-    found = ["embedding"] if isinstance(model, LoadedEncoder) else ["completion", "tools"]
-    return [*found, "vision"] if model.sees else found
+    if isinstance(model, LoadedEncoder):
+        return ["embedding"]
+    fills = isinstance(model.engine, Engine) and model.engine.fill.possible
+    return ["completion", "tools", *["insert"] * fills, *["vision"] * model.sees]
 
 
 async def pull(request: Request) -> Response:

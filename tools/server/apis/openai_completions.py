@@ -4,7 +4,8 @@ The prompt is continued as it is, without a chat template; control tokens in it 
 as lists of token ids, are answered together. `max_tokens` is 16 unless the request says otherwise, as there; 0 computes
 the prompt alone. `echo` puts the prompt before the text, with `logprobs` also its tokens before the new ones.
 `prompt_logprobs`, vLLM's, is a list of those of the prompt; without `logprobs`, that field has those of all tokens. An
-end token has an entry among the log probabilities, but no text. Not supported: `suffix`, `best_of` (400).
+end token has an entry among the log probabilities, but no text. With `suffix` the text is that between the prompt, a
+text, and the suffix, by a model with tokens for this (fill_in_middle.py). Not supported: `best_of` (400).
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from mlc_amd.runtime.engine.generation import MOST_LOGPROBS, PromptProgress
 from mlc_amd.tools.server.answering import Answering
 from mlc_amd.tools.server.apis import openai_fields
 from mlc_amd.tools.server.apis.openai_fields import progress_body, timings_body
-from mlc_amd.tools.server.chat_request import Event, Finish, PromptEcho, SeenText, Text, TextRequest, TokenLogprob
+from mlc_amd.tools.server.chat_request import Event, Finish, Gap, PromptEcho, SeenText, Text, TextRequest, TokenLogprob
 from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.service import client_of, read_fields, respond
 from mlc_amd.tools.server.streaming import dumps
@@ -44,10 +45,16 @@ async def completions(request: Request) -> Response:
 
 
 def text_request(fields: Fields, client: str) -> TextRequest:
-    for name in ("suffix", "best_of"):
-        if fields.has(name) and fields.raw(name) not in ("", 1):
-            raise fields.wrong(name, "left out: this server has no such function")
+    if fields.has("best_of") and fields.raw("best_of") != 1:
+        raise fields.wrong("best_of", "left out: this server has no such function")
     prompts = prompts_of(fields, fields.required("prompt"))
+    if suffix := fields.text("suffix"):
+        if not all(isinstance(prompt, str) for prompt in prompts):
+            raise fields.wrong("prompt", "a text, or a list of texts, before a suffix")
+        for name in ("echo", "prompt_logprobs"):
+            if fields.raw(name):
+                raise fields.wrong(name, "left out of requests with a suffix")
+        prompts = [Gap(prompt, suffix) for prompt in prompts]
     common = openai_fields.common(fields, client, least=0)
     if not any(map(fields.has, openai_fields.LIMITS)):
         common["max_tokens"] = _DEFAULT_TOKENS

@@ -1,0 +1,34 @@
+"""Guesses of a step: those of its answers before it is computed, and what became of them after it."""
+
+from collections.abc import Mapping, Sequence
+
+from mlc_amd.runtime.engine.answers import Answer
+from mlc_amd.runtime.engine.requests import PlannedStep, Request
+from mlc_amd.runtime.engine.sampled_rows import ChosenToken
+from mlc_amd.runtime.engine.scheduler import Scheduler
+from mlc_amd.runtime.speculation.speculation import Speculation, Wanted
+
+
+def guess(
+    step: PlannedStep, answers: Mapping[Request, Answer], scheduler: Scheduler, speculation: Speculation
+) -> PlannedStep:
+    """The step, which has no chunk, with guesses of its answers' next tokens."""
+    singles, most = [answers[request] for request, _ in step.singles], scheduler.guesses(step)
+    wanted = {of.request: Wanted(of.choice, most[of.request], of.limit_guesses) for of in singles if of.guessable}
+    return scheduler.draft(step, speculation.drafts(wanted))
+
+
+def learn(
+    step: PlannedStep,
+    found: Sequence[Sequence[ChosenToken]],
+    answers: Mapping[Request, Answer],
+    speculation: Speculation,
+    guess_s: float,
+    step_s: float,
+) -> None:
+    """The step was computed in step_s seconds, its guesses in guess_s. found: the chosen tokens of each answer."""
+    drafts = {request: drafts for (request, _), drafts in zip(step.singles, step.drafts, strict=True) if drafts}
+    counts = {request: len(tokens) for (request, _), tokens in zip(step.singles, found, strict=True)}
+    speculation.completed(drafts, counts, guess_s, step_s)
+    for request, guesses in drafts.items():
+        answers[request].verified(len(guesses), counts[request] - 1)
