@@ -158,7 +158,7 @@ def test_a_file_system_without_links_gets_copies(cache, gguf, tmp_path, monkeypa
 
 
 def test_files_of_one_name_do_not_replace_each_other(gguf, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(gguf.parent)
     command = ["--target", "cpu", "--ctx", "100", "--weights", "none"]
     assert cli.main(["compile", gguf.name, *command]) == 0
     assert "--ctx 100 is rounded up to 128" in capsys.readouterr().err

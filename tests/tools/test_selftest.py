@@ -254,7 +254,7 @@ def test_other_weights_are_found(artifact, damaged):
 
 def test_experts_of_random_weights_need_not_agree(compiled_for, monkeypatch):
     """Rounding changes their choice; other models' functions agree, or it is a problem."""
-    with Engine.load(compiled_for("cpu", "native", ("qwen3moe", "q8_0"), 64)) as engine:
+    with Engine.load(compiled_for("cpu", "native", ("gpt-oss", "mxfp4"), 64)) as engine:
         assert selftest_model.agreement(engine)["deviation"] <= 1
         score = engine.score
         monkeypatch.setattr(engine, "score", lambda ids: score(ids)[::-1])

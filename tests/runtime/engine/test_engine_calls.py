@@ -161,7 +161,7 @@ def test_no_token_is_chosen_where_none_is_wanted(engine, monkeypatch):
     runner, chosen = engine._loop.runner, []
     sample = runner.sample
     monkeypatch.setattr(runner, "sample", lambda *args: chosen.append(sample(*args)) or chosen[-1])
-    ids = engine.tokenizer.encode_prompt(PROMPT * 30)
+    ids = engine.tokenizer.encode_prompt(PROMPT * 8)
     for prompts, options in ([ids], {"n": 2}), ([ids[:1], ids[1:]], {"min_tokens": 3}), ([ids], {"logprobs": 2}):
         engine.reset()
         assert text_of(engine.generate(prompts, max_tokens=0, **options)) == ""
@@ -245,11 +245,11 @@ def test_threads_share_an_engine(engine):
     prompts = [
         f"<|im_start|>user\n{name}?<|im_end|>\n<|im_start|>assistant\n" for name in ("join", "split", "walk", "")
     ]
-    alone = [text_of(engine.generate(prompt, max_tokens=16)) for prompt in prompts]
+    alone = [text_of(engine.generate(prompt, max_tokens=8)) for prompt in prompts]
     found: dict[int, str] = {}
 
     def ask(i: int) -> None:
-        found[i] = text_of(engine.generate(prompts[i], max_tokens=16))
+        found[i] = text_of(engine.generate(prompts[i], max_tokens=8))
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
     for thread in threads:
