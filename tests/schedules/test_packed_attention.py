@@ -135,7 +135,7 @@ def check_matrices(case, arch, execute):
     ("case", "profile"),
     sample(
         [(case, profile) for case in ON_MATRICES for profile in ("nvidia", "rdna3", "rdna4")],
-        [("heads of 88, causal window", "nvidia"), ("window", "rdna3")],
+        [("heads of 8", "nvidia"), ("window", "rdna3")],
     ),
 )
 def test_cooperative_matrices(case, profile):

@@ -143,7 +143,8 @@ def test_the_list_tells_calls_and_shares(command):
 def test_a_run_goes_on_and_compile_uses_it(command, cache, capsys, tmp_path):
     tokens = (*QUICK, "--target", "cpu")
     out, err = command(*tokens, "--trials", 2)
-    assert out.count("\n") == 1 and "2 plans measured" in out and err.count("\n") <= 2
+    told = [line for line in err.splitlines() if "other programs had" not in line]  # as on a busy machine
+    assert out.count("\n") == 1 and "2 plans measured" in out and len(told) <= 2
     assert "2 plans measured, 0 wrong; 4 so far" in command(*tokens, "--trials", 2).out
     found = measurements(cache)
     assert len(found) == len(set(found)) == 4
