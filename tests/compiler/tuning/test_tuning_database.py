@@ -151,7 +151,7 @@ def test_kill_9_loses_nothing_and_repeats_nothing(tmp_path):
             [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=support
         )
         for line in child.stdout:
-            if int(line) >= 20:
+            if int(line) >= 8:
                 time.sleep(0.004 * len(reported))
                 child.send_signal(signal.SIGKILL)
                 break
