@@ -30,19 +30,21 @@ pytestmark = pytest.mark.usefixtures("linker")
 
 @pytest.fixture
 def rocm(compiled_for):
-    """rocm(source, arch) -> artifact with 64 tokens of context, compiled once."""
-    return lambda source, arch: Artifact.open(compiled_for("rocm", arch, source, 64))
+    """rocm(source, arch, few) -> artifact with 64 tokens of context, compiled once; few: with few functions."""
+    return lambda source, arch, few=False: Artifact.open(compiled_for("rocm", arch, source, 64, few=few))
 
 
 TWO = "7900xtx,gfx1201"  # GPUs that share an artifact
 # Each family of GPUs, and an artifact for two. LLVM takes more than ten seconds for one.
-MODELS = (("tiny:q4_0", "gfx1100"), ("tiny-qwen2:q4_0", "gfx1030"), ("tiny-qwen3:q4_k", "gfx942"), ("tiny:q4_0", TWO))
+FEW_OF = ("tiny:q4_0", "gfx1100", True)
+MODELS = (FEW_OF, ("tiny:q4_0", "gfx1100", False), ("tiny-qwen2:q4_0", "gfx1030", False))
+MODELS += (("tiny-qwen3:q4_k", "gfx942", False), ("tiny:q4_0", TWO, False))
 
 
-@pytest.mark.parametrize(("spec", "archs"), sample(MODELS, MODELS[:1]))
-def test_artifact(rocm, spec, archs):
+@pytest.mark.parametrize(("spec", "archs", "few"), sample(MODELS, [FEW_OF]))
+def test_artifact(rocm, spec, archs, few):
     """Five launches a layer in decode, no scratch memory, no spilled registers in any kernel, for each GPU."""
-    artifact = rocm(spec, archs)
+    artifact = rocm(spec, archs, few)
     manifest, archs = artifact.manifest, archs.replace("7900xtx", "gfx1100").split(",")
     layers = len(manifest["model"]["layers"])
     assert manifest["target"]["archs"] == archs
@@ -67,7 +69,7 @@ def test_artifact(rocm, spec, archs):
     pytest.param("tiny-qwen3:q4_k", "gfx942", "v_mfma", marks=pytest.mark.full),
 ])  # fmt: skip
 def test_prefill_runs_on_matrix_units(rocm, spec, arch, instruction):
-    artifact = rocm(spec, arch)
+    artifact = rocm(spec, arch, few=True)
     text = gzip.decompress((artifact.path / f"kernels-{arch}.s.gz").read_bytes()).decode()
     launches, functions = artifact.manifest["launches"][arch], artifact.manifest["functions"]
     called = {

@@ -5,6 +5,7 @@ import architectures
 import numpy as np
 import pytest
 from few_functions import few_functions
+from samples import sample
 
 from mlc_amd.compiler.gguf.synthetic import synthetic
 from mlc_amd.compiler.models.shards import ShardedModel, named
@@ -19,7 +20,7 @@ from mlc_amd.tools.reference.plan import plan_of
 from tests.models.cpu_ranks import CpuRanks
 
 MOST = 1e-4  # KL divergence from exact logits
-CASES = [("gemma4", 2), ("deepseek2", 2), ("gpt-oss", 4), ("qwen3next", 2), ("falcon-h1", 2)]
+CASES = [("deepseek2", 2), ("gpt-oss", 4), ("qwen3next", 2)]
 FULL = sorted({(name, gpus) for name in architectures.MODELS for gpus in (2, 4)} - set(CASES))
 
 
@@ -39,7 +40,7 @@ def divergence(name, gpus, out) -> float:
     return (np.exp(expected) * (expected - found)).sum(-1).mean()
 
 
-@pytest.mark.parametrize(("name", "gpus"), [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)])
+@pytest.mark.parametrize(("name", "gpus"), sample([*CASES, *FULL], CASES))
 def test_logits_are_exact(name, gpus, tmp_path):
     assert divergence(name, gpus, tmp_path / "model") < MOST
 
@@ -51,7 +52,7 @@ def test_rows_that_are_copied_cross_as_float16(tmp_path, monkeypatch):
     assert {one["args"].get("half", False) for one in kernels if one["operator"] == "all_reduce"} == {True, False}
 
 
-@pytest.mark.parametrize("gpus", [2, 4])
+@pytest.mark.parametrize("gpus", sample([2, 4], [4]))
 @pytest.mark.parametrize("name", architectures.MODELS)
 def test_parts_together_are_the_whole(name, gpus):
     """Every weight is on some GPU, once where it is a part of a sum."""

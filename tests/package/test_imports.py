@@ -1,7 +1,9 @@
-"""Imports between the packages point one way, as README.md says."""
+"""Imports between the packages point one way, as README.md says, and no module imports itself through others."""
 
 import ast
+import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,24 +44,34 @@ def package_of(module: str) -> str:
     return max((package for package in ALLOWED if begins(module, package)), key=len, default="")
 
 
-def imported(tree: ast.AST) -> set[str]:
-    """Full names of what a module imports. Names in strings count, which importlib and child processes take."""
-    found = set()
-    for node in ast.walk(tree):
+def imported(source: str) -> tuple[frozenset[str], frozenset[str]]:
+    """(full names of what a module imports, those in strings, which importlib and child processes take)"""
+    found, named = set(), set()
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide where they point"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
-            found.add(node.value.rstrip("."))
-    return found
+            named.add(node.value.rstrip("."))
+    return frozenset(found), frozenset(named)
 
 
-def forbidden(module: str, source: str) -> list[str]:
-    """What the module (a name below mlc_amd) imports and may not."""
+@functools.cache
+def imports_of(path: Path) -> tuple[frozenset[str], frozenset[str]]:
+    return imported(path.read_text())
+
+
+def module_of(path: Path) -> str:
+    """Its name below mlc_amd."""
+    return ".".join(path.relative_to(REPO).with_suffix("").parts)
+
+
+def forbidden(module: str, names: tuple[frozenset[str], frozenset[str]]) -> list[str]:
+    """What the module (a name below mlc_amd) imports and may not, of the results of `imported`."""
     package, wrong = package_of(module), []
-    for name in imported(ast.parse(source)):
+    for name in frozenset.union(*names):
         ours = name.removeprefix("mlc_amd.")
         if ours == name:
             top = name.split(".")[0]
@@ -75,8 +87,7 @@ def forbidden(module: str, source: str) -> list[str]:
 )
 def test_imports_point_one_way(files):
     paths = sorted(REPO.glob(files))
-    modules = {path: ".".join(path.relative_to(REPO).with_suffix("").parts) for path in paths}
-    wrong = {name: bad for path, name in modules.items() if (bad := forbidden(name, path.read_text()))}
+    wrong = {path: bad for path in paths if (bad := forbidden(module_of(path), imports_of(path)))}
     assert paths and not wrong
 
 
@@ -98,9 +109,68 @@ def test_imports_point_one_way(files):
     ],
 )
 def test_what_points_the_other_way_is_found(module, source):
-    assert len(forbidden(module, source)) == 1
+    assert len(forbidden(module, imported(source))) == 1
 
 
 def test_what_is_allowed_is_not_found():
-    assert not forbidden("runtime.devices.cpu", "import tvm_ffi\nfrom mlc_amd.runtime import errors")
-    assert not forbidden("tools.tune", "from mlc_amd.compiler import plan\nfrom mlc_amd.schedules import x")
+    for module, source in (
+        ("runtime.devices.cpu", "import tvm_ffi\nfrom mlc_amd.runtime import errors"),
+        ("tools.tune", "from mlc_amd.compiler import plan\nfrom mlc_amd.schedules import x"),
+    ):
+        assert not forbidden(module, imported(source))
+
+
+# ---- circles
+
+
+def graph(modules: dict[str, frozenset[str]]) -> dict[str, set[str]]:
+    """Module name -> those that it imports; modules: the full names of what each imports, of a module or in one."""
+    return {
+        name: {one if one in modules else one.rpartition(".")[0] for one in names} & modules.keys()
+        for name, names in modules.items()
+    }
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components with more than one module, or with one that imports itself (Tarjan 1972)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(name: str) -> Iterator[list[str]]:
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for other in sorted(imports[name]):
+            if other not in order:
+                yield from visit(other)
+            if other in stack:
+                low[name] = min(low[name], low[other])
+        if low[name] == order[name]:
+            at = stack.index(name)
+            component, stack[at:] = sorted(stack[at:]), []
+            if len(component) > 1 or name in imports[name]:
+                yield component
+
+    return [component for name in sorted(imports) if name not in order for component in visit(name)]
+
+
+def test_there_are_no_circles():
+    """Anywhere in their files: imports in functions and for type checkers count, names in strings do not."""
+    paths = [
+        path for package in ("compiler", "schedules", "runtime", "tools") for path in (REPO / package).rglob("*.py")
+    ]
+    modules = {f"mlc_amd.{module_of(path)}".removesuffix(".__init__"): imports_of(path)[0] for path in paths}
+    assert circles(graph(modules)) == []
+
+
+def test_circles_are_found():
+    modules = {
+        "p": "",
+        "p.a": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.b import B",
+        "p.b": "def late():\n    from p import c",
+        "p.c": "import p.a\nfrom p.d import e",
+        "p.d": "from p import d",
+        "p.e": "from p.a import x\nimport os",
+    }
+    found = {name: imported(text)[0] for name, text in modules.items()}
+    assert circles(graph(found)) == [["p.d"], ["p.a", "p.b", "p.c"]]

@@ -68,18 +68,26 @@ def test_cpu_follows_the_flags(builds, monkeypatch, arch):
 # ---- weights that artifacts share
 
 
+@pytest.fixture(scope="module")
+def user(tmp_path_factory) -> Path:
+    """A folder for a user's files, which each test finds empty: artifacts know the path of their GGUF file."""
+    return tmp_path_factory.mktemp("user")
+
+
 @pytest.fixture
-def cache(monkeypatch, tmp_path) -> Path:
+def cache(monkeypatch, user) -> Path:
     """An empty cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "mlc-amd"
+    shutil.rmtree(user)
+    user.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(user / "cache"))
+    return user / "cache" / "mlc-amd"
 
 
 @pytest.fixture
-def gguf(tmp_path) -> Path:
+def gguf(cache, user) -> Path:
     with synthetic("tiny:f16") as model:
-        write_gguf(model, tmp_path / "tiny.gguf")
-    return tmp_path / "tiny.gguf"
+        write_gguf(model, user / "tiny.gguf")
+    return user / "tiny.gguf"
 
 
 def compiled(gguf: Path, ctx: int) -> Path:
@@ -91,10 +99,22 @@ def weights_of(artifact: Path) -> os.stat_result:
     return (artifact / "weights.safetensors").stat()
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> Path:
+    """Where the user's folder with `two` is kept, once a test made it."""
+    return tmp_path_factory.mktemp("kept") / "user"
+
+
 @pytest.fixture
-def two(cache, gguf) -> list[Path]:
+def two(cache, gguf, user, kept) -> list[Path]:
     """Artifacts of one file that differ in their context."""
-    return [compiled(gguf, 64), compiled(gguf, 128)]
+    if kept.exists():
+        shutil.rmtree(user)
+        subprocess.run(["cp", "-a", kept, user], check=True)  # with times and links
+    found = [compiled(gguf, 64), compiled(gguf, 128)]
+    if not kept.exists():
+        subprocess.run(["cp", "-a", user, kept], check=True)
+    return found
 
 
 def test_weights_take_their_space_once(two, cache, gguf, tmp_path, monkeypatch):
@@ -138,7 +158,7 @@ def test_a_file_system_without_links_gets_copies(cache, gguf, tmp_path, monkeypa
 
 
 def test_files_of_one_name_do_not_replace_each_other(gguf, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(gguf.parent)
     command = ["--target", "cpu", "--ctx", "100", "--weights", "none"]
     assert cli.main(["compile", gguf.name, *command]) == 0
     assert "--ctx 100 is rounded up to 128" in capsys.readouterr().err

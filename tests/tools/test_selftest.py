@@ -66,7 +66,9 @@ def wrong(artifact: Artifact, runs: int = 0) -> dict[str, str]:
     return {one["kernel"]: one["problem"] for one in found if one["problem"]}
 
 
-def test_passes_and_writes_its_file(artifact, tmp_path, capsys):
+def test_passes_and_writes_its_file(compiled_for, tmp_path, capsys):
+    gpu("llvmpipe")
+    artifact = compiled_for("vulkan", "lavapipe", "tiny:q4_0", 128, few=True)
     out = tmp_path / "found.json"
     assert cli.main(["selftest", str(artifact), "--runs", "2", "--seconds", "0", "-o", str(out)]) == 0
     shown, found = capsys.readouterr().out, json.loads(out.read_text())
@@ -252,7 +254,7 @@ def test_other_weights_are_found(artifact, damaged):
 
 def test_experts_of_random_weights_need_not_agree(compiled_for, monkeypatch):
     """Rounding changes their choice; other models' functions agree, or it is a problem."""
-    with Engine.load(compiled_for("cpu", "native", ("qwen3moe", "q8_0"), 64)) as engine:
+    with Engine.load(compiled_for("cpu", "native", ("gpt-oss", "mxfp4"), 64)) as engine:
         assert selftest_model.agreement(engine)["deviation"] <= 1
         score = engine.score
         monkeypatch.setattr(engine, "score", lambda ids: score(ids)[::-1])
@@ -281,8 +283,7 @@ def without(count: int, monkeypatch, note: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compared", "note", "code"),
-    [(1, selftest_kernels.NO_TIME, 0), (1, selftest_kernels.NO_REFERENCE, 0), (0, selftest_kernels.NO_REFERENCE, 1)],
+    ("compared", "note", "code"), [(1, selftest_kernels.NO_TIME, 0), (0, selftest_kernels.NO_REFERENCE, 1)]
 )
 def test_what_is_not_compared_is_no_success(compiled, capsys, monkeypatch, compared, note, code):
     without(compared, monkeypatch, note)

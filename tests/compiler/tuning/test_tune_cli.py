@@ -143,16 +143,17 @@ def test_the_list_tells_calls_and_shares(command):
 def test_a_run_goes_on_and_compile_uses_it(command, cache, capsys, tmp_path):
     tokens = (*QUICK, "--target", "cpu")
     out, err = command(*tokens, "--trials", 2)
-    assert out.count("\n") == 1 and "2 plans measured" in out and err.count("\n") <= 2
-    assert "4 plans measured, 0 wrong; 6 so far" in command(*tokens, "--trials", 4).out
+    told = [line for line in err.splitlines() if "other programs had" not in line]  # as on a busy machine
+    assert out.count("\n") == 1 and "2 plans measured" in out and len(told) <= 2
+    assert "2 plans measured, 0 wrong; 4 so far" in command(*tokens, "--trials", 2).out
     found = measurements(cache)
-    assert len(found) == len(set(found)) == 6
+    assert len(found) == len(set(found)) == 4
     table = command(*tokens, "--report").out
     rows = [
         line for line in table.splitlines() if line.startswith(("linear", "gate_up", "attention", "rms_norm", "embed"))
     ]
     counts = [re.search(r" (\d+)/\d+ ", line) for line in rows]
-    assert rows and sum(int(count[1]) for count in counts) == 6
+    assert rows and sum(int(count[1]) for count in counts) == 4
     artifact = tmp_path / "artifact"
     assert cli.main(["compile", *map(str, tokens), "--tuned", "user", "-o", str(artifact)]) == 0
     plans = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("plans"))

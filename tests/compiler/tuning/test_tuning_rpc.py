@@ -30,7 +30,7 @@ from mlc_amd.tools.commands import tune_server
 MLC_AMD = str(Path(sys.executable).with_name("mlc-amd"))
 HOST, KEY = "127.0.0.1", "this-machine"
 PATIENCE = 120.0  # seconds for processes to start on a busy machine
-TRIALS, BATCH = 6, 4
+TRIALS, BATCH = 4, 2
 
 
 def wait_for(condition) -> None:

@@ -175,7 +175,7 @@ class Devices:
 
 @pytest.mark.parametrize(
     ("gpus", "groups", "rounds"),
-    [(2, 1, 1024), pytest.param(2, 2, 6000, marks=pytest.mark.full), pytest.param(3, 1, 1024, marks=pytest.mark.full)],
+    [(2, 1, 256), pytest.param(2, 2, 6000, marks=pytest.mark.full), pytest.param(3, 1, 1024, marks=pytest.mark.full)],
 )
 def test_all_words_of_thousands_of_rounds(code, gpus, groups, rounds):
     gpu()

@@ -41,7 +41,7 @@ def two(lavapipe_model):
         yield engine
 
 
-def answers(engine, limit=6):
+def answers(engine, limit):
     """To all prompts at once, each consumed by a thread of its own."""
     pairs = zip(PROMPTS, SETTINGS, strict=True)
     found = [engine.generate(prompt, max_tokens=limit, **changes) for prompt, changes in pairs]
@@ -78,7 +78,7 @@ def test_logits_are_those_of_one_device(one, two):
 def test_answers_of_several_steps_at_once_are_those_of_one_device(one, two, monkeypatch):
     started, start = [], two.device._start
     monkeypatch.setattr(two.device, "_start", lambda step: (started.append(len(two.device._steps)), start(step))[1])
-    assert answers(two) == answers(one)
+    assert answers(two, 4) == answers(one, 4)
     assert max(started) >= 2  # steps that were in progress already
     assert free(two)
 
@@ -111,6 +111,8 @@ def test_times_of_kernels_are_those_of_all_stages(one, two):
 
 
 def test_probabilities(one, two):
+    for engine in one, two:
+        engine.reset()  # steps of other rows may have computed what is in the cache
     found = [
         [(piece.id, piece.logprob, piece.top) for piece in engine.generate(PROMPTS[0], max_tokens=8, logprobs=3)]
         for engine in (one, two)
@@ -120,11 +122,11 @@ def test_probabilities(one, two):
 
 def test_cancelled_answers_free_their_pages(two):
     draw = np.random.default_rng(1)
-    for _ in range(5):
-        found = [two.generate([*PROMPTS[0], i], max_tokens=4) for i in draw.integers(0, 1000, 20).tolist()]
+    for _ in range(2):
+        found = [two.generate([*PROMPTS[0], i], max_tokens=4) for i in draw.integers(0, 1000, 12).tolist()]
         threads = [
             threading.Thread(target=consume, args=(of, int(count)))
-            for of, count in zip(found, draw.integers(0, 6, 20), strict=True)
+            for of, count in zip(found, draw.integers(0, 6, len(found)), strict=True)
         ]
         for thread in threads:
             thread.start()

@@ -73,9 +73,9 @@ def test_answers_do_not_depend_on_guesses(engine, demo_artifact, source, options
 
 def test_a_draft_model_makes_room_in_its_cache(engine, demo_artifact):
     """Its cache holds one sequence of full length, of which several answers want parts again and again."""
-    expected, _ = answers(engine, temperature=0.0, n=20)
+    expected, _ = answers(engine, temperature=0.0, n=12)
     drafter = open_drafter(demo_artifact, engine.tokenizer, None, None, KvSize.of(192, None))
-    found, stats = answers(engine, drafter, temperature=0.0, n=20)
+    found, stats = answers(engine, drafter, temperature=0.0, n=12)
     engine.speculate(None)
     assert found == expected and sum(of.guessed for of in stats)
 

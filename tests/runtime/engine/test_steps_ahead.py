@@ -37,6 +37,8 @@ OPTIONS = [
     {"logprobs": 2},  # reads logits, which the next step overwrites
 ]
 
+LIMIT = 10
+
 
 @pytest.fixture(scope="module")
 def vulkan(lavapipe_model):
@@ -47,18 +49,18 @@ def vulkan(lavapipe_model):
         yield engine
 
 
-@pytest.mark.parametrize("options", sample(OPTIONS, [OPTIONS[i] for i in (2, 4, 5)]))
+@pytest.mark.parametrize("options", sample(OPTIONS, OPTIONS[4:]))
 def test_a_gpus_answers_are_those_of_steps_one_by_one(vulkan, monkeypatch, options):
     begun, start_ahead = [], vulkan.device.start_ahead
     monkeypatch.setattr(
         vulkan.device, "start_ahead", lambda name, late=False: (begun.append(late), start_ahead(name, late))
     )
     vulkan.reset()
-    found = answers(vulkan, max_tokens=14, **options)
-    assert (len(begun) > 8) == ("logprobs" not in options)
+    found = answers(vulkan, max_tokens=LIMIT, **options)
+    assert (len(begun) > LIMIT // 2) == ("logprobs" not in options)
     monkeypatch.setattr(vulkan.device, "can_start_ahead", lambda name, late=False: False)
     vulkan.reset()
-    assert answers(vulkan, max_tokens=14, **options) == found
+    assert answers(vulkan, max_tokens=LIMIT, **options) == found
     assert_nothing_is_held(vulkan)
 
 
@@ -96,10 +98,10 @@ def test_batches_go_on_with_their_own_tokens(vulkan):
         with vulkan.batch(2) as batch:
             assert batch.can_start_ahead
             batch.prefill(np.arange(120).reshape(2, 60))
-            return batch.decode([7, 8], 10, ahead)
+            return batch.decode([7, 8], 6, ahead)
 
     found = texts(True)
-    assert [len(text) for text in found] == [10, 10] and texts(False) == found
+    assert [len(text) for text in found] == [6, 6] and texts(False) == found
 
 
 def test_what_is_not_waited_for_does_no_harm(vulkan):

@@ -2,6 +2,7 @@
 
 import pytest
 from image_cases import digest, picture, references
+from samples import sample
 
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.images.prepared import PreparedImage
@@ -83,7 +84,7 @@ def test_the_key_is_that_of_the_pixels():
 
 
 @pytest.mark.parametrize("name", ["qwen3vl", "step3vl", "internvl", "lfm2", "idefics3", "minicpm4"])
-@pytest.mark.parametrize("size", [(1, 200_000), (200_000, 1), (3, 60_000)])
+@pytest.mark.parametrize("size", sample([((1, 200_000),), ((200_000, 1),), ((3, 60_000),)], [((1, 200_000),)]))
 def test_extremely_narrow_pictures_take_no_memory(name, size):
     """An error, or tiles of no more pixels than others have."""
     try:

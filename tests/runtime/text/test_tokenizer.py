@@ -194,13 +194,13 @@ def test_no_vocabulary_makes_control_tokens_of_text(build, pre, text):
         assert tokenizer.decode(ids).removeprefix("y").replace("!", "") == text.replace("!", "")
 
 
-@pytest.mark.parametrize("run", [" " * 12_000_000 + "x", "7" * 1_000_001])
+@pytest.mark.parametrize("run", [" " * 1_000_001 + "x", "7" * 1_000_001])
 def test_long_runs_are_refused(demo, run):
     with pytest.raises(UserError, match=r"more than 1000000 (characters of white space|digits) in a row"):
         demo.encode(run)
 
 
-@pytest.mark.parametrize("pre", ["afmoe", "superbpe", "tiny_aya"])
+@pytest.mark.parametrize("pre", sample(["afmoe", "superbpe", "tiny_aya"], ["tiny_aya"]))
 def test_long_numbers_are_refused_where_digits_are_grouped(build, pre):
     tokenizer = build(byte_level_metadata(pre=pre))
     start = time.process_time()

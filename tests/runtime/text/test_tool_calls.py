@@ -139,7 +139,7 @@ def test_text_before_and_behind_calls(family):
     assert calls_of(events) == CALLS[:2] and events[-1] == AnswerPart("final", "Done.\n")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_any_division_and_any_damage_give_the_same_events(data):
     """Whatever the text is, nothing raises, no text is lost that is no call, and the pieces do not matter."""

@@ -126,8 +126,8 @@ def defined(workload, names, arrays):
 
 
 EACH_RUN = (
-    "linear decode", "linear float prefill", "gate_up decode", "experts' gate_up decode",
-    "experts' linear prefill", "attention decode", "attention rows", "attention prefill",
+    "linear decode", "linear float prefill", "gate_up decode", "experts' linear prefill", "attention decode",
+    "attention rows",
 )  # fmt: skip
 
 

@@ -150,7 +150,9 @@ ON_LAVAPIPE = [(kernel, "lavapipe") for kernel in KERNELS]
 ON_VULKAN = [*ON_LAVAPIPE, ("delta net", "generic"), ("scan", "generic")]
 
 
-@pytest.mark.parametrize(("kernel", "profile"), sample(ON_VULKAN, [*ON_LAVAPIPE, ("scan", "generic")]))
+@pytest.mark.parametrize(
+    ("kernel", "profile"), sample(ON_VULKAN, [*((kernel, "lavapipe") for kernel in ALL_STEPS), ("scan", "generic")])
+)
 def test_vulkan(kernel, profile):
     gpu()
     op, args = KERNELS[kernel]

@@ -244,10 +244,10 @@ def test_deferred_norms_are_of_the_layout_lanes():
         gemm.linear(linear_op([("q4_0", 16)], 128, 64, "pairs", norm_in=1e-5), NVIDIA, "k")
 
 
-@pytest.mark.parametrize(
-    ("slots", "m", "n", "tile"),
-    [(8, 5, 32, LaneTile(8, 16, 1, 1, 2)), (64, 40, 160, None)],  # those of a tile, of steps and of chunks
-)
+EXPERTS = [(8, 5, 32, LaneTile(8, 16, 1, 1, 2)), (64, 40, 160, None)]  # slots of a tile, of steps and of chunks
+
+
+@pytest.mark.parametrize(("slots", "m", "n", "tile"), sample(EXPERTS, EXPERTS[:1]))
 def test_experts(slots, m, n, tile):
     """Slots of experts, both halves of a feed-forward layer; slots of tiles without an expert are left alone."""
     experts, k = Experts(7, 2, slots), 256

@@ -25,7 +25,7 @@ from tests.dev.server_replies import wrong
 
 SECONDS = 60  # of a reply, on a slow machine
 KINDS = (("null",), ("true", "false"), ("0", "1", "-1"), ("1.5",), ('""', '"x"'), ("[",), ("{",))
-SAMPLE = 800  # of the other values
+SAMPLE = 400  # of the other values
 GOOD = "/v1/completions", b'{"prompt": "def f(", "max_tokens": 4, "temperature": 0}'
 
 Request = tuple[str, str, bytes]  # method, path, body
