@@ -19,7 +19,7 @@ from tests.dev.encoder_fixtures import FIXTURE
 
 COSINE = 0.99999
 SCORES = {"qwen3-rank": 1e-5, "bert-rank": 1e-3, "modern-bert-rank": 1e-3}  # of the largest
-ON_GPU = ("modern-bert", "jina-bert-v2-code", "bert-rank", "qwen3-last")
+ON_GPU = ("bert-rank", "modern-bert", "jina-bert-v2-code", "qwen3-last")
 EXACT = np.load(FIXTURE)
 
 
