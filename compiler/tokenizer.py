@@ -29,6 +29,7 @@ from typing import Any
 from gguf import TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from mlc_amd.compiler.fill_tokens import fill_tokens
 from mlc_amd.runtime.errors import UserError, shorten
 from mlc_amd.runtime.text.chat_template import ChatTemplate
 from mlc_amd.runtime.text.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
@@ -63,27 +64,7 @@ _DEFAULT_IDS = {
 }  # fmt: skip
 _MISSING = "none", "no_vocab", "test"  # kinds of vocabularies without a tokenizer
 _SEPARATOR = "tokenizer.ggml.seperator_token_id"  # spelt so
-# Further keys of tokens that end a generation: those that fill or separate files in a vocabulary for code.
-_FILL_IDS = ("fim_pad", "fim_rep", "fim_sep")
-# Tokens of fill in the middle: the keys of their ids, and their texts where a file has no such key.
-_FILL = {
-    "prefix": (
-        ("fim_pre", "prefix"),
-        "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> [PREFIX]",
-    ),
-    "suffix": (
-        ("fim_suf", "suffix"),
-        "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> [SUFFIX]",
-    ),
-    "middle": (
-        ("fim_mid", "middle"),
-        "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|>",
-    ),
-    "repository": (
-        ("fim_rep",), "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <repo_name>",
-    ),
-    "file": (("fim_sep",), "<|file_sep|> <file_sep> <filename>"),
-}  # fmt: skip
+_FILL_IDS = ("fim_pad", "fim_rep", "fim_sep")  # keys of tokens that end a generation of code
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
@@ -98,8 +79,7 @@ def export(metadata: Mapping[str, object], directory: Path) -> None:
         pre: the pre-tokenizer's name, None for "llama"    byte_level: whether tokens are written as the printable
         characters of their bytes (GPT-2's); otherwise as text, with "▁" for a space and <0x0A> for a byte
         vocab_size: int    special: {"bos"|"eos"|"eot"|"eom"|"unk"|"pad": {"id": int, "text": str} or None}
-        end_ids: sorted ids that end a generation    fill: ids of the tokens of fill in the middle, by
-        tokenizer_files.FillName; {} without a prefix and a suffix    add_bos, add_eos: bool    add_space_prefix: bool
+        end_ids: sorted ids that end a generation    fill: of fill_tokens.py    add_bos, add_eos, add_space_prefix: bool
         mark: what the names of control tokens begin with in `tokenizer.json`
         chat_template: str or None    chat_templates: {name: template} of the GGUF's further, named ones
 
@@ -160,7 +140,7 @@ def export(metadata: Mapping[str, object], directory: Path) -> None:
         "vocab_size": len(tokens),
         "special": special,
         "end_ids": _end_ids(metadata, vocab, special),
-        "fill": _fill(metadata, vocab),
+        "fill": fill_tokens(lambda key: _get(metadata, key, int, None), vocab),
         "add_bos": _adds(metadata, "bos", special, add_bos),
         "add_eos": _adds(metadata, "eos", special, ends),
         "normalizer": normalizer,
@@ -411,16 +391,6 @@ def _special(
         warnings.warn(f"{key} is {i} but the vocabulary has {len(tokens)} tokens: it is ignored", stacklevel=3)
         i = default
     return None if i is None else {"id": i, "text": tokens[i]}
-
-
-def _fill(metadata: Mapping[str, object], vocab: Mapping[str, int]) -> dict[str, int]:
-    found = {}
-    for name, (keys, texts) in _FILL.items():
-        named = [_get(metadata, f"tokenizer.ggml.{key}_token_id", int, None) for key in keys]
-        ids = [i for i in named if i is not None and 0 <= i < len(vocab)]
-        ids += [vocab[text] for text in texts.split() if text in vocab]
-        found |= {name: ids[0]} if ids else {}
-    return found if {"prefix", "suffix"} <= found.keys() else {}
 
 
 def _adds(

@@ -191,7 +191,7 @@ except UserError as e:
         (lambda p: ((p / "manifest.json").unlink(), (p / "manifest.json").mkdir()), "is not a file"),
         (lambda p: ((p / "manifest.json").unlink(), os.mkfifo(p / "manifest.json")), "is not a file"),
         (lambda p: (p / "manifest.json").write_text('{"format": 7}'), "artifact format 7, this version reads 14"),
-        (lambda p: with_byte(p / "manifest.json", b'"format": 13', b'"format": 18'), "is damaged or was changed"),
+        (lambda p: with_byte(p / "manifest.json", b'"format": 14', b'"format": 18'), "is damaged or was changed"),
         (lambda p: with_byte(p / "manifest.json", b'"rows": 512', b'"rows": 513'), "is damaged or was changed"),
         (lambda p: (p / "kernels.so").unlink(), "kernels.so is missing"),
         (lambda p: (p / "kernels.so").write_bytes(b"\0" * (p / "kernels.so").stat().st_size), "corrupted"),
