@@ -123,9 +123,7 @@ def test_llama3_factors_of_a_synthetic_model():
     assert rope_table(model.config.ropes["rope"], 16, factors).shape == (16, 128)
 
 
-@pytest.mark.parametrize(
-    "factors", [np.ones(31), np.zeros(32), np.full(32, np.nan), -np.ones(32)], ids=["short", "zero", "nan", "minus"]
-)
+@pytest.mark.parametrize("factors", [np.ones(31), np.zeros(32), np.full(32, np.nan)], ids=["short", "zero", "nan"])
 def test_bad_factors(factors):
     with pytest.raises(UserError, match=r"rope_freqs\.weight must hold 32 numbers"):
         rope_table(CASES["plain"], 8, factors)

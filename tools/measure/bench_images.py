@@ -15,7 +15,6 @@ from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.errors import UsageError
 from mlc_amd.runtime.images.encoder import ImageEncoder
 from mlc_amd.runtime.images.prepared import PreparedImage
-from mlc_amd.runtime.images.projectors import Preparation
 from mlc_amd.runtime.options import LoadOptions
 from mlc_amd.tools.hub import models
 from mlc_amd.tools.measure.bench_encoder import described, timed
@@ -37,6 +36,8 @@ def measure(
     """One result for each size and each number of pictures. UserError for a model without an image encoder, or a
     picture that it cannot take."""
     from PIL import Image
+
+    from mlc_amd.runtime.images.projectors import Preparation  # it needs Pillow, which bundles of other models lack
 
     artifact = Artifact.open(models.seeing_artifact_path(load), load.verify)
     device = open_device(artifact, load.device, load.threads, devices=load.devices)

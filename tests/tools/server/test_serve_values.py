@@ -89,7 +89,7 @@ def test_every_field_is_known():
 def test_examples_are_answered(replies):
     def requests() -> Iterable[Request]:
         for path, examples in EXAMPLES.items():
-            for example in examples:
+            for example in examples if path != "/infill" else ():  # no model here has tokens for a gap
                 for stream in (False, True)[: 1 if "prompt_logprobs" in example else 2]:  # refused in streams
                     yield METHODS[path], path, json.dumps(example | {"stream": stream}).encode()
 
