@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 
+import architectures
 import numpy as np
 import pytest
 from samples import sample
@@ -232,7 +233,9 @@ def test_without_an_encoder_sections_change_nothing(tmp_path):
     """Text has the same angles in all sections; there are no further kernels and buffers."""
     manifests, logits = [], []
     for name, keys in (("qwen2", {}), ("qwen2vl", SECTIONS)):
-        model = synthetic("tiny-qwen2:q4_0", keys={"general.architecture": name, **keys})
+        model = synthetic(
+            "tiny-qwen2:q4_0", keys={"general.architecture": name, **keys}, tensors=architectures.QKV_BIAS
+        )
         compile_model(model, tmp_path / name, CompileOptions(target="cpu", ctx=128, tuned="none"))
         with Engine.load(tmp_path / name) as engine:
             manifests.append(engine.artifact.manifest)
