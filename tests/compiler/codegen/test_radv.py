@@ -25,7 +25,7 @@ from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.gpu.exchange.exchange import exchange
 from mlc_amd.schedules.gpu.linear.gemv import linear
-from mlc_amd.schedules.operators import AllReduce, Sample
+from mlc_amd.schedules.operators import AllReduce, PackedAttention, Sample
 from mlc_amd.tools.inspection import inspect_vulkan
 
 ARCH = "vangogh"
@@ -328,6 +328,18 @@ def test_words_between_gpus_are_polled_past_the_caches(name, mark):
     loads = re.findall(rf"global_load_(?:dwordx4|b128) .*{mark}$", found.assembly, re.M)
     stores = re.findall(r"global_store_(?:dwordx4|b128) ", found.assembly)
     assert (len(loads), len(stores)) == (1, 2), found.assembly
+
+
+@pytest.mark.parametrize("arch", sample(["rdna3", "rdna4"], ["rdna3"]))
+@pytest.mark.parametrize("d", sample([64, 72, 80, 128], [72]))
+def test_attention_of_packed_rows_on_matrices_uses_no_scratch(arch, d):
+    profile, op = profiles.resolve(arch), PackedAttention(m=1024, heads=16, kv_heads=16, d=d)
+    report, _ = reported({"attention": built(op, profile, "attention")}, profile)
+    if int(re.search(r"Mesa (\d+)", report.device)[1]) < 25:
+        pytest.skip(f"{report.device} knows no cooperative matrices")
+    assert len(report.kernels) == 2
+    for compiled in report.kernels.values():
+        assert compiled.kernel.scratch == compiled.kernel.vgpr_spills == 0, compiled.kernel
 
 
 @pytest.mark.parametrize("name", sample(["bert", "modern-bert"], ["bert"]))
