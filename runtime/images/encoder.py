@@ -17,7 +17,7 @@ from mlc_amd.runtime.images.layout import Layout, angles, layout, neighbours, pa
 from mlc_amd.runtime.images.prepared import PreparedImage
 
 _AT_ONCE = 4096  # patches of a run of small images: with more of them launches count for nothing
-_COPYING = ThreadPoolExecutor(4, "features")  # memory that is written first is slow for a single thread
+_COPYING = ThreadPoolExecutor(8, "features")  # memory that is written first is slow for a single thread
 _PART = 4 << 20  # bytes that a thread copies at least
 _SHAPES = 16  # of which what is computed is kept: tiles of one picture have few
 _TABLE, _CLASS, _BREAK, _BIAS = "v.position_embd.weight", "v.class_embd", "v.token_embd.img_break", "v.patch_embd.bias"
