@@ -252,8 +252,9 @@ class HipMemory:
         return {name: view(address + at - begin, self._io[name]) for name, at in self._io_at.items() if at >= begin}
 
     def fetch_results(self, address: int) -> None:
-        """Enqueues the copy of small outputs to pinned memory."""
-        self._fetch(self._results_at, self.result_bytes, address)
+        """Enqueues the copy of small outputs to pinned memory; encoders have none."""
+        if self.result_bytes:
+            self._fetch(self._results_at, self.result_bytes, address)
 
     def _fetch(self, at: int, count: int, target: int) -> None:
         kind = self.hip.names.hipMemcpyKind.hipMemcpyDeviceToHost
