@@ -1,10 +1,13 @@
-"""What a model's image encoder makes of a picture, for `mlc-amd embed --image`.
+"""What a model's image encoder makes of a picture, for `mlc-amd embed --image`; and the encoder alone, opened.
 
 In: the model, a picture's file. Out: an .npz file with `features`, float32 [rows, columns], of all tiles of the picture
 one after the other, and `tiles`, the number of rows of each.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,23 +16,40 @@ from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.images.encoder import ImageEncoder
 from mlc_amd.runtime.images.pictures import decode, picture_bytes
 from mlc_amd.runtime.images.prepared import PreparedImage
-from mlc_amd.runtime.images.projectors import Preparation
 from mlc_amd.runtime.options import LoadOptions
 from mlc_amd.tools.hub import models
+
+
+class OpenEncoder(NamedTuple):
+    artifact: Artifact
+    device: Any
+    encoder: ImageEncoder
+
+    def tiles(self, picture) -> list[PreparedImage]:
+        """Those of a PIL image. UserError for a picture that the encoder cannot take."""
+        from mlc_amd.runtime.images.projectors import Preparation  # it needs Pillow, which other models' bundles lack
+
+        pieces = Preparation(self.encoder.vision).pieces(picture)
+        return [one for one in pieces if isinstance(one, PreparedImage)]
+
+
+@contextmanager
+def opened(load: LoadOptions) -> Iterator[OpenEncoder]:
+    """The image encoder of the options' model, until the end of the `with` block. UserError for a model without one."""
+    artifact = Artifact.open(models.seeing_artifact_path(load), load.verify)
+    device = open_device(artifact, load.device, load.threads, devices=load.devices)
+    try:
+        yield OpenEncoder(artifact, device, ImageEncoder(artifact, device))
+    finally:
+        device.close()
+        artifact.close()
 
 
 def write(load: LoadOptions, image: str, output: str) -> None:
     """load: with the model. UserError for a model without an image encoder, or a picture that it cannot take."""
     picture = decode(picture_bytes(Path(image).expanduser()), image)
-    artifact = Artifact.open(models.seeing_artifact_path(load), load.verify)
-    device = open_device(artifact, load.device, load.threads, devices=load.devices)
-    try:
-        encoder = ImageEncoder(artifact, device)
-        tiles = [one for one in Preparation(encoder.vision).pieces(picture) if isinstance(one, PreparedImage)]
-        features = encoder.encode(tiles)
-    finally:
-        device.close()
-        artifact.close()
+    with opened(load) as sees:
+        features = sees.encoder.encode(sees.tiles(picture))
     with open(Path(output).expanduser(), "wb") as file:
         np.savez(file, features=np.concatenate(features), tiles=np.array([len(rows) for rows in features]))
     print(f"{sum(map(len, features))} rows of {features[0].shape[1]} numbers in {output}")

@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 from mlc_amd.compiler.models import tensors as common
 from mlc_amd.compiler.models import transformer
@@ -25,6 +25,7 @@ from mlc_amd.runtime.errors import shorten
 MOST_USED = "gemma3", "gpt-oss", "llama", "qwen3", "qwen35"  # for the message about others
 FILES = "mlc_amd.compiler.models.architectures"
 Reader = Callable[[Keys], ModelConfig]
+Registered = TypeVar("Registered")
 Tensors = Callable[[ModelConfig], Iterator[tuple[str, Shape]]]
 
 
@@ -97,11 +98,16 @@ def architecture(
     return register
 
 
+def all_of(package: str, registered: Mapping[str, Registered]) -> dict[str, Registered]:
+    """What the modules of a package register there, by name."""
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+        importlib.import_module(module.name)
+    return dict(sorted(registered.items()))
+
+
 @functools.cache
 def architectures() -> Mapping[str, Architecture]:
-    for module in pkgutil.iter_modules(importlib.import_module(FILES).__path__, f"{FILES}."):
-        importlib.import_module(module.name)
-    return dict(sorted(_registered.items()))
+    return all_of(FILES, _registered)
 
 
 def read_config(

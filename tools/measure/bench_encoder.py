@@ -57,6 +57,16 @@ def timed(compute: Callable[[], object], device, repetitions: int) -> list[float
     return seconds
 
 
+def result(tokens: int, count: int, test: str, seconds: Sequence[float]) -> dict[str, object]:
+    """The fields of one test: `count` inputs of so many tokens each at once, by the seconds of each repetition."""
+    rates = [tokens * count / s for s in seconds]
+    return {
+        "n_prompt": tokens, "n_seqs": count, "test": test,
+        "avg_ns": round(float(np.mean(seconds)) * 1e9), "samples_ns": [round(s * 1e9) for s in seconds],
+        "avg_ts": float(np.mean(rates)), "stddev_ts": float(np.std(rates, ddof=1)) if len(rates) > 1 else 0.0,
+    }  # fmt: skip
+
+
 def measure(encoder: Encoder, lengths: Sequence[int], counts: Sequence[int], repetitions: int) -> Iterator[dict]:
     """One result for each length of texts and each number of them. UserError for texts that are too long."""
     if max(lengths) > encoder.context:
@@ -66,10 +76,8 @@ def measure(encoder: Encoder, lengths: Sequence[int], counts: Sequence[int], rep
         for count in counts:
             texts = [rng.integers(0, encoder.vocab, length, np.int32) for _ in range(count)]
             seconds = timed(lambda texts=texts: encoder.encode(texts), encoder.device, repetitions)
-            rates = [length * count / s for s in seconds]
-            yield about | {
-                "n_prompt": length, "n_seqs": count, "test": f"{count} x {length}",
-                "avg_ns": round(float(np.mean(seconds)) * 1e9), "samples_ns": [round(s * 1e9) for s in seconds],
-                "avg_ts": float(np.mean(rates)), "stddev_ts": float(np.std(rates, ddof=1)) if len(rates) > 1 else 0.0,
-                "texts_per_s": count / float(np.mean(seconds)),
-            }  # fmt: skip
+            yield (
+                about
+                | result(length, count, f"{count} x {length}", seconds)
+                | {"texts_per_s": count / float(np.mean(seconds))}
+            )

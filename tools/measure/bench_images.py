@@ -10,14 +10,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mlc_amd.runtime.artifact.artifact import Artifact
-from mlc_amd.runtime.devices.opening import open_device
 from mlc_amd.runtime.errors import UsageError
-from mlc_amd.runtime.images.encoder import ImageEncoder
-from mlc_amd.runtime.images.prepared import PreparedImage
 from mlc_amd.runtime.options import LoadOptions
-from mlc_amd.tools.hub import models
-from mlc_amd.tools.measure.bench_encoder import described, timed
+from mlc_amd.tools import picture_features
+from mlc_amd.tools.measure.bench_encoder import described, result, timed
 
 
 def sizes_of(names: Sequence[str]) -> list[tuple[int, int]]:
@@ -35,30 +31,18 @@ def measure(
 ) -> Iterator[dict]:
     """One result for each size and each number of pictures. UserError for a model without an image encoder, or a
     picture that it cannot take."""
-    from PIL import Image
+    from PIL import Image  # bundles of models that do not see lack it
 
-    from mlc_amd.runtime.images.projectors import Preparation  # it needs Pillow, which bundles of other models lack
-
-    artifact = Artifact.open(models.seeing_artifact_path(load), load.verify)
-    device = open_device(artifact, load.device, load.threads, devices=load.devices)
-    try:
-        encoder, rng = ImageEncoder(artifact, device), np.random.default_rng(0)
-        preparation, about = Preparation(encoder.vision), described(artifact, device)
+    with picture_features.opened(load) as sees:
+        encode, about, rng = sees.encoder.encode, described(sees.artifact, sees.device), np.random.default_rng(0)
         for width, height in sizes:
-            picture = Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
-            tiles = [one for one in preparation.pieces(picture) if isinstance(one, PreparedImage)]
+            tiles = sees.tiles(Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)))
             rows = sum(one.rows for one in tiles)
             for count in counts:
                 images = tiles * count
-                seconds = timed(lambda images=images: encoder.encode(images), device, repetitions)
-                rates = [rows * count / s for s in seconds]
-                yield about | {
-                    "n_prompt": rows, "n_seqs": count, "test": f"{count} x {width}x{height}",
-                    "avg_ns": round(float(np.mean(seconds)) * 1e9), "samples_ns": [round(s * 1e9) for s in seconds],
-                    "avg_ts": float(np.mean(rates)),
-                    "stddev_ts": float(np.std(rates, ddof=1)) if len(rates) > 1 else 0.0,
-                    "images_per_s": count / float(np.mean(seconds)),
-                }  # fmt: skip
-    finally:
-        device.close()
-        artifact.close()
+                seconds = timed(lambda images=images: encode(images), sees.device, repetitions)
+                yield (
+                    about
+                    | result(rows, count, f"{count} x {width}x{height}", seconds)
+                    | {"images_per_s": count / float(np.mean(seconds))}
+                )

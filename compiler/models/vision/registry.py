@@ -7,13 +7,12 @@ Files in compiler/models/vision/projectors register functions:
 """
 
 import functools
-import importlib
-import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mlc_amd.compiler.models.metadata import MAX_LAYERS, Keys
+from mlc_amd.compiler.models.registry import all_of
 from mlc_amd.compiler.models.vision.config import VisionConfig
 from mlc_amd.runtime.errors import shorten
 
@@ -48,9 +47,7 @@ def projector(name: str, project, prepare=lambda config, tensors: None, between=
 
 @functools.cache
 def projectors() -> Mapping[str, Projector]:
-    for module in pkgutil.iter_modules(importlib.import_module(FILES).__path__, f"{FILES}."):
-        importlib.import_module(module.name)
-    return dict(sorted(_registered.items()))
+    return all_of(FILES, _registered)
 
 
 def read_vision(metadata: dict[str, object], tensors: Collection[str], path: str) -> VisionConfig:

@@ -68,16 +68,7 @@ def _on_vector_units(op: PackedAttention, arch: Device, state: Buffer) -> None:
     Q, K, V, Y = declared(**op.shapes())
     with launch((-(-m // rows), op.heads), (threads,)) as (tile, head, thread):
         live, lane = live_rows(state, m), T.Bind(thread % lanes)
-
-        def seen(row: Expr) -> tuple[Expr, Expr]:
-            """The first row that a row sees, and the one after the last."""
-            begin = T.Bind(T.max(segments[row, 0], T.int32(0)))
-            end = T.Bind(T.min(segments[row, 1], live))
-            if op.window:
-                begin = T.Bind(T.max(begin, row - op.window))
-            if op.causal:
-                return begin, T.Bind(T.min(end, row + 1))
-            return begin, T.Bind(T.min(end, row + op.window + 1)) if op.window else end
+        seen = attention_packed_matrix.Segments(op, segments, live).visible
 
         def columns(base: Expr) -> list[Expr]:
             """The first columns of each of the lane's vectors."""

@@ -1,4 +1,4 @@
-"""A tiny model that sees, behind each API: requests of its own client with the same picture have the same prompt, and
+"""A tiny model that sees, through each API: requests of its own client with the same picture have the same prompt, and
 what is wrong with an image is a 4xx in the API's form. `test_serve_images.py` has the forms alone.
 """
 
