@@ -80,7 +80,7 @@ def _emit_results(products: Products, weights: Tile, place: tuple[Expr, int], ti
     """A tile of rows, for the first tokens of a tile of tokens: columns 16*tile.. of Y. place: tile and tokens."""
     (token_tile, tokens), p, lanes = place, products.acts.p, products.isa.lanes
 
-    def epilogue(i: Expr, row: int, x: Expr) -> None:
+    def epilogue(i: Expr, row: Expr, x: Expr) -> None:
         token, column = token_tile * p + i, tile * ROWS + row
         if results.bias is not None:
             x = x + results.bias(column)
@@ -199,7 +199,7 @@ def emit_block(
                 def part(tokens: int, i: int = i, source: Source = source) -> None:
                     with T.serial(TILES) as half:
 
-                        def keep(token: Expr, row: int, x: Expr) -> None:
+                        def keep(token: Expr, row: Expr, x: Expr) -> None:
                             store(found, x, i, token, at(half * ROWS + row, isa.lanes))
 
                         products.emit_tile(source(half), tile, tokens, keep)

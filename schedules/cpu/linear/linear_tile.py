@@ -147,7 +147,7 @@ class Packed(NamedTuple):
 
 Tile = Packed | UnpackedTile
 Source = Callable[[Expr], Tile]  # the tile of a task of that number
-Epilogue = Callable[[Expr, int, Expr], None]
+Epilogue = Callable[[Expr, Expr, Expr], None]
 EmitTask = Callable[[Sequence[Source], list[int]], None]
 
 
@@ -188,16 +188,19 @@ class Products:
         """16 rows by the first `tokens` of acts.p tokens. Calls epilogue(i, row, x) per token i of the tile and
         register: x are the results of isa.lanes rows, from row `row` of the tile on. A token's sums have one order
         whatever `tokens` is."""
-        registers = list(range(0, ROWS, self.isa.lanes))
-        decode, whole = isinstance(self.plan, Plan), weights.fmt.kind == "int8"
-        count = 1 if isinstance(self.plan, Plan) else self.plan.tokens if whole else min(self.plan.tokens, FLOAT_TOKENS)
+        lanes, plan, whole = self.isa.lanes, self.plan, weights.fmt.kind == "int8"
         emit = self._emit_int8 if whole else self._emit_float
         token_tile = T.int32(0) if self.shared else token_tile
-        for rows in [registers] if decode else [[r] for r in registers]:
+        if isinstance(plan, Plan):
+            for token in range(tokens):
+                emit(weights, token_tile, range(token, token + 1), list(range(0, ROWS, lanes)), epilogue)
+            return
+        count = plan.tokens if whole else min(plan.tokens, FLOAT_TOKENS)
+        with T.serial(ROWS // lanes) as register:
             for first in range(0, tokens, count):
-                emit(weights, token_tile, range(first, min(first + count, tokens)), rows, epilogue)
+                emit(weights, token_tile, range(first, min(first + count, tokens)), [register * lanes], epilogue)
 
-    def _emit_int8(self, weights: Tile, token_tile: Expr, tokens: range, rows: list[int], epilogue: Epilogue) -> None:
+    def _emit_int8(self, weights: Tile, token_tile: Expr, tokens: range, rows: list[Expr], epilogue: Epilogue) -> None:
         plan, blocks = self.plan, self.acts.k // BLOCK
         unroll = largest_divisor(plan.unroll, blocks) if isinstance(plan, Plan) else 1
         interleave = 1 if isinstance(plan, Plan) else interleave_of(weights.fmt, plan)
@@ -246,7 +249,7 @@ class Products:
                     total = total + offset * splat(acts.s[token_tile, b, scaled_sum[g], token], lanes)
                 sums.put(first + t * len(blocks) + r, total)
 
-    def _emit_float(self, weights: Tile, token_tile: Expr, tokens: range, rows: list[int], epilogue: Epilogue) -> None:
+    def _emit_float(self, weights: Tile, token_tile: Expr, tokens: range, rows: list[Expr], epilogue: Epilogue) -> None:
         assert isinstance(weights, Packed)
         W, tile, acts = weights.planes["W"], weights.tile, self.acts
         lanes, count, name = self.isa.lanes, len(rows), weights.fmt.name
