@@ -31,12 +31,12 @@ from mlc_amd.schedules.cpu.base.vector import LANES, at, local, opaque, register
 from mlc_amd.schedules.cpu.linear.linear_plan import AnyPlan, default_plan, row_tiles, token_tile
 from mlc_amd.schedules.cpu.linear.linear_tile import (
     Matrix,
+    Parts,
     Products,
     Source,
     Tile,
     TokenTiles,
     act_params,
-    emit_part,
     emit_products,
     token_tiles,
     weight_args,
@@ -62,21 +62,21 @@ class Results(NamedTuple):
 def emit_rows(products: Products, matrix: Matrix, first: Expr, held: int, tiles: TokenTiles, results: Results) -> None:
     """A task: `held` tiles of rows of a matrix, from its tile `first` on."""
 
-    def emit(sources: Sequence[Source], sizes: list[int]) -> None:
+    def emit(sources: Sequence[Source], parts: Parts) -> None:
         def body(token_tile: Expr, live: Expr) -> None:
-            def part(tokens: int) -> None:
+            def part(tokens: Expr) -> None:
                 with T.serial(held) as t:
                     column = T.Bind(results.column + t)
                     _emit_results(products, sources[0](t), (token_tile, tokens), column, results)
 
-            emit_part(live, sizes, part)
+            parts.emit(live, part)
 
         tiles.each(body)
 
     products.emit_task([matrix], first, held, tiles, emit)
 
 
-def _emit_results(products: Products, weights: Tile, place: tuple[Expr, int], tile: Expr, results: Results) -> None:
+def _emit_results(products: Products, weights: Tile, place: tuple[Expr, Expr], tile: Expr, results: Results) -> None:
     """A tile of rows, for the first tokens of a tile of tokens: columns 16*tile.. of Y. place: tile and tokens."""
     (token_tile, tokens), p, lanes = place, products.acts.p, products.isa.lanes
 
@@ -93,9 +93,9 @@ def _emit_results(products: Products, weights: Tile, place: tuple[Expr, int], ti
         return
     # A loop of its own: LLVM would load the residual's rows, which are in no cache, before the products, and spill them
     # to the stack.
-    found = registers(tokens, ROWS)
+    found = registers(p, ROWS)
     products.emit_tile(weights, token_tile, tokens, lambda i, row, x: store(found, x, i, at(row, lanes)))
-    with T.serial(opaque(T.int32(tokens))) as i:
+    with T.serial(opaque(T.cast(tokens, "int32"))) as i:
         for row in range(0, ROWS, lanes):
             epilogue(i, row, found[i, at(row, lanes)])
 
@@ -189,14 +189,14 @@ def emit_block(
     weights: gate and up, their rows from tile `first` on."""
     isa, activation = products.isa, ACTIVATIONS[gated.act]
 
-    def emit(sources: Sequence[Source], sizes: list[int]) -> None:
+    def emit(sources: Sequence[Source], parts: Parts) -> None:
         def body(tile: Expr, live: Expr) -> None:
             found = local(2, products.acts.p, BLOCK)  # gate and up of the block
             # One weight after the other: its two tiles are adjacent, so that the first one's prefetches serve the
             # second.
             for i, source in enumerate(sources):
 
-                def part(tokens: int, i: int = i, source: Source = source) -> None:
+                def part(tokens: Expr, i: int = i, source: Source = source) -> None:
                     with T.serial(TILES) as half:
 
                         def keep(token: Expr, row: Expr, x: Expr) -> None:
@@ -204,7 +204,7 @@ def emit_block(
 
                         products.emit_tile(source(half), tile, tokens, keep)
 
-                emit_part(live, sizes, part)
+                parts.emit(live, part)
             # Short loops: the processor overlaps several rows, as far as it looks ahead.
             with T.serial(live) as token:
                 for c in range(0, BLOCK, LANES):

@@ -14,6 +14,7 @@ from mlc_amd.schedules.space import Kernel, Space
 
 MatrixProduct = Linear | HeadLinear | GateUp | ExpertGateUp | ExpertLinear
 FLOAT_TOKENS = 8  # rows of a float kernel's tile: rows of X a power of two apart share the 8 ways of a level 1 cache
+UNROLLED = 4  # rows whose sums are in registers even where those of more are in memory
 LARGE = 512 << 10  # bytes of weights from which on a decode kernel prefetches further ahead
 
 
@@ -39,9 +40,10 @@ class PrefillPlan:
     tokens      rows whose sums are in registers at once, at most a tile of the activations; float formats: at most
                 FLOAT_TOKENS
     interleave  of these, rows whose int8 dot products are interleaved, a divisor of `tokens`: independent sums hide the
-                latency of multiply-add instructions where the out-of-order window is too short; float formats: of no
-                effect; formats with two scales a block: at most 2, for they need more registers and have two dot
-                products for each row to begin with
+                latency of multiply-add instructions where the out-of-order window is too short; 1: sums of more than
+                UNROLLED rows are in memory, and `tokens` has no effect; float formats: of no effect; formats with two
+                scales a block: at most 2, for they need more registers and have two dot products for each row to begin
+                with
     task        KB of weights of a task, unpacked ones if they are: a share of the L2 cache
     tasks       tasks below which they become smaller than `task`; gate/up: its tasks are always 32 rows of both weights
     unpack      tiles of tokens from which on int8 weights of a task are unpacked once for all of them, and not for
@@ -109,6 +111,11 @@ def interleave_of(fmt: Format, plan: PrefillPlan) -> int:
     return min(plan.interleave, 2) if groups(fmt) > 1 else plan.interleave
 
 
+def loops_over_tokens(fmt: Format, plan: AnyPlan) -> bool:
+    """Whether a kernel goes through the rows of a tile in a loop, with their sums in memory."""
+    return fmt.kind == "int8" and isinstance(plan, PrefillPlan) and plan.interleave == 1
+
+
 def unpacks(fmt: Format, plan: AnyPlan) -> bool:
     """Whether a weight may be unpacked before its products."""
     return fmt.kind == "int8" and isinstance(plan, PrefillPlan) and bool(plan.unpack)
@@ -147,7 +154,8 @@ def _space(op: MatrixProduct, arch: Arch, tasks: Callable[[AnyPlan], tuple[Hasha
             raise ValueError(f"{plan} does not divide its tokens")
         held, count = tasks(plan)
         interleaved = tuple(interleave_of(fmt, plan) for fmt, _ in op.weights)
-        tokens = (plan.tokens, interleaved, plan.unpack) if whole else min(plan.tokens, FLOAT_TOKENS)
+        kept = 0 if plan.interleave == 1 else plan.tokens
+        tokens = (kept, interleaved, plan.unpack) if whole else min(plan.tokens, FLOAT_TOKENS)
         return Kernel((tokens, held), count, 1, plan.tokens)
 
     return Space(type(default), _choices(arch.isa, op.m, p), default, decode if op.m == 1 else prefill)

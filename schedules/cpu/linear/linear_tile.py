@@ -16,14 +16,27 @@ from tvm.tirx.script import builder as T
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.schedules.cpu.base.arch import QUADS, Arch, Isa
 from mlc_amd.schedules.cpu.base.kernel import live_rows
-from mlc_amd.schedules.cpu.base.vector import LINE, at, bf16, largest_divisor, local, prefetch, splat, store, widen
+from mlc_amd.schedules.cpu.base.vector import (
+    LINE,
+    at,
+    bf16,
+    largest_divisor,
+    local,
+    prefetch,
+    registers,
+    splat,
+    store,
+    widen,
+)
 from mlc_amd.schedules.cpu.linear.linear_plan import (
     FLOAT_TOKENS,
+    UNROLLED,
     AnyPlan,
     MatrixProduct,
     Plan,
     default_plan,
     interleave_of,
+    loops_over_tokens,
     parts,
     prefetch_plan,
     token_tile,
@@ -113,17 +126,24 @@ def token_tiles(state: Buffer, m: int, p: int) -> TokenTiles:
     return TokenTiles(count, each)
 
 
-def emit_part(live: Expr, sizes: list[int], emit: Callable[[int], None]) -> None:
-    """Emits emit(size) for the smallest of the sizes (ascending) of parts of a tile that holds its live tokens."""
-    size, *rest = sizes
-    if not rest:
-        emit(size)
-        return
-    with T.If(live <= size):
-        with T.Then():
-            emit(size)
-        with T.Else():
-            emit_part(live, rest, emit)
+class Parts(NamedTuple):
+    """The parts of a tile of tokens that a kernel has code for: the first `sizes` tokens, ascending, each with its sums
+    in registers, and `rest` tokens where these are too few, None: a loop over the live ones."""
+
+    sizes: list[int]
+    rest: int | None
+
+    def emit(self, live: Expr, emit: Callable[[Expr], None]) -> None:
+        """Emits emit(tokens) of the smallest part that holds the live tokens."""
+        if not self.sizes:
+            emit(live if self.rest is None else self.rest)
+            return
+        size, *others = self.sizes
+        with T.If(live <= size):
+            with T.Then():
+                emit(size)
+            with T.Else():
+                Parts(others, self.rest).emit(live, emit)
 
 
 class Packed(NamedTuple):
@@ -148,7 +168,7 @@ class Packed(NamedTuple):
 Tile = Packed | UnpackedTile
 Source = Callable[[Expr], Tile]  # the tile of a task of that number
 Epilogue = Callable[[Expr, Expr, Expr], None]
-EmitTask = Callable[[Sequence[Source], list[int]], None]
+EmitTask = Callable[[Sequence[Source], Parts], None]
 
 
 @dataclass(frozen=True)
@@ -167,27 +187,30 @@ class Products:
     shared: bool = False
 
     def emit_task(self, weights: list[Matrix], first: Expr, held: int, tiles: TokenTiles, emit: EmitTask) -> None:
-        """Emits a task by emit(sources, sizes), where sources[i](t) is tile first + t of weights[i] in a form that
-        `emit_tile` takes, and sizes are those of the parts of a tile of tokens that are worth their code.
+        """Emits a task by emit(sources, parts), where sources[i](t) is tile first + t of weights[i] in a form that
+        `emit_tile` takes, and parts are those of a tile of tokens that are worth their code.
 
         weights: all of one kind; held: tiles of rows of the task.
         """
         packed = [lambda t, matrix=matrix: Packed(*matrix, T.Bind(first + t), self.isa) for matrix in weights]
-        if isinstance(self.plan, Plan) or not all(unpacks(matrix.fmt, self.plan) for matrix in weights):
-            emit(packed, parts(self.acts.p))
+        *sizes, whole = parts(self.acts.p)
+        loops = all(loops_over_tokens(matrix.fmt, self.plan) for matrix in weights)
+        some = Parts([size for size in sizes if size <= UNROLLED], None) if loops else Parts(sizes, whole)
+        if not all(unpacks(matrix.fmt, self.plan) for matrix in weights):
+            emit(packed, some)
             return
         with T.If(tiles.count >= self.plan.unpack):
             with T.Then():
                 # Of that many tiles, the last one's unused tokens do not count.
                 unpacked = [Unpacked(*matrix, first, held, self.acts.k, self.isa) for matrix in weights]
-                emit([functools.partial(UnpackedTile, all_) for all_ in unpacked], [self.acts.p])
+                emit([functools.partial(UnpackedTile, all_) for all_ in unpacked], Parts([], some.rest))
             with T.Else():
-                emit(packed, parts(self.acts.p))
+                emit(packed, some)
 
-    def emit_tile(self, weights: Tile, token_tile: Expr, tokens: int, epilogue: Epilogue) -> None:
-        """16 rows by the first `tokens` of acts.p tokens. Calls epilogue(i, row, x) per token i of the tile and
-        register: x are the results of isa.lanes rows, from row `row` of the tile on. A token's sums have one order
-        whatever `tokens` is."""
+    def emit_tile(self, weights: Tile, token_tile: Expr, tokens: Expr, epilogue: Epilogue) -> None:
+        """16 rows by the first `tokens` of acts.p tokens, a number or, as of `Parts`, the live ones. Calls epilogue(i,
+        row, x) per token i of the tile and register: x are the results of isa.lanes rows, from row `row` of the tile
+        on. A token's sums have one order whatever `tokens` is."""
         lanes, plan, whole = self.isa.lanes, self.plan, weights.fmt.kind == "int8"
         emit = self._emit_int8 if whole else self._emit_float
         token_tile = T.int32(0) if self.shared else token_tile
@@ -197,8 +220,26 @@ class Products:
             return
         count = plan.tokens if whole else min(plan.tokens, FLOAT_TOKENS)
         with T.serial(ROWS // lanes) as register:
+            row = register * lanes
+            if not isinstance(tokens, int):
+                self._emit_int8_loop(weights, token_tile, tokens, row, epilogue)
+                return
             for first in range(0, tokens, count):
-                emit(weights, token_tile, range(first, min(first + count, tokens)), [register * lanes], epilogue)
+                emit(weights, token_tile, range(first, min(first + count, tokens)), [row], epilogue)
+
+    def _emit_int8_loop(self, weights: Tile, token_tile: Expr, tokens: Expr, row: Expr, epilogue: Epilogue) -> None:
+        """With the sums in memory: where registers are too few for a tile's, this is as fast, and little code."""
+        lanes, sums = self.isa.lanes, _StackSums(self.acts.p, self.isa.lanes)
+        with T.serial(tokens) as i:
+            sums.put(i, splat(T.float32(0), lanes))
+        with T.serial(self.acts.k // BLOCK) as b:
+            if isinstance(weights, Packed):
+                weights.prefetch(b, self.ahead)
+            block = weights.load(row, b)
+            with T.serial(tokens) as i:
+                self._emit_dots(weights.fmt, [block], (token_tile, b, [i]), sums, i)
+        with T.serial(tokens) as i:
+            epilogue(i, row, sums.get(i))
 
     def _emit_int8(self, weights: Tile, token_tile: Expr, tokens: range, rows: list[Expr], epilogue: Epilogue) -> None:
         plan, blocks = self.plan, self.acts.k // BLOCK
@@ -219,7 +260,7 @@ class Products:
                 epilogue(token, row, sums.get(i * count + r))
 
     def _emit_dots(
-        self, fmt: Format, blocks: list[Block], place: tuple[Expr, Expr, range], sums: "_Sums", first: int
+        self, fmt: Format, blocks: list[Block], place: tuple[Expr, Expr, Sequence[Expr]], sums: "_Sums", first: Expr
     ) -> None:
         """Adds the products of a block, the tokens' dot products interleaved, to `sums` from place `first` on: [token,
         register of rows]. blocks: the Block of each register of rows; place: tile, block and tokens of the
@@ -302,11 +343,24 @@ class _Sums:
         for i in range(count):
             self.put(i, splat(T.float32(0), lanes))
 
-    def get(self, i: int) -> Expr:
+    def get(self, i: Expr) -> Expr:
         return self.bufs[i][self.index]
 
-    def put(self, i: int, x: Expr) -> None:
+    def put(self, i: Expr, x: Expr) -> None:
         store(self.bufs[i], x, self.index)
+
+
+class _StackSums(_Sums):
+    """Sums at places that are not known at compile time."""
+
+    def __init__(self, count: int, lanes: int):
+        self.lanes, self.buffer = lanes, registers(count, lanes)
+
+    def get(self, i: Expr) -> Expr:
+        return self.buffer[i, at(0, self.lanes)]
+
+    def put(self, i: Expr, x: Expr) -> None:
+        store(self.buffer, x, i, at(0, self.lanes))
 
 
 def _prefetch(buf: Buffer, tile: Expr, block: Expr, size: int, plan: Plan) -> None:

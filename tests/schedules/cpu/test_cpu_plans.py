@@ -115,13 +115,19 @@ def filled(param, workload, rng):
 
 
 def defined(workload, names, arrays):
-    """The bytes of a kernel's arguments; of what experts write, those of slots that hold a token."""
-    found = [array.tobytes() for array in arrays]
-    if workload.name == "expert_gate_up" and workload.tile > 1:
-        slots = used_slots(dict(zip(names, arrays, strict=True)), workload, workload.m)
-        tile, row = divmod(slots, workload.tile)
+    """The bytes of a kernel's arguments; of what several rows of linear layers write, those of rows that count."""
+    found, m = [array.tobytes() for array in arrays], workload.m
+    if m == 1 or workload.name not in ("linear", "gate_up", "expert_gate_up", "expert_linear"):
+        return found
+    named = dict(zip(names, arrays, strict=True))
+    rows = used_slots(named, workload, m) if workload.name.startswith("expert") else np.arange(m - 4)
+    if "gate_up" in workload.name and workload.layout:
+        tile, row = divmod(rows, arrays[-2].shape[2])
         a, s = arrays[-2:]
         found[-2:] = a[tile, :, row].tobytes(), s[tile, :, :, row].tobytes()
+    else:
+        outputs = len(workload.segments) if workload.name == "linear" else 1
+        found[-outputs:] = [array[rows].tobytes() for array in arrays[-outputs:]]
     return found
 
 
