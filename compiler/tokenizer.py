@@ -23,6 +23,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def _list(
 ) -> list:
     """A list of `kind`, one entry for each of `count` tokens where that is given."""
     values = _get(metadata, key, list, default)
-    if not all(isinstance(value, kind) for value in values):
+    if not all(map(isinstance, values, repeat(kind))):
         raise UserError(f"{key} holds values of a wrong type: {_CONVERT}")
     if len(values) < count:
         raise UserError(f"{key} has {len(values)} entries for {count} tokens: {_CONVERT}")

@@ -6,6 +6,7 @@ they are sliced. Activations stay finite: matrices ~ N(0, 1/columns), norms near
 BPE with the ChatML tokens), so chat works, but the output is noise.
 """
 
+import itertools
 import string
 import zlib
 from collections.abc import Collection, Mapping
@@ -118,11 +119,6 @@ def _metadata(name: str, preset: Preset, keys: Mapping[str, object]) -> dict[str
     return own | named | _tokenizer(int(str(named[f"{arch}.vocab_size"])))
 
 
-def _letters(number: int) -> str:
-    """A word of four letters: masks of grammars cost what they do with words, not with as many numbers."""
-    return "".join(string.ascii_lowercase[number // 26**place % 26] for place in range(3, -1, -1))
-
-
 def _tokenizer(vocab: int) -> dict[str, object]:
     # The names that byte-level BPE has for the 256 bytes, by way of GPT-2's table: printable ones are themselves.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
@@ -131,7 +127,9 @@ def _tokenizer(vocab: int) -> dict[str, object]:
     merges = [("Ġ", "t"), ("h", "e"), ("i", "n"), ("Ġ", "a")]
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokens += [left + right for left, right in merges]
-    tokens += ["Ġ" + _letters(i) for i in range(vocab - len(tokens) - len(special))] + special
+    # words of four letters: masks of grammars cost what they do with words, not with as many numbers
+    words = map("".join, itertools.product("Ġ", *[string.ascii_lowercase] * 4))
+    tokens += [*itertools.islice(words, vocab - len(tokens) - len(special)), *special]
     normal, control = int(gguf.TokenType.NORMAL), int(gguf.TokenType.CONTROL)
     return {
         "tokenizer.ggml.model": "gpt2",

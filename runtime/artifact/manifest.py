@@ -26,6 +26,7 @@ from mlc_amd.runtime.gpus import Unit
 from mlc_amd.runtime.sampling.settings import SamplingChanges
 
 FORMAT_VERSION = 14
+LINES = 4  # levels of the manifest whose values have a line each
 MANIFEST = "manifest.json"
 ADVICE = "compile the model again"
 RANK = "@"  # in a tensor's name, before the number of the GPU whose part it is: all but the first one's
@@ -331,8 +332,17 @@ def decoders(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 def text(manifest: ManifestBody, files: Mapping[str, FileFacts]) -> str:
     """The content of manifest.json: `manifest` with its format, files and checksum."""
-    body = json.dumps({**manifest, "format": FORMAT_VERSION, "files": files}, indent=1).removesuffix("\n}")
+    body = _lines({**manifest, "format": FORMAT_VERSION, "files": files}, LINES).removesuffix("\n}")
     return f'{body},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
+
+
+def _lines(value: Any, levels: int) -> str:
+    """JSON with a line for each value down to so many levels: to be read by people, and written in no time."""
+    if not levels or not value or not isinstance(value, dict | list | tuple):
+        return json.dumps(value)
+    if not isinstance(value, dict):
+        return "[\n" + ",\n".join(_lines(item, levels - 1) for item in value) + "\n]"
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {_lines(item, levels - 1)}" for key, item in value.items()) + "\n}"
 
 
 def read(folder: Path) -> Manifest:
@@ -362,12 +372,14 @@ def check_described(folder: Path) -> None:
 
 def _lost(written: Any, known: Any, place: str) -> str:
     """The first key where the two differ; "" if there is none."""
+    if written == known:
+        return ""
     if isinstance(written, dict) and isinstance(known, dict):
         pairs = ((f"{place}.{key}", value, known.get(key)) for key, value in written.items())
     elif isinstance(written, list) and isinstance(known, list) and len(written) == len(known):
         pairs = ((f"{place}[{i}]", *pair) for i, pair in enumerate(zip(written, known, strict=True)))
     else:
-        return "" if written == known else place
+        return place
     return next((found for at, one, other in pairs if (found := _lost(one, other, at))), "")
 
 

@@ -249,14 +249,19 @@ CAPACITY = "ctx"  # the attribute that decides on buffers' extents only: records
 
 def _values(value: Any, graph: bool) -> Any:
     if is_dataclass(value):
-        found = {}
-        for field in fields(value):
-            own = getattr(value, field.name)
-            default = field.default_factory() if field.default_factory is not MISSING else field.default
-            if (graph or field.compare) and (default is MISSING or own != default):
-                found[field.name] = _values(own, graph)
-        return found
+        named = [(name, getattr(value, name), default) for name, default in _defaults(type(value), graph)]
+        return {name: _values(own, graph) for name, own, default in named if default is MISSING or own != default}
     return [_values(item, graph) for item in value] if isinstance(value, tuple) else value
+
+
+@functools.cache
+def _defaults(declared: type, graph: bool) -> list[tuple[str, Any]]:
+    """(name, default or MISSING) of its fields."""
+    return [
+        (field.name, field.default_factory() if field.default_factory is not MISSING else field.default)
+        for field in fields(declared)
+        if graph or field.compare
+    ]
 
 
 def _text(name: str, args: dict) -> str:
