@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 
 # A token of this cluster's own, whether or not the user has one for others. Ray reads it when it is imported.
@@ -247,6 +248,22 @@ def test_images(cluster, seeing, tmp_path):
         assert model["architecture"]["input_modalities"] == ["text", "image"]
         found.process.send_signal(signal.SIGTERM)
         assert found.process.wait(120) == 0
+
+
+def test_an_encoder(cluster, embedding_models, tmp_path):
+    """Vectors and scores are those of this process."""
+    texts, queries = ["hello world", "Embeddings of texts"], {"query": "hello", "documents": ["hello world", "texts"]}
+    with embedding_models["emb"]() as emb, embedding_models["rank"]() as rank:
+        artifacts = [f"{name}={one.artifact.path}" for name, one in (("emb", emb), ("rank", rank))]
+        vectors, scores = emb.embed(texts), rank.rerank(queries["query"], queries["documents"])
+    replicas = ("--ray", cluster.address, "--replicas", "2", "--port", str(free_port()))
+    with started(*artifacts, *replicas, log=tmp_path / "log") as found:
+        server = Deployed(f"http://127.0.0.1:{replicas[-1]}", found.process, tmp_path / "log")
+        for _ in range(4):  # of either replica
+            answer = server.post("/v1/embeddings", {"model": "emb", "input": texts})
+            assert np.allclose([one["embedding"] for one in answer["data"]], vectors, atol=1e-6)
+            ranked = server.post("/v1/rerank", {"model": "rank", **queries})["results"]
+            assert np.allclose([one["relevance_score"] for one in ranked], sorted(scores, reverse=True), atol=1e-5)
 
 
 def test_a_model_that_is_not_there(cluster, capsys):
