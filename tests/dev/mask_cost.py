@@ -8,7 +8,8 @@ some of it), and how long the masks of a step take by themselves.
 Rounds of all kinds follow one another, and medians count. The masks are those of the answers that were written: a
 model with random weights writes noise that matches. They depend on the vocabulary, which synthetic models invent unless
 they get that of a GGUF file. -o only compiles, without weights, for a bundle. --schemas FILE: one more row, of all the
-schemas in a JSON array.
+schemas in a JSON array. --guesses: also with guesses that take no time, all right, and all wrong though the grammar
+allows them.
 """
 
 import argparse
@@ -20,6 +21,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
@@ -30,6 +34,7 @@ from mlc_amd.tools.hub import models
 from mlc_amd.tools.terminal import display
 
 _MANY = 1 << 12  # values, so that no answer ends early
+_SETTLING = 40  # rounds at most
 _RECORD = {
     "name": {"type": "string", "maxLength": 12},
     "age": {"type": "integer", "minimum": 0, "maximum": 150},
@@ -47,8 +52,15 @@ KINDS: dict[str, dict] = {
 Answers = list[list[int]]  # their tokens
 
 
-def rate(engine: Engine, prompts: Answers, tokens: int, grammar: Grammar | None) -> tuple[float, Answers]:
-    """Seconds per token of all sequences together after their first ones; the answers."""
+class Run(NamedTuple):
+    """Answers to all prompts together."""
+
+    seconds: float  # per token after their first ones
+    answers: Answers
+    right: float  # share of guesses
+
+
+def rate(engine: Engine, prompts: Answers, tokens: int, grammar: Grammar | None) -> Run:
     pieces = engine.generate(
         prompts, max_tokens=tokens, min_tokens=tokens, constraint=grammar, temperature=1.0, top_k=40, seed=1
     )
@@ -56,7 +68,8 @@ def rate(engine: Engine, prompts: Answers, tokens: int, grammar: Grammar | None)
     for piece in pieces:
         made[piece.index].append(piece.id)
     stats = pieces.answers
-    return max(one.decode_s for one in stats) / sum(one.generated - 1 for one in stats), made
+    seconds = max(one.decode_s for one in stats) / sum(one.generated - 1 for one in stats)
+    return Run(seconds, made, sum(one.accepted for one in stats) / max(1, sum(one.guessed for one in stats)))
 
 
 def replayed(grammar: Grammar, made: Answers) -> float:
@@ -79,6 +92,82 @@ def endless(schema: dict) -> dict:
     return {"type": "array", "items": items, "minItems": _MANY, "$defs": schema.get("$defs", {})}
 
 
+class Known:
+    """A source of guesses: the answers to prompts."""
+
+    expected, free, follows = 0.7, True, False
+
+    def __init__(self, prompts: Answers, answers: Answers):
+        self._texts = {tuple(prompt): [*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)}
+
+    def draft(self, wanted):
+        """As of Drafter."""
+        return {request: self._next(choice.tokens, count) for request, (choice, count) in wanted.items()}
+
+    def _next(self, tokens: Sequence[int], count: int) -> list[int]:
+        text = next(text for prompt, text in self._texts.items() if tuple(tokens[: len(prompt)]) == prompt)
+        return text[len(tokens) :][:count]
+
+    def forget(self, request):
+        """Nothing is kept of it."""
+
+    def close(self):
+        """There is nothing to release."""
+
+
+def others(grammar: Grammar | None, answers: Answers, vocab: int) -> Answers:
+    """For each token of the answers another one that may stand there; the same where there is none."""
+    random, found = np.random.default_rng(0), []
+    for answer in answers:
+        constraint, mine = grammar() if grammar else None, []
+        for token in answer:
+            mask = None if constraint is None else constraint.allowed()
+            bits = np.ones(vocab, np.uint8) if mask is None else np.unpackbits(mask.view(np.uint8), bitorder="little")
+            allowed = np.flatnonzero(bits)
+            allowed = allowed[allowed != token]
+            mine.append(int(random.choice(allowed)) if len(allowed) else token)
+            if constraint is not None:
+                constraint.accept(token)
+        found.append(mine)
+    return found
+
+
+def settled(engine: Engine, prompts: Answers, tokens: int, grammar: Grammar | None) -> Answers:
+    """The answers with these answers as guesses. Kernels of more rows round differently, and what a model with random
+    weights says depends on that; another guess changes nothing before it, so that a few rounds settle it."""
+    answers = rate(engine, prompts, tokens, grammar).answers
+    for _ in range(_SETTLING):
+        engine.speculate(Known(prompts, answers))
+        made = rate(engine, prompts, tokens, grammar).answers
+        if made == answers:
+            break
+        answers = made
+    return answers
+
+
+def report_guesses(engine: Engine, sequences: int, tokens: int, rounds: int) -> None:
+    """Prints what guesses gain that take no time, under schemas and without."""
+    grammars = Grammars(engine.tokenizer, engine.vocab)
+    prompts = [engine.tokenizer.encode_prompt(f"{number}. Write:") for number in range(sequences)]
+    print(f"\n{engine.device.name}, {sequences} sequences, {tokens} tokens each\n")
+    print("| schema | t/s | guesses right | of them | guesses wrong | of them right |\n|" + " --- |" * 6)
+    for kind in ("none", *KINDS):
+        grammar = grammars.json_schema(endless(KINDS[kind])) if kind in KINDS else None
+        answers = settled(engine, prompts, tokens, grammar)
+        sources = (None, Known(prompts, answers), Known(prompts, others(grammar, answers, engine.vocab)))
+        found: list[list[tuple[float, float]]] = [[] for _ in sources]
+        for number in range(rounds + 1):
+            for mine, source in zip(found, sources, strict=True):
+                engine.speculate(source)
+                run = rate(engine, prompts, tokens, grammar)
+                mine += [(run.seconds, run.right)] if number else []
+        engine.speculate(None)
+        (plain, _), *guessed = [map(statistics.median, zip(*mine, strict=True)) for mine in found]
+        cells = [f"{1 / each:.0f} ({plain / each:.2f}x) | {share:.0%}" for each, share in guessed]
+        print(f"| {kind} | {1 / plain:.0f} | {' | '.join(cells)} |")
+    grammars.close()
+
+
 def report(engine: Engine, sequences: int, tokens: int, rounds: int, schemas: Sequence[dict] = ()) -> None:
     """Prints the table; `schemas` make one row together."""
     grammars = Grammars(engine.tokenizer, engine.vocab)
@@ -91,8 +180,8 @@ def report(engine: Engine, sequences: int, tokens: int, rounds: int, schemas: Se
     for number in range(rounds + 1):  # the first one warms up
         for kind, those in kinds.items():
             found = [rate(engine, prompts, tokens, grammar) for grammar in those]
-            made[kind] = [answers for _, answers in found]
-            seconds[kind] += [statistics.mean(each for each, _ in found)] if number else []
+            made[kind] = [run.answers for run in found]
+            seconds[kind] += [statistics.mean(run.seconds for run in found)] if number else []
     grammars.close()
     plain = statistics.median(seconds["none"])
     print(f"{engine.device.name}, vocabulary {engine.vocab}, {sequences} sequences, {tokens} tokens each\n")
@@ -147,6 +236,7 @@ def main() -> int:
     parser.add_argument("--vocabulary", help="a GGUF file whose tokenizer the synthetic model gets")
     parser.add_argument("-o", "--output", help="compile the synthetic model into this folder, and measure nothing")
     parser.add_argument("--schemas", help="a JSON file of an array of schemas")
+    parser.add_argument("--guesses", action="store_true", help="also what guesses gain that take no time")
     parser.add_argument("--target", default="auto")
     parser.add_argument("--arch", default="native")
     parser.add_argument("-np", "--sequences", type=int, default=8)
@@ -167,6 +257,8 @@ def main() -> int:
         with opened(options, context, options.sequences * (room + 64)) as engine:
             schemas = json.loads(Path(options.schemas).read_text()) if options.schemas else ()
             report(engine, options.sequences, options.tokens, options.rounds, schemas)
+            if options.guesses:
+                report_guesses(engine, options.sequences, options.tokens, options.rounds)
     except UserError as error:
         display.message(f"error: {error}")
         return 1
