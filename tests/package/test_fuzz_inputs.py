@@ -1,4 +1,4 @@
-"""A share of what the fuzzing programs of tests/dev try, the same in each run: GGUF files, chat templates, texts,
+"""A share of what the fuzzing programs of tests/dev/fuzz try, the same in each run: GGUF files, chat templates, texts,
 artifacts, files of tuning, pictures, image encoders and whole models that are damaged end in errors of one line, and
 no text becomes a control token."""
 
@@ -13,15 +13,15 @@ from samples import sample
 REPO = Path(__file__).resolve().parents[2]
 # Program and number of cases: some seconds each
 SHARES = [
-    ("fuzz_gguf", 200), ("fuzz_templates", 12), ("fuzz_texts", 6), ("fuzz_artifacts --model latent", 25),
-    ("fuzz_tuning", 40), ("fuzz_images", 300), ("fuzz_mmproj --open", 300), ("fuzz_gguf", 3000), ("fuzz_compile", 40),
-    ("fuzz_artifacts", 1000), ("fuzz_tuning", 500), ("fuzz_mmproj", 300),
+    ("gguf", 200), ("templates", 12), ("texts", 6), ("artifacts --model latent", 25),
+    ("tuning", 40), ("images", 300), ("mmproj --open", 300), ("gguf", 3000), ("compile", 40),
+    ("artifacts", 1000), ("tuning", 500), ("mmproj", 300),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("program", "count"), sample(SHARES, SHARES[:7]))
 def test_fuzzing(program, count, tmp_path):
-    command = [sys.executable, "-m", *f"tests.dev.{program}".split(), "--seed", "7", "--count", str(count)]
+    command = [sys.executable, "-m", *f"tests.dev.fuzz.{program}".split(), "--seed", "7", "--count", str(count)]
     environment = os.environ | {"PYTHONPATH": str(REPO)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from mlc_amd.runtime.errors import UserError
-from tests.dev import fuzzing
-from tests.dev.fuzzing import Case, Limits
+from tests.dev.fuzz import fuzzing
+from tests.dev.fuzz.fuzzing import Case, Limits
 
 
 def raises(error):

@@ -19,7 +19,7 @@ from mlc_amd.tools.bundles import archive, wheels
 from mlc_amd.tools.bundles.archive import Entry
 from mlc_amd.tools.commands import deploy
 from mlc_amd.tools.hub import model_cache
-from tests.dev import resealing
+from tests.dev.fuzz import resealing
 
 REPO = Path(__file__).resolve().parents[2]
 SYSTEM = "/usr/bin:/bin"

@@ -28,7 +28,7 @@ from mlc_amd.runtime.measure.timing import Bench
 from mlc_amd.runtime.measure.vulkan import VulkanBackend
 from mlc_amd.tools import cli
 from mlc_amd.tools.checks import selftest_kernels, selftest_model
-from tests.dev import resealing
+from tests.dev.fuzz import resealing
 from tests.dev.hip_recorder import Recorder
 
 PROFILE = "lavapipe"

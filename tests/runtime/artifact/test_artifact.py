@@ -25,7 +25,7 @@ from mlc_amd.runtime.devices.cpu import Kernels
 from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions, RunOptions
-from tests.dev import resealing
+from tests.dev.fuzz import resealing
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ from mlc_amd.compiler.gguf import synthetic
 from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions
-from tests.dev import resealing
+from tests.dev.fuzz import resealing
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:

@@ -12,7 +12,7 @@ from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.tools.commands import inspect
-from tests.dev import resealing
+from tests.dev.fuzz import resealing
 
 OUTSIDE = "../outside.so"
 

@@ -30,7 +30,7 @@ from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions, RunOptions
 from mlc_amd.schedules.gpu.base import profiles
-from tests.dev import resealing
+from tests.dev.fuzz import resealing
 from tests.dev.quality import TIE
 
 CTX = 128

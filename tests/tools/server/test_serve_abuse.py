@@ -1,11 +1,11 @@
-"""A server under abuse beside a client that behaves (tests/dev/server_abuse.py): a short run of it."""
+"""A server under abuse beside a client that behaves (tests/dev/fuzz/server_abuse.py): a short run of it."""
 
 import pytest
 
 pytest.importorskip("starlette")
 from servers.serving import started
 
-from tests.dev.server_abuse import abuse
+from tests.dev.fuzz.server_abuse import abuse
 
 SECONDS = 30
 

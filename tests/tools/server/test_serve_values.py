@@ -19,9 +19,9 @@ from mlc_amd.tools.server.fields import Fields
 from mlc_amd.tools.server.library import Library
 from mlc_amd.tools.server.options import ServeOptions
 from mlc_amd.tools.server.service import Service
-from tests.dev.request_fields import EXAMPLES, HOSTILE, METHODS, SEES, TYPES, ask, fields
-from tests.dev.server_fuzz import fuzz
-from tests.dev.server_replies import wrong
+from tests.dev.fuzz.request_fields import EXAMPLES, HOSTILE, METHODS, SEES, TYPES, ask, fields
+from tests.dev.fuzz.server_fuzz import fuzz
+from tests.dev.fuzz.server_replies import wrong
 
 SECONDS = 60  # of a reply, on a slow machine
 KINDS = (("null",), ("true", "false"), ("0", "1", "-1"), ("1.5",), ('""', '"x"'), ("[",), ("{",))
@@ -111,6 +111,6 @@ def test_a_value_of_any_type_in_any_field(replies):
 
 
 def test_random_requests(served):
-    """A short run of `python -m tests.dev.server_abuse URL --requests`."""
+    """A short run of `python -m tests.dev.fuzz.server_abuse URL --requests`."""
     counts, found = fuzz(served.url, 300, seed=1)
     assert not found and counts.total() == 300

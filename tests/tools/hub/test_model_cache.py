@@ -306,7 +306,7 @@ def test_two_processes_compile_a_model_once(cache):
     spec, command = ("--synthetic", "tiny:f16"), [sys.executable, "-m", "mlc_amd.tools.start", "bench"]
     line = [*command, *spec, "--target", "cpu", "--ctx", "64"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     flags = ["-p", "8", "-n", "2", "-r", "1"]
     both = [subprocess.Popen([*line, *flags], env=environment, **pipes) for _ in range(2)]
     errors = [process.communicate(timeout=600)[1] for process in both]

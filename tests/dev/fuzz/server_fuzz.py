@@ -1,9 +1,9 @@
 """Random requests to a running server, each determined by a seed and its number: valid and hostile values in any fields
-(tests/dev/request_fields.py), any method and path, damaged bodies, clients that go away.
+(tests/dev/fuzz/request_fields.py), any method and path, damaged bodies, clients that go away.
 
 In: the address of a server with the bundled model and without API keys. Out: `fuzz(..)`: counts of statuses by kind of
-request, and every reply that was wrong (tests/dev/server_replies.py) with its request. `python -m
-tests.dev.server_abuse URL --requests 20000 --seed 1` runs it.
+request, and every reply that was wrong (tests/dev/fuzz/server_replies.py) with its request. `python -m
+tests.dev.fuzz.server_abuse URL --requests 20000 --seed 1` runs it.
 """
 
 import gzip
@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from tests.dev.request_fields import EXAMPLES, HOSTILE, METHODS, Field, Place, changed, fields
-from tests.dev.server_replies import wrong
+from tests.dev.fuzz.request_fields import EXAMPLES, HOSTILE, METHODS, Field, Place, changed, fields
+from tests.dev.fuzz.server_replies import wrong
 
 SECONDS = 60  # without a byte of the reply: a hang
 SLOW = 20  # seconds of a whole reply

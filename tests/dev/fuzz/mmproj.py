@@ -19,12 +19,12 @@ from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.runtime.text import chat_template
-from tests.dev import fuzz_artifacts, fuzzing
 from tests.dev.base_models import SIZES
-from tests.dev.fuzz_compile import LIMITS, damaged_weights
-from tests.dev.fuzz_gguf import InProcess
-from tests.dev.fuzzing import Case
-from tests.dev.gguf_mutations import SCRATCH, Parts, joined, mutated, parts
+from tests.dev.fuzz import artifacts, fuzzing
+from tests.dev.fuzz.compile import LIMITS, damaged_weights
+from tests.dev.fuzz.fuzzing import Case
+from tests.dev.fuzz.gguf import InProcess
+from tests.dev.fuzz.gguf_mutations import SCRATCH, Parts, joined, mutated, parts
 from tests.support import image_cases, vision_models
 
 
@@ -65,7 +65,7 @@ def outcome(data: bytes) -> list[int]:
             model.add_vision(VisionFile(path))
             out = Path(folder) / "out"
             compile_model(model, out, CompileOptions(target="cpu", ctx=128, tuned="none"))
-        with fuzz_artifacts.engine(Artifact.open(out)) as engine:
+        with artifacts.engine(Artifact.open(out)) as engine:
             prompt = engine.images.prompt("<image> a", [picture()])
             made = [piece.id for piece in engine.generate(prompt, max_tokens=4, temperature=0)]
             assert all(0 <= i < engine.vocab for i in made)

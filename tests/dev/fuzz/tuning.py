@@ -1,5 +1,5 @@
 """Fuzzes what tuning reads of other machines: kits, their results, files of measurements: python -m
-tests.dev.fuzz_tuning --journal FILE.
+tests.dev.fuzz.tuning --journal FILE.
 
 A kit, its results and a file of measurements are written once, as a tuning of random numbers would. Each case changes
 one of them, its bytes or its values, and reads it as `tune --import-kit`, `tune` and `compile` do. Files of
@@ -28,8 +28,8 @@ from mlc_amd.runtime.measure.run_kit import FORMAT, KIT, RESULTS
 from mlc_amd.schedules.gpu.base import profiles
 from mlc_amd.schedules.operators import VERSION, Linear
 from mlc_amd.schedules.space import space
-from tests.dev import fuzzing, mutations
-from tests.dev.fuzzing import Case, Limits
+from tests.dev.fuzz import fuzzing, mutations
+from tests.dev.fuzz.fuzzing import Case, Limits
 
 ARCH = "generic"
 OP = Linear(segments=(("q4_0", 2048),), k=2048, m=1, layout="rows", biases=(False,))

@@ -21,9 +21,9 @@ from PIL import Image
 from mlc_amd.runtime.images.pictures import MOST_PIXELS, decode
 from mlc_amd.runtime.images.prepared import PreparedImage
 from mlc_amd.runtime.images.projectors import Preparation
-from tests.dev import fuzzing
-from tests.dev.fuzzing import Case, Limits
-from tests.dev.mutations import bytes_changed
+from tests.dev.fuzz import fuzzing
+from tests.dev.fuzz.fuzzing import Case, Limits
+from tests.dev.fuzz.mutations import bytes_changed
 from tests.support.image_cases import picture, references
 
 # The largest pictures take 0.8 GB; without the limits of pictures.py some files here would take tens of GB.

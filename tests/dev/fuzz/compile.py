@@ -13,10 +13,11 @@ from mlc_amd.compiler.pipeline import compile_model
 from mlc_amd.runtime.artifact.artifact import Artifact
 from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.runtime.text import chat_template
-from tests.dev import base_models, fuzz_artifacts, fuzzing
-from tests.dev.fuzz_gguf import InProcess
-from tests.dev.fuzzing import Case, Limits
-from tests.dev.gguf_mutations import Parts, joined, mutated, opened, parts_of
+from tests.dev import base_models
+from tests.dev.fuzz import artifacts, fuzzing
+from tests.dev.fuzz.fuzzing import Case, Limits
+from tests.dev.fuzz.gguf import InProcess
+from tests.dev.fuzz.gguf_mutations import Parts, joined, mutated, opened, parts_of
 
 # LLVM takes more than a reader, also of time where the machine is busy.
 LIMITS = Limits(seconds=300, memory=4 << 30)
@@ -38,8 +39,8 @@ def outcome(data: bytes) -> list[int]:
         compile_model(model, folder / "out", CompileOptions(target="cpu"))
         artifact = Artifact.open(folder / "out")
         if artifact.manifest["model"]["encoder"]:
-            return [rows.shape[1] for rows in fuzz_artifacts.encoded(artifact)]
-        with fuzz_artifacts.engine(artifact) as engine:
+            return [rows.shape[1] for rows in artifacts.encoded(artifact)]
+        with artifacts.engine(artifact) as engine:
             prompt = [i % engine.vocab for i in range(20)]
             logits = [engine.prefill(prompt), engine.decode(1)]
             assert all(one.shape == (engine.vocab,) for one in logits)

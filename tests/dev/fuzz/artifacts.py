@@ -1,4 +1,4 @@
-"""Fuzzes the loading of artifacts: python -m tests.dev.fuzz_artifacts --target cpu --journal FILE.
+"""Fuzzes the loading of artifacts: python -m tests.dev.fuzz.artifacts --target cpu --journal FILE.
 
 A small model (--model: a name of base_models.py) is compiled once. Each case is a copy of it with a change: of bytes
 ("damage"), as disks do it, which must be refused or have no effect; or of a manifest, a header or a tokenizer whose
@@ -36,8 +36,9 @@ from mlc_amd.runtime.engine.engine import Engine
 from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.options import CompileOptions
 from mlc_amd.tools.commands import inspect
-from tests.dev import fuzzing, hip_recorder, mutations, resealing
-from tests.dev.fuzzing import Case, Limits
+from tests.dev import hip_recorder
+from tests.dev.fuzz import fuzzing, mutations, resealing
+from tests.dev.fuzz.fuzzing import Case, Limits
 
 ARCHS = {"cpu": "x86-64-v2", "vulkan": "generic", "rocm": "gfx1100"}
 CONTEXT, PROMPT, TOKENS = "64", "a b c", 4

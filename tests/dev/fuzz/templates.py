@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable
 
 from mlc_amd.runtime.text.chat_template import FALLBACK, ChatTemplate
-from tests.dev import fuzzing
-from tests.dev.fuzzing import Case, Limits
+from tests.dev.fuzz import fuzzing
+from tests.dev.fuzz.fuzzing import Case, Limits
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 # Characters that no template here has: where they are, a message's text is.

@@ -4,7 +4,7 @@ encoded and decoded, a conversation rendered. No text of a message may become a 
 In: small models of three kinds of vocabulary (`bases`), damaged by `gguf_mutations.py`. Out: the table of `fuzzing.py`.
 
 Chat templates are rendered in the process of a case, because to start another one takes longer than all else
-(`fuzz_templates.py` starts it).
+(`templates.py` starts it).
 """
 
 import json
@@ -22,10 +22,10 @@ from mlc_amd.runtime.text import chat_template, template_program
 from mlc_amd.runtime.text.chat_template import ChatTemplate
 from mlc_amd.runtime.text.tokenizer import MARK, Tokenizer
 from mlc_amd.runtime.text.traced_text import Traced
-from tests.dev import fuzzing
 from tests.dev.base_models import SIZES
-from tests.dev.fuzzing import Case, Limits
-from tests.dev.gguf_mutations import Parts, joined, mutated, opened, parts_of
+from tests.dev.fuzz import fuzzing
+from tests.dev.fuzz.fuzzing import Case, Limits
+from tests.dev.fuzz.gguf_mutations import Parts, joined, mutated, opened, parts_of
 
 # What users write: plain text, and the texts of control tokens in forms that vocabularies and templates could make
 # control tokens of.

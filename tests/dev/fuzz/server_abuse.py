@@ -1,7 +1,9 @@
-"""Abuses a running `mlc-amd serve`, for minutes or hours, beside a client that behaves: python -m
-tests.dev.server_abuse URL --pid PID [--seconds N]; or sends it random requests (server_fuzz.py): .. URL --requests N
-[--seed S] [--first NUMBER].
+"""Abuses a running `mlc-amd serve`, for minutes or hours, beside a client that behaves:
 
+    python -m tests.dev.fuzz.server_abuse URL --pid PID [--seconds N]
+    python -m tests.dev.fuzz.server_abuse URL --requests N [--seed S] [--first NUMBER]
+
+The second sends it random requests (server_fuzz.py).
 In: the address of a server with the bundled model and without API keys, and its process, on this machine. Out: what
 was wrong, nothing if all is well: an abuse that got something else than a 4xx or 503, an answer of the good client that
 changed, requests or pages that stay in use, memory or file descriptors that grow.
@@ -25,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tests.dev import server_fuzz
+from tests.dev.fuzz import server_fuzz
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "What does os.path.join do?"}]

@@ -20,10 +20,10 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.text import chat_template
 from mlc_amd.runtime.text.pre_tokenizers import PRE_TOKENIZERS
 from mlc_amd.runtime.text.tokenizer import MARK, Tokenizer
-from tests.dev import fuzzing
-from tests.dev.fuzz_gguf import InProcess, bases, message, unknown_token
-from tests.dev.fuzzing import Case, Limits
-from tests.dev.gguf_mutations import joined
+from tests.dev.fuzz import fuzzing
+from tests.dev.fuzz.fuzzing import Case, Limits
+from tests.dev.fuzz.gguf import InProcess, bases, message, unknown_token
+from tests.dev.fuzz.gguf_mutations import joined
 
 # All vocabularies take their turn with a text, on a machine that may be busy.
 LIMITS = Limits(seconds=120)
