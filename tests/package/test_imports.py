@@ -33,7 +33,7 @@ ALLOWED = {
     "dist": ("tools",),
 }
 MODULE = re.compile(rf"mlc_amd\.({'|'.join(package for package in ALLOWED if '.' not in package)})(\.\w+)*\.?")
-TESTS = {path.stem for path in (REPO / "tests").rglob("*.py") if path.stem != "__init__"} - {"compare"} | {"tests"}
+TESTS = {path.stem for path in (REPO / "tests" / "support").rglob("*.py")} | {"tests"}
 
 
 def begins(module: str, package: str) -> bool:
