@@ -17,7 +17,7 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
 .wait()                      waits for the oldest of these runs; `read` returns its results, but for rows of `logits`
                              while another one is in progress
 .run_plain(function)         the same launch by launch, without what was recorded or captured at load: for comparison
-.read(name, rows)            the first rows of an io buffer as a NumPy array, valid until the next run
+.read(name, rows, first=0)   rows first to rows - 1 of an io buffer as a NumPy array, valid until the next run
 .clear()                     zeros the KV cache
 .close()                     releases memory and the device; nothing else may be called afterwards
 .time(function)              optional: runs a function; (kernel, seconds, gap before it in seconds) of each launch

@@ -235,8 +235,8 @@ class CpuDevice:
             last = end
         return times
 
-    def read(self, name: str, rows: int) -> np.ndarray:
-        return self.io[name][:rows]
+    def read(self, name: str, rows: int, first: int = 0) -> np.ndarray:
+        return self.io[name][first:rows]
 
     def clear(self) -> None:
         for array in self.kv.values():

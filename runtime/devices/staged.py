@@ -179,14 +179,14 @@ class StagedDevice(SeveralGpus):
         step.outputs, self._finished = self._outputs(step), step
         return found
 
-    def read(self, name: str, rows: int) -> np.ndarray:
+    def read(self, name: str, rows: int, first: int = 0) -> np.ndarray:
         """Of the step that was waited for last. Logits: if it samples without log-probabilities, only while no other
         step was started."""
         step = self._finished
         if step and name in step.outputs:
-            return step.outputs[name][:rows]
+            return step.outputs[name][first:rows]
         assert not self._steps, f"{name} of a step after which others were started"
-        return self.stages[-1].read(name, rows)
+        return self.stages[-1].read(name, rows, first)
 
     # ---- of all stages
 

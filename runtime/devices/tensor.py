@@ -122,9 +122,9 @@ class TensorDevice(SeveralGpus):
     def waited(self) -> float:
         return self.stages[-1].waited
 
-    def read(self, name: str, rows: int) -> np.ndarray:
+    def read(self, name: str, rows: int, first: int = 0) -> np.ndarray:
         self._alive()
-        return self.stages[-1].read(name, rows)
+        return self.stages[-1].read(name, rows, first)
 
     def _in_turn(self, function: str, compute: Callable[[Any, str], Result] | None = None) -> list[Result]:
         """Computes the segments of a function, on the last GPU like this, if it is given. Its results."""

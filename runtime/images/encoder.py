@@ -1,12 +1,14 @@
 """Encodes images on the device of an artifact: pixels in, the rows of features that take the place of tokens out.
 
 Several images share a run, packed one after the other into the smallest function that holds them (layout.py). What
-depends on an image's shape only is kept for the next one of that shape.
+depends on an image's shape only is kept for the next one of that shape. Several threads put a run's patches into place
+while the device computes the run before, and copy features while it reads further ones.
 """
 
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +19,9 @@ from mlc_amd.runtime.images.layout import Layout, angles, layout, neighbours, pa
 from mlc_amd.runtime.images.prepared import PreparedImage
 
 _AT_ONCE = 4096  # patches of a run of small images: with more of them launches count for nothing
-_COPYING = ThreadPoolExecutor(8, "features")  # memory that is written first is slow for a single thread
-_PART = 4 << 20  # bytes that a thread copies at least
+_THREADS = ThreadPoolExecutor(8, "images")  # memory that is written first is slow for a single thread
+_PATCHES = 512  # of which a thread puts the pixels into place
+_READ, _PART = 16 << 20, 4 << 20  # bytes of features that the device copies at a time, and that a thread copies
 _SHAPES = 16  # of which what is computed is kept: tiles of one picture have few
 _TABLE, _CLASS, _BREAK, _BIAS = "v.position_embd.weight", "v.class_embd", "v.token_embd.img_break", "v.patch_embd.bias"
 
@@ -41,20 +44,23 @@ class ImageEncoder:
         }
         self._of = lru_cache(_SHAPES)(self._shape)
         self._pixels = np.zeros((self.most, vision["io"]["patches"]), np.float32)
-        self._written: tuple[int, list[_Shape]] | None = None  # of whose places the device has the inputs
+        self._written: tuple[int, list[int]] | None = None  # of whose places the device has the inputs
+        self._kept: list[_Shape] = []  # these
+        self._putting: list[Future] = []  # of `_put`
+        self._columns = artifact.manifest["io"][ENCODED]["shape"][1]
 
     def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray]:
         """Of each image float32 [rows, columns]. UserError for an image that the encoder cannot take."""
-        return [features for group in self._groups(images, min(self.most, _AT_ONCE)) for features in self._run(group)]
+        return [*chain(*self._runs(self._groups(images, min(self.most, _AT_ONCE))))]
 
     def pieces(self, images: Sequence[PreparedImage]) -> Generator[None, None, list[np.ndarray]]:
         """`encode` in pieces, with other work of the device between them: runs of the smallest function, or of one
         larger image. Returns what `encode` returns."""
         found: list[np.ndarray] = []
-        for group in self._groups(images, self._functions[0][0]):
+        for features in self._runs(self._groups(images, self._functions[0][0])):
             if found:
                 yield
-            found += self._run(group)
+            found += features
         return found
 
     def rows(self, image: PreparedImage) -> int:
@@ -93,7 +99,7 @@ class ImageEncoder:
         if turns := vision["turns"]:
             inputs["turns"] = angles(turns, vision["io"]["turns"] // 2, of)
         lines = patch_lines(vision["patch"], height, width, of)
-        return _Shape(of, inputs, lines, bool((of.tokens == np.arange(len(of.tokens))).all()))
+        return _Shape(of, inputs, lines, np.array_equal(of.tokens, np.arange(of.rows // self._each)))
 
     def _added(self, of: Layout, height: int, width: int) -> np.ndarray:
         """Learned positions, and the class token, of which the encoder's own product is the bias."""
@@ -114,34 +120,70 @@ class ImageEncoder:
             found[of.live - 1] = self._vectors[_CLASS][:columns] + first - bias[:columns]
         return found
 
-    def _run(self, images: Sequence[PreparedImage]) -> list[np.ndarray]:
+    def _runs(self, groups: Iterable[Sequence[PreparedImage]]) -> Iterator[list[np.ndarray]]:
+        """The features of each group's images."""
+        runs = [self._packed(group) for group in groups]
+        for run, following in zip(runs, [*runs[1:], None], strict=True):
+            if run is runs[0]:
+                self._put(run)
+            self._write(run)
+            if following:
+                self._put(following)
+            self._device.run(run.function)
+            yield self._features(run)
+
+    def _packed(self, images: Sequence[PreparedImage]) -> "_Run":
         shapes = [self._of(*self._patches(image)) for image in images]
-        starts = np.cumsum([0, *(shape.of.rows for shape in shapes)])
-        total = int(starts[-1])
-        size, name = next(one for one in self._functions if one[0] >= total)
-        columns, write = 3 * self.vision["patch"] ** 2, self._device.write
-        for image, shape, start in zip(images, shapes, starts, strict=False):
-            own = self._pixels[start : start + shape.of.rows, :columns]
-            put_patches(image.pixels, shape.lines, shape.of, own)
+        starts = [*accumulate((shape.of.rows for shape in shapes), initial=0)]
+        size, name = next(one for one in self._functions if one[0] >= starts[-1])
+        return _Run(images, shapes, starts, size, name)
+
+    def _put(self, run: "_Run") -> None:
+        """Begins to put the pixels of a run's patches into place."""
+        _wait(self._putting)  # of a run that nobody wanted any more
+        columns, self._putting = 3 * self.vision["patch"] ** 2, []
+        for image, shape, start in run.each():
+            for first in range(0, shape.of.rows, _PATCHES):
+                some = slice(first, min(first + _PATCHES, shape.of.rows))
+                own = self._pixels[start + some.start : start + some.stop, :columns]
+                self._putting.append(
+                    _THREADS.submit(put_patches, image.pixels, shape.lines[some], shape.of.y[some], own)
+                )
+
+    def _write(self, run: "_Run") -> None:
+        """The device's inputs, after `_put`."""
+        _wait(self._putting)
+        total, write = run.starts[-1], self._device.write
         write("patches", self._pixels[:total])
         write("state", (0, total, 0, 0))
         groups = total // (4 if self.vision["nested"] else self._each)
         write("answers", (groups, groups, 0, 0))
-        if self._written is None or self._written[0] != size or [*map(id, self._written[1])] != [*map(id, shapes)]:
-            self._written = size, shapes
-            for key, rows in self._places(size, shapes, starts).items():
+        places = run.size, [*map(id, run.shapes)]
+        if self._written != places:
+            self._written, self._kept = places, run.shapes
+            for key, rows in self._places(run).items():
                 if key in self.vision["io"]:
                     write(key, rows)
-        self._device.run(name)
-        result = self._device.read(ENCODED, total // self._each)
-        return [
-            self._finished(result[start // self._each :], shape, image)
-            for image, shape, start in zip(images, shapes, starts, strict=False)
-        ]
 
-    def _places(self, size: int, shapes: Sequence["_Shape"], starts: np.ndarray) -> dict[str, np.ndarray]:
+    def _features(self, run: "_Run") -> list[np.ndarray]:
+        """Those of each image, once the run is done."""
+        each, columns, groups = self._each, self._columns, run.starts[-1] // self._each
+        at_once, part = (max(1, size // (4 * columns)) for size in (_READ, _PART))
+        found = [np.empty((shape.of.rows // each, columns), np.float32) for shape in run.shapes]
+        copies = []
+        for first in range(0, groups, at_once):
+            rows = self._device.read(ENCODED, min(groups, first + at_once), first)
+            for target, start in zip(found, run.starts, strict=False):
+                begin, end = max(first, start // each), min(first + len(rows), start // each + len(target))
+                for at in range(begin, end, part):
+                    own = target[at - start // each :][: min(part, end - at)]
+                    copies.append(_THREADS.submit(np.copyto, own, rows[at - first :][: len(own)]))
+        _wait(copies)
+        return [self._finished(rows, *of) for rows, of in zip(found, run.each(), strict=True)]
+
+    def _places(self, run: "_Run") -> dict[str, np.ndarray]:
         """Inputs that follow from the images' shapes."""
-        total, io = int(starts[-1]), self.vision["io"]
+        size, shapes, starts, total, io = run.size, run.shapes, run.starts, run.starts[-1], self.vision["io"]
         segments = np.stack([np.arange(total), np.arange(1, total + 1)], 1).astype(np.int32)
         windows = segments.copy()
         for shape, start in zip(shapes, starts, strict=False):
@@ -159,11 +201,10 @@ class ImageEncoder:
                     table[at : at + len(taken)] = np.where(taken < 0, -1, taken + start * 4 // each)
         return rows
 
-    def _finished(self, result: np.ndarray, shape: "_Shape", image: PreparedImage) -> np.ndarray:
-        """The rows of an image, and those that end each row of tokens but the last, if there are such. result: from the
-        image's first group on."""
-        tokens = shape.of.tokens
-        found = _copied(result[: len(tokens)]) if shape.in_order else result[tokens]
+    def _finished(self, result: np.ndarray, image: PreparedImage, shape: "_Shape", _: int) -> np.ndarray:
+        """The rows of an image, and those that end each row of tokens but the last, if there are such. result: of each
+        group."""
+        found = result if shape.in_order else result[shape.of.tokens]
         if self.vision["breaks"]:
             width = image.pixels.shape[2] // self.vision["patch"] // self.vision["merge"]
             ends = np.arange(width, len(found), width)
@@ -173,19 +214,29 @@ class ImageEncoder:
         return found
 
 
-def _copied(rows: np.ndarray) -> np.ndarray:
-    """A copy, by several threads if it is large."""
-    found = np.empty_like(rows)
-    parts = max(1, min(rows.nbytes // _PART, len(rows)))
-    list(_COPYING.map(np.copyto, np.array_split(found, parts), np.array_split(rows, parts)))
-    return found
+def _wait(work: Sequence[Future]) -> None:
+    for one in work:
+        one.result()
 
 
 class _Shape(NamedTuple):
     """Of images of one shape: their layout, the encoder's inputs that follow from it, by name, those of `patch_lines`,
-    and whether tokens are in the order of groups."""
+    and whether each group is a token, in their order."""
 
     of: Layout
     inputs: dict[str, np.ndarray]
     lines: np.ndarray
     in_order: bool
+
+
+class _Run(NamedTuple):
+    """Images that a function of `size` patches encodes together, from these rows on; the last start is their end."""
+
+    images: Sequence[PreparedImage]
+    shapes: list[_Shape]
+    starts: list[int]
+    size: int
+    function: str
+
+    def each(self) -> Iterator[tuple[PreparedImage, _Shape, int]]:
+        return zip(self.images, self.shapes, self.starts, strict=False)

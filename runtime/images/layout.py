@@ -69,12 +69,12 @@ def patch_lines(size: int, height: int, width: int, of: Layout) -> np.ndarray:
     return (first + color * (height * size * width) + line * width).reshape(of.rows, 3 * size)
 
 
-def put_patches(pixels: np.ndarray, lines: np.ndarray, of: Layout, found: np.ndarray) -> None:
-    """An image float32 [3, height, width] into float32 [rows, 3 * size * size], by color, row and column; 0 where a row
-    is no patch. lines: of `patch_lines`."""
+def put_patches(pixels: np.ndarray, lines: np.ndarray, y: np.ndarray, found: np.ndarray) -> None:
+    """Rows of an image float32 [3, height, width] into float32 [rows, 3 * size * size], by color, row and column; 0
+    where a row is no patch. lines, y: of these rows, of `patch_lines` and their layout."""
     line = np.dtype((np.void, found.itemsize * found.shape[1] // lines.shape[1]))
     np.take(pixels.reshape(-1).view(line), lines, out=found.view(line), mode="clip")
-    found[of.y < 0] = 0
+    found[y < 0] = 0
 
 
 def neighbours(of: Layout) -> tuple[np.ndarray, np.ndarray]:

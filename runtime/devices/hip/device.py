@@ -295,15 +295,15 @@ class HipDevice(QueuedDevice):
         self.hip("hipStreamSynchronize", self.stream)
         self._runs.waited += time.perf_counter() - start
 
-    def read(self, name: str, rows: int) -> np.ndarray:
+    def read(self, name: str, rows: int, first: int = 0) -> np.ndarray:
         found = self._runs.read(name, rows)
         if found is not None:
-            return found
+            return found[first:]
         with self._usable(f"reading {name}"):
-            return self._fetch(name, rows)
+            return self._fetch(name, rows, first)
 
-    def _fetch(self, name: str, rows: int) -> np.ndarray:
-        array = self.memory.fetch(name, rows)
+    def _fetch(self, name: str, rows: int, first: int = 0) -> np.ndarray:
+        array = self.memory.fetch(name, rows, first)
         self._wait()
         return array
 

@@ -240,10 +240,11 @@ class HipMemory:
         kind = self.hip.names.hipMemcpyKind.hipMemcpyDeviceToDevice
         self.hip("hipMemcpyAsync", target, source, self.host["sampled"][:rows].nbytes, kind, self.stream)
 
-    def fetch(self, name: str, rows: int) -> np.ndarray:
-        """Enqueues the copy of the first rows of an io buffer to the host; returns the array that will have them."""
-        array = self.host[name][:rows]
-        self._fetch(self._io_at[name], array.nbytes, array.ctypes.data)
+    def fetch(self, name: str, rows: int, first: int = 0) -> np.ndarray:
+        """Enqueues the copy of rows first to rows - 1 of an io buffer to the host; returns the array that will have
+        them."""
+        array = self.host[name][first:rows]
+        self._fetch(self._io_at[name] + self.host[name][:first].nbytes, array.nbytes, array.ctypes.data)
         return array
 
     def results(self, address: int) -> dict[str, np.ndarray]:

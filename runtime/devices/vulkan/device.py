@@ -279,9 +279,9 @@ class VulkanDevice(QueuedDevice):
     def _run_alone(self, function: str, plain: bool) -> Iterator[None]:
         return self._replays.run(function, plain)
 
-    def read(self, name: str, rows: int) -> np.ndarray:
+    def read(self, name: str, rows: int, first: int = 0) -> np.ndarray:
         with self._usable(f"reading {name}"):
-            return self.io.read(name, rows)
+            return self.io.read(name, rows)[first:]
 
     def clear(self) -> None:
         with self._usable("clearing the cache"):

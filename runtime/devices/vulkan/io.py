@@ -216,9 +216,11 @@ class Io:
         if name not in RESULTS:
             return self._host[name][:rows]
         target = self._read_from if name in self._read_from.at else self._outputs[None]
-        if rows > self._rows.get(name, 0):
+        if rows > (known := self._rows.get(name, 0)):
             block, offset = self.places[name]
-            copy = self._copy(block, offset, target.block, target.at[name], self._row_bytes(name, rows))
+            before = self._row_bytes(name, known)
+            new = self._row_bytes(name, rows) - before
+            copy = self._copy(block, offset + before, target.block, target.at[name] + before, new)
             self.context.run(copy)
             self.context.release(copy)
             self._rows[name] = rows

@@ -28,7 +28,7 @@ def test_a_class_token_has_a_group_of_its_own():
     assert of.y.tolist()[4:] == [-1] * 4
     pixels = np.arange(3 * 4 * 4, dtype=np.float32).reshape(3, 4, 4)
     found = np.full((10, 14), np.nan, np.float32)[1:9, :12]  # part of a larger array
-    put_patches(pixels, patch_lines(2, 2, 2, of), of, found)
+    put_patches(pixels, patch_lines(2, 2, 2, of), of.y, found)
     assert found[1].tolist() == [2, 3, 6, 7, 18, 19, 22, 23, 34, 35, 38, 39]
     assert not found[4:].any()
 
