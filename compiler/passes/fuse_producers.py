@@ -102,14 +102,17 @@ def fuse_residual(mod):
 
 
 def fuse_quantize(mod):
-    """quantize(f(x)) becomes f with a quantized output, for the producers that can; attention and gates can if their
-    heads are whole blocks."""
+    """quantize(f(x)) becomes f with a quantized output, for activations and the producers that can; attention and gates
+    can if their heads are whole blocks."""
 
     def rule(call, producer):
         quantize = ops.operator_of(call)
         if not isinstance(quantize, Quantize):
             return None
         value = producer(call.args[1])
+        if act := ACTIVATIONS.get(getattr(getattr(value, "op", None), "name", "")):
+            activate = Activate(act=act, k=quantize.k, m=quantize.m, layout=quantize.layout)
+            return ops.call(activate, [call.args[0], value.args[0]])
         op = ops.operator_of(value)
         if not isinstance(op, QUANTIZING):
             return None

@@ -18,10 +18,10 @@ from mlc_amd.runtime.errors import UserError
 from mlc_amd.runtime.images.layout import Layout, angles, layout, neighbours, patch_lines, positions, put_patches
 from mlc_amd.runtime.images.prepared import PreparedImage
 
-_AT_ONCE = 4096  # patches of a run of small images: with more of them launches count for nothing
+_AT_ONCE = 4096  # patches of a run of images that are not small: with more of them activations fill no cache any more
 _THREADS = ThreadPoolExecutor(8, "images")  # memory that is written first is slow for a single thread
-_PATCHES = 512  # of which a thread puts the pixels into place
-_READ, _PART = 16 << 20, 4 << 20  # bytes of features that the device copies at a time, and that a thread copies
+_PATCHES = 128  # of which a thread puts the pixels into place
+_READ, _PART = 8 << 20, 1 << 20  # bytes of features that the device copies at a time, and that a thread copies
 _SHAPES = 16  # of which what is computed is kept: tiles of one picture have few
 _TABLE, _CLASS, _BREAK, _BIAS = "v.position_embd.weight", "v.class_embd", "v.token_embd.img_break", "v.patch_embd.bias"
 
@@ -51,13 +51,14 @@ class ImageEncoder:
 
     def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray]:
         """Of each image float32 [rows, columns]. UserError for an image that the encoder cannot take."""
-        return [*chain(*self._runs(self._groups(images, min(self.most, _AT_ONCE))))]
+        return [*chain(*self._runs(self._groups(images, self.most, min(self.most, _AT_ONCE))))]
 
     def pieces(self, images: Sequence[PreparedImage]) -> Generator[None, None, list[np.ndarray]]:
         """`encode` in pieces, with other work of the device between them: runs of the smallest function, or of one
         larger image. Returns what `encode` returns."""
         found: list[np.ndarray] = []
-        for features in self._runs(self._groups(images, self._functions[0][0])):
+        smallest = self._functions[0][0]
+        for features in self._runs(self._groups(images, smallest, smallest)):
             if found:
                 yield
             found += features
@@ -67,12 +68,14 @@ class ImageEncoder:
         """Patches that an image takes of a run, with what fills them up: `most` at most."""
         return self._of(*self._patches(image)).of.rows
 
-    def _groups(self, images: Sequence[PreparedImage], most: int) -> Iterator[list[PreparedImage]]:
-        """The images, of up to so many patches at a time, but at least one."""
+    def _groups(self, images: Sequence[PreparedImage], small: int, large: int) -> Iterator[list[PreparedImage]]:
+        """The images, of up to so many patches at a time, but at least one. small: of images that fit the smallest
+        function; large: of others."""
         group: list[PreparedImage] = []
         filled = 0
         for image in images:
             count = self.rows(image)
+            most = small if max(map(self.rows, [*group, image])) <= self._functions[0][0] else large
             if group and filled + count > most:
                 yield group
                 group, filled = [], 0

@@ -60,9 +60,9 @@ class Run(NamedTuple):
     right: float  # share of guesses
 
 
-def rate(engine: Engine, prompts: Answers, tokens: int, grammar: Grammar | None) -> Run:
+def rate(engine: Engine, prompts: Answers, tokens: int, grammar: Grammar | None, temperature: float = 1.0) -> Run:
     pieces = engine.generate(
-        prompts, max_tokens=tokens, min_tokens=tokens, constraint=grammar, temperature=1.0, top_k=40, seed=1
+        prompts, max_tokens=tokens, min_tokens=tokens, constraint=grammar, temperature=temperature, top_k=40, seed=1
     )
     made: Answers = [[] for _ in prompts]
     for piece in pieces:
@@ -135,10 +135,10 @@ def others(grammar: Grammar | None, answers: Answers, vocab: int) -> Answers:
 def settled(engine: Engine, prompts: Answers, tokens: int, grammar: Grammar | None) -> Answers:
     """The answers with these answers as guesses. Kernels of more rows round differently, and what a model with random
     weights says depends on that; another guess changes nothing before it, so that a few rounds settle it."""
-    answers = rate(engine, prompts, tokens, grammar).answers
+    answers = rate(engine, prompts, tokens, grammar, temperature=0).answers
     for _ in range(_SETTLING):
         engine.speculate(Known(prompts, answers))
-        made = rate(engine, prompts, tokens, grammar).answers
+        made = rate(engine, prompts, tokens, grammar, temperature=0).answers
         if made == answers:
             break
         answers = made
@@ -156,11 +156,11 @@ def report_guesses(engine: Engine, sequences: int, tokens: int, rounds: int) -> 
         answers = settled(engine, prompts, tokens, grammar)
         sources = (None, Known(prompts, answers), Known(prompts, others(grammar, answers, engine.vocab)))
         found: list[list[tuple[float, float]]] = [[] for _ in sources]
-        for number in range(rounds + 1):
-            for mine, source in zip(found, sources, strict=True):
-                engine.speculate(source)
-                run = rate(engine, prompts, tokens, grammar)
-                mine += [(run.seconds, run.right)] if number else []
+        for mine, source in zip(found, sources, strict=True):
+            engine.speculate(source)  # it learns what guesses are worth, from all rounds
+            for number in range(rounds + 2):
+                run = rate(engine, prompts, tokens, grammar, temperature=0)
+                mine += [(run.seconds, run.right)] if number > 1 else []
         engine.speculate(None)
         (plain, _), *guessed = [map(statistics.median, zip(*mine, strict=True)) for mine in found]
         cells = [f"{1 / each:.0f} ({plain / each:.2f}x) | {share:.0%}" for each, share in guessed]
