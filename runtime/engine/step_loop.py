@@ -38,6 +38,7 @@ class StepLoop:
         self.private: Sequence | None = None  # a sequence of the engine's own, which requests may preempt
         self.speculation: Speculation | None = None  # changed with the lock only
         self.clock = time.perf_counter  # seconds, for `speculation`
+        self._since = 0.0  # when the step in progress started, or the one before it was completed
         self._started: deque[PlannedStep] = deque()  # in progress on the device, the oldest first
         self._lacks_choices = False  # the last of them waits for how its tokens are chosen
         self._answers: dict[Request, Answer] = {}
@@ -151,7 +152,7 @@ class StepLoop:
         self._drop_ended()
         if self._encoding.takes_turn():
             return self._encode()
-        while self.scheduler.may_plan and not (self.speculation and self._started):
+        while self.scheduler.may_plan and not (self._guesses and self._started):
             step = self._plan()
             if step is None:
                 break
@@ -182,13 +183,16 @@ class StepLoop:
                 for request in self.scheduler.running:
                     if request not in before and request in self._answers:
                         self._answers[request].begin()
+                        if self.speculation:
+                            self.speculation.resting = 0
         return step
 
     def _start(self, step: PlannedStep) -> bool:
         """Starts a step, if others may start before it is completed."""
-        if self.speculation or not (self.runner.stages > 1 or self._may_overlap(step)):
+        if self._guesses or not (self.runner.stages > 1 or self._may_overlap(step)):
             return False
         with self._in_progress():
+            self._since = self._since if self._started else self.clock()
             chunk = step.chunk.rows if step.chunk else None
             if step.chunk and step.chunk.scored:
                 self.runner.start_scoring(step.chunk.rows)
@@ -250,11 +254,16 @@ class StepLoop:
 
     # ---- steps that start ahead, while the one before them is in progress
 
+    @property
+    def _guesses(self) -> bool:
+        """Whether the next step may have guesses, which needs the tokens of the one before."""
+        return self.speculation is not None and not self.speculation.resting
+
     def _may_overlap(self, step: PlannedStep) -> bool:
         """Whether the next step may start while this one is in progress."""
         answers = [self._answers.get(request) for request in step.answers]
         return (
-            not (self.speculation or step.chunk)
+            not (self._guesses or step.chunk)
             and all(answer and answer.may_overlap for answer in answers)
             and self.runner.can_start_ahead(len(answers), self._needs_tokens(step))
         )
@@ -273,6 +282,9 @@ class StepLoop:
                 self._started.append(following)
             found = self.runner.finish()
         self._started.popleft()
+        begun, self._since = self._since, self.clock()
+        if self.speculation and not step.chunk:
+            self.speculation.rested(len(step.answers), self._since - begun)
         if step.chunk and step.chunk.scored:
             if scoring := self._scorings.get(step.chunk.request):
                 scoring.take(step.chunk.start, found)

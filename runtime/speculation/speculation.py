@@ -74,7 +74,8 @@ class Counts(NamedTuple):
 
 
 class Speculation:
-    """`drafts` before each step without a chunk, `completed` after it, `followed` if so. rows: of a step, at most."""
+    """`drafts` before each step without a chunk, `completed` after it, `followed` if so; after steps without drafts, while
+    it is `resting`, `rested` alone. rows: of a step, at most."""
 
     def __init__(self, drafter: Drafter, rows: int, most: int = MOST) -> None:
         self.drafter, self._rows, self._most = drafter, rows, most
@@ -85,6 +86,7 @@ class Speculation:
         self._certain = _FORCED  # acceptance of such guesses
         self.following = drafter.follows  # whether the drafter must follow the step without a chunk that is computed
         self._trying = 0  # further steps that it follows as a trial
+        self.resting = 0  # steps before guesses may be worth their time: these may start ahead
         self._steps, self._follows = StepTimes(), StepTimes()
         self._guess_s = 0.0  # seconds that a guess takes
         self._decoded_s = 0.0  # seconds of all steps
@@ -151,7 +153,9 @@ class Speculation:
         if follows:
             allowed = plain > 0 and self._continues(pays, may_lose, cost, any(one))
         else:
-            allowed = may_lose > (0 if pays else cost)
+            lacks = (0 if pays else cost) - may_lose
+            allowed = lacks < 0
+            self.resting = 0 if allowed or not plain else min(int(lacks / (LOSS * plain)), _CHECKS)
         return dict(zip(most, counts if allowed else [0] * answers, strict=True))
 
     def _continues(self, pays: bool, may_lose: float, cost: float, possible: bool) -> bool:
@@ -193,6 +197,12 @@ class Speculation:
                 own = self._acceptance.get(request, self._usual)
                 self._acceptance[request] = own + _OUTCOME * (hit - own)
         self.counts = Counts(self.counts.drafted + guesses, self.counts.accepted + right)
+
+    def rested(self, answers: int, seconds: float) -> None:
+        """A step of so many answers, without drafts, took so many seconds."""
+        self._steps.add(answers, seconds)
+        self._decoded_s += seconds
+        self.resting -= self.resting > 0
 
     def follow(self, step: PlannedStep, chosen: Sequence[ChosenToken], clock: Callable[[], float]) -> None:
         """Has a drafter that follows steps follow this one, for a prompt or where guesses are worth their time. chosen:

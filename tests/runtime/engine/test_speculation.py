@@ -1,5 +1,6 @@
 """Speculative decoding: answers are the same with guesses and without, and guesses cost little where they are wrong."""
 
+import math
 import random
 
 import pytest
@@ -155,6 +156,26 @@ def test_wrong_guesses_cost_little(slope, first):
     for tokens in (128, 5000):
         total, counts = decode(tokens, 0.0, seconds)
         assert total <= 1.03 * tokens + slope and counts.drafted and not counts.accepted
+
+
+@pytest.mark.parametrize("right_from", [math.inf, 2000])
+def test_steps_start_ahead_where_guesses_are_wrong(right_from):
+    """A step that waits for the tokens of the one before takes 12 % longer."""
+    speculation, request, total, tokens, rested = Speculation(Coin(), 64), Request([0]), 0.0, 0, 0
+    while tokens < 4000:
+        if speculation.resting:
+            speculation.rested(1, 1.0)
+            total, tokens, rested = total + 1.0, tokens + 1, rested + 1
+            continue
+        guesses = speculation.drafts({request: Wanted(GREEDY, MOST)}).get(request, [])
+        hits = len(guesses) if tokens >= right_from else 0
+        step = 1.12 + 0.1 * len(guesses)
+        speculation.completed({request: guesses} if guesses else {}, {request: 1 + hits}, 0.0, step)
+        total, tokens = total + step, tokens + 1 + hits
+    if right_from == math.inf:
+        assert total <= 1.03 * 4000 and rested > 3000
+    else:
+        assert total < 1.03 * 2000 + 2000 / 2.5
 
 
 def test_right_guesses_pay():
