@@ -74,8 +74,8 @@ class Counts(NamedTuple):
 
 
 class Speculation:
-    """`drafts` before each step without a chunk, `completed` after it, `followed` if so; after steps without drafts, while
-    it is `resting`, `rested` alone. rows: of a step, at most."""
+    """`drafts` before each step without a chunk, `completed` after it, `followed` if so; while it is `resting`, `rested`
+    alone, after the step. rows: of a step, at most."""
 
     def __init__(self, drafter: Drafter, rows: int, most: int = MOST) -> None:
         self.drafter, self._rows, self._most = drafter, rows, most

@@ -196,7 +196,7 @@ class Products:
         *sizes, whole = parts(self.acts.p)
         loops = all(loops_over_tokens(matrix.fmt, self.plan) for matrix in weights)
         some = Parts([size for size in sizes if size <= UNROLLED], None) if loops else Parts(sizes, whole)
-        if not all(unpacks(matrix.fmt, self.plan) for matrix in weights):
+        if isinstance(self.plan, Plan) or not all(unpacks(matrix.fmt, self.plan) for matrix in weights):
             emit(packed, some)
             return
         with T.If(tiles.count >= self.plan.unpack):
