@@ -74,7 +74,7 @@ class Counts(NamedTuple):
 
 
 class Speculation:
-    """`drafts` before each step without a chunk, `completed` after it, `followed` if so; while it is `resting`, `rested`
+    """`drafts` before each step without a chunk, `completed` after it, `followed` if so; while `resting`, `rested`
     alone, after the step. rows: of a step, at most."""
 
     def __init__(self, drafter: Drafter, rows: int, most: int = MOST) -> None:
