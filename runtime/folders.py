@@ -1,5 +1,5 @@
-"""Locks of folders, and temporary folders, which belong to running processes. Locks are on the folders themselves
-(flock(2)): no further files, and the lock of a killed process is released."""
+"""The user's cache folder; locks of folders, and temporary folders, which belong to running processes. Locks are on the
+folders themselves (flock(2)): no further files, and the lock of a killed process is released."""
 
 import errno
 import fcntl
@@ -19,6 +19,12 @@ from mlc_amd.runtime.errors import UserError
 
 SUFFIX = ".mlc-amd-tmp"  # of the names of temporary folders
 _TRIES = 100  # of removing a folder that threads still write to, 10 ms apart
+
+
+def cache_directory() -> Path:
+    """Where everything of the user's is cached: `$XDG_CACHE_HOME/mlc-amd` (`~/.cache/mlc-amd`)."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "mlc-amd"
 
 
 class Lock:

@@ -19,6 +19,10 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
 .run_plain(function)         the same launch by launch, without what was recorded or captured at load: for comparison
 .read(name, rows)            the first rows of an io buffer as a NumPy array, valid until the next run
 .clear()                     zeros the KV cache
+.page_parts(span)            of each cache with pages of that span: (name, bytes of a page)
+.read_pages(span, pages)     what these pages hold, uint8 [pages, bytes]: a page's part in each cache, in the order of
+                             `page_parts`. No run may be in progress
+.write_pages(span, pages, contents)  the reverse
 .close()                     releases memory and the device; nothing else may be called afterwards
 .time(function)              optional: runs a function; (kernel, seconds, gap before it in seconds) of each launch
 .waited                      seconds that all runs spent waiting for the device

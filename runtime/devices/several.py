@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
+
 from mlc_amd.runtime.errors import MachineError
 
 AFTER_FAILURE = "a step failed on one of the GPUs; load the model again"
@@ -53,6 +55,21 @@ class SeveralGpus(ABC):
         self._alive()
         for device in self.stages:
             device.clear()
+
+    def page_parts(self, span: int) -> list[tuple[str, int]]:
+        return [part for device in self.stages for part in device.page_parts(span)]
+
+    def read_pages(self, span: int, pages: Sequence[int]) -> np.ndarray:
+        self._check_usable()
+        return np.concatenate([device.read_pages(span, pages) for device in self.stages], 1)
+
+    def write_pages(self, span: int, pages: Sequence[int], contents: np.ndarray) -> None:
+        self._check_usable()
+        at = 0
+        for device in self.stages:
+            count = sum(nbytes for _, nbytes in device.page_parts(span))
+            device.write_pages(span, pages, contents[:, at : at + count])
+            at += count
 
     def copy_bandwidth(self) -> float:
         """Of the slowest GPU."""
