@@ -13,8 +13,10 @@ all of the tail. Most digests have none. A sequence can only begin where there i
 
 from array import array
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
+from typing import Protocol
 
 from mlc_amd.runtime.cache.pages import PAGE, STATE, PagePool
 
@@ -34,8 +36,20 @@ def first_page(span: int, complete: int) -> int:
     return max(complete * PAGE - span + 1, 0) // PAGE if span else 0
 
 
+class IndexListener(Protocol):
+    """Who keeps contents elsewhere, too."""
+
+    def added(self, known: PrefixDigest, span: int, page: int) -> None:
+        """A page is indexed, a complete one or of a tail: see `PrefixIndex.contents`."""
+
+    def used(self, chain: SequenceOf[PrefixDigest]) -> None:
+        """A sequence with these complete pages is freed."""
+
+
 class PrefixIndex:
     """Pages of `pools` ({span: pool}) by contents. The pools call `_evict` before they allocate an idle page."""
+
+    listener: IndexListener | None = None
 
     def __init__(self, pools: dict[int, PagePool]) -> None:
         self._pools = pools
@@ -64,16 +78,29 @@ class PrefixIndex:
         self._complete.setdefault(known, {})[span] = page
         self._digests[span][page] = known
         self._pools[span].index(page)
+        if self.listener:
+            self.listener.added(known, span, page)
 
-    def usable(self, digests: SequenceOf[PrefixDigest], states: bool = True) -> int:
+    def contents(self, span: int, page: int) -> PrefixDigest | None:
+        """The digest of the sequence up to the end of an indexed page, complete or of a tail; None of others."""
+        tail = self._tail_of[span].get(page)
+        return digest(*tail) if tail else self._digests[span].get(page)
+
+    def usable(
+        self,
+        digests: SequenceOf[PrefixDigest],
+        states: bool = True,
+        elsewhere: Callable[[PrefixDigest, int], bool] = lambda known, span: False,
+    ) -> int:
         """The largest n for which a sequence can begin with the pages of digests[:n]: groups that see all keys have all
-        of them, windowed groups those that rows after n pages see. states: there is a state after them, too."""
+        of them, windowed groups those that rows after n pages see. states: there is a state after them, too. elsewhere:
+        whether a page that is not indexed, of a digest and a span, can be had."""
         groups = self._pools.keys() - (set() if states else {STATE})
         best, runs = 0, dict.fromkeys(groups, 0)  # runs: pages before n without a gap
         for n, known in enumerate(digests, 1):
             pages = self._complete.get(known, {})
             for span in runs:
-                runs[span] = runs[span] + 1 if span in pages else 0
+                runs[span] = runs[span] + 1 if span in pages or elsewhere(known, span) else 0
             if 0 in runs and runs[0] < n:
                 break
             if all(run >= n - first_page(span, n) for span, run in runs.items()):
@@ -99,6 +126,10 @@ class PrefixIndex:
         for span, page in pages.items():
             self._tail_of[span][page] = key
             self._pools[span].index(page)
+        if self.listener:
+            known = digest(parent, new)
+            for span, page in pages.items():
+                self.listener.added(known, span, page)
 
     def take_tail(self, parent: PrefixDigest, tokens: SequenceOf[int]) -> tuple[int, dict[int, int]]:
         """(n, pages): the tail after `parent` that shares the longest prefix, n tokens, with `tokens`; now held and not

@@ -26,6 +26,7 @@ Device(artifact, threads) -> checks that this machine can run the artifact, maps
 .close()                     releases memory and the device; nothing else may be called afterwards
 .time(function)              optional: runs a function; (kernel, seconds, gap before it in seconds) of each launch
 .waited                      seconds that all runs spent waiting for the device
+.on_host                     whether it computes on the host's cores
 .copy_bandwidth()            optional: bytes per second, reads plus writes, of a copy in device memory; 0.0 if unknown
 
 Of a GPU that is a stage of several (staged.py), which one thread at a time may use:

@@ -133,7 +133,7 @@ class CpuDevice:
     """See runtime/devices/__init__.py for the protocol. `threads`: all usable cores by default. kv: how large the cache
     is; "auto" takes half of what the weights leave of the available memory."""
 
-    kind = "cpu"
+    kind, on_host = "cpu", True
 
     def __init__(self, artifact, threads: int | None = None, kv: KvSize = ONE_SEQUENCE):
         target = artifact.manifest["target"]

@@ -44,6 +44,7 @@ class SeveralGpus(ABC):
         first = self.stages[0]
         self.kind, self.threads, self.gpu, self.code_arch = first.kind, 1, first.gpu, first.code_arch
         self.name = " + ".join(device.name for device in self.stages)
+        self.on_host = any(device.on_host for device in self.stages)
         self.kv_types, self._patience = common_kv_types(self.manifest, self.stages), patience(self.stages)
         self._failed: BaseException | None = None
 
@@ -107,7 +108,7 @@ def close_all(devices: Sequence[Any]) -> None:
 
 def patience(devices: Sequence[Any]) -> float:
     """Seconds that the host asks without a pause: none where a GPU is a CPU, which needs its cores."""
-    return 0.0 if any(getattr(device.gpu, "type", "") == "cpu" for device in devices) else POLL
+    return 0.0 if any(device.on_host for device in devices) else POLL
 
 
 def common_kv_types(manifest: Mapping, devices: Sequence[Any]) -> dict[str, tuple]:

@@ -49,7 +49,7 @@ class HipDevice(QueuedDevice):
     or part of its name. n_cpu_moe: layers whose experts stay in host memory, where the GPU reads them across the bus;
     ignored for an APU. kv: size of the cache. bindings: a substitute for AMD's package."""
 
-    kind = "rocm"
+    kind, on_host = "rocm", False
 
     def __init__(
         self,

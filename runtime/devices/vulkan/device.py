@@ -109,6 +109,7 @@ class VulkanDevice(QueuedDevice):
         needs = {profile: target["needs"][profile] for profile in target["archs"]}
         self.gpu, self.code_arch = choose(instance.gpus, needs, index)
         self.name = f"{self.gpu.name} ({self.code_arch})"
+        self.on_host = self.gpu.type == "cpu"
         if self.gpu.type == "cpu" and not selection(index):
             log.warning(
                 "no GPU that can run this model: %s runs on the CPU, slowly; see `mlc-amd doctor`", self.gpu.name
