@@ -161,6 +161,15 @@ class PrefixIndex:
 
     # ---- eviction
 
+    def remove(self, digests: SequenceOf[PrefixDigest]) -> None:
+        """Forgets the complete pages of these that no sequence holds."""
+        for known in digests:
+            pages = self._complete.get(known, {})
+            for span in [span for span, page in pages.items() if not self._pools[span].holders(page)]:
+                self._forget(span, pages.pop(span))
+            if not pages:
+                self._complete.pop(known, None)
+
     def clear(self) -> None:
         """Forgets all pages and tails."""
         for parent, tails in list(self._tails.items()):

@@ -62,6 +62,7 @@ class LogitsEngine(Closing):
         limits = self._limits or SchedulerLimits(*rows, sizes=functions.chunk_sizes)
         self._loop = StepLoop(self._runner, self.cache, limits)
         self._stored: StoredPages | None = None
+        self._storing = threading.Lock()
         self._own = self._loop.private = self.cache.sequence()
         self._own_lock = threading.Lock()  # of the own sequence, also between the steps of `score`
 
@@ -94,8 +95,19 @@ class LogitsEngine(Closing):
     def keep_on_disk(self, limit: int) -> None:
         """From now on the cache is also written to the user's cache folder, and read from there: up to `limit` bytes of
         all models (runtime/cache/page_files.py). `close` writes what is not written yet."""
-        self._stored = self._stored or StoredPages(self.artifact, self.device, self.cache, self._loop)
-        self._stored.keep_on_disk(limit)
+        self.stored.keep_on_disk(limit)
+
+    @property
+    def keeps_on_disk(self) -> bool:
+        """Whether `keep_on_disk` was called."""
+        return self._stored is not None and self._stored.on_disk
+
+    @property
+    def stored(self) -> StoredPages:
+        """What is kept of the cache outside of memory."""
+        with self._storing:
+            self._stored = self._stored or StoredPages(self.artifact, self.device, self.cache, self._loop)
+            return self._stored
 
     # ---- speculation
 

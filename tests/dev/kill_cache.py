@@ -78,7 +78,7 @@ def child(artifact: Path, order: list[int], disk: int | None, life: float | None
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("artifact", type=Path)
-    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--count", type=int, default=1000, help="of processes that are killed")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--life", type=float, default=0.5, help="seconds, at most")
     arguments = parser.parse_args()
@@ -90,7 +90,9 @@ def main() -> int:
         os.environ["XDG_CACHE_HOME"] = folder
         expected = [line.split(" ", 2)[2] for line in child(arguments.artifact, [*range(PROMPTS)], None, None)[1:-1]]
         seen = wrong = cached = killed = 0
-        for number in range(arguments.count):
+        number = 0
+        while killed < arguments.count:
+            number += 1
             order = [draw.randrange(PROMPTS) for _ in range(6)]
             said = child(arguments.artifact, order, LIMIT, draw.uniform(0, arguments.life))
             killed += said[-1] != "closed"
@@ -104,7 +106,7 @@ def main() -> int:
                     print(f"process {number}: prompt {which} after {order}: {tokens}, not {expected[int(which)]}")
         damaged, whole = check(Path(folder))
         print(
-            f"{killed} of {arguments.count} processes killed; {seen} answers, {wrong} of them wrong, {cached} tokens "
+            f"{killed} of {number} processes killed, the others ended before; {seen} answers, {wrong} of them wrong, {cached} tokens "
             f"from the cache; {whole} whole files, {damaged} damaged ones"
         )
         return int(bool(wrong or damaged))
