@@ -106,8 +106,8 @@ def main() -> int:
                     print(f"process {number}: prompt {which} after {order}: {tokens}, not {expected[int(which)]}")
         damaged, whole = check(Path(folder))
         print(
-            f"{killed} of {number} processes killed, the others ended before; {seen} answers, {wrong} of them wrong, {cached} tokens "
-            f"from the cache; {whole} whole files, {damaged} damaged ones"
+            f"{killed} of {number} processes killed, the others ended before; {seen} answers, {wrong} of them wrong, "
+            f"{cached} tokens from the cache; {whole} whole files, {damaged} damaged ones"
         )
         return int(bool(wrong or damaged))
 
