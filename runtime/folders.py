@@ -28,12 +28,15 @@ def cache_directory() -> Path:
 
 
 class Lock:
-    """A folder's lock, held until `close` or until it is dropped. kind: of flock(2). OSError if it is not available."""
+    """A folder's lock, held until `close` or until it is dropped. kind: of flock(2). OSError if it is not available,
+    FileNotFoundError also if the folder was removed before."""
 
     def __init__(self, folder: Path, kind: int):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(descriptor, kind)
+            if not os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
         except OSError:
             os.close(descriptor)
             raise
