@@ -11,7 +11,6 @@ their owner can read them. Several processes may use a folder: files may vanish 
 when it was used last; where the files of all models take more than the limit, those used least recently are removed.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -72,7 +71,7 @@ def read_record(file: int, at: int, key: bytes, nbytes: int) -> np.ndarray | Non
     record = np.empty(HEADER.size + nbytes, np.uint8)
     done = 0
     while done < record.nbytes:
-        count = os.preadv(file, [record[done:]], at + done)
+        count = os.preadv(file, [record[done:].data], at + done)
         if not count:
             return None
         done += count
@@ -86,10 +85,10 @@ def _checksum(key: bytes, contents: np.ndarray) -> bytes:
     return digest.digest()
 
 
-def write_all(file: int, parts: Iterable[bytes | np.ndarray]) -> None:
+def write_all(file: int, parts: Iterable[bytes | memoryview]) -> None:
     """OSError as of write(2), also for a part that is written in part."""
     for part in parts:
-        left = memoryview(part).cast("B")
+        left = memoryview(part)
         while left:
             left = left[os.write(file, left) :]
 
@@ -145,7 +144,7 @@ class PageFiles:
         try:
             file = self._create(temporary)
             try:
-                write_all(file, [header_of(key, contents), contents])
+                write_all(file, [header_of(key, contents), contents.data])
             finally:
                 os.close(file)
             temporary.rename(self._path(key))
@@ -231,8 +230,3 @@ def remove_oldest(files: Iterable[RecordFile], nbytes: int) -> int:
             file.path.unlink()
         freed += file.nbytes
     return freed
-
-
-def is_full(error: OSError) -> bool:
-    """Whether an error says that there is no room."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

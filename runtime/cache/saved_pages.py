@@ -47,9 +47,9 @@ def write_saved(
         try:
             file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                write_all(file, [header_of(model, head), head])
+                write_all(file, [header_of(model, head), table])
                 for (key, _), one in zip(pages, contents, strict=True):
-                    write_all(file, [header_of(key, one), one])
+                    write_all(file, [header_of(key, one), one.data])
                 size = os.fstat(file).st_size
             finally:
                 os.close(file)

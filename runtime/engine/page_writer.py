@@ -34,7 +34,7 @@ class PageWriter:
         self._changed = threading.Condition()
         self._added: deque[tuple[PrefixDigest, int, int]] = deque()  # in the order in which they are written
         self._used: deque[list[bytes]] = deque()  # keys of records
-        self._closing = False
+        self._closing = self._failed = False
         self._thread = threading.Thread(target=self._run, name="mlc-amd pages", daemon=True)
         self._thread.start()
         cache.index.listener = self
@@ -65,7 +65,9 @@ class PageWriter:
             except MachineError:  # the device is gone
                 return
             except OSError as error:
-                log.warning("cannot write pages of the cache to %s: %s", self._files.folder, error.strerror)
+                if not self._failed:
+                    log.warning("cannot write the KV cache to %s: %s", self._files.folder, error.strerror)
+                self._failed = True  # it may work again with the next answer
                 self._added.clear()
                 continue
             if self._loop.busy:

@@ -14,12 +14,13 @@ REPO = Path(__file__).resolve().parents[2]
 # Program and number of cases: some seconds each
 SHARES = [
     ("fuzz_gguf", 200), ("fuzz_templates", 12), ("fuzz_texts", 6), ("fuzz_artifacts --model latent", 25),
-    ("fuzz_tuning", 40), ("fuzz_images", 300), ("fuzz_mmproj --open", 300), ("fuzz_gguf", 3000), ("fuzz_compile", 40),
+    ("fuzz_tuning", 40), ("fuzz_images", 300), ("fuzz_mmproj --open", 300), ("fuzz_pages", 300),
+    ("fuzz_gguf", 3000), ("fuzz_compile", 40),
     ("fuzz_artifacts", 1000), ("fuzz_tuning", 500), ("fuzz_mmproj", 300),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("program", "count"), sample(SHARES, SHARES[:7]))
+@pytest.mark.parametrize(("program", "count"), sample(SHARES, SHARES[:8]))
 def test_fuzzing(program, count, tmp_path):
     command = [sys.executable, "-m", *f"tests.dev.{program}".split(), "--seed", "7", "--count", str(count)]
     environment = os.environ | {"PYTHONPATH": str(REPO)}
