@@ -65,22 +65,22 @@ def answer(engine, prompt, count=8, **options) -> list[int]:
     return [piece.id for piece in engine.generate(prompt, max_tokens=count, temperature=0.0, **options)]
 
 
+def scored(engine, prompt) -> list[tuple[int, float | None]]:
+    """An answer's tokens with the logarithms of their probabilities."""
+    return [(piece.id, piece.logprob) for piece in engine.generate(prompt, max_tokens=8, temperature=0.0, logprobs=0)]
+
+
 @EVERY
 def test_an_answer_continues_in_a_new_process(load):
-    with load() as engine:
-        first = answer(engine, load.prompt)
-        following = [*load.prompt, *first, *NEXT]
-        second = answer(engine, following)
-        exact = engine.prefill(following).copy()
-        memory = len(following) - len(NEXT) - 1  # the last token of an answer is not computed
-        assert engine.last.cached_tokens == memory
     with load(cache_disk="1G") as engine:
-        assert answer(engine, load.prompt) == first and engine.last.cached_tokens == 0
+        following = [*load.prompt, *answer(engine, load.prompt), *NEXT]
+        assert engine.last.cached_tokens == 0
+        second = scored(engine, following)
+        memory = engine.last.cached_tokens
+        assert memory == len(following) - len(NEXT) - 1  # the last token of an answer is not computed
     with load(cache_disk="1G") as engine:
-        assert answer(engine, following) == second
+        assert scored(engine, following) == second  # bit by bit
         assert engine.last.cached_tokens == memory
-        engine.reset()
-        assert (engine.prefill(following) == exact).all()
 
 
 @SOME
@@ -124,7 +124,7 @@ def test_others_answer_while_pages_are_read(load):
     assert (found[1], found[0]) == expected
 
 
-@EVERY
+@SOME
 def test_a_sequence_in_a_file(load, tmp_path):
     path = tmp_path / "saved"
     with load() as engine:
