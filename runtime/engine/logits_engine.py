@@ -147,7 +147,7 @@ class LogitsEngine(Closing):
         return len(self._own.tokens)
 
     def reset(self) -> None:
-        """Empties the own sequence, and the cache unless generations are using it."""
+        """Empties the own sequence, and the cache unless generations are using it. What is on disk stays."""
         with self._exclusive():
             self._own.truncate(0)
             if not self._loop.busy:

@@ -19,8 +19,10 @@ from mlc_amd.runtime.cache.prefixes import PrefixDigest
 from mlc_amd.runtime.engine.step_loop import StepLoop
 from mlc_amd.runtime.errors import MachineError
 
-SHARE = 1 / 32
-_ROUND = 4 << 20  # bytes that are copied between two steps: a page at least
+SHARE = 1 / 48
+_ROUND = 0.001  # seconds of copying between two steps, and one page more
+_MOST = 16  # pages of a round
+_LEAST = 0.002  # seconds that a round counts at least: after it, a device that had steps in advance has none
 
 log = logging.getLogger("mlc_amd")
 
@@ -61,7 +63,7 @@ class PageWriter:
     def _run(self) -> None:
         while self._wait():
             try:
-                spent = self._write()
+                spent = max(self._write(), _LEAST)
             except MachineError:  # the device is gone
                 return
             except OSError as error:
@@ -89,7 +91,7 @@ class PageWriter:
         copied: list[tuple[bytes, np.ndarray]] = []
         with self._loop.exclusive():
             begun = time.perf_counter()
-            while self._added and sum(contents.nbytes for _, contents in copied) < _ROUND:
+            while self._added and len(copied) < _MOST and time.perf_counter() - begun < _ROUND:
                 known, span, page = self._added.popleft()
                 key = self._keys.of(known, span)
                 if self._cache.index.contents(span, page) == known and key not in self._files:
