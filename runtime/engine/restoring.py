@@ -149,13 +149,19 @@ class Restoring:
         job = self._jobs[0]
         while job.pages and len(job.reading) < self._ahead:
             page = job.pages.popleft()
+            if self._is_there(page):
+                continue
             key = self._keys.of(page.known, page.span)
             job.reading.append((page, self._readers.submit(page.source.read, key, self._bytes[page.span])))
+
+    def _is_there(self, page: _Stored) -> bool:
+        """Whether a complete page is in the cache meanwhile."""
+        return page.tail is None and self._cache.index.page(page.known, page.span) is not None
 
     def _put(self, job: _Job, page: _Stored, future: "Future[np.ndarray | None]") -> bool:
         """False where there is no room."""
         contents, index, pool = future.result(), self._cache.index, self._pools[page.span]
-        if contents is None or (page.tail is None and index.page(page.known, page.span) is not None):
+        if contents is None or self._is_there(page):
             return True
         if not pool.available:
             return False

@@ -104,7 +104,7 @@ def main() -> int:
                 if tokens != expected[int(which)]:
                     wrong += 1
                     print(f"process {number}: prompt {which} after {order}: {tokens}, not {expected[int(which)]}")
-        damaged, whole = check(Path(folder))
+        damaged, whole = check()
         print(
             f"{killed} of {number} processes killed, the others ended before; {seen} answers, {wrong} of them wrong, "
             f"{cached} tokens from the cache; {whole} whole files, {damaged} damaged ones"
@@ -112,12 +112,12 @@ def main() -> int:
         return int(bool(wrong or damaged))
 
 
-def check(caches: Path) -> tuple[int, int]:
+def check() -> tuple[int, int]:
     """Numbers of files that are no records, and of those that are."""
-    from mlc_amd.runtime.cache.page_files import HEADER, PageFiles
+    from mlc_amd.runtime.cache.page_files import HEADER, PageFiles, folders
 
     damaged = whole = 0
-    for folder in (caches / "mlc-amd" / "pages").iterdir():
+    for folder in folders():
         files = PageFiles(bytes.fromhex(folder.name), {}, LIMIT)
         for path in folder.iterdir():
             if path.suffix not in (".tmp", ".json"):

@@ -2,8 +2,13 @@
 what was computed, and the tokens that follow are the same."""
 
 import io
+import os
+import resource
+import subprocess
+import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import architectures
 import numpy as np
@@ -110,6 +115,25 @@ def test_damage_is_computed_again(load):
 
 
 @SOME
+def test_a_full_disk_costs_the_disk_only(load, caplog):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with load(cache_disk="1G") as engine:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))  # stands in for a full disk
+        try:
+            first = answer(engine, load.prompt)
+            assert answer(engine, load.prompt) == first
+            engine.stored._writer.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    (folder,) = page_files.folders()
+    assert [path.name for path in folder.iterdir()] == [ABOUT]
+    assert caplog.text.count("cannot write the KV cache") == 1
+    with load(cache_disk="1G") as engine:
+        assert answer(engine, load.prompt) == first and engine.last.cached_tokens == 0
+    assert len(list(folder.iterdir())) > 1
+
+
+@SOME
 def test_others_answer_while_pages_are_read(load):
     with load(cache_disk="1G", kv_tokens=2048) as engine:
         expected = answer(engine, load.prompt), answer(engine, NEXT, 60)
@@ -194,3 +218,12 @@ def test_nothing_of_the_prompt_is_stored(compiled_for, tmp_path, monkeypatch):
         data = path.read_bytes()
         for kind in (np.int32, np.int64, np.uint16):
             assert np.array(IDS[:4], kind).tobytes() not in data
+
+
+def test_killed_processes_leave_what_is_right(compiled_for, tmp_path):
+    """A share of what tests/dev/kill_cache.py tries."""
+    artifact = compiled_for("cpu", "native", ("lfm2", "q8_0"), 1024)
+    command = [sys.executable, "-m", "tests.dev.kill_cache", str(artifact), "--count", "3", "--life", "0.3"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "3 of" in done.stdout, done.stdout + done.stderr

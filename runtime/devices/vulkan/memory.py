@@ -240,11 +240,8 @@ class VulkanMemory:
             everything = api.COMPUTE | api.TRANSFER
             written = api.SHADER_WRITE | api.TRANSFER_WRITE
             self.context.barrier(commands, (everything, api.TRANSFER), (written, api.TRANSFER_READ))
-            at = 0
-            for block, offset, count in parts:
-                region = api.BufferCopy(offset, at, count)
-                self.context.calls.vkCmdCopyBuffer(commands, block.buffer, staging.buffer, 1, ctypes.byref(region))
-                at += count
+            for buffer, regions in _regions(parts).items():
+                self._copy_regions(commands, buffer, staging.buffer, regions)
             self.context.barrier(commands, (api.TRANSFER, api.HOST), (api.TRANSFER_WRITE, api.HOST_READ))
 
         self.context.once(record)
@@ -257,13 +254,15 @@ class VulkanMemory:
         staging.view(0, np.uint8, (source.nbytes,))[:] = source
 
         def record(commands: int) -> None:
-            at = 0
-            for block, offset, count in parts:
-                region = api.BufferCopy(at, offset, count)
-                self.context.calls.vkCmdCopyBuffer(commands, staging.buffer, block.buffer, 1, ctypes.byref(region))
-                at += count
+            for buffer, regions in _regions(parts).items():
+                self._copy_regions(commands, staging.buffer, buffer, [(at, to, count) for to, at, count in regions])
 
         self.context.once(record)
+
+    def _copy_regions(self, commands: int, source: int, target: int, regions: Sequence[tuple[int, int, int]]) -> None:
+        """Between buffers; regions: (offset in the source, offset in the target, bytes) of each."""
+        array = np.array(regions, np.uint64)
+        self.context.calls.vkCmdCopyBuffer(commands, source, target, len(array), array.ctypes.data)
 
     def _at_least(self, block: MemoryBlock | None, nbytes: int, kind: str) -> MemoryBlock:
         """The block, or one that is large enough."""
@@ -274,3 +273,13 @@ class VulkanMemory:
         if not block.flags & api.HOST_COHERENT:
             one = api.MappedRange(memory=block.memory, offset=0, size=api.FOREVER)
             self.context.calls.vkInvalidateMappedMemoryRanges(self.context.device, 1, ctypes.byref(one))
+
+
+def _regions(parts: Sequence[BlockPart]) -> dict[int, list[tuple[int, int, int]]]:
+    """By buffer: (offset in it, offset among the parts one after the other, bytes)."""
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    at = 0
+    for block, offset, count in parts:
+        found.setdefault(block.buffer, []).append((offset, at, count))
+        at += count
+    return found

@@ -70,3 +70,14 @@ def test_what_cannot_be_done(serve, served, tmp_path):
         ):
             assert server.request(path, body)[0] == status, path
     assert served.request("/slots/0?action=erase", {})[0] == 501
+
+
+def test_a_model_that_made_room_finds_its_cache(demo_artifact, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    load = partial(Engine.load, demo_artifact, RunOptions(threads=2, cache_disk="1G"))
+    with serving(Library({"one": load, "two": load}, most=1)) as server:
+        text, whole = complete(server, model="one")
+        complete(server, OTHER, model="two")
+        assert [*server.service.library.loaded] == ["two"]
+        again, computed = complete(server, model="one")
+        assert again == text and computed <= 64 < whole
