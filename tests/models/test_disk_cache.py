@@ -151,6 +151,34 @@ def test_others_answer_while_pages_are_read(load):
 
 
 @SOME
+def test_clients_that_need_more_than_the_memory(load):
+    """Answers are those without a disk, also after some that were cancelled, and no page stays held."""
+    prompts = [load.prompt[: 60 * i] + IDS[400 - 9 * i : 430] for i in range(6)]
+    with load(kv_tokens=4096) as engine:
+        expected = [answer(engine, prompt) for prompt in prompts]
+    wrong: list[int] = []
+
+    def ask(engine, first: int) -> None:
+        for number in [(first + 5 * i) % len(prompts) for i in range(8)]:
+            generation, found = engine.generate(prompts[number], max_tokens=8, temperature=0.0), []
+            for piece in generation:
+                found.append(piece.id)
+                if first == 1 and len(found) == 3:
+                    generation.close()
+            wrong.extend([number] * (found != expected[number][: len(found)]))
+
+    for _ in range(2):
+        with load(cache_disk="1G", kv_tokens=512) as engine:
+            threads = [threading.Thread(target=ask, args=(engine, first)) for first in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert engine.kv_usage.used == 0
+    assert not wrong
+
+
+@SOME
 def test_a_sequence_in_a_file(load, tmp_path):
     path = tmp_path / "saved"
     with load() as engine:

@@ -140,7 +140,7 @@ class TextRequest(AnswerRequest):
     prompt_logprobs: int | None = None
 
 
-MOST_SLOTS = 1024
+MOST_SLOTS = 64
 
 # ---- events of an answer
 
