@@ -47,12 +47,13 @@ class IndexListener(Protocol):
 
 
 class PrefixIndex:
-    """Pages of `pools` ({span: pool}) by contents. The pools call `_evict` before they allocate an idle page."""
+    """Pages of `pools` ({span: pool}), cells among them, by contents. The pools call `_evict` before they allocate an
+    idle page."""
 
     listener: IndexListener | None = None
 
     def __init__(self, pools: dict[int, PagePool]) -> None:
-        self._pools = pools
+        self.pools = pools
         self._complete: dict[PrefixDigest, dict[int, int]] = {}
         self._digests: dict[int, dict[int, PrefixDigest]] = {span: {} for span in pools}  # of complete pages
         # Tails after a digest in the order of their tokens, none of which begins with another's.
@@ -77,7 +78,7 @@ class PrefixIndex:
         """Indexes a complete page, which is held; there must be none for that digest."""
         self._complete.setdefault(known, {})[span] = page
         self._digests[span][page] = known
-        self._pools[span].index(page)
+        self.pools[span].index(page)
         if self.listener:
             self.listener.added(known, span, page)
 
@@ -95,7 +96,7 @@ class PrefixIndex:
         """The largest n for which a sequence can begin with the pages of digests[:n]: groups that see all keys have all
         of them, windowed groups those that rows after n pages see. states: there is a state after them, too. elsewhere:
         whether a page that is not indexed, of a digest and a span, can be had."""
-        groups = self._pools.keys() - (set() if states else {STATE})
+        groups = self.pools.keys() - (set() if states else {STATE})
         best, runs = 0, dict.fromkeys(groups, 0)  # runs: pages before n without a gap
         for n, known in enumerate(digests, 1):
             pages = self._complete.get(known, {})
@@ -125,7 +126,7 @@ class PrefixIndex:
         self._tail_pages[key] = pages
         for span, page in pages.items():
             self._tail_of[span][page] = key
-            self._pools[span].index(page)
+            self.pools[span].index(page)
         if self.listener:
             known = digest(parent, new)
             for span, page in pages.items():
@@ -145,7 +146,7 @@ class PrefixIndex:
         if STATE in pages and n < len(tail):
             return 0, {}
         for span, page in pages.items():
-            self._pools[span].retain(page)
+            self.pools[span].retain(page)
         self._drop_tail((parent, tail))
         return n, pages
 
@@ -157,7 +158,7 @@ class PrefixIndex:
             del self._tails[parent]
         for span, page in self._tail_pages.pop(key).items():
             del self._tail_of[span][page]
-            self._pools[span].forget(page)
+            self.pools[span].forget(page)
 
     # ---- eviction
 
@@ -165,7 +166,7 @@ class PrefixIndex:
         """Forgets the complete pages of these that no sequence holds."""
         for known in digests:
             pages = self._complete.get(known, {})
-            for span in [span for span, page in pages.items() if not self._pools[span].holders(page)]:
+            for span in [span for span, page in pages.items() if not self.pools[span].holders(page)]:
                 self._forget(span, pages.pop(span))
             if not pages:
                 self._complete.pop(known, None)
@@ -194,7 +195,7 @@ class PrefixIndex:
 
     def _forget(self, span: int, page: int) -> None:
         del self._digests[span][page]
-        self._pools[span].forget(page)
+        self.pools[span].forget(page)
 
 
 def _common(a: SequenceOf[int], b: SequenceOf[int]) -> int:

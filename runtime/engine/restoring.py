@@ -14,7 +14,7 @@ import numpy as np
 
 from mlc_amd.runtime.cache.kv_cache import KvCache
 from mlc_amd.runtime.cache.page_files import PageKeys, PageSource
-from mlc_amd.runtime.cache.pages import PAGE, STATE
+from mlc_amd.runtime.cache.pages import PAGE
 from mlc_amd.runtime.cache.prefixes import ROOT, PrefixDigest, digest, first_page
 from mlc_amd.runtime.cache.sequence import Sequence as TokenSequence
 from mlc_amd.runtime.engine.requests import Request
@@ -47,7 +47,7 @@ class Restoring:
 
     def __init__(self, cache: KvCache, device, keys: PageKeys, sources: Sequence[PageSource]) -> None:
         self._cache, self._device, self._keys, self._sources = cache, device, keys, sources
-        self._pools = cache.pools | ({STATE: cache.cells} if cache.cells else {})
+        self._pools = cache.index.pools
         self._bytes = {span: sum(nbytes for _, nbytes in device.page_parts(span)) for span in self._pools}
         self._ahead = max(_AHEAD // max(self._bytes.values()), 2)
         self._readers = ThreadPoolExecutor(READERS, "mlc-amd reads")
@@ -108,40 +108,43 @@ class Restoring:
         index, limit = self._cache.index, len(sequence.tokens) - 1
         chain = sequence.chain(limit // PAGE)
 
-        def usable(states: bool) -> int:
-            return index.usable(chain, states, lambda of, span: source(of, span) is not None)
+        def longest(states: bool) -> tuple[int, int, list[int]]:
+            """Tokens in all, complete pages, and the tokens of the tail after them."""
+            n = index.usable(chain, states, lambda of, span: source(of, span) is not None)
+            tail = self._tail(chain[n - 1] if n else ROOT, sequence.tokens[n * PAGE : limit][: PAGE - 1], source)
+            return (n * PAGE + len(tail) if states or tail else 0), n, tail
 
-        paged = usable(states=False)
-        parent, rest = chain[paged - 1] if paged else ROOT, sequence.tokens[paged * PAGE : limit][: PAGE - 1]
-        count = self._tail(parent, rest, source)
-        if not count and self._cache.cells:
-            paged = usable(states=True)
-        if paged * PAGE + count <= sequence.computed:
+        tokens, paged, tail = max(longest(states=True), longest(states=False))
+        if tokens <= sequence.computed:
             return []
-        found = []
-        for span in self._pools:
-            if count:
-                tail = parent, rest[:count]
-                if place := source(digest(*tail), span):
-                    found.append(_Stored(digest(*tail), span, place, tail))
-                if span == STATE:
-                    continue
+        found, kept = [], []
+        for span, pool in self._pools.items():
+            if tail:
+                parent = chain[paged - 1] if paged else ROOT
+                ends = digest(parent, tail)
+                if place := source(ends, span):
+                    found.append(_Stored(ends, span, place, (parent, tail)))
             for of in reversed(chain[first_page(span, paged) : paged]):
-                if index.page(of, span) is None and (place := source(of, span)):
+                if (page := index.page(of, span)) is not None:
+                    pool.retain(page)  # what is there is not evicted for what is not
+                    kept.append((pool, page))
+                elif place := source(of, span):
                     found.append(_Stored(of, span, place))
         needed = {span: sum(page.span == span for page in found) for span in self._pools}
         fits = all(pool.available >= needed[span] for span, pool in self._pools.items())
+        for pool, page in kept:
+            pool.release(page)
         return found if fits else []
 
     def _tail(
         self, parent: PrefixDigest, rest: list[int], source: Callable[[PrefixDigest, int], PageSource | None]
-    ) -> int:
-        """The largest number of tokens of a tail after `parent`; 0 without any."""
+    ) -> list[int]:
+        """The longest beginning of `rest` that is a tail after `parent`."""
         for count in range(len(rest), 0, -1):
             known = digest(parent, rest[:count])
             if all(source(known, span) for span in self._pools):
-                return count
-        return 0
+                return rest[:count]
+        return []
 
     # ---- reading
 

@@ -56,7 +56,8 @@ class StoredPages:
         """Writes the pages that are in memory of a sequence that begins with these tokens. UserError."""
         with self._loop.exclusive():
             sequence = self._held(tokens)
-            pages = self._pages(sequence)
+            snapshot = self._snapshot(sequence)
+            pages = snapshot + self._pages(sequence)
         try:
             parts = {span: self._device.page_parts(span) for span in self._cache.page_tables}
             sizes = {span: sum(nbytes for _, nbytes in of) for span, of in parts.items()}
@@ -65,6 +66,8 @@ class StoredPages:
         finally:
             with self._loop.exclusive():
                 sequence.free()
+                for _, span, cell in snapshot:
+                    self._cache.index.pools[span].release(cell)
 
     def open(self, owner: Hashable, path: Path) -> SavedSize:
         """From now on pages are also found in a saved file, in place of the one that was opened for that owner before.
@@ -79,12 +82,14 @@ class StoredPages:
         self._find_in()
         with self._loop.exclusive():
             sequence = self._held(tokens)
-            chain = [known for known, *_ in self._pages(sequence)]
+            chain = [ROOT, *sequence.chain(len(tokens) // PAGE)]
             sequence.truncate(0)
             sequence.free()
             self._cache.index.remove(chain)
         if self._files:
-            self._files.remove(self._keys.of(known, span) for known in chain for span in self._cache.page_tables)
+            blocks = [(parent, tokens[i * PAGE : (i + 1) * PAGE]) for i, parent in enumerate(chain)]
+            ends = [digest(parent, block[:n]) for parent, block in blocks for n in range(1, len(block) + 1)]
+            self._files.remove(self._keys.of(known, span) for known in ends for span in self._cache.page_tables)
 
     def _find_in(self) -> None:
         with self._loop.exclusive():
@@ -112,6 +117,16 @@ class StoredPages:
         if sequence.state and sequence.state.cell is not None:
             found.append((chain[-1], STATE, sequence.state.cell))
         return found
+
+    def _snapshot(self, sequence: TokenSequence) -> list[tuple[PrefixDigest, int, int]]:
+        """The last one of a state at a page's end before that of the sequence, held: other prompts may begin there."""
+        index = self._cache.index
+        for known in reversed(sequence.chain(sequence.computed // PAGE) if sequence.state else []):
+            cell = index.page(known, STATE)
+            if cell is not None and sequence.state and cell != sequence.state.cell:
+                index.pools[STATE].retain(cell)
+                return [(known, STATE, cell)]
+        return []
 
     def _contents(self, pages: list[tuple[PrefixDigest, int, int]]) -> Iterator[np.ndarray]:
         for _, span, page in pages:

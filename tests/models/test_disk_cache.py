@@ -153,7 +153,7 @@ def test_others_answer_while_pages_are_read(load):
 @SOME
 def test_clients_that_need_more_than_the_memory(load):
     """Answers are those without a disk, also after some that were cancelled, and no page stays held."""
-    prompts = [load.prompt[: 60 * i] + IDS[400 - 9 * i : 430] for i in range(6)]
+    prompts = [load.prompt[: len(load.prompt) * i // 6] + IDS[400 - 4 * i : 410] for i in range(6)]
     with load(kv_tokens=4096) as engine:
         expected = [answer(engine, prompt) for prompt in prompts]
     wrong: list[int] = []
