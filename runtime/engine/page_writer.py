@@ -35,7 +35,7 @@ class PageWriter:
         self._spans = [*cache.page_tables]
         self._changed = threading.Condition()
         self._added: deque[tuple[PrefixDigest, int, int]] = deque()  # in the order in which they are written
-        self._used: deque[list[bytes]] = deque()  # keys of records
+        self._used: deque[list[PrefixDigest]] = deque()  # of complete pages
         self._closing = self._failed = False
         self._thread = threading.Thread(target=self._run, name="mlc-amd pages", daemon=True)
         self._thread.start()
@@ -47,10 +47,8 @@ class PageWriter:
             self._changed.notify()
 
     def used(self, chain: Sequence[PrefixDigest]) -> None:
-        # The first page last: those after it are useless without it.
-        keys = [self._keys.of(known, span) for known in reversed(chain) for span in self._spans]
         with self._changed:
-            self._used.append(keys)
+            self._used.append(list(chain))
             self._changed.notify()
 
     def close(self) -> None:
@@ -86,7 +84,9 @@ class PageWriter:
         """Writes some pages, or says which were used. Returns the seconds that count."""
         begun = time.perf_counter()
         if not self._added:
-            self._files.touch(self._used.popleft())
+            # The first page last: those after it are useless without it.
+            chain = reversed(self._used.popleft())
+            self._files.touch(self._keys.of(known, span) for known in chain for span in self._spans)
             return time.perf_counter() - begun if self._device.on_host else 0.0
         copied: list[tuple[bytes, np.ndarray]] = []
         with self._loop.exclusive():
